@@ -1,0 +1,159 @@
+"""A Hugging Face checkpoint folder: config, tensors in one or many safetensors shards, read range by range.
+
+Never holds a tensor: `rows` reads what is asked for. Values are not looked at here; structure is checked in full.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats import strict_json
+from moe_pack.formats.errors import CheckpointError
+from moe_pack.formats.families import Claims, Config, claim_tensors, read_spec
+from moe_pack.formats.ranges import RangeReader
+from moe_pack.formats.source_account import SourceFile, SourceTensor
+from moe_pack.formats.spec import Matrix
+from moe_pack.formats.tensor_file import TensorEntry, read_header
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MAX_JSON_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    shard: str
+    entry: TensorEntry
+
+
+class Checkpoint:
+    """An open checkpoint. Owns the shards' descriptors: `close` it.
+
+    Raises:  CheckpointError if files are missing or damaged, the architecture is unknown, or tensors do not fit it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._readers: dict[str, RangeReader] = {}
+        self._held: dict[str, _Held] = {}
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder")
+        config = Config(_read_json(folder, "config.json"), "config.json")
+        self.family, self.spec = read_spec(config)
+        try:
+            self._open_shards()
+            shapes = {name: (held.entry.dtype, held.entry.shape) for name, held in self._held.items()}
+            self.claims: Claims = claim_tensors(self.family, self.spec, shapes)
+        except CheckpointError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes all shards."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+    def dtype(self, name: str) -> str:
+        """The safetensors dtype of a tensor: BF16, F16 or F32."""
+        return self._held[name].entry.dtype
+
+    def dense_source(self, role: str) -> str:
+        """The source's name of the dense tensor with this role."""
+        return self.family.dense_source(role)
+
+    def expert_source(self, layer_idx: int, expert: int, matrix: Matrix) -> str:
+        """The source's name of a matrix of an expert in the `layer_idx`-th MoE layer."""
+        return self.family.expert_source(self.spec.moe_layers[layer_idx], expert, matrix)
+
+    def num_rows(self, name: str) -> int:
+        """The size of a tensor's first dimension."""
+        return self._held[name].entry.shape[0]
+
+    def num_bytes(self, name: str) -> int:
+        """A tensor's bytes in the source."""
+        return self._held[name].entry.num_bytes
+
+    def rows(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of rows `start` to `stop` of a tensor (elements, if it has one dimension): u8, own memory.
+
+        Raises:  CheckpointError if the shard is cut short or cannot be read.
+        """
+        held = self._held[name]
+        row_bytes = held.entry.num_bytes // held.entry.shape[0]
+        assert 0 <= start <= stop <= held.entry.shape[0], f"{name}: rows {start} to {stop}"
+        return self._readers[held.shard].read(held.entry.offset + start * row_bytes, (stop - start) * row_bytes)
+
+    def place(self, name: str) -> str:
+        """Shard and tensor, for messages."""
+        return f"{self._held[name].shard}: tensor {name!r}"
+
+    def account(self) -> tuple[list[SourceFile], list[SourceTensor]]:
+        """Every shard and the fate of every tensor."""
+        files = []
+        for shard in sorted({held.shard for held in self._held.values()}):
+            reader = self._readers[shard]
+            length = int.from_bytes(reader.read(0, 8).tobytes(), "little")
+            header = reader.read(0, 8 + length)
+            files.append(SourceFile(shard, reader.num_bytes, hashlib.sha256(header).hexdigest()))
+        tensors = []
+        for name, held in self._held.items():
+            reason = self.claims.dropped.get(name, "")
+            fate = "dropped" if reason else "packed" if name in self.claims.packed else "resident"
+            tensors.append(SourceTensor(name, held.entry.dtype, held.entry.shape, fate, reason))  # type: ignore[arg-type]  # one of SourceTensor.fate's literals
+        return files, tensors
+
+    def stamp(self) -> str:
+        """A digest of the shards' sizes and modification times: tells a source that changed between two runs."""
+        paths = sorted(self.folder / shard for shard in self._readers)
+        facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def _open_shards(self) -> None:
+        weight_map = _weight_map(self.folder)
+        for shard in sorted(set(weight_map.values())) if weight_map is not None else [_SINGLE]:
+            path = self.folder / shard
+            for entry in read_header(path, CheckpointError):
+                if entry.name in self._held:
+                    raise CheckpointError(f"{shard}: tensor {entry.name!r} is in {self._held[entry.name].shard} too")
+                self._held[entry.name] = _Held(shard, entry)
+            self._readers[shard] = RangeReader(path, CheckpointError)
+        for name, shard in (weight_map or {}).items():
+            if name not in self._held or self._held[name].shard != shard:
+                raise CheckpointError(f"{_INDEX}: tensor {name!r} is not in {shard}")
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """Tensor names and their shards, or None for a checkpoint of one file."""
+    if (folder / _INDEX).exists():
+        index = _read_json(folder, _INDEX)
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{_INDEX}: weight_map is missing")
+        for shard in weight_map.values():
+            if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+                raise CheckpointError(f"{_INDEX}: {shard!r} is no name of a shard beside it")
+        return weight_map
+    if (folder / _SINGLE).exists():
+        return None
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise CheckpointError(
+            f"{folder}: found .bin or .pt weights, expected safetensors; convert once with transformers: "
+            "AutoModelForCausalLM.from_pretrained(IN, dtype='auto').save_pretrained(OUT)"
+        )
+    raise CheckpointError(f"{folder}: found neither {_SINGLE} nor {_INDEX}; is the download complete?")
+
+
+def _read_json(folder: Path, name: str) -> object:
+    path = folder / name
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{name}: {path.stat().st_size} bytes, at most {_MAX_JSON_BYTES}")
+        return strict_json.parse(path.read_bytes(), name, CheckpointError)
+    except FileNotFoundError as fault:
+        raise CheckpointError(f"{folder}: {name} is missing; a checkpoint folder has one") from fault
+    except OSError as fault:
+        raise CheckpointError(f"{name}: cannot be read ({fault.strerror})") from fault

@@ -1,0 +1,150 @@
+"""The codecs: rows of weights as bytes and back. The only module of this room that imports torch.
+
+Not the quantizers: which scale, zero and codes stand for a weight is decided in `convert/quantize.py`. The bytes are
+specified in docs/format.md. Tensors may live on any device.
+"""
+
+import torch
+from torch import Tensor
+
+from moe_pack.formats.plan import BLOCK, PartFormat
+
+
+class Bf16:
+    """Weights as little-endian bfloat16, two bytes each."""
+
+    def __init__(self, part: PartFormat, num_cols: int) -> None:
+        self.num_cols = num_cols
+
+    def encode(self, weights: Tensor) -> Tensor:
+        """Rows of bytes for rows of weights, rounded to nearest even.
+
+        Args:    weights: [rows, num_cols] of any float dtype.
+        Returns: u8 [rows, 2 num_cols].
+        """
+        return weights.to(torch.bfloat16).contiguous().view(torch.uint8)
+
+    def decode(self, part: Tensor) -> Tensor:
+        """Weights in float32 [rows, num_cols] for u8 [rows, 2 num_cols]."""
+        return part.contiguous().view(torch.bfloat16).to(torch.float32)
+
+
+class Affine:
+    """Weights as `(code - zero) * scale`, computed in float32 in that order: codes, then scales, then zeros.
+
+    Source: the arithmetic of hqq's `Quantizer.dequantize`, with which it agrees bit for bit.
+    """
+
+    def __init__(self, part: PartFormat, num_cols: int) -> None:
+        self.part = part
+        self.num_cols = num_cols
+        self.code_bytes = part.code_bytes(num_cols)
+        self.scale_bytes = part.scale_bytes(num_cols)
+        self.num_groups = part.num_groups(num_cols)
+
+    def store_scales(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+        """The stored bytes nearest to given scales and zeros.
+
+        Args:    scale, zero: float32 [rows, num_groups], scale not negative.
+        Returns: u8 [rows, scale_bytes] for scales, and for zeros.
+        """
+        if self.part.scale_bits == 16:
+            return _float16_bytes(scale), _float16_bytes(zero)
+        return _byte_scales(scale, signed=False), _byte_scales(zero, signed=True)
+
+    def load_scales(self, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales and zeros in float32 [rows, num_groups] for their stored bytes."""
+        if self.part.scale_bits == 16:
+            return _from_float16_bytes(scales), _from_float16_bytes(zeros)
+        return _from_byte_scales(scales, signed=False), _from_byte_scales(zeros, signed=True)
+
+    def encode(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+        """Rows of bytes: packed codes, scales, zeros.
+
+        Args:    codes: u8 [rows, num_cols], each below 2^width.   scales, zeros: from `store_scales`.
+        Returns: u8 [rows, part_bytes].
+        """
+        return torch.cat((pack_codes(codes, self.part.width), scales, zeros), dim=1)
+
+    def decode(self, part: Tensor) -> Tensor:
+        """Weights in float32 [rows, num_cols] for u8 [rows, part_bytes]."""
+        sizes = [self.code_bytes, self.scale_bytes, self.scale_bytes]
+        packed, scales, zeros = torch.split(part, sizes, dim=1)
+        scale, zero = self.load_scales(scales, zeros)
+        codes = unpack_codes(packed, self.part.width).to(torch.float32)
+        grouped = codes.view(-1, self.num_groups, self.num_cols // self.num_groups)  # [rows, groups, group]
+        return grouped.sub_(zero.unsqueeze(2)).mul_(scale.unsqueeze(2)).view(-1, self.num_cols)
+
+
+def affine(part: PartFormat, num_cols: int) -> Affine:
+    """The affine codec for rows of `num_cols` weights."""
+    assert part.codec == "affine", part
+    return Affine(part, num_cols)
+
+
+_CODECS: dict[str, type[Bf16] | type[Affine]] = {"bf16": Bf16, "affine": Affine}
+
+
+def decode_part(part: PartFormat, num_cols: int, rows: Tensor) -> Tensor:
+    """Weights in float32 [rows, num_cols] for a part's bytes, u8 [rows, part_bytes]."""
+    return _CODECS[part.codec](part, num_cols).decode(rows)
+
+
+def pack_codes(codes: Tensor, width: int) -> Tensor:
+    """Codes in planar blocks of 64: u8 [rows, n] to u8 [rows, n * width / 8]; n is a multiple of 64."""
+    if width == 8:
+        return codes
+    blocks = codes.view(codes.shape[0], -1, BLOCK)  # [rows, blocks, 64]
+    planes = [(blocks & 3, 2), (blocks >> 2, 1)] if width == 3 else [(blocks, width)]
+    return torch.cat([_pack_plane(values, bits) for values, bits in planes], dim=2).flatten(1)
+
+
+def unpack_codes(packed: Tensor, width: int) -> Tensor:
+    """What `pack_codes` packed: u8 [rows, n * width / 8] to u8 [rows, n]."""
+    if width == 8:
+        return packed.contiguous()
+    blocks = packed.reshape(packed.shape[0], -1, 8 * width)  # [rows, blocks, bytes of a block]
+    if width != 3:
+        return _unpack_plane(blocks, width).flatten(1)
+    low, high = _unpack_plane(blocks[:, :, :16], 2), _unpack_plane(blocks[:, :, 16:], 1)
+    return (low | (high << 2)).flatten(1)
+
+
+def _pack_plane(values: Tensor, bits: int) -> Tensor:
+    """[rows, blocks, 64] codes of `bits` bits to [rows, blocks, 8 bits]: byte j holds j, j + 8 bits, ... from bit 0 up."""
+    runs = values.view(*values.shape[:2], 8 // bits, 8 * bits)
+    packed = runs[:, :, 0].clone()
+    for place in range(1, 8 // bits):
+        packed |= runs[:, :, place] << (place * bits)
+    return packed
+
+
+def _unpack_plane(packed: Tensor, bits: int) -> Tensor:
+    mask = (1 << bits) - 1
+    return torch.cat([(packed >> shift) & mask for shift in range(0, 8, bits)], dim=2)
+
+
+def _float16_bytes(values: Tensor) -> Tensor:
+    return values.to(torch.float16).contiguous().view(torch.uint8)
+
+
+def _from_float16_bytes(stored: Tensor) -> Tensor:
+    return stored.contiguous().view(torch.float16).to(torch.float32)
+
+
+def _byte_scales(values: Tensor, signed: bool) -> Tensor:
+    """One float16 multiplier a row, then a byte a group: unsigned 1 to 255, or two's complement -127 to 127."""
+    top = 127 if signed else 255
+    largest = values.abs().amax(dim=1, keepdim=True)
+    # Float16 rounds the multiplier; below its smallest positive value every group would read as zero.
+    multiplier = (largest / top).clamp(min=2.0**-24).to(torch.float16)
+    # A scale's byte is at least 1: a scale of zero could hold nothing.
+    steps = (values / multiplier.to(torch.float32)).round_().clamp_(-top if signed else 1, top)
+    stored = steps.to(torch.int8).view(torch.uint8) if signed else steps.to(torch.uint8)
+    return torch.cat((multiplier.view(torch.uint8), stored), dim=1)
+
+
+def _from_byte_scales(stored: Tensor, signed: bool) -> Tensor:
+    multiplier = stored[:, :2].contiguous().view(torch.float16).to(torch.float32)
+    steps = stored[:, 2:].contiguous()
+    return (steps.view(torch.int8) if signed else steps).to(torch.float32) * multiplier

@@ -1,0 +1,55 @@
+"""The family table: which `model_type` we know, and how its checkpoint becomes a `ModelSpec` and named tensors.
+
+A family is data, one file a `model_type`. Everything beyond this folder speaks of specs and roles, never of families.
+"""
+
+from moe_pack.formats.errors import CheckpointError
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import Claims, Family, claim_tensors
+from moe_pack.formats.families.mixtral import MIXTRAL
+from moe_pack.formats.spec import ModelSpec, spec_fault
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (MIXTRAL,)}
+SHORT_NAMES: dict[str, str] = {
+    short: hub_id for family in FAMILIES.values() for short, hub_id in family.short_names.items()
+}
+
+# Keys under which checkpoints say how many experts they have: a config with none of them is a dense model's.
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+
+
+def read_spec(config: Config) -> tuple[Family, ModelSpec]:
+    """The family of a `config.json` and the model it describes.
+
+    Raises:  CheckpointError for a dense model, an unknown architecture, or a key whose effect we do not implement.
+    """
+    model_type = config.text("model_type")
+    family = FAMILIES.get(model_type)
+    if family is None:
+        if not any(config.has(key) for key in _EXPERT_COUNTS):
+            raise CheckpointError(
+                f"{config.place}: {model_type!r} is a dense model without experts; there is nothing to pack"
+            )
+        known = ", ".join(sorted(FAMILIES))
+        raise CheckpointError(f"{config.place}: architecture {model_type!r} is not supported; supported: {known}")
+    if config.has("quantization_config"):
+        raise CheckpointError(
+            f"{config.place}: the checkpoint is quantized already (quantization_config); use the 16-bit original"
+        )
+    spec = family.read_config(config)
+    config.refuse_unread(family.ignored_keys)
+    fault = spec_fault(spec)
+    if fault:
+        raise CheckpointError(f"{config.place}: {fault}")
+    return family, spec
+
+
+__all__ = [
+    "FAMILIES",
+    "SHORT_NAMES",
+    "Claims",
+    "Config",
+    "Family",
+    "claim_tensors",
+    "read_spec",
+]

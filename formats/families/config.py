@@ -1,0 +1,89 @@
+"""Typed reads of a foreign `config.json`: every key is read, known to change nothing, or refused by name."""
+
+from typing import Any
+
+from moe_pack.formats.errors import CheckpointError
+
+# Keys that say nothing of inference: training, bookkeeping, token ids (generation_config.json holds those).
+_BOOKKEEPING = frozenset(
+    "_name_or_path architectures attention_dropout auto_map bos_token_id dtype eos_token_id initializer_range model_type "
+    "output_attentions output_hidden_states output_router_logits pad_token_id router_aux_loss_coef "
+    "router_jitter_noise torch_dtype transformers_version use_cache".split()
+)
+
+
+class Config:
+    """A parsed `config.json` that remembers what was read of it.
+
+    Args:    values: the JSON object.   place: its file name, for messages.
+    """
+
+    def __init__(self, values: Any, place: str) -> None:
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{place}: expected a JSON object")
+        self.place = place
+        self._values: dict[str, Any] = values
+        self._read: set[str] = set()
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there and not null."""
+        return self._values.get(key) is not None
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A whole number from 1 to 2^31 - 1; `default` where the key is missing or null."""
+        value = int(self._typed(key, (int,), "a whole number", default))
+        if not 0 < value < 2**31:
+            raise CheckpointError(f"{self.place}: {key} is {value}, expected 1 to 2^31 - 1")
+        return value
+
+    def layers(self, key: str) -> tuple[int, ...]:
+        """All layers of a model that has `key` of them: 0, 1, 2, ... (at most 100,000)."""
+        count = self.whole(key)
+        if count > 100_000:
+            raise CheckpointError(f"{self.place}: {key} is {count}, expected at most 100000")
+        return tuple(range(count))
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number; `default` where the key is missing or null."""
+        return float(self._typed(key, (int, float), "a number", default))
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string; `default` where the key is missing or null."""
+        return str(self._typed(key, (str,), "a string", default))
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """True or false; `default` where the key is missing or null."""
+        return bool(self._typed(key, (bool,), "true or false", default))
+
+    def group(self, key: str) -> "Config | None":
+        """The object under `key` with its own account of reads, or None where it is missing or null."""
+        self._read.add(key)
+        value = self._values.get(key)
+        return None if value is None else Config(value, f"{self.place}: {key}")
+
+    def only(self, key: str, expected: object) -> None:
+        """Asserts that `key` is missing, null or `expected`: the one value whose arithmetic we implement."""
+        self._read.add(key)
+        value = self._values.get(key)
+        if value is not None and value != expected:
+            raise CheckpointError(f"{self.place}: {key} is {value!r}, supported is {expected!r} only")
+
+    def refuse_unread(self, ignored: frozenset[str] = frozenset()) -> None:
+        """Refuses keys that nobody read and that may change the arithmetic.
+
+        Raises:  CheckpointError naming the first such key.
+        """
+        for key, value in self._values.items():
+            if key not in self._read and key not in _BOOKKEEPING and key not in ignored and value is not None:
+                raise CheckpointError(f"{self.place}: key {key!r} ({value!r}) is not one this family is known with")
+
+    def _typed(self, key: str, kinds: tuple[type, ...], wanted: str, default: object) -> Any:
+        self._read.add(key)
+        value = self._values.get(key)
+        if value is None:
+            if default is None:
+                raise CheckpointError(f"{self.place}: key {key!r} is missing, expected {wanted}")
+            return default
+        if type(value) not in kinds:
+            raise CheckpointError(f"{self.place}: {key} is {value!r}, expected {wanted}")
+        return value

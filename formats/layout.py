@@ -1,0 +1,141 @@
+"""A pack before its bytes exist: every file's size, every extent's place, every item to write.
+
+All of it follows from the model's spec and the plan, so that sizes are promised before conversion and writer and
+reader agree without talking.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_pack.formats.plan import PartFormat, Plan, format_fault
+from moe_pack.formats.roles import DenseRole, dense_roles
+from moe_pack.formats.rows import ExpertLayout, RowLayout, expert_layout, row_layout
+from moe_pack.formats.spec import ModelSpec
+from moe_pack.formats.tensor_file import TensorEntry, TensorFileLayout, lay_out
+
+EXTENT_ALIGN = 4096  # one page, and the unit of direct reads
+DENSE_ALIGN = 64  # one cache line
+DENSE_FILE = "dense.safetensors"
+
+
+def experts_file(layer: int) -> str:
+    """The name of the file that holds decoder layer `layer`'s experts."""
+    return f"experts-{layer:03d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayout:
+    """A dense tensor as it will be stored: rows of the row layout where `rows` is set, else the source's bytes."""
+
+    role: DenseRole
+    dtype: str
+    rows: RowLayout | None
+    entry: TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A range of a file that is written, and journaled, as one: a header, an expert's extent, a dense tensor."""
+
+    kind: Literal["header", "expert", "dense"]
+    file: str
+    offset: int
+    num_bytes: int
+    layer: int = -1
+    expert: int = -1
+    role: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PackLayout:
+    """Files and extents of a pack. `experts[l][e]` and `expert_files[l]` count MoE layers, not decoder layers.
+
+    `offsets[l][e]` is where the expert's extent begins in its layer's file, in bytes.
+    """
+
+    spec: ModelSpec
+    experts: tuple[tuple[ExpertLayout, ...], ...]
+    offsets: tuple[tuple[int, ...], ...]
+    expert_files: tuple[TensorFileLayout, ...]
+    dense: tuple[DenseLayout, ...]
+    dense_file: TensorFileLayout
+
+    def files(self) -> Iterator[tuple[str, TensorFileLayout]]:
+        """The large files, which are laid out before they are written."""
+        yield DENSE_FILE, self.dense_file
+        for layer, file in zip(self.spec.moe_layers, self.expert_files, strict=True):
+            yield experts_file(layer), file
+
+    def items(self) -> Iterator[Item]:
+        """Everything to write into the large files, in order."""
+        yield Item("header", DENSE_FILE, 0, len(self.dense_file.header))
+        for dense in self.dense:
+            yield Item("dense", DENSE_FILE, dense.entry.offset, dense.entry.num_bytes, role=dense.role.name)
+        for layer_idx, layer in enumerate(self.spec.moe_layers):
+            name, file, experts = experts_file(layer), self.expert_files[layer_idx], self.experts[layer_idx]
+            yield Item("header", name, 0, len(file.header))
+            for expert, layout in enumerate(experts):
+                yield Item("expert", name, self.offsets[layer_idx][expert], layout.num_bytes, layer_idx, expert)
+
+
+def pack_layout(spec: ModelSpec, plan: Plan, dense_dtypes: Sequence[str]) -> PackLayout:
+    """The layout of the pack that `plan` makes of a model.
+
+    Args:    dense_dtypes: safetensors dtype of each dense tensor in the source, in the order of `dense_roles`.
+    """
+    experts = tuple(
+        tuple(expert_layout(expert, plan.selector, spec.expert, spec.hidden_size) for expert in layer)
+        for layer in plan.experts
+    )
+    formats = [
+        plan.dense if role.quantizable and plan.dense and not format_fault(plan.dense, role.shape[1]) else None
+        for role in dense_roles(spec)
+    ]
+    return layout_of(spec, experts, list(zip(dense_dtypes, formats, strict=True)))
+
+
+def layout_of(
+    spec: ModelSpec,
+    experts: tuple[tuple[ExpertLayout, ...], ...],
+    dense_formats: Sequence[tuple[str, PartFormat | None]],
+) -> PackLayout:
+    """The layout for experts and dense tensors stored as given: dtype in the source, or the rows' format."""
+    roles = dense_roles(spec)
+    rows = [
+        row_layout([("weight", part, False)], role.shape[1]) if part else None
+        for role, (_, part) in zip(roles, dense_formats, strict=True)
+    ]
+    tensors = [
+        (role.name, "U8" if layout else dtype, (role.shape[0], layout.row_bytes) if layout else role.shape)
+        for role, layout, (dtype, _) in zip(roles, rows, dense_formats, strict=True)
+    ]
+    dense_file = lay_out([[tensor] for tensor in tensors], DENSE_ALIGN)
+    entries = dense_file.by_name()
+    dense = tuple(
+        DenseLayout(role, dtype, layout, entries[role.name])
+        for role, layout, (_, dtype, _) in zip(roles, rows, tensors, strict=True)
+    )
+    expert_files = tuple(_expert_file(layer) for layer in experts)
+    offsets = tuple(_extent_offsets(file, len(layer)) for file, layer in zip(expert_files, experts, strict=True))
+    return PackLayout(spec, experts, offsets, expert_files, dense, dense_file)
+
+
+def _expert_file(layer: Sequence[ExpertLayout]) -> TensorFileLayout:
+    groups: list[list[tuple[str, str, tuple[int, ...]]]] = []
+    for number, expert in enumerate(layer):
+        group: list[tuple[str, str, tuple[int, ...]]] = []
+        if expert.selector is not None:
+            group.append((f"{number}.selector", "U8", (expert.num_rows, expert.selector.row_bytes)))
+        group.append((f"{number}.records", "U8", (expert.num_rows, expert.records.row_bytes)))
+        if expert.extra_floats:
+            group.append((f"{number}.extra", "F32", (expert.extra_floats,)))
+        groups.append(group)
+    return lay_out(groups, EXTENT_ALIGN)
+
+
+def _extent_offsets(file: TensorFileLayout, num_experts: int) -> tuple[int, ...]:
+    first: dict[str, int] = {}
+    for entry in file.entries:
+        first.setdefault(entry.name.partition(".")[0], entry.offset)
+    return tuple(first[str(expert)] for expert in range(num_experts))

@@ -1,0 +1,177 @@
+"""A pack, open for reading: everything checked before it is used.
+
+`Pack` checks manifest, sizes, headers, index, thresholds and order when it is opened, every other file when it is
+read, and an expert's extent by its CRC-32 when it is first read. It never decodes weights.
+"""
+
+import hashlib
+import zlib
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats.errors import PackError
+from moe_pack.formats.index import (
+    INDEX_FILE,
+    ORDER_FILE,
+    THRESHOLDS_FILE,
+    read_index,
+    read_order,
+    read_thresholds,
+)
+from moe_pack.formats.layout import DENSE_FILE, PackLayout, layout_of
+from moe_pack.formats.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, read_manifest
+from moe_pack.formats.plan import PartFormat, format_fault
+from moe_pack.formats.ranges import RangeReader
+from moe_pack.formats.roles import dense_roles
+from moe_pack.formats.rows import expert_layout
+from moe_pack.formats.tensor_file import TensorEntry, read_header
+
+_DENSE_DTYPES = ("BF16", "F16", "F32")
+
+
+class Pack:
+    """An open pack. Owns its files' descriptors: `close` it, or use it in a `with`.
+
+    `manifest`, `spec`, `layout`, `index` are checked facts; `thresholds` f32 [L, E].
+    Raises:  PackError with the first fault found; nothing of a faulty pack is handed out.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._readers: dict[str, RangeReader] = {}
+        self._checked: set[tuple[int, int]] = set()
+        if not folder.is_dir():
+            raise PackError(f"{folder}: no such folder")
+        if not (folder / MANIFEST_FILE).exists():
+            raise PackError(f"{folder}: found no {MANIFEST_FILE}; not a pack, or a conversion that has not finished")
+        try:
+            self._open()
+        except PackError:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Pack":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all files."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+    def has(self, name: str) -> bool:
+        """Whether the pack has this file."""
+        return name in self._files
+
+    def read_file(self, name: str) -> NDArray[np.uint8]:
+        """All bytes of a file other than the experts', checked against its SHA-256: u8, own memory.
+
+        Raises:  PackError if they differ from what the manifest says.
+        """
+        listed = self._files[name]
+        raw = self._reader(name).read(0, listed.bytes)
+        if hashlib.sha256(raw).hexdigest() != listed.sha256:
+            raise PackError(f"{name}: SHA-256 does not match the manifest's; the file is damaged")
+        return raw
+
+    def read_extent(self, layer_idx: int, expert: int) -> NDArray[np.uint8]:
+        """All bytes of an expert, checked by CRC-32 the first time: u8, own memory.
+
+        Raises:  PackError if they are damaged.
+        """
+        name = self.manifest.expert_files[layer_idx].name
+        offset = self.layout.offsets[layer_idx][expert]
+        raw = self._reader(name).read(offset, self.layout.experts[layer_idx][expert].num_bytes)
+        if (layer_idx, expert) not in self._checked:
+            if zlib.crc32(raw) != self.index.crc32[layer_idx, expert]:
+                raise PackError(f"{name}: expert {expert}: CRC-32 does not match its bytes; the file is damaged")
+            self._checked.add((layer_idx, expert))
+        return raw
+
+    def read_order(self) -> NDArray[np.uint32]:
+        """The neuron order [L, E, f]: `order[l, e, j]` is the source's neuron in row `j`."""
+        return read_order(*self._table(ORDER_FILE), self.spec)
+
+    def padding(self, layer_idx: int) -> list[TensorEntry]:
+        """The padding between the extents of a layer."""
+        return [e for e in self.layout.expert_files[layer_idx].entries if e.name.startswith("pad.")]
+
+    def read_range(self, layer_idx: int, entry: TensorEntry) -> NDArray[np.uint8]:
+        """The bytes of any tensor of a layer's file, unchecked."""
+        return self._reader(self.manifest.expert_files[layer_idx].name).read(entry.offset, entry.num_bytes)
+
+    def _open(self) -> None:
+        with RangeReader(self.folder / MANIFEST_FILE, PackError) as reader:
+            size = min(reader.num_bytes, MAX_MANIFEST_BYTES + 1)
+            self.manifest = read_manifest(reader.read(0, size).tobytes())
+        self.spec = self.manifest.model
+        self._files = {file.name: file for file in self.manifest.files}
+        for name, num_bytes in [(f.name, f.bytes) for f in (*self.manifest.files, *self.manifest.expert_files)]:
+            found = self._reader(name).num_bytes
+            if found != num_bytes:
+                raise PackError(f"{name}: {found} bytes, expected {num_bytes}; the file is cut or damaged")
+        self.index = read_index(*self._table(INDEX_FILE), self.spec)
+        self.layout = self._layout()
+        self.index.check_layout(self.layout)
+        for layer_idx in range(len(self.layout.expert_files)):
+            self._check_expert_header(layer_idx)
+        self.thresholds = read_thresholds(*self._table(THRESHOLDS_FILE), self.spec)
+
+    def _reader(self, name: str) -> RangeReader:
+        if name not in self._readers:
+            self._readers[name] = RangeReader(self.folder / name, PackError)
+        return self._readers[name]
+
+    def _table(self, name: str) -> tuple[bytes, dict[str, TensorEntry]]:
+        raw = self.read_file(name).tobytes()
+        return raw, {entry.name: entry for entry in read_header(self.folder / name, PackError)}
+
+    def _layout(self) -> PackLayout:
+        """The layout that manifest and index describe; `dense.safetensors` must follow it."""
+        entries = {entry.name: entry for entry in read_header(self.folder / DENSE_FILE, PackError)}
+        quantized = {dense.name: dense for dense in self.manifest.dense}
+        formats: list[tuple[str, PartFormat | None]] = []
+        for role in dense_roles(self.spec):
+            entry, stored = entries.get(role.name), quantized.pop(role.name, None)
+            if entry is None:
+                raise PackError(f"{DENSE_FILE}: tensor {role.name!r} is missing")
+            if stored is not None:
+                fault = format_fault(stored.format, role.shape[-1]) if role.quantizable else "is never quantized"
+                if (stored.rows, stored.cols) != role.shape:
+                    fault = f"shape {[stored.rows, stored.cols]}, expected {list(role.shape)}"
+                if fault:
+                    raise PackError(f"{MANIFEST_FILE}: dense {role.name!r}: {fault}")
+            elif entry.dtype not in _DENSE_DTYPES:
+                raise PackError(f"{DENSE_FILE}: tensor {role.name!r} is {entry.dtype}, expected one of BF16, F16, F32")
+            formats.append((entry.dtype, stored.format if stored else None))
+        if quantized:
+            raise PackError(f"{MANIFEST_FILE}: dense {next(iter(quantized))!r} is no tensor of this model")
+        experts = tuple(
+            tuple(expert_layout(e, self.manifest.selector, self.spec.expert, self.spec.hidden_size) for e in layer)
+            for layer in self.index.experts
+        )
+        layout = layout_of(self.spec, experts, formats)
+        if self._reader(DENSE_FILE).read(0, len(layout.dense_file.header)).tobytes() != layout.dense_file.header:
+            raise PackError(f"{DENSE_FILE}: header is not the one its tensors have; the file is damaged")
+        return layout
+
+    def _check_expert_header(self, layer_idx: int) -> None:
+        listed, file = self.manifest.expert_files[layer_idx], self.layout.expert_files[layer_idx]
+        if listed.bytes != file.num_bytes or listed.header_bytes != len(file.header):
+            raise PackError(
+                f"{MANIFEST_FILE}: {listed.name} has {listed.bytes} bytes, expected {file.num_bytes} from its index"
+            )
+        if listed.header_sha256 != hashlib.sha256(file.header).hexdigest():
+            raise PackError(
+                f"{MANIFEST_FILE}: header digest of {listed.name} is not that of the header its index gives"
+            )
+        if self._reader(listed.name).read(0, len(file.header)).tobytes() != file.header:
+            raise PackError(f"{listed.name}: header does not match the index; the file is damaged")

@@ -1,0 +1,169 @@
+"""What was decided before conversion: the selector kind, and for every matrix its codec, width and group.
+
+Pure facts and byte counts; `codecs` turns weights into these bytes, `rows` puts them side by side.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_pack.formats.errors import PlanError
+from moe_pack.formats.spec import (
+    MATRICES,
+    Matrix,
+    ModelSpec,
+    Selector,
+    record_matrices,
+    selector_matrices,
+)
+
+Codec = Literal["bf16", "affine"]
+Quantizer = Literal["hqq", "absmax", "nearest"]
+QUANTIZERS: tuple[Quantizer, ...] = ("hqq", "absmax", "nearest")
+WIDTHS = (1, 2, 3, 4, 8)
+GROUPS = (16, 32, 64, 128)
+ROW_GROUP = 0  # one group as long as the row
+BLOCK = 64  # codes lie in blocks of this many
+
+
+@dataclass(frozen=True, slots=True)
+class PartFormat:
+    """How one matrix's rows are stored.
+
+    `bf16`: 16-bit values (width 16, no groups, no scales). `affine`: `w = (code - zero) * scale`, codes of `width`
+    bits, one scale and zero for each `group` values along the row (0: the whole row), kept as float16
+    (`scale_bits` 16) or as one byte each with one float16 multiplier a row for scales and one for zeros (8).
+    """
+
+    codec: Codec
+    width: int
+    group: int
+    scale_bits: int
+
+    def num_groups(self, num_cols: int) -> int:
+        """Groups in a row of `num_cols` values."""
+        if self.codec == "bf16":
+            return 0
+        return 1 if self.group == ROW_GROUP else num_cols // self.group
+
+    def code_bytes(self, num_cols: int) -> int:
+        """Bytes of a row's codes."""
+        return num_cols * self.width // 8
+
+    def scale_bytes(self, num_cols: int) -> int:
+        """Bytes of a row's scales; its zeros take as many."""
+        groups = self.num_groups(num_cols)
+        return 2 * groups if self.scale_bits == 16 or not groups else 2 + groups
+
+    def part_bytes(self, num_cols: int) -> int:
+        """Bytes of a row's codes, scales and zeros."""
+        return self.code_bytes(num_cols) + 2 * self.scale_bytes(num_cols)
+
+
+BF16 = PartFormat("bf16", 16, ROW_GROUP, 16)
+
+
+def format_fault(part: PartFormat, num_cols: int) -> str | None:
+    """Why rows of `num_cols` values cannot be stored as `part`, or None."""
+    if part.codec == "bf16":
+        return (
+            None if part == BF16 else f"bf16 has width 16 and no groups, found width {part.width}, group {part.group}"
+        )
+    if part.width not in WIDTHS:
+        return f"width {part.width}, expected one of {', '.join(map(str, WIDTHS))} (or 16 for bf16)"
+    if part.group != ROW_GROUP and part.group not in GROUPS:
+        return f"group size {part.group}, expected one of {', '.join(map(str, GROUPS))} or row"
+    if part.scale_bits not in (8, 16):
+        return f"scales of {part.scale_bits} bits, expected 8 or 16"
+    if num_cols % BLOCK:
+        return f"rows of {num_cols} values, expected a multiple of {BLOCK}"
+    if part.group != ROW_GROUP and num_cols % part.group:
+        return f"group size {part.group} does not divide rows of {num_cols} values"
+    return None
+
+
+def part_format(width: int, group: int, scale_bits: int = 16) -> PartFormat:
+    """The format for a width as a person gives it: 16 is bf16, less is affine."""
+    return BF16 if width == 16 else PartFormat("affine", width, group, scale_bits)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFormat:
+    """The formats of one expert's matrices; `gate` is None where the family has none."""
+
+    gate: PartFormat | None
+    up: PartFormat
+    down: PartFormat
+
+    def of(self, matrix: Matrix) -> PartFormat | None:
+        """The format of the matrix named, or None where the expert has no such matrix."""
+        return {"gate": self.gate, "up": self.up, "down": self.down}[matrix]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All decisions of a conversion: `experts[l][e]` for the l-th MoE layer; `dense` for dense matrices.
+
+    `dense` None keeps them in the source's bytes.
+    """
+
+    selector: Selector
+    quantizer: Quantizer
+    experts: tuple[tuple[ExpertFormat, ...], ...]
+    dense: PartFormat | None
+
+
+def uniform_plan(
+    spec: ModelSpec,
+    selector: Selector,
+    selector_format: PartFormat,
+    record_format: PartFormat,
+    dense: PartFormat | None = None,
+    quantizer: Quantizer = "hqq",
+) -> Plan:
+    """The plan that stores every expert alike.
+
+    Raises:  PlanError if the formats cannot hold this model's rows, or the model has no such selector.
+    """
+    held = selector_matrices(selector, spec.expert.matrices)
+    if selector != "none" and "gate" not in spec.expert.matrices and selector != "up":
+        raise PlanError(f"--selector {selector}: this model's experts have no gate matrix; use up or none")
+    checked = [("--record-bits/--group-size", record_format)]
+    if held:
+        checked.append(("--selector-bits/--group-size", selector_format))
+    if dense is not None:
+        checked.append(("--dense-bits/--group-size", dense))
+    for flag, part in checked:
+        fault = format_fault(part, spec.hidden_size)
+        if fault:
+            raise PlanError(f"{flag}: {fault}")
+        if quantizer == "absmax" and part.width == 1:
+            raise PlanError(f"{flag}: width 1 has no absmax quantization; use hqq or nearest")
+    formats = {m: selector_format if m in held else record_format for m in MATRICES}
+    expert = ExpertFormat(
+        gate=formats["gate"] if "gate" in spec.expert.matrices else None, up=formats["up"], down=formats["down"]
+    )
+    layer = (expert,) * spec.router.num_experts
+    return Plan(selector, quantizer, (layer,) * len(spec.moe_layers), dense)
+
+
+def plan_fault(plan: Plan, spec: ModelSpec) -> str | None:
+    """Why `plan` does not fit `spec`, or None."""
+    if len(plan.experts) != len(spec.moe_layers):
+        return f"{len(plan.experts)} layers planned, the model has {len(spec.moe_layers)} with experts"
+    if plan.dense is not None and (fault := format_fault(plan.dense, spec.hidden_size)):
+        return f"dense matrices: {fault}"
+    needed = (
+        *selector_matrices(plan.selector, spec.expert.matrices),
+        *record_matrices(plan.selector, spec.expert.matrices),
+    )
+    for layer, experts in enumerate(plan.experts):
+        if len(experts) != spec.router.num_experts:
+            return f"layer {layer}: {len(experts)} experts planned, the model has {spec.router.num_experts}"
+        for number, expert in enumerate(experts):
+            for matrix in MATRICES:
+                part = expert.of(matrix)
+                if (part is None) != (matrix not in needed):
+                    return f"layer {layer} expert {number}: format of {matrix} does not fit the model's matrices"
+                if part is not None and (fault := format_fault(part, spec.hidden_size)):
+                    return f"layer {layer} expert {number} {matrix}: {fault}"
+    return None

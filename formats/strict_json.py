@@ -1,0 +1,103 @@
+"""Our own JSON files, to and from frozen dataclasses: nothing unknown, nothing missing, nothing of another type.
+
+Not for foreign files (config.json): those are read key by key in `families`.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from typing import Any, TypeVar, cast
+
+from moe_pack.formats.errors import MoePackError
+
+T = TypeVar("T")
+
+
+def parse(raw: bytes, place: str, error: type[MoePackError]) -> Any:
+    """The JSON value in `raw`; duplicate keys, NaN, infinities and deep nesting are refused.
+
+    Args:    place: the file's name, for messages.   error: what to raise.
+    Raises:  `error` if `raw` is not UTF-8 JSON.
+    """
+
+    def refuse_constant(text: str) -> Any:
+        raise error(f"{place}: found {text}, expected JSON numbers only")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise error(f"{place}: key {twice!r} appears twice")
+        return found
+
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as fault:
+        raise error(f"{place}: not valid JSON ({_first_line(fault)})") from fault
+
+
+def load(kind: type[T], value: Any, place: str, error: type[MoePackError]) -> T:
+    """The dataclass `kind` held in the parsed JSON `value`.
+
+    Fields may be str, int, bool, float, Literal, another dataclass, `tuple[X, ...]`, or any of these `| None`.
+    Raises:  `error` naming the key, if one is unknown, missing or of another type.
+    """
+    return cast(T, _load(kind, value, place, error))
+
+
+def dump(record: Any) -> Any:
+    """What `load` reads back: plain dicts, lists and scalars."""
+    return dataclasses.asdict(record)
+
+
+def canonical(value: Any) -> bytes:
+    """`value` as the one byte string that stands for it in digests and files: sorted keys, one-space indent."""
+    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=True, allow_nan=False) + "\n").encode("ascii")
+
+
+def _load(kind: Any, value: Any, place: str, error: type[MoePackError]) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        (inner,) = (argument for argument in arguments if argument is not type(None))
+        return _load(inner, value, place, error)
+    if origin is typing.Literal:
+        if type(value) is not str or value not in arguments:
+            raise error(f"{place}: found {_short(value)}, expected one of {', '.join(arguments)}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise error(f"{place}: found {_short(value)}, expected a list")
+        return tuple(_load(arguments[0], item, f"{place}[{i}]", error) for i, item in enumerate(value))
+    if dataclasses.is_dataclass(kind):
+        return _load_record(kind, value, place, error)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise error(f"{place}: found {_short(value)}, expected {kind.__name__}")
+    return value
+
+
+def _load_record(kind: Any, value: Any, place: str, error: type[MoePackError]) -> Any:
+    if not isinstance(value, dict):
+        raise error(f"{place}: found {_short(value)}, expected an object")
+    hints = typing.get_type_hints(kind)
+    for key in value:
+        if key not in hints:
+            raise error(f"{place}: unknown key {key!r}")
+    for key in hints:
+        if key not in value:
+            raise error(f"{place}: key {key!r} is missing")
+    return kind(**{key: _load(hint, value[key], f"{place}: {key}", error) for key, hint in hints.items()})
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _first_line(fault: Exception) -> str:
+    return str(fault).splitlines()[0][:120] if str(fault) else type(fault).__name__

@@ -1,0 +1,173 @@
+"""Safetensors files, read and laid out without loading them: header, bounds, offsets.
+
+Not a tensor library: bytes in, bytes out. The format is the one of the safetensors project
+(8 bytes of little-endian header length, a JSON header, then the tensors' bytes without holes).
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_pack.formats import strict_json
+from moe_pack.formats.errors import MoePackError
+
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+MAX_HEADER_BYTES = 100_000_000  # the limit the safetensors library sets
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies: `offset` counts from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+def read_header(path: Path, error: type[MoePackError]) -> tuple[TensorEntry, ...]:
+    """The tensors of the file at `path`, in the order of their offsets, after checking all of the structure.
+
+    Raises:  `error` if the file is missing, cut short, or its header is not one that covers the file
+             exactly, without overlap and without holes.
+    """
+    place = path.name
+    try:
+        with path.open("rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
+                raise error(f"{place}: header of {length} bytes in a file of {file_bytes}; the file is cut or damaged")
+            raw = file.read(length)
+    except FileNotFoundError as fault:
+        raise error(f"{place}: file is missing") from fault
+    except OSError as fault:
+        raise error(f"{place}: cannot be read ({fault.strerror})") from fault
+    header = strict_json.parse(raw, f"{place}: header", error)
+    return _check_entries(header, place, 8 + length, file_bytes, error)
+
+
+def _check_entries(
+    header: Any, place: str, start: int, file_bytes: int, error: type[MoePackError]
+) -> tuple[TensorEntry, ...]:
+    if not isinstance(header, dict):
+        raise error(f"{place}: header is not a JSON object")
+    entries = [_entry(name, value, place, start, error) for name, value in header.items() if name != "__metadata__"]
+    entries.sort(key=lambda entry: (entry.offset, entry.num_bytes))
+    end = start
+    for entry in entries:
+        if entry.offset != end:
+            kind = "overlaps the tensor before it" if entry.offset < end else "leaves a hole before it"
+            raise error(
+                f"{place}: tensor {entry.name!r} {kind} (offset {entry.offset - start}, expected {end - start})"
+            )
+        end += entry.num_bytes
+    if end != file_bytes:
+        raise error(f"{place}: file has {file_bytes} bytes, its header describes {end}; the file is cut or damaged")
+    return tuple(entries)
+
+
+def _entry(name: str, value: Any, place: str, start: int, error: type[MoePackError]) -> TensorEntry:
+    def fault(text: str) -> MoePackError:
+        return error(f"{place}: tensor {name!r}: {text}")
+
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise fault("expected exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise fault(f"unknown dtype {dtype!r}")
+    if not _whole_numbers(shape):
+        raise fault("shape is not a list of whole numbers")
+    if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise fault("data_offsets is not a pair of rising whole numbers")
+    num_bytes = DTYPE_BYTES[dtype] * math.prod(shape)
+    if num_bytes != offsets[1] - offsets[0]:
+        raise fault(f"{dtype} {shape} needs {num_bytes} bytes, data_offsets give {offsets[1] - offsets[0]}")
+    return TensorEntry(name, dtype, tuple(shape), start + offsets[0], num_bytes)
+
+
+def _whole_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFileLayout:
+    """A safetensors file before it is written: its header's bytes and where every tensor will lie."""
+
+    header: bytes
+    entries: tuple[TensorEntry, ...]
+    num_bytes: int
+
+    def by_name(self) -> dict[str, TensorEntry]:
+        """The entries, pads included, under their names."""
+        return {entry.name: entry for entry in self.entries}
+
+
+def lay_out(groups: Iterable[Sequence[tuple[str, str, tuple[int, ...]]]], align: int) -> TensorFileLayout:
+    """The file that holds the tensors of `groups` in order, each group beginning on a boundary of `align` bytes.
+
+    Within a group tensors follow each other directly. Gaps become explicit tensors `pad.N` of zero bytes, so that
+    the file has no holes; the data begins on a multiple of `align` because the header is padded with spaces, and
+    ends on one.
+
+    Args:    groups: name, dtype and shape of each tensor.   align: bytes, a power of two.
+    """
+    placed: list[TensorEntry] = []
+    end = num_pads = 0
+    for group in [*groups, ()]:  # the empty last group pads the file's end
+        gap = -end % align
+        if gap:
+            placed.append(TensorEntry(f"pad.{num_pads}", "U8", (gap,), end, gap))
+            num_pads += 1
+        end += gap
+        for name, dtype, shape in group:
+            num_bytes = DTYPE_BYTES[dtype] * math.prod(shape)
+            placed.append(TensorEntry(name, dtype, shape, end, num_bytes))
+            end += num_bytes
+    header = _encode_header(placed, align)
+    start = len(header)
+    entries = tuple(TensorEntry(t.name, t.dtype, t.shape, t.offset + start, t.num_bytes) for t in placed)
+    return TensorFileLayout(header, entries, start + end)
+
+
+def _encode_header(placed: list[TensorEntry], align: int) -> bytes:
+    fields = {
+        t.name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.offset, t.offset + t.num_bytes]}
+        for t in placed
+    }
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+    padded = text + b" " * (-(8 + len(text)) % align)
+    return len(padded).to_bytes(8, "little") + padded
+
+
+def assemble(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes]], align: int = 64) -> bytes:
+    """A whole small safetensors file in memory: name, dtype, shape and bytes of each tensor."""
+    held = list(tensors)
+    layout = lay_out([[(name, dtype, shape)] for name, dtype, shape, _ in held], align)
+    places = layout.by_name()
+    out = bytearray(layout.num_bytes)
+    out[: len(layout.header)] = layout.header
+    for name, _, _, raw in held:
+        entry = places[name]
+        assert entry.num_bytes == len(raw), f"{name}: {len(raw)} bytes for a tensor of {entry.num_bytes}"
+        out[entry.offset : entry.offset + entry.num_bytes] = raw
+    return bytes(out)
+
+
+def split_bytes(offset: int, num_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    """Consecutive (offset, size) pieces of a range, none larger than `chunk_bytes`."""
+    end = offset + num_bytes
+    while offset < end:
+        size = min(chunk_bytes, end - offset)
+        yield offset, size
+        offset += size
