@@ -1,0 +1,50 @@
+"""The reference semantics of an expert (docs/format.md, "What a pack means"): the answer every faster path must give.
+
+    y = sum over running neurons i of  h(gate_i . x, up_i . x) * down_i
+
+Neuron i runs when `a_i != 0 and not (abs(a_i) < t)`: a threshold of zero drops exactly what contributes nothing, and a
+NaN runs and is seen. `a` is what the selector kind makes known before the record is read.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_pack.formats import Selector
+from moe_pack.runtime.weights import Expert, NeuronBlock
+
+# The activation of each neuron function; h(g, u) = activation(g) * u.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu}
+
+
+def run_expert(x: Tensor, expert: Expert, function: str, selector: Selector, threshold: float) -> Tensor:
+    """The output of an expert for some tokens.
+
+    Args:    x: float32 [T, d].   function: the neuron function's name.   threshold: on `abs(a)`.
+    Returns: float32 [T, d].
+    Source:  FloE Eq. 6 and CORM §4.2 for `up` and `gate`; `both` tests h itself.
+    """
+    y = torch.zeros_like(x)
+    for block in expert.blocks():
+        h, a = _activations(x, block, function, selector)
+        runs = (a != 0) & ~(a.abs() < threshold)  # [T, n]
+        y += torch.where(runs, h, 0.0) @ block.down
+    return y
+
+
+def _activations(x: Tensor, block: NeuronBlock, function: str, selector: Selector) -> tuple[Tensor, Tensor]:
+    """`h` and `a` of a block's neurons, float32 [T, n] each."""
+    activation = ACTIVATIONS[function]
+    u = x @ block.up.T
+    if block.up_bias is not None:
+        u = u + block.up_bias
+    if block.gate is None:  # an expert of two matrices: h is the activation of up
+        h = activation(u)
+        return h, h
+    g = x @ block.gate.T
+    if block.gate_bias is not None:
+        g = g + block.gate_bias
+    active = activation(g)
+    h = active * u
+    return h, {"up": u, "gate": active, "both": h, "none": h}[selector]

@@ -1,0 +1,73 @@
+"""Dense matrices `[out, in]` as the decoder sees them: rows in float32, at most 16 MiB of them at a time."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from moe_pack.formats import RowLayout
+from moe_pack.formats.codecs import decode_part
+
+MAX_DECODED_BYTES = 16 << 20  # no operation dequantizes more than this at once
+
+
+class Matrix(Protocol):
+    """A matrix whose rows can be had in float32."""
+
+    num_rows: int
+    num_cols: int
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop`, float32 [stop - start, num_cols]."""
+        ...
+
+
+class StoredMatrix:
+    """A matrix held in its 16- or 32-bit values, on any device."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self.num_rows, self.num_cols = weight.shape
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop`, float32 [stop - start, num_cols]."""
+        return self._weight[start:stop].to(torch.float32)
+
+
+class RowMatrix:
+    """A matrix held in rows of the row layout, u8 [num_rows, row_bytes], on any device."""
+
+    def __init__(self, layout: RowLayout, held: Tensor) -> None:
+        self._layout = layout
+        self._held = held
+        self.num_rows, self.num_cols = held.shape[0], layout.num_cols
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop`, float32 [stop - start, num_cols]."""
+        (part,) = self._layout.parts
+        return decode_part(
+            part.format, self.num_cols, self._held[start:stop, part.offset : part.offset + part.num_bytes]
+        )
+
+
+def row_blocks(num_rows: int, num_cols: int, parts: int = 1) -> Iterator[tuple[int, int]]:
+    """(start, stop) of consecutive blocks of rows; `parts` matrices of a block fit `MAX_DECODED_BYTES` together."""
+    step = max(1, MAX_DECODED_BYTES // (4 * num_cols * parts))
+    for start in range(0, num_rows, step):
+        yield start, min(start + step, num_rows)
+
+
+def linear(x: Tensor, matrix: Matrix) -> Tensor:
+    """`x @ matrix.T` in float32, a block of rows at a time.
+
+    Args:    x: float32 [T, in].
+    Returns: float32 [T, out].
+    """
+    blocks = [x @ matrix.rows(start, stop).T for start, stop in row_blocks(matrix.num_rows, matrix.num_cols)]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+
+
+def gather_rows(matrix: Matrix, ids: Tensor) -> Tensor:
+    """The rows with these numbers, float32 [len(ids), in]: the embedding of tokens."""
+    return torch.cat([matrix.rows(i, i + 1) for i in ids.tolist()])
