@@ -1,0 +1,174 @@
+"""What a conversion says of itself: the digest that tells it from others, its small tables, its manifest."""
+
+import hashlib
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+
+from moe_pack.formats import (
+    COPIED_FILES,
+    DENSE_FILE,
+    FORMAT,
+    INDEX_FILE,
+    ORDER_FILE,
+    SOURCE_FILE,
+    THRESHOLDS_FILE,
+    VERSION,
+    Checkpoint,
+    CheckpointError,
+    ContentFile,
+    ExpertFile,
+    Manifest,
+    PackageVersion,
+    PackLayout,
+    PackWriter,
+    Plan,
+    PlanError,
+    QuantizedDense,
+    Totals,
+    account_bytes,
+    canonical,
+    dump,
+    experts_file,
+    index_bytes,
+    manifest_bytes,
+    order_bytes,
+    root_digest,
+    thresholds_bytes,
+)
+
+_MAX_COPIED_BYTES = 256 << 20
+
+
+class Account:
+    """The facts of one conversion beside its large files.
+
+    Raises:  PlanError if the quantizer's package is missing; CheckpointError if a file to copy cannot be read.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, plan: Plan, layout: PackLayout) -> None:
+        self._plan = plan
+        self._layout = layout
+        self._made_with = _versions(plan)
+        files, tensors = checkpoint.account()
+        self._source = account_bytes(files, tensors)
+        self._copied = [(name, raw) for name in COPIED_FILES if (raw := _copied(checkpoint.folder, name)) is not None]
+        facts = {
+            "source": hashlib.sha256(self._source).hexdigest(),
+            "copied": [[name, hashlib.sha256(raw).hexdigest()] for name, raw in self._copied],
+            "model": dump(checkpoint.spec),
+            "plan": dump(plan),
+            "made_with": [dump(package) for package in self._made_with],
+        }
+        self.conversion = hashlib.sha256(canonical(facts)).hexdigest()
+
+    def tables(self, writer: PackWriter) -> list[tuple[str, bytes]]:
+        """Names and bytes of every file but experts, dense and manifest. Thresholds are zero: no neuron is dropped."""
+        spec = self._layout.spec
+        shape = (len(spec.moe_layers), spec.router.num_experts)
+        rows = np.arange(spec.expert.intermediate_size, dtype=np.uint32)
+        return [
+            (INDEX_FILE, index_bytes(self._layout, self._plan, writer.expert_digests())),
+            (THRESHOLDS_FILE, thresholds_bytes(np.zeros(shape, np.float32))),
+            (ORDER_FILE, order_bytes(np.broadcast_to(rows, (*shape, len(rows))))),
+            (SOURCE_FILE, self._source),
+            *self._copied,
+        ]
+
+    def manifest(self, files: tuple[ContentFile, ...]) -> bytes:
+        """The manifest's bytes, given the account of all content but the experts'."""
+        layout = self._layout
+        layers = list(zip(layout.spec.moe_layers, layout.expert_files, strict=True))
+        expert_files = tuple(
+            ExpertFile(experts_file(layer), f.num_bytes, len(f.header), hashlib.sha256(f.header).hexdigest())
+            for layer, f in layers
+        )
+        dense = tuple(
+            QuantizedDense(held.role.name, held.role.shape[0], held.role.shape[1], held.rows.parts[0].format)
+            for held in layout.dense
+            if held.rows is not None
+        )
+        return manifest_bytes(
+            Manifest(
+                format=FORMAT,
+                version=VERSION,
+                features=_features(layout),
+                model=layout.spec,
+                selector=self._plan.selector,
+                quantizer=self._plan.quantizer,
+                made_with=self._made_with,
+                conversion=self.conversion,
+                dense=dense,
+                files=files,
+                expert_files=expert_files,
+                totals=totals(layout, files),
+                root=root_digest(files, expert_files),
+                sha256="",
+            )
+        )
+
+
+def totals(layout: PackLayout, files: tuple[ContentFile, ...]) -> Totals:
+    """Bytes by part of the pack with this layout and these other files."""
+    experts = [expert for layer in layout.experts for expert in layer]
+    selectors = sum(expert.selector_bytes for expert in experts)
+    records = sum(expert.records_bytes for expert in experts)
+    extra = sum(4 * expert.extra_floats for expert in experts)
+    headers = sum(len(file.header) for file in layout.expert_files)
+    in_files = sum(file.num_bytes for file in layout.expert_files)
+    copied = sum(file.bytes for file in files if file.name in COPIED_FILES)
+    dense = sum(file.bytes for file in files if file.name == DENSE_FILE)
+    listed = sum(file.bytes for file in files)
+    return Totals(
+        selectors=selectors,
+        records=records,
+        extra=extra,
+        padding=in_files - selectors - records - extra - headers,
+        headers=headers,
+        dense=dense,
+        tables=listed - copied - dense,
+        copied=copied,
+        content=in_files + listed,
+    )
+
+
+def _features(layout: PackLayout) -> tuple[str, ...]:
+    """What a reader must know to read this pack."""
+    found = set()
+    experts = [expert for layer in layout.experts for expert in layer]
+    rows = [r for expert in experts for r in (expert.selector, expert.records) if r is not None]
+    dense = [held.rows for held in layout.dense if held.rows is not None]
+    for part in {part.format for layout_rows in (*rows, *dense) for part in layout_rows.parts}:
+        found.add(part.codec)
+        if part.scale_bits == 8:
+            found.add("byte_scales")
+    if dense:
+        found.add("dense_rows")
+    return tuple(sorted(found))
+
+
+def _versions(plan: Plan) -> tuple[PackageVersion, ...]:
+    formats = {part for layer in plan.experts for e in layer for part in (e.gate, e.up, e.down)} | {plan.dense}
+    names = ["moe-pack", "torch"]
+    if plan.quantizer == "hqq" and any(part is not None and part.codec == "affine" for part in formats):
+        names.append("hqq")
+    try:
+        return tuple(PackageVersion(name, version(name)) for name in names)
+    except PackageNotFoundError as fault:
+        raise PlanError(
+            f"--quantizer {plan.quantizer}: the {fault.name} package is not installed; "
+            "pip install 'moe-pack[convert]', or use --quantizer nearest"
+        ) from fault
+
+
+def _copied(folder: Path, name: str) -> bytes | None:
+    path = folder / name
+    try:
+        if not path.exists():
+            return None
+        if path.stat().st_size > _MAX_COPIED_BYTES:
+            raise CheckpointError(f"{name}: {path.stat().st_size} bytes, at most {_MAX_COPIED_BYTES}")
+        return path.read_bytes()
+    except OSError as fault:
+        raise CheckpointError(f"{name}: cannot be read ({fault.strerror})") from fault

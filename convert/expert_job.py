@@ -1,0 +1,114 @@
+"""One item's bytes: reads what it needs of the source, quantizes, lays out. Runs in a worker thread; writes nothing."""
+
+from collections.abc import Iterator
+from threading import Event
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.formats import Checkpoint, CheckpointError, Item, PackLayout, Plan, RowLayout, write_rows
+from moe_pack.convert.quantize import RowQuantizer, check_finite
+from moe_pack.runtime import read_rows
+
+_ROWS_AT_ONCE = 512  # rows of a matrix in memory at once, a multiple of every quantizer block
+
+
+class Stopped(Exception):
+    """The conversion is ending: whoever waits for this item no longer does."""
+
+
+def item_bytes(checkpoint: Checkpoint, layout: PackLayout, plan: Plan, item: Item, stop: Event) -> NDArray[np.uint8]:
+    """All bytes of a dense tensor or of an expert's extent: u8 [item.num_bytes].
+
+    Raises:  CheckpointError for a weight that is no number, or that the plan's codec cannot hold; Stopped soon after
+             `stop` is set.
+    """
+    if item.kind == "dense":
+        return _dense_bytes(checkpoint, layout, plan, item, stop)
+    return _expert_bytes(checkpoint, layout, plan, item, stop)
+
+
+def job_bytes(checkpoint: Checkpoint, layout: PackLayout, item: Item) -> int:
+    """What `item_bytes` holds at its peak but for blocks: the item, and for an expert its `down` in the source's bytes."""
+    if item.kind != "expert":
+        return item.num_bytes
+    name = checkpoint.expert_source(item.layer, item.expert, "down")
+    return item.num_bytes + checkpoint.num_bytes(name)
+
+
+def _next_rows(num_rows: int, stop: Event) -> Iterator[tuple[int, int]]:
+    for start in range(0, num_rows, _ROWS_AT_ONCE):
+        if stop.is_set():
+            raise Stopped
+        yield start, min(start + _ROWS_AT_ONCE, num_rows)
+
+
+def _dense_bytes(checkpoint: Checkpoint, layout: PackLayout, plan: Plan, item: Item, stop: Event) -> NDArray[np.uint8]:
+    dense = next(dense for dense in layout.dense if dense.role.name == item.role)
+    name = checkpoint.dense_source(item.role)
+    num_rows = checkpoint.num_rows(name)
+    out = np.empty((num_rows, item.num_bytes // num_rows), np.uint8)
+    quantizer = RowQuantizer(plan.dense, dense.rows.num_cols, plan.quantizer) if dense.rows and plan.dense else None
+    for first, end in _next_rows(num_rows, stop):
+        weights = _checked(checkpoint, name, first, end)
+        if quantizer is None or dense.rows is None:
+            out[first:end] = weights.view(torch.uint8).view(end - first, -1).numpy()
+        else:
+            section = _encode(quantizer, weights, checkpoint.place(name))
+            write_rows(dense.rows, {"weight": section}, out[first:end])
+    return out.reshape(-1)
+
+
+def _expert_bytes(checkpoint: Checkpoint, layout: PackLayout, plan: Plan, item: Item, stop: Event) -> NDArray[np.uint8]:
+    expert = layout.experts[item.layer][item.expert]
+    formats = plan.experts[item.layer][item.expert]
+    d, f = layout.spec.hidden_size, layout.spec.expert.intermediate_size
+    names = {m: checkpoint.expert_source(item.layer, item.expert, m) for m in layout.spec.expert.matrices}
+    quantizers = {m: RowQuantizer(part, d, plan.quantizer) for m in names if (part := formats.of(m)) is not None}
+    down = _transposed(checkpoint, names["down"], stop)
+    extent = np.zeros(item.num_bytes, np.uint8)
+    halves: list[tuple[RowLayout, NDArray[np.uint8]]] = []
+    if expert.selector is not None:
+        halves.append((expert.selector, extent[: expert.selector_bytes].reshape(f, -1)))
+    records = extent[expert.selector_bytes : expert.selector_bytes + expert.records_bytes]
+    halves.append((expert.records, records.reshape(f, -1)))
+    for first, end in _next_rows(f, stop):
+        sections = {
+            str(matrix): _encode(
+                quantizers[matrix],
+                down[first:end] if matrix == "down" else _checked(checkpoint, name, first, end),
+                checkpoint.place(name),
+            )
+            for matrix, name in names.items()
+        }
+        for rows, out in halves:
+            write_rows(rows, sections, out[first:end])
+    return extent
+
+
+def _transposed(checkpoint: Checkpoint, name: str, stop: Event) -> Tensor:
+    """`down` as `[f, d]`, made from `[d, f]` some rows at a time."""
+    out: Tensor | None = None
+    num_rows = checkpoint.num_rows(name)
+    for first, end in _next_rows(num_rows, stop):
+        weights = _checked(checkpoint, name, first, end)
+        if out is None:
+            out = torch.empty((weights.shape[1], num_rows), dtype=weights.dtype)
+        out[:, first:end] = weights.T
+    assert out is not None, f"{name} has no rows"
+    return out
+
+
+def _checked(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor:
+    weights = read_rows(checkpoint, name, start, stop)
+    check_finite(weights, checkpoint.place(name), CheckpointError, start)
+    return weights
+
+
+def _encode(quantizer: RowQuantizer, weights: Tensor, place: str) -> NDArray[np.uint8]:
+    try:
+        return quantizer.encode(weights).numpy()
+    except ValueError as fault:
+        raise CheckpointError(f"{place}: {fault}") from fault

@@ -1,0 +1,132 @@
+"""The conversion: a checkpoint and a plan become a pack, item by item, several at once, in bounded memory.
+
+Workers are threads: what they run (reading, torch, digests) releases the interpreter, and a process killed at any
+moment leaves nobody behind who could still write. Items are written in one order whatever the number of workers.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moe_pack.convert.account import Account
+from moe_pack.convert.expert_job import item_bytes, job_bytes
+from moe_pack.formats import (
+    Checkpoint,
+    Digests,
+    Item,
+    PackLayout,
+    PackWriter,
+    Plan,
+    State,
+    Step,
+    dense_roles,
+    digests_of,
+    pack_layout,
+)
+
+# Items at work at once hold about this much between them; one is always let through, however large.
+_IN_FLIGHT_BYTES = 1 << 30
+
+_Finished = tuple[Item, NDArray[np.uint8], Digests]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a conversion is, in bytes of the pack's large files."""
+
+    done_bytes: int
+    total_bytes: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What a finished conversion did: `resumed_bytes` were there before, `written` is False if the whole pack was."""
+
+    layout: PackLayout
+    resumed_bytes: int
+    written: bool
+
+
+def layout_for(checkpoint: Checkpoint, plan: Plan) -> PackLayout:
+    """The layout of the pack that `plan` makes of `checkpoint`: every size, before anything is written."""
+    dtypes = [checkpoint.dtype(checkpoint.dense_source(role.name)) for role in dense_roles(checkpoint.spec)]
+    return pack_layout(checkpoint.spec, plan, dtypes)
+
+
+def convert(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    folder: Path,
+    workers: int,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_step: Callable[[Step], None] = lambda step: None,
+) -> Conversion:
+    """Writes the pack that `plan` makes of `checkpoint` into `folder`, going on where a killed run stopped.
+
+    Args:    workers: threads, one torch thread each (torch's own are set to one for the whole process).
+             on_progress: called first of all and after each item.   on_step: called before each change to the drive.
+    Raises:  CheckpointError, ConversionError, PlanError; the folder then keeps what was done.
+    """
+    layout = layout_for(checkpoint, plan)
+    account = Account(checkpoint, plan, layout)
+    writer = PackWriter(folder, layout, account.conversion, checkpoint.stamp(), on_step)
+    total = sum(item.num_bytes for item in layout.items())
+    torch.set_num_threads(1)
+    try:
+        writer.open()
+        if writer.state is State.SEALED:
+            return Conversion(layout, total, written=False)
+        pending = writer.pending()
+        done = resumed = total - sum(item.num_bytes for item in pending)
+        on_progress(Progress(done, total, ""))
+        for item, raw, digests in _in_order(checkpoint, layout, plan, pending, workers):
+            writer.write(item, raw, digests)
+            done += item.num_bytes
+            on_progress(Progress(done, total, _name(item)))
+        writer.seal(account.tables(writer), account.manifest)
+        return Conversion(layout, resumed, written=True)
+    finally:
+        writer.close()
+
+
+def _in_order(
+    checkpoint: Checkpoint, layout: PackLayout, plan: Plan, pending: list[Item], workers: int
+) -> Iterator[_Finished]:
+    """Each pending item with its bytes, in order; `workers` of them in the making, and one that waits its turn."""
+    stop = Event()
+
+    def job(item: Item) -> _Finished:
+        raw = item_bytes(checkpoint, layout, plan, item, stop)
+        return item, raw, digests_of(raw)
+
+    started: deque[tuple[int, Future[_Finished]]] = deque()
+    held_bytes, next_idx = 0, 0
+    with ThreadPoolExecutor(workers, "convert") as pool:
+        try:
+            while started or next_idx < len(pending):
+                while next_idx < len(pending) and len(started) <= workers:
+                    num_bytes = job_bytes(checkpoint, layout, pending[next_idx])
+                    if started and held_bytes + num_bytes > _IN_FLIGHT_BYTES:
+                        break
+                    started.append((num_bytes, pool.submit(job, pending[next_idx])))
+                    held_bytes += num_bytes
+                    next_idx += 1
+                num_bytes, future = started.popleft()
+                yield future.result()
+                held_bytes -= num_bytes
+        finally:
+            stop.set()
+            for _, future in started:
+                future.cancel()
+
+
+def _name(item: Item) -> str:
+    return item.role if item.kind == "dense" else f"layer {item.layer} expert {item.expert}"

@@ -1,0 +1,153 @@
+"""From weights to codes: hqq's solver in blocks that stay in cache, and two plain quantizers beside it.
+
+Each gives a scale and a zero for every group; these are rounded to what the pack stores, and only then are the codes
+taken, so that a code is the nearest to its weight under the scale that will be read.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_pack.formats import MoePackError, PartFormat, PlanError, Quantizer
+from moe_pack.formats.codecs import Affine, Bf16, affine
+
+# Weights a block: with hqq's dozen temporaries it stays within 1 MiB of L2. Rows of 4096: blocks of 16 rows solve 10
+# times as fast as the whole matrix, of 64 rows 7 times (docs/benchmarks.md).
+_BLOCK_WEIGHTS = 1 << 16
+_MAX_BLOCK_ROWS = 64
+
+# Scale and zero of each group: float32 [groups, 1] each, for weights [groups, group] and a width.
+Solver = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
+def block_rows(num_cols: int) -> int:
+    """Rows that are quantized together: at most 64, and no more than 65,536 weights where that leaves one row."""
+    return max(1, min(_MAX_BLOCK_ROWS, _BLOCK_WEIGHTS // num_cols))
+
+
+class RowQuantizer:
+    """Turns rows of weights into a part's bytes.
+
+    Args:    part: the format.   num_cols: weights a row.   quantizer: how scales and zeros are found.
+    Raises:  PlanError if hqq is asked for and not installed.
+    """
+
+    def __init__(self, part: PartFormat, num_cols: int, quantizer: Quantizer) -> None:
+        self._part = part
+        self._num_cols = num_cols
+        self._codec: Affine | Bf16
+        if part.codec == "bf16":
+            self._codec = Bf16(part, num_cols)
+            self._solve: Solver | None = None
+        else:
+            self._codec = affine(part, num_cols)
+            self._solve = _SOLVERS[quantizer]()
+
+    def encode(self, weights: Tensor) -> Tensor:
+        """The rows' bytes.
+
+        Args:    weights: [rows, num_cols], any float dtype, finite.
+        Returns: u8 [rows, part_bytes].
+        Raises:  ValueError naming a row whose weights float16 scales and zeros cannot express.
+        """
+        if isinstance(self._codec, Bf16):
+            return self._codec.encode(weights)
+        step = block_rows(self._num_cols)
+        return torch.cat([self._block(weights[i : i + step], i) for i in range(0, len(weights), step)])
+
+    @torch.inference_mode()
+    def _block(self, weights: Tensor, first_row: int) -> Tensor:
+        codec = self._codec
+        assert isinstance(codec, Affine) and self._solve is not None, "bf16 has no blocks"
+        groups = weights.to(torch.float32).reshape(len(weights) * codec.num_groups, -1)
+        scale, zero = self._solve(groups, self._part.width)
+        scale, zero = _holdable(groups, scale, zero)
+        scales, zeros = codec.store_scales(scale.view(-1, codec.num_groups), zero.view(-1, codec.num_groups))
+        scale, zero = codec.load_scales(scales, zeros)
+        if not (torch.isfinite(scale).all() and torch.isfinite(zero).all()):
+            row = first_row + int((~(torch.isfinite(scale) & torch.isfinite(zero))).any(dim=1).nonzero()[0])
+            raise ValueError(f"row {row} has values beyond float16 scales; store it in 16 bits")
+        codes = groups.div(scale.view(-1, 1)).add_(zero.view(-1, 1)).round_().clamp_(0, 2**self._part.width - 1)
+        return codec.encode(codes.to(torch.uint8).view(len(weights), -1), scales, zeros)
+
+
+def _holdable(groups: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+    """Groups so far from zero, for their spread, that float16 cannot hold the zero become constant: code 0 at the middle."""
+    lost = (zero.abs() > 65504) | ~torch.isfinite(zero)
+    if not lost.any():
+        return scale, zero
+    middle = groups.amin(dim=1, keepdim=True).add(groups.amax(dim=1, keepdim=True)).div(2)
+    return torch.where(lost, torch.ones_like(scale), scale), torch.where(lost, -middle, zero)
+
+
+def _hqq_solver() -> Solver:
+    """Source: hqq 0.2.8, core/quantize.py, Quantizer.quantize along rows, its default solver and settings."""
+    quantize = _hqq().quantize
+
+    def solve(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        _, found = quantize(
+            groups, nbits=width, axis=1, group_size=groups.shape[1], optimize=True, bitpack=False, device="cpu"
+        )
+        return found["scale"], found["zero"]
+
+    return solve
+
+
+def _nearest_solver() -> Solver:
+    """Lowest and highest weight of a group become the lowest and highest code."""
+
+    def solve(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        low, high = groups.amin(dim=1, keepdim=True), groups.amax(dim=1, keepdim=True)
+        scale = (high - low) / (2**width - 1)
+        scale = torch.where(scale < 2.0**-14, torch.ones_like(scale), scale)  # below float16's normal range: constant
+        return scale, -low / scale
+
+    return solve
+
+
+def _absmax_solver() -> Solver:
+    """Symmetric about the middle code; the largest magnitude sets the scale. Source: EdgeMoE §III-B, channel-wise."""
+
+    def solve(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        middle = 2 ** (width - 1)
+        scale = groups.abs().amax(dim=1, keepdim=True) / (middle - 1)
+        scale = scale.clamp(min=2.0**-24)  # float16's smallest: a group of zeros keeps its middle codes
+        return scale, torch.full_like(scale, middle)
+
+    return solve
+
+
+_SOLVERS: dict[Quantizer, Callable[[], Solver]] = {
+    "hqq": _hqq_solver,
+    "nearest": _nearest_solver,
+    "absmax": _absmax_solver,
+}
+
+
+def _hqq() -> Any:
+    try:
+        from hqq.core.quantize import Quantizer as HqqQuantizer
+    except ModuleNotFoundError as fault:
+        raise PlanError(
+            "--quantizer hqq: the hqq package is not installed; pip install 'moe-pack[convert]', or use nearest"
+        ) from fault
+    return HqqQuantizer
+
+
+def check_finite(weights: Tensor, place: str, error: type[MoePackError], first_row: int = 0) -> None:
+    """Refuses NaN and infinity.
+
+    Args:    weights: [rows, columns].   place: tensor and file.
+    Raises:  `error` naming the first such weight's row and column.
+    """
+    # A sum is infinite or NaN if any term is; finite weights can only overflow it in float16, hence float32.
+    if torch.isfinite(weights.sum(dtype=torch.float32)):
+        return
+    wrong = (~torch.isfinite(weights)).nonzero()
+    if len(wrong):
+        row, column = (int(number) for number in wrong[0])
+        raise error(
+            f"{place}: weight [{first_row + row}, {column}] is {float(weights[row, column])}, expected a number"
+        )
