@@ -5,7 +5,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
-
 from moe_pack.formats import (
     COPIED_FILES,
     DENSE_FILE,
@@ -135,7 +134,7 @@ def totals(layout: PackLayout, files: tuple[ContentFile, ...]) -> Totals:
 
 def _features(layout: PackLayout) -> tuple[str, ...]:
     """What a reader must know to read this pack."""
-    found = set()
+    found: set[str] = set()
     experts = [expert for layer in layout.experts for expert in layer]
     rows = [r for expert in experts for r in (expert.selector, expert.records) if r is not None]
     dense = [held.rows for held in layout.dense if held.rows is not None]

@@ -5,25 +5,24 @@ from threading import Event
 
 import numpy as np
 import torch
+from moe_pack.convert.quantize import RowQuantizer, check_finite
+from moe_pack.formats import Checkpoint, CheckpointError, Item, PackLayout, Plan, RowLayout, write_rows
+from moe_pack.runtime import read_rows
 from numpy.typing import NDArray
 from torch import Tensor
-
-from moe_pack.formats import Checkpoint, CheckpointError, Item, PackLayout, Plan, RowLayout, write_rows
-from moe_pack.convert.quantize import RowQuantizer, check_finite
-from moe_pack.runtime import read_rows
 
 _ROWS_AT_ONCE = 512  # rows of a matrix in memory at once, a multiple of every quantizer block
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """The conversion is ending: whoever waits for this item no longer does."""
 
 
 def item_bytes(checkpoint: Checkpoint, layout: PackLayout, plan: Plan, item: Item, stop: Event) -> NDArray[np.uint8]:
     """All bytes of a dense tensor or of an expert's extent: u8 [item.num_bytes].
 
-    Raises:  CheckpointError for a weight that is no number, or that the plan's codec cannot hold; Stopped soon after
-             `stop` is set.
+    Raises:  CheckpointError for a weight that is no number, or that the plan's codec cannot hold;
+             StoppedError soon after `stop` is set.
     """
     if item.kind == "dense":
         return _dense_bytes(checkpoint, layout, plan, item, stop)
@@ -31,7 +30,7 @@ def item_bytes(checkpoint: Checkpoint, layout: PackLayout, plan: Plan, item: Ite
 
 
 def job_bytes(checkpoint: Checkpoint, layout: PackLayout, item: Item) -> int:
-    """What `item_bytes` holds at its peak but for blocks: the item, and for an expert its `down` in the source's bytes."""
+    """What `item_bytes` holds at its peak, blocks apart: the item, and an expert's `down` in the source's bytes."""
     if item.kind != "expert":
         return item.num_bytes
     name = checkpoint.expert_source(item.layer, item.expert, "down")
@@ -41,7 +40,7 @@ def job_bytes(checkpoint: Checkpoint, layout: PackLayout, item: Item) -> int:
 def _next_rows(num_rows: int, stop: Event) -> Iterator[tuple[int, int]]:
     for start in range(0, num_rows, _ROWS_AT_ONCE):
         if stop.is_set():
-            raise Stopped
+            raise StoppedError
         yield start, min(start + _ROWS_AT_ONCE, num_rows)
 
 

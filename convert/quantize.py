@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from moe_pack.formats import MoePackError, PartFormat, PlanError, Quantizer
 from moe_pack.formats.codecs import Affine, Bf16, affine
+from torch import Tensor
 
 # Weights a block: with hqq's dozen temporaries it stays within 1 MiB of L2. Rows of 4096: blocks of 16 rows solve 10
 # times as fast as the whole matrix, of 64 rows 7 times (docs/benchmarks.md).
@@ -74,7 +73,7 @@ class RowQuantizer:
 
 
 def _holdable(groups: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups so far from zero, for their spread, that float16 cannot hold the zero become constant: code 0 at the middle."""
+    """Makes groups constant whose zero float16 cannot hold, being far from zero for their spread: code 0 at the middle."""
     lost = (zero.abs() > 65504) | ~torch.isfinite(zero)
     if not lost.any():
         return scale, zero

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
-
 from moe_pack.formats import strict_json
 from moe_pack.formats.errors import CheckpointError
 from moe_pack.formats.families import Claims, Config, claim_tensors, read_spec
@@ -17,6 +15,7 @@ from moe_pack.formats.ranges import RangeReader
 from moe_pack.formats.source_account import SourceFile, SourceTensor
 from moe_pack.formats.spec import Matrix
 from moe_pack.formats.tensor_file import TensorEntry, read_header
+from numpy.typing import NDArray
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -98,7 +97,7 @@ class Checkpoint:
             reader = self._readers[shard]
             length = int.from_bytes(reader.read(0, 8).tobytes(), "little")
             header = reader.read(0, 8 + length)
-            files.append(SourceFile(shard, reader.num_bytes, hashlib.sha256(header).hexdigest()))
+            files.append(SourceFile(shard, reader.num_bytes, hashlib.sha256(header.data).hexdigest()))
         tensors = []
         for name, held in self._held.items():
             reason = self.claims.dropped.get(name, "")

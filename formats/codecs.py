@@ -5,9 +5,8 @@ specified in docs/format.md. Tensors may live on any device.
 """
 
 import torch
-from torch import Tensor
-
 from moe_pack.formats.plan import BLOCK, PartFormat
+from torch import Tensor
 
 
 class Bf16:
@@ -111,7 +110,7 @@ def unpack_codes(packed: Tensor, width: int) -> Tensor:
 
 
 def _pack_plane(values: Tensor, bits: int) -> Tensor:
-    """[rows, blocks, 64] codes of `bits` bits to [rows, blocks, 8 bits]: byte j holds j, j + 8 bits, ... from bit 0 up."""
+    """[rows, blocks, 64] codes to [rows, blocks, 8 bits]: byte j holds codes j, j + 8 bits, ... from bit 0 up."""
     runs = values.view(*values.shape[:2], 8 // bits, 8 * bits)
     packed = runs[:, :, 0].clone()
     for place in range(1, 8 // bits):

@@ -11,14 +11,14 @@ from typing import Literal
 
 from moe_pack.formats import strict_json
 from moe_pack.formats.errors import PackError
-from moe_pack.formats.layout import DENSE_FILE, experts_file
 from moe_pack.formats.index import INDEX_FILE, ORDER_FILE, THRESHOLDS_FILE
+from moe_pack.formats.layout import DENSE_FILE, experts_file
 from moe_pack.formats.plan import PartFormat, Quantizer
 from moe_pack.formats.spec import ModelSpec, Selector, spec_fault
 
 MANIFEST_FILE = "manifest.json"
 SOURCE_FILE = "source.json"
-FORMAT = "moe-pack"
+FORMAT: Literal["moe-pack"] = "moe-pack"
 VERSION = 1
 MAX_MANIFEST_BYTES = 1_000_000
 FEATURES = frozenset({"bf16", "affine", "byte_scales", "dense_rows"})

@@ -10,8 +10,6 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-from numpy.typing import NDArray
-
 from moe_pack.formats.errors import PackError
 from moe_pack.formats.index import (
     INDEX_FILE,
@@ -28,6 +26,7 @@ from moe_pack.formats.ranges import RangeReader
 from moe_pack.formats.roles import dense_roles
 from moe_pack.formats.rows import expert_layout
 from moe_pack.formats.tensor_file import TensorEntry, read_header
+from numpy.typing import NDArray
 
 _DENSE_DTYPES = ("BF16", "F16", "F32")
 
@@ -78,7 +77,7 @@ class Pack:
         """
         listed = self._files[name]
         raw = self._reader(name).read(0, listed.bytes)
-        if hashlib.sha256(raw).hexdigest() != listed.sha256:
+        if hashlib.sha256(raw.data).hexdigest() != listed.sha256:
             raise PackError(f"{name}: SHA-256 does not match the manifest's; the file is damaged")
         return raw
 
@@ -91,7 +90,7 @@ class Pack:
         offset = self.layout.offsets[layer_idx][expert]
         raw = self._reader(name).read(offset, self.layout.experts[layer_idx][expert].num_bytes)
         if (layer_idx, expert) not in self._checked:
-            if zlib.crc32(raw) != self.index.crc32[layer_idx, expert]:
+            if zlib.crc32(raw.data) != self.index.crc32[layer_idx, expert]:
                 raise PackError(f"{name}: expert {expert}: CRC-32 does not match its bytes; the file is damaged")
             self._checked.add((layer_idx, expert))
         return raw
@@ -114,7 +113,8 @@ class Pack:
             self.manifest = read_manifest(reader.read(0, size).tobytes())
         self.spec = self.manifest.model
         self._files = {file.name: file for file in self.manifest.files}
-        for name, num_bytes in [(f.name, f.bytes) for f in (*self.manifest.files, *self.manifest.expert_files)]:
+        sizes = [(file.name, file.bytes) for file in self.manifest.files]
+        for name, num_bytes in [*sizes, *((file.name, file.bytes) for file in self.manifest.expert_files)]:
             found = self._reader(name).num_bytes
             if found != num_bytes:
                 raise PackError(f"{name}: {found} bytes, expected {num_bytes}; the file is cut or damaged")

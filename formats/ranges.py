@@ -6,9 +6,8 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-from numpy.typing import NDArray
-
 from moe_pack.formats.errors import MoePackError
+from numpy.typing import NDArray
 
 _HASH_CHUNK_BYTES = 8 << 20
 
@@ -41,7 +40,7 @@ class RangeReader:
         Raises:  the reader's error if the file ends before the range does, or the drive fails.
         """
         out = np.empty(num_bytes, np.uint8)
-        view, done = memoryview(out), 0
+        view, done = out.data, 0
         while done < num_bytes:
             try:
                 got = os.preadv(self._fd, [view[done:]], offset + done)
@@ -57,7 +56,7 @@ class RangeReader:
         digest, offset, size = hashlib.sha256(), 0, self.num_bytes
         while offset < size:
             chunk = self.read(offset, min(_HASH_CHUNK_BYTES, size - offset))
-            digest.update(chunk)
+            digest.update(chunk.data)
             offset += len(chunk)
         return digest.hexdigest()
 

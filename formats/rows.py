@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
-
 from moe_pack.formats.errors import PackError
 from moe_pack.formats.plan import ExpertFormat, PartFormat
 from moe_pack.formats.spec import MATRICES, ExpertSpec, Matrix, Selector, record_matrices, selector_matrices
+from numpy.typing import NDArray
 
 ROW_ALIGN = 16
 Bytes2D = NDArray[np.uint8]
@@ -117,7 +116,7 @@ def write_rows(layout: RowLayout, sections: Mapping[str, Bytes2D], out: Bytes2D)
 
 def row_crcs(layout: RowLayout, rows: Bytes2D) -> NDArray[np.uint32]:
     """CRC-32 (zlib's polynomial) of each row's bytes before its CRC field: u32 [rows]."""
-    held = memoryview(np.ascontiguousarray(rows)).cast("B")
+    held = np.ascontiguousarray(rows).data.cast("B")
     size, end = rows.shape[1], layout.crc_offset
     return np.fromiter(
         (zlib.crc32(held[start : start + end]) for start in range(0, len(held), size)), np.uint32, rows.shape[0]

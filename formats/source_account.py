@@ -25,7 +25,7 @@ class SourceTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    fate: Literal["packed", "resident", "unused", "dropped"]
+    fate: Literal["packed", "resident", "dropped"]
     reason: str
 
 

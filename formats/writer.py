@@ -19,8 +19,6 @@ from enum import Enum
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
-
 from moe_pack.formats import strict_json
 from moe_pack.formats.errors import ConversionError, PackError
 from moe_pack.formats.index import Digests
@@ -29,6 +27,7 @@ from moe_pack.formats.layout import DENSE_FILE, Item, PackLayout
 from moe_pack.formats.manifest import MANIFEST_FILE, ContentFile, read_manifest
 from moe_pack.formats.ranges import RangeReader
 from moe_pack.formats.tensor_file import split_bytes
+from numpy.typing import NDArray
 
 JOURNAL_FILE = "conversion.journal"
 CONVERSION_FILE = "conversion.json"
@@ -54,7 +53,7 @@ class Step:
 
 def digests_of(extent: NDArray[np.uint8]) -> Digests:
     """CRC-32 and SHA-256 of an item's bytes."""
-    return Digests(zlib.crc32(extent), hashlib.sha256(extent).digest())
+    return Digests(zlib.crc32(extent.data), hashlib.sha256(extent.data).digest())
 
 
 class PackWriter:
@@ -121,7 +120,7 @@ class PackWriter:
         Args:    extent: u8 [item.num_bytes].   digests: of these bytes.
         """
         assert self.state is State.WRITING and len(extent) == item.num_bytes, (self.state, item, len(extent))
-        fd, view = self._fds[item.file], memoryview(extent)
+        fd, view = self._fds[item.file], extent.data
         for offset, size in split_bytes(0, item.num_bytes, _CHUNK_BYTES):
             self._write(item.file, fd, view[offset : offset + size], item.offset + offset)
         self._do("fsync", item.file, lambda: os.fsync(fd))
@@ -261,13 +260,13 @@ class PackWriter:
             self._do("fsync", beside.name, lambda: os.fsync(opened[0]))
         finally:
             os.close(opened[0])
-        self._do("rename", name, lambda: os.rename(beside, self.folder / name))
+        self._do("rename", name, lambda: beside.rename(self.folder / name))
         self._do("fsync", ".", lambda: os.fsync(self._lock_fd))
 
     def _clean(self) -> None:
         for name in (JOURNAL_FILE, CONVERSION_FILE):
             if (self.folder / name).exists():
-                self._do("unlink", name, lambda name=name: os.unlink(self.folder / name))  # type: ignore[misc]  # bound early
+                self._do("unlink", name, (self.folder / name).unlink)
         self._do("fsync", ".", lambda: os.fsync(self._lock_fd))
 
     def _write(self, path: str, fd: int, view: memoryview, offset: int) -> None:

@@ -6,14 +6,13 @@ Hidden state, router logits and all sums are float32. Everything faster is teste
 """
 
 import torch
-from torch import Tensor
-
 from moe_pack.formats import RunError
 from moe_pack.runtime.attention import KVCache, Rope, attend, visible
 from moe_pack.runtime.expert import run_expert
 from moe_pack.runtime.matrix import gather_rows, linear
 from moe_pack.runtime.router import route
 from moe_pack.runtime.weights import Weights
+from torch import Tensor
 
 PREFILL_TOKENS = 512  # tokens a forward pass at most: bounds attention scores and hidden states
 
@@ -89,7 +88,7 @@ class Decoder:
         spec, layer_idx = self.spec, self.spec.moe_layers.index(layer)
         experts, weights = route(linear(x, self._weights.matrix(f"layers.{layer}.router")), spec.router)
         y = torch.zeros_like(x)
-        for expert in experts.unique().tolist():  # rising, so that sums are always made in one order
+        for expert in sorted(set(experts.flatten().tolist())):  # rising, so that sums are made in one order
             token_idx, place = torch.where(experts == expert)
             output = run_expert(
                 x[token_idx],

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-
 from moe_pack.formats import RouterSpec
+from torch import Tensor
 
 
 def _softmax_topk(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,26 @@ from moe_pack.formats.errors import CheckpointError
 
 # Keys that say nothing of inference: training, bookkeeping, token ids (generation_config.json holds those).
 _BOOKKEEPING = frozenset(
-    "_name_or_path architectures attention_dropout auto_map bos_token_id dtype eos_token_id initializer_range model_type "
-    "output_attentions output_hidden_states output_router_logits pad_token_id router_aux_loss_coef "
-    "router_jitter_noise torch_dtype transformers_version use_cache".split()
+    {
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "initializer_range",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
 )
 
 
