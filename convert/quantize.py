@@ -73,7 +73,7 @@ class RowQuantizer:
 
 
 def _holdable(groups: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-    """Makes groups constant whose zero float16 cannot hold, being far from zero for their spread: code 0 at the middle."""
+    """Makes groups constant, code 0 at their middle, whose zero float16 cannot hold: narrow groups far from zero."""
     lost = (zero.abs() > 65504) | ~torch.isfinite(zero)
     if not lost.any():
         return scale, zero
