@@ -82,16 +82,16 @@ def convert(
     try:
         writer.open()
         if writer.state is State.SEALED:
-            return Conversion(layout, total, written=False)
+            return Conversion(layout, writer.resumed_bytes, written=False)
         pending = writer.pending()
-        done = resumed = total - sum(item.num_bytes for item in pending)
+        done = total - sum(item.num_bytes for item in pending)
         on_progress(Progress(done, total, ""))
         for item, raw, digests in _in_order(checkpoint, layout, plan, pending, workers):
             writer.write(item, raw, digests)
             done += item.num_bytes
             on_progress(Progress(done, total, _name(item)))
         writer.seal(account.tables(writer), account.manifest)
-        return Conversion(layout, resumed, written=True)
+        return Conversion(layout, writer.resumed_bytes, written=True)
     finally:
         writer.close()
 

@@ -3,6 +3,7 @@
 Importing this package loads no torch; `moe_pack.formats.codecs`, the other half of its face, does.
 """
 
+from moe_pack.formats.audit import audit
 from moe_pack.formats.checkpoint import Checkpoint
 from moe_pack.formats.errors import (
     CheckpointError,
@@ -48,6 +49,7 @@ from moe_pack.formats.plan import (
     Plan,
     Quantizer,
     format_fault,
+    format_text,
     part_format,
     uniform_plan,
 )
@@ -123,6 +125,7 @@ __all__ = [
     "Step",
     "Totals",
     "account_bytes",
+    "audit",
     "canonical",
     "check_rows",
     "dense_roles",
@@ -131,6 +134,7 @@ __all__ = [
     "expert_layout",
     "experts_file",
     "format_fault",
+    "format_text",
     "index_bytes",
     "manifest_bytes",
     "order_bytes",

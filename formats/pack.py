@@ -81,6 +81,14 @@ class Pack:
             raise PackError(f"{name}: SHA-256 does not match the manifest's; the file is damaged")
         return raw
 
+    def check_file(self, name: str) -> None:
+        """Checks a file other than the experts' against its SHA-256, some bytes at a time.
+
+        Raises:  PackError if it differs.
+        """
+        if self._reader(name).sha256() != self._files[name].sha256:
+            raise PackError(f"{name}: SHA-256 does not match the manifest's; the file is damaged")
+
     def read_extent(self, layer_idx: int, expert: int) -> NDArray[np.uint8]:
         """All bytes of an expert, checked by CRC-32 the first time: u8, own memory.
 

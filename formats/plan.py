@@ -86,6 +86,14 @@ def part_format(width: int, group: int, scale_bits: int = 16) -> PartFormat:
     return BF16 if width == 16 else PartFormat("affine", width, group, scale_bits)
 
 
+def format_text(part: PartFormat) -> str:
+    """A format as tables name it: `bf16`, `4 bit g64`, `2 bit row, byte scales`."""
+    if part.codec == "bf16":
+        return "bf16"
+    group = "row" if part.group == ROW_GROUP else f"g{part.group}"
+    return f"{part.width} bit {group}" + (", byte scales" if part.scale_bits == 8 else "")
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertFormat:
     """The formats of one expert's matrices; `gate` is None where the family has none."""

@@ -83,6 +83,7 @@ class PackWriter:
         self._lock_fd = -1
         self._fds: dict[str, int] = {}
         self._done: dict[int, Digests] = {}
+        self.resumed_bytes = 0  # in items that an earlier run has written
 
     def open(self) -> None:
         """Locks the folder and starts or resumes the conversion; headers are written here.
@@ -95,6 +96,7 @@ class PackWriter:
             if self._is_complete():
                 self._clean()
                 self.state = State.SEALED
+                self.resumed_bytes = sum(item.num_bytes for item in self._items)
                 return
             self._claim_folder()
             self._open_journal()
@@ -104,6 +106,7 @@ class PackWriter:
             self.close()
             raise
         self.state = State.WRITING
+        self.resumed_bytes = sum(self._items[number].num_bytes for number in self._done)
         headers = {name: file.header for name, file in self._layout.files()}
         for item in self.pending():
             if item.kind == "header":
@@ -209,7 +212,8 @@ class PackWriter:
     def _open_journal(self) -> None:
         fd = self._open_file(JOURNAL_FILE)
         size = os.fstat(fd).st_size
-        self._done, whole = decode_lines(os.pread(fd, size, 0))
+        lines, whole = decode_lines(os.pread(fd, size, 0))
+        self._done = {number: digests for number, digests in lines.items() if number < len(self._items)}
         if whole != size:
             self._do("truncate", JOURNAL_FILE, lambda: os.ftruncate(fd, whole))
 

@@ -1,0 +1,50 @@
+# make demo   converts the model in the repository and writes English from it
+# make test   linter, type checker, every test but the slow ones
+# make soak   the slow tests: random kills, a 6 GB checkpoint in 3 GiB of memory
+# make bench  the figures of docs/benchmarks.md
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+ROOMS := formats runtime convert
+# Tests and type checker see the rooms as installed, linked file by file: a new file needs a new link.
+FILES := $(shell git ls-files -co --exclude-standard $(ROOMS) | sort | cksum | tr -d ' ')
+DEMO := build/demo-pack
+
+.PHONY: demo test check soak bench clean
+.DEFAULT_GOAL := test
+
+demo: $(INSTALLED)
+	rm -rf $(DEMO)
+	$(BIN)/moe-pack convert tests/models/tiny-mixtral -o $(DEMO)
+	$(BIN)/moe-pack inspect $(DEMO)
+	$(BIN)/moe-pack verify $(DEMO) --against tests/models/tiny-mixtral
+	$(BIN)/moe-run $(DEMO) --prompt "It was a dark night" --max-tokens 120 --seed 4 --stats
+
+test: check
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy $(ROOMS:%=-p moe_pack.%)
+	$(BIN)/pytest
+
+soak: $(INSTALLED)
+	$(BIN)/pytest -m slow
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/quality.py
+	$(BIN)/python benchmarks/hqq_speed.py
+	$(BIN)/python benchmarks/bounded_memory.py
+
+clean:
+	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(INSTALLED): pyproject.toml constraints.txt build/files-$(FILES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "moe-pack needs Python 3.11 or newer: make PYTHON=/path/to/python3.11")'
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	DISABLE_CUDA=1 $(BIN)/pip install --quiet -c constraints.txt -e '.[dev]' --config-settings editable_mode=strict
+	@touch $@
+
+build/files-%:
+	@mkdir -p build && rm -f build/files-* && touch $@

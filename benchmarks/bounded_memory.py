@@ -1,0 +1,310 @@
+"""Measures how much memory a conversion needs: anonymous memory, sampled, and a memory cgroup it must fit into.
+
+Converts with 4 bit, group 64, selector `up`, first without limits, then inside a memory cgroup (version 1) that counts
+the page cache too. Ends with exit code 1 if a conversion fails, its pack has not the predicted size, or its anonymous
+memory exceeds the limit at any sample.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import get_args
+
+import click
+from generate_checkpoint import Shape, generate
+from moe_pack.convert import layout_for
+from moe_pack.formats import Checkpoint, Pack, Quantizer, part_format, uniform_plan
+
+_SAMPLE_SECONDS = 0.05
+_MIXTRAL_8X7B = Shape()
+
+
+class NoCgroupError(Exception):
+    """A memory cgroup cannot be made here; the text says why."""
+
+
+class MemoryCgroup:
+    """A memory cgroup (version 1) below this process's own, so that whatever limits this one limits it too."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.folder = _own_cgroup() / f"moe-pack-{os.getpid()}"
+        try:
+            self.folder.mkdir()
+        except OSError as fault:
+            raise NoCgroupError(f"{self.folder}: {fault.strerror}") from fault
+        try:
+            self._write("memory.limit_in_bytes", limit_bytes)
+            # No way out through swap. A limit on memory and swap together would be hit first, and failcnt stay at zero.
+            self._write("memory.swappiness", 0)
+        except OSError as fault:
+            self.folder.rmdir()
+            raise NoCgroupError(f"{self.folder}: limit cannot be set ({fault.strerror})") from fault
+
+    def __enter__(self) -> "MemoryCgroup":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for _ in range(100):  # a process just ended may still be counted in for a moment
+            try:
+                self.folder.rmdir()
+                return
+            except OSError:
+                time.sleep(0.05)
+        click.echo(f"{self.folder}: cannot be removed", err=True)
+
+    def read(self, name: str) -> int:
+        """A file that holds one number."""
+        return int((self.folder / name).read_text())
+
+    def anonymous_bytes(self) -> int:
+        """Anonymous and shared memory of all processes inside."""
+        stat = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
+        return int(stat["total_rss"]) + int(stat["total_shmem"])
+
+    def inside(self, command: list[str]) -> list[str]:
+        """The command, entering the cgroup before it starts."""
+        return ["sh", "-c", 'echo $$ > "$1" && shift && exec "$@"', "sh", str(self.folder / "cgroup.procs"), *command]
+
+    def _write(self, name: str, number: int) -> None:
+        (self.folder / name).write_text(str(number))
+
+
+def _own_cgroup() -> Path:
+    """This process's folder in the memory hierarchy."""
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    roots = [Path(mount[1]) for mount in mounts if mount[2] == "cgroup" and "memory" in mount[3].split(",")]
+    groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    paths = [path for _, controllers, path in groups if "memory" in controllers.split(",")]
+    if not roots or not paths:
+        raise NoCgroupError("no memory cgroup hierarchy of version 1 is mounted")
+    own = roots[0] / paths[0].lstrip("/")
+    return own if own.is_dir() else roots[0]  # in a container the mount may begin at our own group
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One conversion, measured."""
+
+    where: str
+    exit_code: int
+    seconds: float
+    source_mb_per_second: float
+    peak_anonymous_bytes: int
+    num_samples: int
+    major_faults: int
+    cgroup_limit_bytes: int | None
+    failcnt: int | None
+    max_usage_bytes: int | None
+    oom_kills: int | None
+    predicted_bytes: int
+    found_bytes: int
+    pack_bytes: int
+    page_cache_dropped: bool
+    errors: str
+
+    def fault(self, anonymous_limit_bytes: int) -> str | None:
+        """What is wrong with this run, or None."""
+        if self.exit_code:
+            return f"{self.where}: conversion ended with {self.exit_code}, {self.oom_kills} kills: {self.errors}"
+        if self.found_bytes != self.predicted_bytes:
+            return (
+                f"{self.where}: experts and dense part have {self.found_bytes} bytes, {self.predicted_bytes} foretold"
+            )
+        if self.peak_anonymous_bytes > anonymous_limit_bytes:
+            return f"{self.where}: {self.peak_anonymous_bytes} bytes anonymous, at most {anonymous_limit_bytes} allowed"
+        return None
+
+
+def tree_anonymous_bytes(pid: int) -> int:
+    """Anonymous and shared memory of a process and its descendants; 0 for one that has ended."""
+    total = 0
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(("RssAnon:", "RssShmem:")):
+                total += int(line.split()[1]) * 1024
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total += sum(tree_anonymous_bytes(int(child)) for child in (task / "children").read_text().split())
+    except (FileNotFoundError, ProcessLookupError):
+        pass  # it or a thread of it ended while we looked
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    exit_code: int
+    seconds: float
+    peak_bytes: int
+    num_samples: int
+    major_faults: int
+    errors: str
+
+
+def _measure(command: list[str], anonymous_bytes: Callable[[int], int]) -> _Measured:
+    """Runs a command to its end, sampling; `anonymous_bytes` is given its pid."""
+    peak = num_samples = 0
+    with tempfile.TemporaryFile() as errors:
+        began = time.monotonic()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+        try:
+            while True:
+                pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+                if pid:
+                    break
+                peak, num_samples = max(peak, anonymous_bytes(process.pid)), num_samples + 1
+                time.sleep(_SAMPLE_SECONDS)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                process.wait()
+        seconds = time.monotonic() - began
+        errors.seek(0)
+        text = errors.read()[-2000:].decode(errors="replace").strip()
+    return _Measured(process.returncode, seconds, peak, num_samples, usage.ru_majflt, text)
+
+
+def _drop_page_cache(source: Path) -> bool:
+    """Empties the page cache; where only root may, at least of the source, as far as the kernel agrees."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        return True
+    except OSError:
+        for path in source.glob("*.safetensors"):
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+        return False
+
+
+def _predicted(source: Path, quantizer: Quantizer) -> dict[str, int]:
+    """The bytes of every large file of the pack, before it is made."""
+    part = part_format(4, 64)
+    checkpoint = Checkpoint(source)
+    try:
+        layout = layout_for(checkpoint, uniform_plan(checkpoint.spec, "up", part, part, None, quantizer))
+    finally:
+        checkpoint.close()
+    return {name: file.num_bytes for name, file in layout.files()}
+
+
+def convert_measured(source: Path, out: Path, quantizer: Quantizer, workers: int, cgroup: MemoryCgroup | None) -> Run:
+    """Converts into `out`, which is removed afterwards, and measures."""
+    command = [sys.executable, "-m", "moe_pack.convert.cli", "convert", str(source), "-o", str(out)]
+    command += ["--workers", str(workers), "--quantizer", quantizer]
+    source_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    predicted = _predicted(source, quantizer)
+    dropped = _drop_page_cache(source)
+    try:
+        if cgroup is None:
+            measured = _measure(command, tree_anonymous_bytes)
+        else:
+            measured = _measure(cgroup.inside(command), lambda pid: cgroup.anonymous_bytes())
+        sizes = {path.name: path.stat().st_size for path in out.iterdir()} if out.is_dir() else {}
+        if measured.exit_code == 0:
+            Pack(out).close()  # compares the size of every file with the manifest's
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+    oom_control = (cgroup.folder / "memory.oom_control").read_text().split() if cgroup else []
+    return Run(
+        where="no cgroup" if cgroup is None else "cgroup",
+        exit_code=measured.exit_code,
+        seconds=measured.seconds,
+        source_mb_per_second=source_bytes / 1e6 / measured.seconds,
+        peak_anonymous_bytes=measured.peak_bytes,
+        num_samples=measured.num_samples,
+        major_faults=measured.major_faults,
+        cgroup_limit_bytes=cgroup.read("memory.limit_in_bytes") if cgroup else None,
+        failcnt=cgroup.read("memory.failcnt") if cgroup else None,
+        max_usage_bytes=cgroup.read("memory.max_usage_in_bytes") if cgroup else None,
+        oom_kills=int(oom_control[oom_control.index("oom_kill") + 1]) if "oom_kill" in oom_control else None,
+        predicted_bytes=sum(predicted.values()),
+        found_bytes=sum(sizes.get(name, 0) for name in predicted),
+        pack_bytes=sum(sizes.values()),
+        page_cache_dropped=dropped,
+        errors=measured.errors if measured.exit_code else "",
+    )
+
+
+def _table(runs: list[Run]) -> str:
+    """The runs side by side, one figure a line."""
+    lines = []
+    for name in Run.__dataclass_fields__:
+        values = [getattr(run, name) for run in runs]
+        if name != "errors" and any(value is not None for value in values):
+            cells = [f"{v:,.1f}" if isinstance(v, float) else f"{v:,}" if type(v) is int else str(v) for v in values]
+            lines.append(f"{name:22}" + "".join(f"{cell:>20}" for cell in cells))
+    return "\n".join(lines)
+
+
+@click.command(help=__doc__)
+@click.option("--source", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Checkpoint to convert.")
+@click.option("--folder", type=click.Path(path_type=Path, exists=True, file_okay=False), help="For temporary files.")
+@click.option("--layers", default=_MIXTRAL_8X7B.layers, show_default=True, help="Of a generated checkpoint.")
+@click.option("--hidden", default=_MIXTRAL_8X7B.hidden, show_default=True, help="Of a generated checkpoint.")
+@click.option(
+    "--intermediate", default=_MIXTRAL_8X7B.intermediate, show_default=True, help="Of a generated checkpoint."
+)
+@click.option("--quantizer", type=click.Choice(get_args(Quantizer)), default="hqq", show_default=True)
+@click.option("--workers", default=2, show_default=True)
+@click.option("--only", type=click.Choice(["plain", "cgroup"]), help="One of the two runs.")
+@click.option("--anonymous-gib", default=1.5, show_default=True, help="Most anonymous memory allowed, GiB.")
+@click.option("--cgroup-gib", default=3.0, show_default=True, help="The cgroup's limit, page cache included, GiB.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def main(
+    source: Path | None,
+    folder: Path | None,
+    layers: int,
+    hidden: int,
+    intermediate: int,
+    quantizer: Quantizer,
+    workers: int,
+    only: str | None,
+    anonymous_gib: float,
+    cgroup_gib: float,
+    as_json: bool,
+) -> None:
+    """Measures, prints, and judges."""
+    limit_bytes, anonymous_limit_bytes = int(cgroup_gib * (1 << 30)), int(anonymous_gib * (1 << 30))
+    runs: list[Run] = []
+    skipped = None
+    with ExitStack() as stack:
+        cgroup = None
+        if only != "plain":
+            try:
+                cgroup = stack.enter_context(MemoryCgroup(limit_bytes))  # before anything large is generated
+            except NoCgroupError as fault:
+                skipped = f"no memory cgroup can be made: {fault}"
+                click.echo(f"skipped the run inside a cgroup; {skipped}", err=True)
+        wanted = [*([None] if only != "cgroup" else []), *([cgroup] if cgroup else [])]
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-pack-", dir=folder)))
+        if source is None and wanted:
+            source = temporary / "checkpoint"
+            click.echo(f"generating a checkpoint in {source}", err=True)
+            generate(source, Shape(layers=layers, hidden=hidden, intermediate=intermediate))
+        for place in wanted:
+            assert source is not None, "given or generated"
+            click.echo(f"converting {'inside a cgroup' if place else 'without a cgroup'}", err=True)
+            runs.append(convert_measured(source, temporary / "pack", quantizer, workers, place))
+    faults = [fault for run in runs if (fault := run.fault(anonymous_limit_bytes))]
+    result = {"quantizer": quantizer, "workers": workers, "anonymous_limit_bytes": anonymous_limit_bytes}
+    result |= {"runs": [asdict(run) for run in runs], "skipped": skipped, "faults": faults}
+    click.echo(json.dumps(result) if as_json else _table(runs))
+    for fault in faults:
+        click.echo(fault, err=True)
+    sys.exit(1 if faults else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""The command `moe-pack`: options, one call each, tables on standard output and progress on standard error."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TextIO
+
+import click
+from moe_pack.convert.compare import LogitsError, MatrixError, compare_logits, compare_weights, same_tensors
+from moe_pack.convert.hub import find_checkpoint
+from moe_pack.convert.inspect import bits_per_weight, describe, format_runs
+from moe_pack.convert.pipeline import Conversion, Progress, convert, layout_for
+from moe_pack.formats import (
+    MATRICES,
+    QUANTIZERS,
+    ROW_GROUP,
+    SELECTORS,
+    Checkpoint,
+    ExpertFormat,
+    Pack,
+    PackLayout,
+    Quantizer,
+    RunError,
+    Selector,
+    audit,
+    format_text,
+    part_format,
+    uniform_plan,
+)
+from moe_pack.formats.cli import command_errors, common_options, size_text
+from moe_pack.runtime import Text
+from tqdm import tqdm
+
+_BITS = click.Choice(["1", "2", "3", "4", "8", "16"])
+_GROUPS = ("16", "32", "64", "128", "row")
+_COMPARED_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """What `convert` was asked for."""
+
+    selector: Selector
+    selector_bits: int
+    record_bits: int
+    dense_bits: int
+    group: int
+    scale_bits: int
+    quantizer: Quantizer
+    workers: int
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@common_options
+def main(debug: bool) -> None:
+    """Pack mixture-of-experts checkpoints, once and offline, into folders that moe-run streams from.
+
+    \b
+    moe-pack convert mixtral -o packed/         4 bit, group 64, selector up
+    moe-pack inspect packed/                    what is in it
+    moe-pack verify packed/ --against mixtral   is it whole, and how close is it
+    moe-run packed/ --prompt "It was a dark night"
+    """
+
+
+@main.command("convert")
+@click.argument("path")
+@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="The pack's folder, new or empty.")
+@click.option(
+    "--selector",
+    type=click.Choice(SELECTORS),
+    default="up",
+    show_default=True,
+    help="Which matrix decides what neurons run, and is stored apart to be read whole.",
+)
+@click.option("--selector-bits", type=_BITS, default="4", show_default=True, help="Width of the selector's weights.")
+@click.option("--record-bits", type=_BITS, default="4", show_default=True, help="Width of the neuron records' weights.")
+@click.option(
+    "--group-size",
+    type=click.Choice(_GROUPS),
+    default="64",
+    show_default=True,
+    help="Weights that share a scale and a zero; row: one pair a row.",
+)
+@click.option(
+    "--scale-bits",
+    type=click.Choice(["8", "16"]),
+    default="16",
+    show_default=True,
+    help="Width of scales and zeros; 8 saves bytes where groups are small.",
+)
+@click.option(
+    "--dense-bits",
+    type=_BITS,
+    default="16",
+    show_default=True,
+    help="Width of attention, embedding and head; 16 keeps the source's bytes. Routers and norms always keep theirs.",
+)
+@click.option(
+    "--quantizer",
+    type=click.Choice(QUANTIZERS),
+    default="hqq",
+    show_default=True,
+    help="How scales are found: hqq is the best, nearest and absmax are plain and quick.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1, 256),
+    default=os.cpu_count() or 1,
+    help="Experts worked on at once.  [default: all cores]",
+)
+@command_errors(interrupted="interrupted; what is done stays, run the same command again to go on")
+def convert_command(
+    path: str,
+    output: Path,
+    selector: Selector,
+    selector_bits: str,
+    record_bits: str,
+    group_size: str,
+    scale_bits: str,
+    dense_bits: str,
+    quantizer: Quantizer,
+    workers: int,
+) -> None:
+    """Convert the checkpoint at PATH into a pack.
+
+    PATH is a Hugging Face folder (safetensors, one file or many), a hub id such as mistralai/Mixtral-8x7B-v0.1, or a
+    short name such as mixtral; the last two are looked up in the local hub cache and downloaded if missing.
+
+    One expert a worker is in memory at a time, so a checkpoint larger than RAM converts. A conversion that was
+    stopped or killed goes on where it was when the same command is given again.
+    """
+    options = ConvertOptions(
+        selector=selector,
+        selector_bits=int(selector_bits),
+        record_bits=int(record_bits),
+        dense_bits=int(dense_bits),
+        group=ROW_GROUP if group_size == "row" else int(group_size),
+        scale_bits=int(scale_bits),
+        quantizer=quantizer,
+        workers=workers,
+    )
+    checkpoint = Checkpoint(find_checkpoint(path))
+    try:
+        _convert(checkpoint, output, options)
+    finally:
+        checkpoint.close()
+
+
+def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> None:
+    spec = checkpoint.spec
+    plan = uniform_plan(
+        spec,
+        options.selector,
+        part_format(options.selector_bits, options.group, options.scale_bits),
+        part_format(options.record_bits, options.group, options.scale_bits),
+        None if options.dense_bits == 16 else part_format(options.dense_bits, options.group, options.scale_bits),
+        options.quantizer,
+    )
+    layout = layout_for(checkpoint, plan)
+    source_bytes = sum(file.bytes for file in checkpoint.account()[0])
+    model = f"{spec.family}, {len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
+    _say(f"{model}: {size_text(source_bytes)} become about {size_text(_large_bytes(layout))}")
+    narrowed = sorted({checkpoint.dtype(name) for name in checkpoint.claims.packed} - {"BF16"})
+    if narrowed and 16 in (options.selector_bits, options.record_bits):
+        _say(f"note: 16 bit is bfloat16; the source's {', '.join(narrowed)} expert weights lose their last bits")
+    start = time.perf_counter()
+    with tqdm(total=_large_bytes(layout), unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        done = convert(checkpoint, plan, output, options.workers, on_progress=lambda p: _advance(bar, p))
+    _say_converted(done, output, time.perf_counter() - start, source_bytes)
+
+
+def _advance(bar: "tqdm[None]", progress: Progress) -> None:
+    if not progress.what:  # the first report: what an earlier run left is no work of this one
+        bar.initial = progress.done_bytes
+    bar.set_postfix_str(progress.what, refresh=False)
+    bar.update(progress.done_bytes - bar.n)
+
+
+def _say_converted(done: Conversion, output: Path, seconds: float, source_bytes: int) -> None:
+    if not done.written:
+        click.echo(f"{output}: is this very pack already; nothing to do")
+        return
+    with Pack(output) as pack:
+        content = pack.manifest.totals.content
+        bits = bits_per_weight(pack)
+    resumed = f", {size_text(done.resumed_bytes)} of it from an earlier run" if done.resumed_bytes else ""
+    click.echo(
+        f"{output}: {size_text(content)}{resumed}, {bits:.2f} bits an expert weight, "
+        f"in {seconds:.1f} s ({source_bytes / max(seconds, 1e-9) / 1e6:.0f} MB/s of source)"
+    )
+
+
+def _large_bytes(layout: PackLayout) -> int:
+    return sum(item.num_bytes for item in layout.items())
+
+
+@main.command("inspect")
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print every fact, each expert's formats included, as JSON.")
+@command_errors(interrupted="interrupted")
+def inspect_command(pack: Path, as_json: bool) -> None:
+    """Show what PACK holds: the model, bytes by part, widths by layer and expert.
+
+    Reads and checks the manifest and the index only; moe-pack verify checks every byte.
+    """
+    with Pack(pack) as held:
+        if as_json:
+            click.echo(json.dumps(describe(held), indent=2))
+            return
+        _print_model(held)
+        _print_bytes(held)
+        _print_formats(held)
+
+
+def _print_model(pack: Pack) -> None:
+    spec, manifest = pack.spec, pack.manifest
+    experts = f"{spec.router.num_experts} experts, {spec.router.num_experts_per_tok} a token"
+    rows = [
+        ("model", f"{spec.family}, {len(spec.moe_layers)} layers of {experts}"),
+        ("sizes", f"hidden {spec.hidden_size}, intermediate {spec.expert.intermediate_size}, "
+                  f"vocabulary {spec.vocab_size}, context {spec.max_position_embeddings}"),
+        ("pack", f"format {manifest.version}, selector {manifest.selector}, quantizer {manifest.quantizer}, "
+                 f"{bits_per_weight(pack):.2f} bits an expert weight"),
+        ("root", manifest.root),
+    ]  # fmt: skip
+    for name, value in rows:
+        click.echo(f"{name:6} {value}")
+
+
+def _print_bytes(pack: Pack) -> None:
+    totals = pack.manifest.totals
+    click.echo("\npart                bytes   share")
+    for name, num_bytes in asdict(totals).items():
+        if num_bytes and name != "content":
+            click.echo(f"{name:10} {num_bytes:>14,} {num_bytes / totals.content:7.1%}")
+    click.echo(f"{'total':10} {totals.content:>14,} {1:7.1%}")
+
+
+def _print_formats(pack: Pack) -> None:
+    click.echo(f"\n{'layers':9} {'experts':9} {'gate':22} {'up':22} {'down':22} bytes an expert")
+    for run in format_runs(pack):
+        cells = " ".join(f"{_part_text(run.formats, pack, matrix):22}" for matrix in MATRICES)
+        click.echo(f"{_span(run.layers):9} {_span(run.experts):9} {cells} {run.num_bytes:>15,}")
+    quantized = sorted({format_text(dense.format) for dense in pack.manifest.dense})
+    click.echo(f"dense matrices: {', '.join(quantized) if quantized else 'as in the source'}; * in the selector")
+
+
+def _part_text(formats: ExpertFormat, pack: Pack, matrix: str) -> str:
+    part = {"gate": formats.gate, "up": formats.up, "down": formats.down}[matrix]
+    if part is None:
+        return "-"
+    selected = pack.layout.experts[0][0].selector
+    mark = "*" if selected is not None and selected.part(matrix) is not None else ""
+    return format_text(part) + mark
+
+
+def _span(ends: tuple[int, int]) -> str:
+    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}-{ends[1]}"
+
+
+@main.command("verify")
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option("--against", metavar="PATH", help="Compare with the checkpoint it was made from.")
+@click.option(
+    "--text", type=click.File("r", encoding="utf-8"), help="Compare logits on this text instead of our passage."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@command_errors(interrupted="interrupted")
+def verify_command(pack: Path, against: str | None, text: TextIO | None, as_json: bool) -> None:
+    """Check every byte of PACK; with --against, measure how far it is from the original.
+
+    Digests of all files and experts, the CRC of every row, padding, order. --against compares every weight with the
+    source's, and the predictions on up to 512 tokens of text (both models run in bounded memory). Exit code 1 if
+    anything is damaged, or the pack is not one of that checkpoint.
+    """
+    with Pack(pack) as held:
+        totals = held.manifest.totals
+        with _bar(totals.content, "checking") as advance:
+            audit(held, advance)
+        if not as_json:
+            click.echo(f"{pack}: whole; {totals.content:,} bytes checked, root {held.manifest.root[:16]}")
+        if against is None:
+            if as_json:
+                click.echo(json.dumps({"whole": True, "content_bytes": totals.content, "root": held.manifest.root}))
+            return
+        checkpoint = Checkpoint(find_checkpoint(against))
+        try:
+            same_tensors(held, checkpoint)
+            with _bar(totals.content, "comparing") as advance:
+                matrices = compare_weights(held, checkpoint, advance)
+            logits = compare_logits(held, checkpoint, _compared_ids(held, text))
+        finally:
+            checkpoint.close()
+        _print_comparison(held, matrices, logits, as_json)
+
+
+def _print_comparison(pack: Pack, matrices: list[MatrixError], logits: LogitsError, as_json: bool) -> None:
+    if as_json:
+        facts = {"whole": True, "content_bytes": pack.manifest.totals.content, "root": pack.manifest.root}
+        click.echo(json.dumps({**facts, "weights": [asdict(m) for m in matrices], "logits": asdict(logits)}, indent=2))
+        return
+    click.echo(f"\n{'weights':8} {'stored as':22} {'number':>15} {'mean error':>12} {'relative':>9} {'largest':>10}")
+    for held in matrices:
+        click.echo(
+            f"{held.matrix:8} {held.stored_as:22} {held.num_weights:>15,} {held.mean:>12.3e} "
+            f"{held.relative:>9.2%} {held.largest:>10.3e}"
+        )
+    click.echo(
+        f"\nlogits of {logits.num_tokens} tokens: largest difference {logits.largest:.2e}, "
+        f"KL divergence {logits.kl:.5f} nats, same likeliest token {logits.agreement:.1%}"
+    )
+
+
+def _compared_ids(pack: Pack, text: TextIO | None) -> list[int]:
+    most = min(_COMPARED_TOKENS, pack.spec.max_position_embeddings)
+    if not pack.has("tokenizer.json"):
+        return [7919 * place % pack.spec.vocab_size for place in range(most)]  # no tokenizer: any tokens will do
+    words = files("moe_pack.convert").joinpath("passage.txt").read_text("utf-8") if text is None else text.read()
+    ids = Text(pack).encode(words)[:most]
+    if not ids:
+        raise RunError("--text: the tokenizer makes no token of it")
+    return ids
+
+
+@contextmanager
+def _bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """A progress bar over bytes on standard error, on a terminal only."""
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        yield lambda num_bytes: bar.update(num_bytes) and None
+
+
+def _say(line: str) -> None:
+    click.echo(line, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

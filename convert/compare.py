@@ -1,0 +1,179 @@
+"""A pack beside the checkpoint it was made from: every weight, and the logits of some text."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from moe_pack.formats import Checkpoint, DenseLayout, ExpertFormat, Pack, PackError, format_text, read_account
+from moe_pack.runtime import CheckpointWeights, Decoder, PackWeights, read_rows
+from torch import Tensor
+
+# Mean absolute error relative to the weights' own: an unrelated matrix gives about 1.4, one-bit HQQ about 0.5.
+UNRELATED = 0.9
+_ROWS_AT_ONCE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixError:
+    """How far stored weights of one kind are from the source's: `mean`, `largest`; `relative` is mean over mean |w|."""
+
+    matrix: str
+    stored_as: str
+    num_weights: int
+    mean: float
+    relative: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsError:
+    """How far the pack's predictions are from the source's over `num_tokens` tokens.
+
+    `kl`: mean KL divergence of the pack's distribution from the source's, in nats. `agreement`: share of tokens with
+    the same likeliest next token.
+    """
+
+    num_tokens: int
+    largest: float
+    kl: float
+    agreement: float
+
+
+def same_tensors(pack: Pack, checkpoint: Checkpoint) -> None:
+    """Checks that the checkpoint has the tensors the pack's account names.
+
+    Raises:  PackError naming the first that differs.
+    """
+    _, tensors = checkpoint.account()
+    account = read_account(pack.read_file("source.json").tobytes())
+    theirs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in account.tensors}
+    ours = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+    for name in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(name) != ours.get(name):
+            raise PackError(
+                f"--against {checkpoint.folder}: tensor {name!r} is {_described(ours.get(name))} there, "
+                f"the pack was made from {_described(theirs.get(name))}; it is another checkpoint"
+            )
+
+
+def compare_weights(
+    pack: Pack, checkpoint: Checkpoint, on_progress: Callable[[int], None] = lambda num_bytes: None
+) -> list[MatrixError]:
+    """The errors of every kind of matrix, by name and format.
+
+    Args:    on_progress: called with the number of pack bytes compared since the last call.
+    Raises:  PackError if what was stored without loss differs, or a matrix is unrelated to the source's.
+    """
+    weights = PackWeights(pack, torch.device("cpu"))
+    sums: dict[tuple[str, str], _Sums] = {}
+    for dense in pack.layout.dense:
+        _compare_dense(weights, checkpoint, dense, sums)
+        on_progress(dense.entry.num_bytes)
+    order = pack.read_order()
+    for layer_idx, layer in enumerate(pack.layout.experts):
+        for expert, layout in enumerate(layer):
+            formats = pack.index.experts[layer_idx][expert]
+            rows = torch.from_numpy(order[layer_idx, expert].astype(np.int64))
+            _compare_expert(weights, checkpoint, (layer_idx, expert), formats, rows, sums)
+            on_progress(layout.num_bytes)
+    return [held.result(matrix, stored_as) for (matrix, stored_as), held in sorted(sums.items())]
+
+
+def compare_logits(pack: Pack, checkpoint: Checkpoint, ids: list[int]) -> LogitsError:
+    """The distance between both models' predictions of each next token of `ids`."""
+    source = Decoder(CheckpointWeights(checkpoint), len(ids)).logits(ids)
+    packed = Decoder(PackWeights(pack, torch.device("cpu")), len(ids)).logits(ids)
+    return logits_error(source, packed)
+
+
+def logits_error(source: Tensor, packed: Tensor) -> LogitsError:
+    """The distance between two sets of logits, float32 [T, vocabulary] each."""
+    expected, found = source.to(torch.float64).log_softmax(1), packed.to(torch.float64).log_softmax(1)
+    return LogitsError(
+        num_tokens=len(source),
+        largest=float((source - packed).abs().max()),
+        kl=float((expected.exp() * (expected - found)).sum(1).mean()),
+        agreement=float((source.argmax(1) == packed.argmax(1)).to(torch.float64).mean()),
+    )
+
+
+class _Sums:
+    """Sums over all matrices of a kind."""
+
+    def __init__(self) -> None:
+        self.num_weights = 0
+        self.error = 0.0
+        self.weight = 0.0
+        self.largest = 0.0
+
+    def add(self, source: Tensor, stored: Tensor) -> float:
+        """Adds rows in float32; returns their own relative error."""
+        difference = (source - stored).abs()
+        error, weight = float(difference.sum(dtype=torch.float64)), float(source.abs().sum(dtype=torch.float64))
+        self.num_weights += source.numel()
+        self.error += error
+        self.weight += weight
+        self.largest = max(self.largest, float(difference.max()))
+        return error / weight if weight else float(error > 0)
+
+    def result(self, matrix: str, stored_as: str) -> MatrixError:
+        """The mean over all that was added."""
+        relative = self.error / self.weight if self.weight else 0.0
+        return MatrixError(matrix, stored_as, self.num_weights, self.error / self.num_weights, relative, self.largest)
+
+
+def _compare_dense(
+    weights: PackWeights, checkpoint: Checkpoint, dense: DenseLayout, sums: dict[tuple[str, str], _Sums]
+) -> None:
+    role, name = dense.role.name, checkpoint.dense_source(dense.role.name)
+    place = f"dense.safetensors: {role}"
+    if len(dense.role.shape) == 1:
+        source = read_rows(checkpoint, name, 0, checkpoint.num_rows(name)).flatten().to(torch.float32)
+        if not torch.equal(source, weights.vector(role)):
+            raise PackError(f"{place}: differs from the checkpoint's {name!r}")
+        return
+    stored_as = dense.dtype.lower() if dense.rows is None else format_text(dense.rows.parts[0].format)
+    held = sums.setdefault(("dense", stored_as), _Sums())
+    for start in range(0, dense.role.shape[0], _ROWS_AT_ONCE):
+        stop = min(start + _ROWS_AT_ONCE, dense.role.shape[0])
+        source = read_rows(checkpoint, name, start, stop).to(torch.float32)
+        relative = held.add(source, weights.matrix(role).rows(start, stop))
+        if relative > (0 if dense.rows is None else UNRELATED):
+            raise PackError(f"{place}: rows {start} to {stop} are not those of the checkpoint's {name!r}")
+
+
+def _compare_expert(
+    weights: PackWeights,
+    checkpoint: Checkpoint,
+    number: tuple[int, int],
+    formats: ExpertFormat,
+    order: Tensor,
+    sums: dict[tuple[str, str], _Sums],
+) -> None:
+    """Compares an expert's matrices; `order` int64 [f] tells which of the source's neurons each row is."""
+    layer_idx, expert = number
+    names = {matrix: checkpoint.expert_source(layer_idx, expert, matrix) for matrix in checkpoint.spec.expert.matrices}
+    sources = {m: read_rows(checkpoint, name, 0, checkpoint.num_rows(name)) for m, name in names.items()}
+    sources["down"] = sources["down"].T
+    start = 0
+    for block in weights.expert(layer_idx, expert).blocks():
+        rows = order[start : start + len(block.up)]
+        start += len(rows)
+        for matrix, source in sources.items():
+            part = formats.of(matrix)
+            stored = {"gate": block.gate, "up": block.up, "down": block.down}[matrix]
+            assert part is not None and stored is not None, f"{matrix} is one of the family's matrices"
+            expected = source[rows]
+            if part.codec == "bf16":
+                expected = expected.to(torch.bfloat16)
+            relative = sums.setdefault((matrix, format_text(part)), _Sums()).add(expected.to(torch.float32), stored)
+            if relative > (0 if part.codec == "bf16" else UNRELATED):
+                raise PackError(
+                    f"layer {layer_idx} expert {expert}: {matrix} is not the checkpoint's {names[matrix]!r} "
+                    f"(relative error {relative:.2f})"
+                )
+
+
+def _described(tensor: tuple[str, tuple[int, ...]] | None) -> str:
+    return "missing" if tensor is None else f"{tensor[0]} {list(tensor[1])}"

@@ -1,0 +1,75 @@
+"""Where a checkpoint lies: a folder, or a hub id or short name in the hub's local cache, downloaded if missing."""
+
+import re
+from pathlib import Path
+
+from moe_pack.formats import SHORT_NAMES, CheckpointError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WANTED = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors"]
+_UNWANTED = ["consolidated*", "original/*", "*/*"]  # other layouts of the same weights
+
+
+def find_checkpoint(source: str) -> Path:
+    """The folder that holds the checkpoint `source` names.
+
+    A folder is taken as it is. A hub id (`owner/name`) or a short name (`mixtral`) is looked for in the hub's local
+    cache, and downloaded to it where it is missing or incomplete.
+    Raises:  CheckpointError saying what was looked for, and where.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{source}: is a file, expected the folder that holds config.json and the weights")
+    hub_id = SHORT_NAMES.get(source.lower(), source)
+    if not _HUB_ID.fullmatch(hub_id):
+        known = ", ".join(sorted(SHORT_NAMES))
+        raise CheckpointError(f"{source}: no such folder, nor a hub id (owner/name) or short name ({known})")
+    return _from_hub(source, hub_id)
+
+
+def _from_hub(source: str, hub_id: str) -> Path:
+    try:
+        from huggingface_hub import constants, snapshot_download
+    except ModuleNotFoundError as fault:
+        raise CheckpointError(
+            f"{source}: no such folder; to look it up as hub id {hub_id}, pip install 'moe-pack[convert]'"
+        ) from fault
+    cache = constants.HF_HUB_CACHE
+
+    def snapshot(local_files_only: bool) -> Path:
+        return Path(
+            snapshot_download(
+                hub_id,
+                cache_dir=cache,
+                allow_patterns=_WANTED,
+                ignore_patterns=_UNWANTED,
+                local_files_only=local_files_only,
+            )
+        )
+
+    looked_for = f"{source}: no such folder, and hub id {hub_id} is not in the cache {cache}"
+    try:
+        folder = snapshot(local_files_only=True)
+        if is_complete(folder):
+            return folder
+        looked_for = f"{source}: hub id {hub_id} is only in part in the cache {cache}"
+    except OSError:
+        pass  # not in the cache, or not all of it: ask the hub
+    try:
+        return snapshot(local_files_only=False)
+    except (OSError, ValueError) as fault:  # no network, no such id, no permission; an id the hub does not allow
+        reason = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
+        raise CheckpointError(f"{looked_for}; downloading it failed: {reason}") from fault
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a cached snapshot has its config and every shard its index names (or the single file)."""
+    index = folder / "model.safetensors.index.json"
+    if not (folder / "config.json").exists():
+        return False
+    if not index.exists():
+        return (folder / "model.safetensors").exists()
+    shards = set(re.findall(r'"([^"/]+\.safetensors)"', index.read_text(encoding="utf-8")))
+    return all((folder / shard).exists() for shard in shards)

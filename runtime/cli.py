@@ -1,0 +1,175 @@
+"""The command `moe-run`: options, one call, text on standard output."""
+
+import secrets
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import click
+import torch
+from moe_pack.formats import Pack, RunError
+from moe_pack.formats.cli import command_errors, common_options, size_text
+from moe_pack.runtime.chat import chat_prompt
+from moe_pack.runtime.decoder import Decoder
+from moe_pack.runtime.generate import context_for, generate
+from moe_pack.runtime.pack_weights import PackWeights
+from moe_pack.runtime.sampling import Sampler
+from moe_pack.runtime.text import Text
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What was asked for on the command line."""
+
+    prompt: str
+    chat: bool
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    device: str
+    stats: bool
+
+
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="""\b
+Examples:
+  moe-run packed/ --prompt "It was a dark night"
+  moe-run packed/ --prompt "Why is the sky blue?" --chat --temperature 0
+  moe-run packed/ --prompt-file chapter.txt --max-tokens 500 --seed 7 --stats""",
+)
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option("--prompt", "-p", help="The text to continue.")
+@click.option("--prompt-file", type=click.File("r", encoding="utf-8"), help="Read the prompt from a file; - is stdin.")
+@click.option("--chat", is_flag=True, help="Ask the prompt as a chat message, in the pack's own template.")
+@click.option("--max-tokens", "-n", type=click.IntRange(1), default=256, show_default=True, help="Stop after N tokens.")
+@click.option("--temperature", type=float, default=0.8, show_default=True, help="0 always takes the likeliest token.")
+@click.option(
+    "--top-p", type=float, default=0.95, show_default=True, help="Draw from the likeliest tokens of this mass only."
+)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Repeat a draw; without it, every run differs.")
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to compute."
+)
+@click.option("--stats", is_flag=True, help="Report speed and memory on standard error at the end.")
+@common_options
+@command_errors(interrupted="interrupted")
+def main(
+    pack: Path,
+    prompt: str | None,
+    prompt_file: TextIO | None,
+    chat: bool,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int | None,
+    device: str,
+    stats: bool,
+    debug: bool,
+) -> None:
+    """Continue a text with the model in PACK, a folder that moe-pack convert made.
+
+    The continuation alone goes to standard output, as it is generated; everything else goes to standard error.
+    Generation ends at the model's own end of text, after --max-tokens, or when the context is full.
+    """
+    if (prompt is None) == (prompt_file is None):
+        raise click.UsageError("give the text to continue with --prompt or --prompt-file, one of them")
+    text = prompt if prompt is not None else _read(prompt_file)
+    if not text:
+        raise RunError("--prompt: is empty; give at least one character")
+    chosen_seed = secrets.randbits(32) if seed is None else seed
+    run(pack, RunOptions(text, chat, max_tokens, temperature, top_p, chosen_seed, device, stats))
+
+
+def run(folder: Path, options: RunOptions) -> None:
+    """Opens the pack, continues the prompt on standard output, reports."""
+    sampler = Sampler(options.temperature, options.top_p, options.seed)
+    with ExitStack() as stack:
+        pack = stack.enter_context(Pack(folder))
+        device = _device(options.device)
+        text = Text(pack)
+        prompt = chat_prompt(pack, options.prompt) if options.chat else options.prompt
+        prompt_ids = text.encode(prompt, special_tokens=not options.chat)
+        if not prompt_ids:
+            raise RunError("--prompt: the tokenizer makes no token of it")
+        context = context_for(len(prompt_ids), options.max_tokens, pack.spec.max_position_embeddings)
+        weights = PackWeights(pack, device)
+        decoder = Decoder(weights, context, device)
+        clock = _Clock()
+        stream = text.stream(prompt_ids)
+        last = ""
+        try:
+            for token in generate(decoder, prompt_ids, sampler, options.max_tokens, text.end_ids):
+                clock.tick()
+                piece = stream.push(token)
+                last = piece or last
+                click.echo(piece, nl=False)
+            piece = stream.finish()
+            last = piece or last
+            click.echo(piece, nl=False)
+        finally:
+            if not last.endswith("\n"):
+                click.echo()
+            if options.stats:
+                _report(options, pack, weights, decoder, clock, len(prompt_ids))
+
+
+class _Clock:
+    """Seconds to the first token, and from there to the last."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self.num_tokens = 0
+        self.prefill_s = 0.0
+        self.decode_s = 0.0
+
+    def tick(self) -> None:
+        """A token is there."""
+        elapsed = time.perf_counter() - self._start
+        if self.num_tokens == 0:
+            self.prefill_s = elapsed
+        self.decode_s = elapsed - self.prefill_s
+        self.num_tokens += 1
+
+
+def _report(
+    options: RunOptions, pack: Pack, weights: PackWeights, decoder: Decoder, clock: _Clock, num_prompt_tokens: int
+) -> None:
+    made = clock.num_tokens
+    per_token = weights.bytes_read / max(1, made)
+    lines = [
+        ("prompt", f"{num_prompt_tokens} tokens, {_rate(num_prompt_tokens, clock.prefill_s)}"),
+        ("generated", f"{made} tokens, {_rate(made - 1, clock.decode_s)}"),
+        ("experts read", f"{size_text(weights.bytes_read)}, {size_text(per_token)} a token"),
+        ("dense weights", size_text(pack.manifest.totals.dense)),
+        ("key-value cache", f"{size_text(decoder.cache.num_bytes)} for {decoder.cache.context_tokens} tokens"),
+        ("computed by", f"plain torch on {options.device}, {torch.get_num_threads()} threads"),
+        ("seed", str(options.seed) if options.temperature else "none: greedy"),
+    ]
+    for name, value in lines:
+        click.echo(f"{name:16} {value}", err=True)
+
+
+def _rate(num_tokens: int, seconds: float) -> str:
+    return f"{num_tokens / seconds:.1f} tokens/s" if num_tokens > 0 and seconds > 0 else "no rate"
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RunError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    return torch.device(name)
+
+
+def _read(file: TextIO | None) -> str:
+    assert file is not None, "one of the two is given"
+    try:
+        return file.read()
+    except UnicodeDecodeError as fault:
+        raise RunError(f"--prompt-file: {file.name} is not UTF-8 text (byte {fault.start})") from fault
+
+
+if __name__ == "__main__":
+    main()
