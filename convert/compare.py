@@ -9,8 +9,8 @@ from moe_pack.formats import Checkpoint, DenseLayout, ExpertFormat, Pack, PackEr
 from moe_pack.runtime import CheckpointWeights, Decoder, PackWeights, read_rows
 from torch import Tensor
 
-# Mean absolute error relative to the weights' own: an unrelated matrix gives about 1.4, one-bit HQQ about 0.5.
-UNRELATED = 0.9
+# Cosine between stored weights and the source's: an unrelated matrix gives about 0, the coarsest one-bit codes 0.7.
+_RELATED = 0.4
 _ROWS_AT_ONCE = 512
 
 
@@ -107,20 +107,24 @@ class _Sums:
         self.weight = 0.0
         self.largest = 0.0
 
-    def add(self, source: Tensor, stored: Tensor) -> float:
-        """Adds rows in float32; returns their own relative error."""
+    def add(self, source: Tensor, stored: Tensor, exact: bool) -> bool:
+        """Adds rows in float32; tells whether they are the source's, as nearly as their codec can have them."""
         difference = (source - stored).abs()
         error, weight = float(difference.sum(dtype=torch.float64)), float(source.abs().sum(dtype=torch.float64))
         self.num_weights += source.numel()
         self.error += error
         self.weight += weight
         self.largest = max(self.largest, float(difference.max()))
-        return error / weight if weight else float(error > 0)
+        return error == 0 if exact else error == 0 or _cosine(source, stored) > _RELATED
 
     def result(self, matrix: str, stored_as: str) -> MatrixError:
         """The mean over all that was added."""
         relative = self.error / self.weight if self.weight else 0.0
         return MatrixError(matrix, stored_as, self.num_weights, self.error / self.num_weights, relative, self.largest)
+
+
+def _cosine(x: Tensor, y: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(x.flatten().double(), y.flatten().double(), dim=0))
 
 
 def _compare_dense(
@@ -138,8 +142,7 @@ def _compare_dense(
     for start in range(0, dense.role.shape[0], _ROWS_AT_ONCE):
         stop = min(start + _ROWS_AT_ONCE, dense.role.shape[0])
         source = read_rows(checkpoint, name, start, stop).to(torch.float32)
-        relative = held.add(source, weights.matrix(role).rows(start, stop))
-        if relative > (0 if dense.rows is None else UNRELATED):
+        if not held.add(source, weights.matrix(role).rows(start, stop), exact=dense.rows is None):
             raise PackError(f"{place}: rows {start} to {stop} are not those of the checkpoint's {name!r}")
 
 
@@ -164,14 +167,11 @@ def _compare_expert(
             part = formats.of(matrix)
             stored = {"gate": block.gate, "up": block.up, "down": block.down}[matrix]
             assert part is not None and stored is not None, f"{matrix} is one of the family's matrices"
-            expected = source[rows]
-            if part.codec == "bf16":
-                expected = expected.to(torch.bfloat16)
-            relative = sums.setdefault((matrix, format_text(part)), _Sums()).add(expected.to(torch.float32), stored)
-            if relative > (0 if part.codec == "bf16" else UNRELATED):
+            exact = part.codec == "bf16"
+            expected = (source[rows].to(torch.bfloat16) if exact else source[rows]).to(torch.float32)
+            if not sums.setdefault((matrix, format_text(part)), _Sums()).add(expected, stored, exact):
                 raise PackError(
-                    f"layer {layer_idx} expert {expert}: {matrix} is not the checkpoint's {names[matrix]!r} "
-                    f"(relative error {relative:.2f})"
+                    f"layer {layer_idx} expert {expert}: {matrix} is not the checkpoint's {names[matrix]!r}"
                 )
 
 

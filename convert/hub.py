@@ -58,7 +58,10 @@ def _from_hub(source: str, hub_id: str) -> Path:
     except OSError:
         pass  # not in the cache, or not all of it: ask the hub
     try:
-        return snapshot(local_files_only=False)
+        folder = snapshot(local_files_only=False)
+        if is_complete(folder):
+            return folder
+        raise OSError("the hub cannot be reached for the rest, or does not have it in safetensors")
     except (OSError, ValueError) as fault:  # no network, no such id, no permission; an id the hub does not allow
         reason = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
         raise CheckpointError(f"{looked_for}; downloading it failed: {reason}") from fault

@@ -111,7 +111,7 @@ def run(folder: Path, options: RunOptions) -> None:
             last = piece or last
             click.echo(piece, nl=False)
         finally:
-            if not last.endswith("\n"):
+            if clock.num_tokens and not last.endswith("\n"):
                 click.echo()
             if options.stats:
                 _report(options, pack, weights, decoder, clock, len(prompt_ids))

@@ -1,9 +1,43 @@
 """Shared by all tests."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from models import DEMO_MODEL, PackMaker, TinyMixtral, pack
+
+from moe_pack.formats import Selector
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_torch_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def demo_pack(tmp_path_factory: pytest.TempPathFactory) -> PackMaker:
+    """Packs of the demo model by selector kind and width, made once."""
+    made: dict[tuple[Selector, int], Path] = {}
+
+    def make(selector: Selector, width: int) -> Path:
+        if (selector, width) not in made:
+            folder = tmp_path_factory.mktemp("demo") / f"{selector}-{width}"
+            pack(DEMO_MODEL, folder, selector=selector, width=width, group=64, quantizer="hqq", workers=2)
+            made[selector, width] = folder
+        return made[selector, width]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint of one layer and two experts; read only."""
+    return TinyMixtral().write(tmp_path_factory.mktemp("tiny-source"))
+
+
+@pytest.fixture(scope="session")
+def tiny_pack(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its 4-bit pack; read only."""
+    folder = tmp_path_factory.mktemp("tiny-pack") / "packed"
+    pack(tiny_source, folder)
+    return folder

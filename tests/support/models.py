@@ -16,6 +16,7 @@ DEMO_MODEL = TESTS / "models" / "tiny-mixtral"
 BOOK = TESTS / "data" / "books-valid.txt"
 
 Tensors = dict[str, torch.Tensor]
+PackMaker = Callable[[Selector, int], Path]  # the fixture `demo_pack`
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,206 @@
+"""`moe-pack` as a person meets it: tables, JSON, exit codes, errors of one line."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from models import DEMO_MODEL, TinyMixtral
+
+from moe_pack.convert.cli import main
+from moe_pack.formats import Pack
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return TinyMixtral(num_layers=2, num_experts=3).write(tmp_path / "source")
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_without_options_convert_uses_4_bit_group_64_selector_up_hqq(source: Path, tmp_path: Path) -> None:
+    result = run("convert", source, "-o", tmp_path / "packed")
+    assert result.exit_code == 0, result.stderr
+    assert re.fullmatch(
+        rf"{tmp_path}/packed: [\d.]+ KiB, [\d.]+ bits an expert weight, in .* s \(\d+ MB/s of source\)\n", result.stdout
+    )
+    facts = json.loads(run("inspect", tmp_path / "packed", "--json").stdout)
+    assert (facts["selector"], facts["quantizer"]) == ("up", "hqq")
+    assert facts["experts"][1][2] == {
+        "gate": "4 bit g64", "up": "4 bit g64", "down": "4 bit g64", "bytes": 48 * (48 + 80), "threshold": 0.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("selector", ["up", "gate", "both", "none"])
+def test_every_option_reaches_the_pack(selector: str, source: Path, tmp_path: Path) -> None:
+    options = "--selector-bits 2 --record-bits 3 --group-size 32 --scale-bits 8 --dense-bits 8 --quantizer nearest"
+    result = run("convert", source, "-o", tmp_path / "p", "--selector", selector, *options.split(), "--workers", 1)
+    assert result.exit_code == 0, result.stderr
+    facts = json.loads(run("inspect", tmp_path / "p", "--json").stdout)
+    selected = {"up": ["up"], "gate": ["gate"], "both": ["gate", "up"], "none": []}[selector]
+    for matrix in ("gate", "up", "down"):
+        width = 2 if matrix in selected else 3
+        assert facts["experts"][0][0][matrix] == f"{width} bit g32, byte scales"
+    assert facts["quantizer"] == "nearest"
+    assert facts["dense"]["embed"] == {"codec": "affine", "width": 8, "group": 32, "scale_bits": 8}
+    assert facts["features"] == ["affine", "byte_scales", "dense_rows"]
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("group", ["16", "row"])
+def test_a_pack_has_the_size_its_manifest_gives_to_the_byte(
+    width: int, group: str, source: Path, tmp_path: Path
+) -> None:
+    options = ["--selector-bits", width, "--record-bits", width, "--group-size", group, "--quantizer", "nearest"]
+    assert run("convert", source, "-o", tmp_path / "p", *options).exit_code == 0
+    with Pack(tmp_path / "p") as held:
+        totals = held.manifest.totals
+    assert folder_bytes(tmp_path / "p") == totals.content + (tmp_path / "p" / "manifest.json").stat().st_size
+    neurons = 2 * 3 * 48
+    values, groups = 64 * width // 8, 0 if width == 16 else 64 // 16 if group == "16" else 1
+    part = values + 4 * groups
+
+    def padded(num_bytes: int) -> int:
+        return -(-(num_bytes + 4) // 16) * 16
+
+    assert totals.selectors == neurons * padded(part)
+    assert totals.records == neurons * padded(2 * part)
+
+
+def test_a_second_run_says_that_the_pack_is_there(source: Path, tmp_path: Path) -> None:
+    run("convert", source, "-o", tmp_path / "p", "--quantizer", "nearest")
+    again = run("convert", source, "-o", tmp_path / "p", "--quantizer", "nearest")
+    assert again.stdout == f"{tmp_path}/p: is this very pack already; nothing to do\n"
+    other = run("convert", source, "-o", tmp_path / "p", "--quantizer", "absmax")
+    assert other.exit_code == 1
+    assert "holds another pack" in other.stderr
+
+
+def test_inspect_prints_model_bytes_and_formats(tmp_path: Path) -> None:
+    run("convert", DEMO_MODEL, "-o", tmp_path / "p", "--quantizer", "nearest", "--record-bits", 2)
+    shown = run("inspect", tmp_path / "p").stdout
+    assert "model  mixtral, 4 layers of 8 experts, 2 a token" in shown
+    assert re.search(r"^0-3 +0-7 +2 bit g64 +4 bit g64\* +2 bit g64 +[\d,]+$", shown, re.MULTILINE)
+    parts = dict(re.findall(r"^(\w+) +([\d,]+) +[\d.]+%$", shown, re.MULTILINE))
+    numbers = {name: int(number.replace(",", "")) for name, number in parts.items()}
+    assert numbers.pop("total") == sum(numbers.values())
+
+
+def test_verify_says_that_a_pack_is_whole(source: Path, tmp_path: Path) -> None:
+    run("convert", source, "-o", tmp_path / "p", "--quantizer", "nearest", "--dense-bits", 4)
+    result = run("verify", tmp_path / "p")
+    assert result.exit_code == 0
+    assert re.fullmatch(rf"{tmp_path}/p: whole; [\d,]+ bytes checked, root [0-9a-f]{{16}}\n", result.stdout)
+    assert json.loads(run("verify", tmp_path / "p", "--json").stdout)["whole"] is True
+
+
+def test_verify_against_the_source_reports_weights_and_logits(source: Path, tmp_path: Path) -> None:
+    run("convert", source, "-o", tmp_path / "p", "--quantizer", "nearest")
+    shown = run("verify", tmp_path / "p", "--against", source)
+    assert shown.exit_code == 0, shown.stderr
+    assert re.search(r"^down +4 bit g64 +18,432 +\S+ +\d+\.\d\d% +\S+$", shown.stdout, re.MULTILINE)
+    assert re.search(r"logits of 128 tokens: largest difference \S+, KL divergence \S+ nats", shown.stdout)
+    facts = json.loads(run("verify", tmp_path / "p", "--against", source, "--json").stdout)
+    assert {held["matrix"] for held in facts["weights"]} == {"dense", "gate", "up", "down"}
+    assert 0 < facts["logits"]["kl"] < 1
+
+
+def test_verify_compares_on_a_text_of_ones_own(tmp_path: Path) -> None:
+    run("convert", DEMO_MODEL, "-o", tmp_path / "p", "--record-bits", 16, "--selector-bits", 16)
+    (tmp_path / "own.txt").write_text("Call me Ishmael.")
+    shown = run("verify", tmp_path / "p", "--against", DEMO_MODEL, "--text", tmp_path / "own.txt").stdout
+    assert re.search(r"logits of \d+ tokens: .* KL divergence 0\.00000 nats, same likeliest token 100\.0%", shown)
+
+
+ERRORS: dict[str, tuple[TinyMixtral, list[str], str]] = {
+    "dense": (
+        TinyMixtral(config={"model_type": "llama", "num_local_experts": None}),
+        [],
+        "config.json: 'llama' is a dense model without experts; there is nothing to pack",
+    ),
+    "unknown": (
+        TinyMixtral(config={"model_type": "dbrx"}),
+        [],
+        "config.json: architecture 'dbrx' is not supported; supported: mixtral",
+    ),
+    "group": (
+        TinyMixtral(),
+        ["--group-size", "128"],
+        "--record-bits/--group-size: group size 128 does not divide rows of 64 values",
+    ),
+    "absmax": (
+        TinyMixtral(),
+        ["--quantizer", "absmax", "--record-bits", "1"],
+        "--record-bits/--group-size: width 1 has no absmax quantization; use hqq or nearest",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_cannot_be_converted_ends_in_one_clear_line(name: str, tmp_path: Path) -> None:
+    shape, options, line = ERRORS[name]
+    result = run("convert", shape.write(tmp_path / "source"), "-o", tmp_path / "p", *options)
+    assert (result.exit_code, result.stderr) == (1, f"moe-pack: {line}\n")
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_bin_checkpoint_is_told_how_to_become_safetensors(tmp_path: Path) -> None:
+    source = TinyMixtral().write(tmp_path / "source")
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    result = run("convert", source, "-o", tmp_path / "p")
+    assert result.exit_code == 1
+    assert "found .bin or .pt weights, expected safetensors; convert once with transformers" in result.stderr
+
+
+def test_an_output_folder_that_holds_something_else_is_refused(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "thesis.tex").touch()
+    result = run("convert", source, "-o", tmp_path / "p")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == (
+        f"moe-pack: {tmp_path}/p: holds 'thesis.tex', which is no conversion; give a new or empty folder"
+    )
+
+
+def test_a_float32_source_in_16_bit_is_told_what_it_loses(tmp_path: Path) -> None:
+    source = TinyMixtral(dtype=torch.float32).write(tmp_path / "source")
+    result = run("convert", source, "-o", tmp_path / "p", "--record-bits", 16)
+    assert "note: 16 bit is bfloat16; the source's F32 expert weights lose their last bits" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["convert"],
+        ["convert", "x"],
+        ["convert", "x", "-o", "y", "--record-bits", "5"],
+        ["inspect"],
+        ["melt"],
+        ["--melt"],
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Usage: moe-pack" in result.stderr
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    result = run("--debug", "inspect", tmp_path / "none")
+    assert type(result.exception).__name__ == "PackError"
+
+
+@pytest.mark.parametrize("command", [[], ["convert"], ["inspect"], ["verify"]])
+def test_help_reads_well(command: list[str]) -> None:
+    shown = run(*command, "--help")
+    assert shown.exit_code == 0
+    assert all(len(line) <= 100 for line in shown.stdout.splitlines())
+    assert re.fullmatch(r"moe-pack \d+\.\d+\.\d+\n", run("--version").stdout)

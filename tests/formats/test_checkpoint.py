@@ -1,0 +1,483 @@
+"""Checkpoints: what is read of them, and every reason to refuse one, each beside the nearest that is accepted."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import DEMO_MODEL, Tensors, TinyMixtral, pack
+from reseal import safetensors_bytes
+from safetensors.torch import load_file, save_file
+
+from moe_pack.formats import Checkpoint, CheckpointError, ModelSpec
+
+INDEX = "model.safetensors.index.json"
+SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+GATE_0 = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
+
+
+def spec_of(folder: Path) -> ModelSpec:
+    checkpoint = Checkpoint(folder)
+    checkpoint.close()
+    return checkpoint.spec
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        Checkpoint(folder)
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+def configured(folder: Path, **config: Any) -> Path:
+    return TinyMixtral(config=config).write(folder)
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+# --- what is read
+
+
+def test_the_demo_model_is_read_as_what_it_is() -> None:
+    spec = spec_of(DEMO_MODEL)
+    assert (spec.hidden_size, spec.expert.intermediate_size, spec.num_hidden_layers) == (128, 448, 4)
+    assert (spec.router.num_experts, spec.router.num_experts_per_tok, spec.router.normalize) == (8, 2, True)
+    assert (spec.attention.num_heads, spec.attention.num_kv_heads, spec.attention.head_dim) == (4, 2, 32)
+    assert (spec.rope.theta, spec.norm_eps, spec.tied_head) == (1e6, 1e-5, False)
+
+
+def test_configs_of_transformers_4_and_5_say_the_same(tmp_path: Path) -> None:
+    four = configured(tmp_path / "4", rope_theta=12345.0, torch_dtype="bfloat16", rope_scaling=None)
+    five = configured(
+        tmp_path / "5",
+        rope_theta=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 12345.0},
+        dtype="bfloat16",
+        head_dim=32,
+    )
+    assert spec_of(four) == spec_of(five)
+    assert spec_of(four).rope.theta == 12345.0
+
+
+def test_a_config_without_rope_theta_has_the_family_s_default(tmp_path: Path) -> None:
+    assert spec_of(configured(tmp_path, rope_theta=None)).rope.theta == 1e6
+
+
+def test_a_sliding_window_is_read(tmp_path: Path) -> None:
+    assert spec_of(configured(tmp_path, sliding_window=64)).attention.sliding_window == 64
+
+
+def test_a_tied_head_needs_no_tensor_of_its_own(tmp_path: Path) -> None:
+    model = TinyMixtral(config={"tie_word_embeddings": True})
+    assert spec_of(model.write(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))).tied_head
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+def test_one_shard_or_several_give_the_same_account_and_bytes(tmp_path: Path, num_shards: int) -> None:
+    single = Checkpoint(TinyMixtral().write(tmp_path / "single"))
+    sharded = Checkpoint(TinyMixtral(num_shards=num_shards).write(tmp_path / "sharded"))
+    files, tensors = sharded.account()
+    assert len(files) == num_shards
+    assert sorted(tensors, key=lambda tensor: tensor.name) == sorted(single.account()[1], key=lambda t: t.name)
+    for tensor in tensors:
+        size = tensor.shape[0]
+        assert np.array_equal(single.rows(tensor.name, 0, size), sharded.rows(tensor.name, 0, size))
+    single.close()
+    sharded.close()
+
+
+def test_a_range_of_rows_has_the_source_s_bytes(tmp_path: Path) -> None:
+    model = TinyMixtral(dtype=torch.float32)
+    checkpoint = Checkpoint(model.write(tmp_path))
+    assert checkpoint.rows(GATE_0, 5, 9).tobytes() == model.tensors()[GATE_0][5:9].numpy().tobytes()
+    assert checkpoint.rows("model.norm.weight", 3, 4).tobytes() == np.float32(1).tobytes()
+    checkpoint.close()
+
+
+def test_a_tensor_that_is_dropped_is_accounted_for_with_its_reason(tmp_path: Path) -> None:
+    extra = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    folder = TinyMixtral().write(tmp_path, lambda tensors: tensors.__setitem__(extra, torch.ones(16)))
+    checkpoint = Checkpoint(folder)
+    fates = {tensor.name: (tensor.fate, tensor.reason) for tensor in checkpoint.account()[1]}
+    checkpoint.close()
+    assert fates[extra] == ("dropped", "a constant the runtime computes")
+    assert fates[GATE_0] == ("packed", "") and fates["lm_head.weight"] == ("resident", "")
+
+
+# --- folder and config
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "none") == f"{tmp_path / 'none'}: no such folder"
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    (TinyMixtral().write(tmp_path) / "config.json").unlink()
+    assert refusal(tmp_path) == f"{tmp_path}: config.json is missing; a checkpoint folder has one"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "config.json: expected a JSON object"),
+        ("{", "config.json: not valid JSON "
+         "(Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
+        ('{"model_type": "mixtral", "model_type": "mixtral"}', "config.json: key 'model_type' appears twice"),
+        ('{"model_type": "mixtral", "rope_theta": NaN}', "config.json: found NaN, expected JSON numbers only"),
+        ("{}", "config.json: key 'model_type' is missing, expected a string"),
+        ('{"model_type": ["mixtral"]}', "config.json: model_type is ['mixtral'], expected a string"),
+    ],
+)  # fmt: skip
+def test_a_config_that_is_no_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (TinyMixtral().write(tmp_path) / "config.json").write_text(text)
+    assert refusal(tmp_path) == message
+
+
+def test_a_dense_model_is_refused_as_one(tmp_path: Path) -> None:
+    folder = configured(tmp_path, model_type="llama", num_local_experts=None, num_experts_per_tok=None)
+    assert refusal(folder) == "config.json: 'llama' is a dense model without experts; there is nothing to pack"
+
+
+def test_an_unknown_architecture_is_refused_with_those_supported(tmp_path: Path) -> None:
+    folder = configured(tmp_path, model_type="gpt_oss")
+    assert refusal(folder) == "config.json: architecture 'gpt_oss' is not supported; supported: mixtral"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}},
+         "the checkpoint is quantized already (quantization_config); use the 16-bit original"),
+        ({"qk_layernorm": True}, "key 'qk_layernorm' (True) is not one this family is known with"),
+        ({"logit_scale": 0}, "key 'logit_scale' (0) is not one this family is known with"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}},
+         "rope_scaling is {'type': 'linear', 'factor': 2.0}, supported is None only"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}},
+         "rope_parameters: rope_type is 'yarn', supported is 'default' only"),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 1e6, "factor": 2.0}},
+         "rope_parameters: key 'factor' (2.0) is not one this family is known with"),
+        ({"rope_parameters": [1e6]}, "rope_parameters: expected a JSON object"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported is 'silu' only"),
+        ({"hidden_size": None}, "key 'hidden_size' is missing, expected a whole number"),
+        ({"hidden_size": "64"}, "hidden_size is '64', expected a whole number"),
+        ({"hidden_size": 64.0}, "hidden_size is 64.0, expected a whole number"),
+        ({"hidden_size": True}, "hidden_size is True, expected a whole number"),
+        ({"hidden_size": 0}, "hidden_size is 0, expected 1 to 2^31 - 1"),
+        ({"vocab_size": -96}, "vocab_size is -96, expected 1 to 2^31 - 1"),
+        ({"vocab_size": 2**31}, "vocab_size is 2147483648, expected 1 to 2^31 - 1"),
+        ({"num_hidden_layers": 100_001}, "num_hidden_layers is 100001, expected at most 100000"),
+        ({"num_hidden_layers": 100_000, "num_local_experts": 2_000_000_000},
+         "100000 layers of 2000000000 experts, at most 1000000 in all"),
+        ({"hidden_size": 96}, "hidden_size is 96, expected a multiple of 64 (codes lie in blocks of 64)"),
+        ({"num_key_value_heads": 3}, "2 heads cannot share 3 keys and values"),
+        ({"head_dim": 31}, "head_dim is 31, expected an even number"),
+        ({"num_experts_per_tok": 3}, "3 experts a token out of 2"),
+        ({"rms_norm_eps": 0}, "norm_eps 0.0 or rope theta 1000000.0 is out of range"),
+        ({"rope_theta": -1}, "norm_eps 1e-05 or rope theta -1.0 is out of range"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', expected a number"),
+        ({"tie_word_embeddings": 0}, "tie_word_embeddings is 0, expected true or false"),
+    ],
+)  # fmt: skip
+def test_a_config_we_cannot_follow_is_refused_by_its_key(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    assert refusal(configured(tmp_path, **config)) == f"config.json: {message}"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantization_config": None, "rope_scaling": None},
+        {"attention_dropout": 0.1, "use_cache": False, "router_aux_loss_coef": 0.5, "pad_token_id": 0},
+        {"rope_theta": None, "rope_parameters": {"rope_theta": 10_000}},
+        {"num_experts_per_tok": 1},
+        {"rms_norm_eps": 0.5},
+        {"head_dim": 32, "num_key_value_heads": 1},
+    ],
+)
+def test_the_nearest_legal_config_is_read(tmp_path: Path, config: dict[str, Any]) -> None:
+    folder = TinyMixtral().write(tmp_path)
+    edit_json(folder / "config.json", lambda values: values.update(config))  # null values stay, as in real configs
+    spec_of(folder)
+
+
+# --- shards and index
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth", "m.pt"]
+)
+def test_a_bin_checkpoint_is_refused_with_how_to_convert_it(tmp_path: Path, name: str) -> None:
+    (TinyMixtral().write(tmp_path) / "model.safetensors").rename(tmp_path / name)
+    assert refusal(tmp_path) == (
+        f"{tmp_path}: found .bin or .pt weights, expected safetensors; convert once with transformers: "
+        "AutoModelForCausalLM.from_pretrained(IN, dtype='auto').save_pretrained(OUT)"
+    )
+
+
+def test_bin_files_beside_safetensors_are_left_alone(tmp_path: Path) -> None:
+    (TinyMixtral().write(tmp_path) / "pytorch_model.bin").write_bytes(b"pickle")
+    spec_of(tmp_path)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    (TinyMixtral().write(tmp_path) / "model.safetensors").unlink()
+    expected = f"{tmp_path}: found neither model.safetensors nor {INDEX}; is the download complete?"
+    assert refusal(tmp_path) == expected
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    folder = TinyMixtral(num_shards=2).write(tmp_path / "sharded")
+    spec_of(folder)
+    return folder
+
+
+def name_in(folder: Path, shard: str) -> str:
+    weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+    return next(name for name, held in weight_map.items() if held == shard)
+
+
+@pytest.mark.parametrize(
+    "shard", ["../x.safetensors", "/x.safetensors", "a/x.safetensors", "x.bin", "..", "", 3, None, ["x.safetensors"]]
+)
+def test_an_index_that_names_anything_but_a_shard_beside_it_is_refused(sharded: Path, shard: object) -> None:
+    (sharded / "x.safetensors").write_bytes((sharded / SHARD_1).read_bytes())
+    name = name_in(sharded, SHARD_1)
+    edit_json(sharded / INDEX, lambda index: index["weight_map"].update({name: shard}))
+    assert refusal(sharded) == f"{INDEX}: {shard!r} is no name of a shard beside it"
+
+
+@pytest.mark.parametrize("shard", ["x\0.safetensors", "x\ud800.safetensors", "x" * 300 + ".safetensors"])
+def test_an_index_that_names_no_possible_file_is_refused(sharded: Path, shard: str) -> None:
+    name = name_in(sharded, SHARD_1)
+    edit_json(sharded / INDEX, lambda index: index["weight_map"].update({name: shard}))
+    refusal(sharded)
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": null}'])
+def test_an_index_without_weight_map_is_refused(sharded: Path, index: str) -> None:
+    (sharded / INDEX).write_text(index)
+    assert refusal(sharded) == f"{INDEX}: weight_map is missing"
+
+
+def test_an_index_that_is_no_json_is_refused(sharded: Path) -> None:
+    (sharded / INDEX).write_text("{]")
+    assert refusal(sharded).startswith(f"{INDEX}: not valid JSON (")
+
+
+def test_a_missing_shard_is_refused(sharded: Path) -> None:
+    (sharded / SHARD_2).unlink()
+    assert refusal(sharded) == f"{SHARD_2}: file is missing"
+
+
+def test_a_tensor_that_is_not_in_the_shard_the_index_names_is_refused(sharded: Path) -> None:
+    name = name_in(sharded, SHARD_1)
+    edit_json(sharded / INDEX, lambda index: index["weight_map"].update({name: SHARD_2}))
+    assert refusal(sharded) == f"{INDEX}: tensor {name!r} is not in {SHARD_2}"
+
+
+def test_a_tensor_of_the_index_that_no_shard_has_is_refused(sharded: Path) -> None:
+    edit_json(sharded / INDEX, lambda index: index["weight_map"].update({"model.ghost": SHARD_2}))
+    assert refusal(sharded) == f"{INDEX}: tensor 'model.ghost' is not in {SHARD_2}"
+
+
+def test_a_tensor_in_two_shards_is_refused(sharded: Path) -> None:
+    name = name_in(sharded, SHARD_1)
+    twice = load_file(sharded / SHARD_1)[name]
+    save_file(load_file(sharded / SHARD_2) | {name: twice}, sharded / SHARD_2)
+    assert refusal(sharded) == f"{SHARD_2}: tensor {name!r} is in {SHARD_1} too"
+
+
+def test_shards_under_other_names_are_read(sharded: Path) -> None:
+    (sharded / SHARD_2).rename(sharded / "second..safetensors")
+    edit_json(
+        sharded / INDEX,
+        lambda index: index.update(
+            weight_map={n: "second..safetensors" if s == SHARD_2 else s for n, s in index["weight_map"].items()}
+        ),
+    )
+    spec_of(sharded)
+
+
+@pytest.mark.parametrize("cut", [1, 100, -1])
+def test_a_shard_cut_or_with_bytes_after_its_end_is_refused(sharded: Path, cut: int) -> None:
+    raw = (sharded / SHARD_2).read_bytes()
+    (sharded / SHARD_2).write_bytes(raw[:-cut] if cut > 0 else raw + b"\0")
+    assert refusal(sharded) == (
+        f"{SHARD_2}: file has {len(raw) - cut} bytes, its header describes {len(raw)}; the file is cut or damaged"
+    )
+
+
+def test_a_shard_whose_header_length_is_huge_is_refused(sharded: Path) -> None:
+    raw = (sharded / SHARD_1).read_bytes()
+    (sharded / SHARD_1).write_bytes((1 << 62).to_bytes(8, "little") + raw[8:])
+    expected = f"{SHARD_1}: header of {1 << 62} bytes in a file of {len(raw)}; the file is cut or damaged"
+    assert refusal(sharded) == expected
+
+
+# --- tensors
+
+
+def changed(folder: Path, change: Callable[[Tensors], object]) -> Path:
+    return TinyMixtral().write(folder, change)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "lm_head.weight", "model.layers.0.self_attn.k_proj.weight", GATE_0]
+)
+def test_a_missing_tensor_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    folder = changed(tmp_path, lambda tensors: tensors.pop(name))
+    assert refusal(folder) == f"checkpoint: tensor {name!r} is missing"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.input_layernorm.weight",
+        "model.layers.0.block_sparse_moe.experts.2.w1.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+        "score.weight",
+    ],
+)
+def test_a_tensor_nobody_claims_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    folder = changed(tmp_path, lambda tensors: tensors.__setitem__(name, torch.ones(64)))
+    assert refusal(folder) == (
+        f"checkpoint: tensor {name!r} belongs to nothing the config describes; it would be lost in the pack"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("model.embed_tokens.weight", (97, 64), "[96, 64]"),
+        ("model.norm.weight", (64, 1), "[64]"),
+        ("model.layers.0.self_attn.k_proj.weight", (64, 64), "[32, 64]"),
+        ("model.layers.0.block_sparse_moe.gate.weight", (64, 2), "[2, 64]"),
+        (GATE_0, (64, 48), "[48, 64]"),
+        (GATE_0.replace("w1", "w2"), (48, 64), "[64, 48]"),
+        (GATE_0.replace("w1", "w3"), (48 * 64,), "[48, 64]"),
+        ("lm_head.weight", (), "[96, 64]"),
+    ],
+)
+def test_a_misshapen_tensor_is_refused_with_both_shapes(
+    tmp_path: Path, name: str, shape: tuple[int, ...], expected: str
+) -> None:
+    folder = changed(tmp_path, lambda tensors: tensors.__setitem__(name, torch.ones(shape)))
+    assert refusal(folder) == f"checkpoint: tensor {name!r} has shape {list(shape)}, expected {expected}"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "named"),
+    [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.float64, "F64"), (torch.float8_e4m3fn, "F8_E4M3")],
+)
+@pytest.mark.parametrize("name", ["model.norm.weight", GATE_0])
+def test_a_tensor_of_a_type_we_do_not_read_is_refused(
+    tmp_path: Path, name: str, dtype: torch.dtype, named: str
+) -> None:
+    folder = changed(tmp_path, lambda tensors: tensors.__setitem__(name, tensors[name].to(dtype)))
+    assert refusal(folder) == f"checkpoint: tensor {name!r} is {named}, expected one of BF16, F16, F32"
+
+
+def test_tensors_of_the_three_types_we_read_may_stand_side_by_side(tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float32)
+        tensors[GATE_0] = tensors[GATE_0].to(torch.float16)
+
+    spec_of(changed(tmp_path, change))
+
+
+def test_a_tensor_of_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    TinyMixtral().write(tmp_path)
+    header = {"x": {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}}
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(header, bytes(8)))
+    assert refusal(tmp_path) == "model.safetensors: tensor 'x': unknown dtype 'C64'"
+
+
+# --- values: looked at by the conversion
+
+EXPERT_1 = "model.layers.0.block_sparse_moe.experts.1"
+
+
+def conversion_refusal(folder: Path, **options: Any) -> str:
+    with pytest.raises(CheckpointError) as refused:
+        pack(folder, folder / "packed", **options)
+    message = str(refused.value)
+    assert "\n" not in message and not (folder / "packed" / "manifest.json").exists()
+    return message
+
+
+@pytest.mark.parametrize(("value", "text"), [(float("nan"), "nan"), (float("inf"), "inf"), (-float("inf"), "-inf")])
+@pytest.mark.parametrize(
+    ("name", "position"),
+    [
+        ("model.embed_tokens.weight", (17, 5)),
+        ("lm_head.weight", (95, 63)),
+        ("model.layers.0.self_attn.v_proj.weight", (0, 0)),
+        ("model.layers.0.block_sparse_moe.gate.weight", (1, 2)),
+        (f"{EXPERT_1}.w1.weight", (3, 5)),
+        (f"{EXPERT_1}.w2.weight", (63, 47)),
+        (f"{EXPERT_1}.w3.weight", (47, 63)),
+    ],
+)
+def test_a_weight_that_is_no_number_is_refused_with_shard_tensor_and_position(
+    tmp_path: Path, name: str, position: tuple[int, int], value: float, text: str
+) -> None:
+    folder = TinyMixtral(num_shards=2).write(tmp_path, lambda tensors: tensors[name].__setitem__(position, value))
+    shard = json.loads((folder / INDEX).read_text())["weight_map"][name]
+    assert conversion_refusal(folder) == (
+        f"{shard}: tensor {name!r}: weight [{position[0]}, {position[1]}] is {text}, expected a number"
+    )
+
+
+def test_a_norm_weight_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    folder = changed(tmp_path, lambda tensors: tensors["model.norm.weight"].__setitem__(7, float("nan")))
+    assert conversion_refusal(folder) == (
+        "model.safetensors: tensor 'model.norm.weight': weight [7, 0] is nan, expected a number"
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+def test_a_weight_far_down_a_matrix_is_named_by_its_row_there(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+    model = TinyMixtral(vocab_size=600, dtype=dtype)
+    folder = model.write(tmp_path, lambda tensors: tensors["lm_head.weight"].__setitem__((550, 9), value))
+    assert conversion_refusal(folder).startswith("model.safetensors: tensor 'lm_head.weight': weight [550, 9] is ")
+
+
+@pytest.mark.parametrize("width", [16, 4])
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float16, 65504.0), (torch.bfloat16, 65280.0)])
+def test_large_weights_that_are_numbers_are_packed(
+    tmp_path: Path, dtype: torch.dtype, largest: float, width: int
+) -> None:
+    model = TinyMixtral(dtype=dtype)
+    folder = model.write(tmp_path, lambda tensors: tensors[f"{EXPERT_1}.w1.weight"].fill_(largest))
+    assert pack(folder, tmp_path / "packed", width=width).written
+
+
+def test_a_sum_beyond_float32_of_weights_that_are_numbers_is_no_fault(tmp_path: Path) -> None:
+    folder = TinyMixtral().write(tmp_path, lambda tensors: tensors["lm_head.weight"].fill_(3e38))
+    assert pack(folder, tmp_path / "packed").written
+
+
+@pytest.mark.parametrize("matrix", ["w1", "w3"])
+def test_a_row_that_float16_scales_cannot_express_is_named_by_its_number(tmp_path: Path, matrix: str) -> None:
+    name = f"{EXPERT_1}.{matrix}.weight"
+    model = TinyMixtral(intermediate_size=640)
+    folder = model.write(tmp_path, lambda tensors: tensors[name].__setitem__((600, 0), 1e8))
+    assert conversion_refusal(folder) == (
+        f"model.safetensors: tensor {name!r}: row 600 has values beyond float16 scales; store it in 16 bits"
+    )
+
+
+def test_a_float32_weight_beyond_bfloat16_is_not_packed_as_infinity(tmp_path: Path) -> None:
+    name = f"{EXPERT_1}.w1.weight"
+    model = TinyMixtral(dtype=torch.float32)
+    folder = model.write(tmp_path, lambda tensors: tensors[name].__setitem__((3, 5), 3.4028e38))
+    conversion_refusal(folder, width=16)

@@ -1,0 +1,237 @@
+"""Codecs against bytes written by hand, against hqq's arithmetic, and against plain numpy."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.formats import BF16, PartFormat, part_format
+from moe_pack.formats.codecs import Affine, Bf16, affine, decode_part, pack_codes, unpack_codes
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when hqq compiles a function on import
+    from hqq.core.quantize import Quantizer as HqqQuantizer
+
+WIDTHS = (1, 2, 3, 4, 8)
+
+# 1 bit: byte j holds codes j, j+8, ..., j+56 from bit 0 up. Of run k (codes 8k to 8k+7) the first k+1 codes are 1.
+RISING = [1] + [0] * 7 + [1] * 2 + [0] * 6 + [1] * 3 + [0] * 5 + [1] * 4 + [0] * 4
+RISING += [1] * 5 + [0] * 3 + [1] * 6 + [0] * 2 + [1] * 7 + [0] + [1] * 8
+RISING_BYTES = "ff fe fc f8 f0 e0 c0 80"
+
+# 2 bit: byte j holds codes j, j+16, j+32, j+48: here 0 1 2 3 ..., then 3, then 0, then 1: 0b01_00_11_cc.
+QUARTERS = [0, 1, 2, 3] * 4 + [3] * 16 + [0] * 16 + [1] * 16
+QUARTERS_BYTES = "4c 4d 4e 4f 4c 4d 4e 4f 4c 4d 4e 4f 4c 4d 4e 4f"
+
+# 4 bit: byte j holds codes j and j+32; code j is j // 4.
+STAIRS = [j // 4 for j in range(64)]
+STAIRS_BYTES = "80 80 80 80 91 91 91 91 a2 a2 a2 a2 b3 b3 b3 b3 c4 c4 c4 c4 d5 d5 d5 d5 e6 e6 e6 e6 f7 f7 f7 f7"
+
+# 3 bit: the plane of the two low bits, then the plane of the high bit.
+OCTAL = [low | high << 2 for low, high in zip(QUARTERS, RISING, strict=True)]
+
+BLOCKS = [
+    pytest.param(1, RISING, RISING_BYTES, id="1"),
+    pytest.param(2, QUARTERS, QUARTERS_BYTES, id="2"),
+    pytest.param(3, OCTAL, f"{QUARTERS_BYTES} {RISING_BYTES}", id="3"),
+    pytest.param(4, STAIRS, STAIRS_BYTES, id="4"),
+    pytest.param(8, [255 - 3 * j for j in range(64)], bytes(255 - 3 * j for j in range(64)).hex(" "), id="8"),
+]
+
+
+def codes_of(rows: list[list[int]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.uint8)
+
+
+def random_codes(rows: int, cols: int, width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(width)
+    return torch.randint(0, 2**width, (rows, cols), generator=generator, dtype=torch.uint8)
+
+
+def bits(values: Tensor) -> Tensor:
+    """Float32 values as their bits: equal only where they are the same number, sign of zero included."""
+    return values.contiguous().view(torch.int32)
+
+
+@pytest.mark.parametrize(("width", "codes", "written"), BLOCKS)
+def test_a_block_of_codes_has_the_bytes_worked_out_by_hand(width: int, codes: list[int], written: str) -> None:
+    assert bytes(pack_codes(codes_of([codes]), width)[0].tolist()).hex(" ") == written
+
+
+@pytest.mark.parametrize(("width", "codes", "written"), BLOCKS)
+def test_bytes_written_by_hand_give_their_block_of_codes(width: int, codes: list[int], written: str) -> None:
+    assert unpack_codes(codes_of([list(bytes.fromhex(written))]), width)[0].tolist() == codes
+
+
+@pytest.mark.parametrize(("width", "codes", "written"), BLOCKS)
+def test_blocks_of_a_row_follow_each_other_and_rows_share_nothing(width: int, codes: list[int], written: str) -> None:
+    zeros, empty = [0] * 64, "00 " * (8 * width)
+    packed = pack_codes(codes_of([codes + zeros, zeros + codes]), width)
+    assert [bytes(row).hex() for row in packed.tolist()] == [
+        (written + empty).replace(" ", ""),
+        (empty + written).replace(" ", ""),
+    ]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("cols", [64, 192, 448])
+def test_packed_codes_come_back(width: int, cols: int) -> None:
+    codes = random_codes(5, cols, width)
+    packed = pack_codes(codes, width)
+    assert packed.shape == (5, cols * width // 8)
+    assert torch.equal(unpack_codes(packed, width), codes)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_codes_at_either_end_of_their_range_come_back(width: int) -> None:
+    codes = codes_of([[0] * 64, [2**width - 1] * 64])
+    assert torch.equal(unpack_codes(pack_codes(codes, width), width), codes)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 0])
+def test_affine_decoding_is_bit_equal_to_hqq(width: int, group: int) -> None:
+    rows, cols = 7, 384
+    part = part_format(width, group)
+    codec = affine(part, cols)
+    stored = random_scales(rows, codec.num_groups)
+    codes = random_codes(rows, cols, width)
+    scale, zero = (torch.from_numpy(half.numpy().view(np.float16).astype(np.float32)) for half in stored)
+    meta = {
+        "compute_dtype": torch.float32,
+        "packing": None,
+        "scale": scale.view(-1, 1),
+        "zero": zero.view(-1, 1),
+        "axis": 1,
+        "nbits": width,
+        "group_size": cols // codec.num_groups,
+        "shape": torch.Size((rows, cols)),
+    }
+    theirs = HqqQuantizer.dequantize(codes.view(rows * codec.num_groups, -1), meta)
+    ours = decode_part(part, cols, codec.encode(codes, *stored))
+    assert torch.equal(bits(ours), bits(theirs))
+
+
+def random_scales(rows: int, groups: int) -> tuple[Tensor, Tensor]:
+    """Bytes of float16 scales and zeros: usual ones, and the smallest, the largest and none at all."""
+    generator = torch.Generator().manual_seed(groups)
+    scale = (torch.rand((rows, groups), generator=generator) * 0.1).to(torch.float16)
+    zero = (torch.randn((rows, groups), generator=generator) * 30).to(torch.float16)
+    scale[0, 0], scale[1, 0], scale[2, 0] = 2.0**-24, 65504.0, 0.0
+    zero[1, 0], zero[2, 0], zero[3, 0] = -65504.0, 2.0**-24, 0.0
+    return scale.view(torch.uint8), zero.view(torch.uint8)
+
+
+def test_an_affine_row_is_codes_then_scales_then_zeros() -> None:
+    codec = affine(part_format(4, 32), 64)
+    scales, zeros = codec.store_scales(torch.tensor([[1.0, 0.5]]), torch.tensor([[2.0, -2.0]]))
+    row = bytes(codec.encode(codes_of([STAIRS]), scales, zeros)[0].tolist())
+    assert row.hex(" ") == f"{STAIRS_BYTES} 00 3c 00 38 00 40 00 c0"
+
+
+def test_a_hand_worked_row_decodes_to_code_minus_zero_times_scale() -> None:
+    row = codes_of([list(bytes.fromhex(f"{STAIRS_BYTES} 00 3c 00 38 00 40 00 c0"))])
+    expected = [j // 4 - 2.0 for j in range(32)] + [(j // 4 + 2.0) * 0.5 for j in range(32, 64)]
+    assert decode_part(part_format(4, 32), 64, row)[0].tolist() == expected
+
+
+@pytest.mark.parametrize("part", [part_format(3, 16), part_format(4, 32, 8), part_format(8, 0), BF16])
+def test_a_part_decodes_alike_from_the_middle_of_wider_rows(part: PartFormat) -> None:
+    size = part.part_bytes(64)
+    held = torch.randint(0, 120, (6, size), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    wider = torch.full((6, size + 13), 255, dtype=torch.uint8)
+    wider[:, 5 : 5 + size] = held
+    assert torch.equal(bits(decode_part(part, 64, wider[:, 5 : 5 + size])), bits(decode_part(part, 64, held)))
+
+
+def numpy_byte_scales(values: NDArray[np.float32], signed: bool) -> NDArray[np.uint8]:
+    """The plain twin: a float16 multiplier, then each value as the nearest multiple of it."""
+    top = 127 if signed else 255
+    out = np.empty((len(values), 2 + values.shape[1]), np.uint8)
+    for i, row in enumerate(values):
+        multiplier = np.float16(max(np.abs(row).max() / np.float32(top), np.float32(2.0**-24)))
+        steps = np.clip(np.rint(row / np.float32(multiplier)), -top if signed else 1, top)
+        out[i, :2] = np.frombuffer(multiplier.tobytes(), np.uint8)
+        out[i, 2:] = steps.astype(np.int8 if signed else np.uint8).view(np.uint8)
+    return out
+
+
+def some_values(groups: int, signed: bool) -> NDArray[np.float32]:
+    generator = np.random.default_rng(groups)
+    values = generator.normal(0, 10, (9, groups)).astype(np.float32)
+    values[1] = 0  # a row without scale
+    values[2] = 3.5  # a constant row
+    values[3] *= np.float32(1e-9)  # below what float16 can hold
+    values[4, 0] = 4000  # one group far above the others
+    return values if signed else np.abs(values)
+
+
+@pytest.mark.parametrize("signed", [False, True], ids=["scales", "zeros"])
+@pytest.mark.parametrize("groups", [1, 4, 24])
+def test_byte_scales_are_stored_as_plain_numpy_stores_them(groups: int, signed: bool) -> None:
+    values = some_values(groups, signed)
+    other = np.ones_like(values)
+    scale, zero = (other, values) if signed else (values, other)
+    codec = Affine(part_format(4, 16, 8), 16 * groups)
+    stored = codec.store_scales(torch.from_numpy(scale), torch.from_numpy(zero))[signed]
+    assert np.array_equal(stored.numpy(), numpy_byte_scales(values, signed))
+
+
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 0])
+def test_byte_scales_decode_as_plain_numpy_decodes_them(group: int) -> None:
+    rows, cols, part = 9, 384, part_format(4, group, 8)
+    codec = affine(part, cols)
+    scales = numpy_byte_scales(some_values(codec.num_groups, False), False)
+    zeros = numpy_byte_scales(some_values(codec.num_groups, True), True)
+    codes = random_codes(rows, cols, 4)
+    ours = decode_part(part, cols, codec.encode(codes, torch.from_numpy(scales), torch.from_numpy(zeros)))
+    expected = np.empty((rows, cols), np.float32)
+    for i in range(rows):
+        for j in range(cols):
+            k = j // (cols // codec.num_groups)
+            scale = np.float32(scales[i, 2 + k]) * np.float32(scales[i, :2].view(np.float16)[0])
+            zero = np.float32(zeros[i, 2 + k].view(np.int8)) * np.float32(zeros[i, :2].view(np.float16)[0])
+            expected[i, j] = (np.float32(codes[i, j].item()) - zero) * scale
+    assert torch.equal(bits(ours), bits(torch.from_numpy(expected)))
+
+
+def test_a_byte_scale_is_never_zero_so_that_every_group_can_hold_something() -> None:
+    codec = Affine(part_format(4, 16, 8), 64)
+    scale = torch.tensor([[1000.0, 1e-6, 1.0, 0.0]])
+    scales, zeros = codec.store_scales(scale, torch.zeros(1, 4))
+    loaded, _ = codec.load_scales(scales, zeros)
+    assert (loaded > 0).all()
+
+
+@pytest.mark.parametrize("groups", [1, 4, 24])
+def test_a_byte_scale_is_within_half_a_step_of_the_scale_given(groups: int) -> None:
+    scale = torch.rand((20, groups), generator=torch.Generator().manual_seed(0)) + 0.1
+    codec = Affine(part_format(4, 16, 8), 16 * groups)
+    loaded, _ = codec.load_scales(*codec.store_scales(scale, scale))
+    step = scale.amax(dim=1, keepdim=True) / 255
+    # Half a step, and what rounding the multiplier to float16 (2^-11 of it) shifts the largest scale by.
+    assert ((loaded - scale).abs() <= 0.5 * step + scale.amax(dim=1, keepdim=True) * 2**-11).all()
+
+
+def test_bfloat16_weights_come_back_unchanged() -> None:
+    weights = torch.randn((5, 64), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    weights[0, :4] = torch.tensor([0.0, -0.0, 3.3895314e38, 9.184e-41])  # the largest; the smallest subnormal
+    codec = Bf16(BF16, 64)
+    assert torch.equal(bits(codec.decode(codec.encode(weights))), bits(weights.to(torch.float32)))
+
+
+def test_a_bfloat16_row_is_little_endian() -> None:
+    assert bytes(Bf16(BF16, 64).encode(torch.tensor([[1.0, -2.0, 0.5] + [0.0] * 61]))[0].tolist())[:8].hex(" ") == (
+        "80 3f 00 c0 00 3f 00 00"
+    )
+
+
+def test_float32_weights_round_to_the_nearest_bfloat16_ties_to_even() -> None:
+    values = [1.0, 1.00390625, 1.01171875, 1.0039063, 1.0039062, -1.01171875]
+    words = np.array(values, np.float32).view(np.uint32)
+    expected = ((words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype("<u2")
+    weights = torch.tensor([values + [0.0] * 58], dtype=torch.float32)
+    assert bytes(Bf16(BF16, 64).encode(weights)[0, :12].tolist()) == expected.tobytes()

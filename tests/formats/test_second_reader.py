@@ -1,0 +1,238 @@
+"""A reader written from docs/format.md alone decodes every pack as moe_pack does, bit for bit."""
+
+import ast
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import Tensors, TinyMixtral, pack
+from numpy.typing import NDArray
+from reseal import edit_array, reseal
+from second_reader import BadPackError, Part, Rows, SecondReader
+
+from moe_pack.formats import SELECTORS, Pack, Selector, check_rows, part_format, row_layout
+from moe_pack.formats.codecs import decode_part
+from moe_pack.runtime import PackWeights
+
+ROOT = Path(__file__).parents[2]
+WIDTHS = (1, 2, 3, 4, 8, 16)
+FILES = (
+    "manifest.json",
+    "index.safetensors",
+    "dense.safetensors",
+    "experts-000.safetensors",
+    "thresholds.safetensors",
+    "order.safetensors",
+    "source.json",
+    "config.json",
+)
+
+
+def zero_and_constant_rows(tensors: Tensors) -> None:
+    for name, tensor in tensors.items():
+        if ".w1." in name or ".w3." in name:
+            tensor[0] = 0.0
+            tensor[1] = 0.375
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = TinyMixtral(hidden_size=128, intermediate_size=20, num_experts=3)
+    return model.write(tmp_path_factory.mktemp("source"), zero_and_constant_rows)
+
+
+@pytest.fixture(scope="module")
+def packed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed") / "pack"
+    pack(source, folder, scale_bits=8, dense_width=8)
+    return folder
+
+
+def bits(weights: NDArray[np.float32]) -> NDArray[np.uint32]:
+    return np.ascontiguousarray(weights).view(np.uint32)
+
+
+def assert_read_alike(folder: Path) -> None:
+    """Every weight of the pack has the same bits from either reader; neurons lie in the source's order."""
+    second = SecondReader(folder)
+    with Pack(folder) as opened:
+        weights = PackWeights(opened, torch.device("cpu"))
+        for dense in opened.layout.dense:
+            role, shape = dense.role.name, dense.role.shape
+            ours = weights.vector(role) if len(shape) == 1 else weights.matrix(role).rows(0, shape[0])
+            assert ours.shape == shape
+            np.testing.assert_array_equal(bits(second.dense(role)), bits(ours.numpy()), role)
+        assert second.dense_roles == [dense.role.name for dense in opened.layout.dense]
+        for l in range(len(opened.spec.moe_layers)):
+            for e in range(opened.spec.router.num_experts):
+                blocks = list(weights.expert(l, e).blocks())
+                found = second.expert(l, e)
+                assert sorted(found) == ["down", "gate", "up"]
+                for matrix, theirs in found.items():
+                    ours = torch.cat([getattr(block, matrix) for block in blocks])
+                    np.testing.assert_array_equal(bits(theirs[second.order[l, e]]), bits(ours.numpy()), matrix)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_every_selector_kind_and_width_is_read_alike(
+    source: Path, tmp_path: Path, selector: Selector, width: int
+) -> None:
+    pack(source, tmp_path / "pack", selector=selector, width=width)
+    assert_read_alike(tmp_path / "pack")
+
+
+@pytest.mark.parametrize("scale_bits", [8, 16])
+@pytest.mark.parametrize("group", [0, 16, 32, 64, 128])
+@pytest.mark.parametrize("width", [1, 3, 8])
+def test_every_group_and_kind_of_scale_is_read_alike(
+    source: Path, tmp_path: Path, width: int, group: int, scale_bits: int
+) -> None:
+    pack(source, tmp_path / "pack", width=width, group=group, scale_bits=scale_bits)
+    assert_read_alike(tmp_path / "pack")
+
+
+@pytest.mark.parametrize("group", [0, 32])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_quantized_dense_matrices_are_read_alike(source: Path, tmp_path: Path, width: int, group: int) -> None:
+    pack(source, tmp_path / "pack", group=group, dense_width=width)
+    assert_read_alike(tmp_path / "pack")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_dense_tensors_of_other_dtypes_are_read_alike(tmp_path: Path, dtype: torch.dtype) -> None:
+    source = TinyMixtral(dtype=dtype).write(tmp_path / "source")
+    pack(source, tmp_path / "pack")
+    assert_read_alike(tmp_path / "pack")
+
+
+def test_a_pack_of_several_layers_with_one_neuron_an_expert_is_read_alike(tmp_path: Path) -> None:
+    source = TinyMixtral(intermediate_size=1, num_layers=3, num_experts=1).write(tmp_path / "source")
+    pack(source, tmp_path / "pack", selector="both")
+    assert_read_alike(tmp_path / "pack")
+
+
+def test_a_model_whose_embedding_is_its_head_is_read_alike(tmp_path: Path) -> None:
+    model = TinyMixtral(config={"tie_word_embeddings": True})
+    source = model.write(tmp_path / "source", lambda tensors: tensors.pop("lm_head.weight"))
+    pack(source, tmp_path / "pack")
+    assert_read_alike(tmp_path / "pack")
+
+
+def test_16_bit_experts_are_the_weights_of_the_source(source: Path, tmp_path: Path) -> None:
+    pack(source, tmp_path / "pack", width=16)
+    found = SecondReader(tmp_path / "pack").expert(0, 2)
+    tensors = TinyMixtral(hidden_size=128, intermediate_size=20, num_experts=3).tensors()
+    zero_and_constant_rows(tensors)
+    for matrix, name in {"gate": "w1", "up": "w3", "down": "w2"}.items():
+        original = tensors[f"model.layers.0.block_sparse_moe.experts.2.{name}.weight"].to(torch.float32)
+        expected = original.T if matrix == "down" else original
+        np.testing.assert_array_equal(found[matrix], expected.numpy())
+
+
+def test_the_order_of_neurons_is_undone(packed: Path, tmp_path: Path) -> None:
+    before = SecondReader(packed).expert(0, 1)
+    folder = tmp_path / "pack"
+    shutil.copytree(packed, folder)
+    moved = np.roll(np.arange(20), 7)
+
+    def reorder(order: NDArray[np.uint32]) -> None:
+        order[0, 1] = moved
+
+    edit_array(folder / "order.safetensors", "order", reorder)
+    reseal(folder)
+    assert_read_alike(folder)
+    after = SecondReader(folder).expert(0, 1)
+    for matrix, weights in after.items():
+        for row, neuron in enumerate(moved):
+            np.testing.assert_array_equal(weights[neuron], before[matrix][row])
+
+
+def read_everything(folder: Path) -> None:
+    reader = SecondReader(folder)
+    for expert in range(3):
+        reader.expert(0, expert)
+    for role in reader.dense_roles:
+        reader.dense(role)
+
+
+def test_the_second_reader_reads_an_undamaged_pack(packed: Path) -> None:
+    read_everything(packed)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_second_reader_refuses_a_flipped_byte_anywhere(packed: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "pack"
+    shutil.copytree(packed, folder)
+    whole = (folder / name).read_bytes()
+    for offset in {*range(0, len(whole), max(1, len(whole) // 25)), len(whole) - 1}:
+        damaged = bytearray(whole)
+        damaged[offset] ^= 0x10
+        (folder / name).write_bytes(damaged)
+        with pytest.raises(BadPackError):
+            read_everything(folder)
+
+
+def test_the_files_damaged_above_are_all_of_a_pack(packed: Path) -> None:
+    assert sorted(path.name for path in packed.iterdir()) == sorted(FILES)
+
+
+def documented_row() -> NDArray[np.uint8]:
+    """The row of the worked example, u8 [1, 48]."""
+    (block,) = re.findall(r"```row\n(.*?)```", (ROOT / "docs" / "format.md").read_text(), re.DOTALL)
+    raw = bytes.fromhex("".join(line.partition("  ")[2] for line in block.splitlines()))
+    return np.frombuffer(raw, np.uint8).reshape(1, -1)
+
+
+def test_the_documented_row_decodes_to_the_documented_weights() -> None:
+    code = np.arange(64) // 4
+    expected = np.where(np.arange(64) < 32, (code - 3.5) * 0.5, (code - 8) * 0.25).astype(np.float32)[None]
+    row = documented_row()
+    theirs = Rows({"up": Part("affine", 4, 32, 16)}, 64).decode(row, "example")["up"]
+    np.testing.assert_array_equal(theirs, expected)
+    layout = row_layout([("up", part_format(4, 32), False)], 64)
+    assert layout.row_bytes == row.shape[1]
+    check_rows(layout, row, "example")
+    (part,) = layout.parts
+    ours = decode_part(part.format, 64, torch.from_numpy(row[:, : part.num_bytes].copy()))
+    np.testing.assert_array_equal(ours.numpy(), expected)
+
+
+@pytest.mark.parametrize("offset", [0, 33, 39, 40, 47])
+def test_the_second_reader_refuses_a_damaged_row(offset: int) -> None:
+    row = documented_row().copy()
+    row[0, offset] ^= 1
+    with pytest.raises(BadPackError, match="example: row 0"):
+        Rows({"up": Part("affine", 4, 32, 16)}, 64).decode(row, "example")
+
+
+def test_the_documented_record_has_the_documented_places() -> None:
+    parts = [("gate", part_format(3, 16, 8), False), ("down", part_format(16, 0), False)]
+    layout = row_layout(parts, 64)
+    assert [(part.offset, part.num_bytes) for part in layout.parts] == [(0, 36), (36, 128)]
+    assert (layout.crc_offset, layout.row_bytes) == (164, 176)
+    theirs = Rows({"gate": Part("affine", 3, 16, 8), "down": Part("bf16", 16, 0, 16)}, 64)
+    assert (theirs.crc_offset, theirs.row_bytes) == (164, 176)
+
+
+def test_a_bias_lies_after_its_part_in_both_layouts() -> None:
+    layout = row_layout([("gate", part_format(2, 32), True), ("up", part_format(2, 32), False)], 64)
+    theirs = Rows({"gate": Part("affine", 2, 32, 16, has_bias=True), "up": Part("affine", 2, 32, 16)}, 64)
+    assert (theirs.crc_offset, theirs.row_bytes) == (layout.crc_offset, layout.row_bytes)
+    assert layout.parts[1].offset == theirs.parts["gate"].num_bytes(64)
+
+
+def test_the_second_reader_imports_nothing_but_numpy_and_the_standard_library() -> None:
+    tree = ast.parse((ROOT / "tests" / "support" / "second_reader.py").read_text())
+    imported: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "an import relative to this folder"
+            imported.add(node.module.partition(".")[0])
+    assert imported - sys.stdlib_module_names == {"numpy"}

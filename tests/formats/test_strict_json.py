@@ -1,0 +1,150 @@
+"""Our own JSON: what parses, what is refused and in which words."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from moe_pack.formats import CheckpointError, PackError, canonical, dump, parse
+from moe_pack.formats.strict_json import load
+
+
+def refusal(raw: bytes) -> str:
+    with pytest.raises(PackError) as refused:
+        parse(raw, "a.json", PackError)
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b'{"a": NaN}', "a.json: found NaN, expected JSON numbers only"),
+        (b'{"a": Infinity}', "a.json: found Infinity, expected JSON numbers only"),
+        (b'{"a": -Infinity}', "a.json: found -Infinity, expected JSON numbers only"),
+        (b'{"a": 1, "b": 2, "a": 1}', "a.json: key 'a' appears twice"),
+        (b'[{"x": {"b": 2, "b": 3}}]', "a.json: key 'b' appears twice"),
+        (b'{"a": 1', "a.json: not valid JSON (Expecting ',' delimiter: line 1 column 8 (char 7))"),
+        (b'{"a": 1} x', "a.json: not valid JSON (Extra data: line 1 column 10 (char 9))"),
+        (b'{"a": 1,}', r"a.json: not valid JSON (Expecting property name enclosed in double quotes: "
+         "line 1 column 9 (char 8))"),
+        (b"{'a': 1}", r"a.json: not valid JSON (Expecting property name enclosed in double quotes: "
+         "line 1 column 2 (char 1))"),
+        (b"", "a.json: not valid JSON (Expecting value: line 1 column 1 (char 0))"),
+        (b'"\xff"', "a.json: not valid JSON ('utf-8' codec can't decode byte 0xff in position 1: invalid start byte)"),
+    ],
+)  # fmt: skip
+def test_damaged_json_is_refused_in_one_line(raw: bytes, message: str) -> None:
+    assert refusal(raw) == message
+
+
+@pytest.mark.parametrize(
+    ("raw", "value"),
+    [
+        (b'{"a": -1.5e3}', {"a": -1500.0}),
+        (b'{"a": 1, "b": 1}', {"a": 1, "b": 1}),
+        (b'[{"x": {"b": 2}, "y": {"b": 3}}]', [{"x": {"b": 2}, "y": {"b": 3}}]),
+        (b' {"a": 1} \n', {"a": 1}),
+        ('"é"'.encode(), "é"),
+        (b"[" * 200 + b"]" * 200, None),
+    ],
+)
+def test_the_nearest_legal_json_is_read(raw: bytes, value: object) -> None:
+    found = parse(raw, "a.json", PackError)
+    assert value is None or found == value
+
+
+@pytest.mark.parametrize("raw", [b"[" * 100_000, b'{"a":' * 100_000, b"[" * 100_000 + b"]" * 100_000])
+def test_deep_nesting_is_refused_and_does_not_end_the_process(raw: bytes) -> None:
+    assert refusal(raw).startswith("a.json: not valid JSON (maximum recursion depth exceeded")
+
+
+def test_a_number_of_ten_thousand_digits_is_refused() -> None:
+    assert refusal(b"1" * 10_000).startswith("a.json: not valid JSON (Exceeds the limit")
+
+
+@pytest.mark.parametrize("raw", [b'{"a": 1e999}', b'{"a": -1e999}'])
+def test_a_number_too_large_for_a_float_is_no_infinity(raw: bytes) -> None:
+    assert refusal(raw).startswith("a.json: ")
+
+
+def test_the_error_raised_is_the_one_asked_for() -> None:
+    with pytest.raises(CheckpointError):
+        parse(b"nonsense", "config.json", CheckpointError)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    size: int
+    kind: Literal["long", "round"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    name: str
+    height: float
+    evergreen: bool
+    leaves: tuple[Leaf, ...]
+    age: int | None
+
+
+GOOD = {"name": "oak", "height": 3.5, "evergreen": False, "leaves": [{"size": 1, "kind": "long"}], "age": None}
+OAK = Tree("oak", 3.5, False, (Leaf(1, "long"),), None)
+
+
+def test_a_record_is_read_from_exactly_its_keys() -> None:
+    assert load(Tree, GOOD, "a.json", PackError) == OAK
+
+
+def test_a_record_written_and_read_is_the_same() -> None:
+    assert load(Tree, parse(canonical(dump(OAK)), "a.json", PackError), "a.json", PackError) == OAK
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"colour": "green"}, "a.json: unknown key 'colour'"),
+        ({"name": 3}, "a.json: name: found 3, expected str"),
+        ({"name": None}, "a.json: name: found None, expected str"),
+        ({"height": "3.5"}, "a.json: height: found '3.5', expected float"),
+        ({"height": True}, "a.json: height: found True, expected float"),
+        ({"evergreen": 0}, "a.json: evergreen: found 0, expected bool"),
+        ({"age": 1.0}, "a.json: age: found 1.0, expected int"),
+        ({"age": True}, "a.json: age: found True, expected int"),
+        ({"leaves": {}}, "a.json: leaves: found {}, expected a list"),
+        ({"leaves": ["oak"]}, "a.json: leaves[0]: found 'oak', expected an object"),
+        ({"leaves": [{"size": 1}]}, "a.json: leaves[0]: key 'kind' is missing"),
+        ({"leaves": [{"size": 1, "kind": "long", "x": 1}]}, "a.json: leaves[0]: unknown key 'x'"),
+        ({"leaves": [{"size": 1, "kind": "flat"}]}, "a.json: leaves[0]: kind: found 'flat', expected one of long, round"),
+        ({"leaves": [{"size": 1, "kind": []}]}, "a.json: leaves[0]: kind: found [], expected one of long, round"),
+        ({"name": ["x" * 100]}, f"a.json: name: found ['{'x' * 55}..., expected str"),
+    ],
+)  # fmt: skip
+def test_a_key_unknown_or_of_another_type_is_refused_by_name(change: dict[str, object], message: str) -> None:
+    with pytest.raises(PackError) as refused:
+        load(Tree, GOOD | change, "a.json", PackError)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("key", sorted(GOOD))
+def test_a_missing_key_is_refused_by_name(key: str) -> None:
+    values = {name: value for name, value in GOOD.items() if name != key}
+    with pytest.raises(PackError, match=f"^a.json: key '{key}' is missing$"):
+        load(Tree, values, "a.json", PackError)
+
+
+@pytest.mark.parametrize("value", [None, [], "oak", 3])
+def test_a_record_is_only_read_from_an_object(value: object) -> None:
+    with pytest.raises(PackError) as refused:
+        load(Tree, value, "a.json", PackError)
+    assert str(refused.value) == f"a.json: found {value!r}, expected an object"
+
+
+@pytest.mark.parametrize("change", [{"height": 3}, {"age": 120}, {"leaves": []}, {"name": ""}, {"evergreen": True}])
+def test_the_nearest_legal_record_is_read(change: dict[str, object]) -> None:
+    assert isinstance(load(Tree, GOOD | change, "a.json", PackError), Tree)
+
+
+def test_canonical_bytes_do_not_depend_on_the_order_of_keys() -> None:
+    assert canonical({"b": 1, "a": "é"}) == canonical({"a": "é", "b": 1}) == b'{\n "a": "\\u00e9",\n "b": 1\n}\n'

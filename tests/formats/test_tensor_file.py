@@ -1,0 +1,248 @@
+"""Safetensors headers: each rule of the reader broken by hand, and the nearest file that keeps it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from reseal import safetensors_bytes
+from safetensors.torch import load_file, save_file
+
+from moe_pack.formats import PackError
+from moe_pack.formats.tensor_file import assemble, lay_out, read_header
+
+
+def entry(dtype: str, shape: object, first: object, end: object) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [first, end]}
+
+
+GOOD = {"a": entry("F32", [2, 3], 0, 24), "b": entry("U8", [8], 24, 32)}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "x.safetensors"
+
+
+def refusal(path: Path, raw: bytes) -> str:
+    path.write_bytes(raw)
+    with pytest.raises(PackError) as refused:
+        read_header(path, PackError)
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
+
+
+def accepted(path: Path, raw: bytes) -> list[tuple[str, str, tuple[int, ...], int]]:
+    path.write_bytes(raw)
+    return [(e.name, e.dtype, e.shape, e.num_bytes) for e in read_header(path, PackError)]
+
+
+def test_a_legal_file_is_read_with_offsets_from_its_start(path: Path) -> None:
+    raw = safetensors_bytes(GOOD, bytes(32))
+    path.write_bytes(raw)
+    entries = read_header(path, PackError)
+    assert [(e.name, e.dtype, e.shape, e.num_bytes) for e in entries] == [
+        ("a", "F32", (2, 3), 24),
+        ("b", "U8", (8,), 8),
+    ]
+    assert [e.offset for e in entries] == [len(raw) - 32, len(raw) - 8]
+
+
+def test_a_missing_file_is_refused(path: Path) -> None:
+    with pytest.raises(PackError, match=r"^x\.safetensors: file is missing$"):
+        read_header(path, PackError)
+
+
+def test_a_folder_in_place_of_the_file_is_refused(path: Path) -> None:
+    path.mkdir()
+    with pytest.raises(PackError, match=r"^x\.safetensors: cannot be read \(Is a directory\)$"):
+        read_header(path, PackError)
+
+
+@pytest.mark.parametrize("length", [0, 1, 7])
+def test_a_file_shorter_than_the_header_length_is_refused(path: Path, length: int) -> None:
+    raw = safetensors_bytes(GOOD, bytes(32))[:length]
+    assert refusal(path, raw).endswith(f"bytes in a file of {length}; the file is cut or damaged")
+
+
+@pytest.mark.parametrize("length", [1 << 62, (1 << 64) - 1, 100_000_001, 300])
+def test_a_header_longer_than_the_file_is_refused_before_it_is_read(path: Path, length: int) -> None:
+    raw = length.to_bytes(8, "little") + safetensors_bytes(GOOD, bytes(32))[8:]
+    expected = f"x.safetensors: header of {length} bytes in a file of {len(raw)}; the file is cut or damaged"
+    assert refusal(path, raw) == expected
+
+
+def test_a_header_that_fills_the_file_is_legal(path: Path) -> None:
+    assert accepted(path, safetensors_bytes({})) == []
+
+
+def test_a_header_beyond_the_limit_is_refused_in_a_file_large_enough(path: Path) -> None:
+    with path.open("wb") as file:
+        file.write((100_000_001).to_bytes(8, "little"))
+        file.truncate(200_000_000)  # a hole: takes no room on the drive
+    with pytest.raises(PackError) as refused:
+        read_header(path, PackError)
+    assert str(refused.value) == (
+        "x.safetensors: header of 100000001 bytes in a file of 200000000; the file is cut or damaged"
+    )
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"{", "header: not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
+        (b"\xff{}", "header: not valid JSON ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)"),
+        (b"[]", "header is not a JSON object"),
+        (b"null", "header is not a JSON object"),
+        (b'{"a": NaN}', "header: found NaN, expected JSON numbers only"),
+        (b'{"a": {}, "a": {}}', "header: key 'a' appears twice"),
+        (b"", "header: not valid JSON (Expecting value: line 1 column 1 (char 0))"),
+    ],
+)
+def test_a_header_that_is_no_json_object_is_refused(path: Path, header: bytes, message: str) -> None:
+    assert refusal(path, safetensors_bytes(header)) == f"x.safetensors: {message}"
+
+
+def test_a_deeply_nested_header_is_refused(path: Path) -> None:
+    raw = safetensors_bytes(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}")
+    assert refusal(path, raw).startswith("x.safetensors: header: not valid JSON (maximum recursion depth exceeded")
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (entry("F31", [6], 0, 24), "unknown dtype 'F31'"),
+        (entry("f32", [6], 0, 24), "unknown dtype 'f32'"),
+        ({"dtype": [], "shape": [6], "data_offsets": [0, 24]}, "unknown dtype []"),
+        (entry("F32", [-6], 0, 24), "shape is not a list of whole numbers"),
+        (entry("F32", [-2, -3], 0, 24), "shape is not a list of whole numbers"),
+        (entry("F32", [6.0], 0, 24), "shape is not a list of whole numbers"),
+        (entry("F32", [True, 6], 0, 24), "shape is not a list of whole numbers"),
+        (entry("F32", ["6"], 0, 24), "shape is not a list of whole numbers"),
+        (entry("F32", [1 << 63], 0, 24), "shape is not a list of whole numbers"),
+        (entry("F32", "6", 0, 24), "shape is not a list of whole numbers"),
+        (entry("F32", None, 0, 24), "shape is not a list of whole numbers"),
+        (entry("F32", [6], 24, 0), "data_offsets is not a pair of rising whole numbers"),
+        (entry("F32", [6], -24, 0), "data_offsets is not a pair of rising whole numbers"),
+        (entry("F32", [6], 0, 24.0), "data_offsets is not a pair of rising whole numbers"),
+        (entry("F32", [6], 0, 1 << 64), "data_offsets is not a pair of rising whole numbers"),
+        ({"dtype": "F32", "shape": [6], "data_offsets": [0, 24, 24]},
+         "data_offsets is not a pair of rising whole numbers"),
+        ({"dtype": "F32", "shape": [6], "data_offsets": 24}, "data_offsets is not a pair of rising whole numbers"),
+        (entry("F32", [5], 0, 24), "F32 [5] needs 20 bytes, data_offsets give 24"),
+        (entry("F64", [6], 0, 24), "F64 [6] needs 48 bytes, data_offsets give 24"),
+        (entry("F32", [1 << 62], 0, 24), f"F32 [{1 << 62}] needs {1 << 64} bytes, data_offsets give 24"),
+        (entry("F32", [1 << 62, 1 << 62], 0, 24),
+         f"F32 [{1 << 62}, {1 << 62}] needs {1 << 126} bytes, data_offsets give 24"),
+        ({"dtype": "F32", "shape": [6]}, "expected exactly dtype, shape and data_offsets"),
+        (entry("F32", [6], 0, 24) | {"strides": [4]}, "expected exactly dtype, shape and data_offsets"),
+        ([], "expected exactly dtype, shape and data_offsets"),
+        (None, "expected exactly dtype, shape and data_offsets"),
+    ],
+)  # fmt: skip
+def test_a_faulty_entry_is_refused_by_name(path: Path, held: object, message: str) -> None:
+    assert refusal(path, safetensors_bytes({"a": held}, bytes(24))) == f"x.safetensors: tensor 'a': {message}"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        ("F32", [6]),
+        ("F32", [2, 3]),
+        ("F32", [1, 6, 1]),
+        ("F64", [3]),
+        ("BF16", [12]),
+        ("F8_E4M3", [24]),
+        ("BOOL", [24]),
+    ],
+)
+def test_an_entry_whose_shape_fills_its_bytes_is_read(path: Path, dtype: str, shape: list[int]) -> None:
+    raw = safetensors_bytes({"a": entry(dtype, shape, 0, 24)}, bytes(24))
+    assert accepted(path, raw) == [("a", dtype, tuple(shape), 24)]
+
+
+@pytest.mark.parametrize("shape", [[], [0], [0, 1 << 62]])
+def test_a_scalar_and_an_empty_tensor_are_legal(path: Path, shape: list[int]) -> None:
+    size = 0 if shape else 4
+    assert accepted(path, safetensors_bytes({"a": entry("F32", shape, 0, size)}, bytes(size))) == [
+        ("a", "F32", tuple(shape), size)
+    ]
+
+
+def test_metadata_is_no_tensor(path: Path) -> None:
+    assert [name for name, *_ in accepted(path, safetensors_bytes({"__metadata__": {"format": "pt"}} | GOOD, bytes(32)))] == [
+        "a",
+        "b",
+    ]  # fmt: skip
+
+
+def test_a_shape_of_very_many_large_sizes_is_refused_at_once(path: Path) -> None:
+    raw = safetensors_bytes({"a": entry("F32", [1 << 62] * 400, 0, 24)}, bytes(24))
+    message = refusal(path, raw)
+    assert message.startswith("x.safetensors: tensor 'a': ") and len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (entry("U8", [8], 23, 31), "overlaps the tensor before it (offset 23, expected 24)"),
+        (entry("U8", [8], 0, 8), "tensor 'a' overlaps the tensor before it (offset 0, expected 8)"),
+        (entry("U8", [8], 25, 33), "leaves a hole before it (offset 25, expected 24)"),
+        (entry("U8", [8], 1 << 62, (1 << 62) + 8), f"leaves a hole before it (offset {1 << 62}, expected 24)"),
+    ],
+)
+def test_overlaps_and_holes_are_refused(path: Path, second: object, message: str) -> None:
+    expected = message if message.startswith("tensor") else f"tensor 'b' {message}"
+    assert refusal(path, safetensors_bytes(GOOD | {"b": second}, bytes(32))) == f"x.safetensors: {expected}"
+
+
+def test_data_that_begins_with_a_hole_is_refused(path: Path) -> None:
+    raw = safetensors_bytes({"a": entry("F32", [6], 4, 28)}, bytes(28))
+    assert refusal(path, raw) == "x.safetensors: tensor 'a' leaves a hole before it (offset 4, expected 0)"
+
+
+def test_the_order_of_names_in_the_header_does_not_matter(path: Path) -> None:
+    assert accepted(path, safetensors_bytes({"b": GOOD["b"], "a": GOOD["a"]}, bytes(32))) == [
+        ("a", "F32", (2, 3), 24),
+        ("b", "U8", (8,), 8),
+    ]
+
+
+@pytest.mark.parametrize("extra", [-32, -1, 1, 4096])
+def test_a_file_cut_or_with_bytes_after_its_tensors_is_refused(path: Path, extra: int) -> None:
+    raw = safetensors_bytes(GOOD, bytes(32 + extra))
+    expected = len(raw) - extra
+    assert refusal(path, raw) == (
+        f"x.safetensors: file has {len(raw)} bytes, its header describes {expected}; the file is cut or damaged"
+    )
+
+
+def test_a_file_written_by_the_safetensors_library_is_read(path: Path) -> None:
+    save_file({"x": torch.ones(3, 5), "y": torch.zeros(7, dtype=torch.bfloat16)}, path, {"format": "pt"})
+    found = {e.name: (e.dtype, e.shape) for e in read_header(path, PackError)}
+    assert found == {"x": ("F32", (3, 5)), "y": ("BF16", (7,))}
+
+
+def test_a_file_assembled_here_is_read_by_the_safetensors_library(path: Path) -> None:
+    path.write_bytes(assemble([("x", "U8", (3,), b"abc"), ("y", "U8", (2, 1), b"de")], align=64))
+    held = load_file(path)
+    assert bytes(held["x"].tolist()) == b"abc" and held["y"].tolist() == [[100], [101]]
+
+
+@pytest.mark.parametrize("align", [64, 4096])
+def test_a_layout_puts_each_group_on_a_boundary_and_names_every_gap(path: Path, align: int) -> None:
+    layout = lay_out([[("p", "U8", (10,)), ("q", "F32", (3,))], [("r", "U8", (align,))], [("s", "U8", (1,))]], align)
+    path.write_bytes(layout.header + bytes(layout.num_bytes - len(layout.header)))
+    start = len(layout.header)
+    assert read_header(path, PackError) == layout.entries
+    assert [(e.name, e.offset - start, e.num_bytes) for e in layout.entries] == [
+        ("p", 0, 10),
+        ("q", 10, 12),
+        ("pad.0", 22, align - 22),
+        ("r", align, align),
+        ("s", 2 * align, 1),
+        ("pad.1", 2 * align + 1, align - 1),
+    ]
+    assert start % align == 0 and layout.num_bytes == start + 3 * align
+    assert json.loads(layout.header[8:])["s"]["data_offsets"] == [2 * align, 2 * align + 1]

@@ -1,0 +1,78 @@
+"""Chat templates: the pack's own, in a sandbox."""
+
+import json
+from pathlib import Path
+
+import pytest
+from models import DEMO_MODEL, TinyMixtral, pack
+
+from moe_pack.formats import Pack, RunError
+from moe_pack.runtime.chat import chat_prompt
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}\n"
+    "[{{ message['role'] }}] {{ message['content'] | tojson }}{{ eos_token }}\n"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+RENDERED = '<s>[user] "Hello, \\"you\\""</s>\n[assistant]'
+
+
+def packed(folder: Path, **files: str) -> Pack:
+    """A pack with these tokenizer files, `_` in their names standing for a dot before the ending."""
+    source = TinyMixtral().write(folder / "source")
+    for name, text in files.items():
+        (source / ".".join(name.rsplit("__", 1))).write_text(text)
+    pack(source, folder / "packed")
+    return Pack(folder / "packed")
+
+
+def config(template: object) -> str:
+    return json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": template})
+
+
+def test_a_template_in_the_tokenizer_config_is_rendered(tmp_path: Path) -> None:
+    with packed(tmp_path, tokenizer_config__json=config(TEMPLATE)) as held:
+        assert chat_prompt(held, 'Hello, "you"') == RENDERED
+
+
+def test_the_default_of_several_templates_is_taken(tmp_path: Path) -> None:
+    several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": TEMPLATE}]
+    with packed(tmp_path, tokenizer_config__json=config(several)) as held:
+        assert chat_prompt(held, 'Hello, "you"') == RENDERED
+
+
+def test_a_template_file_comes_before_the_config(tmp_path: Path) -> None:
+    files = {"tokenizer_config__json": config("no"), "chat_template__jinja": TEMPLATE}
+    with packed(tmp_path, **files) as held:
+        assert chat_prompt(held, 'Hello, "you"') == RENDERED
+
+
+def test_a_pack_without_template_is_refused(tmp_path: Path) -> None:
+    with (
+        packed(tmp_path, tokenizer_config__json=config(None)) as held,
+        pytest.raises(RunError, match="no chat template"),
+    ):
+        chat_prompt(held, "Hello")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('only pairs of messages') }}",
+        "{% if %}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ 1 / 0 }}",
+        "{{ undefined.deeply.so }}",
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_refused(template: str, tmp_path: Path) -> None:
+    with (
+        packed(tmp_path, tokenizer_config__json=config(template)) as held,
+        pytest.raises(RunError, match="^--chat: the pack's template failed"),
+    ):
+        chat_prompt(held, "Hello")
+
+
+def test_the_demo_model_is_not_one_to_chat_with() -> None:
+    assert "chat_template" not in json.loads((DEMO_MODEL / "tokenizer_config.json").read_text())

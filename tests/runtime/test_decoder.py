@@ -1,0 +1,104 @@
+"""The decoder against transformers' Mixtral: every shape its config allows, in prefill and token by token."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from models import TinyMixtral, pack
+from transformers import MixtralForCausalLM
+
+from moe_pack.formats import Checkpoint, Pack, RunError
+from moe_pack.runtime import CheckpointWeights, Decoder, PackWeights
+
+CPU = torch.device("cpu")
+# Float32 sums in another order over d = 64 and 4 layers differ by about 1e-6; the project's bound is 1e-4.
+TOLERANCE = 1e-4
+
+SHAPES = {
+    "plain": TinyMixtral(num_layers=2, num_experts=4),
+    "one expert": TinyMixtral(num_experts=1),
+    "grouped queries": TinyMixtral(num_heads=4, num_kv_heads=2, num_layers=2),
+    "own head size": TinyMixtral(num_heads=2, num_kv_heads=2, config={"head_dim": 32}),
+    "sliding window": TinyMixtral(num_layers=3, config={"sliding_window": 5}),
+    "tied head": TinyMixtral(config={"tie_word_embeddings": True}),
+    "float32": TinyMixtral(dtype=torch.float32),
+    "float16": TinyMixtral(dtype=torch.float16),
+    "rope of transformers 5": TinyMixtral(
+        config={"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}}
+    ),
+}
+
+
+def reference_logits(folder: Path, ids: list[int]) -> torch.Tensor:
+    model = MixtralForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
+def written(shape: TinyMixtral, folder: Path) -> Path:
+    tied = shape.config.get("tie_word_embeddings", False)
+    return shape.write(folder, lambda tensors: tensors.pop("lm_head.weight") if tied else None)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    source = written(SHAPES[name], tmp_path / "source")
+    ids = [(11 * i + 3) % 96 for i in range(40)]
+    expected = reference_logits(source, ids)
+    checkpoint = Checkpoint(source)
+    decoder = Decoder(CheckpointWeights(checkpoint), 64)
+    at_once = decoder.logits(ids)
+    decoder.reset()
+    one_by_one = torch.stack([decoder.next_logits([token]) for token in ids])
+    checkpoint.close()
+    assert (at_once - expected).abs().max() < TOLERANCE
+    assert (one_by_one - expected).abs().max() < TOLERANCE
+
+
+def test_a_prompt_longer_than_a_prefill_chunk_gives_the_same_logits(tmp_path: Path) -> None:
+    shape = TinyMixtral(num_layers=2, config={"max_position_embeddings": 2048, "sliding_window": 600})
+    source = shape.write(tmp_path / "source")
+    pack(source, tmp_path / "packed", width=16)
+    ids = [(7 * i * i + 3) % 96 for i in range(1100)]
+    with Pack(tmp_path / "packed") as held:
+        decoder = Decoder(PackWeights(held, CPU), 1100)
+        logits = decoder.logits(ids)
+        decoder.reset()
+        decoder.next_logits(ids[:700])
+        resumed = decoder.logits(ids[700:])
+    assert (logits - reference_logits(source, ids)).abs().max() < TOLERANCE
+    assert (logits[700:] - resumed).abs().max() < TOLERANCE
+
+
+def test_quantized_dense_matrices_run(tmp_path: Path, tiny_source: Path) -> None:
+    pack(tiny_source, tmp_path / "eight", width=16, dense_width=8)
+    ids = list(range(30))
+    with Pack(tmp_path / "eight") as held:
+        logits = Decoder(PackWeights(held, CPU), 30).logits(ids)
+    error = (logits - reference_logits(tiny_source, ids)).abs().max()
+    assert 0 < error < 0.2  # 8-bit weights of about 0.2 over 64 columns; the logits themselves reach 5
+
+
+def test_a_context_that_is_full_is_refused(tiny_pack: Path) -> None:
+    with Pack(tiny_pack) as held:
+        decoder = Decoder(PackWeights(held, CPU), 4)
+        decoder.next_logits([1, 2, 3, 4])
+        with pytest.raises(RunError, match=r"^context is full: 4 tokens$"):
+            decoder.next_logits([5])
+
+
+def test_a_context_beyond_the_models_positions_is_refused(tiny_pack: Path) -> None:
+    with Pack(tiny_pack) as held:
+        weights = PackWeights(held, CPU)
+        with pytest.raises(RunError, match=r"^context of 129 tokens; this model has 128 positions$"):
+            Decoder(weights, 129)
+        Decoder(weights, 128)
+
+
+@pytest.mark.parametrize("token", [-1, 96])
+def test_a_token_outside_the_vocabulary_is_refused(token: int, tiny_pack: Path) -> None:
+    with Pack(tiny_pack) as held:
+        decoder = Decoder(PackWeights(held, CPU), 4)
+        with pytest.raises(RunError, match="vocabulary of 96"):
+            decoder.next_logits([token])
+        decoder.next_logits([95])

@@ -1,0 +1,69 @@
+"""Sampling: greedy, the nucleus, seeds, and logits that are no numbers."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from moe_pack.formats import RunError
+from moe_pack.runtime import Sampler
+
+LOGITS = torch.log(torch.tensor([0.1, 0.5, 0.15, 0.25]))
+
+
+def draws(sampler: Sampler, number: int) -> Counter[int]:
+    return Counter(sampler.choose(LOGITS) for _ in range(number))
+
+
+def test_temperature_zero_takes_the_likeliest_and_the_lowest_among_equals() -> None:
+    assert Sampler(0, 1, 0).choose(LOGITS) == 1
+    assert Sampler(0, 1, 0).choose(torch.tensor([1.0, 2.0, 2.0])) == 1
+
+
+def test_the_same_seed_repeats_and_another_differs() -> None:
+    first, again, other = (
+        [s.choose(LOGITS) for _ in range(50)] for s in (Sampler(1, 1, 7), Sampler(1, 1, 7), Sampler(1, 1, 8))
+    )
+    assert first == again != other
+
+
+def test_draws_follow_the_probabilities() -> None:
+    found = draws(Sampler(1, 1, 0), 4000)
+    for token, probability in enumerate([0.1, 0.5, 0.15, 0.25]):
+        # Five standard deviations of a binomial with 4000 draws.
+        assert abs(found[token] / 4000 - probability) < 5 * math.sqrt(probability * (1 - probability) / 4000)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.4, {1}), (0.5, {1}), (0.6, {1, 3}), (0.8, {1, 2, 3}), (1.0, {0, 1, 2, 3})]
+)
+def test_top_p_keeps_the_smallest_set_with_that_mass(top_p: float, kept: set[int]) -> None:
+    assert set(draws(Sampler(1, top_p, 0), 500)) == kept
+
+
+def test_a_low_temperature_sharpens() -> None:
+    assert draws(Sampler(0.1, 1, 0), 200)[1] > 195
+
+
+def test_a_tiny_temperature_overflows_nothing() -> None:
+    assert Sampler(1e-30, 1, 0).choose(LOGITS) == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_refused(bad: float, temperature: float) -> None:
+    with pytest.raises(RunError, match="logits are not numbers"):
+        Sampler(temperature, 1, 0).choose(torch.tensor([1.0, bad]))
+
+
+@pytest.mark.parametrize("temperature", [-0.1, math.nan, math.inf])
+def test_a_temperature_out_of_range_is_refused(temperature: float) -> None:
+    with pytest.raises(RunError, match="--temperature"):
+        Sampler(temperature, 1, 0)
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1.01, math.nan])
+def test_a_top_p_out_of_range_is_refused(top_p: float) -> None:
+    with pytest.raises(RunError, match="--top-p"):
+        Sampler(1, top_p, 0)

@@ -1,0 +1,96 @@
+"""Tokens to text as they come, and what ends a text."""
+
+from pathlib import Path
+
+import pytest
+from models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
+
+from moe_pack.formats import Pack, PackError, RunError
+from moe_pack.runtime import Text
+
+
+@pytest.fixture
+def text(demo_pack: PackMaker) -> Text:
+    with Pack(demo_pack("up", 4)) as held:
+        return Text(held)
+
+
+def streamed(text: Text, prompt: list[int], ids: list[int]) -> str:
+    stream = text.stream(prompt)
+    return "".join([*(stream.push(token) for token in ids), stream.finish()])
+
+
+def test_streamed_pieces_make_the_text_that_follows_the_prompt(text: Text) -> None:
+    whole = BOOK.read_text("utf-8")[:3000]
+    ids = text.encode(whole)
+    for cut in (1, 5, 40):
+        prompt = text.encode(whole, special_tokens=False)[:0] + ids[:cut]
+        follows = streamed(text, prompt, ids[cut:])
+        assert whole.endswith(follows)
+        assert len(whole) - len(follows) < 5 * cut + 5
+
+
+def test_a_character_of_many_bytes_waits_until_it_is_whole(text: Text) -> None:
+    ids = text.encode("A 🦊 ran", special_tokens=False)
+    stream = text.stream(ids[:1])
+    pieces = [stream.push(token) for token in ids[1:]]
+    assert "".join(pieces) + stream.finish() == " 🦊 ran"
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+def test_a_character_that_never_becomes_whole_is_marked_at_the_end(text: Text) -> None:
+    ids = text.encode("A 🦊", special_tokens=False)
+    assert streamed(text, ids[:1], ids[1:-1]).endswith("\N{REPLACEMENT CHARACTER}")
+
+
+def test_special_tokens_are_not_written(text: Text) -> None:
+    ids = text.encode("It was")
+    assert ids[0] == 0
+    assert streamed(text, ids, [0, *ids[1:]]) == streamed(text, ids, ids[1:])
+
+
+def test_the_end_of_text_comes_from_the_generation_config(text: Text) -> None:
+    assert text.end_ids == {1}
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ('{"eos_token_id": [3, 5]}', {}, {3, 5}),
+        ('{"eos_token_id": null}', {"eos_token_id": 4}, {4}),
+        (None, {"eos_token_id": 4}, {4}),
+        (None, {}, set()),
+    ],
+)
+def test_the_end_of_text_may_be_many_one_or_none(
+    generation: str | None, config: dict[str, int], expected: set[int], tmp_path: Path
+) -> None:
+    source = TinyMixtral(config=dict(config)).write(tmp_path / "source")
+    (source / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
+    if generation:
+        (source / "generation_config.json").write_text(generation)
+    pack(source, tmp_path / "packed")
+    with Pack(tmp_path / "packed") as held:
+        assert Text(held).end_ids == expected
+
+
+def test_an_end_of_text_that_is_no_token_is_refused(tmp_path: Path) -> None:
+    source = TinyMixtral().write(tmp_path / "source")
+    (source / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
+    (source / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    pack(source, tmp_path / "packed")
+    with Pack(tmp_path / "packed") as held, pytest.raises(PackError, match=r"^generation_config.json: eos_token_id"):
+        Text(held)
+
+
+def test_a_pack_without_tokenizer_is_refused(tiny_pack: Path) -> None:
+    with Pack(tiny_pack) as held, pytest.raises(RunError, match=r"has no tokenizer\.json"):
+        Text(held)
+
+
+def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
+    source = TinyMixtral().write(tmp_path / "source")
+    (source / "tokenizer.json").write_text('{"version": "1.0"}')
+    pack(source, tmp_path / "packed")
+    with Pack(tmp_path / "packed") as held, pytest.raises(PackError, match=r"^tokenizer.json: not one that"):
+        Text(held)

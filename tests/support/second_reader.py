@@ -1,0 +1,366 @@
+"""A second reader of packs, written from docs/format.md alone in numpy and the standard library.
+
+It shares no code with moe_pack: where the two agree bit for bit, the specification says what the code does.
+Section numbers are those of docs/format.md. It decodes whole matrices and keeps no memory budget.
+"""
+
+import hashlib
+import json
+import math
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+MATRICES = ("gate", "up", "down")
+SELECTED = {"up": ("up",), "gate": ("gate",), "both": ("gate", "up"), "none": ()}
+FEATURES = {"affine", "bf16", "byte_scales", "dense_rows"}
+REQUIRED = {"index.safetensors", "dense.safetensors", "thresholds.safetensors", "order.safetensors", "source.json"}
+CODECS = {1: "bf16", 2: "affine"}
+NUMPY_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
+SELF_DIGEST = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
+SELF_DIGEST_BYTES = 82
+INDEX_TAILS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "offset": ("U64", ()),
+    "size": ("U64", ()),
+    "selector_row_bytes": ("U32", ()),
+    "record_row_bytes": ("U32", ()),
+    "crc32": ("U32", ()),
+    "group": ("U16", (3,)),
+    "codec": ("U8", (3,)),
+    "width": ("U8", (3,)),
+    "scale_bits": ("U8", (3,)),
+    "sha256": ("U8", (32,)),
+}
+
+Tensor = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
+
+
+class BadPackError(Exception):
+    """The pack is not what docs/format.md says."""
+
+
+def require(fulfilled: object, fault: str) -> None:
+    if not fulfilled:
+        raise BadPackError(fault)
+
+
+def align(size: int, boundary: int) -> int:
+    return -(-size // boundary) * boundary
+
+
+@dataclass(frozen=True)
+class Part:
+    """One matrix's share of a row (section 7)."""
+
+    codec: str
+    width: int
+    group: int
+    scale_bits: int
+    has_bias: bool = False
+
+    def num_groups(self, n: int) -> int:
+        return n // self.group if self.group else 1
+
+    def scale_bytes(self, n: int) -> int:
+        if self.codec == "bf16":
+            return 0
+        return 2 * self.num_groups(n) if self.scale_bits == 16 else 2 + self.num_groups(n)
+
+    def num_bytes(self, n: int) -> int:
+        return n * self.width // 8 + 2 * self.scale_bytes(n) + 4 * self.has_bias
+
+    def decode(self, stored: Bytes, n: int) -> Floats:
+        """Weights [rows, n] for stored bytes [rows, num_bytes] (section 8)."""
+        code_bytes, scale_bytes = n * self.width // 8, self.scale_bytes(n)
+        if self.codec == "bf16":
+            return bf16(np.ascontiguousarray(stored[:, :code_bytes]).view("<u2"))
+        codes = unpack(stored[:, :code_bytes], self.width).astype(np.float32)
+        scale = self._scales(stored[:, code_bytes : code_bytes + scale_bytes], "u1")
+        zero = self._scales(stored[:, code_bytes + scale_bytes : code_bytes + 2 * scale_bytes], "i1")
+        grouped = codes.reshape(len(stored), self.num_groups(n), -1)
+        return ((grouped - zero[:, :, None]) * scale[:, :, None]).reshape(len(stored), n)
+
+    def _scales(self, stored: Bytes, byte_dtype: str) -> Floats:
+        stored = np.ascontiguousarray(stored)
+        if self.scale_bits == 16:
+            return stored.view("<f2").astype(np.float32)
+        multiplier = np.ascontiguousarray(stored[:, :2]).view("<f2").astype(np.float32)
+        return np.ascontiguousarray(stored[:, 2:]).view(byte_dtype).astype(np.float32) * multiplier
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The layout of a row with these parts of `n` weights each (section 7)."""
+
+    parts: dict[str, Part]
+    n: int
+
+    @property
+    def crc_offset(self) -> int:
+        return sum(part.num_bytes(self.n) for part in self.parts.values())
+
+    @property
+    def row_bytes(self) -> int:
+        return align(self.crc_offset + 4, 16)
+
+    def decode(self, rows: Bytes, place: str) -> dict[str, Floats]:
+        """Every part's weights [rows, n], after checking each row's CRC and padding."""
+        end = self.crc_offset
+        for number, row in enumerate(rows):
+            crc = int.from_bytes(row[end : end + 4].tobytes(), "little")
+            require(zlib.crc32(row[:end].tobytes()) == crc, f"{place}: row {number}: CRC-32")
+            require(not row[end + 4 :].any(), f"{place}: row {number}: padding")
+        decoded, start = {}, 0
+        for name, part in self.parts.items():
+            stop = start + part.num_bytes(self.n)
+            decoded[name] = part.decode(rows[:, start:stop], self.n)
+            start = stop
+        return decoded
+
+
+def bf16(values: Array) -> Floats:
+    return (values.astype(np.uint32) << 16).view(np.float32)
+
+
+def unpack(packed: Bytes, width: int) -> Bytes:
+    """Codes [rows, n] for [rows, n * width / 8] bytes of planar blocks (section 8)."""
+    blocks = packed.reshape(len(packed), -1, 8 * width)
+    if width == 3:
+        low, high = _plane(blocks[:, :, :16], 2), _plane(blocks[:, :, 16:], 1)
+        return (low + 4 * high).reshape(len(packed), -1)
+    return _plane(blocks, width).reshape(len(packed), -1)
+
+
+def _plane(blocks: Bytes, b: int) -> Bytes:
+    codes = np.empty((*blocks.shape[:2], 64), np.uint8)
+    for j in range(8 * b):
+        for p in range(8 // b):
+            codes[:, :, j + 8 * b * p] = (blocks[:, :, j] >> (b * p)) & (2**b - 1)
+    return codes
+
+
+def lay_out(groups: list[list[Tensor]], boundary: int) -> tuple[bytes, dict[str, tuple[int, int]], int]:
+    """The header, each tensor's place (begin and end in the file), and the file's size (section 4)."""
+    placed: list[tuple[Tensor, int, int]] = []
+    end = num_pads = 0
+    for group in [*groups, []]:
+        if gap := align(end, boundary) - end:
+            placed.append(((f"pad.{num_pads}", "U8", (gap,)), end, end + gap))
+            num_pads, end = num_pads + 1, end + gap
+        for name, dtype, shape in group:
+            size = np.dtype(NUMPY_DTYPES[dtype]).itemsize * math.prod(shape)
+            placed.append(((name, dtype, shape), end, end + size))
+            end += size
+    fields = (
+        f'"{name}":{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],"data_offsets":[{begin},{stop}]}}'
+        for (name, dtype, shape), begin, stop in placed
+    )
+    text = ("{" + ",".join(fields) + "}").encode("ascii")
+    text = text.ljust(align(8 + len(text), boundary) - 8)
+    header = len(text).to_bytes(8, "little") + text
+    places = {tensor[0]: (len(header) + begin, len(header) + stop) for tensor, begin, stop in placed}
+    return header, places, len(header) + end
+
+
+def strict_json(raw: bytes, place: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        require(len(dict(pairs)) == len(pairs), f"{place}: a key appears twice")
+        return dict(pairs)
+
+    def constant(text: str) -> Any:
+        raise BadPackError(f"{place}: {text}")
+
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+    except ValueError as fault:
+        raise BadPackError(f"{place}: no JSON") from fault
+
+
+class SecondReader:
+    """A pack read into memory and checked in full when it is opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.manifest = self._read_manifest()
+        self._files = {file["name"]: self._read(file["name"], file["bytes"]) for file in self.manifest["files"]}
+        for file in self.manifest["files"]:
+            digest = hashlib.sha256(self._files[file["name"]]).hexdigest()
+            require(digest == file["sha256"], f"{file['name']}: SHA-256")
+        model = self.manifest["model"]
+        self._d, self._f = model["hidden_size"], model["expert"]["intermediate_size"]
+        self._L, self._E = len(model["moe_layers"]), model["router"]["num_experts"]
+        shape = (self._L, self._E)
+        self._index = self._table("index.safetensors", {n: (t, (*shape, *s)) for n, (t, s) in INDEX_TAILS.items()})
+        self.thresholds = self._table("thresholds.safetensors", {"threshold": ("F32", shape)})["threshold"]
+        require((np.isfinite(self.thresholds) & (self.thresholds >= 0)).all(), "thresholds")
+        self.order = self._table("order.safetensors", {"order": ("U32", (*shape, self._f))})["order"]
+        require((np.sort(self.order, axis=2) == np.arange(self._f)).all(), "order is no permutation")
+        self._rows = [[self._expert_rows(l, e) for e in range(self._E)] for l in range(self._L)]
+        self._layers = [self._read_layer(l) for l in range(self._L)]
+        self._dense_rows = {dense["name"]: dense for dense in self.manifest["dense"]}
+        self._dense_places = self._lay_out_dense()
+
+    def expert(self, l: int, e: int) -> dict[str, Floats]:
+        """The expert's matrices [f, d], neurons in the order of the source."""
+        extent = self._extent(l, e)
+        weights: dict[str, Floats] = {}
+        start = 0
+        for rows in self._rows[l][e]:
+            stop = start + self._f * rows.row_bytes
+            held = np.frombuffer(extent[start:stop], np.uint8).reshape(self._f, rows.row_bytes)
+            weights |= rows.decode(held, f"layer {l} expert {e}")
+            start = stop
+        source = {name: np.empty_like(stored) for name, stored in weights.items()}
+        for name, stored in weights.items():
+            source[name][self.order[l, e]] = stored
+        return source
+
+    def dense(self, role: str) -> Floats:
+        """A dense tensor by its role (section 9)."""
+        dtype, shape, begin, end = self._dense_places[role]
+        raw = self._files["dense.safetensors"][begin:end]
+        if role in self._dense_rows:
+            rows = self._layout_of_dense(role)
+            return rows.decode(np.frombuffer(raw, np.uint8).reshape(shape), role)["weight"]
+        values = np.frombuffer(raw, NUMPY_DTYPES[dtype]).reshape(shape)
+        return bf16(values) if dtype == "BF16" else values.astype(np.float32)
+
+    @property
+    def dense_roles(self) -> list[str]:
+        return list(self._dense_places)
+
+    def _read(self, name: str, size: int) -> bytes:
+        path = self._folder / name
+        require(path.is_file() and path.stat().st_size == size, f"{name}: missing, or not of {size} bytes")
+        return path.read_bytes()
+
+    def _read_manifest(self) -> dict[str, Any]:
+        raw = (self._folder / "manifest.json").read_bytes()
+        require(len(raw) <= 1_000_000, "manifest.json: too long")
+        manifest: dict[str, Any] = strict_json(raw, "manifest.json")
+        require(manifest.get("format") == "moe-pack" and manifest.get("version") == 1, "manifest.json: version")
+        require(set(manifest.get("features", ())) <= FEATURES, "manifest.json: unknown feature")
+        found = SELF_DIGEST.fullmatch(raw[-SELF_DIGEST_BYTES:])
+        require(found is not None, "manifest.json: does not end with its digest")
+        zeroed = raw[:-SELF_DIGEST_BYTES] + b',\n "sha256": "' + b"0" * 64 + b'"\n}\n'
+        require(hashlib.sha256(zeroed).hexdigest() == manifest["sha256"], "manifest.json: its own SHA-256")
+        names = [file["name"] for file in manifest["files"]]
+        require(set(names) >= REQUIRED and len(set(names)) == len(names), "manifest.json: files")
+        layers = [f"experts-{layer:03d}.safetensors" for layer in manifest["model"]["moe_layers"]]
+        require([file["name"] for file in manifest["expert_files"]] == layers, "manifest.json: expert_files")
+        lines = [(file["name"], file["sha256"], file["bytes"]) for file in manifest["files"]]
+        lines += [(file["name"], file["header_sha256"], file["bytes"]) for file in manifest["expert_files"]]
+        listing = "".join(f"{digest} {size} {name}\n" for name, digest, size in sorted(lines))
+        require(hashlib.sha256(listing.encode()).hexdigest() == manifest["root"], "manifest.json: root")
+        totals = manifest["totals"]
+        require(sum(line[2] for line in lines) == totals["content"], "manifest.json: content")
+        require(sum(totals.values()) == 2 * totals["content"], "manifest.json: totals")
+        return manifest
+
+    def _table(self, name: str, wanted: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, Array]:
+        """The arrays of a small safetensors file, which is laid out by the rule of section 4."""
+        raw = self._files[name]
+        header, places, size = lay_out([[(tensor, *kind)] for tensor, kind in wanted.items()], 64)
+        require(len(raw) == size and raw.startswith(header), f"{name}: header")
+        return {
+            tensor: np.frombuffer(raw[slice(*places[tensor])], NUMPY_DTYPES[dtype]).reshape(shape)
+            for tensor, (dtype, shape) in wanted.items()
+        }
+
+    def _expert_rows(self, l: int, e: int) -> list[Rows]:
+        """Selector, where the kind has one, and records (section 6)."""
+        bias, parts = self.manifest["model"]["expert"]["bias"], {}
+        for m, matrix in enumerate(MATRICES):
+            codec, *numbers = (int(self._index[name][l, e, m]) for name in ("codec", "width", "group", "scale_bits"))
+            if matrix in self.manifest["model"]["expert"]["matrices"]:
+                require(codec in CODECS, f"layer {l} expert {e}: codec of {matrix}")
+                parts[matrix] = Part(CODECS[codec], *numbers, matrix in bias)
+        selected = SELECTED[self.manifest["selector"]]
+        selector = Rows({name: part for name, part in parts.items() if name in selected}, self._d)
+        records = Rows({name: part for name, part in parts.items() if name not in selected}, self._d)
+        found = self._index["selector_row_bytes"][l, e], self._index["record_row_bytes"][l, e]
+        require(found == (selector.row_bytes if selector.parts else 0, records.row_bytes), "row sizes")
+        return [selector, records] if selector.parts else [records]
+
+    def _read_layer(self, l: int) -> bytes:
+        """A layer's file; header, places and padding checked (sections 4 and 6)."""
+        listed, groups = self.manifest["expert_files"][l], []
+        extra = self.manifest["model"]["expert"]["extra_floats"]
+        for e in range(self._E):
+            names = [f"{e}.selector", f"{e}.records"][-len(self._rows[l][e]) :]
+            group: list[Tensor] = [
+                (name, "U8", (self._f, rows.row_bytes)) for name, rows in zip(names, self._rows[l][e], strict=True)
+            ]
+            groups.append([*group, (f"{e}.extra", "F32", (extra,))] if extra else group)
+        header, places, size = lay_out(groups, 4096)
+        raw = self._read(listed["name"], size)
+        require((listed["bytes"], listed["header_bytes"]) == (size, len(header)), f"{listed['name']}: sizes")
+        require(raw.startswith(header), f"{listed['name']}: header")
+        require(hashlib.sha256(header).hexdigest() == listed["header_sha256"], f"{listed['name']}: header digest")
+        for name, (begin, end) in places.items():
+            require(not name.startswith("pad.") or not any(raw[begin:end]), f"{listed['name']}: {name}")
+        for e, group in enumerate(groups):
+            begin, end = places[group[0][0]][0], places[group[-1][0]][1]
+            found = int(self._index["offset"][l, e]), int(self._index["size"][l, e])
+            require(found == (begin, end - begin), f"index: place of layer {l} expert {e}")
+        return raw
+
+    def _extent(self, l: int, e: int) -> bytes:
+        offset, size = int(self._index["offset"][l, e]), int(self._index["size"][l, e])
+        extent = self._layers[l][offset : offset + size]
+        require(zlib.crc32(extent) == self._index["crc32"][l, e], f"layer {l} expert {e}: CRC-32")
+        digest = self._index["sha256"][l, e].tobytes()
+        require(hashlib.sha256(extent).digest() == digest, f"layer {l} expert {e}: SHA-256")
+        return extent
+
+    def _layout_of_dense(self, role: str) -> Rows:
+        kept = self._dense_rows[role]["format"]
+        part = Part(kept["codec"], kept["width"], kept["group"], kept["scale_bits"])
+        return Rows({"weight": part}, self._dense_rows[role]["cols"])
+
+    def _lay_out_dense(self) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+        """Each role's dtype, shape, begin and end in the dense file, whose header is checked (section 9)."""
+        raw = self._files["dense.safetensors"]
+        length = int.from_bytes(raw[:8], "little")
+        written = strict_json(raw[8 : 8 + length], "dense.safetensors")
+        tensors: list[Tensor] = []
+        for role, shape in self._dense_shapes():
+            require(role in written, f"dense.safetensors: {role} is missing")
+            dtype = written[role]["dtype"]
+            if role in self._dense_rows:
+                kept = self._dense_rows[role]
+                require((kept["rows"], kept["cols"]) == shape, f"manifest.json: shape of {role}")
+                dtype, shape = "U8", (shape[0], self._layout_of_dense(role).row_bytes)
+            else:
+                require(dtype in ("BF16", "F16", "F32"), f"dense.safetensors: dtype of {role}")
+            tensors.append((role, dtype, shape))
+        header, places, size = lay_out([[tensor] for tensor in tensors], 64)
+        require(raw.startswith(header) and len(raw) == size, "dense.safetensors: header")
+        return {role: (dtype, shape, *places[role]) for role, dtype, shape in tensors}
+
+    def _dense_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        model = self.manifest["model"]
+        attention, d = model["attention"], self._d
+        q, kv = (attention[heads] * attention["head_dim"] for heads in ("num_heads", "num_kv_heads"))
+        shapes: list[tuple[str, tuple[int, ...]]] = [("embed", (model["vocab_size"], d))]
+        for i in range(model["num_hidden_layers"]):
+            shapes += [
+                (f"layers.{i}.attention_norm", (d,)),
+                (f"layers.{i}.attention.q", (q, d)),
+                (f"layers.{i}.attention.k", (kv, d)),
+                (f"layers.{i}.attention.v", (kv, d)),
+                (f"layers.{i}.attention.o", (d, q)),
+                (f"layers.{i}.experts_norm", (d,)),
+                (f"layers.{i}.router", (self._E, d)),
+            ]
+        shapes.append(("norm", (d,)))
+        return shapes if model["tied_head"] else [*shapes, ("head", (model["vocab_size"], d))]
