@@ -21,6 +21,7 @@ from typing import get_args
 
 import click
 from generate_checkpoint import Shape, generate
+
 from moe_pack.convert import layout_for
 from moe_pack.formats import Checkpoint, Pack, Quantizer, part_format, uniform_plan
 
@@ -284,8 +285,8 @@ def main(
         if only != "plain":
             try:
                 cgroup = stack.enter_context(MemoryCgroup(limit_bytes))  # before anything large is generated
-            except NoCgroupError as fault:
-                skipped = f"no memory cgroup can be made: {fault}"
+            except NoCgroupError as reason:
+                skipped = f"no memory cgroup can be made: {reason}"
                 click.echo(f"skipped the run inside a cgroup; {skipped}", err=True)
         wanted = [*([None] if only != "cgroup" else []), *([cgroup] if cgroup else [])]
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-pack-", dir=folder)))
@@ -298,8 +299,8 @@ def main(
             click.echo(f"converting {'inside a cgroup' if place else 'without a cgroup'}", err=True)
             runs.append(convert_measured(source, temporary / "pack", quantizer, workers, place))
     faults = [fault for run in runs if (fault := run.fault(anonymous_limit_bytes))]
-    result = {"quantizer": quantizer, "workers": workers, "anonymous_limit_bytes": anonymous_limit_bytes}
-    result |= {"runs": [asdict(run) for run in runs], "skipped": skipped, "faults": faults}
+    facts = {"quantizer": quantizer, "workers": workers, "anonymous_limit_bytes": anonymous_limit_bytes}
+    result = facts | {"runs": [asdict(run) for run in runs], "skipped": skipped, "faults": faults}
     click.echo(json.dumps(result) if as_json else _table(runs))
     for fault in faults:
         click.echo(fault, err=True)

@@ -14,11 +14,12 @@ from typing import Any
 import click
 import torch
 from hqq.core.quantize import Quantizer as HqqQuantizer
+from torch import Tensor
+from tqdm import tqdm
+
 from moe_pack.convert.quantize import RowQuantizer
 from moe_pack.formats import PartFormat, part_format
 from moe_pack.formats.codecs import decode_part
-from torch import Tensor
-from tqdm import tqdm
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def _ours(weights: Tensor, part: PartFormat) -> tuple[float, Tensor]:
 
 def _mean_error(weights: Tensor, decoded: Tensor) -> float:
     """Mean absolute difference, summed in float64 some rows at a time."""
-    pairs = zip(weights.split(1024), decoded.split(1024), strict=True)
+    pairs = zip(torch.split(weights, 1024), torch.split(decoded, 1024), strict=True)
     return float(sum((a.double() - b).abs_().sum() for a, b in pairs)) / weights.numel()
 
 

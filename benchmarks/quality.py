@@ -16,14 +16,15 @@ from typing import get_args
 
 import click
 import torch
-from moe_pack.convert import convert
-from moe_pack.formats import Checkpoint, Pack, Plan, Quantizer, Selector, part_format, uniform_plan
-from moe_pack.runtime import CheckpointWeights, Decoder, PackWeights
 from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 from transformers import MixtralForCausalLM
 from transformers.utils.logging import disable_progress_bar
+
+from moe_pack.convert import convert
+from moe_pack.formats import Checkpoint, Pack, Plan, Quantizer, Selector, part_format, uniform_plan
+from moe_pack.runtime import CheckpointWeights, Decoder, PackWeights
 
 _TESTS = Path(__file__).parents[1] / "tests"
 
@@ -100,7 +101,7 @@ def logprobs(decoder: Decoder, window: Window) -> Tensor:
 @torch.inference_mode()
 def oracle_difference(folder: Path, decoder: Decoder, window: Window) -> float:
     """The largest difference between the decoder's logits and those of transformers in float32."""
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it bare
     model = MixtralForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     expected = model(torch.tensor([window.ids])).logits[0]
     decoder.reset()

@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
+
 from moe_pack.formats import (
     COPIED_FILES,
     DENSE_FILE,

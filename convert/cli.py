@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TextIO
 
 import click
+from tqdm import tqdm
+
 from moe_pack.convert.compare import LogitsError, MatrixError, compare_logits, compare_weights, same_tensors
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight, describe, format_runs
@@ -35,7 +37,6 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.cli import command_errors, common_options, size_text
 from moe_pack.runtime import Text
-from tqdm import tqdm
 
 _BITS = click.Choice(["1", "2", "3", "4", "8", "16"])
 _GROUPS = ("16", "32", "64", "128", "row")

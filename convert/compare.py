@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from moe_pack.formats import Checkpoint, DenseLayout, ExpertFormat, Pack, PackError, format_text, read_account
 from moe_pack.runtime import CheckpointWeights, Decoder, PackWeights, read_rows
-from torch import Tensor
 
 # Cosine between stored weights and the source's: an unrelated matrix gives about 0, the coarsest one-bit codes 0.7.
 _RELATED = 0.4

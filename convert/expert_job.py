@@ -5,11 +5,12 @@ from threading import Event
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
 from moe_pack.convert.quantize import RowQuantizer, check_finite
 from moe_pack.formats import Checkpoint, CheckpointError, Item, PackLayout, Plan, RowLayout, write_rows
 from moe_pack.runtime import read_rows
-from numpy.typing import NDArray
-from torch import Tensor
 
 _ROWS_AT_ONCE = 512  # rows of a matrix in memory at once, a multiple of every quantizer block
 

@@ -13,6 +13,8 @@ from threading import Event
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
 from moe_pack.convert.account import Account
 from moe_pack.convert.expert_job import item_bytes, job_bytes
 from moe_pack.formats import (
@@ -28,7 +30,6 @@ from moe_pack.formats import (
     digests_of,
     pack_layout,
 )
-from numpy.typing import NDArray
 
 # Items at work at once hold about this much between them; one is always let through, however large.
 _IN_FLIGHT_BYTES = 1 << 30

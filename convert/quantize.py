@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from moe_pack.formats import MoePackError, PartFormat, PlanError, Quantizer
 from moe_pack.formats.codecs import Affine, Bf16, affine
-from torch import Tensor
 
 # Weights a block: with hqq's dozen temporaries it stays within 1 MiB of L2. Rows of 4096: blocks of 16 rows solve 10
 # times as fast as the whole matrix, of 64 rows 7 times (docs/benchmarks.md).

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
+
 from moe_pack.formats import strict_json
 from moe_pack.formats.errors import CheckpointError
 from moe_pack.formats.families import Claims, Config, claim_tensors, read_spec
@@ -15,7 +17,6 @@ from moe_pack.formats.ranges import RangeReader
 from moe_pack.formats.source_account import SourceFile, SourceTensor
 from moe_pack.formats.spec import Matrix
 from moe_pack.formats.tensor_file import TensorEntry, read_header
-from numpy.typing import NDArray
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import IO, Any, TypeVar
 
 import click
+
 from moe_pack.formats.errors import MoePackError
 
 C = TypeVar("C", bound=Callable[..., Any])

@@ -5,8 +5,9 @@ specified in docs/format.md. Tensors may live on any device.
 """
 
 import torch
-from moe_pack.formats.plan import BLOCK, PartFormat
 from torch import Tensor
+
+from moe_pack.formats.plan import BLOCK, PartFormat
 
 
 class Bf16:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from moe_pack.formats.errors import PackError
 from moe_pack.formats.layout import PackLayout
 from moe_pack.formats.plan import ExpertFormat, PartFormat, Plan, format_fault
 from moe_pack.formats.spec import MATRICES, ModelSpec
 from moe_pack.formats.tensor_file import DTYPE_BYTES, assemble
-from numpy.typing import NDArray
 
 INDEX_FILE = "index.safetensors"
 THRESHOLDS_FILE = "thresholds.safetensors"

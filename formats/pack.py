@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+from numpy.typing import NDArray
+
 from moe_pack.formats.errors import PackError
 from moe_pack.formats.index import (
     INDEX_FILE,
@@ -26,7 +28,6 @@ from moe_pack.formats.ranges import RangeReader
 from moe_pack.formats.roles import dense_roles
 from moe_pack.formats.rows import expert_layout
 from moe_pack.formats.tensor_file import TensorEntry, read_header
-from numpy.typing import NDArray
 
 _DENSE_DTYPES = ("BF16", "F16", "F32")
 

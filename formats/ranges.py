@@ -6,8 +6,9 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-from moe_pack.formats.errors import MoePackError
 from numpy.typing import NDArray
+
+from moe_pack.formats.errors import MoePackError
 
 _HASH_CHUNK_BYTES = 8 << 20
 

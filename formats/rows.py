@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
+
 from moe_pack.formats.errors import PackError
 from moe_pack.formats.plan import ExpertFormat, PartFormat
 from moe_pack.formats.spec import MATRICES, ExpertSpec, Matrix, Selector, record_matrices, selector_matrices
-from numpy.typing import NDArray
 
 ROW_ALIGN = 16
 Bytes2D = NDArray[np.uint8]

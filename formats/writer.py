@@ -19,6 +19,8 @@ from enum import Enum
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
+
 from moe_pack.formats import strict_json
 from moe_pack.formats.errors import ConversionError, PackError
 from moe_pack.formats.index import Digests
@@ -27,7 +29,6 @@ from moe_pack.formats.layout import DENSE_FILE, Item, PackLayout
 from moe_pack.formats.manifest import MANIFEST_FILE, ContentFile, read_manifest
 from moe_pack.formats.ranges import RangeReader
 from moe_pack.formats.tensor_file import split_bytes
-from numpy.typing import NDArray
 
 JOURNAL_FILE = "conversion.journal"
 CONVERSION_FILE = "conversion.json"

@@ -1,10 +1,11 @@
 """Grouped-query attention with rotary positions over a key-value cache that is allocated once."""
 
 import torch
+from torch import Tensor
+
 from moe_pack.formats import AttentionSpec, ModelSpec, RopeSpec
 from moe_pack.runtime.matrix import linear
 from moe_pack.runtime.weights import Weights
-from torch import Tensor
 
 
 class KVCache:

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
+
 from moe_pack.formats import Checkpoint, ModelSpec, Selector
 from moe_pack.runtime.matrix import Matrix, row_blocks
 from moe_pack.runtime.weights import Expert, NeuronBlock
-from torch import Tensor
 
 _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 

@@ -9,6 +9,7 @@ from typing import TextIO
 
 import click
 import torch
+
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.cli import command_errors, common_options, size_text
 from moe_pack.runtime.chat import chat_prompt

@@ -6,13 +6,14 @@ Hidden state, router logits and all sums are float32. Everything faster is teste
 """
 
 import torch
+from torch import Tensor
+
 from moe_pack.formats import RunError
 from moe_pack.runtime.attention import KVCache, Rope, attend, visible
 from moe_pack.runtime.expert import run_expert
 from moe_pack.runtime.matrix import gather_rows, linear
 from moe_pack.runtime.router import route
 from moe_pack.runtime.weights import Weights
-from torch import Tensor
 
 PREFILL_TOKENS = 512  # tokens a forward pass at most: bounds attention scores and hidden states
 

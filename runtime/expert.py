@@ -9,9 +9,10 @@ NaN runs and is seen. `a` is what the selector kind makes known before the recor
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+
 from moe_pack.formats import Selector
 from moe_pack.runtime.weights import Expert, NeuronBlock
-from torch import Tensor
 
 # The activation of each neuron function; h(g, u) = activation(g) * u.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu}

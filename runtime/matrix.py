@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
+from torch import Tensor
+
 from moe_pack.formats import RowLayout
 from moe_pack.formats.codecs import decode_part
-from torch import Tensor
 
 MAX_DECODED_BYTES = 16 << 20  # no operation dequantizes more than this at once
 

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
+
 from moe_pack.formats import ExpertLayout, ModelSpec, Pack
 from moe_pack.formats import Matrix as MatrixName
 from moe_pack.formats.codecs import decode_part
 from moe_pack.runtime.matrix import Matrix, RowMatrix, StoredMatrix, row_blocks
 from moe_pack.runtime.weights import Expert, NeuronBlock
-from torch import Tensor
 
 _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 

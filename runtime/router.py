@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 import torch
-from moe_pack.formats import RouterSpec
 from torch import Tensor
+
+from moe_pack.formats import RouterSpec
 
 
 def _softmax_topk(logits: Tensor, spec: RouterSpec) -> tuple[Tensor, Tensor]:

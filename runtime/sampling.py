@@ -1,8 +1,9 @@
 """From logits to a token: greedy, or temperature and nucleus (top-p) with a seed."""
 
 import torch
-from moe_pack.formats import RunError
 from torch import Tensor
+
+from moe_pack.formats import RunError
 
 
 class Sampler:

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from moe_pack.formats import Pack, PackError, RunError, parse
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+
+from moe_pack.formats import Pack, PackError, RunError, parse
 
 
 class Text:

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from moe_pack.formats import ModelSpec, Selector
 from moe_pack.runtime.matrix import Matrix
-from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ def test_each_selector_kind_puts_its_matrices_into_selector_and_record(
     selector: Selector, selected: list[str], recorded: list[str]
 ) -> None:
     layout = expert_layout(ExpertFormat(FOUR, FOUR, FOUR), selector, GATED, 64)
-    assert [part.name for part in layout.selector.parts] if layout.selector else [] == selected
+    assert [part.name for part in layout.selector.parts] if layout.selector else selected == []
     assert [part.name for part in layout.records.parts] == recorded
 
 

@@ -4,6 +4,7 @@ import ast
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,10 @@ import pytest
 import torch
 from models import Tensors, TinyMixtral, pack
 from numpy.typing import NDArray
-from reseal import edit_array, reseal
+from reseal import JsonObject, edit_array, reseal
 from second_reader import BadPackError, Part, Rows, SecondReader
 
-from moe_pack.formats import SELECTORS, Pack, Selector, check_rows, part_format, row_layout
+from moe_pack.formats import SELECTORS, Pack, PackError, Selector, check_rows, part_format, row_layout
 from moe_pack.formats.codecs import decode_part
 from moe_pack.runtime import PackWeights
 
@@ -236,3 +237,22 @@ def test_the_second_reader_imports_nothing_but_numpy_and_the_standard_library() 
             assert node.level == 0 and node.module, "an import relative to this folder"
             imported.add(node.module.partition(".")[0])
     assert imported - sys.stdlib_module_names == {"numpy"}
+
+
+def list_as_feature(manifest: JsonObject) -> None:
+    manifest["features"] = [[]]
+
+
+def theta_beyond_floats(manifest: JsonObject) -> None:
+    manifest["model"]["rope"]["theta"] = 10**400
+
+
+@pytest.mark.parametrize("change", [list_as_feature, theta_beyond_floats])
+def test_a_manifest_value_that_no_type_can_hold_is_refused(
+    packed: Path, tmp_path: Path, change: Callable[[JsonObject], None]
+) -> None:
+    folder = tmp_path / "pack"
+    shutil.copytree(packed, folder)
+    reseal(folder, change)
+    with pytest.raises(PackError, match=r"manifest\.json"):
+        Pack(folder)

@@ -82,8 +82,14 @@ def run_scenario(scenario: str, workplace: Path, *prefix: str) -> list[Trial]:
     env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert ended.returncode == 0, f"{scenario} failed:\n{ended.stderr}"
-    trials = json.loads(ended.stdout)
-    return [Trial(t["what"], [Run(**run) for run in t["runs"]], t["different"]) for t in trials]
+    return [
+        Trial(
+            trial["what"],
+            [Run(**run | {"steps": [(action, path) for action, path in run["steps"]]}) for run in trial["runs"]],
+            trial["different"],
+        )
+        for trial in json.loads(ended.stdout)
+    ]
 
 
 def die() -> NoReturn:
@@ -205,7 +211,7 @@ class Bench:
         return self.start(self.out, on_step, workers).result()
 
     def resume(self, on_step: OnStep = nothing) -> Run:
-        """Converts into `out` in this process, where no killed conversion ever ran: forking is most of a trial's time."""
+        """Converts into `out` in this process, where none was ever killed: forking is most of a trial's time."""
         said: list[Said] = []
         _convert(self.source, self.out, on_step, 1, said.append)
         return _run_of(said, killed=False)
@@ -235,7 +241,8 @@ def torn_writes(work: Path) -> Iterator[Trial]:
     """Dies within each write and truncation, having made part of it or something else, then resumes."""
     bench = Bench(work)
     for number, (action, path) in enumerate(bench.steps, 1):
-        for way in ("half", "all but the last byte", "noise", "zeros") if action == "write" else ():
+        ways = ("half", "noise", "zeros", "all but the last byte") if path == JOURNAL else ("half", "noise")
+        for way in ways if action == "write" else ():
             tear = TornWrite(bench, number, way)
             yield bench.trial(f"{number}: {way} of write {path}", bench.run(tear), bench.resume())
         if action == "truncate":
@@ -292,7 +299,7 @@ def resumed_runs(work: Path) -> Iterator[Trial]:
     """Dies in the journal's line of the first or the last expert, then at each step of the resumed run."""
     bench = Bench(work)
     writes = [number for number, step in enumerate(bench.steps, 1) if step == ("write", JOURNAL)]
-    for first in (writes[1], writes[-1]):
+    for first in writes[-2:]:
         for second in itertools.count(1):
             runs = [bench.run(TornWrite(bench, first, "half")), bench.run(dies_at(second))]
             if not runs[-1].killed:

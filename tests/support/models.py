@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+
 from moe_pack.convert import Conversion, convert
 from moe_pack.formats import Checkpoint, Quantizer, Selector, part_format, uniform_plan
-from safetensors.torch import save_file
 
 TESTS = Path(__file__).parents[1]
 DEMO_MODEL = TESTS / "models" / "tiny-mixtral"

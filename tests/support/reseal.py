@@ -1,6 +1,6 @@
 """Hand-made faults in packs, sealed again: sizes and digests are made to fit, so that only the fault can be refused.
 
-Written from docs/format.md with the standard library and numpy; shares no code with what it tests.
+Digests and files are made by hand: sealing shares no code with what it tests.
 """
 
 import hashlib
@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
+
+from moe_pack.formats import Pack, PackError
 
 JsonObject = dict[str, Any]
 Change = Callable[[JsonObject], object]
@@ -143,3 +146,23 @@ def edit_byte(path: Path, offset: int) -> None:
     raw = bytearray(path.read_bytes())
     raw[offset] ^= 1
     path.write_bytes(raw)
+
+
+def refusal(folder: Path) -> str:
+    """Why opening the pack, or reading all of it, is refused: one line."""
+    with pytest.raises(PackError) as refused:
+        read_whole(folder)
+    message = str(refused.value)
+    assert "\n" not in message, message
+    return message
+
+
+def read_whole(folder: Path) -> None:
+    """Opens a pack and reads everything that a run would."""
+    with Pack(folder) as pack:
+        pack.read_order()
+        for file in pack.manifest.files:
+            pack.read_file(file.name)
+        for layer_idx, experts in enumerate(pack.layout.experts):
+            for expert in range(len(experts)):
+                pack.read_extent(layer_idx, expert)

@@ -280,10 +280,11 @@ class SecondReader:
         """Selector, where the kind has one, and records (section 6)."""
         bias, parts = self.manifest["model"]["expert"]["bias"], {}
         for m, matrix in enumerate(MATRICES):
-            codec, *numbers = (int(self._index[name][l, e, m]) for name in ("codec", "width", "group", "scale_bits"))
+            facts = (int(self._index[name][l, e, m]) for name in ("codec", "width", "group", "scale_bits"))
+            codec, width, group, scale_bits = facts
             if matrix in self.manifest["model"]["expert"]["matrices"]:
                 require(codec in CODECS, f"layer {l} expert {e}: codec of {matrix}")
-                parts[matrix] = Part(CODECS[codec], *numbers, matrix in bias)
+                parts[matrix] = Part(CODECS[codec], width, group, scale_bits, matrix in bias)
         selected = SELECTED[self.manifest["selector"]]
         selector = Rows({name: part for name, part in parts.items() if name in selected}, self._d)
         records = Rows({name: part for name, part in parts.items() if name not in selected}, self._d)

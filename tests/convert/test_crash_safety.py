@@ -1,0 +1,358 @@
+"""A conversion killed, starved or interrupted anywhere ends, once resumed, in the bytes of one that never was."""
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from killing import (
+    CLAIM,
+    JOURNAL,
+    OnStep,
+    Trial,
+    different_files,
+    files_in,
+    nothing,
+    quick_plan,
+    run_scenario,
+)
+from models import TinyMixtral, pack
+from safetensors.torch import save_file
+
+from moe_pack.convert import Conversion, Progress, convert, layout_for
+from moe_pack.formats import Checkpoint, ConversionError, Quantizer, Step
+
+TABLES = ["config.json", "index.safetensors", "order.safetensors", "source.json", "thresholds.safetensors"]
+MEMORY = Path("/dev/shm")
+
+
+class StoppedError(Exception):
+    """Ends a conversion from within, as Ctrl-C does."""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: hundreds of conversions sync dozens of times each."""
+    if not os.access(MEMORY, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=MEMORY, prefix="moe-pack-test-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return TinyMixtral().write(tmp_path / "source")
+
+
+def converted(source: Path, out: Path, on_step: OnStep = nothing) -> Conversion:
+    checkpoint = Checkpoint(source)
+    try:
+        return convert(checkpoint, quick_plan(checkpoint), out, 1, on_step=on_step)
+    finally:
+        checkpoint.close()
+
+
+def unfinished(source: Path, out: Path) -> Path:
+    """A conversion stopped when its first expert is about to be journaled."""
+    written: list[str] = []
+
+    def on_step(step: Step) -> None:
+        if step.action == "write" and step.path != JOURNAL:
+            written.append(step.path)
+        # The header comes first in an experts file, the first expert second.
+        if step.path == JOURNAL and written.count("experts-000.safetensors") == 2:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        converted(source, out, on_step)
+    return out
+
+
+def refusal(source: Path, out: Path) -> str:
+    """What a conversion into a folder says that it leaves exactly as it was."""
+    before = files_in(out)
+    with pytest.raises(ConversionError) as caught:
+        converted(source, out)
+    assert files_in(out) == before
+    return str(caught.value)
+
+
+def faulty(trials: list[Trial]) -> list[tuple[str, list[str]]]:
+    """Trials that did not end in the uninterrupted conversion's bytes, or whose last run did not end at all."""
+    return [(t.what, t.different) for t in trials if t.different or t.runs[-1].killed or t.runs[-1].error]
+
+
+def assert_one_clear_line(message: str, *parts: str) -> None:
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+@pytest.fixture(scope="module")
+def each_step() -> list[Trial]:
+    with tempfile.TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else None) as folder:
+        return run_scenario("each_step", Path(folder))
+
+
+def test_killed_at_any_step_and_resumed_it_writes_the_same_bytes(each_step: list[Trial]) -> None:
+    assert [trial.what for trial in each_step if not trial.runs[0].killed] == []
+    assert faulty(each_step) == []
+
+
+def test_the_steps_are_all_kinds_of_change_to_the_drive_and_every_file_is_among_them(each_step: list[Trial]) -> None:
+    steps = each_step[-1].runs[0].steps
+    assert len(each_step) == len(steps)
+    assert {action for action, _ in steps} == {"mkdir", "create", "truncate", "write", "fsync", "rename", "unlink"}
+    made = {path for action, path in steps if action in ("create", "rename") and not path.endswith(".tmp")}
+    assert made == {"dense.safetensors", "experts-000.safetensors", "manifest.json", JOURNAL, CLAIM, *TABLES}
+
+
+def test_a_resumed_conversion_writes_again_at_most_the_item_that_was_being_written(each_step: list[Trial]) -> None:
+    num_items = each_step[-1].runs[0].large_writes  # that run died at the last step of all
+    assert num_items > 10
+    again = {trial.what: trial.runs[0].large_writes + trial.runs[1].large_writes - num_items for trial in each_step}
+    assert {what: count for what, count in again.items() if count not in (0, 1)} == {}
+
+
+def test_a_resumed_conversion_says_how_much_was_there(each_step: list[Trial]) -> None:
+    first, *_, last = (trial.runs[1] for trial in each_step)
+    assert first.resumed_bytes < last.resumed_bytes
+    assert [t.what for t in each_step if t.runs[1].resumed_bytes < t.runs[0].done_bytes] == []
+
+
+def test_killed_while_it_cleans_up_it_is_found_finished(each_step: list[Trial]) -> None:
+    finished = [trial.runs[1] for trial in each_step if ("rename", "manifest.json") in trial.runs[0].steps[:-1]]
+    assert len(finished) == 4
+    assert not any(run.written for run in finished)
+    assert {action for run in finished for action, _ in run.steps} == {"unlink", "fsync"}
+
+
+def test_a_write_torn_by_the_kill_is_made_good(workplace: Path) -> None:
+    trials = run_scenario("torn_writes", workplace)
+    assert [trial.what for trial in trials if not trial.runs[0].killed] == []
+    assert faulty(trials) == []
+    assert any(JOURNAL in trial.what for trial in trials)
+
+
+def test_killed_again_at_any_step_of_the_resumed_run_it_still_writes_the_same_bytes(workplace: Path) -> None:
+    trials = run_scenario("resumed_runs", workplace)
+    assert faulty(trials) == []
+    # A torn line was cut off the journal, and the run died there too.
+    assert any(trial.runs[1].steps[-1] == ("truncate", JOURNAL) for trial in trials if trial.runs[1].killed)
+
+
+def test_killed_time_after_time_with_changing_workers_it_still_ends(workplace: Path) -> None:
+    trials = run_scenario("many_deaths", workplace)
+    assert faulty(trials) == []
+    assert all(len(trial.runs) > 2 for trial in trials)
+
+
+def test_losing_power_and_all_that_was_not_synced_it_still_writes_the_same_bytes(workplace: Path) -> None:
+    trials = run_scenario("power_cuts", workplace)
+    assert [trial.what for trial in trials if not trial.runs[0].killed] == []
+    assert faulty(trials) == []
+
+
+def test_a_second_conversion_into_the_folder_says_so_and_leaves_the_first_alone(workplace: Path) -> None:
+    trials = run_scenario("two_at_once", workplace)
+    assert len(trials) == 3
+    for trial in trials:
+        first, second = trial.runs
+        assert_one_clear_line(second.error, "out: another conversion is writing here; wait for it, or stop it")
+        assert second.steps == []
+        assert first.written and trial.different == [], trial.what
+
+
+@pytest.fixture
+def small_drive(tmp_path: Path) -> list[str]:
+    """The start of a command that runs the rest with a 2 MiB tmpfs on `tmp_path`.
+
+    It is mounted in a namespace of the command's own, and so goes with it, however it ends.
+    """
+    if shutil.which("unshare") is None:
+        pytest.skip("a small drive needs unshare, of util-linux")
+    root = [] if os.geteuid() == 0 else ["--map-root-user"]
+    script = 'mount -t tmpfs -o size=2m tmpfs "$0" && exec "$@"'
+    prefix = ["unshare", "--mount", *root, "sh", "-c", script, str(tmp_path)]
+    tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {tried.stderr.strip()}")
+    return prefix
+
+
+def test_a_drive_too_small_is_refused_before_any_large_write_and_resumes_with_room(
+    small_drive: list[str], tmp_path: Path
+) -> None:
+    (trial,) = run_scenario("full_from_the_start", tmp_path, *small_drive)
+    refused, resumed = trial.runs
+    assert_one_clear_line(
+        refused.error, "more bytes, the drive has", "free; free some space, then run the same command again"
+    )
+    assert refused.large_writes == 0
+    assert resumed.written
+    assert faulty([trial]) == []
+
+
+def test_a_drive_that_fills_up_at_any_write_stops_the_conversion_which_resumes_with_room(
+    small_drive: list[str], tmp_path: Path
+) -> None:
+    trials = run_scenario("filling_up", tmp_path, *small_drive)
+    assert faulty(trials) == []
+    # Where the file's last page had room, the write did not need the drive's.
+    stopped = [trial for trial in trials if trial.runs[0].error]
+    assert {path for trial in stopped for action, path in [trial.runs[0].steps[-1]] if action == "write"} >= {
+        "dense.safetensors",
+        "experts-000.safetensors",
+        JOURNAL,
+        "manifest.json.tmp",
+    }
+    for trial in stopped:
+        at_write, while_full, _ = trial.runs
+        assert_one_clear_line(
+            at_write.error, "failed (No space left on device); free some space, then run the same command again"
+        )
+        assert_one_clear_line(while_full.error, "free some space, then run the same command again")
+
+
+def test_a_finished_pack_is_found_finished_and_nothing_changes(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = converted(source, out)
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_ino, path.read_bytes()) for path in out.iterdir()}
+    second = converted(source, out)
+    assert (first.written, second.written) == (True, False)
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_ino, path.read_bytes()) for path in out.iterdir()} == before
+
+
+def test_a_fresh_conversion_resumes_nothing(source: Path, tmp_path: Path) -> None:
+    assert converted(source, tmp_path / "out").resumed_bytes == 0
+
+
+def test_a_resumed_conversion_has_all_items_but_the_last_ones(source: Path, tmp_path: Path) -> None:
+    out = unfinished(source, tmp_path / "out")
+    checkpoint = Checkpoint(source)
+    items = list(layout_for(checkpoint, quick_plan(checkpoint)).items())
+    seen: list[Progress] = []
+    ended = convert(checkpoint, quick_plan(checkpoint), out, 1, seen.append)
+    checkpoint.close()
+    experts = [item.num_bytes for item in items if item.kind == "expert"]
+    total = sum(item.num_bytes for item in items)
+    assert ended.resumed_bytes == total - sum(experts)
+    assert [progress.done_bytes for progress in seen] == list(
+        itertools.accumulate(experts, initial=total - sum(experts))
+    )
+    assert {progress.total_bytes for progress in seen} == {total}
+
+
+def test_a_folder_that_holds_something_else_is_refused(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "letters.txt").write_text("dear reader")
+    message = refusal(source, out)
+    assert_one_clear_line(message, "out: holds 'letters.txt', which is no conversion; give a new or empty folder")
+
+
+def test_an_empty_folder_is_taken(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    assert converted(source, out).written
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.write_text("not a folder")
+    with pytest.raises(ConversionError) as caught:
+        converted(source, out)
+    assert_one_clear_line(str(caught.value), "out: cannot be used as output folder (Not a directory)")
+    assert out.read_text() == "not a folder"
+
+
+def test_a_folder_with_a_pack_of_other_options_is_refused(source: Path, tmp_path: Path) -> None:
+    pack(source, tmp_path / "out", width=8)
+    message = refusal(source, tmp_path / "out")
+    assert_one_clear_line(message, "out: holds another pack; give another output folder, or remove this one")
+
+
+def test_a_folder_with_a_pack_of_another_checkpoint_is_refused(source: Path, tmp_path: Path) -> None:
+    other = TinyMixtral(num_experts=3).write(tmp_path / "other")
+    converted(other, tmp_path / "out")
+    message = refusal(source, tmp_path / "out")
+    assert_one_clear_line(message, "out: holds another pack; give another output folder, or remove this one")
+
+
+def test_an_unfinished_conversion_with_other_options_is_refused(source: Path, tmp_path: Path) -> None:
+    out = unfinished(source, tmp_path / "out")
+    before = files_in(out)
+    with pytest.raises(ConversionError) as caught:
+        pack(source, out, width=8)
+    assert files_in(out) == before
+    assert_one_clear_line(
+        str(caught.value), "out: holds an unfinished conversion of another source or with other options", "repeat"
+    )
+
+
+def test_an_unfinished_conversion_whose_source_was_written_again_is_refused(source: Path, tmp_path: Path) -> None:
+    out = unfinished(source, tmp_path / "out")
+    shard = source / "model.safetensors"
+    was = shard.stat()
+    os.utime(shard, ns=(was.st_atime_ns, was.st_mtime_ns + 1))
+    assert_one_clear_line(refusal(source, out), "out: holds an unfinished conversion of another source")
+    os.utime(shard, ns=(was.st_atime_ns, was.st_mtime_ns))
+    assert converted(source, out).written
+
+
+def test_an_unfinished_conversion_whose_source_has_another_size_is_refused(source: Path, tmp_path: Path) -> None:
+    out = unfinished(source, tmp_path / "out")
+    shard = source / "model.safetensors"
+    was = shard.stat()
+    save_file(TinyMixtral().tensors(), shard, {"note": "the same weights, a longer header"})
+    os.utime(shard, ns=(was.st_atime_ns, was.st_mtime_ns))
+    assert shard.stat().st_size != was.st_size
+    assert_one_clear_line(refusal(source, out), "out: holds an unfinished conversion of another source")
+
+
+def test_an_unfinished_conversion_whose_tokenizer_has_changed_is_refused(source: Path, tmp_path: Path) -> None:
+    (source / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True}))
+    out = unfinished(source, tmp_path / "out")
+    (source / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
+    assert_one_clear_line(refusal(source, out), "out: holds an unfinished conversion of another source")
+
+
+def test_an_unfinished_conversion_that_lost_a_file_is_refused(source: Path, tmp_path: Path) -> None:
+    out = unfinished(source, tmp_path / "out")
+    (out / "dense.safetensors").unlink()
+    assert_one_clear_line(refusal(source, out), "dense.safetensors was removed from an unfinished conversion")
+
+
+def test_an_unfinished_conversion_with_a_file_cut_short_is_refused(source: Path, tmp_path: Path) -> None:
+    out = unfinished(source, tmp_path / "out")
+    os.truncate(out / "dense.safetensors", 4096)
+    assert_one_clear_line(refusal(source, out), "dense.safetensors has changed its size; remove the folder")
+
+
+def test_an_unfinished_file_that_cannot_be_opened_is_one_clear_line(source: Path, tmp_path: Path) -> None:
+    out = unfinished(source, tmp_path / "out")
+    (out / JOURNAL).unlink()
+    (out / JOURNAL).mkdir()  # the superuser may open any file, but no folder for writing
+    with pytest.raises(ConversionError) as caught:
+        converted(source, out)
+    assert_one_clear_line(str(caught.value), JOURNAL)
+
+
+# The pack's own imports are of no interest here: hqq asks torch for what torch now calls deprecated.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("quantizer", ["nearest", "absmax", "hqq"])
+def test_any_number_of_workers_writes_the_same_bytes(quantizer: Quantizer, tmp_path: Path) -> None:
+    shape = TinyMixtral(num_layers=2, num_experts=3, intermediate_size=80, num_shards=2, dtype=torch.float16)
+    source = shape.write(tmp_path / "source")
+    for workers in (1, 2, 3):
+        pack(source, tmp_path / f"{workers}", dense_width=8, quantizer=quantizer, workers=workers)
+    one, two, three = (files_in(tmp_path / f"{workers}") for workers in (1, 2, 3))
+    assert different_files(one, two) == []
+    assert different_files(one, three) == []

@@ -1,0 +1,144 @@
+"""No byte of a pack can change unnoticed: `verify` refuses every change, `moe-run` every change it would use."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import DEMO_MODEL, TinyMixtral, pack
+
+from moe_pack.convert.cli import main as moe_pack
+from moe_pack.runtime.cli import main as moe_run
+
+FILES = [
+    "manifest.json",
+    "index.safetensors",
+    "experts-000.safetensors",
+    "experts-001.safetensors",
+    "dense.safetensors",
+    "thresholds.safetensors",
+    "order.safetensors",
+    "source.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
+RUN = ["--prompt", "It was a dark night", "--temperature", "0", "--max-tokens", "6"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pack with everything a pack can have: tokenizer, quantized dense matrices, padding, two layers."""
+    root = tmp_path_factory.mktemp("any-byte")
+    source = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096).write(root / "source")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copyfile(DEMO_MODEL / name, source / name)
+    pack(source, root / "packed", dense_width=4)
+    assert sorted(path.name for path in (root / "packed").iterdir()) == sorted(FILES)
+    return root / "packed"
+
+
+@pytest.fixture(scope="module")
+def undamaged_text(folder: Path) -> str:
+    result = CliRunner().invoke(moe_run, [str(folder), *RUN])
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+class Changed:
+    """A file with one byte changed, until the end of the `with`."""
+
+    def __init__(self, path: Path, place: float, difference: int) -> None:
+        self._path = path
+        self._raw = path.read_bytes()
+        self._offset = min(int(place * len(self._raw)), len(self._raw) - 1)
+        self._byte = self._raw[self._offset] ^ difference
+
+    def __enter__(self) -> str:
+        changed = bytearray(self._raw)
+        changed[self._offset] = self._byte
+        self._path.write_bytes(changed)
+        return f"{self._path.name} byte {self._offset}"
+
+    def __exit__(self, *exception: object) -> None:
+        self._path.write_bytes(self._raw)
+
+
+changes = given(
+    name=st.sampled_from(FILES),
+    place=st.floats(0, 1, exclude_max=True, allow_nan=False),
+    difference=st.integers(1, 255),
+)
+# Files are restored after each example, so that one fixture serves all.
+often = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def assert_one_line(stderr: str, program: str) -> None:
+    assert stderr.startswith(f"{program}: ")
+    assert stderr.count("\n") == 1
+    assert "Traceback" not in stderr
+
+
+@often
+@changes
+def test_verify_refuses_every_changed_byte(folder: Path, name: str, place: float, difference: int) -> None:
+    with Changed(folder / name, place, difference) as where:
+        result = CliRunner().invoke(moe_pack, ["verify", str(folder)], prog_name="moe-pack")
+    assert result.exit_code == 1, where
+    assert_one_line(result.stderr, "moe-pack")
+    assert result.stdout == ""
+
+
+@often
+@changes
+def test_moe_run_refuses_a_changed_byte_or_does_not_use_it(
+    folder: Path, undamaged_text: str, name: str, place: float, difference: int
+) -> None:
+    with Changed(folder / name, place, difference) as where:
+        result = CliRunner().invoke(moe_run, [str(folder), *RUN], prog_name="moe-run")
+    if result.exit_code == 0:
+        assert result.stdout == undamaged_text, where
+        return
+    assert result.exit_code == 1, where
+    assert_one_line(result.stderr, "moe-run")
+    assert undamaged_text.startswith(result.stdout.rstrip("\n")), where
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "index.safetensors", "dense.safetensors", "tokenizer.json"])
+def test_moe_run_refuses_damage_to_what_it_always_reads(name: str, folder: Path) -> None:
+    for place in (0.0, 0.3, 0.7, 0.999999):
+        with Changed(folder / name, place, 1) as where:
+            result = CliRunner().invoke(moe_run, [str(folder), *RUN], prog_name="moe-run")
+        assert (result.exit_code, result.stdout) == (1, ""), where
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_a_file_cut_short_is_refused_by_both(name: str, kept: float, folder: Path) -> None:
+    raw = (folder / name).read_bytes()
+    (folder / name).write_bytes(raw[: int(len(raw) * kept)])
+    try:
+        for command, arguments in ((moe_pack, ["verify", str(folder)]), (moe_run, [str(folder), *RUN])):
+            result = CliRunner().invoke(command, arguments, prog_name="moe-pack")
+            assert (result.exit_code, result.stdout) == (1, "")
+            assert_one_line(result.stderr, "moe-pack")
+            assert name in result.stderr
+    finally:
+        (folder / name).write_bytes(raw)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_refused_by_both(name: str, folder: Path) -> None:
+    raw = (folder / name).read_bytes()
+    (folder / name).unlink()
+    try:
+        for command, arguments in ((moe_pack, ["verify", str(folder)]), (moe_run, [str(folder), *RUN])):
+            result = CliRunner().invoke(command, arguments, prog_name="moe-pack")
+            assert (result.exit_code, result.stdout) == (1, "")
+            assert_one_line(result.stderr, "moe-pack")
+            assert name in result.stderr
+    finally:
+        (folder / name).write_bytes(raw)

@@ -1,0 +1,56 @@
+"""Every command that README and docs show runs as it stands there."""
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from models import DEMO_MODEL, TESTS
+
+from moe_pack.convert.cli import main as moe_pack
+from moe_pack.runtime.cli import main as moe_run
+
+ROOT = TESTS.parent
+PAGES = [ROOT / "README.md", ROOT / "docs" / "moe-pack.md", ROOT / "docs" / "moe-run.md"]
+PROGRAMS = {"moe-pack": moe_pack, "moe-run": moe_run}
+
+
+def shown_commands(page: Path) -> list[list[str]]:
+    lines = re.findall(r"^    (moe-(?:pack|run) .*)$", page.read_text("utf-8"), re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.symlink(DEMO_MODEL, "mixtral")  # a folder of that name comes before the short name
+    commands = shown_commands(page)
+    if not any("convert" in command for command in commands):
+        commands.insert(0, ["moe-pack", "convert", "mixtral", "-o", "packed/"])
+    assert len(commands) > 2
+    for program, *arguments in commands:
+        result = CliRunner().invoke(PROGRAMS[program], arguments, prog_name=program)
+        assert result.exit_code == 0, (program, arguments, result.output)
+
+
+@pytest.mark.parametrize("command", ["convert", "inspect", "verify"])
+def test_the_page_names_every_option_of_moe_pack(command: str) -> None:
+    page = (ROOT / "docs" / "moe-pack.md").read_text("utf-8")
+    for parameter in moe_pack.commands[command].params:  # type: ignore[attr-defined]  # a click group
+        if parameter.param_type_name == "option" and parameter.name != "output":
+            assert max(parameter.opts, key=len) in page
+
+
+def test_the_page_names_every_option_of_moe_run() -> None:
+    page = (ROOT / "docs" / "moe-run.md").read_text("utf-8")
+    for parameter in moe_run.params:
+        if parameter.param_type_name == "option" and parameter.name not in ("version", "debug"):
+            assert max(parameter.opts, key=len) in page
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

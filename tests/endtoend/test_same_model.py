@@ -1,0 +1,85 @@
+"""A 16-bit pack is the original model: transformers' logits and greedy text, for every selector kind."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from models import BOOK, DEMO_MODEL, PackMaker
+from transformers import MixtralForCausalLM
+
+from moe_pack.formats import SELECTORS, Pack, Selector
+from moe_pack.runtime import Decoder, PackWeights, Sampler, Text, generate
+
+# The project's bound on float32 logits; sums in another order differ by about 2e-5 here.
+TOLERANCE = 1e-4
+NUM_TOKENS = 512
+
+
+@pytest.fixture(scope="module")
+def original() -> MixtralForCausalLM:
+    return MixtralForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def ids(demo_pack: PackMaker) -> list[int]:
+    """512 tokens of text the model has not seen."""
+    with Pack(demo_pack("up", 16)) as held:
+        return Text(held).encode(BOOK.read_text("utf-8")[10_000:14_000])[:NUM_TOKENS]
+
+
+@pytest.fixture(scope="module")
+def expected(original: MixtralForCausalLM, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = original(torch.tensor([ids])).logits[0]
+    return logits
+
+
+def decoder(folder: Path, context_tokens: int) -> tuple[Pack, Decoder]:
+    held = Pack(folder)
+    return held, Decoder(PackWeights(held, torch.device("cpu")), context_tokens)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_prefill_gives_the_logits_of_transformers(
+    selector: Selector, demo_pack: PackMaker, ids: list[int], expected: torch.Tensor
+) -> None:
+    held, model = decoder(demo_pack(selector, 16), NUM_TOKENS)
+    with held:
+        assert len(ids) == NUM_TOKENS
+        assert (model.logits(ids) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_token_by_token_gives_the_logits_of_transformers(
+    selector: Selector, demo_pack: PackMaker, ids: list[int], expected: torch.Tensor
+) -> None:
+    held, model = decoder(demo_pack(selector, 16), NUM_TOKENS)
+    with held:
+        logits = torch.stack([model.next_logits([token]) for token in ids])
+    assert (logits - expected).abs().max() < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def greedy(original: MixtralForCausalLM, ids: list[int]) -> list[int]:
+    """What transformers goes on with after 24 tokens, the likeliest token each time."""
+    made: list[int] = []
+    given, cache = ids[:24], None
+    with torch.no_grad():
+        for _ in range(128):
+            out = original(torch.tensor([given]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            given = [int(out.logits[0, -1].argmax())]
+            made += given
+    return made
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_greedy_text_is_that_of_transformers_for_128_tokens(
+    selector: Selector, demo_pack: PackMaker, ids: list[int], greedy: list[int]
+) -> None:
+    prompt = ids[:24]
+    held, model = decoder(demo_pack(selector, 16), 200)
+    with held:
+        made = list(generate(model, prompt, Sampler(0, 1, 0), 128, frozenset()))
+    assert len(made) == 128
+    assert made == greedy

@@ -1,0 +1,35 @@
+"""A small pack to damage, made once."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from models import TinyMixtral, pack
+
+
+@pytest.fixture(scope="session")
+def sound_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of two experts, 4 bit in groups of 16, dense matrices in 16 bit; do not write into it."""
+    folder = tmp_path_factory.mktemp("sound")
+    pack(TinyMixtral(num_layers=2).write(folder / "source"), folder / "pack")
+    return folder / "pack"
+
+
+@pytest.fixture(scope="session")
+def sound_dense_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer, dense matrices quantized to 8 bit; do not write into it."""
+    folder = tmp_path_factory.mktemp("sound-dense")
+    pack(TinyMixtral().write(folder / "source"), folder / "pack", dense_width=8)
+    return folder / "pack"
+
+
+@pytest.fixture
+def folder(sound_pack: Path, tmp_path: Path) -> Path:
+    """A copy of the sound pack."""
+    return Path(shutil.copytree(sound_pack, tmp_path / "pack"))
+
+
+@pytest.fixture
+def dense_folder(sound_dense_pack: Path, tmp_path: Path) -> Path:
+    """A copy of the sound pack with quantized dense matrices."""
+    return Path(shutil.copytree(sound_dense_pack, tmp_path / "pack"))
