@@ -26,6 +26,7 @@ from moe_pack.formats import (
     Plan,
     PlanError,
     QuantizedDense,
+    RangeReader,
     Totals,
     account_bytes,
     canonical,
@@ -163,12 +164,9 @@ def _versions(plan: Plan) -> tuple[PackageVersion, ...]:
 
 
 def _copied(folder: Path, name: str) -> bytes | None:
-    path = folder / name
-    try:
-        if not path.exists():
-            return None
-        if path.stat().st_size > _MAX_COPIED_BYTES:
-            raise CheckpointError(f"{name}: {path.stat().st_size} bytes, at most {_MAX_COPIED_BYTES}")
-        return path.read_bytes()
-    except OSError as fault:
-        raise CheckpointError(f"{name}: cannot be read ({fault.strerror})") from fault
+    if not (folder / name).exists():
+        return None
+    with RangeReader(folder / name, CheckpointError) as reader:
+        if reader.num_bytes > _MAX_COPIED_BYTES:
+            raise CheckpointError(f"{name}: {reader.num_bytes} bytes, at most {_MAX_COPIED_BYTES}")
+        return reader.read(0, reader.num_bytes).tobytes()

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.convert.quantize import RowQuantizer, check_finite
+from moe_pack.convert.quantize import RowQuantizer, UnholdableError, check_finite
 from moe_pack.formats import Checkpoint, CheckpointError, Item, PackLayout, Plan, RowLayout, write_rows
 from moe_pack.runtime import read_rows
 
@@ -56,7 +56,7 @@ def _dense_bytes(checkpoint: Checkpoint, layout: PackLayout, plan: Plan, item: I
         if quantizer is None or dense.rows is None:
             out[first:end] = weights.view(torch.uint8).view(end - first, -1).numpy()
         else:
-            section = _encode(quantizer, weights, checkpoint.place(name))
+            section = _encode(quantizer, weights, first, f"{checkpoint.place(name)}: row")
             write_rows(dense.rows, {"weight": section}, out[first:end])
     return out.reshape(-1)
 
@@ -79,7 +79,8 @@ def _expert_bytes(checkpoint: Checkpoint, layout: PackLayout, plan: Plan, item: 
             str(matrix): _encode(
                 quantizers[matrix],
                 down[first:end] if matrix == "down" else _checked(checkpoint, name, first, end),
-                checkpoint.place(name),
+                first,
+                f"{checkpoint.place(name)}: {'column' if matrix == 'down' else 'row'}",
             )
             for matrix, name in names.items()
         }
@@ -107,8 +108,9 @@ def _checked(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor
     return weights
 
 
-def _encode(quantizer: RowQuantizer, weights: Tensor, place: str) -> NDArray[np.uint8]:
+def _encode(quantizer: RowQuantizer, weights: Tensor, first_row: int, place: str) -> NDArray[np.uint8]:
+    """The bytes of rows; `place` names the tensor, and what a row is there."""
     try:
         return quantizer.encode(weights).numpy()
-    except ValueError as fault:
-        raise CheckpointError(f"{place}: {fault}") from fault
+    except UnholdableError as fault:
+        raise CheckpointError(f"{place} {first_row + fault.row} has {fault.advice}") from fault

@@ -18,6 +18,11 @@ from moe_pack.formats.codecs import Affine, Bf16, affine
 _BLOCK_WEIGHTS = 1 << 16
 _MAX_BLOCK_ROWS = 64
 
+# At this width a step of float16 is a good part of a step of the codes: which neighbour a scale is rounded to matters.
+_REFINED_WIDTH = 8
+# Above this share of float16's zero, in steps of the codes, a constant is nearer to the group than its codes are.
+_ZERO_STEPS = 2048
+
 # Scale and zero of each group: float32 [groups, 1] each, for weights [groups, group] and a width.
 Solver = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
@@ -25,6 +30,15 @@ Solver = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 def block_rows(num_cols: int) -> int:
     """Rows that are quantized together: at most 64, and no more than 65,536 weights where that leaves one row."""
     return max(1, min(_MAX_BLOCK_ROWS, _BLOCK_WEIGHTS // num_cols))
+
+
+class UnholdableError(ValueError):
+    """A row has weights its codec cannot express; `row` counts from the first that was given, `advice` says why."""
+
+    def __init__(self, row: int, advice: str) -> None:
+        super().__init__(f"row {row} has {advice}")
+        self.row = row
+        self.advice = advice
 
 
 class RowQuantizer:
@@ -44,16 +58,20 @@ class RowQuantizer:
         else:
             self._codec = affine(part, num_cols)
             self._solve = _SOLVERS[quantizer]()
+        self._refined = quantizer == "hqq" and part.width == _REFINED_WIDTH and part.scale_bits == 16
 
     def encode(self, weights: Tensor) -> Tensor:
         """The rows' bytes.
 
         Args:    weights: [rows, num_cols], any float dtype, finite.
         Returns: u8 [rows, part_bytes].
-        Raises:  ValueError naming a row whose weights float16 scales and zeros cannot express.
+        Raises:  UnholdableError for a row whose weights float16 scales and zeros, or bfloat16, cannot express.
         """
         if isinstance(self._codec, Bf16):
-            return self._codec.encode(weights)
+            rounded = weights.to(torch.bfloat16)
+            if rounded is not weights and rounded.isinf().any():
+                raise UnholdableError(_first(rounded.isinf()), "weights beyond bfloat16")
+            return self._codec.encode(rounded)
         step = block_rows(self._num_cols)
         return torch.cat([self._block(weights[i : i + step], i) for i in range(0, len(weights), step)])
 
@@ -63,19 +81,54 @@ class RowQuantizer:
         assert isinstance(codec, Affine) and self._solve is not None, "bf16 has no blocks"
         groups = weights.to(torch.float32).reshape(len(weights) * codec.num_groups, -1)
         scale, zero = self._solve(groups, self._part.width)
-        scale, zero = _holdable(groups, scale, zero)
+        scale, zero = _holdable(groups, scale, zero, self._part.width)
+        if self._refined:
+            scale, zero = _best_neighbours(groups, scale, zero, self._part.width)
         scales, zeros = codec.store_scales(scale.view(-1, codec.num_groups), zero.view(-1, codec.num_groups))
         scale, zero = codec.load_scales(scales, zeros)
         if not (torch.isfinite(scale).all() and torch.isfinite(zero).all()):
-            row = first_row + int((~(torch.isfinite(scale) & torch.isfinite(zero))).any(dim=1).nonzero()[0])
-            raise ValueError(f"row {row} has values beyond float16 scales; store it in 16 bits")
-        codes = groups.div(scale.view(-1, 1)).add_(zero.view(-1, 1)).round_().clamp_(0, 2**self._part.width - 1)
+            row = first_row + _first(~(scale.isfinite() & zero.isfinite()))
+            raise UnholdableError(row, "weights beyond float16 scales; store it in 16 bits")
+        codes = _nearest_codes(groups, scale.view(-1, 1), zero.view(-1, 1), self._part.width)
         return codec.encode(codes.to(torch.uint8).view(len(weights), -1), scales, zeros)
 
 
-def _holdable(groups: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+def _first(rows: Tensor) -> int:
+    """The first of the rows of a bool [rows, n] that has a true value; there is one."""
+    return int(rows.any(dim=1).nonzero()[0])
+
+
+def _nearest_codes(groups: Tensor, scale: Tensor, zero: Tensor, width: int) -> Tensor:
+    """The codes nearest to the weights, as float32: scale and zero [groups, 1]."""
+    return groups.div(scale).add_(zero).round_().clamp_(0, 2**width - 1)
+
+
+def _best_neighbours(groups: Tensor, scale: Tensor, zero: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Of the float16 numbers on either side of scale and of zero, the pair with the smallest mean absolute error."""
+    best = (torch.full_like(scale, torch.inf), scale, zero)
+    for s in _neighbours(scale):
+        for z in _neighbours(zero):
+            error = (_nearest_codes(groups, s, z, width) - z).mul_(s).sub_(groups).abs_().mean(dim=1, keepdim=True)
+            better = error < best[0]
+            best = (
+                torch.where(better, error, best[0]),
+                torch.where(better, s, best[1]),
+                torch.where(better, z, best[2]),
+            )
+    return best[1], best[2]
+
+
+def _neighbours(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest float16 to each value, and the one on the value's other side, both as float32."""
+    nearest = values.to(torch.float16)
+    direction = torch.where(nearest.to(torch.float32) < values, torch.inf, -torch.inf).to(torch.float16)
+    other = torch.where(nearest.isinf(), nearest, torch.nextafter(nearest, direction))  # too large stays too large
+    return nearest.to(torch.float32), other.to(torch.float32)
+
+
+def _holdable(groups: Tensor, scale: Tensor, zero: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Makes groups constant, code 0 at their middle, whose zero float16 cannot hold: narrow groups far from zero."""
-    lost = (zero.abs() > 65504) | ~torch.isfinite(zero)
+    lost = (zero.abs() > min(65504, _ZERO_STEPS * (2**width - 1))) | ~torch.isfinite(zero)
     if not lost.any():
         return scale, zero
     middle = groups.amin(dim=1, keepdim=True).add(groups.amax(dim=1, keepdim=True)).div(2)

@@ -53,6 +53,7 @@ from moe_pack.formats.plan import (
     part_format,
     uniform_plan,
 )
+from moe_pack.formats.ranges import RangeReader
 from moe_pack.formats.roles import DenseRole, dense_roles
 from moe_pack.formats.rows import ExpertLayout, Part, RowLayout, check_rows, expert_layout, row_layout, write_rows
 from moe_pack.formats.source_account import SourceAccount, account_bytes, read_account
@@ -115,6 +116,7 @@ __all__ = [
     "PlanError",
     "QuantizedDense",
     "Quantizer",
+    "RangeReader",
     "RopeSpec",
     "RouterSpec",
     "RowLayout",

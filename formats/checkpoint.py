@@ -4,6 +4,7 @@ Never holds a tensor: `rows` reads what is asked for. Values are not looked at h
 """
 
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from moe_pack.formats.tensor_file import TensorEntry, read_header
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_SHARD = re.compile(r"[A-Za-z0-9_][\w.-]{0,200}\.safetensors", re.ASCII)
 _MAX_JSON_BYTES = 64 << 20
 
 
@@ -134,7 +136,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{_INDEX}: weight_map is missing")
         for shard in weight_map.values():
-            if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
                 raise CheckpointError(f"{_INDEX}: {shard!r} is no name of a shard beside it")
         return weight_map
     if (folder / _SINGLE).exists():
@@ -148,12 +150,9 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def _read_json(folder: Path, name: str) -> object:
-    path = folder / name
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{name}: {path.stat().st_size} bytes, at most {_MAX_JSON_BYTES}")
-        return strict_json.parse(path.read_bytes(), name, CheckpointError)
-    except FileNotFoundError as fault:
-        raise CheckpointError(f"{folder}: {name} is missing; a checkpoint folder has one") from fault
-    except OSError as fault:
-        raise CheckpointError(f"{name}: cannot be read ({fault.strerror})") from fault
+    if not (folder / name).exists():
+        raise CheckpointError(f"{folder}: {name} is missing; a checkpoint folder has one")
+    with RangeReader(folder / name, CheckpointError) as reader:
+        if reader.num_bytes > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{name}: {reader.num_bytes} bytes, at most {_MAX_JSON_BYTES}")
+        return strict_json.parse(reader.read(0, reader.num_bytes).tobytes(), name, CheckpointError)

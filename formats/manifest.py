@@ -6,6 +6,7 @@ Deterministic: no time, host, worker count or measurement.
 import dataclasses
 import hashlib
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -154,7 +155,7 @@ def read_manifest(raw: bytes) -> Manifest:
         )
     features = values.get("features")
     for feature in features if isinstance(features, list) else []:
-        if feature not in FEATURES:
+        if not isinstance(feature, str) or feature not in FEATURES:
             raise PackError(f"{MANIFEST_FILE}: requires feature {feature!r}, unknown here; use a newer moe-pack")
     _check_self(raw)
     manifest = strict_json.load(Manifest, values, MANIFEST_FILE, PackError)
@@ -174,9 +175,9 @@ def _check_self(raw: bytes) -> None:
 
 def _check_files(manifest: Manifest) -> None:
     names = [file.name for file in manifest.files] + [file.name for file in manifest.expert_files]
-    for name in names:
-        if names.count(name) > 1:
-            raise PackError(f"{MANIFEST_FILE}: file {name!r} is listed twice")
+    twice = next((name for name, number in Counter(names).items() if number > 1), None)
+    if twice is not None:
+        raise PackError(f"{MANIFEST_FILE}: file {twice!r} is listed twice")
     for file in manifest.files:
         if file.name not in REQUIRED_FILES and file.name not in COPIED_FILES:
             raise PackError(f"{MANIFEST_FILE}: unknown file {file.name!r}")
@@ -204,10 +205,16 @@ def _check_meaning(manifest: Manifest) -> None:
     fault = spec_fault(manifest.model)
     if fault:
         raise PackError(f"{MANIFEST_FILE}: model: {fault}")
+    stored = [dense.name for dense in manifest.dense]
+    if len(set(stored)) != len(stored):
+        raise PackError(f"{MANIFEST_FILE}: dense: a name is listed twice")
     if manifest.root != root_digest(manifest.files, manifest.expert_files):
         raise PackError(f"{MANIFEST_FILE}: root digest does not match the files listed")
     totals = strict_json.dump(manifest.totals)
     content = totals.pop("content")
+    for name, num_bytes in totals.items():
+        if num_bytes < 0:
+            raise PackError(f"{MANIFEST_FILE}: totals: {name} is {num_bytes}")
     listed = sum(file.bytes for file in manifest.files) + sum(file.bytes for file in manifest.expert_files)
     if content != listed or content != sum(totals.values()):
         raise PackError(f"{MANIFEST_FILE}: totals give {content} bytes of content, the files listed have {listed}")

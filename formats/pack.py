@@ -1,7 +1,7 @@
 """A pack, open for reading: everything checked before it is used.
 
-`Pack` checks manifest, sizes, headers, index, thresholds and order when it is opened, every other file when it is
-read, and an expert's extent by its CRC-32 when it is first read. It never decodes weights.
+`Pack` checks manifest, sizes, headers, index and thresholds when it is opened, every other file when it is read, and
+an expert's extent by its CRC-32 when it is first read. It never decodes weights.
 """
 
 import hashlib
@@ -174,9 +174,10 @@ class Pack:
 
     def _check_expert_header(self, layer_idx: int) -> None:
         listed, file = self.manifest.expert_files[layer_idx], self.layout.expert_files[layer_idx]
-        if listed.bytes != file.num_bytes or listed.header_bytes != len(file.header):
+        if (listed.bytes, listed.header_bytes) != (file.num_bytes, len(file.header)):
             raise PackError(
-                f"{MANIFEST_FILE}: {listed.name} has {listed.bytes} bytes, expected {file.num_bytes} from its index"
+                f"{MANIFEST_FILE}: {listed.name} has {listed.bytes} bytes, {listed.header_bytes} of them header; "
+                f"its index gives {file.num_bytes} and {len(file.header)}"
             )
         if listed.header_sha256 != hashlib.sha256(file.header).hexdigest():
             raise PackError(

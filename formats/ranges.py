@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import stat
 from pathlib import Path
 from types import TracebackType
 
@@ -24,11 +25,15 @@ class RangeReader:
         self._place = path.name
         self._error = error
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # Not blocking: a pipe in a file's place would otherwise be waited for.
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError as fault:
             raise error(f"{self._place}: file is missing") from fault
         except OSError as fault:
             raise error(f"{self._place}: cannot be opened ({fault.strerror})") from fault
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            os.close(self._fd)
+            raise error(f"{self._place}: is no regular file")
 
     @property
     def num_bytes(self) -> int:

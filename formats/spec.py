@@ -10,6 +10,8 @@ Matrix = Literal["gate", "up", "down"]
 MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")
 Selector = Literal["up", "gate", "both", "none"]
 MAX_EXPERTS = 1_000_000  # keeps what a hostile config makes us enumerate small; the largest published model has 31k
+MAX_HIDDEN_SIZE = 2**24  # bytes of a row fit 32 bits,
+MAX_MATRIX_WEIGHTS = 2**40  # bytes of an expert 64
 SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
 
 
@@ -49,8 +51,8 @@ class RouterSpec:
 class ExpertSpec:
     """An expert: its neuron function, intermediate size, the matrices it has and which of them have a bias.
 
-    `bias` names matrices whose bias has one value a neuron (it lies in the neuron's row); `extra_floats` counts
-    float32 values an expert needs beyond its neurons, such as the bias of `down`.
+    `bias` names matrices, gate or up, whose bias has one value a neuron (it lies in the neuron's row); `extra_floats`
+    counts float32 values an expert needs beyond its neurons, such as the bias of `down`.
     """
 
     function: Literal["silu"]
@@ -111,6 +113,8 @@ def spec_fault(spec: ModelSpec) -> str | None:
             return f"{name} is {size}, expected 1 to 2^31 - 1"
     if spec.num_hidden_layers * spec.router.num_experts > MAX_EXPERTS:
         return f"{spec.num_hidden_layers} layers of {spec.router.num_experts} experts, at most {MAX_EXPERTS} in all"
+    if spec.hidden_size > MAX_HIDDEN_SIZE or spec.hidden_size * spec.expert.intermediate_size > MAX_MATRIX_WEIGHTS:
+        return f"expert matrices of {spec.expert.intermediate_size} by {spec.hidden_size} are too large"
     if spec.hidden_size % 64:
         return f"hidden_size is {spec.hidden_size}, expected a multiple of 64 (codes lie in blocks of 64)"
     if spec.attention.num_heads % spec.attention.num_kv_heads:
@@ -132,6 +136,8 @@ def _expert_fault(expert: ExpertSpec) -> str | None:
         return f"expert matrices are {expert.matrices}, expected up and down, with or without gate, in that order"
     if expert.bias != tuple(m for m in MATRICES if m in expert.bias and m in ordered):
         return f"expert bias names {expert.bias}, expected a part of {expert.matrices}"
+    if "down" in expert.bias:
+        return "expert bias names down, whose bias is no neuron's: it belongs in extra_floats"
     if not 0 <= expert.extra_floats < 2**31:
         return f"extra_floats is {expert.extra_floats}"
     return None

@@ -5,6 +5,7 @@ Not for foreign files (config.json): those are read key by key in `families`.
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from typing import Any, TypeVar, cast
@@ -24,6 +25,12 @@ def parse(raw: bytes, place: str, error: type[MoePackError]) -> Any:
     def refuse_constant(text: str) -> Any:
         raise error(f"{place}: found {text}, expected JSON numbers only")
 
+    def finite(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            raise error(f"{place}: number {text[:40]} is too large")
+        return value
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -33,7 +40,9 @@ def parse(raw: bytes, place: str, error: type[MoePackError]) -> Any:
         return found
 
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant)
+        return json.loads(
+            raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant, parse_float=finite
+        )
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as fault:
         raise error(f"{place}: not valid JSON ({_first_line(fault)})") from fault
 
@@ -74,7 +83,7 @@ def _load(kind: Any, value: Any, place: str, error: type[MoePackError]) -> Any:
         return tuple(_load(arguments[0], item, f"{place}[{i}]", error) for i, item in enumerate(value))
     if dataclasses.is_dataclass(kind):
         return _load_record(kind, value, place, error)
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 2**1000:
         return float(value)
     if type(value) is not kind:
         raise error(f"{place}: found {_short(value)}, expected {kind.__name__}")

@@ -6,7 +6,6 @@ Not a tensor library: bytes in, bytes out. The format is the one of the safetens
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from moe_pack.formats import strict_json
 from moe_pack.formats.errors import MoePackError
+from moe_pack.formats.ranges import RangeReader
 
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -21,6 +21,7 @@ DTYPE_BYTES = {
     "U32": 4, "I32": 4, "F32": 4,
     "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
+_MAX_DIMENSIONS = 16
 MAX_HEADER_BYTES = 100_000_000  # the limit the safetensors library sets
 
 
@@ -42,17 +43,12 @@ def read_header(path: Path, error: type[MoePackError]) -> tuple[TensorEntry, ...
              exactly, without overlap and without holes.
     """
     place = path.name
-    try:
-        with path.open("rb") as file:
-            file_bytes = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
-                raise error(f"{place}: header of {length} bytes in a file of {file_bytes}; the file is cut or damaged")
-            raw = file.read(length)
-    except FileNotFoundError as fault:
-        raise error(f"{place}: file is missing") from fault
-    except OSError as fault:
-        raise error(f"{place}: cannot be read ({fault.strerror})") from fault
+    with RangeReader(path, error) as reader:
+        file_bytes = reader.num_bytes
+        length = int.from_bytes(reader.read(0, 8).tobytes(), "little") if file_bytes >= 8 else 0
+        if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
+            raise error(f"{place}: header of {length} bytes in a file of {file_bytes}; the file is cut or damaged")
+        raw = reader.read(8, length).tobytes()
     header = strict_json.parse(raw, f"{place}: header", error)
     return _check_entries(header, place, 8 + length, file_bytes, error)
 
@@ -88,6 +84,8 @@ def _entry(name: str, value: Any, place: str, start: int, error: type[MoePackErr
         raise fault(f"unknown dtype {dtype!r}")
     if not _whole_numbers(shape):
         raise fault("shape is not a list of whole numbers")
+    if len(shape) > _MAX_DIMENSIONS:
+        raise fault(f"{len(shape)} dimensions, at most {_MAX_DIMENSIONS}")
     if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise fault("data_offsets is not a pair of rising whole numbers")
     num_bytes = DTYPE_BYTES[dtype] * math.prod(shape)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, ModelSpec, Pack
+from moe_pack.formats import ExpertLayout, ModelSpec, Pack, PackError
 from moe_pack.formats import Matrix as MatrixName
 from moe_pack.formats.codecs import decode_part
 from moe_pack.runtime.matrix import Matrix, RowMatrix, StoredMatrix, row_blocks
@@ -22,6 +22,8 @@ class PackWeights:
     """
 
     def __init__(self, pack: Pack, device: torch.device) -> None:
+        if pack.spec.expert.extra_floats:
+            raise PackError("manifest.json: model: experts have extra_floats, for which this version knows no use")
         self.spec: ModelSpec = pack.spec
         self.selector = pack.manifest.selector
         self.bytes_read = 0

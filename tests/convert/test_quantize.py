@@ -54,7 +54,7 @@ def matrices() -> dict[str, Tensor]:
         "demo up": held[f"{expert.format(3, 5)}.w3.weight"],
         "demo down": held[f"{expert.format(1, 2)}.w2.weight"].T.contiguous(),
         "random": random(200, 256),
-        "one row": random(1, 128),
+        "eight rows": random(8, 128),
         "outliers": with_outliers(),
     }
 
@@ -64,12 +64,12 @@ def mean_error(weights: Tensor, decoded: Tensor) -> float:
 
 
 def hqq_whole(weights: Tensor, width: int, group: int) -> Tensor:
-    """What hqq makes of the whole matrix, its scales and zeros in float16 as a pack stores them."""
+    """What hqq makes of the whole matrix, its scales and zeros left in float32."""
     found: tuple[Tensor, dict[str, Any]] = HqqQuantizer.quantize(
         weights, nbits=width, axis=1, group_size=group or weights.shape[1], device="cpu", bitpack=False
     )
     codes, facts = found
-    return ((codes.float() - facts["zero"].half().float()) * facts["scale"].half().float()).view(weights.shape)
+    return ((codes.float() - facts["zero"]) * facts["scale"]).view(weights.shape)
 
 
 @pytest.mark.parametrize("name", matrices())
@@ -134,7 +134,8 @@ def test_zeros_stay_exactly_zero(quantizer: Quantizer, width: int) -> None:
 @pytest.mark.parametrize("constant", [0.37, -5.0, 30000.0])
 def test_a_constant_row_is_its_constant_in_float16(quantizer: Quantizer, width: int, constant: float) -> None:
     weights = torch.full((3, 128), constant)
-    assert torch.equal(stored(weights, width, 64, quantizer), weights.half().float())
+    # Never farther than float16's nearest; 8-bit hqq looks among its neighbours and finds nearer products.
+    assert (stored(weights, width, 64, quantizer) - weights).abs().max() <= (weights.half() - weights).abs().max()
 
 
 @pytest.mark.parametrize("width", [2, 3, 4, 8])
@@ -174,7 +175,7 @@ def test_tiny_values_never_move_further_than_their_own_range(quantizer: Quantize
 def test_values_beyond_float16_scales_are_refused_by_row(quantizer: Quantizer, width: int) -> None:
     weights = random(100, 128).to(torch.bfloat16)
     weights[70] = 1e30
-    with pytest.raises(ValueError, match=r"^row 70 has values beyond float16 scales; store it in 16 bits$"):
+    with pytest.raises(ValueError, match=r"^row 70 has weights beyond float16 scales; store it in 16 bits$"):
         encoded(weights, width, 64, quantizer)
 
 
@@ -196,7 +197,7 @@ def test_a_row_of_the_source_is_named_by_its_number_there(tmp_path: Path) -> Non
     source = TinyMixtral(intermediate_size=600)
     name = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
     source.write(tmp_path / "source", lambda tensors: tensors[name][550].fill_(1e30))
-    with pytest.raises(CheckpointError, match=r"experts\.1\.w1\.weight': row 550 has values beyond float16"):
+    with pytest.raises(CheckpointError, match=r"experts\.1\.w1\.weight': row 550 has weights beyond float16"):
         pack(tmp_path / "source", tmp_path / "out")
 
 
@@ -204,7 +205,7 @@ def test_a_neuron_of_down_is_named_as_the_column_it_is(tmp_path: Path) -> None:
     source = TinyMixtral(intermediate_size=600)
     name = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
     source.write(tmp_path / "source", lambda tensors: tensors[name][:, 550].fill_(1e30))
-    with pytest.raises(CheckpointError, match=r"experts\.1\.w2\.weight': column 550 has values beyond float16"):
+    with pytest.raises(CheckpointError, match=r"experts\.1\.w2\.weight': column 550 has weights beyond float16"):
         pack(tmp_path / "source", tmp_path / "out")
 
 

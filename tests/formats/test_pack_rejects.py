@@ -1,7 +1,10 @@
 """Every reason to refuse a pack for its manifest or its files, sealed so that nothing else is wrong with it."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +76,7 @@ def test_a_folder_without_manifest_is_refused(folder: Path) -> None:
 def test_a_folder_in_place_of_the_manifest_is_refused(folder: Path) -> None:
     (folder / "manifest.json").unlink()
     (folder / "manifest.json").mkdir()
-    assert refusal(folder) == "manifest.json: read failed at byte 0 (Is a directory)"
+    assert refusal(folder) == "manifest.json: is no regular file"
 
 
 # --- the manifest's text and its own digest
@@ -228,7 +231,8 @@ def test_a_feature_that_is_no_name_is_refused(folder: Path, feature: object) -> 
     ("path", "wrong", "right", "message"),
     [
         (("vocab_size",), 0, 96, "vocab_size is 0, expected 1 to 2^31 - 1"),
-        (("max_position_embeddings",), 2**31, 2**31 - 1, "max_position_embeddings is 2147483648, expected 1 to 2^31 - 1"),
+        (("max_position_embeddings",), 2**31, 2**31 - 1,
+         "max_position_embeddings is 2147483648, expected 1 to 2^31 - 1"),
         (("attention", "sliding_window"), 0, 1, "sliding_window is 0, expected 1 to 2^31 - 1"),
         (("hidden_size",), 96, 64, "hidden_size is 96, expected a multiple of 64 (codes lie in blocks of 64)"),
         (("attention", "num_kv_heads"), 3, 1, "2 heads cannot share 3 keys and values"),
@@ -243,6 +247,8 @@ def test_a_feature_that_is_no_name_is_refused(folder: Path, feature: object) -> 
          "expert matrices are ('gate', 'up'), expected up and down, with or without gate, in that order"),
         (("expert", "bias"), ["up", "gate"], [],
          "expert bias names ('up', 'gate'), expected a part of ('gate', 'up', 'down')"),
+        (("expert", "bias"), ["down"], [],
+         "expert bias names down, whose bias is no neuron's: it belongs in extra_floats"),
         (("expert", "extra_floats"), -1, 0, "extra_floats is -1"),
     ],
 )  # fmt: skip
@@ -275,6 +281,16 @@ def test_totals_that_do_not_add_up_are_refused(folder: Path, part: str) -> None:
     reseal(folder, after=lambda values: values["totals"].update({part: values["totals"][part] + 1}))
     content = listed + 1 if part == "content" else listed
     assert refusal(folder) == f"manifest.json: totals give {content} bytes of content, the files listed have {listed}"
+
+
+def test_a_negative_total_is_refused_even_where_the_sum_is_right(folder: Path) -> None:
+    def change(values: JsonObject) -> None:
+        totals = values["totals"]
+        totals["dense"] += totals["padding"] + 1
+        totals["padding"] = -1
+
+    reseal(folder, after=change)
+    assert refusal(folder) == "manifest.json: totals: padding is -1"
 
 
 # --- the files listed
@@ -397,6 +413,15 @@ def test_a_changed_byte_of_an_expert_is_refused_before_it_is_used(folder: Path) 
     assert str(refused.value) == (
         "experts-001.safetensors: expert 0: CRC-32 does not match its bytes; the file is damaged"
     )
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "index.safetensors", "experts-001.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_refused_without_waiting_for_it(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    script = "import sys, pathlib; from moe_pack.formats import Pack; Pack(pathlib.Path(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=10)
+    assert f"PackError: {name}: " in done.stderr
 
 
 def test_a_pack_with_files_it_does_not_list_is_read(folder: Path) -> None:

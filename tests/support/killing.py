@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 from models import TinyMixtral
 
-from moe_pack.convert import convert, layout_for
+from moe_pack.convert import Progress, convert, layout_for
 from moe_pack.formats import Checkpoint, ConversionError, Item, Plan, Step, part_format, uniform_plan
 
 JOURNAL = "conversion.journal"
@@ -162,10 +162,13 @@ def _convert(source: Path, folder: Path, on_step: OnStep, workers: int, say: Cal
         say({"step": step.number, "action": step.action, "path": step.path})
         on_step(step)
 
+    def report(now: Progress) -> None:
+        say({"done_bytes": now.done_bytes})
+
     checkpoint = Checkpoint(source)
     plan = quick_plan(checkpoint)
     try:
-        ended = convert(checkpoint, plan, folder, workers, lambda now: say({"done_bytes": now.done_bytes}), announce)
+        ended = convert(checkpoint, plan, folder, workers, report, announce)
         say({"resumed_bytes": ended.resumed_bytes, "written": ended.written})
     except ConversionError as fault:
         say({"error": str(fault)})
@@ -241,7 +244,11 @@ def torn_writes(work: Path) -> Iterator[Trial]:
     """Dies within each write and truncation, having made part of it or something else, then resumes."""
     bench = Bench(work)
     for number, (action, path) in enumerate(bench.steps, 1):
-        ways = ("half", "noise", "zeros", "all but the last byte") if path == JOURNAL else ("half", "noise")
+        ways = (
+            ("half", "noise", "zeros", "a wrong digit", "all but the last byte")
+            if path == JOURNAL
+            else ("half", "noise")
+        )
         for way in ways if action == "write" else ():
             tear = TornWrite(bench, number, way)
             yield bench.trial(f"{number}: {way} of write {path}", bench.run(tear), bench.resume())
@@ -268,6 +275,7 @@ class TornWrite:
             "half": raw[: len(raw) // 2],
             "all but the last byte": raw[:-1],
             "noise": random.Random(step.number).randbytes(len(raw)),
+            "a wrong digit": raw.replace(raw[-20:-19], b"0" if raw[-20:-19] != b"0" else b"1"),
             "zeros": bytes(len(raw)),  # what a file system leaves that knew the size before the bytes
         }[self._way]
         with (self._bench.out / step.path).open("r+b") as file:
@@ -296,16 +304,16 @@ def _half_truncation(bench: Bench, number: int) -> OnStep:
 
 
 def resumed_runs(work: Path) -> Iterator[Trial]:
-    """Dies in the journal's line of the first or the last expert, then at each step of the resumed run."""
+    """Dies within the first expert's line in the journal, then at each step of the resumed run."""
     bench = Bench(work)
-    writes = [number for number, step in enumerate(bench.steps, 1) if step == ("write", JOURNAL)]
-    for first in writes[-2:]:
-        for second in itertools.count(1):
-            runs = [bench.run(TornWrite(bench, first, "half")), bench.run(dies_at(second))]
-            if not runs[-1].killed:
-                yield bench.trial(f"{first}, then nowhere", *runs)
-                break
-            yield bench.trial(f"{first}, then {second}", *runs, bench.resume())
+    torn = [number for number, step in enumerate(bench.steps, 1) if step == ("write", JOURNAL)][-2]
+    for second in itertools.count(1):
+        runs = [bench.run(TornWrite(bench, torn, "all but the last byte")), bench.run(dies_at(second))]
+        if not runs[-1].killed:
+            yield bench.trial("nowhere", *runs)
+            return
+        action, path = runs[-1].steps[-1]
+        yield bench.trial(f"{second}: {action} {path}", *runs, bench.resume())
 
 
 def many_deaths(work: Path) -> Iterator[Trial]:
@@ -322,14 +330,14 @@ def many_deaths(work: Path) -> Iterator[Trial]:
 class Drive:
     """A drive that keeps nothing but what was synced, and dies at a step. For the first run into a folder.
 
-    A file's bytes are safe once it is synced; its name, once the folder is. With `names_ahead`, names are safe at
-    once and bytes still are not: the order that catches a rename before its fsync.
+    A file's bytes are safe once it is synced; names, once the folder is. What a drive keeps beyond that is its own
+    affair: with `names` "ahead", all changes to names so far and still no bytes; "removed", removals alone.
     """
 
-    def __init__(self, folder: Path, number: int, names_ahead: bool) -> None:
+    def __init__(self, folder: Path, number: int, names: str) -> None:
         self._folder = folder
         self._number = number
-        self._names_ahead = names_ahead
+        self._kept = names
         self._names: dict[str, int] = {}
         self._bytes: dict[int, bytes] = {}
         self._last = Step(0, "", "")
@@ -347,27 +355,31 @@ class Drive:
             die()
 
     def _names_now(self) -> dict[str, int]:
-        return {path.name: path.stat().st_ino for path in self._folder.iterdir()} if self._folder.exists() else {}
+        return {path.name: path.stat().st_ino for path in self._folder.iterdir()}
 
     def _lose(self) -> None:
-        now = self._names_now()
+        now, safe = self._names_now(), self._names
         left = {
-            name: self._bytes.get(inode, b"") for name, inode in (now if self._names_ahead else self._names).items()
-        }
+            "synced": safe,
+            "ahead": now,
+            "removed": {name: inode for name, inode in safe.items() if name in now},
+        }[self._kept]
         for name in now:
             (self._folder / name).unlink()
-        for name, raw in left.items():
-            (self._folder / name).write_bytes(raw)
+        for name, inode in left.items():
+            (self._folder / name).write_bytes(self._bytes.get(inode, b""))
 
 
 def power_cuts(work: Path) -> Iterator[Trial]:
-    """Loses the power before each step, and with it all that was not synced, then resumes."""
+    """Loses the power before each step but the first, and with it all that was not synced, then resumes."""
     bench = Bench(work)
-    for number, (action, path) in enumerate(bench.steps, 1):
-        for names_ahead in (False, True):
-            drive = Drive(bench.out, number, names_ahead)
-            what = f"{number}: {action} {path}, names {'ahead' if names_ahead else 'safe when synced'}"
-            yield bench.trial(what, bench.run(drive), bench.resume())
+    # What survives changes with these actions alone: after others the same would be lost again.
+    losses = {"synced": ("fsync",), "ahead": ("fsync", "create", "rename", "unlink"), "removed": ("unlink",)}
+    for names, changes in losses.items():
+        for number, ((before, _), (action, path)) in enumerate(itertools.pairwise(bench.steps), 2):
+            if before in changes:
+                runs = [bench.run(Drive(bench.out, number, names)), bench.resume()]
+                yield bench.trial(f"{number}: {action} {path}, names {names}", *runs)
 
 
 def two_at_once(work: Path) -> Iterator[Trial]:

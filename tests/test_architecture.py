@@ -1,0 +1,303 @@
+"""The house rules that a reader can check: who imports whom, where the world is touched, how large things are."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from moe_pack.formats import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("formats", "runtime", "convert")
+BELOW = {"formats": set(), "runtime": {"formats"}, "convert": {"formats", "runtime"}}
+FACES = {"moe_pack.formats", "moe_pack.formats.codecs", "moe_pack.runtime", "moe_pack.convert"}
+COMMAND_FACE = "moe_pack.formats.cli"  # what commands share; only modules called cli may ask for it
+
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 60
+USUAL_FUNCTION_LINES = 40
+USUAL_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source file of a room: its module's name, its text and its syntax tree."""
+
+    module: str
+    path: Path
+    text: str
+    tree: ast.Module
+
+    @property
+    def room(self) -> str:
+        return self.module.split(".")[1]
+
+    @property
+    def is_cli(self) -> bool:
+        return self.module.endswith(".cli")
+
+
+@cache
+def sources() -> tuple[Source, ...]:
+    """Every source file of the rooms."""
+    found = []
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            module = ".".join(("moe_pack", *(part for part in parts if part != "__init__")))
+            text = path.read_text(encoding="utf-8")
+            found.append(Source(module, path, text, ast.parse(text)))
+    return tuple(found)
+
+
+@cache
+def submodules() -> frozenset[str]:
+    """Every module, but for those whose name in their package's face means something else (`audit`, a function)."""
+    faces = {source.module: source for source in sources() if source.path.name == "__init__.py"}
+    hidden = {f"{name}.{bound}" for name, face in faces.items() for bound in names_bound(face)}
+    return frozenset(source.module for source in sources()) - hidden
+
+
+def names_bound(source: Source) -> set[str]:
+    """The names a file's top level imports."""
+    nodes = [node for node in source.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {alias.asname or alias.name for node in nodes for alias in node.names}
+
+
+def imported(source: Source) -> Iterator[str]:
+    """The modules a file imports, anywhere in it; `from package import module` counts as the module."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{source.module}: relative import"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in submodules() else node.module
+
+
+def packages(source: Source) -> set[str]:
+    """The top packages a file imports."""
+    return {name.partition(".")[0] for name in imported(source)}
+
+
+def ours(source: Source) -> set[str]:
+    return {name for name in imported(source) if name.startswith("moe_pack.")}
+
+
+def offenders(package: str, allowed: set[str]) -> list[str]:
+    """Modules that import a package and are not allowed to."""
+    return [source.module for source in sources() if package in packages(source) and source.module not in allowed]
+
+
+def test_every_room_has_sources() -> None:
+    assert {source.room for source in sources()} == set(ROOMS)
+
+
+def test_imports_between_rooms_go_down_only() -> None:
+    wrong = [
+        (source.module, name)
+        for source in sources()
+        for name in ours(source)
+        if name.split(".")[1] != source.room and name.split(".")[1] not in BELOW[source.room]
+    ]
+    assert wrong == []
+
+
+def test_only_the_faces_of_rooms_are_imported_from_other_rooms() -> None:
+    wrong = [
+        (source.module, name)
+        for source in sources()
+        for name in ours(source)
+        if name.split(".")[1] != source.room
+        if name not in FACES and not (source.is_cli and name == COMMAND_FACE)
+    ]
+    assert wrong == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    edges = {source.module: ours(source) - {source.module} for source in sources()}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"cycle: {' -> '.join((*path[path.index(module) :], module))}"
+        if module not in done:
+            for other in edges[module]:
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in edges:
+        visit(module, ())
+
+
+def sorted_names(names: set[str]) -> list[str]:
+    """CONSTANTS, then Classes, then functions, each in order."""
+
+    def key(name: str) -> tuple[int, str]:
+        return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+    return sorted(names, key=key)
+
+
+@pytest.mark.parametrize("package", [*(f"moe_pack.{room}" for room in ROOMS), "moe_pack.formats.families"])
+def test_a_package_lists_exactly_the_public_names_it_has(package: str) -> None:
+    source = next(source for source in sources() if source.module == package)
+    public = names_bound(source)
+    listed = importlib.import_module(package).__all__
+    assert listed == sorted_names(set(listed)), "sorted, none twice"
+    if package == "moe_pack.formats.families":  # it makes the family table itself
+        assert set(listed) <= public | {"FAMILIES", "SHORT_NAMES", "read_spec"}
+    else:
+        assert set(listed) == public
+
+
+def test_formats_imports_torch_in_one_module() -> None:
+    formats = [source.module for source in sources() if source.room == "formats" and "torch" in packages(source)]
+    assert formats == ["moe_pack.formats.codecs"]
+
+
+@pytest.mark.parametrize("package", ["hqq", "datasets", "transformers", "huggingface_hub", "safetensors"])
+def test_runtime_and_formats_run_without(package: str) -> None:
+    wrong = [source.module for source in sources() if source.room != "convert" and package in packages(source)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", ["transformers", "datasets", "safetensors", "pytest", "hypothesis"])
+def test_nothing_in_the_product_imports(package: str) -> None:
+    assert offenders(package, set()) == []
+
+
+@pytest.mark.parametrize("package", ["click", "tqdm"])
+def test_only_commands_import(package: str) -> None:
+    assert offenders(package, {source.module for source in sources() if source.is_cli}) == []
+
+
+def world(source: Source) -> Iterator[str]:
+    """Where a file prints, ends the process or reads the environment."""
+    for node in ast.walk(source.tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("print", "input", "exit")
+        ):
+            yield node.func.id
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            name = f"{node.value.id}.{node.attr}"
+            if name in ("sys.exit", "os.environ", "os.getenv", "os._exit", "sys.argv", "sys.stdout", "sys.stderr"):
+                yield name
+        if isinstance(node, ast.ImportFrom) and node.module in ("os", "sys"):
+            yield from (alias.name for alias in node.names if alias.name in ("environ", "getenv", "exit"))
+        if isinstance(node, ast.Name) and node.id == "SystemExit":
+            yield "SystemExit"
+
+
+def test_only_commands_print_exit_or_read_the_environment() -> None:
+    assert [(source.module, found) for source in sources() if not source.is_cli for found in world(source)] == []
+
+
+def test_errors_are_not_swallowed() -> None:
+    wrong = [
+        (source.module, node.lineno)
+        for source in sources()
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ExceptHandler) and node.type is None
+    ]
+    assert wrong == []
+
+
+def code_words(source: Source) -> Iterator[tuple[int, str]]:
+    """Every name and every string of a file's code, with its line; docstrings, which cite sources, are none."""
+    texts = {
+        id(node.body[0].value)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            yield node.lineno, node.value
+        elif isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.alias | ast.FunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_family_is_named_in_the_family_table_alone(family: str) -> None:
+    wrong = [
+        (source.module, line, word)
+        for source in sources()
+        if not source.module.startswith("moe_pack.formats.families")
+        for line, word in code_words(source)
+        if family in word.lower()
+    ]
+    assert wrong == []
+
+
+def written_by_hand() -> list[Path]:
+    """Every Python file of the repository's own."""
+    folders = [ROOT / name for name in (*ROOMS, "tests", "benchmarks")]
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def test_no_file_is_longer_than_it_may_be() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines()) for path in written_by_hand()}
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield f"{path.relative_to(ROOT)}: {node.name}", node.end_lineno - node.lineno + 1
+
+
+def test_no_function_is_longer_than_it_may_be() -> None:
+    lengths = dict(entry for path in written_by_hand() for entry in functions(path))
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES} == {}
+
+
+def test_nine_functions_of_ten_are_short() -> None:
+    lengths = [lines for source in sources() for _, lines in functions(source.path)]
+    short = sum(lines <= USUAL_FUNCTION_LINES for lines in lengths)
+    assert short / len(lengths) >= USUAL_SHARE
+
+
+def loaded_by(module: str) -> set[str]:
+    """The top packages in memory after a fresh interpreter imports a module."""
+    script = f"import {module}, sys; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_formats_loads_none_of_the_heavy_packages() -> None:
+    heavy = {
+        "torch",
+        "hqq",
+        "transformers",
+        "datasets",
+        "click",
+        "tqdm",
+        "huggingface_hub",
+        "safetensors",
+        "tokenizers",
+    }
+    assert loaded_by("moe_pack.formats") & heavy == set()
+
+
+def test_importing_codecs_loads_torch_which_shows_that_the_test_above_can_fail() -> None:
+    assert "torch" in loaded_by("moe_pack.formats.codecs")
+
+
+@pytest.mark.parametrize("module", ["moe_pack.runtime", "moe_pack.runtime.cli"])
+def test_importing_the_runtime_loads_nothing_of_the_extras(module: str) -> None:
+    extras = {"hqq", "transformers", "datasets", "huggingface_hub", "safetensors", "jinja2", "pytest"}
+    assert loaded_by(module) & extras == set()
