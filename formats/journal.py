@@ -21,7 +21,7 @@ def decode_lines(raw: bytes) -> tuple[dict[int, Digests], int]:
     end = 0
     for line in raw.splitlines(keepends=True):
         text, _, check = line.rpartition(b" ")
-        if check != f"{zlib.crc32(text):08x}\n".encode("ascii"):
+        if check != f"{zlib.crc32(text):08x}\n".encode("ascii") or text.count(b" ") != 2:
             break
         item, crc32, sha256 = text.decode("ascii").split(" ")
         done[int(item)] = Digests(int(crc32, 16), bytes.fromhex(sha256))

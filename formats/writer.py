@@ -248,10 +248,11 @@ class PackWriter:
     def _open_file(self, name: str) -> int:
         path = self.folder / name
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        if path.exists():
-            self._fds[name] = os.open(path, flags)
-        else:
-            self._do("create", name, lambda: self._fds.__setitem__(name, os.open(path, flags, 0o644)))
+
+        def opened() -> None:
+            self._fds[name] = os.open(path, flags, 0o644)
+
+        self._do("open" if path.exists() else "create", name, opened)
         return self._fds[name]
 
     def _replace(self, name: str, raw: bytes) -> None:

@@ -364,7 +364,16 @@ def test_an_unfinished_file_that_cannot_be_opened_is_one_clear_line(source: Path
     assert_one_clear_line(str(caught.value), JOURNAL)
 
 
-# The pack's own imports are of no interest here: hqq asks torch for what torch now calls deprecated.
+def test_a_journal_line_of_nothing_but_a_matching_check_is_dropped(source: Path, tmp_path: Path) -> None:
+    converted(source, tmp_path / "whole")
+    out = unfinished(source, tmp_path / "out")
+    with (out / JOURNAL).open("ab") as journal:
+        journal.write(b"00000000\n")  # the CRC-32 of no bytes
+    assert converted(source, out).written
+    assert different_files(files_in(out), files_in(tmp_path / "whole")) == []
+
+
+# Importing hqq makes torch load modules of its own that use what it now calls deprecated.
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("quantizer", ["nearest", "absmax", "hqq"])
 def test_any_number_of_workers_writes_the_same_bytes(quantizer: Quantizer, tmp_path: Path) -> None:

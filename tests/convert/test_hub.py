@@ -68,5 +68,5 @@ def test_what_can_be_no_hub_id_is_refused_with_the_names_known(source: str) -> N
 
 def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(CheckpointError, match="is a file, expected the folder that holds config.json"):
+    with pytest.raises(CheckpointError, match=r"is a file, expected the folder that holds config\.json"):
         find_checkpoint(str(tmp_path / "model.safetensors"))

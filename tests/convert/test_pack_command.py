@@ -2,6 +2,10 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -174,6 +178,24 @@ def test_a_float32_source_in_16_bit_is_told_what_it_loses(tmp_path: Path) -> Non
     source = TinyMixtral(dtype=torch.float32).write(tmp_path / "source")
     result = run("convert", source, "-o", tmp_path / "p", "--record-bits", 16)
     assert "note: 16 bit is bfloat16; the source's F32 expert weights lose their last bits" in result.stderr
+
+
+def test_ctrl_c_leaves_a_conversion_that_goes_on(tmp_path: Path) -> None:
+    source = TinyMixtral(hidden_size=256, intermediate_size=1024, num_layers=3, num_experts=8).write(
+        tmp_path / "source"
+    )
+    command = [sys.executable, "-m", "moe_pack.convert.cli", "convert", str(source), "-o", str(tmp_path / "p")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not (tmp_path / "p" / "experts-000.safetensors").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (130, "")
+    assert errors.endswith(": interrupted; what is done stays, run the same command again to go on\n")
+    assert "Traceback" not in errors
+    resumed = run("convert", source, "-o", tmp_path / "p")
+    assert resumed.exit_code == 0
+    assert "of it from an earlier run" in resumed.stdout
 
 
 @pytest.mark.parametrize(

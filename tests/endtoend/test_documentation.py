@@ -1,6 +1,5 @@
 """Every command that README and docs show runs as it stands there."""
 
-import os
 import re
 import shlex
 from pathlib import Path
@@ -25,7 +24,7 @@ def shown_commands(page: Path) -> list[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    os.symlink(DEMO_MODEL, "mixtral")  # a folder of that name comes before the short name
+    Path("mixtral").symlink_to(DEMO_MODEL)  # a folder of that name comes before the short name
     commands = shown_commands(page)
     if not any("convert" in command for command in commands):
         commands.insert(0, ["moe-pack", "convert", "mixtral", "-o", "packed/"])

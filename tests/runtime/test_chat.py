@@ -69,7 +69,7 @@ def test_a_pack_without_template_is_refused(tmp_path: Path) -> None:
 def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_refused(template: str, tmp_path: Path) -> None:
     with (
         packed(tmp_path, tokenizer_config__json=config(template)) as held,
-        pytest.raises(RunError, match="^--chat: the pack's template failed"),
+        pytest.raises(RunError, match=r"^--chat: the pack's template failed"),
     ):
         chat_prompt(held, "Hello")
 

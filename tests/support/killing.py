@@ -31,6 +31,8 @@ from moe_pack.formats import Checkpoint, ConversionError, Item, Plan, Step, part
 
 JOURNAL = "conversion.journal"
 CLAIM = "conversion.json"
+MAX_DEATHS = 200  # some seven do
+MAX_SECONDS = 600  # a scenario takes a few; this only turns a hang into a failure
 OnStep = Callable[[Step], None]
 Files = dict[str, bytes]
 Said = dict[str, Any]  # one line of a conversion's account of itself
@@ -80,7 +82,7 @@ def run_scenario(scenario: str, workplace: Path, *prefix: str) -> list[Trial]:
     command = [*prefix, sys.executable, __file__, scenario, str(workplace)]
     # numpy's own threads are not wanted in a process that forks.
     env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=MAX_SECONDS)
     assert ended.returncode == 0, f"{scenario} failed:\n{ended.stderr}"
     return [
         Trial(
@@ -245,7 +247,7 @@ def torn_writes(work: Path) -> Iterator[Trial]:
     bench = Bench(work)
     for number, (action, path) in enumerate(bench.steps, 1):
         ways = (
-            ("half", "noise", "zeros", "a wrong digit", "all but the last byte")
+            ("half", "noise", "zeros", "wrong digits", "all but the last byte")
             if path == JOURNAL
             else ("half", "noise")
         )
@@ -275,7 +277,7 @@ class TornWrite:
             "half": raw[: len(raw) // 2],
             "all but the last byte": raw[:-1],
             "noise": random.Random(step.number).randbytes(len(raw)),
-            "a wrong digit": raw.replace(raw[-20:-19], b"0" if raw[-20:-19] != b"0" else b"1"),
+            "wrong digits": raw.replace(raw[-20:-19], b"0" if raw[-20:-19] != b"0" else b"1"),
             "zeros": bytes(len(raw)),  # what a file system leaves that knew the size before the bytes
         }[self._way]
         with (self._bench.out / step.path).open("r+b") as file:
@@ -323,6 +325,7 @@ def many_deaths(work: Path) -> Iterator[Trial]:
         chance = random.Random(seed)
         runs = [bench.run(dies_at(1), 1)]
         while runs[-1].killed:
+            assert len(runs) < MAX_DEATHS, "each run does some work, yet none comes to an end"
             runs.append(bench.run(dies_at(chance.randint(1, len(bench.steps) // 2)), chance.randint(1, 3)))
         yield bench.trial(f"seed {seed}", *runs)
 
