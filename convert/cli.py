@@ -186,7 +186,7 @@ def _advance(bar: "tqdm[None]", progress: Progress) -> None:
 
 def _say_converted(done: Conversion, output: Path, seconds: float, source_bytes: int) -> None:
     if not done.written:
-        click.echo(f"{output}: is this very pack already; nothing to do")
+        click.echo(f"{output}: holds the pack of this checkpoint with these options already; nothing to do")
         return
     with Pack(output) as pack:
         content = pack.manifest.totals.content

@@ -171,6 +171,7 @@ class PackWriter:
     def _lock(self) -> None:
         if not self.folder.exists():
             self._do("mkdir", str(self.folder), lambda: self.folder.mkdir(parents=True, exist_ok=True))
+            self._do("fsync", str(self.folder.parent), lambda: _sync_folder(self.folder.parent))
         try:
             self._lock_fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as fault:
@@ -295,3 +296,11 @@ class PackWriter:
                 else "nothing is lost; run the same command again"
             )
             raise ConversionError(f"{self.folder}: {action} {path} failed ({fault.strerror}); {advice}") from fault
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -18,7 +18,6 @@ class Text:
         if not pack.has("tokenizer.json"):
             raise RunError(f"{pack.folder}: has no tokenizer.json, so it cannot read a prompt; convert it with one")
         raw = pack.read_file("tokenizer.json").tobytes()
-        parse(raw, "tokenizer.json", PackError)
         try:
             self._tokenizer = Tokenizer.from_str(raw.decode("utf-8"))
         except Exception as fault:  # tokenizers raises nothing narrower

@@ -51,6 +51,7 @@ def _rope_theta(config: Config) -> float:
     rope.only("rope_type", "default")
     theta = rope.number("rope_theta")
     rope.refuse_unread()
+    config.only("rope_theta", theta)
     return theta
 
 

@@ -82,7 +82,9 @@ def test_a_pack_has_the_size_its_manifest_gives_to_the_byte(
 def test_a_second_run_says_that_the_pack_is_there(source: Path, tmp_path: Path) -> None:
     run("convert", source, "-o", tmp_path / "p", "--quantizer", "nearest")
     again = run("convert", source, "-o", tmp_path / "p", "--quantizer", "nearest")
-    assert again.stdout == f"{tmp_path}/p: is this very pack already; nothing to do\n"
+    assert again.stdout == (
+        f"{tmp_path}/p: holds the pack of this checkpoint with these options already; nothing to do\n"
+    )
     other = run("convert", source, "-o", tmp_path / "p", "--quantizer", "absmax")
     assert other.exit_code == 1
     assert "holds another pack" in other.stderr
@@ -134,6 +136,11 @@ ERRORS: dict[str, tuple[TinyMixtral, list[str], str]] = {
         TinyMixtral(config={"model_type": "dbrx"}),
         [],
         "config.json: architecture 'dbrx' is not supported; supported: mixtral",
+    ),
+    "two thetas": (
+        TinyMixtral(config={"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}}),
+        [],
+        "config.json: rope_theta is 10000.0, supported is 5000.0 only",
     ),
     "group": (
         TinyMixtral(),
