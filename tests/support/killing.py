@@ -349,7 +349,7 @@ class Drive:
         if self._last.action == "fsync":
             if self._last.path == ".":
                 self._names = self._names_now()
-            else:
+            elif self._last.path != str(self._folder.parent):  # the folder itself is taken to survive
                 path = self._folder / self._last.path
                 self._bytes[path.stat().st_ino] = path.read_bytes()
         self._last = step
@@ -389,7 +389,8 @@ def two_at_once(work: Path) -> Iterator[Trial]:
     """Holds one conversion still before a step; another comes; the first goes on. The second run is the other's."""
     bench = Bench(work)
     writes = [number for number, step in enumerate(bench.steps, 1) if step[0] == "write"]
-    for number in (2, writes[len(writes) // 2], len(bench.steps)):
+    locked = next(number for number, (action, _) in enumerate(bench.steps, 1) if action == "create")
+    for number in (locked, writes[len(writes) // 2], len(bench.steps)):
         waiting, going = os.pipe()
 
         def holds(step: Step, number: int = number, waiting: int = waiting) -> None:
