@@ -89,6 +89,7 @@ def convert(
         on_progress(Progress(done, total, ""))
         for item, raw, digests in _in_order(checkpoint, layout, plan, pending, workers):
             writer.write(item, raw, digests)
+            del raw  # or it would stay until the next item is there
             done += item.num_bytes
             on_progress(Progress(done, total, _name(item)))
         writer.seal(account.tables(writer), account.manifest)
@@ -120,7 +121,10 @@ def _in_order(
                     held_bytes += num_bytes
                     next_idx += 1
                 num_bytes, future = started.popleft()
-                yield future.result()
+                finished = future.result()
+                del future  # it holds the bytes too
+                yield finished
+                del finished
                 held_bytes -= num_bytes
         finally:
             stop.set()
