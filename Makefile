@@ -36,6 +36,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/quality.py
 	$(BIN)/python benchmarks/hqq_speed.py
 	$(BIN)/python benchmarks/bounded_memory.py
+	$(BIN)/python benchmarks/bounded_memory.py --bits 16
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

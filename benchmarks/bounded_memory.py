@@ -1,6 +1,6 @@
 """Measures how much memory a conversion needs: anonymous memory, sampled, and a memory cgroup it must fit into.
 
-Converts with 4 bit, group 64, selector `up`, first without limits, then inside a memory cgroup (version 1) that counts
+Converts with group 64, selector `up`, first without limits, then inside a memory cgroup (version 1) that counts
 the page cache too. Ends with exit code 1 if a conversion fails, its pack has not the predicted size, or its anonymous
 memory exceeds the limit at any sample.
 """
@@ -189,9 +189,9 @@ def _drop_page_cache(source: Path) -> bool:
         return False
 
 
-def _predicted(source: Path, quantizer: Quantizer) -> dict[str, int]:
+def _predicted(source: Path, quantizer: Quantizer, bits: int) -> dict[str, int]:
     """The bytes of every large file of the pack, before it is made."""
-    part = part_format(4, 64)
+    part = part_format(bits, 64)
     checkpoint = Checkpoint(source)
     try:
         layout = layout_for(checkpoint, uniform_plan(checkpoint.spec, "up", part, part, None, quantizer))
@@ -200,12 +200,15 @@ def _predicted(source: Path, quantizer: Quantizer) -> dict[str, int]:
     return {name: file.num_bytes for name, file in layout.files()}
 
 
-def convert_measured(source: Path, out: Path, quantizer: Quantizer, workers: int, cgroup: MemoryCgroup | None) -> Run:
+def convert_measured(
+    source: Path, out: Path, quantizer: Quantizer, bits: int, workers: int, cgroup: MemoryCgroup | None
+) -> Run:
     """Converts into `out`, which is removed afterwards, and measures."""
     command = [sys.executable, "-m", "moe_pack.convert.cli", "convert", str(source), "-o", str(out)]
     command += ["--workers", str(workers), "--quantizer", quantizer]
+    command += ["--selector-bits", str(bits), "--record-bits", str(bits)]
     source_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    predicted = _predicted(source, quantizer)
+    predicted = _predicted(source, quantizer, bits)
     dropped = _drop_page_cache(source)
     try:
         if cgroup is None:
@@ -258,6 +261,7 @@ def _table(runs: list[Run]) -> str:
     "--intermediate", default=_MIXTRAL_8X7B.intermediate, show_default=True, help="Of a generated checkpoint."
 )
 @click.option("--quantizer", type=click.Choice(get_args(Quantizer)), default="hqq", show_default=True)
+@click.option("--bits", default=4, show_default=True, help="Width of selector and records.")
 @click.option("--workers", default=2, show_default=True)
 @click.option("--only", type=click.Choice(["plain", "cgroup"]), help="One of the two runs.")
 @click.option("--anonymous-gib", default=1.5, show_default=True, help="Most anonymous memory allowed, GiB.")
@@ -270,6 +274,7 @@ def main(
     hidden: int,
     intermediate: int,
     quantizer: Quantizer,
+    bits: int,
     workers: int,
     only: str | None,
     anonymous_gib: float,
@@ -297,9 +302,9 @@ def main(
         for place in wanted:
             assert source is not None, "given or generated"
             click.echo(f"converting {'inside a cgroup' if place else 'without a cgroup'}", err=True)
-            runs.append(convert_measured(source, temporary / "pack", quantizer, workers, place))
+            runs.append(convert_measured(source, temporary / "pack", quantizer, bits, workers, place))
     faults = [fault for run in runs if (fault := run.fault(anonymous_limit_bytes))]
-    facts = {"quantizer": quantizer, "workers": workers, "anonymous_limit_bytes": anonymous_limit_bytes}
+    facts = {"quantizer": quantizer, "bits": bits, "workers": workers, "anonymous_limit_bytes": anonymous_limit_bytes}
     result = facts | {"runs": [asdict(run) for run in runs], "skipped": skipped, "faults": faults}
     click.echo(json.dumps(result) if as_json else _table(runs))
     for fault in faults:

@@ -5,8 +5,9 @@ moment leaves nobody behind who could still write. Items are written in one orde
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -87,11 +88,12 @@ def convert(
         pending = writer.pending()
         done = total - sum(item.num_bytes for item in pending)
         on_progress(Progress(done, total, ""))
-        for item, raw, digests in _in_order(checkpoint, layout, plan, pending, workers):
-            writer.write(item, raw, digests)
-            del raw  # or it would stay until the next item is there
-            done += item.num_bytes
-            on_progress(Progress(done, total, _name(item)))
+        with closing(_in_order(checkpoint, layout, plan, pending, workers)) as finished:
+            for item, raw, digests in finished:
+                writer.write(item, raw, digests)
+                del raw  # or it would stay until the next item is there
+                done += item.num_bytes
+                on_progress(Progress(done, total, _name(item)))
         writer.seal(account.tables(writer), account.manifest)
         return Conversion(layout, writer.resumed_bytes, written=True)
     finally:
@@ -100,7 +102,7 @@ def convert(
 
 def _in_order(
     checkpoint: Checkpoint, layout: PackLayout, plan: Plan, pending: list[Item], workers: int
-) -> Iterator[_Finished]:
+) -> Generator[_Finished, None, None]:
     """Each pending item with its bytes, in order; `workers` of them in the making, and one that waits its turn."""
     stop = Event()
 
