@@ -27,6 +27,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy $(ROOMS:%=-p moe_pack.%)
+	$(BIN)/mypy benchmarks/*.py tests/support/*.py
 	$(BIN)/pytest
 
 soak: $(INSTALLED)

@@ -202,7 +202,7 @@ def _large_bytes(layout: PackLayout) -> int:
     return sum(item.num_bytes for item in layout.items())
 
 
-@main.command("inspect")
+@main.command("inspect", short_help="Show model, bytes and widths of PACK.")
 @click.argument("pack", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print every fact, each expert's formats included, as JSON.")
 @command_errors(interrupted="interrupted")
@@ -266,7 +266,7 @@ def _span(ends: tuple[int, int]) -> str:
     return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}-{ends[1]}"
 
 
-@main.command("verify")
+@main.command("verify", short_help="Check every byte of PACK, or compare it with its source.")
 @click.argument("pack", type=click.Path(path_type=Path))
 @click.option("--against", metavar="PATH", help="Compare with the checkpoint it was made from.")
 @click.option(

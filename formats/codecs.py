@@ -26,7 +26,7 @@ class Bf16:
 
     def decode(self, part: Tensor) -> Tensor:
         """Weights in float32 [rows, num_cols] for u8 [rows, 2 num_cols]."""
-        return part.contiguous().view(torch.bfloat16).to(torch.float32)
+        return _viewed(part, torch.bfloat16).to(torch.float32)
 
 
 class Affine:
@@ -124,12 +124,17 @@ def _unpack_plane(packed: Tensor, bits: int) -> Tensor:
     return torch.cat([(packed >> shift) & mask for shift in range(0, 8, bits)], dim=2)
 
 
+def _viewed(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as another dtype. Copied first: the part of a row may begin where the dtype cannot be read in place."""
+    return stored.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 def _float16_bytes(values: Tensor) -> Tensor:
     return values.to(torch.float16).contiguous().view(torch.uint8)
 
 
 def _from_float16_bytes(stored: Tensor) -> Tensor:
-    return stored.contiguous().view(torch.float16).to(torch.float32)
+    return _viewed(stored, torch.float16).to(torch.float32)
 
 
 def _byte_scales(values: Tensor, signed: bool) -> Tensor:
@@ -145,6 +150,6 @@ def _byte_scales(values: Tensor, signed: bool) -> Tensor:
 
 
 def _from_byte_scales(stored: Tensor, signed: bool) -> Tensor:
-    multiplier = stored[:, :2].contiguous().view(torch.float16).to(torch.float32)
+    multiplier = _viewed(stored[:, :2], torch.float16).to(torch.float32)
     steps = stored[:, 2:].contiguous()
     return (steps.view(torch.int8) if signed else steps).to(torch.float32) * multiplier

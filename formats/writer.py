@@ -290,11 +290,9 @@ class PackWriter:
         try:
             change()
         except OSError as fault:
-            advice = (
-                "free some space, then run the same command again"
-                if fault.errno == errno.ENOSPC
-                else "nothing is lost; run the same command again"
-            )
+            advice = "give another output folder" if action == "mkdir" else "mend that, then run the same command again"
+            if fault.errno == errno.ENOSPC:
+                advice = "free some space, then run the same command again"
             raise ConversionError(f"{self.folder}: {action} {path} failed ({fault.strerror}); {advice}") from fault
 
 

@@ -89,5 +89,5 @@ class PackedExpert:
         held = self._extent[base + start * rows.row_bytes : base + stop * rows.row_bytes].view(-1, rows.row_bytes)
         end = part.offset + part.num_bytes
         weights = decode_part(part.format, rows.num_cols, held[:, part.offset : end])
-        bias = held[:, end : end + 4].contiguous().view(torch.float32)[:, 0] if part.has_bias else None
+        bias = held[:, end : end + 4].clone().view(torch.float32)[:, 0] if part.has_bias else None
         return weights, bias

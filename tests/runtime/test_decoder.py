@@ -102,3 +102,14 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int, tiny_pack: Path) 
         with pytest.raises(RunError, match="vocabulary of 96"):
             decoder.next_logits([token])
         decoder.next_logits([95])
+
+
+@pytest.mark.parametrize(("group", "scale_bits"), [(64, 8), (64, 16), (0, 8), (16, 8)])
+def test_one_row_decodes_as_it_does_among_others(
+    group: int, scale_bits: int, tiny_source: Path, tmp_path: Path
+) -> None:
+    """Alone, a row's parts begin at odd bytes where scales are bytes of an odd number."""
+    pack(tiny_source, tmp_path / "packed", group=group, scale_bits=scale_bits, dense_width=3)
+    with Pack(tmp_path / "packed") as held:
+        embed = PackWeights(held, CPU).matrix("embed")
+        assert torch.equal(torch.cat([embed.rows(i, i + 1) for i in range(96)]), embed.rows(0, 96))

@@ -95,7 +95,7 @@ class TinyMixtral:
             save_file(tensors, folder / "model.safetensors")
             return folder
         names = sorted(tensors)
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number in range(self.num_shards):
             shard = f"model-{number + 1:05d}-of-{self.num_shards:05d}.safetensors"
             held = {name: tensors[name] for name in names[number :: self.num_shards]}
@@ -121,7 +121,7 @@ def pack(
     """Converts a checkpoint with every part alike; `nearest` by default, because it is quick."""
     checkpoint = Checkpoint(source)
     part = part_format(width, group, scale_bits)
-    dense = None if dense_width is None else part_format(dense_width, group)
+    dense = None if dense_width is None else part_format(dense_width, group, scale_bits)
     try:
         plan = uniform_plan(checkpoint.spec, selector, part, part, dense, quantizer)
         return convert(checkpoint, plan, out, workers)
