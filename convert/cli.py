@@ -278,7 +278,7 @@ def verify_command(pack: Path, against: str | None, text: TextIO | None, as_json
     """Check every byte of PACK; with --against, measure how far it is from the original.
 
     Digests of all files and experts, the CRC of every row, padding, order. --against compares every weight with the
-    source's, and the predictions on up to 512 tokens of text (both models run in bounded memory). Exit code 1 if
+    source's, and the predictions on up to 512 tokens of text; one expert at a time is in memory. Exit code 1 if
     anything is damaged, or the pack is not one of that checkpoint.
     """
     with Pack(pack) as held:
