@@ -25,6 +25,7 @@ from moe_pack.formats import (
     SELECTORS,
     Checkpoint,
     ExpertFormat,
+    Matrix,
     Pack,
     PackLayout,
     Quantizer,
@@ -253,8 +254,8 @@ def _print_formats(pack: Pack) -> None:
     click.echo(f"dense matrices: {', '.join(quantized) if quantized else 'as in the source'}; * in the selector")
 
 
-def _part_text(formats: ExpertFormat, pack: Pack, matrix: str) -> str:
-    part = {"gate": formats.gate, "up": formats.up, "down": formats.down}[matrix]
+def _part_text(formats: ExpertFormat, pack: Pack, matrix: Matrix) -> str:
+    part = formats.of(matrix)
     if part is None:
         return "-"
     selected = pack.layout.experts[0][0].selector

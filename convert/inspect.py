@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from moe_pack.formats import MATRICES, ExpertFormat, Pack, dump, format_text
+from moe_pack.formats import MATRICES, ExpertFormat, Matrix, Pack, dump, format_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,6 @@ def _expert_runs(pack: Pack, layer: int, experts: tuple[ExpertFormat, ...]) -> l
     return runs
 
 
-def _part(formats: ExpertFormat, matrix: Any) -> str | None:
+def _part(formats: ExpertFormat, matrix: Matrix) -> str | None:
     part = formats.of(matrix)
     return None if part is None else format_text(part)

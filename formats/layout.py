@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from moe_pack.formats.plan import PartFormat, Plan, format_fault
+from moe_pack.formats.errors import PlanError
+from moe_pack.formats.plan import PartFormat, Plan, format_fault, plan_fault
 from moe_pack.formats.roles import DenseRole, dense_roles
 from moe_pack.formats.rows import ExpertLayout, RowLayout, expert_layout, row_layout
 from moe_pack.formats.spec import ModelSpec
@@ -83,7 +84,11 @@ def pack_layout(spec: ModelSpec, plan: Plan, dense_dtypes: Sequence[str]) -> Pac
     """The layout of the pack that `plan` makes of a model.
 
     Args:    dense_dtypes: safetensors dtype of each dense tensor in the source, in the order of `dense_roles`.
+    Raises:  PlanError if the plan is for another model, or asks for what its rows cannot hold.
     """
+    fault = plan_fault(plan, spec)
+    if fault:
+        raise PlanError(f"plan: {fault}")
     experts = tuple(
         tuple(expert_layout(expert, plan.selector, spec.expert, spec.hidden_size) for expert in layer)
         for layer in plan.experts

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import Checkpoint, ModelSpec, Selector
+from moe_pack.formats import Matrix as MatrixName
 from moe_pack.runtime.matrix import Matrix, row_blocks
 from moe_pack.runtime.weights import Expert, NeuronBlock
 
@@ -68,6 +69,5 @@ class _SourceExpert:
             gate = self._neurons("gate", start, stop) if "gate" in self._names else None
             yield NeuronBlock(gate, self._neurons("up", start, stop), down[:, start:stop].T.to(torch.float32))
 
-    def _neurons(self, matrix: str, start: int, stop: int) -> Tensor:
-        names = {str(name): source for name, source in self._names.items()}
-        return read_rows(self._checkpoint, names[matrix], start, stop).to(torch.float32)
+    def _neurons(self, matrix: MatrixName, start: int, stop: int) -> Tensor:
+        return read_rows(self._checkpoint, self._names[matrix], start, stop).to(torch.float32)

@@ -1,0 +1,116 @@
+"""Plans: what a model's rows can hold, and what no plan can ask of it."""
+
+import dataclasses
+
+import pytest
+
+from moe_pack.formats import (
+    BF16,
+    MATRICES,
+    AttentionSpec,
+    ExpertFormat,
+    ExpertSpec,
+    ModelSpec,
+    PartFormat,
+    Plan,
+    PlanError,
+    RopeSpec,
+    RouterSpec,
+    dense_roles,
+    format_text,
+    pack_layout,
+    part_format,
+    uniform_plan,
+)
+
+SPEC = ModelSpec(
+    family="mixtral",
+    hidden_size=64,
+    vocab_size=96,
+    num_hidden_layers=2,
+    moe_layers=(0, 1),
+    max_position_embeddings=128,
+    norm="rms",
+    norm_eps=1e-5,
+    tied_head=False,
+    attention=AttentionSpec("grouped_query", 2, 1, 32, None),
+    rope=RopeSpec("default", 1e6),
+    router=RouterSpec("softmax_topk", 3, 2, True),
+    expert=ExpertSpec("silu", 48, MATRICES, (), 0),
+)
+FOUR = part_format(4, 32)
+PLAN = uniform_plan(SPEC, "up", FOUR, BF16)
+
+
+def refusal(plan: Plan, spec: ModelSpec = SPEC) -> str:
+    with pytest.raises(PlanError) as caught:
+        pack_layout(spec, plan, ["BF16"] * len(dense_roles(spec)))
+    return str(caught.value)
+
+
+def test_a_uniform_plan_stores_selector_and_records_as_asked() -> None:
+    assert PLAN.experts == ((ExpertFormat(gate=BF16, up=FOUR, down=BF16),) * 3,) * 2
+    assert len(pack_layout(SPEC, PLAN, ["BF16"] * len(dense_roles(SPEC))).experts) == 2
+
+
+def test_every_expert_may_have_formats_of_its_own() -> None:
+    other = ExpertFormat(part_format(2, 16), part_format(3, 0, 8), part_format(8, 64))
+    mixed = dataclasses.replace(PLAN, experts=((PLAN.experts[0][0], other, other), PLAN.experts[1]))
+    layout = pack_layout(SPEC, mixed, ["BF16"] * len(dense_roles(SPEC)))
+    # Up in 3 bit with one pair of byte scales: 24 + 2 * 3 + 4 bytes, padded to 48.
+    assert [expert.selector.row_bytes for expert in layout.experts[0] if expert.selector] == [48, 48, 48]
+    # Gate in 2 bit with 4 groups and down in 8 bit with one: 16 + 16 + 64 + 4 + 4 bytes, padded to 112.
+    assert [expert.records.row_bytes for expert in layout.experts[0]] == [272, 112, 112]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experts": PLAN.experts[:1]}, "plan: 1 layers planned, the model has 2 with experts"),
+        (
+            {"experts": (PLAN.experts[0], PLAN.experts[1][:2])},
+            "plan: layer 1: 2 experts planned, the model has 3",
+        ),
+        (
+            {"experts": (PLAN.experts[0], (ExpertFormat(None, FOUR, FOUR),) * 3)},
+            "plan: layer 1 expert 0: format of gate does not fit the model's matrices",
+        ),
+        (
+            {"experts": (PLAN.experts[0], (ExpertFormat(FOUR, FOUR, part_format(4, 128)),) * 3)},
+            "plan: layer 1 expert 0 down: group size 128 does not divide rows of 64 values",
+        ),
+        (
+            {"dense": part_format(5, 64)},
+            "plan: dense matrices: width 5, expected one of 1, 2, 3, 4, 8 (or 16 for bf16)",
+        ),
+    ],
+)
+def test_a_plan_for_another_model_is_refused(change: dict[str, object], message: str) -> None:
+    assert refusal(dataclasses.replace(PLAN, **change)) == message  # type: ignore[arg-type]  # one field each
+
+
+@pytest.mark.parametrize(
+    ("part", "fault"),
+    [
+        (PartFormat("affine", 4, 24, 16), "group size 24, expected one of 16, 32, 64, 128 or row"),
+        (PartFormat("affine", 4, 64, 12), "scales of 12 bits, expected 8 or 16"),
+        (PartFormat("bf16", 8, 0, 16), "bf16 has width 16 and no groups, found width 8, group 0"),
+        (PartFormat("affine", 16, 64, 16), "width 16, expected one of 1, 2, 3, 4, 8 (or 16 for bf16)"),
+    ],
+)
+def test_a_format_that_no_codec_has_is_refused(part: PartFormat, fault: str) -> None:
+    with pytest.raises(PlanError, match=r"^--record-bits/--group-size: ") as caught:
+        uniform_plan(SPEC, "up", FOUR, part)
+    assert str(caught.value).endswith(fault)
+
+
+def test_experts_without_gate_have_no_gate_selector() -> None:
+    two = dataclasses.replace(SPEC, expert=ExpertSpec("silu", 48, ("up", "down"), (), 0))
+    assert uniform_plan(two, "up", FOUR, FOUR).experts[0][0].gate is None
+    with pytest.raises(PlanError, match=r"^--selector both: this model's experts have no gate matrix; use up or none$"):
+        uniform_plan(two, "both", FOUR, FOUR)
+
+
+def test_formats_are_named_as_tables_show_them() -> None:
+    formats = (BF16, part_format(4, 64), part_format(2, 0, 8))
+    assert [format_text(part) for part in formats] == ["bf16", "4 bit g64", "2 bit row, byte scales"]
