@@ -193,7 +193,8 @@ def test_ctrl_c_leaves_a_conversion_that_goes_on(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "moe_pack.convert.cli", "convert", str(source), "-o", str(tmp_path / "p")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not (tmp_path / "p" / "experts-000.safetensors").exists():
+    journal = tmp_path / "p" / "conversion.journal"
+    while process.poll() is None and not (journal.exists() and journal.stat().st_size):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
