@@ -192,11 +192,10 @@ def _say_converted(done: Conversion, output: Path, seconds: float, source_bytes:
     with Pack(output) as pack:
         content = pack.manifest.totals.content
         bits = bits_per_weight(pack)
-    resumed = f", {size_text(done.resumed_bytes)} of it from an earlier run" if done.resumed_bytes else ""
-    click.echo(
-        f"{output}: {size_text(content)}{resumed}, {bits:.2f} bits an expert weight, "
-        f"in {seconds:.1f} s ({source_bytes / max(seconds, 1e-9) / 1e6:.0f} MB/s of source)"
-    )
+    # A rate would count what an earlier run has done: only a whole run has one.
+    rate = f"({source_bytes / max(seconds, 1e-9) / 1e6:.0f} MB/s of source)"
+    how = f"and {size_text(done.resumed_bytes)} of it from an earlier run" if done.resumed_bytes else rate
+    click.echo(f"{output}: {size_text(content)}, {bits:.2f} bits an expert weight, in {seconds:.1f} s {how}")
 
 
 def _large_bytes(layout: PackLayout) -> int:

@@ -7,16 +7,14 @@ from torch import Tensor
 
 from moe_pack.formats import Checkpoint, ModelSpec, Selector
 from moe_pack.formats import Matrix as MatrixName
-from moe_pack.runtime.matrix import Matrix, row_blocks
+from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, row_blocks
 from moe_pack.runtime.weights import Expert, NeuronBlock
-
-_TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def read_rows(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor:
     """Rows of a source matrix in the source's dtype, [stop - start, columns]."""
     raw = torch.from_numpy(checkpoint.rows(name, start, stop))
-    return raw.view(_TORCH_DTYPES[checkpoint.dtype(name)]).view(stop - start, -1)
+    return raw.view(TORCH_DTYPES[checkpoint.dtype(name)]).view(stop - start, -1)
 
 
 class CheckpointWeights:

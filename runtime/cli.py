@@ -140,11 +140,10 @@ def _report(
     options: RunOptions, pack: Pack, weights: PackWeights, decoder: Decoder, clock: _Clock, num_prompt_tokens: int
 ) -> None:
     made = clock.num_tokens
-    per_token = weights.bytes_read / max(1, made)
     lines = [
         ("prompt", f"{num_prompt_tokens} tokens, {_rate(num_prompt_tokens, clock.prefill_s)}"),
         ("generated", f"{made} tokens, {_rate(made - 1, clock.decode_s)}"),
-        ("experts read", f"{size_text(weights.bytes_read)}, {size_text(per_token)} a token"),
+        ("experts read", f"{size_text(weights.bytes_read)}, prompt and continuation"),
         ("dense weights", size_text(pack.manifest.totals.dense)),
         ("key-value cache", f"{size_text(decoder.cache.num_bytes)} for {decoder.cache.context_tokens} tokens"),
         ("computed by", f"plain torch on {options.device}, {torch.get_num_threads()} threads"),

@@ -5,13 +5,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, ModelSpec, Pack, PackError
+from moe_pack.formats import DENSE_FILE, ExpertLayout, ModelSpec, Pack, PackError
 from moe_pack.formats import Matrix as MatrixName
 from moe_pack.formats.codecs import decode_part
-from moe_pack.runtime.matrix import Matrix, RowMatrix, StoredMatrix, row_blocks
+from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, RowMatrix, StoredMatrix, row_blocks
 from moe_pack.runtime.weights import Expert, NeuronBlock
-
-_TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 class PackWeights:
@@ -31,14 +29,14 @@ class PackWeights:
         self._device = device
         self._dense: dict[str, Matrix] = {}
         self._vectors: dict[str, Tensor] = {}
-        held = torch.from_numpy(pack.read_file("dense.safetensors"))
+        held = torch.from_numpy(pack.read_file(DENSE_FILE))
         for dense in pack.layout.dense:
             entry = dense.entry
             raw = held[entry.offset : entry.offset + entry.num_bytes].to(device)
             if dense.rows is not None:
                 self._dense[dense.role.name] = RowMatrix(dense.rows, raw.view(entry.shape))
                 continue
-            values = raw.view(_TORCH_DTYPES[dense.dtype]).view(entry.shape)
+            values = raw.view(TORCH_DTYPES[dense.dtype]).view(entry.shape)
             if len(entry.shape) == 1:
                 self._vectors[dense.role.name] = values.to(torch.float32)
             else:
