@@ -1,27 +1,49 @@
 """Runs packs: the decoder, its sources of weights, sampling, text. `moe-run` is its command."""
 
+from moe_pack.runtime.attention import visible
 from moe_pack.runtime.checkpoint_weights import CheckpointWeights, read_rows
 from moe_pack.runtime.decoder import Decoder
+from moe_pack.runtime.expert import ACTIVATIONS, Activations, activations, run_expert
 from moe_pack.runtime.generate import context_for, generate
-from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix
+from moe_pack.runtime.kv_cache import KVCache
+from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, run_unrouted
+from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, row_blocks
 from moe_pack.runtime.pack_weights import PackWeights
+from moe_pack.runtime.rope import Angles, Rope
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text, TextStream
 from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
 
 __all__ = [
+    "ACTIVATIONS",
     "TORCH_DTYPES",
+    "Activations",
+    "Angles",
     "CheckpointWeights",
     "Decoder",
     "Expert",
+    "KVCache",
     "Matrix",
     "NeuronBlock",
     "PackWeights",
+    "Rope",
     "Sampler",
+    "StoredMatrix",
     "Text",
     "TextStream",
     "Weights",
+    "activations",
+    "add_attention",
     "context_for",
+    "embed",
     "generate",
+    "head",
+    "linear",
+    "mlp_input",
     "read_rows",
+    "route_tokens",
+    "row_blocks",
+    "run_expert",
+    "run_unrouted",
+    "visible",
 ]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import AttentionSpec, GroupedQuerySpec
-from moe_pack.runtime.kv_cache import KVCache
+from moe_pack.runtime.kv_cache import LayerCache
 from moe_pack.runtime.latent_attention import attend_latent
 from moe_pack.runtime.matrix import linear
 from moe_pack.runtime.norm import rms_norm
@@ -21,7 +21,7 @@ def visible(spec: AttentionSpec, start: int, num_tokens: int, device: torch.devi
     return seen if window is None else seen & (key > query - window)
 
 
-def attend(x: Tensor, weights: Weights, layer: int, cache: KVCache, angles: Angles, mask: Tensor) -> Tensor:
+def attend(x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: Angles, mask: Tensor) -> Tensor:
     """One layer's attention for new tokens; their keys and values enter the cache after those already there.
 
     Args:    x: float32 [T, d], normed.   angles: from `Rope`.   mask: from `visible`.
@@ -38,7 +38,7 @@ def _attend_grouped(
     weights: Weights,
     spec: GroupedQuerySpec,
     layer: int,
-    cache: KVCache,
+    cache: LayerCache,
     angles: Angles,
     mask: Tensor,
 ) -> Tensor:
@@ -60,10 +60,14 @@ def _attend_grouped(
 
     interleaved = weights.spec.rope.interleaved
     q = rotate(heads("q", spec.num_heads), angles, interleaved)
-    cache.keys[layer, :, start:stop] = rotate(heads("k", spec.num_kv_heads), angles, interleaved)
-    cache.values[layer, :, start:stop] = heads("v", spec.num_kv_heads)
-    keys, values = cache.seen(layer, stop)
+    cache.keys[:, start:stop] = rotate(heads("k", spec.num_kv_heads), angles, interleaved)
+    cache.values[:, start:stop] = heads("v", spec.num_kv_heads)
     mixed = torch.nn.functional.scaled_dot_product_attention(
-        q[None], keys[None], values[None], attn_mask=mask, scale=spec.scale, enable_gqa=True
+        q[None],
+        cache.keys[None, :, :stop],
+        cache.values[None, :, :stop],
+        attn_mask=mask,
+        scale=spec.scale,
+        enable_gqa=True,
     )  # [1, heads, T, head_dim]
     return project("o", mixed[0].transpose(0, 1).flatten(1))

@@ -1,21 +1,18 @@
 """The decoder: the whole forward pass, in plain torch, over any source of weights.
 
-    x = embed(ids);  each layer: x += attention(norm(x)),  x += mlp(norm(x));  logits = head(norm(x))
-
-Hidden state, router logits and all sums are float32. Everything faster is tested against this.
+The parts of a layer are in `layer`, an expert's arithmetic in `expert`, routing in `router`. Hidden state, router
+logits and all sums are float32. Everything faster is tested against this.
 """
 
 import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.attention import attend, visible
-from moe_pack.runtime.expert import run_dense_expert, run_expert
+from moe_pack.runtime.attention import visible
+from moe_pack.runtime.expert import run_expert
 from moe_pack.runtime.kv_cache import KVCache
-from moe_pack.runtime.matrix import gather_rows, linear
-from moe_pack.runtime.norm import norm
+from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, run_unrouted
 from moe_pack.runtime.rope import Rope
-from moe_pack.runtime.router import route
 from moe_pack.runtime.weights import Weights
 
 PREFILL_TOKENS = 512  # tokens a forward pass at most: bounds attention scores and hidden states
@@ -84,44 +81,36 @@ class Decoder:
 
     def _chunk(self, ids: Tensor, num_tokens: int) -> Tensor:
         """The hidden state after the last layer, float32 [T, d]; the sequence will have `num_tokens`."""
-        spec, start = self.spec, self.cache.num_tokens
-        x = gather_rows(self._weights.matrix("embed"), ids) * spec.embedding_multiplier
+        spec, weights, start = self.spec, self._weights, self.cache.num_tokens
+        x = embed(ids, weights)
         angles = self._rope(torch.arange(start, start + len(ids), device=self.device), num_tokens)
         mask = visible(spec.attention, start, len(ids), self.device)
         for layer in range(spec.num_hidden_layers):
-            normed = norm(x, self._weights, f"layers.{layer}.attention_norm")
-            x = x + attend(normed, self._weights, layer, self.cache, angles, mask) * spec.residual_multiplier
-            normed = norm(x, self._weights, f"layers.{layer}.mlp_norm")
-            x = x + self._mlp(normed, layer) * spec.residual_multiplier
+            x = add_attention(x, weights, layer, self.cache.layer(layer), angles, mask)
+            x = x + self._mlp(mlp_input(x, weights, layer), layer) * spec.residual_multiplier
         self.cache.num_tokens += len(ids)
         return x
 
     def _mlp(self, x: Tensor, layer: int) -> Tensor:
         """The second half of a layer for normed hidden states [T, d]: its experts, or its one dense expert."""
-        function, role = self.spec.expert.function, f"layers.{layer}"
+        unrouted = run_unrouted(x, self._weights, layer)
         if layer not in self._layer_idx:
-            return run_dense_expert(x, self._weights, f"{role}.mlp", function)
+            assert unrouted is not None, "a layer without experts is dense"
+            return unrouted
         y = self._experts(x, layer)
-        shared = self.spec.shared_expert
-        if shared is None:
-            return y
-        output = run_dense_expert(x, self._weights, f"{role}.shared", function)
-        if shared.gated:
-            output = output * torch.sigmoid(linear(x, self._weights.matrix(f"{role}.shared_router")))
-        return y + output
+        return y if unrouted is None else y + unrouted
 
     def _experts(self, x: Tensor, layer: int) -> Tensor:
         """The routed experts of a layer for normed hidden states [T, d]; each expert is brought once."""
-        spec, layer_idx, role = self.spec, self._layer_idx[layer], f"layers.{layer}"
-        bias = self._weights.vector(f"{role}.router_bias") if spec.router.bias else None
-        experts, weights = route(linear(x, self._weights.matrix(f"{role}.router")), spec.router, bias)
+        layer_idx = self._layer_idx[layer]
+        experts, weights = route_tokens(x, self._weights, layer)
         y = torch.zeros_like(x)
         for expert in sorted(set(experts.flatten().tolist())):  # rising, so that sums are made in one order
             token_idx, place = torch.where(experts == expert)
             output = run_expert(
                 x[token_idx],
                 self._weights.expert(layer_idx, expert),
-                spec.expert.function,
+                self.spec.expert.function,
                 self._weights.selector,
                 self._weights.threshold(layer_idx, expert),
             )
@@ -130,7 +119,4 @@ class Decoder:
 
     @torch.inference_mode()
     def _head(self, hidden: Tensor) -> Tensor:
-        spec = self.spec
-        matrix = self._weights.matrix("embed" if spec.tied_head else "head")
-        bias = self._weights.vector("head_bias") if spec.head_bias else None
-        return linear(norm(hidden, self._weights, "norm"), matrix, bias) / spec.logits_scaling
+        return head(hidden, self._weights)

@@ -7,6 +7,7 @@ NaN runs and is seen. `a` is what the selector kind makes known before the recor
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ def run_expert(x: Tensor, expert: Expert, function: str, selector: Selector, thr
     """
     y = torch.zeros_like(x)
     for block in expert.blocks():
-        h, a = _activations(x, block, function, selector)
+        values = activations(x, block, function)
+        h, a = values.h, values.of(selector)
         runs = (a != 0) & ~(a.abs() < threshold)  # [T, n]
         y += torch.where(runs, h, 0.0) @ block.down
     return y
@@ -48,18 +50,33 @@ def run_dense_expert(x: Tensor, weights: Weights, role: str, function: str) -> T
     return linear(h, weights.matrix(f"{role}.down"))
 
 
-def _activations(x: Tensor, block: NeuronBlock, function: str, selector: Selector) -> tuple[Tensor, Tensor]:
-    """`h` and `a` of a block's neurons, float32 [T, n] each."""
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What some neurons do for some tokens, float32 [T, n] each: `up`, the gate's activation, and `h` itself."""
+
+    up: Tensor
+    gate: Tensor
+    h: Tensor
+
+    def of(self, selector: Selector) -> Tensor:
+        """`a` of this selector kind: what a threshold is compared with."""
+        return {"up": self.up, "gate": self.gate, "both": self.h, "none": self.h}[selector]
+
+
+def activations(x: Tensor, block: NeuronBlock, function: str) -> Activations:
+    """The activations of a block's neurons for tokens float32 [T, d].
+
+    An expert of two matrices has one activation, that of up: it stands for all three.
+    """
     activation = ACTIVATIONS[function]
     u = x @ block.up.T
     if block.up_bias is not None:
         u = u + block.up_bias
-    if block.gate is None:  # an expert of two matrices: h is the activation of up
+    if block.gate is None:
         h = activation(u)
-        return h, h
+        return Activations(h, h, h)
     g = x @ block.gate.T
     if block.gate_bias is not None:
         g = g + block.gate_bias
     active = activation(g)
-    h = active * u
-    return h, {"up": u, "gate": active, "both": h, "none": h}[selector]
+    return Activations(u, active, active * u)

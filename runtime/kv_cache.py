@@ -1,9 +1,20 @@
 """What attention keeps of earlier tokens, allocated once."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from moe_pack.formats import GroupedQuerySpec, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """A layer's keys and values, float32 [heads, context, width], of which the first `num_tokens` are held."""
+
+    keys: Tensor
+    values: Tensor
+    num_tokens: int
 
 
 class KVCache:
@@ -12,11 +23,14 @@ class KVCache:
     Latent attention keeps one vector a token and layer: the latent, then the rotated key; the latent is the value of
     its one head, so that `values` is a view of `keys`.
 
-    Args:    context_tokens: the most positions it will ever hold.
+    Args:    context_tokens: the most positions it will ever hold.   num_layers: the model's, unless given.
     """
 
-    def __init__(self, spec: ModelSpec, context_tokens: int, device: torch.device) -> None:
-        attention, num_layers = spec.attention, spec.num_hidden_layers
+    def __init__(
+        self, spec: ModelSpec, context_tokens: int, device: torch.device, num_layers: int | None = None
+    ) -> None:
+        attention = spec.attention
+        num_layers = spec.num_hidden_layers if num_layers is None else num_layers
         if isinstance(attention, GroupedQuerySpec):
             shape = (num_layers, attention.num_kv_heads, context_tokens, attention.head_dim)
             self.keys = torch.zeros(shape, device=device)
@@ -30,6 +44,6 @@ class KVCache:
         self.context_tokens = context_tokens
         self.num_tokens = 0
 
-    def seen(self, layer: int, stop: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values of the first `stop` positions, [heads, stop, width] each."""
-        return self.keys[layer, :, :stop], self.values[layer, :, :stop]
+    def layer(self, idx: int) -> LayerCache:
+        """A layer's share, into which its attention writes."""
+        return LayerCache(self.keys[idx], self.values[idx], self.num_tokens)

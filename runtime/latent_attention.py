@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import LatentSpec
-from moe_pack.runtime.kv_cache import KVCache
+from moe_pack.runtime.kv_cache import LayerCache
 from moe_pack.runtime.matrix import MAX_DECODED_BYTES, linear
 from moe_pack.runtime.norm import rms_norm
 from moe_pack.runtime.rope import Angles, rotate
@@ -20,7 +20,7 @@ from moe_pack.runtime.weights import Weights
 
 
 def attend_latent(
-    x: Tensor, weights: Weights, spec: LatentSpec, layer: int, cache: KVCache, angles: Angles, mask: Tensor
+    x: Tensor, weights: Weights, spec: LatentSpec, layer: int, cache: LayerCache, angles: Angles, mask: Tensor
 ) -> Tensor:
     """One layer's attention for new tokens; latents and rotated keys enter the cache after those already there.
 
@@ -34,9 +34,9 @@ def attend_latent(
     q = torch.cat((q_nope, rotate(q_rope, angles, interleaved)), dim=-1)
     latent, key = torch.split(linear(x, weights.matrix(f"{role}.kv_a")), [spec.kv_lora_rank, rope_dim], dim=-1)
     latent = rms_norm(latent, weights.vector(f"{role}.kv_a_norm"), spec.lora_norm_eps)
-    cache.keys[layer, 0, start:stop] = torch.cat((latent, rotate(key[None], angles, interleaved)[0]), dim=-1)
+    cache.keys[0, start:stop] = torch.cat((latent, rotate(key[None], angles, interleaved)[0]), dim=-1)
     attend = _absorbed if absorbs(len(x), stop, spec) else _expanded
-    mixed = torch.cat(list(attend(q, weights, spec, role, cache.keys[layer, 0, :stop], mask)))  # [heads, T, v]
+    mixed = torch.cat(list(attend(q, weights, spec, role, cache.keys[0, :stop], mask)))  # [heads, T, v]
     return linear(mixed.transpose(0, 1).flatten(1), weights.matrix(f"{role}.o"))
 
 

@@ -1,0 +1,63 @@
+"""The parts of a decoder layer, each a function of hidden states: what the decoder and layer-by-layer passes share.
+
+    x = embed(ids);  each layer: x += attention(norm(x)),  x += mlp(norm(x));  logits = head(norm(x))
+    mlp(x) = sum over the token's experts of weight * expert(x),  + shared(x);  or one dense expert
+
+All hidden states are float32 [T, d].
+"""
+
+import torch
+from torch import Tensor
+
+from moe_pack.runtime.attention import attend
+from moe_pack.runtime.expert import run_dense_expert
+from moe_pack.runtime.kv_cache import LayerCache
+from moe_pack.runtime.matrix import gather_rows, linear
+from moe_pack.runtime.norm import norm
+from moe_pack.runtime.rope import Angles
+from moe_pack.runtime.router import route
+from moe_pack.runtime.weights import Weights
+
+
+def embed(ids: Tensor, weights: Weights) -> Tensor:
+    """The hidden states before the first layer, for tokens int64 [T]."""
+    return gather_rows(weights.matrix("embed"), ids) * weights.spec.embedding_multiplier
+
+
+def add_attention(x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: Angles, mask: Tensor) -> Tensor:
+    """The first half of a layer: hidden states with its attention added."""
+    normed = norm(x, weights, f"layers.{layer}.attention_norm")
+    return x + attend(normed, weights, layer, cache, angles, mask) * weights.spec.residual_multiplier
+
+
+def mlp_input(x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """What the second half of a layer sees: the input of its router and its experts."""
+    return norm(x, weights, f"layers.{layer}.mlp_norm")
+
+
+def route_tokens(x: Tensor, weights: Weights, layer: int) -> tuple[Tensor, Tensor]:
+    """The experts of tokens and their weights, int64 and float32 [T, k], from `mlp_input`."""
+    router, role = weights.spec.router, f"layers.{layer}"
+    bias = weights.vector(f"{role}.router_bias") if router.bias else None
+    return route(linear(x, weights.matrix(f"{role}.router")), router, bias)
+
+
+def run_unrouted(x: Tensor, weights: Weights, layer: int) -> Tensor | None:
+    """What every token gets beside its routed experts, or None: the shared expert, or the layer's one dense expert."""
+    spec, role = weights.spec, f"layers.{layer}"
+    if layer not in spec.moe_layers:
+        return run_dense_expert(x, weights, f"{role}.mlp", spec.expert.function)
+    if spec.shared_expert is None:
+        return None
+    output = run_dense_expert(x, weights, f"{role}.shared", spec.expert.function)
+    if spec.shared_expert.gated:
+        output = output * torch.sigmoid(linear(x, weights.matrix(f"{role}.shared_router")))
+    return output
+
+
+def head(x: Tensor, weights: Weights) -> Tensor:
+    """The logits of hidden states after the last layer, float32 [T, vocabulary]."""
+    spec = weights.spec
+    matrix = weights.matrix("embed" if spec.tied_head else "head")
+    bias = weights.vector("head_bias") if spec.head_bias else None
+    return linear(norm(x, weights, "norm"), matrix, bias) / spec.logits_scaling
