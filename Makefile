@@ -7,7 +7,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
-ROOMS := formats runtime convert
+ROOMS := formats runtime calib convert
 # Tests and type checker see the rooms as installed, linked file by file: a new file needs a new link.
 FILES := $(shell git ls-files -co --exclude-standard $(ROOMS) | sort | cksum | tr -d ' ')
 DEMO := build/demo-pack

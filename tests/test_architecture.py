@@ -14,9 +14,14 @@ import pytest
 from moe_pack.formats import FAMILIES
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("formats", "runtime", "convert")
-BELOW = {"formats": set(), "runtime": {"formats"}, "convert": {"formats", "runtime"}}
-FACES = {"moe_pack.formats", "moe_pack.formats.codecs", "moe_pack.runtime", "moe_pack.convert"}
+ROOMS = ("formats", "runtime", "calib", "convert")
+BELOW = {
+    "formats": set(),
+    "runtime": {"formats"},
+    "calib": {"formats", "runtime"},
+    "convert": {"formats", "runtime", "calib"},
+}
+FACES = {"moe_pack.formats", "moe_pack.formats.codecs", "moe_pack.runtime", "moe_pack.calib", "moe_pack.convert"}
 COMMAND_FACE = "moe_pack.formats.cli"  # what commands share; only modules called cli may ask for it
 
 MAX_FILE_LINES = 600
