@@ -5,7 +5,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
+from moe_pack.convert.recipe import Recipe
 from moe_pack.formats import (
     COPIED_FILES,
     DENSE_FILE,
@@ -15,7 +17,6 @@ from moe_pack.formats import (
     SOURCE_FILE,
     THRESHOLDS_FILE,
     VERSION,
-    Checkpoint,
     CheckpointError,
     ContentFile,
     ExpertFile,
@@ -48,10 +49,12 @@ class Account:
     Raises:  PlanError if the quantizer's package is missing; CheckpointError if a file to copy cannot be read.
     """
 
-    def __init__(self, checkpoint: Checkpoint, plan: Plan, layout: PackLayout) -> None:
-        self._plan = plan
-        self._layout = layout
-        self._made_with = _versions(plan)
+    def __init__(self, recipe: Recipe) -> None:
+        checkpoint = recipe.checkpoint
+        self._recipe = recipe
+        self._plan = recipe.plan
+        self._layout = recipe.layout
+        self._made_with = _versions(recipe.plan)
         files, tensors = checkpoint.account()
         self._source = account_bytes(files, tensors)
         self._copied = [(name, raw) for name in COPIED_FILES if (raw := _copied(checkpoint.folder, name)) is not None]
@@ -59,20 +62,21 @@ class Account:
             "source": hashlib.sha256(self._source).hexdigest(),
             "copied": [[name, hashlib.sha256(raw).hexdigest()] for name, raw in self._copied],
             "model": dump(checkpoint.spec),
-            "plan": dump(plan),
+            "plan": dump(recipe.plan),
             "made_with": [dump(package) for package in self._made_with],
         }
+        if recipe.order is not None:
+            facts["order"] = hashlib.sha256(order_bytes(recipe.order)).hexdigest()
         self.conversion = hashlib.sha256(canonical(facts)).hexdigest()
 
     def tables(self, writer: PackWriter) -> list[tuple[str, bytes]]:
         """Names and bytes of every file but experts, dense and manifest. Thresholds are zero: no neuron is dropped."""
         spec = self._layout.spec
         shape = (len(spec.moe_layers), spec.router.num_experts)
-        rows = np.arange(spec.expert.intermediate_size, dtype=np.uint32)
         return [
             (INDEX_FILE, index_bytes(self._layout, self._plan, writer.expert_digests())),
             (THRESHOLDS_FILE, thresholds_bytes(np.zeros(shape, np.float32))),
-            (ORDER_FILE, order_bytes(np.broadcast_to(rows, (*shape, len(rows))))),
+            (ORDER_FILE, order_bytes(_rows(self._recipe))),
             (SOURCE_FILE, self._source),
             *self._copied,
         ]
@@ -108,6 +112,15 @@ class Account:
                 sha256="",
             )
         )
+
+
+def _rows(recipe: Recipe) -> NDArray[np.uint32]:
+    """The neuron order of the pack: u32 [L, E, f]."""
+    if recipe.order is not None:
+        return recipe.order
+    spec = recipe.layout.spec
+    rows = np.arange(spec.expert.intermediate_size, dtype=np.uint32)
+    return np.broadcast_to(rows, (len(spec.moe_layers), spec.router.num_experts, len(rows)))
 
 
 def totals(layout: PackLayout, files: tuple[ContentFile, ...]) -> Totals:

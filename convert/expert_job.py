@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.convert.quantize import RowQuantizer, UnholdableError, check_finite
-from moe_pack.formats import Checkpoint, CheckpointError, Item, PackLayout, Plan, RowLayout, SourceMatrix, write_rows
+from moe_pack.convert.recipe import Recipe
+from moe_pack.formats import Checkpoint, CheckpointError, ExpertLayout, Item, RowLayout, SourceMatrix, write_rows
 from moe_pack.runtime import TORCH_DTYPES, read_rows
 
 _ROWS_AT_ONCE = 512  # rows of a matrix in memory at once, a multiple of every quantizer block
@@ -19,18 +20,16 @@ class StoppedError(Exception):
     """The conversion is ending: whoever waits for this item no longer does."""
 
 
-def item_bytes(checkpoint: Checkpoint, layout: PackLayout, plan: Plan, item: Item, stop: Event) -> NDArray[np.uint8]:
+def item_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
     """All bytes of a dense tensor or of an expert's extent: u8 [item.num_bytes].
 
     Raises:  CheckpointError for a weight that is no number, or that the plan's codec cannot hold;
              StoppedError soon after `stop` is set.
     """
-    if item.kind == "dense":
-        return _dense_bytes(checkpoint, layout, plan, item, stop)
-    return _expert_bytes(checkpoint, layout, plan, item, stop)
+    return _dense_bytes(recipe, item, stop) if item.kind == "dense" else _expert_bytes(recipe, item, stop)
 
 
-def job_bytes(checkpoint: Checkpoint, layout: PackLayout, item: Item) -> int:
+def job_bytes(checkpoint: Checkpoint, item: Item) -> int:
     """What `item_bytes` holds at its peak, blocks apart: the item, and an expert's `down` in the source's bytes."""
     if item.kind != "expert":
         return item.num_bytes
@@ -44,7 +43,8 @@ def _next_rows(num_rows: int, stop: Event) -> Iterator[tuple[int, int]]:
         yield start, min(start + _ROWS_AT_ONCE, num_rows)
 
 
-def _dense_bytes(checkpoint: Checkpoint, layout: PackLayout, plan: Plan, item: Item, stop: Event) -> NDArray[np.uint8]:
+def _dense_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
+    checkpoint, plan, layout = recipe.checkpoint, recipe.plan, recipe.layout
     dense = next(dense for dense in layout.dense if dense.role.name == item.role)
     source = checkpoint.dense_source(item.role)
     num_rows = source.num_rows
@@ -60,19 +60,21 @@ def _dense_bytes(checkpoint: Checkpoint, layout: PackLayout, plan: Plan, item: I
     return out.reshape(-1)
 
 
-def _expert_bytes(checkpoint: Checkpoint, layout: PackLayout, plan: Plan, item: Item, stop: Event) -> NDArray[np.uint8]:
+def _expert_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
+    """An extent, its neurons read and quantized in the source's order whatever the stored one is.
+
+    So a neuron's bytes are the same in every order, though hqq solves some rows together, and no order costs memory.
+    """
+    checkpoint, layout = recipe.checkpoint, recipe.layout
     expert = layout.experts[item.layer][item.expert]
-    formats = plan.experts[item.layer][item.expert]
+    formats = recipe.plan.experts[item.layer][item.expert]
     d, f = layout.spec.hidden_size, layout.spec.expert.intermediate_size
     sources = {m: checkpoint.expert_source(item.layer, item.expert, m) for m in layout.spec.expert.matrices}
-    quantizers = {m: RowQuantizer(part, d, plan.quantizer) for m in sources if (part := formats.of(m)) is not None}
+    quantizers = {m: RowQuantizer(part, d, recipe.plan.quantizer) for m in sources if (part := formats.of(m))}
     down = _transposed(checkpoint, sources["down"], stop)
     extent = np.zeros(item.num_bytes, np.uint8)
-    halves: list[tuple[RowLayout, NDArray[np.uint8]]] = []
-    if expert.selector is not None:
-        halves.append((expert.selector, extent[: expert.selector_bytes].reshape(f, -1)))
-    records = extent[expert.selector_bytes : expert.selector_bytes + expert.records_bytes]
-    halves.append((expert.records, records.reshape(f, -1)))
+    halves = _halves(expert, extent)
+    places = _places(recipe, item)
     for first, end in _next_rows(f, stop):
         sections = {
             str(matrix): _encode(
@@ -84,8 +86,28 @@ def _expert_bytes(checkpoint: Checkpoint, layout: PackLayout, plan: Plan, item: 
             for matrix, source in sources.items()
         }
         for rows, out in halves:
-            write_rows(rows, sections, out[first:end])
+            made = np.empty((end - first, rows.row_bytes), np.uint8)
+            write_rows(rows, sections, made)
+            out[places[first:end]] = made
     return extent
+
+
+def _halves(expert: ExpertLayout, extent: NDArray[np.uint8]) -> list[tuple[RowLayout, NDArray[np.uint8]]]:
+    """Selector, where there is one, and records: their layout and their rows in the extent, u8 [f, row_bytes]."""
+    records = extent[expert.selector_bytes : expert.selector_bytes + expert.records_bytes]
+    halves = [(expert.records, records.reshape(expert.num_rows, -1))]
+    if expert.selector is not None:
+        halves.append((expert.selector, extent[: expert.selector_bytes].reshape(expert.num_rows, -1)))
+    return halves
+
+
+def _places(recipe: Recipe, item: Item) -> NDArray[np.intp]:
+    """The row in which each of the source's neurons will lie: [f]."""
+    f = recipe.layout.spec.expert.intermediate_size
+    places = np.arange(f)
+    if recipe.order is not None:
+        places[recipe.order[item.layer, item.expert]] = np.arange(f)
+    return places
 
 
 def _transposed(checkpoint: Checkpoint, source: SourceMatrix, stop: Event) -> Tensor:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from moe_pack.convert.account import Account
 from moe_pack.convert.expert_job import item_bytes, job_bytes
+from moe_pack.convert.recipe import Recipe, check_order
 from moe_pack.formats import (
     Checkpoint,
     Digests,
@@ -69,15 +70,21 @@ def convert(
     workers: int,
     on_progress: Callable[[Progress], None] = lambda progress: None,
     on_step: Callable[[Step], None] = lambda step: None,
+    order: NDArray[np.uint32] | None = None,
 ) -> Conversion:
     """Writes the pack that `plan` makes of `checkpoint` into `folder`, going on where a killed run stopped.
 
     Args:    workers: threads, one torch thread each (torch's own are set to one for the whole process).
              on_progress: called first of all and after each item.   on_step: called before each change to the drive.
+             order: u32 [L, E, f], `order[l, e, j]` is the source's neuron that row `j` will hold; the source's order
+             without one.
     Raises:  CheckpointError, ConversionError, PlanError; the folder then keeps what was done.
     """
+    if order is not None:
+        check_order(order, checkpoint.spec)
     layout = layout_for(checkpoint, plan)
-    account = Account(checkpoint, plan, layout)
+    recipe = Recipe(checkpoint, plan, layout, order)
+    account = Account(recipe)
     writer = PackWriter(folder, layout, account.conversion, checkpoint.stamp(), on_step)
     total = sum(item.num_bytes for item in layout.items())
     torch.set_num_threads(1)
@@ -88,7 +95,7 @@ def convert(
         pending = writer.pending()
         done = total - sum(item.num_bytes for item in pending)
         on_progress(Progress(done, total, ""))
-        with closing(_in_order(checkpoint, layout, plan, pending, workers)) as finished:
+        with closing(_in_order(recipe, pending, workers)) as finished:
             for item, raw, digests in finished:
                 writer.write(item, raw, digests)
                 del raw  # or it would stay until the next item is there
@@ -100,14 +107,12 @@ def convert(
         writer.close()
 
 
-def _in_order(
-    checkpoint: Checkpoint, layout: PackLayout, plan: Plan, pending: list[Item], workers: int
-) -> Generator[_Finished, None, None]:
+def _in_order(recipe: Recipe, pending: list[Item], workers: int) -> Generator[_Finished, None, None]:
     """Each pending item with its bytes, in order; `workers` of them in the making, and one that waits its turn."""
     stop = Event()
 
     def job(item: Item) -> _Finished:
-        raw = item_bytes(checkpoint, layout, plan, item, stop)
+        raw = item_bytes(recipe, item, stop)
         return item, raw, digests_of(raw)
 
     started: deque[tuple[int, Future[_Finished]]] = deque()
@@ -116,7 +121,7 @@ def _in_order(
         try:
             while started or next_idx < len(pending):
                 while next_idx < len(pending) and len(started) <= workers:
-                    num_bytes = job_bytes(checkpoint, layout, pending[next_idx])
+                    num_bytes = job_bytes(recipe.checkpoint, pending[next_idx])
                     if started and held_bytes + num_bytes > _IN_FLIGHT_BYTES:
                         break
                     started.append((num_bytes, pool.submit(job, pending[next_idx])))

@@ -21,6 +21,7 @@ from moe_pack.formats.index import (
     Digests,
     index_bytes,
     order_bytes,
+    order_fault,
     thresholds_bytes,
 )
 from moe_pack.formats.layout import DENSE_FILE, DenseLayout, Item, PackLayout, experts_file, pack_layout
@@ -54,8 +55,10 @@ from moe_pack.formats.plan import (
     uniform_plan,
 )
 from moe_pack.formats.ranges import RangeReader
+from moe_pack.formats.rethreshold import rewrite_thresholds
 from moe_pack.formats.roles import DenseRole, dense_roles
 from moe_pack.formats.rows import ExpertLayout, Part, RowLayout, check_rows, expert_layout, row_layout, write_rows
+from moe_pack.formats.sidecar import read_sidecar, write_sidecar
 from moe_pack.formats.sizes import cached_values, num_active_parameters, num_parameters
 from moe_pack.formats.source_account import SourceAccount, account_bytes, read_account
 from moe_pack.formats.spec import (
@@ -75,8 +78,10 @@ from moe_pack.formats.spec import (
     SharedExpertSpec,
     YarnSpec,
 )
-from moe_pack.formats.strict_json import canonical, dump, parse
-from moe_pack.formats.writer import PackWriter, State, Step, digests_of
+from moe_pack.formats.steps import Step
+from moe_pack.formats.strict_json import canonical, dump, load, parse
+from moe_pack.formats.tensor_file import TensorEntry, assemble, read_header
+from moe_pack.formats.writer import PackWriter, State, digests_of
 
 __all__ = [
     "BF16",
@@ -138,9 +143,11 @@ __all__ = [
     "SourceMatrix",
     "State",
     "Step",
+    "TensorEntry",
     "Totals",
     "YarnSpec",
     "account_bytes",
+    "assemble",
     "audit",
     "cached_values",
     "canonical",
@@ -153,17 +160,23 @@ __all__ = [
     "format_fault",
     "format_text",
     "index_bytes",
+    "load",
     "manifest_bytes",
     "num_active_parameters",
     "num_parameters",
     "order_bytes",
+    "order_fault",
     "pack_layout",
     "parse",
     "part_format",
     "read_account",
+    "read_header",
+    "read_sidecar",
+    "rewrite_thresholds",
     "root_digest",
     "row_layout",
     "thresholds_bytes",
     "uniform_plan",
     "write_rows",
+    "write_sidecar",
 ]

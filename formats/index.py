@@ -19,6 +19,7 @@ from moe_pack.formats.tensor_file import DTYPE_BYTES, assemble
 
 INDEX_FILE = "index.safetensors"
 THRESHOLDS_FILE = "thresholds.safetensors"
+NEW_THRESHOLDS_FILE = f"{THRESHOLDS_FILE}.new"  # while they are rewritten: `rethreshold`
 ORDER_FILE = "order.safetensors"
 
 NO_PART = 0  # codec of a matrix the expert does not have
@@ -190,13 +191,19 @@ def read_thresholds(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> 
     """
     shape = (len(spec.moe_layers), spec.router.num_experts)
     thresholds = read_arrays(raw, entries, THRESHOLDS_FILE, {"threshold": ("F32", shape)})["threshold"]
-    wrong = np.argwhere(~(np.isfinite(thresholds) & (thresholds >= 0)))
-    if wrong.size:
-        l, e = wrong[0]
-        raise PackError(
-            f"{THRESHOLDS_FILE}: threshold of layer {l} expert {e} is {thresholds[l, e]}, expected a number from 0 up"
-        )
+    fault = thresholds_fault(thresholds)
+    if fault:
+        raise PackError(f"{THRESHOLDS_FILE}: {fault}")
     return thresholds
+
+
+def thresholds_fault(thresholds: NDArray[np.float32]) -> str:
+    """What is wrong with the first threshold of `[L, E]` that is none; empty if all are."""
+    wrong = np.argwhere(~(np.isfinite(thresholds) & (thresholds >= 0)))
+    if not wrong.size:
+        return ""
+    l, e = wrong[0]
+    return f"threshold of layer {l} expert {e} is {thresholds[l, e]}, expected a number from 0 up"
 
 
 def read_order(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> NDArray[np.uint32]:
@@ -207,8 +214,17 @@ def read_order(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> NDArr
     f = spec.expert.intermediate_size
     shape = (len(spec.moe_layers), spec.router.num_experts, f)
     order = read_arrays(raw, entries, ORDER_FILE, {"order": ("U32", shape)})["order"]
+    fault = order_fault(order)
+    if fault:
+        raise PackError(f"{ORDER_FILE}: {fault}")
+    return order
+
+
+def order_fault(order: NDArray[np.uint32]) -> str:
+    """Which expert of `[L, E, f]` is the first whose order is no permutation; empty if all are."""
+    f = order.shape[2]
     for l, layer in enumerate(order):  # a layer at a time: sorting copies it
         wrong = np.flatnonzero((np.sort(layer, axis=1) != np.arange(f, dtype=np.uint32)).any(axis=1))
         if wrong.size:
-            raise PackError(f"{ORDER_FILE}: order of layer {l} expert {wrong[0]} is no permutation of {f} neurons")
-    return order
+            return f"order of layer {l} expert {wrong[0]} is no permutation of {f} neurons"
+    return ""

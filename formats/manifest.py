@@ -3,7 +3,6 @@
 Deterministic: no time, host, worker count or measurement.
 """
 
-import dataclasses
 import hashlib
 import re
 from collections import Counter
@@ -15,6 +14,7 @@ from moe_pack.formats.errors import PackError
 from moe_pack.formats.index import INDEX_FILE, ORDER_FILE, THRESHOLDS_FILE
 from moe_pack.formats.layout import DENSE_FILE, experts_file
 from moe_pack.formats.plan import PartFormat, Quantizer
+from moe_pack.formats.seal import check_seal, sealed
 from moe_pack.formats.spec import ModelSpec, Selector
 from moe_pack.formats.spec_check import spec_fault
 
@@ -38,7 +38,6 @@ COPIED_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_ZERO_DIGEST = "0" * 64
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
@@ -127,16 +126,9 @@ def root_digest(files: tuple[ContentFile, ...], expert_files: tuple[ExpertFile, 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
     """The manifest's file, with the digest of itself filled in: canonical JSON, `sha256` as its last key."""
-    values = strict_json.dump(dataclasses.replace(manifest, sha256=_ZERO_DIGEST))
-    digest = values.pop("sha256")
-    body = strict_json.canonical(values)
-    assert body.endswith(b"\n}\n"), "canonical JSON of an object"
-    raw = body[: -len(b"\n}\n")] + _tail(digest)
-    return raw[: -len(_tail(digest))] + _tail(hashlib.sha256(raw).hexdigest())
-
-
-def _tail(digest: str) -> bytes:
-    return f',\n "sha256": "{digest}"\n}}\n'.encode("ascii")
+    values = strict_json.dump(manifest)
+    del values["sha256"]
+    return sealed(values)
 
 
 def read_manifest(raw: bytes) -> Manifest:
@@ -158,20 +150,11 @@ def read_manifest(raw: bytes) -> Manifest:
     for feature in features if isinstance(features, list) else []:
         if not isinstance(feature, str) or feature not in FEATURES:
             raise PackError(f"{MANIFEST_FILE}: requires feature {feature!r}, unknown here; use a newer moe-pack")
-    _check_self(raw)
+    check_seal(raw, MANIFEST_FILE)
     manifest = strict_json.load(Manifest, values, MANIFEST_FILE, PackError)
     _check_files(manifest)
     _check_meaning(manifest)
     return manifest
-
-
-def _check_self(raw: bytes) -> None:
-    length = len(_tail(_ZERO_DIGEST))
-    found = re.fullmatch(r',\n "sha256": "([0-9a-f]{64})"\n}\n', raw[-length:].decode("ascii", "replace"))
-    if found is None:
-        raise PackError(f"{MANIFEST_FILE}: does not end with its own digest; the file is cut or damaged")
-    if hashlib.sha256(raw[:-length] + _tail(_ZERO_DIGEST)).hexdigest() != found[1]:
-        raise PackError(f"{MANIFEST_FILE}: SHA-256 does not match its bytes; the file is damaged")
 
 
 def _check_files(manifest: Manifest) -> None:

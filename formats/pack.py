@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from moe_pack.formats.errors import PackError
 from moe_pack.formats.index import (
     INDEX_FILE,
+    NEW_THRESHOLDS_FILE,
     ORDER_FILE,
     THRESHOLDS_FILE,
     read_index,
@@ -22,7 +23,7 @@ from moe_pack.formats.index import (
     read_thresholds,
 )
 from moe_pack.formats.layout import DENSE_FILE, PackLayout, layout_of
-from moe_pack.formats.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, read_manifest
+from moe_pack.formats.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, ContentFile, read_manifest
 from moe_pack.formats.plan import PartFormat, format_fault
 from moe_pack.formats.ranges import RangeReader
 from moe_pack.formats.roles import dense_roles
@@ -30,6 +31,14 @@ from moe_pack.formats.rows import expert_layout
 from moe_pack.formats.tensor_file import TensorEntry, read_header
 
 _DENSE_DTYPES = ("BF16", "F16", "F32")
+
+
+def is_listed(path: Path, listed: ContentFile) -> bool:
+    """Whether a file is there and has the size and SHA-256 that a manifest lists."""
+    if not path.is_file():
+        return False
+    with RangeReader(path, PackError) as reader:
+        return reader.num_bytes == listed.bytes and reader.sha256() == listed.sha256
 
 
 class Pack:
@@ -42,6 +51,7 @@ class Pack:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._readers: dict[str, RangeReader] = {}
+        self._paths: dict[str, Path] = {}  # of files that do not lie under their names
         self._checked: set[tuple[int, int]] = set()
         if not folder.is_dir():
             raise PackError(f"{folder}: no such folder")
@@ -116,12 +126,18 @@ class Pack:
         """The bytes of any tensor of a layer's file, unchecked."""
         return self._reader(self.manifest.expert_files[layer_idx].name).read(entry.offset, entry.num_bytes)
 
+    def read_dense(self, entry: TensorEntry, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of rows `start` to `stop` of a tensor of the dense file, unchecked (`check_file` checks them)."""
+        row_bytes = entry.num_bytes // entry.shape[0]
+        return self._reader(DENSE_FILE).read(entry.offset + start * row_bytes, (stop - start) * row_bytes)
+
     def _open(self) -> None:
         with RangeReader(self.folder / MANIFEST_FILE, PackError) as reader:
             size = min(reader.num_bytes, MAX_MANIFEST_BYTES + 1)
             self.manifest = read_manifest(reader.read(0, size).tobytes())
         self.spec = self.manifest.model
         self._files = {file.name: file for file in self.manifest.files}
+        self._find_thresholds()
         sizes = [(file.name, file.bytes) for file in self.manifest.files]
         for name, num_bytes in [*sizes, *((file.name, file.bytes) for file in self.manifest.expert_files)]:
             found = self._reader(name).num_bytes
@@ -134,14 +150,23 @@ class Pack:
             self._check_expert_header(layer_idx)
         self.thresholds = read_thresholds(*self._table(THRESHOLDS_FILE), self.spec)
 
+    def _find_thresholds(self) -> None:
+        """Takes the thresholds from beside their place where a rewrite of them was killed after the manifest's."""
+        new = self.folder / NEW_THRESHOLDS_FILE
+        if is_listed(new, self._files[THRESHOLDS_FILE]):
+            self._paths[THRESHOLDS_FILE] = new
+
+    def _path(self, name: str) -> Path:
+        return self._paths.get(name, self.folder / name)
+
     def _reader(self, name: str) -> RangeReader:
         if name not in self._readers:
-            self._readers[name] = RangeReader(self.folder / name, PackError)
+            self._readers[name] = RangeReader(self._path(name), PackError)
         return self._readers[name]
 
     def _table(self, name: str) -> tuple[bytes, dict[str, TensorEntry]]:
         raw = self.read_file(name).tobytes()
-        return raw, {entry.name: entry for entry in read_header(self.folder / name, PackError)}
+        return raw, {entry.name: entry for entry in read_header(self._path(name), PackError)}
 
     def _layout(self) -> PackLayout:
         """The layout that manifest and index describe; `dense.safetensors` must follow it."""

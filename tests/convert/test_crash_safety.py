@@ -5,9 +5,7 @@ import json
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from killing import (
     Trial,
     different_files,
     files_in,
+    in_memory,
     nothing,
     quick_plan,
     run_scenario,
@@ -30,19 +29,10 @@ from moe_pack.convert import Conversion, Progress, convert, layout_for
 from moe_pack.formats import Checkpoint, ConversionError, Quantizer, Step
 
 TABLES = ["config.json", "index.safetensors", "order.safetensors", "source.json", "thresholds.safetensors"]
-MEMORY = Path("/dev/shm")
 
 
 class StoppedError(Exception):
     """Ends a conversion from within, as Ctrl-C does."""
-
-
-@contextmanager
-def in_memory() -> Iterator[Path]:
-    """A folder in memory where there is one: hundreds of conversions sync dozens of times each."""
-    drive = MEMORY if os.access(MEMORY, os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=drive, prefix="moe-pack-test-") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture

@@ -17,8 +17,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -31,6 +33,7 @@ from moe_pack.formats import Checkpoint, ConversionError, Item, Plan, Step, part
 
 JOURNAL = "conversion.journal"
 CLAIM = "conversion.json"
+MEMORY = Path("/dev/shm")
 MAX_DEATHS = 200  # some seven do
 MAX_SECONDS = 600  # a scenario takes a few; this only turns a hang into a failure
 OnStep = Callable[[Step], None]
@@ -62,6 +65,14 @@ class Trial:
     what: str
     runs: list[Run]
     different: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def in_memory() -> Iterator[Path]:
+    """A folder in memory where there is one: whoever dies at every step syncs thousands of times."""
+    drive = MEMORY if os.access(MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=drive, prefix="moe-pack-test-") as folder:
+        yield Path(folder)
 
 
 def files_in(folder: Path) -> Files:
@@ -331,18 +342,20 @@ def many_deaths(work: Path) -> Iterator[Trial]:
 
 
 class Drive:
-    """A drive that keeps nothing but what was synced, and dies at a step. For the first run into a folder.
+    """A drive that keeps nothing but what was synced, and dies at a step.
 
-    A file's bytes are safe once it is synced; names, once the folder is. What a drive keeps beyond that is its own
-    affair: with `names` "ahead", all changes to names so far and still no bytes; "removed", removals alone.
+    A file's bytes are safe once it is synced; names, once the folder is; and what is there now is. What a drive keeps
+    beyond that is its own affair: with `names` "ahead", all changes to names so far and still no bytes; "removed",
+    removals alone; "replaced", what now lies under names that were safe, and nothing new or removed.
     """
 
-    def __init__(self, folder: Path, number: int, names: str) -> None:
+    def __init__(self, folder: Path, number: int, names: str, end: Callable[[], NoReturn] = die) -> None:
         self._folder = folder
         self._number = number
         self._kept = names
-        self._names: dict[str, int] = {}
-        self._bytes: dict[int, bytes] = {}
+        self._end = end
+        self._names = self._names_now() if folder.exists() else {}
+        self._bytes = {inode: (folder / name).read_bytes() for name, inode in self._names.items()}
         self._last = Step(0, "", "")
 
     def __call__(self, step: Step) -> None:
@@ -355,7 +368,7 @@ class Drive:
         self._last = step
         if step.number == self._number:
             self._lose()
-            die()
+            self._end()
 
     def _names_now(self) -> dict[str, int]:
         return {path.name: path.stat().st_ino for path in self._folder.iterdir()}
@@ -365,6 +378,7 @@ class Drive:
         left = {
             "synced": safe,
             "ahead": now,
+            "replaced": {name: now.get(name, inode) for name, inode in safe.items()},
             "removed": {name: inode for name, inode in safe.items() if name in now},
         }[self._kept]
         for name in now:

@@ -1,0 +1,218 @@
+"""Sidecars: written, read for the root digest they belong to, and refused when damaged."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from killing import files_in
+from reseal import JsonObject, edit_byte, manifest_of, sealed
+
+from moe_pack.formats import ConversionError, Pack, PackError, read_sidecar, rewrite_thresholds, write_sidecar
+
+NAME = "quality.json"
+ROOT, OTHER_ROOT = "ab" * 32, "cd" * 32
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A part of some measurement."""
+
+    widths: tuple[int, ...]
+    note: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a sidecar might hold."""
+
+    tokens: int
+    loss: float
+    curves: tuple[Curve, ...]
+
+
+VALUES = Measured(512, 3.0, (Curve((), None), Curve((2, 4), "a 'note' in fünf words")))
+CONTENT: JsonObject = {
+    "tokens": 512,
+    "loss": 3.0,
+    "curves": [{"widths": [], "note": None}, {"widths": [2, 4], "note": "a 'note' in fünf words"}],
+}
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(PackError) as refused:
+        read_sidecar(folder, NAME, Measured, ROOT)
+    message = str(refused.value)
+    assert "\n" not in message, message
+    return message
+
+
+def write_by_hand(folder: Path, values: JsonObject) -> None:
+    (folder / NAME).write_bytes(sealed(values))
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    write_sidecar(tmp_path, NAME, VALUES, ROOT)
+    assert read_sidecar(tmp_path, NAME, Measured, ROOT) == VALUES
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_a_file_written_by_hand_has_the_same_bytes_and_is_read(tmp_path: Path) -> None:
+    write_sidecar(tmp_path, NAME, VALUES, ROOT)
+    ours = (tmp_path / NAME).read_bytes()
+    write_by_hand(tmp_path, {"root": ROOT, "content": CONTENT})
+    assert (tmp_path / NAME).read_bytes() == ours
+    assert read_sidecar(tmp_path, NAME, Measured, ROOT) == VALUES
+
+
+def test_the_digest_is_that_of_the_file_with_zeros_in_its_place(tmp_path: Path) -> None:
+    write_sidecar(tmp_path, NAME, VALUES, ROOT)
+    raw = (tmp_path / NAME).read_bytes()
+    digest = json.loads(raw)["sha256"]
+    assert raw.endswith(f',\n "sha256": "{digest}"\n}}\n'.encode())
+    assert hashlib.sha256(raw.replace(digest.encode(), b"0" * 64)).hexdigest() == digest
+
+
+def test_a_sidecar_that_is_there_is_replaced_whole(tmp_path: Path) -> None:
+    write_sidecar(tmp_path, NAME, VALUES, ROOT)
+    (tmp_path / f"{NAME}.tmp").write_bytes(bytes(10_000))  # left by a write that was killed
+    write_sidecar(tmp_path, NAME, Measured(1, 0.5, ()), OTHER_ROOT)
+    assert read_sidecar(tmp_path, NAME, Measured, OTHER_ROOT) == Measured(1, 0.5, ())
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_where_there_is_none_none_is_read(tmp_path: Path) -> None:
+    assert read_sidecar(tmp_path, NAME, Measured, ROOT) is None
+
+
+def test_one_of_another_root_digest_is_as_good_as_none_whatever_it_holds(tmp_path: Path) -> None:
+    write_sidecar(tmp_path, NAME, VALUES, OTHER_ROOT)
+    assert read_sidecar(tmp_path, NAME, Measured, ROOT) is None
+    write_by_hand(tmp_path, {"root": OTHER_ROOT, "content": {"of": "an older program"}})
+    assert read_sidecar(tmp_path, NAME, Measured, ROOT) is None
+
+
+def test_it_is_no_part_of_the_pack_and_stale_once_thresholds_change(folder: Path) -> None:
+    root = manifest_of(folder)["root"]
+    write_sidecar(folder, "thresholds.json", VALUES, root)
+    with Pack(folder) as held:
+        assert held.manifest.root == root
+        changed = held.thresholds + 1
+    assert read_sidecar(folder, "thresholds.json", Measured, root) == VALUES
+    assert read_sidecar(folder, "thresholds.json", Measured, rewrite_thresholds(folder, changed)) is None
+
+
+# --- refused
+
+
+def test_a_sidecar_with_a_byte_changed_anywhere_is_refused(tmp_path: Path) -> None:
+    write_sidecar(tmp_path, NAME, VALUES, ROOT)
+    size = (tmp_path / NAME).stat().st_size
+    for offset in {*range(0, size, 5), *range(size - 80, size)}:
+        edit_byte(tmp_path / NAME, offset)
+        refusal(tmp_path)
+        edit_byte(tmp_path / NAME, offset)
+    assert read_sidecar(tmp_path, NAME, Measured, ROOT) == VALUES
+
+
+def test_a_sidecar_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    write_sidecar(tmp_path, NAME, VALUES, ROOT)
+    raw = (tmp_path / NAME).read_bytes()
+    for length in range(0, len(raw), 7):
+        (tmp_path / NAME).write_bytes(raw[:length])
+        assert re.match(r"quality\.json: (not valid JSON \(|does not end with its own digest)", refusal(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b'{"root": "x"}\n', "quality.json: does not end with its own digest; the file is cut or damaged"),
+        (b"[]", "quality.json: does not end with its own digest; the file is cut or damaged"),
+        (b'{"a": 1, "a": 2}', "quality.json: key 'a' appears twice"),
+        (b'{"a": NaN}', "quality.json: found NaN, expected JSON numbers only"),
+    ],
+)
+def test_a_file_that_is_no_sealed_object_is_refused(tmp_path: Path, raw: bytes, message: str) -> None:
+    (tmp_path / NAME).write_bytes(raw)
+    assert refusal(tmp_path) == message
+
+
+def test_another_digest_of_itself_is_refused(tmp_path: Path) -> None:
+    write_sidecar(tmp_path, NAME, VALUES, ROOT)
+    raw = (tmp_path / NAME).read_bytes()
+    digest = json.loads(raw)["sha256"].encode()
+    (tmp_path / NAME).write_bytes(raw.replace(digest, b"e" * 64))
+    assert refusal(tmp_path) == "quality.json: SHA-256 does not match its bytes; the file is damaged"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v.pop("content"), "quality.json: key 'content' is missing"),
+        (lambda v: v.pop("root"), "quality.json: key 'root' is missing"),
+        (lambda v: v.update(note="?"), "quality.json: unknown key 'note'"),
+        (lambda v: v.update(root=5), "quality.json: root: found 5, expected str"),
+        (lambda v: v.update(content=[]), "quality.json: content: found [], expected an object"),
+        (lambda v: v["content"].update(more=1), "quality.json: content: unknown key 'more'"),
+        (lambda v: v["content"].pop("loss"), "quality.json: content: key 'loss' is missing"),
+        (lambda v: v["content"].update(tokens=True), "quality.json: content: tokens: found True, expected int"),
+        (lambda v: v["content"]["curves"][1].update(widths=[2, "4"]),
+         "quality.json: content: curves[1]: widths[1]: found '4', expected int"),
+    ],
+)  # fmt: skip
+def test_keys_and_types_are_exact(tmp_path: Path, change: Callable[[JsonObject], object], message: str) -> None:
+    values: JsonObject = {"root": ROOT, "content": json.loads(json.dumps(CONTENT))}
+    change(values)
+    write_by_hand(tmp_path, values)
+    assert refusal(tmp_path) == message
+
+
+def test_a_number_without_fraction_stands_for_a_float(tmp_path: Path) -> None:
+    write_by_hand(tmp_path, {"root": ROOT, "content": CONTENT | {"loss": 3}})
+    assert read_sidecar(tmp_path, NAME, Measured, ROOT) == VALUES
+
+
+def test_a_sidecar_beyond_16_mb_is_neither_read_nor_written(tmp_path: Path) -> None:
+    with (tmp_path / NAME).open("wb") as file:
+        file.truncate(16_000_001)  # takes no room
+    message = "quality.json: 16000001 bytes, at most 16000000"
+    assert refusal(tmp_path) == message
+    with (tmp_path / NAME).open("r+b") as file:
+        file.truncate(16_000_000)
+    assert refusal(tmp_path).startswith("quality.json: not valid JSON")
+    write_sidecar(tmp_path, NAME, Curve((), ""), ROOT)
+    spare = 16_000_000 - (tmp_path / NAME).stat().st_size
+    write_sidecar(tmp_path, NAME, Curve((), "x" * spare), ROOT)
+    before = files_in(tmp_path)
+    with pytest.raises(PackError, match=f"^{re.escape(message)}$"):
+        write_sidecar(tmp_path, NAME, Curve((), "x" * (spare + 1)), ROOT)
+    assert files_in(tmp_path) == before
+    found = read_sidecar(tmp_path, NAME, Curve, ROOT)
+    assert found is not None and found.note == "x" * spare
+
+
+def test_a_folder_in_its_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir()
+    assert refusal(tmp_path) == "quality.json: is no regular file"
+
+
+def test_a_missing_folder_or_one_in_use_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match=r"none: cannot be used as output folder \(No such file"):
+        write_sidecar(tmp_path / "none", NAME, VALUES, ROOT)
+    with Pack(folder) as held:
+        changed = held.thresholds + 1
+
+    def meanwhile(step: object) -> None:
+        with pytest.raises(ConversionError) as refused:
+            write_sidecar(folder, NAME, VALUES, ROOT)
+        assert str(refused.value) == (
+            f"{folder}: another command is writing here; wait for it, or stop it, before {NAME} is written"
+        )
+
+    rewrite_thresholds(folder, changed, meanwhile)
+    assert not (folder / NAME).exists()
+    write_sidecar(folder, NAME, VALUES, ROOT)
+    write_sidecar(folder, NAME, VALUES, ROOT)  # the lock is given back
