@@ -17,7 +17,7 @@ from hqq.core.quantize import Quantizer as HqqQuantizer
 from torch import Tensor
 from tqdm import tqdm
 
-from moe_pack.convert.quantize import RowQuantizer
+from moe_pack.calib import RowQuantizer
 from moe_pack.formats import PartFormat, part_format
 from moe_pack.formats.codecs import decode_part
 

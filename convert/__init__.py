@@ -3,14 +3,12 @@
 from moe_pack.convert.compare import LogitsError, MatrixError, compare_logits, compare_weights, logits_error
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.pipeline import Conversion, Progress, convert, layout_for
-from moe_pack.convert.quantize import RowQuantizer
 
 __all__ = [
     "Conversion",
     "LogitsError",
     "MatrixError",
     "Progress",
-    "RowQuantizer",
     "compare_logits",
     "compare_weights",
     "convert",

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.convert.quantize import RowQuantizer, UnholdableError, check_finite
+from moe_pack.calib import RowQuantizer, UnholdableError, check_finite
 from moe_pack.convert.recipe import Recipe
 from moe_pack.formats import Checkpoint, CheckpointError, ExpertLayout, Item, RowLayout, SourceMatrix, write_rows
 from moe_pack.runtime import TORCH_DTYPES, read_rows

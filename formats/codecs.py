@@ -1,6 +1,6 @@
 """The codecs: rows of weights as bytes and back. The only module of this room that imports torch.
 
-Not the quantizers: which scale, zero and codes stand for a weight is decided in `convert/quantize.py`. The bytes are
+Not the quantizers: which scale, zero and codes stand for a weight is decided in `calib/quantize.py`. The bytes are
 specified in docs/format.md. Tensors may live on any device.
 """
 

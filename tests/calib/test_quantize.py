@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moe_pack.convert.quantize import RowQuantizer, block_rows, check_finite
+from moe_pack.calib.quantize import RowQuantizer, block_rows, check_finite
 from moe_pack.formats import BF16, QUANTIZERS, CheckpointError, Quantizer, part_format
 from moe_pack.formats.codecs import affine, decode_part, unpack_codes
 
