@@ -4,11 +4,12 @@ from moe_pack.runtime.attention import visible
 from moe_pack.runtime.checkpoint_weights import CheckpointWeights, read_rows
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.expert import ACTIVATIONS, Activations, activations, run_expert
+from moe_pack.runtime.folder_files import FolderFiles
 from moe_pack.runtime.generate import context_for, generate
 from moe_pack.runtime.kv_cache import KVCache
 from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, run_unrouted
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, row_blocks
-from moe_pack.runtime.pack_weights import PackWeights
+from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
 from moe_pack.runtime.rope import Angles, Rope
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text, TextStream
@@ -22,6 +23,7 @@ __all__ = [
     "CheckpointWeights",
     "Decoder",
     "Expert",
+    "FolderFiles",
     "KVCache",
     "Matrix",
     "NeuronBlock",
@@ -29,6 +31,7 @@ __all__ = [
     "Rope",
     "Sampler",
     "StoredMatrix",
+    "StreamedPackWeights",
     "Text",
     "TextStream",
     "Weights",

@@ -1,29 +1,61 @@
-"""Text to tokens and back, with the pack's own tokenizer."""
+"""Text to tokens and back, with the tokenizer of a pack or of a checkpoint's folder."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from moe_pack.formats import Pack, PackError, RunError, parse
+from moe_pack.formats import CheckpointError, MoePackError, Pack, PackError, RunError, parse
+
+
+class TextFiles(Protocol):
+    """What holds a tokenizer's files: a `Pack`, or the `FolderFiles` of a checkpoint."""
+
+    folder: Path
+
+    def has(self, name: str) -> bool:
+        """Whether it has this file."""
+        ...
+
+    def read_file(self, name: str) -> NDArray[np.uint8]:
+        """All bytes of a file."""
+        ...
 
 
 class Text:
-    """The tokenizer of a pack, and its tokens that end a text.
+    """A tokenizer, and its tokens that end a text. Keeps nothing of `files`, which may be closed.
 
-    Raises:  RunError if the pack has no tokenizer; PackError if it is damaged.
+    Raises:  RunError if there is no tokenizer; PackError, or CheckpointError for a folder, if it is damaged.
     """
 
-    def __init__(self, pack: Pack) -> None:
-        if not pack.has("tokenizer.json"):
-            raise RunError(f"{pack.folder}: has no tokenizer.json, so it cannot read a prompt; convert it with one")
-        raw = pack.read_file("tokenizer.json").tobytes()
+    def __init__(self, files: TextFiles) -> None:
+        if not files.has("tokenizer.json"):
+            raise RunError(_no_tokenizer(files))
+        raw = files.read_file("tokenizer.json").tobytes()
         try:
             self._tokenizer = Tokenizer.from_str(raw.decode("utf-8"))
         except Exception as fault:  # tokenizers raises nothing narrower
-            raise PackError(f"tokenizer.json: not one that tokenizers can read ({fault})") from fault
-        self.end_ids = _end_ids(pack)
-        self._beginning = _beginning(pack, self._tokenizer)
+            raise _error(files)(f"tokenizer.json: not one that tokenizers can read ({fault})") from fault
+        # A tokenizer.json may hold its maker's length limits; they would cut or pad a text without a word.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.end_ids = _end_ids(files)
+        self._beginning = _beginning(files, self._tokenizer)
+        self._vocab_size = _json(files, "config.json").get("vocab_size")
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the model has a row for: the `vocab_size` of config.json, not the tokenizer's own count.
+
+        Raises:  RunError if config.json does not say.
+        """
+        found = self._vocab_size
+        if type(found) is not int or found < 1:
+            raise RunError(f"config.json: vocab_size is {found!r}, expected a whole number from 1")
+        return found
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """The tokens of a text, with those the tokenizer puts around it (such as a beginning) if asked."""
@@ -64,14 +96,32 @@ class TextStream:
         return str(whole[len(before) + len(self._written) :])
 
 
-def _beginning(pack: Pack, tokenizer: Tokenizer) -> int | None:
+def _error(files: TextFiles) -> type[MoePackError]:
+    return PackError if isinstance(files, Pack) else CheckpointError
+
+
+def _no_tokenizer(files: TextFiles) -> str:
+    if isinstance(files, Pack):
+        return f"{files.folder}: has no tokenizer.json, so it cannot read a prompt; convert it with one"
+    return (
+        f"{files.folder}: has no tokenizer.json, so it cannot read text; download it, or make it with transformers: "
+        "AutoTokenizer.from_pretrained(IN).save_pretrained(OUT)"
+    )
+
+
+def _json(files: TextFiles, name: str) -> dict[str, Any]:
+    """A JSON object's values; none if the file is missing or holds something else."""
+    values: Any = parse(files.read_file(name).tobytes(), name, _error(files)) if files.has(name) else {}
+    return values if isinstance(values, dict) else {}
+
+
+def _beginning(files: TextFiles, tokenizer: Tokenizer) -> int | None:
     """The token that begins every text, where tokenizer_config.json alone says so (DeepSeek's do, in `add_bos_token`).
 
     Source: transformers 4, LlamaTokenizerFast; llama.cpp's converter reads the same key. transformers 5 does not.
     """
-    name = "tokenizer_config.json"
-    values: Any = parse(pack.read_file(name).tobytes(), name, PackError) if pack.has(name) else {}
-    if not isinstance(values, dict) or values.get("add_bos_token") is not True:
+    values = _json(files, "tokenizer_config.json")
+    if values.get("add_bos_token") is not True:
         return None
     token = values.get("bos_token")
     content = token.get("content") if isinstance(token, dict) else token
@@ -79,16 +129,13 @@ def _beginning(pack: Pack, tokenizer: Tokenizer) -> int | None:
     return found
 
 
-def _end_ids(pack: Pack) -> frozenset[int]:
+def _end_ids(files: TextFiles) -> frozenset[int]:
     """`eos_token_id` of generation_config.json, else of config.json: a number, a list, or nothing."""
     for name in ("generation_config.json", "config.json"):
-        if not pack.has(name):
-            continue
-        values: Any = parse(pack.read_file(name).tobytes(), name, PackError)
-        found = values.get("eos_token_id") if isinstance(values, dict) else None
+        found = _json(files, name).get("eos_token_id")
         ids = found if isinstance(found, list) else [] if found is None else [found]
         if not all(type(token) is int for token in ids):
-            raise PackError(f"{name}: eos_token_id is {found!r}, expected a token or a list of tokens")
+            raise _error(files)(f"{name}: eos_token_id is {found!r}, expected a token or a list of tokens")
         if ids:
             return frozenset(ids)
     return frozenset()

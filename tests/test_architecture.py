@@ -169,13 +169,19 @@ def test_formats_imports_torch_in_one_module() -> None:
 
 @pytest.mark.parametrize("package", ["hqq", "datasets", "transformers", "huggingface_hub", "safetensors"])
 def test_runtime_and_formats_run_without(package: str) -> None:
-    wrong = [source.module for source in sources() if source.room != "convert" and package in packages(source)]
+    below = [source for source in sources() if source.room in ("formats", "runtime")]
+    wrong = [source.module for source in below if package in packages(source)]
     assert wrong == []
 
 
-@pytest.mark.parametrize("package", ["transformers", "datasets", "safetensors", "pytest", "hypothesis"])
+@pytest.mark.parametrize("package", ["transformers", "safetensors", "pytest", "hypothesis"])
 def test_nothing_in_the_product_imports(package: str) -> None:
     assert offenders(package, set()) == []
+
+
+@pytest.mark.parametrize("package", ["datasets", "pyarrow"])
+def test_only_the_reading_of_calibration_text_imports(package: str) -> None:
+    assert offenders(package, {"moe_pack.calib.documents"}) == []
 
 
 @pytest.mark.parametrize("package", ["click", "tqdm"])
@@ -302,7 +308,7 @@ def test_importing_codecs_loads_torch_which_shows_that_the_test_above_can_fail()
     assert "torch" in loaded_by("moe_pack.formats.codecs")
 
 
-@pytest.mark.parametrize("module", ["moe_pack.runtime", "moe_pack.runtime.cli"])
+@pytest.mark.parametrize("module", ["moe_pack.runtime", "moe_pack.runtime.cli", "moe_pack.calib"])
 def test_importing_the_runtime_loads_nothing_of_the_extras(module: str) -> None:
-    extras = {"hqq", "transformers", "datasets", "huggingface_hub", "safetensors", "jinja2", "pytest"}
+    extras = {"hqq", "transformers", "datasets", "pyarrow", "huggingface_hub", "safetensors", "jinja2", "pytest"}
     assert loaded_by(module) & extras == set()

@@ -1,0 +1,384 @@
+"""FloE's learned predictor: the experts of the next MoE layer from this layer's hidden state and the last routes.
+
+A network of one layer (about 32K parameters where d = 4096 and E = 8) or two (up to 2M), trained per MoE layer on
+calibration tokens. It sees the input of MoE layer l, after its norm, and the experts chosen at l - 1 and l (at l = 0
+only there), and gives each expert of layer l + 1 a score. Trained in float32, kept with bfloat16 weights: every score
+is that of the weights kept. What the paper leaves open (loss, width, schedule) was chosen by recall on held-out text.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_pack.calib.recall import recall_precision
+from moe_pack.formats import PackError, RunError
+
+MAX_PARAMETERS = 2_000_000  # FloE's larger predictor
+MAX_HIDDEN = 512  # wider gained nothing: 256, 512, 1024 lie within 0.002 of recall (two small Mixtrals, 8192 tokens)
+MAX_PREVIOUS = 2  # FloE's trajectory: the two layers before the predicted one
+VALIDATION_SHARE = 8  # one token of so many; the last ones, because neighbours in a text tell on each other
+BLOCK_TOKENS = 1024  # bounds memory where nothing is learned
+LEAST_SCALE = 1e-3  # of the usual column's; a column that moves less is not blown up to move like the others
+BETAS = (0.9, 0.999)  # Adam's, as published; the next too
+EPSILON = 1e-8
+
+# The axes of each tensor kept; `h` is E where there is one layer.
+_AXES = {"x_weight": "hd", "route_weight": "hPE", "bias": "h", "out_weight": "Eh", "out_bias": "E"}
+_ONE_LAYER = ("x_weight", "route_weight", "bias")
+
+
+@dataclass(frozen=True, slots=True)
+class MLPShape:
+    """One layer, or two with `hidden` units between; `hidden` is 0 where there is one."""
+
+    num_layers: Literal[1, 2]
+    hidden: int
+
+    def __post_init__(self) -> None:
+        assert (self.hidden > 0) == (self.num_layers == 2), "one layer has no hidden units, two have some"
+
+    def num_parameters(self, d: int, num_experts: int, num_previous: int = MAX_PREVIOUS) -> int:
+        """Weights and biases, for hidden states of size d and the routes of `num_previous` layers."""
+        num_inputs = d + num_previous * num_experts
+        if self.num_layers == 1:
+            return (num_inputs + 1) * num_experts
+        return (num_inputs + 1) * self.hidden + (self.hidden + 1) * num_experts
+
+
+def shapes_for(d: int, num_experts: int) -> tuple[MLPShape, MLPShape]:
+    """The smaller and the larger predictor for hidden states of size d.
+
+    Meaning: smaller: one layer, d E + 2 E E + E parameters.   larger: two layers, with as many hidden units, in
+             eights, as 2,000,000 parameters allow (8 where they allow fewer), at most 512.
+    Source:  FloE §3.3.1, which gives the sizes 32K and 2M.
+    """
+    allowed = (MAX_PARAMETERS - num_experts) // (d + (MAX_PREVIOUS + 1) * num_experts + 1)
+    return MLPShape(1, 0), MLPShape(2, max(8, min(MAX_HIDDEN, allowed) // 8 * 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How to learn: at most `max_epochs` over the tokens, fewer after `patience` epochs without a better one.
+
+    A step takes a 32nd of the tokens, at least 16 (so that few tokens still give many steps), at most `batch_tokens`.
+    """
+
+    max_epochs: int = 20
+    patience: int = 5
+    batch_tokens: int = 256
+
+
+USUAL_TRAINING = Training()
+
+
+def cost(shape: MLPShape, num_tokens: int, d: int, num_experts: int, training: Training = USUAL_TRAINING) -> int:
+    """The multiplications that training takes at most.
+
+    Meaning: each parameter three times a token and epoch: once forward, twice back. Validating takes less than that.
+    """
+    return 3 * training.max_epochs * num_tokens * shape.num_parameters(d, num_experts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Predictor:
+    """A trained predictor; it takes hidden states as they are: the standardising of its training lies in its weights.
+
+    Below, h is E where there is one layer, else the number of hidden units.
+
+    x_weight: bfloat16 [h, d].   route_weight: bfloat16 [h, P, E], the layer further back first.   bias: float32 [h].
+    out_weight: bfloat16 [E, h].   out_bias: float32 [E].   Both None where there is one layer.
+    """
+
+    x_weight: Tensor
+    route_weight: Tensor
+    bias: Tensor
+    out_weight: Tensor | None = None
+    out_bias: Tensor | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        """d, the size of the hidden states it takes."""
+        return self.x_weight.shape[1]
+
+    @property
+    def num_previous(self) -> int:
+        """P, how many layers' routes it takes."""
+        return self.route_weight.shape[1]
+
+    @property
+    def num_experts(self) -> int:
+        """E, of the layer it predicts and of those before."""
+        return self.route_weight.shape[2]
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights and biases."""
+        return sum(tensor.numel() for tensor in self.arrays().values())
+
+    def scores(self, x: Tensor, previous: Tensor) -> Tensor:
+        """How likely each expert of the next layer is: logits, the larger the likelier.
+
+        Args:    x: float32 [T, d], the input of the MoE layer, after its norm.   previous: int64 [T, P, k], the
+                 experts chosen at the P layers before the predicted one, the layer further back first.
+        Returns: float32 [T, E].
+        """
+        layers = [tensor.float() for tensor in self.arrays().values()]
+        layers[1] = layers[1].flatten(1)  # [h, P, E] -> [h, P E]
+        with torch.no_grad():
+            return _in_blocks(layers, x, previous, self.num_experts, None)
+
+    def arrays(self) -> dict[str, Tensor]:
+        """Its tensors by name, as a sidecar keeps them."""
+        tensors = (self.x_weight, self.route_weight, self.bias, self.out_weight, self.out_bias)
+        return {name: tensor for name, tensor in zip(_AXES, tensors, strict=True) if tensor is not None}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Tensor], place: str) -> "Predictor":
+        """The predictor that these tensors are.
+
+        Args:    place: the file and layer they come from, for errors.
+        Raises:  PackError if a tensor is missing, unknown, of another type or shape, or not all numbers.
+        """
+        names = set(_ONE_LAYER if "out_weight" not in arrays else _AXES)
+        if arrays.keys() != names:
+            raise _damaged(place, f"found tensors {sorted(arrays)}", f"{sorted(names)}")
+        sizes: dict[str, int] = {}
+        for name in sorted(names):
+            axes = _AXES[name] if "out_weight" in names else _AXES[name].replace("h", "E")
+            _check_array(f"{place}: {name}", arrays[name], name.endswith("weight"), axes, sizes)
+        if sizes["P"] > MAX_PREVIOUS:
+            raise _damaged(place, f"found routes of {sizes['P']} layers", f"at most {MAX_PREVIOUS}")
+        return cls(**arrays)
+
+
+def train(
+    x: Tensor,
+    previous: Tensor,
+    targets: Tensor,
+    num_experts: int,
+    shape: MLPShape,
+    seed: int,
+    training: Training = USUAL_TRAINING,
+) -> Predictor:
+    """A predictor of the experts of one MoE layer.
+
+    Meaning: x is standardised by its columns' mean and scale; Adam with a cosine schedule lowers the binary cross
+             entropy of the experts' logits, minibatch by minibatch; the last eighth of the tokens is not learned from
+             but validates, and the epoch with the best recall of k experts there is kept, of equals that with the least
+             loss there. Epoch 0 is popularity: biases start at each expert's log-odds, the last layer's weights at 0.
+             In the end mean and scale are folded into the first layer. Of fewer than 8 tokens, all are learned from and
+             all validate. Same arguments, machine and number of threads: same bits; global random state is not touched.
+    Args:    x: float32 [T, d]; may be mapped from a file: minibatches and blocks of it are copied, never all of it.
+             previous: int64 [T, P, k'], P 1 or 2, as for `Predictor.scores`.   targets: int64 [T, k].
+    Raises:  RunError if there are no tokens, or if x is not all numbers.
+    Source:  FloE §3.3.1, which leaves loss and training open. Over two small Mixtrals, 8192 tokens each, softmax cross
+             entropy over the k chosen had 0.015 (one layer) and 0.006 (two) less recall on held-out text than this
+             loss, and keeping the epoch of least loss 0.0015 less than keeping that of best recall.
+    """
+    assert len(x) == len(previous) == len(targets), "as many routes as hidden states"
+    if not len(x):
+        raise RunError("predictor: found no tokens to learn from, expected at least 1; calibrate on longer text")
+    # Under a caller's inference mode, or without gradients, nothing could be learned: this turns both off. Tensors made
+    # in inference mode can still be read.
+    with torch.inference_mode(False):
+        return _Trainer(x, previous, targets, num_experts, shape, seed, training).train()
+
+
+@dataclass(frozen=True, slots=True)
+class Standard:
+    """The mean and scale of each column of the hidden states, float32 [d] both."""
+
+    mean: Tensor
+    scale: Tensor
+
+    def of(self, x: Tensor) -> Tensor:
+        """Columns of about mean 0 and deviation 1."""
+        return (x - self.mean) / self.scale
+
+
+def standard_of(x: Tensor) -> Standard:
+    """Mean and standard deviation of the columns of x, float32 [T, d]; columns that hardly move get the usual scale.
+
+    Raises:  RunError if x is not all numbers.
+    """
+    mean = sum((block.double().sum(0) for block in torch.split(x, BLOCK_TOKENS)), torch.zeros(())) / len(x)
+    if not torch.isfinite(mean).all():
+        raise _no_numbers()
+    squares = ((block.double() - mean).square().sum(0) for block in torch.split(x, BLOCK_TOKENS))
+    scale = (sum(squares, torch.zeros(())) / len(x)).sqrt()
+    usual = scale.square().mean().sqrt()  # 0 if no column moves: then there is nothing to scale
+    usual = usual if usual > 0 else torch.ones_like(usual)
+    return Standard(mean.float(), torch.where(scale > LEAST_SCALE * usual, scale, usual).float())
+
+
+def folded(layers: list[Tensor], standard: Standard, num_experts: int) -> Predictor:
+    """The predictor that gives to x what these layers give to `standard.of(x)`, up to bfloat16 weights.
+
+    Args:    layers: float32, first layer's x weights [h, d], route weights [h, P E], bias [h]; a second's if any.
+    """
+    x_weight = (layers[0] / standard.scale).bfloat16()
+    # By the rounded weights, so that a large mean cancels whole, and in float64, because it may be large.
+    shift = x_weight.double() @ standard.mean.double()
+    bias = (layers[2].double() - shift).float()
+    route_weight = layers[1].bfloat16().reshape(len(bias), -1, num_experts)  # [h, P E] -> [h, P, E]
+    if len(layers) == 3:
+        return Predictor(x_weight, route_weight, bias)
+    return Predictor(x_weight, route_weight, bias, layers[3].bfloat16(), layers[4])
+
+
+class Adam:
+    """Adam (1412.6980), with the rate given at each step. torch 2.13's own loads its compiler first: 2 s, 70 MB."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._means = [torch.zeros_like(tensor) for tensor in tensors]
+        self._squares = [torch.zeros_like(tensor) for tensor in tensors]
+        self._num_steps = 0
+
+    @torch.no_grad()
+    def step(self, gradients: tuple[Tensor, ...], rate: float) -> None:
+        """Moves every tensor against its gradient."""
+        self._num_steps += 1
+        mean_share, square_share = (1 - beta**self._num_steps for beta in BETAS)  # of a full average seen so far
+        for tensor, gradient, mean, square in zip(self._tensors, gradients, self._means, self._squares, strict=True):
+            mean.lerp_(gradient, 1 - BETAS[0])
+            square.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+            deviation = (square / square_share).sqrt_().add_(EPSILON)
+            tensor.addcdiv_(mean, deviation, value=-rate / mean_share)
+
+
+class _Trainer:
+    """One predictor in the making: its tokens, what is known of them, and its layers as they are."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        previous: Tensor,
+        targets: Tensor,
+        num_experts: int,
+        shape: MLPShape,
+        seed: int,
+        training: Training,
+    ) -> None:
+        num_validating = len(x) // VALIDATION_SHARE
+        num_learned = len(x) - num_validating
+        first = num_learned if num_validating else 0
+        self._learned = (x[:num_learned], previous[:num_learned], targets[:num_learned])
+        self._validating = (x[first:], previous[first:], targets[first:])
+        self._num_experts = num_experts
+        self._training = training
+        self._generator = torch.Generator().manual_seed(seed)
+        self._standard = standard_of(self._learned[0])
+        self._layers = self._first_layers(shape)
+        # In one layer each step moves a logit by up to the rate times the inputs, of which there can be thousands.
+        num_inputs = self._layers[0].shape[1] + self._layers[1].shape[1]
+        self._rate = 0.002 if shape.num_layers == 2 else 0.01 * min(1.0, 256 / num_inputs)
+
+    def train(self) -> Predictor:
+        """Learns until epochs or patience are used up; returns the best epoch's, as it will be kept."""
+        adam = Adam(self._layers)
+        best_result, best_epoch, best = self._validate(), 0, _copies(self._layers)
+        for epoch in range(1, self._training.max_epochs + 1):
+            self._learn(adam, epoch)
+            result = self._validate()
+            if result > best_result:
+                best_result, best_epoch, best = result, epoch, _copies(self._layers)
+            if epoch - best_epoch >= self._training.patience:
+                break
+        return folded(best, self._standard, self._num_experts)
+
+    def _first_layers(self, shape: MLPShape) -> list[Tensor]:
+        """Layers that answer popularity, whatever they are asked."""
+        x, previous, targets = self._learned
+        chosen = torch.bincount(targets.flatten(), minlength=self._num_experts)
+        share = (chosen + 0.5) / (len(targets) + 1.0)  # off 0 and 1, which have no log-odds
+        sizes = (x.shape[1], previous.shape[1] * self._num_experts)
+        if shape.num_layers == 1:
+            layers = [torch.zeros(self._num_experts, size) for size in sizes] + [share.logit()]
+        else:
+            deviation = 1 / math.sqrt(sum(sizes))
+            layers = [torch.randn(shape.hidden, size, generator=self._generator) * deviation for size in sizes]
+            layers += [torch.zeros(shape.hidden), torch.zeros(self._num_experts, shape.hidden), share.logit()]
+        return [layer.requires_grad_() for layer in layers]
+
+    def _learn(self, adam: Adam, epoch: int) -> None:
+        """One epoch: every token once, in random order."""
+        x, previous, targets = self._learned
+        order = torch.randperm(len(x), generator=self._generator)
+        batches = torch.split(order, min(self._training.batch_tokens, max(16, len(x) // 32)))
+        for number, batch in enumerate(batches):
+            done = (epoch - 1 + number / len(batches)) / self._training.max_epochs
+            rate = self._rate * (1 + math.cos(math.pi * done)) / 2
+            logits = _forward(self._layers, self._standard.of(x[batch]), _multi_hot(previous[batch], self._num_experts))
+            loss = _loss(logits, targets[batch])
+            adam.step(torch.autograd.grad(loss, self._layers), rate)
+
+    @torch.no_grad()
+    def _validate(self) -> tuple[float, float]:
+        """Recall and, negative, loss on the tokens not learned from: the larger the better.
+
+        Raises:  RunError if the hidden states there are not all numbers, which is first seen here.
+        """
+        x, previous, targets = self._validating
+        logits = _in_blocks(self._layers, x, previous, self._num_experts, self._standard)
+        loss = float(_loss(logits, targets))
+        if not math.isfinite(loss):
+            raise _no_numbers()
+        return recall_precision(logits, targets, targets.shape[1])[0], -loss
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(logits, _multi_hot(targets[:, None], logits.shape[1]))
+
+
+def _in_blocks(
+    layers: list[Tensor], x: Tensor, previous: Tensor, num_experts: int, standard: Standard | None
+) -> Tensor:
+    """`_forward` over blocks of tokens: float32 [T, E]."""
+    blocks = zip(torch.split(x, BLOCK_TOKENS), torch.split(previous, BLOCK_TOKENS), strict=True)
+    return torch.cat(
+        [_forward(layers, standard.of(x) if standard else x, _multi_hot(routes, num_experts)) for x, routes in blocks]
+    )
+
+
+def _forward(layers: list[Tensor], x: Tensor, routes: Tensor) -> Tensor:
+    """Logits, float32 [T, E], of x [T, d] and the multi-hot routes [T, P E]."""
+    first = functional.linear(x, layers[0], layers[2]) + functional.linear(routes, layers[1])
+    return first if len(layers) == 3 else functional.linear(functional.relu(first), layers[3], layers[4])
+
+
+def _multi_hot(experts: Tensor, num_experts: int) -> Tensor:
+    """From int64 [T, P, k] to float32 [T, P E]: 1 where an expert was chosen."""
+    places = torch.zeros(*experts.shape[:2], num_experts)
+    return places.scatter_(2, experts, 1.0).flatten(1)
+
+
+def _copies(layers: list[Tensor]) -> list[Tensor]:
+    return [layer.detach().clone() for layer in layers]
+
+
+def _check_array(place: str, tensor: Tensor, is_weight: bool, axes: str, sizes: dict[str, int]) -> None:
+    """Refuses a tensor of another type or shape; `sizes` holds the axes known so far and takes in new ones."""
+    dtype = torch.bfloat16 if is_weight else torch.float32
+    if tensor.dtype != dtype:
+        raise _damaged(place, f"found {tensor.dtype}", f"{dtype}")
+    shape = list(tensor.shape)
+    fits = len(shape) == len(axes) and all(shape)
+    if not fits or any(sizes.setdefault(axis, size) != size for axis, size in zip(axes, shape, strict=True)):
+        known = ", ".join(f"{axis} = {sizes[axis]}" if axis in sizes else axis for axis in axes)
+        raise _damaged(place, f"found shape {shape}", f"[{known}]")
+    if not torch.isfinite(tensor).all():
+        raise _damaged(place, "found NaN or infinity", "numbers")
+
+
+def _no_numbers() -> RunError:
+    return RunError("predictor: hidden states are not numbers; the model's weights overflow or are damaged")
+
+
+def _damaged(place: str, found: str, expected: str) -> PackError:
+    return PackError(f"{place}: {found}, expected {expected}; the predictor is damaged, train it again")

@@ -1,0 +1,204 @@
+"""Documents to sequences of tokens: what is taken, in which order, what is held out, what is too little."""
+
+import hashlib
+import json
+import struct
+from importlib.resources import files
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import BOOK, DEMO_MODEL
+
+from moe_pack.calib import documents
+from moe_pack.calib.text import Tokens, num_held_out, read_tokens
+from moe_pack.formats import RunError
+from moe_pack.runtime import Text
+from moe_pack.runtime.folder_files import FolderFiles
+
+BEGINNING = 0  # the demo tokenizer puts it before every text
+
+
+@pytest.fixture(scope="module")
+def text() -> Text:
+    return Text(FolderFiles(DEMO_MODEL))
+
+
+def flat(tokens: Tokens) -> list[int]:
+    found: list[int] = tokens.sequences.flatten().tolist()
+    return found
+
+
+def written(folder: Path, *texts: str) -> str:
+    path = folder / "documents.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def of_two_tokens(folder: Path, num_documents: int) -> str:
+    """Documents of two tokens each, a beginning and a letter."""
+    return written(folder, *["a"] * num_documents)
+
+
+def test_documents_are_joined_each_from_its_beginning_and_cut(text: Text, tmp_path: Path) -> None:
+    book = BOOK.read_text("utf-8")
+    parts = [book[start : start + 700] for start in range(0, 7000, 700)]
+    joined = [token for part in parts for token in text.encode(part)]
+    assert joined.count(BEGINNING) == 10
+    tokens = read_tokens(written(tmp_path, *parts), None, text, 1000, 300)
+    assert tokens.sequences.shape == (4, 300)
+    assert tokens.sequences.dtype == np.int32
+    assert flat(tokens) == joined[:1200]
+    assert tokens.notes == ()
+    assert tokens.name == str(tmp_path / "documents.jsonl")
+
+
+def test_a_text_file_is_tokenised_as_one_text(text: Text) -> None:
+    tokens = read_tokens(str(BOOK), None, text, 5000, 250)
+    assert flat(tokens) == text.encode(BOOK.read_text("utf-8")[:100_000])[:5000]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "length", "shape"), [(1, 1, (1, 1)), (3, 1, (3, 1)), (1, 7, (1, 7)), (8, 7, (2, 7))]
+)
+def test_the_smallest_sizes_work(
+    num_tokens: int, length: int, shape: tuple[int, int], text: Text, tmp_path: Path
+) -> None:
+    tokens = read_tokens(of_two_tokens(tmp_path, 10), None, text, num_tokens, length)
+    letter = text.encode("a")[1]
+    assert tokens.sequences.shape == shape
+    assert flat(tokens) == ([BEGINNING, letter] * 10)[: shape[0] * shape[1]]
+    assert tokens.notes == ()
+
+
+def test_the_digest_is_of_little_endian_bytes(text: Text, tmp_path: Path) -> None:
+    tokens = read_tokens(of_two_tokens(tmp_path, 10), None, text, 3, 3)
+    letter = text.encode("a")[1]
+    assert tokens.sha256 == hashlib.sha256(struct.pack("<3i", 0, letter, 0)).hexdigest()
+
+
+def test_a_long_document_is_read_no_further_than_it_is_needed(
+    text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "PIECE_CHARS", 8000)
+    path = tmp_path / "long.txt"
+    path.write_bytes(b"a b c d\n" * 3000 + b"\xff")
+    assert len(read_tokens(str(path), None, text, 1000, 100).sequences) == 10
+    with pytest.raises(RunError, match=r"long\.txt: found 0xff at byte 24,000, expected UTF-8"):
+        read_tokens(str(path), None, text, 10**7, 100)
+
+
+def test_a_document_of_several_pieces_has_one_beginning(
+    text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "PIECE_CHARS", 8000)
+    whole = "It was a dark night\n" * 1000
+    (tmp_path / "long.txt").write_text(whole)
+    expected = text.encode(whole)
+    tokens = read_tokens(str(tmp_path / "long.txt"), None, text, len(expected) - len(expected) % 64, 64)
+    assert flat(tokens) == expected[: len(expected) - len(expected) % 64]
+    assert flat(tokens).count(BEGINNING) == 1
+
+
+@pytest.fixture(scope="module")
+def chapters(text: Text) -> list[list[int]]:
+    """The tokens of the sample's chapters."""
+    sample = files("moe_pack.calib").joinpath("sample.txt").read_text("utf-8")
+    return [text.encode(chapter) for chapter in sample.split("\n\n")]
+
+
+def test_sequences_of_the_sample_come_from_its_eight_parts_in_turn(text: Text, chapters: list[list[int]]) -> None:
+    """The heads as a reader finds them: the first chapter that begins in each 87,500 of the 700,000 characters."""
+    begins = ["XXX\n", "XXXV\n", "X\n", "XIII\nDr. Seward", "XX\n", "XXV\n", "XLVI\n", "LIV\n"]
+    tokens = read_tokens(None, None, text, 12 * 200, 200)
+    heads = tokens.sequences[:8].tolist()
+    for begin, head in zip(begins, heads, strict=True):
+        stream = text.stream(head[:1])
+        assert "".join(stream.push(token) for token in head[1:]).startswith(begin)
+    whole = [next(chapter for chapter in chapters if chapter[:200] == head) for head in heads]
+    assert tokens.sequences[8:].tolist() == [chapter[200:400] for chapter in whole[:4]]
+    assert tokens.name == "the sample: chapters of public-domain novels"
+    assert tokens.notes == ()
+
+
+def test_a_part_of_the_sample_that_runs_out_leaves_its_turn_to_others(text: Text, chapters: list[list[int]]) -> None:
+    """Of sequences longer than the fourth part (two chapters of Dracula), the third (three of them) still has one."""
+    third, fourth = list(chain(*chapters[8:11])), list(chain(*chapters[11:13]))
+    between = (len(third) + len(fourth)) // 2
+    assert len(fourth) < between < len(third)
+    tokens = read_tokens(None, None, text, 3 * between, between)
+    assert tokens.sequences[2].tolist() == third[:between]
+    tokens = read_tokens(None, None, text, 4 * between, between)
+    assert tokens.sequences[3].tolist() == list(chain(*chapters[13:18]))[:between]
+
+
+def test_the_sample_is_read_in_order_where_its_parts_are_too_short(text: Text, chapters: list[list[int]]) -> None:
+    joined = list(chain(*chapters))
+    tokens = read_tokens(None, None, text, 10**9, 50_000)
+    assert tokens.sequences.tolist() == [joined[start : start + 50_000] for start in (0, 50_000, 100_000)]
+    assert tokens.notes == (
+        f"the sample: found {len(joined):,} tokens, --tokens asks for 1,000,000,000; "
+        "the 150,000 of its whole sequences are used",
+    )
+
+
+def test_less_text_than_was_asked_for_is_used_and_noted(text: Text, tmp_path: Path) -> None:
+    source = of_two_tokens(tmp_path, 602)
+    tokens = read_tokens(source, None, text, 16_384, 500)
+    assert tokens.sequences.shape == (2, 500)
+    assert tokens.notes == (
+        f"--data {source}: found 1,204 tokens, --tokens asks for 16,384; the 1,000 of its whole sequences are used",
+    )
+    assert read_tokens(source, None, text, 1000, 500).notes == ()
+
+
+def test_less_than_256_tokens_are_refused(text: Text, tmp_path: Path) -> None:
+    source = of_two_tokens(tmp_path, 127)
+    with pytest.raises(RunError) as caught:
+        read_tokens(source, None, text, 16_384, 100)
+    assert str(caught.value) == (
+        f"--data {source}: found 254 tokens, expected at least 256 (sequences have 100); give more text"
+    )
+    assert len(read_tokens(of_two_tokens(tmp_path, 128), None, text, 16_384, 100).sequences) == 2
+
+
+def test_less_than_a_sequence_is_refused(text: Text, tmp_path: Path) -> None:
+    source = of_two_tokens(tmp_path, 2047)
+    with pytest.raises(RunError) as caught:
+        read_tokens(source, None, text, 1, 4096)
+    assert str(caught.value) == (
+        f"--data {source}: found 4,094 tokens, expected at least 4,096 (sequences have 4,096); give more text"
+    )
+    assert len(read_tokens(of_two_tokens(tmp_path, 2048), None, text, 16_384, 4096).sequences) == 1
+
+
+@pytest.mark.parametrize("blank", ["", " \n\n\t"])
+def test_a_source_without_text_is_refused(blank: str, text: Text, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(blank)
+    with pytest.raises(RunError, match=rf"^--data {tmp_path}/a\.txt: found no text; give some$"):
+        read_tokens(str(tmp_path / "a.txt"), None, text, 256, 256)
+
+
+def test_a_token_that_the_model_has_no_row_for_is_refused(text: Text, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
+    source = of_two_tokens(tmp_path, 10)
+    letter = text.encode("a")[1]
+    (folder / "config.json").write_text(json.dumps({"vocab_size": letter}))
+    with pytest.raises(RunError) as caught:
+        read_tokens(source, None, Text(FolderFiles(folder)), 8, 4)
+    assert str(caught.value) == (
+        f"tokenizer.json: makes token {letter:,}, expected less than config.json's vocab_size {letter:,}; "
+        "take the tokenizer that belongs to this model"
+    )
+    (folder / "config.json").write_text(json.dumps({"vocab_size": letter + 1}))
+    assert len(read_tokens(source, None, Text(FolderFiles(folder)), 8, 4).sequences) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "held_out"), [(0, 0), (1, 0), (2, 1), (3, 1), (5, 1), (9, 1), (10, 2), (14, 2), (64, 12)]
+)
+def test_a_fifth_is_held_out_and_at_least_one_of_two(num_sequences: int, held_out: int) -> None:
+    assert num_held_out(num_sequences) == held_out
