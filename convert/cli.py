@@ -18,6 +18,7 @@ from moe_pack.convert.compare import LogitsError, MatrixError, compare_logits, c
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight, describe, format_runs
 from moe_pack.convert.pipeline import Conversion, Progress, convert, layout_for
+from moe_pack.convert.profile_cli import profile_command
 from moe_pack.formats import (
     MATRICES,
     QUANTIZERS,
@@ -354,6 +355,9 @@ def _bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
 
 def _say(line: str) -> None:
     click.echo(line, file=sys.stderr)
+
+
+main.add_command(profile_command)
 
 
 if __name__ == "__main__":

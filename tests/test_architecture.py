@@ -45,7 +45,7 @@ class Source:
 
     @property
     def is_cli(self) -> bool:
-        return self.module.endswith(".cli")
+        return self.module.rpartition(".")[2] in ("cli", "profile_cli")
 
 
 @cache

@@ -1,0 +1,141 @@
+"""What a stage costs: multiplications, and seconds on this machine, told before it begins.
+
+A multiplication is not as long as another: short rows, rounding and counting take their own time. So each kind of work
+is tried once, on random inputs and the model's own weights, and its time multiplied by how often it will be done.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moe_pack.calib.expert_error import QUANTIZED, SPARSE, Rounding, output_changes
+from moe_pack.calib.expert_pass import measure_expert
+from moe_pack.calib.layer_pass import LayerStates
+from moe_pack.calib.mlp_predictor import cost as training_cost
+from moe_pack.calib.mlp_predictor import shapes_for
+from moe_pack.formats import ModelSpec, dense_roles
+from moe_pack.runtime import Weights, head, run_expert
+
+_TRIED_TOKENS = 512
+_LONG_SECONDS = 1.0  # what takes this long need not be tried twice
+_HEAD_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Multiplications, and seconds as foretold."""
+
+    multiplications: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.multiplications + other.multiplications, self.seconds + other.seconds)
+
+    def __mul__(self, number: float) -> "Cost":
+        return Cost(round(self.multiplications * number), self.seconds * number)
+
+
+def half_multiplications(spec: ModelSpec, layer: int, sequence_length: int) -> int:
+    """Multiplications a token of all but the routed experts in a decoder layer; attention to half of a sequence."""
+    matrices = [r for r in dense_roles(spec) if r.name.startswith(f"layers.{layer}.") and len(r.shape) == 2]
+    return sum(role.shape[0] * role.shape[1] for role in matrices) + sequence_length * spec.hidden_size
+
+
+def expert_multiplications(spec: ModelSpec) -> int:
+    """Multiplications of one expert for one token."""
+    return len(spec.expert.matrices) * spec.hidden_size * spec.expert.intermediate_size
+
+
+def prediction_cost(spec: ModelSpec, num_tokens: int) -> int:
+    """Multiplications of one layer's predictors, learned from this many tokens; most of them are the networks'."""
+    d, E = spec.hidden_size, spec.router.num_experts
+    return sum(training_cost(shape, num_tokens, d, E) for shape in shapes_for(d, E))
+
+
+def kind_of(spec: ModelSpec, layer: int) -> int:
+    """The first decoder layer that costs what this one does: with experts, or without."""
+    with_experts = layer in spec.moe_layers
+    return next(l for l in range(spec.num_hidden_layers) if (l in spec.moe_layers) == with_experts)
+
+
+def kinds_of_layers(spec: ModelSpec) -> set[int]:
+    """One decoder layer of each cost."""
+    return {kind_of(spec, layer) for layer in range(spec.num_hidden_layers)}
+
+
+class Trial:
+    """The cost of each kind of work, its seconds measured once.
+
+    Args:    states: before their first layer; their first sequence is tried.
+    """
+
+    def __init__(self, weights: Weights, states: LayerStates) -> None:
+        self._weights = weights
+        self._spec = weights.spec
+        self._states = states
+
+    @torch.inference_mode()
+    def half(self, layer: int) -> Cost:
+        """A sequence through a decoder layer, its routed experts apart."""
+        S = self._states.sequence_length
+        seconds = _seconds(lambda: self._states.half(layer, 0, self._weights))
+        return Cost(half_multiplications(self._spec, layer, S) * S, seconds)
+
+    @torch.inference_mode()
+    def counted(self, num_tokens: float) -> Cost:
+        """An expert that is run and counted, for this many tokens."""
+        number, f = self._tried(num_tokens), self._spec.expert.intermediate_size
+        x, idx = torch.randn(number, self._spec.hidden_size), torch.arange(number)
+
+        def work() -> None:
+            measure_expert(self._weights.expert(0, 0), self._function, x, idx, f, lambda places, output: None)
+
+        return self._cost(num_tokens, _seconds(work) * num_tokens / number)
+
+    @torch.inference_mode()
+    def plain(self, num_tokens: float) -> Cost:
+        """An expert that is run, for this many tokens."""
+        number = self._tried(num_tokens)
+        x, held = torch.randn(number, self._spec.hidden_size), self._weights.expert(0, 0)
+        seconds = _seconds(lambda: run_expert(x, held, self._function, "none", 0.0))
+        return self._cost(num_tokens, seconds * num_tokens / number)
+
+    @torch.inference_mode()
+    def changed(self, num_tokens: int, rounding: Rounding, every: int = 1) -> Cost:
+        """An expert whose changes are measured on this many tokens under this rounding."""
+        x, held = torch.randn(num_tokens, self._spec.hidden_size), self._weights.expert(0, 0)
+        thresholds = torch.zeros((3, 4)) if every == 1 else None
+        seconds = _seconds(lambda: output_changes(held, self._function, x, rounding, thresholds, every))
+        products = 2 + sum(1 if change.matrix_idx == 2 else 2 for change in QUANTIZED) + len(SPARSE)
+        one = self._spec.hidden_size * self._spec.expert.intermediate_size
+        return Cost(products * one * num_tokens // every, seconds)
+
+    @torch.inference_mode()
+    def head(self, num_tokens: int) -> Cost:
+        """Predictions of this many tokens, from hidden states."""
+        x = torch.randn(_HEAD_TOKENS, self._spec.hidden_size)
+        seconds = _seconds(lambda: head(x, self._weights).log_softmax(dim=-1)) * num_tokens / _HEAD_TOKENS
+        return Cost(num_tokens * self._spec.hidden_size * self._spec.vocab_size, seconds)
+
+    @property
+    def _function(self) -> str:
+        return self._spec.expert.function
+
+    def _tried(self, num_tokens: float) -> int:
+        return max(1, min(round(num_tokens), _TRIED_TOKENS))
+
+    def _cost(self, num_tokens: float, seconds: float) -> Cost:
+        return Cost(round(expert_multiplications(self._spec) * num_tokens), seconds)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The time of the second of two tries, the first of which brings weights to memory."""
+    for _ in range(2):
+        began = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - began
+        if seconds > _LONG_SECONDS:
+            break
+    return seconds

@@ -1,0 +1,116 @@
+"""One expert over its tokens: outputs, and on the way the distribution of what decides which of its neurons run.
+
+Tokens go through in chunks and neurons in blocks, so that what is held is bounded whatever their numbers; sums do not
+depend on the chunks but for the rounding of matrix products.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.calib.histogram import Histogram
+from moe_pack.formats import Selector
+from moe_pack.runtime import Activations, Expert, activations
+
+CHUNK_TOKENS = 4096  # tokens at once: with blocks of 16 MiB of weights, activations take about as much
+HOT_SAMPLE_TOKENS = 256  # of an expert's tokens, evenly spread: what its thresholds for hotness are taken from
+KINDS: tuple[Selector, ...] = ("up", "gate", "both")  # `none` tests h too, as `both` does
+HOT_SPARSITIES = (0.5, 0.7, 0.8, 0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertActivity:
+    """What an expert's neurons did over its tokens.
+
+    `histograms`: of abs(a), by kind.   `hot_thresholds` float32 [kinds, sparsities]: quantiles of abs(a) over
+    `HOT_SAMPLE_TOKENS` tokens.   `hot` int64 [kinds, sparsities, f]: tokens on which a neuron reached them.
+    """
+
+    histograms: tuple[Histogram, ...]
+    hot_thresholds: NDArray[np.float32]
+    hot: Tensor
+
+
+def measure_expert(
+    expert: Expert,
+    function: str,
+    inputs: Tensor,
+    token_idx: Tensor,
+    num_neurons: int,
+    add: Callable[[Tensor, Tensor], None],
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> ExpertActivity:
+    """Runs an expert, every neuron running, and counts.
+
+    Args:    inputs: float32 [T, d].   token_idx: int64 [n], rising: which of them are the expert's.
+             add: takes places in `token_idx`, int64 [m], and the expert's output there, float32 [m, d].
+    """
+    counts = _Counts(num_neurons)
+    for number, places in enumerate(_chunks(len(token_idx), chunk_tokens)):
+        x = inputs[token_idx[places]]
+        y = torch.zeros_like(x)
+        held: list[tuple[int, Activations]] = []
+        start = 0
+        for block in expert.blocks():
+            values = activations(x, block, function)
+            y.addmm_(values.h, block.down)
+            if number == 0:  # thresholds come from all neurons' activations for the sample, then these are counted
+                held.append((start, values))
+            else:
+                counts.add(start, values)
+            start += len(block.up)
+        if number == 0:
+            counts.set_thresholds([values for _, values in held])
+            for start, values in held:
+                counts.add(start, values)
+        add(places, y)
+    return ExpertActivity(counts.histograms, counts.thresholds, counts.hot)
+
+
+def sample_places(num_places: int, num_wanted: int) -> Tensor:
+    """At most `num_wanted` of the numbers below `num_places`, evenly spread: int64, rising."""
+    number = min(num_places, num_wanted)
+    return torch.arange(number) * num_places // max(number, 1)
+
+
+def _chunks(num_tokens: int, chunk_tokens: int) -> Iterator[Tensor]:
+    """All places below `num_tokens` once: first the sample for hotness, then the others in order."""
+    sample = sample_places(num_tokens, HOT_SAMPLE_TOKENS)
+    rest = torch.ones(num_tokens, dtype=torch.bool).index_fill_(0, sample, False).nonzero().flatten()
+    if num_tokens:
+        yield sample
+    for start in range(0, len(rest), chunk_tokens):
+        yield rest[start : start + chunk_tokens]
+
+
+class _Counts:
+    """Sums over all tokens of an expert."""
+
+    def __init__(self, num_neurons: int) -> None:
+        self.histograms = tuple(Histogram() for _ in KINDS)
+        self.thresholds = np.zeros((len(KINDS), len(HOT_SPARSITIES)), np.float32)
+        self.hot = torch.zeros((len(KINDS), len(HOT_SPARSITIES), num_neurons), dtype=torch.int64)
+
+    def set_thresholds(self, held: list[Activations]) -> None:
+        for kind, selector in enumerate(KINDS):
+            histogram = Histogram()
+            for values in held:
+                histogram.add(values.of(selector).abs())
+            self.thresholds[kind] = histogram.quantiles(HOT_SPARSITIES)
+
+    def add(self, start: int, values: Activations) -> None:
+        """Counts some neurons, from `start` on."""
+        for kind, selector in enumerate(KINDS):
+            magnitudes = values.of(selector).abs()  # [n, neurons]
+            reached = torch.empty_like(magnitudes)
+            ones = magnitudes.new_ones((1, len(magnitudes)))
+            stop = start + magnitudes.shape[1]
+            for level, threshold in enumerate(self.thresholds[kind].tolist()):
+                # As a product: sums of booleans down a column take many times as long. Exact below 2^24 tokens.
+                torch.ge(magnitudes, threshold, out=reached)
+                self.hot[kind, level, start:stop] += (ones @ reached)[0].to("cpu", torch.int64)
+            self.histograms[kind].add(magnitudes)

@@ -1,0 +1,88 @@
+"""The inputs of MoE layers, kept in files for what looks at two layers at once: cosines, and predictors.
+
+All tokens' of the last layer; for predictors, those of some sequences of every layer.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.calib.prediction import MAX_JUDGED_TOKENS, MAX_LEARNED_TOKENS, LayerInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Which sequences predictors learn from and are judged on: the first `num_learned`, the last `num_judged`."""
+
+    num_sequences: int
+    sequence_length: int
+    num_learned: int
+    num_judged: int
+
+    @classmethod
+    def of(cls, num_sequences: int, sequence_length: int, num_held_out: int) -> "Shares":
+        """As many as predictors take, none of them held out that are learned from."""
+        learned = min(num_sequences - num_held_out, -(-MAX_LEARNED_TOKENS // sequence_length))
+        return cls(num_sequences, sequence_length, learned, min(num_held_out, -(-MAX_JUDGED_TOKENS // sequence_length)))
+
+    def tokens(self) -> tuple[slice, slice]:
+        """The tokens of both, among all."""
+        S, end = self.sequence_length, self.num_sequences * self.sequence_length
+        return slice(0, self.num_learned * S), slice(end - self.num_judged * S, end)
+
+
+class InputFiles:
+    """Files `inputs-*` in `folder`, float32 rows of `hidden_size`."""
+
+    def __init__(self, folder: Path, hidden_size: int, shares: Shares) -> None:
+        self.shares = shares
+        self._folder = folder
+        self._hidden_size = hidden_size
+
+    def keep(self, layer_idx: int, inputs: Tensor) -> tuple[float, float]:
+        """Keeps a MoE layer's inputs float32 [T, d].
+
+        Returns: mean and deviation over tokens of the cosine with the layer before's; NaN for the first.
+        """
+        learned, judged = self.shares.tokens()
+        _write(self._sample(layer_idx), inputs[learned], inputs[judged])
+        cosine = self._cosine(layer_idx, inputs) if layer_idx else (math.nan, math.nan)
+        _write(self._whole(layer_idx), inputs)
+        if layer_idx > 1:
+            self._whole(layer_idx - 2).unlink(missing_ok=True)  # the one before this is needed if this is done again
+        return cosine
+
+    def read(self, layer_idx: int, routes: Tensor) -> LayerInputs:
+        """What predictors learn from and are judged on; `routes` int64 [T, k] are all tokens'."""
+        rows = torch.from_numpy(np.fromfile(self._sample(layer_idx), np.float32)).view(-1, self._hidden_size)
+        learned, judged = self.shares.tokens()
+        number = learned.stop - learned.start
+        return LayerInputs(rows[:number], rows[number:], routes[learned], routes[judged])
+
+    def _cosine(self, layer_idx: int, inputs: Tensor) -> tuple[float, float]:
+        S, cosines = self.shares.sequence_length, []
+        with self._whole(layer_idx - 1).open("rb") as file:
+            for start in range(0, len(inputs), S):
+                raw = np.fromfile(file, np.float32, S * self._hidden_size)
+                before = torch.from_numpy(raw).view(S, -1)
+                cosines.append(torch.nn.functional.cosine_similarity(inputs[start : start + S], before, dim=1))
+        all_cosines = torch.cat(cosines).to(torch.float64)
+        return float(all_cosines.mean()), float(all_cosines.std(correction=0))
+
+    def _sample(self, layer_idx: int) -> Path:
+        return self._folder / f"inputs-{layer_idx:03d}.bin"
+
+    def _whole(self, layer_idx: int) -> Path:
+        return self._folder / f"inputs-whole-{layer_idx:03d}.bin"
+
+
+def _write(path: Path, *parts: Tensor) -> None:
+    beside = path.with_suffix(".tmp")
+    with beside.open("wb") as file:
+        for part in parts:
+            part.numpy().tofile(file)
+    beside.rename(path)

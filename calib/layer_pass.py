@@ -1,0 +1,179 @@
+"""Sequences on their way through a model, one layer at a time: bounded memory, and resumable after any layer.
+
+    for layer in layers:
+        tokens = states.enter(layer)         attention, shared and dense experts, routes; for all sequences
+        states.add(...)                      the caller runs the routed experts and adds their outputs
+        states.leave(layer, tokens)          hidden states go to a file, from which a killed pass goes on
+
+Between layers hidden states are in a file (of which the system keeps in memory what it has room for); within a layer
+two float32 values a token and hidden dimension, in memory up to `MAX_HELD_BYTES`, in a mapped file beyond.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.runtime import KVCache, Rope, Weights, add_attention, mlp_input, route_tokens, run_unrouted, visible
+
+MAX_HELD_BYTES = 1 << 30  # hidden states in memory at once; beyond, the arrays lie in a mapped file
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTokens:
+    """All tokens inside a layer, T = sequences times their length, in order.
+
+    `x` float32 [T, d]: hidden states, attention and what every token gets added.   `inputs` float32 [T, d]: what
+    router and experts see.   `experts` int64 [T, k], `weights` float32 [T, k]: routes; empty [T, 0] in a layer without.
+    """
+
+    x: Tensor
+    inputs: Tensor
+    experts: Tensor
+    weights: Tensor
+
+    def of_expert(self, expert: int) -> tuple[Tensor, Tensor]:
+        """The tokens that go to an expert, rising int64 [n], and the weight of each, float32 [n]."""
+        token_idx, place = torch.where(self.experts == expert)
+        return token_idx, self.weights[token_idx, place]
+
+
+class LayerStates:
+    """The hidden states of sequences of S tokens between layers. Owns the files `hidden-*` and `held-*` in `folder`.
+
+    Args:    first: the hidden states float32 [S, d] of a sequence before layer 0, by its number.
+             folder: exists; if a killed pass left its hidden states there, `next_layer` is where to go on.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        first: Callable[[int], Tensor],
+        num_sequences: int,
+        sequence_length: int,
+        folder: Path,
+        device: torch.device,
+    ) -> None:
+        self.spec = weights.spec
+        self.num_sequences = num_sequences
+        self.sequence_length = sequence_length
+        self._weights = weights
+        self._first = first
+        self._folder = folder
+        self._device = device
+        positions = torch.arange(self.sequence_length, device=device)
+        self._angles = Rope(self.spec.rope, device)(positions, self.sequence_length)
+        self._mask = visible(self.spec.attention, 0, self.sequence_length, device)
+        self._cache = KVCache(self.spec, self.sequence_length, device, num_layers=1)
+        self.next_layer = self._resume()
+
+    @torch.inference_mode()
+    def enter(self, layer: int, branches: Sequence[tuple[Weights, int]] = ()) -> LayerTokens:
+        """All tokens as layer `layer` (the next one) has them before its routed experts.
+
+        Args:    branches: other weights for this layer, and how many of the first sequences go through it with them
+                 too; from here on these are sequences of their own, after all others.
+        """
+        assert layer == self.next_layer, (layer, self.next_layer)
+        k = self.spec.router.num_experts_per_tok if layer in self.spec.moe_layers else 0
+        ways = [(number, self._weights) for number in range(self.num_sequences)]
+        ways += [(number, weights) for weights, number_of in branches for number in range(number_of)]
+        num_tokens = len(ways) * self.sequence_length
+        tokens = LayerTokens(
+            x=self._array("x", num_tokens),
+            inputs=self._array("inputs", num_tokens),
+            experts=torch.empty((num_tokens, k), dtype=torch.int64),
+            weights=torch.empty((num_tokens, k)),
+        )
+        for place, (number, weights) in enumerate(ways):
+            rows = slice(place * self.sequence_length, (place + 1) * self.sequence_length)
+            x, inputs = self.half(layer, number, weights)
+            tokens.x[rows], tokens.inputs[rows] = x.cpu(), inputs.cpu()
+            if k:
+                experts, router_weights = route_tokens(inputs, self._weights, layer)
+                tokens.experts[rows], tokens.weights[rows] = experts.cpu(), router_weights.cpu()
+        self.num_sequences = len(ways)
+        return tokens
+
+    @torch.inference_mode()
+    def half(self, layer: int, number: int, weights: Weights) -> tuple[Tensor, Tensor]:
+        """A sequence's `x` and `inputs` (`LayerTokens`) in layer `layer`, float32 [S, d] each, with these weights."""
+        x = self.before(number).to(self._device)
+        x = add_attention(x, weights, layer, self._cache.layer(0), self._angles, self._mask)
+        inputs = mlp_input(x, weights, layer)
+        unrouted = run_unrouted(inputs, weights, layer)
+        return x if unrouted is None else x + unrouted * self.spec.residual_multiplier, inputs
+
+    def add(self, tokens: LayerTokens, token_idx: Tensor, weights: Tensor, output: Tensor) -> None:
+        """Adds an expert's output float32 [n, d], weighted, to the hidden states of its tokens."""
+        output = output.to("cpu") * (weights * self.spec.residual_multiplier)[:, None]
+        tokens.x.index_add_(0, token_idx, output)
+
+    def leave(self, layer: int, tokens: LayerTokens, more: Sequence[Tensor] = ()) -> None:
+        """Ends layer `layer`: its hidden states replace those before it on the drive.
+
+        Args:    more: hidden states float32 [n S, d] of sequences that begin here, after all others.
+        """
+        crc32 = 0
+        beside = self._folder / "hidden.tmp"
+        with beside.open("wb") as file:
+            for held in (tokens.x, *more):
+                raw = held.numpy().reshape(-1).view(np.uint8)
+                raw.tofile(file)
+                crc32 = zlib.crc32(raw.data, crc32)
+        path = self._folder / f"hidden-{layer + 1:03d}-{crc32:08x}.bin"
+        beside.rename(path)
+        for other in self._folder.glob("hidden-*"):
+            if other != path:
+                other.unlink()
+        self._path = path
+        self.num_sequences += sum(len(held) for held in more) // self.sequence_length
+        self.next_layer = layer + 1
+
+    def before(self, number: int) -> Tensor:
+        """A sequence's hidden states before the next layer, or after the last: float32 [S, d]."""
+        if self.next_layer == 0:
+            return self._first(number)
+        with self._path.open("rb") as file:
+            file.seek(number * self._sequence_bytes)
+            raw = np.fromfile(file, np.float32, self._sequence_bytes // 4)
+        return torch.from_numpy(raw).view(self.sequence_length, -1)
+
+    def close(self) -> None:
+        """Removes the files."""
+        for path in [*self._folder.glob("hidden-*"), *self._folder.glob("held-*")]:
+            path.unlink()
+
+    @property
+    def _sequence_bytes(self) -> int:
+        return 4 * self.sequence_length * self.spec.hidden_size
+
+    def _resume(self) -> int:
+        """The layer to begin with: after the one whose hidden states are whole on the drive, else the first."""
+        for path in sorted(self._folder.glob("hidden-*.bin"), reverse=True):
+            layer, crc32 = path.stem.split("-")[1:]
+            if _crc32(path) == int(crc32, 16):
+                self._path = path
+                self.num_sequences = path.stat().st_size // self._sequence_bytes
+                return int(layer)
+        return 0
+
+    def _array(self, name: str, num_tokens: int) -> Tensor:
+        """Room for a float32 [T, d] of this layer, not set to anything."""
+        shape = (num_tokens, self.spec.hidden_size)
+        if 2 * 4 * math.prod(shape) <= MAX_HELD_BYTES:
+            return torch.empty(shape)
+        return torch.from_numpy(np.memmap(self._folder / f"held-{name}.bin", np.float32, "w+", shape=shape))
+
+
+def _crc32(path: Path) -> int:
+    crc32 = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            crc32 = zlib.crc32(piece, crc32)
+    return crc32

@@ -1,0 +1,170 @@
+"""A profile: a folder of JSON and safetensors that says what calibration measured of a model. Written by `profiler`.
+
+`profile.json` names every other file with its size and SHA-256; one file a layer and stage, so that large models are
+read layer by layer. Specified in docs/profile.md.
+"""
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from moe_pack.calib.arrays import Array, check_arrays, read_all_arrays
+from moe_pack.calib.effects import DENSE_WIDTHS, Effects
+from moe_pack.calib.expert_error import SPARSITIES, WIDTHS
+from moe_pack.calib.paths import PathStatistics
+from moe_pack.calib.statistics import LayerStatistics
+from moe_pack.calib.store import PROFILE_FILE
+from moe_pack.formats import (
+    MATRICES,
+    ContentFile,
+    ModelSpec,
+    PackageVersion,
+    PackError,
+    RangeReader,
+    canonical,
+    dump,
+    load,
+    parse,
+)
+
+VERSION = 1
+FORMAT: Literal["moe-pack profile"] = "moe-pack profile"
+PATHS_FILE = "paths.safetensors"
+EFFECTS_FILE = "effects.safetensors"
+EXACT_FILE = "exact.safetensors"
+_MAX_JSON_BYTES = 16_000_000
+
+Sensitivity = Literal["none", "fast", "full", "exact"]
+
+
+def layer_file(stage: Literal["statistics", "sensitivity", "predictors"], layer: int) -> str:
+    """The name of the file that holds a stage's result for decoder layer `layer`."""
+    return f"{stage}-{layer:03d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class TextFacts:
+    """The text a profile was measured on: `num_sequences` of `sequence_length` tokens, the last ones held out.
+
+    `sha256`: of the tokens as little-endian int32.
+    """
+
+    name: str
+    sha256: str
+    num_sequences: int
+    sequence_length: int
+    num_held_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFacts:
+    """`profile.json`. `source`: digest of the checkpoint's account of files and tensors."""
+
+    format: Literal["moe-pack profile"]
+    version: int
+    model: ModelSpec
+    source: str
+    text: TextFacts
+    sensitivity: Sensitivity
+    made_with: tuple[PackageVersion, ...]
+    files: tuple[ContentFile, ...]
+    sha256: str
+
+
+def facts_bytes(facts: ProfileFacts) -> bytes:
+    """The bytes of `profile.json`, with the digest of everything else in it filled in."""
+    return canonical(dump(dataclasses.replace(facts, sha256=_digest(facts))))
+
+
+def _digest(facts: ProfileFacts) -> str:
+    return hashlib.sha256(canonical(dump(dataclasses.replace(facts, sha256="")))).hexdigest()
+
+
+class Profile:
+    """A profile, open for reading; every file is checked against its digest when it is read.
+
+    Raises:  PackError if it is missing, unfinished, damaged or of another version.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / PROFILE_FILE
+        if not path.is_file():
+            raise PackError(
+                f"{folder}: found no {PROFILE_FILE}; not a profile, or one that is not finished: "
+                "repeat the moe-pack profile command"
+            )
+        with RangeReader(path, PackError) as reader:
+            raw = reader.read(0, min(reader.num_bytes, _MAX_JSON_BYTES + 1)).tobytes()
+        if len(raw) > _MAX_JSON_BYTES:
+            raise PackError(f"{PROFILE_FILE}: more than {_MAX_JSON_BYTES:,} bytes")
+        values = parse(raw, PROFILE_FILE, PackError)
+        if not isinstance(values, dict) or values.get("format") != FORMAT or values.get("version") != VERSION:
+            raise PackError(f"{PROFILE_FILE}: expected format {FORMAT!r}, version {VERSION}; profile the model anew")
+        self.facts = load(ProfileFacts, values, PROFILE_FILE, PackError)
+        if self.facts.sha256 != _digest(self.facts):
+            raise PackError(f"{PROFILE_FILE}: SHA-256 does not match its values; profile the model anew")
+        self.spec = self.facts.model
+        self._files = {file.name: file for file in self.facts.files}
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, held out or not."""
+        return self.facts.text.num_sequences * self.facts.text.sequence_length
+
+    @property
+    def num_held_out_tokens(self) -> int:
+        """The tokens at the end that predictors have not learned from."""
+        return self.facts.text.num_held_out * self.facts.text.sequence_length
+
+    def has(self, name: str) -> bool:
+        """Whether the profile lists this file."""
+        return name in self._files
+
+    def statistics(self, layer_idx: int) -> LayerStatistics:
+        """What was counted in the `layer_idx`-th MoE layer."""
+        name = layer_file("statistics", self.spec.moe_layers[layer_idx])
+        return LayerStatistics.from_arrays(self._read(name), name, self.spec, self.num_tokens)
+
+    def paths(self) -> PathStatistics:
+        """The path statistics, learned on all tokens but those held out."""
+        router = self.spec.router
+        shape = (len(self.spec.moe_layers), router.num_experts, router.num_experts_per_tok)
+        return PathStatistics.from_arrays(self._read(PATHS_FILE), PATHS_FILE, *shape)
+
+    def errors(self, layer: int) -> dict[str, Array]:
+        """The arrays of `LayerErrors` of a decoder layer."""
+        return self._read(layer_file("sensitivity", layer))
+
+    def effects(self) -> Effects:
+        """What those errors cost."""
+        shape = (len(self.spec.moe_layers), len(MATRICES), len(WIDTHS))
+        wanted: dict[str, tuple[str, tuple[int, ...]]] = {
+            "quantized": ("F32", shape),
+            "sparse": ("F32", (*shape[:2], len(SPARSITIES))),
+            "dense": ("F32", (self.spec.num_hidden_layers,)),
+            "embedding": ("F32", (len(DENSE_WIDTHS),)),
+            "head": ("F32", (len(DENSE_WIDTHS),)),
+        }
+        arrays = self._read(EFFECTS_FILE)
+        check_arrays(arrays, wanted, EFFECTS_FILE)
+        return Effects(**arrays)
+
+    def predictors(self, layer_idx: int) -> dict[str, Array]:
+        """The arrays of `LayerPredictors` of the `layer_idx`-th MoE layer, from 1 up."""
+        return self._read(layer_file("predictors", self.spec.moe_layers[layer_idx]))
+
+    def exact(self) -> dict[str, Array]:
+        """EdgeMoE's own measure: the arrays of `ExactLosses`."""
+        return self._read(EXACT_FILE)
+
+    def _read(self, name: str) -> dict[str, Array]:
+        listed = self._files.get(name)
+        if listed is None:
+            raise PackError(f"{self.folder}: has no {name}; profile the model with the options that measure it")
+        with RangeReader(self.folder / name, PackError) as reader:
+            if reader.num_bytes != listed.bytes or reader.sha256() != listed.sha256:
+                raise PackError(f"{name}: SHA-256 does not match {PROFILE_FILE}; profile the model anew")
+        return read_all_arrays(self.folder / name)

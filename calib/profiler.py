@@ -1,0 +1,274 @@
+"""Makes a profile: the stages one after the other, each layer's result in a file of its own, resumable after any.
+
+    statistics      one pass over all tokens, a file a MoE layer; then path statistics from the routes
+    sensitivity     one pass over fewer tokens and their perturbed copies, a file a layer; then what errors cost
+    predictors      a file a MoE layer but the first, from the layers' inputs that the first stage kept
+
+The same checkpoint, tokens and options give the same profile, up to float rounding, whatever the chunks; killed and
+begun again, it ends in the same bytes as without.
+"""
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.calib.arrays import Array, read_all_arrays
+from moe_pack.calib.costs import (
+    Cost,
+    Trial,
+    expert_multiplications,
+    half_multiplications,
+    kind_of,
+    kinds_of_layers,
+    prediction_cost,
+)
+from moe_pack.calib.effects import LayerErrors, Level, factors
+from moe_pack.calib.expert_pass import CHUNK_TOKENS, HOT_SPARSITIES
+from moe_pack.calib.held import HeldWeights
+from moe_pack.calib.layer_inputs import InputFiles, Shares
+from moe_pack.calib.layer_pass import LayerStates, LayerTokens
+from moe_pack.calib.paths import PathStatistics, learn_paths
+from moe_pack.calib.prediction import LayerInputs, predict_layer
+from moe_pack.calib.profile import (
+    EFFECTS_FILE,
+    FORMAT,
+    PATHS_FILE,
+    VERSION,
+    Profile,
+    ProfileFacts,
+    Sensitivity,
+    TextFacts,
+    facts_bytes,
+    layer_file,
+)
+from moe_pack.calib.sensitivity import SensitivityPass
+from moe_pack.calib.statistics import LayerStatistics, measure_layer
+from moe_pack.calib.store import PROFILE_FILE, ProfileStore
+from moe_pack.calib.text import Tokens, num_held_out
+from moe_pack.calib.versions import made_with
+from moe_pack.formats import Checkpoint, ContentFile, ConversionError, RangeReader, account_bytes, canonical, dump
+from moe_pack.runtime import CheckpointWeights, embed
+
+PATH_BYTES = 8 << 20  # of path statistics at most, where their tables allow
+
+
+class Watcher(Protocol):
+    """Who is told how a profile goes on."""
+
+    def begin(self, stage: str, cost: Cost) -> None:
+        """A stage begins, or goes on: what is left of it; 0 seconds are not foretold."""
+        ...
+
+    def advance(self, multiplications: int, what: str) -> None:
+        """So many multiplications more are done."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """What to measure. `chunk_tokens`: tokens of an expert at once; bounds memory, changes nothing but rounding."""
+
+    sensitivity: Sensitivity = "fast"
+    chunk_tokens: int = CHUNK_TOKENS
+
+
+def make_profile(
+    checkpoint: Checkpoint,
+    tokens: Tokens,
+    folder: Path,
+    options: ProfileOptions,
+    watcher: Watcher,
+    device: torch.device | None = None,
+) -> Profile:
+    """Profiles a checkpoint on some tokens into `folder`, going on where a killed run stopped.
+
+    Raises:  ConversionError if the folder holds something else; CheckpointError for weights that are no numbers.
+    """
+    facts = _facts(checkpoint, tokens, options)
+    if (folder / PROFILE_FILE).exists():
+        found = Profile(folder)
+        if _identity(found.facts) != _identity(facts):
+            raise ConversionError(f"{folder}: holds another profile; give another output folder, or remove this one")
+        return found
+    store = ProfileStore(folder, _identity(facts))
+    try:
+        run = _Run(checkpoint, tokens, store, options, watcher, device or torch.device("cpu"))
+        run.statistics()
+        run.paths()
+        if options.sensitivity != "none":
+            run.sensitivity("fast" if options.sensitivity == "fast" else "full")
+        run.predictors()
+        files = tuple(_listed(path) for path in sorted(folder.glob("*.safetensors")))
+        store.seal(facts_bytes(dataclasses.replace(facts, files=files)))
+    finally:
+        store.close()
+    return Profile(folder)
+
+
+class _Run:
+    """One profile in the making."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tokens: Tokens,
+        store: ProfileStore,
+        options: ProfileOptions,
+        watcher: Watcher,
+        device: torch.device,
+    ) -> None:
+        self._spec = checkpoint.spec
+        self._weights = HeldWeights(CheckpointWeights(checkpoint, device))
+        self._ids = torch.from_numpy(tokens.sequences.astype(np.int64))
+        self._store = store
+        self._options = options
+        self._watcher = watcher
+        self._device = device
+        self._shares = Shares.of(len(self._ids), self._ids.shape[1], num_held_out(len(self._ids)))
+        self._num_held_out_tokens = num_held_out(len(self._ids)) * self._ids.shape[1]
+        self._inputs = InputFiles(store.work, self._spec.hidden_size, self._shares)
+
+    def statistics(self) -> None:
+        """The first stage: a file a MoE layer."""
+        if all(self._store.has(layer_file("statistics", layer)) for layer in self._spec.moe_layers):
+            return
+        num_sequences, S = self._ids.shape
+
+        def first(number: int) -> Tensor:
+            return embed(self._ids[number], self._weights)
+
+        states = LayerStates(self._weights, first, num_sequences, S, self._store.work, self._device)
+        layers = range(states.next_layer, self._spec.num_hidden_layers)
+        self._watcher.begin("statistics", self._statistics_cost(Trial(self._weights, states), layers))
+        for layer in layers:
+            tokens = states.enter(layer)
+            half = half_multiplications(self._spec, layer, S) * self._ids.numel()
+            self._watcher.advance(half, f"layer {layer}")
+            if layer in self._spec.moe_layers:
+                self._count_layer(states, tokens, layer)
+            states.leave(layer, tokens)
+        states.close()
+
+    def _count_layer(self, states: LayerStates, tokens: LayerTokens, layer: int) -> None:
+        layer_idx = self._spec.moe_layers.index(layer)
+        one = expert_multiplications(self._spec)
+
+        def on_expert(expert: int, num_tokens: int) -> None:
+            self._watcher.advance(one * num_tokens, f"layer {layer} expert {expert}")
+
+        found = measure_layer(
+            states,
+            tokens,
+            self._weights,
+            layer_idx,
+            self._inputs.keep(layer_idx, tokens.inputs),
+            self._num_held_out_tokens,
+            on_expert,
+            self._options.chunk_tokens,
+        )
+        self._store.write(layer_file("statistics", layer), found.arrays())
+
+    def paths(self) -> None:
+        """Path statistics, from the routes of the tokens that are not held out."""
+        if self._store.has(PATHS_FILE):
+            return
+        routes = np.stack([self._counted(l).routes for l in range(len(self._spec.moe_layers))], axis=1)  # [T, L, k]
+        learned = len(routes) - self._num_held_out_tokens
+        self._store.write(PATHS_FILE, learn_paths(routes[:learned], self._num_experts, PATH_BYTES).arrays())
+
+    def sensitivity(self, level: Level) -> None:
+        """The second stage: a file a decoder layer, then what errors cost."""
+        if self._store.has(EFFECTS_FILE):
+            return
+        stage = SensitivityPass(self._weights, self._ids, level, self._hot_thresholds, self._store.work, self._device)
+        layers = range(stage.states.next_layer, self._spec.num_hidden_layers)
+        self._watcher.begin("sensitivity", stage.cost(layers))
+        for layer in layers:
+            found = stage.layer(layer, lambda cost, what: self._watcher.advance(cost, what))
+            self._store.write(layer_file("sensitivity", layer), found.arrays())
+            stage.leave(layer)
+        errors = [
+            LayerErrors(**self._read(layer_file("sensitivity", layer))) for layer in range(self._spec.num_hidden_layers)
+        ]
+        kls, head_kls = stage.divergences(lambda cost, what: self._watcher.advance(cost, what))
+        self._store.write(EFFECTS_FILE, factors(errors, kls, head_kls, self._spec, level).arrays())
+        stage.states.close()
+
+    def predictors(self) -> None:
+        """The last stage: a file a MoE layer, from the second on; none without tokens held out."""
+        if not self._shares.num_judged or not self._shares.num_learned:
+            return
+        paths = PathStatistics.from_arrays(
+            self._read(PATHS_FILE),
+            PATHS_FILE,
+            len(self._spec.moe_layers),
+            self._num_experts,
+            self._spec.router.num_experts_per_tok,
+        )
+        left = [
+            layer_idx
+            for layer_idx, layer in enumerate(self._spec.moe_layers)
+            if layer_idx and not self._store.has(layer_file("predictors", layer))
+        ]
+        one = prediction_cost(self._spec, self._shares.num_learned * self._ids.shape[1])
+        self._watcher.begin("predictors", Cost(one * len(left)))
+        for layer_idx in left:
+            history = [self._layer_inputs(l) for l in range(max(layer_idx - 2, 0), layer_idx + 1)]
+            thresholds = self._hot_thresholds(layer_idx)
+            found = predict_layer(self._weights, layer_idx, history, paths, thresholds, self._device)
+            layer = self._spec.moe_layers[layer_idx]
+            self._store.write(layer_file("predictors", layer), found.arrays())
+            self._watcher.advance(one, f"layer {layer}")
+
+    @property
+    def _num_experts(self) -> int:
+        return self._spec.router.num_experts
+
+    def _statistics_cost(self, trial: Trial, layers: range) -> Cost:
+        """Of the layers left; layers of a kind are tried once."""
+        router = self._spec.router
+        tokens_an_expert = self._ids.numel() * router.num_experts_per_tok / router.num_experts
+        counted = trial.counted(tokens_an_expert) * router.num_experts
+        halves = {kind: trial.half(kind) * len(self._ids) for kind in kinds_of_layers(self._spec)}
+        return sum(
+            (halves[kind_of(self._spec, l)] + (counted if l in self._spec.moe_layers else Cost()) for l in layers),
+            start=Cost(),
+        )
+
+    def _read(self, name: str) -> dict[str, Array]:
+        return read_all_arrays(self._store.folder / name)
+
+    def _counted(self, layer_idx: int) -> LayerStatistics:
+        name = layer_file("statistics", self._spec.moe_layers[layer_idx])
+        return LayerStatistics.from_arrays(self._read(name), name, self._spec, self._ids.numel())
+
+    def _hot_thresholds(self, layer_idx: int) -> Array:
+        return self._counted(layer_idx).at_sparsities(HOT_SPARSITIES)
+
+    def _layer_inputs(self, layer_idx: int) -> LayerInputs:
+        routes = torch.from_numpy(self._counted(layer_idx).routes.astype(np.int64))
+        return self._inputs.read(layer_idx, routes)
+
+
+def _facts(checkpoint: Checkpoint, tokens: Tokens, options: ProfileOptions) -> ProfileFacts:
+    """What is known of a profile before it is made."""
+    num_sequences, sequence_length = tokens.sequences.shape
+    text = TextFacts(tokens.name, tokens.sha256, num_sequences, sequence_length, num_held_out(num_sequences))
+    source = hashlib.sha256(account_bytes(*checkpoint.account())).hexdigest()
+    return ProfileFacts(FORMAT, VERSION, checkpoint.spec, source, text, options.sensitivity, made_with(), (), "")
+
+
+def _identity(facts: ProfileFacts) -> str:
+    """What tells a profile from others: all but what it found."""
+    return hashlib.sha256(canonical(dump(dataclasses.replace(facts, files=(), sha256="")))).hexdigest()
+
+
+def _listed(path: Path) -> ContentFile:
+    with RangeReader(path, ConversionError) as reader:
+        return ContentFile(path.name, reader.num_bytes, reader.sha256())

@@ -1,0 +1,316 @@
+"""The sensitivity stage: what each matrix costs at each width, in the units of the final KL divergence.
+
+A pass over some sequences in which *copies* of the first of them are carried along. A copy begins where something was
+changed (a layer's experts at 2 bits, its dense matrices at 4) and goes through the unchanged rest of the model; at the
+end its KL divergence from the original tells what a squared error in that layer does to predictions. Errors of single
+matrices are measured on the output of their layer. KL grows with the square of a small error, and errors of different
+matrices, experts and layers are nearly independent: so predicted KLs add.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.calib.arrays import Array
+from moe_pack.calib.costs import Cost, Trial, expert_multiplications, half_multiplications, kind_of, kinds_of_layers
+from moe_pack.calib.effects import DENSE_WIDTHS, LayerErrors, Level, all_copies, copies_of
+from moe_pack.calib.expert_error import (
+    QUANTIZED,
+    SPARSE,
+    Change,
+    Rounding,
+    error_ratio,
+    mean_square,
+    output_changes,
+)
+from moe_pack.calib.expert_pass import CHUNK_TOKENS, sample_places
+from moe_pack.calib.held import HeldWeights
+from moe_pack.calib.layer_pass import LayerStates, LayerTokens
+from moe_pack.calib.rounded import RoundedDense, roundable_roles
+from moe_pack.runtime import embed, head, run_expert
+
+_FAST_TOKENS, _FULL_TOKENS = 256, 512  # of an expert, on which errors are measured
+_MOST_COPY_TOKENS, _LEAST_COPY_TOKENS = 2048, 512  # of a copy: fewer in deep models, where copies are many
+_HEAD_TOKENS = 256
+_TRIED_TOKENS = 512
+_CHANGES_COST = 11  # `output_changes` multiplies about as much as this many runs of the expert
+
+
+OnWork = Callable[[int, str], None]
+
+
+class SensitivityPass:
+    """Runs the stage layer by layer.
+
+    Args:    ids: int64 [N, S], all sequences of the profile; as many of the first as are needed are used.
+             thresholds: for a MoE layer index, float32 [E, kinds, sparsities]: quantiles of abs(a).
+             folder: for hidden states; a killed pass goes on there.
+    """
+
+    def __init__(
+        self,
+        weights: HeldWeights,
+        ids: Tensor,
+        level: Level,
+        thresholds: Callable[[int], Array],
+        folder: Path,
+        device: torch.device,
+    ) -> None:
+        spec = weights.spec
+        self._weights = weights
+        self._spec = spec
+        self._level: Level = level
+        self._thresholds = thresholds
+        self._device = device
+        self._plain = Rounding("nearest")
+        self._solved = Rounding("hqq")
+        self._rounding = self._solved if level == "full" else self._plain
+        self._expert_tokens = _FULL_TOKENS if level == "full" else _FAST_TOKENS
+        S = ids.shape[1]
+        # Two copies a layer on half of the layers each: this keeps them within about twice the statistics' pass.
+        copied = min(max(2 * ids.numel() // spec.num_hidden_layers, _LEAST_COPY_TOKENS), _MOST_COPY_TOKENS)
+        self.num_copied = min(len(ids), -(-copied // S))  # sequences
+        wanted = self._expert_tokens * spec.router.num_experts // spec.router.num_experts_per_tok
+        self.num_base = min(len(ids), max(self.num_copied, -(-wanted // S)))
+        embeddings = copies_of(spec, level, None)
+        rounded = [RoundedDense(weights, ("embed",), copy.width, self._plain) for copy in embeddings]
+
+        def first(number: int) -> Tensor:
+            if number < self.num_base:
+                return embed(ids[number], weights)
+            copy, place = divmod(number - self.num_base, self.num_copied)
+            return embed(ids[place], rounded[copy])
+
+        num_sequences = self.num_base + len(embeddings) * self.num_copied
+        self.states = LayerStates(weights, first, num_sequences, S, folder, device)
+
+    @property
+    def num_copy_tokens(self) -> int:
+        """Tokens of one copy."""
+        return self.num_copied * self.states.sequence_length
+
+    @torch.inference_mode()
+    def layer(self, layer: int, on_work: OnWork = lambda multiplications, what: None) -> LayerErrors:
+        """Takes all sequences through the next layer, and measures; `leave` then lets its copies begin.
+
+        Args:    on_work: told of multiplications done, and of what.
+        """
+        spec, states = self._spec, self.states
+        roles = roundable_roles(spec, layer)
+        begun = copies_of(spec, self._level, layer)
+        originals = [states.half(layer, number, self._weights)[0] for number in range(self.num_copied) if roles]
+        dense_errors = [[self._dense_error(layer, originals, r, width) for width in DENSE_WIDTHS] for r in roles]
+        del originals
+        branches = [
+            (RoundedDense(self._weights, roles, copy.width, self._plain), self.num_copied)
+            for copy in begun
+            if copy.kind == "dense"
+        ]
+        num_before = states.num_sequences
+        tokens = states.enter(layer, branches)
+        half = half_multiplications(spec, layer, states.sequence_length)
+        on_work(half * (len(tokens.x) + self._tried_tokens(layer)), f"layer {layer}")
+        errors = [self._branch_error(tokens, num_before)] if branches else []
+        deltas = [torch.zeros((self.num_copy_tokens, spec.hidden_size)) for copy in begun if copy.kind == "experts"]
+        quantized, sparse, ratio = torch.zeros(0), torch.zeros(0), torch.zeros(0)
+        if layer in spec.moe_layers:
+            changes = [copy.changes for copy in begun if copy.kind == "experts"]
+            quantized, sparse, ratio = _Experts(self, layer, tokens, changes, deltas).measure(on_work)
+        errors += [float(delta.square().mean()) for delta in deltas]
+        self._left = tokens, deltas
+        return LayerErrors(
+            dense=np.asarray(dense_errors, np.float32).reshape(len(roles), len(DENSE_WIDTHS)),
+            copies=np.asarray(errors, np.float32),
+            quantized=quantized.numpy(),
+            sparse=sparse.numpy(),
+            ratio=ratio.numpy(),
+        )
+
+    def leave(self, layer: int) -> None:
+        """Ends the layer last measured: what `layer` returned is safe."""
+        tokens, deltas = self._left
+        self.states.leave(layer, tokens, [tokens.x[: self.num_copy_tokens] + delta for delta in deltas])
+        del self._left
+
+    def cost(self, layers: range) -> Cost:
+        """What these layers cost, and the divergences after them."""
+        spec, trial = self._spec, Trial(self._weights, self.states)
+        router = spec.router
+        halves = {kind: trial.half(kind) for kind in kinds_of_layers(spec)}
+        plain = trial.plain(_TRIED_TOKENS)
+        changed = trial.changed(self._expert_tokens, self._rounding)
+        compared = trial.changed(self._expert_tokens, self._plain, every=8) if self._level == "fast" else Cost()
+        solved = trial.changed(self._expert_tokens, self._solved, every=8) if self._level == "fast" else Cost()
+        total = trial.head(self.num_copy_tokens) * (1 + len(all_copies(spec, self._level)))
+        num_sequences = self.states.num_sequences
+        for layer in layers:
+            begun = copies_of(spec, self._level, layer)
+            num_sequences += self.num_copied * sum(copy.kind == "dense" for copy in begun)
+            tried = self._tried_tokens(layer) / self.states.sequence_length
+            total += halves[kind_of(spec, layer)] * (num_sequences + tried)
+            if layer in spec.moe_layers:
+                tokens = num_sequences * self.states.sequence_length * router.num_experts_per_tok
+                total += plain * (tokens / _TRIED_TOKENS) + changed * router.num_experts + compared + solved
+            num_sequences += self.num_copied * sum(copy.kind == "experts" for copy in begun)
+        return total
+
+    def _tried_tokens(self, layer: int) -> int:
+        """Tokens that go through a layer's first half more, to measure its dense matrices."""
+        number = len(roundable_roles(self._spec, layer))
+        return (number * len(DENSE_WIDTHS) + (number > 0)) * self.num_copy_tokens
+
+    @torch.inference_mode()
+    def divergences(self, on_work: OnWork = lambda multiplications, what: None) -> tuple[Array, Array]:
+        """The KL divergence in nats of each copy from the original, f32 [copies]; of the head at 8 and 4 bits, f32 [2].
+
+        0 for a head that cannot be stored in rows, or is the embedding.
+        """
+        copies = all_copies(self._spec, self._level)
+        sums = np.zeros(len(copies))
+        for number in range(self.num_copied):
+            base = self.states.before(number)
+            held = [self.states.before(self._number_of(copy, number)) for copy in range(len(copies))]
+            for start in range(0, len(base), _HEAD_TOKENS):
+                rows = slice(start, start + _HEAD_TOKENS)
+                expected = self._log_probabilities(base[rows], self._weights)
+                for copy, hidden in enumerate(held):
+                    found = self._log_probabilities(hidden[rows], self._weights)
+                    sums[copy] += float(_divergence(expected, found))
+            done = len(base) * (1 + len(copies)) * self._spec.hidden_size * self._spec.vocab_size
+            on_work(done, "predictions")
+        return (sums / self.num_copy_tokens).astype(np.float32), self._head_divergences()
+
+    def _number_of(self, copy: int, number: int) -> int:
+        return self.num_base + copy * self.num_copied + number
+
+    def _head_divergences(self) -> Array:
+        found = np.zeros(len(DENSE_WIDTHS), np.float32)
+        if "head" not in roundable_roles(self._spec, None):
+            return found
+        hidden = self.states.before(0)[:_HEAD_TOKENS]
+        expected = self._log_probabilities(hidden, self._weights)
+        for idx, width in enumerate(DENSE_WIDTHS):
+            rounded = RoundedDense(self._weights, ("head",), width, self._plain)
+            found[idx] = float(_divergence(expected, self._log_probabilities(hidden, rounded))) / len(hidden)
+        return found
+
+    def _log_probabilities(self, hidden: Tensor, weights: HeldWeights | RoundedDense) -> Tensor:
+        return head(hidden.to(self._device), weights).log_softmax(dim=-1)
+
+    def _dense_error(self, layer: int, originals: list[Tensor], role: str, width: int) -> float:
+        """What one dense matrix at this width changes in the hidden states of the copied sequences."""
+        rounded, total = RoundedDense(self._weights, (role,), width, self._plain), 0.0
+        for number, original in enumerate(originals):
+            changed, _ = self.states.half(layer, number, rounded)
+            total += float((changed - original).square().mean())
+        return total / self.num_copied
+
+    def _branch_error(self, tokens: LayerTokens, num_before: int) -> float:
+        start = num_before * self.states.sequence_length
+        changed = tokens.x[start : start + self.num_copy_tokens]
+        return float((changed - tokens.x[: self.num_copy_tokens]).square().mean())
+
+
+class _Experts:
+    """A layer's routed experts: run for all tokens, and measured on some of the original's."""
+
+    def __init__(
+        self,
+        stage: SensitivityPass,
+        layer: int,
+        tokens: LayerTokens,
+        changes: list[tuple[Change, ...]],
+        deltas: list[Tensor],
+    ) -> None:
+        self._stage = stage
+        self._tokens = tokens
+        self._changes = changes
+        self._deltas = deltas
+        self._layer = layer
+        self._layer_idx = stage._spec.moe_layers.index(layer)
+        self._num_base_tokens = stage.num_base * stage.states.sequence_length
+        self._thresholds = torch.from_numpy(stage._thresholds(self._layer_idx)).to(stage._device)
+
+    def measure(self, on_work: OnWork) -> tuple[Tensor, Tensor, Tensor]:
+        """Runs and measures: the arrays of `LayerErrors`."""
+        spec = self._stage._spec
+        num_tokens = torch.bincount(self._tokens.experts.flatten(), minlength=spec.router.num_experts)
+        popular = int(num_tokens.argmax())
+        ratio = self._ratio(popular)
+        quantized, sparse = [], []
+        for expert in range(spec.router.num_experts):
+            self._run(expert)
+            found = self._measure_expert(expert, ratio)
+            quantized.append(found[0])
+            sparse.append(found[1])
+            work = expert_multiplications(spec) * (int(num_tokens[expert]) + _CHANGES_COST * self._stage._expert_tokens)
+            on_work(work, f"layer {self._layer} expert {expert}")
+        # [E, changes] -> [E, matrices, widths] and [E, kinds, sparsities]
+        return torch.stack(quantized).view(-1, 3, 4), torch.stack(sparse).view(-1, 3, 4), ratio.view(3, 4)
+
+    def _run(self, expert: int) -> None:
+        """The expert's outputs for the tokens of all sequences, copies included."""
+        stage = self._stage
+        token_idx, weights = self._tokens.of_expert(expert)
+        for start in range(0, len(token_idx), CHUNK_TOKENS):
+            chunk = token_idx[start : start + CHUNK_TOKENS]
+            held = stage._weights.expert(self._layer_idx, expert)
+            x = self._tokens.inputs[chunk].to(stage._device)
+            output = run_expert(x, held, stage._spec.expert.function, "none", 0.0)
+            stage.states.add(self._tokens, chunk, weights[start : start + CHUNK_TOKENS], output)
+
+    def _sample(self, expert: int) -> tuple[Tensor, Tensor, int]:
+        """The tokens errors are measured on, those of the copies first; their weights; how many the expert has in all.
+
+        The last counts the original's tokens alone.
+        """
+        stage = self._stage
+        token_idx, weights = self._tokens.of_expert(expert)
+        num_tokens = int((token_idx < self._num_base_tokens).sum())
+        num_copied = int((token_idx < stage.num_copy_tokens).sum())
+        more = sample_places(num_tokens - num_copied, max(stage._expert_tokens - num_copied, 0)) + num_copied
+        places = torch.cat((torch.arange(num_copied), more))
+        return token_idx[places], weights[places], num_tokens
+
+    def _ratio(self, expert: int) -> Tensor:
+        """hqq's error over plain rounding's, on the layer's most popular expert; 1 where hqq itself is measured."""
+        stage = self._stage
+        if stage._level == "full":
+            return torch.ones(len(QUANTIZED))
+        token_idx, weights, _ = self._sample(expert)
+        x = self._tokens.inputs[token_idx].to(stage._device)
+        held = stage._weights.expert(self._layer_idx, expert)
+        return error_ratio(held, stage._spec.expert.function, x, weights, stage._solved, stage._plain)
+
+    def _measure_expert(self, expert: int, ratio: Tensor) -> tuple[Tensor, Tensor]:
+        """Errors a token of the layer, float32 [len(QUANTIZED)] and [len(SPARSE)]; adds what copies get to `deltas`."""
+        stage = self._stage
+        token_idx, weights, num_tokens = self._sample(expert)
+        if not num_tokens:
+            return torch.zeros(len(QUANTIZED)), torch.zeros(len(SPARSE))
+        scaled = weights * stage._spec.residual_multiplier
+        share = num_tokens / self._num_base_tokens
+        sums, copied = (
+            [torch.zeros(len(QUANTIZED)), torch.zeros(len(SPARSE))],
+            int((token_idx < stage.num_copy_tokens).sum()),
+        )
+        held = stage._weights.expert(self._layer_idx, expert)
+        x = self._tokens.inputs[token_idx].to(stage._device)
+        found = output_changes(held, stage._spec.expert.function, x, stage._rounding, self._thresholds[expert])
+        for total, changes in zip(sums, found, strict=True):
+            total += mean_square(changes.cpu(), scaled) * share
+        size = dict(zip(QUANTIZED, ratio.sqrt().tolist(), strict=True))
+        for wanted, delta in zip(self._changes, self._deltas, strict=True):
+            for change in wanted:
+                changes = found[0][QUANTIZED.index(change)] if change in size else found[1][SPARSE.index(change)]
+                output = changes[:copied].cpu() * (scaled[:copied, None] * size.get(change, 1.0))
+                delta.index_add_(0, token_idx[:copied], output)
+        return sums[0] * ratio, sums[1]
+
+
+def _divergence(expected: Tensor, found: Tensor) -> Tensor:
+    """The KL divergence of log-probabilities float32 [T, V], summed over tokens, in float64."""
+    return (expected.exp() * (expected - found)).sum(dim=-1).to(torch.float64).sum()
