@@ -7,6 +7,7 @@ is tried once, on random inputs and the model's own weights, and its time multip
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -35,6 +36,18 @@ class Cost:
 
     def __mul__(self, number: float) -> "Cost":
         return Cost(round(self.multiplications * number), self.seconds * number)
+
+
+class Watcher(Protocol):
+    """Who is told how a stage goes on."""
+
+    def begin(self, stage: str, cost: Cost) -> None:
+        """A stage begins, or goes on: what is left of it; 0 seconds are not foretold."""
+        ...
+
+    def advance(self, multiplications: int, what: str) -> None:
+        """So many multiplications more are done."""
+        ...
 
 
 def half_multiplications(spec: ModelSpec, layer: int, sequence_length: int) -> int:

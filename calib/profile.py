@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from moe_pack.calib.arrays import Array, check_arrays, read_all_arrays
 from moe_pack.calib.effects import DENSE_WIDTHS, Effects
 from moe_pack.calib.expert_error import SPARSITIES, WIDTHS
 from moe_pack.calib.paths import PathStatistics
 from moe_pack.calib.statistics import LayerStatistics
 from moe_pack.calib.store import PROFILE_FILE
+from moe_pack.calib.text import Tokens
 from moe_pack.formats import (
     MATRICES,
     ContentFile,
@@ -31,6 +34,7 @@ from moe_pack.formats import (
 
 VERSION = 1
 FORMAT: Literal["moe-pack profile"] = "moe-pack profile"
+TOKENS_FILE = "tokens.safetensors"
 PATHS_FILE = "paths.safetensors"
 EFFECTS_FILE = "effects.safetensors"
 EXACT_FILE = "exact.safetensors"
@@ -122,6 +126,12 @@ class Profile:
     def has(self, name: str) -> bool:
         """Whether the profile lists this file."""
         return name in self._files
+
+    def tokens(self) -> Tokens:
+        """The tokens it was measured on."""
+        text, arrays = self.facts.text, self._read(TOKENS_FILE)
+        check_arrays(arrays, {"tokens": ("U32", (text.num_sequences, text.sequence_length))}, TOKENS_FILE)
+        return Tokens(text.name, arrays["tokens"].astype(np.int32), text.sha256, ())
 
     def statistics(self, layer_idx: int) -> LayerStatistics:
         """What was counted in the `layer_idx`-th MoE layer."""

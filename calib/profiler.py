@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from moe_pack.calib.arrays import Array, read_all_arrays
 from moe_pack.calib.costs import (
     Cost,
     Trial,
+    Watcher,
     expert_multiplications,
     half_multiplications,
     kind_of,
@@ -39,6 +39,7 @@ from moe_pack.calib.profile import (
     EFFECTS_FILE,
     FORMAT,
     PATHS_FILE,
+    TOKENS_FILE,
     VERSION,
     Profile,
     ProfileFacts,
@@ -56,18 +57,6 @@ from moe_pack.formats import Checkpoint, ContentFile, ConversionError, RangeRead
 from moe_pack.runtime import CheckpointWeights, embed
 
 PATH_BYTES = 8 << 20  # of path statistics at most, where their tables allow
-
-
-class Watcher(Protocol):
-    """Who is told how a profile goes on."""
-
-    def begin(self, stage: str, cost: Cost) -> None:
-        """A stage begins, or goes on: what is left of it; 0 seconds are not foretold."""
-        ...
-
-    def advance(self, multiplications: int, what: str) -> None:
-        """So many multiplications more are done."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +88,7 @@ def make_profile(
     store = ProfileStore(folder, _identity(facts))
     try:
         run = _Run(checkpoint, tokens, store, options, watcher, device or torch.device("cpu"))
+        run.keep_tokens()
         run.statistics()
         run.paths()
         if options.sensitivity != "none":
@@ -133,6 +123,11 @@ class _Run:
         self._shares = Shares.of(len(self._ids), self._ids.shape[1], num_held_out(len(self._ids)))
         self._num_held_out_tokens = num_held_out(len(self._ids)) * self._ids.shape[1]
         self._inputs = InputFiles(store.work, self._spec.hidden_size, self._shares)
+
+    def keep_tokens(self) -> None:
+        """The tokens themselves, for whoever measures something else on the same text."""
+        if not self._store.has(TOKENS_FILE):
+            self._store.write(TOKENS_FILE, {"tokens": self._ids.numpy().astype(np.uint32)})
 
     def statistics(self) -> None:
         """The first stage: a file a MoE layer."""

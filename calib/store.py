@@ -21,10 +21,11 @@ class ProfileStore:
     """The one writer of a profile folder. Owns the folder's lock; `close` it.
 
     Args:    folder: made if missing.   identity: digest of all that decides the profile.
+             starts_anew: what was begun there for another identity is removed, not refused.
     Raises:  ConversionError if the folder holds something else, or another process is writing there.
     """
 
-    def __init__(self, folder: Path, identity: str) -> None:
+    def __init__(self, folder: Path, identity: str, starts_anew: bool = False) -> None:
         self.folder = folder
         self.work = folder / WORK_FOLDER
         try:
@@ -34,6 +35,8 @@ class ProfileStore:
             raise ConversionError(f"{folder}: cannot be used as output folder ({fault.strerror})") from fault
         try:
             self._lock()
+            if starts_anew:
+                self._remove_other(canonical({"identity": identity}))
             self._claim(canonical({"identity": identity}))
             self.work.mkdir(exist_ok=True)
         except ConversionError:
@@ -84,6 +87,13 @@ class ProfileStore:
                 f"{self.folder}: another profile is being written here; wait for it, or stop it"
             ) from fault
 
+    def _remove_other(self, identity: bytes) -> None:
+        path = self.folder / _IDENTITY_FILE
+        if path.exists() and path.read_bytes() == identity:
+            return
+        for held in [*self.work.glob("*"), *(entry for entry in self.folder.iterdir() if entry.is_file())]:
+            held.unlink()
+
     def _claim(self, identity: bytes) -> None:
         path = self.folder / _IDENTITY_FILE
         if path.exists():
@@ -93,7 +103,8 @@ class ProfileStore:
                     "repeat that command, or remove the folder"
                 )
             return
-        held = sorted(entry.name for entry in self.folder.iterdir() if entry.name != f"{_IDENTITY_FILE}.tmp")
+        passed = (f"{_IDENTITY_FILE}.tmp", WORK_FOLDER)
+        held = sorted(entry.name for entry in self.folder.iterdir() if entry.name not in passed)
         if held:
             raise ConversionError(f"{self.folder}: holds {held[0]!r}; give a new or empty folder for the profile")
         self.replace(_IDENTITY_FILE, identity)

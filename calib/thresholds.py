@@ -1,0 +1,269 @@
+"""Thresholds measured on a pack itself, layer by layer, every earlier layer as stored and with its new thresholds.
+
+Of each layer first the distribution of abs(a) over an expert's tokens, then its outputs with the threshold taken from
+it. The last fifth of the text is not looked at for thresholds: it tells what sparsity they give on text unseen.
+"""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.calib.arrays import read_all_arrays
+from moe_pack.calib.costs import Cost, Watcher, expert_multiplications, half_multiplications
+from moe_pack.calib.expert_pass import CHUNK_TOKENS
+from moe_pack.calib.held import HeldWeights
+from moe_pack.calib.histogram import Histogram
+from moe_pack.calib.layer_pass import LayerStates, LayerTokens
+from moe_pack.calib.store import ProfileStore
+from moe_pack.calib.text import Tokens, num_held_out
+from moe_pack.formats import Pack, PlanError, canonical, dump, read_sidecar, rewrite_thresholds, write_sidecar
+from moe_pack.runtime import StreamedPackWeights, activations, embed
+
+SIDECAR = "thresholds.json"
+_WORK_FOLDER = "thresholds.work"
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdRule:
+    """How thresholds are found: each expert's quantile of abs(a) at `sparsity` (FloE Eq. 6), or `theta` (CORM)."""
+
+    sparsity: float | None = None
+    theta: float | None = None
+
+    def fault(self) -> str | None:
+        """What is wrong with it, or None."""
+        if (self.sparsity is None) == (self.theta is None):
+            return "--sparsity/--theta: give one of the two"
+        if self.sparsity is not None and not 0 <= self.sparsity < 1:
+            return f"--sparsity: found {self.sparsity}, expected a share from 0 up to, but not, 1"
+        if self.theta is not None and not 0 <= self.theta < 1e30:
+            return f"--theta: found {self.theta}, expected a threshold from 0 up"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class RealizedSparsity:
+    """The share of neurons that do not run, of all experts' tokens and by MoE layer and expert; None without tokens.
+
+    `tokens`: how many tokens each expert's share is taken over.
+    """
+
+    overall: float | None
+    experts: tuple[tuple[float | None, ...], ...]
+    tokens: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredThresholds:
+    """The sidecar `thresholds.json`: the rule, the text, and the sparsity that came of it.
+
+    `learned`: on the tokens that thresholds were taken from; `held_out`: on those that they were not.
+    """
+
+    rule: ThresholdRule
+    text: str
+    text_sha256: str
+    num_sequences: int
+    sequence_length: int
+    num_held_out: int
+    learned: RealizedSparsity
+    held_out: RealizedSparsity
+
+
+def measure_thresholds(
+    pack: Pack, tokens: Tokens, rule: ThresholdRule, watcher: Watcher, device: torch.device | None = None
+) -> MeasuredThresholds:
+    """Measures the thresholds of a pack, and rewrites them in place; no expert is touched. Resumable by layer.
+
+    The open pack keeps its old thresholds: open it anew. Measured before for the same rule and text, nothing is done.
+    Raises:  PlanError for an impossible rule; ConversionError if the folder is in use or cannot be written.
+    """
+    fault = rule.fault()
+    if fault:
+        raise PlanError(fault)
+    known = read_sidecar(pack.folder, SIDECAR, MeasuredThresholds, pack.manifest.root)
+    if known is not None and (known.rule, known.text_sha256) == (rule, tokens.sha256):
+        return known
+    facts = {"conversion": pack.manifest.conversion, "rule": dump(rule), "text": tokens.sha256}
+    store = ProfileStore(pack.folder / _WORK_FOLDER, sha256(canonical(facts)).hexdigest(), starts_anew=True)
+    try:
+        run = _Run(pack, tokens, rule, store, watcher, device or torch.device("cpu"))
+        found = run.measure()
+    finally:
+        store.close()
+    root = rewrite_thresholds(pack.folder, np.stack([layer["thresholds"] for layer in found]))
+    measured = run.summary(found)
+    write_sidecar(pack.folder, SIDECAR, measured, root)
+    shutil.rmtree(store.folder)
+    return measured
+
+
+def realized_sparsity(
+    pack: Pack, tokens: Tokens, watcher: Watcher, device: torch.device | None = None
+) -> RealizedSparsity:
+    """The share of neurons that the pack's own thresholds keep from running on some text, held out or not."""
+    folder = pack.folder / _WORK_FOLDER
+    facts = {"root": pack.manifest.root, "text": tokens.sha256}
+    store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), starts_anew=True)
+    try:
+        run = _Run(pack, tokens, None, store, watcher, device or torch.device("cpu"))
+        found = run.measure()
+    finally:
+        store.close()
+    shutil.rmtree(folder)
+    both = [(layer["dropped"].sum(axis=1), layer["tokens"].sum(axis=1)) for layer in found]
+    return _realized(both, pack.spec.expert.intermediate_size)
+
+
+class _Run:
+    """One measurement under way; without a rule the pack's own thresholds are kept."""
+
+    def __init__(
+        self,
+        pack: Pack,
+        tokens: Tokens,
+        rule: ThresholdRule | None,
+        store: ProfileStore,
+        watcher: Watcher,
+        device: torch.device,
+    ) -> None:
+        self._pack = pack
+        self._spec = pack.spec
+        self._tokens = tokens
+        self._rule = rule
+        self._store = store
+        self._watcher = watcher
+        self._device = device
+        self._weights = HeldWeights(StreamedPackWeights(pack, device))
+        num_sequences, S = tokens.sequences.shape
+        self._num_held_out = num_held_out(num_sequences)
+        self._num_learned_tokens = (num_sequences - self._num_held_out) * S
+
+    @torch.inference_mode()
+    def measure(self) -> list[dict[str, NDArray[np.generic]]]:
+        """For each MoE layer `thresholds` f32 [E]; `dropped` and `tokens` i64 [E, 2], learned from and held out."""
+        spec, ids = self._spec, torch.from_numpy(self._tokens.sequences.astype(np.int64))
+        num_sequences, S = ids.shape
+        states = LayerStates(
+            self._weights, lambda n: embed(ids[n], self._weights), num_sequences, S, self._store.work, self._device
+        )
+        layers = range(states.next_layer, spec.num_hidden_layers)
+        halves = {layer: half_multiplications(spec, layer, S) * ids.numel() for layer in layers}
+        routed = 2 * expert_multiplications(spec) * ids.numel() * spec.router.num_experts_per_tok
+        self._watcher.begin(
+            "thresholds", Cost(sum(halves.values()) + routed * sum(l in spec.moe_layers for l in layers))
+        )
+        for layer in layers:
+            tokens = states.enter(layer)
+            self._watcher.advance(halves[layer], f"layer {layer}")
+            if layer in spec.moe_layers:
+                self._store.write(self._file(layer), self._layer(states, tokens, layer))
+            states.leave(layer, tokens)
+        return [read_all_arrays(self._store.folder / self._file(layer)) for layer in spec.moe_layers]
+
+    def summary(self, found: list[dict[str, NDArray[np.generic]]]) -> MeasuredThresholds:
+        """What was measured, for people and programs."""
+        assert self._rule is not None, "thresholds were measured"
+        f = self._spec.expert.intermediate_size
+        learned, held_out = (
+            _realized([(layer["dropped"][:, part], layer["tokens"][:, part]) for layer in found], f) for part in (0, 1)
+        )
+        num_sequences, S = self._tokens.sequences.shape
+        return MeasuredThresholds(
+            self._rule, self._tokens.name, self._tokens.sha256, num_sequences, S, self._num_held_out, learned, held_out
+        )
+
+    def _file(self, layer: int) -> str:
+        return f"thresholds-{layer:03d}.safetensors"
+
+    def _layer(self, states: LayerStates, tokens: LayerTokens, layer: int) -> dict[str, NDArray[np.generic]]:
+        layer_idx, E = self._spec.moe_layers.index(layer), self._spec.router.num_experts
+        thresholds = self._thresholds(tokens, layer_idx)
+        counts = [self._run_expert(states, tokens, layer_idx, expert, float(thresholds[expert])) for expert in range(E)]
+        return {
+            "thresholds": thresholds,
+            "dropped": np.asarray([dropped for dropped, _ in counts], np.int64),
+            "tokens": np.asarray([number for _, number in counts], np.int64),
+        }
+
+    def _thresholds(self, tokens: LayerTokens, layer_idx: int) -> NDArray[np.float32]:
+        """A layer's thresholds by the rule, f32 [E]; an expert without tokens gets its layer's quantile."""
+        E, sparsity = self._spec.router.num_experts, None if self._rule is None else self._rule.sparsity
+        if self._rule is None:
+            return np.asarray(self._pack.thresholds[layer_idx], np.float32)
+        if self._rule.theta is not None:
+            return np.full(E, self._rule.theta, np.float32)
+        if not sparsity:
+            return np.zeros(E, np.float32)
+        found, pooled = np.zeros(E, np.float32), Histogram()
+        unreached = []
+        for expert in range(E):
+            token_idx, _ = tokens.of_expert(expert)
+            histogram = self._histogram(tokens, layer_idx, expert, token_idx[token_idx < self._num_learned_tokens])
+            pooled.counts += histogram.counts
+            found[expert] = histogram.quantiles((sparsity,))[0]
+            if not histogram.total():
+                unreached.append(expert)
+        found[unreached] = pooled.quantiles((sparsity,))[0]
+        return found
+
+    def _histogram(self, tokens: LayerTokens, layer_idx: int, expert: int, token_idx: Tensor) -> Histogram:
+        histogram = Histogram()
+        for x, _ in self._chunks(tokens, token_idx):
+            for block in self._weights.expert(layer_idx, expert).blocks():
+                values = activations(x, block, self._spec.expert.function)
+                histogram.add(values.of(self._weights.selector).abs())
+            self._watcher.advance(expert_multiplications(self._spec) * len(x), self._place(layer_idx, expert))
+        return histogram
+
+    def _run_expert(
+        self, states: LayerStates, tokens: LayerTokens, layer_idx: int, expert: int, threshold: float
+    ) -> tuple[list[int], list[int]]:
+        """Adds an expert's outputs; neurons that did not run, and tokens: learned from, and held out."""
+        token_idx, weights = tokens.of_expert(expert)
+        dropped, held_out = [0, 0], token_idx >= self._num_learned_tokens
+        for x, rows in self._chunks(tokens, token_idx):
+            y, runs_of = torch.zeros_like(x), torch.zeros(len(x), device=x.device)
+            for block in self._weights.expert(layer_idx, expert).blocks():
+                values = activations(x, block, self._spec.expert.function)
+                a = values.of(self._weights.selector)
+                runs = (a != 0) & ~(a.abs() < threshold)
+                y.addmm_(torch.where(runs, values.h, 0.0), block.down)
+                runs_of += runs.to(torch.float32).sum(dim=1)
+            states.add(tokens, token_idx[rows], weights[rows], y)
+            left = self._spec.expert.intermediate_size - runs_of.to("cpu", torch.int64)
+            dropped[0] += int(left[~held_out[rows]].sum())
+            dropped[1] += int(left[held_out[rows]].sum())
+            self._watcher.advance(expert_multiplications(self._spec) * len(x), self._place(layer_idx, expert))
+        return dropped, [int((~held_out).sum()), int(held_out.sum())]
+
+    def _chunks(self, tokens: LayerTokens, token_idx: Tensor) -> Iterator[tuple[Tensor, slice]]:
+        """Inputs of these tokens [n, d] on the device, some at a time, and which of them they are."""
+        for start in range(0, len(token_idx), CHUNK_TOKENS):
+            rows = slice(start, start + CHUNK_TOKENS)
+            yield tokens.inputs[token_idx[rows]].to(self._device), rows
+
+    def _place(self, layer_idx: int, expert: int) -> str:
+        return f"layer {self._spec.moe_layers[layer_idx]} expert {expert}"
+
+
+def _realized(counts: list[tuple[NDArray[np.generic], NDArray[np.generic]]], num_neurons: int) -> RealizedSparsity:
+    """The sparsity of neurons dropped, over tokens: i64 [E] each, for every MoE layer."""
+    total = sum(int(number.sum()) for _, number in counts)
+    return RealizedSparsity(
+        overall=sum(int(dropped.sum()) for dropped, _ in counts) / (total * num_neurons) if total else None,
+        experts=tuple(
+            tuple(
+                int(d) / (int(n) * num_neurons) if int(n) else None
+                for d, n in zip(dropped.tolist(), number.tolist(), strict=True)
+            )
+            for dropped, number in counts
+        ),
+        tokens=tuple(tuple(int(n) for n in number.tolist()) for _, number in counts),
+    )
