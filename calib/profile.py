@@ -162,6 +162,10 @@ class Profile:
         check_arrays(arrays, wanted, EFFECTS_FILE)
         return Effects(**arrays)
 
+    def has_predictors(self, layer_idx: int) -> bool:
+        """Whether predictors of the `layer_idx`-th MoE layer were judged."""
+        return self.has(layer_file("predictors", self.spec.moe_layers[layer_idx]))
+
     def predictors(self, layer_idx: int) -> dict[str, Array]:
         """The arrays of `LayerPredictors` of the `layer_idx`-th MoE layer, from 1 up."""
         return self._read(layer_file("predictors", self.spec.moe_layers[layer_idx]))

@@ -55,6 +55,12 @@ class Packed:
         raw = values.astype({"f32": "<f4", "u32": "<u4"}[dtype]).tobytes()
         return cls(dtype, values.shape, base64.b64encode(raw).decode("ascii"))
 
+    def array(self) -> Array:
+        """The array again."""
+        return np.frombuffer(base64.b64decode(self.base64), {"f32": "<f4", "u32": "<u4"}[self.dtype]).reshape(
+            self.shape
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -108,7 +114,7 @@ class DenseMatrix:
 
     layer: int
     role: str
-    kl: tuple[float, ...]
+    kl: tuple[float | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +133,8 @@ class Sensitivity:
     quantized: Packed
     sparse: Packed
     dense: tuple[DenseMatrix, ...]
-    embedding: tuple[float, ...]
-    head: tuple[float, ...]
+    embedding: tuple[float | None, ...]
+    head: tuple[float | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +144,7 @@ class LayerPrediction:
     `neurons`: recall and precision by kind and sparsity, None where no held-out token came.
     """
 
-    experts: tuple[tuple[float, ...], ...]
+    experts: tuple[tuple[float | None, ...], ...]
     best: int
     neurons: tuple[tuple[tuple[float | None, ...], ...], ...]
 
@@ -321,7 +327,7 @@ def sensitivity(profile: Profile, quantized: Array, sparse: Array) -> Sensitivit
     for layer in range(profile.spec.num_hidden_layers):
         kls = read_errors(profile, layer)["dense"] * effects.dense[layer]  # [M, 2]
         names = [role.removeprefix(f"layers.{layer}.") for role in roundable_roles(profile.spec, layer)]
-        dense += [DenseMatrix(layer, name, tuple(kl.tolist())) for name, kl in zip(names, kls, strict=True)]
+        dense += [DenseMatrix(layer, name, _known(kl)) for name, kl in zip(names, kls, strict=True)]
     return Sensitivity(
         matrices=MATRICES,
         widths=WIDTHS,
@@ -331,8 +337,8 @@ def sensitivity(profile: Profile, quantized: Array, sparse: Array) -> Sensitivit
         quantized=Packed.of(quantized),
         sparse=Packed.of(sparse),
         dense=tuple(dense),
-        embedding=tuple(effects.embedding.tolist()),
-        head=tuple(effects.head.tolist()),
+        embedding=_known(effects.embedding),
+        head=_known(effects.head),
     )
 
 
@@ -361,7 +367,7 @@ def _layer_prediction(profile: Profile, layer_idx: int) -> LayerPrediction:
     if best >= len(PREDICTORS):
         raise PackError(f"{place}: tensor 'best' is {best}, expected one of {len(PREDICTORS)} predictors")
     return LayerPrediction(
-        experts=tuple(tuple(row) for row in arrays["experts"].tolist()),
+        experts=tuple(_known(row) for row in arrays["experts"]),
         best=best,
         neurons=tuple(tuple(_known(level) for level in kind) for kind in arrays["neurons"]),
     )

@@ -14,11 +14,12 @@ from typing import TextIO
 import click
 from tqdm import tqdm
 
+from moe_pack.calib import Profile, ThresholdRule, hottest_first, read_tokens
 from moe_pack.convert.compare import LogitsError, MatrixError, compare_logits, compare_weights, same_tensors
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight, describe, format_runs
 from moe_pack.convert.pipeline import Conversion, Progress, convert, layout_for
-from moe_pack.convert.profile_cli import profile_command
+from moe_pack.convert.profile_cli import measure_with_bar, profile_command, threshold_lines, thresholds_command
 from moe_pack.formats import (
     MATRICES,
     QUANTIZERS,
@@ -60,6 +61,8 @@ class ConvertOptions:
     scale_bits: int
     quantizer: Quantizer
     workers: int
+    profile: Path | None
+    sparsity: float | None
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -117,6 +120,19 @@ def main(debug: bool) -> None:
     help="How scales are found: hqq is the best, nearest and absmax are plain and quick.",
 )
 @click.option(
+    "--profile",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A profile of this model (moe-pack profile): neurons are stored hottest first, at --sparsity.",
+)
+@click.option(
+    "--sparsity",
+    type=float,
+    metavar="S",
+    help="Share of an expert's neurons that shall not run: thresholds are measured on the finished pack, on the "
+    "profile's text, or on our sample.  [default: all run]",
+)
+@click.option(
     "--workers",
     type=click.IntRange(1, 256),
     default=os.cpu_count() or 1,
@@ -133,6 +149,8 @@ def convert_command(
     scale_bits: str,
     dense_bits: str,
     quantizer: Quantizer,
+    profile: Path | None,
+    sparsity: float | None,
     workers: int,
 ) -> None:
     """Convert the checkpoint at PATH into a pack.
@@ -152,7 +170,13 @@ def convert_command(
         scale_bits=int(scale_bits),
         quantizer=quantizer,
         workers=workers,
+        profile=profile,
+        sparsity=sparsity,
     )
+    if sparsity is not None and (fault := ThresholdRule(sparsity=sparsity).fault()):
+        raise click.UsageError(fault)
+    if profile is not None and sparsity is None:
+        raise click.UsageError("--profile: orders neurons by heat at a sparsity; give --sparsity too")
     checkpoint = Checkpoint(find_checkpoint(path))
     try:
         _convert(checkpoint, output, options)
@@ -170,6 +194,10 @@ def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> N
         None if options.dense_bits == 16 else part_format(options.dense_bits, options.group, options.scale_bits),
         options.quantizer,
     )
+    profile = None if options.profile is None else Profile(options.profile)
+    order = None
+    if profile is not None and options.sparsity is not None:
+        order = hottest_first(profile, checkpoint, options.selector, options.sparsity)
     layout = layout_for(checkpoint, plan)
     source_bytes = sum(file.bytes for file in checkpoint.account()[0])
     model = f"{spec.family}, {len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
@@ -179,8 +207,18 @@ def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> N
         _say(f"note: 16 bit is bfloat16; the source's {', '.join(narrowed)} expert weights lose their last bits")
     start = time.perf_counter()
     with tqdm(total=_large_bytes(layout), unit="B", unit_scale=True, disable=None, leave=False) as bar:
-        done = convert(checkpoint, plan, output, options.workers, on_progress=lambda p: _advance(bar, p))
+        done = convert(checkpoint, plan, output, options.workers, on_progress=lambda p: _advance(bar, p), order=order)
     _say_converted(done, output, time.perf_counter() - start, source_bytes)
+    if options.sparsity is not None:
+        _measure_thresholds(output, profile, ThresholdRule(sparsity=options.sparsity))
+
+
+def _measure_thresholds(output: Path, profile: Profile | None, rule: ThresholdRule) -> None:
+    with Pack(output) as pack:
+        tokens = read_tokens(None, None, Text(pack), 16384, 512) if profile is None else profile.tokens()
+        measured = measure_with_bar(pack, tokens, rule)
+    for line in threshold_lines(output, measured):
+        click.echo(line)
 
 
 def _advance(bar: "tqdm[None]", progress: Progress) -> None:
@@ -358,6 +396,7 @@ def _say(line: str) -> None:
 
 
 main.add_command(profile_command)
+main.add_command(thresholds_command)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,38 @@
-"""The commands of `moe-pack` that calibrate: `profile`."""
+"""The commands of `moe-pack` that calibrate: `profile`, `thresholds`, `report`."""
 
+import json
 import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
+import numpy as np
 import torch
 from tqdm import tqdm
 
-from moe_pack.calib import Cost, ProfileOptions, Sensitivity, Tokens, make_profile, read_tokens
+from moe_pack.calib import (
+    PREDICTORS,
+    Cost,
+    MeasuredThresholds,
+    Profile,
+    ProfileOptions,
+    RealizedSparsity,
+    Sensitivity,
+    ThresholdRule,
+    Tokens,
+    make_profile,
+    measure_thresholds,
+    read_tokens,
+)
 from moe_pack.convert.hub import find_checkpoint
-from moe_pack.formats import Checkpoint, PlanError
+from moe_pack.formats import Checkpoint, ModelSpec, Pack, PlanError
 from moe_pack.formats.cli import command_errors, size_text
 from moe_pack.runtime import FolderFiles, Text
 
+F = TypeVar("F", bound=Callable[..., Any])
+_INTERRUPTED = "interrupted; what is done stays, run the same command again to go on"
 LEVELS = ("none", "fast", "full", "exact")
 
 
@@ -68,27 +88,67 @@ def chosen_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def text_options(num_tokens: int) -> Callable[[F], F]:
+    """Adds the options that choose text, with this many tokens by default."""
+
+    def add(body: F) -> F:
+        body = click.option(
+            "--sequence-length",
+            type=click.IntRange(16),
+            default=512,
+            show_default=True,
+            metavar="N",
+            help="Tokens a sequence; each begins from an empty context.",
+        )(body)
+        body = click.option(
+            "--tokens",
+            "num_tokens",
+            type=click.IntRange(256),
+            default=num_tokens,
+            show_default=True,
+            metavar="N",
+            help="How many tokens to take. The last fifth is held out, to check what the others say.",
+        )(body)
+        body = click.option(
+            "--field",
+            metavar="F",
+            help="The field of JSONL, Parquet or a data set with the text.  [default: text]",
+        )(body)
+        return click.option(
+            "--data",
+            metavar="NAME_OR_FILE",
+            help="A text, JSONL or Parquet file, or a data set's name (NAME:CONFIG:SPLIT).  [default: our sample]",
+        )(body)
+
+    return add
+
+
+_device_option = click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to compute."
+)
+
+
 @click.command("profile", short_help="Measure the model at PATH on calibration text.")
 @click.argument("path")
-@click.option(
-    "--data", metavar="NAME_OR_FILE", help="Text, JSONL or Parquet file, or a data set's name.  [default: our sample]"
-)
-@click.option(
-    "--field", metavar="F", help="The field of JSONL, Parquet or a data set that holds text.  [default: text]"
-)
-@click.option("--tokens", "num_tokens", type=click.IntRange(256), default=16384, show_default=True, metavar="N")
-@click.option("--sequence-length", type=click.IntRange(16), default=512, show_default=True, metavar="N")
+@text_options(16384)
 @click.option(
     "--sensitivity",
     type=click.Choice(LEVELS),
     default="fast",
     show_default=True,
-    help="What each width and sparsity costs: not at all, on few tokens with plain rounding, on more with hqq itself, "
-    "or besides each expert at 2 bits on its own, as EdgeMoE does.",
+    help="What each width and sparsity costs: none; fast, on few tokens with plain rounding scaled to hqq; full, on "
+    "more with hqq itself, each matrix on its own; exact, besides each expert at 2 bits alone, as EdgeMoE does.",
 )
-@click.option("--output", "-o", type=click.Path(path_type=Path), default="profile", show_default=True)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@command_errors(interrupted="interrupted; what is done stays, run the same command again to go on")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    default="profile",
+    show_default=True,
+    help="The profile's folder.",
+)
+@_device_option
+@command_errors(interrupted=_INTERRUPTED)
 def profile_command(
     path: str,
     data: str | None,
@@ -108,20 +168,126 @@ def profile_command(
     folder = find_checkpoint(path)
     checkpoint = Checkpoint(folder)
     bars = Bars()
+    began = time.perf_counter()
     try:
         tokens = read_tokens(data, field, Text(FolderFiles(folder)), num_tokens, sequence_length)
-        _announce(checkpoint, tokens)
-        began = time.perf_counter()
+        say_text(checkpoint.spec, tokens)
         profile = make_profile(checkpoint, tokens, output, ProfileOptions(sensitivity), bars, chosen_device(device))
     finally:
         bars.close()
         checkpoint.close()
     num_bytes = sum(file.bytes for file in profile.facts.files)
     click.echo(f"{output}: {size_text(num_bytes)}, in {time_text(time.perf_counter() - began)}")
+    for line in profile_lines(profile):
+        click.echo(line)
 
 
-def _announce(checkpoint: Checkpoint, tokens: Tokens) -> None:
-    spec = checkpoint.spec
+@click.command("thresholds", short_help="Measure thresholds on PACK, for a sparsity or one for all.")
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option(
+    "--sparsity", type=float, metavar="S", help="Share of an expert's neurons that shall not run: 0.8; 0: all run."
+)
+@click.option("--theta", type=float, metavar="T", help="One threshold for all experts, as CORM has it.")
+@text_options(16384)
+@click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
+@_device_option
+@command_errors(interrupted=_INTERRUPTED)
+def thresholds_command(
+    pack: Path,
+    sparsity: float | None,
+    theta: float | None,
+    data: str | None,
+    field: str | None,
+    num_tokens: int,
+    sequence_length: int,
+    as_json: bool,
+    device: str,
+) -> None:
+    """Measure PACK's thresholds on text, as it is stored, and rewrite them; no expert is touched.
+
+    A neuron whose activation is below its expert's threshold does not run. Layer by layer, every earlier layer with
+    its new thresholds; what sparsity that gives is measured on the held-out last fifth of the text too.
+    """
+    rule = ThresholdRule(sparsity, theta)
+    if fault := rule.fault():
+        raise click.UsageError(fault)
+    with Pack(pack) as held:
+        tokens = read_tokens(data, field, Text(held), num_tokens, sequence_length)
+        say_text(held.spec, tokens)
+        measured = measure_with_bar(held, tokens, rule, device)
+    if as_json:
+        click.echo(json.dumps(asdict(measured), indent=2))
+        return
+    for line in threshold_lines(pack, measured):
+        click.echo(line)
+
+
+def measure_with_bar(pack: Pack, tokens: Tokens, rule: ThresholdRule, device: str = "cpu") -> MeasuredThresholds:
+    """Measures a pack's thresholds and shows progress."""
+    bars = Bars()
+    try:
+        return measure_thresholds(pack, tokens, rule, bars, chosen_device(device))
+    finally:
+        bars.close()
+
+
+def threshold_lines(folder: Path, measured: MeasuredThresholds) -> list[str]:
+    """What was measured, as lines for people."""
+    rule = measured.rule
+    asked = f"sparsity {rule.sparsity}" if rule.sparsity is not None else f"theta {rule.theta}"
+    lines = [f"{folder}: thresholds for {asked}; {_share(measured.learned.overall)} of neurons do not run"]
+    if measured.held_out.overall is not None:
+        lines[0] += f", {_share(measured.held_out.overall)} on the text held out"
+    lines += ["", f"{'layer':>5} {'measured':>9} {'held out':>9}   experts, held out"]
+    for layer in range(len(measured.learned.experts)):
+        own, held = (_layer_share(part, layer) for part in (measured.learned, measured.held_out))
+        experts = [share for share in measured.held_out.experts[layer] if share is not None]
+        span = f"{_share(min(experts))} to {_share(max(experts))}" if experts else "-"
+        lines.append(f"{layer:>5} {_share(own):>9} {_share(held):>9}   {span}")
+    unreached = [(l, e) for l, row in enumerate(measured.learned.tokens) for e, n in enumerate(row) if n == 0]
+    if unreached and rule.sparsity:
+        names = ", ".join(f"{l}.{e}" for l, e in unreached[:8]) + (", ..." if len(unreached) > 8 else "")
+        lines.append(f"no token reached {len(unreached)} experts ({names}): they have their layer's threshold")
+    return lines
+
+
+def _layer_share(realized: RealizedSparsity, layer: int) -> float | None:
+    pairs = zip(realized.experts[layer], realized.tokens[layer], strict=True)
+    held = [(share, number) for share, number in pairs if share is not None]
+    total = sum(number for _, number in held)
+    return sum(share * number for share, number in held) / total if total else None
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def profile_lines(profile: Profile) -> list[str]:
+    """What a profile found, in a few lines for people."""
+    lines = []
+    num_layers = len(profile.spec.moe_layers)
+    reached = [profile.statistics(layer_idx).tokens for layer_idx in range(num_layers)]
+    unreached = [(l, int(e)) for l, tokens in enumerate(reached) for e in np.flatnonzero(tokens == 0)]
+    least = min(int(tokens.min()) for tokens in reached)
+    lines.append(f"experts: {least:,} to {max(int(t.max()) for t in reached):,} tokens each")
+    if unreached:
+        names = ", ".join(f"{l}.{e}" for l, e in unreached[:8]) + (", ..." if len(unreached) > 8 else "")
+        lines.append(
+            f"no token reached {len(unreached)} experts ({names}): their layer's quantiles stand in; give more text"
+        )
+    judged = [l for l in range(1, num_layers) if profile.has_predictors(l)]
+    if judged:
+        tables = [profile.predictors(l) for l in judged]
+        best = [PREDICTORS[int(table["best"][0])] for table in tables]
+        recall = sum(float(table["experts"][:, 0].max()) for table in tables) / len(tables)
+        name = max(set(best), key=best.count)
+        lines.append(f"experts foretold: recall {recall:.2f} by the best predictor of each layer (mostly {name})")
+    lines.append("see it: moe-pack report " + str(profile.folder))
+    return lines
+
+
+def say_text(spec: ModelSpec, tokens: Tokens) -> None:
+    """Announces what will be measured, on standard error."""
     model = f"{spec.family}, {len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
     number, length = tokens.sequences.shape
     click.echo(f"{model}; {number * length:,} tokens in sequences of {length}, from {tokens.name}", err=True)
