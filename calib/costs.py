@@ -38,6 +38,9 @@ class Cost:
         return Cost(round(self.multiplications * number), self.seconds * number)
 
 
+OnWork = Callable[[int, str], None]  # told of multiplications done, and of what
+
+
 class Watcher(Protocol):
     """Who is told how a stage goes on."""
 
@@ -124,6 +127,11 @@ class Trial:
         products = 2 + sum(1 if change.matrix_idx == 2 else 2 for change in QUANTIZED) + len(SPARSE)
         one = self._spec.hidden_size * self._spec.expert.intermediate_size
         return Cost(products * one * num_tokens // every, seconds)
+
+    @torch.inference_mode()
+    def rounded(self, weights: Weights) -> Cost:
+        """Bringing one expert of these weights to memory, rounded as they are."""
+        return Cost(0, _seconds(lambda: [None for _ in weights.expert(0, 0).blocks()]))
 
     @torch.inference_mode()
     def head(self, num_tokens: int) -> Cost:

@@ -16,7 +16,7 @@ from moe_pack.calib.histogram import Histogram
 from moe_pack.formats import Selector
 from moe_pack.runtime import Activations, Expert, activations
 
-CHUNK_TOKENS = 4096  # tokens at once: with blocks of 16 MiB of weights, activations take about as much
+CHUNK_TOKENS = 1024  # tokens at once: few enough for activations to stay in cache, enough to use weights well
 HOT_SAMPLE_TOKENS = 256  # of an expert's tokens, evenly spread: what its thresholds for hotness are taken from
 KINDS: tuple[Selector, ...] = ("up", "gate", "both")  # `none` tests h too, as `both` does
 HOT_SPARSITIES = (0.5, 0.7, 0.8, 0.9)

@@ -10,9 +10,11 @@ two float32 values a token and hidden dimension, in memory up to `MAX_HELD_BYTES
 """
 
 import math
+import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -44,10 +46,10 @@ class LayerTokens:
 
 
 class LayerStates:
-    """The hidden states of sequences of S tokens between layers. Owns the files `hidden-*` and `held-*` in `folder`.
+    """The hidden states of sequences of S tokens between layers. Owns `folder`.
 
     Args:    first: the hidden states float32 [S, d] of a sequence before layer 0, by its number.
-             folder: exists; if a killed pass left its hidden states there, `next_layer` is where to go on.
+             folder: made if missing; if a killed pass left its hidden states there, `next_layer` is where to go on.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class LayerStates:
         self._first = first
         self._folder = folder
         self._device = device
+        folder.mkdir(exist_ok=True)
         positions = torch.arange(self.sequence_length, device=device)
         self._angles = Rope(self.spec.rope, device)(positions, self.sequence_length)
         self._mask = visible(self.spec.attention, 0, self.sequence_length, device)
@@ -114,25 +117,26 @@ class LayerStates:
         output = output.to("cpu") * (weights * self.spec.residual_multiplier)[:, None]
         tokens.x.index_add_(0, token_idx, output)
 
-    def leave(self, layer: int, tokens: LayerTokens, more: Sequence[Tensor] = ()) -> None:
+    def leave(self, layer: int, tokens: LayerTokens, more: Iterable[Tensor] = ()) -> None:
         """Ends layer `layer`: its hidden states replace those before it on the drive.
 
         Args:    more: hidden states float32 [n S, d] of sequences that begin here, after all others.
         """
-        crc32 = 0
+        crc32 = num_tokens = 0
         beside = self._folder / "hidden.tmp"
         with beside.open("wb") as file:
-            for held in (tokens.x, *more):
+            for held in chain((tokens.x,), more):
                 raw = held.numpy().reshape(-1).view(np.uint8)
                 raw.tofile(file)
                 crc32 = zlib.crc32(raw.data, crc32)
+                num_tokens += len(held)
         path = self._folder / f"hidden-{layer + 1:03d}-{crc32:08x}.bin"
         beside.rename(path)
         for other in self._folder.glob("hidden-*"):
             if other != path:
                 other.unlink()
         self._path = path
-        self.num_sequences += sum(len(held) for held in more) // self.sequence_length
+        self.num_sequences = num_tokens // self.sequence_length
         self.next_layer = layer + 1
 
     def before(self, number: int) -> Tensor:
@@ -145,9 +149,8 @@ class LayerStates:
         return torch.from_numpy(raw).view(self.sequence_length, -1)
 
     def close(self) -> None:
-        """Removes the files."""
-        for path in [*self._folder.glob("hidden-*"), *self._folder.glob("held-*")]:
-            path.unlink()
+        """Removes the folder."""
+        shutil.rmtree(self._folder)
 
     @property
     def _sequence_bytes(self) -> int:

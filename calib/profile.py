@@ -171,8 +171,11 @@ class Profile:
         return self._read(layer_file("predictors", self.spec.moe_layers[layer_idx]))
 
     def exact(self) -> dict[str, Array]:
-        """EdgeMoE's own measure: the arrays of `ExactLosses`."""
-        return self._read(EXACT_FILE)
+        """EdgeMoE's own measure: the arrays of `ExactPass.losses`."""
+        arrays = self._read(EXACT_FILE)
+        shape = (len(self.spec.moe_layers), self.spec.router.num_experts)
+        check_arrays(arrays, {"losses": ("F32", shape), "base": ("F32", (1,))}, EXACT_FILE)
+        return arrays
 
     def _read(self, name: str) -> dict[str, Array]:
         listed = self._files.get(name)

@@ -2,6 +2,7 @@
 
     statistics      one pass over all tokens, a file a MoE layer; then path statistics from the routes
     sensitivity     one pass over fewer tokens and their perturbed copies, a file a layer; then what errors cost
+                    with `exact` besides, a pass with each expert at 2 bits alone, one file
     predictors      a file a MoE layer but the first, from the layers' inputs that the first stage kept
 
 The same checkpoint, tokens and options give the same profile, up to float rounding, whatever the chunks; killed and
@@ -29,6 +30,7 @@ from moe_pack.calib.costs import (
     prediction_cost,
 )
 from moe_pack.calib.effects import LayerErrors, Level, factors
+from moe_pack.calib.exact import ExactPass
 from moe_pack.calib.expert_pass import CHUNK_TOKENS, HOT_SPARSITIES
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.layer_inputs import InputFiles, Shares
@@ -37,6 +39,7 @@ from moe_pack.calib.paths import PathStatistics, learn_paths
 from moe_pack.calib.prediction import LayerInputs, predict_layer
 from moe_pack.calib.profile import (
     EFFECTS_FILE,
+    EXACT_FILE,
     FORMAT,
     PATHS_FILE,
     TOKENS_FILE,
@@ -93,6 +96,8 @@ def make_profile(
         run.paths()
         if options.sensitivity != "none":
             run.sensitivity("fast" if options.sensitivity == "fast" else "full")
+        if options.sensitivity == "exact":
+            run.exact()
         run.predictors()
         files = tuple(_listed(path) for path in sorted(folder.glob("*.safetensors")))
         store.seal(facts_bytes(dataclasses.replace(facts, files=files)))
@@ -138,7 +143,7 @@ class _Run:
         def first(number: int) -> Tensor:
             return embed(self._ids[number], self._weights)
 
-        states = LayerStates(self._weights, first, num_sequences, S, self._store.work, self._device)
+        states = LayerStates(self._weights, first, num_sequences, S, self._store.work / "statistics", self._device)
         layers = range(states.next_layer, self._spec.num_hidden_layers)
         self._watcher.begin("statistics", self._statistics_cost(Trial(self._weights, states), layers))
         for layer in layers:
@@ -181,18 +186,32 @@ class _Run:
         """The second stage: a file a decoder layer, then what errors cost."""
         if self._store.has(EFFECTS_FILE):
             return
-        stage = SensitivityPass(self._weights, self._ids, level, self._hot_thresholds, self._store.work, self._device)
+        stage = SensitivityPass(
+            self._weights, self._ids, level, self._hot_thresholds, self._store.work / "sensitivity", self._device
+        )
         layers = range(stage.states.next_layer, self._spec.num_hidden_layers)
         self._watcher.begin("sensitivity", stage.cost(layers))
         for layer in layers:
-            found = stage.layer(layer, lambda cost, what: self._watcher.advance(cost, what))
+            found = stage.layer(layer, self._watcher.advance)
             self._store.write(layer_file("sensitivity", layer), found.arrays())
             stage.leave(layer)
         errors = [
             LayerErrors(**self._read(layer_file("sensitivity", layer))) for layer in range(self._spec.num_hidden_layers)
         ]
-        kls, head_kls = stage.divergences(lambda cost, what: self._watcher.advance(cost, what))
+        kls, head_kls = stage.divergences(self._watcher.advance)
         self._store.write(EFFECTS_FILE, factors(errors, kls, head_kls, self._spec, level).arrays())
+        stage.states.close()
+
+    def exact(self) -> None:
+        """EdgeMoE's own measure, after the second stage: one file."""
+        if self._store.has(EXACT_FILE):
+            return
+        stage = ExactPass(self._weights, self._ids, self._store.work / "exact", self._device)
+        layers = range(stage.states.next_layer, self._spec.num_hidden_layers)
+        self._watcher.begin("each expert at 2 bits", stage.cost(layers))
+        for layer in layers:
+            stage.layer(layer, self._watcher.advance)
+        self._store.write(EXACT_FILE, stage.losses(self._watcher.advance))
         stage.states.close()
 
     def predictors(self) -> None:

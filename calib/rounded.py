@@ -1,12 +1,12 @@
-"""Weights with some of their dense matrices rounded as conversion would store them; everything else as it is."""
+"""Weights with some of their matrices rounded as conversion would store them; everything else as it is."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from torch import Tensor
 
 from moe_pack.calib.expert_error import Rounding
 from moe_pack.formats import ModelSpec, Selector, dense_roles
-from moe_pack.runtime import Expert, Matrix, Weights
+from moe_pack.runtime import Expert, Matrix, NeuronBlock, Weights
 
 
 class RoundedDense:
@@ -47,6 +47,49 @@ class _RoundedMatrix:
 
     def rows(self, start: int, stop: int) -> Tensor:
         return self._rounding(self._matrix.rows(start, stop), self._width)
+
+
+class RoundedExperts:
+    """The weights of `source` with all routed experts at `width`, rounded whenever their blocks are asked for."""
+
+    def __init__(self, source: Weights, width: int, rounding: Rounding) -> None:
+        self.spec: ModelSpec = source.spec
+        self.selector: Selector = source.selector
+        self._source = source
+        self._width = width
+        self._rounding = rounding
+
+    def vector(self, role: str) -> Tensor:
+        """A norm's weight or a bias, float32 [n]."""
+        return self._source.vector(role)
+
+    def matrix(self, role: str) -> Matrix:
+        """A dense matrix, as it is."""
+        return self._source.matrix(role)
+
+    def expert(self, layer_idx: int, expert: int) -> Expert:
+        """An expert, its three matrices rounded."""
+        return _RoundedExpert(self._source.expert(layer_idx, expert), self._width, self._rounding)
+
+    def threshold(self, layer_idx: int, expert: int) -> float:
+        """The expert's threshold on `abs(a)`."""
+        return self._source.threshold(layer_idx, expert)
+
+
+class _RoundedExpert:
+    def __init__(self, expert: Expert, width: int, rounding: Rounding) -> None:
+        self._expert = expert
+        self._width = width
+        self._rounding = rounding
+
+    def blocks(self) -> Iterator[NeuronBlock]:
+        for block in self._expert.blocks():
+            gate, up, down = (
+                None if weights is None else self._rounding(weights, self._width)
+                for weights in (block.gate, block.up, block.down)
+            )
+            assert up is not None and down is not None, "every expert has up and down"
+            yield NeuronBlock(gate, up, down, block.gate_bias, block.up_bias)
 
 
 def roundable_roles(spec: ModelSpec, layer: int | None) -> tuple[str, ...]:

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.arrays import Array
-from moe_pack.calib.costs import Cost, Trial, expert_multiplications, half_multiplications, kind_of, kinds_of_layers
+from moe_pack.calib.costs import (
+    Cost,
+    OnWork,
+    Trial,
+    expert_multiplications,
+    half_multiplications,
+    kind_of,
+    kinds_of_layers,
+)
 from moe_pack.calib.effects import DENSE_WIDTHS, LayerErrors, Level, all_copies, copies_of
 from moe_pack.calib.expert_error import (
     QUANTIZED,
@@ -37,9 +45,6 @@ _MOST_COPY_TOKENS, _LEAST_COPY_TOKENS = 2048, 512  # of a copy: fewer in deep mo
 _HEAD_TOKENS = 256
 _TRIED_TOKENS = 512
 _CHANGES_COST = 11  # `output_changes` multiplies about as much as this many runs of the expert
-
-
-OnWork = Callable[[int, str], None]
 
 
 class SensitivityPass:
@@ -141,6 +146,7 @@ class SensitivityPass:
         router = spec.router
         halves = {kind: trial.half(kind) for kind in kinds_of_layers(spec)}
         plain = trial.plain(_TRIED_TOKENS)
+        self._solved(torch.zeros((1, 64)), 4)  # loads its package: that takes longer than its work
         changed = trial.changed(self._expert_tokens, self._rounding)
         compared = trial.changed(self._expert_tokens, self._plain, every=8) if self._level == "fast" else Cost()
         solved = trial.changed(self._expert_tokens, self._solved, every=8) if self._level == "fast" else Cost()

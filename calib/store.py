@@ -6,6 +6,7 @@ process at a time: the folder is locked from `open` to `close`.
 
 import fcntl
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -69,9 +70,8 @@ class ProfileStore:
     def seal(self, raw: bytes) -> None:
         """Writes the file that makes the folder a profile, and removes what only a run under way needs."""
         self.replace(PROFILE_FILE, raw)
-        for path in [*self.work.glob("*"), self.folder / _IDENTITY_FILE]:
-            path.unlink(missing_ok=True)
-        self.work.rmdir()
+        (self.folder / _IDENTITY_FILE).unlink()
+        shutil.rmtree(self.work)
 
     def close(self) -> None:
         """Releases the folder."""
@@ -91,7 +91,8 @@ class ProfileStore:
         path = self.folder / _IDENTITY_FILE
         if path.exists() and path.read_bytes() == identity:
             return
-        for held in [*self.work.glob("*"), *(entry for entry in self.folder.iterdir() if entry.is_file())]:
+        shutil.rmtree(self.work, ignore_errors=True)
+        for held in self.folder.iterdir():
             held.unlink()
 
     def _claim(self, identity: bytes) -> None:

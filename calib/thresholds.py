@@ -151,7 +151,12 @@ class _Run:
         spec, ids = self._spec, torch.from_numpy(self._tokens.sequences.astype(np.int64))
         num_sequences, S = ids.shape
         states = LayerStates(
-            self._weights, lambda n: embed(ids[n], self._weights), num_sequences, S, self._store.work, self._device
+            self._weights,
+            lambda n: embed(ids[n], self._weights),
+            num_sequences,
+            S,
+            self._store.work / "pass",
+            self._device,
         )
         layers = range(states.next_layer, spec.num_hidden_layers)
         halves = {layer: half_multiplications(spec, layer, S) * ids.numel() for layer in layers}
