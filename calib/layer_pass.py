@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moe_pack.runtime import KVCache, Rope, Weights, add_attention, mlp_input, route_tokens, run_unrouted, visible
 
-MAX_HELD_BYTES = 1 << 30  # hidden states in memory at once; beyond, the arrays lie in a mapped file
+MAX_HELD_BYTES = 1 << 29  # of a layer's two arrays in memory; larger ones lie in a mapped file
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,7 @@ class _Run:
             if layer in self._spec.moe_layers:
                 self._count_layer(states, tokens, layer)
             states.leave(layer, tokens)
+            del tokens  # or there would be two layers' while the next is entered
         states.close()
 
     def _count_layer(self, states: LayerStates, tokens: LayerTokens, layer: int) -> None:

@@ -80,7 +80,7 @@ class LayerStatistics:
         is not known: its shares are all alike.
         """
         levels = np.asarray(HOT_SPARSITIES)
-        held = self.hot[:, kind_idx].astype(np.float32) / _HOT_UNIT  # [E, levels, f]
+        held = self.hot[:, kind_idx].astype(np.float64) / _HOT_UNIT  # [E, levels, f]; exact where levels are met
         above = int(np.searchsorted(levels, sparsity))
         if above == len(levels):
             return np.asarray(held[:, -1] * (1 - sparsity) / (1 - levels[-1]), np.float32)

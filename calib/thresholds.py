@@ -170,6 +170,7 @@ class _Run:
             if layer in spec.moe_layers:
                 self._store.write(self._file(layer), self._layer(states, tokens, layer))
             states.leave(layer, tokens)
+            del tokens  # or there would be two layers' while the next is entered
         return [read_all_arrays(self._store.folder / self._file(layer)) for layer in spec.moe_layers]
 
     def summary(self, found: list[dict[str, NDArray[np.generic]]]) -> MeasuredThresholds:

@@ -1,0 +1,175 @@
+"""The commands that calibrate, in-process: what they print, what they refuse, and what they leave behind."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from models import BOOK, DEMO_MODEL, TinyMixtral
+
+from moe_pack.calib import Profile
+from moe_pack.convert.cli import main
+from moe_pack.formats import Pack
+
+SMALL = ["--tokens", "512", "--sequence-length", "64"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model that has the demo model's tokenizer."""
+    shape = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, config={"num_experts_per_tok": 2})
+    folder = shape.write(tmp_path_factory.mktemp("source"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def profile(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profiled") / "profile"
+    assert run("profile", str(source), "-o", str(folder), *SMALL).exit_code == 0
+    return folder
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments, prog_name="moe-pack")
+
+
+def converted(source: Path, out: Path, *more: str) -> Result:
+    return run("convert", str(source), "-o", str(out), "--group-size", "16", "--quantizer", "nearest", *more)
+
+
+def test_a_profile_says_what_it_does_what_it_cost_and_what_it_found(source: Path, tmp_path: Path) -> None:
+    result = run("profile", str(source), "-o", str(tmp_path / "p"), *SMALL)
+    assert result.exit_code == 0, result.output
+    said = result.stderr.splitlines()
+    assert said[0].startswith("mixtral, 2 layers of 4 experts; 512 tokens in sequences of 64, from the sample")
+    assert [line.partition(":")[0] for line in said[1:]] == ["statistics", "sensitivity", "predictors"]
+    assert "G multiplications, about" in said[1]
+    assert result.stdout.startswith(f"{tmp_path / 'p'}: ")
+    assert "experts foretold: recall" in result.stdout
+    assert not list((tmp_path / "p").glob("*.tmp")) and not (tmp_path / "p" / "work").exists()
+
+
+def test_a_profile_repeated_is_not_made_again(source: Path, profile: Path) -> None:
+    before = (profile / "profile.json").stat().st_mtime_ns
+    result = run("profile", str(source), "-o", str(profile), *SMALL)
+    assert result.exit_code == 0 and "statistics" not in result.stderr
+    assert (profile / "profile.json").stat().st_mtime_ns == before
+
+
+def test_a_profile_of_other_options_does_not_take_the_place_of_one(source: Path, profile: Path) -> None:
+    result = run("profile", str(source), "-o", str(profile), *SMALL, "--sensitivity", "none")
+    assert result.exit_code == 1
+    assert result.stderr.endswith("holds another profile; give another output folder, or remove this one\n")
+
+
+def test_every_expert_alone_is_measured_where_that_is_asked_for(source: Path, tmp_path: Path) -> None:
+    assert run("profile", str(source), "-o", str(tmp_path / "p"), *SMALL, "--sensitivity", "exact").exit_code == 0
+    found = Profile(tmp_path / "p").exact()
+    assert found["losses"].shape == (2, 4) and found["base"] > 0
+
+
+def test_a_checkpoint_without_a_tokenizer_cannot_be_profiled(tmp_path: Path) -> None:
+    result = run("profile", str(TinyMixtral().write(tmp_path / "m")), "-o", str(tmp_path / "p"))
+    assert result.exit_code == 1 and "tokenizer.json" in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "says"),
+    [
+        (["--data", "no/such/file.txt"], 1, "no/such/file.txt"),
+        (["--tokens", "100"], 2, "100 is not in the range"),
+        (["--sensitivity", "some"], 2, "'some' is not one of"),
+        (["--data", str(BOOK), "--field", "text"], 1, "--field"),
+    ],
+)
+def test_wrong_input_to_profile_ends_in_a_line(
+    source: Path, tmp_path: Path, arguments: list[str], exit_code: int, says: str
+) -> None:
+    result = run("profile", str(source), "-o", str(tmp_path / "p"), *arguments)
+    assert result.exit_code == exit_code and says in result.stderr.splitlines()[-1]
+
+
+def test_a_pack_made_by_a_profile_has_its_hottest_neurons_first_and_its_sparsity(
+    source: Path, profile: Path, tmp_path: Path
+) -> None:
+    result = converted(source, tmp_path / "pack", "--profile", str(profile), "--sparsity", "0.8", "--selector", "gate")
+    assert result.exit_code == 0, result.output
+    with Pack(tmp_path / "pack") as pack:
+        order = pack.read_order()
+        assert (pack.thresholds > 0).all()
+    for l in range(2):
+        statistics = Profile(profile).statistics(l)
+        shares = statistics.hot[:, 1, 2].astype(np.int64)  # gate, at 0.8
+        for e in range(4):
+            expected = sorted(range(48), key=lambda i, e=e, shares=shares: (-shares[e, i], i))  # type: ignore[misc]
+            assert order[l, e].tolist() == expected
+    found = json.loads((tmp_path / "pack" / "thresholds.json").read_text())["content"]
+    assert found["rule"] == {"sparsity": 0.8, "theta": None}
+    assert abs(found["learned"]["overall"] - 0.8) < 0.01  # a part in 1,024 of each threshold, over 48 neurons
+    assert "thresholds for sparsity 0.8; " in result.stdout
+
+
+def test_a_conversion_by_a_profile_repeated_does_nothing(source: Path, profile: Path, tmp_path: Path) -> None:
+    arguments = ["--profile", str(profile), "--sparsity", "0.5"]
+    assert converted(source, tmp_path / "pack", *arguments).exit_code == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "pack").iterdir()}
+    result = converted(source, tmp_path / "pack", *arguments)
+    assert result.exit_code == 0 and "nothing to do" in result.stdout
+    assert {path.name: path.read_bytes() for path in (tmp_path / "pack").iterdir()} == before
+
+
+def test_a_profile_of_another_checkpoint_is_refused(profile: Path, tmp_path: Path) -> None:
+    other = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, seed=1, num_shards=2).write(tmp_path / "other")
+    result = converted(other, tmp_path / "pack", "--profile", str(profile), "--sparsity", "0.5")
+    assert result.exit_code == 1 and "is of another checkpoint; profile this one" in result.stderr
+    assert not (tmp_path / "pack").exists()
+
+
+def test_a_profile_without_a_sparsity_orders_nothing(source: Path, profile: Path, tmp_path: Path) -> None:
+    result = converted(source, tmp_path / "pack", "--profile", str(profile))
+    assert result.exit_code == 2 and "give --sparsity too" in result.stderr
+
+
+def test_thresholds_are_measured_again_for_another_sparsity_and_back_to_none(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "pack"
+    assert converted(source, out).exit_code == 0
+    assert run("thresholds", str(out), "--sparsity", "0.5", *SMALL).exit_code == 0
+    with Pack(out) as pack:
+        half, root = pack.thresholds.copy(), pack.manifest.root
+    assert run("thresholds", str(out), "--sparsity", "0.8", *SMALL).exit_code == 0
+    with Pack(out) as pack:
+        assert (pack.thresholds > half).all() and pack.manifest.root != root
+    assert run("thresholds", str(out), "--theta", "0.25", *SMALL).exit_code == 0
+    with Pack(out) as pack:
+        assert (pack.thresholds == np.float32(0.25)).all()
+    assert run("thresholds", str(out), "--sparsity", "0", *SMALL).exit_code == 0
+    with Pack(out) as pack:
+        assert (pack.thresholds == 0).all()
+
+
+def test_measured_thresholds_are_printed_by_layer_or_as_json(source: Path, tmp_path: Path) -> None:
+    assert converted(source, tmp_path / "pack").exit_code == 0
+    table = run("thresholds", str(tmp_path / "pack"), "--sparsity", "0.7", *SMALL)
+    assert [line.split()[0] for line in table.stdout.splitlines()[3:5]] == ["0", "1"]
+    printed = json.loads(run("thresholds", str(tmp_path / "pack"), "--sparsity", "0.7", "--json", *SMALL).stdout)
+    kept = json.loads((tmp_path / "pack" / "thresholds.json").read_text())["content"]
+    assert printed == kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "give one of the two"),
+        (["--sparsity", "0.5", "--theta", "1"], "give one of the two"),
+        (["--sparsity", "1"], "found 1.0, expected a share from 0 up to, but not, 1"),
+        (["--sparsity", "nan"], "found nan"),
+        (["--theta", "-1"], "found -1.0, expected a threshold from 0 up"),
+    ],
+)
+def test_impossible_thresholds_are_refused(tmp_path: Path, arguments: list[str], says: str) -> None:
+    result = run("thresholds", str(tmp_path), *arguments)
+    assert result.exit_code == 2 and says in result.stderr
