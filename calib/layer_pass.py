@@ -9,7 +9,6 @@ Between layers hidden states are in a file (of which the system keeps in memory 
 two float32 values a token and hidden dimension, in memory up to `MAX_HELD_BYTES`, in a mapped file beyond.
 """
 
-import math
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -87,9 +86,10 @@ class LayerStates:
         ways = [(number, self._weights) for number in range(self.num_sequences)]
         ways += [(number, weights) for weights, number_of in branches for number in range(number_of)]
         num_tokens = len(ways) * self.sequence_length
+        mapped = 2 * 4 * num_tokens * self.spec.hidden_size > MAX_HELD_BYTES
         tokens = LayerTokens(
-            x=self._array("x", num_tokens),
-            inputs=self._array("inputs", num_tokens),
+            x=self.room("x", num_tokens, mapped),
+            inputs=self.room("inputs", num_tokens, mapped),
             experts=torch.empty((num_tokens, k), dtype=torch.int64),
             weights=torch.empty((num_tokens, k)),
         )
@@ -148,6 +148,15 @@ class LayerStates:
             raw = np.fromfile(file, np.float32, self._sequence_bytes // 4)
         return torch.from_numpy(raw).view(self.sequence_length, -1)
 
+    def room(self, name: str, num_tokens: int, mapped: bool) -> Tensor:
+        """Room for float32 [num_tokens, d] until the next call with this name, not set to anything."""
+        shape = (num_tokens, self.spec.hidden_size)
+        if not mapped:
+            return torch.empty(shape)
+        path = self._folder / f"held-{name}.bin"
+        path.unlink(missing_ok=True)  # what an earlier layer still has mapped stays its own
+        return torch.from_numpy(np.memmap(path, np.float32, "w+", shape=shape))
+
     def close(self) -> None:
         """Removes the folder."""
         shutil.rmtree(self._folder)
@@ -165,13 +174,6 @@ class LayerStates:
                 self.num_sequences = path.stat().st_size // self._sequence_bytes
                 return int(layer)
         return 0
-
-    def _array(self, name: str, num_tokens: int) -> Tensor:
-        """Room for a float32 [T, d] of this layer, not set to anything."""
-        shape = (num_tokens, self.spec.hidden_size)
-        if 2 * 4 * math.prod(shape) <= MAX_HELD_BYTES:
-            return torch.empty(shape)
-        return torch.from_numpy(np.memmap(self._folder / f"held-{name}.bin", np.float32, "w+", shape=shape))
 
 
 def _crc32(path: Path) -> int:

@@ -44,6 +44,8 @@ _FAST_TOKENS, _FULL_TOKENS = 256, 512  # of an expert, on which errors are measu
 _MOST_COPY_TOKENS, _LEAST_COPY_TOKENS = 2048, 512  # of a copy: fewer in deep models, where copies are many
 _HEAD_TOKENS = 256
 _TRIED_TOKENS = 512
+_CHANGES_BYTES = 256 << 20  # of changed outputs at once
+_DELTA_BYTES = 128 << 20  # of new copies' changes in memory
 _CHANGES_COST = 11  # `output_changes` multiplies about as much as this many runs of the expert
 
 
@@ -119,7 +121,7 @@ class SensitivityPass:
         half = half_multiplications(spec, layer, states.sequence_length)
         on_work(half * (len(tokens.x) + self._tried_tokens(layer)), f"layer {layer}")
         errors = [self._branch_error(tokens, num_before)] if branches else []
-        deltas = [torch.zeros((self.num_copy_tokens, spec.hidden_size)) for copy in begun if copy.kind == "experts"]
+        deltas = self._room_for_deltas(sum(copy.kind == "experts" for copy in begun))
         quantized, sparse, ratio = torch.zeros(0), torch.zeros(0), torch.zeros(0)
         if layer in spec.moe_layers:
             changes = [copy.changes for copy in begun if copy.kind == "experts"]
@@ -134,10 +136,15 @@ class SensitivityPass:
             ratio=ratio.numpy(),
         )
 
+    def _room_for_deltas(self, number: int) -> list[Tensor]:
+        """Zeros float32 [copied tokens, d], so many of them; in mapped files where they would take much memory."""
+        mapped = 4 * number * self.num_copy_tokens * self._spec.hidden_size > _DELTA_BYTES
+        return [self.states.room(f"delta-{i}", self.num_copy_tokens, mapped).zero_() for i in range(number)]
+
     def leave(self, layer: int) -> None:
         """Ends the layer last measured: what `layer` returned is safe."""
         tokens, deltas = self._left
-        self.states.leave(layer, tokens, [tokens.x[: self.num_copy_tokens] + delta for delta in deltas])
+        self.states.leave(layer, tokens, (tokens.x[: self.num_copy_tokens] + delta for delta in deltas))
         del self._left
 
     def cost(self, layers: range) -> Cost:
@@ -239,6 +246,8 @@ class _Experts:
         self._layer_idx = stage._spec.moe_layers.index(layer)
         self._num_base_tokens = stage.num_base * stage.states.sequence_length
         self._thresholds = torch.from_numpy(stage._thresholds(self._layer_idx)).to(stage._device)
+        one = 4 * (len(QUANTIZED) + len(SPARSE)) * stage._spec.hidden_size  # bytes of all changes of a token's output
+        self._chunk = max(1, _CHANGES_BYTES // one)
 
     def measure(self, on_work: OnWork) -> tuple[Tensor, Tensor, Tensor]:
         """Runs and measures: the arrays of `LayerErrors`."""
@@ -298,23 +307,28 @@ class _Experts:
         if not num_tokens:
             return torch.zeros(len(QUANTIZED)), torch.zeros(len(SPARSE))
         scaled = weights * stage._spec.residual_multiplier
-        share = num_tokens / self._num_base_tokens
-        sums, copied = (
-            [torch.zeros(len(QUANTIZED)), torch.zeros(len(SPARSE))],
-            int((token_idx < stage.num_copy_tokens).sum()),
-        )
-        held = stage._weights.expert(self._layer_idx, expert)
-        x = self._tokens.inputs[token_idx].to(stage._device)
-        found = output_changes(held, stage._spec.expert.function, x, stage._rounding, self._thresholds[expert])
-        for total, changes in zip(sums, found, strict=True):
-            total += mean_square(changes.cpu(), scaled) * share
+        sums = torch.zeros(len(QUANTIZED)), torch.zeros(len(SPARSE))
         size = dict(zip(QUANTIZED, ratio.sqrt().tolist(), strict=True))
+        for idx, part in zip(torch.split(token_idx, self._chunk), torch.split(scaled, self._chunk), strict=True):
+            x = self._tokens.inputs[idx].to(stage._device)
+            held = stage._weights.expert(self._layer_idx, expert)
+            found = output_changes(held, stage._spec.expert.function, x, stage._rounding, self._thresholds[expert])
+            for total, changes in zip(sums, found, strict=True):
+                total += mean_square(changes, part.to(stage._device)).cpu() * (len(idx) / len(token_idx))
+            self._carry(idx, part, found, size)
+        share = num_tokens / self._num_base_tokens
+        return sums[0] * ratio * share, sums[1] * share
+
+    def _carry(
+        self, token_idx: Tensor, weights: Tensor, found: tuple[Tensor, Tensor], size: dict[Change, float]
+    ) -> None:
+        """Adds changes of outputs to the copies that begin with them; `size` scales those of quantization."""
+        copied = token_idx < self._stage.num_copy_tokens
         for wanted, delta in zip(self._changes, self._deltas, strict=True):
             for change in wanted:
                 changes = found[0][QUANTIZED.index(change)] if change in size else found[1][SPARSE.index(change)]
-                output = changes[:copied].cpu() * (scaled[:copied, None] * size.get(change, 1.0))
-                delta.index_add_(0, token_idx[:copied], output)
-        return sums[0] * ratio, sums[1]
+                output = changes.cpu()[copied] * (weights[copied, None] * size.get(change, 1.0))
+                delta.index_add_(0, token_idx[copied], output)
 
 
 def _divergence(expected: Tensor, found: Tensor) -> Tensor:
