@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from moe_pack.calib.expert_error import QUANTIZED, SPARSE, Rounding, output_changes
 from moe_pack.calib.expert_pass import measure_expert
@@ -103,10 +104,12 @@ class Trial:
     def counted(self, num_tokens: float) -> Cost:
         """An expert that is run and counted, for this many tokens."""
         number, f = self._tried(num_tokens), self._spec.expert.intermediate_size
-        x, idx = torch.randn(number, self._spec.hidden_size), torch.arange(number)
+        x, idx = self._random(number), torch.arange(number)
 
         def work() -> None:
-            measure_expert(self._weights.expert(0, 0), self._function, x, idx, f, lambda places, output: None)
+            measure_expert(
+                self._weights.expert(0, 0), self._function, x, idx, f, lambda places, output: None, device=x.device
+            )
 
         return self._cost(num_tokens, _seconds(work) * num_tokens / number)
 
@@ -114,15 +117,15 @@ class Trial:
     def plain(self, num_tokens: float) -> Cost:
         """An expert that is run, for this many tokens."""
         number = self._tried(num_tokens)
-        x, held = torch.randn(number, self._spec.hidden_size), self._weights.expert(0, 0)
+        x, held = self._random(number), self._weights.expert(0, 0)
         seconds = _seconds(lambda: run_expert(x, held, self._function, "none", 0.0))
         return self._cost(num_tokens, seconds * num_tokens / number)
 
     @torch.inference_mode()
     def changed(self, num_tokens: int, rounding: Rounding, every: int = 1) -> Cost:
         """An expert whose changes are measured on this many tokens under this rounding."""
-        x, held = torch.randn(num_tokens, self._spec.hidden_size), self._weights.expert(0, 0)
-        thresholds = torch.zeros((3, 4)) if every == 1 else None
+        x, held = self._random(num_tokens), self._weights.expert(0, 0)
+        thresholds = torch.zeros((3, 4), device=x.device) if every == 1 else None
         seconds = _seconds(lambda: output_changes(held, self._function, x, rounding, thresholds, every))
         products = 2 + sum(1 if change.matrix_idx == 2 else 2 for change in QUANTIZED) + len(SPARSE)
         one = self._spec.hidden_size * self._spec.expert.intermediate_size
@@ -136,13 +139,16 @@ class Trial:
     @torch.inference_mode()
     def head(self, num_tokens: int) -> Cost:
         """Predictions of this many tokens, from hidden states."""
-        x = torch.randn(_HEAD_TOKENS, self._spec.hidden_size)
+        x = self._random(_HEAD_TOKENS)
         seconds = _seconds(lambda: head(x, self._weights).log_softmax(dim=-1)) * num_tokens / _HEAD_TOKENS
         return Cost(num_tokens * self._spec.hidden_size * self._spec.vocab_size, seconds)
 
     @property
     def _function(self) -> str:
         return self._spec.expert.function
+
+    def _random(self, num_tokens: int) -> Tensor:
+        return torch.randn(num_tokens, self._spec.hidden_size, device=self._states.device)
 
     def _tried(self, num_tokens: float) -> int:
         return max(1, min(round(num_tokens), _TRIED_TOKENS))

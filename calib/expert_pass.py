@@ -43,6 +43,7 @@ def measure_expert(
     num_neurons: int,
     add: Callable[[Tensor, Tensor], None],
     chunk_tokens: int = CHUNK_TOKENS,
+    device: torch.device | None = None,
 ) -> ExpertActivity:
     """Runs an expert, every neuron running, and counts.
 
@@ -51,7 +52,7 @@ def measure_expert(
     """
     counts = _Counts(num_neurons)
     for number, places in enumerate(_chunks(len(token_idx), chunk_tokens)):
-        x = inputs[token_idx[places]]
+        x = inputs[token_idx[places]].to(device)
         y = torch.zeros_like(x)
         held: list[tuple[int, Activations]] = []
         start = 0

@@ -66,7 +66,7 @@ class LayerStates:
         self._weights = weights
         self._first = first
         self._folder = folder
-        self._device = device
+        self.device = device
         folder.mkdir(exist_ok=True)
         positions = torch.arange(self.sequence_length, device=device)
         self._angles = Rope(self.spec.rope, device)(positions, self.sequence_length)
@@ -106,7 +106,7 @@ class LayerStates:
     @torch.inference_mode()
     def half(self, layer: int, number: int, weights: Weights) -> tuple[Tensor, Tensor]:
         """A sequence's `x` and `inputs` (`LayerTokens`) in layer `layer`, float32 [S, d] each, with these weights."""
-        x = self.before(number).to(self._device)
+        x = self.before(number).to(self.device)
         x = add_attention(x, weights, layer, self._cache.layer(0), self._angles, self._mask)
         inputs = mlp_input(x, weights, layer)
         unrouted = run_unrouted(inputs, weights, layer)

@@ -88,7 +88,7 @@ def predict_layer(
     scores = [
         torch.from_numpy(shares),
         torch.from_numpy(told),
-        router_scores(before[-1].judged, weights, weights.spec.moe_layers[layer_idx]),
+        router_scores(before[-1].judged.to(device), weights, weights.spec.moe_layers[layer_idx]).cpu(),
         *(network.scores(before[-1].judged, previous) for network in networks),
     ]
     for held in scores:

@@ -172,6 +172,7 @@ class _Run:
             self._num_held_out_tokens,
             on_expert,
             self._options.chunk_tokens,
+            self._device,
         )
         self._store.write(layer_file("statistics", layer), found.arrays())
 

@@ -298,7 +298,9 @@ class _Experts:
         token_idx, weights, _ = self._sample(expert)
         x = self._tokens.inputs[token_idx].to(stage._device)
         held = stage._weights.expert(self._layer_idx, expert)
-        return error_ratio(held, stage._spec.expert.function, x, weights, stage._solved, stage._plain)
+        return error_ratio(
+            held, stage._spec.expert.function, x, weights.to(x.device), stage._solved, stage._plain
+        ).cpu()
 
     def _measure_expert(self, expert: int, ratio: Tensor) -> tuple[Tensor, Tensor]:
         """Errors a token of the layer, float32 [len(QUANTIZED)] and [len(SPARSE)]; adds what copies get to `deltas`."""

@@ -99,6 +99,7 @@ def measure_layer(
     num_held_out_tokens: int,
     on_expert: Callable[[int, int], None] = lambda expert, num_tokens: None,
     chunk_tokens: int = CHUNK_TOKENS,
+    device: torch.device | None = None,
 ) -> LayerStatistics:
     """Runs the routed experts of a layer, adding their outputs to `tokens`, and counts.
 
@@ -118,7 +119,7 @@ def measure_layer(
             states.add(tokens, token_idx[places], router_weights[places], output)
 
         held = weights.expert(layer_idx, expert)
-        measured = measure_expert(held, spec.expert.function, tokens.inputs, token_idx, f, add, chunk_tokens)
+        measured = measure_expert(held, spec.expert.function, tokens.inputs, token_idx, f, add, chunk_tokens, device)
         found.take(measured, len(token_idx), f"layer {spec.moe_layers[layer_idx]} expert {expert}")
         on_expert(expert, len(token_idx))
     routes = tokens.experts.numpy()
