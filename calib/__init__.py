@@ -6,6 +6,7 @@ from moe_pack.calib.prediction import PREDICTORS
 from moe_pack.calib.profile import Profile, Sensitivity
 from moe_pack.calib.profiler import ProfileOptions, make_profile
 from moe_pack.calib.quantize import RowQuantizer, UnholdableError, check_finite
+from moe_pack.calib.report import report_html
 from moe_pack.calib.text import Tokens, num_held_out, read_tokens
 from moe_pack.calib.thresholds import (
     MeasuredThresholds,
@@ -35,4 +36,5 @@ __all__ = [
     "num_held_out",
     "read_tokens",
     "realized_sparsity",
+    "report_html",
 ]

@@ -1,13 +1,12 @@
 """The order of neurons in a pack: those that run most often first, so that fast memory can hold a part of an expert."""
 
-import hashlib
-
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.calib.expert_pass import KINDS
 from moe_pack.calib.profile import Profile
-from moe_pack.formats import Checkpoint, PlanError, Selector, account_bytes
+from moe_pack.calib.provenance import source_digest
+from moe_pack.formats import Checkpoint, PlanError, Selector
 
 
 def hottest_first(profile: Profile, checkpoint: Checkpoint, selector: Selector, sparsity: float) -> NDArray[np.uint32]:
@@ -16,8 +15,7 @@ def hottest_first(profile: Profile, checkpoint: Checkpoint, selector: Selector, 
     Meaning: falling share of calibration tokens on which the neuron runs at this selector and sparsity; ties by number.
     Raises:  PlanError if the profile is of another checkpoint.
     """
-    source = hashlib.sha256(account_bytes(*checkpoint.account())).hexdigest()
-    if (profile.spec, profile.facts.source) != (checkpoint.spec, source):
+    if (profile.spec, profile.facts.source) != (checkpoint.spec, source_digest(checkpoint)):
         raise PlanError(f"--profile {profile.folder}: is of another checkpoint; profile this one")
     kind_idx = KINDS.index("both" if selector == "none" else selector)
     orders = []

@@ -52,6 +52,8 @@ class Histogram:
         ranks = np.maximum(np.ceil(np.asarray(levels, np.float64) * total - 1e-9), 1)  # of the values in rising order
         bins = np.searchsorted(below, ranks)
         place = (ranks - (below[bins] - counts[bins]) - 0.5) / counts[bins]  # within the bin, 0 to 1
-        low, high = (((bins + step) << _SHIFT).astype(np.uint32).view(np.float32) for step in (0, 1))
-        found = low + (high - low) * place
+        low = (bins << _SHIFT).astype(np.uint32).view(np.float32)
+        ends = np.minimum(bins + 1, _INFINITY - 1) << _SHIFT  # of finite bins: a step is no number beyond the last
+        high = np.where(bins < _INFINITY - 1, ends.astype(np.uint32).view(np.float32), low)
+        found = low + (high - low) * np.where(high > low, place, 0.0) if self.all_finite() else low
         return np.where(bins == 0, 0.0, found).astype(np.float32)  # the first bin is zero and what is next to it

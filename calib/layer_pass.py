@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_pack.formats import CheckpointError
 from moe_pack.runtime import KVCache, Rope, Weights, add_attention, mlp_input, route_tokens, run_unrouted, visible
 
 MAX_HELD_BYTES = 1 << 29  # of a layer's two arrays in memory; larger ones lie in a mapped file
@@ -121,7 +122,11 @@ class LayerStates:
         """Ends layer `layer`: its hidden states replace those before it on the drive.
 
         Args:    more: hidden states float32 [n S, d] of sequences that begin here, after all others.
+        Raises:  CheckpointError if they are not all numbers.
         """
+        # A sum in float64 is a number if and only if all terms are.
+        if not bool(tokens.x.sum(dtype=torch.float64).isfinite()):
+            raise CheckpointError(f"layer {layer}: hidden states are not finite; is the checkpoint whole?")
         crc32 = num_tokens = 0
         beside = self._folder / "hidden.tmp"
         with beside.open("wb") as file:

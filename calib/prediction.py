@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.arrays import Array
+from moe_pack.calib.arrays import Array, check_arrays
 from moe_pack.calib.expert_pass import HOT_SPARSITIES, KINDS, sample_places
 from moe_pack.calib.mlp_predictor import Predictor, shapes_for, train
 from moe_pack.calib.paths import PathStatistics
 from moe_pack.calib.recall import MaskCounts, mask_counts, recall_precision
+from moe_pack.formats import PackError
 from moe_pack.runtime import Expert, Weights, activations, linear
 
 PREDICTORS = ("popularity", "paths", "next router", "MLP of one layer", "MLP of two layers")
@@ -45,6 +46,25 @@ class LayerPredictors:
         held = {"experts": self.experts, "neurons": self.neurons, "best": self.best}
         return held | {name: _stored(tensor) for name, tensor in self.network.arrays().items()}
 
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, Array], place: str) -> "LayerPredictors":
+        """The predictors in a layer's file.
+
+        Raises:  PackError if an array is missing, unknown, or of another dtype or shape; if the network is none.
+        """
+        wanted: dict[str, tuple[str, tuple[int, ...]]] = {
+            "experts": ("F32", (len(PREDICTORS), 3)),
+            "neurons": ("F32", (len(KINDS), len(HOT_SPARSITIES), 2)),
+            "best": ("U8", (1,)),
+        }
+        network = {name: array for name, array in arrays.items() if name.endswith(("weight", "bias"))}
+        check_arrays({name: array for name, array in arrays.items() if name not in network}, wanted, place)
+        if arrays["best"][0] >= len(PREDICTORS):
+            raise PackError(f"{place}: best is predictor {arrays['best'][0]}, expected less than {len(PREDICTORS)}")
+        weights = {name: _loaded(array) for name, array in network.items()}
+        held = {name: arrays[name] for name in wanted}
+        return cls(**held, network=Predictor.from_arrays(weights, place))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInputs:
@@ -54,15 +74,6 @@ class LayerInputs:
     judged: Tensor
     learned_routes: Tensor
     judged_routes: Tensor
-
-
-def network_of(arrays: dict[str, Array], place: str) -> Predictor:
-    """The network in a layer's file.
-
-    Raises:  PackError if it is not one.
-    """
-    weights = {name: _loaded(name, array) for name, array in arrays.items() if name.endswith(("weight", "bias"))}
-    return Predictor.from_arrays(weights, place)
 
 
 def predict_layer(
@@ -156,7 +167,7 @@ def _stored(tensor: Tensor) -> Array:
     return array
 
 
-def _loaded(name: str, array: Array) -> Tensor:
+def _loaded(array: Array) -> Tensor:
     if array.dtype == np.uint16:
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(array.copy())

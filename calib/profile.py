@@ -13,9 +13,12 @@ from typing import Literal
 import numpy as np
 
 from moe_pack.calib.arrays import Array, check_arrays, read_all_arrays
-from moe_pack.calib.effects import DENSE_WIDTHS, Effects
+from moe_pack.calib.effects import DENSE_WIDTHS, Effects, LayerErrors, Level, copies_of
 from moe_pack.calib.expert_error import SPARSITIES, WIDTHS
+from moe_pack.calib.expert_pass import KINDS
 from moe_pack.calib.paths import PathStatistics
+from moe_pack.calib.prediction import LayerPredictors
+from moe_pack.calib.rounded import roundable_roles
 from moe_pack.calib.statistics import LayerStatistics
 from moe_pack.calib.store import PROFILE_FILE
 from moe_pack.calib.text import Tokens
@@ -110,6 +113,9 @@ class Profile:
         self.facts = load(ProfileFacts, values, PROFILE_FILE, PackError)
         if self.facts.sha256 != _digest(self.facts):
             raise PackError(f"{PROFILE_FILE}: SHA-256 does not match its values; profile the model anew")
+        text = self.facts.text
+        if min(text.num_sequences, text.sequence_length) < 1 or not 0 <= text.num_held_out < text.num_sequences:
+            raise PackError(f"{PROFILE_FILE}: text: found impossible counts; profile the model anew")
         self.spec = self.facts.model
         self._files = {file.name: file for file in self.facts.files}
 
@@ -144,9 +150,21 @@ class Profile:
         shape = (len(self.spec.moe_layers), router.num_experts, router.num_experts_per_tok)
         return PathStatistics.from_arrays(self._read(PATHS_FILE), PATHS_FILE, *shape)
 
-    def errors(self, layer: int) -> dict[str, Array]:
-        """The arrays of `LayerErrors` of a decoder layer."""
-        return self._read(layer_file("sensitivity", layer))
+    def errors(self, layer: int) -> LayerErrors:
+        """The squared errors measured in a decoder layer."""
+        spec, name = self.spec, layer_file("sensitivity", layer)
+        E, with_experts = spec.router.num_experts, layer in spec.moe_layers
+        level: Level = "fast" if self.facts.sensitivity == "fast" else "full"
+        wanted: dict[str, tuple[str, tuple[int, ...]]] = {
+            "dense": ("F32", (len(roundable_roles(spec, layer)), len(DENSE_WIDTHS))),
+            "copies": ("F32", (len(copies_of(spec, level, layer)),)),
+            "quantized": ("F32", (E, len(MATRICES), len(WIDTHS)) if with_experts else (0,)),
+            "sparse": ("F32", (E, len(KINDS), len(SPARSITIES)) if with_experts else (0,)),
+            "ratio": ("F32", (len(MATRICES), len(WIDTHS)) if with_experts else (0,)),
+        }
+        arrays = self._read(name)
+        check_arrays(arrays, wanted, name)
+        return LayerErrors(**arrays)
 
     def effects(self) -> Effects:
         """What those errors cost."""
@@ -166,9 +184,10 @@ class Profile:
         """Whether predictors of the `layer_idx`-th MoE layer were judged."""
         return self.has(layer_file("predictors", self.spec.moe_layers[layer_idx]))
 
-    def predictors(self, layer_idx: int) -> dict[str, Array]:
-        """The arrays of `LayerPredictors` of the `layer_idx`-th MoE layer, from 1 up."""
-        return self._read(layer_file("predictors", self.spec.moe_layers[layer_idx]))
+    def predictors(self, layer_idx: int) -> LayerPredictors:
+        """How the `layer_idx`-th MoE layer, from 1 up, can be foretold."""
+        name = layer_file("predictors", self.spec.moe_layers[layer_idx])
+        return LayerPredictors.from_arrays(self._read(name), name)
 
     def exact(self) -> dict[str, Array]:
         """EdgeMoE's own measure: the arrays of `ExactPass.losses`."""

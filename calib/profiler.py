@@ -51,12 +51,12 @@ from moe_pack.calib.profile import (
     facts_bytes,
     layer_file,
 )
+from moe_pack.calib.provenance import made_with, source_digest
 from moe_pack.calib.sensitivity import SensitivityPass
 from moe_pack.calib.statistics import LayerStatistics, measure_layer
-from moe_pack.calib.store import PROFILE_FILE, ProfileStore
+from moe_pack.calib.store import PROFILE_FILE, ProfileStore, tidy
 from moe_pack.calib.text import Tokens, num_held_out
-from moe_pack.calib.versions import made_with
-from moe_pack.formats import Checkpoint, ContentFile, ConversionError, RangeReader, account_bytes, canonical, dump
+from moe_pack.formats import Checkpoint, ContentFile, ConversionError, RangeReader, canonical, dump
 from moe_pack.runtime import CheckpointWeights, embed
 
 PATH_BYTES = 8 << 20  # of path statistics at most, where their tables allow
@@ -87,6 +87,7 @@ def make_profile(
         found = Profile(folder)
         if _identity(found.facts) != _identity(facts):
             raise ConversionError(f"{folder}: holds another profile; give another output folder, or remove this one")
+        tidy(folder)  # a run killed in its last moment left it so
         return found
     store = ProfileStore(folder, _identity(facts))
     try:
@@ -276,7 +277,7 @@ def _facts(checkpoint: Checkpoint, tokens: Tokens, options: ProfileOptions) -> P
     """What is known of a profile before it is made."""
     num_sequences, sequence_length = tokens.sequences.shape
     text = TextFacts(tokens.name, tokens.sha256, num_sequences, sequence_length, num_held_out(num_sequences))
-    source = hashlib.sha256(account_bytes(*checkpoint.account())).hexdigest()
+    source = source_digest(checkpoint)
     return ProfileFacts(FORMAT, VERSION, checkpoint.spec, source, text, options.sensitivity, made_with(), (), "")
 
 

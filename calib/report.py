@@ -10,8 +10,8 @@ from importlib.resources import files
 
 from moe_pack.calib import report_figures as figures
 from moe_pack.calib import report_readings as readings
+from moe_pack.calib.arrays import Array
 from moe_pack.calib.profile import Profile
-from moe_pack.formats import PackError
 
 _PLACE = "@REPORT@"  # of the data, in the template
 
@@ -77,7 +77,6 @@ def make_report(profile: Profile) -> Report:
 
     Raises:  PackError if the profile is damaged.
     """
-    _check_facts(profile)
     levels = figures.levels_for(profile)
     counted = figures.read_counted(profile, levels)
     head = figures.head(profile)
@@ -97,14 +96,7 @@ def make_report(profile: Profile) -> Report:
     return dataclasses.replace(report, readings=_read(report, thresholds, kls), missing=_missing(report))
 
 
-def _check_facts(profile: Profile) -> None:
-    text, spec = profile.facts.text, profile.spec
-    counts = min(text.num_sequences, text.sequence_length, len(spec.moe_layers)) > 0
-    if not counts or not 0 <= text.num_held_out < text.num_sequences:
-        raise PackError(f"{profile.folder}: measures no text, or no layer with experts; profile the model anew")
-
-
-def _read(report: Report, thresholds: figures.Array, kls: tuple[figures.Array, figures.Array] | None) -> Readings:
+def _read(report: Report, thresholds: Array, kls: tuple[Array, Array] | None) -> Readings:
     head, found = report.head, report.paths
     tokens = report.popularity.tokens.array()
     foretold = bool(report.prediction.layers)

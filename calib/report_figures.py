@@ -10,14 +10,14 @@ from typing import Literal
 
 import numpy as np
 
-from moe_pack.calib.arrays import Array, check_arrays
+from moe_pack.calib.arrays import Array
 from moe_pack.calib.coverage import (
     MIN_TOKENS,
     PopularityTest,
     compare_popularity,
     measure_coverage,
 )
-from moe_pack.calib.effects import DENSE_WIDTHS, copies_of
+from moe_pack.calib.effects import DENSE_WIDTHS
 from moe_pack.calib.expert_error import SPARSITIES, WIDTHS
 from moe_pack.calib.expert_pass import KINDS
 from moe_pack.calib.layer_inputs import Shares
@@ -32,8 +32,8 @@ from moe_pack.calib.paths import (
 from moe_pack.calib.prediction import PREDICTORS
 from moe_pack.calib.profile import Profile, layer_file
 from moe_pack.calib.rounded import roundable_roles
-from moe_pack.calib.statistics import QUANTILE_LEVELS, LayerStatistics
-from moe_pack.formats import MATRICES, PackError, num_active_parameters, num_parameters
+from moe_pack.calib.statistics import QUANTILE_LEVELS
+from moe_pack.formats import MATRICES, num_active_parameters, num_parameters
 
 MOST_FULL_EXPERTS = 2048  # of all layers: beyond them 103 quantiles an expert and kind make a page of more than 4 MB
 THINNED_LEVELS = (*(number / 100 for number in range(0, 100, 5)), 0.97, 0.99, 0.995, 0.999, 1.0)
@@ -231,16 +231,9 @@ def read_counted(profile: Profile, levels: tuple[float, ...]) -> Counted:
     held = []
     for l in range(len(profile.spec.moe_layers)):
         layer = profile.statistics(l)
-        _check_routes(layer, profile, layer_file("statistics", profile.spec.moe_layers[l]))
         held.append((layer.routes, layer.mass, layer.at_sparsities(levels), layer.cosine))
     routes, mass, quantiles, cosine = zip(*held, strict=True)
     return Counted(np.stack(routes, axis=1), np.stack(mass), np.stack(quantiles), np.stack(cosine))
-
-
-def _check_routes(layer: LayerStatistics, profile: Profile, place: str) -> None:
-    ordered = np.sort(layer.routes, axis=1)
-    if ordered.max() >= profile.spec.router.num_experts or (ordered[:, 1:] == ordered[:, :-1]).any():
-        raise PackError(f"{place}: tensor 'routes' names no {ordered.shape[1]} experts a token; profile the model anew")
 
 
 def levels_for(profile: Profile) -> tuple[float, ...]:
@@ -295,29 +288,9 @@ def sparsity(counted: Counted, levels: tuple[float, ...]) -> Sparsity:
 def predicted_kl(profile: Profile) -> tuple[Array, Array]:
     """Error times effect, float32 nats: [L, E, 3, 4] of quantized matrices, [L, E, 3, 4] of dropped neurons."""
     effects = profile.effects()
-    errors = [read_errors(profile, layer) for layer in profile.spec.moe_layers]
-    quantized = np.stack([layer["quantized"] for layer in errors]) * effects.quantized[:, None]
-    return quantized, np.stack([layer["sparse"] for layer in errors]) * effects.sparse[:, None]
-
-
-def read_errors(profile: Profile, layer: int) -> dict[str, Array]:
-    """The arrays of `LayerErrors` of a decoder layer.
-
-    Raises:  PackError if they are not those of this model.
-    """
-    spec, place = profile.spec, layer_file("sensitivity", layer)
-    level: Literal["fast", "full"] = "fast" if profile.facts.sensitivity == "fast" else "full"
-    E, with_experts = spec.router.num_experts, layer in spec.moe_layers
-    expected: dict[str, tuple[str, tuple[int, ...]]] = {
-        "dense": ("F32", (len(roundable_roles(spec, layer)), len(DENSE_WIDTHS))),
-        "copies": ("F32", (len(copies_of(spec, level, layer)),)),
-        "quantized": ("F32", (E, len(MATRICES), len(WIDTHS)) if with_experts else (0,)),
-        "sparse": ("F32", (E, len(KINDS), len(SPARSITIES)) if with_experts else (0,)),
-        "ratio": ("F32", (len(MATRICES), len(WIDTHS)) if with_experts else (0,)),
-    }
-    arrays = profile.errors(layer)
-    check_arrays(arrays, expected, place)
-    return arrays
+    errors = [profile.errors(layer) for layer in profile.spec.moe_layers]
+    quantized = np.stack([layer.quantized for layer in errors]) * effects.quantized[:, None]
+    return quantized, np.stack([layer.sparse for layer in errors]) * effects.sparse[:, None]
 
 
 def sensitivity(profile: Profile, quantized: Array, sparse: Array) -> Sensitivity:
@@ -325,7 +298,7 @@ def sensitivity(profile: Profile, quantized: Array, sparse: Array) -> Sensitivit
     effects = profile.effects()
     dense = []
     for layer in range(profile.spec.num_hidden_layers):
-        kls = read_errors(profile, layer)["dense"] * effects.dense[layer]  # [M, 2]
+        kls = profile.errors(layer).dense * effects.dense[layer]  # [M, 2]
         names = [role.removeprefix(f"layers.{layer}.") for role in roundable_roles(profile.spec, layer)]
         dense += [DenseMatrix(layer, name, _known(kl)) for name, kl in zip(names, kls, strict=True)]
     return Sensitivity(
@@ -356,20 +329,11 @@ def prediction(profile: Profile, counted: Counted) -> Prediction:
 
 
 def _layer_prediction(profile: Profile, layer_idx: int) -> LayerPrediction:
-    place, arrays = layer_file("predictors", profile.spec.moe_layers[layer_idx]), profile.predictors(layer_idx)
-    expected: dict[str, tuple[str, tuple[int, ...]]] = {
-        "experts": ("F32", (len(PREDICTORS), 3)),
-        "neurons": ("F32", (len(KINDS), len(SPARSITIES), 2)),
-        "best": ("U8", (1,)),
-    }
-    check_arrays({name: array for name, array in arrays.items() if name in expected}, expected, place)
-    best = int(arrays["best"][0])
-    if best >= len(PREDICTORS):
-        raise PackError(f"{place}: tensor 'best' is {best}, expected one of {len(PREDICTORS)} predictors")
+    held = profile.predictors(layer_idx)
     return LayerPrediction(
-        experts=tuple(_known(row) for row in arrays["experts"]),
-        best=best,
-        neurons=tuple(tuple(_known(level) for level in kind) for kind in arrays["neurons"]),
+        experts=tuple(_known(row) for row in held.experts),
+        best=int(held.best[0]),
+        neurons=tuple(tuple(_known(level) for level in kind) for kind in held.neurons),
     )
 
 

@@ -16,7 +16,7 @@ from moe_pack.calib.expert_pass import CHUNK_TOKENS, HOT_SPARSITIES, KINDS, Expe
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.histogram import NUM_BINS, Histogram
 from moe_pack.calib.layer_pass import LayerStates, LayerTokens
-from moe_pack.formats import CheckpointError, ModelSpec
+from moe_pack.formats import CheckpointError, ModelSpec, PackError
 
 # Levels of the stored quantiles: hundredths, and a finer end.
 QUANTILE_LEVELS = (*(number / 100 for number in range(100)), 0.995, 0.999, 1.0)
@@ -53,7 +53,7 @@ class LayerStatistics:
     def from_arrays(cls, arrays: dict[str, Array], place: str, spec: ModelSpec, num_tokens: int) -> "LayerStatistics":
         """The statistics in a layer's file.
 
-        Raises:  PackError if an array is missing, unknown, or of another dtype or shape.
+        Raises:  PackError if an array is missing, unknown, of another dtype or shape, or routes are none.
         """
         E, f, k = spec.router.num_experts, spec.expert.intermediate_size, spec.router.num_experts_per_tok
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -67,6 +67,9 @@ class LayerStatistics:
             "cosine": ("F32", (2,)),
         }
         check_arrays(arrays, shapes, place)
+        ordered = np.sort(arrays["routes"], axis=1)
+        if ordered.max() >= E or (ordered[:, 1:] == ordered[:, :-1]).any():
+            raise PackError(f"{place}: tensor 'routes' names no {k} experts a token; profile the model anew")
         return cls(**arrays)
 
     def at_sparsities(self, sparsities: Sequence[float]) -> Array:

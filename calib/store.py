@@ -18,6 +18,12 @@ WORK_FOLDER = "work"
 _IDENTITY_FILE = "profile.unfinished.json"
 
 
+def tidy(folder: Path) -> None:
+    """Removes what only a run under way needs; the caller has the folder to itself, or it is done."""
+    shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
+    (folder / _IDENTITY_FILE).unlink(missing_ok=True)  # last: it says whose the rest is
+
+
 class ProfileStore:
     """The one writer of a profile folder. Owns the folder's lock; `close` it.
 
@@ -70,8 +76,7 @@ class ProfileStore:
     def seal(self, raw: bytes) -> None:
         """Writes the file that makes the folder a profile, and removes what only a run under way needs."""
         self.replace(PROFILE_FILE, raw)
-        (self.folder / _IDENTITY_FILE).unlink()
-        shutil.rmtree(self.work)
+        tidy(self.folder)
 
     def close(self) -> None:
         """Releases the folder."""
@@ -88,12 +93,15 @@ class ProfileStore:
             ) from fault
 
     def _remove_other(self, identity: bytes) -> None:
+        """Removes what was begun here for something else; a folder that was never ours is left to be refused."""
         path = self.folder / _IDENTITY_FILE
-        if path.exists() and path.read_bytes() == identity:
+        if not path.exists() or path.read_bytes() == identity:
             return
         shutil.rmtree(self.work, ignore_errors=True)
         for held in self.folder.iterdir():
-            held.unlink()
+            if held != path:
+                held.unlink()
+        path.unlink()
 
     def _claim(self, identity: bytes) -> None:
         path = self.folder / _IDENTITY_FILE
@@ -104,8 +112,7 @@ class ProfileStore:
                     "repeat that command, or remove the folder"
                 )
             return
-        passed = (f"{_IDENTITY_FILE}.tmp", WORK_FOLDER)
-        held = sorted(entry.name for entry in self.folder.iterdir() if entry.name not in passed)
+        held = sorted(entry.name for entry in self.folder.iterdir() if entry.name != f"{_IDENTITY_FILE}.tmp")
         if held:
             raise ConversionError(f"{self.folder}: holds {held[0]!r}; give a new or empty folder for the profile")
         self.replace(_IDENTITY_FILE, identity)

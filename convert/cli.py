@@ -19,7 +19,13 @@ from moe_pack.convert.compare import LogitsError, MatrixError, compare_logits, c
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight, describe, format_runs
 from moe_pack.convert.pipeline import Conversion, Progress, convert, layout_for
-from moe_pack.convert.profile_cli import measure_with_bar, profile_command, threshold_lines, thresholds_command
+from moe_pack.convert.profile_cli import (
+    measure_with_bar,
+    profile_command,
+    report_command,
+    threshold_lines,
+    thresholds_command,
+)
 from moe_pack.formats import (
     MATRICES,
     QUANTIZERS,
@@ -71,7 +77,10 @@ def main(debug: bool) -> None:
     """Pack mixture-of-experts checkpoints, once and offline, into folders that moe-run streams from.
 
     \b
+    moe-pack profile mixtral -o profile/        what its experts and neurons do on text
+    moe-pack report profile/                    look at it
     moe-pack convert mixtral -o packed/         4 bit, group 64, selector up
+    moe-pack thresholds packed/ --sparsity 0.8  let the weakest neurons rest
     moe-pack inspect packed/                    what is in it
     moe-pack verify packed/ --against mixtral   is it whole, and how close is it
     moe-run packed/ --prompt "It was a dark night"
@@ -396,6 +405,7 @@ def _say(line: str) -> None:
 
 
 main.add_command(profile_command)
+main.add_command(report_command)
 main.add_command(thresholds_command)
 
 

@@ -25,9 +25,10 @@ from moe_pack.calib import (
     make_profile,
     measure_thresholds,
     read_tokens,
+    report_html,
 )
 from moe_pack.convert.hub import find_checkpoint
-from moe_pack.formats import Checkpoint, ModelSpec, Pack, PlanError
+from moe_pack.formats import Checkpoint, ConversionError, ModelSpec, Pack, PlanError
 from moe_pack.formats.cli import command_errors, size_text
 from moe_pack.runtime import FolderFiles, Text
 
@@ -182,6 +183,30 @@ def profile_command(
         click.echo(line)
 
 
+@click.command("report", short_help="Draw a profile as one HTML file.")
+@click.argument("profile", type=click.Path(path_type=Path))
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default="report.html",
+    show_default=True,
+    help="The file to write.",
+)
+@command_errors(interrupted="interrupted")
+def report_command(profile: Path, output: Path) -> None:
+    """Draw PROFILE as one HTML file that needs no network; open it in a browser.
+
+    Heat maps of popularity, sparsity and sensitivity, recall of the predictors, coverage of paths and of experts.
+    """
+    text = report_html(Profile(profile))
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as fault:
+        raise ConversionError(f"{output}: cannot be written ({fault.strerror}); give another --output") from fault
+    click.echo(f"{output}: {size_text(len(text.encode()))}")
+
+
 @click.command("thresholds", short_help="Measure thresholds on PACK, for a sparsity or one for all.")
 @click.argument("pack", type=click.Path(path_type=Path))
 @click.option(
@@ -278,8 +303,8 @@ def profile_lines(profile: Profile) -> list[str]:
     judged = [l for l in range(1, num_layers) if profile.has_predictors(l)]
     if judged:
         tables = [profile.predictors(l) for l in judged]
-        best = [PREDICTORS[int(table["best"][0])] for table in tables]
-        recall = sum(float(table["experts"][:, 0].max()) for table in tables) / len(tables)
+        best = [PREDICTORS[int(table.best[0])] for table in tables]
+        recall = sum(float(table.experts[:, 0].max()) for table in tables) / len(tables)
         name = max(set(best), key=best.count)
         lines.append(f"experts foretold: recall {recall:.2f} by the best predictor of each layer (mostly {name})")
     lines.append("see it: moe-pack report " + str(profile.folder))

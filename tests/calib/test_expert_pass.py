@@ -1,0 +1,196 @@
+"""One expert over its tokens: counts and outputs against brute force, the same whatever the chunks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moe_pack.calib.expert_pass import (
+    HOT_SAMPLE_TOKENS,
+    HOT_SPARSITIES,
+    KINDS,
+    ExpertActivity,
+    measure_expert,
+    sample_places,
+)
+from moe_pack.calib.histogram import RESOLUTION
+from moe_pack.runtime import NeuronBlock, run_expert
+
+D = 8
+CHUNKS = (1, 7, 4096)
+LEVELS = tuple(number / 20 for number in range(21))
+
+
+@dataclass(frozen=True)
+class HeldExpert:
+    """An expert whose neurons come in blocks of a given size."""
+
+    whole: NeuronBlock
+    block_neurons: int = 5
+
+    def blocks(self) -> Iterator[NeuronBlock]:
+        held = self.whole
+        for start in range(0, len(held.up), self.block_neurons):
+            rows = slice(start, start + self.block_neurons)
+            yield NeuronBlock(
+                gate=None if held.gate is None else held.gate[rows],
+                up=held.up[rows],
+                down=held.down[rows],
+                gate_bias=None if held.gate_bias is None else held.gate_bias[rows],
+                up_bias=None if held.up_bias is None else held.up_bias[rows],
+            )
+
+
+@dataclass(frozen=True)
+class Case:
+    """An expert of `f` neurons, the tokens that go to it, and all tokens' inputs. Small whole numbers, so that every
+    product is exact and no count hangs on the order of a sum."""
+
+    num_tokens: int
+    f: int
+    seed: int = 0
+
+    def draw(self) -> tuple[HeldExpert, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def whole(*shape: int) -> Tensor:
+            return torch.randint(-3, 4, shape, generator=generator).to(torch.float32)
+
+        block = NeuronBlock(whole(self.f, D) / 4, whole(self.f, D), whole(self.f, D))
+        token_idx = torch.randperm(2 * self.num_tokens + 3, generator=generator)[: self.num_tokens].sort().values
+        return HeldExpert(block), whole(2 * self.num_tokens + 3, D), token_idx
+
+
+CASES = [Case(1, 7), Case(50, 7), Case(50, 1), Case(HOT_SAMPLE_TOKENS, 12), Case(HOT_SAMPLE_TOKENS + 45, 12)]
+
+
+def measured(
+    expert: HeldExpert, inputs: Tensor, token_idx: Tensor, chunk_tokens: int = 4096
+) -> tuple[ExpertActivity, Tensor]:
+    """What was counted, and the outputs float32 [n, d]; each must be given once."""
+    output = torch.full((len(token_idx), D), torch.nan)
+
+    def add(places: Tensor, y: Tensor) -> None:
+        assert output[places].isnan().all(), "given twice"
+        output[places] = y
+
+    f = len(expert.whole.up)
+    return measure_expert(expert, "silu", inputs, token_idx, f, add, chunk_tokens), output
+
+
+def magnitudes(expert: HeldExpert, x: Tensor) -> Tensor:
+    """abs(a) of all neurons at once, float32 [kinds, n, f]."""
+    whole = expert.whole
+    assert whole.gate is not None
+    up, gate = x @ whole.up.T, torch.nn.functional.silu(x @ whole.gate.T)
+    return torch.stack((up, gate, gate * up)).abs()
+
+
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_activation_is_counted_once(case: Case, chunk_tokens: int) -> None:
+    expert, inputs, token_idx = case.draw()
+    found, _ = measured(expert, inputs, token_idx, chunk_tokens)
+    expected = magnitudes(expert, inputs[token_idx])
+    for kind in range(len(KINDS)):
+        assert found.histograms[kind].total() == case.num_tokens * case.f
+        ordered = np.sort(expected[kind].numpy(), axis=None)
+        places = [max(-(-level * len(ordered) // 20), 1) - 1 for level in range(21)]
+        # One rounding of the gate's activation beyond the histogram's bins.
+        np.testing.assert_allclose(found.histograms[kind].quantiles(LEVELS), ordered[places], RESOLUTION, 1e-12)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_chunks_of_any_size_count_the_same(case: Case) -> None:
+    expert, inputs, token_idx = case.draw()
+    first, output = measured(expert, inputs, token_idx, CHUNKS[0])
+    for chunk_tokens in CHUNKS[1:]:
+        found, other = measured(expert, inputs, token_idx, chunk_tokens)
+        assert torch.equal(found.histograms[0].counts, first.histograms[0].counts)
+        assert np.array_equal(found.hot_thresholds, first.hot_thresholds)
+        assert torch.equal(found.hot[0], first.hot[0])
+        # Of the gate's activation and of h, the last bit may differ with the place in a vector register.
+        for kind, level in product((1, 2), range(len(HOT_SPARSITIES))):
+            assert (found.hot[kind, level] - first.hot[kind, level]).abs().max() <= 1
+        for kind in (1, 2):
+            quantiles = [held.histograms[kind].quantiles(LEVELS) for held in (found, first)]
+            np.testing.assert_allclose(*quantiles, 2 * RESOLUTION, 1e-12)
+        # Sums of f products in blocks, against the largest of them.
+        assert (other - output).abs().max() <= 1e-6 * output.abs().max()
+
+
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_outputs_are_those_of_the_reference(case: Case, chunk_tokens: int) -> None:
+    expert, inputs, token_idx = case.draw()
+    _, output = measured(expert, inputs, token_idx, chunk_tokens)
+    reference = run_expert(inputs[token_idx], expert, "silu", "none", 0.0)
+    assert (output - reference).abs().max() <= 1e-6 * reference.abs().max()  # sums of f products in another order
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_thresholds_for_heat_are_quantiles_of_evenly_spread_tokens(case: Case) -> None:
+    expert, inputs, token_idx = case.draw()
+    found, _ = measured(expert, inputs, token_idx)
+    number = min(case.num_tokens, HOT_SAMPLE_TOKENS)
+    sample = [place * case.num_tokens // number for place in range(number)]
+    ordered = np.sort(magnitudes(expert, inputs[token_idx[sample]]).flatten(1).numpy(), axis=1)
+    for level, tenths in enumerate((5, 7, 8, 9)):
+        place = -(-tenths * ordered.shape[1] // 10) - 1
+        np.testing.assert_allclose(found.hot_thresholds[:, level], ordered[:, place], RESOLUTION, 1e-12)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_heat_counts_the_tokens_on_which_a_neuron_reaches_the_threshold(case: Case) -> None:
+    expert, inputs, token_idx = case.draw()
+    found, _ = measured(expert, inputs, token_idx, 7)
+    expected = magnitudes(expert, inputs[token_idx])
+    for kind, level in product(range(len(KINDS)), range(len(HOT_SPARSITIES))):
+        reached = (expected[kind] >= float(found.hot_thresholds[kind, level])).sum(dim=0)
+        slack = 0 if kind == 0 else 1  # sums are exact; an activation's last bit is not
+        assert (found.hot[kind, level] - reached).abs().max() <= slack
+
+
+def test_an_expert_without_tokens_counts_nothing() -> None:
+    expert, inputs, _ = Case(5, 3).draw()
+    found, output = measured(expert, inputs, torch.empty(0, dtype=torch.int64))
+    assert [held.total() for held in found.histograms] == [0, 0, 0]
+    assert not found.hot.any() and found.hot.shape == (3, 4, 3)
+    assert not found.hot_thresholds.any() and output.numel() == 0
+
+
+def test_inputs_of_zero_give_activations_of_zero_that_all_reach_a_threshold_of_zero() -> None:
+    expert, inputs, token_idx = Case(20, 3).draw()
+    found, output = measured(expert, torch.zeros_like(inputs), token_idx, 7)
+    assert not found.hot_thresholds.any() and not output.any()
+    assert (found.hot == 20).all()
+
+
+def test_an_expert_without_a_gate_has_one_activation_for_all_kinds() -> None:
+    expert, inputs, token_idx = Case(50, 7).draw()
+    found, _ = measured(replace(expert, whole=replace(expert.whole, gate=None)), inputs, token_idx, 7)
+    for other in found.histograms[1:]:
+        assert torch.equal(other.counts, found.histograms[0].counts)
+    ordered = torch.nn.functional.silu(inputs[token_idx] @ expert.whole.up.T).abs().flatten().sort().values
+    assert found.histograms[0].quantiles((1.0,))[0] == pytest.approx(float(ordered[-1]), rel=RESOLUTION)
+
+
+def test_biases_shift_activations() -> None:
+    expert, inputs, token_idx = Case(50, 7).draw()
+    bias = torch.arange(7, dtype=torch.float32)
+    shifted = HeldExpert(replace(expert.whole, up_bias=bias, gate_bias=-bias))
+    found, _ = measured(shifted, inputs, token_idx, 7)
+    ups = (inputs[token_idx] @ expert.whole.up.T + bias).abs()
+    assert torch.equal(found.hot[0, 3], (ups >= float(found.hot_thresholds[0, 3])).sum(dim=0))
+
+
+@pytest.mark.parametrize(
+    ("num_places", "num_wanted", "expected"),
+    [(0, 4, []), (1, 4, [0]), (4, 4, [0, 1, 2, 3]), (5, 4, [0, 1, 2, 3]), (10, 4, [0, 2, 5, 7]), (9, 1, [0])],
+)
+def test_samples_are_evenly_spread(num_places: int, num_wanted: int, expected: list[int]) -> None:
+    assert sample_places(num_places, num_wanted).tolist() == expected

@@ -1,0 +1,266 @@
+"""The pass layer by layer against the decoder, for every shape of a model; branches, resuming, and mapped arrays."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from families import TINY, Tiny, write
+from models import TinyMixtral
+from torch import Tensor
+
+from moe_pack.calib import layer_pass
+from moe_pack.calib.held import HeldWeights
+from moe_pack.calib.layer_pass import LayerStates, LayerTokens
+from moe_pack.formats import Checkpoint, ModelSpec, Selector
+from moe_pack.runtime import CheckpointWeights, Decoder, Expert, Matrix, Weights, embed, head, run_expert
+
+S, N = 24, 3
+CPU = torch.device("cpu")
+# Rows that differ from others in how their checkpoint is written make the same model.
+SHAPES = [tiny for tiny in TINY if not tiny.fused and not tiny.four]
+MODEL = TinyMixtral(num_layers=3, num_experts=3, intermediate_size=16, vocab_size=64)
+
+
+def sequences(vocab_size: int = 64) -> Tensor:
+    return torch.randint(vocab_size, (N, S), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    return HeldWeights(CheckpointWeights(Checkpoint(MODEL.write(tmp_path_factory.mktemp("mixtral")))))
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    """Another model's weights, of the same shape."""
+    source = TinyMixtral(**{**MODEL.__dict__, "seed": 1}).write(tmp_path_factory.mktemp("other"))
+    return CheckpointWeights(Checkpoint(source))
+
+
+def states_of(weights: Weights, folder: Path) -> LayerStates:
+    ids = sequences()
+    folder.mkdir(exist_ok=True)
+    return LayerStates(weights, lambda number: embed(ids[number], weights), N, S, folder, CPU)
+
+
+def run_layer(states: LayerStates, weights: Weights, layer: int, tokens: LayerTokens) -> None:
+    """The routed experts of a layer, each added with its weight."""
+    if layer not in weights.spec.moe_layers:
+        assert tokens.experts.shape == tokens.weights.shape == (len(tokens.x), 0)
+        return
+    layer_idx = weights.spec.moe_layers.index(layer)
+    with torch.inference_mode():
+        for expert in range(weights.spec.router.num_experts):
+            token_idx, router_weights = tokens.of_expert(expert)
+            x = tokens.inputs[token_idx]
+            output = run_expert(x, weights.expert(layer_idx, expert), weights.spec.expert.function, "none", 0.0)
+            states.add(tokens, token_idx, router_weights, output)
+
+
+def run(states: LayerStates, weights: Weights, end: int | None = None) -> LayerStates:
+    """All layers that are left, or those before `end`."""
+    for layer in range(states.next_layer, weights.spec.num_hidden_layers if end is None else end):
+        tokens = states.enter(layer)
+        run_layer(states, weights, layer, tokens)
+        states.leave(layer, tokens)
+    return states
+
+
+def final(states: LayerStates) -> Tensor:
+    """All sequences' hidden states, float32 [sequences, S, d]."""
+    return torch.stack([states.before(number) for number in range(states.num_sequences)])
+
+
+def is_close(found: Tensor, expected: Tensor) -> bool:
+    """Equal up to rounding: a product's last bits depend on how many rows it has, and three layers add to them."""
+    return bool((found - expected).abs().max() <= 1e-5 * expected.abs().max())
+
+
+@pytest.mark.parametrize("tiny", SHAPES, ids=str)
+def test_hidden_states_are_the_decoders(tiny: Tiny, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(write(tiny, tmp_path))
+    weights = CheckpointWeights(checkpoint)
+    ids = sequences()[:2]
+    held = HeldWeights(weights)
+    states = LayerStates(held, lambda number: embed(ids[number], held), len(ids), S, tmp_path, CPU)
+    run(states, held)
+    decoder = Decoder(weights, S)
+    for number, sequence in enumerate(ids.tolist()):
+        decoder.reset()
+        expected = decoder.logits(sequence)
+        with torch.inference_mode():
+            found = head(states.before(number), held)
+        assert expected.abs().max() > 0.5, "logits so small that the bound would prove nothing"
+        # Routed, shared and residual parts are summed in another order; logits reach 1 to 10.
+        assert (found - expected).abs().max() < 1e-5
+    checkpoint.close()
+
+
+def test_tokens_of_an_expert_come_rising_with_their_weights() -> None:
+    experts = torch.tensor([[2, 0], [1, 2], [0, 1], [2, 1]])
+    weights = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.6, 0.4]])
+    tokens = LayerTokens(torch.zeros(4, 1), torch.zeros(4, 1), experts, weights)
+    token_idx, found = tokens.of_expert(2)
+    assert token_idx.tolist() == [0, 1, 3]
+    assert torch.equal(found, torch.tensor([0.9, 0.2, 0.6]))
+    nobody, nothing = tokens.of_expert(3)
+    assert len(nobody) == len(nothing) == 0
+
+
+@dataclass
+class OneLayerOfAnother:
+    """A model whose dense matrices in one layer are another model's, its router apart."""
+
+    base: Weights
+    other: Weights
+    layer: int
+    spec: ModelSpec = field(init=False)
+    selector: Selector = "none"
+
+    def __post_init__(self) -> None:
+        self.spec = self.base.spec
+
+    def _of(self, role: str) -> Weights:
+        return self.other if role.startswith(f"layers.{self.layer}.") and "router" not in role else self.base
+
+    def vector(self, role: str) -> Tensor:
+        return self._of(role).vector(role)
+
+    def matrix(self, role: str) -> Matrix:
+        return self._of(role).matrix(role)
+
+    def expert(self, layer_idx: int, expert: int) -> Expert:
+        return self.base.expert(layer_idx, expert)
+
+    def threshold(self, layer_idx: int, expert: int) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_a_branch_is_the_model_with_one_layers_other_weights(
+    layer: int, weights: Weights, others: Weights, tmp_path: Path
+) -> None:
+    states = states_of(weights, tmp_path)
+    run(states, weights, layer)
+    tokens = states.enter(layer, [(others, 2), (weights, 1)])
+    assert states.num_sequences == N + 3 and len(tokens.x) == (N + 3) * S
+    run_layer(states, weights, layer, tokens)
+    states.leave(layer, tokens)
+    found = final(run(states, weights))
+    assert is_close(found[:N], final(run(states_of(weights, tmp_path / "alone"), weights)))
+    decoder = Decoder(OneLayerOfAnother(weights, others, layer), S)
+    for number, sequence in enumerate(sequences()[:2].tolist()):
+        decoder.reset()
+        with torch.inference_mode():
+            logits = head(found[N + number], weights)
+        assert (logits - decoder.logits(sequence)).abs().max() < 1e-5  # sums in another order; logits reach 1 to 10
+        assert not torch.allclose(found[N + number], found[number], atol=0.1)
+    assert is_close(found[N + 2], found[0])
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_sequences_that_begin_later_go_on_from_their_hidden_states(
+    layer: int, weights: Weights, tmp_path: Path
+) -> None:
+    states = run(states_of(weights, tmp_path), weights, layer)
+    tokens = states.enter(layer)
+    run_layer(states, weights, layer, tokens)
+    states.leave(layer, tokens, [tokens.x[S : 3 * S].clone(), tokens.x[:S].clone()])
+    assert states.num_sequences == N + 3
+    found = final(run(states, weights))
+    assert is_close(found[N:], found[[1, 2, 0]])
+
+
+@pytest.mark.parametrize("killed_after", range(3))
+def test_a_killed_pass_goes_on_to_the_same_bits(killed_after: int, weights: Weights, tmp_path: Path) -> None:
+    def branched(states: LayerStates) -> LayerStates:
+        if states.next_layer == 0:
+            tokens = states.enter(0, [(weights, 1)])
+            run_layer(states, weights, 0, tokens)
+            states.leave(0, tokens, [2 * tokens.x[:S]])
+        return states
+
+    expected = final(run(branched(states_of(weights, tmp_path / "whole")), weights))
+    folder = tmp_path / "killed"
+    run(branched(states_of(weights, folder)), weights, killed_after + 1)
+    resumed = states_of(weights, folder)
+    assert (resumed.next_layer, resumed.num_sequences) == (killed_after + 1, N + 2)
+    assert torch.equal(final(run(branched(resumed), weights)), expected)
+
+
+def test_a_pass_killed_inside_a_layer_begins_that_layer_again(weights: Weights, tmp_path: Path) -> None:
+    expected = final(run(states_of(weights, tmp_path / "whole"), weights))
+    states = run(states_of(weights, tmp_path / "killed"), weights, 1)
+    run_layer(states, weights, 1, states.enter(1))
+    (tmp_path / "killed" / "hidden.tmp").write_bytes(b"half of it")
+    resumed = states_of(weights, tmp_path / "killed")
+    assert resumed.next_layer == 1
+    assert torch.equal(final(run(resumed, weights)), expected)
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [flip, cut, lose])
+def test_a_damaged_file_is_not_gone_on_from(damage: Callable[[Path], None], weights: Weights, tmp_path: Path) -> None:
+    run(states_of(weights, tmp_path), weights, 2)
+    (path,) = tmp_path.glob("hidden-*")
+    assert states_of(weights, tmp_path).next_layer == 2
+    damage(path)
+    states = states_of(weights, tmp_path)
+    assert (states.next_layer, states.num_sequences) == (0, N)
+
+
+def test_of_two_files_the_later_whole_one_is_gone_on_from(weights: Weights, tmp_path: Path) -> None:
+    run(states_of(weights, tmp_path), weights, 1)
+    (first,) = tmp_path.glob("hidden-*")
+    held = first.read_bytes()
+    run(states_of(weights, tmp_path), weights, 2)
+    (second,) = tmp_path.glob("hidden-*")
+    first.write_bytes(held)
+    assert states_of(weights, tmp_path).next_layer == 2
+    flip(second)
+    assert states_of(weights, tmp_path).next_layer == 1
+
+
+def test_arrays_beyond_the_bound_lie_in_mapped_files(
+    weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = final(run(states_of(weights, tmp_path / "held"), weights))
+    monkeypatch.setattr(layer_pass, "MAX_HELD_BYTES", 2 * 4 * N * S * MODEL.hidden_size - 1)
+    states = states_of(weights, tmp_path / "mapped")
+    assert torch.equal(final(run(states, weights)), expected)
+    names = sorted(path.name for path in (tmp_path / "mapped").glob("held-*"))
+    assert names == ["held-inputs.bin", "held-x.bin"]
+    states.close()
+    assert not (tmp_path / "mapped").exists()
+
+
+def test_arrays_that_just_fit_the_bound_are_in_memory(
+    weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_pass, "MAX_HELD_BYTES", 2 * 4 * N * S * MODEL.hidden_size)
+    run(states_of(weights, tmp_path), weights)
+    assert not list(tmp_path.glob("held-*"))
+
+
+def test_after_every_layer_one_file_is_left_and_none_once_closed(weights: Weights, tmp_path: Path) -> None:
+    states = states_of(weights, tmp_path / "pass")
+    for end in (1, 2, 3):
+        run(states, weights, end)
+        assert [path.name.split("-")[1] for path in (tmp_path / "pass").iterdir()] == [f"{end:03d}"]
+    states.close()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,224 @@
+"""Reading profiles: what a sealed one gives, and every fault of its JSON and its files by exact message."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from profiles import SMALLEST, copied, profiled, random_tokens, reseal
+from safetensors.numpy import load_file, save_file
+
+from moe_pack.calib import Profile
+from moe_pack.formats import PackError
+
+TOKENS = random_tokens(3, 16, SMALLEST.vocab_size)
+STATISTICS = "statistics-001.safetensors"
+Values = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profile")
+    profiled(SMALLEST.write(folder / "source"), folder / "profile", TOKENS)
+    return folder / "profile"
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return copied(whole, tmp_path / "profile")
+
+
+def refusal(folder: Path, read: Callable[[Profile], object] = lambda profile: None) -> str:
+    with pytest.raises(PackError) as refused:
+        read(Profile(folder))
+    return str(refused.value)
+
+
+def rewrite(folder: Path, change: Callable[[Values], object]) -> None:
+    """Changes profile.json and leaves its digest."""
+    values = json.loads((folder / "profile.json").read_text())
+    change(values)
+    (folder / "profile.json").write_text(json.dumps(values))
+
+
+def test_a_profile_says_what_it_was_measured_on(whole: Path) -> None:
+    profile = Profile(whole)
+    text = profile.facts.text
+    assert (text.name, text.sha256) == (TOKENS.name, TOKENS.sha256)
+    assert (text.num_sequences, text.sequence_length, text.num_held_out) == (3, 16, 1)
+    assert (profile.num_tokens, profile.num_held_out_tokens) == (48, 16)
+    assert profile.spec.router.num_experts == 3
+    assert {package.name for package in profile.facts.made_with} >= {"moe-pack", "numpy", "torch"}
+    assert np.array_equal(profile.tokens().sequences, TOKENS.sequences)
+
+
+def test_a_profile_gives_its_statistics_and_paths(whole: Path) -> None:
+    profile = Profile(whole)
+    for layer_idx in range(2):
+        assert int(profile.statistics(layer_idx).tokens.sum()) == 48 * 2
+    assert profile.paths().popularity.sum(axis=1).tolist() == [32 * 2] * 2
+    assert profile.has(STATISTICS) and not profile.has("effects.safetensors")
+
+
+def test_resealed_without_a_change_a_profile_is_as_it_was(folder: Path, whole: Path) -> None:
+    reseal(folder, lambda values: None)
+    assert (folder / "profile.json").read_bytes() == (whole / "profile.json").read_bytes()
+
+
+def test_a_folder_without_profile_json_is_no_profile(folder: Path) -> None:
+    (folder / "profile.json").unlink()
+    assert refusal(folder) == (
+        f"{folder}: found no profile.json; not a profile, or one that is not finished: "
+        "repeat the moe-pack profile command"
+    )
+
+
+def test_text_that_is_no_json_is_refused(folder: Path) -> None:
+    (folder / "profile.json").write_text("{")
+    assert refusal(folder).startswith("profile.json: not valid JSON (")
+
+
+def test_a_profile_json_beyond_16_megabytes_is_refused(folder: Path) -> None:
+    raw = (folder / "profile.json").read_bytes()
+    (folder / "profile.json").write_bytes(raw + b" " * (16_000_000 - len(raw)))
+    Profile(folder)
+    (folder / "profile.json").write_bytes(raw + b" " * (16_000_001 - len(raw)))
+    assert refusal(folder) == "profile.json: more than 16,000,000 bytes"
+
+
+ANEW = "profile.json: expected format 'moe-pack profile', version 1; profile the model anew"
+UNSEALED: list[tuple[Callable[[Values], object], str]] = [
+    (lambda values: values.update(version=2), ANEW),
+    (lambda values: values.update(version=0), ANEW),
+    (lambda values: values.pop("version"), ANEW),
+    (lambda values: values.update(format="moe-pack"), ANEW),
+    (lambda values: values.update(extra=1), "profile.json: unknown key 'extra'"),
+    (lambda values: values["text"].update(extra=1), "profile.json: text: unknown key 'extra'"),
+    (lambda values: values.pop("source"), "profile.json: key 'source' is missing"),
+    (lambda values: values["text"].pop("name"), "profile.json: text: key 'name' is missing"),
+    (lambda values: values.update(source=1), "profile.json: source: found 1, expected str"),
+    (
+        lambda values: values["text"].update(num_held_out="1"),
+        "profile.json: text: num_held_out: found '1', expected int",
+    ),
+    (lambda values: values.update(files={}), "profile.json: files: found {}, expected a list"),
+    (
+        lambda values: values.update(sensitivity="slow"),
+        "profile.json: sensitivity: found 'slow', expected one of none, fast, full, exact",
+    ),
+    (
+        lambda values: values.update(sensitivity="fast"),
+        "profile.json: SHA-256 does not match its values; profile the model anew",
+    ),
+    (
+        lambda values: values.update(sha256="0" * 64),
+        "profile.json: SHA-256 does not match its values; profile the model anew",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), UNSEALED, ids=[f"{i}: {text}" for i, (_, text) in enumerate(UNSEALED)])
+def test_a_changed_profile_json_is_refused(change: Callable[[Values], object], message: str, folder: Path) -> None:
+    rewrite(folder, change)
+    assert refusal(folder) == message
+
+
+def test_json_of_the_same_values_in_another_layout_is_the_same_profile(folder: Path) -> None:
+    rewrite(folder, lambda values: None)
+    assert Profile(folder).statistics(1)
+
+
+def test_true_is_no_version(folder: Path) -> None:
+    rewrite(folder, lambda values: values.update(version=True))
+    assert refusal(folder) == "profile.json: version: found True, expected int"
+
+
+READS: list[tuple[str, Callable[[Profile], object]]] = [
+    (STATISTICS, lambda profile: profile.statistics(1)),
+    ("paths.safetensors", lambda profile: profile.paths()),
+    ("tokens.safetensors", lambda profile: profile.tokens()),
+    ("predictors-001.safetensors", lambda profile: profile.predictors(1)),
+]
+
+
+@pytest.mark.parametrize(("name", "read"), READS, ids=[name for name, _ in READS])
+@pytest.mark.parametrize("offset", [0, 8, -1])
+def test_a_byte_that_changed_in_a_file_is_refused_when_it_is_read(
+    name: str, read: Callable[[Profile], object], offset: int, folder: Path
+) -> None:
+    assert read(Profile(folder)) is not None
+    raw = bytearray((folder / name).read_bytes())
+    raw[offset] ^= 1
+    (folder / name).write_bytes(raw)
+    assert refusal(folder, read) == f"{name}: SHA-256 does not match profile.json; profile the model anew"
+
+
+@pytest.mark.parametrize(("name", "read"), READS, ids=[name for name, _ in READS])
+def test_a_file_cut_longer_or_missing_is_refused(name: str, read: Callable[[Profile], object], folder: Path) -> None:
+    raw = (folder / name).read_bytes()
+    for changed in (raw[:-1], raw + b"\0", b""):
+        (folder / name).write_bytes(changed)
+        assert refusal(folder, read) == f"{name}: SHA-256 does not match profile.json; profile the model anew"
+    (folder / name).unlink()
+    assert refusal(folder, read) == f"{name}: file is missing"
+
+
+def test_files_that_are_not_listed_are_not_read(folder: Path) -> None:
+    (folder / "letter.txt").write_text("mine")
+    assert not Profile(folder).has("letter.txt")
+    assert refusal(folder, lambda profile: profile.effects()) == (
+        f"{folder}: has no effects.safetensors; profile the model with the options that measure it"
+    )
+    (folder / "effects.safetensors").write_bytes(b"not listed")
+    assert refusal(folder, lambda profile: profile.effects()) == (
+        f"{folder}: has no effects.safetensors; profile the model with the options that measure it"
+    )
+
+
+FAULTS: list[tuple[Callable[[Values], object], str]] = [
+    (lambda arrays: arrays.pop("mass"), "tensor 'mass' is missing"),
+    (lambda arrays: arrays.update(more=np.zeros(1, np.float32)), "unknown tensor 'more'"),
+    (
+        lambda arrays: arrays.update(tokens=arrays["tokens"].astype(np.uint16)),
+        "tensor 'tokens' is U16 [3], expected U32 [3]",
+    ),
+    (
+        lambda arrays: arrays.update(routes=arrays["routes"][:-1]),
+        "tensor 'routes' is U16 [47, 2], expected U16 [48, 2]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "fault"), FAULTS, ids=[fault for _, fault in FAULTS])
+def test_arrays_that_are_not_the_models_are_refused_by_name(
+    change: Callable[[Values], object], fault: str, folder: Path
+) -> None:
+    arrays = load_file(folder / STATISTICS)
+    save_file(arrays, folder / STATISTICS)
+    reseal(folder, lambda values: None)
+    Profile(folder).statistics(1)
+    change(arrays)
+    save_file(arrays, folder / STATISTICS)
+    reseal(folder, lambda values: None)
+    assert refusal(folder, lambda profile: profile.statistics(1)) == f"{STATISTICS}: {fault}"
+
+
+def test_paths_of_other_tokens_shape_are_refused(folder: Path) -> None:
+    arrays = load_file(folder / "paths.safetensors")
+    arrays["popularity"] = arrays["popularity"][:1]
+    save_file(arrays, folder / "paths.safetensors")
+    reseal(folder, lambda values: None)
+    assert refusal(folder, lambda profile: profile.paths()) == (
+        "paths.safetensors: tensor 'popularity': found <u4 [1, 3], expected <u4 [2, 3]; profile the model anew"
+    )
+
+
+def test_tokens_of_another_shape_are_refused(folder: Path) -> None:
+    save_file({"tokens": np.zeros((3, 15), np.uint32)}, folder / "tokens.safetensors")
+    reseal(folder, lambda values: None)
+    assert refusal(folder, lambda profile: profile.tokens()) == (
+        "tokens.safetensors: tensor 'tokens' is U32 [3, 15], expected U32 [3, 16]"
+    )

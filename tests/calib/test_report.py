@@ -1,0 +1,487 @@
+"""The report page: its numbers against the profile's, its text harmless, and drawn without an error by a browser."""
+
+import base64
+import dataclasses
+import hashlib
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import TinyMixtral
+
+from moe_pack.calib.arrays import Array, write_arrays
+from moe_pack.calib.effects import copies_of
+from moe_pack.calib.mlp_predictor import Predictor
+from moe_pack.calib.paths import learn_paths
+from moe_pack.calib.prediction import PREDICTORS, LayerPredictors
+from moe_pack.calib.profile import FORMAT, VERSION, Profile, ProfileFacts, TextFacts, facts_bytes, layer_file
+from moe_pack.calib.report import report_html
+from moe_pack.calib.report_figures import THINNED_LEVELS
+from moe_pack.calib.report_readings import percent, ranges
+from moe_pack.calib.rounded import roundable_roles
+from moe_pack.calib.statistics import QUANTILE_LEVELS
+from moe_pack.formats import Checkpoint, ContentFile, ModelSpec, PackageVersion, PackError
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class HandMade:
+    """A profile of random numbers in the shapes of a real one; the last expert of the first layer has no token.
+
+    `one_expert`: all tokens of every layer chose the first k experts.
+    """
+
+    L: int = 3
+    E: int = 6
+    k: int = 2
+    f: int = 48
+    num_sequences: int = 10
+    sequence_length: int = 20
+    num_held_out: int = 2
+    sensitivity: str = "fast"
+    name: str = "a text"
+    one_expert: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_sequences * self.sequence_length
+
+    def spec(self, folder: Path) -> ModelSpec:
+        checkpoint = Checkpoint(TinyMixtral(intermediate_size=self.f).write(folder))
+        checkpoint.close()
+        spec = checkpoint.spec
+        router = dataclasses.replace(spec.router, num_experts=self.E, num_experts_per_tok=self.k)
+        return dataclasses.replace(spec, num_hidden_layers=self.L, moe_layers=tuple(range(self.L)), router=router)
+
+    def routes(self) -> Array:
+        """u16 [T, L, k]; of layer 0 and 2 alike in half of the tokens, so that paths foretell something."""
+        if self.one_expert:
+            return np.tile(np.arange(self.k, dtype=np.uint16), (self.num_tokens, self.L, 1))
+        generator = np.random.default_rng(1)
+        scores = generator.gumbel(size=(self.num_tokens, self.L, self.E)) - 1.5 * np.arange(self.E) / self.E
+        scores[: self.num_tokens // 2, 1:] += (
+            4 * (np.arange(self.E) % 4 == np.arange(self.num_tokens // 2)[:, None] % 4)[:, None]
+        )
+        scores[:, 0, -1] = -np.inf
+        return np.argsort(-scores, axis=2)[:, :, : self.k].astype(np.uint16)
+
+    def write(self, folder: Path) -> Profile:
+        spec = self.spec(folder.with_name(f"{folder.name}-model"))
+        folder.mkdir()
+        files = {layer_file("statistics", l): self.statistics(l) for l in range(self.L)}
+        held_out = self.num_held_out * self.sequence_length
+        learned = self.routes()[: self.num_tokens - held_out]
+        files["paths.safetensors"] = learn_paths(learned, self.E, 1 << 20).arrays()
+        if self.sensitivity != "none":
+            files |= self.errors(spec)
+        if self.num_held_out:
+            files |= {layer_file("predictors", l): self.predictors(l) for l in range(1, self.L)}
+        listed = []
+        for name, arrays in sorted(files.items()):
+            raw = write_arrays(arrays)
+            (folder / name).write_bytes(raw)
+            listed.append(ContentFile(name, len(raw), hashlib.sha256(raw).hexdigest()))
+        text = TextFacts(self.name, "0" * 64, self.num_sequences, self.sequence_length, self.num_held_out)
+        made = (PackageVersion("torch", "2"),)
+        facts = ProfileFacts(FORMAT, VERSION, spec, "0" * 64, text, self.sensitivity, made, tuple(listed), "")  # type: ignore[arg-type]  # a str here
+        (folder / "profile.json").write_bytes(facts_bytes(facts))
+        return Profile(folder)
+
+    def statistics(self, l: int) -> dict[str, Array]:
+        generator, routes = np.random.default_rng(100 + l), self.routes()[:, l]
+        tokens = np.bincount(routes.ravel(), minlength=self.E).astype(np.uint32)
+        late = routes[self.num_tokens - self.num_held_out * self.sequence_length :]
+        cosine = [math.nan, math.nan] if l == 0 else [0.5 + 0.4 * math.sin(l), 0.1]
+        return {
+            "tokens": tokens,
+            "held_out_tokens": np.bincount(late.ravel(), minlength=self.E).astype(np.uint32),
+            "mass": (tokens * generator.uniform(0.3, 0.7, self.E)).astype(np.float32),
+            "routes": routes,
+            "quantiles": np.sort(np.abs(generator.normal(0, 0.4 + 0.1 * l, (self.E, 3, 103))), axis=2).astype(
+                np.float32
+            ),
+            "hot_thresholds": np.ones((self.E, 3, 4), np.float32),
+            "hot": np.zeros((self.E, 3, 4, self.f), np.uint16),
+            "cosine": np.asarray(cosine, np.float32),
+        }
+
+    def errors(self, spec: ModelSpec) -> dict[str, dict[str, Array]]:
+        files, scale = {}, np.asarray([1, 0.3, 0.08, 0.0004])
+        for l in range(self.L):
+            generator = np.random.default_rng(200 + l)
+            files[layer_file("sensitivity", l)] = {
+                "dense": generator.uniform(0, [1e-5, 1e-3], (len(roundable_roles(spec, l)), 2)).astype(np.float32),
+                "copies": np.ones(len(copies_of(spec, "fast", l)), np.float32),
+                "quantized": (generator.lognormal(0, 1, (self.E, 3, 4)) * scale * 1e-4).astype(np.float32),
+                "sparse": (generator.lognormal(0, 1, (self.E, 3, 4)) * [1, 3, 6, 20] * 1e-5).astype(np.float32),
+                "ratio": np.ones((3, 4), np.float32),
+            }
+        generator = np.random.default_rng(300)
+        files["effects.safetensors"] = {
+            "quantized": generator.uniform(0.5, 2, (self.L, 3, 4)).astype(np.float32),
+            "sparse": generator.uniform(0.5, 2, (self.L, 3, 4)).astype(np.float32),
+            "dense": generator.uniform(0.5, 2, self.L).astype(np.float32),
+            "embedding": np.asarray([1e-5, 2e-4], np.float32),
+            "head": np.asarray([2e-5, 4e-3], np.float32),
+        }
+        return files
+
+    def predictors(self, l: int) -> dict[str, Array]:
+        generator = np.random.default_rng(400 + l)
+        recall = np.sort(generator.uniform(0.2, 0.9, 5))
+        experts = np.stack([recall, recall + 0.08, recall / 2], axis=1).astype(np.float32)
+        neurons = generator.uniform(0.3, 0.95, (3, 4, 2)).astype(np.float32)
+        neurons[2, 3] = np.nan
+        zeros = torch.zeros((self.E, 8), dtype=torch.bfloat16)
+        network = Predictor(zeros, torch.zeros((self.E, 1, self.E), dtype=torch.bfloat16), torch.zeros(self.E))
+        return LayerPredictors(experts, neurons, np.asarray([4], np.uint8), network).arrays()
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    """Three layers of six experts; read only."""
+    return HandMade().write(tmp_path_factory.mktemp("report") / "profile")
+
+
+def held(page: str) -> Values:
+    """The data in a page."""
+    found = re.search(r'<script type="application/json" id="report">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    values = json.loads(found.group(1))
+    assert isinstance(values, dict)
+    return values
+
+
+def unpacked(packed: Values) -> Array:
+    array: Array = np.frombuffer(base64.b64decode(packed["base64"]), {"f32": "<f4", "u32": "<u4"}[packed["dtype"]])
+    return array.reshape(packed["shape"])
+
+
+def test_the_page_names_what_was_measured(profile: Profile) -> None:
+    head = held(report_html(profile))["head"]
+    assert (head["family"], head["text"], head["sensitivity"]) == ("mixtral", "a text", "fast")
+    assert (head["num_tokens"], head["num_held_out_tokens"]) == (200, 40)
+    assert (head["layers"], head["num_experts"], head["num_experts_per_tok"]) == ([0, 1, 2], 6, 2)
+
+
+def test_the_page_has_the_profiles_tokens_and_router_weights(profile: Profile) -> None:
+    found = held(report_html(profile))["popularity"]
+    layers = [HandMade().statistics(l) for l in range(3)]
+    np.testing.assert_array_equal(unpacked(found["tokens"]), [layer["tokens"] for layer in layers])
+    shares = [layer["mass"] / layer["mass"].astype(np.float64).sum() for layer in layers]
+    np.testing.assert_allclose(unpacked(found["mass"]), shares, rtol=1e-6)  # float32 holds 7 digits
+
+
+def test_the_page_has_a_test_against_chance_for_every_layer(profile: Profile) -> None:
+    tests = held(report_html(profile))["popularity"]["tests"]
+    for l, test in enumerate(tests):
+        late = np.bincount(HandMade().routes()[160:, l].ravel(), minlength=6)
+        even = 40 * 2 / 6
+        assert test["chi_square"] == pytest.approx(sum((n - even) ** 2 / even for n in late.tolist()) * 5 / 4)
+    assert len(tests) == 3
+
+
+def test_the_page_has_all_quantiles_of_a_small_model(profile: Profile) -> None:
+    found = held(report_html(profile))["sparsity"]
+    assert found["levels"] == list(QUANTILE_LEVELS)
+    expected = [HandMade().statistics(l)["quantiles"] for l in range(3)]
+    np.testing.assert_array_equal(unpacked(found["quantiles"]), expected)
+
+
+def test_the_page_of_a_large_model_has_fewer_quantiles_and_says_so(tmp_path: Path) -> None:
+    made = HandMade(L=5, E=512, f=1)
+    found = held(report_html(made.write(tmp_path / "profile")))["sparsity"]
+    assert found["levels"] == list(THINNED_LEVELS) and found["num_measured"] == 103
+    kept = [QUANTILE_LEVELS.index(level) for level in THINNED_LEVELS]
+    expected = [made.statistics(l)["quantiles"][:, :, kept] for l in range(5)]
+    np.testing.assert_array_equal(unpacked(found["quantiles"]), expected)
+
+
+def test_predicted_divergences_are_errors_times_effects(profile: Profile) -> None:
+    found = held(report_html(profile))["sensitivity"]
+    files = HandMade().errors(profile.spec)
+    effects = files["effects.safetensors"]
+    for l in range(3):
+        errors = files[layer_file("sensitivity", l)]
+        for name in ("quantized", "sparse"):
+            expected = np.empty((6, 3, 4))
+            for place in np.ndindex(expected.shape):
+                expected[place] = float(errors[name][place]) * float(effects[name][l, *place[1:]])
+            np.testing.assert_allclose(unpacked(found[name])[l], expected, rtol=1e-6)  # float32 holds 7 digits
+        dense = [matrix["kl"] for matrix in found["dense"] if matrix["layer"] == l]
+        np.testing.assert_allclose(dense, errors["dense"] * effects["dense"][l], rtol=1e-6)
+    assert found["head"] == effects["head"].tolist()
+
+
+def test_the_page_has_the_predictors_figures_and_null_for_what_is_not_known(profile: Profile) -> None:
+    found = held(report_html(profile))["prediction"]
+    assert found["predictors"] == list(PREDICTORS)
+    for l, layer in enumerate(found["layers"], 1):
+        expected = HandMade().predictors(l)
+        assert layer["experts"] == expected["experts"].tolist() and layer["best"] == 4
+        assert layer["neurons"][2][3] == [None, None]
+        assert layer["neurons"][1] == expected["neurons"][1].tolist()
+    assert found["cosine"][0] == HandMade().statistics(1)["cosine"].tolist()
+
+
+def test_path_figures_agree_with_counting_by_hand(profile: Profile) -> None:
+    found = held(report_html(profile))["paths"]
+    routes = np.sort(HandMade().routes(), axis=2)
+    counts: dict[bytes, int] = {}
+    for token in routes:
+        counts[token.tobytes()] = counts.get(token.tobytes(), 0) + 1
+    window, ordered = found["windows"][0], sorted(counts.values(), reverse=True)
+    assert (window["num_paths"], window["num_single"]) == (len(counts), ordered.count(1))
+    first = [sum(ordered[: math.ceil(p * len(ordered) / 100)]) / 200 for p in found["curve_percents"]]
+    assert window["curve"] == pytest.approx(first)
+    # The first k ranked, knowing two layers: told twice, by two functions.
+    assert found["num_judged"] == 40
+    assert [layer["recall"] for layer in found["recalls"]] == pytest.approx([row[1] for row in found["accumulated"][2]])
+
+
+def test_experts_without_tokens_and_with_few_are_named(profile: Profile) -> None:
+    found = held(report_html(profile))
+    tokens = [HandMade().statistics(l)["tokens"].tolist() for l in range(3)]
+    assert found["coverage"]["unreached"] == [[0, [5]]]
+    scarce = [[l, [e for e, n in enumerate(held) if 0 < n < 64]] for l, held in enumerate(tokens)]
+    assert found["coverage"]["scarce"] == [row for row in scarce if row[1]]
+    assert found["coverage"]["least"][0] | {"high": 0} == {
+        "layer": 0,
+        "expert": 5,
+        "num_tokens": 0,
+        "low": 0,
+        "high": 0,
+    }
+    assert found["readings"]["coverage"].startswith("No token reached 1 of 18 experts: their layers' pooled quantiles")
+
+
+def test_the_reading_names_the_most_sensitive_layer(profile: Profile) -> None:
+    found = held(report_html(profile))
+    totals = unpacked(found["sensitivity"]["quantized"])[..., 0].sum(axis=(1, 2))
+    share = f"{100 * totals.max() / totals.sum():.3g}%"
+    said = found["readings"]["sensitivity"]
+    assert said.startswith(f"Layer {totals.argmax()} is the most sensitive: with all its experts at 2 bits it costs")
+    assert f"{share} of what all layers cost together" in said
+
+
+@pytest.mark.parametrize(("share", "text"), [(0, "0%"), (0.125, "12.5%"), (0.9987, "99.87%"), (1, "100%")])
+def test_a_share_is_said_with_the_digits_it_needs(share: float, text: str) -> None:
+    assert percent(share) == text
+
+
+def test_runs_of_layers_are_joined() -> None:
+    assert ranges([1, 4, 5, 6, 8, 9]) == "1, 4 to 6, 8, 9"
+
+
+def test_a_profile_without_sensitivity_says_how_to_measure_it(tmp_path: Path) -> None:
+    found = held(report_html(HandMade(sensitivity="none").write(tmp_path / "profile")))
+    assert found["sensitivity"] is None and found["readings"]["sensitivity"] == ""
+    assert "moe-pack profile MODEL -o NEW_PROFILE --sensitivity fast" in found["missing"]["sensitivity"]
+
+
+def test_a_profile_without_held_out_text_says_so(tmp_path: Path) -> None:
+    made = HandMade(num_sequences=1, sequence_length=200, num_held_out=0)
+    found = held(report_html(made.write(tmp_path / "profile")))
+    assert found["prediction"]["layers"] == found["paths"]["recalls"] == found["popularity"]["tests"] == []
+    assert found["missing"]["prediction"].startswith("No text was held out")
+    assert found["readings"]["popularity"].endswith("whether this holds for other text is not known.")
+
+
+def test_the_page_fetches_nothing(profile: Profile) -> None:
+    page = report_html(profile)
+    for word in ("http://", "https://", "src=", "@import", "url(", "fetch(", "XMLHttpRequest", "<link"):
+        assert word not in page, word
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    name = "</script><script>alert(1)</script><!-- @REPORT@ \u2028"
+    page = report_html(HandMade(name=name).write(tmp_path / "profile"))
+    assert page.count("</script>") == 2  # the data's and the program's own
+    assert held(page)["head"]["text"] == name
+    assert "innerHTML" not in page and "document.write" not in page
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    damaged = HandMade().write(tmp_path / "profile")
+    path = damaged.folder / layer_file("sensitivity", 1)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(PackError, match=r"sensitivity-001.safetensors: SHA-256 does not match"):
+        report_html(damaged)
+
+
+@dataclass(frozen=True)
+class Broken(HandMade):
+    """A profile whose digests hold but one of whose arrays is wrong."""
+
+    wrong: str = ""
+
+    def statistics(self, l: int) -> dict[str, Array]:
+        arrays = HandMade.statistics(self, l)
+        if self.wrong == "expert":
+            arrays["routes"] = arrays["routes"].copy()
+            arrays["routes"][0, 0] = self.E
+        if self.wrong == "twice":
+            arrays["routes"] = np.zeros_like(arrays["routes"])
+        return arrays
+
+    def predictors(self, l: int) -> dict[str, Array]:
+        arrays = HandMade.predictors(self, l)
+        if self.wrong == "best":
+            arrays["best"] = np.asarray([5], np.uint8)
+        if self.wrong == "experts":
+            arrays["experts"] = arrays["experts"][:4]
+        return arrays
+
+    def errors(self, spec: ModelSpec) -> dict[str, dict[str, Array]]:
+        files = HandMade.errors(self, spec)
+        if self.wrong == "sparse":
+            files[layer_file("sensitivity", 0)]["sparse"] = np.zeros((self.E, 3, 3), np.float32)
+        return files
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("expert", "statistics-000.safetensors: tensor 'routes' names no 2 experts a token; profile the model anew"),
+        ("twice", "statistics-000.safetensors: tensor 'routes' names no 2 experts a token; profile the model anew"),
+        ("best", "predictors-001.safetensors: best is predictor 5, expected less than 5"),
+        ("experts", "predictors-001.safetensors: tensor 'experts' is F32 [4, 3], expected F32 [5, 3]"),
+        ("sparse", "sensitivity-000.safetensors: tensor 'sparse' is F32 [6, 3, 3], expected F32 [6, 3, 4]"),
+    ],
+)
+def test_arrays_that_cannot_be_drawn_are_refused_by_name(wrong: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(PackError) as refusal:
+        report_html(Broken(wrong=wrong).write(tmp_path / "profile"))
+    assert str(refusal.value) == message
+
+
+def test_a_text_of_no_tokens_is_refused(tmp_path: Path) -> None:
+    whole = HandMade().write(tmp_path / "profile")
+    text = dataclasses.replace(whole.facts.text, num_held_out=10)
+    (whole.folder / "profile.json").write_bytes(facts_bytes(dataclasses.replace(whole.facts, text=text)))
+    with pytest.raises(PackError, match="text: found impossible counts; profile the model anew"):
+        report_html(Profile(whole.folder))
+
+
+CHROMIUM = shutil.which("chromium")
+# Clicks and moves everything there is, and keeps what tooltips said, by figure and title.
+EXERCISE = """<script>
+const found = {}, tipped = document.getElementById("tip");
+function note(figure) {
+  const [title, ...lines] = [...tipped.children].map(child => child.textContent);
+  (found[figure] ||= {})[title] = lines;
+}
+function sweep(node, across, down) {
+  node.scrollIntoView();
+  const box = node.getBoundingClientRect();
+  for (let i = 0; i < across; i++) for (let j = 0; j < down; j++) {
+    const clientX = box.left + (i + 0.5) * box.width / across, clientY = box.top + (j + 0.5) * box.height / down;
+    const event = new MouseEvent("mousemove", { bubbles: true, clientX, clientY });
+    (document.elementFromPoint(clientX, clientY) || node).dispatchEvent(event);
+    if (!tipped.hidden) note(node.getAttribute("aria-label"));
+  }
+  node.dispatchEvent(new MouseEvent("mouseleave"));
+}
+function slide() {
+  for (const slider of document.querySelectorAll("input[type=range]")) for (const value of [0, 1, 500, 999, 1000]) {
+    slider.value = value;
+    slider.dispatchEvent(new Event("input"));
+  }
+}
+for (const node of document.querySelectorAll("canvas, .chart svg")) sweep(node, 60, 12);
+const radios = [...document.querySelectorAll("input[type=radio]")];
+for (const input of radios) { input.click(); slide(); }
+for (const list of document.querySelectorAll("select")) for (let i = 0; i < list.options.length; i++) {
+  list.selectedIndex = i;
+  list.dispatchEvent(new Event("change"));
+}
+for (const input of radios.reverse()) input.click();
+for (const node of document.querySelectorAll("details")) { node.open = true; node.dispatchEvent(new Event("toggle")); }
+redraw();
+const pre = document.createElement("pre");
+pre.id = "found";
+pre.textContent = JSON.stringify(found);
+document.body.append(pre);
+document.body.dataset.exercised = "yes";
+</script></body>"""
+
+
+def browse(page: str, folder: Path) -> tuple[str, list[str]]:
+    """The document after a browser ran the page, and what its console said."""
+    assert CHROMIUM is not None
+    path = folder / "page.html"
+    path.write_text(page, "utf-8")
+    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", *quiet, "--enable-logging=stderr", "--v=0"]
+    where = [f"--user-data-dir={folder / 'browser'}", "--window-size=1200,900", "--dump-dom", path.as_uri()]
+    done = subprocess.run([*command, *where], capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="the page is drawn by chromium, which is not installed")
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "made",
+    [
+        HandMade(),
+        HandMade(sensitivity="none"),
+        HandMade(num_sequences=1, sequence_length=200, num_held_out=0),
+        HandMade(L=1, E=3, k=1, f=1),
+        HandMade(L=9, E=40, k=1),
+        HandMade(one_expert=True),
+        HandMade(name="</script><img onerror=alert(1)>"),
+    ],
+    ids=["whole", "no sensitivity", "nothing held out", "one layer", "many layers", "one expert", "hostile"],
+)
+def test_a_browser_draws_every_figure_and_reports_no_error(made: HandMade, tmp_path: Path) -> None:
+    page = report_html(made.write(tmp_path / "profile")).replace("</body>", EXERCISE)
+    document, console = browse(page, tmp_path)
+    assert console == []
+    assert 'data-ready="yes"' in document and 'data-exercised="yes"' in document
+    assert not re.search(r'="[^"]*\b(NaN|undefined|Infinity)\b', document), "no figure has a place that is no number"
+    assert not re.search(r">[^<{]*\b(NaN|undefined|Infinity)\b[^<}]*<", document.partition('<script type="app')[0])
+
+
+@needs_browser
+@pytest.mark.slow
+def test_tooltips_say_what_the_profile_says(tmp_path: Path) -> None:
+    made = HandMade()
+    whole = made.write(tmp_path / "profile")
+    document, _ = browse(report_html(whole).replace("</body>", EXERCISE), tmp_path)
+    text = re.search(r'<pre id="found">(.*?)</pre>', document, re.DOTALL)
+    assert text is not None
+    found = json.loads(html.unescape(text.group(1)))
+    chosen, dropped = (
+        found["Heat map of choices by layer and expert"],
+        found["Heat map of the share of neurons that would not run"],
+    )
+    costs, effects = found["Heat map of predicted KL divergence by layer and expert"], whole.effects()
+    for l in range(3):
+        layer, errors = made.statistics(l), whole.errors(l)
+        for e in range(6):
+            title, num_tokens = f"layer {l}, expert {e}", int(layer["tokens"][e])
+            assert chosen[title][0].startswith(f"{num_tokens} of 200 tokens, 95% interval ")
+            assert chosen[title][1].startswith(f"{100 * num_tokens / 400:.2f}% of the layer's choices")
+            said = re.fullmatch(r"([\d.]+)% of neurons below ([\d.]+) on up", dropped[title][0])
+            assert said is not None, dropped[title]
+            expected = np.interp(float(said.group(2)), layer["quantiles"][e, 0], QUANTILE_LEVELS)
+            assert float(said.group(1)) == pytest.approx(100 * expected, abs=0.006)  # two decimals are shown
+            cost = sum(float(errors["quantized"][e, m, 0]) * float(effects.quantized[l, m, 0]) for m in range(3))
+            said = re.fullmatch(r"all three at 2 bits: (\S+) nats", costs[title][0])
+            assert said is not None, costs[title]
+            assert float(said.group(1)) == pytest.approx(cost, rel=1e-4)  # five digits are shown
