@@ -16,7 +16,7 @@ from moe_pack.calib.histogram import Histogram
 from moe_pack.formats import Selector
 from moe_pack.runtime import Activations, Expert, activations
 
-CHUNK_TOKENS = 1024  # tokens at once: few enough for activations to stay in cache, enough to use weights well
+CHUNK_TOKENS = 2048  # tokens at once: bounds what an expert's outputs take, and uses weights well
 HOT_SAMPLE_TOKENS = 256  # of an expert's tokens, evenly spread: what its thresholds for hotness are taken from
 KINDS: tuple[Selector, ...] = ("up", "gate", "both")  # `none` tests h too, as `both` does
 HOT_SPARSITIES = (0.5, 0.7, 0.8, 0.9)
@@ -105,13 +105,15 @@ class _Counts:
 
     def add(self, start: int, values: Activations) -> None:
         """Counts some neurons, from `start` on."""
+        stop = start + values.h.shape[1]
+        reached = torch.empty_like(values.h)  # [n, neurons]
+        ones = reached.new_ones((1, len(reached)))
         for kind, selector in enumerate(KINDS):
-            magnitudes = values.of(selector).abs()  # [n, neurons]
-            reached = torch.empty_like(magnitudes)
-            ones = magnitudes.new_ones((1, len(magnitudes)))
-            stop = start + magnitudes.shape[1]
-            for level, threshold in enumerate(self.thresholds[kind].tolist()):
+            magnitudes = values.of(selector).abs()
+            counts = []
+            for threshold in self.thresholds[kind].tolist():
                 # As a product: sums of booleans down a column take many times as long. Exact below 2^24 tokens.
                 torch.ge(magnitudes, threshold, out=reached)
-                self.hot[kind, level, start:stop] += (ones @ reached)[0].to("cpu", torch.int64)
+                counts.append(ones @ reached)
+            self.hot[kind, :, start:stop] += torch.cat(counts).to("cpu", torch.int64)
             self.histograms[kind].add(magnitudes)

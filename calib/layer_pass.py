@@ -20,8 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_pack.calib.workers import in_order, num_workers
 from moe_pack.formats import CheckpointError
-from moe_pack.runtime import KVCache, Rope, Weights, add_attention, mlp_input, route_tokens, run_unrouted, visible
+from moe_pack.runtime import (
+    KVCache,
+    Rope,
+    Weights,
+    add_attention,
+    is_plain,
+    mlp_input,
+    route_tokens,
+    run_unrouted,
+    visible,
+)
 
 MAX_HELD_BYTES = 1 << 29  # of a layer's two arrays in memory; larger ones lie in a mapped file
 
@@ -71,8 +82,9 @@ class LayerStates:
         folder.mkdir(exist_ok=True)
         positions = torch.arange(self.sequence_length, device=device)
         self._angles = Rope(self.spec.rope, device)(positions, self.sequence_length)
-        self._mask = visible(self.spec.attention, 0, self.sequence_length, device)
-        self._cache = KVCache(self.spec, self.sequence_length, device, num_layers=1)
+        attention = self.spec.attention
+        plain = is_plain(attention, sequence_length)
+        self._mask = None if plain else visible(attention, 0, sequence_length, device)
         self.next_layer = self._resume()
 
     @torch.inference_mode()
@@ -94,13 +106,18 @@ class LayerStates:
             experts=torch.empty((num_tokens, k), dtype=torch.int64),
             weights=torch.empty((num_tokens, k)),
         )
-        for place, (number, weights) in enumerate(ways):
+
+        def place_sequence(place: int) -> None:
+            number, weights = ways[place]
             rows = slice(place * self.sequence_length, (place + 1) * self.sequence_length)
             x, inputs = self.half(layer, number, weights)
             tokens.x[rows], tokens.inputs[rows] = x.cpu(), inputs.cpu()
             if k:
                 experts, router_weights = route_tokens(inputs, self._weights, layer)
                 tokens.experts[rows], tokens.weights[rows] = experts.cpu(), router_weights.cpu()
+
+        for _ in in_order(place_sequence, range(len(ways)), num_workers(self.spec)):
+            pass
         self.num_sequences = len(ways)
         return tokens
 
@@ -108,7 +125,8 @@ class LayerStates:
     def half(self, layer: int, number: int, weights: Weights) -> tuple[Tensor, Tensor]:
         """A sequence's `x` and `inputs` (`LayerTokens`) in layer `layer`, float32 [S, d] each, with these weights."""
         x = self.before(number).to(self.device)
-        x = add_attention(x, weights, layer, self._cache.layer(0), self._angles, self._mask)
+        cache = KVCache(self.spec, self.sequence_length, self.device, num_layers=1).layer(0)
+        x = add_attention(x, weights, layer, cache, self._angles, self._mask)
         inputs = mlp_input(x, weights, layer)
         unrouted = run_unrouted(inputs, weights, layer)
         return x if unrouted is None else x + unrouted * self.spec.residual_multiplier, inputs

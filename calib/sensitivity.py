@@ -179,7 +179,7 @@ class SensitivityPass:
     def divergences(self, on_work: OnWork = lambda multiplications, what: None) -> tuple[Array, Array]:
         """The KL divergence in nats of each copy from the original, f32 [copies]; of the head at 8 and 4 bits, f32 [2].
 
-        0 for a head that cannot be stored in rows, or is the embedding.
+        Of a head that is the embedding too, what it costs as the head. 0 for one that cannot be stored in rows.
         """
         copies = all_copies(self._spec, self._level)
         sums = np.zeros(len(copies))
@@ -201,12 +201,13 @@ class SensitivityPass:
 
     def _head_divergences(self) -> Array:
         found = np.zeros(len(DENSE_WIDTHS), np.float32)
-        if "head" not in roundable_roles(self._spec, None):
+        role = "embed" if self._spec.tied_head else "head"
+        if role not in roundable_roles(self._spec, None):
             return found
         hidden = self.states.before(0)[:_HEAD_TOKENS]
         expected = self._log_probabilities(hidden, self._weights)
         for idx, width in enumerate(DENSE_WIDTHS):
-            rounded = RoundedDense(self._weights, ("head",), width, self._plain)
+            rounded = RoundedDense(self._weights, (role,), width, self._plain)
             found[idx] = float(_divergence(expected, self._log_probabilities(hidden, rounded))) / len(hidden)
         return found
 
@@ -253,7 +254,8 @@ class _Experts:
         """Runs and measures: the arrays of `LayerErrors`."""
         spec = self._stage._spec
         num_tokens = torch.bincount(self._tokens.experts.flatten(), minlength=spec.router.num_experts)
-        popular = int(num_tokens.argmax())
+        originals = self._tokens.experts[: self._num_base_tokens]
+        popular = int(torch.bincount(originals.flatten(), minlength=spec.router.num_experts).argmax())
         ratio = self._ratio(popular)
         quantized, sparse = [], []
         for expert in range(spec.router.num_experts):

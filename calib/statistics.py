@@ -16,6 +16,7 @@ from moe_pack.calib.expert_pass import CHUNK_TOKENS, HOT_SPARSITIES, KINDS, Expe
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.histogram import NUM_BINS, Histogram
 from moe_pack.calib.layer_pass import LayerStates, LayerTokens
+from moe_pack.calib.workers import in_order, num_workers
 from moe_pack.formats import CheckpointError, ModelSpec, PackError
 
 # Levels of the stored quantiles: hundredths, and a finer end.
@@ -113,16 +114,27 @@ def measure_layer(
     spec = weights.spec
     E, f = spec.router.num_experts, spec.expert.intermediate_size
     found = _Found([], [], [], [torch.zeros(NUM_BINS, dtype=torch.int64) for _ in KINDS])
-    for expert in range(E):
-        token_idx, router_weights = tokens.of_expert(expert)
 
-        def add(
-            places: Tensor, output: Tensor, token_idx: Tensor = token_idx, router_weights: Tensor = router_weights
-        ) -> None:
+    def measure(expert: int) -> tuple[int, Tensor, Tensor, list[tuple[Tensor, Tensor]], ExpertActivity]:
+        token_idx, router_weights = tokens.of_expert(expert)
+        held, outputs = weights.expert(layer_idx, expert), list[tuple[Tensor, Tensor]]()
+
+        def keep(places: Tensor, output: Tensor) -> None:
+            outputs.append((places, output))
+
+        def add(places: Tensor, output: Tensor) -> None:
             states.add(tokens, token_idx[places], router_weights[places], output)
 
-        held = weights.expert(layer_idx, expert)
-        measured = measure_expert(held, spec.expert.function, tokens.inputs, token_idx, f, add, chunk_tokens, device)
+        # Side by side, outputs wait for their turn, so that sums are made in one order.
+        found = measure_expert(
+            held, spec.expert.function, tokens.inputs, token_idx, f, keep if workers > 1 else add, chunk_tokens, device
+        )
+        return expert, token_idx, router_weights, outputs, found
+
+    workers = num_workers(spec)
+    for expert, token_idx, router_weights, outputs, measured in in_order(measure, range(E), workers):
+        for places, output in outputs:
+            states.add(tokens, token_idx[places], router_weights[places], output)
         found.take(measured, len(token_idx), f"layer {spec.moe_layers[layer_idx]} expert {expert}")
         on_expert(expert, len(token_idx))
     routes = tokens.experts.numpy()

@@ -1,6 +1,6 @@
 """Runs packs: the decoder, its sources of weights, sampling, text. `moe-run` is its command."""
 
-from moe_pack.runtime.attention import visible
+from moe_pack.runtime.attention import is_plain, visible
 from moe_pack.runtime.checkpoint_weights import CheckpointWeights, read_rows
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.expert import ACTIVATIONS, Activations, activations, run_expert
@@ -41,6 +41,7 @@ __all__ = [
     "embed",
     "generate",
     "head",
+    "is_plain",
     "linear",
     "mlp_input",
     "read_rows",

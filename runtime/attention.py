@@ -21,16 +21,25 @@ def visible(spec: AttentionSpec, start: int, num_tokens: int, device: torch.devi
     return seen if window is None else seen & (key > query - window)
 
 
-def attend(x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: Angles, mask: Tensor) -> Tensor:
+def is_plain(spec: AttentionSpec, num_tokens: int) -> bool:
+    """Whether in a sequence of this length each position sees all before it."""
+    window = spec.sliding_window if isinstance(spec, GroupedQuerySpec) else None
+    return window is None or window >= num_tokens
+
+
+def attend(x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: Angles, mask: Tensor | None) -> Tensor:
     """One layer's attention for new tokens; their keys and values enter the cache after those already there.
 
-    Args:    x: float32 [T, d], normed.   angles: from `Rope`.   mask: from `visible`.
+    Args:    x: float32 [T, d], normed.   angles: from `Rope`.   mask: from `visible`; None for a whole sequence, with
+             nothing before it, that `is_plain`.
     Returns: float32 [T, d].
     """
     spec = weights.spec.attention
+    assert mask is not None or cache.num_tokens == 0, "without a mask all that is seen is new"
     if isinstance(spec, GroupedQuerySpec):
         return _attend_grouped(x, weights, spec, layer, cache, angles, mask)
-    return attend_latent(x, weights, spec, layer, cache, angles, mask)
+    seen = visible(spec, 0, len(x), x.device) if mask is None else mask
+    return attend_latent(x, weights, spec, layer, cache, angles, seen)
 
 
 def _attend_grouped(
@@ -40,7 +49,7 @@ def _attend_grouped(
     layer: int,
     cache: LayerCache,
     angles: Angles,
-    mask: Tensor,
+    mask: Tensor | None,
 ) -> Tensor:
     role, start, stop = f"layers.{layer}.attention", cache.num_tokens, cache.num_tokens + len(x)
 
@@ -67,6 +76,7 @@ def _attend_grouped(
         cache.keys[None, :, :stop],
         cache.values[None, :, :stop],
         attn_mask=mask,
+        is_causal=mask is None,
         scale=spec.scale,
         enable_gqa=True,
     )  # [1, heads, T, head_dim]

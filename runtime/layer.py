@@ -24,7 +24,9 @@ def embed(ids: Tensor, weights: Weights) -> Tensor:
     return gather_rows(weights.matrix("embed"), ids) * weights.spec.embedding_multiplier
 
 
-def add_attention(x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: Angles, mask: Tensor) -> Tensor:
+def add_attention(
+    x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: Angles, mask: Tensor | None
+) -> Tensor:
     """The first half of a layer: hidden states with its attention added."""
     normed = norm(x, weights, f"layers.{layer}.attention_norm")
     return x + attend(normed, weights, layer, cache, angles, mask) * weights.spec.residual_multiplier

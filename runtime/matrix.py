@@ -72,4 +72,5 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
 
 def gather_rows(matrix: Matrix, ids: Tensor) -> Tensor:
     """The rows with these numbers, float32 [len(ids), in]: the embedding of tokens."""
-    return torch.cat([matrix.rows(i, i + 1) for i in ids.tolist()])
+    distinct, places = torch.unique(ids, return_inverse=True)  # a text has few: each is read once
+    return torch.cat([matrix.rows(i, i + 1) for i in distinct.tolist()])[places]
