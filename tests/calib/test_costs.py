@@ -1,0 +1,111 @@
+"""Multiplications against counts by hand; that seconds are found, not how many."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from models import DEMO_MODEL
+from specs import GROUPED, LATENT
+
+from moe_pack.calib.costs import (
+    Cost,
+    Trial,
+    expert_multiplications,
+    half_multiplications,
+    kind_of,
+    kinds_of_layers,
+    prediction_cost,
+)
+from moe_pack.calib.expert_error import Rounding
+from moe_pack.calib.layer_pass import LayerStates
+from moe_pack.formats import Checkpoint
+from moe_pack.runtime import CheckpointWeights
+
+S = 10
+# The demo model: d = 128, f = 448, 8 experts; 4 heads of 32, 2 of keys and values; 4096 words.
+HALF = 128 * 128 + 64 * 128 + 64 * 128 + 128 * 128 + 8 * 128 + S * 128  # q, k, v, o, router, attention to S / 2 tokens
+EXPERT = 3 * 128 * 448
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
+    checkpoint = Checkpoint(DEMO_MODEL)
+    folder: Path = tmp_path_factory.mktemp("trial") / "states"
+    weights = CheckpointWeights(checkpoint)
+    states = LayerStates(weights, lambda number: torch.randn(S, 128), 1, S, folder, torch.device("cpu"))
+    yield Trial(weights, states)
+    checkpoint.close()
+
+
+def test_the_demo_model_is_counted_as_by_hand(trial: Trial) -> None:
+    checkpoint = Checkpoint(DEMO_MODEL)
+    spec = checkpoint.spec
+    checkpoint.close()
+    assert half_multiplications(spec, 0, S) == HALF
+    assert expert_multiplications(spec) == EXPERT
+
+
+def test_layers_without_experts_and_shared_experts_are_counted_as_by_hand() -> None:
+    attention = 128 * 64 + 2 * 64 * 64 + 64 * 128 + 7 * 64
+    assert half_multiplications(GROUPED, 1, 7) == attention + 6 * 64 + 3 * 40 * 64 + 64  # routers of 6 and 1
+    assert half_multiplications(GROUPED, 2, 7) == attention + 3 * 80 * 64
+
+
+def test_layers_whose_numbers_begin_alike_are_counted_apart() -> None:
+    deep = replace(GROUPED, num_hidden_layers=12, moe_layers=tuple(range(12)), dense_intermediate_size=None)
+    assert half_multiplications(deep, 1, 7) == half_multiplications(GROUPED, 1, 7)
+
+
+def test_an_expert_of_two_matrices_costs_two_thirds() -> None:
+    two = replace(GROUPED, expert=replace(GROUPED.expert, matrices=("up", "down")))
+    assert expert_multiplications(two) * 3 == expert_multiplications(GROUPED) * 2 == 6 * 64 * 48
+
+
+def test_predictors_cost_three_times_their_parameters_a_token_and_epoch() -> None:
+    """d = 64, E = 6: 6 rows of 64 + 12 + 1; 512 of those and 6 rows of 513. 20 epochs."""
+    assert prediction_cost(GROUPED, 100) == 3 * 20 * 100 * (6 * 77 + 512 * 77 + 6 * 513)
+
+
+def test_layers_of_a_kind_are_tried_once() -> None:
+    assert kinds_of_layers(GROUPED) == {0, 2}
+    assert [kind_of(GROUPED, layer) for layer in range(3)] == [0, 0, 2]
+    assert [kind_of(LATENT, layer) for layer in range(2)] == [0, 1]
+    every = replace(GROUPED, moe_layers=(0, 1, 2))
+    assert kinds_of_layers(every) == {0}
+
+
+def test_costs_add_and_scale() -> None:
+    assert Cost(3, 0.5) + Cost(4, 1.0) * 2.5 == Cost(13, 3.0)
+    assert sum([Cost(1, 1.0)] * 3, start=Cost()) == Cost(3, 3.0)
+
+
+def test_every_trial_finds_seconds_and_counts_what_it_stands_for(trial: Trial) -> None:
+    plain = Rounding("nearest")
+    # Once the expert's outputs, then of each matrix at 4 widths what it changes, then 12 times without some neurons.
+    changed = (2 + 4 * (2 + 2 + 1) + 12) * 128 * 448
+    found = {
+        trial.half(0): HALF * S,
+        trial.counted(20): EXPERT * 20,
+        trial.counted(2.5): EXPERT * 2.5,
+        trial.plain(20): EXPERT * 20,
+        trial.changed(16, plain): changed * 16,
+        trial.changed(16, plain, every=8): changed * 2,
+        trial.head(100): 100 * 128 * 4096,
+    }
+    for cost, multiplications in found.items():
+        assert cost.multiplications == multiplications
+        assert cost.seconds > 0 and math.isfinite(cost.seconds)
+
+
+def test_more_tokens_than_are_tried_take_their_share_of_seconds(trial: Trial) -> None:
+    cost = trial.plain(1_000_000)
+    assert cost.multiplications == EXPERT * 1_000_000
+    assert cost.seconds > trial.plain(1).seconds
+
+
+def test_a_trial_leaves_the_states_where_they_were(trial: Trial) -> None:
+    trial.half(0)
+    assert trial._states.next_layer == 0

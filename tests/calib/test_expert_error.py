@@ -1,0 +1,239 @@
+"""Changes of an expert's output against the whole expert run twice, and their squares worked by hand."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_pack.calib.expert_error import (
+    QUANTIZED,
+    SPARSE,
+    SPARSITIES,
+    WIDTHS,
+    Change,
+    Rounding,
+    error_ratio,
+    mean_square,
+    output_changes,
+)
+from moe_pack.calib.expert_pass import KINDS
+from moe_pack.calib.quantize import RowQuantizer
+from moe_pack.formats import MATRICES, QUANTIZERS, Quantizer, part_format
+from moe_pack.formats.codecs import decode_part
+from moe_pack.runtime import NeuronBlock, run_expert
+
+# Outputs here are sums of up to 90 float32 products of order 1, in another order than brute force has them.
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Held:
+    """An expert held in float32, given out in blocks of `step` neurons."""
+
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    step: int = 1000
+
+    def blocks(self) -> Iterator[NeuronBlock]:
+        for i in range(0, len(self.up), self.step):
+            held = (self.gate, self.up, self.down, self.gate_bias, self.up_bias)
+            gate, up, down, gate_bias, up_bias = (None if one is None else one[i : i + self.step] for one in held)
+            assert up is not None and down is not None, "every expert has these"
+            yield NeuronBlock(gate, up, down, gate_bias, up_bias)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def an_expert(f: int = 70, d: int = 64, biases: bool = False, matrices: int = 3) -> Held:
+    return Held(
+        gate=random(f, d, seed=1) * 0.1 if matrices == 3 else None,
+        up=random(f, d, seed=2) * 0.1,
+        down=random(f, d, seed=3) * 0.1,
+        gate_bias=random(f, seed=4) if biases and matrices == 3 else None,
+        up_bias=random(f, seed=5) if biases else None,
+    )
+
+
+EXPERTS = {
+    "plain": an_expert(),
+    "biases": an_expert(biases=True),
+    "two matrices": an_expert(matrices=2),
+    "two matrices, bias": an_expert(matrices=2, biases=True),
+    "one neuron": an_expert(f=1, d=128),
+}
+ALL_EXPERTS = pytest.mark.parametrize("name", EXPERTS)
+X = random(5, 64, seed=9)
+THRESHOLDS = torch.tensor([[0.2, 0.4, 0.6, 0.9], [0.1, 0.2, 0.3, 0.5], [0.05, 0.1, 0.2, 0.4]])
+
+
+def inputs_of(expert: Held) -> Tensor:
+    return random(5, expert.up.shape[1], seed=9)
+
+
+def rounded(weights: Tensor, width: int, quantizer: Quantizer) -> Tensor:
+    """The whole matrix as conversion stores it."""
+    part = part_format(width, 64)
+    return decode_part(part, weights.shape[1], RowQuantizer(part, weights.shape[1], quantizer).encode(weights))
+
+
+def output(expert: Held, x: Tensor) -> Tensor:
+    return run_expert(x, expert, "silu", "none", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantizer"),
+    [*((name, "nearest") for name in EXPERTS), *((name, "hqq") for name in ("plain", "two matrices, bias"))],
+)
+def test_a_quantized_matrix_changes_what_the_whole_expert_with_it_gives(name: str, quantizer: Quantizer) -> None:
+    expert = EXPERTS[name]
+    x = inputs_of(expert)
+    found, _ = output_changes(expert, "silu", x, Rounding(quantizer), None)
+    assert len(found) == len(QUANTIZED) == len(MATRICES) * len(WIDTHS)
+    for change, held in zip(QUANTIZED, found, strict=True):
+        matrix = MATRICES[change.matrix_idx]
+        weights = getattr(expert, matrix)
+        if weights is None:
+            assert not held.any()
+            continue
+        changed = replace(expert, **{matrix: rounded(weights, change.width, quantizer)})
+        expected = output(changed, x) - output(expert, x)
+        torch.testing.assert_close(held, expected, atol=TOLERANCE, rtol=0)
+        assert change.width == 8 or expected.abs().max() > 100 * TOLERANCE, "there is something to compare"
+
+
+@ALL_EXPERTS
+def test_a_sparse_expert_changes_by_what_its_dropped_neurons_gave(name: str) -> None:
+    expert = EXPERTS[name]
+    x = inputs_of(expert)
+    _, found = output_changes(expert, "silu", x, Rounding("nearest"), THRESHOLDS)
+    assert len(found) == len(SPARSE) == THRESHOLDS.numel()
+    for change, held in zip(SPARSE, found, strict=True):
+        threshold = float(THRESHOLDS[change.kind_idx, SPARSITIES.index(change.sparsity)])
+        kept = run_expert(x, expert, "silu", KINDS[change.kind_idx], threshold)
+        torch.testing.assert_close(held, kept - output(expert, x), atol=TOLERANCE, rtol=0)
+    assert found.any()
+
+
+def test_a_threshold_of_zero_drops_nothing_and_an_infinite_one_everything() -> None:
+    expert, thresholds = EXPERTS["plain"], torch.zeros(3, 4)
+    thresholds[:, 3] = torch.inf
+    _, found = output_changes(expert, "silu", X, Rounding("nearest"), thresholds)
+    for change, held in zip(SPARSE, found, strict=True):
+        expected = -output(expert, X) if change.sparsity == SPARSITIES[3] else torch.zeros_like(X)
+        torch.testing.assert_close(held, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["biases", "two matrices", "one neuron"])
+def test_changes_do_not_depend_on_blocks_of_whole_rounding_groups(name: str) -> None:
+    """Blocks of one neuron with `nearest`, whose groups lie in one row each."""
+    expert = EXPERTS[name]
+    x = inputs_of(expert)
+    at_once = output_changes(expert, "silu", x, Rounding("nearest"), THRESHOLDS)
+    for step in (1, 50):
+        by_block = output_changes(replace(expert, step=step), "silu", x, Rounding("nearest"), THRESHOLDS)
+        for whole, parts in zip(at_once, by_block, strict=True):
+            torch.testing.assert_close(parts, whole, atol=TOLERANCE, rtol=0)
+
+
+def test_every_third_block_is_that_blocks_neurons_alone() -> None:
+    expert = replace(an_expert(f=80), step=10)
+    found, _ = output_changes(expert, "silu", X, Rounding("nearest"), None, every=3)
+    chosen = torch.cat([torch.arange(start, start + 10) for start in (0, 30, 60)])
+    assert expert.gate is not None
+    part = Held(expert.gate[chosen], expert.up[chosen], expert.down[chosen])
+    expected, _ = output_changes(part, "silu", X, Rounding("nearest"), None)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_without_tokens_there_is_nothing_to_change() -> None:
+    quantized, sparse = output_changes(EXPERTS["plain"], "silu", X[:0], Rounding("nearest"), THRESHOLDS)
+    assert quantized.shape == (12, 0, 64)
+    assert sparse.shape == (12, 0, 64)
+    assert mean_square(quantized, torch.empty(0)).tolist() == [0.0] * 12
+
+
+def test_without_thresholds_no_sparsity_is_measured() -> None:
+    assert output_changes(EXPERTS["plain"], "silu", X, Rounding("nearest"), None)[1].shape == (0, 5, 64)
+
+
+def test_changes_are_listed_matrix_by_matrix_and_kind_by_kind() -> None:
+    """As the arrays [matrices, widths] and [kinds, sparsities] of a profile have them."""
+    assert QUANTIZED[0] == Change(matrix_idx=0, width=2)
+    assert QUANTIZED[6] == Change(matrix_idx=1, width=4)
+    assert SPARSE[11] == Change(kind_idx=2, sparsity=0.9)
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rounding_gives_what_a_pack_holds(quantizer: Quantizer, width: int) -> None:
+    weights = random(70, 128).bfloat16()
+    found = Rounding(quantizer)(weights, width)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, rounded(weights, width, quantizer))
+
+
+def test_the_mean_square_is_that_worked_by_hand() -> None:
+    """Two tokens: (1, 3) has 5, (2, 0) has 2; weights 1/2 and 2: (5/4 + 2 * 4) / 2. A change of nothing has 0."""
+    changes = torch.tensor([[[1.0, 3.0], [2.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]])
+    assert mean_square(changes, torch.tensor([0.5, 2.0])).tolist() == [4.625, 0.0]
+
+
+def test_a_token_of_no_weight_counts_as_a_token_without_error() -> None:
+    changes = torch.tensor([[[2.0], [100.0]]])
+    assert mean_square(changes, torch.tensor([1.0, 0.0])).tolist() == [2.0]
+
+
+def test_the_same_rounding_has_a_ratio_of_one() -> None:
+    plain = Rounding("nearest")
+    assert error_ratio(EXPERTS["plain"], "silu", X, torch.ones(5), plain, plain).tolist() == [1.0] * 12
+
+
+def test_a_matrix_an_expert_does_not_have_has_a_ratio_of_one() -> None:
+    ratio = error_ratio(EXPERTS["two matrices"], "silu", X, torch.ones(5), Rounding("hqq"), Rounding("nearest"))
+    assert ratio[:4].tolist() == [1.0] * 4
+    assert (ratio[4:] != 1).any()
+
+
+def test_weights_that_every_width_holds_have_a_ratio_of_one() -> None:
+    """0 and a multiple of 3, 7, 15 and 255: plain rounding stores both without error, absmax does not."""
+    row = torch.tensor([0.0, 1785 / 1024]).repeat(32)
+    expert = Held(row.repeat(7, 1), row.repeat(7, 1), row.repeat(7, 1))
+    plain = Rounding("nearest")
+    assert output_changes(expert, "silu", X, Rounding("absmax"), None)[0].any()
+    assert not output_changes(expert, "silu", X, plain, None)[0].any()
+    assert error_ratio(expert, "silu", X, torch.ones(5), Rounding("absmax"), plain).tolist() == [1.0] * 12
+
+
+def test_hqq_is_better_where_an_outlier_spoils_plain_rounding() -> None:
+    expert = an_expert()
+    for matrix in (expert.gate, expert.up, expert.down):
+        assert matrix is not None
+        matrix[:, 7] = 0.6  # six deviations, and plain rounding's range reaches to it
+    ratio = error_ratio(expert, "silu", random(50, 64, seed=8), torch.ones(50), Rounding("hqq"), Rounding("nearest"))
+    at_2_bits = [ratio[QUANTIZED.index(Change(matrix_idx, 2))].item() for matrix_idx in range(3)]
+    assert max(at_2_bits) < 0.95
+
+
+def test_the_ratio_is_that_of_mean_squares_on_every_eighth_block() -> None:
+    expert = replace(an_expert(f=90), step=10)  # the first block and the ninth
+    weights = torch.tensor([0.1, 0.9, 0.4, 0.0, 1.0])
+    found = error_ratio(expert, "silu", X, weights, Rounding("hqq"), Rounding("nearest"))
+    chosen = [*range(10), *range(80, 90)]
+    assert expert.gate is not None
+    part = Held(expert.gate[chosen], expert.up[chosen], expert.down[chosen], step=10)
+    for idx, change in enumerate(QUANTIZED):
+        squares = []
+        for quantizer in ("hqq", "nearest"):
+            matrix = MATRICES[change.matrix_idx]
+            halves = [rounded(getattr(part, matrix)[i : i + 10], change.width, quantizer) for i in (0, 10)]
+            difference = output(replace(part, **{matrix: torch.cat(halves)}), X) - output(part, X)
+            squares.append(float((difference * weights[:, None]).square().mean()))
+        # At 8 bits the difference is of outputs that agree to 3 digits: 1e-7 of 1e-3, twice, squared.
+        assert found[idx].item() == pytest.approx(squares[0] / squares[1], rel=0.01 if change.width == 8 else 1e-3)

@@ -1,0 +1,316 @@
+"""Predictors on planted rules, and every figure against its own recomputation."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import TinyMixtral
+from specs import GROUPED
+from torch import Tensor
+
+from moe_pack.calib.arrays import Array, read_all_arrays, write_arrays
+from moe_pack.calib.expert_pass import HOT_SPARSITIES, KINDS
+from moe_pack.calib.paths import PathStatistics, learn_paths
+from moe_pack.calib.prediction import (
+    PREDICTORS,
+    LayerInputs,
+    LayerPredictors,
+    predict_layer,
+    router_scores,
+)
+from moe_pack.calib.recall import recall_precision
+from moe_pack.formats import Checkpoint, ModelSpec, PackError, RouterSpec
+from moe_pack.runtime import CheckpointWeights, StoredMatrix
+from moe_pack.runtime.router import route
+
+CPU = torch.device("cpu")
+E, D, F, LAYERS = 6, 64, 20, 3
+NUM_LEARNED, NUM_JUDGED = 240, 300
+Shape = tuple[str, int]
+Arrays = dict[str, Array]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_inputs(num_tokens: int, seed: int) -> Tensor:
+    return torch.randn(num_tokens, D, generator=generator(seed))
+
+
+def random_routes(num_tokens: int, k: int, seed: int, num_experts: int = E) -> Tensor:
+    """Different experts in each row, best first."""
+    return torch.rand(num_tokens, num_experts, generator=generator(seed)).argsort(1)[:, :k]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Inputs and routes of three layers, and thresholds float32 [E, kinds, sparsities]."""
+
+    history: list[LayerInputs]
+    paths: PathStatistics
+    thresholds: Array
+
+
+def planted(rule: str, k: int = 2, layers: int = LAYERS) -> Planted:
+    """`linear`: an expert's score is linear in the input before; `paths`: every expert is followed by the third after.
+
+    `none`: no rule; expert 5 is chosen by no held-out token.
+    """
+    number = NUM_LEARNED + NUM_JUDGED
+    inputs = [random_inputs(number, seed) for seed in range(layers)]
+    routes = [random_routes(number, k, seed + 10) for seed in range(layers)]
+    if rule == "linear":
+        kind = torch.randint(E, (number,), generator=generator(30))  # a token lies near one of 6 directions
+        directions = torch.linalg.qr(torch.randn(D, D, generator=generator(31))).Q[:E] * 8
+        inputs[-2] = directions[kind] + random_inputs(number, 32)
+        routes[-1] = (kind[:, None] + torch.arange(k)) % E
+    if rule == "paths":
+        routes[-1] = (routes[-2] + 3) % E
+    if rule == "none":
+        routes[-1][NUM_LEARNED:] = random_routes(NUM_JUDGED, k, 40, E - 1)
+    history = [
+        LayerInputs(x[:NUM_LEARNED], x[NUM_LEARNED:], chosen[:NUM_LEARNED], chosen[NUM_LEARNED:])
+        for x, chosen in zip(inputs, routes, strict=True)
+    ]
+    learned = np.stack([held.learned_routes.numpy() for held in history], axis=1)
+    limits = np.sort(np.random.default_rng(0).random((E, 3, 4)).astype(np.float32), axis=2)
+    return Planted(history, learn_paths(learned, E, 1 << 20), limits)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckpointWeights]:
+    shape = TinyMixtral(hidden_size=D, intermediate_size=F, num_layers=LAYERS, num_experts=E, dtype=torch.float32)
+    checkpoint = Checkpoint(shape.write(tmp_path_factory.mktemp("predicted")))
+    yield CheckpointWeights(checkpoint)
+    checkpoint.close()
+
+
+def predicted(held: Planted, weights: CheckpointWeights) -> LayerPredictors:
+    layer_idx = len(held.history) - 1
+    return predict_layer(weights, layer_idx, held.history, held.paths, held.thresholds, CPU)
+
+
+CASES: list[Shape] = [("linear", 2), ("paths", 1), ("none", 2)]
+ALL = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}, {case[1]} a token")
+
+
+@pytest.fixture(scope="module")
+def found(weights: CheckpointWeights) -> dict[Shape, LayerPredictors]:
+    return {case: predicted(planted(*case), weights) for case in CASES}
+
+
+Found = dict[Shape, LayerPredictors]
+
+
+def test_a_network_wins_where_routes_are_a_function_of_the_input_before(found: Found) -> None:
+    held = found["linear", 2]
+    recalls = dict(zip(PREDICTORS, held.experts[:, 0].tolist(), strict=True))
+    best = PREDICTORS[int(held.best[0])]
+    assert best.startswith("MLP")
+    assert recalls[best] == 1.0
+    assert max(recalls[name] for name in ("popularity", "paths", "next router")) < 0.6  # 1/3 by chance
+
+
+def test_paths_are_not_beaten_where_routes_follow_from_those_before(found: Found) -> None:
+    held = found["paths", 1]
+    recalls = dict(zip(PREDICTORS, held.experts[:, 0].tolist(), strict=True))
+    assert recalls["paths"] == 1.0
+    assert PREDICTORS[int(held.best[0])] == "paths"  # the first of equals
+    assert max(recalls["popularity"], recalls["next router"]) < 0.6
+
+
+@ALL
+def test_every_row_of_the_table_is_recall_and_precision_of_its_scores(
+    case: Shape, found: Found, weights: CheckpointWeights
+) -> None:
+    held = planted(*case)
+    before, own, k = held.history[-2], held.history[-1], case[1]
+    counts = torch.bincount(own.learned_routes.flatten(), minlength=E)
+    told, _ = held.paths.predict(LAYERS - 1, np.stack([h.judged_routes.numpy() for h in held.history[:-1]], axis=1))
+    router = before.judged @ weights.matrix(f"layers.{LAYERS - 1}.router").rows(0, E).T
+    rows = [counts.float().expand(NUM_JUDGED, E), torch.from_numpy(told), router]
+    table = found[case].experts
+    assert table.shape == (len(PREDICTORS), 3) and table.dtype == np.float32
+    for row, scores in zip(table, rows, strict=False):
+        recall, precision = recall_precision(scores, own.judged_routes, k)
+        assert recall == precision
+        np.testing.assert_allclose(row, [recall, *recall_precision(scores, own.judged_routes, 2 * k)], rtol=1e-6)
+
+
+@ALL
+def test_the_network_kept_is_the_better_one_and_scores_as_its_row_says(case: Shape, found: Found) -> None:
+    held, history = found[case], planted(*case).history
+    previous = torch.stack([h.judged_routes for h in history[:-1]], dim=1)
+    scores = held.network.scores(history[-2].judged, previous)
+    recall, _ = recall_precision(scores, history[-1].judged_routes, case[1])
+    row = 3 if held.network.out_weight is None else 4
+    assert held.experts[row, 0] == pytest.approx(recall, rel=1e-6)
+    assert held.experts[row, 0] == held.experts[3:, 0].max()
+    assert held.network.num_previous == 2
+
+
+def test_the_best_is_the_first_predictor_of_largest_recall(found: Found) -> None:
+    for held in found.values():
+        recalls = held.experts[:, 0].tolist()
+        assert held.best.tolist() == [recalls.index(max(recalls))]
+        assert held.best.dtype == np.uint8
+
+
+def test_neurons_are_counted_as_with_whole_matrices(found: Found, weights: CheckpointWeights) -> None:
+    """Brute force in numpy; expert 5 has no held-out token."""
+    held = planted("none")
+    before, own = held.history[-2], held.history[-1]
+    assert not (own.judged_routes == 5).any()
+    both, told, ran = (np.zeros((3, 4)) for _ in range(3))
+    for expert in range(E):
+        chosen = (own.judged_routes == expert).any(1)
+        (block,) = weights.expert(LAYERS - 1, expert).blocks()
+        assert block.gate is not None
+        gate, up = block.gate.double().numpy(), block.up.double().numpy()
+        magnitudes = []
+        for x in (before.judged[chosen].double().numpy(), own.judged[chosen].double().numpy()):
+            g, u = x @ gate.T, x @ up.T
+            active = g / (1 + np.exp(-g))
+            magnitudes.append({"up": abs(u), "gate": abs(active), "both": abs(active * u)})
+        for kind_idx, kind in enumerate(KINDS):
+            for level in range(len(HOT_SPARSITIES)):
+                masks = [m[kind] >= held.thresholds[expert, kind_idx, level] for m in magnitudes]
+                both[kind_idx, level] += (masks[0] & masks[1]).sum()
+                told[kind_idx, level] += masks[0].sum()
+                ran[kind_idx, level] += masks[1].sum()
+    assert (both > 0).all() and (told != ran).any()
+    # A neuron within rounding of its threshold may fall to either side: one in thousands.
+    np.testing.assert_allclose(found["none", 2].neurons, np.stack([both / ran, both / told], axis=2), rtol=2e-3)
+
+
+def test_neurons_are_judged_on_256_tokens_of_an_expert_evenly_spread(weights: CheckpointWeights) -> None:
+    """All 300 tokens on expert 0; the first half of them runs everything, the second nothing."""
+    held = planted("none", k=1)
+    own = held.history[-1]
+    judged = torch.cat([own.judged[:150] * 1e3, own.judged[150:] * 0])
+    last = replace(own, judged=judged, judged_routes=torch.zeros(NUM_JUDGED, 1, dtype=torch.int64))
+    before = replace(held.history[-2], judged=judged * 0 + own.judged * 1e3)
+    limits = np.full((E, 3, 4), 1e-3, np.float32)
+    told = predict_layer(weights, 2, [held.history[0], before, last], held.paths, limits, CPU).neurons
+    assert told[0, :, 0] == pytest.approx(1.0, abs=0.01)  # all that runs is told
+    assert told[0, :, 1] == pytest.approx(0.5, abs=0.01)  # half of what is told runs
+
+
+def test_where_no_token_is_held_out_neurons_have_no_figures(weights: CheckpointWeights) -> None:
+    held = planted("none")
+    empty = [replace(h, judged=h.judged[:0], judged_routes=h.judged_routes[:0]) for h in held.history]
+    told = predict_layer(weights, 2, empty, held.paths, held.thresholds, CPU)
+    assert np.isnan(told.neurons).all()
+    assert told.experts.tolist() == [[1.0, 1.0, 1.0]] * len(PREDICTORS)
+
+
+def test_the_second_layer_is_told_from_the_first_alone(weights: CheckpointWeights) -> None:
+    told = predicted(planted("paths", k=1, layers=2), weights)
+    assert told.network.num_previous == 1
+    assert told.experts[1, 0] == 1.0
+
+
+def test_the_same_tokens_give_the_same_bits(found: Found, weights: CheckpointWeights) -> None:
+    again = predicted(planted("none"), weights).arrays()
+    for name, array in found["none", 2].arrays().items():
+        np.testing.assert_array_equal(again[name], array, name)
+
+
+# --- arrays
+
+
+@ALL
+def test_a_layers_file_gives_back_every_array_and_the_network(case: Shape, found: Found, tmp_path: Path) -> None:
+    held = found[case]
+    path = tmp_path / "predictors.safetensors"
+    path.write_bytes(write_arrays(held.arrays()))
+    read = read_all_arrays(path)
+    assert read.keys() == held.arrays().keys() >= {"experts", "neurons", "best", "x_weight", "route_weight", "bias"}
+    for name, array in held.arrays().items():
+        np.testing.assert_array_equal(read[name], array, name)
+        assert read[name].dtype == array.dtype
+    network = LayerPredictors.from_arrays(read, path.name).network
+    for name, tensor in held.network.arrays().items():
+        assert torch.equal(network.arrays()[name], tensor) and network.arrays()[name].dtype == tensor.dtype
+    assert network.x_weight.dtype == torch.bfloat16
+
+
+def without(name: str) -> Callable[[Arrays], object]:
+    return lambda arrays: arrays.pop(name)
+
+
+def setting(name: str, array: Array) -> Callable[[Arrays], object]:
+    return lambda arrays: arrays.update({name: array})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("bias"), r"found tensors \["),
+        (without("neurons"), "tensor 'neurons' is missing"),
+        (setting("more", np.zeros(1, np.float32)), "unknown tensor 'more'"),
+        (setting("experts", np.zeros((5, 2), np.float32)), r"tensor 'experts' is F32 \[5, 2\], expected F32 \[5, 3\]"),
+        (setting("best", np.asarray([5], np.uint8)), "best is predictor 5, expected less than 5"),
+    ],
+)
+def test_a_file_that_is_no_layers_predictors_is_refused_by_name(
+    change: Callable[[Arrays], object], message: str, found: Found
+) -> None:
+    arrays = found["none", 2].arrays()
+    change(arrays)
+    with pytest.raises(PackError, match=rf"^predictors-001: .*{message}"):
+        LayerPredictors.from_arrays(arrays, "predictors-001")
+
+
+def test_the_last_predictor_may_be_the_best(found: Found) -> None:
+    arrays = found["none", 2].arrays() | {"best": np.asarray([4], np.uint8)}
+    assert LayerPredictors.from_arrays(arrays, "predictors-001").best.tolist() == [4]
+
+
+# --- the next layer's router
+
+
+@dataclass(frozen=True)
+class Router:
+    """The weights of one layer's router."""
+
+    spec: ModelSpec
+    rows: Tensor
+    bias: Tensor
+
+    def matrix(self, role: str) -> StoredMatrix:
+        assert role == "layers.1.router"
+        return StoredMatrix(self.rows)
+
+    def vector(self, role: str) -> Tensor:
+        assert role == "layers.1.router_bias"
+        return self.bias
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "bias"),
+    [
+        ("softmax_topk", False),
+        ("softmax_topk", True),
+        ("sigmoid_topk", False),
+        ("sigmoid_topk", True),
+        ("topk_softmax", False),
+        ("sparsemixer", False),
+    ],
+)
+def test_a_routers_scores_rank_experts_as_it_chooses_them(kind: str, bias: bool, k: int) -> None:
+    spec = RouterSpec(kind, 8, k, normalize=False, bias=bias, jitter=0.1)  # type: ignore[arg-type]  # a Literal each
+    rows = torch.randn(8, D, generator=generator(1)) * 0.2
+    held = Router(replace(GROUPED, router=spec), rows, torch.randn(8, generator=generator(2)))
+    x = random_inputs(200, 3)
+    scores = router_scores(x, held, 1)  # type: ignore[arg-type]  # of a model's weights, no more is asked for
+    chosen, _ = route(x @ rows.T, spec, held.bias if bias else None)
+    assert torch.equal(scores.argsort(dim=1, descending=True, stable=True)[:, :k], chosen)
+    if bias:
+        unbiased, _ = route(x @ rows.T, spec, torch.zeros(8))
+        assert not torch.equal(chosen, unbiased)
