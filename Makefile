@@ -29,7 +29,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy $(ROOMS:%=-p moe_pack.%)
 	$(BIN)/mypy benchmarks/*.py tests/support/*.py
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist loadfile
 
 soak: $(INSTALLED)
 	$(BIN)/pytest -m slow
@@ -42,6 +42,11 @@ bench: families
 	$(BIN)/python benchmarks/hqq_speed.py
 	$(BIN)/python benchmarks/bounded_memory.py
 	$(BIN)/python benchmarks/bounded_memory.py --bits 16
+	$(BIN)/python benchmarks/thresholds_hold.py
+	$(BIN)/python benchmarks/floe_orderings.py
+	$(BIN)/python benchmarks/added_sensitivities.py
+	$(BIN)/python benchmarks/profile_speed.py
+	$(BIN)/python benchmarks/profile_memory.py
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

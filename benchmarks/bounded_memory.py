@@ -142,7 +142,9 @@ def tree_anonymous_bytes(pid: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
+class Measured:
+    """A command that was run to its end: what it took, and the end of what it wrote on standard error."""
+
     exit_code: int
     seconds: float
     peak_bytes: int
@@ -151,7 +153,7 @@ class _Measured:
     errors: str
 
 
-def _measure(command: list[str], anonymous_bytes: Callable[[int], int]) -> _Measured:
+def measure(command: list[str], anonymous_bytes: Callable[[int], int]) -> Measured:
     """Runs a command to its end, sampling; `anonymous_bytes` is given its pid."""
     peak = num_samples = 0
     with tempfile.TemporaryFile() as errors:
@@ -172,10 +174,10 @@ def _measure(command: list[str], anonymous_bytes: Callable[[int], int]) -> _Meas
         seconds = time.monotonic() - began
         errors.seek(0)
         text = errors.read()[-2000:].decode(errors="replace").strip()
-    return _Measured(process.returncode, seconds, peak, num_samples, usage.ru_majflt, text)
+    return Measured(process.returncode, seconds, peak, num_samples, usage.ru_majflt, text)
 
 
-def _drop_page_cache(source: Path) -> bool:
+def drop_page_cache(source: Path) -> bool:
     """Empties the page cache; where only root may, at least of the source, as far as the kernel agrees."""
     os.sync()
     try:
@@ -209,12 +211,12 @@ def convert_measured(
     command += ["--selector-bits", str(bits), "--record-bits", str(bits)]
     source_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     predicted = _predicted(source, quantizer, bits)
-    dropped = _drop_page_cache(source)
+    dropped = drop_page_cache(source)
     try:
         if cgroup is None:
-            measured = _measure(command, tree_anonymous_bytes)
+            measured = measure(command, tree_anonymous_bytes)
         else:
-            measured = _measure(cgroup.inside(command), lambda pid: cgroup.anonymous_bytes())
+            measured = measure(cgroup.inside(command), lambda pid: cgroup.anonymous_bytes())
         sizes = {path.name: path.stat().st_size for path in out.iterdir()} if out.is_dir() else {}
         if measured.exit_code == 0:
             Pack(out).close()  # compares the size of every file with the manifest's
