@@ -6,7 +6,7 @@ is tried once, on random inputs and the model's own weights, and its time multip
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 from moe_pack.calib.expert_error import QUANTIZED, SPARSE, Rounding, output_changes
 from moe_pack.calib.expert_pass import measure_expert
 from moe_pack.calib.layer_pass import LayerStates
+from moe_pack.calib.mlp_predictor import USUAL_TRAINING, shapes_for, train
 from moe_pack.calib.mlp_predictor import cost as training_cost
-from moe_pack.calib.mlp_predictor import shapes_for
 from moe_pack.formats import ModelSpec, dense_roles
 from moe_pack.runtime import Weights, head, run_expert
 
@@ -65,10 +65,21 @@ def expert_multiplications(spec: ModelSpec) -> int:
     return len(spec.expert.matrices) * spec.hidden_size * spec.expert.intermediate_size
 
 
-def prediction_cost(spec: ModelSpec, num_tokens: int) -> int:
-    """Multiplications of one layer's predictors, learned from this many tokens; most of them are the networks'."""
-    d, E = spec.hidden_size, spec.router.num_experts
-    return sum(training_cost(shape, num_tokens, d, E) for shape in shapes_for(d, E))
+def prediction_cost(spec: ModelSpec, num_tokens: int) -> Cost:
+    """One layer's predictors, learned from this many tokens: at most, for training ends when it gains no more.
+
+    Nearly all of it are the networks; an epoch of each is tried on random tokens.
+    """
+    d, E, k = spec.hidden_size, spec.router.num_experts, spec.router.num_experts_per_tok
+    tried = min(num_tokens, _TRIED_TOKENS)
+    x, routes = torch.randn(tried, d), torch.rand(tried, E).argsort(dim=1)[:, :k]
+    total = Cost()
+    for shape in shapes_for(d, E):
+        once = replace(USUAL_TRAINING, max_epochs=1)
+        seconds = _seconds(lambda shape=shape, once=once: train(x, routes[:, None], routes, E, shape, 0, once))  # type: ignore[misc]  # bound early
+        epochs = USUAL_TRAINING.max_epochs * num_tokens / tried
+        total += Cost(training_cost(shape, num_tokens, d, E), seconds * epochs)
+    return total
 
 
 def kind_of(spec: ModelSpec, layer: int) -> int:

@@ -233,15 +233,17 @@ class _Run:
             for layer_idx, layer in enumerate(self._spec.moe_layers)
             if layer_idx and not self._store.has(layer_file("predictors", layer))
         ]
+        if not left:
+            return
         one = prediction_cost(self._spec, self._shares.num_learned * self._ids.shape[1])
-        self._watcher.begin("predictors", Cost(one * len(left)))
+        self._watcher.begin("predictors", one * len(left))
         for layer_idx in left:
             history = [self._layer_inputs(l) for l in range(max(layer_idx - 2, 0), layer_idx + 1)]
             thresholds = self._hot_thresholds(layer_idx)
             found = predict_layer(self._weights, layer_idx, history, paths, thresholds, self._device)
             layer = self._spec.moe_layers[layer_idx]
             self._store.write(layer_file("predictors", layer), found.arrays())
-            self._watcher.advance(one, f"layer {layer}")
+            self._watcher.advance(one.multiplications, f"layer {layer}")
 
     @property
     def _num_experts(self) -> int:

@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.calib.arrays import read_all_arrays
-from moe_pack.calib.costs import Cost, Watcher, expert_multiplications, half_multiplications
+from moe_pack.calib.costs import (
+    Cost,
+    Trial,
+    Watcher,
+    expert_multiplications,
+    half_multiplications,
+    kind_of,
+    kinds_of_layers,
+)
 from moe_pack.calib.expert_pass import CHUNK_TOKENS
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.histogram import Histogram
@@ -159,19 +167,25 @@ class _Run:
             self._device,
         )
         layers = range(states.next_layer, spec.num_hidden_layers)
-        halves = {layer: half_multiplications(spec, layer, S) * ids.numel() for layer in layers}
-        routed = 2 * expert_multiplications(spec) * ids.numel() * spec.router.num_experts_per_tok
-        self._watcher.begin(
-            "thresholds", Cost(sum(halves.values()) + routed * sum(l in spec.moe_layers for l in layers))
-        )
+        self._watcher.begin("thresholds", self._cost(Trial(self._weights, states), layers))
         for layer in layers:
             tokens = states.enter(layer)
-            self._watcher.advance(halves[layer], f"layer {layer}")
+            self._watcher.advance(half_multiplications(spec, layer, S) * ids.numel(), f"layer {layer}")
             if layer in spec.moe_layers:
                 self._store.write(self._file(layer), self._layer(states, tokens, layer))
             states.leave(layer, tokens)
             del tokens  # or there would be two layers' while the next is entered
         return [read_all_arrays(self._store.folder / self._file(layer)) for layer in spec.moe_layers]
+
+    def _cost(self, trial: Trial, layers: range) -> Cost:
+        """Of the layers left: each expert's activations are seen twice, for its threshold and for its outputs."""
+        spec, (num_sequences, S) = self._spec, self._tokens.sequences.shape
+        router, num_tokens = spec.router, num_sequences * S
+        halves = {kind: trial.half(kind) * num_sequences for kind in kinds_of_layers(spec)}
+        plain = trial.plain(num_tokens * router.num_experts_per_tok / router.num_experts) * (2 * router.num_experts)
+        return sum(
+            (halves[kind_of(spec, l)] + (plain if l in spec.moe_layers else Cost()) for l in layers), start=Cost()
+        )
 
     def summary(self, found: list[dict[str, NDArray[np.generic]]]) -> MeasuredThresholds:
         """What was measured, for people and programs."""
