@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.workers import in_order, num_workers
-from moe_pack.formats import CheckpointError
+from moe_pack.formats import CheckpointError, ModelSpec, RunError
 from moe_pack.runtime import (
     KVCache,
     Rope,
@@ -56,11 +56,25 @@ class LayerTokens:
         return token_idx, self.weights[token_idx, place]
 
 
+def check_length(spec: ModelSpec, sequence_length: int) -> None:
+    """Refuses sequences longer than the model's positions.
+
+    Raises:  RunError.
+    """
+    if sequence_length > spec.max_position_embeddings:
+        raise RunError(
+            f"--sequence-length: found {sequence_length}, expected at most the {spec.max_position_embeddings} positions "
+            "this model has"
+        )
+
+
 class LayerStates:
     """The hidden states of sequences of S tokens between layers. Owns `folder`.
 
     Args:    first: the hidden states float32 [S, d] of a sequence before layer 0, by its number.
+             sequence_length: at most the model's positions.
              folder: made if missing; if a killed pass left its hidden states there, `next_layer` is where to go on.
+    Raises:  RunError for sequences longer than that.
     """
 
     def __init__(
@@ -73,6 +87,7 @@ class LayerStates:
         device: torch.device,
     ) -> None:
         self.spec = weights.spec
+        check_length(self.spec, sequence_length)
         self.num_sequences = num_sequences
         self.sequence_length = sequence_length
         self._weights = weights

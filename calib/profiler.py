@@ -34,7 +34,7 @@ from moe_pack.calib.exact import ExactPass
 from moe_pack.calib.expert_pass import CHUNK_TOKENS, HOT_SPARSITIES
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.layer_inputs import InputFiles, Shares
-from moe_pack.calib.layer_pass import LayerStates, LayerTokens
+from moe_pack.calib.layer_pass import LayerStates, LayerTokens, check_length
 from moe_pack.calib.paths import PathStatistics, learn_paths
 from moe_pack.calib.prediction import LayerInputs, predict_layer
 from moe_pack.calib.profile import (
@@ -80,8 +80,10 @@ def make_profile(
 ) -> Profile:
     """Profiles a checkpoint on some tokens into `folder`, going on where a killed run stopped.
 
-    Raises:  ConversionError if the folder holds something else; CheckpointError for weights that are no numbers.
+    Raises:  ConversionError if the folder holds something else; CheckpointError for weights that are no numbers;
+             RunError for sequences longer than the model's positions.
     """
+    check_length(checkpoint.spec, tokens.sequences.shape[1])
     facts = _facts(checkpoint, tokens, options)
     if (folder / PROFILE_FILE).exists():
         found = Profile(folder)

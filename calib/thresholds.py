@@ -27,7 +27,7 @@ from moe_pack.calib.costs import (
 from moe_pack.calib.expert_pass import CHUNK_TOKENS
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.histogram import Histogram
-from moe_pack.calib.layer_pass import LayerStates, LayerTokens
+from moe_pack.calib.layer_pass import LayerStates, LayerTokens, check_length
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens, num_held_out
 from moe_pack.formats import Pack, PlanError, canonical, dump, read_sidecar, rewrite_thresholds, write_sidecar
@@ -95,6 +95,7 @@ def measure_thresholds(
     fault = rule.fault()
     if fault:
         raise PlanError(fault)
+    check_length(pack.spec, tokens.sequences.shape[1])
     known = read_sidecar(pack.folder, SIDECAR, MeasuredThresholds, pack.manifest.root)
     if known is not None and (known.rule, known.text_sha256) == (rule, tokens.sha256):
         return known

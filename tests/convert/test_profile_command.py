@@ -84,6 +84,7 @@ def test_a_checkpoint_without_a_tokenizer_cannot_be_profiled(tmp_path: Path) -> 
         (["--tokens", "100"], 2, "100 is not in the range"),
         (["--sensitivity", "some"], 2, "'some' is not one of"),
         (["--data", str(BOOK), "--field", "text"], 1, "--field"),
+        (["--sequence-length", "129"], 1, "found 129, expected at most the 128 positions this model has"),
     ],
 )
 def test_wrong_input_to_profile_ends_in_a_line(
@@ -91,6 +92,7 @@ def test_wrong_input_to_profile_ends_in_a_line(
 ) -> None:
     result = run("profile", str(source), "-o", str(tmp_path / "p"), *arguments)
     assert result.exit_code == exit_code and says in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "p").exists()
 
 
 def test_a_pack_made_by_a_profile_has_its_hottest_neurons_first_and_its_sparsity(
