@@ -63,8 +63,8 @@ def check_length(spec: ModelSpec, sequence_length: int) -> None:
     """
     if sequence_length > spec.max_position_embeddings:
         raise RunError(
-            f"--sequence-length: found {sequence_length}, expected at most the {spec.max_position_embeddings} positions "
-            "this model has"
+            f"--sequence-length: found {sequence_length}, expected at most the "
+            f"{spec.max_position_embeddings} positions this model has"
         )
 
 
