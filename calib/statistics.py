@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.arrays import Array, check_arrays
+from moe_pack.calib.coverage import coactivation
 from moe_pack.calib.expert_pass import CHUNK_TOKENS, HOT_SPARSITIES, KINDS, ExpertActivity, measure_expert
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.histogram import NUM_BINS, Histogram
@@ -30,6 +31,7 @@ class LayerStatistics:
 
     `tokens` u32 [E]: tokens that chose the expert; `held_out_tokens` u32 [E]: those of them in the held-out part.
     `mass` f32 [E]: the sum of its router weights.   `routes` u16 [T, k]: the experts of every token, best first.
+    `coactivation` u32 [E, E]: tokens that chose both experts; `tokens` in its diagonal.
     `quantiles` f32 [E, 3, 103]: of abs(a) at `QUANTILE_LEVELS`; an expert without tokens has its layer's.
     `hot_thresholds` f32 [E, 3, 4]: on abs(a), for `HOT_SPARSITIES`, from a sample of the expert's tokens.
     `hot` u16 [E, 3, 4, f]: share of the expert's tokens on which the neuron reached them, in 65,535ths.
@@ -41,6 +43,7 @@ class LayerStatistics:
     held_out_tokens: Array
     mass: Array
     routes: Array
+    coactivation: Array
     quantiles: Array
     hot_thresholds: Array
     hot: Array
@@ -62,6 +65,7 @@ class LayerStatistics:
             "held_out_tokens": ("U32", (E,)),
             "mass": ("F32", (E,)),
             "routes": ("U16", (num_tokens, k)),
+            "coactivation": ("U32", (E, E)),
             "quantiles": ("F32", (E, len(KINDS), len(QUANTILE_LEVELS))),
             "hot_thresholds": ("F32", (E, len(KINDS), len(HOT_SPARSITIES))),
             "hot": ("U16", (E, len(KINDS), len(HOT_SPARSITIES), f)),
@@ -147,6 +151,7 @@ def measure_layer(
         held_out_tokens=np.bincount(held_out.ravel(), minlength=E).astype(np.uint32),
         mass=mass.astype(np.float32),
         routes=routes.astype(np.uint16),
+        coactivation=coactivation(routes[:, None], E)[0],
         quantiles=np.where(reached[:, None, None] > 0, np.stack(found.quantiles), pooled),
         hot_thresholds=np.stack(found.hot_thresholds),
         hot=np.stack(found.hot),

@@ -19,6 +19,7 @@ import torch
 from models import TinyMixtral
 
 from moe_pack.calib.arrays import Array, write_arrays
+from moe_pack.calib.coverage import coactivation
 from moe_pack.calib.effects import copies_of
 from moe_pack.calib.mlp_predictor import Predictor
 from moe_pack.calib.paths import learn_paths
@@ -107,6 +108,7 @@ class HandMade:
             "held_out_tokens": np.bincount(late.ravel(), minlength=self.E).astype(np.uint32),
             "mass": (tokens * generator.uniform(0.3, 0.7, self.E)).astype(np.float32),
             "routes": routes,
+            "coactivation": coactivation(routes[:, None], self.E)[0],
             "quantiles": np.sort(np.abs(generator.normal(0, 0.4 + 0.1 * l, (self.E, 3, 103))), axis=2).astype(
                 np.float32
             ),

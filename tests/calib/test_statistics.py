@@ -140,7 +140,7 @@ def shared() -> LayerStatistics:
     small = np.zeros(2, np.float32)
     thresholds = np.zeros((2, 3, 4), np.float32)
     counts = np.array([5, 0], np.uint32)
-    return LayerStatistics(counts, counts, small, np.zeros((5, 1), np.uint16), quantile, thresholds, hot, small)
+    return LayerStatistics(counts, counts, small, np.zeros((5, 1), np.uint16), counts, quantile, thresholds, hot, small)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +183,7 @@ FAULTS: list[tuple[dict[str, Array | None], str]] = [
     ({"tokens": np.zeros(4, np.uint16)}, "tensor 'tokens' is U16 [4], expected U32 [4]"),
     ({"held_out_tokens": np.zeros(3, np.uint32)}, "tensor 'held_out_tokens' is U32 [3], expected U32 [4]"),
     ({"mass": np.zeros(4)}, "tensor 'mass' is F64 [4], expected F32 [4]"),
+    ({"coactivation": np.zeros((4, 3), np.uint32)}, "tensor 'coactivation' is U32 [4, 3], expected U32 [4, 4]"),
     ({"routes": np.zeros((S, 3), np.uint16)}, "tensor 'routes' is U16 [40, 3], expected U16 [40, 2]"),
     ({"routes": np.zeros((S - 1, 2), np.uint16)}, "tensor 'routes' is U16 [39, 2], expected U16 [40, 2]"),
     (

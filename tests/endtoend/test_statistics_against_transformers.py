@@ -22,7 +22,6 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from moe_pack.calib import Tokens, read_tokens
-from moe_pack.calib.coverage import coactivation
 from moe_pack.runtime import FolderFiles, Text
 
 Array = NDArray[Any]
@@ -118,7 +117,7 @@ def test_mass_is_the_sum_of_router_weights(layers: list[dict[str, Array]], expec
 
 
 def test_coactivation_counts_tokens_that_chose_both(layers: list[dict[str, Array]], expected: list[Seen]) -> None:
-    counted = coactivation(np.stack([arrays["routes"] for arrays in layers], axis=1), E)
+    counted = np.stack([arrays["coactivation"] for arrays in layers])
     for l, layer in enumerate(expected):
         pairs = Counter(pair for token in layer.routes.tolist() for pair in product(token, token))
         assert counted[l].tolist() == [[pairs[e, other] for other in range(E)] for e in range(E)]
