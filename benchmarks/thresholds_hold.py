@@ -46,6 +46,9 @@ class Silent:
     def advance(self, multiplications: int, what: str) -> None:
         """So many multiplications more are done."""
 
+    def end(self) -> None:
+        """The stage is done."""
+
 
 @dataclass(frozen=True, slots=True)
 class Held:

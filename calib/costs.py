@@ -53,6 +53,10 @@ class Watcher(Protocol):
         """So many multiplications more are done."""
         ...
 
+    def end(self) -> None:
+        """The stage is done."""
+        ...
+
 
 def half_multiplications(spec: ModelSpec, layer: int, sequence_length: int) -> int:
     """Multiplications a token of all but the routed experts in a decoder layer; attention to half of a sequence."""

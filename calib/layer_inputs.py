@@ -13,6 +13,8 @@ from torch import Tensor
 
 from moe_pack.calib.prediction import MAX_JUDGED_TOKENS, MAX_LEARNED_TOKENS, LayerInputs
 
+_PIECE_TOKENS = 2048  # compared at once
+
 
 @dataclass(frozen=True, slots=True)
 class Shares:
@@ -64,12 +66,13 @@ class InputFiles:
         return LayerInputs(rows[:number], rows[number:], routes[learned], routes[judged])
 
     def _cosine(self, layer_idx: int, inputs: Tensor) -> tuple[float, float]:
-        S, cosines = self.shares.sequence_length, []
+        cosines = []
         with self._whole(layer_idx - 1).open("rb") as file:
-            for start in range(0, len(inputs), S):
-                raw = np.fromfile(file, np.float32, S * self._hidden_size)
-                before = torch.from_numpy(raw).view(S, -1)
-                cosines.append(torch.nn.functional.cosine_similarity(inputs[start : start + S], before, dim=1))
+            for piece in torch.split(inputs, _PIECE_TOKENS):
+                before = torch.from_numpy(np.fromfile(file, np.float32, piece.numel())).view_as(piece)
+                product = (piece * before).sum(dim=1)  # [n]
+                lengths = (piece.square().sum(dim=1) * before.square().sum(dim=1)).sqrt()
+                cosines.append(product / lengths.clamp(min=torch.finfo(torch.float32).tiny))
         all_cosines = torch.cat(cosines).to(torch.float64)
         return float(all_cosines.mean()), float(all_cosines.std(correction=0))
 

@@ -158,6 +158,7 @@ class _Run:
             states.leave(layer, tokens)
             del tokens  # or there would be two layers' while the next is entered
         states.close()
+        self._watcher.end()
 
     def _count_layer(self, states: LayerStates, tokens: LayerTokens, layer: int) -> None:
         layer_idx = self._spec.moe_layers.index(layer)
@@ -206,6 +207,7 @@ class _Run:
         kls, head_kls = stage.divergences(self._watcher.advance)
         self._store.write(EFFECTS_FILE, factors(errors, kls, head_kls, self._spec, level).arrays())
         stage.states.close()
+        self._watcher.end()
 
     def exact(self) -> None:
         """EdgeMoE's own measure, after the second stage: one file."""
@@ -218,6 +220,7 @@ class _Run:
             stage.layer(layer, self._watcher.advance)
         self._store.write(EXACT_FILE, stage.losses(self._watcher.advance))
         stage.states.close()
+        self._watcher.end()
 
     def predictors(self) -> None:
         """The last stage: a file a MoE layer, from the second on; none without tokens held out."""
@@ -246,6 +249,7 @@ class _Run:
             layer = self._spec.moe_layers[layer_idx]
             self._store.write(layer_file("predictors", layer), found.arrays())
             self._watcher.advance(one.multiplications, f"layer {layer}")
+        self._watcher.end()
 
     @property
     def _num_experts(self) -> int:

@@ -176,6 +176,7 @@ class _Run:
                 self._store.write(self._file(layer), self._layer(states, tokens, layer))
             states.leave(layer, tokens)
             del tokens  # or there would be two layers' while the next is entered
+        self._watcher.end()
         return [read_all_arrays(self._store.folder / self._file(layer)) for layer in spec.moe_layers]
 
     def _cost(self, trial: Trial, layers: range) -> Cost:

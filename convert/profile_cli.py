@@ -63,6 +63,10 @@ class Bars:
         self._bar.set_postfix_str(what, refresh=False)
         self._bar.update(multiplications)
 
+    def end(self) -> None:
+        """Removes the bar."""
+        self.close()
+
     def close(self) -> None:
         """Removes the bar."""
         if self._bar is not None:

@@ -256,8 +256,7 @@ def test_the_heads_divergences_are_those_of_a_model_with_it_rounded(
     name: str, passes: Passes, references: References
 ) -> None:
     reference, found = references[name], passes[name, "fast"].head_kls.tolist()
-    head = reference.model.get_output_embeddings()
-    original = head.weight
+    original = (head := reference.model.get_output_embeddings()).weight
     for width, kl in zip((8, 4), found, strict=True):
         head.weight = torch.nn.Parameter(stored(original.data, width, "nearest"))  # not a tied embedding's too
         expected = reference.kl(reference.logits(), slice(0, 1))  # judged on the first sequence
@@ -576,6 +575,8 @@ class HiddenFiles:
     def advance(self, multiplications: int, what: str) -> None:
         found = {str(path): path.read_bytes() for path in self.folder.rglob("hidden-*")}
         self.last = found or self.last
+
+    def end(self) -> None: ...
 
 
 def test_hidden_states_that_statistics_left_are_not_taken_for_those_of_this_stage(

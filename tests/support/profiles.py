@@ -38,6 +38,9 @@ class Recorder:
         assert multiplications >= 0
         self._event(what)
 
+    def end(self) -> None:
+        pass
+
     def _event(self, what: str) -> None:
         self.events.append(what)
         if len(self.events) - 1 == self.stop_at:
