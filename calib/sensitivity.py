@@ -50,7 +50,7 @@ _CHANGES_COST = 11  # `output_changes` multiplies about as much as this many run
 
 
 class SensitivityPass:
-    """Runs the stage layer by layer.
+    """Runs the stage layer by layer: what it runs with, and how far it is (`states`).
 
     Args:    ids: int64 [N, S], all sequences of the profile; as many of the first as are needed are used.
              thresholds: for a MoE layer index, float32 [E, kinds, sparsities]: quantiles of abs(a).
@@ -67,23 +67,23 @@ class SensitivityPass:
         device: torch.device,
     ) -> None:
         spec = weights.spec
-        self._weights = weights
-        self._spec = spec
-        self._level: Level = level
-        self._thresholds = thresholds
-        self._device = device
-        self._plain = Rounding("nearest")
-        self._solved = Rounding("hqq")
-        self._rounding = self._solved if level == "full" else self._plain
-        self._expert_tokens = _FULL_TOKENS if level == "full" else _FAST_TOKENS
+        self.weights = weights
+        self.spec = spec
+        self.level: Level = level
+        self.thresholds = thresholds
+        self.device = device
+        self.plain = Rounding("nearest")
+        self.solved = Rounding("hqq")
+        self.rounding = self.solved if level == "full" else self.plain
+        self.expert_tokens = _FULL_TOKENS if level == "full" else _FAST_TOKENS
         S = ids.shape[1]
         # Two copies a layer on half of the layers each: this keeps them within about twice the statistics' pass.
         copied = min(max(2 * ids.numel() // spec.num_hidden_layers, _LEAST_COPY_TOKENS), _MOST_COPY_TOKENS)
         self.num_copied = min(len(ids), -(-copied // S))  # sequences
-        wanted = self._expert_tokens * spec.router.num_experts // spec.router.num_experts_per_tok
+        wanted = self.expert_tokens * spec.router.num_experts // spec.router.num_experts_per_tok
         self.num_base = min(len(ids), max(self.num_copied, -(-wanted // S)))
         embeddings = copies_of(spec, level, None)
-        rounded = [RoundedDense(weights, ("embed",), copy.width, self._plain) for copy in embeddings]
+        rounded = [RoundedDense(weights, ("embed",), copy.width, self.plain) for copy in embeddings]
 
         def first(number: int) -> Tensor:
             if number < self.num_base:
@@ -105,14 +105,14 @@ class SensitivityPass:
 
         Args:    on_work: told of multiplications done, and of what.
         """
-        spec, states = self._spec, self.states
+        spec, states = self.spec, self.states
         roles = roundable_roles(spec, layer)
-        begun = copies_of(spec, self._level, layer)
-        originals = [states.half(layer, number, self._weights)[0] for number in range(self.num_copied) if roles]
+        begun = copies_of(spec, self.level, layer)
+        originals = [states.half(layer, number, self.weights)[0] for number in range(self.num_copied) if roles]
         dense_errors = [[self._dense_error(layer, originals, r, width) for width in DENSE_WIDTHS] for r in roles]
         del originals
         branches = [
-            (RoundedDense(self._weights, roles, copy.width, self._plain), self.num_copied)
+            (RoundedDense(self.weights, roles, copy.width, self.plain), self.num_copied)
             for copy in begun
             if copy.kind == "dense"
         ]
@@ -138,7 +138,7 @@ class SensitivityPass:
 
     def _room_for_deltas(self, number: int) -> list[Tensor]:
         """Zeros float32 [copied tokens, d], so many of them; in mapped files where they would take much memory."""
-        mapped = 4 * number * self.num_copy_tokens * self._spec.hidden_size > _DELTA_BYTES
+        mapped = 4 * number * self.num_copy_tokens * self.spec.hidden_size > _DELTA_BYTES
         return [self.states.room(f"delta-{i}", self.num_copy_tokens, mapped).zero_() for i in range(number)]
 
     def leave(self, layer: int) -> None:
@@ -149,18 +149,18 @@ class SensitivityPass:
 
     def cost(self, layers: range) -> Cost:
         """What these layers cost, and the divergences after them."""
-        spec, trial = self._spec, Trial(self._weights, self.states)
+        spec, trial = self.spec, Trial(self.weights, self.states)
         router = spec.router
         halves = {kind: trial.half(kind) for kind in kinds_of_layers(spec)}
         plain = trial.plain(_TRIED_TOKENS)
-        self._solved(torch.zeros((1, 64)), 4)  # loads its package: that takes longer than its work
-        changed = trial.changed(self._expert_tokens, self._rounding)
-        compared = trial.changed(self._expert_tokens, self._plain, every=8) if self._level == "fast" else Cost()
-        solved = trial.changed(self._expert_tokens, self._solved, every=8) if self._level == "fast" else Cost()
-        total = trial.head(self.num_copy_tokens) * (1 + len(all_copies(spec, self._level)))
+        self.solved(torch.zeros((1, 64)), 4)  # loads its package: that takes longer than its work
+        changed = trial.changed(self.expert_tokens, self.rounding)
+        compared = trial.changed(self.expert_tokens, self.plain, every=8) if self.level == "fast" else Cost()
+        solved = trial.changed(self.expert_tokens, self.solved, every=8) if self.level == "fast" else Cost()
+        total = trial.head(self.num_copy_tokens) * (1 + len(all_copies(spec, self.level)))
         num_sequences = self.states.num_sequences
         for layer in layers:
-            begun = copies_of(spec, self._level, layer)
+            begun = copies_of(spec, self.level, layer)
             num_sequences += self.num_copied * sum(copy.kind == "dense" for copy in begun)
             tried = self._tried_tokens(layer) / self.states.sequence_length
             total += halves[kind_of(spec, layer)] * (num_sequences + tried)
@@ -172,7 +172,7 @@ class SensitivityPass:
 
     def _tried_tokens(self, layer: int) -> int:
         """Tokens that go through a layer's first half more, to measure its dense matrices."""
-        number = len(roundable_roles(self._spec, layer))
+        number = len(roundable_roles(self.spec, layer))
         return (number * len(DENSE_WIDTHS) + (number > 0)) * self.num_copy_tokens
 
     @torch.inference_mode()
@@ -181,18 +181,18 @@ class SensitivityPass:
 
         Of a head that is the embedding too, what it costs as the head. 0 for one that cannot be stored in rows.
         """
-        copies = all_copies(self._spec, self._level)
+        copies = all_copies(self.spec, self.level)
         sums = np.zeros(len(copies))
         for number in range(self.num_copied):
             base = self.states.before(number)
             held = [self.states.before(self._number_of(copy, number)) for copy in range(len(copies))]
             for start in range(0, len(base), _HEAD_TOKENS):
                 rows = slice(start, start + _HEAD_TOKENS)
-                expected = self._log_probabilities(base[rows], self._weights)
+                expected = self._log_probabilities(base[rows], self.weights)
                 for copy, hidden in enumerate(held):
-                    found = self._log_probabilities(hidden[rows], self._weights)
+                    found = self._log_probabilities(hidden[rows], self.weights)
                     sums[copy] += float(_divergence(expected, found))
-            done = len(base) * (1 + len(copies)) * self._spec.hidden_size * self._spec.vocab_size
+            done = len(base) * (1 + len(copies)) * self.spec.hidden_size * self.spec.vocab_size
             on_work(done, "predictions")
         return (sums / self.num_copy_tokens).astype(np.float32), self._head_divergences()
 
@@ -201,22 +201,22 @@ class SensitivityPass:
 
     def _head_divergences(self) -> Array:
         found = np.zeros(len(DENSE_WIDTHS), np.float32)
-        role = "embed" if self._spec.tied_head else "head"
-        if role not in roundable_roles(self._spec, None):
+        role = "embed" if self.spec.tied_head else "head"
+        if role not in roundable_roles(self.spec, None):
             return found
         hidden = self.states.before(0)[:_HEAD_TOKENS]
-        expected = self._log_probabilities(hidden, self._weights)
+        expected = self._log_probabilities(hidden, self.weights)
         for idx, width in enumerate(DENSE_WIDTHS):
-            rounded = RoundedDense(self._weights, (role,), width, self._plain)
+            rounded = RoundedDense(self.weights, (role,), width, self.plain)
             found[idx] = float(_divergence(expected, self._log_probabilities(hidden, rounded))) / len(hidden)
         return found
 
     def _log_probabilities(self, hidden: Tensor, weights: HeldWeights | RoundedDense) -> Tensor:
-        return head(hidden.to(self._device), weights).log_softmax(dim=-1)
+        return head(hidden.to(self.device), weights).log_softmax(dim=-1)
 
     def _dense_error(self, layer: int, originals: list[Tensor], role: str, width: int) -> float:
         """What one dense matrix at this width changes in the hidden states of the copied sequences."""
-        rounded, total = RoundedDense(self._weights, (role,), width, self._plain), 0.0
+        rounded, total = RoundedDense(self.weights, (role,), width, self.plain), 0.0
         for number, original in enumerate(originals):
             changed, _ = self.states.half(layer, number, rounded)
             total += float((changed - original).square().mean())
@@ -244,15 +244,15 @@ class _Experts:
         self._changes = changes
         self._deltas = deltas
         self._layer = layer
-        self._layer_idx = stage._spec.moe_layers.index(layer)
+        self._layer_idx = stage.spec.moe_layers.index(layer)
         self._num_base_tokens = stage.num_base * stage.states.sequence_length
-        self._thresholds = torch.from_numpy(stage._thresholds(self._layer_idx)).to(stage._device)
-        one = 4 * (len(QUANTIZED) + len(SPARSE)) * stage._spec.hidden_size  # bytes of all changes of a token's output
+        self._thresholds = torch.from_numpy(stage.thresholds(self._layer_idx)).to(stage.device)
+        one = 4 * (len(QUANTIZED) + len(SPARSE)) * stage.spec.hidden_size  # bytes of all changes of a token's output
         self._chunk = max(1, _CHANGES_BYTES // one)
 
     def measure(self, on_work: OnWork) -> tuple[Tensor, Tensor, Tensor]:
         """Runs and measures: the arrays of `LayerErrors`."""
-        spec = self._stage._spec
+        spec = self._stage.spec
         num_tokens = torch.bincount(self._tokens.experts.flatten(), minlength=spec.router.num_experts)
         originals = self._tokens.experts[: self._num_base_tokens]
         popular = int(torch.bincount(originals.flatten(), minlength=spec.router.num_experts).argmax())
@@ -263,7 +263,7 @@ class _Experts:
             found = self._measure_expert(expert, ratio)
             quantized.append(found[0])
             sparse.append(found[1])
-            work = expert_multiplications(spec) * (int(num_tokens[expert]) + _CHANGES_COST * self._stage._expert_tokens)
+            work = expert_multiplications(spec) * (int(num_tokens[expert]) + _CHANGES_COST * self._stage.expert_tokens)
             on_work(work, f"layer {self._layer} expert {expert}")
         # [E, changes] -> [E, matrices, widths] and [E, kinds, sparsities]
         return torch.stack(quantized).view(-1, 3, 4), torch.stack(sparse).view(-1, 3, 4), ratio.view(3, 4)
@@ -274,9 +274,9 @@ class _Experts:
         token_idx, weights = self._tokens.of_expert(expert)
         for start in range(0, len(token_idx), CHUNK_TOKENS):
             chunk = token_idx[start : start + CHUNK_TOKENS]
-            held = stage._weights.expert(self._layer_idx, expert)
-            x = self._tokens.inputs[chunk].to(stage._device)
-            output = run_expert(x, held, stage._spec.expert.function, "none", 0.0)
+            held = stage.weights.expert(self._layer_idx, expert)
+            x = self._tokens.inputs[chunk].to(stage.device)
+            output = run_expert(x, held, stage.spec.expert.function, "none", 0.0)
             stage.states.add(self._tokens, chunk, weights[start : start + CHUNK_TOKENS], output)
 
     def _sample(self, expert: int) -> tuple[Tensor, Tensor, int]:
@@ -288,21 +288,20 @@ class _Experts:
         token_idx, weights = self._tokens.of_expert(expert)
         num_tokens = int((token_idx < self._num_base_tokens).sum())
         num_copied = int((token_idx < stage.num_copy_tokens).sum())
-        more = sample_places(num_tokens - num_copied, max(stage._expert_tokens - num_copied, 0)) + num_copied
+        more = sample_places(num_tokens - num_copied, max(stage.expert_tokens - num_copied, 0)) + num_copied
         places = torch.cat((torch.arange(num_copied), more))
         return token_idx[places], weights[places], num_tokens
 
     def _ratio(self, expert: int) -> Tensor:
         """hqq's error over plain rounding's, on the layer's most popular expert; 1 where hqq itself is measured."""
         stage = self._stage
-        if stage._level == "full":
+        if stage.level == "full":
             return torch.ones(len(QUANTIZED))
         token_idx, weights, _ = self._sample(expert)
-        x = self._tokens.inputs[token_idx].to(stage._device)
-        held = stage._weights.expert(self._layer_idx, expert)
-        return error_ratio(
-            held, stage._spec.expert.function, x, weights.to(x.device), stage._solved, stage._plain
-        ).cpu()
+        token_idx, weights = token_idx[: self._chunk], weights[: self._chunk]
+        x = self._tokens.inputs[token_idx].to(stage.device)
+        held = stage.weights.expert(self._layer_idx, expert)
+        return error_ratio(held, stage.spec.expert.function, x, weights.to(x.device), stage.solved, stage.plain).cpu()
 
     def _measure_expert(self, expert: int, ratio: Tensor) -> tuple[Tensor, Tensor]:
         """Errors a token of the layer, float32 [len(QUANTIZED)] and [len(SPARSE)]; adds what copies get to `deltas`."""
@@ -310,15 +309,15 @@ class _Experts:
         token_idx, weights, num_tokens = self._sample(expert)
         if not num_tokens:
             return torch.zeros(len(QUANTIZED)), torch.zeros(len(SPARSE))
-        scaled = weights * stage._spec.residual_multiplier
+        scaled = weights * stage.spec.residual_multiplier
         sums = torch.zeros(len(QUANTIZED)), torch.zeros(len(SPARSE))
         size = dict(zip(QUANTIZED, ratio.sqrt().tolist(), strict=True))
         for idx, part in zip(torch.split(token_idx, self._chunk), torch.split(scaled, self._chunk), strict=True):
-            x = self._tokens.inputs[idx].to(stage._device)
-            held = stage._weights.expert(self._layer_idx, expert)
-            found = output_changes(held, stage._spec.expert.function, x, stage._rounding, self._thresholds[expert])
+            x = self._tokens.inputs[idx].to(stage.device)
+            held = stage.weights.expert(self._layer_idx, expert)
+            found = output_changes(held, stage.spec.expert.function, x, stage.rounding, self._thresholds[expert])
             for total, changes in zip(sums, found, strict=True):
-                total += mean_square(changes, part.to(stage._device)).cpu() * (len(idx) / len(token_idx))
+                total += mean_square(changes, part.to(stage.device)).cpu() * (len(idx) / len(token_idx))
             self._carry(idx, part, found, size)
         share = num_tokens / self._num_base_tokens
         return sums[0] * ratio * share, sums[1] * share

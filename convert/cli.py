@@ -225,8 +225,8 @@ def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> N
 def _measure_thresholds(output: Path, profile: Profile | None, rule: ThresholdRule) -> None:
     with Pack(output) as pack:
         tokens = read_tokens(None, None, Text(pack), 16384, 512) if profile is None else profile.tokens()
-        measured = measure_with_bar(pack, tokens, rule)
-    for line in threshold_lines(output, measured):
+        measured, layers = measure_with_bar(pack, tokens, rule), pack.spec.moe_layers
+    for line in threshold_lines(output, layers, measured):
         click.echo(line)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -243,11 +243,11 @@ def thresholds_command(
     with Pack(pack) as held:
         tokens = read_tokens(data, field, Text(held), num_tokens, sequence_length)
         say_text(held.spec, tokens)
-        measured = measure_with_bar(held, tokens, rule, device)
+        measured, layers = measure_with_bar(held, tokens, rule, device), held.spec.moe_layers
     if as_json:
         click.echo(json.dumps(asdict(measured), indent=2))
         return
-    for line in threshold_lines(pack, measured):
+    for line in threshold_lines(pack, layers, measured):
         click.echo(line)
 
 
@@ -260,20 +260,24 @@ def measure_with_bar(pack: Pack, tokens: Tokens, rule: ThresholdRule, device: st
         bars.close()
 
 
-def threshold_lines(folder: Path, measured: MeasuredThresholds) -> list[str]:
-    """What was measured, as lines for people."""
+def threshold_lines(folder: Path, layers: Sequence[int], measured: MeasuredThresholds) -> list[str]:
+    """What was measured, as lines for people.
+
+    Args:    layers: the decoder layers that have experts.
+    """
     rule = measured.rule
     asked = f"sparsity {rule.sparsity}" if rule.sparsity is not None else f"theta {rule.theta}"
     lines = [f"{folder}: thresholds for {asked}; {_share(measured.learned.overall)} of neurons do not run"]
     if measured.held_out.overall is not None:
         lines[0] += f", {_share(measured.held_out.overall)} on the text held out"
     lines += ["", f"{'layer':>5} {'measured':>9} {'held out':>9}   experts, held out"]
-    for layer in range(len(measured.learned.experts)):
-        own, held = (_layer_share(part, layer) for part in (measured.learned, measured.held_out))
-        experts = [share for share in measured.held_out.experts[layer] if share is not None]
+    for layer_idx, layer in enumerate(layers):
+        own, held = (_layer_share(part, layer_idx) for part in (measured.learned, measured.held_out))
+        experts = [share for share in measured.held_out.experts[layer_idx] if share is not None]
         span = f"{_share(min(experts))} to {_share(max(experts))}" if experts else "-"
         lines.append(f"{layer:>5} {_share(own):>9} {_share(held):>9}   {span}")
-    unreached = [(l, e) for l, row in enumerate(measured.learned.tokens) for e, n in enumerate(row) if n == 0]
+    counted = zip(layers, measured.learned.tokens, strict=True)
+    unreached = [(layer, e) for layer, row in counted for e, number in enumerate(row) if number == 0]
     if unreached and rule.sparsity:
         names = ", ".join(f"{l}.{e}" for l, e in unreached[:8]) + (", ..." if len(unreached) > 8 else "")
         lines.append(f"no token reached {len(unreached)} experts ({names}): they have their layer's threshold")
@@ -296,7 +300,8 @@ def profile_lines(profile: Profile) -> list[str]:
     lines = []
     num_layers = len(profile.spec.moe_layers)
     reached = [profile.statistics(layer_idx).tokens for layer_idx in range(num_layers)]
-    unreached = [(l, int(e)) for l, tokens in enumerate(reached) for e in np.flatnonzero(tokens == 0)]
+    counted = zip(profile.spec.moe_layers, reached, strict=True)
+    unreached = [(layer, int(e)) for layer, tokens in counted for e in np.flatnonzero(tokens == 0)]
     least = min(int(tokens.min()) for tokens in reached)
     lines.append(f"experts: {least:,} to {max(int(t.max()) for t in reached):,} tokens each")
     if unreached:
