@@ -59,8 +59,10 @@ class InputFiles:
         return cosine
 
     def read(self, layer_idx: int, routes: Tensor) -> LayerInputs:
-        """What predictors learn from and are judged on; `routes` int64 [T, k] are all tokens'."""
-        rows = torch.from_numpy(np.fromfile(self._sample(layer_idx), np.float32)).view(-1, self._hidden_size)
+        """What predictors learn from and are judged on, mapped from the file; `routes` int64 [T, k] are all tokens'."""
+        # Copied where it is written to, which nobody does: torch takes no array that forbids it.
+        mapped = np.memmap(self._sample(layer_idx), np.float32, "c")
+        rows = torch.from_numpy(mapped).view(-1, self._hidden_size)
         learned, judged = self.shares.tokens()
         number = learned.stop - learned.start
         return LayerInputs(rows[:number], rows[number:], routes[learned], routes[judged])

@@ -44,7 +44,7 @@ _FAST_TOKENS, _FULL_TOKENS = 256, 512  # of an expert, on which errors are measu
 _MOST_COPY_TOKENS, _LEAST_COPY_TOKENS = 2048, 512  # of a copy: fewer in deep models, where copies are many
 _HEAD_TOKENS = 256
 _TRIED_TOKENS = 512
-_CHANGES_BYTES = 256 << 20  # of changed outputs at once
+_CHANGES_BYTES = 128 << 20  # of changed outputs at once
 _DELTA_BYTES = 128 << 20  # of new copies' changes in memory
 _CHANGES_COST = 11  # `output_changes` multiplies about as much as this many runs of the expert
 
@@ -98,6 +98,12 @@ class SensitivityPass:
     def num_copy_tokens(self) -> int:
         """Tokens of one copy."""
         return self.num_copied * self.states.sequence_length
+
+    @property
+    def changed_tokens(self) -> int:
+        """Tokens of an expert whose changed outputs are held at once."""
+        one = 4 * (len(QUANTIZED) + len(SPARSE)) * self.spec.hidden_size  # bytes of all changes of a token's output
+        return max(1, _CHANGES_BYTES // one)
 
     @torch.inference_mode()
     def layer(self, layer: int, on_work: OnWork = lambda multiplications, what: None) -> LayerErrors:
@@ -154,9 +160,12 @@ class SensitivityPass:
         halves = {kind: trial.half(kind) for kind in kinds_of_layers(spec)}
         plain = trial.plain(_TRIED_TOKENS)
         self.solved(torch.zeros((1, 64)), 4)  # loads its package: that takes longer than its work
-        changed = trial.changed(self.expert_tokens, self.rounding)
-        compared = trial.changed(self.expert_tokens, self.plain, every=8) if self.level == "fast" else Cost()
-        solved = trial.changed(self.expert_tokens, self.solved, every=8) if self.level == "fast" else Cost()
+        number = max(self.expert_tokens, self.num_copy_tokens * router.num_experts_per_tok // router.num_experts)
+        at_once = min(number, self.changed_tokens)
+        changed = trial.changed(at_once, self.rounding) * (number / at_once)
+        compared = solved = Cost()
+        if self.level == "fast":
+            compared, solved = (trial.changed(at_once, held, every=8) for held in (self.plain, self.solved))
         total = trial.head(self.num_copy_tokens) * (1 + len(all_copies(spec, self.level)))
         num_sequences = self.states.num_sequences
         for layer in layers:
@@ -247,8 +256,7 @@ class _Experts:
         self._layer_idx = stage.spec.moe_layers.index(layer)
         self._num_base_tokens = stage.num_base * stage.states.sequence_length
         self._thresholds = torch.from_numpy(stage.thresholds(self._layer_idx)).to(stage.device)
-        one = 4 * (len(QUANTIZED) + len(SPARSE)) * stage.spec.hidden_size  # bytes of all changes of a token's output
-        self._chunk = max(1, _CHANGES_BYTES // one)
+        self._chunk = stage.changed_tokens
 
     def measure(self, on_work: OnWork) -> tuple[Tensor, Tensor, Tensor]:
         """Runs and measures: the arrays of `LayerErrors`."""
