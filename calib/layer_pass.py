@@ -157,8 +157,8 @@ class LayerStates:
         Args:    more: hidden states float32 [n S, d] of sequences that begin here, after all others.
         Raises:  CheckpointError if they are not all numbers.
         """
-        # A sum in float64 is a number if and only if all terms are.
-        if not bool(tokens.x.sum(dtype=torch.float64).isfinite()):
+        # A sum in float64 is a number if and only if all terms are; of pieces, because torch converts them whole.
+        if not all(piece.sum(dtype=torch.float64).isfinite() for piece in torch.split(tokens.x, self.sequence_length)):
             raise CheckpointError(f"layer {layer}: hidden states are not finite; is the checkpoint whole?")
         crc32 = num_tokens = 0
         beside = self._folder / "hidden.tmp"

@@ -483,7 +483,7 @@ def test_tooltips_say_what_the_profile_says(tmp_path: Path) -> None:
             assert said is not None, dropped[title]
             expected = np.interp(float(said.group(2)), layer["quantiles"][e, 0], QUANTILE_LEVELS)
             assert float(said.group(1)) == pytest.approx(100 * expected, abs=0.006)  # two decimals are shown
-            cost = sum(float(errors["quantized"][e, m, 0]) * float(effects.quantized[l, m, 0]) for m in range(3))
+            cost = sum(float(errors.quantized[e, m, 0]) * float(effects.quantized[l, m, 0]) for m in range(3))
             said = re.fullmatch(r"all three at 2 bits: (\S+) nats", costs[title][0])
             assert said is not None, costs[title]
             assert float(said.group(1)) == pytest.approx(cost, rel=1e-4)  # five digits are shown
