@@ -100,6 +100,12 @@ class SensitivityPass:
         return self.num_copied * self.states.sequence_length
 
     @property
+    def usual_tokens(self) -> int:
+        """Tokens that errors are measured on, of an expert as popular as the others."""
+        router = self.spec.router
+        return max(self.expert_tokens, self.num_copy_tokens * router.num_experts_per_tok // router.num_experts)
+
+    @property
     def changed_tokens(self) -> int:
         """Tokens of an expert whose changed outputs are held at once."""
         one = 4 * (len(QUANTIZED) + len(SPARSE)) * self.spec.hidden_size  # bytes of all changes of a token's output
@@ -160,7 +166,7 @@ class SensitivityPass:
         halves = {kind: trial.half(kind) for kind in kinds_of_layers(spec)}
         plain = trial.plain(_TRIED_TOKENS)
         self.solved(torch.zeros((1, 64)), 4)  # loads its package: that takes longer than its work
-        number = max(self.expert_tokens, self.num_copy_tokens * router.num_experts_per_tok // router.num_experts)
+        number = self.usual_tokens
         at_once = min(number, self.changed_tokens)
         changed = trial.changed(at_once, self.rounding) * (number / at_once)
         compared = solved = Cost()
@@ -271,7 +277,7 @@ class _Experts:
             found = self._measure_expert(expert, ratio)
             quantized.append(found[0])
             sparse.append(found[1])
-            work = expert_multiplications(spec) * (int(num_tokens[expert]) + _CHANGES_COST * self._stage.expert_tokens)
+            work = expert_multiplications(spec) * (int(num_tokens[expert]) + _CHANGES_COST * self._stage.usual_tokens)
             on_work(work, f"layer {self._layer} expert {expert}")
         # [E, changes] -> [E, matrices, widths] and [E, kinds, sparsities]
         return torch.stack(quantized).view(-1, 3, 4), torch.stack(sparse).view(-1, 3, 4), ratio.view(3, 4)

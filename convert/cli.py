@@ -14,12 +14,14 @@ from typing import TextIO
 import click
 from tqdm import tqdm
 
-from moe_pack.calib import Profile, ThresholdRule, hottest_first, read_tokens
+from moe_pack.calib import Profile, ThresholdRule, Tokens, hottest_first, read_tokens
 from moe_pack.convert.compare import LogitsError, MatrixError, compare_logits, compare_weights, same_tensors
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight, describe, format_runs
 from moe_pack.convert.pipeline import Conversion, Progress, convert, layout_for
 from moe_pack.convert.profile_cli import (
+    NUM_TOKENS,
+    SEQUENCE_LENGTH,
     measure_with_bar,
     profile_command,
     report_command,
@@ -48,7 +50,7 @@ from moe_pack.formats import (
     uniform_plan,
 )
 from moe_pack.formats.cli import command_errors, common_options, size_text
-from moe_pack.runtime import Text
+from moe_pack.runtime import FolderFiles, Text
 
 _BITS = click.Choice(["1", "2", "3", "4", "8", "16"])
 _GROUPS = ("16", "32", "64", "128", "row")
@@ -207,6 +209,8 @@ def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> N
     order = None
     if profile is not None and options.sparsity is not None:
         order = hottest_first(profile, checkpoint, options.selector, options.sparsity)
+    # Before hours of work: a text that cannot be read would be found after them.
+    tokens = None if options.sparsity is None else _threshold_tokens(checkpoint, profile)
     layout = layout_for(checkpoint, plan)
     source_bytes = sum(file.bytes for file in checkpoint.account()[0])
     model = f"{spec.family}, {len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
@@ -218,13 +222,20 @@ def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> N
     with tqdm(total=_large_bytes(layout), unit="B", unit_scale=True, disable=None, leave=False) as bar:
         done = convert(checkpoint, plan, output, options.workers, on_progress=lambda p: _advance(bar, p), order=order)
     _say_converted(done, output, time.perf_counter() - start, source_bytes)
-    if options.sparsity is not None:
-        _measure_thresholds(output, profile, ThresholdRule(sparsity=options.sparsity))
+    if tokens is not None:
+        _measure_thresholds(output, tokens, ThresholdRule(sparsity=options.sparsity))
 
 
-def _measure_thresholds(output: Path, profile: Profile | None, rule: ThresholdRule) -> None:
+def _threshold_tokens(checkpoint: Checkpoint, profile: Profile | None) -> Tokens:
+    """The text that thresholds are measured on: the profile's, else our sample."""
+    if profile is not None:
+        return profile.tokens()
+    length = min(SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
+    return read_tokens(None, None, Text(FolderFiles(checkpoint.folder)), NUM_TOKENS, length)
+
+
+def _measure_thresholds(output: Path, tokens: Tokens, rule: ThresholdRule) -> None:
     with Pack(output) as pack:
-        tokens = read_tokens(None, None, Text(pack), 16384, 512) if profile is None else profile.tokens()
         measured, layers = measure_with_bar(pack, tokens, rule), pack.spec.moe_layers
     for line in threshold_lines(output, layers, measured):
         click.echo(line)

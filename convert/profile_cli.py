@@ -33,6 +33,7 @@ from moe_pack.formats.cli import command_errors, size_text
 from moe_pack.runtime import FolderFiles, Text
 
 F = TypeVar("F", bound=Callable[..., Any])
+NUM_TOKENS, SEQUENCE_LENGTH = 16384, 512  # of text, where nothing else is asked for
 _INTERRUPTED = "interrupted; what is done stays, run the same command again to go on"
 LEVELS = ("none", "fast", "full", "exact")
 
@@ -93,39 +94,35 @@ def chosen_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def text_options(num_tokens: int) -> Callable[[F], F]:
-    """Adds the options that choose text, with this many tokens by default."""
-
-    def add(body: F) -> F:
-        body = click.option(
-            "--sequence-length",
-            type=click.IntRange(16),
-            default=512,
-            show_default=True,
-            metavar="N",
-            help="Tokens a sequence; each begins from an empty context.",
-        )(body)
-        body = click.option(
-            "--tokens",
-            "num_tokens",
-            type=click.IntRange(256),
-            default=num_tokens,
-            show_default=True,
-            metavar="N",
-            help="How many tokens to take. The last fifth is held out, to check what the others say.",
-        )(body)
-        body = click.option(
-            "--field",
-            metavar="F",
-            help="The field of JSONL, Parquet or a data set with the text.  [default: text]",
-        )(body)
-        return click.option(
-            "--data",
-            metavar="NAME_OR_FILE",
-            help="A text, JSONL or Parquet file, or a data set's name (NAME:CONFIG:SPLIT).  [default: our sample]",
-        )(body)
-
-    return add
+def text_options(body: F) -> F:
+    """Adds the options that choose text."""
+    body = click.option(
+        "--sequence-length",
+        type=click.IntRange(16),
+        default=SEQUENCE_LENGTH,
+        show_default=True,
+        metavar="N",
+        help="Tokens a sequence; each begins from an empty context.",
+    )(body)
+    body = click.option(
+        "--tokens",
+        "num_tokens",
+        type=click.IntRange(256),
+        default=NUM_TOKENS,
+        show_default=True,
+        metavar="N",
+        help="How many tokens to take. The last fifth is held out, to check what the others say.",
+    )(body)
+    body = click.option(
+        "--field",
+        metavar="F",
+        help="The field of JSONL, Parquet or a data set with the text.  [default: text]",
+    )(body)
+    return click.option(
+        "--data",
+        metavar="NAME_OR_FILE",
+        help="A text, JSONL or Parquet file, or a data set's name (NAME:CONFIG:SPLIT).  [default: our sample]",
+    )(body)
 
 
 _device_option = click.option(
@@ -135,7 +132,7 @@ _device_option = click.option(
 
 @click.command("profile", short_help="Measure the model at PATH on calibration text.")
 @click.argument("path")
-@text_options(16384)
+@text_options
 @click.option(
     "--sensitivity",
     type=click.Choice(LEVELS),
@@ -217,7 +214,7 @@ def report_command(profile: Path, output: Path) -> None:
     "--sparsity", type=float, metavar="S", help="Share of an expert's neurons that shall not run: 0.8; 0: all run."
 )
 @click.option("--theta", type=float, metavar="T", help="One threshold for all experts, as CORM has it.")
-@text_options(16384)
+@text_options
 @click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
 @_device_option
 @command_errors(interrupted=_INTERRUPTED)

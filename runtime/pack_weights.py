@@ -20,8 +20,7 @@ class PackWeights:
     """
 
     def __init__(self, pack: Pack, device: torch.device) -> None:
-        if pack.spec.expert.extra_floats:
-            raise PackError("manifest.json: model: experts have extra_floats, for which this version knows no use")
+        _check_known(pack)
         self.spec: ModelSpec = pack.spec
         self.selector = pack.manifest.selector
         self.bytes_read = 0
@@ -66,6 +65,7 @@ class StreamedPackWeights:
     """
 
     def __init__(self, pack: Pack, device: torch.device) -> None:
+        _check_known(pack)
         pack.check_file(DENSE_FILE)
         self.spec: ModelSpec = pack.spec
         self.selector = pack.manifest.selector
@@ -111,6 +111,11 @@ class _StreamedMatrix:
 
     def rows(self, start: int, stop: int) -> Tensor:
         return self._weights.rows(self._role, start, stop)
+
+
+def _check_known(pack: Pack) -> None:
+    if pack.spec.expert.extra_floats:
+        raise PackError("manifest.json: model: experts have extra_floats, for which this version knows no use")
 
 
 def _vector(dense: DenseLayout, raw: Tensor) -> Tensor:

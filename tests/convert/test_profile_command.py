@@ -131,6 +131,18 @@ def test_a_profile_of_another_checkpoint_is_refused(profile: Path, tmp_path: Pat
     assert not (tmp_path / "pack").exists()
 
 
+def test_a_text_that_cannot_be_read_is_found_before_the_conversion(tmp_path: Path) -> None:
+    result = converted(TinyMixtral().write(tmp_path / "m"), tmp_path / "pack", "--sparsity", "0.5")
+    assert result.exit_code == 1 and "tokenizer.json" in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "pack").exists()
+
+
+def test_our_sample_is_cut_to_a_models_few_positions(source: Path, tmp_path: Path) -> None:
+    assert converted(source, tmp_path / "pack", "--sparsity", "0.5").exit_code == 0
+    found = json.loads((tmp_path / "pack" / "thresholds.json").read_text())["content"]
+    assert (found["sequence_length"], found["num_sequences"]) == (128, 128)
+
+
 def test_a_profile_without_a_sparsity_orders_nothing(source: Path, profile: Path, tmp_path: Path) -> None:
     result = converted(source, tmp_path / "pack", "--profile", str(profile))
     assert result.exit_code == 2 and "give --sparsity too" in result.stderr
