@@ -6,7 +6,7 @@
         states.leave(layer, tokens)          hidden states go to a file, from which a killed pass goes on
 
 Between layers hidden states are in a file (of which the system keeps in memory what it has room for); within a layer
-two float32 values a token and hidden dimension, in memory up to `MAX_HELD_BYTES`, in a mapped file beyond.
+two float32 values a token and hidden dimension, in memory up to a bound, in a mapped file beyond.
 """
 
 import shutil
@@ -34,7 +34,7 @@ from moe_pack.runtime import (
     visible,
 )
 
-MAX_HELD_BYTES = 1 << 29  # of a layer's two arrays in memory; larger ones lie in a mapped file
+MAX_HELD_BYTES = 1 << 29  # of what a pass holds for its tokens in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ class LayerStates:
     Args:    first: the hidden states float32 [S, d] of a sequence before layer 0, by its number.
              sequence_length: at most the model's positions.
              folder: made if missing; if a killed pass left its hidden states there, `next_layer` is where to go on.
+             held_bytes: of a layer's two arrays in memory; larger ones lie in a mapped file.
     Raises:  RunError for sequences longer than that.
     """
 
@@ -85,6 +86,7 @@ class LayerStates:
         sequence_length: int,
         folder: Path,
         device: torch.device,
+        held_bytes: int = MAX_HELD_BYTES,
     ) -> None:
         self.spec = weights.spec
         check_length(self.spec, sequence_length)
@@ -93,6 +95,7 @@ class LayerStates:
         self._weights = weights
         self._first = first
         self._folder = folder
+        self._held_bytes = held_bytes
         self.device = device
         folder.mkdir(exist_ok=True)
         positions = torch.arange(self.sequence_length, device=device)
@@ -114,7 +117,7 @@ class LayerStates:
         ways = [(number, self._weights) for number in range(self.num_sequences)]
         ways += [(number, weights) for weights, number_of in branches for number in range(number_of)]
         num_tokens = len(ways) * self.sequence_length
-        mapped = 2 * 4 * num_tokens * self.spec.hidden_size > MAX_HELD_BYTES
+        mapped = 2 * 4 * num_tokens * self.spec.hidden_size > self._held_bytes
         tokens = LayerTokens(
             x=self.room("x", num_tokens, mapped),
             inputs=self.room("inputs", num_tokens, mapped),

@@ -36,7 +36,7 @@ from moe_pack.calib.expert_error import (
 )
 from moe_pack.calib.expert_pass import CHUNK_TOKENS, sample_places
 from moe_pack.calib.held import HeldWeights
-from moe_pack.calib.layer_pass import LayerStates, LayerTokens
+from moe_pack.calib.layer_pass import MAX_HELD_BYTES, LayerStates, LayerTokens
 from moe_pack.calib.rounded import RoundedDense, roundable_roles
 from moe_pack.runtime import embed, head, run_expert
 
@@ -46,6 +46,7 @@ _HEAD_TOKENS = 256
 _TRIED_TOKENS = 512
 _CHANGES_BYTES = 128 << 20  # of changed outputs at once
 _DELTA_BYTES = 128 << 20  # of new copies' changes in memory
+_HELD_BYTES = MAX_HELD_BYTES - _CHANGES_BYTES - _DELTA_BYTES  # of a layer's arrays: they grow with the copies
 _CHANGES_COST = 11  # `output_changes` multiplies about as much as this many runs of the expert
 
 
@@ -92,7 +93,7 @@ class SensitivityPass:
             return embed(ids[place], rounded[copy])
 
         num_sequences = self.num_base + len(embeddings) * self.num_copied
-        self.states = LayerStates(weights, first, num_sequences, S, folder, device)
+        self.states = LayerStates(weights, first, num_sequences, S, folder, device, _HELD_BYTES)
 
     @property
     def num_copy_tokens(self) -> int:

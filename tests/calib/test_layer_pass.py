@@ -10,9 +10,8 @@ from families import TINY, Tiny, write
 from models import TinyMixtral
 from torch import Tensor
 
-from moe_pack.calib import layer_pass
 from moe_pack.calib.held import HeldWeights
-from moe_pack.calib.layer_pass import LayerStates, LayerTokens
+from moe_pack.calib.layer_pass import MAX_HELD_BYTES, LayerStates, LayerTokens
 from moe_pack.formats import Checkpoint, ModelSpec, Selector
 from moe_pack.runtime import CheckpointWeights, Decoder, Expert, Matrix, Weights, embed, head, run_expert
 
@@ -39,10 +38,10 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return CheckpointWeights(Checkpoint(source))
 
 
-def states_of(weights: Weights, folder: Path) -> LayerStates:
+def states_of(weights: Weights, folder: Path, held_bytes: int = MAX_HELD_BYTES) -> LayerStates:
     ids = sequences()
     folder.mkdir(exist_ok=True)
-    return LayerStates(weights, lambda number: embed(ids[number], weights), N, S, folder, CPU)
+    return LayerStates(weights, lambda number: embed(ids[number], weights), N, S, folder, CPU, held_bytes)
 
 
 def run_layer(states: LayerStates, weights: Weights, layer: int, tokens: LayerTokens) -> None:
@@ -236,12 +235,9 @@ def test_of_two_files_the_later_whole_one_is_gone_on_from(weights: Weights, tmp_
     assert states_of(weights, tmp_path).next_layer == 1
 
 
-def test_arrays_beyond_the_bound_lie_in_mapped_files(
-    weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arrays_beyond_the_bound_lie_in_mapped_files(weights: Weights, tmp_path: Path) -> None:
     expected = final(run(states_of(weights, tmp_path / "held"), weights))
-    monkeypatch.setattr(layer_pass, "MAX_HELD_BYTES", 2 * 4 * N * S * MODEL.hidden_size - 1)
-    states = states_of(weights, tmp_path / "mapped")
+    states = states_of(weights, tmp_path / "mapped", 2 * 4 * N * S * MODEL.hidden_size - 1)
     assert torch.equal(final(run(states, weights)), expected)
     names = sorted(path.name for path in (tmp_path / "mapped").glob("held-*"))
     assert names == ["held-inputs.bin", "held-x.bin"]
@@ -249,11 +245,8 @@ def test_arrays_beyond_the_bound_lie_in_mapped_files(
     assert not (tmp_path / "mapped").exists()
 
 
-def test_arrays_that_just_fit_the_bound_are_in_memory(
-    weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layer_pass, "MAX_HELD_BYTES", 2 * 4 * N * S * MODEL.hidden_size)
-    run(states_of(weights, tmp_path), weights)
+def test_arrays_that_just_fit_the_bound_are_in_memory(weights: Weights, tmp_path: Path) -> None:
+    run(states_of(weights, tmp_path, 2 * 4 * N * S * MODEL.hidden_size), weights)
     assert not list(tmp_path.glob("held-*"))
 
 
