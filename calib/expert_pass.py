@@ -54,20 +54,21 @@ def measure_expert(
     for number, places in enumerate(_chunks(len(token_idx), chunk_tokens)):
         x = inputs[token_idx[places]].to(device)
         y = torch.zeros_like(x)
-        held: list[tuple[int, Activations]] = []
+        # Thresholds come from all neurons' activations for the sample, then these are counted. In one piece: many
+        # between the blocks of weights would keep the memory of those from being used again.
+        sample = x.new_empty((len(KINDS), len(x), num_neurons)) if number == 0 else None
         start = 0
         for block in expert.blocks():
             values = activations(x, block, function)
             y.addmm_(values.h, block.down)
-            if number == 0:  # thresholds come from all neurons' activations for the sample, then these are counted
-                held.append((start, values))
+            stop = start + len(block.up)
+            if sample is None:
+                counts.add(start, values)
             else:
-                counts.add(start, values)
-            start += len(block.up)
-        if number == 0:
-            counts.set_thresholds([values for _, values in held])
-            for start, values in held:
-                counts.add(start, values)
+                _keep(values, sample[:, :, start:stop])
+            start = stop
+        if sample is not None:
+            counts.add_sample(sample)
         add(places, y)
     return ExpertActivity(counts.histograms, counts.thresholds, counts.hot)
 
@@ -96,24 +97,34 @@ class _Counts:
         self.thresholds = np.zeros((len(KINDS), len(HOT_SPARSITIES)), np.float32)
         self.hot = torch.zeros((len(KINDS), len(HOT_SPARSITIES), num_neurons), dtype=torch.int64)
 
-    def set_thresholds(self, held: list[Activations]) -> None:
-        for kind, selector in enumerate(KINDS):
+    def add_sample(self, magnitudes: Tensor) -> None:
+        """Takes thresholds from abs(a) of all neurons, float32 [kinds, n, f], and counts these; overwrites them."""
+        for kind, held in enumerate(magnitudes):
             histogram = Histogram()
-            for values in held:
-                histogram.add(values.of(selector).abs())
+            histogram.add(held.clone())
             self.thresholds[kind] = histogram.quantiles(HOT_SPARSITIES)
+            self._count(kind, 0, held)
 
     def add(self, start: int, values: Activations) -> None:
         """Counts some neurons, from `start` on."""
-        stop = start + values.h.shape[1]
-        reached = torch.empty_like(values.h)  # [n, neurons]
-        ones = reached.new_ones((1, len(reached)))
+        magnitudes = torch.empty_like(values.h)  # [n, neurons], one for all: new pages take longer than abs
         for kind, selector in enumerate(KINDS):
-            magnitudes = values.of(selector).abs()
-            counts = []
-            for threshold in self.thresholds[kind].tolist():
-                # As a product: sums of booleans down a column take many times as long. Exact below 2^24 tokens.
-                torch.ge(magnitudes, threshold, out=reached)
-                counts.append(ones @ reached)
-            self.hot[kind, :, start:stop] += torch.cat(counts).to("cpu", torch.int64)
-            self.histograms[kind].add(magnitudes)
+            torch.abs(values.of(selector), out=magnitudes)
+            self._count(kind, start, magnitudes)
+
+    def _count(self, kind: int, start: int, magnitudes: Tensor) -> None:
+        """Counts abs(a) of one kind, float32 [n, neurons] from `start` on; overwrites it."""
+        reached = torch.empty_like(magnitudes)
+        ones, counts = reached.new_ones((1, len(reached))), []
+        for threshold in self.thresholds[kind].tolist():
+            # As a product: sums of booleans down a column take many times as long. Exact below 2^24 tokens.
+            torch.ge(magnitudes, threshold, out=reached)
+            counts.append(ones @ reached)
+        self.hot[kind, :, start : start + reached.shape[1]] += torch.cat(counts).to("cpu", torch.int64)
+        self.histograms[kind].add(magnitudes)
+
+
+def _keep(values: Activations, sample: Tensor) -> None:
+    """Puts abs(a) of some neurons into their place, float32 [kinds, n, neurons]."""
+    for selector, place in zip(KINDS, sample, strict=True):
+        torch.abs(values.of(selector), out=place)
