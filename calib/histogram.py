@@ -44,14 +44,15 @@ class Histogram:
         Between the ends of a bin it is interpolated by rank; 0 where nothing was counted.
         Source: FloE Eq. 6.
         """
-        counts = self.counts.numpy()
-        below = np.cumsum(counts)
-        total = int(below[-1])
-        if total == 0:
+        used = np.flatnonzero(self.counts.numpy())
+        if not len(used):
             return np.zeros(len(levels), np.float32)
-        ranks = np.maximum(np.ceil(np.asarray(levels, np.float64) * total - 1e-9), 1)  # of the values in rising order
-        bins = np.searchsorted(below, ranks)
-        place = (ranks - (below[bins] - counts[bins]) - 0.5) / counts[bins]  # within the bin, 0 to 1
+        counts = self.counts.numpy()[used]
+        below = np.cumsum(counts)
+        ranks = np.maximum(np.ceil(np.asarray(levels, np.float64) * int(below[-1]) - 1e-9), 1)  # of rising values
+        among = np.searchsorted(below, ranks)  # the used ones
+        bins = used[among]
+        place = (ranks - (below[among] - counts[among]) - 0.5) / counts[among]  # within the bin, 0 to 1
         low = (bins << _SHIFT).astype(np.uint32).view(np.float32)
         ends = np.minimum(bins + 1, _INFINITY - 1) << _SHIFT  # of finite bins: a step is no number beyond the last
         high = np.where(bins < _INFINITY - 1, ends.astype(np.uint32).view(np.float32), low)
