@@ -11,6 +11,7 @@ from moe_pack.formats.codecs import decode_part
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by their names in safetensors
 MAX_DECODED_BYTES = 16 << 20  # no operation dequantizes more than this at once
+_MANY_ROWS = 16  # one row alone takes longer than so many in a row
 
 
 class Matrix(Protocol):
@@ -73,4 +74,6 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
 def gather_rows(matrix: Matrix, ids: Tensor) -> Tensor:
     """The rows with these numbers, float32 [len(ids), in]: the embedding of tokens."""
     distinct, places = torch.unique(ids, return_inverse=True)  # a text has few: each is read once
+    if _MANY_ROWS * len(distinct) >= matrix.num_rows and 4 * matrix.num_rows * matrix.num_cols <= MAX_DECODED_BYTES:
+        return matrix.rows(0, matrix.num_rows)[ids]
     return torch.cat([matrix.rows(i, i + 1) for i in distinct.tolist()])[places]
