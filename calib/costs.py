@@ -7,22 +7,24 @@ is tried once, on random inputs and the model's own weights, and its time multip
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from moe_pack.calib.divergence import HEAD_TOKENS, divergence, log_probabilities
 from moe_pack.calib.expert_error import QUANTIZED, SPARSE, Rounding, output_changes
 from moe_pack.calib.expert_pass import measure_expert
 from moe_pack.calib.layer_pass import LayerStates
 from moe_pack.calib.mlp_predictor import USUAL_TRAINING, shapes_for, train
 from moe_pack.calib.mlp_predictor import cost as training_cost
 from moe_pack.formats import ModelSpec, dense_roles
-from moe_pack.runtime import Weights, head, run_expert
+from moe_pack.runtime import Weights, run_expert
 
 _TRIED_TOKENS = 512
 _LONG_SECONDS = 1.0  # what takes this long need not be tried twice
-_HEAD_TOKENS = 64
+_MOST_TRIES, _ENOUGH_SECONDS = 5, 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +154,12 @@ class Trial:
         return Cost(0, _seconds(lambda: [None for _ in weights.expert(0, 0).blocks()]))
 
     @torch.inference_mode()
-    def head(self, num_tokens: int) -> Cost:
-        """Predictions of this many tokens, from hidden states."""
-        x = self._random(_HEAD_TOKENS)
-        seconds = _seconds(lambda: head(x, self._weights).log_softmax(dim=-1)) * num_tokens / _HEAD_TOKENS
+    def predicted(self, num_tokens: int) -> Cost:
+        """Predictions of this many tokens, from hidden states, compared with others."""
+        x = self._random(HEAD_TOKENS)
+        others = log_probabilities(x, self._weights, x.device)
+        seconds = _seconds(lambda: divergence(others, log_probabilities(x, self._weights, x.device)))
+        seconds *= num_tokens / HEAD_TOKENS
         return Cost(num_tokens * self._spec.hidden_size * self._spec.vocab_size, seconds)
 
     @property
@@ -173,11 +177,12 @@ class Trial:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The time of the second of two tries, the first of which brings weights to memory."""
-    for _ in range(2):
+    """The median time of some tries after a first, which brings weights to memory; of what takes long, of few."""
+    tries: list[float] = []
+    while len(tries) <= _MOST_TRIES and sum(tries[1:]) < _ENOUGH_SECONDS:
         began = time.perf_counter()
         work()
-        seconds = time.perf_counter() - began
-        if seconds > _LONG_SECONDS:
-            break
-    return seconds
+        tries.append(time.perf_counter() - began)
+        if tries[0] > _LONG_SECONDS:
+            return tries[0]
+    return median(tries[1:])

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from moe_pack.calib.arrays import Array
 from moe_pack.calib.costs import Cost, OnWork, Trial, expert_multiplications, half_multiplications
+from moe_pack.calib.divergence import HEAD_TOKENS, divergence, log_probabilities
 from moe_pack.calib.expert_error import Rounding
 from moe_pack.calib.expert_pass import CHUNK_TOKENS
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.layer_pass import LayerStates, LayerTokens
 from moe_pack.calib.rounded import RoundedExperts
 from moe_pack.formats import ROW_GROUP
-from moe_pack.runtime import Weights, embed, head, run_expert
+from moe_pack.runtime import Weights, embed, run_expert
 
 _COPY_TOKENS = 512
 _TRIED_TOKENS = 512
-_HEAD_TOKENS = 256
 
 
 class ExactPass:
@@ -72,13 +72,13 @@ class ExactPass:
         sums = np.zeros(num_copies)
         for number in range(self.num_copied):
             original = self.states.before(number)
-            for start in range(0, len(original), _HEAD_TOKENS):
-                rows = slice(start, start + _HEAD_TOKENS)
+            for start in range(0, len(original), HEAD_TOKENS):
+                rows = slice(start, start + HEAD_TOKENS)
                 expected = self._log_probabilities(original[rows])
                 for copy in range(num_copies):
                     hidden = self.states.before((1 + copy) * self.num_copied + number)[rows]
                     found = self._log_probabilities(hidden)
-                    sums[copy] += float((expected.exp() * (expected - found)).sum(dim=-1).to(torch.float64).sum())
+                    sums[copy] += divergence(expected, found)
             on_work(len(original) * (1 + num_copies) * self._spec.hidden_size * self._spec.vocab_size, "predictions")
         kls = (sums / self._num_tokens).astype(np.float32)
         return {"losses": kls[1:].reshape(shape), "base": kls[:1]}
@@ -95,7 +95,7 @@ class ExactPass:
             if layer in spec.moe_layers:
                 total += plain * (num_sequences * S * k / _TRIED_TOKENS) + rounded * (2 * E)
                 num_sequences += self.num_copied * E
-        return total + trial.head(self._num_tokens) * (2 + len(spec.moe_layers) * E)
+        return total + trial.predicted(self._num_tokens) * (2 + len(spec.moe_layers) * E)
 
     def _run_expert(self, tokens: LayerTokens, layer_idx: int, expert: int) -> tuple[Tensor, Tensor]:
         """Adds outputs of one expert; places among the copied tokens, and what 2 bits change there: [n], [n, d]."""
@@ -129,4 +129,4 @@ class ExactPass:
             yield base.index_add(0, places, change)
 
     def _log_probabilities(self, hidden: Tensor) -> Tensor:
-        return head(hidden.to(self._device), self._weights).log_softmax(dim=-1)
+        return log_probabilities(hidden, self._weights, self._device)

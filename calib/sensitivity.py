@@ -24,6 +24,7 @@ from moe_pack.calib.costs import (
     kind_of,
     kinds_of_layers,
 )
+from moe_pack.calib.divergence import HEAD_TOKENS, divergence, log_probabilities
 from moe_pack.calib.effects import DENSE_WIDTHS, LayerErrors, Level, all_copies, copies_of
 from moe_pack.calib.expert_error import (
     QUANTIZED,
@@ -38,11 +39,10 @@ from moe_pack.calib.expert_pass import CHUNK_TOKENS, sample_places
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.layer_pass import MAX_HELD_BYTES, LayerStates, LayerTokens
 from moe_pack.calib.rounded import RoundedDense, roundable_roles
-from moe_pack.runtime import embed, head, run_expert
+from moe_pack.runtime import embed, run_expert
 
 _FAST_TOKENS, _FULL_TOKENS = 256, 512  # of an expert, on which errors are measured
 _MOST_COPY_TOKENS, _LEAST_COPY_TOKENS = 2048, 512  # of a copy: fewer in deep models, where copies are many
-_HEAD_TOKENS = 256
 _TRIED_TOKENS = 512
 _CHANGES_BYTES = 128 << 20  # of changed outputs at once
 _DELTA_BYTES = 128 << 20  # of new copies' changes in memory
@@ -173,7 +173,7 @@ class SensitivityPass:
         compared = solved = Cost()
         if self.level == "fast":
             compared, solved = (trial.changed(at_once, held, every=8) for held in (self.plain, self.solved))
-        total = trial.head(self.num_copy_tokens) * (1 + len(all_copies(spec, self.level)))
+        total = trial.predicted(self.num_copy_tokens) * (1 + len(all_copies(spec, self.level)))
         num_sequences = self.states.num_sequences
         for layer in layers:
             begun = copies_of(spec, self.level, layer)
@@ -202,12 +202,12 @@ class SensitivityPass:
         for number in range(self.num_copied):
             base = self.states.before(number)
             held = [self.states.before(self._number_of(copy, number)) for copy in range(len(copies))]
-            for start in range(0, len(base), _HEAD_TOKENS):
-                rows = slice(start, start + _HEAD_TOKENS)
+            for start in range(0, len(base), HEAD_TOKENS):
+                rows = slice(start, start + HEAD_TOKENS)
                 expected = self._log_probabilities(base[rows], self.weights)
                 for copy, hidden in enumerate(held):
                     found = self._log_probabilities(hidden[rows], self.weights)
-                    sums[copy] += float(_divergence(expected, found))
+                    sums[copy] += divergence(expected, found)
             done = len(base) * (1 + len(copies)) * self.spec.hidden_size * self.spec.vocab_size
             on_work(done, "predictions")
         return (sums / self.num_copy_tokens).astype(np.float32), self._head_divergences()
@@ -220,15 +220,15 @@ class SensitivityPass:
         role = "embed" if self.spec.tied_head else "head"
         if role not in roundable_roles(self.spec, None):
             return found
-        hidden = self.states.before(0)[:_HEAD_TOKENS]
+        hidden = self.states.before(0)[:HEAD_TOKENS]
         expected = self._log_probabilities(hidden, self.weights)
         for idx, width in enumerate(DENSE_WIDTHS):
             rounded = RoundedDense(self.weights, (role,), width, self.plain)
-            found[idx] = float(_divergence(expected, self._log_probabilities(hidden, rounded))) / len(hidden)
+            found[idx] = divergence(expected, self._log_probabilities(hidden, rounded)) / len(hidden)
         return found
 
     def _log_probabilities(self, hidden: Tensor, weights: HeldWeights | RoundedDense) -> Tensor:
-        return head(hidden.to(self.device), weights).log_softmax(dim=-1)
+        return log_probabilities(hidden, weights, self.device)
 
     def _dense_error(self, layer: int, originals: list[Tensor], role: str, width: int) -> float:
         """What one dense matrix at this width changes in the hidden states of the copied sequences."""
@@ -347,8 +347,3 @@ class _Experts:
                 changes = found[0][QUANTIZED.index(change)] if change in size else found[1][SPARSE.index(change)]
                 output = changes.cpu()[copied] * (weights[copied, None] * size.get(change, 1.0))
                 delta.index_add_(0, token_idx[copied], output)
-
-
-def _divergence(expected: Tensor, found: Tensor) -> Tensor:
-    """The KL divergence of log-probabilities float32 [T, V], summed over tokens, in float64."""
-    return (expected.exp() * (expected - found)).sum(dim=-1).to(torch.float64).sum()
