@@ -1,10 +1,10 @@
 """Times profiling: the statistics stage against a plain forward pass of transformers, and how well time is foretold.
 
-The statistics stage runs and counts what a profile says of a model; transformers runs the
-same tokens in batches of 8 sequences, attention `sdpa`, experts as it runs them by default, in float32; beside that in
-float32 without its head, which the stage does not need, and in bfloat16. On the tiny model, and on one layer of random
-weights in Mixtral-8x7B's dimensions. Interleaved, medians. Ours streams its weights from files that lie in the page
-cache; transformers has them in memory before the clock starts. Then the sensitivity stage on the tiny model: the
+The statistics stage runs and counts what a profile says of a model; transformers runs the same tokens in batches of 8
+sequences, attention `sdpa`, experts as it runs them by default, in float32; beside that in float32 without its head,
+which the stage does not need, and in bfloat16. On the tiny model, and on one layer of random weights in Mixtral-8x7B's
+dimensions. Interleaved, medians. Ours streams its weights from files that lie in the page cache; transformers has them
+in memory before the clock starts. Then the sensitivity stage on the tiny model: the
 seconds announced against those it takes. Ends with exit code 1 if our speed is below 0.8 of transformers' in float32,
 or an announcement is off by more than a factor of 1.5.
 """

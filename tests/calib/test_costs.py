@@ -10,6 +10,7 @@ import torch
 from models import DEMO_MODEL
 from specs import GROUPED, LATENT
 
+from moe_pack.calib import costs
 from moe_pack.calib.costs import (
     Cost,
     Trial,
@@ -100,6 +101,29 @@ def test_every_trial_finds_seconds_and_counts_what_it_stands_for(trial: Trial) -
     for cost, multiplications in found.items():
         assert cost.multiplications == multiplications
         assert cost.seconds > 0 and math.isfinite(cost.seconds)
+
+
+@pytest.mark.parametrize(
+    ("tries", "expected"),
+    [
+        ([0.9, 0.01, 0.09, 0.02, 0.03, 0.04], 0.03),  # five after the first, which is not counted
+        ([0.9, 0.1, 0.11], 0.105),  # then it is enough
+        ([0.9, 0.3], 0.3),
+        ([1.1], 1.1),  # not again
+    ],
+)
+def test_announced_is_the_median_of_tries_after_the_first(
+    tries: list[float], expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, left = 0.0, iter(tries)
+
+    def work() -> None:
+        nonlocal now
+        now += next(left)
+
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: now)
+    assert costs._seconds(work) == pytest.approx(expected)
+    assert not list(left)
 
 
 def test_more_tokens_than_are_tried_take_their_share_of_seconds(trial: Trial) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from models import Tensors, TinyMixtral
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moe_pack.calib import Cost, ProfileOptions, Tokens, make_profile
 from moe_pack.calib.arrays import Array
 from moe_pack.calib.effects import Copy, LayerErrors, Level, all_copies, copies_of
 from moe_pack.calib.expert_error import QUANTIZED, SPARSE, SPARSITIES, WIDTHS, Change, Rounding
@@ -256,7 +255,8 @@ def test_the_heads_divergences_are_those_of_a_model_with_it_rounded(
     name: str, passes: Passes, references: References
 ) -> None:
     reference, found = references[name], passes[name, "fast"].head_kls.tolist()
-    original = (head := reference.model.get_output_embeddings()).weight
+    head = reference.model.get_output_embeddings()
+    original = head.weight
     for width, kl in zip((8, 4), found, strict=True):
         head.weight = torch.nn.Parameter(stored(original.data, width, "nearest"))  # not a tied embedding's too
         expected = reference.kl(reference.logits(), slice(0, 1))  # judged on the first sequence
@@ -558,43 +558,3 @@ def test_the_work_told_is_about_the_work_announced(name: str, level: Level, pass
     """What an announcement counts and progress does not: two roundings compared, of 34 products one, and no tokens."""
     ran = passes[name, level]
     assert 0.75 < ran.done / ran.announced < 1.1
-
-
-@dataclass
-class HiddenFiles:
-    """A watcher that remembers the hidden states last on the drive, and may end a run before a stage."""
-
-    folder: Path
-    stop: str
-    last: dict[str, bytes] = field(default_factory=dict)
-
-    def begin(self, stage: str, cost: Cost) -> None:
-        if stage == self.stop:
-            raise KeyboardInterrupt
-
-    def advance(self, multiplications: int, what: str) -> None:
-        found = {str(path): path.read_bytes() for path in self.folder.rglob("hidden-*")}
-        self.last = found or self.last
-
-    def end(self) -> None: ...
-
-
-def test_hidden_states_that_statistics_left_are_not_taken_for_those_of_this_stage(
-    sources: dict[str, Path], tmp_path: Path
-) -> None:
-    """As a run leaves them that is killed after its last file of statistics, before it removes its hidden states."""
-    checkpoint = Checkpoint(sources["mixtral"])
-    text = Tokens("made up", IDS[:1].numpy().astype(np.int32), "0" * 64, ())
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    watcher = HiddenFiles(killed, "sensitivity")
-    with pytest.raises(KeyboardInterrupt):
-        make_profile(checkpoint, text, killed, ProfileOptions(), watcher)
-    assert len(watcher.last) == 1
-    for path, raw in watcher.last.items():
-        Path(path).parent.mkdir(exist_ok=True)
-        Path(path).write_bytes(raw)
-    for folder in (killed, whole):
-        make_profile(checkpoint, text, folder, ProfileOptions(), HiddenFiles(folder, "never"))
-    checkpoint.close()
-    files = {path.name: path.read_bytes() for path in whole.iterdir()}
-    assert {path.name: path.read_bytes() for path in killed.iterdir()} == files

@@ -1,5 +1,6 @@
-"""What the sensitivity stage holds in memory: a fixed sum, however many copies there are."""
+"""Where the sensitivity stage keeps hidden states: no more in memory with more copies, and none but its own taken."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from models import TinyMixtral
 
-from moe_pack.calib import sensitivity
+from moe_pack.calib import Cost, ProfileOptions, Tokens, make_profile, sensitivity
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.sensitivity import SensitivityPass
 from moe_pack.formats import Checkpoint
@@ -42,3 +43,43 @@ def test_what_does_not_fit_in_memory_lies_in_mapped_files_and_gives_the_same(
     arrays = {"held-x.bin", "held-inputs.bin"}
     assert files == [{"held-delta-0.bin"}, {"held-delta-0.bin"} | arrays, {"held-delta-0.bin"} | arrays]
     assert all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@dataclass
+class HiddenFiles:
+    """A watcher that remembers the hidden states last on the drive, and may end a run before a stage."""
+
+    folder: Path
+    stop: str
+    last: dict[str, bytes] = field(default_factory=dict)
+
+    def begin(self, stage: str, cost: Cost) -> None:
+        if stage == self.stop:
+            raise KeyboardInterrupt
+
+    def advance(self, multiplications: int, what: str) -> None:
+        found = {str(path): path.read_bytes() for path in self.folder.rglob("hidden-*")}
+        self.last = found or self.last
+
+    def end(self) -> None: ...
+
+
+def test_hidden_states_that_statistics_left_are_not_taken_for_those_of_this_stage(
+    tmp_path: Path,
+) -> None:
+    """As a run leaves them that is killed after its last file of statistics, before it removes its hidden states."""
+    checkpoint = Checkpoint(MODEL.write(tmp_path / "m"))
+    text = Tokens("made up", IDS[:1].numpy().astype(np.int32), "0" * 64, ())
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    watcher = HiddenFiles(killed, "sensitivity")
+    with pytest.raises(KeyboardInterrupt):
+        make_profile(checkpoint, text, killed, ProfileOptions(), watcher)
+    assert len(watcher.last) == 1
+    for path, raw in watcher.last.items():
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_bytes(raw)
+    for folder in (killed, whole):
+        make_profile(checkpoint, text, folder, ProfileOptions(), HiddenFiles(folder, "never"))
+    checkpoint.close()
+    files = {path.name: path.read_bytes() for path in whole.iterdir()}
+    assert {path.name: path.read_bytes() for path in killed.iterdir()} == files
