@@ -6,6 +6,7 @@ an expert's extent by its CRC-32 when it is first read. It never decodes weights
 
 import hashlib
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -52,6 +53,7 @@ class Pack:
         self.folder = folder
         self._readers: dict[str, RangeReader] = {}
         self._paths: dict[str, Path] = {}  # of files that do not lie under their names
+        self._maps: dict[int, NDArray[np.uint8]] = {}  # of the experts' files, by layer_idx
         self._checked: set[tuple[int, int]] = set()
         if not folder.is_dir():
             raise PackError(f"{folder}: no such folder")
@@ -76,6 +78,7 @@ class Pack:
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
+        self._maps.clear()
 
     def has(self, name: str) -> bool:
         """Whether the pack has this file."""
@@ -105,14 +108,35 @@ class Pack:
 
         Raises:  PackError if they are damaged.
         """
-        name = self.manifest.expert_files[layer_idx].name
-        offset = self.layout.offsets[layer_idx][expert]
-        raw = self._reader(name).read(offset, self.layout.experts[layer_idx][expert].num_bytes)
-        if (layer_idx, expert) not in self._checked:
-            if zlib.crc32(raw.data) != self.index.crc32[layer_idx, expert]:
-                raise PackError(f"{name}: expert {expert}: CRC-32 does not match its bytes; the file is damaged")
-            self._checked.add((layer_idx, expert))
+        reader = self._reader(self.manifest.expert_files[layer_idx].name)
+        raw = reader.read(self.layout.offsets[layer_idx][expert], self.layout.experts[layer_idx][expert].num_bytes)
+        self._check_extent(layer_idx, expert, raw, lambda held: zlib.crc32(held.data))
         return raw
+
+    def map_extent(
+        self, layer_idx: int, expert: int, checksum: Callable[[NDArray[np.uint8]], int]
+    ) -> NDArray[np.uint8]:
+        """All bytes of an expert where they lie in the mapped file, u8; nothing is read but by `checksum`, once.
+
+        Args:    checksum: the CRC-32 of mapped bytes. It must bear that the file is cut, and so must who reads on.
+        Raises:  PackError if they are damaged, or the file cannot be mapped.
+        """
+        if layer_idx not in self._maps:
+            self._maps[layer_idx] = self._reader(self.manifest.expert_files[layer_idx].name).map()
+        offset, num_bytes = self.layout.offsets[layer_idx][expert], self.layout.experts[layer_idx][expert].num_bytes
+        mapped = self._maps[layer_idx][offset : offset + num_bytes]
+        self._check_extent(layer_idx, expert, mapped, checksum)
+        return mapped
+
+    def _check_extent(
+        self, layer_idx: int, expert: int, held: NDArray[np.uint8], checksum: Callable[[NDArray[np.uint8]], int]
+    ) -> None:
+        if (layer_idx, expert) in self._checked:
+            return
+        if checksum(held) != self.index.crc32[layer_idx, expert]:
+            name = self.manifest.expert_files[layer_idx].name
+            raise PackError(f"{name}: expert {expert}: CRC-32 does not match its bytes; the file is damaged")
+        self._checked.add((layer_idx, expert))
 
     def read_order(self) -> NDArray[np.uint32]:
         """The neuron order [L, E, f]: `order[l, e, j]` is the source's neuron in row `j`."""

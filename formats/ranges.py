@@ -1,6 +1,7 @@
-"""Reading ranges of files by `pread`: whole or not at all, never through a map that could be cut under us."""
+"""Reading ranges of files by `pread`, whole or not at all; and mapping them, for who can bear that they are cut."""
 
 import hashlib
+import mmap
 import os
 import stat
 from pathlib import Path
@@ -56,6 +57,17 @@ class RangeReader:
                 raise self._error(f"{self._place}: ends at byte {offset + done}, expected {offset + num_bytes}")
             done += got
         return out
+
+    def map(self) -> NDArray[np.uint8]:
+        """The whole file, mapped for reading: u8 [num_bytes]; valid as long as it is referred to.
+
+        Where the file is cut meanwhile, reading what it no longer has is a SIGBUS: leave that to who guards against it.
+        Raises:  the reader's error if the file is empty or cannot be mapped.
+        """
+        try:
+            return np.frombuffer(mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ), np.uint8)
+        except (OSError, ValueError) as fault:
+            raise self._error(f"{self._place}: cannot be mapped ({fault})") from fault
 
     def sha256(self) -> str:
         """SHA-256 of the whole file, in hexadecimal."""

@@ -2,10 +2,10 @@
 
 import secrets
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 import click
 import torch
@@ -15,6 +15,7 @@ from moe_pack.formats.cli import command_errors, common_options, size_text
 from moe_pack.runtime.chat import chat_prompt
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.generate import context_for, generate
+from moe_pack.runtime.kernels import InstructionSet, Kernels, is_available, num_cpus, open_kernels
 from moe_pack.runtime.pack_weights import PackWeights
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text
@@ -31,6 +32,8 @@ class RunOptions:
     top_p: float
     seed: int
     device: str
+    kernels: str
+    threads: int
     stats: bool
 
 
@@ -55,6 +58,16 @@ Examples:
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to compute."
 )
+@click.option(
+    "--threads", "-t", type=click.IntRange(1, 1024), help="CPU threads at work; all that may be used if not given."
+)
+@click.option(
+    "--kernels",
+    type=click.Choice(["auto", "avx512", "avx2", "portable", "torch"]),
+    default="auto",
+    show_default=True,
+    help="What computes on the CPU: the best native kernels for this machine, at most some, or plain torch.",
+)
 @click.option("--stats", is_flag=True, help="Report speed and memory on standard error at the end.")
 @common_options
 @command_errors(interrupted="interrupted")
@@ -68,6 +81,8 @@ def main(
     top_p: float,
     seed: int | None,
     device: str,
+    threads: int | None,
+    kernels: str,
     stats: bool,
     debug: bool,
 ) -> None:
@@ -82,7 +97,10 @@ def main(
     if not text:
         raise RunError("--prompt: is empty; give at least one character")
     chosen_seed = secrets.randbits(32) if seed is None else seed
-    run(pack, RunOptions(text, chat, max_tokens, temperature, top_p, chosen_seed, device, stats))
+    options = RunOptions(
+        text, chat, max_tokens, temperature, top_p, chosen_seed, device, kernels, threads or num_cpus(), stats
+    )
+    run(pack, options)
 
 
 def run(folder: Path, options: RunOptions) -> None:
@@ -97,7 +115,10 @@ def run(folder: Path, options: RunOptions) -> None:
         if not prompt_ids:
             raise RunError("--prompt: the tokenizer makes no token of it")
         context = context_for(len(prompt_ids), options.max_tokens, pack.spec.max_position_embeddings)
-        weights = PackWeights(pack, device)
+        kernels = stack.enter_context(closing(opened)) if (opened := _kernels(options)) else None
+        # Beside the kernels torch has small things to do: threads of its own would only wait, and wait spinning.
+        torch.set_num_threads(1 if kernels else options.threads)
+        weights = PackWeights(pack, device, kernels)
         decoder = Decoder(weights, context, device)
         clock = _Clock()
         stream = text.stream(prompt_ids)
@@ -115,7 +136,7 @@ def run(folder: Path, options: RunOptions) -> None:
             if clock.num_tokens and not last.endswith("\n"):
                 click.echo()
             if options.stats:
-                _report(options, pack, weights, decoder, clock, len(prompt_ids))
+                _report(options, kernels, pack, weights, decoder, clock, len(prompt_ids))
 
 
 class _Clock:
@@ -137,7 +158,13 @@ class _Clock:
 
 
 def _report(
-    options: RunOptions, pack: Pack, weights: PackWeights, decoder: Decoder, clock: _Clock, num_prompt_tokens: int
+    options: RunOptions,
+    kernels: Kernels | None,
+    pack: Pack,
+    weights: PackWeights,
+    decoder: Decoder,
+    clock: _Clock,
+    num_prompt_tokens: int,
 ) -> None:
     made = clock.num_tokens
     lines = [
@@ -146,7 +173,7 @@ def _report(
         ("experts read", f"{size_text(weights.bytes_read)}, prompt and continuation"),
         ("dense weights", size_text(pack.manifest.totals.dense)),
         ("key-value cache", f"{size_text(decoder.cache.num_bytes)} for {decoder.cache.context_tokens} tokens"),
-        ("computed by", f"plain torch on {options.device}, {torch.get_num_threads()} threads"),
+        ("computed by", _computed_by(options, kernels)),
         ("seed", str(options.seed) if options.temperature else "none: greedy"),
     ]
     for name, value in lines:
@@ -155,6 +182,28 @@ def _report(
 
 def _rate(num_tokens: int, seconds: float) -> str:
     return f"{num_tokens / seconds:.1f} tokens/s" if num_tokens > 0 and seconds > 0 else "no rate"
+
+
+def _kernels(options: RunOptions) -> Kernels | None:
+    """The native kernels that were asked for; None where torch computes."""
+    if options.kernels == "torch" or options.device != "cpu":
+        return None
+    if options.kernels == "auto":
+        return open_kernels(options.threads)
+    kernels = Kernels(options.threads, limit=cast(InstructionSet, options.kernels))
+    if kernels.instruction_set != options.kernels:
+        kernels.close()
+        raise RunError(f"--kernels {options.kernels}: this machine has {kernels.instruction_set} at most")
+    return kernels
+
+
+def _computed_by(options: RunOptions, kernels: Kernels | None) -> str:
+    threads = f"{options.threads} thread{'s' if options.threads > 1 else ''}"
+    if kernels is not None:
+        return f"native kernels, {kernels.instruction_set}, {threads}"
+    if options.device == "cpu" and not is_available():
+        return f"torch, {threads}: native kernels were not built, install again with a C++ compiler"
+    return f"torch on {options.device}" + (f", {threads}" if options.device == "cpu" else "")
 
 
 def _device(name: str) -> torch.device:

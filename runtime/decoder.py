@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_pack.formats import RunError
 from moe_pack.runtime.attention import visible
-from moe_pack.runtime.expert import run_expert
+from moe_pack.runtime.experts import run_experts
 from moe_pack.runtime.kv_cache import KVCache
 from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, run_unrouted
 from moe_pack.runtime.rope import Rope
@@ -101,21 +101,9 @@ class Decoder:
         return y if unrouted is None else y + unrouted
 
     def _experts(self, x: Tensor, layer: int) -> Tensor:
-        """The routed experts of a layer for normed hidden states [T, d]; each expert is brought once."""
-        layer_idx = self._layer_idx[layer]
+        """The routed experts of a layer for normed hidden states [T, d]."""
         experts, weights = route_tokens(x, self._weights, layer)
-        y = torch.zeros_like(x)
-        for expert in sorted(set(experts.flatten().tolist())):  # rising, so that sums are made in one order
-            token_idx, place = torch.where(experts == expert)
-            output = run_expert(
-                x[token_idx],
-                self._weights.expert(layer_idx, expert),
-                self.spec.expert.function,
-                self._weights.selector,
-                self._weights.threshold(layer_idx, expert),
-            )
-            y[token_idx] += weights[token_idx, place, None] * output
-        return y
+        return run_experts(x, experts, weights, self._weights, self._layer_idx[layer])
 
     @torch.inference_mode()
     def _head(self, hidden: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_pack.formats import RowLayout
+from moe_pack.formats import Part, RowLayout
 from moe_pack.formats.codecs import decode_part
+from moe_pack.runtime.kernels import Kernels, row_numbers, stored_numbers
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by their names in safetensors
 MAX_DECODED_BYTES = 16 << 20  # no operation dequantizes more than this at once
@@ -27,31 +28,52 @@ class Matrix(Protocol):
 
 
 class StoredMatrix:
-    """A matrix held in its 16- or 32-bit values, on any device."""
+    """A matrix held in its 16- or 32-bit values, on any device; kernels, which multiply it, need it on the CPU."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, kernels: Kernels | None = None) -> None:
         self._weight = weight
+        self._kernels = kernels
         self.num_rows, self.num_cols = weight.shape
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop`, float32 [stop - start, num_cols]."""
         return self._weight[start:stop].to(torch.float32)
 
+    def product(self, x: Tensor) -> Tensor | None:
+        """`x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]; None without kernels."""
+        if self._kernels is None:
+            return None
+        held = self._weight.contiguous().view(torch.uint8)
+        return self._kernels.product(x, stored_numbers(self._weight.dtype, self.num_cols), held.numpy())
+
 
 class RowMatrix:
-    """A matrix held in rows of the row layout, u8 [num_rows, row_bytes], on any device."""
+    """A matrix held in rows of the row layout, u8 [num_rows, row_bytes]; devices and kernels as above."""
 
-    def __init__(self, layout: RowLayout, held: Tensor) -> None:
+    def __init__(self, layout: RowLayout, held: Tensor, kernels: Kernels | None = None) -> None:
         self._layout = layout
         self._held = held
+        self._kernels = kernels
         self.num_rows, self.num_cols = held.shape[0], layout.num_cols
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop`, float32 [stop - start, num_cols]."""
         (part,) = self._layout.parts
-        return decode_part(
-            part.format, self.num_cols, self._held[start:stop, part.offset : part.offset + part.num_bytes]
-        )
+        return decoded(self._layout, part, self._held[start:stop], self._kernels)
+
+    def product(self, x: Tensor) -> Tensor | None:
+        """`x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]; None without kernels."""
+        if self._kernels is None:
+            return None
+        (part,) = self._layout.parts
+        return self._kernels.product(x, row_numbers(self._layout, part.name), self._held.numpy())
+
+
+def decoded(layout: RowLayout, part: Part, rows: Tensor, kernels: Kernels | None) -> Tensor:
+    """A part of rows u8 [rows, row_bytes] in float32 [rows, columns], the same bits with kernels and without."""
+    if kernels is not None:
+        return kernels.decode(row_numbers(layout, part.name), rows.numpy())
+    return decode_part(part.format, layout.num_cols, rows[:, part.offset : part.offset + part.num_bytes])
 
 
 def row_blocks(num_rows: int, num_cols: int, parts: int = 1) -> Iterator[tuple[int, int]]:
@@ -62,13 +84,15 @@ def row_blocks(num_rows: int, num_cols: int, parts: int = 1) -> Iterator[tuple[i
 
 
 def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
-    """`x @ matrix.T + bias` in float32, a block of rows at a time.
+    """`x @ matrix.T + bias` in float32: by the kernels of a matrix that has any, else a block of rows at a time.
 
     Args:    x: float32 [T, in].   bias: float32 [out].
     Returns: float32 [T, out].
     """
-    blocks = [x @ matrix.rows(start, stop).T for start, stop in row_blocks(matrix.num_rows, matrix.num_cols)]
-    y = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+    y = matrix.product(x) if isinstance(matrix, StoredMatrix | RowMatrix) else None
+    if y is None:
+        blocks = [x @ matrix.rows(start, stop).T for start, stop in row_blocks(matrix.num_rows, matrix.num_cols)]
+        y = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
     return y if bias is None else y + bias
 
 

@@ -1,31 +1,36 @@
 """A pack's weights: the dense part on the device, or read as it is used; experts' bytes brought when asked for."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from moe_pack.formats import DENSE_FILE, DenseLayout, ExpertLayout, ModelSpec, Pack, PackError
-from moe_pack.formats import Matrix as MatrixName
-from moe_pack.formats.codecs import decode_part
-from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, RowMatrix, StoredMatrix, row_blocks
-from moe_pack.runtime.weights import Expert, NeuronBlock
+from moe_pack.formats import DENSE_FILE, DenseLayout, ModelSpec, Pack, PackError
+from moe_pack.runtime.kernels import Kernels, MapCutError
+from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, RowMatrix, StoredMatrix
+from moe_pack.runtime.packed_expert import MappedExpert, PackedExpert
+from moe_pack.runtime.weights import Expert
 
 
 class PackWeights:
     """The weights of an open pack; the pack stays the caller's to close.
 
-    `bytes_read` counts the bytes of experts brought to the device.
+    With kernels, which are the caller's to close, experts are used where they lie in their mapped files, each checked
+    when it is first asked for; without, their bytes are brought to the device whenever they are asked for.
+    `bytes_read` counts the bytes of experts asked for.
     Raises:  PackError if the dense part is damaged; later, when an expert is that is asked for.
     """
 
-    def __init__(self, pack: Pack, device: torch.device) -> None:
+    def __init__(self, pack: Pack, device: torch.device, kernels: Kernels | None = None) -> None:
         _check_known(pack)
+        assert kernels is None or device.type == "cpu", "the kernels are the CPU's"
         self.spec: ModelSpec = pack.spec
         self.selector = pack.manifest.selector
         self.bytes_read = 0
         self._pack = pack
         self._device = device
+        self._kernels = kernels
         self._dense: dict[str, Matrix] = {}
         self._vectors: dict[str, Tensor] = {}
         self._keep(torch.from_numpy(pack.read_file(DENSE_FILE)))
@@ -37,7 +42,7 @@ class PackWeights:
             if len(entry.shape) == 1:
                 self._vectors[dense.role.name] = _vector(dense, raw)
             else:
-                self._dense[dense.role.name] = _matrix(dense, raw)
+                self._dense[dense.role.name] = _matrix(dense, raw, self._kernels)
 
     def vector(self, role: str) -> Tensor:
         """A norm's weight or a bias, float32 [n]."""
@@ -48,10 +53,41 @@ class PackWeights:
         return self._dense[role]
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """An expert, read from the pack and checked."""
-        raw = self._pack.read_extent(layer_idx, expert)
-        self.bytes_read += raw.nbytes
-        return PackedExpert(self._pack.layout.experts[layer_idx][expert], torch.from_numpy(raw).to(self._device))
+        """An expert, checked when it is first asked for."""
+        layout = self._pack.layout.experts[layer_idx][expert]
+        self.bytes_read += layout.num_bytes
+        if self._kernels is None:
+            raw = self._pack.read_extent(layer_idx, expert)
+            return PackedExpert(layout, torch.from_numpy(raw).to(self._device))
+        with self._named(layer_idx):
+            mapped = self._pack.map_extent(layer_idx, expert, self._kernels.checksum)
+        return MappedExpert(layout, self.selector, mapped, self._kernels)
+
+    def run_experts(self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor) -> Tensor | None:
+        """The routed experts of a layer over tokens x float32 [T, d], weighted and added up; None without kernels.
+
+        Args:    experts, router_weights: int64 and float32 [T, k].
+        Raises:  PackError if an expert is damaged, or its file is cut meanwhile.
+        """
+        if self._kernels is None:
+            return None
+        works = []
+        for number in torch.unique(experts).tolist():  # rising, so that sums are made in one order
+            expert = self.expert(layer_idx, number)
+            assert isinstance(expert, MappedExpert), "there are kernels"
+            token_idx, place = torch.where(experts == number)
+            rows = expert.rows(self.threshold(layer_idx, number))
+            works.append((rows, token_idx, router_weights[token_idx, place]))
+        with self._named(layer_idx):
+            return self._kernels.experts(x, works)
+
+    @contextmanager
+    def _named(self, layer_idx: int) -> Iterator[None]:
+        try:
+            yield
+        except MapCutError as fault:
+            name = self._pack.manifest.expert_files[layer_idx].name
+            raise PackError(f"{name}: was cut while it was in use; bring the file back and start again") from fault
 
     def threshold(self, layer_idx: int, expert: int) -> float:
         """The expert's threshold on `abs(a)`."""
@@ -64,13 +100,15 @@ class StreamedPackWeights:
     Raises:  PackError if the dense part is damaged; later, when an expert is that is asked for.
     """
 
-    def __init__(self, pack: Pack, device: torch.device) -> None:
+    def __init__(self, pack: Pack, device: torch.device, kernels: Kernels | None = None) -> None:
         _check_known(pack)
+        assert kernels is None or device.type == "cpu", "the kernels are the CPU's"
         pack.check_file(DENSE_FILE)
         self.spec: ModelSpec = pack.spec
         self.selector = pack.manifest.selector
         self._pack = pack
         self._device = device
+        self._kernels = kernels
         self._dense = {dense.role.name: dense for dense in pack.layout.dense}
 
     def vector(self, role: str) -> Tensor:
@@ -84,16 +122,16 @@ class StreamedPackWeights:
     def load(self, role: str) -> Matrix:
         """A dense matrix in memory, as it is stored."""
         dense = self._dense[role]
-        return _matrix(dense, self._rows(role, 0, dense.role.shape[0]))
+        return _matrix(dense, self._rows(role, 0, dense.role.shape[0]), self._kernels)
 
     def rows(self, role: str, start: int, stop: int) -> Tensor:
         """Rows of a dense matrix, float32 [stop - start, columns]."""
-        return _matrix(self._dense[role], self._rows(role, start, stop)).rows(0, stop - start)
+        return _matrix(self._dense[role], self._rows(role, start, stop), self._kernels).rows(0, stop - start)
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
         """An expert, read from the pack and checked."""
         raw = torch.from_numpy(self._pack.read_extent(layer_idx, expert)).to(self._device)
-        return PackedExpert(self._pack.layout.experts[layer_idx][expert], raw)
+        return PackedExpert(self._pack.layout.experts[layer_idx][expert], raw, self._kernels)
 
     def threshold(self, layer_idx: int, expert: int) -> float:
         """The expert's threshold on `abs(a)`."""
@@ -122,38 +160,8 @@ def _vector(dense: DenseLayout, raw: Tensor) -> Tensor:
     return raw.view(TORCH_DTYPES[dense.dtype]).to(torch.float32)
 
 
-def _matrix(dense: DenseLayout, raw: Tensor) -> Matrix:
+def _matrix(dense: DenseLayout, raw: Tensor, kernels: Kernels | None) -> Matrix:
     """The matrix in the bytes of some of its rows."""
     if dense.rows is not None:
-        return RowMatrix(dense.rows, raw.view(-1, dense.rows.row_bytes))
-    return StoredMatrix(raw.view(TORCH_DTYPES[dense.dtype]).view(-1, dense.role.shape[1]))
-
-
-class PackedExpert:
-    """An expert's extent, u8 on any device; blocks of its neurons are dequantized as they are asked for."""
-
-    def __init__(self, layout: ExpertLayout, extent: Tensor) -> None:
-        self._layout = layout
-        self._extent = extent
-
-    def blocks(self) -> Iterator[NeuronBlock]:
-        """All neurons once, in stored order."""
-        layout = self._layout
-        num_parts = len(layout.records.parts) + (len(layout.selector.parts) if layout.selector else 0)
-        for start, stop in row_blocks(layout.num_rows, layout.records.num_cols, num_parts):
-            gate, gate_bias = self._part("gate", start, stop)
-            up, up_bias = self._part("up", start, stop)
-            down, _ = self._part("down", start, stop)
-            assert up is not None and down is not None, "every expert has up and down"
-            yield NeuronBlock(gate, up, down, gate_bias, up_bias)
-
-    def _part(self, matrix: MatrixName, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
-        found = self._layout.find(matrix)
-        if found is None:
-            return None, None
-        rows, part, base = found
-        held = self._extent[base + start * rows.row_bytes : base + stop * rows.row_bytes].view(-1, rows.row_bytes)
-        end = part.offset + part.num_bytes
-        weights = decode_part(part.format, rows.num_cols, held[:, part.offset : end])
-        bias = held[:, end : end + 4].clone().view(torch.float32)[:, 0] if part.has_bias else None
-        return weights, bias
+        return RowMatrix(dense.rows, raw.view(-1, dense.rows.row_bytes), kernels)
+    return StoredMatrix(raw.view(TORCH_DTYPES[dense.dtype]).view(-1, dense.role.shape[1]), kernels)

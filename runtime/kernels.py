@@ -1,0 +1,234 @@
+"""The native kernels: operations on rows at the speed of memory, with threads of their own.
+
+Beside each stands its twin in plain torch, which it is tested against: `expert` for experts, `matrix` for products,
+`moe_pack.formats.codecs` for decoding. Products of few tokens take inputs as 24-bit fixed point relative to the
+token's largest magnitude, which is as precise as float32; everything else is float32. The extension is built with the
+package where there is a compiler; without it, or on another device than the CPU, torch serves.
+"""
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.formats import ExpertLayout, Part, RowLayout, RunError, Selector
+
+try:
+    import moe_pack.runtime._native as _native
+except ModuleNotFoundError:  # installed without a compiler
+    _native = None  # type: ignore[assignment]  # a module or nothing
+
+InstructionSet = Literal["portable", "avx2", "avx512"]
+Bytes = NDArray[np.uint8]
+Numbers = NDArray[np.int32]
+
+_CODECS = {"bf16": 0, "affine": 1, "f16": 2, "f32": 3}
+_DTYPES = {torch.bfloat16: 0, torch.float16: 2, torch.float32: 3}
+_SELECTORS = {"none": 0, "up": 1, "gate": 2, "both": 3}
+_SELECTOR_ROW, _RECORD = 1, 2
+
+
+class MapCutError(RunError):
+    """A file was cut while its map was read."""
+
+
+def is_available() -> bool:
+    """Whether the extension was built with this installation."""
+    return _native is not None
+
+
+def num_cpus() -> int:
+    """The CPUs this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """An expert as the kernels see it.
+
+    `layout` from `expert_numbers`; `selector` (None where the kind has none) and `records`: u8 [f, row bytes], in one
+    piece; `threshold` on `abs(a)`.
+    """
+
+    layout: Numbers
+    selector: Bytes | None
+    records: Bytes
+    threshold: float
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """What a selector tells: `a` float32 [T, f]; `runs` bool [T, f]; `neurons` int32 [n]: any token's, rising."""
+
+    a: Tensor
+    runs: Tensor
+    neurons: Tensor
+
+
+class Kernels:
+    """The kernels with `threads` threads, the caller's among them; one operation at a time. `close` ends them.
+
+    Results do not depend on the number of threads. All tensors are on the CPU. `limit` keeps to an older instruction
+    set than the machine's best.
+    """
+
+    def __init__(self, threads: int | None = None, limit: InstructionSet | None = None) -> None:
+        if _native is None:
+            raise RunError("native kernels: this installation has none; install where a C++ compiler is found")
+        self.threads = threads or num_cpus()
+        self._pool = _native.open_pool(self.threads, limit)
+        self.instruction_set: str = _native.instruction_set(self._pool)
+
+    def close(self) -> None:
+        """Ends the threads; the object cannot be used any more."""
+        self._pool = None
+
+    def experts(self, x: Tensor, works: list[tuple[ExpertRows, Tensor, Tensor]]) -> Tensor:
+        """Experts over tokens, weighted and added up.
+
+        Args:    x: float32 [T, d].   works: for each expert its rows, its tokens int64 [n] and their router weights
+                 float32 [n].
+        Returns: float32 [T, d]: `y[token] = sum of weight * expert(x[token])`.
+        Raises:  MapCutError if rows are mapped from a file that was cut.
+        """
+        x, y = x.contiguous(), torch.zeros(x.shape)
+        given = [
+            (rows.layout, rows.selector, rows.records, rows.threshold, tokens.contiguous().numpy(), _array(weights))
+            for rows, tokens, weights in works
+        ]
+        self._call("experts", given, x.numpy(), y.numpy(), x.shape[1])
+        return y
+
+    def select(self, x: Tensor, rows: ExpertRows) -> Selected:
+        """Which neurons of an expert run for tokens float32 [T, d], by its selector; all, where it has none."""
+        f, x = int(rows.layout[1]), x.contiguous()
+        a, runs = torch.zeros((len(x), f)), torch.zeros((len(x), f), dtype=torch.uint8)
+        neurons = torch.empty(f + 1, dtype=torch.int32)
+        count = self._call(
+            "select", rows.layout, rows.selector, rows.threshold, x.numpy(), a.numpy(), runs.numpy(), neurons.numpy()
+        )
+        return Selected(a, runs.view(torch.bool), neurons[:count])
+
+    def neurons(self, x: Tensor, rows: ExpertRows, selected: Selected, places: Tensor | None = None) -> Tensor:
+        """What selected neurons do: h float32 [T, n], zero where one does not run.
+
+        Args:    x: float32 [T, d].   places: int32 [n], the row of `rows.records` that each neuron's record lies in;
+                 without it, its own.
+        """
+        x, n = x.contiguous(), len(selected.neurons)
+        h = torch.empty((len(x), n))
+        has_selector = rows.selector is not None
+        self._call(
+            "neurons",
+            rows.layout,
+            rows.records,
+            selected.neurons.numpy(),
+            (selected.neurons if places is None else places.contiguous()).numpy(),
+            rows.threshold,
+            x.numpy(),
+            selected.a.numpy() if has_selector else None,
+            selected.runs.view(torch.uint8).numpy() if has_selector else None,
+            h.numpy(),
+        )
+        return h
+
+    def accumulate(self, h: Tensor, rows: ExpertRows, neurons: Tensor, places: Tensor | None = None) -> Tensor:
+        """The sum of down rows, float32 [T, d], for h float32 [T, n] of `neurons` int32 [n]; `places` as above."""
+        y = torch.zeros((len(h), int(rows.layout[0])))
+        where = neurons if places is None else places.contiguous()
+        self._call(
+            "accumulate", rows.layout, rows.records, neurons.numpy(), where.numpy(), _array(h.contiguous()), y.numpy()
+        )
+        return y
+
+    def product(self, x: Tensor, layout: Numbers, rows: Bytes) -> Tensor:
+        """`x @ rows.T`, float32 [T, rows], for x float32 [T, columns] and rows u8 [rows, row bytes] in one piece."""
+        out = torch.empty((len(x), len(rows)))
+        self._call("dense", layout, rows, x.contiguous().numpy(), out.numpy())
+        return out
+
+    def decode(self, layout: Numbers, rows: Bytes) -> Tensor:
+        """Rows in float32 [rows, columns], bit for bit those of the codec."""
+        out = torch.empty((len(rows), int(layout[0])))
+        self._call("decode", layout, rows, out.numpy())
+        return out
+
+    def checksum(self, held: Bytes) -> int:
+        """The CRC-32 of bytes in one piece."""
+        return int(self._call("checksum", held))
+
+    def read(self, held: Bytes) -> int:
+        """Reads bytes and does nothing with them (their parity comes back): how fast the machine could be."""
+        return int(self._call("read", held))
+
+    def row_checksums(self, layout: RowLayout, rows: Bytes) -> NDArray[np.uint32]:
+        """The CRC-32 of each row's bytes before its CRC field: u32 [rows], for u8 [rows, row bytes]."""
+        out = np.empty(len(rows), np.uint32)
+        self._call("row_checksums", rows, layout.row_bytes, layout.crc_offset, out)
+        return out
+
+    def gather(self, rows: Bytes, places: NDArray[np.int32], out: Bytes | None = None) -> Bytes:
+        """The rows at these places side by side: u8 [n, row bytes], into `out` where it is given."""
+        staged = np.empty((len(places), rows.shape[1]), np.uint8) if out is None else out
+        self._call("gather", rows, rows.shape[1], places, staged)
+        return staged
+
+    def _call(self, name: str, *arguments: object) -> int:
+        assert _native is not None and self._pool is not None, "kernels are open"
+        try:
+            return getattr(_native, name)(self._pool, *arguments)  # type: ignore[no-any-return]  # an untyped module
+        except _native.MapCutError as fault:
+            raise MapCutError("a file was cut while its map was read") from fault
+
+
+def open_kernels(threads: int | None = None) -> Kernels | None:
+    """Kernels with so many threads (all CPUs if None), or None where the extension was not built."""
+    return Kernels(threads) if is_available() else None
+
+
+@lru_cache(maxsize=4096)
+def expert_numbers(layout: ExpertLayout, selector: Selector) -> Numbers:
+    """An expert's layout in the numbers that the kernels take."""
+    numbers = [layout.records.num_cols, layout.num_rows, _SELECTORS[selector]]
+    numbers += [layout.selector.row_bytes if layout.selector else 0, layout.records.row_bytes]
+    for name in ("gate", "up", "down"):
+        selected = layout.selector.part(name) if layout.selector else None
+        part = selected or layout.records.part(name)
+        numbers += _part_numbers(part, _SELECTOR_ROW if selected else _RECORD) if part else [0] * 7
+    return _frozen(numbers)
+
+
+@lru_cache(maxsize=4096)
+def row_numbers(layout: RowLayout, name: str) -> Numbers:
+    """The layout of rows, of which one part is wanted, in the numbers that the kernels take."""
+    part = layout.part(name)
+    assert part is not None, name
+    return _frozen([layout.num_cols, layout.row_bytes, *_part_numbers(part, _RECORD)])
+
+
+@lru_cache(maxsize=4096)
+def stored_numbers(dtype: torch.dtype, num_cols: int) -> Numbers:
+    """The layout of rows of plain 16- or 32-bit values in the numbers that the kernels take."""
+    return _frozen([num_cols, num_cols * dtype.itemsize, _DTYPES[dtype], 8 * dtype.itemsize, 0, 16, 0, 0, _RECORD])
+
+
+def _part_numbers(part: Part, place: int) -> list[int]:
+    stored = part.format
+    codec = _CODECS[stored.codec]
+    return [codec, stored.width, stored.group, stored.scale_bits, part.offset, int(part.has_bias), place]
+
+
+def _frozen(numbers: list[int]) -> Numbers:
+    array = np.asarray(numbers, np.int32)
+    array.flags.writeable = False
+    return array
+
+
+def _array(values: Tensor) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = values.contiguous().numpy()
+    return array

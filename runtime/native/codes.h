@@ -1,0 +1,223 @@
+// A row's bytes as numbers, plainly: what every instruction set does alike (docs/format.md, section 8).
+//
+// Internal linkage throughout, for the reason given in vector.h. Loops are of fixed length where they can be, so that
+// compilers turn them into vector code for the target of the including file.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace moe_pack {
+namespace {
+
+inline uint16_t load_u16(const uint8_t* from) {
+    uint16_t loaded;
+    __builtin_memcpy(&loaded, from, sizeof loaded);
+    return loaded;
+}
+
+inline float as_float(uint32_t bits) {
+    float value;
+    __builtin_memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline uint32_t as_bits(float value) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline float load_float(const uint8_t* from) {
+    float loaded;
+    __builtin_memcpy(&loaded, from, sizeof loaded);
+    return loaded;
+}
+
+inline float bf16_to_float(uint16_t stored) { return as_float(uint32_t{stored} << 16); }
+
+// Exact. Without branches, and without float32 subnormals, which some modes flush to zero.
+inline float half_to_float(uint16_t stored) {
+    const uint32_t sign = (stored & 0x8000u) << 16;
+    const uint32_t magnitude = (stored & 0x7fffu) << 13;
+    const uint32_t normal = magnitude + 0x38000000u;
+    const uint32_t special = magnitude | 0x7f800000u;
+    const uint32_t subnormal = as_bits(as_float(magnitude + 0x38800000u) - as_float(0x38800000u));
+    const uint32_t finite = magnitude < 0x00800000u ? subnormal : normal;
+    return as_float(sign | (magnitude >= 0x0f800000u ? special : finite));
+}
+
+// One group's scale or zero from the bytes where the scales or zeros begin.
+inline float stored_scale(const Part& part, const uint8_t* scales, int32_t group) {
+    return part.scale_bits == 16 ? half_to_float(load_u16(scales + 2 * group))
+                                 : half_to_float(load_u16(scales)) * float(scales[2 + group]);
+}
+
+inline float stored_zero(const Part& part, const uint8_t* zeros, int32_t group) {
+    return part.scale_bits == 16 ? half_to_float(load_u16(zeros + 2 * group))
+                                 : half_to_float(load_u16(zeros)) * float(int8_t(zeros[2 + group]));
+}
+
+// All scales and zeros of a row, `num_groups` floats each.
+inline void load_scales(const Part& part, const uint8_t* row, float* scales, float* zeros) {
+    const uint8_t* stored_scales = row + part.code_bytes;
+    const uint8_t* stored_zeros = stored_scales + part.scale_bytes;
+    if (part.scale_bits == 16) {
+        for (int32_t g = 0; g < part.num_groups; ++g) {
+            scales[g] = half_to_float(load_u16(stored_scales + 2 * g));
+            zeros[g] = half_to_float(load_u16(stored_zeros + 2 * g));
+        }
+        return;
+    }
+    const float scale_step = half_to_float(load_u16(stored_scales));
+    const float zero_step = half_to_float(load_u16(stored_zeros));
+    for (int32_t g = 0; g < part.num_groups; ++g) {
+        scales[g] = scale_step * float(stored_scales[2 + g]);
+        zeros[g] = zero_step * float(int8_t(stored_zeros[2 + g]));
+    }
+}
+
+inline float row_bias(const Part& part, const uint8_t* row) {
+    return part.has_bias ? load_float(row + part.num_bytes()) : 0.0f;
+}
+
+// One plane: byte j holds codes j, j + 8 BITS, ... from bit 0 up.
+template <int BITS>
+inline void unpack_plane(const uint8_t* __restrict plane, uint8_t* __restrict codes) {
+    constexpr int RUN = 8 * BITS;
+    for (int place = 0; place < 8 / BITS; ++place) {
+        for (int j = 0; j < RUN; ++j) {
+            codes[place * RUN + j] = uint8_t((plane[j] >> (place * BITS)) & ((1 << BITS) - 1));
+        }
+    }
+}
+
+// The 64 codes of a block, in natural order.
+template <int WIDTH>
+inline void unpack_block(const uint8_t* __restrict block, uint8_t* __restrict codes) {
+    if constexpr (WIDTH == 3) {
+        uint8_t high[kBlock];
+        unpack_plane<2>(block, codes);
+        unpack_plane<1>(block + 16, high);
+        for (int j = 0; j < kBlock; ++j) {
+            codes[j] = uint8_t(codes[j] | (high[j] << 2));
+        }
+    } else {
+        unpack_plane<WIDTH>(block, codes);
+    }
+}
+
+template <int WIDTH>
+inline void decode_affine(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* __restrict out) {
+    const uint8_t* scales = row + part.code_bytes;
+    const uint8_t* zeros = scales + part.scale_bytes;
+    // Left unknown to the compiler, which would unroll 16 steps instead of making vectors of them.
+    const int32_t run = part.group < kBlock ? part.group : kBlock;
+    uint8_t codes[kBlock];
+    for (int32_t block = start; block < stop; block += kBlock) {
+        unpack_block<WIDTH>(row + block / 8 * WIDTH, codes);
+        for (int32_t first = 0; first < kBlock; first += run) {
+            const int32_t group = (block + first) / part.group;
+            const float scale = stored_scale(part, scales, group);
+            const float zero = stored_zero(part, zeros, group);
+            float* __restrict to = out + (block - start) + first;
+            const uint8_t* from = codes + first;
+            for (int32_t j = 0; j < run; ++j) {
+                to[j] = (float(from[j]) - zero) * scale;
+            }
+        }
+    }
+}
+
+// Kernels::decode.
+inline void decode(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* __restrict out) {
+    switch (part.codec) {
+        case Codec::bf16:
+            for (int32_t c = start; c < stop; ++c) {
+                out[c - start] = bf16_to_float(load_u16(row + 2 * c));
+            }
+            return;
+        case Codec::f16:
+            for (int32_t c = start; c < stop; ++c) {
+                out[c - start] = half_to_float(load_u16(row + 2 * c));
+            }
+            return;
+        case Codec::f32:
+            __builtin_memcpy(out, row + 4 * size_t(start), 4 * size_t(stop - start));
+            return;
+        case Codec::affine:
+            break;
+    }
+    switch (part.width) {
+        case 1: return decode_affine<1>(part, row, start, stop, out);
+        case 2: return decode_affine<2>(part, row, start, stop, out);
+        case 3: return decode_affine<3>(part, row, start, stop, out);
+        case 4: return decode_affine<4>(part, row, start, stop, out);
+        default: return decode_affine<8>(part, row, start, stop, out);
+    }
+}
+
+// Infinite or a NaN if one of the floats is: as integers, those are the largest.
+inline float largest_magnitude(const float* x, int32_t n) {
+    uint32_t largest = 0;
+    for (int32_t c = 0; c < n; ++c) {
+        const uint32_t magnitude = as_bits(x[c]) & 0x7fffffffu;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return as_float(largest);
+}
+
+inline bool is_finite(float value) { return (as_bits(value) & 0x7fffffffu) < 0x7f800000u; }
+
+// `n` floats and zeros up to a multiple of 16; NaNs if one is not finite.
+inline void prepare_floats(const float* x, int32_t n, float* __restrict prepared) {
+    const bool finite = is_finite(largest_magnitude(x, n));
+    for (int32_t c = 0; c < n; ++c) {
+        prepared[c] = finite ? x[c] : __builtin_nanf("");
+    }
+    for (int32_t c = n; c % 16 != 0; ++c) {
+        prepared[c] = 0.0f;
+    }
+}
+
+inline size_t round_up(size_t count, size_t multiple) { return (count + multiple - 1) / multiple * multiple; }
+
+// The bytes wanted next while one row is read, from the lowest line on.
+struct Prefetch {
+    const uint8_t* at = nullptr;
+    const uint8_t* stop = nullptr;
+
+    Prefetch() = default;
+    Prefetch(const Ahead& ahead, int32_t row_idx) {
+        if (ahead.num_bytes > 0) {
+            at = ahead.rows[row_idx];
+            stop = at + ahead.num_bytes;
+            at -= reinterpret_cast<uintptr_t>(at) % kLineBytes;
+        }
+    }
+
+    void line() {
+        if (at < stop) {
+            // Into the second level: what a tile of rows wants is larger than the first.
+            __builtin_prefetch(at, 0, 2);
+            at += kLineBytes;
+        }
+    }
+
+    void lines(int32_t count) {
+        for (int32_t i = 0; i < count; ++i) {
+            line();
+        }
+    }
+
+    void rest() {
+        while (at < stop) {
+            line();
+        }
+    }
+};
+
+}  // namespace
+}  // namespace moe_pack

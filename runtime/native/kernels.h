@@ -1,0 +1,89 @@
+// What one instruction set provides: arithmetic on the bytes of rows (docs/format.md, sections 7 and 8).
+//
+// No checking, no threads, no allocation: callers have validated every size (layout.cpp) and own all memory. One
+// table of functions an instruction set; `best_kernels` chooses at run time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace moe_pack {
+
+enum class Codec : int32_t { bf16 = 0, affine = 1, f16 = 2, f32 = 3 };
+
+// One matrix's share of a row of `num_cols` weights: codes, scales, zeros, then its float32 bias if it has one.
+struct Part {
+    Codec codec;
+    int32_t width;       // bits a code: 1, 2, 3, 4, 8 with affine
+    int32_t group;       // weights a group: 16, 32, 64, 128, or num_cols
+    int32_t scale_bits;  // 16: scales and zeros are float16; 8: bytes, with one float16 multiplier each
+    int32_t num_cols;
+    int32_t num_groups;
+    int32_t code_bytes;
+    int32_t scale_bytes;  // of the scales; the zeros take as many
+    bool has_bias;
+
+    int32_t num_bytes() const { return code_bytes + 2 * scale_bytes; }
+};
+
+constexpr int32_t kBlock = 64;         // codes lie in planar blocks of this many
+constexpr int32_t kLineBytes = 64;     // of a cache line
+constexpr int32_t kMaxTile = 64;       // rows a call of a kernel at most
+constexpr int32_t kReadPastFloats = 32;  // that may be read, never used, after arrays of floats handed to kernels
+
+// Rows whose bytes are wanted soon: while row r of a call is read, `num_bytes` from `rows[r]` on are prefetched.
+struct Ahead {
+    const uint8_t* const* rows;
+    int32_t num_bytes;
+};
+
+struct Kernels {
+    const char* name;
+
+    // Bytes of a token's inputs in the form in which `dot_rows` wants them for this part, a multiple of 64.
+    // Parts of one width and group (and of one codec, but for affine) share a form.
+    size_t (*prepared_bytes)(const Part& part);
+
+    // Brings float32 [num_cols] into that form. What is not finite makes every product NaN.
+    void (*prepare)(const Part& part, const float* x, void* prepared);
+
+    // out[r] = row r . x (+ its bias), in float32. `rows[r]` is where the part begins; `prepared` is aligned to 64.
+    // `work`: `work_floats(part)` floats, aligned to 64.
+    void (*dot_rows)(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
+                     const Ahead& ahead, float* work, float* out);
+    size_t (*work_floats)(const Part& part);
+
+    // Floats of a sum of rows in whatever order this instruction set finds best, a multiple of 16.
+    size_t (*sum_floats)(const Part& part);
+
+    // sum += h[r] * row r for each of `num_rows` rows, one after the other for each column; `sum` aligned to 64.
+    void (*add_rows)(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h,
+                     const Ahead& ahead, float* work, float* sum);
+
+    // out[c] += weight * (sum's column c), for columns `start` to `stop`, both multiples of 64 or num_cols.
+    void (*finish_sum)(const Part& part, const float* sum, float weight, int32_t start, int32_t stop, float* out);
+
+    // Columns `start` to `stop` of a row (multiples of 64, or num_cols), in float32, natural order, exactly
+    // `(code - zero) * scale`.
+    void (*decode)(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out);
+
+    // out[t * out_stride + r] += w[r] . x[t] over n columns, for decoded rows w[r * w_stride] and tokens
+    // x[t * x_stride]. n is any number.
+    void (*dots)(const float* w, int32_t num_rows, size_t w_stride, const float* x, int32_t num_tokens,
+                 size_t x_stride, int32_t n, float* out, size_t out_stride);
+
+    // y[t * y_stride + c] += sum over r of h[t * h_stride + r] * w[r * w_stride + c], rows one after the other.
+    void (*add)(const float* w, int32_t num_rows, size_t w_stride, const float* h, int32_t num_tokens,
+                size_t h_stride, int32_t n, float* y, size_t y_stride);
+};
+
+extern const Kernels portable_kernels;
+#if defined(__x86_64__)
+extern const Kernels avx2_kernels;    // AVX2, FMA, F16C
+extern const Kernels avx512_kernels;  // AVX-512 F, BW, DQ, VL, VNNI
+#endif
+
+// The fastest this machine has, at most the one named `limit` ("portable", "avx2", "avx512"; null: no limit).
+const Kernels* best_kernels(const char* limit);
+
+}  // namespace moe_pack

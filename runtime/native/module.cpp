@@ -1,0 +1,409 @@
+// The Python face of the kernels: buffers and numbers in, sizes checked, the interpreter's lock given back meanwhile.
+//
+// Buffers come by the buffer protocol and are as long as they say; every size that follows from a layout is compared
+// with that before any byte is read. Stable ABI of Python 3.11.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cstring>
+#include <new>
+#include <vector>
+
+#include "experts.h"
+#include "guard.h"
+#include "rows.h"
+
+namespace {
+
+using namespace moe_pack;
+
+constexpr int kMaxThreads = 1024;
+constexpr const char* kPoolName = "moe_pack.runtime._native.Pool";
+
+PyObject* cut_error;
+
+// A buffer of values of one size, given back at the end. A missing one (None) has no values.
+template <class T>
+class Buffer {
+  public:
+    ~Buffer() {
+        if (held_) PyBuffer_Release(&view_);
+    }
+    bool take(PyObject* from, const char* name, bool writable = false) {
+        if (from == Py_None) return true;
+        if (PyObject_GetBuffer(from, &view_, writable ? PyBUF_CONTIG : PyBUF_CONTIG_RO) != 0) return false;
+        held_ = true;
+        if (view_.len % (Py_ssize_t)sizeof(T) == 0 && (uintptr_t)view_.buf % alignof(T) == 0) return true;
+        PyErr_Format(PyExc_ValueError, "%s: no whole number of values, or not aligned", name);
+        return false;
+    }
+    T* values() const { return held_ ? static_cast<T*>(view_.buf) : nullptr; }
+    size_t size() const { return held_ ? (size_t)view_.len / sizeof(T) : 0; }
+
+  private:
+    Py_buffer view_ = {};
+    bool held_ = false;
+};
+
+PyObject* refuse(const char* name, const char* fault) {
+    PyErr_Format(PyExc_ValueError, "%s: %s", name, fault);
+    return nullptr;
+}
+
+bool has_size(const char* name, size_t found, size_t expected) {
+    if (found == expected) return true;
+    PyErr_Format(PyExc_ValueError, "%s: %zu values, expected %zu", name, found, expected);
+    return false;
+}
+
+bool all_below(const char* name, const int32_t* values, size_t count, size_t limit) {
+    for (size_t i = 0; i < count; i++)
+        if (values[i] < 0 || (size_t)values[i] >= limit) {
+            PyErr_Format(PyExc_ValueError, "%s: %d, expected 0 to %zu", name, (int)values[i], limit - 1);
+            return false;
+        }
+    return true;
+}
+
+Pool* pool_of(PyObject* capsule) { return static_cast<Pool*>(PyCapsule_GetPointer(capsule, kPoolName)); }
+
+PyObject* finished(Outcome outcome) {
+    if (outcome == Outcome::no_memory) return PyErr_NoMemory();
+    if (outcome == Outcome::done) Py_RETURN_NONE;
+    PyErr_SetString(cut_error, "a page that was read is no longer in its file");
+    return nullptr;
+}
+
+// Work without the interpreter's lock.
+template <class Work>
+PyObject* unlocked(const Work& work) {
+    Outcome outcome;
+    Py_BEGIN_ALLOW_THREADS;
+    outcome = work();
+    Py_END_ALLOW_THREADS;
+    return finished(outcome);
+}
+
+bool take_layout(PyObject* from, ExpertLayout* layout) {
+    Buffer<const int32_t> numbers;
+    if (!numbers.take(from, "layout")) return false;
+    const char* fault = read_expert_layout(numbers.values(), numbers.size(), layout);
+    return fault == nullptr || refuse("layout", fault) != nullptr;
+}
+
+// ---- pool ---------------------------------------------------------------------------------------------------------
+
+void free_pool(PyObject* capsule) { delete static_cast<Pool*>(PyCapsule_GetPointer(capsule, kPoolName)); }
+
+PyObject* open_pool(PyObject*, PyObject* arguments) {
+    int threads;
+    const char* limit;
+    if (!PyArg_ParseTuple(arguments, "iz:open_pool", &threads, &limit)) return nullptr;
+    if (threads < 1 || threads > kMaxThreads) return refuse("threads", "expected 1 to 1024");
+    const Kernels* kernels = best_kernels(limit);
+    if (kernels == nullptr) return refuse("instruction set", "expected portable, avx2 or avx512");
+    Pool* pool = new (std::nothrow) Pool(threads, *kernels);
+    if (pool == nullptr) return PyErr_NoMemory();
+    PyObject* capsule = PyCapsule_New(pool, kPoolName, free_pool);
+    if (capsule == nullptr) delete pool;
+    return capsule;
+}
+
+PyObject* instruction_set(PyObject*, PyObject* capsule) {
+    Pool* pool = pool_of(capsule);
+    return pool == nullptr ? nullptr : PyUnicode_FromString(pool->kernels().name);
+}
+
+// ---- experts ------------------------------------------------------------------------------------------------------
+
+// One expert of a call, with what it borrows.
+struct GivenExpert {
+    ExpertLayout layout;
+    Buffer<const uint8_t> selector, records;
+    Buffer<const int64_t> tokens;
+    Buffer<const float> weights;
+    float threshold;
+
+    bool take(PyObject* tuple, size_t num_tokens, int32_t d) {
+        PyObject *layout_numbers, *selector_rows, *record_rows, *token_idx, *router_weights;
+        if (!PyArg_ParseTuple(tuple, "OOOfOO:expert", &layout_numbers, &selector_rows, &record_rows, &threshold,
+                              &token_idx, &router_weights))
+            return false;
+        if (!take_layout(layout_numbers, &layout) || !selector.take(selector_rows, "selector") ||
+            !records.take(record_rows, "records") || !tokens.take(token_idx, "tokens") ||
+            !weights.take(router_weights, "weights"))
+            return false;
+        if (layout.num_cols != d) return refuse("layout", "its rows are not as long as x's") != nullptr;
+        if (!has_size("selector", selector.size(), layout.selector_bytes()) ||
+            !has_size("records", records.size(), layout.records_bytes()) ||
+            !has_size("weights", weights.size(), tokens.size()))
+            return false;
+        for (size_t i = 0; i < tokens.size(); i++)
+            if (tokens.values()[i] < 0 || (uint64_t)tokens.values()[i] >= num_tokens)
+                return refuse("tokens", "one is not in x") != nullptr;
+        return true;
+    }
+    ExpertWork work() const {
+        return {&layout,  selector.values(), records.values(), threshold, (int32_t)tokens.size(),
+                tokens.values(), weights.values()};
+    }
+};
+
+PyObject* experts(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *given, *inputs, *outputs;
+    int d;
+    if (!PyArg_ParseTuple(arguments, "OO!OOi:experts", &capsule, &PyList_Type, &given, &inputs, &outputs, &d))
+        return nullptr;
+    Pool* pool = pool_of(capsule);
+    Buffer<const float> x;
+    Buffer<float> y;
+    if (pool == nullptr || !x.take(inputs, "x") || !y.take(outputs, "y", true)) return nullptr;
+    if (d < 1 || x.size() % d || x.size() / d > INT32_MAX) return refuse("x", "expected whole tokens");
+    if (!has_size("y", y.size(), x.size())) return nullptr;
+    size_t count = PyList_Size(given);
+    std::vector<GivenExpert> held(count);
+    std::vector<ExpertWork> works(count);
+    for (size_t i = 0; i < count; i++) {
+        PyObject* tuple = PyList_GetItem(given, i);
+        if (tuple == nullptr || !PyTuple_Check(tuple)) return refuse("experts", "expected tuples");
+        if (!held[i].take(tuple, x.size() / d, d)) return nullptr;
+        works[i] = held[i].work();
+    }
+    return unlocked([&] { return run_experts(*pool, works.data(), (int32_t)count, x.values(), y.values()); });
+}
+
+PyObject* select(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *numbers, *rows, *inputs, *a_out, *runs_out, *neurons_out;
+    float threshold;
+    if (!PyArg_ParseTuple(arguments, "OOOfOOOO:select", &capsule, &numbers, &rows, &threshold, &inputs, &a_out,
+                          &runs_out, &neurons_out))
+        return nullptr;
+    Pool* pool = pool_of(capsule);
+    ExpertLayout layout;
+    Buffer<const uint8_t> selector;
+    Buffer<const float> x;
+    Buffer<float> a;
+    Buffer<uint8_t> runs;
+    Buffer<int32_t> neurons;
+    if (pool == nullptr || !take_layout(numbers, &layout) || !selector.take(rows, "selector") || !x.take(inputs, "x") ||
+        !a.take(a_out, "a", true) || !runs.take(runs_out, "runs", true) || !neurons.take(neurons_out, "neurons", true))
+        return nullptr;
+    size_t tokens = x.size() / layout.num_cols, f = layout.num_rows;
+    if (tokens > INT32_MAX || !has_size("x", x.size(), tokens * layout.num_cols) ||
+        !has_size("selector", selector.size(), layout.selector_bytes()) || !has_size("a", a.size(), tokens * f) ||
+        !has_size("runs", runs.size(), tokens * f) || !has_size("neurons", neurons.size(), f + 1))
+        return nullptr;
+    int32_t count = 0;
+    PyObject* done = unlocked([&] {
+        return select_neurons(*pool, layout, selector.values(), threshold, (int32_t)tokens, x.values(), a.values(),
+                              runs.values(), neurons.values(), &count);
+    });
+    if (done == nullptr) return nullptr;
+    Py_DECREF(done);
+    return PyLong_FromLong(count);
+}
+
+// What both steps after selection are given.
+struct GivenNeurons {
+    ExpertLayout layout;
+    Buffer<const uint8_t> records;
+    Buffer<const int32_t> neurons, places;
+
+    bool take(PyObject* numbers, PyObject* record_rows, PyObject* neuron_idx, PyObject* place_idx) {
+        if (!take_layout(numbers, &layout) || !records.take(record_rows, "records") ||
+            !neurons.take(neuron_idx, "neurons") || !places.take(place_idx, "places"))
+            return false;
+        size_t row_bytes = layout.record_row_bytes;
+        if (row_bytes == 0 || records.size() % row_bytes) return refuse("records", "expected whole rows") != nullptr;
+        return neurons.size() <= (size_t)layout.num_rows && has_size("places", places.size(), neurons.size()) &&
+               all_below("neurons", neurons.values(), neurons.size(), layout.num_rows) &&
+               all_below("places", places.values(), places.size(), records.size() / row_bytes);
+    }
+    NeuronsWork work(float threshold, size_t tokens) const {
+        return {&layout,           records.values(), threshold, (int32_t)tokens, (int32_t)neurons.size(),
+                neurons.values(), places.values()};
+    }
+};
+
+PyObject* neurons(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *numbers, *rows, *neuron_idx, *place_idx, *inputs, *a_in, *runs_in, *h_out;
+    float threshold;
+    if (!PyArg_ParseTuple(arguments, "OOOOOfOOOO:neurons", &capsule, &numbers, &rows, &neuron_idx, &place_idx,
+                          &threshold, &inputs, &a_in, &runs_in, &h_out))
+        return nullptr;
+    Pool* pool = pool_of(capsule);
+    GivenNeurons given;
+    Buffer<const float> x, a;
+    Buffer<const uint8_t> runs;
+    Buffer<float> h;
+    if (pool == nullptr || !given.take(numbers, rows, neuron_idx, place_idx) || !x.take(inputs, "x") ||
+        !a.take(a_in, "a") || !runs.take(runs_in, "runs") || !h.take(h_out, "h", true))
+        return PyErr_Occurred() ? nullptr : refuse("neurons", "more than the expert has");
+    size_t tokens = x.size() / given.layout.num_cols, f = given.layout.num_rows;
+    size_t selected = given.layout.selector == Selector::none ? 0 : tokens * f;
+    if (tokens > INT32_MAX || !has_size("x", x.size(), tokens * given.layout.num_cols) ||
+        !has_size("a", a.size(), selected) || !has_size("runs", runs.size(), selected) ||
+        !has_size("h", h.size(), tokens * given.neurons.size()))
+        return nullptr;
+    return unlocked([&] {
+        return run_neurons(*pool, given.work(threshold, tokens), x.values(), a.values(), runs.values(), h.values());
+    });
+}
+
+PyObject* accumulate(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *numbers, *rows, *neuron_idx, *place_idx, *h_in, *outputs;
+    if (!PyArg_ParseTuple(arguments, "OOOOOOO:accumulate", &capsule, &numbers, &rows, &neuron_idx, &place_idx, &h_in,
+                          &outputs))
+        return nullptr;
+    Pool* pool = pool_of(capsule);
+    GivenNeurons given;
+    Buffer<const float> h;
+    Buffer<float> y;
+    if (pool == nullptr || !given.take(numbers, rows, neuron_idx, place_idx) || !h.take(h_in, "h") ||
+        !y.take(outputs, "y", true))
+        return PyErr_Occurred() ? nullptr : refuse("neurons", "more than the expert has");
+    size_t tokens = y.size() / given.layout.num_cols;
+    if (tokens > INT32_MAX || !has_size("y", y.size(), tokens * given.layout.num_cols) ||
+        !has_size("h", h.size(), tokens * given.neurons.size()))
+        return nullptr;
+    return unlocked([&] { return add_neurons(*pool, given.work(0.0f, tokens), h.values(), y.values()); });
+}
+
+// ---- rows ---------------------------------------------------------------------------------------------------------
+
+// Rows of one part.
+struct GivenRows {
+    Buffer<const int32_t> numbers;
+    Buffer<const uint8_t> rows;
+    RowsLayout layout;
+    size_t num_rows;
+
+    bool take(PyObject* layout_numbers, PyObject* held_rows) {
+        if (!numbers.take(layout_numbers, "layout") || !rows.take(held_rows, "rows")) return false;
+        if (const char* fault = read_rows_layout(numbers.values(), numbers.size(), &layout))
+            return refuse("layout", fault) != nullptr;
+        num_rows = rows.size() / layout.row_bytes;
+        if (num_rows > (size_t)kMaxRows) return refuse("rows", "too many") != nullptr;
+        return has_size("rows", rows.size(), num_rows * layout.row_bytes);
+    }
+};
+
+PyObject* dense(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *numbers, *held_rows, *inputs, *outputs;
+    if (!PyArg_ParseTuple(arguments, "OOOOO:dense", &capsule, &numbers, &held_rows, &inputs, &outputs)) return nullptr;
+    Pool* pool = pool_of(capsule);
+    GivenRows given;
+    Buffer<const float> x;
+    Buffer<float> out;
+    if (pool == nullptr || !given.take(numbers, held_rows) || !x.take(inputs, "x") || !out.take(outputs, "out", true))
+        return nullptr;
+    size_t d = given.layout.part.part.num_cols, tokens = x.size() / d;
+    if (tokens > INT32_MAX || !has_size("x", x.size(), tokens * d) ||
+        !has_size("out", out.size(), tokens * given.num_rows))
+        return nullptr;
+    return unlocked([&] {
+        return multiply(*pool, given.layout, given.rows.values(), (int32_t)given.num_rows, x.values(),
+                        (int32_t)tokens, out.values());
+    });
+}
+
+PyObject* decode_rows(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *numbers, *held_rows, *outputs;
+    if (!PyArg_ParseTuple(arguments, "OOOO:decode", &capsule, &numbers, &held_rows, &outputs)) return nullptr;
+    Pool* pool = pool_of(capsule);
+    GivenRows given;
+    Buffer<float> out;
+    if (pool == nullptr || !given.take(numbers, held_rows) || !out.take(outputs, "out", true) ||
+        !has_size("out", out.size(), given.num_rows * given.layout.part.part.num_cols))
+        return nullptr;
+    return unlocked([&] {
+        return decode(*pool, given.layout, given.rows.values(), (int32_t)given.num_rows, out.values());
+    });
+}
+
+// A number for bytes in one piece.
+template <class Number, Outcome (*find)(Pool&, const uint8_t*, size_t, Number*)>
+PyObject* of_bytes(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *held;
+    if (!PyArg_ParseTuple(arguments, "OO", &capsule, &held)) return nullptr;
+    Pool* pool = pool_of(capsule);
+    Buffer<const uint8_t> bytes;
+    if (pool == nullptr || !bytes.take(held, "bytes")) return nullptr;
+    Number found = 0;
+    PyObject* done = unlocked([&] { return find(*pool, bytes.values(), bytes.size(), &found); });
+    if (done == nullptr) return nullptr;
+    Py_DECREF(done);
+    return PyLong_FromUnsignedLongLong(found);
+}
+
+PyObject* row_checksums(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *held, *outputs;
+    Py_ssize_t row_bytes, num_bytes;
+    if (!PyArg_ParseTuple(arguments, "OOnnO:row_checksums", &capsule, &held, &row_bytes, &num_bytes, &outputs))
+        return nullptr;
+    Pool* pool = pool_of(capsule);
+    Buffer<const uint8_t> rows;
+    Buffer<uint32_t> out;
+    if (pool == nullptr || !rows.take(held, "rows") || !out.take(outputs, "out", true)) return nullptr;
+    if (row_bytes < 1 || num_bytes < 0 || num_bytes > row_bytes) return refuse("num_bytes", "expected 0 to row_bytes");
+    size_t count = rows.size() / row_bytes;
+    if (count > (size_t)kMaxRows || !has_size("rows", rows.size(), count * row_bytes) ||
+        !has_size("out", out.size(), count))
+        return PyErr_Occurred() ? nullptr : refuse("rows", "too many");
+    return unlocked([&] {
+        return checksum_rows(*pool, rows.values(), (int32_t)count, row_bytes, num_bytes, out.values());
+    });
+}
+
+PyObject* gather_rows(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *held, *place_idx, *outputs;
+    Py_ssize_t row_bytes;
+    if (!PyArg_ParseTuple(arguments, "OOnOO:gather", &capsule, &held, &row_bytes, &place_idx, &outputs)) return nullptr;
+    Pool* pool = pool_of(capsule);
+    Buffer<const uint8_t> rows;
+    Buffer<const int32_t> places;
+    Buffer<uint8_t> out;
+    if (pool == nullptr || !rows.take(held, "rows") || !places.take(place_idx, "places") ||
+        !out.take(outputs, "out", true))
+        return nullptr;
+    if (row_bytes < 1) return refuse("row_bytes", "expected at least 1");
+    size_t count = rows.size() / row_bytes;
+    if (!has_size("rows", rows.size(), count * row_bytes) || !has_size("out", out.size(), places.size() * row_bytes) ||
+        !all_below("places", places.values(), places.size(), count))
+        return nullptr;
+    return unlocked([&] {
+        return gather(*pool, rows.values(), row_bytes, places.values(), (int32_t)places.size(), out.values());
+    });
+}
+
+PyMethodDef methods[] = {
+    {"open_pool", open_pool, METH_VARARGS, "open_pool(threads, limit) -> capsule"},
+    {"instruction_set", instruction_set, METH_O, "instruction_set(pool) -> str"},
+    {"experts", experts, METH_VARARGS, "experts(pool, [(layout, selector, records, threshold, tokens, weights)], x, y, d)"},
+    {"select", select, METH_VARARGS, "select(pool, layout, selector, threshold, x, a, runs, neurons) -> int"},
+    {"neurons", neurons, METH_VARARGS,
+     "neurons(pool, layout, records, neurons, places, threshold, x, a, runs, h)"},
+    {"accumulate", accumulate, METH_VARARGS, "accumulate(pool, layout, records, neurons, places, h, y)"},
+    {"dense", dense, METH_VARARGS, "dense(pool, layout, rows, x, out)"},
+    {"decode", decode_rows, METH_VARARGS, "decode(pool, layout, rows, out)"},
+    {"checksum", of_bytes<uint32_t, checksum>, METH_VARARGS, "checksum(pool, bytes) -> int"},
+    {"read", of_bytes<uint64_t, read_only>, METH_VARARGS, "read(pool, bytes) -> int"},
+    {"row_checksums", row_checksums, METH_VARARGS, "row_checksums(pool, rows, row_bytes, num_bytes, out)"},
+    {"gather", gather_rows, METH_VARARGS, "gather(pool, rows, row_bytes, places, out)"},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__native() {
+    PyObject* module = PyModule_Create(&definition);
+    if (module == nullptr) return nullptr;
+    cut_error = PyErr_NewException("moe_pack.runtime._native.MapCutError", nullptr, nullptr);
+    if (cut_error == nullptr || PyModule_AddObjectRef(module, "MapCutError", cut_error) != 0) {
+        Py_DECREF(module);
+        return nullptr;
+    }
+    return module;
+}

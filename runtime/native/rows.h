@@ -1,0 +1,30 @@
+// Rows as such: dense products, checksums, and gathering. All sizes have been checked.
+#pragma once
+
+#include <cstdint>
+
+#include "experts.h"
+
+namespace moe_pack {
+
+// out [T, rows] = x [T, d] times the rows, transposed.
+Outcome multiply(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int32_t num_rows, const float* x,
+                 int32_t num_tokens, float* out);
+
+// out [rows, d]: the rows in float32.
+Outcome decode(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int32_t num_rows, float* out);
+
+// The CRC-32 of the first `num_bytes` of each row.
+Outcome checksum_rows(Pool& pool, const uint8_t* rows, int32_t num_rows, size_t row_bytes, size_t num_bytes,
+                      uint32_t* out);
+
+// The CRC-32 of bytes in one piece.
+Outcome checksum(Pool& pool, const uint8_t* bytes, size_t num_bytes, uint32_t* out);
+
+// Reads bytes and nothing else, as fast as the threads can: what the speed of kernels is measured by.
+Outcome read_only(Pool& pool, const uint8_t* bytes, size_t num_bytes, uint64_t* parity);
+
+// out row k = row places[k], each of `row_bytes`.
+Outcome gather(Pool& pool, const uint8_t* rows, size_t row_bytes, const int32_t* places, int32_t count, uint8_t* out);
+
+}  // namespace moe_pack

@@ -1,0 +1,145 @@
+#include "tiles.h"
+
+namespace moe_pack {
+namespace {
+
+// A tile's rows from where a part begins in them.
+struct Begins {
+    const uint8_t* at[kMaxTile];
+
+    Begins(const PlacedPart& part, const uint8_t* const* rows, int32_t count) {
+        for (int32_t r = 0; r < count; r++) at[r] = rows[r] + part.offset;
+    }
+};
+
+}  // namespace
+
+const float* FewTokens::dot(const PlacedPart& part, const uint8_t* const* rows, int32_t count, const void* x,
+                            const Ahead& ahead, float* out) const {
+    if (count) kernels_.dot_rows(part.part, Begins(part, rows, count).at, count, x, ahead, scratch_.work, out);
+    return out;
+}
+
+void FewTokens::select(const uint8_t* const* rows, int32_t count, const Inputs& x, const Ahead& ahead,
+                       float* a) const {
+    const Ahead nothing = {nullptr, 0};
+    bool up = layout_.up.place == Place::selector, gate = layout_.gate.place == Place::selector;
+    const float* u = up ? dot(layout_.up, rows, count, x.up, ahead, scratch_.values[0]) : nullptr;
+    const float* g = gate ? dot(layout_.gate, rows, count, x.gate, up ? nothing : ahead, scratch_.values[1]) : nullptr;
+    for (int32_t r = 0; r < count; r++) {
+        if (g == nullptr)
+            a[r] = layout_.has_gate() ? u[r] : silu(u[r]);
+        else
+            a[r] = u == nullptr ? silu(g[r]) : silu(g[r]) * u[r];
+    }
+}
+
+void FewTokens::neurons(const uint8_t* const* records, int32_t count, const Inputs& x, const float* a,
+                        const uint8_t* runs, float threshold, const Ahead& ahead, float* h) const {
+    const Ahead nothing = {nullptr, 0};
+    const uint8_t* rows[kMaxTile];
+    const uint8_t* ahead_rows[kMaxTile];
+    int32_t places[kMaxTile], n = 0;
+    for (int32_t r = 0; r < count; r++) {
+        h[r] = 0.0f;
+        if (runs != nullptr && !runs[r]) continue;
+        rows[n] = records[r];
+        ahead_rows[n] = ahead.num_bytes ? ahead.rows[r] : nullptr;
+        places[n++] = r;
+    }
+    const Ahead those = {ahead_rows, ahead.num_bytes};
+    bool up = layout_.up.place == Place::record, gate = layout_.gate.place == Place::record;
+    const float* u = up ? dot(layout_.up, rows, n, x.up, those, scratch_.values[0]) : nullptr;
+    const float* g = gate ? dot(layout_.gate, rows, n, x.gate, up ? nothing : those, scratch_.values[1]) : nullptr;
+    for (int32_t i = 0; i < n; i++) {
+        float& value = h[places[i]];
+        if (a == nullptr) {
+            value = g == nullptr ? silu(u[i]) : silu(g[i]) * u[i];
+            if (!runs_at(value, threshold)) value = 0.0f;
+        } else if (g != nullptr) {
+            value = silu(g[i]) * a[places[i]];
+        } else {
+            value = u == nullptr ? a[places[i]] : a[places[i]] * u[i];
+        }
+    }
+}
+
+void FewTokens::add(const uint8_t* const* records, int32_t count, const float* h, const Ahead& ahead,
+                    float* sum) const {
+    const uint8_t* rows[kMaxTile];
+    const uint8_t* ahead_rows[kMaxTile];
+    float factors[kMaxTile];
+    int32_t n = 0;
+    for (int32_t r = 0; r < count; r++) {
+        if (h[r] == 0.0f) continue;
+        rows[n] = records[r] + layout_.down.offset;
+        ahead_rows[n] = ahead.num_bytes ? ahead.rows[n] : nullptr;
+        factors[n++] = h[r];
+    }
+    if (n) kernels_.add_rows(layout_.down.part, rows, n, factors, {ahead_rows, ahead.num_bytes}, scratch_.work, sum);
+}
+
+const float* ManyTokens::dots(const PlacedPart& part, const uint8_t* const* rows, int32_t count, float* out) const {
+    size_t d = layout_.num_cols;
+    float biases[kManyRows];
+    for (int32_t r = 0; r < count; r++) {
+        const uint8_t* begin = rows[r] + part.offset;
+        kernels_.decode(part.part, begin, 0, layout_.num_cols, scratch_.decoded + r * d);
+        biases[r] = bias_of(part.part, begin);
+    }
+    for (int32_t t = 0; t < num_tokens_; t++)
+        for (int32_t r = 0; r < count; r++) out[t * kManyRows + r] = 0.0f;
+    kernels_.dots(scratch_.decoded, count, d, x_, num_tokens_, d, layout_.num_cols, out, kManyRows);
+    for (int32_t t = 0; t < num_tokens_; t++)
+        for (int32_t r = 0; r < count; r++) out[t * kManyRows + r] += biases[r];
+    return out;
+}
+
+const float* ManyTokens::select(const uint8_t* const* rows, int32_t count) const {
+    bool up = layout_.up.place == Place::selector, gate = layout_.gate.place == Place::selector;
+    const float* u = up ? dots(layout_.up, rows, count, scratch_.values[0]) : nullptr;
+    const float* g = gate ? dots(layout_.gate, rows, count, scratch_.values[1]) : nullptr;
+    for (int32_t t = 0; t < num_tokens_; t++)
+        for (int32_t i = t * kManyRows; i < t * kManyRows + count; i++) {
+            if (g == nullptr)
+                scratch_.h[i] = layout_.has_gate() ? u[i] : silu(u[i]);
+            else
+                scratch_.h[i] = u == nullptr ? silu(g[i]) : silu(g[i]) * u[i];
+        }
+    return scratch_.h;
+}
+
+const float* ManyTokens::neurons(const uint8_t* const* records, const int32_t* neurons, int32_t count, const float* a,
+                                 const uint8_t* runs, size_t stride, float threshold) const {
+    bool up = layout_.up.place == Place::record, gate = layout_.gate.place == Place::record;
+    const float* u = up ? dots(layout_.up, records, count, scratch_.values[0]) : nullptr;
+    const float* g = gate ? dots(layout_.gate, records, count, scratch_.values[1]) : nullptr;
+    for (int32_t t = 0; t < num_tokens_; t++)
+        for (int32_t r = 0; r < count; r++) {
+            int32_t i = t * kManyRows + r;
+            float& value = scratch_.h[i];
+            if (runs == nullptr) {
+                value = g == nullptr ? silu(u[i]) : silu(g[i]) * u[i];
+                if (!runs_at(value, threshold)) value = 0.0f;
+                continue;
+            }
+            size_t place = t * stride + neurons[r];
+            if (!runs[place])
+                value = 0.0f;
+            else if (g != nullptr)
+                value = silu(g[i]) * a[place];
+            else
+                value = u == nullptr ? a[place] : a[place] * u[i];
+        }
+    return scratch_.h;
+}
+
+void ManyTokens::add(const uint8_t* const* records, int32_t count, const float* h, size_t h_stride, float* sum) const {
+    size_t d = layout_.num_cols;
+    for (int32_t r = 0; r < count; r++)
+        kernels_.decode(layout_.down.part, records[r] + layout_.down.offset, 0, layout_.num_cols,
+                        scratch_.decoded + r * d);
+    kernels_.add(scratch_.decoded, count, d, h, num_tokens_, h_stride, layout_.num_cols, sum, d);
+}
+
+}  // namespace moe_pack

@@ -1,0 +1,107 @@
+// A tile: some neurons of an expert, and what is computed for them by one thread at a time.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "layout.h"
+#include "pool.h"
+
+namespace moe_pack {
+
+constexpr int32_t kFewTokens = 3;    // so many go one by one, from rows in cache; more share decoded rows
+constexpr int32_t kManyTokens = 64;  // at once
+constexpr int32_t kManyRows = 32;    // decoded at once
+constexpr int32_t kTileBytes = 256 << 10;  // of rows: what stays in the second level of cache
+
+inline float silu(float v) { return v / (1.0f + std::exp(-v)); }
+
+// Neither zero nor below the threshold; a NaN runs, and is seen.
+inline bool runs_at(float a, float threshold) { return a != 0.0f && !(std::fabs(a) < threshold); }
+
+// Neurons a tile with rows of this size: at most 64, and no more than a cache holds.
+inline int32_t tile_rows(int64_t row_bytes) {
+    return (int32_t)std::clamp<int64_t>(kTileBytes / std::max<int64_t>(row_bytes, 1), 8, kMaxTile);
+}
+
+// Whether two parts want their inputs in the same form.
+inline bool same_form(const Part& a, const Part& b) {
+    if (a.codec != b.codec || a.num_cols != b.num_cols) return false;
+    return a.codec != Codec::affine || (a.width == b.width && a.group == b.group);
+}
+
+// A token's inputs in the forms that an expert's parts want.
+struct Inputs {
+    const void* gate;
+    const void* up;
+};
+
+// Memory of one thread.
+struct Scratch {
+    float* work;      // for kernels
+    float* values[2]; // [kMaxTile], or [kManyTokens, kManyRows]
+    float* h;         // the same
+    float* decoded;   // [kManyRows, d], for many tokens
+};
+
+// One token and up to kMaxTile neurons whose records (or selector rows) are `rows`.
+class FewTokens {
+  public:
+    FewTokens(const Kernels& kernels, const ExpertLayout& layout, const Scratch& scratch)
+        : kernels_(kernels), layout_(layout), scratch_(scratch) {}
+
+    // `a` of selector rows.
+    void select(const uint8_t* const* rows, int32_t count, const Inputs& x, const Ahead& ahead, float* a) const;
+
+    // h from records: `a` of the selector and whether each runs; without a selector both are null.
+    void neurons(const uint8_t* const* records, int32_t count, const Inputs& x, const float* a, const uint8_t* runs,
+                 float threshold, const Ahead& ahead, float* h) const;
+
+    // sum += h times down rows; rows whose h is zero are left out.
+    void add(const uint8_t* const* records, int32_t count, const float* h, const Ahead& ahead, float* sum) const;
+
+  private:
+    const float* dot(const PlacedPart& part, const uint8_t* const* rows, int32_t count, const void* x,
+                     const Ahead& ahead, float* out) const;
+
+    const Kernels& kernels_;
+    const ExpertLayout& layout_;
+    const Scratch& scratch_;
+};
+
+// Up to kManyTokens tokens [T, d] and kManyRows neurons: rows are decoded once for all.
+class ManyTokens {
+  public:
+    ManyTokens(const Kernels& kernels, const ExpertLayout& layout, const Scratch& scratch, const float* x,
+               int32_t num_tokens)
+        : kernels_(kernels), layout_(layout), scratch_(scratch), x_(x), num_tokens_(num_tokens) {}
+
+    // `a` [T, kManyRows] of selector rows, in scratch.
+    const float* select(const uint8_t* const* rows, int32_t count) const;
+
+    // h [T, kManyRows] of records, in scratch. `a` and `runs` of a token are `stride` apart; `neurons` are places there.
+    const float* neurons(const uint8_t* const* records, const int32_t* neurons, int32_t count, const float* a,
+                         const uint8_t* runs, size_t stride, float threshold) const;
+
+    // sum [T, d] += h [T, h_stride] times down rows.
+    void add(const uint8_t* const* records, int32_t count, const float* h, size_t h_stride, float* sum) const;
+
+  private:
+    const float* dots(const PlacedPart& part, const uint8_t* const* rows, int32_t count, float* out) const;
+
+    const Kernels& kernels_;
+    const ExpertLayout& layout_;
+    const Scratch& scratch_;
+    const float* x_;
+    int32_t num_tokens_;
+};
+
+// What a part's bias adds to a row's product.
+inline float bias_of(const Part& part, const uint8_t* begin) {
+    float bias = 0.0f;
+    if (part.has_bias) std::memcpy(&bias, begin + part.num_bytes(), 4);
+    return bias;
+}
+
+}  // namespace moe_pack

@@ -1,0 +1,262 @@
+// Products of small float matrices, written once with vector extensions for every instruction set.
+//
+// A file that includes this first defines MOE_PACK_VECTOR_FLOATS, the floats in a register: 16 with AVX-512, 8 with
+// AVX2 and FMA, 4 for anything else.
+// All names have internal linkage: shared by name between files compiled for different targets, the linker would keep
+// one copy, perhaps the one that this machine cannot run. For the same reason nothing here uses templates of std.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if MOE_PACK_VECTOR_FLOATS > 4
+#include <immintrin.h>
+#endif
+
+namespace moe_pack {
+namespace {
+
+constexpr int32_t kVector = MOE_PACK_VECTOR_FLOATS;
+// Sums of a tile: 4 * 4 where there are 32 registers, 3 * 4 where there are 16.
+constexpr int kTileWide = 4;  // tokens of either
+constexpr int kTileNarrow = kVector == 16 ? 4 : 3;  // rows of `dots`, vectors of `add`
+
+typedef float Vector __attribute__((vector_size(4 * MOE_PACK_VECTOR_FLOATS)));
+typedef float Quad __attribute__((vector_size(16)));
+typedef int32_t VectorMask __attribute__((vector_size(4 * MOE_PACK_VECTOR_FLOATS)));
+
+inline Vector load_vector(const float* from) {
+    Vector loaded;
+    __builtin_memcpy(&loaded, from, sizeof loaded);
+    return loaded;
+}
+
+inline void store_vector(float* to, Vector stored) { __builtin_memcpy(to, &stored, sizeof stored); }
+
+// a * b + c, fused where the instruction set can: flags forbid compilers to fuse on their own.
+inline Vector multiply_add(Vector a, Vector b, Vector c) {
+#if MOE_PACK_VECTOR_FLOATS == 16
+    return _mm512_fmadd_ps(a, b, c);
+#elif MOE_PACK_VECTOR_FLOATS == 8
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+// Subtracting zero leaves every float as it is, so that compilers reduce this to the broadcast.
+inline Vector broadcast(float value) { return value - Vector{}; }
+
+inline VectorMask first_lanes(int32_t count) {
+    VectorMask lanes;
+    for (int32_t i = 0; i < kVector; ++i) {
+        lanes[i] = i < count ? -1 : 0;
+    }
+    return lanes;
+}
+
+// Zero where `mask` is: what lies past the end may be a NaN, which a product with zero would keep.
+inline Vector load_masked(const float* from, VectorMask mask) { return (Vector)((VectorMask)load_vector(from) & mask); }
+
+inline float lane_sum(Vector vector) {
+    Quad quads[kVector / 4];
+    __builtin_memcpy(quads, &vector, sizeof quads);
+    for (int32_t half = kVector / 8; half > 0; half /= 2) {
+        for (int32_t i = 0; i < half; ++i) {
+            quads[i] += quads[i + half];
+        }
+    }
+    return (quads[0][0] + quads[0][2]) + (quads[0][1] + quads[0][3]);
+}
+
+template <int ROWS, int TOKENS>
+inline void dots_tile(const float* w, size_t w_stride, const float* x, size_t x_stride, int32_t n, float* out,
+                      size_t out_stride) {
+    Vector sums[ROWS][TOKENS] = {};
+    Vector inputs[TOKENS];
+    int32_t c = 0;
+    for (; c + kVector <= n; c += kVector) {
+        for (int t = 0; t < TOKENS; ++t) {
+            inputs[t] = load_vector(x + t * x_stride + c);
+        }
+        for (int r = 0; r < ROWS; ++r) {
+            const Vector weights = load_vector(w + r * w_stride + c);
+            for (int t = 0; t < TOKENS; ++t) {
+                sums[r][t] = multiply_add(weights, inputs[t], sums[r][t]);
+            }
+        }
+    }
+    if (c < n) {
+        const VectorMask mask = first_lanes(n - c);
+        for (int r = 0; r < ROWS; ++r) {
+            const Vector weights = load_masked(w + r * w_stride + c, mask);
+            for (int t = 0; t < TOKENS; ++t) {
+                sums[r][t] = multiply_add(weights, load_masked(x + t * x_stride + c, mask), sums[r][t]);
+            }
+        }
+    }
+    for (int t = 0; t < TOKENS; ++t) {
+        for (int r = 0; r < ROWS; ++r) {
+            out[t * out_stride + r] += lane_sum(sums[r][t]);
+        }
+    }
+}
+
+// `num_tokens` tokens, at most TOKENS: the template counts down to the tile that fits.
+template <int ROWS, int TOKENS>
+inline void dots_tokens(const float* w, size_t w_stride, const float* x, int32_t num_tokens, size_t x_stride,
+                        int32_t n, float* out, size_t out_stride) {
+    if constexpr (TOKENS > 1) {
+        if (num_tokens < TOKENS) {
+            dots_tokens<ROWS, TOKENS - 1>(w, w_stride, x, num_tokens, x_stride, n, out, out_stride);
+            return;
+        }
+    }
+    dots_tile<ROWS, TOKENS>(w, w_stride, x, x_stride, n, out, out_stride);
+}
+
+// `num_rows` rows, at most ROWS, with all tokens.
+template <int ROWS>
+inline void dots_rows(const float* w, int32_t num_rows, size_t w_stride, const float* x, int32_t num_tokens,
+                      size_t x_stride, int32_t n, float* out, size_t out_stride) {
+    if constexpr (ROWS > 1) {
+        if (num_rows < ROWS) {
+            dots_rows<ROWS - 1>(w, num_rows, w_stride, x, num_tokens, x_stride, n, out, out_stride);
+            return;
+        }
+    }
+    for (int32_t t = 0; t < num_tokens; t += kTileWide) {
+        dots_tokens<ROWS, kTileWide>(w, w_stride, x + t * x_stride, num_tokens - t, x_stride, n,
+                                     out + t * out_stride, out_stride);
+    }
+}
+
+// Kernels::dots. Columns are taken in pieces of which a hundred rows and tokens stay in the second level of cache.
+inline void dots(const float* w, int32_t num_rows, size_t w_stride, const float* x, int32_t num_tokens,
+                 size_t x_stride, int32_t n, float* out, size_t out_stride) {
+    constexpr int32_t PIECE = 1024;
+    for (int32_t c = 0; c < n; c += PIECE) {
+        const int32_t piece = n - c < PIECE ? n - c : PIECE;
+        for (int32_t r = 0; r < num_rows; r += kTileNarrow) {
+            dots_rows<kTileNarrow>(w + r * w_stride + c, num_rows - r, w_stride, x + c, num_tokens, x_stride, piece,
+                                   out + r, out_stride);
+        }
+    }
+}
+
+// The first `count` floats of a register, and zeros; no others are read.
+inline Vector load_first(const float* from, int32_t count) {
+    if (count == kVector) {
+        return load_vector(from);
+    }
+    float padded[kVector] = {};
+    __builtin_memcpy(padded, from, count * sizeof(float));
+    return load_vector(padded);
+}
+
+inline void store_first(float* to, Vector stored, int32_t count) {
+    if (count == kVector) {
+        store_vector(to, stored);
+    } else {
+        __builtin_memcpy(to, &stored, count * sizeof(float));
+    }
+}
+
+// `last` of the tile's floats in its last vector exist; of `w` the others are read, of `y` never.
+template <int TOKENS, int VECTORS>
+inline void add_tile(const float* w, int32_t num_rows, size_t w_stride, const float* h, size_t h_stride, int32_t last,
+                     float* y, size_t y_stride) {
+    constexpr int END = VECTORS - 1;
+    Vector sums[TOKENS][VECTORS] = {};
+    for (int t = 0; t < TOKENS; ++t) {
+        for (int v = 0; v < END; ++v) {
+            sums[t][v] = load_vector(y + t * y_stride + v * kVector);
+        }
+        sums[t][END] = load_first(y + t * y_stride + END * kVector, last);
+    }
+    for (int32_t r = 0; r < num_rows; ++r) {
+        Vector weights[VECTORS];
+        for (int v = 0; v < VECTORS; ++v) {
+            weights[v] = load_vector(w + r * w_stride + v * kVector);
+        }
+        for (int t = 0; t < TOKENS; ++t) {
+            const Vector value = broadcast(h[t * h_stride + r]);
+            for (int v = 0; v < VECTORS; ++v) {
+                sums[t][v] = multiply_add(weights[v], value, sums[t][v]);
+            }
+        }
+    }
+    for (int t = 0; t < TOKENS; ++t) {
+        for (int v = 0; v < END; ++v) {
+            store_vector(y + t * y_stride + v * kVector, sums[t][v]);
+        }
+        store_first(y + t * y_stride + END * kVector, sums[t][END], last);
+    }
+}
+
+// `num_tokens` tokens, at most TOKENS.
+template <int TOKENS, int VECTORS>
+inline void add_tokens(const float* w, int32_t num_rows, size_t w_stride, const float* h, int32_t num_tokens,
+                       size_t h_stride, int32_t last, float* y, size_t y_stride) {
+    if constexpr (TOKENS > 1) {
+        if (num_tokens < TOKENS) {
+            add_tokens<TOKENS - 1, VECTORS>(w, num_rows, w_stride, h, num_tokens, h_stride, last, y, y_stride);
+            return;
+        }
+    }
+    add_tile<TOKENS, VECTORS>(w, num_rows, w_stride, h, h_stride, last, y, y_stride);
+}
+
+// `num_cols` columns, at most VECTORS vectors of them, with all tokens.
+template <int VECTORS>
+inline void add_cols(const float* w, int32_t num_rows, size_t w_stride, const float* h, int32_t num_tokens,
+                     size_t h_stride, int32_t num_cols, float* y, size_t y_stride) {
+    if constexpr (VECTORS > 1) {
+        if (num_cols <= (VECTORS - 1) * kVector) {
+            add_cols<VECTORS - 1>(w, num_rows, w_stride, h, num_tokens, h_stride, num_cols, y, y_stride);
+            return;
+        }
+    }
+    const int32_t last = num_cols - (VECTORS - 1) * kVector;
+    for (int32_t t = 0; t < num_tokens;) {
+        // A token alone would keep too few sums to hide the latency of additions.
+        const int32_t left = num_tokens - t;
+        const int32_t tile = left == kTileWide + 1 ? kTileWide - 1 : left;
+        add_tokens<kTileWide, VECTORS>(w, num_rows, w_stride, h + t * h_stride, tile, h_stride, last,
+                                       y + t * y_stride, y_stride);
+        t += tile < kTileWide ? tile : kTileWide;
+    }
+}
+
+// A tile's columns of several rows, one row after the other.
+inline void pack_tile(const float* w, int32_t num_rows, size_t w_stride, int32_t num_cols, float* packed) {
+    for (int32_t r = 0; r < num_rows; ++r) {
+        for (int32_t c = 0; c < num_cols; c += kVector) {
+            store_vector(packed + r * kTileNarrow * kVector + c, load_vector(w + r * w_stride + c));
+        }
+    }
+}
+
+// Kernels::add. Rows whose stride is a power of two would push each other out of the cache while many tokens read
+// them: their tile is copied first.
+inline void add(const float* w, int32_t num_rows, size_t w_stride, const float* h, int32_t num_tokens,
+                size_t h_stride, int32_t n, float* y, size_t y_stride) {
+    constexpr int32_t TILE = kTileNarrow * kVector, PACKED_ROWS = 64, PACKED_TOKENS = 8;
+    alignas(64) float packed[PACKED_ROWS * TILE];
+    const bool packs = num_tokens >= PACKED_TOKENS;
+    for (int32_t c = 0; c < n; c += TILE) {
+        const int32_t tile = n - c < TILE ? n - c : TILE;
+        for (int32_t r = 0; r < num_rows; r += PACKED_ROWS) {
+            const int32_t count = num_rows - r < PACKED_ROWS ? num_rows - r : PACKED_ROWS;
+            const float* rows = w + r * w_stride + c;
+            if (packs) {
+                pack_tile(rows, count, w_stride, tile, packed);
+            }
+            add_cols<kTileNarrow>(packs ? packed : rows, count, packs ? TILE : w_stride, h + r, num_tokens, h_stride,
+                                  tile, y + c, y_stride);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace moe_pack

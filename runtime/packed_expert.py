@@ -1,0 +1,68 @@
+"""An expert in the bytes of a pack: decoded block by block, or used as it is by the kernels."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.formats import ExpertLayout, Selector
+from moe_pack.formats import Matrix as MatrixName
+from moe_pack.runtime.kernels import ExpertRows, Kernels, expert_numbers
+from moe_pack.runtime.matrix import decoded, row_blocks
+from moe_pack.runtime.weights import NeuronBlock
+
+
+class PackedExpert:
+    """An expert's extent, u8 on any device; blocks of its neurons are dequantized as they are asked for."""
+
+    def __init__(self, layout: ExpertLayout, extent: Tensor, kernels: Kernels | None = None) -> None:
+        self._layout = layout
+        self._extent = extent
+        self._kernels = kernels
+
+    def blocks(self) -> Iterator[NeuronBlock]:
+        """All neurons once, in stored order."""
+        layout = self._layout
+        num_parts = len(layout.records.parts) + (len(layout.selector.parts) if layout.selector else 0)
+        for start, stop in row_blocks(layout.num_rows, layout.records.num_cols, num_parts):
+            gate, gate_bias = self._part("gate", start, stop)
+            up, up_bias = self._part("up", start, stop)
+            down, _ = self._part("down", start, stop)
+            assert up is not None and down is not None, "every expert has up and down"
+            yield NeuronBlock(gate, up, down, gate_bias, up_bias)
+
+    def _part(self, matrix: MatrixName, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
+        found = self._layout.find(matrix)
+        if found is None:
+            return None, None
+        rows, part, base = found
+        held = self._extent[base + start * rows.row_bytes : base + stop * rows.row_bytes].view(-1, rows.row_bytes)
+        weights = decoded(rows, part, held, self._kernels)
+        end = part.offset + part.num_bytes
+        bias = held[:, end : end + 4].clone().view(torch.float32)[:, 0] if part.has_bias else None
+        return weights, bias
+
+
+class MappedExpert:
+    """An expert's extent where it lies in a mapped file, u8: only the kernels, which bear that it is cut, read it."""
+
+    def __init__(self, layout: ExpertLayout, selector: Selector, mapped: NDArray[np.uint8], kernels: Kernels) -> None:
+        self._layout = layout
+        self._selector: Selector = selector
+        self._mapped = mapped
+        self._kernels = kernels
+
+    def rows(self, threshold: float) -> ExpertRows:
+        """The expert as the kernels see it."""
+        layout = self._layout
+        begin, end = layout.selector_bytes, layout.selector_bytes + layout.records_bytes
+        selector = self._mapped[:begin].reshape(layout.num_rows, -1) if begin else None
+        records = self._mapped[begin:end].reshape(layout.num_rows, -1)
+        return ExpertRows(expert_numbers(layout, self._selector), selector, records, threshold)
+
+    def blocks(self) -> Iterator[NeuronBlock]:
+        """All neurons once, in stored order; biases are copied by the kernels too."""
+        copied = self._kernels.gather(self._mapped.reshape(1, -1), np.zeros(1, np.int32)).reshape(-1)
+        yield from PackedExpert(self._layout, torch.from_numpy(copied), self._kernels).blocks()

@@ -1,0 +1,44 @@
+"""The native kernels of `runtime/`: optional, so that a machine without a compiler installs the rest.
+
+Everything else about the package is in pyproject.toml.
+"""
+
+from setuptools import Extension, setup
+
+FOLDER = "runtime/native"
+SOURCES = (
+    "module",
+    "experts",
+    "tiles",
+    "rows",
+    "layout",
+    "pool",
+    "guard",
+    "crc",
+    "kernels",
+    "kernels_portable",
+    "kernels_avx2",
+    "kernels_avx512",
+)
+
+setup(
+    ext_modules=[
+        Extension(
+            "moe_pack.runtime._native",
+            [f"{FOLDER}/{name}.cpp" for name in SOURCES],
+            define_macros=[("Py_LIMITED_API", "0x030B0000")],
+            # No contraction: what is decoded is exactly what the codec says. Files for one instruction set say so
+            # themselves.
+            extra_compile_args=[
+                "-std=c++17",
+                "-O3",
+                "-ffp-contract=off",
+                "-fvisibility=hidden",
+                "-Wno-unused-function",
+            ],
+            py_limited_api=True,
+            optional=True,
+        )
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)
