@@ -9,10 +9,13 @@ FOLDER = "runtime/native"
 SOURCES = (
     "module",
     "experts",
+    "steps",
+    "job",
     "tiles",
     "rows",
     "layout",
     "pool",
+    "arena",
     "guard",
     "crc",
     "kernels",

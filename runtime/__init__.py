@@ -6,10 +6,20 @@ from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.expert import ACTIVATIONS, Activations, activations, run_expert
 from moe_pack.runtime.folder_files import FolderFiles
 from moe_pack.runtime.generate import context_for, generate
+from moe_pack.runtime.kernels import (
+    ExpertRows,
+    Kernels,
+    expert_numbers,
+    is_available,
+    kernels_for,
+    num_cpus,
+    open_kernels,
+)
 from moe_pack.runtime.kv_cache import KVCache
 from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, run_unrouted
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, row_blocks
 from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
+from moe_pack.runtime.packed_expert import PackedExpert
 from moe_pack.runtime.rope import Angles, Rope
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text, TextStream
@@ -23,11 +33,14 @@ __all__ = [
     "CheckpointWeights",
     "Decoder",
     "Expert",
+    "ExpertRows",
     "FolderFiles",
     "KVCache",
+    "Kernels",
     "Matrix",
     "NeuronBlock",
     "PackWeights",
+    "PackedExpert",
     "Rope",
     "Sampler",
     "StoredMatrix",
@@ -39,11 +52,16 @@ __all__ = [
     "add_attention",
     "context_for",
     "embed",
+    "expert_numbers",
     "generate",
     "head",
+    "is_available",
     "is_plain",
+    "kernels_for",
     "linear",
     "mlp_input",
+    "num_cpus",
+    "open_kernels",
     "read_rows",
     "route_tokens",
     "row_blocks",

@@ -7,6 +7,8 @@ package where there is a compiler; without it, or on another device than the CPU
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -80,7 +82,7 @@ class Kernels:
     def __init__(self, threads: int | None = None, limit: InstructionSet | None = None) -> None:
         if _native is None:
             raise RunError("native kernels: this installation has none; install where a C++ compiler is found")
-        self.threads = threads or num_cpus()
+        self.threads = num_cpus() if threads is None else threads
         self._pool = _native.open_pool(self.threads, limit)
         self.instruction_set: str = _native.instruction_set(self._pool)
 
@@ -88,7 +90,7 @@ class Kernels:
         """Ends the threads; the object cannot be used any more."""
         self._pool = None
 
-    def experts(self, x: Tensor, works: list[tuple[ExpertRows, Tensor, Tensor]]) -> Tensor:
+    def experts(self, x: Tensor, works: list[tuple[ExpertRows, NDArray[np.int64], NDArray[np.float32]]]) -> Tensor:
         """Experts over tokens, weighted and added up.
 
         Args:    x: float32 [T, d].   works: for each expert its rows, its tokens int64 [n] and their router weights
@@ -98,7 +100,7 @@ class Kernels:
         """
         x, y = x.contiguous(), torch.zeros(x.shape)
         given = [
-            (rows.layout, rows.selector, rows.records, rows.threshold, tokens.contiguous().numpy(), _array(weights))
+            (rows.layout, rows.selector, rows.records, rows.threshold, tokens, weights)
             for rows, tokens, weights in works
         ]
         self._call("experts", given, x.numpy(), y.numpy(), x.shape[1])
@@ -189,6 +191,17 @@ class Kernels:
 def open_kernels(threads: int | None = None) -> Kernels | None:
     """Kernels with so many threads (all CPUs if None), or None where the extension was not built."""
     return Kernels(threads) if is_available() else None
+
+
+@contextmanager
+def kernels_for(device: torch.device, threads: int | None = None) -> Iterator[Kernels | None]:
+    """Kernels for work on a device, closed at the end: None where the extension was not built, or on another device."""
+    kernels = open_kernels(threads) if device.type == "cpu" else None
+    try:
+        yield kernels
+    finally:
+        if kernels is not None:
+            kernels.close()
 
 
 @lru_cache(maxsize=4096)

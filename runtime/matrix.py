@@ -34,6 +34,9 @@ class StoredMatrix:
         self._weight = weight
         self._kernels = kernels
         self.num_rows, self.num_cols = weight.shape
+        if kernels is not None:
+            self._numbers = stored_numbers(weight.dtype, self.num_cols)
+            self._bytes = weight.contiguous().view(torch.uint8).numpy()
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop`, float32 [stop - start, num_cols]."""
@@ -43,8 +46,7 @@ class StoredMatrix:
         """`x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]; None without kernels."""
         if self._kernels is None:
             return None
-        held = self._weight.contiguous().view(torch.uint8)
-        return self._kernels.product(x, stored_numbers(self._weight.dtype, self.num_cols), held.numpy())
+        return self._kernels.product(x, self._numbers, self._bytes)
 
 
 class RowMatrix:
@@ -55,6 +57,9 @@ class RowMatrix:
         self._held = held
         self._kernels = kernels
         self.num_rows, self.num_cols = held.shape[0], layout.num_cols
+        if kernels is not None:
+            self._numbers = row_numbers(layout, layout.parts[0].name)
+            self._bytes = held.numpy()
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop`, float32 [stop - start, num_cols]."""
@@ -65,8 +70,7 @@ class RowMatrix:
         """`x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]; None without kernels."""
         if self._kernels is None:
             return None
-        (part,) = self._layout.parts
-        return self._kernels.product(x, row_numbers(self._layout, part.name), self._held.numpy())
+        return self._kernels.product(x, self._numbers, self._bytes)
 
 
 def decoded(layout: RowLayout, part: Part, rows: Tensor, kernels: Kernels | None) -> Tensor:

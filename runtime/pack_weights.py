@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ class PackWeights:
         self._pack = pack
         self._device = device
         self._kernels = kernels
+        self._mapped: dict[tuple[int, int], MappedExpert] = {}
         self._dense: dict[str, Matrix] = {}
         self._vectors: dict[str, Tensor] = {}
         self._keep(torch.from_numpy(pack.read_file(DENSE_FILE)))
@@ -59,9 +61,16 @@ class PackWeights:
         if self._kernels is None:
             raw = self._pack.read_extent(layer_idx, expert)
             return PackedExpert(layout, torch.from_numpy(raw).to(self._device))
-        with self._named(layer_idx):
-            mapped = self._pack.map_extent(layer_idx, expert, self._kernels.checksum)
-        return MappedExpert(layout, self.selector, mapped, self._kernels)
+        return self._mapped_expert(layer_idx, expert, self._kernels)
+
+    def _mapped_expert(self, layer_idx: int, expert: int, kernels: Kernels) -> MappedExpert:
+        held = self._mapped.get((layer_idx, expert))
+        if held is None:
+            with self._named(layer_idx):
+                mapped = self._pack.map_extent(layer_idx, expert, kernels.checksum)
+            layout, threshold = self._pack.layout.experts[layer_idx][expert], self.threshold(layer_idx, expert)
+            held = self._mapped[layer_idx, expert] = MappedExpert(layout, self.selector, threshold, mapped, kernels)
+        return held
 
     def run_experts(self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor) -> Tensor | None:
         """The routed experts of a layer over tokens x float32 [T, d], weighted and added up; None without kernels.
@@ -71,13 +80,16 @@ class PackWeights:
         """
         if self._kernels is None:
             return None
+        chosen = experts.numpy().ravel()
+        order = np.argsort(chosen, kind="stable")  # by expert, rising, so that sums are made in one order
+        numbers, starts = np.unique(chosen[order], return_index=True)
+        stops = [*starts[1:].tolist(), len(chosen)]
+        tokens, weights = order // experts.shape[1], router_weights.numpy().ravel()[order]
         works = []
-        for number in torch.unique(experts).tolist():  # rising, so that sums are made in one order
-            expert = self.expert(layer_idx, number)
-            assert isinstance(expert, MappedExpert), "there are kernels"
-            token_idx, place = torch.where(experts == number)
-            rows = expert.rows(self.threshold(layer_idx, number))
-            works.append((rows, token_idx, router_weights[token_idx, place]))
+        for number, start, stop in zip(numbers.tolist(), starts.tolist(), stops, strict=True):
+            rows = self._mapped_expert(layer_idx, number, self._kernels).rows
+            self.bytes_read += self._pack.layout.experts[layer_idx][number].num_bytes
+            works.append((rows, tokens[start:stop], weights[start:stop]))
         with self._named(layer_idx):
             return self._kernels.experts(x, works)
 

@@ -46,21 +46,21 @@ class PackedExpert:
 
 
 class MappedExpert:
-    """An expert's extent where it lies in a mapped file, u8: only the kernels, which bear that it is cut, read it."""
+    """An expert's extent where it lies in a mapped file, u8: only the kernels, which bear that it is cut, read it.
 
-    def __init__(self, layout: ExpertLayout, selector: Selector, mapped: NDArray[np.uint8], kernels: Kernels) -> None:
+    `rows` is the expert as they see it.
+    """
+
+    def __init__(
+        self, layout: ExpertLayout, selector: Selector, threshold: float, mapped: NDArray[np.uint8], kernels: Kernels
+    ) -> None:
         self._layout = layout
-        self._selector: Selector = selector
         self._mapped = mapped
         self._kernels = kernels
-
-    def rows(self, threshold: float) -> ExpertRows:
-        """The expert as the kernels see it."""
-        layout = self._layout
         begin, end = layout.selector_bytes, layout.selector_bytes + layout.records_bytes
-        selector = self._mapped[:begin].reshape(layout.num_rows, -1) if begin else None
-        records = self._mapped[begin:end].reshape(layout.num_rows, -1)
-        return ExpertRows(expert_numbers(layout, self._selector), selector, records, threshold)
+        selector_rows = mapped[:begin].reshape(layout.num_rows, -1) if begin else None
+        records = mapped[begin:end].reshape(layout.num_rows, -1)
+        self.rows = ExpertRows(expert_numbers(layout, selector), selector_rows, records, threshold)
 
     def blocks(self) -> Iterator[NeuronBlock]:
         """All neurons once, in stored order; biases are copied by the kernels too."""

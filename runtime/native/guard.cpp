@@ -11,17 +11,25 @@ namespace {
 // Static thread-local storage: a first use in the signal handler must not allocate.
 __attribute__((tls_model("initial-exec"))) thread_local sigjmp_buf* way_out = nullptr;
 
+__attribute__((tls_model("initial-exec"))) thread_local bool passing_on = false;
+
 struct sigaction before;
 
 void on_fault(int number, siginfo_t* details, void* machine) {
     if (way_out != nullptr) siglongjmp(*way_out, 1);
-    if (before.sa_flags & SA_SIGINFO) {
-        before.sa_sigaction(number, details, machine);
-    } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
-        before.sa_handler(number);
-    } else {
-        signal(number, SIG_DFL);  // the instruction runs again, and the signal does what it always did
+    bool is_function = before.sa_flags & SA_SIGINFO || (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN);
+    if (!is_function || passing_on) {
+        // Who had the signal before may have it from us, and hand it on: it came round, and nobody took it.
+        signal(number, SIG_DFL);
+        if (details->si_code <= 0) raise(number);  // else the instruction runs again
+        return;
     }
+    passing_on = true;
+    if (before.sa_flags & SA_SIGINFO)
+        before.sa_sigaction(number, details, machine);
+    else
+        before.sa_handler(number);
+    passing_on = false;
 }
 
 }  // namespace

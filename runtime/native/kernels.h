@@ -29,7 +29,7 @@ struct Part {
 constexpr int32_t kBlock = 64;         // codes lie in planar blocks of this many
 constexpr int32_t kLineBytes = 64;     // of a cache line
 constexpr int32_t kMaxTile = 64;       // rows a call of a kernel at most
-constexpr int32_t kReadPastFloats = 32;  // that may be read, never used, after arrays of floats handed to kernels
+constexpr int32_t kReadPastFloats = 32;  // that may be read, never used, behind an array of the arena
 
 // Rows whose bytes are wanted soon: while row r of a call is read, `num_bytes` from `rows[r]` on are prefetched.
 struct Ahead {
@@ -68,11 +68,12 @@ struct Kernels {
     void (*decode)(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out);
 
     // out[t * out_stride + r] += w[r] . x[t] over n columns, for decoded rows w[r * w_stride] and tokens
-    // x[t * x_stride]. n is any number.
+    // x[t * x_stride]. n is any number; nothing behind it is read.
     void (*dots)(const float* w, int32_t num_rows, size_t w_stride, const float* x, int32_t num_tokens,
                  size_t x_stride, int32_t n, float* out, size_t out_stride);
 
     // y[t * y_stride + c] += sum over r of h[t * h_stride + r] * w[r * w_stride + c], rows one after the other.
+    // Of w, kReadPastFloats behind the last row may be read.
     void (*add)(const float* w, int32_t num_rows, size_t w_stride, const float* h, int32_t num_tokens,
                 size_t h_stride, int32_t n, float* y, size_t y_stride);
 };

@@ -1,682 +1,481 @@
-// AVX-512 (F, BW, DQ, VL, VNNI): whole matrices at the speed of memory.
+// Kernels for x86-64 machines with AVX-512 (F, BW, DQ, VL, VNNI): codes are multiplied as integers, 64 at a time.
 //
-// Products of one token are exact sums of integers: inputs become 24-bit fixed point relative to the token's largest
-// magnitude, in three signed digits of 8 bits, which VNNI multiplies with codes of up to 8 bits, 64 at a time. That is
-// as precise as float32 inputs, whose products would be rounded at every addition. Sums of rows are float32.
+// Inputs become 24-bit fixed point, three signed bytes (digits) each, whose products with codes are exact. Sums over
+// rows are taken in an order of columns that costs no shuffles; `finish_sum` undoes it.
 #if defined(__x86_64__)
 
+// What is shared with other targets comes first: compiled for this one, the linker might hand it to them.
+#include "kernels.h"
+
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c"))), \
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2"))), \
                              apply_to = function)
 #else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2,prefer-vector-width=512")
+// GCC 12 takes the registers that its own headers leave undefined on purpose for mistakes.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
 #include <immintrin.h>
 
-#include <cmath>
-#include <cstring>
-#include <utility>
-
-#include "kernels.h"
-
 #define MOE_PACK_VECTOR_FLOATS 16
-#define MOE_PACK_FMA(a, b, c) (Vector) _mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c))
-#define MOE_PACK_TILE_ROWS 4
-#define MOE_PACK_TILE_TOKENS 6
-#include "vector.h"
+
+#include "codes_avx512.h"
 
 namespace moe_pack {
 namespace {
 
-constexpr float kFixedPoint = 8300000.0f;  // the largest input, below 127 * 65536 + 127 * 256 + 127
-constexpr int kDigits = 3;
+constexpr float kPeak = 8300000.0f;  // of fixed-point inputs: the highest digit is at most 127
+constexpr int32_t kDigits = 3;
+constexpr int32_t kPlaneBytes = kDigits * kBlock;  // of a plane of inputs: 64 high digits, 64 middle, 64 low
+constexpr int32_t kHeaderBytes = 64;               // of prepared affine inputs: their peak, a float
 
-// How a chunk of 64 bytes of codes (96 with 3 bits) lies: `kPlanes` blocks, and as many planes of 64 codes.
-template <int W>
-struct Chunk {
-    static constexpr int planes = W == 3 ? 4 : 8 / W;
-    static constexpr int plane_bytes = 64 / planes;  // of one block in one plane
-    static constexpr int blocks = planes;
-    static constexpr int cols = 64 * blocks;
-    static constexpr int code_bytes = W == 3 ? 96 : 64;
-    static constexpr int vectors = cols / 16;
-};
+size_t padded_units(const Part& part) { return round_up(size_t(num_units(part)), 32); }
 
-// U units of 64 / U columns share a scale in a block: 1 (groups of 64 and more), 2 or 4. Consecutive planes of one
-// unit are summed before they are scaled.
-template <int W, int U>
-struct Units {
-    static constexpr int planes_each = Chunk<W>::planes > U ? Chunk<W>::planes / U : 1;
-    static constexpr int parts = Chunk<W>::planes / planes_each;
-    static constexpr int a_chunk = Chunk<W>::blocks * U;
+// -- Inputs ----------------------------------------------------------------------------------------------------------
 
-    // Which of a chunk's units each lane of 4 codes belongs to, for the planes of one part.
-    static inline __m512i index(int part) {
-        alignas(64) int32_t lanes[16];
-        constexpr int lanes_each = Chunk<W>::plane_bytes / 4;
-        for (int lane = 0; lane < 16; lane++) {
-            int col = lane / lanes_each * 64 + Chunk<W>::plane_bytes * part * planes_each + lane % lanes_each * 4;
-            lanes[lane] = col / (64 / U);
-        }
-        return _mm512_load_si512(lanes);
-    }
-};
-
-// use(Index<0>), ..., use(Index<N - 1>): unlike a loop, indices are constants before registers are given out, and
-// arrays of vectors stay in them.
-template <int I>
-struct Index {
-    static constexpr int value = I;
-};
-
-template <class Use, int... I>
-__attribute__((always_inline)) inline void each_of(const Use& use, std::integer_sequence<int, I...>) {
-    (use(Index<I>{}), ...);
-}
-
-template <int N, class Use>
-__attribute__((always_inline)) inline void unrolled(const Use& use) {
-    each_of(use, std::make_integer_sequence<int, N>{});
-}
-
-inline int32_t round_up(int32_t value, int32_t to) { return (value + to - 1) / to * to; }
-
-inline int32_t unit_cols(const Part& part) { return part.group < 64 ? part.group : 64; }
-
-inline int32_t padded_units(const Part& part) { return round_up(part.num_cols / unit_cols(part), 16) + 32; }
-
-inline int32_t planes_of(int32_t width) { return width == 3 ? 4 : 8 / width; }
-
-inline int32_t num_chunks(const Part& part) {
-    int32_t cols = 64 * planes_of(part.width);
-    return (part.num_cols + cols - 1) / cols;
-}
-
-inline __mmask16 first(int32_t count) { return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1); }
-
-// ---- scales -------------------------------------------------------------------------------------------------------
-
-inline __m512 halves(const uint8_t* from, __mmask16 mask) {
-    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from));
-}
-
-inline float half(const uint8_t* from) {
-    uint16_t bits;
-    std::memcpy(&bits, from, 2);
-    return _cvtsh_ss(bits);
-}
-
-// Up to 16 scales and zeros from group `group` on, for any way they are stored.
-struct Scales {
-    const uint8_t* scales;
-    const uint8_t* zeros;
-    float scale_step, zero_step;
-    bool bytes;
-
-    inline Scales(const Part& part, const uint8_t* row) : bytes(part.scale_bits == 8) {
-        scales = row + part.code_bytes;
-        zeros = scales + part.scale_bytes;
-        if (bytes) {
-            scale_step = half(scales);
-            zero_step = half(zeros);
-            scales += 2;
-            zeros += 2;
-        }
-    }
-    inline void load(int32_t group, __mmask16 mask, __m512* scale, __m512* zero) const {
-        if (!bytes) {
-            *scale = halves(scales + 2 * group, mask);
-            *zero = halves(zeros + 2 * group, mask);
-            return;
-        }
-        __m128i s = _mm_maskz_loadu_epi8(mask, scales + group), z = _mm_maskz_loadu_epi8(mask, zeros + group);
-        *scale = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(s)), _mm512_set1_ps(scale_step));
-        *zero = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(z)), _mm512_set1_ps(zero_step));
-    }
-};
-
-// Calls `use(first unit, scales, zeros)` for 16 units at a time: groups longer than 64 are repeated.
-template <class Use>
-inline void each_16_units(const Part& part, const uint8_t* row, const Use& use) {
-    Scales stored(part, row);
-    int32_t num_units = part.num_cols / unit_cols(part);
-    __m512 scale, zero;
-    // A chunk may have more units than its row: what stands for them must be a number.
-    use(round_up(num_units, 16), _mm512_setzero_ps(), _mm512_setzero_ps());
-    if (part.num_groups == 1) {
-        stored.load(0, 1, &scale, &zero);
-        scale = _mm512_broadcastss_ps(_mm512_castps512_ps128(scale));
-        zero = _mm512_broadcastss_ps(_mm512_castps512_ps128(zero));
-        for (int32_t unit = 0; unit < num_units; unit += 16) {
-            __mmask16 mask = first(num_units - unit);
-            use(unit, _mm512_maskz_mov_ps(mask, scale), _mm512_maskz_mov_ps(mask, zero));
-        }
-        return;
-    }
-    bool twice = part.group == 128;
-    const __m512i pairs = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-    for (int32_t unit = 0; unit < num_units; unit += 16) {
-        __mmask16 mask = first(num_units - unit);
-        if (twice) {
-            stored.load(unit / 2, first((num_units - unit) / 2) & 0xff, &scale, &zero);
-            scale = _mm512_permutexvar_ps(pairs, scale);
-            zero = _mm512_permutexvar_ps(pairs, zero);
-        } else {
-            stored.load(unit, mask, &scale, &zero);
-        }
-        use(unit, scale, zero);
-    }
-}
-
-// ---- a token's inputs ---------------------------------------------------------------------------------------------
-
-// 64 bytes with the scale of the fixed point; for each chunk, plane and digit 64 bytes, in the order of the codes; the
-// sum of the inputs of each unit as a float.
-struct Prepared {
-    float scale;
+// Prepared affine inputs: header, digits by chunk and plane, then their sum in each unit as floats, zeros after the
+// last.
+struct Inputs {
     const uint8_t* digits;
     const float* sums;
+    float peak;
 
-    inline Prepared(const Part& part, const void* prepared) {
-        auto* bytes = static_cast<const uint8_t*>(prepared);
-        std::memcpy(&scale, bytes, 4);
-        digits = bytes + 64;
-        sums = reinterpret_cast<const float*>(digits + (size_t)num_chunks(part) * planes_of(part.width) * kDigits * 64);
+    Inputs(const Part& part, const void* prepared)
+        : digits(static_cast<const uint8_t*>(prepared) + kHeaderBytes),
+          sums(reinterpret_cast<const float*>(digits + digit_bytes(part))),
+          peak(*static_cast<const float*>(prepared)) {}
+
+    static size_t digit_bytes(const Part& part) {
+        return size_t(num_chunks(part)) * planes_of(part.width) * kPlaneBytes;
     }
 };
 
 size_t prepared_bytes(const Part& part) {
-    if (part.codec != Codec::affine) return (size_t)round_up(4 * part.num_cols, 64);
-    return 64 + (size_t)num_chunks(part) * planes_of(part.width) * kDigits * 64 + 4 * (size_t)padded_units(part);
-}
-
-inline float largest(const float* x, int32_t n) {
-    __m512 found = _mm512_setzero_ps();
-    __mmask16 bad = 0;
-    for (int32_t i = 0; i < n; i += 16) {
-        __m512 v = _mm512_maskz_loadu_ps(first(n - i), x + i);
-        bad |= _mm512_fpclass_ps_mask(v, 0x99);  // NaNs and infinities
-        found = _mm512_max_ps(found, _mm512_abs_ps(v));
+    if (part.codec != Codec::affine) {
+        return 4 * round_up(size_t(part.num_cols), 16);
     }
-    return bad ? NAN : _mm512_reduce_max_ps(found);
+    return kHeaderBytes + Inputs::digit_bytes(part) + 4 * padded_units(part);
 }
 
-// Digits of 64 columns: each value is d2 * 65536 + d1 * 256 + d0 with digits from -128 to 127.
-inline void split_digits(const float* x, float inverse, uint8_t out[kDigits][64]) {
-    for (int i = 0; i < 64; i += 16) {
-        __m512i v = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(inverse)));
-        for (int digit = kDigits - 1; digit >= 0; digit--) {
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(out[digit] + i), _mm512_cvtepi32_epi8(v));
-            __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(v, 24), 24);
-            v = _mm512_srai_epi32(_mm512_sub_epi32(v, low), 8);
+// Digits of 16 columns go where their plane's (with 1 bit: two planes') are; a `run` of each block is in a plane.
+inline void store_digits(__m512i fixed, int32_t col, int32_t run, uint8_t* block_digits) {
+    // Adding 128 to each digit makes all of them positive: they are then the bytes of the sum.
+    const __m512i biased = _mm512_add_epi32(fixed, _mm512_set1_epi32(0x808080));
+    uint8_t* to = block_digits + col / run * kPlaneBytes + col % run;
+    for (int k = 0; k < kDigits; ++k, to += kBlock) {
+        const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_srli_epi32(biased, 16 - 8 * k));
+        const __m128i digits = _mm_xor_si128(bytes, _mm_set1_epi8(-128));
+        if (run >= 16) {
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(to), digits);
+        } else {
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(to), digits);
+            _mm_storel_epi64(reinterpret_cast<__m128i*>(to + kPlaneBytes), _mm_srli_si128(digits, 8));
         }
     }
 }
 
-void prepare_affine(const Part& part, const float* x, void* prepared) {
-    auto* bytes = static_cast<uint8_t*>(prepared);
-    Prepared place(part, prepared);
-    auto* digits = const_cast<uint8_t*>(place.digits);
-    auto* sums = const_cast<float*>(place.sums);
-    int32_t planes = planes_of(part.width), plane_bytes = 64 / planes, unit = unit_cols(part);
-    float top = largest(x, part.num_cols);
-    // Below this the inverse would overflow; such inputs are nothing beside any bias or sum.
-    float inverse = top > 1e-30f ? kFixedPoint / top : 0.0f, scale = std::isnan(top) ? NAN : top / kFixedPoint;
-    std::memcpy(bytes, &scale, 4);
-    int32_t blocks = round_up(part.num_cols / 64, planes);
-    for (int32_t block = 0; block < blocks; block++) {
-        uint8_t found[kDigits][64] = {};
-        bool inside = block * 64 < part.num_cols;
-        if (inside && !std::isnan(top)) split_digits(x + block * 64, inverse, found);
-        uint8_t* chunk = digits + (size_t)(block / planes) * planes * kDigits * 64;
-        for (int32_t plane = 0; plane < planes; plane++)
-            for (int32_t digit = 0; digit < kDigits; digit++)
-                std::memcpy(chunk + (plane * kDigits + digit) * 64 + block % planes * plane_bytes,
-                            found[digit] + plane * plane_bytes, plane_bytes);
-        for (int32_t start = 0; inside && start < 64; start += unit) {
-            int32_t sum = 0;
-            for (int32_t i = start; i < start + unit; i++)
-                sum += (int8_t)found[0][i] * 65536 + (int8_t)found[1][i] * 256 + (int8_t)found[2][i];
-            sums[(block * 64 + start) / unit] = (float)sum;
+void prepare_digits(const Part& part, const float* x, void* prepared) {
+    const float peak = largest_magnitude(x, part.num_cols);
+    const bool finite = is_finite(peak);
+    const Inputs inputs(part, prepared);
+    *static_cast<float*>(prepared) = finite ? peak : __builtin_nanf("");
+    uint8_t* digits = const_cast<uint8_t*>(inputs.digits);
+    float* sums = const_cast<float*>(inputs.sums);
+    const int32_t planes = planes_of(part.width), run = kBlock / planes, unit = unit_of(part);
+    if (!finite || peak == 0.0f || part.num_cols % (kBlock * planes) != 0) {
+        __builtin_memset(digits, 0, Inputs::digit_bytes(part));
+    }
+    __builtin_memset(sums, 0, 4 * padded_units(part));
+    if (!finite || peak == 0.0f) {
+        return;
+    }
+    // The inverse of the smallest floats would be infinite.
+    const float lift = peak < 0x1p-90f ? 0x1p60f : 1.0f;
+    const float steps = kPeak / (peak * lift);
+    for (int32_t block = 0; block * kBlock < part.num_cols; ++block) {
+        uint8_t* to = digits + block / planes * planes * kPlaneBytes + block % planes * run;
+        __m512i sum = _mm512_setzero_si512();
+        for (int32_t col = 0; col < kBlock; col += 16) {
+            const __m512 lifted = _mm512_mul_ps(_mm512_loadu_ps(x + block * kBlock + col), _mm512_set1_ps(lift));
+            const __m512i fixed = _mm512_cvtps_epi32(_mm512_mul_ps(lifted, _mm512_set1_ps(steps)));
+            store_digits(fixed, col, run, to);
+            sum = _mm512_add_epi32(sum, fixed);
+            if ((col + 16) % unit == 0) {
+                *sums++ = float(_mm512_reduce_add_epi32(sum));
+                sum = _mm512_setzero_si512();
+            }
         }
     }
-    int32_t num_units = part.num_cols / unit;
-    std::memset(sums + num_units, 0, sizeof(float) * (padded_units(part) - num_units));
 }
 
 void prepare(const Part& part, const float* x, void* prepared) {
-    if (part.codec == Codec::affine)
-        prepare_affine(part, x, prepared);
-    else
-        std::memcpy(prepared, x, sizeof(float) * part.num_cols);
+    if (part.codec == Codec::affine) {
+        prepare_digits(part, x, prepared);
+    } else {
+        prepare_floats(x, part.num_cols, static_cast<float*>(prepared));
+    }
 }
 
-// ---- codes --------------------------------------------------------------------------------------------------------
+// -- Rows times inputs -----------------------------------------------------------------------------------------------
 
-// A chunk's bytes; those behind the row's codes are zero.
-template <int W>
-struct Codes {
-    __m512i low, high;  // high: third bits, with 3-bit codes
+// Sums of the three digits' products in one. With 8 bits, 4 * 255 * kPeak would not fit 32 bits.
+template <int WIDTH>
+inline __m512 joined(const __m512i sums[kDigits]) {
+    if constexpr (WIDTH == 8) {
+        const __m512i fine = _mm512_add_epi32(_mm512_slli_epi32(sums[1], 8), sums[2]);
+        return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[0]), _mm512_set1_ps(65536.0f), _mm512_cvtepi32_ps(fine));
+    } else {
+        const __m512i coarse = _mm512_add_epi32(_mm512_slli_epi32(sums[0], 8), sums[1]);
+        return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(coarse, 8), sums[2]));
+    }
+}
 
-    // Of a chunk's bytes from `from` on, `num_bytes` belong to the row.
-    inline void load(const uint8_t* from, int32_t num_bytes) {
-        if constexpr (W == 3) {
-            __mmask64 here = num_bytes >= 64 ? ~0ull : (1ull << num_bytes) - 1;
-            __mmask32 behind = num_bytes >= 96 ? ~0u : num_bytes > 64 ? (1u << (num_bytes - 64)) - 1 : 0;
-            __m512i a = _mm512_maskz_loadu_epi8(here, from);
-            __m512i b = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(behind, from + 64));
-            low = _mm512_permutex2var_epi64(a, _mm512_setr_epi64(0, 1, 3, 4, 6, 7, 9, 10), b);
-            high = _mm512_permutex2var_epi64(a, _mm512_setr_epi64(2, 2, 5, 5, 8, 8, 11, 11), b);
-            // Codes 8 to 15 of a plane have their third bits one place above those of 0 to 7.
-            high = _mm512_srlv_epi64(high, _mm512_setr_epi64(0, 1, 0, 1, 0, 1, 0, 1));
-        } else if (num_bytes >= 64) {
-            low = _mm512_loadu_si512(from);
-        } else {
-            low = _mm512_maskz_loadu_epi8((1ull << num_bytes) - 1, from);
+// Codes of a chunk's planes from FIRST on times inputs; each of 16 floats sums four columns of each plane.
+template <int WIDTH, int FIRST, int COUNT>
+MOE_PACK_INLINE inline __m512 products(const Codes<WIDTH>& codes, const uint8_t* digits) {
+    __m512i sums[kDigits] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+    unrolled<COUNT>([&](auto i) MOE_PACK_INLINE {
+        constexpr int plane = FIRST + decltype(i)::value;
+        const __m512i plane_codes = codes.template plane<plane>();
+        unrolled<kDigits>([&](auto k) MOE_PACK_INLINE {
+            const __m512i inputs = _mm512_load_si512(digits + plane * kPlaneBytes + k.value * kBlock);
+            sums[k.value] = _mm512_dpbusd_epi32(sums[k.value], plane_codes, inputs);
+        });
+    });
+    return joined<WIDTH>(sums);
+}
+
+template <int WIDTH, int UNIT>
+float dot_affine(const Part& part, const uint8_t* row, const void* prepared, Prefetch& prefetch) {
+    using C = Chunk<WIDTH>;
+    using U = Units<WIDTH, UNIT>;
+    const Inputs inputs(part, prepared);
+    const StoredScales stored(part, row);
+    const uint8_t* digits = inputs.digits;
+    int32_t left = part.code_bytes, unit = 0;
+    __m512 sum = _mm512_setzero_ps(), zeros = sum;
+    while (left > 0) {
+        __m512 scales[U::registers];
+        unrolled<U::registers>([&](auto i) MOE_PACK_INLINE {
+            __m512 zero;
+            stored.load(unit, &scales[i.value], &zero);
+            zeros = _mm512_fmadd_ps(_mm512_mul_ps(scales[i.value], zero), _mm512_load_ps(inputs.sums + unit), zeros);
+            unit += 16;
+        });
+        for (int32_t c = 0; c < U::span_chunks && left > 0; ++c) {
+            prefetch.line();
+            const Codes<WIDTH> codes(row, left);
+            unrolled<U::sets>([&](auto set) MOE_PACK_INLINE {
+                const __m512 scale = U::spread(scales, U::template index<decltype(set)::value>(c));
+                sum = _mm512_fmadd_ps(products<WIDTH, set.value * U::planes_each, U::planes_each>(codes, digits),
+                                      scale, sum);
+            });
+            row += C::code_bytes;
+            left -= C::code_bytes;
+            digits += C::planes * kPlaneBytes;
         }
     }
+    return _mm512_reduce_add_ps(_mm512_sub_ps(sum, zeros)) * (1.0f / kPeak) * inputs.peak;
+}
 
-    // The 64 codes of a plane, a byte each.
-    inline __m512i plane(int s) const {
-        if constexpr (W == 8) return low;
-        if constexpr (W == 3) {
-            __m512i two = s ? _mm512_srli_epi16(low, 2 * s) : low;
-            __m512i third = s > 1 ? _mm512_srli_epi16(high, 2 * s - 2) : s ? high : _mm512_slli_epi16(high, 2);
-            __m512i three = _mm512_ternarylogic_epi32(_mm512_set1_epi8(3), two, third, 0xca);
-            return _mm512_and_si512(three, _mm512_set1_epi8(7));
-        }
-        __m512i shifted = s ? _mm512_srli_epi16(low, W * s) : low;
-        return _mm512_and_si512(shifted, _mm512_set1_epi8((1 << W) - 1));
+template <Codec CODEC>
+float dot_floats(const Part& part, const uint8_t* row, const void* prepared, Prefetch& prefetch) {
+    const float* x = static_cast<const float*>(prepared);
+    __m512 sums[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+    int32_t c = 0;
+    for (; c + 64 <= part.num_cols; c += 64) {
+        prefetch.lines(CODEC == Codec::f32 ? 4 : 2);
+        unrolled<4>([&](auto v) MOE_PACK_INLINE {
+            const __m512 weights = load_weights<CODEC>(row, c + 16 * v.value, 0xffff);
+            sums[v.value] = _mm512_fmadd_ps(weights, _mm512_load_ps(x + c + 16 * v.value), sums[v.value]);
+        });
     }
+    for (; c < part.num_cols; c += 16) {
+        const __m512 weights = load_weights<CODEC>(row, c, first_lanes_mask(part.num_cols - c));
+        sums[0] = _mm512_fmadd_ps(weights, _mm512_load_ps(x + c), sums[0]);
+    }
+    return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3])));
+}
 
-    // 16 codes as floats: those in byte b of each lane of 4 bytes, plane s. `table` from `code_table`.
-    inline __m512 floats(int b, int s, __m512 table) const {
-        if constexpr (W == 8) {
-            return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(low, 8 * b), _mm512_set1_epi32(255)));
-        } else {
-            // The table repeats every 2^W entries: of an index its low W bits count, and nothing need be masked.
-            int shift = 8 * b + (W == 3 ? 2 : W) * s;
-            __m512i index = _mm512_srli_epi32(low, shift);
-            if constexpr (W == 3) {
-                __m512i third = shift > 1 ? _mm512_srli_epi32(high, shift - 2) : _mm512_slli_epi32(high, 2);
-                index = _mm512_ternarylogic_epi32(_mm512_set1_epi32(3), index, third, 0xca);
+// -- Sums of rows ----------------------------------------------------------------------------------------------------
+
+// Rows are added four at a time, byte after byte: with h * scale in digits, as inputs are, an instruction multiplies 16
+// columns of four rows, and products are exact. Digits count parts of the largest h * scale of a unit in a call.
+
+constexpr int32_t kFours = kMaxTile / 4;
+
+// What 16 units of a call's rows are multiplied with.
+struct alignas(64) Factors {
+    int32_t digits[kFours][kDigits][16];  // by unit: digits of four rows in a double word
+    float steps[16];                      // by unit: what a digit of 1 stands for
+    float values[kMaxTile][16];           // h * scale
+};
+
+size_t work_floats(const Part& part) {
+    return part.codec == Codec::affine ? sizeof(Factors) / sizeof(float) : kReadPastFloats;
+}
+
+// Columns in their order; with codes, sums of scale * code, and then scale * zero summed for each unit.
+size_t sum_floats(const Part& part) {
+    const size_t zeros = part.codec == Codec::affine ? padded_units(part) : 0;
+    return round_up(size_t(part.num_cols), 16) + zeros;
+}
+
+// Double words of four rows' digits: `digits` of each in its lowest, middle or highest byte.
+inline void store_fours(const __m512i fixed[4], int32_t digits[kDigits][16]) {
+    const __m512i low = _mm512_set1_epi32(255);
+    for (int k = 0; k < kDigits; ++k) {
+        __m512i all = _mm512_setzero_si512();
+        for (int r = 3; r >= 0; --r) {
+            const __m512i digit = _mm512_and_si512(_mm512_srli_epi32(fixed[r], 16 - 8 * k), low);
+            all = _mm512_or_si512(_mm512_slli_epi32(all, 8), digit);
+        }
+        _mm512_store_si512(digits[k], _mm512_xor_si512(all, _mm512_set1_epi8(-128)));
+    }
+}
+
+// `zeros` are those of 16 units from `first_unit` on.
+inline void find_factors(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h,
+                         int32_t first_unit, float* zeros, Factors& factors) {
+    __m512i largest = _mm512_setzero_si512();
+    __m512 zeros_sum = _mm512_load_ps(zeros);
+    for (int32_t r = 0; r < num_rows; ++r) {
+        __m512 scale, zero;
+        StoredScales(part, rows[r]).load(first_unit, &scale, &zero);
+        const __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(h[r]));
+        _mm512_store_ps(factors.values[r], factor);
+        zeros_sum = _mm512_fmadd_ps(factor, zero, zeros_sum);
+        largest = _mm512_max_epi32(largest, _mm512_castps_si512(_mm512_abs_ps(factor)));
+    }
+    for (int32_t r = num_rows; r % 4 != 0; ++r) {
+        _mm512_store_ps(factors.values[r], _mm512_setzero_ps());
+    }
+    _mm512_store_ps(zeros, zeros_sum);
+    // As integers, infinity and NaNs are the largest.
+    const __mmask16 finite = _mm512_cmplt_epi32_mask(largest, _mm512_set1_epi32(0x7f800000));
+    const __m512 peak = _mm512_max_ps(_mm512_castsi512_ps(largest), _mm512_set1_ps(0x1p-126f));
+    const __m512 exponent = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_getexp_ps(peak));
+    const __m512 inverse = _mm512_div_ps(_mm512_set1_ps(kPeak), _mm512_scalef_ps(peak, exponent));
+    const __m512 steps = _mm512_mul_ps(peak, _mm512_set1_ps(1.0f / kPeak));
+    _mm512_store_ps(factors.steps, _mm512_mask_mov_ps(_mm512_set1_ps(__builtin_nanf("")), finite, steps));
+    for (int32_t r = 0; r < num_rows; r += 4) {
+        __m512i fixed[4];
+        for (int i = 0; i < 4; ++i) {
+            const __m512 lifted = _mm512_scalef_ps(_mm512_load_ps(factors.values[r + i]), exponent);
+            fixed[i] = _mm512_cvtps_epi32(_mm512_mul_ps(lifted, inverse));
+            fixed[i] = _mm512_add_epi32(fixed[i], _mm512_set1_epi32(0x808080));
+        }
+        store_fours(fixed, factors.digits[r / 4]);
+    }
+}
+
+// The bytes wanted next, row after row.
+struct PrefetchRows {
+    const Ahead& ahead;
+    int32_t num_rows, row_idx = 0;
+    Prefetch row;
+
+    PrefetchRows(const Ahead& wanted, int32_t count) : ahead(wanted), num_rows(count), row(wanted, 0) {}
+
+    void lines(int32_t count) {
+        for (; count > 0; --count) {
+            if (row.at >= row.stop) {
+                if (row_idx + 1 >= num_rows) {
+                    return;
+                }
+                row = Prefetch(ahead, ++row_idx);
             }
-            return _mm512_permutexvar_ps(index, table);
+            row.line();
         }
     }
 };
 
-template <int W>
-inline __m512 code_table() {
-    const __m512i all = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return _mm512_cvtepi32_ps(_mm512_and_si512(all, _mm512_set1_epi32((1 << W) - 1)));
-}
-
-template <int W, int U>
-inline __m512 unit_values(const float* values, int chunk, __m512i index) {
-    const float* from = values + (size_t)chunk * Units<W, U>::a_chunk;
-    if constexpr (Units<W, U>::a_chunk > 16)
-        return _mm512_permutex2var_ps(_mm512_loadu_ps(from), index, _mm512_loadu_ps(from + 16));
-    return _mm512_permutexvar_ps(index, _mm512_loadu_ps(from));
-}
-
-inline void prefetch_line(const Ahead& ahead, int row, int32_t line) {
-    if (line * kLineBytes < ahead.num_bytes)
-        _mm_prefetch(reinterpret_cast<const char*>(ahead.rows[row]) + line * kLineBytes, _MM_HINT_T1);
-}
-
-inline void prefetch_rest(const Ahead& ahead, int row, int32_t line) {
-    for (; line * kLineBytes < ahead.num_bytes; line++) prefetch_line(ahead, row, line);
-}
-
-// ---- rows times a token -------------------------------------------------------------------------------------------
-
-// The digits' sums of a part of a chunk, as one float a lane.
-template <int W>
-inline __m512 joined(__m512i d2, __m512i d1, __m512i d0) {
-    if constexpr (W == 8) {  // 4 * 255 * 128 * 65536 does not fit 32 bits
-        __m512i low = _mm512_add_epi32(_mm512_slli_epi32(d1, 8), d0);
-        return _mm512_fmadd_ps(_mm512_cvtepi32_ps(d2), _mm512_set1_ps(65536.0f), _mm512_cvtepi32_ps(low));
-    }
-    __m512i high = _mm512_add_epi32(_mm512_slli_epi32(d2, 8), d1);
-    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), d0));
-}
-
-template <int W, int U, int R>
-inline void dot_some(const Part& part, const uint8_t* const* rows, const Prepared& x, const Ahead& ahead, int first_row,
-                     float* work, float* out) {
-    using C = Chunk<W>;
-    using N = Units<W, U>;
-    float* scales[R];
-    __m512 shift[R], sum[R];
-    __m512i index[N::parts];
-    for (int i = 0; i < N::parts; i++) index[i] = N::index(i);
-    for (int r = 0; r < R; r++) {
-        scales[r] = work + (size_t)r * padded_units(part);
-        shift[r] = sum[r] = _mm512_setzero_ps();
-        each_16_units(part, rows[r], [&](int32_t unit, __m512 scale, __m512 zero) {
-            _mm512_store_ps(scales[r] + unit, scale);
-            shift[r] = _mm512_fmadd_ps(_mm512_mul_ps(scale, zero), _mm512_load_ps(x.sums + unit), shift[r]);
-        });
-    }
-    int32_t chunks = num_chunks(part);
-    for (int32_t c = 0; c < chunks; c++) {
-        const uint8_t* digits = x.digits + (size_t)c * C::planes * kDigits * 64;
-        int32_t left = part.code_bytes - c * C::code_bytes;
-        Codes<W> codes[R];
-        unrolled<R>([&](auto r) __attribute__((always_inline)) {
-            prefetch_line(ahead, first_row + r.value, c);
-            codes[r.value].load(rows[r.value] + (size_t)c * C::code_bytes, left);
-        });
-        unrolled<N::parts>([&](auto i) __attribute__((always_inline)) {
-            __m512i d[R * kDigits] = {};
-            unrolled<N::planes_each>([&](auto plane) __attribute__((always_inline)) {
-                constexpr int s = decltype(i)::value * N::planes_each + decltype(plane)::value;
-                __m512i plane_codes[R];
-                unrolled<R>([&](auto r) __attribute__((always_inline)) {
-                    plane_codes[r.value] = codes[r.value].plane(s);
-                });
-                unrolled<kDigits>([&](auto digit) __attribute__((always_inline)) {
-                    __m512i inputs = _mm512_load_si512(digits + (s * kDigits + digit.value) * 64);
-                    unrolled<R>([&](auto r) __attribute__((always_inline)) {
-                        __m512i& sum_of = d[r.value * kDigits + digit.value];
-                        sum_of = _mm512_dpbusd_epi32(sum_of, plane_codes[r.value], inputs);
-                    });
-                });
-            });
-            unrolled<R>([&](auto r) __attribute__((always_inline)) {
-                const __m512i* of = d + r.value * kDigits;
-                __m512 scale = unit_values<W, U>(scales[r.value], c, index[i.value]);
-                sum[r.value] = _mm512_fmadd_ps(joined<W>(of[0], of[1], of[2]), scale, sum[r.value]);
+// A block's columns of all rows (a multiple of four). Its first unit is the `unit`-th of `factors`.
+template <int WIDTH, int UNIT>
+inline void add_block(const uint8_t* const* rows, int32_t num_rows, size_t at, const Factors& factors, int32_t unit,
+                      PrefetchRows& prefetch, int32_t lines, float* sum) {
+    __m512i sums[4][kDigits];
+    unrolled<4 * kDigits>([&](auto i) MOE_PACK_INLINE {
+        sums[i.value / kDigits][i.value % kDigits] = _mm512_setzero_si512();
+    });
+    for (int32_t r = 0; r < num_rows; r += 4) {
+        prefetch.lines(lines);
+        __m512i codes[4];
+        codes_of_four<WIDTH>(rows + r, at, codes);
+        unrolled<kDigits>([&](auto k) MOE_PACK_INLINE {
+            const int32_t* digits = factors.digits[r / 4][k.value] + unit;
+            unrolled<4>([&](auto q) MOE_PACK_INLINE {
+                const __m512i four = _mm512_set1_epi32(digits[16 * q.value / UNIT]);
+                sums[q.value][k.value] = _mm512_dpbusd_epi32(sums[q.value][k.value], codes[q.value], four);
             });
         });
     }
-    for (int r = 0; r < R; r++) {
-        prefetch_rest(ahead, first_row + r, chunks);
-        out[r] = x.scale * (_mm512_reduce_add_ps(sum[r]) - _mm512_reduce_add_ps(shift[r]));
-    }
+    unrolled<4>([&](auto q) MOE_PACK_INLINE {
+        const __m512i* of = sums[q.value];
+        constexpr float place = 1.0f / places_of_four<WIDTH>(decltype(q)::value);
+        const __m512 coarse = _mm512_cvtepi32_ps(of[0]);
+        const __m512 fine = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(of[1], 8), of[2]));
+        const __m512 total = _mm512_fmadd_ps(coarse, _mm512_set1_ps(65536.0f), fine);
+        const __m512 step = _mm512_set1_ps(place * factors.steps[unit + 16 * q.value / UNIT]);
+        _mm512_store_ps(sum + 16 * q.value, _mm512_fmadd_ps(total, step, _mm512_load_ps(sum + 16 * q.value)));
+    });
 }
 
-template <int W, int U>
-void dot_affine(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
-                const Ahead& ahead, float* work, float* out) {
-    Prepared x(part, prepared);
-    int32_t r = 0;
-    // Two rows at once: each load of inputs serves both.
-    for (; r + 1 < num_rows; r += 2) dot_some<W, U, 2>(part, rows + r, x, ahead, r, work, out + r);
-    if (r < num_rows) dot_some<W, U, 1>(part, rows + r, x, ahead, r, work, out + r);
+// The six bits of a row's number in reverse.
+inline int32_t shuffled(uint32_t i) {
+    return int32_t((i & 1) << 5 | (i & 2) << 3 | (i & 4) << 1 | (i & 8) >> 1 | (i & 16) >> 3 | (i & 32) >> 5);
 }
 
-// 16 weights of a part that is no codes, from column `col` on; `mask` says which exist.
-inline __m512 plain_weights(Codec codec, const uint8_t* row, int32_t col, __mmask16 mask) {
-    if (codec == Codec::f32) return _mm512_maskz_loadu_ps(mask, row + 4 * (size_t)col);
-    __m256i stored = _mm256_maskz_loadu_epi16(mask, row + 2 * (size_t)col);
-    if (codec == Codec::f16) return _mm512_cvtph_ps(stored);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(stored), 16));
-}
-
-template <Codec codec>
-void dot_plain(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
-               const Ahead& ahead, float*, float* out) {
-    auto* x = static_cast<const float*>(prepared);
-    int32_t n = part.num_cols, lines_each = codec == Codec::f32 ? 4 : 2;  // of 64 weights
-    for (int32_t r = 0; r < num_rows; r++) {
-        __m512 sum[4] = {};
-        int32_t col = 0, line = 0;
-        for (; col + 64 <= n; col += 64, line += lines_each) {
-            for (int i = 0; i < lines_each; i++) prefetch_line(ahead, r, line + i);
-            for (int i = 0; i < 4; i++)
-                sum[i] = _mm512_fmadd_ps(plain_weights(codec, rows[r], col + 16 * i, 0xffff),
-                                         _mm512_loadu_ps(x + col + 16 * i), sum[i]);
-        }
-        for (; col < n; col += 16) {
-            __mmask16 mask = first(n - col);
-            sum[0] = _mm512_fmadd_ps(plain_weights(codec, rows[r], col, mask), _mm512_maskz_loadu_ps(mask, x + col),
-                                     sum[0]);
-        }
-        prefetch_rest(ahead, r, line);
-        out[r] = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3])));
-    }
-}
-
-// ---- sums of rows -------------------------------------------------------------------------------------------------
-
-size_t work_floats(const Part& part) {
-    return part.codec == Codec::affine ? (size_t)kMaxTile * padded_units(part) : 16;
-}
-
-// Affine: a chunk's vectors, byte by byte and plane by plane, as `Codes::floats` gives them; then what is to be
-// subtracted from each unit. Others: columns in their order.
-size_t sum_floats(const Part& part) {
-    if (part.codec != Codec::affine) return (size_t)round_up(part.num_cols, 16);
-    return (size_t)num_chunks(part) * 64 * planes_of(part.width) + padded_units(part);
-}
-
-// B of the 4 bytes of each lane of a chunk, from `first_byte` on: as many accumulators as fit the registers.
-template <int W, int U, int B, int first_byte>
-inline void add_chunk(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* factors, int32_t c,
-                      const Ahead& ahead, float* sum) {
-    using C = Chunk<W>;
-    using N = Units<W, U>;
-    const __m512 table = code_table<W>();
-    __m512i index[N::parts];
-    for (int i = 0; i < N::parts; i++) index[i] = N::index(i);
-    float* place = sum + ((size_t)c * C::vectors + first_byte * C::planes) * 16;
-    constexpr int vectors = B * C::planes;
-    __m512 acc[vectors];
-    unrolled<vectors>([&](auto k) __attribute__((always_inline)) { acc[k.value] = _mm512_load_ps(place + 16 * k.value); });
-    int32_t left = part.code_bytes - c * C::code_bytes, stride = padded_units(part);
-    for (int32_t r = 0; r < num_rows; r++, factors += stride) {
-        Codes<W> codes;
-        codes.load(rows[r] + (size_t)c * C::code_bytes, left);
-        if (first_byte == 0) prefetch_line(ahead, r, c);
-        unrolled<N::parts>([&](auto i) __attribute__((always_inline)) {
-            __m512 factor = unit_values<W, U>(factors, c, index[i.value]);
-            unrolled<B * N::planes_each>([&](auto k) __attribute__((always_inline)) {
-                constexpr int b = decltype(k)::value / N::planes_each;
-                constexpr int s = decltype(i)::value * N::planes_each + decltype(k)::value % N::planes_each;
-                __m512& to = acc[b * C::planes + s];
-                to = _mm512_fmadd_ps(codes.floats(first_byte + b, s, table), factor, to);
-            });
-        });
-    }
-    unrolled<vectors>([&](auto k) __attribute__((always_inline)) { _mm512_store_ps(place + 16 * k.value, acc[k.value]); });
-}
-
-template <int W, int U>
+template <int WIDTH, int UNIT>
 void add_affine(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h, const Ahead& ahead,
                 float* work, float* sum) {
-    float* shifts = sum + (size_t)num_chunks(part) * Chunk<W>::cols;
-    for (int32_t r = 0; r < num_rows; r++) {
-        float* factors = work + (size_t)r * padded_units(part);
-        each_16_units(part, rows[r], [&](int32_t unit, __m512 scale, __m512 zero) {
-            __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(h[r]));
-            _mm512_store_ps(factors + unit, factor);
-            _mm512_store_ps(shifts + unit, _mm512_fmadd_ps(factor, zero, _mm512_load_ps(shifts + unit)));
+    constexpr int32_t block_units = kBlock / UNIT;
+    Factors& factors = *reinterpret_cast<Factors*>(work);
+    // Rows lie at equal distances, which the processor would take for a stream and read on where nothing is wanted.
+    const uint8_t* fours[kMaxTile];
+    float fours_h[kMaxTile];
+    int32_t count = 0;
+    for (uint32_t i = 0; i < uint32_t(kMaxTile); ++i) {
+        const int32_t r = shuffled(i);
+        if (r < num_rows) {
+            fours[count] = rows[r];
+            fours_h[count++] = h[r];
+        }
+    }
+    const int32_t num_fours = (num_rows + 3) / 4, num_blocks = part.num_cols / kBlock;
+    for (; count % 4 != 0; ++count) {
+        fours[count] = rows[0];
+    }
+    PrefetchRows prefetch(ahead, num_rows);
+    const int32_t lines = (num_rows * (ahead.num_bytes / kLineBytes + 2)) / (num_fours * num_blocks) + 1;
+    float* zeros = sum + round_up(size_t(part.num_cols), 16);
+    for (int32_t block = 0; block < num_blocks; ++block) {
+        const int32_t unit = block * block_units;
+        if (unit % 16 == 0) {
+            find_factors(part, fours, num_rows, fours_h, unit, zeros + unit, factors);
+        }
+        add_block<WIDTH, UNIT>(fours, 4 * num_fours, size_t(block) * 8 * WIDTH, factors, unit % 16, prefetch, lines,
+                               sum + block * kBlock);
+    }
+}
+
+// Columns `c` on, in VECTORS registers in natural order; in the last one those of `last` exist.
+template <Codec CODEC, int VECTORS>
+MOE_PACK_INLINE inline void add_cols_of_floats(const uint8_t* const* rows, int32_t num_rows, const float* h,
+                                               PrefetchRows& prefetch, int32_t c, __mmask16 last, float* sum) {
+    __m512 sums[VECTORS];
+    unrolled<VECTORS>([&](auto v) MOE_PACK_INLINE { sums[v.value] = _mm512_load_ps(sum + c + 16 * v.value); });
+    for (int32_t r = 0; r < num_rows; ++r) {
+        prefetch.lines(CODEC == Codec::f32 ? VECTORS : (VECTORS + 1) / 2);
+        unrolled<VECTORS>([&](auto v) MOE_PACK_INLINE {
+            const __mmask16 mask = v.value + 1 < VECTORS ? 0xffff : last;
+            const __m512 weights = load_weights<CODEC>(rows[r], c + 16 * v.value, mask);
+            sums[v.value] = _mm512_fmadd_ps(weights, _mm512_set1_ps(h[r]), sums[v.value]);
         });
     }
-    int32_t chunks = num_chunks(part);
-    for (int32_t c = 0; c < chunks; c++) {
-        if constexpr (W == 1) {
-            add_chunk<W, U, 2, 0>(part, rows, num_rows, work, c, ahead, sum);
-            add_chunk<W, U, 2, 2>(part, rows, num_rows, work, c, ahead, sum);
-        } else {
-            add_chunk<W, U, 4, 0>(part, rows, num_rows, work, c, ahead, sum);
+    unrolled<VECTORS>([&](auto v) MOE_PACK_INLINE { _mm512_store_ps(sum + c + 16 * v.value, sums[v.value]); });
+}
+
+template <Codec CODEC>
+void add_floats(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h, const Ahead& ahead,
+                float*, float* sum) {
+    PrefetchRows prefetch(ahead, num_rows);
+    int32_t c = 0;
+    for (; c + 64 <= part.num_cols; c += 64) {
+        add_cols_of_floats<CODEC, 4>(rows, num_rows, h, prefetch, c, 0xffff, sum);
+    }
+    for (; c < part.num_cols; c += 16) {
+        add_cols_of_floats<CODEC, 1>(rows, num_rows, h, prefetch, c, first_lanes_mask(part.num_cols - c), sum);
+    }
+}
+
+void finish_sum(const Part& part, const float* sum, float weight, int32_t start, int32_t stop, float* out) {
+    const float* zeros = sum + round_up(size_t(part.num_cols), 16);
+    const int32_t unit = part.codec == Codec::affine ? unit_of(part) : 16;
+    for (int32_t c = start; c < stop; c += 16) {
+        const __mmask16 mask = first_lanes_mask(stop - c);
+        __m512 total = _mm512_maskz_loadu_ps(mask, sum + c);
+        if (part.codec == Codec::affine) {
+            total = _mm512_sub_ps(total, _mm512_set1_ps(zeros[c / unit]));
         }
-    }
-    for (int32_t r = 0; r < num_rows; r++) prefetch_rest(ahead, r, chunks);
-}
-
-template <Codec codec>
-void add_plain(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h, const Ahead& ahead,
-               float*, float* sum) {
-    int32_t n = part.num_cols, line = 0;
-    for (int32_t col = 0; col < n; col += 64) {
-        __m512 acc[4];
-        __mmask16 mask[4];
-        for (int i = 0; i < 4; i++) {
-            mask[i] = col + 16 * i < n ? first(n - col - 16 * i) : 0;
-            acc[i] = _mm512_maskz_loadu_ps(mask[i], sum + col + 16 * i);
-        }
-        for (int32_t r = 0; r < num_rows; r++) {
-            prefetch_line(ahead, r, line);
-            prefetch_line(ahead, r, line + 1);
-            for (int i = 0; i < 4; i++)
-                acc[i] = _mm512_fmadd_ps(plain_weights(codec, rows[r], col + 16 * i, mask[i]), _mm512_set1_ps(h[r]),
-                                         acc[i]);
-        }
-        line += 2;
-        for (int i = 0; i < 4; i++) _mm512_mask_storeu_ps(sum + col + 16 * i, mask[i], acc[i]);
-    }
-    for (int32_t r = 0; r < num_rows; r++) prefetch_rest(ahead, r, line);
-}
-
-template <int W>
-void finish_affine(const Part& part, const float* sum, float weight, int32_t start, int32_t stop, float* out) {
-    using C = Chunk<W>;
-    const float* shifts = sum + (size_t)num_chunks(part) * C::cols;
-    int32_t unit = unit_cols(part);
-    constexpr int lanes_each = C::plane_bytes / 4;
-    for (int32_t block = start / 64; block < stop / 64; block++) {
-        const float* chunk = sum + (size_t)(block / C::blocks) * C::cols;
-        int first_lane = block % C::blocks * lanes_each;
-        float* y = out + (size_t)block * 64;
-        for (int s = 0; s < C::planes; s++)
-            for (int lane = 0; lane < lanes_each; lane++)
-                for (int b = 0; b < 4; b++) {
-                    int col = C::plane_bytes * s + 4 * lane + b;
-                    float found = chunk[(b * C::planes + s) * 16 + first_lane + lane];
-                    y[col] += weight * (found - shifts[(block * 64 + col) / unit]);
-                }
+        const __m512 old = _mm512_maskz_loadu_ps(mask, out + c);
+        _mm512_mask_storeu_ps(out + c, mask, _mm512_fmadd_ps(total, _mm512_set1_ps(weight), old));
     }
 }
 
-// ---- rows as floats -----------------------------------------------------------------------------------------------
+// -- Any part --------------------------------------------------------------------------------------------------------
 
-// Codes 16 q to 16 q + 15 of a block, a byte each.
-template <int W>
-inline __m128i sixteen_codes(const uint8_t* block, int q) {
-    auto load = [&](int from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(block + from)); };
-    // Third bits, and 1-bit codes: 8 bytes hold bit after bit of 8 codes each.
-    auto bits = [&](const uint8_t* from) {
-        int64_t eight;
-        std::memcpy(&eight, from, 8);
-        return _mm_and_si128(_mm_set_epi64x(eight >> (2 * q + 1), eight >> (2 * q)), _mm_set1_epi8(1));
-    };
-    if constexpr (W == 8) return load(16 * q);
-    if constexpr (W == 4)
-        return _mm_and_si128(_mm_srli_epi16(load(16 * (q & 1)), q & 2 ? 4 : 0), _mm_set1_epi8(15));
-    if constexpr (W == 1) return bits(block);
-    __m128i two = _mm_and_si128(_mm_srl_epi16(load(0), _mm_cvtsi32_si128(2 * q)), _mm_set1_epi8(3));
-    if constexpr (W == 2) return two;
-    return _mm_or_si128(two, _mm_slli_epi16(bits(block + 16), 2));
-}
-
-template <int W>
-void decode_affine(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out) {
-    Scales stored(part, row);
-    for (int32_t col = start; col < stop; col += 16) {
-        int32_t group = part.num_groups == 1 ? 0 : col / part.group;
-        __m512 scale, zero;
-        stored.load(group, 1, &scale, &zero);
-        scale = _mm512_broadcastss_ps(_mm512_castps512_ps128(scale));
-        zero = _mm512_broadcastss_ps(_mm512_castps512_ps128(zero));
-        __m128i codes = sixteen_codes<W>(row + (size_t)(col / 64) * 8 * W, col % 64 / 16);
-        __m512 value = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(codes));
-        _mm512_storeu_ps(out + (col - start), _mm512_mul_ps(_mm512_sub_ps(value, zero), scale));
-    }
-}
-
-template <Codec codec>
-void decode_plain(const Part&, const uint8_t* row, int32_t start, int32_t stop, float* out) {
-    for (int32_t col = start; col < stop; col += 16) {
-        __mmask16 mask = first(stop - col);
-        _mm512_mask_storeu_ps(out + (col - start), mask, plain_weights(codec, row, col, mask));
-    }
-}
-
-// ---- one function for every kind of part --------------------------------------------------------------------------
-
-using DotRows = decltype(Kernels::dot_rows);
+using DotRow = float (*)(const Part&, const uint8_t*, const void*, Prefetch&);
 using AddRows = decltype(Kernels::add_rows);
+using DecodeRow = void (*)(const Part&, const uint8_t*, int32_t, int32_t, float*);
 
-template <int W>
-DotRows dot_of(int32_t unit) {
-    return unit == 64 ? dot_affine<W, 1> : unit == 32 ? dot_affine<W, 2> : dot_affine<W, 4>;
+struct RowKernels {
+    DotRow dot;
+    AddRows add;
+    DecodeRow decode;
+};
+
+template <int WIDTH>
+RowKernels affine_kernels(const Part& part) {
+    switch (unit_of(part)) {
+        case 16: return {dot_affine<WIDTH, 16>, add_affine<WIDTH, 16>, decode_codes<WIDTH>};
+        case 32: return {dot_affine<WIDTH, 32>, add_affine<WIDTH, 32>, decode_codes<WIDTH>};
+        default: return {dot_affine<WIDTH, 64>, add_affine<WIDTH, 64>, decode_codes<WIDTH>};
+    }
 }
 
-template <int W>
-AddRows add_of(int32_t unit) {
-    return unit == 64 ? add_affine<W, 1> : unit == 32 ? add_affine<W, 2> : add_affine<W, 4>;
+template <Codec CODEC>
+constexpr RowKernels float_kernels() {
+    return {dot_floats<CODEC>, add_floats<CODEC>, decode_floats<CODEC>};
 }
 
-void dot_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
-              const Ahead& ahead, float* work, float* out) {
-    int32_t unit = unit_cols(part);
-    DotRows run = part.codec == Codec::bf16  ? dot_plain<Codec::bf16>
-                  : part.codec == Codec::f16 ? dot_plain<Codec::f16>
-                  : part.codec == Codec::f32 ? dot_plain<Codec::f32>
-                  : part.width == 1          ? dot_of<1>(unit)
-                  : part.width == 2          ? dot_of<2>(unit)
-                  : part.width == 3          ? dot_of<3>(unit)
-                  : part.width == 4          ? dot_of<4>(unit)
-                                             : dot_of<8>(unit);
-    run(part, rows, num_rows, prepared, ahead, work, out);
-    for (int32_t r = 0; part.has_bias && r < num_rows; r++) {
-        float bias;
-        std::memcpy(&bias, rows[r] + part.num_bytes(), 4);
-        out[r] += bias;
+RowKernels row_kernels(const Part& part) {
+    switch (part.codec) {
+        case Codec::bf16: return float_kernels<Codec::bf16>();
+        case Codec::f16: return float_kernels<Codec::f16>();
+        case Codec::f32: return float_kernels<Codec::f32>();
+        case Codec::affine: break;
+    }
+    switch (part.width) {
+        case 1: return affine_kernels<1>(part);
+        case 2: return affine_kernels<2>(part);
+        case 3: return affine_kernels<3>(part);
+        case 4: return affine_kernels<4>(part);
+        default: return affine_kernels<8>(part);
+    }
+}
+
+void dot_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared, const Ahead& ahead,
+              float*, float* out) {
+    const DotRow dot = row_kernels(part).dot;
+    for (int32_t r = 0; r < num_rows; ++r) {
+        Prefetch prefetch(ahead, r);
+        out[r] = dot(part, rows[r], prepared, prefetch) + row_bias(part, rows[r]);
+        prefetch.rest();
     }
 }
 
 void add_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h, const Ahead& ahead,
               float* work, float* sum) {
-    int32_t unit = unit_cols(part);
-    AddRows run = part.codec == Codec::bf16  ? add_plain<Codec::bf16>
-                  : part.codec == Codec::f16 ? add_plain<Codec::f16>
-                  : part.codec == Codec::f32 ? add_plain<Codec::f32>
-                  : part.width == 1          ? add_of<1>(unit)
-                  : part.width == 2          ? add_of<2>(unit)
-                  : part.width == 3          ? add_of<3>(unit)
-                  : part.width == 4          ? add_of<4>(unit)
-                                             : add_of<8>(unit);
-    run(part, rows, num_rows, h, ahead, work, sum);
+    row_kernels(part).add(part, rows, num_rows, h, ahead, work, sum);
 }
 
-void finish_sum(const Part& part, const float* sum, float weight, int32_t start, int32_t stop, float* out) {
-    if (part.codec != Codec::affine) {
-        for (int32_t col = start; col < stop; col++) out[col] += weight * sum[col];
-        return;
-    }
-    auto run = part.width == 1   ? finish_affine<1>
-               : part.width == 2 ? finish_affine<2>
-               : part.width == 3 ? finish_affine<3>
-               : part.width == 4 ? finish_affine<4>
-                                 : finish_affine<8>;
-    run(part, sum, weight, start, stop, out);
-}
-
-void decode(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out) {
-    auto run = part.codec == Codec::bf16  ? decode_plain<Codec::bf16>
-               : part.codec == Codec::f16 ? decode_plain<Codec::f16>
-               : part.codec == Codec::f32 ? decode_plain<Codec::f32>
-               : part.width == 1          ? decode_affine<1>
-               : part.width == 2          ? decode_affine<2>
-               : part.width == 3          ? decode_affine<3>
-               : part.width == 4          ? decode_affine<4>
-                                          : decode_affine<8>;
-    run(part, row, start, stop, out);
+void decode_row(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out) {
+    row_kernels(part).decode(part, row, start, stop, out);
 }
 
 }  // namespace
 
-const Kernels avx512_kernels = {"avx512", prepared_bytes, prepare, dot_rows,  work_floats, sum_floats,
-                                add_rows, finish_sum,     decode,  dots,      add};
+const Kernels avx512_kernels = {
+    "avx512", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
+};
 
 }  // namespace moe_pack
 
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif
-#endif
+
+#endif  // __x86_64__

@@ -1,7 +1,8 @@
 // The Python face of the kernels: buffers and numbers in, sizes checked, the interpreter's lock given back meanwhile.
 //
 // Buffers come by the buffer protocol and are as long as they say; every size that follows from a layout is compared
-// with that before any byte is read. Stable ABI of Python 3.11.
+// with that before any byte is read. What says where to read or write is copied, and stays as it was checked whatever
+// Python does meanwhile. No exception leaves a function here. Stable ABI of Python 3.11.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -18,6 +19,8 @@ namespace {
 using namespace moe_pack;
 
 constexpr int kMaxThreads = 1024;
+constexpr size_t kMaxTokens = 1 << 30;  // and places: what counts them is of 32 bits
+constexpr size_t kMaxExperts = 1 << 20;
 constexpr const char* kPoolName = "moe_pack.runtime._native.Pool";
 
 PyObject* cut_error;
@@ -45,6 +48,23 @@ class Buffer {
     bool held_ = false;
 };
 
+// A buffer's values as they are now.
+template <class T>
+class Copied {
+  public:
+    bool take(PyObject* from, const char* name) {
+        Buffer<const T> given;
+        if (!given.take(from, name)) return false;
+        copies_.assign(given.values(), given.values() + given.size());
+        return true;
+    }
+    const T* values() const { return copies_.data(); }
+    size_t size() const { return copies_.size(); }
+
+  private:
+    std::vector<T> copies_;
+};
+
 PyObject* refuse(const char* name, const char* fault) {
     PyErr_Format(PyExc_ValueError, "%s: %s", name, fault);
     return nullptr;
@@ -59,10 +79,18 @@ bool has_size(const char* name, size_t found, size_t expected) {
 bool all_below(const char* name, const int32_t* values, size_t count, size_t limit) {
     for (size_t i = 0; i < count; i++)
         if (values[i] < 0 || (size_t)values[i] >= limit) {
+            if (limit == 0) return refuse(name, "there are no rows") != nullptr;
             PyErr_Format(PyExc_ValueError, "%s: %d, expected 0 to %zu", name, (int)values[i], limit - 1);
             return false;
         }
     return true;
+}
+
+// How many tokens of `d` values there are.
+bool count_tokens(const char* name, size_t num_values, size_t d, int32_t* num_tokens) {
+    if (num_values / d > kMaxTokens) return refuse(name, "too many tokens") != nullptr;
+    *num_tokens = (int32_t)(num_values / d);
+    return has_size(name, num_values, *num_tokens * d);
 }
 
 Pool* pool_of(PyObject* capsule) { return static_cast<Pool*>(PyCapsule_GetPointer(capsule, kPoolName)); }
@@ -77,15 +105,28 @@ PyObject* finished(Outcome outcome) {
 // Work without the interpreter's lock.
 template <class Work>
 PyObject* unlocked(const Work& work) {
-    Outcome outcome;
+    Outcome outcome = Outcome::no_memory;
     Py_BEGIN_ALLOW_THREADS;
-    outcome = work();
+    try {
+        outcome = work();
+    } catch (const std::bad_alloc&) {
+    }
     Py_END_ALLOW_THREADS;
     return finished(outcome);
 }
 
+// A function for Python: what it throws becomes an error there.
+template <PyObject* (*call)(PyObject*, PyObject*)>
+PyObject* caught(PyObject* self, PyObject* arguments) {
+    try {
+        return call(self, arguments);
+    } catch (const std::bad_alloc&) {
+        return PyErr_NoMemory();
+    }
+}
+
 bool take_layout(PyObject* from, ExpertLayout* layout) {
-    Buffer<const int32_t> numbers;
+    Copied<int32_t> numbers;
     if (!numbers.take(from, "layout")) return false;
     const char* fault = read_expert_layout(numbers.values(), numbers.size(), layout);
     return fault == nullptr || refuse("layout", fault) != nullptr;
@@ -120,7 +161,7 @@ PyObject* instruction_set(PyObject*, PyObject* capsule) {
 struct GivenExpert {
     ExpertLayout layout;
     Buffer<const uint8_t> selector, records;
-    Buffer<const int64_t> tokens;
+    Copied<int64_t> tokens;
     Buffer<const float> weights;
     float threshold;
 
@@ -138,6 +179,7 @@ struct GivenExpert {
             !has_size("records", records.size(), layout.records_bytes()) ||
             !has_size("weights", weights.size(), tokens.size()))
             return false;
+        if (tokens.size() > kMaxTokens) return refuse("tokens", "too many") != nullptr;
         for (size_t i = 0; i < tokens.size(); i++)
             if (tokens.values()[i] < 0 || (uint64_t)tokens.values()[i] >= num_tokens)
                 return refuse("tokens", "one is not in x") != nullptr;
@@ -158,15 +200,21 @@ PyObject* experts(PyObject*, PyObject* arguments) {
     Buffer<const float> x;
     Buffer<float> y;
     if (pool == nullptr || !x.take(inputs, "x") || !y.take(outputs, "y", true)) return nullptr;
-    if (d < 1 || x.size() % d || x.size() / d > INT32_MAX) return refuse("x", "expected whole tokens");
-    if (!has_size("y", y.size(), x.size())) return nullptr;
+    if (d < 1 || x.size() % d) return refuse("x", "expected whole tokens");
+    int32_t num_tokens;
+    if (!count_tokens("x", x.size(), d, &num_tokens) || !has_size("y", y.size(), x.size())) return nullptr;
     size_t count = PyList_Size(given);
+    if (count > kMaxExperts) return refuse("experts", "too many");
     std::vector<GivenExpert> held(count);
     std::vector<ExpertWork> works(count);
     for (size_t i = 0; i < count; i++) {
         PyObject* tuple = PyList_GetItem(given, i);
         if (tuple == nullptr || !PyTuple_Check(tuple)) return refuse("experts", "expected tuples");
-        if (!held[i].take(tuple, x.size() / d, d)) return nullptr;
+        // Ours while it is read: numbers may be objects whose conversion changes the list.
+        Py_INCREF(tuple);
+        bool taken = held[i].take(tuple, num_tokens, d);
+        Py_DECREF(tuple);
+        if (!taken) return nullptr;
         works[i] = held[i].work();
     }
     return unlocked([&] { return run_experts(*pool, works.data(), (int32_t)count, x.values(), y.values()); });
@@ -188,14 +236,14 @@ PyObject* select(PyObject*, PyObject* arguments) {
     if (pool == nullptr || !take_layout(numbers, &layout) || !selector.take(rows, "selector") || !x.take(inputs, "x") ||
         !a.take(a_out, "a", true) || !runs.take(runs_out, "runs", true) || !neurons.take(neurons_out, "neurons", true))
         return nullptr;
-    size_t tokens = x.size() / layout.num_cols, f = layout.num_rows;
-    if (tokens > INT32_MAX || !has_size("x", x.size(), tokens * layout.num_cols) ||
+    size_t f = layout.num_rows;
+    int32_t tokens, count = 0;
+    if (!count_tokens("x", x.size(), layout.num_cols, &tokens) ||
         !has_size("selector", selector.size(), layout.selector_bytes()) || !has_size("a", a.size(), tokens * f) ||
         !has_size("runs", runs.size(), tokens * f) || !has_size("neurons", neurons.size(), f + 1))
         return nullptr;
-    int32_t count = 0;
     PyObject* done = unlocked([&] {
-        return select_neurons(*pool, layout, selector.values(), threshold, (int32_t)tokens, x.values(), a.values(),
+        return select_neurons(*pool, layout, selector.values(), threshold, tokens, x.values(), a.values(),
                               runs.values(), neurons.values(), &count);
     });
     if (done == nullptr) return nullptr;
@@ -207,7 +255,7 @@ PyObject* select(PyObject*, PyObject* arguments) {
 struct GivenNeurons {
     ExpertLayout layout;
     Buffer<const uint8_t> records;
-    Buffer<const int32_t> neurons, places;
+    Copied<int32_t> neurons, places;
 
     bool take(PyObject* numbers, PyObject* record_rows, PyObject* neuron_idx, PyObject* place_idx) {
         if (!take_layout(numbers, &layout) || !records.take(record_rows, "records") ||
@@ -215,12 +263,13 @@ struct GivenNeurons {
             return false;
         size_t row_bytes = layout.record_row_bytes;
         if (row_bytes == 0 || records.size() % row_bytes) return refuse("records", "expected whole rows") != nullptr;
-        return neurons.size() <= (size_t)layout.num_rows && has_size("places", places.size(), neurons.size()) &&
+        if (neurons.size() > (size_t)layout.num_rows) return refuse("neurons", "more than the expert has") != nullptr;
+        return has_size("places", places.size(), neurons.size()) &&
                all_below("neurons", neurons.values(), neurons.size(), layout.num_rows) &&
                all_below("places", places.values(), places.size(), records.size() / row_bytes);
     }
-    NeuronsWork work(float threshold, size_t tokens) const {
-        return {&layout,           records.values(), threshold, (int32_t)tokens, (int32_t)neurons.size(),
+    NeuronsWork work(float threshold, int32_t num_tokens) const {
+        return {&layout,          records.values(), threshold, num_tokens, (int32_t)neurons.size(),
                 neurons.values(), places.values()};
     }
 };
@@ -238,12 +287,11 @@ PyObject* neurons(PyObject*, PyObject* arguments) {
     Buffer<float> h;
     if (pool == nullptr || !given.take(numbers, rows, neuron_idx, place_idx) || !x.take(inputs, "x") ||
         !a.take(a_in, "a") || !runs.take(runs_in, "runs") || !h.take(h_out, "h", true))
-        return PyErr_Occurred() ? nullptr : refuse("neurons", "more than the expert has");
-    size_t tokens = x.size() / given.layout.num_cols, f = given.layout.num_rows;
-    size_t selected = given.layout.selector == Selector::none ? 0 : tokens * f;
-    if (tokens > INT32_MAX || !has_size("x", x.size(), tokens * given.layout.num_cols) ||
-        !has_size("a", a.size(), selected) || !has_size("runs", runs.size(), selected) ||
-        !has_size("h", h.size(), tokens * given.neurons.size()))
+        return nullptr;
+    size_t f = given.layout.selector == Selector::none ? 0 : given.layout.num_rows;
+    int32_t tokens;
+    if (!count_tokens("x", x.size(), given.layout.num_cols, &tokens) || !has_size("a", a.size(), tokens * f) ||
+        !has_size("runs", runs.size(), tokens * f) || !has_size("h", h.size(), tokens * given.neurons.size()))
         return nullptr;
     return unlocked([&] {
         return run_neurons(*pool, given.work(threshold, tokens), x.values(), a.values(), runs.values(), h.values());
@@ -261,9 +309,9 @@ PyObject* accumulate(PyObject*, PyObject* arguments) {
     Buffer<float> y;
     if (pool == nullptr || !given.take(numbers, rows, neuron_idx, place_idx) || !h.take(h_in, "h") ||
         !y.take(outputs, "y", true))
-        return PyErr_Occurred() ? nullptr : refuse("neurons", "more than the expert has");
-    size_t tokens = y.size() / given.layout.num_cols;
-    if (tokens > INT32_MAX || !has_size("y", y.size(), tokens * given.layout.num_cols) ||
+        return nullptr;
+    int32_t tokens;
+    if (!count_tokens("y", y.size(), given.layout.num_cols, &tokens) ||
         !has_size("h", h.size(), tokens * given.neurons.size()))
         return nullptr;
     return unlocked([&] { return add_neurons(*pool, given.work(0.0f, tokens), h.values(), y.values()); });
@@ -273,7 +321,7 @@ PyObject* accumulate(PyObject*, PyObject* arguments) {
 
 // Rows of one part.
 struct GivenRows {
-    Buffer<const int32_t> numbers;
+    Copied<int32_t> numbers;
     Buffer<const uint8_t> rows;
     RowsLayout layout;
     size_t num_rows;
@@ -297,13 +345,13 @@ PyObject* dense(PyObject*, PyObject* arguments) {
     Buffer<float> out;
     if (pool == nullptr || !given.take(numbers, held_rows) || !x.take(inputs, "x") || !out.take(outputs, "out", true))
         return nullptr;
-    size_t d = given.layout.part.part.num_cols, tokens = x.size() / d;
-    if (tokens > INT32_MAX || !has_size("x", x.size(), tokens * d) ||
+    int32_t tokens;
+    if (!count_tokens("x", x.size(), given.layout.part.part.num_cols, &tokens) ||
         !has_size("out", out.size(), tokens * given.num_rows))
         return nullptr;
     return unlocked([&] {
         return multiply(*pool, given.layout, given.rows.values(), (int32_t)given.num_rows, x.values(),
-                        (int32_t)tokens, out.values());
+                        tokens, out.values());
     });
 }
 
@@ -347,9 +395,8 @@ PyObject* row_checksums(PyObject*, PyObject* arguments) {
     if (pool == nullptr || !rows.take(held, "rows") || !out.take(outputs, "out", true)) return nullptr;
     if (row_bytes < 1 || num_bytes < 0 || num_bytes > row_bytes) return refuse("num_bytes", "expected 0 to row_bytes");
     size_t count = rows.size() / row_bytes;
-    if (count > (size_t)kMaxRows || !has_size("rows", rows.size(), count * row_bytes) ||
-        !has_size("out", out.size(), count))
-        return PyErr_Occurred() ? nullptr : refuse("rows", "too many");
+    if (count > (size_t)kMaxRows) return refuse("rows", "too many");
+    if (!has_size("rows", rows.size(), count * row_bytes) || !has_size("out", out.size(), count)) return nullptr;
     return unlocked([&] {
         return checksum_rows(*pool, rows.values(), (int32_t)count, row_bytes, num_bytes, out.values());
     });
@@ -361,14 +408,16 @@ PyObject* gather_rows(PyObject*, PyObject* arguments) {
     if (!PyArg_ParseTuple(arguments, "OOnOO:gather", &capsule, &held, &row_bytes, &place_idx, &outputs)) return nullptr;
     Pool* pool = pool_of(capsule);
     Buffer<const uint8_t> rows;
-    Buffer<const int32_t> places;
+    Copied<int32_t> places;
     Buffer<uint8_t> out;
     if (pool == nullptr || !rows.take(held, "rows") || !places.take(place_idx, "places") ||
         !out.take(outputs, "out", true))
         return nullptr;
     if (row_bytes < 1) return refuse("row_bytes", "expected at least 1");
-    size_t count = rows.size() / row_bytes;
-    if (!has_size("rows", rows.size(), count * row_bytes) || !has_size("out", out.size(), places.size() * row_bytes) ||
+    size_t count = rows.size() / row_bytes, num_bytes;
+    if (places.size() > kMaxTokens || __builtin_mul_overflow(places.size(), (size_t)row_bytes, &num_bytes))
+        return refuse("places", "too many");
+    if (!has_size("rows", rows.size(), count * row_bytes) || !has_size("out", out.size(), num_bytes) ||
         !all_below("places", places.values(), places.size(), count))
         return nullptr;
     return unlocked([&] {
@@ -377,19 +426,20 @@ PyObject* gather_rows(PyObject*, PyObject* arguments) {
 }
 
 PyMethodDef methods[] = {
-    {"open_pool", open_pool, METH_VARARGS, "open_pool(threads, limit) -> capsule"},
-    {"instruction_set", instruction_set, METH_O, "instruction_set(pool) -> str"},
-    {"experts", experts, METH_VARARGS, "experts(pool, [(layout, selector, records, threshold, tokens, weights)], x, y, d)"},
-    {"select", select, METH_VARARGS, "select(pool, layout, selector, threshold, x, a, runs, neurons) -> int"},
-    {"neurons", neurons, METH_VARARGS,
+    {"open_pool", caught<open_pool>, METH_VARARGS, "open_pool(threads, limit) -> capsule"},
+    {"instruction_set", caught<instruction_set>, METH_O, "instruction_set(pool) -> str"},
+    {"experts", caught<experts>, METH_VARARGS,
+     "experts(pool, [(layout, selector, records, threshold, tokens, weights)], x, y, d)"},
+    {"select", caught<select>, METH_VARARGS, "select(pool, layout, selector, threshold, x, a, runs, neurons) -> int"},
+    {"neurons", caught<neurons>, METH_VARARGS,
      "neurons(pool, layout, records, neurons, places, threshold, x, a, runs, h)"},
-    {"accumulate", accumulate, METH_VARARGS, "accumulate(pool, layout, records, neurons, places, h, y)"},
-    {"dense", dense, METH_VARARGS, "dense(pool, layout, rows, x, out)"},
-    {"decode", decode_rows, METH_VARARGS, "decode(pool, layout, rows, out)"},
-    {"checksum", of_bytes<uint32_t, checksum>, METH_VARARGS, "checksum(pool, bytes) -> int"},
-    {"read", of_bytes<uint64_t, read_only>, METH_VARARGS, "read(pool, bytes) -> int"},
-    {"row_checksums", row_checksums, METH_VARARGS, "row_checksums(pool, rows, row_bytes, num_bytes, out)"},
-    {"gather", gather_rows, METH_VARARGS, "gather(pool, rows, row_bytes, places, out)"},
+    {"accumulate", caught<accumulate>, METH_VARARGS, "accumulate(pool, layout, records, neurons, places, h, y)"},
+    {"dense", caught<dense>, METH_VARARGS, "dense(pool, layout, rows, x, out)"},
+    {"decode", caught<decode_rows>, METH_VARARGS, "decode(pool, layout, rows, out)"},
+    {"checksum", caught<of_bytes<uint32_t, checksum>>, METH_VARARGS, "checksum(pool, bytes) -> int"},
+    {"read", caught<of_bytes<uint64_t, read_only>>, METH_VARARGS, "read(pool, bytes) -> int"},
+    {"row_checksums", caught<row_checksums>, METH_VARARGS, "row_checksums(pool, rows, row_bytes, num_bytes, out)"},
+    {"gather", caught<gather_rows>, METH_VARARGS, "gather(pool, rows, row_bytes, places, out)"},
     {nullptr, nullptr, 0, nullptr},
 };
 

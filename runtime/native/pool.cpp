@@ -4,8 +4,7 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <cstdlib>
-#include <system_error>
+#include <exception>
 
 #include "guard.h"
 
@@ -27,63 +26,26 @@ inline void pause() {
 
 }  // namespace
 
-Arena::~Arena() {
-    for (void* block : blocks_) std::free(block);
-}
-
-void* Arena::take_bytes(size_t num_bytes) {
-    num_bytes = (num_bytes + 127) / 64 * 64;  // a line between neighbors: kernels may look past an array's end
-    if (blocks_.empty() || used_ + num_bytes > sizes_.back()) {
-        size_t size = num_bytes > (1u << 20) ? num_bytes : 1u << 20;
-        void* block = std::aligned_alloc(64, size);
-        if (block == nullptr) return nullptr;
-        blocks_.push_back(block);
-        sizes_.push_back(size);
-        used_ = 0;
-    }
-    void* place = static_cast<char*>(blocks_.back()) + used_;
-    used_ += num_bytes;
-    return place;
-}
-
-void Arena::reset() {
-    if (blocks_.size() > 1) {  // one block for all of it, next time
-        size_t all = 0;
-        for (size_t i = 0; i < blocks_.size(); i++) {
-            all += sizes_[i];
-            std::free(blocks_[i]);
-        }
-        blocks_.clear();
-        sizes_.clear();
-        if (void* block = std::aligned_alloc(64, all)) {
-            blocks_.push_back(block);
-            sizes_.push_back(all);
-        }
-    }
-    used_ = 0;
-}
-
-Pool::Pool(int threads, const Kernels& kernels) : kernels_(kernels), owner_(getpid()) {
+Pool::Pool(int threads, const Kernels& kernels) : kernels_(kernels), threads_(*new Threads), owner_(getpid()) {
     install_guard();
     try {
-        for (int worker = 1; worker < threads; worker++) workers_.emplace_back([this, worker] { serve(worker); });
-    } catch (const std::system_error&) {
-        // The system gives no more threads: those there are do all the work.
+        for (int worker = 1; worker < threads; worker++)
+            threads_.workers.emplace_back([this, worker] { serve(worker); });
+    } catch (const std::exception&) {
+        // The system gives no more threads, or no more memory: those there are do all the work.
     }
 }
 
 Pool::~Pool() {
-    if (getpid() != owner_) {
-        for (auto& worker : workers_) worker.detach();
-        return;
-    }
+    if (getpid() != owner_) return;
     {
-        std::lock_guard<std::mutex> lock(sleep_);
+        std::lock_guard<std::mutex> lock(threads_.sleep);
         stop_ = true;
         job_++;
     }
-    wake_.notify_all();
-    for (auto& worker : workers_) worker.join();
+    threads_.wake.notify_all();
+    for (auto& worker : threads_.workers) worker.join();
+    delete &threads_;
 }
 
 void Pool::start(int count, Work work, void* context) {
@@ -101,13 +63,13 @@ bool Pool::run_alone(int count, Work work, void* context) {
 }
 
 bool Pool::run(int count, Work work, void* context) {
-    if (count < 2 || workers_.empty() || getpid() != owner_) return run_alone(count, work, context);
+    if (count < 2 || threads_.workers.empty() || getpid() != owner_) return run_alone(count, work, context);
     start(count, work, context);
     open_ = true;
     job_++;
     if (asleep_ > 0) {
-        std::lock_guard<std::mutex> lock(sleep_);
-        wake_.notify_all();
+        std::lock_guard<std::mutex> lock(threads_.sleep);
+        threads_.wake.notify_all();
     }
     take_items(0);
     // Who wakes only now finds the job closed, and is not waited for.
@@ -147,9 +109,9 @@ void Pool::serve(int worker) {
         auto until = std::chrono::steady_clock::now() + kSpin;
         while (job_ == done && std::chrono::steady_clock::now() < until) pause();
         if (job_ == done) {
-            std::unique_lock<std::mutex> lock(sleep_);
+            std::unique_lock<std::mutex> lock(threads_.sleep);
             asleep_++;
-            wake_.wait(lock, [&] { return job_ != done; });
+            threads_.wake.wait(lock, [&] { return job_ != done; });
             asleep_--;
         }
         done = job_;

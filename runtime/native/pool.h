@@ -5,52 +5,38 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "arena.h"
 #include "kernels.h"
 
 namespace moe_pack {
-
-// Memory for the jobs, grown as they need it and kept. Aligned to 64 bytes.
-class Arena {
-  public:
-    ~Arena();
-    // Room for `count` values; valid until `reset`. Null if there is no memory.
-    template <class T>
-    T* take(size_t count) {
-        return static_cast<T*>(take_bytes(count * sizeof(T)));
-    }
-    void reset();
-
-  private:
-    void* take_bytes(size_t num_bytes);
-    std::vector<void*> blocks_;
-    std::vector<size_t> sizes_;
-    size_t used_ = 0;  // of the last block
-};
 
 class Pool {
   public:
     // `threads` at work on a job, the caller's among them.
     Pool(int threads, const Kernels& kernels);
+    // Ends the threads. A forked child has none of them; there nothing but memory is given back.
     ~Pool();
+    Pool(const Pool&) = delete;
+    Pool& operator=(const Pool&) = delete;
 
     // Calls work(context, item, next, worker) once for each of `count` items: `next` is the item this thread will
     // have afterwards, or -1. False if a map was cut under one of them; the others are done or left out.
     using Work = void (*)(void* context, int item, int next, int worker);
     bool run(int count, Work work, void* context);
 
-    // The same by this thread alone.
+    // The same by this thread alone: as `run` does in a forked child.
     bool run_alone(int count, Work work, void* context);
 
-    int threads() const { return (int)workers_.size() + 1; }
+    int threads() const { return (int)threads_.workers.size() + 1; }
     const Kernels& kernels() const { return kernels_; }
 
-    // Held by the caller of `run` for as long as it uses the arena.
+    // Held by the caller of `run` for as long as it uses the arena. Who forks while another thread holds it must not
+    // use the pool in the child, where nobody would let go of it.
     std::mutex& one_job() { return one_job_; }
     Arena& arena() { return arena_; }
 
@@ -59,10 +45,17 @@ class Pool {
     void serve(int worker);
     void take_items(int worker);
 
+    // Of the process that made them. Destroyed in another, a condition variable would wait for those asleep on it, and
+    // threads would be taken for such as have their numbers there.
+    struct Threads {
+        std::vector<std::thread> workers;
+        std::mutex sleep;
+        std::condition_variable wake;
+    };
+
     const Kernels& kernels_;
-    std::vector<std::thread> workers_;
-    std::mutex one_job_, sleep_;
-    std::condition_variable wake_;
+    Threads& threads_;
+    std::mutex one_job_;
     Arena arena_;
     std::atomic<uint32_t> job_{0};
     std::atomic<int> asleep_{0}, next_item_{0}, at_work_{0};

@@ -46,16 +46,20 @@ void multiply_few(Multiply& m, int32_t first, int32_t count, int worker) {
 void multiply_many(Multiply& m, int32_t first, int32_t count, int worker) {
     const Part& part = m.layout.part.part;
     size_t d = part.num_cols;
-    float* decoded = m.decoded + worker * kManyRows * d;
-    float biases[kManyRows];
+    float* decoded = m.decoded + (size_t)worker * kManyRows * kManyCols;
+    const uint8_t* begins[kManyRows];
     for (int32_t r = 0; r < count; r++) {
-        const uint8_t* begin = m.rows + (size_t)(first + r) * m.layout.row_bytes + m.layout.part.offset;
-        m.kernels.decode(part, begin, 0, part.num_cols, decoded + r * d);
-        biases[r] = bias_of(part, begin);
+        begins[r] = m.rows + (size_t)(first + r) * m.layout.row_bytes + m.layout.part.offset;
+        float bias = bias_of(part, begins[r]);
+        for (int32_t t = 0; t < m.num_tokens; t++) m.out[(size_t)t * m.num_rows + first + r] = bias;
     }
-    for (int32_t t = 0; t < m.num_tokens; t++)
-        std::copy_n(biases, count, m.out + (size_t)t * m.num_rows + first);
-    m.kernels.dots(decoded, count, d, m.x, m.num_tokens, d, part.num_cols, m.out + first, m.num_rows);
+    for (int32_t start = 0; start < part.num_cols; start += kManyCols) {
+        int32_t stop = std::min(part.num_cols, start + kManyCols);
+        for (int32_t r = 0; r < count; r++) m.kernels.decode(part, begins[r], start, stop, decoded + r * kManyCols);
+        for (int32_t t = 0; t < m.num_tokens; t += kManyTokens)
+            m.kernels.dots(decoded, count, kManyCols, m.x + t * d + start, std::min(kManyTokens, m.num_tokens - t), d,
+                           stop - start, m.out + (size_t)t * m.num_rows + first, m.num_rows);
+    }
 }
 
 void multiply_item(void* context, int item, int, int worker) {
@@ -82,7 +86,7 @@ Outcome multiply(Pool& pool, const RowsLayout& layout, const uint8_t* rows, int3
     Arena& arena = pool.arena();
     arena.reset();
     if (many) {
-        m.decoded = arena.take<float>((size_t)pool.threads() * kManyRows * part.num_cols);
+        m.decoded = arena.take<float>((size_t)pool.threads() * kManyRows * kManyCols);
         if (m.decoded == nullptr) return Outcome::no_memory;
     } else {
         m.tile = tile_rows(layout.row_bytes);

@@ -5,7 +5,7 @@ namespace {
 
 // A tile's rows from where a part begins in them.
 struct Begins {
-    const uint8_t* at[kMaxTile];
+    const uint8_t* at[kManyRows];
 
     Begins(const PlacedPart& part, const uint8_t* const* rows, int32_t count) {
         for (int32_t r = 0; r < count; r++) at[r] = rows[r] + part.offset;
@@ -81,17 +81,17 @@ void FewTokens::add(const uint8_t* const* records, int32_t count, const float* h
 
 const float* ManyTokens::dots(const PlacedPart& part, const uint8_t* const* rows, int32_t count, float* out) const {
     size_t d = layout_.num_cols;
-    float biases[kManyRows];
+    Begins begins(part, rows, count);
     for (int32_t r = 0; r < count; r++) {
-        const uint8_t* begin = rows[r] + part.offset;
-        kernels_.decode(part.part, begin, 0, layout_.num_cols, scratch_.decoded + r * d);
-        biases[r] = bias_of(part.part, begin);
+        float bias = bias_of(part.part, begins.at[r]);
+        for (int32_t t = 0; t < num_tokens_; t++) out[t * kManyRows + r] = bias;
     }
-    for (int32_t t = 0; t < num_tokens_; t++)
-        for (int32_t r = 0; r < count; r++) out[t * kManyRows + r] = 0.0f;
-    kernels_.dots(scratch_.decoded, count, d, x_, num_tokens_, d, layout_.num_cols, out, kManyRows);
-    for (int32_t t = 0; t < num_tokens_; t++)
-        for (int32_t r = 0; r < count; r++) out[t * kManyRows + r] += biases[r];
+    for (int32_t start = 0; start < layout_.num_cols; start += kManyCols) {
+        int32_t stop = std::min(layout_.num_cols, start + kManyCols);
+        for (int32_t r = 0; r < count; r++)
+            kernels_.decode(part.part, begins.at[r], start, stop, scratch_.decoded + r * kManyCols);
+        kernels_.dots(scratch_.decoded, count, kManyCols, x_ + start, num_tokens_, d, stop - start, out, kManyRows);
+    }
     return out;
 }
 
@@ -135,11 +135,14 @@ const float* ManyTokens::neurons(const uint8_t* const* records, const int32_t* n
 }
 
 void ManyTokens::add(const uint8_t* const* records, int32_t count, const float* h, size_t h_stride, float* sum) const {
-    size_t d = layout_.num_cols;
-    for (int32_t r = 0; r < count; r++)
-        kernels_.decode(layout_.down.part, records[r] + layout_.down.offset, 0, layout_.num_cols,
-                        scratch_.decoded + r * d);
-    kernels_.add(scratch_.decoded, count, d, h, num_tokens_, h_stride, layout_.num_cols, sum, d);
+    Begins begins(layout_.down, records, count);
+    for (int32_t start = 0; start < layout_.num_cols; start += kManyCols) {
+        int32_t stop = std::min(layout_.num_cols, start + kManyCols);
+        for (int32_t r = 0; r < count; r++)
+            kernels_.decode(layout_.down.part, begins.at[r], start, stop, scratch_.decoded + r * kManyCols);
+        kernels_.add(scratch_.decoded, count, kManyCols, h, num_tokens_, h_stride, stop - start, sum + start,
+                     layout_.num_cols);
+    }
 }
 
 }  // namespace moe_pack

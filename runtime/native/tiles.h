@@ -12,7 +12,8 @@ namespace moe_pack {
 
 constexpr int32_t kFewTokens = 3;    // so many go one by one, from rows in cache; more share decoded rows
 constexpr int32_t kManyTokens = 64;  // at once
-constexpr int32_t kManyRows = 32;    // decoded at once
+constexpr int32_t kManyRows = 128;   // decoded at once, so many columns of them: with as many columns of the tokens
+constexpr int32_t kManyCols = 512;   // they stay in the second level of cache
 constexpr int32_t kTileBytes = 256 << 10;  // of rows: what stays in the second level of cache
 
 inline float silu(float v) { return v / (1.0f + std::exp(-v)); }
@@ -42,7 +43,7 @@ struct Scratch {
     float* work;      // for kernels
     float* values[2]; // [kMaxTile], or [kManyTokens, kManyRows]
     float* h;         // the same
-    float* decoded;   // [kManyRows, d], for many tokens
+    float* decoded;   // [kManyRows, kManyCols], for many tokens
 };
 
 // One token and up to kMaxTile neurons whose records (or selector rows) are `rows`.

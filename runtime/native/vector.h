@@ -23,7 +23,6 @@ constexpr int kTileNarrow = kVector == 16 ? 4 : 3;  // rows of `dots`, vectors o
 
 typedef float Vector __attribute__((vector_size(4 * MOE_PACK_VECTOR_FLOATS)));
 typedef float Quad __attribute__((vector_size(16)));
-typedef int32_t VectorMask __attribute__((vector_size(4 * MOE_PACK_VECTOR_FLOATS)));
 
 inline Vector load_vector(const float* from) {
     Vector loaded;
@@ -47,16 +46,15 @@ inline Vector multiply_add(Vector a, Vector b, Vector c) {
 // Subtracting zero leaves every float as it is, so that compilers reduce this to the broadcast.
 inline Vector broadcast(float value) { return value - Vector{}; }
 
-inline VectorMask first_lanes(int32_t count) {
-    VectorMask lanes;
-    for (int32_t i = 0; i < kVector; ++i) {
-        lanes[i] = i < count ? -1 : 0;
+// The first `count` floats of a register, and zeros; no others are read.
+inline Vector load_first(const float* from, int32_t count) {
+    if (count == kVector) {
+        return load_vector(from);
     }
-    return lanes;
+    float padded[kVector] = {};
+    __builtin_memcpy(padded, from, count * sizeof(float));
+    return load_vector(padded);
 }
-
-// Zero where `mask` is: what lies past the end may be a NaN, which a product with zero would keep.
-inline Vector load_masked(const float* from, VectorMask mask) { return (Vector)((VectorMask)load_vector(from) & mask); }
 
 inline float lane_sum(Vector vector) {
     Quad quads[kVector / 4];
@@ -87,11 +85,14 @@ inline void dots_tile(const float* w, size_t w_stride, const float* x, size_t x_
         }
     }
     if (c < n) {
-        const VectorMask mask = first_lanes(n - c);
+        // Nothing past the end: tokens are the caller's, and a page may end there.
+        for (int t = 0; t < TOKENS; ++t) {
+            inputs[t] = load_first(x + t * x_stride + c, n - c);
+        }
         for (int r = 0; r < ROWS; ++r) {
-            const Vector weights = load_masked(w + r * w_stride + c, mask);
+            const Vector weights = load_first(w + r * w_stride + c, n - c);
             for (int t = 0; t < TOKENS; ++t) {
-                sums[r][t] = multiply_add(weights, load_masked(x + t * x_stride + c, mask), sums[r][t]);
+                sums[r][t] = multiply_add(weights, inputs[t], sums[r][t]);
             }
         }
     }
@@ -142,16 +143,6 @@ inline void dots(const float* w, int32_t num_rows, size_t w_stride, const float*
                                    out + r, out_stride);
         }
     }
-}
-
-// The first `count` floats of a register, and zeros; no others are read.
-inline Vector load_first(const float* from, int32_t count) {
-    if (count == kVector) {
-        return load_vector(from);
-    }
-    float padded[kVector] = {};
-    __builtin_memcpy(padded, from, count * sizeof(float));
-    return load_vector(padded);
 }
 
 inline void store_first(float* to, Vector stored, int32_t count) {

@@ -1,0 +1,305 @@
+#include "job.h"
+
+namespace moe_pack {
+namespace {
+
+constexpr int32_t kManyItems = 16;     // a sum of many tokens: the expert in so many shares, at most
+constexpr int32_t kFinishCols = 512;   // columns of y a thread adds to at once
+constexpr int32_t kAheadBytes = 4096;  // how far before its use a selector row is fetched
+
+size_t floats_of(const Job& job, const PlacedPart& part) {
+    return part.place == Place::none ? 0 : job.kernels.work_floats(part.part);
+}
+
+}  // namespace
+
+void take_scratch(Job& job, const ExpertLayout* const* layouts, int32_t count) {
+    size_t work = 16;
+    for (int32_t i = 0; i < count; i++) {
+        for (const PlacedPart* part : {&layouts[i]->gate, &layouts[i]->up, &layouts[i]->down})
+            work = std::max(work, floats_of(job, *part));
+    }
+    size_t values = job.many ? kManyTokens * kManyRows : kMaxTile;
+    job.scratch = job.take<Scratch>(job.pool.threads());
+    for (int worker = 0; !job.no_memory && worker < job.pool.threads(); worker++) {
+        Scratch& scratch = job.scratch[worker];
+        scratch.work = job.take<float>(work);
+        for (float*& place : scratch.values) place = job.take<float>(values);
+        scratch.h = job.take<float>(values);
+        scratch.decoded = job.many ? job.take<float>(kManyRows * kManyCols) : nullptr;
+    }
+}
+
+namespace {
+
+// A token's inputs as each part that meets them wants them; parts and experts of one form share it.
+struct Form {
+    const Part* part;
+    int64_t token;
+    void* prepared;
+};
+
+void prepare_form(Job& job, Form* forms, int32_t& count, const PlacedPart& part, int64_t token, const void** place) {
+    *place = nullptr;
+    if (part.place == Place::none || job.no_memory) return;
+    for (int32_t i = 0; i < count && *place == nullptr; i++)
+        if (forms[i].token == token && same_form(*forms[i].part, part.part)) *place = forms[i].prepared;
+    if (*place != nullptr) return;
+    auto* memory = job.take<uint8_t>(job.kernels.prepared_bytes(part.part));
+    if (job.no_memory) return;
+    job.kernels.prepare(part.part, job.x + token * part.part.num_cols, memory);
+    forms[count++] = {&part.part, token, memory};
+    *place = memory;
+}
+
+}  // namespace
+
+void prepare_inputs(Job& job) {
+    size_t most = 0;
+    for (int32_t c = 0; c < job.num_calls; c++) most += 2 * job.calls[c].num_tokens;
+    Form* forms = job.take<Form>(most);
+    int32_t count = 0;
+    for (int32_t c = 0; c < job.num_calls && !job.no_memory; c++) {
+        Call& call = job.calls[c];
+        for (int32_t t = 0; t < call.num_tokens; t++) {
+            prepare_form(job, forms, count, call.layout().gate, call.tokens[t], &call.inputs[t].gate);
+            prepare_form(job, forms, count, call.layout().up, call.tokens[t], &call.inputs[t].up);
+        }
+    }
+}
+
+// ---- shares -------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Items of `each(call)` neurons: all rows before selection, those that run after it.
+template <class Each>
+void share_out(Job& job, bool selected, const Each& each) {
+    size_t count = 0;
+    auto number = [&](const Call& call) { return selected ? call.num_neurons : call.layout().num_rows; };
+    for (int32_t c = 0; c < job.num_calls; c++)
+        count += (number(job.calls[c]) + each(job.calls[c]) - 1) / each(job.calls[c]);
+    job.items = job.take<Item>(count);
+    job.num_items = 0;
+    for (int32_t c = 0; c < job.num_calls && !job.no_memory; c++) {
+        Call& call = job.calls[c];
+        if (!selected && !has_selector(call.layout())) continue;
+        int32_t size = each(call), first_item = job.num_items;
+        for (int32_t first = 0; first < number(call); first += size)
+            job.items[job.num_items++] = {c, first, std::min(size, number(call) - first)};
+        call.num_items = job.num_items - first_item;
+        call.item_neurons = size;
+    }
+}
+
+// Neurons a share: from the layout and their number alone, so that sums are the same for any number of threads.
+int32_t share_of(const Call& call, bool many) {
+    if (!many) return kItemTiles * tile_rows(call.layout().record_row_bytes);
+    int32_t tiles = (call.num_neurons + kManyRows - 1) / kManyRows;
+    return kManyRows * std::max(1, (tiles + kManyItems - 1) / kManyItems);
+}
+
+}  // namespace
+
+void share_records(Job& job) {
+    share_out(job, true, [&](const Call& call) { return share_of(call, job.many); });
+    for (int32_t c = 0; !job.no_memory && c < job.num_calls; c++) {
+        Call& call = job.calls[c];
+        const Part& down = call.layout().down.part;
+        size_t size = job.many ? down.num_cols : job.kernels.sum_floats(down);
+        call.partial = job.take<float>((size_t)call.num_items * call.num_tokens * size);
+    }
+}
+
+// ---- selection ----------------------------------------------------------------------------------------------------
+
+namespace {
+
+void mark_running(const Call& call, int32_t token, int32_t first, int32_t count) {
+    size_t begin = (size_t)token * call.layout().num_rows + first;
+    for (size_t i = begin; i < begin + count; i++) call.runs[i] = runs_at(call.a[i], call.work->threshold);
+}
+
+void select_few(Job& job, int number, int, int worker) {
+    const Item& item = job.items[number];
+    const Call& call = job.calls[item.call];
+    const ExpertLayout& layout = call.layout();
+    size_t row_bytes = layout.selector_row_bytes;
+    const uint8_t *rows[kMaxTile], *ahead[kMaxTile];
+    int32_t distance = std::clamp<int32_t>(kAheadBytes / (int32_t)row_bytes, 2, 16);
+    for (int32_t r = 0; r < item.count; r++) {
+        rows[r] = call.work->selector + (item.first + r) * row_bytes;
+        ahead[r] = call.work->selector + std::min(item.first + r + distance, layout.num_rows - 1) * row_bytes;
+    }
+    FewTokens few(job.kernels, layout, job.scratch[worker]);
+    for (int32_t t = 0; t < call.num_tokens; t++) {
+        Ahead fetched = {ahead, t == 0 ? (int32_t)row_bytes : 0};
+        few.select(rows, item.count, call.inputs[t], fetched, call.a + (size_t)t * layout.num_rows + item.first);
+        mark_running(call, t, item.first, item.count);
+    }
+}
+
+void select_many(Job& job, int number, int, int worker) {
+    const Item& item = job.items[number];
+    const Call& call = job.calls[item.call];
+    const ExpertLayout& layout = call.layout();
+    const uint8_t* rows[kManyRows];
+    for (int32_t r = 0; r < item.count; r++)
+        rows[r] = call.work->selector + (size_t)(item.first + r) * layout.selector_row_bytes;
+    ManyTokens many(job.kernels, layout, job.scratch[worker], job.x, call.num_tokens);
+    const float* a = many.select(rows, item.count);
+    for (int32_t t = 0; t < call.num_tokens; t++) {
+        std::memcpy(call.a + (size_t)t * layout.num_rows + item.first, a + t * kManyRows, 4 * item.count);
+        mark_running(call, t, item.first, item.count);
+    }
+}
+
+}  // namespace
+
+void list_running(Call& call) {
+    int32_t f = call.layout().num_rows, count = 0;
+    for (int32_t i = 0; i < f; i++) {
+        uint8_t any = call.runs == nullptr;
+        for (int32_t t = 0; t < call.num_tokens && call.runs; t++) any |= call.runs[(size_t)t * f + i];
+        call.neurons[count] = i;
+        count += any;
+    }
+    call.num_neurons = count;
+}
+
+bool select(Job& job) {
+    for (int32_t c = 0; c < job.num_calls; c++) {
+        Call& call = job.calls[c];
+        size_t f = call.layout().num_rows;
+        bool any = has_selector(call.layout());
+        if (any && call.a == nullptr) {
+            call.a = job.take<float>(call.num_tokens * f);
+            call.runs = job.take<uint8_t>(call.num_tokens * f);
+        }
+        if (call.neurons == nullptr) call.neurons = job.take<int32_t>(f + 1);
+    }
+    share_out(job, false, [&](const Call& call) {
+        return job.many ? kManyRows : tile_rows(call.layout().selector_row_bytes);
+    });
+    if (job.no_memory) return true;
+    if (!(job.many ? job.run<select_many>(job.num_items) : job.run<select_few>(job.num_items))) return false;
+    for (int32_t c = 0; c < job.num_calls; c++) list_running(job.calls[c]);
+    return true;
+}
+
+// ---- records ------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// The record of the k-th of a call's neurons.
+const uint8_t* record_of(const Call& call, int32_t k) {
+    int32_t row = call.places ? call.places[k] : call.neurons[k];
+    return call.work->records + (size_t)row * call.layout().record_row_bytes;
+}
+
+// Where the bytes lie that a record's products need: before its down row, which comes last.
+int32_t product_bytes(const ExpertLayout& layout) { return layout.down.offset; }
+
+}  // namespace
+
+Records::Records(const Job& job, const Call& call, const Item& item, int32_t first, int32_t count, int next_item) {
+    const ExpertLayout& layout = call.layout();
+    const Call* then = &call;
+    int32_t from = first + count, left = item.first + item.count - from;
+    if (left <= 0 && next_item >= 0) {
+        then = &job.calls[job.items[next_item].call];
+        from = job.items[next_item].first;
+        left = job.items[next_item].count;
+    }
+    for (int32_t r = 0; r < count; r++) {
+        rows[r] = record_of(call, first + r);
+        down[r] = rows[r] + layout.down.offset;
+        next[r] = left > 0 ? record_of(*then, from + std::min(r, left - 1)) : rows[r];
+    }
+}
+
+void neurons_few(const FewTokens& few, const Call& call, const Records& records, int32_t first, int32_t count,
+                 int32_t t, float* h) {
+    const ExpertLayout& layout = call.layout();
+    float a[kMaxTile];
+    uint8_t runs[kMaxTile];
+    for (int32_t r = 0; call.runs && r < count; r++) {
+        size_t place = (size_t)t * layout.num_rows + call.neurons[first + r];
+        a[r] = call.a[place];
+        runs[r] = call.runs[place];
+    }
+    int32_t down_bytes = t == 0 ? layout.record_row_bytes - layout.down.offset : 0;
+    few.neurons(records.rows, count, call.inputs[t], call.runs ? a : nullptr, call.runs ? runs : nullptr,
+                call.work->threshold, {records.down, down_bytes}, h);
+}
+
+void add_few(const FewTokens& few, const Call& call, const Records& records, int32_t count, int32_t t, const float* h,
+             float* sum) {
+    const ExpertLayout& layout = call.layout();
+    int32_t next_bytes = product_bytes(layout) ? product_bytes(layout) : layout.record_row_bytes;
+    bool last = t == call.num_tokens - 1;
+    few.add(records.rows, count, h, {records.next, last ? next_bytes : 0}, sum);
+}
+
+float* sums_of(const Call& call, const Item& item, size_t floats) {
+    float* sums = call.partial + (size_t)(item.first / call.item_neurons) * call.num_tokens * floats;
+    std::memset(sums, 0, sizeof(float) * call.num_tokens * floats);
+    return sums;
+}
+
+// ---- the end ------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// One token of one call: its shares added up, in their order, and brought into the order of columns.
+void join_shares(Job& job, int number, int, int) {
+    int32_t c = 0;
+    while (c + 1 < job.num_calls && job.places[c + 1] <= number) c++;
+    const Call& call = job.calls[c];
+    const Part& down = call.layout().down.part;
+    size_t d = down.num_cols, t = number - job.places[c], size = job.many ? d : job.kernels.sum_floats(down);
+    float* out = job.finished + (size_t)number * d;
+    std::memset(out, 0, sizeof(float) * d);
+    if (call.num_items == 0) return;
+    float* sum = call.partial + t * size;
+    for (int32_t item = 1; item < call.num_items; item++) {
+        const float* other = call.partial + ((size_t)item * call.num_tokens + t) * size;
+        for (size_t i = 0; i < size; i++) sum[i] += other[i];
+    }
+    if (job.many)
+        std::memcpy(out, sum, sizeof(float) * d);
+    else
+        job.kernels.finish_sum(down, sum, 1.0f, 0, (int32_t)d, out);
+}
+
+// Some columns of y: every call's tokens, call after call.
+void add_outputs(Job& job, int number, int, int) {
+    size_t d = job.calls[0].layout().num_cols, start = (size_t)number * kFinishCols;
+    size_t stop = std::min(d, start + kFinishCols);
+    for (int32_t c = 0; c < job.num_calls; c++) {
+        const Call& call = job.calls[c];
+        for (int32_t t = 0; t < call.num_tokens; t++) {
+            const float* from = job.finished + (job.places[c] + t) * d;
+            float* to = job.y + call.tokens[t] * d;
+            for (size_t i = start; i < stop; i++) to[i] += call.weights[t] * from[i];
+        }
+    }
+}
+
+}  // namespace
+
+bool finish(Job& job) {
+    int64_t tokens = 0;
+    job.places = job.take<int64_t>(job.num_calls);
+    for (int32_t c = 0; !job.no_memory && c < job.num_calls; c++) {
+        job.places[c] = tokens;
+        tokens += job.calls[c].num_tokens;
+    }
+    size_t d = job.calls[0].layout().num_cols;
+    job.finished = job.take<float>(tokens * d);
+    if (job.no_memory) return true;
+    if (!job.run<join_shares>((int)tokens)) return false;
+    return job.run<add_outputs>((int)((d + kFinishCols - 1) / kFinishCols));
+}
+
+}  // namespace moe_pack

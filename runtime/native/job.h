@@ -1,0 +1,112 @@
+// A job over experts: its calls, shared out in items, and what whole experts and single steps do alike.
+//
+// For experts.cpp and steps.cpp. A phase is run by the pool's threads; what it allocates is the arena's.
+#pragma once
+
+#include "experts.h"
+#include "tiles.h"
+
+namespace moe_pack {
+
+constexpr int32_t kItemTiles = 2;  // a sum of few tokens is of so many tiles
+
+// An expert at work on some tokens.
+struct Call {
+    const ExpertWork* work;
+    int32_t num_tokens;
+    const int64_t* tokens;
+    const float* weights;
+    float* a;           // [tokens, f]; null without a selector, and so is `runs`
+    uint8_t* runs;      // [tokens, f]
+    int32_t* neurons;   // [f]: those that run for any token
+    int32_t num_neurons;
+    const int32_t* places;  // rows of the records of `neurons`; null: where they lie in the pack
+    float* partial;         // [items, tokens, sum]
+    int32_t num_items, item_neurons;
+    Inputs inputs[kFewTokens];
+
+    const ExpertLayout& layout() const { return *work->layout; }
+};
+
+struct Item {
+    int32_t call, first, count;
+};
+
+// What all phases of a job share.
+struct Job {
+    Pool& pool;
+    Arena& arena;
+    const Kernels& kernels;
+    const float* x;
+    float* y;
+    Scratch* scratch;  // one a thread
+    Call* calls;
+    int32_t num_calls;
+    Item* items;
+    int32_t num_items;
+    float* finished;  // [call, token, d]
+    int64_t* places;  // where a call's first token lies in `finished`
+    const bool many;  // tokens share decoded rows, however few a pass has left: sums are in the order of columns
+    bool no_memory = false;
+
+    Job(Pool& p, const float* inputs, float* outputs, bool are_many)
+        : pool(p), arena(p.arena()), kernels(p.kernels()), x(inputs), y(outputs), many(are_many) {}
+
+    template <class T>
+    T* take(size_t count) {
+        T* place = arena.take<T>(std::max<size_t>(count, 1));
+        no_memory |= place == nullptr;
+        return place;
+    }
+
+    template <void (*phase)(Job&, int, int, int)>
+    bool run(int count) {
+        return pool.run(count, [](void* job, int item, int next, int worker) {
+            phase(*static_cast<Job*>(job), item, next, worker);
+        }, this);
+    }
+};
+
+inline bool has_selector(const ExpertLayout& layout) { return layout.selector != Selector::none; }
+
+// Memory for each thread.
+void take_scratch(Job& job, const ExpertLayout* const* layouts, int32_t count);
+
+// The inputs of few tokens in the forms that their parts want; parts and experts of one form share it.
+void prepare_inputs(Job& job);
+
+// The neurons that run for any token, rising.
+void list_running(Call& call);
+
+// `a`, `runs` and `neurons` of every call. False if a map was cut.
+bool select(Job& job);
+
+// Shares of the neurons listed, and room for their sums.
+void share_records(Job& job);
+
+// Some records' rows, and the first bytes of those that come after them.
+struct Records {
+    const uint8_t *rows[kManyRows], *down[kManyRows], *next[kManyRows];
+
+    Records(const Job& job, const Call& call, const Item& item, int32_t first, int32_t count, int next_item);
+};
+
+// h of some records for one of few tokens. While products are taken, the down rows come.
+void neurons_few(const FewTokens& few, const Call& call, const Records& records, int32_t first, int32_t count,
+                 int32_t t, float* h);
+
+// Adds their down rows. Meanwhile the next records' products come.
+void add_few(const FewTokens& few, const Call& call, const Records& records, int32_t count, int32_t t, const float* h,
+             float* sum);
+
+// The item's share of its call's sums, `floats` a token, at zero.
+float* sums_of(const Call& call, const Item& item, size_t floats);
+
+// y += every call's shares, weighted. False if a map was cut.
+bool finish(Job& job);
+
+inline Outcome outcome(const Job& job, bool whole) {
+    return job.no_memory ? Outcome::no_memory : whole ? Outcome::done : Outcome::cut;
+}
+
+}  // namespace moe_pack

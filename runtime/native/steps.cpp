@@ -1,0 +1,169 @@
+// One step at a time: for a runtime that brings rows in between.
+#include "job.h"
+
+namespace moe_pack {
+namespace {
+
+// h, of which each phase reads or writes its tokens' part.
+struct Step {
+    float* h;
+    size_t stride;
+};
+
+// A step's job: one call whose tokens are rows 0 to T - 1 of what it is given.
+struct StepJob : Job {
+    Call call = {};
+    ExpertWork work = {};
+    Step step = {};
+    int64_t tokens[kManyTokens];
+    float weights[kManyTokens];
+
+    StepJob(Pool& pool, const ExpertLayout& layout, const float* x, float* y, int32_t num_tokens)
+        : Job(pool, x, y, num_tokens > kFewTokens) {
+        work.layout = &layout;
+        call.work = &work;
+        call.num_tokens = num_tokens;
+        call.tokens = tokens;
+        call.weights = weights;
+        calls = &call;
+        num_calls = 1;
+        for (int32_t t = 0; t < num_tokens; t++) {
+            tokens[t] = t;
+            weights[t] = 1.0f;
+        }
+        pool.arena().reset();
+        take_scratch(*this, &work.layout, 1);
+    }
+
+    void take_records(const NeuronsWork& given) {
+        work.records = given.records;
+        work.threshold = given.threshold;
+        call.neurons = const_cast<int32_t*>(given.neurons);
+        call.num_neurons = given.num_neurons;
+        call.places = given.places;
+        share_records(*this);
+    }
+};
+
+void step_neurons(Job& base, int number, int next_item, int worker) {
+    auto& job = static_cast<StepJob&>(base);
+    const Item& item = job.items[number];
+    const Call& call = job.call;
+    FewTokens few(job.kernels, call.layout(), job.scratch[worker]);
+    ManyTokens many(job.kernels, call.layout(), job.scratch[worker], job.x, call.num_tokens);
+    int32_t tile = job.many ? kManyRows : tile_rows(call.layout().record_row_bytes), end = item.first + item.count;
+    for (int32_t first = item.first; first < end; first += tile) {
+        int32_t count = std::min(tile, end - first);
+        Records records(job, call, item, first, count, next_item);
+        const float* found = nullptr;
+        if (job.many)
+            found = many.neurons(records.rows, call.neurons + first, count, call.a, call.runs, call.layout().num_rows,
+                                 call.work->threshold);
+        for (int32_t t = 0; t < call.num_tokens; t++) {
+            float* h = job.step.h + t * job.step.stride + first;
+            if (job.many)
+                std::memcpy(h, found + t * kManyRows, sizeof(float) * count);
+            else
+                neurons_few(few, call, records, first, count, t, h);
+        }
+    }
+}
+
+void step_add(Job& base, int number, int next_item, int worker) {
+    auto& job = static_cast<StepJob&>(base);
+    const Item& item = job.items[number];
+    const Call& call = job.call;
+    const Part& down = call.layout().down.part;
+    size_t floats = job.many ? down.num_cols : job.kernels.sum_floats(down);
+    float* sums = sums_of(call, item, floats);
+    FewTokens few(job.kernels, call.layout(), job.scratch[worker]);
+    ManyTokens many(job.kernels, call.layout(), job.scratch[worker], job.x, call.num_tokens);
+    int32_t tile = job.many ? kManyRows : tile_rows(call.layout().record_row_bytes), end = item.first + item.count;
+    for (int32_t first = item.first; first < end; first += tile) {
+        int32_t count = std::min(tile, end - first);
+        Records records(job, call, item, first, count, next_item);
+        const float* h = job.step.h + first;
+        if (job.many) many.add(records.rows, count, h, job.step.stride, sums);
+        for (int32_t t = 0; !job.many && t < call.num_tokens; t++)
+            add_few(few, call, records, count, t, h + t * job.step.stride, sums + t * floats);
+    }
+}
+
+// Calls `step(first token, tokens)` for tokens some at a time, until one fails.
+template <class Do>
+Outcome in_passes(Pool& pool, int32_t num_tokens, const Do& step) {
+    std::lock_guard<std::mutex> lock(pool.one_job());
+    for (int32_t first = 0; first < num_tokens; first += kManyTokens) {
+        Outcome found = step(first, std::min(kManyTokens, num_tokens - first));
+        if (found != Outcome::done) return found;
+    }
+    return Outcome::done;
+}
+
+}  // namespace
+
+Outcome select_neurons(Pool& pool, const ExpertLayout& layout, const uint8_t* selector, float threshold,
+                       int32_t num_tokens, const float* x, float* a, uint8_t* runs, int32_t* neurons,
+                       int32_t* num_neurons) {
+    size_t d = layout.num_cols, f = layout.num_rows;
+    *num_neurons = 0;
+    if (num_tokens == 0) return Outcome::done;
+    if (has_selector(layout)) {
+        Outcome found = in_passes(pool, num_tokens, [&](int32_t first, int32_t count) {
+            StepJob job(pool, layout, x + first * d, nullptr, count);
+            job.work.selector = selector;
+            job.work.threshold = threshold;
+            job.call.a = a + first * f;
+            job.call.runs = runs + first * f;
+            job.call.neurons = neurons;
+            if (!job.many) prepare_inputs(job);
+            if (job.no_memory) return Outcome::no_memory;
+            return outcome(job, select(job));
+        });
+        if (found != Outcome::done) return found;
+    } else {
+        std::memset(runs, 1, num_tokens * f);
+    }
+    Call all = {};
+    ExpertWork work = {};
+    work.layout = &layout;
+    all.work = &work;
+    all.num_tokens = num_tokens;
+    all.runs = runs;
+    all.neurons = neurons;
+    list_running(all);
+    *num_neurons = all.num_neurons;
+    return Outcome::done;
+}
+
+Outcome run_neurons(Pool& pool, const NeuronsWork& given, const float* x, const float* a, const uint8_t* runs,
+                    float* h) {
+    size_t d = given.layout->num_cols, f = given.layout->num_rows;
+    return in_passes(pool, given.num_tokens, [&](int32_t first, int32_t count) {
+        StepJob job(pool, *given.layout, x + first * d, nullptr, count);
+        job.take_records(given);
+        if (has_selector(*given.layout)) {
+            job.call.a = const_cast<float*>(a) + first * f;
+            job.call.runs = const_cast<uint8_t*>(runs) + first * f;
+        }
+        job.step = {h + (size_t)first * given.num_neurons, (size_t)given.num_neurons};
+        if (!job.many) prepare_inputs(job);
+        if (job.no_memory) return Outcome::no_memory;
+        return outcome(job, job.run<step_neurons>(job.num_items));
+    });
+}
+
+Outcome add_neurons(Pool& pool, const NeuronsWork& given, const float* h, float* y) {
+    size_t d = given.layout->num_cols;
+    return in_passes(pool, given.num_tokens, [&](int32_t first, int32_t count) {
+        StepJob job(pool, *given.layout, nullptr, y + first * d, count);
+        job.take_records(given);
+        job.step = {const_cast<float*>(h) + (size_t)first * given.num_neurons, (size_t)given.num_neurons};
+        if (job.no_memory) return Outcome::no_memory;
+        bool whole = job.run<step_add>(job.num_items);
+        if (whole) whole = finish(job);
+        return outcome(job, whole);
+    });
+}
+
+}  // namespace moe_pack
