@@ -31,7 +31,7 @@ from moe_pack.calib.layer_pass import LayerStates, LayerTokens, check_length
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens, num_held_out
 from moe_pack.formats import Pack, PlanError, canonical, dump, read_sidecar, rewrite_thresholds, write_sidecar
-from moe_pack.runtime import StreamedPackWeights, activations, embed
+from moe_pack.runtime import Kernels, StreamedPackWeights, activations, embed
 
 SIDECAR = "thresholds.json"
 _WORK_FOLDER = "thresholds.work"
@@ -85,10 +85,16 @@ class MeasuredThresholds:
 
 
 def measure_thresholds(
-    pack: Pack, tokens: Tokens, rule: ThresholdRule, watcher: Watcher, device: torch.device | None = None
+    pack: Pack,
+    tokens: Tokens,
+    rule: ThresholdRule,
+    watcher: Watcher,
+    device: torch.device | None = None,
+    kernels: Kernels | None = None,
 ) -> MeasuredThresholds:
     """Measures the thresholds of a pack, and rewrites them in place; no expert is touched. Resumable by layer.
 
+    Kernels, which need the CPU, decode rows and multiply large dense matrices.
     The open pack keeps its old thresholds: open it anew. Measured before for the same rule and text, nothing is done.
     Raises:  PlanError for an impossible rule; ConversionError if the folder is in use or cannot be written.
     """
@@ -102,7 +108,7 @@ def measure_thresholds(
     facts = {"conversion": pack.manifest.conversion, "rule": dump(rule), "text": tokens.sha256}
     store = ProfileStore(pack.folder / _WORK_FOLDER, sha256(canonical(facts)).hexdigest(), starts_anew=True)
     try:
-        run = _Run(pack, tokens, rule, store, watcher, device or torch.device("cpu"))
+        run = _Run(pack, tokens, rule, store, watcher, device or torch.device("cpu"), kernels)
         found = run.measure()
     finally:
         store.close()
@@ -114,14 +120,18 @@ def measure_thresholds(
 
 
 def realized_sparsity(
-    pack: Pack, tokens: Tokens, watcher: Watcher, device: torch.device | None = None
+    pack: Pack,
+    tokens: Tokens,
+    watcher: Watcher,
+    device: torch.device | None = None,
+    kernels: Kernels | None = None,
 ) -> RealizedSparsity:
     """The share of neurons that the pack's own thresholds keep from running on some text, held out or not."""
     folder = pack.folder / _WORK_FOLDER
     facts = {"root": pack.manifest.root, "text": tokens.sha256}
     store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), starts_anew=True)
     try:
-        run = _Run(pack, tokens, None, store, watcher, device or torch.device("cpu"))
+        run = _Run(pack, tokens, None, store, watcher, device or torch.device("cpu"), kernels)
         found = run.measure()
     finally:
         store.close()
@@ -141,6 +151,7 @@ class _Run:
         store: ProfileStore,
         watcher: Watcher,
         device: torch.device,
+        kernels: Kernels | None,
     ) -> None:
         self._pack = pack
         self._spec = pack.spec
@@ -149,7 +160,7 @@ class _Run:
         self._store = store
         self._watcher = watcher
         self._device = device
-        self._weights = HeldWeights(StreamedPackWeights(pack, device))
+        self._weights = HeldWeights(StreamedPackWeights(pack, device, kernels))
         num_sequences, S = tokens.sequences.shape
         self._num_held_out = num_held_out(num_sequences)
         self._num_learned_tokens = (num_sequences - self._num_held_out) * S

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 import click
+import torch
 from tqdm import tqdm
 
 from moe_pack.calib import Profile, ThresholdRule, Tokens, hottest_first, read_tokens
@@ -50,7 +51,7 @@ from moe_pack.formats import (
     uniform_plan,
 )
 from moe_pack.formats.cli import command_errors, common_options, size_text
-from moe_pack.runtime import FolderFiles, Text
+from moe_pack.runtime import FolderFiles, Text, kernels_for
 
 _BITS = click.Choice(["1", "2", "3", "4", "8", "16"])
 _GROUPS = ("16", "32", "64", "128", "row")
@@ -368,9 +369,10 @@ def verify_command(pack: Path, against: str | None, text: TextIO | None, as_json
         checkpoint = Checkpoint(find_checkpoint(against))
         try:
             same_tensors(held, checkpoint)
-            with _bar(totals.content, "comparing") as advance:
-                matrices = compare_weights(held, checkpoint, advance)
-            logits = compare_logits(held, checkpoint, _compared_ids(held, text))
+            with kernels_for(torch.device("cpu")) as kernels:
+                with _bar(totals.content, "comparing") as advance:
+                    matrices = compare_weights(held, checkpoint, advance, kernels)
+                logits = compare_logits(held, checkpoint, _compared_ids(held, text), kernels)
         finally:
             checkpoint.close()
         _print_comparison(held, matrices, logits, as_json)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import Checkpoint, DenseLayout, ExpertFormat, Pack, PackError, format_text, read_account
-from moe_pack.runtime import CheckpointWeights, Decoder, PackWeights, read_rows
+from moe_pack.runtime import CheckpointWeights, Decoder, Kernels, PackWeights, read_rows
 
 # Least cosine between stored weights and the source's. From 2 bit up it is 0.8 and more. One-bit hqq over long rows
 # keeps little (0.07 at 4,096 weights a row); an unrelated matrix of n weights stays within 6 / sqrt(n) all the same.
@@ -62,14 +62,17 @@ def same_tensors(pack: Pack, checkpoint: Checkpoint) -> None:
 
 
 def compare_weights(
-    pack: Pack, checkpoint: Checkpoint, on_progress: Callable[[int], None] = lambda num_bytes: None
+    pack: Pack,
+    checkpoint: Checkpoint,
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
+    kernels: Kernels | None = None,
 ) -> list[MatrixError]:
     """The errors of every kind of matrix, by name and format.
 
     Args:    on_progress: called with the number of pack bytes compared since the last call.
     Raises:  PackError if what was stored without loss differs, or a matrix is unrelated to the source's.
     """
-    weights = PackWeights(pack, torch.device("cpu"))
+    weights = PackWeights(pack, torch.device("cpu"), kernels)
     sums: dict[tuple[str, str], _Sums] = {}
     for dense in pack.layout.dense:
         _compare_dense(weights, checkpoint, dense, sums)
@@ -84,10 +87,10 @@ def compare_weights(
     return [held.result(matrix, stored_as) for (matrix, stored_as), held in sorted(sums.items())]
 
 
-def compare_logits(pack: Pack, checkpoint: Checkpoint, ids: list[int]) -> LogitsError:
+def compare_logits(pack: Pack, checkpoint: Checkpoint, ids: list[int], kernels: Kernels | None = None) -> LogitsError:
     """The distance between both models' predictions of each next token of `ids`."""
     source = Decoder(CheckpointWeights(checkpoint), len(ids)).logits(ids)
-    packed = Decoder(PackWeights(pack, torch.device("cpu")), len(ids)).logits(ids)
+    packed = Decoder(PackWeights(pack, torch.device("cpu"), kernels), len(ids)).logits(ids)
     return logits_error(source, packed)
 
 

@@ -30,7 +30,7 @@ from moe_pack.calib import (
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.formats import Checkpoint, ConversionError, ModelSpec, Pack, PlanError
 from moe_pack.formats.cli import command_errors, size_text
-from moe_pack.runtime import FolderFiles, Text
+from moe_pack.runtime import FolderFiles, Text, kernels_for
 
 F = TypeVar("F", bound=Callable[..., Any])
 NUM_TOKENS, SEQUENCE_LENGTH = 16384, 512  # of text, where nothing else is asked for
@@ -250,9 +250,10 @@ def thresholds_command(
 
 def measure_with_bar(pack: Pack, tokens: Tokens, rule: ThresholdRule, device: str = "cpu") -> MeasuredThresholds:
     """Measures a pack's thresholds and shows progress."""
-    bars = Bars()
+    bars, where = Bars(), chosen_device(device)
     try:
-        return measure_thresholds(pack, tokens, rule, bars, chosen_device(device))
+        with kernels_for(where) as kernels:
+            return measure_thresholds(pack, tokens, rule, bars, where, kernels)
     finally:
         bars.close()
 
