@@ -1,0 +1,241 @@
+"""llama.cpp's side of `decode_speed.py`: writes a random GGUF, loads it, and times what it is told on standard input.
+
+A process of its own, for a Python that has `llama_cpp`, `gguf` and numpy; the project needs none of the first two. It
+prints one line of JSON when the model is loaded, then one for each line of JSON it reads: a `prompt` that goes first,
+then `tokens`, timed, all `at_once` or one by one, with so many `threads`. Ids are given: nothing is sampled. Only the
+last token of a batch gets logits, unless `all_logits`; llama.cpp then runs the last layer's experts for that token
+alone. It ends when standard input does.
+
+The weights mean nothing. Blocks are random codes under scales that give them the standard deviation that
+`generate_checkpoint.py` gives ours.
+"""
+
+import argparse
+import ctypes
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
+
+_STANDARD_DEVIATION = 0.02
+_EMBEDDING_SCALE = 256.0  # so that tokens stay different after some layers, and go to different experts
+_POOL_BYTES = 1 << 25
+# Both take 4.5 bits a weight. A block's float16 scales, for weights of standard deviation one: d * (code - 8), and
+# d * scale * code - dmin * min with a scale and a min of 6 random bits. Their mean must be nought: a mean of a tenth of
+# the deviation adds one direction to all hidden states, and after a layer all tokens go to the same experts.
+_QUANTIZED = {"Q4_0": (1 / 4.18,), "Q4_K": (1 / 258, 7.5 / 258)}
+_BATCH_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """The model, in the words of config.json; `arch` is llama.cpp's: `llama` (Mixtral) or `qwen3moe`."""
+
+    arch: str
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    num_experts_per_tok: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+        """Names and shapes, rows first, and whether they are quantized."""
+        d, f, E = self.hidden_size, self.intermediate_size, self.num_experts
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        yield "token_embd.weight", (self.vocab_size, d), True
+        yield "output_norm.weight", (d,), False
+        yield "output.weight", (self.vocab_size, d), True
+        for i in range(self.num_hidden_layers):
+            layer = f"blk.{i}"
+            yield f"{layer}.attn_norm.weight", (d,), False
+            for name, rows in (("q", q), ("k", kv), ("v", kv)):
+                yield f"{layer}.attn_{name}.weight", (rows, d), True
+            yield f"{layer}.attn_output.weight", (d, q), True
+            if self.arch == "qwen3moe":
+                for name in ("q", "k"):
+                    yield f"{layer}.attn_{name}_norm.weight", (self.head_dim,), False
+            yield f"{layer}.ffn_norm.weight", (d,), False
+            yield f"{layer}.ffn_gate_inp.weight", (E, d), False
+            for name, shape in (("gate", (E, f, d)), ("up", (E, f, d)), ("down", (E, d, f))):
+                yield f"{layer}.ffn_{name}_exps.weight", shape, True
+
+
+def write_gguf(path: Path, model: Dimensions, quantized: str) -> None:
+    """Writes the file beside its place, a tensor in memory at a time, and renames it."""
+    beside = path.with_suffix(".tmp")
+    writer = gguf.GGUFWriter(beside, model.arch)
+    _add_facts(writer, model)
+    kind, plain = gguf.GGMLQuantizationType[quantized], gguf.GGMLQuantizationType.F32
+    for name, shape, is_quantized in model.tensors():
+        stored = _stored_shape(shape, quantized) if is_quantized else shape
+        dtype = np.dtype(np.uint8 if is_quantized else np.float32)
+        num_bytes = int(np.prod(stored)) * dtype.itemsize
+        writer.add_tensor_info(name, stored, dtype, num_bytes, kind if is_quantized else plain)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    generator = np.random.default_rng(0)
+    pools = {scale: _pool(quantized, scale, generator) for scale in (1.0, _EMBEDDING_SCALE)}
+    for name, shape, is_quantized in model.tensors():
+        if is_quantized:
+            pool = pools[_EMBEDDING_SCALE if name == "token_embd.weight" else 1.0]
+            writer.write_tensor_data(_blocks(_stored_shape(shape, quantized), pool, generator))
+        else:
+            values = generator.standard_normal(shape, np.float32) * np.float32(_STANDARD_DEVIATION)
+            writer.write_tensor_data(values + np.float32(name.endswith("norm.weight")))
+    writer.close()
+    beside.rename(path)
+
+
+def _add_facts(writer: gguf.GGUFWriter, model: Dimensions) -> None:
+    writer.add_block_count(model.num_hidden_layers)
+    writer.add_context_length(32768)
+    writer.add_embedding_length(model.hidden_size)
+    writer.add_feed_forward_length(model.intermediate_size)
+    writer.add_head_count(model.num_heads)
+    writer.add_head_count_kv(model.num_kv_heads)
+    writer.add_key_length(model.head_dim)
+    writer.add_value_length(model.head_dim)
+    writer.add_rope_dimension_count(model.head_dim)
+    writer.add_rope_freq_base(model.rope_theta)
+    writer.add_layer_norm_rms_eps(model.rms_norm_eps)
+    writer.add_expert_count(model.num_experts)
+    writer.add_expert_used_count(model.num_experts_per_tok)
+    if model.arch == "qwen3moe":
+        writer.add_expert_feed_forward_length(model.intermediate_size)
+    writer.add_vocab_size(model.vocab_size)
+    writer.add_tokenizer_model("none")  # ids in, logits out
+
+
+def _stored_shape(shape: tuple[int, ...], quantized: str) -> tuple[int, ...]:
+    """The shape in bytes of a quantized matrix: whole blocks a row."""
+    weights, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[quantized]]
+    if shape[-1] % weights:
+        sys.exit(f"rows of {shape[-1]} weights: {quantized} has blocks of {weights}")
+    return (*shape[:-1], shape[-1] // weights * num_bytes)
+
+
+def _pool(quantized: str, scale: float, generator: np.random.Generator) -> NDArray[np.uint8]:
+    """Blocks of random codes, u8 [blocks, bytes of a block], about `_POOL_BYTES` of them."""
+    _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[quantized]]
+    blocks = generator.integers(0, 256, (_POOL_BYTES // num_bytes | 1, num_bytes), np.uint8)
+    if quantized == "Q4_0":
+        blocks = np.where(blocks & 0x0F, blocks, blocks | 0x08)  # no code 0, which has no opposite
+        blocks = np.where(blocks & 0xF0, blocks, blocks | 0x80)
+    raw = (np.array(_QUANTIZED[quantized]) * _STANDARD_DEVIATION * scale).astype(np.float16).view(np.uint8)
+    blocks[:, : len(raw)] = raw
+    return blocks
+
+
+def _blocks(shape: tuple[int, ...], pool: NDArray[np.uint8], generator: np.random.Generator) -> NDArray[np.uint8]:
+    """A matrix of this shape in bytes: pieces of the pool from random places on."""
+    num_bytes = int(np.prod(shape))
+    flat = np.empty(num_bytes, np.uint8)
+    done = 0
+    while done < num_bytes:
+        piece = pool[int(generator.integers(len(pool))) :].reshape(-1)[: num_bytes - done]
+        flat[done : done + len(piece)] = piece
+        done += len(piece)
+    return flat.reshape(shape)
+
+
+class Llama:
+    """A loaded model and one sequence; keeps what llama.cpp said of its buffers while loading."""
+
+    def __init__(self, path: Path, context_tokens: int, repack: bool) -> None:
+        self.log: list[str] = []
+        self._on_log = llama_cpp.llama_log_callback(lambda _, text, __: self.log.append(text.decode(errors="replace")))
+        llama_cpp.llama_log_set(self._on_log, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        model_params = llama_cpp.llama_model_default_params()
+        model_params.n_gpu_layers = 0
+        model_params.load_mode = 0  # LLAMA_LOAD_MODE_NONE: read into memory, not mapped
+        model_params.use_extra_bufts = repack
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+        if not self._model:
+            sys.exit("".join(self.log))
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = context_tokens
+        params.n_batch = params.n_ubatch = _BATCH_TOKENS
+        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        if not self._context:
+            sys.exit("".join(self.log))
+        self._batch = llama_cpp.llama_batch_init(_BATCH_TOKENS, 0, 1)
+        self.vocab_size: int = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self.context_tokens: int = llama_cpp.llama_n_ctx(self._context)
+        self.weight_bytes: int = llama_cpp.llama_model_size(self._model)
+        self.buffers = [line.strip() for line in "".join(self.log).splitlines() if "buffer size" in line]
+
+    def time(self, prompt: list[int], tokens: list[int], at_once: bool, threads: int, all_logits: bool) -> float:
+        """Seconds for `tokens` after `prompt`, from an empty context."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+        llama_cpp.llama_set_n_threads(self._context, threads, threads)
+        if prompt:
+            self._decode(prompt, 0)
+        began = time.perf_counter()
+        if at_once:
+            self._decode(tokens, len(prompt), all_logits)
+        else:
+            for position, token in enumerate(tokens, len(prompt)):
+                self._decode([token], position)
+        seconds = time.perf_counter() - began
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, -1), (self.vocab_size,))
+        if not np.isfinite(logits).all() or not logits.any():
+            sys.exit("logits are not finite, or all zero")
+        return seconds
+
+    def _decode(self, ids: list[int], position: int, all_logits: bool = False) -> None:
+        """Appends tokens; the last one's logits are there when this returns."""
+        batch = self._batch
+        batch.n_tokens = len(ids)
+        for idx, token in enumerate(ids):
+            batch.token[idx] = token
+            batch.pos[idx] = position + idx
+            batch.n_seq_id[idx] = 1
+            batch.seq_id[idx][0] = 0
+            batch.logits[idx] = all_logits or idx == len(ids) - 1
+        if llama_cpp.llama_decode(self._context, batch):
+            sys.exit("llama_decode failed: " + "".join(self.log[-5:]))
+        llama_cpp.llama_synchronize(self._context)
+
+
+def main() -> None:
+    """Writes, loads, serves."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("gguf", type=Path, help="the file; written if it is not there")
+    parser.add_argument("--dimensions", type=json.loads, required=True, help="of the model, as JSON")
+    parser.add_argument("--quantized", choices=list(_QUANTIZED), default="Q4_0")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--no-repack", action="store_true", help="leave the weights in the file's order")
+    options = parser.parse_args()
+    if not options.gguf.exists():
+        write_gguf(options.gguf, Dimensions(**options.dimensions), options.quantized)
+    llama = Llama(options.gguf, options.context, not options.no_repack)
+    ready = {
+        "version": llama_cpp.__version__,
+        "system": llama_cpp.llama_print_system_info().decode().strip(" |"),
+        "file_bytes": options.gguf.stat().st_size,
+        "weight_bytes": llama.weight_bytes,
+        "context_tokens": llama.context_tokens,
+        "buffers": llama.buffers,
+    }
+    print(json.dumps(ready), flush=True)
+    for line in sys.stdin:
+        print(json.dumps({"seconds": llama.time(**json.loads(line))}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
