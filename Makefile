@@ -2,17 +2,22 @@
 # make test   linter, type checker, every test but the slow ones
 # make soak   the slow tests: random kills, a 6 GB checkpoint in 3 GiB of memory
 # make families  every model family against transformers: the table of docs/families.md
-# make bench  the figures of docs/benchmarks.md
+# make fuzz   the native kernels on random bytes under sanitizers, for FUZZ_SECONDS; FUZZ_SEED repeats
+# make bench  the figures of docs/benchmarks.md; make bench-cpu  those of the native kernels alone,
+#             with LLAMA_PYTHON=python (one that has llama_cpp and gguf) beside llama.cpp
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 ROOMS := formats runtime calib convert
 # Tests and type checker see the rooms as installed, linked file by file: a new file needs a new link.
-FILES := $(shell git ls-files -co --exclude-standard $(ROOMS) | sort | cksum | tr -d ' ')
+# The extension is built when that is done: other C++, another extension.
+FILES := $(shell (git ls-files -co --exclude-standard $(ROOMS) | sort; cat setup.py runtime/native/*) | cksum | tr -d ' ')
 DEMO := build/demo-pack
 
-.PHONY: demo test check soak families bench clean
+FUZZ_SECONDS ?= 60
+
+.PHONY: demo test check soak families fuzz bench clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -37,7 +42,16 @@ soak: $(INSTALLED)
 families: $(INSTALLED)
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/family_table.py
 
-bench: families
+fuzz: $(INSTALLED)
+	$(MAKE) -C tests/native --no-print-directory -j $$(nproc) SECONDS=$(FUZZ_SECONDS) SEED=$(FUZZ_SEED) \
+	    PYTHON=$(abspath $(BIN)/python) run
+
+bench-cpu: $(INSTALLED)
+	$(BIN)/python benchmarks/cpu_kernels.py
+	$(BIN)/python benchmarks/evaluation_speed.py
+	$(BIN)/python benchmarks/decode_speed.py $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
+
+bench: families bench-cpu
 	$(BIN)/python benchmarks/quality.py
 	$(BIN)/python benchmarks/hqq_speed.py
 	$(BIN)/python benchmarks/bounded_memory.py

@@ -121,12 +121,20 @@ class Pack:
         Args:    checksum: the CRC-32 of mapped bytes. It must bear that the file is cut, and so must who reads on.
         Raises:  PackError if they are damaged, or the file cannot be mapped.
         """
+        name = self.manifest.expert_files[layer_idx].name
         if layer_idx not in self._maps:
-            self._maps[layer_idx] = self._reader(self.manifest.expert_files[layer_idx].name).map()
+            self._maps[layer_idx] = self._reader(name).map()
         offset, num_bytes = self.layout.offsets[layer_idx][expert], self.layout.experts[layer_idx][expert].num_bytes
         mapped = self._maps[layer_idx][offset : offset + num_bytes]
+        if len(mapped) != num_bytes:
+            raise PackError(f"{name}: ends at byte {len(self._maps[layer_idx])}, expected {offset + num_bytes}")
         self._check_extent(layer_idx, expert, mapped, checksum)
         return mapped
+
+    def is_cut(self, layer_idx: int) -> bool:
+        """Whether a layer's file of experts is shorter than it was: of a page cut in two, the rest reads as zeros."""
+        listed = self.manifest.expert_files[layer_idx]
+        return self._reader(listed.name).num_bytes < listed.bytes
 
     def _check_extent(
         self, layer_idx: int, expert: int, held: NDArray[np.uint8], checksum: Callable[[NDArray[np.uint8]], int]

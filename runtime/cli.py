@@ -15,7 +15,7 @@ from moe_pack.formats.cli import command_errors, common_options, size_text
 from moe_pack.runtime.chat import chat_prompt
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.generate import context_for, generate
-from moe_pack.runtime.kernels import InstructionSet, Kernels, is_available, num_cpus, open_kernels
+from moe_pack.runtime.kernels import InstructionSet, Kernels, is_available, num_cpus, open_kernels, why_unavailable
 from moe_pack.runtime.pack_weights import PackWeights
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text
@@ -202,7 +202,7 @@ def _computed_by(options: RunOptions, kernels: Kernels | None) -> str:
     if kernels is not None:
         return f"native kernels, {kernels.instruction_set}, {threads}"
     if options.device == "cpu" and not is_available():
-        return f"torch, {threads}: native kernels were not built, install again with a C++ compiler"
+        return f"torch, {threads}; native kernels {why_unavailable()}"
     return f"torch on {options.device}" + (f", {threads}" if options.device == "cpu" else "")
 
 

@@ -20,10 +20,15 @@ from torch import Tensor
 
 from moe_pack.formats import ExpertLayout, Part, RowLayout, RunError, Selector
 
+_why_unavailable: str | None = None
 try:
     import moe_pack.runtime._native as _native
-except ModuleNotFoundError:  # installed without a compiler
+except ModuleNotFoundError:
     _native = None  # type: ignore[assignment]  # a module or nothing
+    _why_unavailable = "were not built: install again where a C++ compiler is found"
+except ImportError as fault:  # built elsewhere: torch serves, and whoever asks hears why
+    _native = None  # type: ignore[assignment]
+    _why_unavailable = f"cannot be loaded here: {fault}"
 
 InstructionSet = Literal["portable", "avx2", "avx512"]
 Bytes = NDArray[np.uint8]
@@ -40,8 +45,13 @@ class MapCutError(RunError):
 
 
 def is_available() -> bool:
-    """Whether the extension was built with this installation."""
+    """Whether this installation has the extension."""
     return _native is not None
+
+
+def why_unavailable() -> str | None:
+    """What keeps the kernels from being used, as the end of a sentence; None where nothing does."""
+    return _why_unavailable
 
 
 def num_cpus() -> int:
@@ -81,7 +91,7 @@ class Kernels:
 
     def __init__(self, threads: int | None = None, limit: InstructionSet | None = None) -> None:
         if _native is None:
-            raise RunError("native kernels: this installation has none; install where a C++ compiler is found")
+            raise RunError(f"native kernels {_why_unavailable}")
         self.threads = num_cpus() if threads is None else threads
         self._pool = _native.open_pool(self.threads, limit)
         self.instruction_set: str = _native.instruction_set(self._pool)

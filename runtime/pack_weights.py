@@ -1,16 +1,13 @@
 """A pack's weights: the dense part on the device, or read as it is used; experts' bytes brought when asked for."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from moe_pack.formats import DENSE_FILE, DenseLayout, ModelSpec, Pack, PackError
-from moe_pack.runtime.kernels import Kernels, MapCutError
+from moe_pack.runtime.kernels import Kernels
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, RowMatrix, StoredMatrix
-from moe_pack.runtime.packed_expert import MappedExpert, PackedExpert
+from moe_pack.runtime.packed_expert import MappedExpert, PackedExpert, cut_error, named_if_cut
 from moe_pack.runtime.weights import Expert
 
 
@@ -66,10 +63,13 @@ class PackWeights:
     def _mapped_expert(self, layer_idx: int, expert: int, kernels: Kernels) -> MappedExpert:
         held = self._mapped.get((layer_idx, expert))
         if held is None:
-            with self._named(layer_idx):
+            place = self._pack.manifest.expert_files[layer_idx].name
+            with named_if_cut(place):
                 mapped = self._pack.map_extent(layer_idx, expert, kernels.checksum)
             layout, threshold = self._pack.layout.experts[layer_idx][expert], self.threshold(layer_idx, expert)
-            held = self._mapped[layer_idx, expert] = MappedExpert(layout, self.selector, threshold, mapped, kernels)
+            held = self._mapped[layer_idx, expert] = MappedExpert(
+                layout, self.selector, threshold, mapped, kernels, place
+            )
         return held
 
     def run_experts(self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor) -> Tensor | None:
@@ -83,23 +83,19 @@ class PackWeights:
         chosen = experts.numpy().ravel()
         order = np.argsort(chosen, kind="stable")  # by expert, rising, so that sums are made in one order
         numbers, starts = np.unique(chosen[order], return_index=True)
-        stops = [*starts[1:].tolist(), len(chosen)]
+        stops = [*starts.tolist(), len(chosen)][1:]
         tokens, weights = order // experts.shape[1], router_weights.numpy().ravel()[order]
         works = []
         for number, start, stop in zip(numbers.tolist(), starts.tolist(), stops, strict=True):
             rows = self._mapped_expert(layer_idx, number, self._kernels).rows
             self.bytes_read += self._pack.layout.experts[layer_idx][number].num_bytes
             works.append((rows, tokens[start:stop], weights[start:stop]))
-        with self._named(layer_idx):
-            return self._kernels.experts(x, works)
-
-    @contextmanager
-    def _named(self, layer_idx: int) -> Iterator[None]:
-        try:
-            yield
-        except MapCutError as fault:
-            name = self._pack.manifest.expert_files[layer_idx].name
-            raise PackError(f"{name}: was cut while it was in use; bring the file back and start again") from fault
+        place = self._pack.manifest.expert_files[layer_idx].name
+        with named_if_cut(place):
+            y = self._kernels.experts(x, works)
+        if self._pack.is_cut(layer_idx):
+            raise cut_error(place)
+        return y
 
     def threshold(self, layer_idx: int, expert: int) -> float:
         """The expert's threshold on `abs(a)`."""

@@ -1,17 +1,35 @@
 """An expert in the bytes of a pack: decoded block by block, or used as it is by the kernels."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, Selector
+from moe_pack.formats import ExpertLayout, PackError, Selector
 from moe_pack.formats import Matrix as MatrixName
-from moe_pack.runtime.kernels import ExpertRows, Kernels, expert_numbers
+from moe_pack.runtime.kernels import ExpertRows, Kernels, MapCutError, expert_numbers
 from moe_pack.runtime.matrix import decoded, row_blocks
 from moe_pack.runtime.weights import NeuronBlock
+
+
+@contextmanager
+def named_if_cut(place: str) -> Iterator[None]:
+    """Names the file whose map was cut while it was read.
+
+    Raises:  PackError for MapCutError.
+    """
+    try:
+        yield
+    except MapCutError as fault:
+        raise cut_error(place) from fault
+
+
+def cut_error(place: str) -> PackError:
+    """What is said of a file that was cut while it was in use."""
+    return PackError(f"{place}: was cut while it was in use; bring the file back and start again")
 
 
 class PackedExpert:
@@ -48,13 +66,20 @@ class PackedExpert:
 class MappedExpert:
     """An expert's extent where it lies in a mapped file, u8: only the kernels, which bear that it is cut, read it.
 
-    `rows` is the expert as they see it.
+    `rows` is the expert as they see it.   `place`: its file.
     """
 
     def __init__(
-        self, layout: ExpertLayout, selector: Selector, threshold: float, mapped: NDArray[np.uint8], kernels: Kernels
+        self,
+        layout: ExpertLayout,
+        selector: Selector,
+        threshold: float,
+        mapped: NDArray[np.uint8],
+        kernels: Kernels,
+        place: str,
     ) -> None:
         self._layout = layout
+        self._place = place
         self._mapped = mapped
         self._kernels = kernels
         begin, end = layout.selector_bytes, layout.selector_bytes + layout.records_bytes
@@ -64,5 +89,6 @@ class MappedExpert:
 
     def blocks(self) -> Iterator[NeuronBlock]:
         """All neurons once, in stored order; biases are copied by the kernels too."""
-        copied = self._kernels.gather(self._mapped.reshape(1, -1), np.zeros(1, np.int32)).reshape(-1)
+        with named_if_cut(self._place):
+            copied = self._kernels.gather(self._mapped.reshape(1, -1), np.zeros(1, np.int32)).reshape(-1)
         yield from PackedExpert(self._layout, torch.from_numpy(copied), self._kernels).blocks()

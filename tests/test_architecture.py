@@ -22,6 +22,7 @@ BELOW = {
     "convert": {"formats", "runtime", "calib"},
 }
 FACES = {"moe_pack.formats", "moe_pack.formats.codecs", "moe_pack.runtime", "moe_pack.calib", "moe_pack.convert"}
+EXTENSION = "moe_pack.runtime._native"  # no Python: it imports nothing of ours
 COMMAND_FACE = "moe_pack.formats.cli"  # what commands share; only modules called cli may ask for it
 
 MAX_FILE_LINES = 600
@@ -127,7 +128,7 @@ def test_only_the_faces_of_rooms_are_imported_from_other_rooms() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    edges = {source.module: ours(source) - {source.module} for source in sources()}
+    edges = {source.module: ours(source) - {source.module, EXTENSION} for source in sources()}
     done: set[str] = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:

@@ -1,0 +1,394 @@
+"""What the native kernels refuse: sizes, layouts and places that do not fit each other, before a byte is touched."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from native import kernels_limited_to
+from numpy.typing import NDArray
+from random_experts import FOUR_BIT, Shape, random_expert, random_rows
+
+from moe_pack.formats import BF16, RunError
+from moe_pack.runtime.kernels import InstructionSet, Kernels, row_numbers
+
+native: Any = pytest.importorskip("moe_pack.runtime._native", reason="native kernels were not built: no C++ compiler")
+
+Arguments = dict[str, Any]
+Change = Callable[[Arguments], object]
+T, D, F = 3, 128, 5
+REFUSED = (ValueError, BufferError, TypeError)
+EXPERT, ROWS = random_expert(Shape(F, D)), random_rows(FOUR_BIT, F, D)
+
+
+def floats(*shape: int) -> NDArray[np.float32]:
+    return np.zeros(shape, np.float32)
+
+
+def numbers(*values: int) -> NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+def legal(name: str) -> Arguments:
+    """Arguments of an operation by name, in order; all of them fit."""
+    rows, (layout, dense) = EXPERT.rows(), ROWS
+    expert = {"layout": rows.layout, "selector": rows.selector, "records": rows.records}
+    chosen = {"neurons": numbers(0, 2, 4), "places": numbers(0, 2, 4)}
+    given: dict[str, Arguments] = {
+        "experts": {
+            **expert,
+            "threshold": 0.1,
+            "tokens": np.array([2, 0]),
+            "weights": floats(2),
+            "x": floats(T, D),
+            "y": floats(T, D),
+            "d": D,
+        },
+        "select": {
+            "layout": rows.layout,
+            "selector": rows.selector,
+            "threshold": 0.1,
+            "x": floats(T, D),
+            "a": floats(T, F),
+            "runs": np.zeros((T, F), np.uint8),
+            "neurons": numbers(*range(F + 1)),
+        },
+        "neurons": {
+            "layout": rows.layout,
+            "records": rows.records,
+            **chosen,
+            "threshold": 0.1,
+            "x": floats(T, D),
+            "a": floats(T, F),
+            "runs": np.ones((T, F), np.uint8),
+            "h": floats(T, 3),
+        },
+        "accumulate": {
+            "layout": rows.layout,
+            "records": rows.records,
+            **chosen,
+            "h": floats(T, 3),
+            "y": floats(T, D),
+        },
+        "dense": {"layout": row_numbers(layout, "weight"), "rows": dense, "x": floats(T, D), "out": floats(T, F)},
+        "decode": {"layout": row_numbers(layout, "weight"), "rows": dense, "out": floats(F, D)},
+        "row_checksums": {"rows": dense, "row_bytes": dense.shape[1], "num_bytes": 40, "out": np.zeros(F, np.uint32)},
+        "gather": {
+            "rows": dense,
+            "row_bytes": dense.shape[1],
+            "places": numbers(4, 0, 0),
+            "out": np.zeros((3, dense.shape[1]), np.uint8),
+        },
+        "checksum": {"bytes": dense},
+        "read": {"bytes": dense},
+    }
+    return given[name]
+
+
+def call(name: str, arguments: Arguments) -> object:
+    """Calls an operation of the extension itself, past the face that allocates outputs."""
+    pool = kernels_limited_to("portable")._pool
+    if name == "experts":
+        *expert, x, y, d = arguments.values()
+        return native.experts(pool, [tuple(expert)], x, y, d)
+    return getattr(native, name)(pool, *arguments.values())
+
+
+OPERATIONS = ("experts", "select", "neurons", "accumulate", "dense", "decode", "row_checksums", "gather")
+OUTPUTS = {
+    "experts": ["y"],
+    "select": ["a", "runs", "neurons"],
+    "neurons": ["h"],
+    "accumulate": ["y"],
+    "dense": ["out"],
+    "decode": ["out"],
+    "row_checksums": ["out"],
+    "gather": ["out"],
+}
+BUFFERS = [
+    (name, buffer) for name in OPERATIONS for buffer, value in legal(name).items() if isinstance(value, np.ndarray)
+]
+
+
+@pytest.mark.parametrize("name", [*OPERATIONS, "checksum", "read"])
+def test_arguments_that_fit_pass(name: str) -> None:
+    call(name, legal(name))
+
+
+def changed(value: NDArray[Any], fault: str) -> object:
+    flat = value.reshape(-1)
+    doubled = np.concatenate([flat, flat])
+    shifted = np.concatenate([doubled.view(np.uint8), np.zeros(8, np.uint8)])[1 : 1 + flat.nbytes]
+    return {
+        "one too few": flat[:-1].copy(),
+        "one too many": np.concatenate([flat, flat[:1]]),
+        "twice as many": doubled,
+        "none": flat[:0].copy(),
+        "missing": None,
+        "twice as wide": flat.astype({1: np.uint16, 4: np.float64, 8: np.complex128}[flat.itemsize]),
+        "with gaps": doubled[::2],
+        "backwards": flat[::-1],
+        "no buffer": flat.tolist(),
+        "not aligned": shifted if flat.itemsize > 1 else flat[:-1].copy(),
+    }[fault]
+
+
+FAULTS = ("one too few", "one too many", "twice as many", "none", "missing", "twice as wide", "with gaps", "backwards")
+
+
+# Where some rows are picked out of many, there may be any number of whole ones.
+ANY_ROWS = {("neurons", "records"), ("accumulate", "records"), ("gather", "rows")}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, "no buffer", "not aligned"])
+@pytest.mark.parametrize(("name", "buffer"), BUFFERS)
+def test_a_buffer_of_another_size_or_kind_is_refused(name: str, buffer: str, fault: str) -> None:
+    arguments = legal(name)
+    if (name, buffer) in ANY_ROWS and fault.startswith("twice"):
+        arguments[buffer] = changed(arguments[buffer], fault)
+        call(name, arguments)
+        return
+    arguments[buffer] = changed(arguments[buffer], fault)
+    with pytest.raises(REFUSED) as refused:
+        call(name, arguments)
+    assert str(refused.value)
+
+
+@pytest.mark.parametrize(("name", "buffer"), [(name, out) for name, outputs in OUTPUTS.items() for out in outputs])
+def test_an_output_that_may_only_be_read_is_refused(name: str, buffer: str) -> None:
+    arguments = legal(name)
+    arguments[buffer].flags.writeable = False
+    with pytest.raises(REFUSED, match="read-only"):
+        call(name, arguments)
+
+
+@pytest.mark.parametrize(("name", "buffer"), [pair for pair in BUFFERS if pair[1] not in OUTPUTS[pair[0]]])
+def test_an_input_may_be_read_only(name: str, buffer: str) -> None:
+    arguments = legal(name)
+    arguments[buffer] = arguments[buffer].copy()
+    arguments[buffer].flags.writeable = False
+    call(name, arguments)
+
+
+SIZES = [
+    ("experts", "x", "x: expected whole tokens"),
+    ("experts", "y", "y: 383 values, expected 384"),
+    ("experts", "selector", "selector: 399 values, expected 400"),
+    ("experts", "records", "records: 799 values, expected 800"),
+    ("experts", "weights", "weights: 1 values, expected 2"),
+    ("select", "x", "x: 383 values, expected 256"),
+    ("select", "a", "a: 14 values, expected 15"),
+    ("select", "runs", "runs: 14 values, expected 15"),
+    ("select", "neurons", "neurons: 5 values, expected 6"),
+    ("neurons", "records", "records: expected whole rows"),
+    ("neurons", "places", "places: 2 values, expected 3"),
+    ("neurons", "h", "h: 8 values, expected 9"),
+    ("accumulate", "h", "h: 8 values, expected 9"),
+    ("accumulate", "y", "y: 383 values, expected 256"),
+    ("dense", "rows", "rows: 399 values, expected 320"),
+    ("dense", "out", "out: 14 values, expected 15"),
+    ("decode", "out", "out: 639 values, expected 640"),
+    ("row_checksums", "out", "out: 4 values, expected 5"),
+    ("gather", "out", "out: 239 values, expected 240"),
+]
+
+
+@pytest.mark.parametrize(("name", "buffer", "message"), SIZES)
+def test_a_wrong_size_is_named_with_the_one_expected(name: str, buffer: str, message: str) -> None:
+    arguments = legal(name)
+    arguments[buffer] = changed(arguments[buffer], "one too few")
+    with pytest.raises(ValueError) as refused:
+        call(name, arguments)
+    assert str(refused.value) == message
+
+
+def put(key: str, value: object) -> Change:
+    return lambda arguments: arguments.update({key: value})
+
+
+VALUES: dict[str, tuple[str, Change, str]] = {
+    "token below 0": ("experts", put("tokens", np.array([0, -1])), "tokens: one is not in x"),
+    "token beyond x": ("experts", put("tokens", np.array([T, 0])), "tokens: one is not in x"),
+    "token far beyond": ("experts", put("tokens", np.array([1 << 62, 0])), "tokens: one is not in x"),
+    "no columns": ("experts", put("d", 0), "x: expected whole tokens"),
+    "columns below 0": ("experts", put("d", -D), "x: expected whole tokens"),
+    "columns of no expert": ("experts", put("d", D // 2), "layout: its rows are not as long as x's"),
+    "neuron below 0": ("neurons", put("neurons", numbers(-1, 2, 4)), "neurons: -1, expected 0 to 4"),
+    "neuron too high": ("neurons", put("neurons", numbers(0, 2, F)), "neurons: 5, expected 0 to 4"),
+    "place below 0": ("neurons", put("places", numbers(0, 2, -7)), "places: -7, expected 0 to 4"),
+    "place too high": ("accumulate", put("places", numbers(F, 0, 0)), "places: 5, expected 0 to 4"),
+    "too many neurons": (
+        "accumulate",
+        lambda a: a.update(neurons=numbers(*[0] * 6), places=numbers(*[0] * 6), h=floats(T, 6)),
+        "neurons: more than the expert has",
+    ),
+    "row below 0": ("gather", put("places", numbers(0, 0, -1)), "places: -1, expected 0 to 4"),
+    "row too high": ("gather", put("places", numbers(0, F, 0)), "places: 5, expected 0 to 4"),
+    "rows of nothing": ("gather", put("row_bytes", 0), "row_bytes: expected at least 1"),
+    "rows below nothing": ("gather", put("row_bytes", -80), "row_bytes: expected at least 1"),
+    "checksums of rows of nothing": ("row_checksums", put("row_bytes", 0), "num_bytes: expected 0 to row_bytes"),
+    "checksums of less than nothing": ("row_checksums", put("num_bytes", -1), "num_bytes: expected 0 to row_bytes"),
+    "checksums past a row": ("row_checksums", put("num_bytes", 81), "num_bytes: expected 0 to row_bytes"),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_lies_outside_is_refused(name: str) -> None:
+    operation, change, message = VALUES[name]
+    arguments = legal(operation)
+    change(arguments)
+    with pytest.raises(ValueError) as refused:
+        call(operation, arguments)
+    assert str(refused.value) == message
+
+
+def test_the_first_and_last_of_everything_pass() -> None:
+    for name, changes in (
+        ("experts", {"tokens": np.array([0, T - 1])}),
+        ("neurons", {"neurons": numbers(0, 1, F - 1), "places": numbers(F - 1, 0, 0)}),
+        ("gather", {"places": numbers(0, F - 1, F - 1)}),
+        ("row_checksums", {"num_bytes": 80}),
+        ("row_checksums", {"num_bytes": 0}),
+    ):
+        call(name, legal(name) | cast(Arguments, changes))
+
+
+# Places in a layout's numbers: an expert's begin d, f, selector kind, bytes of a selector row and of a record; then
+# come seven for each of gate, up and down. The expert here has up in its selector.
+GATE, UP, DOWN = 5, 12, 19
+CODEC, WIDTH, GROUP, SCALE_BITS, OFFSET, BIAS, PLACE = range(7)
+NOT_THERE = "layout: a part is not where its selector kind puts it"
+UNFIT = "layout: a part does not fit its row"
+EXPERT_LAYOUTS = {
+    "no columns": ({0: 0}, "layout: sizes out of range"),
+    "columns below 0": ({0: -64}, "layout: sizes out of range"),
+    "too many columns": ({0: (1 << 20) + 64}, "layout: sizes out of range"),
+    "no rows": ({1: 0}, "layout: sizes out of range"),
+    "rows below 0": ({1: -1}, "layout: sizes out of range"),
+    "too many rows": ({1: (1 << 24) + 1}, "layout: sizes out of range"),
+    "unknown kind": ({2: 4}, "layout: unknown selector kind"),
+    "kind below 0": ({2: -1}, "layout: unknown selector kind"),
+    "another kind": ({2: 2}, NOT_THERE),
+    "no kind": ({2: 0}, NOT_THERE),
+    "selector row below 0": ({3: -16}, "layout: sizes out of range"),
+    "record below 0": ({4: -16}, "layout: sizes out of range"),
+    "selector row too short": ({3: 64}, UNFIT),
+    "record too short": ({4: 128}, UNFIT),
+    "unknown codec": ({GATE + CODEC: 4}, "layout: unknown codec"),
+    "codec below 0": ({GATE + CODEC: -1}, "layout: unknown codec"),
+    "unknown width": ({UP + WIDTH: 5}, "layout: unknown width"),
+    "width 16": ({UP + WIDTH: 16}, "layout: unknown width"),
+    "unknown group": ({UP + GROUP: 48}, "layout: unknown group"),
+    "group below 0": ({UP + GROUP: -64}, "layout: unknown group"),
+    "unknown scale_bits": ({DOWN + SCALE_BITS: 4}, "layout: unknown scale_bits"),
+    "offset below 0": ({DOWN + OFFSET: -1}, UNFIT),
+    "offset too high": ({DOWN + OFFSET: 89}, UNFIT),
+    "offset that overflows": ({DOWN + OFFSET: 2**31 - 1}, UNFIT),
+    "half a bias": ({UP + BIAS: 2}, "layout: a part has a bias or not"),
+    "unknown place": ({UP + PLACE: 3}, "layout: a part is neither in selector nor in record"),
+    "up in the record": ({UP + PLACE: 2, 4: 400}, NOT_THERE),
+    "no up": ({UP + PLACE: 0}, NOT_THERE),
+    "no down": ({DOWN + PLACE: 0}, NOT_THERE),
+    "down in the selector": ({DOWN + PLACE: 1, 3: 400}, NOT_THERE),
+    "no gate to select by": ({2: 3, GATE + PLACE: 0}, "layout: no gate to select by"),
+    "columns of half a block": ({0: 96}, "layout: rows of codes are multiples of 64"),
+    "groups that do not divide": ({0: 192, UP + GROUP: 128, 3: 400, 4: 400}, "layout: groups do not divide rows"),
+}
+
+
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+@pytest.mark.parametrize("operation", ["experts", "select", "neurons", "accumulate"])
+def test_a_layout_that_makes_no_sense_is_refused(operation: str, name: str) -> None:
+    changes, message = EXPERT_LAYOUTS[name]
+    arguments = legal(operation)
+    arguments["layout"] = arguments["layout"].copy()
+    for place, value in changes.items():
+        arguments["layout"][place] = value
+    with pytest.raises(ValueError) as refused:
+        call(operation, arguments)
+    assert str(refused.value) == message
+
+
+ROW_LAYOUTS = {
+    "no columns": ({0: 0}, "layout: sizes out of range"),
+    "too many columns": ({0: (1 << 20) + 64}, "layout: sizes out of range"),
+    "rows below nothing": ({1: -80}, "layout: sizes out of range"),
+    "rows of nothing": ({1: 0}, UNFIT),
+    "rows too short": ({1: 71}, UNFIT),
+    "unknown codec": ({2 + CODEC: 9}, "layout: unknown codec"),
+    "unknown width": ({2 + WIDTH: 7}, "layout: unknown width"),
+    "unknown group": ({2 + GROUP: 1}, "layout: unknown group"),
+    "offset too high": ({2 + OFFSET: 9}, UNFIT),
+    "in a selector": ({2 + PLACE: 1}, UNFIT),
+    "nowhere": ({2 + PLACE: 0}, "layout: rows hold their part"),
+}
+
+
+@pytest.mark.parametrize("name", ROW_LAYOUTS)
+@pytest.mark.parametrize("operation", ["dense", "decode"])
+def test_a_layout_of_rows_that_makes_no_sense_is_refused(operation: str, name: str) -> None:
+    changes, message = ROW_LAYOUTS[name]
+    arguments = legal(operation)
+    arguments["layout"] = arguments["layout"].copy()
+    for place, value in changes.items():
+        arguments["layout"][place] = value
+    with pytest.raises(ValueError) as refused:
+        call(operation, arguments)
+    assert str(refused.value) == message
+
+
+def test_a_layout_that_just_fits_passes() -> None:
+    """A row of 72 bytes of codes, scales and zeros has its part at its end, and no room for a checksum."""
+    arguments = legal("decode")
+    layout = arguments["layout"].copy()
+    layout[2 + OFFSET] = 8
+    call("decode", arguments | {"layout": layout})
+    layout[1] = 72
+    layout[2 + OFFSET] = 0
+    call("decode", arguments | {"layout": layout, "rows": np.zeros((F, 72), np.uint8)})
+
+
+@pytest.mark.parametrize("given", [[], [1, 2], None, "experts"])
+def test_a_call_of_something_else_than_experts_is_refused(given: object) -> None:
+    pool = kernels_limited_to("portable")._pool
+    with pytest.raises(REFUSED):
+        native.experts(pool, [given], floats(T, D), floats(T, D), D)
+    native.experts(pool, [], floats(T, D), floats(T, D), D)
+
+
+def test_an_operation_without_kernels_is_refused() -> None:
+    for pool in (None, object(), "pool"):
+        with pytest.raises(REFUSED, match="PyCapsule"):
+            native.checksum(pool, b"bytes")
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^instruction set: expected portable, avx2 or avx512$"):
+        Kernels(1, cast(InstructionSet, "sse2"))
+
+
+def test_the_face_refuses_what_does_not_fit() -> None:
+    kernels, expert = kernels_limited_to("portable"), random_expert(Shape(F, D))
+    layout, rows = random_rows(BF16, F, D)
+    with pytest.raises(ValueError, match=r"^x: 130 values, expected 128$"):
+        kernels.product(torch.zeros(1, 130), row_numbers(layout, "weight"), rows)
+    with pytest.raises(ValueError, match=r"^selector: 400 values, expected 480$"):
+        kernels.select(torch.zeros(1, D), replace(expert.rows(), layout=random_expert(Shape(F + 1, D)).rows().layout))
+    with pytest.raises(ValueError, match=r"^places: 5, expected 0 to 4$"):
+        kernels.gather(rows, numbers(5))
+    with pytest.raises(REFUSED):
+        kernels.checksum(rows[:, 1:])
+    with pytest.raises(REFUSED, match="read-only"):
+        out = np.zeros((1, rows.shape[1]), np.uint8)
+        out.flags.writeable = False
+        kernels.gather(rows, numbers(0), out)
+
+
+def test_kernels_that_are_closed_cannot_be_used() -> None:
+    kernels = Kernels(1)
+    kernels.close()
+    kernels.close()
+    with pytest.raises((AssertionError, RunError)):
+        kernels.checksum(np.zeros(4, np.uint8))

@@ -1,0 +1,169 @@
+"""The native kernels with threads: any number gives the same bits; several callers at once."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from native import INSTRUCTION_SETS, kernels_limited_to, work
+from random_experts import FOUR_BIT, RandomExpert, Shape, random_expert, random_rows, random_tokens, threshold_at
+from torch import Tensor
+
+from moe_pack.formats import BF16, SELECTORS, RunError, Selector, part_format
+from moe_pack.runtime import activations
+from moe_pack.runtime.kernels import InstructionSet, Kernels, Selected, num_cpus, open_kernels, row_numbers
+
+Operation = Callable[[Kernels], Tensor]
+D, F = 320, 700  # a record has 0.5 KiB: more than the 64 KiB that one thread does alone
+
+
+def made(selector: Selector = "up") -> RandomExpert:
+    return random_expert(Shape(F, D, selector, FOUR_BIT, part_format(3, 32, 8), part_format(2, 16, 8)))
+
+
+def selected(kernels: Kernels, expert: RandomExpert, num_tokens: int, threshold: float) -> Selected:
+    return kernels.select(random_tokens(num_tokens, D), expert.rows(threshold))
+
+
+def of_experts(num_tokens: int, selector: Selector, kernels: Kernels) -> Tensor:
+    """Two experts with these tokens and one with others, half of their neurons."""
+    x, expert = random_tokens(num_tokens + 2, D), made(selector)
+    rows = expert.rows(threshold_at(activations(x, expert.block(), "silu").of(selector), 0.5))
+    works = [work(rows, torch.arange(n), torch.linspace(0.1, 1, n)) for n in (num_tokens, 2, num_tokens)]
+    return kernels.experts(x, works)
+
+
+def of_select(num_tokens: int, kernels: Kernels) -> Tensor:
+    return selected(kernels, made(), num_tokens, 0.3).a
+
+
+def of_neurons(num_tokens: int, kernels: Kernels) -> Tensor:
+    chosen = selected(kernels, made(), num_tokens, 0.3)
+    return kernels.neurons(random_tokens(num_tokens, D), made().rows(0.3), chosen)
+
+
+def of_accumulate(num_tokens: int, kernels: Kernels) -> Tensor:
+    h = torch.randn(num_tokens, F, generator=torch.Generator().manual_seed(1))
+    return kernels.accumulate(h, made().rows(), torch.arange(F, dtype=torch.int32))
+
+
+def of_product(num_tokens: int, kernels: Kernels) -> Tensor:
+    layout, rows = random_rows(FOUR_BIT, 2000, D)
+    return kernels.product(random_tokens(num_tokens, D), row_numbers(layout, "weight"), rows)
+
+
+def of_decode(kernels: Kernels) -> Tensor:
+    layout, rows = random_rows(FOUR_BIT, 2000, D)
+    return kernels.decode(row_numbers(layout, "weight"), rows)
+
+
+def of_checksums(kernels: Kernels) -> Tensor:
+    layout, rows = random_rows(BF16, 4000, D)
+    numbers = [*kernels.row_checksums(layout, rows).tolist(), kernels.checksum(rows), kernels.read(rows) % 2**32]
+    return torch.tensor(numbers)
+
+
+def of_gather(kernels: Kernels) -> Tensor:
+    _, rows = random_rows(BF16, 400, D)
+    return torch.from_numpy(kernels.gather(rows, np.arange(0, 400, 3, dtype=np.int32)))
+
+
+OPERATIONS: dict[str, Operation] = {
+    **{
+        f"experts, {n} tokens, {selector}": partial(of_experts, n, selector)
+        for n in (1, 3, 70)
+        for selector in SELECTORS
+    },
+    **{f"select, {n} tokens": partial(of_select, n) for n in (1, 3, 70)},
+    **{f"neurons, {n} tokens": partial(of_neurons, n) for n in (1, 3, 70)},
+    **{f"accumulate, {n} tokens": partial(of_accumulate, n) for n in (1, 3, 70)},
+    **{f"product, {n} tokens": partial(of_product, n) for n in (1, 3, 70)},
+    "decode": of_decode,
+    "checksums": of_checksums,
+    "gather": of_gather,
+}
+
+
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
+def teams(request: pytest.FixtureRequest) -> Iterator[dict[int, Kernels]]:
+    """Kernels with 1, 2, 3 and 5 threads, whatever the machine's number of CPUs."""
+    limit: InstructionSet = request.param
+    kernels_limited_to(limit)  # or skip
+    held = {threads: Kernels(threads, limit) for threads in (1, 2, 3, 5)}
+    yield held
+    for kernels in held.values():
+        kernels.close()
+
+
+@pytest.fixture
+def kernels() -> Iterator[Kernels]:
+    """Kernels as a command opens them, with three threads."""
+    opened = open_kernels(3)
+    if opened is None:
+        pytest.skip("native kernels were not built: no C++ compiler")
+    with closing(opened):
+        yield opened
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_any_number_of_threads_gives_the_same_bits(name: str, teams: dict[int, Kernels]) -> None:
+    alone, *others = (OPERATIONS[name](kernels) for kernels in teams.values())
+    assert all(torch.equal(other, alone) for other in others)
+
+
+@pytest.mark.parametrize(
+    "name", ["experts, 1 tokens, up", "experts, 70 tokens, none", "product, 3 tokens", "checksums"]
+)
+def test_the_same_operation_gives_the_same_bits_again(name: str, kernels: Kernels) -> None:
+    first = OPERATIONS[name](kernels)
+    assert all(torch.equal(OPERATIONS[name](kernels), first) for _ in range(20))
+
+
+def test_callers_at_once_get_what_they_get_alone(kernels: Kernels) -> None:
+    """Each of six threads of Python asks for all operations, each in another order."""
+    alone = {name: operation(kernels) for name, operation in OPERATIONS.items()}
+    names = list(OPERATIONS)
+
+    def differing(caller: int) -> list[str]:
+        turned = names[4 * caller :] + names[: 4 * caller]
+        return [name for name in turned if not torch.equal(OPERATIONS[name](kernels), alone[name])]
+
+    with ThreadPoolExecutor(6) as callers:
+        assert list(callers.map(differing, range(6))) == [[]] * 6
+
+
+def test_several_kernels_at_once_get_what_they_get_alone(teams: dict[int, Kernels]) -> None:
+    operation = OPERATIONS["experts, 3 tokens, up"]
+    alone = operation(teams[1])
+    with ThreadPoolExecutor(4) as callers:
+        found = list(callers.map(lambda kernels: [operation(kernels) for _ in range(5)], teams.values()))
+    assert all(torch.equal(one, alone) for several in found for one in several)
+
+
+def test_results_do_not_depend_on_what_was_computed_before(kernels: Kernels) -> None:
+    """Memory of the kernels is kept and grows: what larger jobs left in it is not seen."""
+    with closing(Kernels(3)) as fresh:
+        expected = of_experts(1, "both", fresh)
+    for num_tokens in (70, 3, 1):
+        of_experts(num_tokens, "up", kernels)
+        of_product(num_tokens, kernels)
+    assert torch.equal(of_experts(1, "both", kernels), expected)
+
+
+def test_all_cpus_work_unless_said_otherwise() -> None:
+    opened = open_kernels()
+    if opened is None:
+        pytest.skip("native kernels were not built: no C++ compiler")
+    with closing(opened):
+        assert opened.threads == num_cpus() >= 1
+
+
+@pytest.mark.parametrize("threads", [-1, 0, 1025])
+def test_no_threads_or_too_many_are_refused(threads: int) -> None:
+    kernels_limited_to("portable")
+    with pytest.raises((ValueError, RunError), match=r"threads.*1 to 1024"):
+        Kernels(threads)
+    Kernels(1).close()

@@ -1,0 +1,31 @@
+"""The native kernels in tests: each instruction set that this machine has."""
+
+from functools import cache
+from typing import cast
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.runtime.kernels import ExpertRows, InstructionSet, Kernels, is_available
+
+INSTRUCTION_SETS: tuple[InstructionSet, ...] = ("portable", "avx2", "avx512")
+
+
+@cache
+def kernels_limited_to(instruction_set: str) -> Kernels:
+    """Kernels with two threads and these instructions, kept for all tests; skips where there are none."""
+    if not is_available():
+        pytest.skip("native kernels were not built: no C++ compiler")
+    kernels = Kernels(2, cast(InstructionSet, instruction_set))
+    if kernels.instruction_set != instruction_set:
+        pytest.skip(f"this machine has no {instruction_set}")
+    return kernels
+
+
+def work(
+    rows: ExpertRows, tokens: Tensor, weights: Tensor
+) -> tuple[ExpertRows, NDArray[np.int64], NDArray[np.float32]]:
+    """An expert's share of a call of `Kernels.experts`."""
+    return rows, tokens.numpy(), weights.numpy()

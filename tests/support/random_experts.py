@@ -1,0 +1,254 @@
+"""Random experts and rows in the bytes of a pack, with scales of sane size; and how exactly they can be computed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.formats import (
+    BF16,
+    MATRICES,
+    ExpertFormat,
+    ExpertLayout,
+    ExpertSpec,
+    Matrix,
+    PartFormat,
+    RowLayout,
+    Selector,
+    expert_layout,
+    part_format,
+    row_layout,
+    write_rows,
+)
+from moe_pack.formats.codecs import affine, decode_part, pack_codes, unpack_codes
+from moe_pack.runtime import Activations, NeuronBlock, activations
+from moe_pack.runtime.kernels import ExpertRows, expert_numbers
+from moe_pack.runtime.packed_expert import PackedExpert
+
+Bytes = NDArray[np.uint8]
+
+FOUR_BIT = part_format(4, 64, 16)
+# Inputs are 24-bit fixed point or float32, sums integers or float32, in another order than torch's: each adds a few
+# times 2^-24 (6e-8) of the sum of magnitudes. Measured at most 4.5e-7, and 1.3e-7 in root mean square, over all
+# widths, groups and kinds (Zen 5, 2026-11-21).
+MAX_ERROR = 1e-6
+RMS_ERROR = 3e-7
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """An expert's shape: `num_rows` neurons of `num_cols` weights a matrix; `gate` is None in families without one."""
+
+    num_rows: int = 33
+    num_cols: int = 128
+    selector: Selector = "up"
+    gate: PartFormat | None = FOUR_BIT
+    up: PartFormat = FOUR_BIT
+    down: PartFormat = FOUR_BIT
+    bias: tuple[Matrix, ...] = ()
+
+    @property
+    def layout(self) -> ExpertLayout:
+        """Where its bytes lie."""
+        matrices = MATRICES if self.gate else tuple(m for m in MATRICES if m != "gate")
+        spec = ExpertSpec("silu", self.num_rows, matrices, self.bias, 0)
+        return expert_layout(ExpertFormat(self.gate, self.up, self.down), self.selector, spec, self.num_cols)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomExpert:
+    """An expert's extent."""
+
+    shape: Shape
+    extent: Bytes = field(repr=False)
+
+    def rows(self, threshold: float = 0.0) -> ExpertRows:
+        """The expert as the kernels see it."""
+        layout, f = self.shape.layout, self.shape.num_rows
+        selector = self.extent[: layout.selector_bytes].reshape(f, -1) if layout.selector else None
+        records = self.extent[layout.selector_bytes :].reshape(f, -1)
+        return ExpertRows(expert_numbers(layout, self.shape.selector), selector, records, threshold)
+
+    def packed(self) -> PackedExpert:
+        """The expert as plain torch sees it."""
+        return PackedExpert(self.shape.layout, torch.from_numpy(self.extent))
+
+    def block(self) -> NeuronBlock:
+        """All its neurons, dequantized."""
+        (block,) = self.packed().blocks()
+        return block
+
+    def weight_magnitudes(self, matrix: Matrix) -> Tensor:
+        """What the errors of a matrix's products are relative to, float64 [f, d]."""
+        found = self.shape.layout.find(matrix)
+        assert found is not None, matrix
+        rows, part, base = found
+        held = self.extent[base : base + self.shape.num_rows * rows.row_bytes].reshape(-1, rows.row_bytes)
+        return weight_magnitudes(part.format, self.shape.num_cols, held[:, part.offset : part.offset + part.num_bytes])
+
+
+def weight_magnitudes(stored: PartFormat, num_cols: int, section: Bytes) -> Tensor:
+    """`(code + abs(zero)) * scale` of a part's bytes, float64 [rows, columns]: codes and zeros may be taken apart."""
+    held = torch.from_numpy(section)
+    if stored == BF16:
+        return decode_part(stored, num_cols, held).double().abs()
+    codec = affine(stored, num_cols)
+    packed, scales, zeros = torch.split(held, [codec.code_bytes, codec.scale_bytes, codec.scale_bytes], dim=1)
+    scale, zero = (values.double().abs().unsqueeze(2) for values in codec.load_scales(scales, zeros))
+    codes = unpack_codes(packed, stored.width).double().view(len(held), codec.num_groups, -1)
+    return ((codes + zero) * scale).flatten(1)
+
+
+def random_expert(
+    shape: Shape, seed: int = 0, zero_rows: Sequence[int] = (), constant_rows: Sequence[int] = ()
+) -> RandomExpert:
+    """An expert with weights of about 0.1; some neurons may have all weights zero, or the same in each matrix."""
+    generator = torch.Generator().manual_seed(seed)
+    layout = shape.layout
+    sections = {}
+    for matrix, stored in (("gate", shape.gate), ("up", shape.up), ("down", shape.down)):
+        if stored is not None:
+            section = random_section(stored, shape.num_rows, shape.num_cols, generator)
+            _flatten(section, stored, shape.num_cols, zero_rows, constant_rows)
+            biases = torch.randn(shape.num_rows, 1, generator=generator).view(torch.uint8).numpy()
+            sections[matrix] = np.hstack([section, biases]) if matrix in shape.bias else section
+    extent = np.zeros(layout.num_bytes, np.uint8)
+    if layout.selector:
+        write_rows(layout.selector, sections, extent[: layout.selector_bytes].reshape(shape.num_rows, -1))
+    write_rows(layout.records, sections, extent[layout.selector_bytes :].reshape(shape.num_rows, -1))
+    return RandomExpert(shape, extent)
+
+
+def random_rows(
+    stored: PartFormat, num_rows: int, num_cols: int, seed: int = 0, bias: bool = False
+) -> tuple[RowLayout, Bytes]:
+    """Rows of one part, called `weight`: their layout, and u8 [rows, row bytes]."""
+    generator = torch.Generator().manual_seed(seed)
+    layout = row_layout([("weight", stored, bias)], num_cols)
+    section = random_section(stored, num_rows, num_cols, generator)
+    if bias:
+        section = np.hstack([section, torch.randn(num_rows, 1, generator=generator).view(torch.uint8).numpy()])
+    out = np.zeros((num_rows, layout.row_bytes), np.uint8)
+    write_rows(layout, {"weight": section}, out)
+    return layout, out
+
+
+def random_section(stored: PartFormat, num_rows: int, num_cols: int, generator: torch.Generator) -> Bytes:
+    """The bytes of a part without bias: u8 [rows, part bytes]."""
+    if stored == BF16:
+        weights = torch.randn(num_rows, num_cols, generator=generator).mul_(0.1).to(torch.bfloat16)
+        return weights.view(torch.uint8).numpy()
+    top, groups = 2**stored.width - 1, stored.num_groups(num_cols)
+    codes = torch.randint(0, top + 1, (num_rows, num_cols), generator=generator, dtype=torch.uint8)
+    if stored.scale_bits == 16:
+        scales = ((torch.rand(num_rows, groups, generator=generator) + 0.5) * 0.2 / top).to(torch.float16)
+        zeros = ((torch.rand(num_rows, groups, generator=generator) * 1.25 - 0.25) * top).to(torch.float16)
+        parts = [scales.view(torch.uint8), zeros.view(torch.uint8)]
+    else:
+        steps = torch.randint(1, 256, (num_rows, groups), generator=generator, dtype=torch.uint8)
+        signed = torch.randint(-32, 128, (num_rows, groups), generator=generator, dtype=torch.int8)
+        multipliers = torch.rand(num_rows, 2, generator=generator) + 0.5
+        multipliers = (multipliers * torch.tensor([0.2 / top / 128, top / 128])).to(torch.float16)
+        scale_step, zero_step = multipliers[:, :1].contiguous(), multipliers[:, 1:].contiguous()
+        parts = [scale_step.view(torch.uint8), steps, zero_step.view(torch.uint8), signed.view(torch.uint8)]
+    return torch.cat([pack_codes(codes, stored.width), *parts], dim=1).numpy()
+
+
+def _flatten(
+    section: Bytes, stored: PartFormat, num_cols: int, zero_rows: Sequence[int], constant_rows: Sequence[int]
+) -> None:
+    """Makes rows of a part zero (codes and zeros are), or of the same weight in all columns."""
+    section[list(zero_rows)] = 0
+    if stored == BF16:
+        section[list(constant_rows)] = np.resize(section[0, :2], section.shape[1])
+        return
+    groups, codes, scales = stored.num_groups(num_cols), stored.code_bytes(num_cols), stored.scale_bytes(num_cols)
+    rows = list(constant_rows)
+    section[rows, :codes] = 0xFF
+    for start in (codes, codes + scales):  # all groups as the first
+        each = 2 if stored.scale_bits == 16 else 1
+        first = start if stored.scale_bits == 16 else start + 2
+        section[rows, first : first + each * groups] = np.tile(section[rows, first : first + each], groups)
+
+
+def random_tokens(num_tokens: int, num_cols: int, seed: int = 0) -> Tensor:
+    """Inputs of order 1, float32 [T, d], each token of another size; one column of the first stands out."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, num_cols, generator=generator)
+    x *= torch.logspace(-1, 1, num_tokens)[:, None] if num_tokens > 1 else 1.0
+    x[:1, num_cols // 3] *= 50
+    return x
+
+
+def threshold_at(a: Tensor, sparsity: float) -> float:
+    """A threshold below which about this share of `abs(a)` lies, far from every one of them."""
+    held = a.abs().flatten().double().sort().values
+    if sparsity == 0:
+        return 0.0
+    if sparsity == 1:
+        return float(held[-1] * 2 + 1)
+    place, reach = int(sparsity * len(held)), 2 + len(held) // 100
+    near = torch.cat([torch.zeros(1, dtype=torch.float64), held])[max(0, place - reach) : place + reach]
+    widest = int((near[1:] - near[:-1]).argmax()) if len(near) > 1 else 0
+    return float(near[widest : widest + 2].mean())
+
+
+@dataclass(frozen=True, slots=True)
+class Magnitudes:
+    """What the errors of an expert's values are relative to, float64: [T, f] of `a` and `h`, [T, d] of `y`."""
+
+    a: Tensor
+    h: Tensor
+    y: Tensor
+
+
+def magnitudes(x: Tensor, expert: RandomExpert, runs: Tensor) -> Magnitudes:
+    """The sums of magnitudes behind an expert's values, with each product that of its factors' errors."""
+    block, selector = expert.block(), expert.shape.selector
+    held = activations(x, block, "silu")
+    up = _sums(x, expert.weight_magnitudes("up"), block.up_bias)
+    if block.gate is None:
+        a = h = 1.1 * up + held.h.double().abs()  # silu has a slope of 1.1 at most
+    else:
+        gate = 1.1 * _sums(x, expert.weight_magnitudes("gate"), block.gate_bias) + held.gate.double().abs()
+        h = held.gate.double().abs() * up + gate * held.up.double().abs()
+        a = {"up": up, "gate": gate, "both": h, "none": h}[selector]
+    return Magnitudes(a, h, (runs * h) @ expert.weight_magnitudes("down"))
+
+
+def product_magnitudes(x: Tensor, weights: Tensor) -> Tensor:
+    """What the errors of products are relative to, float64 [T, rows], for magnitudes of weights [rows, d].
+
+    Fixed point has steps of a token's largest input / 8.3e6: half of one is `MAX_ERROR` of a sixteenth of that input.
+    """
+    size = x.double().abs()
+    return (size + size.amax(dim=1, keepdim=True) / 16) @ weights.T
+
+
+def _sums(x: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+    sums = product_magnitudes(x, weights)
+    return sums if bias is None else sums + bias.double().abs()
+
+
+def assert_near(found: Tensor, expected: Tensor, magnitude: Tensor) -> None:
+    """Each value within `MAX_ERROR` of its magnitude, and all within `RMS_ERROR` of theirs; else the worst place."""
+    assert found.shape == expected.shape == magnitude.shape, (found.shape, expected.shape, magnitude.shape)
+    assert found.dtype == torch.float32
+    if not found.numel():
+        return
+    error = (found.double() - expected.double()).abs()
+    excess = torch.where(error == 0, 0.0, error / magnitude)
+    if not (excess <= MAX_ERROR).all():
+        place = np.unravel_index(int(excess.nan_to_num(nan=np.inf).argmax()), excess.shape)
+        raise AssertionError(f"at {place}: {found[place]}, expected {expected[place]}: {excess[place]} of magnitude")
+    rms, bound = error.square().mean().sqrt(), RMS_ERROR * magnitude.square().mean().sqrt()
+    assert rms <= bound, f"RMS error {rms}, expected at most {bound}"
+
+
+def running(values: Activations, selector: Selector, threshold: float) -> Tensor:
+    """Which neurons run, bool [T, f], as `run_expert` has it."""
+    a = values.of(selector)
+    return (a != 0) & ~(a.abs() < threshold)
