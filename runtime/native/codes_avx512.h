@@ -8,6 +8,8 @@
 #include "codes.h"
 #include "vector.h"
 
+#define MOE_PACK_INLINE __attribute__((always_inline))
+
 namespace moe_pack {
 namespace {
 
@@ -19,14 +21,12 @@ struct Index {
 };
 
 template <int N, class Use>
-__attribute__((always_inline)) inline void unrolled(const Use& use) {
+MOE_PACK_INLINE inline void unrolled(const Use& use) {
     if constexpr (N > 0) {
         unrolled<N - 1>(use);
         use(Index<N - 1>{});
     }
 }
-
-#define MOE_PACK_INLINE __attribute__((always_inline))
 
 inline __mmask16 first_lanes_mask(int32_t count) { return count >= 16 ? 0xffff : __mmask16((1u << count) - 1); }
 

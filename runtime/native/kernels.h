@@ -56,7 +56,8 @@ struct Kernels {
     // Floats of a sum of rows in whatever order this instruction set finds best, a multiple of 16.
     size_t (*sum_floats)(const Part& part);
 
-    // sum += h[r] * row r for each of `num_rows` rows, one after the other for each column; `sum` aligned to 64.
+    // sum += h[r] * row r for each of `num_rows` rows; `sum` aligned to 64. Of a call's factors h[r] * scale those of a
+    // group may be rounded to 2^-24 of their largest; one that is not finite may make all of the group's columns NaNs.
     void (*add_rows)(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h,
                      const Ahead& ahead, float* work, float* sum);
 
