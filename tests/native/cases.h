@@ -1,0 +1,54 @@
+// The kinds of cases, and what they share.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "pool.h"
+#include "random.h"
+
+namespace moe_pack {
+
+// Ends the program: says what is wrong, and the seed that repeats it.
+[[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);
+
+inline void require(bool holds, const char* what) {
+    if (!holds) fail("%s", what);
+}
+
+// Those this machine can run, slowest first.
+const std::vector<const Kernels*>& instruction_sets();
+
+// Pools of 1 to 4 threads of an instruction set, opened when they are first wanted.
+class Pools {
+  public:
+    Pool& alone(size_t set_idx) { return open(set_idx, 1); }
+    Pool& several(Random& random, size_t set_idx) { return open(set_idx, (int)random.between(2, 4)); }
+    size_t any_set(Random& random) { return (size_t)random.between(0, (int64_t)instruction_sets().size() - 1); }
+
+  private:
+    Pool& open(size_t set_idx, int threads);
+
+    std::unique_ptr<Pool> pools_[3][4];
+};
+
+struct Counts {
+    int64_t cases = 0, accepted = 0, refused = 0, compared = 0, cut = 0;
+};
+
+// Some experts' layouts, read; the accepted ones run, whole and in steps.
+void expert_case(Random& random, Pools& pools, Counts& counts);
+
+// Rows of one part: products and decoding.
+void rows_case(Random& random, Pools& pools, Counts& counts);
+
+// Checksums, gathering, reading.
+void bytes_case(Random& random, Pools& pools, Counts& counts);
+
+// Work on a map whose file is cut: the work ends as it should, and the next is whole.
+void cut_case(Random& random, Pools& pools, Counts& counts);
+
+// Pools opened, used by several threads, closed; used in a forked child.
+void pool_case(Random& random, Pools& pools, Counts& counts);
+
+}  // namespace moe_pack

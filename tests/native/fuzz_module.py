@@ -1,0 +1,306 @@
+"""Random right and wrong arguments for the extension of runtime/native, built with sanitizers (`make fuzz`).
+
+    fuzz_module.py EXTENSION [--seconds N] [--cases N] [--seed S]
+
+Nothing a caller hands over may do more than raise one of a few errors. Case i is made from seed S + i alone; the cases
+run in a child, whose last seed is told if it dies.
+"""
+
+import argparse
+import array
+import importlib.machinery
+import importlib.util
+import mmap
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+ALLOWED = (ValueError, TypeError, BufferError, OverflowError)
+BLOCK, MAX_BYTES = 64, 1 << 20
+SELECTOR_ROW, RECORD = 1, 2
+Arguments = list[Any]
+
+
+class Changing:
+    """A number whose conversion empties the list it came in."""
+
+    def __init__(self, holder: list[Any]) -> None:
+        self.holder = holder
+
+    def __float__(self) -> float:
+        self.holder.clear()
+        return 0.5
+
+
+class Cases:
+    """Arguments from a seed: right ones for each function, then perhaps tampered with."""
+
+    def __init__(self, seed: int, pools: list[object]) -> None:
+        self.random = np.random.default_rng(seed)
+        self.pools = pools
+        self.d = BLOCK * self.number(1, 4) if self.chance(60) else self.number(1, 100)
+        self.f = self.number(1, 80)
+        self.tokens = int(self.random.choice([0, 1, 2, 3, 4, 9, 65]))
+
+    def number(self, low: int, high: int) -> int:
+        return int(self.random.integers(low, high + 1))
+
+    def chance(self, percent: int) -> bool:
+        return self.number(1, 100) <= percent
+
+    def floats(self, *shape: int) -> Any:
+        return self.random.standard_normal(shape).astype(np.float32)
+
+    def bytes(self, *shape: int) -> Any:
+        return self.random.integers(0, 256, shape, dtype=np.uint8)
+
+    def part(self, place: int) -> list[int]:
+        affine = self.d % BLOCK == 0 and self.chance(75)
+        width, group = int(self.random.choice([1, 2, 3, 4, 8])), int(self.random.choice([0, 16, 32, 64]))
+        codec = 1 if affine else int(self.random.choice([0, 2, 3]))
+        return [codec, width, group, int(self.random.choice([8, 16])), 0, self.number(0, 1), place]
+
+    def part_bytes(self, part: list[int]) -> int:
+        codec, width, group, scale_bits, _, has_bias, _ = part
+        if codec != 1:
+            return self.d * (4 if codec == 3 else 2) + 4 * has_bias
+        groups = self.d // group if group else 1
+        return self.d * width // 8 + 2 * (2 * groups if scale_bits == 16 else 2 + groups) + 4 * has_bias
+
+    def expert(self) -> tuple[Any, Any, Any]:
+        """Layout, selector rows and records."""
+        kind = self.number(0, 3)
+        parts = [self.part(SELECTOR_ROW if kind in (2, 3) else RECORD)]
+        parts += [self.part(SELECTOR_ROW if kind in (1, 3) else RECORD), self.part(RECORD)]
+        row_bytes = [0, 0, 0]
+        for part in parts:
+            part[4] = row_bytes[part[6]]
+            row_bytes[part[6]] += self.part_bytes(part)
+        numbers = [self.d, self.f, kind, *row_bytes[1:], *(number for part in parts for number in part)]
+        selector = self.bytes(self.f, row_bytes[1]) if kind else None
+        return np.array(numbers, np.int32), selector, self.bytes(self.f, row_bytes[2])
+
+    def rows(self) -> tuple[Any, Any]:
+        part = self.part(RECORD)
+        numbers = [self.d, self.part_bytes(part), *part]
+        return np.array(numbers, np.int32), self.bytes(self.number(0, 60), numbers[1])
+
+    def experts_arguments(self) -> Arguments:
+        given: list[Any] = []
+        for _ in range(self.number(0, 4)):
+            self.f = self.number(1, 40)
+            tokens = self.random.integers(0, max(self.tokens, 1), self.number(0, 5) if self.tokens else 0)
+            one = [*self.expert(), float(self.random.normal()), tokens, self.floats(len(tokens))]
+            given.append(tuple(self.tampered(one) if self.chance(10) else one))
+        if given and self.chance(5):
+            layout, selector, records, _, tokens, weights = (*given[0], *[None] * 6)[:6]
+            given[0] = (layout, selector, records, Changing(given), tokens, weights)
+        return [given, self.floats(self.tokens, self.d), self.floats(self.tokens, self.d), self.d]
+
+    def select_arguments(self) -> Arguments:
+        layout, selector, _ = self.expert()
+        a, runs = self.floats(self.tokens, self.f), self.bytes(self.tokens, self.f)
+        return [layout, selector, 0.5, self.floats(self.tokens, self.d), a, runs, np.empty(self.f + 1, np.int32)]
+
+    def some_neurons(self) -> tuple[Any, Any, Any, Any]:
+        """Layout, records, neurons and their places."""
+        layout, _, records = self.expert()
+        n = self.number(0, self.f)
+        neurons, places = (self.random.integers(0, self.f, n).astype(np.int32) for _ in range(2))
+        return layout, records, neurons, places
+
+    def neurons_arguments(self) -> Arguments:
+        layout, records, neurons, places = self.some_neurons()
+        a = self.floats(self.tokens, self.f) if layout[2] else None
+        runs = self.bytes(self.tokens, self.f) if layout[2] else None
+        x, h = self.floats(self.tokens, self.d), self.floats(self.tokens, len(neurons))
+        return [layout, records, neurons, places, 0.5, x, a, runs, h]
+
+    def accumulate_arguments(self) -> Arguments:
+        layout, records, neurons, places = self.some_neurons()
+        h, y = self.floats(self.tokens, len(neurons)), self.floats(self.tokens, self.d)
+        return [layout, records, neurons, places, h, y]
+
+    def dense_arguments(self) -> Arguments:
+        layout, rows = self.rows()
+        return [layout, rows, self.floats(self.tokens, self.d), self.floats(self.tokens, len(rows))]
+
+    def decode_arguments(self) -> Arguments:
+        layout, rows = self.rows()
+        return [layout, rows, self.floats(len(rows), self.d)]
+
+    def checksum_arguments(self) -> Arguments:
+        return [self.bytes(self.number(0, 300_000 if self.chance(5) else 500))]
+
+    read_arguments = checksum_arguments
+
+    def row_checksums_arguments(self) -> Arguments:
+        rows = self.bytes(self.number(0, 50), self.number(1, 200))
+        return [rows, rows.shape[1], self.number(0, rows.shape[1]), np.empty(len(rows), np.uint32)]
+
+    def gather_arguments(self) -> Arguments:
+        rows = self.bytes(self.number(1, 50), self.number(1, 200))
+        places = self.random.integers(0, len(rows), self.number(0, 60)).astype(np.int32)
+        return [rows, rows.shape[1], places, self.bytes(len(places), rows.shape[1])]
+
+    def open_pool_arguments(self) -> Arguments:
+        return [self.number(1, 3), [None, "portable", "avx2", "avx512"][self.number(0, 3)]]
+
+    def instruction_set_arguments(self) -> Arguments:
+        return []
+
+    def tampered(self, arguments: Arguments) -> Arguments:
+        """The same with one changed, left out, added, or handed over twice."""
+        changed = list(arguments)
+        if not changed or self.chance(5):
+            return [*changed, None]
+        i = self.number(0, len(changed) - 1)
+        if self.chance(5):
+            del changed[i]
+        elif self.chance(10):
+            changed[i] = changed[self.number(0, len(changed) - 1)]  # one memory read and written
+        else:
+            changed[i] = self.other(changed[i])
+        return changed
+
+    def other(self, value: Any) -> Any:
+        """Something else in a value's place."""
+        junk = [None, -1, 0, 1, 2**31, 2**63, 2**64, float("nan"), float("inf"), "avx2", b"", object(), [], {}, (1, 2)]
+        if isinstance(value, np.ndarray) and self.chance(80):
+            return self.other_array(value)
+        if isinstance(value, list) and value and self.chance(80):
+            return [*value, junk[self.number(0, len(junk) - 1)]]
+        if isinstance(value, int | float) and self.chance(60):
+            return [value + 1, -value, 2 * value, int(np.iinfo(np.int64).max), int(np.iinfo(np.int32).min)][
+                self.number(0, 4)
+            ]
+        return junk[self.number(0, len(junk) - 1)]
+
+    def other_array(self, given: Any) -> Any:
+        flat = np.ascontiguousarray(given).reshape(-1)
+        readonly = flat.copy()
+        readonly.flags.writeable = False
+        values = flat.copy()
+        if len(values):  # numbers of a layout, tokens, neurons, places; of others it changes only the result
+            at = self.number(0, len(values) - 1)
+            odd = [0, 1, 2, 3, 63, 64, 65, 2**20, 2**20 + 1, 2**24, 2**31 - 1, -1, -(2**31)]
+            wide = np.array([odd[self.number(0, len(odd) - 1)]], np.int64)
+            values[at : at + 1] = wide.astype(values.dtype)
+        choices: list[Any] = [
+            values,
+            values,
+            values,
+            flat[:-1],
+            flat[1:],
+            np.append(flat, flat[:1]),
+            flat[::2],
+            flat[::-1],
+        ]
+        choices += [readonly, flat.tobytes(), bytearray(flat), flat.data, array.array("i", range(8)), flat[:0]]
+        choices += [
+            flat.astype(np.float64),
+            flat.view(np.uint8)[1:],
+            np.zeros((0, 3), flat.dtype),
+            np.array(1, flat.dtype),
+        ]
+        return choices[self.number(0, len(choices) - 1)]
+
+
+def scribble(over: Any, stop: threading.Event) -> None:
+    """Writes any number into places that calls were checked with and run on."""
+    while not stop.is_set():
+        over[:] = 2**31 - 1
+        over[:] = 0
+
+
+def call_while_scribbled(module: ModuleType, cases: Cases) -> None:
+    """Indices change under a call from another thread: what was checked is what is used."""
+    rows, places = cases.bytes(100, 3000), np.zeros(500, np.int32)
+    out, stop = np.empty((500, 3000), np.uint8), threading.Event()
+    other = threading.Thread(target=scribble, args=(places, stop))
+    other.start()
+    for _ in range(20):
+        attempt(lambda: module.gather(cases.pools[0], rows, 3000, places, out))
+    stop.set()
+    other.join()
+
+
+def attempt(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except ALLOWED:
+        return False
+    return True
+
+
+def run_case(module: ModuleType, seed: int, pools: list[object]) -> bool:
+    """Whether the call was accepted."""
+    cases = Cases(seed, pools)
+    if cases.chance(1) and cases.chance(20):
+        call_while_scribbled(module, cases)
+    names = [name.removesuffix("_arguments") for name in dir(Cases) if name.endswith("_arguments")]
+    name = names[cases.number(0, len(names) - 1)]
+    arguments = getattr(cases, f"{name}_arguments")()
+    if name != "open_pool":
+        arguments = [pools[cases.number(0, len(pools) - 1)], *arguments]
+    for _ in range(cases.number(0, 2)):
+        arguments = cases.tampered(arguments)
+    return attempt(lambda: getattr(module, name)(*arguments))
+
+
+def load(path: str) -> ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader("_native", path)
+    spec = importlib.util.spec_from_loader("_native", loader)
+    assert spec is not None, path
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def run_cases(arguments: argparse.Namespace, last_seed: mmap.mmap) -> None:
+    module = load(arguments.extension)
+    pools = [module.open_pool(threads, name) for threads in (1, 3) for name in ("portable", "avx2", None)]
+    accepted = cases = 0
+    end = time.monotonic() + arguments.seconds
+    while cases < arguments.cases or time.monotonic() < end:
+        last_seed[:8] = struct.pack("<q", arguments.seed + cases)
+        accepted += run_case(module, arguments.seed + cases, pools)
+        cases += 1
+    sys.stdout.write(f"fuzz_module: {cases} calls from seed {arguments.seed} on\n    {accepted} accepted\n")
+    assert cases < 100 or accepted, "some calls are right"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("extension")
+    parser.add_argument("--seconds", type=float, default=0)
+    parser.add_argument("--cases", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--last-seed", help="a file for the seed of the case that runs: this is the child")
+    arguments = parser.parse_args()
+    if arguments.last_seed is not None:
+        with Path(arguments.last_seed).open("r+b") as file, mmap.mmap(file.fileno(), 8) as last_seed:
+            run_cases(arguments, last_seed)
+        return 0
+    with tempfile.NamedTemporaryFile() as seeds:
+        seeds.write(struct.pack("<q", arguments.seed))
+        seeds.flush()
+        rest = ["--seconds", str(arguments.seconds), "--cases", str(arguments.cases), "--seed", str(arguments.seed)]
+        child = subprocess.run([sys.executable, __file__, arguments.extension, *rest, "--last-seed", seeds.name])
+        if child.returncode != 0:
+            (seed,) = struct.unpack("<q", Path(seeds.name).read_bytes())
+            sys.stderr.write(f"fuzz_module: failed ({child.returncode}); repeat it with --seed {seed} --cases 1\n")
+        return min(abs(child.returncode), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+#include "layouts.h"
+
+#include <algorithm>
+#include <climits>
+
+#include "cases.h"
+
+namespace moe_pack {
+namespace {
+
+enum { kCodec, kWidth, kGroup, kScaleBits, kOffset, kBias, kPlace };
+
+int64_t bytes_of(const int32_t* part, int64_t num_cols) {
+    if (part[kCodec] != (int)Codec::affine) return num_cols * (part[kCodec] == (int)Codec::f32 ? 4 : 2);
+    int64_t groups = part[kGroup] ? num_cols / part[kGroup] : 1;
+    return num_cols * part[kWidth] / 8 + 2 * (part[kScaleBits] == 16 ? 2 * groups : 2 + groups);
+}
+
+void random_part(Random& random, int32_t num_cols, Place place, int32_t* part) {
+    bool affine = num_cols % kBlock == 0 && random.chance(75);
+    part[kCodec] = affine ? (int)Codec::affine : random.pick({0, 2, 3});
+    part[kWidth] = affine ? random.pick({1, 2, 3, 4, 8}) : 16;
+    part[kGroup] = affine ? random.pick({0, 16, 32, 64, 128}) : 0;
+    if (part[kGroup] && num_cols % part[kGroup]) part[kGroup] = 64;
+    part[kScaleBits] = random.pick({8, 16});
+    part[kBias] = random.chance(30);
+    part[kPlace] = (int)place;
+}
+
+// Gives parts of one place their offsets, in any order, with gaps or without; returns the bytes of a row.
+int32_t place_parts(Random& random, int32_t* parts, int count, int32_t num_cols, Place place) {
+    int order[3] = {0, 1, 2};
+    if (random.chance(30)) std::swap(order[random.between(0, count - 1)], order[random.between(0, count - 1)]);
+    int64_t end = 0;
+    for (int i = 0; i < count; i++) {
+        int32_t* part = parts + order[i] * kPartNumbers;
+        if (part[kPlace] != (int)place) continue;
+        if (random.chance(10)) end += random.between(1, 5);
+        part[kOffset] = (int32_t)end;
+        end += bytes_of(part, num_cols) + 4 * part[kBias];
+    }
+    // None behind the last part: what reads past it reads past the row, and at last past the rows.
+    return (int32_t)(end + (random.chance(60) ? 0 : random.between(1, 20)));
+}
+
+void tamper(Random& random, Numbers* numbers) {
+    if (!random.chance(30)) return;
+    numbers->tampered = true;
+    if (random.chance(5)) numbers->values.resize(random.between(0, (int64_t)numbers->values.size() + 2));
+    for (int64_t times = random.between(1, 2); times > 0 && !numbers->values.empty(); times--) {
+        int32_t& value = numbers->values[random.between(0, (int64_t)numbers->values.size() - 1)];
+        switch (random.between(0, 7)) {
+            case 0: value = value == INT_MAX ? value : value + 1; break;
+            case 1: value = value == INT_MIN ? value : value - 1; break;
+            case 2: value = value == INT_MIN ? value : -value; break;
+            case 3: value = random.pick({INT_MIN, INT_MAX, -1, 0, 1, 2, 3, 4}); break;
+            case 4: value = random.pick({kMaxCols, kMaxCols + 1, kMaxRows, kMaxRows + 1}); break;
+            case 5: value = (int32_t)random.next(); break;
+            case 6: value = (int32_t)random.between(0, 300); break;
+            default: value = (int32_t)std::clamp<int64_t>(4 * (int64_t)value, INT_MIN, INT_MAX);
+        }
+    }
+}
+
+void check_part(const PlacedPart& placed, const int32_t* n, int64_t num_cols, int64_t row_bytes) {
+    if (placed.place == Place::none) return;
+    const Part& part = placed.part;
+    int64_t codes = part.codec == Codec::affine ? num_cols * n[kWidth] / 8 : bytes_of(n, num_cols);
+    require(part.num_cols == num_cols && part.code_bytes == codes, "codes of a part");
+    require(part.num_bytes() == bytes_of(n, num_cols), "bytes of a part");
+    require(placed.offset >= 0 && placed.offset + bytes_of(n, num_cols) + 4 * n[kBias] <= row_bytes, "a part's place");
+    if (part.codec != Codec::affine) return;
+    require(num_cols % kBlock == 0 && part.group > 0 && part.num_groups * (int64_t)part.group == num_cols, "groups");
+}
+
+}  // namespace
+
+Sizes random_sizes(Random& random) {
+    Sizes sizes = {};
+    sizes.num_tokens = random.pick({0, 1, 1, 1, 2, 3, 4, 5, 7, 8, 9, 33, 63, 64, 65, 66, 127, 128, 130});
+    if (random.chance(70))
+        sizes.num_cols = kBlock * (int32_t)(random.chance(60) ? random.between(1, 4) : random.between(1, 20));
+    else
+        sizes.num_cols = (int32_t)(random.chance(50) ? random.between(1, 70) : random.between(1, 1200));
+    int64_t most = std::max<int64_t>(kMaxProducts / (std::max(sizes.num_tokens, 1) * sizes.num_cols), 1);
+    sizes.num_rows = (int32_t)random.between(1, std::min<int64_t>(most, random.pick({1, 40, 200, 1200})));
+    return sizes;
+}
+
+Numbers random_expert(Random& random, const Sizes& sizes) {
+    Numbers made;
+    made.values.assign(kExpertNumbers, 0);
+    int32_t *n = made.values.data(), *parts = n + 5, d = sizes.num_cols;
+    n[0] = d;
+    n[1] = sizes.num_rows;
+    bool has_gate = random.chance(75);
+    n[2] = (int32_t)(has_gate ? random.between(0, 3) : random.between(0, 1));
+    bool up = n[2] == (int)Selector::up || n[2] == (int)Selector::both, gate = n[2] >= (int)Selector::gate;
+    if (has_gate) random_part(random, d, gate ? Place::selector : Place::record, parts);
+    random_part(random, d, up ? Place::selector : Place::record, parts + kPartNumbers);
+    random_part(random, d, Place::record, parts + 2 * kPartNumbers);
+    n[3] = place_parts(random, parts, 3, d, Place::selector);
+    n[4] = place_parts(random, parts, 3, d, Place::record);
+    tamper(random, &made);
+    return made;
+}
+
+Numbers random_rows(Random& random, const Sizes& sizes) {
+    Numbers made;
+    made.values.assign(kRowsNumbers, 0);
+    int32_t* n = made.values.data();
+    n[0] = sizes.num_cols;
+    random_part(random, sizes.num_cols, Place::record, n + 2);
+    n[1] = place_parts(random, n + 2, 1, sizes.num_cols, Place::record);
+    tamper(random, &made);
+    return made;
+}
+
+void check_expert(const ExpertLayout& layout, const std::vector<int32_t>& n) {
+    require((int)n.size() == kExpertNumbers, "numbers of an expert");
+    require(layout.num_cols == n[0] && n[0] >= 1 && n[0] <= kMaxCols, "columns");
+    require(layout.num_rows == n[1] && n[1] >= 1 && n[1] <= kMaxRows, "rows");
+    require(layout.selector_bytes() == (uint64_t)n[1] * (uint64_t)n[3] && n[3] >= 0, "bytes of the selector");
+    require(layout.records_bytes() == (uint64_t)n[1] * (uint64_t)n[4] && n[4] >= 1, "bytes of the records");
+    const PlacedPart* parts[3] = {&layout.gate, &layout.up, &layout.down};
+    for (int i = 0; i < 3; i++) {
+        require((int)parts[i]->place == n[5 + i * kPartNumbers + kPlace], "where a part lies");
+        check_part(*parts[i], &n[5 + i * kPartNumbers], n[0], parts[i]->place == Place::selector ? n[3] : n[4]);
+    }
+    require(layout.down.place == Place::record && layout.up.place != Place::none, "up and down");
+    require(layout.selector == Selector::none || n[3] >= 1, "a selector has bytes");
+}
+
+void check_rows(const RowsLayout& layout, const std::vector<int32_t>& n) {
+    require((int)n.size() == kRowsNumbers && layout.row_bytes == n[1] && n[1] >= 1, "numbers of rows");
+    require(layout.part.place == Place::record, "rows hold their part");
+    check_part(layout.part, &n[2], n[0], n[1]);
+}
+
+void check_limits() {
+    // No gate; up in f32 behind nothing, down behind it.
+    std::vector<int32_t> numbers = {kMaxCols, kMaxRows, 0, 0, INT_MAX};
+    numbers.insert(numbers.end(), {0, 0, 0, 0, 0, 0, 0});
+    numbers.insert(numbers.end(), {(int)Codec::f32, 0, 0, 0, 0, 0, 2});
+    numbers.insert(numbers.end(), {(int)Codec::f32, 0, 0, 0, 4 * kMaxCols, 0, 2});
+    ExpertLayout layout;
+    require(read_expert_layout(numbers.data(), numbers.size(), &layout) == nullptr, "the largest expert");
+    check_expert(layout, numbers);
+    for (int place : {0, 1}) {
+        std::vector<int32_t> larger = numbers;
+        larger[place]++;
+        require(read_expert_layout(larger.data(), larger.size(), &layout) != nullptr, "a larger expert is refused");
+    }
+    for (int codec = 0; codec < 4; codec++)
+        for (int width : {1, 2, 3, 4, 8})
+            for (int group : {0, 16, 128}) {
+                std::vector<int32_t> rows = {kMaxCols, INT_MAX, codec, width, group, 8, 1000, 1, 2};
+                RowsLayout made;
+                require(read_rows_layout(rows.data(), rows.size(), &made) == nullptr, "the longest rows");
+                check_rows(made, rows);
+                for (const Kernels* kernels : instruction_sets()) {
+                    const Part& part = made.part.part;
+                    require(kernels->prepared_bytes(part) < (64u << 20), "memory for the longest inputs");
+                    require(kernels->work_floats(part) < (256u << 20), "memory for the longest rows");
+                    require(kernels->sum_floats(part) >= (size_t)kMaxCols, "memory for the longest sum");
+                }
+            }
+}
+
+}  // namespace moe_pack

@@ -1,0 +1,134 @@
+#include "plain.h"
+
+#include <algorithm>
+
+namespace moe_pack {
+namespace {
+
+// Inputs are fixed point relative to the largest, and sums are float32: of the magnitudes that meet in a sum (largest
+// input times weights before their zeros are taken off), a hundred roundings.
+constexpr double kRoundings = 100 * 0x1p-24;
+
+uint16_t u16_at(const uint8_t* at) { return (uint16_t)(at[0] | at[1] << 8); }
+
+float half_at(const uint8_t* at) {
+    int stored = u16_at(at), exponent = stored >> 10 & 31, fraction = stored & 1023;
+    float sign = stored & 0x8000 ? -1.0f : 1.0f;
+    if (exponent == 31) return fraction ? NAN : sign * INFINITY;
+    return sign * (exponent ? std::ldexp((float)(1024 + fraction), exponent - 25) : std::ldexp((float)fraction, -24));
+}
+
+float bits_at(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// Code j + 8 b p of a block of width b is (byte[j] >> (b p)) & (2^b - 1).
+int planar_code(const uint8_t* block, int width, int i) {
+    int run = 8 * width;
+    return block[i % run] >> (width * (i / run)) & ((1 << width) - 1);
+}
+
+int code_at(const Part& part, const uint8_t* row, int i) {
+    const uint8_t* block = row + i / kBlock * (8 * part.width);
+    if (part.width != 3) return planar_code(block, part.width, i % kBlock);
+    return planar_code(block, 2, i % kBlock) | planar_code(block + 16, 1, i % kBlock) << 2;
+}
+
+void put_half(uint8_t* at, float value) {
+    int exponent;
+    float fraction = std::frexp(std::fabs(value), &exponent);  // 0.5 to 1
+    int stored = exponent > -14 ? (exponent + 14) << 10 | ((int)(fraction * 2048.0f) - 1024)
+                                : (int)std::ldexp(std::fabs(value), 24);
+    if (value < 0) stored |= 0x8000;
+    at[0] = (uint8_t)stored;
+    at[1] = (uint8_t)(stored >> 8);
+}
+
+}  // namespace
+
+PlainRow plain_row(const PlacedPart& placed, const uint8_t* row) {
+    const Part& part = placed.part;
+    const uint8_t *codes = row + placed.offset, *scales = codes + part.code_bytes, *zeros = scales + part.scale_bytes;
+    PlainRow made = {std::vector<float>(part.num_cols), std::vector<double>(part.num_cols), 0.0f};
+    for (int i = 0; i < part.num_cols; i++) {
+        float& weight = made.weights[i];
+        if (part.codec == Codec::affine) {
+            int g = i / part.group;
+            bool bytes = part.scale_bits == 8;
+            float scale = bytes ? half_at(scales) * (float)scales[2 + g] : half_at(scales + 2 * g);
+            float zero = bytes ? half_at(zeros) * (float)(int8_t)zeros[2 + g] : half_at(zeros + 2 * g);
+            weight = ((float)code_at(part, codes, i) - zero) * scale;
+            made.magnitudes[i] = std::fabs((double)scale) * ((1 << part.width) - 1 + std::fabs((double)zero));
+            continue;
+        }
+        if (part.codec == Codec::bf16) weight = bits_at((uint32_t)u16_at(codes + 2 * i) << 16);
+        if (part.codec == Codec::f16) weight = half_at(codes + 2 * i);
+        if (part.codec == Codec::f32) std::memcpy(&weight, codes + 4 * i, 4);
+        made.magnitudes[i] = std::fabs((double)weight);
+    }
+    if (part.has_bias) std::memcpy(&made.bias, codes + part.num_bytes(), 4);
+    return made;
+}
+
+void make_sane(Random& random, const PlacedPart& placed, uint8_t* row) {
+    const Part& part = placed.part;
+    if (placed.place == Place::none) return;
+    uint8_t *codes = row + placed.offset, *scales = codes + part.code_bytes, *zeros = scales + part.scale_bytes;
+    const float top = (float)(1 << (part.codec == Codec::affine ? part.width : 1)), unit = 0.1f / top;
+    if (part.codec == Codec::affine && part.scale_bits == 8) {
+        put_half(scales, random.sign() * unit / 128);
+        put_half(zeros, top / 256);
+    }
+    for (int g = 0; part.codec == Codec::affine && part.scale_bits == 16 && g < part.num_groups; g++) {
+        put_half(scales + 2 * g, random.sign() * random.real(0.1f, 1.0f) * unit);
+        put_half(zeros + 2 * g, random.real(0.01f, 1.0f) * top);
+    }
+    for (int i = 0; part.codec != Codec::affine && i < part.num_cols; i++) {
+        float weight = random.sign() * random.real(0.001f, 0.1f);
+        uint32_t bits;
+        std::memcpy(&bits, &weight, 4);
+        if (part.codec == Codec::f16) put_half(codes + 2 * i, weight);
+        if (part.codec == Codec::bf16) std::memcpy(codes + 2 * i, reinterpret_cast<uint8_t*>(&bits) + 2, 2);
+        if (part.codec == Codec::f32) std::memcpy(codes + 4 * i, &weight, 4);
+    }
+    float bias = random.real(-0.5f, 0.5f);
+    if (part.has_bias) std::memcpy(codes + part.num_bytes(), &bias, 4);
+}
+
+Near plain_dot(const PlainRow& row, const float* x) {
+    Near sum = exactly(row.bias);
+    double peak = 0, magnitude = std::fabs(row.bias);
+    for (size_t i = 0; i < row.weights.size(); i++) peak = std::max(peak, std::fabs((double)x[i]));
+    for (size_t i = 0; i < row.weights.size(); i++) {
+        sum.value += (double)row.weights[i] * x[i];
+        magnitude += row.magnitudes[i] * peak;
+    }
+    sum.slack = kRoundings * magnitude;
+    return sum;
+}
+
+Near exactly(double value) { return {value, 0}; }
+
+Near silu_of(const Near& v) {
+    double found = v.value / (1 + std::exp(-v.value));
+    return {found, 1.1 * v.slack + kRoundings * (std::fabs(found) + 1e-30)};
+}
+
+Near product_of(const Near& a, const Near& b) {
+    double found = a.value * b.value;
+    return {found, a.slack * std::fabs(b.value) + b.slack * std::fabs(a.value) + a.slack * b.slack +
+                       kRoundings * (std::fabs(found) + 1e-30)};
+}
+
+uint32_t plain_crc(const uint8_t* bytes, size_t num_bytes) {
+    uint32_t state = ~0u;
+    for (size_t i = 0; i < num_bytes; i++) {
+        state ^= bytes[i];
+        for (int bit = 0; bit < 8; bit++) state = state >> 1 ^ (state & 1 ? 0xedb88320u : 0);
+    }
+    return ~state;
+}
+
+}  // namespace moe_pack

@@ -1,0 +1,41 @@
+// What the kernels compute, computed plainly from docs/format.md, with how far float32 may be from it.
+#pragma once
+
+#include <vector>
+
+#include "experts.h"
+#include "random.h"
+
+namespace moe_pack {
+
+// A value, and how far a kernel's may be from it.
+struct Near {
+    double value = 0, slack = 0;
+
+    bool holds(float found) const { return std::fabs(found - value) <= slack; }
+};
+
+// A row in float32, as the codec says, and each weight's magnitude before zeros are taken off.
+struct PlainRow {
+    std::vector<float> weights;
+    std::vector<double> magnitudes;
+    float bias;
+};
+PlainRow plain_row(const PlacedPart& placed, const uint8_t* row);
+
+// Random bytes made sane: scales, zeros, biases and plain weights of a size that a model's have.
+void make_sane(Random& random, const PlacedPart& placed, uint8_t* row);
+
+// row . x (+ its bias).
+Near plain_dot(const PlainRow& row, const float* x);
+
+Near silu_of(const Near& v);
+Near product_of(const Near& a, const Near& b);
+Near exactly(double value);
+
+uint32_t plain_crc(const uint8_t* bytes, size_t num_bytes);
+
+// The same number; any NaN is as good as another.
+inline bool same_value(float a, float b) { return std::memcmp(&a, &b, sizeof a) == 0 || (std::isnan(a) && std::isnan(b)); }
+
+}  // namespace moe_pack
