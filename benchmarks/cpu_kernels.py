@@ -101,6 +101,10 @@ def _random_extent(layout: ExpertLayout, stored: PartFormat) -> NDArray[np.uint8
         assert found is not None
         rows, part, base = found
         held = extent[base : base + layout.num_rows * rows.row_bytes].reshape(layout.num_rows, -1)
+        if stored.codec == "bf16":
+            weights = torch.from_numpy(0.02 * generator.standard_normal((layout.num_rows, rows.num_cols), np.float32))
+            held[:, part.offset : part.offset + part.num_bytes] = weights.to(torch.bfloat16).view(torch.uint8).numpy()
+            continue
         begin, scale_bytes = part.offset + stored.code_bytes(rows.num_cols), stored.scale_bytes(rows.num_cols)
         shape = (layout.num_rows, stored.num_groups(rows.num_cols))
         scales = (generator.random(shape) * 0.02 + 0.02) / (1 << stored.width)

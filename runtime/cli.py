@@ -66,7 +66,7 @@ Examples:
     type=click.Choice(["auto", "avx512", "avx2", "portable", "torch"]),
     default="auto",
     show_default=True,
-    help="What computes on the CPU: the best native kernels for this machine, at most some, or plain torch.",
+    help="What computes on the CPU: the best native kernels for this machine, certain ones, or plain torch.",
 )
 @click.option("--stats", is_flag=True, help="Report speed and memory on standard error at the end.")
 @common_options

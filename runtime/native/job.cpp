@@ -5,7 +5,7 @@ namespace {
 
 constexpr int32_t kManyItems = 16;     // a sum of many tokens: the expert in so many shares, at most
 constexpr int32_t kFinishCols = 512;   // columns of y a thread adds to at once
-constexpr int32_t kAheadBytes = 4096;  // how far before its use a selector row is fetched
+constexpr int32_t kAheadBytes = 8192;  // how far before its use a selector row is fetched
 
 size_t floats_of(const Job& job, const PlacedPart& part) {
     return part.place == Place::none ? 0 : job.kernels.work_floats(part.part);

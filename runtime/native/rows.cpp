@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kAloneBytes = 64 << 10;   // less is done before another thread is awake
 constexpr size_t kChecksumBytes = 1 << 20;  // a thread takes at once
-constexpr int32_t kAheadBytes = 4096;
+constexpr int32_t kAheadBytes = 8192;
 constexpr size_t kReadAheadBytes = 2048;
 
 struct Multiply {

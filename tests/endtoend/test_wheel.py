@@ -1,8 +1,12 @@
 """The wheel, installed without extras into an empty virtual environment, runs packs."""
 
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from models import TESTS, PackMaker
@@ -10,26 +14,62 @@ from models import TESTS, PackMaker
 ROOT = TESTS.parent
 
 
-def call(*command: object, cwd: Path) -> str:
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
+NO_COMPILER = {"CC": "/nowhere/cc", "CXX": "/nowhere/c++"}
+
+
+def call(*command: object, cwd: Path, more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | (more or {})
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return done
+
+
+def build(folder: Path, more: Mapping[str, str] | None = None) -> Path:
+    """A wheel from a copy of the repository's tracked files, in which nothing was built before."""
+    source = folder / "source"
+    call("git", "clone", "--quiet", ROOT, source, cwd=folder)
+    command = ("-m", "pip", "wheel", "--no-deps", "--quiet", "-w", folder / "wheels", source)
+    call(sys.executable, *command, cwd=folder, more=more)
+    (wheel,) = (folder / "wheels").iterdir()
+    return wheel
+
+
+def environment_with(wheel: Path, folder: Path) -> Path:
+    """The programs of a new virtual environment that has the wheel without extras."""
+    call(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
+    programs = folder / "venv" / "bin"
+    call(programs / "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel, cwd=folder)
+    return programs
 
 
 @pytest.mark.slow  # installs torch anew
 def test_the_wheel_without_extras_runs_a_pack(demo_pack: PackMaker, tmp_path: Path) -> None:
-    call(sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", tmp_path / "wheels", ROOT, cwd=tmp_path)
-    (wheel,) = (tmp_path / "wheels").iterdir()
-    call(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
-    programs = tmp_path / "venv" / "bin"
-    call(programs / "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel, cwd=tmp_path)
-    installed = call(programs / "pip", "list", "--format=freeze", cwd=tmp_path)
+    wheel = build(tmp_path)
+    programs = environment_with(wheel, tmp_path)
+    installed = call(programs / "pip", "list", "--format=freeze", cwd=tmp_path).stdout
     for extra in ("hqq", "transformers", "datasets", "pytest", "accelerate"):
         assert f"\n{extra}==" not in f"\n{installed}"
     packed = demo_pack("up", 4)
-    text = call(programs / "moe-run", packed, "--prompt", "It was", "--temperature", 0, "-n", 12, cwd=tmp_path)
-    assert len(text.split()) > 3
-    assert "whole" in call(programs / "moe-pack", "verify", packed, cwd=tmp_path)
-    assert "selector up" in call(programs / "moe-pack", "inspect", packed, cwd=tmp_path)
-    site = call(programs / "python", "-c", "import moe_pack.runtime as r; print(r.__file__)", cwd=tmp_path)
+    run = call(
+        programs / "moe-run", packed, "--prompt", "It was", "--temperature", 0, "-n", 12, "--stats", cwd=tmp_path
+    )
+    assert len(run.stdout.split()) > 3
+    if shutil.which("c++"):
+        assert "-cp311-abi3-" in wheel.name  # one wheel for every Python from 3.11 on
+        assert any(name.endswith("/_native.abi3.so") for name in ZipFile(wheel).namelist())
+        assert "native kernels, " in run.stderr and "not built" not in run.stderr
+    assert "whole" in call(programs / "moe-pack", "verify", packed, cwd=tmp_path).stdout
+    assert "selector up" in call(programs / "moe-pack", "inspect", packed, cwd=tmp_path).stdout
+    site = call(programs / "python", "-c", "import moe_pack.runtime as r; print(r.__file__)", cwd=tmp_path).stdout
     assert str(tmp_path / "venv") in site
+
+
+@pytest.mark.slow  # installs torch anew
+def test_without_a_compiler_the_installation_works_and_says_what_it_lacks(demo_pack: PackMaker, tmp_path: Path) -> None:
+    wheel = build(tmp_path, NO_COMPILER)
+    assert not any("_native" in name and name.endswith(".so") for name in ZipFile(wheel).namelist())
+    programs = environment_with(wheel, tmp_path)
+    command = (programs / "moe-run", demo_pack("up", 4), "--prompt", "It was", "--temperature", 0, "-n", 3, "--stats")
+    run = call(*command, cwd=tmp_path)
+    assert run.stdout.strip()
+    assert "native kernels were not built: install again where a C++ compiler is found" in run.stderr

@@ -47,6 +47,7 @@ void run_in_child(Pool& pool, uint64_t seed) {
 #if !defined(__SANITIZE_THREAD__)  // which does not bear threads behind a fork
     pid_t child = fork();
     if (child == 0) {
+        alarm(60);  // not the parent's: it would leave a child behind that waits forever
         run_jobs(pool, seed);
         auto* own = new Pool(3, pool.kernels());
         run_jobs(*own, seed);
