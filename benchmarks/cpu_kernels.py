@@ -151,7 +151,7 @@ def measure(model: Model, width: int, rounds: int, pools: dict[int, Kernels], sp
             if number <= _TORCH_ROUNDS:
                 plain[threads].append(_torch_seconds(experts, model, x, threads))
             reads[threads].append(_seconds(partial(kernels.read, spare)))
-            for sparsity in _SPARSITIES:
+            for sparsity in _SPARSITIES if number % 2 else reversed(_SPARSITIES):
                 works = experts.take(model.experts, thresholds[sparsity])
                 times[sparsity, threads].append(_seconds(partial(kernels.experts, x, works)))
     figures = []
