@@ -34,9 +34,10 @@ import numpy as np
 import torch
 from generate_checkpoint import SHAPES, AnyShape, generate
 from numpy.typing import NDArray
+from thresholds_hold import Silent
 from tqdm import tqdm
 
-from moe_pack.calib import Cost, ThresholdRule, Tokens, measure_thresholds, realized_sparsity
+from moe_pack.calib import ThresholdRule, Tokens, measure_thresholds, realized_sparsity
 from moe_pack.formats import GroupedQuerySpec, ModelSpec, Pack, num_active_parameters, num_parameters
 from moe_pack.runtime import Decoder, Kernels, PackWeights
 
@@ -50,19 +51,6 @@ _ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}  # llama.cpp's, b
 _THRESHOLD_SEQUENCES, _THRESHOLD_LENGTH = 32, 64
 _EMBEDDING_DOUBLINGS = 8  # llama_speed.py's scale of 256
 _REST_SECONDS = 0.2  # before each timing: threads that wait for work spin for a while before they sleep
-
-
-class Silent:
-    """A watcher that tells nobody."""
-
-    def begin(self, stage: str, cost: Cost) -> None:
-        """A stage begins."""
-
-    def advance(self, multiplications: int, what: str) -> None:
-        """So many multiplications more are done."""
-
-    def end(self) -> None:
-        """The stage is done."""
 
 
 @dataclass(frozen=True, slots=True)

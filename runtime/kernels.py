@@ -1,8 +1,8 @@
-"""The native kernels: operations on rows at the speed of memory, with threads of their own.
+"""The native kernels: operations on rows straight from their codes, with threads of their own.
 
 Beside each stands its twin in plain torch, which it is tested against: `expert` for experts, `matrix` for products,
 `moe_pack.formats.codecs` for decoding. Products of few tokens take inputs as 24-bit fixed point relative to the
-token's largest magnitude, which is as precise as float32; everything else is float32. The extension is built with the
+token's largest magnitude, which is as precise as float32 (docs/kernels.md, "Numerics"). The extension is built with the
 package where there is a compiler; without it, or on another device than the CPU, torch serves.
 """
 

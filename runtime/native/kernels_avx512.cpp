@@ -411,44 +411,16 @@ void finish_sum(const Part& part, const float* sum, float weight, int32_t start,
 // -- Any part --------------------------------------------------------------------------------------------------------
 
 using DotRow = float (*)(const Part&, const uint8_t*, const void*, Prefetch&);
-using AddRows = decltype(Kernels::add_rows);
+using AddRow = decltype(Kernels::add_rows);
 using DecodeRow = void (*)(const Part&, const uint8_t*, int32_t, int32_t, float*);
 
-struct RowKernels {
-    DotRow dot;
-    AddRows add;
-    DecodeRow decode;
-};
+}  // namespace
+}  // namespace moe_pack
 
-template <int WIDTH>
-RowKernels affine_kernels(const Part& part) {
-    switch (unit_of(part)) {
-        case 16: return {dot_affine<WIDTH, 16>, add_affine<WIDTH, 16>, decode_codes<WIDTH>};
-        case 32: return {dot_affine<WIDTH, 32>, add_affine<WIDTH, 32>, decode_codes<WIDTH>};
-        default: return {dot_affine<WIDTH, 64>, add_affine<WIDTH, 64>, decode_codes<WIDTH>};
-    }
-}
+#include "row_kernels.h"
 
-template <Codec CODEC>
-constexpr RowKernels float_kernels() {
-    return {dot_floats<CODEC>, add_floats<CODEC>, decode_floats<CODEC>};
-}
-
-RowKernels row_kernels(const Part& part) {
-    switch (part.codec) {
-        case Codec::bf16: return float_kernels<Codec::bf16>();
-        case Codec::f16: return float_kernels<Codec::f16>();
-        case Codec::f32: return float_kernels<Codec::f32>();
-        case Codec::affine: break;
-    }
-    switch (part.width) {
-        case 1: return affine_kernels<1>(part);
-        case 2: return affine_kernels<2>(part);
-        case 3: return affine_kernels<3>(part);
-        case 4: return affine_kernels<4>(part);
-        default: return affine_kernels<8>(part);
-    }
-}
+namespace moe_pack {
+namespace {
 
 void dot_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared, const Ahead& ahead,
               float*, float* out) {
@@ -465,10 +437,6 @@ void add_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, co
     if (num_rows > 0) {
         row_kernels(part).add(part, rows, num_rows, h, ahead, work, sum);
     }
-}
-
-void decode_row(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out) {
-    row_kernels(part).decode(part, row, start, stop, out);
 }
 
 }  // namespace

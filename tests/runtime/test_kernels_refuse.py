@@ -298,10 +298,7 @@ EXPERT_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
-@pytest.mark.parametrize("operation", ["experts", "select", "neurons", "accumulate"])
-def test_a_layout_that_makes_no_sense_is_refused(operation: str, name: str) -> None:
-    changes, message = EXPERT_LAYOUTS[name]
+def assert_layout_refused(operation: str, changes: dict[int, int], message: str) -> None:
     arguments = legal(operation)
     arguments["layout"] = arguments["layout"].copy()
     for place, value in changes.items():
@@ -309,6 +306,12 @@ def test_a_layout_that_makes_no_sense_is_refused(operation: str, name: str) -> N
     with pytest.raises(ValueError) as refused:
         call(operation, arguments)
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+@pytest.mark.parametrize("operation", ["experts", "select", "neurons", "accumulate"])
+def test_a_layout_that_makes_no_sense_is_refused(operation: str, name: str) -> None:
+    assert_layout_refused(operation, *EXPERT_LAYOUTS[name])
 
 
 ROW_LAYOUTS = {
@@ -329,14 +332,7 @@ ROW_LAYOUTS = {
 @pytest.mark.parametrize("name", ROW_LAYOUTS)
 @pytest.mark.parametrize("operation", ["dense", "decode"])
 def test_a_layout_of_rows_that_makes_no_sense_is_refused(operation: str, name: str) -> None:
-    changes, message = ROW_LAYOUTS[name]
-    arguments = legal(operation)
-    arguments["layout"] = arguments["layout"].copy()
-    for place, value in changes.items():
-        arguments["layout"][place] = value
-    with pytest.raises(ValueError) as refused:
-        call(operation, arguments)
-    assert str(refused.value) == message
+    assert_layout_refused(operation, *ROW_LAYOUTS[name])
 
 
 def test_a_layout_that_just_fits_passes() -> None:
