@@ -197,13 +197,23 @@ const uint8_t* record_of(const Call& call, int32_t k) {
     return call.work->records + (size_t)row * call.layout().record_row_bytes;
 }
 
-// Where the bytes lie that a record's products need: before its down row, which comes last.
-int32_t product_bytes(const ExpertLayout& layout) { return layout.down.offset; }
+// The parts of a record: so many operations share the fetching of what comes next, a part's bytes a row.
+int32_t num_parts(const ExpertLayout& layout) {
+    return 1 + (layout.up.place == Place::record) + (layout.gate.place == Place::record);
+}
+
+// What the `number`-th operation on `count` records fetches of the next ones: of every `parts` rows, one record.
+Ahead share_of_next(const Records& records, const ExpertLayout& layout, int32_t count, int32_t number,
+                    const uint8_t** ahead) {
+    int32_t parts = num_parts(layout), piece = (layout.record_row_bytes + parts - 1) / parts;
+    int32_t first = count * number / parts;
+    for (int32_t r = 0; r < count; r++) ahead[r] = records.next[first + r / parts] + r % parts * piece;
+    return {ahead, piece};
+}
 
 }  // namespace
 
 Records::Records(const Job& job, const Call& call, const Item& item, int32_t first, int32_t count, int next_item) {
-    const ExpertLayout& layout = call.layout();
     const Call* then = &call;
     int32_t from = first + count, left = item.first + item.count - from;
     if (left <= 0 && next_item >= 0) {
@@ -213,7 +223,6 @@ Records::Records(const Job& job, const Call& call, const Item& item, int32_t fir
     }
     for (int32_t r = 0; r < count; r++) {
         rows[r] = record_of(call, first + r);
-        down[r] = rows[r] + layout.down.offset;
         next[r] = left > 0 ? record_of(*then, from + std::min(r, left - 1)) : rows[r];
     }
 }
@@ -228,17 +237,21 @@ void neurons_few(const FewTokens& few, const Call& call, const Records& records,
         a[r] = call.a[place];
         runs[r] = call.runs[place];
     }
-    int32_t down_bytes = t == 0 ? layout.record_row_bytes - layout.down.offset : 0;
+    const uint8_t* ahead[2][kMaxTile];
+    Ahead fetched[2] = {};
+    for (int32_t i = 0; t == 0 && i + 1 < num_parts(layout); i++)
+        fetched[i] = share_of_next(records, layout, count, i, ahead[i]);
     few.neurons(records.rows, count, call.inputs[t], call.runs ? a : nullptr, call.runs ? runs : nullptr,
-                call.work->threshold, {records.down, down_bytes}, h);
+                call.work->threshold, fetched, h);
 }
 
 void add_few(const FewTokens& few, const Call& call, const Records& records, int32_t count, int32_t t, const float* h,
              float* sum) {
-    const ExpertLayout& layout = call.layout();
-    int32_t next_bytes = product_bytes(layout) ? product_bytes(layout) : layout.record_row_bytes;
-    bool last = t == call.num_tokens - 1;
-    few.add(records.rows, count, h, {records.next, last ? next_bytes : 0}, sum);
+    const uint8_t* ahead[kMaxTile];
+    Ahead fetched = {};
+    if (t == call.num_tokens - 1)
+        fetched = share_of_next(records, call.layout(), count, num_parts(call.layout()) - 1, ahead);
+    few.add(records.rows, count, h, fetched, sum);
 }
 
 float* sums_of(const Call& call, const Item& item, size_t floats) {

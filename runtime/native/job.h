@@ -84,18 +84,20 @@ bool select(Job& job);
 // Shares of the neurons listed, and room for their sums.
 void share_records(Job& job);
 
-// Some records' rows, and the first bytes of those that come after them.
+// Some records' rows, and those of the records that come after them.
 struct Records {
-    const uint8_t *rows[kManyRows], *down[kManyRows], *next[kManyRows];
+    const uint8_t *rows[kManyRows], *next[kManyRows];
 
     Records(const Job& job, const Call& call, const Item& item, int32_t first, int32_t count, int next_item);
 };
 
-// h of some records for one of few tokens. While products are taken, the down rows come.
+// h of some records for one of few tokens. Meanwhile the first of the next records come, each whole and one after the
+// other: processors fetch the rest of what they see come in order themselves, and have more room for it than for what
+// they are told to fetch.
 void neurons_few(const FewTokens& few, const Call& call, const Records& records, int32_t first, int32_t count,
                  int32_t t, float* h);
 
-// Adds their down rows. Meanwhile the next records' products come.
+// Adds their down rows. Meanwhile the rest of the next records come.
 void add_few(const FewTokens& few, const Call& call, const Records& records, int32_t count, int32_t t, const float* h,
              float* sum);
 

@@ -121,38 +121,37 @@ void prepare(const Part& part, const float* x, void* prepared) {
 
 // -- Rows times inputs -----------------------------------------------------------------------------------------------
 
-// Sums of the three digits' products in one. With 8 bits, 4 * 255 * kPeak would not fit 32 bits.
-template <int WIDTH>
-inline __m512 joined(const __m512i sums[kDigits]) {
+// Codes of a chunk's planes from FIRST on times inputs; each of 16 floats sums four columns of each plane.
+//
+// Digits' sums are made beside each other, but where few planes make short chains of them, the lowest digit's products
+// are added to the others' sum, shifted: an instruction less. With 8 bits, 4 * 255 * kPeak would not fit 32 bits.
+template <int WIDTH, int FIRST, int COUNT>
+MOE_PACK_INLINE inline __m512 products(const Codes<WIDTH>& codes, const uint8_t* digits) {
+    __m512i planes[COUNT];
+    unrolled<COUNT>([&](auto i) MOE_PACK_INLINE {
+        planes[i.value] = codes.template plane<FIRST + decltype(i)::value>();
+    });
+    const auto add_digit = [&](__m512i sum, int k) MOE_PACK_INLINE {
+        unrolled<COUNT>([&](auto i) MOE_PACK_INLINE {
+            const uint8_t* inputs = digits + (FIRST + i.value) * kPlaneBytes + k * kBlock;
+            sum = _mm512_dpbusd_epi32(sum, planes[i.value], _mm512_load_si512(inputs));
+        });
+        return sum;
+    };
+    const __m512i none = _mm512_setzero_si512(), coarse = add_digit(none, 0), middle = add_digit(none, 1);
     if constexpr (WIDTH == 8) {
-        const __m512i fine = _mm512_add_epi32(_mm512_slli_epi32(sums[1], 8), sums[2]);
-        return _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[0]), _mm512_set1_ps(65536.0f), _mm512_cvtepi32_ps(fine));
+        const __m512i fine = add_digit(_mm512_slli_epi32(middle, 8), 2);
+        return _mm512_fmadd_ps(_mm512_cvtepi32_ps(coarse), _mm512_set1_ps(65536.0f), _mm512_cvtepi32_ps(fine));
     } else {
-        const __m512i coarse = _mm512_add_epi32(_mm512_slli_epi32(sums[0], 8), sums[1]);
-        return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(coarse, 8), sums[2]));
+        const __m512i high = _mm512_slli_epi32(_mm512_add_epi32(_mm512_slli_epi32(coarse, 8), middle), 8);
+        return _mm512_cvtepi32_ps(COUNT > 2 ? _mm512_add_epi32(high, add_digit(none, 2)) : add_digit(high, 2));
     }
 }
 
-// Codes of a chunk's planes from FIRST on times inputs; each of 16 floats sums four columns of each plane.
-template <int WIDTH, int FIRST, int COUNT>
-MOE_PACK_INLINE inline __m512 products(const Codes<WIDTH>& codes, const uint8_t* digits) {
-    __m512i sums[kDigits] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
-    unrolled<COUNT>([&](auto i) MOE_PACK_INLINE {
-        constexpr int plane = FIRST + decltype(i)::value;
-        const __m512i plane_codes = codes.template plane<plane>();
-        unrolled<kDigits>([&](auto k) MOE_PACK_INLINE {
-            const __m512i inputs = _mm512_load_si512(digits + plane * kPlaneBytes + k.value * kBlock);
-            sums[k.value] = _mm512_dpbusd_epi32(sums[k.value], plane_codes, inputs);
-        });
-    });
-    return joined<WIDTH>(sums);
-}
-
 template <int WIDTH, int UNIT>
-float dot_affine(const Part& part, const uint8_t* row, const void* prepared, Prefetch& prefetch) {
+float dot_row(const Part& part, const uint8_t* row, const Inputs& inputs, Prefetch prefetch) {
     using C = Chunk<WIDTH>;
     using U = Units<WIDTH, UNIT>;
-    const Inputs inputs(part, prepared);
     const StoredScales stored(part, row);
     const uint8_t* digits = inputs.digits;
     int32_t left = part.code_bytes, unit = 0;
@@ -165,6 +164,7 @@ float dot_affine(const Part& part, const uint8_t* row, const void* prepared, Pre
             zeros = _mm512_fmadd_ps(_mm512_mul_ps(scales[i.value], zero), _mm512_load_ps(inputs.sums + unit), zeros);
             unit += 16;
         });
+        // Not unrolled: processors fetch ahead what they see one instruction load in order (Zen 5).
         for (int32_t c = 0; c < U::span_chunks && left > 0; ++c) {
             prefetch.line();
             const Codes<WIDTH> codes(row, left);
@@ -178,12 +178,21 @@ float dot_affine(const Part& part, const uint8_t* row, const void* prepared, Pre
             digits += C::planes * kPlaneBytes;
         }
     }
+    prefetch.rest();
     return _mm512_reduce_add_ps(_mm512_sub_ps(sum, zeros)) * (1.0f / kPeak) * inputs.peak;
 }
 
+template <int WIDTH, int UNIT>
+void dot_affine(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
+                const Ahead& ahead, float* out) {
+    const Inputs inputs(part, prepared);
+    for (int32_t r = 0; r < num_rows; ++r) {
+        out[r] = dot_row<WIDTH, UNIT>(part, rows[r], inputs, Prefetch(ahead, r)) + row_bias(part, rows[r]);
+    }
+}
+
 template <Codec CODEC>
-float dot_floats(const Part& part, const uint8_t* row, const void* prepared, Prefetch& prefetch) {
-    const float* x = static_cast<const float*>(prepared);
+float dot_row_of_floats(const Part& part, const uint8_t* row, const float* x, Prefetch prefetch) {
     __m512 sums[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
     int32_t c = 0;
     for (; c + 64 <= part.num_cols; c += 64) {
@@ -197,7 +206,17 @@ float dot_floats(const Part& part, const uint8_t* row, const void* prepared, Pre
         const __m512 weights = load_weights<CODEC>(row, c, first_lanes_mask(part.num_cols - c));
         sums[0] = _mm512_fmadd_ps(weights, _mm512_load_ps(x + c), sums[0]);
     }
+    prefetch.rest();
     return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3])));
+}
+
+template <Codec CODEC>
+void dot_floats(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
+                const Ahead& ahead, float* out) {
+    for (int32_t r = 0; r < num_rows; ++r) {
+        const float* x = static_cast<const float*>(prepared);
+        out[r] = dot_row_of_floats<CODEC>(part, rows[r], x, Prefetch(ahead, r)) + row_bias(part, rows[r]);
+    }
 }
 
 // -- Sums of rows ----------------------------------------------------------------------------------------------------
@@ -207,6 +226,7 @@ float dot_floats(const Part& part, const uint8_t* row, const void* prepared, Pre
 // to 2^-24 of the largest of its unit in the call.
 
 constexpr int32_t kFours = kMaxTile / 4;
+constexpr int32_t kMostLines = 6;  // prefetched for a block of four rows
 
 // What 16 units of a call's rows are multiplied with.
 struct alignas(64) Factors {
@@ -274,47 +294,64 @@ inline void find_factors(const Part& part, const uint8_t* const* rows, int32_t n
 
 // The bytes wanted next, row after row.
 struct PrefetchRows {
-    const Ahead& ahead;
-    int32_t num_rows, row_idx = 0;
-    Prefetch row;
+    const uint8_t* const* rows;  // after the one in hand
+    int32_t left, num_bytes;     // of them, and of each
+    const uint8_t *at = nullptr, *stop = nullptr;
 
-    PrefetchRows(const Ahead& wanted, int32_t count) : ahead(wanted), num_rows(count), row(wanted, 0) {}
+    MOE_PACK_INLINE PrefetchRows(const Ahead& ahead, int32_t num_rows)
+        : rows(ahead.rows), left(ahead.num_bytes > 0 ? num_rows : 0), num_bytes(ahead.num_bytes) {}
 
-    void lines(int32_t count) {
-        for (; count > 0; --count) {
-            if (row.at >= row.stop) {
-                if (row_idx + 1 >= num_rows) {
-                    return;
-                }
-                row = Prefetch(ahead, ++row_idx);
+    MOE_PACK_INLINE void line() {
+        if (at >= stop) {
+            if (left == 0) {
+                return;
             }
-            row.line();
+            --left;
+            at = *rows++;
+            stop = at + num_bytes;
+            at -= reinterpret_cast<uintptr_t>(at) % kLineBytes;
+        }
+        __builtin_prefetch(at, 0, 2);
+        at += kLineBytes;
+    }
+
+    MOE_PACK_INLINE void lines(int32_t count) {
+        for (; count > 0; --count) {
+            line();
         }
     }
 };
 
+// Sums in a loop are of this type: of __m512i, which is of 64-bit integers to GCC 12, each would be copied to another
+// register and back.
+typedef int32_t Ints __attribute__((vector_size(64)));
+
 // A block's columns of all rows (a multiple of four). Its first unit is the `unit`-th of `factors`.
 template <int WIDTH, int UNIT>
-inline void add_block(const uint8_t* const* rows, int32_t num_rows, size_t at, const Factors& factors, int32_t unit,
-                      PrefetchRows& prefetch, int32_t lines, float* sum) {
-    __m512i sums[4][kDigits];
+MOE_PACK_INLINE inline void add_block(const uint8_t* const* rows, int32_t num_rows, size_t at, const Factors& factors,
+                                      int32_t unit, PrefetchRows& prefetch, int32_t lines, float* sum) {
+    Ints sums[4][kDigits];
     unrolled<4 * kDigits>([&](auto i) MOE_PACK_INLINE {
-        sums[i.value / kDigits][i.value % kDigits] = _mm512_setzero_si512();
+        sums[i.value / kDigits][i.value % kDigits] = Ints{};
     });
     for (int32_t r = 0; r < num_rows; r += 4) {
-        prefetch.lines(lines);
+        // Not a loop: around one, GCC 12 moves all sums from registers to others and back.
+        unrolled<kMostLines>([&](auto i) MOE_PACK_INLINE {
+            if (i.value < lines) prefetch.line();
+        });
         __m512i codes[4];
         codes_of_four<WIDTH>(rows + r, at, codes);
         unrolled<kDigits>([&](auto k) MOE_PACK_INLINE {
             const int32_t* digits = factors.digits[r / 4][k.value] + unit;
             unrolled<4>([&](auto q) MOE_PACK_INLINE {
                 const __m512i four = _mm512_set1_epi32(digits[16 * q.value / UNIT]);
-                sums[q.value][k.value] = _mm512_dpbusd_epi32(sums[q.value][k.value], codes[q.value], four);
+                Ints& sum = sums[q.value][k.value];
+                sum = Ints(_mm512_dpbusd_epi32(__m512i(sum), codes[q.value], four));
             });
         });
     }
     unrolled<4>([&](auto q) MOE_PACK_INLINE {
-        const __m512i* of = sums[q.value];
+        const __m512i of[kDigits] = {__m512i(sums[q.value][0]), __m512i(sums[q.value][1]), __m512i(sums[q.value][2])};
         constexpr float share = 1.0f / (kPeak * places_of_four<WIDTH>(decltype(q)::value));
         const __m512 coarse = _mm512_mul_ps(_mm512_cvtepi32_ps(of[0]), _mm512_set1_ps(65536.0f * share));
         const __m512 fine = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(of[1], 8), of[2]));
@@ -361,6 +398,7 @@ void add_affine(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
         add_block<WIDTH, UNIT>(fours, 4 * num_fours, size_t(block) * 8 * WIDTH, factors, unit % 16, prefetch, lines,
                                sum + block * kBlock);
     }
+    prefetch.lines(num_rows * (ahead.num_bytes / kLineBytes + 2));
 }
 
 // Columns `c` on, in VECTORS registers in natural order; in the last one those of `last` exist.
@@ -410,7 +448,7 @@ void finish_sum(const Part& part, const float* sum, float weight, int32_t start,
 
 // -- Any part --------------------------------------------------------------------------------------------------------
 
-using DotRow = float (*)(const Part&, const uint8_t*, const void*, Prefetch&);
+using DotRow = void (*)(const Part&, const uint8_t* const*, int32_t, const void*, const Ahead&, float*);
 using AddRow = decltype(Kernels::add_rows);
 using DecodeRow = void (*)(const Part&, const uint8_t*, int32_t, int32_t, float*);
 
@@ -424,12 +462,7 @@ namespace {
 
 void dot_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared, const Ahead& ahead,
               float*, float* out) {
-    const DotRow dot = row_kernels(part).dot;
-    for (int32_t r = 0; r < num_rows; ++r) {
-        Prefetch prefetch(ahead, r);
-        out[r] = dot(part, rows[r], prepared, prefetch) + row_bias(part, rows[r]);
-        prefetch.rest();
-    }
+    row_kernels(part).dot(part, rows, num_rows, prepared, ahead, out);
 }
 
 void add_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h, const Ahead& ahead,

@@ -35,22 +35,21 @@ void FewTokens::select(const uint8_t* const* rows, int32_t count, const Inputs& 
 }
 
 void FewTokens::neurons(const uint8_t* const* records, int32_t count, const Inputs& x, const float* a,
-                        const uint8_t* runs, float threshold, const Ahead& ahead, float* h) const {
-    const Ahead nothing = {nullptr, 0};
+                        const uint8_t* runs, float threshold, const Ahead ahead[2], float* h) const {
     const uint8_t* rows[kMaxTile];
-    const uint8_t* ahead_rows[kMaxTile];
+    const uint8_t* ahead_rows[2][kMaxTile];
     int32_t places[kMaxTile], n = 0;
     for (int32_t r = 0; r < count; r++) {
         h[r] = 0.0f;
         if (runs != nullptr && !runs[r]) continue;
         rows[n] = records[r];
-        ahead_rows[n] = ahead.num_bytes ? ahead.rows[r] : nullptr;
+        for (int i = 0; i < 2; i++) ahead_rows[i][n] = ahead[i].num_bytes ? ahead[i].rows[r] : nullptr;
         places[n++] = r;
     }
-    const Ahead those = {ahead_rows, ahead.num_bytes};
+    const Ahead first = {ahead_rows[0], ahead[0].num_bytes}, second = {ahead_rows[1], ahead[1].num_bytes};
     bool up = layout_.up.place == Place::record, gate = layout_.gate.place == Place::record;
-    const float* u = up ? dot(layout_.up, rows, n, x.up, those, scratch_.values[0]) : nullptr;
-    const float* g = gate ? dot(layout_.gate, rows, n, x.gate, up ? nothing : those, scratch_.values[1]) : nullptr;
+    const float* u = up ? dot(layout_.up, rows, n, x.up, first, scratch_.values[0]) : nullptr;
+    const float* g = gate ? dot(layout_.gate, rows, n, x.gate, up ? second : first, scratch_.values[1]) : nullptr;
     for (int32_t i = 0; i < n; i++) {
         float& value = h[places[i]];
         if (a == nullptr) {

@@ -55,9 +55,10 @@ class FewTokens {
     // `a` of selector rows.
     void select(const uint8_t* const* rows, int32_t count, const Inputs& x, const Ahead& ahead, float* a) const;
 
-    // h from records: `a` of the selector and whether each runs; without a selector both are null.
+    // h from records: `a` of the selector and whether each runs; without a selector both are null. `ahead`: of each
+    // product that is taken.
     void neurons(const uint8_t* const* records, int32_t count, const Inputs& x, const float* a, const uint8_t* runs,
-                 float threshold, const Ahead& ahead, float* h) const;
+                 float threshold, const Ahead ahead[2], float* h) const;
 
     // sum += h times down rows; rows whose h is zero are left out.
     void add(const uint8_t* const* records, int32_t count, const float* h, const Ahead& ahead, float* sum) const;
