@@ -299,25 +299,37 @@ struct PrefetchRows {
     const uint8_t *at = nullptr, *stop = nullptr;
 
     MOE_PACK_INLINE PrefetchRows(const Ahead& ahead, int32_t num_rows)
-        : rows(ahead.rows), left(ahead.num_bytes > 0 ? num_rows : 0), num_bytes(ahead.num_bytes) {}
+        : rows(ahead.rows), left(ahead.num_bytes > 0 ? num_rows : 0), num_bytes(ahead.num_bytes) {
+        next();
+    }
 
-    MOE_PACK_INLINE void line() {
-        if (at >= stop) {
-            if (left == 0) {
-                return;
-            }
+    MOE_PACK_INLINE void next() {
+        if (left > 0) {
             --left;
             at = *rows++;
             stop = at + num_bytes;
             at -= reinterpret_cast<uintptr_t>(at) % kLineBytes;
         }
-        __builtin_prefetch(at, 0, 2);
-        at += kLineBytes;
     }
 
+    // Up to MOST lines of one row, perhaps some behind it.
+    template <int MOST>
     MOE_PACK_INLINE void lines(int32_t count) {
-        for (; count > 0; --count) {
-            line();
+        if (at < stop) {
+            unrolled<MOST>([&](auto i) MOE_PACK_INLINE {
+                if (i.value < count) {
+                    __builtin_prefetch(at + i.value * kLineBytes, 0, 2);
+                }
+            });
+            at += count * kLineBytes;
+        } else {
+            next();
+        }
+    }
+
+    void rest() {
+        while (at < stop || left > 0) {
+            lines<1>(1);
         }
     }
 };
@@ -335,10 +347,7 @@ MOE_PACK_INLINE inline void add_block(const uint8_t* const* rows, int32_t num_ro
         sums[i.value / kDigits][i.value % kDigits] = Ints{};
     });
     for (int32_t r = 0; r < num_rows; r += 4) {
-        // Not a loop: around one, GCC 12 moves all sums from registers to others and back.
-        unrolled<kMostLines>([&](auto i) MOE_PACK_INLINE {
-            if (i.value < lines) prefetch.line();
-        });
+        prefetch.lines<kMostLines>(lines);
         __m512i codes[4];
         codes_of_four<WIDTH>(rows + r, at, codes);
         unrolled<kDigits>([&](auto k) MOE_PACK_INLINE {
@@ -398,7 +407,7 @@ void add_affine(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
         add_block<WIDTH, UNIT>(fours, 4 * num_fours, size_t(block) * 8 * WIDTH, factors, unit % 16, prefetch, lines,
                                sum + block * kBlock);
     }
-    prefetch.lines(num_rows * (ahead.num_bytes / kLineBytes + 2));
+    prefetch.rest();
 }
 
 // Columns `c` on, in VECTORS registers in natural order; in the last one those of `last` exist.
@@ -408,7 +417,7 @@ MOE_PACK_INLINE inline void add_cols_of_floats(const uint8_t* const* rows, int32
     __m512 sums[VECTORS];
     unrolled<VECTORS>([&](auto v) MOE_PACK_INLINE { sums[v.value] = _mm512_load_ps(sum + c + 16 * v.value); });
     for (int32_t r = 0; r < num_rows; ++r) {
-        prefetch.lines(CODEC == Codec::f32 ? VECTORS : (VECTORS + 1) / 2);
+        prefetch.lines<VECTORS>(CODEC == Codec::f32 ? VECTORS : (VECTORS + 1) / 2);
         unrolled<VECTORS>([&](auto v) MOE_PACK_INLINE {
             const __mmask16 mask = v.value + 1 < VECTORS ? 0xffff : last;
             const __m512 weights = load_weights<CODEC>(rows[r], c + 16 * v.value, mask);
@@ -429,7 +438,7 @@ void add_floats(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
     for (; c < part.num_cols; c += 16) {
         add_cols_of_floats<CODEC, 1>(rows, num_rows, h, prefetch, c, first_lanes_mask(part.num_cols - c), sum);
     }
-    prefetch.lines(num_rows * (ahead.num_bytes / kLineBytes + 2));
+    prefetch.rest();
 }
 
 void finish_sum(const Part& part, const float* sum, float weight, int32_t start, int32_t stop, float* out) {
