@@ -397,7 +397,8 @@ void add_affine(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
         fours[count] = rows[0];
     }
     PrefetchRows prefetch(ahead, num_rows);
-    const int32_t lines = (num_rows * (ahead.num_bytes / kLineBytes + 2)) / (num_fours * num_blocks) + 1;
+    const int32_t wanted = num_rows * (ahead.num_bytes / kLineBytes + 2) / (num_fours * num_blocks) + 1;
+    const int32_t lines = wanted < kMostLines ? wanted : kMostLines;
     float* zeros = sum + round_up(size_t(part.num_cols), 16);
     for (int32_t block = 0; block < num_blocks; ++block) {
         const int32_t unit = block * block_units;
