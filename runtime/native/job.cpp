@@ -5,7 +5,6 @@ namespace {
 
 constexpr int32_t kManyItems = 16;     // a sum of many tokens: the expert in so many shares, at most
 constexpr int32_t kFinishCols = 512;   // columns of y a thread adds to at once
-constexpr int32_t kAheadBytes = 8192;  // how far before its use a selector row is fetched
 
 size_t floats_of(const Job& job, const PlacedPart& part) {
     return part.place == Place::none ? 0 : job.kernels.work_floats(part.part);
@@ -120,16 +119,24 @@ void mark_running(const Call& call, int32_t token, int32_t first, int32_t count)
     for (size_t i = begin; i < begin + count; i++) call.runs[i] = runs_at(call.a[i], call.work->threshold);
 }
 
-void select_few(Job& job, int number, int, int worker) {
+const uint8_t* selector_row(const Call& call, int32_t row) {
+    return call.work->selector + (size_t)row * call.layout().selector_row_bytes;
+}
+
+void select_few(Job& job, int number, int next_item, int worker) {
     const Item& item = job.items[number];
     const Call& call = job.calls[item.call];
     const ExpertLayout& layout = call.layout();
     size_t row_bytes = layout.selector_row_bytes;
     const uint8_t *rows[kMaxTile], *ahead[kMaxTile];
-    int32_t distance = std::clamp<int32_t>(kAheadBytes / (int32_t)row_bytes, 2, 16);
+    const Item& then = job.items[next_item < 0 ? number : next_item];
+    const Call& next = job.calls[then.call];
+    int32_t distance = ahead_rows(row_bytes);
     for (int32_t r = 0; r < item.count; r++) {
-        rows[r] = call.work->selector + (item.first + r) * row_bytes;
-        ahead[r] = call.work->selector + std::min(item.first + r + distance, layout.num_rows - 1) * row_bytes;
+        int32_t behind = r + distance - item.count;
+        rows[r] = selector_row(call, item.first + r);
+        ahead[r] = behind < 0 ? selector_row(call, item.first + r + distance)
+                              : selector_row(next, then.first + std::min(behind, then.count - 1));
     }
     FewTokens few(job.kernels, layout, job.scratch[worker]);
     for (int32_t t = 0; t < call.num_tokens; t++) {
@@ -144,8 +151,7 @@ void select_many(Job& job, int number, int, int worker) {
     const Call& call = job.calls[item.call];
     const ExpertLayout& layout = call.layout();
     const uint8_t* rows[kManyRows];
-    for (int32_t r = 0; r < item.count; r++)
-        rows[r] = call.work->selector + (size_t)(item.first + r) * layout.selector_row_bytes;
+    for (int32_t r = 0; r < item.count; r++) rows[r] = selector_row(call, item.first + r);
     ManyTokens many(job.kernels, layout, job.scratch[worker], job.x, call.num_tokens);
     const float* a = many.select(rows, item.count);
     for (int32_t t = 0; t < call.num_tokens; t++) {

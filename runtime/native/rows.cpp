@@ -11,7 +11,6 @@ namespace {
 
 constexpr size_t kAloneBytes = 64 << 10;   // less is done before another thread is awake
 constexpr size_t kChecksumBytes = 1 << 20;  // a thread takes at once
-constexpr int32_t kAheadBytes = 8192;
 constexpr size_t kReadAheadBytes = 2048;
 
 struct Multiply {
@@ -29,13 +28,15 @@ struct Multiply {
     float* decoded;     // many tokens: one a thread
 };
 
-void multiply_few(Multiply& m, int32_t first, int32_t count, int worker) {
+// `next`: the row this thread begins with afterwards.
+void multiply_few(Multiply& m, int32_t first, int32_t count, int32_t next, int worker) {
     const Part& part = m.layout.part.part;
     const uint8_t *rows[kMaxTile], *ahead[kMaxTile];
-    int32_t distance = std::clamp<int32_t>(kAheadBytes / m.layout.row_bytes, 2, 16);
+    int32_t distance = ahead_rows(m.layout.row_bytes);
     for (int32_t r = 0; r < count; r++) {
         rows[r] = m.rows + (size_t)(first + r) * m.layout.row_bytes + m.layout.part.offset;
-        ahead[r] = m.rows + (size_t)std::min(first + r + distance, m.num_rows - 1) * m.layout.row_bytes;
+        int32_t then = r + distance < count ? first + r + distance : std::min(next + r + distance - count, m.num_rows - 1);
+        ahead[r] = m.rows + (size_t)then * m.layout.row_bytes;
     }
     for (int32_t t = 0; t < m.num_tokens; t++)
         m.kernels.dot_rows(part, rows, count, m.prepared + t * m.prepared_bytes,
@@ -62,10 +63,13 @@ void multiply_many(Multiply& m, int32_t first, int32_t count, int worker) {
     }
 }
 
-void multiply_item(void* context, int item, int, int worker) {
+void multiply_item(void* context, int item, int next, int worker) {
     auto& m = *static_cast<Multiply*>(context);
     int32_t first = item * m.tile, count = std::min(m.tile, m.num_rows - first);
-    (m.num_tokens > kFewTokens ? multiply_many : multiply_few)(m, first, count, worker);
+    if (m.num_tokens > kFewTokens)
+        multiply_many(m, first, count, worker);
+    else
+        multiply_few(m, first, count, next < 0 ? m.num_rows : next * m.tile, worker);
 }
 
 // `work` of each item, by all threads or, where that is not worth it, by this one.

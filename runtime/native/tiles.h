@@ -15,6 +15,7 @@ constexpr int32_t kManyTokens = 64;  // at once
 constexpr int32_t kManyRows = 128;   // decoded at once, so many columns of them: with as many columns of the tokens
 constexpr int32_t kManyCols = 512;   // they stay in the second level of cache
 constexpr int32_t kTileBytes = 256 << 10;  // of rows: what stays in the second level of cache
+constexpr int32_t kAheadBytes = 8192;  // how far before its use a row is fetched
 
 inline float silu(float v) { return v / (1.0f + std::exp(-v)); }
 
@@ -24,6 +25,11 @@ inline bool runs_at(float a, float threshold) { return a != 0.0f && !(std::fabs(
 // Neurons a tile with rows of this size: at most 64, and no more than a cache holds.
 inline int32_t tile_rows(int64_t row_bytes) {
     return (int32_t)std::clamp<int64_t>(kTileBytes / std::max<int64_t>(row_bytes, 1), 8, kMaxTile);
+}
+
+// How many rows ahead of the one being multiplied rows are fetched, where they lie one after the other.
+inline int32_t ahead_rows(int64_t row_bytes) {
+    return (int32_t)std::clamp<int64_t>(kAheadBytes / std::max<int64_t>(row_bytes, 1), 2, 16);
 }
 
 // Whether two parts want their inputs in the same form.
