@@ -14,7 +14,7 @@ void run_few(Job& job, int number, int next_item, int worker) {
     int32_t tile = tile_rows(call.layout().record_row_bytes), end = item.first + item.count;
     for (int32_t first = item.first; first < end; first += tile) {
         int32_t count = std::min(tile, end - first);
-        Records records(job, call, item, first, count, next_item);
+        Records records(job, call, item, first, count, next_item, worker);
         for (int32_t t = 0; t < call.num_tokens; t++) {
             float h[kMaxTile];
             neurons_few(few, call, records, first, count, t, h);
@@ -31,7 +31,7 @@ void run_many(Job& job, int number, int next_item, int worker) {
     int32_t end = item.first + item.count;
     for (int32_t first = item.first; first < end; first += kManyRows) {
         int32_t count = std::min(kManyRows, end - first);
-        Records records(job, call, item, first, count, next_item);
+        Records records(job, call, item, first, count, next_item, worker);
         const float* h = many.neurons(records.rows, call.neurons + first, count, call.a, call.runs,
                                       call.layout().num_rows, call.work->threshold);
         many.add(records.rows, count, h, kManyRows, sums);

@@ -26,6 +26,7 @@ void take_scratch(Job& job, const ExpertLayout* const* layouts, int32_t count) {
         for (float*& place : scratch.values) place = job.take<float>(values);
         scratch.h = job.take<float>(values);
         scratch.decoded = job.many ? job.take<float>(kManyRows * kManyCols) : nullptr;
+        scratch.fetched = nullptr;
     }
 }
 
@@ -208,18 +209,27 @@ int32_t num_parts(const ExpertLayout& layout) {
     return 1 + (layout.up.place == Place::record) + (layout.gate.place == Place::record);
 }
 
-// What the `number`-th operation on `count` records fetches of the next ones: of every `parts` rows, one record.
+// What the `number`-th operation on `count` records fetches: of every `parts` rows, one of the next records. Nobody has
+// fetched those that a thread begins with: their products do, a little ahead, and the sum of rows all of the next.
 Ahead share_of_next(const Records& records, const ExpertLayout& layout, int32_t count, int32_t number,
                     const uint8_t** ahead) {
-    int32_t parts = num_parts(layout), piece = (layout.record_row_bytes + parts - 1) / parts;
+    constexpr int32_t distance = 4;
+    int32_t parts = num_parts(layout), row_bytes = layout.record_row_bytes, piece = (row_bytes + parts - 1) / parts;
     int32_t first = count * number / parts;
-    for (int32_t r = 0; r < count; r++) ahead[r] = records.next[first + r / parts] + r % parts * piece;
-    return {ahead, piece};
+    bool is_sum = number == parts - 1;
+    for (int32_t r = 0; r < count; r++) {
+        if (records.are_fetched)
+            ahead[r] = records.next[first + r / parts] + r % parts * piece;
+        else
+            ahead[r] = is_sum ? records.next[r] : records.rows[std::min(r + distance, count - 1)];
+    }
+    return {ahead, records.are_fetched ? piece : is_sum || number == 0 ? row_bytes : 0};
 }
 
 }  // namespace
 
-Records::Records(const Job& job, const Call& call, const Item& item, int32_t first, int32_t count, int next_item) {
+Records::Records(const Job& job, const Call& call, const Item& item, int32_t first, int32_t count, int next_item,
+                 int worker) {
     const Call* then = &call;
     int32_t from = first + count, left = item.first + item.count - from;
     if (left <= 0 && next_item >= 0) {
@@ -231,6 +241,8 @@ Records::Records(const Job& job, const Call& call, const Item& item, int32_t fir
         rows[r] = record_of(call, first + r);
         next[r] = left > 0 ? record_of(*then, from + std::min(r, left - 1)) : rows[r];
     }
+    are_fetched = job.scratch[worker].fetched == rows[0];
+    job.scratch[worker].fetched = next[0];
 }
 
 void neurons_few(const FewTokens& few, const Call& call, const Records& records, int32_t first, int32_t count,

@@ -87,8 +87,10 @@ void share_records(Job& job);
 // Some records' rows, and those of the records that come after them.
 struct Records {
     const uint8_t *rows[kManyRows], *next[kManyRows];
+    bool are_fetched;  // all but the first this thread has
 
-    Records(const Job& job, const Call& call, const Item& item, int32_t first, int32_t count, int next_item);
+    Records(const Job& job, const Call& call, const Item& item, int32_t first, int32_t count, int next_item,
+            int worker);
 };
 
 // h of some records for one of few tokens. Meanwhile the first of the next records come, each whole and one after the

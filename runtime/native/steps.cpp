@@ -54,7 +54,7 @@ void step_neurons(Job& base, int number, int next_item, int worker) {
     int32_t tile = job.many ? kManyRows : tile_rows(call.layout().record_row_bytes), end = item.first + item.count;
     for (int32_t first = item.first; first < end; first += tile) {
         int32_t count = std::min(tile, end - first);
-        Records records(job, call, item, first, count, next_item);
+        Records records(job, call, item, first, count, next_item, worker);
         const float* found = nullptr;
         if (job.many)
             found = many.neurons(records.rows, call.neurons + first, count, call.a, call.runs, call.layout().num_rows,
@@ -81,7 +81,7 @@ void step_add(Job& base, int number, int next_item, int worker) {
     int32_t tile = job.many ? kManyRows : tile_rows(call.layout().record_row_bytes), end = item.first + item.count;
     for (int32_t first = item.first; first < end; first += tile) {
         int32_t count = std::min(tile, end - first);
-        Records records(job, call, item, first, count, next_item);
+        Records records(job, call, item, first, count, next_item, worker);
         const float* h = job.step.h + first;
         if (job.many) many.add(records.rows, count, h, job.step.stride, sums);
         for (int32_t t = 0; !job.many && t < call.num_tokens; t++)

@@ -50,6 +50,7 @@ struct Scratch {
     float* values[2]; // [kMaxTile], or [kManyTokens, kManyRows]
     float* h;         // the same
     float* decoded;   // [kManyRows, kManyCols], for many tokens
+    const uint8_t* fetched;  // the row that begins the tile whose bytes were fetched last
 };
 
 // One token and up to kMaxTile neurons whose records (or selector rows) are `rows`.
