@@ -24,12 +24,10 @@ def embed(ids: Tensor, weights: Weights) -> Tensor:
     return gather_rows(weights.matrix("embed"), ids) * weights.spec.embedding_multiplier
 
 
-def add_attention(
-    x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: Angles, mask: Tensor | None
-) -> Tensor:
+def add_attention(x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: Angles) -> Tensor:
     """The first half of a layer: hidden states with its attention added."""
     normed = norm(x, weights, f"layers.{layer}.attention_norm")
-    return x + attend(normed, weights, layer, cache, angles, mask) * weights.spec.residual_multiplier
+    return x + attend(normed, weights, layer, cache, angles) * weights.spec.residual_multiplier
 
 
 def mlp_input(x: Tensor, weights: Weights, layer: int) -> Tensor:
