@@ -217,9 +217,9 @@ class Kernels:
 
     def decode(self, layout: Numbers, rows: Bytes) -> Tensor:
         """Rows in float32 [rows, columns], bit for bit those of the codec."""
-        out = torch.empty((len(rows), int(layout[0])))
-        self._call("decode", layout, rows, out.numpy())
-        return out
+        y, out = _room(len(rows), int(layout[0]))
+        self._call("decode", layout, rows, out)
+        return y
 
     def checksum(self, held: Bytes) -> int:
         """The CRC-32 of bytes in one piece."""
