@@ -8,11 +8,14 @@ from setuptools import Extension, setup
 FOLDER = "runtime/native"
 SOURCES = (
     "module",
+    "module_layers",
     "experts",
     "steps",
     "job",
     "tiles",
     "rows",
+    "attention",
+    "norm",
     "layout",
     "pool",
     "arena",

@@ -29,7 +29,17 @@ from moe_pack.calib import Profile, ProfileOptions, RowQuantizer, Sensitivity, T
 from moe_pack.convert import convert
 from moe_pack.formats import MATRICES, Checkpoint, ExpertFormat, ModelSpec, Pack, Plan, Selector, part_format
 from moe_pack.formats.codecs import decode_part
-from moe_pack.runtime import CheckpointWeights, Decoder, Expert, FolderFiles, Matrix, NeuronBlock, PackWeights, Text
+from moe_pack.runtime import (
+    CheckpointWeights,
+    Decoder,
+    Expert,
+    FolderFiles,
+    Kernels,
+    Matrix,
+    NeuronBlock,
+    PackWeights,
+    Text,
+)
 
 _TESTS = Path(__file__).parents[1] / "tests"
 _GROUP = 64
@@ -85,6 +95,7 @@ class RoundedWeights:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.spec: ModelSpec = checkpoint.spec
         self.selector: Selector = "none"
+        self.kernels: Kernels | None = None
         self.widths: Widths = np.zeros(0, np.int64)
         self._source = CheckpointWeights(checkpoint)
         self._vectors: dict[str, Tensor] = {}

@@ -27,11 +27,9 @@ from moe_pack.runtime import (
     Rope,
     Weights,
     add_attention,
-    is_plain,
     mlp_input,
     route_tokens,
     run_unrouted,
-    visible,
 )
 
 MAX_HELD_BYTES = 1 << 29  # of what a pass holds for its tokens in memory
@@ -100,9 +98,6 @@ class LayerStates:
         folder.mkdir(exist_ok=True)
         positions = torch.arange(self.sequence_length, device=device)
         self._angles = Rope(self.spec.rope, device)(positions, self.sequence_length)
-        attention = self.spec.attention
-        plain = is_plain(attention, sequence_length)
-        self._mask = None if plain else visible(attention, 0, sequence_length, device)
         self.next_layer = self._resume()
 
     @torch.inference_mode()
@@ -144,7 +139,7 @@ class LayerStates:
         """A sequence's `x` and `inputs` (`LayerTokens`) in layer `layer`, float32 [S, d] each, with these weights."""
         x = self.before(number).to(self.device)
         cache = KVCache(self.spec, self.sequence_length, self.device, num_layers=1).layer(0)
-        x = add_attention(x, weights, layer, cache, self._angles, self._mask)
+        x = add_attention(x, weights, layer, cache, self._angles)
         inputs = mlp_input(x, weights, layer)
         unrouted = run_unrouted(inputs, weights, layer)
         return x if unrouted is None else x + unrouted * self.spec.residual_multiplier, inputs

@@ -1,6 +1,5 @@
 """Runs packs: the decoder, its sources of weights, sampling, text. `moe-run` is its command."""
 
-from moe_pack.runtime.attention import is_plain, visible
 from moe_pack.runtime.checkpoint_weights import CheckpointWeights, read_rows
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.expert import ACTIVATIONS, Activations, activations, run_expert
@@ -56,7 +55,6 @@ __all__ = [
     "generate",
     "head",
     "is_available",
-    "is_plain",
     "kernels_for",
     "linear",
     "mlp_input",
@@ -67,5 +65,4 @@ __all__ = [
     "row_blocks",
     "run_expert",
     "run_unrouted",
-    "visible",
 ]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moe_pack.formats import Checkpoint, ModelSpec, Selector, SourceMatrix
 from moe_pack.formats import Matrix as MatrixName
+from moe_pack.runtime.kernels import Kernels
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, row_blocks
 from moe_pack.runtime.weights import Expert, NeuronBlock
 
@@ -23,6 +24,7 @@ class CheckpointWeights:
     def __init__(self, checkpoint: Checkpoint, device: torch.device | None = None) -> None:
         self.spec: ModelSpec = checkpoint.spec
         self.selector: Selector = "none"
+        self.kernels: Kernels | None = None
         self._checkpoint = checkpoint
         self._device = device or torch.device("cpu")
 

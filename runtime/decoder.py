@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.attention import visible
 from moe_pack.runtime.experts import run_experts
 from moe_pack.runtime.kv_cache import KVCache
-from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, run_unrouted
+from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, run_unrouted, scaled
 from moe_pack.runtime.rope import Rope
 from moe_pack.runtime.weights import Weights
 
@@ -84,10 +83,9 @@ class Decoder:
         spec, weights, start = self.spec, self._weights, self.cache.num_tokens
         x = embed(ids, weights)
         angles = self._rope(torch.arange(start, start + len(ids), device=self.device), num_tokens)
-        mask = visible(spec.attention, start, len(ids), self.device)
         for layer in range(spec.num_hidden_layers):
-            x = add_attention(x, weights, layer, self.cache.layer(layer), angles, mask)
-            x = x + self._mlp(mlp_input(x, weights, layer), layer) * spec.residual_multiplier
+            x = add_attention(x, weights, layer, self.cache.layer(layer), angles)
+            x = x + scaled(self._mlp(mlp_input(x, weights, layer), layer), spec.residual_multiplier)
         self.cache.num_tokens += len(ids)
         return x
 

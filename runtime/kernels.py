@@ -1,9 +1,9 @@
 """The native kernels: operations on rows straight from their codes, with threads of their own.
 
 Beside each stands its twin in plain torch, which it is tested against: `expert` for experts, `matrix` for products,
-`moe_pack.formats.codecs` for decoding. Products of few tokens take inputs as 24-bit fixed point relative to the
-token's largest magnitude, which is as precise as float32 (docs/kernels.md, "Numerics"). The extension is built with the
-package where there is a compiler; without it, or on another device than the CPU, torch serves.
+`attention`, `norm`, `moe_pack.formats.codecs` for decoding. Products of few tokens take inputs as 24-bit fixed point
+relative to the token's largest magnitude, which is as precise as float32 (docs/kernels.md, "Numerics"). The extension
+is built with the package where there is a compiler; without it, or on another device than the CPU, torch serves.
 """
 
 import os
@@ -18,7 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, Part, RowLayout, RunError, Selector
+from moe_pack.formats import ExpertLayout, GroupedQuerySpec, Part, RowLayout, RunError, Selector
+from moe_pack.runtime.kv_cache import LayerCache
+from moe_pack.runtime.rope import Angles
 
 _why_unavailable: str | None = None
 try:
@@ -71,6 +73,15 @@ class ExpertRows:
     selector: Bytes | None
     records: Bytes
     threshold: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """The rms norms of each head's query and key: weights float32 [head_dim], and eps."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +171,55 @@ class Kernels:
 
     def product(self, x: Tensor, layout: Numbers, rows: Bytes) -> Tensor:
         """`x @ rows.T`, float32 [T, rows], for x float32 [T, columns] and rows u8 [rows, row bytes] in one piece."""
-        out = torch.empty((len(x), len(rows)))
-        self._call("dense", layout, rows, x.contiguous().numpy(), out.numpy())
-        return out
+        y, out = _room(len(x), len(rows))
+        self._call("dense", layout, rows, _array(x), out)
+        return y
+
+    def attend(
+        self,
+        projected: tuple[Tensor, Tensor, Tensor],
+        norms: HeadNorms | None,
+        angles: Angles,
+        interleaved: bool,
+        cache: LayerCache,
+        spec: GroupedQuerySpec,
+    ) -> Tensor:
+        """Attention of new tokens, whose keys and values enter the cache, all queries and keys normed and rotated.
+
+        Args:    projected: queries, keys and values, float32 [T, heads * head_dim], before norms of heads and rotation.
+        Returns: float32 [T, num_heads * head_dim].
+        """
+        y, out = _room(*projected[0].shape)
+        self._call(
+            "attend",
+            *(_array(each) for each in projected),
+            *((None, None) if norms is None else (norms.q.numpy(), norms.k.numpy())),
+            *(_array(each) for each in angles),
+            cache.keys.numpy(),
+            cache.values.numpy(),
+            out,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            cache.num_tokens,
+            spec.sliding_window or 0,
+            spec.scale,
+            0.0 if norms is None else norms.eps,
+            interleaved,
+        )
+        return y
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`x / rms(x) * weight` over the last dimension of x float32 [..., n], for weight float32 [n]."""
+        y, out = _room(*x.shape)
+        self._call("rms_norm", _array(x), weight.numpy(), eps, out)
+        return y
 
     def decode(self, layout: Numbers, rows: Bytes) -> Tensor:
         """Rows in float32 [rows, columns], bit for bit those of the codec."""
-        out = torch.empty((len(rows), int(layout[0])))
-        self._call("decode", layout, rows, out.numpy())
-        return out
+        y, out = _room(len(rows), int(layout[0]))
+        self._call("decode", layout, rows, out)
+        return y
 
     def checksum(self, held: Bytes) -> int:
         """The CRC-32 of bytes in one piece."""
@@ -253,5 +304,11 @@ def _frozen(numbers: list[int]) -> Numbers:
 
 
 def _array(values: Tensor) -> NDArray[np.float32]:
-    array: NDArray[np.float32] = values.contiguous().numpy()
-    return array
+    array: NDArray[np.float32] = values.numpy()
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def _room(*shape: int) -> tuple[Tensor, NDArray[np.float32]]:
+    """Room for float32 values as a tensor and as an array, in a third of the time that torch takes to make both."""
+    array = np.empty(shape, np.float32)
+    return torch.from_numpy(array), array

@@ -20,11 +20,11 @@ from moe_pack.runtime.weights import Weights
 
 
 def attend_latent(
-    x: Tensor, weights: Weights, spec: LatentSpec, layer: int, cache: LayerCache, angles: Angles, mask: Tensor
+    x: Tensor, weights: Weights, spec: LatentSpec, layer: int, cache: LayerCache, angles: Angles, mask: Tensor | None
 ) -> Tensor:
     """One layer's attention for new tokens; latents and rotated keys enter the cache after those already there.
 
-    Args:    x: float32 [T, d], normed.   mask: bool [T, S], what each new token sees of S positions.
+    Args:    x: float32 [T, d], normed.   mask: bool [T, S], what each new token sees of S positions; None: all.
     Returns: float32 [T, d].
     """
     role, start, stop = f"layers.{layer}.attention", cache.num_tokens, cache.num_tokens + len(x)
@@ -33,7 +33,7 @@ def attend_latent(
     q_nope, q_rope = torch.split(q, [spec.qk_nope_head_dim, rope_dim], dim=-1)
     q = torch.cat((q_nope, rotate(q_rope, angles, interleaved)), dim=-1)
     latent, key = torch.split(linear(x, weights.matrix(f"{role}.kv_a")), [spec.kv_lora_rank, rope_dim], dim=-1)
-    latent = rms_norm(latent, weights.vector(f"{role}.kv_a_norm"), spec.lora_norm_eps)
+    latent = rms_norm(latent, weights.vector(f"{role}.kv_a_norm"), spec.lora_norm_eps, weights.kernels)
     cache.keys[0, start:stop] = torch.cat((latent, rotate(key[None], angles, interleaved)[0]), dim=-1)
     attend = _absorbed if absorbs(len(x), stop, spec) else _expanded
     mixed = torch.cat(list(attend(q, weights, spec, role, cache.keys[0, :stop], mask)))  # [heads, T, v]
@@ -54,7 +54,7 @@ def _queries(x: Tensor, weights: Weights, spec: LatentSpec, role: str) -> Tensor
         q = linear(x, weights.matrix(f"{role}.q"))
     else:
         latent = linear(x, weights.matrix(f"{role}.q_a"))
-        latent = rms_norm(latent, weights.vector(f"{role}.q_a_norm"), spec.lora_norm_eps)
+        latent = rms_norm(latent, weights.vector(f"{role}.q_a_norm"), spec.lora_norm_eps, weights.kernels)
         q = linear(latent, weights.matrix(f"{role}.q_b"))
     return q.view(len(x), spec.num_heads, -1).transpose(0, 1)
 
@@ -77,18 +77,20 @@ def _up_projections(
 
 
 def _absorbed(
-    q: Tensor, weights: Weights, spec: LatentSpec, role: str, cached: Tensor, mask: Tensor
+    q: Tensor, weights: Weights, spec: LatentSpec, role: str, cached: Tensor, mask: Tensor | None
 ) -> Iterator[Tensor]:
     """Heads' outputs [heads, T, v]; `cached` [S, rank + rope]."""
     nope = spec.qk_nope_head_dim
-    for heads, w_k, w_v in _up_projections(weights, spec, role, 4 * mask.numel()):
+    for heads, w_k, w_v in _up_projections(weights, spec, role, 4 * q.shape[1] * len(cached)):
         moved = torch.cat((q[heads, :, :nope] @ w_k, q[heads, :, nope:]), dim=-1)  # [heads, T, rank + rope]
-        scores = (moved @ cached.T * spec.scale).masked_fill(~mask, -torch.inf)
+        scores = moved @ cached.T * spec.scale
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
         yield scores.softmax(dim=-1) @ cached[:, : spec.kv_lora_rank] @ w_v.transpose(1, 2)
 
 
 def _expanded(
-    q: Tensor, weights: Weights, spec: LatentSpec, role: str, cached: Tensor, mask: Tensor
+    q: Tensor, weights: Weights, spec: LatentSpec, role: str, cached: Tensor, mask: Tensor | None
 ) -> Iterator[Tensor]:
     """Heads' outputs [heads, T, v]; `cached` [S, rank + rope]."""
     latent, rope = torch.split(cached, [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)

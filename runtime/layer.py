@@ -19,17 +19,20 @@ from moe_pack.runtime.router import route
 from moe_pack.runtime.weights import Weights
 
 
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """`x * factor`; `x` itself where that is 1, as most families have it."""
+    return x if factor == 1.0 else x * factor
+
+
 def embed(ids: Tensor, weights: Weights) -> Tensor:
     """The hidden states before the first layer, for tokens int64 [T]."""
-    return gather_rows(weights.matrix("embed"), ids) * weights.spec.embedding_multiplier
+    return scaled(gather_rows(weights.matrix("embed"), ids), weights.spec.embedding_multiplier)
 
 
-def add_attention(
-    x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: Angles, mask: Tensor | None
-) -> Tensor:
+def add_attention(x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: Angles) -> Tensor:
     """The first half of a layer: hidden states with its attention added."""
     normed = norm(x, weights, f"layers.{layer}.attention_norm")
-    return x + attend(normed, weights, layer, cache, angles, mask) * weights.spec.residual_multiplier
+    return x + scaled(attend(normed, weights, layer, cache, angles), weights.spec.residual_multiplier)
 
 
 def mlp_input(x: Tensor, weights: Weights, layer: int) -> Tensor:
@@ -62,4 +65,5 @@ def head(x: Tensor, weights: Weights) -> Tensor:
     spec = weights.spec
     matrix = weights.matrix("embed" if spec.tied_head else "head")
     bias = weights.vector("head_bias") if spec.head_bias else None
-    return linear(norm(x, weights, "norm"), matrix, bias) / spec.logits_scaling
+    logits = linear(norm(x, weights, "norm"), matrix, bias)
+    return logits if spec.logits_scaling == 1.0 else logits / spec.logits_scaling

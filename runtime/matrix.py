@@ -101,8 +101,12 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
 
 
 def gather_rows(matrix: Matrix, ids: Tensor) -> Tensor:
-    """The rows with these numbers, float32 [len(ids), in]: the embedding of tokens."""
-    distinct, places = torch.unique(ids, return_inverse=True)  # a text has few: each is read once
+    """The rows with these numbers, float32 [len(ids), in]: the embedding of tokens. May be a view of the matrix."""
+    numbers = ids.tolist()
+    if len(numbers) == 1:
+        return matrix.rows(numbers[0], numbers[0] + 1)
+    distinct = sorted(set(numbers))  # a text has few: each is read once
     if _MANY_ROWS * len(distinct) >= matrix.num_rows and 4 * matrix.num_rows * matrix.num_cols <= MAX_DECODED_BYTES:
         return matrix.rows(0, matrix.num_rows)[ids]
-    return torch.cat([matrix.rows(i, i + 1) for i in distinct.tolist()])[places]
+    place = {number: idx for idx, number in enumerate(distinct)}
+    return torch.cat([matrix.rows(i, i + 1) for i in distinct])[[place[number] for number in numbers]]

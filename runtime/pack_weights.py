@@ -43,6 +43,11 @@ class PackWeights:
             else:
                 self._dense[dense.role.name] = _matrix(dense, raw, self._kernels)
 
+    @property
+    def kernels(self) -> Kernels | None:
+        """What computes with these weights on the CPU; None where torch does."""
+        return self._kernels
+
     def vector(self, role: str) -> Tensor:
         """A norm's weight or a bias, float32 [n]."""
         return self._vectors[role]
@@ -118,6 +123,11 @@ class StreamedPackWeights:
         self._device = device
         self._kernels = kernels
         self._dense = {dense.role.name: dense for dense in pack.layout.dense}
+
+    @property
+    def kernels(self) -> Kernels | None:
+        """What computes with these weights on the CPU; None where torch does."""
+        return self._kernels
 
     def vector(self, role: str) -> Tensor:
         """A norm's weight or a bias, float32 [n]."""

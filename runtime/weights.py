@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec, Selector
+from moe_pack.runtime.kernels import Kernels
 from moe_pack.runtime.matrix import Matrix
 
 
@@ -37,6 +38,11 @@ class Weights(Protocol):
 
     spec: ModelSpec
     selector: Selector
+
+    @property
+    def kernels(self) -> Kernels | None:
+        """What computes with these weights on the CPU; None where torch does."""
+        ...
 
     def vector(self, role: str) -> Tensor:
         """A norm's weight or a bias, float32 [n]."""

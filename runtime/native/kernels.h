@@ -77,6 +77,10 @@ struct Kernels {
     // Of w, kReadPastFloats behind the last row may be read.
     void (*add)(const float* w, int32_t num_rows, size_t w_stride, const float* h, int32_t num_tokens,
                 size_t h_stride, int32_t n, float* y, size_t y_stride);
+
+    // x[i] = e^(x[i] - largest) for n values, where `largest` is first raised to the largest of them; gives their sum.
+    // What is -infinity becomes 0, a NaN stays one. x has room for n values rounded up to 16: what follows is lost.
+    float (*exponentials)(float* x, int32_t n, float* largest);
 };
 
 extern const Kernels portable_kernels;

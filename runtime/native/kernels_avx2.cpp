@@ -459,6 +459,7 @@ void add_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, co
 
 const Kernels avx2_kernels = {
     "avx2", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,
+    exponentials,
 };
 
 }  // namespace moe_pack

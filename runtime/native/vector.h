@@ -1,4 +1,4 @@
-// Products of small float matrices, written once with vector extensions for every instruction set.
+// Products of small float matrices, and exponentials, written once with vector extensions for every instruction set.
 //
 // A file that includes this first defines MOE_PACK_VECTOR_FLOATS, the floats in a register: 16 with AVX-512, 8 with
 // AVX2 and FMA, 4 for anything else.
@@ -22,6 +22,7 @@ constexpr int kTileWide = 4;  // tokens of either
 constexpr int kTileNarrow = kVector == 16 ? 4 : 3;  // rows of `dots`, vectors of `add`
 
 typedef float Vector __attribute__((vector_size(4 * MOE_PACK_VECTOR_FLOATS)));
+typedef uint32_t Words __attribute__((vector_size(4 * MOE_PACK_VECTOR_FLOATS)));
 typedef float Quad __attribute__((vector_size(16)));
 
 inline Vector load_vector(const float* from) {
@@ -247,6 +248,55 @@ inline void add(const float* w, int32_t num_rows, size_t w_stride, const float* 
                                   tile, y + c, y_stride);
         }
     }
+}
+
+// e^x for x up to 0, within two units in the last place: 2^power * e^rest, with |rest| <= ln(2) / 2. Below -87, where
+// floats lose precision, zero; a NaN stays one. Source: the polynomial of Cephes' expf.
+inline Vector exponential(Vector x) {
+    // Added, it leaves the nearest integer in the low bits.
+    const Vector rounder = broadcast(12582912.0f);
+    const Vector shifted = multiply_add(x, broadcast(1.44269504f), rounder);
+    const Vector power = shifted - rounder;
+    // ln(2) in two parts, of which the first times any power is exact.
+    const Vector high = multiply_add(power, broadcast(-0.693359375f), x);
+    const Vector rest = multiply_add(power, broadcast(2.12194440e-4f), high);
+    Vector sum = broadcast(1.9875691500e-4f);
+    sum = multiply_add(sum, rest, broadcast(1.3981999507e-3f));
+    sum = multiply_add(sum, rest, broadcast(8.3334519073e-3f));
+    sum = multiply_add(sum, rest, broadcast(4.1665795894e-2f));
+    sum = multiply_add(sum, rest, broadcast(1.6666665459e-1f));
+    sum = multiply_add(sum, rest, broadcast(5.0000001201e-1f));
+    sum = multiply_add(sum, rest * rest, rest) + broadcast(1.0f);
+    Words exponent;
+    __builtin_memcpy(&exponent, &shifted, sizeof exponent);
+    exponent = (exponent << 23) + 0x3f800000u;
+    Vector scale;
+    __builtin_memcpy(&scale, &exponent, sizeof scale);
+    return x < broadcast(-87.0f) ? Vector{} : sum * scale;
+}
+
+// Kernels::exponentials.
+inline float exponentials(float* x, int32_t n, float* largest) {
+    const float infinity = __builtin_inff();
+    for (int32_t i = n; i % kVector; ++i) {
+        x[i] = -infinity;
+    }
+    Vector most = broadcast(*largest);
+    for (int32_t i = 0; i < n; i += kVector) {
+        const Vector values = load_vector(x + i);
+        most = values > most ? values : most;  // a NaN is not
+    }
+    for (int32_t lane = 0; lane < kVector; ++lane) {
+        *largest = most[lane] > *largest ? most[lane] : *largest;
+    }
+    const Vector shift = broadcast(*largest == -infinity ? 0.0f : *largest);
+    Vector sum = {};
+    for (int32_t i = 0; i < n; i += kVector) {
+        const Vector values = exponential(load_vector(x + i) - shift);
+        store_vector(x + i, values);
+        sum += values;
+    }
+    return lane_sum(sum);
 }
 
 }  // namespace

@@ -18,6 +18,8 @@ class Counted:
     spec = GROUPED
     selector: Selector = "gate"
 
+    kernels = None
+
     def __init__(self, num_cols: int = 1) -> None:
         self.num_cols = num_cols
         self.asked: Counter[tuple[str, str]] = Counter()

@@ -117,6 +117,7 @@ class OneLayerOfAnother:
     layer: int
     spec: ModelSpec = field(init=False)
     selector: Selector = "none"
+    kernels: None = None
 
     def __post_init__(self) -> None:
         self.spec = self.base.spec

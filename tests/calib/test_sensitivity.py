@@ -405,7 +405,7 @@ class Changed:
     """A checkpoint whose experts of one layer are changed as a copy's are."""
 
     def __init__(self, source: CheckpointWeights, copy: Copy, errors: LayerErrors, quantizer: Quantizer) -> None:
-        self.spec = source.spec
+        self.spec, self.kernels = source.spec, source.kernels
         self._source, self._copy, self._errors, self._quantizer = source, copy, errors, quantizer
         self._sparse = next((change for change in copy.changes if change.kind_idx >= 0), None)
         self.selector: Selector = "none" if self._sparse is None else KINDS[self._sparse.kind_idx]

@@ -28,7 +28,6 @@ from moe_pack.runtime import (
     embed,
     mlp_input,
     route_tokens,
-    visible,
 )
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4)
@@ -68,13 +67,11 @@ def by_hand(folder: Path, selector: Selector, sparsity: float) -> Worked:
         ids = torch.from_numpy(TOKENS.sequences.astype(np.int64))
         S, learned = ids.shape[1], (len(ids) - num_held_out(len(ids))) * ids.shape[1]
         states = [embed(row, weights) for row in ids]
-        angles, mask = Rope(spec.rope, device)(torch.arange(S), S), visible(spec.attention, 0, S, device)
+        angles = Rope(spec.rope, device)(torch.arange(S), S)
         worked = Worked([], [], [])
         for layer in range(spec.num_hidden_layers):
             caches = [KVCache(spec, S, device).layer(layer) for _ in states]
-            x = torch.cat(
-                [add_attention(x, weights, layer, c, angles, mask) for x, c in zip(states, caches, strict=True)]
-            )
+            x = torch.cat([add_attention(x, weights, layer, c, angles) for x, c in zip(states, caches, strict=True)])
             inputs = mlp_input(x, weights, layer)
             experts, router = route_tokens(inputs, weights, layer)
             row: tuple[list[float], list[list[int]], list[list[int]]] = ([], [], [])

@@ -19,6 +19,7 @@ native: Any = pytest.importorskip("moe_pack.runtime._native", reason="native ker
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], object]
 T, D, F = 3, 128, 5
+HEADS, KV_HEADS, HEAD_DIM, ANGLES, CONTEXT = 4, 2, 20, 7, 11
 REFUSED = (ValueError, BufferError, TypeError)
 EXPERT, ROWS = random_expert(Shape(F, D)), random_rows(FOUR_BIT, F, D)
 
@@ -29,6 +30,29 @@ def floats(*shape: int) -> NDArray[np.float32]:
 
 def numbers(*values: int) -> NDArray[np.int32]:
     return np.array(values, np.int32)
+
+
+def legal_attention() -> Arguments:
+    return {
+        "q": floats(T, HEADS * HEAD_DIM),
+        "k": floats(T, KV_HEADS * HEAD_DIM),
+        "v": floats(T, KV_HEADS * HEAD_DIM),
+        "q_norm": floats(HEAD_DIM),
+        "k_norm": floats(HEAD_DIM),
+        "cosines": floats(T, ANGLES),
+        "sines": floats(T, ANGLES),
+        "keys": floats(KV_HEADS, CONTEXT, HEAD_DIM),
+        "values": floats(KV_HEADS, CONTEXT, HEAD_DIM),
+        "out": floats(T, HEADS * HEAD_DIM),
+        "num_heads": HEADS,
+        "num_kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "start": CONTEXT - T,
+        "window": 4,
+        "scale": 0.5,
+        "eps": 1e-6,
+        "interleaved": True,
+    }
 
 
 def legal(name: str) -> Arguments:
@@ -81,6 +105,8 @@ def legal(name: str) -> Arguments:
             "places": numbers(4, 0, 0),
             "out": np.zeros((3, dense.shape[1]), np.uint8),
         },
+        "attend": legal_attention(),
+        "rms_norm": {"x": floats(T, D), "weight": floats(D), "eps": 1e-6, "out": floats(T, D)},
         "checksum": {"bytes": dense},
         "read": {"bytes": dense},
     }
@@ -96,7 +122,8 @@ def call(name: str, arguments: Arguments) -> object:
     return getattr(native, name)(pool, *arguments.values())
 
 
-OPERATIONS = ("experts", "select", "neurons", "accumulate", "dense", "decode", "row_checksums", "gather")
+OPERATIONS = ("experts", "select", "neurons", "accumulate", "dense", "decode", "row_checksums", "gather", "attend")
+OPERATIONS += ("rms_norm",)
 OUTPUTS = {
     "experts": ["y"],
     "select": ["a", "runs", "neurons"],
@@ -106,6 +133,8 @@ OUTPUTS = {
     "decode": ["out"],
     "row_checksums": ["out"],
     "gather": ["out"],
+    "attend": ["keys", "values", "out"],
+    "rms_norm": ["out"],
 }
 BUFFERS = [
     (name, buffer) for name in OPERATIONS for buffer, value in legal(name).items() if isinstance(value, np.ndarray)
@@ -192,6 +221,19 @@ SIZES = [
     ("decode", "out", "out: 639 values, expected 640"),
     ("row_checksums", "out", "out: 4 values, expected 5"),
     ("gather", "out", "out: 239 values, expected 240"),
+    ("attend", "q", "q: 239 values, expected 160"),
+    ("attend", "k", "k: 119 values, expected 120"),
+    ("attend", "v", "v: 119 values, expected 120"),
+    ("attend", "q_norm", "q_norm: 19 values, expected 20"),
+    ("attend", "k_norm", "k_norm: 19 values, expected 20"),
+    ("attend", "cosines", "cosines: 20 values, expected 18"),
+    ("attend", "sines", "sines: 20 values, expected 21"),
+    ("attend", "keys", "keys: 439 values, expected 400"),
+    ("attend", "values", "values: 439 values, expected 440"),
+    ("attend", "out", "out: 239 values, expected 240"),
+    ("rms_norm", "x", "x: 383 values, expected 256"),
+    ("rms_norm", "weight", "x: 384 values, expected 381"),
+    ("rms_norm", "out", "out: 383 values, expected 384"),
 ]
 
 
@@ -230,6 +272,24 @@ VALUES: dict[str, tuple[str, Change, str]] = {
     "rows below nothing": ("gather", put("row_bytes", -80), "row_bytes: expected at least 1"),
     "checksums of rows of nothing": ("row_checksums", put("row_bytes", 0), "num_bytes: expected 0 to row_bytes"),
     "checksums of less than nothing": ("row_checksums", put("num_bytes", -1), "num_bytes: expected 0 to row_bytes"),
+    "no heads": ("attend", put("num_heads", 0), "heads: sizes out of range"),
+    "heads below 0": ("attend", put("num_heads", -4), "heads: sizes out of range"),
+    "no key heads": ("attend", put("num_kv_heads", 0), "heads: sizes out of range"),
+    "heads of nothing": ("attend", put("head_dim", 0), "heads: sizes out of range"),
+    "too many heads": ("attend", put("num_heads", 65538), "heads: sizes out of range"),
+    "heads too large": ("attend", put("head_dim", 2**30), "heads: sizes out of range"),
+    "keys that some share": ("attend", put("num_heads", 5), "heads: keys are not shared by as many queries each"),
+    "start below 0": ("attend", put("start", -1), "start: the new tokens are not within the cache"),
+    "start too high": ("attend", put("start", 9), "start: the new tokens are not within the cache"),
+    "start beyond the cache": ("attend", put("start", 2**62), "start: the new tokens are not within the cache"),
+    "window below 0": ("attend", put("window", -1), "window: expected 0 to 2^30"),
+    "window far beyond": ("attend", put("window", 2**62), "window: expected 0 to 2^30"),
+    "more angles than pairs": (
+        "attend",
+        lambda a: a.update(cosines=floats(T, 11), sines=floats(T, 11)),
+        "cosines: more than a head has pairs of values",
+    ),
+    "norm of nothing": ("rms_norm", put("weight", floats(0)), "weight: expected 1 to 2^20 values"),
     "checksums past a row": ("row_checksums", put("num_bytes", 81), "num_bytes: expected 0 to row_bytes"),
 }
 
@@ -251,6 +311,9 @@ def test_the_first_and_last_of_everything_pass() -> None:
         ("gather", {"places": numbers(0, F - 1, F - 1)}),
         ("row_checksums", {"num_bytes": 80}),
         ("row_checksums", {"num_bytes": 0}),
+        ("attend", {"start": 0}),
+        ("attend", {"cosines": floats(T, 10), "sines": floats(T, 10)}),
+        ("attend", {"q_norm": None, "k_norm": None, "window": 0}),
     ):
         call(name, legal(name) | cast(Arguments, changes))
 

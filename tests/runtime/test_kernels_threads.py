@@ -12,9 +12,10 @@ from native import INSTRUCTION_SETS, kernels_limited_to, work
 from random_experts import FOUR_BIT, RandomExpert, Shape, random_expert, random_rows, random_tokens, threshold_at
 from torch import Tensor
 
-from moe_pack.formats import BF16, SELECTORS, RunError, Selector, part_format
+from moe_pack.formats import BF16, SELECTORS, GroupedQuerySpec, RunError, Selector, part_format
 from moe_pack.runtime import activations
 from moe_pack.runtime.kernels import InstructionSet, Kernels, Selected, num_cpus, open_kernels, row_numbers
+from moe_pack.runtime.kv_cache import LayerCache
 
 Operation = Callable[[Kernels], Tensor]
 D, F = 320, 700  # a record has 0.5 KiB: more than the 64 KiB that one thread does alone
@@ -71,6 +72,21 @@ def of_gather(kernels: Kernels) -> Tensor:
     return torch.from_numpy(kernels.gather(rows, np.arange(0, 400, 3, dtype=np.int32)))
 
 
+def of_attend(num_tokens: int, start: int, kernels: Kernels) -> Tensor:
+    """Eight heads that share two keys; their positions, and the cache afterwards."""
+    q, k, v = (random_tokens(num_tokens, width, width) for width in (512, 128, 129))
+    keys = random_tokens(2 * (start + num_tokens), 64).view(2, -1, 64)
+    cache = LayerCache(keys, keys.flip(1), start)
+    turns = random_tokens(num_tokens, 32)
+    spec = GroupedQuerySpec("grouped_query", 8, 2, 64, None, 0.2, (), "none")
+    y = kernels.attend((q, k, v[:, :128]), None, (turns.cos(), turns.sin()), False, cache, spec)
+    return torch.cat([y.flatten(), cache.keys.flatten(), cache.values.flatten()])
+
+
+def of_rms_norm(kernels: Kernels) -> Tensor:
+    return kernels.rms_norm(random_tokens(400, D), torch.linspace(1, 2, D), 1e-6)
+
+
 OPERATIONS: dict[str, Operation] = {
     **{
         f"experts, {n} tokens, {selector}": partial(of_experts, n, selector)
@@ -84,6 +100,8 @@ OPERATIONS: dict[str, Operation] = {
     "decode": of_decode,
     "checksums": of_checksums,
     "gather": of_gather,
+    **{f"attend, {n} tokens": partial(of_attend, n, start) for n, start in ((1, 3000), (3, 700), (70, 200), (300, 0))},
+    "rms_norm": of_rms_norm,
 }
 
 

@@ -13,7 +13,7 @@ from models import DEMO_MODEL, pack
 from native import INSTRUCTION_SETS, kernels_limited_to
 from torch import Tensor
 
-from moe_pack.formats import SELECTORS, Pack, PackError, Selector, rewrite_thresholds
+from moe_pack.formats import FAMILIES, SELECTORS, Pack, PackError, Selector, rewrite_thresholds
 from moe_pack.runtime import Decoder, PackWeights
 from moe_pack.runtime.kernels import Kernels
 from moe_pack.runtime.packed_expert import MappedExpert, PackedExpert
@@ -124,7 +124,7 @@ def test_logits_are_those_without_kernels_at_any_width(width: int, tmp_path: Pat
         assert distance(logits(PackWeights(held, CPU, kernels), ids), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "phimoe", "granitemoe", "qwen2_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_other_families_are_those_without_kernels(family: str, tmp_path: Path, kernels: Kernels) -> None:
     pack(write(Tiny(family, "as it comes"), tmp_path / "source"), tmp_path / "packed", dense_width=8)
     ids = [(7 * i * i + 3) % 96 for i in range(30)]

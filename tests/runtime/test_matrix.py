@@ -29,6 +29,13 @@ def test_of_few_rows_each_is_read_once() -> None:
     assert held.asked == [(0, 1), (7, 8), (99, 100)]
 
 
+@pytest.mark.parametrize("number", [0, 7, 99])
+def test_of_one_row_that_alone_is_read(number: int) -> None:
+    held = Recorded(WEIGHT)
+    assert torch.equal(gather_rows(held, torch.tensor([number])), WEIGHT[[number]].to(torch.float32))
+    assert held.asked == [(number, number + 1)]
+
+
 def test_of_many_rows_all_are_read_at_once() -> None:
     held = Recorded(WEIGHT)
     ids = torch.tensor([7, 99, 7, 0, 50, 51, 52, 98])  # 7 of 100: a sixteenth and more

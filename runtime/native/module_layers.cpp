@@ -1,0 +1,111 @@
+#include "module_layers.h"
+
+#include "attention.h"
+#include "norm.h"
+
+namespace moe_pack {
+namespace {
+
+constexpr int kMaxHeads = 1 << 16;    // and values of one: their product is of 32 bits
+constexpr size_t kMaxValues = 1 << 20;  // of a row that is normed
+
+// The buffers of a call of `attend`.
+struct GivenAttention {
+    Buffer<const float> q, k, v, q_norm, k_norm, cosines, sines;
+    Buffer<float> keys, values, out;
+
+    bool take(PyObject* const* from) {
+        return q.take(from[0], "q") && k.take(from[1], "k") && v.take(from[2], "v") && q_norm.take(from[3], "q_norm") &&
+               k_norm.take(from[4], "k_norm") && cosines.take(from[5], "cosines") && sines.take(from[6], "sines") &&
+               keys.take(from[7], "keys", true) && values.take(from[8], "values", true) &&
+               out.take(from[9], "out", true);
+    }
+
+    // Whether all sizes fit; those that follow from them are set.
+    bool fit(AttentionWork* work, Py_ssize_t start, Py_ssize_t window) const {
+        const size_t d = work->head_dim, q_width = work->num_heads * d, kv_width = work->num_kv_heads * d;
+        if (!count_tokens("q", q.size(), q_width, &work->num_tokens)) return false;
+        const size_t tokens = work->num_tokens, context = keys.size() / kv_width;
+        if (tokens * work->num_heads > kMaxTokens) return refuse("q", "too many tokens") != nullptr;
+        if ((q_norm.values() == nullptr) != (k_norm.values() == nullptr))
+            return refuse("norms", "of queries and of keys, or of neither") != nullptr;
+        if (!has_size("k", k.size(), tokens * kv_width) || !has_size("v", v.size(), tokens * kv_width) ||
+            !has_size("out", out.size(), q.size()) || !norm_fits("q_norm", q_norm, d) ||
+            !norm_fits("k_norm", k_norm, d) || !angles_fit(tokens, d))
+            return false;
+        if (context > kMaxTokens) return refuse("keys", "too many positions") != nullptr;
+        if (!has_size("keys", keys.size(), context * kv_width) || !has_size("values", values.size(), keys.size()))
+            return false;
+        if (start < 0 || (size_t)start > context || tokens > context - start)
+            return refuse("start", "the new tokens are not within the cache") != nullptr;
+        if (window < 0 || (size_t)window > kMaxTokens) return refuse("window", "expected 0 to 2^30") != nullptr;
+        work->context = (int32_t)context;
+        work->start = (int32_t)start;
+        work->window = (int32_t)window;
+        work->num_angles = tokens ? (int32_t)(cosines.size() / tokens) : 0;
+        return true;
+    }
+
+  private:
+    static bool norm_fits(const char* name, const Buffer<const float>& norm, size_t d) {
+        return norm.values() == nullptr || has_size(name, norm.size(), d);
+    }
+    bool angles_fit(size_t tokens, size_t d) const {
+        const size_t num_angles = tokens ? cosines.size() / tokens : 0;
+        if (num_angles > d / 2) return refuse("cosines", "more than a head has pairs of values") != nullptr;
+        return has_size("cosines", cosines.size(), tokens * num_angles) &&
+               has_size("sines", sines.size(), cosines.size());
+    }
+};
+
+}  // namespace
+
+PyObject* attend_heads(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *from[10];
+    AttentionWork work = {};
+    Py_ssize_t start, window;
+    int interleaved;
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOOiiinnffp:attend", &capsule, &from[0], &from[1], &from[2], &from[3],
+                          &from[4], &from[5], &from[6], &from[7], &from[8], &from[9], &work.num_heads,
+                          &work.num_kv_heads, &work.head_dim, &start, &window, &work.scale, &work.eps, &interleaved))
+        return nullptr;
+    Pool* pool = pool_of(capsule);
+    if (pool == nullptr) return nullptr;
+    for (int size : {work.num_heads, work.num_kv_heads, work.head_dim})
+        if (size < 1 || size > kMaxHeads) return refuse("heads", "sizes out of range");
+    if (work.num_heads % work.num_kv_heads) return refuse("heads", "keys are not shared by as many queries each");
+    GivenAttention given;
+    if (!given.take(from) || !given.fit(&work, start, window)) return nullptr;
+    if (work.num_tokens == 0) Py_RETURN_NONE;
+    work.interleaved = interleaved;
+    work.q = given.q.values();
+    work.k = given.k.values();
+    work.v = given.v.values();
+    work.q_norm = given.q_norm.values();
+    work.k_norm = given.k_norm.values();
+    work.cosines = given.cosines.values();
+    work.sines = given.sines.values();
+    work.keys = given.keys.values();
+    work.values = given.values.values();
+    return unlocked([&] { return attend(*pool, work, given.out.values()); });
+}
+
+PyObject* norm_rows(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *inputs, *weights, *outputs;
+    float eps;
+    if (!PyArg_ParseTuple(arguments, "OOOfO:rms_norm", &capsule, &inputs, &weights, &eps, &outputs)) return nullptr;
+    Pool* pool = pool_of(capsule);
+    Buffer<const float> x, weight;
+    Buffer<float> out;
+    if (pool == nullptr || !x.take(inputs, "x") || !weight.take(weights, "weight") || !out.take(outputs, "out", true))
+        return nullptr;
+    const size_t n = weight.size();
+    if (n < 1 || n > kMaxValues) return refuse("weight", "expected 1 to 2^20 values");
+    int32_t num_rows;
+    if (!count_tokens("x", x.size(), n, &num_rows) || !has_size("out", out.size(), x.size())) return nullptr;
+    return unlocked([&] {
+        return rms_norm(*pool, x.values(), weight.values(), num_rows, (int32_t)n, eps, out.values());
+    });
+}
+
+}  // namespace moe_pack

@@ -1,0 +1,11 @@
+// The Python face of what a layer does between its products.
+#pragma once
+
+#include "arguments.h"
+
+namespace moe_pack {
+
+PyObject* attend_heads(PyObject* module, PyObject* arguments);
+PyObject* norm_rows(PyObject* module, PyObject* arguments);
+
+}  // namespace moe_pack

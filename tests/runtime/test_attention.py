@@ -1,0 +1,183 @@
+"""Attention and norms by the native kernels against plain torch: heads, windows, norms, rotation."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from combinations import Combination, sample
+from native import INSTRUCTION_SETS, kernels_limited_to
+from torch import Tensor
+
+from moe_pack.formats import GroupedQuerySpec
+from moe_pack.runtime.attention import attend_heads
+from moe_pack.runtime.kernels import HeadNorms, Kernels
+from moe_pack.runtime.kv_cache import LayerCache
+from moe_pack.runtime.norm import rms_norm
+
+# Float32 sums of up to 256 values, and softmax over up to 900, in another order.
+TOLERANCE = 3e-6
+CHOICES: dict[str, tuple[object, ...]] = {
+    "num_kv_heads": (1, 2, 3, 8),
+    "group": (1, 2, 3, 5, 8, 16),
+    "head_dim": (6, 64, 80, 96, 128, 256),
+    "num_tokens": (1, 2, 3, 5, 17, 64, 65, 130),
+    "start": (0, 1, 63, 255, 256, 257, 770),
+    "window": (None, 1, 2, 64, 100, 500),
+    "normed": (False, True),
+    "rotated": (0.0, 0.5, 1.0),
+    "interleaved": (False, True),
+    "room": (0, 1, 40),
+}
+
+
+def can_be(c: Combination) -> bool:
+    return c["num_kv_heads"] * c["group"] * c["head_dim"] * c["num_tokens"] <= 1 << 20  # type: ignore[operator]
+
+
+SAMPLE = sample(CHOICES, can_be, 90)
+
+
+@dataclass(frozen=True)
+class Case:
+    """New tokens of a layer, and the cache they enter."""
+
+    spec: GroupedQuerySpec
+    projected: tuple[Tensor, Tensor, Tensor]
+    norms: HeadNorms | None
+    angles: tuple[Tensor, Tensor]
+    interleaved: bool
+    keys: Tensor
+    values: Tensor
+    start: int
+
+    def found(self, kernels: Kernels | None) -> tuple[Tensor, LayerCache]:
+        """The attention by kernels, or torch, and the cache afterwards."""
+        cache = LayerCache(self.keys.clone(), self.values.clone(), self.start)
+        operation = attend_heads if kernels is None else kernels.attend
+        y = operation(self.projected, self.norms, self.angles, self.interleaved, cache, self.spec)
+        return y, cache
+
+
+def made(
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    num_tokens: int,
+    start: int,
+    window: int | None = None,
+    normed: bool = False,
+    rotated: float = 1.0,
+    interleaved: bool = False,
+    room: int = 0,
+    seed: int = 0,
+) -> Case:
+    draw = torch.Generator().manual_seed(seed)
+    num_heads, scale = group * num_kv_heads, 1.5 * head_dim**-0.5
+    spec = GroupedQuerySpec("grouped_query", num_heads, num_kv_heads, head_dim, window, scale, (), "none")
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    widths = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
+    q, k, v = (random(num_tokens, width) for width in widths)
+    norms = HeadNorms(1 + random(head_dim) / 4, 1 + random(head_dim) / 4, 1e-5) if normed else None
+    turns = 9 * random(num_tokens, int(rotated * head_dim / 2))
+    shape = (num_kv_heads, start + num_tokens + room, head_dim)
+    return Case(spec, (q, k, v), norms, (turns.cos(), turns.sin()), interleaved, random(*shape), random(*shape), start)
+
+
+@cache
+def case(number: int) -> tuple[Case, Tensor, LayerCache]:
+    held = made(**SAMPLE[number], seed=number)  # type: ignore[arg-type]
+    return held, *held.found(None)
+
+
+def name_of(number: int) -> str:
+    return "-".join(str(value) for value in SAMPLE[number].values())
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return kernels_limited_to(request.param)
+
+
+@pytest.mark.parametrize("number", range(len(SAMPLE)), ids=name_of)
+def test_attention_is_torchs(number: int, kernels: Kernels) -> None:
+    held, expected, expected_cache = case(number)
+    y, cache = held.found(kernels)
+    assert_near(y, expected)
+    assert_near(cache.keys, expected_cache.keys)
+    assert torch.equal(cache.values, expected_cache.values)
+    start, stop = held.start, held.start + len(y)
+    for found, before in ((cache.keys, held.keys), (cache.values, held.values)):
+        assert torch.equal(found[:, :start], before[:, :start]) and torch.equal(found[:, stop:], before[:, stop:])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 130])
+def test_what_lies_outside_the_window_or_later_is_not_seen(num_tokens: int, kernels: Kernels) -> None:
+    held = made(2, 3, 64, num_tokens, 300, window=7, room=20)
+    y, _ = held.found(kernels)
+    held.keys[:, :294], held.values[:, :294] = 1e30, 1e30
+    held.keys[:, 300 + num_tokens :], held.values[:, 300 + num_tokens :] = torch.nan, torch.nan
+    assert torch.equal(held.found(kernels)[0], y)
+
+
+def scored(scores: Tensor) -> Case:
+    """One query of 256 values that has these scores with as many keys; values pick out each one's probability."""
+    spec = GroupedQuerySpec("grouped_query", 1, 1, 256, None, 1.0, (), "none")
+    angles = (torch.empty(1, 0), torch.empty(1, 0))
+    q, keys, values = torch.zeros(1, 256), torch.zeros(1, len(scores), 256), torch.zeros(1, len(scores), 256)
+    q[0, 0], keys[0, :, 0] = 1.0, scores
+    values[0, torch.arange(len(scores)), torch.arange(len(scores))] = 1.0
+    return Case(
+        spec, (q, keys[:, -1].clone(), values[:, -1].clone()), None, angles, False, keys, values, len(scores) - 1
+    )
+
+
+@pytest.mark.parametrize("highest", [0.0, -300.0, 2e4])
+def test_exponentials_are_as_precise_as_float32(highest: float, kernels: Kernels) -> None:
+    scores = highest + torch.cat([torch.linspace(-80, 0, 120), torch.linspace(-1, 0, 131), torch.tensor([0.0])])
+    y, _ = scored(scores).found(kernels)
+    expected = scores.double().softmax(dim=0)
+    # Two units in the last place of an exponential, and the sum's of 252.
+    assert ((y[0, : len(scores)] - expected) / expected).abs().max() < 1e-6
+
+
+def test_scores_far_below_the_highest_count_for_nothing(kernels: Kernels) -> None:
+    y, _ = scored(torch.tensor([-torch.inf, -3e38, -1e4, -104.0, 0.0])).found(kernels)
+    assert torch.equal(y[0, :5], torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0]))
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("num_tokens", [1, 2, 130])
+def test_what_sees_a_score_that_is_no_number_is_none(num_tokens: int, wrong: float, kernels: Kernels) -> None:
+    held = made(2, 2, 64, num_tokens, 300)
+    held.keys[1, 20] = wrong
+    expected, (y, _) = held.found(None)[0], held.found(kernels)
+    assert torch.equal(y.isnan(), expected.isnan()) and y.isnan().any() and not y.isnan().all()
+
+
+def test_no_tokens_have_no_attention(kernels: Kernels) -> None:
+    held = made(2, 2, 64, 0, 5)
+    y, cache = held.found(kernels)
+    assert y.shape == (0, 256) and torch.equal(cache.keys, held.keys)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-6, 1.0])
+@pytest.mark.parametrize(("num_rows", "n"), [(0, 8), (1, 1), (1, 2048), (3, 70), (33, 2880), (600, 64)])
+def test_norms_are_torchs(num_rows: int, n: int, eps: float, kernels: Kernels) -> None:
+    draw = torch.Generator().manual_seed(n)
+    x, weight = torch.randn(num_rows, n, generator=draw), torch.randn(n, generator=draw)
+    torch.testing.assert_close(kernels.rms_norm(x, weight, eps), rms_norm(x, weight, eps), rtol=2e-6, atol=0)
+
+
+def test_norms_are_of_the_last_dimension_wherever_rows_lie(kernels: Kernels) -> None:
+    x, weight = torch.randn(4, 100, generator=torch.Generator().manual_seed(0)), torch.linspace(1, 2, 30)
+    part = x[:, 20:50].view(2, 2, 30)
+    torch.testing.assert_close(kernels.rms_norm(part, weight, 1e-6), rms_norm(part, weight, 1e-6), rtol=2e-6, atol=0)
