@@ -1,4 +1,4 @@
-"""The decoder: the whole forward pass, in plain torch, over any source of weights.
+"""The decoder: the whole forward pass over any source of weights, in plain torch or by the kernels that they carry.
 
 The parts of a layer are in `layer`, an expert's arithmetic in `expert`, routing in `router`. Hidden state, router
 logits and all sums are float32. Everything faster is tested against this.

@@ -42,6 +42,9 @@ void expert_case(Random& random, Pools& pools, Counts& counts);
 // Rows of one part: products and decoding.
 void rows_case(Random& random, Pools& pools, Counts& counts);
 
+// Attention and norms against plain sums.
+void attention_case(Random& random, Pools& pools, Counts& counts);
+
 // Checksums, gathering, reading.
 void bytes_case(Random& random, Pools& pools, Counts& counts);
 

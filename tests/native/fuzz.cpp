@@ -43,8 +43,9 @@ void run_case(uint64_t seed, Pools& pools, Counts& counts) {
     alarm(kHangSeconds);
     Random random(seed);
     int64_t kind = random.between(1, 100);
-    auto run = kind <= 50   ? expert_case
-               : kind <= 80 ? rows_case
+    auto run = kind <= 45   ? expert_case
+               : kind <= 65 ? rows_case
+               : kind <= 80 ? attention_case
                : kind <= 90 ? bytes_case
                : kind <= 97 ? cut_case
                             : pool_case;

@@ -152,6 +152,21 @@ class Cases:
         places = self.random.integers(0, len(rows), self.number(0, 60)).astype(np.int32)
         return [rows, rows.shape[1], places, self.bytes(len(places), rows.shape[1])]
 
+    def attend_arguments(self) -> Arguments:
+        kv_heads, head_dim = self.number(1, 3), self.number(1, 40)
+        heads, tokens, angles = kv_heads * self.number(1, 4), self.number(0, 9), self.number(0, head_dim // 2)
+        start = self.number(0, 300 if self.chance(20) else 20)
+        cache = (kv_heads, start + tokens + self.number(0, 2), head_dim)
+        norms = [self.floats(head_dim), self.floats(head_dim)] if self.chance(50) else [None, None]
+        projected = [self.floats(tokens, each * head_dim) for each in (heads, kv_heads, kv_heads)]
+        turns = [self.floats(tokens, angles), self.floats(tokens, angles)]
+        held = [self.floats(*cache), self.floats(*cache), self.floats(tokens, heads * head_dim)]
+        numbers = [heads, kv_heads, head_dim, start, self.number(0, 9), 0.5, 1e-6, self.chance(50)]
+        return [*projected, *norms, *turns, *held, *numbers]
+
+    def rms_norm_arguments(self) -> Arguments:
+        return [self.floats(self.tokens, self.d), self.floats(self.d), 1e-6, self.floats(self.tokens, self.d)]
+
     def open_pool_arguments(self) -> Arguments:
         return [self.number(1, 3), [None, "portable", "avx2", "avx512"][self.number(0, 3)]]
 

@@ -1,0 +1,190 @@
+// Attention and norms of float rows against plain sums in double precision.
+#include <algorithm>
+#include <vector>
+
+#include "attention.h"
+#include "cases.h"
+#include "norm.h"
+
+namespace moe_pack {
+namespace {
+
+constexpr double kMaxSums = 400'000;  // products that a case may cost
+constexpr double kRounding = 1e-5;    // of float32 sums of some hundred values
+
+using Values = std::vector<double>;
+
+struct Tensors {
+    Exact<float> q, k, v, q_norm, k_norm, cosines, sines, keys, values, out;
+
+    Tensors(Random& random, const AttentionWork& w, size_t t, size_t d)
+        : q(random, t * w.num_heads * d), k(random, t * w.num_kv_heads * d), v(random, t * w.num_kv_heads * d),
+          q_norm(random, d), k_norm(random, d), cosines(random, t * w.num_angles), sines(random, t * w.num_angles),
+          keys(random, (size_t)w.num_kv_heads * w.context * d), values(random, keys.size()), out(random, q.size()) {}
+
+    void fill(Random& random, void (*with)(Random&, float*, size_t)) {
+        for (Exact<float>* each : {&q, &k, &v, &q_norm, &k_norm, &keys, &values})
+            with(random, each->get(), each->size());
+        for (size_t i = 0; i < cosines.size(); i++) {
+            const float angle = random.real(-9.0f, 9.0f);
+            cosines[i] = std::cos(angle);
+            sines[i] = std::sin(angle);
+        }
+    }
+    AttentionWork given(AttentionWork w, bool normed) const {
+        w.q = q.get();
+        w.k = k.get();
+        w.v = v.get();
+        w.q_norm = normed ? q_norm.get() : nullptr;
+        w.k_norm = normed ? k_norm.get() : nullptr;
+        w.cosines = cosines.get();
+        w.sines = sines.get();
+        w.keys = const_cast<float*>(keys.get());
+        w.values = const_cast<float*>(values.get());
+        return w;
+    }
+};
+
+AttentionWork random_work(Random& random) {
+    AttentionWork w = {};
+    w.num_kv_heads = (int32_t)random.between(1, 4);
+    w.num_heads = w.num_kv_heads * (int32_t)random.pick({1, 2, 3, 8, 17});
+    w.head_dim = random.chance(50) ? random.pick({32, 64, 80, 128}) : (int32_t)random.between(1, 70);
+    w.num_tokens = random.pick({0, 1, 1, 2, 5, 40, 70});
+    w.start = random.chance(40) ? 0 : (int32_t)random.between(0, random.chance(20) ? 1500 : 300);
+    w.context = w.start + w.num_tokens + (int32_t)random.between(0, 3);
+    w.window = random.chance(50) ? 0 : (int32_t)random.between(1, random.chance(50) ? 10 : 400);
+    w.num_angles = random.chance(50) ? w.head_dim / 2 : (int32_t)random.between(0, w.head_dim / 2);
+    w.interleaved = random.chance(50);
+    w.scale = random.pick({1.0f, 0.125f});
+    w.eps = random.pick({1e-6f, 1e-3f});
+    return w;
+}
+
+Values plain_head(const AttentionWork& w, const float* head, const float* norm, int32_t token) {
+    Values x(head, head + w.head_dim);
+    double squares = 0;
+    for (double value : x) squares += value * value;
+    for (int32_t c = 0; norm && c < w.head_dim; c++) x[c] *= norm[c] / std::sqrt(squares / w.head_dim + w.eps);
+    for (int32_t i = 0; i < w.num_angles; i++) {
+        double &a = x[w.interleaved ? 2 * i : i], &b = x[w.interleaved ? 2 * i + 1 : i + w.num_angles];
+        const size_t place = (size_t)token * w.num_angles + i;
+        const double cosine = w.cosines[place], sine = w.sines[place];
+        const double first = a * cosine - b * sine, second = b * cosine + a * sine;
+        a = first;
+        b = second;
+    }
+    return x;
+}
+
+// What one query head of a token makes of the cache, in which its own keys and values are by now.
+void check_head(const AttentionWork& w, int32_t token, int32_t head, const float* found) {
+    const size_t d = w.head_dim, group = w.num_heads / w.num_kv_heads;
+    const Values q = plain_head(w, w.q + ((size_t)token * w.num_heads + head) * d, w.q_norm, token);
+    const size_t row = head / group * w.context;
+    const int32_t end = w.start + token + 1, begin = w.window ? std::max(0, end - w.window) : 0;
+    Values scores, mixed(d);
+    double size = 0, largest = -INFINITY, sum = 0, peak = 0;
+    for (int32_t p = begin; p < end; p++) {
+        double score = 0, magnitude = 0;
+        for (size_t c = 0; c < d; c++) {
+            score += q[c] * w.keys[(row + p) * d + c] * w.scale;
+            magnitude += std::fabs(q[c] * w.keys[(row + p) * d + c] * w.scale);
+        }
+        scores.push_back(score);
+        largest = std::max(largest, score);
+        size = std::max(size, magnitude);
+    }
+    for (int32_t p = begin; p < end; p++) {
+        const double share = std::exp(scores[p - begin] - largest);
+        sum += share;
+        for (size_t c = 0; c < d; c++) {
+            mixed[c] += share * w.values[(row + p) * d + c];
+            peak = std::max(peak, std::fabs((double)w.values[(row + p) * d + c]));
+        }
+    }
+    const double slack = peak * kRounding * (1 + size);
+    for (size_t c = 0; c < d; c++)
+        if (!(std::fabs(found[c] - mixed[c] / sum) <= slack))
+            fail("attention of token %d, head %d is %.9g, expected %.9g within %.3g", token, head, found[c],
+                 mixed[c] / sum, slack);
+}
+
+void check_cache(const AttentionWork& w, const Exact<float>& keys_before, const Exact<float>& values_before) {
+    const size_t d = w.head_dim;
+    for (int32_t h = 0; h < w.num_kv_heads; h++)
+        for (int32_t p = 0; p < w.context; p++) {
+            const size_t place = ((size_t)h * w.context + p) * d;
+            const int32_t token = p - w.start;
+            const bool is_new = token >= 0 && token < w.num_tokens;
+            const size_t from = is_new ? ((size_t)token * w.num_kv_heads + h) * d : 0;
+            const float* value = is_new ? w.v + from : values_before.get() + place;
+            require(std::memcmp(w.values + place, value, sizeof(float) * d) == 0, "values of the cache");
+            if (!is_new) {
+                require(std::memcmp(w.keys + place, keys_before.get() + place, sizeof(float) * d) == 0, "other keys");
+                continue;
+            }
+            const Values key = plain_head(w, w.k + from, w.k_norm, token);
+            double peak = 0;
+            for (double each : key) peak = std::max(peak, std::fabs(each));
+            for (size_t c = 0; c < d; c++)
+                require(std::fabs(w.keys[place + c] - key[c]) <= 2 * kRounding * peak, "a key of the cache");
+        }
+}
+
+void norm_case(Random& random, Pool& alone, Pool& several, bool sane) {
+    const int32_t n = (int32_t)random.between(1, 300), num_rows = random.pick({0, 1, 2, 7, 300});
+    Exact<float> x(random, (size_t)num_rows * n), weight(random, n), out(random, x.size()), same(random, x.size());
+    (sane ? fill_inputs : fill_wild)(random, x.get(), x.size());
+    (sane ? fill_inputs : fill_wild)(random, weight.get(), weight.size());
+    const float eps = 1e-5f;
+    require(rms_norm(alone, x.get(), weight.get(), num_rows, n, eps, out.get()) == Outcome::done, "norms are done");
+    require(rms_norm(several, x.get(), weight.get(), num_rows, n, eps, same.get()) == Outcome::done, "norms are done");
+    require(out.same_bits(same), "the same bits for any number of threads, in norms");
+    for (int32_t r = 0; sane && r < num_rows; r++) {
+        double squares = 0;
+        for (int32_t c = 0; c < n; c++) squares += (double)x[(size_t)r * n + c] * x[(size_t)r * n + c];
+        for (int32_t c = 0; c < n; c++) {
+            const double expected = weight[c] * x[(size_t)r * n + c] / std::sqrt(squares / n + eps);
+            require(std::fabs(out[(size_t)r * n + c] - expected) <= kRounding * std::fabs(expected), "a norm");
+        }
+    }
+}
+
+}  // namespace
+
+void attention_case(Random& random, Pools& pools, Counts& counts) {
+    const size_t set_idx = pools.any_set(random);
+    Pool &alone = pools.alone(set_idx), &several = pools.several(random, set_idx);
+    const bool sane = random.chance(60), normed = random.chance(50);
+    norm_case(random, alone, several, sane);
+    const AttentionWork sizes = random_work(random);
+    const double sums = (double)sizes.num_tokens * sizes.num_heads * sizes.context * sizes.head_dim;
+    // Larger ones would take a sanitizer minutes.
+    if (sizes.num_tokens == 0 || sums > 10 * kMaxSums) return;
+    Tensors first(random, sizes, sizes.num_tokens, sizes.head_dim);
+    Tensors second(random, sizes, sizes.num_tokens, sizes.head_dim);
+    first.fill(random, sane ? fill_inputs : fill_wild);
+    for (auto [to, from] : {std::pair(&second.keys, &first.keys), std::pair(&second.values, &first.values)})
+        to->copy_from(*from);
+    Exact<float> keys_before(random, first.keys.size()), values_before(random, first.keys.size());
+    keys_before.copy_from(first.keys);
+    values_before.copy_from(first.values);
+    const AttentionWork work = first.given(sizes, normed);
+    AttentionWork again = work;
+    again.keys = second.keys.get();
+    again.values = second.values.get();
+    require(attend(alone, work, first.out.get()) == Outcome::done, "attention is done");
+    require(attend(several, again, second.out.get()) == Outcome::done, "attention is done");
+    require(first.out.same_bits(second.out) && first.keys.same_bits(second.keys) &&
+                first.values.same_bits(second.values),
+            "the same bits for any number of threads, in attention");
+    if (!sane || sums > kMaxSums) return;
+    counts.compared++;
+    check_cache(work, keys_before, values_before);
+    for (int32_t t = 0; t < sizes.num_tokens; t++)
+        for (int32_t h = 0; h < sizes.num_heads; h++)
+            check_head(work, t, h, first.out.get() + ((size_t)t * sizes.num_heads + h) * sizes.head_dim);
+}
+
+}  // namespace moe_pack
