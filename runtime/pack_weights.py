@@ -1,5 +1,7 @@
 """A pack's weights: the dense part on the device, or read as it is used; experts' bytes brought when asked for."""
 
+from itertools import groupby
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -85,16 +87,16 @@ class PackWeights:
         """
         if self._kernels is None:
             return None
-        chosen = experts.numpy().ravel()
-        order = np.argsort(chosen, kind="stable")  # by expert, rising, so that sums are made in one order
-        numbers, starts = np.unique(chosen[order], return_index=True)
-        stops = [*starts.tolist(), len(chosen)][1:]
-        tokens, weights = order // experts.shape[1], router_weights.numpy().ravel()[order]
-        works = []
-        for number, start, stop in zip(numbers.tolist(), starts.tolist(), stops, strict=True):
+        chosen = experts.ravel().tolist()
+        order = sorted(range(len(chosen)), key=chosen.__getitem__)  # by expert, so that sums are made in one order
+        tokens, weights = np.array(order) // experts.shape[1], router_weights.numpy().ravel()[order]
+        works, start, layouts = [], 0, self._pack.layout.experts[layer_idx]
+        for number, places in groupby(order, key=chosen.__getitem__):
+            stop = start + len(list(places))
             rows = self._mapped_expert(layer_idx, number, self._kernels).rows
-            self.bytes_read += self._pack.layout.experts[layer_idx][number].num_bytes
             works.append((rows, tokens[start:stop], weights[start:stop]))
+            self.bytes_read += layouts[number].num_bytes
+            start = stop
         place = self._pack.manifest.expert_files[layer_idx].name
         with named_if_cut(place):
             y = self._kernels.experts(x, works)
