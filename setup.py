@@ -16,6 +16,7 @@ SOURCES = (
     "rows",
     "attention",
     "norm",
+    "router",
     "layout",
     "pool",
     "arena",

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, GroupedQuerySpec, Part, RowLayout, RunError, Selector
+from moe_pack.formats import ExpertLayout, GroupedQuerySpec, Part, RouterSpec, RowLayout, RunError, Selector
 from moe_pack.runtime.kv_cache import LayerCache
 from moe_pack.runtime.rope import Angles
 
@@ -38,6 +38,7 @@ Numbers = NDArray[np.int32]
 
 _CODECS = {"bf16": 0, "affine": 1, "f16": 2, "f32": 3}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 2, torch.float32: 3}
+_ROUTERS = {"softmax_topk": 0, "topk_softmax": 1, "sigmoid_topk": 2, "sparsemixer": 3}
 _SELECTORS = {"none": 0, "up": 1, "gate": 2, "both": 3}
 _SELECTOR_ROW, _RECORD = 1, 2
 
@@ -208,6 +209,30 @@ class Kernels:
             interleaved,
         )
         return y
+
+    def route(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The experts of tokens, int64 [T, k], best first, and their weights, float32 [T, k]; `router` says how.
+
+        Args:    logits: float32 [T, E].   bias: float32 [E], for choosing alone.
+        """
+        shape = (len(logits), spec.num_experts_per_tok)
+        experts, weights = np.empty(shape, np.int64), np.empty(shape, np.float32)
+        self._call(
+            "route",
+            _array(logits),
+            None if bias is None else bias.numpy(),
+            experts,
+            weights,
+            _ROUTERS[spec.kind],
+            spec.num_experts,
+            spec.num_experts_per_tok,
+            spec.n_group,
+            spec.topk_group,
+            (1e-20 if spec.kind == "sigmoid_topk" else 0.0) if spec.normalize else -1.0,
+            spec.scaling_factor,
+            spec.jitter,
+        )
+        return torch.from_numpy(experts), torch.from_numpy(weights)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / rms(x) * weight` over the last dimension of x float32 [..., n], for weight float32 [n]."""

@@ -44,7 +44,7 @@ def route_tokens(x: Tensor, weights: Weights, layer: int) -> tuple[Tensor, Tenso
     """The experts of tokens and their weights, int64 and float32 [T, k], from `mlp_input`."""
     router, role = weights.spec.router, f"layers.{layer}"
     bias = weights.vector(f"{role}.router_bias") if router.bias else None
-    return route(linear(x, weights.matrix(f"{role}.router")), router, bias)
+    return route(linear(x, weights.matrix(f"{role}.router")), router, bias, weights.kernels)
 
 
 def run_unrouted(x: Tensor, weights: Weights, layer: int) -> Tensor | None:

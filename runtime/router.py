@@ -6,14 +6,19 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RouterSpec
+from moe_pack.runtime.kernels import Kernels
 
 
-def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, spec: RouterSpec, bias: Tensor | None = None, kernels: Kernels | None = None
+) -> tuple[Tensor, Tensor]:
     """The experts of each token and their weights.
 
     Args:    logits: float32 [T, E].   bias: float32 [E], added for choosing only; where the spec has one.
     Returns: int64 [T, k], best first, and float32 [T, k].
     """
+    if kernels is not None:
+        return kernels.route(logits, spec, bias)
     experts, weights = _ROUTERS[spec.kind](logits, spec, bias)
     if spec.normalize:
         # The least addend is the reference's: sigmoids that all vanish have no sum to divide by.

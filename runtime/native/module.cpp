@@ -337,6 +337,9 @@ PyMethodDef methods[] = {
     {"attend", caught<attend_heads>, METH_VARARGS,
      "attend(pool, q, k, v, q_norm, k_norm, cosines, sines, keys, values, out, num_heads, num_kv_heads, head_dim, "
      "start, window, scale, eps, interleaved)"},
+    {"route", caught<route_tokens>, METH_VARARGS,
+     "route(pool, logits, bias, experts, weights, kind, num_experts, chosen, groups, chosen_groups, least_sum, factor, "
+     "jitter)"},
     {"rms_norm", caught<norm_rows>, METH_VARARGS, "rms_norm(pool, x, weight, eps, out)"},
     {nullptr, nullptr, 0, nullptr},
 };

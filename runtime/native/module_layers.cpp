@@ -2,11 +2,13 @@
 
 #include "attention.h"
 #include "norm.h"
+#include "router.h"
 
 namespace moe_pack {
 namespace {
 
 constexpr int kMaxHeads = 1 << 16;    // and values of one: their product is of 32 bits
+constexpr int kMaxRouted = 1 << 20;    // experts of a layer
 constexpr size_t kMaxValues = 1 << 20;  // of a row that is normed
 
 // The buffers of a call of `attend`.
@@ -105,6 +107,42 @@ PyObject* norm_rows(PyObject*, PyObject* arguments) {
     if (!count_tokens("x", x.size(), n, &num_rows) || !has_size("out", out.size(), x.size())) return nullptr;
     return unlocked([&] {
         return rms_norm(*pool, x.values(), weight.values(), num_rows, (int32_t)n, eps, out.values());
+    });
+}
+
+PyObject* route_tokens(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *inputs, *biases, *experts_out, *weights_out;
+    RouterWork work = {};
+    int kind;
+    if (!PyArg_ParseTuple(arguments, "OOOOOiiiiifff:route", &capsule, &inputs, &biases, &experts_out, &weights_out,
+                          &kind, &work.num_experts, &work.num_chosen, &work.num_groups, &work.num_chosen_groups,
+                          &work.least_sum, &work.factor, &work.jitter))
+        return nullptr;
+    if (pool_of(capsule) == nullptr) return nullptr;
+    if (kind < 0 || kind > (int)RouterKind::sparsemixer) return refuse("kind", "expected 0 to 3");
+    if (work.num_experts < 1 || work.num_experts > kMaxRouted) return refuse("experts", "expected 1 to 2^20");
+    if (work.num_chosen < 1 || work.num_chosen > work.num_experts) return refuse("chosen", "more than there are, or none");
+    if (work.num_groups < 1 || work.num_experts % work.num_groups) return refuse("groups", "not of equal size");
+    if (work.num_chosen_groups < 1 || work.num_chosen_groups > work.num_groups)
+        return refuse("chosen groups", "more than there are, or none");
+    Buffer<const float> logits, bias;
+    Buffer<int64_t> experts;
+    Buffer<float> weights;
+    if (!logits.take(inputs, "logits") || !bias.take(biases, "bias") || !experts.take(experts_out, "experts", true) ||
+        !weights.take(weights_out, "weights", true) ||
+        !count_tokens("logits", logits.size(), work.num_experts, &work.num_tokens))
+        return nullptr;
+    size_t chosen = (size_t)work.num_tokens * work.num_chosen;
+    if ((bias.values() && !has_size("bias", bias.size(), work.num_experts)) ||
+        !has_size("experts", experts.size(), chosen) || !has_size("weights", weights.size(), chosen))
+        return nullptr;
+    work.kind = (RouterKind)kind;
+    work.logits = logits.values();
+    work.bias = bias.values();
+    return unlocked([&] {
+        std::vector<float> room(4 * (size_t)work.num_experts);
+        route(work, room.data(), experts.values(), weights.values());
+        return Outcome::done;
     });
 }
 

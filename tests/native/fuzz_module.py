@@ -167,6 +167,15 @@ class Cases:
     def rms_norm_arguments(self) -> Arguments:
         return [self.floats(self.tokens, self.d), self.floats(self.d), 1e-6, self.floats(self.tokens, self.d)]
 
+    def route_arguments(self) -> Arguments:
+        groups = self.number(1, 4)
+        experts, tokens = groups * self.number(1, 9), self.number(0, 5)
+        chosen = self.number(1, experts)
+        found = [np.zeros((tokens, chosen), np.int64), self.floats(tokens, chosen)]
+        bias = self.floats(experts) if self.chance(50) else None
+        numbers = [self.number(0, 3), experts, chosen, groups, self.number(1, groups)]
+        return [self.floats(tokens, experts), bias, *found, *numbers, 0.0, 1.0, 0.1]
+
     def open_pool_arguments(self) -> Arguments:
         return [self.number(1, 3), [None, "portable", "avx2", "avx512"][self.number(0, 3)]]
 

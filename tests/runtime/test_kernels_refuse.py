@@ -107,6 +107,20 @@ def legal(name: str) -> Arguments:
         },
         "attend": legal_attention(),
         "rms_norm": {"x": floats(T, D), "weight": floats(D), "eps": 1e-6, "out": floats(T, D)},
+        "route": {
+            "logits": floats(T, 6),
+            "bias": floats(6),
+            "experts": np.zeros((T, 2), np.int64),
+            "weights": floats(T, 2),
+            "kind": 0,
+            "num_experts": 6,
+            "chosen": 2,
+            "groups": 3,
+            "chosen_groups": 1,
+            "least_sum": -1.0,
+            "factor": 1.0,
+            "jitter": 0.0,
+        },
         "checksum": {"bytes": dense},
         "read": {"bytes": dense},
     }
@@ -123,7 +137,7 @@ def call(name: str, arguments: Arguments) -> object:
 
 
 OPERATIONS = ("experts", "select", "neurons", "accumulate", "dense", "decode", "row_checksums", "gather", "attend")
-OPERATIONS += ("rms_norm",)
+OPERATIONS += ("rms_norm", "route")
 OUTPUTS = {
     "experts": ["y"],
     "select": ["a", "runs", "neurons"],
@@ -135,6 +149,7 @@ OUTPUTS = {
     "gather": ["out"],
     "attend": ["keys", "values", "out"],
     "rms_norm": ["out"],
+    "route": ["experts", "weights"],
 }
 BUFFERS = [
     (name, buffer) for name in OPERATIONS for buffer, value in legal(name).items() if isinstance(value, np.ndarray)
@@ -169,13 +184,14 @@ FAULTS = ("one too few", "one too many", "twice as many", "none", "missing", "tw
 
 # Where some rows are picked out of many, there may be any number of whole ones.
 ANY_ROWS = {("neurons", "records"), ("accumulate", "records"), ("gather", "rows")}
+NOT_NEEDED = {("route", "bias", "missing")}
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, "no buffer", "not aligned"])
 @pytest.mark.parametrize(("name", "buffer"), BUFFERS)
 def test_a_buffer_of_another_size_or_kind_is_refused(name: str, buffer: str, fault: str) -> None:
     arguments = legal(name)
-    if (name, buffer) in ANY_ROWS and fault.startswith("twice"):
+    if ((name, buffer) in ANY_ROWS and fault.startswith("twice")) or (name, buffer, fault) in NOT_NEEDED:
         arguments[buffer] = changed(arguments[buffer], fault)
         call(name, arguments)
         return
@@ -231,6 +247,10 @@ SIZES = [
     ("attend", "keys", "keys: 439 values, expected 400"),
     ("attend", "values", "values: 439 values, expected 440"),
     ("attend", "out", "out: 239 values, expected 240"),
+    ("route", "logits", "logits: 17 values, expected 12"),
+    ("route", "bias", "bias: 5 values, expected 6"),
+    ("route", "experts", "experts: 5 values, expected 6"),
+    ("route", "weights", "weights: 5 values, expected 6"),
     ("rms_norm", "x", "x: 383 values, expected 256"),
     ("rms_norm", "weight", "x: 384 values, expected 381"),
     ("rms_norm", "out", "out: 383 values, expected 384"),
@@ -289,6 +309,16 @@ VALUES: dict[str, tuple[str, Change, str]] = {
         lambda a: a.update(cosines=floats(T, 11), sines=floats(T, 11)),
         "cosines: more than a head has pairs of values",
     ),
+    "kind below 0": ("route", put("kind", -1), "kind: expected 0 to 3"),
+    "kind too high": ("route", put("kind", 4), "kind: expected 0 to 3"),
+    "no experts": ("route", put("num_experts", 0), "experts: expected 1 to 2^20"),
+    "experts without end": ("route", put("num_experts", 2**30), "experts: expected 1 to 2^20"),
+    "none chosen": ("route", put("chosen", 0), "chosen: more than there are, or none"),
+    "more chosen than there are": ("route", put("chosen", 7), "chosen: more than there are, or none"),
+    "groups of unequal size": ("route", put("groups", 4), "groups: not of equal size"),
+    "no groups": ("route", put("groups", 0), "groups: not of equal size"),
+    "no group chosen": ("route", put("chosen_groups", 0), "chosen groups: more than there are, or none"),
+    "more groups chosen": ("route", put("chosen_groups", 4), "chosen groups: more than there are, or none"),
     "norm of nothing": ("rms_norm", put("weight", floats(0)), "weight: expected 1 to 2^20 values"),
     "checksums past a row": ("row_checksums", put("num_bytes", 81), "num_bytes: expected 0 to row_bytes"),
 }

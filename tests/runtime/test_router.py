@@ -3,14 +3,23 @@
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+from native import kernels_limited_to
 
 from moe_pack.formats import RouterSpec
-from moe_pack.runtime.router import route
+from moe_pack.runtime import router as routers
 
 Chosen = list[tuple[int, float]]  # experts and weights, best first
+Route = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+@pytest.fixture(params=["torch", "native"])
+def route(request: pytest.FixtureRequest) -> Route:
+    """Both that compute it."""
+    return partial(routers.route, kernels=None if request.param == "torch" else kernels_limited_to("portable"))
 
 
 def spec(num_experts: int, k: int, normalize: bool = True) -> RouterSpec:
@@ -100,7 +109,7 @@ def named(router: RouterSpec) -> str:
     return f"{router.kind}-{router.num_experts_per_tok}{groups}{'-bias' if router.bias else ''}-{router.jitter}"
 
 
-def check(router: RouterSpec, logits: list[list[float]], bias: list[float]) -> None:
+def check(route: Route, router: RouterSpec, logits: list[list[float]], bias: list[float]) -> None:
     experts, weights = route(torch.tensor(logits), router, torch.tensor(bias) if router.bias else None)
     for token, row in enumerate(logits):
         expected = RULES[router.kind](row, bias if router.bias else [0.0] * len(row), router)
@@ -110,23 +119,23 @@ def check(router: RouterSpec, logits: list[list[float]], bias: list[float]) -> N
 
 
 @pytest.mark.parametrize("router", ROUTERS, ids=named)
-def test_random_scores_follow_the_rule(router: RouterSpec) -> None:
+def test_random_scores_follow_the_rule(router: RouterSpec, route: Route) -> None:
     rng = random.Random(3)
     logits = [[rng.gauss(0, 1.5) for _ in range(router.num_experts)] for _ in range(200)]
     # Quarters are exact in float32, so that rule and code see the same numbers.
-    check(router, logits, [rng.randrange(-8, 9) / 4 for _ in range(router.num_experts)])
+    check(route, router, logits, [rng.randrange(-8, 9) / 4 for _ in range(router.num_experts)])
 
 
 @pytest.mark.parametrize("router", ROUTERS, ids=named)
-def test_equal_scores_go_to_the_lowest_index(router: RouterSpec) -> None:
+def test_equal_scores_go_to_the_lowest_index(router: RouterSpec, route: Route) -> None:
     """Logits of two values only: nearly every comparison, of experts and of groups, is a tie."""
     rng = random.Random(5)
     logits = [[float(rng.randrange(2)) for _ in range(router.num_experts)] for _ in range(100)]
-    check(router, [*logits, [0.0] * router.num_experts], [0.0] * router.num_experts)
+    check(route, router, [*logits, [0.0] * router.num_experts], [0.0] * router.num_experts)
 
 
 @pytest.mark.parametrize("router", [router for router in ROUTERS if router.bias], ids=named)
-def test_a_bias_decides_who_is_chosen_and_not_with_what_weight(router: RouterSpec) -> None:
+def test_a_bias_decides_who_is_chosen_and_not_with_what_weight(router: RouterSpec, route: Route) -> None:
     bias = torch.zeros(router.num_experts)
     bias[-1] = 100.0
     experts, weights = route(torch.zeros(1, router.num_experts), router, bias)
@@ -134,32 +143,34 @@ def test_a_bias_decides_who_is_chosen_and_not_with_what_weight(router: RouterSpe
     assert weights.max() == weights.min(), "all scores are equal"
 
 
-def test_of_many_equal_scores_the_first_are_chosen_where_topk_promises_no_order() -> None:
+def test_of_many_equal_scores_the_first_are_chosen_where_topk_promises_no_order(route: Route) -> None:
     logits = torch.zeros(3, 64)
     logits[1, [60, 7, 33]] = 1.0
     experts, _ = route(logits, spec(64, 4))
     assert experts.tolist() == [[0, 1, 2, 3], [7, 33, 60, 0], [0, 1, 2, 3]]
 
 
-def test_weights_are_the_largest_probabilities_made_to_sum_to_one() -> None:
+def test_weights_are_the_largest_probabilities_made_to_sum_to_one(route: Route) -> None:
     experts, weights = route(torch.tensor([[math.log(1), math.log(4), math.log(3), math.log(2)]]), spec(4, 2))
     assert experts.tolist() == [[1, 2]]
     torch.testing.assert_close(weights, torch.tensor([[4 / 7, 3 / 7]]))
 
 
-def test_without_normalization_weights_are_the_probabilities() -> None:
+def test_without_normalization_weights_are_the_probabilities(route: Route) -> None:
     _, weights = route(torch.tensor([[math.log(1), math.log(4), math.log(3), math.log(2)]]), spec(4, 2, False))
     torch.testing.assert_close(weights, torch.tensor([[0.4, 0.3]]))
 
 
-def test_a_group_that_is_best_by_one_expert_wins_with_softmax_and_loses_to_two_good_ones_with_sigmoid() -> None:
+def test_a_group_that_is_best_by_one_expert_wins_with_softmax_and_loses_to_two_good_ones_with_sigmoid(
+    route: Route,
+) -> None:
     logits = torch.tensor([[2.0, -9.0, 1.5, 1.5]])
     softmaxed, _ = route(logits, RouterSpec("softmax_topk", 4, 2, True, n_group=2, topk_group=1))
     sigmoided, _ = route(logits, RouterSpec("sigmoid_topk", 4, 2, True, n_group=2, topk_group=1))
     assert (softmaxed.tolist(), sigmoided.tolist()) == ([[0, 1]], [[2, 3]])
 
 
-def test_a_sparsemixer_weighs_an_expert_against_those_in_its_band_alone() -> None:
+def test_a_sparsemixer_weighs_an_expert_against_those_in_its_band_alone(route: Route) -> None:
     """2 and 1.9 are within a tenth of each other, 1 is not; then 1.9 stands alone, without the one chosen before."""
     router = RouterSpec("sparsemixer", 3, 2, False, jitter=0.05)
     experts, weights = route(torch.tensor([[1.0, 2.0, 1.9]]), router)
@@ -167,13 +178,28 @@ def test_a_sparsemixer_weighs_an_expert_against_those_in_its_band_alone() -> Non
     torch.testing.assert_close(weights, torch.tensor([[1 / (1 + math.exp(-0.1)), 1.0]]))
 
 
-def test_sigmoids_that_all_vanish_give_weight_zero() -> None:
+def test_sigmoids_that_all_vanish_give_weight_zero(route: Route) -> None:
     _, weights = route(torch.full((1, 4), -200.0), RouterSpec("sigmoid_topk", 4, 2, True))
     assert weights.tolist() == [[0.0, 0.0]]
 
 
-def test_all_experts_and_one_expert_can_be_asked_for() -> None:
+def test_all_experts_and_one_expert_can_be_asked_for(route: Route) -> None:
     experts, weights = route(torch.tensor([[1.0, 2.0]]), spec(2, 2))
     assert experts.tolist() == [[1, 0]]
     assert math.isclose(float(weights.sum()), 1, rel_tol=1e-6)
     assert route(torch.tensor([[5.0]]), spec(1, 1))[1].tolist() == [[1.0]]
+
+
+@pytest.mark.parametrize("router", [router for router in ROUTERS if router.kind != "sparsemixer"], ids=named)
+def test_not_a_number_is_chosen_first_and_seen(router: RouterSpec, route: Route) -> None:
+    logits = torch.zeros(2, router.num_experts)
+    logits[1, -1] = math.nan
+    experts, weights = route(logits, router, torch.zeros(router.num_experts) if router.bias else None)
+    assert weights[0].isfinite().all()
+    assert weights[1].isnan().any()
+    assert ((experts >= 0) & (experts < router.num_experts)).all()
+
+
+def test_no_tokens_go_nowhere(route: Route) -> None:
+    experts, weights = route(torch.zeros(0, 8), spec(8, 3))
+    assert (experts.shape, weights.shape) == ((0, 3), (0, 3))
