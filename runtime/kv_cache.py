@@ -41,9 +41,10 @@ class KVCache:
             self.keys = torch.zeros((num_layers, 1, context_tokens, width), device=device)
             self.values = self.keys[..., : attention.kv_lora_rank]
             self.num_bytes = self.keys.nbytes
+        self._layers = tuple(zip(self.keys, self.values, strict=True))  # views, made once
         self.context_tokens = context_tokens
         self.num_tokens = 0
 
     def layer(self, idx: int) -> LayerCache:
         """A layer's share, into which its attention writes."""
-        return LayerCache(self.keys[idx], self.values[idx], self.num_tokens)
+        return LayerCache(*self._layers[idx], self.num_tokens)

@@ -143,13 +143,14 @@ void finish_pair(const Attention& a, const Softmax* pieces, int32_t num_pieces, 
     const size_t d = a.work.head_dim;
     float largest = -INFINITY, sum = 0.0f;
     for (int32_t p = 0; p < num_pieces; p++) largest = std::max(largest, pieces[p].largest[i]);
-    for (size_t c = 0; c < d; c++) out[c] = 0.0f;
     for (int32_t p = 0; p < num_pieces; p++) {
         const float factor = num_pieces == 1 ? 1.0f : std::exp(pieces[p].largest[i] - largest);
+        const float* mixed = pieces[p].mixed + i * d;
         sum += factor * pieces[p].sums[i];
-        for (size_t c = 0; c < d; c++) out[c] += factor * pieces[p].mixed[i * d + c];
+        for (size_t c = 0; c < d; c++) out[c] = factor * mixed[c] + (p == 0 ? 0.0f : out[c]);
     }
-    for (size_t c = 0; c < d; c++) out[c] /= sum;
+    const float share = 1.0f / sum;
+    for (size_t c = 0; c < d; c++) out[c] *= share;
 }
 
 void finish(const Attention& a, int32_t kv_head, int32_t first, int32_t count, const Softmax* pieces,
