@@ -215,15 +215,21 @@ Ahead share_of_next(const Records& records, const ExpertLayout& layout, int32_t 
                     const uint8_t** ahead) {
     constexpr int32_t distance = 4;
     int32_t parts = num_parts(layout), row_bytes = layout.record_row_bytes, piece = (row_bytes + parts - 1) / parts;
-    int32_t first = count * number / parts;
-    bool is_sum = number == parts - 1;
-    for (int32_t r = 0; r < count; r++) {
-        if (records.are_fetched)
-            ahead[r] = records.next[first + r / parts] + r % parts * piece;
-        else
-            ahead[r] = is_sum ? records.next[r] : records.rows[std::min(r + distance, count - 1)];
+    if (!records.are_fetched) {
+        if (number == parts - 1) return {records.next, row_bytes};
+        for (int32_t r = 0; r < count; r++) ahead[r] = records.rows[std::min(r + distance, count - 1)];
+        return {ahead, number == 0 ? row_bytes : 0};
     }
-    return {ahead, records.are_fetched ? piece : is_sum || number == 0 ? row_bytes : 0};
+    int32_t k = count * number / parts, begin = 0;
+    for (int32_t r = 0; r < count; r++) {
+        ahead[r] = records.next[k] + begin;
+        begin += piece;
+        if (begin >= row_bytes) {
+            begin = 0;
+            k++;
+        }
+    }
+    return {ahead, piece};
 }
 
 }  // namespace

@@ -37,19 +37,22 @@ void FewTokens::select(const uint8_t* const* rows, int32_t count, const Inputs& 
 void FewTokens::neurons(const uint8_t* const* records, int32_t count, const Inputs& x, const float* a,
                         const uint8_t* runs, float threshold, const Ahead ahead[2], float* h) const {
     const uint8_t* rows[kMaxTile];
-    const uint8_t* ahead_rows[2][kMaxTile];
+    const uint8_t *first_rows[kMaxTile], *second_rows[kMaxTile];
+    const uint8_t* const* first = ahead[0].num_bytes ? ahead[0].rows : records;
+    const uint8_t* const* second = ahead[1].num_bytes ? ahead[1].rows : records;
     int32_t places[kMaxTile], n = 0;
     for (int32_t r = 0; r < count; r++) {
         h[r] = 0.0f;
         if (runs != nullptr && !runs[r]) continue;
         rows[n] = records[r];
-        for (int i = 0; i < 2; i++) ahead_rows[i][n] = ahead[i].num_bytes ? ahead[i].rows[r] : nullptr;
+        first_rows[n] = first[r];
+        second_rows[n] = second[r];
         places[n++] = r;
     }
-    const Ahead first = {ahead_rows[0], ahead[0].num_bytes}, second = {ahead_rows[1], ahead[1].num_bytes};
+    const Ahead before = {first_rows, ahead[0].num_bytes}, then = {second_rows, ahead[1].num_bytes};
     bool up = layout_.up.place == Place::record, gate = layout_.gate.place == Place::record;
-    const float* u = up ? dot(layout_.up, rows, n, x.up, first, scratch_.values[0]) : nullptr;
-    const float* g = gate ? dot(layout_.gate, rows, n, x.gate, up ? second : first, scratch_.values[1]) : nullptr;
+    const float* u = up ? dot(layout_.up, rows, n, x.up, before, scratch_.values[0]) : nullptr;
+    const float* g = gate ? dot(layout_.gate, rows, n, x.gate, up ? then : before, scratch_.values[1]) : nullptr;
     for (int32_t i = 0; i < n; i++) {
         float& value = h[places[i]];
         if (a == nullptr) {
