@@ -24,7 +24,7 @@ def route(
         # The least addend is the reference's: sigmoids that all vanish have no sum to divide by.
         least = 1e-20 if spec.kind == "sigmoid_topk" else 0.0
         weights = weights / (weights.sum(dim=-1, keepdim=True) + least)
-    return experts, weights * spec.scaling_factor
+    return experts, weights if spec.scaling_factor == 1.0 else weights * spec.scaling_factor
 
 
 def _softmax_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -250,7 +250,7 @@ inline void add(const float* w, int32_t num_rows, size_t w_stride, const float* 
     }
 }
 
-// e^x for x up to 0, within two units in the last place: 2^power * e^rest, with |rest| <= ln(2) / 2. Below -87, where
+// e^x for x up to 0, within one unit in the last place: 2^power * e^rest, with |rest| <= ln(2) / 2. Below -87, where
 // floats lose precision, zero; a NaN stays one. Source: the polynomial of Cephes' expf.
 inline Vector exponential(Vector x) {
     // Added, it leaves the nearest integer in the low bits.

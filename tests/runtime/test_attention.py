@@ -145,7 +145,7 @@ def test_exponentials_are_as_precise_as_float32(highest: float, kernels: Kernels
     scores = highest + torch.cat([torch.linspace(-80, 0, 120), torch.linspace(-1, 0, 131), torch.tensor([0.0])])
     y, _ = scored(scores).found(kernels)
     expected = scores.double().softmax(dim=0)
-    # Two units in the last place of an exponential, and the sum's of 252.
+    # A unit in the last place of an exponential, and the roundings of a sum of 252.
     assert ((y[0, : len(scores)] - expected) / expected).abs().max() < 1e-6
 
 
