@@ -318,7 +318,7 @@ struct PrefetchRows {
         if (at < stop) {
             unrolled<MOST>([&](auto i) MOE_PACK_INLINE {
                 if (i.value < count) {
-                    __builtin_prefetch(at + i.value * kLineBytes, 0, 2);
+                    __builtin_prefetch(at + i.value * kLineBytes, 0, 3);
                 }
             });
             at += count * kLineBytes;
