@@ -3,7 +3,8 @@
 namespace moe_pack {
 namespace {
 
-constexpr int32_t kManyItems = 16;     // a sum of many tokens: the expert in so many shares, at most
+constexpr int32_t kFewItems = 32;      // a sum of few tokens: the expert in so many shares, at most
+constexpr int32_t kManyItems = 16;     // of many
 constexpr int32_t kFinishCols = 512;   // columns of y a thread adds to at once
 
 size_t floats_of(const Job& job, const PlacedPart& part) {
@@ -94,9 +95,9 @@ void share_out(Job& job, bool selected, const Each& each) {
 
 // Neurons a share: from the layout and their number alone, so that sums are the same for any number of threads.
 int32_t share_of(const Call& call, bool many) {
-    if (!many) return kItemTiles * tile_rows(call.layout().record_row_bytes);
-    int32_t tiles = (call.num_neurons + kManyRows - 1) / kManyRows;
-    return kManyRows * std::max(1, (tiles + kManyItems - 1) / kManyItems);
+    int32_t tile = many ? kManyRows : tile_rows(call.layout().record_row_bytes), least = many ? 1 : kItemTiles;
+    int32_t most = many ? kManyItems : kFewItems, tiles = (call.num_neurons + tile - 1) / tile;
+    return tile * std::max(least, (tiles + most - 1) / most);
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 
 namespace moe_pack {
 
-constexpr int32_t kItemTiles = 2;  // a sum of few tokens is of so many tiles
+constexpr int32_t kItemTiles = 2;  // a sum of few tokens is of so many tiles at least
 
 // An expert at work on some tokens.
 struct Call {
