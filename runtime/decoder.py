@@ -11,10 +11,11 @@ from moe_pack.formats import RunError
 from moe_pack.runtime.experts import run_experts
 from moe_pack.runtime.kv_cache import KVCache
 from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, run_unrouted, scaled
-from moe_pack.runtime.rope import Rope
+from moe_pack.runtime.rope import Angles, Rope
 from moe_pack.runtime.weights import Weights
 
 PREFILL_TOKENS = 512  # tokens a forward pass at most: bounds attention scores and hidden states
+ANGLES_AT_ONCE = 256  # positions: made for one token at a time, they take as long
 
 
 class Decoder:
@@ -37,6 +38,8 @@ class Decoder:
         self._rope = Rope(spec.rope, self.device)
         self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}
         self._ids: list[int] = []
+        self._made: Angles = (torch.empty(0), torch.empty(0))
+        self._first_angle, self._are_long = 0, False
 
     def reset(self) -> None:
         """Forgets the sequence; the cache stays allocated."""
@@ -82,12 +85,22 @@ class Decoder:
         """The hidden state after the last layer, float32 [T, d]; the sequence will have `num_tokens`."""
         spec, weights, start = self.spec, self._weights, self.cache.num_tokens
         x = embed(ids, weights)
-        angles = self._rope(torch.arange(start, start + len(ids), device=self.device), num_tokens)
+        angles = self._angles(start, start + len(ids), num_tokens)
         for layer in range(spec.num_hidden_layers):
             x = add_attention(x, weights, layer, self.cache.layer(layer), angles)
             x = x + scaled(self._mlp(mlp_input(x, weights, layer), layer), spec.residual_multiplier)
         self.cache.num_tokens += len(ids)
         return x
+
+    def _angles(self, start: int, stop: int, num_tokens: int) -> Angles:
+        """The angles at positions `start` to `stop`, of those made for many at once."""
+        is_long, first = self._rope.is_long(num_tokens), self._first_angle
+        if self._are_long != is_long or not first <= start < stop <= first + len(self._made[0]):
+            positions = torch.arange(start, max(stop, start + ANGLES_AT_ONCE), device=self.device)
+            self._made, self._first_angle, self._are_long = self._rope(positions, num_tokens), start, is_long
+            first = start
+        cosines, sines = self._made
+        return cosines[start - first : stop - first], sines[start - first : stop - first]
 
     def _mlp(self, x: Tensor, layer: int) -> Tensor:
         """The second half of a layer for normed hidden states [T, d]: its experts, or its one dense expert."""
