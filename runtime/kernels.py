@@ -120,13 +120,13 @@ class Kernels:
         Returns: float32 [T, d]: `y[token] = sum of weight * expert(x[token])`.
         Raises:  MapCutError if rows are mapped from a file that was cut.
         """
-        x, y = x.contiguous(), torch.zeros(x.shape)
+        y = np.zeros(x.shape, np.float32)
         given = [
             (rows.layout, rows.selector, rows.records, rows.threshold, tokens, weights)
             for rows, tokens, weights in works
         ]
-        self._call("experts", given, x.numpy(), y.numpy(), x.shape[1])
-        return y
+        self._call("experts", given, _array(x), y, x.shape[1])
+        return torch.from_numpy(y)
 
     def select(self, x: Tensor, rows: ExpertRows) -> Selected:
         """Which neurons of an expert run for tokens float32 [T, d], by its selector; all, where it has none."""

@@ -1,16 +1,20 @@
 """A pack's weights: the dense part on the device, or read as it is used; experts' bytes brought when asked for."""
 
+from collections.abc import Iterator
 from itertools import groupby
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import DENSE_FILE, DenseLayout, ModelSpec, Pack, PackError
-from moe_pack.runtime.kernels import Kernels
+from moe_pack.runtime.kernels import Kernels, MapCutError
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, RowMatrix, StoredMatrix
 from moe_pack.runtime.packed_expert import MappedExpert, PackedExpert, cut_error, named_if_cut
 from moe_pack.runtime.weights import Expert
+
+_FIRST_TOKEN = np.zeros(1, np.int64)
 
 
 class PackWeights:
@@ -31,6 +35,7 @@ class PackWeights:
         self._pack = pack
         self._device = device
         self._kernels = kernels
+        self._last_layer_idx = len(pack.layout.experts) - 1
         self._mapped: dict[tuple[int, int], MappedExpert] = {}
         self._dense: dict[str, Matrix] = {}
         self._vectors: dict[str, Tensor] = {}
@@ -87,26 +92,43 @@ class PackWeights:
         """
         if self._kernels is None:
             return None
-        chosen = experts.ravel().tolist()
-        order = sorted(range(len(chosen)), key=chosen.__getitem__)  # by expert, so that sums are made in one order
-        tokens, weights = np.array(order) // experts.shape[1], router_weights.numpy().ravel()[order]
-        works, start, layouts = [], 0, self._pack.layout.experts[layer_idx]
-        for number, places in groupby(order, key=chosen.__getitem__):
-            stop = start + len(list(places))
-            rows = self._mapped_expert(layer_idx, number, self._kernels).rows
-            works.append((rows, tokens[start:stop], weights[start:stop]))
-            self.bytes_read += layouts[number].num_bytes
-            start = stop
-        place = self._pack.manifest.expert_files[layer_idx].name
-        with named_if_cut(place):
+        works = []
+        for number, tokens, weights in _by_expert(experts, router_weights):
+            held = self._mapped_expert(layer_idx, number, self._kernels)
+            works.append((held.rows, tokens, weights))
+            self.bytes_read += held.num_bytes
+        try:
             y = self._kernels.experts(x, works)
-        if self._pack.is_cut(layer_idx):
-            raise cut_error(place)
+        except MapCutError as fault:
+            raise cut_error(self._pack.manifest.expert_files[layer_idx].name) from fault
+        if layer_idx == self._last_layer_idx:
+            self._check_files()
         return y
+
+    def _check_files(self) -> None:
+        """Finds files that were cut within a page, whose rest reads as zeros: at once, which is faster than singly."""
+        for layer_idx, listed in enumerate(self._pack.manifest.expert_files):
+            if self._pack.is_cut(layer_idx):
+                raise cut_error(listed.name)
 
     def threshold(self, layer_idx: int, expert: int) -> float:
         """The expert's threshold on `abs(a)`."""
         return float(self._pack.thresholds[layer_idx, expert])
+
+
+def _by_expert(experts: Tensor, weights: Tensor) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.float32]]]:
+    """Each expert that is chosen, rising, so that sums are made in one order; its tokens and their weights."""
+    chosen, flat, (num_tokens, k) = experts.ravel().tolist(), weights.numpy().ravel(), experts.shape
+    order = sorted(range(len(chosen)), key=chosen.__getitem__)
+    if num_tokens == 1:
+        for place in order:
+            yield chosen[place], _FIRST_TOKEN, flat[place : place + 1]
+        return
+    tokens, flat, start = np.array(order, np.int64) // k, flat[order], 0
+    for number, places in groupby(order, key=chosen.__getitem__):
+        stop = start + len(list(places))
+        yield number, tokens[start:stop], flat[start:stop]
+        start = stop
 
 
 class StreamedPackWeights:

@@ -85,6 +85,7 @@ class MappedExpert:
         begin, end = layout.selector_bytes, layout.selector_bytes + layout.records_bytes
         selector_rows = mapped[:begin].reshape(layout.num_rows, -1) if begin else None
         records = mapped[begin:end].reshape(layout.num_rows, -1)
+        self.num_bytes = layout.num_bytes
         self.rows = ExpertRows(expert_numbers(layout, selector), selector_rows, records, threshold)
 
     def blocks(self) -> Iterator[NeuronBlock]:
