@@ -210,10 +210,11 @@ class Kernels:
         )
         return y
 
-    def route(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None, least_sum: float) -> tuple[Tensor, Tensor]:
         """The experts of tokens, int64 [T, k], best first, and their weights, float32 [T, k]; `router` says how.
 
-        Args:    logits: float32 [T, E].   bias: float32 [E], for choosing alone.
+        Args:    logits: float32 [T, E].   bias: float32 [E], for choosing alone.   least_sum: added to the sum that
+                 weights are divided by, where they are.
         """
         shape = (len(logits), spec.num_experts_per_tok)
         experts, weights = np.empty(shape, np.int64), np.empty(shape, np.float32)
@@ -228,7 +229,7 @@ class Kernels:
             spec.num_experts_per_tok,
             spec.n_group,
             spec.topk_group,
-            (1e-20 if spec.kind == "sigmoid_topk" else 0.0) if spec.normalize else -1.0,
+            least_sum if spec.normalize else -1.0,
             spec.scaling_factor,
             spec.jitter,
         )

@@ -17,12 +17,12 @@ def route(
     Args:    logits: float32 [T, E].   bias: float32 [E], added for choosing only; where the spec has one.
     Returns: int64 [T, k], best first, and float32 [T, k].
     """
+    # The least addend is the reference's: sigmoids that all vanish have no sum to divide by.
+    least = 1e-20 if spec.kind == "sigmoid_topk" else 0.0
     if kernels is not None:
-        return kernels.route(logits, spec, bias)
+        return kernels.route(logits, spec, bias, least)
     experts, weights = _ROUTERS[spec.kind](logits, spec, bias)
     if spec.normalize:
-        # The least addend is the reference's: sigmoids that all vanish have no sum to divide by.
-        least = 1e-20 if spec.kind == "sigmoid_topk" else 0.0
         weights = weights / (weights.sum(dim=-1, keepdim=True) + least)
     return experts, weights if spec.scaling_factor == 1.0 else weights * spec.scaling_factor
 
