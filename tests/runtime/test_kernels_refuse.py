@@ -55,6 +55,23 @@ def legal_attention() -> Arguments:
     }
 
 
+def legal_routing() -> Arguments:
+    return {
+        "logits": floats(T, 6),
+        "bias": floats(6),
+        "experts": np.zeros((T, 2), np.int64),
+        "weights": floats(T, 2),
+        "kind": 0,
+        "num_experts": 6,
+        "chosen": 2,
+        "groups": 3,
+        "chosen_groups": 1,
+        "least_sum": -1.0,
+        "factor": 1.0,
+        "jitter": 0.0,
+    }
+
+
 def legal(name: str) -> Arguments:
     """Arguments of an operation by name, in order; all of them fit."""
     rows, (layout, dense) = EXPERT.rows(), ROWS
@@ -107,20 +124,7 @@ def legal(name: str) -> Arguments:
         },
         "attend": legal_attention(),
         "rms_norm": {"x": floats(T, D), "weight": floats(D), "eps": 1e-6, "out": floats(T, D)},
-        "route": {
-            "logits": floats(T, 6),
-            "bias": floats(6),
-            "experts": np.zeros((T, 2), np.int64),
-            "weights": floats(T, 2),
-            "kind": 0,
-            "num_experts": 6,
-            "chosen": 2,
-            "groups": 3,
-            "chosen_groups": 1,
-            "least_sum": -1.0,
-            "factor": 1.0,
-            "jitter": 0.0,
-        },
+        "route": legal_routing(),
         "checksum": {"bytes": dense},
         "read": {"bytes": dense},
     }
