@@ -200,7 +200,7 @@ struct Prefetch {
 
     void line() {
         if (at < stop) {
-            // Into the first level and, what it cannot hold, the second: asked for the second alone, less comes (Zen 5).
+            // Into the first level and, what it cannot hold, the second: asked for that alone, less comes (Zen 5).
             __builtin_prefetch(at, 0, 3);
             at += kLineBytes;
         }

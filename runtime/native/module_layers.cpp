@@ -121,7 +121,8 @@ PyObject* route_tokens(PyObject*, PyObject* arguments) {
     if (pool_of(capsule) == nullptr) return nullptr;
     if (kind < 0 || kind > (int)RouterKind::sparsemixer) return refuse("kind", "expected 0 to 3");
     if (work.num_experts < 1 || work.num_experts > kMaxRouted) return refuse("experts", "expected 1 to 2^20");
-    if (work.num_chosen < 1 || work.num_chosen > work.num_experts) return refuse("chosen", "more than there are, or none");
+    if (work.num_chosen < 1 || work.num_chosen > work.num_experts)
+        return refuse("chosen", "more than there are, or none");
     if (work.num_groups < 1 || work.num_experts % work.num_groups) return refuse("groups", "not of equal size");
     if (work.num_chosen_groups < 1 || work.num_chosen_groups > work.num_groups)
         return refuse("chosen groups", "more than there are, or none");

@@ -35,8 +35,8 @@ void multiply_few(Multiply& m, int32_t first, int32_t count, int32_t next, int w
     int32_t distance = ahead_rows(m.layout.row_bytes);
     for (int32_t r = 0; r < count; r++) {
         rows[r] = m.rows + (size_t)(first + r) * m.layout.row_bytes + m.layout.part.offset;
-        int32_t then = r + distance < count ? first + r + distance : std::min(next + r + distance - count, m.num_rows - 1);
-        ahead[r] = m.rows + (size_t)then * m.layout.row_bytes;
+        int32_t wanted = r + distance < count ? first + r + distance : next + r + distance - count;
+        ahead[r] = m.rows + (size_t)std::min(wanted, m.num_rows - 1) * m.layout.row_bytes;
     }
     for (int32_t t = 0; t < m.num_tokens; t++)
         m.kernels.dot_rows(part, rows, count, m.prepared + t * m.prepared_bytes,
