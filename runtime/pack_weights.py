@@ -88,7 +88,8 @@ class PackWeights:
         """The routed experts of a layer over tokens x float32 [T, d], weighted and added up; None without kernels.
 
         Args:    experts, router_weights: int64 and float32 [T, k].
-        Raises:  PackError if an expert is damaged, or its file is cut meanwhile.
+        Raises:  PackError if an expert is damaged or its file is cut meanwhile; with the last layer, if any file is
+                 shorter than it was.
         """
         if self._kernels is None:
             return None
