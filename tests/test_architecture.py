@@ -151,7 +151,9 @@ def sorted_names(names: set[str]) -> list[str]:
     return sorted(names, key=key)
 
 
-@pytest.mark.parametrize("package", [*(f"moe_pack.{room}" for room in ROOMS), "moe_pack.formats.families"])
+@pytest.mark.parametrize(
+    "package", [*(f"moe_pack.{room}" for room in ROOMS), "moe_pack.formats.families", "moe_pack.runtime.policies"]
+)
 def test_a_package_lists_exactly_the_public_names_it_has(package: str) -> None:
     source = next(source for source in sources() if source.module == package)
     public = names_bound(source)

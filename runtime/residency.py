@@ -1,0 +1,183 @@
+"""Which experts are in fast memory: bookkeeping alone, shared by the engine, which moves bytes, and replay, which counts.
+
+An expert is in or out as a whole, and takes a number of pages. Nothing here depends on time: the same routes, and the
+same foretold experts, give the same decisions. How they are carried out is the engine's affair (`streaming`), what is
+worth keeping the policy's (`policies`).
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+class Key(NamedTuple):
+    """An expert of the `layer_idx`-th MoE layer."""
+
+    layer_idx: int
+    expert: int
+
+
+class Fetch(NamedTuple):
+    """Bring this expert in; it has been given its pages."""
+
+    key: Key
+
+
+class Drop(NamedTuple):
+    """This expert's pages are free from now on."""
+
+    key: Key
+
+
+class Compute(NamedTuple):
+    """Run this expert for its tokens. `is_hit`: it was there, or on its way, when the router spoke."""
+
+    key: Key
+    is_hit: bool
+
+
+Event = Fetch | Drop | Compute
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheFacts:
+    """What there is to place: `pages` int64 [L, E], what each expert takes; `num_pages` of fast memory.
+
+    `num_active`: experts a token.   `popularity` float32 [L, E]: each expert's share of its layer's choices, as a
+    profile measured it; uniform where there is none.
+    """
+
+    pages: Array
+    num_pages: int
+    num_active: int
+    popularity: Array
+
+
+class Eviction(Protocol):
+    """What is worth keeping: told of everything that happens, asked when room is needed."""
+
+    def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
+        """The router of a layer has chosen these experts for the tokens of a forward pass.
+
+        Args:    experts: rising, each once.   scores: float32 [E], its mean scores over the tokens; None where they are
+                 not known.
+        """
+        ...
+
+    def used(self, key: Key) -> None:
+        """An expert has been computed."""
+        ...
+
+    def fetched(self, key: Key) -> None:
+        """An expert is being brought in, foretold or needed."""
+        ...
+
+    def worth(self, layer_idx: int) -> Array:
+        """How much each expert is worth keeping while `layer_idx` runs: [L, E]; the least goes first."""
+        ...
+
+
+class Residency:
+    """The experts in fast memory. `placed` are in from the start and stay.
+
+    `is_resident`, `is_locked` bool [L, E]: locked ones are needed before the forward pass leaves its layer.
+    """
+
+    def __init__(self, facts: CacheFacts, eviction: Eviction, placed: Iterable[Key] = (), keeps: bool = True) -> None:
+        """`keeps`: whether experts that were needed stay; without, only the placed ones do."""
+        self.facts = facts
+        self.is_resident = np.zeros(facts.pages.shape, bool)
+        self.is_locked = np.zeros(facts.pages.shape, bool)
+        self.free_pages = facts.num_pages
+        self.is_placed = np.zeros(facts.pages.shape, bool)
+        self._eviction = eviction
+        self._keeps = keeps
+        for key in placed:
+            self._take(key)
+            self.is_placed[key] = True
+        left = facts.num_pages - int(facts.pages[self.is_placed].sum())
+        assert left >= int(facts.pages.max()), "what is not placed takes turns in room for the largest expert at least"
+
+    def walk(self, layer_idx: int, experts: Sequence[int], scores: Array | None = None) -> Iterator[Event]:
+        """What happens when the router of a layer has chosen `experts` (rising, each once), in this order.
+
+        Those that are in come first; meanwhile the others are fetched, as many at once as there is room beside what
+        this layer still needs. Each is computed once. The caller carries out every event before it takes the next.
+        """
+        self._eviction.routed(layer_idx, experts, scores)
+        keys = [Key(layer_idx, expert) for expert in experts]
+        hits = [key for key in keys if self.is_resident[key]]
+        waiting = deque(key for key in keys if not self.is_resident[key])
+        order = [(key, True) for key in hits] + [(key, False) for key in waiting]
+        for key in hits:
+            self.is_locked[key] = True
+        for key, is_hit in order:
+            while waiting and self._fits(waiting[0], layer_idx):
+                yield from self._bring(waiting.popleft(), layer_idx)
+            assert self.is_resident[key], "whatever came before is unlocked, so that there is room"
+            yield Compute(key, is_hit)
+            self._eviction.used(key)
+            self.is_locked[key] = False
+            if not (self._keeps or self.is_placed[key]):
+                yield self._drop(key)
+
+    def ahead(self, layer_idx: int, experts: Sequence[int], during: int) -> Iterator[Event]:
+        """What happens to bring in foretold `experts` of a layer, likeliest first, while the layer `during` runs.
+
+        What that layer needs, and what is foretold and in, is not dropped for it; once there is no room, it ends.
+        """
+        keys = [Key(layer_idx, expert) for expert in experts]
+        held = [key for key in keys if self.is_resident[key] and not self.is_locked[key]]
+        for key in held:
+            self.is_locked[key] = True
+        for key in keys:
+            if self.is_resident[key]:
+                continue
+            if not self._fits(key, during):
+                break
+            yield from self._bring(key, during)
+            held.append(key)
+        for key in held:
+            self.is_locked[key] = False
+
+    def abandon(self, key: Key) -> None:
+        """A foretold expert that was not chosen, and of which not all has arrived, is out again."""
+        self._drop(key)
+
+    def _bring(self, key: Key, layer_idx: int) -> Iterator[Event]:
+        worth = None
+        while self.free_pages < self.facts.pages[key]:
+            worth = self._eviction.worth(layer_idx) if worth is None else worth
+            yield self._drop(self._least(worth))
+        self._take(key)
+        self.is_locked[key] = True
+        self._eviction.fetched(key)
+        yield Fetch(key)
+
+    def _evictable(self) -> Array:
+        evictable: Array = self.is_resident & ~self.is_locked & ~self.is_placed
+        return evictable
+
+    def _fits(self, key: Key, layer_idx: int) -> bool:
+        needed = self.facts.pages[key] - self.free_pages
+        return bool(needed <= 0 or self.facts.pages[self._evictable()].sum() >= needed)
+
+    def _least(self, worth: Array) -> Key:
+        place = int(np.argmin(np.where(self._evictable(), worth, np.inf)))
+        return Key(*divmod(place, worth.shape[1]))
+
+    def _take(self, key: Key) -> None:
+        assert not self.is_resident[key] and self.free_pages >= self.facts.pages[key], "what fits is brought in once"
+        self.free_pages -= int(self.facts.pages[key])
+        self.is_resident[key] = True
+
+    def _drop(self, key: Key) -> Drop:
+        self.free_pages += int(self.facts.pages[key])
+        self.is_resident[key] = self.is_locked[key] = False
+        return Drop(key)
