@@ -18,6 +18,7 @@ SOURCES = (
     "norm",
     "router",
     "layout",
+    "extent",
     "pool",
     "arena",
     "guard",

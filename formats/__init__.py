@@ -59,7 +59,7 @@ from moe_pack.formats.rethreshold import rewrite_thresholds
 from moe_pack.formats.roles import DenseRole, dense_roles
 from moe_pack.formats.rows import ExpertLayout, Part, RowLayout, check_rows, expert_layout, row_layout, write_rows
 from moe_pack.formats.sidecar import read_sidecar, write_sidecar
-from moe_pack.formats.sizes import cached_values, num_active_parameters, num_parameters
+from moe_pack.formats.sizes import cached_values, num_active_parameters, num_parameters, size_text
 from moe_pack.formats.source_account import SourceAccount, account_bytes, read_account
 from moe_pack.formats.spec import (
     MATRICES,
@@ -175,6 +175,7 @@ __all__ = [
     "rewrite_thresholds",
     "root_digest",
     "row_layout",
+    "size_text",
     "thresholds_bytes",
     "uniform_plan",
     "write_rows",

@@ -1,4 +1,4 @@
-"""Which experts are in fast memory: bookkeeping alone, shared by the engine, which moves bytes, and replay, which counts.
+"""Which experts are in fast memory: bookkeeping alone, for the engine, which moves bytes, and replay, which counts.
 
 An expert is in or out as a whole, and takes a number of pages. Nothing here depends on time: the same routes, and the
 same foretold experts, give the same decisions. How they are carried out is the engine's affair (`streaming`), what is
@@ -87,6 +87,7 @@ class Residency:
     """The experts in fast memory. `placed` are in from the start and stay.
 
     `is_resident`, `is_locked` bool [L, E]: locked ones are needed before the forward pass leaves its layer.
+    `num_waiting`: experts that the layer needs and for which there has been no room yet.
     """
 
     def __init__(self, facts: CacheFacts, eviction: Eviction, placed: Iterable[Key] = (), keeps: bool = True) -> None:
@@ -95,6 +96,7 @@ class Residency:
         self.is_resident = np.zeros(facts.pages.shape, bool)
         self.is_locked = np.zeros(facts.pages.shape, bool)
         self.free_pages = facts.num_pages
+        self.num_waiting = 0
         self.is_placed = np.zeros(facts.pages.shape, bool)
         self._eviction = eviction
         self._keeps = keeps
@@ -120,6 +122,7 @@ class Residency:
         for key, is_hit in order:
             while waiting and self._fits(waiting[0], layer_idx):
                 yield from self._bring(waiting.popleft(), layer_idx)
+            self.num_waiting = len(waiting)
             assert self.is_resident[key], "whatever came before is unlocked, so that there is room"
             yield Compute(key, is_hit)
             self._eviction.used(key)
