@@ -9,6 +9,7 @@ FOLDER = "runtime/native"
 SOURCES = (
     "module",
     "module_layers",
+    "module_reads",
     "experts",
     "steps",
     "job",
@@ -19,6 +20,7 @@ SOURCES = (
     "router",
     "layout",
     "pool",
+    "reader",
     "arena",
     "guard",
     "crc",
