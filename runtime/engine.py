@@ -4,27 +4,25 @@ Where the pack fits memory and no budget is set, experts are used where they lie
 stream through an arena. What was wished and could not be had is a *fallback*, with a name.
 """
 
-import math
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.formats import Pack, RunError, audit, size_text
+from moe_pack.formats import Pack, RunError, audit
 from moe_pack.runtime.budget import PREFILL_TOKENS, BudgetPlan, divide_budget, expert_pages, workspace_bytes
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.expert_store import ExpertStore
-from moe_pack.runtime.kernels import InstructionSet, Kernels, is_available, num_cpus, open_kernels, why_unavailable
+from moe_pack.runtime.kernels import Kernels, is_available, num_cpus, open_kernels, why_unavailable
 from moe_pack.runtime.memory import available_bytes
 from moe_pack.runtime.pack_weights import PackWeights
 from moe_pack.runtime.policies import PRESETS, PolicyName, Preset, residency_for
-from moe_pack.runtime.reads import Reads, open_reads
-from moe_pack.runtime.residency import CacheFacts, Residency
+from moe_pack.runtime.reads import Reads, open_reads, reads_directly
+from moe_pack.runtime.residency import CacheFacts
 from moe_pack.runtime.streaming import StreamingWeights
 
 ReadMode = Literal["auto", "direct", "pread", "map"]
@@ -39,7 +37,9 @@ class EngineOptions:
 
     `budget_bytes`: for weights, cache and what computing needs; None: as much as the machine has available.
     `read`: past the system's cache, through it, or mapped, which keeps to no budget.   `verify`: experts when they first
-    arrive (`lazy`), all before the first token (`full`), or not.   `is_strict`: a fallback is an error.
+    arrive (`lazy`), all before the first token (`full`), or not.   `cutover`: where a smaller share of an expert's neurons
+    runs, a miss reads their rows alone; None: as the policy has it.   `chunk_tokens`: of a forward pass at most; None:
+    as the budget allows.   `is_strict`: a fallback is an error.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -49,6 +49,8 @@ class EngineOptions:
     verify: Verify = "lazy"
     threads: int | None = None
     kernels: KernelsName = "auto"
+    cutover: float | None = None
+    chunk_tokens: int | None = None
     is_strict: bool = False
 
 
@@ -75,7 +77,8 @@ class Engine:
             self.kernels = self._open_kernels()
             budget = self._budget(context_tokens)
             self.weights = self._mapped() if budget is None else self._streaming(budget, context_tokens)
-            chunk = self.plan.chunk_tokens if self.plan else PREFILL_TOKENS
+            most = self.plan.chunk_tokens if self.plan else PREFILL_TOKENS
+            chunk = min(options.chunk_tokens or most, most)
             self.decoder = Decoder(self.weights, context_tokens, self.device, chunk)
         except BaseException:
             self._stack.close()
@@ -105,7 +108,7 @@ class Engine:
         if wanted == "torch" or options.device != "cpu":
             torch.set_num_threads(threads)
             return None
-        kernels = open_kernels(threads) if wanted == "auto" else Kernels(threads, cast(InstructionSet, wanted))
+        kernels = open_kernels(threads) if wanted == "auto" else Kernels(threads, wanted)
         if kernels is None:
             self._fall_back(f"torch computes: native kernels {why_unavailable()}")
             torch.set_num_threads(threads)
@@ -142,13 +145,28 @@ class Engine:
         facts = cache_facts(pack, self.plan, None)
         self.preset = PRESETS["lru" if options.policy == "auto" else options.policy]
         residency = residency_for(self.preset, facts)
-        store = ExpertStore(pack, self.kernels, self.plan, self._open_reads, verify=options.verify == "lazy")
+        cutover = self.preset.rows_below if options.cutover is None else options.cutover
+        verify = options.verify == "lazy"
+        store = ExpertStore(pack, self.kernels, self.plan, self._open_reads, verify, cutover)
         self.store = self._stack.enter_context(closing(store))
         return StreamingWeights(pack, self.kernels, store, residency)
 
     def _open_reads(self, memory: NDArray[np.uint8]) -> Reads:
-        self.reads = open_reads(memory, direct=self.options.read != "pread")
+        self.reads = open_reads(memory, direct=self._reads_directly())
+        if not is_available():
+            self._fall_back("reads wait for one another: native reads were not built")
         return self.reads
+
+    def _reads_directly(self) -> bool:
+        mode = self.options.read
+        if mode == "pread":
+            return False
+        if reads_directly(self._pack.folder / self._pack.manifest.expert_files[0].name):
+            return True
+        if mode == "direct":
+            raise RunError("--read direct: the pack's file system has no direct reads; use --read pread or auto")
+        self._fall_back("reads go through the system's cache: the file system has no direct reads")
+        return False
 
 
 def cache_facts(pack: Pack, plan: BudgetPlan, popularity: NDArray[np.float32] | None) -> CacheFacts:
