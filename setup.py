@@ -9,6 +9,7 @@ FOLDER = "runtime/native"
 SOURCES = (
     "module",
     "module_layers",
+    "module_reads",
     "experts",
     "steps",
     "job",
@@ -20,6 +21,7 @@ SOURCES = (
     "layout",
     "extent",
     "pool",
+    "reader",
     "arena",
     "guard",
     "crc",

@@ -19,6 +19,7 @@ from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, row_blocks
 from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
 from moe_pack.runtime.packed_expert import PackedExpert
+from moe_pack.runtime.reads import Reads, ReadStats, open_reads
 from moe_pack.runtime.rope import Angles, Rope
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text, TextStream
@@ -40,6 +41,8 @@ __all__ = [
     "NeuronBlock",
     "PackWeights",
     "PackedExpert",
+    "ReadStats",
+    "Reads",
     "Rope",
     "Sampler",
     "StoredMatrix",
@@ -60,6 +63,7 @@ __all__ = [
     "mlp_input",
     "num_cpus",
     "open_kernels",
+    "open_reads",
     "read_rows",
     "route_tokens",
     "row_blocks",

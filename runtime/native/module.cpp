@@ -1,10 +1,12 @@
-// The Python face of the kernels: the module, and the operations on rows. Those of layers are in module_layers.cpp.
+// The Python face of the kernels: the module, and the operations on rows. Those of layers are in module_layers.cpp, and
+// the reading of files in module_reads.cpp.
 #include <cstring>
 
 #include "arguments.h"
 #include "extent.h"
 #include "guard.h"
 #include "module_layers.h"
+#include "module_reads.h"
 #include "rows.h"
 
 namespace moe_pack {
@@ -465,6 +467,17 @@ PyMethodDef methods[] = {
      "route(pool, logits, bias, experts, weights, kind, num_experts, chosen, groups, chosen_groups, least_sum, factor, "
      "jitter)"},
     {"rms_norm", caught<norm_rows>, METH_VARARGS, "rms_norm(pool, x, weight, eps, out)"},
+    {"open_reader", caught<open_reader>, METH_VARARGS, "open_reader(memory, threads, direct, block_bytes) -> capsule"},
+    {"add_file", caught<add_file>, METH_VARARGS, "add_file(reader, descriptor) -> (file, bytes)"},
+    {"submit_reads", caught<submit_reads>, METH_VARARGS,
+     "submit_reads(reader, file, offsets, places, sizes, urgent) -> ticket"},
+    {"wait_reads", caught<wait_reads>, METH_VARARGS, "wait_reads(reader, ticket) -> None | (file, at, error)"},
+    {"are_read", caught<are_read>, METH_VARARGS, "are_read(reader, ticket) -> bool"},
+    {"promote_reads", caught<promote_reads>, METH_VARARGS, "promote_reads(reader, ticket)"},
+    {"cancel_reads", caught<cancel_reads>, METH_VARARGS, "cancel_reads(reader, ticket) -> bool"},
+    {"read_stats", caught<read_stats>, METH_VARARGS,
+     "read_stats(reader) -> (bytes_urgent, bytes_ahead, num_reads, busy_ns)"},
+    {"close_reader", caught<close_reader>, METH_VARARGS, "close_reader(reader)"},
     {nullptr, nullptr, 0, nullptr},
 };
 
