@@ -90,7 +90,8 @@ def _shares_near(logits: Tensor, experts: Tensor, spec: RouterSpec) -> Tensor:
     and their own magnitude.
     """
     running, weights = logits, []
-    for chosen in experts.split(1, dim=-1):
+    for place in range(experts.shape[1]):
+        chosen = experts[:, place : place + 1]
         largest = running.gather(1, chosen)
         far = (largest - logits) / logits.abs().clamp(min=largest) > 2 * spec.jitter
         near = running.masked_fill(far, -torch.inf)

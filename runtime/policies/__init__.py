@@ -12,6 +12,8 @@ from moe_pack.runtime.policies.preset import (
     PolicyName,
     PredictionName,
     Preset,
+    eviction_of,
+    placed_by,
     residency_for,
 )
 from moe_pack.runtime.policies.split import Split, balanced, fastest
@@ -32,7 +34,9 @@ __all__ = [
     "Split",
     "Static",
     "balanced",
+    "eviction_of",
     "fastest",
+    "placed_by",
     "placed_by_popularity",
     "residency_for",
     "substitute",

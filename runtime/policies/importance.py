@@ -21,8 +21,8 @@ class Importance:
     """
 
     def __init__(self, facts: CacheFacts, num_passes: int = NUM_PASSES) -> None:
-        self._last = np.zeros((len(facts.pages), num_passes, facts.pages.shape[1]), np.float16)
-        self._sums = np.zeros(facts.pages.shape)  # exact: float64 holds sums of some thousand float16
+        self._last: Array = np.zeros((len(facts.pages), num_passes, facts.pages.shape[1]), np.float16)
+        self._sums: Array = np.zeros(facts.pages.shape)  # exact: float64 holds sums of some thousand float16
         self._num_passes = np.zeros(len(facts.pages), np.int64)
 
     def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:

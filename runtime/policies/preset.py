@@ -13,7 +13,7 @@ from moe_pack.runtime.policies.importance import Importance
 from moe_pack.runtime.policies.lfu import LFU
 from moe_pack.runtime.policies.lru import LRU, LayerLRU
 from moe_pack.runtime.policies.placement import Static, placed_by_popularity
-from moe_pack.runtime.residency import CacheFacts, Eviction, Residency
+from moe_pack.runtime.residency import CacheFacts, Eviction, Key, Residency
 
 PolicyName = Literal["lru", "floe", "corm", "fiddler", "edgemoe", "importance"]
 EvictionName = Literal["lru", "layer_lru", "lfu", "edgemoe", "importance", "none"]
@@ -72,7 +72,16 @@ _EVICTIONS: dict[EvictionName, Callable[[CacheFacts], Eviction]] = {
 }
 
 
+def placed_by(preset: Preset, facts: CacheFacts) -> list[Key]:
+    """The experts that the preset places."""
+    return placed_by_popularity(facts, int(preset.placed_share * facts.num_pages))
+
+
+def eviction_of(preset: Preset, facts: CacheFacts) -> Eviction:
+    """The preset's eviction, new."""
+    return _EVICTIONS[preset.eviction](facts)
+
+
 def residency_for(preset: Preset, facts: CacheFacts) -> Residency:
     """Fast memory as the preset keeps it, with what it places already in."""
-    placed = placed_by_popularity(facts, int(preset.placed_share * facts.num_pages))
-    return Residency(facts, _EVICTIONS[preset.eviction](facts), placed, preset.keeps)
+    return Residency(facts, eviction_of(preset, facts), placed_by(preset, facts), preset.keeps)
