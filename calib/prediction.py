@@ -14,10 +14,9 @@ from torch import Tensor
 from moe_pack.calib.arrays import Array, check_arrays
 from moe_pack.calib.expert_pass import HOT_SPARSITIES, KINDS, sample_places
 from moe_pack.calib.mlp_predictor import Predictor, shapes_for, train
-from moe_pack.calib.paths import PathStatistics
 from moe_pack.calib.recall import MaskCounts, mask_counts, recall_precision
 from moe_pack.formats import PackError
-from moe_pack.runtime import Expert, Weights, activations, linear
+from moe_pack.runtime import Expert, PathStatistics, Weights, activations, linear
 
 PREDICTORS = ("popularity", "paths", "next router", "MLP of one layer", "MLP of two layers")
 MAX_LEARNED_TOKENS = 8192  # twice as many raised recall by less than a point on the small models

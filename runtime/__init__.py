@@ -19,6 +19,8 @@ from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, row_blocks
 from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
 from moe_pack.runtime.packed_expert import PackedExpert
+from moe_pack.runtime.path_checks import PATH_MIN_SEEN
+from moe_pack.runtime.path_statistics import PATH_MEMORY, PathStatistics, Stage, ranked, rows_as_keys
 from moe_pack.runtime.rope import Angles, Rope
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text, TextStream
@@ -26,6 +28,8 @@ from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
 
 __all__ = [
     "ACTIVATIONS",
+    "PATH_MEMORY",
+    "PATH_MIN_SEEN",
     "TORCH_DTYPES",
     "Activations",
     "Angles",
@@ -40,8 +44,10 @@ __all__ = [
     "NeuronBlock",
     "PackWeights",
     "PackedExpert",
+    "PathStatistics",
     "Rope",
     "Sampler",
+    "Stage",
     "StoredMatrix",
     "StreamedPackWeights",
     "Text",
@@ -60,9 +66,11 @@ __all__ = [
     "mlp_input",
     "num_cpus",
     "open_kernels",
+    "ranked",
     "read_rows",
     "route_tokens",
     "row_blocks",
+    "rows_as_keys",
     "run_expert",
     "run_unrouted",
 ]

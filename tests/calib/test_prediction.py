@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_pack.calib.arrays import Array, read_all_arrays, write_arrays
 from moe_pack.calib.expert_pass import HOT_SPARSITIES, KINDS
-from moe_pack.calib.paths import PathStatistics, learn_paths
+from moe_pack.calib.paths import learn_paths
 from moe_pack.calib.prediction import (
     PREDICTORS,
     LayerInputs,
@@ -23,7 +23,7 @@ from moe_pack.calib.prediction import (
 )
 from moe_pack.calib.recall import recall_precision
 from moe_pack.formats import Checkpoint, ModelSpec, PackError, RouterSpec
-from moe_pack.runtime import CheckpointWeights, StoredMatrix
+from moe_pack.runtime import CheckpointWeights, PathStatistics, StoredMatrix
 from moe_pack.runtime.router import route
 
 CPU = torch.device("cpu")
