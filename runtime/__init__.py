@@ -17,6 +17,7 @@ from moe_pack.runtime.kernels import (
 from moe_pack.runtime.kv_cache import KVCache
 from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, run_unrouted
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, row_blocks
+from moe_pack.runtime.mlp_predictor import MAX_PREVIOUS, Predictor, multi_hot, network_logits
 from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
 from moe_pack.runtime.packed_expert import PackedExpert
 from moe_pack.runtime.path_checks import PATH_MIN_SEEN
@@ -28,6 +29,7 @@ from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
 
 __all__ = [
     "ACTIVATIONS",
+    "MAX_PREVIOUS",
     "PATH_MEMORY",
     "PATH_MIN_SEEN",
     "TORCH_DTYPES",
@@ -45,6 +47,7 @@ __all__ = [
     "PackWeights",
     "PackedExpert",
     "PathStatistics",
+    "Predictor",
     "Rope",
     "Sampler",
     "Stage",
@@ -64,6 +67,8 @@ __all__ = [
     "kernels_for",
     "linear",
     "mlp_input",
+    "multi_hot",
+    "network_logits",
     "num_cpus",
     "open_kernels",
     "ranked",

@@ -66,7 +66,7 @@ class PathChecks:
         self._form("keys_two", "<u2", (int(starts[-1]) - in_one, 2 * k))
         self._form("keys_seen", count, (int(starts[-1]),))
         for name, first in (("keys_one", 0), ("keys_two", in_one)):
-            keys = found[name]
+            keys: Any = found[name]
             sets = keys.reshape(len(keys), keys.shape[1] // k, k)  # [K, p k] -> [K, p, k]
             fits = (keys < self.E).all(axis=1) & (sets[..., 1:] > sets[..., :-1]).all(axis=(1, 2))
             self._all(name, fits, "key", keys, f"sets of ascending experts below {self.E}")

@@ -67,7 +67,7 @@ class Plain:
                 self.after.update((*key, e) for e in token[l])
 
     def popularity(self, l: int, e: int) -> float:
-        return sum(e in token[l] for token in self.tokens) / (len(self.tokens) * self.k)
+        return sum(e in token[l] for token in self.tokens) / float(len(self.tokens) * self.k)
 
     def given(self, l: int, e: int, earlier: int, before: int) -> float | None:
         """P(e at l | before at earlier), leaning on popularity by E choices; None if `before` was never chosen."""
