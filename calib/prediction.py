@@ -16,7 +16,7 @@ from moe_pack.calib.expert_pass import HOT_SPARSITIES, KINDS, sample_places
 from moe_pack.calib.mlp_predictor import shapes_for, train
 from moe_pack.calib.recall import MaskCounts, mask_counts, recall_precision
 from moe_pack.formats import PackError
-from moe_pack.runtime import Expert, PathStatistics, Predictor, Weights, activations, linear
+from moe_pack.runtime import Expert, PathStatistics, Predictor, Weights, activations, router_scores
 
 PREDICTORS = ("popularity", "paths", "next router", "MLP of one layer", "MLP of two layers")
 MAX_LEARNED_TOKENS = 8192  # twice as many raised recall by less than a point on the small models
@@ -111,16 +111,6 @@ def predict_layer(
         best=np.asarray([experts[:, 0].argmax()], np.uint8),
         network=best_network,
     )
-
-
-def router_scores(x: Tensor, weights: Weights, layer: int) -> Tensor:
-    """What ranks a layer's experts for inputs float32 [T, d], groups apart: float32 [T, E]."""
-    spec, role = weights.spec.router, f"layers.{layer}"
-    logits = linear(x, weights.matrix(f"{role}.router"))
-    if not spec.bias:
-        return logits
-    scores = logits.sigmoid() if spec.kind == "sigmoid_topk" else logits.softmax(dim=-1)
-    return scores + weights.vector(f"{role}.router_bias")
 
 
 def _train(before: list[LayerInputs], own: LayerInputs, num_experts: int) -> list[Predictor]:

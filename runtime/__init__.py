@@ -15,7 +15,7 @@ from moe_pack.runtime.kernels import (
     open_kernels,
 )
 from moe_pack.runtime.kv_cache import KVCache
-from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, run_unrouted
+from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, router_scores, run_unrouted
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, row_blocks
 from moe_pack.runtime.mlp_predictor import MAX_PREVIOUS, Predictor, multi_hot, network_logits
 from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
@@ -74,6 +74,7 @@ __all__ = [
     "ranked",
     "read_rows",
     "route_tokens",
+    "router_scores",
     "row_blocks",
     "rows_as_keys",
     "run_expert",
