@@ -16,9 +16,8 @@ from moe_pack.calib.expert_pass import HOT_SPARSITIES, KINDS, sample_places
 from moe_pack.calib.mlp_predictor import shapes_for, train
 from moe_pack.calib.recall import MaskCounts, mask_counts, recall_precision
 from moe_pack.formats import PackError
-from moe_pack.runtime import Expert, PathStatistics, Predictor, Weights, activations, router_scores
+from moe_pack.runtime import PREDICTORS, Expert, PathStatistics, Predictor, Weights, activations, router_scores
 
-PREDICTORS = ("popularity", "paths", "next router", "MLP of one layer", "MLP of two layers")
 MAX_LEARNED_TOKENS = 8192  # twice as many raised recall by less than a point on the small models
 MAX_JUDGED_TOKENS = 4096
 _NEURON_TOKENS = 256  # of an expert

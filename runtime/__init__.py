@@ -22,7 +22,9 @@ from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
 from moe_pack.runtime.packed_expert import PackedExpert
 from moe_pack.runtime.path_checks import PATH_MIN_SEEN
 from moe_pack.runtime.path_statistics import PATH_MEMORY, PathStatistics, Stage, ranked, rows_as_keys
+from moe_pack.runtime.prediction import PREDICTION_NAMES, Observed, Prediction, PredictionName, make_prediction
 from moe_pack.runtime.rope import Angles, Rope
+from moe_pack.runtime.routing import MAX_ROUTED_TOKENS, NO_PREDICTOR, PREDICTORS, ROUTING_FILE, Routing, write_routing
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text, TextStream
 from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
@@ -30,8 +32,13 @@ from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
 __all__ = [
     "ACTIVATIONS",
     "MAX_PREVIOUS",
+    "MAX_ROUTED_TOKENS",
+    "NO_PREDICTOR",
     "PATH_MEMORY",
     "PATH_MIN_SEEN",
+    "PREDICTION_NAMES",
+    "PREDICTORS",
+    "ROUTING_FILE",
     "TORCH_DTYPES",
     "Activations",
     "Angles",
@@ -44,11 +51,15 @@ __all__ = [
     "Kernels",
     "Matrix",
     "NeuronBlock",
+    "Observed",
     "PackWeights",
     "PackedExpert",
     "PathStatistics",
+    "Prediction",
+    "PredictionName",
     "Predictor",
     "Rope",
+    "Routing",
     "Sampler",
     "Stage",
     "StoredMatrix",
@@ -66,6 +77,7 @@ __all__ = [
     "is_available",
     "kernels_for",
     "linear",
+    "make_prediction",
     "mlp_input",
     "multi_hot",
     "network_logits",
@@ -79,4 +91,5 @@ __all__ = [
     "rows_as_keys",
     "run_expert",
     "run_unrouted",
+    "write_routing",
 ]

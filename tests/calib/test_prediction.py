@@ -14,14 +14,13 @@ from moe_pack.calib.arrays import Array, read_all_arrays, write_arrays
 from moe_pack.calib.expert_pass import HOT_SPARSITIES, KINDS
 from moe_pack.calib.paths import learn_paths
 from moe_pack.calib.prediction import (
-    PREDICTORS,
     LayerInputs,
     LayerPredictors,
     predict_layer,
 )
 from moe_pack.calib.recall import recall_precision
 from moe_pack.formats import Checkpoint, PackError
-from moe_pack.runtime import CheckpointWeights, PathStatistics
+from moe_pack.runtime import PREDICTORS, CheckpointWeights, PathStatistics
 
 CPU = torch.device("cpu")
 E, D, F, LAYERS = 6, 64, 20, 3
