@@ -28,6 +28,20 @@ def test_predictions_are_those_of_dictionaries_and_loops(case: Case, num_known: 
         np.testing.assert_allclose(probabilities, [shares for shares, _ in expected], rtol=1e-6, atol=1e-12)
 
 
+@pytest.mark.parametrize("case", [*CASES, Case(2000, 4, 4, 40, 36), Case(1000, 3, 8, 128, 120)], ids=str)
+@pytest.mark.parametrize("num_known", [0, 1, 2])
+def test_a_token_alone_is_told_what_it_is_told_among_others(case: Case, num_known: int) -> None:
+    found = learn_paths(case.draw(seed=1), case.E, EVERYTHING)
+    held_out = np.concatenate([case.draw(seed=2)[:15], case.draw(seed=3, drawn_from=case.E)[:15]])
+    for l in range(case.L):
+        before = held_out[:, max(l - num_known, 0) : l]
+        probabilities, stages = found.predict(l, np.concatenate([before, before[:1]]))  # two tokens at the least
+        for t in range(len(before)):
+            alone, stage = found.predict(l, before[t : t + 1])
+            np.testing.assert_array_equal(alone, probabilities[t : t + 1])
+            assert alone.dtype == np.float32 and stage.tolist() == [stages[t]] and stage.dtype == np.uint8
+
+
 def test_the_cases_reach_every_stage_at_layers_with_two_before() -> None:
     reached = set()
     for case in CASES:
