@@ -39,6 +39,7 @@ from moe_pack.formats.manifest import (
     Totals,
     manifest_bytes,
     root_digest,
+    root_without_thresholds,
 )
 from moe_pack.formats.pack import Pack
 from moe_pack.formats.plan import (
@@ -81,6 +82,7 @@ from moe_pack.formats.spec import (
 from moe_pack.formats.steps import Step
 from moe_pack.formats.strict_json import canonical, dump, load, parse
 from moe_pack.formats.tensor_file import TensorEntry, assemble, read_header
+from moe_pack.formats.tensor_sidecar import TensorSidecar, open_tensor_sidecar, write_tensor_sidecar
 from moe_pack.formats.writer import PackWriter, State, digests_of
 
 __all__ = [
@@ -144,6 +146,7 @@ __all__ = [
     "State",
     "Step",
     "TensorEntry",
+    "TensorSidecar",
     "Totals",
     "YarnSpec",
     "account_bytes",
@@ -164,6 +167,7 @@ __all__ = [
     "manifest_bytes",
     "num_active_parameters",
     "num_parameters",
+    "open_tensor_sidecar",
     "order_bytes",
     "order_fault",
     "pack_layout",
@@ -174,10 +178,12 @@ __all__ = [
     "read_sidecar",
     "rewrite_thresholds",
     "root_digest",
+    "root_without_thresholds",
     "row_layout",
     "size_text",
     "thresholds_bytes",
     "uniform_plan",
     "write_rows",
     "write_sidecar",
+    "write_tensor_sidecar",
 ]
