@@ -40,6 +40,7 @@ from moe_pack.formats.manifest import (
     manifest_bytes,
     root_digest,
 )
+from moe_pack.formats.model import model_spec
 from moe_pack.formats.pack import Pack
 from moe_pack.formats.plan import (
     BF16,
@@ -57,10 +58,10 @@ from moe_pack.formats.plan import (
 from moe_pack.formats.ranges import RangeReader
 from moe_pack.formats.rethreshold import rewrite_thresholds
 from moe_pack.formats.roles import DenseRole, dense_roles
-from moe_pack.formats.rows import ExpertLayout, Part, RowLayout, check_rows, expert_layout, row_layout, write_rows
+from moe_pack.formats.rows import ExpertLayout, Part, RowLayout, check_rows, expert_layout, row_layout, seal_rows, write_rows
 from moe_pack.formats.sidecar import read_sidecar, write_sidecar
 from moe_pack.formats.sizes import cached_values, num_active_parameters, num_parameters
-from moe_pack.formats.source_account import SourceAccount, account_bytes, read_account
+from moe_pack.formats.source_account import NO_SOURCE, SourceAccount, account_bytes, read_account
 from moe_pack.formats.spec import (
     MATRICES,
     SELECTORS,
@@ -92,6 +93,7 @@ __all__ = [
     "INDEX_FILE",
     "MANIFEST_FILE",
     "MATRICES",
+    "NO_SOURCE",
     "ORDER_FILE",
     "QUANTIZERS",
     "ROW_GROUP",
@@ -162,6 +164,7 @@ __all__ = [
     "index_bytes",
     "load",
     "manifest_bytes",
+    "model_spec",
     "num_active_parameters",
     "num_parameters",
     "order_bytes",
@@ -175,6 +178,7 @@ __all__ = [
     "rewrite_thresholds",
     "root_digest",
     "row_layout",
+    "seal_rows",
     "thresholds_bytes",
     "uniform_plan",
     "write_rows",

@@ -20,6 +20,7 @@ from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, 
 from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
 from moe_pack.runtime.packed_expert import PackedExpert
 from moe_pack.runtime.rope import Angles, Rope
+from moe_pack.runtime.router import route
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text, TextStream
 from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
@@ -61,6 +62,7 @@ __all__ = [
     "num_cpus",
     "open_kernels",
     "read_rows",
+    "route",
     "route_tokens",
     "row_blocks",
     "run_expert",
