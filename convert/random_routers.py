@@ -34,7 +34,7 @@ def skewed_popularity(spec: ModelSpec, skew: float, seed: int) -> Floats:
     Which expert is the r-th is drawn for each layer.
     """
     E = spec.router.num_experts
-    shares = _shares(np.arange(1, E + 1) ** -skew, spec.router.num_experts_per_tok)
+    shares = _shares(np.arange(1.0, E + 1) ** -skew, spec.router.num_experts_per_tok)
     generator = np.random.Generator(random_stream(seed, _RANKS))
     return np.stack([shares[generator.permutation(E)] for _ in spec.moe_layers])
 
@@ -58,7 +58,7 @@ def profiled_popularity(spec: ModelSpec, profile: Profile) -> Floats:
 def _shares(weights: Floats, k: int) -> Floats:
     """Shares in proportion to weights that add up to `k`, none above `_MOST` if that can be."""
     E, most = len(weights), max(_MOST, k / len(weights))
-    shares = np.maximum(weights, _LEAST * weights.mean())
+    shares: Floats = np.maximum(weights, _LEAST * weights.mean())
     shares = shares * k / shares.sum()
     for _ in range(E):  # each round gives what the largest have too much to the others
         free = shares < most
@@ -128,4 +128,5 @@ def _fresh_rows(num_rows: int, rows: Floats, d: int, generator: np.random.Genera
 
 
 def _unit_rows(rows: Floats) -> Floats:
-    return rows / np.sqrt((rows**2).sum(axis=1, keepdims=True))
+    unit: Floats = rows / np.sqrt((rows**2).sum(axis=1, keepdims=True))
+    return unit

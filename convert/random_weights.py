@@ -129,9 +129,7 @@ def random_rows(
     return rows
 
 
-def random_matrix(
-    num_rows: int, num_cols: int, spread: Spread, stream: np.random.BitGenerator
-) -> NDArray[np.uint8]:
+def random_matrix(num_rows: int, num_cols: int, spread: Spread, stream: np.random.BitGenerator) -> NDArray[np.uint8]:
     """A matrix in bfloat16: u8 [num_rows, 2 num_cols]."""
     values = even_values(spread)
     out = np.empty((num_rows, num_cols), np.uint16)

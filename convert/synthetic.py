@@ -143,7 +143,7 @@ class _SyntheticModel:
             return bf16_bits(dense_vector(spec, role, stream)).view(np.uint8)
         spread = dense_spread(spec, role)
         if dense.rows is None:
-            return random_matrix(*role.shape, spread, stream)
+            return random_matrix(role.shape[0], role.shape[1], spread, stream)
         return random_rows(dense.rows, role.shape[0], {"weight": spread}, stream)
 
 

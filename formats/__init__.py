@@ -58,7 +58,16 @@ from moe_pack.formats.plan import (
 from moe_pack.formats.ranges import RangeReader
 from moe_pack.formats.rethreshold import rewrite_thresholds
 from moe_pack.formats.roles import DenseRole, dense_roles
-from moe_pack.formats.rows import ExpertLayout, Part, RowLayout, check_rows, expert_layout, row_layout, seal_rows, write_rows
+from moe_pack.formats.rows import (
+    ExpertLayout,
+    Part,
+    RowLayout,
+    check_rows,
+    expert_layout,
+    row_layout,
+    seal_rows,
+    write_rows,
+)
 from moe_pack.formats.sidecar import read_sidecar, write_sidecar
 from moe_pack.formats.sizes import cached_values, num_active_parameters, num_parameters
 from moe_pack.formats.source_account import NO_SOURCE, SourceAccount, account_bytes, read_account

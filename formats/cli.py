@@ -11,6 +11,8 @@ import click
 
 from moe_pack.formats.errors import MoePackError
 
+NOISE = "synthetic: its weights are random, its text is noise"  # what every command says of a synthetic pack
+
 C = TypeVar("C", bound=Callable[..., Any])
 
 

@@ -1,4 +1,4 @@
-"""Published models: their real config.json, and the figures their publishers print (formats/families/configs/README.md)."""
+"""Published models: their real config.json, and the figures their publishers print (README.md beside the first)."""
 
 import json
 import math
