@@ -34,6 +34,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         "format": manifest.format,
         "version": manifest.version,
         "features": list(manifest.features),
+        "synthetic": pack.is_synthetic,
         "model": dump(manifest.model),
         "parameters": num_parameters(pack.spec),
         "active_parameters": num_active_parameters(pack.spec),

@@ -41,6 +41,7 @@ from moe_pack.formats.manifest import (
     root_digest,
     root_without_thresholds,
 )
+from moe_pack.formats.model import model_spec
 from moe_pack.formats.pack import Pack
 from moe_pack.formats.plan import (
     BF16,
@@ -58,10 +59,19 @@ from moe_pack.formats.plan import (
 from moe_pack.formats.ranges import RangeReader
 from moe_pack.formats.rethreshold import rewrite_thresholds
 from moe_pack.formats.roles import DenseRole, dense_roles
-from moe_pack.formats.rows import ExpertLayout, Part, RowLayout, check_rows, expert_layout, row_layout, write_rows
+from moe_pack.formats.rows import (
+    ExpertLayout,
+    Part,
+    RowLayout,
+    check_rows,
+    expert_layout,
+    row_layout,
+    seal_rows,
+    write_rows,
+)
 from moe_pack.formats.sidecar import read_sidecar, write_sidecar
 from moe_pack.formats.sizes import cached_values, num_active_parameters, num_parameters, size_text
-from moe_pack.formats.source_account import SourceAccount, account_bytes, read_account
+from moe_pack.formats.source_account import NO_SOURCE, SourceAccount, account_bytes, read_account
 from moe_pack.formats.spec import (
     MATRICES,
     SELECTORS,
@@ -94,6 +104,7 @@ __all__ = [
     "INDEX_FILE",
     "MANIFEST_FILE",
     "MATRICES",
+    "NO_SOURCE",
     "ORDER_FILE",
     "QUANTIZERS",
     "ROW_GROUP",
@@ -165,6 +176,7 @@ __all__ = [
     "index_bytes",
     "load",
     "manifest_bytes",
+    "model_spec",
     "num_active_parameters",
     "num_parameters",
     "open_tensor_sidecar",
@@ -180,6 +192,7 @@ __all__ = [
     "root_digest",
     "root_without_thresholds",
     "row_layout",
+    "seal_rows",
     "size_text",
     "thresholds_bytes",
     "uniform_plan",

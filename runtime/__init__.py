@@ -25,6 +25,7 @@ from moe_pack.runtime.path_statistics import PATH_MEMORY, PathStatistics, Stage,
 from moe_pack.runtime.prediction import PREDICTION_NAMES, Observed, Prediction, PredictionName, make_prediction
 from moe_pack.runtime.reads import Reads, ReadStats, open_reads
 from moe_pack.runtime.rope import Angles, Rope
+from moe_pack.runtime.router import route
 from moe_pack.runtime.routing import MAX_ROUTED_TOKENS, NO_PREDICTOR, PREDICTORS, ROUTING_FILE, Routing, write_routing
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text, TextStream
@@ -89,6 +90,7 @@ __all__ = [
     "open_reads",
     "ranked",
     "read_rows",
+    "route",
     "route_tokens",
     "router_scores",
     "row_blocks",

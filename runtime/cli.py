@@ -12,6 +12,8 @@ import torch
 
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.cli import command_errors, common_options, size_text
+from moe_pack.runtime.bench import BenchTimes, measure, random_prompt
+from moe_pack.runtime.bench_cli import BenchOptions, bench_options, show_bench
 from moe_pack.runtime.chat import chat_prompt
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.generate import context_for, generate
@@ -35,6 +37,7 @@ class RunOptions:
     kernels: str
     threads: int
     stats: bool
+    bench: BenchOptions | None = None
 
 
 @click.command(
@@ -43,13 +46,17 @@ class RunOptions:
 Examples:
   moe-run packed/ --prompt "It was a dark night"
   moe-run packed/ --prompt "Why is the sky blue?" --chat --temperature 0
-  moe-run packed/ --prompt-file chapter.txt --max-tokens 500 --seed 7 --stats""",
+  moe-run packed/ --prompt-file chapter.txt --max-tokens 500 --seed 7 --stats
+  moe-run packed/ --bench""",
 )
 @click.argument("pack", type=click.Path(path_type=Path))
 @click.option("--prompt", "-p", help="The text to continue.")
 @click.option("--prompt-file", type=click.File("r", encoding="utf-8"), help="Read the prompt from a file; - is stdin.")
 @click.option("--chat", is_flag=True, help="Ask the prompt as a chat message, in the pack's own template.")
-@click.option("--max-tokens", "-n", type=click.IntRange(1), default=256, show_default=True, help="Stop after N tokens.")
+@bench_options
+@click.option(
+    "--max-tokens", "-n", type=click.IntRange(1), help="Stop after N tokens.  [default: 256; 64 with --bench]"
+)
 @click.option("--temperature", type=float, default=0.8, show_default=True, help="0 always takes the likeliest token.")
 @click.option(
     "--top-p", type=float, default=0.95, show_default=True, help="Draw from the likeliest tokens of this mass only."
@@ -76,7 +83,8 @@ def main(
     prompt: str | None,
     prompt_file: TextIO | None,
     chat: bool,
-    max_tokens: int,
+    bench: BenchOptions | None,
+    max_tokens: int | None,
     temperature: float,
     top_p: float,
     seed: int | None,
@@ -91,35 +99,46 @@ def main(
     The continuation alone goes to standard output, as it is generated; everything else goes to standard error.
     Generation ends at the model's own end of text, after --max-tokens, or when the context is full.
     """
+    text = _prompt(prompt, prompt_file, chat, bench)
+    max_tokens = max_tokens or (256 if bench is None else 64)
+    chosen_seed = secrets.randbits(32) if seed is None else seed
+    options = RunOptions(
+        text, chat, max_tokens, temperature, top_p, chosen_seed, device, kernels, threads or num_cpus(), stats, bench
+    )
+    run(pack, options)
+
+
+def _prompt(prompt: str | None, prompt_file: TextIO | None, chat: bool, bench: BenchOptions | None) -> str:
+    """The text to continue; empty for a benchmark, which makes its own tokens."""
+    if bench is not None:
+        if prompt is not None or prompt_file is not None or chat:
+            raise click.UsageError("--bench: makes its own prompt; leave --prompt, --prompt-file and --chat out")
+        return ""
     if (prompt is None) == (prompt_file is None):
         raise click.UsageError("give the text to continue with --prompt or --prompt-file, one of them")
     text = prompt if prompt is not None else _read(prompt_file)
     if not text:
         raise RunError("--prompt: is empty; give at least one character")
-    chosen_seed = secrets.randbits(32) if seed is None else seed
-    options = RunOptions(
-        text, chat, max_tokens, temperature, top_p, chosen_seed, device, kernels, threads or num_cpus(), stats
-    )
-    run(pack, options)
+    return text
 
 
 def run(folder: Path, options: RunOptions) -> None:
-    """Opens the pack, continues the prompt on standard output, reports."""
+    """Opens the pack, continues the prompt on standard output, reports; or measures how fast it is."""
     sampler = Sampler(options.temperature, options.top_p, options.seed)
     with ExitStack() as stack:
         pack = stack.enter_context(Pack(folder))
         device = _device(options.device)
-        text = Text(pack)
-        prompt = chat_prompt(pack, options.prompt) if options.chat else options.prompt
-        prompt_ids = text.encode(prompt, special_tokens=not options.chat)
-        if not prompt_ids:
-            raise RunError("--prompt: the tokenizer makes no token of it")
+        text = None if options.bench else Text(pack)
+        prompt_ids = _encoded(pack, text, options) if text else _random_ids(pack, options)
         context = context_for(len(prompt_ids), options.max_tokens, pack.spec.max_position_embeddings)
         kernels = stack.enter_context(closing(opened)) if (opened := _kernels(options)) else None
         # Beside the kernels torch has small things to do: threads of its own would only wait, and wait spinning.
         torch.set_num_threads(1 if kernels else options.threads)
         weights = PackWeights(pack, device, kernels)
         decoder = Decoder(weights, context, device)
+        if text is None:
+            _bench(options, kernels, pack, weights, decoder, sampler, prompt_ids)
+            return
         clock = _Clock()
         stream = text.stream(prompt_ids)
         last = ""
@@ -137,6 +156,37 @@ def run(folder: Path, options: RunOptions) -> None:
                 click.echo()
             if options.stats:
                 _report(options, kernels, pack, weights, decoder, clock, len(prompt_ids))
+
+
+def _encoded(pack: Pack, text: Text, options: RunOptions) -> list[int]:
+    prompt = chat_prompt(pack, options.prompt) if options.chat else options.prompt
+    prompt_ids = text.encode(prompt, special_tokens=not options.chat)
+    if not prompt_ids:
+        raise RunError("--prompt: the tokenizer makes no token of it")
+    return prompt_ids
+
+
+def _random_ids(pack: Pack, options: RunOptions) -> list[int]:
+    assert options.bench is not None, "only a benchmark has no text"
+    spec = pack.spec
+    return random_prompt(options.bench.prompt_tokens, spec.vocab_size, spec.max_position_embeddings, options.seed)
+
+
+def _bench(
+    options: RunOptions,
+    kernels: Kernels | None,
+    pack: Pack,
+    weights: PackWeights,
+    decoder: Decoder,
+    sampler: Sampler,
+    prompt_ids: list[int],
+) -> None:
+    assert options.bench is not None, "a benchmark was asked for"
+    times = measure(decoder, prompt_ids, sampler, options.max_tokens)
+    computed_by = _computed_by(options, kernels)
+    show_bench(options.bench.as_json, times, pack, decoder, weights.bytes_read, computed_by, options.seed)
+    if options.stats:
+        _report(options, kernels, pack, weights, decoder, times, len(prompt_ids))
 
 
 class _Clock:
@@ -163,7 +213,7 @@ def _report(
     pack: Pack,
     weights: PackWeights,
     decoder: Decoder,
-    clock: _Clock,
+    clock: _Clock | BenchTimes,
     num_prompt_tokens: int,
 ) -> None:
     made = clock.num_tokens
