@@ -9,6 +9,7 @@ FOLDER = "runtime/native"
 SOURCES = (
     "module",
     "module_layers",
+    "module_reads",
     "experts",
     "steps",
     "job",
@@ -18,7 +19,9 @@ SOURCES = (
     "norm",
     "router",
     "layout",
+    "extent",
     "pool",
+    "reader",
     "arena",
     "guard",
     "crc",

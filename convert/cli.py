@@ -14,7 +14,7 @@ import click
 import torch
 from tqdm import tqdm
 
-from moe_pack.calib import Profile, ThresholdRule, Tokens, hottest_first, read_tokens
+from moe_pack.calib import Profile, ThresholdRule, Tokens, attach, hottest_first, read_tokens
 from moe_pack.convert.compare import LogitsError, MatrixError, compare_logits, compare_weights, same_tensors
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight, describe, format_runs
@@ -23,9 +23,12 @@ from moe_pack.convert.pipeline import Conversion, convert, layout_for
 from moe_pack.convert.profile_cli import (
     NUM_TOKENS,
     SEQUENCE_LENGTH,
+    attach_command,
+    attached_line,
     measure_with_bar,
     profile_command,
     report_command,
+    routing_text,
     threshold_lines,
     thresholds_command,
 )
@@ -46,7 +49,7 @@ from moe_pack.formats import (
     num_parameters,
 )
 from moe_pack.formats.cli import NOISE, command_errors, common_options, size_text
-from moe_pack.runtime import FolderFiles, Text, kernels_for
+from moe_pack.runtime import FolderFiles, Routing, Text, kernels_for
 
 _COMPARED_TOKENS = 512
 
@@ -72,6 +75,7 @@ def main(debug: bool) -> None:
     moe-pack report profile/                    look at it
     moe-pack convert mixtral -o packed/         4 bit, group 64, selector up
     moe-pack thresholds packed/ --sparsity 0.8  let the weakest neurons rest
+    moe-pack attach packed/ --profile profile/  let moe-run foretell experts
     moe-pack inspect packed/                    what is in it
     moe-pack verify packed/ --against mixtral   is it whole, and how close is it
     moe-pack synth mixtral-8x7b -o synthetic/   its size and speed without its weights
@@ -94,7 +98,8 @@ def main(debug: bool) -> None:
     "--profile",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="A profile of this model (moe-pack profile): neurons are stored hottest first, at --sparsity.",
+    help="A profile of this model (moe-pack profile): neurons are stored hottest first, at --sparsity, and what it "
+    "knows of routes is put beside the pack (as moe-pack attach does).",
 )
 @click.option(
     "--sparsity",
@@ -156,6 +161,9 @@ def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> N
     _say_converted(done, output, time.perf_counter() - start, source_bytes)
     if tokens is not None:
         _measure_thresholds(output, tokens, ThresholdRule(sparsity=options.sparsity))
+    if profile is not None:
+        with Pack(output) as pack:
+            click.echo(attached_line(output, attach(pack, profile)))
 
 
 def _threshold_tokens(checkpoint: Checkpoint, profile: Profile | None) -> Tokens:
@@ -193,7 +201,7 @@ def _say_converted(done: Conversion, output: Path, seconds: float, source_bytes:
 def inspect_command(pack: Path, as_json: bool) -> None:
     """Show what PACK holds: the model, bytes by part, widths by layer and expert.
 
-    Reads and checks the manifest and the index only; moe-pack verify checks every byte.
+    Reads and checks the manifest, the index and what a profile put beside the pack; moe-pack verify checks every byte.
     """
     with Pack(pack) as held:
         if as_json:
@@ -202,6 +210,8 @@ def inspect_command(pack: Path, as_json: bool) -> None:
         _print_model(held)
         _print_bytes(held)
         _print_formats(held)
+        routing = Routing.open(held)
+        click.echo(f"beside it: {'no routing' if routing is None else routing_text(pack, routing)}")
 
 
 def _print_model(pack: Pack) -> None:
@@ -351,6 +361,7 @@ def _say(line: str) -> None:
 main.add_command(profile_command)
 main.add_command(report_command)
 main.add_command(thresholds_command)
+main.add_command(attach_command)
 main.add_command(synth_command)
 
 

@@ -10,6 +10,7 @@ from typing import IO, Any, TypeVar
 import click
 
 from moe_pack.formats.errors import MoePackError
+from moe_pack.formats.sizes import size_text as size_text
 
 NOISE = "synthetic: its weights are random, its text is noise"  # what every command says of a synthetic pack
 
@@ -64,12 +65,3 @@ def common_options(body: C) -> C:
     """Adds --version and --debug; use on a root command."""
     body = click.option("--debug", is_flag=True, help="On an error, show the whole traceback.")(body)
     return click.version_option(package_name="moe-pack", message="%(prog)s %(version)s")(body)
-
-
-def size_text(num_bytes: float) -> str:
-    """Bytes as a person reads them: 1023 B, 4.2 KiB, 26.1 GiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} GiB"

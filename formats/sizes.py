@@ -1,4 +1,7 @@
-"""How large a model is, from its spec alone: parameters, those one token uses, and what its cache holds a token."""
+"""How large a model is, from its spec alone: parameters, those one token uses, and what its cache holds a token.
+
+Also how sizes are written for people.
+"""
 
 import math
 
@@ -32,3 +35,12 @@ def _expert_parameters(spec: ModelSpec) -> int:
     expert = spec.expert
     neuron = spec.hidden_size * len(expert.matrices) + len(expert.bias)
     return expert.intermediate_size * neuron + expert.extra_floats
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes as a person reads them: 1023 B, 4.2 KiB, 26.1 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"

@@ -8,24 +8,31 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
+from moe_pack.runtime.budget import PREFILL_TOKENS
 from moe_pack.runtime.experts import run_experts
 from moe_pack.runtime.kv_cache import KVCache
 from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, run_unrouted, scaled
 from moe_pack.runtime.rope import Angles, Rope
 from moe_pack.runtime.weights import Weights
 
-PREFILL_TOKENS = 512  # tokens a forward pass at most: bounds attention scores and hidden states
 ANGLES_AT_ONCE = 256  # positions: made for one token at a time, they take as long
 
 
 class Decoder:
     """A model at work: weights, and a key-value cache for one sequence.
 
-    Args:    context_tokens: the longest sequence, prompt and continuation together.
+    Args:    context_tokens: the longest sequence, prompt and continuation together.   chunk_tokens: of a forward pass
+             at most: bounds hidden states.
     Raises:  RunError if that is more than the model's positions.
     """
 
-    def __init__(self, weights: Weights, context_tokens: int, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        context_tokens: int,
+        device: torch.device | None = None,
+        chunk_tokens: int = PREFILL_TOKENS,
+    ) -> None:
         spec = weights.spec
         if not 0 < context_tokens <= spec.max_position_embeddings:
             raise RunError(
@@ -35,6 +42,7 @@ class Decoder:
         self.device = device or torch.device("cpu")
         self.cache = KVCache(spec, context_tokens, self.device)
         self._weights = weights
+        self._chunk_tokens = chunk_tokens
         self._rope = Rope(spec.rope, self.device)
         self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}
         self._ids: list[int] = []
@@ -73,8 +81,8 @@ class Decoder:
         num_tokens, kept = before + len(ids), self.cache.num_tokens
         hidden: list[Tensor] = []
         try:
-            for start in range(0, len(new), PREFILL_TOKENS):
-                piece = self._chunk(torch.tensor(new[start : start + PREFILL_TOKENS]), num_tokens)
+            for start in range(0, len(new), self._chunk_tokens):
+                piece = self._chunk(torch.tensor(new[start : start + self._chunk_tokens]), num_tokens)
                 hidden = [piece] if last_only else [*hidden, piece]
         except BaseException:
             self.cache.num_tokens = kept  # what was there before is whole, unless it was to be computed anew

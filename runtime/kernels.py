@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -62,17 +62,33 @@ def num_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class PagedRows(NamedTuple):
+    """Rows of an extent that lies in pages of an arena.
+
+    Page p of the extent, `page_bytes` of it, lies in slot `slots[p]` (int32) of the arena (u8), a slot being
+    `slot_bytes` long, behind `head_bytes` of room for the beginning of a row that ends in it. Row 0 lies at byte
+    `begin` of the extent.
+    """
+
+    arena: Bytes
+    slots: Numbers
+    slot_bytes: int
+    head_bytes: int
+    page_bytes: int
+    begin: int
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
     """An expert as the kernels see it.
 
-    `layout` from `expert_numbers`; `selector` (None where the kind has none) and `records`: u8 [f, row bytes], in one
-    piece; `threshold` on `abs(a)`.
+    `layout` from `expert_numbers`; `selector` (None where the kind has none) and `records`: u8 [f, row bytes] in one
+    piece, or in pages; `threshold` on `abs(a)`.
     """
 
     layout: Numbers
-    selector: Bytes | None
-    records: Bytes
+    selector: Bytes | PagedRows | None
+    records: Bytes | PagedRows
     threshold: float
 
 
@@ -127,6 +143,22 @@ class Kernels:
         ]
         self._call("experts", given, _array(x), y, x.shape[1])
         return torch.from_numpy(y)
+
+    def experts_apart(
+        self,
+        x: Tensor,
+        works: list[tuple[ExpertRows, NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]],
+        out: NDArray[np.float32],
+    ) -> None:
+        """Experts over tokens, weighted; what `experts` adds up, each output in a row of its own.
+
+        Args:    works: as in `experts`, with the rows int64 [n] of `out` float32 [rows, d] to add to.
+        """
+        given = [
+            (rows.layout, rows.selector, rows.records, rows.threshold, tokens, weights, places)
+            for rows, tokens, weights, places in works
+        ]
+        self._call("experts", given, _array(x), out, x.shape[1], True)
 
     def select(self, x: Tensor, rows: ExpertRows) -> Selected:
         """Which neurons of an expert run for tokens float32 [T, d], by its selector; all, where it has none."""
@@ -260,6 +292,20 @@ class Kernels:
         out = np.empty(len(rows), np.uint32)
         self._call("row_checksums", rows, layout.row_bytes, layout.crc_offset, out)
         return out
+
+    def checksum_pages(self, extent: PagedRows, num_bytes: int) -> int:
+        """The CRC-32 of the first bytes of the extent that these rows are of."""
+        return int(self._call("checksum_pages", extent._replace(begin=0), num_bytes))
+
+    def stitch(self, rows: PagedRows, layout: RowLayout, num_rows: int) -> None:
+        """Makes rows whole that cross from page to page, once the pages' bytes are there."""
+        assert _native is not None, "kernels are open"
+        _native.stitch(rows, num_rows, layout.row_bytes)
+
+    def damaged_row(self, rows: PagedRows, layout: RowLayout, wanted: Numbers) -> int | None:
+        """The first of some rows, int32 [n], whose CRC-32 is not that of its bytes; None if all are."""
+        found = int(self._call("damaged_row", rows, wanted, layout.row_bytes, layout.crc_offset))
+        return None if found < 0 else found
 
     def gather(self, rows: Bytes, places: NDArray[np.int32], out: Bytes | None = None) -> Bytes:
         """The rows at these places side by side: u8 [n, row bytes], into `out` where it is given."""

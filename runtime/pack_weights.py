@@ -94,7 +94,7 @@ class PackWeights:
         if self._kernels is None:
             return None
         works = []
-        for number, tokens, weights in _by_expert(experts, router_weights):
+        for number, tokens, weights in tokens_by_expert(experts, router_weights):
             held = self._mapped_expert(layer_idx, number, self._kernels)
             works.append((held.rows, tokens, weights))
             self.bytes_read += held.num_bytes
@@ -117,8 +117,11 @@ class PackWeights:
         return float(self._pack.thresholds[layer_idx, expert])
 
 
-def _by_expert(experts: Tensor, weights: Tensor) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.float32]]]:
-    """Each expert that is chosen, rising, so that sums are made in one order; its tokens and their weights."""
+def tokens_by_expert(experts: Tensor, weights: Tensor) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.float32]]]:
+    """Each expert that is chosen, rising, so that sums are made in one order; its tokens and their weights.
+
+    Args:    experts, weights: int64 and float32 [T, k].
+    """
     chosen, flat, (num_tokens, k) = experts.ravel().tolist(), weights.numpy().ravel(), experts.shape
     order = sorted(range(len(chosen)), key=chosen.__getitem__)
     if num_tokens == 1:

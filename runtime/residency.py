@@ -1,4 +1,4 @@
-"""Which experts are in fast memory: bookkeeping alone, shared by the engine, which moves bytes, and replay, which counts.
+"""Which experts are in fast memory: bookkeeping alone. The engine moves bytes by it, and replay counts by it.
 
 An expert is in or out as a whole, and takes a number of pages. Nothing here depends on time: the same routes, and the
 same foretold experts, give the same decisions. How they are carried out is the engine's affair (`streaming`), what is
@@ -78,8 +78,15 @@ class Eviction(Protocol):
         """An expert is being brought in, foretold or needed."""
         ...
 
+    def dropped(self, key: Key) -> None:
+        """An expert is out again."""
+        ...
+
     def worth(self, layer_idx: int) -> Array:
-        """How much each expert is worth keeping while `layer_idx` runs: [L, E]; the least goes first."""
+        """How much each expert is worth keeping while `layer_idx` runs: [L, E]; the least goes first.
+
+        Among equals the first does: of the lowest layer, then the lowest expert.
+        """
         ...
 
 
@@ -87,6 +94,7 @@ class Residency:
     """The experts in fast memory. `placed` are in from the start and stay.
 
     `is_resident`, `is_locked` bool [L, E]: locked ones are needed before the forward pass leaves its layer.
+    `num_waiting`: experts that the layer needs and for which there has been no room yet.
     """
 
     def __init__(self, facts: CacheFacts, eviction: Eviction, placed: Iterable[Key] = (), keeps: bool = True) -> None:
@@ -95,14 +103,15 @@ class Residency:
         self.is_resident = np.zeros(facts.pages.shape, bool)
         self.is_locked = np.zeros(facts.pages.shape, bool)
         self.free_pages = facts.num_pages
+        self.num_waiting = 0
         self.is_placed = np.zeros(facts.pages.shape, bool)
         self._eviction = eviction
         self._keeps = keeps
         for key in placed:
             self._take(key)
             self.is_placed[key] = True
-        left = facts.num_pages - int(facts.pages[self.is_placed].sum())
-        assert left >= int(facts.pages.max()), "what is not placed takes turns in room for the largest expert at least"
+        largest = int(facts.pages.max(initial=0, where=~self.is_placed))
+        assert self.free_pages >= largest, "what is not placed takes turns in room for its largest at least"
 
     def walk(self, layer_idx: int, experts: Sequence[int], scores: Array | None = None) -> Iterator[Event]:
         """What happens when the router of a layer has chosen `experts` (rising, each once), in this order.
@@ -120,6 +129,7 @@ class Residency:
         for key, is_hit in order:
             while waiting and self._fits(waiting[0], layer_idx):
                 yield from self._bring(waiting.popleft(), layer_idx)
+            self.num_waiting = len(waiting)
             assert self.is_resident[key], "whatever came before is unlocked, so that there is room"
             yield Compute(key, is_hit)
             self._eviction.used(key)
@@ -148,13 +158,12 @@ class Residency:
 
     def abandon(self, key: Key) -> None:
         """A foretold expert that was not chosen, and of which not all has arrived, is out again."""
+        assert self.is_resident[key] and not (self.is_locked[key] or self.is_placed[key]), "it is not needed now"
         self._drop(key)
 
     def _bring(self, key: Key, layer_idx: int) -> Iterator[Event]:
-        worth = None
         while self.free_pages < self.facts.pages[key]:
-            worth = self._eviction.worth(layer_idx) if worth is None else worth
-            yield self._drop(self._least(worth))
+            yield self._drop(self._least(self._eviction.worth(layer_idx)))
         self._take(key)
         self.is_locked[key] = True
         self._eviction.fetched(key)
@@ -180,4 +189,5 @@ class Residency:
     def _drop(self, key: Key) -> Drop:
         self.free_pages += int(self.facts.pages[key])
         self.is_resident[key] = self.is_locked[key] = False
+        self._eviction.dropped(key)
         return Drop(key)

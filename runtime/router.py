@@ -17,58 +17,87 @@ def route(
     Args:    logits: float32 [T, E].   bias: float32 [E], added for choosing only; where the spec has one.
     Returns: int64 [T, k], best first, and float32 [T, k].
     """
-    # The least addend is the reference's: sigmoids that all vanish have no sum to divide by.
-    least = 1e-20 if spec.kind == "sigmoid_topk" else 0.0
     if kernels is not None:
-        return kernels.route(logits, spec, bias, least)
-    experts, weights = _ROUTERS[spec.kind](logits, spec, bias)
+        return kernels.route(logits, spec, bias, _least_sum(spec))
+    experts = _CHOICES[spec.kind](logits, spec, bias)
+    return experts, router_weights(logits, experts, spec)
+
+
+def router_weights(logits: Tensor, experts: Tensor, spec: RouterSpec) -> Tensor:
+    """The weights that given experts have for their tokens, chosen by `route` or not: normalised as the family does.
+
+    Args:    logits: float32 [T, E].   experts: int64 [T, k], different ones in each row.
+    Returns: float32 [T, k]; what `route` gives where the experts are its own.
+    """
+    weights = _WEIGHTS[spec.kind](logits, experts, spec)
     if spec.normalize:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + least)
-    return experts, weights if spec.scaling_factor == 1.0 else weights * spec.scaling_factor
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + _least_sum(spec))
+    return weights if spec.scaling_factor == 1.0 else weights * spec.scaling_factor
 
 
-def _softmax_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def expert_scores(logits: Tensor, spec: RouterSpec) -> Tensor:
+    """How much each expert counts for each token, chosen or not, from 0 to 1: float32 [T, E].
+
+    Sigmoids where the family has them, else their softmax, whatever the family does besides.
+    """
+    return torch.sigmoid(logits) if spec.kind == "sigmoid_topk" else torch.softmax(logits, dim=-1)
+
+
+def _least_sum(spec: RouterSpec) -> float:
+    """What is added to sums of weights, as in the reference: sigmoids that all vanish have no sum to divide by."""
+    return 1e-20 if spec.kind == "sigmoid_topk" else 0.0
+
+
+def _softmax_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
     """Softmax over all experts, the largest kept; a group is as good as its best expert.
 
     Source: transformers, models/mixtral, MixtralTopKRouter; models/deepseek_v2, DeepseekV2TopkRouter.
     """
     scores = torch.softmax(logits, dim=-1)
-    chosen = _choose(scores if bias is None else scores + bias, spec, best_of_group=1)
-    return chosen, scores.gather(1, chosen)
+    return _choose(scores if bias is None else scores + bias, spec, best_of_group=1)
 
 
-def _topk_softmax(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _topk_softmax(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
     """The largest logits, softmax over those. Source: transformers, models/granitemoe, GraniteMoeTopKRouter."""
-    chosen = _largest(logits, spec.num_experts_per_tok)
-    return chosen, torch.softmax(logits.gather(1, chosen), dim=-1)
+    return _largest(logits, spec.num_experts_per_tok)
 
 
-def _sigmoid_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _sigmoid_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
     """Each expert's own sigmoid, the largest kept; a group is as good as its two best experts together.
 
     Source: transformers, models/glm4_moe, Glm4MoeTopkRouter; DeepSeek-V3 (2412.19437), section 2.1.2.
     """
     scores = torch.sigmoid(logits)
-    chosen = _choose(scores if bias is None else scores + bias, spec, best_of_group=2)
-    return chosen, scores.gather(1, chosen)
+    return _choose(scores if bias is None else scores + bias, spec, best_of_group=2)
 
 
-def _sparsemixer(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The largest, then the largest of the rest, ...: each one's weight is its share among those near it.
+def _sparsemixer(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
+    """The largest, then the largest of the rest, ...; of equals the first.
 
-    Near a largest logit m are those still in the running whose distance from m is at most `2 jitter` times the larger
-    of m and their own magnitude. Source: GRIN (2409.12136); transformers, models/phimoe, sparsemixer at inference.
+    Source: GRIN (2409.12136); transformers, models/phimoe, sparsemixer at inference.
     """
-    running, experts, weights = logits, [], []
+    running, experts = logits, []
     for _ in range(spec.num_experts_per_tok):
-        chosen = running.argmax(dim=-1, keepdim=True)  # the first of equals, as torch documents for argmax
+        experts.append(running.argmax(dim=-1, keepdim=True))  # the first of equals, as torch documents for argmax
+        running = running.scatter(1, experts[-1], -torch.inf)
+    return torch.cat(experts, dim=-1)
+
+
+def _shares_near(logits: Tensor, experts: Tensor, spec: RouterSpec) -> Tensor:
+    """Each one's share among those near it, one after the other: sparsemixer's weights.
+
+    Near a logit m are those still in the running whose distance below m is at most `2 jitter` times the larger of m
+    and their own magnitude.
+    """
+    running, weights = logits, []
+    for place in range(experts.shape[1]):
+        chosen = experts[:, place : place + 1]
         largest = running.gather(1, chosen)
         far = (largest - logits) / logits.abs().clamp(min=largest) > 2 * spec.jitter
         near = running.masked_fill(far, -torch.inf)
-        experts.append(chosen)
         weights.append(near.softmax(dim=-1).gather(1, chosen))
         running = running.scatter(1, chosen, -torch.inf)
-    return torch.cat(experts, dim=-1), torch.cat(weights, dim=-1)
+    return torch.cat(weights, dim=-1)
 
 
 def _choose(scores: Tensor, spec: RouterSpec, best_of_group: int) -> Tensor:
@@ -87,9 +116,15 @@ def _largest(scores: Tensor, count: int) -> Tensor:
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-_ROUTERS: dict[str, Callable[[Tensor, RouterSpec, Tensor | None], tuple[Tensor, Tensor]]] = {
+_CHOICES: dict[str, Callable[[Tensor, RouterSpec, Tensor | None], Tensor]] = {
     "softmax_topk": _softmax_topk,
     "topk_softmax": _topk_softmax,
     "sigmoid_topk": _sigmoid_topk,
     "sparsemixer": _sparsemixer,
+}
+_WEIGHTS: dict[str, Callable[[Tensor, Tensor, RouterSpec], Tensor]] = {
+    "softmax_topk": lambda logits, experts, spec: torch.softmax(logits, dim=-1).gather(1, experts),
+    "topk_softmax": lambda logits, experts, spec: torch.softmax(logits.gather(1, experts), dim=-1),
+    "sigmoid_topk": lambda logits, experts, spec: torch.sigmoid(logits).gather(1, experts),
+    "sparsemixer": _shares_near,
 }

@@ -49,6 +49,7 @@ Call call_of(const ExpertWork& work, int32_t first_token, int32_t num_tokens) {
     call.work = &work;
     call.num_tokens = num_tokens;
     call.tokens = work.tokens + first_token;
+    call.outputs = (work.outputs ? work.outputs : work.tokens) + first_token;
     call.weights = work.weights + first_token;
     return call;
 }

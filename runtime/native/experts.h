@@ -13,30 +13,30 @@ namespace moe_pack {
 
 enum class Outcome { done, cut, no_memory };  // cut: a map lost a page that was read
 
-// An expert and its tokens: rows of x, and of y, with the router's weights.
+// An expert and its tokens: rows of x, with the router's weights, and the rows of y to add to (null: the same).
 struct ExpertWork {
     const ExpertLayout* layout;
-    const uint8_t* selector;
-    const uint8_t* records;
+    Rows selector, records;
     float threshold;
     int32_t num_tokens;
     const int64_t* tokens;
     const float* weights;
+    const int64_t* outputs = nullptr;
 };
 
-// y[token] += weight * expert(x[token]) for every expert and each of its tokens. x, y: float32 [tokens, d].
+// y[output] += weight * expert(x[token]) for every expert and each of its tokens. x, y: float32 [tokens, d].
 Outcome run_experts(Pool& pool, const ExpertWork* works, int32_t num_works, const float* x, float* y);
 
 // What the selector alone tells, for tokens x [T, d]: `a` [T, f], `runs` u8 [T, f], and in `neurons` [f] those that
 // run for any token, rising; their number in `num_neurons`. Without a selector all may run, and `a` is not written.
-Outcome select_neurons(Pool& pool, const ExpertLayout& layout, const uint8_t* selector, float threshold,
+Outcome select_neurons(Pool& pool, const ExpertLayout& layout, const Rows& selector, float threshold,
                        int32_t num_tokens, const float* x, float* a, uint8_t* runs, int32_t* neurons,
                        int32_t* num_neurons);
 
 // h [T, n] of some neurons from their records; zero where a neuron does not run. Record k lies at row `places[k]`.
 struct NeuronsWork {
     const ExpertLayout* layout;
-    const uint8_t* records;
+    Rows records;
     float threshold;
     int32_t num_tokens, num_neurons;
     const int32_t* neurons;

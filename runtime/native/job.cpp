@@ -122,7 +122,7 @@ void mark_running(const Call& call, int32_t token, int32_t first, int32_t count)
 }
 
 const uint8_t* selector_row(const Call& call, int32_t row) {
-    return call.work->selector + (size_t)row * call.layout().selector_row_bytes;
+    return call.work->selector.at(row, call.layout().selector_row_bytes);
 }
 
 void select_few(Job& job, int number, int next_item, int worker) {
@@ -201,8 +201,7 @@ namespace {
 
 // The record of the k-th of a call's neurons.
 const uint8_t* record_of(const Call& call, int32_t k) {
-    int32_t row = call.places ? call.places[k] : call.neurons[k];
-    return call.work->records + (size_t)row * call.layout().record_row_bytes;
+    return call.work->records.at(call.places ? call.places[k] : call.neurons[k], call.layout().record_row_bytes);
 }
 
 // The parts of a record: so many operations share the fetching of what comes next, a part's bytes a row.
@@ -318,7 +317,7 @@ void add_outputs(Job& job, int number, int, int) {
         const Call& call = job.calls[c];
         for (int32_t t = 0; t < call.num_tokens; t++) {
             const float* from = job.finished + (job.places[c] + t) * d;
-            float* to = job.y + call.tokens[t] * d;
+            float* to = job.y + call.outputs[t] * d;
             for (size_t i = start; i < stop; i++) to[i] += call.weights[t] * from[i];
         }
     }

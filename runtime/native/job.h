@@ -14,7 +14,8 @@ constexpr int32_t kItemTiles = 2;  // a sum of few tokens is of so many tiles at
 struct Call {
     const ExpertWork* work;
     int32_t num_tokens;
-    const int64_t* tokens;
+    const int64_t* tokens;   // of x
+    const int64_t* outputs;  // of y
     const float* weights;
     float* a;           // [tokens, f]; null without a selector, and so is `runs`
     uint8_t* runs;      // [tokens, f]

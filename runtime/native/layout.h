@@ -36,6 +36,29 @@ struct ExpertLayout {
     bool has_gate() const { return gate.place != Place::none; }
 };
 
+// Rows of one length: in one piece, or in the pages of an extent.
+//
+// A page holds `page_bytes` of the extent, from `pages[p]` on. A row that begins in one and ends in the next lies whole
+// in room that the next has before it (extent.h, `stitch`).
+struct Rows {
+    const uint8_t* first = nullptr;
+    const uint8_t* const* pages = nullptr;
+    size_t begin = 0;  // of row 0 in the extent
+    size_t page_bytes = 0;
+    uint64_t reciprocal = 0;  // of page_bytes, in units of 2^-64: rounded up, exact below 2^64 / page_bytes
+
+    Rows() = default;
+    Rows(const uint8_t* in_one_piece) : first(in_one_piece) {}
+    Rows(const uint8_t* const* of_pages, size_t bytes_of_each, size_t from)
+        : pages(of_pages), begin(from), page_bytes(bytes_of_each), reciprocal(UINT64_MAX / bytes_of_each + 1) {}
+    const uint8_t* at(size_t row, size_t row_bytes) const {
+        if (pages == nullptr) return first + row * row_bytes;
+        size_t start = begin + row * row_bytes;
+        size_t page = (size_t)((unsigned __int128)(start + row_bytes - 1) * reciprocal >> 64);
+        return pages[page] + ((ptrdiff_t)start - (ptrdiff_t)(page * page_bytes));
+    }
+};
+
 constexpr int kRowsNumbers = 2 + kPartNumbers;  // columns, bytes of a row; the part
 
 // Rows of one part: a dense matrix.

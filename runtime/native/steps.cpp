@@ -23,7 +23,7 @@ struct StepJob : Job {
         work.layout = &layout;
         call.work = &work;
         call.num_tokens = num_tokens;
-        call.tokens = tokens;
+        call.tokens = call.outputs = tokens;
         call.weights = weights;
         calls = &call;
         num_calls = 1;
@@ -102,7 +102,7 @@ Outcome in_passes(Pool& pool, int32_t num_tokens, const Do& step) {
 
 }  // namespace
 
-Outcome select_neurons(Pool& pool, const ExpertLayout& layout, const uint8_t* selector, float threshold,
+Outcome select_neurons(Pool& pool, const ExpertLayout& layout, const Rows& selector, float threshold,
                        int32_t num_tokens, const float* x, float* a, uint8_t* runs, int32_t* neurons,
                        int32_t* num_neurons) {
     size_t d = layout.num_cols, f = layout.num_rows;

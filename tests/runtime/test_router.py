@@ -203,3 +203,50 @@ def test_not_a_number_is_seen(router: RouterSpec, route: Route) -> None:
 def test_no_tokens_go_nowhere(route: Route) -> None:
     experts, weights = route(torch.zeros(0, 8), spec(8, 3))
     assert (experts.shape, weights.shape) == ((0, 3), (0, 3))
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=named)
+def test_weights_of_the_routers_own_experts_are_the_routers(router: RouterSpec) -> None:
+    torch.manual_seed(11)
+    logits, bias = torch.randn(50, router.num_experts), torch.randn(router.num_experts)
+    experts, weights = routers.route(logits, router, bias if router.bias else None)
+    assert torch.equal(routers.router_weights(logits, experts, router), weights)
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=named)
+def test_weights_of_other_experts_are_normalised_as_the_family_does(router: RouterSpec) -> None:
+    torch.manual_seed(12)
+    logits = torch.randn(40, router.num_experts)
+    experts = torch.stack([torch.randperm(router.num_experts)[: router.num_experts_per_tok] for _ in logits])
+    weights = routers.router_weights(logits, experts, router)
+    for token, row in enumerate(logits.tolist()):
+        torch.testing.assert_close(
+            weights[token], torch.tensor(weights_by_rule(row, experts[token].tolist(), router)), rtol=2e-5, atol=1e-7
+        )
+
+
+def weights_by_rule(logits: list[float], experts: list[int], router: RouterSpec) -> list[float]:
+    if router.kind == "sparsemixer":
+        return sparsemixer_weights(logits, experts, router)
+    if router.kind == "topk_softmax":
+        return [share * router.scaling_factor for share in softmax([logits[i] for i in experts])]
+    scores = softmax(logits) if router.kind == "softmax_topk" else [1 / (1 + math.exp(-logit)) for logit in logits]
+    return [weight for _, weight in finished(experts, scores, router)]
+
+
+def sparsemixer_weights(logits: list[float], experts: list[int], router: RouterSpec) -> list[float]:
+    running, made = dict(enumerate(logits)), []
+    for expert in experts:
+        top = running[expert]
+        near = [i for i, logit in running.items() if (top - logit) / max(abs(logit), top) <= 2 * router.jitter]
+        made.append(softmax([running[i] for i in near])[near.index(expert)])
+        del running[expert]
+    return made
+
+
+def test_scores_of_all_experts_are_shares_or_sigmoids() -> None:
+    logits = torch.tensor([[0.0, math.log(3.0)]])
+    shares = routers.expert_scores(logits, RouterSpec("topk_softmax", 2, 1, False))
+    torch.testing.assert_close(shares, torch.tensor([[0.25, 0.75]]))
+    sigmoids = routers.expert_scores(logits, RouterSpec("sigmoid_topk", 2, 1, False))
+    torch.testing.assert_close(sigmoids, torch.tensor([[0.5, 0.75]]))

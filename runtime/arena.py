@@ -1,0 +1,64 @@
+"""Fast memory without a GPU: one anonymous mapping in pages, which experts' extents are read into.
+
+Page p of an extent holds `page_bytes` of it, behind room for the beginning of a row that ends in it, so that every row
+can be had in one piece (`Kernels.stitch`). Nothing is allocated after the arena is.
+"""
+
+import mmap
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats import RunError
+from moe_pack.runtime.kernels import PagedRows
+
+BLOCK_BYTES = 4096  # what drives are read in
+
+
+class PageArena:
+    """`num_pages` pages of `page_bytes` each, with `head_bytes` of room before each; both multiples of BLOCK_BYTES.
+
+    `memory` is all of it, u8.
+    Raises:  RunError if there is not so much memory.
+    """
+
+    def __init__(self, num_pages: int, page_bytes: int, head_bytes: int) -> None:
+        assert num_pages > 0 and page_bytes % BLOCK_BYTES == head_bytes % BLOCK_BYTES == 0 < head_bytes, "whole blocks"
+        self.num_pages, self.page_bytes, self.head_bytes = num_pages, page_bytes, head_bytes
+        self.slot_bytes = page_bytes + head_bytes
+        try:
+            pages = mmap.mmap(-1, num_pages * self.slot_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as fault:
+            raise RunError(f"--budget: {num_pages * self.slot_bytes:,} bytes cannot be had ({fault})") from fault
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages.madvise(mmap.MADV_HUGEPAGE)  # rows lie far from one another: fewer of their addresses are missed
+        self.memory: NDArray[np.uint8] = np.frombuffer(pages, np.uint8)
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody has."""
+        return len(self._free)
+
+    def take(self, count: int) -> NDArray[np.int32]:
+        """The slots of `count` pages, which are the caller's until given back: int32 [count]."""
+        assert count <= len(self._free), "the budget is kept by whoever asks"
+        taken = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        return np.array(taken[::-1], np.int32)
+
+    def give(self, slots: NDArray[np.int32]) -> None:
+        """Takes pages back."""
+        self._free += slots[::-1].tolist()
+
+    def rows(self, slots: NDArray[np.int32], begin: int) -> PagedRows:
+        """Rows from byte `begin` on of the extent in these pages, as the kernels see them."""
+        return PagedRows(self.memory, slots, self.slot_bytes, self.head_bytes, self.page_bytes, begin)
+
+    def places(self, slots: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Where in `memory` pages' bytes begin: int64 [n]."""
+        return slots.astype(np.int64) * self.slot_bytes + self.head_bytes
+
+    def close(self) -> None:
+        """Lets go of the memory, which goes with the last array that refers to it."""
+        self.memory = np.empty(0, np.uint8)

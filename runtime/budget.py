@@ -1,0 +1,118 @@
+"""A memory budget, divided: what is always held, what a forward pass needs, and the pages that are left for experts."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats import (
+    GroupedQuerySpec,
+    ModelSpec,
+    Pack,
+    PackLayout,
+    RunError,
+    cached_values,
+    dense_roles,
+    size_text,
+)
+from moe_pack.runtime.arena import BLOCK_BYTES
+
+PREFILL_TOKENS = 512  # of a forward pass, where there is room
+LEAST_PREFILL_TOKENS = 16  # below, a prompt would read every expert again and again
+MAX_PAGE_BYTES = 1 << 20
+LEAST_PAGE_BYTES = 64 << 10  # smaller pages lose more to the room before each; experts of less than four have smaller
+KERNEL_BYTES = 40 << 20  # of the kernels' own: unfinished sums of 16 MiB, decoded rows of each thread
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPlan:
+    """What a budget is spent on, in bytes, but for `num_pages` and `chunk_tokens` (of a forward pass at most).
+
+    `arena`: all pages, each with `head_bytes` before its `page_bytes`.   `workspace`: hidden states, scores, outputs
+    and what the kernels need.   `predictors`: what foretells experts.
+    """
+
+    budget: int
+    dense: int
+    cache: int
+    workspace: int
+    predictors: int
+    page_bytes: int
+    head_bytes: int
+    num_pages: int
+    chunk_tokens: int
+
+    @property
+    def arena(self) -> int:
+        """Bytes of all pages."""
+        return self.num_pages * (self.page_bytes + self.head_bytes)
+
+
+def expert_pages(layout: PackLayout, page_bytes: int) -> NDArray[np.int64]:
+    """How many pages each expert takes: int64 [L, E]."""
+    return -(-_extent_bytes(layout) // page_bytes)
+
+
+def divide_budget(
+    pack: Pack, budget_bytes: int, context_tokens: int, predictors: int = 0, fewest_experts: int = 1
+) -> BudgetPlan:
+    """How a budget is spent on running a pack.
+
+    Meaning: dense weights, key-value cache, workspace and predictors first, all else in pages. Where less than a
+             quarter would be left for these, forward passes are made shorter, down to LEAST_PREFILL_TOKENS.
+    Raises:  RunError if fewer than `fewest_experts` of the largest experts would have room; it says what is needed.
+    """
+    dense = pack.layout.dense_file.num_bytes
+    cache = 4 * cached_values(pack.spec) * context_tokens
+    page_bytes, head_bytes = page_sizes(pack.layout)
+    largest = int(expert_pages(pack.layout, page_bytes).max()) * fewest_experts * (page_bytes + head_bytes)
+    chunk = min(PREFILL_TOKENS, max(context_tokens, LEAST_PREFILL_TOKENS))
+    while True:
+        workspace = workspace_bytes(pack.spec, chunk)
+        left = budget_bytes - dense - cache - workspace - predictors
+        if chunk <= LEAST_PREFILL_TOKENS or left >= max(largest, budget_bytes // 4):
+            break
+        chunk //= 2
+    if left < largest:
+        least = budget_bytes - left + largest
+        raise RunError(
+            f"--budget: {size_text(budget_bytes)}, needed are at least {size_text(least)}: {size_text(dense)} of dense "
+            f"weights, {size_text(cache)} of key-value cache for {context_tokens} tokens, {size_text(workspace)} to "
+            f"work in, and {size_text(largest)} for experts; give more, or a shorter context with --max-tokens"
+        )
+    most = int(expert_pages(pack.layout, page_bytes).sum())
+    num_pages = min(left // (page_bytes + head_bytes), most)
+    return BudgetPlan(budget_bytes, dense, cache, workspace, predictors, page_bytes, head_bytes, num_pages, chunk)
+
+
+def page_sizes(layout: PackLayout) -> tuple[int, int]:
+    """The bytes of a page and of the room before it that waste least over a pack's experts.
+
+    Both are whole blocks, the room as long as the longest row at least. Of equally good ones, the largest page.
+    """
+    extents = _extent_bytes(layout).ravel()
+    sizes, counts = np.unique(extents, return_counts=True)
+    rows = [rows.row_bytes for layer in layout.experts for e in layer for rows in (e.selector, e.records) if rows]
+    head = -(-max(rows) // BLOCK_BYTES) * BLOCK_BYTES
+    least = max(head, min(LEAST_PAGE_BYTES, int(sizes.min()) // 4 // BLOCK_BYTES * BLOCK_BYTES), BLOCK_BYTES)
+    pages = np.arange(least, max(MAX_PAGE_BYTES, least) + 1, BLOCK_BYTES)[::-1]
+    costs = ((-(-sizes[None] // pages[:, None])) * counts).sum(axis=1) * (pages + head)
+    return int(pages[costs.argmin()]), head
+
+
+def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
+    """What a forward pass of so many tokens holds beside weights and cache, at most."""
+    d, k, E = spec.hidden_size, spec.router.num_experts_per_tok, spec.router.num_experts
+    attention = spec.attention
+    if isinstance(attention, GroupedQuerySpec):
+        width = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    else:
+        width = 4 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
+    hidden = [role.shape[0] for role in dense_roles(spec) if role.name.endswith((".up", ".gate"))]
+    widest = max([spec.expert.intermediate_size, *hidden])
+    floats = 6 * d + width + 3 * widest + 2 * E + k * d
+    return 4 * (chunk_tokens * floats + 4 * spec.vocab_size) + KERNEL_BYTES
+
+
+def _extent_bytes(layout: PackLayout) -> NDArray[np.int64]:
+    return np.array([[expert.num_bytes for expert in layer] for layer in layout.experts], np.int64)

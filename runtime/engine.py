@@ -1,0 +1,190 @@
+"""Everything that runs a pack, put together for what was asked: kernels, budget, policy, weights, decoder.
+
+Where the pack fits memory and no budget is set, experts are used where they lie in their mapped files; else they
+stream through an arena. What was wished and could not be had is a *fallback*, with a name.
+"""
+
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moe_pack.formats import Pack, RunError, audit
+from moe_pack.runtime.budget import PREFILL_TOKENS, BudgetPlan, divide_budget, expert_pages, workspace_bytes
+from moe_pack.runtime.decoder import Decoder
+from moe_pack.runtime.expert_store import ExpertStore
+from moe_pack.runtime.kernels import Kernels, is_available, num_cpus, open_kernels, why_unavailable
+from moe_pack.runtime.memory import available_bytes
+from moe_pack.runtime.pack_weights import PackWeights
+from moe_pack.runtime.policies import PRESETS, PolicyName, Preset, residency_for
+from moe_pack.runtime.reads import Reads, open_reads, reads_directly
+from moe_pack.runtime.residency import CacheFacts
+from moe_pack.runtime.streaming import StreamingWeights
+
+ReadMode = Literal["auto", "direct", "pread", "map"]
+Verify = Literal["lazy", "full", "off"]
+KernelsName = Literal["auto", "avx512", "avx2", "portable", "torch"]
+_SHARE_OF_MEMORY = 0.75  # of what is available, where no budget is set and the pack does not fit
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a pack is to be run.
+
+    `budget_bytes`: for weights, cache and what computing needs; None: as much as the machine has available.
+    `read`: past the system's cache, through it, or mapped, which keeps to no budget.   `verify`: experts when they first
+    arrive (`lazy`), all before the first token (`full`), or not.   `cutover`: where a smaller share of an expert's neurons
+    runs, a miss reads their rows alone; None: as the policy has it.   `chunk_tokens`: of a forward pass at most; None:
+    as the budget allows.   `is_strict`: a fallback is an error.
+    """
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    budget_bytes: int | None = None
+    policy: PolicyName | Literal["auto"] = "auto"
+    read: ReadMode = "auto"
+    verify: Verify = "lazy"
+    threads: int | None = None
+    kernels: KernelsName = "auto"
+    cutover: float | None = None
+    chunk_tokens: int | None = None
+    is_strict: bool = False
+
+
+class Engine:
+    """A pack at work. Owns all but the pack: `close` it, or use it in a `with`.
+
+    `decoder` runs it, with room for `context_tokens`.   `plan`: what the budget is spent on, None where experts are
+    mapped.   `preset`: the policies, None there too.   `fallbacks`: what was wished and could not be had.
+    Raises:  RunError if the budget is too small, something asked for is not to be had, or a fallback would be needed
+             and `is_strict`; PackError if the pack is damaged.
+    """
+
+    def __init__(self, pack: Pack, options: EngineOptions, context_tokens: int) -> None:
+        self.options, self.fallbacks = options, list[str]()
+        self.plan: BudgetPlan | None = None
+        self.preset: Preset | None = None
+        self.store: ExpertStore | None = None
+        self.reads: Reads | None = None
+        self._pack, self._stack = pack, ExitStack()
+        self.device = _device(options.device)
+        if options.verify == "full":
+            audit(pack)
+        try:
+            self.kernels = self._open_kernels()
+            budget = self._budget(context_tokens)
+            self.weights = self._mapped() if budget is None else self._streaming(budget, context_tokens)
+            most = self.plan.chunk_tokens if self.plan else PREFILL_TOKENS
+            chunk = min(options.chunk_tokens or most, most)
+            self.decoder = Decoder(self.weights, context_tokens, self.device, chunk)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends reads and threads, gives all memory back."""
+        self._stack.close()
+
+    def _fall_back(self, what: str) -> None:
+        if self.options.is_strict:
+            raise RunError(f"--strict: {what}")
+        self.fallbacks.append(what)
+
+    def _open_kernels(self) -> Kernels | None:
+        """The native kernels that were asked for; None where torch computes."""
+        options, threads = self.options, self.options.threads or num_cpus()
+        wanted = options.kernels
+        if wanted == "torch" or options.device != "cpu":
+            torch.set_num_threads(threads)
+            return None
+        kernels = open_kernels(threads) if wanted == "auto" else Kernels(threads, wanted)
+        if kernels is None:
+            self._fall_back(f"torch computes: native kernels {why_unavailable()}")
+            torch.set_num_threads(threads)
+            return None
+        self._stack.enter_context(closing(kernels))
+        if wanted not in ("auto", kernels.instruction_set):
+            raise RunError(f"--kernels {wanted}: this machine has {kernels.instruction_set} at most")
+        # Beside the kernels torch has small things to do: threads of its own would only wait, and wait spinning.
+        torch.set_num_threads(1)
+        return kernels
+
+    def _budget(self, context_tokens: int) -> int | None:
+        """The budget to keep to; None where experts are mapped."""
+        options = self.options
+        if options.device != "cpu":
+            if options.budget_bytes is not None:
+                raise RunError("--budget: is kept on the CPU only; leave it out with --device cuda")
+            return None
+        if options.read == "map":
+            if options.budget_bytes is not None:
+                self._fall_back("mapped files are kept in memory by the system, whatever the budget")
+            return None
+        if options.budget_bytes is not None:
+            return options.budget_bytes
+        free, needed = available_bytes(), _whole_bytes(self._pack, context_tokens)
+        return None if free is None or needed <= _SHARE_OF_MEMORY * free else int(_SHARE_OF_MEMORY * free)
+
+    def _mapped(self) -> PackWeights:
+        return PackWeights(self._pack, self.device, self.kernels)
+
+    def _streaming(self, budget: int, context_tokens: int) -> StreamingWeights:
+        pack, options = self._pack, self.options
+        self.plan = divide_budget(pack, budget, context_tokens)
+        facts = cache_facts(pack, self.plan, None)
+        self.preset = PRESETS["lru" if options.policy == "auto" else options.policy]
+        residency = residency_for(self.preset, facts)
+        cutover = self.preset.rows_below if options.cutover is None else options.cutover
+        verify = options.verify == "lazy"
+        store = ExpertStore(pack, self.kernels, self.plan, self._open_reads, verify, cutover)
+        self.store = self._stack.enter_context(closing(store))
+        return StreamingWeights(pack, self.kernels, store, residency)
+
+    def _open_reads(self, memory: NDArray[np.uint8]) -> Reads:
+        self.reads = open_reads(memory, direct=self._reads_directly())
+        if not is_available():
+            self._fall_back("reads wait for one another: native reads were not built")
+        return self.reads
+
+    def _reads_directly(self) -> bool:
+        mode = self.options.read
+        if mode == "pread":
+            return False
+        if reads_directly(self._pack.folder / self._pack.manifest.expert_files[0].name):
+            return True
+        if mode == "direct":
+            raise RunError("--read direct: the pack's file system has no direct reads; use --read pread or auto")
+        self._fall_back("reads go through the system's cache: the file system has no direct reads")
+        return False
+
+
+def cache_facts(pack: Pack, plan: BudgetPlan, popularity: NDArray[np.float32] | None) -> CacheFacts:
+    """What a policy knows of a pack inside a budget.
+
+    Args:    popularity: float32 [L, E], each expert's share of its layer's choices; None: all alike.
+    """
+    pages = expert_pages(pack.layout, plan.page_bytes)
+    shares = np.full(pages.shape, 1 / pages.shape[1], np.float32) if popularity is None else popularity
+    return CacheFacts(pages, plan.num_pages, pack.spec.router.num_experts_per_tok, shares)
+
+
+def _whole_bytes(pack: Pack, context_tokens: int) -> int:
+    """What a pack takes in memory, all of it."""
+    return pack.manifest.totals.content + workspace_bytes(pack.spec, PREFILL_TOKENS)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RunError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    return torch.device(name)

@@ -1,0 +1,58 @@
+"""How much memory there is for this process, and how much it holds. Linux; elsewhere nothing is known."""
+
+from pathlib import Path
+
+_MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
+# Limits of the control groups of versions 2 and 1, each with what counts against it.
+_CGROUPS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+
+
+def available_bytes() -> int | None:
+    """What can be had without swapping, the process's control group regarded; None where it cannot be told."""
+    free = _field(_MEMINFO, "MemAvailable")
+    left = _left_in_cgroup()
+    known = [number for number in (free, left) if number is not None]
+    return min(known) if known else None
+
+
+def anonymous_bytes() -> int | None:
+    """The process's own memory that is no file's; None where it cannot be told."""
+    return _field(_STATUS, "RssAnon")
+
+
+def _field(path: Path, name: str) -> int | None:
+    """A line `Name:  123 kB` of a file of the kernel's, in bytes."""
+    if not path.is_file():
+        return None
+    for line in path.read_text("ascii", "replace").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    return None
+
+
+def _left_in_cgroup() -> int | None:
+    for folder in _cgroup_folders():
+        for limit_name, used_name in _CGROUPS:
+            limit, used = _number(folder / limit_name), _number(folder / used_name)
+            if limit is not None and used is not None:
+                return max(limit - used, 0)
+    return None
+
+
+def _cgroup_folders() -> list[Path]:
+    """The folders that may hold this process's limits: version 2's, then version 1's controller of memory."""
+    listed = Path("/proc/self/cgroup")
+    folders = []
+    for line in listed.read_text("utf-8").splitlines() if listed.is_file() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            root = Path("/sys/fs/cgroup") / controllers
+            folders += [root / path.lstrip("/"), root]
+    return folders
+
+
+def _number(path: Path) -> int | None:
+    if not path.is_file():
+        return None
+    text = path.read_text("ascii", "replace").strip()
+    return int(text) if text.isdigit() else None

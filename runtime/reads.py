@@ -1,0 +1,343 @@
+"""Reads of files into memory that stays the caller's, several in flight, by threads that never hold the interpreter up.
+
+`open_reads` gives the native ones (runtime/native/reader.h), or, where the extension was not built, their plain twin,
+which reads when it is waited for, so that nothing overlaps.
+"""
+
+import errno
+import os
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats import PackError, RunError
+from moe_pack.runtime.kernels import is_available
+from moe_pack.runtime.packed_expert import cut_error
+
+if is_available():
+    import moe_pack.runtime._native as _native
+
+READ_UNIT = 4096  # offsets, places, sizes and addresses of direct reads are multiples of it
+NUM_THREADS, BLOCK_BYTES = 8, 1 << 20
+_MAX_BLOCK_BYTES, _MAX_THREADS = 1 << 30, 1024
+
+Bytes = NDArray[np.uint8]
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStats:
+    """What has been read: bytes of urgent requests and of others, calls, time with at least one read in flight."""
+
+    bytes_urgent: int
+    bytes_ahead: int
+    num_reads: int
+    busy_ns: int
+
+
+class Reads(Protocol):
+    """Reads of files into one piece of memory. `close` it, which ends its threads and closes its files.
+
+    A request is known by its ticket until it has been waited for or cancelled. Urgent requests go before others, each
+    kind in the order of asking; what is being read delays them by a block a thread at most.
+    """
+
+    def open(self, path: Path) -> int:
+        """Opens a file; its number.
+
+        Raises:  PackError if it is missing, unreadable or no regular file; RunError if its file system refuses direct
+                 reads and `direct` asks for them.
+        """
+        ...
+
+    def submit(self, file: int, offsets: Numbers, places: Numbers, sizes: Numbers, urgent: bool) -> int:
+        """Asks for pieces of a file: `sizes[i]` bytes from `offsets[i]` on, into `memory[places[i]:]`; the ticket.
+
+        Pieces that follow one another in the file are read by one call, in blocks. The last may reach beyond the end of
+        the file, up to the next multiple of 4096: what lies there is left as it is or set to anything. That pieces do
+        not overlap in memory, and that nobody uses it meanwhile, is not checked.
+        Args:    offsets, places, sizes: int64 [n]; multiples of 4096 where reads are direct.
+        Raises:  ValueError if a piece lies outside memory or file, or not on whole blocks as direct reads need it.
+        """
+        ...
+
+    def wait(self, ticket: int) -> None:
+        """Waits until all pieces are there, and forgets the ticket. A signal's exception ends it; the ticket stays.
+
+        Raises:  PackError, which names the file, if it was cut meanwhile or cannot be read: the request's first fault.
+        """
+        ...
+
+    def is_done(self, ticket: int) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        ...
+
+    def promote(self, ticket: int) -> None:
+        """Makes a request urgent: it overtakes all that are not."""
+        ...
+
+    def cancel(self, ticket: int) -> bool:
+        """Drops what has not begun, waits for what has, and forgets the ticket; the memory may be used afterwards.
+
+        Returns: whether all its pieces are there all the same.
+        """
+        ...
+
+    def stats(self) -> ReadStats:
+        """What has been read until now."""
+        ...
+
+    def close(self) -> None:
+        """Drops what has not begun, waits for what has, ends threads and closes files."""
+        ...
+
+
+class NativeReads:
+    """Reads by threads of the extension.
+
+    Args:    memory: u8 [n], writable, in one piece, referred to until `close`; aligned to 4096 bytes where `direct`.
+             direct: past the system's cache (O_DIRECT).   block_bytes: what one call reads at most.
+    Raises:  ValueError if memory or numbers do not fit.
+    """
+
+    def __init__(
+        self, memory: Bytes, direct: bool, num_threads: int = NUM_THREADS, block_bytes: int = BLOCK_BYTES
+    ) -> None:
+        self._direct = direct
+        self._names: list[str] = []
+        self._reader: object | None = _native.open_reader(memory, num_threads, direct, block_bytes)
+
+    def open(self, path: Path) -> int:
+        """Opens a file; see `Reads`."""
+        descriptor = _opened(path, self._direct)
+        try:
+            number, _ = _native.add_file(self._held(), descriptor)  # has a descriptor of its own
+        finally:
+            os.close(descriptor)
+        self._names.append(path.name)
+        return number
+
+    def submit(self, file: int, offsets: Numbers, places: Numbers, sizes: Numbers, urgent: bool) -> int:
+        """Asks for pieces of a file; see `Reads`."""
+        return _native.submit_reads(self._held(), file, offsets, places, sizes, urgent)
+
+    def wait(self, ticket: int) -> None:
+        """Waits for a request; see `Reads`."""
+        fault = _native.wait_reads(self._held(), ticket)
+        if fault is not None:
+            file, at, error = fault
+            raise _fault(self._names[file], at, error)
+
+    def is_done(self, ticket: int) -> bool:
+        """Whether `wait` would return at once."""
+        return _native.are_read(self._held(), ticket)
+
+    def promote(self, ticket: int) -> None:
+        """Makes a request urgent."""
+        _native.promote_reads(self._held(), ticket)
+
+    def cancel(self, ticket: int) -> bool:
+        """Drops a request; see `Reads`."""
+        return _native.cancel_reads(self._held(), ticket)
+
+    def stats(self) -> ReadStats:
+        """What has been read until now."""
+        return ReadStats(*_native.read_stats(self._held()))
+
+    def close(self) -> None:
+        """Ends threads and files; may be called again."""
+        if self._reader is not None:
+            _native.close_reader(self._reader)
+            self._reader = None
+
+    def _held(self) -> object:
+        assert self._reader is not None, "reads are open"
+        return self._reader
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    name: str
+    descriptor: int
+    num_bytes: int  # when it was opened
+
+
+@dataclass(slots=True)
+class _Request:
+    file: _File
+    pieces: list[tuple[int, int, int]]  # offset, place, size
+    urgent: bool
+
+
+class BlockingReads:
+    """The same in Python alone: a request is read when it is waited for, by the caller. Arguments as `NativeReads`."""
+
+    def __init__(
+        self, memory: Bytes, direct: bool, num_threads: int = NUM_THREADS, block_bytes: int = BLOCK_BYTES
+    ) -> None:
+        if not 1 <= num_threads <= _MAX_THREADS:
+            raise ValueError("threads: expected 1 to 1024")
+        if not READ_UNIT <= block_bytes <= _MAX_BLOCK_BYTES or block_bytes % READ_UNIT:
+            raise ValueError("block_bytes: expected a multiple of 4096, at most 2^30")
+        if direct and memory.ctypes.data % READ_UNIT:
+            raise ValueError("memory: direct reads need it aligned to 4096 bytes")
+        self._memory = memory.data.cast("B")
+        self._direct = direct
+        self._block_bytes = block_bytes
+        self._files: list[_File] = []
+        self._requests: dict[int, _Request] = {}
+        self._next_ticket = 1
+        self._stats = ReadStats(0, 0, 0, 0)
+        self._is_open = True
+
+    def open(self, path: Path) -> int:
+        """Opens a file; see `Reads`."""
+        assert self._is_open, "reads are open"
+        descriptor = _opened(path, self._direct)
+        self._files.append(_File(path.name, descriptor, os.fstat(descriptor).st_size))
+        return len(self._files) - 1
+
+    def submit(self, file: int, offsets: Numbers, places: Numbers, sizes: Numbers, urgent: bool) -> int:
+        """Asks for pieces of a file; see `Reads`."""
+        assert self._is_open, "reads are open"
+        if not 0 <= file < len(self._files):
+            raise ValueError("pieces: no such file")
+        for name, values in (("places", places), ("sizes", sizes)):
+            if len(values) != len(offsets):
+                raise ValueError(f"{name}: {len(values)} values, expected {len(offsets)}")
+        pieces = list(zip(offsets.tolist(), places.tolist(), sizes.tolist(), strict=True))
+        for piece in pieces:
+            if fault := self._fault_of(*piece, self._files[file].num_bytes):
+                raise ValueError(f"pieces: {fault}")
+        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+        self._requests[ticket] = _Request(self._files[file], pieces, urgent)
+        return ticket
+
+    def wait(self, ticket: int) -> None:
+        """Reads a request; see `Reads`."""
+        request = self._known(ticket)
+        began = time.perf_counter_ns()
+        num_bytes = num_reads = 0
+        try:
+            for offset, place, size in request.pieces:
+                for start in range(0, size, self._block_bytes):
+                    part = min(self._block_bytes, size - start)
+                    got, calls = self._read(request.file, offset + start, place + start, part)
+                    num_bytes, num_reads = num_bytes + got, num_reads + calls
+        except PackError:
+            del self._requests[ticket]
+            raise
+        finally:
+            self._count(request.urgent, num_bytes, num_reads, time.perf_counter_ns() - began)
+        del self._requests[ticket]
+
+    def is_done(self, ticket: int) -> bool:
+        """Whether `wait` would return at once: there is nothing to read."""
+        return not self._known(ticket).pieces
+
+    def promote(self, ticket: int) -> None:
+        """Makes a request urgent: it is counted as such."""
+        self._known(ticket).urgent = True
+
+    def cancel(self, ticket: int) -> bool:
+        """Drops a request; see `Reads`."""
+        done = self.is_done(ticket)
+        del self._requests[ticket]
+        return done
+
+    def stats(self) -> ReadStats:
+        """What has been read until now."""
+        return self._stats
+
+    def close(self) -> None:
+        """Closes files; may be called again."""
+        for file in self._files:
+            os.close(file.descriptor)
+        self._files.clear()
+        self._requests.clear()
+        self._is_open = False
+
+    def _known(self, ticket: int) -> _Request:
+        assert self._is_open, "reads are open"
+        if ticket not in self._requests:
+            raise ValueError("ticket: there is none, or it was waited for or cancelled before")
+        return self._requests[ticket]
+
+    def _fault_of(self, offset: int, place: int, size: int, num_bytes: int) -> str | None:
+        if size < 1:
+            return "a piece has no bytes"
+        if place < 0 or place + size > len(self._memory):
+            return "a piece does not lie in memory"
+        if not 0 <= offset < num_bytes or offset + size > -(-num_bytes // READ_UNIT) * READ_UNIT:
+            return "a piece does not lie in the file"
+        if self._direct and any(number % READ_UNIT for number in (offset, place, size)):
+            return "direct reads are of whole blocks of 4096 bytes, in the file and in memory"
+        return None
+
+    def _read(self, file: _File, offset: int, place: int, size: int) -> tuple[int, int]:
+        """Reads a block: how many bytes the file has of it, and in how many calls."""
+        expected, done, num_reads = min(size, file.num_bytes - offset), 0, 0
+        while done < expected:
+            try:
+                got = os.preadv(file.descriptor, [self._memory[place + done : place + size]], offset + done)
+            except OSError as fault:
+                raise _fault(file.name, offset + done, fault.errno or errno.EIO) from fault
+            done, num_reads = done + got, num_reads + 1
+            # Direct reads end within a unit only where the file does, and none can begin there.
+            if not got or (self._direct and done % READ_UNIT and done < expected):
+                raise _fault(file.name, offset + done, 0)
+        return max(expected, 0), num_reads
+
+    def _count(self, urgent: bool, num_bytes: int, num_reads: int, busy_ns: int) -> None:
+        before = self._stats
+        self._stats = ReadStats(
+            before.bytes_urgent + (num_bytes if urgent else 0),
+            before.bytes_ahead + (0 if urgent else num_bytes),
+            before.num_reads + num_reads,
+            before.busy_ns + busy_ns,
+        )
+
+
+def open_reads(
+    memory: Bytes, direct: bool, num_threads: int = NUM_THREADS, block_bytes: int = BLOCK_BYTES
+) -> NativeReads | BlockingReads:
+    """Reads into this memory, by the extension where it was built; arguments as `NativeReads`."""
+    kind = NativeReads if is_available() else BlockingReads
+    return kind(memory, direct, num_threads, block_bytes)
+
+
+def reads_directly(path: Path) -> bool:
+    """Whether a file's system has direct reads."""
+    try:
+        os.close(_opened(path, direct=True))
+    except RunError:
+        return False
+    return True
+
+
+def _opened(path: Path, direct: bool) -> int:
+    """A descriptor of a regular file."""
+    # Not blocking: a pipe in a file's place would otherwise be waited for.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_DIRECT if direct else 0)
+    try:
+        descriptor = os.open(path, flags)
+    except FileNotFoundError as fault:
+        raise PackError(f"{path.name}: file is missing") from fault
+    except OSError as fault:
+        if direct and fault.errno == errno.EINVAL:
+            raise RunError(f"{path.name}: its file system has no direct reads; read it without") from fault
+        raise PackError(f"{path.name}: cannot be opened ({fault.strerror})") from fault
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise PackError(f"{path.name}: is no regular file")
+    return descriptor
+
+
+def _fault(name: str, at: int, error: int) -> PackError:
+    """A read that failed at a byte; without an error number, the file ended there."""
+    return PackError(f"{name}: read failed at byte {at} ({os.strerror(error)})") if error else cut_error(name)

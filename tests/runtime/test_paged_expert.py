@@ -1,0 +1,192 @@
+"""An expert in pages gives what it gives in one piece, bit for bit; damage is found; what is missing is known."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from native import INSTRUCTION_SETS, kernels_limited_to
+from random_experts import RandomExpert, Shape, random_expert, random_tokens, threshold_at
+
+from moe_pack.formats import SELECTORS, PackError
+from moe_pack.runtime.arena import BLOCK_BYTES, PageArena
+from moe_pack.runtime.kernels import Kernels
+from moe_pack.runtime.paged_expert import PagedExpert
+
+SHAPE = Shape(num_rows=67, num_cols=256)
+OFFSET = 12_288
+NAME = "experts-000.safetensors"
+
+
+@pytest.fixture
+def arena() -> Iterator[PageArena]:
+    """Room for two of the experts, in pages that no row length divides."""
+    held = PageArena(40, BLOCK_BYTES, BLOCK_BYTES)
+    yield held
+    held.close()
+
+
+def brought(arena: PageArena, expert: RandomExpert, threshold: float = 0.0) -> PagedExpert:
+    """The expert in pages, as reads bring it: in whole blocks, the last beyond its end."""
+    held = PagedExpert(arena, expert.shape.layout, expert.shape.selector, threshold, OFFSET, NAME)
+    bring(arena, held, expert, held.all_blocks())
+    return held
+
+
+def bring(arena: PageArena, held: PagedExpert, expert: RandomExpert, blocks: np.ndarray) -> None:
+    file = np.zeros(OFFSET + held.num_blocks * BLOCK_BYTES, np.uint8)
+    file[OFFSET : OFFSET + len(expert.extent)] = expert.extent
+    for offset, place, size in zip(*(part.tolist() for part in held.pieces(blocks)), strict=True):
+        arena.memory[place : place + size] = file[offset : offset + size]
+    held.arrived(blocks)
+
+
+def scattered(arena: PageArena) -> None:
+    """Makes the pages that are taken next lie in no order."""
+    arena._free = np.random.default_rng(1).permutation(arena._free).tolist()
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("num_tokens", [1, 3, 70])
+def test_pages_give_what_one_piece_gives(
+    arena: PageArena, instruction_set: str, selector: str, num_tokens: int
+) -> None:
+    kernels = kernels_limited_to(instruction_set)
+    expert = random_expert(Shape(num_rows=67, num_cols=256, selector=selector))
+    x = random_tokens(num_tokens, 256)
+    threshold = 0.0 if selector == "none" else threshold_at(kernels.select(x, expert.rows()).a, 0.5)
+    whole = expert.rows(threshold)
+    scattered(arena)
+    held = brought(arena, expert, threshold)
+    held.stitch(kernels)
+    tokens, weights = np.arange(num_tokens), np.linspace(0.1, 1, num_tokens, dtype=np.float32)
+    expected = kernels.experts(x, [(whole, tokens, weights)])
+    assert torch.equal(kernels.experts(x, [(held.rows, tokens, weights)]), expected)
+
+    selected, known = kernels.select(x, held.rows), kernels.select(x, whole)
+    assert torch.equal(selected.neurons, known.neurons) and torch.equal(selected.a, known.a)
+    h = kernels.neurons(x, held.rows, selected)
+    assert torch.equal(h, kernels.neurons(x, whole, known))
+    y = kernels.accumulate(h, held.rows, selected.neurons)
+    assert torch.equal(torch.from_numpy(weights)[:, None] * y, expected), "steps and one call: the same bits"
+
+
+def test_outputs_apart_add_up_to_the_sum_of_one_call(arena: PageArena) -> None:
+    kernels = kernels_limited_to("portable")
+    experts = [random_expert(SHAPE, seed) for seed in range(3)]
+    x = random_tokens(5, 256)
+    tokens = [np.array([0, 2, 4]), np.array([2]), np.array([0, 1, 2, 3, 4])]
+    weights = [np.full(len(held), 0.3, np.float32) for held in tokens]
+    works = [(expert.rows(), t, w) for expert, t, w in zip(experts, tokens, weights, strict=True)]
+    out, y, first = np.zeros((9, 256), np.float32), np.zeros((5, 256), np.float32), 0
+    for rows, t, w in reversed(works):  # in any order
+        kernels.experts_apart(x, [(rows, t, w, np.arange(first, first + len(t)))], out)
+        first += len(t)
+    for _, t, _ in works:
+        first -= len(t)
+        y[t] += out[first : first + len(t)]
+    assert np.array_equal(y, kernels.experts(x, works).numpy())
+
+
+def test_an_extent_comes_back_as_it_was_written(arena: PageArena) -> None:
+    expert = random_expert(SHAPE)
+    scattered(arena)
+    held = brought(arena, expert)
+    assert np.array_equal(held.extent().numpy(), expert.extent)
+    (block,) = held.blocks()
+    assert torch.equal(block.down, expert.block().down)
+
+
+def test_the_checksum_of_pages_is_that_of_the_bytes(arena: PageArena) -> None:
+    kernels = kernels_limited_to("portable")
+    expert = random_expert(SHAPE)
+    scattered(arena)
+    held = brought(arena, expert)
+    for num_bytes in (0, 1, BLOCK_BYTES, BLOCK_BYTES + 1, len(expert.extent)):
+        assert kernels.checksum_pages(held.records, num_bytes) == kernels.checksum(expert.extent[:num_bytes])
+
+
+@pytest.mark.parametrize("row", [0, 15, 66])
+def test_a_damaged_record_is_named(arena: PageArena, row: int) -> None:
+    kernels = kernels_limited_to("portable")
+    expert = random_expert(SHAPE)
+    layout = SHAPE.layout
+    expert.extent[layout.selector_bytes + row * layout.records.row_bytes + 5] ^= 1
+    held = brought(arena, expert)
+    held.stitch(kernels)
+    every = np.arange(67, dtype=np.int32)
+    held.check_selector(kernels, 3)
+    held.check_rows(kernels, every[every != row], 3)
+    with pytest.raises(PackError, match=rf"^{NAME}: expert 3: CRC-32 of row {row} does not match its bytes"):
+        held.check_rows(kernels, every, 3)
+
+
+def test_a_damaged_selector_row_is_named(arena: PageArena) -> None:
+    kernels = kernels_limited_to("portable")
+    expert = random_expert(SHAPE)
+    layout = SHAPE.layout.selector
+    assert layout is not None
+    expert.extent[40 * layout.row_bytes] ^= 128
+    held = brought(arena, expert)
+    held.stitch(kernels)
+    with pytest.raises(PackError, match="CRC-32 of row 40"):
+        held.check_selector(kernels, 3)
+
+
+@given(st.sets(st.integers(0, 66), min_size=1))
+def test_the_blocks_of_records_hold_them_and_no_others(neurons: set[int]) -> None:
+    arena = PageArena(20, BLOCK_BYTES, BLOCK_BYTES)
+    layout = SHAPE.layout
+    held = PagedExpert(arena, layout, "up", 0.0, OFFSET, NAME)
+    expected = set()
+    for neuron in neurons:
+        begin = layout.selector_bytes + neuron * layout.records.row_bytes
+        expected |= {byte // BLOCK_BYTES for byte in range(begin, begin + layout.records.row_bytes)}
+    assert held.record_blocks(np.array(sorted(neurons), np.int32)).tolist() == sorted(expected)
+    held.close()
+    assert arena.num_free == 20
+    arena.close()
+
+
+def test_rows_that_run_alone_can_be_used_before_the_rest_is_there(arena: PageArena) -> None:
+    kernels = kernels_limited_to("portable")
+    expert, x = random_expert(SHAPE), random_tokens(1, 256)
+    threshold = threshold_at(kernels.select(x, expert.rows()).a, 0.9)
+    held = PagedExpert(arena, SHAPE.layout, "up", threshold, OFFSET, NAME)
+    arena.memory[:] = 0xAA
+    scattered(arena)
+    bring(arena, held, expert, held.selector_blocks())
+    held.stitch(kernels)
+    selected = kernels.select(x, held.rows)
+    missing = held.missing(held.record_blocks(selected.neurons.numpy()))
+    assert 0 < len(missing) < held.num_blocks - len(held.selector_blocks())
+    bring(arena, held, expert, missing)
+    held.stitch(kernels)
+    held.check_rows(kernels, selected.neurons.numpy(), 0)
+    y = kernels.accumulate(kernels.neurons(x, held.rows, selected), held.rows, selected.neurons)
+    assert torch.equal(y, kernels.experts(x, [(expert.rows(threshold), np.zeros(1, np.int64), np.ones(1, np.float32))]))
+    assert not held.is_whole
+
+
+def refused(kernels: Kernels, arena: PageArena, **changes: object) -> str:
+    expert = random_expert(SHAPE)
+    held = brought(arena, expert)
+    rows = held.records._replace(**changes)
+    with pytest.raises(ValueError) as fault:
+        kernels.damaged_row(rows, SHAPE.layout.records, np.zeros(1, np.int32))
+    held.close()
+    return str(fault.value)
+
+
+def test_pages_that_cannot_be_are_refused(arena: PageArena) -> None:
+    kernels = kernels_limited_to("portable")
+    assert refused(kernels, arena, slots=np.array([0, 40], np.int32)) == "slots: 40, expected 0 to 39"
+    assert refused(kernels, arena, slots=np.array([-1], np.int32)) == "slots: -1, expected 0 to 39"
+    long = "rows: a row is longer than a page or the room before it"
+    assert refused(kernels, arena, head_bytes=64) == refused(kernels, arena, page_bytes=128) == long
+    assert refused(kernels, arena, slot_bytes=5000) == "slot_bytes: less than a page and the room before it"
+    assert refused(kernels, arena, begin=-1) == "slots: an extent has 2^40 bytes at most"
+    assert refused(kernels, arena, slots=np.zeros(1, np.int32), begin=4000) == "wanted: there are no rows"

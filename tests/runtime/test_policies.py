@@ -1,0 +1,274 @@
+"""Each policy on its paper's rule worked by hand, and against a slow twin written from the rule alone."""
+
+import itertools
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from residencies import Steps, dropped, facts_of, fetched, hits, random_steps, resident, walk_all
+
+from moe_pack.runtime.policies import (
+    LFU,
+    LRU,
+    PRESETS,
+    Belady,
+    EdgeMoE,
+    Importance,
+    LayerLRU,
+    Preset,
+    placed_by_popularity,
+    residency_for,
+)
+from moe_pack.runtime.residency import CacheFacts, Eviction, Key, Residency
+
+SHAPE = (3, 4)
+Victim = Callable[[int, Steps, set[Key]], Key]  # step, all steps, what may go: what goes
+
+
+def use(residency: Residency, *keys: tuple[int, int]) -> None:
+    for layer_idx, expert in keys:
+        list(residency.walk(layer_idx, [expert]))
+
+
+def test_lru_drops_what_was_used_longest_ago_in_whatever_layer() -> None:
+    """Room for 3: 0.0, 0.1, 1.0 are in; 0.0 is used again. The oldest is 0.1, then 1.0, then 0.0."""
+    facts = facts_of((2, 4), 3)
+    residency = Residency(facts, LRU(facts))
+    use(residency, (0, 0), (0, 1), (1, 0), (0, 0))
+    events = walk_all(residency, [(1, [1]), (1, [2]), (1, [3])])
+    assert dropped(events) == [Key(0, 1), Key(1, 0), Key(0, 0)]
+
+
+def test_layers_apart_give_up_their_own_and_take_back_what_others_hold_beyond_their_share() -> None:
+    """Room for 4 in 2 layers: 2 each. Layer 0 borrows a third page; layer 1 has the free one, then takes 0's oldest."""
+    facts = facts_of((2, 4), 4)
+    residency = Residency(facts, LayerLRU(facts))
+    events = walk_all(residency, [(0, [0]), (0, [1]), (0, [2]), (1, [0])])
+    assert dropped(events) == []
+    assert dropped(walk_all(residency, [(1, [1])])) == [Key(0, 0)]
+    assert dropped(walk_all(residency, [(0, [0])])) == [Key(0, 1)]
+    assert dropped(walk_all(residency, [(1, [2])])) == [Key(1, 0)]
+
+
+def test_lfu_drops_what_was_used_least_and_among_equals_the_older() -> None:
+    """Uses: 0.0 three, 0.1 one, 1.0 one and later. First 0.1 goes; then 1.0 is as often used as 1.1, and older."""
+    facts = facts_of((2, 4), 3)
+    residency = Residency(facts, LFU(facts))
+    use(residency, (0, 0), (0, 1), (0, 0), (1, 0), (0, 0))
+    events = walk_all(residency, [(1, [1]), (1, [2])])
+    assert dropped(events) == [Key(0, 1), Key(1, 0)]
+
+
+def test_lfu_counts_what_it_has_dropped() -> None:
+    """0.0 was used twice and dropped for neither of 0.1 (3) and 0.2 (2, later); back again it has 3 and 0.2 goes."""
+    facts = facts_of((1, 4), 2)
+    residency = Residency(facts, LFU(facts))
+    use(residency, (0, 0), (0, 0), (0, 1), (0, 1), (0, 1), (0, 2))
+    assert resident(residency) == {Key(0, 1), Key(0, 2)}
+    use(residency, (0, 2), (0, 0))
+    assert resident(residency) == {Key(0, 1), Key(0, 0)}
+
+
+def test_edgemoe_weighs_how_often_against_how_far_ahead() -> None:
+    """S = 4 layers, current I = 1: D is 3, 4, 1, 2. With f = 3, 3, 1, 1 the worths are 1, 3/4, 1, 1/2."""
+    policy = EdgeMoE(replace(facts_of((4, 1), 4), popularity=np.zeros((4, 1), np.float32)))
+    for layer_idx, times in enumerate([3, 3, 1, 1]):
+        for _ in range(times):
+            policy.routed(layer_idx, [0], None)
+    np.testing.assert_array_equal(policy.worth(1)[:, 0], [1, 3 / 4, 1, 1 / 2])
+    np.testing.assert_array_equal(policy.worth(3)[:, 0], [3, 3 / 2, 1 / 3, 1 / 4])
+
+
+def test_edgemoe_begins_with_popularity_as_one_tokens_choices() -> None:
+    """k = 2, popularity 3/4 and 1/4: f = 1.5 and 0.5; S = 1, so D = 1."""
+    policy = EdgeMoE(facts_of((1, 2), 1, popularity=[[0.75, 0.25]], num_active=2))
+    np.testing.assert_array_equal(policy.worth(0), [[1.5, 0.5]])
+
+
+def test_importance_is_the_mean_over_the_last_passes_of_all_experts() -> None:
+    """n = 2. Scores of expert 0: 1, 1/2, 0: means 1, 3/4, 1/4. Expert 1, never chosen: 0, 1/2, 1: 0, 1/4, 3/4."""
+    policy = Importance(facts_of((1, 2), 1), num_passes=2)
+    means = []
+    for scores in ([1, 0], [0.5, 0.5], [0, 1]):
+        policy.routed(0, [0], np.array(scores, np.float32))
+        means.append(policy.worth(0)[0].tolist())
+    assert means == [[1, 0], [0.75, 0.25], [0.25, 0.75]]
+
+
+def test_importance_without_scores_counts_choices() -> None:
+    """n = 4; expert 1 was chosen twice in three passes."""
+    policy = Importance(facts_of((2, 2), 1), num_passes=4)
+    for experts in ([1], [0], [1]):
+        policy.routed(0, experts, None)
+    np.testing.assert_array_equal(policy.worth(0), [[1 / 3, 2 / 3], [0, 0]])
+
+
+def test_placing_takes_the_most_popular_of_all_layers_and_leaves_room_for_turns() -> None:
+    """5 pages, one for turns: of 0.4, 0.4, 0.3, 0.3, 0.2, 0.2 | 0.1, 0.1 the first four, lower layers first."""
+    facts = facts_of((2, 4), 5, popularity=[[0.1, 0.4, 0.3, 0.2], [0.3, 0.2, 0.1, 0.4]])
+    assert placed_by_popularity(facts, 5) == [(0, 1), (1, 3), (0, 2), (1, 0)]
+    assert placed_by_popularity(facts, 2) == [(0, 1), (1, 3)]
+    assert placed_by_popularity(facts, 0) == []
+
+
+def test_placing_passes_over_what_does_not_fit() -> None:
+    """6 pages, 3 for turns of the largest; the most popular takes 2, the next 3 (too many), then one of 1."""
+    facts = facts_of((1, 4), 6, pages=[[2, 3, 1, 1]], popularity=[[0.4, 0.3, 0.2, 0.1]])
+    assert placed_by_popularity(facts, 6) == [(0, 0), (0, 2)]
+    whole = replace(facts, num_pages=7)
+    assert sorted(placed_by_popularity(whole, 7)) == [(0, 0), (0, 1), (0, 2), (0, 3)]
+
+
+def test_fiddler_fetches_what_is_not_placed_each_time() -> None:
+    facts = facts_of((1, 4), 3, popularity=[[0.1, 0.4, 0.3, 0.2]])
+    residency = residency_for(PRESETS["fiddler"], facts)
+    events = walk_all(residency, [(0, [1]), (0, [0]), (0, [0]), (0, [2])])
+    assert hits(events) == [True, False, False, True]
+    assert fetched(events) == dropped(events) == [Key(0, 0)] * 2
+
+
+def test_a_protected_share_stays_and_the_rest_goes_by_last_use() -> None:
+    """Room for 4, half of it placed: 0.1 and 0.2. The other two pages see 0.0, 0.3, 0.4."""
+    facts = facts_of((1, 5), 4, popularity=[[0.1, 0.4, 0.3, 0.1, 0.1]])
+    residency = residency_for(Preset("lru", "lru", placed_share=0.5), facts)
+    assert dropped(walk_all(residency, [(0, [0]), (0, [3]), (0, [4])])) == [Key(0, 0)]
+    assert {Key(0, 1), Key(0, 2)} <= resident(residency)
+
+
+def test_belady_drops_what_is_needed_last() -> None:
+    """Room for 2; 0, 1, 2, 0, 1: at 2, expert 1 is needed later than 0; at the last 1, either may go: never again."""
+    facts = facts_of((1, 3), 2)
+    steps: Steps = [(0, [expert]) for expert in (0, 1, 2, 0, 1)]
+    residency = Residency(facts, Belady(facts, steps))
+    events = walk_all(residency, steps)
+    assert dropped(events) == [Key(0, 1), Key(0, 0)] and hits(events) == [False, False, False, True, False]
+
+
+def fewest_misses(steps: Steps, room: int) -> int:
+    """The least over all that might be dropped, by trying all of it."""
+    keys = [Key(layer_idx, experts[0]) for layer_idx, experts in steps]
+
+    @cache
+    def least(step: int, held: frozenset[Key]) -> int:
+        if step == len(keys):
+            return 0
+        if keys[step] in held:
+            return least(step + 1, held)
+        grown = held | {keys[step]}
+        if len(grown) <= room:
+            return 1 + least(step + 1, grown)
+        return 1 + min(least(step + 1, grown - {victim}) for victim in held)
+
+    return least(0, frozenset())
+
+
+@given(seed=st.integers(0, 10**6), room=st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_no_way_of_dropping_misses_less_than_belady(seed: int, room: int) -> None:
+    steps = random_steps(seed, (2, 3), 7)
+    facts = facts_of((2, 3), room)
+    residency = Residency(facts, Belady(facts, steps))
+    assert hits(walk_all(residency, steps)).count(False) == fewest_misses(steps, room)
+
+
+# Slow twins: who goes, from all that has happened, one expert a step and a page each.
+
+
+def keys_of(steps: Steps) -> list[Key]:
+    return [Key(layer_idx, experts[0]) for layer_idx, experts in steps]
+
+
+def last_use(step: int, steps: Steps, key: Key) -> int:
+    return max(i for i, used in enumerate(keys_of(steps[:step])) if used == key)
+
+
+def lru_victim(step: int, steps: Steps, held: set[Key]) -> Key:
+    return min(held, key=lambda key: last_use(step, steps, key))
+
+
+def layer_lru_victim(step: int, steps: Steps, held: set[Key], room: int = 6) -> Key:
+    share, own = room / SHAPE[0], {key for key in held if key.layer_idx == steps[step][0]}
+    counts = Counter(key.layer_idx for key in held)
+    over = {key for key in held if counts[key.layer_idx] > share}
+    return lru_victim(step, steps, (own if len(own) + 1 > share else over) or held)
+
+
+def lfu_victim(step: int, steps: Steps, held: set[Key]) -> Key:
+    uses = Counter(keys_of(steps[:step]))
+    return min(held, key=lambda key: (uses[key], last_use(step, steps, key)))
+
+
+def edgemoe_victim(step: int, steps: Steps, held: set[Key]) -> Key:
+    uses, current = Counter(keys_of(steps[: step + 1])), steps[step][0]
+    ahead = {key: (key.layer_idx - current - 1) % SHAPE[0] + 1 for key in held}  # layers from now to its own
+    return min(sorted(held), key=lambda key: (uses[key] + 1 / SHAPE[1]) / ahead[key])
+
+
+def importance_victim(step: int, steps: Steps, held: set[Key]) -> Key:
+    """Scores unknown: choices among the layer's last four passes, this one included."""
+    past = defaultdict(list)
+    for layer_idx, expert in keys_of(steps[: step + 1]):
+        past[layer_idx].append(expert)
+
+    def share(key: Key) -> float:
+        recent = past[key.layer_idx][-4:]
+        return recent.count(key.expert) / max(len(recent), 1)
+
+    return min(sorted(held), key=share)
+
+
+def four_passes(facts: CacheFacts) -> Eviction:
+    return Importance(facts, num_passes=4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "victim"),
+    [
+        (LRU, lru_victim),
+        (LayerLRU, layer_lru_victim),
+        (LFU, lfu_victim),
+        (EdgeMoE, edgemoe_victim),
+        (four_passes, importance_victim),
+    ],
+    ids=["lru", "layer_lru", "lfu", "edgemoe", "importance"],
+)
+def test_a_policy_drops_what_its_slow_twin_drops(policy: Callable[[CacheFacts], Eviction], victim: Victim) -> None:
+    facts = facts_of(SHAPE, 6)
+    for seed in range(12):
+        steps, held = random_steps(seed, SHAPE, 40), set[Key]()
+        residency, num_drops = Residency(facts, policy(facts)), 0
+        for step, (layer_idx, experts) in enumerate(steps):
+            key = Key(layer_idx, experts[0])
+            if key not in held and len(held) == facts.num_pages:
+                held.remove(victim(step, steps, held))
+                num_drops += 1
+            held.add(key)
+            list(residency.walk(layer_idx, experts))
+            assert resident(residency) == held, (seed, step)
+        assert num_drops > 5
+
+
+def test_presets_say_what_their_papers_set() -> None:
+    assert list(PRESETS) == ["lru", "floe", "corm", "fiddler", "edgemoe", "importance"]
+    assert all(preset.name == name for name, preset in PRESETS.items())
+    corm, fiddler = PRESETS["corm"], PRESETS["fiddler"]
+    assert (corm.eviction, corm.rows_below, corm.reuse_selector) == ("layer_lru", 0.75, True)
+    assert (fiddler.placed_share, fiddler.keeps, fiddler.num_foretold(2)) == (1.0, False, 0)
+    assert (PRESETS["edgemoe"].num_foretold(8), PRESETS["importance"].num_foretold(8)) == (3, 8)
+
+
+def test_every_eviction_by_its_name_drops_in_an_order_of_its_own() -> None:
+    """Else names could be mixed up."""
+    rng = random.Random(1)
+    facts = facts_of((4, 8), 12, popularity=[[rng.random() for _ in range(8)] for _ in range(4)], num_active=2)
+    steps, gone = random_steps(5, (4, 8), 50, k=2), {}
+    for eviction in ("lru", "layer_lru", "lfu", "edgemoe", "importance"):
+        gone[eviction] = dropped(walk_all(residency_for(Preset("lru", eviction), facts), steps))
+    for one, other in itertools.combinations(gone, 2):
+        assert gone[one] != gone[other], (one, other)

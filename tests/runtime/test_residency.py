@@ -1,0 +1,191 @@
+"""Residency: whatever the policy, the routes and the room, pages are counted right and what is needed is there."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from residencies import dropped, facts_of, fetched, hits, lru_residency, resident
+
+from moe_pack.runtime.policies import PRESETS, Preset, residency_for
+from moe_pack.runtime.policies.preset import EvictionName
+from moe_pack.runtime.residency import CacheFacts, Compute, Drop, Event, Fetch, Key, Residency
+
+EVICTIONS: tuple[EvictionName, ...] = ("lru", "layer_lru", "lfu", "edgemoe", "importance", "none")
+SHAPE = (3, 4)
+
+
+class Watched:
+    """Carries events out on sets of its own, and objects to what may not happen."""
+
+    def __init__(self, facts: CacheFacts, residency: Residency) -> None:
+        self.facts = facts
+        self.residency = residency
+        self.held = resident(residency)
+        self.placed = set(self.held)
+        self.needed: set[Key] = set()  # by the running layer, and not computed yet
+
+    def carry_out(self, event: Event) -> None:
+        if isinstance(event, Fetch):
+            assert event.key not in self.held, "what is in is not fetched"
+            self.held.add(event.key)
+        elif isinstance(event, Drop):
+            assert event.key in self.held and event.key not in self.placed | self.needed
+            self.held.remove(event.key)
+        else:
+            assert event.key in self.held, "what is computed is in"
+            self.needed.remove(event.key)
+        used = sum(int(self.facts.pages[key]) for key in self.held)
+        assert used + self.residency.free_pages == self.facts.num_pages and self.residency.free_pages >= 0
+        assert self.held == resident(self.residency)
+
+    def walk(self, layer_idx: int, experts: list[int], foretold: list[int] | None = None) -> None:
+        """A layer; foretold experts of the next are asked for once it has begun."""
+        keys = [Key(layer_idx, expert) for expert in experts]
+        expected = {key: key in self.held for key in keys}
+        self.needed = set(keys)
+        computed, events = [], list[Event]()
+        for event in self.residency.walk(layer_idx, experts):
+            self.carry_out(event)
+            events.append(event)
+            if isinstance(event, Compute):
+                assert event.is_hit == expected[event.key], "a hit was there when the router spoke"
+                computed.append(event.key)
+            if foretold:
+                self.ahead(layer_idx + 1, foretold, layer_idx)
+                foretold = None
+        assert sorted(computed) == keys and not self.needed, "each is computed once"
+        assert sorted(fetched(events)) == [key for key in keys if not expected[key]], "each is fetched once, if missing"
+        assert not self.residency.is_locked.any()
+
+    def ahead(self, layer_idx: int, foretold: list[int], during: int) -> None:
+        before = {Key(layer_idx, expert) for expert in foretold} & self.held
+        for event in self.residency.ahead(layer_idx, foretold, during):
+            assert not isinstance(event, Compute)
+            assert event.key not in before, "what is foretold and in stays"
+            self.carry_out(event)
+
+
+def random_facts(rng: random.Random, equal: bool) -> CacheFacts:
+    L, E = SHAPE
+    pages = [[1 if equal else rng.randint(1, 4) for _ in range(E)] for _ in range(L)]
+    most, total = max(max(row) for row in pages), sum(map(sum, pages))
+    popularity = [[rng.random() for _ in range(E)] for _ in range(L)]
+    return facts_of(SHAPE, rng.randint(most, total), pages, popularity, num_active=2)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    eviction=st.sampled_from(EVICTIONS),
+    placed_share=st.sampled_from([0.0, 0.3, 1.0]),
+    keeps=st.booleans(),
+    equal=st.booleans(),
+)
+@settings(max_examples=250, deadline=None)
+def test_pages_locks_and_hits_are_right_with_any_policy_and_any_room(
+    seed: int, eviction: EvictionName, placed_share: float, keeps: bool, equal: bool
+) -> None:
+    rng = random.Random(seed)
+    facts = random_facts(rng, equal)
+    watched = Watched(facts, residency_for(Preset("lru", eviction, placed_share, keeps), facts))
+    for _ in range(12):
+        for layer_idx in range(SHAPE[0]):
+            experts = sorted(rng.sample(range(SHAPE[1]), rng.randint(1, SHAPE[1])))
+            foretold = rng.sample(range(SHAPE[1]), rng.randint(0, 3)) if layer_idx + 1 < SHAPE[0] else []
+            watched.walk(layer_idx, experts, foretold)
+            if layer_idx + 1 < SHAPE[0] and rng.random() < 0.3:
+                abandon_one(watched, layer_idx + 1, foretold)
+
+
+def abandon_one(watched: Watched, layer_idx: int, foretold: Sequence[int]) -> None:
+    for key in (Key(layer_idx, expert) for expert in foretold):
+        if key in watched.held - watched.placed:
+            watched.residency.abandon(key)
+            watched.held.remove(key)
+            return
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_with_room_for_all_each_expert_is_fetched_once_for_good(name: str) -> None:
+    facts = facts_of((2, 3), 6, num_active=2)
+    watched = Watched(facts, residency_for(PRESETS[name], facts))
+    for _ in range(4):
+        for layer_idx in range(2):
+            watched.walk(layer_idx, [0, 2])
+    assert all(list(hits(list(watched.residency.walk(l, [0, 2])))) == [True, True] for l in range(2))
+
+
+def test_with_everything_placed_no_room_is_kept_for_turns() -> None:
+    facts = facts_of((2, 3), 6)
+    residency = residency_for(PRESETS["fiddler"], facts)
+    assert residency.is_placed.all() and residency.free_pages == 0
+    assert hits(list(residency.walk(1, [0, 1, 2]))) == [True] * 3
+
+
+def test_what_is_in_is_computed_first_while_the_others_are_fetched() -> None:
+    """Room for 3. 1 and 2 are in; 0, 1, 3 are needed: 1 is run, 0 takes the free page, 3 takes 2's."""
+    residency = lru_residency(facts_of((1, 4), 3))
+    list(residency.walk(0, [1, 2]))
+    assert list(residency.walk(0, [0, 1, 3])) == [
+        Fetch(Key(0, 0)),
+        Drop(Key(0, 2)),
+        Fetch(Key(0, 3)),
+        Compute(Key(0, 1), True),
+        Compute(Key(0, 0), False),
+        Compute(Key(0, 3), False),
+    ]
+
+
+def test_with_room_for_one_each_is_dropped_for_the_next() -> None:
+    residency = lru_residency(facts_of((1, 4), 1))
+    assert list(residency.walk(0, [0, 3])) == [
+        Fetch(Key(0, 0)),
+        Compute(Key(0, 0), False),
+        Drop(Key(0, 0)),
+        Fetch(Key(0, 3)),
+        Compute(Key(0, 3), False),
+    ]
+
+
+def test_what_is_not_kept_is_dropped_once_it_has_run_and_what_is_placed_stays() -> None:
+    residency = lru_residency(facts_of((1, 4), 3), [Key(0, 1)], keeps=False)
+    assert list(residency.walk(0, [0, 1])) == [
+        Fetch(Key(0, 0)),
+        Compute(Key(0, 1), True),
+        Compute(Key(0, 0), False),
+        Drop(Key(0, 0)),
+    ]
+
+
+def test_foretelling_ends_where_only_what_the_running_layer_needs_is_left() -> None:
+    """Room for 3, layer 0 needs 0 and 1: of what is foretold likeliest first, one finds room."""
+    residency = lru_residency(facts_of((2, 4), 3))
+    walk = residency.walk(0, [0, 1])
+    assert [next(walk), next(walk)] == [Fetch(Key(0, 0)), Fetch(Key(0, 1))]
+    assert list(residency.ahead(1, [3, 2], during=0)) == [Fetch(Key(1, 3))]
+    assert fetched(list(walk)) == []
+
+
+def test_an_abandoned_expert_is_out_and_gives_its_pages_back() -> None:
+    residency = lru_residency(facts_of((2, 4), 3))
+    list(residency.ahead(1, [2], during=0))
+    residency.abandon(Key(1, 2))
+    assert residency.free_pages == 3 and not residency.is_resident.any()
+    with pytest.raises(AssertionError, match="not needed now"):
+        residency.abandon(Key(1, 2))
+
+
+def test_room_for_less_than_the_largest_expert_is_refused() -> None:
+    with pytest.raises(AssertionError, match="room for its largest"):
+        lru_residency(facts_of((1, 2), 3, [[1, 4]]))
+    lru_residency(facts_of((1, 2), 4, [[1, 4]]))
+
+
+def test_drops_are_told_to_the_policy() -> None:
+    """Layers apart, two pages each. Layer 0 has its two; layer 1 fills and then gives up its own, not layer 0's."""
+    residency = residency_for(Preset("corm", "layer_lru"), facts_of((2, 4), 4))
+    for layer_idx, expert in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        assert dropped(list(residency.walk(layer_idx, [expert]))) == []
+    assert dropped(list(residency.walk(1, [2]))) == [Key(1, 0)]
+    assert dropped(list(residency.walk(1, [3]))) == [Key(1, 1)]
