@@ -43,7 +43,7 @@ class Observed:
     routes: int64 [T, p, k], what the p <= 2 layers just before chose, oldest first.
     partial: float32 [T, d], what the foretold layer's own norm would take, as far as it can be computed now: of the
         layer before only the shared experts and those in fast memory have been added, then the layers up to this one's
-        attention. None where nobody has computed it.
+        attention, whose keys and values the true ones will replace. None where nobody has computed it.
     """
 
     x: Tensor
