@@ -29,6 +29,7 @@ from moe_pack.convert.profile_cli import (
     threshold_lines,
     thresholds_command,
 )
+from moe_pack.convert.replay_cli import replay_command
 from moe_pack.formats import (
     MATRICES,
     QUANTIZERS,
@@ -420,6 +421,7 @@ def _say(line: str) -> None:
 main.add_command(profile_command)
 main.add_command(report_command)
 main.add_command(thresholds_command)
+main.add_command(replay_command)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Runs packs: the decoder, its sources of weights, sampling, text. `moe-run` is its command."""
 
+from moe_pack.runtime.budget import BudgetPlan, divide_budget, expert_pages
 from moe_pack.runtime.checkpoint_weights import CheckpointWeights, read_rows
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.expert import ACTIVATIONS, Activations, activations, run_expert
@@ -19,7 +20,11 @@ from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, row_blocks
 from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
 from moe_pack.runtime.packed_expert import PackedExpert
+from moe_pack.runtime.policies import PRESETS, PolicyName
 from moe_pack.runtime.reads import Reads, ReadStats, open_reads
+from moe_pack.runtime.record import Passes, Record, read_record
+from moe_pack.runtime.replay import PathShares, Played, best_of, optimum, replay
+from moe_pack.runtime.residency import CacheFacts
 from moe_pack.runtime.rope import Angles, Rope
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text, TextStream
@@ -27,9 +32,12 @@ from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
 
 __all__ = [
     "ACTIVATIONS",
+    "PRESETS",
     "TORCH_DTYPES",
     "Activations",
     "Angles",
+    "BudgetPlan",
+    "CacheFacts",
     "CheckpointWeights",
     "Decoder",
     "Expert",
@@ -41,8 +49,13 @@ __all__ = [
     "NeuronBlock",
     "PackWeights",
     "PackedExpert",
+    "Passes",
+    "PathShares",
+    "Played",
+    "PolicyName",
     "ReadStats",
     "Reads",
+    "Record",
     "Rope",
     "Sampler",
     "StoredMatrix",
@@ -52,9 +65,12 @@ __all__ = [
     "Weights",
     "activations",
     "add_attention",
+    "best_of",
     "context_for",
+    "divide_budget",
     "embed",
     "expert_numbers",
+    "expert_pages",
     "generate",
     "head",
     "is_available",
@@ -64,7 +80,10 @@ __all__ = [
     "num_cpus",
     "open_kernels",
     "open_reads",
+    "optimum",
+    "read_record",
     "read_rows",
+    "replay",
     "route_tokens",
     "row_blocks",
     "run_expert",
