@@ -21,11 +21,15 @@ def attach(pack: Pack, profile: Profile) -> Routing:
     return routing
 
 
-def routing_of(profile: Profile) -> Routing:
-    """What a runtime wants of a profile; networks are read from it when they are asked for."""
+def routing_of(profile: Profile, most_tokens: int = MAX_ROUTED_TOKENS) -> Routing:
+    """What a runtime wants of a profile; networks are read from it when they are asked for.
+
+    Args:    most_tokens: whose routes are kept.
+    """
     layers = range(len(profile.spec.moe_layers))
     popularity, mass, routes = [], [], []
-    kept = _kept_tokens(profile)
+    length = min(profile.facts.text.sequence_length, most_tokens)
+    kept = _kept_tokens(profile, length, most_tokens)
     for layer_idx in layers:
         counted = profile.statistics(layer_idx)
         popularity.append(counted.tokens)
@@ -41,16 +45,14 @@ def routing_of(profile: Profile) -> Routing:
     def network(layer_idx: int) -> Predictor:
         return profile.predictors(layer_idx).network
 
-    length = min(profile.facts.text.sequence_length, MAX_ROUTED_TOKENS)
     joined: Array = np.stack(routes, axis=1)  # [T, k] of each layer -> [T, L, k]
     return Routing(np.stack(popularity), np.stack(mass), profile.paths(), recalls, best, joined, length, network)
 
 
-def _kept_tokens(profile: Profile) -> slice:
-    """The first held-out tokens, whole sequences of them as far as there is room, or the first part of one."""
-    text, length = profile.facts.text, min(profile.facts.text.sequence_length, MAX_ROUTED_TOKENS)
+def _kept_tokens(profile: Profile, length: int, most_tokens: int) -> slice:
+    """The first held-out tokens, in sequences of `length`: whole ones, or the first part of one that is too long."""
     first = profile.num_tokens - profile.num_held_out_tokens
-    return slice(first, first + min(text.num_held_out, MAX_ROUTED_TOKENS // length) * length)
+    return slice(first, first + min(profile.facts.text.num_held_out, most_tokens // length) * length)
 
 
 def _check_same(pack: Pack, profile: Profile) -> None:

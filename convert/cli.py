@@ -32,6 +32,7 @@ from moe_pack.convert.profile_cli import (
     threshold_lines,
     thresholds_command,
 )
+from moe_pack.convert.replay_cli import replay_command
 from moe_pack.convert.synth_cli import synth_command
 from moe_pack.formats import (
     MATRICES,
@@ -363,6 +364,7 @@ main.add_command(report_command)
 main.add_command(thresholds_command)
 main.add_command(attach_command)
 main.add_command(synth_command)
+main.add_command(replay_command)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Not imported by the room's face, so that reading packs from Python needs no clic
 """
 
 import functools
+import re
 from collections.abc import Callable
 from typing import IO, Any, TypeVar
 
@@ -65,3 +66,14 @@ def common_options(body: C) -> C:
     """Adds --version and --debug; use on a root command."""
     body = click.option("--debug", is_flag=True, help="On an error, show the whole traceback.")(body)
     return click.version_option(package_name="moe-pack", message="%(prog)s %(version)s")(body)
+
+
+def read_size(text: str) -> int:
+    """The bytes that `11G`, `512M`, `1.5g`, `64K` or `1048576` stand for: G is 2^30.
+
+    Raises:  click.BadParameter if it is none of these.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
+    if found is None:
+        raise click.BadParameter(f"found {text!r}, expected a size such as 11G, 1.5G or 512M")
+    return int(float(found[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[found[2]])

@@ -1,5 +1,6 @@
 """Runs packs: the decoder, its sources of weights, sampling, text. `moe-run` is its command."""
 
+from moe_pack.runtime.budget import BudgetPlan, divide_budget, expert_pages
 from moe_pack.runtime.checkpoint_weights import CheckpointWeights, read_rows
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.expert import ACTIVATIONS, Activations, activations, run_expert
@@ -22,8 +23,12 @@ from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
 from moe_pack.runtime.packed_expert import PackedExpert
 from moe_pack.runtime.path_checks import PATH_MIN_SEEN
 from moe_pack.runtime.path_statistics import PATH_MEMORY, PathStatistics, Stage, ranked, rows_as_keys
+from moe_pack.runtime.policies import PRESETS, PolicyName
 from moe_pack.runtime.prediction import PREDICTION_NAMES, Observed, Prediction, PredictionName, make_prediction
 from moe_pack.runtime.reads import Reads, ReadStats, open_reads
+from moe_pack.runtime.record import Passes, Record, read_record
+from moe_pack.runtime.replay import PathShares, Played, best_of, optimum, replay
+from moe_pack.runtime.residency import CacheFacts
 from moe_pack.runtime.rope import Angles, Rope
 from moe_pack.runtime.router import route
 from moe_pack.runtime.routing import MAX_ROUTED_TOKENS, NO_PREDICTOR, PREDICTORS, ROUTING_FILE, Routing, write_routing
@@ -40,10 +45,13 @@ __all__ = [
     "PATH_MIN_SEEN",
     "PREDICTION_NAMES",
     "PREDICTORS",
+    "PRESETS",
     "ROUTING_FILE",
     "TORCH_DTYPES",
     "Activations",
     "Angles",
+    "BudgetPlan",
+    "CacheFacts",
     "CheckpointWeights",
     "Decoder",
     "Expert",
@@ -56,12 +64,17 @@ __all__ = [
     "Observed",
     "PackWeights",
     "PackedExpert",
+    "Passes",
+    "PathShares",
     "PathStatistics",
+    "Played",
+    "PolicyName",
     "Prediction",
     "PredictionName",
     "Predictor",
     "ReadStats",
     "Reads",
+    "Record",
     "Rope",
     "Routing",
     "Sampler",
@@ -73,9 +86,12 @@ __all__ = [
     "Weights",
     "activations",
     "add_attention",
+    "best_of",
     "context_for",
+    "divide_budget",
     "embed",
     "expert_numbers",
+    "expert_pages",
     "generate",
     "head",
     "is_available",
@@ -88,8 +104,11 @@ __all__ = [
     "num_cpus",
     "open_kernels",
     "open_reads",
+    "optimum",
     "ranked",
+    "read_record",
     "read_rows",
+    "replay",
     "route",
     "route_tokens",
     "router_scores",

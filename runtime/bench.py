@@ -5,7 +5,6 @@ import sys
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -14,8 +13,6 @@ from moe_pack.formats import RunError
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.sampling import Sampler
-
-_STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +71,7 @@ def measure(decoder: Decoder, prompt_ids: list[int], sampler: Sampler, max_token
     return BenchTimes(len(prompt_ids), moments[0] - start, steps)
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessMemory:
-    """Bytes of this process: most that were resident, mapped files among them; anonymous ones now, None if unknown."""
-
-    peak_resident_bytes: int
-    anonymous_bytes: int | None
-
-
-def process_memory() -> ProcessMemory:
-    """What this process takes."""
+def peak_resident_bytes() -> int:
+    """What of this process was in memory at most, mapped files too."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    anonymous = None
-    if _STATUS.exists():
-        lines = dict(line.split(":", 1) for line in _STATUS.read_text("utf-8").splitlines())
-        anonymous = 1024 * int(lines["RssAnon"].split()[0]) if "RssAnon" in lines else None
-    return ProcessMemory(peak if sys.platform == "darwin" else 1024 * peak, anonymous)
+    return peak if sys.platform == "darwin" else 1024 * peak

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import click
 
-from moe_pack.formats import Pack
+from moe_pack.formats import dump
 from moe_pack.formats.cli import NOISE, size_text
-from moe_pack.runtime.bench import BenchTimes, process_memory
-from moe_pack.runtime.decoder import Decoder
+from moe_pack.runtime.bench import BenchTimes, peak_resident_bytes
+from moe_pack.runtime.run_report import RunReport, report_lines
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,48 +51,35 @@ def bench_options(body: F) -> F:
     return gathered  # type: ignore[return-value]  # click calls it with the options it has added
 
 
-def show_bench(
-    as_json: bool, times: BenchTimes, pack: Pack, decoder: Decoder, bytes_read: int, computed_by: str, seed: int
-) -> None:
-    """Prints a result on standard output.
-
-    Args:    bytes_read: of experts.   computed_by: what computed, in words.
-    """
-    memory = process_memory()
+def show_bench(as_json: bool, times: BenchTimes, is_synthetic: bool, facts: RunReport, seed: int) -> None:
+    """Prints a result on standard output."""
+    peak = peak_resident_bytes()
     if as_json:
-        facts = {
-            "synthetic": pack.is_synthetic,
+        values = {
+            "synthetic": is_synthetic,
             "prompt_tokens": times.num_prompt_tokens,
             "prefill_s": times.prefill_s,
             "prefill_tokens_per_s": times.prefill_rate,
             "generated_tokens": times.num_tokens,
+            "decode_s": times.decode_s,
             "decode_tokens_per_s": times.decode_rate,
             "median_token_ms": times.median_token_ms,
-            "experts_read_bytes": bytes_read,
-            "dense_bytes": pack.manifest.totals.dense,
-            "kv_cache_bytes": decoder.cache.num_bytes,
-            "peak_resident_bytes": memory.peak_resident_bytes,
-            "anonymous_bytes": memory.anonymous_bytes,
-            "computed_by": computed_by,
+            "peak_resident_bytes": peak,
             "seed": seed,
         }
-        click.echo(json.dumps(facts))
+        click.echo(json.dumps(values | dump(facts)))
         return
     decode = "no token after the first"
     if times.decode_rate is not None:
         decode = (
             f"{len(times.tokens_s)} tokens, {times.decode_rate:.1f} tokens/s, median {times.median_token_ms:.1f} ms"
         )
-    anonymous = "" if memory.anonymous_bytes is None else f", of it {size_text(memory.anonymous_bytes)} anonymous now"
     lines = [
-        *([("pack", NOISE)] if pack.is_synthetic else []),
+        *([("pack", NOISE)] if is_synthetic else []),
         ("prefill", f"{times.num_prompt_tokens} tokens, {times.prefill_rate:.1f} tokens/s"),
         ("decode", decode),
-        ("experts read", f"{size_text(bytes_read)}, prompt and continuation"),
-        ("dense weights", size_text(pack.manifest.totals.dense)),
-        ("key-value cache", f"{size_text(decoder.cache.num_bytes)} for {decoder.cache.context_tokens} tokens"),
-        ("memory", f"{size_text(memory.peak_resident_bytes)} resident at most, mapped files too{anonymous}"),
-        ("computed by", computed_by),
+        *report_lines(facts),
+        ("resident", f"{size_text(peak)} at most, mapped files too"),
         ("seed", str(seed)),
     ]
     for name, value in lines:

@@ -43,7 +43,7 @@ class Observed:
     routes: int64 [T, p, k], what the p <= 2 layers just before chose, oldest first.
     partial: float32 [T, d], what the foretold layer's own norm would take, as far as it can be computed now: of the
         layer before only the shared experts and those in fast memory have been added, then the layers up to this one's
-        attention. None where nobody has computed it.
+        attention, whose keys and values the true ones will replace. None where nobody has computed it.
     """
 
     x: Tensor
@@ -136,7 +136,7 @@ class PartialPrediction:
 
 
 class LearnedPrediction:
-    """A network for each layer that has one, held in its bfloat16 weights. Source: FloE §3.3.1."""
+    """A network for each layer that has one. Source: FloE §3.3.1."""
 
     needs_partial = False
 
@@ -227,13 +227,20 @@ class _HeldNetwork:
 
     def __init__(self, network: Predictor, kernels: Kernels | None) -> None:
         h, P, E = network.route_weight.shape
-        self._x_weight = StoredMatrix(network.x_weight, kernels)
+        # Kernels multiply bfloat16 as it is; torch alone would make float32 of it every time, ten times as long.
+        x_weight, out_weight = (
+            weight if weight is None or kernels is not None else weight.float()
+            for weight in (network.x_weight, network.out_weight)
+        )
+        assert x_weight is not None, "every network takes hidden states"
+        self._x_weight = StoredMatrix(x_weight, kernels)
         self._by_route = network.route_weight.reshape(h, P * E).T.contiguous()  # [h, P, E] -> [P E, h]
         self._first_of = torch.arange(P)[:, None] * E  # [P, 1]: where a layer's rows begin
         self._bias = network.bias
-        self._out_weight = None if network.out_weight is None else StoredMatrix(network.out_weight, kernels)
+        self._out_weight = None if out_weight is None else StoredMatrix(out_weight, kernels)
         self._out_bias = network.out_bias
-        self.num_bytes = sum(tensor.nbytes for tensor in network.arrays().values())
+        held = (x_weight, self._by_route, self._bias, out_weight, self._out_bias)
+        self.num_bytes = sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def scores(self, observed: Observed) -> Scores:
         places = (torch.from_numpy(observed.routes) + self._first_of).flatten(1)  # [T, P, k] -> [T, P k]

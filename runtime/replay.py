@@ -5,9 +5,9 @@ was foretold is recorded. Time is not played: what is foretold arrives.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -20,7 +20,7 @@ Foretelling = Literal["none", "recorded", "routes", "not replayable"]
 
 # Hit rates so near each other, as shares, that the simpler policy is taken.
 _TIE = 0.002
-# The fewer things a policy does, the earlier: what `auto_policy` prefers among equals.
+# The fewer things a policy does, the earlier: what is preferred among equals.
 _SIMPLEST_FIRST: tuple[PolicyName, ...] = ("lru", "fiddler", "corm", "edgemoe", "importance", "floe")
 
 
@@ -101,22 +101,22 @@ def optimum(passes: Passes, facts: CacheFacts, extent_bytes: Array) -> Played:
     return played
 
 
-class Choice(NamedTuple):
-    """The chosen policy, and what all of them came to."""
-
-    name: PolicyName
-    table: dict[PolicyName, Played]
-
-
-def auto_policy(passes: Passes, facts: CacheFacts, extent_bytes: Array, paths: PathShares | None = None) -> Choice:
-    """The policy with the highest hit rate on tokens decoded one by one; within 0.2 points the simplest.
+def auto_policy(
+    passes: Passes, facts: CacheFacts, extent_bytes: Array, paths: PathShares | None = None
+) -> tuple[PolicyName, dict[PolicyName, Played]]:
+    """The policy to take for such routes, by `best_of`, and what all of them come to.
 
     What cannot be foretold from routes counts for nothing, nor does `importance` where scores are not known.
     """
     names = [name for name in _SIMPLEST_FIRST if name != "importance" or passes.scores is not None]
     table = {name: replay(passes, facts, extent_bytes, PRESETS[name], paths=paths) for name in names}
+    return best_of(table), table
+
+
+def best_of(table: Mapping[PolicyName, Played]) -> PolicyName:
+    """The policy with the highest hit rate on tokens decoded one by one; within 0.2 points the simplest."""
     best = max(played.decode.hit_rate for played in table.values())
-    return Choice(next(name for name in names if table[name].decode.hit_rate >= best - _TIE), table)
+    return next(name for name in _SIMPLEST_FIRST if name in table and table[name].decode.hit_rate >= best - _TIE)
 
 
 class _Silent:

@@ -46,7 +46,7 @@ class Source:
 
     @property
     def is_cli(self) -> bool:
-        return self.module.rpartition(".")[2] in ("cli", "bench_cli", "pack_cli", "profile_cli", "synth_cli")
+        return self.module.rpartition(".")[2].endswith("cli")
 
 
 @cache

@@ -108,7 +108,7 @@ def reference(dense_pack: Path, sparse_pack: Path) -> dict[tuple[str, int], Tens
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     kind=st.sampled_from(["dense", "sparse"]),
     policy=st.sampled_from(sorted(PRESETS)),
@@ -117,6 +117,7 @@ def reference(dense_pack: Path, sparse_pack: Path) -> dict[tuple[str, int], Tens
     threads=st.sampled_from([1, 2]),
     chunk=st.sampled_from([1, 5, 16]),
     read=st.sampled_from(["auto", "pread"]),
+    foretells=st.booleans(),
 )
 def test_no_budget_policy_cutover_chunk_or_thread_changes_a_bit(
     dense_pack: Path,
@@ -129,9 +130,16 @@ def test_no_budget_policy_cutover_chunk_or_thread_changes_a_bit(
     threads: int,
     chunk: int,
     read: str,
+    foretells: bool,
 ) -> None:
     options = EngineOptions(
-        kernels="portable", policy=policy, cutover=cutover, threads=threads, chunk_tokens=chunk, read=read
+        kernels="portable",
+        policy=policy,
+        cutover=cutover,
+        threads=threads,
+        chunk_tokens=chunk,
+        read=read,
+        foretells=foretells,
     )
     found = streamed({"dense": dense_pack, "sparse": sparse_pack}[kind], options, num_experts)
     assert torch.equal(found, reference[kind, chunk])
@@ -158,7 +166,8 @@ def test_rows_alone_are_read_where_few_run(sparse_pack: Path) -> None:
 
 def test_hits_and_misses_are_counted(dense_pack: Path) -> None:
     with Pack(dense_pack) as held:
-        with Engine(held, EngineOptions(budget_bytes=least_budget(held, 32), kernels="portable"), CONTEXT) as engine:
+        options = EngineOptions(budget_bytes=least_budget(held, 32), foretells=False, kernels="portable")
+        with Engine(held, options, CONTEXT) as engine:
             answers(engine)
             weights = engine.weights
             assert isinstance(weights, StreamingWeights)

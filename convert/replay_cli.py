@@ -1,0 +1,262 @@
+"""The command `moe-pack replay`: a record's routes against policies and budgets."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+import numpy as np
+
+from moe_pack.calib import Profile
+from moe_pack.formats import ModelSpec, Pack, RunError
+from moe_pack.formats.cli import command_errors, read_size, size_text
+from moe_pack.runtime import (
+    PRESETS,
+    BudgetPlan,
+    CacheFacts,
+    Passes,
+    PathShares,
+    Played,
+    PolicyName,
+    Record,
+    best_of,
+    divide_budget,
+    expert_pages,
+    optimum,
+    read_record,
+    replay,
+)
+
+_PROFILE_CONTEXT = 4096  # tokens of cache that a budget has to hold where no run says so
+_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What is replayed: routes, the run they come from if one was recorded, and what can foretell."""
+
+    place: str
+    passes: Passes
+    record: Record | None
+    paths: PathShares | None
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a budget's pages come to: by policy, and with the future known; `best` of several."""
+
+    plan: BudgetPlan
+    num_pages: int
+    policies: dict[PolicyName, Played]
+    optimum: Played
+    best: PolicyName | None
+
+
+def _budgets(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
+    return [read_size(text) for text in value.split(",")]
+
+
+def _policies(context: click.Context, parameter: click.Parameter, value: str) -> list[PolicyName]:
+    if value == "all":
+        return list(_NAMES)
+    names: list[PolicyName] = []
+    for name in value.split(","):
+        if name not in PRESETS:
+            raise click.BadParameter(f"found {name!r}, expected all, or some of {', '.join(PRESETS)}")
+        names.append(PRESETS[name].name)
+    return names
+
+
+@click.command("replay", short_help="Play a run's routes against policies and budgets.")
+@click.argument("record", type=click.Path(path_type=Path))
+@click.option("--pack", "folder", type=click.Path(path_type=Path), required=True, help="The pack that was run.")
+@click.option(
+    "--budget", "budgets", callback=_budgets, required=True, metavar="SIZE,...", help="Memory to suppose: 1G,512M."
+)
+@click.option(
+    "--policy",
+    "names",
+    callback=_policies,
+    default="all",
+    show_default=True,
+    metavar="NAME,...",
+    help=f"all, or some of {', '.join(PRESETS)}.",
+)
+@click.option(
+    "--profile",
+    "profile_folder",
+    type=click.Path(path_type=Path),
+    help="A profile whose paths foretell experts (edgemoe) where the record has nothing foretold.",
+)
+@click.option(
+    "--read-rate",
+    callback=lambda context, parameter, value: None if value is None else read_size(value),
+    metavar="SIZE",
+    help="Bytes that the drive reads a second, such as 1.5G: says how many tokens a second that is, reading alone.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@command_errors(interrupted="interrupted")
+def replay_command(
+    record: Path,
+    folder: Path,
+    budgets: list[int],
+    names: list[PolicyName],
+    profile_folder: Path | None,
+    read_rate: int | None,
+    as_json: bool,
+) -> None:
+    """Play RECORD (a run's, by moe-run --record; or a profile, whose held-out text counts as decoded token by token)
+    against policies and budgets: how many experts would have been in memory when they were needed, and how many bytes
+    read. Belady's optimum, which knows the future, stands beside.
+    """
+    with Pack(folder) as pack:
+        traffic = find_traffic(record, pack, profile_folder)
+        outcomes = [play(traffic, pack, budget, names) for budget in budgets]
+        total = int(_extents(pack).sum())
+    if as_json:
+        click.echo(json.dumps([_as_json(outcome) for outcome in outcomes], indent=2))
+        return
+    for line in _lines(traffic, outcomes, total, read_rate):
+        click.echo(line)
+
+
+def find_traffic(path: Path, pack: Pack, profile_folder: Path | None) -> Traffic:
+    """The routes of a record, or of a profile's held-out text.
+
+    Raises:  RunError or PackError if they are not of this pack's model.
+    """
+    profile = None if profile_folder is None else _profile(profile_folder, pack.spec)
+    if path.is_dir():
+        own = _profile(path, pack.spec)
+        context = min(_PROFILE_CONTEXT, pack.spec.max_position_embeddings)
+        return Traffic(str(path), held_out_passes(own), None, (profile or own).paths(), context)
+    record = read_record(path)
+    if record.facts.root != pack.manifest.root:
+        raise RunError(f"{path}: was recorded with another pack, or before its thresholds changed; record the run anew")
+    _check_shape(path, record.passes, pack.spec)
+    paths = None if profile is None else profile.paths()
+    return Traffic(str(path), record.passes, record, paths, record.facts.context_tokens)
+
+
+def _profile(folder: Path, spec: ModelSpec) -> Profile:
+    profile = Profile(folder)
+    if (profile.spec.router, profile.spec.moe_layers) != (spec.router, spec.moe_layers):
+        raise RunError(f"{folder}: is a profile of another model; profile the one that was packed")
+    return profile
+
+
+def _check_shape(path: Path, passes: Passes, spec: ModelSpec) -> None:
+    shape = (len(spec.moe_layers), spec.router.num_experts, spec.router.num_experts_per_tok)
+    found = (passes.routes.shape[1], passes.num_experts, passes.routes.shape[2])
+    if found != shape:
+        raise RunError(f"{path}: found layers, experts and experts a token {found}, expected {shape}: the pack's")
+
+
+def held_out_passes(profile: Profile) -> Passes:
+    """The routes of the text that the profile's predictors have not seen, a token a pass; popularity of the rest.
+
+    Raises:  RunError if no text was held out.
+    """
+    if not profile.num_held_out_tokens:
+        raise RunError(f"{profile.folder}: holds no text out; profile more text")
+    layers = [profile.statistics(layer_idx) for layer_idx in range(len(profile.spec.moe_layers))]
+    routes = np.stack([layer.routes[-profile.num_held_out_tokens :] for layer in layers], axis=1)
+    learned = np.stack([layer.tokens.astype(np.int64) - layer.held_out_tokens for layer in layers])
+    popularity = (learned / learned.sum(axis=1, keepdims=True)).astype("<f4")
+    return Passes(routes, np.ones(len(routes), "<u4"), None, popularity)
+
+
+def play(traffic: Traffic, pack: Pack, budget_bytes: int, names: list[PolicyName]) -> Outcome:
+    """Replays against each policy with the pages that a budget has room for.
+
+    Raises:  RunError if it has room for too few.
+    """
+    plan, run = divide_budget(pack, budget_bytes, traffic.context_tokens), traffic.record
+    of_run = run is not None and run.facts.budget_bytes == budget_bytes
+    num_pages = run.facts.num_pages if run is not None and of_run else plan.num_pages
+    facts = CacheFacts(
+        pages=expert_pages(pack.layout, plan.page_bytes),
+        num_pages=num_pages,
+        num_active=pack.spec.router.num_experts_per_tok,
+        popularity=traffic.passes.popularity,
+    )
+    if num_pages < facts.pages.max():
+        raise RunError(f"{traffic.place}: found {num_pages} pages, expected {facts.pages.max()} at least; record anew")
+    extents = _extents(pack)
+    played = {name: replay(traffic.passes, facts, extents, PRESETS[name], run, traffic.paths) for name in names}
+    judged = {name: of for name, of in played.items() if name != "importance" or traffic.passes.scores is not None}
+    best = best_of(judged) if len(judged) > 1 else None
+    return Outcome(plan, num_pages, played, optimum(traffic.passes, facts, extents), best)
+
+
+def _extents(pack: Pack) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array([[expert.num_bytes for expert in layer] for layer in pack.layout.experts], np.int64)
+
+
+def _lines(traffic: Traffic, outcomes: list[Outcome], total_bytes: int, read_rate: int | None) -> Iterator[str]:
+    chunks = traffic.passes.chunks
+    prompts = chunks[chunks > 1]
+    yield (
+        f"{traffic.place}: {int(prompts.sum()):,} tokens of prompts in {len(prompts)} passes, "
+        f"{len(chunks) - len(prompts):,} decoded"
+    )
+    if traffic.record is not None:
+        yield _as_run(traffic.record)
+    if traffic.passes.scores is None:
+        yield "scores are not known: importance goes by how often experts were chosen"
+    for outcome in outcomes:
+        yield ""
+        share = outcome.num_pages * outcome.plan.page_bytes / total_bytes
+        yield (
+            f"budget {size_text(outcome.plan.budget)}: {outcome.num_pages} pages of "
+            f"{size_text(outcome.plan.page_bytes)}, room for {min(share, 1):.0%} of the experts"
+        )
+        rate = "" if read_rate is None else f" {'tokens/s':>9}"
+        yield f"  {'policy':<11} {'hits':>6} {'read a token':>13}{rate} {'in prompts':>11}  foretold"
+        for name, played in outcome.policies.items():
+            yield _line(name, played, read_rate)
+        yield _line("optimum", outcome.optimum, read_rate)
+        if outcome.best is not None:
+            yield f"  best: {outcome.best}"
+
+
+def _line(name: str, played: Played, read_rate: int | None) -> str:
+    decode = played.decode
+    rate = "" if read_rate is None else f" {decode.tokens_per_second(read_rate):9.1f}"
+    prompts = f"{played.prefill.hit_rate:.1%}" if played.prefill.num_needed else "-"
+    foretold = {"none": "-", "recorded": "as in the run", "routes": "from routes"}.get(played.foretelling, "not here")
+    read = size_text(decode.bytes_per_token)
+    return f"  {name:<11} {decode.hit_rate:>6.1%} {read:>13}{rate} {prompts:>11}  {foretold}"
+
+
+def _as_run(record: Record) -> str:
+    is_decoding = record.passes.chunks == 1
+    needed = max(int(record.needed[is_decoding].sum()), 1)
+    facts = record.facts
+    return (
+        f"run with {facts.policy} in {size_text(facts.budget_bytes)} ({facts.num_pages} pages): "
+        f"{int(record.hits[is_decoding].sum()) / needed:.1%} hits in decoding"
+    )
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "budget_bytes": outcome.plan.budget,
+        "num_pages": outcome.num_pages,
+        "page_bytes": outcome.plan.page_bytes,
+        "policies": {name: _played_json(played) for name, played in outcome.policies.items()},
+        "optimum": _played_json(outcome.optimum),
+        "best": outcome.best,
+    }
+
+
+def _played_json(played: Played) -> dict[str, Any]:
+    parts = {"prefill": played.prefill, "decode": played.decode}
+    rates = {
+        name: asdict(tally) | {"hit_rate": tally.hit_rate, "bytes_per_token": tally.bytes_per_token}
+        for name, tally in parts.items()
+    }
+    return rates | {"foretelling": played.foretelling}

@@ -1,0 +1,160 @@
+"""The command that replays, in-process: what it prints, and what it refuses."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from models import DEMO_MODEL, PackMaker, TinyMixtral, pack
+from profiles import profiled, random_tokens
+
+from moe_pack.convert.cli import main
+from moe_pack.formats import Pack, RunError
+from moe_pack.runtime import CacheFacts, divide_budget, expert_pages, read_record
+from moe_pack.runtime.policies import PRESETS
+from moe_pack.runtime.record import Record, write_record
+from moe_pack.runtime.recording import Recorder, recorded_residency_for
+
+BUDGET, CONTEXT = 46 << 20, 64  # of the demo pack's 32 experts, each a page, some two thirds have room
+NUM_EXPERTS = 8
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
+
+
+@pytest.fixture(scope="module")
+def demo(demo_pack: PackMaker) -> Path:
+    return demo_pack("up", 4)
+
+
+@pytest.fixture(scope="module")
+def routes(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A made-up run of the demo pack: a prompt of 6 tokens and 40 more, some experts chosen more often."""
+    rng = np.random.default_rng(7)
+    with Pack(demo) as held:
+        plan = divide_budget(held, BUDGET, CONTEXT)
+        pages, root = expert_pages(held.layout, plan.page_bytes), held.manifest.root
+    popularity = rng.dirichlet(np.ones(NUM_EXPERTS), len(pages)).astype(np.float32)
+    facts = CacheFacts(pages, plan.num_pages, 2, popularity)
+    recorder = Recorder(facts, root, "corm", BUDGET, CONTEXT, keeps_scores=True)
+    residency = recorded_residency_for(PRESETS["corm"], facts, recorder)
+    for num_tokens in [6] + [1] * 40:
+        for layer_idx, shares in enumerate(popularity.astype(np.float64)):
+            drawn = [rng.choice(NUM_EXPERTS, 2, replace=False, p=shares / shares.sum()) for _ in range(num_tokens)]
+            recorder.routed(layer_idx, np.array(drawn))
+            for number, _ in enumerate(residency.walk(layer_idx, np.unique(drawn).tolist(), shares)):
+                if number == 0 and layer_idx + 1 < len(pages):
+                    list(residency.ahead(layer_idx + 1, rng.choice(NUM_EXPERTS, 2, replace=False).tolist(), layer_idx))
+    path = tmp_path_factory.mktemp("routes") / "routes.safetensors"
+    recorder.write(path)
+    return path
+
+
+def test_every_policy_stands_under_every_budget_with_the_optimum_beside(demo: Path, routes: Path) -> None:
+    result = run("replay", routes, "--pack", demo, "--budget", "45.5M,46M", "--read-rate", "1G")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == f"{routes}: 6 tokens of prompts in 1 passes, 40 decoded"
+    assert lines[1].startswith("run with corm in 46.0 MiB (")
+    blocks = result.stdout.split("\n\n")[1:]
+    assert [block.split(":")[0] for block in blocks] == ["budget 45.5 MiB", "budget 46.0 MiB"]
+    for block in blocks:
+        names = [line.split()[0] for line in block.splitlines()[2:]]
+        assert names == [*PRESETS, "optimum", "best:"]
+        assert "tokens/s" in block.splitlines()[1]
+
+
+def test_the_recorded_policy_is_replayed_with_what_was_foretold_hit_for_hit(demo: Path, routes: Path) -> None:
+    result = run("replay", routes, "--pack", demo, "--budget", "46M", "--policy", "corm,lru", "--json")
+    (outcome,) = json.loads(result.stdout)
+    record = read_record(routes)
+    corm = outcome["policies"]["corm"]
+    assert corm["foretelling"] == "recorded" and corm["decode"]["bytes_ahead"] > 0
+    assert corm["decode"]["num_hits"] == record.hits[1:].sum() and corm["prefill"]["num_hits"] == record.hits[0].sum()
+    assert corm["decode"]["num_tokens"] == 40 and corm["decode"]["num_needed"] == 40 * 4 * 2
+    assert outcome["policies"]["lru"]["decode"]["hit_rate"] <= outcome["optimum"]["decode"]["hit_rate"]
+    assert list(outcome["policies"]) == ["corm", "lru"] and outcome["best"] in ("corm", "lru")
+    assert (outcome["budget_bytes"], outcome["num_pages"]) == (BUDGET, record.facts.num_pages)
+
+
+def test_a_profile_is_replayed_by_its_held_out_text_and_foretells_by_its_paths(tmp_path: Path) -> None:
+    shape = TinyMixtral(num_layers=3, num_experts=6, vocab_size=64, config={"num_experts_per_tok": 2})
+    source = shape.write(tmp_path / "source")
+    pack(source, tmp_path / "packed")
+    profiled(source, tmp_path / "profile", random_tokens(10, 32, 64))
+    result = run("replay", tmp_path / "profile", "--pack", tmp_path / "packed", "--budget", "41M", "--json")
+    assert result.exit_code == 0, result.output
+    (outcome,) = json.loads(result.stdout)
+    edgemoe = outcome["policies"]["edgemoe"]
+    assert edgemoe["foretelling"] == "routes" and edgemoe["decode"]["num_tokens"] == 64
+    shown = run("replay", tmp_path / "profile", "--pack", tmp_path / "packed", "--budget", "41M", "--policy", "edgemoe")
+    assert "scores are not known" in shown.stdout and "best:" not in shown.stdout and "from routes" in shown.stdout
+
+
+def test_paths_of_a_profile_foretell_where_a_record_has_nothing_foretold(
+    demo: Path, routes: Path, tmp_path: Path
+) -> None:
+    profiled(DEMO_MODEL, tmp_path / "profile", random_tokens(4, 64, 4096))
+    arguments = ["replay", routes, "--pack", demo, "--budget", "46M", "--policy", "edgemoe"]
+    assert "not here" in run(*arguments).stdout
+    assert "from routes" in run(*arguments, "--profile", tmp_path / "profile").stdout
+
+
+def changed(routes: Path, tmp_path: Path, **facts: object) -> Path:
+    record = read_record(routes)
+    broken: Record = replace(record, facts=replace(record.facts, **facts))
+    write_record(broken, tmp_path / "changed")
+    return tmp_path / "changed"
+
+
+def test_a_record_of_another_pack_is_refused(demo: Path, routes: Path, tmp_path: Path) -> None:
+    result = run("replay", changed(routes, tmp_path, root="0" * 64), "--pack", demo, "--budget", "46M")
+    assert result.exit_code == 1 and "was recorded with another pack" in result.stderr
+
+
+def test_a_record_of_another_shape_is_refused(demo: Path, routes: Path, tmp_path: Path) -> None:
+    record = read_record(routes)
+    passes = replace(record.passes, routes=record.passes.routes[:, :, :1])
+    write_record(replace(record, passes=passes), tmp_path / "narrow")
+    result = run("replay", tmp_path / "narrow", "--pack", demo, "--budget", "46M")
+    assert result.exit_code == 1 and "found layers, experts and experts a token (4, 8, 1), expected" in result.stderr
+
+
+def test_a_record_with_too_few_pages_is_refused(demo: Path, routes: Path, tmp_path: Path) -> None:
+    result = run("replay", changed(routes, tmp_path, num_pages=0), "--pack", demo, "--budget", "46M")
+    assert result.exit_code == 1 and "found 0 pages, expected 1 at least" in result.stderr
+
+
+def test_a_budget_without_room_for_an_expert_is_refused(demo: Path, routes: Path) -> None:
+    result = run("replay", routes, "--pack", demo, "--budget", "40M")
+    assert result.exit_code == 1 and "--budget: 40.0 MiB, needed are at least" in result.stderr
+
+
+def test_a_profile_of_another_model_is_refused(demo: Path, tmp_path: Path) -> None:
+    source = TinyMixtral(num_layers=2, num_experts=3, vocab_size=32, intermediate_size=16).write(tmp_path / "source")
+    profiled(source, tmp_path / "profile", random_tokens(4, 64, 32))
+    result = run("replay", tmp_path / "profile", "--pack", demo, "--budget", "46M")
+    assert result.exit_code == 1 and "is a profile of another model" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--budget", "11X"], "found '11X', expected a size such as 11G"),
+        (["--budget", "46M", "--policy", "lru,belady"], "found 'belady', expected all, or some of lru, floe"),
+        ([], "Missing option '--budget'"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(demo: Path, routes: Path, option: list[str], message: str) -> None:
+    result = run("replay", routes, "--pack", demo, *option)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_a_record_that_is_missing_is_one_line(demo: Path, tmp_path: Path) -> None:
+    result = run("replay", tmp_path / "none", "--pack", demo, "--budget", "46M")
+    assert (result.exit_code, result.stderr) == (1, "moe-pack: none: file is missing\n")
+    with pytest.raises(RunError):
+        read_record(tmp_path / "none")
