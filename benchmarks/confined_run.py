@@ -78,8 +78,7 @@ def run_ours(program: str, pack: Path, task: Task, options: list[str], limit_byt
         measured = measure(cgroup.inside(command), tree_anonymous_bytes, limit_s=_LIMIT_SECONDS)
         facts = json.loads(measured.output) if measured.exit_code == 0 else {}
         num_tokens = facts["generated_tokens"] - 1 if facts else 0  # the first is the prompt's
-        rate = facts.get("decode_tokens_per_s")
-        times = (facts.get("prefill_s"), num_tokens / rate if rate else None, num_tokens)
+        times = (facts.get("prefill_s"), facts.get("decode_s") or None, num_tokens)
         return _confined(program, cgroup, measured, times, facts, dropped)
 
 
