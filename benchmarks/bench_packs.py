@@ -21,8 +21,9 @@ from torch import Tensor
 
 from moe_pack.formats import DenseRole, GroupedQuerySpec, ModelSpec, Pack, dense_roles
 from moe_pack.runtime import PackWeights
+from moe_pack.runtime.budget import LEAST_PREFILL_TOKENS, divide_budget, expert_pages, workspace_bytes
 
-DEMO = "demo"
+DEMO = "demo"  # the demo model's pack
 _DEMO_MODEL = Path(__file__).parents[1] / "tests" / "models" / "tiny-mixtral"
 _PLAN = ("--selector-bits", "4", "--record-bits", "4", "--dense-bits", "4")
 _CHARACTER = ("--skew", "0.5", "--path-correlation", "0.5")
@@ -42,6 +43,8 @@ class SyntheticPack:
         vocab = [] if self.vocab is None else ["--vocab", str(self.vocab)]
         return [self.model, "--layers", str(self.layers), *vocab, *_PLAN, *_CHARACTER]
 
+
+_BOUNDLESS = 1 << 60
 
 SYNTHETIC = {
     "mixtral-6-layers": SyntheticPack("mixtral-8x7b", 6),
@@ -73,6 +76,13 @@ def make_pack(name: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "moe_pack.convert.cli", *asked, "-o", str(pack)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return pack
+
+
+def budget_with(pack: Pack, num_experts: int, context_tokens: int) -> int:
+    """The budget that leaves room for so many of the largest experts, and for short forward passes."""
+    plan = divide_budget(pack, _BOUNDLESS, context_tokens)
+    largest = int(expert_pages(pack.layout, plan.page_bytes).max()) * (plan.page_bytes + plan.head_bytes)
+    return plan.dense + plan.cache + workspace_bytes(pack.spec, LEAST_PREFILL_TOKENS) + num_experts * largest
 
 
 def make_gguf(pack: Path, llama_python: Path) -> Path:
