@@ -1,8 +1,8 @@
 """Runs a model over text, layer by layer in bounded memory, and measures what planner and runtime need to know."""
 
+from moe_pack.calib.attach import attach
 from moe_pack.calib.costs import Cost, Watcher
 from moe_pack.calib.heat import hottest_first
-from moe_pack.calib.prediction import PREDICTORS
 from moe_pack.calib.profile import Profile, Sensitivity
 from moe_pack.calib.profiler import ProfileOptions, make_profile
 from moe_pack.calib.quantize import RowQuantizer, UnholdableError, check_finite
@@ -17,7 +17,6 @@ from moe_pack.calib.thresholds import (
 )
 
 __all__ = [
-    "PREDICTORS",
     "Cost",
     "MeasuredThresholds",
     "Profile",
@@ -29,6 +28,7 @@ __all__ = [
     "Tokens",
     "UnholdableError",
     "Watcher",
+    "attach",
     "check_finite",
     "hottest_first",
     "make_profile",

@@ -1,13 +1,11 @@
-"""FloE's learned predictor: the experts of the next MoE layer from this layer's hidden state and the last routes.
+"""Training of FloE's learned predictor, `moe_pack.runtime.Predictor`: what it is, and what it takes, stands there.
 
 A network of one layer (about 32K parameters where d = 4096 and E = 8) or two (up to 2M), trained per MoE layer on
-calibration tokens. It sees the input of MoE layer l, after its norm, and the experts chosen at l - 1 and l (at l = 0
-only there), and gives each expert of layer l + 1 a score. Trained in float32, kept with bfloat16 weights: every score
-is that of the weights kept. What the paper leaves open (loss, width, schedule) was chosen by recall on held-out text.
+calibration tokens. Trained in float32, kept with bfloat16 weights: every score is that of the weights kept. What the
+paper leaves open (loss, width, schedule) was chosen by recall on held-out text.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,20 +14,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_pack.calib.recall import recall_precision
-from moe_pack.formats import PackError, RunError
+from moe_pack.formats import RunError
+from moe_pack.runtime import MAX_PREVIOUS, Predictor, multi_hot, network_logits
 
 MAX_PARAMETERS = 2_000_000  # FloE's larger predictor
 MAX_HIDDEN = 512  # wider gained nothing: 256, 512, 1024 lie within 0.002 of recall (two small Mixtrals, 8192 tokens)
-MAX_PREVIOUS = 2  # FloE's trajectory: the two layers before the predicted one
 VALIDATION_SHARE = 8  # one token of so many; the last ones, because neighbours in a text tell on each other
 BLOCK_TOKENS = 1024  # bounds memory where nothing is learned
 LEAST_SCALE = 1e-3  # of the usual column's; a column that moves less is not blown up to move like the others
 BETAS = (0.9, 0.999)  # Adam's, as published; the next too
 EPSILON = 1e-8
-
-# The axes of each tensor kept; `h` is E where there is one layer.
-_AXES = {"x_weight": "hd", "route_weight": "hPE", "bias": "h", "out_weight": "Eh", "out_bias": "E"}
-_ONE_LAYER = ("x_weight", "route_weight", "bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,78 +76,6 @@ def cost(shape: MLPShape, num_tokens: int, d: int, num_experts: int, training: T
     Meaning: each parameter three times a token and epoch: once forward, twice back. Validating takes less than that.
     """
     return 3 * training.max_epochs * num_tokens * shape.num_parameters(d, num_experts)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Predictor:
-    """A trained predictor; it takes hidden states as they are: the standardising of its training lies in its weights.
-
-    Below, h is E where there is one layer, else the number of hidden units.
-
-    x_weight: bfloat16 [h, d].   route_weight: bfloat16 [h, P, E], the layer further back first.   bias: float32 [h].
-    out_weight: bfloat16 [E, h].   out_bias: float32 [E].   Both None where there is one layer.
-    """
-
-    x_weight: Tensor
-    route_weight: Tensor
-    bias: Tensor
-    out_weight: Tensor | None = None
-    out_bias: Tensor | None = None
-
-    @property
-    def hidden_size(self) -> int:
-        """d, the size of the hidden states it takes."""
-        return self.x_weight.shape[1]
-
-    @property
-    def num_previous(self) -> int:
-        """P, how many layers' routes it takes."""
-        return self.route_weight.shape[1]
-
-    @property
-    def num_experts(self) -> int:
-        """E, of the layer it predicts and of those before."""
-        return self.route_weight.shape[2]
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights and biases."""
-        return sum(tensor.numel() for tensor in self.arrays().values())
-
-    def scores(self, x: Tensor, previous: Tensor) -> Tensor:
-        """How likely each expert of the next layer is: logits, the larger the likelier.
-
-        Args:    x: float32 [T, d], the input of the MoE layer, after its norm.   previous: int64 [T, P, k], the
-                 experts chosen at the P layers before the predicted one, the layer further back first.
-        Returns: float32 [T, E].
-        """
-        layers = [tensor.float() for tensor in self.arrays().values()]
-        layers[1] = layers[1].flatten(1)  # [h, P, E] -> [h, P E]
-        with torch.no_grad():
-            return _in_blocks(layers, x, previous, self.num_experts, None)
-
-    def arrays(self) -> dict[str, Tensor]:
-        """Its tensors by name, as a sidecar keeps them."""
-        tensors = (self.x_weight, self.route_weight, self.bias, self.out_weight, self.out_bias)
-        return {name: tensor for name, tensor in zip(_AXES, tensors, strict=True) if tensor is not None}
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, Tensor], place: str) -> "Predictor":
-        """The predictor that these tensors are.
-
-        Args:    place: the file and layer they come from, for errors.
-        Raises:  PackError if a tensor is missing, unknown, of another type or shape, or not all numbers.
-        """
-        names = set(_ONE_LAYER if "out_weight" not in arrays else _AXES)
-        if arrays.keys() != names:
-            raise _damaged(place, f"found tensors {sorted(arrays)}", f"{sorted(names)}")
-        sizes: dict[str, int] = {}
-        for name in sorted(names):
-            axes = _AXES[name] if "out_weight" in names else _AXES[name].replace("h", "E")
-            _check_array(f"{place}: {name}", arrays[name], name.endswith("weight"), axes, sizes)
-        if sizes["P"] > MAX_PREVIOUS:
-            raise _damaged(place, f"found routes of {sizes['P']} layers", f"at most {MAX_PREVIOUS}")
-        return cls(**arrays)
 
 
 def train(
@@ -314,7 +236,9 @@ class _Trainer:
         for number, batch in enumerate(batches):
             done = (epoch - 1 + number / len(batches)) / self._training.max_epochs
             rate = self._rate * (1 + math.cos(math.pi * done)) / 2
-            logits = _forward(self._layers, self._standard.of(x[batch]), _multi_hot(previous[batch], self._num_experts))
+            logits = network_logits(
+                self._layers, self._standard.of(x[batch]), multi_hot(previous[batch], self._num_experts)
+            )
             loss = _loss(logits, targets[batch])
             adam.step(torch.autograd.grad(loss, self._layers), rate)
 
@@ -333,52 +257,23 @@ class _Trainer:
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.binary_cross_entropy_with_logits(logits, _multi_hot(targets[:, None], logits.shape[1]))
+    return functional.binary_cross_entropy_with_logits(logits, multi_hot(targets[:, None], logits.shape[1]))
 
 
-def _in_blocks(
-    layers: list[Tensor], x: Tensor, previous: Tensor, num_experts: int, standard: Standard | None
-) -> Tensor:
-    """`_forward` over blocks of tokens: float32 [T, E]."""
+def _in_blocks(layers: list[Tensor], x: Tensor, previous: Tensor, num_experts: int, standard: Standard) -> Tensor:
+    """`network_logits` over blocks of tokens: float32 [T, E]."""
     blocks = zip(torch.split(x, BLOCK_TOKENS), torch.split(previous, BLOCK_TOKENS), strict=True)
     return torch.cat(
-        [_forward(layers, standard.of(x) if standard else x, _multi_hot(routes, num_experts)) for x, routes in blocks]
+        [
+            network_logits(layers, standard.of(x) if standard else x, multi_hot(routes, num_experts))
+            for x, routes in blocks
+        ]
     )
-
-
-def _forward(layers: list[Tensor], x: Tensor, routes: Tensor) -> Tensor:
-    """Logits, float32 [T, E], of x [T, d] and the multi-hot routes [T, P E]."""
-    first = functional.linear(x, layers[0], layers[2]) + functional.linear(routes, layers[1])
-    return first if len(layers) == 3 else functional.linear(functional.relu(first), layers[3], layers[4])
-
-
-def _multi_hot(experts: Tensor, num_experts: int) -> Tensor:
-    """From int64 [T, P, k] to float32 [T, P E]: 1 where an expert was chosen."""
-    places = torch.zeros(*experts.shape[:2], num_experts)
-    return places.scatter_(2, experts, 1.0).flatten(1)
 
 
 def _copies(layers: list[Tensor]) -> list[Tensor]:
     return [layer.detach().clone() for layer in layers]
 
 
-def _check_array(place: str, tensor: Tensor, is_weight: bool, axes: str, sizes: dict[str, int]) -> None:
-    """Refuses a tensor of another type or shape; `sizes` holds the axes known so far and takes in new ones."""
-    dtype = torch.bfloat16 if is_weight else torch.float32
-    if tensor.dtype != dtype:
-        raise _damaged(place, f"found {tensor.dtype}", f"{dtype}")
-    shape = list(tensor.shape)
-    fits = len(shape) == len(axes) and all(shape)
-    if not fits or any(sizes.setdefault(axis, size) != size for axis, size in zip(axes, shape, strict=True)):
-        known = ", ".join(f"{axis} = {sizes[axis]}" if axis in sizes else axis for axis in axes)
-        raise _damaged(place, f"found shape {shape}", f"[{known}]")
-    if not torch.isfinite(tensor).all():
-        raise _damaged(place, "found NaN or infinity", "numbers")
-
-
 def _no_numbers() -> RunError:
     return RunError("predictor: hidden states are not numbers; the model's weights overflow or are damaged")
-
-
-def _damaged(place: str, found: str, expected: str) -> PackError:
-    return PackError(f"{place}: {found}, expected {expected}; the predictor is damaged, train it again")

@@ -13,13 +13,11 @@ from torch import Tensor
 
 from moe_pack.calib.arrays import Array, check_arrays
 from moe_pack.calib.expert_pass import HOT_SPARSITIES, KINDS, sample_places
-from moe_pack.calib.mlp_predictor import Predictor, shapes_for, train
-from moe_pack.calib.paths import PathStatistics
+from moe_pack.calib.mlp_predictor import shapes_for, train
 from moe_pack.calib.recall import MaskCounts, mask_counts, recall_precision
 from moe_pack.formats import PackError
-from moe_pack.runtime import Expert, Weights, activations, linear
+from moe_pack.runtime import PREDICTORS, Expert, PathStatistics, Predictor, Weights, activations, router_scores
 
-PREDICTORS = ("popularity", "paths", "next router", "MLP of one layer", "MLP of two layers")
 MAX_LEARNED_TOKENS = 8192  # twice as many raised recall by less than a point on the small models
 MAX_JUDGED_TOKENS = 4096
 _NEURON_TOKENS = 256  # of an expert
@@ -44,7 +42,7 @@ class LayerPredictors:
     def arrays(self) -> dict[str, Array]:
         """All by name, as stored."""
         held = {"experts": self.experts, "neurons": self.neurons, "best": self.best}
-        return held | {name: _stored(tensor) for name, tensor in self.network.arrays().items()}
+        return held | self.network.stored()
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, Array], place: str) -> "LayerPredictors":
@@ -61,9 +59,8 @@ class LayerPredictors:
         check_arrays({name: array for name, array in arrays.items() if name not in network}, wanted, place)
         if arrays["best"][0] >= len(PREDICTORS):
             raise PackError(f"{place}: best is predictor {arrays['best'][0]}, expected less than {len(PREDICTORS)}")
-        weights = {name: _loaded(array) for name, array in network.items()}
         held = {name: arrays[name] for name in wanted}
-        return cls(**held, network=Predictor.from_arrays(weights, place))
+        return cls(**held, network=Predictor.from_stored(network, place))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,16 +112,6 @@ def predict_layer(
     )
 
 
-def router_scores(x: Tensor, weights: Weights, layer: int) -> Tensor:
-    """What ranks a layer's experts for inputs float32 [T, d], groups apart: float32 [T, E]."""
-    spec, role = weights.spec.router, f"layers.{layer}"
-    logits = linear(x, weights.matrix(f"{role}.router"))
-    if not spec.bias:
-        return logits
-    scores = logits.sigmoid() if spec.kind == "sigmoid_topk" else logits.softmax(dim=-1)
-    return scores + weights.vector(f"{role}.router_bias")
-
-
 def _train(before: list[LayerInputs], own: LayerInputs, num_experts: int) -> list[Predictor]:
     x = before[-1].learned
     previous = torch.stack([held.learned_routes for held in before], dim=1)  # [T, P, k]
@@ -158,16 +145,3 @@ def _count(
             predicted, actual = told.of(selector).abs(), own.of(selector).abs()
             for level, threshold in enumerate(thresholds[kind].tolist()):
                 counts[kind][level] += mask_counts(predicted >= threshold, actual >= threshold)
-
-
-def _stored(tensor: Tensor) -> Array:
-    array: Array = (
-        tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
-    )
-    return array
-
-
-def _loaded(array: Array) -> Tensor:
-    if array.dtype == np.uint16:
-        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(array.copy())

@@ -16,7 +16,6 @@ from moe_pack.calib.arrays import Array, check_arrays, read_all_arrays
 from moe_pack.calib.effects import DENSE_WIDTHS, Effects, LayerErrors, Level, copies_of
 from moe_pack.calib.expert_error import SPARSITIES, WIDTHS
 from moe_pack.calib.expert_pass import KINDS
-from moe_pack.calib.paths import PathStatistics
 from moe_pack.calib.prediction import LayerPredictors
 from moe_pack.calib.rounded import roundable_roles
 from moe_pack.calib.statistics import LayerStatistics
@@ -34,6 +33,7 @@ from moe_pack.formats import (
     load,
     parse,
 )
+from moe_pack.runtime import PathStatistics
 
 VERSION = 1
 FORMAT: Literal["moe-pack profile"] = "moe-pack profile"

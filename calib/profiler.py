@@ -35,7 +35,7 @@ from moe_pack.calib.expert_pass import CHUNK_TOKENS, HOT_SPARSITIES
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.layer_inputs import InputFiles, Shares
 from moe_pack.calib.layer_pass import LayerStates, LayerTokens, check_length
-from moe_pack.calib.paths import PathStatistics, learn_paths
+from moe_pack.calib.paths import learn_paths
 from moe_pack.calib.prediction import LayerInputs, predict_layer
 from moe_pack.calib.profile import (
     EFFECTS_FILE,
@@ -57,7 +57,7 @@ from moe_pack.calib.statistics import LayerStatistics, measure_layer
 from moe_pack.calib.store import PROFILE_FILE, ProfileStore, tidy
 from moe_pack.calib.text import Tokens, num_held_out
 from moe_pack.formats import Checkpoint, ContentFile, ConversionError, RangeReader, canonical, dump
-from moe_pack.runtime import CheckpointWeights, embed
+from moe_pack.runtime import CheckpointWeights, PathStatistics, embed
 
 PATH_BYTES = 8 << 20  # of path statistics at most, where their tables allow
 

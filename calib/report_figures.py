@@ -29,11 +29,11 @@ from moe_pack.calib.paths import (
     evaluate,
     path_coverage,
 )
-from moe_pack.calib.prediction import PREDICTORS
 from moe_pack.calib.profile import Profile, layer_file
 from moe_pack.calib.rounded import roundable_roles
 from moe_pack.calib.statistics import QUANTILE_LEVELS
 from moe_pack.formats import MATRICES, num_active_parameters, num_parameters
+from moe_pack.runtime import PREDICTORS
 
 MOST_FULL_EXPERTS = 2048  # of all layers: beyond them 103 quantiles an expert and kind make a page of more than 4 MB
 THINNED_LEVELS = (*(number / 100 for number in range(0, 100, 5)), 0.97, 0.99, 0.995, 0.999, 1.0)

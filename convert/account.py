@@ -1,6 +1,8 @@
-"""What a conversion says of itself: the digest that tells it from others, its small tables, its manifest."""
+"""What a pack says of itself: the digest that tells its making from others, its small tables, its manifest."""
 
 import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -43,42 +45,69 @@ from moe_pack.formats import (
 _MAX_COPIED_BYTES = 256 << 20
 
 
-class Account:
-    """The facts of one conversion beside its large files.
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a pack comes from: its whole `source.json`, the files it copies, the packages that decide its bytes.
+
+    `decisions`: digests by name of what else decides them.
+    """
+
+    source: bytes
+    copied: tuple[tuple[str, bytes], ...]
+    made_with: tuple[PackageVersion, ...]
+    decisions: Mapping[str, str]
+
+
+def recipe_account(recipe: Recipe) -> "Account":
+    """The account of what is made from a checkpoint. Thresholds are zero: no neuron is dropped.
 
     Raises:  PlanError if the quantizer's package is missing; CheckpointError if a file to copy cannot be read.
     """
+    checkpoint, order = recipe.checkpoint, recipe.order
+    copied = [(name, raw) for name in COPIED_FILES if (raw := _copied(checkpoint.folder, name)) is not None]
+    decisions = {} if order is None else {"order": hashlib.sha256(order_bytes(order)).hexdigest()}
+    origin = Origin(account_bytes(*checkpoint.account()), tuple(copied), _versions(recipe.plan), decisions)
+    shape = (len(checkpoint.spec.moe_layers), checkpoint.spec.router.num_experts)
+    return Account(recipe.layout, recipe.plan, origin, np.zeros(shape, np.float32), order)
 
-    def __init__(self, recipe: Recipe) -> None:
-        checkpoint = recipe.checkpoint
-        self._recipe = recipe
-        self._plan = recipe.plan
-        self._layout = recipe.layout
-        self._made_with = _versions(recipe.plan)
-        files, tensors = checkpoint.account()
-        self._source = account_bytes(files, tensors)
-        self._copied = [(name, raw) for name in COPIED_FILES if (raw := _copied(checkpoint.folder, name)) is not None]
+
+class Account:
+    """The facts of one pack beside its large files.
+
+    Args:    thresholds: float32 [L, E].   order: u32 [L, E, f]; the source's without one.
+    """
+
+    def __init__(
+        self,
+        layout: PackLayout,
+        plan: Plan,
+        origin: Origin,
+        thresholds: NDArray[np.float32],
+        order: NDArray[np.uint32] | None = None,
+    ) -> None:
+        self._layout = layout
+        self._plan = plan
+        self._origin = origin
+        self._thresholds = thresholds
+        self._order = _rows(layout) if order is None else order
         facts = {
-            "source": hashlib.sha256(self._source).hexdigest(),
-            "copied": [[name, hashlib.sha256(raw).hexdigest()] for name, raw in self._copied],
-            "model": dump(checkpoint.spec),
-            "plan": dump(recipe.plan),
-            "made_with": [dump(package) for package in self._made_with],
+            "source": hashlib.sha256(origin.source).hexdigest(),
+            "copied": [[name, hashlib.sha256(raw).hexdigest()] for name, raw in origin.copied],
+            "model": dump(layout.spec),
+            "plan": dump(plan),
+            "made_with": [dump(package) for package in origin.made_with],
+            **origin.decisions,
         }
-        if recipe.order is not None:
-            facts["order"] = hashlib.sha256(order_bytes(recipe.order)).hexdigest()
         self.conversion = hashlib.sha256(canonical(facts)).hexdigest()
 
     def tables(self, writer: PackWriter) -> list[tuple[str, bytes]]:
-        """Names and bytes of every file but experts, dense and manifest. Thresholds are zero: no neuron is dropped."""
-        spec = self._layout.spec
-        shape = (len(spec.moe_layers), spec.router.num_experts)
+        """Names and bytes of every file but experts, dense and manifest."""
         return [
             (INDEX_FILE, index_bytes(self._layout, self._plan, writer.expert_digests())),
-            (THRESHOLDS_FILE, thresholds_bytes(np.zeros(shape, np.float32))),
-            (ORDER_FILE, order_bytes(_rows(self._recipe))),
-            (SOURCE_FILE, self._source),
-            *self._copied,
+            (THRESHOLDS_FILE, thresholds_bytes(self._thresholds)),
+            (ORDER_FILE, order_bytes(self._order)),
+            (SOURCE_FILE, self._origin.source),
+            *self._origin.copied,
         ]
 
     def manifest(self, files: tuple[ContentFile, ...]) -> bytes:
@@ -102,7 +131,7 @@ class Account:
                 model=layout.spec,
                 selector=self._plan.selector,
                 quantizer=self._plan.quantizer,
-                made_with=self._made_with,
+                made_with=self._origin.made_with,
                 conversion=self.conversion,
                 dense=dense,
                 files=files,
@@ -114,11 +143,9 @@ class Account:
         )
 
 
-def _rows(recipe: Recipe) -> NDArray[np.uint32]:
-    """The neuron order of the pack: u32 [L, E, f]."""
-    if recipe.order is not None:
-        return recipe.order
-    spec = recipe.layout.spec
+def _rows(layout: PackLayout) -> NDArray[np.uint32]:
+    """The source's neuron order: u32 [L, E, f]."""
+    spec = layout.spec
     rows = np.arange(spec.expert.intermediate_size, dtype=np.uint32)
     return np.broadcast_to(rows, (len(spec.moe_layers), spec.router.num_experts, len(rows)))
 
@@ -163,6 +190,10 @@ def _features(layout: PackLayout) -> tuple[str, ...]:
 
 
 def _versions(plan: Plan) -> tuple[PackageVersion, ...]:
+    """The packages that quantize.
+
+    Raises:  PlanError if the quantizer's is missing.
+    """
     formats = {part for layer in plan.experts for e in layer for part in (e.gate, e.up, e.down)} | {plan.dense}
     names = ["moe-pack", "torch"]
     if plan.quantizer == "hqq" and any(part is not None and part.codec == "affine" for part in formats):

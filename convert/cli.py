@@ -1,7 +1,6 @@
 """The command `moe-pack`: options, one call each, tables on standard output and progress on standard error."""
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,53 +8,50 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 import torch
 from tqdm import tqdm
 
-from moe_pack.calib import Profile, ThresholdRule, Tokens, hottest_first, read_tokens
+from moe_pack.calib import Profile, ThresholdRule, Tokens, attach, hottest_first, read_tokens
 from moe_pack.convert.compare import LogitsError, MatrixError, compare_logits, compare_weights, same_tensors
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight, describe, format_runs
-from moe_pack.convert.pipeline import Conversion, Progress, convert, layout_for
+from moe_pack.convert.pack_cli import PlanOptions, large_bytes, pack_bar, plan_options, workers_option
+from moe_pack.convert.pipeline import Conversion, convert, layout_for
 from moe_pack.convert.profile_cli import (
     NUM_TOKENS,
     SEQUENCE_LENGTH,
+    attach_command,
+    attached_line,
     measure_with_bar,
     profile_command,
     report_command,
+    routing_text,
     threshold_lines,
     thresholds_command,
 )
 from moe_pack.convert.replay_cli import replay_command
+from moe_pack.convert.synth_cli import synth_command
 from moe_pack.formats import (
     MATRICES,
     QUANTIZERS,
-    ROW_GROUP,
-    SELECTORS,
     Checkpoint,
     ExpertFormat,
     Matrix,
     Pack,
-    PackLayout,
     Quantizer,
     RunError,
-    Selector,
     audit,
     cached_values,
     format_text,
     num_active_parameters,
     num_parameters,
-    part_format,
-    uniform_plan,
 )
-from moe_pack.formats.cli import command_errors, common_options, size_text
-from moe_pack.runtime import FolderFiles, Text, kernels_for
+from moe_pack.formats.cli import NOISE, command_errors, common_options, size_text
+from moe_pack.runtime import FolderFiles, Routing, Text, kernels_for
 
-_BITS = click.Choice(["1", "2", "3", "4", "8", "16"])
-_GROUPS = ("16", "32", "64", "128", "row")
 _COMPARED_TOKENS = 512
 
 
@@ -63,12 +59,7 @@ _COMPARED_TOKENS = 512
 class ConvertOptions:
     """What `convert` was asked for."""
 
-    selector: Selector
-    selector_bits: int
-    record_bits: int
-    dense_bits: int
-    group: int
-    scale_bits: int
+    plan: PlanOptions
     quantizer: Quantizer
     workers: int
     profile: Path | None
@@ -85,8 +76,10 @@ def main(debug: bool) -> None:
     moe-pack report profile/                    look at it
     moe-pack convert mixtral -o packed/         4 bit, group 64, selector up
     moe-pack thresholds packed/ --sparsity 0.8  let the weakest neurons rest
+    moe-pack attach packed/ --profile profile/  let moe-run foretell experts
     moe-pack inspect packed/                    what is in it
     moe-pack verify packed/ --against mixtral   is it whole, and how close is it
+    moe-pack synth mixtral-8x7b -o synthetic/   its size and speed without its weights
     moe-run packed/ --prompt "It was a dark night"
     """
 
@@ -94,37 +87,7 @@ def main(debug: bool) -> None:
 @main.command("convert")
 @click.argument("path")
 @click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="The pack's folder, new or empty.")
-@click.option(
-    "--selector",
-    type=click.Choice(SELECTORS),
-    default="up",
-    show_default=True,
-    help="Which matrix decides what neurons run, and is stored apart to be read whole.",
-)
-@click.option("--selector-bits", type=_BITS, default="4", show_default=True, help="Width of the selector's weights.")
-@click.option("--record-bits", type=_BITS, default="4", show_default=True, help="Width of the neuron records' weights.")
-@click.option(
-    "--group-size",
-    type=click.Choice(_GROUPS),
-    default="64",
-    show_default=True,
-    help="Weights that share a scale and a zero; row: one pair a row.",
-)
-@click.option(
-    "--scale-bits",
-    type=click.Choice(["8", "16"]),
-    default="16",
-    show_default=True,
-    help="Width of scales and zeros; 8 saves bytes where groups are small.",
-)
-@click.option(
-    "--dense-bits",
-    type=_BITS,
-    default="16",
-    show_default=True,
-    help="Width of attention, embedding, head, shared experts and dense layers; 16 keeps the source's bytes. "
-    "Norms, biases and routers always keep theirs.",
-)
+@plan_options
 @click.option(
     "--quantizer",
     type=click.Choice(QUANTIZERS),
@@ -136,7 +99,8 @@ def main(debug: bool) -> None:
     "--profile",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="A profile of this model (moe-pack profile): neurons are stored hottest first, at --sparsity.",
+    help="A profile of this model (moe-pack profile): neurons are stored hottest first, at --sparsity, and what it "
+    "knows of routes is put beside the pack (as moe-pack attach does).",
 )
 @click.option(
     "--sparsity",
@@ -145,22 +109,12 @@ def main(debug: bool) -> None:
     help="Share of an expert's neurons that shall not run: thresholds are measured on the finished pack, on the "
     "profile's text, or on our sample.  [default: all run]",
 )
-@click.option(
-    "--workers",
-    type=click.IntRange(1, 256),
-    default=os.cpu_count() or 1,
-    help="Experts worked on at once.  [default: all cores]",
-)
+@workers_option
 @command_errors(interrupted="interrupted; what is done stays, run the same command again to go on")
 def convert_command(
     path: str,
     output: Path,
-    selector: Selector,
-    selector_bits: str,
-    record_bits: str,
-    group_size: str,
-    scale_bits: str,
-    dense_bits: str,
+    plan_options: PlanOptions,
     quantizer: Quantizer,
     profile: Path | None,
     sparsity: float | None,
@@ -174,18 +128,7 @@ def convert_command(
     One expert a worker is in memory at a time, so a checkpoint larger than RAM converts. A conversion that was
     stopped or killed goes on where it was when the same command is given again.
     """
-    options = ConvertOptions(
-        selector=selector,
-        selector_bits=int(selector_bits),
-        record_bits=int(record_bits),
-        dense_bits=int(dense_bits),
-        group=ROW_GROUP if group_size == "row" else int(group_size),
-        scale_bits=int(scale_bits),
-        quantizer=quantizer,
-        workers=workers,
-        profile=profile,
-        sparsity=sparsity,
-    )
+    options = ConvertOptions(plan_options, quantizer, workers, profile, sparsity)
     if sparsity is not None and (fault := ThresholdRule(sparsity=sparsity).fault()):
         raise click.UsageError(fault)
     if profile is not None and sparsity is None:
@@ -199,33 +142,29 @@ def convert_command(
 
 def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> None:
     spec = checkpoint.spec
-    plan = uniform_plan(
-        spec,
-        options.selector,
-        part_format(options.selector_bits, options.group, options.scale_bits),
-        part_format(options.record_bits, options.group, options.scale_bits),
-        None if options.dense_bits == 16 else part_format(options.dense_bits, options.group, options.scale_bits),
-        options.quantizer,
-    )
+    plan = options.plan.plan(spec, options.quantizer)
     profile = None if options.profile is None else Profile(options.profile)
     order = None
     if profile is not None and options.sparsity is not None:
-        order = hottest_first(profile, checkpoint, options.selector, options.sparsity)
+        order = hottest_first(profile, checkpoint, options.plan.selector, options.sparsity)
     # Before hours of work: a text that cannot be read would be found after them.
     tokens = None if options.sparsity is None else _threshold_tokens(checkpoint, profile)
     layout = layout_for(checkpoint, plan)
     source_bytes = sum(file.bytes for file in checkpoint.account()[0])
     model = f"{spec.family}, {len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
-    _say(f"{model}: {size_text(source_bytes)} become about {size_text(_large_bytes(layout))}")
+    _say(f"{model}: {size_text(source_bytes)} become about {size_text(large_bytes(layout))}")
     narrowed = sorted({checkpoint.dtype(source) for source in checkpoint.claims.experts.values()} - {"BF16"})
-    if narrowed and 16 in (options.selector_bits, options.record_bits):
+    if narrowed and 16 in (options.plan.selector_bits, options.plan.record_bits):
         _say(f"note: 16 bit is bfloat16; the source's {', '.join(narrowed)} expert weights lose their last bits")
     start = time.perf_counter()
-    with tqdm(total=_large_bytes(layout), unit="B", unit_scale=True, disable=None, leave=False) as bar:
-        done = convert(checkpoint, plan, output, options.workers, on_progress=lambda p: _advance(bar, p), order=order)
+    with pack_bar(layout) as advance:
+        done = convert(checkpoint, plan, output, options.workers, on_progress=advance, order=order)
     _say_converted(done, output, time.perf_counter() - start, source_bytes)
     if tokens is not None:
         _measure_thresholds(output, tokens, ThresholdRule(sparsity=options.sparsity))
+    if profile is not None:
+        with Pack(output) as pack:
+            click.echo(attached_line(output, attach(pack, profile)))
 
 
 def _threshold_tokens(checkpoint: Checkpoint, profile: Profile | None) -> Tokens:
@@ -243,13 +182,6 @@ def _measure_thresholds(output: Path, tokens: Tokens, rule: ThresholdRule) -> No
         click.echo(line)
 
 
-def _advance(bar: "tqdm[None]", progress: Progress) -> None:
-    if not progress.what:  # the first report: what an earlier run left is no work of this one
-        bar.initial = progress.done_bytes
-    bar.set_postfix_str(progress.what, refresh=False)
-    bar.update(progress.done_bytes - bar.n)
-
-
 def _say_converted(done: Conversion, output: Path, seconds: float, source_bytes: int) -> None:
     if not done.written:
         click.echo(f"{output}: holds the pack of this checkpoint with these options already; nothing to do")
@@ -263,10 +195,6 @@ def _say_converted(done: Conversion, output: Path, seconds: float, source_bytes:
     click.echo(f"{output}: {size_text(content)}, {bits:.2f} bits an expert weight, in {seconds:.1f} s {how}")
 
 
-def _large_bytes(layout: PackLayout) -> int:
-    return sum(item.num_bytes for item in layout.items())
-
-
 @main.command("inspect", short_help="Show model, bytes and widths of PACK.")
 @click.argument("pack", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print every fact, each expert's formats included, as JSON.")
@@ -274,7 +202,7 @@ def _large_bytes(layout: PackLayout) -> int:
 def inspect_command(pack: Path, as_json: bool) -> None:
     """Show what PACK holds: the model, bytes by part, widths by layer and expert.
 
-    Reads and checks the manifest and the index only; moe-pack verify checks every byte.
+    Reads and checks the manifest, the index and what a profile put beside the pack; moe-pack verify checks every byte.
     """
     with Pack(pack) as held:
         if as_json:
@@ -283,6 +211,8 @@ def inspect_command(pack: Path, as_json: bool) -> None:
         _print_model(held)
         _print_bytes(held)
         _print_formats(held)
+        routing = Routing.open(held)
+        click.echo(f"beside it: {'no routing' if routing is None else routing_text(pack, routing)}")
 
 
 def _print_model(pack: Pack) -> None:
@@ -302,6 +232,7 @@ def _print_model(pack: Pack) -> None:
         ("pack", f"format {manifest.version}, selector {manifest.selector}, quantizer {manifest.quantizer}, "
                  f"{bits_per_weight(pack):.2f} bits an expert weight"),
         ("root", manifest.root),
+        *([("", NOISE)] if pack.is_synthetic else []),
     ]  # fmt: skip
     for name, value in rows:
         click.echo(f"{name:6} {value}")
@@ -326,7 +257,8 @@ def _print_formats(pack: Pack) -> None:
         cells = " ".join(f"{_part_text(run.formats, pack, matrix):22}" for matrix in MATRICES)
         click.echo(f"{_span(run.layers):9} {_span(run.experts):9} {cells} {run.num_bytes:>15,}")
     quantized = sorted({format_text(dense.format) for dense in pack.manifest.dense})
-    click.echo(f"dense matrices: {', '.join(quantized) if quantized else 'as in the source'}; * in the selector")
+    unquantized = "bf16" if pack.is_synthetic else "as in the source"
+    click.echo(f"dense matrices: {', '.join(quantized) if quantized else unquantized}; * in the selector")
 
 
 def _part_text(formats: ExpertFormat, pack: Pack, matrix: Matrix) -> str:
@@ -362,10 +294,11 @@ def verify_command(pack: Path, against: str | None, text: TextIO | None, as_json
         with _bar(totals.content, "checking") as advance:
             audit(held, advance)
         if not as_json:
-            click.echo(f"{pack}: whole; {totals.content:,} bytes checked, root {held.manifest.root[:16]}")
+            note = f"; {NOISE}" if held.is_synthetic else ""
+            click.echo(f"{pack}: whole; {totals.content:,} bytes checked, root {held.manifest.root[:16]}{note}")
         if against is None:
             if as_json:
-                click.echo(json.dumps({"whole": True, "content_bytes": totals.content, "root": held.manifest.root}))
+                click.echo(json.dumps(_whole(held)))
             return
         checkpoint = Checkpoint(find_checkpoint(against))
         try:
@@ -379,10 +312,18 @@ def verify_command(pack: Path, against: str | None, text: TextIO | None, as_json
         _print_comparison(held, matrices, logits, as_json)
 
 
+def _whole(pack: Pack) -> dict[str, Any]:
+    """What `verify --json` says of a pack that is whole."""
+    manifest = pack.manifest
+    facts = {"whole": True, "synthetic": pack.is_synthetic, "content_bytes": manifest.totals.content}
+    return {**facts, "root": manifest.root}
+
+
 def _print_comparison(pack: Pack, matrices: list[MatrixError], logits: LogitsError, as_json: bool) -> None:
     if as_json:
-        facts = {"whole": True, "content_bytes": pack.manifest.totals.content, "root": pack.manifest.root}
-        click.echo(json.dumps({**facts, "weights": [asdict(m) for m in matrices], "logits": asdict(logits)}, indent=2))
+        click.echo(
+            json.dumps({**_whole(pack), "weights": [asdict(m) for m in matrices], "logits": asdict(logits)}, indent=2)
+        )
         return
     click.echo(f"\n{'weights':8} {'stored as':22} {'number':>15} {'mean error':>12} {'relative':>9} {'largest':>10}")
     for held in matrices:
@@ -421,6 +362,8 @@ def _say(line: str) -> None:
 main.add_command(profile_command)
 main.add_command(report_command)
 main.add_command(thresholds_command)
+main.add_command(attach_command)
+main.add_command(synth_command)
 main.add_command(replay_command)
 
 

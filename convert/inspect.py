@@ -14,6 +14,7 @@ from moe_pack.formats import (
     num_active_parameters,
     num_parameters,
 )
+from moe_pack.runtime import PREDICTORS, ROUTING_FILE, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         "format": manifest.format,
         "version": manifest.version,
         "features": list(manifest.features),
+        "synthetic": pack.is_synthetic,
         "model": dump(manifest.model),
         "parameters": num_parameters(pack.spec),
         "active_parameters": num_active_parameters(pack.spec),
@@ -54,6 +56,7 @@ def describe(pack: Pack) -> dict[str, Any]:
             for layer, experts in enumerate(pack.index.experts)
         ],
         "dense": {dense.name: dump(dense.format) for dense in manifest.dense},
+        "routing": _routing(pack),
     }
 
 
@@ -89,6 +92,21 @@ def _expert_runs(pack: Pack, layer: int, experts: tuple[ExpertFormat, ...]) -> l
             num_bytes = pack.layout.experts[layer][expert].num_bytes
             runs.append(FormatRun((layer, layer), (expert, expert), formats, num_bytes))
     return runs
+
+
+def _routing(pack: Pack) -> dict[str, Any] | None:
+    """What a profile put beside the pack: the best predictor of each MoE layer and its recall; None where none was."""
+    routing = Routing.open(pack)
+    if routing is None:
+        return None
+    judged, layers = routing.judged_layers, range(len(pack.spec.moe_layers))
+    return {
+        "bytes": (pack.folder / ROUTING_FILE).stat().st_size,
+        "held_out_tokens": len(routing.routes),
+        "recall": routing.best_recall,
+        "predictors": [PREDICTORS[routing.best[l]] if l in judged else None for l in layers],
+        "recalls": [float(routing.recalls[l, routing.best[l], 0]) if l in judged else None for l in layers],
+    }
 
 
 def _part(formats: ExpertFormat, matrix: Matrix) -> str | None:

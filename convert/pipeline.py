@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.convert.account import Account
+from moe_pack.convert.account import Account, recipe_account
 from moe_pack.convert.expert_job import item_bytes, job_bytes
 from moe_pack.convert.recipe import Recipe, check_order
 from moe_pack.formats import (
@@ -35,6 +35,18 @@ from moe_pack.formats import (
 
 # Items at work at once hold about this much between them; one is always let through, however large.
 _IN_FLIGHT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """How items get their bytes: `make`, in a worker thread, soon ends once its event is set.
+
+    `held_bytes`: what `make` holds of an item at its peak.
+    """
+
+    make: Callable[[Item, Event], NDArray[np.uint8]]
+    held_bytes: Callable[[Item], int]
+
 
 _Finished = tuple[Item, NDArray[np.uint8], Digests]
 
@@ -84,8 +96,28 @@ def convert(
         check_order(order, checkpoint.spec)
     layout = layout_for(checkpoint, plan)
     recipe = Recipe(checkpoint, plan, layout, order)
-    account = Account(recipe)
+    work = Work(
+        lambda item, stop: item_bytes(recipe, item, stop),
+        lambda item: job_bytes(checkpoint, item),
+    )
+    account = recipe_account(recipe)
     writer = PackWriter(folder, layout, account.conversion, checkpoint.stamp(), on_step)
+    return write_pack(writer, layout, account, work, workers, on_progress)
+
+
+def write_pack(
+    writer: PackWriter,
+    layout: PackLayout,
+    account: Account,
+    work: Work,
+    workers: int,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Conversion:
+    """Writes a whole pack, going on where a killed run stopped, and closes the writer.
+
+    Args:    workers, on_progress: as `convert` takes them.
+    Raises:  ConversionError, and what `work` raises.
+    """
     total = sum(item.num_bytes for item in layout.items())
     torch.set_num_threads(1)
     try:
@@ -95,7 +127,7 @@ def convert(
         pending = writer.pending()
         done = total - sum(item.num_bytes for item in pending)
         on_progress(Progress(done, total, ""))
-        with closing(_in_order(recipe, pending, workers)) as finished:
+        with closing(_in_order(work, pending, workers)) as finished:
             for item, raw, digests in finished:
                 writer.write(item, raw, digests)
                 del raw  # or it would stay until the next item is there
@@ -107,12 +139,12 @@ def convert(
         writer.close()
 
 
-def _in_order(recipe: Recipe, pending: list[Item], workers: int) -> Generator[_Finished, None, None]:
+def _in_order(work: Work, pending: list[Item], workers: int) -> Generator[_Finished, None, None]:
     """Each pending item with its bytes, in order; `workers` of them in the making, and one that waits its turn."""
     stop = Event()
 
     def job(item: Item) -> _Finished:
-        raw = item_bytes(recipe, item, stop)
+        raw = work.make(item, stop)
         return item, raw, digests_of(raw)
 
     started: deque[tuple[int, Future[_Finished]]] = deque()
@@ -121,7 +153,7 @@ def _in_order(recipe: Recipe, pending: list[Item], workers: int) -> Generator[_F
         try:
             while started or next_idx < len(pending):
                 while next_idx < len(pending) and len(started) <= workers:
-                    num_bytes = job_bytes(recipe.checkpoint, pending[next_idx])
+                    num_bytes = work.held_bytes(pending[next_idx])
                     if started and held_bytes + num_bytes > _IN_FLIGHT_BYTES:
                         break
                     started.append((num_bytes, pool.submit(job, pending[next_idx])))

@@ -1,4 +1,4 @@
-"""The commands of `moe-pack` that calibrate: `profile`, `thresholds`, `report`."""
+"""The commands of `moe-pack` that calibrate: `profile`, `thresholds`, `report`, `attach`."""
 
 import json
 import time
@@ -13,7 +13,6 @@ import torch
 from tqdm import tqdm
 
 from moe_pack.calib import (
-    PREDICTORS,
     Cost,
     MeasuredThresholds,
     Profile,
@@ -22,6 +21,7 @@ from moe_pack.calib import (
     Sensitivity,
     ThresholdRule,
     Tokens,
+    attach,
     make_profile,
     measure_thresholds,
     read_tokens,
@@ -30,7 +30,7 @@ from moe_pack.calib import (
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.formats import Checkpoint, ConversionError, ModelSpec, Pack, PlanError
 from moe_pack.formats.cli import command_errors, size_text
-from moe_pack.runtime import FolderFiles, Text, kernels_for
+from moe_pack.runtime import PREDICTORS, ROUTING_FILE, FolderFiles, Routing, Text, kernels_for
 
 F = TypeVar("F", bound=Callable[..., Any])
 NUM_TOKENS, SEQUENCE_LENGTH = 16384, 512  # of text, where nothing else is asked for
@@ -246,6 +246,42 @@ def thresholds_command(
         return
     for line in threshold_lines(pack, layers, measured):
         click.echo(line)
+
+
+@click.command("attach", short_help="Put what a profile knows of routes beside PACK.")
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    required=True,
+    help="A profile of the checkpoint that the pack was made from (moe-pack profile).",
+)
+@command_errors(interrupted="interrupted; the pack has what it had")
+def attach_command(pack: Path, profile: Path) -> None:
+    """Put what a profile knows of routes beside PACK, where moe-run looks for it.
+
+    Popularity of experts, paths, trained predictors, and the routes of text that nothing was learned from: with them
+    moe-run places experts in fast memory and foretells the next ones. What the pack answers does not change. Convert
+    does the same where it is given a profile.
+    """
+    with Pack(pack) as held:
+        click.echo(attached_line(pack, attach(held, Profile(profile))))
+
+
+def attached_line(folder: Path, routing: Routing) -> str:
+    """What was put beside a pack, as a line for people."""
+    return f"{folder}: {routing_text(folder, routing)}"
+
+
+def routing_text(folder: Path, routing: Routing) -> str:
+    """What lies beside a pack, in a few words: bytes, tokens, and how well experts are foretold."""
+    num_bytes, recall = (folder / ROUTING_FILE).stat().st_size, routing.best_recall
+    words = f"routing, {size_text(num_bytes)}, routes of {len(routing.routes):,} tokens held out"
+    if recall is None:
+        return f"{words}; no predictors, the profile's text was too short"
+    best = [PREDICTORS[routing.best[layer_idx]] for layer_idx in routing.judged_layers]
+    return f"{words}; experts foretold: recall {recall:.2f} (mostly {max(set(best), key=best.count)})"
 
 
 def measure_with_bar(pack: Pack, tokens: Tokens, rule: ThresholdRule, device: str = "cpu") -> MeasuredThresholds:

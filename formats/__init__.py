@@ -39,7 +39,9 @@ from moe_pack.formats.manifest import (
     Totals,
     manifest_bytes,
     root_digest,
+    root_without_thresholds,
 )
+from moe_pack.formats.model import model_spec
 from moe_pack.formats.pack import Pack
 from moe_pack.formats.plan import (
     BF16,
@@ -57,10 +59,19 @@ from moe_pack.formats.plan import (
 from moe_pack.formats.ranges import RangeReader
 from moe_pack.formats.rethreshold import rewrite_thresholds
 from moe_pack.formats.roles import DenseRole, dense_roles
-from moe_pack.formats.rows import ExpertLayout, Part, RowLayout, check_rows, expert_layout, row_layout, write_rows
+from moe_pack.formats.rows import (
+    ExpertLayout,
+    Part,
+    RowLayout,
+    check_rows,
+    expert_layout,
+    row_layout,
+    seal_rows,
+    write_rows,
+)
 from moe_pack.formats.sidecar import read_sidecar, write_sidecar
 from moe_pack.formats.sizes import cached_values, num_active_parameters, num_parameters, size_text
-from moe_pack.formats.source_account import SourceAccount, account_bytes, read_account
+from moe_pack.formats.source_account import NO_SOURCE, SourceAccount, account_bytes, read_account
 from moe_pack.formats.spec import (
     MATRICES,
     SELECTORS,
@@ -81,6 +92,7 @@ from moe_pack.formats.spec import (
 from moe_pack.formats.steps import Step
 from moe_pack.formats.strict_json import canonical, dump, load, parse
 from moe_pack.formats.tensor_file import TensorEntry, assemble, read_header
+from moe_pack.formats.tensor_sidecar import TensorSidecar, open_tensor_sidecar, write_tensor_sidecar
 from moe_pack.formats.writer import PackWriter, State, digests_of
 
 __all__ = [
@@ -92,6 +104,7 @@ __all__ = [
     "INDEX_FILE",
     "MANIFEST_FILE",
     "MATRICES",
+    "NO_SOURCE",
     "ORDER_FILE",
     "QUANTIZERS",
     "ROW_GROUP",
@@ -144,6 +157,7 @@ __all__ = [
     "State",
     "Step",
     "TensorEntry",
+    "TensorSidecar",
     "Totals",
     "YarnSpec",
     "account_bytes",
@@ -162,8 +176,10 @@ __all__ = [
     "index_bytes",
     "load",
     "manifest_bytes",
+    "model_spec",
     "num_active_parameters",
     "num_parameters",
+    "open_tensor_sidecar",
     "order_bytes",
     "order_fault",
     "pack_layout",
@@ -174,10 +190,13 @@ __all__ = [
     "read_sidecar",
     "rewrite_thresholds",
     "root_digest",
+    "root_without_thresholds",
     "row_layout",
+    "seal_rows",
     "size_text",
     "thresholds_bytes",
     "uniform_plan",
     "write_rows",
     "write_sidecar",
+    "write_tensor_sidecar",
 ]

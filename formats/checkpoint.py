@@ -43,7 +43,7 @@ class Checkpoint:
         self._held: dict[str, _Held] = {}
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder")
-        config = Config(_read_json(folder, "config.json"), "config.json")
+        config = Config(read_json(folder, "config.json"), "config.json")
         self.family, self.spec = read_spec(config)
         try:
             self._open_shards()
@@ -134,7 +134,7 @@ class Checkpoint:
 def _weight_map(folder: Path) -> dict[str, str] | None:
     """Tensor names and their shards, or None for a checkpoint of one file."""
     if (folder / _INDEX).exists():
-        index = _read_json(folder, _INDEX)
+        index = read_json(folder, _INDEX)
         weight_map = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{_INDEX}: weight_map is missing")
@@ -152,7 +152,11 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     raise CheckpointError(f"{folder}: found neither {_SINGLE} nor {_INDEX}; is the download complete?")
 
 
-def _read_json(folder: Path, name: str) -> object:
+def read_json(folder: Path, name: str) -> object:
+    """The value in a JSON file of a checkpoint.
+
+    Raises:  CheckpointError if it is missing, too long or no JSON.
+    """
     if not (folder / name).exists():
         raise CheckpointError(f"{folder}: {name} is missing; a checkpoint folder has one")
     with RangeReader(folder / name, CheckpointError) as reader:

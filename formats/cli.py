@@ -13,6 +13,8 @@ import click
 from moe_pack.formats.errors import MoePackError
 from moe_pack.formats.sizes import size_text as size_text
 
+NOISE = "synthetic: its weights are random, its text is noise"  # what every command says of a synthetic pack
+
 C = TypeVar("C", bound=Callable[..., Any])
 
 

@@ -124,6 +124,12 @@ def root_digest(files: tuple[ContentFile, ...], expert_files: tuple[ExpertFile, 
     return hashlib.sha256("".join(line for _, line in sorted(lines)).encode("ascii")).hexdigest()
 
 
+def root_without_thresholds(manifest: Manifest) -> str:
+    """The root digest as it would be if there were no thresholds: it stays when they are rewritten."""
+    files = tuple(file for file in manifest.files if file.name != THRESHOLDS_FILE)
+    return root_digest(files, manifest.expert_files)
+
+
 def manifest_bytes(manifest: Manifest) -> bytes:
     """The manifest's file, with the digest of itself filled in: canonical JSON, `sha256` as its last key."""
     values = strict_json.dump(manifest)

@@ -24,14 +24,16 @@ from moe_pack.formats.index import (
     read_thresholds,
 )
 from moe_pack.formats.layout import DENSE_FILE, PackLayout, layout_of
-from moe_pack.formats.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, ContentFile, read_manifest
+from moe_pack.formats.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, SOURCE_FILE, ContentFile, read_manifest
 from moe_pack.formats.plan import PartFormat, format_fault
 from moe_pack.formats.ranges import RangeReader
 from moe_pack.formats.roles import dense_roles
 from moe_pack.formats.rows import expert_layout
+from moe_pack.formats.source_account import NO_SOURCE
 from moe_pack.formats.tensor_file import TensorEntry, read_header
 
 _DENSE_DTYPES = ("BF16", "F16", "F32")
+_NO_SOURCE_SHA256 = hashlib.sha256(NO_SOURCE).hexdigest()
 
 
 def is_listed(path: Path, listed: ContentFile) -> bool:
@@ -79,6 +81,11 @@ class Pack:
             reader.close()
         self._readers.clear()
         self._maps.clear()
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether it was made of no checkpoint: its weights are random, and its text is noise."""
+        return self._files[SOURCE_FILE].sha256 == _NO_SOURCE_SHA256
 
     def has(self, name: str) -> bool:
         """Whether the pack has this file."""

@@ -110,6 +110,14 @@ def write_rows(layout: RowLayout, sections: Mapping[str, Bytes2D], out: Bytes2D)
     for part in layout.parts:
         section = sections[part.name]
         out[:, part.offset : part.offset + section.shape[1]] = section
+    seal_rows(layout, out)
+
+
+def seal_rows(layout: RowLayout, out: Bytes2D) -> None:
+    """Puts into rows whose parts are there what ends each: its CRC, and zero padding.
+
+    Args:    out: u8 [rows, row_bytes].
+    """
     out[:, layout.crc_offset :] = 0
     crcs = row_crcs(layout, out)
     out[:, layout.crc_offset : layout.crc_offset + 4] = crcs.astype("<u4").view(np.uint8).reshape(-1, 4)

@@ -1,9 +1,11 @@
 """Sidecars: what was measured on a pack, as JSON beside it. No part of its content, and worth nothing with another.
 
 A sidecar names the root digest it was measured for; when the pack has another by now it is stale, as good as missing.
-Specified in docs/format.md.
+Those that hold arrays are in `tensor_sidecar`. Specified in docs/format.md.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +31,21 @@ class _Frame:
     sha256: str
 
 
+@contextmanager
+def locked_for(folder: Path, name: str) -> Iterator[SteppedFolder]:
+    """A pack's folder, locked as long as its sidecar `name` is being written.
+
+    Raises:  ConversionError if somebody is writing in the folder.
+    """
+    assert name not in (MANIFEST_FILE, *REQUIRED_FILES, *COPIED_FILES), f"{name} is content"
+    drive = SteppedFolder(folder, pass_step)
+    drive.lock(f"another command is writing here; wait for it, or stop it, before {name} is written")
+    try:
+        yield drive
+    finally:
+        drive.close()
+
+
 def write_sidecar(folder: Path, name: str, values: Any, root: str) -> None:
     """Writes a sidecar, in the place of one that is there.
 
@@ -37,15 +54,10 @@ def write_sidecar(folder: Path, name: str, values: Any, root: str) -> None:
     Raises:  PackError if it is too long to be read back; ConversionError if somebody is writing in the folder, or its
              drive refuses.
     """
-    assert name not in (MANIFEST_FILE, *REQUIRED_FILES, *COPIED_FILES), f"{name} is content"
     raw = sealed({_CONTENT: strict_json.dump(values), "root": root})
     _check_size(name, len(raw))
-    drive = SteppedFolder(folder, pass_step)
-    drive.lock(f"another command is writing here; wait for it, or stop it, before {name} is written")
-    try:
+    with locked_for(folder, name) as drive:
         drive.replace(name, raw)
-    finally:
-        drive.close()
 
 
 def read_sidecar(folder: Path, name: str, kind: type[T], root: str) -> T | None:

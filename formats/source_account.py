@@ -45,6 +45,10 @@ def account_bytes(files: Iterable[SourceFile], tensors: Iterable[SourceTensor]) 
     return strict_json.canonical(strict_json.dump(account))
 
 
+# The account of a synthetic pack, which was made of no checkpoint: its weights are random.
+NO_SOURCE = account_bytes((), ())
+
+
 def read_account(raw: bytes) -> SourceAccount:
     """The account in the bytes of `source.json`.
 

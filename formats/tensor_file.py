@@ -6,7 +6,7 @@ Not a tensor library: bytes in, bytes out. The format is the one of the safetens
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ DTYPE_BYTES = {
     "U32": 4, "I32": 4, "F32": 4,
     "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
+METADATA_KEY = "__metadata__"  # what the format keeps strings under, beside the tensors
 _MAX_DIMENSIONS = 16
 MAX_HEADER_BYTES = 100_000_000  # the limit the safetensors library sets
 
@@ -58,7 +59,7 @@ def _check_entries(
 ) -> tuple[TensorEntry, ...]:
     if not isinstance(header, dict):
         raise error(f"{place}: header is not a JSON object")
-    entries = [_entry(name, value, place, start, error) for name, value in header.items() if name != "__metadata__"]
+    entries = [_entry(name, value, place, start, error) for name, value in header.items() if name != METADATA_KEY]
     entries.sort(key=lambda entry: (entry.offset, entry.num_bytes))
     end = start
     for entry in entries:
@@ -111,14 +112,17 @@ class TensorFileLayout:
         return {entry.name: entry for entry in self.entries}
 
 
-def lay_out(groups: Iterable[Sequence[tuple[str, str, tuple[int, ...]]]], align: int) -> TensorFileLayout:
+def lay_out(
+    groups: Iterable[Sequence[tuple[str, str, tuple[int, ...]]]], align: int, metadata: Mapping[str, str] | None = None
+) -> TensorFileLayout:
     """The file that holds the tensors of `groups` in order, each group beginning on a boundary of `align` bytes.
 
     Within a group tensors follow each other directly. Gaps become explicit tensors `pad.N` of zero bytes, so that
     the file has no holes; the data begins on a multiple of `align` because the header is padded with spaces, and
     ends on one.
 
-    Args:    groups: name, dtype and shape of each tensor.   align: bytes, a power of two.
+    Args:    groups: name, dtype and shape of each tensor.   align: bytes, a power of two.   metadata: strings that
+             begin the header, under `__metadata__`.
     """
     placed: list[TensorEntry] = []
     end = num_pads = 0
@@ -132,14 +136,15 @@ def lay_out(groups: Iterable[Sequence[tuple[str, str, tuple[int, ...]]]], align:
             num_bytes = DTYPE_BYTES[dtype] * math.prod(shape)
             placed.append(TensorEntry(name, dtype, shape, end, num_bytes))
             end += num_bytes
-    header = _encode_header(placed, align)
+    header = _encode_header(placed, align, metadata)
     start = len(header)
     entries = tuple(TensorEntry(t.name, t.dtype, t.shape, t.offset + start, t.num_bytes) for t in placed)
     return TensorFileLayout(header, entries, start + end)
 
 
-def _encode_header(placed: list[TensorEntry], align: int) -> bytes:
-    fields = {
+def _encode_header(placed: list[TensorEntry], align: int, metadata: Mapping[str, str] | None) -> bytes:
+    fields: dict[str, Any] = {} if metadata is None else {METADATA_KEY: dict(metadata)}
+    fields |= {
         t.name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.offset, t.offset + t.num_bytes]}
         for t in placed
     }

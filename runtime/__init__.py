@@ -16,23 +16,37 @@ from moe_pack.runtime.kernels import (
     open_kernels,
 )
 from moe_pack.runtime.kv_cache import KVCache
-from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, run_unrouted
+from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, router_scores, run_unrouted
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, row_blocks
+from moe_pack.runtime.mlp_predictor import MAX_PREVIOUS, Predictor, multi_hot, network_logits
 from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
 from moe_pack.runtime.packed_expert import PackedExpert
+from moe_pack.runtime.path_checks import PATH_MIN_SEEN
+from moe_pack.runtime.path_statistics import PATH_MEMORY, PathStatistics, Stage, ranked, rows_as_keys
 from moe_pack.runtime.policies import PRESETS, PolicyName
+from moe_pack.runtime.prediction import PREDICTION_NAMES, Observed, Prediction, PredictionName, make_prediction
 from moe_pack.runtime.reads import Reads, ReadStats, open_reads
 from moe_pack.runtime.record import Passes, Record, read_record
 from moe_pack.runtime.replay import PathShares, Played, best_of, optimum, replay
 from moe_pack.runtime.residency import CacheFacts
 from moe_pack.runtime.rope import Angles, Rope
+from moe_pack.runtime.router import route
+from moe_pack.runtime.routing import MAX_ROUTED_TOKENS, NO_PREDICTOR, PREDICTORS, ROUTING_FILE, Routing, write_routing
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text, TextStream
 from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
 
 __all__ = [
     "ACTIVATIONS",
+    "MAX_PREVIOUS",
+    "MAX_ROUTED_TOKENS",
+    "NO_PREDICTOR",
+    "PATH_MEMORY",
+    "PATH_MIN_SEEN",
+    "PREDICTION_NAMES",
+    "PREDICTORS",
     "PRESETS",
+    "ROUTING_FILE",
     "TORCH_DTYPES",
     "Activations",
     "Angles",
@@ -47,17 +61,24 @@ __all__ = [
     "Kernels",
     "Matrix",
     "NeuronBlock",
+    "Observed",
     "PackWeights",
     "PackedExpert",
     "Passes",
     "PathShares",
+    "PathStatistics",
     "Played",
     "PolicyName",
+    "Prediction",
+    "PredictionName",
+    "Predictor",
     "ReadStats",
     "Reads",
     "Record",
     "Rope",
+    "Routing",
     "Sampler",
+    "Stage",
     "StoredMatrix",
     "StreamedPackWeights",
     "Text",
@@ -76,16 +97,24 @@ __all__ = [
     "is_available",
     "kernels_for",
     "linear",
+    "make_prediction",
     "mlp_input",
+    "multi_hot",
+    "network_logits",
     "num_cpus",
     "open_kernels",
     "open_reads",
     "optimum",
+    "ranked",
     "read_record",
     "read_rows",
     "replay",
+    "route",
     "route_tokens",
+    "router_scores",
     "row_blocks",
+    "rows_as_keys",
     "run_expert",
     "run_unrouted",
+    "write_routing",
 ]

@@ -72,7 +72,7 @@ def divide_budget(
         left = budget_bytes - dense - cache - workspace - predictors
         if chunk <= LEAST_PREFILL_TOKENS or left >= max(largest, budget_bytes // 4):
             break
-        chunk //= 2
+        chunk = max(chunk // 2, LEAST_PREFILL_TOKENS)
     if left < largest:
         least = budget_bytes - left + largest
         raise RunError(

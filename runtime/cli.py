@@ -2,21 +2,22 @@
 
 import secrets
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO, cast
+from typing import TextIO
 
 import click
-import torch
 
 from moe_pack.formats import Pack, RunError
-from moe_pack.formats.cli import command_errors, common_options, size_text
+from moe_pack.formats.cli import command_errors, common_options
+from moe_pack.runtime.bench import measure, random_prompt
+from moe_pack.runtime.bench_cli import BenchOptions, bench_options, show_bench
 from moe_pack.runtime.chat import chat_prompt
-from moe_pack.runtime.decoder import Decoder
+from moe_pack.runtime.engine import Engine, EngineOptions
+from moe_pack.runtime.engine_cli import engine_options
 from moe_pack.runtime.generate import context_for, generate
-from moe_pack.runtime.kernels import InstructionSet, Kernels, is_available, num_cpus, open_kernels, why_unavailable
-from moe_pack.runtime.pack_weights import PackWeights
+from moe_pack.runtime.run_report import report, report_lines
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text
 
@@ -31,10 +32,9 @@ class RunOptions:
     temperature: float
     top_p: float
     seed: int
-    device: str
-    kernels: str
-    threads: int
+    engine: EngineOptions
     stats: bool
+    bench: BenchOptions | None = None
 
 
 @click.command(
@@ -43,31 +43,24 @@ class RunOptions:
 Examples:
   moe-run packed/ --prompt "It was a dark night"
   moe-run packed/ --prompt "Why is the sky blue?" --chat --temperature 0
-  moe-run packed/ --prompt-file chapter.txt --max-tokens 500 --seed 7 --stats""",
+  moe-run packed/ --prompt-file chapter.txt --max-tokens 500 --seed 7 --stats
+  moe-run packed/ --prompt "It was a dark night" --budget 2G --stats
+  moe-run packed/ --bench""",
 )
 @click.argument("pack", type=click.Path(path_type=Path))
 @click.option("--prompt", "-p", help="The text to continue.")
 @click.option("--prompt-file", type=click.File("r", encoding="utf-8"), help="Read the prompt from a file; - is stdin.")
 @click.option("--chat", is_flag=True, help="Ask the prompt as a chat message, in the pack's own template.")
-@click.option("--max-tokens", "-n", type=click.IntRange(1), default=256, show_default=True, help="Stop after N tokens.")
+@bench_options
+@click.option(
+    "--max-tokens", "-n", type=click.IntRange(1), help="Stop after N tokens.  [default: 256; 64 with --bench]"
+)
 @click.option("--temperature", type=float, default=0.8, show_default=True, help="0 always takes the likeliest token.")
 @click.option(
     "--top-p", type=float, default=0.95, show_default=True, help="Draw from the likeliest tokens of this mass only."
 )
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Repeat a draw; without it, every run differs.")
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to compute."
-)
-@click.option(
-    "--threads", "-t", type=click.IntRange(1, 1024), help="CPU threads at work; all that may be used if not given."
-)
-@click.option(
-    "--kernels",
-    type=click.Choice(["auto", "avx512", "avx2", "portable", "torch"]),
-    default="auto",
-    show_default=True,
-    help="What computes on the CPU: the best native kernels for this machine, certain ones, or plain torch.",
-)
+@engine_options
 @click.option("--stats", is_flag=True, help="Report speed and memory on standard error at the end.")
 @common_options
 @command_errors(interrupted="interrupted")
@@ -76,13 +69,12 @@ def main(
     prompt: str | None,
     prompt_file: TextIO | None,
     chat: bool,
-    max_tokens: int,
+    bench: BenchOptions | None,
+    max_tokens: int | None,
     temperature: float,
     top_p: float,
     seed: int | None,
-    device: str,
-    threads: int | None,
-    kernels: str,
+    engine: EngineOptions,
     stats: bool,
     debug: bool,
 ) -> None:
@@ -91,35 +83,40 @@ def main(
     The continuation alone goes to standard output, as it is generated; everything else goes to standard error.
     Generation ends at the model's own end of text, after --max-tokens, or when the context is full.
     """
+    text = _prompt(prompt, prompt_file, chat, bench)
+    max_tokens = max_tokens or (256 if bench is None else 64)
+    chosen_seed = secrets.randbits(32) if seed is None else seed
+    options = RunOptions(text, chat, max_tokens, temperature, top_p, chosen_seed, engine, stats, bench)
+    run(pack, options)
+
+
+def _prompt(prompt: str | None, prompt_file: TextIO | None, chat: bool, bench: BenchOptions | None) -> str:
+    """The text to continue; empty for a benchmark, which makes its own tokens."""
+    if bench is not None:
+        if prompt is not None or prompt_file is not None or chat:
+            raise click.UsageError("--bench: makes its own prompt; leave --prompt, --prompt-file and --chat out")
+        return ""
     if (prompt is None) == (prompt_file is None):
         raise click.UsageError("give the text to continue with --prompt or --prompt-file, one of them")
     text = prompt if prompt is not None else _read(prompt_file)
     if not text:
         raise RunError("--prompt: is empty; give at least one character")
-    chosen_seed = secrets.randbits(32) if seed is None else seed
-    options = RunOptions(
-        text, chat, max_tokens, temperature, top_p, chosen_seed, device, kernels, threads or num_cpus(), stats
-    )
-    run(pack, options)
+    return text
 
 
 def run(folder: Path, options: RunOptions) -> None:
-    """Opens the pack, continues the prompt on standard output, reports."""
+    """Opens the pack, continues the prompt on standard output, reports; or measures how fast it is."""
     sampler = Sampler(options.temperature, options.top_p, options.seed)
     with ExitStack() as stack:
         pack = stack.enter_context(Pack(folder))
-        device = _device(options.device)
-        text = Text(pack)
-        prompt = chat_prompt(pack, options.prompt) if options.chat else options.prompt
-        prompt_ids = text.encode(prompt, special_tokens=not options.chat)
-        if not prompt_ids:
-            raise RunError("--prompt: the tokenizer makes no token of it")
+        text = None if options.bench else Text(pack)
+        prompt_ids = _encoded(pack, text, options) if text else _random_ids(pack, options)
         context = context_for(len(prompt_ids), options.max_tokens, pack.spec.max_position_embeddings)
-        kernels = stack.enter_context(closing(opened)) if (opened := _kernels(options)) else None
-        # Beside the kernels torch has small things to do: threads of its own would only wait, and wait spinning.
-        torch.set_num_threads(1 if kernels else options.threads)
-        weights = PackWeights(pack, device, kernels)
-        decoder = Decoder(weights, context, device)
+        engine = stack.enter_context(Engine(pack, options.engine, context))
+        decoder = engine.decoder
+        if text is None:
+            _bench(options, pack, engine, sampler, prompt_ids)
+            return
         clock = _Clock()
         stream = text.stream(prompt_ids)
         last = ""
@@ -136,7 +133,27 @@ def run(folder: Path, options: RunOptions) -> None:
             if clock.num_tokens and not last.endswith("\n"):
                 click.echo()
             if options.stats:
-                _report(options, kernels, pack, weights, decoder, clock, len(prompt_ids))
+                _report(options, engine, clock, len(prompt_ids))
+
+
+def _encoded(pack: Pack, text: Text, options: RunOptions) -> list[int]:
+    prompt = chat_prompt(pack, options.prompt) if options.chat else options.prompt
+    prompt_ids = text.encode(prompt, special_tokens=not options.chat)
+    if not prompt_ids:
+        raise RunError("--prompt: the tokenizer makes no token of it")
+    return prompt_ids
+
+
+def _random_ids(pack: Pack, options: RunOptions) -> list[int]:
+    assert options.bench is not None, "only a benchmark has no text"
+    spec = pack.spec
+    return random_prompt(options.bench.prompt_tokens, spec.vocab_size, spec.max_position_embeddings, options.seed)
+
+
+def _bench(options: RunOptions, pack: Pack, engine: Engine, sampler: Sampler, prompt_ids: list[int]) -> None:
+    assert options.bench is not None, "a benchmark was asked for"
+    times = measure(engine.decoder, prompt_ids, sampler, options.max_tokens)
+    show_bench(options.bench.as_json, times, pack.is_synthetic, report(engine), options.seed)
 
 
 class _Clock:
@@ -157,23 +174,12 @@ class _Clock:
         self.num_tokens += 1
 
 
-def _report(
-    options: RunOptions,
-    kernels: Kernels | None,
-    pack: Pack,
-    weights: PackWeights,
-    decoder: Decoder,
-    clock: _Clock,
-    num_prompt_tokens: int,
-) -> None:
+def _report(options: RunOptions, engine: Engine, clock: _Clock, num_prompt_tokens: int) -> None:
     made = clock.num_tokens
     lines = [
         ("prompt", f"{num_prompt_tokens} tokens, {_rate(num_prompt_tokens, clock.prefill_s)}"),
         ("generated", f"{made} tokens, {_rate(made - 1, clock.decode_s)}"),
-        ("experts read", f"{size_text(weights.bytes_read)}, prompt and continuation"),
-        ("dense weights", size_text(pack.manifest.totals.dense)),
-        ("key-value cache", f"{size_text(decoder.cache.num_bytes)} for {decoder.cache.context_tokens} tokens"),
-        ("computed by", _computed_by(options, kernels)),
+        *report_lines(report(engine)),
         ("seed", str(options.seed) if options.temperature else "none: greedy"),
     ]
     for name, value in lines:
@@ -182,34 +188,6 @@ def _report(
 
 def _rate(num_tokens: int, seconds: float) -> str:
     return f"{num_tokens / seconds:.1f} tokens/s" if num_tokens > 0 and seconds > 0 else "no rate"
-
-
-def _kernels(options: RunOptions) -> Kernels | None:
-    """The native kernels that were asked for; None where torch computes."""
-    if options.kernels == "torch" or options.device != "cpu":
-        return None
-    if options.kernels == "auto":
-        return open_kernels(options.threads)
-    kernels = Kernels(options.threads, limit=cast(InstructionSet, options.kernels))
-    if kernels.instruction_set != options.kernels:
-        kernels.close()
-        raise RunError(f"--kernels {options.kernels}: this machine has {kernels.instruction_set} at most")
-    return kernels
-
-
-def _computed_by(options: RunOptions, kernels: Kernels | None) -> str:
-    threads = f"{options.threads} thread{'s' if options.threads > 1 else ''}"
-    if kernels is not None:
-        return f"native kernels, {kernels.instruction_set}, {threads}"
-    if options.device == "cpu" and not is_available():
-        return f"torch, {threads}; native kernels {why_unavailable()}"
-    return f"torch on {options.device}" + (f", {threads}" if options.device == "cpu" else "")
-
-
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise RunError("--device cuda: torch finds no CUDA device here; use --device cpu")
-    return torch.device(name)
 
 
 def _read(file: TextIO | None) -> str:

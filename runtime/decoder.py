@@ -13,6 +13,7 @@ from moe_pack.runtime.experts import run_experts
 from moe_pack.runtime.kv_cache import KVCache
 from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, run_unrouted, scaled
 from moe_pack.runtime.rope import Angles, Rope
+from moe_pack.runtime.streaming import StreamingWeights
 from moe_pack.runtime.weights import Weights
 
 ANGLES_AT_ONCE = 256  # positions: made for one token at a time, they take as long
@@ -96,9 +97,30 @@ class Decoder:
         angles = self._angles(start, start + len(ids), num_tokens)
         for layer in range(spec.num_hidden_layers):
             x = add_attention(x, weights, layer, self.cache.layer(layer), angles)
+            self._tell_partial_state(x, layer, angles)
             x = x + scaled(self._mlp(mlp_input(x, weights, layer), layer), spec.residual_multiplier)
         self.cache.num_tokens += len(ids)
         return x
+
+    def _tell_partial_state(self, x: Tensor, layer: int, angles: Angles) -> None:
+        """Lets weights that foretell see what the next layer would, had only some of this layer's experts run.
+
+        They give those experts' sum, and get the hidden state after the next layer's attention, whose keys and values
+        are overwritten when it runs. None where the next layer has no experts.
+        """
+        weights = self._weights
+        if not isinstance(weights, StreamingWeights) or weights.foreteller is None:
+            return
+        if not weights.foreteller.needs_partial or layer + 1 not in self._layer_idx:
+            weights.partial_state = None
+            return
+
+        def partial_state(y: Tensor) -> Tensor:
+            unrouted = run_unrouted(mlp_input(x, weights, layer), weights, layer)
+            some = x + scaled(y if unrouted is None else y + unrouted, self.spec.residual_multiplier)
+            return add_attention(some, weights, layer + 1, self.cache.layer(layer + 1), angles)
+
+        weights.partial_state = partial_state
 
     def _angles(self, start: int, stop: int, num_tokens: int) -> Angles:
         """The angles at positions `start` to `stop`, of those made for many at once."""

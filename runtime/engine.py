@@ -4,28 +4,34 @@ Where the pack fits memory and no budget is set, experts are used where they lie
 stream through an arena. What was wished and could not be had is a *fallback*, with a name.
 """
 
-import math
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.formats import Pack, RunError, audit, size_text
+from moe_pack.formats import Pack, RunError, audit
 from moe_pack.runtime.budget import PREFILL_TOKENS, BudgetPlan, divide_budget, expert_pages, workspace_bytes
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.expert_store import ExpertStore
-from moe_pack.runtime.kernels import InstructionSet, Kernels, is_available, num_cpus, open_kernels, why_unavailable
+from moe_pack.runtime.foretelling import Foreteller
+from moe_pack.runtime.kernels import Kernels, is_available, num_cpus, open_kernels, why_unavailable
 from moe_pack.runtime.memory import available_bytes
 from moe_pack.runtime.pack_weights import PackWeights
 from moe_pack.runtime.policies import PRESETS, PolicyName, Preset, residency_for
-from moe_pack.runtime.reads import Reads, open_reads
+from moe_pack.runtime.prediction import Prediction, make_prediction
+from moe_pack.runtime.reads import Reads, open_reads, reads_directly
+from moe_pack.runtime.record import Passes
+from moe_pack.runtime.recording import Recorder, recorded_residency_for
+from moe_pack.runtime.replay import auto_policy
 from moe_pack.runtime.residency import CacheFacts, Residency
-from moe_pack.runtime.streaming import StreamingWeights
+from moe_pack.runtime.routing import ROUTING_FILE, Routing
+from moe_pack.runtime.streaming import NO_TRUST, StreamingWeights, Trust
+from moe_pack.runtime.trace import Trace
 
 ReadMode = Literal["auto", "direct", "pread", "map"]
 Verify = Literal["lazy", "full", "off"]
@@ -38,25 +44,37 @@ class EngineOptions:
     """How a pack is to be run.
 
     `budget_bytes`: for weights, cache and what computing needs; None: as much as the machine has available.
-    `read`: past the system's cache, through it, or mapped, which keeps to no budget.   `verify`: experts when they first
-    arrive (`lazy`), all before the first token (`full`), or not.   `is_strict`: a fallback is an error.
+    `policy`: a preset, or the one that replay finds best.   `foretells`: whether experts are read ahead at all.
+    `cutover`: where a smaller share of an expert's neurons runs, a miss reads their rows alone; None: the policy's.
+    `read`: past the system's cache, through it, or mapped, which keeps to no budget.
+    `verify`: experts when they first arrive (`lazy`), all before the first token (`full`), or not.
+    `chunk_tokens`: of a forward pass at most; None: as the budget allows.
+    `trust`: what may change answers.   `is_strict`: a fallback is an error.
+    `trace`, `record`: files to write what happened when, and what the routers chose.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
     budget_bytes: int | None = None
     policy: PolicyName | Literal["auto"] = "auto"
+    foretells: bool = True
+    cutover: float | None = None
     read: ReadMode = "auto"
     verify: Verify = "lazy"
     threads: int | None = None
     kernels: KernelsName = "auto"
+    chunk_tokens: int | None = None
+    trust: Trust = NO_TRUST
     is_strict: bool = False
+    trace: Path | None = None
+    record: Path | None = None
 
 
 class Engine:
     """A pack at work. Owns all but the pack: `close` it, or use it in a `with`.
 
     `decoder` runs it, with room for `context_tokens`.   `plan`: what the budget is spent on, None where experts are
-    mapped.   `preset`: the policies, None there too.   `fallbacks`: what was wished and could not be had.
+    mapped.   `preset`: the policies, None there too.   `is_direct`: whether reads go past the system's
+    cache.   `fallbacks`: what was wished and could not be had.
     Raises:  RunError if the budget is too small, something asked for is not to be had, or a fallback would be needed
              and `is_strict`; PackError if the pack is damaged.
     """
@@ -67,6 +85,8 @@ class Engine:
         self.preset: Preset | None = None
         self.store: ExpertStore | None = None
         self.reads: Reads | None = None
+        self.is_direct = False
+        self._recorder: Recorder | None = None
         self._pack, self._stack = pack, ExitStack()
         self.device = _device(options.device)
         if options.verify == "full":
@@ -75,7 +95,8 @@ class Engine:
             self.kernels = self._open_kernels()
             budget = self._budget(context_tokens)
             self.weights = self._mapped() if budget is None else self._streaming(budget, context_tokens)
-            chunk = self.plan.chunk_tokens if self.plan else PREFILL_TOKENS
+            most = self.plan.chunk_tokens if self.plan else PREFILL_TOKENS
+            chunk = min(options.chunk_tokens or most, most)
             self.decoder = Decoder(self.weights, context_tokens, self.device, chunk)
         except BaseException:
             self._stack.close()
@@ -90,8 +111,14 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Ends reads and threads, gives all memory back."""
+        """Ends reads and threads, gives all memory back, writes what is to be written.
+
+        Raises:  RunError if a trace or a record cannot be written.
+        """
+        recorder, self._recorder = self._recorder, None
         self._stack.close()
+        if recorder is not None and self.options.record is not None:
+            recorder.write(self.options.record)
 
     def _fall_back(self, what: str) -> None:
         if self.options.is_strict:
@@ -105,7 +132,7 @@ class Engine:
         if wanted == "torch" or options.device != "cpu":
             torch.set_num_threads(threads)
             return None
-        kernels = open_kernels(threads) if wanted == "auto" else Kernels(threads, cast(InstructionSet, wanted))
+        kernels = open_kernels(threads) if wanted == "auto" else Kernels(threads, wanted)
         if kernels is None:
             self._fall_back(f"torch computes: native kernels {why_unavailable()}")
             torch.set_num_threads(threads)
@@ -138,26 +165,85 @@ class Engine:
 
     def _streaming(self, budget: int, context_tokens: int) -> StreamingWeights:
         pack, options = self._pack, self.options
-        self.plan = divide_budget(pack, budget, context_tokens)
-        facts = cache_facts(pack, self.plan, None)
-        self.preset = PRESETS["lru" if options.policy == "auto" else options.policy]
-        residency = residency_for(self.preset, facts)
-        store = ExpertStore(pack, self.kernels, self.plan, self._open_reads, verify=options.verify == "lazy")
+        routing = Routing.open(pack)
+        predictors = (pack.folder / ROUTING_FILE).stat().st_size if routing is not None else 0
+        self.plan = divide_budget(pack, budget, context_tokens, predictors)
+        facts = cache_facts(pack, self.plan, routing)
+        self.preset = preset = self._preset(facts, routing)
+        scores_matter = preset.eviction == "importance" or options.record is not None
+        trace = self._stack.enter_context(Trace(options.trace)) if options.trace else None
+        if options.record is not None:
+            root = pack.manifest.root
+            self._recorder = Recorder(facts, root, preset.name, budget, context_tokens, keeps_scores=True)
+            residency: Residency = recorded_residency_for(preset, facts, self._recorder)
+        else:
+            residency = residency_for(preset, facts)
+        cutover = preset.rows_below if options.cutover is None else options.cutover
+        is_checked = options.verify == "lazy"
+        store = ExpertStore(pack, self.kernels, self.plan, self._open_reads, is_checked, cutover, trace=trace)
         self.store = self._stack.enter_context(closing(store))
-        return StreamingWeights(pack, self.kernels, store, residency)
+        weights = StreamingWeights(
+            pack,
+            self.kernels,
+            store,
+            residency,
+            scores_matter=scores_matter,
+            reuses_selector=preset.reuse_selector and options.foretells,
+            trust=options.trust,
+            recorder=self._recorder,
+            trace=trace,
+        )
+        if options.foretells:
+            prediction = self._prediction(preset, weights, routing)
+            router = pack.spec.router
+            num_ahead = preset.num_foretold(router.num_experts_per_tok)
+            weights.foreteller = Foreteller(prediction, router.num_experts, router.num_experts_per_tok, num_ahead)
+        return weights
+
+    def _preset(self, facts: CacheFacts, routing: Routing | None) -> Preset:
+        if self.options.policy != "auto":
+            return PRESETS[self.options.policy]
+        if routing is None or not len(routing.routes):
+            return PRESETS["lru"]
+        chunks = np.ones(len(routing.routes), np.uint32)
+        passes = Passes(routing.routes, chunks, None, facts.popularity)
+        name, _ = auto_policy(passes, facts, self._pack.index.size, routing.paths)
+        return PRESETS[name]
+
+    def _prediction(self, preset: Preset, weights: StreamingWeights, routing: Routing | None) -> Prediction | None:
+        needs_profile = preset.prediction in ("popularity", "paths", "mlp")
+        if needs_profile and routing is None:
+            self._fall_back(
+                f"next router instead of {preset.prediction}: no profile's routing lies beside the pack "
+                "(moe-pack attach)"
+            )
+            return make_prediction("router", weights, None)
+        return make_prediction(preset.prediction, weights, routing)
 
     def _open_reads(self, memory: NDArray[np.uint8]) -> Reads:
-        self.reads = open_reads(memory, direct=self.options.read != "pread")
+        self.is_direct = self._reads_directly()
+        self.reads = open_reads(memory, direct=self.is_direct)
+        if not is_available():
+            self._fall_back("reads wait for one another: native reads were not built")
         return self.reads
 
+    def _reads_directly(self) -> bool:
+        mode = self.options.read
+        if mode == "pread":
+            return False
+        if reads_directly(self._pack.folder / self._pack.manifest.expert_files[0].name):
+            return True
+        if mode == "direct":
+            raise RunError("--read direct: the pack's file system has no direct reads; use --read pread or auto")
+        self._fall_back("reads go through the system's cache: the file system has no direct reads")
+        return False
 
-def cache_facts(pack: Pack, plan: BudgetPlan, popularity: NDArray[np.float32] | None) -> CacheFacts:
-    """What a policy knows of a pack inside a budget.
 
-    Args:    popularity: float32 [L, E], each expert's share of its layer's choices; None: all alike.
-    """
+def cache_facts(pack: Pack, plan: BudgetPlan, routing: Routing | None) -> CacheFacts:
+    """What a policy knows of a pack inside a budget."""
     pages = expert_pages(pack.layout, plan.page_bytes)
-    shares = np.full(pages.shape, 1 / pages.shape[1], np.float32) if popularity is None else popularity
+    counts = np.ones(pages.shape) if routing is None else routing.popularity
+    shares = (counts / counts.sum(axis=1, keepdims=True)).astype(np.float32)
     return CacheFacts(pages, plan.num_pages, pack.spec.router.num_experts_per_tok, shares)
 
 

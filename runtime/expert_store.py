@@ -17,6 +17,7 @@ from moe_pack.runtime.kernels import Kernels
 from moe_pack.runtime.paged_expert import Blocks, PagedExpert
 from moe_pack.runtime.reads import Reads
 from moe_pack.runtime.residency import Key
+from moe_pack.runtime.trace import Trace
 
 _SHARE_MEMORY = 0.9  # of what a layer's experts ran before, in the running mean of the share that runs
 
@@ -37,8 +38,11 @@ class ExpertStore:
         verify: bool,
         rows_below: float = 0.0,
         gap_bytes: int = 32 << 10,
+        trace: Trace | None = None,
     ) -> None:
         self.stall_ns = 0
+        self._trace = trace
+        self._traced: dict[Key, int] = {}
         self._pack, self._kernels, self._verify = pack, kernels, verify
         self._gap_blocks = gap_bytes // BLOCK_BYTES
         self._rows_below = rows_below if kernels is not None else 0.0
@@ -73,17 +77,29 @@ class ExpertStore:
 
     def drop(self, key: Key) -> None:
         """Takes an expert's pages back, and ends its read."""
-        held = self._held.pop(key)
-        if held.ticket is not None:
-            self._reads.cancel(held.ticket)
-        self._reading.pop(key, None)
-        held.close()
+        self.stop(key)
+        self._held.pop(key).close()
+
+    def stop(self, key: Key) -> None:
+        """Ends what is being read of an expert, which stays with what it has."""
+        held = self._held[key]
+        if held.ticket is None:
+            return
+        self._reads.cancel(held.ticket)
+        held.ticket = None
+        del self._reading[key]
+        self._read_ended(key)
 
     def promote(self, key: Key) -> None:
         """Reads an expert, whose turn it was not, before all that is not needed yet."""
         held = self._held[key]
         if held.ticket is not None:
             self._reads.promote(held.ticket)
+
+    def partly(self, key: Key) -> PagedExpert | None:
+        """An expert of which the selector is there and records may be missing, and nothing is being read; else None."""
+        held = self._held.get(key)
+        return held if held is not None and held.ticket is None and not held.is_whole else None
 
     def is_here(self, key: Key) -> bool:
         """Whether nothing of what was asked for of an expert is still to come."""
@@ -98,9 +114,12 @@ class ExpertStore:
         held = self._held[key]
         if held.ticket is None:
             return held
-        started = time.perf_counter_ns()
-        self._reads.wait(held.ticket)
-        self.stall_ns += time.perf_counter_ns() - started
+        if self._trace is not None and not self._reads.is_done(held.ticket):
+            with self._trace.waiting(_name(key)):
+                self._wait(held.ticket)
+        else:
+            self._wait(held.ticket)
+        self._read_ended(key)
         held.ticket = None
         held.arrived(self._reading.pop(key))
         if self._kernels is not None:
@@ -132,8 +151,19 @@ class ExpertStore:
         if self._verify and not self._checked[key] and self._kernels is not None:
             self._held[key].check_rows(self._kernels, neurons, key.expert)
 
+    def _wait(self, ticket: int) -> None:
+        started = time.perf_counter_ns()
+        self._reads.wait(ticket)
+        self.stall_ns += time.perf_counter_ns() - started
+
+    def _read_ended(self, key: Key) -> None:
+        if self._trace is not None:
+            self._trace.read_ends(_name(key), self._traced.pop(key))
+
     def _begin(self, key: Key, blocks: Blocks, urgent: bool) -> None:
         held = self._held[key]
+        if self._trace is not None:
+            self._traced[key] = self._trace.read_begins(_name(key), len(blocks) * BLOCK_BYTES, urgent)
         held.ticket = self._reads.submit(self._files[key.layer_idx], *held.pieces(blocks), urgent)
         self._reading[key] = blocks
 
@@ -158,6 +188,10 @@ class ExpertStore:
             self._checked[key] = True
         elif self._kernels is not None and not held.is_selector_checked:
             held.check_selector(self._kernels, key.expert)
+
+
+def _name(key: Key) -> str:
+    return f"layer {key.layer_idx} expert {key.expert}"
 
 
 def _bridged(blocks: Blocks, gap_blocks: int) -> Blocks:

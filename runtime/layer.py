@@ -47,6 +47,19 @@ def route_tokens(x: Tensor, weights: Weights, layer: int) -> tuple[Tensor, Tenso
     return route(linear(x, weights.matrix(f"{role}.router")), router, bias, weights.kernels)
 
 
+def router_scores(x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """What ranks a layer's experts for inputs float32 [T, d], groups apart: float32 [T, E].
+
+    Of the input of the layer before it is a prediction. Source: CORM §4.2.
+    """
+    spec, role = weights.spec.router, f"layers.{layer}"
+    logits = linear(x, weights.matrix(f"{role}.router"))
+    if not spec.bias:
+        return logits
+    scores = logits.sigmoid() if spec.kind == "sigmoid_topk" else logits.softmax(dim=-1)
+    return scores + weights.vector(f"{role}.router_bias")
+
+
 def run_unrouted(x: Tensor, weights: Weights, layer: int) -> Tensor | None:
     """What every token gets beside its routed experts, or None: the shared expert, or the layer's one dense expert."""
     spec, role = weights.spec, f"layers.{layer}"

@@ -22,7 +22,7 @@ class PackWeights:
 
     With kernels, which are the caller's to close, experts are used where they lie in their mapped files, each checked
     when it is first asked for; without, their bytes are brought to the device whenever they are asked for.
-    `bytes_read` counts the bytes of experts asked for.
+    `bytes_read` counts the bytes of experts asked for; `dense_bytes` are those of the dense part.
     Raises:  PackError if the dense part is damaged; later, when an expert is that is asked for.
     """
 
@@ -32,6 +32,7 @@ class PackWeights:
         self.spec: ModelSpec = pack.spec
         self.selector = pack.manifest.selector
         self.bytes_read = 0
+        self.dense_bytes = pack.manifest.totals.dense
         self._pack = pack
         self._device = device
         self._kernels = kernels

@@ -66,6 +66,15 @@ class PagedExpert:
         held = first[:, None] + np.arange(most)
         return np.unique(held[held <= last[:, None]])
 
+    def present(self, neurons: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Those of some neurons whose records are there."""
+        row_bytes = self.layout.records.row_bytes
+        begin = self.layout.selector_bytes + neurons.astype(np.int64) * row_bytes
+        num_there = np.concatenate([[0], np.cumsum(self.has_block)])
+        first, end = begin // BLOCK_BYTES, (begin + row_bytes - 1) // BLOCK_BYTES + 1
+        there: NDArray[np.int32] = neurons[num_there[end] - num_there[first] == end - first]
+        return there
+
     def pieces(self, blocks: Blocks) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Where blocks (rising) lie in the file, where in the arena, and how many bytes: one piece a run in a page."""
         page_blocks = self._arena.page_bytes // BLOCK_BYTES

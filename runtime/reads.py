@@ -311,6 +311,15 @@ def open_reads(
     return kind(memory, direct, num_threads, block_bytes)
 
 
+def reads_directly(path: Path) -> bool:
+    """Whether a file's system has direct reads."""
+    try:
+        os.close(_opened(path, direct=True))
+    except RunError:
+        return False
+    return True
+
+
 def _opened(path: Path, direct: bool) -> int:
     """A descriptor of a regular file."""
     # Not blocking: a pipe in a file's place would otherwise be waited for.

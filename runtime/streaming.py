@@ -6,9 +6,9 @@ both while what is there is computed. Each expert's output is kept apart, and th
 the answer is the same, bit for bit, whatever was where and came when.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,12 +18,18 @@ from torch import Tensor
 from moe_pack.formats import Pack
 from moe_pack.runtime.expert import run_expert
 from moe_pack.runtime.expert_store import ExpertStore
+from moe_pack.runtime.foretelling import Foreteller
 from moe_pack.runtime.kernels import Kernels, Selected
+from moe_pack.runtime.matrix import linear
 from moe_pack.runtime.pack_weights import PackWeights, tokens_by_expert
 from moe_pack.runtime.paged_expert import PagedExpert
+from moe_pack.runtime.policies import substitute
+from moe_pack.runtime.prediction import Observed
+from moe_pack.runtime.recording import Recorder
 from moe_pack.runtime.residency import Compute, Drop, Fetch, Key, Residency
-
-_LOOKED_BACK = 2  # layers whose routes foretellers may see
+from moe_pack.runtime.router import expert_scores
+from moe_pack.runtime.router import router_weights as weights_of
+from moe_pack.runtime.trace import Trace
 
 
 @dataclass(slots=True)
@@ -31,7 +37,7 @@ class PhaseCounts:
     """What happened in prefill, or in decoding: `needed` experts of which `hits` were there or on their way.
 
     `foretold` experts were read ahead of their layer; `right` of them were then chosen, `abandoned` dropped half read.
-    `stall_ns`: how long was waited for reads.   `layers`: that were run.
+    `substituted`: that gave way to others.   `stall_ns`: how long was waited for reads.   `layers`: that were run.
     """
 
     needed: int = 0
@@ -39,23 +45,13 @@ class PhaseCounts:
     foretold: int = 0
     right: int = 0
     abandoned: int = 0
+    substituted: int = 0
     stall_ns: int = 0
     layers: int = 0
 
 
-class Foreteller(Protocol):
-    """Says which experts a layer is likely to need."""
-
-    def __call__(self, layer_idx: int, x: Tensor, routes: NDArray[np.int64]) -> Sequence[int]:
-        """The experts of MoE layer `layer_idx` to read ahead, likeliest first.
-
-        Args:    x: float32 [T, d], the input of the MoE layer before.   routes: [T, p, k], of the p layers before it.
-        """
-        ...
-
-
 @dataclass(slots=True)
-class _Job:
+class Job:
     """An expert of the layer that runs: its tokens, their weights, and the rows that its outputs stand in."""
 
     key: Key
@@ -64,10 +60,27 @@ class _Job:
     places: NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """What changes answers, and is off unless asked for.
+
+    `substitute`: alpha of importance Algorithm 1: experts that hardly count give way to ones in fast memory.
+    `is_predicted_enough`: of an expert whose rows were foretold only those run that are there when they have come.
+    """
+
+    substitute: float | None = None
+    is_predicted_enough: bool = False
+
+
+NO_TRUST = Trust()
+
+
 class StreamingWeights(PackWeights):
     """A pack's weights inside a budget: the dense part held, experts in the pages of `store`.
 
-    `prefill`, `decode` count what happened. Pack, kernels and store stay the caller's.
+    `prefill`, `decode` count what happened. Pack, kernels, store and trace stay the caller's.
+    Args:    reuses_selector: whether the next layer's selectors foretell, on this layer's input, which neurons run.
+             scores_matter: whether the residency, or its recorder, wants routers' scores.
     Raises:  PackError, later, when an expert is damaged, its file is cut or its drive fails.
     """
 
@@ -77,14 +90,24 @@ class StreamingWeights(PackWeights):
         kernels: Kernels | None,
         store: ExpertStore,
         residency: Residency,
-        foreteller: Foreteller | None = None,
+        *,
+        scores_matter: bool = False,
+        reuses_selector: bool = False,
+        trust: Trust = NO_TRUST,
+        recorder: Recorder | None = None,
+        trace: Trace | None = None,
     ) -> None:
         super().__init__(pack, torch.device("cpu"), kernels)
         self.prefill, self.decode = PhaseCounts(), PhaseCounts()
-        self._store = store
-        self._residency = residency
-        self._foreteller = foreteller
+        self.foreteller: Foreteller | None = None  # a prediction may want these weights, so that it comes later
+        self.partial_state: Callable[[Tensor], Tensor | None] | None = None  # set by the decoder before each layer
+        self.store, self.trace, self.trust = store, trace, trust
+        self._residency, self._recorder = residency, recorder
+        self._scores_matter = scores_matter
+        self._reuses_selector = reuses_selector
         self._ahead: set[Key] = set()  # foretold, and their layer has not run since
+        self._rows_ahead: set[Key] = set()  # likewise, where only rows were
+        self.predicted: set[Key] = set()  # of the layer that runs: experts whose rows were foretold
         self._routes: list[NDArray[np.int64]] = []  # of the last layers
         for layer_idx, expert in np.argwhere(residency.is_placed).tolist():
             store.fetch(Key(layer_idx, expert), urgent=False)
@@ -96,29 +119,74 @@ class StreamingWeights(PackWeights):
         Raises:  PackError if an expert is damaged, or cannot be read.
         """
         counts = self.decode if len(x) == 1 else self.prefill
+        stalled = self.store.stall_ns
+        scores = None
+        if self._scores_matter or self.trust.substitute is not None:
+            experts, router_weights, scores = self._scored(layer_idx, x, experts, router_weights, counts)
         jobs = _jobs(layer_idx, experts, router_weights)
-        stalled = self._store.stall_ns
+        if self._recorder is not None:
+            self._recorder.routed(layer_idx, experts.numpy())
         self._settle(layer_idx, jobs, counts)
-        layer = _LayerRun(self, self._store, x, experts.numel())
-        has_looked = False
-        for event in self._residency.walk(layer_idx, list(jobs)):
-            if isinstance(event, Compute):
-                if not has_looked and not self._residency.num_waiting:
-                    has_looked = True
-                    self._look_ahead(layer_idx, x, experts, layer, counts)
-                counts.hits += event.is_hit
-                layer.add(jobs[event.key.expert])
-            elif isinstance(event, Fetch):
-                self._store.fetch(event.key, urgent=True)
-            else:
-                layer.drop(event)
+        run = LayerRun(self, x, experts.numel())
+        self._walk(layer_idx, x, experts, scores, jobs, run, counts)
         counts.needed += len(jobs)
+        self.bytes_read += sum(self._pack.layout.experts[layer_idx][number].num_bytes for number in jobs)
         counts.layers += 1
-        outputs = layer.finish()
-        counts.stall_ns += self._store.stall_ns - stalled
-        return _added_up(outputs, jobs, len(x))
+        counts.stall_ns += self.store.stall_ns - stalled
+        return _added_up(run.outputs, jobs, len(x))
 
-    def _settle(self, layer_idx: int, jobs: dict[int, _Job], counts: PhaseCounts) -> None:
+    def _walk(
+        self,
+        layer_idx: int,
+        x: Tensor,
+        experts: Tensor,
+        scores: NDArray[np.float32] | None,
+        jobs: dict[int, Job],
+        run: "LayerRun",
+        counts: PhaseCounts,
+    ) -> None:
+        """Carries out what the residency decides, and looks ahead once all that this layer needs is on its way."""
+        waits_for_hits = self.foreteller is not None and self.foreteller.needs_partial
+        has_looked = self.foreteller is None or layer_idx == self._last_layer_idx
+
+        def look(is_hit: bool) -> bool:
+            if has_looked or self._residency.num_waiting or (is_hit and waits_for_hits):
+                return has_looked
+            partial = None
+            if waits_for_hits and self.partial_state is not None:
+                run.flush()
+                partial = self.partial_state(_added_up(run.outputs, jobs, len(x)))
+            self._look_ahead(layer_idx, Observed(x, self._last_routes(layer_idx, experts), partial), run, counts)
+            return True
+
+        for event in self._residency.walk(layer_idx, list(jobs), scores):
+            if isinstance(event, Compute):
+                has_looked = look(event.is_hit)
+                counts.hits += event.is_hit
+                run.add(jobs[event.key.expert])
+            elif isinstance(event, Fetch):
+                self.store.fetch(event.key, urgent=True)
+            else:
+                run.drop(event)
+        look(is_hit=False)
+        run.flush()
+
+    def _scored(
+        self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor, counts: PhaseCounts
+    ) -> tuple[Tensor, Tensor, NDArray[np.float32]]:
+        """Experts and weights, with substitutes for a single token where that is asked for; mean scores float32 [E]."""
+        spec = self.spec.router
+        logits = linear(x, self.matrix(f"layers.{self.spec.moe_layers[layer_idx]}.router"))
+        scores = expert_scores(logits, spec).numpy()
+        alpha = self.trust.substitute
+        if alpha is not None and len(x) == 1:
+            chosen = substitute(scores, experts.numpy(), self._residency.is_resident[layer_idx], alpha)
+            counts.substituted += int((chosen != experts.numpy()).sum())
+            experts = torch.from_numpy(chosen)
+            router_weights = weights_of(logits, experts, spec)
+        return experts, router_weights, scores.mean(axis=0)
+
+    def _settle(self, layer_idx: int, jobs: dict[int, Job], counts: PhaseCounts) -> None:
         """Of what was foretold for this layer: what is chosen goes first, what is neither chosen nor there goes."""
         for key in sorted(key for key in self._ahead if key.layer_idx == layer_idx):
             self._ahead.discard(key)
@@ -126,40 +194,66 @@ class StreamingWeights(PackWeights):
                 continue
             if key.expert in jobs:
                 counts.right += 1
-                self._store.promote(key)
-            elif not self._store.is_here(key):
+                self.store.promote(key)
+            elif not self.store.is_here(key):
                 counts.abandoned += 1
                 self._residency.abandon(key)
-                self._store.drop(key)
+                self.store.drop(key)
+        self.predicted.clear()
+        for key in sorted(key for key in self._rows_ahead if key.layer_idx == layer_idx):
+            self._rows_ahead.discard(key)
+            if not self._residency.is_resident[key]:
+                continue
+            if key.expert in jobs:
+                self.predicted.add(key)
+                self.store.promote(key)
+            elif not self.store.is_here(key):
+                self.store.stop(key)
 
-    def _look_ahead(self, layer_idx: int, x: Tensor, experts: Tensor, layer: "_LayerRun", counts: PhaseCounts) -> None:
-        if self._foreteller is None or layer_idx == self._last_layer_idx:
+    def _last_routes(self, layer_idx: int, experts: Tensor) -> NDArray[np.int64]:
+        """The routes int64 [T, p, k] of this layer and, where it has one, the layer before."""
+        before = self._routes[-1:] if layer_idx else []
+        self._routes = [routes for routes in before if len(routes) == len(experts)] + [experts.numpy()]
+        return np.stack(self._routes, axis=1)
+
+    def _look_ahead(self, layer_idx: int, observed: Observed, run: "LayerRun", counts: PhaseCounts) -> None:
+        assert self.foreteller is not None, "asked only then"
+        foretold = self.foreteller.foretold(layer_idx + 1, observed)
+        if not len(foretold):
             return
-        earlier = self._routes[-1:] if layer_idx and self._routes and len(self._routes[-1]) == len(x) else []
-        self._routes = [*earlier, experts.numpy()]
-        foretold = self._foreteller(layer_idx + 1, x, np.stack(self._routes, axis=1))
         for event in self._residency.ahead(layer_idx + 1, foretold, during=layer_idx):
             if isinstance(event, Drop):
-                layer.drop(event)
+                run.drop(event)
             elif isinstance(event, Fetch):
-                self._store.fetch(event.key, urgent=False)
+                self.store.fetch(event.key, urgent=False)
                 self._ahead.add(event.key)
                 counts.foretold += 1
+        if self._reuses_selector and self.kernels is not None and len(observed.x) == 1:
+            self._look_for_rows(layer_idx + 1, foretold, observed.x, self.kernels)
+
+    def _look_for_rows(self, layer_idx: int, foretold: Sequence[int], x: Tensor, kernels: Kernels) -> None:
+        """Reads ahead the rows that foretold experts, of which not all is there, would run on this layer's input."""
+        for key in (Key(layer_idx, expert) for expert in foretold):
+            held = self.store.partly(key)
+            if held is not None:
+                neurons = kernels.select(x, held.rows).neurons.numpy()
+                self.store.fetch_records(key, neurons, urgent=False)
+                self._rows_ahead.add(key)
 
 
-class _LayerRun:
+class LayerRun:
     """A layer's experts at work on x [T, d]: gathered, so that those that are there take one call.
 
-    Each expert adds to rows of its own.
+    Each expert adds to rows of its own in `outputs`, float32 [rows, d].
     """
 
-    def __init__(self, weights: StreamingWeights, store: ExpertStore, x: Tensor, num_outputs: int) -> None:
-        self._weights, self._store, self._x = weights, store, x
-        self._outputs = np.zeros((num_outputs, x.shape[1]), np.float32)
-        self._whole: list[tuple[_Job, PagedExpert]] = []
-        self._in_part: list[tuple[_Job, Selected]] = []
+    def __init__(self, weights: StreamingWeights, x: Tensor, num_outputs: int) -> None:
+        self.outputs = np.zeros((num_outputs, x.shape[1]), np.float32)
+        self._weights, self._store, self._x = weights, weights.store, x
+        self._whole: list[tuple[Job, PagedExpert]] = []
+        self._in_part: list[tuple[Job, Selected]] = []
 
-    def add(self, job: _Job) -> None:
+    def add(self, job: Job) -> None:
         """An expert that is there, or on its way: while it comes, those before it are computed."""
         if not self._store.is_here(job.key):
             self.flush()
@@ -172,7 +266,10 @@ class _LayerRun:
         selected = kernels.select(self._x[torch.from_numpy(job.tokens)], held.rows)
         neurons = selected.neurons.numpy()
         self._store.running(job.key, len(neurons) / held.layout.num_rows)
-        self._store.fetch_records(job.key, neurons, urgent=True)
+        if self._weights.trust.is_predicted_enough and job.key in self._weights.predicted:
+            selected = Selected(selected.a, selected.runs, torch.from_numpy(held.present(neurons)))
+        else:
+            self._store.fetch_records(job.key, neurons, urgent=True)
         self._in_part.append((job, selected))
 
     def drop(self, event: Drop) -> None:
@@ -183,6 +280,14 @@ class _LayerRun:
 
     def flush(self) -> None:
         """Computes what has been gathered."""
+        if not (self._whole or self._in_part):
+            return
+        trace = self._weights.trace
+        num_experts = len(self._whole) + len(self._in_part)
+        with nullcontext() if trace is None else trace.computing("experts", number=num_experts):
+            self._flush()
+
+    def _flush(self) -> None:
         whole, self._whole = self._whole, []
         in_part, self._in_part = self._in_part, []
         if whole:
@@ -190,44 +295,39 @@ class _LayerRun:
         for job, selected in in_part:
             self._run_in_part(job, selected)
 
-    def finish(self) -> NDArray[np.float32]:
-        """The outputs, float32 [rows, d], once all are computed."""
-        self.flush()
-        return self._outputs
-
-    def _run_whole(self, gathered: list[tuple[_Job, PagedExpert]]) -> None:
+    def _run_whole(self, gathered: list[tuple[Job, PagedExpert]]) -> None:
         kernels = self._weights.kernels
         if kernels is not None:
             works = [(held.rows, job.tokens, job.weights, job.places) for job, held in gathered]
-            kernels.experts_apart(self._x, works, self._outputs)
+            kernels.experts_apart(self._x, works, self.outputs)
             return
         spec, selector = self._weights.spec, self._weights.selector
         for job, held in gathered:
             x = self._x[torch.from_numpy(job.tokens)]
             y = run_expert(x, held, spec.expert.function, selector, held.rows.threshold)
-            self._outputs[job.places] = job.weights[:, None] * y.numpy()
+            self.outputs[job.places] = job.weights[:, None] * y.numpy()
 
-    def _run_in_part(self, job: _Job, selected: Selected) -> None:
+    def _run_in_part(self, job: Job, selected: Selected) -> None:
         kernels = self._weights.kernels
         assert kernels is not None, "rows are read for the kernels alone"
         held = self._store.arrive(job.key)
         self._store.check_records(job.key, selected.neurons.numpy())
         h = kernels.neurons(self._x[torch.from_numpy(job.tokens)], held.rows, selected)
         y = kernels.accumulate(h, held.rows, selected.neurons)
-        self._outputs[job.places] = job.weights[:, None] * y.numpy()
+        self.outputs[job.places] = job.weights[:, None] * y.numpy()
 
 
-def _jobs(layer_idx: int, experts: Tensor, router_weights: Tensor) -> dict[int, _Job]:
+def _jobs(layer_idx: int, experts: Tensor, router_weights: Tensor) -> dict[int, Job]:
     """What each expert has to do, rising; its outputs stand after those of the experts before it."""
     jobs, first = {}, 0
     for number, tokens, weights in tokens_by_expert(experts, router_weights):
         places = np.arange(first, first + len(tokens))
-        jobs[number] = _Job(Key(layer_idx, number), tokens, weights, places)
+        jobs[number] = Job(Key(layer_idx, number), tokens, weights, places)
         first += len(tokens)
     return jobs
 
 
-def _added_up(outputs: NDArray[np.float32], jobs: dict[int, _Job], num_tokens: int) -> Tensor:
+def _added_up(outputs: NDArray[np.float32], jobs: dict[int, Job], num_tokens: int) -> Tensor:
     """y float32 [T, d]: each token's outputs, in the order of experts."""
     y = np.zeros((num_tokens, outputs.shape[1]), np.float32)
     for job in jobs.values():

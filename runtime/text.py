@@ -101,6 +101,11 @@ def _error(files: TextFiles) -> type[MoePackError]:
 
 
 def _no_tokenizer(files: TextFiles) -> str:
+    if isinstance(files, Pack) and files.is_synthetic:
+        return (
+            f"{files.folder}: is a synthetic pack: its weights are random, so it has no tokenizer and no text; "
+            "moe-run --bench measures how fast it runs"
+        )
     if isinstance(files, Pack):
         return f"{files.folder}: has no tokenizer.json, so it cannot read a prompt; convert it with one"
     return (

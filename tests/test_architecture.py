@@ -46,7 +46,7 @@ class Source:
 
     @property
     def is_cli(self) -> bool:
-        return self.module.rpartition(".")[2] in ("cli", "profile_cli", "replay_cli")
+        return self.module.rpartition(".")[2].endswith("cli")
 
 
 @cache

@@ -13,6 +13,7 @@ from moe_pack.formats.families.granitemoe import GRANITEMOE
 from moe_pack.formats.families.mixtral import MIXTRAL
 from moe_pack.formats.families.olmoe import OLMOE
 from moe_pack.formats.families.phimoe import PHIMOE
+from moe_pack.formats.families.published import published_config, published_names
 from moe_pack.formats.families.qwen2_moe import QWEN2_MOE
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
 from moe_pack.formats.spec import ModelSpec
@@ -64,5 +65,7 @@ __all__ = [
     "Family",
     "SourceMatrix",
     "claim_tensors",
+    "published_config",
+    "published_names",
     "read_spec",
 ]

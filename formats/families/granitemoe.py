@@ -28,7 +28,9 @@ GRANITEMOE = Family(
     model_type="granitemoe",
     short_names={
         "granite-1b-a400m": "ibm-granite/granite-3.0-1b-a400m-base",
+        "granite-3.0-1b-a400m": "ibm-granite/granite-3.0-1b-a400m-base",
         "granite-3b-a800m": "ibm-granite/granite-3.0-3b-a800m-base",
+        "granite-3.0-3b-a800m": "ibm-granite/granite-3.0-3b-a800m-base",
     },
     read_config=_read_config,
     dense_names={

@@ -13,11 +13,11 @@ from moe_pack.runtime.policies.importance import Importance
 from moe_pack.runtime.policies.lfu import LFU
 from moe_pack.runtime.policies.lru import LRU, LayerLRU
 from moe_pack.runtime.policies.placement import Static, placed_by_popularity
+from moe_pack.runtime.prediction import PredictionName
 from moe_pack.runtime.residency import CacheFacts, Eviction, Key, Residency
 
 PolicyName = Literal["lru", "floe", "corm", "fiddler", "edgemoe", "importance"]
 EvictionName = Literal["lru", "layer_lru", "lfu", "edgemoe", "importance", "none"]
-PredictionName = Literal["none", "popularity", "paths", "router", "mlp", "partial", "best"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,158 +1,27 @@
-"""Path statistics against dictionaries and loops, a table worked by hand, sizes to the byte, and damaged arrays."""
+"""Path statistics learned: a table worked by hand, sizes to the byte, recall and coverage against loops."""
 
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+from paths import CASES, EVERYTHING, HAND, Case, Plain, Sets
 
-from moe_pack.calib.coverage import Routes
 from moe_pack.calib.paths import (
     ACCUMULATED_EXPERTS,
-    MIN_SEEN,
-    PathStatistics,
-    Stage,
     accumulated_frequency,
     evaluate,
     learn_paths,
     path_coverage,
-    ranked,
 )
-from moe_pack.formats import PackError
-
-EVERYTHING = 2**30
-Sets = tuple[frozenset[int], ...]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A shape of routes; experts from `drawn_from` on are never chosen; a `follow` of 1 repeats the layer before."""
-
-    T: int
-    L: int
-    k: int
-    E: int
-    drawn_from: int
-    follow: float = 0.0
-
-    def draw(self, seed: int, drawn_from: int | None = None) -> Routes:
-        generator = np.random.default_rng(seed)
-        width = drawn_from or self.drawn_from
-        scores = generator.gumbel(size=(self.T, self.L, width)) - 0.5 * np.arange(width)
-        routes = np.argsort(-scores, axis=2)[:, :, : self.k]  # best first, so unsorted
-        for l in range(1, self.L):
-            same = generator.random(self.T) < self.follow
-            routes[same, l] = routes[same, l - 1]
-        return routes
-
-
-CASES = [
-    Case(60, 4, 1, 6, 5),
-    Case(300, 4, 1, 4, 4, follow=0.6),
-    Case(60, 3, 2, 6, 5),
-    Case(400, 4, 2, 4, 4, follow=0.7),
-    Case(150, 3, 3, 5, 5, follow=0.8),
-    Case(5, 3, 2, 4, 3),  # too few tokens for any exact key
-    Case(40, 1, 2, 5, 4),
-    Case(40, 2, 2, 5, 4),
-    Case(40, 2, 1, 3, 3),
-    Case(20, 3, 1, 4, 1),  # all tokens on one expert
-    Case(9, 3, 3, 3, 3),  # every expert for every token
-    Case(8, 3, 1, 1, 1),
-    Case(1, 1, 1, 1, 1),
-]
-
-
-class Plain:
-    """The same statistics by dictionaries of sets, one token and one expert at a time."""
-
-    def __init__(self, routes: Routes, num_experts: int) -> None:
-        self.E, self.tokens = num_experts, [[frozenset(chosen) for chosen in token] for token in routes.tolist()]
-        self.k = routes.shape[2]
-        self.seen: Counter[tuple[int, Sets]] = Counter()
-        self.after: Counter[tuple[int, Sets, int]] = Counter()
-        for token in self.tokens:
-            for l in range(1, len(token)):
-                key = l, tuple(token[max(l - 2, 0) : l])
-                self.seen[key] += 1
-                self.after.update((*key, e) for e in token[l])
-
-    def popularity(self, l: int, e: int) -> float:
-        return sum(e in token[l] for token in self.tokens) / (len(self.tokens) * self.k)
-
-    def given(self, l: int, e: int, earlier: int, before: int) -> float | None:
-        """P(e at l | before at earlier), leaning on popularity by E choices; None if `before` was never chosen."""
-        those = [token for token in self.tokens if before in token[earlier]]
-        count = sum(e in token[l] for token in those)
-        return (count + self.E * self.popularity(l, e)) / (len(those) * self.k + self.E) if those else None
-
-    def predict(self, l: int, before: Sets) -> tuple[list[float], Stage]:
-        seen = self.seen[l, before]
-        if seen >= 8 and len(before) == min(l, 2):
-            return [self.after[l, before, e] / (seen * self.k) for e in range(self.E)], Stage.EXACT
-        pairs = [(l - len(before) + i, e) for i, chosen in enumerate(before) for e in chosen]
-        factors = [[self.given(l, e, *pair) for pair in pairs] for e in range(self.E)]
-        known = [[factor for factor in row if factor is not None] for row in factors]
-        if not known[0]:
-            return [self.popularity(l, e) for e in range(self.E)], Stage.POPULARITY
-        means = [math.prod(row) ** (1 / len(row)) for row in known]
-        return [mean / sum(means) for mean in means], Stage.FACTORED
-
-
-def sets_before(token: list[list[int]], l: int, num_known: int = 2) -> Sets:
-    return tuple(frozenset(chosen) for chosen in token[max(l - num_known, 0) : l])
+from moe_pack.runtime import PathStatistics, Stage, ranked
 
 
 def best(probabilities: np.ndarray[Any, Any], count: int) -> list[int]:
     values = probabilities.tolist()
     return sorted(range(len(values)), key=lambda e: (-values[e], e))[:count]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("num_known", [0, 1, 2])
-def test_predictions_are_those_of_dictionaries_and_loops(case: Case, num_known: int) -> None:
-    routes = case.draw(seed=1)
-    # Held-out tokens also choose experts that calibration never saw.
-    held_out = np.concatenate([case.draw(seed=2)[:20], case.draw(seed=3, drawn_from=case.E)[:20]])
-    found, plain = learn_paths(routes, case.E, EVERYTHING), Plain(routes, case.E)
-    for l in range(case.L):
-        probabilities, stages = found.predict(l, held_out[:, max(l - num_known, 0) : l])
-        assert probabilities.dtype == np.float32 and stages.dtype == np.uint8
-        expected = [plain.predict(l, sets_before(token, l, num_known)) for token in held_out.tolist()]
-        assert stages.tolist() == [stage for _, stage in expected]
-        # Rounding to float32 is 6e-8 relative; sums and logarithms before it are float64.
-        np.testing.assert_allclose(probabilities, [shares for shares, _ in expected], rtol=1e-6, atol=1e-12)
-
-
-def test_the_cases_reach_every_stage_at_layers_with_two_before() -> None:
-    reached = set()
-    for case in CASES:
-        if case.L > 2:
-            found = learn_paths(case.draw(seed=1), case.E, EVERYTHING)
-            reached |= set(found.predict(2, case.draw(seed=3, drawn_from=case.E)[:, :2])[1].tolist())
-    assert reached == set(Stage)
-
-
-HAND = np.repeat([[0, 1, 2], [0, 1, 0], [1, 1, 0]], [6, 2, 2], axis=0)[:, :, None]  # ten tokens, three layers, k = 1
-
-
-def test_a_small_table_is_predicted_as_worked_by_hand() -> None:
-    found = learn_paths(HAND, 3, EVERYTHING)
-    before = np.array([[[0], [1]], [[1], [1]], [[2], [1]], [[2], [2]]])
-    probabilities, stages = found.predict(2, before)
-    # 0 then 1, seen 8 times, 6 times followed by 2. 1 then 1, seen twice: two layers back (2 + 3 * 0.4) / (2 + 3) =
-    # 0.64 for expert 0 and 0.36 for 2; one back (4 + 3 * 0.4) / (10 + 3) = 0.4 and 0.6; so sqrt(0.256) to
-    # sqrt(0.216). 2 then 1: layer 0 never chose 2, which leaves 0.4 and 0.6. 2 then 2: nothing known.
-    assert stages.tolist() == [Stage.EXACT, Stage.FACTORED, Stage.FACTORED, Stage.POPULARITY]
-    expected = [[0.25, 0, 0.75], [0.521224, 0, 0.478776], [0.4, 0, 0.6], [0.4, 0, 0.6]]
-    np.testing.assert_allclose(probabilities, expected, atol=1e-6)  # worked out to six decimals
-    first, stage = found.predict(0, np.empty((2, 0, 1), int))
-    np.testing.assert_allclose(first, [[0.8, 0.2, 0]] * 2, atol=1e-7)  # float32
-    assert stage.tolist() == [Stage.POPULARITY] * 2
 
 
 def test_a_small_table_is_stored_as_worked_by_hand() -> None:
@@ -169,26 +38,6 @@ def test_a_small_table_is_stored_as_worked_by_hand() -> None:
         "successor_experts": [1, 0, 2],
         "successor_counts": [8, 2, 6],
     }
-
-
-def test_a_key_is_used_from_the_eighth_time_on() -> None:
-    assert MIN_SEEN == 8
-    for times, stage in ((7, Stage.FACTORED), (8, Stage.EXACT)):
-        found = learn_paths(HAND[:times], 3, EVERYTHING)
-        assert found.predict(2, np.array([[[0], [1]]]))[1].tolist() == [stage]
-
-
-def test_no_tokens_get_no_predictions() -> None:
-    found = learn_paths(HAND, 3, EVERYTHING)
-    for l in range(3):
-        probabilities, stages = found.predict(l, np.empty((0, min(l, 2), 1), int))
-        assert probabilities.shape == (0, 3) and stages.shape == (0,)
-
-
-def test_equal_probabilities_rank_by_lowest_index() -> None:
-    probabilities = np.array([[0.2, 0.3, 0.2, 0.3], [0, 0, 0, 1], [0.25] * 4], np.float32)
-    assert ranked(probabilities, 3).tolist() == [[1, 3, 0], [3, 0, 1], [0, 1, 2]]
-    assert ranked(probabilities, 9).shape == (3, 4)
 
 
 def key_costs(plain: Plain) -> dict[tuple[int, Sets], int]:
@@ -358,139 +207,3 @@ def test_whole_paths_of_one_expert_a_token_are_covered_as_worked_by_hand() -> No
     (result,) = path_coverage(routes, 2)
     assert result.frequencies.tolist() == [10, 5, 3, 1, 1]
     assert result.covered == (0.5, 0.5, 0.5, 0.5, 0.9)  # 50% of five paths is rounded up to three
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("size", [0, 400, EVERYTHING])
-def test_arrays_come_back_as_they_went(case: Case, size: int) -> None:
-    found = learn_paths(case.draw(seed=1), case.E, size)
-    raw = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in found.arrays().items()}
-    assert all(dtype in ("<u2", "<u4") for dtype, _, _ in raw.values())
-    read = {name: np.frombuffer(values, dtype).reshape(shape) for name, (dtype, shape, values) in raw.items()}
-    again = PathStatistics.from_arrays(read, "profile", case.L, case.E, case.k)
-    assert again.num_bytes == found.num_bytes
-    for l in range(case.L):
-        before = case.draw(seed=2)[:, max(l - 2, 0) : l]
-        for a, b in zip(found.predict(l, before), again.predict(l, before), strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
-Arrays = dict[str, np.ndarray[Any, Any]]
-Change = Callable[[Arrays], object]
-
-
-def put(name: str, place: Any, value: Any) -> Change:
-    """Writes one value (or one value several times)."""
-
-    def change(arrays: Arrays) -> None:
-        arrays[name][place] = value
-
-    return change
-
-
-def swap(name: str, rows: list[int]) -> Change:
-    """Takes the rows of an array in another order, or another number of them."""
-
-    def change(arrays: Arrays) -> None:
-        arrays[name] = arrays[name][rows]
-
-    return change
-
-
-def cast(name: str, dtype: str) -> Change:
-    def change(arrays: Arrays) -> None:
-        arrays[name] = arrays[name].astype(dtype)
-
-    return change
-
-
-# The statistics that are damaged: T = 24, L = 3, E = 4, k = 2; sets A = {0, 1} and B = {2, 3}, eight tokens each of
-# A A A, A B A and B B B. Keys: layer 1: A (16), B (8); layer 2: A A (8), A B (8), B B (8).
-A, B = [1, 0], [3, 2]
-DAMAGED = np.repeat([[A, A, A], [A, B, A], [B, B, B]], 8, axis=0)
-
-EVEN = "2 choices of each token, of equally many at every layer"
-SUMS = "no expert whose counts do not add up to its popularity"
-SETS, RISING = "sets of ascending experts below 4", "ascending experts below 4"
-FEW = "at least 1 and at most what its key was seen"
-HOSTILE: list[tuple[Change, str, str]] = [
-    (cast("popularity", "<f4"), "popularity", ": found <f4 [3, 4], expected <u4 [3, 4]"),
-    (cast("popularity", ">u4"), "popularity", ": found >u4 [3, 4], expected <u4 [3, 4]"),
-    (swap("popularity", [0, 1]), "popularity", ": found <u4 [2, 4], expected <u4 [3, 4]"),
-    (put("popularity", ..., 0), "popularity", f", layer 0: found 0, expected {EVEN}"),
-    (put("popularity", (0, 0), 17), "popularity", f", layer 0: found 49, expected {EVEN}"),
-    (put("popularity", (2, 1), 18), "popularity", f", layer 2: found 50, expected {EVEN}"),
-    (put("popularity", (1, ...), [0, 12, 11, 25]), "popularity", ", layer 1: found 25, expected at most all 24 tokens"),
-    (put("popularity", (1, ...), [12, 12, 12, 12]), "after_one", f", table 0: found 4, expected {SUMS}"),
-    (cast("after_one", "<u4"), "after_one", ": found <u4 [2, 4, 4], expected <u2 [2, 4, 4]"),
-    (put("after_one", (1, 0, 0), 9), "after_one", f", table 1: found 1, expected {SUMS}"),
-    (put("after_one", (1, 0, ...), [4, 12, 0, 0]), "after_one", f", table 1: found 2, expected {SUMS}"),
-    (put("after_one", (1, ..., 0), [4, 12, 8, 8]), "after_one", f", table 1: found 2, expected {SUMS}"),
-    (put("after_two", (0, 3, 3), 0), "after_two", f", table 0: found 1, expected {SUMS}"),
-    (swap("key_starts", [0, 1, 2]), "key_starts", ": found <u4 [3], expected <u4 [4]"),
-    (put("key_starts", 0, 1), "key_starts", ", position 0: found 1, expected numbers that rise from 0"),
-    (put("key_starts", 2, 6), "key_starts", ", position 3: found 5, expected numbers that rise from 0"),
-    (put("key_starts", 1, 1), "key_starts", ", position 1: found 1, expected 0: layer 0 has none before it"),
-    (put("key_starts", 3, 2**32 - 1), "keys_two", ": found <u2 [3, 4], expected <u2 [4294967293, 4]"),
-    (put("key_starts", 2, 3), "keys_one", ": found <u2 [2, 2], expected <u2 [3, 2]"),
-    (put("keys_one", (1, 1), 4), "keys_one", f", key 1: found [2, 4], expected {SETS}"),
-    (put("keys_two", (0, 3), 0), "keys_two", f", key 0: found [0, 1, 0, 0], expected {SETS}"),
-    (swap("keys_one", [0, 0]), "keys_one", ", key 1: found [0, 1], expected one above that before it"),
-    (swap("keys_two", [0, 2, 1]), "keys_two", ", key 2: found [0, 1, 2, 3], expected one above that before it"),
-    (put("keys_seen", 4, 7), "keys_seen", ", key 4: found 7, expected from 8 to 24 tokens"),
-    (put("keys_seen", 4, 25), "keys_seen", ", key 4: found 25, expected from 8 to 24 tokens"),
-    (swap("keys_seen", [0]), "keys_seen", ": found <u2 [1], expected <u2 [5]"),
-    (swap("successor_starts", [0]), "successor_starts", ": found <u4 [1], expected <u4 [6]"),
-    (put("successor_starts", 2, 3), "successor_starts", ", position 2: found 3, expected numbers that rise from 0"),
-    (put("successor_starts", 5, 13), "successor_experts", ": found <u2 [12], expected <u2 [13]"),
-    (swap("successor_counts", [0]), "successor_counts", ": found <u2 [1], expected <u2 [12]"),
-    (put("successor_experts", 3, 4), "successor_experts", f", position 3: found 4, expected {RISING}"),
-    (put("successor_experts", 1, 0), "successor_experts", f", position 1: found 0, expected {RISING}"),
-    (put("successor_starts", 1, 0), "successor_experts", f", position 4: found 2, expected {RISING}"),
-    (put("successor_counts", 11, 0), "successor_counts", f", position 11: found 0, expected {FEW}"),
-    (put("successor_counts", 11, 9), "successor_counts", f", position 11: found 9, expected {FEW}"),
-    (put("successor_counts", 11, 7), "successor_counts", ", key 4: found 15, expected 2 choices of each token"),
-]
-
-
-def damaged(change: Change) -> Arrays:
-    arrays = {name: array.copy() for name, array in learn_paths(DAMAGED, 4, EVERYTHING).arrays().items()}
-    change(arrays)
-    return arrays
-
-
-@pytest.mark.parametrize(("change", "name", "fault"), HOSTILE, ids=[name + fault for _, name, fault in HOSTILE])
-def test_damaged_arrays_are_refused_by_name(change: Change, name: str, fault: str) -> None:
-    with pytest.raises(PackError) as caught:
-        PathStatistics.from_arrays(damaged(change), "profile.safetensors", 3, 4, 2)
-    assert str(caught.value) == f"profile.safetensors: tensor {name!r}{fault}; profile the model anew"
-
-
-def test_unknown_and_missing_arrays_are_refused_by_name() -> None:
-    for change, fault in (
-        (lambda arrays: arrays.pop("keys_one"), "'keys_one' is missing"),
-        (lambda arrays: arrays.update(extra=np.zeros(1)), "'extra' is unknown"),
-    ):
-        with pytest.raises(PackError) as caught:
-            PathStatistics.from_arrays(damaged(change), "profile.safetensors", 3, 4, 2)
-        assert str(caught.value) == f"profile.safetensors: tensor {fault}; profile the model anew"
-
-
-def test_the_arrays_that_are_damaged_pass_undamaged() -> None:
-    arrays = damaged(lambda arrays: None)
-    assert arrays["keys_seen"].tolist() == [16, 8, 8, 8, 8] and arrays["key_starts"].tolist() == [0, 0, 2, 5]
-    assert arrays["successor_starts"].tolist() == [0, 4, 6, 8, 10, 12]
-    PathStatistics.from_arrays(arrays, "profile.safetensors", 3, 4, 2)
-
-
-def test_keys_of_a_later_layer_may_come_before_those_of_an_earlier() -> None:
-    routes = np.repeat([[0, 1, 1, 0], [1, 0, 0, 0]], 8, axis=0)[:, :, None]
-    found = learn_paths(routes, 2, EVERYTHING)
-    assert found.keys_two.tolist() == [[0, 1], [1, 0], [0, 0], [1, 1]]  # two keys of layer 2, two of layer 3
-    PathStatistics.from_arrays(found.arrays(), "profile", 4, 2, 1)
-
-
-@pytest.mark.parametrize("shape", [(4, 4, 2), (3, 5, 2), (3, 4, 1), (3, 4, 3)])
-def test_statistics_of_another_model_are_refused(shape: tuple[int, int, int]) -> None:
-    with pytest.raises(PackError, match=r"^profile: tensor '\w+'[:,] .*; profile the model anew$"):
-        PathStatistics.from_arrays(damaged(lambda arrays: None), "profile", *shape)

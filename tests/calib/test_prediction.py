@@ -8,23 +8,19 @@ import numpy as np
 import pytest
 import torch
 from models import TinyMixtral
-from specs import GROUPED
 from torch import Tensor
 
 from moe_pack.calib.arrays import Array, read_all_arrays, write_arrays
 from moe_pack.calib.expert_pass import HOT_SPARSITIES, KINDS
-from moe_pack.calib.paths import PathStatistics, learn_paths
+from moe_pack.calib.paths import learn_paths
 from moe_pack.calib.prediction import (
-    PREDICTORS,
     LayerInputs,
     LayerPredictors,
     predict_layer,
-    router_scores,
 )
 from moe_pack.calib.recall import recall_precision
-from moe_pack.formats import Checkpoint, ModelSpec, PackError, RouterSpec
-from moe_pack.runtime import CheckpointWeights, StoredMatrix
-from moe_pack.runtime.router import route
+from moe_pack.formats import Checkpoint, PackError
+from moe_pack.runtime import PREDICTORS, CheckpointWeights, PathStatistics
 
 CPU = torch.device("cpu")
 E, D, F, LAYERS = 6, 64, 20, 3
@@ -269,48 +265,3 @@ def test_a_file_that_is_no_layers_predictors_is_refused_by_name(
 def test_the_last_predictor_may_be_the_best(found: Found) -> None:
     arrays = found["none", 2].arrays() | {"best": np.asarray([4], np.uint8)}
     assert LayerPredictors.from_arrays(arrays, "predictors-001").best.tolist() == [4]
-
-
-# --- the next layer's router
-
-
-@dataclass(frozen=True)
-class Router:
-    """The weights of one layer's router."""
-
-    spec: ModelSpec
-    rows: Tensor
-    bias: Tensor
-
-    def matrix(self, role: str) -> StoredMatrix:
-        assert role == "layers.1.router"
-        return StoredMatrix(self.rows)
-
-    def vector(self, role: str) -> Tensor:
-        assert role == "layers.1.router_bias"
-        return self.bias
-
-
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize(
-    ("kind", "bias"),
-    [
-        ("softmax_topk", False),
-        ("softmax_topk", True),
-        ("sigmoid_topk", False),
-        ("sigmoid_topk", True),
-        ("topk_softmax", False),
-        ("sparsemixer", False),
-    ],
-)
-def test_a_routers_scores_rank_experts_as_it_chooses_them(kind: str, bias: bool, k: int) -> None:
-    spec = RouterSpec(kind, 8, k, normalize=False, bias=bias, jitter=0.1)  # type: ignore[arg-type]  # a Literal each
-    rows = torch.randn(8, D, generator=generator(1)) * 0.2
-    held = Router(replace(GROUPED, router=spec), rows, torch.randn(8, generator=generator(2)))
-    x = random_inputs(200, 3)
-    scores = router_scores(x, held, 1)  # type: ignore[arg-type]  # of a model's weights, no more is asked for
-    chosen, _ = route(x @ rows.T, spec, held.bias if bias else None)
-    assert torch.equal(scores.argsort(dim=1, descending=True, stable=True)[:, :k], chosen)
-    if bias:
-        unbiased, _ = route(x @ rows.T, spec, torch.zeros(8))
-        assert not torch.equal(chosen, unbiased)

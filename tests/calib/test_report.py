@@ -21,9 +21,8 @@ from models import TinyMixtral
 from moe_pack.calib.arrays import Array, write_arrays
 from moe_pack.calib.coverage import coactivation
 from moe_pack.calib.effects import copies_of
-from moe_pack.calib.mlp_predictor import Predictor
 from moe_pack.calib.paths import learn_paths
-from moe_pack.calib.prediction import PREDICTORS, LayerPredictors
+from moe_pack.calib.prediction import LayerPredictors
 from moe_pack.calib.profile import FORMAT, VERSION, Profile, ProfileFacts, TextFacts, facts_bytes, layer_file
 from moe_pack.calib.report import report_html
 from moe_pack.calib.report_figures import THINNED_LEVELS
@@ -31,6 +30,7 @@ from moe_pack.calib.report_readings import percent, ranges
 from moe_pack.calib.rounded import roundable_roles
 from moe_pack.calib.statistics import QUANTILE_LEVELS
 from moe_pack.formats import Checkpoint, ContentFile, ModelSpec, PackageVersion, PackError
+from moe_pack.runtime import PREDICTORS, Predictor
 
 Values = dict[str, Any]
 

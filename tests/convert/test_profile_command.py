@@ -187,3 +187,52 @@ def test_measured_thresholds_are_printed_by_layer_or_as_json(source: Path, tmp_p
 def test_impossible_thresholds_are_refused(tmp_path: Path, arguments: list[str], says: str) -> None:
     result = run("thresholds", str(tmp_path), *arguments)
     assert result.exit_code == 2 and says in result.stderr
+
+
+def test_a_profile_is_attached_to_a_pack_shown_and_kept_when_thresholds_change(
+    source: Path, profile: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "pack"
+    assert converted(source, out).exit_code == 0
+    assert run("inspect", str(out)).stdout.splitlines()[-1] == "beside it: no routing"
+    assert json.loads(run("inspect", str(out), "--json").stdout)["routing"] is None
+    result = run("attach", str(out), "--profile", str(profile))
+    assert result.exit_code == 0, result.output
+    said = result.stdout.strip().removeprefix(f"{out}: ")
+    assert said.startswith("routing, ") and ", routes of 64 tokens held out; experts foretold: recall 0." in said
+    assert run("thresholds", str(out), "--theta", "0.25", *SMALL).exit_code == 0
+    assert run("inspect", str(out)).stdout.splitlines()[-1] == f"beside it: {said}"
+    shown = json.loads(run("inspect", str(out), "--json").stdout)["routing"]
+    judged = Profile(profile).predictors(1)
+    assert shown["bytes"] == (out / "routing.safetensors").stat().st_size
+    assert (shown["held_out_tokens"], shown["predictors"][0], shown["recalls"][0]) == (64, None, None)
+    assert shown["recalls"][1] == shown["recall"] == float(judged.experts[judged.best[0], 0])
+
+
+def test_a_conversion_by_a_profile_attaches_it(source: Path, profile: Path, tmp_path: Path) -> None:
+    out = tmp_path / "pack"
+    result = converted(source, out, "--profile", str(profile), "--sparsity", "0.5")
+    assert result.exit_code == 0 and result.stdout.splitlines()[-1].startswith(f"{out}: routing, ")
+    first = (out / "routing.safetensors").read_bytes()
+    (out / "routing.safetensors").unlink()  # as a conversion leaves it that was killed at its very end
+    assert converted(source, out, "--profile", str(profile), "--sparsity", "0.5").exit_code == 0
+    assert (out / "routing.safetensors").read_bytes() == first
+
+
+def test_a_profile_of_another_checkpoint_is_not_attached(profile: Path, tmp_path: Path) -> None:
+    other = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, seed=1).write(tmp_path / "other")
+    assert converted(other, tmp_path / "pack").exit_code == 0
+    result = run("attach", str(tmp_path / "pack"), "--profile", str(profile))
+    assert result.exit_code == 1 and "found a profile of another" in result.stderr and result.stderr.count("\n") == 1
+    assert run("attach", str(tmp_path / "pack"), "--profile", str(tmp_path)).exit_code == 1
+    assert run("attach", str(tmp_path / "pack")).exit_code == 2
+
+
+def test_a_damaged_sidecar_is_named_when_a_pack_is_inspected(source: Path, profile: Path, tmp_path: Path) -> None:
+    out = tmp_path / "pack"
+    assert converted(source, out).exit_code == 0
+    assert run("attach", str(out), "--profile", str(profile)).exit_code == 0
+    with (out / "routing.safetensors").open("r+b") as file:
+        file.truncate(10_000)
+    result = run("inspect", str(out))
+    assert result.exit_code == 1 and "routing.safetensors: file has 10000 bytes" in result.stderr

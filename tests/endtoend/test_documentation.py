@@ -34,7 +34,9 @@ def test_every_command_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch:
         assert result.exit_code == 0, (program, arguments, result.output)
 
 
-@pytest.mark.parametrize("command", ["convert", "profile", "report", "thresholds", "inspect", "verify"])
+@pytest.mark.parametrize(
+    "command", ["convert", "profile", "report", "thresholds", "attach", "inspect", "verify", "synth"]
+)
 def test_the_page_names_every_option_of_moe_pack(command: str) -> None:
     page = (ROOT / "docs" / "moe-pack.md").read_text("utf-8")
     for parameter in moe_pack.commands[command].params:  # type: ignore[attr-defined]  # a click group

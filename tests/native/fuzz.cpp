@@ -47,8 +47,9 @@ void run_case(uint64_t seed, Pools& pools, Counts& counts) {
                : kind <= 65 ? rows_case
                : kind <= 80 ? attention_case
                : kind <= 90 ? bytes_case
-               : kind <= 97 ? cut_case
-                            : pool_case;
+               : kind <= 95 ? cut_case
+               : kind <= 97 ? pool_case
+                            : reader_case;
     run(random, pools, counts);
     counts.cases++;
 }

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-ALLOWED = (ValueError, TypeError, BufferError, OverflowError)
+ALLOWED = (ValueError, TypeError, BufferError, OverflowError, OSError)  # the last of descriptors that are none
 BLOCK, MAX_BYTES = 64, 1 << 20
 SELECTOR_ROW, RECORD = 1, 2
 Arguments = list[Any]
@@ -258,6 +258,36 @@ def call_while_scribbled(module: ModuleType, cases: Cases) -> None:
     other.join()
 
 
+def call_reader(module: ModuleType, cases: Cases) -> bool:
+    """Opens a reader, asks for pieces of a file and ends that in some way; any of the calls with wrong arguments."""
+
+    def call(name: str, *right: Any) -> Any:
+        arguments = cases.tampered(list(right)) if cases.chance(15) else list(right)
+        found: list[Any] = [None]
+        attempt(lambda: found.insert(0, getattr(module, name)(*arguments)))
+        return found[0]
+
+    memory, pieces = cases.bytes(cases.number(1, 20_000)), cases.number(0, 9)
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(cases.number(1, 20_000)))
+        file.flush()
+        reader = call("open_reader", memory, cases.number(1, 4), cases.chance(5), 4096 * cases.number(1, 3))
+        opened = call("add_file", reader, file.fileno())
+    if reader is None or opened is None:
+        return False
+    numbers = [cases.random.integers(0, most, pieces) for most in (opened[1], len(memory))]
+    sizes = np.minimum(len(memory) - numbers[1], cases.random.integers(1, 5000, pieces))
+    for _ in range(cases.number(1, 4)):
+        ticket = call("submit_reads", reader, opened[0], *numbers, sizes, cases.chance(50))
+        for name in ("are_read", "promote_reads", "read_stats", "wait_reads", "cancel_reads"):
+            if cases.chance(50):
+                call(name, *([reader] if name == "read_stats" else [reader, ticket]))
+    if cases.chance(50):
+        call("close_reader", reader)
+        call("submit_reads", reader, opened[0], *numbers, sizes, True)
+    return ticket is not None
+
+
 def attempt(call: Callable[[], object]) -> bool:
     try:
         call()
@@ -271,6 +301,8 @@ def run_case(module: ModuleType, seed: int, pools: list[object]) -> bool:
     cases = Cases(seed, pools)
     if cases.chance(1) and cases.chance(20):
         call_while_scribbled(module, cases)
+    if cases.chance(10):
+        return call_reader(module, cases)
     names = [name.removesuffix("_arguments") for name in dir(Cases) if name.endswith("_arguments")]
     name = names[cases.number(0, len(names) - 1)]
     arguments = getattr(cases, f"{name}_arguments")()

@@ -1,4 +1,4 @@
-"""Published models: their real config.json, and the figures their publishers print (tests/models/configs/README.md)."""
+"""Published models: their real config.json, and the figures their publishers print (README.md beside the first)."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from models import TESTS
 from moe_pack.formats import ModelSpec, dense_roles, num_active_parameters, num_parameters
 from moe_pack.formats.families import Config, read_spec
 
-CONFIGS = TESTS / "models" / "configs"
+CONFIGS = TESTS.parent / "formats" / "families" / "configs"
 
 
 @dataclass(frozen=True)

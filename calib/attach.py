@@ -1,0 +1,67 @@
+"""What a profile knows of routes, put beside a pack of the same model, where the runtime looks for it."""
+
+import hashlib
+
+import numpy as np
+
+from moe_pack.calib.arrays import Array
+from moe_pack.calib.profile import Profile
+from moe_pack.formats import SOURCE_FILE, Pack, PlanError
+from moe_pack.runtime import MAX_ROUTED_TOKENS, NO_PREDICTOR, PREDICTORS, Predictor, Routing, write_routing
+
+
+def attach(pack: Pack, profile: Profile) -> Routing:
+    """Writes `routing.safetensors` beside a pack from a profile of the checkpoint that it was made from.
+
+    Raises:  PlanError if the profile is of another checkpoint; ConversionError if somebody is writing in the folder.
+    """
+    _check_same(pack, profile)
+    routing = routing_of(profile)
+    write_routing(pack, routing)
+    return routing
+
+
+def routing_of(profile: Profile, most_tokens: int = MAX_ROUTED_TOKENS) -> Routing:
+    """What a runtime wants of a profile; networks are read from it when they are asked for.
+
+    Args:    most_tokens: whose routes are kept.
+    """
+    layers = range(len(profile.spec.moe_layers))
+    popularity, mass, routes = [], [], []
+    length = min(profile.facts.text.sequence_length, most_tokens)
+    kept = _kept_tokens(profile, length, most_tokens)
+    for layer_idx in layers:
+        counted = profile.statistics(layer_idx)
+        popularity.append(counted.tokens)
+        mass.append(counted.mass)
+        routes.append(counted.routes[kept])
+    recalls = np.full((len(layers), len(PREDICTORS), 3), np.nan, "<f4")
+    best = np.full(len(layers), NO_PREDICTOR, "<u1")
+    for layer_idx in layers[1:]:
+        if profile.has_predictors(layer_idx):
+            judged = profile.predictors(layer_idx)
+            recalls[layer_idx], best[layer_idx] = judged.experts, judged.best[0]
+
+    def network(layer_idx: int) -> Predictor:
+        return profile.predictors(layer_idx).network
+
+    joined: Array = np.stack(routes, axis=1)  # [T, k] of each layer -> [T, L, k]
+    return Routing(np.stack(popularity), np.stack(mass), profile.paths(), recalls, best, joined, length, network)
+
+
+def _kept_tokens(profile: Profile, length: int, most_tokens: int) -> slice:
+    """The first held-out tokens, in sequences of `length`: whole ones, or the first part of one that is too long."""
+    first = profile.num_tokens - profile.num_held_out_tokens
+    return slice(first, first + min(profile.facts.text.num_held_out, most_tokens // length) * length)
+
+
+def _check_same(pack: Pack, profile: Profile) -> None:
+    """The pack's digest is that of its checkpoint: routers are kept in the source's bytes (`source_digest`)."""
+    digest = hashlib.sha256(pack.read_file(SOURCE_FILE).data)
+    routers = {f"layers.{layer}.router" for layer in pack.spec.moe_layers}
+    for held in pack.layout.dense:
+        if held.role.name in routers:
+            digest.update(pack.read_dense(held.entry, 0, held.entry.shape[0]).data)
+    if (profile.spec, profile.facts.source) != (pack.spec, digest.hexdigest()):
+        what = "of another model" if profile.spec != pack.spec else "of another checkpoint of this model"
+        raise PlanError(f"--profile {profile.folder}: found a profile {what}; profile the one packed in {pack.folder}")

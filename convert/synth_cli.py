@@ -1,0 +1,170 @@
+"""The command `moe-pack synth`."""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from moe_pack.calib import Profile, ThresholdRule
+from moe_pack.convert.inspect import bits_per_weight
+from moe_pack.convert.memory_files import link_memory_folder
+from moe_pack.convert.pack_cli import (
+    PlanOptions,
+    given_plan_options,
+    large_bytes,
+    pack_bar,
+    plan_options,
+    workers_option,
+)
+from moe_pack.convert.pipeline import Conversion
+from moe_pack.convert.random_routers import profiled_popularity, skewed_popularity
+from moe_pack.convert.synthetic import Character, synthesize, synthetic_layout
+from moe_pack.formats import ModelSpec, Pack, PackLayout, Plan, PlanError, RangeReader, load, model_spec, parse
+from moe_pack.formats.cli import NOISE, command_errors, size_text
+
+_MAX_PLAN_BYTES = 1 << 30
+_MAX_SKEW = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class SynthOptions:
+    """What `synth` was asked for, beside the plan."""
+
+    sparsity: float
+    skew: float
+    path_correlation: float
+    profile: Path | None
+    seed: int
+    in_memory: bool
+    workers: int
+
+    def check(self) -> None:
+        """Raises:  click.UsageError for a number that is out of range."""
+        if fault := ThresholdRule(sparsity=self.sparsity).fault():
+            raise click.UsageError(fault)
+        for name, found, most in (
+            ("--skew", self.skew, _MAX_SKEW),
+            ("--path-correlation", self.path_correlation, 1.0),
+        ):
+            if not (math.isfinite(found) and 0 <= found <= most):
+                raise click.UsageError(f"{name}: found {found}, expected a number from 0 to {most:g}")
+        if self.profile is not None and self.skew:
+            raise click.UsageError("--profile: says how popular experts are; leave --skew out")
+
+
+@click.command("synth", short_help="Make a pack of the dimensions of NAME, with random weights.")
+@click.argument("name")
+@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="The pack's folder, new or empty.")
+@click.option("--layers", type=click.IntRange(1), metavar="N", help="The first N layers only.  [default: all]")
+@click.option("--vocab", type=click.IntRange(1), metavar="N", help="N tokens only.  [default: all]")
+@plan_options
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="The whole plan as JSON, each expert's widths, in place of the six options above.",
+)
+@click.option(
+    "--sparsity", type=float, default=0.0, show_default=True, metavar="S", help="Share of neurons that shall not run."
+)
+@click.option(
+    "--skew",
+    type=float,
+    default=0.0,
+    show_default=True,
+    metavar="X",
+    help="The r-th most popular expert of a layer is chosen as often as r to the power of -X; 0: all alike.",
+)
+@click.option(
+    "--path-correlation",
+    type=float,
+    default=0.0,
+    show_default=True,
+    metavar="C",
+    help="How far a token's experts in one layer say those in the next; 0: not at all, 1: wholly.",
+)
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Experts are as popular as in this profile of the same model (moe-pack profile).",
+)
+@click.option(
+    "--in-memory",
+    is_flag=True,
+    help="Write to memory (/dev/shm), and make the output a link to it. Gone after a restart; to have the memory back "
+    "before, remove the folder that the link leads to.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Other weights.")
+@workers_option
+@command_errors(interrupted="interrupted; what is done stays, run the same command again to go on")
+def synth_command(
+    name: str,
+    output: Path,
+    layers: int | None,
+    vocab: int | None,
+    plan_options: PlanOptions,
+    plan_file: Path | None,
+    sparsity: float,
+    skew: float,
+    path_correlation: float,
+    profile: Path | None,
+    in_memory: bool,
+    seed: int,
+    workers: int,
+) -> None:
+    """Make a pack of the dimensions of the model NAME, with random weights: see how fast it would run here.
+
+    NAME is a published model whose dimensions we know (a name that is none lists them), a config.json, or a folder
+    with one; nothing is downloaded. moe-run OUTPUT --bench then measures. The text of such a pack is noise.
+    """
+    options = SynthOptions(sparsity, skew, path_correlation, profile, seed, in_memory, workers)
+    options.check()
+    if plan_file is not None and (given := given_plan_options()):
+        raise click.UsageError(f"--plan: says all of a plan; leave {', '.join(given)} out")
+    spec = model_spec(name, layers, vocab)
+    plan = plan_options.plan(spec, "nearest") if plan_file is None else _read_plan(plan_file)
+    _synthesize(spec, plan, output, options)
+
+
+def _read_plan(path: Path) -> Plan:
+    with RangeReader(path, PlanError) as reader:
+        if reader.num_bytes > _MAX_PLAN_BYTES:
+            raise PlanError(f"{path}: {reader.num_bytes:,} bytes, at most {_MAX_PLAN_BYTES:,}")
+        raw = reader.read(0, reader.num_bytes).tobytes()
+    return load(Plan, parse(raw, str(path), PlanError), str(path), PlanError)
+
+
+def _synthesize(spec: ModelSpec, plan: Plan, output: Path, options: SynthOptions) -> None:
+    layout = synthetic_layout(spec, plan)
+    if options.profile is None:
+        popularity = skewed_popularity(spec, options.skew, options.seed)
+    else:
+        popularity = profiled_popularity(spec, Profile(options.profile))
+    character = Character(options.sparsity, popularity, options.path_correlation, options.seed)
+    model = f"{spec.family}, {len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
+    click.echo(f"{model}: about {size_text(large_bytes(layout))}; {NOISE}", err=True)
+    start = time.perf_counter()
+    folder = link_memory_folder(output, large_bytes(layout)) if options.in_memory else output
+    with pack_bar(layout) as advance:
+        done = synthesize(spec, plan, character, folder, options.workers, on_progress=advance)
+    _say_done(done, layout, output, time.perf_counter() - start)
+    if options.in_memory:
+        click.echo(f"in memory, and gone after a restart; to have the memory back: rm -r {folder} {output}")
+
+
+def _say_done(done: Conversion, layout: PackLayout, output: Path, seconds: float) -> None:
+    if not done.written:
+        click.echo(f"{output}: holds the pack of this model with these options already; nothing to do; {NOISE}")
+        return
+    with Pack(output) as pack:
+        content, bits = pack.manifest.totals.content, bits_per_weight(pack)
+    made_bytes = large_bytes(layout) - done.resumed_bytes
+    rate = f"{made_bytes / max(seconds, 1e-9) / 1e6:.0f} MB/s"
+    click.echo(
+        f"{output}: {size_text(content)}, {bits:.2f} bits an expert weight, in {seconds:.1f} s ({rate}); {NOISE}"
+    )
+    click.echo(f"how fast it runs here: moe-run {output} --bench")

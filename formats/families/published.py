@@ -1,0 +1,28 @@
+"""The `config.json` of published models, shipped with the package: dimensions without a download.
+
+configs/README.md says where each comes from.
+"""
+
+from importlib.resources import files
+from typing import Any
+
+from moe_pack.formats.errors import CheckpointError
+from moe_pack.formats.strict_json import parse
+
+_SUFFIX = ".json"
+
+
+def published_names() -> tuple[str, ...]:
+    """The names of the models whose `config.json` is here, sorted."""
+    names = (file.name for file in files("moe_pack.formats.families").joinpath("configs").iterdir())
+    return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
+
+
+def published_config(name: str) -> dict[str, Any]:
+    """The values of a published `config.json`.
+
+    Args:    name: one of `published_names`.
+    """
+    path = files("moe_pack.formats.families").joinpath("configs", f"{name}{_SUFFIX}")
+    values: dict[str, Any] = parse(path.read_bytes(), path.name, CheckpointError)
+    return values

@@ -1,0 +1,153 @@
+"""The options of `moe-run` that say how a pack is run: where, within what memory, by which policy."""
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import click
+
+from moe_pack.runtime.engine import EngineOptions, KernelsName, ReadMode, Verify
+from moe_pack.runtime.policies import PRESETS
+from moe_pack.runtime.streaming import Trust
+
+F = TypeVar("F", bound=Callable[..., Any])
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", re.IGNORECASE)
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click alone
+    """A number of bytes: 11G, 1.5g, 800M; units are powers of 1024."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The bytes in a text."""
+        if isinstance(value, int):
+            return value
+        found = _SIZE.fullmatch(str(value).strip())
+        if found is None or not float(found[1]):
+            self.fail(f"{value!r} is no size; write it as 11G, 1.5G or 800M", param, ctx)
+        return int(float(found[1]) * 2 ** _UNITS[found[2].upper()])
+
+
+_OPTIONS = (
+    click.option(
+        "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to compute."
+    ),
+    click.option(
+        "--budget",
+        type=Size(),
+        metavar="SIZE",
+        help="Memory for weights, key-value cache and what computing needs, as 11G or 800M; experts that do not fit "
+        "stream from the drive.  [default: as much as the machine has free]",
+    ),
+    click.option(
+        "--policy",
+        type=click.Choice(["auto", *PRESETS]),
+        default="auto",
+        show_default=True,
+        help="Which experts stay in memory and which are read ahead; auto plays the profile's routes, where the pack "
+        "has them, and takes the policy that hits most.",
+    ),
+    click.option("--no-prefetch", is_flag=True, help="Read no expert before its router has chosen it."),
+    click.option(
+        "--cutover",
+        type=click.FloatRange(0, 1),
+        metavar="SHARE",
+        help="Read single rows of an expert where less than this share of its neurons runs.  [default: the policy's]",
+    ),
+    click.option(
+        "--read",
+        type=click.Choice(get_args(ReadMode)),
+        default="auto",
+        show_default=True,
+        help="direct: past the system's cache; pread: through it; map: use mapped files, which keeps to no budget.",
+    ),
+    click.option(
+        "--verify",
+        type=click.Choice(get_args(Verify)),
+        default="lazy",
+        show_default=True,
+        help="Check experts when they are first read, all files before the first token, or not at all.",
+    ),
+    click.option(
+        "--substitute",
+        type=click.FloatRange(0, 1),
+        metavar="ALPHA",
+        help="CHANGES THE ANSWER: experts that hardly count give way to similar ones in memory.  [default: off]",
+    ),
+    click.option(
+        "--trust-prediction",
+        is_flag=True,
+        help="CHANGES THE ANSWER: where single rows are read, only those that were foretold run.",
+    ),
+    click.option(
+        "--threads", "-t", type=click.IntRange(1, 1024), help="CPU threads at work; all that may be used if not given."
+    ),
+    click.option(
+        "--kernels",
+        type=click.Choice(get_args(KernelsName)),
+        default="auto",
+        show_default=True,
+        help="What computes on the CPU: the best native kernels for this machine, certain ones, or plain torch.",
+    ),
+    click.option("--strict", is_flag=True, help="End with an error where something would fall back on another way."),
+    click.option(
+        "--trace",
+        type=click.Path(path_type=Path, dir_okay=False),
+        metavar="FILE",
+        help="Write what happened when, to be opened in ui.perfetto.dev.",
+    ),
+    click.option(
+        "--record",
+        type=click.Path(path_type=Path, dir_okay=False),
+        metavar="FILE",
+        help="Write what the routers chose, for moe-pack replay.",
+    ),
+)
+
+
+def engine_options(body: F) -> F:
+    """Adds these options; the body gets them as one argument, `engine`."""
+
+    @functools.wraps(body)
+    def gathered(
+        *args: Any,
+        budget: int | None,
+        no_prefetch: bool,
+        substitute: float | None,
+        trust_prediction: bool,
+        strict: bool,
+        device: str,
+        policy: str,
+        cutover: float | None,
+        read: str,
+        verify: str,
+        threads: int | None,
+        kernels: str,
+        trace: Path | None,
+        record: Path | None,
+        **options: Any,
+    ) -> Any:
+        engine = EngineOptions(
+            device=device,  # type: ignore[arg-type]  # click.Choice keeps to the literals, here and below
+            budget_bytes=budget,
+            policy=policy,  # type: ignore[arg-type]
+            foretells=not no_prefetch,
+            cutover=cutover,
+            read=read,  # type: ignore[arg-type]
+            verify=verify,  # type: ignore[arg-type]
+            threads=threads,
+            kernels=kernels,  # type: ignore[arg-type]
+            trust=Trust(substitute, trust_prediction),
+            is_strict=strict,
+            trace=trace,
+            record=record,
+        )
+        return body(*args, engine=engine, **options)
+
+    for option in reversed(_OPTIONS):
+        option(gathered)
+    return gathered  # type: ignore[return-value]  # click calls it with the options it has added

@@ -1,0 +1,155 @@
+"""What really ran: figures of a run as facts, for people and for programs."""
+
+from dataclasses import dataclass
+
+from moe_pack.formats import size_text
+from moe_pack.runtime.budget import BudgetPlan
+from moe_pack.runtime.engine import Engine
+from moe_pack.runtime.kernels import is_available, num_cpus, why_unavailable
+from moe_pack.runtime.memory import anonymous_bytes
+from moe_pack.runtime.streaming import PhaseCounts, StreamingWeights
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseReport:
+    """Prefill, or decoding: see `PhaseCounts`. `stall_s`: seconds waited for reads."""
+
+    experts_needed: int
+    hits: int
+    foretold: int
+    foretold_right: int
+    foretold_abandoned: int
+    substituted: int
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamReport:
+    """A run inside a budget. Sizes in bytes; `read_s`: while at least one read was under way."""
+
+    policy: str
+    direct: bool
+    plan: BudgetPlan
+    prefill: PhaseReport
+    decode: PhaseReport
+    read_needed: int
+    read_ahead: int
+    num_reads: int
+    read_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """`stream`: None where experts were used in their mapped files.   `anonymous_bytes`: None where not known."""
+
+    computed_by: str
+    dense_bytes: int
+    kv_cache_bytes: int
+    context_tokens: int
+    experts_asked_for_bytes: int
+    anonymous_bytes: int | None
+    stream: StreamReport | None
+    fallbacks: tuple[str, ...]
+
+
+def report(engine: Engine) -> RunReport:
+    """What an engine has done until now."""
+    cache = engine.decoder.cache
+    return RunReport(
+        computed_by=_computed_by(engine),
+        dense_bytes=engine.weights.dense_bytes,
+        kv_cache_bytes=cache.num_bytes,
+        context_tokens=cache.context_tokens,
+        experts_asked_for_bytes=engine.weights.bytes_read,
+        anonymous_bytes=anonymous_bytes(),
+        stream=_stream(engine),
+        fallbacks=tuple(engine.fallbacks),
+    )
+
+
+def _stream(engine: Engine) -> StreamReport | None:
+    weights = engine.weights
+    if not isinstance(weights, StreamingWeights):
+        return None
+    assert engine.preset and engine.plan and engine.reads, "what streams has all three"
+    stats = engine.reads.stats()
+    return StreamReport(
+        policy=engine.preset.name,
+        direct=engine.is_direct,
+        plan=engine.plan,
+        prefill=_phase(weights.prefill),
+        decode=_phase(weights.decode),
+        read_needed=stats.bytes_urgent,
+        read_ahead=stats.bytes_ahead,
+        num_reads=stats.num_reads,
+        read_s=stats.busy_ns / 1e9,
+    )
+
+
+def _phase(counts: PhaseCounts) -> PhaseReport:
+    return PhaseReport(
+        counts.needed,
+        counts.hits,
+        counts.foretold,
+        counts.right,
+        counts.abandoned,
+        counts.substituted,
+        counts.stall_ns / 1e9,
+    )
+
+
+def report_lines(facts: RunReport) -> list[tuple[str, str]]:
+    """A report as names and values, for people."""
+    cache = f"{size_text(facts.kv_cache_bytes)} for {facts.context_tokens} tokens"
+    lines = [("dense weights", size_text(facts.dense_bytes)), ("key-value cache", cache)]
+    if facts.stream is None:
+        lines.insert(0, ("experts used", f"{size_text(facts.experts_asked_for_bytes)}, where they lie in mapped files"))
+    else:
+        lines += _stream_lines(facts.stream)
+    if facts.anonymous_bytes is not None:
+        lines.append(("memory", f"{size_text(facts.anonymous_bytes)} of the process's own, libraries' too"))
+    lines.append(("computed by", facts.computed_by))
+    return lines + [("fallback", what) for what in facts.fallbacks]
+
+
+def _stream_lines(stream: StreamReport) -> list[tuple[str, str]]:
+    plan = stream.plan
+    spent = plan.dense + plan.cache + plan.workspace + plan.predictors + plan.arena
+    read = stream.read_needed + stream.read_ahead
+    rate = f", {read / stream.read_s / 1e6:,.0f} MB/s" if stream.read_s else ""
+    way = "past the system's cache" if stream.direct else "through the system's cache"
+    lines = [
+        ("budget", f"{size_text(plan.budget)}, {size_text(spent)} spent: {size_text(plan.arena)} for experts"),
+        ("policy", stream.policy),
+        ("prefill", _phase_text(stream.prefill)),
+        ("decode", _phase_text(stream.decode)),
+        ("experts read", f"{size_text(read)}, {size_text(stream.read_ahead)} of it ahead{rate}, {way}"),
+    ]
+    foretold = stream.prefill.foretold + stream.decode.foretold
+    if foretold:
+        right = stream.prefill.foretold_right + stream.decode.foretold_right
+        lines.append(("foretold", f"{foretold} experts, {right / foretold:.0%} of them chosen"))
+    if stream.decode.substituted:
+        lines.append(("substituted", f"{stream.decode.substituted} experts: another answer than the pack's"))
+    if stream.read_s:
+        hidden = 1 - (stream.prefill.stall_s + stream.decode.stall_s) / stream.read_s
+        lines.append(("read time", f"{stream.read_s:.2f} s, {max(hidden, 0):.0%} of it behind computation"))
+    return lines
+
+
+def _phase_text(phase: PhaseReport) -> str:
+    if not phase.experts_needed:
+        return "no experts needed"
+    rate = phase.hits / phase.experts_needed
+    return f"{rate:.1%} of {phase.experts_needed} experts were there or on their way; waited {phase.stall_s:.2f} s"
+
+
+def _computed_by(engine: Engine) -> str:
+    threads = engine.options.threads or num_cpus()
+    counted = f"{threads} thread{'s' if threads > 1 else ''}"
+    if engine.kernels is not None:
+        return f"native kernels, {engine.kernels.instruction_set}, {counted}"
+    device = engine.options.device
+    if device == "cpu" and not is_available():
+        return f"torch, {counted}; native kernels {why_unavailable()}"
+    return f"torch on {device}" + (f", {counted}" if device == "cpu" else "")

@@ -1,0 +1,179 @@
+"""What a profile puts beside a pack: its own figures, found again by the runtime's predictions on the same tokens."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import TinyMixtral, pack
+from profiles import profiled, random_tokens
+
+from moe_pack.calib import Profile, attach
+from moe_pack.calib.attach import routing_of
+from moe_pack.calib.recall import recall_precision
+from moe_pack.formats import Checkpoint, Pack, PlanError
+from moe_pack.runtime import (
+    NO_PREDICTOR,
+    ROUTING_FILE,
+    CheckpointWeights,
+    KVCache,
+    Observed,
+    Rope,
+    Routing,
+    add_attention,
+    embed,
+    make_prediction,
+    mlp_input,
+    route_tokens,
+)
+from moe_pack.runtime.experts import run_experts
+
+SHAPE = TinyMixtral(intermediate_size=16, num_layers=4, num_experts=5, vocab_size=32)
+NUM_SEQUENCES, LENGTH, NUM_HELD_OUT = 10, 32, 2
+TOKENS = random_tokens(NUM_SEQUENCES, LENGTH, 32)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return SHAPE.write(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def profile(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    return profiled(source, tmp_path_factory.mktemp("profiled") / "p", TOKENS)
+
+
+@pytest.fixture(scope="module")
+def packed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed") / "pack"
+    pack(source, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def routing(profile: Profile, packed: Path) -> Routing:
+    with Pack(packed) as held:
+        attach(held, profile)
+        found = Routing.open(held)
+    assert found is not None
+    return found
+
+
+def test_a_profiles_figures_come_back(profile: Profile, routing: Routing) -> None:
+    assert profile.facts.text.num_held_out == NUM_HELD_OUT
+    for l in range(4):
+        statistics = profile.statistics(l)
+        assert routing.popularity[l].tolist() == statistics.tokens.tolist()
+        assert routing.mass[l].tolist() == statistics.mass.tolist()
+        assert routing.routes[:, l].tolist() == statistics.routes[-NUM_HELD_OUT * LENGTH :].tolist()
+    for name, array in profile.paths().arrays().items():
+        np.testing.assert_array_equal(routing.paths.arrays()[name], array)
+    assert routing.sequence_length == LENGTH
+    assert np.isnan(routing.recalls[0]).all() and routing.best[0] == NO_PREDICTOR
+    for l in (1, 2, 3):
+        judged = profile.predictors(l)
+        np.testing.assert_array_equal(routing.recalls[l], judged.experts)
+        assert routing.best[l] == judged.best[0]
+        kept = judged.network.arrays()
+        assert all(torch.equal(tensor, kept[name]) for name, tensor in routing.network(l).arrays().items())
+
+
+@torch.inference_mode()
+def inputs_and_routes(weights: CheckpointWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the held-out tokens: every layer's input float32 [T, L, d], and what it chose, int64 [T, L, k]."""
+    spec, cpu = weights.spec, torch.device("cpu")
+    inputs: list[list[torch.Tensor]] = [[] for _ in range(4)]
+    routes: list[list[torch.Tensor]] = [[] for _ in range(4)]
+    for sequence in TOKENS.sequences[-NUM_HELD_OUT:]:
+        cache = KVCache(spec, LENGTH, cpu)
+        angles = Rope(spec.rope, cpu)(torch.arange(LENGTH), LENGTH)
+        hidden = embed(torch.from_numpy(sequence.astype(np.int64)), weights)
+        for layer in range(4):
+            hidden = add_attention(hidden, weights, layer, cache.layer(layer), angles)
+            x = mlp_input(hidden, weights, layer)
+            experts, router_weights = route_tokens(x, weights, layer)
+            hidden = hidden + run_experts(x, experts, router_weights, weights, layer)
+            inputs[layer].append(x)
+            routes[layer].append(experts)
+    return tuple(torch.stack([torch.cat(part) for part in parts], dim=1) for parts in (inputs, routes))  # type: ignore[return-value]  # of two
+
+
+def test_the_runtimes_predictions_recall_what_the_profile_measured(source: Path, routing: Routing) -> None:
+    """On the same held-out tokens, run through the model once more; a tie broken otherwise may move one token."""
+    checkpoint = Checkpoint(source)
+    weights = CheckpointWeights(checkpoint)
+    x, routes = inputs_and_routes(weights)
+    assert routes.tolist() == routing.routes.tolist()
+    one_token = 1.01 / (len(x) * 2)
+    for layer_idx in (1, 2, 3):
+        before = routes[:, max(layer_idx - 2, 0) : layer_idx]
+        seen = Observed(x[:, layer_idx - 1], before.numpy())
+        measured = routing.recalls[layer_idx]
+        expected = {
+            "popularity": measured[0],
+            "paths": measured[1],
+            "router": measured[2],
+            "mlp": measured[3 + int(routing.network(layer_idx).out_weight is not None)],
+            "best": measured[routing.best[layer_idx]],
+        }
+        for name, row in expected.items():
+            prediction = make_prediction(name, weights, routing)  # type: ignore[arg-type]  # a Literal each
+            assert prediction is not None
+            told = prediction.scores(layer_idx, seen)
+            assert told is not None
+            scores = torch.from_numpy(told.copy())
+            found = [recall_precision(scores, routes[:, layer_idx], 2)[0]]
+            found += recall_precision(scores, routes[:, layer_idx], 4)
+            np.testing.assert_allclose(found, row, rtol=0, atol=one_token, err_msg=f"{name}, layer {layer_idx}")
+    checkpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("most_tokens", "num_kept", "length"),
+    [(64, 64, 32), (63, 32, 32), (32, 32, 32), (20, 20, 20), (1, 1, 1)],
+)
+def test_of_many_held_out_tokens_the_first_whole_sequences_are_kept(
+    profile: Profile, most_tokens: int, num_kept: int, length: int
+) -> None:
+    found = routing_of(profile, most_tokens)
+    held_out = profile.statistics(2).routes[-NUM_HELD_OUT * LENGTH :]
+    assert found.sequence_length == length
+    assert found.routes[:, 2].tolist() == held_out[:num_kept].tolist()
+
+
+def test_text_of_one_sequence_holds_out_nothing_and_foretells_by_paths_alone(source: Path, tmp_path: Path) -> None:
+    found = profiled(source, tmp_path / "p", random_tokens(1, 64, 32))
+    pack(source, tmp_path / "pack")
+    with Pack(tmp_path / "pack") as held:
+        attach(held, found)
+        routing = Routing.open(held)
+    assert routing is not None and routing.best_recall is None and len(routing.routes) == 0
+    assert routing.popularity.sum() == 4 * 64 * 2
+
+
+def test_it_is_attached_again_to_the_same_bytes(profile: Profile, packed: Path, routing: Routing) -> None:
+    before = (packed / ROUTING_FILE).read_bytes()
+    with Pack(packed) as held:
+        attach(held, profile)
+    assert (packed / ROUTING_FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("shape", "what"),
+    [
+        (replace(SHAPE, seed=1), "of another checkpoint of this model"),
+        (replace(SHAPE, num_experts=4), "of another model"),
+        (replace(SHAPE, num_layers=3), "of another model"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(
+    profile: Profile, shape: TinyMixtral, what: str, tmp_path: Path
+) -> None:
+    pack(shape.write(tmp_path / "source"), tmp_path / "pack")
+    with Pack(tmp_path / "pack") as held, pytest.raises(PlanError) as refused:
+        attach(held, profile)
+    assert str(refused.value) == (
+        f"--profile {profile.folder}: found a profile {what}; profile the one packed in {tmp_path / 'pack'}"
+    )
+    assert not (tmp_path / "pack" / ROUTING_FILE).exists()

@@ -1,0 +1,193 @@
+"""`moe-pack synth` as a person meets it: what it says, and where its files are."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from models import TESTS, TinyMixtral
+from profiles import folder_bytes, profiled, random_tokens
+
+from moe_pack.convert.cli import main
+from moe_pack.convert.memory_files import link_memory_folder
+from moe_pack.formats import ConversionError, Pack
+from moe_pack.runtime.cli import main as moe_run
+
+NOISE = "synthetic: its weights are random, its text is noise"
+CONFIG = TinyMixtral(num_layers=3, num_experts=4, vocab_size=128)
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
+
+
+def bench(folder: Path, *options: object) -> Result:
+    return CliRunner().invoke(moe_run, [str(part) for part in (folder, "--bench", *options)], prog_name="moe-run")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG.config_json()))
+    return path
+
+
+def test_every_output_about_a_pack_says_that_its_text_is_noise(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "pack"
+    first, again = run("synth", config, "-o", out), run("synth", config, "-o", out)
+    assert first.exit_code == again.exit_code == 0, first.stderr
+    assert re.fullmatch(
+        rf"{out}: [\d.]+ KiB, [\d.]+ bits an expert weight, in [\d.]+ s \(\d+ MB/s\); {NOISE}\n"
+        rf"how fast it runs here: moe-run {out} --bench\n",
+        first.stdout,
+    )
+    assert re.fullmatch(rf"mixtral, 3 layers of 4 experts: about [\d.]+ KiB; {NOISE}\n", first.stderr)
+    assert again.stdout == (f"{out}: holds the pack of this model with these options already; nothing to do; {NOISE}\n")
+    for shown in (run("inspect", out), run("verify", out), bench(out, "-n", 2, "--prompt-tokens", 4)):
+        assert shown.exit_code == 0, shown.stderr
+        assert NOISE in shown.stdout
+    for shown in (
+        run("inspect", out, "--json"),
+        run("verify", out, "--json"),
+        bench(out, "-n", 2, "--prompt-tokens", 4, "--json"),
+    ):
+        assert json.loads(shown.stdout)["synthetic"] is True
+
+
+def test_a_prompt_is_refused_because_such_a_pack_has_no_text(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "pack"
+    run("synth", config, "-o", out)
+    result = CliRunner().invoke(moe_run, [str(out), "--prompt", "It was"], prog_name="moe-run")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"moe-run: {out}: is a synthetic pack: its weights are random, so it has no tokenizer and no text; "
+        "moe-run --bench measures how fast it runs\n"
+    )
+
+
+def test_every_option_reaches_the_pack(config: Path, tmp_path: Path) -> None:
+    plain, other = tmp_path / "plain", tmp_path / "other"
+    assert run("synth", config, "-o", plain).exit_code == 0
+    options = "--layers 2 --vocab 64 --selector both --selector-bits 2 --record-bits 3 --group-size 32 --scale-bits 8"
+    more = "--dense-bits 8 --sparsity 0.5 --skew 1 --path-correlation 0.5 --seed 3 --workers 1"
+    assert run("synth", config, "-o", other, *options.split(), *more.split()).exit_code == 0
+    with Pack(plain) as first, Pack(other) as second:
+        assert (first.spec.num_hidden_layers, first.spec.vocab_size, first.manifest.selector) == (3, 128, "up")
+        assert (second.spec.num_hidden_layers, second.spec.vocab_size, second.manifest.selector) == (2, 64, "both")
+        assert first.index.experts[0][0].down.width == 4
+        assert second.index.experts[0][0].down.width == 3
+        assert (first.thresholds == 0).all() and (second.thresholds > 0).all()
+        assert [dense.name for dense in first.manifest.dense] == []
+        assert second.manifest.dense[0].format.width == 8
+    for option in ("--skew 0.5", "--path-correlation 0.5", "--seed 1"):
+        assert run("synth", config, "-o", tmp_path / option, *option.split()).exit_code == 0
+        changed = folder_bytes(tmp_path / option)
+        assert changed["dense.safetensors"] != (plain / "dense.safetensors").read_bytes()
+
+
+def test_the_plan_that_the_page_shows_makes_the_pack_it_describes(tmp_path: Path) -> None:
+    page = (TESTS.parent / "docs" / "moe-pack.md").read_text("utf-8")
+    shown = re.search(r"```json\n(.*?)```", page, re.DOTALL)
+    assert shown is not None
+    (tmp_path / "plan.json").write_text(shown[1])
+    (tmp_path / "config.json").write_text(json.dumps(TinyMixtral().config_json()))
+    result = run("synth", tmp_path, "-o", tmp_path / "pack", "--plan", tmp_path / "plan.json")
+    assert result.exit_code == 0, result.stderr
+    facts = json.loads(run("inspect", tmp_path / "pack", "--json").stdout)
+    assert [expert["gate"] for expert in facts["experts"][0]] == ["4 bit g64", "2 bit g64"]
+    assert facts["dense"]["head"]["width"] == 8
+
+
+def test_experts_can_be_as_popular_as_in_a_profile(tmp_path: Path) -> None:
+    source = CONFIG.write(tmp_path / "source")
+    profiled(source, tmp_path / "profile", random_tokens(2, 128, 128))
+    options = ("-o", tmp_path / "pack", "--profile", tmp_path / "profile")
+    assert run("synth", source, *options).exit_code == 0
+    assert run("synth", source, *options).stdout.startswith(f"{tmp_path}/pack: holds the pack of this model")
+    result = run("synth", source, "--layers", 2, "-o", tmp_path / "other", "--profile", tmp_path / "profile")
+    assert "--profile: found 3 layers of 4 experts, expected 2 of 4" in result.stderr
+
+
+WRONG = {
+    "unknown model": (["synth", "gpt-4"], 1, "moe-pack: gpt-4: no such file or folder, nor a model whose dimensions"),
+    "plan and bits": (["--plan", "p", "--dense-bits", "8"], 2, "--plan: says all of a plan; leave --dense-bits out"),
+    "profile and skew": (["--profile", "p", "--skew", "1"], 2, "--profile: says how popular experts are; leave --skew"),
+    "skew": (["--skew", "nan"], 2, "--skew: found nan, expected a number from 0 to 4"),
+    "correlation": (["--path-correlation", "1.01"], 2, "--path-correlation: found 1.01, expected a number from 0 to 1"),
+    "sparsity": (["--sparsity", "1"], 2, "--sparsity: found 1.0, expected a share from 0 up to, but not, 1"),
+    "group": (["--group-size", "128"], 1, "group size 128 does not divide rows of 64 values"),
+    "no plan": (["--plan", "/nowhere/plan.json"], 1, "moe-pack: plan.json: file is missing"),
+    "no profile": (["--profile", "/nowhere"], 1, "moe-pack: /nowhere: found no profile.json"),
+    "layers": (["--layers", "4"], 1, "--layers: found 4, this model's num_hidden_layers is 3"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_ends_in_a_line_that_says_what_to_do(name: str, config: Path, tmp_path: Path) -> None:
+    options, exit_code, line = WRONG[name]
+    arguments = options if options[0] == "synth" else ["synth", config, *options]
+    result = run(*arguments, "-o", tmp_path / "pack")
+    assert result.exit_code == exit_code
+    assert line in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "pack").exists()
+
+
+def test_a_plan_for_another_model_or_with_an_unknown_key_is_refused(config: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"selector": "up", "quantizer": "nearest", "experts": [], "dense": null}')
+    result = run("synth", config, "-o", tmp_path / "pack", "--plan", path)
+    assert result.stderr == "moe-pack: plan: 0 layers planned, the model has 3 with experts\n"
+    path.write_text('{"selector": "up", "quantizer": "nearest", "experts": [], "dense": null, "name": "mine"}')
+    result = run("synth", config, "-o", tmp_path / "pack", "--plan", path)
+    assert result.stderr == f"moe-pack: {path}: unknown key 'name'\n"
+
+
+def test_a_folder_that_holds_something_else_is_refused(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "pack"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    result = run("synth", config, "-o", out)
+    assert result.exit_code == 1
+    assert "holds 'notes.txt', which is no conversion; give a new or empty folder" in result.stderr
+
+
+def test_a_pack_in_memory_is_a_link_that_says_how_to_remove_it(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "link"
+    result = run("synth", config, "-o", out, "--in-memory")
+    assert result.exit_code == 0, result.stderr
+    folder = out.readlink()
+    try:
+        assert result.stdout.endswith(
+            f"in memory, and gone after a restart; to have the memory back: rm -r {folder} {out}\n"
+        )
+        run("synth", config, "-o", tmp_path / "plain")
+        assert folder_bytes(folder) == folder_bytes(tmp_path / "plain")
+        assert run("verify", out).exit_code == 0
+        assert "nothing to do" in run("synth", config, "-o", out, "--in-memory").stdout
+        shutil.rmtree(folder)  # as a restart does
+        assert run("verify", out).exit_code == 1
+        assert run("synth", config, "-o", out, "--in-memory").exit_code == 0
+        assert run("verify", out).exit_code == 0
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_in_memory_what_stands_in_the_link_s_place_stays(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "folder")
+    for name, line in {
+        "folder": "is there already; --in-memory makes a link of this name, give another one",
+        "elsewhere": f"links to {tmp_path}/folder, not to a pack in memory; remove it",
+    }.items():
+        result = run("synth", config, "-o", tmp_path / name, "--in-memory")
+        assert result.stderr.endswith(f"moe-pack: {tmp_path}/{name}: {line}\n")
+    assert list((tmp_path / "folder").iterdir()) == []
+
+
+def test_more_than_memory_has_room_for_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match=r"^--in-memory: .* free, expected 4,611,686,018,427,387,904; give fewer"):
+        link_memory_folder(tmp_path / "link", 1 << 62)
+    assert not (tmp_path / "link").is_symlink()

@@ -1,0 +1,74 @@
+"""A model by name or config.json alone: its spec, cut where that is asked for."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from models import DEMO_MODEL, TinyMixtral
+from published import PUBLISHED, spec_of
+
+from moe_pack.formats import SHORT_NAMES, Checkpoint, CheckpointError, model_spec
+from moe_pack.formats.families import published_names
+
+
+def test_every_published_model_is_known_by_its_name_to_convert_too() -> None:
+    assert set(published_names()) == {model.name for model in PUBLISHED} <= set(SHORT_NAMES)
+    for model in PUBLISHED:
+        assert model_spec(model.name) == spec_of(model)
+
+
+def test_a_name_may_be_another_one_of_the_same_checkpoint_in_any_case() -> None:
+    assert model_spec("mixtral") == model_spec("Mixtral-8x7B") == model_spec("mixtral-8x7b")
+    assert model_spec("granite-1b-a400m") == model_spec("granite-3.0-1b-a400m")
+
+
+def test_a_folder_or_a_file_is_read_before_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint(DEMO_MODEL)
+    checkpoint.close()
+    assert model_spec(str(DEMO_MODEL)) == model_spec(str(DEMO_MODEL / "config.json")) == checkpoint.spec
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mixtral-8x7b").symlink_to(DEMO_MODEL)
+    assert model_spec("mixtral-8x7b") == checkpoint.spec
+
+
+def test_the_first_layers_and_tokens_alone_leave_all_else_as_it_was() -> None:
+    whole = model_spec("mixtral-8x7b")
+    assert model_spec("mixtral-8x7b", 5, 1000) == replace(
+        whole, num_hidden_layers=5, moe_layers=(0, 1, 2, 3, 4), vocab_size=1000
+    )
+    assert model_spec("mixtral-8x7b", 32, 32000) == whole
+    cut = model_spec("deepseek-v2-lite", 3)
+    assert (cut.moe_layers, cut.dense_intermediate_size) == ((1, 2), 10944)
+
+
+REFUSED = {
+    "no such model": (("gpt-4", None, None), r"gpt-4: no such file or folder, nor a model .* \(deepseek-v2, .*-a3b\)"),
+    "too many layers": (("mixtral", 33, None), r"--layers: found 33, this model's num_hidden_layers is 32; give a .*"),
+    "too many tokens": (("mixtral", None, 32001), r"--vocab: found 32001, this model's vocab_size is 32000; give a .*"),
+    "no layer with experts": (
+        ("glm-4.5-air", 1, None),
+        r"glm-4.5-air's config.json: moe_layers .* \(with --layers 1; .*",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_model_or_not_of_its_size_is_refused_with_what_to_do(name: str) -> None:
+    arguments, line = REFUSED[name]
+    with pytest.raises(CheckpointError) as caught:
+        model_spec(*arguments)
+    assert re.fullmatch(line, str(caught.value))
+
+
+def test_a_config_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        model_spec(str(tmp_path))
+    path.write_text("[]")
+    with pytest.raises(CheckpointError, match=r"config\.json: expected a JSON object"):
+        model_spec(str(path), 1, 1)
+    path.write_text(json.dumps(TinyMixtral(config={"num_hidden_layers": "2"}).config_json()))
+    with pytest.raises(CheckpointError, match="num_hidden_layers is '2', expected a whole number"):
+        model_spec(str(path))
