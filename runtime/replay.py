@@ -101,15 +101,14 @@ def optimum(passes: Passes, facts: CacheFacts, extent_bytes: Array) -> Played:
     return played
 
 
-def auto_policy(
-    passes: Passes, facts: CacheFacts, extent_bytes: Array, paths: PathShares | None = None
-) -> tuple[PolicyName, dict[PolicyName, Played]]:
-    """The policy to take for such routes, by `best_of`, and what all of them come to.
+def auto_policy(passes: Passes, facts: CacheFacts, extent_bytes: Array) -> tuple[PolicyName, dict[PolicyName, Played]]:
+    """The policy to take for such routes, by `best_of`, and what all of them come to without foretelling.
 
-    What cannot be foretold from routes counts for nothing, nor does `importance` where scores are not known.
+    Foretelling is left out because most of it cannot be judged by routes, and what it brings is read all the same.
+    `importance` is left out where scores are not known.
     """
     names = [name for name in _SIMPLEST_FIRST if name != "importance" or passes.scores is not None]
-    table = {name: replay(passes, facts, extent_bytes, PRESETS[name], paths=paths) for name in names}
+    table = {name: replay(passes, facts, extent_bytes, PRESETS[name].alone()) for name in names}
     return best_of(table), table
 
 
