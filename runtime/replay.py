@@ -81,9 +81,9 @@ def replay(
 ) -> Played:
     """Plays routes against a preset.
 
-    What is foretold is taken from `record` where the run had this preset and these pages; else, in passes of one token,
-    from the routes so far where the preset's prediction needs no more. Then it is asked for once the layer before has
-    all it needs.
+    What is foretold is taken from `record` where the run had this policy and these pages: all that it asked for. Else,
+    in passes of one token, from the routes so far where the preset's prediction needs no more; it is then asked for
+    once the layer before has all it needs.
     Args:    extent_bytes: int64 [L, E], what bringing each expert reads.   paths: for predictions from paths.
     """
     assert facts.pages.shape == (passes.routes.shape[1], passes.num_experts), "routes of this model"
@@ -196,10 +196,10 @@ def _prophet(
     passes: Passes, facts: CacheFacts, preset: Preset, record: Record | None, paths: PathShares | None
 ) -> tuple[Foretelling, _Silent]:
     num_ahead = preset.num_foretold(facts.num_active)
+    if record is not None and (record.facts.policy, record.facts.num_pages) == (preset.name, facts.num_pages):
+        return ("recorded", _Recorded(record.requests)) if record.requests else ("none", _Silent())
     if num_ahead == 0:
         return "none", _Silent()
-    if record is not None and (record.facts.policy, record.facts.num_pages) == (preset.name, facts.num_pages):
-        return "recorded", _Recorded(record.requests)
     if preset.prediction == "popularity":
         return "routes", _FromRoutes(passes, num_ahead, None)
     if preset.prediction == "paths" and paths is not None:
