@@ -6,91 +6,22 @@ memory exceeds the limit at any sample.
 """
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import get_args
 
 import click
 from generate_checkpoint import Shape, generate
+from memory_cgroup import MemoryCgroup, NoCgroupError, drop_page_cache, measure, tree_anonymous_bytes
 
 from moe_pack.convert import layout_for
 from moe_pack.formats import Checkpoint, Pack, Quantizer, part_format, uniform_plan
 
-_SAMPLE_SECONDS = 0.05
 _MIXTRAL_8X7B = Shape()
-
-
-class NoCgroupError(Exception):
-    """A memory cgroup cannot be made here; the text says why."""
-
-
-class MemoryCgroup:
-    """A memory cgroup (version 1) below this process's own, so that whatever limits this one limits it too."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.folder = _own_cgroup() / f"moe-pack-{os.getpid()}"
-        try:
-            self.folder.mkdir()
-        except OSError as fault:
-            raise NoCgroupError(f"{self.folder}: {fault.strerror}") from fault
-        try:
-            self._write("memory.limit_in_bytes", limit_bytes)
-            # No way out through swap. A limit on memory and swap together would be hit first, and failcnt stay at zero.
-            self._write("memory.swappiness", 0)
-        except OSError as fault:
-            self.folder.rmdir()
-            raise NoCgroupError(f"{self.folder}: limit cannot be set ({fault.strerror})") from fault
-
-    def __enter__(self) -> "MemoryCgroup":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for _ in range(100):  # a process just ended may still be counted in for a moment
-            try:
-                self.folder.rmdir()
-                return
-            except OSError:
-                time.sleep(0.05)
-        click.echo(f"{self.folder}: cannot be removed", err=True)
-
-    def read(self, name: str) -> int:
-        """A file that holds one number."""
-        return int((self.folder / name).read_text())
-
-    def anonymous_bytes(self) -> int:
-        """Anonymous and shared memory of all processes inside."""
-        stat = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
-        return int(stat["total_rss"]) + int(stat["total_shmem"])
-
-    def inside(self, command: list[str]) -> list[str]:
-        """The command, entering the cgroup before it starts."""
-        return ["sh", "-c", 'echo $$ > "$1" && shift && exec "$@"', "sh", str(self.folder / "cgroup.procs"), *command]
-
-    def _write(self, name: str, number: int) -> None:
-        (self.folder / name).write_text(str(number))
-
-
-def _own_cgroup() -> Path:
-    """This process's folder in the memory hierarchy."""
-    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    roots = [Path(mount[1]) for mount in mounts if mount[2] == "cgroup" and "memory" in mount[3].split(",")]
-    groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    paths = [path for _, controllers, path in groups if "memory" in controllers.split(",")]
-    if not roots or not paths:
-        raise NoCgroupError("no memory cgroup hierarchy of version 1 is mounted")
-    own = roots[0] / paths[0].lstrip("/")
-    return own if own.is_dir() else roots[0]  # in a container the mount may begin at our own group
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,70 +58,6 @@ class Run:
         return None
 
 
-def tree_anonymous_bytes(pid: int) -> int:
-    """Anonymous and shared memory of a process and its descendants; 0 for one that has ended."""
-    total = 0
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith(("RssAnon:", "RssShmem:")):
-                total += int(line.split()[1]) * 1024
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            total += sum(tree_anonymous_bytes(int(child)) for child in (task / "children").read_text().split())
-    except (FileNotFoundError, ProcessLookupError):
-        pass  # it or a thread of it ended while we looked
-    return total
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A command that was run to its end: what it took, and the end of what it wrote on standard error."""
-
-    exit_code: int
-    seconds: float
-    peak_bytes: int
-    num_samples: int
-    major_faults: int
-    errors: str
-
-
-def measure(command: list[str], anonymous_bytes: Callable[[int], int]) -> Measured:
-    """Runs a command to its end, sampling; `anonymous_bytes` is given its pid."""
-    peak = num_samples = 0
-    with tempfile.TemporaryFile() as errors:
-        began = time.monotonic()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
-        try:
-            while True:
-                pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-                if pid:
-                    break
-                peak, num_samples = max(peak, anonymous_bytes(process.pid)), num_samples + 1
-                time.sleep(_SAMPLE_SECONDS)
-            process.returncode = os.waitstatus_to_exitcode(status)
-        finally:
-            if process.returncode is None:
-                process.kill()
-                process.wait()
-        seconds = time.monotonic() - began
-        errors.seek(0)
-        text = errors.read()[-2000:].decode(errors="replace").strip()
-    return Measured(process.returncode, seconds, peak, num_samples, usage.ru_majflt, text)
-
-
-def drop_page_cache(source: Path) -> bool:
-    """Empties the page cache; where only root may, at least of the source, as far as the kernel agrees."""
-    os.sync()
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("1")
-        return True
-    except OSError:
-        for path in source.glob("*.safetensors"):
-            fd = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
-        return False
-
-
 def _predicted(source: Path, quantizer: Quantizer, bits: int) -> dict[str, int]:
     """The bytes of every large file of the pack, before it is made."""
     part = part_format(bits, 64)
@@ -222,7 +89,6 @@ def convert_measured(
             Pack(out).close()  # compares the size of every file with the manifest's
     finally:
         shutil.rmtree(out, ignore_errors=True)
-    oom_control = (cgroup.folder / "memory.oom_control").read_text().split() if cgroup else []
     return Run(
         where="no cgroup" if cgroup is None else "cgroup",
         exit_code=measured.exit_code,
@@ -231,10 +97,10 @@ def convert_measured(
         peak_anonymous_bytes=measured.peak_bytes,
         num_samples=measured.num_samples,
         major_faults=measured.major_faults,
-        cgroup_limit_bytes=cgroup.read("memory.limit_in_bytes") if cgroup else None,
-        failcnt=cgroup.read("memory.failcnt") if cgroup else None,
-        max_usage_bytes=cgroup.read("memory.max_usage_in_bytes") if cgroup else None,
-        oom_kills=int(oom_control[oom_control.index("oom_kill") + 1]) if "oom_kill" in oom_control else None,
+        cgroup_limit_bytes=cgroup.limit_bytes if cgroup else None,
+        failcnt=cgroup.num_refused if cgroup else None,
+        max_usage_bytes=cgroup.peak_bytes if cgroup else None,
+        oom_kills=cgroup.num_kills if cgroup else None,
         predicted_bytes=sum(predicted.values()),
         found_bytes=sum(sizes.get(name, 0) for name in predicted),
         pack_bytes=sum(sizes.values()),

@@ -140,6 +140,7 @@ class LlamaFacts:
     weight_bytes: int
     context_tokens: int
     buffers: list[str]
+    load_s: float
 
 
 class Llama:
@@ -151,7 +152,7 @@ class Llama:
         self.num_decoded = num
         script = Path(__file__).with_name("llama_speed.py")
         command = [str(python), str(script), str(gguf), "--quantized", quantized, "--context", str(context)]
-        command += ["--dimensions", json.dumps(_dimensions(spec))]
+        command += ["--dimensions", json.dumps(dimensions(spec))]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.facts = LlamaFacts(**json.loads(self._line()))
 
@@ -178,7 +179,7 @@ class Llama:
         return line
 
 
-def _dimensions(spec: ModelSpec) -> dict[str, object]:
+def dimensions(spec: ModelSpec) -> dict[str, object]:
     """What `llama_speed.Dimensions` has."""
     attention = spec.attention
     assert isinstance(attention, GroupedQuerySpec), "both families have grouped queries"

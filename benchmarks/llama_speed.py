@@ -1,13 +1,14 @@
-"""llama.cpp's side of `decode_speed.py`: writes a random GGUF, loads it, and times what it is told on standard input.
+"""llama.cpp's side of `decode_speed.py` and `streaming_speed.py`: writes a GGUF, loads it, and times what it is told.
 
 A process of its own, for a Python that has `llama_cpp`, `gguf` and numpy; the project needs none of the first two. It
-prints one line of JSON when the model is loaded, then one for each line of JSON it reads: a `prompt` that goes first,
-then `tokens`, timed, all `at_once` or one by one, with so many `threads`. Ids are given: nothing is sampled. Only the
-last token of a batch gets logits, unless `all_logits`; llama.cpp then runs the last layer's experts for that token
-alone. It ends when standard input does.
+prints one line of JSON when the model is loaded, then one for each line of JSON on standard input: a `prompt` that goes
+first, then `tokens`, timed, all `at_once` or one by one, with so many `threads`; one by one they end after `limit_s`
+seconds. Ids are given: nothing is sampled. Only the last token of a batch gets logits, unless `all_logits`; llama.cpp
+then runs the last layer's experts for that token alone. It ends when standard input does.
 
-The weights mean nothing. Blocks are random codes under scales that give them the standard deviation that
-`generate_checkpoint.py` gives ours.
+Blocks are random codes under scales that give them the standard deviation that `generate_checkpoint.py` gives ours,
+or the one that is given. Tensors that lie in the folder given, as `NAME.npy`, are quantized as they are: routers,
+attention and embedding, which with such experts decide where tokens go.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import gguf
@@ -73,7 +74,30 @@ class Dimensions:
                 yield f"{layer}.ffn_{name}_exps.weight", shape, True
 
 
-def write_gguf(path: Path, model: Dimensions, quantized: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What is not left to chance: tensors, each in a file of `folder`, and deviations of others by their last name."""
+
+    folder: Path | None = None
+    deviations: dict[str, float] = field(default_factory=dict)
+
+    def values(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
+        """A tensor that is given."""
+        path = self.folder / f"{name}.npy" if self.folder else None
+        if path is None or not path.exists():
+            return None
+        values = np.load(path).astype(np.float32)
+        if values.shape != shape:
+            sys.exit(f"{path}: found shape {values.shape}, expected {shape}")
+        return values
+
+    def deviation(self, name: str) -> float:
+        """Of the random weights of a tensor."""
+        scale = _EMBEDDING_SCALE if name == "token_embd.weight" else 1.0
+        return self.deviations.get(name.split(".")[-2], _STANDARD_DEVIATION * scale)
+
+
+def write_gguf(path: Path, model: Dimensions, quantized: str, given: Given) -> None:
     """Writes the file beside its place, a tensor in memory at a time, and renames it."""
     beside = path.with_suffix(".tmp")
     writer = gguf.GGUFWriter(beside, model.arch)
@@ -88,11 +112,16 @@ def write_gguf(path: Path, model: Dimensions, quantized: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     generator = np.random.default_rng(0)
-    pools = {scale: _pool(quantized, scale, generator) for scale in (1.0, _EMBEDDING_SCALE)}
+    pools: dict[float, NDArray[np.uint8]] = {}
     for name, shape, is_quantized in model.tensors():
-        if is_quantized:
-            pool = pools[_EMBEDDING_SCALE if name == "token_embd.weight" else 1.0]
-            writer.write_tensor_data(_blocks(_stored_shape(shape, quantized), pool, generator))
+        values = given.values(name, shape)
+        if values is not None:
+            writer.write_tensor_data(gguf.quants.quantize(values, kind) if is_quantized else values)
+        elif is_quantized:
+            deviation = given.deviation(name)
+            if deviation not in pools:
+                pools[deviation] = _pool(quantized, deviation, generator)
+            writer.write_tensor_data(_blocks(_stored_shape(shape, quantized), pools[deviation], generator))
         else:
             values = generator.standard_normal(shape, np.float32) * np.float32(_STANDARD_DEVIATION)
             writer.write_tensor_data(values + np.float32(name.endswith("norm.weight")))
@@ -128,14 +157,14 @@ def _stored_shape(shape: tuple[int, ...], quantized: str) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // weights * num_bytes)
 
 
-def _pool(quantized: str, scale: float, generator: np.random.Generator) -> NDArray[np.uint8]:
+def _pool(quantized: str, deviation: float, generator: np.random.Generator) -> NDArray[np.uint8]:
     """Blocks of random codes, u8 [blocks, bytes of a block], about `_POOL_BYTES` of them."""
     _, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[quantized]]
     blocks = generator.integers(0, 256, (_POOL_BYTES // num_bytes | 1, num_bytes), np.uint8)
     if quantized == "Q4_0":
         blocks = np.where(blocks & 0x0F, blocks, blocks | 0x08)  # no code 0, which has no opposite
         blocks = np.where(blocks & 0xF0, blocks, blocks | 0x80)
-    raw = (np.array(_QUANTIZED[quantized]) * _STANDARD_DEVIATION * scale).astype(np.float16).view(np.uint8)
+    raw = (np.array(_QUANTIZED[quantized]) * deviation).astype(np.float16).view(np.uint8)
     blocks[:, : len(raw)] = raw
     return blocks
 
@@ -152,17 +181,26 @@ def _blocks(shape: tuple[int, ...], pool: NDArray[np.uint8], generator: np.rando
     return flat.reshape(shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of a prompt, and of so many tokens after it."""
+
+    prompt_s: float
+    seconds: float
+    num_tokens: int
+
+
 class Llama:
     """A loaded model and one sequence; keeps what llama.cpp said of its buffers while loading."""
 
-    def __init__(self, path: Path, context_tokens: int, repack: bool) -> None:
+    def __init__(self, path: Path, context_tokens: int, repack: bool, mapped: bool) -> None:
         self.log: list[str] = []
         self._on_log = llama_cpp.llama_log_callback(lambda _, text, __: self.log.append(text.decode(errors="replace")))
         llama_cpp.llama_log_set(self._on_log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = 0
-        model_params.load_mode = 0  # LLAMA_LOAD_MODE_NONE: read into memory, not mapped
+        model_params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP if mapped else llama_cpp.LLAMA_LOAD_MODE_NONE
         model_params.use_extra_bufts = repack
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
         if not self._model:
@@ -179,23 +217,35 @@ class Llama:
         self.weight_bytes: int = llama_cpp.llama_model_size(self._model)
         self.buffers = [line.strip() for line in "".join(self.log).splitlines() if "buffer size" in line]
 
-    def time(self, prompt: list[int], tokens: list[int], at_once: bool, threads: int, all_logits: bool) -> float:
-        """Seconds for `tokens` after `prompt`, from an empty context."""
+    def time(
+        self,
+        prompt: list[int],
+        tokens: list[int],
+        at_once: bool,
+        threads: int,
+        all_logits: bool,
+        limit_s: float = float("inf"),
+    ) -> Timing:
+        """Times `tokens` after `prompt`, from an empty context; no further one begins after `limit_s` seconds."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
         llama_cpp.llama_set_n_threads(self._context, threads, threads)
+        asked = time.perf_counter()
         if prompt:
             self._decode(prompt, 0)
-        began = time.perf_counter()
+        began, num_tokens = time.perf_counter(), len(tokens)
         if at_once:
             self._decode(tokens, len(prompt), all_logits)
         else:
             for position, token in enumerate(tokens, len(prompt)):
                 self._decode([token], position)
+                if time.perf_counter() - began > limit_s:
+                    num_tokens = position + 1 - len(prompt)
+                    break
         seconds = time.perf_counter() - began
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, -1), (self.vocab_size,))
         if not np.isfinite(logits).all() or not logits.any():
             sys.exit("logits are not finite, or all zero")
-        return seconds
+        return Timing(began - asked, seconds, num_tokens)
 
     def _decode(self, ids: list[int], position: int, all_logits: bool = False) -> None:
         """Appends tokens; the last one's logits are there when this returns."""
@@ -220,10 +270,20 @@ def main() -> None:
     parser.add_argument("--quantized", choices=list(_QUANTIZED), default="Q4_0")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--no-repack", action="store_true", help="leave the weights in the file's order")
+    parser.add_argument(
+        "--mapped", action="store_true", help="leave the weights in the file, mapped; not with repacking"
+    )
+    parser.add_argument("--given", type=Path, help="a folder with tensors that are not random")
+    parser.add_argument("--deviations", type=json.loads, default={}, help="of random tensors, by their name, as JSON")
+    parser.add_argument("--write-only", action="store_true", help="write the file and end")
     options = parser.parse_args()
     if not options.gguf.exists():
-        write_gguf(options.gguf, Dimensions(**options.dimensions), options.quantized)
-    llama = Llama(options.gguf, options.context, not options.no_repack)
+        given = Given(options.given, options.deviations)
+        write_gguf(options.gguf, Dimensions(**options.dimensions), options.quantized, given)
+    if options.write_only:
+        return
+    began = time.perf_counter()
+    llama = Llama(options.gguf, options.context, not (options.no_repack or options.mapped), options.mapped)
     ready = {
         "version": llama_cpp.__version__,
         "system": llama_cpp.llama_print_system_info().decode().strip(" |"),
@@ -231,10 +291,11 @@ def main() -> None:
         "weight_bytes": llama.weight_bytes,
         "context_tokens": llama.context_tokens,
         "buffers": llama.buffers,
+        "load_s": time.perf_counter() - began,
     }
     print(json.dumps(ready), flush=True)
     for line in sys.stdin:
-        print(json.dumps({"seconds": llama.time(**json.loads(line))}), flush=True)
+        print(json.dumps(asdict(llama.time(**json.loads(line)))), flush=True)
 
 
 if __name__ == "__main__":

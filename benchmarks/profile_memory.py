@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
-from bounded_memory import MemoryCgroup, NoCgroupError, drop_page_cache, measure, tree_anonymous_bytes
 from generate_checkpoint import Shape, generate
+from memory_cgroup import MemoryCgroup, NoCgroupError, drop_page_cache, measure, tree_anonymous_bytes
 
 from moe_pack.calib import Profile
 
@@ -87,9 +87,9 @@ def profile_measured(
         peak_anonymous_bytes=measured.peak_bytes,
         num_samples=measured.num_samples,
         major_faults=measured.major_faults,
-        cgroup_limit_bytes=cgroup.read("memory.limit_in_bytes") if cgroup else None,
-        failcnt=cgroup.read("memory.failcnt") if cgroup else None,
-        max_usage_bytes=cgroup.read("memory.max_usage_in_bytes") if cgroup else None,
+        cgroup_limit_bytes=cgroup.limit_bytes if cgroup else None,
+        failcnt=cgroup.num_refused if cgroup else None,
+        max_usage_bytes=cgroup.peak_bytes if cgroup else None,
         profile_bytes=profile_bytes,
         page_cache_dropped=dropped,
         errors=measured.errors if measured.exit_code else "",

@@ -1,0 +1,222 @@
+"""Runs commands in a memory cgroup, from an empty page cache, and samples how much anonymous memory they hold."""
+
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import click
+
+SAMPLE_SECONDS = 0.05
+
+
+class NoCgroupError(Exception):
+    """A memory cgroup cannot be made here; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What a version of the interface calls its files and counters."""
+
+    limit: str
+    peak: str
+    refused: tuple[str, str]  # file and counter; a file without counters holds one number
+    kills: tuple[str, str]
+    anonymous: tuple[str, str]  # in memory.stat
+    no_swap: str  # no way out through swap
+
+
+_VERSION_1 = _Names(
+    "memory.limit_in_bytes",
+    "memory.max_usage_in_bytes",
+    ("memory.failcnt", ""),
+    ("memory.oom_control", "oom_kill"),
+    ("total_rss", "total_shmem"),
+    # A limit on memory and swap together would be hit first, and failcnt stay at zero.
+    "memory.swappiness",
+)
+_VERSION_2 = _Names(
+    "memory.max",
+    "memory.peak",
+    ("memory.events", "max"),
+    ("memory.events", "oom_kill"),
+    ("anon", "shmem"),
+    "memory.swap.max",
+)
+
+
+class MemoryCgroup:
+    """A memory cgroup below this process's own, so that whatever limits this one limits it too; removed at the end.
+
+    It counts the page cache that its processes are the first to ask for: what others had read before is theirs.
+    Raises:  NoCgroupError where none can be made.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        parent, self._names = _parent()
+        self.folder = parent / f"moe-pack-{os.getpid()}"
+        try:
+            self.folder.mkdir()
+        except OSError as fault:
+            raise NoCgroupError(f"{self.folder}: {fault.strerror}") from fault
+        try:
+            (self.folder / self._names.limit).write_text(str(limit_bytes))
+            if (no_swap := self.folder / self._names.no_swap).exists():  # version 2 without swap has none
+                no_swap.write_text("0")
+        except OSError as fault:
+            self.folder.rmdir()
+            raise NoCgroupError(f"{self.folder}: limit cannot be set ({fault.strerror})") from fault
+
+    def __enter__(self) -> "MemoryCgroup":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for _ in range(100):  # a process just ended may still be counted in for a moment
+            try:
+                self.folder.rmdir()
+                return
+            except OSError:
+                time.sleep(0.05)
+        click.echo(f"{self.folder}: cannot be removed", err=True)
+
+    @property
+    def limit_bytes(self) -> int:
+        """The limit, in whole pages."""
+        return int((self.folder / self._names.limit).read_text())
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Most that was counted at once, page cache included; None where the kernel keeps no such number."""
+        path = self.folder / self._names.peak
+        return int(path.read_text()) if path.exists() else None
+
+    @property
+    def num_refused(self) -> int:
+        """How often the limit was reached, and something had to go."""
+        return self._counter(*self._names.refused) or 0
+
+    @property
+    def num_kills(self) -> int | None:
+        """Processes killed for want of memory; None where the kernel does not count them."""
+        return self._counter(*self._names.kills)
+
+    def anonymous_bytes(self) -> int:
+        """Anonymous and shared memory of all processes inside."""
+        return sum(self._counter("memory.stat", name) or 0 for name in self._names.anonymous)
+
+    def inside(self, command: list[str]) -> list[str]:
+        """The command, entering the cgroup before it starts."""
+        return ["sh", "-c", 'echo $$ > "$1" && shift && exec "$@"', "sh", str(self.folder / "cgroup.procs"), *command]
+
+    def _counter(self, file: str, name: str) -> int | None:
+        text = (self.folder / file).read_text()
+        if not name:
+            return int(text)
+        counters = dict(line.split() for line in text.splitlines())
+        return int(counters[name]) if name in counters else None
+
+
+def _parent() -> tuple[Path, _Names]:
+    """The folder in the memory hierarchy that a cgroup may be made in, and the names of the files there."""
+    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    roots = [Path(mount[1]) for mount in mounts if mount[2] == "cgroup" and "memory" in mount[3].split(",")]
+    paths = [path for _, controllers, path in groups if "memory" in controllers.split(",")]
+    if roots and paths:
+        own = roots[0] / paths[0].lstrip("/")
+        return own if own.is_dir() else roots[0], _VERSION_1  # in a container the mount may begin at our own group
+    roots = [Path(mount[1]) for mount in mounts if mount[2] == "cgroup2"]
+    paths = [path for number, _, path in groups if number == "0"]
+    if roots and paths:
+        own = roots[0] / paths[0].lstrip("/")
+        # Only a group that passes the controller on can have limited ones below, and it has no processes of its own.
+        for folder in (own, *own.parents):
+            control = folder / "cgroup.subtree_control"
+            if control.exists() and "memory" in control.read_text().split():
+                return folder, _VERSION_2
+    raise NoCgroupError("no cgroup hierarchy that limits memory is mounted")
+
+
+def tree_anonymous_bytes(pid: int) -> int:
+    """Anonymous and shared memory of a process and its descendants; 0 for one that has ended."""
+    total = 0
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(("RssAnon:", "RssShmem:")):
+                total += int(line.split()[1]) * 1024
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total += sum(tree_anonymous_bytes(int(child)) for child in (task / "children").read_text().split())
+    except (FileNotFoundError, ProcessLookupError):
+        pass  # it or a thread of it ended while we looked
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A command that was run to its end: what it took and wrote, of standard error the end alone.
+
+    `is_stopped`: it was not done in the time it had, and was killed.
+    """
+
+    exit_code: int
+    is_stopped: bool
+    seconds: float
+    peak_bytes: int
+    num_samples: int
+    major_faults: int
+    output: str
+    errors: str
+
+
+def measure(
+    command: list[str], anonymous_bytes: Callable[[int], int], standard_input: str = "", limit_s: float = float("inf")
+) -> Measured:
+    """Runs a command to its end or for so many seconds, sampling; `anonymous_bytes` is given its pid."""
+    peak = num_samples = 0
+    is_stopped = False
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        given.write(standard_input.encode())
+        given.seek(0)
+        began = time.monotonic()
+        process = subprocess.Popen(command, stdin=given, stdout=output, stderr=errors)
+        try:
+            while True:
+                pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+                if pid:
+                    break
+                peak, num_samples = max(peak, anonymous_bytes(process.pid)), num_samples + 1
+                if time.monotonic() - began > limit_s:
+                    is_stopped = True
+                    process.kill()
+                time.sleep(SAMPLE_SECONDS)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                process.wait()
+        seconds = time.monotonic() - began
+        output.seek(0)
+        errors.seek(0)
+        said, text = output.read().decode(errors="replace"), errors.read()[-2000:].decode(errors="replace").strip()
+    return Measured(process.returncode, is_stopped, seconds, peak, num_samples, usage.ru_majflt, said, text)
+
+
+def drop_page_cache(folder: Path) -> bool:
+    """Empties the page cache; where only root may, at least of a folder's files, as far as the kernel agrees."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+        return True
+    except OSError:
+        for path in folder.iterdir():
+            if path.is_file():
+                fd = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+        return False
