@@ -3,6 +3,7 @@
 # make soak   the slow tests: random kills, a 6 GB checkpoint in 3 GiB of memory
 # make families  every model family against transformers: the table of docs/families.md
 # make fuzz   the native kernels on random bytes under sanitizers, for FUZZ_SECONDS; FUZZ_SEED repeats
+# make ablate the papers' parts one after the other, by replay
 # make bench  the figures of docs/benchmarks.md; make bench-cpu  those of the native kernels alone,
 #             with LLAMA_PYTHON=python (one that has llama_cpp and gguf) beside llama.cpp
 
@@ -17,7 +18,7 @@ DEMO := build/demo-pack
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: demo test check soak families fuzz bench clean
+.PHONY: demo test check soak families fuzz ablate bench clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -51,7 +52,10 @@ bench-cpu: $(INSTALLED)
 	$(BIN)/python benchmarks/evaluation_speed.py
 	$(BIN)/python benchmarks/decode_speed.py $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 
-bench: families bench-cpu
+ablate: $(INSTALLED)
+	$(BIN)/python benchmarks/ablate.py
+
+bench: families bench-cpu ablate
 	$(BIN)/python benchmarks/quality.py
 	$(BIN)/python benchmarks/hqq_speed.py
 	$(BIN)/python benchmarks/bounded_memory.py
@@ -61,6 +65,8 @@ bench: families bench-cpu
 	$(BIN)/python benchmarks/added_sensitivities.py
 	$(BIN)/python benchmarks/profile_speed.py
 	$(BIN)/python benchmarks/profile_memory.py
+	$(BIN)/python benchmarks/policy_table.py
+	$(BIN)/python benchmarks/policy_replay.py
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -35,7 +35,7 @@ def test_every_command_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    "command", ["convert", "profile", "report", "thresholds", "attach", "inspect", "verify", "synth"]
+    "command", ["convert", "profile", "report", "thresholds", "attach", "replay", "inspect", "verify", "synth"]
 )
 def test_the_page_names_every_option_of_moe_pack(command: str) -> None:
     page = (ROOT / "docs" / "moe-pack.md").read_text("utf-8")
