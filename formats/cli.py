@@ -4,7 +4,9 @@ Not imported by the room's face, so that reading packs from Python needs no clic
 """
 
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import click
@@ -71,3 +73,9 @@ def size_text(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} GiB"
+
+
+def cache_folder() -> Path:
+    """Where the user's caches of ours are: `moe-pack` in XDG_CACHE_HOME, or in ~/.cache; it need not be there yet."""
+    named = os.environ.get("XDG_CACHE_HOME")
+    return (Path(named) if named else Path.home() / ".cache") / "moe-pack"

@@ -2,6 +2,7 @@
 
 from moe_pack.runtime.checkpoint_weights import CheckpointWeights, read_rows
 from moe_pack.runtime.decoder import Decoder
+from moe_pack.runtime.doctor import measure_machine
 from moe_pack.runtime.expert import ACTIVATIONS, Activations, activations, run_expert
 from moe_pack.runtime.folder_files import FolderFiles
 from moe_pack.runtime.generate import context_for, generate
@@ -16,6 +17,7 @@ from moe_pack.runtime.kernels import (
 )
 from moe_pack.runtime.kv_cache import KVCache
 from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, run_unrouted
+from moe_pack.runtime.machine import CpuFacts, DriveFacts, LinkFacts, MachineFacts, ReadRate, load_facts, save_facts
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, row_blocks
 from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
 from moe_pack.runtime.packed_expert import PackedExpert
@@ -31,16 +33,21 @@ __all__ = [
     "Activations",
     "Angles",
     "CheckpointWeights",
+    "CpuFacts",
     "Decoder",
+    "DriveFacts",
     "Expert",
     "ExpertRows",
     "FolderFiles",
     "KVCache",
     "Kernels",
+    "LinkFacts",
+    "MachineFacts",
     "Matrix",
     "NeuronBlock",
     "PackWeights",
     "PackedExpert",
+    "ReadRate",
     "ReadStats",
     "Reads",
     "Rope",
@@ -60,6 +67,8 @@ __all__ = [
     "is_available",
     "kernels_for",
     "linear",
+    "load_facts",
+    "measure_machine",
     "mlp_input",
     "num_cpus",
     "open_kernels",
@@ -69,4 +78,5 @@ __all__ = [
     "row_blocks",
     "run_expert",
     "run_unrouted",
+    "save_facts",
 ]

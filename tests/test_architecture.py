@@ -46,7 +46,7 @@ class Source:
 
     @property
     def is_cli(self) -> bool:
-        return self.module.rpartition(".")[2] in ("cli", "profile_cli")
+        return self.module.rpartition(".")[2] in ("cli", "doctor_cli", "profile_cli")
 
 
 @cache
