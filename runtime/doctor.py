@@ -211,7 +211,6 @@ def _read_rate(files: Sequence[_File], run: Run, arena: NDArray[np.uint8], secon
             tickets = [
                 _submit(reads, number, _scattered(file, run.size), run.size, len(arena))
                 for number, file in zip(numbers, files, strict=True)
-                if file.num_bytes >= run.size
             ]
             _read_until(reads, tickets, end)
             stats = reads.stats()
