@@ -86,7 +86,7 @@ class Given:
         path = self.folder / f"{name}.npy" if self.folder else None
         if path is None or not path.exists():
             return None
-        values = np.load(path).astype(np.float32)
+        values: NDArray[np.float32] = np.load(path).astype(np.float32)
         if values.shape != shape:
             sys.exit(f"{path}: found shape {values.shape}, expected {shape}")
         return values
