@@ -20,10 +20,10 @@ from moe_pack.calib.paths import learn_paths
 from moe_pack.convert import convert
 from moe_pack.formats import Checkpoint, Pack, part_format, uniform_plan
 from moe_pack.runtime import CacheFacts, Decoder, Kernels, PackWeights, Passes, PathShares, kernels_for, linear
-from moe_pack.runtime.policies import Preset
+from moe_pack.runtime.policies import Preset, substitute
 from moe_pack.runtime.record import Record
 from moe_pack.runtime.recording import Recorder, recorded_residency_for
-from moe_pack.runtime.residency import Compute
+from moe_pack.runtime.residency import Compute, Fetch, Residency
 from moe_pack.runtime.router import expert_scores
 
 _TESTS = Path(__file__).parents[1] / "tests"
@@ -37,13 +37,15 @@ Foretell = Callable[[int, int], Sequence[int]]  # pass_idx, layer_idx: its exper
 @dataclass(frozen=True, slots=True, eq=False)
 class DemoRoutes:
     """Routes and what was known before; `scores`, `ahead` float32 [N, L, E]: each token's own scores of its experts,
-    and what the next layer's router says of its hidden state a layer before (layer 0: zeros).
+    and what the next layer's router says of its hidden state a layer before (layer 0: zeros).   `packed_share`: an
+    expert's bytes in the 4-bit pack, of those in 16 bit.
     """
 
     passes: Passes
     scores: NDArray[np.float32]
     ahead: NDArray[np.float32]
     paths: PathShares
+    packed_share: float
 
     def facts(self, num_experts: int) -> CacheFacts:
         """Room for so many experts, a page each."""
@@ -79,7 +81,9 @@ def demo_routes(num_learned: int, num_played: int) -> DemoRoutes:
         checkpoint.close()
         with Pack(Path(folder) / "packed") as pack:
             weights = _Watched(pack, kernels)
-            return _run(weights, _ids(num_learned + num_played), num_learned)
+            spec, packed = pack.spec, pack.layout.experts[0][0].num_bytes
+            share = packed / (2 * 3 * spec.hidden_size * spec.expert.intermediate_size)
+            return _run(weights, _ids(num_learned + num_played), num_learned, share)
 
 
 def _ids(num_tokens: int) -> list[int]:
@@ -89,7 +93,7 @@ def _ids(num_tokens: int) -> list[int]:
     return ids
 
 
-def _run(weights: _Watched, ids: list[int], num_learned: int) -> DemoRoutes:
+def _run(weights: _Watched, ids: list[int], num_learned: int, packed_share: float) -> DemoRoutes:
     decoder, num_experts = Decoder(weights, WINDOW_TOKENS), weights.spec.router.num_experts
     for start in range(0, num_learned, WINDOW_TOKENS):
         decoder.reset()
@@ -106,7 +110,8 @@ def _run(weights: _Watched, ids: list[int], num_learned: int) -> DemoRoutes:
             chunks.append(len(piece))
     routes, scores, ahead, means = _taken(weights)
     passes = Passes(routes, np.array(chunks, "<u4"), means, popularity)
-    return DemoRoutes(passes, scores, ahead, learn_paths(learned, num_experts, _PATHS_BYTES))
+    paths = learn_paths(learned, num_experts, _PATHS_BYTES)
+    return DemoRoutes(passes, scores, ahead, paths, packed_share)
 
 
 def _taken(
@@ -126,22 +131,69 @@ def _taken(
     return routes.astype("<u2"), torch.cat(held).numpy(), torch.cat(before).numpy(), means
 
 
-def run_recorded(passes: Passes, facts: CacheFacts, preset: Preset, foretell: Foretell | None) -> Record:
-    """A run of bookkeeping alone: what is foretold is asked for once a layer's reads are, in passes of one token."""
-    recorder = Recorder(facts, "", preset.name, 0, 0, keeps_scores=passes.scores is not None)
-    residency, last = recorded_residency_for(preset, facts, recorder), facts.pages.shape[0] - 1
+@dataclass(slots=True)
+class Counted:
+    """What passes of one token came to: experts needed, of them hits, replaced by others, read, and read late: once
+    their router had spoken.
+    """
+
+    num_tokens: int = 0
+    needed: int = 0
+    hits: int = 0
+    replaced: int = 0
+    read: int = 0
+    late: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of needed experts that were there, or on their way."""
+        return self.hits / self.needed
+
+
+def count_run(
+    demo: DemoRoutes,
+    residency: Residency,
+    foretell: Foretell | None = None,
+    alpha: float | None = None,
+    recorder: Recorder | None = None,
+) -> Counted:
+    """A run of bookkeeping alone: what is foretold is asked for once a layer's reads are, in passes of one token.
+
+    Args:    alpha: to substitute by, as if what comes of it left the rest of the model as it was.
+    """
+    passes, counted, last = demo.passes, Counted(), demo.passes.routes.shape[1] - 1
     starts = np.cumsum(passes.chunks, dtype=np.int64) - passes.chunks
     for pass_idx, layers in enumerate(passes.needed()):
-        num_tokens = int(passes.chunks[pass_idx])
+        token = slice(starts[pass_idx], starts[pass_idx] + passes.chunks[pass_idx])
+        is_decoding, tally = passes.chunks[pass_idx] == 1, counted if passes.chunks[pass_idx] == 1 else Counted()
+        tally.num_tokens += int(passes.chunks[pass_idx])
         for layer_idx, experts in enumerate(layers):
-            recorder.routed(layer_idx, passes.routes[starts[pass_idx] : starts[pass_idx] + num_tokens, layer_idx])
+            chosen = passes.routes[token, layer_idx].astype(np.int64)
+            if alpha is not None and is_decoding:
+                made = substitute(demo.scores[token, layer_idx], chosen, residency.is_resident[layer_idx], alpha)
+                tally.replaced += int((made != chosen).sum())
+                chosen, experts = made, sorted(made[0].tolist())
+            if recorder is not None:
+                recorder.routed(layer_idx, chosen)
             told = None if passes.scores is None else passes.scores[pass_idx, layer_idx]
-            is_open = foretell is not None and num_tokens == 1 and layer_idx < last
+            may_ask = foretell is not None and is_decoding and layer_idx < last
             for event in residency.walk(layer_idx, experts, told):
-                if is_open and isinstance(event, Compute) and not residency.num_waiting:
-                    is_open = False
-                    assert foretell is not None, "open only with one"
-                    list(residency.ahead(layer_idx + 1, foretell(pass_idx, layer_idx + 1), during=layer_idx))
+                if may_ask and isinstance(event, Compute) and not residency.num_waiting:
+                    may_ask = False
+                    assert foretell is not None, "asked only where there is one"
+                    brought = residency.ahead(layer_idx + 1, foretell(pass_idx, layer_idx + 1), during=layer_idx)
+                    tally.read += sum(isinstance(event, Fetch) for event in brought)
+                tally.needed += isinstance(event, Compute)
+                tally.hits += isinstance(event, Compute) and event.is_hit
+                tally.read += isinstance(event, Fetch)
+                tally.late += isinstance(event, Fetch)
+    return counted
+
+
+def run_recorded(demo: DemoRoutes, facts: CacheFacts, preset: Preset, foretell: Foretell | None) -> Record:
+    """The same, written down."""
+    recorder = Recorder(facts, "", preset.name, 0, 0, keeps_scores=demo.passes.scores is not None)
+    count_run(demo, recorded_residency_for(preset, facts, recorder), foretell, recorder=recorder)
     return recorder.record()
 
 

@@ -34,7 +34,7 @@ def rows_of(demo: DemoRoutes, facts: CacheFacts) -> Iterator[tuple[str, Tally]]:
         foretell = (by_paths if preset.prediction == "paths" else by_router)(
             demo, preset.num_foretold(facts.num_active)
         )
-        record = run_recorded(demo.passes, facts, preset, foretell)
+        record = run_recorded(demo, facts, preset, foretell)
         yield f"{name}, foretelling", replay(demo.passes, facts, extents, preset, record).decode
 
 

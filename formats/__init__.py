@@ -70,7 +70,7 @@ from moe_pack.formats.rows import (
     write_rows,
 )
 from moe_pack.formats.sidecar import read_sidecar, write_sidecar
-from moe_pack.formats.sizes import cached_values, num_active_parameters, num_parameters, size_text
+from moe_pack.formats.sizes import cached_values, num_active_parameters, num_parameters, parse_size, size_text
 from moe_pack.formats.source_account import NO_SOURCE, SourceAccount, account_bytes, read_account
 from moe_pack.formats.spec import (
     MATRICES,
@@ -184,6 +184,7 @@ __all__ = [
     "order_fault",
     "pack_layout",
     "parse",
+    "parse_size",
     "part_format",
     "read_account",
     "read_header",

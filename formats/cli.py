@@ -4,13 +4,13 @@ Not imported by the room's face, so that reading packs from Python needs no clic
 """
 
 import functools
-import re
 from collections.abc import Callable
 from typing import IO, Any, TypeVar
 
 import click
 
 from moe_pack.formats.errors import MoePackError
+from moe_pack.formats.sizes import parse_size
 from moe_pack.formats.sizes import size_text as size_text
 
 NOISE = "synthetic: its weights are random, its text is noise"  # what every command says of a synthetic pack
@@ -73,7 +73,7 @@ def read_size(text: str) -> int:
 
     Raises:  click.BadParameter if it is none of these.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
-    if found is None:
+    num_bytes = parse_size(text)
+    if not num_bytes:
         raise click.BadParameter(f"found {text!r}, expected a size such as 11G, 1.5G or 512M")
-    return int(float(found[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[found[2]])
+    return num_bytes

@@ -1,12 +1,16 @@
 """How large a model is, from its spec alone: parameters, those one token uses, and what its cache holds a token.
 
-Also how sizes are written for people.
+Also how sizes are written by people, and for them.
 """
 
 import math
+import re
 
 from moe_pack.formats.roles import dense_roles
 from moe_pack.formats.spec import GroupedQuerySpec, ModelSpec
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_UNITS = ("", "K", "M", "G", "T")
 
 
 def num_parameters(spec: ModelSpec) -> int:
@@ -44,3 +48,9 @@ def size_text(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} GiB"
+
+
+def parse_size(text: str) -> int | None:
+    """The bytes in a text as 11G, 1.5 GiB or 800m, units being powers of 1024; None if it is no size."""
+    found = _SIZE.fullmatch(text.strip())
+    return None if found is None else int(float(found[1]) * 1024 ** _UNITS.index(found[2].upper()))

@@ -3,6 +3,7 @@
 from moe_pack.runtime.budget import BudgetPlan, divide_budget, expert_pages
 from moe_pack.runtime.checkpoint_weights import CheckpointWeights, read_rows
 from moe_pack.runtime.decoder import Decoder
+from moe_pack.runtime.engine import Engine, EngineOptions
 from moe_pack.runtime.expert import ACTIVATIONS, Activations, activations, run_expert
 from moe_pack.runtime.folder_files import FolderFiles
 from moe_pack.runtime.generate import context_for, generate
@@ -19,6 +20,7 @@ from moe_pack.runtime.kv_cache import KVCache
 from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, router_scores, run_unrouted
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, row_blocks
 from moe_pack.runtime.mlp_predictor import MAX_PREVIOUS, Predictor, multi_hot, network_logits
+from moe_pack.runtime.model import Model, load
 from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
 from moe_pack.runtime.packed_expert import PackedExpert
 from moe_pack.runtime.path_checks import PATH_MIN_SEEN
@@ -54,12 +56,15 @@ __all__ = [
     "CacheFacts",
     "CheckpointWeights",
     "Decoder",
+    "Engine",
+    "EngineOptions",
     "Expert",
     "ExpertRows",
     "FolderFiles",
     "KVCache",
     "Kernels",
     "Matrix",
+    "Model",
     "NeuronBlock",
     "Observed",
     "PackWeights",
@@ -97,6 +102,7 @@ __all__ = [
     "is_available",
     "kernels_for",
     "linear",
+    "load",
     "make_prediction",
     "mlp_input",
     "multi_hot",

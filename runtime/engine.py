@@ -207,8 +207,8 @@ class Engine:
             return PRESETS["lru"]
         chunks = np.ones(len(routing.routes), np.uint32)
         passes = Passes(routing.routes, chunks, None, facts.popularity)
-        choice = auto_policy(passes, facts, self._pack.index.size, routing.paths)
-        return PRESETS[choice.name]
+        name, _ = auto_policy(passes, facts, self._pack.index.size, routing.paths)
+        return PRESETS[name]
 
     def _prediction(self, preset: Preset, weights: StreamingWeights, routing: Routing | None) -> Prediction | None:
         needs_profile = preset.prediction in ("popularity", "paths", "mlp")

@@ -1,35 +1,22 @@
 """The options of `moe-run` that say how a pack is run: where, within what memory, by which policy."""
 
 import functools
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
 
+from moe_pack.formats.cli import read_size
 from moe_pack.runtime.engine import EngineOptions, KernelsName, ReadMode, Verify
 from moe_pack.runtime.policies import PRESETS
 from moe_pack.runtime.streaming import Trust
 
 F = TypeVar("F", bound=Callable[..., Any])
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", re.IGNORECASE)
-_UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
-class Size(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click alone
-    """A number of bytes: 11G, 1.5g, 800M; units are powers of 1024."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The bytes in a text."""
-        if isinstance(value, int):
-            return value
-        found = _SIZE.fullmatch(str(value).strip())
-        if found is None or not float(found[1]):
-            self.fail(f"{value!r} is no size; write it as 11G, 1.5G or 800M", param, ctx)
-        return int(float(found[1]) * 2 ** _UNITS[found[2].upper()])
+def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else read_size(value)
 
 
 _OPTIONS = (
@@ -38,7 +25,7 @@ _OPTIONS = (
     ),
     click.option(
         "--budget",
-        type=Size(),
+        callback=_size,
         metavar="SIZE",
         help="Memory for weights, key-value cache and what computing needs, as 11G or 800M; experts that do not fit "
         "stream from the drive.  [default: as much as the machine has free]",

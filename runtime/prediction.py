@@ -227,7 +227,7 @@ class _HeldNetwork:
 
     def __init__(self, network: Predictor, kernels: Kernels | None) -> None:
         h, P, E = network.route_weight.shape
-        # Kernels multiply bfloat16 as it is; torch alone would make float32 of it every time, ten times as long.
+        # Kernels multiply bfloat16 as it is; torch alone would make float32 of it every time, twice as long.
         x_weight, out_weight = (
             weight if weight is None or kernels is not None else weight.float()
             for weight in (network.x_weight, network.out_weight)
