@@ -1,0 +1,64 @@
+"""A budget is kept by the whole process: packs larger than the memory given run in a memory cgroup, unkilled."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from bench_packs import SyntheticPack
+from confined_run import SPARE_BYTES, Task, run_ours
+from memory_cgroup import MemoryCgroup, NoCgroupError, tree_anonymous_bytes
+from memory_cgroup import measure as measured
+
+from moe_pack.convert.cli import main as moe_pack
+
+PACK = SyntheticPack("qwen3-30b-a3b", layers=3, vocab=4096)  # 384 experts, 1 GB
+TASK = Task(prompt_tokens=512, decode_tokens=16, threads=2, seed=0, decode_limit_s=float("inf"))
+NEEDED_DISK_BYTES = 2 * 10**9
+SLOW = pytest.mark.slow  # some seconds a run, 1 GB of disk
+
+
+def cgroup(limit_bytes: int) -> MemoryCgroup:
+    try:
+        return MemoryCgroup(limit_bytes)
+    except NoCgroupError as reason:
+        pytest.skip(f"no memory cgroup can be made: {reason}")
+
+
+@pytest.fixture(scope="module")
+def fine_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fine")
+    free = shutil.disk_usage(folder).free
+    if free < NEEDED_DISK_BYTES:
+        pytest.skip(f"{folder} has {free:,} bytes free, {NEEDED_DISK_BYTES:,} are needed")
+    moe_pack(["synth", *PACK.arguments(), "-o", str(folder / "packed")], standalone_mode=False)
+    return folder / "packed"
+
+
+@SLOW
+@pytest.mark.parametrize(("share", "policy"), [(0.25, "auto"), (0.5, "auto"), (0.75, "auto"), (0.25, "corm")])
+def test_a_pack_runs_in_its_budget_and_400_mb(fine_pack: Path, share: float, policy: str) -> None:
+    budget = int(share * sum(path.stat().st_size for path in fine_pack.iterdir()))
+    with cgroup(budget + SPARE_BYTES):
+        pass  # or the test is skipped
+    run = run_ours(policy, fine_pack, TASK, ["--budget", str(budget), "--policy", policy], budget + SPARE_BYTES)
+    assert run.fault() is None
+    assert not run.kills
+    assert run.num_tokens == TASK.decode_tokens
+    assert run.facts["stream"]["plan"]["budget"] == budget
+    assert run.num_samples > 40, "sampled too rarely to tell"
+    assert run.peak_anonymous_bytes >= run.facts["anonymous_bytes"] * 0.9, "the sampler saw it"
+    assert run.peak_anonymous_bytes <= budget + SPARE_BYTES
+
+
+@SLOW
+def test_what_needs_more_than_its_cgroup_has_is_killed_and_seen() -> None:
+    take = "held = bytearray(300_000_000); import time; time.sleep(1)"
+    with cgroup(100_000_000) as small:
+        ended = measured(small.inside(["python3", "-c", take]), tree_anonymous_bytes)
+        assert ended.exit_code == -9
+        assert small.num_kills == 1
+    with cgroup(600_000_000) as large:
+        ended = measured(large.inside(["python3", "-c", take]), tree_anonymous_bytes)
+        assert ended.exit_code == 0
+        assert large.num_kills == 0
+        assert ended.peak_bytes > 300_000_000
