@@ -3,16 +3,11 @@
 # make soak   the slow tests: random kills, a 6 GB checkpoint in 3 GiB of memory, packs run in budgets
 # make families  every model family against transformers: the table of docs/families.md
 # make fuzz   the native kernels on random bytes under sanitizers, for FUZZ_SECONDS; FUZZ_SEED repeats
-<<<<<<< HEAD
 # make ablate the papers' parts one after the other, by replay
-# make bench  the figures of docs/benchmarks.md; make bench-cpu  those of the native kernels alone,
-#             with LLAMA_PYTHON=python (one that has llama_cpp and gguf) beside llama.cpp
-=======
 # make bench  the figures of docs/benchmarks.md; make bench-cpu  those of the native kernels alone;
 #             make bench-streaming  those of packs larger than memory, with 20 GB in BENCH_PACKS (as root: it makes
 #             memory cgroups and empties the page cache);
 #             each with LLAMA_PYTHON=python (one that has llama_cpp and gguf) beside llama.cpp
->>>>>>> bench
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -26,11 +21,7 @@ DEMO := build/demo-pack
 FUZZ_SECONDS ?= 60
 BENCH_PACKS ?= build/bench-packs
 
-<<<<<<< HEAD
-.PHONY: demo test check soak families fuzz ablate bench clean
-=======
-.PHONY: demo test check soak families fuzz bench bench-cpu bench-streaming clean
->>>>>>> bench
+.PHONY: demo test check soak families fuzz ablate bench bench-cpu bench-streaming clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -64,12 +55,9 @@ bench-cpu: $(INSTALLED)
 	$(BIN)/python benchmarks/evaluation_speed.py
 	$(BIN)/python benchmarks/decode_speed.py $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 
-<<<<<<< HEAD
 ablate: $(INSTALLED)
 	$(BIN)/python benchmarks/ablate.py
 
-bench: families bench-cpu ablate
-=======
 bench-streaming: $(INSTALLED)
 	$(BIN)/python benchmarks/streaming_speed.py --folder $(BENCH_PACKS) \
 	    $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON)) --json $(BENCH_PACKS)/streaming_speed.json
@@ -77,8 +65,7 @@ bench-streaming: $(INSTALLED)
 	$(BIN)/python benchmarks/soak.py --folder $(BENCH_PACKS) --json $(BENCH_PACKS)/soak.json
 	$(BIN)/python benchmarks/overlap.py --folder $(BENCH_PACKS) --json $(BENCH_PACKS)/overlap.json
 
-bench: families bench-cpu bench-streaming
->>>>>>> bench
+bench: families bench-cpu bench-streaming ablate
 	$(BIN)/python benchmarks/quality.py
 	$(BIN)/python benchmarks/hqq_speed.py
 	$(BIN)/python benchmarks/bounded_memory.py

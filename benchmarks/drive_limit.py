@@ -28,11 +28,7 @@ from moe_pack.runtime import num_cpus
 
 @dataclass(frozen=True, slots=True)
 class Round:
-<<<<<<< HEAD
-    """Bytes a second: the engine's, the drive's for reads of `expert_bytes`. `read_bytes`: of the engine, a read."""
-=======
     """Bytes a second: the engine's, and the drive's for reads of an expert. `read_bytes`: of the engine, a read."""
->>>>>>> bench
 
     run: ConfinedRun
     engine_rate: float

@@ -85,13 +85,8 @@ class Given:
         """A tensor that is given."""
         path = self.folder / f"{name}.npy" if self.folder else None
         if path is None or not path.exists():
-<<<<<<< HEAD
-        values: NDArray[np.float32] = np.load(path).astype(np.float32)
-        values = np.load(path).astype(np.float32)
-=======
             return None
         values: NDArray[np.float32] = np.load(path).astype(np.float32)
->>>>>>> bench
         if values.shape != shape:
             sys.exit(f"{path}: found shape {values.shape}, expected {shape}")
         return values

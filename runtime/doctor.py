@@ -294,7 +294,7 @@ def _measure_cpu(steps: _Steps, seconds: float) -> CpuFacts:
         read_one, read_all = (_memory_rate(kernels, steps, seconds) for kernels in (one, every))
         steps.next("experts of 4 bit")
         works, x = _random_experts(), torch.ones(1, _EXPERT_COLS)
-        num_bytes = sum(rows.records.nbytes for rows, _, _ in works)
+        num_bytes = _NUM_EXPERTS * _EXPERT_ROWS * int(works[0][0].layout[4])
         experts = _repeated(lambda: every.experts(x, works), num_bytes, seconds)
         return CpuFacts(cores, every.instruction_set, read_one, read_all, experts)
 
