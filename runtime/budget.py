@@ -16,6 +16,7 @@ from moe_pack.formats import (
     size_text,
 )
 from moe_pack.runtime.arena import BLOCK_BYTES
+from moe_pack.runtime.routing import ROUTING_FILE
 
 PREFILL_TOKENS = 512  # of a forward pass, where there is room
 LEAST_PREFILL_TOKENS = 16  # below, a prompt would read every expert again and again
@@ -54,16 +55,17 @@ def expert_pages(layout: PackLayout, page_bytes: int) -> NDArray[np.int64]:
     return -(-_extent_bytes(layout) // page_bytes)
 
 
-def divide_budget(
-    pack: Pack, budget_bytes: int, context_tokens: int, predictors: int = 0, fewest_experts: int = 1
-) -> BudgetPlan:
+def divide_budget(pack: Pack, budget_bytes: int, context_tokens: int, fewest_experts: int = 1) -> BudgetPlan:
     """How a budget is spent on running a pack.
 
-    Meaning: dense weights, key-value cache, workspace and predictors first, all else in pages. Where less than a
+    Meaning: dense weights, key-value cache, workspace and what foretells (all of the pack's routing) first, all else
+             in pages. Where less than a
              quarter would be left for these, forward passes are made shorter, down to LEAST_PREFILL_TOKENS.
     Raises:  RunError if fewer than `fewest_experts` of the largest experts would have room; it says what is needed.
     """
     dense = pack.layout.dense_file.num_bytes
+    routing = pack.folder / ROUTING_FILE
+    predictors = routing.stat().st_size if routing.exists() else 0
     cache = 4 * cached_values(pack.spec) * context_tokens
     page_bytes, head_bytes = page_sizes(pack.layout)
     largest = int(expert_pages(pack.layout, page_bytes).max()) * fewest_experts * (page_bytes + head_bytes)

@@ -3,20 +3,21 @@
 import secrets
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
 import click
 
 from moe_pack.formats import Pack, RunError
-from moe_pack.formats.cli import command_errors, common_options
+from moe_pack.formats.cli import cache_folder, command_errors, common_options
 from moe_pack.runtime.bench import measure, random_prompt
 from moe_pack.runtime.bench_cli import BenchOptions, bench_options, show_bench
 from moe_pack.runtime.chat import chat_prompt
 from moe_pack.runtime.engine import Engine, EngineOptions
 from moe_pack.runtime.engine_cli import engine_options
 from moe_pack.runtime.generate import context_for, generate
+from moe_pack.runtime.machine import load_facts
 from moe_pack.runtime.run_report import report, report_lines
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text
@@ -111,8 +112,9 @@ def run(folder: Path, options: RunOptions) -> None:
         pack = stack.enter_context(Pack(folder))
         text = None if options.bench else Text(pack)
         prompt_ids = _encoded(pack, text, options) if text else _random_ids(pack, options)
+        machine = load_facts(cache_folder(), folder)
         context = context_for(len(prompt_ids), options.max_tokens, pack.spec.max_position_embeddings)
-        engine = stack.enter_context(Engine(pack, options.engine, context))
+        engine = stack.enter_context(Engine(pack, replace(options.engine, machine=machine), context))
         decoder = engine.decoder
         if text is None:
             _bench(options, pack, engine, sampler, prompt_ids)

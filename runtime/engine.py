@@ -17,19 +17,20 @@ from numpy.typing import NDArray
 from moe_pack.formats import Pack, RunError, audit
 from moe_pack.runtime.budget import PREFILL_TOKENS, BudgetPlan, divide_budget, expert_pages, workspace_bytes
 from moe_pack.runtime.decoder import Decoder
-from moe_pack.runtime.expert_store import ExpertStore
+from moe_pack.runtime.expert_store import USUAL_GAP_BYTES, ExpertStore
 from moe_pack.runtime.foretelling import Foreteller
 from moe_pack.runtime.kernels import Kernels, is_available, num_cpus, open_kernels, why_unavailable
+from moe_pack.runtime.machine import MachineFacts
 from moe_pack.runtime.memory import available_bytes
 from moe_pack.runtime.pack_weights import PackWeights
 from moe_pack.runtime.policies import PRESETS, PolicyName, Preset, residency_for
 from moe_pack.runtime.prediction import Prediction, make_prediction
-from moe_pack.runtime.reads import Reads, open_reads, reads_directly
+from moe_pack.runtime.reads import NUM_THREADS, Reads, open_reads, reads_directly
 from moe_pack.runtime.record import Passes
 from moe_pack.runtime.recording import Recorder, recorded_residency_for
 from moe_pack.runtime.replay import auto_policy
 from moe_pack.runtime.residency import CacheFacts, Residency
-from moe_pack.runtime.routing import ROUTING_FILE, Routing
+from moe_pack.runtime.routing import Routing
 from moe_pack.runtime.streaming import NO_TRUST, StreamingWeights, Trust
 from moe_pack.runtime.trace import Trace
 
@@ -45,7 +46,8 @@ class EngineOptions:
 
     `budget_bytes`: for weights, cache and what computing needs; None: as much as the machine has available.
     `policy`: a preset, or the one that replay finds best.   `foretells`: whether experts are read ahead at all.
-    `cutover`: where a smaller share of an expert's neurons runs, a miss reads their rows alone; None: the policy's.
+    `cutover`: where a smaller share of an expert's neurons runs, a miss reads their rows alone; None: the share at
+    which that pays on this drive, where `machine` has it measured, else the policy's.
     `read`: past the system's cache, through it, or mapped, which keeps to no budget.
     `verify`: experts when they first arrive (`lazy`), all before the first token (`full`), or not.
     `chunk_tokens`: of a forward pass at most; None: as the budget allows.
@@ -67,6 +69,7 @@ class EngineOptions:
     is_strict: bool = False
     trace: Path | None = None
     record: Path | None = None
+    machine: MachineFacts | None = None
 
 
 class Engine:
@@ -166,8 +169,7 @@ class Engine:
     def _streaming(self, budget: int, context_tokens: int) -> StreamingWeights:
         pack, options = self._pack, self.options
         routing = Routing.open(pack)
-        predictors = (pack.folder / ROUTING_FILE).stat().st_size if routing is not None else 0
-        self.plan = divide_budget(pack, budget, context_tokens, predictors)
+        self.plan = divide_budget(pack, budget, context_tokens)
         facts = cache_facts(pack, self.plan, routing)
         self.preset = preset = self._preset(facts, routing)
         scores_matter = preset.eviction == "importance" or options.record is not None
@@ -178,9 +180,16 @@ class Engine:
             residency: Residency = recorded_residency_for(preset, facts, self._recorder)
         else:
             residency = residency_for(preset, facts)
-        cutover = preset.rows_below if options.cutover is None else options.cutover
-        is_checked = options.verify == "lazy"
-        store = ExpertStore(pack, self.kernels, self.plan, self._open_reads, is_checked, cutover, trace=trace)
+        store = ExpertStore(
+            pack,
+            self.kernels,
+            self.plan,
+            self._open_reads,
+            verify=options.verify == "lazy",
+            rows_below=self._cutover(preset),
+            gap_bytes=USUAL_GAP_BYTES if options.machine is None else options.machine.drive.gap_bytes(),
+            trace=trace,
+        )
         self.store = self._stack.enter_context(closing(store))
         weights = StreamingWeights(
             pack,
@@ -199,6 +208,14 @@ class Engine:
             num_ahead = preset.num_foretold(router.num_experts_per_tok)
             weights.foreteller = Foreteller(prediction, router.num_experts, router.num_experts_per_tok, num_ahead)
         return weights
+
+    def _cutover(self, preset: Preset) -> float:
+        """The share of running neurons below which their rows alone are read."""
+        options, layout = self.options, self._pack.layout
+        if options.cutover is not None or options.machine is None:
+            return preset.rows_below if options.cutover is None else options.cutover
+        kinds = {(e.records.row_bytes, e.num_rows, e.records_bytes) for layer in layout.experts for e in layer}
+        return min(options.machine.drive.cutover(*kind) for kind in kinds)
 
     def _preset(self, facts: CacheFacts, routing: Routing | None) -> Preset:
         if self.options.policy != "auto":
@@ -222,14 +239,17 @@ class Engine:
 
     def _open_reads(self, memory: NDArray[np.uint8]) -> Reads:
         self.is_direct = self._reads_directly()
-        self.reads = open_reads(memory, direct=self.is_direct)
+        machine = self.options.machine
+        num_threads = NUM_THREADS if machine is None else machine.drive.threads
+        self.reads = open_reads(memory, self.is_direct, num_threads)
         if not is_available():
             self._fall_back("reads wait for one another: native reads were not built")
         return self.reads
 
     def _reads_directly(self) -> bool:
         mode = self.options.read
-        if mode == "pread":
+        machine = self.options.machine
+        if mode == "pread" or (mode == "auto" and machine is not None and machine.drive.mode == "pread"):
             return False
         if reads_directly(self._pack.folder / self._pack.manifest.expert_files[0].name):
             return True

@@ -19,6 +19,7 @@ from moe_pack.runtime.reads import Reads
 from moe_pack.runtime.residency import Key
 from moe_pack.runtime.trace import Trace
 
+USUAL_GAP_BYTES = 32 << 10  # what a drive reads in the time that one more read costs, where nobody has measured it
 _SHARE_MEMORY = 0.9  # of what a layer's experts ran before, in the running mean of the share that runs
 
 
@@ -37,7 +38,7 @@ class ExpertStore:
         open_reads: Callable[[NDArray[np.uint8]], Reads],
         verify: bool,
         rows_below: float = 0.0,
-        gap_bytes: int = 32 << 10,
+        gap_bytes: int = USUAL_GAP_BYTES,
         trace: Trace | None = None,
     ) -> None:
         self.stall_ns = 0

@@ -36,6 +36,9 @@ class SizedRate:
     rate: float
 
 
+MAX_GAP_BYTES = 1 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class DriveFacts:
     """A drive, as it was measured on files of `file_bytes`: scattered reads, nothing in the system's cache.
@@ -111,6 +114,12 @@ class DriveFacts:
         """The share of running rows, in whole hundredths, up to which reading them alone pays: CORM's cutover."""
         pays = (self.rows_pay(share / 100, row_bytes, num_rows, extent_bytes) for share in range(1, 101))
         return next((share for share, one in enumerate(pays) if not one), 100) / 100
+
+    def gap_bytes(self) -> int:
+        """The most whole blocks that are read over between two single blocks faster than these are read apart."""
+        gaps = range(0, MAX_GAP_BYTES + 1, READ_UNIT)
+        apart = self.seconds(2, READ_UNIT)
+        return max(gap for gap in gaps if gap == 0 or self.seconds(1, 2 * READ_UNIT + gap) < apart)
 
 
 @dataclass(frozen=True, slots=True)
