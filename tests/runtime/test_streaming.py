@@ -72,7 +72,8 @@ def streamed(folder: Path, options: EngineOptions, num_experts: int) -> Tensor:
         budget = budget_for(held, num_experts, CONTEXT)
         with Engine(held, _with(options, budget_bytes=budget), CONTEXT) as engine:
             assert isinstance(engine.weights, StreamingWeights)
-            assert engine.plan is not None and engine.plan.num_pages == num_experts
+            # Where there is much room, forward passes are longer, and the difference goes to them.
+            assert engine.plan is not None and num_experts - 4 <= engine.plan.num_pages <= num_experts
             return answers(engine)
 
 
