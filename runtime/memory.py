@@ -3,8 +3,12 @@
 from pathlib import Path
 
 _MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
-# Limits of the control groups of versions 2 and 1, each with what counts against it.
-_CGROUPS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+# Of the control groups of versions 2 and 1: the limit, what counts against it, and what of that is files', in
+# memory.stat: pages of theirs give way.
+_CGROUPS = (
+    ("memory.max", "memory.current", "file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
+)
 
 
 def available_bytes() -> int | None:
@@ -32,11 +36,16 @@ def _field(path: Path, name: str) -> int | None:
 
 def _left_in_cgroup() -> int | None:
     for folder in _cgroup_folders():
-        for limit_name, used_name in _CGROUPS:
+        for limit_name, used_name, files_name in _CGROUPS:
             limit, used = _number(folder / limit_name), _number(folder / used_name)
             if limit is not None and used is not None:
-                return max(limit - used, 0)
+                return max(limit - used + _stat(folder / "memory.stat", files_name), 0)
     return None
+
+
+def _stat(path: Path, name: str) -> int:
+    lines = path.read_text("ascii", "replace").splitlines() if path.is_file() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
 
 
 def _cgroup_folders() -> list[Path]:

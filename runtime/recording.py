@@ -1,6 +1,6 @@
 """Writing down a run: a residency that notes what is asked of it, and what collects it into a record."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +112,7 @@ class RecordedResidency(Residency):
         super().__init__(facts, eviction, placed, keeps)
         self._recorder = recorder
 
-    def walk(self, layer_idx: int, experts: Sequence[int], scores: Array | None = None) -> Iterator[Event]:
+    def walk(self, layer_idx: int, experts: Sequence[int], scores: Array | None = None) -> Generator[Event, None, None]:
         """As `Residency.walk`."""
         num_hits = 0
         for event in super().walk(layer_idx, experts, scores):
@@ -122,7 +122,7 @@ class RecordedResidency(Residency):
         self._recorder.happened()
         self._recorder.walked(num_hits, len(experts), scores)
 
-    def ahead(self, layer_idx: int, experts: Sequence[int], during: int) -> Iterator[Event]:
+    def ahead(self, layer_idx: int, experts: Sequence[int], during: int) -> Generator[Event, None, None]:
         """As `Residency.ahead`; to be taken to its end before the walk goes on."""
         self._recorder.asked(layer_idx, experts, during, False)
         yield from super().ahead(layer_idx, experts, during)

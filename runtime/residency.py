@@ -6,7 +6,7 @@ worth keeping the policy's (`policies`).
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -113,7 +113,7 @@ class Residency:
         largest = int(facts.pages.max(initial=0, where=~self.is_placed))
         assert self.free_pages >= largest, "what is not placed takes turns in room for its largest at least"
 
-    def walk(self, layer_idx: int, experts: Sequence[int], scores: Array | None = None) -> Iterator[Event]:
+    def walk(self, layer_idx: int, experts: Sequence[int], scores: Array | None = None) -> Generator[Event, None, None]:
         """What happens when the router of a layer has chosen `experts` (rising, each once), in this order.
 
         Those that are in come first; meanwhile the others are fetched, as many at once as there is room beside what
@@ -126,18 +126,23 @@ class Residency:
         order = [(key, True) for key in hits] + [(key, False) for key in waiting]
         for key in hits:
             self.is_locked[key] = True
-        for key, is_hit in order:
-            while waiting and self._fits(waiting[0], layer_idx):
-                yield from self._bring(waiting.popleft(), layer_idx)
-            self.num_waiting = len(waiting)
-            assert self.is_resident[key], "whatever came before is unlocked, so that there is room"
-            yield Compute(key, is_hit)
-            self._eviction.used(key)
-            self.is_locked[key] = False
-            if not (self._keeps or self.is_placed[key]):
-                yield self._drop(key)
+        try:
+            for key, is_hit in order:
+                while waiting and self._fits(waiting[0], layer_idx):
+                    yield from self._bring(waiting.popleft(), layer_idx)
+                self.num_waiting = len(waiting)
+                assert self.is_resident[key], "whatever came before is unlocked, so that there is room"
+                yield Compute(key, is_hit)
+                self._eviction.used(key)
+                self.is_locked[key] = False
+                if not (self._keeps or self.is_placed[key]):
+                    yield self._drop(key)
+        finally:  # an error, or Ctrl-C, may end it before its time
+            self.num_waiting = 0
+            for key in keys:
+                self.is_locked[key] = False
 
-    def ahead(self, layer_idx: int, experts: Sequence[int], during: int) -> Iterator[Event]:
+    def ahead(self, layer_idx: int, experts: Sequence[int], during: int) -> Generator[Event, None, None]:
         """What happens to bring in foretold `experts` of a layer, likeliest first, while the layer `during` runs.
 
         What that layer needs, and what is foretold and in, is not dropped for it; once there is no room, it ends.
@@ -146,15 +151,17 @@ class Residency:
         held = [key for key in keys if self.is_resident[key] and not self.is_locked[key]]
         for key in held:
             self.is_locked[key] = True
-        for key in keys:
-            if self.is_resident[key]:
-                continue
-            if not self._fits(key, during):
-                break
-            yield from self._bring(key, during)
-            held.append(key)
-        for key in held:
-            self.is_locked[key] = False
+        try:
+            for key in keys:
+                if self.is_resident[key]:
+                    continue
+                if not self._fits(key, during):
+                    break
+                held.append(key)
+                yield from self._bring(key, during)
+        finally:
+            for key in held:
+                self.is_locked[key] = False
 
     def abandon(self, key: Key) -> None:
         """A foretold expert that was not chosen, and of which not all has arrived, is out again."""

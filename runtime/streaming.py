@@ -7,7 +7,7 @@ the answer is the same, bit for bit, whatever was where and came when.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -159,15 +159,16 @@ class StreamingWeights(PackWeights):
             self._look_ahead(layer_idx, Observed(x, self._last_routes(layer_idx, experts), partial), run, counts)
             return True
 
-        for event in self._residency.walk(layer_idx, list(jobs), scores):
-            if isinstance(event, Compute):
-                has_looked = look(event.is_hit)
-                counts.hits += event.is_hit
-                run.add(jobs[event.key.expert])
-            elif isinstance(event, Fetch):
-                self.store.fetch(event.key, urgent=True)
-            else:
-                run.drop(event)
+        with closing(self._residency.walk(layer_idx, list(jobs), scores)) as events:
+            for event in events:
+                if isinstance(event, Compute):
+                    has_looked = look(event.is_hit)
+                    counts.hits += event.is_hit
+                    run.add(jobs[event.key.expert])
+                elif isinstance(event, Fetch):
+                    self.store.fetch(event.key, urgent=True)
+                else:
+                    run.drop(event)
         look(is_hit=False)
         run.flush()
 

@@ -189,3 +189,19 @@ def test_drops_are_told_to_the_policy() -> None:
         assert dropped(list(residency.walk(layer_idx, [expert]))) == []
     assert dropped(list(residency.walk(1, [2]))) == [Key(1, 0)]
     assert dropped(list(residency.walk(1, [3]))) == [Key(1, 1)]
+
+
+def test_a_walk_or_a_look_ahead_that_is_broken_off_leaves_nothing_locked() -> None:
+    facts = CacheFacts(np.ones((2, 4), np.int64), 3, 2, np.full((2, 4), 0.25, np.float32))
+    held = Residency(facts, LRU(facts))
+    walk = held.walk(0, [0, 1, 2, 3])
+    events = [next(walk) for _ in range(3)]
+    assert all(isinstance(event, Fetch) for event in events) and held.is_locked.any()
+    walk.close()
+    assert not held.is_locked.any() and held.num_waiting == 0
+    ahead = held.ahead(1, [0, 1], during=0)
+    next(ahead)
+    ahead.close()
+    assert not held.is_locked.any()
+    computed = [event.key.expert for event in held.walk(1, [0, 3]) if isinstance(event, Compute)]
+    assert computed == [0, 3]
