@@ -3,12 +3,13 @@
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from residencies import dropped, facts_of, fetched, hits, lru_residency, resident
 
-from moe_pack.runtime.policies import PRESETS, Preset, residency_for
+from moe_pack.runtime.policies import LRU, PRESETS, Preset, residency_for
 from moe_pack.runtime.policies.preset import EvictionName
 from moe_pack.runtime.residency import CacheFacts, Compute, Drop, Event, Fetch, Key, Residency
 
