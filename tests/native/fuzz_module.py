@@ -86,8 +86,19 @@ class Cases:
             part[4] = row_bytes[part[6]]
             row_bytes[part[6]] += self.part_bytes(part)
         numbers = [self.d, self.f, kind, *row_bytes[1:], *(number for part in parts for number in part)]
-        selector = self.bytes(self.f, row_bytes[1]) if kind else None
-        return np.array(numbers, np.int32), selector, self.bytes(self.f, row_bytes[2])
+        selector = self.rows_of(row_bytes[1]) if kind else None
+        return np.array(numbers, np.int32), selector, self.rows_of(row_bytes[2])
+
+    def rows_of(self, row_bytes: int) -> Any:
+        """`f` rows, in one piece or in pages."""
+        return self.bytes(self.f, row_bytes) if self.chance(60) else self.pages(self.f, row_bytes)
+
+    def pages(self, num_rows: int, row_bytes: int) -> Any:
+        begin, page_bytes = self.number(0, 99), self.number(max(row_bytes, 2), 2 * row_bytes + 100)
+        head_bytes, slots = row_bytes + self.number(0, 9), -(-(begin + num_rows * row_bytes) // page_bytes)
+        slot_bytes, there = head_bytes + page_bytes + self.number(0, 9), slots + self.number(0, 2)
+        order = self.random.permutation(there)[:slots].astype(np.int32)
+        return self.bytes(there * slot_bytes), order, slot_bytes, head_bytes, page_bytes, begin
 
     def rows(self) -> tuple[Any, Any]:
         part = self.part(RECORD)
@@ -152,6 +163,20 @@ class Cases:
         places = self.random.integers(0, len(rows), self.number(0, 60)).astype(np.int32)
         return [rows, rows.shape[1], places, self.bytes(len(places), rows.shape[1])]
 
+    def checksum_pages_arguments(self) -> Arguments:
+        pages = self.pages(self.number(1, 50), self.number(1, 200))[:-1]
+        return [(*pages, 0), self.number(0, len(pages[1]) * pages[4])]
+
+    def stitch_arguments(self) -> Arguments:
+        num_rows, row_bytes = self.number(0, 50), self.number(1, 200)
+        return [self.pages(num_rows, row_bytes), num_rows, row_bytes]
+
+    def damaged_row_arguments(self) -> Arguments:
+        num_rows, row_bytes = self.number(1, 50), self.number(4, 200)
+        wanted = self.random.integers(0, num_rows, self.number(0, 60)).astype(np.int32)
+        rows = self.bytes(num_rows, row_bytes) if self.chance(50) else self.pages(num_rows, row_bytes)
+        return [rows, wanted, row_bytes, self.number(0, row_bytes - 4)]
+
     def attend_arguments(self) -> Arguments:
         kv_heads, head_dim = self.number(1, 3), self.number(1, 40)
         heads, tokens, angles = kv_heads * self.number(1, 4), self.number(0, 9), self.number(0, head_dim // 2)
@@ -201,6 +226,8 @@ class Cases:
         junk = [None, -1, 0, 1, 2**31, 2**63, 2**64, float("nan"), float("inf"), "avx2", b"", object(), [], {}, (1, 2)]
         if isinstance(value, np.ndarray) and self.chance(80):
             return self.other_array(value)
+        if isinstance(value, tuple) and self.chance(80):
+            return tuple(self.tampered(list(value)))
         if isinstance(value, list) and value and self.chance(80):
             return [*value, junk[self.number(0, len(junk) - 1)]]
         if isinstance(value, int | float) and self.chance(60):
@@ -306,7 +333,7 @@ def run_case(module: ModuleType, seed: int, pools: list[object]) -> bool:
     names = [name.removesuffix("_arguments") for name in dir(Cases) if name.endswith("_arguments")]
     name = names[cases.number(0, len(names) - 1)]
     arguments = getattr(cases, f"{name}_arguments")()
-    if name != "open_pool":
+    if name not in ("open_pool", "stitch"):
         arguments = [pools[cases.number(0, len(pools) - 1)], *arguments]
     for _ in range(cases.number(0, 2)):
         arguments = cases.tampered(arguments)
