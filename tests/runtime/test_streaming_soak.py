@@ -1,6 +1,5 @@
 """Long runs in the smallest budget: memory does not grow."""
 
-
 import pytest
 from models import PackMaker
 from soak import growth, soak
