@@ -3,6 +3,7 @@
 # make soak   the slow tests: random kills, a 6 GB checkpoint in 3 GiB of memory, packs run in budgets
 # make families  every model family against transformers: the table of docs/families.md
 # make fuzz   the native kernels on random bytes under sanitizers, for FUZZ_SECONDS; FUZZ_SEED repeats
+# make ablate the papers' parts one after the other, by replay
 # make bench  the figures of docs/benchmarks.md; make bench-cpu  those of the native kernels alone;
 #             make bench-streaming  those of packs larger than memory, with 20 GB in BENCH_PACKS (as root: it makes
 #             memory cgroups and empties the page cache);
@@ -20,7 +21,7 @@ DEMO := build/demo-pack
 FUZZ_SECONDS ?= 60
 BENCH_PACKS ?= build/bench-packs
 
-.PHONY: demo test check soak families fuzz bench bench-cpu bench-streaming clean
+.PHONY: demo test check soak families fuzz ablate bench bench-cpu bench-streaming clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -54,6 +55,9 @@ bench-cpu: $(INSTALLED)
 	$(BIN)/python benchmarks/evaluation_speed.py
 	$(BIN)/python benchmarks/decode_speed.py $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 
+ablate: $(INSTALLED)
+	$(BIN)/python benchmarks/ablate.py
+
 bench-streaming: $(INSTALLED)
 	$(BIN)/python benchmarks/streaming_speed.py --folder $(BENCH_PACKS) \
 	    $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON)) --json $(BENCH_PACKS)/streaming_speed.json
@@ -61,7 +65,7 @@ bench-streaming: $(INSTALLED)
 	$(BIN)/python benchmarks/soak.py --folder $(BENCH_PACKS) --json $(BENCH_PACKS)/soak.json
 	$(BIN)/python benchmarks/overlap.py --folder $(BENCH_PACKS) --json $(BENCH_PACKS)/overlap.json
 
-bench: families bench-cpu bench-streaming
+bench: families bench-cpu bench-streaming ablate
 	$(BIN)/python benchmarks/quality.py
 	$(BIN)/python benchmarks/hqq_speed.py
 	$(BIN)/python benchmarks/bounded_memory.py
@@ -71,6 +75,8 @@ bench: families bench-cpu bench-streaming
 	$(BIN)/python benchmarks/added_sensitivities.py
 	$(BIN)/python benchmarks/profile_speed.py
 	$(BIN)/python benchmarks/profile_memory.py
+	$(BIN)/python benchmarks/policy_table.py
+	$(BIN)/python benchmarks/policy_replay.py
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

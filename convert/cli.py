@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from moe_pack.calib import Profile, ThresholdRule, Tokens, attach, hottest_first, read_tokens
 from moe_pack.convert.compare import LogitsError, MatrixError, compare_logits, compare_weights, same_tensors
+from moe_pack.convert.doctor_cli import doctor_command
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight, describe, format_runs
 from moe_pack.convert.pack_cli import PlanOptions, large_bytes, pack_bar, plan_options, workers_option
@@ -80,6 +81,7 @@ def main(debug: bool) -> None:
     moe-pack inspect packed/                    what is in it
     moe-pack verify packed/ --against mixtral   is it whole, and how close is it
     moe-pack synth mixtral-8x7b -o synthetic/   its size and speed without its weights
+    moe-pack doctor                             how fast this machine is
     moe-run packed/ --prompt "It was a dark night"
     """
 
@@ -359,6 +361,7 @@ def _say(line: str) -> None:
     click.echo(line, file=sys.stderr)
 
 
+main.add_command(doctor_command)
 main.add_command(profile_command)
 main.add_command(report_command)
 main.add_command(thresholds_command)

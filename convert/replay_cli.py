@@ -14,6 +14,7 @@ from moe_pack.formats import ModelSpec, Pack, RunError
 from moe_pack.formats.cli import command_errors, read_size, size_text
 from moe_pack.runtime import (
     PRESETS,
+    ROUTING_FILE,
     BudgetPlan,
     CacheFacts,
     Passes,
@@ -21,6 +22,7 @@ from moe_pack.runtime import (
     Played,
     PolicyName,
     Record,
+    Routing,
     best_of,
     divide_budget,
     expert_pages,
@@ -35,7 +37,7 @@ _NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What is replayed: routes, the run they come from if one was recorded, and what can foretell."""
+    """What is replayed: routes, the run they come from if one was recorded, and what foretells from routes."""
 
     place: str
     passes: Passes
@@ -46,11 +48,15 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a budget's pages come to: by policy, and with the future known; `best` of several."""
+    """What a budget's pages come to: by policy alone and with what it foretells, and with the future known.
+
+    `best`: of several policies the one that `auto` takes.
+    """
 
     plan: BudgetPlan
     num_pages: int
-    policies: dict[PolicyName, Played]
+    alone: dict[PolicyName, Played]
+    foretelling: dict[PolicyName, Played]
     optimum: Played
     best: PolicyName | None
 
@@ -86,12 +92,6 @@ def _policies(context: click.Context, parameter: click.Parameter, value: str) ->
     help=f"all, or some of {', '.join(PRESETS)}.",
 )
 @click.option(
-    "--profile",
-    "profile_folder",
-    type=click.Path(path_type=Path),
-    help="A profile whose paths foretell experts (edgemoe) where the record has nothing foretold.",
-)
-@click.option(
     "--read-rate",
     callback=lambda context, parameter, value: None if value is None else read_size(value),
     metavar="SIZE",
@@ -104,7 +104,6 @@ def replay_command(
     folder: Path,
     budgets: list[int],
     names: list[PolicyName],
-    profile_folder: Path | None,
     read_rate: int | None,
     as_json: bool,
 ) -> None:
@@ -113,9 +112,9 @@ def replay_command(
     read. Belady's optimum, which knows the future, stands beside.
     """
     with Pack(folder) as pack:
-        traffic = find_traffic(record, pack, profile_folder)
+        traffic = find_traffic(record, pack)
         outcomes = [play(traffic, pack, budget, names) for budget in budgets]
-        total = int(_extents(pack).sum())
+        total = int(pack.index.size.sum())
     if as_json:
         click.echo(json.dumps([_as_json(outcome) for outcome in outcomes], indent=2))
         return
@@ -123,29 +122,23 @@ def replay_command(
         click.echo(line)
 
 
-def find_traffic(path: Path, pack: Pack, profile_folder: Path | None) -> Traffic:
+def find_traffic(path: Path, pack: Pack) -> Traffic:
     """The routes of a record, or of a profile's held-out text.
 
     Raises:  RunError or PackError if they are not of this pack's model.
     """
-    profile = None if profile_folder is None else _profile(profile_folder, pack.spec)
     if path.is_dir():
-        own = _profile(path, pack.spec)
+        profile = Profile(path)
+        if (profile.spec.router, profile.spec.moe_layers) != (pack.spec.router, pack.spec.moe_layers):
+            raise RunError(f"{path}: is a profile of another model; profile the one that was packed")
         context = min(_PROFILE_CONTEXT, pack.spec.max_position_embeddings)
-        return Traffic(str(path), held_out_passes(own), None, (profile or own).paths(), context)
+        return Traffic(str(path), held_out_passes(profile), None, profile.paths(), context)
     record = read_record(path)
     if record.facts.root != pack.manifest.root:
         raise RunError(f"{path}: was recorded with another pack, or before its thresholds changed; record the run anew")
     _check_shape(path, record.passes, pack.spec)
-    paths = None if profile is None else profile.paths()
-    return Traffic(str(path), record.passes, record, paths, record.facts.context_tokens)
-
-
-def _profile(folder: Path, spec: ModelSpec) -> Profile:
-    profile = Profile(folder)
-    if (profile.spec.router, profile.spec.moe_layers) != (spec.router, spec.moe_layers):
-        raise RunError(f"{folder}: is a profile of another model; profile the one that was packed")
-    return profile
+    routing = Routing.open(pack)
+    return Traffic(str(path), record.passes, record, routing.paths if routing else None, record.facts.context_tokens)
 
 
 def _check_shape(path: Path, passes: Passes, spec: ModelSpec) -> None:
@@ -170,30 +163,27 @@ def held_out_passes(profile: Profile) -> Passes:
 
 
 def play(traffic: Traffic, pack: Pack, budget_bytes: int, names: list[PolicyName]) -> Outcome:
-    """Replays against each policy with the pages that a budget has room for.
+    """Replays against each policy with the pages that a budget has room for, or a run of that budget had.
 
     Raises:  RunError if it has room for too few.
     """
-    plan, run = divide_budget(pack, budget_bytes, traffic.context_tokens), traffic.record
+    sidecar, run = pack.folder / ROUTING_FILE, traffic.record
+    predictors = sidecar.stat().st_size if sidecar.exists() else 0  # as the engine divides
+    plan = divide_budget(pack, budget_bytes, traffic.context_tokens, predictors)
     of_run = run is not None and run.facts.budget_bytes == budget_bytes
     num_pages = run.facts.num_pages if run is not None and of_run else plan.num_pages
-    facts = CacheFacts(
-        pages=expert_pages(pack.layout, plan.page_bytes),
-        num_pages=num_pages,
-        num_active=pack.spec.router.num_experts_per_tok,
-        popularity=traffic.passes.popularity,
-    )
-    if num_pages < facts.pages.max():
-        raise RunError(f"{traffic.place}: found {num_pages} pages, expected {facts.pages.max()} at least; record anew")
-    extents = _extents(pack)
-    played = {name: replay(traffic.passes, facts, extents, PRESETS[name], run, traffic.paths) for name in names}
-    judged = {name: of for name, of in played.items() if name != "importance" or traffic.passes.scores is not None}
+    pages, extents, passes = expert_pages(pack.layout, plan.page_bytes), pack.index.size, traffic.passes
+    if num_pages < pages.max():
+        raise RunError(
+            f"{traffic.place}: found {num_pages} pages, expected {pages.max()} at least; record the run anew"
+        )
+    facts = CacheFacts(pages, num_pages, pack.spec.router.num_experts_per_tok, passes.popularity)
+    alone = {name: replay(passes, facts, extents, PRESETS[name].alone()) for name in names}
+    tried = {name: replay(passes, facts, extents, PRESETS[name], run, traffic.paths) for name in names}
+    foretelling = {name: played for name, played in tried.items() if played.foretelling in ("recorded", "routes")}
+    judged = {name: played for name, played in alone.items() if name != "importance" or passes.scores is not None}
     best = best_of(judged) if len(judged) > 1 else None
-    return Outcome(plan, num_pages, played, optimum(traffic.passes, facts, extents), best)
-
-
-def _extents(pack: Pack) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.array([[expert.num_bytes for expert in layer] for layer in pack.layout.experts], np.int64)
+    return Outcome(plan, num_pages, alone, foretelling, optimum(passes, facts, extents), best)
 
 
 def _lines(traffic: Traffic, outcomes: list[Outcome], total_bytes: int, read_rate: int | None) -> Iterator[str]:
@@ -215,21 +205,23 @@ def _lines(traffic: Traffic, outcomes: list[Outcome], total_bytes: int, read_rat
             f"{size_text(outcome.plan.page_bytes)}, room for {min(share, 1):.0%} of the experts"
         )
         rate = "" if read_rate is None else f" {'tokens/s':>9}"
-        yield f"  {'policy':<11} {'hits':>6} {'read a token':>13}{rate} {'in prompts':>11}  foretold"
-        for name, played in outcome.policies.items():
-            yield _line(name, played, read_rate)
-        yield _line("optimum", outcome.optimum, read_rate)
+        yield f"  {'policy':<11} {'in prompts':>10} {'hits':>6} {'read a token':>13}{rate}  foretelling"
+        for name, played in outcome.alone.items():
+            yield _line(name, played, outcome.foretelling.get(name), read_rate)
+        yield _line("optimum", outcome.optimum, None, read_rate)
         if outcome.best is not None:
             yield f"  best: {outcome.best}"
 
 
-def _line(name: str, played: Played, read_rate: int | None) -> str:
+def _line(name: str, played: Played, foretelling: Played | None, read_rate: int | None) -> str:
     decode = played.decode
-    rate = "" if read_rate is None else f" {decode.tokens_per_second(read_rate):9.1f}"
     prompts = f"{played.prefill.hit_rate:.1%}" if played.prefill.num_needed else "-"
-    foretold = {"none": "-", "recorded": "as in the run", "routes": "from routes"}.get(played.foretelling, "not here")
-    read = size_text(decode.bytes_per_token)
-    return f"  {name:<11} {decode.hit_rate:>6.1%} {read:>13}{rate} {prompts:>11}  {foretold}"
+    rate = "" if read_rate is None else f" {decode.tokens_per_second(read_rate):9.1f}"
+    told = "-"
+    if foretelling is not None:
+        by = "as the run did" if foretelling.foretelling == "recorded" else "from paths"
+        told = f"{foretelling.decode.hit_rate:.1%}, {size_text(foretelling.decode.bytes_per_token)}, {by}"
+    return f"  {name:<11} {prompts:>10} {decode.hit_rate:>6.1%} {size_text(decode.bytes_per_token):>13}{rate}  {told}"
 
 
 def _as_run(record: Record) -> str:
@@ -247,7 +239,8 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
         "budget_bytes": outcome.plan.budget,
         "num_pages": outcome.num_pages,
         "page_bytes": outcome.plan.page_bytes,
-        "policies": {name: _played_json(played) for name, played in outcome.policies.items()},
+        "alone": {name: _played_json(played) for name, played in outcome.alone.items()},
+        "foretelling": {name: _played_json(played) for name, played in outcome.foretelling.items()},
         "optimum": _played_json(outcome.optimum),
         "best": outcome.best,
     }

@@ -4,7 +4,9 @@ Not imported by the room's face, so that reading packs from Python needs no clic
 """
 
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import click
@@ -77,3 +79,9 @@ def read_size(text: str) -> int:
     if not num_bytes:
         raise click.BadParameter(f"found {text!r}, expected a size such as 11G, 1.5G or 512M")
     return num_bytes
+
+
+def cache_folder() -> Path:
+    """Where the user's caches of ours are: `moe-pack` in XDG_CACHE_HOME, or in ~/.cache; it need not be there yet."""
+    named = os.environ.get("XDG_CACHE_HOME")
+    return (Path(named) if named else Path.home() / ".cache") / "moe-pack"

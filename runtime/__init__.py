@@ -3,6 +3,7 @@
 from moe_pack.runtime.budget import BudgetPlan, divide_budget, expert_pages
 from moe_pack.runtime.checkpoint_weights import CheckpointWeights, read_rows
 from moe_pack.runtime.decoder import Decoder
+from moe_pack.runtime.doctor import measure_machine
 from moe_pack.runtime.engine import Engine, EngineOptions
 from moe_pack.runtime.expert import ACTIVATIONS, Activations, activations, run_expert
 from moe_pack.runtime.folder_files import FolderFiles
@@ -18,6 +19,7 @@ from moe_pack.runtime.kernels import (
 )
 from moe_pack.runtime.kv_cache import KVCache
 from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, router_scores, run_unrouted
+from moe_pack.runtime.machine import CpuFacts, DriveFacts, LinkFacts, MachineFacts, ReadRate, load_facts, save_facts
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, row_blocks
 from moe_pack.runtime.mlp_predictor import MAX_PREVIOUS, Predictor, multi_hot, network_logits
 from moe_pack.runtime.model import Model, load
@@ -55,7 +57,9 @@ __all__ = [
     "BudgetPlan",
     "CacheFacts",
     "CheckpointWeights",
+    "CpuFacts",
     "Decoder",
+    "DriveFacts",
     "Engine",
     "EngineOptions",
     "Expert",
@@ -63,6 +67,8 @@ __all__ = [
     "FolderFiles",
     "KVCache",
     "Kernels",
+    "LinkFacts",
+    "MachineFacts",
     "Matrix",
     "Model",
     "NeuronBlock",
@@ -77,6 +83,7 @@ __all__ = [
     "Prediction",
     "PredictionName",
     "Predictor",
+    "ReadRate",
     "ReadStats",
     "Reads",
     "Record",
@@ -103,7 +110,9 @@ __all__ = [
     "kernels_for",
     "linear",
     "load",
+    "load_facts",
     "make_prediction",
+    "measure_machine",
     "mlp_input",
     "multi_hot",
     "network_logits",
@@ -122,5 +131,6 @@ __all__ = [
     "rows_as_keys",
     "run_expert",
     "run_unrouted",
+    "save_facts",
     "write_routing",
 ]

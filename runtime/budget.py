@@ -21,7 +21,8 @@ PREFILL_TOKENS = 512  # of a forward pass, where there is room
 LEAST_PREFILL_TOKENS = 16  # below, a prompt would read every expert again and again
 MAX_PAGE_BYTES = 1 << 20
 LEAST_PAGE_BYTES = 64 << 10  # smaller pages lose more to the room before each; experts of less than four have smaller
-KERNEL_BYTES = 40 << 20  # of the kernels' own: unfinished sums of 16 MiB, decoded rows of each thread
+# Of the kernels' own (runtime/native): unfinished sums of many tokens, of few; what threads decode rows into.
+_MANY_TOKENS, _MANY_SUMS, _FEW_SUMS, _MOST_FEW_BYTES, _THREADS_BYTES = 64, 19, 96, 16 << 20, 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,9 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
     hidden = [role.shape[0] for role in dense_roles(spec) if role.name.endswith((".up", ".gate"))]
     widest = max([spec.expert.intermediate_size, *hidden])
     floats = 6 * d + width + 3 * widest + 2 * E + k * d
-    return 4 * (chunk_tokens * floats + 4 * spec.vocab_size) + KERNEL_BYTES
+    few = min(4 * E * _FEW_SUMS * d, _MOST_FEW_BYTES)
+    many = _MANY_TOKENS * (4 * _MANY_SUMS * d + 5 * spec.expert.intermediate_size)
+    return 4 * (chunk_tokens * floats + 4 * spec.vocab_size) + few + many + _THREADS_BYTES
 
 
 def _extent_bytes(layout: PackLayout) -> NDArray[np.int64]:

@@ -207,7 +207,7 @@ class Engine:
             return PRESETS["lru"]
         chunks = np.ones(len(routing.routes), np.uint32)
         passes = Passes(routing.routes, chunks, None, facts.popularity)
-        name, _ = auto_policy(passes, facts, self._pack.index.size, routing.paths)
+        name, _ = auto_policy(passes, facts, self._pack.index.size)
         return PRESETS[name]
 
     def _prediction(self, preset: Preset, weights: StreamingWeights, routing: Routing | None) -> Prediction | None:

@@ -81,9 +81,9 @@ def replay(
 ) -> Played:
     """Plays routes against a preset.
 
-    What is foretold is taken from `record` where the run had this preset and these pages; else, in passes of one token,
-    from the routes so far where the preset's prediction needs no more. Then it is asked for once the layer before has
-    all it needs.
+    What is foretold is taken from `record` where the run had this policy and these pages: all that it asked for. Else,
+    in passes of one token, from the routes so far where the preset's prediction needs no more; it is then asked for
+    once the layer before has all it needs.
     Args:    extent_bytes: int64 [L, E], what bringing each expert reads.   paths: for predictions from paths.
     """
     assert facts.pages.shape == (passes.routes.shape[1], passes.num_experts), "routes of this model"
@@ -101,15 +101,14 @@ def optimum(passes: Passes, facts: CacheFacts, extent_bytes: Array) -> Played:
     return played
 
 
-def auto_policy(
-    passes: Passes, facts: CacheFacts, extent_bytes: Array, paths: PathShares | None = None
-) -> tuple[PolicyName, dict[PolicyName, Played]]:
-    """The policy to take for such routes, by `best_of`, and what all of them come to.
+def auto_policy(passes: Passes, facts: CacheFacts, extent_bytes: Array) -> tuple[PolicyName, dict[PolicyName, Played]]:
+    """The policy to take for such routes, by `best_of`, and what all of them come to without foretelling.
 
-    What cannot be foretold from routes counts for nothing, nor does `importance` where scores are not known.
+    Foretelling is left out because most of it cannot be judged by routes, and what it brings is read all the same.
+    `importance` is left out where scores are not known.
     """
     names = [name for name in _SIMPLEST_FIRST if name != "importance" or passes.scores is not None]
-    table = {name: replay(passes, facts, extent_bytes, PRESETS[name], paths=paths) for name in names}
+    table = {name: replay(passes, facts, extent_bytes, PRESETS[name].alone()) for name in names}
     return best_of(table), table
 
 
@@ -197,10 +196,10 @@ def _prophet(
     passes: Passes, facts: CacheFacts, preset: Preset, record: Record | None, paths: PathShares | None
 ) -> tuple[Foretelling, _Silent]:
     num_ahead = preset.num_foretold(facts.num_active)
+    if record is not None and (record.facts.policy, record.facts.num_pages) == (preset.name, facts.num_pages):
+        return ("recorded", _Recorded(record.requests)) if record.requests else ("none", _Silent())
     if num_ahead == 0:
         return "none", _Silent()
-    if record is not None and (record.facts.policy, record.facts.num_pages) == (preset.name, facts.num_pages):
-        return "recorded", _Recorded(record.requests)
     if preset.prediction == "popularity":
         return "routes", _FromRoutes(passes, num_ahead, None)
     if preset.prediction == "paths" and paths is not None:

@@ -10,8 +10,8 @@ import numpy as np
 
 from moe_pack.runtime.residency import Array, CacheFacts, Key
 
-# The least that is a mean. On the demo model's routes more hit less, 4 by one point and 512 by four; one alone, which
-# keeps no history, hits a point more (benchmarks/policy_replay.py).
+# The least that is a mean. On the demo model's routes more hit less, 512 by four points; one alone hits up to four
+# more, and keeps no history (docs/papers.md).
 NUM_PASSES = 2
 
 

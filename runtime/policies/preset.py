@@ -5,7 +5,7 @@ Where that reading is ours, it stands at the preset; docs/papers.md has what it 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moe_pack.runtime.policies.edgemoe import EdgeMoE
@@ -38,6 +38,10 @@ class Preset:
     num_ahead: int | None = None
     rows_below: float = 0.0
     reuse_selector: bool = False
+
+    def alone(self) -> "Preset":
+        """The same without foretelling."""
+        return replace(self, prediction="none", reuse_selector=False)
 
     def num_foretold(self, num_active: int) -> int:
         """How many experts a layer are foretold, where a token has `num_active`."""

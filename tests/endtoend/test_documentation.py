@@ -24,6 +24,7 @@ def shown_commands(page: Path) -> list[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_command_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Path("mixtral").symlink_to(DEMO_MODEL)  # a folder of that name comes before the short name
     commands = shown_commands(page)
     if not any("convert" in command for command in commands):
@@ -35,7 +36,8 @@ def test_every_command_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    "command", ["convert", "profile", "report", "thresholds", "attach", "inspect", "verify", "synth"]
+    "command",
+    ["convert", "profile", "report", "thresholds", "attach", "replay", "inspect", "verify", "synth", "doctor"],
 )
 def test_the_page_names_every_option_of_moe_pack(command: str) -> None:
     page = (ROOT / "docs" / "moe-pack.md").read_text("utf-8")

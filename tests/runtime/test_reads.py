@@ -5,6 +5,7 @@ What both kinds promise is tested on both; what overlaps, on the native ones.
 
 import mmap
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,6 +118,17 @@ def test_pieces_in_any_order_are_what_plain_reading_gives(
         for offset, place, size in zip(offsets, places, sizes, strict=True):
             expected[place : place + size] = held[offset : offset + size]
         assert np.array_equal(memory, expected)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_files_are_open_past_the_systems_cache_where_reads_are_direct(
+    opener: Opener, tmp_path: Path, memory: NDArray[np.uint8], direct: bool
+) -> None:
+    path, _ = written(tmp_path, READ_UNIT)
+    opened_direct(opener, memory, path, direct)
+    (held,) = (entry.name for entry in Path("/proc/self/fd").iterdir() if same_target(entry, path))
+    (flags,) = re.findall(r"^flags:\s+(\d+)$", Path(f"/proc/self/fdinfo/{held}").read_text(), re.MULTILINE)
+    assert bool(int(flags, 8) & os.O_DIRECT) == direct
 
 
 @pytest.mark.parametrize("direct", [False, True])

@@ -11,17 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import DEMO_MODEL, pack
 from native import kernels_limited_to
+from streaming import budget_for
 from torch import Tensor
 
 from moe_pack.formats import Pack, PackError, RunError, rewrite_thresholds
 from moe_pack.runtime import Decoder, PackWeights
 from moe_pack.runtime.budget import (
-    LEAST_PREFILL_TOKENS,
     BudgetPlan,
     divide_budget,
     expert_pages,
-    page_sizes,
-    workspace_bytes,
 )
 from moe_pack.runtime.engine import Engine, EngineOptions
 from moe_pack.runtime.policies import PRESETS
@@ -62,15 +60,6 @@ def _quantile(weights: PackWeights, x: Tensor, layer_idx: int, expert: int) -> f
     return float(kernels.select(x, held.rows).a.abs().quantile(0.8))  # type: ignore[attr-defined]  # a mapped expert
 
 
-def least_budget(held: Pack, num_experts: int) -> int:
-    """A budget with room for so many experts, and short forward passes."""
-    page_bytes, head_bytes = page_sizes(held.layout)
-    empty = divide_budget(held, 1 << 40, CONTEXT)
-    needed = empty.dense + empty.cache + workspace_bytes(held.spec, LEAST_PREFILL_TOKENS)
-    largest = int(expert_pages(held.layout, page_bytes).max()) * (page_bytes + head_bytes)
-    return needed + num_experts * largest
-
-
 def answers(engine: Engine) -> Tensor:
     """The logits after a prompt, and after each of the tokens that follow it."""
     found = [engine.decoder.next_logits(IDS[:NUM_PROMPT])]
@@ -80,7 +69,7 @@ def answers(engine: Engine) -> Tensor:
 
 def streamed(folder: Path, options: EngineOptions, num_experts: int) -> Tensor:
     with Pack(folder) as held:
-        budget = least_budget(held, num_experts)
+        budget = budget_for(held, num_experts, CONTEXT)
         with Engine(held, _with(options, budget_bytes=budget), CONTEXT) as engine:
             assert isinstance(engine.weights, StreamingWeights)
             assert engine.plan is not None and engine.plan.num_pages == num_experts
@@ -155,7 +144,7 @@ def test_torch_alone_streams_too(dense_pack: Path, sparse_pack: Path, kind: str)
 def test_rows_alone_are_read_where_few_run(sparse_pack: Path) -> None:
     def bytes_read(cutover: float) -> int:
         with Pack(sparse_pack) as held:
-            options = EngineOptions(budget_bytes=least_budget(held, 2), cutover=cutover, kernels="portable")
+            options = EngineOptions(budget_bytes=budget_for(held, 2, CONTEXT), cutover=cutover, kernels="portable")
             with Engine(held, options, CONTEXT) as engine:
                 answers(engine)
                 assert engine.reads is not None
@@ -166,7 +155,7 @@ def test_rows_alone_are_read_where_few_run(sparse_pack: Path) -> None:
 
 def test_hits_and_misses_are_counted(dense_pack: Path) -> None:
     with Pack(dense_pack) as held:
-        options = EngineOptions(budget_bytes=least_budget(held, 32), foretells=False, kernels="portable")
+        options = EngineOptions(budget_bytes=budget_for(held, 32, CONTEXT), foretells=False, kernels="portable")
         with Engine(held, options, CONTEXT) as engine:
             answers(engine)
             weights = engine.weights
@@ -184,7 +173,7 @@ def test_hits_and_misses_are_counted(dense_pack: Path) -> None:
 def test_a_damaged_expert_is_found_when_it_first_arrives(dense_pack: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(dense_pack, tmp_path / "damaged")
     with Pack(folder) as held:
-        budget = least_budget(held, 2)
+        budget = budget_for(held, 2, CONTEXT)
         name = held.manifest.expert_files[1].name
         for expert in range(8):
             offset = held.layout.offsets[1][expert] + 999
@@ -209,7 +198,7 @@ def test_a_damaged_expert_is_found_when_it_first_arrives(dense_pack: Path, tmp_p
 def test_a_file_cut_while_it_is_used_ends_in_one_line(dense_pack: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(dense_pack, tmp_path / "cut")
     with Pack(folder) as held:
-        options = EngineOptions(budget_bytes=least_budget(held, 2), kernels="portable")
+        options = EngineOptions(budget_bytes=budget_for(held, 2, CONTEXT), kernels="portable")
         with Engine(held, options, CONTEXT) as engine:
             engine.decoder.next_logits(IDS[:3])
             name = held.manifest.expert_files[2].name
@@ -221,7 +210,7 @@ def test_a_file_cut_while_it_is_used_ends_in_one_line(dense_pack: Path, tmp_path
 
 def test_a_budget_that_is_too_small_says_what_is_needed(dense_pack: Path) -> None:
     with Pack(dense_pack) as held:
-        needed = least_budget(held, 1)
+        needed = budget_for(held, 1, CONTEXT)
         plan = divide_budget(held, needed, CONTEXT)
         assert plan.num_pages == 1
         with pytest.raises(RunError, match=r"^--budget: 1.0 MiB, needed are at least .* of dense weights"):

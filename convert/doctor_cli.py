@@ -1,0 +1,118 @@
+"""The command `moe-pack doctor`: measures this machine once, for the planner and the runtime."""
+
+import json
+from pathlib import Path
+
+import click
+from tqdm import tqdm
+
+from moe_pack.formats import MANIFEST_FILE, dump
+from moe_pack.formats.cli import cache_folder, command_errors, size_text
+from moe_pack.runtime import DriveFacts, MachineFacts, ReadRate, measure_machine, save_facts
+
+# What the table's example has: gate and down of 4096 weights each, at 4 bit, group 64.
+_ROWS, _ROW_BYTES = 14336, 4624
+_BETWEEN = 0.05  # seconds, to open files and to have the system forget them
+
+
+class Bar:
+    """Says on standard error how long it will take, and shows a bar with the time left on a terminal."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._bar: tqdm[None] | None = None
+
+    def step(self, what: str, number: int, total: int) -> None:
+        """Shows what is measured now; number 0 is what has to be done before."""
+        if number == 0:
+            click.echo(what, err=True)
+            return
+        if self._bar is None:
+            click.echo(f"{total} measurements, about {total * (self._seconds + _BETWEEN):.0f} s", err=True)
+            layout = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining} {postfix}"
+            self._bar = tqdm(total=total, disable=None, leave=False, bar_format=layout)
+        self._bar.set_postfix_str(what, refresh=False)
+        self._bar.update(number - 1 - self._bar.n)
+
+    def close(self) -> None:
+        """Removes the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+@click.command("doctor", short_help="Measure this machine's drive, CPU and link.")
+@click.option(
+    "--path",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    metavar="DIR",
+    help="A folder on the drive to measure: a pack, whose files are read, or another, where up to 1 GiB is written and "
+    "removed.  [default: the current one]",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.001, 60),
+    default=0.5,
+    show_default=True,
+    metavar="S",
+    help="How long each of some 80 measurements takes.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
+@command_errors(interrupted="interrupted; nothing was kept")
+def doctor_command(path: Path, seconds: float, as_json: bool) -> None:
+    """Measure how fast this machine reads its drive, computes experts and copies to its GPU, and keep the figures.
+
+    They are kept by drive in the user's cache folder. Give a pack's folder, or one on the drive that packs will lie on.
+    """
+    bar = Bar(seconds)
+    try:
+        facts = measure_machine(path, bar.step, seconds)
+    finally:
+        bar.close()
+    file = save_facts(facts, cache_folder(), path)
+    if as_json:
+        click.echo(json.dumps(dump(facts), indent=2))
+        return
+    from_pack = (path / MANIFEST_FILE).exists()
+    for line in [*_drive_lines(facts.drive, path, from_pack), "", *_other_lines(facts), "", f"kept in {file}"]:
+        click.echo(line)
+
+
+def _drive_lines(drive: DriveFacts, path: Path, from_pack: bool) -> list[str]:
+    of = "of this pack" if from_pack else "written for it"
+    lines = [f"drive {drive.name or 'without a name'}, at {path.resolve()}: {size_text(drive.file_bytes)} {of}"]
+    lines += ["", "scattered reads, MB/s (threads)", f"{'size':>8} {'direct':>14} {'pread':>14} {'map':>14}"]
+    held = {(one.mode, one.size): one for one in drive.best}
+    for size in sorted({one.size for one in drive.best}):
+        cells = (_rate_cell(held.get((mode, size))) for mode in ("direct", "pread", "map"))
+        lines.append(f"{_round_size(size):>8} " + " ".join(f"{cell:>14}" for cell in cells))
+    lines += [
+        f"best over all sizes: {drive.mode}, {drive.threads} thread{'s' if drive.threads > 1 else ''}",
+        f"smallest efficient read: {_round_size(drive.smallest_efficient_bytes)}",
+        "running rows alone are read sooner than a whole expert up to "
+        f"{drive.cutover(_ROW_BYTES, _ROWS, _ROWS * _ROW_BYTES):.0%} of them ({_ROWS:,} rows of {_ROW_BYTES:,} bytes)",
+    ]
+    return lines
+
+
+def _other_lines(facts: MachineFacts) -> list[str]:
+    cpu, link = facts.cpu, facts.link
+    lines = [f"CPU: {cpu.cores} cores, " + (cpu.instruction_set or "native kernels were not built")]
+    if cpu.read_one is not None and cpu.read_all is not None and cpu.experts is not None:
+        lines += [
+            f"memory: {cpu.read_one / 1e9:.1f} GB/s by one thread, {cpu.read_all / 1e9:.1f} GB/s by all",
+            f"experts at 4 bit, one token: {cpu.experts / 1e9:.1f} GB/s",
+        ]
+    if link is None:
+        return [*lines, "link: torch finds no GPU"]
+    rates = ", ".join(f"{_round_size(copy.size)} {copy.rate / 1e9:.1f}" for copy in link.copies)
+    return [*lines, f"link to {link.name} with {size_text(link.memory_bytes)}, GB/s by size: {rates}"]
+
+
+def _rate_cell(one: ReadRate | None) -> str:
+    return "-" if one is None else f"{one.rate / 1e6:,.0f} ({one.threads:>2})"
+
+
+def _round_size(num_bytes: int) -> str:
+    return f"{num_bytes >> 20} MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KiB"

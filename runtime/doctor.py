@@ -1,0 +1,351 @@
+"""Measures what a machine can do: its drive as the engine reads it, its CPU, its link to a GPU. `machine` holds it.
+
+A drive is measured on the expert files of a pack, or on a file without a name that is written for it and goes with
+this process, however that ends.
+"""
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moe_pack.formats import (
+    MANIFEST_FILE,
+    MATRICES,
+    ExpertFormat,
+    ExpertSpec,
+    Pack,
+    PackError,
+    RangeReader,
+    RunError,
+    expert_layout,
+    part_format,
+)
+from moe_pack.runtime.kernels import ExpertRows, Kernels, expert_numbers, is_available, num_cpus
+from moe_pack.runtime.machine import (
+    CpuFacts,
+    DriveFacts,
+    LinkFacts,
+    MachineFacts,
+    ReadMode,
+    ReadRate,
+    SizedRate,
+    device_of,
+)
+from moe_pack.runtime.reads import READ_UNIT, BlockingReads, Reads, open_reads
+
+READ_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
+READ_THREADS = (1, 2, 4, 8, 16)
+MOST_FILE_BYTES = 1 << 30
+COPY_SIZES = (64 << 10, 1 << 20, 16 << 20, 64 << 20)
+_LEAST_FILE_BYTES = 1 << 20
+_WRITTEN_AT_ONCE = 16 << 20
+_ARENA_BYTES = 64 << 20  # read into
+_MOST_PIECES = 1 << 15  # asked for at once: half a second of the fastest drives
+_MEMORY_BYTES = 256 << 20  # more than caches hold
+_EXPERT_ROWS, _EXPERT_COLS, _NUM_EXPERTS = 2048, 4096, 12  # 13.6 MiB each
+
+OnStep = Callable[[str, int, int], None]
+
+
+class Run(NamedTuple):
+    """One measurement of a drive."""
+
+    mode: ReadMode
+    threads: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What came of it, in bytes a second."""
+
+    run: Run
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    path: Path
+    num_bytes: int
+
+
+class _Steps:
+    """Tells what is measured next: its number, from 1 on, and of how many."""
+
+    def __init__(self, on_step: OnStep, total: int) -> None:
+        self._on_step, self._number, self._total = on_step, 0, total
+
+    def next(self, what: str) -> None:
+        self._number += 1
+        self._on_step(what, self._number, self._total)
+
+
+def measure_machine(
+    folder: Path, on_step: OnStep, seconds: float = 0.5, most_bytes: int = MOST_FILE_BYTES
+) -> MachineFacts:
+    """Measures the drive of a folder, the CPU and the link to the GPU.
+
+    Args:    folder: a pack, of which expert files are read; or another, where a file of at most `most_bytes` and at
+             most a quarter of the free space is written.   on_step: called before each measurement with what it is, its
+             number and how many there are.   seconds: that each takes.
+    Raises:  RunError if the folder is none, cannot be written or has no room; PackError if it is a damaged pack.
+    """
+    has_link = torch.cuda.is_available()
+    with _files_of(folder, most_bytes, on_step) as files:
+        runs = _runs(files)
+        num_cpu_steps = 3 if is_available() else 0
+        steps = _Steps(on_step, len(runs) + num_cpu_steps + (len(COPY_SIZES) if has_link else 0))
+        drive = _measure_drive(files, runs, device_of(folder)[1], steps, seconds)
+    cpu = _measure_cpu(steps, seconds)
+    link = _measure_link(steps, seconds) if has_link else None
+    return MachineFacts(datetime.now(UTC).date().isoformat(), drive, cpu, link)
+
+
+# ---- drive ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _files_of(folder: Path, most_bytes: int, on_step: OnStep) -> Iterator[list[_File]]:
+    """The files to read from: a pack's of experts, or a new one."""
+    if not folder.is_dir():
+        raise RunError(f"{folder}: found no such folder; give one on the drive to measure")
+    if (folder / MANIFEST_FILE).exists():
+        with Pack(folder) as pack:
+            yield [_File(folder / listed.name, listed.bytes) for listed in pack.manifest.expert_files]
+        return
+    free = os.statvfs(folder)
+    num_bytes = min(most_bytes, free.f_bavail * free.f_frsize // 4) // _LEAST_FILE_BYTES * _LEAST_FILE_BYTES
+    if num_bytes < _LEAST_FILE_BYTES:
+        raise RunError(f"{folder}: found less than 4 MiB of free space, expected more; give a folder with room")
+    on_step(f"writing {num_bytes >> 20} MiB to read", 0, 1)
+    try:
+        # Without a name from the start: nothing is left behind, whatever ends the process.
+        with tempfile.TemporaryFile(dir=folder) as file:
+            _write_random(file.fileno(), num_bytes)
+            yield [_File(Path(f"/proc/self/fd/{file.fileno()}"), num_bytes)]
+    except OSError as fault:
+        raise RunError(f"{folder}: cannot be written ({fault.strerror}); give another folder of the drive") from fault
+
+
+def _write_random(descriptor: int, num_bytes: int) -> None:
+    """Writes bytes that no drive can compress, and waits until it has them."""
+    random = np.random.default_rng()
+    for start in range(0, num_bytes, _WRITTEN_AT_ONCE):
+        left = memoryview(random.bytes(min(_WRITTEN_AT_ONCE, num_bytes - start)))
+        while left:
+            left = left[os.write(descriptor, left) :]
+    os.fsync(descriptor)
+
+
+def _runs(files: Sequence[_File]) -> list[Run]:
+    """What to measure: every size that a file has room for."""
+    sizes = [size for size in READ_SIZES if size <= max(file.num_bytes for file in files)]
+    if not sizes:
+        raise RunError(f"{files[0].path.name}: found no file of {READ_SIZES[0]} bytes; give a folder that is no pack")
+    modes: list[ReadMode] = ["direct"] if _has_direct(files[0].path) else []
+    threads = READ_THREADS if is_available() else (1,)
+    runs = [Run(mode, number, size) for size in sizes for mode in (*modes, "pread") for number in threads]
+    # Only the kernels bear that a mapped file is cut.
+    return runs + ([Run("map", 1, size) for size in sizes] if is_available() else [])
+
+
+def _has_direct(path: Path) -> bool:
+    with closing(open_reads(_arena(READ_UNIT), True, 1)) as reads:
+        try:
+            reads.open(path)
+        except RunError:  # the file system refuses: there is no such mode
+            return False
+    return True
+
+
+def _measure_drive(
+    files: Sequence[_File], runs: Sequence[Run], name: str | None, steps: _Steps, seconds: float
+) -> DriveFacts:
+    measured, arena = [], _arena(_ARENA_BYTES)
+    for run in runs:
+        steps.next(f"{run.mode} {run.size >> 10} KiB, {run.threads} thread{'s' if run.threads > 1 else ''}")
+        rate = _map_rate(files, run.size, seconds) if run.mode == "map" else _read_rate(files, run, arena, seconds)
+        measured.append(Measured(run, rate))
+    return drive_facts(measured, name, sum(file.num_bytes for file in files))
+
+
+def drive_facts(measured: Sequence[Measured], name: str | None, file_bytes: int) -> DriveFacts:
+    """The best of each mode and size; and the mode and number of threads nearest to the best over all sizes."""
+    best: dict[tuple[ReadMode, int], Measured] = {}
+    for one in measured:
+        key = one.run.mode, one.run.size
+        if key not in best or one.rate > best[key].rate:
+            best[key] = one
+    curves: dict[tuple[Literal["direct", "pread"], int], list[SizedRate]] = {}
+    for one in measured:
+        if one.run.mode != "map":
+            curves.setdefault((one.run.mode, one.run.threads), []).append(SizedRate(one.run.size, one.rate))
+
+    def nearness(curve: Sequence[SizedRate]) -> float:
+        return sum(p.rate / max(b.rate for (mode, size), b in best.items() if size == p.size and mode != "map")
+                   for p in curve)  # fmt: skip
+
+    (mode, threads), curve = max(curves.items(), key=lambda entry: nearness(entry[1]))
+    rates = tuple(ReadRate(one.run.mode, one.run.size, one.run.threads, one.rate) for one in best.values())
+    return DriveFacts(name, file_bytes, mode, threads, tuple(curve), rates)
+
+
+def _read_rate(files: Sequence[_File], run: Run, arena: NDArray[np.uint8], seconds: float) -> float:
+    """Bytes a second of time in which something was read."""
+    with closing(open_reads(arena, run.mode == "direct", run.threads)) as reads:
+        numbers = [reads.open(file.path) for file in files]
+        end = time.perf_counter() + seconds
+        while True:
+            _drop_cached(files)
+            tickets = [
+                _submit(reads, number, _scattered(file, run.size), run.size, len(arena))
+                for number, file in zip(numbers, files, strict=True)
+            ]
+            _read_until(reads, tickets, end)
+            stats = reads.stats()
+            if time.perf_counter() >= end:
+                return stats.bytes_urgent / (stats.busy_ns / 1e9)
+
+
+def _submit(reads: Reads, file: int, offsets: NDArray[np.int64], size: int, arena_bytes: int) -> list[int]:
+    """Tickets for reads of these places; pieces overwrite each other, since nobody looks at them."""
+    at_once = 4 if isinstance(reads, BlockingReads) else len(offsets)  # which cannot be stopped within a request
+    places = np.arange(len(offsets)) % (arena_bytes // size) * size
+    sizes = np.full(len(offsets), size)
+    parts = [slice(start, start + at_once) for start in range(0, len(offsets), at_once)]
+    return [reads.submit(file, offsets[part], places[part], sizes[part], urgent=True) for part in parts]
+
+
+def _read_until(reads: Reads, tickets: Sequence[Sequence[int]], end: float) -> None:
+    """Lets requests be read until all are or time is up; the rest is dropped, and what has begun is counted."""
+
+    def has_time() -> bool:
+        # Something is read in any case: a rate needs it, and asking alone may take all the time there is.
+        return time.perf_counter() < end or not reads.stats().bytes_urgent
+
+    for ticket in (ticket for several in tickets for ticket in several):
+        if not isinstance(reads, BlockingReads):
+            while not reads.is_done(ticket) and has_time():
+                time.sleep(0.001)
+        if reads.is_done(ticket) or (isinstance(reads, BlockingReads) and has_time()):
+            reads.wait(ticket)  # raises what went wrong
+        else:
+            reads.cancel(ticket)
+
+
+def _map_rate(files: Sequence[_File], size: int, seconds: float) -> float:
+    """The same for page faults of one thread in a mapped file."""
+    num_bytes, taken = 0, 0.0
+    with closing(Kernels(1)) as kernels:
+        while taken < seconds:
+            _drop_cached(files)
+            for file in files:
+                with RangeReader(file.path, PackError) as reader:
+                    mapped = reader.map()
+                began = time.perf_counter()
+                for offset in _scattered(file, size).tolist():
+                    kernels.read(mapped[offset : offset + size])
+                    num_bytes += size
+                    if taken + time.perf_counter() - began >= seconds:
+                        break
+                taken += time.perf_counter() - began
+                del mapped  # or its pages could not be dropped
+    return num_bytes / taken
+
+
+def _scattered(file: _File, size: int) -> NDArray[np.int64]:
+    """Places of reads all over a file, none twice."""
+    return np.random.default_rng().permutation(file.num_bytes // size)[:_MOST_PIECES] * size
+
+
+def _drop_cached(files: Sequence[_File]) -> None:
+    """Asks the system to forget what it keeps of files; it does, unless they are mapped or not yet on the drive."""
+    for file in files:
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def _arena(num_bytes: int) -> NDArray[np.uint8]:
+    return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+
+
+# ---- CPU and link ---------------------------------------------------------------------------------------------------
+
+
+def _measure_cpu(steps: _Steps, seconds: float) -> CpuFacts:
+    cores = num_cpus()
+    if not is_available():
+        return CpuFacts(cores, None, None, None, None)
+    with closing(Kernels(1)) as one, closing(Kernels(cores)) as every:
+        read_one, read_all = (_memory_rate(kernels, steps, seconds) for kernels in (one, every))
+        steps.next("experts of 4 bit")
+        works, x = _random_experts(), torch.ones(1, _EXPERT_COLS)
+        num_bytes = _NUM_EXPERTS * _EXPERT_ROWS * int(works[0][0].layout[4])
+        experts = _repeated(lambda: every.experts(x, works), num_bytes, seconds)
+        return CpuFacts(cores, every.instruction_set, read_one, read_all, experts)
+
+
+def _memory_rate(kernels: Kernels, steps: _Steps, seconds: float) -> float:
+    steps.next(f"memory, {kernels.threads} thread{'s' if kernels.threads > 1 else ''}")
+    held = np.ones(_MEMORY_BYTES, np.uint8)
+    return _repeated(lambda: kernels.read(held), len(held), seconds)
+
+
+def _random_experts() -> list[tuple[ExpertRows, NDArray[np.int64], NDArray[np.float32]]]:
+    """Experts of random codes at 4 bit, group 64, each in memory of its own, for one token; all neurons run."""
+    stored = part_format(4, 64)
+    spec = ExpertSpec("silu", _EXPERT_ROWS, MATRICES, (), 0)
+    layout = expert_layout(ExpertFormat(stored, stored, stored), "none", spec, _EXPERT_COLS)
+    row_bytes = layout.records.row_bytes
+    rows = np.random.default_rng(0).integers(0, 256, (_EXPERT_ROWS, row_bytes), np.uint8)
+    num_codes, num_scales = stored.code_bytes(_EXPERT_COLS), stored.scale_bytes(_EXPERT_COLS)
+    for part in layout.records.parts:
+        begin = part.offset + num_codes
+        rows[:, begin : begin + num_scales] = np.full(num_scales // 2, 0.01, np.float16).view(np.uint8)
+        rows[:, begin + num_scales : begin + 2 * num_scales] = np.full(num_scales // 2, 7.5, np.float16).view(np.uint8)
+    numbers = expert_numbers(layout, "none")
+    token, weight = np.zeros(1, np.int64), np.ones(1, np.float32)
+    return [(ExpertRows(numbers, None, rows.copy(), 0.0), token, weight) for _ in range(_NUM_EXPERTS)]
+
+
+def _measure_link(steps: _Steps, seconds: float) -> LinkFacts:
+    """Copies from page-locked memory to the first GPU that torch finds."""
+    host = torch.empty(COPY_SIZES[-1], dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(COPY_SIZES[-1], dtype=torch.uint8, device="cuda")
+    copies = []
+    for size in COPY_SIZES:
+        steps.next(f"copies of {size >> 10} KiB to the GPU")
+        times = max(1, COPY_SIZES[-1] // size)
+
+        def copy(size: int = size, times: int = times) -> None:
+            for _ in range(times):
+                device[:size].copy_(host[:size], non_blocking=True)
+            torch.cuda.synchronize()  # copies are only asked for until then
+
+        copies.append(SizedRate(size, _repeated(copy, size * times, seconds)))
+    found = torch.cuda.get_device_properties(0)
+    return LinkFacts(found.name, found.total_memory, tuple(copies))
+
+
+def _repeated(work: Callable[[], object], num_bytes: int, seconds: float) -> float:
+    """Bytes a second of some work, done again and again, after once that is not counted."""
+    work()
+    began, times = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds or not times:
+        work()
+        times += 1
+    return num_bytes * times / (time.perf_counter() - began)

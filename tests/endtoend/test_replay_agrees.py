@@ -1,0 +1,81 @@
+"""What replay says of a run is what the run counted: every policy, foretelling or not, at several budgets."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import DEMO_MODEL, pack
+from native import kernels_limited_to
+from streaming import budget_for
+
+from moe_pack.formats import Pack
+from moe_pack.runtime import Decoder, Engine, EngineOptions, PackWeights, read_record, replay
+from moe_pack.runtime.engine import cache_facts
+from moe_pack.runtime.policies import PRESETS
+from moe_pack.runtime.routing import Routing
+
+CONTEXT = 80
+NUM_PROMPT = 30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model at 4 bit; not to be changed."""
+    made = tmp_path_factory.mktemp("demo") / "packed"
+    pack(DEMO_MODEL, made, group=64)
+    return made
+
+
+@pytest.mark.parametrize("policy", sorted(PRESETS))
+@pytest.mark.parametrize("foretells", [False, True])
+@pytest.mark.parametrize("num_experts", [1, 6, 17])
+def test_replay_gives_the_hits_that_the_engine_counted(
+    folder: Path, tmp_path: Path, policy: str, foretells: bool, num_experts: int
+) -> None:
+    ids = torch.randint(0, 4000, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
+    record = tmp_path / "routes.safetensors"
+    with Pack(folder) as held:
+        options = EngineOptions(
+            budget_bytes=budget_for(held, num_experts, CONTEXT),
+            policy=PRESETS[policy].name,
+            foretells=foretells,
+            record=record,
+            kernels="portable",
+        )
+        with Engine(held, options, CONTEXT) as engine:
+            engine.decoder.next_logits(ids[:NUM_PROMPT])
+            for token in ids[NUM_PROMPT:]:
+                engine.decoder.next_logits([token])
+            counted, plan = engine.weights, engine.plan
+        assert plan is not None
+        found = read_record(record)
+        facts = cache_facts(held, plan, Routing.open(held))
+        played = replay(found.passes, facts, held.index.size.astype(np.int64), PRESETS[policy], record=found)
+    assert (played.prefill.num_hits, played.prefill.num_needed) == (counted.prefill.hits, counted.prefill.needed)
+    assert (played.decode.num_hits, played.decode.num_needed) == (counted.decode.hits, counted.decode.needed)
+    assert counted.decode.needed == 2 * 4 * (CONTEXT - NUM_PROMPT)
+    assert found.hits.sum() == counted.prefill.hits + counted.decode.hits
+
+
+def test_a_record_has_the_routes_of_the_plain_decoder(folder: Path, tmp_path: Path) -> None:
+    ids = torch.randint(0, 4000, (20,), generator=torch.Generator().manual_seed(2)).tolist()
+    record = tmp_path / "routes.safetensors"
+    routes: list[list[int]] = []
+
+    class Watched(PackWeights):
+        def run_experts(
+            self, layer_idx: int, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+        ) -> torch.Tensor | None:
+            routes.append(experts[0].tolist())
+            return super().run_experts(layer_idx, x, experts, weights)
+
+    with Pack(folder) as held:
+        options = EngineOptions(budget_bytes=budget_for(held, 3, CONTEXT), record=record, kernels="portable")
+        with Engine(held, options, CONTEXT) as engine:
+            for token in ids:
+                engine.decoder.next_logits([token])
+        plain = Decoder(Watched(held, torch.device("cpu"), kernels_limited_to("portable")), CONTEXT)
+        for token in ids:
+            plain.next_logits([token])
+    assert read_record(record).passes.routes.reshape(-1, 2).tolist() == routes
