@@ -30,8 +30,7 @@ class PageArena:
             pages = mmap.mmap(-1, num_pages * self.slot_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as fault:
             raise RunError(f"--budget: {num_pages * self.slot_bytes:,} bytes cannot be had ({fault})") from fault
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            pages.madvise(mmap.MADV_HUGEPAGE)  # rows lie far from one another: fewer of their addresses are missed
+        # Huge pages are not asked for: a virtual machine may take seconds a gigabyte to get them back from its host.
         self.memory: NDArray[np.uint8] = np.frombuffer(pages, np.uint8)
         self._free = list(range(num_pages - 1, -1, -1))
 
