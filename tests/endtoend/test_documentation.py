@@ -12,7 +12,7 @@ from moe_pack.convert.cli import main as moe_pack
 from moe_pack.runtime.cli import main as moe_run
 
 ROOT = TESTS.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "moe-pack.md", ROOT / "docs" / "moe-run.md"]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("moe-pack.md", "moe-run.md", "streaming.md"))]
 PROGRAMS = {"moe-pack": moe_pack, "moe-run": moe_run}
 
 
