@@ -1,6 +1,7 @@
 """A memory budget, divided: what is always held, what a forward pass needs, and the pages that are left for experts."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,8 +65,7 @@ def divide_budget(pack: Pack, budget_bytes: int, context_tokens: int, fewest_exp
     Raises:  RunError if fewer than `fewest_experts` of the largest experts would have room; it says what is needed.
     """
     dense = pack.layout.dense_file.num_bytes
-    routing = pack.folder / ROUTING_FILE
-    predictors = routing.stat().st_size if routing.exists() else 0
+    predictors = routing_bytes(pack.folder)
     cache = 4 * cached_values(pack.spec) * context_tokens
     page_bytes, head_bytes = page_sizes(pack.layout)
     largest = int(expert_pages(pack.layout, page_bytes).max()) * fewest_experts * (page_bytes + head_bytes)
@@ -86,6 +86,12 @@ def divide_budget(pack: Pack, budget_bytes: int, context_tokens: int, fewest_exp
     most = int(expert_pages(pack.layout, page_bytes).sum())
     num_pages = min(left // (page_bytes + head_bytes), most)
     return BudgetPlan(budget_bytes, dense, cache, workspace, predictors, page_bytes, head_bytes, num_pages, chunk)
+
+
+def routing_bytes(folder: Path) -> int:
+    """What the routing beside a pack takes, all of it in memory; 0 where there is none."""
+    routing = folder / ROUTING_FILE
+    return routing.stat().st_size if routing.exists() else 0
 
 
 def page_sizes(layout: PackLayout) -> tuple[int, int]:

@@ -14,8 +14,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.formats import Pack, RunError, audit
-from moe_pack.runtime.budget import PREFILL_TOKENS, BudgetPlan, divide_budget, expert_pages, workspace_bytes
+from moe_pack.formats import Pack, RunError, audit, cached_values
+from moe_pack.runtime.budget import (
+    PREFILL_TOKENS,
+    BudgetPlan,
+    divide_budget,
+    expert_pages,
+    page_sizes,
+    routing_bytes,
+    workspace_bytes,
+)
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.expert_store import USUAL_GAP_BYTES, ExpertStore
 from moe_pack.runtime.foretelling import Foreteller
@@ -70,6 +78,17 @@ class EngineOptions:
     trace: Path | None = None
     record: Path | None = None
     machine: MachineFacts | None = None
+
+    def of_streams_alone(self) -> list[str]:
+        """Those of the command line's options that were given and have a meaning for experts that stream alone."""
+        given = {
+            "--cutover": self.cutover is not None,
+            "--substitute": self.trust.substitute is not None,
+            "--trust-prediction": self.trust.is_predicted_enough,
+            "--trace": self.trace is not None,
+            "--record": self.record is not None,
+        }
+        return [name for name, is_given in given.items() if is_given]
 
 
 class Engine:
@@ -157,11 +176,17 @@ class Engine:
         if options.read == "map":
             if options.budget_bytes is not None:
                 self._fall_back("mapped files are kept in memory by the system, whatever the budget")
+            if wishes := options.of_streams_alone():
+                raise RunError(f"{wishes[0]}: experts in mapped files do not stream; leave --read map out")
             return None
         if options.budget_bytes is not None:
             return options.budget_bytes
         free, needed = available_bytes(), _whole_bytes(self._pack, context_tokens)
-        return None if free is None or needed <= _SHARE_OF_MEMORY * free else int(_SHARE_OF_MEMORY * free)
+        most = None if free is None else int(_SHARE_OF_MEMORY * free)
+        if most is None or needed <= most:
+            asked = options.policy != "auto" or options.read != "auto" or options.of_streams_alone()
+            return needed if asked else None
+        return most
 
     def _mapped(self) -> PackWeights:
         return PackWeights(self._pack, self.device, self.kernels)
@@ -268,8 +293,12 @@ def cache_facts(pack: Pack, plan: BudgetPlan, routing: Routing | None) -> CacheF
 
 
 def _whole_bytes(pack: Pack, context_tokens: int) -> int:
-    """What a pack takes in memory, all of it."""
-    return pack.manifest.totals.content + workspace_bytes(pack.spec, PREFILL_TOKENS)
+    """What a pack takes in memory, all of it, in pages or not."""
+    page_bytes, head_bytes = page_sizes(pack.layout)
+    pages = int(expert_pages(pack.layout, page_bytes).sum()) * (page_bytes + head_bytes)
+    cache = 4 * cached_values(pack.spec) * context_tokens
+    routing = routing_bytes(pack.folder)
+    return pages + pack.layout.dense_file.num_bytes + cache + routing + workspace_bytes(pack.spec, PREFILL_TOKENS)
 
 
 def _device(name: str) -> torch.device:

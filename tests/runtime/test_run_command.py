@@ -85,7 +85,7 @@ ERRORS = {
     "no prompt": ([], 2, "give the text to continue with --prompt or --prompt-file"),
     "two prompts": (["--prompt", "x", "--prompt-file", "-"], 2, "give the text to continue"),
     "no tokens": (["--prompt", "x", "--max-tokens", "0"], 2, "--max-tokens"),
-    "unknown option": (["--prompt", "x", "--budget", "1G"], 2, "No such option"),
+    "unknown option": (["--prompt", "x", "--ram", "1G"], 2, "No such option"),
 }
 
 

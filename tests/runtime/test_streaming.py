@@ -245,3 +245,15 @@ def test_streaming_and_the_plain_decoder_agree_on_a_prompt(dense_pack: Path) -> 
     found = streamed(dense_pack, EngineOptions(), 5)
     # Logits of the demo model reach 20; float32 sums in another order move them by about 1e-5.
     assert torch.allclose(found, plain[NUM_PROMPT - 1 :], rtol=0, atol=1e-4)
+
+
+def test_what_has_a_meaning_for_streams_alone_makes_experts_stream(dense_pack: Path, tmp_path: Path) -> None:
+    with Pack(dense_pack) as held:
+        with Engine(held, EngineOptions(kernels="portable"), CONTEXT) as engine:
+            assert engine.plan is None, "a small pack fits any machine"
+        for options in (EngineOptions(policy="lru"), EngineOptions(cutover=0.5), EngineOptions(read="pread")):
+            with Engine(held, options, CONTEXT) as engine:
+                assert engine.plan is not None and engine.plan.num_pages == 32, "with room for all"
+        refused = EngineOptions(read="map", record=tmp_path / "routes")
+        with pytest.raises(RunError, match=r"^--record: experts in mapped files do not stream; leave --read map out$"):
+            Engine(held, refused, CONTEXT)
