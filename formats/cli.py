@@ -1,12 +1,16 @@
-"""What every command of the project shares: how an error is shown, how Ctrl-C ends, --version and --debug.
+"""What every command of the project shares: how an error is shown, how signals end it, --version and --debug.
 
 Not imported by the room's face, so that reading packs from Python needs no click.
 """
 
 import functools
 import os
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any, TypeVar
 
 import click
@@ -34,15 +38,44 @@ class _Failure(click.ClickException):
 
 
 class _Interruption(_Failure):
-    """The same for Ctrl-C, with the exit code shells give it."""
+    """The same for a signal, with the exit code shells give it."""
 
-    exit_code = 130
+    def __init__(self, program: str, message: str, number: int) -> None:
+        super().__init__(program, message)
+        self.exit_code = 128 + number
+
+
+class _Termination(KeyboardInterrupt):
+    """SIGTERM: whatever cleans up after Ctrl-C cleans up after it too."""
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Within it, a first SIGTERM raises, as Ctrl-C does; further ones change nothing while what is open is closed."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield  # only the main thread may set handlers; whoever set one before, or ignores the signal, decides
+        return
+    own = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != own:  # a forked child inherits this handler, and not what it is for
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        signal.signal(number, signal.SIG_IGN)
+        raise _Termination
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def command_errors(interrupted: str) -> Callable[[C], C]:
-    """Wraps a command's body: errors of ours become one line and exit code 1, Ctrl-C one line and 130.
+    """Wraps a command's body: errors of ours become one line and exit code 1, Ctrl-C one line and 130, SIGTERM 143.
 
-    Args:    interrupted: what is said on Ctrl-C.
+    Args:    interrupted: what is said on Ctrl-C and SIGTERM.
     """
 
     def wrap(body: C) -> C:
@@ -51,13 +84,15 @@ def command_errors(interrupted: str) -> Callable[[C], C]:
             root = click.get_current_context().find_root()
             program = root.info_name or "moe-pack"
             try:
-                return body(*args, **options)
+                with _ended_by_sigterm():
+                    return body(*args, **options)
             except MoePackError as fault:
                 if root.params.get("debug"):
                     raise
                 raise _Failure(program, str(fault)) from fault
             except KeyboardInterrupt as fault:
-                raise _Interruption(program, interrupted) from fault
+                number = signal.SIGTERM if isinstance(fault, _Termination) else signal.SIGINT
+                raise _Interruption(program, interrupted, number) from fault
 
         return guarded  # type: ignore[return-value]  # functools.wraps keeps the body's signature
 

@@ -84,6 +84,8 @@ def main(
     The continuation alone goes to standard output, as it is generated; everything else goes to standard error.
     Generation ends at the model's own end of text, after --max-tokens, or when the context is full.
     """
+    if bench is not None and stats:
+        raise click.UsageError("--bench: reports all that --stats does; leave --stats out")
     text = _prompt(prompt, prompt_file, chat, bench)
     max_tokens = max_tokens or (256 if bench is None else 64)
     chosen_seed = secrets.randbits(32) if seed is None else seed

@@ -34,7 +34,7 @@ from moe_pack.runtime.pack_weights import PackWeights
 from moe_pack.runtime.policies import PRESETS, PolicyName, Preset, residency_for
 from moe_pack.runtime.prediction import Prediction, make_prediction
 from moe_pack.runtime.reads import NUM_THREADS, Reads, open_reads, reads_directly
-from moe_pack.runtime.record import Passes
+from moe_pack.runtime.record import Passes, check_place
 from moe_pack.runtime.recording import Recorder, recorded_residency_for
 from moe_pack.runtime.replay import auto_policy
 from moe_pack.runtime.residency import CacheFacts, Residency
@@ -130,7 +130,12 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except RunError as later:
+            if fault is None:
+                raise
+            fault.add_note(str(later))  # what ended the run is what is to be told
 
     def close(self) -> None:
         """Ends reads and threads, gives all memory back, writes what is to be written.
@@ -138,9 +143,11 @@ class Engine:
         Raises:  RunError if a trace or a record cannot be written.
         """
         recorder, self._recorder = self._recorder, None
-        self._stack.close()
-        if recorder is not None and self.options.record is not None:
-            recorder.write(self.options.record)
+        try:
+            self._stack.close()
+        finally:
+            if recorder is not None and self.options.record is not None:
+                recorder.write(self.options.record)
 
     def _fall_back(self, what: str) -> None:
         if self.options.is_strict:
@@ -200,6 +207,7 @@ class Engine:
         scores_matter = preset.eviction == "importance" or options.record is not None
         trace = self._stack.enter_context(Trace(options.trace)) if options.trace else None
         if options.record is not None:
+            check_place(options.record)
             root = pack.manifest.root
             self._recorder = Recorder(facts, root, preset.name, budget, context_tokens, keeps_scores=True)
             residency: Residency = recorded_residency_for(preset, facts, self._recorder)

@@ -6,6 +6,7 @@ What is fetched and dropped is `Residency`'s to decide; what is computed, `strea
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +53,12 @@ class ExpertStore:
         self._held: dict[Key, PagedExpert] = {}
         self._reading: dict[Key, Blocks] = {}
         self._arena = PageArena(plan.num_pages, plan.page_bytes, plan.head_bytes)
-        self._reads = open_reads(self._arena.memory)
-        self._files = [self._reads.open(pack.folder / file.name) for file in pack.manifest.expert_files]
+        with ExitStack() as opened:
+            opened.callback(self._arena.close)
+            self._reads = open_reads(self._arena.memory)
+            opened.callback(self._reads.close)  # first, as threads may not read into pages that are gone
+            self._files = [self._reads.open(pack.folder / file.name) for file in pack.manifest.expert_files]
+            opened.pop_all()
 
     def close(self) -> None:
         """Ends the reads and gives the pages back."""

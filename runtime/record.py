@@ -89,6 +89,25 @@ class Record:
     needed: Array
 
 
+def check_place(path: Path) -> None:
+    """Checks, before a run, that its record can be written at `path`; whether there is room for it, nobody knows yet.
+
+    Raises:  RunError if it cannot.
+    """
+    beside = _beside(path)
+    try:
+        if path.exists() and not path.is_file():
+            raise RunError(f"{path}: is no regular file; give another place")
+        with beside.open("wb"):
+            beside.unlink()
+    except OSError as fault:
+        raise RunError(f"{path}: cannot be written ({fault.strerror}); give another place") from fault
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp")
+
+
 def write_record(record: Record, path: Path) -> None:
     """Writes a record beside its place and renames it there.
 
@@ -107,20 +126,23 @@ def write_record(record: Record, path: Path) -> None:
     if passes.scores is not None:
         arrays["scores"] = passes.scores
     raw = assemble((name, _NAMES[array.dtype], array.shape, array.tobytes()) for name, array in arrays.items())
-    beside = path.with_name(f"{path.name}.tmp")
+    beside = _beside(path)
     try:
-        with beside.open("wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        try:
+            with beside.open("wb") as file:
+                file.write(raw)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        except BaseException:  # a signal's exception too
+            beside.unlink(missing_ok=True)
+            raise
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
     except OSError as fault:
-        beside.unlink(missing_ok=True)
         raise RunError(f"{path}: cannot be written ({fault.strerror}); give another place") from fault
 
 

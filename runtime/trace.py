@@ -6,7 +6,7 @@ Source:  the Trace Event Format of Chromium's catapult: `X` has a duration; `b` 
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,7 @@ _EVENTS_AT_ONCE = 1000  # kept in memory between two writes
 class Trace:
     """A trace's file, in the place of one that is there. `close` it: what was not written is.
 
+    It is whole JSON once closed, whatever ended the run. Where the drive refuses, the file goes: it would be none.
     Raises:  RunError if the file cannot be written, now or later.
     """
 
@@ -26,14 +27,17 @@ class Trace:
         self._path = path
         self._start_ns = time.perf_counter_ns()
         self._lines: list[str] = []
-        self._begin = '{"displayTimeUnit": "ms", "traceEvents": [\n'  # of the next line
         self._num_reads = 0
         try:
             self._file = path.open("w", encoding="ascii")
         except OSError as fault:
             raise self._error(fault) from fault
-        for track, name in enumerate(("computing", "waiting for reads")):
-            self._add({"name": "thread_name", "ph": "M", "tid": track, "args": {"name": name}})
+        tracks = (
+            {"name": "thread_name", "ph": "M", "ts": 0, "pid": 1, "tid": track, "args": {"name": name}}
+            for track, name in enumerate(("computing", "waiting for reads"))
+        )
+        # Written now: a drive that refuses says so before the model runs, and each later line can stand alone.
+        self._put('{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(map(json.dumps, tracks)))
 
     def __enter__(self) -> "Trace":
         return self
@@ -68,11 +72,12 @@ class Trace:
         """Writes what is left, and ends the file."""
         if self._file.closed:
             return
+        self._write()
+        self._put("\n]}\n")
         try:
-            self._write()
-            self._put("\n]}\n")
-        finally:
-            self._close()
+            self._file.close()
+        except OSError as fault:
+            raise self._failed(fault) from fault
 
     def _during(self, track: int, name: str, facts: dict[str, object]) -> Iterator[None]:
         start = self._now()
@@ -85,8 +90,9 @@ class Trace:
         return (time.perf_counter_ns() - self._start_ns) / 1000
 
     def _add(self, event: dict[str, Any]) -> None:
-        self._lines.append(self._begin + json.dumps({"ts": self._now(), "pid": 1} | event))
-        self._begin = ",\n"
+        if self._file.closed:  # the drive has refused: what ends now has no place
+            return
+        self._lines.append(",\n" + json.dumps({"ts": self._now(), "pid": 1} | event))
         if len(self._lines) > _EVENTS_AT_ONCE:
             self._write()
 
@@ -99,14 +105,15 @@ class Trace:
             self._file.write(text)
             self._file.flush()
         except OSError as fault:
-            self._close()
-            raise self._error(fault) from fault
+            raise self._failed(fault) from fault
 
-    def _close(self) -> None:
-        try:
+    def _failed(self, fault: OSError) -> RunError:
+        """Gives the file up."""
+        with suppress(OSError):  # of what could not be written, again; the descriptor is closed all the same
             self._file.close()
-        except OSError as fault:  # of what could not be written; the descriptor is closed all the same
-            raise self._error(fault) from fault
+        if self._path.is_file():  # not a device or a pipe
+            self._path.unlink()
+        return self._error(fault)
 
     def _error(self, fault: OSError) -> RunError:
-        return RunError(f"--trace: {self._path}: cannot be written ({fault.strerror})")
+        return RunError(f"--trace: {self._path}: cannot be written ({fault.strerror}); give another place")

@@ -1,0 +1,301 @@
+"""`moe-run` inside a budget when something goes wrong: one clear line, the exit code, and nothing left behind."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from models import PackMaker
+from streaming import budget_for
+
+from moe_pack.formats import Pack, PackError, RunError
+from moe_pack.runtime.cli import main
+from moe_pack.runtime.engine import Engine, EngineOptions
+from moe_pack.runtime.reads import READ_UNIT
+from moe_pack.runtime.record import read_record
+from moe_pack.runtime.trace import Trace
+
+PROMPT = [1, 540, 33, 7, 2048, 19]
+MANY_TOKENS = 2000
+TEXT = "It was"
+TIMEOUT_S = 60
+
+
+@pytest.fixture
+def demo(demo_pack: PackMaker, tmp_path: Path) -> Path:
+    """A copy of the demo pack, to be damaged."""
+    return shutil.copytree(demo_pack("up", 4), tmp_path / "packed")
+
+
+@pytest.fixture
+def shared_demo(demo_pack: PackMaker) -> Path:
+    return demo_pack("up", 4)
+
+
+def smallest(folder: Path, context_tokens: int, num_experts: int = 2) -> int:
+    with Pack(folder) as held:
+        return budget_for(held, num_experts, context_tokens)
+
+
+def options(folder: Path, max_tokens: int) -> list[str]:
+    """Room for so few experts that nearly each is read anew."""
+    budget = smallest(folder, max_tokens + 16)
+    return [str(folder), "--prompt", TEXT, "--temperature", "0", "-n", str(max_tokens), "--budget", str(budget)]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-run")
+
+
+def started(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "moe_pack.runtime.cli", *(str(argument) for argument in arguments)]
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def assert_one_line(errors: str, expected: str) -> None:
+    assert errors.count("\n") == 1, errors
+    assert expected in errors
+
+
+def events(trace: Path) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = json.loads(trace.read_text("ascii"))["traceEvents"]
+    return found
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@contextmanager
+def running(folder: Path, **changes: object) -> Iterator[Engine]:
+    """An engine that has made its first token, and has room for two experts."""
+    budget = smallest(folder, 64)
+    wished = EngineOptions(budget_bytes=budget, kernels="portable", threads=1, **changes)  # type: ignore[arg-type]
+    with Pack(folder) as held, Engine(held, wished, 64) as engine:
+        engine.decoder.next_logits(PROMPT)
+        yield engine
+
+
+def answers(engine: Engine) -> torch.Tensor:
+    return torch.stack([engine.decoder.next_logits([token]) for token in range(100, 120)])
+
+
+def descriptors() -> list[str]:
+    """What this process has open."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found.append(os.readlink(entry))
+        except FileNotFoundError:  # of the listing itself
+            continue
+    return sorted(name for name in found if not name.startswith("/proc/"))
+
+
+def num_threads() -> int:
+    """Of this process, those of the extension too."""
+    return len(os.listdir("/proc/self/task"))
+
+
+@contextmanager
+def nothing_stays_open() -> Iterator[None]:
+    before = descriptors(), num_threads(), threading.active_count()
+    yield
+    assert (descriptors(), num_threads(), threading.active_count()) == before
+
+
+@pytest.mark.parametrize("read", ["direct", "pread"])
+def test_an_expert_file_cut_while_running_is_named_and_nothing_stays_open(
+    demo: Path, read: str, tmp_path: Path
+) -> None:
+    trace, record = tmp_path / "out.json", tmp_path / "out.record"
+    with running(demo):
+        pass  # what torch starts once and keeps
+    with (
+        nothing_stays_open(),
+        pytest.raises(PackError, match=r"experts-\S+: .*cut|experts"),
+        running(demo, read=read, trace=trace, record=record) as engine,
+    ):
+        for path in demo.glob("experts*"):
+            os.truncate(path, READ_UNIT)
+        answers(engine)
+    assert len(events(trace)) > 2
+    assert len(read_record(record).passes.chunks) == 1  # the prompt; the token that failed is no whole pass
+    assert names(tmp_path) == ["out.json", "out.record", "packed"]
+
+
+def test_bytes_damaged_while_running_are_found_when_an_expert_first_arrives(demo: Path) -> None:
+    with pytest.raises(PackError, match=r"CRC-32 does not match|damaged"), running(demo) as engine:
+        for path in demo.glob("experts*"):
+            with path.open("r+b") as file:
+                file.write(bytes(path.stat().st_size))
+        answers(engine)
+
+
+def test_an_expert_file_replaced_while_running_changes_nothing(demo: Path) -> None:
+    with running(demo) as engine:
+        expected = answers(engine)
+    with running(demo) as engine:
+        for path in demo.glob("experts*"):
+            other = path.with_name("other")
+            other.write_bytes(bytes(path.stat().st_size))
+            other.replace(path)
+        assert torch.equal(answers(engine), expected), "the file that was opened is read to the end"
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "gone"])
+def test_an_expert_file_that_cannot_be_read_is_refused_before_the_first_token(demo: Path, kind: str) -> None:
+    wished = options(demo, 4)
+    path = min(demo.glob("experts*"))
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    result = run(*wished)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert_one_line(result.stderr, path.name)
+
+
+def test_an_expert_file_lost_between_opening_and_reading_leaves_nothing_open(demo: Path) -> None:
+    budget = smallest(demo, 64)
+    with running(demo):
+        pass
+    with Pack(demo) as held:
+        max(demo.glob("experts*")).unlink()
+        with nothing_stays_open(), pytest.raises(PackError, match="file is missing"):
+            Engine(held, EngineOptions(budget_bytes=budget, kernels="portable", threads=1), 64)
+
+
+PLACES = {
+    "a folder that is not there": "none/out",
+    "a file for a folder": "file/out",
+    "a name too long": "x" * 300,
+}
+
+
+@pytest.mark.parametrize("option", ["--trace", "--record"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_place_that_cannot_be_written_is_refused_before_the_model_runs(
+    option: str, place: str, shared_demo: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    result = run(*options(shared_demo, 4), option, tmp_path / PLACES[place])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert_one_line(result.stderr, "cannot be written")
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_record_is_not_written_in_the_place_of_a_device(shared_demo: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    result = run(*options(shared_demo, 4), "--record", pipe)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert_one_line(result.stderr, "pipe: is no regular file; give another place")
+    assert pipe.is_fifo()
+    assert names(tmp_path) == ["pipe"]
+
+
+def test_a_trace_on_a_device_that_is_full_is_refused_before_the_model_runs(shared_demo: Path) -> None:
+    if not Path("/dev/full").is_char_device():
+        pytest.skip("this system has no /dev/full")
+    result = run(*options(shared_demo, 4), "--trace", "/dev/full")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert_one_line(result.stderr, "--trace: /dev/full: cannot be written (No space left on device)")
+    assert Path("/dev/full").is_char_device()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 32 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=32k", "none", folder], capture_output=True, check=False
+    )
+    if not mounted or mounted.returncode:
+        pytest.skip("a file system cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("option", ["--trace", "--record"])
+def test_a_disk_that_fills_up_ends_it_in_a_line_and_leaves_no_file(
+    option: str, shared_demo: Path, small_disk: Path
+) -> None:
+    result = run(*options(shared_demo, 400), option, small_disk / "out")
+    assert result.exit_code == 1
+    assert_one_line(result.stderr, "out: cannot be written (No space left on device); give another place")
+    assert names(small_disk) == []
+
+
+def test_a_full_disk_for_the_trace_does_not_cost_the_record(
+    shared_demo: Path, small_disk: Path, tmp_path: Path
+) -> None:
+    record = tmp_path / "out.record"
+    with pytest.raises(RunError, match="--trace"), running(shared_demo, trace=small_disk / "out", record=record) as e:
+        (small_disk / "filler").write_bytes(bytes(28 << 10))
+        answers(e)
+        answers(e)
+    assert len(read_record(record).passes.chunks) > 1
+    assert names(small_disk) == ["filler"]
+
+
+def test_what_ended_the_run_is_told_even_if_the_record_cannot_be_written(demo: Path, tmp_path: Path) -> None:
+    place = tmp_path / "out"
+    place.mkdir()
+    with pytest.raises(PackError) as raised, running(demo, record=place / "record") as engine:
+        for path in demo.glob("experts*"):
+            os.truncate(path, READ_UNIT)
+        place.rmdir()
+        answers(engine)
+    assert "record: cannot be written" in raised.value.__notes__[0]
+
+
+def test_after_a_trace_was_refused_what_ends_goes_nowhere(small_disk: Path) -> None:
+    trace = Trace(small_disk / "out")
+    with pytest.raises(RunError, match="No space left"), trace.computing("experts"):
+        for number in range(2000):
+            trace.read_begins(f"layer 0 expert {number}", 4096, True)
+    for _ in range(2000):
+        trace.read_ends("layer 0 expert 0", 1)
+    trace.close()
+    assert names(small_disk) == []
+
+
+@pytest.mark.parametrize(("stop", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_mid_token_ends_it_with_whole_files(
+    stop: signal.Signals, exit_code: int, shared_demo: Path, tmp_path: Path
+) -> None:
+    trace, record = tmp_path / "out.json", tmp_path / "out.record"
+    process = started(*options(shared_demo, MANY_TOKENS), "--trace", trace, "--record", record)
+    assert process.stdout is not None
+    first = process.stdout.read(1)  # it is writing
+    time.sleep(0.05)
+    process.send_signal(stop)
+    rest, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == exit_code
+    assert (first + rest).endswith("\n")
+    assert errors.endswith(": interrupted\n")
+    assert_one_line(errors, "interrupted")
+    assert {event["name"] for event in events(trace)} > {"experts", "thread_name"}
+    assert len(read_record(record).passes.chunks) >= 1
+    assert names(tmp_path) == ["out.json", "out.record"]
+
+
+def test_two_processes_on_one_pack_answer_the_same(shared_demo: Path) -> None:
+    alone = run(*options(shared_demo, 40)).stdout
+    processes = [started(*options(shared_demo, 40)) for _ in range(2)]
+    for process in processes:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+        assert (process.returncode, output, errors) == (0, alone, "")
