@@ -37,9 +37,9 @@ class PhaseCounts:
     """What happened in prefill, or in decoding: `needed` experts of which `hits` were there or on their way.
 
     `foretold` experts were read ahead of their layer; `right` of them were then chosen, `abandoned` dropped half read.
-    `in_part`: of which rows alone were there or came; for `rows_foretold` of these the rows were foretold, and of the
-    `running` neurons of those `running_foretold` were among them.   `substituted`: that gave way to others.
-    `stall_ns`: how long was waited for reads.   `layers`: that were run.
+    `in_part`: chosen, and not all was there or asked for; for `rows_foretold` of these rows were foretold. Where that
+    did not bring all, of the `running` neurons `running_foretold` were foretold.   `substituted`: that gave way to
+    others.   `stall_ns`: how long was waited for reads.   `layers`: that were run.
     """
 
     needed: int = 0
@@ -219,6 +219,8 @@ class StreamingWeights(PackWeights):
                 continue
             if key.expert in jobs:
                 self.predicted[key] = neurons
+                counts.in_part += 1
+                counts.rows_foretold += 1
                 self.store.promote(key)
             elif not self.store.is_here(key):
                 self.store.stop(key)
@@ -294,11 +296,11 @@ class LayerRun:
         self._in_part.append((job, selected))
 
     def _count_rows(self, neurons: NDArray[np.int32], foretold: NDArray[np.int32] | None) -> None:
-        self._counts.in_part += 1
-        if foretold is not None:
-            self._counts.rows_foretold += 1
-            self._counts.running += len(neurons)
-            self._counts.running_foretold += len(np.intersect1d(neurons, foretold, assume_unique=True))
+        if foretold is None:
+            self._counts.in_part += 1
+            return
+        self._counts.running += len(neurons)
+        self._counts.running_foretold += len(np.intersect1d(neurons, foretold, assume_unique=True))
 
     def drop(self, event: Drop) -> None:
         """An expert's pages are wanted: before, it is computed, if it was to be."""
