@@ -77,6 +77,7 @@ bench: families bench-cpu bench-streaming ablate
 	$(BIN)/python benchmarks/profile_memory.py
 	$(BIN)/python benchmarks/policy_table.py
 	$(BIN)/python benchmarks/policy_replay.py
+	$(BIN)/python benchmarks/price_of_trust.py
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

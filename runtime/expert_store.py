@@ -102,11 +102,6 @@ class ExpertStore:
         if held.ticket is not None:
             self._reads.promote(held.ticket)
 
-    def partly(self, key: Key) -> PagedExpert | None:
-        """An expert of which the selector is there and records may be missing, and nothing is being read; else None."""
-        held = self._held.get(key)
-        return held if held is not None and held.ticket is None and not held.is_whole else None
-
     def is_here(self, key: Key) -> bool:
         """Whether nothing of what was asked for of an expert is still to come."""
         held = self._held[key]

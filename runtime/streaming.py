@@ -6,7 +6,7 @@ both while what is there is computed. Each expert's output is kept apart, and th
 the answer is the same, bit for bit, whatever was where and came when.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 
@@ -37,7 +37,9 @@ class PhaseCounts:
     """What happened in prefill, or in decoding: `needed` experts of which `hits` were there or on their way.
 
     `foretold` experts were read ahead of their layer; `right` of them were then chosen, `abandoned` dropped half read.
-    `substituted`: that gave way to others.   `stall_ns`: how long was waited for reads.   `layers`: that were run.
+    `in_part`: chosen, and not all was there or asked for; for `rows_foretold` of these rows were foretold. Where that
+    did not bring all, of the `running` neurons `running_foretold` were foretold.   `substituted`: that gave way to
+    others.   `stall_ns`: how long was waited for reads.   `layers`: that were run.
     """
 
     needed: int = 0
@@ -45,6 +47,10 @@ class PhaseCounts:
     foretold: int = 0
     right: int = 0
     abandoned: int = 0
+    in_part: int = 0
+    rows_foretold: int = 0
+    running: int = 0
+    running_foretold: int = 0
     substituted: int = 0
     stall_ns: int = 0
     layers: int = 0
@@ -106,8 +112,9 @@ class StreamingWeights(PackWeights):
         self._scores_matter = scores_matter
         self._reuses_selector = reuses_selector
         self._ahead: set[Key] = set()  # foretold, and their layer has not run since
-        self._rows_ahead: set[Key] = set()  # likewise, where only rows were
-        self.predicted: set[Key] = set()  # of the layer that runs: experts whose rows were foretold
+        self._rows_wanted: list[Key] = []  # foretold, and their rows can be once their selectors are there
+        self._rows_ahead: dict[Key, NDArray[np.int32]] = {}  # likewise, where only rows were: which
+        self.predicted: dict[Key, NDArray[np.int32]] = {}  # of the layer that runs: rows that were foretold
         self._routes: list[NDArray[np.int64]] = []  # of the last layers
         for layer_idx, expert in np.argwhere(residency.is_placed).tolist():
             store.fetch(Key(layer_idx, expert), urgent=False)
@@ -127,7 +134,7 @@ class StreamingWeights(PackWeights):
         if self._recorder is not None:
             self._recorder.routed(layer_idx, experts.numpy())
         self._settle(layer_idx, jobs, counts)
-        run = LayerRun(self, x, experts.numel())
+        run = LayerRun(self, x, experts.numel(), counts)
         self._walk(layer_idx, x, experts, scores, jobs, run, counts)
         counts.needed += len(jobs)
         self.bytes_read += sum(self._pack.layout.experts[layer_idx][number].num_bytes for number in jobs)
@@ -165,12 +172,14 @@ class StreamingWeights(PackWeights):
                     has_looked = look(event.is_hit)
                     counts.hits += event.is_hit
                     run.add(jobs[event.key.expert])
+                    self._look_for_rows(x)
                 elif isinstance(event, Fetch):
                     self.store.fetch(event.key, urgent=True)
                 else:
                     run.drop(event)
         look(is_hit=False)
         run.flush()
+        self._look_for_rows(x)
 
     def _scored(
         self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor, counts: PhaseCounts
@@ -182,13 +191,16 @@ class StreamingWeights(PackWeights):
         alpha = self.trust.substitute
         if alpha is not None and len(x) == 1:
             chosen = substitute(scores, experts.numpy(), self._residency.is_resident[layer_idx], alpha)
-            counts.substituted += int((chosen != experts.numpy()).sum())
-            experts = torch.from_numpy(chosen)
-            router_weights = weights_of(logits, experts, spec)
+            num_replaced = int((chosen != experts.numpy()).sum())
+            counts.substituted += num_replaced
+            if num_replaced:  # else the weights stay the router's own, to the bit
+                experts = torch.from_numpy(chosen)
+                router_weights = weights_of(logits, experts, spec)
         return experts, router_weights, scores.mean(axis=0)
 
     def _settle(self, layer_idx: int, jobs: dict[int, Job], counts: PhaseCounts) -> None:
         """Of what was foretold for this layer: what is chosen goes first, what is neither chosen nor there goes."""
+        self._rows_wanted.clear()
         for key in sorted(key for key in self._ahead if key.layer_idx == layer_idx):
             self._ahead.discard(key)
             if not self._residency.is_resident[key]:
@@ -196,17 +208,19 @@ class StreamingWeights(PackWeights):
             if key.expert in jobs:
                 counts.right += 1
                 self.store.promote(key)
-            elif not self.store.is_here(key):
+            elif key not in self._rows_ahead and not self.store.is_here(key):
                 counts.abandoned += 1
                 self._residency.abandon(key)
                 self.store.drop(key)
         self.predicted.clear()
         for key in sorted(key for key in self._rows_ahead if key.layer_idx == layer_idx):
-            self._rows_ahead.discard(key)
+            neurons = self._rows_ahead.pop(key)
             if not self._residency.is_resident[key]:
                 continue
             if key.expert in jobs:
-                self.predicted.add(key)
+                self.predicted[key] = neurons
+                counts.in_part += 1
+                counts.rows_foretold += 1
                 self.store.promote(key)
             elif not self.store.is_here(key):
                 self.store.stop(key)
@@ -229,17 +243,23 @@ class StreamingWeights(PackWeights):
                 self.store.fetch(event.key, urgent=False)
                 self._ahead.add(event.key)
                 counts.foretold += 1
-        if self._reuses_selector and self.kernels is not None and len(observed.x) == 1:
-            self._look_for_rows(layer_idx + 1, foretold, observed.x, self.kernels)
+        if self._reuses_selector and len(observed.x) == 1:
+            keys = [Key(layer_idx + 1, expert) for expert in foretold]
+            self._rows_wanted = [key for key in keys if self._residency.is_resident[key]]
 
-    def _look_for_rows(self, layer_idx: int, foretold: Sequence[int], x: Tensor, kernels: Kernels) -> None:
-        """Reads ahead the rows that foretold experts, of which not all is there, would run on this layer's input."""
-        for key in (Key(layer_idx, expert) for expert in foretold):
-            held = self.store.partly(key)
-            if held is not None:
-                neurons = kernels.select(x, held.rows).neurons.numpy()
+    def _look_for_rows(self, x: Tensor) -> None:
+        """Reads ahead the rows that foretold experts, of which not all is there, would run on this layer's input.
+
+        Their selectors may be on their way: those that have come since are looked at each time.
+        """
+        for key in [key for key in self._rows_wanted if self.store.is_here(key)]:
+            self._rows_wanted.remove(key)
+            held = self.store.arrive(key)
+            if not held.is_whole:
+                assert self.kernels is not None, "rows are read for the kernels alone"
+                neurons = self.kernels.select(x, held.rows).neurons.numpy()
                 self.store.fetch_records(key, neurons, urgent=False)
-                self._rows_ahead.add(key)
+                self._rows_ahead[key] = neurons
 
 
 class LayerRun:
@@ -248,9 +268,9 @@ class LayerRun:
     Each expert adds to rows of its own in `outputs`, float32 [rows, d].
     """
 
-    def __init__(self, weights: StreamingWeights, x: Tensor, num_outputs: int) -> None:
+    def __init__(self, weights: StreamingWeights, x: Tensor, num_outputs: int, counts: PhaseCounts) -> None:
         self.outputs = np.zeros((num_outputs, x.shape[1]), np.float32)
-        self._weights, self._store, self._x = weights, weights.store, x
+        self._weights, self._store, self._x, self._counts = weights, weights.store, x, counts
         self._whole: list[tuple[Job, PagedExpert]] = []
         self._in_part: list[tuple[Job, Selected]] = []
 
@@ -267,11 +287,20 @@ class LayerRun:
         selected = kernels.select(self._x[torch.from_numpy(job.tokens)], held.rows)
         neurons = selected.neurons.numpy()
         self._store.running(job.key, len(neurons) / held.layout.num_rows)
-        if self._weights.trust.is_predicted_enough and job.key in self._weights.predicted:
+        foretold = self._weights.predicted.get(job.key)
+        self._count_rows(neurons, foretold)
+        if self._weights.trust.is_predicted_enough and foretold is not None:
             selected = Selected(selected.a, selected.runs, torch.from_numpy(held.present(neurons)))
         else:
             self._store.fetch_records(job.key, neurons, urgent=True)
         self._in_part.append((job, selected))
+
+    def _count_rows(self, neurons: NDArray[np.int32], foretold: NDArray[np.int32] | None) -> None:
+        if foretold is None:
+            self._counts.in_part += 1
+            return
+        self._counts.running += len(neurons)
+        self._counts.running_foretold += len(np.intersect1d(neurons, foretold, assume_unique=True))
 
     def drop(self, event: Drop) -> None:
         """An expert's pages are wanted: before, it is computed, if it was to be."""

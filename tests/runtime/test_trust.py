@@ -1,0 +1,199 @@
+"""What may change answers: who gives way to whom, which neurons run, and that nothing does unless asked for."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import DEMO_MODEL, pack
+from native import kernels_limited_to
+from numpy.typing import NDArray
+from streaming import budget_for
+from torch import Tensor
+
+from moe_pack.formats import Pack, rewrite_thresholds
+from moe_pack.runtime import Decoder, EngineOptions, PackWeights, divide_budget, linear
+from moe_pack.runtime.engine import cache_facts
+from moe_pack.runtime.expert_store import ExpertStore
+from moe_pack.runtime.foretelling import Foreteller
+from moe_pack.runtime.policies import PRESETS, PolicyName, residency_for
+from moe_pack.runtime.prediction import NextRouterPrediction
+from moe_pack.runtime.reads import BlockingReads
+from moe_pack.runtime.residency import Key
+from moe_pack.runtime.streaming import NO_TRUST, Job, LayerRun, PhaseCounts, StreamingWeights, Trust
+
+IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000]
+CONTEXT, NUM_EXPERTS = 32, 8
+
+
+class PromptReads(BlockingReads):
+    """A drive that has read whatever it is asked for before it answers: what is foretold comes in time."""
+
+    def submit(
+        self,
+        file: int,
+        offsets: NDArray[np.int64],
+        places: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        urgent: bool,
+    ) -> int:
+        super().wait(super().submit(file, offsets, places, sizes, urgent))
+        return 0
+
+    def wait(self, ticket: int) -> None:
+        """It is read."""
+
+    def is_done(self, ticket: int) -> bool:
+        return True
+
+    def promote(self, ticket: int) -> None:
+        """It is read."""
+
+    def cancel(self, ticket: int) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def dense_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model at 4 bit; not to be changed."""
+    folder = tmp_path_factory.mktemp("trust") / "dense"
+    pack(DEMO_MODEL, folder, group=64)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sparse_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with one threshold, which most of the neurons do not reach; not to be changed."""
+    folder = tmp_path_factory.mktemp("trust") / "sparse"
+    pack(DEMO_MODEL, folder, group=64)
+    with Pack(folder) as held:
+        shape = held.thresholds.shape
+    rewrite_thresholds(folder, np.full(shape, 0.8, np.float32))
+    return folder
+
+
+@contextmanager
+def streaming(
+    folder: Path, policy: PolicyName, trust: Trust = NO_TRUST, num_experts: int = 24
+) -> Iterator[StreamingWeights]:
+    """Weights on a prompt drive; rows alone are read where not all neurons run, foretold where the policy does."""
+    kernels = kernels_limited_to("portable")
+    preset = PRESETS[policy]
+    with Pack(folder) as held:
+        plan = divide_budget(held, budget_for(held, num_experts, CONTEXT), CONTEXT)
+        facts = cache_facts(held, plan, None)
+        store = ExpertStore(
+            held, kernels, plan, lambda memory: PromptReads(memory, False), verify=True, rows_below=1.0, gap_bytes=0
+        )
+        try:
+            residency = residency_for(preset, facts)
+            weights = StreamingWeights(
+                held, kernels, store, residency, reuses_selector=preset.reuse_selector, trust=trust
+            )
+            if preset.reuse_selector:
+                weights.foreteller = Foreteller(NextRouterPrediction(weights), NUM_EXPERTS, 2, 2)
+            yield weights
+        finally:
+            store.close()
+
+
+def answers(weights: PackWeights) -> Tensor:
+    decoder = Decoder(weights, CONTEXT)
+    return torch.stack([decoder.next_logits([token]) for token in IDS])
+
+
+def mapped(folder: Path) -> Tensor:
+    with Pack(folder) as held:
+        return answers(PackWeights(held, torch.device("cpu"), kernels_limited_to("portable")))
+
+
+def test_nothing_that_changes_answers_is_on_unless_asked_for() -> None:
+    assert EngineOptions().trust == Trust(substitute=None, is_predicted_enough=False)
+
+
+def test_with_alpha_0_only_equal_scores_could_change_places(dense_pack: Path) -> None:
+    with streaming(dense_pack, "lru", Trust(substitute=0.0), num_experts=5) as weights:
+        assert torch.equal(answers(weights), mapped(dense_pack))
+        assert weights.decode.substituted == 0
+
+
+def substituted_by_hand(scores: list[float], chosen: list[int], resident: set[int], alpha: float) -> list[int]:
+    """One token's experts, lowest first to go; the paper's rule for k = 2 and no equal scores."""
+    beta = sorted(scores, reverse=True)[2]
+    free = resident | {e for e in chosen if scores[e] > (1 + alpha) * beta}
+    leaving = sorted((e for e in chosen if e not in free), key=lambda e: scores[e])
+    coming = sorted((e for e in free - set(chosen) if scores[e] >= (1 - alpha) * beta), key=lambda e: -scores[e])
+    replaced = dict(zip(leaving, coming, strict=False))
+    return [replaced.get(e, e) for e in chosen]
+
+
+def test_who_comes_is_in_memory_and_weights_are_the_familys_own(dense_pack: Path) -> None:
+    """Mixtral's weights: the softmax of the logits of the experts that run."""
+    generator, resident, num_replaced = torch.Generator().manual_seed(3), {0, 1, 2, 3}, 0
+    with Pack(dense_pack) as held, streaming(dense_pack, "lru", Trust(substitute=0.5)) as weights:
+        plain = PackWeights(held, torch.device("cpu"), kernels_limited_to("portable"))
+        d = held.spec.hidden_size
+        two = torch.tensor([[0, 1], [2, 3]])
+        weights.run_experts(0, torch.randn(2, d, generator=generator), two, torch.full((2, 2), 0.5))  # brings them in
+        for _ in range(12):
+            x = torch.randn(1, d, generator=generator)
+            logits = linear(x, weights.matrix("layers.0.router"))
+            top = logits.topk(2)
+            scores, chosen = logits.softmax(1)[0].tolist(), top.indices[0].tolist()
+            run = substituted_by_hand(scores, chosen, resident, 0.5)
+            num_replaced += sum(a != b for a, b in zip(run, chosen, strict=True))
+            expected = plain.run_experts(0, x, torch.tensor([run]), logits[:, run].softmax(1))
+            found = weights.run_experts(0, x, top.indices, top.values.softmax(1))
+            # Weights by torch here, by the kernels there: a few units of the last place of values of about 1.
+            assert torch.allclose(found, expected, rtol=0, atol=1e-5)
+            resident |= set(run)
+    assert weights.decode.substituted == num_replaced > 0
+
+
+def test_rows_are_foretold_of_experts_whose_selectors_come_in_time(sparse_pack: Path) -> None:
+    with streaming(sparse_pack, "corm") as weights:
+        Decoder(weights, CONTEXT).next_logits(IDS[:1])
+        counts = weights.decode
+        assert counts.hits == counts.right > 0, "nothing was there but what was foretold"
+        assert counts.rows_foretold == counts.right
+        assert counts.in_part == counts.needed
+        assert 0 < counts.running_foretold < counts.running
+
+
+def test_foretold_rows_change_no_answer_unless_they_are_trusted(sparse_pack: Path) -> None:
+    with streaming(sparse_pack, "floe") as weights:
+        assert torch.equal(answers(weights), mapped(sparse_pack))
+    with streaming(sparse_pack, "floe", Trust(is_predicted_enough=True)) as trusting:
+        assert not torch.equal(answers(trusting), mapped(sparse_pack))
+        assert trusting.decode.rows_foretold > 0
+
+
+def test_of_a_trusted_expert_the_neurons_run_whose_records_are_there(sparse_pack: Path) -> None:
+    key = Key(1, 3)
+    x = torch.randn(1, 128, generator=torch.Generator().manual_seed(0))
+    with streaming(sparse_pack, "corm", Trust(is_predicted_enough=True)) as weights:
+        kernels, store = weights.kernels, weights.store
+        assert kernels is not None
+        store.fetch(key, urgent=True)
+        held = store.arrive(key)
+        selected = kernels.select(x, held.rows)
+        running = selected.neurons.numpy()
+        store.fetch_records(key, running[:3], urgent=False)
+        weights.predicted[key] = running[:3]
+        run = LayerRun(weights, x, 1, PhaseCounts())
+        run.add(Job(key, np.zeros(1, np.int64), np.ones(1, np.float32), np.zeros(1, np.int64)))
+        run.flush()
+        first, size = held.layout.selector_bytes, held.layout.records.row_bytes
+        there = [
+            n
+            for n in running
+            if held.has_block[(first + n * size) // 4096 : -(-(first + (n + 1) * size) // 4096)].all()
+        ]
+    assert set(running[:3]) <= set(there) < set(running)
+    with Pack(sparse_pack) as whole:
+        blocks = list(PackWeights(whole, torch.device("cpu"), None).expert(*key).blocks())
+    up, gate, down = (torch.cat([getattr(block, name) for block in blocks]) for name in ("up", "gate", "down"))
+    h = torch.nn.functional.silu(x @ gate[there].T) * (x @ up[there].T)
+    assert np.allclose(run.outputs, (h @ down[there]).numpy(), rtol=0, atol=1e-4)
