@@ -42,7 +42,7 @@ class _Interruption(_Failure):
 
     def __init__(self, program: str, message: str, number: int) -> None:
         super().__init__(program, message)
-        self.exit_code = 128 + number
+        self.exit_code = 128 + number  # type: ignore[misc]  # click's own classes say it the same way
 
 
 class _Termination(KeyboardInterrupt):
