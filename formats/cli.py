@@ -38,11 +38,15 @@ class _Failure(click.ClickException):
 
 
 class _Interruption(_Failure):
-    """The same for a signal, with the exit code shells give it."""
+    """The same for Ctrl-C, with the exit code shells give it."""
 
-    def __init__(self, program: str, message: str, number: int) -> None:
-        super().__init__(program, message)
-        self.exit_code = 128 + number
+    exit_code = 128 + signal.SIGINT
+
+
+class _Ended(_Failure):
+    """The same for SIGTERM."""
+
+    exit_code = 128 + signal.SIGTERM
 
 
 class _Termination(KeyboardInterrupt):
@@ -91,8 +95,8 @@ def command_errors(interrupted: str) -> Callable[[C], C]:
                     raise
                 raise _Failure(program, str(fault)) from fault
             except KeyboardInterrupt as fault:
-                number = signal.SIGTERM if isinstance(fault, _Termination) else signal.SIGINT
-                raise _Interruption(program, interrupted, number) from fault
+                kind = _Ended if isinstance(fault, _Termination) else _Interruption
+                raise kind(program, interrupted) from fault
 
         return guarded  # type: ignore[return-value]  # functools.wraps keeps the body's signature
 

@@ -1,7 +1,7 @@
 """Everything that runs a pack, put together for what was asked: kernels, budget, policy, weights, decoder.
 
-Where the pack fits memory and no budget is set, experts are used where they lie in their mapped files; else they
-stream through an arena. What was wished and could not be had is a *fallback*, with a name.
+Where the pack fits memory, no budget is set, and no trace or record is wished, experts are used where they lie in their
+mapped files; else they stream through an arena. What was wished and could not be had is a *fallback*, with a name.
 """
 
 from contextlib import ExitStack, closing
@@ -52,7 +52,7 @@ class EngineOptions:
     `verify`: experts when they first arrive (`lazy`), all before the first token (`full`), or not.
     `chunk_tokens`: of a forward pass at most; None: as the budget allows.
     `trust`: what may change answers.   `is_strict`: a fallback is an error.
-    `trace`, `record`: files to write what happened when, and what the routers chose.
+    `trace`, `record`: files to write what happened when, and what the routers chose; experts stream then.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -157,6 +157,9 @@ class Engine:
     def _budget(self, context_tokens: int) -> int | None:
         """The budget to keep to; None where experts are mapped."""
         options = self.options
+        written = "--trace" if options.trace else "--record" if options.record else None
+        if written and (options.device != "cpu" or options.read == "map"):
+            raise RunError(f"{written}: is of experts that stream; leave --device cuda and --read map out")
         if options.device != "cpu":
             if options.budget_bytes is not None:
                 raise RunError("--budget: is kept on the CPU only; leave it out with --device cuda")
@@ -168,6 +171,10 @@ class Engine:
         if options.budget_bytes is not None:
             return options.budget_bytes
         free, needed = available_bytes(), _whole_bytes(self._pack, context_tokens)
+        if written:  # experts stream then, though there may be room for all
+            if free is None:
+                raise RunError(f"{written}: this system does not say what memory is free; give --budget")
+            return int(_SHARE_OF_MEMORY * free)
         return None if free is None or needed <= _SHARE_OF_MEMORY * free else int(_SHARE_OF_MEMORY * free)
 
     def _mapped(self) -> PackWeights:
