@@ -3,6 +3,7 @@
 Not imported by the room's face, so that reading packs from Python needs no click.
 """
 
+import errno
 import functools
 import os
 import signal
@@ -20,6 +21,8 @@ from moe_pack.formats.sizes import parse_size
 from moe_pack.formats.sizes import size_text as size_text
 
 NOISE = "synthetic: its weights are random, its text is noise"  # what every command says of a synthetic pack
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -94,6 +97,11 @@ def command_errors(interrupted: str) -> Callable[[C], C]:
                 if root.params.get("debug"):
                     raise
                 raise _Failure(program, str(fault)) from fault
+            except OSError as fault:
+                # Of files of ours errors are of our tree; click itself ends quietly where nobody reads on.
+                if root.params.get("debug") or fault.filename is not None or fault.errno not in _FULL:
+                    raise
+                raise _Failure(program, f"standard output: cannot be written ({fault.strerror})") from fault
             except KeyboardInterrupt as fault:
                 kind = _Ended if isinstance(fault, _Termination) else _Interruption
                 raise kind(program, interrupted) from fault

@@ -226,6 +226,16 @@ def test_a_trace_on_a_device_that_is_full_is_refused_before_the_model_runs(share
     assert Path("/dev/full").is_char_device()
 
 
+def test_a_continuation_that_finds_no_room_ends_in_a_line(shared_demo: Path) -> None:
+    if not Path("/dev/full").is_char_device():
+        pytest.skip("this system has no /dev/full")
+    command = [sys.executable, "-m", "moe_pack.runtime.cli", *options(shared_demo, 4)]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=False)
+    assert ended.returncode == 1
+    assert_one_line(ended.stderr, ": standard output: cannot be written (No space left on device)")
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 32 KiB."""
