@@ -3,6 +3,7 @@
 Not imported by the room's face, so that reading packs from Python needs no click.
 """
 
+import errno
 import functools
 import os
 import signal
@@ -21,6 +22,8 @@ from moe_pack.formats.sizes import size_text as size_text
 
 NOISE = "synthetic: its weights are random, its text is noise"  # what every command says of a synthetic pack
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 C = TypeVar("C", bound=Callable[..., Any])
 
 
@@ -38,11 +41,15 @@ class _Failure(click.ClickException):
 
 
 class _Interruption(_Failure):
-    """The same for a signal, with the exit code shells give it."""
+    """The same for Ctrl-C, with the exit code shells give it."""
 
-    def __init__(self, program: str, message: str, number: int) -> None:
-        super().__init__(program, message)
-        self.exit_code = 128 + number  # type: ignore[misc]  # click's own classes say it the same way
+    exit_code = 128 + signal.SIGINT
+
+
+class _Ended(_Failure):
+    """The same for SIGTERM."""
+
+    exit_code = 128 + signal.SIGTERM
 
 
 class _Termination(KeyboardInterrupt):
@@ -90,9 +97,14 @@ def command_errors(interrupted: str) -> Callable[[C], C]:
                 if root.params.get("debug"):
                     raise
                 raise _Failure(program, str(fault)) from fault
+            except OSError as fault:
+                # Of files of ours errors are of our tree; click itself ends quietly where nobody reads on.
+                if root.params.get("debug") or fault.filename is not None or fault.errno not in _FULL:
+                    raise
+                raise _Failure(program, f"standard output: cannot be written ({fault.strerror})") from fault
             except KeyboardInterrupt as fault:
-                number = signal.SIGTERM if isinstance(fault, _Termination) else signal.SIGINT
-                raise _Interruption(program, interrupted, number) from fault
+                kind = _Ended if isinstance(fault, _Termination) else _Interruption
+                raise kind(program, interrupted) from fault
 
         return guarded  # type: ignore[return-value]  # functools.wraps keeps the body's signature
 

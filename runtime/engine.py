@@ -1,11 +1,11 @@
 """Everything that runs a pack, put together for what was asked: kernels, budget, policy, weights, decoder.
 
-Where the pack fits memory and no budget is set, experts are used where they lie in their mapped files; else they
-stream through an arena. What was wished and could not be had is a *fallback*, with a name.
+Where the pack fits memory, no budget is set, and no trace or record is wished, experts are used where they lie in their
+mapped files; else they stream through an arena. What was wished and could not be had is a *fallback*, with a name.
 """
 
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -60,7 +60,7 @@ class EngineOptions:
     `verify`: experts when they first arrive (`lazy`), all before the first token (`full`), or not.
     `chunk_tokens`: of a forward pass at most; None: as the budget allows.
     `trust`: what may change answers.   `is_strict`: a fallback is an error.
-    `trace`, `record`: files to write what happened when, and what the routers chose.
+    `trace`, `record`: files to write what happened when, and what the routers chose; experts stream then.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -176,6 +176,9 @@ class Engine:
     def _budget(self, context_tokens: int) -> int | None:
         """The budget to keep to; None where experts are mapped."""
         options = self.options
+        wishes = options.of_streams_alone()
+        if wishes and (options.device != "cpu" or options.read == "map"):
+            raise RunError(f"{wishes[0]}: is of experts that stream; leave --device cuda and --read map out")
         if options.device != "cpu":
             if options.budget_bytes is not None:
                 raise RunError("--budget: is kept on the CPU only; leave it out with --device cuda")
@@ -183,16 +186,13 @@ class Engine:
         if options.read == "map":
             if options.budget_bytes is not None:
                 self._fall_back("mapped files are kept in memory by the system, whatever the budget")
-            if wishes := options.of_streams_alone():
-                raise RunError(f"{wishes[0]}: experts in mapped files do not stream; leave --read map out")
             return None
         if options.budget_bytes is not None:
             return options.budget_bytes
         free, needed = available_bytes(), _whole_bytes(self._pack, context_tokens)
         most = None if free is None else int(_SHARE_OF_MEMORY * free)
         if most is None or needed <= most:
-            asked = options.policy != "auto" or options.read != "auto" or options.of_streams_alone()
-            return needed if asked else None
+            return needed if wishes or options.policy != "auto" or options.read != "auto" else None
         return most
 
     def _mapped(self) -> PackWeights:
@@ -251,14 +251,18 @@ class Engine:
         return min(options.machine.drive.cutover(*kind) for kind in kinds)
 
     def _preset(self, facts: CacheFacts, routing: Routing | None) -> Preset:
+        """The policies asked for; or, of `auto`, what keeps best on the profile's routes, and what foretells best.
+
+        Without routes to choose by it keeps as EdgeMoE does: layers come in turn, and what was used longest ago is what
+        the next layers need. Measured on synthetic packs (docs/benchmarks.md, "Streaming").
+        """
         if self.options.policy != "auto":
             return PRESETS[self.options.policy]
-        if routing is None or not len(routing.routes):
-            return PRESETS["lru"]
-        chunks = np.ones(len(routing.routes), np.uint32)
-        passes = Passes(routing.routes, chunks, None, facts.popularity)
-        name, _ = auto_policy(passes, facts, self._pack.index.size)
-        return PRESETS[name]
+        name: PolicyName = "edgemoe"
+        if routing is not None and len(routing.routes):
+            chunks = np.ones(len(routing.routes), np.uint32)
+            name, _ = auto_policy(Passes(routing.routes, chunks, None, facts.popularity), facts, self._pack.index.size)
+        return replace(PRESETS[name], prediction="best", num_ahead=None, rows_below=0.0, reuse_selector=False)
 
     def _prediction(self, preset: Preset, weights: StreamingWeights, routing: Routing | None) -> Prediction | None:
         needs_profile = preset.prediction in ("popularity", "paths", "mlp")

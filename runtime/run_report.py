@@ -28,6 +28,7 @@ class StreamReport:
     """A run inside a budget. Sizes in bytes; `read_s`: while at least one read was under way."""
 
     policy: str
+    prediction: str
     direct: bool
     plan: BudgetPlan
     prefill: PhaseReport
@@ -75,6 +76,7 @@ def _stream(engine: Engine) -> StreamReport | None:
     stats = engine.reads.stats()
     return StreamReport(
         policy=engine.preset.name,
+        prediction=engine.preset.prediction if engine.options.foretells else "none",
         direct=engine.is_direct,
         plan=engine.plan,
         prefill=_phase(weights.prefill),
@@ -120,7 +122,7 @@ def _stream_lines(stream: StreamReport) -> list[tuple[str, str]]:
     way = "past the system's cache" if stream.direct else "through the system's cache"
     lines = [
         ("budget", f"{size_text(plan.budget)}, {size_text(spent)} spent: {size_text(plan.arena)} for experts"),
-        ("policy", stream.policy),
+        ("policy", stream.policy + ("" if stream.prediction == "none" else f", foretelling by {stream.prediction}")),
         ("prefill", _phase_text(stream.prefill)),
         ("decode", _phase_text(stream.decode)),
         ("experts read", f"{size_text(read)}, {size_text(stream.read_ahead)} of it ahead{rate}, {way}"),

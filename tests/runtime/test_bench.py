@@ -60,7 +60,7 @@ def test_without_options_it_is_128_tokens_and_64_more(demo: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert re.search(r"^prefill +128 tokens, [\d.]+ tokens/s$", result.stdout, re.MULTILINE)
     assert re.search(r"^decode +63 tokens, [\d.]+ tokens/s, median [\d.]+ ms$", result.stdout, re.MULTILINE)
-    for fact in ("experts used", "key-value cache", "resident at most", "computed by", "seed"):
+    for fact in ("experts used", "key-value cache", "at most, mapped files too", "computed by", "seed"):
         assert fact in result.stdout
     assert "noise" not in result.stdout
     assert result.stderr == ""
