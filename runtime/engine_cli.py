@@ -35,15 +35,16 @@ _OPTIONS = (
         type=click.Choice(["auto", *PRESETS]),
         default="auto",
         show_default=True,
-        help="Which experts stay in memory and which are read ahead; auto plays the profile's routes, where the pack "
-        "has them, and takes the policy that hits most.",
+        help="Which experts stay in memory and which are read ahead; auto keeps as the policy does that hits most on "
+        "the profile's routes, where the pack has them, and foretells by what the profile found best.",
     ),
     click.option("--no-prefetch", is_flag=True, help="Read no expert before its router has chosen it."),
     click.option(
         "--cutover",
         type=click.FloatRange(0, 1),
         metavar="SHARE",
-        help="Read single rows of an expert where less than this share of its neurons runs.  [default: the policy's]",
+        help="Read single rows of an expert where less than this share of its neurons runs.  [default: where that pays, "
+        "once moe-pack doctor has measured the drive; else the policy's]",
     ),
     click.option(
         "--read",
