@@ -43,7 +43,7 @@ _OPTIONS = (
         "--cutover",
         type=click.FloatRange(0, 1),
         metavar="SHARE",
-        help="Read single rows of an expert where less than this share of its neurons runs.  [default: where that pays, "
+        help="Read single rows of an expert where less than this share of its neurons runs.  [default: where it pays, "
         "once moe-pack doctor has measured the drive; else the policy's]",
     ),
     click.option(
