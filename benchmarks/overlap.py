@@ -118,7 +118,7 @@ def table(found: Sequence[Overlap]) -> str:
 )
 @click.option("--pack", "packs", multiple=True, type=click.Choice([*SYNTHETIC, DEMO]), help="Which.  [default: all]")
 @click.option(
-    "--policy", "policies", multiple=True, type=click.Choice(list(PRESETS)), default=("corm",), show_default=True
+    "--policy", "policies", multiple=True, type=click.Choice(["auto", *PRESETS]), default=("auto",), show_default=True
 )
 @click.option(
     "--share",

@@ -161,7 +161,7 @@ class StreamingWeights(PackWeights):
                 return has_looked
             partial = None
             if waits_for_hits and self.partial_state is not None:
-                run.flush()
+                run.compute_gathered()
                 partial = self.partial_state(_added_up(run.outputs, jobs, len(x)))
             self._look_ahead(layer_idx, Observed(x, self._last_routes(layer_idx, experts), partial), run, counts)
             return True
@@ -273,11 +273,17 @@ class LayerRun:
         self._weights, self._store, self._x, self._counts = weights, weights.store, x, counts
         self._whole: list[tuple[Job, PagedExpert]] = []
         self._in_part: list[tuple[Job, Selected]] = []
+        self._late: list[Job] = []  # were not there yet
 
     def add(self, job: Job) -> None:
-        """An expert that is there, or on its way: while it comes, those before it are computed."""
-        if not self._store.is_here(job.key):
-            self.flush()
+        """An expert to run: once all have been added, or its pages are wanted; those that are there first."""
+        if self._store.is_here(job.key):
+            self._gather(job)
+        else:
+            self._late.append(job)
+
+    def _gather(self, job: Job) -> None:
+        """Takes an expert in that is there, or waits for it."""
         held = self._store.arrive(job.key)
         if held.is_whole:
             self._whole.append((job, held))
@@ -304,20 +310,31 @@ class LayerRun:
 
     def drop(self, event: Drop) -> None:
         """An expert's pages are wanted: before, it is computed, if it was to be."""
-        if any(job.key == event.key for job, _ in (*self._whole, *self._in_part)):
+        if any(job.key == event.key for job in (*self._late, *(job for job, _ in (*self._whole, *self._in_part)))):
             self.flush()
         self._store.drop(event.key)
 
     def flush(self) -> None:
-        """Computes what has been gathered."""
+        """Computes what has been added: what is there, then what comes, as much at once as has come."""
+        self.compute_gathered()
+        while self._late:
+            first, *others = self._late
+            self._late = []
+            self._gather(first)  # waits
+            for job in others:
+                self.add(job)
+            self.compute_gathered()
+
+    def compute_gathered(self) -> None:
+        """Computes what has been added and was there."""
         if not (self._whole or self._in_part):
             return
         trace = self._weights.trace
         num_experts = len(self._whole) + len(self._in_part)
         with nullcontext() if trace is None else trace.computing("experts", number=num_experts):
-            self._flush()
+            self._compute()
 
-    def _flush(self) -> None:
+    def _compute(self) -> None:
         whole, self._whole = self._whole, []
         in_part, self._in_part = self._in_part, []
         if whole:
