@@ -14,7 +14,6 @@ from moe_pack.formats import ModelSpec, Pack, RunError
 from moe_pack.formats.cli import command_errors, read_size, size_text
 from moe_pack.runtime import (
     PRESETS,
-    ROUTING_FILE,
     BudgetPlan,
     CacheFacts,
     Passes,
@@ -167,9 +166,8 @@ def play(traffic: Traffic, pack: Pack, budget_bytes: int, names: list[PolicyName
 
     Raises:  RunError if it has room for too few.
     """
-    sidecar, run = pack.folder / ROUTING_FILE, traffic.record
-    predictors = sidecar.stat().st_size if sidecar.exists() else 0  # as the engine divides
-    plan = divide_budget(pack, budget_bytes, traffic.context_tokens, predictors)
+    run = traffic.record
+    plan = divide_budget(pack, budget_bytes, traffic.context_tokens)
     of_run = run is not None and run.facts.budget_bytes == budget_bytes
     num_pages = run.facts.num_pages if run is not None and of_run else plan.num_pages
     pages, extents, passes = expert_pages(pack.layout, plan.page_bytes), pack.index.size, traffic.passes

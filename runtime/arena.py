@@ -18,7 +18,7 @@ BLOCK_BYTES = 4096  # what drives are read in
 class PageArena:
     """`num_pages` pages of `page_bytes` each, with `head_bytes` of room before each; both multiples of BLOCK_BYTES.
 
-    `memory` is all of it, u8.
+    `memory` is all of it, u8.   `peak_pages`: the most that were taken at once.
     Raises:  RunError if there is not so much memory.
     """
 
@@ -33,6 +33,7 @@ class PageArena:
         # Huge pages are not asked for: a virtual machine may take seconds a gigabyte to get them back from its host.
         self.memory: NDArray[np.uint8] = np.frombuffer(pages, np.uint8)
         self._free = list(range(num_pages - 1, -1, -1))
+        self.peak_pages = 0  # that were taken at once
 
     @property
     def num_free(self) -> int:
@@ -44,6 +45,7 @@ class PageArena:
         assert count <= len(self._free), "the budget is kept by whoever asks"
         taken = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]
+        self.peak_pages = max(self.peak_pages, self.num_pages - len(self._free))
         return np.array(taken[::-1], np.int32)
 
     def give(self, slots: NDArray[np.int32]) -> None:

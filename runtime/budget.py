@@ -56,19 +56,19 @@ def expert_pages(layout: PackLayout, page_bytes: int) -> NDArray[np.int64]:
     return -(-_extent_bytes(layout) // page_bytes)
 
 
-def divide_budget(pack: Pack, budget_bytes: int, context_tokens: int, fewest_experts: int = 1) -> BudgetPlan:
+def divide_budget(pack: Pack, budget_bytes: int, context_tokens: int) -> BudgetPlan:
     """How a budget is spent on running a pack.
 
     Meaning: dense weights, key-value cache, workspace and what foretells (all of the pack's routing) first, all else
-             in pages. Where less than a
-             quarter would be left for these, forward passes are made shorter, down to LEAST_PREFILL_TOKENS.
-    Raises:  RunError if fewer than `fewest_experts` of the largest experts would have room; it says what is needed.
+             in pages. Where less than a quarter would be left for these, forward passes are made shorter, down to
+             LEAST_PREFILL_TOKENS.
+    Raises:  RunError if the largest expert would have no room; it says what is needed.
     """
     dense = pack.layout.dense_file.num_bytes
     predictors = routing_bytes(pack.folder)
     cache = 4 * cached_values(pack.spec) * context_tokens
     page_bytes, head_bytes = page_sizes(pack.layout)
-    largest = int(expert_pages(pack.layout, page_bytes).max()) * fewest_experts * (page_bytes + head_bytes)
+    largest = int(expert_pages(pack.layout, page_bytes).max()) * (page_bytes + head_bytes)
     chunk = min(PREFILL_TOKENS, max(context_tokens, LEAST_PREFILL_TOKENS))
     while True:
         workspace = workspace_bytes(pack.spec, chunk)

@@ -27,8 +27,9 @@ _SHARE_MEMORY = 0.9  # of what a layer's experts ran before, in the running mean
 class ExpertStore:
     """Pages and reads of a pack's experts. Owns both: `close` it.
 
-    `stall_ns`: how long was waited for reads.   `rows_below`: where fewer of an expert's neurons run, their rows are
-    read instead of all; 0 for never.   `gap_bytes`: what is read over between two rows rather than read apart.
+    `stall_ns`: how long was waited for reads.   `asked_bytes`: of whole blocks that were to be read.
+    `rows_below`: where fewer of an expert's neurons run, their rows are read instead of all; 0 for never.
+    `gap_bytes`: what is read over between two rows rather than read apart.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class ExpertStore:
         gap_bytes: int = USUAL_GAP_BYTES,
         trace: Trace | None = None,
     ) -> None:
-        self.stall_ns = 0
+        self.stall_ns = self.asked_bytes = 0
         self._trace = trace
         self._traced: dict[Key, int] = {}
         self._pack, self._kernels, self._verify = pack, kernels, verify
@@ -65,6 +66,11 @@ class ExpertStore:
         self._reads.close()
         self._held.clear()
         self._arena.close()
+
+    @property
+    def peak_pages(self) -> int:
+        """The most pages that experts had at once."""
+        return self._arena.peak_pages
 
     def fetch(self, key: Key, urgent: bool) -> None:
         """Gives an expert its pages and begins to read it: whole, or its selector where few of its neurons will run."""
@@ -165,6 +171,7 @@ class ExpertStore:
         held = self._held[key]
         if self._trace is not None:
             self._traced[key] = self._trace.read_begins(_name(key), len(blocks) * BLOCK_BYTES, urgent)
+        self.asked_bytes += len(blocks) * BLOCK_BYTES
         held.ticket = self._reads.submit(self._files[key.layer_idx], *held.pieces(blocks), urgent)
         self._reading[key] = blocks
 

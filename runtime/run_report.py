@@ -14,6 +14,7 @@ from moe_pack.runtime.streaming import PhaseCounts, StreamingWeights
 class PhaseReport:
     """Prefill, or decoding: see `PhaseCounts`. `stall_s`: seconds waited for reads."""
 
+    tokens: int
     experts_needed: int
     hits: int
     foretold: int
@@ -21,11 +22,15 @@ class PhaseReport:
     foretold_abandoned: int
     substituted: int
     stall_s: float
+    asked_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class StreamReport:
-    """A run inside a budget. Sizes in bytes; `read_s`: while at least one read was under way."""
+    """A run inside a budget. Sizes in bytes; `read_s`: while at least one read was under way.
+
+    `peak_pages`: of the plan's, that experts had at once.
+    """
 
     policy: str
     prediction: str
@@ -37,6 +42,7 @@ class StreamReport:
     read_ahead: int
     num_reads: int
     read_s: float
+    peak_pages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +91,13 @@ def _stream(engine: Engine) -> StreamReport | None:
         read_ahead=stats.bytes_ahead,
         num_reads=stats.num_reads,
         read_s=stats.busy_ns / 1e9,
+        peak_pages=weights.store.peak_pages,
     )
 
 
 def _phase(counts: PhaseCounts) -> PhaseReport:
     return PhaseReport(
+        counts.tokens,
         counts.needed,
         counts.hits,
         counts.foretold,
@@ -97,6 +105,7 @@ def _phase(counts: PhaseCounts) -> PhaseReport:
         counts.abandoned,
         counts.substituted,
         counts.stall_ns / 1e9,
+        counts.asked_bytes,
     )
 
 
@@ -121,7 +130,8 @@ def _stream_lines(stream: StreamReport) -> list[tuple[str, str]]:
     rate = f", {read / stream.read_s / 1e6:,.0f} MB/s" if stream.read_s else ""
     way = "past the system's cache" if stream.direct else "through the system's cache"
     lines = [
-        ("budget", f"{size_text(plan.budget)}, {size_text(spent)} spent: {size_text(plan.arena)} for experts"),
+        ("budget", f"{size_text(plan.budget)}, {size_text(spent)} spent"),
+        ("for experts", f"{size_text(plan.arena)}, {stream.peak_pages / plan.num_pages:.0%} of it at most in use"),
         ("policy", stream.policy + ("" if stream.prediction == "none" else f", foretelling by {stream.prediction}")),
         ("prefill", _phase_text(stream.prefill)),
         ("decode", _phase_text(stream.decode)),
@@ -143,7 +153,11 @@ def _phase_text(phase: PhaseReport) -> str:
     if not phase.experts_needed:
         return "no experts needed"
     rate = phase.hits / phase.experts_needed
-    return f"{rate:.1%} of {phase.experts_needed} experts were there or on their way; waited {phase.stall_s:.2f} s"
+    read = size_text(phase.asked_bytes / phase.tokens)
+    return (
+        f"{rate:.1%} of {phase.experts_needed} experts were there or on their way; {read} read a token, "
+        f"waited {phase.stall_s:.2f} s"
+    )
 
 
 def _computed_by(engine: Engine) -> str:

@@ -39,7 +39,8 @@ class PhaseCounts:
     `foretold` experts were read ahead of their layer; `right` of them were then chosen, `abandoned` dropped half read.
     `in_part`: chosen, and not all was there or asked for; for `rows_foretold` of these rows were foretold. Where that
     did not bring all, of the `running` neurons `running_foretold` were foretold.   `substituted`: that gave way to
-    others.   `stall_ns`: how long was waited for reads.   `layers`: that were run.
+    others.   `stall_ns`: how long was waited for reads.   `asked_bytes`: of blocks that were to be read, whole ones.
+    `tokens`, `layers`: that were run.
     """
 
     needed: int = 0
@@ -53,6 +54,8 @@ class PhaseCounts:
     running_foretold: int = 0
     substituted: int = 0
     stall_ns: int = 0
+    asked_bytes: int = 0
+    tokens: int = 0
     layers: int = 0
 
 
@@ -126,7 +129,7 @@ class StreamingWeights(PackWeights):
         Raises:  PackError if an expert is damaged, or cannot be read.
         """
         counts = self.decode if len(x) == 1 else self.prefill
-        stalled = self.store.stall_ns
+        stalled, asked = self.store.stall_ns, self.store.asked_bytes
         scores = None
         if self._scores_matter or self.trust.substitute is not None:
             experts, router_weights, scores = self._scored(layer_idx, x, experts, router_weights, counts)
@@ -139,7 +142,9 @@ class StreamingWeights(PackWeights):
         counts.needed += len(jobs)
         self.bytes_read += sum(self._pack.layout.experts[layer_idx][number].num_bytes for number in jobs)
         counts.layers += 1
+        counts.tokens += len(x) * (layer_idx == 0)
         counts.stall_ns += self.store.stall_ns - stalled
+        counts.asked_bytes += self.store.asked_bytes - asked
         return _added_up(run.outputs, jobs, len(x))
 
     def _walk(

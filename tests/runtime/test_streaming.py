@@ -166,6 +166,9 @@ def test_hits_and_misses_are_counted(dense_pack: Path) -> None:
         misses = weights.prefill.needed - weights.prefill.hits + weights.decode.needed - weights.decode.hits
         size = -(-held.layout.experts[0][0].num_bytes // 4096) * 4096
         assert bytes_read == misses * size, "all fit: each is read once"
+        assert weights.prefill.asked_bytes + weights.decode.asked_bytes == bytes_read
+        assert weights.store.peak_pages == min(misses, weights.store._arena.num_pages), "a page each"
+        assert (weights.prefill.tokens, weights.decode.tokens) == (NUM_PROMPT, len(IDS) - NUM_PROMPT)
         assert weights.prefill.hits == 0
         assert weights.decode.needed == 2 * num_layers * (len(IDS) - NUM_PROMPT)
         assert weights.decode.layers == num_layers * (len(IDS) - NUM_PROMPT)
