@@ -32,7 +32,7 @@ from moe_pack.runtime.machine import MachineFacts
 from moe_pack.runtime.memory import available_bytes
 from moe_pack.runtime.pack_weights import PackWeights
 from moe_pack.runtime.policies import PRESETS, PolicyName, Preset, residency_for
-from moe_pack.runtime.prediction import Prediction, make_prediction
+from moe_pack.runtime.prediction import Prediction, PredictionName, make_prediction
 from moe_pack.runtime.reads import NUM_THREADS, Reads, open_reads, reads_directly
 from moe_pack.runtime.record import Passes, check_place
 from moe_pack.runtime.recording import Recorder, recorded_residency_for
@@ -45,6 +45,9 @@ from moe_pack.runtime.trace import Trace
 ReadMode = Literal["auto", "direct", "pread", "map"]
 Verify = Literal["lazy", "full", "off"]
 KernelsName = Literal["auto", "avx512", "avx2", "portable", "torch"]
+# A layer's experts of one token, below which `auto` foretells nothing: foretelling takes longer than reading them. With
+# experts of 110 KB tokens took 7.5% longer (benchmarks/overlap.py, the demo model; Intel Xeon, 2026-11-22).
+_FORETOLD_BYTES = 1 << 20
 _SHARE_OF_MEMORY = 0.75  # of what is available, where no budget is set and the pack does not fit
 
 
@@ -262,7 +265,9 @@ class Engine:
         if routing is not None and len(routing.routes):
             chunks = np.ones(len(routing.routes), np.uint32)
             name, _ = auto_policy(Passes(routing.routes, chunks, None, facts.popularity), facts, self._pack.index.size)
-        return replace(PRESETS[name], prediction="best", num_ahead=None, rows_below=0.0, reuse_selector=False)
+        token_bytes = facts.num_active * int(self._pack.index.size.max())
+        prediction: PredictionName = "best" if token_bytes >= _FORETOLD_BYTES else "none"
+        return replace(PRESETS[name], prediction=prediction, num_ahead=None, rows_below=0.0, reuse_selector=False)
 
     def _prediction(self, preset: Preset, weights: StreamingWeights, routing: Routing | None) -> Prediction | None:
         needs_profile = preset.prediction in ("popularity", "paths", "mlp")
