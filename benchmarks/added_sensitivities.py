@@ -27,7 +27,17 @@ from tqdm import tqdm
 
 from moe_pack.calib import Profile, ProfileOptions, RowQuantizer, Sensitivity, Tokens, make_profile, read_tokens
 from moe_pack.convert import convert
-from moe_pack.formats import MATRICES, Checkpoint, ExpertFormat, ModelSpec, Pack, Plan, Selector, part_format
+from moe_pack.formats import (
+    MATRICES,
+    Checkpoint,
+    ExpertFormat,
+    ModelSpec,
+    Pack,
+    Plan,
+    Selector,
+    part_format,
+    uniform_dense,
+)
 from moe_pack.formats.codecs import decode_part
 from moe_pack.runtime import (
     CheckpointWeights,
@@ -167,17 +177,17 @@ class Judge:
         return decoder.logits(ids).log_softmax(dim=1)
 
 
-def plan_of(widths: Widths) -> Plan:
+def plan_of(widths: Widths, spec: ModelSpec) -> Plan:
     """The plan that converts to these widths."""
     parts = {width: part_format(width, _GROUP) for width in _WIDTHS}
     experts = tuple(tuple(ExpertFormat(*(parts[w] for w in expert)) for expert in layer) for layer in widths.tolist())
-    return Plan("none", "hqq", experts, None)
+    return Plan("none", "hqq", experts, uniform_dense(spec, None))
 
 
 def pack_kl(checkpoint: Checkpoint, widths: Widths, judge: Judge, folder: Path) -> float:
     """The KL divergence of a real pack of these widths."""
     num_threads = torch.get_num_threads()
-    convert(checkpoint, plan_of(widths), folder, num_threads)
+    convert(checkpoint, plan_of(widths, checkpoint.spec), folder, num_threads)
     torch.set_num_threads(num_threads)  # converting leaves torch with one thread
     with Pack(folder) as pack:
         return judge.kl(Decoder(PackWeights(pack, torch.device("cpu")), _SEQUENCE_LENGTH))

@@ -23,7 +23,18 @@ from tokenizers import Tokenizer
 
 from moe_pack.calib import ThresholdRule, Tokens, measure_thresholds, read_tokens
 from moe_pack.convert import convert
-from moe_pack.formats import BF16, MATRICES, Checkpoint, ExpertFormat, Matrix, Pack, Plan, Selector, part_format
+from moe_pack.formats import (
+    BF16,
+    MATRICES,
+    Checkpoint,
+    ExpertFormat,
+    Matrix,
+    Pack,
+    Plan,
+    Selector,
+    part_format,
+    uniform_dense,
+)
 from moe_pack.runtime import CheckpointWeights, Decoder, FolderFiles, PackWeights, Text
 
 _TESTS = Path(__file__).parents[1] / "tests"
@@ -60,7 +71,7 @@ def narrowed_plan(checkpoint: Checkpoint, matrix: Matrix, width: int) -> Plan:
     spec = checkpoint.spec
     gate, up, down = (part_format(width, _GROUP) if held == matrix else BF16 for held in MATRICES)
     layer = (ExpertFormat(gate, up, down),) * spec.router.num_experts
-    return Plan("none", "hqq", (layer,) * len(spec.moe_layers), None)
+    return Plan("none", "hqq", (layer,) * len(spec.moe_layers), uniform_dense(spec, None))
 
 
 class _Packs:

@@ -194,7 +194,7 @@ def _versions(plan: Plan) -> tuple[PackageVersion, ...]:
 
     Raises:  PlanError if the quantizer's is missing.
     """
-    formats = {part for layer in plan.experts for e in layer for part in (e.gate, e.up, e.down)} | {plan.dense}
+    formats = {part for layer in plan.experts for e in layer for part in (e.gate, e.up, e.down)} | {*plan.dense}
     names = ["moe-pack", "torch"]
     if plan.quantizer == "hqq" and any(part is not None and part.codec == "affine" for part in formats):
         names.append("hqq")

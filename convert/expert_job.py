@@ -44,19 +44,21 @@ def _next_rows(num_rows: int, stop: Event) -> Iterator[tuple[int, int]]:
 
 
 def _dense_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
-    checkpoint, plan, layout = recipe.checkpoint, recipe.plan, recipe.layout
+    checkpoint, layout = recipe.checkpoint, recipe.layout
     dense = next(dense for dense in layout.dense if dense.role.name == item.role)
     source = checkpoint.dense_source(item.role)
     num_rows = source.num_rows
     out = np.empty((num_rows, item.num_bytes // num_rows), np.uint8)
-    quantizer = RowQuantizer(plan.dense, dense.rows.num_cols, plan.quantizer) if dense.rows and plan.dense else None
+    rows, quantizer = dense.rows, None
+    if rows is not None:
+        quantizer = RowQuantizer(rows.parts[0].format, rows.num_cols, recipe.plan.quantizer)
     for first, end in _next_rows(num_rows, stop):
         weights = _checked(checkpoint, source, first, end)
-        if quantizer is None or dense.rows is None:
+        if quantizer is None or rows is None:
             out[first:end] = weights.view(torch.uint8).view(end - first, -1).numpy()
         else:
             section = _encode(quantizer, weights, first, f"{checkpoint.place(source)}: row")
-            write_rows(dense.rows, {"weight": section}, out[first:end])
+            write_rows(rows, {"weight": section}, out[first:end])
     return out.reshape(-1)
 
 

@@ -19,12 +19,12 @@ from moe_pack.convert.pack_cli import (
     workers_option,
 )
 from moe_pack.convert.pipeline import Conversion
+from moe_pack.convert.plan_file import read_plan
 from moe_pack.convert.random_routers import profiled_popularity, skewed_popularity
 from moe_pack.convert.synthetic import Character, synthesize, synthetic_layout
-from moe_pack.formats import ModelSpec, Pack, PackLayout, Plan, PlanError, RangeReader, load, model_spec, parse
+from moe_pack.formats import ModelSpec, Pack, PackLayout, Plan, model_spec
 from moe_pack.formats.cli import NOISE, command_errors, size_text
 
-_MAX_PLAN_BYTES = 1 << 30
 _MAX_SKEW = 4.0
 
 
@@ -65,7 +65,7 @@ class SynthOptions:
     "plan_file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="The whole plan as JSON, each expert's widths, in place of the six options above.",
+    help="A plan (moe-pack plan -o), each expert's widths, in place of the six options above.",
 )
 @click.option(
     "--sparsity", type=float, default=0.0, show_default=True, metavar="S", help="Share of neurons that shall not run."
@@ -126,16 +126,8 @@ def synth_command(
     if plan_file is not None and (given := given_plan_options()):
         raise click.UsageError(f"--plan: says all of a plan; leave {', '.join(given)} out")
     spec = model_spec(name, layers, vocab)
-    plan = plan_options.plan(spec, "nearest") if plan_file is None else _read_plan(plan_file)
+    plan = plan_options.plan(spec, "nearest") if plan_file is None else read_plan(plan_file, spec).plan
     _synthesize(spec, plan, output, options)
-
-
-def _read_plan(path: Path) -> Plan:
-    with RangeReader(path, PlanError) as reader:
-        if reader.num_bytes > _MAX_PLAN_BYTES:
-            raise PlanError(f"{path}: {reader.num_bytes:,} bytes, at most {_MAX_PLAN_BYTES:,}")
-        raw = reader.read(0, reader.num_bytes).tobytes()
-    return load(Plan, parse(raw, str(path), PlanError), str(path), PlanError)
 
 
 def _synthesize(spec: ModelSpec, plan: Plan, output: Path, options: SynthOptions) -> None:

@@ -54,6 +54,8 @@ from moe_pack.formats.plan import (
     format_fault,
     format_text,
     part_format,
+    plan_fault,
+    uniform_dense,
     uniform_plan,
 )
 from moe_pack.formats.ranges import RangeReader
@@ -186,6 +188,7 @@ __all__ = [
     "parse",
     "parse_size",
     "part_format",
+    "plan_fault",
     "read_account",
     "read_header",
     "read_sidecar",
@@ -196,6 +199,7 @@ __all__ = [
     "seal_rows",
     "size_text",
     "thresholds_bytes",
+    "uniform_dense",
     "uniform_plan",
     "write_rows",
     "write_sidecar",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_pack.formats.errors import PlanError
-from moe_pack.formats.plan import PartFormat, Plan, format_fault, plan_fault
+from moe_pack.formats.plan import PartFormat, Plan, plan_fault
 from moe_pack.formats.roles import DenseRole, dense_roles
 from moe_pack.formats.rows import ExpertLayout, RowLayout, expert_layout, row_layout
 from moe_pack.formats.spec import ModelSpec
@@ -93,11 +93,7 @@ def pack_layout(spec: ModelSpec, plan: Plan, dense_dtypes: Sequence[str]) -> Pac
         tuple(expert_layout(expert, plan.selector, spec.expert, spec.hidden_size) for expert in layer)
         for layer in plan.experts
     )
-    formats = [
-        plan.dense if role.quantizable and plan.dense and not format_fault(plan.dense, role.shape[1]) else None
-        for role in dense_roles(spec)
-    ]
-    return layout_of(spec, experts, list(zip(dense_dtypes, formats, strict=True)))
+    return layout_of(spec, experts, list(zip(dense_dtypes, plan.dense, strict=True)))
 
 
 def layout_of(

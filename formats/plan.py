@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_pack.formats.errors import PlanError
+from moe_pack.formats.roles import dense_roles
 from moe_pack.formats.spec import (
     MATRICES,
     Matrix,
@@ -109,15 +110,23 @@ class ExpertFormat:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All decisions of a conversion: `experts[l][e]` for the l-th MoE layer; `dense` for dense matrices.
+    """All decisions of a conversion: `experts[l][e]` for the l-th MoE layer; `dense` in the order of `dense_roles`.
 
-    `dense` None keeps them in the source's bytes.
+    A dense tensor whose format is None keeps the source's bytes.
     """
 
     selector: Selector
     quantizer: Quantizer
     experts: tuple[tuple[ExpertFormat, ...], ...]
-    dense: PartFormat | None
+    dense: tuple[PartFormat | None, ...]
+
+
+def uniform_dense(spec: ModelSpec, part: PartFormat | None) -> tuple[PartFormat | None, ...]:
+    """The format of every dense tensor where all that can be stored as `part` are; None: none is."""
+    return tuple(
+        part if part is not None and role.quantizable and not format_fault(part, role.shape[1]) else None
+        for role in dense_roles(spec)
+    )
 
 
 def uniform_plan(
@@ -151,15 +160,15 @@ def uniform_plan(
         gate=formats["gate"] if "gate" in spec.expert.matrices else None, up=formats["up"], down=formats["down"]
     )
     layer = (expert,) * spec.router.num_experts
-    return Plan(selector, quantizer, (layer,) * len(spec.moe_layers), dense)
+    return Plan(selector, quantizer, (layer,) * len(spec.moe_layers), uniform_dense(spec, dense))
 
 
 def plan_fault(plan: Plan, spec: ModelSpec) -> str | None:
     """Why `plan` does not fit `spec`, or None."""
     if len(plan.experts) != len(spec.moe_layers):
         return f"{len(plan.experts)} layers planned, the model has {len(spec.moe_layers)} with experts"
-    if plan.dense is not None and (fault := format_fault(plan.dense, spec.hidden_size)):
-        return f"dense matrices: {fault}"
+    if fault := _dense_fault(plan.dense, spec):
+        return fault
     needed = (
         *selector_matrices(plan.selector, spec.expert.matrices),
         *record_matrices(plan.selector, spec.expert.matrices),
@@ -174,4 +183,16 @@ def plan_fault(plan: Plan, spec: ModelSpec) -> str | None:
                     return f"layer {layer} expert {number}: format of {matrix} does not fit the model's matrices"
                 if part is not None and (fault := format_fault(part, spec.hidden_size)):
                     return f"layer {layer} expert {number} {matrix}: {fault}"
+    return None
+
+
+def _dense_fault(dense: tuple[PartFormat | None, ...], spec: ModelSpec) -> str | None:
+    roles = dense_roles(spec)
+    if len(dense) != len(roles):
+        return f"formats of {len(dense)} dense tensors, the model has {len(roles)}"
+    for role, part in zip(roles, dense, strict=True):
+        if part is not None:
+            fault = format_fault(part, role.shape[-1]) if role.quantizable else "is never quantized"
+            if fault:
+                return f"dense {role.name}: {fault}"
     return None

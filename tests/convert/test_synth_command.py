@@ -135,14 +135,17 @@ def test_wrong_input_ends_in_a_line_that_says_what_to_do(name: str, config: Path
     assert not (tmp_path / "pack").exists()
 
 
-def test_a_plan_for_another_model_or_with_an_unknown_key_is_refused(config: Path, tmp_path: Path) -> None:
+def test_a_plan_for_another_model_or_of_another_version_is_refused(config: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    path.write_text('{"selector": "up", "quantizer": "nearest", "experts": [], "dense": null}')
+    held = {"format": "moe-pack plan", "version": 1, "selector": "up", "quantizer": "nearest"}
+    path.write_text(json.dumps({**held, "formats": [], "experts": [], "dense": [], "sparsity": []}))
     result = run("synth", config, "-o", tmp_path / "pack", "--plan", path)
-    assert result.stderr == "moe-pack: plan: 0 layers planned, the model has 3 with experts\n"
-    path.write_text('{"selector": "up", "quantizer": "nearest", "experts": [], "dense": null, "name": "mine"}')
+    assert result.stderr == f"moe-pack: {path}: 0 layers planned, the model has 3 with experts\n"
+    path.write_text(json.dumps({**held, "version": 2}))
     result = run("synth", config, "-o", tmp_path / "pack", "--plan", path)
-    assert result.stderr == f"moe-pack: {path}: unknown key 'name'\n"
+    assert result.stderr == (
+        f"moe-pack: {path}: expected format 'moe-pack plan', version 1; make it with moe-pack plan -o\n"
+    )
 
 
 def test_a_folder_that_holds_something_else_is_refused(config: Path, tmp_path: Path) -> None:

@@ -71,8 +71,16 @@ def test_every_expert_may_have_formats_of_its_own() -> None:
             "plan: layer 1 expert 0 down: group size 128 does not divide rows of 64 values",
         ),
         (
-            {"dense": part_format(5, 64)},
-            "plan: dense matrices: width 5, expected one of 1, 2, 3, 4, 8 (or 16 for bf16)",
+            {"dense": (part_format(5, 64), *PLAN.dense[1:])},
+            "plan: dense embed: width 5, expected one of 1, 2, 3, 4, 8 (or 16 for bf16)",
+        ),
+        (
+            {"dense": PLAN.dense[1:]},
+            f"plan: formats of {len(PLAN.dense) - 1} dense tensors, the model has {len(PLAN.dense)}",
+        ),
+        (
+            {"dense": (None, part_format(8, 64), *PLAN.dense[2:])},
+            "plan: dense layers.0.attention_norm: is never quantized",
         ),
     ],
 )
