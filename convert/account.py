@@ -72,7 +72,7 @@ def recipe_account(recipe: Recipe) -> "Account":
 
 
 class Account:
-    """The facts of one pack beside its large files.
+    """The facts of one pack beside its large files; `conversion` tells its making from others.
 
     Args:    thresholds: float32 [L, E].   order: u32 [L, E, f]; the source's without one.
     """
@@ -87,7 +87,7 @@ class Account:
     ) -> None:
         self._layout = layout
         self._plan = plan
-        self._origin = origin
+        self.origin = origin
         self._thresholds = thresholds
         self._order = _rows(layout) if order is None else order
         facts = {
@@ -106,8 +106,8 @@ class Account:
             (INDEX_FILE, index_bytes(self._layout, self._plan, writer.expert_digests())),
             (THRESHOLDS_FILE, thresholds_bytes(self._thresholds)),
             (ORDER_FILE, order_bytes(self._order)),
-            (SOURCE_FILE, self._origin.source),
-            *self._origin.copied,
+            (SOURCE_FILE, self.origin.source),
+            *self.origin.copied,
         ]
 
     def manifest(self, files: tuple[ContentFile, ...]) -> bytes:
@@ -131,7 +131,7 @@ class Account:
                 model=layout.spec,
                 selector=self._plan.selector,
                 quantizer=self._plan.quantizer,
-                made_with=self._origin.made_with,
+                made_with=self.origin.made_with,
                 conversion=self.conversion,
                 dense=dense,
                 files=files,

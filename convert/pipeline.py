@@ -7,7 +7,7 @@ moment leaves nobody behind who could still write. Items are written in one orde
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from moe_pack.convert.account import Account, recipe_account
 from moe_pack.convert.expert_job import item_bytes, job_bytes
 from moe_pack.convert.recipe import Recipe, check_order
+from moe_pack.convert.reuse import Earlier
 from moe_pack.formats import (
     Checkpoint,
     Digests,
@@ -83,26 +84,31 @@ def convert(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     on_step: Callable[[Step], None] = lambda step: None,
     order: NDArray[np.uint32] | None = None,
+    earlier: Path | None = None,
 ) -> Conversion:
     """Writes the pack that `plan` makes of `checkpoint` into `folder`, going on where a killed run stopped.
 
     Args:    workers: threads, one torch thread each (torch's own are set to one for the whole process).
              on_progress: called first of all and after each item.   on_step: called before each change to the drive.
              order: u32 [L, E, f], `order[l, e, j]` is the source's neuron that row `j` will hold; the source's order
-             without one.
-    Raises:  CheckpointError, ConversionError, PlanError; the folder then keeps what was done.
+             without one.   earlier: a pack of the same checkpoint; what it stores alike is copied from it.
+    Raises:  CheckpointError, ConversionError, PlanError; PackError if `earlier` is damaged; the folder then keeps what
+             was done.
     """
     if order is not None:
         check_order(order, checkpoint.spec)
     layout = layout_for(checkpoint, plan)
     recipe = Recipe(checkpoint, plan, layout, order)
-    work = Work(
-        lambda item, stop: item_bytes(recipe, item, stop),
-        lambda item: job_bytes(checkpoint, item),
-    )
     account = recipe_account(recipe)
     writer = PackWriter(folder, layout, account.conversion, checkpoint.stamp(), on_step)
-    return write_pack(writer, layout, account, work, workers, on_progress)
+    with ExitStack() as stack:
+        held = None if earlier is None else stack.enter_context(Earlier(earlier, recipe))
+
+        def make(item: Item, stop: Event) -> NDArray[np.uint8]:
+            return held.item_bytes(item) if held is not None and held.holds(item) else item_bytes(recipe, item, stop)
+
+        work = Work(make, lambda item: job_bytes(checkpoint, item))
+        return write_pack(writer, layout, account, work, workers, on_progress)
 
 
 def write_pack(

@@ -44,7 +44,8 @@ class DenseChoice:
 class PlanFile:
     """`plan.json`. `experts[l][e]` is a number in `formats`; `sparsity[l][e]` the share of neurons that shall not run.
 
-    `dense`: the dense matrices that do not keep the source's bytes.   `sparsity` is empty where all run.
+    `dense`: the dense matrices that do not keep the source's bytes.   `sparsity` is empty where all run.   `theta`: one
+    threshold for all experts in place of shares (CORM), or null.
     """
 
     format: Literal["moe-pack plan"]
@@ -55,14 +56,19 @@ class PlanFile:
     experts: tuple[tuple[int, ...], ...]
     dense: tuple[DenseChoice, ...]
     sparsity: tuple[tuple[float, ...], ...]
+    theta: float | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """What a pack shall be: formats, and the share of each expert's neurons that shall not run, float64 [L, E]."""
+    """What a pack shall be: formats, and the share of each expert's neurons that shall not run, float64 [L, E].
+
+    `theta`: one threshold for all experts instead (CORM); `sparsity` is then what it is expected to give.
+    """
 
     plan: Plan
     sparsity: NDArray[np.float64]
+    theta: float | None = None
 
 
 def plan_bytes(decision: Decision, spec: ModelSpec) -> bytes:
@@ -74,7 +80,9 @@ def plan_bytes(decision: Decision, spec: ModelSpec) -> bytes:
     dense = tuple(DenseChoice(role.name, part) for role, part in zip(roles, plan.dense, strict=True) if part)
     sparsity = tuple(map(tuple, decision.sparsity.tolist())) if decision.sparsity.any() else ()
     experts = tuple(tuple(numbers[expert] for expert in layer) for layer in plan.experts)
-    file = PlanFile(FORMAT, VERSION, plan.selector, plan.quantizer, tuple(formats), experts, dense, sparsity)
+    file = PlanFile(
+        FORMAT, VERSION, plan.selector, plan.quantizer, tuple(formats), experts, dense, sparsity, decision.theta
+    )
     return canonical(dump(file))
 
 
@@ -95,7 +103,9 @@ def read_plan(path: Path, spec: ModelSpec) -> Decision:
     fault = plan_fault(plan, spec)
     if fault:
         raise PlanError(f"{path}: {fault}")
-    return Decision(plan, _sparsity(file, spec, str(path)))
+    if file.theta is not None and not 0 <= file.theta < 1e30:
+        raise PlanError(f"{path}: theta: found {file.theta}, expected a threshold from 0 up")
+    return Decision(plan, _sparsity(file, spec, str(path)), file.theta)
 
 
 def _plan(file: PlanFile, spec: ModelSpec, place: str) -> Plan:

@@ -138,7 +138,7 @@ def test_wrong_input_ends_in_a_line_that_says_what_to_do(name: str, config: Path
 def test_a_plan_for_another_model_or_of_another_version_is_refused(config: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     held = {"format": "moe-pack plan", "version": 1, "selector": "up", "quantizer": "nearest"}
-    path.write_text(json.dumps({**held, "formats": [], "experts": [], "dense": [], "sparsity": []}))
+    path.write_text(json.dumps({**held, "formats": [], "experts": [], "dense": [], "sparsity": [], "theta": None}))
     result = run("synth", config, "-o", tmp_path / "pack", "--plan", path)
     assert result.stderr == f"moe-pack: {path}: 0 layers planned, the model has 3 with experts\n"
     path.write_text(json.dumps({**held, "version": 2}))
