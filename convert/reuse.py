@@ -1,4 +1,4 @@
-"""Takes from a finished pack what another plan for the same checkpoint stores alike: bytes are copied, not made again."""
+"""Takes from a finished pack what another plan for the same checkpoint stores alike: bytes copied, not made again."""
 
 import hashlib
 from pathlib import Path
@@ -15,8 +15,8 @@ from moe_pack.formats import DENSE_FILE, SOURCE_FILE, Item, Pack, PackError
 class Earlier:
     """An earlier pack, and which of a recipe's items it holds already. Owns the open pack: `close` it.
 
-    An expert is held where selector kind, quantizer, all formats and the neuron order are the same, a dense tensor where
-    its format and quantizer are. Nothing is where the source's account or a package's version is another. That the
+    An expert is held where selector kind, quantizer, all formats and the neuron order are the same, a dense tensor
+    where its format and quantizer are. Nothing is where the source's account or a package's version is another. That the
     source's weights are the same is not checked: the caller made the earlier pack of this checkpoint.
     Raises:  PackError if the folder holds no sound pack.
     """
