@@ -6,11 +6,11 @@ from moe_pack.calib.heat import hottest_first
 from moe_pack.calib.profile import Profile, Sensitivity
 from moe_pack.calib.profiler import ProfileOptions, make_profile
 from moe_pack.calib.quantize import RowQuantizer, UnholdableError, check_finite
+from moe_pack.calib.realized import RealizedSparsity
 from moe_pack.calib.report import report_html
 from moe_pack.calib.text import Tokens, num_held_out, read_tokens
 from moe_pack.calib.thresholds import (
     MeasuredThresholds,
-    RealizedSparsity,
     ThresholdRule,
     measure_thresholds,
     realized_sparsity,

@@ -1,12 +1,11 @@
 """What a profile knows of routes, put beside a pack of the same model, where the runtime looks for it."""
 
-import hashlib
-
 import numpy as np
 
 from moe_pack.calib.arrays import Array
 from moe_pack.calib.profile import Profile
-from moe_pack.formats import SOURCE_FILE, Pack, PlanError
+from moe_pack.calib.provenance import packed_source_digest
+from moe_pack.formats import Pack, PlanError
 from moe_pack.runtime import MAX_ROUTED_TOKENS, NO_PREDICTOR, PREDICTORS, Predictor, Routing, write_routing
 
 
@@ -56,12 +55,6 @@ def _kept_tokens(profile: Profile, length: int, most_tokens: int) -> slice:
 
 
 def _check_same(pack: Pack, profile: Profile) -> None:
-    """The pack's digest is that of its checkpoint: routers are kept in the source's bytes (`source_digest`)."""
-    digest = hashlib.sha256(pack.read_file(SOURCE_FILE).data)
-    routers = {f"layers.{layer}.router" for layer in pack.spec.moe_layers}
-    for held in pack.layout.dense:
-        if held.role.name in routers:
-            digest.update(pack.read_dense(held.entry, 0, held.entry.shape[0]).data)
-    if (profile.spec, profile.facts.source) != (pack.spec, digest.hexdigest()):
+    if (profile.spec, profile.facts.source) != (pack.spec, packed_source_digest(pack)):
         what = "of another model" if profile.spec != pack.spec else "of another checkpoint of this model"
         raise PlanError(f"--profile {profile.folder}: found a profile {what}; profile the one packed in {pack.folder}")

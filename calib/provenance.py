@@ -3,7 +3,7 @@
 import hashlib
 from importlib.metadata import PackageNotFoundError, version
 
-from moe_pack.formats import Checkpoint, PackageVersion, account_bytes
+from moe_pack.formats import SOURCE_FILE, Checkpoint, Pack, PackageVersion, account_bytes
 
 _PACKAGES = ("hqq", "moe-pack", "numpy", "torch")
 
@@ -17,6 +17,16 @@ def source_digest(checkpoint: Checkpoint) -> str:
     for layer in checkpoint.spec.moe_layers:
         source = checkpoint.dense_source(f"layers.{layer}.router")
         digest.update(checkpoint.rows(source, 0, source.num_rows).data)
+    return digest.hexdigest()
+
+
+def packed_source_digest(pack: Pack) -> str:
+    """The `source_digest` of the checkpoint that a pack was made from: routers are kept in the source's bytes."""
+    digest = hashlib.sha256(pack.read_file(SOURCE_FILE).data)
+    routers = {f"layers.{layer}.router" for layer in pack.spec.moe_layers}
+    for held in pack.layout.dense:
+        if held.role.name in routers:
+            digest.update(pack.read_dense(held.entry, 0, held.entry.shape[0]).data)
     return digest.hexdigest()
 
 

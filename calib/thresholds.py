@@ -5,7 +5,6 @@ it. The last fifth of the text is not looked at for thresholds: it tells what sp
 """
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -24,10 +23,12 @@ from moe_pack.calib.costs import (
     kind_of,
     kinds_of_layers,
 )
-from moe_pack.calib.expert_pass import CHUNK_TOKENS
+from moe_pack.calib.expert_run import input_chunks, run_counted
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.histogram import Histogram
 from moe_pack.calib.layer_pass import LayerStates, LayerTokens, check_length
+from moe_pack.calib.model_pass import ModelPass
+from moe_pack.calib.realized import RealizedSparsity, realized
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens, num_held_out
 from moe_pack.formats import Pack, PlanError, canonical, dump, read_sidecar, rewrite_thresholds, write_sidecar
@@ -53,18 +54,6 @@ class ThresholdRule:
         if self.theta is not None and not 0 <= self.theta < 1e30:
             return f"--theta: found {self.theta}, expected a threshold from 0 up"
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class RealizedSparsity:
-    """The share of neurons that do not run, of all experts' tokens and by MoE layer and expert; None without tokens.
-
-    `tokens`: how many tokens each expert's share is taken over.
-    """
-
-    overall: float | None
-    experts: tuple[tuple[float | None, ...], ...]
-    tokens: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,30 +119,30 @@ def realized_sparsity(
     folder = pack.folder / _WORK_FOLDER
     facts = {"root": pack.manifest.root, "text": tokens.sha256}
     store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), starts_anew=True)
+    where = device or torch.device("cpu")
     try:
-        run = _Run(pack, tokens, None, store, watcher, device or torch.device("cpu"), kernels)
-        found = run.measure()
+        run = ModelPass(HeldWeights(StreamedPackWeights(pack, where, kernels)), tokens, store, "pack", where)
+        run.run("sparsity", watcher)
+        found = run.sparsity()
     finally:
         store.close()
     shutil.rmtree(folder)
-    both = [(layer["dropped"].sum(axis=1), layer["tokens"].sum(axis=1)) for layer in found]
-    return _realized(both, pack.spec.expert.intermediate_size)
+    return found
 
 
 class _Run:
-    """One measurement under way; without a rule the pack's own thresholds are kept."""
+    """One measurement under way."""
 
     def __init__(
         self,
         pack: Pack,
         tokens: Tokens,
-        rule: ThresholdRule | None,
+        rule: ThresholdRule,
         store: ProfileStore,
         watcher: Watcher,
         device: torch.device,
         kernels: Kernels | None,
     ) -> None:
-        self._pack = pack
         self._spec = pack.spec
         self._tokens = tokens
         self._rule = rule
@@ -202,10 +191,9 @@ class _Run:
 
     def summary(self, found: list[dict[str, NDArray[np.generic]]]) -> MeasuredThresholds:
         """What was measured, for people and programs."""
-        assert self._rule is not None, "thresholds were measured"
         f = self._spec.expert.intermediate_size
         learned, held_out = (
-            _realized([(layer["dropped"][:, part], layer["tokens"][:, part]) for layer in found], f) for part in (0, 1)
+            realized([(layer["dropped"][:, part], layer["tokens"][:, part]) for layer in found], f) for part in (0, 1)
         )
         num_sequences, S = self._tokens.sequences.shape
         return MeasuredThresholds(
@@ -227,9 +215,7 @@ class _Run:
 
     def _thresholds(self, tokens: LayerTokens, layer_idx: int) -> NDArray[np.float32]:
         """A layer's thresholds by the rule, f32 [E]; an expert without tokens gets its layer's quantile."""
-        E, sparsity = self._spec.router.num_experts, None if self._rule is None else self._rule.sparsity
-        if self._rule is None:
-            return np.asarray(self._pack.thresholds[layer_idx], np.float32)
+        E, sparsity = self._spec.router.num_experts, self._rule.sparsity
         if self._rule.theta is not None:
             return np.full(E, self._rule.theta, np.float32)
         if not sparsity:
@@ -248,7 +234,7 @@ class _Run:
 
     def _histogram(self, tokens: LayerTokens, layer_idx: int, expert: int, token_idx: Tensor) -> Histogram:
         histogram = Histogram()
-        for x, _ in self._chunks(tokens, token_idx):
+        for x, _ in input_chunks(tokens, token_idx, self._device):
             for block in self._weights.expert(layer_idx, expert).blocks():
                 values = activations(x, block, self._spec.expert.function)
                 histogram.add(values.of(self._weights.selector).abs())
@@ -259,44 +245,18 @@ class _Run:
         self, states: LayerStates, tokens: LayerTokens, layer_idx: int, expert: int, threshold: float
     ) -> tuple[list[int], list[int]]:
         """Adds an expert's outputs; neurons that did not run, and tokens: learned from, and held out."""
-        token_idx, weights = tokens.of_expert(expert)
-        dropped, held_out = [0, 0], token_idx >= self._num_learned_tokens
-        for x, rows in self._chunks(tokens, token_idx):
-            y, runs_of = torch.zeros_like(x), torch.zeros(len(x), device=x.device)
-            for block in self._weights.expert(layer_idx, expert).blocks():
-                values = activations(x, block, self._spec.expert.function)
-                a = values.of(self._weights.selector)
-                runs = (a != 0) & ~(a.abs() < threshold)
-                y.addmm_(torch.where(runs, values.h, 0.0), block.down)
-                runs_of += runs.to(torch.float32).sum(dim=1)
-            states.add(tokens, token_idx[rows], weights[rows], y)
-            left = self._spec.expert.intermediate_size - runs_of.to("cpu", torch.int64)
-            dropped[0] += int(left[~held_out[rows]].sum())
-            dropped[1] += int(left[held_out[rows]].sum())
-            self._watcher.advance(expert_multiplications(self._spec) * len(x), self._place(layer_idx, expert))
-        return dropped, [int((~held_out).sum()), int(held_out.sum())]
-
-    def _chunks(self, tokens: LayerTokens, token_idx: Tensor) -> Iterator[tuple[Tensor, slice]]:
-        """Inputs of these tokens [n, d] on the device, some at a time, and which of them they are."""
-        for start in range(0, len(token_idx), CHUNK_TOKENS):
-            rows = slice(start, start + CHUNK_TOKENS)
-            yield tokens.inputs[token_idx[rows]].to(self._device), rows
+        one, place = expert_multiplications(self._spec), self._place(layer_idx, expert)
+        token_idx, left = run_counted(
+            states,
+            tokens,
+            self._weights,
+            (layer_idx, expert),
+            threshold,
+            lambda num_tokens: self._watcher.advance(one * num_tokens, place),
+        )
+        held_out = token_idx >= self._num_learned_tokens
+        parts = (~held_out, held_out)
+        return [int(left[part].sum()) for part in parts], [int(part.sum()) for part in parts]
 
     def _place(self, layer_idx: int, expert: int) -> str:
         return f"layer {self._spec.moe_layers[layer_idx]} expert {expert}"
-
-
-def _realized(counts: list[tuple[NDArray[np.generic], NDArray[np.generic]]], num_neurons: int) -> RealizedSparsity:
-    """The sparsity of neurons dropped, over tokens: i64 [E] each, for every MoE layer."""
-    total = sum(int(number.sum()) for _, number in counts)
-    return RealizedSparsity(
-        overall=sum(int(dropped.sum()) for dropped, _ in counts) / (total * num_neurons) if total else None,
-        experts=tuple(
-            tuple(
-                int(d) / (int(n) * num_neurons) if int(n) else None
-                for d, n in zip(dropped.tolist(), number.tolist(), strict=True)
-            )
-            for dropped, number in counts
-        ),
-        tokens=tuple(tuple(int(n) for n in number.tolist()) for _, number in counts),
-    )

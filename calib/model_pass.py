@@ -1,0 +1,132 @@
+"""A text through all layers of a model, a pack or a checkpoint, as it is stored; then its predictions.
+
+Layer by layer in bounded memory, resumable after any layer; the neurons that did not run are counted on the way.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.calib.arrays import Array, read_all_arrays
+from moe_pack.calib.costs import (
+    Cost,
+    Trial,
+    Watcher,
+    expert_multiplications,
+    half_multiplications,
+    kind_of,
+    kinds_of_layers,
+)
+from moe_pack.calib.divergence import HEAD_TOKENS, log_probabilities
+from moe_pack.calib.expert_run import run_counted
+from moe_pack.calib.held import HeldWeights
+from moe_pack.calib.layer_pass import LayerStates, LayerTokens
+from moe_pack.calib.realized import RealizedSparsity, realized
+from moe_pack.calib.store import ProfileStore
+from moe_pack.calib.text import Tokens
+from moe_pack.runtime import embed
+
+
+class ModelPass:
+    """The sequences of a text on their way through a model.
+
+    Args:    store: where it keeps what a killed pass goes on from.   name: of its files there.
+             with_twin: the first sequence goes through once more, its embedding changed in the last bit of each value:
+             what it then predicts otherwise is rounding alone. It is the sequence after all others.
+    Raises:  RunError for sequences longer than the model's positions.
+    """
+
+    def __init__(
+        self,
+        weights: HeldWeights,
+        tokens: Tokens,
+        store: ProfileStore,
+        name: str,
+        device: torch.device,
+        with_twin: bool = False,
+    ) -> None:
+        ids = torch.from_numpy(tokens.sequences.astype(np.int64))
+        self.num_sequences, self.sequence_length = ids.shape
+
+        def first(number: int) -> Tensor:
+            if number < len(ids):
+                return embed(ids[number], weights)
+            x = embed(ids[0], weights)
+            return torch.nextafter(x, torch.full_like(x, torch.inf))
+
+        self._weights = weights
+        self._spec = weights.spec
+        self._store = store
+        self._name = name
+        self._device = device
+        number = len(ids) + with_twin
+        self._states = LayerStates(weights, first, number, self.sequence_length, store.work / name, device)
+
+    @torch.inference_mode()
+    def run(self, stage: str, watcher: Watcher) -> None:
+        """Takes all sequences through the layers that are left."""
+        states, spec = self._states, self._spec
+        layers = range(states.next_layer, spec.num_hidden_layers)
+        watcher.begin(stage, self._cost(layers))
+        for layer in layers:
+            tokens = states.enter(layer)
+            watcher.advance(half_multiplications(spec, layer, self.sequence_length) * len(tokens.x), f"layer {layer}")
+            if layer in spec.moe_layers:
+                self._store.write(self._file(layer), self._layer(tokens, layer, watcher))
+            states.leave(layer, tokens)
+            del tokens  # or there would be two layers' while the next is entered
+        watcher.end()
+
+    def sparsity(self) -> RealizedSparsity:
+        """The share of neurons that did not run, once all layers are done; of a twin's tokens too."""
+        found = [read_all_arrays(self._store.folder / self._file(layer)) for layer in self._spec.moe_layers]
+        return realized(((held["dropped"], held["tokens"]) for held in found), self._spec.expert.intermediate_size)
+
+    @torch.inference_mode()
+    def predictions(self, number: int) -> Iterator[tuple[slice, Tensor]]:
+        """A sequence's log-probabilities of the next token, float32 [n, V], for some of its tokens after the others.
+
+        All tokens but the last, after which none comes.
+        """
+        hidden = self._states.before(number)[:-1]
+        for start in range(0, len(hidden), HEAD_TOKENS):
+            rows = slice(start, min(start + HEAD_TOKENS, len(hidden)))
+            yield rows, log_probabilities(hidden[rows], self._weights, self._device)
+
+    def prediction_cost(self) -> Cost:
+        """What the predictions of all sequences cost."""
+        num_tokens = self._states.num_sequences * (self.sequence_length - 1)
+        return Trial(self._weights, self._states).predicted(num_tokens)
+
+    def _cost(self, layers: range) -> Cost:
+        if not layers:
+            return Cost()
+        spec, trial, number = self._spec, Trial(self._weights, self._states), self._states.num_sequences
+        router = spec.router
+        tokens_an_expert = number * self.sequence_length * router.num_experts_per_tok / router.num_experts
+        halves = {kind: trial.half(kind) * number for kind in kinds_of_layers(spec)}
+        plain = trial.plain(tokens_an_expert) * router.num_experts
+        return sum(
+            (halves[kind_of(spec, l)] + (plain if l in spec.moe_layers else Cost()) for l in layers), start=Cost()
+        )
+
+    def _file(self, layer: int) -> str:
+        return f"{self._name}-{layer:03d}.safetensors"
+
+    def _layer(self, tokens: LayerTokens, layer: int, watcher: Watcher) -> dict[str, Array]:
+        """Runs a layer's routed experts: neurons dropped, and tokens, int64 [E] each."""
+        layer_idx, one = self._spec.moe_layers.index(layer), expert_multiplications(self._spec)
+        dropped, number = (np.zeros(self._spec.router.num_experts, np.int64) for _ in range(2))
+        for expert in range(self._spec.router.num_experts):
+            threshold, place = self._weights.threshold(layer_idx, expert), f"layer {layer} expert {expert}"
+
+            def on_tokens(num_tokens: int, place: str = place) -> None:
+                watcher.advance(one * num_tokens, place)
+
+            token_idx, left = run_counted(
+                self._states, tokens, self._weights, (layer_idx, expert), threshold, on_tokens
+            )
+            dropped[expert], number[expert] = int(left.sum()), len(token_idx)
+        return {"dropped": dropped, "tokens": number}
