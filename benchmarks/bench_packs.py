@@ -81,7 +81,7 @@ def make_pack(name: str, folder: Path) -> Path:
 
 def budget_with(pack: Pack, num_experts: int, context_tokens: int) -> int:
     """The budget that leaves room for so many of the largest experts, and for short forward passes."""
-    plan = divide_budget(pack, _BOUNDLESS, context_tokens)
+    plan = divide_budget(pack.layout, _BOUNDLESS, context_tokens, 0)
     largest = int(expert_pages(pack.layout, plan.page_bytes).max()) * (plan.page_bytes + plan.head_bytes)
     return plan.dense + plan.cache + workspace_bytes(pack.spec, LEAST_PREFILL_TOKENS) + num_experts * largest
 

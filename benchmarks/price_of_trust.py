@@ -25,7 +25,16 @@ from tqdm import tqdm
 
 from moe_pack.calib import ProfileOptions, ThresholdRule, attach, make_profile, measure_thresholds, read_tokens
 from moe_pack.formats import Checkpoint, Pack, RunError
-from moe_pack.runtime import Engine, EngineOptions, FolderFiles, PolicyName, Text, divide_budget, expert_pages
+from moe_pack.runtime import (
+    Engine,
+    EngineOptions,
+    FolderFiles,
+    PolicyName,
+    Text,
+    divide_budget,
+    expert_pages,
+    routing_bytes,
+)
 from moe_pack.runtime.budget import page_sizes
 from moe_pack.runtime.streaming import NO_TRUST, StreamingWeights, Trust
 
@@ -101,7 +110,7 @@ def budget_with_room(pack: Pack, share: float) -> int:
     # From there in pages: with room for more, longer forward passes take of it.
     while True:
         try:
-            if divide_budget(pack, least, _WINDOW_TOKENS).num_pages == wanted:
+            if divide_budget(pack.layout, least, _WINDOW_TOKENS, routing_bytes(pack.folder)).num_pages == wanted:
                 return least
         except RunError:
             pass  # less than the rest of the model needs

@@ -1,6 +1,6 @@
 """Runs a model over text, layer by layer in bounded memory, and measures what planner and runtime need to know."""
 
-from moe_pack.calib.attach import attach
+from moe_pack.calib.attach import attach, most_routing_bytes, routing_of
 from moe_pack.calib.costs import Cost, Watcher
 from moe_pack.calib.heat import hottest_first
 from moe_pack.calib.profile import Profile, Sensitivity
@@ -33,8 +33,10 @@ __all__ = [
     "hottest_first",
     "make_profile",
     "measure_thresholds",
+    "most_routing_bytes",
     "num_held_out",
     "read_tokens",
     "realized_sparsity",
     "report_html",
+    "routing_of",
 ]

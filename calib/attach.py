@@ -1,12 +1,26 @@
 """What a profile knows of routes, put beside a pack of the same model, where the runtime looks for it."""
 
+import math
+
 import numpy as np
 
 from moe_pack.calib.arrays import Array
+from moe_pack.calib.mlp_predictor import shapes_for
 from moe_pack.calib.profile import Profile
+from moe_pack.calib.profiler import PATH_BYTES
 from moe_pack.calib.provenance import packed_source_digest
-from moe_pack.formats import Pack, PlanError
-from moe_pack.runtime import MAX_ROUTED_TOKENS, NO_PREDICTOR, PREDICTORS, Predictor, Routing, write_routing
+from moe_pack.formats import ModelSpec, Pack, PlanError, tensor_sidecar_bytes
+from moe_pack.runtime import (
+    MAX_PREVIOUS,
+    MAX_ROUTED_TOKENS,
+    NO_PREDICTOR,
+    PREDICTORS,
+    Predictor,
+    Routing,
+    write_routing,
+)
+
+_KEY_ARRAY_BYTES = 512  # at most, of an array's name, numbers and padding
 
 
 def attach(pack: Pack, profile: Profile) -> Routing:
@@ -46,6 +60,40 @@ def routing_of(profile: Profile, most_tokens: int = MAX_ROUTED_TOKENS) -> Routin
 
     joined: Array = np.stack(routes, axis=1)  # [T, k] of each layer -> [T, L, k]
     return Routing(np.stack(popularity), np.stack(mass), profile.paths(), recalls, best, joined, length, network)
+
+
+def most_routing_bytes(spec: ModelSpec) -> int:
+    """The most that `routing.safetensors` can take beside a pack of this model, whatever was profiled.
+
+    Meaning: routes of as many tokens as are kept, tables of as many counts as can be and keys up to PATH_BYTES, and
+             for every layer but the first the larger network.
+    """
+    L, E, k, d = len(spec.moe_layers), spec.router.num_experts, spec.router.num_experts_per_tok, spec.hidden_size
+    tables = {"popularity": (L, E), "after_one": (max(L - 1, 0), E, E), "after_two": (max(L - 2, 0), E, E)}
+    keys = max(0, PATH_BYTES - sum(4 * math.prod(shape) for shape in tables.values()))
+    h = shapes_for(d, E)[1].hidden
+    arrays = [
+        ("popularity", "U32", (L, E)),
+        ("mass", "F32", (L, E)),
+        ("recalls", "F32", (L, len(PREDICTORS), 3)),
+        ("best", "U8", (L,)),
+        ("routes", "U16", (MAX_ROUTED_TOKENS, L, k)),
+        ("sequence_length", "U32", (1,)),
+        *((f"paths.{name}", "U32", shape) for name, shape in tables.items()),
+        ("paths.key_starts", "U32", (L + 1,)),
+        # Each of the six other arrays of keys is padded by itself, and has a name in the header.
+        ("paths.keys", "U8", (keys + 6 * _KEY_ARRAY_BYTES,)),
+    ]
+    for layer_idx in range(1, L):
+        network = {
+            "x_weight": ("BF16", (h, d)),
+            "route_weight": ("BF16", (h, MAX_PREVIOUS, E)),
+            "bias": ("F32", (h,)),
+            "out_weight": ("BF16", (E, h)),
+            "out_bias": ("F32", (E,)),
+        }
+        arrays += [(f"network.{layer_idx}.{name}", *held) for name, held in network.items()]
+    return tensor_sidecar_bytes(arrays)
 
 
 def _kept_tokens(profile: Profile, length: int, most_tokens: int) -> slice:

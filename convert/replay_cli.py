@@ -28,6 +28,7 @@ from moe_pack.runtime import (
     optimum,
     read_record,
     replay,
+    routing_bytes,
 )
 
 _PROFILE_CONTEXT = 4096  # tokens of cache that a budget has to hold where no run says so
@@ -167,7 +168,7 @@ def play(traffic: Traffic, pack: Pack, budget_bytes: int, names: list[PolicyName
     Raises:  RunError if it has room for too few.
     """
     run = traffic.record
-    plan = divide_budget(pack, budget_bytes, traffic.context_tokens)
+    plan = divide_budget(pack.layout, budget_bytes, traffic.context_tokens, routing_bytes(pack.folder))
     of_run = run is not None and run.facts.budget_bytes == budget_bytes
     num_pages = run.facts.num_pages if run is not None and of_run else plan.num_pages
     pages, extents, passes = expert_pages(pack.layout, plan.page_bytes), pack.index.size, traffic.passes

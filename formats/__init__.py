@@ -94,7 +94,12 @@ from moe_pack.formats.spec import (
 from moe_pack.formats.steps import Step
 from moe_pack.formats.strict_json import canonical, dump, load, parse
 from moe_pack.formats.tensor_file import TensorEntry, assemble, read_header
-from moe_pack.formats.tensor_sidecar import TensorSidecar, open_tensor_sidecar, write_tensor_sidecar
+from moe_pack.formats.tensor_sidecar import (
+    TensorSidecar,
+    open_tensor_sidecar,
+    tensor_sidecar_bytes,
+    write_tensor_sidecar,
+)
 from moe_pack.formats.writer import PackWriter, State, digests_of
 
 __all__ = [
@@ -198,6 +203,7 @@ __all__ = [
     "row_layout",
     "seal_rows",
     "size_text",
+    "tensor_sidecar_bytes",
     "thresholds_bytes",
     "uniform_dense",
     "uniform_plan",

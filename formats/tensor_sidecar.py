@@ -124,13 +124,21 @@ def write_tensor_sidecar(folder: Path, name: str, tensors: Iterable[tuple[str, s
     held = list(tensors)
     for tensor, dtype, values in held:
         assert values.dtype == np.dtype(_DTYPES[dtype]), f"{tensor}: {values.dtype} for {dtype}"
-    groups = [[(tensor, dtype, values.shape)] for tensor, dtype, values in held]
-    layout = lay_out(groups, _ALIGN, {"root": root, "sha256": _ZERO_DIGEST})
+    layout = _lay_out([(tensor, dtype, values.shape) for tensor, dtype, values in held], root)
     if layout.num_bytes > MAX_TENSOR_SIDECAR_BYTES:
         raise PackError(f"{name}: {layout.num_bytes} bytes, at most {MAX_TENSOR_SIDECAR_BYTES}")
     with locked_for(folder, name) as drive:
         _write(drive, f"{name}.tmp", layout, {tensor: values for tensor, _, values in held})
         drive.rename(f"{name}.tmp", name)
+
+
+def tensor_sidecar_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> int:
+    """How long a sidecar of these arrays is, before they exist: name, dtype by its name in safetensors, and shape."""
+    return _lay_out(tensors, _ZERO_DIGEST).num_bytes
+
+
+def _lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]], root: str) -> TensorFileLayout:
+    return lay_out([[tensor] for tensor in tensors], _ALIGN, {"root": root, "sha256": _ZERO_DIGEST})
 
 
 def _write(drive: SteppedFolder, name: str, layout: TensorFileLayout, values: dict[str, Array]) -> None:

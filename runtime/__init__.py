@@ -1,6 +1,15 @@
 """Runs packs: the decoder, its sources of weights, sampling, text. `moe-run` is its command."""
 
-from moe_pack.runtime.budget import BudgetPlan, divide_budget, expert_pages
+from moe_pack.runtime.budget import (
+    Asked,
+    BudgetPlan,
+    divide_budget,
+    expert_pages,
+    page_sizes,
+    routing_bytes,
+    whole_bytes,
+    workspace_bytes,
+)
 from moe_pack.runtime.checkpoint_weights import CheckpointWeights, read_rows
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.doctor import measure_machine
@@ -35,7 +44,15 @@ from moe_pack.runtime.replay import PathShares, Played, best_of, optimum, replay
 from moe_pack.runtime.residency import CacheFacts
 from moe_pack.runtime.rope import Angles, Rope
 from moe_pack.runtime.router import route
-from moe_pack.runtime.routing import MAX_ROUTED_TOKENS, NO_PREDICTOR, PREDICTORS, ROUTING_FILE, Routing, write_routing
+from moe_pack.runtime.routing import (
+    MAX_ROUTED_TOKENS,
+    NO_PREDICTOR,
+    PREDICTORS,
+    ROUTING_FILE,
+    Routing,
+    routing_file_bytes,
+    write_routing,
+)
 from moe_pack.runtime.sampling import Sampler
 from moe_pack.runtime.text import Text, TextStream
 from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
@@ -54,6 +71,7 @@ __all__ = [
     "TORCH_DTYPES",
     "Activations",
     "Angles",
+    "Asked",
     "BudgetPlan",
     "CacheFacts",
     "CheckpointWeights",
@@ -120,6 +138,7 @@ __all__ = [
     "open_kernels",
     "open_reads",
     "optimum",
+    "page_sizes",
     "ranked",
     "read_record",
     "read_rows",
@@ -127,10 +146,14 @@ __all__ = [
     "route",
     "route_tokens",
     "router_scores",
+    "routing_bytes",
+    "routing_file_bytes",
     "row_blocks",
     "rows_as_keys",
     "run_expert",
     "run_unrouted",
     "save_facts",
+    "whole_bytes",
+    "workspace_bytes",
     "write_routing",
 ]

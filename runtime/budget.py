@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from moe_pack.formats import (
     GroupedQuerySpec,
     ModelSpec,
-    Pack,
     PackLayout,
     RunError,
     cached_values,
@@ -50,42 +49,71 @@ class BudgetPlan:
         """Bytes of all pages."""
         return self.num_pages * (self.page_bytes + self.head_bytes)
 
+    @property
+    def left(self) -> int:
+        """Bytes that are not spent: less than a page, or all experts have theirs."""
+        return self.budget - self.dense - self.cache - self.workspace - self.predictors - self.arena
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options that a budget and a context were asked for with."""
+
+    budget: str
+    context: str
+
+
+AS_BUDGET = Asked("--budget", "--max-tokens")
+
 
 def expert_pages(layout: PackLayout, page_bytes: int) -> NDArray[np.int64]:
     """How many pages each expert takes: int64 [L, E]."""
     return -(-_extent_bytes(layout) // page_bytes)
 
 
-def divide_budget(pack: Pack, budget_bytes: int, context_tokens: int) -> BudgetPlan:
-    """How a budget is spent on running a pack.
+def divide_budget(
+    layout: PackLayout, budget_bytes: int, context_tokens: int, predictor_bytes: int, asked_as: Asked = AS_BUDGET
+) -> BudgetPlan:
+    """How a budget is spent on running a pack, which need not exist yet.
 
-    Meaning: dense weights, key-value cache, workspace and what foretells (all of the pack's routing) first, all else
-             in pages. Where less than a quarter would be left for these, forward passes are made shorter, down to
-             LEAST_PREFILL_TOKENS.
-    Raises:  RunError if the largest expert would have no room; it says what is needed.
+    Meaning: dense weights, key-value cache, workspace and what foretells first, all else in pages. Where less than a
+             quarter would be left for these, forward passes are made shorter, down to LEAST_PREFILL_TOKENS.
+    Args:    predictor_bytes: `routing_bytes` of a pack, or `routing_file_bytes` of what will lie beside it.
+             asked_as: the options that a person can change, for the message.
+    Raises:  RunError if the largest expert would have no room; it says what is needed, and for what.
     """
-    dense = pack.layout.dense_file.num_bytes
-    predictors = routing_bytes(pack.folder)
-    cache = 4 * cached_values(pack.spec) * context_tokens
-    page_bytes, head_bytes = page_sizes(pack.layout)
-    largest = int(expert_pages(pack.layout, page_bytes).max()) * (page_bytes + head_bytes)
+    dense, spec = layout.dense_file.num_bytes, layout.spec
+    cache = 4 * cached_values(spec) * context_tokens
+    page_bytes, head_bytes = page_sizes(layout)
+    largest = int(expert_pages(layout, page_bytes).max()) * (page_bytes + head_bytes)
     chunk = min(PREFILL_TOKENS, max(context_tokens, LEAST_PREFILL_TOKENS))
     while True:
-        workspace = workspace_bytes(pack.spec, chunk)
-        left = budget_bytes - dense - cache - workspace - predictors
+        workspace = workspace_bytes(spec, chunk)
+        left = budget_bytes - dense - cache - workspace - predictor_bytes
         if chunk <= LEAST_PREFILL_TOKENS or left >= max(largest, budget_bytes // 4):
             break
         chunk = max(chunk // 2, LEAST_PREFILL_TOKENS)
     if left < largest:
         least = budget_bytes - left + largest
+        foretelling = f", {size_text(predictor_bytes)} of what foretells experts" if predictor_bytes else ""
         raise RunError(
-            f"--budget: {size_text(budget_bytes)}, needed are at least {size_text(least)}: {size_text(dense)} of dense "
-            f"weights, {size_text(cache)} of key-value cache for {context_tokens} tokens, {size_text(workspace)} to "
-            f"work in, and {size_text(largest)} for experts; give more, or a shorter context with --max-tokens"
+            f"{asked_as.budget}: {size_text(budget_bytes)}, needed are at least {size_text(least)}: {size_text(dense)} "
+            f"of dense weights, {size_text(cache)} of key-value cache for {context_tokens} tokens, "
+            f"{size_text(workspace)} to work in{foretelling}, and {size_text(largest)} for experts; give more, or a "
+            f"shorter context with {asked_as.context}"
         )
-    most = int(expert_pages(pack.layout, page_bytes).sum())
+    most = int(expert_pages(layout, page_bytes).sum())
     num_pages = min(left // (page_bytes + head_bytes), most)
-    return BudgetPlan(budget_bytes, dense, cache, workspace, predictors, page_bytes, head_bytes, num_pages, chunk)
+    return BudgetPlan(budget_bytes, dense, cache, workspace, predictor_bytes, page_bytes, head_bytes, num_pages, chunk)
+
+
+def whole_bytes(layout: PackLayout, context_tokens: int, predictor_bytes: int) -> int:
+    """The least budget with room for all experts, and for the longest forward passes."""
+    page_bytes, head_bytes = page_sizes(layout)
+    pages = int(expert_pages(layout, page_bytes).sum()) * (page_bytes + head_bytes)
+    cache = 4 * cached_values(layout.spec) * context_tokens
+    workspace = workspace_bytes(layout.spec, PREFILL_TOKENS)
+    return pages + layout.dense_file.num_bytes + cache + predictor_bytes + workspace
 
 
 def routing_bytes(folder: Path) -> int:

@@ -14,15 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.formats import Pack, RunError, audit, cached_values
+from moe_pack.formats import Pack, RunError, audit
 from moe_pack.runtime.budget import (
     PREFILL_TOKENS,
     BudgetPlan,
     divide_budget,
     expert_pages,
-    page_sizes,
     routing_bytes,
-    workspace_bytes,
+    whole_bytes,
 )
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.expert_store import USUAL_GAP_BYTES, ExpertStore
@@ -192,7 +191,8 @@ class Engine:
             return None
         if options.budget_bytes is not None:
             return options.budget_bytes
-        free, needed = available_bytes(), _whole_bytes(self._pack, context_tokens)
+        predictors = routing_bytes(self._pack.folder)
+        free, needed = available_bytes(), whole_bytes(self._pack.layout, context_tokens, predictors)
         most = None if free is None else int(_SHARE_OF_MEMORY * free)
         if most is None or needed <= most:
             return needed if wishes or options.policy != "auto" or options.read != "auto" else None
@@ -204,7 +204,7 @@ class Engine:
     def _streaming(self, budget: int, context_tokens: int) -> StreamingWeights:
         pack, options = self._pack, self.options
         routing = Routing.open(pack)
-        self.plan = divide_budget(pack, budget, context_tokens)
+        self.plan = divide_budget(pack.layout, budget, context_tokens, routing_bytes(pack.folder))
         facts = cache_facts(pack, self.plan, routing)
         self.preset = preset = self._preset(facts, routing)
         scores_matter = preset.eviction == "importance" or options.record is not None
@@ -307,15 +307,6 @@ def cache_facts(pack: Pack, plan: BudgetPlan, routing: Routing | None) -> CacheF
     counts = np.ones(pages.shape) if routing is None else routing.popularity
     shares = (counts / counts.sum(axis=1, keepdims=True)).astype(np.float32)
     return CacheFacts(pages, plan.num_pages, pack.spec.router.num_experts_per_tok, shares)
-
-
-def _whole_bytes(pack: Pack, context_tokens: int) -> int:
-    """What a pack takes in memory, all of it, in pages or not."""
-    page_bytes, head_bytes = page_sizes(pack.layout)
-    pages = int(expert_pages(pack.layout, page_bytes).sum()) * (page_bytes + head_bytes)
-    cache = 4 * cached_values(pack.spec) * context_tokens
-    routing = routing_bytes(pack.folder)
-    return pages + pack.layout.dense_file.num_bytes + cache + routing + workspace_bytes(pack.spec, PREFILL_TOKENS)
 
 
 def _device(name: str) -> torch.device:

@@ -19,6 +19,7 @@ from moe_pack.formats import (
     TensorSidecar,
     open_tensor_sidecar,
     root_without_thresholds,
+    tensor_sidecar_bytes,
     write_tensor_sidecar,
 )
 from moe_pack.runtime.mlp_predictor import MAX_PREVIOUS, Predictor
@@ -88,6 +89,11 @@ def write_routing(pack: Pack, routing: Routing) -> None:
     """
     tensors = ((name, _dtype(name, values), values) for name, values in _arrays(routing))
     write_tensor_sidecar(pack.folder, ROUTING_FILE, tensors, root_without_thresholds(pack.manifest))
+
+
+def routing_file_bytes(routing: Routing) -> int:
+    """How long `routing.safetensors` will be, to the byte."""
+    return tensor_sidecar_bytes((name, _dtype(name, values), values.shape) for name, values in _arrays(routing))
 
 
 def _arrays(routing: Routing) -> Iterator[tuple[str, Array]]:

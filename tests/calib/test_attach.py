@@ -7,13 +7,18 @@ import numpy as np
 import pytest
 import torch
 from models import TinyMixtral, pack
+from predictors import random_predictor
 from profiles import profiled, random_tokens
+from routings import random_routes
 
-from moe_pack.calib import Profile, attach
-from moe_pack.calib.attach import routing_of
+from moe_pack.calib import Profile, attach, most_routing_bytes, routing_of
+from moe_pack.calib.mlp_predictor import shapes_for
+from moe_pack.calib.paths import learn_paths
+from moe_pack.calib.profiler import PATH_BYTES
 from moe_pack.calib.recall import recall_precision
 from moe_pack.formats import Checkpoint, Pack, PlanError
 from moe_pack.runtime import (
+    MAX_ROUTED_TOKENS,
     NO_PREDICTOR,
     ROUTING_FILE,
     CheckpointWeights,
@@ -26,6 +31,7 @@ from moe_pack.runtime import (
     make_prediction,
     mlp_input,
     route_tokens,
+    routing_file_bytes,
 )
 from moe_pack.runtime.experts import run_experts
 
@@ -177,3 +183,30 @@ def test_a_profile_of_something_else_is_refused(
         f"--profile {profile.folder}: found a profile {what}; profile the one packed in {tmp_path / 'pack'}"
     )
     assert not (tmp_path / "pack" / ROUTING_FILE).exists()
+
+
+def test_how_long_the_file_will_be_is_known_from_the_profile_alone(profile: Profile, packed: Path) -> None:
+    with Pack(packed) as held:
+        attach(held, profile)
+    assert routing_file_bytes(routing_of(profile)) == (packed / ROUTING_FILE).stat().st_size
+
+
+def test_no_routing_is_longer_than_the_model_allows(profile: Profile) -> None:
+    """Counts of 32 bits, as many routes as are kept, every network the larger."""
+    L, E, k, d = 4, 5, 2, 64
+    routes = random_routes(70_000, L, E, k, 0)
+    hidden = shapes_for(d, E)[1].hidden
+    most = Routing(
+        popularity=np.zeros((L, E), "<u4"),
+        mass=np.zeros((L, E), "<f4"),
+        paths=learn_paths(routes, E, PATH_BYTES),
+        recalls=np.zeros((L, 5, 3), "<f4"),
+        best=np.array([NO_PREDICTOR, 4, 4, 4], "<u1"),
+        routes=routes[:MAX_ROUTED_TOKENS],
+        sequence_length=MAX_ROUTED_TOKENS,
+        network=lambda layer_idx: random_predictor(2, d, E, min(layer_idx, 2), hidden, 0),
+    )
+    bound = most_routing_bytes(profile.spec)
+    assert routing_file_bytes(routing_of(profile)) < routing_file_bytes(most) <= bound
+    # Keys have all the room that paths may take: here they hardly need any.
+    assert bound - PATH_BYTES < routing_file_bytes(most)

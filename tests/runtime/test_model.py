@@ -24,7 +24,7 @@ def demo(demo_pack: PackMaker) -> Path:
 def tight_budget(folder: Path) -> int:
     """Room for a few experts of the 32, for a context of CONTEXT tokens."""
     with Pack(folder) as pack:
-        roomy = divide_budget(pack, 1 << 30, CONTEXT)
+        roomy = divide_budget(pack.layout, 1 << 30, CONTEXT, 0)
         page = roomy.page_bytes + roomy.head_bytes
         assert roomy.num_pages == 32, "a page an expert"
         return roomy.dense + roomy.cache + roomy.workspace + 5 * page

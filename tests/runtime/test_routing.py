@@ -20,7 +20,7 @@ from moe_pack.formats import (
     root_without_thresholds,
     write_tensor_sidecar,
 )
-from moe_pack.runtime import MAX_ROUTED_TOKENS, NO_PREDICTOR, ROUTING_FILE, Routing, write_routing
+from moe_pack.runtime import MAX_ROUTED_TOKENS, NO_PREDICTOR, ROUTING_FILE, Routing, routing_file_bytes, write_routing
 
 SHAPE = TinyMixtral(intermediate_size=16, num_layers=4, num_experts=4)
 ROUTING = random_routing(4, 4, 2, 64, best=(3, 1, 4))
@@ -62,6 +62,11 @@ def test_what_was_written_is_read_back(packed: Path) -> None:
         kept, network = ROUTING.network(layer_idx).arrays(), found.network(layer_idx).arrays()
         assert network.keys() == kept.keys()
         assert all(torch.equal(network[name], kept[name]) for name in kept)
+
+
+def test_its_length_is_known_before_it_is_written(packed: Path) -> None:
+    written(packed)
+    assert routing_file_bytes(ROUTING) == (packed / ROUTING_FILE).stat().st_size
 
 
 def test_the_mean_recall_is_that_of_each_layers_best(packed: Path) -> None:

@@ -17,9 +17,11 @@ from torch import Tensor
 from moe_pack.formats import Pack, PackError, RunError, rewrite_thresholds
 from moe_pack.runtime import Decoder, PackWeights
 from moe_pack.runtime.budget import (
+    Asked,
     BudgetPlan,
     divide_budget,
     expert_pages,
+    whole_bytes,
 )
 from moe_pack.runtime.engine import Engine, EngineOptions
 from moe_pack.runtime.policies import PRESETS
@@ -215,16 +217,34 @@ def test_a_file_cut_while_it_is_used_ends_in_one_line(dense_pack: Path, tmp_path
 def test_a_budget_that_is_too_small_says_what_is_needed(dense_pack: Path) -> None:
     with Pack(dense_pack) as held:
         needed = budget_for(held, 1, CONTEXT)
-        plan = divide_budget(held, needed, CONTEXT)
+        plan = divide_budget(held.layout, needed, CONTEXT, 0)
         assert plan.num_pages == 1
         with pytest.raises(RunError, match=r"^--budget: 1.0 MiB, needed are at least .* of dense weights"):
-            divide_budget(held, MIB, CONTEXT)
+            divide_budget(held.layout, MIB, CONTEXT, 0)
+
+
+def test_what_foretells_counts_and_is_named_where_a_budget_is_too_small(dense_pack: Path) -> None:
+    with Pack(dense_pack) as held:
+        needed = budget_for(held, 1, CONTEXT)
+        asked_as = Asked("--target", "--context")
+        with pytest.raises(RunError, match=r"^--target: .*, 1.0 MiB of what foretells .* context with --context$"):
+            divide_budget(held.layout, needed, CONTEXT, MIB, asked_as)
+        assert divide_budget(held.layout, needed + MIB, CONTEXT, MIB, asked_as).num_pages == 1
+
+
+def test_the_whole_of_a_pack_takes_as_much_as_is_said_and_no_byte_less(dense_pack: Path) -> None:
+    with Pack(dense_pack) as held:
+        whole = whole_bytes(held.layout, CONTEXT, MIB)
+        plan = divide_budget(held.layout, whole, CONTEXT, MIB)
+        all_pages = int(expert_pages(held.layout, plan.page_bytes).sum())
+        assert (plan.num_pages, plan.left) == (all_pages, whole - spent(plan))
+        assert divide_budget(held.layout, whole - 1 - plan.left, CONTEXT, MIB).num_pages == all_pages - 1
 
 
 @given(st.integers(60, 400), st.integers(1, 128))
 def test_what_a_budget_is_spent_on_is_never_more_than_it(dense_pack: Path, mebibytes: int, context: int) -> None:
     with Pack(dense_pack) as held:
-        plan = divide_budget(held, mebibytes * MIB, context)
+        plan = divide_budget(held.layout, mebibytes * MIB, context, 0)
         assert spent(plan) <= plan.budget
         assert plan.num_pages <= int(expert_pages(held.layout, plan.page_bytes).sum())
 

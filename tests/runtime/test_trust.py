@@ -82,7 +82,7 @@ def streaming(
     kernels = kernels_limited_to("portable")
     preset = PRESETS[policy]
     with Pack(folder) as held:
-        plan = divide_budget(held, budget_for(held, num_experts, CONTEXT), CONTEXT)
+        plan = divide_budget(held.layout, budget_for(held, num_experts, CONTEXT), CONTEXT, 0)
         facts = cache_facts(held, plan, None)
         store = ExpertStore(
             held, kernels, plan, lambda memory: PromptReads(memory, False), verify=True, rows_below=1.0, gap_bytes=0
