@@ -16,7 +16,7 @@ class Earlier:
     """An earlier pack, and which of a recipe's items it holds already. Owns the open pack: `close` it.
 
     An expert is held where selector kind, quantizer, all formats and the neuron order are the same, a dense tensor
-    where its format and quantizer are. Nothing is where the source's account or a package's version is another. That the
+    where its format and quantizer are. Nothing is where the account of the source or a version is another. That the
     source's weights are the same is not checked: the caller made the earlier pack of this checkpoint.
     Raises:  PackError if the folder holds no sound pack.
     """
