@@ -9,17 +9,25 @@ from moe_pack.calib.provenance import source_digest
 from moe_pack.formats import Checkpoint, PlanError, Selector
 
 
-def hottest_first(profile: Profile, checkpoint: Checkpoint, selector: Selector, sparsity: float) -> NDArray[np.uint32]:
+def hottest_first(
+    profile: Profile, checkpoint: Checkpoint, selector: Selector, sparsity: NDArray[np.float64]
+) -> NDArray[np.uint32]:
     """The order of every expert's neurons: `order[l, e, j]` is the source's neuron for row `j`, u32 [L, E, f].
 
-    Meaning: falling share of calibration tokens on which the neuron runs at this selector and sparsity; ties by number.
+    Meaning: falling share of calibration tokens on which the neuron runs at this selector and the expert's sparsity;
+             ties by number.
+    Args:    sparsity: float64 [L, E].
     Raises:  PlanError if the profile is of another checkpoint.
     """
     if (profile.spec, profile.facts.source) != (checkpoint.spec, source_digest(checkpoint)):
         raise PlanError(f"--profile {profile.folder}: is of another checkpoint; profile this one")
     kind_idx = KINDS.index("both" if selector == "none" else selector)
-    orders = []
-    for layer_idx in range(len(profile.spec.moe_layers)):
-        shares = profile.statistics(layer_idx).hot_share(kind_idx, sparsity)  # [E, f]
-        orders.append(np.argsort(-shares, axis=1, kind="stable").astype(np.uint32))
-    return np.stack(orders)
+    shape = (*sparsity.shape, profile.spec.expert.intermediate_size)
+    orders = np.empty(shape, np.uint32)
+    for layer_idx, layer in enumerate(sparsity):
+        statistics = profile.statistics(layer_idx)
+        for share in np.unique(layer).tolist():
+            held = layer == share
+            shares = statistics.hot_share(kind_idx, share)[held]  # [experts with this sparsity, f]
+            orders[layer_idx, held] = np.argsort(-shares, axis=1, kind="stable")
+    return orders

@@ -40,20 +40,31 @@ _WORK_FOLDER = "thresholds.work"
 
 @dataclass(frozen=True, slots=True)
 class ThresholdRule:
-    """How thresholds are found: each expert's quantile of abs(a) at `sparsity` (FloE Eq. 6), or `theta` (CORM)."""
+    """How thresholds are found, by one of three.
+
+    `sparsity`: each expert's quantile of abs(a) there (FloE Eq. 6).   `theta`: one for all (CORM).   `planned`: a
+    sparsity for each expert, by MoE layer.
+    """
 
     sparsity: float | None = None
     theta: float | None = None
+    planned: tuple[tuple[float, ...], ...] | None = None
 
     def fault(self) -> str | None:
         """What is wrong with it, or None."""
-        if (self.sparsity is None) == (self.theta is None):
+        if (self.sparsity, self.theta, self.planned).count(None) != 2:
             return "--sparsity/--theta: give one of the two"
         if self.sparsity is not None and not 0 <= self.sparsity < 1:
             return f"--sparsity: found {self.sparsity}, expected a share from 0 up to, but not, 1"
         if self.theta is not None and not 0 <= self.theta < 1e30:
             return f"--theta: found {self.theta}, expected a threshold from 0 up"
-        return None
+        wrong = next((s for layer in self.planned or () for s in layer if not 0 <= s < 1), None)
+        return None if wrong is None else f"planned sparsity: found {wrong}, expected a share from 0 up to, but not, 1"
+
+    def sparsities(self, layer_idx: int, num_experts: int) -> tuple[float, ...]:
+        """What each of a layer's experts shall leave out; not for `theta`."""
+        assert self.theta is None, "one threshold for all leaves out what it does"
+        return (self.sparsity or 0.0,) * num_experts if self.planned is None else self.planned[layer_idx]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +101,7 @@ def measure_thresholds(
     fault = rule.fault()
     if fault:
         raise PlanError(fault)
+    assert rule.planned is None or list(map(len, rule.planned)) == list(map(len, pack.index.experts)), "of this model"
     check_length(pack.spec, tokens.sequences.shape[1])
     known = read_sidecar(pack.folder, SIDECAR, MeasuredThresholds, pack.manifest.root)
     if known is not None and (known.rule, known.text_sha256) == (rule, tokens.sha256):
@@ -215,21 +227,23 @@ class _Run:
 
     def _thresholds(self, tokens: LayerTokens, layer_idx: int) -> NDArray[np.float32]:
         """A layer's thresholds by the rule, f32 [E]; an expert without tokens gets its layer's quantile."""
-        E, sparsity = self._spec.router.num_experts, self._rule.sparsity
+        E = self._spec.router.num_experts
         if self._rule.theta is not None:
             return np.full(E, self._rule.theta, np.float32)
-        if not sparsity:
-            return np.zeros(E, np.float32)
+        sparsities = self._rule.sparsities(layer_idx, E)
         found, pooled = np.zeros(E, np.float32), Histogram()
         unreached = []
-        for expert in range(E):
+        if not any(sparsities):
+            return found
+        for expert, sparsity in enumerate(sparsities):
             token_idx, _ = tokens.of_expert(expert)
             histogram = self._histogram(tokens, layer_idx, expert, token_idx[token_idx < self._num_learned_tokens])
             pooled.counts += histogram.counts
-            found[expert] = histogram.quantiles((sparsity,))[0]
+            found[expert] = _quantile(histogram, sparsity)
             if not histogram.total():
                 unreached.append(expert)
-        found[unreached] = pooled.quantiles((sparsity,))[0]
+        for expert in unreached:
+            found[expert] = _quantile(pooled, sparsities[expert])
         return found
 
     def _histogram(self, tokens: LayerTokens, layer_idx: int, expert: int, token_idx: Tensor) -> Histogram:
@@ -260,3 +274,8 @@ class _Run:
 
     def _place(self, layer_idx: int, expert: int) -> str:
         return f"layer {self._spec.moe_layers[layer_idx]} expert {expert}"
+
+
+def _quantile(histogram: Histogram, sparsity: float) -> float:
+    """The threshold that leaves out such a share; none does 0, whose quantile would be the least activation."""
+    return float(histogram.quantiles((sparsity,))[0]) if sparsity else 0.0

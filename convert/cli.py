@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import click
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -148,7 +149,8 @@ def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> N
     profile = None if options.profile is None else Profile(options.profile)
     order = None
     if profile is not None and options.sparsity is not None:
-        order = hottest_first(profile, checkpoint, options.plan.selector, options.sparsity)
+        shape = (len(spec.moe_layers), spec.router.num_experts)
+        order = hottest_first(profile, checkpoint, options.plan.selector, np.full(shape, options.sparsity))
     # Before hours of work: a text that cannot be read would be found after them.
     tokens = None if options.sparsity is None else _threshold_tokens(checkpoint, profile)
     layout = layout_for(checkpoint, plan)

@@ -300,7 +300,9 @@ def threshold_lines(folder: Path, layers: Sequence[int], measured: MeasuredThres
     Args:    layers: the decoder layers that have experts.
     """
     rule = measured.rule
-    asked = f"sparsity {rule.sparsity}" if rule.sparsity is not None else f"theta {rule.theta}"
+    asked = "the plan's sparsities" if rule.planned is not None else f"sparsity {rule.sparsity}"
+    if rule.theta is not None:
+        asked = f"theta {rule.theta}"
     lines = [f"{folder}: thresholds for {asked}; {_share(measured.learned.overall)} of neurons do not run"]
     if measured.held_out.overall is not None:
         lines[0] += f", {_share(measured.held_out.overall)} on the text held out"
@@ -312,7 +314,7 @@ def threshold_lines(folder: Path, layers: Sequence[int], measured: MeasuredThres
         lines.append(f"{layer:>5} {_share(own):>9} {_share(held):>9}   {span}")
     counted = zip(layers, measured.learned.tokens, strict=True)
     unreached = [(layer, e) for layer, row in counted for e, number in enumerate(row) if number == 0]
-    if unreached and rule.sparsity:
+    if unreached and rule.theta is None:
         names = ", ".join(f"{l}.{e}" for l, e in unreached[:8]) + (", ..." if len(unreached) > 8 else "")
         lines.append(f"no token reached {len(unreached)} experts ({names}): they have their layer's threshold")
     return lines

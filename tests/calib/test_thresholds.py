@@ -113,6 +113,19 @@ def test_thresholds_are_quantiles_of_each_layer_after_those_before_it(
     assert found.learned.overall == pytest.approx(sparsity, abs=0.005)
 
 
+def test_planned_sparsities_are_each_experts_own_quantile(packed: Path, tmp_path: Path) -> None:
+    measured(packed, ThresholdRule(sparsity=0.7))
+    alike = thresholds_of(packed).copy()
+    num_experts = alike.shape[1]
+    first = tuple(0.7 if expert % 2 else 0.0 for expert in range(num_experts))
+    found = measured(packed, ThresholdRule(planned=(first, *((0.5,) * num_experts for _ in alike[1:]))))
+    thresholds = thresholds_of(packed)
+    assert (thresholds[0, ::2] == 0).all()
+    np.testing.assert_array_equal(thresholds[0, 1::2], alike[0, 1::2])
+    shares = [share for share in found.learned.experts[1] if share is not None]
+    assert shares == pytest.approx([0.5] * len(shares), abs=0.02)
+
+
 def test_one_threshold_for_all_is_kept_as_it_is(packed: Path) -> None:
     found = measured(packed, ThresholdRule(theta=0.125))
     assert (thresholds_of(packed) == np.float32(0.125)).all()
@@ -204,6 +217,10 @@ def test_an_expert_that_no_token_reached_gets_its_layers_quantile(tmp_path: Path
     [
         (ThresholdRule(), "--sparsity/--theta: give one of the two"),
         (ThresholdRule(0.5, 0.5), "--sparsity/--theta: give one of the two"),
+        (
+            ThresholdRule(planned=((0.5, 1.0),)),
+            "planned sparsity: found 1.0, expected a share from 0 up to, but not, 1",
+        ),
         (ThresholdRule(sparsity=1.0), "--sparsity: found 1.0, expected a share from 0 up to, but not, 1"),
         (ThresholdRule(theta=float("inf")), "--theta: found inf, expected a threshold from 0 up"),
     ],

@@ -110,7 +110,7 @@ def test_a_pack_made_by_a_profile_has_its_hottest_neurons_first_and_its_sparsity
             expected = sorted(range(48), key=lambda i, e=e, shares=shares: (-shares[e, i], i))  # type: ignore[misc]
             assert order[l, e].tolist() == expected
     found = json.loads((tmp_path / "pack" / "thresholds.json").read_text())["content"]
-    assert found["rule"] == {"sparsity": 0.8, "theta": None}
+    assert found["rule"] == {"sparsity": 0.8, "theta": None, "planned": None}
     assert abs(found["learned"]["overall"] - 0.8) < 0.01  # a part in 1,024 of each threshold, over 48 neurons
     assert "thresholds for sparsity 0.8; " in result.stdout
 
