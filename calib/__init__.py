@@ -2,11 +2,23 @@
 
 from moe_pack.calib.attach import attach, most_routing_bytes, routing_of
 from moe_pack.calib.costs import Cost, Watcher
+from moe_pack.calib.estimate import Estimate
+from moe_pack.calib.evaluation import (
+    QUALITY_FILE,
+    BlockLosses,
+    Quality,
+    SourceLosses,
+    SourceQuality,
+    block_losses,
+    evaluate,
+    quality_of,
+)
 from moe_pack.calib.heat import hottest_first
 from moe_pack.calib.profile import Profile, Sensitivity
 from moe_pack.calib.profiler import ProfileOptions, make_profile
 from moe_pack.calib.quantize import RowQuantizer, UnholdableError, check_finite
 from moe_pack.calib.realized import RealizedSparsity
+from moe_pack.calib.reference import REFERENCE_FILE, Reference, ReferenceFacts, make_reference, read_reference
 from moe_pack.calib.report import report_html
 from moe_pack.calib.text import Tokens, num_held_out, read_tokens
 from moe_pack.calib.thresholds import (
@@ -17,24 +29,38 @@ from moe_pack.calib.thresholds import (
 )
 
 __all__ = [
+    "QUALITY_FILE",
+    "REFERENCE_FILE",
+    "BlockLosses",
     "Cost",
+    "Estimate",
     "MeasuredThresholds",
     "Profile",
     "ProfileOptions",
+    "Quality",
     "RealizedSparsity",
+    "Reference",
+    "ReferenceFacts",
     "RowQuantizer",
     "Sensitivity",
+    "SourceLosses",
+    "SourceQuality",
     "ThresholdRule",
     "Tokens",
     "UnholdableError",
     "Watcher",
     "attach",
+    "block_losses",
     "check_finite",
+    "evaluate",
     "hottest_first",
     "make_profile",
+    "make_reference",
     "measure_thresholds",
     "most_routing_bytes",
     "num_held_out",
+    "quality_of",
+    "read_reference",
     "read_tokens",
     "realized_sparsity",
     "report_html",

@@ -3,8 +3,6 @@
 Layer by layer in bounded memory, resumable after any layer; the neurons that did not run are counted on the way.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -84,16 +82,15 @@ class ModelPass:
         found = [read_all_arrays(self._store.folder / self._file(layer)) for layer in self._spec.moe_layers]
         return realized(((held["dropped"], held["tokens"]) for held in found), self._spec.expert.intermediate_size)
 
-    @torch.inference_mode()
-    def predictions(self, number: int) -> Iterator[tuple[slice, Tensor]]:
-        """A sequence's log-probabilities of the next token, float32 [n, V], for some of its tokens after the others.
+    def pieces(self) -> list[slice]:
+        """The tokens of a sequence after which another comes, so many of them at once as predictions are made for."""
+        last = self.sequence_length - 1
+        return [slice(start, min(start + HEAD_TOKENS, last)) for start in range(0, last, HEAD_TOKENS)]
 
-        All tokens but the last, after which none comes.
-        """
-        hidden = self._states.before(number)[:-1]
-        for start in range(0, len(hidden), HEAD_TOKENS):
-            rows = slice(start, min(start + HEAD_TOKENS, len(hidden)))
-            yield rows, log_probabilities(hidden[rows], self._weights, self._device)
+    @torch.inference_mode()
+    def predictions(self, number: int, rows: slice) -> Tensor:
+        """Log-probabilities of the next token after some of a sequence's, float32 [n, V], once all layers are done."""
+        return log_probabilities(self._states.before(number)[rows], self._weights, self._device)
 
     def prediction_cost(self) -> Cost:
         """What the predictions of all sequences cost."""

@@ -1,0 +1,271 @@
+"""The compact reference: what is kept of a model's predictions on a text, so that packs of it can be judged without it.
+
+One file, `reference.safetensors`: of each prediction the `outcomes` that are kept, and the log-probability of the token
+that came; beside them the tokens, and the noise floor. Made layer by layer, so that the model need not fit memory;
+2.2 kB a token. Specified in docs/moe-pack.md.
+"""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.calib.arrays import Array, check_arrays
+from moe_pack.calib.costs import Watcher
+from moe_pack.calib.held import HeldWeights
+from moe_pack.calib.layer_pass import check_length
+from moe_pack.calib.model_pass import ModelPass
+from moe_pack.calib.outcomes import Outcomes, kept_outcomes, num_kept, whole_divergence
+from moe_pack.calib.provenance import source_digest
+from moe_pack.calib.store import ProfileStore
+from moe_pack.calib.text import Tokens
+from moe_pack.formats import (
+    Checkpoint,
+    ConversionError,
+    PackError,
+    PlanError,
+    TensorSidecar,
+    canonical,
+    dump,
+    load,
+    parse,
+    write_tensor_sidecar,
+)
+from moe_pack.runtime import CheckpointWeights
+
+REFERENCE_FILE = "reference.safetensors"
+FORMAT: Literal["moe-pack reference"] = "moe-pack reference"
+VERSION = 1
+_WORK_FOLDER = "reference.work"
+_MAX_FACTS_BYTES = 1 << 16
+_ROUNDING = 1e-3  # by which the log of a probability may be above 0
+# What is kept of a prediction, by the dtype it is stored in.
+_KEPT = {
+    "ids": "U32",
+    "log_probs": "F32",
+    "log_tail": "F32",
+    "drawn_ids": "U32",
+    "drawn_log_probs": "F32",
+    "next_log_probs": "F32",
+}
+_NUMPY = {"U32": "<u4", "F32": "<f4"}
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceFacts:
+    """What a reference is of. `source`: the checkpoint's digest; `text_sha256`: of the tokens as little-endian int32.
+
+    `num_outcomes`, `num_drawn`: K and m of `Outcomes`.   `noise_floor`: mean KL in nats between the model and itself
+    where only the rounding of float32 differs: its first sequence once more, each value of the embedding one bit off.
+    """
+
+    format: Literal["moe-pack reference"]
+    version: int
+    source: str
+    text: str
+    text_sha256: str
+    num_sequences: int
+    sequence_length: int
+    vocab_size: int
+    num_outcomes: int
+    num_drawn: int
+    noise_floor: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """A model's predictions on a text of N sequences of S tokens: every token but the first of a sequence is predicted.
+
+    `sequences` u32 [N, S]; of each prediction, [N, S - 1, ...]: `ids` u32, `log_probs` f32 [K], `log_tail` f32,
+    `drawn_ids` u32, `drawn_log_probs` f32 [m] as `Outcomes` has them; `next_log_probs` f32: of the token that came.
+    """
+
+    facts: ReferenceFacts
+    sequences: Array
+    ids: Array
+    log_probs: Array
+    log_tail: Array
+    drawn_ids: Array
+    drawn_log_probs: Array
+    next_log_probs: Array
+
+    def tokens(self) -> Tokens:
+        """The text it was made on."""
+        return Tokens(self.facts.text, self.sequences.astype(np.int32), self.facts.text_sha256, ())
+
+    def outcomes(self, number: int, rows: slice, device: torch.device) -> Outcomes:
+        """What is kept of some predictions of a sequence."""
+        ids, drawn_ids = (torch.from_numpy(held[number, rows].astype(np.int64)) for held in (self.ids, self.drawn_ids))
+        log_probs, log_tail, drawn = (
+            torch.from_numpy(held[number, rows]).to(device)
+            for held in (self.log_probs, self.log_tail, self.drawn_log_probs)
+        )
+        return Outcomes(ids.to(device), log_probs, log_tail, drawn_ids.to(device), drawn)
+
+
+def make_reference(
+    checkpoint: Checkpoint, tokens: Tokens, folder: Path, watcher: Watcher, device: torch.device | None = None
+) -> Reference:
+    """The reference of a checkpoint's predictions on a text, kept in `folder`; read from there if it is there already.
+
+    A killed run goes on after the last whole layer.
+    Raises:  ConversionError if the folder holds another reference, or cannot be written; CheckpointError for weights
+             that are no numbers; RunError for sequences longer than the model's positions.
+    """
+    check_length(checkpoint.spec, tokens.sequences.shape[1])
+    source = source_digest(checkpoint)
+    if (folder / REFERENCE_FILE).exists():
+        found = read_reference(folder)
+        if (found.facts.source, found.facts.text_sha256) != (source, tokens.sha256):
+            raise ConversionError(
+                f"{folder}: holds the reference of another model or text; give another folder, or remove it"
+            )
+        return found
+    identity = sha256(canonical({"source": source, "text": tokens.sha256})).hexdigest()
+    store = ProfileStore(folder / _WORK_FOLDER, identity, starts_anew=True)
+    where = device or torch.device("cpu")
+    try:
+        weights = HeldWeights(CheckpointWeights(checkpoint, where))
+        source_pass = ModelPass(weights, tokens, store, "source", where, with_twin=True)
+        source_pass.run("predictions of the source", watcher)
+        made = _predicted(source_pass, tokens, _facts(tokens, source, checkpoint.spec.vocab_size), watcher)
+    finally:
+        store.close()
+    write_tensor_sidecar(folder, REFERENCE_FILE, _stored(made), source)
+    shutil.rmtree(store.folder)
+    return made
+
+
+def check_reference(reference: Reference, tokens: Tokens, source: str, place: str) -> None:
+    """Refuses a reference of another model or another text.
+
+    Args:    source: the digest of the checkpoint that the pack was made from.   place: what messages call it.
+    Raises:  PlanError.
+    """
+    if reference.facts.source != source:
+        raise PlanError(f"{place}: is the reference of another model; give one of the checkpoint that was packed")
+    if reference.facts.text_sha256 != tokens.sha256:
+        raise PlanError(f"{place}: was made on other text ({reference.facts.text}); leave out the options for text")
+
+
+@torch.inference_mode()
+def noise_floor(source_pass: ModelPass) -> float:
+    """The mean KL in nats of a pass's twin from its first sequence."""
+    twin = source_pass.num_sequences
+    found = torch.cat(
+        [
+            whole_divergence(source_pass.predictions(0, rows), source_pass.predictions(twin, rows))
+            for rows in source_pass.pieces()
+        ]
+    )
+    return max(float(found.mean()), 0.0)  # rounding may leave a sum of nearly nothing below 0
+
+
+def next_log_probs(log_probs: Tensor, sequence: Array, rows: slice) -> Tensor:
+    """The log-probabilities float32 [n] of the tokens that came, from those of all, [n, V], after tokens `rows`."""
+    came = torch.from_numpy(sequence[rows.start + 1 : rows.stop + 1].astype(np.int64)).to(log_probs.device)
+    return log_probs.gather(1, came[:, None])[:, 0]
+
+
+def seeded(number: int) -> torch.Generator:
+    """What draws for a sequence, the same whenever it is done."""
+    return torch.Generator().manual_seed(number)
+
+
+@torch.inference_mode()
+def _predicted(source_pass: ModelPass, tokens: Tokens, facts: ReferenceFacts, watcher: Watcher) -> Reference:
+    """The reference, once all layers are done."""
+    cost = source_pass.prediction_cost()
+    watcher.begin("predictions", cost)
+    kept: dict[str, list[Array]] = {name: [] for name in _KEPT}
+    for number in range(facts.num_sequences):
+        generator = seeded(number)
+        for rows in source_pass.pieces():
+            log_probs = source_pass.predictions(number, rows)
+            outcomes = kept_outcomes(log_probs, generator)
+            came = next_log_probs(log_probs, tokens.sequences[number], rows)
+            for name, dtype in _KEPT.items():
+                held: Tensor = came if name == "next_log_probs" else getattr(outcomes, name)
+                kept[name].append(held.cpu().numpy().astype(_NUMPY[dtype]))
+        watcher.advance(cost.multiplications // facts.num_sequences, f"sequence {number}")
+    predicted = (facts.num_sequences, facts.sequence_length - 1)
+    arrays = {name: np.concatenate(pieces).reshape(*predicted, *pieces[0].shape[1:]) for name, pieces in kept.items()}
+    facts = replace(facts, noise_floor=noise_floor(source_pass))
+    watcher.end()
+    return Reference(facts, tokens.sequences.astype("<u4"), **arrays)
+
+
+def _facts(tokens: Tokens, source: str, vocab_size: int) -> ReferenceFacts:
+    """What is known of a reference before it is made."""
+    (N, S), (K, m) = tokens.sequences.shape, num_kept(vocab_size)
+    return ReferenceFacts(FORMAT, VERSION, source, tokens.name, tokens.sha256, N, S, vocab_size, K, m, 0.0)
+
+
+def _stored(reference: Reference) -> Iterator[tuple[str, str, Array]]:
+    yield "facts", "U8", np.frombuffer(canonical(dump(reference.facts)), "<u1")
+    yield "sequences", "U32", reference.sequences
+    for name, dtype in _KEPT.items():
+        yield name, dtype, getattr(reference, name)
+
+
+def read_reference(path: Path) -> Reference:
+    """A reference, checked whole.
+
+    Args:    path: the file, or a folder that holds `reference.safetensors`.
+    Raises:  PackError if it is missing, damaged or foreign.
+    """
+    file = path / REFERENCE_FILE if path.is_dir() else path
+    place = file.name
+    with TensorSidecar(file.parent, place) as held:
+        entry = held.entries.get("facts")
+        if entry is None or entry.num_bytes > _MAX_FACTS_BYTES:
+            raise PackError(f"{place}: is no reference (of moe-pack eval --keep-reference); it has no facts")
+        values = parse(held.read("facts").tobytes(), f"{place}: facts", PackError)
+        if not isinstance(values, dict) or values.get("format") != FORMAT or values.get("version") != VERSION:
+            raise PackError(f"{place}: expected format {FORMAT!r}, version {VERSION}; make the reference anew")
+        facts = load(ReferenceFacts, values, f"{place}: facts", PackError)
+        if held.root != facts.source:
+            raise PackError(f"{place}: root is not the source of its facts; make the reference anew")
+        _check_facts(facts, place)
+        arrays = {name: held.read(name) for name in held.entries if name != "facts"}
+    _check_arrays(arrays, facts, place)
+    return Reference(facts, **arrays)
+
+
+def _check_facts(facts: ReferenceFacts, place: str) -> None:
+    if min(facts.num_sequences, facts.vocab_size) < 1 or facts.sequence_length < 2 or facts.noise_floor < 0:
+        raise PackError(f"{place}: facts: found impossible counts; make the reference anew")
+    if (facts.num_outcomes, facts.num_drawn) != num_kept(facts.vocab_size):
+        raise PackError(
+            f"{place}: facts: found {facts.num_outcomes} outcomes and {facts.num_drawn} drawn, expected "
+            "{} and {}; make the reference anew".format(*num_kept(facts.vocab_size))
+        )
+
+
+def _check_arrays(arrays: dict[str, Array], facts: ReferenceFacts, place: str) -> None:
+    predicted = (facts.num_sequences, facts.sequence_length - 1)
+    wanted: dict[str, tuple[str, tuple[int, ...]]] = {
+        "sequences": ("U32", (facts.num_sequences, facts.sequence_length)),
+        "ids": ("U32", (*predicted, facts.num_outcomes)),
+        "log_probs": ("F32", (*predicted, facts.num_outcomes)),
+        "log_tail": ("F32", predicted),
+        "drawn_ids": ("U32", (*predicted, facts.num_drawn)),
+        "drawn_log_probs": ("F32", (*predicted, facts.num_drawn)),
+        "next_log_probs": ("F32", predicted),
+    }
+    check_arrays(arrays, wanted, place)
+    for name in ("sequences", "ids", "drawn_ids"):
+        if arrays[name].size and int(arrays[name].max()) >= facts.vocab_size:
+            raise PackError(f"{place}: tensor {name!r} has a token beyond the vocabulary; make the reference anew")
+    for name in ("log_probs", "log_tail", "drawn_log_probs", "next_log_probs"):
+        has_tail = facts.num_outcomes < facts.vocab_size or name != "log_tail"
+        if has_tail and not (np.isfinite(arrays[name]).all() and (arrays[name] < _ROUNDING).all()):
+            raise PackError(f"{place}: tensor {name!r} has what is no log-probability; make the reference anew")
+    if sha256(arrays["sequences"].astype("<i4").tobytes()).hexdigest() != facts.text_sha256:
+        raise PackError(f"{place}: the tokens are not those of its facts; make the reference anew")
