@@ -3,6 +3,7 @@
 from moe_pack.calib.attach import attach
 from moe_pack.calib.costs import Cost, Watcher
 from moe_pack.calib.heat import hottest_first
+from moe_pack.calib.losses import Losses, losses_of
 from moe_pack.calib.profile import Profile, Sensitivity
 from moe_pack.calib.profiler import ProfileOptions, make_profile
 from moe_pack.calib.quantize import RowQuantizer, UnholdableError, check_finite
@@ -18,6 +19,7 @@ from moe_pack.calib.thresholds import (
 
 __all__ = [
     "Cost",
+    "Losses",
     "MeasuredThresholds",
     "Profile",
     "ProfileOptions",
@@ -31,6 +33,7 @@ __all__ = [
     "attach",
     "check_finite",
     "hottest_first",
+    "losses_of",
     "make_profile",
     "measure_thresholds",
     "num_held_out",
