@@ -14,6 +14,7 @@ from moe_pack.calib.evaluation import (
     quality_of,
 )
 from moe_pack.calib.heat import hottest_first
+from moe_pack.calib.losses import Losses, losses_of
 from moe_pack.calib.profile import Profile, Sensitivity
 from moe_pack.calib.profiler import ProfileOptions, make_profile
 from moe_pack.calib.quantize import RowQuantizer, UnholdableError, check_finite
@@ -34,6 +35,7 @@ __all__ = [
     "BlockLosses",
     "Cost",
     "Estimate",
+    "Losses",
     "MeasuredThresholds",
     "Profile",
     "ProfileOptions",
@@ -54,6 +56,7 @@ __all__ = [
     "check_finite",
     "evaluate",
     "hottest_first",
+    "losses_of",
     "make_profile",
     "make_reference",
     "measure_thresholds",

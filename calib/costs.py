@@ -14,13 +14,22 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.divergence import HEAD_TOKENS, divergence, log_probabilities
-from moe_pack.calib.expert_error import QUANTIZED, SPARSE, Rounding, output_changes
+from moe_pack.calib.expert_error import (
+    QUANTIZED,
+    RATIO_BLOCKS,
+    SPARSE,
+    WIDTHS,
+    Rounding,
+    format_ratios,
+    output_changes,
+    quantized_formats,
+)
 from moe_pack.calib.expert_pass import measure_expert
 from moe_pack.calib.layer_pass import LayerStates
 from moe_pack.calib.mlp_predictor import USUAL_TRAINING, shapes_for, train
 from moe_pack.calib.mlp_predictor import cost as training_cost
 from moe_pack.formats import ModelSpec, dense_roles
-from moe_pack.runtime import Weights, run_expert
+from moe_pack.runtime import Weights, row_blocks, run_expert
 
 _TRIED_TOKENS = 512
 _LONG_SECONDS = 1.0  # what takes this long need not be tried twice
@@ -69,6 +78,14 @@ def half_multiplications(spec: ModelSpec, layer: int, sequence_length: int) -> i
 def expert_multiplications(spec: ModelSpec) -> int:
     """Multiplications of one expert for one token."""
     return len(spec.expert.matrices) * spec.hidden_size * spec.expert.intermediate_size
+
+
+def compared_multiplications(spec: ModelSpec, num_tokens: int) -> int:
+    """Multiplications of comparing formats on this many tokens: five products of an expert's matrices a format."""
+    d, expert = spec.hidden_size, spec.expert
+    blocks = list(row_blocks(expert.intermediate_size, d, len(expert.matrices)))[::RATIO_BLOCKS]
+    num_compared = len(quantized_formats(d)) + len(WIDTHS)
+    return 5 * num_compared * num_tokens * d * sum(stop - start for start, stop in blocks)
 
 
 def prediction_cost(spec: ModelSpec, num_tokens: int) -> Cost:
@@ -139,14 +156,22 @@ class Trial:
         return self._cost(num_tokens, seconds * num_tokens / number)
 
     @torch.inference_mode()
-    def changed(self, num_tokens: int, rounding: Rounding, every: int = 1) -> Cost:
+    def changed(self, num_tokens: int, rounding: Rounding) -> Cost:
         """An expert whose changes are measured on this many tokens under this rounding."""
         x, held = self._random(num_tokens), self._weights.expert(0, 0)
-        thresholds = torch.zeros((3, 4), device=x.device) if every == 1 else None
-        seconds = _seconds(lambda: output_changes(held, self._function, x, rounding, thresholds, every))
+        thresholds = torch.zeros((3, 4), device=x.device)
+        seconds = _seconds(lambda: output_changes(held, self._function, x, rounding, thresholds))
         products = 2 + sum(1 if change.matrix_idx == 2 else 2 for change in QUANTIZED) + len(SPARSE)
         one = self._spec.hidden_size * self._spec.expert.intermediate_size
-        return Cost(products * one * num_tokens // every, seconds)
+        return Cost(products * one * num_tokens, seconds)
+
+    @torch.inference_mode()
+    def compared(self, num_tokens: int, rounding: Rounding) -> Cost:
+        """An expert whose errors in every format are compared with this rounding's, on this many tokens."""
+        x, held = self._random(num_tokens), self._weights.expert(0, 0)
+        weights = torch.ones(num_tokens, device=x.device)
+        seconds = _seconds(lambda: format_ratios(held, self._function, x, weights, rounding))
+        return Cost(compared_multiplications(self._spec, num_tokens), seconds)
 
     @torch.inference_mode()
     def rounded(self, weights: Weights) -> Cost:

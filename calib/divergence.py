@@ -16,3 +16,12 @@ def log_probabilities(hidden: Tensor, weights: Weights, device: torch.device) ->
 def divergence(expected: Tensor, found: Tensor) -> float:
     """The KL divergence in nats of log-probabilities float32 [T, V] from those expected, summed over tokens."""
     return float((expected.exp() * (expected - found)).sum(dim=-1).to(torch.float64).sum())
+
+
+def likelihood_lost(expected: Tensor, found: Tensor, next_ids: Tensor) -> float:
+    """How much less log-likelihood the tokens that really came next have under `found`: nats, summed over tokens.
+
+    Args:    expected, found: log-probabilities float32 [T, V].   next_ids: int64 [n], n <= T: after the first n tokens.
+    """
+    places = torch.arange(len(next_ids), device=expected.device), next_ids.to(expected.device)
+    return float((expected[places] - found[places]).to(torch.float64).sum())

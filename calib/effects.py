@@ -4,7 +4,7 @@ A copy begins where something was changed and goes through the rest of the model
 Its KL divergence from the original, over the squared error with which it began, is the price of an error there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
@@ -16,6 +16,8 @@ from moe_pack.formats import ModelSpec
 
 Level = Literal["fast", "full"]
 DENSE_WIDTHS = (8, 4)
+_NLL_DEVIATION = 0.5  # between models, of log-likelihood lost for a nat of KL divergence, about 1
+_LEAST_NLL_PER_KL = 0.1
 _ALL_AT_2 = tuple(change for change in QUANTIZED if change.width == 2)  # one copy: all three matrices at once
 
 
@@ -58,23 +60,39 @@ class LayerErrors:
 
     `dense` f32 [M, 2]: each of its M dense matrices (`roundable_roles`) at 8 and 4 bits.   `copies` f32 [C]: of the
     copies that begin here, as they were changed.   `quantized` f32 [E, 3, 4]: gate, up, down at 2, 3, 4, 8 bits.
-    `sparse` f32 [E, 3, 4]: up, gate, both at the sparsities of hotness.   `ratio` f32 [3, 4]: hqq's error over that of
-    plain rounding, by which `quantized` was scaled.
+    `sparse` f32 [E, 3, 4]: up, gate, both at the sparsities of hotness.   `ratios` f32 [3, F]: hqq's errors in every
+    format (`quantized_formats`) over those measured at the same width, plain rounding's or hqq's own; `quantized` was
+    multiplied by those of groups of 64 with 16-bit scales.
     """
 
     dense: Array
     copies: Array
     quantized: Array
     sparse: Array
-    ratio: Array
+    ratios: Array
 
     def arrays(self) -> dict[str, Array]:
         """All by name, as stored."""
-        return {name: getattr(self, name) for name in ("dense", "copies", "quantized", "sparse", "ratio")}
+        return {name: getattr(self, name) for name in ("dense", "copies", "quantized", "sparse", "ratios")}
 
 
-def factors(errors: list[LayerErrors], kls: Array, head_kls: Array, spec: ModelSpec, level: Level) -> "Effects":
-    """What a squared error costs, layer by layer, from the copies' errors and KL divergences."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Divergences:
+    """How copies end, as means over tokens; the head alone at 8 and 4 bits besides.
+
+    `kls` f32 [C]: KL divergences from the original.   `nlls` f32 [C]: what is lost of the log-likelihood of the tokens
+    that really came next, of which there are `num_tokens`.   `head` f32 [2]: KL divergences.
+    """
+
+    kls: Array
+    nlls: Array
+    head: Array
+    num_tokens: int
+
+
+def factors(errors: list[LayerErrors], measured: Divergences, spec: ModelSpec, level: Level) -> "Effects":
+    """What a squared error costs, layer by layer, from the copies' errors and divergences."""
+    kls = measured.kls
     copied = np.concatenate([np.full(len(copies_of(spec, level, None)), np.nan), *(layer.copies for layer in errors)])
     per_error: dict[Copy, float] = {
         copy: float(kl / error) if error > 0 else 0.0
@@ -95,8 +113,22 @@ def factors(errors: list[LayerErrors], kls: Array, head_kls: Array, spec: ModelS
         sparse=np.asarray(sparse, np.float32).reshape(L, 3, 4),
         dense=np.asarray(dense, np.float32),
         embedding=np.asarray(embedding or [0.0] * len(DENSE_WIDTHS), np.float32),
-        head=head_kls,
+        head=measured.head,
+        copies=np.stack([kls, measured.nlls], axis=1).astype(np.float32),
+        nll_per_kl=np.asarray([_nll_per_kl(measured)], np.float32),
     )
+
+
+def _nll_per_kl(measured: Divergences) -> float:
+    """Nats of log-likelihood lost for a nat of KL divergence: one line through the origin for all copies.
+
+    Meaning: of next tokens that follow the original's predictions, it is 1, and over n of them a copy's loss varies by
+             2 KL / n. So copies weigh 1 / KL, which makes the line's slope the ratio of the sums; it is drawn to 1 as
+             by one more measurement, of deviation 1/2, since a few small divergences say little.
+    """
+    weight, held = measured.num_tokens / 2, 1 / _NLL_DEVIATION**2
+    lost, diverged = (float(found.sum(dtype=np.float64)) for found in (measured.nlls, measured.kls))
+    return max((held + weight * lost) / (held + weight * max(diverged, 0.0)), _LEAST_NLL_PER_KL)
 
 
 def _nearest_width(single: dict[Change, float], change: Change, whole: float) -> float:
@@ -113,7 +145,8 @@ class Effects:
     """KL divergence in nats for each unit of squared error on a layer's output; KL itself for embedding and head.
 
     `quantized` f32 [L, 3, 4] and `sparse` f32 [L, 3, 4]: by MoE layer, for the errors of `LayerErrors`.   `dense` f32
-    [layers].   `embedding`, `head` f32 [2]: KL at 8 and 4 bits.
+    [layers].   `embedding`, `head` f32 [2]: KL at 8 and 4 bits.   `copies` f32 [C, 2]: of each copy its KL and what it
+    lost of the log-likelihood of the tokens that came next.   `nll_per_kl` f32 [1]: how the two go together.
     """
 
     quantized: Array
@@ -121,7 +154,9 @@ class Effects:
     dense: Array
     embedding: Array
     head: Array
+    copies: Array
+    nll_per_kl: Array
 
     def arrays(self) -> dict[str, Array]:
         """All by name, as stored."""
-        return {name: getattr(self, name) for name in ("quantized", "sparse", "dense", "embedding", "head")}
+        return {field.name: getattr(self, field.name) for field in fields(self)}

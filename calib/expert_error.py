@@ -5,20 +5,23 @@ small. Weights come in blocks of neurons, rows of which are quantized as convers
 """
 
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from moe_pack.calib.arrays import Array
 from moe_pack.calib.expert_pass import HOT_SPARSITIES, KINDS
 from moe_pack.calib.quantize import RowQuantizer
-from moe_pack.formats import MATRICES, Matrix, Quantizer, part_format
+from moe_pack.formats import MATRICES, ROW_GROUP, Matrix, PartFormat, Quantizer, format_fault, part_format
 from moe_pack.formats.codecs import decode_part
 from moe_pack.runtime import ACTIVATIONS, Activations, Expert, NeuronBlock, activations
 
 WIDTHS = (2, 3, 4, 8)  # below 2 errors are no longer small
 GROUP = 64
+_GROUPS = (16, 32, 64, 128, ROW_GROUP)
 SPARSITIES = HOT_SPARSITIES
-_RATIO_BLOCKS = 8  # roundings are compared on one block of neurons of this many
+RATIO_BLOCKS = 8  # formats are compared on one block of neurons of this many
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +40,32 @@ SPARSE = tuple(
 )
 
 
+def quantized_formats(num_cols: int) -> tuple[PartFormat, ...]:
+    """Every format that rows of `num_cols` weights may be rounded to: by width, group (the row last), bits of scales.
+
+    Byte scales save nothing where a row is one group.
+    """
+    every = (
+        part_format(width, group, scale_bits)
+        for width in WIDTHS
+        for group in _GROUPS
+        for scale_bits in (16, 8)
+        if (group, scale_bits) != (ROW_GROUP, 8)
+    )
+    return tuple(part for part in every if format_fault(part, num_cols) is None)
+
+
 class Rounding:
     """Rows of weights as a quantizer would store them, decoded again."""
 
-    def __init__(self, quantizer: Quantizer, group: int = GROUP) -> None:
+    def __init__(self, quantizer: Quantizer, group: int = GROUP, scale_bits: int = 16) -> None:
         self._quantizer: Quantizer = quantizer
         self._group = group
+        self._scale_bits = scale_bits
 
     def __call__(self, weights: Tensor, width: int) -> Tensor:
         """Float32 [rows, columns] for rows of a multiple of 64 weights, any float dtype, on their device."""
-        part, num_cols = part_format(width, self._group), weights.shape[1]
+        part, num_cols = part_format(width, self._group, self._scale_bits), weights.shape[1]
         stored = RowQuantizer(part, num_cols, self._quantizer).encode(weights.cpu())
         return decode_part(part, num_cols, stored).to(weights.device)
 
@@ -57,20 +76,16 @@ def output_changes(
     x: Tensor,
     rounding: Rounding,
     thresholds: Tensor | None,
-    every: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """How an expert's outputs change under each of `QUANTIZED`, and of `SPARSE`.
 
     Args:    x: float32 [n, d], tokens of the expert.   thresholds: float32 [kinds, sparsities], None for no sparsity.
-             every: takes every so-manieth block of neurons only, for comparing roundings.
     Returns: float32 [len(QUANTIZED), n, d]; [len(SPARSE), n, d], or [0, n, d] without thresholds. A matrix the expert
              does not have changes nothing.
     """
     quantized = x.new_zeros((len(QUANTIZED), *x.shape))
     sparse = x.new_zeros((len(SPARSE) if thresholds is not None else 0, *x.shape))
-    for number, block in enumerate(expert.blocks()):
-        if number % every:
-            continue
+    for block in expert.blocks():
         values = activations(x, block, function)
         for change, output in zip(QUANTIZED, quantized, strict=True):
             _add_quantized(change, block, values, x, function, rounding, output)
@@ -116,11 +131,32 @@ def mean_square(changes: Tensor, weights: Tensor) -> Tensor:
     return weighted.mean(dim=1) if changes.shape[1] else weighted.new_zeros(len(changes))
 
 
-def error_ratio(expert: Expert, function: str, x: Tensor, weights: Tensor, solved: Rounding, plain: Rounding) -> Tensor:
-    """How much smaller the errors of one rounding are than another's, on the same expert: float32 [len(QUANTIZED)].
+def format_ratios(expert: Expert, function: str, x: Tensor, weights: Tensor, rounding: Rounding) -> Tensor:
+    """How the errors of hqq in every format compare with those of `rounding` at the same width: float32 [3, F].
 
-    1 where there is no error to compare. Judged on every eighth block of neurons, the first among them.
+    For gate, up and down; formats as `quantized_formats` lists them. 1 where there is no error to compare. Judged on
+    every eighth block of neurons, the first among them.
     """
-    found = mean_square(output_changes(expert, function, x, solved, None, every=_RATIO_BLOCKS)[0], weights)
-    rough = mean_square(output_changes(expert, function, x, plain, None, every=_RATIO_BLOCKS)[0], weights)
-    return torch.where(rough > 0, found / rough.clamp(min=torch.finfo(torch.float32).tiny), 1.0)
+    blocks = list(islice(expert.blocks(), 0, None, RATIO_BLOCKS))
+    values = [activations(x, block, function) for block in blocks]
+
+    def errors(held: Rounding, width: int) -> Tensor:
+        changes = x.new_zeros((len(MATRICES), *x.shape))
+        for block, of_block in zip(blocks, values, strict=True):
+            for matrix_idx, output in enumerate(changes):
+                _add_quantized(Change(matrix_idx, width), block, of_block, x, function, held, output)
+        return mean_square(changes, weights)  # [3]
+
+    rough = {width: errors(rounding, width) for width in WIDTHS}
+    ratios = []
+    for part in quantized_formats(x.shape[1]):
+        found = errors(Rounding("hqq", part.group, part.scale_bits), part.width)
+        compared = found / rough[part.width].clamp(min=torch.finfo(torch.float32).tiny)
+        ratios.append(torch.where(rough[part.width] > 0, compared, 1.0))
+    return torch.stack(ratios, dim=1)
+
+
+def ratios_of_widths(ratios: Array, num_cols: int) -> Array:
+    """Of ratios [3, F] those that errors are measured and kept for, of groups of 64 with 16-bit scales: [3, 4]."""
+    parts = quantized_formats(num_cols)
+    return ratios[:, [parts.index(part_format(width, GROUP)) for width in WIDTHS]]

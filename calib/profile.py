@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 
 from moe_pack.calib.arrays import Array, check_arrays, read_all_arrays
-from moe_pack.calib.effects import DENSE_WIDTHS, Effects, LayerErrors, Level, copies_of
-from moe_pack.calib.expert_error import SPARSITIES, WIDTHS
+from moe_pack.calib.effects import DENSE_WIDTHS, Effects, LayerErrors, Level, all_copies, copies_of
+from moe_pack.calib.expert_error import SPARSITIES, WIDTHS, quantized_formats
 from moe_pack.calib.expert_pass import KINDS
 from moe_pack.calib.prediction import LayerPredictors
 from moe_pack.calib.rounded import roundable_roles
@@ -35,7 +35,7 @@ from moe_pack.formats import (
 )
 from moe_pack.runtime import PathStatistics
 
-VERSION = 1
+VERSION = 2
 FORMAT: Literal["moe-pack profile"] = "moe-pack profile"
 TOKENS_FILE = "tokens.safetensors"
 PATHS_FILE = "paths.safetensors"
@@ -129,6 +129,10 @@ class Profile:
         """The tokens at the end that predictors have not learned from."""
         return self.facts.text.num_held_out * self.facts.text.sequence_length
 
+    @property
+    def _level(self) -> Level:
+        return "fast" if self.facts.sensitivity == "fast" else "full"
+
     def has(self, name: str) -> bool:
         """Whether the profile lists this file."""
         return name in self._files
@@ -154,13 +158,12 @@ class Profile:
         """The squared errors measured in a decoder layer."""
         spec, name = self.spec, layer_file("sensitivity", layer)
         E, with_experts = spec.router.num_experts, layer in spec.moe_layers
-        level: Level = "fast" if self.facts.sensitivity == "fast" else "full"
         wanted: dict[str, tuple[str, tuple[int, ...]]] = {
             "dense": ("F32", (len(roundable_roles(spec, layer)), len(DENSE_WIDTHS))),
-            "copies": ("F32", (len(copies_of(spec, level, layer)),)),
+            "copies": ("F32", (len(copies_of(spec, self._level, layer)),)),
             "quantized": ("F32", (E, len(MATRICES), len(WIDTHS)) if with_experts else (0,)),
             "sparse": ("F32", (E, len(KINDS), len(SPARSITIES)) if with_experts else (0,)),
-            "ratio": ("F32", (len(MATRICES), len(WIDTHS)) if with_experts else (0,)),
+            "ratios": ("F32", (len(MATRICES), len(quantized_formats(spec.hidden_size))) if with_experts else (0,)),
         }
         arrays = self._read(name)
         check_arrays(arrays, wanted, name)
@@ -175,6 +178,8 @@ class Profile:
             "dense": ("F32", (self.spec.num_hidden_layers,)),
             "embedding": ("F32", (len(DENSE_WIDTHS),)),
             "head": ("F32", (len(DENSE_WIDTHS),)),
+            "copies": ("F32", (len(all_copies(self.spec, self._level)), 2)),
+            "nll_per_kl": ("F32", (1,)),
         }
         arrays = self._read(EFFECTS_FILE)
         check_arrays(arrays, wanted, EFFECTS_FILE)

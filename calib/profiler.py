@@ -204,8 +204,8 @@ class _Run:
         errors = [
             LayerErrors(**self._read(layer_file("sensitivity", layer))) for layer in range(self._spec.num_hidden_layers)
         ]
-        kls, head_kls = stage.divergences(self._watcher.advance)
-        self._store.write(EFFECTS_FILE, factors(errors, kls, head_kls, self._spec, level).arrays())
+        measured = stage.divergences(self._watcher.advance)
+        self._store.write(EFFECTS_FILE, factors(errors, measured, self._spec, level).arrays())
         stage.states.close()
         self._watcher.end()
 

@@ -19,21 +19,23 @@ from moe_pack.calib.costs import (
     Cost,
     OnWork,
     Trial,
+    compared_multiplications,
     expert_multiplications,
     half_multiplications,
     kind_of,
     kinds_of_layers,
 )
-from moe_pack.calib.divergence import HEAD_TOKENS, divergence, log_probabilities
-from moe_pack.calib.effects import DENSE_WIDTHS, LayerErrors, Level, all_copies, copies_of
+from moe_pack.calib.divergence import HEAD_TOKENS, divergence, likelihood_lost, log_probabilities
+from moe_pack.calib.effects import DENSE_WIDTHS, Divergences, LayerErrors, Level, all_copies, copies_of
 from moe_pack.calib.expert_error import (
     QUANTIZED,
     SPARSE,
     Change,
     Rounding,
-    error_ratio,
+    format_ratios,
     mean_square,
     output_changes,
+    ratios_of_widths,
 )
 from moe_pack.calib.expert_pass import CHUNK_TOKENS, sample_places
 from moe_pack.calib.held import HeldWeights
@@ -70,6 +72,7 @@ class SensitivityPass:
         spec = weights.spec
         self.weights = weights
         self.spec = spec
+        self.ids = ids
         self.level: Level = level
         self.thresholds = thresholds
         self.device = device
@@ -112,6 +115,11 @@ class SensitivityPass:
         one = 4 * (len(QUANTIZED) + len(SPARSE)) * self.spec.hidden_size  # bytes of all changes of a token's output
         return max(1, _CHANGES_BYTES // one)
 
+    @property
+    def compared_tokens(self) -> int:
+        """Tokens that formats are compared on, if the expert is as popular as the others."""
+        return min(self.usual_tokens, self.changed_tokens, self.num_base * self.states.sequence_length)
+
     @torch.inference_mode()
     def layer(self, layer: int, on_work: OnWork = lambda multiplications, what: None) -> LayerErrors:
         """Takes all sequences through the next layer, and measures; `leave` then lets its copies begin.
@@ -135,10 +143,10 @@ class SensitivityPass:
         on_work(half * (len(tokens.x) + self._tried_tokens(layer)), f"layer {layer}")
         errors = [self._branch_error(tokens, num_before)] if branches else []
         deltas = self._room_for_deltas(sum(copy.kind == "experts" for copy in begun))
-        quantized, sparse, ratio = torch.zeros(0), torch.zeros(0), torch.zeros(0)
+        quantized, sparse, ratios = torch.zeros(0), torch.zeros(0), torch.zeros(0)
         if layer in spec.moe_layers:
             changes = [copy.changes for copy in begun if copy.kind == "experts"]
-            quantized, sparse, ratio = _Experts(self, layer, tokens, changes, deltas).measure(on_work)
+            quantized, sparse, ratios = _Experts(self, layer, tokens, changes, deltas).measure(on_work)
         errors += [float(delta.square().mean()) for delta in deltas]
         self._left = tokens, deltas
         return LayerErrors(
@@ -146,7 +154,7 @@ class SensitivityPass:
             copies=np.asarray(errors, np.float32),
             quantized=quantized.numpy(),
             sparse=sparse.numpy(),
-            ratio=ratio.numpy(),
+            ratios=ratios.numpy(),
         )
 
     def _room_for_deltas(self, number: int) -> list[Tensor]:
@@ -170,9 +178,7 @@ class SensitivityPass:
         number = self.usual_tokens
         at_once = min(number, self.changed_tokens)
         changed = trial.changed(at_once, self.rounding) * (number / at_once)
-        compared = solved = Cost()
-        if self.level == "fast":
-            compared, solved = (trial.changed(at_once, held, every=8) for held in (self.plain, self.solved))
+        compared = trial.compared(self.compared_tokens, self.rounding)
         total = trial.predicted(self.num_copy_tokens) * (1 + len(all_copies(spec, self.level)))
         num_sequences = self.states.num_sequences
         for layer in layers:
@@ -182,7 +188,7 @@ class SensitivityPass:
             total += halves[kind_of(spec, layer)] * (num_sequences + tried)
             if layer in spec.moe_layers:
                 tokens = num_sequences * self.states.sequence_length * router.num_experts_per_tok
-                total += plain * (tokens / _TRIED_TOKENS) + changed * router.num_experts + compared + solved
+                total += plain * (tokens / _TRIED_TOKENS) + changed * router.num_experts + compared
             num_sequences += self.num_copied * sum(copy.kind == "experts" for copy in begun)
         return total
 
@@ -192,25 +198,28 @@ class SensitivityPass:
         return (number * len(DENSE_WIDTHS) + (number > 0)) * self.num_copy_tokens
 
     @torch.inference_mode()
-    def divergences(self, on_work: OnWork = lambda multiplications, what: None) -> tuple[Array, Array]:
-        """The KL divergence in nats of each copy from the original, f32 [copies]; of the head at 8 and 4 bits, f32 [2].
+    def divergences(self, on_work: OnWork = lambda multiplications, what: None) -> Divergences:
+        """How far the copies' predictions are from the original's, and those with the head at 8 and 4 bits.
 
         Of a head that is the embedding too, what it costs as the head. 0 for one that cannot be stored in rows.
         """
         copies = all_copies(self.spec, self.level)
-        sums = np.zeros(len(copies))
+        sums = np.zeros((2, len(copies)))  # of KL, of log-likelihood lost
         for number in range(self.num_copied):
-            base = self.states.before(number)
+            base, next_ids = self.states.before(number), self.ids[number, 1:]
             held = [self.states.before(self._number_of(copy, number)) for copy in range(len(copies))]
             for start in range(0, len(base), HEAD_TOKENS):
                 rows = slice(start, start + HEAD_TOKENS)
                 expected = self._log_probabilities(base[rows], self.weights)
                 for copy, hidden in enumerate(held):
                     found = self._log_probabilities(hidden[rows], self.weights)
-                    sums[copy] += divergence(expected, found)
+                    sums[0, copy] += divergence(expected, found)
+                    sums[1, copy] += likelihood_lost(expected, found, next_ids[rows])
             done = len(base) * (1 + len(copies)) * self.spec.hidden_size * self.spec.vocab_size
             on_work(done, "predictions")
-        return (sums / self.num_copy_tokens).astype(np.float32), self._head_divergences()
+        num_judged = self.num_copied * (self.states.sequence_length - 1)  # the last tokens have none after them
+        kls, nlls = sums[0] / self.num_copy_tokens, sums[1] / max(num_judged, 1)
+        return Divergences(kls.astype(np.float32), nlls.astype(np.float32), self._head_divergences(), num_judged)
 
     def _number_of(self, copy: int, number: int) -> int:
         return self.num_base + copy * self.num_copied + number
@@ -271,7 +280,9 @@ class _Experts:
         num_tokens = torch.bincount(self._tokens.experts.flatten(), minlength=spec.router.num_experts)
         originals = self._tokens.experts[: self._num_base_tokens]
         popular = int(torch.bincount(originals.flatten(), minlength=spec.router.num_experts).argmax())
-        ratio = self._ratio(popular)
+        ratios = self._ratios(popular, on_work)
+        # Of what is measured: `full` measures hqq's own errors, whose ratios are 1.
+        ratio = torch.from_numpy(ratios_of_widths(ratios.numpy(), spec.hidden_size)).flatten()
         quantized, sparse = [], []
         for expert in range(spec.router.num_experts):
             self._run(expert)
@@ -281,7 +292,7 @@ class _Experts:
             work = expert_multiplications(spec) * (int(num_tokens[expert]) + _CHANGES_COST * self._stage.usual_tokens)
             on_work(work, f"layer {self._layer} expert {expert}")
         # [E, changes] -> [E, matrices, widths] and [E, kinds, sparsities]
-        return torch.stack(quantized).view(-1, 3, 4), torch.stack(sparse).view(-1, 3, 4), ratio.view(3, 4)
+        return torch.stack(quantized).view(-1, 3, 4), torch.stack(sparse).view(-1, 3, 4), ratios
 
     def _run(self, expert: int) -> None:
         """The expert's outputs for the tokens of all sequences, copies included."""
@@ -307,16 +318,16 @@ class _Experts:
         places = torch.cat((torch.arange(num_copied), more))
         return token_idx[places], weights[places], num_tokens
 
-    def _ratio(self, expert: int) -> Tensor:
-        """hqq's error over plain rounding's, on the layer's most popular expert; 1 where hqq itself is measured."""
+    def _ratios(self, expert: int, on_work: OnWork) -> Tensor:
+        """hqq's errors in every format over those measured, on the layer's most popular expert: float32 [3, F]."""
         stage = self._stage
-        if stage.level == "full":
-            return torch.ones(len(QUANTIZED))
         token_idx, weights, _ = self._sample(expert)
         token_idx, weights = token_idx[: self._chunk], weights[: self._chunk]
         x = self._tokens.inputs[token_idx].to(stage.device)
         held = stage.weights.expert(self._layer_idx, expert)
-        return error_ratio(held, stage.spec.expert.function, x, weights.to(x.device), stage.solved, stage.plain).cpu()
+        found = format_ratios(held, stage.spec.expert.function, x, weights.to(x.device), stage.rounding).cpu()
+        on_work(compared_multiplications(stage.spec, stage.compared_tokens), f"layer {self._layer} formats")
+        return found
 
     def _measure_expert(self, expert: int, ratio: Tensor) -> tuple[Tensor, Tensor]:
         """Errors a token of the layer, float32 [len(QUANTIZED)] and [len(SPARSE)]; adds what copies get to `deltas`."""

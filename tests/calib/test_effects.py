@@ -7,7 +7,17 @@ import pytest
 from specs import GROUPED, LATENT
 
 from moe_pack.calib.arrays import Array
-from moe_pack.calib.effects import DENSE_WIDTHS, Copy, Effects, LayerErrors, Level, all_copies, copies_of, factors
+from moe_pack.calib.effects import (
+    DENSE_WIDTHS,
+    Copy,
+    Divergences,
+    Effects,
+    LayerErrors,
+    Level,
+    all_copies,
+    copies_of,
+    factors,
+)
 from moe_pack.calib.expert_error import QUANTIZED, SPARSE, Change
 from moe_pack.calib.rounded import roundable_roles
 from moe_pack.formats import GroupedQuerySpec, ModelSpec
@@ -24,6 +34,11 @@ def errors_of(spec: ModelSpec, level: Level, layer: int, copies: list[float]) ->
     nonsense: Array = np.full((6, 3, 4) if layer in spec.moe_layers else 0, np.nan, np.float32)
     dense = np.full((len(roundable_roles(spec, layer)), 2), np.nan, np.float32)
     return LayerErrors(dense, np.asarray(copies, np.float32), nonsense, nonsense, nonsense)
+
+
+def measured(kls: Array, head: Array = HEAD_KLS, nll_per_kl: float = 1.0) -> Divergences:
+    """Divergences of copies that lose so much log-likelihood for each nat, over very many tokens."""
+    return Divergences(kls, (kls * nll_per_kl).astype(np.float32), head, 10**9)
 
 
 def without_roundable(spec: ModelSpec) -> ModelSpec:
@@ -66,14 +81,15 @@ def test_a_fast_pass_worked_by_hand() -> None:
     """KL over error: dense 0.5 / 2, 3 / 0.5, 1 / 4; experts 1 / 0.25 and 6 / 2, for every matrix, width and kind."""
     errors = [errors_of(GROUPED, "fast", layer, held) for layer, held in enumerate([[2, 0.25], [0.5, 2], [4]])]
     kls = np.asarray([0.01, 0.02, 0.5, 1, 3, 6, 1], np.float32)
-    found = factors(errors, kls, HEAD_KLS, GROUPED, "fast")
+    found = factors(errors, measured(kls), GROUPED, "fast")
     assert found.dense.tolist() == [0.25, 6.0, 0.25]
     assert found.quantized.tolist() == [[[4.0] * 4] * 3, [[3.0] * 4] * 3]
     assert found.sparse.tolist() == [[[4.0] * 4] * 3, [[3.0] * 4] * 3]
     assert found.embedding.tolist() == pytest.approx([0.01, 0.02], rel=1e-6)
     assert found.head.tolist() == [0.125, 0.25]
     assert all(array.dtype == np.float32 for array in found.arrays().values())
-    assert list(found.arrays()) == ["quantized", "sparse", "dense", "embedding", "head"]
+    assert list(found.arrays()) == ["quantized", "sparse", "dense", "embedding", "head", "copies", "nll_per_kl"]
+    assert found.copies.tolist() == np.stack([kls, kls], axis=1).tolist()
 
 
 def full_effects() -> Effects:
@@ -85,7 +101,7 @@ def full_effects() -> Effects:
     prices = np.arange(1, 15, dtype=np.float32)
     errors = [errors_of(spec, "full", 0, [1.0] * 14), errors_of(spec, "full", 1, [2.0] * 14)]
     kls = np.concatenate([[0.5, 1.5], prices, (prices + 20) * 2]).astype(np.float32)
-    return factors(errors, kls, HEAD_KLS, spec, "full")
+    return factors(errors, measured(kls), spec, "full")
 
 
 def test_a_full_pass_worked_by_hand() -> None:
@@ -104,8 +120,8 @@ def test_without_any_error_everything_costs_nothing(level: Level) -> None:
     copies = [[0.0] * len(copies_of(GROUPED, level, layer)) for layer in range(3)]
     errors = [errors_of(GROUPED, level, layer, held) for layer, held in enumerate(copies)]
     kls = np.zeros(len(all_copies(GROUPED, level)), np.float32)
-    found = factors(errors, kls, np.zeros(2, np.float32), GROUPED, level)
-    assert not any(array.any() for array in found.arrays().values())
+    found = factors(errors, measured(kls, np.zeros(2, np.float32)), GROUPED, level)
+    assert not any(array.any() for name, array in found.arrays().items() if name != "nll_per_kl")
     assert found.quantized.shape == found.sparse.shape == (2, 3, 4)
 
 
@@ -116,7 +132,7 @@ def test_a_model_whose_dense_matrices_cannot_be_rounded_has_no_copies_of_them(le
     assert [len(copies_of(spec, level, layer)) for layer in (None, 0, 1, 2)] == [0, per_layer, per_layer, 0]
     errors = [errors_of(spec, level, layer, held) for layer, held in enumerate([[1] * per_layer, [1] * per_layer, []])]
     kls = np.ones(2 * per_layer, np.float32)
-    found = factors(errors, kls, np.zeros(2, np.float32), spec, level)
+    found = factors(errors, measured(kls, np.zeros(2, np.float32)), spec, level)
     assert found.dense.tolist() == [0.0, 0.0, 0.0]
     assert found.embedding.tolist() == [0.0] * len(DENSE_WIDTHS)
     assert found.quantized.tolist() == [[[1.0] * 4] * 3] * 2
@@ -135,10 +151,34 @@ def test_all_experts_of_a_layer_at_2_bits_are_predicted_as_their_copy_was_measur
     copies = [1.0, whole, *(singles if level == "full" else []), *([1.0] * 3 if level == "full" else [])]
     spec = replace(GROUPED, num_hidden_layers=1, moe_layers=(0,), dense_intermediate_size=None)
     kls = generator.random(2 + len(copies)).astype(np.float32)
-    found = factors([errors_of(spec, level, 0, copies)], kls, HEAD_KLS, spec, level)
+    found = factors([errors_of(spec, level, 0, copies)], measured(kls), spec, level)
     predicted = float((found.quantized[0, :, 0] * quantized[:, :, 0]).sum())
     places = [4, 7, 10] if level == "full" else [3]  # gate, up, down at 2 bits; all three
     assert predicted == pytest.approx(float(kls[places].sum()), rel=1e-5)
+
+
+def nll_per_kl(kls: list[float], nlls: list[float], num_tokens: int) -> float:
+    """By `factors`, of a model of one layer whose dense matrices cannot be rounded, and one embedding's copies."""
+    spec = replace(GROUPED, num_hidden_layers=1, moe_layers=(0,), dense_intermediate_size=None)
+    number = len(all_copies(spec, "fast"))
+    held = (np.zeros(number, np.float32), np.zeros(number, np.float32))
+    for place, values in zip(held, (kls, nlls), strict=True):
+        place[: len(values)] = values
+    errors = [errors_of(spec, "fast", 0, [1.0] * len(copies_of(spec, "fast", 0)))]
+    return float(factors(errors, Divergences(*held, HEAD_KLS, num_tokens), spec, "fast").nll_per_kl[0])
+
+
+def test_log_likelihood_is_lost_as_over_all_copies_together() -> None:
+    """(0.1 + 0.05) / (0.2 + 0.1): large divergences are measured best and weigh most."""
+    assert nll_per_kl([0.2, 0.1], [0.1, 0.05], 10**9) == pytest.approx(0.5, rel=1e-6)
+
+
+def test_over_few_tokens_the_log_likelihood_lost_is_taken_to_be_nearer_the_divergence() -> None:
+    """A measurement of deviation 1/2 weighs 4; 80 tokens weigh 40 a nat: (4 + 40 * 0.05) / (4 + 40 * 0.1)."""
+    assert nll_per_kl([0.1], [0.05], 80) == pytest.approx(0.75, rel=1e-6)
+    assert nll_per_kl([0.1], [-0.5], 0) == 1.0
+    assert nll_per_kl([0.1], [-0.5], 10**9) == pytest.approx(0.1)
+    assert nll_per_kl([0.0], [0.0], 10**9) == 1.0
 
 
 def test_the_lists_of_changes_are_those_of_the_arrays() -> None:

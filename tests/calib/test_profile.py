@@ -89,9 +89,9 @@ def test_a_profile_json_beyond_16_megabytes_is_refused(folder: Path) -> None:
     assert refusal(folder) == "profile.json: more than 16,000,000 bytes"
 
 
-ANEW = "profile.json: expected format 'moe-pack profile', version 1; profile the model anew"
+ANEW = "profile.json: expected format 'moe-pack profile', version 2; profile the model anew"
 UNSEALED: list[tuple[Callable[[Values], object], str]] = [
-    (lambda values: values.update(version=2), ANEW),
+    (lambda values: values.update(version=1), ANEW),
     (lambda values: values.update(version=0), ANEW),
     (lambda values: values.pop("version"), ANEW),
     (lambda values: values.update(format="moe-pack"), ANEW),

@@ -1,0 +1,134 @@
+"""What a profile foretells of every choice a plan can make, as one table of losses: a plan's loss is their sum.
+
+All in nats of KL divergence from the original, a token. Nothing is measured here; what a profile measured is scaled to
+every format that a plan may choose, and made safe to choose by. docs/profile.md says how far losses add up.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.calib.arrays import Array
+from moe_pack.calib.effects import DENSE_WIDTHS, Effects, LayerErrors
+from moe_pack.calib.expert_error import GROUP, SPARSITIES, WIDTHS, quantized_formats
+from moe_pack.calib.expert_pass import KINDS
+from moe_pack.calib.profile import Profile
+from moe_pack.calib.rounded import roundable_roles
+from moe_pack.formats import BF16, DenseRole, ModelSpec, PartFormat, Selector, dense_roles, part_format
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Losses:
+    """Nats of KL divergence for each choice; E experts in each of L MoE layers.
+
+    `formats`: F formats of expert matrices, what the model's rows allow, bfloat16 last, whose loss is 0.
+    `quantized` [L, E, 3, F]: gate, up, down of each expert, rounded as conversion does it with hqq; 0 for a gate the
+    family has not.   `kinds`: of selectors, as `sparse` has them (`none` drops what `both` does).   `sparsities`: 0
+    first, whose loss is 0.   `sparse` [L, E, kinds, sparsities].   `dense_widths`: 16 first, whose loss is 0.   `dense`
+    [roles, widths], in the order of `dense_roles`, of groups of 64; infinite for what cannot be quantized.
+    `popularity` [L, E]: the share of tokens that choose the expert; the sum over a layer's is k.   `nll_per_kl`: how
+    much ln(perplexity) grows for a nat.   `origin`: what all this rests on.
+    """
+
+    formats: tuple[PartFormat, ...]
+    quantized: Floats
+    kinds: tuple[Selector, ...]
+    sparsities: tuple[float, ...]
+    sparse: Floats
+    dense_widths: tuple[int, ...]
+    dense: Floats
+    popularity: Floats
+    nll_per_kl: float
+    origin: str
+
+
+def losses_of(profile: Profile) -> Losses:
+    """The losses that a profile foretells.
+
+    Meaning: error(expert, matrix, width) of groups of 64 * ratio(layer, matrix, format) * effect(layer, matrix, width);
+             never more at a greater width of the same groups, nor at a lesser sparsity. An expert that no token reached
+             where errors were measured loses its share of what its layer loses in all, as if one token at least had
+             chosen it: 0 would have it stored in the fewest bits for nothing.
+             Dense matrices were rounded plainly: hqq's lose somewhat less.
+    Raises:  PackError if the profile has no sensitivity, or is damaged.
+    """
+    spec, effects = profile.spec, profile.effects()
+    layers = [profile.errors(layer) for layer in range(spec.num_hidden_layers)]
+    with_experts = [layers[layer] for layer in spec.moe_layers]
+    tokens = np.stack([profile.statistics(layer_idx).tokens for layer_idx in range(len(with_experts))])
+    text = profile.facts.text.name
+    return Losses(
+        formats=(*quantized_formats(spec.hidden_size), BF16),
+        quantized=_quantized(with_experts, effects, tokens, spec),
+        kinds=KINDS,
+        sparsities=(0.0, *SPARSITIES),
+        sparse=_sparse(with_experts, effects, tokens),
+        dense_widths=(16, *DENSE_WIDTHS),
+        dense=_dense(layers, effects, spec),
+        popularity=tokens.astype(np.float64) / profile.num_tokens,
+        nll_per_kl=float(effects.nll_per_kl[0]),
+        origin=f"profile of {text}, {profile.num_tokens:,} tokens",
+    )
+
+
+def _quantized(layers: list[LayerErrors], effects: Effects, tokens: Array, spec: ModelSpec) -> Floats:
+    """Losses [L, E, 3, F] with bfloat16's."""
+    formats = quantized_formats(spec.hidden_size)
+    width_idx = [WIDTHS.index(part.width) for part in formats]
+    base_idx = [formats.index(part_format(part.width, GROUP)) for part in formats]
+    errors = np.stack([layer.quantized for layer in layers]).astype(np.float64)  # [L, E, 3, widths]
+    errors *= np.maximum(effects.quantized, 0.0)[:, None]
+    ratios = np.stack([layer.ratios for layer in layers]).astype(np.float64)  # [L, 3, F]
+    base = ratios[:, :, base_idx]  # what `quantized` was multiplied by
+    scale = np.divide(ratios, base, out=np.ones_like(ratios), where=base > 0)
+    found = errors[..., width_idx] * scale[:, None]
+    return _with_bf16(falling(_reached(found, tokens), formats))
+
+
+def _sparse(layers: list[LayerErrors], effects: Effects, tokens: Array) -> Floats:
+    """Losses [L, E, kinds, sparsities] with sparsity 0's."""
+    found = np.stack([layer.sparse for layer in layers]) * np.maximum(effects.sparse, 0.0)[:, None].astype(np.float64)
+    found = np.maximum.accumulate(_reached(found, tokens), axis=3)
+    return np.concatenate([np.zeros_like(found[..., :1]), found], axis=3)
+
+
+def _dense(layers: list[LayerErrors], effects: Effects, spec: ModelSpec) -> Floats:
+    """Losses [roles, widths]; of an embedding that is the head too, both."""
+    known: dict[str, Array] = {}
+    for layer, errors in enumerate(layers):
+        known |= zip(roundable_roles(spec, layer), errors.dense * effects.dense[layer], strict=True)
+    for name in roundable_roles(spec, None):
+        known[name] = effects.head if name == "head" else effects.embedding + effects.head * spec.tied_head
+    return np.stack([_dense_role(role, known) for role in dense_roles(spec)])
+
+
+def _dense_role(role: DenseRole, known: dict[str, Array]) -> Floats:
+    found = known.get(role.name, np.full(len(DENSE_WIDTHS), np.inf))
+    return np.concatenate([[0.0], np.maximum.accumulate(np.maximum(found.astype(np.float64), 0.0))])
+
+
+def _reached(losses: Floats, tokens: Array) -> Floats:
+    """Losses [L, E, ...] with those of experts that lose nothing anywhere by `tokens` [L, E] that chose them."""
+    L, E = losses.shape[:2]
+    nothing = ~losses.reshape(L, E, -1).any(axis=2)
+    shares = np.maximum(tokens, 1) / np.maximum(tokens.sum(axis=1, keepdims=True), 1)  # [L, E]
+    in_all = losses.sum(axis=1, keepdims=True)  # [L, 1, ...]
+    extra = (1,) * (losses.ndim - 2)
+    return np.where(nothing.reshape(L, E, *extra), shares.reshape(L, E, *extra) * in_all, losses)
+
+
+def falling(losses: Floats, formats: tuple[PartFormat, ...]) -> Floats:
+    """Losses [..., F] of which none is more than one at a lesser width with the same groups and scales."""
+    found, least = losses.copy(), dict[tuple[int, int], Floats]()
+    for place in sorted(range(len(formats)), key=lambda place: formats[place].width):
+        groups = formats[place].group, formats[place].scale_bits
+        found[..., place] = np.minimum(found[..., place], least.get(groups, np.inf))
+        least[groups] = found[..., place]
+    return found
+
+
+def _with_bf16(losses: Floats) -> Floats:
+    return np.concatenate([losses, np.zeros_like(losses[..., :1])], axis=-1)

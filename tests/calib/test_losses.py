@@ -1,0 +1,147 @@
+"""The table of losses against products worked by hand, and what makes it safe to choose by."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import Tensors, TinyMixtral
+from profiles import profiled, random_tokens
+
+from moe_pack.calib import Losses, Profile, ProfileOptions, losses_of
+from moe_pack.calib.expert_error import SPARSITIES, WIDTHS, quantized_formats
+from moe_pack.calib.losses import falling
+from moe_pack.calib.rounded import roundable_roles
+from moe_pack.formats import BF16, Checkpoint, PackError, dense_roles, part_format
+
+MODEL = TinyMixtral(num_layers=2, num_experts=5)
+TOKENS = random_tokens(4, 24, 96)
+
+
+def plant_routes(tensors: Tensors) -> None:
+    """At layer 0 no token chooses expert 3: all embeddings share a direction that its router alone looks away from."""
+    tensors["model.embed_tokens.weight"][:, 0] = 4
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.self_attn.o_proj.weight"] *= 0.1  # leaves that direction as it is
+        tensors[f"model.layers.{layer}.block_sparse_moe.gate.weight"][:, 0] = 0
+    tensors["model.layers.0.block_sparse_moe.gate.weight"][3, 0] = -3
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    folder = tmp_path_factory.mktemp("losses")
+    source = MODEL.write(folder / "source", plant_routes)
+    return profiled(source, folder / "profile", TOKENS, ProfileOptions("fast"))
+
+
+@pytest.fixture(scope="module")
+def losses(profile: Profile) -> Losses:
+    return losses_of(profile)
+
+
+def test_a_reached_experts_loss_is_its_error_times_ratio_times_effect(profile: Profile, losses: Losses) -> None:
+    effects, formats = profile.effects(), quantized_formats(MODEL.hidden_size)
+    for l, layer in enumerate(profile.spec.moe_layers):
+        errors, layer_ratios = profile.errors(layer), profile.errors(layer).ratios
+        for e in profile.statistics(l).tokens.nonzero()[0].tolist():
+            for matrix, idx in np.ndindex(3, len(formats)):
+                width = WIDTHS.index(formats[idx].width)
+                scale = layer_ratios[matrix, idx] / layer_ratios[matrix, formats.index(part_format(WIDTHS[width], 64))]
+                expected = errors.quantized[e, matrix, width] * scale * effects.quantized[l, matrix, width]
+                found = losses.quantized[l, e, matrix, idx]
+                assert found == pytest.approx(expected, rel=1e-5) or found < expected  # as a lesser width lost less
+
+
+def test_losses_at_groups_of_64_are_those_the_profile_foretells(profile: Profile, losses: Losses) -> None:
+    expected = np.stack([profile.errors(layer).quantized for layer in profile.spec.moe_layers])
+    expected = expected * profile.effects().quantized[:, None]
+    places = [losses.formats.index(part_format(width, 64)) for width in WIDTHS]
+    reached = np.stack([profile.statistics(l).tokens > 0 for l in range(2)])
+    assert reached.sum() >= 8
+    np.testing.assert_allclose(losses.quantized[reached][..., places], expected[reached], rtol=1e-5)
+
+
+def test_formats_are_those_of_the_models_rows_and_bfloat16_without_loss(losses: Losses) -> None:
+    assert losses.formats == (*quantized_formats(64), BF16)
+    assert losses.quantized.shape == (2, 5, 3, len(losses.formats))
+    assert (losses.quantized[..., -1] == 0).all()
+    assert (losses.quantized[..., :-1] > 0).all()
+
+
+def test_no_loss_grows_with_the_width_of_the_same_groups(losses: Losses) -> None:
+    for group in (16, 32, 64, 0):
+        for scale_bits in (16, 8) if group else (16,):
+            places = [losses.formats.index(part_format(width, group, scale_bits)) for width in WIDTHS]
+            assert (np.diff(losses.quantized[..., places], axis=3) <= 0).all()
+
+
+def test_a_width_that_was_found_to_lose_more_loses_what_the_lesser_one_does() -> None:
+    """Worked by hand: widths 2, 3, 4, 8 of groups of 64, and width 4 of groups of 32, which is another's affair."""
+    formats = (*(part_format(width, 64) for width in WIDTHS), part_format(4, 32))
+    found = falling(np.asarray([[4.0, 5.0, 2.0, 3.0, 9.0]]), formats)
+    assert found.tolist() == [[4.0, 4.0, 2.0, 2.0, 9.0]]
+
+
+def test_an_expert_that_no_token_reached_loses_what_one_token_of_the_layers_does(
+    profile: Profile, losses: Losses
+) -> None:
+    tokens = profile.statistics(0).tokens
+    assert tokens[3] == 0 and tokens.sum() == 2 * 96
+    assert not profile.errors(0).quantized[3].any()
+    others = [0, 1, 2, 4]
+    np.testing.assert_allclose(losses.quantized[0, 3], losses.quantized[0, others].sum(axis=0) / 192, rtol=0.05)
+    np.testing.assert_allclose(losses.sparse[0, 3], losses.sparse[0, others].sum(axis=0) / 192, rtol=0.05)
+    assert (losses.sparse[0, 3, :, 1:] > 0).all()
+
+
+def test_sparsity_loses_what_the_profile_foretells_and_never_less_than_a_lesser_one(
+    profile: Profile, losses: Losses
+) -> None:
+    assert losses.sparsities == (0.0, *SPARSITIES)
+    assert losses.kinds == ("up", "gate", "both")
+    assert (losses.sparse[..., 0] == 0).all()
+    assert (np.diff(losses.sparse, axis=3) >= 0).all()
+    expected = profile.errors(0).sparse[1, :, -1] * profile.effects().sparse[0, :, -1]
+    np.testing.assert_allclose(losses.sparse[0, 1, :, -1], expected, rtol=1e-5)
+
+
+def test_dense_losses_are_in_the_order_of_roles_and_infinite_where_none_was_measured(
+    profile: Profile, losses: Losses
+) -> None:
+    spec, effects = profile.spec, profile.effects()
+    names = [role.name for role in dense_roles(spec)]
+    assert losses.dense_widths == (16, 8, 4)
+    assert losses.dense.shape == (len(names), 3)
+    assert (losses.dense[:, 0] == 0).all()
+    assert losses.dense[names.index("embed"), 1:] == pytest.approx(effects.embedding.tolist())
+    assert losses.dense[names.index("head"), 1:] == pytest.approx(effects.head.tolist())
+    row = roundable_roles(spec, 1).index("layers.1.attention.v")
+    expected = profile.errors(1).dense[row] * effects.dense[1]
+    assert losses.dense[names.index("layers.1.attention.v"), 1:] == pytest.approx(expected.tolist())
+    assert np.isinf(losses.dense[names.index("layers.1.router"), 1:]).all()
+
+
+def test_an_embedding_that_is_the_head_too_loses_both(tmp_path: Path) -> None:
+    source = TinyMixtral(num_layers=1, num_experts=3, config={"tie_word_embeddings": True}).write(tmp_path / "source")
+    checkpoint = Checkpoint(source)
+    tied = checkpoint.spec.tied_head
+    checkpoint.close()
+    profile = profiled(source, tmp_path / "profile", TOKENS, ProfileOptions("fast"))
+    effects = profile.effects()
+    assert tied and effects.head.any() and effects.embedding.any()
+    assert losses_of(profile).dense[0, 1:] == pytest.approx((effects.embedding + effects.head).tolist())
+
+
+def test_popularity_is_the_share_of_tokens_that_choose_an_expert(profile: Profile, losses: Losses) -> None:
+    assert losses.popularity.sum(axis=1) == pytest.approx([2.0, 2.0])
+    assert losses.popularity[1, 0] == profile.statistics(1).tokens[0] / 96
+
+
+def test_losses_say_where_they_come_from(profile: Profile, losses: Losses) -> None:
+    assert losses.origin == "profile of made up, 96 tokens"
+    assert losses.nll_per_kl == profile.effects().nll_per_kl[0]
+
+
+def test_a_profile_without_sensitivity_has_no_losses(tmp_path: Path) -> None:
+    found = profiled(MODEL.write(tmp_path / "source"), tmp_path / "profile", TOKENS)
+    with pytest.raises(PackError, match=r"has no effects\.safetensors; profile the model with the options"):
+        losses_of(found)
