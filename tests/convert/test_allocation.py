@@ -1,0 +1,117 @@
+"""Formats chosen for bytes and for time: against other plans, and by bytes counted another way."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from losses import random_losses
+from specs import GROUPED
+
+from moe_pack.convert.allocation import Prices, least_loss, least_time
+from moe_pack.convert.choices import expert_choices
+from moe_pack.convert.plan_file import Decision
+from moe_pack.convert.planned import Model
+from moe_pack.formats import (
+    SELECTORS,
+    Plan,
+    RouterSpec,
+    Selector,
+    dense_roles,
+    pack_layout,
+    part_format,
+    uniform_dense,
+    uniform_plan,
+)
+
+SPEC = dataclasses.replace(
+    GROUPED,
+    num_hidden_layers=2,
+    moe_layers=(0, 1),
+    dense_intermediate_size=None,
+    router=RouterSpec("softmax_topk", 4, 2, normalize=True),
+    shared_expert=None,
+)
+LOSSES = random_losses(SPEC)
+DTYPES = ("BF16",) * len(dense_roles(SPEC))
+MODEL = Model(SPEC, DTYPES, LOSSES)
+
+
+def expert_bytes(plan: Plan) -> int:
+    return sum(expert.num_bytes for layer in pack_layout(SPEC, plan, DTYPES).experts for expert in layer)
+
+
+def running(plan: Plan) -> Decision:
+    return Decision(plan, np.zeros(LOSSES.popularity.shape))
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_at_a_uniform_plans_bytes_the_chosen_one_loses_less(selector: Selector, width: int) -> None:
+    uniform = uniform_plan(SPEC, selector, part_format(width, 64), part_format(width, 64))
+    found = least_loss(SPEC, selector, LOSSES, expert_bytes(uniform))
+    assert found is not None
+    assert expert_bytes(found.decision.plan) == found.solution.weight <= expert_bytes(uniform)
+    assert found.loss == pytest.approx(MODEL.loss(found.decision))
+    assert found.loss < MODEL.loss(running(uniform))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_plan_drawn_at_random_with_as_few_bytes_loses_less_than_the_bound(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    choices = expert_choices(SPEC, "up", LOSSES)
+    numbers = generator.integers(0, len(choices.formats), (2, 4)).tolist()
+    drawn = Plan(
+        "up", "hqq", tuple(tuple(choices.formats[n] for n in layer) for layer in numbers), uniform_dense(SPEC, None)
+    )
+    found = least_loss(SPEC, "up", LOSSES, expert_bytes(drawn))
+    assert found is not None
+    assert found.solution.bound <= MODEL.loss(running(drawn))
+    assert found.loss <= MODEL.loss(running(drawn))
+
+
+def test_there_is_no_plan_below_the_smallest_formats_bytes() -> None:
+    assert least_loss(SPEC, "up", LOSSES, 1000) is None
+
+
+def prices(choices_count: int, *, hold: float, run: float = 0.0) -> Prices:
+    """Of choices that cost what running them does, the more sparse the less."""
+    sparse = 1 - np.array(LOSSES.sparsities)
+    runs = LOSSES.popularity.ravel()
+    table = run * np.linspace(1, 2, choices_count)[:, None] * sparse
+    dense = np.where(np.isfinite(LOSSES.dense), np.array([4.0, 2.0, 1.0]), 0.0)
+    return Prices(runs, 0 * runs, table, 0 * table, hold, dense * 1e-6)
+
+
+def test_least_time_keeps_the_loss_and_counts_it_as_the_model_does() -> None:
+    choices = expert_choices(SPEC, "both", LOSSES)
+    for max_loss in (0.3, 0.1, 0.03, 0.005):
+        found = least_time(SPEC, LOSSES, max_loss, prices(len(choices.formats), hold=1e-9, run=1e-4), choices)
+        assert found is not None
+        assert found.loss == pytest.approx(MODEL.loss(found.decision)) and found.loss <= max_loss
+
+
+def test_sparsity_is_given_where_running_costs_and_not_where_only_room_does() -> None:
+    choices = expert_choices(SPEC, "up", LOSSES)
+    number = len(choices.formats)
+    held = least_time(SPEC, LOSSES, 0.02, prices(number, hold=1e-9), choices)
+    ran = least_time(SPEC, LOSSES, 0.02, prices(number, hold=1e-12, run=1e-3), choices)
+    assert held is not None and ran is not None
+    assert not held.decision.sparsity.any()
+    assert ran.decision.sparsity.any()
+
+
+def test_only_what_may_be_quantized_is() -> None:
+    choices = expert_choices(SPEC, "up", LOSSES)
+    found = least_time(SPEC, LOSSES, 1.0, prices(len(choices.formats), hold=1e-9), choices)
+    assert found is not None
+    for role, part in zip(dense_roles(SPEC), found.decision.plan.dense, strict=True):
+        assert (part is not None) == role.quantizable
+
+
+def test_formats_may_be_restricted() -> None:
+    allowed = tuple(part_format(width, 64) for width in (2, 3, 4))
+    uniform = uniform_plan(SPEC, "up", allowed[1], allowed[1])
+    found = least_loss(SPEC, "up", LOSSES, expert_bytes(uniform), allowed)
+    assert found is not None
+    parts = {part for layer in found.decision.plan.experts for e in layer for part in (e.gate, e.up, e.down)}
+    assert parts <= set(allowed)

@@ -1,0 +1,40 @@
+"""Random losses of a small model: less at more bits and finer groups, experts as different as in trained ones."""
+
+import numpy as np
+
+from moe_pack.calib import Losses
+from moe_pack.formats import BF16, ModelSpec, dense_roles, format_fault, part_format
+
+
+def random_losses(spec: ModelSpec, seed: int = 0) -> Losses:
+    """Losses whose matrices, experts and layers differ by a factor of up to ten."""
+    generator = np.random.default_rng(seed)
+    shape = (len(spec.moe_layers), spec.router.num_experts)
+    formats = [
+        part_format(width, group, scale_bits)
+        for width in (2, 3, 4, 8)
+        for group in (16, 32, 64, 128)
+        for scale_bits in (16, 8)
+        if format_fault(part_format(width, group), spec.hidden_size) is None
+    ]
+    size = generator.uniform(1e-3, 1e-2, (*shape, 3, 1))
+    fall = np.array([4.0 ** -(part.width - 2) * (0.7 + part.group / 200) for part in formats])
+    quantized = np.concatenate([size * fall, np.zeros((*shape, 3, 1))], axis=3)
+    if "gate" not in spec.expert.matrices:
+        quantized[:, :, 0] = 0
+    sparse = generator.uniform(1e-3, 4e-3, (*shape, 3, 1)) * np.array([0.0, 0.1, 0.3, 0.6, 1.5])
+    roles = dense_roles(spec)
+    dense = np.array([[0.0, 1e-4, 2e-3] if role.quantizable else [0.0, np.inf, np.inf] for role in roles])
+    popularity = generator.dirichlet(np.ones(shape[1]), shape[0]) * spec.router.num_experts_per_tok
+    return Losses(
+        formats=(*formats, BF16),
+        quantized=quantized,
+        kinds=("up", "gate", "both"),
+        sparsities=(0.0, 0.5, 0.7, 0.8, 0.9),
+        sparse=sparse,
+        dense_widths=(16, 8, 4),
+        dense=dense,
+        popularity=popularity,
+        nll_per_kl=0.5,
+        origin="random",
+    )
