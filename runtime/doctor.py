@@ -400,10 +400,14 @@ def _measure_link(steps: _Steps, seconds: float) -> LinkFacts:
 
 
 def _repeated(work: Callable[[], object], num_bytes: int, seconds: float) -> float:
-    """Bytes a second of some work, done again and again, after once that is not counted."""
+    """Bytes a second of some work, done again and again, after once that is not counted.
+
+    By the lower quartile of its times: other work on the machine only ever adds to them.
+    """
     work()
-    began, times = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds or not times:
+    end, times = time.perf_counter() + seconds, list[float]()
+    while time.perf_counter() < end or not times:
+        began = time.perf_counter()
         work()
-        times += 1
-    return num_bytes * times / (time.perf_counter() - began)
+        times.append(time.perf_counter() - began)
+    return num_bytes / float(np.quantile(times, 0.25))
