@@ -1,14 +1,16 @@
 """The command `moe-pack doctor`: measures this machine once, for the planner and the runtime."""
 
 import json
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import click
 from tqdm import tqdm
 
+from moe_pack.convert.fixed_costs import measure_fixed_costs
 from moe_pack.formats import MANIFEST_FILE, dump
 from moe_pack.formats.cli import cache_folder, command_errors, size_text
-from moe_pack.runtime import DriveFacts, MachineFacts, ReadRate, measure_machine, save_facts
+from moe_pack.runtime import DriveFacts, MachineFacts, ReadRate, WidthRate, measure_machine, save_facts
 
 # What the table's example has: gate and down of 4096 weights each, at 4 bit, group 64.
 _ROWS, _ROW_BYTES = 14336, 4624
@@ -56,7 +58,7 @@ class Bar:
     default=0.5,
     show_default=True,
     metavar="S",
-    help="How long each of some 80 measurements takes.",
+    help="How long each of some 90 measurements takes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
 @command_errors(interrupted="interrupted; nothing was kept")
@@ -70,6 +72,8 @@ def doctor_command(path: Path, seconds: float, as_json: bool) -> None:
         facts = measure_machine(path, bar.step, seconds)
     finally:
         bar.close()
+    click.echo("tokens of tiny packs", err=True)
+    facts = replace(facts, fixed=measure_fixed_costs(seconds))
     file = save_facts(facts, cache_folder(), path)
     if as_json:
         click.echo(json.dumps(dump(facts), indent=2))
@@ -99,11 +103,18 @@ def _drive_lines(drive: DriveFacts, path: Path, from_pack: bool) -> list[str]:
 def _other_lines(facts: MachineFacts) -> list[str]:
     cpu, link = facts.cpu, facts.link
     lines = [f"CPU: {cpu.cores} cores, " + (cpu.instruction_set or "native kernels were not built")]
-    if cpu.read_one is not None and cpu.read_all is not None and cpu.experts is not None:
+    if cpu.read_one is not None and cpu.read_all is not None and cpu.row_s is not None:
         lines += [
             f"memory: {cpu.read_one / 1e9:.1f} GB/s by one thread, {cpu.read_all / 1e9:.1f} GB/s by all",
-            f"experts at 4 bit, one token: {cpu.experts / 1e9:.1f} GB/s",
+            f"experts, one token, GB/s by bits: {_by_width(cpu.experts)}; and {cpu.row_s * 1e9:.0f} ns a row",
+            f"dense matrices, one token, GB/s by bits: {_by_width(cpu.dense)}",
         ]
+    if facts.fixed is not None:
+        token, layer, expert, miss = (1e6 * seconds for seconds in astuple(facts.fixed))
+        lines.append(
+            f"beside that: {token:.0f} us a token, {layer:.0f} us a layer, {expert:.0f} us an expert, {miss:.0f} us "
+            "more where it is read"
+        )
     if link is None:
         return [*lines, "link: torch finds no GPU"]
     rates = ", ".join(f"{_round_size(copy.size)} {copy.rate / 1e9:.1f}" for copy in link.copies)
@@ -112,6 +123,10 @@ def _other_lines(facts: MachineFacts) -> list[str]:
 
 def _rate_cell(one: ReadRate | None) -> str:
     return "-" if one is None else f"{one.rate / 1e6:,.0f} ({one.threads:>2})"
+
+
+def _by_width(rates: tuple[WidthRate, ...]) -> str:
+    return ", ".join(f"{one.width}: {one.rate / 1e9:.1f}" for one in rates)
 
 
 def _round_size(num_bytes: int) -> str:

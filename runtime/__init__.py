@@ -28,7 +28,18 @@ from moe_pack.runtime.kernels import (
 )
 from moe_pack.runtime.kv_cache import KVCache
 from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, router_scores, run_unrouted
-from moe_pack.runtime.machine import CpuFacts, DriveFacts, LinkFacts, MachineFacts, ReadRate, load_facts, save_facts
+from moe_pack.runtime.machine import (
+    CpuFacts,
+    DriveFacts,
+    FixedCosts,
+    LinkFacts,
+    MachineFacts,
+    ReadRate,
+    SizedRate,
+    WidthRate,
+    load_facts,
+    save_facts,
+)
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, row_blocks
 from moe_pack.runtime.mlp_predictor import MAX_PREVIOUS, Predictor, multi_hot, network_logits
 from moe_pack.runtime.model import Model, load
@@ -36,12 +47,12 @@ from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
 from moe_pack.runtime.packed_expert import PackedExpert
 from moe_pack.runtime.path_checks import PATH_MIN_SEEN
 from moe_pack.runtime.path_statistics import PATH_MEMORY, PathStatistics, Stage, ranked, rows_as_keys
-from moe_pack.runtime.policies import PRESETS, PolicyName
+from moe_pack.runtime.policies import PRESETS, PolicyName, Preset, residency_for
 from moe_pack.runtime.prediction import PREDICTION_NAMES, Observed, Prediction, PredictionName, make_prediction
-from moe_pack.runtime.reads import Reads, ReadStats, open_reads
+from moe_pack.runtime.reads import READ_UNIT, Reads, ReadStats, open_reads
 from moe_pack.runtime.record import Passes, Record, read_record
-from moe_pack.runtime.replay import PathShares, Played, best_of, optimum, replay
-from moe_pack.runtime.residency import CacheFacts
+from moe_pack.runtime.replay import PathShares, Played, auto_preset, best_of, optimum, replay
+from moe_pack.runtime.residency import CacheFacts, Compute, Fetch
 from moe_pack.runtime.rope import Angles, Rope
 from moe_pack.runtime.router import route
 from moe_pack.runtime.routing import (
@@ -54,6 +65,7 @@ from moe_pack.runtime.routing import (
     write_routing,
 )
 from moe_pack.runtime.sampling import Sampler
+from moe_pack.runtime.streaming import StreamingWeights
 from moe_pack.runtime.text import Text, TextStream
 from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
 
@@ -67,6 +79,7 @@ __all__ = [
     "PREDICTION_NAMES",
     "PREDICTORS",
     "PRESETS",
+    "READ_UNIT",
     "ROUTING_FILE",
     "TORCH_DTYPES",
     "Activations",
@@ -75,6 +88,7 @@ __all__ = [
     "BudgetPlan",
     "CacheFacts",
     "CheckpointWeights",
+    "Compute",
     "CpuFacts",
     "Decoder",
     "DriveFacts",
@@ -82,6 +96,8 @@ __all__ = [
     "EngineOptions",
     "Expert",
     "ExpertRows",
+    "Fetch",
+    "FixedCosts",
     "FolderFiles",
     "KVCache",
     "Kernels",
@@ -101,6 +117,7 @@ __all__ = [
     "Prediction",
     "PredictionName",
     "Predictor",
+    "Preset",
     "ReadRate",
     "ReadStats",
     "Reads",
@@ -108,14 +125,18 @@ __all__ = [
     "Rope",
     "Routing",
     "Sampler",
+    "SizedRate",
     "Stage",
     "StoredMatrix",
     "StreamedPackWeights",
+    "StreamingWeights",
     "Text",
     "TextStream",
     "Weights",
+    "WidthRate",
     "activations",
     "add_attention",
+    "auto_preset",
     "best_of",
     "context_for",
     "divide_budget",
@@ -143,6 +164,7 @@ __all__ = [
     "read_record",
     "read_rows",
     "replay",
+    "residency_for",
     "route",
     "route_tokens",
     "router_scores",

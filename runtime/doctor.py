@@ -20,18 +20,30 @@ import torch
 from numpy.typing import NDArray
 
 from moe_pack.formats import (
+    BF16,
     MANIFEST_FILE,
     MATRICES,
     ExpertFormat,
     ExpertSpec,
     Pack,
     PackError,
+    PartFormat,
     RangeReader,
+    RowLayout,
     RunError,
     expert_layout,
     part_format,
+    row_layout,
 )
-from moe_pack.runtime.kernels import ExpertRows, Kernels, expert_numbers, is_available, num_cpus
+from moe_pack.runtime.kernels import (
+    ExpertRows,
+    Kernels,
+    expert_numbers,
+    is_available,
+    num_cpus,
+    row_numbers,
+    stored_numbers,
+)
 from moe_pack.runtime.machine import (
     CpuFacts,
     DriveFacts,
@@ -40,6 +52,7 @@ from moe_pack.runtime.machine import (
     ReadMode,
     ReadRate,
     SizedRate,
+    WidthRate,
     device_of,
 )
 from moe_pack.runtime.reads import READ_UNIT, BlockingReads, Reads, open_reads
@@ -53,7 +66,12 @@ _WRITTEN_AT_ONCE = 16 << 20
 _ARENA_BYTES = 64 << 20  # read into
 _MOST_PIECES = 1 << 15  # asked for at once: half a second of the fastest drives
 _MEMORY_BYTES = 256 << 20  # more than caches hold
-_EXPERT_ROWS, _EXPERT_COLS, _NUM_EXPERTS = 2048, 4096, 12  # 13.6 MiB each
+WIDTHS = (1, 2, 3, 4, 8, 16)
+_DENSE_WIDTHS = (4, 8, 16)
+_EXPERT_ROWS, _EXPERT_COLS = 2048, 4096
+_SHORT_COLS = 128
+_BF16_BYTES = np.array([0x24, 0x3C], np.uint8)  # 0.01
+_WEIGHT_BYTES = 160 << 20  # of experts or of a dense matrix: more than caches hold
 
 OnStep = Callable[[str, int, int], None]
 
@@ -104,7 +122,7 @@ def measure_machine(
     has_link = torch.cuda.is_available()
     with _files_of(folder, most_bytes, on_step) as files:
         runs = _runs(files)
-        num_cpu_steps = 3 if is_available() else 0
+        num_cpu_steps = 3 + len(WIDTHS) + len(_DENSE_WIDTHS) if is_available() else 0
         steps = _Steps(on_step, len(runs) + num_cpu_steps + (len(COPY_SIZES) if has_link else 0))
         drive = _measure_drive(files, runs, device_of(folder)[1], steps, seconds)
     cpu = _measure_cpu(steps, seconds)
@@ -197,8 +215,9 @@ def drive_facts(measured: Sequence[Measured], name: str | None, file_bytes: int)
                    for p in curve)  # fmt: skip
 
     (mode, threads), curve = max(curves.items(), key=lambda entry: nearness(entry[1]))
+    alone = tuple(curves.get((mode, 1), curve))
     rates = tuple(ReadRate(one.run.mode, one.run.size, one.run.threads, one.rate) for one in best.values())
-    return DriveFacts(name, file_bytes, mode, threads, tuple(curve), rates)
+    return DriveFacts(name, file_bytes, mode, threads, tuple(curve), alone, rates)
 
 
 def _read_rate(files: Sequence[_File], run: Run, arena: NDArray[np.uint8], seconds: float) -> float:
@@ -289,14 +308,22 @@ def _arena(num_bytes: int) -> NDArray[np.uint8]:
 def _measure_cpu(steps: _Steps, seconds: float) -> CpuFacts:
     cores = num_cpus()
     if not is_available():
-        return CpuFacts(cores, None, None, None, None)
+        return CpuFacts(cores, None, None, None, (), (), None)
     with closing(Kernels(1)) as one, closing(Kernels(cores)) as every:
         read_one, read_all = (_memory_rate(kernels, steps, seconds) for kernels in (one, every))
-        steps.next("experts of 4 bit")
-        works, x = _random_experts(), torch.ones(1, _EXPERT_COLS)
-        num_bytes = _NUM_EXPERTS * _EXPERT_ROWS * int(works[0][0].layout[4])
-        experts = _repeated(lambda: every.experts(x, works), num_bytes, seconds)
-        return CpuFacts(cores, every.instruction_set, read_one, read_all, experts)
+        experts = []
+        for width in WIDTHS:
+            steps.next(f"experts of {width} bit")
+            experts.append(WidthRate(width, _expert_rate(every, width, _EXPERT_COLS, seconds)[0]))
+        dense = []
+        for width in _DENSE_WIDTHS:
+            steps.next(f"a dense matrix of {width} bit")
+            dense.append(WidthRate(width, _dense_rate(every, width, seconds)))
+        steps.next("experts with short rows")
+        rate, row_bytes = _expert_rate(every, 4, _SHORT_COLS, seconds)
+        (usual,) = (found.rate for found in experts if found.width == 4)
+        row_s = max(row_bytes / rate - row_bytes / usual, 0.0)
+        return CpuFacts(cores, every.instruction_set, read_one, read_all, tuple(experts), tuple(dense), row_s)
 
 
 def _memory_rate(kernels: Kernels, steps: _Steps, seconds: float) -> float:
@@ -305,21 +332,52 @@ def _memory_rate(kernels: Kernels, steps: _Steps, seconds: float) -> float:
     return _repeated(lambda: kernels.read(held), len(held), seconds)
 
 
-def _random_experts() -> list[tuple[ExpertRows, NDArray[np.int64], NDArray[np.float32]]]:
-    """Experts of random codes at 4 bit, group 64, each in memory of its own, for one token; all neurons run."""
-    stored = part_format(4, 64)
+def _expert_rate(kernels: Kernels, width: int, num_cols: int, seconds: float) -> tuple[float, float]:
+    """Bytes of experts a second, computed for one token, all neurons running; and the bytes of one matrix's row."""
+    stored = _stored(width)
     spec = ExpertSpec("silu", _EXPERT_ROWS, MATRICES, (), 0)
-    layout = expert_layout(ExpertFormat(stored, stored, stored), "none", spec, _EXPERT_COLS)
-    row_bytes = layout.records.row_bytes
-    rows = np.random.default_rng(0).integers(0, 256, (_EXPERT_ROWS, row_bytes), np.uint8)
-    num_codes, num_scales = stored.code_bytes(_EXPERT_COLS), stored.scale_bytes(_EXPERT_COLS)
-    for part in layout.records.parts:
-        begin = part.offset + num_codes
-        rows[:, begin : begin + num_scales] = np.full(num_scales // 2, 0.01, np.float16).view(np.uint8)
-        rows[:, begin + num_scales : begin + 2 * num_scales] = np.full(num_scales // 2, 7.5, np.float16).view(np.uint8)
+    layout = expert_layout(ExpertFormat(stored, stored, stored), "none", spec, num_cols)
+    rows = _random_rows(layout.records, _EXPERT_ROWS)
     numbers = expert_numbers(layout, "none")
     token, weight = np.zeros(1, np.int64), np.ones(1, np.float32)
-    return [(ExpertRows(numbers, None, rows.copy(), 0.0), token, weight) for _ in range(_NUM_EXPERTS)]
+    # Each in memory of its own.
+    works = [(ExpertRows(numbers, None, rows.copy(), 0.0), token, weight) for _ in range(_WEIGHT_BYTES // rows.nbytes)]
+    x = torch.ones(1, num_cols)
+    return _repeated(lambda: kernels.experts(x, works), len(works) * rows.nbytes, seconds), rows.shape[1] / 3
+
+
+def _dense_rate(kernels: Kernels, width: int, seconds: float) -> float:
+    """Bytes of a dense matrix a second, multiplied by one vector."""
+    stored = _stored(width)
+    x = torch.ones(1, _EXPERT_COLS)
+    if stored == BF16:
+        numbers = stored_numbers(torch.bfloat16, _EXPERT_COLS)
+        held = torch.full((_WEIGHT_BYTES // (2 * _EXPERT_COLS), _EXPERT_COLS), 0.01, dtype=torch.bfloat16)
+        rows = held.view(torch.uint8).numpy()
+    else:
+        layout = row_layout([("weight", stored, False)], _EXPERT_COLS)
+        numbers, rows = row_numbers(layout, "weight"), _random_rows(layout, _WEIGHT_BYTES // layout.row_bytes)
+    return _repeated(lambda: kernels.product(x, numbers, rows), rows.nbytes, seconds)
+
+
+def _stored(width: int) -> PartFormat:
+    return BF16 if width == BF16.width else part_format(width, 64)
+
+
+def _random_rows(layout: RowLayout, num_rows: int) -> NDArray[np.uint8]:
+    """Rows of random codes and usual scales: u8 [num_rows, row_bytes]; of bfloat16 all weights alike."""
+    rows = np.random.default_rng(0).integers(0, 256, (num_rows, layout.row_bytes), np.uint8)
+    for part in layout.parts:
+        if part.format == BF16:
+            rows[:, part.offset : part.offset + part.num_bytes] = np.tile(_BF16_BYTES, layout.num_cols)
+            continue
+        begin, num_scales = (
+            part.offset + part.format.code_bytes(layout.num_cols),
+            part.format.scale_bytes(layout.num_cols),
+        )
+        rows[:, begin : begin + num_scales] = np.full(num_scales // 2, 0.01, np.float16).view(np.uint8)
+        rows[:, begin + num_scales : begin + 2 * num_scales] = np.full(num_scales // 2, 7.5, np.float16).view(np.uint8)
+    return rows
 
 
 def _measure_link(steps: _Steps, seconds: float) -> LinkFacts:
@@ -342,10 +400,14 @@ def _measure_link(steps: _Steps, seconds: float) -> LinkFacts:
 
 
 def _repeated(work: Callable[[], object], num_bytes: int, seconds: float) -> float:
-    """Bytes a second of some work, done again and again, after once that is not counted."""
+    """Bytes a second of some work, done again and again, after once that is not counted.
+
+    By the lower quartile of its times: other work on the machine only ever adds to them.
+    """
     work()
-    began, times = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds or not times:
+    end, times = time.perf_counter() + seconds, list[float]()
+    while time.perf_counter() < end or not times:
+        began = time.perf_counter()
         work()
-        times += 1
-    return num_bytes * times / (time.perf_counter() - began)
+        times.append(time.perf_counter() - began)
+    return num_bytes / float(np.quantile(times, 0.25))

@@ -5,7 +5,7 @@ mapped files; else they stream through an arena. What was wished and could not b
 """
 
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -31,11 +31,11 @@ from moe_pack.runtime.machine import MachineFacts
 from moe_pack.runtime.memory import available_bytes
 from moe_pack.runtime.pack_weights import PackWeights
 from moe_pack.runtime.policies import PRESETS, PolicyName, Preset, residency_for
-from moe_pack.runtime.prediction import Prediction, PredictionName, make_prediction
+from moe_pack.runtime.prediction import Prediction, make_prediction
 from moe_pack.runtime.reads import NUM_THREADS, Reads, open_reads, reads_directly
 from moe_pack.runtime.record import Passes, check_place
 from moe_pack.runtime.recording import Recorder, recorded_residency_for
-from moe_pack.runtime.replay import auto_policy
+from moe_pack.runtime.replay import auto_preset
 from moe_pack.runtime.residency import CacheFacts, Residency
 from moe_pack.runtime.routing import Routing
 from moe_pack.runtime.streaming import NO_TRUST, StreamingWeights, Trust
@@ -44,9 +44,6 @@ from moe_pack.runtime.trace import Trace
 ReadMode = Literal["auto", "direct", "pread", "map"]
 Verify = Literal["lazy", "full", "off"]
 KernelsName = Literal["auto", "avx512", "avx2", "portable", "torch"]
-# A layer's experts of one token, below which `auto` foretells nothing: foretelling takes longer than reading them. With
-# experts of 110 KB tokens took 7.5% longer (benchmarks/overlap.py, the demo model; Intel Xeon, 2026-11-22).
-_FORETOLD_BYTES = 1 << 20
 _SHARE_OF_MEMORY = 0.75  # of what is available, where no budget is set and the pack does not fit
 
 
@@ -254,20 +251,14 @@ class Engine:
         return min(options.machine.drive.cutover(*kind) for kind in kinds)
 
     def _preset(self, facts: CacheFacts, routing: Routing | None) -> Preset:
-        """The policies asked for; or, of `auto`, what keeps best on the profile's routes, and what foretells best.
-
-        Without routes to choose by it keeps as EdgeMoE does: layers come in turn, and what was used longest ago is what
-        the next layers need. Measured on synthetic packs (docs/benchmarks.md, "Streaming").
-        """
+        """The policies asked for; of `auto` those that suit the profile's routes, where the pack has them."""
         if self.options.policy != "auto":
             return PRESETS[self.options.policy]
-        name: PolicyName = "edgemoe"
+        passes = None
         if routing is not None and len(routing.routes):
             chunks = np.ones(len(routing.routes), np.uint32)
-            name, _ = auto_policy(Passes(routing.routes, chunks, None, facts.popularity), facts, self._pack.index.size)
-        token_bytes = facts.num_active * int(self._pack.index.size.max())
-        prediction: PredictionName = "best" if token_bytes >= _FORETOLD_BYTES else "none"
-        return replace(PRESETS[name], prediction=prediction, num_ahead=None, rows_below=0.0, reuse_selector=False)
+            passes = Passes(routing.routes, chunks, None, facts.popularity)
+        return auto_preset(passes, facts, self._pack.index.size)
 
     def _prediction(self, preset: Preset, weights: StreamingWeights, routing: Routing | None) -> Prediction | None:
         needs_profile = preset.prediction in ("popularity", "paths", "mlp")

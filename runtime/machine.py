@@ -4,7 +4,8 @@ The planner and the runtime ask here; nothing is measured. Rates are bytes a sec
 """
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from math import exp, log
 from pathlib import Path
 from typing import Literal
@@ -15,7 +16,7 @@ from moe_pack.runtime.reads import READ_UNIT
 ReadMode = Literal["direct", "pread", "map"]
 
 _ROW_ALIGN = 16  # of rows within a file (docs/format.md)
-VERSION = 1  # of the file; what another wrote is as good as missing
+VERSION = 2  # of the file; what another wrote is as good as missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,14 @@ class SizedRate:
     rate: float
 
 
+@dataclass(frozen=True, slots=True)
+class WidthRate:
+    """The rate at which matrices stored at one width (16: bfloat16) are multiplied, in bytes of theirs."""
+
+    width: int
+    rate: float
+
+
 MAX_GAP_BYTES = 1 << 20
 
 
@@ -44,7 +53,7 @@ class DriveFacts:
     """A drive, as it was measured on files of `file_bytes`: scattered reads, nothing in the system's cache.
 
     `best`: by mode and size.   `mode` and `threads`: what comes nearest to the best over all sizes; `curve`, rising in
-    size, has its rates.   `name`: the device's, where the system says it.
+    size, has its rates; `alone` those of one read at a time.   `name`: the device's, where the system says it.
     """
 
     name: str | None
@@ -52,6 +61,7 @@ class DriveFacts:
     mode: Literal["direct", "pread"]
     threads: int
     curve: tuple[SizedRate, ...]
+    alone: tuple[SizedRate, ...]
     best: tuple[ReadRate, ...]
 
     @property
@@ -65,19 +75,15 @@ class DriveFacts:
 
         Below the smallest size a read takes as long as one of that size; above the largest the rate stays.
         """
-        first, last = self.curve[0], self.curve[-1]
-        if size <= first.size:
-            return first.rate * size / first.size
-        if size >= last.size:
-            return last.rate
-        above = next(i for i, point in enumerate(self.curve) if point.size >= size)
-        low, high = self.curve[above - 1], self.curve[above]
-        share = log(size / low.size) / log(high.size / low.size)
-        return exp((1 - share) * log(low.rate) + share * log(high.rate))
+        return _rate_at(self.curve, size)
 
     def seconds(self, num_reads: float, size: float) -> float:
         """How long scattered reads of so many bytes each take, several in flight: `num_reads * size / rate(size)`."""
         return num_reads * size / self.rate(size) if num_reads and size else 0.0
+
+    def seconds_for_few(self, num_reads: float, size: float) -> float:
+        """The same where they may be too few to keep the drive busy: no less than one of them takes alone."""
+        return max(self.seconds(num_reads, size), size / _rate_at(self.alone, size) if num_reads and size else 0.0)
 
     def seconds_for_rows(self, share: float, row_bytes: int, num_rows: int) -> float:
         """How long reading the running ones of `num_rows` rows takes, each of which runs with probability `share`.
@@ -126,15 +132,18 @@ class DriveFacts:
 class CpuFacts:
     """The CPU; without the native kernels, only how many cores it has.
 
-    `read_one`, `read_all`: memory read by one thread, by all.   `experts`: 4-bit experts computed for one token by all
-    threads, bytes of theirs a second.
+    `read_one`, `read_all`: memory read by one thread, by all.   `experts`, `dense`: experts and dense matrices computed
+    for one token by all threads, by width, rising.   `row_s`: seconds that each row of an expert takes beside its
+    bytes; it shows where rows are short.
     """
 
     cores: int
     instruction_set: str | None
     read_one: float | None
     read_all: float | None
-    experts: float | None
+    experts: tuple[WidthRate, ...]
+    dense: tuple[WidthRate, ...]
+    row_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +156,30 @@ class LinkFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class FixedCosts:
+    """Seconds of decoding that no size explains: of a token, of each layer, of each routed expert.
+
+    `miss_s`: of each expert that is brought in, beside what reading it takes.
+    """
+
+    token_s: float
+    layer_s: float
+    expert_s: float
+    miss_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """What was measured, and on which day (ISO 8601). `link` is None where torch finds no GPU."""
+    """What was measured, and on which day (ISO 8601). `link` is None where torch finds no GPU.
+
+    `fixed`: of the CPU; None where it was not measured.
+    """
 
     date: str
     drive: DriveFacts
     cpu: CpuFacts
     link: LinkFacts | None
+    fixed: FixedCosts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,16 +253,30 @@ def load_facts(cache_folder: Path, path: Path) -> MachineFacts | None:
     return facts
 
 
+def _rate_at(curve: Sequence[SizedRate], size: float) -> float:
+    first, last = curve[0], curve[-1]
+    if size <= first.size:
+        return first.rate * size / first.size
+    if size >= last.size:
+        return last.rate
+    above = next(i for i, point in enumerate(curve) if point.size >= size)
+    low, high = curve[above - 1], curve[above]
+    share = log(size / low.size) / log(high.size / low.size)
+    return exp((1 - share) * log(low.rate) + share * log(high.rate))
+
+
 def _check(facts: MachineFacts, place: str) -> None:
     """Refuses what no measurement gives, and what `rate` could not be taken from."""
-    curve = facts.drive.curve
-    sizes = [point.size for point in curve]
-    if not curve or sizes != sorted(set(sizes)) or sizes[0] < 1:
-        raise RunError(f"{place}: drive: curve: found sizes {sizes}, expected positive ones, rising")
-    cpu, link = facts.cpu, facts.link
-    rates = [point.rate for point in (*curve, *(link.copies if link else ()))]
-    rates += [one.rate for one in facts.drive.best] + [
-        rate for rate in (cpu.read_one, cpu.read_all, cpu.experts) if rate is not None
-    ]
+    drive, cpu, link, fixed = facts.drive, facts.cpu, facts.link, facts.fixed
+    for name, curve in (("curve", drive.curve), ("alone", drive.alone)):
+        sizes = [point.size for point in curve]
+        if not curve or sizes != sorted(set(sizes)) or sizes[0] < 1:
+            raise RunError(f"{place}: drive: {name}: found sizes {sizes}, expected positive ones, rising")
+    rates = [point.rate for point in (*drive.curve, *drive.alone, *(link.copies if link else ()))]
+    rates += [one.rate for one in drive.best] + [one.rate for one in (*cpu.experts, *cpu.dense)]
+    rates += [rate for rate in (cpu.read_one, cpu.read_all) if rate is not None]
+    seconds = [cpu.row_s or 0.0, *(() if fixed is None else astuple(fixed))]
+    if min(seconds) < 0:
+        raise RunError(f"{place}: found seconds of less than zero")
     if min(rates) <= 0 or facts.drive.threads < 1:
         raise RunError(f"{place}: found rates or threads of zero or less, expected positive ones")

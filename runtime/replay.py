@@ -6,13 +6,14 @@ was foretold is recorded. Time is not played: what is foretold arrives.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
 
 from moe_pack.formats import RunError
 from moe_pack.runtime.policies import PRESETS, Belady, PolicyName, Preset, residency_for
+from moe_pack.runtime.prediction import PredictionName
 from moe_pack.runtime.record import Passes, Record, Request
 from moe_pack.runtime.residency import Array, CacheFacts, Compute, Event, Fetch, Key, Residency
 
@@ -20,6 +21,9 @@ Foretelling = Literal["none", "recorded", "routes", "not replayable"]
 
 # Hit rates so near each other, as shares, that the simpler policy is taken.
 _TIE = 0.002
+# A layer's experts of one token, below which `auto` foretells nothing: foretelling takes longer than reading them. With
+# experts of 110 KB tokens took 7.5% longer (benchmarks/overlap.py, the demo model; Intel Xeon, 2026-11-22).
+_FORETOLD_BYTES = 1 << 20
 # The fewer things a policy does, the earlier: what is preferred among equals.
 _SIMPLEST_FIRST: tuple[PolicyName, ...] = ("lru", "fiddler", "corm", "edgemoe", "importance", "floe")
 
@@ -110,6 +114,18 @@ def auto_policy(passes: Passes, facts: CacheFacts, extent_bytes: Array) -> tuple
     names = [name for name in _SIMPLEST_FIRST if name != "importance" or passes.scores is not None]
     table = {name: replay(passes, facts, extent_bytes, PRESETS[name].alone()) for name in names}
     return best_of(table), table
+
+
+def auto_preset(passes: Passes | None, facts: CacheFacts, extent_bytes: Array) -> Preset:
+    """What `--policy auto` runs: the policy that keeps best on such routes, and what foretells best.
+
+    Without routes to choose by it keeps as EdgeMoE does: layers come in turn, and what was used longest ago is what the
+    next layers need. Measured on synthetic packs (docs/benchmarks.md, "Streaming").
+    """
+    name: PolicyName = "edgemoe" if passes is None else auto_policy(passes, facts, extent_bytes)[0]
+    token_bytes = facts.num_active * int(extent_bytes.max())
+    prediction: PredictionName = "best" if token_bytes >= _FORETOLD_BYTES else "none"
+    return replace(PRESETS[name], prediction=prediction, num_ahead=None, rows_below=0.0, reuse_selector=False)
 
 
 def best_of(table: Mapping[PolicyName, Played]) -> PolicyName:

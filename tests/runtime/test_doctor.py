@@ -54,8 +54,12 @@ def test_every_size_that_the_file_has_room_for_is_measured_in_every_mode(
 def test_the_cpu_is_measured_where_there_are_kernels(measured: tuple[MachineFacts, Watched]) -> None:
     cpu = measured[0].cpu
     assert cpu.cores == num_cpus()
-    rates = [cpu.read_one, cpu.read_all, cpu.experts]
-    assert all(rate is not None and rate > 0 for rate in rates) if is_available() else rates == [None] * 3
+    rates = [cpu.read_one, cpu.read_all]
+    assert all(rate is not None and rate > 0 for rate in rates) if is_available() else rates == [None] * 2
+    assert [one.width for one in cpu.experts] == ([1, 2, 3, 4, 8, 16] if is_available() else [])
+    assert [one.width for one in cpu.dense] == ([4, 8, 16] if is_available() else [])
+    assert all(one.rate > 0 for one in (*cpu.experts, *cpu.dense))
+    assert (cpu.row_s is not None and cpu.row_s >= 0) == is_available()
 
 
 def test_each_measurement_is_announced_with_its_number(measured: tuple[MachineFacts, Watched]) -> None:

@@ -10,16 +10,31 @@ import numpy as np
 import pytest
 
 from moe_pack.formats import RunError
-from moe_pack.runtime import CpuFacts, DriveFacts, LinkFacts, MachineFacts, ReadRate, load_facts, save_facts
+from moe_pack.runtime import (
+    CpuFacts,
+    DriveFacts,
+    FixedCosts,
+    LinkFacts,
+    MachineFacts,
+    ReadRate,
+    WidthRate,
+    load_facts,
+    save_facts,
+)
 from moe_pack.runtime.machine import SizedRate, facts_file
 
 SIZES = [4096 << i for i in range(13)]
 
 
+CPU = CpuFacts(8, "avx2", 1e10, 3e10, (WidthRate(2, 1e10), WidthRate(4, 2e10)), (WidthRate(16, 3e10),), 1e-8)
+FIXED = FixedCosts(1e-4, 2e-4, 3e-5, 4e-5)
+
+
 def drive(curve: list[tuple[int, float]]) -> DriveFacts:
     points = tuple(SizedRate(size, rate) for size, rate in curve)
+    alone = tuple(SizedRate(size, rate / 4) for size, rate in curve)
     best = tuple(ReadRate("pread", size, 4, rate) for size, rate in curve)
-    return DriveFacts("vda", 1 << 30, "pread", 4, points, best)
+    return DriveFacts("vda", 1 << 30, "pread", 4, points, alone, best)
 
 
 def drive_with_cost(read_seconds: float, byte_seconds: float) -> DriveFacts:
@@ -29,7 +44,7 @@ def drive_with_cost(read_seconds: float, byte_seconds: float) -> DriveFacts:
 
 def facts() -> MachineFacts:
     link = LinkFacts("some GPU", 12 << 30, (SizedRate(65536, 4e9), SizedRate(1 << 20, 12e9)))
-    return MachineFacts("2026-11-22", drive([(4096, 1e8), (65536, 1e9)]), CpuFacts(8, "avx2", 1e10, 3e10, 2e10), link)
+    return MachineFacts("2026-11-22", drive([(4096, 1e8), (65536, 1e9)]), CPU, link, FIXED)
 
 
 def test_rates_between_sizes_are_straight_in_both_logarithms() -> None:
@@ -44,6 +59,11 @@ def test_smaller_reads_take_as_long_as_the_smallest_and_larger_ones_go_on_at_the
     assert found.seconds(1, 16) == found.seconds(1, 4096) == pytest.approx(1)
     assert found.seconds(3, 8 * 16384) == pytest.approx(48)
     assert found.seconds(0, 4096) == found.seconds(5, 0) == 0
+
+
+def test_few_reads_take_as_long_as_one_alone_and_many_as_long_as_the_drive_needs() -> None:
+    found = drive([(4096, 4096.0)])  # one alone at a quarter of that rate
+    assert [found.seconds_for_few(n, 4096) for n in (0, 1, 4, 5)] == pytest.approx([0, 4, 4, 5])
 
 
 def test_the_smallest_efficient_read_has_half_of_the_best_rate() -> None:
@@ -114,7 +134,7 @@ def test_facts_are_read_back_as_they_were_kept(tmp_path: Path) -> None:
     assert kept == facts_file(tmp_path / "new" / "folder", tmp_path)
     assert load_facts(tmp_path / "new" / "folder", tmp_path) == facts()
     assert list(kept.parent.iterdir()) == [kept], "nothing else is left"
-    without = MachineFacts("2026-11-23", facts().drive, CpuFacts(1, None, None, None, None), None)
+    without = MachineFacts("2026-11-23", facts().drive, CpuFacts(1, None, None, None, (), (), None), None)
     save_facts(without, kept.parent, tmp_path)
     assert load_facts(kept.parent, tmp_path) == without
 
@@ -136,7 +156,7 @@ def test_a_path_that_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_facts_of_another_version_are_as_good_as_missing(tmp_path: Path) -> None:
     file = save_facts(facts(), tmp_path, tmp_path)
-    file.write_text('{"version": 2, "whatever": 1}')
+    file.write_text('{"version": 1, "whatever": 1}')
     assert load_facts(tmp_path, tmp_path) is None
 
 
@@ -149,7 +169,15 @@ def with_sizes_falling(values: dict[str, Any]) -> None:
 
 
 def with_rate_zero(values: dict[str, Any]) -> None:
-    values["facts"]["cpu"]["experts"] = 0.0
+    values["facts"]["cpu"]["experts"][0]["rate"] = 0.0
+
+
+def without_single_reads(values: dict[str, Any]) -> None:
+    values["facts"]["drive"]["alone"] = []
+
+
+def with_time_gained(values: dict[str, Any]) -> None:
+    values["facts"]["fixed"]["miss_s"] = -1e-6
 
 
 def with_unknown_key(values: dict[str, Any]) -> None:
@@ -161,6 +189,8 @@ def with_unknown_key(values: dict[str, Any]) -> None:
     [
         (without_curve, "drive: curve: found sizes [], expected positive ones, rising"),
         (with_sizes_falling, "drive: curve: found sizes [65536, 4096], expected positive ones, rising"),
+        (without_single_reads, "drive: alone: found sizes [], expected positive ones, rising"),
+        (with_time_gained, "found seconds of less than zero"),
         (with_rate_zero, "found rates or threads of zero or less, expected positive ones"),
         (with_unknown_key, "facts: drive: unknown key 'colour'"),
     ],

@@ -1,0 +1,301 @@
+"""How fast a pack would be, before it exists: bytes fetched and seconds a decoded token, from measured rates.
+
+    token = fixed + dense bytes / rate + sum over layers of (experts / rate, while what is missing is read)
+
+What is missing comes out of a replay of routes with the policy the runtime would take. A prediction is of the steady
+state: tokens decoded one by one, after the cache has filled. Prompts are not predicted.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.convert.machines import Machine, rate_of
+from moe_pack.convert.visits import MAX_AGE, Visits, drawn_passes, visits
+from moe_pack.formats import ExpertLayout, PackLayout, RowLayout, cached_values
+from moe_pack.runtime import (
+    READ_UNIT,
+    BudgetPlan,
+    CacheFacts,
+    DriveFacts,
+    Passes,
+    PolicyName,
+    auto_preset,
+    expert_pages,
+)
+
+Array = NDArray[Any]
+
+USUAL_RECALL = 0.75  # of the next layer's experts, where no profile says: CORM's least
+_DRAWN_TOKENS = 512
+_MOST_TOKENS = 1024  # replayed; more change hit rates by less than routes of another text do
+_WARM_SHARE = 0.25  # of the tokens replayed: they fill the cache
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSeconds:
+    """Where the seconds of a token go. `waiting`: for what is fetched, and is not behind computation."""
+
+    fixed: float
+    dense: float
+    experts: float
+    waiting: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.fixed + self.dense + self.experts + self.waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A decoded token: `fetched_bytes` from the drive or over the link, `read_bytes` of weights in fast memory.
+
+    `hit_rate`: of experts that were there when their router spoke, nothing foretold.
+    """
+
+    policy: PolicyName
+    hit_rate: float
+    fetched_bytes: float
+    read_bytes: float
+    seconds: TokenSeconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of decoding, one token after the other."""
+        return 1 / self.seconds.total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetching:
+    """What visits fetch, by age and expert: float64 [MAX_AGE + 1, L, E].
+
+    `num_bytes`; `seconds` where others are fetched too; `alone`: the least that it takes, were it the only one.
+    """
+
+    num_bytes: Array
+    seconds: Array
+    alone: Array
+
+
+def predict(
+    layout: PackLayout,
+    plan: BudgetPlan,
+    machine: Machine,
+    popularity: Array,
+    sparsity: Array,
+    passes: Passes | None = None,
+    recall: float | None = None,
+    seen_tokens: int = 0,
+) -> Prediction:
+    """How fast a pack of this layout decodes on the CPU inside a budget.
+
+    Args:    popularity: [L, E], any unit.   sparsity: [L, E], the share of neurons that do not run.   passes: routes to
+             replay, of text not used for calibration; without, independent draws from `popularity`.   recall: how many
+             of the next layer's experts the best predictor foretells; None where no profile says it.   seen_tokens:
+             that are in the key-value cache.
+    Not modelled: that neighbouring neurons run together more often than others; tokens that attend to a window.
+    """
+    assert machine.kind == "cpu", "of the tiers below a card `gpu_budget` knows"
+    k = layout.spec.router.num_experts_per_tok
+    facts = CacheFacts(
+        expert_pages(layout, plan.page_bytes),
+        plan.num_pages,
+        k,
+        (popularity / popularity.sum(axis=1, keepdims=True)).astype(np.float32),
+    )
+    extents = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts])
+    preset = auto_preset(passes, facts, extents)
+    routed = drawn_passes(popularity, k, _DRAWN_TOKENS) if passes is None else passes
+    routed = Passes(routed.routes[:_MOST_TOKENS], routed.chunks[:_MOST_TOKENS], None, routed.popularity)
+    found = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)))
+    running = 1.0 - sparsity
+    fetching = fetched_from_drive(layout, running, machine.drive, plan.page_bytes)
+    foretold = 0.0 if preset.prediction == "none" else USUAL_RECALL if recall is None else recall
+    return _prediction(layout, machine, running, found, fetching, foretold, preset.name, seen_tokens)
+
+
+def expert_seconds(expert: ExpertLayout, running: float, machine: Machine) -> tuple[float, float]:
+    """What an expert with this share of its neurons running takes to compute for one token; and the bytes it reads."""
+    seconds = num_bytes = 0.0
+    for rows, share in ((expert.selector, 1.0), (expert.records, running)):
+        if rows is None:
+            continue
+        num_rows = share * expert.num_rows
+        num_bytes += num_rows * rows.row_bytes
+        seconds += num_rows * sum(_row_seconds(rows, machine))
+    return seconds, num_bytes
+
+
+def _row_seconds(rows: RowLayout, machine: Machine) -> list[float]:
+    """Of each of a row's parts; its CRC and padding, which lie beside them, are shared out."""
+    of_parts = sum(part.num_bytes for part in rows.parts)
+    scale = rows.row_bytes / of_parts
+    return [
+        scale * part.num_bytes / rate_of(machine.expert_rates, part.format.width) + machine.row_s for part in rows.parts
+    ]
+
+
+def dense_seconds(layout: PackLayout, machine: Machine, seen_tokens: int) -> tuple[float, float]:
+    """What all but the routed experts takes for one token, and the bytes it reads.
+
+    Of the embedding one row is read, unless it is the head too.
+    """
+    seconds = num_bytes = 0.0
+    for dense in layout.dense:
+        if dense.role.name == "embed" and not layout.spec.tied_head:
+            continue
+        width = dense.rows.parts[0].format.width if dense.rows else {"F32": 32}.get(dense.dtype, 16)
+        rate = machine.memory_rate if width == 32 else rate_of(machine.dense_rates, width)
+        seconds += dense.entry.num_bytes / rate
+        num_bytes += dense.entry.num_bytes
+    cached = 4 * cached_values(layout.spec) * seen_tokens
+    return seconds + cached / machine.memory_rate, num_bytes + cached
+
+
+def fetched_from_drive(layout: PackLayout, running: Array, drive: DriveFacts, page_bytes: int) -> Fetching:
+    """What the engine reads of experts: whole, or selectors and running rows where those pay (`Engine`'s cutover).
+
+    Args:    running: [L, E], the share of neurons that run.   page_bytes: the longest read.
+    """
+    kinds = {(e.records.row_bytes, e.num_rows, e.records_bytes) for layer in layout.experts for e in layer}
+    cutover = min(drive.cutover(*kind) for kind in kinds)
+    gap_blocks = drive.gap_bytes() // READ_UNIT
+    shape = (MAX_AGE + 1, *running.shape)
+    fetching = Fetching(np.zeros(shape), np.zeros(shape), np.zeros(shape))
+    known: dict[tuple[ExpertLayout, float, bool], Array] = {}
+    for l, layer in enumerate(layout.experts):
+        by_rows = bool(running[l].mean() < cutover)
+        for e, expert in enumerate(layer):
+            share = float(running[l, e])
+            key = (expert, share, by_rows and share < 1 and expert.selector is not None)
+            if key not in known:
+                known[key] = _by_rows(expert, share, drive, gap_blocks) if key[2] else _whole(expert, drive, page_bytes)
+            fetching.num_bytes[:, l, e], fetching.seconds[:, l, e], fetching.alone[:, l, e] = known[key]
+    return fetching
+
+
+def _whole(expert: ExpertLayout, drive: DriveFacts, page_bytes: int) -> Array:
+    """Bytes, seconds and seconds alone at each age, [3, ages], of an expert that is read as it is."""
+    num_bytes = ceil(expert.num_bytes / READ_UNIT) * READ_UNIT
+    size = min(num_bytes, page_bytes)
+    table = np.zeros((3, MAX_AGE + 1))
+    table[:, 0] = num_bytes, drive.seconds(num_bytes / size, size), drive.seconds_for_few(num_bytes / size, size)
+    return table
+
+
+def _by_rows(expert: ExpertLayout, share: float, drive: DriveFacts, gap_blocks: int) -> Array:
+    """The same of one whose selector comes first, and at each visit the rows that run and are not there yet.
+
+    Meaning: neurons run independently; rows that n visits have asked for are 1 - (1 - share)^n of all.
+    """
+    assert expert.selector is not None, "what has none is read whole"
+    table = np.zeros((3, MAX_AGE + 1))
+    table[:, 0] = (
+        expert.selector_bytes,
+        drive.seconds(1, expert.selector_bytes),
+        drive.seconds_for_few(1, expert.selector_bytes),
+    )
+    row_bytes = expert.records.row_bytes
+    rows_in_block = (READ_UNIT + row_bytes) / row_bytes  # that begin in it, or end
+    num_blocks = expert.records_bytes / READ_UNIT
+    ages = np.arange(MAX_AGE + 2)
+    touched = _bridged(1 - (1 - share) ** (rows_in_block * ages), gap_blocks)
+    table[0] += READ_UNIT * num_blocks * np.diff(touched)
+    for age in range(MAX_AGE + 1):
+        seconds = drive.seconds_for_rows(share * (1 - share) ** age, row_bytes, expert.num_rows)
+        table[1:, age] += seconds
+    return table
+
+
+def _bridged(touched: Array, gap_blocks: int) -> Array:
+    """The share of blocks that is read where a share is wanted, and up to `gap_blocks` between two are read over.
+
+    Meaning: blocks are wanted independently; of the others, those in gaps of up to g are 1 - (1 - q)^g * (1 + g q).
+    """
+    over = 1 - (1 - touched) ** gap_blocks * (1 + gap_blocks * touched)
+    return np.where(touched > 0, touched + (1 - touched) * over, 0.0)
+
+
+def _prediction(
+    layout: PackLayout,
+    machine: Machine,
+    running: Array,
+    found: Visits,
+    fetching: Fetching,
+    foretold: float,
+    policy: PolicyName,
+    seen_tokens: int,
+) -> Prediction:
+    L = len(layout.experts)
+    computing, reading = _expert_table(layout, running, machine)
+    dense_s, dense_bytes = dense_seconds(layout, machine, seen_tokens)
+    k, fixed = layout.spec.router.num_experts_per_tok, machine.fixed
+    num_layers, num_tokens = layout.spec.num_hidden_layers, max(found.num_tokens, 1)
+    fixed_s = fixed.token_s + num_layers * fixed.layer_s + L * k * fixed.expert_s
+    misses = float((found.ages == 0).sum()) / num_tokens
+    beside = fixed.layer_s + dense_s / num_layers  # between a layer's experts and the next one's
+    waiting = waited(found, computing + fixed.expert_s, fetching, foretold, beside)
+    fetched = float(fetching.num_bytes.reshape(MAX_AGE + 1, -1)[found.ages, found.keys].sum()) / num_tokens
+    return Prediction(
+        policy=policy,
+        hit_rate=found.hit_rate,
+        # What is foretold wrongly is read beside, as often as what is foretold is missing.
+        fetched_bytes=fetched * (1 + (1 - foretold) * (foretold > 0)),
+        read_bytes=float(reading.ravel()[found.keys].sum()) / num_tokens + dense_bytes,
+        seconds=TokenSeconds(
+            fixed_s + misses * fixed.miss_s,
+            dense_s,
+            float(computing.ravel()[found.keys].sum()) / num_tokens,
+            waiting / num_tokens,
+        ),
+    )
+
+
+def _expert_table(layout: PackLayout, running: Array, machine: Machine) -> tuple[Array, Array]:
+    """`expert_seconds` of all experts: seconds and bytes, float64 [L, E]."""
+    known: dict[tuple[ExpertLayout, float], tuple[float, float]] = {}
+    computing, reading = np.zeros(running.shape), np.zeros(running.shape)
+    for l, layer in enumerate(layout.experts):
+        for e, expert in enumerate(layer):
+            key = (expert, float(running[l, e]))
+            if key not in known:
+                known[key] = expert_seconds(expert, key[1], machine)
+            computing[l, e], reading[l, e] = known[key]
+    return computing, reading
+
+
+def waited(found: Visits, computing: Array, fetching: Fetching, foretold: float, beside: float) -> float:
+    """Seconds that all tokens together wait for what they fetch.
+
+    Meaning: of a layer's m reads, R seconds together, the i-th has come after i R / m; what was there is computed
+             meanwhile, then each as it comes:   end = max(H + M, R + M / m, R / m + M),   wait = end - H - M,
+             H and M being the computing of what was there and of what was missing. Of what is foretold the reads go on
+             through all of the layer before: it waits for what of R does not fit into that.
+    Args:    beside: seconds of a layer that are not of its experts.
+    """
+    if not len(found.steps):
+        return 0.0
+    num_steps = int(found.steps.max()) + 1
+    cells = (found.ages, found.keys)
+    ages = len(fetching.seconds)
+
+    def summed(values: Array) -> Array:
+        return np.bincount(found.steps, values, num_steps)
+
+    seconds = fetching.seconds.reshape(ages, -1)[cells]
+    is_late = seconds > 0
+    num_late, read = summed(is_late), summed(seconds)
+    alone = np.zeros(num_steps)
+    np.maximum.at(alone, found.steps, fetching.alone.reshape(ages, -1)[cells])
+    read = np.maximum(read, alone)
+    compute = computing.ravel()[found.keys]
+    all_of_it, late = summed(compute), summed(compute * is_late)
+    m = np.maximum(num_late, 1)
+    end = np.maximum(all_of_it, np.maximum(read + late / m, read / m + late))
+    at_once = np.where(num_late > 0, end - all_of_it, 0.0)
+    ahead = np.maximum(foretold * read - (all_of_it + beside), 0.0)
+    return float((ahead + (1 - foretold) * at_once).sum())

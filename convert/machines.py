@@ -1,0 +1,55 @@
+"""The machine a plan is for: the rates that a cost model reckons with, measured by `doctor` or taken from a card."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_pack.formats import RunError
+from moe_pack.runtime import DriveFacts, FixedCosts, MachineFacts, ReadRate, SizedRate, WidthRate
+
+USUAL_LINK_RATE = 16e9  # bytes a second: half of PCIe 4.0 x16, or what 3.0 x16 has at most
+USUAL_DRIVE_RATE = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What computes, and what it fetches from. Rates are bytes a second.
+
+    `expert_rates`, `dense_rates`: matrices multiplied for one token, by width.   `row_s`: beside that, of each row of
+    an expert.   `memory_rate`: fast memory read.   `link_rate`: from host memory to the card; None on the CPU, whose
+    experts come from the drive.   `ram_bytes`: of host memory for a pack; the rest of it stays on the drive.
+    """
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    expert_rates: tuple[WidthRate, ...]
+    dense_rates: tuple[WidthRate, ...]
+    row_s: float
+    memory_rate: float
+    fixed: FixedCosts
+    drive: DriveFacts
+    link_rate: float | None = None
+    ram_bytes: int | None = None
+
+
+def machine_of_cpu(facts: MachineFacts) -> Machine:
+    """This machine's CPU tier, as `doctor` measured it.
+
+    Raises:  RunError if the native kernels or the fixed costs were not measured.
+    """
+    cpu = facts.cpu
+    if not cpu.experts or cpu.read_all is None or cpu.row_s is None or facts.fixed is None:
+        raise RunError("doctor: how fast experts are computed was not measured; run moe-pack doctor with kernels built")
+    name = f"CPU, {cpu.cores} cores, {cpu.instruction_set}"
+    return Machine("cpu", name, cpu.experts, cpu.dense, cpu.row_s, cpu.read_all, facts.fixed, facts.drive)
+
+
+def steady_drive(rate: float) -> DriveFacts:
+    """A drive that reads at this rate, whatever is asked: where none was measured."""
+    point = SizedRate(4096, rate)
+    # Below 4 KiB a read takes as long as one of that size, above the rate stays.
+    return DriveFacts(None, 0, "pread", 1, (point,), (point,), (ReadRate("pread", 4096, 1, rate),))
+
+
+def rate_of(rates: tuple[WidthRate, ...], width: int) -> float:
+    """The rate at a width; of one that was not measured, that of the nearest in bits, of equals the wider."""
+    return min(rates, key=lambda one: (abs(one.width - width), -one.width)).rate

@@ -1,0 +1,176 @@
+"""The cost model: waiting against a simulation, rows against draws, bytes against the engine's count, the rest."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import DEMO_MODEL, pack
+from streaming import budget_for
+
+from moe_pack.convert.cost_model import Fetching, dense_seconds, expert_seconds, fetched_from_drive, predict, waited
+from moe_pack.convert.machines import Machine, steady_drive
+from moe_pack.convert.visits import MAX_AGE, Visits
+from moe_pack.formats import BF16, Pack, PackLayout, cached_values, dense_roles, model_spec, pack_layout, part_format
+from moe_pack.formats import uniform_plan as plan_of
+from moe_pack.runtime import (
+    Engine,
+    EngineOptions,
+    FixedCosts,
+    Passes,
+    StreamingWeights,
+    WidthRate,
+    divide_budget,
+    read_record,
+)
+
+FREE = FixedCosts(0.0, 0.0, 0.0, 0.0)
+
+
+def machine(fixed: FixedCosts = FREE, row_s: float = 0.0, drive_rate: float = 1e9) -> Machine:
+    rates = (WidthRate(2, 2e9), WidthRate(4, 4e9), WidthRate(16, 16e9))
+    return Machine("cpu", "made up", rates, rates, row_s, 1e10, fixed, steady_drive(drive_rate))
+
+
+def layout(selector_width: int = 4, record_width: int = 4) -> PackLayout:
+    spec = model_spec(str(DEMO_MODEL))
+    parts = [BF16 if width == 16 else part_format(width, 64) for width in (selector_width, record_width)]
+    return pack_layout(spec, plan_of(spec, "up", *parts), ["BF16"] * len(dense_roles(spec)))
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model at 4 bit, every neuron running; not to be changed."""
+    folder = tmp_path_factory.mktemp("demo") / "packed"
+    pack(DEMO_MODEL, folder, group=64)
+    return folder
+
+
+def simulated(reads: list[float], computing: list[float], is_late: list[bool]) -> float:
+    """When a layer ends whose reads follow each other evenly, and which computes what is there, then what comes."""
+    now = sum(c for c, late in zip(computing, is_late, strict=True) if not late)
+    late_ones = [c for c, late in zip(computing, is_late, strict=True) if late]
+    for number, seconds in enumerate(late_ones):
+        now = max(now, sum(reads) * (number + 1) / len(late_ones)) + seconds
+    return now
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_layer_waits_as_long_as_a_simulation_of_its_reads(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    m, h = int(rng.integers(0, 4)), int(rng.integers(0, 4))
+    compute, read = float(rng.uniform(0.1, 2)), rng.uniform(0.1, 2, m)
+    keys = np.arange(m + h)
+    ages = np.array([0] * m + [3] * h, np.int64)
+    seconds = np.zeros((MAX_AGE + 1, 1, max(m + h, 1)))
+    seconds[0, 0, :m] = read
+    fetching = Fetching(seconds, seconds, np.zeros_like(seconds))
+    found = Visits(1, np.zeros(m + h, np.int64), keys, ages)
+    table = np.full((1, max(m + h, 1)), compute)
+    end = simulated(read.tolist(), [compute] * (m + h), [True] * m + [False] * h)
+    assert waited(found, table, fetching, 0.0, 0.0) == pytest.approx(end - compute * (m + h), abs=1e-12)
+
+
+def test_what_is_all_foretold_waits_for_what_a_layer_does_not_hide() -> None:
+    seconds = np.zeros((MAX_AGE + 1, 1, 2))
+    seconds[0] = 5.0
+    fetching = Fetching(seconds, seconds, seconds)
+    found = Visits(1, np.zeros(2, np.int64), np.arange(2), np.zeros(2, np.int64))
+    assert waited(found, np.full((1, 2), 1.5), fetching, 1.0, 2.0) == pytest.approx(10 - (3 + 2))
+    assert waited(found, np.full((1, 2), 1.5), fetching, 1.0, 20.0) == 0
+
+
+def test_one_read_takes_no_less_than_it_takes_alone() -> None:
+    shape = (MAX_AGE + 1, 1, 1)
+    found = Visits(1, np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
+    fetching = Fetching(np.full(shape, 8.0), np.full(shape, 1.0), np.full(shape, 4.0))
+    assert waited(found, np.zeros((1, 1)), fetching, 0.0, 0.0) == 4.0
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1])
+def test_running_rows_read_as_many_blocks_as_draws_of_them_at_the_first_visit_and_the_third(share: float) -> None:
+    """Independent neurons; blocks that are there already are not read again, and none is read over."""
+    made = layout(2, 16)
+    expert, num_blocks = made.experts[0][0], made.experts[0][0].records_bytes // 4096
+    running = np.full((4, 8), share)
+    # A drive on which every read costs its bytes alone: rows pay, gaps do not.
+    fetching = fetched_from_drive(made, running, steady_drive(1e9), 1 << 20)
+    rng, row_bytes = np.random.default_rng(0), expert.records.row_bytes
+    read = np.zeros(3)
+    for _ in range(400):
+        here = np.zeros(num_blocks + 1, bool)
+        for visit in range(3):
+            rows = np.flatnonzero(rng.random(expert.num_rows) < share)
+            wanted = np.zeros_like(here)
+            for row in rows.tolist():
+                wanted[row * row_bytes // 4096 : ((row + 1) * row_bytes - 1) // 4096 + 1] = True
+            read[visit] += (wanted & ~here).sum()
+            here |= wanted
+    first, _, third = fetching.num_bytes[:3, 0, 0]
+    assert first - expert.selector_bytes == pytest.approx(4096 * read[0] / 400, rel=0.06)
+    assert third == pytest.approx(4096 * read[2] / 400, rel=0.12, abs=1500)
+
+
+def test_what_all_runs_is_read_whole_and_once() -> None:
+    made = layout()
+    fetching = fetched_from_drive(made, np.ones((4, 8)), steady_drive(1e9), 1 << 20)
+    whole = -(-made.experts[0][0].num_bytes // 4096) * 4096
+    assert set(fetching.num_bytes[0].ravel().tolist()) == {whole}
+    assert not fetching.num_bytes[1:].any()
+
+
+def test_an_expert_takes_its_parts_bytes_by_the_rate_of_their_width_and_its_rows() -> None:
+    """By hand, f = 448: up rows of 2 bit, records of bfloat16 gate and down, a quarter of which run."""
+    expert = layout(2, 16).experts[0][0]
+    assert expert.selector is not None and (expert.selector.row_bytes, expert.records.row_bytes) == (48, 528)
+    seconds, num_bytes = expert_seconds(expert, 0.25, machine(row_s=1e-6))
+    assert num_bytes == 448 * 48 + 112 * 528
+    assert seconds == pytest.approx(448 * (48 / 2e9 + 1e-6) + 112 * (528 / 16e9 + 2e-6))
+
+
+def test_all_dense_matrices_are_read_but_one_row_of_the_embedding() -> None:
+    made = layout()
+    entries = {dense.role.name: dense.entry.num_bytes for dense in made.dense}
+    seconds, num_bytes = dense_seconds(made, machine(), 10)
+    tied = made.spec.tied_head
+    dense = sum(entries.values()) - (0 if tied else entries["embed"])
+    cache = 4 * cached_values(made.spec) * 10
+    assert num_bytes == dense + cache
+    assert seconds == pytest.approx(dense / 16e9 + cache / 1e10)
+
+
+def test_bytes_of_a_token_are_those_that_the_engine_counted_on_the_same_routes(packed: Path, tmp_path: Path) -> None:
+    ids = torch.randint(0, 4000, (160,), generator=torch.Generator().manual_seed(1)).tolist()
+    record = tmp_path / "routes.safetensors"
+    with Pack(packed) as held:
+        budget = budget_for(held, 12, 160)
+        options = EngineOptions(budget_bytes=budget, record=record, kernels="portable")
+        with Engine(held, options, 160) as engine:
+            counts = engine.weights
+            assert isinstance(counts, StreamingWeights)
+            for token in ids[:40]:
+                engine.decoder.next_logits([token])
+            before = counts.decode.asked_bytes
+            for token in ids[40:]:
+                engine.decoder.next_logits([token])
+            asked = (counts.decode.asked_bytes - before) / 120
+        run = read_record(record).passes
+        plan = divide_budget(held.layout, budget, 160, 0)
+        popularity = np.ones((4, 8))
+        alike = Passes(run.routes, run.chunks, None, np.ones((4, 8), "<f4"))
+        found = predict(held.layout, plan, machine(), popularity, np.zeros((4, 8)), alike)
+    assert 0 < found.hit_rate < 1
+    assert found.fetched_bytes == pytest.approx(asked, rel=0.1)  # auto chooses by these routes, the run had none
+
+
+def test_more_memory_is_never_slower_and_all_of_it_waits_for_nothing() -> None:
+    made, popularity = layout(), np.random.default_rng(0).dirichlet(np.ones(8), 4)
+    fixed = FixedCosts(1e-4, 1e-5, 1e-6, 1e-5)
+    rates = []
+    for mebibytes in (9, 10, 11, 12, 1000):
+        plan = divide_budget(made, mebibytes << 20, 64, 0)
+        found = predict(made, plan, machine(fixed, drive_rate=1e8), popularity, np.zeros((4, 8)))
+        rates.append(found.tokens_per_second)
+    assert rates == sorted(rates) and rates[0] < rates[-1]
+    assert (found.fetched_bytes, found.hit_rate, found.seconds.waiting) == (0, 1, 0)
+    assert found.seconds.fixed == pytest.approx(1e-4 + 4 * (1e-5 + 2 * 1e-6))

@@ -1,0 +1,61 @@
+"""What routers find in fast memory: the same as replay counts, and draws as popular as they should be."""
+
+import numpy as np
+import pytest
+
+from moe_pack.convert.visits import MAX_AGE, drawn_passes, visits
+from moe_pack.runtime import PRESETS, CacheFacts, Passes, PolicyName, replay
+
+L, E, K = 3, 6, 2
+POPULARITY = np.random.default_rng(3).dirichlet(np.ones(E), L)
+
+
+def facts(num_pages: int) -> CacheFacts:
+    pages = np.random.default_rng(4).integers(1, 3, (L, E))
+    return CacheFacts(pages, num_pages, K, POPULARITY.astype(np.float32))
+
+
+def passes() -> Passes:
+    return drawn_passes(POPULARITY, K, 60, seed=1)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("num_pages", [5, 12])
+def test_hits_and_bytes_are_those_that_replay_counts(name: PolicyName, num_pages: int) -> None:
+    preset, routed = PRESETS[name].alone(), passes()
+    extents = np.random.default_rng(5).integers(1000, 2000, (L, E))
+    found = visits(routed, facts(num_pages), preset, 0)
+    played = replay(routed, facts(num_pages), extents, preset).decode
+    # What a policy places is there from the start, and was brought in by nobody.
+    placed = name == "fiddler"
+    assert len(found.keys) == played.num_needed == 60 * L * K
+    assert placed or found.hit_rate == played.hit_rate
+    assert placed or int(extents.ravel()[found.keys[found.ages == 0]].sum()) == played.bytes_fetched
+
+
+def test_where_all_have_room_each_finds_what_has_long_been_there() -> None:
+    found = visits(passes(), facts(1000), PRESETS["lru"], 10)
+    assert found.hit_rate == 1 and found.num_tokens == 50
+    assert set(found.ages.tolist()) == {MAX_AGE}
+    routed = passes().routes[10:]
+    cells = [(t * L + l, l * E + int(e)) for t in range(50) for l in range(L) for e in routed[t, l]]
+    assert sorted(zip(found.steps.tolist(), found.keys.tolist(), strict=True)) == sorted(cells)
+
+
+def test_ages_count_visits_since_an_expert_was_brought_in() -> None:
+    """By hand: one layer, room for one expert, one expert a token: 0 0 1 0 0 0."""
+    routed = Passes(np.array([[[e]] for e in (0, 0, 1, 0, 0, 0)], "<u2"), np.ones(6, np.uint32), None, np.ones((1, 2)))
+    one_page = CacheFacts(np.ones((1, 2), np.int64), 1, 1, np.ones((1, 2), np.float32))
+    assert visits(routed, one_page, PRESETS["lru"], 0).ages.tolist() == [0, 1, 0, 0, 1, 2]
+
+
+def test_one_expert_is_drawn_as_often_as_it_is_popular() -> None:
+    drawn = drawn_passes(POPULARITY, 1, 20_000).routes
+    shares = [np.bincount(drawn[:, l, 0], minlength=E) / len(drawn) for l in range(L)]
+    np.testing.assert_allclose(shares, POPULARITY, atol=0.015)  # 4 deviations of 20,000 draws
+
+
+def test_a_token_never_draws_an_expert_twice_nor_one_that_is_never_chosen() -> None:
+    never = np.array([[0.0, 1.0, 1.0, 1.0]])
+    drawn = drawn_passes(never, 3, 50).routes
+    assert np.sort(drawn, axis=2).tolist() == [[[1, 2, 3]]] * 50
