@@ -50,15 +50,17 @@ class TokenSeconds:
         return self.fixed + self.dense + self.experts + self.waiting
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
     """A decoded token: `fetched_bytes` from the drive or over the link, `read_bytes` of weights in fast memory.
 
-    `hit_rate`: of experts that were there when their router spoke, nothing foretold.
+    `hit_rate`: of experts that were there when their router spoke, nothing foretold.   `misses`: float64 [L, E], how
+    often a token finds the expert missing.
     """
 
     policy: PolicyName
     hit_rate: float
+    misses: Array
     fetched_bytes: float
     read_bytes: float
     seconds: TokenSeconds
@@ -236,18 +238,19 @@ def _prediction(
     k, fixed = layout.spec.router.num_experts_per_tok, machine.fixed
     num_layers, num_tokens = layout.spec.num_hidden_layers, max(found.num_tokens, 1)
     fixed_s = fixed.token_s + num_layers * fixed.layer_s + L * k * fixed.expert_s
-    misses = float((found.ages == 0).sum()) / num_tokens
+    missed = np.bincount(found.keys[found.ages == 0], minlength=running.size).reshape(running.shape) / num_tokens
     beside = fixed.layer_s + dense_s / num_layers  # between a layer's experts and the next one's
     waiting = waited(found, computing + fixed.expert_s, fetching, foretold, beside)
     fetched = float(fetching.num_bytes.reshape(MAX_AGE + 1, -1)[found.ages, found.keys].sum()) / num_tokens
     return Prediction(
         policy=policy,
         hit_rate=found.hit_rate,
+        misses=missed,
         # What is foretold wrongly is read beside, as often as what is foretold is missing.
         fetched_bytes=fetched * (1 + (1 - foretold) * (foretold > 0)),
         read_bytes=float(reading.ravel()[found.keys].sum()) / num_tokens + dense_bytes,
         seconds=TokenSeconds(
-            fixed_s + misses * fixed.miss_s,
+            fixed_s + float(missed.sum()) * fixed.miss_s,
             dense_s,
             float(computing.ravel()[found.keys].sum()) / num_tokens,
             waiting / num_tokens,

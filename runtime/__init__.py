@@ -7,6 +7,7 @@ from moe_pack.runtime.budget import (
     expert_pages,
     page_sizes,
     routing_bytes,
+    least_budget,
     whole_bytes,
     workspace_bytes,
 )
@@ -175,6 +176,7 @@ __all__ = [
     "run_expert",
     "run_unrouted",
     "save_facts",
+    "least_budget",
     "whole_bytes",
     "workspace_bytes",
     "write_routing",

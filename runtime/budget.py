@@ -107,6 +107,15 @@ def divide_budget(
     return BudgetPlan(budget_bytes, dense, cache, workspace, predictor_bytes, page_bytes, head_bytes, num_pages, chunk)
 
 
+def least_budget(layout: PackLayout, context_tokens: int, predictor_bytes: int) -> int:
+    """The smallest budget that `divide_budget` divides: the shortest forward passes, and room for the largest expert."""
+    page_bytes, head_bytes = page_sizes(layout)
+    largest = int(expert_pages(layout, page_bytes).max()) * (page_bytes + head_bytes)
+    cache = 4 * cached_values(layout.spec) * context_tokens
+    workspace = workspace_bytes(layout.spec, LEAST_PREFILL_TOKENS)
+    return layout.dense_file.num_bytes + cache + workspace + predictor_bytes + largest
+
+
 def whole_bytes(layout: PackLayout, context_tokens: int, predictor_bytes: int) -> int:
     """The least budget with room for all experts, and for the longest forward passes."""
     page_bytes, head_bytes = page_sizes(layout)
