@@ -7,7 +7,8 @@
 # make bench  the figures of docs/benchmarks.md; make bench-cpu  those of the native kernels alone;
 #             make bench-streaming  those of packs larger than memory, with 20 GB in BENCH_PACKS (as root: it makes
 #             memory cgroups and empties the page cache);
-#             each with LLAMA_PYTHON=python (one that has llama_cpp and gguf) beside llama.cpp
+#             each with LLAMA_PYTHON=python (one that has llama_cpp and gguf) beside llama.cpp; with SMALL_MODEL=folder
+#             (rows of multiples of 256 weights, which llama.cpp's types can hold) plans of equal bytes for it too
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -73,6 +74,9 @@ bench: families bench-cpu bench-streaming ablate
 	$(BIN)/python benchmarks/thresholds_hold.py
 	$(BIN)/python benchmarks/floe_orderings.py
 	$(BIN)/python benchmarks/added_sensitivities.py
+	$(BIN)/python benchmarks/equal_bytes.py
+	$(if $(SMALL_MODEL),$(BIN)/python benchmarks/equal_bytes.py --model $(SMALL_MODEL) \
+	    $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON)))
 	$(BIN)/python benchmarks/profile_speed.py
 	$(BIN)/python benchmarks/profile_memory.py
 	$(BIN)/python benchmarks/policy_table.py

@@ -12,7 +12,7 @@ predicted is outside 0.7 to 1.4, at any sum and level, or if the pack's KL is an
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,36 +20,16 @@ from typing import Any
 import click
 import numpy as np
 import torch
+from judge import Judge
+from memory_weights import MemoryWeights
 from numpy.typing import NDArray
 from thresholds_hold import Silent
-from torch import Tensor
 from tqdm import tqdm
 
-from moe_pack.calib import Profile, ProfileOptions, RowQuantizer, Sensitivity, Tokens, make_profile, read_tokens
+from moe_pack.calib import Profile, ProfileOptions, Sensitivity, Tokens, make_profile, read_tokens
 from moe_pack.convert import convert
-from moe_pack.formats import (
-    MATRICES,
-    Checkpoint,
-    ExpertFormat,
-    ModelSpec,
-    Pack,
-    Plan,
-    Selector,
-    part_format,
-    uniform_dense,
-)
-from moe_pack.formats.codecs import decode_part
-from moe_pack.runtime import (
-    CheckpointWeights,
-    Decoder,
-    Expert,
-    FolderFiles,
-    Kernels,
-    Matrix,
-    NeuronBlock,
-    PackWeights,
-    Text,
-)
+from moe_pack.formats import MATRICES, Checkpoint, ExpertFormat, ModelSpec, Pack, Plan, part_format, uniform_dense
+from moe_pack.runtime import CheckpointWeights, Decoder, FolderFiles, PackWeights, Text
 
 _TESTS = Path(__file__).parents[1] / "tests"
 _GROUP = 64
@@ -97,84 +77,6 @@ def random_widths(
         if abs(moved) < abs(excess) or generator.random() < 0.02:  # away, lest no move is left
             held[place], excess = width, moved
     return widths
-
-
-class RoundedWeights:
-    """The original's weights, in memory, every expert's matrix at the width that `widths` [L, E, 3] says."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.spec: ModelSpec = checkpoint.spec
-        self.selector: Selector = "none"
-        self.kernels: Kernels | None = None
-        self.widths: Widths = np.zeros(0, np.int64)
-        self._source = CheckpointWeights(checkpoint)
-        self._vectors: dict[str, Tensor] = {}
-        self._matrices: dict[str, Matrix] = {}
-        shape = (len(self.spec.moe_layers), self.spec.router.num_experts)
-        places = tqdm(list(np.ndindex(shape)), desc="quantizing", disable=None)
-        self._rounded = {(l, e): self._round(l, e) for l, e in places}
-
-    def _round(self, layer_idx: int, expert: int) -> list[dict[int, Tensor]]:
-        """Gate, up and down of an expert, float32 [f, d], by width."""
-        blocks = list(self._source.expert(layer_idx, expert).blocks())
-        gates = [block.gate for block in blocks if block.gate is not None]
-        assert len(gates) == len(blocks), "experts have three matrices"
-        whole = (torch.cat(gates), torch.cat([block.up for block in blocks]), torch.cat([b.down for b in blocks]))
-        return [{width: _rounded(weights, width) for width in _WIDTHS} for weights in whole]
-
-    def vector(self, role: str) -> Tensor:
-        """A norm's weight or a bias, float32 [n]."""
-        if role not in self._vectors:
-            self._vectors[role] = self._source.vector(role)
-        return self._vectors[role]
-
-    def matrix(self, role: str) -> Matrix:
-        """A dense matrix by its role."""
-        if role not in self._matrices:
-            self._matrices[role] = self._source.load(role)
-        return self._matrices[role]
-
-    def expert(self, layer_idx: int, expert: int) -> Expert:
-        """An expert as the widths have it."""
-        held = zip(self._rounded[layer_idx, expert], self.widths[layer_idx, expert].tolist(), strict=True)
-        return _RoundedExpert(NeuronBlock(*(rounded[width] for rounded, width in held)))
-
-    def threshold(self, layer_idx: int, expert: int) -> float:
-        """Zero: every neuron runs."""
-        return 0.0
-
-
-class _RoundedExpert:
-    def __init__(self, block: NeuronBlock) -> None:
-        self._block = block
-
-    def blocks(self) -> Iterator[NeuronBlock]:
-        yield self._block
-
-
-def _rounded(weights: Tensor, width: int) -> Tensor:
-    part, num_cols = part_format(width, _GROUP), weights.shape[1]
-    return decode_part(part, num_cols, RowQuantizer(part, num_cols, "hqq").encode(weights))
-
-
-class Judge:
-    """Measures decoders against the original's predictions for the sequences of a text, which it keeps."""
-
-    def __init__(self, source: Decoder, tokens: Tokens) -> None:
-        self._sequences: list[list[int]] = tokens.sequences.tolist()
-        self._expected = [self._log_probabilities(source, ids) for ids in self._sequences]
-        self._chances = [held.exp() for held in self._expected]
-
-    def kl(self, decoder: Decoder) -> float:
-        """The mean KL divergence from the original, nats a token."""
-        total = 0.0
-        for ids, expected, chances in zip(self._sequences, self._expected, self._chances, strict=True):
-            total += float((chances * (expected - self._log_probabilities(decoder, ids))).sum())
-        return total / sum(map(len, self._sequences))
-
-    def _log_probabilities(self, decoder: Decoder, ids: list[int]) -> Tensor:
-        decoder.reset()
-        return decoder.logits(ids).log_softmax(dim=1)
 
 
 def plan_of(widths: Widths, spec: ModelSpec) -> Plan:
@@ -235,12 +137,12 @@ def measure_plans(
 ) -> tuple[dict[float, list[float]], float]:
     """The KL divergences of plans; that of the first one's pack, made in `folder`."""
     judge = Judge(Decoder(CheckpointWeights(checkpoint), _SEQUENCE_LENGTH), unseen)
-    weights = RoundedWeights(checkpoint)
+    weights = MemoryWeights(checkpoint)
     decoder = Decoder(weights, _SEQUENCE_LENGTH)
     measured: dict[float, list[float]] = {mean: [] for mean in plans}
     ordered = [(mean, widths) for mean, held in plans.items() for widths in held]
     for mean, widths in tqdm(ordered, desc="plans", disable=None):
-        weights.widths = widths
+        weights.round_to(plan_of(widths, checkpoint.spec))
         measured[mean].append(judge.kl(decoder))
     return measured, pack_kl(checkpoint, ordered[0][1], judge, folder)
 
