@@ -108,7 +108,7 @@ def divide_budget(
 
 
 def least_budget(layout: PackLayout, context_tokens: int, predictor_bytes: int) -> int:
-    """The smallest budget that `divide_budget` divides: the shortest forward passes, and room for the largest expert."""
+    """The smallest budget that `divide_budget` divides: shortest forward passes, and room for the largest expert."""
     page_bytes, head_bytes = page_sizes(layout)
     largest = int(expert_pages(layout, page_bytes).max()) * (page_bytes + head_bytes)
     cache = 4 * cached_values(layout.spec) * context_tokens
