@@ -10,6 +10,7 @@ from moe_pack.calib.evaluation import (
     SourceLosses,
     SourceQuality,
     block_losses,
+    check_source,
     evaluate,
     quality_of,
 )
@@ -20,7 +21,7 @@ from moe_pack.calib.quantize import RowQuantizer, UnholdableError, check_finite
 from moe_pack.calib.realized import RealizedSparsity
 from moe_pack.calib.reference import REFERENCE_FILE, Reference, ReferenceFacts, make_reference, read_reference
 from moe_pack.calib.report import report_html
-from moe_pack.calib.text import Tokens, num_held_out, read_tokens
+from moe_pack.calib.text import Tokens, num_held_out, read_tokens, unseen_tokens
 from moe_pack.calib.thresholds import (
     MeasuredThresholds,
     ThresholdRule,
@@ -52,6 +53,7 @@ __all__ = [
     "attach",
     "block_losses",
     "check_finite",
+    "check_source",
     "evaluate",
     "hottest_first",
     "make_profile",
@@ -63,4 +65,5 @@ __all__ = [
     "read_tokens",
     "realized_sparsity",
     "report_html",
+    "unseen_tokens",
 ]

@@ -14,9 +14,10 @@ import click
 import torch
 from tqdm import tqdm
 
-from moe_pack.calib import Profile, ThresholdRule, Tokens, attach, hottest_first, read_tokens
+from moe_pack.calib import QUALITY_FILE, Profile, Quality, ThresholdRule, Tokens, attach, hottest_first, read_tokens
 from moe_pack.convert.compare import LogitsError, MatrixError, compare_logits, compare_weights, same_tensors
 from moe_pack.convert.doctor_cli import doctor_command
+from moe_pack.convert.eval_cli import eval_command, quality_summary
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight, describe, format_runs
 from moe_pack.convert.pack_cli import PlanOptions, large_bytes, pack_bar, plan_options, workers_option
@@ -49,6 +50,7 @@ from moe_pack.formats import (
     format_text,
     num_active_parameters,
     num_parameters,
+    read_sidecar,
 )
 from moe_pack.formats.cli import NOISE, command_errors, common_options, size_text
 from moe_pack.runtime import FolderFiles, Routing, Text, kernels_for
@@ -79,7 +81,8 @@ def main(debug: bool) -> None:
     moe-pack thresholds packed/ --sparsity 0.8  let the weakest neurons rest
     moe-pack attach packed/ --profile profile/  let moe-run foretell experts
     moe-pack inspect packed/                    what is in it
-    moe-pack verify packed/ --against mixtral   is it whole, and how close is it
+    moe-pack verify packed/ --against mixtral   is it whole, and how close are its weights
+    moe-pack eval packed/ --against mixtral     what it lost, measured on text
     moe-pack synth mixtral-8x7b -o synthetic/   its size and speed without its weights
     moe-pack doctor                             how fast this machine is
     moe-run packed/ --prompt "It was a dark night"
@@ -215,6 +218,8 @@ def inspect_command(pack: Path, as_json: bool) -> None:
         _print_formats(held)
         routing = Routing.open(held)
         click.echo(f"beside it: {'no routing' if routing is None else routing_text(pack, routing)}")
+        quality = read_sidecar(pack, QUALITY_FILE, Quality, held.manifest.root)
+        click.echo(f"measured: {'nothing' if quality is None else quality_summary(quality)}")
 
 
 def _print_model(pack: Pack) -> None:
@@ -368,6 +373,7 @@ main.add_command(thresholds_command)
 main.add_command(attach_command)
 main.add_command(synth_command)
 main.add_command(replay_command)
+main.add_command(eval_command)
 
 
 if __name__ == "__main__":
