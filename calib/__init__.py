@@ -21,6 +21,7 @@ from moe_pack.calib.quantize import RowQuantizer, UnholdableError, check_finite
 from moe_pack.calib.realized import RealizedSparsity
 from moe_pack.calib.reference import REFERENCE_FILE, Reference, ReferenceFacts, make_reference, read_reference
 from moe_pack.calib.report import report_html
+from moe_pack.calib.tasks import TaskScore, TaskTokens, read_tasks, task_score
 from moe_pack.calib.text import Tokens, num_held_out, read_tokens, unseen_tokens
 from moe_pack.calib.thresholds import (
     MeasuredThresholds,
@@ -46,6 +47,8 @@ __all__ = [
     "Sensitivity",
     "SourceLosses",
     "SourceQuality",
+    "TaskScore",
+    "TaskTokens",
     "ThresholdRule",
     "Tokens",
     "UnholdableError",
@@ -62,8 +65,10 @@ __all__ = [
     "num_held_out",
     "quality_of",
     "read_reference",
+    "read_tasks",
     "read_tokens",
     "realized_sparsity",
     "report_html",
+    "task_score",
     "unseen_tokens",
 ]

@@ -16,12 +16,16 @@ from moe_pack.calib import (
     Quality,
     Reference,
     SourceQuality,
+    TaskScore,
+    TaskTokens,
     Tokens,
     check_source,
     evaluate,
     make_reference,
     read_reference,
+    read_tasks,
     read_tokens,
+    task_score,
     unseen_tokens,
 )
 from moe_pack.convert.compare import same_tensors
@@ -98,6 +102,12 @@ class EvalOptions:
     metavar="DIR",
     help="Keep the source's predictions in DIR: --against DIR then needs no checkpoint.",
 )
+@click.option(
+    "--tasks",
+    type=click.Path(path_type=Path),
+    metavar="FILE.jsonl",
+    help="Multiple choice, too: a JSON object a line with prompt, choices and answer, which counts choices from 0.",
+)
 @click.option("--exact", is_flag=True, help="KL over the whole vocabulary: the source runs beside the pack.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
 @click.option(
@@ -111,6 +121,7 @@ def eval_command(
     field: str | None,
     num_tokens: int | None,
     keep_reference: Path | None,
+    tasks: Path | None,
     exact: bool,
     as_json: bool,
     device: str,
@@ -125,12 +136,16 @@ def eval_command(
     if fault := options.fault():
         raise click.UsageError(fault)
     with Pack(pack) as held:
+        # Before all else: a line that cannot be read would be found after hours.
+        read = None if tasks is None else read_tasks(tasks, Text(held), held.spec.max_position_embeddings)
         found = measure(held, options)
+        scores = {} if read is None else _scores(held, read, options)
         root = held.manifest.root
     if as_json:
-        click.echo(json.dumps({"root": root, "quality": dump(found)}, indent=2))
+        by_model = {name: dump(score) for name, score in scores.items()}
+        click.echo(json.dumps({"root": root, "quality": dump(found), "tasks": by_model or None}, indent=2))
         return
-    for line in quality_lines(found):
+    for line in [*quality_lines(found), *score_lines(scores)]:
         click.echo(line)
 
 
@@ -148,6 +163,21 @@ def measure(pack: Pack, options: EvalOptions) -> Quality:
     if found.against is not None:
         write_sidecar(pack.folder, QUALITY_FILE, found, pack.manifest.root)
     shutil.rmtree(pack.folder / _WORK_FOLDER, ignore_errors=True)  # the reference, where it is not kept
+    return found
+
+
+def _scores(pack: Pack, tasks: TaskTokens, options: EvalOptions) -> dict[str, TaskScore]:
+    """How the pack answers tasks, and its source where that is at hand."""
+    bars, where = Bars(), chosen_device(options.device)
+    found = {}
+    with ExitStack() as opened:
+        opened.callback(bars.close)
+        kernels = opened.enter_context(kernels_for(where))
+        found["pack"] = task_score(pack, tasks, pack.folder / "tasks.work", bars, where, kernels)
+        if options.against is not None and options.reference_file is None:
+            checkpoint = Checkpoint(find_checkpoint(options.against))
+            opened.callback(checkpoint.close)
+            found["source"] = task_score(checkpoint, tasks, pack.folder / "tasks-source.work", bars, where)
     return found
 
 
@@ -196,6 +226,15 @@ def quality_lines(found: Quality) -> list[str]:
     if found.against is not None:
         rows += _against_rows(found.against)
     return [f"{name:12} {value}".rstrip() for name, value in rows]
+
+
+def score_lines(scores: dict[str, TaskScore]) -> list[str]:
+    """How tasks were answered, as lines for people."""
+    return [
+        f"{'tasks':12} {percent(held.accuracy)} right by the {name}, {percent(held.normalized_accuracy)} by likelihood "
+        f"over bytes; {held.num_tasks:,} tasks"
+        for name, held in scores.items()
+    ]
 
 
 def quality_summary(found: Quality) -> str:

@@ -172,3 +172,29 @@ def test_a_kept_reference_says_how_many_tokens_it_has(source: Path, packed: Path
     measured(packed, "--against", source, "--keep-reference", tmp_path, *SHORT)
     facts = read_reference(tmp_path).facts
     assert (facts.num_sequences, facts.sequence_length, facts.vocab_size) == (4, 128, 4096)
+
+
+def tasks_file(folder: Path, answer: int = 0) -> Path:
+    path = folder / "tasks.jsonl"
+    task = {"prompt": "It was a dark", "choices": [" night", " and stormy day"], "answer": answer}
+    path.write_text(json.dumps(task) + "\n")
+    return path
+
+
+def test_tasks_are_answered_by_the_pack_and_by_its_source(source: Path, packed: Path, tmp_path: Path) -> None:
+    path = tasks_file(tmp_path)
+    alone = json.loads(run("eval", packed, "--tasks", path, *SHORT, "--json").stdout)["tasks"]
+    both = run("eval", packed, "--tasks", path, "--against", source, *SHORT, "--json")
+    found = json.loads(both.stdout)["tasks"]
+    assert list(alone) == ["pack"] and list(found) == ["pack", "source"] and found["pack"] == alone["pack"]
+    assert found["source"]["num_tasks"] == 1 and found["source"]["accuracy"]["value"] in (0.0, 1.0)
+    said = run("eval", packed, "--tasks", path, *SHORT).stdout
+    assert "right by the pack" in said and "by the source" not in said
+    assert not [entry.name for entry in packed.iterdir() if entry.name.endswith(".work")]
+
+
+def test_a_wrong_line_of_tasks_is_found_before_anything_runs(packed: Path, tmp_path: Path) -> None:
+    path = tasks_file(tmp_path, answer=2)
+    result = run("eval", packed, "--tasks", path)
+    assert result.exit_code == 1 and result.stderr.startswith(f"moe-pack: --tasks {path}: line 1: found 2 choices")
+    assert result.stderr.count("\n") == 1
