@@ -206,7 +206,7 @@ def _say_converted(done: Conversion, output: Path, seconds: float, source_bytes:
 def inspect_command(pack: Path, as_json: bool) -> None:
     """Show what PACK holds: the model, bytes by part, widths by layer and expert.
 
-    Reads and checks the manifest, the index and what a profile put beside the pack; moe-pack verify checks every byte.
+    Reads and checks the manifest, the index and what lies beside the pack; moe-pack verify checks every byte.
     """
     with Pack(pack) as held:
         if as_json:
