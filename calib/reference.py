@@ -2,7 +2,7 @@
 
 One file, `reference.safetensors`: of each prediction the `outcomes` that are kept, and the log-probability of the token
 that came; beside them the tokens, and the noise floor. Made layer by layer, so that the model need not fit memory;
-2.2 kB a token. Specified in docs/moe-pack.md.
+2.3 kB a token. Specified in docs/moe-pack.md.
 """
 
 import shutil
