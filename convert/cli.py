@@ -218,7 +218,8 @@ def inspect_command(pack: Path, as_json: bool) -> None:
         routing = Routing.open(held)
         click.echo(f"beside it: {'no routing' if routing is None else routing_text(pack, routing)}")
         quality = read_sidecar(pack, QUALITY_FILE, Quality, held.manifest.root)
-        click.echo(f"measured: {'nothing' if quality is None else quality_summary(quality)}")
+        if quality is not None:
+            click.echo(f"measured: {quality_summary(quality)}")
 
 
 def _print_model(pack: Pack) -> None:

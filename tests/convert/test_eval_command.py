@@ -75,7 +75,7 @@ def test_what_was_measured_before_thresholds_changed_is_not_shown(source: Path, 
     measured(packed, "--against", source, *SHORT)
     assert run("thresholds", packed, "--theta", "0.1", "--sequence-length", "64", *SHORT).exit_code == 0
     assert json.loads(run("inspect", packed, "--json").stdout)["quality"] is None
-    assert "measured: nothing" in run("inspect", packed).stdout
+    assert "measured:" not in run("inspect", packed).stdout
 
 
 def test_a_kept_reference_serves_without_the_checkpoint(source: Path, packed: Path, tmp_path: Path) -> None:
