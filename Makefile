@@ -30,6 +30,8 @@ demo: $(INSTALLED)
 	$(BIN)/moe-pack convert tests/models/tiny-mixtral -o $(DEMO)
 	$(BIN)/moe-pack inspect $(DEMO)
 	$(BIN)/moe-pack verify $(DEMO) --against tests/models/tiny-mixtral
+	$(BIN)/moe-pack check $(DEMO) --against tests/models/tiny-mixtral --max-kl 0.01 --max-ppl-increase 2% \
+	    --max-bytes 7M --budget 32M
 	$(BIN)/moe-run $(DEMO) --prompt "It was a dark night" --max-tokens 120 --seed 4 --stats
 
 test: check

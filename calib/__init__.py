@@ -10,6 +10,7 @@ from moe_pack.calib.evaluation import (
     SourceLosses,
     SourceQuality,
     block_losses,
+    check_source,
     evaluate,
     quality_of,
 )
@@ -21,7 +22,8 @@ from moe_pack.calib.quantize import RowQuantizer, UnholdableError, check_finite
 from moe_pack.calib.realized import RealizedSparsity
 from moe_pack.calib.reference import REFERENCE_FILE, Reference, ReferenceFacts, make_reference, read_reference
 from moe_pack.calib.report import report_html
-from moe_pack.calib.text import Tokens, num_held_out, read_tokens
+from moe_pack.calib.tasks import TaskScore, TaskTokens, read_tasks, task_score
+from moe_pack.calib.text import Tokens, num_held_out, read_tokens, unseen_tokens
 from moe_pack.calib.thresholds import (
     MeasuredThresholds,
     ThresholdRule,
@@ -47,6 +49,8 @@ __all__ = [
     "Sensitivity",
     "SourceLosses",
     "SourceQuality",
+    "TaskScore",
+    "TaskTokens",
     "ThresholdRule",
     "Tokens",
     "UnholdableError",
@@ -54,6 +58,7 @@ __all__ = [
     "attach",
     "block_losses",
     "check_finite",
+    "check_source",
     "evaluate",
     "hottest_first",
     "losses_of",
@@ -64,8 +69,11 @@ __all__ = [
     "num_held_out",
     "quality_of",
     "read_reference",
+    "read_tasks",
     "read_tokens",
     "realized_sparsity",
     "report_html",
     "routing_of",
+    "task_score",
+    "unseen_tokens",
 ]

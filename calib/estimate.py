@@ -55,6 +55,12 @@ def exponential(estimate: Estimate, less: float = 0.0) -> Estimate:
     return Estimate(value - less, upper - value)
 
 
+def share(num_true: int, number: int) -> Estimate:
+    """The share of so many independent cases, with half the width of Wilson's interval, which is never nothing."""
+    p, z2 = num_true / number, _NORMAL**2
+    return Estimate(p, math.sqrt(z2 * p * (1 - p) / number + (z2 / (2 * number)) ** 2) / (1 + z2 / number))
+
+
 def student_t(degrees: int) -> float:
     """The 97.5% quantile of Student's t, to 0.2%: exact for 1 and 2 degrees of freedom, else expanded in 1 / degrees.
 

@@ -176,18 +176,28 @@ def block_losses(
     return losses
 
 
+def check_source(pack: Pack, checkpoint: Checkpoint) -> str:
+    """The digest of the checkpoint that a pack was made from, which this must be.
+
+    Raises:  PlanError if it is another: its tensors or routers differ.
+    """
+    source = packed_source_digest(pack)
+    if source_digest(checkpoint) != source:
+        raise PlanError(f"--against {checkpoint.folder}: is another checkpoint than the one packed in {pack.folder}")
+    return source
+
+
 def _source_of(pack: Pack, tokens: Tokens, reference: Reference | Checkpoint | None) -> str:
     """The digest of the source that a pack is compared with; none without one.
 
     Raises:  PlanError if it is not the pack's.
     """
+    if isinstance(reference, Checkpoint):
+        return check_source(pack, reference)
     if reference is None:
         return ""
     source = packed_source_digest(pack)
-    if isinstance(reference, Reference):
-        check_reference(reference, tokens, source, "--against")
-    elif source_digest(reference) != source:
-        raise PlanError(f"--against {reference.folder}: is another checkpoint than the one packed in {pack.folder}")
+    check_reference(reference, tokens, source, "--against")
     return source
 
 

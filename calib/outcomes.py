@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 NUM_OUTCOMES = 256  # likeliest tokens that are kept
-NUM_DRAWN = 16  # of the tail's tokens
+NUM_DRAWN = 32  # of the tail's tokens
 _ROWS_AT_ONCE = 32  # of a vocabulary's length: bounds what temporaries take
 
 

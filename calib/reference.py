@@ -2,7 +2,7 @@
 
 One file, `reference.safetensors`: of each prediction the `outcomes` that are kept, and the log-probability of the token
 that came; beside them the tokens, and the noise floor. Made layer by layer, so that the model need not fit memory;
-2.2 kB a token. Specified in docs/moe-pack.md.
+2.3 kB a token. Specified in docs/moe-pack.md.
 """
 
 import shutil
@@ -110,11 +110,17 @@ class Reference:
 
 
 def make_reference(
-    checkpoint: Checkpoint, tokens: Tokens, folder: Path, watcher: Watcher, device: torch.device | None = None
+    checkpoint: Checkpoint,
+    tokens: Tokens,
+    folder: Path,
+    watcher: Watcher,
+    device: torch.device | None = None,
+    replaces: bool = False,
 ) -> Reference:
     """The reference of a checkpoint's predictions on a text, kept in `folder`; read from there if it is there already.
 
     A killed run goes on after the last whole layer.
+    Args:    replaces: a reference there of another model or text is replaced, not refused.
     Raises:  ConversionError if the folder holds another reference, or cannot be written; CheckpointError for weights
              that are no numbers; RunError for sequences longer than the model's positions.
     """
@@ -122,11 +128,12 @@ def make_reference(
     source = source_digest(checkpoint)
     if (folder / REFERENCE_FILE).exists():
         found = read_reference(folder)
-        if (found.facts.source, found.facts.text_sha256) != (source, tokens.sha256):
+        if (found.facts.source, found.facts.text_sha256) == (source, tokens.sha256):
+            return found
+        if not replaces:
             raise ConversionError(
                 f"{folder}: holds the reference of another model or text; give another folder, or remove it"
             )
-        return found
     identity = sha256(canonical({"source": source, "text": tokens.sha256})).hexdigest()
     store = ProfileStore(folder / _WORK_FOLDER, identity, starts_anew=True)
     where = device or torch.device("cpu")

@@ -54,14 +54,30 @@ def read_tokens(source: str | None, field: str | None, text: Text, num_tokens: i
     if len(found.sequences) < wanted and len(documents.parts) > 1:
         found = _Found.take((chain(*documents.parts),), text, wanted, sequence_length)
     notes = () if len(found.sequences) == wanted else (_shortage(documents, found, num_tokens, sequence_length),)
-    sequences = np.stack(found.sequences)  # [N, S]
-    digest = hashlib.sha256(sequences.astype("<i4").tobytes()).hexdigest()
-    return Tokens(documents.name, sequences, digest, notes)
+    return _tokens(documents.name, found.sequences, notes)
+
+
+def unseen_tokens(text: Text, num_tokens: int, sequence_length: int) -> Tokens:
+    """At least `num_tokens` tokens of the sample from its end, in whole sequences: text that no profile of few sees.
+
+    Meaning: all sequences of the sample in the order in which `read_tokens` takes them; the last ceil(num_tokens / S).
+    Raises:  RunError as `read_tokens`.
+    """
+    documents = open_documents(None, None)
+    wanted = -(-num_tokens // sequence_length)
+    found = _Found.take(documents.parts, text, None, sequence_length)
+    notes = () if len(found.sequences) >= wanted else (_shortage(documents, found, num_tokens, sequence_length),)
+    return _tokens(f"the end of {documents.name}", found.sequences[-wanted:], notes)
 
 
 def num_held_out(num_sequences: int) -> int:
     """How many of the sequences, the last ones, are kept for checking: a fifth, at least one if there are two."""
     return max(num_sequences // HELD_OUT_SHARE, 1) if num_sequences > 1 else 0
+
+
+def _tokens(name: str, found: list[NDArray[np.int32]], notes: tuple[str, ...]) -> Tokens:
+    sequences = np.stack(found)  # [N, S]
+    return Tokens(name, sequences, hashlib.sha256(sequences.astype("<i4").tobytes()).hexdigest(), notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +88,7 @@ class _Found:
     num_tokens: int
 
     @classmethod
-    def take(cls, parts: tuple[Iterable[Piece], ...], text: Text, wanted: int, sequence_length: int) -> "_Found":
+    def take(cls, parts: tuple[Iterable[Piece], ...], text: Text, wanted: int | None, sequence_length: int) -> "_Found":
         cutters = [_Cutter(_token_ids(part, text), sequence_length) for part in parts]
         sequences = list(islice(_in_turn(cutters), wanted))
         num_tokens = len(sequences) * sequence_length + sum(len(cutter.left) for cutter in cutters)

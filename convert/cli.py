@@ -3,8 +3,6 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -13,14 +11,15 @@ from typing import Any, TextIO
 import click
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from moe_pack.calib import Profile, ThresholdRule, Tokens, attach, hottest_first, read_tokens
+from moe_pack.calib import QUALITY_FILE, Profile, Quality, ThresholdRule, Tokens, attach, hottest_first, read_tokens
+from moe_pack.convert.check_cli import check_command
 from moe_pack.convert.compare import LogitsError, MatrixError, compare_logits, compare_weights, same_tensors
 from moe_pack.convert.doctor_cli import doctor_command
+from moe_pack.convert.eval_cli import eval_command, quality_summary
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight, describe, format_runs
-from moe_pack.convert.pack_cli import PlanOptions, large_bytes, pack_bar, plan_options, workers_option
+from moe_pack.convert.pack_cli import PlanOptions, byte_bar, large_bytes, pack_bar, plan_options, workers_option
 from moe_pack.convert.pipeline import Conversion, convert, layout_for
 from moe_pack.convert.profile_cli import (
     NUM_TOKENS,
@@ -50,6 +49,7 @@ from moe_pack.formats import (
     format_text,
     num_active_parameters,
     num_parameters,
+    read_sidecar,
 )
 from moe_pack.formats.cli import NOISE, command_errors, common_options, size_text
 from moe_pack.runtime import FolderFiles, Routing, Text, kernels_for
@@ -80,7 +80,9 @@ def main(debug: bool) -> None:
     moe-pack thresholds packed/ --sparsity 0.8  let the weakest neurons rest
     moe-pack attach packed/ --profile profile/  let moe-run foretell experts
     moe-pack inspect packed/                    what is in it
-    moe-pack verify packed/ --against mixtral   is it whole, and how close is it
+    moe-pack verify packed/ --against mixtral   is it whole, and how close are its weights
+    moe-pack eval packed/ --against mixtral     what it lost, measured on text
+    moe-pack check packed/ --max-kl 0.05        for pipelines: exit code 1 if a limit is broken
     moe-pack synth mixtral-8x7b -o synthetic/   its size and speed without its weights
     moe-pack doctor                             how fast this machine is
     moe-run packed/ --prompt "It was a dark night"
@@ -206,7 +208,7 @@ def _say_converted(done: Conversion, output: Path, seconds: float, source_bytes:
 def inspect_command(pack: Path, as_json: bool) -> None:
     """Show what PACK holds: the model, bytes by part, widths by layer and expert.
 
-    Reads and checks the manifest, the index and what a profile put beside the pack; moe-pack verify checks every byte.
+    Reads and checks the manifest, the index and what lies beside the pack; moe-pack verify checks every byte.
     """
     with Pack(pack) as held:
         if as_json:
@@ -217,6 +219,9 @@ def inspect_command(pack: Path, as_json: bool) -> None:
         _print_formats(held)
         routing = Routing.open(held)
         click.echo(f"beside it: {'no routing' if routing is None else routing_text(pack, routing)}")
+        quality = read_sidecar(pack, QUALITY_FILE, Quality, held.manifest.root)
+        if quality is not None:
+            click.echo(f"measured: {quality_summary(quality)}")
 
 
 def _print_model(pack: Pack) -> None:
@@ -295,7 +300,7 @@ def verify_command(pack: Path, against: str | None, text: TextIO | None, as_json
     """
     with Pack(pack) as held:
         totals = held.manifest.totals
-        with _bar(totals.content, "checking") as advance:
+        with byte_bar(totals.content, "checking") as advance:
             audit(held, advance)
         if not as_json:
             note = f"; {NOISE}" if held.is_synthetic else ""
@@ -308,7 +313,7 @@ def verify_command(pack: Path, against: str | None, text: TextIO | None, as_json
         try:
             same_tensors(held, checkpoint)
             with kernels_for(torch.device("cpu")) as kernels:
-                with _bar(totals.content, "comparing") as advance:
+                with byte_bar(totals.content, "comparing") as advance:
                     matrices = compare_weights(held, checkpoint, advance, kernels)
                 logits = compare_logits(held, checkpoint, _compared_ids(held, text), kernels)
         finally:
@@ -352,13 +357,6 @@ def _compared_ids(pack: Pack, text: TextIO | None) -> list[int]:
     return ids
 
 
-@contextmanager
-def _bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """A progress bar over bytes on standard error, on a terminal only."""
-    with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
-        yield lambda num_bytes: bar.update(num_bytes) and None
-
-
 def _say(line: str) -> None:
     click.echo(line, file=sys.stderr)
 
@@ -370,6 +368,8 @@ main.add_command(thresholds_command)
 main.add_command(attach_command)
 main.add_command(synth_command)
 main.add_command(replay_command)
+main.add_command(eval_command)
+main.add_command(check_command)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from moe_pack.calib import QUALITY_FILE, Quality
 from moe_pack.formats import (
     MATRICES,
     ExpertFormat,
@@ -13,6 +14,7 @@ from moe_pack.formats import (
     format_text,
     num_active_parameters,
     num_parameters,
+    read_sidecar,
 )
 from moe_pack.runtime import PREDICTORS, ROUTING_FILE, Routing
 
@@ -30,6 +32,7 @@ class FormatRun:
 def describe(pack: Pack) -> dict[str, Any]:
     """Everything `inspect --json` prints: manifest facts, and format and bytes of each expert, `[layer][expert]`."""
     manifest = pack.manifest
+    quality = read_sidecar(pack.folder, QUALITY_FILE, Quality, manifest.root)
     return {
         "format": manifest.format,
         "version": manifest.version,
@@ -57,6 +60,7 @@ def describe(pack: Pack) -> dict[str, Any]:
         ],
         "dense": {dense.name: dump(dense.format) for dense in manifest.dense},
         "routing": _routing(pack),
+        "quality": None if quality is None else dump(quality),
     }
 
 

@@ -1,4 +1,4 @@
-"""What the commands share that write packs, `convert` and `synth`: the options that decide a plan, and the bar."""
+"""What commands share: the options that decide a plan of those that write packs, and bars over bytes."""
 
 import functools
 import os
@@ -148,3 +148,10 @@ def pack_bar(layout: PackLayout) -> Iterator[Callable[[Progress], None]]:
             bar.update(progress.done_bytes - bar.n)
 
         yield advance
+
+
+@contextmanager
+def byte_bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """A progress bar over bytes on standard error, on a terminal only."""
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        yield lambda num_bytes: bar.update(num_bytes) and None

@@ -75,7 +75,7 @@ def test_it_says_of_what_it_is_and_has_its_text(made: Path) -> None:
     found = read_reference(made)
     facts = found.facts
     assert (facts.text, facts.num_sequences, facts.sequence_length) == ("made up", 3, 40)
-    assert (facts.vocab_size, facts.num_outcomes, facts.num_drawn) == (300, 256, 16)
+    assert (facts.vocab_size, facts.num_outcomes, facts.num_drawn) == (300, 256, 32)
     assert found.tokens().sha256 == TOKENS.sha256
     np.testing.assert_array_equal(found.tokens().sequences, TOKENS.sequences)
 
@@ -175,7 +175,7 @@ def test_rewritten_without_a_change_it_is_read(made: Path, tmp_path: Path) -> No
         (set_fact("noise_floor", -1.0), "facts: found impossible counts; make the reference anew"),
         (
             set_fact("num_outcomes", 255),
-            "facts: found 255 outcomes and 16 drawn, expected 256 and 16; make the reference anew",
+            "facts: found 255 outcomes and 32 drawn, expected 256 and 32; make the reference anew",
         ),
         (set_fact("num_sequences", 4), "tensor 'sequences' is U32 [3, 40], expected U32 [4, 40]"),
         (set_fact("text_sha256", "0" * 64), "the tokens are not those of its facts; make the reference anew"),

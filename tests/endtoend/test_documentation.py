@@ -12,7 +12,7 @@ from moe_pack.convert.cli import main as moe_pack
 from moe_pack.runtime.cli import main as moe_run
 
 ROOT = TESTS.parent
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("moe-pack.md", "moe-run.md", "streaming.md"))]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("moe-pack.md", "moe-run.md", "streaming.md", "ci.md"))]
 PROGRAMS = {"moe-pack": moe_pack, "moe-run": moe_run}
 
 
@@ -37,7 +37,20 @@ def test_every_command_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(
     "command",
-    ["convert", "profile", "report", "thresholds", "attach", "replay", "inspect", "verify", "synth", "doctor"],
+    [
+        "convert",
+        "profile",
+        "report",
+        "thresholds",
+        "attach",
+        "replay",
+        "inspect",
+        "verify",
+        "eval",
+        "check",
+        "synth",
+        "doctor",
+    ],
 )
 def test_the_page_names_every_option_of_moe_pack(command: str) -> None:
     page = (ROOT / "docs" / "moe-pack.md").read_text("utf-8")
@@ -51,6 +64,12 @@ def test_the_page_names_every_option_of_moe_run() -> None:
     for parameter in moe_run.params:
         if parameter.param_type_name == "option" and parameter.name not in ("version", "debug"):
             assert max(parameter.opts, key=len) in page
+
+
+def test_the_workflow_runs_the_commands_that_the_page_shows() -> None:
+    page = ROOT / "docs" / "ci.md"
+    steps = re.findall(r"^ {10}(moe-pack .*)$", page.read_text("utf-8"), re.MULTILINE)
+    assert [shlex.split(step) for step in steps] == shown_commands(page)
 
 
 def test_links_between_pages_lead_somewhere() -> None:

@@ -1,0 +1,165 @@
+"""The command `moe-pack check`: everything that a pipeline wants to know of a finished pack, in one go."""
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from moe_pack.calib import QUALITY_FILE, Quality
+from moe_pack.convert.check import Check, Limits, budget, digests, junit_xml, losses, num_bytes, opened, tensors
+from moe_pack.convert.eval_cli import NUM_TOKENS, EvalOptions, measure
+from moe_pack.convert.hub import find_checkpoint
+from moe_pack.convert.pack_cli import byte_bar
+from moe_pack.formats import Checkpoint, ConversionError, Pack, dump, read_sidecar
+from moe_pack.formats.cli import command_errors, read_size
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """What `check` was asked for."""
+
+    against: str | None
+    limits: Limits
+    sample: int | None
+
+    @property
+    def evaluation(self) -> EvalOptions:
+        """How loss is measured."""
+        return EvalOptions(against=self.against, num_tokens=self.sample)
+
+    def fault(self) -> str | None:
+        """What is wrong with it, or None."""
+        if self.sample is None:
+            return None
+        if self.against is None or not self.limits.of_loss:
+            return "--sample: says on how many tokens loss is measured; give --against and a limit of loss"
+        if self.evaluation.reference_file is not None:
+            return "--sample: a reference has its own text; leave it out, or give the checkpoint"
+        return None
+
+
+def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else read_size(value)
+
+
+def _percentage(context: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
+    """The share that `1%` stands for."""
+    if value is None:
+        return None
+    try:
+        found = float(value.removesuffix("%")) / 100
+    except ValueError:
+        found = -1.0
+    if not value.endswith("%") or not 0 <= found < float("inf"):
+        raise click.BadParameter(f"found {value!r}, expected a percentage such as 1% or 0.5%")
+    return found
+
+
+@click.command("check", short_help="Check PACK for a pipeline: whole, of its source, within limits.")
+@click.argument("pack", type=click.Path(path_type=Path))
+@click.option("--against", metavar="PATH", help="The checkpoint it was made from, or a reference kept of it (eval).")
+@click.option("--max-kl", type=click.FloatRange(0), metavar="X", help="KL divergence from the source, in nats a token.")
+@click.option("--max-ppl-increase", callback=_percentage, metavar="P%", help="Perplexity above the source's: 1%.")
+@click.option("--max-bytes", callback=_size, metavar="B", help="Bytes of the pack, such as 26G.")
+@click.option(
+    "--budget", "budget_bytes", callback=_size, metavar="SIZE", help="Memory that it must run in, such as 11G."
+)
+@click.option(
+    "--sample",
+    type=click.IntRange(256),
+    metavar="N",
+    help=f"Tokens that loss is measured on.  [default: {NUM_TOKENS}]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
+@click.option("--junit", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write JUnit XML, too.")
+@command_errors(interrupted="interrupted; what was measured stays, run the same command again to go on")
+def check_command(
+    pack: Path,
+    against: str | None,
+    max_kl: float | None,
+    max_ppl_increase: float | None,
+    max_bytes: int | None,
+    budget_bytes: int | None,
+    sample: int | None,
+    as_json: bool,
+    junit: Path | None,
+) -> None:
+    """Check PACK: its schema, every digest, the account of tensors; with limits, loss, bytes and memory too.
+
+    A limit of loss is kept if the estimate plus the half-width of its 95% interval is within it. It is measured against
+    --against (as moe-pack eval does), or taken from the quality.json beside the pack. Exit code 1 if a check fails.
+    """
+    options = CheckOptions(against, Limits(max_kl, max_ppl_increase, max_bytes, budget_bytes), sample)
+    if fault := options.fault():
+        raise click.UsageError(fault)
+    with ExitStack() as stack:
+        checks, quality, root = _checked(pack, options, stack)
+    failed = any(check.status == "failed" for check in checks)
+    if junit is not None:
+        _write(junit, junit_xml(checks, f"moe-pack check {pack}"))
+    if as_json:
+        facts = {"pack": str(pack), "root": root, "passed": not failed, "checks": [dump(check) for check in checks]}
+        click.echo(json.dumps({**facts, "quality": None if quality is None else dump(quality)}, indent=2))
+    else:
+        for line in check_lines(checks):
+            click.echo(line)
+    if failed:
+        click.get_current_context().exit(1)
+
+
+def check_lines(checks: list[Check]) -> list[str]:
+    """The checks as a table for people."""
+    width = max(len(check.allowed) for check in checks)
+    lines = [f"{'check':10} {'':7} {'allowed':{width}} found"]
+    return lines + [f"{c.name:10} {c.status:7} {c.allowed:{width}} {c.found}".rstrip() for c in checks]
+
+
+def _checked(folder: Path, options: CheckOptions, stack: ExitStack) -> tuple[list[Check], Quality | None, str | None]:
+    """All checks, what was measured, and the pack's root."""
+    pack, schema = opened(folder)
+    if pack is None:
+        names = ("digests", "tensors", "kl", "perplexity", "bytes", "budget")
+        return [schema, *(Check(name, "skipped", "no sound pack") for name in names)], None, None
+    stack.callback(pack.close)
+    kept = _kept(pack, options)
+    checkpoint = None
+    if options.against is not None and options.evaluation.reference_file is None:
+        checkpoint = Checkpoint(find_checkpoint(options.against))
+        stack.callback(checkpoint.close)
+    with byte_bar(pack.manifest.totals.content, "checking") as advance:
+        checks = [schema, digests(pack, advance), tensors(pack, checkpoint)]
+    quality, where = _quality(pack, kept, options, all(check.status != "failed" for check in checks))
+    checks += losses(quality, options.limits, where)
+    return [*checks, num_bytes(pack, options.limits), budget(pack, options.limits)], quality, pack.manifest.root
+
+
+def _kept(pack: Pack, options: CheckOptions) -> Quality | None:
+    """What was measured of the pack before.
+
+    Raises:  click.UsageError if a limit of loss has nothing to be judged by: before all bytes are read.
+    """
+    kept = read_sidecar(pack.folder, QUALITY_FILE, Quality, pack.manifest.root)
+    if kept is None and options.limits.of_loss and options.against is None:
+        raise click.UsageError(
+            f"--max-kl/--max-ppl-increase: {pack.folder} has no {QUALITY_FILE} for what it holds now; give --against"
+        )
+    return kept
+
+
+def _quality(pack: Pack, kept: Quality | None, options: CheckOptions, is_sound: bool) -> tuple[Quality | None, str]:
+    """What is known of the pack's loss, and where from."""
+    if options.limits.of_loss and options.against is not None:
+        if not is_sound:
+            return None, "not measured: a check before this one failed"
+        found = measure(pack, options.evaluation)
+        return found, f"{found.num_tokens:,} tokens"
+    return kept, "not measured" if kept is None else f"{kept.num_tokens:,} tokens, {QUALITY_FILE}"
+
+
+def _write(path: Path, raw: bytes) -> None:
+    try:
+        path.write_bytes(raw)
+    except OSError as fault:
+        raise ConversionError(f"--junit {path}: cannot be written ({fault.strerror})") from fault

@@ -1,0 +1,255 @@
+"""`moe-pack check`, in-process: each check passing, failing and skipped, its exit codes, JSON and JUnit XML."""
+
+import json
+import shutil
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from models import DEMO_MODEL, TinyMixtral, pack
+from reseal import reseal
+
+from moe_pack.calib import Estimate, Quality, SourceQuality
+from moe_pack.convert.check import Check, Limits, junit_xml, losses
+from moe_pack.convert.cli import main
+
+SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096)
+NAMES = ["schema", "digests", "tensors", "kl", "perplexity", "bytes", "budget"]
+SHORT = ["--sample", "512"]
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
+
+
+def checked(*arguments: str | Path, exit_code: int = 0) -> dict[str, Any]:
+    """What --json says, each check under its name."""
+    result = run("check", *arguments, "--json")
+    assert result.exit_code == exit_code, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert [check["name"] for check in found["checks"]] == NAMES
+    return found | {check["name"]: check for check in found["checks"]}
+
+
+def statuses(found: dict[str, Any]) -> str:
+    """One letter a check: passed, failed, skipped."""
+    return "".join(found[name]["status"][0] for name in NAMES)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model that has the demo model's tokenizer."""
+    folder = SHAPE.write(tmp_path_factory.mktemp("source"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "packed"
+    pack(source, folder, width=4)
+    return folder
+
+
+@pytest.fixture
+def packed(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "packed"))
+
+
+def content_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json")
+
+
+def test_without_limits_integrity_alone_is_checked(made: Path) -> None:
+    found = checked(made)
+    assert statuses(found) == "pppssss" and found["passed"]
+    assert found["digests"]["found"].startswith(f"{content_bytes(made):,} bytes, root ")
+    assert found["bytes"]["found"] == f"{content_bytes(made):,}" and found["bytes"]["allowed"] == "no limit"
+
+
+def test_limits_that_hold_pass_and_what_was_measured_is_kept(source: Path, packed: Path) -> None:
+    limits = ["--max-kl", "1", "--max-ppl-increase", "90%", "--max-bytes", "1G", "--budget", "1G"]
+    found = checked(packed, "--against", source, *limits, *SHORT)
+    assert statuses(found) == "ppppppp"
+    kl = found["quality"]["against"]["kl"]
+    assert (
+        found["kl"]["found"]
+        == f"{kl['value']:.4g} nats, at 95% up to {kl['value'] + kl['half_width']:.4g} (508 tokens)"
+    )
+    assert found["kl"]["allowed"] == "1 nats" and found["perplexity"]["allowed"] == "+90.000%"
+    assert (packed / "quality.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("limit", "broken"),
+    [
+        (["--max-kl", "1e-6"], "kl"),
+        (["--max-ppl-increase", "0.0001%"], "perplexity"),
+        (["--max-bytes", "1K"], "bytes"),
+        (["--budget", "1K"], "budget"),
+    ],
+)
+def test_a_broken_limit_fails_alone_and_ends_in_exit_code_1(
+    limit: list[str], broken: str, source: Path, packed: Path
+) -> None:
+    against = ["--against", str(source), *SHORT] if broken in ("kl", "perplexity") else []
+    found = checked(packed, *against, *limit, exit_code=1)
+    assert not found["passed"]
+    assert [name for name in NAMES if found[name]["status"] == "failed"] == [broken]
+
+
+def test_the_size_allowed_is_the_last_that_passes(made: Path) -> None:
+    size = content_bytes(made)
+    assert checked(made, "--max-bytes", str(size))["bytes"]["status"] == "passed"
+    assert checked(made, "--max-bytes", str(size - 1), exit_code=1)["bytes"]["status"] == "failed"
+
+
+def test_a_budget_that_is_too_small_says_what_is_needed(made: Path) -> None:
+    assert "needed are at least" in checked(made, "--budget", "1K", exit_code=1)["budget"]["found"]
+
+
+def test_loss_measured_before_is_taken_from_beside_the_pack_and_said_to_be(source: Path, packed: Path) -> None:
+    assert run("eval", packed, "--against", source, "--tokens", "512").exit_code == 0
+    found = checked(packed, "--max-kl", "1")
+    assert found["kl"]["status"] == "passed" and found["kl"]["found"].endswith("(508 tokens, quality.json)")
+
+
+def test_a_limit_of_loss_with_nothing_to_judge_it_by_is_wrong_usage(made: Path) -> None:
+    result = run("check", made, "--max-kl", "1")
+    assert result.exit_code == 2
+    assert result.stderr.endswith(
+        f"--max-kl/--max-ppl-increase: {made} has no quality.json for what it holds now; give --against\n"
+    )
+
+
+def test_a_kept_reference_is_enough_to_measure_loss(source: Path, packed: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    assert run("eval", packed, "--against", source, "--tokens", "512", "--keep-reference", kept).exit_code == 0
+    (packed / "quality.json").unlink()
+    assert checked(packed, "--against", kept, "--max-kl", "1")["kl"]["status"] == "passed"
+    result = run("check", packed, "--against", kept, "--max-kl", "1", *SHORT)
+    assert result.exit_code == 2 and "--sample: a reference has its own text" in result.stderr
+
+
+def test_a_damaged_byte_fails_and_loss_is_not_measured(source: Path, packed: Path) -> None:
+    path = packed / "experts-001.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    found = checked(packed, "--against", source, "--max-kl", "1", *SHORT, exit_code=1)
+    assert statuses(found) == "pfpssss"
+    assert found["digests"]["found"].startswith("experts-001.safetensors: pad.3 is not zero")
+    assert found["kl"]["found"] == "not measured: a check before this one failed"
+
+
+def test_what_is_no_pack_fails_and_nothing_else_is_looked_at(tmp_path: Path) -> None:
+    found = checked(tmp_path, exit_code=1)
+    assert statuses(found) == "fssssss" and found["root"] is None
+    assert found["schema"]["found"].endswith("not a pack, or a conversion that has not finished")
+
+
+def test_another_checkpoint_fails_the_account_of_tensors(made: Path, tmp_path: Path) -> None:
+    other = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, seed=1).write(tmp_path / "other")
+    found = checked(made, "--against", other, "--max-kl", "1", *SHORT, exit_code=1)
+    assert statuses(found) == "ppfssss" and "is another checkpoint" in found["tensors"]["found"]
+    fewer = TinyMixtral(num_layers=1, num_experts=4, vocab_size=4096).write(tmp_path / "fewer")
+    assert "is missing there" in checked(made, "--against", fewer, exit_code=1)["tensors"]["found"]
+
+
+def account_changed(folder: Path, change: dict[str, Any]) -> Path:
+    """The pack with its first account entry changed, sealed again."""
+    path = folder / "source.json"
+    values = json.loads(path.read_text())
+    values["tensors"][0] |= change
+    path.write_text(json.dumps(values))
+    reseal(folder)
+    return folder
+
+
+def test_an_account_sealed_again_without_a_change_passes(packed: Path) -> None:
+    assert statuses(checked(account_changed(packed, {}))) == "pppssss"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"shape": [4096, 63]}, "source.json: found 619,328 weights packed and resident, the model has 623,424"),
+        ({"reason": "why not"}, "source.json: tensor 'lm_head.weight': dropped without a reason, or kept with one"),
+    ],
+)
+def test_an_account_that_does_not_add_up_fails(change: dict[str, Any], says: str, packed: Path) -> None:
+    found = checked(account_changed(packed, change), exit_code=1)
+    assert statuses(found) == "ppfssss" and found["tensors"]["found"] == says
+
+
+def test_a_synthetic_pack_has_no_tensors_to_account_for(source: Path, tmp_path: Path) -> None:
+    made = run("synth", source, "-o", tmp_path / "synthetic", "--group-size", "16")
+    assert made.exit_code == 0, made.output
+    assert statuses(checked(tmp_path / "synthetic")) == "ppsssss"
+
+
+def beside(kl: Estimate) -> Quality:
+    one = Estimate(1.0, 0.0)
+    found = SourceQuality("", True, 256, kl, kl, 0.0, one, Estimate(0.01, 0.001), one, 0.0, 0.0)
+    return Quality("", "", 1, 2, 1, 1, None, one, found)
+
+
+@pytest.mark.parametrize(
+    ("value", "half_width", "status"),
+    [(0.04, 0.01, "passed"), (0.04, 0.0101, "failed"), (0.01, None, "failed")],
+)
+def test_the_upper_end_of_the_interval_must_be_within_the_limit(
+    value: float, half_width: float | None, status: str
+) -> None:
+    kl, _ = losses(beside(Estimate(value, half_width)), Limits(max_kl=0.05), "here")
+    assert kl.status == status
+
+
+def test_the_table_shows_every_check(made: Path) -> None:
+    lines = run("check", made, "--max-bytes", "1G").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["check", *NAMES]
+    assert "1,073,741,824" in lines[6]
+
+
+def test_junit_has_a_case_a_check(made: Path, tmp_path: Path) -> None:
+    path = tmp_path / "report.xml"
+    assert run("check", made, "--max-bytes", "1K", "--junit", path).exit_code == 1
+    suite = ET.parse(path).getroot()[0]
+    assert suite.tag == "testsuite" and suite.get("name") == f"moe-pack check {made}"
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("7", "1", "3")
+    assert [case.get("name") for case in suite] == NAMES
+    children = {case.get("name"): case[0].tag for case in suite}
+    assert children["bytes"] == "failure" and children["kl"] == "skipped" and children["schema"] == "system-out"
+
+
+def test_junit_holds_characters_that_xml_cannot() -> None:
+    raw = junit_xml([Check("schema", "failed", "a\x00b\x1b<&\ud800", "c")], "s")
+    failure = ET.fromstring(raw)[0][0][0]
+    assert failure.get("message") == "found a?b?<&?, allowed c"
+
+
+def test_a_report_that_cannot_be_written_is_an_error(made: Path, tmp_path: Path) -> None:
+    result = run("check", made, "--junit", tmp_path / "no" / "report.xml")
+    assert result.exit_code == 1
+    assert (
+        result.stderr == f"moe-pack: --junit {tmp_path}/no/report.xml: cannot be written (No such file or directory)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-ppl-increase", "1"], "found '1', expected a percentage such as 1% or 0.5%"),
+        (["--max-ppl-increase", "-1%"], "found '-1%', expected a percentage such as 1% or 0.5%"),
+        (["--max-ppl-increase", "nan%"], "found 'nan%', expected a percentage such as 1% or 0.5%"),
+        (["--max-kl", "-1"], "-1.0 is not in the range x>=0"),
+        (["--budget", "much"], "found 'much', expected a size such as 11G, 1.5G or 512M"),
+        (["--sample", "512"], "--sample: says on how many tokens loss is measured; give --against and a limit of loss"),
+    ],
+)
+def test_wrong_usage_is_said(arguments: list[str], message: str, made: Path) -> None:
+    result = run("check", made, *arguments)
+    assert result.exit_code == 2 and message in result.stderr

@@ -1,0 +1,200 @@
+"""`moe-pack eval`, in-process: what it measures, keeps, prints and refuses."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from models import BOOK, DEMO_MODEL, TinyMixtral, pack
+
+from moe_pack.calib import REFERENCE_FILE, read_reference, read_tokens, unseen_tokens
+from moe_pack.convert.cli import main
+from moe_pack.runtime import FolderFiles, Text
+
+SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096)
+SHORT = ["--tokens", "512"]
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
+
+
+def with_tokenizer(folder: Path) -> Path:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model that has the demo model's tokenizer."""
+    return with_tokenizer(SHAPE.write(tmp_path_factory.mktemp("source")))
+
+
+@pytest.fixture(scope="module")
+def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its 2-bit pack; not written to."""
+    folder = tmp_path_factory.mktemp("made") / "packed"
+    pack(source, folder, width=2)
+    return folder
+
+
+@pytest.fixture
+def packed(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "packed"))
+
+
+def measured(*arguments: str | Path) -> dict[str, Any]:
+    result = run("eval", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found["quality"]
+
+
+def test_alone_a_pack_has_perplexity_sparsity_and_bytes_and_keeps_nothing(packed: Path) -> None:
+    before = sorted(path.name for path in packed.iterdir())
+    found = measured(packed, *SHORT)
+    assert found["against"] is None and found["num_tokens"] == 4 * 127
+    assert 4096 < found["perplexity"]["value"] < 40960 and found["perplexity"]["half_width"] > 0
+    assert sorted(path.name for path in packed.iterdir()) == before
+
+
+def test_against_its_source_what_was_measured_is_kept_and_inspect_shows_it(source: Path, packed: Path) -> None:
+    before = {path.name for path in packed.iterdir()}
+    found = measured(packed, "--against", source, *SHORT)
+    assert found["against"]["kl"]["value"] > found["against"]["kl_bound"]["value"] > 0.01
+    assert {path.name for path in packed.iterdir()} - before == {"quality.json"}
+    assert json.loads((packed / "quality.json").read_bytes())["content"] == found
+    assert json.loads(run("inspect", packed, "--json").stdout)["quality"] == found
+    assert f"measured: perplexity {found['perplexity']['value']:.3f} (" in run("inspect", packed).stdout
+
+
+def test_what_was_measured_before_thresholds_changed_is_not_shown(source: Path, packed: Path) -> None:
+    measured(packed, "--against", source, *SHORT)
+    assert run("thresholds", packed, "--theta", "0.1", "--sequence-length", "64", *SHORT).exit_code == 0
+    assert json.loads(run("inspect", packed, "--json").stdout)["quality"] is None
+    assert "measured:" not in run("inspect", packed).stdout
+
+
+def test_a_kept_reference_serves_without_the_checkpoint(source: Path, packed: Path, tmp_path: Path) -> None:
+    found = measured(packed, "--against", source, "--keep-reference", tmp_path / "kept", *SHORT)
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == [REFERENCE_FILE]
+    (packed / "quality.json").unlink()
+    for path in (tmp_path / "kept", tmp_path / "kept" / REFERENCE_FILE):
+        assert measured(packed, "--against", path) == found
+    assert (packed / "quality.json").exists()
+
+
+def test_a_kept_reference_is_not_made_again(source: Path, packed: Path, tmp_path: Path) -> None:
+    arguments = ("eval", packed, "--against", source, "--keep-reference", tmp_path / "kept", *SHORT)
+    assert "predictions of the source" in run(*arguments).stderr
+    assert "predictions of the source" not in run(*arguments).stderr
+
+
+def test_what_an_interrupted_run_left_of_other_text_is_in_nobodys_way(
+    source: Path, packed: Path, tmp_path: Path
+) -> None:
+    measured(packed, "--against", source, "--keep-reference", tmp_path / "kept", *SHORT)
+    shutil.copytree(tmp_path / "kept", packed / "eval.work")
+    found = measured(packed, "--against", source, "--tokens", "256", "--data", BOOK)
+    assert found["num_tokens"] == 2 * 127 and not (packed / "eval.work").exists()
+
+
+def test_exactly_the_source_runs_beside_the_pack(source: Path, packed: Path) -> None:
+    compact = measured(packed, "--against", source, *SHORT)["against"]
+    exact = measured(packed, "--against", source, "--exact", *SHORT)["against"]
+    assert exact["is_exact"] and not compact["is_exact"]
+    assert exact["kl_bound"]["value"] == pytest.approx(compact["kl_bound"]["value"], rel=1e-4)
+    assert exact["kl"]["value"] == pytest.approx(compact["kl"]["value"], rel=0.05)  # nearly all mass is in this tail
+
+
+def test_a_table_for_people_says_how_sure_it_is_and_that_the_tail_is_long(source: Path, packed: Path) -> None:
+    said = run("eval", packed, "--against", source, *SHORT).stdout
+    for words in ("± ", "of the source", "nats; at least", "is noise: the source against itself", "--exact runs"):
+        assert words in said
+    exact = run("eval", packed, "--against", source, "--exact", *SHORT).stdout
+    assert "over the whole vocabulary" in exact and "--exact runs" not in exact
+
+
+def test_the_text_is_the_samples_end_which_profiles_do_not_see(source: Path) -> None:
+    text = Text(FolderFiles(source))
+    seen = read_tokens(None, None, text, 16384, 512).sequences
+    everything = unseen_tokens(text, 10**9, 512).sequences
+    found = unseen_tokens(text, 8192, 512)
+    assert found.name == "the end of the sample: chapters of public-domain novels"
+    assert (everything[: len(seen)] == seen).all() and (everything[-16:] == found.sequences).all()
+    assert len(everything) > len(seen) + 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--exact"], "--exact: runs the source; give the checkpoint with --against"),
+        (["--keep-reference", "kept"], "--keep-reference: runs the source; give the checkpoint with --against"),
+        (["--tokens", "100"], "Invalid value for '--tokens': 100 is not in the range x>=256."),
+    ],
+)
+def test_options_that_mean_nothing_are_wrong_usage(arguments: list[str], message: str, packed: Path) -> None:
+    result = run("eval", packed, *arguments)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_a_reference_has_its_own_text(source: Path, packed: Path, tmp_path: Path) -> None:
+    measured(packed, "--against", source, "--keep-reference", tmp_path, *SHORT)
+    result = run("eval", packed, "--against", tmp_path, "--data", BOOK)
+    assert result.exit_code == 2 and "a reference has its own text" in result.stderr
+    kept = run("eval", packed, "--against", source, "--keep-reference", tmp_path, "--exact")
+    assert kept.exit_code == 2 and "leave out --keep-reference" in kept.stderr
+
+
+def test_another_checkpoint_is_refused_before_it_is_run(packed: Path, tmp_path: Path) -> None:
+    other = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, seed=1).write(tmp_path / "other")
+    result = run("eval", packed, "--against", other, *SHORT)
+    assert result.exit_code == 1 and result.stderr.endswith(
+        f"--against {other}: is another checkpoint than the one packed in {packed}\n"
+    )
+    assert "predictions" not in result.stderr
+
+
+def test_a_damaged_reference_ends_in_a_line(source: Path, packed: Path, tmp_path: Path) -> None:
+    measured(packed, "--against", source, "--keep-reference", tmp_path, *SHORT)
+    raw = bytearray((tmp_path / REFERENCE_FILE).read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (tmp_path / REFERENCE_FILE).write_bytes(raw)
+    result = run("eval", packed, "--against", tmp_path)
+    assert result.exit_code == 1
+    assert result.stderr == "moe-pack: reference.safetensors: SHA-256 does not match its bytes; the file is damaged\n"
+
+
+def test_a_kept_reference_says_how_many_tokens_it_has(source: Path, packed: Path, tmp_path: Path) -> None:
+    measured(packed, "--against", source, "--keep-reference", tmp_path, *SHORT)
+    facts = read_reference(tmp_path).facts
+    assert (facts.num_sequences, facts.sequence_length, facts.vocab_size) == (4, 128, 4096)
+
+
+def tasks_file(folder: Path, answer: int = 0) -> Path:
+    path = folder / "tasks.jsonl"
+    task = {"prompt": "It was a dark", "choices": [" night", " and stormy day"], "answer": answer}
+    path.write_text(json.dumps(task) + "\n")
+    return path
+
+
+def test_tasks_are_answered_by_the_pack_and_by_its_source(source: Path, packed: Path, tmp_path: Path) -> None:
+    path = tasks_file(tmp_path)
+    alone = json.loads(run("eval", packed, "--tasks", path, *SHORT, "--json").stdout)["tasks"]
+    both = run("eval", packed, "--tasks", path, "--against", source, *SHORT, "--json")
+    found = json.loads(both.stdout)["tasks"]
+    assert list(alone) == ["pack"] and list(found) == ["pack", "source"] and found["pack"] == alone["pack"]
+    assert found["source"]["num_tasks"] == 1 and found["source"]["accuracy"]["value"] in (0.0, 1.0)
+    said = run("eval", packed, "--tasks", path, *SHORT).stdout
+    assert "right by the pack" in said and "by the source" not in said
+    assert not [entry.name for entry in packed.iterdir() if entry.name.endswith(".work")]
+
+
+def test_a_wrong_line_of_tasks_is_found_before_anything_runs(packed: Path, tmp_path: Path) -> None:
+    path = tasks_file(tmp_path, answer=2)
+    result = run("eval", packed, "--tasks", path)
+    assert result.exit_code == 1 and result.stderr.startswith(f"moe-pack: --tasks {path}: line 1: found 2 choices")
+    assert result.stderr.count("\n") == 1
