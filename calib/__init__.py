@@ -1,5 +1,6 @@
 """Runs a model over text, layer by layer in bounded memory, and measures what planner and runtime need to know."""
 
+from moe_pack.calib.assumed import assumed_figures, assumed_losses
 from moe_pack.calib.attach import attach
 from moe_pack.calib.costs import Cost, Watcher
 from moe_pack.calib.heat import hottest_first
@@ -30,6 +31,8 @@ __all__ = [
     "Tokens",
     "UnholdableError",
     "Watcher",
+    "assumed_figures",
+    "assumed_losses",
     "attach",
     "check_finite",
     "hottest_first",
