@@ -171,6 +171,15 @@ def test_rounding_gives_what_a_pack_holds(quantizer: Quantizer, width: int) -> N
     assert torch.equal(found, rounded(weights, width, quantizer))
 
 
+def test_rounding_leaves_torch_with_the_threads_it_had() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    Rounding("hqq")(random(3, 64), 4)
+    found = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    assert found == threads + 1
+
+
 def test_the_mean_square_is_that_worked_by_hand() -> None:
     """Two tokens: (1, 3) has 5, (2, 0) has 2; weights 1/2 and 2: (5/4 + 2 * 4) / 2. A change of nothing has 0."""
     changes = torch.tensor([[[1.0, 3.0], [2.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]])
