@@ -7,7 +7,6 @@ small. Weights come in blocks of neurons, rows of which are quantized as convers
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ WIDTHS = (2, 3, 4, 8)  # below 2 errors are no longer small
 GROUP = 64
 _GROUPS = (16, 32, 64, 128, ROW_GROUP)
 SPARSITIES = HOT_SPARSITIES
-RATIO_BLOCKS = 8  # formats are compared on one block of neurons of this many
+COMPARED_NEURONS = 256  # of an expert, on which formats are compared: ratios of single experts scatter by more
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +151,9 @@ def format_ratios(expert: Expert, function: str, x: Tensor, weights: Tensor, rou
     """How the errors of hqq in every format compare with those of `rounding` at the same width: float32 [3, F].
 
     For gate, up and down; formats as `quantized_formats` lists them. 1 where there is no error to compare. Judged on
-    every eighth block of neurons, the first among them.
+    the expert's first 256 neurons.
     """
-    blocks = list(islice(expert.blocks(), 0, None, RATIO_BLOCKS))
+    blocks = _first_neurons(expert)
     values = [activations(x, block, function) for block in blocks]
 
     def errors(held: Rounding, width: int) -> Tensor:
@@ -171,6 +170,21 @@ def format_ratios(expert: Expert, function: str, x: Tensor, weights: Tensor, rou
         compared = found / rough[part.width].clamp(min=torch.finfo(torch.float32).tiny)
         ratios.append(torch.where(rough[part.width] > 0, compared, 1.0))
     return torch.stack(ratios, dim=1)
+
+
+def _first_neurons(expert: Expert) -> list[NeuronBlock]:
+    """An expert's first neurons, as many as formats are compared on."""
+    held: list[NeuronBlock] = []
+    left = COMPARED_NEURONS
+    for block in expert.blocks():
+        gate, gate_bias, up_bias = (
+            None if one is None else one[:left] for one in (block.gate, block.gate_bias, block.up_bias)
+        )
+        held.append(NeuronBlock(gate, block.up[:left], block.down[:left], gate_bias, up_bias))
+        left -= len(block.up)
+        if left <= 0:
+            break
+    return held
 
 
 def ratios_of_widths(ratios: Array, num_cols: int) -> Array:

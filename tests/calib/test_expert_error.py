@@ -250,18 +250,18 @@ def test_smaller_groups_err_less() -> None:
         assert (by_group[0] < by_group[1]).all() and (by_group[1] < by_group[2]).all()
 
 
-def test_ratios_are_those_of_mean_squares_on_every_eighth_block() -> None:
-    expert = replace(an_expert(f=90, d=128), step=10)  # the first block and the ninth
+@pytest.mark.parametrize("step", [100, 256, 1000])
+def test_ratios_are_those_of_mean_squares_on_the_first_256_neurons(step: int) -> None:
+    expert = replace(an_expert(f=300, d=128), step=step)
     weights, x = torch.tensor([0.1, 0.9, 0.4, 0.0, 1.0]), inputs_of(expert)
     found = format_ratios(expert, "silu", x, weights, Rounding("nearest"))
-    chosen = [*range(10), *range(80, 90)]
     assert expert.gate is not None
-    part = Held(expert.gate[chosen], expert.up[chosen], expert.down[chosen], step=10)
+    part = Held(expert.gate[:256], expert.up[:256], expert.down[:256])
 
     def square(matrix: Matrix, stored: PartFormat, quantizer: Quantizer) -> float:
         rows = getattr(part, matrix)
-        halves = [RowQuantizer(stored, 128, quantizer).encode(rows[i : i + 10]) for i in (0, 10)]
-        changed = replace(part, **{matrix: decode_part(stored, 128, torch.cat(halves))})
+        pieces = [RowQuantizer(stored, 128, quantizer).encode(rows[i : i + step]) for i in range(0, 256, step)]
+        changed = replace(part, **{matrix: decode_part(stored, 128, torch.cat(pieces))})
         return float(((output(changed, x) - output(part, x)) * weights[:, None]).square().mean())
 
     for matrix_idx, matrix in enumerate(MATRICES):
