@@ -1,21 +1,21 @@
 """Checks that a profile's predicted KL divergences add up: random plans of the same bytes, predicted and measured.
 
-The model is profiled on the shipped sample. Then every matrix of every expert gets a width at random (group 64, hqq),
-under the constraint that the widths' sum is fixed: mean 2.5 of 2, 3 and 4 bits, mean 3 and mean 4 of 2, 3, 4 and 8.
-Measured is the mean KL divergence in nats of such a model's predictions from the original's on a text the profile has
-not seen; predicted is the sum over all matrices of the profile's error at that width times what an error costs in that
-layer. Every matrix is quantized once at every width, not for each plan anew; that this is what conversion makes is
-checked on one plan's pack. Ends with exit code 1 if Spearman's correlation is below 0.8, or the slope of measured on
-predicted is outside 0.7 to 1.4, at any sum and level, or if the pack's KL is another.
+The model is profiled on the shipped sample. Then every matrix of every expert gets a format at random (hqq), under the
+constraint that the bits a weight takes are fixed on average: 2.5 of 2, 3 and 4, then 3 and 4 of 2, 3, 4 and 8, all in
+groups of 64, their scales not counted; then 4.5 of 2, 3, 4 and 8 in groups of 16, 32, 64, 128 and a row with 8- or
+16-bit scales, which are counted. Measured is the mean KL divergence in nats of such a model's predictions from the
+original's on a text the profile has not seen; predicted is the sum over all matrices of the profile's losses. No matrix
+is quantized twice in the same format; that this is what conversion makes is checked on one plan's pack. Measured beside
+it is how much log-likelihood a nat of KL divergence costs on that text, and on the sample as the profile has it. Ends
+with exit code 1 if Spearman's correlation is below 0.8, or the slope of measured on predicted is outside 0.7 to 1.4, at
+any mean and level, or if the pack's KL is another.
 """
 
 import json
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
@@ -26,29 +26,81 @@ from numpy.typing import NDArray
 from thresholds_hold import Silent
 from tqdm import tqdm
 
-from moe_pack.calib import Profile, ProfileOptions, Sensitivity, Tokens, make_profile, read_tokens
+from moe_pack.calib import (
+    Losses,
+    ProfileOptions,
+    Sensitivity,
+    Tokens,
+    losses_of,
+    make_profile,
+    read_tokens,
+)
 from moe_pack.convert import convert
-from moe_pack.formats import MATRICES, Checkpoint, ExpertFormat, ModelSpec, Pack, Plan, part_format, uniform_dense
-from moe_pack.runtime import CheckpointWeights, Decoder, FolderFiles, PackWeights, Text
+from moe_pack.formats import (
+    MATRICES,
+    ROW_GROUP,
+    Checkpoint,
+    ExpertFormat,
+    ModelSpec,
+    Pack,
+    PartFormat,
+    Plan,
+    format_fault,
+    part_format,
+    uniform_dense,
+)
+from moe_pack.runtime import (
+    CheckpointWeights,
+    Decoder,
+    FolderFiles,
+    PackWeights,
+    Text,
+)
 
 _TESTS = Path(__file__).parents[1] / "tests"
-_GROUP = 64
 _SEQUENCE_LENGTH = 512
-_WIDTHS = (2, 3, 4, 8)  # as a profile has them, in this order
-_SUMS: tuple[tuple[float, tuple[int, ...]], ...] = ((2.5, (2, 3, 4)), (3.0, _WIDTHS), (4.0, _WIDTHS))
+_WIDTHS = (2, 3, 4, 8)
+_GROUPS = (16, 32, 64, 128)
 _LEVELS: dict[str, tuple[Sensitivity, ...]] = {"fast": ("fast",), "full": ("full",), "both": ("fast", "full")}
 _LEAST_SPEARMAN, _LEAST_SLOPE, _MOST_SLOPE = 0.8, 0.7, 1.4
 _PACK_TOLERANCE = 1e-3  # relative: weights are the same bit for bit, sums may come in another order
 
-Widths = NDArray[np.integer[Any]]  # [L, E, 3]: gate, up and down of every expert
+Formats = NDArray[np.object_]  # PartFormat [L, E, 3]: of gate, up and down of every expert
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What plans are drawn from: formats, the bits each takes a weight, their mean and how far off plans may be."""
+
+    formats: tuple[PartFormat, ...]
+    bits: tuple[float, ...]
+    mean_bits: float
+    scatter: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """As the table has it."""
+        return f"{self.mean_bits}, {'any format' if self.scatter else 'group 64'}"
+
+
+def draws(spec: ModelSpec) -> tuple[Draw, ...]:
+    """Three of groups of 64, one of any format that the model's rows can hold."""
+    d = spec.hidden_size
+    every = [part_format(w, group, bits) for w in _WIDTHS for group in (*_GROUPS, ROW_GROUP) for bits in (16, 8)]
+    held = tuple(p for p in every if format_fault(p, d) is None and (p.group, p.scale_bits) != (ROW_GROUP, 8))
+    widths = [((2, 3, 4), 2.5), (_WIDTHS, 3.0), (_WIDTHS, 4.0)]
+    return (
+        *(Draw(tuple(part_format(w, 64) for w in of), tuple(map(float, of)), mean) for of, mean in widths),
+        Draw(held, tuple(8 * part.part_bytes(d) / d for part in held), 4.5, scatter=0.01),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How prediction and measurement agree over the plans of one sum; `ratio` is of means, measured to predicted."""
+    """How prediction and measurement agree over the plans of one draw; `ratio` is of means, measured to predicted."""
 
     level: Sensitivity
-    mean_width: float
+    draw: str
     mean_predicted: float
     mean_measured: float
     spearman: float
@@ -57,7 +109,7 @@ class Agreement:
 
     def fault(self) -> str | None:
         """What is wrong, or None."""
-        place = f"{self.level}, mean width {self.mean_width}"
+        place = f"{self.level}, mean bits {self.draw}"
         if not self.spearman >= _LEAST_SPEARMAN:
             return f"{place}: Spearman {self.spearman:.3f}, at least {_LEAST_SPEARMAN} expected"
         if not _LEAST_SLOPE <= self.slope <= _MOST_SLOPE:
@@ -65,54 +117,49 @@ class Agreement:
         return None
 
 
-def random_widths(
-    shape: tuple[int, ...], choices: tuple[int, ...], total: int, generator: np.random.Generator
-) -> Widths:
-    """Widths that add up to `total`: any at first, then moves at random towards it, now and then away from it."""
-    widths = generator.choice(choices, shape)
-    held, excess = widths.reshape(-1), int(widths.sum()) - total
-    while excess:
-        place, width = int(generator.integers(held.size)), int(generator.choice(choices))
-        moved = excess + width - int(held[place])
+def random_formats(shape: tuple[int, ...], draw: Draw, generator: np.random.Generator) -> Formats:
+    """Formats of the mean drawn: any at first, then moves at random towards it, now and then away from it."""
+    bits = np.asarray(draw.bits)
+    held = generator.integers(len(bits), size=shape).reshape(-1)
+    excess = float(bits[held].sum()) - draw.mean_bits * held.size
+    while abs(excess) > draw.scatter * held.size:
+        place, chosen = (int(generator.integers(number)) for number in (held.size, len(bits)))
+        moved = excess + float(bits[chosen] - bits[held[place]])
         if abs(moved) < abs(excess) or generator.random() < 0.02:  # away, lest no move is left
-            held[place], excess = width, moved
-    return widths
+            held[place], excess = chosen, moved
+    parts = np.empty(len(bits), object)
+    parts[:] = draw.formats
+    return parts[held].reshape(shape)
 
 
-def plan_of(widths: Widths, spec: ModelSpec) -> Plan:
-    """The plan that converts to these widths."""
-    parts = {width: part_format(width, _GROUP) for width in _WIDTHS}
-    experts = tuple(tuple(ExpertFormat(*(parts[w] for w in expert)) for expert in layer) for layer in widths.tolist())
+def plan_of(formats: Formats, spec: ModelSpec) -> Plan:
+    """The plan that converts to these formats."""
+    experts = tuple(tuple(ExpertFormat(*expert) for expert in layer) for layer in formats)
     return Plan("none", "hqq", experts, uniform_dense(spec, None))
 
 
-def pack_kl(checkpoint: Checkpoint, widths: Widths, judge: Judge, folder: Path) -> float:
-    """The KL divergence of a real pack of these widths."""
+def pack_kl(checkpoint: Checkpoint, formats: Formats, judge: Judge, folder: Path) -> float:
+    """The KL divergence of a real pack of these formats."""
     num_threads = torch.get_num_threads()
-    convert(checkpoint, plan_of(widths, checkpoint.spec), folder, num_threads)
+    convert(checkpoint, plan_of(formats, checkpoint.spec), folder, num_threads)
     torch.set_num_threads(num_threads)  # converting leaves torch with one thread
     with Pack(folder) as pack:
         return judge.kl(Decoder(PackWeights(pack, torch.device("cpu")), _SEQUENCE_LENGTH))
 
 
-def predictor(profile: Profile) -> Callable[[Widths], float]:
-    """What a profile predicts for widths [L, E, 3]."""
-    errors = np.stack([profile.errors(layer).quantized for layer in profile.spec.moe_layers])  # [L, E, 3, widths]
-    costs = errors.astype(np.float64) * profile.effects().quantized[:, None]
-
-    def predict(widths: Widths) -> float:
-        chosen = np.searchsorted(_WIDTHS, widths)[..., None]
-        return float(np.take_along_axis(costs, chosen, axis=3).sum())
-
-    return predict
+def predicted(losses: Losses, formats: Formats) -> float:
+    """What a profile's losses predict for formats [L, E, 3]."""
+    return sum(
+        float(losses.quantized[*place, losses.formats.index(formats[place])]) for place in np.ndindex(formats.shape)
+    )
 
 
-def agreement(level: Sensitivity, mean_width: float, predicted: list[float], measured: list[float]) -> Agreement:
-    """Compares the plans of one sum."""
+def agreement(level: Sensitivity, draw: Draw, predicted: list[float], measured: list[float]) -> Agreement:
+    """Compares the plans of one draw."""
     first, second = (np.argsort(np.argsort(values)) for values in (predicted, measured))  # ranks; no two are equal
     return Agreement(
         level=level,
-        mean_width=mean_width,
+        draw=draw.name,
         mean_predicted=float(np.mean(predicted)),
         mean_measured=float(np.mean(measured)),
         spearman=float(np.corrcoef(first, second)[0, 1]),
@@ -121,36 +168,45 @@ def agreement(level: Sensitivity, mean_width: float, predicted: list[float], mea
     )
 
 
-def random_plans(spec: ModelSpec, number: int, seed: int) -> dict[float, list[Widths]]:
-    """Plans by their mean width."""
+def random_plans(spec: ModelSpec, number: int, seed: int) -> dict[Draw, list[Formats]]:
+    """Plans by what they were drawn from."""
     assert tuple(spec.expert.matrices) == MATRICES, "experts have three matrices"
     shape = (len(spec.moe_layers), spec.router.num_experts, len(MATRICES))
     generator = np.random.default_rng(seed)
-    return {
-        mean: [random_widths(shape, choices, round(mean * int(np.prod(shape))), generator) for _ in range(number)]
-        for mean, choices in _SUMS
-    }
+    return {draw: [random_formats(shape, draw, generator) for _ in range(number)] for draw in draws(spec)}
 
 
-def measure_plans(
-    checkpoint: Checkpoint, plans: dict[float, list[Widths]], unseen: Tokens, folder: Path
-) -> tuple[dict[float, list[float]], float]:
-    """The KL divergences of plans; that of the first one's pack, made in `folder`."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """KL divergences of plans; that of the last one's pack, and of itself; log-likelihood lost for a nat of all."""
+
+    kls: dict[Draw, list[float]]
+    last_kl: float
+    pack_kl: float
+    nll_per_kl: float
+
+
+def measure_plans(checkpoint: Checkpoint, plans: dict[Draw, list[Formats]], unseen: Tokens, folder: Path) -> Measured:
+    """Measures plans, and a pack, which is made in `folder`."""
     judge = Judge(Decoder(CheckpointWeights(checkpoint), _SEQUENCE_LENGTH), unseen)
     weights = MemoryWeights(checkpoint)
     decoder = Decoder(weights, _SEQUENCE_LENGTH)
-    measured: dict[float, list[float]] = {mean: [] for mean in plans}
-    ordered = [(mean, widths) for mean, held in plans.items() for widths in held]
-    for mean, widths in tqdm(ordered, desc="plans", disable=None):
-        weights.round_to(plan_of(widths, checkpoint.spec))
-        measured[mean].append(judge.kl(decoder))
-    return measured, pack_kl(checkpoint, ordered[0][1], judge, folder)
+    measured: dict[Draw, list[float]] = {draw: [] for draw in plans}
+    ordered = [(draw, formats) for draw, held in plans.items() for formats in held]
+    nll = 0.0
+    for draw, formats in tqdm(ordered, desc="plans", disable=None):
+        weights.round_to(plan_of(formats, checkpoint.spec))
+        kl, lost = judge.losses(decoder)
+        measured[draw].append(kl)
+        nll += lost
+    packed = pack_kl(checkpoint, ordered[-1][1], judge, folder)
+    return Measured(measured, kl, packed, nll / sum(map(sum, measured.values())))
 
 
 def _table(found: list[Agreement]) -> str:
-    rows = ["level  mean width   predicted   measured   Spearman    slope   ratio"]
+    rows = ["level  mean bits         predicted   measured   Spearman    slope   ratio"]
     rows += [
-        f"{a.level:5}{a.mean_width:12.1f}{a.mean_predicted:12.5f}{a.mean_measured:11.5f}"
+        f"{a.level:5}  {a.draw:16}{a.mean_predicted:11.5f}{a.mean_measured:11.5f}"
         f"{a.spearman:11.3f}{a.slope:9.3f}{a.ratio:8.3f}"
         for a in found
     ]
@@ -173,30 +229,35 @@ def main(
     tokenizer = Text(FolderFiles(model))
     sample = read_tokens(None, None, tokenizer, tokens_profiled, _SEQUENCE_LENGTH)
     unseen = read_tokens(str(text), None, tokenizer, tokens, _SEQUENCE_LENGTH)
-    checkpoint, found = Checkpoint(model), []
+    checkpoint, found, lost = Checkpoint(model), [], {}
     try:
         with tempfile.TemporaryDirectory(prefix="moe-pack-") as name:
             drawn = random_plans(checkpoint.spec, plans, seed)
-            measured, packed = measure_plans(checkpoint, drawn, unseen, Path(name) / "pack")
+            measured = measure_plans(checkpoint, drawn, unseen, Path(name) / "pack")
             for each in _LEVELS[level]:
-                profile = make_profile(checkpoint, sample, Path(name) / each, ProfileOptions(each), Silent())
-                predict = predictor(profile)
-                found += [agreement(each, mean, list(map(predict, drawn[mean])), measured[mean]) for mean in drawn]
+                losses = losses_of(make_profile(checkpoint, sample, Path(name) / each, ProfileOptions(each), Silent()))
+                lost[each] = losses.nll_per_kl
+                for draw, held in drawn.items():
+                    foretold = [predicted(losses, formats) for formats in held]
+                    found.append(agreement(each, draw, foretold, measured.kls[draw]))
     finally:
         checkpoint.close()
     faults = [fault for one in found if (fault := one.fault())]
-    first = measured[_SUMS[0][0]][0]
-    if not abs(packed - first) <= _PACK_TOLERANCE * first:
-        faults.append(f"the first plan: its pack has KL {packed:.6f}, {first:.6f} measured")
+    if not abs(measured.pack_kl - measured.last_kl) <= _PACK_TOLERANCE * measured.last_kl:
+        faults.append(f"the last plan: its pack has KL {measured.pack_kl:.6f}, {measured.last_kl:.6f} measured")
     if as_json:
         facts = {"tokens_profiled": sample.sequences.size, "tokens": unseen.sequences.size, "plans": plans}
-        kls = {str(mean): values for mean, values in measured.items()}
+        kls = {draw.name: values for draw, values in measured.kls.items()}
         agreements = [asdict(one) for one in found]
-        click.echo(json.dumps(facts | {"found": agreements, "measured": kls, "pack": packed, "faults": faults}))
+        nll = {"measured": measured.nll_per_kl} | lost
+        packed = {"pack": measured.pack_kl, "nll_per_kl": nll, "faults": faults}
+        click.echo(json.dumps(facts | {"found": agreements, "measured": kls} | packed))
     else:
-        click.echo(f"{plans} plans at each mean width, measured on {unseen.sequences.size:,} tokens of {text.name}")
+        click.echo(f"{plans} plans at each mean, measured on {unseen.sequences.size:,} tokens of {text.name}")
         click.echo(_table(found))
-        click.echo(f"the first plan: KL {first:.6f}, of its pack {packed:.6f}")
+        click.echo(f"the last plan: KL {measured.last_kl:.6f}, of its pack {measured.pack_kl:.6f}")
+        told = ", ".join(f"{each} {value:.3f}" for each, value in lost.items())
+        click.echo(f"log-likelihood lost for a nat: {measured.nll_per_kl:.3f}, by the profile {told}")
     for fault in faults:
         click.echo(fault, err=True)
     sys.exit(1 if faults else 0)

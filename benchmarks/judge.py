@@ -39,6 +39,16 @@ class Judge:
         """The mean KL divergence from the source, nats a token."""
         return float(self.blocks(decoder).mean())
 
+    def losses(self, decoder: Decoder) -> tuple[float, float]:
+        """Nats a token: the mean KL divergence, and how much less log-likelihood the tokens have that come next."""
+        kl, nll, num_next = 0.0, 0.0, 0
+        for ids, expected in zip(self._sequences, self._expected, strict=True):
+            change = expected - _log_probabilities(decoder, ids)
+            kl += float((expected.exp() * change).sum())
+            nll += float(change[:-1].gather(1, torch.tensor(ids[1:])[:, None]).sum())
+            num_next += len(ids) - 1
+        return kl / sum(map(len, self._sequences)), nll / num_next
+
 
 def _log_probabilities(decoder: Decoder, ids: list[int]) -> Tensor:
     decoder.reset()

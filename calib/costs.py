@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moe_pack.calib.divergence import HEAD_TOKENS, divergence, log_probabilities
 from moe_pack.calib.expert_error import (
+    COMPARED_NEURONS,
     QUANTIZED,
-    RATIO_BLOCKS,
     SPARSE,
     WIDTHS,
     Rounding,
@@ -29,7 +29,7 @@ from moe_pack.calib.layer_pass import LayerStates
 from moe_pack.calib.mlp_predictor import USUAL_TRAINING, shapes_for, train
 from moe_pack.calib.mlp_predictor import cost as training_cost
 from moe_pack.formats import ModelSpec, dense_roles
-from moe_pack.runtime import Weights, row_blocks, run_expert
+from moe_pack.runtime import Weights, run_expert
 
 _TRIED_TOKENS = 512
 _LONG_SECONDS = 1.0  # what takes this long need not be tried twice
@@ -82,10 +82,9 @@ def expert_multiplications(spec: ModelSpec) -> int:
 
 def compared_multiplications(spec: ModelSpec, num_tokens: int) -> int:
     """Multiplications of comparing formats on this many tokens: five products of an expert's matrices a format."""
-    d, expert = spec.hidden_size, spec.expert
-    blocks = list(row_blocks(expert.intermediate_size, d, len(expert.matrices)))[::RATIO_BLOCKS]
-    num_compared = len(quantized_formats(d)) + len(WIDTHS)
-    return 5 * num_compared * num_tokens * d * sum(stop - start for start, stop in blocks)
+    num_compared = len(quantized_formats(spec.hidden_size)) + len(WIDTHS)
+    neurons = min(COMPARED_NEURONS, spec.expert.intermediate_size)
+    return 5 * num_compared * num_tokens * spec.hidden_size * neurons
 
 
 def prediction_cost(spec: ModelSpec, num_tokens: int) -> Cost:

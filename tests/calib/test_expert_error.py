@@ -171,6 +171,15 @@ def test_rounding_gives_what_a_pack_holds(quantizer: Quantizer, width: int) -> N
     assert torch.equal(found, rounded(weights, width, quantizer))
 
 
+def test_rounding_leaves_torch_with_the_threads_it_had() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    Rounding("hqq")(random(3, 64), 4)
+    found = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    assert found == threads + 1
+
+
 def test_the_mean_square_is_that_worked_by_hand() -> None:
     """Two tokens: (1, 3) has 5, (2, 0) has 2; weights 1/2 and 2: (5/4 + 2 * 4) / 2. A change of nothing has 0."""
     changes = torch.tensor([[[1.0, 3.0], [2.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]])
@@ -241,18 +250,18 @@ def test_smaller_groups_err_less() -> None:
         assert (by_group[0] < by_group[1]).all() and (by_group[1] < by_group[2]).all()
 
 
-def test_ratios_are_those_of_mean_squares_on_every_eighth_block() -> None:
-    expert = replace(an_expert(f=90, d=128), step=10)  # the first block and the ninth
+@pytest.mark.parametrize("step", [100, 256, 1000])
+def test_ratios_are_those_of_mean_squares_on_the_first_256_neurons(step: int) -> None:
+    expert = replace(an_expert(f=300, d=128), step=step)
     weights, x = torch.tensor([0.1, 0.9, 0.4, 0.0, 1.0]), inputs_of(expert)
     found = format_ratios(expert, "silu", x, weights, Rounding("nearest"))
-    chosen = [*range(10), *range(80, 90)]
     assert expert.gate is not None
-    part = Held(expert.gate[chosen], expert.up[chosen], expert.down[chosen], step=10)
+    part = Held(expert.gate[:256], expert.up[:256], expert.down[:256])
 
     def square(matrix: Matrix, stored: PartFormat, quantizer: Quantizer) -> float:
         rows = getattr(part, matrix)
-        halves = [RowQuantizer(stored, 128, quantizer).encode(rows[i : i + 10]) for i in (0, 10)]
-        changed = replace(part, **{matrix: decode_part(stored, 128, torch.cat(halves))})
+        pieces = [RowQuantizer(stored, 128, quantizer).encode(rows[i : i + step]) for i in range(0, 256, step)]
+        changed = replace(part, **{matrix: decode_part(stored, 128, torch.cat(pieces))})
         return float(((output(changed, x) - output(part, x)) * weights[:, None]).square().mean())
 
     for matrix_idx, matrix in enumerate(MATRICES):

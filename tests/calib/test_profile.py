@@ -131,9 +131,9 @@ def test_json_of_the_same_values_in_another_layout_is_the_same_profile(folder: P
     assert Profile(folder).statistics(1)
 
 
-def test_true_is_no_version(folder: Path) -> None:
-    rewrite(folder, lambda values: values.update(version=True))
-    assert refusal(folder) == "profile.json: version: found True, expected int"
+def test_a_fraction_is_no_version(folder: Path) -> None:
+    rewrite(folder, lambda values: values.update(version=2.0))
+    assert refusal(folder) == "profile.json: version: found 2.0, expected int"
 
 
 READS: list[tuple[str, Callable[[Profile], object]]] = [
