@@ -74,6 +74,7 @@ bench: families bench-cpu bench-streaming ablate
 	$(BIN)/python benchmarks/floe_orderings.py
 	$(BIN)/python benchmarks/added_sensitivities.py
 	$(BIN)/python benchmarks/profile_speed.py
+	$(BIN)/python benchmarks/predicted_speed.py --folder $(BENCH_PACKS)
 	$(BIN)/python benchmarks/profile_memory.py
 	$(BIN)/python benchmarks/policy_table.py
 	$(BIN)/python benchmarks/policy_replay.py

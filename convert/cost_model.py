@@ -31,8 +31,8 @@ from moe_pack.runtime import (
 Array = NDArray[Any]
 
 USUAL_RECALL = 0.75  # of the next layer's experts, where no profile says: CORM's least
-_DRAWN_TOKENS = 512
-_MOST_TOKENS = 1024  # replayed; more change hit rates by less than routes of another text do
+# What is replayed at most; more changes hit rates by less than routes of another text do.
+_MOST_TOKENS, _LEAST_TOKENS, _MOST_VISITS = 1024, 64, 50_000
 _PAGE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of what experts have of a card
 _WARM_SHARE = 0.25  # of the tokens replayed: they fill the cache
 
@@ -110,14 +110,23 @@ def predict(
         (popularity / popularity.sum(axis=1, keepdims=True)).astype(np.float32),
     )
     extents = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts])
-    preset = auto_preset(passes, facts, extents)
-    routed = drawn_passes(popularity, k, _DRAWN_TOKENS) if passes is None else passes
-    routed = Passes(routed.routes[:_MOST_TOKENS], routed.chunks[:_MOST_TOKENS], None, routed.popularity)
+    routed, is_drawn = _routed(layout, popularity, passes)
+    preset = auto_preset(None if is_drawn else routed, facts, extents)
     found = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)))
     running = 1.0 - sparsity
     fetching = fetched_from_drive(layout, running, machine.drive, plan.page_bytes)
     foretold = 0.0 if preset.prediction == "none" else USUAL_RECALL if recall is None else recall
     return _prediction(layout, machine, running, found, fetching, foretold, preset.name, seen_tokens)
+
+
+def _routed(layout: PackLayout, popularity: Array, passes: Passes | None) -> tuple[Passes, bool]:
+    """Routes to replay, as many as are worth their time; and whether they are drawn."""
+    k = layout.spec.router.num_experts_per_tok
+    num_tokens = min(_MOST_TOKENS, max(_LEAST_TOKENS, _MOST_VISITS // (k * len(layout.experts))))
+    if passes is None:
+        return drawn_passes(popularity, k, num_tokens), True
+    routes = passes.routes[:num_tokens]
+    return Passes(routes, np.ones(len(routes), np.uint32), None, passes.popularity), False
 
 
 def predict_on_card(
@@ -142,9 +151,8 @@ def predict_on_card(
     num_pages = plan.num_pages or int(pages.sum())  # none where all is there
     facts = CacheFacts(pages, num_pages, k, shares)
     extents = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts])
-    preset = auto_preset(passes, facts, extents)
-    routed = drawn_passes(popularity, k, _DRAWN_TOKENS) if passes is None else passes
-    routed = Passes(routed.routes[:_MOST_TOKENS], routed.chunks[:_MOST_TOKENS], None, routed.popularity)
+    routed, is_drawn = _routed(layout, popularity, passes)
+    preset = auto_preset(None if is_drawn else routed, facts, extents)
     found = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)))
     fetching = fetched_over_link(layout, plan, heat, machine)
     return _prediction(layout, machine, heat.mean(axis=2), found, fetching, 0.0, preset.name, seen_tokens)
