@@ -32,7 +32,7 @@ Array = NDArray[Any]
 
 USUAL_RECALL = 0.75  # of the next layer's experts, where no profile says: CORM's least
 # What is replayed at most; more changes hit rates by less than routes of another text do.
-_MOST_TOKENS, _LEAST_TOKENS, _MOST_VISITS = 1024, 64, 50_000
+_MOST_TOKENS, _LEAST_TOKENS, _MOST_VISITS = 4096, 64, 50_000
 _PAGE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of what experts have of a card
 _WARM_SHARE = 0.25  # of the tokens replayed: they fill the cache
 
