@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_pack.convert.card_budget import CardPlan, divide_card
 from moe_pack.convert.machines import Machine, rate_of
 from moe_pack.convert.visits import MAX_AGE, Visits, drawn_passes, visits
 from moe_pack.formats import ExpertLayout, PackLayout, RowLayout, cached_values
@@ -30,8 +31,9 @@ from moe_pack.runtime import (
 Array = NDArray[Any]
 
 USUAL_RECALL = 0.75  # of the next layer's experts, where no profile says: CORM's least
-_DRAWN_TOKENS = 512
-_MOST_TOKENS = 1024  # replayed; more change hit rates by less than routes of another text do
+# What is replayed at most; more changes hit rates by less than routes of another text do.
+_MOST_TOKENS, _LEAST_TOKENS, _MOST_VISITS = 4096, 64, 50_000
+_PAGE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of what experts have of a card
 _WARM_SHARE = 0.25  # of the tokens replayed: they fill the cache
 
 
@@ -101,7 +103,7 @@ def predict(
              that are in the key-value cache.
     Not modelled: that neighbouring neurons run together more often than others; tokens that attend to a window.
     """
-    assert machine.kind == "cpu", "of the tiers below a card `gpu_budget` knows"
+    assert machine.kind == "cpu", "a card has `predict_on_card`"
     k = layout.spec.router.num_experts_per_tok
     facts = CacheFacts(
         expert_pages(layout, plan.page_bytes),
@@ -110,14 +112,109 @@ def predict(
         (popularity / popularity.sum(axis=1, keepdims=True)).astype(np.float32),
     )
     extents = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts])
-    preset = auto_preset(passes, facts, extents)
-    routed = drawn_passes(popularity, k, _DRAWN_TOKENS) if passes is None else passes
-    routed = Passes(routed.routes[:_MOST_TOKENS], routed.chunks[:_MOST_TOKENS], None, routed.popularity)
+    routed, is_drawn = _routed(layout, popularity, passes)
+    preset = auto_preset(None if is_drawn else routed, facts, extents)
     found = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)))
     running = 1.0 - sparsity
     fetching = fetched_from_drive(layout, running, machine.drive, plan.page_bytes)
     foretold = 0.0 if preset.prediction == "none" else USUAL_RECALL if recall is None else recall
     return _prediction(layout, machine, running, found, fetching, foretold, preset.name, seen_tokens)
+
+
+def _routed(layout: PackLayout, popularity: Array, passes: Passes | None) -> tuple[Passes, bool]:
+    """Routes to replay, as many as are worth their time; and whether they are drawn."""
+    k = layout.spec.router.num_experts_per_tok
+    num_tokens = min(_MOST_TOKENS, max(_LEAST_TOKENS, _MOST_VISITS // (k * len(layout.experts))))
+    if passes is None:
+        return drawn_passes(popularity, k, num_tokens), True
+    routes = passes.routes[:num_tokens]
+    return Passes(routes, np.ones(len(routes), np.uint32), None, passes.popularity), False
+
+
+def predict_on_card(
+    layout: PackLayout,
+    plan: CardPlan,
+    machine: Machine,
+    popularity: Array,
+    heat: Array,
+    passes: Passes | None = None,
+    seen_tokens: int = 0,
+) -> Prediction:
+    """How fast a pack of this layout decodes on a card whose memory is divided so, rows pulled over the link.
+
+    What host memory cannot hold is read from the drive. No engine that works so was measured yet.
+    Args:    heat: [L, E, H], as in `divide_card`; the others as in `predict`.
+    """
+    assert machine.kind == "cuda", "of a card"
+    k = layout.spec.router.num_experts_per_tok
+    missing = _missing_bytes(layout, plan)
+    pages = -(-missing // plan.page_bytes)
+    shares = (popularity / popularity.sum(axis=1, keepdims=True)).astype(np.float32)
+    num_pages = plan.num_pages or int(pages.sum())  # none where all is there
+    facts = CacheFacts(pages, num_pages, k, shares)
+    extents = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts])
+    routed, is_drawn = _routed(layout, popularity, passes)
+    preset = auto_preset(None if is_drawn else routed, facts, extents)
+    found = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)))
+    fetching = fetched_over_link(layout, plan, heat, machine)
+    return _prediction(layout, machine, heat.mean(axis=2), found, fetching, 0.0, preset.name, seen_tokens)
+
+
+def best_card_plan(
+    layout: PackLayout,
+    target_bytes: int,
+    context_tokens: int,
+    predictor_bytes: int,
+    machine: Machine,
+    popularity: Array,
+    heat: Array,
+    passes: Passes | None = None,
+) -> tuple[CardPlan, Prediction]:
+    """The division of a card's memory that decodes fastest, of a few shares for pages; and how fast.
+
+    Raises:  RunError as `divide_card`.
+    """
+    plans = [
+        divide_card(layout, target_bytes, context_tokens, predictor_bytes, popularity, heat, share)
+        for share in _PAGE_SHARES
+    ]
+    tried = [
+        (plan, predict_on_card(layout, plan, machine, popularity, heat, passes, context_tokens))
+        for plan in (plans if plans[0].pages else plans[:1])
+    ]
+    return min(tried, key=lambda one: one[1].seconds.total)
+
+
+def fetched_over_link(layout: PackLayout, plan: CardPlan, heat: Array, machine: Machine) -> Fetching:
+    """What a card pulls: of selectors what it does not hold, and running rows that have not come since.
+
+    Meaning: row i, where it is not held, is pulled at the n-th visit with probability heat_i * (1 - heat_i)^n.
+    """
+    assert machine.link_rate is not None, "a card has a link"
+    num_rows = layout.experts[0][0].num_rows
+    row_bytes = np.array([[e.records.row_bytes for e in layer] for layer in layout.experts])
+    selector_bytes = np.array([[e.selector_bytes for e in layer] for layer in layout.experts])
+    wanted = (1 - plan.row_shares) * heat
+    num_bytes = np.stack(
+        [num_rows * row_bytes * (wanted * (1 - heat) ** age).mean(axis=2) for age in range(MAX_AGE + 1)]
+    )
+    num_bytes[0] += (1 - plan.selector_share) * selector_bytes
+    on_drive = 0.0
+    if machine.ram_bytes is not None:
+        total = sum(expert.num_bytes for layer in layout.experts for expert in layer)
+        on_drive = max(0.0, 1 - machine.ram_bytes / total)
+    drive_rate = machine.drive.rate(plan.page_bytes)
+    seconds = num_bytes * ((1 - on_drive) / machine.link_rate + on_drive / min(drive_rate, machine.link_rate))
+    return Fetching(num_bytes, seconds, np.zeros_like(seconds))
+
+
+def _missing_bytes(layout: PackLayout, plan: CardPlan) -> Array:
+    """What of each expert is not held, int64 [L, E]: it comes and goes."""
+    selectors = np.array([[e.selector_bytes for e in layer] for layer in layout.experts])
+    records = np.array([[e.records_bytes for e in layer] for layer in layout.experts])
+    missing = (1 - plan.selector_share) * selectors + (1 - plan.row_shares.mean(axis=2)) * records
+    whole: Array = np.ceil(missing - 1e-6).astype(np.int64)
+    return whole
 
 
 def expert_seconds(expert: ExpertLayout, running: float, machine: Machine) -> tuple[float, float]:

@@ -1,0 +1,165 @@
+"""What a card's memory is spent on: what is always there, what is read most, and pages for the rest.
+
+Rows are ordered by heat, so that what to hold is a fractional knapsack: of selectors and rows those that a token reads
+with the highest probability come first; they all cost their bytes. Nothing here allocates; parts are in bytes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats import ExpertLayout, PackLayout, RunError, cached_values, size_text
+from moe_pack.runtime import Asked, workspace_bytes
+
+Array = NDArray[Any]
+
+OVERHEAD_BYTES = 500_000_000  # of the driver's context and the libraries' kernels; assumed, not measured yet
+STAGING_BYTES = 32 << 20  # two copies of 16 MiB on their way
+CARD_PAGE_BYTES = 256 << 10
+AS_TARGET = Asked("--target-vram", "--context")
+_MOST_CHUNK, _LEAST_CHUNK = 512, 16  # tokens of a forward pass
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CardPlan:
+    """A card's memory, divided. All but the last four are bytes.
+
+    `selectors`, `hot_rows`: that are always there; `pages`: for what comes and goes.   `selector_share` float64 [L, E]:
+    of each selector's rows that are there; `row_shares` [L, E, H]: of each slice of an expert's records.
+    """
+
+    target: int
+    dense: int
+    cache: int
+    workspace: int
+    predictors: int
+    staging: int
+    overhead: int
+    selectors: int
+    hot_rows: int
+    pages: int
+    chunk_tokens: int
+    page_bytes: int
+    selector_share: Array
+    row_shares: Array
+
+    @property
+    def spent(self) -> int:
+        """All parts together: never more than the target."""
+        fixed = self.dense + self.cache + self.workspace + self.predictors + self.staging + self.overhead
+        return fixed + self.selectors + self.hot_rows + self.pages
+
+    @property
+    def num_pages(self) -> int:
+        """Pages for what comes and goes."""
+        return self.pages // self.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """How many times less of an expert crosses the link than its 16-bit weights: codes alone, and as stored."""
+
+    codes: float
+    stored: float
+
+
+def expert_compression(expert: ExpertLayout, sparsity: float) -> Compression:
+    """What an expert's selector and running records come to, by its three matrices in 16 bit.
+
+    `codes` leaves out scales, zeros, CRC and padding.
+    Source:  FloE §1 and §4.3, whose 9.3 for Mixtral at 90% is of codes; theirs of 2 bits for up, 16 for the rest.
+    """
+    halves = [(rows, share) for rows, share in ((expert.selector, 1.0), (expert.records, 1 - sparsity)) if rows]
+    num_cols, num_parts = expert.records.num_cols, sum(len(rows.parts) for rows, _ in halves)
+    source = 2 * num_parts * num_cols
+    codes = sum(share * part.format.code_bytes(num_cols) for rows, share in halves for part in rows.parts)
+    return Compression(source / codes, source / sum(share * rows.row_bytes for rows, share in halves))
+
+
+def divide_card(
+    layout: PackLayout,
+    target_bytes: int,
+    context_tokens: int,
+    predictor_bytes: int,
+    popularity: Array,
+    heat: Array,
+    page_share: float,
+) -> CardPlan:
+    """How a card's memory is divided.
+
+    Meaning: dense weights, cache in bfloat16, workspace, predictors, staging and overhead first; where all experts fit
+             beside them, they are all there. Else `page_share` of the room, and the largest expert at least, goes to
+             pages, and the rest to what is read most per byte: a selector with its expert's popularity, a row with that
+             times its heat.
+    Args:    popularity: [L, E], any unit.   heat: [L, E, H], the share of its tokens for which a row runs, of H equal
+             slices of an expert's rows, hottest first.
+    Raises:  RunError if the largest expert would have no room; it says what is needed, and for what.
+    """
+    dense, cache = layout.dense_file.num_bytes, 2 * cached_values(layout.spec) * context_tokens
+    experts = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts], np.int64)
+    largest = -(-int(experts.max()) // CARD_PAGE_BYTES) * CARD_PAGE_BYTES
+    chunk = min(_MOST_CHUNK, max(context_tokens, _LEAST_CHUNK))
+    while True:
+        workspace = workspace_bytes(layout.spec, chunk)
+        room = target_bytes - dense - cache - workspace - predictor_bytes - STAGING_BYTES - OVERHEAD_BYTES
+        if chunk <= _LEAST_CHUNK or room >= max(largest, target_bytes // 8):
+            break
+        chunk = max(chunk // 2, _LEAST_CHUNK)
+    if room < min(largest, int(experts.sum())):
+        least = target_bytes - room + min(largest, int(experts.sum()))
+        raise RunError(
+            f"{AS_TARGET.budget}: {size_text(target_bytes)}, needed are at least {size_text(least)}: "
+            f"{size_text(dense)} of dense weights, {size_text(cache)} of key-value cache for {context_tokens} tokens, "
+            f"{size_text(workspace + STAGING_BYTES)} to work in, {size_text(predictor_bytes)} of what foretells "
+            f"experts, {size_text(OVERHEAD_BYTES)} of the driver's, and {size_text(largest)} for experts; give more, "
+            f"fewer bits for dense weights, or a shorter context with {AS_TARGET.context}"
+        )
+    if int(experts.sum()) <= room:
+        pages = 0
+    else:
+        pages = max(largest, int(page_share * room) // CARD_PAGE_BYTES * CARD_PAGE_BYTES)
+    selector_share, row_shares, selectors, rows = _hold(layout, popularity, heat, room - pages)
+    return CardPlan(
+        target_bytes,
+        dense,
+        cache,
+        workspace,
+        predictor_bytes,
+        STAGING_BYTES,
+        OVERHEAD_BYTES,
+        selectors,
+        rows,
+        pages,
+        chunk,
+        CARD_PAGE_BYTES,
+        selector_share,
+        row_shares,
+    )
+
+
+def _hold(layout: PackLayout, popularity: Array, heat: Array, room: int) -> tuple[Array, Array, int, int]:
+    """The shares of selectors [L, E] and of slices [L, E, H] to hold in so many bytes, and what both come to."""
+    L, E, H = heat.shape
+    row_bytes = np.array([[[e.selector.row_bytes if e.selector else 0, e.records.row_bytes] for e in layer]
+                          for layer in layout.experts], np.int64)  # fmt: skip
+    num_rows = layout.experts[0][0].num_rows
+    edges = np.linspace(0, num_rows, H + 1).astype(np.int64)
+    chances = (popularity / popularity.sum(axis=1, keepdims=True))[:, :, None]
+    # Of each expert: its selector's rows, with the few extra values, then its slices.
+    counts = np.concatenate([np.full((L, E, 1), num_rows), np.broadcast_to(np.diff(edges), (L, E, H))], axis=2)
+    sizes = np.concatenate([row_bytes[:, :, :1], np.repeat(row_bytes[:, :, 1:], H, axis=2)], axis=2)
+    worth = np.concatenate([np.broadcast_to(chances, (L, E, 1)), chances * heat], axis=2)
+    extra = 4 * layout.spec.expert.extra_floats * L * E
+    order = np.argsort(-worth.ravel(), kind="stable")
+    num_bytes = (counts * sizes).ravel()[order]
+    before = np.cumsum(num_bytes) - num_bytes
+    left = np.clip(max(room - extra, 0) - before, 0, num_bytes)
+    held: Array = np.zeros(counts.size, np.int64)
+    held[order] = left // np.maximum(sizes.ravel()[order], 1)  # whole rows
+    held = held.reshape(counts.shape)
+    shares = np.where(sizes > 0, held / np.maximum(counts, 1), 1.0)
+    spent = held * sizes
+    selectors = int(spent[:, :, 0].sum()) + (extra if room >= extra else 0)
+    return shares[:, :, 0], shares[:, :, 1:], selectors, int(spent[:, :, 1:].sum())

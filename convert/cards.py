@@ -1,0 +1,128 @@
+"""Graphics cards by name: what a plan for one that is not here reckons with; or this machine's, measured.
+
+Source:  NVIDIA's data sheets and architecture papers (Ampere GA102, A100, Ada, Hopper, L4, H200, RTX Blackwell).
+What of a card's rates programs see is assumed: `BANDWIDTH_SHARE`, `LINK_SHARE`. So are the times of a token and a layer
+in one CUDA graph. Nothing of it was measured yet; `--gpu measure` measures memory and link.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from moe_pack.convert.machines import USUAL_DRIVE_RATE, Machine, steady_drive
+from moe_pack.formats import RunError
+from moe_pack.runtime import DriveFacts, FixedCosts, WidthRate
+
+BANDWIDTH_SHARE, LINK_SHARE = 0.8, 0.8
+MEASURE = "measure"
+_CARD_FIXED = FixedCosts(token_s=50e-6, layer_s=30e-6, expert_s=0.0, miss_s=0.0)
+_WIDTHS = (1, 2, 3, 4, 8, 16)
+_LANE_RATES = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}  # bytes a second and direction of a lane, after line coding
+_COPY_BYTES, _COPIES = 256 << 20, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A card: bytes, bytes a second and operations a second, all as its maker says, or as measured.
+
+    `link_rate`: in one direction.   `flops`: float32, multiplications and additions counted apart.
+    """
+
+    name: str
+    memory_bytes: int
+    memory_rate: float
+    link_rate: float
+    flops: float
+
+
+def _card(name: str, gibibytes: float, gb_s: float, pcie: tuple[int, int], teraflops: float) -> Card:
+    generation, lanes = pcie
+    return Card(name, int(gibibytes * 2**30), gb_s * 1e9, lanes * _LANE_RATES[generation], teraflops * 1e12)
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        _card("RTX 3060 12G", 12, 360, (4, 16), 12.7),
+        _card("RTX 3090", 24, 936, (4, 16), 35.6),
+        _card("RTX 4060 Ti 16G", 16, 288, (4, 8), 22.1),
+        _card("RTX 4090", 24, 1008, (4, 16), 82.6),
+        _card("RTX 5090", 32, 1792, (5, 16), 104.8),
+        _card("L4", 24, 300, (4, 16), 30.3),
+        _card("A100 80G", 80, 1935, (4, 16), 19.5),
+        _card("H100", 80, 3350, (5, 16), 67.0),
+        _card("H200", 131.3, 4800, (5, 16), 67.0),  # 141 GB
+    )
+}
+
+
+def find_card(name: str) -> Card:
+    """The card of this name, however it is spelled, or this machine's under `measure`.
+
+    Raises:  RunError if there is no such card, or none here to measure.
+    """
+    if name == MEASURE:
+        return measure_card()
+    wanted = _plain(name)
+    for card in CARDS.values():
+        if _plain(card.name) in (wanted, wanted.removeprefix("geforce")):
+            return card
+    raise RunError(f"--gpu: found {name!r}, expected one of {', '.join(CARDS)}, or {MEASURE}")
+
+
+def machine_of_card(
+    card: Card, link_rate: float | None, ram_bytes: int | None, drive: DriveFacts | None = None
+) -> Machine:
+    """The machine that a card makes with its host.
+
+    Args:    link_rate: bytes a second; None: what its slot gives it.   ram_bytes: for a pack; None: it all fits.
+             drive: None: one of a steady 1 GB/s.
+    """
+    read = BANDWIDTH_SHARE * card.memory_rate
+    # Two operations a weight; narrow ones are the first to be limited by them.
+    rates = tuple(WidthRate(width, min(read, card.flops / 2 * width / 8)) for width in _WIDTHS)
+    return Machine(
+        "cuda",
+        card.name,
+        rates,
+        rates,
+        0.0,
+        read,
+        _CARD_FIXED,
+        drive or steady_drive(USUAL_DRIVE_RATE),
+        LINK_SHARE * card.link_rate if link_rate is None else link_rate,
+        ram_bytes,
+    )
+
+
+def measure_card() -> Card:
+    """This machine's first card: memory by copies within it, link by copies from page-locked memory.
+
+    Its rates are as programs see them: given so that `machine_of_card` comes to what was measured. `flops` are
+    unbounded.
+    Raises:  RunError if torch finds none.
+    """
+    if not torch.cuda.is_available():
+        raise RunError(f"--gpu {MEASURE}: torch finds no CUDA device here; name a card: {', '.join(CARDS)}")
+    found = torch.cuda.get_device_properties(0)
+    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    source, target = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
+    within = 2 * _copy_rate(target, source)  # each byte is read and written
+    link = _copy_rate(target, host)
+    return Card(found.name, found.total_memory, within / BANDWIDTH_SHARE, link / LINK_SHARE, float("inf"))
+
+
+def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    """Bytes a second of copies, the first of which does not count."""
+    target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()  # time begins when nothing is under way
+    began = time.perf_counter()
+    for _ in range(_COPIES):
+        target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()  # copies are only asked for until then
+    return _COPIES * _COPY_BYTES / (time.perf_counter() - began)
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum()).removeprefix("nvidia")
