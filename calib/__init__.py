@@ -1,7 +1,6 @@
 """Runs a model over text, layer by layer in bounded memory, and measures what planner and runtime need to know."""
 
 from moe_pack.calib.assumed import assumed_figures, assumed_losses
-from moe_pack.calib.attach import attach
 from moe_pack.calib.attach import attach, most_routing_bytes, routing_of
 from moe_pack.calib.costs import Cost, Watcher
 from moe_pack.calib.estimate import Estimate

@@ -26,7 +26,7 @@ from moe_pack.formats import (
     read_account,
     size_text,
 )
-from moe_pack.runtime import divide_budget, expert_pages
+from moe_pack.runtime import divide_budget, expert_pages, routing_bytes
 
 _USUAL_CONTEXT = 4096  # tokens, where the model has as many positions: what moe-run takes
 _NO_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters that XML 1.0 cannot hold
@@ -158,7 +158,7 @@ def budget(pack: Pack, limits: Limits) -> Check:
     allowed = size_text(limits.budget_bytes)
     context = min(_USUAL_CONTEXT, pack.spec.max_position_embeddings)
     try:
-        plan = divide_budget(pack, limits.budget_bytes, context)
+        plan = divide_budget(pack.layout, limits.budget_bytes, context, routing_bytes(pack.folder))
     except RunError as fault:
         return Check("budget", "failed", str(fault), allowed)
     most = int(expert_pages(pack.layout, plan.page_bytes).sum())

@@ -117,4 +117,5 @@ def _spend(table: Table, choice: Choices, left: float) -> Choices:
 def _least(first: NDArray[Any], second: NDArray[Any]) -> Choices:
     """For each row where `first` is least, and among equals `second`."""
     ties = first == first.min(axis=1, keepdims=True)
-    return np.where(ties, second, np.inf).argmin(axis=1)
+    least: Choices = np.where(ties, second, np.inf).argmin(axis=1)
+    return least
