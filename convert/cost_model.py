@@ -32,7 +32,7 @@ Array = NDArray[Any]
 
 USUAL_RECALL = 0.75  # of the next layer's experts, where no profile says: CORM's least
 # What is replayed at most; more changes hit rates by less than routes of another text do.
-_MOST_TOKENS, _LEAST_TOKENS, _MOST_VISITS = 4096, 64, 50_000
+_MOST_TOKENS, _LEAST_TOKENS, _MOST_VISITS, _ROUGH_VISITS = 4096, 64, 50_000, 6000
 _PAGE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of what experts have of a card
 _WARM_SHARE = 0.25  # of the tokens replayed: they fill the cache
 
@@ -94,13 +94,14 @@ def predict(
     passes: Passes | None = None,
     recall: float | None = None,
     seen_tokens: int = 0,
+    is_rough: bool = False,
 ) -> Prediction:
     """How fast a pack of this layout decodes on the CPU inside a budget.
 
     Args:    popularity: [L, E], any unit.   sparsity: [L, E], the share of neurons that do not run.   passes: routes to
              replay, of text not used for calibration; without, independent draws from `popularity`.   recall: how many
              of the next layer's experts the best predictor foretells; None where no profile says it.   seen_tokens:
-             that are in the key-value cache.
+             that are in the key-value cache.   is_rough: replays few tokens, and one policy: for a search among plans.
     Not modelled: that neighbouring neurons run together more often than others; tokens that attend to a window.
     """
     assert machine.kind == "cpu", "a card has `predict_on_card`"
@@ -112,8 +113,8 @@ def predict(
         (popularity / popularity.sum(axis=1, keepdims=True)).astype(np.float32),
     )
     extents = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts])
-    routed, is_drawn = _routed(layout, popularity, passes)
-    preset = auto_preset(None if is_drawn else routed, facts, extents)
+    routed, is_drawn = _routed(layout, popularity, passes, _ROUGH_VISITS if is_rough else _MOST_VISITS)
+    preset = auto_preset(None if is_drawn or is_rough else routed, facts, extents)
     found = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)))
     running = 1.0 - sparsity
     fetching = fetched_from_drive(layout, running, machine.drive, plan.page_bytes)
@@ -121,10 +122,10 @@ def predict(
     return _prediction(layout, machine, running, found, fetching, foretold, preset.name, seen_tokens)
 
 
-def _routed(layout: PackLayout, popularity: Array, passes: Passes | None) -> tuple[Passes, bool]:
+def _routed(layout: PackLayout, popularity: Array, passes: Passes | None, most_visits: int) -> tuple[Passes, bool]:
     """Routes to replay, as many as are worth their time; and whether they are drawn."""
     k = layout.spec.router.num_experts_per_tok
-    num_tokens = min(_MOST_TOKENS, max(_LEAST_TOKENS, _MOST_VISITS // (k * len(layout.experts))))
+    num_tokens = min(_MOST_TOKENS, max(_LEAST_TOKENS, most_visits // (k * len(layout.experts))))
     if passes is None:
         return drawn_passes(popularity, k, num_tokens), True
     routes = passes.routes[:num_tokens]
@@ -139,6 +140,7 @@ def predict_on_card(
     heat: Array,
     passes: Passes | None = None,
     seen_tokens: int = 0,
+    is_rough: bool = False,
 ) -> Prediction:
     """How fast a pack of this layout decodes on a card whose memory is divided so, rows pulled over the link.
 
@@ -153,8 +155,8 @@ def predict_on_card(
     num_pages = plan.num_pages or int(pages.sum())  # none where all is there
     facts = CacheFacts(pages, num_pages, k, shares)
     extents = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts])
-    routed, is_drawn = _routed(layout, popularity, passes)
-    preset = auto_preset(None if is_drawn else routed, facts, extents)
+    routed, is_drawn = _routed(layout, popularity, passes, _ROUGH_VISITS if is_rough else _MOST_VISITS)
+    preset = auto_preset(None if is_drawn or is_rough else routed, facts, extents)
     found = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)))
     fetching = fetched_over_link(layout, plan, heat, machine)
     return _prediction(layout, machine, heat.mean(axis=2), found, fetching, 0.0, preset.name, seen_tokens)
@@ -169,6 +171,7 @@ def best_card_plan(
     popularity: Array,
     heat: Array,
     passes: Passes | None = None,
+    is_rough: bool = False,
 ) -> tuple[CardPlan, Prediction]:
     """The division of a card's memory that decodes fastest, of a few shares for pages; and how fast.
 
@@ -179,7 +182,7 @@ def best_card_plan(
         for share in _PAGE_SHARES
     ]
     tried = [
-        (plan, predict_on_card(layout, plan, machine, popularity, heat, passes, context_tokens))
+        (plan, predict_on_card(layout, plan, machine, popularity, heat, passes, context_tokens, is_rough))
         for plan in (plans if plans[0].pages else plans[:1])
     ]
     return min(tried, key=lambda one: one[1].seconds.total)

@@ -13,8 +13,7 @@ from moe_pack.formats import ExpertLayout, PackLayout
 from moe_pack.runtime import Asked, BudgetPlan, Passes, divide_budget, least_budget
 
 AS_TARGET = Asked("--target-vram", "--context")
-_MOST_VISITS = 60_000  # of experts, replayed for one foretelling: a second or so
-_LEAST_TOKENS = 64
+_SEEN_TOKENS = 512  # in the cache, where the context is no shorter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,16 +39,17 @@ class CpuTier:
         self._machine = machine
         self._context_tokens = context_tokens
         self._traffic = traffic
-        self._passes = None if traffic.passes is None else _shortened(traffic.passes)
 
-    def foretell(self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0) -> Foretold:
+    def foretell(self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False) -> Foretold:
         """What a pack of this layout, so sparse [L, E], would do; in a budget smaller by some bytes, if given.
 
+        Args:    is_rough: sooner, and less exactly: for a search.
         Raises:  RunError if it does not fit; it says what is needed.
         """
         traffic = self._traffic
         plan = self._divided(layout, self.budget_bytes - less_bytes)
-        found = predict(layout, plan, self._machine, traffic.popularity, sparsity, self._passes, traffic.recall)
+        routes, recall, seen = traffic.passes, traffic.recall, min(self._context_tokens // 2, _SEEN_TOKENS)
+        found = predict(layout, plan, self._machine, traffic.popularity, sparsity, routes, recall, seen, is_rough)
         return Foretold(
             _shares(plan),
             found.seconds.total,
@@ -83,12 +83,6 @@ class CpuTier:
 
     def _divided(self, layout: PackLayout, budget_bytes: int) -> BudgetPlan:
         return divide_budget(layout, budget_bytes, self._context_tokens, self._traffic.predictor_bytes, AS_TARGET)
-
-
-def _shortened(passes: Passes) -> Passes:
-    _, L, k = passes.routes.shape
-    kept = max(_MOST_VISITS // (L * k), _LEAST_TOKENS)
-    return Passes(passes.routes[:kept], passes.chunks[:kept], None, passes.popularity)
 
 
 def _shares(plan: BudgetPlan) -> tuple[Share, ...]:

@@ -67,24 +67,27 @@ class Planner:
         self._refused.clear()
         found = list(self._search(max_loss))
         if found:
-            return _fastest(found)
+            best = _fastest(found)
+            return self.foretold(best.decision, best.gap)
         if not self._refused:
             raise PlanError(f"no plan loses less than {max_loss:.2g} nats; allow more with --max-loss")
         raise RunError(self._too_small())
 
-    def foretold(self, decision: Decision, gap: float | None = None) -> Planned:
+    def foretold(self, decision: Decision, gap: float | None = None, is_rough: bool = False) -> Planned:
         """What a decision would come to.
 
+        Args:    is_rough: sooner, and less exactly.
         Raises:  RunError if it does not fit the budget; PlanError if it does not fit the model.
         """
         layout = self._model.layout(decision.plan)
         loss = self._model.loss(decision)
-        return Planned(decision, layout, loss, gap, self._tier.foretell(layout, decision.sparsity))
+        foretold = self._tier.foretell(layout, decision.sparsity, is_rough=is_rough)
+        return Planned(decision, layout, loss, gap, foretold)
 
     def _fitting(self, decision: Decision, gap: float | None) -> Planned | None:
         """The same; None where it does not fit the budget."""
         try:
-            return self.foretold(decision, gap)
+            return self.foretold(decision, gap, is_rough=True)
         except RunError:
             self._refused.append(self._model.layout(decision.plan))
             return None

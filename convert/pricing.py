@@ -75,7 +75,7 @@ def _room_price(tier: Tier, last: Planned | None) -> float:
         return 0.0
     less = int(_PROBE * tier.budget_bytes)
     try:
-        smaller = tier.foretell(last.layout, last.decision.sparsity, less)
+        smaller = tier.foretell(last.layout, last.decision.sparsity, less, is_rough=True)
     except RunError:
         return last.foretold.seconds / tier.budget_bytes  # hardly any room is left
     return max(smaller.seconds - last.foretold.seconds, 0.0) / less

@@ -43,9 +43,10 @@ class Tier(Protocol):
 
     budget_bytes: int
 
-    def foretell(self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0) -> Foretold:
+    def foretell(self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False) -> Foretold:
         """What a pack of this layout, so sparse [L, E], would do; in a budget smaller by some bytes, if given.
 
+        Args:    is_rough: sooner, and less exactly: for a search.
         Raises:  RunError if it does not fit; it says what is needed.
         """
         ...
