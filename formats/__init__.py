@@ -91,7 +91,7 @@ from moe_pack.formats.spec import (
     SharedExpertSpec,
     YarnSpec,
 )
-from moe_pack.formats.steps import Step
+from moe_pack.formats.steps import Step, SteppedFolder
 from moe_pack.formats.strict_json import canonical, dump, load, parse
 from moe_pack.formats.tensor_file import TensorEntry, assemble, read_header
 from moe_pack.formats.tensor_sidecar import (
@@ -163,6 +163,7 @@ __all__ = [
     "SourceMatrix",
     "State",
     "Step",
+    "SteppedFolder",
     "TensorEntry",
     "TensorSidecar",
     "Totals",

@@ -1,0 +1,193 @@
+"""A pack made for a target, at one go and after being stopped before any of its steps."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import TinyMixtral
+from profiles import Recorder, StoppedError, folder_bytes, profiled, random_tokens
+
+from moe_pack.calib import Profile, ProfileOptions, Quality, hottest_first, measure_thresholds
+from moe_pack.convert import Progress, convert
+from moe_pack.convert.making import MADE_FILE, Made, Maker, Wish, threshold_rule, work_folder
+from moe_pack.convert.plan_file import Decision
+from moe_pack.formats import (
+    Checkpoint,
+    ConversionError,
+    Pack,
+    PackLayout,
+    part_format,
+    read_sidecar,
+    uniform_plan,
+)
+
+SHAPE = TinyMixtral(intermediate_size=16, num_layers=1, num_experts=2, vocab_size=64)
+TEXT = random_tokens(3, 64, 64, seed=5)
+
+
+@dataclass
+class Teller:
+    """Who is told: keeps all lines."""
+
+    watcher: Recorder = field(default_factory=Recorder)
+    lines: list[str] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    @contextmanager
+    def packing(self, layout: PackLayout) -> Iterator[Callable[[Progress], None]]:
+        yield lambda progress: None
+
+
+@dataclass
+class Workplace:
+    """A checkpoint with its profile."""
+
+    source: Path
+    profile: Profile
+
+    def make(self, output: Path, allowed: float | None, stop_at: int | None = None, name: str = "a wish") -> list[str]:
+        """Makes a pack, stopped before a step if given; all steps that were announced."""
+        steps: list[str] = []
+
+        def on_step(step: str) -> None:
+            steps.append(step)
+            if len(steps) - 1 == stop_at:
+                raise StoppedError(step)
+
+        checkpoint = Checkpoint(self.source)
+        wish = Wish({"name": name}, self.decide, 0.1, allowed, kl_of, lambda quality: "measured")
+        try:
+            Maker(checkpoint, self.profile, TEXT, output, wish, 1, Teller(), on_step=on_step).make()
+        finally:
+            checkpoint.close()
+        return steps
+
+    def decide(self, nats: float) -> Decision:
+        """The fewer nats, the more bits; the first expert always at 4."""
+        width = 2 if nats > 0.05 else 3 if nats > 0.02 else 8
+        four, other = (part_format(bits, 64) for bits in (4, width))
+        spec = self.profile.spec
+        plans = [uniform_plan(spec, "up", part, part, None, "nearest") for part in (four, other)]
+        experts = ((plans[0].experts[0][0], plans[1].experts[0][1]),)
+        sparsity = np.full((1, 2), 0.25)
+        return Decision(type(plans[0])("up", "nearest", experts, plans[0].dense), sparsity)
+
+
+def kl_of(quality: Quality) -> float:
+    assert quality.against is not None
+    return quality.against.kl.value
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    folder = tmp_path_factory.mktemp("making")
+    source = SHAPE.write(folder / "source")
+    return Workplace(source, profiled(source, folder / "profile", random_tokens(4, 64, 64), ProfileOptions("none")))
+
+
+@pytest.fixture(scope="module")
+def losses(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """What the plans at 2, 3 and 8 bits lose."""
+    found = []
+    for number, nats in enumerate((0.1, 0.03, 0.01)):
+        out = tmp_path_factory.mktemp("losses") / str(number)
+        place = Workplace(workplace.source, workplace.profile)
+        place.decide = lambda _, nats=nats: workplace.decide(nats)  # type: ignore[method-assign, misc]  # one plan whatever is asked
+        place.make(out, None)
+        found.append(made_of(out).attempts[0].measured)
+    return found
+
+
+def made_of(output: Path) -> Made:
+    with Pack(output) as pack:
+        found = read_sidecar(output, MADE_FILE, Made, pack.manifest.root)
+    assert found is not None
+    return found
+
+
+def test_plans_are_tightened_until_the_loss_measured_holds(
+    workplace: Workplace, losses: list[float], tmp_path: Path
+) -> None:
+    allowed = (losses[1] + losses[2]) / 2
+    workplace.make(tmp_path / "packed", allowed)
+    made = made_of(tmp_path / "packed")
+    assert made.attempts[0].measured > allowed >= made.attempts[made.taken].measured
+    assert made.quality.against is not None and made.quality.against.kl.value == made.attempts[made.taken].measured
+    assert not work_folder(tmp_path / "packed").exists()
+
+
+def test_a_tightened_pack_is_the_one_converted_directly_with_its_plan(
+    workplace: Workplace, losses: list[float], tmp_path: Path
+) -> None:
+    workplace.make(tmp_path / "packed", (losses[1] + losses[2]) / 2)
+    decision = workplace.decide(0.01)
+    checkpoint, profile = Checkpoint(workplace.source), workplace.profile
+    order = hottest_first(profile, checkpoint, "up", decision.sparsity)
+    convert(checkpoint, decision.plan, tmp_path / "direct", 1, order=order)
+    checkpoint.close()
+    rule = threshold_rule(decision)
+    assert rule is not None
+    with Pack(tmp_path / "direct") as pack:
+        measure_thresholds(pack, profile.tokens(), rule, Recorder())
+    made, direct = folder_bytes(tmp_path / "packed"), folder_bytes(tmp_path / "direct")
+    assert {name: made[name] for name in direct} == direct
+
+
+def test_stopped_before_any_step_it_ends_in_the_same_pack(
+    workplace: Workplace, losses: list[float], tmp_path: Path
+) -> None:
+    allowed = (losses[0] + losses[1]) / 2
+    steps = workplace.make(tmp_path / "whole", allowed)
+    expected = folder_bytes(tmp_path / "whole")
+    own = [n for n, step in enumerate(steps) if step.split()[0] not in ("write", "fsync", "open", "create", "truncate")]
+    chosen = sorted({*own, *range(0, len(steps), 11)})
+    assert len(own) > 15 and {"thresholds", "evaluate", "attach", "rename"} <= set(steps)
+    for stop_at in chosen:
+        out = tmp_path / "stopped" / "packed"
+        with pytest.raises(StoppedError):
+            workplace.make(out, allowed, stop_at)
+        workplace.make(out, allowed)
+        assert folder_bytes(out) == expected, steps[stop_at]
+        assert not work_folder(out).exists()
+        shutil.rmtree(out.parent)
+
+
+def test_a_finished_pack_is_not_made_again_and_another_wish_is_refused(workplace: Workplace, tmp_path: Path) -> None:
+    out = tmp_path / "packed"
+    workplace.make(out, None)
+    held = folder_bytes(out)
+    assert workplace.make(out, None) == []
+    assert folder_bytes(out) == held
+    with pytest.raises(ConversionError) as caught:
+        workplace.make(out, None, name="another wish")
+    assert str(caught.value) == f"{out}: holds a pack made otherwise; give another output folder, or remove this one"
+
+
+def test_what_was_begun_for_another_wish_is_not_gone_on_with(workplace: Workplace, tmp_path: Path) -> None:
+    out = tmp_path / "packed"
+    with pytest.raises(StoppedError):
+        workplace.make(out, None, stop_at=20)
+    with pytest.raises(ConversionError) as caught:
+        workplace.make(out, None, name="another wish")
+    assert str(caught.value) == (
+        f"{work_folder(out)}: holds what was begun for another target or with other options; repeat that command, or "
+        "remove the folder"
+    )
+
+
+def test_a_folder_that_holds_something_else_is_refused(workplace: Workplace, tmp_path: Path) -> None:
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "letter.txt").write_text("dear reader")
+    with pytest.raises(ConversionError, match="holds something else; give a new or empty folder"):
+        workplace.make(tmp_path / "packed", None)
+
+
+def test_a_loss_that_no_pack_keeps_ends_in_a_line_that_says_so(workplace: Workplace, tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match=r"10 packs were made and none keeps to the loss; allow more with --max"):
+        workplace.make(tmp_path / "packed", 1e-12)
