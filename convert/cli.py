@@ -1,48 +1,38 @@
 """The command `moe-pack`: options, one call each, tables on standard output and progress on standard error."""
 
 import json
-import sys
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
-import numpy as np
 import torch
 
-from moe_pack.calib import QUALITY_FILE, Profile, Quality, ThresholdRule, Tokens, attach, hottest_first, read_tokens
+from moe_pack.calib import QUALITY_FILE, Quality
 from moe_pack.convert.check_cli import check_command
 from moe_pack.convert.compare import LogitsError, MatrixError, compare_logits, compare_weights, same_tensors
+from moe_pack.convert.convert_cli import convert_command
 from moe_pack.convert.doctor_cli import doctor_command
 from moe_pack.convert.eval_cli import eval_command, quality_summary
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight, describe, format_runs
-from moe_pack.convert.pack_cli import PlanOptions, byte_bar, large_bytes, pack_bar, plan_options, workers_option
-from moe_pack.convert.pipeline import Conversion, convert, layout_for
+from moe_pack.convert.pack_cli import byte_bar
 from moe_pack.convert.profile_cli import (
-    NUM_TOKENS,
-    SEQUENCE_LENGTH,
     attach_command,
-    attached_line,
-    measure_with_bar,
     profile_command,
     report_command,
     routing_text,
-    threshold_lines,
     thresholds_command,
 )
 from moe_pack.convert.replay_cli import replay_command
 from moe_pack.convert.synth_cli import synth_command
 from moe_pack.formats import (
     MATRICES,
-    QUANTIZERS,
     Checkpoint,
     ExpertFormat,
     Matrix,
     Pack,
-    Quantizer,
     RunError,
     audit,
     cached_values,
@@ -51,21 +41,10 @@ from moe_pack.formats import (
     num_parameters,
     read_sidecar,
 )
-from moe_pack.formats.cli import NOISE, command_errors, common_options, size_text
-from moe_pack.runtime import FolderFiles, Routing, Text, kernels_for
+from moe_pack.formats.cli import NOISE, command_errors, common_options
+from moe_pack.runtime import Routing, Text, kernels_for
 
 _COMPARED_TOKENS = 512
-
-
-@dataclass(frozen=True, slots=True)
-class ConvertOptions:
-    """What `convert` was asked for."""
-
-    plan: PlanOptions
-    quantizer: Quantizer
-    workers: int
-    profile: Path | None
-    sparsity: float | None
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -87,118 +66,6 @@ def main(debug: bool) -> None:
     moe-pack doctor                             how fast this machine is
     moe-run packed/ --prompt "It was a dark night"
     """
-
-
-@main.command("convert")
-@click.argument("path")
-@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="The pack's folder, new or empty.")
-@plan_options
-@click.option(
-    "--quantizer",
-    type=click.Choice(QUANTIZERS),
-    default="hqq",
-    show_default=True,
-    help="How scales are found: hqq is the best, nearest and absmax are plain and quick.",
-)
-@click.option(
-    "--profile",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="A profile of this model (moe-pack profile): neurons are stored hottest first, at --sparsity, and what it "
-    "knows of routes is put beside the pack (as moe-pack attach does).",
-)
-@click.option(
-    "--sparsity",
-    type=float,
-    metavar="S",
-    help="Share of an expert's neurons that shall not run: thresholds are measured on the finished pack, on the "
-    "profile's text, or on our sample.  [default: all run]",
-)
-@workers_option
-@command_errors(interrupted="interrupted; what is done stays, run the same command again to go on")
-def convert_command(
-    path: str,
-    output: Path,
-    plan_options: PlanOptions,
-    quantizer: Quantizer,
-    profile: Path | None,
-    sparsity: float | None,
-    workers: int,
-) -> None:
-    """Convert the checkpoint at PATH into a pack.
-
-    PATH is a Hugging Face folder (safetensors, one file or many), a hub id such as mistralai/Mixtral-8x7B-v0.1, or a
-    short name such as mixtral; the last two are looked up in the local hub cache and downloaded if missing.
-
-    One expert a worker is in memory at a time, so a checkpoint larger than RAM converts. A conversion that was
-    stopped or killed goes on where it was when the same command is given again.
-    """
-    options = ConvertOptions(plan_options, quantizer, workers, profile, sparsity)
-    if sparsity is not None and (fault := ThresholdRule(sparsity=sparsity).fault()):
-        raise click.UsageError(fault)
-    if profile is not None and sparsity is None:
-        raise click.UsageError("--profile: orders neurons by heat at a sparsity; give --sparsity too")
-    checkpoint = Checkpoint(find_checkpoint(path))
-    try:
-        _convert(checkpoint, output, options)
-    finally:
-        checkpoint.close()
-
-
-def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> None:
-    spec = checkpoint.spec
-    plan = options.plan.plan(spec, options.quantizer)
-    profile = None if options.profile is None else Profile(options.profile)
-    order = None
-    if profile is not None and options.sparsity is not None:
-        shape = (len(spec.moe_layers), spec.router.num_experts)
-        order = hottest_first(profile, checkpoint, options.plan.selector, np.full(shape, options.sparsity))
-    # Before hours of work: a text that cannot be read would be found after them.
-    tokens = None if options.sparsity is None else _threshold_tokens(checkpoint, profile)
-    layout = layout_for(checkpoint, plan)
-    source_bytes = sum(file.bytes for file in checkpoint.account()[0])
-    model = f"{spec.family}, {len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
-    _say(f"{model}: {size_text(source_bytes)} become about {size_text(large_bytes(layout))}")
-    narrowed = sorted({checkpoint.dtype(source) for source in checkpoint.claims.experts.values()} - {"BF16"})
-    if narrowed and 16 in (options.plan.selector_bits, options.plan.record_bits):
-        _say(f"note: 16 bit is bfloat16; the source's {', '.join(narrowed)} expert weights lose their last bits")
-    start = time.perf_counter()
-    with pack_bar(layout) as advance:
-        done = convert(checkpoint, plan, output, options.workers, on_progress=advance, order=order)
-    _say_converted(done, output, time.perf_counter() - start, source_bytes)
-    if tokens is not None:
-        _measure_thresholds(output, tokens, ThresholdRule(sparsity=options.sparsity))
-    if profile is not None:
-        with Pack(output) as pack:
-            click.echo(attached_line(output, attach(pack, profile)))
-
-
-def _threshold_tokens(checkpoint: Checkpoint, profile: Profile | None) -> Tokens:
-    """The text that thresholds are measured on: the profile's, else our sample."""
-    if profile is not None:
-        return profile.tokens()
-    length = min(SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
-    return read_tokens(None, None, Text(FolderFiles(checkpoint.folder)), NUM_TOKENS, length)
-
-
-def _measure_thresholds(output: Path, tokens: Tokens, rule: ThresholdRule) -> None:
-    with Pack(output) as pack:
-        measured, layers = measure_with_bar(pack, tokens, rule), pack.spec.moe_layers
-    for line in threshold_lines(output, layers, measured):
-        click.echo(line)
-
-
-def _say_converted(done: Conversion, output: Path, seconds: float, source_bytes: int) -> None:
-    if not done.written:
-        click.echo(f"{output}: holds the pack of this checkpoint with these options already; nothing to do")
-        return
-    with Pack(output) as pack:
-        content = pack.manifest.totals.content
-        bits = bits_per_weight(pack)
-    # A rate would count what an earlier run has done: only a whole run has one.
-    rate = f"({source_bytes / max(seconds, 1e-9) / 1e6:.0f} MB/s of source)"
-    how = f"and {size_text(done.resumed_bytes)} of it from an earlier run" if done.resumed_bytes else rate
-    click.echo(f"{output}: {size_text(content)}, {bits:.2f} bits an expert weight, in {seconds:.1f} s {how}")
 
 
 @main.command("inspect", short_help="Show model, bytes and widths of PACK.")
@@ -357,10 +224,7 @@ def _compared_ids(pack: Pack, text: TextIO | None) -> list[int]:
     return ids
 
 
-def _say(line: str) -> None:
-    click.echo(line, file=sys.stderr)
-
-
+main.add_command(convert_command)
 main.add_command(doctor_command)
 main.add_command(profile_command)
 main.add_command(report_command)

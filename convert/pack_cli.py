@@ -116,8 +116,13 @@ def plan_options(body: F) -> F:
 
 def given_plan_options() -> list[str]:
     """Which of these options stand on the command line."""
+    return given_options(*_NAMES)
+
+
+def given_options(*names: str) -> list[str]:
+    """Which of the command's options, by their parameters' names, stand on the command line."""
     context = click.get_current_context()
-    given = [name for name in _NAMES if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    given = [name for name in names if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
     return [f"--{name.replace('_', '-')}" for name in given]
 
 

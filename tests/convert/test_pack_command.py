@@ -212,7 +212,6 @@ def test_ctrl_c_leaves_a_conversion_that_goes_on(tmp_path: Path) -> None:
     "arguments",
     [
         ["convert"],
-        ["convert", "x"],
         ["convert", "x", "-o", "y", "--record-bits", "5"],
         ["inspect"],
         ["melt"],

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ from models import BOOK, DEMO_MODEL, TinyMixtral
 
 from moe_pack.calib import Profile
 from moe_pack.convert.cli import main
-from moe_pack.formats import Pack
+from moe_pack.convert.plan_file import Decision, plan_bytes
+from moe_pack.formats import Pack, part_format, uniform_plan
 
 SMALL = ["--tokens", "512", "--sequence-length", "64"]
 
@@ -236,3 +238,27 @@ def test_a_damaged_sidecar_is_named_when_a_pack_is_inspected(source: Path, profi
         file.truncate(10_000)
     result = run("inspect", str(out))
     assert result.exit_code == 1 and "routing.safetensors: file has 10000 bytes" in result.stderr
+
+
+def test_a_plan_decides_formats_and_every_experts_sparsity(source: Path, profile: Path, tmp_path: Path) -> None:
+    spec = Profile(profile).spec
+    four, two = (uniform_plan(spec, "gate", part_format(w, 64), part_format(w, 64)) for w in (4, 2))
+    experts = tuple((four.experts[0][0], *two.experts[0][1:]) for _ in spec.moe_layers)
+    sparsity = np.tile([0.0, 0.5, 0.5, 0.9], (2, 1))
+    (tmp_path / "plan.json").write_bytes(plan_bytes(Decision(replace(four, experts=experts), sparsity), spec))
+    arguments = ["--plan", str(tmp_path / "plan.json"), "--profile", str(profile)]
+    result = run("convert", str(source), "-o", str(tmp_path / "pack"), *arguments)
+    assert result.exit_code == 0, result.output
+    assert "thresholds for the plan's sparsities; " in result.stdout
+    with Pack(tmp_path / "pack") as pack:
+        assert pack.index.experts == experts
+        assert (pack.thresholds[:, 0] == 0).all() and (pack.thresholds[:, 1:] > 0).all()
+    found = json.loads((tmp_path / "pack" / "thresholds.json").read_text())["content"]["learned"]["experts"]
+    np.testing.assert_allclose(found[0], [0, 0.5, 0.5, 0.9], atol=0.03)
+
+
+def test_a_plan_leaves_nothing_else_to_say(source: Path, tmp_path: Path) -> None:
+    for option in (["--record-bits", "2"], ["--quantizer", "nearest"], ["--sparsity", "0.5"]):
+        result = run("convert", str(source), "-o", str(tmp_path / "pack"), "--plan", "plan.json", *option)
+        assert result.exit_code == 2
+        assert f"--plan: says all of a plan; leave {option[0]} out" in result.stderr

@@ -1,0 +1,201 @@
+"""The command `moe-pack convert`: a checkpoint and what is asked for become a pack."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import numpy as np
+
+from moe_pack.calib import Profile, ThresholdRule, Tokens, attach, hottest_first, read_tokens
+from moe_pack.convert.hub import find_checkpoint
+from moe_pack.convert.inspect import bits_per_weight
+from moe_pack.convert.making import threshold_rule
+from moe_pack.convert.pack_cli import (
+    PlanOptions,
+    given_options,
+    given_plan_options,
+    large_bytes,
+    pack_bar,
+    plan_options,
+    workers_option,
+)
+from moe_pack.convert.pipeline import Conversion, convert, layout_for
+from moe_pack.convert.plan_file import Decision, read_plan
+from moe_pack.convert.profile_cli import (
+    NUM_TOKENS,
+    SEQUENCE_LENGTH,
+    attached_line,
+    measure_with_bar,
+    threshold_lines,
+)
+from moe_pack.formats import BF16, QUANTIZERS, Checkpoint, ModelSpec, Pack, Quantizer
+from moe_pack.formats.cli import command_errors, size_text
+from moe_pack.runtime import FolderFiles, Text
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """What `convert` was asked for. `plan_file`: a plan, in place of what `plan`, `quantizer` and `sparsity` say."""
+
+    plan: PlanOptions
+    plan_file: Path | None
+    quantizer: Quantizer
+    workers: int
+    profile: Path | None
+    sparsity: float | None
+
+    def fault(self) -> str | None:
+        """What is wrong with it, or None."""
+        if self.plan_file is not None:
+            given = [*given_plan_options(), *given_options("quantizer", "sparsity")]
+            return f"--plan: says all of a plan; leave {', '.join(given)} out" if given else None
+        if self.sparsity is not None and (fault := ThresholdRule(sparsity=self.sparsity).fault()):
+            return fault
+        if self.profile is not None and self.sparsity is None:
+            return "--profile: orders neurons by heat at a sparsity; give --sparsity too"
+        return None
+
+    def decision(self, spec: ModelSpec) -> Decision:
+        """What the pack shall be.
+
+        Raises:  PlanError if the plan does not fit the model.
+        """
+        if self.plan_file is not None:
+            return read_plan(self.plan_file, spec)
+        shape = (len(spec.moe_layers), spec.router.num_experts)
+        return Decision(self.plan.plan(spec, self.quantizer), np.full(shape, self.sparsity or 0.0))
+
+    def rule(self, decision: Decision) -> ThresholdRule | None:
+        """How thresholds are measured; None where all neurons run."""
+        return threshold_rule(decision) if self.sparsity is None else ThresholdRule(sparsity=self.sparsity)
+
+
+@click.command("convert", short_help="Convert the checkpoint at PATH into a pack.")
+@click.argument("path")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    default="packed",
+    show_default=True,
+    help="The pack's folder, new or empty.",
+)
+@plan_options
+@click.option(
+    "--plan",
+    "plan_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="A plan (moe-pack plan -o): each expert's widths and sparsity, in place of the six options above, --quantizer "
+    "and --sparsity.",
+)
+@click.option(
+    "--quantizer",
+    type=click.Choice(QUANTIZERS),
+    default="hqq",
+    show_default=True,
+    help="How scales are found: hqq is the best, nearest and absmax are plain and quick.",
+)
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A profile of this model (moe-pack profile): neurons are stored hottest first, at --sparsity, and what it "
+    "knows of routes is put beside the pack (as moe-pack attach does).",
+)
+@click.option(
+    "--sparsity",
+    type=float,
+    metavar="S",
+    help="Share of an expert's neurons that shall not run: thresholds are measured on the finished pack, on the "
+    "profile's text, or on our sample.  [default: all run]",
+)
+@workers_option
+@command_errors(interrupted="interrupted; what is done stays, run the same command again to go on")
+def convert_command(
+    path: str,
+    output: Path,
+    plan_options: PlanOptions,
+    plan_file: Path | None,
+    quantizer: Quantizer,
+    profile: Path | None,
+    sparsity: float | None,
+    workers: int,
+) -> None:
+    """Convert the checkpoint at PATH into a pack.
+
+    PATH is a Hugging Face folder (safetensors, one file or many), a hub id such as mistralai/Mixtral-8x7B-v0.1, or a
+    short name such as mixtral; the last two are looked up in the local hub cache and downloaded if missing.
+
+    One expert a worker is in memory at a time, so a checkpoint larger than RAM converts. A conversion that was
+    stopped or killed goes on where it was when the same command is given again.
+    """
+    options = ConvertOptions(plan_options, plan_file, quantizer, workers, profile, sparsity)
+    if fault := options.fault():
+        raise click.UsageError(fault)
+    checkpoint = Checkpoint(find_checkpoint(path))
+    try:
+        _convert(checkpoint, output, options)
+    finally:
+        checkpoint.close()
+
+
+def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> None:
+    spec = checkpoint.spec
+    decision = options.decision(spec)
+    plan, rule = decision.plan, options.rule(decision)
+    profile = None if options.profile is None else Profile(options.profile)
+    order = None
+    if profile is not None:
+        order = hottest_first(profile, checkpoint, plan.selector, decision.sparsity)
+    # Before hours of work: a text that cannot be read would be found after them.
+    tokens = None if rule is None else _threshold_tokens(checkpoint, profile)
+    layout = layout_for(checkpoint, plan)
+    source_bytes = sum(file.bytes for file in checkpoint.account()[0])
+    model = f"{spec.family}, {len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
+    _tell(f"{model}: {size_text(source_bytes)} become about {size_text(large_bytes(layout))}")
+    narrowed = sorted({checkpoint.dtype(source) for source in checkpoint.claims.experts.values()} - {"BF16"})
+    if narrowed and any(part == BF16 for layer in plan.experts for e in layer for part in (e.gate, e.up, e.down)):
+        _tell(f"note: 16 bit is bfloat16; the source's {', '.join(narrowed)} expert weights lose their last bits")
+    start = time.perf_counter()
+    with pack_bar(layout) as advance:
+        done = convert(checkpoint, plan, output, options.workers, on_progress=advance, order=order)
+    _say_converted(done, output, time.perf_counter() - start, source_bytes)
+    if tokens is not None and rule is not None:
+        _measure_thresholds(output, tokens, rule)
+    if profile is not None:
+        with Pack(output) as pack:
+            click.echo(attached_line(output, attach(pack, profile)))
+
+
+def _threshold_tokens(checkpoint: Checkpoint, profile: Profile | None) -> Tokens:
+    """The text that thresholds are measured on: the profile's, else our sample."""
+    if profile is not None:
+        return profile.tokens()
+    length = min(SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
+    return read_tokens(None, None, Text(FolderFiles(checkpoint.folder)), NUM_TOKENS, length)
+
+
+def _measure_thresholds(output: Path, tokens: Tokens, rule: ThresholdRule) -> None:
+    with Pack(output) as pack:
+        measured, layers = measure_with_bar(pack, tokens, rule), pack.spec.moe_layers
+    for line in threshold_lines(output, layers, measured):
+        click.echo(line)
+
+
+def _say_converted(done: Conversion, output: Path, seconds: float, source_bytes: int) -> None:
+    if not done.written:
+        click.echo(f"{output}: holds the pack of this checkpoint with these options already; nothing to do")
+        return
+    with Pack(output) as pack:
+        content = pack.manifest.totals.content
+        bits = bits_per_weight(pack)
+    # A rate would count what an earlier run has done: only a whole run has one.
+    rate = f"({source_bytes / max(seconds, 1e-9) / 1e6:.0f} MB/s of source)"
+    how = f"and {size_text(done.resumed_bytes)} of it from an earlier run" if done.resumed_bytes else rate
+    click.echo(f"{output}: {size_text(content)}, {bits:.2f} bits an expert weight, in {seconds:.1f} s {how}")
+
+
+def _tell(line: str) -> None:
+    click.echo(line, err=True)
