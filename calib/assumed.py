@@ -11,7 +11,7 @@ from importlib.resources import files
 import numpy as np
 
 from moe_pack.calib.effects import DENSE_WIDTHS
-from moe_pack.calib.expert_error import SPARSITIES, quantized_formats
+from moe_pack.calib.expert_error import ABSMAX_FORMATS, SPARSITIES, quantized_formats
 from moe_pack.calib.expert_pass import KINDS
 from moe_pack.calib.losses import Floats, Losses, falling
 from moe_pack.calib.rounded import roundable_roles
@@ -43,10 +43,15 @@ class KindLoss:
 
 @dataclass(frozen=True, slots=True)
 class AssumedLosses:
-    """The JSON: nats that a whole model loses. `layers`, `embed`, `head`: dense matrices, at 8 and 4 bits."""
+    """The JSON: nats that a whole model loses.
+
+    `formats`: by hqq.   `absmax`: by absmax, a scale for each 128 weights.   `layers`, `embed`, `head`: dense matrices,
+    at 8 and 4 bits.
+    """
 
     origin: str
     formats: tuple[FormatLoss, ...]
+    absmax: tuple[FormatLoss, ...]
     sparse: tuple[KindLoss, ...]
     layers: tuple[float, ...]
     embed: tuple[float, ...]
@@ -55,9 +60,9 @@ class AssumedLosses:
 
 
 def assumed_figures(losses: Losses, spec: ModelSpec, name: str) -> AssumedLosses:
-    """What a model, whose head is not its embedding, loses in all: three digits of each figure. Not of rows as groups.
+    """What a model, whose head is not its embedding, loses in all: three digits of each figure. Not of hqq's rows.
 
-    Its hidden size is a multiple of 128, so that all other groups are there.
+    Its hidden size is 128: all groups are there, and a row is one of them.
     """
     totals = losses.quantized.sum(axis=(0, 1))  # [3, F]
     held = [
@@ -65,12 +70,17 @@ def assumed_figures(losses: Losses, spec: ModelSpec, name: str) -> AssumedLosses
         for part, column in zip(losses.formats, totals.T, strict=True)
         if part != BF16 and part.group != ROW_GROUP
     ]
+    absmax = [
+        FormatLoss(part.width, spec.hidden_size, part.scale_bits, *_digits(column))
+        for part, column in zip(ABSMAX_FORMATS, losses.absmax[..., :-1].sum(axis=(0, 1)).T, strict=True)
+    ]
     sparse = losses.sparse.sum(axis=(0, 1))[:, 1:]  # [kinds, sparsities]
     dense = {role.name: losses.dense[idx, 1:] for idx, role in enumerate(dense_roles(spec))}
     layers = sum((dense[n] for l in range(spec.num_hidden_layers) for n in roundable_roles(spec, l)), np.zeros(2))
     return AssumedLosses(
         origin=f"{name}: {losses.origin}",
         formats=tuple(held),
+        absmax=tuple(absmax),
         sparse=tuple(KindLoss(kind, _digits(row)) for kind, row in zip(losses.kinds, sparse, strict=True)),
         layers=_digits(layers),
         embed=_digits(dense["embed"]),
@@ -83,8 +93,8 @@ def assumed_losses(spec: ModelSpec) -> Losses:
     """The losses of a model of this shape if it loses in all what a trained model does, every expert alike.
 
     Meaning: an expert's matrix has 1 / (L E) of what all such matrices lose; a dense matrix the share of its
-             parameters; tokens choose experts evenly. A row as one group goes on as groups of 64 and 128 begin:
-             loss(d) = loss(128) * (d / 128)^log2(loss(128) / loss(64)).
+             parameters; tokens choose experts evenly. A row as one group goes on as hqq's groups of 64 and 128
+             begin, by absmax too: loss(d) = loss(128) * (d / 128)^log2(hqq(128) / hqq(64)).
     """
     place = files("moe_pack.calib").joinpath(FILE)
     return spread(load(AssumedLosses, parse(place.read_bytes(), FILE, PackError), FILE, PackError), spec)
@@ -96,14 +106,16 @@ def spread(assumed: AssumedLosses, spec: ModelSpec) -> Losses:
     E = router.num_experts
     formats = quantized_formats(spec.hidden_size)
     known = {(f.width, f.group, f.scale_bits): np.asarray([f.gate, f.up, f.down]) for f in assumed.formats}
-    totals = falling(np.stack([_loss(known, part, spec.hidden_size) for part in formats], axis=1), formats)
-    totals = np.concatenate([totals, np.zeros((len(MATRICES), 1))], axis=1)  # bfloat16
-    totals[[matrix not in spec.expert.matrices for matrix in MATRICES]] = 0
+    quantized = _spread([_loss(known, part, spec.hidden_size) for part in formats], formats, spec)
+    rows = [np.asarray([f.gate, f.up, f.down]) * _growth(known, f.width, spec.hidden_size) for f in assumed.absmax]
+    absmax = _spread(rows, ABSMAX_FORMATS, spec)
     by_kind = {held.kind: (0.0, *held.losses) for held in assumed.sparse}
     sparse = np.asarray([by_kind[kind] for kind in KINDS])
     return Losses(
         formats=(*formats, BF16),
-        quantized=np.tile(totals / (L * E), (L, E, 1, 1)),
+        quantized=quantized,
+        absmax=absmax,
+        importance=absmax[..., 0].sum(axis=2),
         kinds=KINDS,
         sparsities=(0.0, *SPARSITIES),
         sparse=np.tile(sparse / (L * E), (L, E, 1, 1)),
@@ -111,17 +123,31 @@ def spread(assumed: AssumedLosses, spec: ModelSpec) -> Losses:
         dense=_dense(assumed, spec),
         popularity=np.full((L, E), router.num_experts_per_tok / E),
         nll_per_kl=assumed.nll_per_kl,
+        quantiles=None,
         origin=f"assumed: every expert alike, in all what another model loses ({assumed.origin})",
     )
 
 
+def _spread(in_all: list[Floats], formats: tuple[PartFormat, ...], spec: ModelSpec) -> Floats:
+    """What each expert loses, [L, E, 3, formats and bfloat16], if all gates, ups and downs [3] lose this in all."""
+    L, E = len(spec.moe_layers), spec.router.num_experts
+    totals = np.concatenate([falling(np.stack(in_all, axis=1), formats), np.zeros((len(MATRICES), 1))], axis=1)
+    totals[[matrix not in spec.expert.matrices for matrix in MATRICES]] = 0
+    return np.tile(totals / (L * E), (L, E, 1, 1))
+
+
 def _loss(known: dict[tuple[int, int, int], Floats], part: PartFormat, num_cols: int) -> Floats:
-    """Of gate, up and down in a format, [3]."""
+    """Of gate, up and down in a format of hqq, [3]."""
     if part.group != ROW_GROUP:
         return known[part.width, part.group, part.scale_bits]
-    half, whole = (known[part.width, group, part.scale_bits] for group in (64, 128))
+    return known[part.width, 128, part.scale_bits] * _growth(known, part.width, num_cols)
+
+
+def _growth(known: dict[tuple[int, int, int], Floats], width: int, num_cols: int) -> Floats:
+    """How much more than groups of 128 a row loses as one group, [3]."""
+    half, whole = known[width, 64, 16], known[width, 128, 16]
     growth = np.log2(np.divide(whole, half, out=np.ones_like(whole), where=half > 0))
-    return np.asarray(whole * (num_cols / 128) ** growth)
+    return np.asarray((num_cols / 128) ** growth)
 
 
 def _dense(assumed: AssumedLosses, spec: ModelSpec) -> Floats:

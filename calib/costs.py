@@ -20,9 +20,9 @@ from moe_pack.calib.expert_error import (
     SPARSE,
     WIDTHS,
     Rounding,
+    compared_formats,
     format_ratios,
     output_changes,
-    quantized_formats,
 )
 from moe_pack.calib.expert_pass import measure_expert
 from moe_pack.calib.layer_pass import LayerStates
@@ -82,7 +82,7 @@ def expert_multiplications(spec: ModelSpec) -> int:
 
 def compared_multiplications(spec: ModelSpec, num_tokens: int) -> int:
     """Multiplications of comparing formats on this many tokens: five products of an expert's matrices a format."""
-    num_compared = len(quantized_formats(spec.hidden_size)) + len(WIDTHS)
+    num_compared = len(compared_formats(spec.hidden_size)) + len(WIDTHS)
     neurons = min(COMPARED_NEURONS, spec.expert.intermediate_size)
     return 5 * num_compared * num_tokens * spec.hidden_size * neurons
 

@@ -60,9 +60,9 @@ class LayerErrors:
 
     `dense` f32 [M, 2]: each of its M dense matrices (`roundable_roles`) at 8 and 4 bits.   `copies` f32 [C]: of the
     copies that begin here, as they were changed.   `quantized` f32 [E, 3, 4]: gate, up, down at 2, 3, 4, 8 bits.
-    `sparse` f32 [E, 3, 4]: up, gate, both at the sparsities of hotness.   `ratios` f32 [3, F]: hqq's errors in every
-    format (`quantized_formats`) over those measured at the same width, plain rounding's or hqq's own; `quantized` was
-    multiplied by those of groups of 64 with 16-bit scales.
+    `sparse` f32 [E, 3, 4]: up, gate, both at the sparsities of hotness.   `ratios` f32 [3, F]: the errors in every
+    format (`compared_formats`) over those measured at the same width, plain rounding's or hqq's own; `quantized` was
+    multiplied by hqq's of groups of 64 with 16-bit scales.
     """
 
     dense: Array

@@ -22,6 +22,7 @@ WIDTHS = (2, 3, 4, 8)  # below 2 errors are no longer small
 GROUP = 64
 _GROUPS = (16, 32, 64, 128, ROW_GROUP)
 SPARSITIES = HOT_SPARSITIES
+ABSMAX_FORMATS = tuple(part_format(width, ROW_GROUP) for width in (2, 4, 8))  # EdgeMoE's
 COMPARED_NEURONS = 256  # of an expert, on which formats are compared: ratios of single experts scatter by more
 
 
@@ -54,6 +55,12 @@ def quantized_formats(num_cols: int) -> tuple[PartFormat, ...]:
         if (group, scale_bits) != (ROW_GROUP, 8)
     )
     return tuple(part for part in every if format_fault(part, num_cols) is None)
+
+
+def compared_formats(num_cols: int) -> tuple[tuple[Quantizer, PartFormat], ...]:
+    """All that errors are compared in: hqq's formats of such rows, then EdgeMoE's, a scale a row by absmax."""
+    solved: list[tuple[Quantizer, PartFormat]] = [("hqq", part) for part in quantized_formats(num_cols)]
+    return (*solved, *(("absmax", part) for part in ABSMAX_FORMATS))
 
 
 class Rounding:
@@ -148,9 +155,9 @@ def mean_square(changes: Tensor, weights: Tensor) -> Tensor:
 
 
 def format_ratios(expert: Expert, function: str, x: Tensor, weights: Tensor, rounding: Rounding) -> Tensor:
-    """How the errors of hqq in every format compare with those of `rounding` at the same width: float32 [3, F].
+    """How the errors in every format compare with those of `rounding` at the same width: float32 [3, F].
 
-    For gate, up and down; formats as `quantized_formats` lists them. 1 where there is no error to compare. Judged on
+    For gate, up and down; formats as `compared_formats` lists them. 1 where there is no error to compare. Judged on
     the expert's first 256 neurons.
     """
     blocks = _first_neurons(expert)
@@ -165,8 +172,8 @@ def format_ratios(expert: Expert, function: str, x: Tensor, weights: Tensor, rou
 
     rough = {width: errors(rounding, width) for width in WIDTHS}
     ratios = []
-    for part in quantized_formats(x.shape[1]):
-        found = errors(Rounding("hqq", part.group, part.scale_bits), part.width)
+    for quantizer, part in compared_formats(x.shape[1]):
+        found = errors(Rounding(quantizer, part.group, part.scale_bits), part.width)
         compared = found / rough[part.width].clamp(min=torch.finfo(torch.float32).tiny)
         ratios.append(torch.where(rough[part.width] > 0, compared, 1.0))
     return torch.stack(ratios, dim=1)

@@ -11,11 +11,22 @@ from numpy.typing import NDArray
 
 from moe_pack.calib.arrays import Array
 from moe_pack.calib.effects import DENSE_WIDTHS, Effects, LayerErrors
-from moe_pack.calib.expert_error import GROUP, SPARSITIES, WIDTHS, quantized_formats
+from moe_pack.calib.expert_error import ABSMAX_FORMATS, GROUP, SPARSITIES, WIDTHS, compared_formats, quantized_formats
 from moe_pack.calib.expert_pass import KINDS
-from moe_pack.calib.profile import Profile
+from moe_pack.calib.profile import EXACT_FILE, Profile
 from moe_pack.calib.rounded import roundable_roles
-from moe_pack.formats import BF16, DenseRole, ModelSpec, PartFormat, Selector, dense_roles, part_format
+from moe_pack.calib.statistics import QUANTILE_LEVELS
+from moe_pack.formats import (
+    BF16,
+    DenseRole,
+    ModelSpec,
+    PartFormat,
+    PlanError,
+    Quantizer,
+    Selector,
+    dense_roles,
+    part_format,
+)
 
 Floats = NDArray[np.float64]
 
@@ -26,15 +37,19 @@ class Losses:
 
     `formats`: F formats of expert matrices, what the model's rows allow, bfloat16 last, whose loss is 0.
     `quantized` [L, E, 3, F]: gate, up, down of each expert, rounded as conversion does it with hqq; 0 for a gate the
-    family has not.   `kinds`: of selectors, as `sparse` has them (`none` drops what `both` does).   `sparsities`: 0
-    first, whose loss is 0.   `sparse` [L, E, kinds, sparsities].   `dense_widths`: 16 first, whose loss is 0.   `dense`
-    [roles, widths], in the order of `dense_roles`, of groups of 64; infinite for what cannot be quantized.
-    `popularity` [L, E]: the share of tokens that choose the expert; the sum over a layer's is k.   `nll_per_kl`: how
-    much ln(perplexity) grows for a nat.   `origin`: what all this rests on.
+    family has not.   `absmax` [L, E, 3, 4]: the same at 2, 4 and 8 bits by absmax, a scale a row, and bfloat16.
+    `importance` [L, E]: of an expert at 2 bits, as EdgeMoE orders them.   `kinds`: of selectors, as `sparse` has them
+    (`none` drops what `both` does).   `sparsities`: 0 first, whose loss is 0.   `sparse` [L, E, kinds, sparsities].
+    `dense_widths`: 16 first, whose loss is 0.   `dense` [roles, widths], in the order of `dense_roles`, of groups of
+    64; infinite for what cannot be quantized.   `popularity` [L, E]: the share of tokens that choose the expert; the
+    sum over a layer's is k.   `nll_per_kl`: how much ln(perplexity) grows for a nat.   `quantiles` float32
+    [L, E, kinds, 103]: of abs(a) at `QUANTILE_LEVELS`; None where no text was run.   `origin`: what all this rests on.
     """
 
     formats: tuple[PartFormat, ...]
     quantized: Floats
+    absmax: Floats
+    importance: Floats
     kinds: tuple[Selector, ...]
     sparsities: tuple[float, ...]
     sparse: Floats
@@ -42,7 +57,29 @@ class Losses:
     dense: Floats
     popularity: Floats
     nll_per_kl: float
+    quantiles: Array | None
     origin: str
+
+    def of(self, quantizer: Quantizer) -> tuple[tuple[PartFormat, ...], Floats]:
+        """The formats a quantizer's losses are known of, and those, float64 [L, E, 3, formats]; bfloat16 last."""
+        if quantizer == "hqq":
+            return self.formats, self.quantized
+        if quantizer == "absmax":
+            return (*ABSMAX_FORMATS, BF16), self.absmax
+        return (BF16,), np.zeros_like(self.quantized[..., -1:])
+
+    def sparsity_at(self, theta: float, selector: Selector) -> Floats:
+        """The share of each expert's neurons that one threshold for all keeps from running: [L, E], less than 1.
+
+        Meaning: the level at which theta is the quantile of abs(a), between levels interpolated.
+        Raises:  PlanError if no quantiles are known.
+        """
+        if self.quantiles is None:
+            raise PlanError(f"theta {theta:g}: what it leaves out is not known without a profile; give --profile")
+        kind_idx = self.kinds.index("both" if selector == "none" else selector)
+        levels = np.minimum(QUANTILE_LEVELS, QUANTILE_LEVELS[-2])
+        shares = [[np.interp(theta, expert[kind_idx], levels) for expert in layer] for layer in self.quantiles]
+        return np.array(shares, np.float64)
 
 
 def losses_of(profile: Profile) -> Losses:
@@ -58,11 +95,15 @@ def losses_of(profile: Profile) -> Losses:
     spec, effects = profile.spec, profile.effects()
     layers = [profile.errors(layer) for layer in range(spec.num_hidden_layers)]
     with_experts = [layers[layer] for layer in spec.moe_layers]
-    tokens = np.stack([profile.statistics(layer_idx).tokens for layer_idx in range(len(with_experts))])
+    statistics = [profile.statistics(layer_idx) for layer_idx in range(len(with_experts))]
+    tokens = np.stack([layer.tokens for layer in statistics])
     text = profile.facts.text.name
+    quantized, absmax = _quantized(with_experts, effects, tokens, spec)
     return Losses(
         formats=(*quantized_formats(spec.hidden_size), BF16),
-        quantized=_quantized(with_experts, effects, tokens, spec),
+        quantized=quantized,
+        absmax=absmax,
+        importance=_importance(profile, absmax),
         kinds=KINDS,
         sparsities=(0.0, *SPARSITIES),
         sparse=_sparse(with_experts, effects, tokens),
@@ -70,13 +111,15 @@ def losses_of(profile: Profile) -> Losses:
         dense=_dense(layers, effects, spec),
         popularity=tokens.astype(np.float64) / profile.num_tokens,
         nll_per_kl=float(effects.nll_per_kl[0]),
+        quantiles=np.stack([layer.quantiles for layer in statistics]),
         origin=f"profile of {text}, {profile.num_tokens:,} tokens",
     )
 
 
-def _quantized(layers: list[LayerErrors], effects: Effects, tokens: Array, spec: ModelSpec) -> Floats:
-    """Losses [L, E, 3, F] with bfloat16's."""
-    formats = quantized_formats(spec.hidden_size)
+def _quantized(layers: list[LayerErrors], effects: Effects, tokens: Array, spec: ModelSpec) -> tuple[Floats, Floats]:
+    """Losses [L, E, 3, formats] of hqq and of absmax, each with bfloat16's."""
+    formats = tuple(part for _, part in compared_formats(spec.hidden_size))
+    num_solved = len(quantized_formats(spec.hidden_size))
     width_idx = [WIDTHS.index(part.width) for part in formats]
     base_idx = [formats.index(part_format(part.width, GROUP)) for part in formats]
     errors = np.stack([layer.quantized for layer in layers]).astype(np.float64)  # [L, E, 3, widths]
@@ -85,7 +128,18 @@ def _quantized(layers: list[LayerErrors], effects: Effects, tokens: Array, spec:
     base = ratios[:, :, base_idx]  # what `quantized` was multiplied by
     scale = np.divide(ratios, base, out=np.ones_like(ratios), where=base > 0)
     found = errors[..., width_idx] * scale[:, None]
-    return _with_bf16(falling(_reached(found, tokens), formats))
+    found = _reached(found, tokens)
+    solved, absmax = slice(num_solved), slice(num_solved, None)
+    return _with_bf16(falling(found[..., solved], formats[solved])), _with_bf16(
+        falling(found[..., absmax], formats[absmax])
+    )
+
+
+def _importance(profile: Profile, absmax: Floats) -> Floats:
+    """EdgeMoE's own measure where the profile has it; else what the expert's matrices lose at 2 bits."""
+    if profile.has(EXACT_FILE):
+        return profile.exact()["losses"].astype(np.float64)
+    return np.asarray(absmax[..., 0].sum(axis=2))
 
 
 def _sparse(layers: list[LayerErrors], effects: Effects, tokens: Array) -> Floats:

@@ -14,7 +14,7 @@ import numpy as np
 
 from moe_pack.calib.arrays import Array, check_arrays, read_all_arrays
 from moe_pack.calib.effects import DENSE_WIDTHS, Effects, LayerErrors, Level, all_copies, copies_of
-from moe_pack.calib.expert_error import SPARSITIES, WIDTHS, quantized_formats
+from moe_pack.calib.expert_error import SPARSITIES, WIDTHS, compared_formats
 from moe_pack.calib.expert_pass import KINDS
 from moe_pack.calib.prediction import LayerPredictors
 from moe_pack.calib.rounded import roundable_roles
@@ -35,7 +35,7 @@ from moe_pack.formats import (
 )
 from moe_pack.runtime import PathStatistics
 
-VERSION = 2
+VERSION = 3
 FORMAT: Literal["moe-pack profile"] = "moe-pack profile"
 TOKENS_FILE = "tokens.safetensors"
 PATHS_FILE = "paths.safetensors"
@@ -163,7 +163,7 @@ class Profile:
             "copies": ("F32", (len(copies_of(spec, self._level, layer)),)),
             "quantized": ("F32", (E, len(MATRICES), len(WIDTHS)) if with_experts else (0,)),
             "sparse": ("F32", (E, len(KINDS), len(SPARSITIES)) if with_experts else (0,)),
-            "ratios": ("F32", (len(MATRICES), len(quantized_formats(spec.hidden_size))) if with_experts else (0,)),
+            "ratios": ("F32", (len(MATRICES), len(compared_formats(spec.hidden_size))) if with_experts else (0,)),
         }
         arrays = self._read(name)
         check_arrays(arrays, wanted, name)

@@ -319,7 +319,7 @@ class _Experts:
         return token_idx[places], weights[places], num_tokens
 
     def _ratios(self, expert: int, on_work: OnWork) -> Tensor:
-        """hqq's errors in every format over those measured, on the layer's most popular expert: float32 [3, F]."""
+        """errors in every format over those measured, on the layer's most popular expert: float32 [3, F]."""
         stage = self._stage
         token_idx, weights, _ = self._sample(expert)
         token_idx, weights = token_idx[: self._chunk], weights[: self._chunk]

@@ -18,7 +18,19 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import ROW_GROUP, ExpertFormat, ModelSpec, Plan, PlanError, Selector, part_format, uniform_dense
+from moe_pack.convert.plan_file import Decision
+from moe_pack.convert.planned import Model
+from moe_pack.formats import (
+    ROW_GROUP,
+    ExpertFormat,
+    ModelSpec,
+    Plan,
+    PlanError,
+    Selector,
+    format_fault,
+    part_format,
+    uniform_dense,
+)
 
 EDGEMOE_WIDTHS = (2, 4, 8, 16)  # INT2, INT4, INT8, and not quantized
 
@@ -73,6 +85,23 @@ def edgemoe_plan(spec: ModelSpec, widths: Widths, selector: Selector) -> Plan:
     formats = {width: ExpertFormat(part if has_gate else None, part, part) for width, part in parts.items()}
     experts = tuple(tuple(formats[width] for width in layer) for layer in widths.tolist())
     return Plan(selector, "absmax", experts, uniform_dense(spec, None))
+
+
+def edgemoe_decision(model: Model, max_loss: float, selector: Selector) -> Decision:
+    """The smallest pack of the paper's steps that is expected to lose at most so many nats.
+
+    Its measure of a model's loss is here what a profile foretells of these widths; every neuron runs, and dense
+    matrices keep the source's bytes.
+    Raises:  PlanError if rows cannot be stored so.
+    """
+    importance = model.losses.importance
+    if fault := format_fault(part_format(EDGEMOE_WIDTHS[0], ROW_GROUP), model.spec.hidden_size):
+        raise PlanError(f"--search edgemoe: {fault}; use knapsack")
+
+    def decision(widths: Widths) -> Decision:
+        return Decision(edgemoe_plan(model.spec, widths, selector), np.zeros(importance.shape))
+
+    return decision(widths_for_loss(importance, lambda widths: model.loss(decision(widths)) <= max_loss))
 
 
 def _order(importance: NDArray[np.floating]) -> NDArray[np.intp]:

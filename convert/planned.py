@@ -23,19 +23,24 @@ class Model:
         return pack_layout(self.spec, plan, self.dense_dtypes)
 
     def loss(self, decision: Decision) -> float:
-        """The nats that a decision is expected to lose; not a number where its formats' losses are not known."""
+        """The nats that a decision is expected to lose.
+
+        Returns: not a number where losses of its formats, or so sparse, are not known; or not what a threshold drops.
+        """
         losses, plan = self.losses, decision.plan
-        if plan.quantizer != "hqq" or decision.theta is not None:
+        if decision.theta and not decision.sparsity.any():
             return float("nan")
-        numbers = {part: number for number, part in enumerate(losses.formats)}
+        formats, quantized = losses.of(plan.quantizer)
+        numbers = {part: number for number, part in enumerate(formats)}
         kind_idx = losses.kinds.index("both" if plan.selector == "none" else plan.selector)
         total = 0.0
         for l, layer in enumerate(plan.experts):
             for e, expert in enumerate(layer):
                 for m, part in enumerate((expert.gate, expert.up, expert.down)):
                     if part is not None:
-                        total += float(losses.quantized[l, e, m, numbers[part]]) if part in numbers else float("nan")
-                total += float(np.interp(decision.sparsity[l, e], losses.sparsities, losses.sparse[l, e, kind_idx]))
+                        total += float(quantized[l, e, m, numbers[part]]) if part in numbers else float("nan")
+                known = losses.sparse[l, e, kind_idx]
+                total += float(np.interp(decision.sparsity[l, e], losses.sparsities, known, right=np.nan))
         for role_idx, part in enumerate(plan.dense):
             if part is not None:
                 width_idx = losses.dense_widths.index(part.width) if part.width in losses.dense_widths else None

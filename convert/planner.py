@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from moe_pack.convert.allocation import least_time
+from moe_pack.convert.edgemoe_widths import edgemoe_decision
 from moe_pack.convert.plan_file import Decision
 from moe_pack.convert.planned import Model, Planned
 from moe_pack.convert.pricing import Menu, menu_of, price
@@ -30,7 +31,7 @@ from moe_pack.formats import (
     uniform_plan,
 )
 
-SearchName = Literal["knapsack", "uniform"]
+SearchName = Literal["knapsack", "edgemoe", "uniform"]
 SEARCHES: tuple[SearchName, ...] = get_args(SearchName)
 
 _FIRST_TURNS, _MORE_TURNS = 2, 3  # of every selector kind; of the best one: prices settle in two or three
@@ -54,7 +55,7 @@ class Planner:
             raise PlanError(f"--selector {selectors[0]}: this model's experts have no gate matrix; use up or none")
         self._model = model
         self._tier = tier
-        self._search = {"knapsack": self._by_knapsack, "uniform": self._uniform}[search]
+        self._search = {"knapsack": self._by_knapsack, "edgemoe": self._by_edgemoe, "uniform": self._uniform}[search]
         self._menus: dict[Selector, Menu] = {}
         self._refused: list[PackLayout] = []  # of plans within the loss that had no room
 
@@ -121,6 +122,13 @@ class Planner:
         if selector not in self._menus:
             self._menus[selector] = menu_of(self._tier, self._model, selector)
         return self._menus[selector]
+
+    def _by_edgemoe(self, max_loss: float) -> Iterator[Planned]:
+        """EdgeMoE's widths, under each selector kind."""
+        for selector in self._selectors:
+            found = self._fitting(edgemoe_decision(self._model, max_loss, selector), None)
+            if found is not None:
+                yield found
 
     def _uniform(self, max_loss: float) -> Iterator[Planned]:
         """Plans that store all experts alike: of those within the loss, the ones that take the fewest bytes to run."""

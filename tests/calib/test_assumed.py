@@ -28,7 +28,7 @@ def test_a_whole_model_loses_what_the_measured_one_did(tmp_path_factory: pytest.
     found = spread(assumed_figures(measured, profile.spec, "tiny"), profile.spec)
     assert found.formats == measured.formats
     places = [idx for idx, part in enumerate(found.formats) if part.group != ROW_GROUP or part == BF16]
-    for name, chosen in (("quantized", places), ("sparse", slice(None))):
+    for name, chosen in (("quantized", places), ("absmax", slice(None)), ("sparse", slice(None))):
         totals = [getattr(losses, name).sum(axis=(0, 1))[..., chosen] for losses in (found, measured)]
         np.testing.assert_allclose(*totals, rtol=6e-3)
     finite = np.isfinite(measured.dense).all(axis=1)
@@ -43,6 +43,15 @@ def test_every_expert_is_assumed_to_lose_alike_and_to_be_chosen_alike() -> None:
     assert losses.quantized.shape[:3] == (2, E, 3)
     assert (losses.quantized == losses.quantized[0, 0]).all() and (losses.sparse == losses.sparse[0, 0]).all()
     assert (losses.popularity == k / E).all()
+
+
+def test_wider_rows_by_absmax_lose_more_as_hqqs_rows_do() -> None:
+    """At 2 bits, over rows of 4,096 against 128: by a power of the width, both alike."""
+    narrow, wider = (assumed_losses(wide(width)) for width in (128, 4096))
+    row = narrow.formats.index(part_format(2, 64)), narrow.formats.index(part_format(2, 128))
+    half, whole = (narrow.quantized[0, 0, :, place] for place in row)
+    np.testing.assert_allclose(wider.absmax[0, 0, :, 0] / narrow.absmax[0, 0, :, 0], 32 ** np.log2(whole / half))
+    assert (wider.absmax[0, 0, :, 0] > narrow.absmax[0, 0, :, 0]).all()
 
 
 def test_twice_the_experts_lose_half_each() -> None:

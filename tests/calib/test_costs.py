@@ -95,7 +95,11 @@ def test_every_trial_finds_seconds_and_counts_what_it_stands_for(trial: Trial) -
         trial.counted(2.5): EXPERT * 2.5,
         trial.plain(20): EXPERT * 20,
         trial.changed(16, plain): changed * 16,
-        trial.compared(16, plain): 5 * (36 + 4) * 128 * 256 * 16,  # in 36 formats and at 4 widths, 256 neurons
+        trial.compared(16, plain): 5
+        * (36 + 3 + 4)
+        * 128
+        * 256
+        * 16,  # in 36 formats of hqq, 3 of absmax and at 4 widths, 256 neurons
         trial.predicted(100): 100 * 128 * 4096,
     }
     for cost, multiplications in found.items():

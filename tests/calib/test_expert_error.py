@@ -14,6 +14,7 @@ from moe_pack.calib.expert_error import (
     WIDTHS,
     Change,
     Rounding,
+    compared_formats,
     format_ratios,
     mean_square,
     output_changes,
@@ -212,7 +213,7 @@ def test_formats_are_those_that_a_row_can_hold() -> None:
 
 def test_hqqs_own_errors_have_a_ratio_of_one_at_groups_of_64() -> None:
     ratios = format_ratios(EXPERTS["plain"], "silu", X, torch.ones(5), Rounding("hqq"))
-    assert ratios.shape == (3, len(quantized_formats(64)))
+    assert ratios.shape == (3, len(compared_formats(64)))
     assert ratios_of_widths(ratios.numpy(), 64).tolist() == [[1.0] * 4] * 3
     assert (ratios != 1).any()
 
@@ -265,8 +266,10 @@ def test_ratios_are_those_of_mean_squares_on_the_first_256_neurons(step: int) ->
         return float(((output(changed, x) - output(part, x)) * weights[:, None]).square().mean())
 
     for matrix_idx, matrix in enumerate(MATRICES):
-        for idx, stored in enumerate(quantized_formats(128)):
-            expected = square(matrix, stored, "hqq") / square(matrix, part_format(stored.width, 64), "nearest")
+        for idx, (quantizer, stored) in enumerate(compared_formats(128)):
+            expected = square(matrix, stored, quantizer) / square(matrix, part_format(stored.width, 64), "nearest")
             # At 8 bits the difference is of outputs that agree to 3 digits: 1e-7 of 1e-3, twice, squared.
             tolerance = 0.01 if stored.width == 8 else 1e-3
-            assert found[matrix_idx, idx].item() == pytest.approx(expected, rel=tolerance), format_text(stored)
+            assert found[matrix_idx, idx].item() == pytest.approx(expected, rel=tolerance), (
+                f"{quantizer} {format_text(stored)}"
+            )

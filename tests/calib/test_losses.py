@@ -1,5 +1,7 @@
 """The table of losses against products worked by hand, and what makes it safe to choose by."""
 
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +11,10 @@ from profiles import profiled, random_tokens
 
 from moe_pack.calib import Losses, Profile, ProfileOptions, losses_of
 from moe_pack.calib.expert_error import SPARSITIES, WIDTHS, quantized_formats
+from moe_pack.calib.expert_pass import KINDS
 from moe_pack.calib.losses import falling
 from moe_pack.calib.rounded import roundable_roles
-from moe_pack.formats import BF16, Checkpoint, PackError, dense_roles, part_format
+from moe_pack.formats import BF16, Checkpoint, PackError, PlanError, Selector, dense_roles, part_format
 
 MODEL = TinyMixtral(num_layers=2, num_experts=5)
 TOKENS = random_tokens(4, 24, 96)
@@ -58,6 +61,54 @@ def test_losses_at_groups_of_64_are_those_the_profile_foretells(profile: Profile
     reached = np.stack([profile.statistics(l).tokens > 0 for l in range(2)])
     assert reached.sum() >= 8
     np.testing.assert_allclose(losses.quantized[reached][..., places], expected[reached], rtol=1e-5)
+
+
+def test_rows_by_absmax_lose_what_the_profile_foretells(profile: Profile, losses: Losses) -> None:
+    """The last three of a layer's ratios, at 2, 4 and 8 bits, over hqq's at the same width in groups of 64."""
+    effects, formats = profile.effects(), quantized_formats(64)
+    assert losses.absmax.shape == (2, 5, 3, 4) and not losses.absmax[..., 3].any()
+    assert losses.of("absmax") == ((part_format(2, 0), part_format(4, 0), part_format(8, 0), BF16), losses.absmax)
+    errors, tokens = profile.errors(1), profile.statistics(1).tokens
+    for e in tokens.nonzero()[0].tolist():
+        for matrix, (place, width_idx) in product(range(3), enumerate((0, 2, 3))):
+            ratio = (
+                errors.ratios[matrix, place - 3]
+                / errors.ratios[matrix, formats.index(part_format((2, 4, 8)[place], 64))]
+            )
+            expected = errors.quantized[e, matrix, width_idx] * ratio * effects.quantized[1, matrix, width_idx]
+            assert losses.absmax[1, e, matrix, place] == pytest.approx(expected, rel=1e-5)
+
+
+def test_without_edgemoes_own_measure_an_experts_importance_is_what_its_rows_lose_at_2_bits(losses: Losses) -> None:
+    np.testing.assert_allclose(losses.importance, losses.absmax[:, :, :, 0].sum(axis=2))
+
+
+def test_edgemoes_own_measure_is_the_importance_where_it_was_made(tmp_path: Path) -> None:
+    source = TinyMixtral(num_layers=1, num_experts=3).write(tmp_path / "source")
+    profile = profiled(source, tmp_path / "profile", TOKENS, ProfileOptions("exact"))
+    assert losses_of(profile).importance == pytest.approx(profile.exact()["losses"], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["up", "gate", "both"])
+def test_one_threshold_leaves_out_the_share_of_neurons_below_it(
+    profile: Profile, losses: Losses, kind: Selector
+) -> None:
+    """At a stored quantile its level; half way to the next, half way between levels."""
+    quantiles = profile.statistics(1).quantiles[2, KINDS.index(kind)]
+    theta, between = float(quantiles[40]), float(quantiles[40] + quantiles[41]) / 2
+    assert quantiles[39] < quantiles[40] < quantiles[41]
+    assert losses.sparsity_at(theta, kind)[1, 2] == pytest.approx(0.40)
+    assert losses.sparsity_at(between, kind)[1, 2] == pytest.approx(0.405, abs=1e-4)
+
+
+def test_no_threshold_leaves_out_all(losses: Losses) -> None:
+    assert (losses.sparsity_at(1e9, "gate") == 0.999).all()
+
+
+def test_without_activations_what_a_threshold_leaves_out_is_not_known(losses: Losses) -> None:
+    with pytest.raises(PlanError) as error:
+        replace(losses, quantiles=None).sparsity_at(0.25, "gate")
+    assert str(error.value) == "theta 0.25: what it leaves out is not known without a profile; give --profile"
 
 
 def test_formats_are_those_of_the_models_rows_and_bfloat16_without_loss(losses: Losses) -> None:

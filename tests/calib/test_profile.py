@@ -89,7 +89,7 @@ def test_a_profile_json_beyond_16_megabytes_is_refused(folder: Path) -> None:
     assert refusal(folder) == "profile.json: more than 16,000,000 bytes"
 
 
-ANEW = "profile.json: expected format 'moe-pack profile', version 2; profile the model anew"
+ANEW = "profile.json: expected format 'moe-pack profile', version 3; profile the model anew"
 UNSEALED: list[tuple[Callable[[Values], object], str]] = [
     (lambda values: values.update(version=1), ANEW),
     (lambda values: values.update(version=0), ANEW),
@@ -132,8 +132,8 @@ def test_json_of_the_same_values_in_another_layout_is_the_same_profile(folder: P
 
 
 def test_a_fraction_is_no_version(folder: Path) -> None:
-    rewrite(folder, lambda values: values.update(version=2.0))
-    assert refusal(folder) == "profile.json: version: found 2.0, expected int"
+    rewrite(folder, lambda values: values.update(version=3.0))
+    assert refusal(folder) == "profile.json: version: found 3.0, expected int"
 
 
 READS: list[tuple[str, Callable[[Profile], object]]] = [

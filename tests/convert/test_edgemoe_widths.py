@@ -89,6 +89,6 @@ def test_the_plan_stores_experts_with_one_absmax_scale_a_row() -> None:
     plan = edgemoe_plan(checkpoint.spec, widths, "up")
     assert plan_fault(plan, checkpoint.spec) is None
     assert plan.quantizer == "absmax"
-    assert plan.dense is None
+    assert not any(plan.dense)
     assert plan.experts[0][0].up == part_format(2, 0)
     assert plan.experts[3][5].down == part_format(16, 0)

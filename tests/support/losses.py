@@ -3,6 +3,7 @@
 import numpy as np
 
 from moe_pack.calib import Losses
+from moe_pack.calib.statistics import QUANTILE_LEVELS
 from moe_pack.formats import BF16, ModelSpec, dense_roles, format_fault, part_format
 
 
@@ -23,12 +24,19 @@ def random_losses(spec: ModelSpec, seed: int = 0) -> Losses:
     if "gate" not in spec.expert.matrices:
         quantized[:, :, 0] = 0
     sparse = generator.uniform(1e-3, 4e-3, (*shape, 3, 1)) * np.array([0.0, 0.1, 0.3, 0.6, 1.5])
+    # By absmax a row loses three times what groups of 64 do, at 2, 4 and 8 bits.
+    absmax = np.concatenate([3 * size * 4.0 ** -np.array([0, 2, 6]), np.zeros((*shape, 3, 1))], axis=3)
+    if "gate" not in spec.expert.matrices:
+        absmax[:, :, 0] = 0
     roles = dense_roles(spec)
     dense = np.array([[0.0, 1e-4, 2e-3] if role.quantizable else [0.0, np.inf, np.inf] for role in roles])
+    magnitudes = np.asarray(QUANTILE_LEVELS, np.float32)  # abs(a) evenly between 0 and 1
     popularity = generator.dirichlet(np.ones(shape[1]), shape[0]) * spec.router.num_experts_per_tok
     return Losses(
         formats=(*formats, BF16),
         quantized=quantized,
+        absmax=absmax,
+        importance=absmax[..., 0].sum(axis=2),
         kinds=("up", "gate", "both"),
         sparsities=(0.0, 0.5, 0.7, 0.8, 0.9),
         sparse=sparse,
@@ -36,5 +44,6 @@ def random_losses(spec: ModelSpec, seed: int = 0) -> Losses:
         dense=dense,
         popularity=popularity,
         nll_per_kl=0.5,
+        quantiles=np.broadcast_to(magnitudes, (*shape, 3, len(QUANTILE_LEVELS))),
         origin="random",
     )
