@@ -15,6 +15,7 @@ from moe_pack.calib.evaluation import (
     evaluate,
     quality_of,
 )
+from moe_pack.calib.expert_pass import HOT_SPARSITIES, KINDS
 from moe_pack.calib.heat import hottest_first
 from moe_pack.calib.losses import Losses, losses_of
 from moe_pack.calib.profile import Profile, Sensitivity
@@ -33,6 +34,8 @@ from moe_pack.calib.thresholds import (
 )
 
 __all__ = [
+    "HOT_SPARSITIES",
+    "KINDS",
     "QUALITY_FILE",
     "REFERENCE_FILE",
     "BlockLosses",
