@@ -29,7 +29,7 @@ from moe_pack.convert.cost_model import Prediction, predict
 from moe_pack.convert.fixed_costs import measure_fixed_costs
 from moe_pack.convert.machines import machine_of_cpu
 from moe_pack.convert.random_routers import skewed_popularity
-from moe_pack.convert.replay_cli import held_out_passes
+from moe_pack.convert.traffic import held_out_passes
 from moe_pack.formats import Pack
 from moe_pack.runtime import (
     Engine,

@@ -16,6 +16,7 @@ from moe_pack.calib.evaluation import (
     quality_of,
 )
 from moe_pack.calib.expert_error import ABSMAX_FORMATS
+from moe_pack.calib.expert_pass import HOT_SPARSITIES, KINDS
 from moe_pack.calib.heat import hottest_first
 from moe_pack.calib.losses import Losses, losses_of
 from moe_pack.calib.profile import Profile, Sensitivity
@@ -35,6 +36,8 @@ from moe_pack.calib.thresholds import (
 
 __all__ = [
     "ABSMAX_FORMATS",
+    "HOT_SPARSITIES",
+    "KINDS",
     "QUALITY_FILE",
     "REFERENCE_FILE",
     "BlockLosses",

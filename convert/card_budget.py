@@ -108,7 +108,7 @@ def divide_card(
             break
         chunk = max(chunk // 2, _LEAST_CHUNK)
     if room < min(largest, int(experts.sum())):
-        least = target_bytes - room + min(largest, int(experts.sum()))
+        least = least_card(layout, context_tokens, predictor_bytes)
         raise RunError(
             f"{AS_TARGET.budget}: {size_text(target_bytes)}, needed are at least {size_text(least)}: "
             f"{size_text(dense)} of dense weights, {size_text(cache)} of key-value cache for {context_tokens} tokens, "
@@ -137,6 +137,14 @@ def divide_card(
         selector_share,
         row_shares,
     )
+
+
+def least_card(layout: PackLayout, context_tokens: int, predictor_bytes: int) -> int:
+    """The smallest target that `divide_card` divides: shortest forward passes, and room for the largest expert."""
+    sizes = [expert.num_bytes for layer in layout.experts for expert in layer]
+    experts = min(-(-max(sizes) // CARD_PAGE_BYTES) * CARD_PAGE_BYTES, sum(sizes))
+    fixed = layout.dense_file.num_bytes + 2 * cached_values(layout.spec) * context_tokens + predictor_bytes
+    return fixed + workspace_bytes(layout.spec, _LEAST_CHUNK) + STAGING_BYTES + OVERHEAD_BYTES + experts
 
 
 def _hold(layout: PackLayout, popularity: Array, heat: Array, room: int) -> tuple[Array, Array, int, int]:

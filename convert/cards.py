@@ -64,11 +64,16 @@ def find_card(name: str) -> Card:
     """
     if name == MEASURE:
         return measure_card()
-    wanted = _plain(name)
-    for card in CARDS.values():
-        if _plain(card.name) in (wanted, wanted.removeprefix("geforce")):
-            return card
+    card = known_card(name)
+    if card is not None:
+        return card
     raise RunError(f"--gpu: found {name!r}, expected one of {', '.join(CARDS)}, or {MEASURE}")
+
+
+def known_card(name: str) -> Card | None:
+    """The card of this name, however it is spelled; None where there is none."""
+    wanted = _plain(name)
+    return next((c for c in CARDS.values() if _plain(c.name) in (wanted, wanted.removeprefix("geforce"))), None)
 
 
 def machine_of_card(

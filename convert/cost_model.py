@@ -6,6 +6,7 @@ What is missing comes out of a replay of routes with the policy the runtime woul
 state: tokens decoded one by one, after the cache has filled. Prompts are not predicted.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.convert.card_budget import CardPlan, divide_card
+from moe_pack.convert.card_budget import CARD_PAGE_BYTES, CardPlan, divide_card
 from moe_pack.convert.machines import Machine, rate_of
 from moe_pack.convert.visits import MAX_AGE, Visits, drawn_passes, visits
 from moe_pack.formats import ExpertLayout, PackLayout, RowLayout, cached_values
@@ -33,7 +34,7 @@ Array = NDArray[Any]
 USUAL_RECALL = 0.75  # of the next layer's experts, where no profile says: CORM's least
 # What is replayed at most; more changes hit rates by less than routes of another text do.
 _MOST_TOKENS, _LEAST_TOKENS, _MOST_VISITS, _ROUGH_VISITS = 4096, 64, 50_000, 6000
-_PAGE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of what experts have of a card
+PAGE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of what experts have of a card
 _WARM_SHARE = 0.25  # of the tokens replayed: they fill the cache
 
 
@@ -172,14 +173,16 @@ def best_card_plan(
     heat: Array,
     passes: Passes | None = None,
     is_rough: bool = False,
+    page_shares: Sequence[float] = PAGE_SHARES,
 ) -> tuple[CardPlan, Prediction]:
     """The division of a card's memory that decodes fastest, of a few shares for pages; and how fast.
 
+    Args:    page_shares: to try, of what experts have.
     Raises:  RunError as `divide_card`.
     """
     plans = [
         divide_card(layout, target_bytes, context_tokens, predictor_bytes, popularity, heat, share)
-        for share in _PAGE_SHARES
+        for share in page_shares
     ]
     tried = [
         (plan, predict_on_card(layout, plan, machine, popularity, heat, passes, context_tokens, is_rough))
@@ -193,7 +196,6 @@ def fetched_over_link(layout: PackLayout, plan: CardPlan, heat: Array, machine: 
 
     Meaning: row i, where it is not held, is pulled at the n-th visit with probability heat_i * (1 - heat_i)^n.
     """
-    assert machine.link_rate is not None, "a card has a link"
     num_rows = layout.experts[0][0].num_rows
     row_bytes = np.array([[e.records.row_bytes for e in layer] for layer in layout.experts])
     selector_bytes = np.array([[e.selector_bytes for e in layer] for layer in layout.experts])
@@ -202,13 +204,20 @@ def fetched_over_link(layout: PackLayout, plan: CardPlan, heat: Array, machine: 
         [num_rows * row_bytes * (wanted * (1 - heat) ** age).mean(axis=2) for age in range(MAX_AGE + 1)]
     )
     num_bytes[0] += (1 - plan.selector_share) * selector_bytes
-    on_drive = 0.0
-    if machine.ram_bytes is not None:
-        total = sum(expert.num_bytes for layer in layout.experts for expert in layer)
-        on_drive = max(0.0, 1 - machine.ram_bytes / total)
-    drive_rate = machine.drive.rate(plan.page_bytes)
-    seconds = num_bytes * ((1 - on_drive) / machine.link_rate + on_drive / min(drive_rate, machine.link_rate))
+    total = sum(expert.num_bytes for layer in layout.experts for expert in layer)
+    seconds = num_bytes * link_seconds(machine, total, plan.page_bytes)
     return Fetching(num_bytes, seconds, np.zeros_like(seconds))
+
+
+def link_seconds(machine: Machine, total_bytes: int, read_bytes: int = CARD_PAGE_BYTES) -> float:
+    """What a byte of experts takes to come to a card, where they take so many bytes in all, read so many at a time.
+
+    What host memory cannot hold comes from the drive.
+    """
+    assert machine.link_rate is not None, "a card has a link"
+    on_drive = 0.0 if machine.ram_bytes is None else max(0.0, 1 - machine.ram_bytes / total_bytes)
+    from_drive = min(machine.drive.rate(read_bytes), machine.link_rate)
+    return (1 - on_drive) / machine.link_rate + on_drive / from_drive
 
 
 def _missing_bytes(layout: PackLayout, plan: CardPlan) -> Array:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
-import numpy as np
 
 from moe_pack.calib import Profile
+from moe_pack.convert.traffic import held_out_passes
 from moe_pack.formats import ModelSpec, Pack, RunError
 from moe_pack.formats.cli import command_errors, read_size, size_text
 from moe_pack.runtime import (
@@ -146,20 +146,6 @@ def _check_shape(path: Path, passes: Passes, spec: ModelSpec) -> None:
     found = (passes.routes.shape[1], passes.num_experts, passes.routes.shape[2])
     if found != shape:
         raise RunError(f"{path}: found layers, experts and experts a token {found}, expected {shape}: the pack's")
-
-
-def held_out_passes(profile: Profile) -> Passes:
-    """The routes of the text that the profile's predictors have not seen, a token a pass; popularity of the rest.
-
-    Raises:  RunError if no text was held out.
-    """
-    if not profile.num_held_out_tokens:
-        raise RunError(f"{profile.folder}: holds no text out; profile more text")
-    layers = [profile.statistics(layer_idx) for layer_idx in range(len(profile.spec.moe_layers))]
-    routes = np.stack([layer.routes[-profile.num_held_out_tokens :] for layer in layers], axis=1)
-    learned = np.stack([layer.tokens.astype(np.int64) - layer.held_out_tokens for layer in layers])
-    popularity = (learned / learned.sum(axis=1, keepdims=True)).astype("<f4")
-    return Passes(routes, np.ones(len(routes), "<u4"), None, popularity)
 
 
 def play(traffic: Traffic, pack: Pack, budget_bytes: int, names: list[PolicyName]) -> Outcome:

@@ -42,6 +42,7 @@ from moe_pack.runtime.machine import (
     save_facts,
 )
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, row_blocks
+from moe_pack.runtime.memory import total_bytes
 from moe_pack.runtime.mlp_predictor import MAX_PREVIOUS, Predictor, multi_hot, network_logits
 from moe_pack.runtime.model import Model, load
 from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
@@ -177,6 +178,7 @@ __all__ = [
     "run_expert",
     "run_unrouted",
     "save_facts",
+    "total_bytes",
     "whole_bytes",
     "workspace_bytes",
     "write_routing",

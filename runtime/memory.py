@@ -19,6 +19,12 @@ def available_bytes() -> int | None:
     return min(known) if known else None
 
 
+def total_bytes() -> int | None:
+    """All memory that this process may ever have, its control group regarded; None where it cannot be told."""
+    known = [number for number in (_field(_MEMINFO, "MemTotal"), *_limits()) if number is not None]
+    return min(known) if known else None
+
+
 def anonymous_bytes() -> int | None:
     """The process's own memory that is no file's; None where it cannot be told."""
     return _field(_STATUS, "RssAnon")
@@ -41,6 +47,10 @@ def _left_in_cgroup() -> int | None:
             if limit is not None and used is not None:
                 return max(limit - used + _stat(folder / "memory.stat", files_name), 0)
     return None
+
+
+def _limits() -> list[int | None]:
+    return [_number(folder / limit_name) for folder in _cgroup_folders() for limit_name, _, _ in _CGROUPS]
 
 
 def _stat(path: Path, name: str) -> int:

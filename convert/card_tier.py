@@ -1,0 +1,112 @@
+"""A card's memory over host memory: the tier of `--device cuda`.
+
+Rows are pulled over the link as `card_budget` holds them; `moe-run` does not stream to a card inside a budget yet.
+"""
+
+import numpy as np
+
+from moe_pack.convert.card_budget import CardPlan, least_card
+from moe_pack.convert.choices import Floats
+from moe_pack.convert.cost_model import best_card_plan, expert_seconds, link_seconds
+from moe_pack.convert.cpu_tier import Traffic
+from moe_pack.convert.heats import Heats
+from moe_pack.convert.machines import Machine, rate_of
+from moe_pack.convert.tier import Foretold, Share
+from moe_pack.formats import ExpertLayout, PackLayout, Selector
+
+_ROUGH_PAGE_SHARES = (0.25,)  # of what experts have: with it alone plans are told apart
+
+
+class CardTier:
+    """A budget of a card's memory; what it cannot hold comes from host memory, and what that cannot from the drive."""
+
+    def __init__(
+        self, machine: Machine, traffic: Traffic, heats: Heats, budget_bytes: int, context_tokens: int
+    ) -> None:
+        assert machine.link_rate is not None, "a card has a link"
+        self.budget_bytes = budget_bytes
+        self._machine = machine
+        self._traffic = traffic
+        self._heats = heats
+        self._context_tokens = context_tokens
+
+    def foretell(self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False) -> Foretold:
+        """What a pack of this layout, so sparse [L, E], would do; in a budget smaller by some bytes, if given.
+
+        Args:    is_rough: sooner, and less exactly: for a search.
+        Raises:  RunError if it does not fit; it says what is needed.
+        """
+        traffic, heat = self._traffic, self._heats.at(_selector_of(layout), sparsity)
+        plan, found = best_card_plan(
+            layout,
+            self.budget_bytes - less_bytes,
+            self._context_tokens,
+            traffic.predictor_bytes,
+            self._machine,
+            traffic.popularity,
+            heat,
+            traffic.passes,
+            is_rough,
+            *((_ROUGH_PAGE_SHARES,) if is_rough else ()),
+        )
+        return Foretold(
+            _shares(plan),
+            found.seconds.total,
+            found.fetched_bytes,
+            found.read_bytes,
+            found.hit_rate,
+            found.misses * _missing_share(layout, plan, heat),
+            found.policy,
+        )
+
+    def least_bytes(self, layout: PackLayout) -> int:
+        """The smallest budget that a pack of this layout runs in."""
+        return least_card(layout, self._context_tokens, self._traffic.predictor_bytes)
+
+    def run_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
+        """What running an expert that is there takes for one token."""
+        return expert_seconds(expert, 1 - sparsity, self._machine)[0]
+
+    def fetch_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
+        """What pulling an expert takes of which nothing is held: its selector and running rows, or all of it."""
+        running = 1.0 if expert.selector is None else 1 - sparsity
+        total = expert.num_bytes * self._traffic.popularity.size  # were all experts stored so
+        return (expert.selector_bytes + running * expert.records_bytes) * link_seconds(self._machine, total)
+
+    def dense_seconds(self, num_bytes: int, width: int) -> float:
+        """What a dense matrix of so many bytes takes, every token."""
+        return num_bytes / rate_of(self._machine.dense_rates, width)
+
+
+def _selector_of(layout: PackLayout) -> Selector:
+    selected = layout.experts[0][0].selector
+    if selected is None:
+        return "none"
+    names = {part.name for part in selected.parts}
+    return "both" if len(names) == 2 else "gate" if "gate" in names else "up"
+
+
+def _missing_share(layout: PackLayout, plan: CardPlan, heat: Floats) -> Floats:
+    """Of what a token reads of each expert, the share that is not always there: float64 [L, E]."""
+    selectors, records = (
+        np.array([[getattr(expert, name) for expert in layer] for layer in layout.experts], np.float64)
+        for name in ("selector_bytes", "records_bytes")
+    )
+    missing = (1 - plan.selector_share) * selectors + ((1 - plan.row_shares) * heat).mean(axis=2) * records
+    found: Floats = missing / np.maximum(selectors + heat.mean(axis=2) * records, 1)
+    return found
+
+
+def _shares(plan: CardPlan) -> tuple[Share, ...]:
+    return (
+        Share("dense weights", plan.dense),
+        Share("key-value cache", plan.cache),
+        Share("workspace", plan.workspace),
+        Share("predictors", plan.predictors),
+        Share("staging", plan.staging),
+        Share("overhead", plan.overhead),
+        Share("resident selectors", plan.selectors),
+        Share("hot rows", plan.hot_rows),
+        Share("pages of experts", plan.pages),
+        Share("left over", plan.target - plan.spent),
+    )

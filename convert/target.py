@@ -1,0 +1,204 @@
+"""What a plan is asked to keep to: memory, a limit of loss, a machine; and the planner that this makes."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from moe_pack.calib import Losses, Profile
+from moe_pack.convert.card_tier import CardTier
+from moe_pack.convert.cards import CARDS, LINK_SHARE, MEASURE, Card, find_card, known_card, machine_of_card
+from moe_pack.convert.cpu_tier import CpuTier
+from moe_pack.convert.heats import Heats
+from moe_pack.convert.machines import USUAL_LINK_RATE, Machine, assumed_cpu, machine_of_cpu
+from moe_pack.convert.planned import Model
+from moe_pack.convert.planner import Planner, SearchName
+from moe_pack.convert.presets import PresetName
+from moe_pack.convert.tier import Tier
+from moe_pack.convert.traffic import assumed_traffic, traffic_of
+from moe_pack.formats import SELECTORS, ModelSpec, RunError, Selector, size_text
+from moe_pack.runtime import MachineFacts, total_bytes
+
+USUAL_CONTEXT = 4096
+_RAM_SHARE = 0.75
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The most that a pack may lose: growth of perplexity as a share, or nats of KL divergence a token."""
+
+    kind: Literal["perplexity", "kl"]
+    value: float
+
+    def nats(self, nll_per_kl: float) -> float:
+        """The limit in nats of KL.
+
+        Args:    nll_per_kl: how much ln(perplexity) grows for a nat.
+        """
+        return math.log1p(self.value) / nll_per_kl if self.kind == "perplexity" else self.value
+
+    def times(self, factor: float) -> "Limit":
+        """A limit so many times as large."""
+        return replace(self, value=factor * self.value)
+
+    def text(self) -> str:
+        """As people write it, with its unit: 1% of perplexity, 0.02 nats."""
+        return f"{100 * self.value:g}% of perplexity" if self.kind == "perplexity" else f"{self.value:g} nats"
+
+
+USUAL_LIMIT = Limit("perplexity", 0.01)
+
+
+def parse_limit(text: str) -> Limit | None:
+    """The limit that `1%` (of perplexity) or `0.02` (nats) stands for; None if it is none."""
+    try:
+        number = float(text.strip().removesuffix("%"))
+    except ValueError:
+        return None
+    if not 0 < number < math.inf:
+        return None
+    return Limit("perplexity", number / 100) if text.strip().endswith("%") else Limit("kl", number)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What was asked for. What is None is taken by default, as `defaults_text` says.
+
+    `budget_bytes`: of a card's memory on `cuda`, of the machine's on `cpu`.   `ram_bytes`, `link_rate` (bytes a
+    second), `gpu`: of a card only.   `preset`: a paper's pack in place of a search.   `sparsity`: of preset floe.
+    """
+
+    budget_bytes: int
+    device: Device
+    limit: Limit = USUAL_LIMIT
+    context_tokens: int | None = None
+    ram_bytes: int | None = None
+    link_rate: float | None = None
+    gpu: str | None = None
+    search: SearchName = "knapsack"
+    preset: PresetName | None = None
+    selectors: tuple[Selector, ...] = SELECTORS
+    sparsity: float | None = None
+
+
+def context_of(target: Target, spec: ModelSpec) -> int:
+    """The tokens of key-value cache that a plan makes room for.
+
+    Raises:  RunError if they are more than the model can take.
+    """
+    most = spec.max_position_embeddings
+    if target.context_tokens is None:
+        return min(USUAL_CONTEXT, most)
+    if target.context_tokens > most:
+        raise RunError(f"--context: found {target.context_tokens}, this model takes {most} tokens at most")
+    return target.context_tokens
+
+
+def planner_for(
+    target: Target,
+    spec: ModelSpec,
+    dense_dtypes: tuple[str, ...],
+    losses: Losses,
+    profile: Profile | None,
+    facts: MachineFacts | None,
+) -> Planner:
+    """The planner for what was asked.
+
+    Args:    dense_dtypes: in the source, in the order of `dense_roles`.   profile: that the losses are of; None: routes
+             are drawn, and all neurons run as often.   facts: of `doctor`, if it has measured this machine.
+    Raises:  RunError if the context, the card or its memory are not to be had; PlanError as `Planner`.
+    """
+    context = context_of(target, spec)
+    traffic = assumed_traffic(spec, losses) if profile is None else traffic_of(profile, losses)
+    tier: Tier
+    if target.device == "cpu":
+        tier = CpuTier(_cpu(facts), traffic, target.budget_bytes, context)
+    else:
+        tier = CardTier(_card(target, facts), traffic, Heats(profile), target.budget_bytes, context)
+    return Planner(Model(spec, dense_dtypes, losses), tier, target.search, target.selectors)
+
+
+def defaults_text(target: Target, spec: ModelSpec, facts: MachineFacts | None) -> list[str]:
+    """What was not asked for and therefore taken, a line each: `--context 4096: ...`."""
+    return list(_defaults(target, spec, facts))
+
+
+def _defaults(target: Target, spec: ModelSpec, facts: MachineFacts | None) -> Iterator[str]:
+    if target.preset is None and target.limit == USUAL_LIMIT:
+        yield f"--max-loss {100 * target.limit.value:g}%: of perplexity"
+    if target.context_tokens is None:
+        yield f"--context {context_of(target, spec)}: tokens of key-value cache"
+    if target.device == "cpu":
+        if facts is None or not _is_measured(facts):
+            yield f"the CPU: {assumed_cpu().name}; moe-pack doctor measures this one"
+        return
+    name, why = _gpu(target)
+    if target.gpu is None:
+        yield f"--gpu {name}: {why}"
+    if target.link_rate is None and name != MEASURE:
+        how = "no link was measured; moe-pack doctor measures it" if _measured_link(facts) is None else "as measured"
+        yield f"--link {(_link_rate(target, facts, find_card(name)) or 0) / 2**30:.1f}G: bytes a second; {how}"
+    if target.ram_bytes is None:
+        ram = _ram_bytes(target)
+        yield "--ram: as much as the pack takes" if ram is None else f"--ram {size_text(ram)}: 75% of this machine's"
+
+
+def _cpu(facts: MachineFacts | None) -> Machine:
+    """This machine's CPU and drive, as far as they were measured."""
+    if facts is None:
+        return assumed_cpu()
+    return machine_of_cpu(facts) if _is_measured(facts) else replace(assumed_cpu(), drive=facts.drive)
+
+
+def _is_measured(facts: MachineFacts) -> bool:
+    return bool(facts.cpu.experts) and facts.fixed is not None
+
+
+def _card(target: Target, facts: MachineFacts | None) -> Machine:
+    card = find_card(_gpu(target)[0])
+    if target.budget_bytes > card.memory_bytes:
+        raise RunError(
+            f"--target-vram: found {size_text(target.budget_bytes)}, {card.name} has {size_text(card.memory_bytes)}; "
+            "ask for less, or name another card with --gpu"
+        )
+    drive = None if facts is None else facts.drive
+    return machine_of_card(card, _link_rate(target, facts, card), _ram_bytes(target), drive)
+
+
+def _gpu(target: Target) -> tuple[str, str]:
+    """The name of the card, or `measure`; and why it was taken."""
+    if target.gpu is not None:
+        return target.gpu, "asked for"
+    if torch.cuda.is_available():
+        here = torch.cuda.get_device_name(0)
+        return (
+            (here, "this machine's") if known_card(here) else (MEASURE, f"this machine's {here}, which we do not know")
+        )
+    large = [card for card in CARDS.values() if card.memory_bytes >= target.budget_bytes]
+    if not large:
+        most = max(CARDS.values(), key=lambda card: card.memory_bytes)
+        return most.name, "assumed: the largest that we know"
+    return min(large, key=lambda card: card.memory_bytes).name, "assumed: the smallest we know with so much memory"
+
+
+def _link_rate(target: Target, facts: MachineFacts | None, card: Card) -> float | None:
+    """Bytes a second; None: what the card measured."""
+    if target.link_rate is not None or _gpu(target)[0] == MEASURE:
+        return target.link_rate
+    return _measured_link(facts) or min(USUAL_LINK_RATE, LINK_SHARE * card.link_rate)
+
+
+def _measured_link(facts: MachineFacts | None) -> float | None:
+    return None if facts is None or facts.link is None else max(copy.rate for copy in facts.link.copies)
+
+
+def _ram_bytes(target: Target) -> int | None:
+    """Of host memory for the pack; None where nobody knows how much there is."""
+    if target.ram_bytes is not None:
+        return target.ram_bytes
+    total = total_bytes()
+    return None if total is None else int(_RAM_SHARE * total)

@@ -1,0 +1,175 @@
+"""What is asked of a plan: limits, defaults that are said, devices and cards, and options that go together."""
+
+from dataclasses import replace
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from losses import random_losses
+
+from moe_pack.convert.machines import assumed_cpu
+from moe_pack.convert.target import Limit, Target, context_of, defaults_text, parse_limit, planner_for
+from moe_pack.convert.target_cli import target_options
+from moe_pack.formats import RunError, dense_roles, model_spec
+from moe_pack.runtime import CpuFacts, LinkFacts, MachineFacts, SizedRate, total_bytes
+
+GIB = 1 << 30
+SPEC = model_spec("granite-3.0-1b-a400m", 2)
+CPU, CARD = Target(GIB, "cpu"), Target(GIB, "cuda")
+
+
+@pytest.fixture(autouse=True)
+def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def facts(link: LinkFacts | None = None) -> MachineFacts:
+    """Of a machine whose drive and link alone were measured."""
+    return MachineFacts("2026-01-01", assumed_cpu().drive, CpuFacts(2, None, None, None, (), (), None), link)
+
+
+def asked(*arguments: str) -> Target | str | None:
+    """What the options come to, or the last line of what is wrong with them."""
+    found: list[Target | None] = []
+
+    @click.command()
+    @target_options
+    def command(target: Target | None) -> None:
+        found.append(target)
+
+    done = CliRunner().invoke(command, list(arguments))
+    assert (done.exit_code == 2) == (not found), done.output
+    return found[0] if found else done.output.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "nats"),
+    [
+        ("1%", Limit("perplexity", 0.01), 0.0199),
+        ("0.02", Limit("kl", 0.02), 0.02),
+        (" 5 %", Limit("perplexity", 0.05), 0.0976),
+    ],
+)
+def test_a_limit_is_of_perplexity_or_in_nats(text: str, limit: Limit, nats: float) -> None:
+    """ln(1.01) / 0.5 and ln(1.05) / 0.5, by hand."""
+    found = parse_limit(text)
+    assert found == limit
+    assert limit.nats(0.5) == pytest.approx(nats, abs=1e-4)
+    assert parse_limit(limit.text().split()[0]) == limit
+
+
+@pytest.mark.parametrize("text", ["", "%", "0", "0%", "-1%", "inf", "nan", "nan%", "1 percent"])
+def test_what_is_no_limit_is_refused(text: str) -> None:
+    assert asked("--target-vram", "1G", "--max-loss", text) == (
+        f"Error: Invalid value for '--max-loss': found {text!r}, "
+        "expected a share of perplexity such as 1%, or nats such as 0.02"
+    )
+
+
+def test_all_options_become_one_target() -> None:
+    assert asked() is None
+    assert asked("--target-vram", "1G") == CPU
+    assert asked("--target-vram", "1G", "--gpu", "L4", "--link", "2G", "--ram", "3G", "--context", "8") == Target(
+        GIB, "cuda", context_tokens=8, ram_bytes=3 * GIB, link_rate=2 * GIB, gpu="L4"
+    )
+    assert asked("--target-vram", "1G", "--device", "cuda", "--preset", "floe") == replace(CARD, preset="floe")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["--ram", "2G"], "--ram: says how to plan for a memory; give --target-vram too"),
+        (["--max-loss", "1%"], "--max-loss: says how to plan for a memory; give --target-vram too"),
+        (
+            ["--target-vram", "1G", "--device", "cpu", "--gpu", "L4"],
+            "--gpu: is of a card; leave it out with --device cpu",
+        ),
+        (["--target-vram", "1G", "--ram", "2G"], "--ram: is of a card; leave it out with --device cpu"),
+        (
+            ["--target-vram", "1G", "--preset", "corm", "--search", "uniform"],
+            "--search: preset corm decides by itself; leave it out",
+        ),
+    ],
+)
+def test_options_that_would_do_nothing_are_usage_errors(arguments: list[str], fault: str) -> None:
+    assert asked(*arguments) == f"Error: {fault}"
+
+
+def test_a_card_that_torch_finds_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA GeForce RTX 3090")
+    assert asked("--target-vram", "1G") == CARD
+    assert "--gpu NVIDIA GeForce RTX 3090: this machine's" in defaults_text(CARD, SPEC, None)
+    assert asked("--target-vram", "1G", "--device", "cpu") == CPU
+
+
+def test_every_default_is_said_and_nothing_that_was_asked_for() -> None:
+    assert defaults_text(CPU, SPEC, None) == [
+        "--max-loss 1%: of perplexity",
+        "--context 4096: tokens of key-value cache",
+        "the CPU: a CPU of 2 cores, assumed; moe-pack doctor measures this one",
+    ]
+    assert [line.split()[0] for line in defaults_text(CARD, SPEC, None)] == [
+        "--max-loss",
+        "--context",
+        "--gpu",
+        "--link",
+        "--ram:" if total_bytes() is None else "--ram",
+    ]
+    whole = Target(GIB, "cuda", Limit("kl", 0.1), 16, GIB, 1e9, "L4")
+    assert defaults_text(whole, SPEC, None) == []
+
+
+def test_the_link_is_the_doctors_else_half_of_pcie_4_and_no_more_than_the_slot_has() -> None:
+    measured = LinkFacts("a card", GIB, (SizedRate(1 << 20, 3.0 * GIB), SizedRate(1 << 24, 5.0 * GIB)))
+    assert "--link 5.0G: bytes a second; as measured" in defaults_text(CARD, SPEC, facts(measured))
+    unknown = "bytes a second; no link was measured; moe-pack doctor measures it"
+    assert f"--link 14.9G: {unknown}" in defaults_text(replace(CARD, gpu="L4"), SPEC, None)
+    assert f"--link 11.7G: {unknown}" in defaults_text(replace(CARD, gpu="RTX 4060 Ti 16G"), SPEC, None)
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [(11, "RTX 3060 12G"), (16, "RTX 4060 Ti 16G"), (80, "A100 80G"), (500, "H200")]
+)
+def test_without_a_card_the_smallest_with_room_is_assumed(size: int, name: str) -> None:
+    lines = defaults_text(Target(size * GIB, "cuda"), SPEC, None)
+    assert any(line.startswith(f"--gpu {name}: assumed: ") for line in lines)
+
+
+def test_a_context_beyond_the_models_is_refused_and_its_longest_is_not() -> None:
+    most = SPEC.max_position_embeddings
+    assert context_of(replace(CPU, context_tokens=most), SPEC) == most
+    with pytest.raises(RunError, match=f"^--context: found {most + 1}, this model takes {most} tokens at most$"):
+        context_of(replace(CPU, context_tokens=most + 1), SPEC)
+
+
+@pytest.mark.parametrize(
+    ("target", "fault"),
+    [
+        (
+            replace(CARD, budget_bytes=13 * GIB, gpu="rtx3060 12g"),
+            "--target-vram: found 13.0 GiB, RTX 3060 12G has 12.0 GiB; ask for less, or name another card with --gpu",
+        ),
+        (replace(CARD, gpu="Voodoo 2"), "--gpu: found 'Voodoo 2', expected one of RTX 3060 12G, "),
+    ],
+)
+def test_a_card_that_cannot_be_is_refused(target: Target, fault: str) -> None:
+    with pytest.raises(RunError) as raised:
+        planned(target)
+    assert str(raised.value).startswith(fault)
+
+
+def planned(target: Target, machine: MachineFacts | None = None) -> Any:
+    dtypes = ("BF16",) * len(dense_roles(SPEC))
+    return planner_for(target, SPEC, dtypes, random_losses(SPEC), None, machine).plan(0.05)
+
+
+@pytest.mark.parametrize("target", [replace(CPU, budget_bytes=GIB // 2), replace(CARD, budget_bytes=GIB)])
+def test_the_parts_of_a_plan_sum_to_the_target(target: Target) -> None:
+    found = planned(target, facts())
+    assert sum(share.num_bytes for share in found.foretold.shares) == target.budget_bytes
+    assert min(share.num_bytes for share in found.foretold.shares) >= 0
+    assert found.loss <= 0.05 and np.isfinite(found.foretold.seconds)
