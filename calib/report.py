@@ -1,6 +1,7 @@
 """A profile as one page to read: a self-contained HTML file with figures, exact values on hover, and short readings.
 
-No network, no other file. `report_figures` puts the numbers together, `report_readings` the words, `report.html` draws.
+No network, no other file. `report_figures` and `report_prices` put the numbers together, `report_readings` the words,
+`report.html` draws.
 """
 
 import dataclasses
@@ -11,7 +12,9 @@ from importlib.resources import files
 from moe_pack.calib import report_figures as figures
 from moe_pack.calib import report_readings as readings
 from moe_pack.calib.arrays import Array
+from moe_pack.calib.losses import losses_of
 from moe_pack.calib.profile import Profile
+from moe_pack.calib.report_prices import PriceCurves, price_curves, prices_reading
 
 _PLACE = "@REPORT@"  # of the data, in the template
 
@@ -24,6 +27,7 @@ class Readings:
     sparsity: str
     sensitivity: str = ""
     dense: str = ""
+    prices: str = ""
     experts_foretold: str = ""
     neurons_foretold: str = ""
     path_spread: str = ""
@@ -49,6 +53,7 @@ class Report:
     popularity: figures.Popularity
     sparsity: figures.Sparsity
     sensitivity: figures.Sensitivity | None
+    prices: PriceCurves | None
     prediction: figures.Prediction
     paths: figures.Paths
     coverage: figures.Coverage
@@ -81,11 +86,13 @@ def make_report(profile: Profile) -> Report:
     counted = figures.read_counted(profile, levels)
     head = figures.head(profile)
     kls = figures.predicted_kl(profile) if profile.facts.sensitivity != "none" else None
+    losses = losses_of(profile) if kls else None
     report = Report(
         head=head,
         popularity=figures.popularity(profile, counted),
         sparsity=figures.sparsity(counted, levels),
         sensitivity=figures.sensitivity(profile, *kls) if kls else None,
+        prices=price_curves(profile.spec, losses) if losses else None,
         prediction=figures.prediction(profile, counted),
         paths=figures.paths(profile, counted),
         coverage=figures.coverage(profile, counted),
@@ -93,7 +100,10 @@ def make_report(profile: Profile) -> Report:
         missing=Missing(),
     )
     thresholds = counted.quantiles[..., levels.index(0.8)]  # [L, E, kinds]
-    return dataclasses.replace(report, readings=_read(report, thresholds, kls), missing=_missing(report))
+    read = _read(report, thresholds, kls)
+    if losses:
+        read = dataclasses.replace(read, prices=prices_reading(profile.spec, losses))
+    return dataclasses.replace(report, readings=read, missing=_missing(report))
 
 
 def _read(report: Report, thresholds: Array, kls: tuple[Array, Array] | None) -> Readings:

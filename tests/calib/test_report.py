@@ -27,7 +27,7 @@ from moe_pack.calib.prediction import LayerPredictors
 from moe_pack.calib.profile import FORMAT, VERSION, Profile, ProfileFacts, TextFacts, facts_bytes, layer_file
 from moe_pack.calib.report import report_html
 from moe_pack.calib.report_figures import THINNED_LEVELS
-from moe_pack.calib.report_readings import percent, ranges
+from moe_pack.calib.report_readings import nats, percent, ranges
 from moe_pack.calib.rounded import roundable_roles
 from moe_pack.calib.statistics import QUANTILE_LEVELS
 from moe_pack.formats import Checkpoint, ContentFile, ModelSpec, PackageVersion, PackError
@@ -228,6 +228,67 @@ def test_predicted_divergences_are_errors_times_effects(profile: Profile) -> Non
     assert found["head"] == effects["head"].tolist()
 
 
+def test_width_prices_are_sums_of_predicted_losses_over_the_bits_of_stored_rows(profile: Profile) -> None:
+    curves = {curve["name"]: curve["points"] for curve in held(report_html(profile))["prices"]["widths"]}
+    files = HandMade().errors(profile.spec)
+    effects = files["effects.safetensors"]["quantized"].astype(np.float64)
+    assert len(curves) == 7  # groups of 16, 32, 64, with scales of 16 bits or a byte; and the row
+    for place, width in enumerate((2, 3, 4, 8)):
+        point = curves["groups of 64"][place]
+        lost = [np.minimum.accumulate(_predicted(files, effects, l), axis=2)[..., place].sum() for l in range(3)]
+        assert point["note"] == f"{width} bits" and point["kl"] == pytest.approx(sum(lost), rel=1e-5)
+        # Up's row beside a record of gate and down: codes, a scale and a zero of 2 bytes, a CRC of 4, padded to 16.
+        rows = [-(-(n * (8 * width + 4) + 4) // 16) * 16 for n in (1, 2)]
+        assert point["x"] == pytest.approx(8 * sum(rows) / (3 * 64))
+
+
+def _predicted(files: dict[str, dict[str, Array]], effects: Array, l: int) -> Array:
+    errors = files[layer_file("sensitivity", l)]["quantized"]
+    found: Array = errors.astype(np.float64) * effects[l]
+    return found
+
+
+def test_sparsity_prices_rise_and_are_sums_over_experts(profile: Profile) -> None:
+    curves = held(report_html(profile))["prices"]["sparsity"]
+    files = HandMade().errors(profile.spec)
+    effects = files["effects.safetensors"]["sparse"].astype(np.float64)
+    for kind, curve in enumerate(curves):
+        found = [files[layer_file("sensitivity", l)]["sparse"].astype(np.float64) * effects[l] for l in range(3)]
+        lost = np.maximum.accumulate(np.stack(found), axis=3)[:, :, kind].sum(axis=(0, 1))
+        assert [point["x"] for point in curve["points"]] == [0.5, 0.7, 0.8, 0.9]
+        assert [point["kl"] for point in curve["points"]] == pytest.approx(lost.tolist(), rel=1e-5)
+    assert [curve["name"] for curve in curves] == ["select by up", "select by gate", "select by both"]
+
+
+def test_dense_prices_are_those_of_layers_embedding_and_head(profile: Profile) -> None:
+    layers, embed, head = held(report_html(profile))["prices"]["dense"]
+    files = HandMade().errors(profile.spec)
+    effects = files["effects.safetensors"]
+    found = [files[layer_file("sensitivity", l)]["dense"] * effects["dense"][l] for l in range(3)]
+    eight, four = np.maximum.accumulate(np.concatenate(found), axis=1).sum(axis=0)
+    assert [(point["x"], point["kl"]) for point in layers["points"]] == [
+        (4, pytest.approx(four)),
+        (8, pytest.approx(eight)),
+    ]
+    assert [point["kl"] for point in embed["points"]] == pytest.approx([2e-4, 1e-5])
+    assert [point["kl"] for point in head["points"]] == pytest.approx([4e-3, 2e-5])
+
+
+def test_the_reading_of_prices_names_what_costs_least(profile: Profile) -> None:
+    found = held(report_html(profile))
+    # Formats are alike at a width here: the one that takes least is named.
+    bits, kl, name = min(
+        (curve["points"][0]["x"], curve["points"][0]["kl"], curve["name"]) for curve in found["prices"]["widths"]
+    )
+    assert name == "a row as one group"
+    said = f"All experts alike lose least with {nats(kl)} at 2 bits ({name}; {bits:.2f} stored), "
+    assert found["readings"]["prices"].startswith(said)
+    halves = [
+        (curve["points"][0]["kl"], curve["name"].removeprefix("select by ")) for curve in found["prices"]["sparsity"]
+    ]
+    assert f"costs least by {min(halves)[1]} ({nats(min(halves)[0])})" in found["readings"]["prices"]
+
+
 def test_the_page_has_the_predictors_figures_and_null_for_what_is_not_known(profile: Profile) -> None:
     found = held(report_html(profile))["prediction"]
     assert found["predictors"] == list(PREDICTORS)
@@ -291,6 +352,7 @@ def test_runs_of_layers_are_joined() -> None:
 def test_a_profile_without_sensitivity_says_how_to_measure_it(tmp_path: Path) -> None:
     found = held(report_html(HandMade(sensitivity="none").write(tmp_path / "profile")))
     assert found["sensitivity"] is None and found["readings"]["sensitivity"] == ""
+    assert found["prices"] is None and found["readings"]["prices"] == ""
     assert "moe-pack profile MODEL -o NEW_PROFILE --sensitivity fast" in found["missing"]["sensitivity"]
 
 
@@ -475,6 +537,13 @@ def test_tooltips_say_what_the_profile_says(tmp_path: Path) -> None:
         found["Heat map of choices by layer and expert"],
         found["Heat map of the share of neurons that would not run"],
     )
+    prices = {curve["name"]: curve["points"] for curve in held(report_html(whole))["prices"]["sparsity"]}
+    for name, lines in found["Foretold KL divergence by sparsity"].items():
+        said = re.fullmatch(r"(\d+)% do not run: (\S+) nats", lines[0])
+        assert said is not None, lines
+        point = next(point for point in prices[name] if f"{100 * point['x']:.0f}" == said.group(1))
+        assert float(said.group(2)) == pytest.approx(point["kl"], rel=1e-4)  # five digits are shown
+    assert len(found["Foretold KL divergence by sparsity"]) == 3
     costs, effects = found["Heat map of predicted KL divergence by layer and expert"], whole.effects()
     for l in range(3):
         layer, errors = made.statistics(l), whole.errors(l)

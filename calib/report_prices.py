@@ -1,0 +1,114 @@
+"""What each lossy choice costs, as the report's curves: nats that a profile foretells.
+
+They are the losses that plans are made from (`losses`), all experts alike: so a curve is a sum over all of them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_pack.calib.losses import Losses
+from moe_pack.calib.report_readings import nats
+from moe_pack.formats import BF16, ROW_GROUP, ExpertFormat, ModelSpec, PartFormat, Selector, dense_roles, expert_layout
+
+_SELECTOR: Selector = "up"  # whose rows bytes are counted of; others differ by padding alone
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """`x`: bits a weight, or a share of neurons.   `kl`: nats.   `note`: what `x` does not say."""
+
+    x: float
+    kl: float
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Points by rising `x`."""
+
+    name: str
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PriceCurves:
+    """By bits stored of an expert's weight, by share of neurons left out, by width of dense matrices."""
+
+    widths: tuple[Curve, ...]
+    sparsity: tuple[Curve, ...]
+    dense: tuple[Curve, ...]
+
+
+def price_curves(spec: ModelSpec, losses: Losses) -> PriceCurves:
+    """What is foretold of all experts, and all dense matrices, stored alike."""
+    return PriceCurves(_widths(spec, losses), _sparsity(losses), _dense(spec, losses))
+
+
+def prices_reading(spec: ModelSpec, losses: Losses) -> str:
+    """The format of each width that loses least, and the selector kind that is cheapest to begin with."""
+    lost, best = losses.quantized.sum(axis=(0, 1, 2)), []
+    for width in sorted({part.width for part in losses.formats if part != BF16}):
+        held = [
+            (float(kl), stored_bits(spec, part), _groups_text(part))
+            for kl, part in zip(lost, losses.formats, strict=True)
+            if part.width == width
+        ]
+        kl, bits, groups = min(held)
+        best.append(f"{nats(kl)} at {width} bits ({groups}; {bits:.2f} stored)")
+    at_first = losses.sparse[:, :, :, 1].sum(axis=(0, 1))  # [kinds]
+    cheapest = int(at_first.argmin())
+    return (
+        f"All experts alike lose least with {', '.join(best)}. Leaving out {losses.sparsities[1]:.0%} of neurons costs "
+        f"least by {losses.kinds[cheapest]} ({nats(float(at_first[cheapest]))}). A plan gives bits to the experts and "
+        "matrices that need them, and so loses less at the same bytes than these curves, on which all are alike."
+    )
+
+
+def _widths(spec: ModelSpec, losses: Losses) -> tuple[Curve, ...]:
+    """A curve for each length of groups and bits of scales."""
+    lost = losses.quantized.sum(axis=(0, 1, 2))  # [F]
+    curves: dict[str, list[Point]] = {}
+    for part, kl in zip(losses.formats, lost.tolist(), strict=True):
+        if part != BF16:
+            curves.setdefault(_groups_text(part), []).append(Point(stored_bits(spec, part), kl, f"{part.width} bits"))
+    return tuple(Curve(name, tuple(points)) for name, points in curves.items())
+
+
+def stored_bits(spec: ModelSpec, part: PartFormat) -> float:
+    """Bits an expert's weight takes when all its matrices are stored in a format: scales, checksums, padding too."""
+    gate = part if "gate" in spec.expert.matrices else None
+    layout = expert_layout(ExpertFormat(gate, part, part), _SELECTOR, spec.expert, spec.hidden_size)
+    num_weights = spec.expert.intermediate_size * spec.hidden_size * len(spec.expert.matrices)
+    return 8 * (layout.selector_bytes + layout.records_bytes) / num_weights
+
+
+def _groups_text(part: PartFormat) -> str:
+    groups = "a row as one group" if part.group == ROW_GROUP else f"groups of {part.group}"
+    return groups if part.scale_bits == 16 else f"{groups}, byte scales"
+
+
+def _sparsity(losses: Losses) -> tuple[Curve, ...]:
+    lost = losses.sparse.sum(axis=(0, 1))  # [kinds, sparsities]
+    return tuple(
+        Curve(
+            f"select by {kind}",
+            tuple(Point(s, kl, "") for s, kl in zip(losses.sparsities, row, strict=True) if s),
+        )
+        for kind, row in zip(losses.kinds, lost.tolist(), strict=True)
+    )
+
+
+def _dense(spec: ModelSpec, losses: Losses) -> tuple[Curve, ...]:
+    """Of the layers' matrices together, of embedding and head; those that cannot be quantized are left out."""
+    names = [role.name for role in dense_roles(spec)]
+    in_layers = np.array([name.startswith("layers.") for name in names])
+    parts = {"all matrices of layers": in_layers, **{name: np.array(names) == name for name in ("embed", "head")}}
+    known = np.isfinite(losses.dense).all(axis=1)
+    curves = []
+    for name, chosen in parts.items():
+        held = losses.dense[chosen & known]
+        points = zip(losses.dense_widths, held.sum(axis=0).tolist(), strict=True)
+        if len(held):
+            curves.append(Curve(name, tuple(Point(w, kl, "") for w, kl in sorted(points) if w < 16)))
+    return tuple(curves)
