@@ -1,7 +1,7 @@
 """The command `moe-pack convert`: a checkpoint and what is asked for become a pack."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -11,6 +11,7 @@ from moe_pack.calib import Profile, ThresholdRule, Tokens, attach, hottest_first
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight
 from moe_pack.convert.making import threshold_rule
+from moe_pack.convert.making_cli import EVAL_TOKENS, MakeOptions, make_for_target
 from moe_pack.convert.pack_cli import (
     PlanOptions,
     given_options,
@@ -29,6 +30,8 @@ from moe_pack.convert.profile_cli import (
     measure_with_bar,
     threshold_lines,
 )
+from moe_pack.convert.target import Target
+from moe_pack.convert.target_cli import target_options
 from moe_pack.formats import BF16, QUANTIZERS, Checkpoint, ModelSpec, Pack, Quantizer
 from moe_pack.formats.cli import command_errors, size_text
 from moe_pack.runtime import FolderFiles, Text
@@ -47,6 +50,8 @@ class ConvertOptions:
 
     def fault(self) -> str | None:
         """What is wrong with it, or None."""
+        if wrong := given_options("eval_data", "eval_tokens"):
+            return f"{wrong[0]}: is of --target-vram, which measures what a pack loses; moe-pack eval measures any"
         if self.plan_file is not None:
             given = [*given_plan_options(), *given_options("quantizer", "sparsity")]
             return f"--plan: says all of a plan; leave {', '.join(given)} out" if given else None
@@ -80,6 +85,20 @@ class ConvertOptions:
     default="packed",
     show_default=True,
     help="The pack's folder, new or empty.",
+)
+@target_options
+@click.option(
+    "--eval-data",
+    metavar="NAME_OR_FILE",
+    help="With --target-vram: the text that the loss is measured on, as for eval.  [default: the end of our sample]",
+)
+@click.option(
+    "--eval-tokens",
+    type=click.IntRange(256),
+    default=EVAL_TOKENS,
+    show_default=True,
+    metavar="N",
+    help="How many tokens of it: the more, the less of the limit goes to the interval of the estimate.",
 )
 @plan_options
 @click.option(
@@ -116,6 +135,9 @@ class ConvertOptions:
 def convert_command(
     path: str,
     output: Path,
+    target: Target | None,
+    eval_data: str | None,
+    eval_tokens: int,
     plan_options: PlanOptions,
     plan_file: Path | None,
     quantizer: Quantizer,
@@ -128,17 +150,36 @@ def convert_command(
     PATH is a Hugging Face folder (safetensors, one file or many), a hub id such as mistralai/Mixtral-8x7B-v0.1, or a
     short name such as mixtral; the last two are looked up in the local hub cache and downloaded if missing.
 
+    With --target-vram it is one command: profile (where none is given), plan, convert, measure thresholds and loss, and
+    again with another plan until the loss measured keeps to --max-loss.
+
     One expert a worker is in memory at a time, so a checkpoint larger than RAM converts. A conversion that was
     stopped or killed goes on where it was when the same command is given again.
     """
     options = ConvertOptions(plan_options, plan_file, quantizer, workers, profile, sparsity)
-    if fault := options.fault():
+    if fault := options.fault() if target is None else _target_fault(target, options):
         raise click.UsageError(fault)
     checkpoint = Checkpoint(find_checkpoint(path))
     try:
-        _convert(checkpoint, output, options)
+        if target is None:
+            _convert(checkpoint, output, options)
+        else:
+            chosen = (plan_options.selector,) if given_options("selector") else target.selectors
+            wanted = replace(target, selectors=chosen, sparsity=sparsity)
+            make_for_target(checkpoint, MakeOptions(output, wanted, profile, eval_data, eval_tokens, workers))
     finally:
         checkpoint.close()
+
+
+def _target_fault(target: Target, options: ConvertOptions) -> str | None:
+    """Which option has no meaning beside a target, or None."""
+    given = [name for name in given_plan_options() if name != "--selector"] + given_options("plan_file", "quantizer")
+    if options.sparsity is not None and target.preset != "floe":
+        given.append("--sparsity")
+    if target.preset is not None:
+        given += given_options("selector")
+    names = ", ".join("--plan" if name == "--plan-file" else name for name in given)
+    return f"--target-vram: a plan is made that decides this; leave {names} out" if given else None
 
 
 def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> None:

@@ -1,0 +1,173 @@
+"""`moe-pack convert --target-vram`: from a checkpoint to a pack whose loss was measured, told as it goes."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from math import log1p
+from pathlib import Path
+
+import click
+import torch
+
+from moe_pack.calib import (
+    Profile,
+    ProfileOptions,
+    Quality,
+    Tokens,
+    Watcher,
+    losses_of,
+    make_profile,
+    read_tokens,
+    unseen_tokens,
+)
+from moe_pack.convert.making import Made, Maker, Wish
+from moe_pack.convert.pack_cli import pack_bar
+from moe_pack.convert.pipeline import Progress
+from moe_pack.convert.plan_file import Decision
+from moe_pack.convert.planned import Model
+from moe_pack.convert.planner import Planner
+from moe_pack.convert.presets import preset_decision
+from moe_pack.convert.profile_cli import NUM_TOKENS, SEQUENCE_LENGTH, Bars, say_text
+from moe_pack.convert.target import Limit, Target, defaults_text, planner_for
+from moe_pack.convert.target_cli import known_facts
+from moe_pack.formats import Checkpoint, PackLayout, canonical, dense_roles, dump
+from moe_pack.formats.cli import size_text
+from moe_pack.runtime import FolderFiles, Text, kernels_for
+
+EVAL_TOKENS = 16384  # that the loss is measured on, where nothing else is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class MakeOptions:
+    """What is asked for beside the target. `profile`: one that is there; None: made beside the output.
+
+    `eval_data`, `eval_tokens`: the text that the loss is measured on, and how much of it.
+    """
+
+    output: Path
+    target: Target
+    profile: Path | None
+    eval_data: str | None
+    eval_tokens: int
+    workers: int
+
+
+class _Teller:
+    """Tells on standard error."""
+
+    def __init__(self, bars: Bars) -> None:
+        self.watcher: Watcher = bars
+
+    def say(self, text: str) -> None:
+        """A line."""
+        click.echo(text, err=True)
+
+    def packing(self, layout: PackLayout) -> AbstractContextManager[Callable[[Progress], None]]:
+        """A bar over a pack's bytes."""
+        return pack_bar(layout)
+
+
+def make_for_target(checkpoint: Checkpoint, options: MakeOptions) -> None:
+    """Makes the pack, or goes on with it, and says what it came to.
+
+    Raises:  what profiling, planning and `Maker.make` raise.
+    """
+    text = Text(FolderFiles(checkpoint.folder))
+    length = min(SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
+    tokens = _eval_tokens(text, options, length)
+    bars = Bars()
+    with ExitStack() as opened:
+        opened.callback(bars.close)
+        kernels = opened.enter_context(kernels_for(torch.device("cpu")))
+        profile = _profile(checkpoint, text, options, bars, length)
+        model = Model(checkpoint.spec, dense_dtypes(checkpoint), losses_of(profile))
+        wish = _wish(model, _planner(model, profile, options), profile, tokens, options.target)
+        teller = _Teller(bars)
+        maker = Maker(checkpoint, profile, tokens, options.output, wish, options.workers, teller, kernels)
+        made = maker.make()
+    for line in made_lines(made, options):
+        click.echo(line)
+
+
+def _eval_tokens(text: Text, options: MakeOptions, length: int) -> Tokens:
+    if options.eval_data is None:
+        return unseen_tokens(text, options.eval_tokens, length)
+    return read_tokens(options.eval_data, None, text, options.eval_tokens, length)
+
+
+def _profile(checkpoint: Checkpoint, text: Text, options: MakeOptions, bars: Bars, length: int) -> Profile:
+    """The profile given, or one of our sample, made beside the output or gone on with there."""
+    if options.profile is not None:
+        return Profile(options.profile)
+    folder = options.output.with_name(f"{options.output.name}.profile")
+    tokens = read_tokens(None, None, text, NUM_TOKENS, length)
+    click.echo(f"{folder}: the profile, kept for the next plan (--profile {folder})", err=True)
+    say_text(checkpoint.spec, tokens)
+    return make_profile(checkpoint, tokens, folder, ProfileOptions(), bars)
+
+
+def _planner(model: Model, profile: Profile, options: MakeOptions) -> Planner:
+    facts = known_facts(options.output)
+    for line in defaults_text(options.target, model.spec, facts):
+        click.echo(f"by default {line}", err=True)
+    return planner_for(options.target, model.spec, model.dense_dtypes, model.losses, profile, facts)
+
+
+def dense_dtypes(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The dtype of each dense tensor in a checkpoint, in the order of `dense_roles`."""
+    return tuple(checkpoint.dtype(checkpoint.dense_source(role.name)) for role in dense_roles(checkpoint.spec))
+
+
+def _wish(model: Model, planner: Planner, profile: Profile, tokens: Tokens, target: Target) -> Wish:
+    def decide(nats: float) -> Decision:
+        if target.preset is not None:
+            return preset_decision(target.preset, model, target.sparsity)
+        return planner.plan(nats).decision
+
+    limit = target.limit
+    identity = {
+        "source": profile.facts.source,
+        "profile": profile.facts.sha256,
+        "text": tokens.sha256,
+        "target": canonical(dump(target)).decode(),
+        **{name: version(name) for name in ("moe-pack", "hqq", "torch")},
+    }
+    return Wish(
+        identity,
+        decide,
+        limit.nats(model.losses.nll_per_kl),
+        None if target.preset is not None else log1p(limit.value) if limit.kind == "perplexity" else limit.value,
+        lambda quality: measured_loss(quality, limit),
+        verdict,
+    )
+
+
+def measured_loss(quality: Quality, limit: Limit) -> float:
+    """What counts against a limit, in nats: the upper end of the 95% interval; of perplexity, its logarithm's."""
+    found = quality.against
+    assert found is not None, "measured against the source"
+    estimate = found.perplexity_increase if limit.kind == "perplexity" else found.kl
+    upper = estimate.value if estimate.upper is None else estimate.upper
+    return log1p(upper) if limit.kind == "perplexity" else upper
+
+
+def verdict(quality: Quality) -> str:
+    """What a pack measured, in a line."""
+    found = quality.against
+    assert found is not None, "measured against the source"
+    grown, kl = found.perplexity_increase, found.kl
+    return (
+        f"measured: perplexity {grown.value:+.2%} ± {grown.half_width or 0:.2%}, KL {kl.value:.4g} ± "
+        f"{kl.half_width or 0:.2g} nats, {size_text(quality.content_bytes)}"
+    )
+
+
+def made_lines(made: Made, options: MakeOptions) -> list[str]:
+    """What was made, as lines for people."""
+    output, target = options.output, options.target
+    lines = [f"{output}: {verdict(made.quality)}"]
+    if len(made.attempts) > 1:
+        lines.append(f"attempt {made.taken + 1} of {len(made.attempts)}; the limit is {target.limit.text()}, upper end")
+    lines.append(f"run it: moe-run {output} --budget {size_text(target.budget_bytes).replace(' ', '')}")
+    return lines
