@@ -1,0 +1,123 @@
+"""`moe-pack convert --target-vram`, in-process, on a tiny random model: what it makes, says, and refuses."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from models import BOOK, DEMO_MODEL, TinyMixtral
+
+from moe_pack.convert.cli import main
+from moe_pack.convert.making import work_folder
+from moe_pack.formats import Pack
+from moe_pack.runtime import divide_budget, routing_bytes
+
+TEXT = ["--eval-data", str(BOOK), "--eval-tokens", "512"]
+CPU = ["--target-vram", "16M", "--device", "cpu", "--context", "64"]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments, prog_name="moe-pack")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """No doctor has been here: plans are the same on every machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, config={"num_experts_per_tok": 2})
+    folder = shape.write(tmp_path_factory.mktemp("source"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def profile(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profiled") / "profile"
+    assert run("profile", str(source), "-o", str(folder), "--tokens", "1024", "--sequence-length", "64").exit_code == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(source: Path, profile: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    out = tmp_path_factory.mktemp("target") / "packed"
+    result = run("convert", str(source), "-o", str(out), "--profile", str(profile), *CPU, *TEXT, "--max-loss", "0.02")
+    assert result.exit_code == 0, result.output
+    return out, result
+
+
+def test_the_pack_keeps_to_the_loss_and_runs_in_the_budget(packed: tuple[Path, Result]) -> None:
+    out, result = packed
+    quality = json.loads((out / "quality.json").read_text())["content"]
+    kl = quality["against"]["kl"]
+    assert kl["value"] + kl["half_width"] <= 0.02
+    with Pack(out) as pack:
+        divide_budget(pack.layout, 16 << 20, 64, routing_bytes(out))
+    assert not work_folder(out).exists()
+    assert "by default the CPU: a CPU of 2 cores, assumed; moe-pack doctor measures this one" in result.stderr
+    assert f"run it: moe-run {out} --budget 16.0MiB" in result.stdout
+
+
+def test_the_same_command_finds_its_pack(packed: tuple[Path, Result], source: Path, profile: Path) -> None:
+    out, _ = packed
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    again = run("convert", str(source), "-o", str(out), "--profile", str(profile), *CPU, *TEXT, "--max-loss", "0.02")
+    assert again.exit_code == 0, again.output
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    other = run("convert", str(source), "-o", str(out), "--profile", str(profile), *CPU, *TEXT, "--max-loss", "0.03")
+    assert other.exit_code == 1
+    assert other.stderr.splitlines()[-1] == (
+        f"moe-pack: {out}: holds a pack made otherwise; give another output folder, or remove this one"
+    )
+
+
+def test_a_papers_pack_is_made_and_measured_whatever_it_loses(source: Path, profile: Path, tmp_path: Path) -> None:
+    out = tmp_path / "packed"
+    options = ["--profile", str(profile), *CPU, *TEXT, "--preset", "floe"]
+    result = run("convert", str(source), "-o", str(out), *options)
+    assert result.exit_code == 0, result.output
+    with Pack(out) as pack:
+        assert pack.manifest.selector == "up"
+        assert {e.up.width for layer in pack.index.experts for e in layer} == {2}
+        assert {e.down.width for layer in pack.index.experts for e in layer} == {16}
+    rule = json.loads((out / "thresholds.json").read_text())["content"]["rule"]
+    assert set(map(tuple, rule["planned"])) == {(0.9,) * 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "exit_code", "says"),
+    [
+        (["--max-loss", "2%"], 2, "--max-loss: says how to plan for a memory; give --target-vram too"),
+        (["--eval-tokens", "512"], 2, "--eval-tokens: is of --target-vram"),
+        ([*CPU, "--record-bits", "4"], 2, "a plan is made that decides this; leave --record-bits out"),
+        ([*CPU, "--sparsity", "0.5"], 2, "a plan is made that decides this; leave --sparsity out"),
+        ([*CPU, "--plan", "plan.json"], 2, "a plan is made that decides this; leave --plan out"),
+        ([*CPU, "--max-loss", "a bit"], 2, "found 'a bit', expected a share of perplexity such as 1%, or nats"),
+        (["--target-vram", "lots"], 2, "found 'lots', expected a size such as 11G"),
+        ([*CPU, "--profile", "/nowhere"], 1, "/nowhere: found no profile.json"),
+    ],
+)
+def test_wrong_wishes_end_in_a_line(
+    source: Path, tmp_path: Path, options: list[str], exit_code: int, says: str
+) -> None:
+    result = run("convert", str(source), "-o", str(tmp_path / "packed"), *options)
+    assert result.exit_code == exit_code, result.output
+    assert says in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "packed").exists()
+
+
+def test_too_small_a_target_says_the_least_that_can_and_what_would_have_to_give(
+    source: Path, profile: Path, tmp_path: Path
+) -> None:
+    options = ["--profile", str(profile), "--target-vram", "1M", "--device", "cpu", "--context", "64"]
+    result = run("convert", str(source), "-o", str(tmp_path / "packed"), *options, *TEXT)
+    assert result.exit_code == 1
+    last = result.stderr.splitlines()[-1]
+    assert "--target-vram: 1.0 MiB" in last and "--max-loss" in last and "--context" in last
