@@ -52,4 +52,4 @@ def test_at_a_uniform_plans_bytes_the_knapsack_is_within_its_gap_of_the_exact_be
     best = least_of_all(expert_choices(spec, "up", losses), losses, max_bytes)
     assert found.solution.bound <= best * (1 + 1e-12)
     assert best * (1 - 1e-12) <= found.loss <= best / (1 - found.solution.gap) * (1 + 1e-12)
-    assert found.solution.gap < 0.01
+    assert found.solution.gap < 1e-3
