@@ -149,6 +149,8 @@ def predict_on_card(
     Args:    heat: [L, E, H], as in `divide_card`; the others as in `predict`.
     """
     assert machine.kind == "cuda", "of a card"
+    if layout.experts[0][0].selector is None:
+        heat = np.ones_like(heat)  # nothing tells which rows a token needs
     k = layout.spec.router.num_experts_per_tok
     missing = _missing_bytes(layout, plan)
     pages = -(-missing // plan.page_bytes)
@@ -230,8 +232,12 @@ def _missing_bytes(layout: PackLayout, plan: CardPlan) -> Array:
 
 
 def expert_seconds(expert: ExpertLayout, running: float, machine: Machine) -> tuple[float, float]:
-    """What an expert with this share of its neurons running takes to compute for one token; and the bytes it reads."""
+    """What an expert with this share of its neurons running takes to compute for one token; and the bytes it reads.
+
+    Without a selector nothing tells before the record is read: all of it is.
+    """
     seconds = num_bytes = 0.0
+    running = 1.0 if expert.selector is None else running
     for rows, share in ((expert.selector, 1.0), (expert.records, running)):
         if rows is None:
             continue

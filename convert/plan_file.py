@@ -112,13 +112,26 @@ def _plan(file: PlanFile, spec: ModelSpec, place: str) -> Plan:
     wrong = next((n for layer in file.experts for n in layer if not 0 <= n < len(file.formats)), None)
     if wrong is not None:
         raise PlanError(f"{place}: experts: found format {wrong}, expected 0 to {len(file.formats) - 1}")
+    if file.quantizer == "absmax":
+        _check_absmax(file, place)
     named = {choice.name: choice.format for choice in file.dense}
     roles = dense_roles(spec)
     unknown = named.keys() - {role.name for role in roles}
     if unknown:
         raise PlanError(f"{place}: dense: the model has no {min(unknown)!r}")
+    if len(named) < len(file.dense):
+        names = [choice.name for choice in file.dense]
+        raise PlanError(f"{place}: dense: {next(n for n in names if names.count(n) > 1)!r} stands there twice")
     experts = tuple(tuple(file.formats[number] for number in layer) for layer in file.experts)
     return Plan(file.selector, file.quantizer, experts, tuple(named.get(role.name) for role in roles))
+
+
+def _check_absmax(file: PlanFile, place: str) -> None:
+    held = [(f"formats[{n}]", part) for n, one in enumerate(file.formats) for part in (one.gate, one.up, one.down)]
+    held += [(f"dense[{n}]", choice.format) for n, choice in enumerate(file.dense)]
+    for where, part in held:
+        if part is not None and part.width == 1:
+            raise PlanError(f"{place}: {where}: width 1 has no absmax quantization; use hqq or nearest")
 
 
 def _sparsity(file: PlanFile, spec: ModelSpec, place: str) -> NDArray[np.float64]:

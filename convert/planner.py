@@ -35,7 +35,8 @@ SearchName = Literal["knapsack", "edgemoe", "uniform"]
 SEARCHES: tuple[SearchName, ...] = get_args(SearchName)
 
 _FIRST_TURNS, _MORE_TURNS = 2, 3  # of every selector kind; of the best one: prices settle in two or three
-_MOST_REFUSALS = 6  # turns in which memory is made dearer, until a plan fits
+# Until a plan fits, memory is made dearer: to dense matrices, all of which must be there, and to experts, one of which.
+_DEARER = ((8.0, 1.0), (64.0, 1.0), (512.0, 8.0), (64.0, 64.0), (4096.0, 64.0), (4096.0, 4096.0))
 _UNIFORM_TRIED = 12  # of uniform plans within the loss, those with the fewest bytes
 
 
@@ -105,15 +106,16 @@ class Planner:
     def _turns(self, selector: Selector, max_loss: float, last: Planned | None, num_turns: int) -> Iterator[Planned]:
         """Plans of one selector kind, each decided at the prices that the one before came to."""
         model, menu = self._model, self._menu(selector)
-        dearer, refusals, turns = 1.0, 0, 0
-        while turns < num_turns and refusals < _MOST_REFUSALS:
-            prices = price(self._tier, model, menu, last, dearer)
+        dearer, turns = iter(_DEARER), 0
+        factors: tuple[float, float] | None = (1.0, 1.0)
+        while factors is not None and turns < num_turns:
+            prices = price(self._tier, model, menu, last, factors)
             found = least_time(model.spec, model.losses, max_loss, prices, menu.choices)
             if found is None:
                 return
             planned = self._fitting(found.decision, found.solution.gap)
             if planned is None:
-                refusals, dearer = refusals + 1, dearer * 8
+                factors = next(dearer, None)
                 continue
             turns, last = turns + 1, planned
             yield planned

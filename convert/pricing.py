@@ -47,25 +47,27 @@ def menu_of(tier: Tier, model: Model, selector: Selector) -> Menu:
     return Menu(choices, run, fetch)
 
 
-def price(tier: Tier, model: Model, menu: Menu, last: Planned | None, dearer: float = 1.0) -> Prices:
+def price(
+    tier: Tier, model: Model, menu: Menu, last: Planned | None, dearer: tuple[float, float] = (1.0, 1.0)
+) -> Prices:
     """The prices at a plan; before any, those of a cache that half of the experts are missing from.
 
-    Args:    dearer: what memory is worth is multiplied by it; above 1, and memory worth nothing yet, it is given a
-             worth.
+    Args:    dearer: what memory is worth to dense matrices, and to experts, is multiplied by it; above 1, and memory
+             worth nothing yet, it is given a worth.
     """
     run, fetch, runs = menu.run, menu.fetch, model.losses.popularity.ravel()
     misses = _FIRST_MISSES * runs if last is None else last.foretold.misses.ravel()
-    room = _room_price(tier, last)
-    if dearer > 1:
-        total = float((runs * run.max()).sum() + (misses * fetch.max()).sum())
-        room = max(room, total / tier.budget_bytes) * dearer
+    room, least = _room_price(tier, last), float((runs * run.max()).sum() + (misses * fetch.max()).sum())
+    dense, held = (
+        max(room, least / tier.budget_bytes) * factor if factor > 1 else room * factor for factor in dearer
+    )
     return Prices(
         runs,
         misses,
         run,
         fetch,
-        hold=room * _held_share(tier, last),
-        dense=_dense_prices(tier, model, room),
+        hold=held * _held_share(tier, last),
+        dense=_dense_prices(tier, model, dense),
     )
 
 
@@ -93,14 +95,15 @@ def _dense_prices(tier: Tier, model: Model, room: float) -> Floats:
     for role_idx, (role, dtype) in enumerate(zip(dense_roles(spec), model.dense_dtypes, strict=True)):
         for width_idx, width in enumerate(losses.dense_widths):
             if np.isfinite(losses.dense[role_idx, width_idx]):
-                num_bytes = _dense_bytes(role, dtype, width)
+                num_bytes = dense_bytes(role, dtype, width)
                 is_looked_up = role.name == "embed" and not spec.tied_head
                 read = num_bytes // role.shape[0] if is_looked_up else num_bytes
                 prices[role_idx, width_idx] = tier.dense_seconds(read, width) + room * num_bytes
     return prices
 
 
-def _dense_bytes(role: DenseRole, dtype: str, width: int) -> int:
+def dense_bytes(role: DenseRole, dtype: str, width: int) -> int:
+    """What a dense tensor takes at a width; at 16, what the source keeps it in."""
     if width == 16:
         return int(np.prod(role.shape)) * (4 if dtype == "F32" else 2)
     return role.shape[0] * row_layout([("weight", part_format(width, DENSE_GROUP), False)], role.shape[1]).row_bytes

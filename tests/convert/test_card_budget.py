@@ -138,6 +138,16 @@ def test_what_memory_cannot_hold_costs_the_drive() -> None:
     assert waiting[2] / waiting[0] == pytest.approx(0.5 + 0.5 * 16, rel=0.2)  # what is hidden differs a little
 
 
+def test_without_a_selector_every_row_is_pulled_and_computed() -> None:
+    spec, part = model_spec("olmoe-1b-7b", 2), part_format(4, 64)
+    made = pack_layout(spec, plan_of(spec, "none", part, part), ["BF16"] * len(dense_roles(spec)))
+    machine, popularity, heat = machine_of_card(find_card("L4"), None, None), popularity_of(made), heat_of(made)
+    plan = divided(made, GIB * 5 // 4, CONTEXT, 1.0)
+    few, all_rows = (predict_on_card(made, plan, machine, popularity, given) for given in (heat, np.ones_like(heat)))
+    assert few.fetched_bytes == all_rows.fetched_bytes > 0
+    assert few.seconds == all_rows.seconds
+
+
 @pytest.mark.parametrize("name", ["RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090", "rtx-4090"])
 def test_a_card_is_found_however_it_is_spelled(name: str) -> None:
     assert find_card(name) == CARDS["RTX 4090"]

@@ -128,6 +128,15 @@ def test_an_expert_takes_its_parts_bytes_by_the_rate_of_their_width_and_its_rows
     assert seconds == pytest.approx(448 * (48 / 2e9 + 1e-6) + 112 * (528 / 16e9 + 2e-6))
 
 
+def test_an_expert_without_a_selector_is_computed_whole_however_few_neurons_pass() -> None:
+    spec = model_spec(str(DEMO_MODEL))
+    part = part_format(4, 64)
+    made = pack_layout(spec, plan_of(spec, "none", part, part), ["BF16"] * len(dense_roles(spec)))
+    expert = made.experts[0][0]
+    assert expert_seconds(expert, 0.1, machine()) == expert_seconds(expert, 1.0, machine())
+    assert expert_seconds(expert, 1.0, machine())[1] == 448 * expert.records.row_bytes
+
+
 def test_all_dense_matrices_are_read_but_one_row_of_the_embedding() -> None:
     made = layout()
     entries = {dense.role.name: dense.entry.num_bytes for dense in made.dense}

@@ -29,7 +29,8 @@ def random_losses(spec: ModelSpec, seed: int = 0) -> Losses:
     if "gate" not in spec.expert.matrices:
         absmax[:, :, 0] = 0
     roles = dense_roles(spec)
-    dense = np.array([[0.0, 1e-4, 2e-3] if role.quantizable else [0.0, np.inf, np.inf] for role in roles])
+    fits = [role.quantizable and format_fault(part_format(8, 64), role.shape[-1]) is None for role in roles]
+    dense = np.array([[0.0, 1e-4, 2e-3] if quantizable else [0.0, np.inf, np.inf] for quantizable in fits])
     magnitudes = np.asarray(QUANTILE_LEVELS, np.float32)  # abs(a) evenly between 0 and 1
     popularity = generator.dirichlet(np.ones(shape[1]), shape[0]) * spec.router.num_experts_per_tok
     return Losses(
