@@ -18,6 +18,7 @@ from moe_pack.convert.eval_cli import eval_command, quality_summary
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight, describe, format_runs
 from moe_pack.convert.pack_cli import byte_bar
+from moe_pack.convert.plan_cli import plan_command
 from moe_pack.convert.profile_cli import (
     attach_command,
     profile_command,
@@ -55,6 +56,7 @@ def main(debug: bool) -> None:
     \b
     moe-pack profile mixtral -o profile/        what its experts and neurons do on text
     moe-pack report profile/                    look at it
+    moe-pack plan mixtral --target-vram 11G     what would fit, how fast, at what loss
     moe-pack convert mixtral -o packed/         4 bit, group 64, selector up
     moe-pack thresholds packed/ --sparsity 0.8  let the weakest neurons rest
     moe-pack attach packed/ --profile profile/  let moe-run foretell experts
@@ -226,6 +228,7 @@ def _compared_ids(pack: Pack, text: TextIO | None) -> list[int]:
 
 main.add_command(convert_command)
 main.add_command(doctor_command)
+main.add_command(plan_command)
 main.add_command(profile_command)
 main.add_command(report_command)
 main.add_command(thresholds_command)

@@ -63,6 +63,11 @@ class Planned:
     foretold: Foretold
 
     @property
+    def pack_bytes(self) -> int:
+        """Of the pack's large files."""
+        return sum(file.num_bytes for _, file in self.layout.files())
+
+    @property
     def expert_bytes(self) -> int:
         """Of all experts' extents."""
         return sum(expert.num_bytes for layer in self.layout.experts for expert in layer)

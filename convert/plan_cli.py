@@ -1,0 +1,225 @@
+"""The command `moe-pack plan`: what would fit, how fast, at what loss; nothing is converted."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from moe_pack.calib import Profile, assumed_losses, losses_of
+from moe_pack.convert.hub import find_checkpoint
+from moe_pack.convert.making_cli import dense_dtypes
+from moe_pack.convert.pack_cli import given_options
+from moe_pack.convert.plan_file import plan_bytes
+from moe_pack.convert.plan_report import (
+    Offer,
+    compression_text,
+    decision_lines,
+    gap_text,
+    model_text,
+    offer_json,
+    offer_lines,
+    share_lines,
+)
+from moe_pack.convert.planned import Model, Planned
+from moe_pack.convert.planner import Planner
+from moe_pack.convert.presets import preset_decision
+from moe_pack.convert.target import Target, defaults_text, planner_for
+from moe_pack.convert.target_cli import known_facts, target_options
+from moe_pack.formats import (
+    SELECTORS,
+    Checkpoint,
+    ConversionError,
+    ModelSpec,
+    MoePackError,
+    PlanError,
+    Selector,
+    dense_roles,
+    model_spec,
+)
+from moe_pack.formats.cli import command_errors
+
+# What is offered beside the loss asked for, by how much of it.
+_OTHERS = ((0.25, "a quarter of the loss"), (4.0, "four times the loss"))
+_NO_CARD_ENGINE = (
+    "moe-run does not stream to a card inside a budget yet: tokens/s are foretold for rows pulled over the link"
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """What is planned, all of it: where the model is, and what is known of it."""
+
+    name: str
+    target: Target
+    model: Model
+    profile: Profile | None
+    defaults: list[str]
+
+    @property
+    def origin(self) -> str:
+        """What losses and routes rest on, in plain words."""
+        if self.profile is not None:
+            return f"losses and routes: {self.model.losses.origin}"
+        return f"losses {self.model.losses.origin}; routes drawn evenly; moe-pack profile measures both"
+
+
+@click.command("plan", short_help="Say what of PATH would fit a memory, how fast, at what loss.")
+@click.argument("path")
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A profile of this model (moe-pack profile). Without, losses are assumed and routes drawn.",
+)
+@target_options
+@click.option("--selector", type=click.Choice(SELECTORS), help="This selector kind only.  [default: the fastest]")
+@click.option(
+    "--sparsity", type=float, metavar="S", help="With --preset floe: the share of neurons that shall not run."
+)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the first plan there, for moe-pack convert --plan.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the plans as JSON.")
+@command_errors(interrupted="interrupted")
+def plan_command(
+    path: str,
+    profile: Path | None,
+    target: Target | None,
+    selector: Selector | None,
+    sparsity: float | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Plan the pack of PATH that decodes fastest in --target-vram and loses at most --max-loss.
+
+    PATH is a checkpoint, as for convert; or, since no weights are read, a config.json or the name of a published model.
+    Three plans are made: for the loss asked, a quarter of it, and four times; the first is the one that is taken.
+    """
+    if target is None:
+        raise click.UsageError("--target-vram: says what memory to plan for; give it, such as 11G")
+    if fault := _fault(target, sparsity):
+        raise click.UsageError(fault)
+    wanted = _wanted(path, profile, _narrowed(target, selector, sparsity))
+    facts = known_facts(Path())
+    model = wanted.model
+    planner = planner_for(wanted.target, model.spec, model.dense_dtypes, model.losses, wanted.profile, facts)
+    offers = list(_offers(planner, wanted))
+    taken = offers[0].planned
+    assert taken is not None, "a plan that is asked for is there, or an error was raised"
+    if output is not None:
+        _write(output, plan_bytes(taken.decision, model.spec))
+    if as_json:
+        click.echo(json.dumps(_as_json(wanted, offers), indent=2))
+        return
+    for line in _lines(wanted, offers, taken):
+        click.echo(line)
+    if output is not None:
+        click.echo(f"\n{output}: the first plan; moe-pack convert {path} --plan {output} makes it")
+
+
+def _fault(target: Target, sparsity: float | None) -> str | None:
+    """Which options have no meaning together, or None."""
+    if sparsity is not None and target.preset != "floe":
+        return "--sparsity: is of --preset floe; plans decide it by themselves, leave it out"
+    if target.preset is not None and given_options("selector"):
+        return f"--selector: preset {target.preset} decides by itself; leave it out"
+    return None
+
+
+def _narrowed(target: Target, selector: Selector | None, sparsity: float | None) -> Target:
+    return replace(target, selectors=target.selectors if selector is None else (selector,), sparsity=sparsity)
+
+
+def _wanted(path: str, folder: Path | None, target: Target) -> Wanted:
+    spec, dtypes = _model(path)
+    profile = None if folder is None else Profile(folder)
+    if profile is not None and profile.spec != spec:
+        raise PlanError(f"--profile {folder}: is of another model; profile {path}")
+    losses = assumed_losses(spec) if profile is None else losses_of(profile)
+    defaults = defaults_text(target, spec, known_facts(Path()))
+    return Wanted(path, target, Model(spec, dtypes, losses), profile, defaults)
+
+
+def _model(path: str) -> tuple[ModelSpec, tuple[str, ...]]:
+    """The model, and the dtype of each dense tensor: bfloat16 where only its dimensions are known."""
+    folder = Path(path)
+    is_hub_id = "/" in path and not folder.exists()
+    if is_hub_id or (folder.is_dir() and any(folder.glob("*.safetensors"))):
+        checkpoint = Checkpoint(find_checkpoint(path))
+        try:
+            return checkpoint.spec, dense_dtypes(checkpoint)
+        finally:
+            checkpoint.close()
+    spec = model_spec(path)
+    return spec, ("BF16",) * len(dense_roles(spec))
+
+
+def _offers(planner: Planner, wanted: Wanted) -> Iterator[Offer]:
+    """The plan asked for, and two beside it; of a paper's pack, that one alone.
+
+    Raises:  PlanError or RunError if there is none as asked.
+    """
+    target, losses = wanted.target, wanted.model.losses
+    if target.preset is not None:
+        decision = preset_decision(target.preset, wanted.model, target.sparsity)
+        yield Offer(f"preset {target.preset}", planner.foretold(decision))
+        return
+    nats = target.limit.nats(losses.nll_per_kl)
+    yield Offer(f"asked: {target.limit.text()}", planner.plan(nats))
+    for factor, name in _OTHERS:
+        yield _other(planner, target.limit.times(factor).nats(losses.nll_per_kl), name)
+
+
+def _other(planner: Planner, nats: float, name: str) -> Offer:
+    try:
+        return Offer(name, planner.plan(nats))
+    except MoePackError as fault:  # the plan that was asked for is there all the same
+        return Offer(name, None, str(fault))
+
+
+def _lines(wanted: Wanted, offers: list[Offer], taken: Planned) -> Iterator[str]:
+    target, losses = wanted.target, wanted.model.losses
+    yield model_text(wanted.model.spec, wanted.name)
+    yield wanted.origin
+    for line in wanted.defaults:
+        yield f"by default {line}"
+    yield ""
+    yield from offer_lines(offers, losses)
+    if len(offers) > 1:
+        yield "the first is taken; read a token: what is not in memory; bits: of an expert weight"
+    yield ""
+    yield from share_lines(taken)
+    yield ""
+    yield from decision_lines(taken)
+    if (gap := gap_text(taken)) is not None:
+        yield gap
+    if target.preset == "floe":
+        yield compression_text(taken)
+    if target.device == "cuda":
+        yield _NO_CARD_ENGINE
+
+
+def _as_json(wanted: Wanted, offers: list[Offer]) -> dict[str, Any]:
+    return {
+        "model": wanted.name,
+        "origin": wanted.model.losses.origin,
+        "is_assumed": wanted.profile is None,
+        "target_bytes": wanted.target.budget_bytes,
+        "device": wanted.target.device,
+        "defaults": wanted.defaults,
+        "plans": [offer_json(offer, wanted.model.losses) for offer in offers],
+    }
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as fault:
+        raise ConversionError(f"{path}: cannot be written ({fault.strerror})") from fault
