@@ -17,6 +17,9 @@ from moe_pack.calib.evaluation import (
 )
 from moe_pack.calib.heat import hottest_first
 from moe_pack.calib.losses import Losses, losses_of
+from moe_pack.calib.price_of_sparsity import SparsityPrice
+from moe_pack.calib.price_of_substitution import Substitution, SubstitutionPrice
+from moe_pack.calib.prices import NUM_CALIBRATION_TOKENS, Prices, measure_prices
 from moe_pack.calib.profile import Profile, Sensitivity
 from moe_pack.calib.profiler import ProfileOptions, make_profile
 from moe_pack.calib.quantize import RowQuantizer, UnholdableError, check_finite
@@ -33,6 +36,7 @@ from moe_pack.calib.thresholds import (
 )
 
 __all__ = [
+    "NUM_CALIBRATION_TOKENS",
     "QUALITY_FILE",
     "REFERENCE_FILE",
     "BlockLosses",
@@ -40,6 +44,7 @@ __all__ = [
     "Estimate",
     "Losses",
     "MeasuredThresholds",
+    "Prices",
     "Profile",
     "ProfileOptions",
     "Quality",
@@ -50,6 +55,9 @@ __all__ = [
     "Sensitivity",
     "SourceLosses",
     "SourceQuality",
+    "SparsityPrice",
+    "Substitution",
+    "SubstitutionPrice",
     "TaskScore",
     "TaskTokens",
     "ThresholdRule",
@@ -67,6 +75,7 @@ __all__ = [
     "losses_of",
     "make_profile",
     "make_reference",
+    "measure_prices",
     "measure_thresholds",
     "most_routing_bytes",
     "num_held_out",
