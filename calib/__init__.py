@@ -26,6 +26,7 @@ from moe_pack.calib.quantize import RowQuantizer, UnholdableError, check_finite
 from moe_pack.calib.realized import RealizedSparsity
 from moe_pack.calib.reference import REFERENCE_FILE, Reference, ReferenceFacts, make_reference, read_reference
 from moe_pack.calib.report import report_html
+from moe_pack.calib.report_prices import MeasuredPack, measured_pack
 from moe_pack.calib.tasks import TaskScore, TaskTokens, read_tasks, task_score
 from moe_pack.calib.text import Tokens, num_held_out, read_tokens, unseen_tokens
 from moe_pack.calib.thresholds import (
@@ -43,6 +44,7 @@ __all__ = [
     "Cost",
     "Estimate",
     "Losses",
+    "MeasuredPack",
     "MeasuredThresholds",
     "Prices",
     "Profile",
@@ -77,6 +79,7 @@ __all__ = [
     "make_reference",
     "measure_prices",
     "measure_thresholds",
+    "measured_pack",
     "most_routing_bytes",
     "num_held_out",
     "quality_of",
