@@ -18,6 +18,16 @@ import pytest
 import torch
 from models import TinyMixtral
 
+from moe_pack.calib import (
+    Estimate,
+    MeasuredPack,
+    Prices,
+    Quality,
+    SourceQuality,
+    SparsityPrice,
+    Substitution,
+    SubstitutionPrice,
+)
 from moe_pack.calib.arrays import Array, write_arrays
 from moe_pack.calib.coverage import coactivation
 from moe_pack.calib.effects import all_copies, copies_of
@@ -274,6 +284,45 @@ def test_dense_prices_are_those_of_layers_embedding_and_head(profile: Profile) -
     assert [point["kl"] for point in head["points"]] == pytest.approx([4e-3, 2e-5])
 
 
+def measured(prices: Prices | None) -> MeasuredPack:
+    """What might have been measured of a pack with thresholds."""
+    one = Estimate(1.0, 0.1)
+    beside = SourceQuality("", True, 256, Estimate(0.02, 0.003), one, 0.0, one, one, one, 0.0, 0.0)
+    quality = Quality("text", "", 1, 512, 511, 1000, 0.81, one, beside, prices)
+    return MeasuredPack("</script>packed", "both", 3.25, quality)
+
+
+MEASURED_PRICES = Prices(
+    511,
+    "a text",
+    (SparsityPrice(0.5, 0.49, Estimate(0.01, None), Estimate(0.0, None)),),
+    Substitution(
+        "importance", 0.5, 0.48, (SubstitutionPrice(0.3, 0.09, 0.386, Estimate(0.0, 0.0), Estimate(0.0, 0.0)),)
+    ),
+)
+
+
+def test_what_was_measured_of_a_pack_stands_among_what_was_foretold(profile: Profile) -> None:
+    plain = held(report_html(profile))["prices"]
+    found = held(report_html(profile, measured(MEASURED_PRICES)))["prices"]
+    assert found["dense"] == plain["dense"] and plain["substitution"] == []
+    (width,), (sparse,) = found["widths"][len(plain["widths"]) :], found["sparsity"][len(plain["sparsity"]) :]
+    assert width["is_measured"] and width["points"] == [
+        {"x": 3.25, "kl": 0.02, "half_width": 0.003, "note": "81.0% of neurons did not run; dense matrices as stored"}
+    ]
+    assert sparse["name"] == "</script>packed, measured, select by both" and sparse["is_measured"]
+    assert sparse["points"] == [{"x": 0.5, "kl": 0.01, "half_width": None, "note": ""}]
+    (replaced,) = found["substitution"]
+    assert replaced["name"].endswith("room for 50% of experts")
+    assert replaced["points"] == [{"x": 0.3, "kl": 0.0, "half_width": 0.0, "note": "9.0% replaced, 38.6% fetched"}]
+
+
+def test_of_a_pack_without_prices_its_loss_alone_is_drawn(tmp_path: Path) -> None:
+    alone = HandMade(sensitivity="none").write(tmp_path / "profile")
+    found = held(report_html(alone, measured(None)))["prices"]
+    assert [len(found[name]) for name in ("widths", "sparsity", "dense", "substitution")] == [1, 0, 0, 0]
+
+
 def test_the_reading_of_prices_names_what_costs_least(profile: Profile) -> None:
     found = held(report_html(profile))
     # Formats are alike at a width here: the one that takes least is named.
@@ -352,7 +401,7 @@ def test_runs_of_layers_are_joined() -> None:
 def test_a_profile_without_sensitivity_says_how_to_measure_it(tmp_path: Path) -> None:
     found = held(report_html(HandMade(sensitivity="none").write(tmp_path / "profile")))
     assert found["sensitivity"] is None and found["readings"]["sensitivity"] == ""
-    assert found["prices"] is None and found["readings"]["prices"] == ""
+    assert not any(found["prices"].values()) and found["readings"]["prices"] == ""
     assert "moe-pack profile MODEL -o NEW_PROFILE --sensitivity fast" in found["missing"]["sensitivity"]
 
 
@@ -526,6 +575,19 @@ def test_a_browser_draws_every_figure_and_reports_no_error(made: HandMade, tmp_p
 
 @needs_browser
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sensitivity", "prices"), [("fast", MEASURED_PRICES), ("none", MEASURED_PRICES), ("none", None)]
+)
+def test_a_browser_draws_what_was_measured(sensitivity: str, prices: Prices | None, tmp_path: Path) -> None:
+    made = HandMade(sensitivity=sensitivity).write(tmp_path / "profile")
+    document, console = browse(report_html(made, measured(prices)).replace("</body>", EXERCISE), tmp_path)
+    assert console == [] and 'data-exercised="yes"' in document
+    assert not re.search(r'="[^"]*\b(NaN|undefined|Infinity)\b', document), "no figure has a place that is no number"
+    assert document.count("packed, measured") > 1
+
+
+@needs_browser
+@pytest.mark.slow
 def test_tooltips_say_what_the_profile_says(tmp_path: Path) -> None:
     made = HandMade()
     whole = made.write(tmp_path / "profile")
@@ -538,12 +600,12 @@ def test_tooltips_say_what_the_profile_says(tmp_path: Path) -> None:
         found["Heat map of the share of neurons that would not run"],
     )
     prices = {curve["name"]: curve["points"] for curve in held(report_html(whole))["prices"]["sparsity"]}
-    for name, lines in found["Foretold KL divergence by sparsity"].items():
+    for name, lines in found["KL divergence by sparsity"].items():
         said = re.fullmatch(r"(\d+)% do not run: (\S+) nats", lines[0])
         assert said is not None, lines
         point = next(point for point in prices[name] if f"{100 * point['x']:.0f}" == said.group(1))
         assert float(said.group(2)) == pytest.approx(point["kl"], rel=1e-4)  # five digits are shown
-    assert len(found["Foretold KL divergence by sparsity"]) == 3
+    assert len(found["KL divergence by sparsity"]) == 3
     costs, effects = found["Heat map of predicted KL divergence by layer and expert"], whole.effects()
     for l in range(3):
         layer, errors = made.statistics(l), whole.errors(l)
