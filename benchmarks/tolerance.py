@@ -1,8 +1,8 @@
 """Whether `convert --target-vram --max-loss` keeps its word on text it has not measured, and what uniform packs need.
 
-A book is cut in two. Packs are made for a memory and several limits of perplexity, their loss measured on the first half
-by the command itself; then they, and packs that store all experts alike (HQQ, groups of 64, dense matrices in 16, 8 and
-4 bits), are measured on the second half. Ends with exit code 1 where a pack grows perplexity beyond its limit there, or
+A book is cut in two. Packs are made for a memory and several limits of perplexity, their loss measured on the first
+half by the command itself; then they, and packs that store all experts alike (HQQ, groups of 64, dense matrices in 16,
+8 and 4 bits), are measured on the second half. Ends with exit code 1 where a pack grows perplexity beyond its limit there, or
 is no smaller than the smallest uniform pack that keeps to it.
 """
 
@@ -38,8 +38,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A limit, the pack made for it, and the smallest uniform pack within it, with its dense part as in the source and
-    with any."""
+    """A limit, the pack made for it, and the smallest uniform pack within it: dense part as in the source; any."""
 
     limit: float
     made: Measured

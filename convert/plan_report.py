@@ -38,8 +38,8 @@ def model_text(spec: ModelSpec, name: str) -> str:
 def offer_lines(offers: Sequence[Offer], losses: Losses) -> Iterator[str]:
     """A table, one plan a line; under it why there is none where there is none."""
     yield (
-        f"{'plan':28} {'KL':>8} {'perplexity':>11} {'pack':>10} {'bits':>5} {'sparsity':>8} {'selector':>8} {'hits':>6} "
-        f"{'read a token':>12} {'tokens/s':>9}"
+        f"{'plan':28} {'KL':>8} {'perplexity':>11} {'pack':>10} {'bits':>5} {'sparsity':>8} {'selector':>8} "
+        f"{'hits':>6} {'read a token':>12} {'tokens/s':>9}"
     )
     for offer in offers:
         if offer.planned is None:
@@ -55,8 +55,8 @@ def _offer_cells(planned: Planned, losses: Losses) -> str:
     foretold, loss = planned.foretold, planned.loss
     lost = f"{'not':>8} {'foretold':>11}" if isnan(loss) else f"{loss:8.4f} {_grown(planned, losses):>+11.2%}"
     return (
-        f"{lost} {size_text(planned.pack_bytes):>10} {planned.bits_per_weight:5.2f} {mean_sparsity(planned, losses):8.0%} "
-        f"{planned.decision.plan.selector:>8} {foretold.hit_rate:6.1%} {size_text(foretold.fetched_bytes):>12} "
+        f"{lost} {size_text(planned.pack_bytes):>10} {planned.bits_per_weight:5.2f} "
+        f"{mean_sparsity(planned, losses):8.0%} {planned.decision.plan.selector:>8} {foretold.hit_rate:6.1%} {size_text(foretold.fetched_bytes):>12} "
         f"{foretold.tokens_per_second:9.2f}"
     )
 
