@@ -2,8 +2,8 @@
 
 A book is cut in two. Packs are made for a memory and several limits of perplexity, their loss measured on the first
 half by the command itself; then they, and packs that store all experts alike (HQQ, groups of 64, dense matrices in 16,
-8 and 4 bits), are measured on the second half. Ends with exit code 1 where a pack grows perplexity beyond its limit there, or
-is no smaller than the smallest uniform pack that keeps to it.
+8 and 4 bits), are measured on the second half. Ends with exit code 1 where a pack grows perplexity beyond its limit
+there, or is no smaller than the smallest uniform pack that keeps to it.
 """
 
 import json
@@ -48,7 +48,7 @@ class Outcome:
     def faults(self) -> Iterator[str]:
         """What is wrong."""
         if not self.made.holds(self.limit):
-            yield f"{self.limit:.0%}: the pack grows perplexity by {self.made.growth:.2%} on text it was not measured on"
+            yield f"{self.limit:.0%}: the pack grows perplexity by {self.made.growth:.2%} on text it was not made on"
         if self.plain is not None and self.made.content_bytes >= self.plain.content_bytes:
             yield f"{self.limit:.0%}: {self.plain.name} is no larger"
 

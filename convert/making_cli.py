@@ -169,5 +169,11 @@ def made_lines(made: Made, options: MakeOptions) -> list[str]:
     lines = [f"{output}: {verdict(made.quality)}"]
     if len(made.attempts) > 1:
         lines.append(f"attempt {made.taken + 1} of {len(made.attempts)}; the limit is {target.limit.text()}, upper end")
-    lines.append(f"run it: moe-run {output} --budget {size_text(target.budget_bytes).replace(' ', '')}")
+    lines.append(f"run it: moe-run {output} --budget {_budget_text(target.budget_bytes)}")
     return lines
+
+
+def _budget_text(num_bytes: int) -> str:
+    """Bytes as an option takes them, to the byte: 11G, 24M, 12345678."""
+    units = ((1 << 30, "G"), (1 << 20, "M"))
+    return next((f"{num_bytes // unit}{name}" for unit, name in units if num_bytes % unit == 0), str(num_bytes))

@@ -56,8 +56,8 @@ def _offer_cells(planned: Planned, losses: Losses) -> str:
     lost = f"{'not':>8} {'foretold':>11}" if isnan(loss) else f"{loss:8.4f} {_grown(planned, losses):>+11.2%}"
     return (
         f"{lost} {size_text(planned.pack_bytes):>10} {planned.bits_per_weight:5.2f} "
-        f"{mean_sparsity(planned, losses):8.0%} {planned.decision.plan.selector:>8} {foretold.hit_rate:6.1%} {size_text(foretold.fetched_bytes):>12} "
-        f"{foretold.tokens_per_second:9.2f}"
+        f"{mean_sparsity(planned, losses):8.0%} {planned.decision.plan.selector:>8} {foretold.hit_rate:6.1%} "
+        f"{size_text(foretold.fetched_bytes):>12} {foretold.tokens_per_second:9.2f}"
     )
 
 
@@ -96,7 +96,8 @@ def decision_lines(planned: Planned) -> Iterator[str]:
     yield f"{'layers':>9}  bits  sparsity"
     for group in np.array_split(np.arange(len(experts)), min(_LAYER_GROUPS, len(experts))):
         bits = 8 * sum(e.num_bytes for idx in group for e in experts[idx]) / (weights * len(group))
-        ends = f"{spec.moe_layers[group[0]]}-{spec.moe_layers[group[-1]]}"
+        first, last = spec.moe_layers[group[0]], spec.moe_layers[group[-1]]
+        ends = str(first) if first == last else f"{first}-{last}"
         yield f"{ends:>9} {bits:5.2f} {sparsity[group].mean():9.0%}"
     yield f"dense matrices: {dense_text(planned)}"
 

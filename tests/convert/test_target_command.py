@@ -62,7 +62,7 @@ def test_the_pack_keeps_to_the_loss_and_runs_in_the_budget(packed: tuple[Path, R
         divide_budget(pack.layout, 16 << 20, 64, routing_bytes(out))
     assert not work_folder(out).exists()
     assert "by default the CPU: a CPU of 2 cores, assumed; moe-pack doctor measures this one" in result.stderr
-    assert f"run it: moe-run {out} --budget 16.0MiB" in result.stdout
+    assert f"run it: moe-run {out} --budget 16M" in result.stdout
 
 
 def test_the_same_command_finds_its_pack(packed: tuple[Path, Result], source: Path, profile: Path) -> None:
