@@ -29,7 +29,7 @@ from moe_pack.convert.planned import Model
 from moe_pack.convert.planner import Planner
 from moe_pack.convert.presets import preset_decision
 from moe_pack.convert.profile_cli import NUM_TOKENS, SEQUENCE_LENGTH, Bars, say_text
-from moe_pack.convert.target import Limit, Target, defaults_text, planner_for
+from moe_pack.convert.target import Limit, Target, check_room, defaults_text, planner_for
 from moe_pack.convert.target_cli import known_facts
 from moe_pack.formats import Checkpoint, PackLayout, canonical, dense_roles, dump
 from moe_pack.formats.cli import size_text
@@ -73,6 +73,7 @@ def make_for_target(checkpoint: Checkpoint, options: MakeOptions) -> None:
 
     Raises:  what profiling, planning and `Maker.make` raise.
     """
+    check_room(options.target, checkpoint.spec, dense_dtypes(checkpoint))
     text = Text(FolderFiles(checkpoint.folder))
     length = min(SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
     tokens = _eval_tokens(text, options, length)
