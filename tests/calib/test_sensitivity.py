@@ -591,8 +591,7 @@ def test_errors_are_a_token_of_all_sequences_though_measured_on_some(many: Ran) 
     assert 256 < len(measured) < len(chosen) < 600
     for change in QUANTIZED:
         square = float(held.quantized(0, change, "nearest")[measured].square().mean()) * len(chosen) / 600
-        ratio = many.ratio(0, change)
-        assert many.errors[0].quantized[0][place(change)] == pytest.approx(square * ratio, rel=2e-3)
+        assert many.errors[0].quantized[0][place(change)] == pytest.approx(square * many.ratio(0, change), rel=2e-3)
 
 
 @pytest.mark.parametrize(("name", "level"), ANNOUNCED)
