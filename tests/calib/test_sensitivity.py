@@ -24,7 +24,6 @@ from moe_pack.calib.expert_error import (
     Change,
     Rounding,
     compared_formats,
-    quantized_formats,
 )
 from moe_pack.calib.expert_pass import KINDS
 from moe_pack.calib.held import HeldWeights
@@ -94,7 +93,7 @@ class Ran:
 
     def ratio(self, layer: int, change: Change) -> float:
         """By what a change's error, as measured, is multiplied."""
-        idx = quantized_formats(self.spec.hidden_size).index(part_format(change.width, 64))
+        idx = compared_formats(self.spec.hidden_size).index(("hqq", part_format(change.width, 64)))
         return float(self.errors[layer].ratios[change.matrix_idx, idx])
 
 
