@@ -16,7 +16,7 @@ from moe_pack.formats import ModelSpec
 
 Level = Literal["fast", "full"]
 DENSE_WIDTHS = (8, 4)
-_NLL_DEVIATION = 0.25  # between models, of log-likelihood lost for a nat of KL divergence, about 1
+_NLL_DEVIATION = 0.1  # between models, of log-likelihood lost for a nat of KL divergence, about 1
 _LEAST_NLL_PER_KL = 0.1
 _ALL_AT_2 = tuple(change for change in QUANTIZED if change.width == 2)  # one copy: all three matrices at once
 
@@ -124,7 +124,7 @@ def _nll_per_kl(measured: Divergences) -> float:
 
     Meaning: of next tokens that follow the original's predictions, it is 1, and over n of them a copy's loss varies by
              2 KL / n. So copies weigh 1 / KL, which makes the line's slope the ratio of the sums; it is drawn to 1 as
-             by one more measurement, of deviation 1/4, since a few small divergences say little.
+             by one more measurement, of deviation 1/10, since all copies are of the same few tokens.
     """
     weight, held = measured.num_tokens / 2, 1 / _NLL_DEVIATION**2
     lost, diverged = (float(found.sum(dtype=np.float64)) for found in (measured.nlls, measured.kls))
