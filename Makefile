@@ -26,13 +26,13 @@ BENCH_PACKS ?= build/bench-packs
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
-	rm -rf $(DEMO)
-	$(BIN)/moe-pack convert tests/models/tiny-mixtral -o $(DEMO)
+	rm -rf $(DEMO) $(DEMO).profile $(DEMO).work
+	$(BIN)/moe-pack convert tests/models/tiny-mixtral --target-vram 16M --device cpu --max-loss 2% -o $(DEMO)
 	$(BIN)/moe-pack inspect $(DEMO)
 	$(BIN)/moe-pack verify $(DEMO) --against tests/models/tiny-mixtral
-	$(BIN)/moe-pack check $(DEMO) --against tests/models/tiny-mixtral --max-kl 0.01 --max-ppl-increase 2% \
-	    --max-bytes 7M --budget 32M
-	$(BIN)/moe-run $(DEMO) --prompt "It was a dark night" --max-tokens 120 --seed 4 --stats
+	$(BIN)/moe-pack check $(DEMO) --against tests/models/tiny-mixtral --max-kl 0.05 --max-ppl-increase 3% \
+	    --max-bytes 6M --budget 16M
+	$(BIN)/moe-run $(DEMO) --budget 16M --prompt "It was a dark night" --max-tokens 120 --seed 4 --stats
 
 test: check
 

@@ -10,8 +10,10 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 import numpy as np
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import DenseRole, GroupedQuerySpec, ModelSpec, Pack, dense_roles
-from moe_pack.runtime import PackWeights
+from moe_pack.runtime import PackWeights, num_cpus
 from moe_pack.runtime.budget import LEAST_PREFILL_TOKENS, divide_budget, expert_pages, workspace_bytes
 
 DEMO = "demo"  # the demo model's pack
@@ -29,6 +31,30 @@ _DEMO_MODEL = Path(__file__).parents[1] / "tests" / "models" / "tiny-mixtral"
 _PLAN = ("--selector-bits", "4", "--record-bits", "4", "--dense-bits", "4")
 _CHARACTER = ("--skew", "0.5", "--path-correlation", "0.5")
 _QUANTIZED = "Q4_0"
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def run_options(folder_holds: str) -> Callable[[F], F]:
+    """Adds the options that every measurement on these packs has: --folder, --seed, --json."""
+    file = click.Path(path_type=Path, dir_okay=False)
+
+    def add(body: F) -> F:
+        body = click.option("--json", "json_file", type=file, help="Write every figure there.")(body)
+        body = click.option("--seed", default=0, show_default=True, help="Of the tokens.")(body)
+        return click.option(
+            "--folder",
+            type=click.Path(path_type=Path, file_okay=False),
+            default="build/bench-packs",
+            show_default=True,
+            help=f"For {folder_holds}.",
+        )(body)
+
+    return add
+
+
+threads_option = click.option("--threads", default=num_cpus, show_default="all", type=click.IntRange(1))
 
 
 @dataclass(frozen=True, slots=True)

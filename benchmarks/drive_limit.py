@@ -18,12 +18,11 @@ from typing import Any
 
 import click
 import numpy as np
-from bench_packs import SYNTHETIC, make_pack
+from bench_packs import SYNTHETIC, make_pack, run_options, threads_option
 from confined_run import SPARE_BYTES, ConfinedRun, Task, run_ours
 from memory_cgroup import MemoryCgroup, NoCgroupError, drop_page_cache, measure, tree_anonymous_bytes
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import num_cpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +108,7 @@ def table(limits: Sequence[Limit]) -> str:
 
 
 @click.command(help=__doc__)
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    default="build/bench-packs",
-    show_default=True,
-    help="For packs, 10 GB in all.",
-)
+@run_options("packs, 10 GB in all")
 @click.option("--pack", "packs", multiple=True, type=click.Choice(list(SYNTHETIC)), help="Which.  [default: all]")
 @click.option(
     "--share",
@@ -128,9 +121,7 @@ def table(limits: Sequence[Limit]) -> str:
 @click.option("--prompt-tokens", default=1, show_default=True, type=click.IntRange(1))
 @click.option("--decode-tokens", default=32, show_default=True, type=click.IntRange(1))
 @click.option("--seconds", default=0.25, show_default=True, help="Of each of doctor's measurements.")
-@click.option("--threads", default=num_cpus, show_default="all", type=click.IntRange(1))
-@click.option("--seed", default=0, show_default=True, help="Of the tokens.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write every figure there.")
+@threads_option
 def main(
     folder: Path,
     packs: tuple[str, ...],

@@ -17,12 +17,11 @@ from pathlib import Path
 from statistics import median
 
 import click
-from bench_packs import DEMO, SYNTHETIC, budget_with, make_pack
+from bench_packs import DEMO, SYNTHETIC, budget_with, make_pack, run_options, threads_option
 from confined_run import SPARE_BYTES, ConfinedRun, Task, run_ours
 from memory_cgroup import NoCgroupError
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import num_cpus
 from moe_pack.runtime.policies import PRESETS
 
 _WITHOUT = "no prefetch"
@@ -109,13 +108,7 @@ def table(found: Sequence[Overlap]) -> str:
 
 
 @click.command(help=__doc__)
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    default="build/bench-packs",
-    show_default=True,
-    help="For packs, 10 GB in all.",
-)
+@run_options("packs, 10 GB in all")
 @click.option("--pack", "packs", multiple=True, type=click.Choice([*SYNTHETIC, DEMO]), help="Which.  [default: all]")
 @click.option(
     "--policy", "policies", multiple=True, type=click.Choice(["auto", *PRESETS]), default=("auto",), show_default=True
@@ -129,10 +122,8 @@ def table(found: Sequence[Overlap]) -> str:
 )
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
 @click.option("--decode-tokens", default=48, show_default=True, type=click.IntRange(1))
-@click.option("--threads", default=num_cpus, show_default="all", type=click.IntRange(1))
-@click.option("--seed", default=0, show_default=True, help="Of the tokens.")
+@threads_option
 @click.option("--most-slower", default=0.02, show_default=True, help="What reading ahead may cost.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write every figure there.")
 def main(
     folder: Path,
     packs: tuple[str, ...],

@@ -24,8 +24,7 @@ def header() -> str:
     """Of the table, in Markdown."""
     return (
         "| model | 16 bit | GiB | loss: KL | perplexity | pack | bits | sparsity | selector | dense | experts held | "
-        "read a token | tokens/s |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: | "
-        "---: |"
+        "read a token | tokens/s |\n| --- |" + 7 * " ---: |" + " --- |" + 4 * " ---: |"
     )
 
 
@@ -66,9 +65,7 @@ def line(name: str, gibibytes: int) -> str:
 
 @click.command(help=__doc__)
 @click.option("--model", "names", multiple=True, type=click.Choice(published_names()), help="Which.  [default: all]")
-@click.option(
-    "--size", "sizes", multiple=True, type=click.IntRange(1), default=_SIZES, help="GiB."
-)
+@click.option("--size", "sizes", multiple=True, type=click.IntRange(1), default=_SIZES, help="GiB.")
 def main(names: Sequence[str], sizes: Sequence[int]) -> None:
     """Prints the table as it is made."""
     click.echo(header())

@@ -24,19 +24,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from moe_pack.calib import ProfileOptions, ThresholdRule, attach, make_profile, measure_thresholds, read_tokens
-from moe_pack.formats import Checkpoint, Pack, RunError
-from moe_pack.runtime import (
-    Engine,
-    EngineOptions,
-    FolderFiles,
-    PolicyName,
-    Text,
-    divide_budget,
-    expert_pages,
-    routing_bytes,
-)
-from moe_pack.runtime.budget import page_sizes
-from moe_pack.runtime.streaming import NO_TRUST, StreamingWeights, Trust
+from moe_pack.calib.price_of_substitution import budget_with_room, fed_singly
+from moe_pack.formats import Checkpoint, Pack
+from moe_pack.runtime import Engine, EngineOptions, FolderFiles, PolicyName, StreamingWeights, Text, Trust
+from moe_pack.runtime.streaming import NO_TRUST
 
 _TESTS = Path(__file__).parents[1] / "tests"
 _WIDTH, _WINDOW_TOKENS, _SAMPLE_TOKENS = 4, 512, 8192
@@ -94,27 +85,9 @@ class Reference:
 
 def teacher_forced(engine: Engine, ids: list[int]) -> Tensor:
     """The log-probabilities after each token, each fed alone, in windows: float64 [T, vocabulary]."""
-    found = []
-    for place, token in enumerate(ids):
-        if place % _WINDOW_TOKENS == 0:
-            engine.decoder.reset()
-        found.append(engine.decoder.next_logits([token]))
+    windows = (ids[start : start + _WINDOW_TOKENS] for start in range(0, len(ids), _WINDOW_TOKENS))
+    found = [logits for window in windows for logits in fed_singly(engine, window)]
     return torch.log_softmax(torch.stack(found).double(), dim=1)
-
-
-def budget_with_room(pack: Pack, share: float) -> int:
-    """The least budget with room for this share of the pack's experts, each as large as the largest."""
-    page_bytes, head_bytes = page_sizes(pack.layout)
-    wanted = int(expert_pages(pack.layout, page_bytes).max()) * round(share * pack.index.size.size)
-    least = pack.layout.dense_file.num_bytes + wanted * (page_bytes + head_bytes)
-    # From there in pages: with room for more, longer forward passes take of it.
-    while True:
-        try:
-            if divide_budget(pack.layout, least, _WINDOW_TOKENS, routing_bytes(pack.folder)).num_pages == wanted:
-                return least
-        except RunError:
-            pass  # less than the rest of the model needs
-        least += page_bytes + head_bytes
 
 
 def read_reference(pack: Pack, ids: list[int]) -> Reference:
@@ -126,7 +99,10 @@ def read_reference(pack: Pack, ids: list[int]) -> Reference:
 def price(pack: Pack, reference: Reference, case: Case, sparsity: float) -> Price:
     """Runs a pack over the text as the case has it."""
     options = EngineOptions(
-        budget_bytes=budget_with_room(pack, case.room), policy=case.policy, cutover=case.cutover, trust=case.trust
+        budget_bytes=budget_with_room(pack, case.room, _WINDOW_TOKENS),
+        policy=case.policy,
+        cutover=case.cutover,
+        trust=case.trust,
     )
     with Engine(pack, options, _WINDOW_TOKENS) as engine:
         found = teacher_forced(engine, reference.ids)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 import numpy as np
-from bench_packs import DEMO, budget_with, make_pack
+from bench_packs import DEMO, budget_with, make_pack, run_options
 
 from moe_pack.formats import Pack
 from moe_pack.runtime import Sampler, Text, generate
@@ -70,19 +70,11 @@ def growth(slices: list[Slice]) -> int:
 
 
 @click.command(help=__doc__)
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    default="build/bench-packs",
-    show_default=True,
-    help="For the demo model's pack.",
-)
+@run_options("the demo model's pack")
 @click.option("--tokens", default=20000, show_default=True, type=click.IntRange(_NUM_SLICES), help="To make.")
 @click.option("--policy", type=click.Choice(list(PRESETS)), default="corm", show_default=True)
 @click.option("--experts", default=1, show_default=True, type=click.IntRange(1), help="That the budget has room for.")
-@click.option("--seed", default=0, show_default=True, help="Of prompts and tokens.")
 @click.option("--most-growth", default=4.0, show_default=True, help="MiB.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write every figure there.")
 def main(
     folder: Path,
     tokens: int,

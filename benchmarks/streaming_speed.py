@@ -20,11 +20,9 @@ from pathlib import Path
 from statistics import median
 
 import click
-from bench_packs import SYNTHETIC, make_gguf, make_pack
+from bench_packs import SYNTHETIC, make_gguf, make_pack, run_options, threads_option
 from confined_run import SPARE_BYTES, ConfinedRun, Task, run_llama, run_ours
 from memory_cgroup import NoCgroupError
-
-from moe_pack.runtime import num_cpus
 
 OURS, MAPPED, LLAMA = "moe-run", "moe-run, mapped", "llama.cpp"
 
@@ -130,13 +128,7 @@ def write_json(path: Path, cases: Sequence[Case], options: Options) -> None:
 
 
 @click.command(help=__doc__)
-@click.option(
-    "--folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    default="build/bench-packs",
-    show_default=True,
-    help="For packs and GGUFs, 20 GB in all.",
-)
+@run_options("packs and GGUFs, 20 GB in all")
 @click.option(
     "--llama-python",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -158,9 +150,7 @@ def write_json(path: Path, cases: Sequence[Case], options: Options) -> None:
 @click.option(
     "--decode-limit", default=60.0, show_default=True, type=click.FloatRange(0), help="Seconds, of llama.cpp."
 )
-@click.option("--threads", default=num_cpus, show_default="all", type=click.IntRange(1))
-@click.option("--seed", default=0, show_default=True, help="Of the tokens.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write every figure there.")
+@threads_option
 def main(
     folder: Path,
     llama_python: Path | None,

@@ -19,12 +19,16 @@ from moe_pack.calib.expert_error import ABSMAX_FORMATS
 from moe_pack.calib.expert_pass import HOT_SPARSITIES, KINDS
 from moe_pack.calib.heat import hottest_first
 from moe_pack.calib.losses import Losses, losses_of
+from moe_pack.calib.price_of_sparsity import SparsityPrice
+from moe_pack.calib.price_of_substitution import Substitution, SubstitutionPrice
+from moe_pack.calib.prices import NUM_CALIBRATION_TOKENS, Prices, measure_prices
 from moe_pack.calib.profile import Profile, Sensitivity
 from moe_pack.calib.profiler import ProfileOptions, make_profile
 from moe_pack.calib.quantize import RowQuantizer, UnholdableError, check_finite
 from moe_pack.calib.realized import RealizedSparsity
 from moe_pack.calib.reference import REFERENCE_FILE, Reference, ReferenceFacts, make_reference, read_reference
 from moe_pack.calib.report import report_html
+from moe_pack.calib.report_prices import MeasuredPack, measured_pack
 from moe_pack.calib.tasks import TaskScore, TaskTokens, read_tasks, task_score
 from moe_pack.calib.text import Tokens, num_held_out, read_tokens, unseen_tokens
 from moe_pack.calib.thresholds import (
@@ -38,13 +42,16 @@ __all__ = [
     "ABSMAX_FORMATS",
     "HOT_SPARSITIES",
     "KINDS",
+    "NUM_CALIBRATION_TOKENS",
     "QUALITY_FILE",
     "REFERENCE_FILE",
     "BlockLosses",
     "Cost",
     "Estimate",
     "Losses",
+    "MeasuredPack",
     "MeasuredThresholds",
+    "Prices",
     "Profile",
     "ProfileOptions",
     "Quality",
@@ -55,6 +62,9 @@ __all__ = [
     "Sensitivity",
     "SourceLosses",
     "SourceQuality",
+    "SparsityPrice",
+    "Substitution",
+    "SubstitutionPrice",
     "TaskScore",
     "TaskTokens",
     "ThresholdRule",
@@ -72,7 +82,9 @@ __all__ = [
     "losses_of",
     "make_profile",
     "make_reference",
+    "measure_prices",
     "measure_thresholds",
+    "measured_pack",
     "most_routing_bytes",
     "num_held_out",
     "quality_of",

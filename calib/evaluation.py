@@ -23,6 +23,7 @@ from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.layer_pass import check_length
 from moe_pack.calib.model_pass import ModelPass
 from moe_pack.calib.outcomes import distances, kept_outcomes, num_kept, whole_divergence
+from moe_pack.calib.prices import Prices
 from moe_pack.calib.provenance import packed_source_digest, source_digest
 from moe_pack.calib.reference import Reference, check_reference, next_log_probs, noise_floor, seeded
 from moe_pack.calib.store import ProfileStore
@@ -65,6 +66,7 @@ class Quality:
     """The sidecar `quality.json`: what was measured of a pack on a text; half-widths are of 95% intervals.
 
     `num_tokens`: that were predicted.   `sparsity`: share of neurons that did not run; None if no token reached any.
+    `prices`: of more sparsity and of substitution, where they were asked for; `evaluate` does not measure them.
     """
 
     text: str
@@ -76,6 +78,7 @@ class Quality:
     sparsity: float | None
     perplexity: Estimate
     against: SourceQuality | None
+    prices: Prices | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from moe_pack.calib import report_readings as readings
 from moe_pack.calib.arrays import Array
 from moe_pack.calib.losses import losses_of
 from moe_pack.calib.profile import Profile
-from moe_pack.calib.report_prices import PriceCurves, price_curves, prices_reading
+from moe_pack.calib.report_prices import MeasuredPack, PriceCurves, price_curves, prices_reading
 
 _PLACE = "@REPORT@"  # of the data, in the template
 
@@ -53,7 +53,7 @@ class Report:
     popularity: figures.Popularity
     sparsity: figures.Sparsity
     sensitivity: figures.Sensitivity | None
-    prices: PriceCurves | None
+    prices: PriceCurves
     prediction: figures.Prediction
     paths: figures.Paths
     coverage: figures.Coverage
@@ -61,12 +61,12 @@ class Report:
     missing: Missing
 
 
-def report_html(profile: Profile) -> str:
-    """The page of a profile.
+def report_html(profile: Profile, measured: MeasuredPack | None = None) -> str:
+    """The page of a profile, with what was measured of a pack of the same checkpoint.
 
     Raises:  PackError if the profile is damaged.
     """
-    return fill(make_report(profile))
+    return fill(make_report(profile, measured))
 
 
 def fill(report: Report) -> str:
@@ -77,7 +77,7 @@ def fill(report: Report) -> str:
     return before + held + after
 
 
-def make_report(profile: Profile) -> Report:
+def make_report(profile: Profile, measured: MeasuredPack | None = None) -> Report:
     """Everything the page shows.
 
     Raises:  PackError if the profile is damaged.
@@ -92,7 +92,7 @@ def make_report(profile: Profile) -> Report:
         popularity=figures.popularity(profile, counted),
         sparsity=figures.sparsity(counted, levels),
         sensitivity=figures.sensitivity(profile, *kls) if kls else None,
-        prices=price_curves(profile.spec, losses) if losses else None,
+        prices=price_curves(profile.spec, losses, measured),
         prediction=figures.prediction(profile, counted),
         paths=figures.paths(profile, counted),
         coverage=figures.coverage(profile, counted),

@@ -1,48 +1,117 @@
-"""What each lossy choice costs, as the report's curves: nats that a profile foretells.
+"""What each lossy choice costs, as the report's curves: nats that a profile foretells, and those measured of a pack.
 
-They are the losses that plans are made from (`losses`), all experts alike: so a curve is a sum over all of them.
+Foretold are the losses that plans are made from (`losses`), all experts alike: so a curve is a sum over all of them.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
+from moe_pack.calib.evaluation import QUALITY_FILE, Quality
 from moe_pack.calib.losses import Losses
+from moe_pack.calib.profile import Profile
+from moe_pack.calib.provenance import packed_source_digest
 from moe_pack.calib.report_readings import nats
-from moe_pack.formats import BF16, ROW_GROUP, ExpertFormat, ModelSpec, PartFormat, Selector, dense_roles, expert_layout
+from moe_pack.formats import (
+    BF16,
+    ROW_GROUP,
+    ExpertFormat,
+    ModelSpec,
+    Pack,
+    PartFormat,
+    PlanError,
+    Selector,
+    dense_roles,
+    expert_layout,
+    read_sidecar,
+)
 
 _SELECTOR: Selector = "up"  # whose rows bytes are counted of; others differ by padding alone
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredPack:
+    """What was measured of a pack. `bits_per_weight`: of its experts, all bytes counted."""
+
+    name: str
+    selector: Selector
+    bits_per_weight: float
+    quality: Quality
+
+
+@dataclass(frozen=True, slots=True)
 class Point:
-    """`x`: bits a weight, or a share of neurons.   `kl`: nats.   `note`: what `x` does not say."""
+    """`x`: bits a weight, or a share.   `kl`, `half_width`: nats; of its 95% interval, None where none is known.
+
+    `note`: what `x` does not say.
+    """
 
     x: float
     kl: float
     note: str
+    half_width: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Points by rising `x`."""
+    """Points by rising `x`. `is_measured`: of a pack; else foretold."""
 
     name: str
     points: tuple[Point, ...]
+    is_measured: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PriceCurves:
-    """By bits stored of an expert's weight, by share of neurons left out, by width of dense matrices."""
+    """By bits stored of an expert's weight, by share of neurons left out, by width of dense matrices, by alpha."""
 
     widths: tuple[Curve, ...]
     sparsity: tuple[Curve, ...]
     dense: tuple[Curve, ...]
+    substitution: tuple[Curve, ...]
 
 
-def price_curves(spec: ModelSpec, losses: Losses) -> PriceCurves:
-    """What is foretold of all experts, and all dense matrices, stored alike."""
-    return PriceCurves(_widths(spec, losses), _sparsity(losses), _dense(spec, losses))
+def measured_pack(pack: Pack, profile: Profile, bits_per_weight: float) -> MeasuredPack:
+    """What was measured of a pack of the profile's checkpoint.
+
+    Raises:  PlanError if it is of another one, or nothing was measured; PackError if its files are damaged.
+    """
+    if (profile.spec, profile.facts.source) != (pack.spec, packed_source_digest(pack)):
+        raise PlanError(f"--pack {pack.folder}: is of another model than the profile {profile.folder}")
+    quality = read_sidecar(pack.folder, QUALITY_FILE, Quality, pack.manifest.root)
+    if quality is None:
+        raise PlanError(
+            f"--pack {pack.folder}: has no {QUALITY_FILE} for what it holds now; "
+            f"measure it: moe-pack eval {pack.folder} --against MODEL --prices"
+        )
+    return MeasuredPack(pack.folder.name, pack.manifest.selector, bits_per_weight, quality)
+
+
+def price_curves(spec: ModelSpec, losses: Losses | None, measured: MeasuredPack | None = None) -> PriceCurves:
+    """What is foretold of all experts, and all dense matrices, stored alike; and what was measured."""
+    found = PriceCurves((), (), (), ())
+    if losses is not None:
+        found = PriceCurves(_widths(spec, losses), _sparsity(losses), _dense(spec, losses), ())
+    return found if measured is None else _with_measured(found, measured)
+
+
+def _with_measured(found: PriceCurves, measured: MeasuredPack) -> PriceCurves:
+    quality, name = measured.quality, f"{measured.name}, measured"
+    widths = sparsity = substitution = tuple[Curve, ...]()
+    if quality.against is not None:
+        note = f"{quality.sparsity or 0:.1%} of neurons did not run; dense matrices as stored"
+        kl = quality.against.kl
+        widths = (Curve(name, (Point(measured.bits_per_weight, kl.value, note, kl.half_width),), is_measured=True),)
+    if quality.prices is not None:
+        own = quality.prices.substitution
+        left_out = tuple(Point(p.sparsity, p.kl.value, "", p.kl.half_width) for p in quality.prices.sparsity)
+        sparsity = (Curve(f"{name}, select by {measured.selector}", left_out, is_measured=True),)
+        replaced = tuple(
+            Point(p.alpha, p.kl.value, f"{p.replaced:.1%} replaced, {p.fetched:.1%} fetched", p.kl.half_width)
+            for p in own.prices
+        )
+        substitution = (Curve(f"{name}, room for {own.room:.0%} of experts", replaced, is_measured=True),)
+    return PriceCurves(found.widths + widths, found.sparsity + sparsity, found.dense, substitution)
 
 
 def prices_reading(spec: ModelSpec, losses: Losses) -> str:

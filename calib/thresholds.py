@@ -7,6 +7,7 @@ it. The last fifth of the text is not looked at for thresholds: it tells what sp
 import shutil
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -106,18 +107,48 @@ def measure_thresholds(
     known = read_sidecar(pack.folder, SIDECAR, MeasuredThresholds, pack.manifest.root)
     if known is not None and (known.rule, known.text_sha256) == (rule, tokens.sha256):
         return known
+    folder = pack.folder / _WORK_FOLDER
+    found, measured = _measured(pack, tokens, rule, watcher, folder, device, kernels)
+    root = rewrite_thresholds(pack.folder, found)
+    write_sidecar(pack.folder, SIDECAR, measured, root)
+    shutil.rmtree(folder)
+    return measured
+
+
+def find_thresholds(
+    pack: Pack,
+    tokens: Tokens,
+    rule: ThresholdRule,
+    watcher: Watcher,
+    folder: Path,
+    device: torch.device | None = None,
+    kernels: Kernels | None = None,
+) -> NDArray[np.float32]:
+    """The thresholds [L, E] that `measure_thresholds` would give a pack, which keeps its own. Resumable by layer.
+
+    Args:    folder: to work in; the caller removes it.
+    """
+    return _measured(pack, tokens, rule, watcher, folder, device, kernels)[0]
+
+
+def _measured(
+    pack: Pack,
+    tokens: Tokens,
+    rule: ThresholdRule,
+    watcher: Watcher,
+    folder: Path,
+    device: torch.device | None,
+    kernels: Kernels | None,
+) -> tuple[NDArray[np.float32], MeasuredThresholds]:
+    """Thresholds [L, E], and what they give."""
     facts = {"conversion": pack.manifest.conversion, "rule": dump(rule), "text": tokens.sha256}
-    store = ProfileStore(pack.folder / _WORK_FOLDER, sha256(canonical(facts)).hexdigest(), starts_anew=True)
+    store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), starts_anew=True)
     try:
         run = _Run(pack, tokens, rule, store, watcher, device or torch.device("cpu"), kernels)
         found = run.measure()
     finally:
         store.close()
-    root = rewrite_thresholds(pack.folder, np.stack([layer["thresholds"] for layer in found]))
-    measured = run.summary(found)
-    write_sidecar(pack.folder, SIDECAR, measured, root)
-    shutil.rmtree(store.folder)
-    return measured
+    return np.stack([layer["thresholds"] for layer in found]), run.summary(found)
 
 
 def realized_sparsity(

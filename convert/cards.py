@@ -71,9 +71,11 @@ def find_card(name: str) -> Card:
 
 
 def known_card(name: str) -> Card | None:
-    """The card of this name, however it is spelled; None where there is none."""
-    wanted = _plain(name)
-    return next((c for c in CARDS.values() if _plain(c.name) in (wanted, wanted.removeprefix("geforce"))), None)
+    """The card of this name, however it is spelled, or the only one with this in its name; None if there is none."""
+    wanted = _plain(name).removeprefix("geforce")
+    exact = [card for card in CARDS.values() if _plain(card.name) == wanted]
+    like = [card for card in CARDS.values() if wanted and wanted in _plain(card.name)]
+    return exact[0] if exact else like[0] if len(like) == 1 else None
 
 
 def machine_of_card(

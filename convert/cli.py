@@ -14,7 +14,7 @@ from moe_pack.convert.check_cli import check_command
 from moe_pack.convert.compare import LogitsError, MatrixError, compare_logits, compare_weights, same_tensors
 from moe_pack.convert.convert_cli import convert_command
 from moe_pack.convert.doctor_cli import doctor_command
-from moe_pack.convert.eval_cli import eval_command, quality_summary
+from moe_pack.convert.eval_cli import eval_command, prices_summary, quality_summary
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight, describe, format_runs
 from moe_pack.convert.pack_cli import byte_bar
@@ -91,6 +91,8 @@ def inspect_command(pack: Path, as_json: bool) -> None:
         quality = read_sidecar(pack, QUALITY_FILE, Quality, held.manifest.root)
         if quality is not None:
             click.echo(f"measured: {quality_summary(quality)}")
+            if quality.prices is not None:
+                click.echo(f"prices: {prices_summary(quality.prices)}")
 
 
 def _print_model(pack: Pack) -> None:

@@ -3,16 +3,18 @@
 import json
 import shutil
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 import torch
 
 from moe_pack.calib import (
+    NUM_CALIBRATION_TOKENS,
     QUALITY_FILE,
     REFERENCE_FILE,
     Estimate,
+    Prices,
     Quality,
     Reference,
     SourceQuality,
@@ -22,6 +24,7 @@ from moe_pack.calib import (
     check_source,
     evaluate,
     make_reference,
+    measure_prices,
     read_reference,
     read_tasks,
     read_tokens,
@@ -51,6 +54,7 @@ class EvalOptions:
     keep_reference: Path | None = None
     exact: bool = False
     device: str = "cpu"
+    prices: bool = False
 
     @property
     def reference_file(self) -> Path | None:
@@ -70,6 +74,8 @@ class EvalOptions:
         for name, given in (("--exact", self.exact), ("--keep-reference", self.keep_reference is not None)):
             if given and (self.against is None or self.reference_file is not None):
                 return f"{name}: runs the source; give the checkpoint with --against"
+        if self.prices and self.against is None:
+            return "--prices: are kept beside what the pack lost; say against what with --against"
         if self.exact and self.keep_reference is not None:
             return "--exact: compares with the source itself and makes no reference; leave out --keep-reference"
         return None
@@ -109,6 +115,12 @@ class EvalOptions:
     help="Multiple choice, too: a JSON object a line with prompt, choices and answer, which counts choices from 0.",
 )
 @click.option("--exact", is_flag=True, help="KL over the whole vocabulary: the source runs beside the pack.")
+@click.option(
+    "--prices",
+    "prices",
+    is_flag=True,
+    help="Measure, too, what more sparsity and moe-run --substitute would cost this pack.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to compute."
@@ -123,6 +135,7 @@ def eval_command(
     keep_reference: Path | None,
     tasks: Path | None,
     exact: bool,
+    prices: bool,
     as_json: bool,
     device: str,
 ) -> None:
@@ -132,7 +145,7 @@ def eval_command(
     a 95% confidence interval; kept in quality.json beside the pack. Layer by layer in bounded memory; stopped or
     killed, it goes on where it was.
     """
-    options = EvalOptions(against, data, field, num_tokens, keep_reference, exact, device)
+    options = EvalOptions(against, data, field, num_tokens, keep_reference, exact, device, prices)
     if fault := options.fault():
         raise click.UsageError(fault)
     with Pack(pack) as held:
@@ -160,8 +173,13 @@ def measure(pack: Pack, options: EvalOptions) -> Quality:
         kernels = opened.enter_context(kernels_for(where))
         against, tokens = _compared(pack, options, bars, where, opened)
         found = evaluate(pack, tokens, bars, against, where, kernels)
-    if found.against is not None:
-        write_sidecar(pack.folder, QUALITY_FILE, found, pack.manifest.root)
+        if found.against is not None:
+            write_sidecar(pack.folder, QUALITY_FILE, found, pack.manifest.root)
+        if options.prices:
+            length = tokens.sequences.shape[1]
+            calibration = read_tokens(None, None, Text(pack), NUM_CALIBRATION_TOKENS, length)
+            found = replace(found, prices=measure_prices(pack, tokens, calibration, bars, where, kernels))
+            write_sidecar(pack.folder, QUALITY_FILE, found, pack.manifest.root)
     shutil.rmtree(pack.folder / _WORK_FOLDER, ignore_errors=True)  # the reference, where it is not kept
     return found
 
@@ -225,6 +243,8 @@ def quality_lines(found: Quality) -> list[str]:
     ]
     if found.against is not None:
         rows += _against_rows(found.against)
+    if found.prices is not None:
+        rows += _price_rows(found.prices)
     return [f"{name:12} {value}".rstrip() for name, value in rows]
 
 
@@ -260,6 +280,33 @@ def _against_rows(beside: SourceQuality) -> list[tuple[str, str]]:
     if not beside.is_exact and max(beside.source_tail, beside.pack_tail) > _MUCH_TAIL:
         rows.append(("", "that is much; --exact runs the source again and compares all of the vocabulary"))
     return rows
+
+
+def _price_rows(found: Prices) -> list[tuple[str, str]]:
+    own, fetched = found.substitution, f"{found.substitution.fetched:.1%} of experts fetched"
+    return [
+        ("prices", f"on {found.num_tokens:,} tokens, against the same pack: of sparsity with all neurons running"),
+        *(
+            (f"  {held.sparsity:.0%} sparse", f"{nats(held.kl)}, perplexity {percent(held.perplexity_increase)}")
+            for held in found.sparsity
+        ),
+        ("substitute", f"room for {own.room:.0%} of experts, policy {own.policy}; without, {fetched}"),
+        *(
+            (
+                f"  {held.alpha:g}",
+                f"{nats(held.kl)}, perplexity {percent(held.perplexity_increase)}; {held.replaced:.1%} replaced, "
+                f"{held.fetched:.1%} fetched",
+            )
+            for held in own.prices
+        ),
+    ]
+
+
+def prices_summary(found: Prices) -> str:
+    """What more losses would cost, in a few words."""
+    sparsity = ", ".join(f"{held.sparsity:.0%} {held.kl.value:.2g}" for held in found.sparsity)
+    replaced = ", ".join(f"{held.alpha:g} {held.kl.value:.2g}" for held in found.substitution.prices)
+    return f"KL by sparsity {sparsity}; by --substitute {replaced} nats"
 
 
 def nats(estimate: Estimate) -> str:

@@ -29,7 +29,7 @@ from moe_pack.convert.planned import Model
 from moe_pack.convert.planner import Planner
 from moe_pack.convert.presets import preset_decision
 from moe_pack.convert.profile_cli import NUM_TOKENS, SEQUENCE_LENGTH, Bars, say_text
-from moe_pack.convert.target import Limit, Target, defaults_text, planner_for
+from moe_pack.convert.target import Limit, Target, check_room, defaults_text, planner_for
 from moe_pack.convert.target_cli import known_facts
 from moe_pack.formats import Checkpoint, PackLayout, canonical, dense_roles, dump
 from moe_pack.formats.cli import size_text
@@ -73,6 +73,7 @@ def make_for_target(checkpoint: Checkpoint, options: MakeOptions) -> None:
 
     Raises:  what profiling, planning and `Maker.make` raise.
     """
+    check_room(options.target, checkpoint.spec, dense_dtypes(checkpoint))
     text = Text(FolderFiles(checkpoint.folder))
     length = min(SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
     tokens = _eval_tokens(text, options, length)
@@ -169,5 +170,11 @@ def made_lines(made: Made, options: MakeOptions) -> list[str]:
     lines = [f"{output}: {verdict(made.quality)}"]
     if len(made.attempts) > 1:
         lines.append(f"attempt {made.taken + 1} of {len(made.attempts)}; the limit is {target.limit.text()}, upper end")
-    lines.append(f"run it: moe-run {output} --budget {size_text(target.budget_bytes).replace(' ', '')}")
+    lines.append(f"run it: moe-run {output} --budget {_budget_text(target.budget_bytes)}")
     return lines
+
+
+def _budget_text(num_bytes: int) -> str:
+    """Bytes as an option takes them, to the byte: 11G, 24M, 12345678."""
+    units = ((1 << 30, "G"), (1 << 20, "M"))
+    return next((f"{num_bytes // unit}{name}" for unit, name in units if num_bytes % unit == 0), str(num_bytes))

@@ -31,16 +31,15 @@ def model_text(spec: ModelSpec, name: str) -> str:
     parameters = num_parameters(spec)
     experts = f"{len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
     return (
-        f"{name}: {spec.family}, {experts}, "
-        f"{parameters / 1e9:.2f} B parameters, {size_text(2 * parameters)} in 16 bit"
+        f"{name}: {spec.family}, {experts}, {parameters / 1e9:.2f} B parameters, {size_text(2 * parameters)} in 16 bit"
     )
 
 
 def offer_lines(offers: Sequence[Offer], losses: Losses) -> Iterator[str]:
     """A table, one plan a line; under it why there is none where there is none."""
     yield (
-        f"{'plan':28} {'KL':>8} {'perplexity':>11} {'pack':>10} {'bits':>5} {'sparsity':>8} {'selector':>8} {'hits':>6} "
-        f"{'read a token':>12} {'tokens/s':>9}"
+        f"{'plan':28} {'KL':>8} {'perplexity':>11} {'pack':>10} {'bits':>5} {'sparsity':>8} {'selector':>8} "
+        f"{'hits':>6} {'read a token':>12} {'tokens/s':>9}"
     )
     for offer in offers:
         if offer.planned is None:
@@ -98,7 +97,8 @@ def decision_lines(planned: Planned) -> Iterator[str]:
     yield f"{'layers':>9}  bits  sparsity"
     for group in np.array_split(np.arange(len(experts)), min(_LAYER_GROUPS, len(experts))):
         bits = 8 * sum(e.num_bytes for idx in group for e in experts[idx]) / (weights * len(group))
-        ends = f"{spec.moe_layers[group[0]]}-{spec.moe_layers[group[-1]]}"
+        first, last = spec.moe_layers[group[0]], spec.moe_layers[group[-1]]
+        ends = str(first) if first == last else f"{first}-{last}"
         yield f"{ends:>9} {bits:5.2f} {sparsity[group].mean():9.0%}"
     yield f"dense matrices: {dense_text(planned)}"
 

@@ -166,9 +166,11 @@ class Planner:
         any_loss = tier.least_bytes(
             self._model.layout(uniform_plan(spec, self._selectors[0], smallest, smallest, narrow))
         )
+        # Sizes are rounded for people: where both read alike, all bytes are said.
+        text = size_text if size_text(least) != size_text(tier.budget_bytes) else "{:,} bytes".format
         return (
-            f"--target-vram: {size_text(tier.budget_bytes)}, the least within this loss is {size_text(least)}, and "
-            f"{size_text(any_loss)} whatever it loses; give more memory, a larger --max-loss, or a shorter --context"
+            f"--target-vram: {text(tier.budget_bytes)}, the least within this loss is {text(least)}, and "
+            f"{text(any_loss)} whatever it loses; give more memory, a larger --max-loss, or a shorter --context"
         )
 
 

@@ -79,7 +79,7 @@ def _corm(model: Model, sparsity: float | None) -> Decision:
 
 
 def _fiddler(model: Model, sparsity: float | None) -> Decision:
-    """Fiddler §3: the original's 16 bit; what it plans is where experts lie (`moe-run --policy fiddler`)."""
+    """Fiddler §4.1: the original's 16 bit; what it plans is where experts lie (`moe-run --policy fiddler`)."""
     plan = uniform_plan(model.spec, "none", BF16, BF16)
     return Decision(plan, np.zeros(model.losses.popularity.shape))
 

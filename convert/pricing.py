@@ -57,8 +57,8 @@ def price(
     """
     run, fetch, runs = menu.run, menu.fetch, model.losses.popularity.ravel()
     misses = _FIRST_MISSES * runs if last is None else last.foretold.misses.ravel()
-    room, least = _room_price(tier, last), float((runs * run.max()).sum() + (misses * fetch.max()).sum())
-    dense, held = (max(room, least / tier.budget_bytes) * factor if factor > 1 else room * factor for factor in dearer)
+    room, whole = _room_price(tier, last), float((runs * run.max()).sum() + (misses * fetch.max()).sum())
+    dense, held = (room if factor == 1 else max(room, whole / tier.budget_bytes) * factor for factor in dearer)
     return Prices(
         runs,
         misses,

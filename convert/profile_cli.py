@@ -24,10 +24,12 @@ from moe_pack.calib import (
     attach,
     make_profile,
     measure_thresholds,
+    measured_pack,
     read_tokens,
     report_html,
 )
 from moe_pack.convert.hub import find_checkpoint
+from moe_pack.convert.inspect import bits_per_weight
 from moe_pack.formats import Checkpoint, ConversionError, ModelSpec, Pack, PlanError
 from moe_pack.formats.cli import command_errors, size_text
 from moe_pack.runtime import PREDICTORS, ROUTING_FILE, FolderFiles, Routing, Text, kernels_for
@@ -187,6 +189,12 @@ def profile_command(
 @click.command("report", short_help="Draw a profile as one HTML file.")
 @click.argument("profile", type=click.Path(path_type=Path))
 @click.option(
+    "--pack",
+    type=click.Path(path_type=Path),
+    metavar="PACK",
+    help="Draw what moe-pack eval measured of this pack, too; --prices there for what more losses would cost it.",
+)
+@click.option(
     "--output",
     "-o",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -195,12 +203,17 @@ def profile_command(
     help="The file to write.",
 )
 @command_errors(interrupted="interrupted")
-def report_command(profile: Path, output: Path) -> None:
+def report_command(profile: Path, pack: Path | None, output: Path) -> None:
     """Draw PROFILE as one HTML file that needs no network; open it in a browser.
 
-    Heat maps of popularity, sparsity and sensitivity, recall of the predictors, coverage of paths and of experts.
+    Heat maps of popularity, sparsity and sensitivity, what each lossy choice costs, recall of the predictors, coverage
+    of paths and of experts.
     """
-    text = report_html(Profile(profile))
+    opened, measured = Profile(profile), None
+    if pack is not None:
+        with Pack(pack) as held:
+            measured = measured_pack(held, opened, bits_per_weight(held))
+    text = report_html(opened, measured)
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as fault:

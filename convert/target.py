@@ -18,11 +18,24 @@ from moe_pack.convert.planner import Planner, SearchName
 from moe_pack.convert.presets import PresetName
 from moe_pack.convert.tier import Tier
 from moe_pack.convert.traffic import assumed_traffic, traffic_of
-from moe_pack.formats import SELECTORS, ModelSpec, RunError, Selector, size_text
-from moe_pack.runtime import MachineFacts, total_bytes
+from moe_pack.formats import (
+    BF16,
+    SELECTORS,
+    ModelSpec,
+    RunError,
+    Selector,
+    format_fault,
+    pack_layout,
+    part_format,
+    size_text,
+    uniform_dense,
+    uniform_plan,
+)
+from moe_pack.runtime import MachineFacts, least_budget, total_bytes
 
 USUAL_CONTEXT = 4096
 _RAM_SHARE = 0.75
+_SMALLEST = (part_format(2, 128), part_format(2, 64), BF16)  # the first that a model's rows can hold
 
 Device = Literal["cpu", "cuda"]
 
@@ -207,3 +220,23 @@ def _ram_bytes(target: Target) -> int | None:
         return target.ram_bytes
     total = total_bytes()
     return None if total is None else int(_RAM_SHARE * total)
+
+
+def check_room(target: Target, spec: ModelSpec, dense_dtypes: tuple[str, ...]) -> None:
+    """Refuses a memory in which no pack of this model runs, before anything is measured for one.
+
+    On the CPU only: a card's plans are refused by the planner. What foretells experts is not counted.
+    Raises:  RunError; it says the least that does.
+    """
+    if target.device != "cpu":
+        return
+    fits = [part for part in _SMALLEST if format_fault(part, spec.hidden_size) is None]
+    dense = uniform_dense(spec, part_format(4, 64))
+    plan = replace(uniform_plan(spec, "none", fits[0], fits[0]), dense=dense)
+    context = context_of(target, spec)
+    least = least_budget(pack_layout(spec, plan, dense_dtypes), context, 0)
+    if target.budget_bytes < least:
+        raise RunError(
+            f"--target-vram: {size_text(target.budget_bytes)}, this model runs in no less than {size_text(least)} with "
+            f"a context of {context} tokens, whatever it loses; give more memory, or a shorter --context"
+        )

@@ -42,7 +42,7 @@ from moe_pack.runtime.machine import (
     save_facts,
 )
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, row_blocks
-from moe_pack.runtime.memory import total_bytes
+from moe_pack.runtime.memory import available_bytes, total_bytes
 from moe_pack.runtime.mlp_predictor import MAX_PREVIOUS, Predictor, multi_hot, network_logits
 from moe_pack.runtime.model import Model, load
 from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
@@ -67,7 +67,7 @@ from moe_pack.runtime.routing import (
     write_routing,
 )
 from moe_pack.runtime.sampling import Sampler
-from moe_pack.runtime.streaming import StreamingWeights
+from moe_pack.runtime.streaming import StreamingWeights, Trust
 from moe_pack.runtime.text import Text, TextStream
 from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
 
@@ -135,11 +135,13 @@ __all__ = [
     "StreamingWeights",
     "Text",
     "TextStream",
+    "Trust",
     "Weights",
     "WidthRate",
     "activations",
     "add_attention",
     "auto_preset",
+    "available_bytes",
     "best_of",
     "context_for",
     "divide_budget",

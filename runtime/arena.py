@@ -35,11 +35,6 @@ class PageArena:
         self._free = list(range(num_pages - 1, -1, -1))
         self.peak_pages = 0  # that were taken at once
 
-    @property
-    def num_free(self) -> int:
-        """Pages that nobody has."""
-        return len(self._free)
-
     def take(self, count: int) -> NDArray[np.int32]:
         """The slots of `count` pages, which are the caller's until given back: int32 [count]."""
         assert count <= len(self._free), "the budget is kept by whoever asks"

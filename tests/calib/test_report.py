@@ -1,175 +1,31 @@
 """The report page: its numbers against the profile's, its text harmless, and drawn without an error by a browser."""
 
-import base64
 import dataclasses
-import hashlib
 import html
 import json
 import math
 import re
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from models import TinyMixtral
+from report_pages import EXERCISE, HandMade, browse, held, needs_browser, unpacked
 
-from moe_pack.calib.arrays import Array, write_arrays
-from moe_pack.calib.coverage import coactivation
-from moe_pack.calib.effects import all_copies, copies_of
-from moe_pack.calib.expert_error import quantized_formats
-from moe_pack.calib.paths import learn_paths
-from moe_pack.calib.prediction import LayerPredictors
-from moe_pack.calib.profile import FORMAT, VERSION, Profile, ProfileFacts, TextFacts, facts_bytes, layer_file
+from moe_pack.calib.arrays import Array
+from moe_pack.calib.profile import Profile, facts_bytes, layer_file
 from moe_pack.calib.report import report_html
 from moe_pack.calib.report_figures import THINNED_LEVELS
-from moe_pack.calib.report_readings import nats, percent, ranges
-from moe_pack.calib.rounded import roundable_roles
+from moe_pack.calib.report_readings import percent, ranges
 from moe_pack.calib.statistics import QUANTILE_LEVELS
-from moe_pack.formats import Checkpoint, ContentFile, ModelSpec, PackageVersion, PackError
-from moe_pack.runtime import PREDICTORS, Predictor
-
-Values = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class HandMade:
-    """A profile of random numbers in the shapes of a real one; the last expert of the first layer has no token.
-
-    `one_expert`: all tokens of every layer chose the first k experts.
-    """
-
-    L: int = 3
-    E: int = 6
-    k: int = 2
-    f: int = 48
-    num_sequences: int = 10
-    sequence_length: int = 20
-    num_held_out: int = 2
-    sensitivity: str = "fast"
-    name: str = "a text"
-    one_expert: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_sequences * self.sequence_length
-
-    def spec(self, folder: Path) -> ModelSpec:
-        checkpoint = Checkpoint(TinyMixtral(intermediate_size=self.f).write(folder))
-        checkpoint.close()
-        spec = checkpoint.spec
-        router = dataclasses.replace(spec.router, num_experts=self.E, num_experts_per_tok=self.k)
-        return dataclasses.replace(spec, num_hidden_layers=self.L, moe_layers=tuple(range(self.L)), router=router)
-
-    def routes(self) -> Array:
-        """u16 [T, L, k]; of layer 0 and 2 alike in half of the tokens, so that paths foretell something."""
-        if self.one_expert:
-            return np.tile(np.arange(self.k, dtype=np.uint16), (self.num_tokens, self.L, 1))
-        generator = np.random.default_rng(1)
-        scores = generator.gumbel(size=(self.num_tokens, self.L, self.E)) - 1.5 * np.arange(self.E) / self.E
-        scores[: self.num_tokens // 2, 1:] += (
-            4 * (np.arange(self.E) % 4 == np.arange(self.num_tokens // 2)[:, None] % 4)[:, None]
-        )
-        scores[:, 0, -1] = -np.inf
-        return np.argsort(-scores, axis=2)[:, :, : self.k].astype(np.uint16)
-
-    def write(self, folder: Path) -> Profile:
-        spec = self.spec(folder.with_name(f"{folder.name}-model"))
-        folder.mkdir()
-        files = {layer_file("statistics", l): self.statistics(l) for l in range(self.L)}
-        held_out = self.num_held_out * self.sequence_length
-        learned = self.routes()[: self.num_tokens - held_out]
-        files["paths.safetensors"] = learn_paths(learned, self.E, 1 << 20).arrays()
-        if self.sensitivity != "none":
-            files |= self.errors(spec)
-        if self.num_held_out:
-            files |= {layer_file("predictors", l): self.predictors(l) for l in range(1, self.L)}
-        listed = []
-        for name, arrays in sorted(files.items()):
-            raw = write_arrays(arrays)
-            (folder / name).write_bytes(raw)
-            listed.append(ContentFile(name, len(raw), hashlib.sha256(raw).hexdigest()))
-        text = TextFacts(self.name, "0" * 64, self.num_sequences, self.sequence_length, self.num_held_out)
-        made = (PackageVersion("torch", "2"),)
-        facts = ProfileFacts(FORMAT, VERSION, spec, "0" * 64, text, self.sensitivity, made, tuple(listed), "")  # type: ignore[arg-type]  # a str here
-        (folder / "profile.json").write_bytes(facts_bytes(facts))
-        return Profile(folder)
-
-    def statistics(self, l: int) -> dict[str, Array]:
-        generator, routes = np.random.default_rng(100 + l), self.routes()[:, l]
-        tokens = np.bincount(routes.ravel(), minlength=self.E).astype(np.uint32)
-        late = routes[self.num_tokens - self.num_held_out * self.sequence_length :]
-        cosine = [math.nan, math.nan] if l == 0 else [0.5 + 0.4 * math.sin(l), 0.1]
-        return {
-            "tokens": tokens,
-            "held_out_tokens": np.bincount(late.ravel(), minlength=self.E).astype(np.uint32),
-            "mass": (tokens * generator.uniform(0.3, 0.7, self.E)).astype(np.float32),
-            "routes": routes,
-            "coactivation": coactivation(routes[:, None], self.E)[0],
-            "quantiles": np.sort(np.abs(generator.normal(0, 0.4 + 0.1 * l, (self.E, 3, 103))), axis=2).astype(
-                np.float32
-            ),
-            "hot_thresholds": np.ones((self.E, 3, 4), np.float32),
-            "hot": np.zeros((self.E, 3, 4, self.f), np.uint16),
-            "cosine": np.asarray(cosine, np.float32),
-        }
-
-    def errors(self, spec: ModelSpec) -> dict[str, dict[str, Array]]:
-        files, scale = {}, np.asarray([1, 0.3, 0.08, 0.0004])
-        for l in range(self.L):
-            generator = np.random.default_rng(200 + l)
-            files[layer_file("sensitivity", l)] = {
-                "dense": generator.uniform(0, [1e-5, 1e-3], (len(roundable_roles(spec, l)), 2)).astype(np.float32),
-                "copies": np.ones(len(copies_of(spec, "fast", l)), np.float32),
-                "quantized": (generator.lognormal(0, 1, (self.E, 3, 4)) * scale * 1e-4).astype(np.float32),
-                "sparse": (generator.lognormal(0, 1, (self.E, 3, 4)) * [1, 3, 6, 20] * 1e-5).astype(np.float32),
-                "ratios": np.ones((3, len(quantized_formats(spec.hidden_size))), np.float32),
-            }
-        generator = np.random.default_rng(300)
-        files["effects.safetensors"] = {
-            "quantized": generator.uniform(0.5, 2, (self.L, 3, 4)).astype(np.float32),
-            "sparse": generator.uniform(0.5, 2, (self.L, 3, 4)).astype(np.float32),
-            "dense": generator.uniform(0.5, 2, self.L).astype(np.float32),
-            "embedding": np.asarray([1e-5, 2e-4], np.float32),
-            "head": np.asarray([2e-5, 4e-3], np.float32),
-            "copies": np.ones((len(all_copies(spec, "fast")), 2), np.float32),
-            "nll_per_kl": np.ones(1, np.float32),
-        }
-        return files
-
-    def predictors(self, l: int) -> dict[str, Array]:
-        generator = np.random.default_rng(400 + l)
-        recall = np.sort(generator.uniform(0.2, 0.9, 5))
-        experts = np.stack([recall, recall + 0.08, recall / 2], axis=1).astype(np.float32)
-        neurons = generator.uniform(0.3, 0.95, (3, 4, 2)).astype(np.float32)
-        neurons[2, 3] = np.nan
-        zeros = torch.zeros((self.E, 8), dtype=torch.bfloat16)
-        network = Predictor(zeros, torch.zeros((self.E, 1, self.E), dtype=torch.bfloat16), torch.zeros(self.E))
-        return LayerPredictors(experts, neurons, np.asarray([4], np.uint8), network).arrays()
+from moe_pack.formats import ModelSpec, PackError
+from moe_pack.runtime import PREDICTORS
 
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     """Three layers of six experts; read only."""
     return HandMade().write(tmp_path_factory.mktemp("report") / "profile")
-
-
-def held(page: str) -> Values:
-    """The data in a page."""
-    found = re.search(r'<script type="application/json" id="report">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    values = json.loads(found.group(1))
-    assert isinstance(values, dict)
-    return values
-
-
-def unpacked(packed: Values) -> Array:
-    array: Array = np.frombuffer(base64.b64decode(packed["base64"]), {"f32": "<f4", "u32": "<u4"}[packed["dtype"]])
-    return array.reshape(packed["shape"])
 
 
 def test_the_page_names_what_was_measured(profile: Profile) -> None:
@@ -226,67 +82,6 @@ def test_predicted_divergences_are_errors_times_effects(profile: Profile) -> Non
         dense = [matrix["kl"] for matrix in found["dense"] if matrix["layer"] == l]
         np.testing.assert_allclose(dense, errors["dense"] * effects["dense"][l], rtol=1e-6)
     assert found["head"] == effects["head"].tolist()
-
-
-def test_width_prices_are_sums_of_predicted_losses_over_the_bits_of_stored_rows(profile: Profile) -> None:
-    curves = {curve["name"]: curve["points"] for curve in held(report_html(profile))["prices"]["widths"]}
-    files = HandMade().errors(profile.spec)
-    effects = files["effects.safetensors"]["quantized"].astype(np.float64)
-    assert len(curves) == 7  # groups of 16, 32, 64, with scales of 16 bits or a byte; and the row
-    for place, width in enumerate((2, 3, 4, 8)):
-        point = curves["groups of 64"][place]
-        lost = [np.minimum.accumulate(_predicted(files, effects, l), axis=2)[..., place].sum() for l in range(3)]
-        assert point["note"] == f"{width} bits" and point["kl"] == pytest.approx(sum(lost), rel=1e-5)
-        # Up's row beside a record of gate and down: codes, a scale and a zero of 2 bytes, a CRC of 4, padded to 16.
-        rows = [-(-(n * (8 * width + 4) + 4) // 16) * 16 for n in (1, 2)]
-        assert point["x"] == pytest.approx(8 * sum(rows) / (3 * 64))
-
-
-def _predicted(files: dict[str, dict[str, Array]], effects: Array, l: int) -> Array:
-    errors = files[layer_file("sensitivity", l)]["quantized"]
-    found: Array = errors.astype(np.float64) * effects[l]
-    return found
-
-
-def test_sparsity_prices_rise_and_are_sums_over_experts(profile: Profile) -> None:
-    curves = held(report_html(profile))["prices"]["sparsity"]
-    files = HandMade().errors(profile.spec)
-    effects = files["effects.safetensors"]["sparse"].astype(np.float64)
-    for kind, curve in enumerate(curves):
-        found = [files[layer_file("sensitivity", l)]["sparse"].astype(np.float64) * effects[l] for l in range(3)]
-        lost = np.maximum.accumulate(np.stack(found), axis=3)[:, :, kind].sum(axis=(0, 1))
-        assert [point["x"] for point in curve["points"]] == [0.5, 0.7, 0.8, 0.9]
-        assert [point["kl"] for point in curve["points"]] == pytest.approx(lost.tolist(), rel=1e-5)
-    assert [curve["name"] for curve in curves] == ["select by up", "select by gate", "select by both"]
-
-
-def test_dense_prices_are_those_of_layers_embedding_and_head(profile: Profile) -> None:
-    layers, embed, head = held(report_html(profile))["prices"]["dense"]
-    files = HandMade().errors(profile.spec)
-    effects = files["effects.safetensors"]
-    found = [files[layer_file("sensitivity", l)]["dense"] * effects["dense"][l] for l in range(3)]
-    eight, four = np.maximum.accumulate(np.concatenate(found), axis=1).sum(axis=0)
-    assert [(point["x"], point["kl"]) for point in layers["points"]] == [
-        (4, pytest.approx(four)),
-        (8, pytest.approx(eight)),
-    ]
-    assert [point["kl"] for point in embed["points"]] == pytest.approx([2e-4, 1e-5])
-    assert [point["kl"] for point in head["points"]] == pytest.approx([4e-3, 2e-5])
-
-
-def test_the_reading_of_prices_names_what_costs_least(profile: Profile) -> None:
-    found = held(report_html(profile))
-    # Formats are alike at a width here: the one that takes least is named.
-    bits, kl, name = min(
-        (curve["points"][0]["x"], curve["points"][0]["kl"], curve["name"]) for curve in found["prices"]["widths"]
-    )
-    assert name == "a row as one group"
-    said = f"All experts alike lose least with {nats(kl)} at 2 bits ({name}; {bits:.2f} stored), "
-    assert found["readings"]["prices"].startswith(said)
-    halves = [
-        (curve["points"][0]["kl"], curve["name"].removeprefix("select by ")) for curve in found["prices"]["sparsity"]
-    ]
-    assert f"costs least by {min(halves)[1]} ({nats(min(halves)[0])})" in found["readings"]["prices"]
 
 
 def test_the_page_has_the_predictors_figures_and_null_for_what_is_not_known(profile: Profile) -> None:
@@ -352,7 +147,7 @@ def test_runs_of_layers_are_joined() -> None:
 def test_a_profile_without_sensitivity_says_how_to_measure_it(tmp_path: Path) -> None:
     found = held(report_html(HandMade(sensitivity="none").write(tmp_path / "profile")))
     assert found["sensitivity"] is None and found["readings"]["sensitivity"] == ""
-    assert found["prices"] is None and found["readings"]["prices"] == ""
+    assert not any(found["prices"].values()) and found["readings"]["prices"] == ""
     assert "moe-pack profile MODEL -o NEW_PROFILE --sensitivity fast" in found["missing"]["sensitivity"]
 
 
@@ -442,64 +237,6 @@ def test_a_text_of_no_tokens_is_refused(tmp_path: Path) -> None:
         report_html(Profile(whole.folder))
 
 
-CHROMIUM = shutil.which("chromium")
-# Clicks and moves everything there is, and keeps what tooltips said, by figure and title.
-EXERCISE = """<script>
-const found = {}, tipped = document.getElementById("tip");
-function note(figure) {
-  const [title, ...lines] = [...tipped.children].map(child => child.textContent);
-  (found[figure] ||= {})[title] = lines;
-}
-function sweep(node, across, down) {
-  node.scrollIntoView();
-  const box = node.getBoundingClientRect();
-  for (let i = 0; i < across; i++) for (let j = 0; j < down; j++) {
-    const clientX = box.left + (i + 0.5) * box.width / across, clientY = box.top + (j + 0.5) * box.height / down;
-    const event = new MouseEvent("mousemove", { bubbles: true, clientX, clientY });
-    (document.elementFromPoint(clientX, clientY) || node).dispatchEvent(event);
-    if (!tipped.hidden) note(node.getAttribute("aria-label"));
-  }
-  node.dispatchEvent(new MouseEvent("mouseleave"));
-}
-function slide() {
-  for (const slider of document.querySelectorAll("input[type=range]")) for (const value of [0, 1, 500, 999, 1000]) {
-    slider.value = value;
-    slider.dispatchEvent(new Event("input"));
-  }
-}
-for (const node of document.querySelectorAll("canvas, .chart svg")) sweep(node, 60, 12);
-const radios = [...document.querySelectorAll("input[type=radio]")];
-for (const input of radios) { input.click(); slide(); }
-for (const list of document.querySelectorAll("select")) for (let i = 0; i < list.options.length; i++) {
-  list.selectedIndex = i;
-  list.dispatchEvent(new Event("change"));
-}
-for (const input of radios.reverse()) input.click();
-for (const node of document.querySelectorAll("details")) { node.open = true; node.dispatchEvent(new Event("toggle")); }
-redraw();
-const pre = document.createElement("pre");
-pre.id = "found";
-pre.textContent = JSON.stringify(found);
-document.body.append(pre);
-document.body.dataset.exercised = "yes";
-</script></body>"""
-
-
-def browse(page: str, folder: Path) -> tuple[str, list[str]]:
-    """The document after a browser ran the page, and what its console said."""
-    assert CHROMIUM is not None
-    path = folder / "page.html"
-    path.write_text(page, "utf-8")
-    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", *quiet, "--enable-logging=stderr", "--v=0"]
-    where = [f"--user-data-dir={folder / 'browser'}", "--window-size=1200,900", "--dump-dom", path.as_uri()]
-    done = subprocess.run([*command, *where], capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="the page is drawn by chromium, which is not installed")
-
-
 @needs_browser
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -538,12 +275,12 @@ def test_tooltips_say_what_the_profile_says(tmp_path: Path) -> None:
         found["Heat map of the share of neurons that would not run"],
     )
     prices = {curve["name"]: curve["points"] for curve in held(report_html(whole))["prices"]["sparsity"]}
-    for name, lines in found["Foretold KL divergence by sparsity"].items():
+    for name, lines in found["KL divergence by sparsity"].items():
         said = re.fullmatch(r"(\d+)% do not run: (\S+) nats", lines[0])
         assert said is not None, lines
         point = next(point for point in prices[name] if f"{100 * point['x']:.0f}" == said.group(1))
         assert float(said.group(2)) == pytest.approx(point["kl"], rel=1e-4)  # five digits are shown
-    assert len(found["Foretold KL divergence by sparsity"]) == 3
+    assert len(found["KL divergence by sparsity"]) == 3
     costs, effects = found["Heat map of predicted KL divergence by layer and expert"], whole.effects()
     for l in range(3):
         layer, errors = made.statistics(l), whole.errors(l)

@@ -23,6 +23,7 @@ from moe_pack.calib.expert_error import (
     WIDTHS,
     Change,
     Rounding,
+    compared_formats,
     quantized_formats,
 )
 from moe_pack.calib.expert_pass import KINDS
@@ -379,7 +380,7 @@ def test_expert_errors_are_those_of_whole_experts_with_a_matrix_replaced(
 
 
 @MIXTRAL_LEVELS
-def test_ratios_are_of_hqqs_errors_to_those_measured_on_the_most_popular_expert(
+def test_ratios_are_of_each_formats_errors_to_those_measured_on_the_most_popular_expert(
     level: Level, passes: Passes, references: References
 ) -> None:
     ran = passes["mixtral", level]
@@ -389,10 +390,10 @@ def test_ratios_are_of_hqqs_errors_to_those_measured_on_the_most_popular_expert(
         popular = int((held.weights > 0).sum(0).argmax())
         for change in QUANTIZED:
             rough = float(held.quantized(popular, change, base).square().mean())
-            for idx, part in enumerate(quantized_formats(ran.spec.hidden_size)):
+            for idx, (quantizer, part) in enumerate(compared_formats(ran.spec.hidden_size)):
                 if part.width != change.width:
                     continue
-                found = float(held.quantized(popular, change, "hqq", part).square().mean())
+                found = float(held.quantized(popular, change, quantizer, part).square().mean())
                 # At 8 bits the two squares are of differences in the fourth digit of float32 sums.
                 tolerance = 0.02 if part.width == 8 else 2e-3
                 assert errors.ratios[change.matrix_idx, idx] == pytest.approx(found / rough, rel=tolerance)

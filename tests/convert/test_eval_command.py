@@ -9,8 +9,20 @@ import pytest
 from click.testing import CliRunner, Result
 from models import BOOK, DEMO_MODEL, TinyMixtral, pack
 
-from moe_pack.calib import REFERENCE_FILE, read_reference, read_tokens, unseen_tokens
+from moe_pack.calib import (
+    REFERENCE_FILE,
+    Estimate,
+    Prices,
+    Quality,
+    SparsityPrice,
+    Substitution,
+    SubstitutionPrice,
+    read_reference,
+    read_tokens,
+    unseen_tokens,
+)
 from moe_pack.convert.cli import main
+from moe_pack.convert.eval_cli import quality_lines
 from moe_pack.runtime import FolderFiles, Text
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096)
@@ -133,6 +145,7 @@ def test_the_text_is_the_samples_end_which_profiles_do_not_see(source: Path) -> 
     [
         (["--exact"], "--exact: runs the source; give the checkpoint with --against"),
         (["--keep-reference", "kept"], "--keep-reference: runs the source; give the checkpoint with --against"),
+        (["--prices"], "--prices: are kept beside what the pack lost; say against what with --against"),
         (["--tokens", "100"], "Invalid value for '--tokens': 100 is not in the range x>=256."),
     ],
 )
@@ -198,3 +211,33 @@ def test_a_wrong_line_of_tasks_is_found_before_anything_runs(packed: Path, tmp_p
     result = run("eval", packed, "--tasks", path)
     assert result.exit_code == 1 and result.stderr.startswith(f"moe-pack: --tasks {path}: line 1: found 2 choices")
     assert result.stderr.count("\n") == 1
+
+
+def test_prices_are_measured_on_demand_kept_and_shown(source: Path, packed: Path) -> None:
+    found = measured(packed, "--against", source, "--prices", *SHORT)
+    kept = json.loads((packed / "quality.json").read_bytes())["content"]
+    assert kept == found and json.loads(run("inspect", packed, "--json").stdout)["quality"] == found
+    prices = found["prices"]
+    assert prices["num_tokens"] == found["num_tokens"] and len(prices["sparsity"]) == 4
+    last = prices["substitution"]["prices"][-1]
+    said = run("inspect", packed).stdout.splitlines()[-1]
+    assert said.startswith("prices: KL by sparsity 50% ") and said.endswith(f"0.5 {last['kl']['value']:.2g} nats")
+    assert not [entry.name for entry in packed.iterdir() if entry.name.endswith(".work")]
+
+
+def test_prices_are_lines_for_people() -> None:
+    kl, increase = Estimate(0.0123, 0.0045), Estimate(0.015, 0.002)
+    replaced = Substitution("importance", 0.5, 0.48, (SubstitutionPrice(0.3, 0.091, 0.386, kl, increase),))
+    prices = Prices(1022, "text", (SparsityPrice(0.8, 0.79, kl, increase),), replaced)
+    quality = Quality("text", "", 1, 1023, 1022, 1, None, Estimate(60.0, None), None, prices)
+    assert quality_lines(quality)[-4:] == [
+        "prices       on 1,022 tokens, against the same pack: of sparsity with all neurons running",
+        "  80% sparse 0.0123 ± 0.0045 nats, perplexity 1.500% ± 0.200%",
+        "substitute   room for 50% of experts, policy importance; without, 48.0% of experts fetched",
+        "  0.3        0.0123 ± 0.0045 nats, perplexity 1.500% ± 0.200%; 9.1% replaced, 38.6% fetched",
+    ]
+
+
+def test_without_prices_none_are_kept(source: Path, packed: Path) -> None:
+    assert measured(packed, "--against", source, *SHORT)["prices"] is None
+    assert "prices:" not in run("inspect", packed).stdout

@@ -99,7 +99,7 @@ def test_what_is_more_sparse_than_was_measured_is_not_foretold() -> None:
 
 
 def test_fiddler_keeps_16_bit_and_runs_all() -> None:
-    """§3: "without modifying the model structure or accuracy"."""
+    """§4.1: "the Mixtral-8x7B model with 16-bit precision"."""
     decision = preset_decision("fiddler", MODEL)
     assert decision.plan.selector == "none" and not decision.sparsity.any()
     assert {e for layer in decision.plan.experts for e in layer} == {ExpertFormat(BF16, BF16, BF16)}

@@ -262,3 +262,31 @@ def test_a_plan_leaves_nothing_else_to_say(source: Path, tmp_path: Path) -> None
         result = run("convert", str(source), "-o", str(tmp_path / "pack"), "--plan", "plan.json", *option)
         assert result.exit_code == 2
         assert f"--plan: says all of a plan; leave {option[0]} out" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def packed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made") / "packed"
+    assert converted(source, folder).exit_code == 0
+    return folder
+
+
+def test_a_report_draws_what_was_measured_of_a_pack(source: Path, profile: Path, packed: Path, tmp_path: Path) -> None:
+    command = ["report", str(profile), "--pack", str(packed), "-o", str(tmp_path / "report.html")]
+    refused = run(*command)
+    assert refused.exit_code == 1 and refused.stderr == (
+        f"moe-pack: --pack {packed}: has no quality.json for what it holds now; "
+        f"measure it: moe-pack eval {packed} --against MODEL --prices\n"
+    )
+    assert not (tmp_path / "report.html").exists()
+    found = run("eval", str(packed), "--against", str(source), "--tokens", "256", "--json")
+    assert run(*command).exit_code == 0
+    kl = json.loads(found.stdout)["quality"]["against"]["kl"]["value"]
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert '"name":"packed, measured"' in page and f'"kl":{kl!r}' in page
+
+
+def test_a_report_refuses_a_pack_of_another_model(profile: Path, tiny_pack: Path, tmp_path: Path) -> None:
+    result = run("report", str(profile), "--pack", str(tiny_pack), "-o", str(tmp_path / "report.html"))
+    assert result.exit_code == 1
+    assert result.stderr == f"moe-pack: --pack {tiny_pack}: is of another model than the profile {profile}\n"

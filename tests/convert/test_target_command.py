@@ -1,6 +1,7 @@
 """`moe-pack convert --target-vram`, in-process, on a tiny random model: what it makes, says, and refuses."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def test_the_pack_keeps_to_the_loss_and_runs_in_the_budget(packed: tuple[Path, R
         divide_budget(pack.layout, 16 << 20, 64, routing_bytes(out))
     assert not work_folder(out).exists()
     assert "by default the CPU: a CPU of 2 cores, assumed; moe-pack doctor measures this one" in result.stderr
-    assert f"run it: moe-run {out} --budget 16.0MiB" in result.stdout
+    assert f"run it: moe-run {out} --budget 16M" in result.stdout
 
 
 def test_the_same_command_finds_its_pack(packed: tuple[Path, Result], source: Path, profile: Path) -> None:
@@ -113,11 +114,29 @@ def test_wrong_wishes_end_in_a_line(
     assert not (tmp_path / "packed").exists()
 
 
-def test_too_small_a_target_says_the_least_that_can_and_what_would_have_to_give(
+def test_too_small_a_target_is_refused_before_anything_is_measured(source: Path, tmp_path: Path) -> None:
+    options = ["--target-vram", "1M", "--device", "cpu", "--context", "64"]
+    result = run("convert", str(source), "-o", str(tmp_path / "packed"), *options)
+    assert result.exit_code == 1
+    assert re.fullmatch(
+        r"moe-pack: --target-vram: 1\.0 MiB, this model runs in no less than \d\.\d MiB with a context of 64 tokens, "
+        r"whatever it loses; give more memory, or a shorter --context\n",
+        result.stderr,
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_that_only_larger_losses_fit_says_what_would_have_to_give(
     source: Path, profile: Path, tmp_path: Path
 ) -> None:
-    options = ["--profile", str(profile), "--target-vram", "1M", "--device", "cpu", "--context", "64"]
-    result = run("convert", str(source), "-o", str(tmp_path / "packed"), *options, *TEXT)
+    least = run(
+        "convert", str(source), "-o", str(tmp_path / "p"), "--target-vram", "1M", "--device", "cpu", "--context", "64"
+    )
+    found = re.search(r"no less than (\d\.\d) MiB", least.stderr)
+    assert found is not None
+    target = f"{float(found[1]) + 0.1:.1f}M"
+    options = ["--profile", str(profile), "--target-vram", target, "--device", "cpu", "--context", "64"]
+    result = run("convert", str(source), "-o", str(tmp_path / "packed"), *options, *TEXT, "--max-loss", "0.000001")
     assert result.exit_code == 1
     last = result.stderr.splitlines()[-1]
-    assert "--target-vram: 1.0 MiB" in last and "--max-loss" in last and "--context" in last
+    assert "the least within this loss is" in last and "whatever it loses" in last and "--max-loss" in last

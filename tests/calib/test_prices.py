@@ -1,0 +1,173 @@
+"""What more sparsity and substitution cost a pack, against plain decoders and engines, and that nothing is changed."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import TinyMixtral, pack
+from profiles import Recorder, StoppedError, random_tokens
+
+from moe_pack.calib import Prices, ThresholdRule, measure_prices, measure_thresholds
+from moe_pack.calib.price_of_substitution import ALPHAS, POLICY, budget_with_room
+from moe_pack.calib.prices import first_tokens
+from moe_pack.calib.thresholds import find_thresholds
+from moe_pack.formats import Pack
+from moe_pack.runtime import Decoder, Engine, EngineOptions, PackWeights, Trust, divide_budget, expert_pages
+
+SHAPE = TinyMixtral(num_layers=2, num_experts=6, vocab_size=300)
+TOKENS = random_tokens(3, 64, SHAPE.vocab_size)
+CALIBRATION = random_tokens(6, 50, SHAPE.vocab_size, seed=1)
+
+
+def packed_of(shape: TinyMixtral, folder: Path) -> Path:
+    """A pack that has thresholds of its own."""
+    pack(shape.write(folder / "source"), folder / "packed")
+    with Pack(folder / "packed") as held:
+        measure_thresholds(held, CALIBRATION, ThresholdRule(sparsity=0.3), Recorder())
+    return folder / "packed"
+
+
+def prices_of(folder: Path, watcher: Recorder | None = None) -> Prices:
+    with Pack(folder) as held:
+        return measure_prices(held, TOKENS, CALIBRATION, watcher or Recorder())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return packed_of(SHAPE, tmp_path_factory.mktemp("prices"))
+
+
+@pytest.fixture(scope="module")
+def prices(packed: Path) -> Prices:
+    return prices_of(packed)
+
+
+def rethresholded(packed: Path, folder: Path, sparsity: float) -> torch.Tensor:
+    """Log-probabilities float64 [T, V] of a copy of the pack that was given thresholds, by a plain decoder."""
+    shutil.copytree(packed, folder)
+    with Pack(folder) as held:
+        measure_thresholds(held, CALIBRATION, ThresholdRule(sparsity=sparsity), Recorder())
+    found = []
+    with Pack(folder) as held:
+        decoder = Decoder(PackWeights(held, torch.device("cpu")), TOKENS.sequences.shape[1])
+        for sequence in TOKENS.sequences:
+            decoder.reset()
+            found.append(decoder.logits(sequence.tolist())[:-1].double().log_softmax(dim=1))
+    return torch.cat(found)
+
+
+def test_a_sparsity_costs_what_a_pack_with_those_thresholds_loses(packed: Path, prices: Prices, tmp_path: Path) -> None:
+    whole, sparse = rethresholded(packed, tmp_path / "whole", 0.0), rethresholded(packed, tmp_path / "sparse", 0.8)
+    came = torch.from_numpy(TOKENS.sequences[:, 1:].astype(np.int64)).reshape(-1, 1)
+    found = next(price for price in prices.sparsity if price.sparsity == 0.8)
+    assert found.kl.value == pytest.approx(float((whole.exp() * (whole - sparse)).sum(1).mean()), rel=1e-3)
+    lost = float((whole - sparse).gather(1, came).mean())
+    assert found.perplexity_increase.value == pytest.approx(np.expm1(lost), rel=1e-3)
+    assert found.realized is not None and 0.75 < found.realized < 0.85
+    assert prices.num_tokens == len(whole) == 3 * 63
+
+
+def test_more_sparsity_costs_more(prices: Prices) -> None:
+    kls = [price.kl.value for price in prices.sparsity]
+    assert [price.sparsity for price in prices.sparsity] == [0.5, 0.7, 0.8, 0.9]
+    assert kls[0] > 0 and kls == sorted(kls)
+
+
+def decoded(pack: Pack, options: EngineOptions) -> torch.Tensor:
+    """Log-probabilities float64 [T, V] of an engine that is fed one token after the other."""
+    found, length = [], TOKENS.sequences.shape[1]
+    with Engine(pack, options, length) as engine:
+        for sequence in TOKENS.sequences:
+            engine.decoder.reset()
+            found += [engine.decoder.next_logits([token]) for token in sequence[:-1].tolist()]
+    return torch.stack(found).double().log_softmax(dim=1)
+
+
+def test_substitution_costs_what_an_engine_that_substitutes_loses_against_the_mapped_pack(
+    packed: Path, prices: Prices
+) -> None:
+    with Pack(packed) as held:
+        whole = decoded(held, EngineOptions(read="map"))
+        for price in prices.substitution.prices:
+            budget = budget_with_room(held, 0.5, TOKENS.sequences.shape[1])
+            trust = Trust(substitute=price.alpha)
+            other = decoded(held, EngineOptions(budget_bytes=budget, policy=POLICY, foretells=False, trust=trust))
+            kl = float((whole.exp() * (whole - other)).sum(1).mean())
+            assert price.kl.value == pytest.approx(kl, rel=1e-3, abs=1e-9)
+
+
+def test_the_more_may_be_replaced_the_less_is_fetched(prices: Prices) -> None:
+    found = prices.substitution
+    assert (found.policy, found.room) == (POLICY, 0.5) and tuple(price.alpha for price in found.prices) == ALPHAS
+    replaced, fetched = [p.replaced for p in found.prices], [found.fetched, *(p.fetched for p in found.prices)]
+    assert replaced[0] > 0 and replaced == sorted(replaced)
+    assert fetched == sorted(fetched, reverse=True) and fetched[0] > fetched[-1] > 0
+
+
+def test_where_every_expert_is_chosen_none_can_be_replaced(tmp_path: Path) -> None:
+    found = prices_of(packed_of(TinyMixtral(num_experts=2, vocab_size=300), tmp_path)).substitution
+    assert [(price.replaced, price.kl.value) for price in found.prices] == [(0.0, 0.0)] * 3
+
+
+def test_nothing_of_the_pack_is_changed_and_nothing_is_left_behind(packed: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(packed, tmp_path / "packed")
+    before = contents(folder)
+    prices_of(folder)
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("stage", ["thresholds", "predictions at 70% sparsity", "decoding with --substitute 0.3"])
+def test_stopped_it_goes_on_to_the_same_figures(stage: str, packed: Path, prices: Prices, tmp_path: Path) -> None:
+    class StopsWithin(Recorder):
+        def begin(self, name: str, cost: object) -> None:
+            if name == stage:
+                self.stop_at = len(self.events) + 3
+
+    folder = shutil.copytree(packed, tmp_path / "packed")
+    with pytest.raises(StoppedError):
+        prices_of(folder, StopsWithin())
+    assert prices_of(folder) == prices
+    assert not (folder / "prices.work").exists()
+
+
+def test_what_is_done_by_layers_is_not_done_again(packed: Path, tmp_path: Path) -> None:
+    class StopsBeforeDecoding(Recorder):
+        def begin(self, name: str, cost: object) -> None:
+            if name == "decoding":
+                raise StoppedError
+
+    folder, rest = shutil.copytree(packed, tmp_path / "packed"), Recorder()
+    with pytest.raises(StoppedError):
+        prices_of(folder, StopsBeforeDecoding())
+    prices_of(folder, rest)
+    assert not [event for event in rest.events if event.startswith("layer")]
+
+
+def test_thresholds_are_those_a_pack_is_given_but_it_keeps_its_own(packed: Path, tmp_path: Path) -> None:
+    folder, rule = shutil.copytree(packed, tmp_path / "packed"), ThresholdRule(sparsity=0.7)
+    before = contents(folder)
+    with Pack(folder) as held:
+        found = find_thresholds(held, CALIBRATION, rule, Recorder(), tmp_path / "work")
+        assert contents(folder) == before
+        measure_thresholds(held, CALIBRATION, rule, Recorder())
+    with Pack(folder) as held:
+        np.testing.assert_array_equal(held.thresholds, found)
+
+
+@pytest.mark.parametrize(("share", "num_pages"), [(0.5, 6), (0.01, 1), (1.0, 12)])
+def test_a_budget_has_room_for_the_share_of_experts_and_no_more(share: float, num_pages: int, packed: Path) -> None:
+    with Pack(packed) as held:
+        plan = divide_budget(held.layout, budget_with_room(held, share, 64), 64, 0)
+        each = int(expert_pages(held.layout, plan.page_bytes).max())
+        assert plan.num_pages == num_pages * each
+
+
+def test_the_first_sequences_have_at_least_as_many_tokens_as_are_wanted() -> None:
+    assert (first_tokens(TOKENS, 65).sequences == TOKENS.sequences[:2]).all()
+    assert first_tokens(TOKENS, 10**6).sha256 == TOKENS.sha256 != first_tokens(TOKENS, 64).sha256

@@ -1,0 +1,84 @@
+"""The ways to store an expert that are weighed, beside all there are."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from losses import random_losses
+from specs import GROUPED
+
+from moe_pack.convert.choices import MAX_CHOICES, expert_choices
+from moe_pack.formats import (
+    BF16,
+    SELECTORS,
+    ExpertFormat,
+    ExpertSpec,
+    Selector,
+    expert_layout,
+    part_format,
+)
+
+LOSSES = random_losses(GROUPED)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_bytes_are_those_of_the_layout_that_conversion_writes(selector: Selector) -> None:
+    choices = expert_choices(GROUPED, selector, LOSSES)
+    assert 0 < len(choices.formats) <= MAX_CHOICES
+    for n, held in enumerate(choices.formats):
+        layout = expert_layout(held, selector, GROUPED.expert, 64)
+        found = choices.extent_bytes[n], choices.selector_bytes[n], choices.record_bytes[n]
+        assert found == (layout.num_bytes, layout.selector_bytes, layout.records_bytes)
+    assert (np.diff(choices.extent_bytes) >= 0).all()
+
+
+def test_a_choice_loses_what_its_three_matrices_do() -> None:
+    choices = expert_choices(GROUPED, "up", LOSSES)
+    table = choices.losses(LOSSES)
+    assert table.shape == (12, len(choices.formats))
+    for n in range(0, len(choices.formats), 7):
+        held = choices.formats[n]
+        places = [LOSSES.formats.index(part) for part in (held.gate, held.up, held.down) if part is not None]
+        for expert in (0, 5, 11):
+            by_matrix = LOSSES.quantized[expert // 6, expert % 6]
+            assert table[expert, n] == pytest.approx(sum(by_matrix[m, place] for m, place in enumerate(places)))
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_for_a_mean_expert_no_combination_of_as_few_bytes_loses_less_than_the_best_weighed(selector: Selector) -> None:
+    """Against all of them: each of three matrices in each of 25 formats."""
+    choices, mean = expert_choices(GROUPED, selector, LOSSES), LOSSES.quantized.mean(axis=(0, 1))
+    weighed = choices.losses(LOSSES).mean(axis=0)
+    number = range(len(LOSSES.formats))
+    for parts in itertools.islice(itertools.product(number, number, number), 0, None, 11):
+        formats = [LOSSES.formats[n] for n in parts]
+        size = expert_layout(ExpertFormat(*formats), selector, GROUPED.expert, 64).num_bytes
+        if size >= choices.extent_bytes[0]:
+            best = weighed[choices.extent_bytes <= size].min()
+            assert best <= mean[range(3), parts].sum() * (1 + 1e-9)
+
+
+def test_lossless_and_smallest_are_among_them() -> None:
+    choices = expert_choices(GROUPED, "both", LOSSES)
+    assert choices.formats[-1] == ExpertFormat(BF16, BF16, BF16)
+    smallest = part_format(2, 64, 8)
+    assert (
+        choices.extent_bytes[0]
+        <= expert_layout(ExpertFormat(smallest, smallest, smallest), "both", GROUPED.expert, 64).num_bytes
+    )
+
+
+def test_an_expert_without_a_gate_has_no_format_for_it() -> None:
+    spec = replace(GROUPED, expert=ExpertSpec("relu2", 48, ("up", "down"), bias=(), extra_floats=0))
+    losses = random_losses(spec)
+    choices = expert_choices(spec, "up", losses)
+    assert {held.gate for held in choices.formats} == {None}
+    assert len(set(choices.formats)) == len(choices.formats)
+
+
+def test_formats_that_are_not_allowed_are_not_weighed() -> None:
+    allowed = (part_format(2, 64), part_format(4, 64))
+    choices = expert_choices(GROUPED, "up", LOSSES, allowed)
+    assert {part for held in choices.formats for part in (held.gate, held.up, held.down)} == set(allowed)
+    assert len(choices.formats) == 8

@@ -1,0 +1,94 @@
+"""The CPU's tier: a budget divided as the runtime does, and what bytes cost, by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from models import DEMO_MODEL
+
+from moe_pack.convert.cpu_tier import CpuTier, Traffic
+from moe_pack.convert.machines import assumed_cpu
+from moe_pack.formats import PackLayout, RunError, Selector, dense_roles, model_spec, pack_layout, part_format
+from moe_pack.formats import uniform_plan as plan_of
+from moe_pack.runtime import divide_budget
+
+CONTEXT = 256
+POPULARITY = np.random.default_rng(0).dirichlet(np.ones(8), 4) * 2
+TRAFFIC = Traffic(POPULARITY)
+MIB = 1 << 20
+
+
+def layout(selector: Selector = "up") -> PackLayout:
+    spec, part = model_spec(str(DEMO_MODEL)), part_format(4, 64)
+    return pack_layout(spec, plan_of(spec, selector, part, part), ["BF16"] * len(dense_roles(spec)))
+
+
+MADE = layout()
+EXPERT = MADE.experts[0][0]
+
+
+def tier_of(budget: int, traffic: Traffic = TRAFFIC) -> CpuTier:
+    return CpuTier(assumed_cpu(), traffic, budget, CONTEXT)
+
+
+@pytest.mark.parametrize("predictor_bytes", [0, 100_000])
+def test_shares_are_the_runtimes_own_and_come_to_the_budget(predictor_bytes: int) -> None:
+    traffic = replace(TRAFFIC, predictor_bytes=predictor_bytes)
+    for budget in (9 * MIB, 10 * MIB, 64 * MIB):
+        found = tier_of(budget, traffic).foretell(MADE, np.zeros((4, 8)), is_rough=True)
+        shares = {share.name: share.num_bytes for share in found.shares}
+        plan = divide_budget(MADE, budget, CONTEXT, predictor_bytes)
+        assert sum(shares.values()) == budget
+        assert shares["predictors"] == predictor_bytes
+        assert (shares["pages of experts"], shares["workspace"]) == (plan.arena, plan.workspace)
+
+
+@pytest.mark.parametrize("predictor_bytes", [0, 100_000])
+def test_the_least_budget_is_divided_and_a_byte_less_is_not(predictor_bytes: int) -> None:
+    traffic = replace(TRAFFIC, predictor_bytes=predictor_bytes)
+    least = tier_of(1, traffic).least_bytes(MADE)
+    assert tier_of(least, traffic).foretell(MADE, np.zeros((4, 8)), is_rough=True).hit_rate < 0.5
+    with pytest.raises(RunError, match=r"^--target-vram: .* needed are at least .* shorter context with --context$"):
+        tier_of(least - 1, traffic).foretell(MADE, np.zeros((4, 8)), is_rough=True)
+
+
+def test_a_smaller_budget_is_as_one_that_was_given_smaller() -> None:
+    smaller = tier_of(10 * MIB).foretell(MADE, np.zeros((4, 8)), MIB, is_rough=True)
+    assert smaller.seconds == tier_of(9 * MIB).foretell(MADE, np.zeros((4, 8)), is_rough=True).seconds
+
+
+def test_misses_are_those_that_the_hit_rate_counts() -> None:
+    """Two experts a token in each of four layers."""
+    found = tier_of(9 * MIB).foretell(MADE, np.zeros((4, 8)), is_rough=True)
+    assert 0 < found.hit_rate < 1
+    assert found.misses.sum() == pytest.approx(8 * (1 - found.hit_rate))
+
+
+def test_running_an_expert_takes_its_selector_and_the_rows_that_run() -> None:
+    """By hand, at 33 GB/s for 4 bits: 448 rows of up, a quarter of the records."""
+    assert EXPERT.selector is not None
+    num_bytes = 448 * EXPERT.selector.row_bytes + 112 * EXPERT.records.row_bytes
+    assert tier_of(MIB).run_seconds(EXPERT, 0.75) == pytest.approx(num_bytes / 33e9)
+
+
+def test_an_expert_is_fetched_whole_unless_its_running_rows_are_the_sooner_there() -> None:
+    """A drive of 1 GB/s whatever the size, in whole blocks of 4 KiB."""
+    tier, drive = tier_of(MIB), assumed_cpu().drive
+    whole = tier.fetch_seconds(EXPERT, 0.0)
+    assert whole == pytest.approx(EXPERT.num_bytes / 1e9, rel=0.05)
+    assert tier.fetch_seconds(EXPERT, 0.5) == whole  # rows of 160 bytes: half of them lie in every block
+    assert tier.fetch_seconds(EXPERT, 0.999) == pytest.approx(
+        drive.seconds(1, EXPERT.selector_bytes) + drive.seconds_for_rows(0.001, EXPERT.records.row_bytes, 448)
+    )
+    assert tier.fetch_seconds(EXPERT, 0.999) < whole
+
+
+def test_without_a_selector_an_expert_is_fetched_and_run_whole() -> None:
+    expert, tier = layout("none").experts[0][0], tier_of(MIB)
+    assert tier.fetch_seconds(expert, 0.99) == tier.fetch_seconds(expert, 0.0)
+    assert tier.run_seconds(expert, 0.99) == tier.run_seconds(expert, 0.0)
+
+
+def test_a_dense_matrix_takes_its_bytes_at_the_rate_of_its_width() -> None:
+    assert tier_of(MIB).dense_seconds(36_000, 8) == pytest.approx(1e-6)
+    assert tier_of(MIB).dense_seconds(38_000, 16) == pytest.approx(1e-6)
