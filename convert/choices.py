@@ -10,9 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.calib import Losses
-from moe_pack.formats import MATRICES, ExpertFormat, ModelSpec, PartFormat, Selector, expert_layout
+from moe_pack.formats import (
+    CRC_BYTES,
+    MATRICES,
+    ROW_ALIGN,
+    ExpertFormat,
+    Matrix,
+    ModelSpec,
+    PartFormat,
+    Selector,
+    record_matrices,
+    selector_matrices,
+)
 
-MAX_CHOICES = 320
+MAX_CHOICES, LEAST_CHOICES = 320, 64
+_MOST_CELLS = 600_000  # of all experts' choices: more experts need fewer each, they mix finely enough
 _FEWEST = 1e-12  # nats: what a lossless choice is counted as, where losses are compared by their ratio
 
 Floats = NDArray[np.float64]
@@ -59,19 +71,29 @@ def expert_choices(
     parts = np.stack(np.meshgrid(*(np.array(usable)[kept] for kept in by_matrix), indexing="ij"), axis=-1).reshape(
         -1, 3
     )
-    formats = [_format(row, spec, losses) for row in parts.tolist()]
-    layouts = [expert_layout(held, selector, spec.expert, spec.hidden_size) for held in formats]
-    extent = np.array([layout.num_bytes for layout in layouts])
+    selector_bytes, record_bytes, extent = _sizes(parts, spec, selector, losses)
     lost = mean[np.arange(3), parts].sum(axis=1)
-    kept = _near_the_best(extent, lost)
-    return Choices(
-        selector,
-        tuple(formats[n] for n in kept.tolist()),
-        parts[kept],
-        np.array([layouts[n].selector_bytes for n in kept.tolist()]),
-        np.array([layouts[n].records_bytes for n in kept.tolist()]),
-        extent[kept],
-    )
+    num_experts = len(spec.moe_layers) * spec.router.num_experts
+    kept = _near_the_best(extent, lost, max(LEAST_CHOICES, min(_MOST_CELLS // num_experts, MAX_CHOICES)))
+    formats = tuple(_format(row, spec, losses) for row in parts[kept].tolist())
+    return Choices(selector, formats, parts[kept], selector_bytes[kept], record_bytes[kept], extent[kept])
+
+
+def _sizes(parts: Ints, spec: ModelSpec, selector: Selector, losses: Losses) -> tuple[Ints, Ints, Ints]:
+    """What `expert_layout` makes of combinations [C, 3], without making thousands: selectors, records, extents."""
+    expert = spec.expert
+    by_format = np.array([part.part_bytes(spec.hidden_size) for part in losses.formats])
+    sizes = by_format[parts] + 4 * np.array([matrix in expert.bias for matrix in MATRICES])  # [C, 3]
+
+    def all_rows(matrices: tuple[Matrix, ...]) -> Ints:
+        held = [MATRICES.index(matrix) for matrix in matrices]
+        row_bytes = -(-(sizes[:, held].sum(axis=1) + CRC_BYTES) // ROW_ALIGN) * ROW_ALIGN
+        found: Ints = expert.intermediate_size * row_bytes * bool(held)
+        return found
+
+    selectors = all_rows(selector_matrices(selector, expert.matrices))
+    records = all_rows(record_matrices(selector, expert.matrices))
+    return selectors, records, selectors + records + 4 * expert.extra_floats
 
 
 def _format(parts: list[int], spec: ModelSpec, losses: Losses) -> ExpertFormat:
@@ -87,11 +109,17 @@ def _undominated(sizes: Ints, lost: Floats) -> Ints:
     return kept
 
 
-def _near_the_best(sizes: Ints, lost: Floats) -> Ints:
-    """At most MAX_CHOICES, those that lose least beside the best of at most their size: int64 [n], by rising size."""
+def _near_the_best(sizes: Ints, lost: Floats, most: int) -> Ints:
+    """At most so many, those that lose least beside the best of at most their size: int64 [n], by rising size.
+
+    Where even the best of each size are more, evenly many of these, the first and the last among them.
+    """
     order = np.lexsort((lost, sizes))
     best = np.minimum.accumulate(lost[order])
     worse = (lost[order] + _FEWEST) / (best + _FEWEST)
-    nearest: Ints = np.sort(np.argsort(worse, kind="stable")[:MAX_CHOICES])
+    leading = np.flatnonzero(np.diff(best, prepend=np.inf) < 0)
+    if len(leading) > most:
+        return order[leading[np.linspace(0, len(leading) - 1, most).round().astype(np.int64)]]
+    nearest: Ints = np.sort(np.argsort(worse, kind="stable")[:most])
     kept: Ints = order[nearest]
     return kept

@@ -33,9 +33,11 @@ Array = NDArray[Any]
 
 USUAL_RECALL = 0.75  # of the next layer's experts, where no profile says: CORM's least
 # What is replayed at most; more changes hit rates by less than routes of another text do.
-_MOST_TOKENS, _LEAST_TOKENS, _MOST_VISITS, _ROUGH_VISITS = 4096, 64, 50_000, 6000
+_MOST_TOKENS, _LEAST_TOKENS, _MOST_VISITS = 4096, 64, 50_000
+_LEAST_ROUGH_TOKENS, _ROUGH_VISITS = 16, 6000
 PAGE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of what experts have of a card
 _WARM_SHARE = 0.25  # of the tokens replayed: they fill the cache
+_SURE_VISITS = 16  # of an expert: with so many its own rate of misses counts half, with none that of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Prediction:
     """A decoded token: `fetched_bytes` from the drive or over the link, `read_bytes` of weights in fast memory.
 
     `hit_rate`: of experts that were there when their router spoke, nothing foretold.   `misses`: float64 [L, E], how
-    often a token finds the expert missing.
+    often a token is expected to find the expert missing.
     """
 
     policy: PolicyName
@@ -114,19 +116,20 @@ def predict(
         (popularity / popularity.sum(axis=1, keepdims=True)).astype(np.float32),
     )
     extents = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts])
-    routed, is_drawn = _routed(layout, popularity, passes, _ROUGH_VISITS if is_rough else _MOST_VISITS)
+    routed, is_drawn = _routed(layout, popularity, passes, is_rough)
     preset = auto_preset(None if is_drawn or is_rough else routed, facts, extents)
-    found = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)))
+    found = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)), is_rough)
     running = 1.0 - sparsity
     fetching = fetched_from_drive(layout, running, machine.drive, plan.page_bytes)
     foretold = 0.0 if preset.prediction == "none" else USUAL_RECALL if recall is None else recall
-    return _prediction(layout, machine, running, found, fetching, foretold, preset.name, seen_tokens)
+    return _prediction(layout, machine, running, popularity, found, fetching, foretold, preset.name, seen_tokens)
 
 
-def _routed(layout: PackLayout, popularity: Array, passes: Passes | None, most_visits: int) -> tuple[Passes, bool]:
+def _routed(layout: PackLayout, popularity: Array, passes: Passes | None, is_rough: bool) -> tuple[Passes, bool]:
     """Routes to replay, as many as are worth their time; and whether they are drawn."""
     k = layout.spec.router.num_experts_per_tok
-    num_tokens = min(_MOST_TOKENS, max(_LEAST_TOKENS, most_visits // (k * len(layout.experts))))
+    most_visits, least = (_ROUGH_VISITS, _LEAST_ROUGH_TOKENS) if is_rough else (_MOST_VISITS, _LEAST_TOKENS)
+    num_tokens = min(_MOST_TOKENS, max(least, most_visits // (k * len(layout.experts))))
     if passes is None:
         return drawn_passes(popularity, k, num_tokens), True
     routes = passes.routes[:num_tokens]
@@ -158,11 +161,11 @@ def predict_on_card(
     num_pages = plan.num_pages or int(pages.sum())  # none where all is there
     facts = CacheFacts(pages, num_pages, k, shares)
     extents = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts])
-    routed, is_drawn = _routed(layout, popularity, passes, _ROUGH_VISITS if is_rough else _MOST_VISITS)
+    routed, is_drawn = _routed(layout, popularity, passes, is_rough)
     preset = auto_preset(None if is_drawn or is_rough else routed, facts, extents)
-    found = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)))
+    found = visits(routed, facts, preset, int(_WARM_SHARE * len(routed.routes)), is_rough)
     fetching = fetched_over_link(layout, plan, heat, machine)
-    return _prediction(layout, machine, heat.mean(axis=2), found, fetching, 0.0, preset.name, seen_tokens)
+    return _prediction(layout, machine, heat.mean(axis=2), popularity, found, fetching, 0.0, preset.name, seen_tokens)
 
 
 def best_card_plan(
@@ -283,12 +286,12 @@ def fetched_from_drive(layout: PackLayout, running: Array, drive: DriveFacts, pa
     gap_blocks = drive.gap_bytes() // READ_UNIT
     shape = (MAX_AGE + 1, *running.shape)
     fetching = Fetching(np.zeros(shape), np.zeros(shape), np.zeros(shape))
-    known: dict[tuple[ExpertLayout, float, bool], Array] = {}
+    known: dict[tuple[int, float, bool], Array] = {}  # experts stored alike are one object, told apart at once
     for l, layer in enumerate(layout.experts):
         by_rows = bool(running[l].mean() < cutover)
         for e, expert in enumerate(layer):
             share = float(running[l, e])
-            key = (expert, share, by_rows and share < 1 and expert.selector is not None)
+            key = (id(expert), share, by_rows and share < 1 and expert.selector is not None)
             if key not in known:
                 known[key] = _by_rows(expert, share, drive, gap_blocks) if key[2] else _whole(expert, drive, page_bytes)
             fetching.num_bytes[:, l, e], fetching.seconds[:, l, e], fetching.alone[:, l, e] = known[key]
@@ -341,6 +344,7 @@ def _prediction(
     layout: PackLayout,
     machine: Machine,
     running: Array,
+    popularity: Array,
     found: Visits,
     fetching: Fetching,
     foretold: float,
@@ -360,7 +364,7 @@ def _prediction(
     return Prediction(
         policy=policy,
         hit_rate=found.hit_rate,
-        misses=missed,
+        misses=_expected_misses(found, popularity * (k / popularity.sum(axis=1, keepdims=True))),
         # What is foretold wrongly is read beside, as often as what is foretold is missing.
         fetched_bytes=fetched * (1 + (1 - foretold) * (foretold > 0)),
         read_bytes=float(reading.ravel()[found.keys].sum()) / num_tokens + dense_bytes,
@@ -373,13 +377,25 @@ def _prediction(
     )
 
 
+def _expected_misses(found: Visits, runs: Array) -> Array:
+    """How often a token will find each expert missing: [L, E].
+
+    Experts that few visits came to are not told apart: a plan made for these visits alone would be bad for others.
+    Args:    runs: [L, E], how often a token chooses the expert.
+    """
+    came, missed = (np.bincount(keys, minlength=runs.size) for keys in (found.keys, found.keys[found.ages == 0]))
+    of_all = missed.sum() / max(came.sum(), 1)
+    expected: Array = runs * ((missed + _SURE_VISITS * of_all) / (came + _SURE_VISITS)).reshape(runs.shape)
+    return expected
+
+
 def _expert_table(layout: PackLayout, running: Array, machine: Machine) -> tuple[Array, Array]:
     """`expert_seconds` of all experts: seconds and bytes, float64 [L, E]."""
-    known: dict[tuple[ExpertLayout, float], tuple[float, float]] = {}
+    known: dict[tuple[int, float], tuple[float, float]] = {}  # by object, as above
     computing, reading = np.zeros(running.shape), np.zeros(running.shape)
     for l, layer in enumerate(layout.experts):
         for e, expert in enumerate(layer):
-            key = (expert, float(running[l, e]))
+            key = (id(expert), float(running[l, e]))
             if key not in known:
                 known[key] = expert_seconds(expert, key[1], machine)
             computing[l, e], reading[l, e] = known[key]

@@ -17,6 +17,7 @@ Choices = NDArray[np.int64]
 
 _MAX_PRICES = 60  # tried: the search for the price ends by itself long before
 _MAX_PASSES = 40  # of spending what is left
+_NEAR_ENOUGH = 1e-5  # of the cost: no more is spent where the bound is so near
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,13 +90,16 @@ def solve(table: Table, limit: float) -> Solution | None:
             high, high_cost, high_weight = choice, cost, weight
         else:
             low_cost, low_weight = cost, weight
-    choice = _spend(table, high, limit - high_weight)
+    choice = _spend(table, high, limit - high_weight, bound * (1 + _NEAR_ENOUGH))
     cost, weight = table.of(choice)
     return Solution(choice, cost, weight, min(bound, cost), price)
 
 
-def _spend(table: Table, choice: Choices, left: float) -> Choices:
-    """Spends what is left of the limit: again and again each item's best saving, the best for its weight first."""
+def _spend(table: Table, choice: Choices, left: float, enough: float) -> Choices:
+    """Spends what is left of the limit: again and again each item's best saving, the best for its weight first.
+
+    Args:    enough: a cost at which it ends.
+    """
     choice, items = choice.copy(), np.arange(len(choice))
     for _ in range(_MAX_PASSES):
         more = table.weight - table.weight[items, choice][:, None]
@@ -109,7 +113,7 @@ def _spend(table: Table, choice: Choices, left: float) -> Choices:
             needed = float(more[item, best[item]])
             if needed <= left:
                 choice[item], left = best[item], left - needed
-        if left == begun:
+        if left == begun or table.of(choice)[0] <= enough:
             break
     return choice
 

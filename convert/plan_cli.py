@@ -40,6 +40,7 @@ from moe_pack.formats import (
     model_spec,
 )
 from moe_pack.formats.cli import command_errors
+from moe_pack.runtime import MachineFacts
 
 # What is offered beside the loss asked for, by how much of it.
 _OTHERS = ((0.25, "a quarter of the loss"), (4.0, "four times the loss"))
@@ -106,8 +107,8 @@ def plan_command(
         raise click.UsageError("--target-vram: says what memory to plan for; give it, such as 11G")
     if fault := _fault(target, sparsity):
         raise click.UsageError(fault)
-    wanted = _wanted(path, profile, _narrowed(target, selector, sparsity))
     facts = known_facts(Path())
+    wanted = _wanted(path, profile, _narrowed(target, selector, sparsity), facts)
     model = wanted.model
     planner = planner_for(wanted.target, model.spec, model.dense_dtypes, model.losses, wanted.profile, facts)
     offers = list(_offers(planner, wanted))
@@ -137,14 +138,13 @@ def _narrowed(target: Target, selector: Selector | None, sparsity: float | None)
     return replace(target, selectors=target.selectors if selector is None else (selector,), sparsity=sparsity)
 
 
-def _wanted(path: str, folder: Path | None, target: Target) -> Wanted:
+def _wanted(path: str, folder: Path | None, target: Target, facts: MachineFacts | None) -> Wanted:
     spec, dtypes = _model(path)
     profile = None if folder is None else Profile(folder)
     if profile is not None and profile.spec != spec:
         raise PlanError(f"--profile {folder}: is of another model; profile {path}")
     losses = assumed_losses(spec) if profile is None else losses_of(profile)
-    defaults = defaults_text(target, spec, known_facts(Path()))
-    return Wanted(path, target, Model(spec, dtypes, losses), profile, defaults)
+    return Wanted(path, target, Model(spec, dtypes, losses), profile, defaults_text(target, spec, facts))
 
 
 def _model(path: str) -> tuple[ModelSpec, tuple[str, ...]]:

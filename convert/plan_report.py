@@ -54,10 +54,11 @@ def offer_lines(offers: Sequence[Offer], losses: Losses) -> Iterator[str]:
 def _offer_cells(planned: Planned, losses: Losses) -> str:
     foretold, loss = planned.foretold, planned.loss
     lost = f"{'not':>8} {'foretold':>11}" if isnan(loss) else f"{loss:8.4f} {_grown(planned, losses):>+11.2%}"
+    sparsity = mean_sparsity(planned, losses)
     return (
-        f"{lost} {size_text(planned.pack_bytes):>10} {planned.bits_per_weight:5.2f} "
-        f"{mean_sparsity(planned, losses):8.0%} {planned.decision.plan.selector:>8} {foretold.hit_rate:6.1%} "
-        f"{size_text(foretold.fetched_bytes):>12} {foretold.tokens_per_second:9.2f}"
+        f"{lost} {size_text(planned.pack_bytes):>10} {planned.bits_per_weight:5.2f} {sparsity:8.0%} "
+        f"{planned.decision.plan.selector:>8} {foretold.hit_rate:6.1%} {size_text(foretold.fetched_bytes):>12} "
+        f"{foretold.tokens_per_second:9.2f}"
     )
 
 
@@ -114,17 +115,17 @@ def dense_text(planned: Planned) -> str:
     taken: Counter[str] = Counter()
     for dense, part in zip(planned.layout.dense, planned.decision.plan.dense, strict=True):
         if dense.role.quantizable:
-            name = "as in the source" if part is None else format_text(part)
+            name = "the source's" if part is None else format_text(part)
             counted[name] += 1
             taken[name] += dense.entry.num_bytes
-    return ", ".join(f"{counted[name]} {name} ({size_text(num_bytes)})" for name, num_bytes in taken.most_common())
+    return ", ".join(f"{counted[name]} in {name} ({size_text(num_bytes)})" for name, num_bytes in taken.most_common())
 
 
 def gap_text(planned: Planned) -> str | None:
     """How far the choice may be from the best."""
     if planned.gap is None:
         return None
-    return f"no choice of formats costs less by more than {planned.gap:.2%} at this plan's prices (duality gap)"
+    return f"no choice of formats costs less by more than {planned.gap:.4%} at this plan's prices (duality gap)"
 
 
 def compression_text(planned: Planned) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 from moe_pack.calib import Losses
 from moe_pack.convert.plan_file import Decision
 from moe_pack.convert.tier import Foretold
-from moe_pack.formats import ModelSpec, PackLayout, Plan, pack_layout
+from moe_pack.formats import MATRICES, ModelSpec, PackLayout, Plan, pack_layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,22 +30,38 @@ class Model:
         losses, plan = self.losses, decision.plan
         if decision.theta and not decision.sparsity.any():
             return float("nan")
-        formats, quantized = losses.of(plan.quantizer)
-        numbers = {part: number for number, part in enumerate(formats)}
-        kind_idx = losses.kinds.index("both" if plan.selector == "none" else plan.selector)
-        total = 0.0
-        for l, layer in enumerate(plan.experts):
-            for e, expert in enumerate(layer):
-                for m, part in enumerate((expert.gate, expert.up, expert.down)):
-                    if part is not None:
-                        total += float(quantized[l, e, m, numbers[part]]) if part in numbers else float("nan")
-                known = losses.sparse[l, e, kind_idx]
-                total += float(np.interp(decision.sparsity[l, e], losses.sparsities, known, right=np.nan))
+        total = self._quantized_loss(plan) + self._sparse_loss(decision)
         for role_idx, part in enumerate(plan.dense):
             if part is not None:
                 width_idx = losses.dense_widths.index(part.width) if part.width in losses.dense_widths else None
                 total += float("nan") if width_idx is None else float(losses.dense[role_idx, width_idx])
         return total
+
+    def _quantized_loss(self, plan: Plan) -> float:
+        """Of all experts' matrices."""
+        formats, quantized = self.losses.of(plan.quantizer)
+        numbers = {part: number for number, part in enumerate(formats)}
+        kinds = {expert for layer in plan.experts for expert in layer}  # few, of thousands of experts
+        if any(part is not None and part not in numbers for kind in kinds for part in (kind.gate, kind.up, kind.down)):
+            return float("nan")
+        # A gate that is not there is counted as any format, and adds nothing.
+        known = {kind: [numbers[part] if part else 0 for part in (kind.gate, kind.up, kind.down)] for kind in kinds}
+        places = np.array([[known[expert] for expert in layer] for layer in plan.experts])  # [L, E, 3]
+        found = np.take_along_axis(quantized, places[..., None], axis=3)[..., 0]
+        has_matrix = [matrix in self.spec.expert.matrices for matrix in MATRICES]
+        return float(found[:, :, has_matrix].sum())
+
+    def _sparse_loss(self, decision: Decision) -> float:
+        """Of all neurons that do not run; between known sparsities interpolated, beyond them not a number."""
+        losses, sparsity = self.losses, decision.sparsity
+        kind_idx = losses.kinds.index("both" if decision.plan.selector == "none" else decision.plan.selector)
+        levels, known = np.array(losses.sparsities), losses.sparse[:, :, kind_idx]
+        if sparsity.max() > levels[-1]:
+            return float("nan")
+        above = np.clip(np.searchsorted(levels, sparsity), 1, len(levels) - 1)
+        part = (sparsity - levels[above - 1]) / (levels[above] - levels[above - 1])
+        low, high = (np.take_along_axis(known, place[..., None], axis=2)[..., 0] for place in (above - 1, above))
+        return float((low + part * (high - low)).sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

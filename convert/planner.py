@@ -58,6 +58,7 @@ class Planner:
         self._tier = tier
         self._search = {"knapsack": self._by_knapsack, "edgemoe": self._by_edgemoe, "uniform": self._uniform}[search]
         self._menus: dict[Selector, Menu] = {}
+        self._settled: dict[Selector, Planned] = {}  # whose prices the next plan, for another loss, begins with
         self._refused: list[PackLayout] = []  # of plans within the loss that had no room
 
     def plan(self, max_loss: float) -> Planned:
@@ -97,7 +98,9 @@ class Planner:
     def _by_knapsack(self, max_loss: float) -> Iterator[Planned]:
         best: Planned | None = None
         for selector in self._selectors:
-            for found in self._turns(selector, max_loss, None, _FIRST_TURNS):
+            settled = self._settled.get(selector)
+            for found in self._turns(selector, max_loss, settled, _FIRST_TURNS if settled is None else 1):
+                self._settled[selector] = found
                 yield found
                 best = found if best is None else _fastest([best, found])
         if best is not None:
@@ -163,9 +166,11 @@ class Planner:
         any_loss = tier.least_bytes(
             self._model.layout(uniform_plan(spec, self._selectors[0], smallest, smallest, narrow))
         )
+        # Sizes are rounded for people: where both read alike, all bytes are said.
+        text = size_text if size_text(least) != size_text(tier.budget_bytes) else "{:,} bytes".format
         return (
-            f"--target-vram: {size_text(tier.budget_bytes)}, the least within this loss is {size_text(least)}, and "
-            f"{size_text(any_loss)} whatever it loses; give more memory, a larger --max-loss, or a shorter --context"
+            f"--target-vram: {text(tier.budget_bytes)}, the least within this loss is {text(least)}, and "
+            f"{text(any_loss)} whatever it loses; give more memory, a larger --max-loss, or a shorter --context"
         )
 
 

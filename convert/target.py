@@ -125,14 +125,19 @@ def planner_for(
              are drawn, and all neurons run as often.   facts: of `doctor`, if it has measured this machine.
     Raises:  RunError if the context, the card or its memory are not to be had; PlanError as `Planner`.
     """
+    tier = tier_for(target, spec, losses, profile, facts)
+    return Planner(Model(spec, dense_dtypes, losses), tier, target.search, target.selectors)
+
+
+def tier_for(
+    target: Target, spec: ModelSpec, losses: Losses, profile: Profile | None, facts: MachineFacts | None
+) -> Tier:
+    """The memory that is planned for; arguments and errors as `planner_for`."""
     context = context_of(target, spec)
     traffic = assumed_traffic(spec, losses) if profile is None else traffic_of(profile, losses)
-    tier: Tier
     if target.device == "cpu":
-        tier = CpuTier(_cpu(facts), traffic, target.budget_bytes, context)
-    else:
-        tier = CardTier(_card(target, facts), traffic, Heats(profile), target.budget_bytes, context)
-    return Planner(Model(spec, dense_dtypes, losses), tier, target.search, target.selectors)
+        return CpuTier(_cpu(facts), traffic, target.budget_bytes, context)
+    return CardTier(_card(target, facts), traffic, Heats(profile), target.budget_bytes, context)
 
 
 def defaults_text(target: Target, spec: ModelSpec, facts: MachineFacts | None) -> list[str]:

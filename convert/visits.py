@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.runtime import CacheFacts, Compute, Fetch, Passes, Preset, residency_for
+from moe_pack.runtime import CacheFacts, Compute, Fetch, Passes, Preset, Residency, residency_for
 
 Array = NDArray[Any]
 
@@ -35,10 +35,11 @@ class Visits:
         return float((self.ages > 0).mean()) if len(self.ages) else 1.0
 
 
-def visits(passes: Passes, facts: CacheFacts, preset: Preset, num_warm: int) -> Visits:
+def visits(passes: Passes, facts: CacheFacts, preset: Preset, num_warm: int, is_filled: bool = False) -> Visits:
     """The visits of tokens decoded one by one, nothing foretold, but for the first `num_warm`, which fill the cache.
 
     Where all experts have room, every visit finds its expert after as many as are told apart.
+    Args:    is_filled: the cache begins with the most popular experts instead of empty: few tokens then warm it.
     """
     L, E = facts.pages.shape
     routes = np.sort(passes.routes.astype(np.int64), axis=2)  # [T, L, k]
@@ -49,6 +50,9 @@ def visits(passes: Passes, facts: CacheFacts, preset: Preset, num_warm: int) -> 
         return Visits(len(warm), steps, keys, np.full(len(keys), MAX_AGE))
     residency = residency_for(preset, facts)
     ages = np.zeros((L, E), np.int64)
+    if is_filled:
+        _fill(residency, facts)
+        ages[residency.is_resident] = MAX_AGE
     found: list[tuple[int, int, int]] = []
     for token, layers in enumerate(routes.tolist()):
         for l, experts in enumerate(layers):
@@ -61,6 +65,15 @@ def visits(passes: Passes, facts: CacheFacts, preset: Preset, num_warm: int) -> 
                     ages[event.key] += 1
     columns = np.array(found, np.int64).reshape(-1, 3).T
     return Visits(max(len(routes) - num_warm, 0), columns[0], columns[1], np.minimum(columns[2], MAX_AGE))
+
+
+def _fill(residency: Residency, facts: CacheFacts) -> None:
+    """Brings in experts by falling popularity while there is room, as if they had been foretold."""
+    order = np.argsort(-facts.popularity, axis=None, kind="stable").tolist()
+    for layer_idx, expert in (divmod(place, facts.pages.shape[1]) for place in order):
+        if facts.pages[layer_idx, expert] <= residency.free_pages:
+            for _ in residency.ahead(layer_idx, [expert], during=layer_idx):
+                pass  # nothing is carried out
 
 
 def drawn_passes(popularity: Array, num_active: int, num_tokens: int, seed: int = 0) -> Passes:

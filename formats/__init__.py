@@ -62,6 +62,8 @@ from moe_pack.formats.ranges import RangeReader
 from moe_pack.formats.rethreshold import rewrite_thresholds
 from moe_pack.formats.roles import DenseRole, dense_roles
 from moe_pack.formats.rows import (
+    CRC_BYTES,
+    ROW_ALIGN,
     ExpertLayout,
     Part,
     RowLayout,
@@ -90,6 +92,8 @@ from moe_pack.formats.spec import (
     Selector,
     SharedExpertSpec,
     YarnSpec,
+    record_matrices,
+    selector_matrices,
 )
 from moe_pack.formats.steps import Step, SteppedFolder
 from moe_pack.formats.strict_json import canonical, dump, load, parse
@@ -105,6 +109,7 @@ from moe_pack.formats.writer import PackWriter, State, digests_of
 __all__ = [
     "BF16",
     "COPIED_FILES",
+    "CRC_BYTES",
     "DENSE_FILE",
     "FAMILIES",
     "FORMAT",
@@ -114,6 +119,7 @@ __all__ = [
     "NO_SOURCE",
     "ORDER_FILE",
     "QUANTIZERS",
+    "ROW_ALIGN",
     "ROW_GROUP",
     "SELECTORS",
     "SHORT_NAMES",
@@ -198,11 +204,13 @@ __all__ = [
     "read_account",
     "read_header",
     "read_sidecar",
+    "record_matrices",
     "rewrite_thresholds",
     "root_digest",
     "root_without_thresholds",
     "row_layout",
     "seal_rows",
+    "selector_matrices",
     "size_text",
     "tensor_sidecar_bytes",
     "thresholds_bytes",

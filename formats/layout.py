@@ -89,10 +89,9 @@ def pack_layout(spec: ModelSpec, plan: Plan, dense_dtypes: Sequence[str]) -> Pac
     fault = plan_fault(plan, spec)
     if fault:
         raise PlanError(f"plan: {fault}")
-    experts = tuple(
-        tuple(expert_layout(expert, plan.selector, spec.expert, spec.hidden_size) for expert in layer)
-        for layer in plan.experts
-    )
+    kinds = {expert for layer in plan.experts for expert in layer}  # few, of thousands of experts
+    known = {kind: expert_layout(kind, plan.selector, spec.expert, spec.hidden_size) for kind in kinds}
+    experts = tuple(tuple(known[expert] for expert in layer) for layer in plan.experts)
     return layout_of(spec, experts, list(zip(dense_dtypes, plan.dense, strict=True)))
 
 

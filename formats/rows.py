@@ -15,7 +15,7 @@ from moe_pack.formats.errors import PackError
 from moe_pack.formats.plan import ExpertFormat, PartFormat
 from moe_pack.formats.spec import MATRICES, ExpertSpec, Matrix, Selector, record_matrices, selector_matrices
 
-ROW_ALIGN = 16
+ROW_ALIGN, CRC_BYTES = 16, 4
 Bytes2D = NDArray[np.uint8]
 
 
@@ -51,7 +51,7 @@ def row_layout(parts: list[tuple[str, PartFormat, bool]], num_cols: int) -> RowL
         num_bytes = part_format.part_bytes(num_cols)
         placed.append(Part(name, part_format, end, num_bytes, has_bias))
         end += num_bytes + 4 * has_bias
-    return RowLayout(tuple(placed), num_cols, end, -(-(end + 4) // ROW_ALIGN) * ROW_ALIGN)
+    return RowLayout(tuple(placed), num_cols, end, -(-(end + CRC_BYTES) // ROW_ALIGN) * ROW_ALIGN)
 
 
 @dataclass(frozen=True, slots=True)

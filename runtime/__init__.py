@@ -54,7 +54,7 @@ from moe_pack.runtime.prediction import PREDICTION_NAMES, Observed, Prediction, 
 from moe_pack.runtime.reads import READ_UNIT, Reads, ReadStats, open_reads
 from moe_pack.runtime.record import Passes, Record, read_record
 from moe_pack.runtime.replay import PathShares, Played, auto_preset, best_of, optimum, replay
-from moe_pack.runtime.residency import CacheFacts, Compute, Fetch
+from moe_pack.runtime.residency import CacheFacts, Compute, Fetch, Residency
 from moe_pack.runtime.rope import Angles, Rope
 from moe_pack.runtime.router import route
 from moe_pack.runtime.routing import (
@@ -124,6 +124,7 @@ __all__ = [
     "ReadStats",
     "Reads",
     "Record",
+    "Residency",
     "Rope",
     "Routing",
     "Sampler",

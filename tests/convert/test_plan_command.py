@@ -1,0 +1,218 @@
+"""`moe-pack plan`: what it prints, what it writes, and that the parts it names are what the runtime allocates."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from losses import random_losses
+from models import DEMO_MODEL
+from published import CONFIGS, PUBLISHED
+
+from moe_pack.convert.cli import main
+from moe_pack.convert.cpu_tier import AS_TARGET
+from moe_pack.convert.plan_file import read_plan
+from moe_pack.convert.target import Target, planner_for
+from moe_pack.formats import Pack, dense_roles, model_spec, pack_layout, part_format, size_text, uniform_plan
+from moe_pack.runtime import Engine, EngineOptions, divide_budget, expert_pages, least_budget, whole_bytes
+from moe_pack.runtime.cli import main as moe_run
+
+GIB = 1 << 30
+NAME = "granite-3.0-1b-a400m"
+NAMES = [model.name for model in PUBLISHED]
+
+
+@pytest.fixture(autouse=True)
+def _no_card_and_nothing_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of a published model cut to two layers, so that plans are made in a second."""
+    values = json.loads((CONFIGS / f"{NAME}.json").read_text()) | {"num_hidden_layers": 2}
+    path = tmp_path_factory.mktemp("small") / "small.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profiled") / "profile"
+    done = run("profile", DEMO_MODEL, "-o", folder, "--tokens", 256, "--sequence-length", 32)
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
+
+
+def planned(*arguments: object) -> dict[str, Any]:
+    done = run("plan", *arguments, "--json")
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def fault(*arguments: object) -> str:
+    done = run("plan", *arguments)
+    assert done.exit_code != 0
+    return done.output.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["demo", *NAMES])
+def test_the_parts_sum_to_the_target_from_just_enough_to_all_in_memory(name: str) -> None:
+    """Thirty budgets of the CPU's, 4 bits; a card's are in test_card_budget."""
+    spec = model_spec(str(DEMO_MODEL) if name == "demo" else name)
+    part, context = part_format(4, 64), min(4096, spec.max_position_embeddings)
+    layout = pack_layout(spec, uniform_plan(spec, "up", part, part), ["BF16"] * len(dense_roles(spec)))
+    least, most = least_budget(layout, context, 1 << 20), whole_bytes(layout, context, 1 << 20)
+    for target in np.linspace(least, most, 30).astype(np.int64).tolist():
+        plan = divide_budget(layout, target, context, 1 << 20, AS_TARGET)
+        assert plan.dense + plan.cache + plan.workspace + plan.predictors + plan.arena + plan.left == target
+        assert plan.left >= 0 and plan.num_pages > 0
+
+
+@pytest.mark.parametrize(
+    "target", [Target(GIB * size // 4, device) for size in (3, 4, 8) for device in ("cpu", "cuda")]
+)
+def test_a_plans_parts_sum_to_the_target(target: Target) -> None:
+    spec = model_spec(NAME, 4)
+    dtypes = ("BF16",) * len(dense_roles(spec))
+    found = planner_for(target, spec, dtypes, random_losses(spec), None, None).plan(0.05)
+    assert sum(share.num_bytes for share in found.foretold.shares) == target.budget_bytes
+    assert all(share.num_bytes >= 0 for share in found.foretold.shares)
+
+
+def test_a_plan_without_a_profile_says_that_its_losses_are_assumed(small: Path) -> None:
+    done = run("plan", small, "--target-vram", "256M", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert lines[0].startswith(f"{small}: granitemoe, 2 layers of 32 experts, ")
+    assert lines[1].startswith("losses assumed: every expert alike, ") and "routes drawn evenly" in lines[1]
+    assert "by default --max-loss 1%: of perplexity" in lines
+    named = ("asked: 1% of perplexity", "a quarter of the loss", "four times the loss")
+    found = [re.search(rf"^{name} +[\d.]+ +\+([\d.]+)% ", done.output, re.MULTILINE) for name in named]
+    growth = [float(one[1]) for one in found if one is not None]
+    assert len(growth) == 3 and growth[0] <= 1 and growth[1] <= 0.25 and growth[2] <= 4
+    assert re.search(r"^total +268,435,456  100.0%$", done.output, re.MULTILINE)
+
+
+def test_a_loss_asked_for_is_kept_by_all_three_plans_and_more_loss_is_no_slower(small: Path) -> None:
+    found = planned(small, "--target-vram", "256M", "--device", "cpu", "--max-loss", "0.02")
+    asked, quarter, fourfold = found["plans"]
+    assert (asked["kl"] <= 0.02, quarter["kl"] <= 0.005, fourfold["kl"] <= 0.08) == (True, True, True)
+    assert quarter["tokens_per_second"] <= asked["tokens_per_second"] <= fourfold["tokens_per_second"]
+    assert found["is_assumed"] and found["defaults"][0].startswith("--context 4096")
+    assert all(sum(plan["memory_bytes"].values()) == GIB // 4 == found["target_bytes"] for plan in found["plans"])
+
+
+def test_a_card_is_planned_for_in_all_its_parts_and_is_said_not_to_run_yet(small: Path) -> None:
+    done = run("plan", small, "--target-vram", "768M", "--gpu", "L4", "--ram", "4G", "--selector", "up")
+    assert done.exit_code == 0, done.output
+    for part in ("staging", "overhead", "resident selectors", "hot rows", "pages of experts", "left over"):
+        assert re.search(rf"^{part} +[\d,]+ +[\d.]+%$", done.output, re.MULTILINE), part
+    assert "moe-run does not stream to a card inside a budget yet" in done.output
+
+
+def test_floes_pack_says_its_compression_as_the_paper_counts_and_as_stored() -> None:
+    done = run("plan", "mixtral-8x7b", "--target-vram", "11G", "--gpu", "RTX 3060 12G", "--preset", "floe")
+    assert done.exit_code == 0, done.output
+    assert "9.2 times less is moved than of its 16-bit weights by codes alone, 8.4 times as stored" in done.output
+    assert "100.0%  bf16 / 2 bit g64 / bf16" in done.output
+
+
+def test_a_paper_whose_loss_nobody_knows_has_none(small: Path) -> None:
+    asked = (small, "--target-vram", "256M", "--device", "cpu", "--preset", "corm")
+    assert [plan["kl"] for plan in planned(*asked)["plans"]] == [None]
+    assert re.search(r"^preset corm +not +foretold ", run("plan", *asked).output, re.MULTILINE)
+
+
+def test_the_memory_a_plan_names_is_what_moe_run_allocates(profile: Path, tmp_path: Path) -> None:
+    """The demo model, a budget in which experts take turns: part by part to the byte, and as --stats prints them."""
+    plan, packed, budget = tmp_path / "plan.json", tmp_path / "packed", "8M"
+    asked = ("--target-vram", budget, "--context", 64, "--device", "cpu", "--max-loss", "0.3", "--profile", profile)
+    memory = planned(DEMO_MODEL, *asked, "-o", plan)["plans"][0]["memory_bytes"]
+    made = run("convert", DEMO_MODEL, "--plan", plan, "--profile", profile, "-o", packed, "--workers", 1)
+    assert made.exit_code == 0, made.output
+    with Pack(packed) as pack, Engine(pack, EngineOptions(budget_bytes=8 << 20), 64) as engine:
+        found = engine.plan
+        assert found is not None and found.num_pages < expert_pages(pack.layout, found.page_bytes).sum()
+        assert memory == {
+            "dense weights": found.dense,
+            "key-value cache": found.cache,
+            "workspace": found.workspace,
+            "predictors": found.predictors,
+            "pages of experts": found.arena,
+            "left over": found.left,
+        }
+    done = CliRunner().invoke(
+        moe_run, [str(packed), "--prompt", "a", "--max-tokens", "62", "--budget", budget, "--stats"]
+    )
+    assert done.exit_code == 0, done.output
+    for line, part in (("dense weights", "dense weights"), ("for experts", "pages of experts")):
+        assert re.search(rf"^{line} +{re.escape(size_text(memory[part]))}", done.output, re.MULTILINE), done.output
+
+
+def test_a_plan_file_holds_the_first_plan(small: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    found = planned(small, "--target-vram", "256M", "--device", "cpu", "-o", path)["plans"][0]
+    spec = model_spec(str(small))
+    plan = read_plan(path, spec).plan
+    layout = pack_layout(spec, plan, ["BF16"] * len(dense_roles(spec)))
+    assert (plan.selector, sum(file.num_bytes for _, file in layout.files())) == (
+        found["selector"],
+        found["pack_bytes"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Error: --target-vram: says what memory to plan for; give it, such as 11G"),
+        (
+            ["--target-vram", "1G", "--sparsity", "0.5"],
+            "Error: --sparsity: is of --preset floe; plans decide it by themselves, leave it out",
+        ),
+        (
+            ["--target-vram", "1G", "--preset", "floe", "--selector", "up"],
+            "Error: --selector: preset floe decides by itself; leave it out",
+        ),
+        (
+            ["--target-vram", "13G", "--gpu", "RTX 3060 12G"],
+            "moe-pack: --target-vram: found 13.0 GiB, RTX 3060 12G has 12.0 GiB; ask for less, or name another card "
+            "with --gpu",
+        ),
+        (
+            ["--target-vram", "1G", "--context", "1000000"],
+            "moe-pack: --context: found 1000000, this model takes 4096 tokens at most",
+        ),
+        (
+            ["--target-vram", "1G", "-o", "/proc/none/plan.json"],
+            "moe-pack: /proc/none/plan.json: cannot be written (No such file or directory)",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(small: Path, arguments: list[str], message: str) -> None:
+    assert fault(small, *arguments) == message
+
+
+def test_a_profile_of_another_model_is_refused(profile: Path) -> None:
+    assert fault(NAME, "--target-vram", "1G", "--profile", profile).endswith(
+        f"--profile {profile}: is of another model; profile {NAME}"
+    )
+
+
+def test_an_unknown_model_lists_those_that_are_known() -> None:
+    assert "nor a model whose dimensions are known (" in fault("mixtrall", "--target-vram", "1G")
+
+
+def test_too_small_a_memory_says_the_least_that_would_do(small: Path) -> None:
+    message = fault(small, "--target-vram", "32M", "--device", "cpu")
+    assert "--target-vram: 32.0 MiB, " in message and message.endswith("or a shorter --context")
