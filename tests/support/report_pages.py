@@ -20,7 +20,7 @@ from models import TinyMixtral
 from moe_pack.calib.arrays import Array, write_arrays
 from moe_pack.calib.coverage import coactivation
 from moe_pack.calib.effects import all_copies, copies_of
-from moe_pack.calib.expert_error import quantized_formats
+from moe_pack.calib.expert_error import compared_formats
 from moe_pack.calib.paths import learn_paths
 from moe_pack.calib.prediction import LayerPredictors
 from moe_pack.calib.profile import FORMAT, VERSION, Profile, ProfileFacts, TextFacts, facts_bytes, layer_file
@@ -122,7 +122,7 @@ class HandMade:
                 "copies": np.ones(len(copies_of(spec, "fast", l)), np.float32),
                 "quantized": (generator.lognormal(0, 1, (self.E, 3, 4)) * scale * 1e-4).astype(np.float32),
                 "sparse": (generator.lognormal(0, 1, (self.E, 3, 4)) * [1, 3, 6, 20] * 1e-5).astype(np.float32),
-                "ratios": np.ones((3, len(quantized_formats(spec.hidden_size))), np.float32),
+                "ratios": np.ones((3, len(compared_formats(spec.hidden_size))), np.float32),
             }
         generator = np.random.default_rng(300)
         files["effects.safetensors"] = {
