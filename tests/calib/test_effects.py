@@ -174,8 +174,8 @@ def test_log_likelihood_is_lost_as_over_all_copies_together() -> None:
 
 
 def test_over_few_tokens_the_log_likelihood_lost_is_taken_to_be_nearer_the_divergence() -> None:
-    """A measurement of deviation 1/4 weighs 16; 80 tokens weigh 40 a nat: (16 + 40 * 0.05) / (16 + 40 * 0.1)."""
-    assert nll_per_kl([0.1], [0.05], 80) == pytest.approx(0.9, rel=1e-6)
+    """A measurement of deviation 1/10 weighs 100; 500 tokens weigh 250 a nat: (100 + 250 * 0.05) / (100 + 250 * 0.1)."""
+    assert nll_per_kl([0.1], [0.05], 500) == pytest.approx(0.9, rel=1e-6)
     assert nll_per_kl([0.1], [-0.5], 0) == 1.0
     assert nll_per_kl([0.1], [-0.5], 10**9) == pytest.approx(0.1)
     assert nll_per_kl([0.0], [0.0], 10**9) == 1.0

@@ -24,7 +24,6 @@ from moe_pack.calib.expert_error import (
     Change,
     Rounding,
     compared_formats,
-    quantized_formats,
 )
 from moe_pack.calib.expert_pass import KINDS
 from moe_pack.calib.held import HeldWeights
@@ -94,7 +93,7 @@ class Ran:
 
     def ratio(self, layer: int, change: Change) -> float:
         """By what a change's error, as measured, is multiplied."""
-        idx = quantized_formats(self.spec.hidden_size).index(part_format(change.width, 64))
+        idx = compared_formats(self.spec.hidden_size).index(("hqq", part_format(change.width, 64)))
         return float(self.errors[layer].ratios[change.matrix_idx, idx])
 
 
@@ -591,8 +590,7 @@ def test_errors_are_a_token_of_all_sequences_though_measured_on_some(many: Ran) 
     assert 256 < len(measured) < len(chosen) < 600
     for change in QUANTIZED:
         square = float(held.quantized(0, change, "nearest")[measured].square().mean()) * len(chosen) / 600
-        ratio = many.ratio(0, change)
-        assert many.errors[0].quantized[0][place(change)] == pytest.approx(square * ratio, rel=2e-3)
+        assert many.errors[0].quantized[0][place(change)] == pytest.approx(square * many.ratio(0, change), rel=2e-3)
 
 
 @pytest.mark.parametrize(("name", "level"), ANNOUNCED)

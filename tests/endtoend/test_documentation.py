@@ -39,6 +39,7 @@ def test_every_command_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch:
     "command",
     [
         "convert",
+        "plan",
         "profile",
         "report",
         "thresholds",
