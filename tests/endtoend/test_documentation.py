@@ -13,6 +13,7 @@ from moe_pack.runtime.cli import main as moe_run
 
 ROOT = TESTS.parent
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("moe-pack.md", "moe-run.md", "streaming.md", "ci.md"))]
+LONG = ("README.md", "moe-pack.md")  # they plan and convert for a memory: a minute or two each
 PROGRAMS = {"moe-pack": moe_pack, "moe-run": moe_run}
 
 
@@ -21,7 +22,11 @@ def shown_commands(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] if page.name in LONG else []) for page in PAGES],
+    ids=lambda page: page.name,
+)
 def test_every_command_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -39,6 +44,7 @@ def test_every_command_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch:
     "command",
     [
         "convert",
+        "plan",
         "profile",
         "report",
         "thresholds",
