@@ -8,7 +8,8 @@ import pytest
 from losses import random_losses
 from specs import GROUPED
 
-from moe_pack.convert.choices import MAX_CHOICES, expert_choices
+from moe_pack.calib import assumed_losses
+from moe_pack.convert.choices import LEAST_CHOICES, MAX_CHOICES, expert_choices
 from moe_pack.formats import (
     BF16,
     SELECTORS,
@@ -16,6 +17,7 @@ from moe_pack.formats import (
     ExpertSpec,
     Selector,
     expert_layout,
+    model_spec,
     part_format,
 )
 
@@ -82,3 +84,16 @@ def test_formats_that_are_not_allowed_are_not_weighed() -> None:
     choices = expert_choices(GROUPED, "up", LOSSES, allowed)
     assert {part for held in choices.formats for part in (held.gate, held.up, held.down)} == set(allowed)
     assert len(choices.formats) == 8
+
+
+def test_of_thousands_of_experts_fewer_choices_are_weighed_each_the_best_of_its_bytes() -> None:
+    spec = model_spec("qwen3-30b-a3b")
+    losses = assumed_losses(spec)
+    choices = expert_choices(spec, "up", losses)
+    assert LEAST_CHOICES < len(choices.formats) < MAX_CHOICES
+    lost = choices.losses(losses)[0]
+    assert choices.formats[-1] == ExpertFormat(BF16, BF16, BF16) and lost[-1] == 0
+    assert (np.diff(choices.extent_bytes) > 0).all() and (np.diff(lost) < 0).all()
+    few = model_spec("qwen3-30b-a3b", 1)
+    whole = expert_choices(few, "up", assumed_losses(few))
+    assert len(whole.formats) == MAX_CHOICES and choices.extent_bytes[0] == whole.extent_bytes[0]

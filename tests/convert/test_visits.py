@@ -49,6 +49,14 @@ def test_ages_count_visits_since_an_expert_was_brought_in() -> None:
     assert visits(routed, one_page, PRESETS["lru"], 0).ages.tolist() == [0, 1, 0, 0, 1, 2]
 
 
+def test_a_filled_cache_begins_with_the_most_popular_experts_that_have_room() -> None:
+    """By hand: room for two of three, of which 2 and 0 are chosen most: they have long been there, 1 has not."""
+    routed = Passes(np.array([[[e]] for e in (2, 0, 1)], "<u2"), np.ones(3, np.uint32), None, np.ones((1, 3)))
+    two_pages = CacheFacts(np.ones((1, 3), np.int64), 2, 1, np.array([[0.3, 0.1, 0.6]], np.float32))
+    assert visits(routed, two_pages, PRESETS["lru"], 0, is_filled=True).ages.tolist() == [MAX_AGE, MAX_AGE, 0]
+    assert visits(routed, two_pages, PRESETS["lru"], 0).ages.tolist() == [0, 0, 0]
+
+
 def test_one_expert_is_drawn_as_often_as_it_is_popular() -> None:
     drawn = drawn_passes(POPULARITY, 1, 20_000).routes
     shares = [np.bincount(drawn[:, l, 0], minlength=E) / len(drawn) for l in range(L)]
