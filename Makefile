@@ -80,6 +80,9 @@ bench: families bench-cpu bench-streaming ablate
 	$(if $(SMALL_MODEL),$(BIN)/python benchmarks/equal_bytes.py --model $(SMALL_MODEL) \
 	    $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON)))
 	$(BIN)/python benchmarks/profile_speed.py
+	$(BIN)/python benchmarks/tolerance.py
+	$(BIN)/python benchmarks/preset_packs.py
+	$(BIN)/python benchmarks/solve_time.py
 	$(BIN)/python benchmarks/predicted_speed.py --folder $(BENCH_PACKS)
 	$(BIN)/python benchmarks/profile_memory.py
 	$(BIN)/python benchmarks/policy_table.py

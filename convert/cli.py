@@ -54,10 +54,11 @@ def main(debug: bool) -> None:
     """Pack mixture-of-experts checkpoints, once and offline, into folders that moe-run streams from.
 
     \b
+    moe-pack convert mixtral --target-vram 11G  all of it: profile, plan, convert, measure
+    moe-pack plan mixtral --target-vram 11G     what would fit, how fast, at what loss
     moe-pack profile mixtral -o profile/        what its experts and neurons do on text
     moe-pack report profile/                    look at it
-    moe-pack plan mixtral --target-vram 11G     what would fit, how fast, at what loss
-    moe-pack convert mixtral -o packed/         4 bit, group 64, selector up
+    moe-pack convert mixtral -o packed/         all alike: 4 bit, group 64, selector up
     moe-pack thresholds packed/ --sparsity 0.8  let the weakest neurons rest
     moe-pack attach packed/ --profile profile/  let moe-run foretell experts
     moe-pack inspect packed/                    what is in it

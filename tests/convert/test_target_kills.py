@@ -1,0 +1,57 @@
+"""`moe-pack convert --target-vram` killed at random moments, and begun again until it ends."""
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from models import BOOK, DEMO_MODEL, TinyMixtral
+from profiles import folder_bytes
+
+NUM_KILLS = 8
+
+pytestmark = pytest.mark.slow  # some ten processes that load torch, a minute or two
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, config={"num_experts_per_tok": 2})
+    folder = shape.write(tmp_path_factory.mktemp("source"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, folder / name)
+    return folder
+
+
+def begin(source: Path, folder: Path) -> "subprocess.Popen[bytes]":
+    """The command in a process of its own: it profiles, plans, converts and measures."""
+    wish = ["--target-vram", "16M", "--device", "cpu", "--context", "64", "--max-loss", "0.02"]
+    text = ["--eval-data", str(BOOK), "--eval-tokens", "512"]
+    command = [sys.executable, "-m", "moe_pack.convert.cli", "convert", str(source), "-o", str(folder / "packed")]
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder.parent / "cache"), "OMP_NUM_THREADS": "1"}
+    with (folder.parent / f"{folder.name}.log").open("ab") as log:
+        return subprocess.Popen([*command, *wish, *text], stdout=log, stderr=log, env=environment)
+
+
+def test_killed_at_random_moments_it_ends_in_the_pack_of_a_whole_run(source: Path, tmp_path: Path) -> None:
+    folders = tmp_path / "whole", tmp_path / "killed"
+    for folder in folders:
+        folder.mkdir()
+    assert begin(source, folders[0]).wait() == 0, (tmp_path / "whole.log").read_text()
+    generator, kills = random.Random(7), 0
+    while True:
+        process = begin(source, folders[1])
+        if kills == NUM_KILLS:
+            assert process.wait() == 0, (tmp_path / "killed.log").read_text()
+            break
+        try:
+            assert process.wait(generator.uniform(3, 12)) == 0, (tmp_path / "killed.log").read_text()
+            break
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            kills += 1
+    assert kills > 0
+    assert folder_bytes(folders[1]) == folder_bytes(folders[0])
