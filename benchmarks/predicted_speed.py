@@ -262,7 +262,7 @@ def main(
             click.echo(f"{name}, {share:.0%}: {1 / cases[-1].measured_s:.1f} tokens/s", err=True)
     if json_file:
         figures = {"cores": os.cpu_count(), "load_before": load_before, "cases": [asdict(case) for case in cases]}
-        json_file.write_text(json.dumps(figures, indent=1))
+        json_file.write_text(json.dumps(figures, indent=1, default=np.ndarray.tolist))
     click.echo(table(cases))
     wrong = faults(cases, bytes_off, time_off)
     for fault in wrong:
