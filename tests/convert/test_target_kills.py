@@ -11,7 +11,7 @@ import pytest
 from models import BOOK, DEMO_MODEL, TinyMixtral
 from profiles import folder_bytes
 
-NUM_KILLS = 8
+NUM_KILLS = 5
 
 pytestmark = pytest.mark.slow  # some ten processes that load torch, a minute or two
 
