@@ -7,28 +7,25 @@ import numpy as np
 
 from moe_pack.convert.card_budget import CardPlan, least_card
 from moe_pack.convert.choices import Floats
-from moe_pack.convert.cost_model import best_card_plan, expert_seconds, link_seconds
-from moe_pack.convert.cpu_tier import Traffic
+from moe_pack.convert.cost_model import best_card_plan, link_seconds
 from moe_pack.convert.heats import Heats
-from moe_pack.convert.machines import Machine, rate_of
+from moe_pack.convert.machine_tier import MachineTier, Traffic, foretold
+from moe_pack.convert.machines import Machine
 from moe_pack.convert.tier import Foretold, Share
 from moe_pack.formats import ExpertLayout, PackLayout, Selector
 
 _ROUGH_PAGE_SHARES = (0.25,)  # of what experts have: with it alone plans are told apart
 
 
-class CardTier:
+class CardTier(MachineTier):
     """A budget of a card's memory; what it cannot hold comes from host memory, and what that cannot from the drive."""
 
     def __init__(
         self, machine: Machine, traffic: Traffic, heats: Heats, budget_bytes: int, context_tokens: int
     ) -> None:
         assert machine.link_rate is not None, "a card has a link"
-        self.budget_bytes = budget_bytes
-        self._machine = machine
-        self._traffic = traffic
+        super().__init__(machine, traffic, budget_bytes, context_tokens)
         self._heats = heats
-        self._context_tokens = context_tokens
 
     def foretell(self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False) -> Foretold:
         """What a pack of this layout, so sparse [L, E], would do; in a budget smaller by some bytes, if given.
@@ -49,33 +46,17 @@ class CardTier:
             is_rough,
             *((_ROUGH_PAGE_SHARES,) if is_rough else ()),
         )
-        return Foretold(
-            _shares(plan),
-            found.seconds.total,
-            found.fetched_bytes,
-            found.read_bytes,
-            found.hit_rate,
-            found.misses * _missing_share(layout, plan, heat),
-            found.policy,
-        )
+        return foretold(_shares(plan), found, found.misses * _missing_share(layout, plan, heat))
 
     def least_bytes(self, layout: PackLayout) -> int:
         """The smallest budget that a pack of this layout runs in."""
         return least_card(layout, self._context_tokens, self._traffic.predictor_bytes)
-
-    def run_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
-        """What running an expert that is there takes for one token."""
-        return expert_seconds(expert, 1 - sparsity, self._machine)[0]
 
     def fetch_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
         """What pulling an expert takes of which nothing is held: its selector and running rows, or all of it."""
         running = 1.0 if expert.selector is None else 1 - sparsity
         total = expert.num_bytes * self._traffic.popularity.size  # were all experts stored so
         return (expert.selector_bytes + running * expert.records_bytes) * link_seconds(self._machine, total)
-
-    def dense_seconds(self, num_bytes: int, width: int) -> float:
-        """What a dense matrix of so many bytes takes, every token."""
-        return num_bytes / rate_of(self._machine.dense_rates, width)
 
 
 def _selector_of(layout: PackLayout) -> Selector:

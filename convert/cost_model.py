@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moe_pack.convert.card_budget import CARD_PAGE_BYTES, CardPlan, divide_card
 from moe_pack.convert.machines import Machine, rate_of
-from moe_pack.convert.visits import MAX_AGE, Visits, drawn_passes, visits
+from moe_pack.convert.visits import MAX_AGE, Visits, drawn_passes, expected_misses, visits
 from moe_pack.formats import ExpertLayout, PackLayout, RowLayout, cached_values
 from moe_pack.runtime import (
     READ_UNIT,
@@ -37,7 +37,6 @@ _MOST_TOKENS, _LEAST_TOKENS, _MOST_VISITS = 4096, 64, 50_000
 _LEAST_ROUGH_TOKENS, _ROUGH_VISITS = 16, 6000
 PAGE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of what experts have of a card
 _WARM_SHARE = 0.25  # of the tokens replayed: they fill the cache
-_SURE_VISITS = 16  # of an expert: with so many its own rate of misses counts half, with none that of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +363,7 @@ def _prediction(
     return Prediction(
         policy=policy,
         hit_rate=found.hit_rate,
-        misses=_expected_misses(found, popularity * (k / popularity.sum(axis=1, keepdims=True))),
+        misses=expected_misses(found, popularity * (k / popularity.sum(axis=1, keepdims=True))),
         # What is foretold wrongly is read beside, as often as what is foretold is missing.
         fetched_bytes=fetched * (1 + (1 - foretold) * (foretold > 0)),
         read_bytes=float(reading.ravel()[found.keys].sum()) / num_tokens + dense_bytes,
@@ -375,18 +374,6 @@ def _prediction(
             waiting / num_tokens,
         ),
     )
-
-
-def _expected_misses(found: Visits, runs: Array) -> Array:
-    """How often a token will find each expert missing: [L, E].
-
-    Experts that few visits came to are not told apart: a plan made for these visits alone would be bad for others.
-    Args:    runs: [L, E], how often a token chooses the expert.
-    """
-    came, missed = (np.bincount(keys, minlength=runs.size) for keys in (found.keys, found.keys[found.ages == 0]))
-    of_all = missed.sum() / max(came.sum(), 1)
-    expected: Array = runs * ((missed + _SURE_VISITS * of_all) / (came + _SURE_VISITS)).reshape(runs.shape)
-    return expected
 
 
 def _expert_table(layout: PackLayout, running: Array, machine: Machine) -> tuple[Array, Array]:

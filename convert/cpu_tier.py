@@ -3,42 +3,19 @@
 The budget is divided by the runtime's own function, so that what is planned is what is allocated.
 """
 
-from dataclasses import dataclass
-
 from moe_pack.convert.choices import Floats
-from moe_pack.convert.cost_model import expert_seconds, predict
-from moe_pack.convert.machines import Machine, rate_of
+from moe_pack.convert.cost_model import predict
+from moe_pack.convert.machine_tier import MachineTier, foretold
 from moe_pack.convert.tier import Foretold, Share
 from moe_pack.formats import ExpertLayout, PackLayout
-from moe_pack.runtime import Asked, BudgetPlan, Passes, divide_budget, least_budget
+from moe_pack.runtime import Asked, BudgetPlan, divide_budget, least_budget
 
 AS_TARGET = Asked("--target-vram", "--context")
 _SEEN_TOKENS = 512  # in the cache, where the context is no shorter
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Traffic:
-    """What is known of routes. `popularity`: float64 [L, E].
-
-    `passes`: routes of text not used for calibration, to replay; None: independent draws.   `recall`: how many of the
-    next layer's experts the best predictor foretells; None where no profile says it.   `predictor_bytes`: what
-    foretells takes in memory.
-    """
-
-    popularity: Floats
-    passes: Passes | None = None
-    recall: float | None = None
-    predictor_bytes: int = 0
-
-
-class CpuTier:
+class CpuTier(MachineTier):
     """A budget of memory on this machine, or one of the same rates."""
-
-    def __init__(self, machine: Machine, traffic: Traffic, budget_bytes: int, context_tokens: int) -> None:
-        self.budget_bytes = budget_bytes
-        self._machine = machine
-        self._context_tokens = context_tokens
-        self._traffic = traffic
 
     def foretell(self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False) -> Foretold:
         """What a pack of this layout, so sparse [L, E], would do; in a budget smaller by some bytes, if given.
@@ -50,23 +27,11 @@ class CpuTier:
         plan = self._divided(layout, self.budget_bytes - less_bytes)
         routes, recall, seen = traffic.passes, traffic.recall, min(self._context_tokens // 2, _SEEN_TOKENS)
         found = predict(layout, plan, self._machine, traffic.popularity, sparsity, routes, recall, seen, is_rough)
-        return Foretold(
-            _shares(plan),
-            found.seconds.total,
-            found.fetched_bytes,
-            found.read_bytes,
-            found.hit_rate,
-            found.misses,
-            found.policy,
-        )
+        return foretold(_shares(plan), found, found.misses)
 
     def least_bytes(self, layout: PackLayout) -> int:
         """The smallest budget that a pack of this layout runs in."""
         return least_budget(layout, self._context_tokens, self._traffic.predictor_bytes)
-
-    def run_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
-        """What running an expert that is there takes for one token."""
-        return expert_seconds(expert, 1 - sparsity, self._machine)[0]
 
     def fetch_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
         """What bringing an expert takes: whole, or its selector and running rows, whichever is less."""
@@ -76,10 +41,6 @@ class CpuTier:
             return whole
         rows = drive.seconds_for_rows(1 - sparsity, expert.records.row_bytes, expert.num_rows)
         return min(whole, drive.seconds(1, expert.selector_bytes) + rows)
-
-    def dense_seconds(self, num_bytes: int, width: int) -> float:
-        """What a dense matrix of so many bytes takes, every token."""
-        return num_bytes / rate_of(self._machine.dense_rates, width)
 
     def _divided(self, layout: PackLayout, budget_bytes: int) -> BudgetPlan:
         return divide_budget(layout, budget_bytes, self._context_tokens, self._traffic.predictor_bytes, AS_TARGET)

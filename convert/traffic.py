@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from moe_pack.calib import Losses, Profile, most_routing_bytes, routing_of
-from moe_pack.convert.cpu_tier import Traffic
+from moe_pack.convert.machine_tier import Traffic
 from moe_pack.formats import ModelSpec, RunError
 from moe_pack.runtime import Passes, routing_file_bytes
 

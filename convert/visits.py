@@ -14,6 +14,7 @@ from moe_pack.runtime import CacheFacts, Compute, Fetch, Passes, Preset, Residen
 
 Array = NDArray[Any]
 
+_SURE_VISITS = 16  # of an expert: with so many its own rate of misses counts half, with none that of all
 MAX_AGE = 15  # visits are not told apart beyond
 
 
@@ -74,6 +75,19 @@ def _fill(residency: Residency, facts: CacheFacts) -> None:
         if facts.pages[layer_idx, expert] <= residency.free_pages:
             for _ in residency.ahead(layer_idx, [expert], during=layer_idx):
                 pass  # nothing is carried out
+
+
+def expected_misses(found: Visits, runs: Array) -> Array:
+    """How often a token will find each expert missing: float64 [L, E].
+
+    Meaning: runs * (missed + n * m) / (came + n), m being the share of all visits that missed, n _SURE_VISITS. Experts
+             that few visits came to are not told apart: a plan made for these visits alone would be bad for others.
+    Args:    runs: [L, E], how often a token chooses the expert.
+    """
+    came, missed = (np.bincount(keys, minlength=runs.size) for keys in (found.keys, found.keys[found.ages == 0]))
+    of_all = missed.sum() / max(came.sum(), 1)
+    expected: Array = runs * ((missed + _SURE_VISITS * of_all) / (came + _SURE_VISITS)).reshape(runs.shape)
+    return expected
 
 
 def drawn_passes(popularity: Array, num_active: int, num_tokens: int, seed: int = 0) -> Passes:

@@ -7,8 +7,8 @@ import pytest
 
 from moe_pack.convert.card_tier import CardTier
 from moe_pack.convert.cards import CARDS, machine_of_card
-from moe_pack.convert.cpu_tier import Traffic
 from moe_pack.convert.heats import Heats
+from moe_pack.convert.machine_tier import Traffic
 from moe_pack.convert.visits import drawn_passes
 from moe_pack.formats import PackLayout, RunError, Selector, dense_roles, model_spec, pack_layout, part_format
 from moe_pack.formats import uniform_plan as plan_of

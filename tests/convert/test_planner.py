@@ -12,7 +12,8 @@ from specs import GROUPED
 from tiers import DENSE_RATE, FETCH_RATE, RUN_RATE, FixedTier
 
 from moe_pack.convert.choices import expert_choices
-from moe_pack.convert.cpu_tier import CpuTier, Traffic
+from moe_pack.convert.cpu_tier import CpuTier
+from moe_pack.convert.machine_tier import Traffic
 from moe_pack.convert.machines import assumed_cpu
 from moe_pack.convert.plan_file import Decision
 from moe_pack.convert.planned import Model, Planned

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moe_pack.convert.visits import MAX_AGE, drawn_passes, visits
+from moe_pack.convert.visits import MAX_AGE, Visits, drawn_passes, expected_misses, visits
 from moe_pack.runtime import PRESETS, CacheFacts, Passes, PolicyName, replay
 
 L, E, K = 3, 6, 2
@@ -67,3 +67,15 @@ def test_a_token_never_draws_an_expert_twice_nor_one_that_is_never_chosen() -> N
     never = np.array([[0.0, 1.0, 1.0, 1.0]])
     drawn = drawn_passes(never, 3, 50).routes
     assert np.sort(drawn, axis=2).tolist() == [[[1, 2, 3]]] * 50
+
+
+def test_misses_expected_are_between_each_experts_own_and_those_of_all() -> None:
+    """By hand: of 3 visits to expert 0 one missed, of 1 to expert 1 one, none came to expert 2: 2 of 4 in all.
+
+    Sixteen visits of the mean are added to each: (1 + 8) / 19, (1 + 8) / 17 and 8 / 16 of what a token runs of each.
+    """
+    found = Visits(2, np.array([0, 0, 1, 1]), np.array([0, 1, 0, 0]), np.array([0, 0, 1, 2]))
+    runs = np.array([[1.5, 0.4, 0.1]])
+    expected = [[1.5 * 9 / 19, 0.4 * 9 / 17, 0.1 * 8 / 16]]
+    np.testing.assert_allclose(expected_misses(found, runs), expected, rtol=1e-12)
+    assert not expected_misses(Visits(1, np.array([0]), np.array([2]), np.array([5])), runs).any()
