@@ -1,14 +1,13 @@
 """The commands that calibrate, in-process: what they print, what they refuse, and what they leave behind."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from models import BOOK, DEMO_MODEL, TinyMixtral
+from models import BOOK, TinyMixtral
 
 from moe_pack.calib import Profile
 from moe_pack.convert.cli import main
@@ -22,10 +21,7 @@ SMALL = ["--tokens", "512", "--sequence-length", "64"]
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model that has the demo model's tokenizer."""
     shape = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, config={"num_experts_per_tok": 2})
-    folder = shape.write(tmp_path_factory.mktemp("source"))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL / name, folder / name)
-    return folder
+    return shape.write_with_tokenizer(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,11 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from models import BOOK, DEMO_MODEL, TinyMixtral
+from models import BOOK, TinyMixtral
 
 from moe_pack.convert.cli import main
 from moe_pack.convert.making import work_folder
@@ -33,10 +32,7 @@ def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> object:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, config={"num_experts_per_tok": 2})
-    folder = shape.write(tmp_path_factory.mktemp("source"))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL / name, folder / name)
-    return folder
+    return shape.write_with_tokenizer(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,12 @@
 
 import os
 import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from models import BOOK, DEMO_MODEL, TinyMixtral
+from models import BOOK, TinyMixtral
 from profiles import folder_bytes
 
 NUM_KILLS = 5
@@ -19,10 +18,7 @@ pytestmark = pytest.mark.slow  # some ten processes that load torch, a minute or
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, config={"num_experts_per_tok": 2})
-    folder = shape.write(tmp_path_factory.mktemp("source"))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL / name, folder / name)
-    return folder
+    return shape.write_with_tokenizer(tmp_path_factory.mktemp("source"))
 
 
 def begin(source: Path, folder: Path) -> "subprocess.Popen[bytes]":

@@ -1,6 +1,7 @@
 """Checkpoints and packs for tests: the demo model, and tiny random Mixtral checkpoints of any shape."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,14 @@ class TinyMixtral:
     seed: int = 0
     dtype: torch.dtype = torch.bfloat16
     config: dict[str, Any] = field(default_factory=dict)
+
+    def write_with_tokenizer(self, folder: Path) -> Path:
+        """The checkpoint in a folder, with the demo model's tokenizer, which takes a vocabulary of 4,096."""
+        assert self.vocab_size == 4096, "the tokenizer's"
+        self.write(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(DEMO_MODEL / name, folder / name)
+        return folder
 
     def config_json(self) -> dict[str, Any]:
         values = {
