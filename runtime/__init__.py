@@ -18,15 +18,6 @@ from moe_pack.runtime.engine import Engine, EngineOptions
 from moe_pack.runtime.expert import ACTIVATIONS, Activations, activations, run_expert
 from moe_pack.runtime.folder_files import FolderFiles
 from moe_pack.runtime.generate import context_for, generate
-from moe_pack.runtime.kernels import (
-    ExpertRows,
-    Kernels,
-    expert_numbers,
-    is_available,
-    kernels_for,
-    num_cpus,
-    open_kernels,
-)
 from moe_pack.runtime.kv_cache import KVCache
 from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, router_scores, run_unrouted
 from moe_pack.runtime.machine import (
@@ -45,6 +36,15 @@ from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, 
 from moe_pack.runtime.memory import available_bytes, total_bytes
 from moe_pack.runtime.mlp_predictor import MAX_PREVIOUS, Predictor, multi_hot, network_logits
 from moe_pack.runtime.model import Model, load
+from moe_pack.runtime.native_kernels import (
+    ExpertRows,
+    Kernels,
+    expert_numbers,
+    is_available,
+    kernels_for,
+    num_cpus,
+    open_kernels,
+)
 from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
 from moe_pack.runtime.packed_expert import PackedExpert
 from moe_pack.runtime.path_checks import PATH_MIN_SEEN

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.kernels import PagedRows
+from moe_pack.runtime.native_kernels import PagedRows
 
 BLOCK_BYTES = 4096  # what drives are read in
 

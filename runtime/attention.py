@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import GroupedQuerySpec
-from moe_pack.runtime.kernels import HeadNorms
 from moe_pack.runtime.kv_cache import LayerCache
 from moe_pack.runtime.latent_attention import attend_latent
 from moe_pack.runtime.matrix import linear
+from moe_pack.runtime.native_kernels import HeadNorms
 from moe_pack.runtime.norm import rms_norm
 from moe_pack.runtime.rope import Angles, rotate
 from moe_pack.runtime.weights import Weights

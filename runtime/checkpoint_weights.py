@@ -7,8 +7,8 @@ from torch import Tensor
 
 from moe_pack.formats import Checkpoint, ModelSpec, Selector, SourceMatrix
 from moe_pack.formats import Matrix as MatrixName
-from moe_pack.runtime.kernels import Kernels
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, row_blocks
+from moe_pack.runtime.native_kernels import Kernels
 from moe_pack.runtime.weights import Expert, NeuronBlock
 
 

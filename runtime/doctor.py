@@ -35,15 +35,6 @@ from moe_pack.formats import (
     part_format,
     row_layout,
 )
-from moe_pack.runtime.kernels import (
-    ExpertRows,
-    Kernels,
-    expert_numbers,
-    is_available,
-    num_cpus,
-    row_numbers,
-    stored_numbers,
-)
 from moe_pack.runtime.machine import (
     CpuFacts,
     DriveFacts,
@@ -54,6 +45,15 @@ from moe_pack.runtime.machine import (
     SizedRate,
     WidthRate,
     device_of,
+)
+from moe_pack.runtime.native_kernels import (
+    ExpertRows,
+    Kernels,
+    expert_numbers,
+    is_available,
+    num_cpus,
+    row_numbers,
+    stored_numbers,
 )
 from moe_pack.runtime.reads import READ_UNIT, BlockingReads, Reads, open_reads
 

@@ -26,9 +26,9 @@ from moe_pack.runtime.budget import (
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.expert_store import USUAL_GAP_BYTES, ExpertStore
 from moe_pack.runtime.foretelling import Foreteller
-from moe_pack.runtime.kernels import Kernels, is_available, num_cpus, open_kernels, why_unavailable
 from moe_pack.runtime.machine import MachineFacts
 from moe_pack.runtime.memory import available_bytes
+from moe_pack.runtime.native_kernels import Kernels, is_available, num_cpus, open_kernels, why_unavailable
 from moe_pack.runtime.pack_weights import PackWeights
 from moe_pack.runtime.policies import PRESETS, PolicyName, Preset, residency_for
 from moe_pack.runtime.prediction import Prediction, make_prediction

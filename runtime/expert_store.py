@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from moe_pack.formats import Pack, PackError
 from moe_pack.runtime.arena import BLOCK_BYTES, PageArena
 from moe_pack.runtime.budget import BudgetPlan
-from moe_pack.runtime.kernels import Kernels
+from moe_pack.runtime.native_kernels import Kernels
 from moe_pack.runtime.paged_expert import Blocks, PagedExpert
 from moe_pack.runtime.reads import Reads
 from moe_pack.runtime.residency import Key

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_pack.formats import Part, RowLayout
 from moe_pack.formats.codecs import decode_part
-from moe_pack.runtime.kernels import Kernels, row_numbers, stored_numbers
+from moe_pack.runtime.native_kernels import Kernels, row_numbers, stored_numbers
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by their names in safetensors
 MAX_DECODED_BYTES = 16 << 20  # no operation dequantizes more than this at once

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import NormSpec
-from moe_pack.runtime.kernels import Kernels
+from moe_pack.runtime.native_kernels import Kernels
 from moe_pack.runtime.weights import Weights
 
 

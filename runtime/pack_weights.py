@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import DENSE_FILE, DenseLayout, ModelSpec, Pack, PackError
-from moe_pack.runtime.kernels import Kernels, MapCutError
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, RowMatrix, StoredMatrix
+from moe_pack.runtime.native_kernels import Kernels, MapCutError
 from moe_pack.runtime.packed_expert import MappedExpert, PackedExpert, cut_error, named_if_cut
 from moe_pack.runtime.weights import Expert
 

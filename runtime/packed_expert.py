@@ -10,8 +10,8 @@ from torch import Tensor
 
 from moe_pack.formats import ExpertLayout, PackError, Selector
 from moe_pack.formats import Matrix as MatrixName
-from moe_pack.runtime.kernels import ExpertRows, Kernels, MapCutError, expert_numbers
 from moe_pack.runtime.matrix import decoded, row_blocks
+from moe_pack.runtime.native_kernels import ExpertRows, Kernels, MapCutError, expert_numbers
 from moe_pack.runtime.weights import NeuronBlock
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_pack.formats import ExpertLayout, PackError, RowLayout, Selector
 from moe_pack.runtime.arena import BLOCK_BYTES, PageArena
-from moe_pack.runtime.kernels import ExpertRows, Kernels, PagedRows, expert_numbers
+from moe_pack.runtime.native_kernels import ExpertRows, Kernels, PagedRows, expert_numbers
 from moe_pack.runtime.packed_expert import PackedExpert
 from moe_pack.runtime.weights import NeuronBlock
 

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.kernels import Kernels
 from moe_pack.runtime.layer import mlp_input, router_scores
 from moe_pack.runtime.matrix import StoredMatrix, linear
 from moe_pack.runtime.mlp_predictor import Predictor
+from moe_pack.runtime.native_kernels import Kernels
 from moe_pack.runtime.path_statistics import PathStatistics
 from moe_pack.runtime.routing import PREDICTORS, Routing
 from moe_pack.runtime.weights import Weights

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import PackError, RunError
-from moe_pack.runtime.kernels import is_available
+from moe_pack.runtime.native_kernels import is_available
 from moe_pack.runtime.packed_expert import cut_error
 
 if is_available():

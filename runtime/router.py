@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RouterSpec
-from moe_pack.runtime.kernels import Kernels
+from moe_pack.runtime.native_kernels import Kernels
 
 
 def route(

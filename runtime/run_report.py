@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from moe_pack.formats import size_text
 from moe_pack.runtime.budget import BudgetPlan
 from moe_pack.runtime.engine import Engine
-from moe_pack.runtime.kernels import is_available, num_cpus, why_unavailable
 from moe_pack.runtime.memory import anonymous_bytes
+from moe_pack.runtime.native_kernels import is_available, num_cpus, why_unavailable
 from moe_pack.runtime.streaming import PhaseCounts, StreamingWeights
 
 

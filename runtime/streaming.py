@@ -19,8 +19,8 @@ from moe_pack.formats import Pack
 from moe_pack.runtime.expert import run_expert
 from moe_pack.runtime.expert_store import ExpertStore
 from moe_pack.runtime.foretelling import Foreteller
-from moe_pack.runtime.kernels import Kernels, Selected
 from moe_pack.runtime.matrix import linear
+from moe_pack.runtime.native_kernels import Kernels, Selected
 from moe_pack.runtime.pack_weights import PackWeights, tokens_by_expert
 from moe_pack.runtime.paged_expert import PagedExpert
 from moe_pack.runtime.policies import substitute

@@ -7,8 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec, Selector
-from moe_pack.runtime.kernels import Kernels
 from moe_pack.runtime.matrix import Matrix
+from moe_pack.runtime.native_kernels import Kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,10 @@
 """Shared by all tests."""
 
+import os
 from pathlib import Path
+
+# Before triton is imported: kernels run one program after the other in numpy, where no GPU is asked for.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

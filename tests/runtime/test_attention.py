@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moe_pack.formats import GroupedQuerySpec
 from moe_pack.runtime.attention import attend_heads
-from moe_pack.runtime.kernels import HeadNorms, Kernels
 from moe_pack.runtime.kv_cache import LayerCache
+from moe_pack.runtime.native_kernels import HeadNorms, Kernels
 from moe_pack.runtime.norm import rms_norm
 
 # Float32 sums of up to 256 values, and softmax over up to 900, in another order.

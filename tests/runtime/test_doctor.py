@@ -11,8 +11,8 @@ import torch
 from moe_pack.formats import PackError, RunError
 from moe_pack.runtime import MachineFacts, measure_machine
 from moe_pack.runtime.doctor import READ_SIZES, Measured, Run, drive_facts
-from moe_pack.runtime.kernels import is_available, num_cpus
 from moe_pack.runtime.machine import ReadMode, SizedRate
+from moe_pack.runtime.native_kernels import is_available, num_cpus
 
 INSTANT = 0.0005  # seconds a measurement
 FOUR_MIB = 4 << 20

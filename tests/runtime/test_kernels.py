@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moe_pack.formats import BF16, SELECTORS, ExpertFormat, PartFormat, Selector, part_format
 from moe_pack.runtime import Activations, NeuronBlock, activations, run_expert
-from moe_pack.runtime.kernels import Kernels, Selected
+from moe_pack.runtime.native_kernels import Kernels, Selected
 
 WIDTHS = (1, 2, 3, 4, 8, 16)
 CHOICES: dict[str, tuple[object, ...]] = {

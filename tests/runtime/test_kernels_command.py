@@ -15,7 +15,7 @@ from models import DEMO_MODEL, pack
 from native import INSTRUCTION_SETS, kernels_limited_to
 
 from moe_pack.runtime.cli import main
-from moe_pack.runtime.kernels import InstructionSet, Kernels, is_available, open_kernels
+from moe_pack.runtime.native_kernels import InstructionSet, Kernels, is_available, open_kernels
 
 PROMPT = ["--prompt", "It was a dark night", "--max-tokens", "12", "--temperature", "0"]
 
@@ -46,7 +46,7 @@ sys.modules["moe_pack.runtime._native"] = None
 import torch
 from click.testing import CliRunner
 from moe_pack.runtime.cli import main
-from moe_pack.runtime.kernels import is_available, open_kernels
+from moe_pack.runtime.native_kernels import is_available, open_kernels
 
 torch.set_num_threads(1)
 found = {"available": is_available(), "opened": repr(open_kernels())}

@@ -43,7 +43,7 @@ USED = """
     import torch
     from moe_pack.formats import Pack, PackError
     from moe_pack.runtime import PackWeights
-    from moe_pack.runtime.kernels import Kernels
+    from moe_pack.runtime.native_kernels import Kernels
 
     folder, before, then = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     torch.set_num_threads(1)

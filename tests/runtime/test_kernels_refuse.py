@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from random_experts import FOUR_BIT, Shape, random_expert, random_rows
 
 from moe_pack.formats import BF16, RunError
-from moe_pack.runtime.kernels import InstructionSet, Kernels, row_numbers
+from moe_pack.runtime.native_kernels import InstructionSet, Kernels, row_numbers
 
 native: Any = pytest.importorskip("moe_pack.runtime._native", reason="native kernels were not built: no C++ compiler")
 

@@ -11,8 +11,8 @@ from random_experts import MAX_ERROR, assert_near, product_magnitudes, random_ro
 from moe_pack.formats import BF16, PartFormat, format_text, part_format
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.rows import row_crcs
-from moe_pack.runtime.kernels import Kernels, row_numbers, stored_numbers
 from moe_pack.runtime.matrix import TORCH_DTYPES
+from moe_pack.runtime.native_kernels import Kernels, row_numbers, stored_numbers
 
 CODECS = [BF16, *(part_format(w, g, s) for w in (1, 2, 3, 4, 8) for g in (0, 16, 32, 64, 128) for s in (16, 8))]
 COLUMNS = (64, 192, 320, 640, 1088)

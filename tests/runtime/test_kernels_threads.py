@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moe_pack.formats import BF16, SELECTORS, GroupedQuerySpec, RunError, Selector, part_format
 from moe_pack.runtime import activations
-from moe_pack.runtime.kernels import InstructionSet, Kernels, Selected, num_cpus, open_kernels, row_numbers
 from moe_pack.runtime.kv_cache import LayerCache
+from moe_pack.runtime.native_kernels import InstructionSet, Kernels, Selected, num_cpus, open_kernels, row_numbers
 
 Operation = Callable[[Kernels], Tensor]
 D, F = 320, 700  # a record has 0.5 KiB: more than the 64 KiB that one thread does alone

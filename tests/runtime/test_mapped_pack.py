@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_pack.formats import FAMILIES, SELECTORS, Pack, PackError, Selector, rewrite_thresholds
 from moe_pack.runtime import Decoder, PackWeights
-from moe_pack.runtime.kernels import Kernels
+from moe_pack.runtime.native_kernels import Kernels
 from moe_pack.runtime.packed_expert import MappedExpert, PackedExpert
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from random_experts import RandomExpert, Shape, random_expert, random_tokens, th
 
 from moe_pack.formats import SELECTORS, PackError
 from moe_pack.runtime.arena import BLOCK_BYTES, PageArena
-from moe_pack.runtime.kernels import Kernels
+from moe_pack.runtime.native_kernels import Kernels
 from moe_pack.runtime.paged_expert import PagedExpert
 
 SHAPE = Shape(num_rows=67, num_cols=256)

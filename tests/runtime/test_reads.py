@@ -19,7 +19,7 @@ import pytest
 from numpy.typing import NDArray
 
 from moe_pack.formats import PackError, RunError
-from moe_pack.runtime.kernels import is_available
+from moe_pack.runtime.native_kernels import is_available
 from moe_pack.runtime.reads import READ_UNIT, BlockingReads, NativeReads, ReadStats, open_reads
 
 KINDS = (NativeReads, BlockingReads)

@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.runtime.kernels import ExpertRows, InstructionSet, Kernels, is_available
+from moe_pack.runtime.native_kernels import ExpertRows, InstructionSet, Kernels, is_available
 
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = ("portable", "avx2", "avx512")
 

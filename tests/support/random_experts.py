@@ -25,7 +25,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.codecs import affine, decode_part, pack_codes, unpack_codes
 from moe_pack.runtime import Activations, NeuronBlock, activations
-from moe_pack.runtime.kernels import ExpertRows, expert_numbers
+from moe_pack.runtime.native_kernels import ExpertRows, expert_numbers
 from moe_pack.runtime.packed_expert import PackedExpert
 
 Bytes = NDArray[np.uint8]
