@@ -82,8 +82,8 @@ def attend_heads(
     is_causal = start == 0 and (window is None or window >= stop)  # a whole sequence: torch needs no mask
     mixed = torch.nn.functional.scaled_dot_product_attention(
         rotate(q, angles, interleaved)[None],
-        cache.keys[None, :, :stop],
-        cache.values[None, :, :stop],
+        cache.keys[None, :, :stop].float(),  # itself where the cache is float32
+        cache.values[None, :, :stop].float(),
         attn_mask=None if is_causal else _seen(window, start, q.shape[1], q.device),
         is_causal=is_causal,
         scale=spec.scale,

@@ -33,6 +33,7 @@ class Decoder:
         context_tokens: int,
         device: torch.device | None = None,
         chunk_tokens: int = PREFILL_TOKENS,
+        cache_dtype: torch.dtype = torch.float32,
     ) -> None:
         spec = weights.spec
         if not 0 < context_tokens <= spec.max_position_embeddings:
@@ -41,7 +42,7 @@ class Decoder:
             )
         self.spec = spec
         self.device = device or torch.device("cpu")
-        self.cache = KVCache(spec, context_tokens, self.device)
+        self.cache = KVCache(spec, context_tokens, self.device, dtype=cache_dtype)
         self._weights = weights
         self._chunk_tokens = chunk_tokens
         self._rope = Rope(spec.rope, self.device)

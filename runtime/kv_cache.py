@@ -10,7 +10,7 @@ from moe_pack.formats import GroupedQuerySpec, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """A layer's keys and values, float32 [heads, context, width], of which the first `num_tokens` are held."""
+    """A layer's keys and values [heads, context, width] in the cache's dtype, of which the first `num_tokens` are held."""
 
     keys: Tensor
     values: Tensor
@@ -18,7 +18,7 @@ class LayerCache:
 
 
 class KVCache:
-    """Keys and values of every layer, float32 [layers, heads, context, width], allocated whole.
+    """Keys and values of every layer [layers, heads, context, width], float32 or bfloat16, allocated whole.
 
     Latent attention keeps one vector a token and layer: the latent, then the rotated key; the latent is the value of
     its one head, so that `values` is a view of `keys`.
@@ -27,18 +27,23 @@ class KVCache:
     """
 
     def __init__(
-        self, spec: ModelSpec, context_tokens: int, device: torch.device, num_layers: int | None = None
+        self,
+        spec: ModelSpec,
+        context_tokens: int,
+        device: torch.device,
+        num_layers: int | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         attention = spec.attention
         num_layers = spec.num_hidden_layers if num_layers is None else num_layers
         if isinstance(attention, GroupedQuerySpec):
             shape = (num_layers, attention.num_kv_heads, context_tokens, attention.head_dim)
-            self.keys = torch.zeros(shape, device=device)
-            self.values = torch.zeros(shape, device=device)
+            self.keys = torch.zeros(shape, dtype=dtype, device=device)
+            self.values = torch.zeros(shape, dtype=dtype, device=device)
             self.num_bytes = 2 * self.keys.nbytes
         else:
             width = attention.kv_lora_rank + attention.qk_rope_head_dim
-            self.keys = torch.zeros((num_layers, 1, context_tokens, width), device=device)
+            self.keys = torch.zeros((num_layers, 1, context_tokens, width), dtype=dtype, device=device)
             self.values = self.keys[..., : attention.kv_lora_rank]
             self.num_bytes = self.keys.nbytes
         self._layers = tuple(zip(self.keys, self.values, strict=True))  # views, made once

@@ -36,7 +36,7 @@ def attend_latent(
     latent = rms_norm(latent, weights.vector(f"{role}.kv_a_norm"), spec.lora_norm_eps, weights.kernels)
     cache.keys[0, start:stop] = torch.cat((latent, rotate(key[None], angles, interleaved)[0]), dim=-1)
     attend = _absorbed if absorbs(len(x), stop, spec) else _expanded
-    mixed = torch.cat(list(attend(q, weights, spec, role, cache.keys[0, :stop], mask)))  # [heads, T, v]
+    mixed = torch.cat(list(attend(q, weights, spec, role, cache.keys[0, :stop].float(), mask)))  # [heads, T, v]
     return linear(mixed.transpose(0, 1).flatten(1), weights.matrix(f"{role}.o"))
 
 
