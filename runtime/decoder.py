@@ -71,10 +71,7 @@ class Decoder:
     @torch.inference_mode()
     def _forward(self, ids: list[int], last_only: bool = False) -> list[Tensor]:
         """The hidden states of new tokens, float32 [T, d] in pieces; of the last piece alone if asked."""
-        if self.cache.num_tokens + len(ids) > self.cache.context_tokens:
-            raise RunError(f"context is full: {self.cache.context_tokens} tokens")
-        if ids and not 0 <= min(ids) <= max(ids) < self.spec.vocab_size:
-            raise RunError(f"token {max(ids)} is not in the model's vocabulary of {self.spec.vocab_size}")
+        self._check_room(ids)
         before, new = self.cache.num_tokens, ids
         self._ids[before:] = ids
         if before and self._rope.is_long(before + len(ids)) and not self._rope.is_long(before):
@@ -90,6 +87,12 @@ class Decoder:
             self.cache.num_tokens = kept  # what was there before is whole, unless it was to be computed anew
             raise
         return hidden if last_only or kept == before else [torch.cat(hidden)[before:]]
+
+    def _check_room(self, ids: list[int]) -> None:
+        if self.cache.num_tokens + len(ids) > self.cache.context_tokens:
+            raise RunError(f"context is full: {self.cache.context_tokens} tokens")
+        if ids and not 0 <= min(ids) <= max(ids) < self.spec.vocab_size:
+            raise RunError(f"token {max(ids)} is not in the model's vocabulary of {self.spec.vocab_size}")
 
     def _chunk(self, ids: Tensor, num_tokens: int) -> Tensor:
         """The hidden state after the last layer, float32 [T, d]; the sequence will have `num_tokens`."""

@@ -10,7 +10,7 @@ from moe_pack.formats import GroupedQuerySpec, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """A layer's keys and values [heads, context, width] in the cache's dtype, of which the first `num_tokens` are held."""
+    """A layer's keys and values [heads, context, width], of which the first `num_tokens` are held."""
 
     keys: Tensor
     values: Tensor

@@ -1,5 +1,6 @@
 """Dense matrices `[out, in]` as the decoder sees them: rows in float32, at most 16 MiB of them at a time."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -27,7 +28,15 @@ class Matrix(Protocol):
         ...
 
 
-class StoredMatrix:
+class Multiplying(ABC):
+    """A matrix that can multiply by itself, faster than by its rows."""
+
+    @abstractmethod
+    def product(self, x: Tensor) -> Tensor | None:
+        """`x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]; None where it cannot."""
+
+
+class StoredMatrix(Multiplying):
     """A matrix held in its 16- or 32-bit values, on any device; kernels, which multiply it, need it on the CPU."""
 
     def __init__(self, weight: Tensor, kernels: Kernels | None = None) -> None:
@@ -49,7 +58,7 @@ class StoredMatrix:
         return self._kernels.product(x, self._numbers, self._bytes)
 
 
-class RowMatrix:
+class RowMatrix(Multiplying):
     """A matrix held in rows of the row layout, u8 [num_rows, row_bytes]; devices and kernels as above."""
 
     def __init__(self, layout: RowLayout, held: Tensor, kernels: Kernels | None = None) -> None:
@@ -93,7 +102,7 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     Args:    x: float32 [T, in].   bias: float32 [out].
     Returns: float32 [T, out].
     """
-    y = matrix.product(x) if isinstance(matrix, StoredMatrix | RowMatrix) else None
+    y = matrix.product(x) if isinstance(matrix, Multiplying) else None
     if y is None:
         blocks = [x @ matrix.rows(start, stop).T for start, stop in row_blocks(matrix.num_rows, matrix.num_cols)]
         y = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)

@@ -49,7 +49,10 @@ class PackWeights:
             if len(entry.shape) == 1:
                 self._vectors[dense.role.name] = _vector(dense, raw)
             else:
-                self._dense[dense.role.name] = _matrix(dense, raw, self._kernels)
+                self._dense[dense.role.name] = self._matrix(dense, raw)
+
+    def _matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
+        return _matrix(dense, raw, self._kernels)
 
     @property
     def kernels(self) -> Kernels | None:
