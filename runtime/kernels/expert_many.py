@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_pack.runtime.kernels.codes import Part, load_bias
-from moe_pack.runtime.kernels.gemm import blocks, load_tokens
+from moe_pack.runtime.kernels.codes import AFFINE, Part, load_bias, load_scales
+from moe_pack.runtime.kernels.gemm import blocks
 from moe_pack.runtime.kernels.tables import ExpertKind, LayerTables
-from moe_pack.runtime.kernels.tiles import load_tile, tile_cols
+from moe_pack.runtime.kernels.tiles import add_product, dot_exact, load_tile, load_tokens, tile_cols
 
 PIECE_TOKENS = 128  # tokens that go through an expert together: bounds the workspace
 _BLOCK_NEURONS = 32
@@ -136,7 +136,7 @@ def _hidden(
     if GATE is None:
         for tile in range(tl.cdiv(D, COLS)):
             x = load_tokens(x_ptr, t, is_token, tile, D, COLS)
-            up = tl.dot(load_tile(arena_ptr, up_units, live, tile, UP, COLS), x, up, input_precision="tf32x3")
+            up = add_product(up, arena_ptr, up_units, live, tile, x, UP, COLS)
         if UP[6] >= 0:
             up += load_bias(arena_ptr, up_units, live, UP)[:, None]
         h = _silu(up)
@@ -146,8 +146,8 @@ def _hidden(
         gate = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
         for tile in range(tl.cdiv(D, COLS)):
             x = load_tokens(x_ptr, t, is_token, tile, D, COLS)
-            up = tl.dot(load_tile(arena_ptr, up_units, live, tile, UP, COLS), x, up, input_precision="tf32x3")
-            gate = tl.dot(load_tile(arena_ptr, gate_units, live, tile, GATE, COLS), x, gate, input_precision="tf32x3")
+            up = add_product(up, arena_ptr, up_units, live, tile, x, UP, COLS)
+            gate = add_product(gate, arena_ptr, gate_units, live, tile, x, GATE, COLS)
         if UP[6] >= 0:
             up += load_bias(arena_ptr, up_units, live, UP)[:, None]
         if GATE[6] >= 0:
@@ -186,15 +186,20 @@ def _down(
     m = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     is_token = m < num_tokens
     sums = tl.zeros([COLS, BLOCK_TOKENS], tl.float32)
+    less = tl.zeros([BLOCK_TOKENS], tl.float32)  # what zeros take off every column
     for block in range(tl.cdiv(F, BLOCK_ROWS)):
         r = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         units = tl.load(down_at_ptr + expert * F + r, mask=r < F, other=0).to(tl.int64)
         w = load_tile(arena_ptr, units, r < F, tile, PART, COLS)
         h = load_tokens(h_ptr, m, is_token, block, F, BLOCK_ROWS)
-        sums = tl.dot(tl.trans(w), h, sums, input_precision="tf32x3")
+        if PART[0] == AFFINE:
+            scale, zero = load_scales(arena_ptr, units, (tile * COLS) // PART[2], r < F, PART)
+            h *= scale[:, None]
+            less += tl.sum(h * zero[:, None], 0)
+        sums += dot_exact(tl.trans(w), h)
     t = tl.load(tokens_ptr + m, mask=is_token, other=0).to(tl.int64)
     factors = tl.load(weights_ptr + m, mask=is_token, other=0.0)
     cols = tile * COLS + tl.arange(0, COLS)
     places = y_ptr + t[None, :] * D + cols[:, None]
     mask = (cols < D)[:, None] & is_token[None, :]
-    tl.store(places, tl.load(places, mask=mask, other=0.0) + factors[None, :] * sums, mask=mask)
+    tl.store(places, tl.load(places, mask=mask, other=0.0) + factors[None, :] * (sums - less[None, :]), mask=mask)

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.runtime.kernels.codes import Part
-from moe_pack.runtime.kernels.tiles import load_tile, tile_cols
+from moe_pack.runtime.kernels.tiles import add_product, load_tokens, tile_cols
 
 MAX_BLOCK_TOKENS = 64
 _MANY_PROGRAMS = 256  # with fewer, smaller blocks of rows keep more of a card's processors busy
@@ -66,17 +66,8 @@ def _gemm(
     sums = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
     for tile in range(tl.cdiv(D, COLS)):
         x = load_tokens(x_ptr, t, is_token, tile, D, COLS)
-        w = load_tile(rows_ptr, units, live, tile, PART, COLS)
-        sums = tl.dot(w, x, sums, input_precision="tf32x3")
+        sums = add_product(sums, rows_ptr, units, live, tile, x, PART, COLS)
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + r, mask=live, other=0.0)[:, None]
     places = t.to(tl.int64)[None, :] * num_rows + r[:, None]
     tl.store(out_ptr + places, sums, mask=live[:, None] & is_token[None, :])
-
-
-@triton.jit
-def load_tokens(x_ptr, t, is_token, tile, D: tl.constexpr, COLS: tl.constexpr):
-    """Columns `tile * COLS` and on of some rows of x [T, D], float32 [COLS, len(t)]; zeros past the row."""
-    cols = tile * COLS + tl.arange(0, COLS)
-    mask = is_token[None, :] & (cols < D)[:, None]
-    return tl.load(x_ptr + t.to(tl.int64)[None, :] * D + cols[:, None], mask=mask, other=0.0)
