@@ -75,7 +75,7 @@ class _Built:
 
 
 class GraphEngine:
-    """A pack at work on a card: `decoder`, `weights`, `cache` of experts. Owns them: `close` it; `host` is the caller's.
+    """A pack at work on a card: `decoder`, `weights`, `cache` of experts. Owns them, not `host`: `close` it.
 
     `use`: where the card's memory went.
     Args:    budget_bytes: of the card, for everything; None: all that is free.   cache_dtype: of keys and values.
@@ -132,12 +132,13 @@ class GraphEngine:
 
 
 def _do_everything(decoder: GraphDecoder, chunk_tokens: int) -> None:
-    """The longest forward pass, a short one and one of a token, so that all memory has been asked for."""
+    """The longest forward pass at the end of the context, and one token: all memory that will ever be asked for."""
     context = decoder.cache.context_tokens
-    for num_tokens in (min(chunk_tokens, context), 2, 1):
+    longest = min(chunk_tokens, context)
+    for num_tokens in (longest, 1):
         decoder.reset()
-        if num_tokens <= context:
-            decoder.next_logits([0] * num_tokens)
+        decoder.cache.num_tokens = context - num_tokens
+        decoder.next_logits([0] * num_tokens)
     decoder.reset()
 
 

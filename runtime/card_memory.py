@@ -1,6 +1,6 @@
 """What the driver charges this process for a card's memory: context, kernels and libraries included.
 
-It is what nvidia-smi shows, and what a budget is kept against. PyTorch's own figures leave out what it did not allocate.
+It is what nvidia-smi shows, and what a budget is kept against. PyTorch's own figures leave out what others allocated.
 """
 
 import ctypes

@@ -44,6 +44,8 @@ from moe_pack.runtime.trace import Trace
 ReadMode = Literal["auto", "direct", "pread", "map"]
 Verify = Literal["lazy", "full", "off"]
 KernelsName = Literal["auto", "avx512", "avx2", "portable", "torch"]
+EngineName = Literal["auto", "graph", "staged"]
+KvDtype = Literal["f32", "bf16"]
 _SHARE_OF_MEMORY = 0.75  # of what is available, where no budget is set and the pack does not fit
 
 
@@ -51,7 +53,11 @@ _SHARE_OF_MEMORY = 0.75  # of what is available, where no budget is set and the 
 class EngineOptions:
     """How a pack is to be run.
 
-    `budget_bytes`: for weights, cache and what computing needs; None: as much as the machine has available.
+    `budget_bytes`: for weights, cache and what computing needs, of the card's memory where it computes; None: as much
+    as is available.   `engine`: on a card, whether the GPU pulls what it lacks from host memory in one graph a token, or
+    the host brings it layer by layer, as it always does on the CPU.   `ram_bytes`: on a card, host memory for experts;
+    a larger pack streams from the drive; None: three quarters of what is available.   `kv_dtype`: of keys and values;
+    None: f32 on the CPU, which has no other, bf16 on a card.
     `policy`: a preset, or the one that replay finds best.   `foretells`: whether experts are read ahead at all.
     `cutover`: where a smaller share of an expert's neurons runs, a miss reads their rows alone; None: the share at
     which that pays on this drive, where `machine` has it measured, else the policy's.
@@ -63,7 +69,10 @@ class EngineOptions:
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
+    engine: EngineName = "auto"
     budget_bytes: int | None = None
+    ram_bytes: int | None = None
+    kv_dtype: KvDtype | None = None
     policy: PolicyName | Literal["auto"] = "auto"
     foretells: bool = True
     cutover: float | None = None

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 import click
 
 from moe_pack.formats.cli import read_size
-from moe_pack.runtime.engine import EngineOptions, KernelsName, ReadMode, Verify
+from moe_pack.runtime.engine import EngineName, EngineOptions, KernelsName, KvDtype, ReadMode, Verify
 from moe_pack.runtime.policies import PRESETS
 from moe_pack.runtime.streaming import Trust
 
@@ -27,8 +27,29 @@ _OPTIONS = (
         "--budget",
         callback=_size,
         metavar="SIZE",
-        help="Memory for weights, key-value cache and what computing needs, as 11G or 800M; experts that do not fit "
-        "stream from the drive.  [default: as much as the machine has free]",
+        help="Memory for weights, key-value cache and what computing needs, as 11G or 800M: of the card with --device "
+        "cuda, all that the driver charges included; experts that do not fit stream.  [default: as much as is free]",
+    ),
+    click.option(
+        "--engine",
+        type=click.Choice(get_args(EngineName)),
+        default="auto",
+        show_default=True,
+        help="With --device cuda: graph runs a token as one CUDA graph that pulls what the card lacks from host memory; "
+        "staged brings experts layer by layer and knows all policies, the drive and the CPU's share; auto: graph where "
+        "it can.",
+    ),
+    click.option(
+        "--ram",
+        callback=_size,
+        metavar="SIZE",
+        help="With --device cuda: host memory for experts; those of a larger pack come from the drive.  [default: three "
+        "quarters of what is free]",
+    ),
+    click.option(
+        "--kv-dtype",
+        type=click.Choice(get_args(KvDtype)),
+        help="Keys and values in 32 or 16 bit.  [default: f32 on the CPU, which has no other, bf16 on a card]",
     ),
     click.option(
         "--policy",
@@ -109,6 +130,9 @@ def engine_options(body: F) -> F:
         trust_prediction: bool,
         strict: bool,
         device: str,
+        engine: str,
+        ram: int | None,
+        kv_dtype: str | None,
         policy: str,
         cutover: float | None,
         read: str,
@@ -119,9 +143,12 @@ def engine_options(body: F) -> F:
         record: Path | None,
         **options: Any,
     ) -> Any:
-        engine = EngineOptions(
+        chosen = EngineOptions(
             device=device,  # type: ignore[arg-type]  # click.Choice keeps to the literals, here and below
+            engine=engine,  # type: ignore[arg-type]
             budget_bytes=budget,
+            ram_bytes=ram,
+            kv_dtype=kv_dtype,  # type: ignore[arg-type]
             policy=policy,  # type: ignore[arg-type]
             foretells=not no_prefetch,
             cutover=cutover,
@@ -134,7 +161,7 @@ def engine_options(body: F) -> F:
             trace=trace,
             record=record,
         )
-        return body(*args, engine=engine, **options)
+        return body(*args, engine=chosen, **options)
 
     for option in reversed(_OPTIONS):
         option(gathered)
