@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_pack.runtime.kernels.codes import AFFINE, Part, load_bias, load_scales
 from moe_pack.runtime.kernels.gemm import blocks
 from moe_pack.runtime.kernels.tables import ExpertKind, LayerTables
-from moe_pack.runtime.kernels.tiles import add_product, dot_exact, load_tile, load_tokens, tile_cols
+from moe_pack.runtime.kernels.chunks import add_product, dot_exact, load_tile, load_tokens, tile_cols
 
 PIECE_TOKENS = 128  # tokens that go through an expert together: bounds the workspace
 _BLOCK_NEURONS = 32

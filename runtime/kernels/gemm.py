@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.runtime.kernels.codes import Part
-from moe_pack.runtime.kernels.tiles import add_product, load_tokens, tile_cols
+from moe_pack.runtime.kernels.chunks import add_product, load_tokens, tile_cols
 
 MAX_BLOCK_TOKENS = 64
 _MANY_PROGRAMS = 256  # with fewer, smaller blocks of rows keep more of a card's processors busy
