@@ -5,7 +5,8 @@ those of its records. Rows never straddle pages. Nothing is copied here: evicted
 brings those that are wanted.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -23,7 +24,8 @@ _NEVER = tl.constexpr(2**31 - 1)
 class CacheState:
     """Who has which pages of a layer; all tensors are on the tables' device, int32 but for `counters`.
 
-    `last_used` [E]: the step in which an expert was last needed.   `is_in` [E]: 1 where it has its pages, or needs none.
+    `last_used` [E]: the step in which an expert was last needed.   `is_in` [E]: 1 where it has its pages, or takes
+    none.
     `num_pages_of` [E]: what it takes.   `page_list` [E, most pages of an expert].   `free` [pages], of which the first
     `num_free` [1] are free.   `clock` [1]: steps until now.   `selector_is_dynamic` [E].   `first_dynamic` [E]: the
     records from here on are dynamic.   `counters` int64 [4]: experts NEEDED, of which HITS were in; ROWS pulled, and
@@ -46,44 +48,57 @@ class CacheState:
     num_active: int
 
     @classmethod
-    def room(
+    def empty(
         cls,
         num_pages_of: Tensor,
         selector_is_dynamic: Tensor,
         first_dynamic: Tensor,
-        counters: Tensor,
         num_pages: int,
         pages_begin: int,
         page_units: int,
         num_active: int,
     ) -> "CacheState":
-        """The state of a layer into which no expert has come yet.
+        """The state of a layer into which no expert has come yet, on the host.
 
-        Args:    num_pages_of, selector_is_dynamic, first_dynamic: int32 [E].   counters: int64 [4], zeros; they say
-                 the device.   num_pages: all pages.
+        Args:    num_pages_of, selector_is_dynamic, first_dynamic: int32 [E].   num_pages: all pages.
         """
-        device, E = counters.device, len(num_pages_of)
         largest = num_pages_of.sort(descending=True).values[:num_active]
         assert int(largest.sum()) <= num_pages, "what a step needs has room beside nothing else"
+        E = len(num_pages_of)
 
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
+            return torch.zeros(shape, dtype=torch.int32)
 
         return cls(
             zeros(E),
-            (num_pages_of == 0).to(device, torch.int32),
-            num_pages_of.to(device),
+            (num_pages_of == 0).to(torch.int32),
+            num_pages_of,
             zeros(E, max(int(largest[0]), 1)),
-            # Page 0 is given first.
-            torch.arange(num_pages - 1, -1, -1, dtype=torch.int32, device=device),
-            torch.full((1,), num_pages, dtype=torch.int32, device=device),
+            torch.arange(num_pages - 1, -1, -1, dtype=torch.int32),  # page 0 is given first
+            torch.tensor([num_pages], dtype=torch.int32),
             zeros(1),
-            selector_is_dynamic.to(device),
-            first_dynamic.to(device),
-            counters,
+            selector_is_dynamic,
+            first_dynamic,
+            torch.zeros(4, dtype=torch.int64),
             pages_begin,
             page_units,
             num_active,
+        )
+
+    def put(self, put: Callable[[Tensor], Tensor], counters: Tensor) -> "CacheState":
+        """The same where `put` puts its tensors, counting in the given ones."""
+        return replace(
+            self,
+            last_used=put(self.last_used),
+            is_in=put(self.is_in),
+            num_pages_of=put(self.num_pages_of),
+            page_list=put(self.page_list),
+            free=put(self.free),
+            num_free=put(self.num_free),
+            clock=put(self.clock),
+            selector_is_dynamic=put(self.selector_is_dynamic),
+            first_dynamic=put(self.first_dynamic),
+            counters=counters,
         )
 
 
@@ -124,7 +139,7 @@ def admit(experts: Tensor, state: CacheState, tables: LayerTables) -> None:
 
 def admit_plain(experts: Tensor, state: CacheState, tables: LayerTables) -> None:
     """The twin of `admit`, on the host."""
-    state.clock += 1
+    state.clock.add_(1)
     state.last_used[experts.long()] = state.clock
     state.counters[NEEDED] += len(experts)
     for e in experts.tolist():
@@ -136,7 +151,7 @@ def admit_plain(experts: Tensor, state: CacheState, tables: LayerTables) -> None
             may_go = (state.is_in == 1) & (state.num_pages_of > 0) & (state.last_used < state.clock)
             victim = int(torch.where(may_go, state.last_used, _NEVER.value).argmin())
             _evict_plain(victim, state, tables)
-        state.num_free -= count
+        state.num_free.sub_(count)
         begin = int(state.num_free)
         state.page_list[e, :count] = state.free[begin : begin + count].flip(0)
         state.is_in[e] = 1
@@ -145,7 +160,7 @@ def admit_plain(experts: Tensor, state: CacheState, tables: LayerTables) -> None
 def _evict_plain(victim: int, state: CacheState, tables: LayerTables) -> None:
     begin, count = int(state.num_free), int(state.num_pages_of[victim])
     state.free[begin : begin + count] = state.page_list[victim, :count]
-    state.num_free += count
+    state.num_free.add_(count)
     state.is_in[victim] = 0
     tables.record_at[victim, int(state.first_dynamic[victim]) :] = -1
     if tables.selector_at is not None and state.selector_is_dynamic[victim]:
@@ -197,22 +212,29 @@ def _admit(
                 victim = tl.min(tl.where(age == tl.min(age), ids, BLOCK_E))
                 first = tl.load(first_dynamic_ptr + victim)
                 given = tl.load(num_pages_of_ptr + victim)
-                for begin in range(0, given, BLOCK):
+                begin = 0  # not `range`, whose end the interpreter needs as a constant
+                while begin < given:
                     some = begin + lanes < given
                     pages = tl.load(page_list_ptr + victim * max_pages + begin + lanes, mask=some, other=0)
                     tl.store(free_ptr + num_free + begin + lanes, pages, mask=some)
-                for begin in range(first, f, BLOCK):
-                    tl.store(record_at_ptr + victim * f + begin + lanes, -1, mask=begin + lanes < f)
+                    begin += BLOCK
+                while first < f:
+                    tl.store(record_at_ptr + victim * f + first + lanes, -1, mask=first + lanes < f)
+                    first += BLOCK
                 if tl.load(selector_is_dynamic_ptr + victim) != 0:
-                    for begin in range(0, f, BLOCK):
-                        tl.store(selector_at_ptr + victim * f + begin + lanes, -1, mask=begin + lanes < f)
+                    start = 0
+                    while start < f:
+                        tl.store(selector_at_ptr + victim * f + start + lanes, -1, mask=start + lanes < f)
+                        start += BLOCK
                 num_free += given
                 is_in = tl.where(ids == victim, 0, is_in)
             tl.debug_barrier()  # other threads wrote what is read from `free`
-            for begin in range(0, count, BLOCK):
+            begin = 0
+            while begin < count:
                 some = begin + lanes < count
                 pages = tl.load(free_ptr + num_free - 1 - begin - lanes, mask=some, other=0)
                 tl.store(page_list_ptr + e * max_pages + begin + lanes, pages, mask=some)
+                begin += BLOCK
             num_free -= count
             is_in = tl.where(ids == e, 1, is_in)
             tl.debug_barrier()  # what was read from `free` may be overwritten now

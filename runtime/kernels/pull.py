@@ -6,7 +6,6 @@ tables, so that it crosses the link once while its expert keeps its pages (`admi
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -114,7 +113,8 @@ def _launch(
 ) -> None:
     at = tables.selector_at if of_selector else tables.record_at
     assert at is not None, "there are rows to pull"
-    num_experts, num_blocks = len(experts), triton.cdiv(at.shape[1], SELECT_BLOCK)
+    num_experts, f = len(experts), at.shape[1]
+    num_blocks = triton.cdiv(f, SELECT_BLOCK)
     # A block's rows are dealt to several programs where there are few blocks.
     splits = 1
     while splits < 16 and 2 * splits * num_experts * num_blocks <= num_programs:
@@ -122,7 +122,9 @@ def _launch(
     num_tasks = num_experts * num_blocks * splits
     for number, kind in enumerate(tables.kinds):
         units = kind.selector_units if of_selector else kind.record_units
-        selector_pages = 0 if of_selector or not kind.selector_units else _selector_pages(kind, state)
+        rows_per_page = state.page_units // units
+        has_selector = not of_selector and kind.selector_units > 0
+        selector_pages = triton.cdiv(f, state.page_units // kind.selector_units) if has_selector else 0
         block_words = min(triton.next_power_of_2(4 * units), _TILE_WORDS)
         _pull[(min(num_tasks, num_programs),)](
             experts,
@@ -139,16 +141,16 @@ def _launch(
             state.counters,
             num_experts,
             num_tasks,
-            kind.num_rows,
+            f,
             num_blocks,
             state.page_list.shape[1],
             state.pages_begin,
             state.page_units,
-            BEHIND=0 if of_selector else kind.num_rows * kind.selector_units,
+            BEHIND=0 if of_selector else f * kind.selector_units,
             SELECTOR_PAGES=selector_pages,
             KIND=number,
             UNITS=units,
-            ROWS_PER_PAGE=max(state.page_units // units, 1),  # where no expert has pages, they may be short
+            ROWS_PER_PAGE=rows_per_page,
             OF_SELECTOR=of_selector,
             LISTED=selection is not None,
             SPLITS=splits,
@@ -158,10 +160,6 @@ def _launch(
             num_warps=4,
             enable_fp_fusion=True,
         )
-
-
-def _selector_pages(kind, state: CacheState) -> int:
-    return triton.cdiv(kind.num_rows, max(state.page_units // kind.selector_units, 1))
 
 
 @triton.jit
@@ -201,7 +199,8 @@ def _pull(
     arena_words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32))
     lanes = tl.arange(0, LANES)
     words = tl.arange(0, BLOCK_W)[None, :]
-    for task in range(tl.program_id(0), num_tasks, tl.num_programs(0)):
+    task = tl.program_id(0)
+    while task < num_tasks:  # not `range`, whose end the interpreter needs as a constant
         split = task % SPLITS
         place = (task // SPLITS) % num_experts
         block = task // (SPLITS * num_experts)
@@ -225,7 +224,8 @@ def _pull(
                 to = pages_begin + slot * page_units + row % ROWS_PER_PAGE * UNITS
                 source = tl.load(extent_at_ptr + e) + BEHIND + neurons.to(tl.int64) * UNITS
                 rank = tl.cumsum(missing.to(tl.int32)) - 1
-                for first in range(0, number, BLOCK_R):
+                first = 0
+                while first < number:
                     wanted = first + tl.arange(0, BLOCK_R)
                     is_it = missing[None, :] & (rank[None, :] == wanted[:, None])  # [R, lanes]
                     from_words = tl.sum(tl.where(is_it, source[None, :], 0), 1) * 4
@@ -234,6 +234,8 @@ def _pull(
                         mask = (wanted < number)[:, None] & (begin + words < 4 * UNITS)
                         held = tl.load(host_words_ptr + from_words[:, None] + begin + words, mask=mask, other=0)
                         tl.store(arena_words_ptr + to_words[:, None] + begin + words, held, mask=mask)
+                    first += BLOCK_R
                 tl.store(at_ptr + e * f + neurons, to, mask=missing)
                 tl.atomic_add(counters_ptr + 2, number.to(tl.int64))
                 tl.atomic_add(counters_ptr + 3, number.to(tl.int64) * (16 * UNITS))
+        task += tl.num_programs(0)
