@@ -1,0 +1,142 @@
+"""One token's attention by kernels against plain torch: heads, norms, rotation, windows, splits, caches in 16 bit."""
+
+import pytest
+import torch
+from combinations import Combination, sample
+from torch import Tensor
+
+from moe_pack.formats import GroupedQuerySpec
+from moe_pack.runtime import attention
+from moe_pack.runtime.kernels.attend import AttendRoom, attend
+from moe_pack.runtime.kernels.enter import QkNorms, enter
+from moe_pack.runtime.kv_cache import LayerCache
+from moe_pack.runtime.native_kernels import HeadNorms
+from moe_pack.runtime.norm import rms_norm
+
+CPU = torch.device("cpu")
+Cache = tuple[Tensor, Tensor]
+TOLERANCE = 3e-6  # float32 sums in another order
+CHOICES: dict[str, tuple[object, ...]] = {
+    "num_kv_heads": (1, 2),
+    "group": (1, 3, 16, 20),
+    "head_dim": (8, 64, 80, 128, 256),
+    "position": (0, 31, 32, 33, 200),
+    "window": (None, 1, 2, 50),
+    "qk_norm": ("none", "head", "projection"),
+    "rotated": (0.5, 1.0),
+    "interleaved": (False, True),
+    "room": (0, 1, 300),
+}
+
+
+def can_be(c: Combination) -> bool:
+    return c["num_kv_heads"] * c["group"] * c["head_dim"] <= 4096  # type: ignore[operator]
+
+
+SAMPLE = sample(CHOICES, can_be, 40)
+
+
+def name_of(number: int) -> str:
+    return "-".join(str(value) for value in SAMPLE[number].values())
+
+
+class Case:
+    """A token that comes to a layer's cache."""
+
+    def __init__(self, c: Combination, seed: int) -> None:
+        self.draw = torch.Generator().manual_seed(seed)
+        kv_heads, dim, self.position = int(c["num_kv_heads"]), int(c["head_dim"]), int(c["position"])  # type: ignore[call-overload]
+        heads, window, qk_norm = kv_heads * c["group"], c["window"], c["qk_norm"]  # type: ignore[operator]
+        self.spec = GroupedQuerySpec(
+            "grouped_query",
+            heads,
+            kv_heads,
+            dim,
+            window,
+            1.5 * dim**-0.5,
+            (),
+            qk_norm,  # type: ignore[arg-type]
+        )
+        self.at = torch.tensor([self.position], dtype=torch.int32)
+        self.interleaved = bool(c["interleaved"])
+        self.projected = (self.random(heads * dim), self.random(kv_heads * dim), self.random(kv_heads * dim))
+        self.norms = None
+        if qk_norm != "none":
+            widths = (dim, dim) if qk_norm == "head" else (heads * dim, kv_heads * dim)
+            self.norms = QkNorms(1 + self.random(widths[0]) / 4, 1 + self.random(widths[1]) / 4, 1e-5)
+        context = self.position + 1 + int(c["room"])  # type: ignore[call-overload]
+        turns = 9 * self.random(context, int(c["rotated"] * dim / 2))  # type: ignore[operator]
+        self.angles = (turns.cos(), turns.sin())
+        self.cache = (self.random(kv_heads, context, dim), self.random(kv_heads, context, dim))
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.draw)
+
+    def entered(self, cache: Cache) -> Tensor:
+        """The kernel's rotated queries; keys and values enter the cache."""
+        turned = torch.full((self.spec.num_heads, self.spec.head_dim), torch.nan)
+        enter(self.projected, self.norms, self.angles, self.interleaved, self.at, self.spec, turned, cache)
+        return turned
+
+    def attended(self, turned: Tensor, cache: Cache) -> Tensor:
+        """The kernels' output."""
+        spec = self.spec
+        room = AttendRoom.room(spec.num_heads, spec.num_kv_heads, spec.head_dim, cache[0].shape[1], CPU)
+        room.sums.fill_(torch.nan)  # what is left of another token's
+        room.mixed.fill_(torch.nan)
+        out = torch.full_like(turned, torch.nan)
+        attend(turned, cache, self.at, spec.scale, spec.sliding_window, room, out)
+        return out
+
+    def expected(self) -> tuple[Tensor, Cache]:
+        """Torch's output, and the cache afterwards."""
+        (q, k, v), norms = self.projected, None
+        if self.norms is not None and self.spec.qk_norm == "head":
+            norms = HeadNorms(*self.norms)
+        elif self.norms is not None:
+            q, k = rms_norm(q, self.norms.q, self.norms.eps), rms_norm(k, self.norms.k, self.norms.eps)
+        cos, sin = (each[self.position : self.position + 1] for each in self.angles)
+        cache = LayerCache(self.cache[0].clone(), self.cache[1].clone(), self.position)
+        projected = (q[None], k[None], v[None])
+        y = attention.attend_heads(projected, norms, (cos, sin), self.interleaved, cache, self.spec)
+        return y.view(self.spec.num_heads, -1), (cache.keys, cache.values)
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+@pytest.mark.parametrize("number", range(len(SAMPLE)), ids=name_of)
+def test_attention_is_torchs(number: int) -> None:
+    held = Case(SAMPLE[number], number)
+    keys, values = (each.clone() for each in held.cache)
+    y = held.attended(held.entered((keys, values)), (keys, values))
+    expected, (expected_keys, expected_values) = held.expected()
+    assert_near(y, expected)
+    assert_near(keys, expected_keys)
+    assert torch.equal(values, expected_values)
+    others = torch.arange(keys.shape[1]) != held.position
+    assert torch.equal(keys[:, others], held.cache[0][:, others]), "only the token's own place is written"
+
+
+@pytest.mark.parametrize("number", range(0, len(SAMPLE), 6), ids=name_of)
+def test_a_cache_in_16_bit_is_read_as_the_values_it_holds(number: int) -> None:
+    held = Case(SAMPLE[number], number)
+    wide, narrow = ([each.to(dtype) for each in held.cache] for dtype in (torch.float32, torch.bfloat16))
+    turned = held.entered((wide[0], wide[1]))
+    assert torch.equal(held.entered((narrow[0], narrow[1])), turned)
+    for found, whole in zip(narrow, wide, strict=True):
+        entered = whole[:, held.position]
+        # A GPU rounds to the nearest; the interpreter cuts off.
+        assert ((found[:, held.position].float() - entered).abs() <= 2**-7 * entered.abs()).all()
+    expected = held.attended(turned, (narrow[0].float(), narrow[1].float()))
+    assert torch.equal(held.attended(turned, (narrow[0], narrow[1])), expected)
+
+
+def test_a_small_cache_has_one_split_and_a_large_one_many() -> None:
+    def splits(context: int, num_heads: int = 32, num_kv_heads: int = 8) -> int:
+        return AttendRoom.room(num_heads, num_kv_heads, 8, context, CPU).sums.shape[1]
+
+    assert [splits(context) for context in (1, 32, 63, 64, 500, 4096, 100_000)] == [1, 1, 2, 2, 16, 32, 32]
+    assert splits(4096, 128, 1) == 32 and splits(4096, 16, 1) == 64 and splits(4096, 600, 300) == 1
