@@ -16,7 +16,7 @@ from moe_pack.runtime.card_placement import LINE_BYTES, CardPlacement
 from moe_pack.runtime.host_arena import HostArena
 from moe_pack.runtime.kernels.admit import CacheState, admit
 from moe_pack.runtime.kernels.pull import NUM_PROGRAMS, HostRows, pull_records, pull_selectors
-from moe_pack.runtime.kernels.tables import LayerTables, Selection, kind_of
+from moe_pack.runtime.kernels.tables import ExpertKind, LayerTables, Selection, kind_of
 
 NUM_COUNTERS = 4
 
@@ -25,12 +25,14 @@ NUM_COUNTERS = 4
 class CardLayer:
     """A layer's experts on the device: `tables` for the kernels that compute, `state` and `host` for what comes.
 
+    `kind_of`: each expert's kind, as the host knows it.
     `has_dynamic_selectors`, `has_dynamic_records`: whether any have to be pulled, ever.
     """
 
     tables: LayerTables
     state: CacheState
     host: HostRows
+    kind_of: tuple[ExpertKind, ...]
     has_dynamic_selectors: bool
     has_dynamic_records: bool
 
@@ -55,7 +57,7 @@ class CardLayer:
 class CardCache:
     """All layers' experts on a device, in one allocation. Owns it: `close` it.
 
-    `layers`: one for each MoE layer.   `counters`: int64 [L, 4] on the device: NEEDED, HITS, ROWS, BYTES of
+    `layers`: one for each MoE layer.   `placement`: what it was made by.   `counters`: int64 [L, 4] on the device: NEEDED, HITS, ROWS, BYTES of
     `kernels.admit`, summed since the start.   `num_bytes`: what is allocated: the placement's `num_bytes`.
     """
 
@@ -72,7 +74,7 @@ class CardCache:
             )
         memory = _Memory(placement.num_bytes, device)
         num_layers = len(placement.num_pages)
-        self.num_bytes = placement.num_bytes
+        self.placement, self.num_bytes = placement, placement.num_bytes
         self.counters = memory.put(torch.zeros((num_layers, NUM_COUNTERS), dtype=torch.int64))
         self.layers: tuple[CardLayer, ...] = tuple(
             _layer(pack, l, placement, host, memory, self.counters[l]) for l in range(num_layers)
@@ -122,6 +124,7 @@ def _layer(
         memory.put(torch.from_numpy(pack.thresholds[l].copy())),
         tuple(kind_of(layout, pack.manifest.selector) for layout in kinds),
     )
+    kind = tuple(tables.kinds[kinds.index(layout)] for layout in layouts)
     pages_of, dynamic, first_dynamic = (
         torch.from_numpy(values.astype(np.int32)) for values in (placement.num_pages_of[l], is_dynamic, first)
     )
@@ -130,7 +133,7 @@ def _layer(
     state = state.put(memory.put, counters)
     rows = HostRows(host.rows(l), memory.put(torch.from_numpy(host.extent_at[l] // 16)))
     has_dynamic_records = bool((first < layouts[0].num_rows).any())
-    return CardLayer(tables, state, rows, bool(is_dynamic.any()), has_dynamic_records)
+    return CardLayer(tables, state, rows, kind, bool(is_dynamic.any()), has_dynamic_records)
 
 
 def _keep(

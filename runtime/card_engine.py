@@ -61,7 +61,7 @@ class _Built:
         cache_dtype: torch.dtype,
     ) -> None:
         with ExitStack() as opened:
-            self.cache = opened.enter_context(closing(CardCache(pack, placement, host)))
+            self.cache = opened.enter_context(closing(CardCache(pack, placement, host, device)))
             self.weights = CardWeights(pack, device, self.cache, chunk_tokens)
             self.decoder = GraphDecoder(self.weights, context_tokens, device, chunk_tokens, cache_dtype)
             self._opened = opened.pop_all()

@@ -96,6 +96,13 @@ def _usual_heat(layout: PackLayout) -> Array:
     return np.broadcast_to((np.arange(_NUM_SLICES, 0, -1) - 0.5) / _NUM_SLICES, (*shape, _NUM_SLICES))
 
 
+def least_placement(layout: PackLayout) -> CardPlacement:
+    """Nothing always there, and pages for what one token needs: the least room that experts can run in."""
+    shape = (len(layout.experts), len(layout.experts[0]))
+    sizes = _Sizes.of(layout)
+    return sizes.placement(sizes.selector_rows > 0, np.zeros(shape, np.int64))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sizes:
     """Experts' sizes, [L, E] in bytes, and what follows from what is held of them."""

@@ -55,7 +55,7 @@ class CardWeights(PackWeights):
             layer.admit(one)
             layer.pull_selectors(one)
             layer.pull_records(one, None)
-            kind = layer.tables.kinds[self.kind_of(layer_idx, number)]
+            kind = layer.kind_of[number]
             expert_many(x, tokens[some], weights[some], layer.tables, number, kind, y, self._workspace)
             self.bytes_read += self._pack.layout.experts[layer_idx][number].num_bytes
             first = some.stop

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_pack.formats import GroupedQuerySpec, Projection
+from moe_pack.formats import GroupedQuerySpec
 from moe_pack.runtime.card_weights import CardWeights
 from moe_pack.runtime.kernels.attend import AttendRoom, attend
 from moe_pack.runtime.kernels.enter import QkNorms, enter
@@ -57,7 +57,7 @@ class GroupedAttention:
         self._project(role, "o", self._mixed.view(-1), x, x)
 
     def _project(
-        self, role: str, name: Projection, inputs: Tensor, out: Tensor, residual: Tensor | None = None
+        self, role: str, name: str, inputs: Tensor, out: Tensor, residual: Tensor | None = None
     ) -> None:
         weights = self._weights
         bias = weights.vector(f"{role}.{name}_bias") if name in self._spec.bias else None

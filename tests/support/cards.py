@@ -34,6 +34,6 @@ def graph_decoder(
 ) -> Iterator[GraphDecoder]:
     """A pack at work in so much room; see `placement_of`."""
     with Pack(folder) as pack, HostArena(pack, CPU) as host:
-        with closing(CardCache(pack, placement_of(pack, share), host)) as cache:
+        with closing(CardCache(pack, placement_of(pack, share), host, CPU)) as cache:
             weights = CardWeights(pack, CPU, cache, chunk_tokens)
             yield GraphDecoder(weights, context_tokens, CPU, chunk_tokens, cache_dtype)
