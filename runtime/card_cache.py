@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import Pack, RunError, size_text
-from moe_pack.runtime.card_placement import LINE_BYTES, CardPlacement
-from moe_pack.runtime.host_arena import HostArena
+from moe_pack.runtime.card_placement import CardPlacement
+from moe_pack.runtime.host_arena import LINE_BYTES, HostArena
 from moe_pack.runtime.kernels.admit import CacheState, admit
 from moe_pack.runtime.kernels.pull import NUM_PROGRAMS, HostRows, pull_records, pull_selectors
 from moe_pack.runtime.kernels.tables import LayerTables, Selection, kind_of

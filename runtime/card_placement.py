@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import ExpertLayout, PackLayout, RunError, size_text
 from moe_pack.runtime.card_budget import CARD_PAGE_BYTES, hold
+from moe_pack.runtime.host_arena import LINE_BYTES
 
 Array = NDArray[Any]
 
-LINE_BYTES = 128  # what a card reads at once: resident slices begin on multiples of it, and pages are
 REACH_BYTES = 16 * (2**31 - 1)  # of an arena: offsets are int32 in units of 16 bytes
 PAGE_SHARE = 0.25  # of the room for experts, where nobody has found a better one
 _LEAST_PAGE_BYTES, _PAGE_STEP = 4096, 4096
