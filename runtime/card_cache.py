@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import Pack, RunError, size_text
-from moe_pack.runtime.card_placement import LINE_BYTES, CardPlacement
-from moe_pack.runtime.host_arena import HostArena
+from moe_pack.runtime.card_placement import CardPlacement
+from moe_pack.runtime.host_arena import LINE_BYTES, HostArena
 from moe_pack.runtime.kernels.admit import CacheState, admit
 from moe_pack.runtime.kernels.pull import NUM_PROGRAMS, HostRows, pull_records, pull_selectors
 from moe_pack.runtime.kernels.tables import ExpertKind, LayerTables, Selection, kind_of
@@ -26,6 +26,7 @@ class CardLayer:
     """A layer's experts on the device: `tables` for the kernels that compute, `state` and `host` for what comes.
 
     `kind_of`: each expert's kind, as the host knows it.
+    Where layers share their pages (`state.keeps` is False), what is pulled is there until another layer's `admit`.
     `has_dynamic_selectors`, `has_dynamic_records`: whether any have to be pulled, ever.
     """
 
@@ -76,8 +77,9 @@ class CardCache:
         num_layers = len(placement.num_pages)
         self.placement, self.num_bytes = placement, placement.num_bytes
         self.counters = memory.put(torch.zeros((num_layers, NUM_COUNTERS), dtype=torch.int64))
+        shared = memory.take(placement.pages_bytes) if placement.is_shared else None
         self.layers: tuple[CardLayer, ...] = tuple(
-            _layer(pack, l, placement, host, memory, self.counters[l]) for l in range(num_layers)
+            _layer(pack, l, placement, host, memory, shared, self.counters[l]) for l in range(num_layers)
         )
 
     def close(self) -> None:
@@ -94,7 +96,8 @@ class _Memory:
             self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as fault:
             raise RunError(f"--budget: {size_text(num_bytes)} of the card cannot be had") from fault
-        self._end = -self._bytes.data_ptr() % LINE_BYTES  # a host's memory begins anywhere
+        self._bytes = self._bytes[-self._bytes.data_ptr() % LINE_BYTES :]  # a host's memory begins anywhere
+        self._end = 0
 
     def take(self, num_bytes: int) -> Tensor:
         """A piece, u8, zeros."""
@@ -102,19 +105,33 @@ class _Memory:
         assert begin + num_bytes <= len(self._bytes), "the placement counts all that is taken"
         return self._bytes[begin : begin + num_bytes]
 
+    def around(self, piece: Tensor) -> tuple[Tensor, int]:
+        """All the memory, and where a piece begins in it."""
+        return self._bytes, piece.data_ptr() - self._bytes.data_ptr()
+
     def put(self, values: Tensor) -> Tensor:
         """A copy of a tensor."""
         return self.take(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
 
 
 def _layer(
-    pack: Pack, l: int, placement: CardPlacement, host: HostArena, memory: _Memory, counters: Tensor
+    pack: Pack,
+    l: int,
+    placement: CardPlacement,
+    host: HostArena,
+    memory: _Memory,
+    shared: Tensor | None,
+    counters: Tensor,
 ) -> CardLayer:
     layouts, num_pages = pack.layout.experts[l], int(placement.num_pages[l])
     is_dynamic, first = placement.selector_is_dynamic[l], placement.first_dynamic[l]
     resident = int(placement.resident_bytes[l])
-    arena = memory.take(resident + num_pages * placement.page_bytes)
-    selector_at, record_at = _keep(pack, l, placement, host, arena)
+    if shared is None:
+        arena, begin, pages_begin = memory.take(resident + num_pages * placement.page_bytes), 0, resident
+    else:  # the shared pages lie before what is always there of any layer
+        arena, begin = memory.around(memory.take(resident))
+        pages_begin = memory.around(shared)[1]
+    selector_at, record_at = _keep(pack, l, placement, host, arena, begin)
     kinds = list(dict.fromkeys(layouts))
     tables = LayerTables(
         arena,
@@ -128,8 +145,16 @@ def _layer(
     pages_of, dynamic, first_dynamic = (
         torch.from_numpy(values.astype(np.int32)) for values in (placement.num_pages_of[l], is_dynamic, first)
     )
-    begin, page_units = resident // 16, placement.page_bytes // 16
-    state = CacheState.empty(pages_of, dynamic, first_dynamic, num_pages, begin, page_units, placement.num_active)
+    state = CacheState.empty(
+        pages_of,
+        dynamic,
+        first_dynamic,
+        num_pages,
+        pages_begin // 16,
+        placement.page_bytes // 16,
+        placement.num_active,
+        keeps=not placement.is_shared,
+    )
     state = state.put(memory.put, counters)
     rows = HostRows(host.rows(l), memory.put(torch.from_numpy(host.extent_at[l] // 16)))
     has_dynamic_records = bool((first < layouts[0].num_rows).any())
@@ -137,10 +162,10 @@ def _layer(
 
 
 def _keep(
-    pack: Pack, l: int, placement: CardPlacement, host: HostArena, arena: Tensor
+    pack: Pack, l: int, placement: CardPlacement, host: HostArena, arena: Tensor, begin: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Copies what is always there of a layer to the arena's beginning; where its rows are, as `LayerTables` has it."""
-    layouts, source, begin = pack.layout.experts[l], host.rows(l), 0
+    """Copies what is always there of a layer to the arena, from `begin` on; its rows' places, as for `LayerTables`."""
+    layouts, source = pack.layout.experts[l], host.rows(l)
     f = layouts[0].num_rows
     selector_at, record_at = (np.full((len(layouts), f), -1, np.int32) for _ in range(2))
     for e, layout in enumerate(layouts):

@@ -5,7 +5,7 @@ whole records; a layer's pages hold the most that one token can need of it, so t
 than who was used least recently.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,15 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import ExpertLayout, PackLayout, RunError, size_text
 from moe_pack.runtime.card_budget import CARD_PAGE_BYTES, hold
+from moe_pack.runtime.host_arena import LINE_BYTES
 
 Array = NDArray[Any]
 
-LINE_BYTES = 128  # what a card reads at once: resident slices begin on multiples of it, and pages are
+REACH_BYTES = 16 * (2**31 - 1)  # of an arena: offsets are int32 in units of 16 bytes
 PAGE_SHARE = 0.25  # of the room for experts, where nobody has found a better one
 _LEAST_PAGE_BYTES, _PAGE_STEP = 4096, 4096
-_NUM_SLICES = 16  # of an expert's rows, of like heat
+_MOST_SHARE = 0.5  # of the room, for pages of each layer's own
+_NUM_SLICES = 64  # of an expert's rows, of like heat
 _FEWEST_PAGES = 4  # of the smallest expert: larger pages would waste more
 
 
@@ -30,7 +32,8 @@ class CardPlacement:
     `selector_is_dynamic` bool [L, E]; `first_dynamic` int64 [L, E]: the records before it, the hottest, are always
     there.   `num_pages_of` int64 [L, E]: what an expert takes when it is in.   `num_pages` int64 [L].   `num_active`:
     experts of a token.   `resident_bytes` int64 [L]: of what is always there, as it is laid out.
-    `other_bytes`: of the tables and of who has which pages.
+    `other_bytes`: of the tables and of who has which pages.   `is_shared`: all layers use the same pages, and keep
+    nothing in them: what is not always there is pulled for every token.
     """
 
     selector_is_dynamic: Array
@@ -41,11 +44,17 @@ class CardPlacement:
     num_active: int
     resident_bytes: Array
     other_bytes: int
+    is_shared: bool
+
+    @property
+    def pages_bytes(self) -> int:
+        """Of all pages."""
+        return int(self.num_pages.max() if self.is_shared else self.num_pages.sum()) * self.page_bytes
 
     @property
     def num_bytes(self) -> int:
         """All that the card needs for experts."""
-        return int(self.resident_bytes.sum() + self.num_pages.sum() * self.page_bytes) + self.other_bytes
+        return int(self.resident_bytes.sum()) + self.pages_bytes + self.other_bytes
 
 
 def place_experts(
@@ -57,35 +66,36 @@ def place_experts(
 ) -> CardPlacement:
     """How so much room on a card is used for experts.
 
-    Meaning: all of them, where they fit. Else `page_share` of it goes to pages, and more where a token's experts need
-             more; each layer has what one token needs, and of the rest by what of it is not always there.
+    Meaning: all of them, where they fit. Else `page_share` of it goes to pages; each layer has what one token's experts
+             need, and of the rest by what of it is not always there. Where pages would take more than half of the room,
+             as of a few large experts of which few rows run, all layers share one token's, which keep nothing.
     Args:    popularity: [L, E], any unit; None: all alike.   heat: [L, E, H], as `divide_card` takes it; None: falling
              evenly from the first row to the last.
-    Raises:  RunError if one token's experts have no room; it says what is needed.
+    Raises:  RunError if one token's experts of a layer have no room; it says what is needed.
     """
     shape = (len(layout.experts), len(layout.experts[0]))
     popularity = np.ones(shape) if popularity is None else popularity
     heat = _usual_heat(layout) if heat is None else np.minimum.accumulate(heat, axis=2)  # hottest first
     sizes = _Sizes.of(layout)
-    whole = sizes.placement(np.zeros(shape, bool), np.full(shape, sizes.num_rows))
+    whole = sizes.placement(np.zeros(shape, bool), np.full(shape, sizes.num_rows), False)
     if whole.num_bytes <= room_bytes:
         return whole
-    pages = int(page_share * room_bytes)
-    while True:
-        slack = LINE_BYTES * shape[0] * shape[1] + sizes.other_bytes
-        held = sizes.held(*hold(layout, popularity, heat, max(room_bytes - slack - pages, 0))[:2])
-        room = room_bytes - held.num_bytes
-        least = int(held.num_pages.sum()) * sizes.page_bytes
-        if room >= 0:
-            return sizes.shared_out(held, room)
-        if pages >= room_bytes:
-            break
-        pages = min(max(pages, least) + sizes.page_bytes, room_bytes)
-    raise RunError(
-        f"{size_text(room_bytes)} for experts on the card, needed are at least {size_text(held.num_bytes)}: "
-        f"{size_text(least)} for the {held.num_active} largest experts of each layer, and "
-        f"{size_text(held.other_bytes)} for tables; give more with --budget, or take --engine staged"
-    )
+    nothing = (sizes.selector_rows > 0, np.zeros(shape, np.int64))
+    is_shared = sizes.placement(*nothing, False).pages_bytes > _MOST_SHARE * room_bytes
+    if is_shared:
+        room_bytes = min(room_bytes, REACH_BYTES)
+    least = sizes.placement(*nothing, is_shared)
+    if least.num_bytes > room_bytes:
+        raise RunError(
+            f"{size_text(room_bytes)} for experts on the card, needed are at least {size_text(least.num_bytes)}: "
+            f"{size_text(least.pages_bytes)} for the {least.num_active} largest experts of a layer, and "
+            f"{size_text(least.other_bytes)} for tables; give more with --budget, or take --engine staged"
+        )
+    # Pages for a token's experts suffice whatever is held: what is held takes none.
+    pages = least.pages_bytes if is_shared else max(least.pages_bytes, int(page_share * room_bytes))
+    slack = LINE_BYTES * shape[0] * shape[1] + sizes.other_bytes
+    held = sizes.held(*hold(layout, popularity, heat, max(room_bytes - slack - pages, 0))[:2], is_shared)
+    return held if is_shared else sizes.shared_out(held, room_bytes - held.num_bytes)
 
 
 def _usual_heat(layout: PackLayout) -> Array:
@@ -129,12 +139,12 @@ class _Sizes:
         most_pages = int(_pages(self.selector_rows, self.num_rows, self.page_bytes).max())
         most_pages += int(_pages(self.record_rows, self.num_rows, self.page_bytes).max())
         # A layer has 14 tensors, each on a line of its own, most of one number an expert; the list of free pages is no
-        # longer than all experts' lists together.
+        # longer than the largest layer's lists of pages together.
         others = L * (16 * LINE_BYTES + 48 * E)
         lists = 8 * L * E * max(most_pages, 1)
         return int(offsets + lists + others)
 
-    def held(self, selector_share: Array, row_shares: Array) -> CardPlacement:
+    def held(self, selector_share: Array, row_shares: Array, is_shared: bool) -> CardPlacement:
         """What `hold` found, in whole selectors and in records from the first on."""
         H = row_shares.shape[2]
         edges = np.diff(np.linspace(0, self.num_rows, H + 1).astype(np.int64))
@@ -142,23 +152,25 @@ class _Sizes:
         is_full = np.cumprod(records == edges, axis=2)
         before = np.concatenate([np.ones_like(is_full[:, :, :1]), is_full[:, :, :-1]], axis=2)
         first = (records * before).sum(axis=2)
-        return self.placement((selector_share < 1) & (self.selector_rows > 0), first)
+        return self.placement((selector_share < 1) & (self.selector_rows > 0), first, is_shared)
 
-    def placement(self, selector_is_dynamic: Array, first_dynamic: Array) -> CardPlacement:
+    def placement(self, selector_is_dynamic: Array, first_dynamic: Array, is_shared: bool) -> CardPlacement:
         """With as many pages as a token needs at most."""
         f = self.num_rows
         num_pages_of = np.where(selector_is_dynamic, _pages(self.selector_rows, f, self.page_bytes), 0)
         num_pages_of += _pages(self.record_rows, f - first_dynamic, self.page_bytes)
         resident = np.where(selector_is_dynamic, 0, self.selector_rows * f) + first_dynamic * self.record_rows
+        num_pages = np.sort(num_pages_of, axis=1)[:, -self.num_active :].sum(axis=1)
         return CardPlacement(
             selector_is_dynamic,
             first_dynamic,
             num_pages_of,
-            np.sort(num_pages_of, axis=1)[:, -self.num_active :].sum(axis=1),
+            np.full_like(num_pages, num_pages.max()) if is_shared else num_pages,
             self.page_bytes,
             self.num_active,
             (-(-resident // LINE_BYTES) * LINE_BYTES).sum(axis=1),
             self.other_bytes,
+            is_shared,
         )
 
     def shared_out(self, held: CardPlacement, room: int) -> CardPlacement:
@@ -166,16 +178,7 @@ class _Sizes:
         more = held.num_pages_of.sum(axis=1) - held.num_pages
         num_more = min(room // self.page_bytes, int(more.sum()))
         shares = num_more * more // max(int(more.sum()), 1)
-        return CardPlacement(
-            held.selector_is_dynamic,
-            held.first_dynamic,
-            held.num_pages_of,
-            held.num_pages + shares,
-            held.page_bytes,
-            held.num_active,
-            held.resident_bytes,
-            held.other_bytes,
-        )
+        return replace(held, num_pages=held.num_pages + shares)
 
 
 def page_bytes_for(row_bytes: Array, num_rows: int) -> int:

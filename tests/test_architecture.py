@@ -27,6 +27,7 @@ COMMAND_FACE = "moe_pack.formats.cli"  # what commands share; only modules calle
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 120
 USUAL_FUNCTION_LINES = 40
 USUAL_SHARE = 0.9
 
@@ -276,7 +277,13 @@ def functions(path: Path) -> Iterator[tuple[str, int]]:
 
 def test_no_function_is_longer_than_it_may_be() -> None:
     lengths = dict(entry for path in written_by_hand() for entry in functions(path))
-    assert {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES} == {}
+    too_long = {name: lines for name, lines in lengths.items() if lines > most_lines(name)}
+    assert too_long == {}
+
+
+def most_lines(name: str) -> int:
+    """Kernels pass everything by name, an argument a line."""
+    return MAX_KERNEL_LINES if name.startswith("runtime/kernels/") else MAX_FUNCTION_LINES
 
 
 def test_nine_functions_of_ten_are_short() -> None:

@@ -30,7 +30,8 @@ class CacheState:
     `num_free` [1] are free.   `clock` [1]: steps until now.   `selector_is_dynamic` [E].   `first_dynamic` [E]: the
     records from here on are dynamic.   `counters` int64 [4]: experts NEEDED, of which HITS were in; ROWS pulled, and
     BYTES.   `pages_begin`: where page 0 lies in the arena, `page_units`: how long a page is, in units of 16 bytes.
-    `num_active`: experts of a step, at most: the pages hold any so many.
+    `num_active`: experts of a step, at most: the pages hold any so many.   `keeps`: False where other layers use the
+    same pages in between, so that nothing is left of the step before.
     """
 
     last_used: Tensor
@@ -46,6 +47,7 @@ class CacheState:
     pages_begin: int
     page_units: int
     num_active: int
+    keeps: bool
 
     @classmethod
     def empty(
@@ -57,6 +59,7 @@ class CacheState:
         pages_begin: int,
         page_units: int,
         num_active: int,
+        keeps: bool = True,
     ) -> "CacheState":
         """The state of a layer into which no expert has come yet, on the host.
 
@@ -83,6 +86,7 @@ class CacheState:
             pages_begin,
             page_units,
             num_active,
+            keeps,
         )
 
     def put(self, put: Callable[[Tensor], Tensor], counters: Tensor) -> "CacheState":
@@ -129,6 +133,7 @@ def admit(experts: Tensor, state: CacheState, tables: LayerTables) -> None:
         E,
         f,
         state.page_list.shape[1],
+        KEEPS=state.keeps,
         NUM_EXPERTS=len(experts),
         BLOCK_E=triton.next_power_of_2(E),
         BLOCK=_RESET_BLOCK,
@@ -139,6 +144,9 @@ def admit(experts: Tensor, state: CacheState, tables: LayerTables) -> None:
 
 def admit_plain(experts: Tensor, state: CacheState, tables: LayerTables) -> None:
     """The twin of `admit`, on the host."""
+    if not state.keeps:
+        for victim in torch.nonzero((state.is_in == 1) & (state.num_pages_of > 0))[:, 0].tolist():
+            _evict_plain(victim, state, tables)
     state.clock.add_(1)
     state.last_used[experts.long()] = state.clock
     state.counters[NEEDED] += len(experts)
@@ -168,6 +176,42 @@ def _evict_plain(victim: int, state: CacheState, tables: LayerTables) -> None:
 
 
 @triton.jit
+def _evict(
+    victim,
+    num_free,
+    num_pages_of_ptr,
+    page_list_ptr,
+    free_ptr,
+    selector_is_dynamic_ptr,
+    first_dynamic_ptr,
+    selector_at_ptr,
+    record_at_ptr,
+    f,
+    max_pages,
+    BLOCK: tl.constexpr,
+):
+    """Takes an expert's pages, and marks its dynamic rows as gone; how many pages are free now."""
+    lanes = tl.arange(0, BLOCK)
+    given = tl.load(num_pages_of_ptr + victim)
+    begin = 0  # not `range`, whose end the interpreter needs as a constant
+    while begin < given:
+        some = begin + lanes < given
+        pages = tl.load(page_list_ptr + victim * max_pages + begin + lanes, mask=some, other=0)
+        tl.store(free_ptr + num_free + begin + lanes, pages, mask=some)
+        begin += BLOCK
+    first = tl.load(first_dynamic_ptr + victim)
+    while first < f:
+        tl.store(record_at_ptr + victim * f + first + lanes, -1, mask=first + lanes < f)
+        first += BLOCK
+    if tl.load(selector_is_dynamic_ptr + victim) != 0:
+        start = 0
+        while start < f:
+            tl.store(selector_at_ptr + victim * f + start + lanes, -1, mask=start + lanes < f)
+            start += BLOCK
+    return num_free + given
+
+
+@triton.jit
 def _admit(
     experts_ptr,
     last_used_ptr,
@@ -185,6 +229,7 @@ def _admit(
     E,
     f,
     max_pages,
+    KEEPS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -198,6 +243,26 @@ def _admit(
     num_free = tl.load(num_free_ptr)
     clock = tl.load(clock_ptr) + 1
     hits = 0
+    if not KEEPS:
+        num_left = tl.sum(((is_in == 1) & (num_pages_of > 0)).to(tl.int32))
+        while num_left > 0:
+            victim = tl.min(tl.where((is_in == 1) & (num_pages_of > 0), ids, BLOCK_E))
+            num_free = _evict(
+                victim,
+                num_free,
+                num_pages_of_ptr,
+                page_list_ptr,
+                free_ptr,
+                selector_is_dynamic_ptr,
+                first_dynamic_ptr,
+                selector_at_ptr,
+                record_at_ptr,
+                f,
+                max_pages,
+                BLOCK,
+            )
+            is_in = tl.where(ids == victim, 0, is_in)
+            num_left -= 1
     for i in range(NUM_EXPERTS):
         last_used = tl.where(ids == tl.load(experts_ptr + i), clock, last_used)
     for i in range(NUM_EXPERTS):
@@ -210,23 +275,20 @@ def _admit(
                 may_go = (is_in == 1) & (num_pages_of > 0) & (last_used < clock)
                 age = tl.where(may_go, last_used, _NEVER)
                 victim = tl.min(tl.where(age == tl.min(age), ids, BLOCK_E))
-                first = tl.load(first_dynamic_ptr + victim)
-                given = tl.load(num_pages_of_ptr + victim)
-                begin = 0  # not `range`, whose end the interpreter needs as a constant
-                while begin < given:
-                    some = begin + lanes < given
-                    pages = tl.load(page_list_ptr + victim * max_pages + begin + lanes, mask=some, other=0)
-                    tl.store(free_ptr + num_free + begin + lanes, pages, mask=some)
-                    begin += BLOCK
-                while first < f:
-                    tl.store(record_at_ptr + victim * f + first + lanes, -1, mask=first + lanes < f)
-                    first += BLOCK
-                if tl.load(selector_is_dynamic_ptr + victim) != 0:
-                    start = 0
-                    while start < f:
-                        tl.store(selector_at_ptr + victim * f + start + lanes, -1, mask=start + lanes < f)
-                        start += BLOCK
-                num_free += given
+                num_free = _evict(
+                    victim,
+                    num_free,
+                    num_pages_of_ptr,
+                    page_list_ptr,
+                    free_ptr,
+                    selector_is_dynamic_ptr,
+                    first_dynamic_ptr,
+                    selector_at_ptr,
+                    record_at_ptr,
+                    f,
+                    max_pages,
+                    BLOCK,
+                )
                 is_in = tl.where(ids == victim, 0, is_in)
             tl.debug_barrier()  # other threads wrote what is read from `free`
             begin = 0

@@ -58,6 +58,7 @@ def small_layer(
     more_pages: int = 3,
     has_selector: bool = True,
     page_bytes: int = 4096,
+    keeps: bool = True,
     seed: int = 0,
 ) -> SmallLayer:
     """Nothing is there yet but what always is; the pages hold the largest `num_active` experts and a few pages more."""
@@ -106,6 +107,7 @@ def small_layer(
         resident,
         page_bytes // 16,
         num_active,
+        keeps,
     )
     return SmallLayer(layouts, extents, tables, state, HostRows(torch.cat(extents), torch.tensor(begins)))
 

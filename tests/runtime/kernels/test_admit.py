@@ -102,6 +102,21 @@ def test_who_loses_its_pages_keeps_what_is_always_there() -> None:
     assert torch.equal(layer.tables.record_at[out], before[out])
 
 
+@pytest.mark.parametrize("has_selector", [True, False])
+def test_with_pages_that_other_layers_use_nothing_is_left_of_the_step_before(has_selector: bool) -> None:
+    layer = small_layer(num_experts=7, num_active=3, more_pages=0, has_selector=has_selector, keeps=False)
+    twin, before = layer.copy(), layer.tables.record_at.clone()
+    for experts in drawn(layer, 3):
+        admit(experts, layer.state, layer.tables)
+        admit_plain(experts, twin.state, twin.tables)
+        same(layer, twin)
+        assert torch.equal(layer.tables.record_at, before)
+        found = set(torch.nonzero((layer.state.is_in == 1) & (layer.state.num_pages_of > 0))[:, 0].tolist())
+        assert found == {e for e in experts.tolist() if layer.state.num_pages_of[e]}
+        fill(layer)
+        fill(twin)
+
+
 def test_more_experts_than_the_pages_hold_are_refused() -> None:
     layer = small_layer(num_active=2)
     with pytest.raises(AssertionError, match="hold no more"):
