@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK_H = 16  # the fewest rows a product of tiles has
-_USUAL_WIDTH = 128  # wider keys are multiplied piece by piece, lest the registers overflow
+_USUAL_WIDTH = 128  # other keys beyond a piece are multiplied piece by piece, lest the registers overflow
 _PIECE = 64
 _PROGRAMS = 256  # about two for each multiprocessor of a large card
 _MAX_SPLITS = 64  # what combining them costs grows with them
@@ -79,7 +79,7 @@ def attend(
     (num_heads, width), (num_kv_heads, context, value_width) = q.shape, values.shape
     group, splits = num_heads // num_kv_heads, room.sums.shape[1]
     tiles = -(-group // _BLOCK_H)
-    block_c = triton.next_power_of_2(width) if width <= _USUAL_WIDTH else _PIECE
+    block_c = width if width == _USUAL_WIDTH else min(_PIECE, triton.next_power_of_2(width))
     block_s, block_v = _block_s(value_width), max(16, triton.next_power_of_2(value_width))
     _attend_kernel[(num_kv_heads * tiles, splits)](
         q, keys, values, position, room.sums, room.mixed, out, context, scale,

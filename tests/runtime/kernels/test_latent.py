@@ -1,0 +1,107 @@
+"""One token's latent attention by kernels against plain torch, which takes the absorbed way too."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from random_experts import random_rows
+from torch import Tensor
+
+from moe_pack.formats import LatentSpec, part_format
+from moe_pack.runtime.kernels.attend import AttendRoom, attend
+from moe_pack.runtime.kernels.codes import part_of, stored_part
+from moe_pack.runtime.kernels.latent import HeldRows, enter_latent, leave_latent
+from moe_pack.runtime.kv_cache import LayerCache
+from moe_pack.runtime.latent_attention import attend_latent
+from moe_pack.runtime.matrix import Matrix, RowMatrix, StoredMatrix, linear
+from moe_pack.runtime.weights import Weights
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-5  # float32 sums in another order, one after the other: four products and a softmax
+WIDTH = 16  # of the hidden state
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes, and how `kv_b` is stored: width, group and scale bits, or a dtype."""
+
+    heads: int
+    nope: int
+    rope: int
+    v: int
+    rank: int
+    stored: tuple[int, int, int] | str
+    position: int = 40
+    room: int = 100
+    interleaved: bool = True
+
+    @property
+    def spec(self) -> LatentSpec:
+        scale = (self.nope + self.rope) ** -0.5
+        return LatentSpec("latent", self.heads, None, self.rank, self.nope, self.rope, self.v, scale, 1e-6)
+
+    def kv_b(self) -> tuple[Matrix, HeldRows]:
+        """As torch multiplies it, and as kernels do."""
+        num_rows = self.heads * (self.nope + self.v)
+        if isinstance(self.stored, str):
+            weight = random(num_rows, self.rank).to({"BF16": torch.bfloat16, "F32": torch.float32}[self.stored])
+            return StoredMatrix(weight), HeldRows(weight, stored_part(self.stored, self.rank))
+        layout, held = random_rows(part_format(*self.stored), num_rows, self.rank)
+        rows = torch.from_numpy(held)
+        return RowMatrix(layout, rows), HeldRows(rows, part_of(layout, "weight"))
+
+
+CASES = [
+    Case(3, 16, 8, 16, 24, "BF16"),
+    Case(2, 20, 6, 12, 64, "F32", interleaved=False),
+    Case(17, 8, 4, 8, 64, (8, 64, 16), position=0),
+    Case(2, 33, 8, 17, 128, (4, 64, 16), position=129, room=0),
+    Case(2, 16, 8, 18, 192, (3, 64, 16), interleaved=False),
+    Case(1, 12, 8, 16, 128, (4, 64, 8), position=1, room=0),
+    Case(2, 16, 8, 16, 320, (2, 16, 16)),
+]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_token_attends_as_in_torch(case: Case) -> None:
+    spec, at = case.spec, case.position
+    matrix, kv_b = case.kv_b()
+    q_weight, kv_weight = random(spec.num_heads * (case.nope + case.rope), WIDTH), random(case.rank + case.rope, WIDTH)
+    norm, x = 1 + random(case.rank) / 4, random(1, WIDTH)
+    turns = 9 * random(at + 1, case.rope // 2)
+    cos, sin = turns.cos(), turns.sin()
+    keys = random(1, at + 1 + case.room, case.rank + case.rope, seed=1)
+
+    matrices = {"q": StoredMatrix(q_weight), "kv_a": StoredMatrix(kv_weight), "kv_b": matrix}
+    matrices["o"] = StoredMatrix(torch.eye(spec.num_heads * case.v))
+    weights = SimpleNamespace(
+        spec=SimpleNamespace(rope=SimpleNamespace(interleaved=case.interleaved)),
+        matrix=lambda role: matrices[role.rpartition(".")[2]],
+        vector=lambda role: norm,
+        kernels=None,
+    )
+    cache = LayerCache(keys.clone(), keys[..., : case.rank], at)
+    angles = (cos[at:], sin[at:])
+    expected = attend_latent(x, cast(Weights, weights), spec, 0, cache, angles, None)
+
+    position = torch.tensor([at], dtype=torch.int32)
+    moved = torch.full((spec.num_heads, case.rank + case.rope), torch.nan)
+    projected = (linear(x, matrices["q"])[0], linear(x, matrices["kv_a"])[0])
+    enter_latent(projected, norm, (cos, sin), case.interleaved, position, spec, kv_b, moved, keys)
+    assert_near(keys, cache.keys)
+    room = AttendRoom.room(spec.num_heads, 1, case.rank, keys.shape[1], CPU)
+    mixed, out = torch.full((spec.num_heads, case.rank), torch.nan), torch.full((spec.num_heads * case.v,), torch.nan)
+    attend(moved, (keys, keys[..., : case.rank]), position, spec.scale, None, room, mixed)
+    leave_latent(mixed, spec, kv_b, out)
+    assert_near(out, expected[0])
