@@ -7,7 +7,7 @@ from torch import Tensor
 from moe_pack.runtime.kernels.codes import Part
 from moe_pack.runtime.kernels.tiles import add_product, load_tokens, tile_cols
 
-MAX_BLOCK_TOKENS = 64
+_MAX_BLOCK_TOKENS = 64
 _MANY_PROGRAMS = 256  # with fewer, smaller blocks of rows keep more of a card's processors busy
 
 
@@ -31,16 +31,21 @@ def gemm(x: Tensor, rows: Tensor, part: Part, row_units: int, out: Tensor, *, bi
         COLS=tile_cols(part),
         BLOCK_TOKENS=block_tokens,
         BLOCK_ROWS=block_rows,
-        num_warps=4,
+        num_warps=num_warps(block_tokens),
         enable_fp_fusion=True,
     )
 
 
-def blocks(num_tokens: int, num_rows: int) -> tuple[int, int]:
+def blocks(num_tokens: int, num_rows: int, max_tokens: int = _MAX_BLOCK_TOKENS) -> tuple[int, int]:
     """How many tokens and rows a program takes, for so many in all."""
-    tokens = min(MAX_BLOCK_TOKENS, max(16, triton.next_power_of_2(num_tokens)))
+    tokens = min(max_tokens, max(16, triton.next_power_of_2(num_tokens)))
     programs = triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, 64)
     return tokens, 64 if programs >= _MANY_PROGRAMS else 32
+
+
+def num_warps(block_tokens: int) -> int:
+    """Warps of a program with so many tokens: few enough registers are needed of each that none spills."""
+    return 8 if block_tokens == _MAX_BLOCK_TOKENS else 4
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
