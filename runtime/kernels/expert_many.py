@@ -9,12 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.runtime.kernels.codes import AFFINE, Part, load_bias, load_scales
-from moe_pack.runtime.kernels.gemm import blocks, num_warps
+from moe_pack.runtime.kernels.dot_tiles import add_product, dot_exact, load_tile, load_tokens, tile_cols
+from moe_pack.runtime.kernels.gemm import MAX_TOKENS_IN_TWO, blocks, num_warps
 from moe_pack.runtime.kernels.tables import ExpertKind, LayerTables
-from moe_pack.runtime.kernels.tiles import add_product, dot_exact, load_tile, load_tokens, tile_cols
 
 PIECE_TOKENS = 128  # tokens that go through an expert together: bounds the workspace
-_MAX_HIDDEN_TOKENS = 32  # of a program that has sums for gate and up: with more, registers spill (sm_80)
 _BLOCK_NEURONS = 32
 
 
@@ -50,7 +49,7 @@ def expert_many(
 def _hidden_of_piece(x: Tensor, tokens: Tensor, tables: LayerTables, expert: int, kind: ExpertKind, h: Tensor) -> None:
     """Writes h float32 [Te, f], 0 where a neuron does not run."""
     num_tokens, f = tokens.shape[0], kind.num_rows
-    block_tokens, block_rows = blocks(num_tokens, f, _MAX_HIDDEN_TOKENS)
+    block_tokens, block_rows = blocks(num_tokens, f, MAX_TOKENS_IN_TWO)
     gate = kind.gate
     parts = [kind.up.part] if gate is None else [gate.part, kind.up.part]
     _hidden[triton.cdiv(f, block_rows), triton.cdiv(num_tokens, block_tokens)](
@@ -70,7 +69,7 @@ def _hidden_of_piece(x: Tensor, tokens: Tensor, tables: LayerTables, expert: int
         COLS=tile_cols(*parts),
         BLOCK_TOKENS=block_tokens,
         BLOCK_ROWS=block_rows,
-        num_warps=num_warps(block_tokens),
+        num_warps=num_warps(block_tokens, block_rows),
         enable_fp_fusion=True,
     )
 
@@ -96,7 +95,7 @@ def _down_of_piece(
         COLS=cols,
         BLOCK_TOKENS=block_tokens,
         BLOCK_ROWS=_BLOCK_NEURONS,
-        num_warps=num_warps(block_tokens),
+        num_warps=num_warps(block_tokens, cols),
         enable_fp_fusion=True,
     )
 
