@@ -48,7 +48,7 @@ def blocks(num_tokens: int, num_rows: int, max_tokens: int = MAX_TOKENS) -> tupl
 
 def num_warps(block_tokens: int, block_rows: int) -> int:
     """Warps of a program with so many sums: as many as keep them in registers."""
-    return 8 if block_tokens * block_rows >= 2048 else 4
+    return 8 if block_tokens * block_rows >= 1024 else 4
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
