@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.runtime.kernels.codes import AFFINE, Part, load_bias, load_scales
-from moe_pack.runtime.kernels.gemm import blocks
+from moe_pack.runtime.kernels.dot_tiles import add_product, dot_exact, load_tile, load_tokens, tile_cols
+from moe_pack.runtime.kernels.gemm import MAX_TOKENS_IN_TWO, blocks, num_warps
 from moe_pack.runtime.kernels.tables import ExpertKind, LayerTables
-from moe_pack.runtime.kernels.chunks import add_product, dot_exact, load_tile, load_tokens, tile_cols
 
 PIECE_TOKENS = 128  # tokens that go through an expert together: bounds the workspace
 _BLOCK_NEURONS = 32
@@ -49,7 +49,7 @@ def expert_many(
 def _hidden_of_piece(x: Tensor, tokens: Tensor, tables: LayerTables, expert: int, kind: ExpertKind, h: Tensor) -> None:
     """Writes h float32 [Te, f], 0 where a neuron does not run."""
     num_tokens, f = tokens.shape[0], kind.num_rows
-    block_tokens, block_rows = blocks(num_tokens, f)
+    block_tokens, block_rows = blocks(num_tokens, f, MAX_TOKENS_IN_TWO)
     gate = kind.gate
     parts = [kind.up.part] if gate is None else [gate.part, kind.up.part]
     _hidden[triton.cdiv(f, block_rows), triton.cdiv(num_tokens, block_tokens)](
@@ -69,7 +69,7 @@ def _hidden_of_piece(x: Tensor, tokens: Tensor, tables: LayerTables, expert: int
         COLS=tile_cols(*parts),
         BLOCK_TOKENS=block_tokens,
         BLOCK_ROWS=block_rows,
-        num_warps=4,
+        num_warps=num_warps(block_tokens, block_rows),
         enable_fp_fusion=True,
     )
 
@@ -95,7 +95,7 @@ def _down_of_piece(
         COLS=cols,
         BLOCK_TOKENS=block_tokens,
         BLOCK_ROWS=_BLOCK_NEURONS,
-        num_warps=4,
+        num_warps=num_warps(block_tokens, cols),
         enable_fp_fusion=True,
     )
 
@@ -190,13 +190,13 @@ def _down(
     for block in range(tl.cdiv(F, BLOCK_ROWS)):
         r = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         units = tl.load(down_at_ptr + expert * F + r, mask=r < F, other=0).to(tl.int64)
-        w = load_tile(arena_ptr, units, r < F, tile, PART, COLS)
+        w = load_tile(arena_ptr, units, r < F, tile, PART, COLS, TURNED=True)
         h = load_tokens(h_ptr, m, is_token, block, F, BLOCK_ROWS)
         if PART[0] == AFFINE:
             scale, zero = load_scales(arena_ptr, units, (tile * COLS) // PART[2], r < F, PART)
             h *= scale[:, None]
             less += tl.sum(h * zero[:, None], 0)
-        sums += dot_exact(tl.trans(w), h)
+        sums += dot_exact(w, h)
     t = tl.load(tokens_ptr + m, mask=is_token, other=0).to(tl.int64)
     factors = tl.load(weights_ptr + m, mask=is_token, other=0.0)
     cols = tile * COLS + tl.arange(0, COLS)

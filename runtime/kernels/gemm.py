@@ -1,27 +1,30 @@
 """Many tokens times a dense matrix in its stored bytes: the twin of `matrix.linear`."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_pack.runtime.kernels.codes import Part
-from moe_pack.runtime.kernels.chunks import add_product, load_tokens, tile_cols
+from moe_pack.runtime.kernels.codes import F32, Part
+from moe_pack.runtime.kernels.dot_tiles import add_product, load_tokens, tile_cols
 
-MAX_BLOCK_TOKENS = 64
+MAX_TOKENS = 64  # of a program
+MAX_TOKENS_IN_TWO = 32  # where its weights, or its sums, are two: with more, registers spill (sm_80)
 _MANY_PROGRAMS = 256  # with fewer, smaller blocks of rows keep more of a card's processors busy
 
 
 def gemm(x: Tensor, rows: Tensor, part: Part, row_units: int, out: Tensor, *, bias: Tensor | None = None) -> None:
     """Writes `x @ W.T + bias` to `out`, in float32 products and sums; W is decoded in registers only.
 
-    Args:    x: float32 [T, d], contiguous.   rows: u8, contiguous, n rows of `row_units` times 16 bytes.   part: W's
-             in them.   out: float32 [T, n], contiguous.   bias: float32 [n].
+    Args:    x: float32 [T, d], contiguous.   rows: u8 [n, row bytes], or bf16, f16 or float32 [n, d]; contiguous, from
+             a multiple of 16 bytes on.   part: `part_of` or `stored_part`.   row_units: bytes of a row by 16.
+             out: float32 [T, n], contiguous.   bias: float32 [n].
     """
     num_tokens, num_rows = out.shape
-    block_tokens, block_rows = blocks(num_tokens, num_rows)
+    block_tokens, block_rows = blocks(num_tokens, num_rows, MAX_TOKENS_IN_TWO if part.kind == F32.value else MAX_TOKENS)
     _gemm[triton.cdiv(num_rows, block_rows), triton.cdiv(num_tokens, block_tokens)](
         x,
-        rows,
+        rows.view(torch.uint8),
         bias,
         out,
         num_tokens,
@@ -31,16 +34,21 @@ def gemm(x: Tensor, rows: Tensor, part: Part, row_units: int, out: Tensor, *, bi
         COLS=tile_cols(part),
         BLOCK_TOKENS=block_tokens,
         BLOCK_ROWS=block_rows,
-        num_warps=4,
+        num_warps=num_warps(block_tokens, block_rows),
         enable_fp_fusion=True,
     )
 
 
-def blocks(num_tokens: int, num_rows: int) -> tuple[int, int]:
+def blocks(num_tokens: int, num_rows: int, max_tokens: int = MAX_TOKENS) -> tuple[int, int]:
     """How many tokens and rows a program takes, for so many in all."""
-    tokens = min(MAX_BLOCK_TOKENS, max(16, triton.next_power_of_2(num_tokens)))
+    tokens = min(max_tokens, max(16, triton.next_power_of_2(num_tokens)))
     programs = triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, 64)
     return tokens, 64 if programs >= _MANY_PROGRAMS else 32
+
+
+def num_warps(block_tokens: int, block_rows: int) -> int:
+    """Warps of a program with so many sums: as many as keep them in registers."""
+    return 8 if block_tokens * block_rows >= 1024 else 4
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])

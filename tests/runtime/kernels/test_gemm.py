@@ -3,39 +3,57 @@
 import pytest
 import torch
 from random_experts import random_rows, random_tokens
+from torch import Tensor
 
-from moe_pack.formats import BF16, part_format
+from moe_pack.formats import BF16, PartFormat, part_format
 from moe_pack.runtime.kernels.codes import part_of, stored_part
 from moe_pack.runtime.kernels.gemm import gemm
 from moe_pack.runtime.matrix import RowMatrix, StoredMatrix, linear
 
-# The same float32 products, summed in another order than torch's.
+# The same products in float32, summed in another order than torch's, codes and zeros apart; 2e-6 is the most seen.
 TOLERANCE = 1e-5  # of the reference's RMS
+FORMATS = [
+    BF16,
+    *(part_format(width, group) for width in (1, 2, 3, 4, 8) for group in (16, 32, 64)),
+    *(part_format(width, 0) for width in (1, 3)),
+    *(part_format(width, 64, 8) for width in (2, 3, 8)),
+]
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(found: Tensor, expected: Tensor) -> None:
     error, size = (found - expected).abs().max(), expected.square().mean().sqrt()
     assert error <= TOLERANCE * size, f"off by {error / size} of the reference's RMS"
 
 
-@pytest.mark.parametrize(
-    "stored",
-    [BF16, *(part_format(width, group) for width in (1, 2, 3, 4, 8) for group in (16, 32, 64, 0))]
-    + [part_format(width, 64, 8) for width in (1, 3, 4)],
-    ids=str,
-)
-@pytest.mark.parametrize("num_cols", [64, 320])
-def test_rows_of_every_format_multiply_as_their_twin(stored, num_cols) -> None:
-    layout, rows = random_rows(stored, 33, num_cols)
-    held, x, out = torch.from_numpy(rows), random_tokens(5, num_cols), torch.full((5, 33), torch.nan)
-    gemm(x, held, part_of(layout, "weight"), layout.row_bytes // 16, out)
-    assert_close(out, linear(x, RowMatrix(layout, held)))
+def assert_equals_twin(
+    stored: PartFormat, num_tokens: int, num_rows: int, num_cols: int, bias: Tensor | None = None
+) -> None:
+    layout, rows = random_rows(stored, num_rows, num_cols)
+    x, out = random_tokens(num_tokens, num_cols), torch.full((num_tokens, num_rows), torch.nan)
+    held = torch.from_numpy(rows)
+    gemm(x, held, part_of(layout, "weight"), layout.row_bytes // 16, out, bias=bias)
+    assert_close(out, linear(x, RowMatrix(layout, held), bias))
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-def test_stored_values_multiply_as_their_twin(dtype) -> None:
-    torch_dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype]
-    weight = torch.randn(7, 72, generator=torch.Generator().manual_seed(0)).to(torch_dtype)
-    x, out = random_tokens(3, 72), torch.full((3, 7), torch.nan)
-    gemm(x, weight.view(torch.uint8), stored_part(dtype, 72), weight[0].nbytes // 16, out)
+@pytest.mark.parametrize("stored", FORMATS, ids=str)
+def test_rows_of_every_format_multiply_as_their_twin(stored: PartFormat) -> None:
+    assert_equals_twin(stored, 3, 5, 192)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (2, 32), (17, 33), (65, 2)])
+def test_any_number_of_tokens_and_rows_multiplies_as_its_twin(num_tokens: int, num_rows: int) -> None:
+    assert_equals_twin(part_format(4, 128), num_tokens, num_rows, 128)
+
+
+def test_a_bias_is_added_to_every_token() -> None:
+    assert_equals_twin(part_format(4, 64), 3, 5, 64, torch.randn(5, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_cols", [8, 72])
+def test_stored_values_multiply_as_their_twin(dtype: str, num_cols: int) -> None:
+    weight = torch.randn(7, num_cols, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
+    x, out = random_tokens(3, num_cols), torch.full((3, 7), torch.nan)
+    gemm(x, weight, stored_part(dtype, num_cols), weight[0].nbytes // 16, out)
     assert_close(out, linear(x, StoredMatrix(weight)))

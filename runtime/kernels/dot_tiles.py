@@ -42,8 +42,8 @@ def dot_exact(w, x):
 
 
 @triton.jit
-def load_tile(arena_ptr, units, live, tile, PART: tl.constexpr, COLS: tl.constexpr):
-    """Codes or values of rows, float32 [R, COLS]; zeros past the row and for rows that are not live."""
+def load_tile(arena_ptr, units, live, tile, PART: tl.constexpr, COLS: tl.constexpr, TURNED: tl.constexpr = False):
+    """Codes or values of rows, float32 [R, COLS], turned [COLS, R]; zeros past the row and for rows not live."""
     R: tl.constexpr = units.shape[0]
     BITS: tl.constexpr = plane_bits(PART, 0)
     if PART[0] == AFFINE:
@@ -66,12 +66,17 @@ def load_tile(arena_ptr, units, live, tile, PART: tl.constexpr, COLS: tl.constex
             words = _read_words(arena_ptr, units, block * RUN // 4 + w, mask, PART)[:, None, :]
             codes = (words >> (byte_shift + run * BITS)) & (2**BITS - 1)
         values = codes.to(tl.int32).to(tl.float32)  # [R, 4 NUM_RUNS, NW]: column is (run, word, byte)
-        values = tl.permute(tl.reshape(values, [R, NUM_RUNS, 4, NW]), [0, 1, 3, 2])
+        values = tl.reshape(values, [R, NUM_RUNS, 4, NW])
     else:
         w = tile * (COLS * BITS // 32) + tl.arange(0, COLS * BITS // 32)
         mask = live[:, None] & (w < PART[5] * BITS // 32)[None, :]
-        values = tl.permute(unpack(_read_words(arena_ptr, units, w, mask, PART), PART, 0), [0, 2, 1])
-    return tl.reshape(values, [R, COLS])
+        values = unpack(_read_words(arena_ptr, units, w, mask, PART), PART, 0)
+        values = tl.reshape(values, [R, 1, 32 // BITS, COLS * BITS // 32])
+    if TURNED:  # here, where it costs nothing: sm_100 cannot compile a product with a tile that is turned afterwards
+        found = tl.reshape(tl.permute(values, [1, 3, 2, 0]), [COLS, R])
+    else:
+        found = tl.reshape(tl.permute(values, [0, 1, 3, 2]), [R, COLS])
+    return found
 
 
 @triton.jit
