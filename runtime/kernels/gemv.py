@@ -6,15 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.formats import RowLayout
-from moe_pack.runtime.kernels.codes import (
-    Part,
-    add_plane,
-    dot_part,
-    load_part,
-    load_x_planes,
-    store_y,
-    zero_y,
-)
+from moe_pack.runtime.kernels.codes import Part
+from moe_pack.runtime.kernels.products import add_part, dot_part, load_part, load_x_part, store_part, zero_part
 from moe_pack.runtime.kernels.tiles import dot_tile, sum_tile
 from moe_pack.runtime.matrix import RowMatrix, StoredMatrix, linear
 
@@ -112,13 +105,13 @@ def _gemv(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
-    x, x_high = load_x_planes(x_ptr, PART, NW)
+    x, x_sums, x_high = load_x_part(x_ptr, PART, NW)
     for step in range(STEPS):
         row = (tl.program_id(0) * STEPS + step) * R + tl.arange(0, R)
         live = row < n
         units = row.to(tl.int64) * row_units
         words, high = load_part(rows_ptr, units, live, PART, NW)
-        total = dot_part(rows_ptr, units, live, words, high, x, x_high, PART, NW)
+        total = dot_part(rows_ptr, units, live, words, high, x, x_sums, x_high, PART, NW)
         if HAS_BIAS:
             total += tl.load(bias_ptr + row, mask=live, other=0.0)
         total *= scale
@@ -133,12 +126,6 @@ def _gather_row(rows_ptr, id_ptr, out_ptr, row_units, scale, PART: tl.constexpr,
     live = units >= 0
     factor = tl.zeros([1], tl.float32) + scale
     words, high = load_part(rows_ptr, units, live, PART, NW)
-    y = add_plane(zero_y(PART, 0, NW), rows_ptr, units, live, words, factor, PART, 0, NW)
-    if PART[0] == 0 and PART[1] == 3:
-        # The second plane's values go to the columns of the first's, which other threads wrote.
-        store_y(out_ptr, y, PART, 0, NW)
-        tl.debug_barrier()
-        y_high = load_x_planes(out_ptr, PART, NW)[1]
-        store_y(out_ptr, add_plane(y_high, rows_ptr, units, live, high, factor, PART, 1, NW // 2), PART, 1, NW // 2)
-    else:
-        store_y(out_ptr, y, PART, 0, NW)
+    y, less, y_high = zero_part(PART, NW)
+    y, less, y_high = add_part(y, less, y_high, rows_ptr, units, live, words, high, factor, PART, NW)
+    store_part(out_ptr, y, less, y_high, PART, NW)

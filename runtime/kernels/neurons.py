@@ -8,16 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_pack.runtime.kernels.codes import (
-    Part,
-    add_plane,
+from moe_pack.runtime.kernels.codes import Part
+from moe_pack.runtime.kernels.products import (
+    add_part,
     dot_part,
     load_part,
-    load_x_planes,
+    load_x_part,
     runs,
     silu,
-    store_y,
-    zero_y,
+    store_part,
+    zero_part,
 )
 from moe_pack.runtime.kernels.tables import SELECT_BLOCK, Held, LayerTables, Selection
 from moe_pack.runtime.kernels.tiles import sum_tile
@@ -100,12 +100,10 @@ def _neurons(
     if tl.load(kind_ptr + expert) == KIND:
         threshold = tl.load(thresholds_ptr + expert)
         if GATE is not None:
-            gate_x, gate_x_high = load_x_planes(x_ptr, GATE, GATE_NW)
+            gate_x, gate_sums, gate_x_high = load_x_part(x_ptr, GATE, GATE_NW)
         if UP is not None:
-            up_x, up_x_high = load_x_planes(x_ptr, UP, UP_NW)
-        y = zero_y(DOWN, 0, NW)
-        if DOWN[0] == 0 and DOWN[1] == 3:
-            y_high = zero_y(DOWN, 1, NW // 2)
+            up_x, up_sums, up_x_high = load_x_part(x_ptr, UP, UP_NW)
+        y, less, y_high = zero_part(DOWN, NW)
 
         block = tl.arange(0, BLOCKS_POW2)
         counts = tl.load(counts_ptr + place * NUM_BLOCKS + block, mask=block < NUM_BLOCKS, other=0)
@@ -132,21 +130,16 @@ def _neurons(
             if IS_SELECTED:
                 h = tl.load(a_ptr + place * F + neuron, mask=live, other=0.0)
             if GATE is not None:
-                h *= silu(dot_part(arena_ptr, units, live, gate, gate_high, gate_x, gate_x_high, GATE, GATE_NW))
+                h *= silu(
+                    dot_part(arena_ptr, units, live, gate, gate_high, gate_x, gate_sums, gate_x_high, GATE, GATE_NW)
+                )
             if UP is not None:
-                u = dot_part(arena_ptr, units, live, up, up_high, up_x, up_x_high, UP, UP_NW)
+                u = dot_part(arena_ptr, units, live, up, up_high, up_x, up_sums, up_x_high, UP, UP_NW)
                 h *= u if IS_GATED else silu(u)
             if not IS_SELECTED:
                 h = tl.where(runs(h, threshold), h, 0.0)
             h = tl.where(live, h, 0.0)
-            y = add_plane(y, arena_ptr, units, live, down, h, DOWN, 0, NW)
-            if DOWN[0] == 0 and DOWN[1] == 3:
-                y_high = add_plane(y_high, arena_ptr, units, live, down_high, h, DOWN, 1, NW // 2)
+            y, less, y_high = add_part(y, less, y_high, arena_ptr, units, live, down, down_high, h, DOWN, NW)
             start += R
-
         partial_ptr = partials_ptr + (place * tl.num_programs(1) + program) * DOWN[5]
-        store_y(partial_ptr, y, DOWN, 0, NW)
-        if DOWN[0] == 0 and DOWN[1] == 3:
-            tl.debug_barrier()  # the second plane's columns were written by other threads
-            y_high += load_x_planes(partial_ptr, DOWN, NW)[1]
-            store_y(partial_ptr, y_high, DOWN, 1, NW // 2)
+        store_part(partial_ptr, y, less, y_high, DOWN, NW)

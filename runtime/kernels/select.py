@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_pack.runtime.kernels.codes import dot_part, load_part, load_x_planes, runs, silu
+from moe_pack.runtime.kernels.products import dot_part, load_part, load_x_part, runs, silu
 from moe_pack.runtime.kernels.tables import SELECT_BLOCK, ExpertKind, Held, LayerTables, Selection
 from moe_pack.runtime.kernels.tiles import dot_tile
 
@@ -109,9 +109,9 @@ def _select(
     expert = tl.load(experts_ptr + place)
     if tl.load(kind_ptr + expert) == KIND:
         if GATE is not None:
-            gate_x, gate_x_high = load_x_planes(x_ptr, GATE, GATE_NW)
+            gate_x, gate_sums, gate_x_high = load_x_part(x_ptr, GATE, GATE_NW)
         if UP is not None:
-            up_x, up_x_high = load_x_planes(x_ptr, UP, UP_NW)
+            up_x, up_sums, up_x_high = load_x_part(x_ptr, UP, UP_NW)
         for start in range(0, BLOCK, R):
             row = block * BLOCK + start + tl.arange(0, R)
             live = row < F
@@ -119,11 +119,11 @@ def _select(
             a = tl.full([R], 1.0, tl.float32)
             if GATE is not None:
                 words, high = load_part(arena_ptr, units, live, GATE, GATE_NW)
-                g = dot_part(arena_ptr, units, live, words, high, gate_x, gate_x_high, GATE, GATE_NW)
+                g = dot_part(arena_ptr, units, live, words, high, gate_x, gate_sums, gate_x_high, GATE, GATE_NW)
                 a = silu(g)
             if UP is not None:
                 words, high = load_part(arena_ptr, units, live, UP, UP_NW)
-                u = dot_part(arena_ptr, units, live, words, high, up_x, up_x_high, UP, UP_NW)
+                u = dot_part(arena_ptr, units, live, words, high, up_x, up_sums, up_x_high, UP, UP_NW)
                 a = a * u if IS_GATED else silu(u)
             tl.store(a_ptr + place * F + row, a, mask=live)
         tl.debug_barrier()  # the block's activations were written by other threads than read them

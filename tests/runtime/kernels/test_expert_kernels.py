@@ -84,9 +84,9 @@ def with_thresholds(layer: RandomLayer, x: Tensor, sparsity: float) -> RandomLay
 @pytest.mark.parametrize("width", WIDTHS)
 def test_experts_of_any_width_and_selector_give_the_reference(selector: Selector, width: int) -> None:
     part = of_width(width)
-    x = random_tokens(1, 192)[0]
-    layer = random_layer([Shape(70, 192, selector, part, part, part)] * 3, zero_rows=(0, 5, 69))
-    check(with_thresholds(layer, x, 0.6), x, [2, 0])
+    x = random_tokens(1, 128)[0]
+    layer = random_layer([Shape(66, 128, selector, part, part, part)] * 2, zero_rows=(0, 5, 65))
+    check(with_thresholds(layer, x, 0.6), x, [1], num_partials=2)
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -98,16 +98,16 @@ def test_experts_of_any_group_and_kind_of_scale_give_the_reference(
         Shape(9, 384, selector, *(of_width(w, group, scale_bits) for w in trio)) for trio in ((4, 2, 3), (1, 8, 2))
     ]
     x = random_tokens(1, 384)[0]
-    check(with_thresholds(random_layer(shapes), x, 0.3), x, [0, 1])
+    check(with_thresholds(random_layer(shapes), x, 0.3), x, [0, 1], num_partials=2)
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_experts_of_different_formats_in_one_layer_give_the_reference(selector: Selector) -> None:
     trios = [(2, 4, 16), (4, 4, 4), (16, 16, 16), (3, 8, 3), (4, 4, 4)]
-    layer = random_layer([Shape(67, 128, selector, *(of_width(w) for w in trio)) for trio in trios])
+    layer = random_layer([Shape(9, 64, selector, *(of_width(w) for w in trio)) for trio in trios])
     assert len(layer.tables.kinds) == 4
-    x = random_tokens(1, 128)[0]
-    check(with_thresholds(layer, x, 0.5), x, [4, 0, 3, 1, 2])
+    x = random_tokens(1, 64)[0]
+    check(with_thresholds(layer, x, 0.5), x, [4, 0, 3, 1, 2], num_partials=2)
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -125,15 +125,16 @@ def test_experts_without_a_gate_give_the_reference(selector: Selector) -> None:
     check(with_thresholds(layer, x, 0.5), x, [1, 0])
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("num_rows", [1, 63, 64, 65, 200])
-@pytest.mark.parametrize("sparsity", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize(
+    ("selector", "num_rows", "sparsity"),
+    [("up", 1, 0.0), ("none", 1, 1.0), ("gate", 64, 0.9), ("both", 63, 1.0), ("none", 65, 0.9), ("up", 130, 0.0)],
+)
 def test_any_number_of_neurons_and_any_share_of_them_gives_the_reference(
     selector: Selector, num_rows: int, sparsity: float
 ) -> None:
     x = random_tokens(1, 64)[0]
-    layer = random_layer([Shape(num_rows, 64, selector)] * 2)
-    check(with_thresholds(layer, x, sparsity), x, [0, 1], num_partials=5)
+    layer = random_layer([Shape(num_rows, 64, selector)])
+    check(with_thresholds(layer, x, sparsity), x, [0], num_partials=5)
 
 
 @pytest.mark.parametrize("selector", ["up", "gate", "both"])

@@ -1,0 +1,205 @@
+"""Rows of a part times x, and sums of rows times factors, without ever making a code an integer.
+
+A code masked where it stands in its word, read as float32, is a subnormal: `code * 2^(place - 149)`, exactly. GPUs
+multiply subnormals as fast as other numbers, so a code costs one logical operation and one multiply-add: the other
+factor carries 2^86 / 2^place, its sums 2^-63, which is taken off at the end. Factors may be up to 2^41 in size; below
+2^-60 they lose bits. Codes are masked in the lower half of a word, or in the upper half moved down.
+
+Codes of a group have one scale: in words side by side (`CHUNK`), those at the same place have (`QS` places a word).
+"""
+
+import triton
+import triton.language as tl
+
+from moe_pack.runtime.kernels.codes import (
+    AFFINE,
+    FACTORS,
+    Part,
+    columns,
+    is_word,
+    load_bias,
+    load_scales,
+    load_words,
+    load_x,
+    plane_bits,
+    store_y,
+    unpack,
+)
+
+_LIFT = tl.constexpr(2.0**86)  # of the other factor
+_DROP = tl.constexpr(2.0**63)  # of sums: 2^149 / 2^86
+
+
+@triton.constexpr_function
+def has_two_planes(part: Part) -> bool:
+    """Whether a part's codes are of 3 bits."""
+    return part[0] == 0 and part[1] == 3
+
+
+@triton.constexpr_function
+def _chunk(bits: int) -> int:
+    """Words side by side that have one scale: 64 codes of 1 bit are two words."""
+    return 2 if bits == 1 else 4
+
+
+@triton.constexpr_function
+def _places(part: Part, bits: int) -> int:
+    """How many scales the codes of a word have."""
+    return 8 // bits if part[2] % 64 else 1
+
+
+@triton.jit
+def _masked(words, BITS: tl.constexpr):
+    """Codes where they stand, as subnormals: float32 [R, SQ, NW] for words [R, NW]."""
+    sq = tl.arange(0, 32 // BITS)[None, :, None]
+    halves = words[:, None, :] >> ((sq % 4) // 2 * 16).to(tl.uint32)
+    MASK: tl.constexpr = 2**BITS - 1
+    masks = tl.full([1, 32 // BITS, 1], MASK, tl.uint32) << (sq % 2 * 8 + sq // 4 * BITS).to(tl.uint32)
+    return (halves & masks).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _unplaced(BITS: tl.constexpr):
+    """2^-place of each code in its half: float32 [SQ]."""
+    sq = tl.arange(0, 32 // BITS)
+    return ((127 - (sq % 2 * 8 + sq // 4 * BITS)) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_chunk_scales(arena_ptr, units, live, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
+    """Scales and zeros, float32 [R, QS, NC]."""
+    BITS: tl.constexpr = plane_bits(PART, PLANE)
+    QS: tl.constexpr = _places(PART, BITS)
+    first = tl.arange(0, NW // _chunk(BITS))[None, :] * _chunk(BITS)
+    column = (first // (2 * BITS)) * 64 + first % (2 * BITS) * 4 + tl.arange(0, QS)[:, None] * (8 * BITS)
+    mask = live[:, None, None] & (first < PART[5] * BITS // 32)[None, :, :]
+    return load_scales(arena_ptr, units[:, None, None], (column // PART[2])[None, :, :], mask, PART)
+
+
+@triton.jit
+def _spread(each, BITS: tl.constexpr, NW: tl.constexpr):
+    """Values of chunks [R, QS, NC] for all their codes: [R, SQ, NW]."""
+    R: tl.constexpr = each.shape[0]
+    QS: tl.constexpr = each.shape[1]
+    CHUNK: tl.constexpr = _chunk(BITS)
+    SQ: tl.constexpr = 32 // BITS
+    wide = tl.broadcast_to(each[:, :, None, :, None], [R, QS, SQ // QS, NW // CHUNK, CHUNK])
+    return tl.reshape(wide, [R, SQ, NW])
+
+
+@triton.jit
+def _chunk_sums(values, QS: tl.constexpr, CHUNK: tl.constexpr):
+    """Sums of the codes of each chunk and place: [R, QS, NC] of [R, SQ, NW]."""
+    R: tl.constexpr = values.shape[0]
+    SQ: tl.constexpr = values.shape[1]
+    NW: tl.constexpr = values.shape[2]
+    if QS == 1:
+        sums = tl.sum(tl.reshape(tl.sum(values, 1), [R, 1, NW // CHUNK, CHUNK]), 3)
+    else:
+        sums = tl.sum(tl.sum(tl.reshape(values, [R, QS, SQ // QS, NW // CHUNK, CHUNK]), 4), 2)
+    return sums
+
+
+@triton.jit
+def load_part(arena_ptr, units, live, PART: tl.constexpr, NW: tl.constexpr):
+    """The words of some rows by plane: two tensors; where codes lie in one plane, the second is the first again."""
+    words = load_words(arena_ptr, units, live, PART, 0, NW)
+    high = words
+    if has_two_planes(PART):
+        high = load_words(arena_ptr, units, live, PART, 1, NW // 2)
+    return words, high
+
+
+@triton.jit
+def load_x_part(x_ptr, PART: tl.constexpr, NW: tl.constexpr):
+    """A hidden state as `dot_part` takes it: for the first plane, its sums by chunk, for the second plane."""
+    x = load_x(x_ptr, PART, 0, NW)
+    x_sums, x_high = x, x
+    if PART[0] == AFFINE:
+        BITS: tl.constexpr = plane_bits(PART, 0)
+        x_sums = _chunk_sums(x[None, :, :], _places(PART, BITS), _chunk(BITS))
+        x = x * (_unplaced(BITS) * _LIFT)[:, None]
+        if has_two_planes(PART):
+            x_high = load_x(x_ptr, PART, 1, NW // 2) * (_unplaced(1) * _LIFT)[:, None]
+    return x, x_sums, x_high
+
+
+@triton.jit
+def dot_part(arena_ptr, units, live, words, high, x, x_sums, x_high, PART: tl.constexpr, NW: tl.constexpr):
+    """Rows times x, with their bias: float32 [R], zeros for rows that are not live.
+
+    Args:    words, high: from `load_part`.   x, x_sums, x_high: from `load_x_part`.
+    """
+    if PART[0] == AFFINE:
+        BITS: tl.constexpr = plane_bits(PART, 0)
+        scale, zero = _load_chunk_scales(arena_ptr, units, live, PART, 0, NW)
+        sums = _chunk_sums(_masked(words, BITS) * x[None, :, :], _places(PART, BITS), _chunk(BITS))
+        total = tl.sum(tl.sum(scale * (sums * (FACTORS[0] * _DROP) - zero * x_sums), 2), 1)
+        if has_two_planes(PART):
+            scale, _ = _load_chunk_scales(arena_ptr, units, live, PART, 1, NW // 2)
+            sums = _chunk_sums(_masked(high, 1) * x_high[None, :, :], _places(PART, 1), 2)
+            total += tl.sum(tl.sum(scale * (sums * (FACTORS[1] * _DROP)), 2), 1)
+    else:
+        total = tl.sum(tl.sum(unpack(words, PART, 0) * x[None, :, :], 1), 1)
+    if PART[6] >= 0:
+        total += load_bias(arena_ptr, units, live, PART)
+    return total
+
+
+@triton.jit
+def zero_part(PART: tl.constexpr, NW: tl.constexpr):
+    """Sums for `add_part` to add to: of the first plane's codes, of what zeros take off, of the second plane's."""
+    BITS: tl.constexpr = plane_bits(PART, 0)
+    y = tl.zeros([32 // BITS, NW], tl.float32)
+    less = tl.zeros([1, 1, 1], tl.float32)
+    y_high = less
+    if PART[0] == AFFINE:
+        less = tl.zeros([1, _places(PART, BITS), NW // _chunk(BITS)], tl.float32)
+        if has_two_planes(PART):
+            y_high = tl.zeros([32, NW // 2], tl.float32)
+    return y, less, y_high
+
+
+@triton.jit
+def add_part(y, less, y_high, arena_ptr, units, live, words, high, h, PART: tl.constexpr, NW: tl.constexpr):
+    """The sums plus `h` [R] times rows."""
+    if PART[0] == AFFINE:
+        BITS: tl.constexpr = plane_bits(PART, 0)
+        scale, zero = _load_chunk_scales(arena_ptr, units, live, PART, 0, NW)
+        factors = scale * h[:, None, None]
+        y += tl.sum(_masked(words, BITS) * _spread(factors * _LIFT, BITS, NW), 0)
+        less += tl.sum(factors * zero, 0)[None, :, :]
+        if has_two_planes(PART):
+            scale, _ = _load_chunk_scales(arena_ptr, units, live, PART, 1, NW // 2)
+            factors = scale * h[:, None, None]
+            y_high += tl.sum(_masked(high, 1) * _spread(factors * _LIFT, 1, NW // 2), 0)
+    else:
+        y += tl.sum(unpack(words, PART, 0) * h[:, None, None], 0)
+    return y, less, y_high
+
+
+@triton.jit
+def store_part(y_ptr, y, less, y_high, PART: tl.constexpr, NW: tl.constexpr):
+    """Writes sums to y_ptr [d], each to its column; of two planes the second adds to what the first wrote."""
+    if PART[0] == AFFINE:
+        BITS: tl.constexpr = plane_bits(PART, 0)
+        y = y * (_unplaced(BITS) * (FACTORS[0] * _DROP))[:, None]
+        y -= tl.reshape(_spread(less, BITS, NW), [32 // BITS, NW])
+    store_y(y_ptr, y, PART, 0, NW)
+    if has_two_planes(PART):
+        tl.debug_barrier()  # other threads wrote those columns
+        y_high = y_high * (_unplaced(1) * (FACTORS[1] * _DROP))[:, None]
+        y_high += tl.load(y_ptr + columns(PART, 1, NW // 2), mask=is_word(PART, 1, NW // 2)[None, :], other=0.0)
+        store_y(y_ptr, y_high, PART, 1, NW // 2)
+
+
+@triton.jit
+def silu(g):
+    """g * sigmoid(g)."""
+    return g / (1.0 + tl.exp(-g))
+
+
+@triton.jit
+def runs(a, threshold):
+    """Which neurons run: one whose `a` is NaN does, and is seen."""
+    return tl.where(tl.abs(a) < threshold, 0.0, a) != 0.0
