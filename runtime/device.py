@@ -73,7 +73,7 @@ class CudaDevice:
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
-        self._copy = torch.cuda.Stream(self.device)
+        self._copy = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # torch's, without types
         self._events: dict[Queue, list[torch.cuda.Event]] = {"compute": [], "copy": []}
         self._numbers: dict[Queue, int] = {"compute": 0, "copy": 0}
 
@@ -100,7 +100,7 @@ class CudaDevice:
         """Marks a point; see `Device`."""
         events, number = self._events[queue], self._numbers[queue]
         if len(events) < _NUM_EVENTS:
-            events.append(torch.cuda.Event())
+            events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]  # likewise
         events[number % _NUM_EVENTS].record(self._stream(queue))
         self._numbers[queue] = number + 1
         return Mark(queue, number)
@@ -111,7 +111,7 @@ class CudaDevice:
 
     def is_done(self, mark: Mark) -> bool:
         """Whether a mark is reached; see `Device`."""
-        return self._event(mark).query()
+        return bool(self._event(mark).query())  # type: ignore[no-untyped-call]  # likewise
 
     def synchronize(self, mark: Mark, reason: Reason) -> None:
         """Waits for a mark; see `Device`."""

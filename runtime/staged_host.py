@@ -129,8 +129,8 @@ class DriveExperts:
             self._device.synchronize(mark, "host memory is reused")
         num_bytes = -(-self._pack.layout.experts[key.layer_idx][key.expert].num_bytes // READ_UNIT) * READ_UNIT
         offset = self._pack.layout.offsets[key.layer_idx][key.expert]
-        pieces = (np.array([value], np.int64) for value in (offset, slot * self._slot_bytes, num_bytes))
-        ticket = self._reads.submit(self._files[key.layer_idx], *pieces, urgent)
+        offsets, places, sizes = np.array([[offset], [slot * self._slot_bytes], [num_bytes]], np.int64)
+        ticket = self._reads.submit(self._files[key.layer_idx], offsets, places, sizes, urgent)
         self._asked[key] = _Asked(slot, ticket)
 
     def has_room(self) -> bool:
