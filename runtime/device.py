@@ -15,7 +15,7 @@ from moe_pack.formats import RunError
 Queue = Literal["compute", "copy"]
 Reason = Literal["routes", "neurons", "foretold neurons", "host memory is reused", "reading"]
 
-_NUM_EVENTS = 256  # a queue's marks that are told apart; older ones count as what was marked 256 later
+_NUM_EVENTS = 4096  # a queue's marks that are told apart; older ones count as what was marked so much later
 
 
 class Mark(NamedTuple):

@@ -80,12 +80,15 @@ class DeviceStore:
         self._rows_below = rows_below if host.holds_all else 0.0
         self._share_running = np.zeros(len(pack.layout.experts))
         self._held: dict[Key, DeviceExpert] = {}
+        self._asked: dict[Key, DeviceExpert] = {}  # of these, whose bytes have not been sent yet
         self._arena = device.on_device(num_pages * page_bytes)
         self._free = list(range(num_pages - 1, -1, -1))
         self._freed_at: list[Mark | None] = [None] * num_pages
         self.tables, self._mirrors = _make_tables(pack, device, self._arena)
+        self._kind_numbers = [tables.kind.tolist() for tables in self.tables]
         self._tables_at: dict[Key, Mark] = {}
         self._dropped_at: dict[Key, Mark] = {}
+        device.wait("copy", device.record("compute"))  # tables are made before they are written to
 
     def fetch(self, key: Key, urgent: bool) -> None:
         """Gives an expert its pages and begins to copy it: whole, or its selector where few of its neurons will run."""
@@ -94,21 +97,23 @@ class DeviceStore:
         self._wait_for_tables(key)
         record_at = self._mirrors[key.layer_idx][1][key.expert].numpy()
         record_at.fill(-1)
-        self._held[key] = DeviceExpert(layout, plan, self._take(key, len(plan.begins)), record_at)
+        held = self._held[key] = DeviceExpert(layout, plan, self._take(key, len(plan.begins)), record_at)
         while not self.host.has_room():
-            self._send(next(other for other, held in self._held.items() if held.is_asked and other != key))
+            self._send(next(iter(self._asked)))
         self.host.begin(key, urgent)
+        self._asked[key] = held
         self.send_what_came()
 
     def send_what_came(self) -> None:
         """Begins to copy what the host has got meanwhile."""
-        for key in [key for key, held in self._held.items() if held.is_asked and self.host.is_there(key)]:
+        for key in [key for key in self._asked if self.host.is_there(key)]:
             self._send(key)
 
     def drop(self, key: Key) -> None:
         """Takes an expert's pages back; what has been asked to compute with it still does."""
         held = self._held.pop(key)
         if held.is_asked:
+            del self._asked[key]
             self.host.give_back(key, None)
         mark = self._dropped_at[key] = self.device.record("compute")
         for page in (held.pages // self.page_bytes).tolist():
@@ -142,6 +147,11 @@ class DeviceStore:
             if self.device.is_done(held.mark):
                 held.mark = None
         return held
+
+    def kind(self, key: Key) -> ExpertKind:
+        """How an expert is stored and run, which the host knows without asking the device."""
+        kind: ExpertKind = self.tables[key.layer_idx].kinds[self._kind_numbers[key.layer_idx][key.expert]]
+        return kind
 
     def running(self, key: Key, share: float) -> None:
         """Takes note of the share of an expert's neurons that ran."""
@@ -183,6 +193,7 @@ class DeviceStore:
                 self.device.copy(self._arena[place : place + end - begin], extent[begin:end], "copy")
         self.asked_bytes += stop
         held.is_asked = False
+        del self._asked[key]
         selector_at = self._mirrors[key.layer_idx][0]
         if selector_at is not None:
             selector_at[key.expert].numpy()[:] = self._places(held, held.plan.selector) // UNIT_BYTES
