@@ -261,3 +261,53 @@ def _scales_of_chunks(
 def store_y(y_ptr, y, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
     """Writes y [SQ, NW] to y_ptr [d], each value to its column."""
     tl.store(y_ptr + columns(PART, PLANE, NW), y, mask=is_word(PART, PLANE, NW)[None, :])
+
+
+@triton.jit
+def load_part(arena_ptr, units, live, PART: tl.constexpr, NW: tl.constexpr):
+    """The words of some rows by plane: two tensors; where codes lie in one plane, the second is the first again."""
+    words = load_words(arena_ptr, units, live, PART, 0, NW)
+    high = words
+    if PART[0] == AFFINE and PART[1] == 3:
+        high = load_words(arena_ptr, units, live, PART, 1, NW // 2)
+    return words, high
+
+
+@triton.jit
+def load_x_planes(x_ptr, PART: tl.constexpr, NW: tl.constexpr):
+    """A hidden state in the order of each plane's codes."""
+    x = load_x(x_ptr, PART, 0, NW)
+    high = x
+    if PART[0] == AFFINE and PART[1] == 3:
+        high = load_x(x_ptr, PART, 1, NW // 2)
+    return x, high
+
+
+@triton.jit
+def dot_part(arena_ptr, units, live, words, high, x, x_high, PART: tl.constexpr, NW: tl.constexpr):
+    """Rows times x, with their bias: float32 [R], zeros for rows that are not live."""
+    total = dot_plane(arena_ptr, units, live, words, x, PART, 0, NW)
+    if PART[0] == AFFINE and PART[1] == 3:
+        total += dot_plane(arena_ptr, units, live, high, x_high, PART, 1, NW // 2)
+    if PART[6] >= 0:
+        total += load_bias(arena_ptr, units, live, PART)
+    return total
+
+
+@triton.jit
+def zero_y(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
+    """Zeros for `add_plane` to add to: float32 [SQ, NW]."""
+    SQ: tl.constexpr = 32 // plane_bits(PART, PLANE)
+    return tl.zeros([SQ, NW], tl.float32)
+
+
+@triton.jit
+def silu(g):
+    """g * sigmoid(g)."""
+    return g / (1.0 + tl.exp(-g))
+
+
+@triton.jit
+def runs(a, threshold):
+    """Which neurons run: one whose `a` is NaN does, and is seen."""
+    return tl.where(tl.abs(a) < threshold, 0.0, a) != 0.0
