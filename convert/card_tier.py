@@ -5,7 +5,6 @@ Rows are pulled over the link as `card_budget` holds them; `moe-run` does not st
 
 import numpy as np
 
-from moe_pack.convert.card_budget import CardPlan, least_card
 from moe_pack.convert.choices import Floats
 from moe_pack.convert.cost_model import best_card_plan, link_seconds
 from moe_pack.convert.heats import Heats
@@ -13,6 +12,7 @@ from moe_pack.convert.machine_tier import MachineTier, Traffic, foretold
 from moe_pack.convert.machines import Machine
 from moe_pack.convert.tier import Foretold, Share
 from moe_pack.formats import ExpertLayout, PackLayout, Selector
+from moe_pack.runtime import CardPlan, least_card
 
 _ROUGH_PAGE_SHARES = (0.25,)  # of what experts have: with it alone plans are told apart
 

@@ -14,18 +14,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.convert.card_budget import CARD_PAGE_BYTES, CardPlan, divide_card
 from moe_pack.convert.machines import Machine, rate_of
 from moe_pack.convert.visits import MAX_AGE, Visits, drawn_passes, expected_misses, visits
 from moe_pack.formats import ExpertLayout, PackLayout, RowLayout, cached_values
 from moe_pack.runtime import (
+    CARD_PAGE_BYTES,
     READ_UNIT,
     BudgetPlan,
     CacheFacts,
+    CardPlan,
     DriveFacts,
     Passes,
     PolicyName,
     auto_preset,
+    divide_card,
     expert_pages,
 )
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from moe_pack.calib import Losses
-from moe_pack.convert.card_budget import expert_compression
 from moe_pack.convert.planned import Planned
 from moe_pack.formats import MATRICES, ExpertFormat, ModelSpec, format_text, num_parameters, size_text
+from moe_pack.runtime import expert_compression
 
 _MOST_FORMATS = 6  # lines of experts' formats
 _LAYER_GROUPS = 4

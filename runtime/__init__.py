@@ -11,6 +11,7 @@ from moe_pack.runtime.budget import (
     whole_bytes,
     workspace_bytes,
 )
+from moe_pack.runtime.card_budget import CARD_PAGE_BYTES, CardPlan, divide_card, expert_compression, least_card
 from moe_pack.runtime.checkpoint_weights import CheckpointWeights, read_rows
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.doctor import measure_machine
@@ -73,6 +74,7 @@ from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
 
 __all__ = [
     "ACTIVATIONS",
+    "CARD_PAGE_BYTES",
     "MAX_PREVIOUS",
     "MAX_ROUTED_TOKENS",
     "NO_PREDICTOR",
@@ -89,6 +91,7 @@ __all__ = [
     "Asked",
     "BudgetPlan",
     "CacheFacts",
+    "CardPlan",
     "CheckpointWeights",
     "Compute",
     "CpuFacts",
@@ -145,7 +148,9 @@ __all__ = [
     "best_of",
     "context_for",
     "divide_budget",
+    "divide_card",
     "embed",
+    "expert_compression",
     "expert_numbers",
     "expert_pages",
     "generate",
@@ -153,6 +158,7 @@ __all__ = [
     "is_available",
     "kernels_for",
     "least_budget",
+    "least_card",
     "linear",
     "load",
     "load_facts",

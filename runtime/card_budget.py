@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import ExpertLayout, PackLayout, RunError, cached_values, size_text
-from moe_pack.runtime import Asked, workspace_bytes
+from moe_pack.runtime.budget import Asked, workspace_bytes
 
 Array = NDArray[Any]
 
-OVERHEAD_BYTES = 500_000_000  # of the driver's context and the libraries' kernels; assumed, not measured yet
+OVERHEAD_BYTES = 500_000_000  # of the driver's context and the libraries' kernels; assumed where none is measured
 STAGING_BYTES = 32 << 20  # two copies of 16 MiB on their way
 CARD_PAGE_BYTES = 256 << 10
+BF16_BYTES = 2
 AS_TARGET = Asked("--target-vram", "--context")
 _MOST_CHUNK, _LEAST_CHUNK = 512, 16  # tokens of a forward pass
 
@@ -52,6 +53,12 @@ class CardPlan:
         return fixed + self.selectors + self.hot_rows + self.pages
 
     @property
+    def experts(self) -> int:
+        """What is left for experts."""
+        fixed = self.dense + self.cache + self.workspace + self.predictors + self.staging + self.overhead
+        return self.target - fixed
+
+    @property
     def num_pages(self) -> int:
         """Pages for what comes and goes."""
         return self.pages // self.page_bytes
@@ -78,6 +85,22 @@ def expert_compression(expert: ExpertLayout, sparsity: float) -> Compression:
     return Compression(source / codes, source / sum(share * rows.row_bytes for rows, share in halves))
 
 
+@dataclass(frozen=True, slots=True)
+class CardCosts:
+    """What a card spends whatever lies in the pack, and what the options are called that change it.
+
+    `value_bytes`: of a number in the key-value cache.   `overhead_bytes`: what the driver charges a process that has
+    allocated nothing yet; measured where there is a card.
+    """
+
+    value_bytes: int = BF16_BYTES
+    overhead_bytes: int = OVERHEAD_BYTES
+    asked_as: Asked = AS_TARGET
+
+
+PLANNED_COSTS = CardCosts()
+
+
 def divide_card(
     layout: PackLayout,
     target_bytes: int,
@@ -86,41 +109,39 @@ def divide_card(
     popularity: Array,
     heat: Array,
     page_share: float,
+    costs: CardCosts = PLANNED_COSTS,
 ) -> CardPlan:
     """How a card's memory is divided.
 
-    Meaning: dense weights, cache in bfloat16, workspace, predictors, staging and overhead first; where all experts fit
-             beside them, they are all there. Else `page_share` of the room, and the largest expert at least, goes to
-             pages, and the rest to what is read most per byte: a selector with its expert's popularity, a row with that
-             times its heat.
+    Meaning: dense weights, cache, workspace, predictors, staging and overhead first; where all experts fit beside them,
+             they are all there. Else `page_share` of the room, and the largest expert at least, goes to pages, and the
+             rest to what is read most per byte: a selector with its expert's popularity, a row with that times its
+             heat.
     Args:    popularity: [L, E], any unit.   heat: [L, E, H], the share of its tokens for which a row runs, of H equal
              slices of an expert's rows, hottest first.
     Raises:  RunError if the largest expert would have no room; it says what is needed, and for what.
     """
-    dense, cache = layout.dense_file.num_bytes, 2 * cached_values(layout.spec) * context_tokens
-    experts = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts], np.int64)
-    largest = -(-int(experts.max()) // CARD_PAGE_BYTES) * CARD_PAGE_BYTES
+    dense, cache = layout.dense_file.num_bytes, costs.value_bytes * cached_values(layout.spec) * context_tokens
+    total, largest = _experts_and_largest(layout)
+    fixed = dense + cache + predictor_bytes + STAGING_BYTES + costs.overhead_bytes
     chunk = min(_MOST_CHUNK, max(context_tokens, _LEAST_CHUNK))
     while True:
         workspace = workspace_bytes(layout.spec, chunk)
-        room = target_bytes - dense - cache - workspace - predictor_bytes - STAGING_BYTES - OVERHEAD_BYTES
+        room = target_bytes - fixed - workspace
         if chunk <= _LEAST_CHUNK or room >= max(largest, target_bytes // 8):
             break
         chunk = max(chunk // 2, _LEAST_CHUNK)
-    if room < min(largest, int(experts.sum())):
-        least = least_card(layout, context_tokens, predictor_bytes)
+    if room < min(largest, total):
+        least = least_card(layout, context_tokens, predictor_bytes, costs)
         raise RunError(
-            f"{AS_TARGET.budget}: {size_text(target_bytes)}, needed are at least {size_text(least)}: "
+            f"{costs.asked_as.budget}: {size_text(target_bytes)}, needed are at least {size_text(least)}: "
             f"{size_text(dense)} of dense weights, {size_text(cache)} of key-value cache for {context_tokens} tokens, "
             f"{size_text(workspace + STAGING_BYTES)} to work in, {size_text(predictor_bytes)} of what foretells "
-            f"experts, {size_text(OVERHEAD_BYTES)} of the driver's, and {size_text(largest)} for experts; give more, "
-            f"fewer bits for dense weights, or a shorter context with {AS_TARGET.context}"
+            f"experts, {size_text(costs.overhead_bytes)} of the driver's, and {size_text(largest)} for experts; give "
+            f"more, fewer bits for dense weights, or a shorter context with {costs.asked_as.context}"
         )
-    if int(experts.sum()) <= room:
-        pages = 0
-    else:
-        pages = max(largest, int(page_share * room) // CARD_PAGE_BYTES * CARD_PAGE_BYTES)
-    selector_share, row_shares, selectors, rows = _hold(layout, popularity, heat, room - pages)
+    pages = 0 if total <= room else max(largest, int(page_share * room) // CARD_PAGE_BYTES * CARD_PAGE_BYTES)
+    selector_share, row_shares, selectors, rows = hold(layout, popularity, heat, room - pages)
     return CardPlan(
         target_bytes,
         dense,
@@ -128,7 +149,7 @@ def divide_card(
         workspace,
         predictor_bytes,
         STAGING_BYTES,
-        OVERHEAD_BYTES,
+        costs.overhead_bytes,
         selectors,
         rows,
         pages,
@@ -139,16 +160,25 @@ def divide_card(
     )
 
 
-def least_card(layout: PackLayout, context_tokens: int, predictor_bytes: int) -> int:
+def least_card(layout: PackLayout, context_tokens: int, predictor_bytes: int, costs: CardCosts = PLANNED_COSTS) -> int:
     """The smallest target that `divide_card` divides: shortest forward passes, and room for the largest expert."""
-    sizes = [expert.num_bytes for layer in layout.experts for expert in layer]
-    experts = min(-(-max(sizes) // CARD_PAGE_BYTES) * CARD_PAGE_BYTES, sum(sizes))
-    fixed = layout.dense_file.num_bytes + 2 * cached_values(layout.spec) * context_tokens + predictor_bytes
-    return fixed + workspace_bytes(layout.spec, _LEAST_CHUNK) + STAGING_BYTES + OVERHEAD_BYTES + experts
+    total, largest = _experts_and_largest(layout)
+    cache = costs.value_bytes * cached_values(layout.spec) * context_tokens
+    fixed = layout.dense_file.num_bytes + cache + predictor_bytes + STAGING_BYTES + costs.overhead_bytes
+    return fixed + workspace_bytes(layout.spec, _LEAST_CHUNK) + min(largest, total)
 
 
-def _hold(layout: PackLayout, popularity: Array, heat: Array, room: int) -> tuple[Array, Array, int, int]:
-    """The shares of selectors [L, E] and of slices [L, E, H] to hold in so many bytes, and what both come to."""
+def _experts_and_largest(layout: PackLayout) -> tuple[int, int]:
+    """The bytes of all experts, and of the largest one's pages."""
+    sizes = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts], np.int64)
+    return int(sizes.sum()), -(-int(sizes.max()) // CARD_PAGE_BYTES) * CARD_PAGE_BYTES
+
+
+def hold(layout: PackLayout, popularity: Array, heat: Array, room: int) -> tuple[Array, Array, int, int]:
+    """The shares of selectors [L, E] and of slices [L, E, H] to hold in so many bytes, and what both come to.
+
+    Args:    popularity, heat: as `divide_card` takes them.
+    """
     L, E, H = heat.shape
     row_bytes = np.array([[[e.selector.row_bytes if e.selector else 0, e.records.row_bytes] for e in layer]
                           for layer in layout.experts], np.int64)  # fmt: skip

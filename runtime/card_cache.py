@@ -1,0 +1,155 @@
+"""A card's memory for experts: what is always there, and pages for the rest, each layer with its own.
+
+Owns the arena on the device; host memory (`HostArena`) is the caller's. Needs triton: imported by engines on a card
+alone. What is always there `card_placement` decides, who has pages `kernels.admit`, `kernels.pull` brings rows.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.formats import Pack, RunError, size_text
+from moe_pack.runtime.card_placement import LINE_BYTES, CardPlacement
+from moe_pack.runtime.host_arena import HostArena
+from moe_pack.runtime.kernels.admit import CacheState, admit
+from moe_pack.runtime.kernels.pull import NUM_PROGRAMS, HostRows, pull_records, pull_selectors
+from moe_pack.runtime.kernels.tables import LayerTables, Selection, kind_of
+
+NUM_COUNTERS = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CardLayer:
+    """A layer's experts on the device: `tables` for the kernels that compute, `state` and `host` for what comes.
+
+    `has_dynamic_selectors`, `has_dynamic_records`: whether any have to be pulled, ever.
+    """
+
+    tables: LayerTables
+    state: CacheState
+    host: HostRows
+    has_dynamic_selectors: bool
+    has_dynamic_records: bool
+
+    def admit(self, experts: Tensor) -> None:
+        """Gives these experts their pages, where they take any, and counts hits; see `kernels.admit`. Launches only.
+
+        Args:    experts: int32 [n], each once, on the device; n at most k.
+        """
+        admit(experts, self.state, self.tables)
+
+    def pull_selectors(self, experts: Tensor, num_programs: int = NUM_PROGRAMS) -> None:
+        """Brings their selector rows that are not there, after `admit`. Launches only, nothing where all are there."""
+        if self.has_dynamic_selectors:
+            pull_selectors(experts, self.tables, self.state, self.host, num_programs)
+
+    def pull_records(self, experts: Tensor, selection: Selection | None, num_programs: int = NUM_PROGRAMS) -> None:
+        """Brings their selected records (all, for None) that are not there, after `admit`. Launches only."""
+        if self.has_dynamic_records:
+            pull_records(experts, selection, self.tables, self.state, self.host, num_programs)
+
+
+class CardCache:
+    """All layers' experts on a device, in one allocation. Owns it: `close` it.
+
+    `layers`: one for each MoE layer.   `counters`: int64 [L, 4] on the device: NEEDED, HITS, ROWS, BYTES of
+    `kernels.admit`, summed since the start.   `num_bytes`: what is allocated: the placement's `num_bytes`.
+    """
+
+    def __init__(self, pack: Pack, placement: CardPlacement, host: HostArena, device: torch.device) -> None:
+        """Allocates, copies what is always there, and fills the tables.
+
+        Args:    placement: of `place_experts`.   host: all experts' extents; locked, for a card that lacks some.
+        Raises:  RunError if the device has not so much memory, or host memory is not locked that it would read.
+        """
+        if device.type == "cuda" and placement.num_pages.any() and not host.is_locked:
+            raise RunError(
+                f"--engine graph: {size_text(host.locked_bytes)} of {size_text(host.num_bytes)} of host memory could "
+                "be page-locked, and the card reads all of it; take --engine staged"
+            )
+        memory = _Memory(placement.num_bytes, device)
+        num_layers = len(placement.num_pages)
+        self.num_bytes = placement.num_bytes
+        self.counters = memory.put(torch.zeros((num_layers, NUM_COUNTERS), dtype=torch.int64))
+        self.layers: tuple[CardLayer, ...] = tuple(
+            _layer(pack, l, placement, host, memory, self.counters[l]) for l in range(num_layers)
+        )
+
+    def close(self) -> None:
+        """Lets go of the device's memory, which goes with the last tensor that refers to it."""
+        self.layers = ()
+        self.counters = torch.empty(0, dtype=torch.int64)
+
+
+class _Memory:
+    """One allocation, given out from its beginning on, in pieces that begin on a line."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        try:
+            self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as fault:
+            raise RunError(f"--budget: {size_text(num_bytes)} of the card cannot be had") from fault
+        self._end = -self._bytes.data_ptr() % LINE_BYTES  # a host's memory begins anywhere
+
+    def take(self, num_bytes: int) -> Tensor:
+        """A piece, u8, zeros."""
+        begin, self._end = self._end, -(-(self._end + num_bytes) // LINE_BYTES) * LINE_BYTES
+        assert begin + num_bytes <= len(self._bytes), "the placement counts all that is taken"
+        return self._bytes[begin : begin + num_bytes]
+
+    def put(self, values: Tensor) -> Tensor:
+        """A copy of a tensor."""
+        return self.take(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
+
+
+def _layer(
+    pack: Pack, l: int, placement: CardPlacement, host: HostArena, memory: _Memory, counters: Tensor
+) -> CardLayer:
+    layouts, num_pages = pack.layout.experts[l], int(placement.num_pages[l])
+    is_dynamic, first = placement.selector_is_dynamic[l], placement.first_dynamic[l]
+    resident = int(placement.resident_bytes[l])
+    arena = memory.take(resident + num_pages * placement.page_bytes)
+    selector_at, record_at = _keep(pack, l, placement, host, arena)
+    kinds = list(dict.fromkeys(layouts))
+    tables = LayerTables(
+        arena,
+        memory.put(torch.from_numpy(selector_at)) if layouts[0].selector is not None else None,
+        memory.put(torch.from_numpy(record_at)),
+        memory.put(torch.tensor([kinds.index(layout) for layout in layouts], dtype=torch.int32)),
+        memory.put(torch.from_numpy(pack.thresholds[l].copy())),
+        tuple(kind_of(layout, pack.manifest.selector) for layout in kinds),
+    )
+    pages_of, dynamic, first_dynamic = (
+        torch.from_numpy(values.astype(np.int32)) for values in (placement.num_pages_of[l], is_dynamic, first)
+    )
+    begin, page_units = resident // 16, placement.page_bytes // 16
+    state = CacheState.empty(pages_of, dynamic, first_dynamic, num_pages, begin, page_units, placement.num_active)
+    state = state.put(memory.put, counters)
+    rows = HostRows(host.rows(l), memory.put(torch.from_numpy(host.extent_at[l] // 16)))
+    has_dynamic_records = bool((first < layouts[0].num_rows).any())
+    return CardLayer(tables, state, rows, bool(is_dynamic.any()), has_dynamic_records)
+
+
+def _keep(
+    pack: Pack, l: int, placement: CardPlacement, host: HostArena, arena: Tensor
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Copies what is always there of a layer to the arena's beginning; where its rows are, as `LayerTables` has it."""
+    layouts, source, begin = pack.layout.experts[l], host.rows(l), 0
+    f = layouts[0].num_rows
+    selector_at, record_at = (np.full((len(layouts), f), -1, np.int32) for _ in range(2))
+    for e, layout in enumerate(layouts):
+        # Of an expert it is one piece of its extent: the selector, and the records after it.
+        is_dynamic, first = bool(placement.selector_is_dynamic[l, e]), int(placement.first_dynamic[l, e])
+        start = layout.selector_bytes if is_dynamic else 0
+        stop = layout.selector_bytes + first * layout.records.row_bytes
+        extent = int(host.extent_at[l][e])
+        arena[begin : begin + stop - start].copy_(source[extent + start : extent + stop])
+        if layout.selector is not None and not is_dynamic:
+            selector_at[e] = (begin + np.arange(f) * layout.selector.row_bytes) // 16
+        records = begin + layout.selector_bytes - start
+        record_at[e, :first] = (records + np.arange(first) * layout.records.row_bytes) // 16
+        begin += -(-(stop - start) // LINE_BYTES) * LINE_BYTES
+    return selector_at, record_at

@@ -1,0 +1,199 @@
+"""What of a pack's experts is always on a card, and how many pages each layer has for the rest.
+
+Numbers alone: nothing is allocated here. What is held is `card_budget`'s fractional knapsack, in whole selectors and
+whole records; a layer's pages hold the most that one token can need of it, so that the device never has to decide more
+than who was used least recently.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats import ExpertLayout, PackLayout, RunError, size_text
+from moe_pack.runtime.card_budget import CARD_PAGE_BYTES, hold
+
+Array = NDArray[Any]
+
+LINE_BYTES = 128  # what a card reads at once: resident slices begin on multiples of it, and pages are
+PAGE_SHARE = 0.25  # of the room for experts, where nobody has found a better one
+_LEAST_PAGE_BYTES, _PAGE_STEP = 4096, 4096
+_NUM_SLICES = 16  # of an expert's rows, of like heat
+_FEWEST_PAGES = 4  # of the smallest expert: larger pages would waste more
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CardPlacement:
+    """Where experts are to be; L layers of E experts of f neurons.
+
+    `selector_is_dynamic` bool [L, E]; `first_dynamic` int64 [L, E]: the records before it, the hottest, are always
+    there.   `num_pages_of` int64 [L, E]: what an expert takes when it is in.   `num_pages` int64 [L].   `num_active`:
+    experts of a token.   `resident_bytes` int64 [L]: of what is always there, as it is laid out.
+    `other_bytes`: of the tables and of who has which pages.
+    """
+
+    selector_is_dynamic: Array
+    first_dynamic: Array
+    num_pages_of: Array
+    num_pages: Array
+    page_bytes: int
+    num_active: int
+    resident_bytes: Array
+    other_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All that the card needs for experts."""
+        return int(self.resident_bytes.sum() + self.num_pages.sum() * self.page_bytes) + self.other_bytes
+
+
+def place_experts(
+    layout: PackLayout,
+    room_bytes: int,
+    popularity: Array | None = None,
+    heat: Array | None = None,
+    page_share: float = PAGE_SHARE,
+) -> CardPlacement:
+    """How so much room on a card is used for experts.
+
+    Meaning: all of them, where they fit. Else `page_share` of it goes to pages, and more where a token's experts need
+             more; each layer has what one token needs, and of the rest by what of it is not always there.
+    Args:    popularity: [L, E], any unit; None: all alike.   heat: [L, E, H], as `divide_card` takes it; None: falling
+             evenly from the first row to the last.
+    Raises:  RunError if one token's experts have no room; it says what is needed.
+    """
+    shape = (len(layout.experts), len(layout.experts[0]))
+    popularity = np.ones(shape) if popularity is None else popularity
+    heat = _usual_heat(layout) if heat is None else np.minimum.accumulate(heat, axis=2)  # hottest first
+    sizes = _Sizes.of(layout)
+    whole = sizes.placement(np.zeros(shape, bool), np.full(shape, sizes.num_rows))
+    if whole.num_bytes <= room_bytes:
+        return whole
+    pages = int(page_share * room_bytes)
+    while True:
+        slack = LINE_BYTES * shape[0] * shape[1] + sizes.other_bytes
+        held = sizes.held(*hold(layout, popularity, heat, max(room_bytes - slack - pages, 0))[:2])
+        room = room_bytes - held.num_bytes
+        least = int(held.num_pages.sum()) * sizes.page_bytes
+        if room >= 0:
+            return sizes.shared_out(held, room)
+        if pages >= room_bytes:
+            break
+        pages = min(max(pages, least) + sizes.page_bytes, room_bytes)
+    raise RunError(
+        f"{size_text(room_bytes)} for experts on the card, needed are at least {size_text(held.num_bytes)}: "
+        f"{size_text(least)} for the {held.num_active} largest experts of each layer, and "
+        f"{size_text(held.other_bytes)} for tables; give more with --budget, or take --engine staged"
+    )
+
+
+def _usual_heat(layout: PackLayout) -> Array:
+    """Where nobody has counted: rows lie hottest first, and without a selector all are read."""
+    shape = (len(layout.experts), len(layout.experts[0]))
+    if layout.experts[0][0].selector is None:
+        return np.ones((*shape, 1))
+    return np.broadcast_to((np.arange(_NUM_SLICES, 0, -1) - 0.5) / _NUM_SLICES, (*shape, _NUM_SLICES))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sizes:
+    """Experts' sizes, [L, E] in bytes, and what follows from what is held of them."""
+
+    selector_rows: Array
+    record_rows: Array
+    num_rows: int
+    page_bytes: int
+    num_active: int
+
+    @classmethod
+    def of(cls, layout: PackLayout) -> "_Sizes":
+        rows = np.array([[_row_bytes(expert) for expert in layer] for layer in layout.experts], np.int64)
+        num_rows = layout.experts[0][0].num_rows
+        page_bytes = page_bytes_for(rows.reshape(-1, 2), num_rows)
+        num_active = layout.spec.router.num_experts_per_tok
+        return cls(rows[:, :, 0], rows[:, :, 1], num_rows, page_bytes, num_active)
+
+    @property
+    def other_bytes(self) -> int:
+        """Of tables and states: two offsets a row at most, kinds and thresholds, lists of pages, counters."""
+        L, E = self.record_rows.shape
+        offsets: int = 4 * self.num_rows * L * E * (1 + bool(self.selector_rows.any()))
+        most_pages = int(_pages(self.selector_rows, self.num_rows, self.page_bytes).max())
+        most_pages += int(_pages(self.record_rows, self.num_rows, self.page_bytes).max())
+        # A layer has 14 tensors, each on a line of its own, most of one number an expert; the list of free pages is no
+        # longer than all experts' lists together.
+        others = L * (16 * LINE_BYTES + 48 * E)
+        lists = 8 * L * E * max(most_pages, 1)
+        return int(offsets + lists + others)
+
+    def held(self, selector_share: Array, row_shares: Array) -> CardPlacement:
+        """What `hold` found, in whole selectors and in records from the first on."""
+        H = row_shares.shape[2]
+        edges = np.diff(np.linspace(0, self.num_rows, H + 1).astype(np.int64))
+        records = np.rint(row_shares * edges).astype(np.int64)
+        is_full = np.cumprod(records == edges, axis=2)
+        before = np.concatenate([np.ones_like(is_full[:, :, :1]), is_full[:, :, :-1]], axis=2)
+        first = (records * before).sum(axis=2)
+        return self.placement((selector_share < 1) & (self.selector_rows > 0), first)
+
+    def placement(self, selector_is_dynamic: Array, first_dynamic: Array) -> CardPlacement:
+        """With as many pages as a token needs at most."""
+        f = self.num_rows
+        num_pages_of = np.where(selector_is_dynamic, _pages(self.selector_rows, f, self.page_bytes), 0)
+        num_pages_of += _pages(self.record_rows, f - first_dynamic, self.page_bytes)
+        resident = np.where(selector_is_dynamic, 0, self.selector_rows * f) + first_dynamic * self.record_rows
+        return CardPlacement(
+            selector_is_dynamic,
+            first_dynamic,
+            num_pages_of,
+            np.sort(num_pages_of, axis=1)[:, -self.num_active :].sum(axis=1),
+            self.page_bytes,
+            self.num_active,
+            (-(-resident // LINE_BYTES) * LINE_BYTES).sum(axis=1),
+            self.other_bytes,
+        )
+
+    def shared_out(self, held: CardPlacement, room: int) -> CardPlacement:
+        """With the pages of the room that is left, too."""
+        more = held.num_pages_of.sum(axis=1) - held.num_pages
+        num_more = min(room // self.page_bytes, int(more.sum()))
+        shares = num_more * more // max(int(more.sum()), 1)
+        return CardPlacement(
+            held.selector_is_dynamic,
+            held.first_dynamic,
+            held.num_pages_of,
+            held.num_pages + shares,
+            held.page_bytes,
+            held.num_active,
+            held.resident_bytes,
+            held.other_bytes,
+        )
+
+
+def page_bytes_for(row_bytes: Array, num_rows: int) -> int:
+    """The bytes of a page that wastes least over experts with so many rows; of equally good ones the largest.
+
+    Rows never straddle pages.
+    Args:    row_bytes: int64 [n, 2], of selector rows (0 for none) and records of each expert.
+    """
+    kinds, counts = np.unique(row_bytes, axis=0, return_counts=True)
+    least = -(-max(int(kinds.max()), _LEAST_PAGE_BYTES) // _PAGE_STEP) * _PAGE_STEP
+    most = min(CARD_PAGE_BYTES, int(kinds.sum(axis=1).min()) * num_rows // _FEWEST_PAGES)
+    best, best_cost = least, None
+    for page_bytes in range(least, max(most, least) + 1, _PAGE_STEP):
+        cost = int((_pages(kinds, num_rows, page_bytes).sum(axis=1) * counts).sum()) * page_bytes
+        # A smaller page has to save a hundredth: the lists are longer.
+        if best_cost is None or cost <= best_cost * 1.01:
+            best, best_cost = page_bytes, min(cost, best_cost or cost)
+    return best
+
+
+def _pages(row_bytes: Array, num_rows: Array | int, page_bytes: int) -> Array:
+    """Pages for so many rows, of which none straddles two."""
+    pages: Array = -(-num_rows // (page_bytes // np.maximum(row_bytes, 1))) * (row_bytes > 0)
+    return pages
+
+
+def _row_bytes(expert: ExpertLayout) -> tuple[int, int]:
+    return expert.selector.row_bytes if expert.selector else 0, expert.records.row_bytes
