@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import Pack, PackError
 from moe_pack.runtime.device import Device, Mark
+from moe_pack.runtime.host_arena import HostArena
 from moe_pack.runtime.reads import READ_UNIT, Reads
 from moe_pack.runtime.residency import Key
 
@@ -58,7 +58,9 @@ class ArenaExperts:
 
     holds_all = True
 
-    def __init__(self, layers: Sequence[Tensor], offsets: Sequence[Sequence[int]], sizes: NDArray[np.int64]) -> None:
+    def __init__(
+        self, layers: Sequence[Tensor], offsets: Sequence[NDArray[np.int64]], sizes: NDArray[np.int64]
+    ) -> None:
         self._layers, self._offsets, self._sizes = layers, offsets, sizes
 
     def begin(self, key: Key, urgent: bool) -> None:
@@ -180,16 +182,7 @@ def drive_slot_bytes(pack: Pack) -> int:
     return -(-int(pack.index.size.max()) // READ_UNIT) * READ_UNIT
 
 
-def whole_pack(pack: Pack) -> ArenaExperts:
-    """A pack's experts in plain memory, read and checked: for tests, and where nothing has page-locked them."""
-    layers, offsets = list[Tensor](), list[list[int]]()
-    for layer_idx, layer in enumerate(pack.layout.experts):
-        sizes = [-(-expert.num_bytes // 128) * 128 for expert in layer]
-        starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        held = torch.empty(sum(sizes), dtype=torch.uint8)
-        for number, begin in enumerate(starts):
-            extent = torch.from_numpy(pack.read_extent(layer_idx, number))
-            held[begin : begin + len(extent)] = extent
-        layers.append(held)
-        offsets.append(starts)
-    return ArenaExperts(layers, offsets, pack.index.size)
+def arena_experts(pack: Pack, arena: HostArena) -> ArenaExperts:
+    """A pack's experts in an arena, which stays the caller's."""
+    layers = [arena.rows(layer_idx) for layer_idx in range(len(pack.layout.experts))]
+    return ArenaExperts(layers, arena.extent_at, pack.index.size)

@@ -20,6 +20,8 @@ from moe_pack.runtime import Decoder, PackWeights
 from moe_pack.runtime.policies import PRESETS
 from moe_pack.runtime.recording_device import RecordingDevice
 from moe_pack.runtime.replay import replay
+from moe_pack.runtime.staged_ops import TorchOps
+from moe_pack.runtime.staged_triton import TritonOps
 from moe_pack.runtime.streaming import Trust
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000]
@@ -220,3 +222,12 @@ def test_trusted_predictions_and_substitutes_run_and_are_counted(packs: dict[str
     with staged(packs["sparse"], replace(options, trust=Trust()), CONTEXT) as at_work:
         answers(at_work.decoder)
         assert at_work.weights.decode.substituted == 0
+
+
+def test_the_kernels_answer_as_torch_does(tiny_pack: Path) -> None:
+    found = {}
+    for ops in (TorchOps(), TritonOps()):
+        with staged(tiny_pack, Staged(num_experts=1, ops=ops), 8) as at_work:
+            prompt = at_work.decoder.next_logits([1, 2])
+            found[type(ops)] = torch.stack([prompt, at_work.decoder.next_logits([3])])
+    assert_near(found[TritonOps], found[TorchOps])

@@ -12,6 +12,7 @@ from moe_pack.formats import Pack
 from moe_pack.runtime import Decoder
 from moe_pack.runtime.chunk_ring import ChunkRing
 from moe_pack.runtime.foretelling import Foreteller
+from moe_pack.runtime.host_arena import HostArena
 from moe_pack.runtime.policies import PRESETS
 from moe_pack.runtime.policies.split import balanced
 from moe_pack.runtime.prediction import make_prediction
@@ -20,7 +21,7 @@ from moe_pack.runtime.record import Record
 from moe_pack.runtime.recording import Recorder, recorded_residency_for
 from moe_pack.runtime.recording_device import RecordingDevice
 from moe_pack.runtime.residency import CacheFacts
-from moe_pack.runtime.staged_host import DriveExperts, HostExperts, whole_pack
+from moe_pack.runtime.staged_host import DriveExperts, HostExperts, arena_experts
 from moe_pack.runtime.staged_ops import ExpertOps, TorchOps
 from moe_pack.runtime.staged_pages import staged_page_bytes
 from moe_pack.runtime.staged_store import DeviceStore, pages_of
@@ -72,7 +73,8 @@ def staged(folder: Path, options: Staged, context_tokens: int) -> Iterator[AtWor
         shares = np.full(pages.shape, 1 / pages.shape[1], np.float32)
         facts = CacheFacts(pages, int(pages.max()) * options.num_experts, spec.num_experts_per_tok, shares)
         recorder = Recorder(facts, pack.manifest.root, preset.name, 0, context_tokens, keeps_scores=True)
-        host: HostExperts = whole_pack(pack)
+        arena = stack.enter_context(HostArena(pack, device.device))
+        host: HostExperts = arena_experts(pack, arena)
         if options.drive_slots is not None:
             drive = DriveExperts(pack, device, lambda memory: open_reads(memory, False, 2), options.drive_slots, True)
             host = stack.enter_context(closing(drive))
