@@ -1,0 +1,101 @@
+"""Tiles for tensor cores: some rows by some columns of a part, as codes or values in the columns' order.
+
+A tile is never wider than a group, so that a row's codes in it have one scale, which is put to the product: codes are
+exact in tf32, as are 16-bit values, and only the other factor needs two parts. Unlike one hidden state (`codes`), many
+are read as they lie: putting codes in order costs nothing beside their way to the tensor cores.
+"""
+
+import triton
+import triton.language as tl
+
+from moe_pack.runtime.kernels.codes import AFFINE, F32, Part, load_scales, plane_bits, unpack
+
+
+def tile_cols(*parts: Part) -> int:
+    """Columns of tiles of these parts: a block of codes, or as many as have one scale."""
+    return min(64, *(part.group for part in parts if part.group), 64)
+
+
+@triton.jit
+def add_product(sums, arena_ptr, units, live, tile, x, PART: tl.constexpr, COLS: tl.constexpr):
+    """`sums` [R, T] plus a tile's share of rows times `x` [COLS, T], which is zero past the row.
+
+    Args:    units: int64 [R], rows' offsets in units of 16 bytes.   tile: its columns begin at `tile * COLS`.
+    """
+    w = load_tile(arena_ptr, units, live, tile, PART, COLS)
+    if PART[0] == AFFINE:
+        scale, zero = load_scales(arena_ptr, units, (tile * COLS) // PART[2], live, PART)
+        sums += scale[:, None] * (dot_exact(w, x) - zero[:, None] * tl.sum(x, 0)[None, :])
+    elif PART[0] == F32:
+        sums = tl.dot(w, x, sums, input_precision="tf32x3")
+    else:
+        sums += dot_exact(w, x)
+    return sums
+
+
+@triton.jit
+def dot_exact(w, x):
+    """w [M, K], exact in tf32, times x [K, N] in two tf32 parts, which hold 21 of its 24 bits or more."""
+    high = (x.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
+    low = tl.dot(w, x - high, input_precision="tf32")
+    return tl.dot(w, high, low, input_precision="tf32")
+
+
+@triton.jit
+def load_tile(arena_ptr, units, live, tile, PART: tl.constexpr, COLS: tl.constexpr, TURNED: tl.constexpr = False):
+    """Codes or values of rows, float32 [R, COLS], turned [COLS, R]; zeros past the row and for rows not live."""
+    R: tl.constexpr = units.shape[0]
+    BITS: tl.constexpr = plane_bits(PART, 0)
+    if PART[0] == AFFINE:
+        # A block is `8 / BITS` runs of columns, of 4 bytes' codes each word; byte by byte, a run has its own bits.
+        RUN: tl.constexpr = 8 * BITS
+        NUM_RUNS: tl.constexpr = max(COLS // RUN, 1)
+        NW: tl.constexpr = COLS // NUM_RUNS // 4
+        block, first = tile // (64 // COLS), tile % (64 // COLS) * COLS
+        w = first % RUN // 4 + tl.arange(0, NW)
+        run = (first // RUN + tl.arange(0, 4 * NUM_RUNS) // 4)[None, :, None]
+        byte_shift = (tl.arange(0, 4 * NUM_RUNS) % 4 * 8)[None, :, None]
+        mask = (live & (block < PART[5] // 64))[:, None]
+        if PART[1] == 3:
+            words = _read_words(arena_ptr, units, block * 6 + w, mask, PART)[:, None, :]
+            high = _read_words(arena_ptr, units, block * 6 + 4 + w % 2, mask, PART)[:, None, :]
+            # Plane 1 has column c at bit c / 8 of byte c % 8.
+            high_shift = byte_shift + run * 2 + (w // 2)[None, None, :]
+            codes = ((words >> (byte_shift + run * 2)) & 3) | (((high >> high_shift) & 1) << 2)
+        else:
+            words = _read_words(arena_ptr, units, block * RUN // 4 + w, mask, PART)[:, None, :]
+            codes = (words >> (byte_shift + run * BITS)) & (2**BITS - 1)
+        values = codes.to(tl.int32).to(tl.float32)  # [R, 4 NUM_RUNS, NW]: column is (run, word, byte)
+        values = tl.reshape(values, [R, NUM_RUNS, 4, NW])
+    else:
+        w = tile * (COLS * BITS // 32) + tl.arange(0, COLS * BITS // 32)
+        mask = live[:, None] & (w < PART[5] * BITS // 32)[None, :]
+        values = unpack(_read_words(arena_ptr, units, w, mask, PART), PART, 0)
+        values = tl.reshape(values, [R, 1, 32 // BITS, COLS * BITS // 32])
+    if TURNED:  # here, where it costs nothing: sm_100 cannot compile a product with a tile that is turned afterwards
+        found = tl.reshape(tl.permute(values, [1, 3, 2, 0]), [COLS, R])
+    else:
+        found = tl.reshape(tl.permute(values, [0, 1, 3, 2]), [R, COLS])
+    return found
+
+
+@triton.jit
+def load_tokens(x_ptr, t, is_token, tile, D: tl.constexpr, COLS: tl.constexpr):
+    """Columns `tile * COLS` and on of some rows of x [T, D], float32 [COLS, len(t)]; zeros past the row."""
+    cols = tile * COLS + tl.arange(0, COLS)
+    mask = is_token[None, :] & (cols < D)[:, None]
+    return tl.load(x_ptr + t.to(tl.int64)[None, :] * D + cols[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def _read_words(arena_ptr, units, places, mask, PART: tl.constexpr):
+    """Words of some rows' part, uint32 [R, NW], by their places in it."""
+    OFFSET: tl.constexpr = PART[4]
+    if OFFSET % 4 == 0:
+        words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32))
+        words = tl.load(words_ptr + (units * 4)[:, None] + OFFSET // 4 + places[None, :], mask=mask, other=0)
+    else:  # after byte scales of an odd number of groups: the part begins between words
+        halves_ptr = arena_ptr.to(tl.pointer_type(tl.uint16)) + (units * 8)[:, None] + OFFSET // 2 + 2 * places[None, :]
+        low = tl.load(halves_ptr, mask=mask, other=0).to(tl.uint32)
+        words = low | (tl.load(halves_ptr + 1, mask=mask, other=0).to(tl.uint32) << 16)
+    return words

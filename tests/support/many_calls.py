@@ -1,0 +1,56 @@
+"""Calls of the kernels for many tokens, to be compiled for GPUs that are not here (`compiled_kernels`)."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from moe_pack.formats import ExpertFormat, ExpertSpec, Selector, expert_layout, part_format, row_layout
+from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
+from moe_pack.runtime.kernels.expert_many import expert_many, workspace_floats
+from moe_pack.runtime.kernels.gemm import gemm
+from moe_pack.runtime.kernels.tables import LayerTables, kind_of
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+def many_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Names and calls: a handful of tokens and a prefill's, groups of 64 and of 16, all selector kinds."""
+    selectors: tuple[Selector, ...] = ("up", "both", "none")
+    for d in dims:
+        for dtype in DTYPES if 16 in widths else ():
+            yield f"gemm {dtype} d{d}", lambda a=(d, dtype): [_plain(*a, tokens) for tokens in (8, 512)]
+        for width in widths:
+            yield f"gemm w{width} d{d}", lambda a=(d, width): [_coded(*a, tokens) for tokens in (8, 512)]
+            for selector in selectors:
+                yield f"many {selector} w{width} d{d}", lambda a=(d, width, 64, selector): _experts(*a)
+        if 4 in widths:
+            yield f"many up w4 g16 d{d}", lambda a=(d, 4, 16, "up"): _experts(*a)
+
+
+def _plain(d: int, dtype: str, num_tokens: int) -> None:
+    rows = torch.empty(4096, d, dtype=DTYPES[dtype])
+    _gemm(rows, stored_part(dtype, d), rows[0].nbytes // 16, num_tokens)
+
+
+def _coded(d: int, width: int, num_tokens: int) -> None:
+    layout = row_layout([("weight", part_format(width, 64), False)], d)
+    rows = torch.empty(4096, layout.row_bytes, dtype=torch.uint8)
+    _gemm(rows, part_of(layout, "weight"), layout.row_bytes // 16, num_tokens)
+
+
+def _gemm(rows: torch.Tensor, part: Part, row_units: int, num_tokens: int) -> None:
+    gemm(torch.empty(num_tokens, part.num_cols), rows, part, row_units, torch.empty(num_tokens, len(rows)))
+
+
+def _experts(d: int, width: int, group: int, selector: Selector, f: int = 768) -> None:
+    part = part_format(width, group)
+    spec = ExpertSpec("silu", f, ("gate", "up", "down"), (), 0)
+    kind = kind_of(expert_layout(ExpertFormat(part, part, part), selector, spec, d), selector)
+    at = torch.zeros(2, f, dtype=torch.int32)
+    arena = torch.empty(128, dtype=torch.uint8)
+    tables = LayerTables(arena, at, at, torch.zeros(2, dtype=torch.int32), torch.zeros(2), (kind,))
+    for num_tokens in (8, 128):
+        x, y = torch.empty(num_tokens, d), torch.empty(num_tokens, d)
+        tokens, weights = torch.zeros(num_tokens, dtype=torch.int32), torch.empty(num_tokens)
+        workspace = torch.empty(workspace_floats(num_tokens, f))
+        expert_many(x, tokens, weights, tables, 1, kind, y, workspace)
