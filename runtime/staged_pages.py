@@ -72,12 +72,6 @@ def staged_page_bytes(layout: PackLayout) -> int:
     return min(fitting, key=cost)
 
 
-def table_bytes(layout: PackLayout) -> int:
-    """What the tables of all rows take on the device; the host holds as much, page-locked."""
-    has_selector = any(e.selector is not None for layer in layout.experts for e in layer)
-    return (8 if has_selector else 4) * sum(len(layer) * layer[0].num_rows for layer in layout.experts)
-
-
 def most_pages(page_bytes: int) -> int:
     """The most pages that offsets of 32 bits reach."""
     return _MOST_UNITS * UNIT_BYTES // page_bytes

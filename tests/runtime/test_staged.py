@@ -15,13 +15,14 @@ from native import kernels_limited_to
 from staged import AtWork, Staged, staged
 from torch import Tensor
 
-from moe_pack.formats import Pack, rewrite_thresholds
+from moe_pack.formats import Pack, RunError, rewrite_thresholds
 from moe_pack.runtime import Decoder, PackWeights
 from moe_pack.runtime.policies import PRESETS
 from moe_pack.runtime.recording_device import RecordingDevice
 from moe_pack.runtime.replay import replay
 from moe_pack.runtime.staged_ops import TorchOps
 from moe_pack.runtime.staged_triton import TritonOps
+from moe_pack.runtime.staged_weights import plan_staged
 from moe_pack.runtime.streaming import Trust
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000]
@@ -231,3 +232,19 @@ def test_the_kernels_answer_as_torch_does(tiny_pack: Path) -> None:
             prompt = at_work.decoder.next_logits([1, 2])
             found[type(ops)] = torch.stack([prompt, at_work.decoder.next_logits([3])])
     assert_near(found[TritonOps], found[TorchOps])
+
+
+def test_what_is_planned_is_what_is_taken(packs: dict[str, Path]) -> None:
+    ops = TorchOps()
+    with Pack(packs["dense"]) as held:
+        spec = held.spec
+        plan = plan_staged(held, 8 << 20, 16, ops, 4)
+        with pytest.raises(RunError, match=r"^--budget: .* left for experts, needed are at least"):
+            plan_staged(held, plan.fixed + 4096, 16, ops, 4)
+    assert plan.fixed + plan.num_pages * plan.page_bytes <= 8 << 20
+    with staged(packs["dense"], Staged(num_experts=3), CONTEXT) as at_work:
+        taken = sum(asked.num_bytes for asked in at_work.device.log if asked.what == "device memory")
+        answers(at_work.decoder)
+    N, d, (L, E) = 16 * spec.router.num_experts_per_tok, spec.hidden_size, at_work.facts.pages.shape
+    beside = 4 * (2 * N * d + 2 * 16 * d) + 8 * L * E  # torch's own: outputs of passes of several tokens, small tables
+    assert taken + beside == plan.fixed + at_work.facts.num_pages * plan.page_bytes
