@@ -245,7 +245,7 @@ class _HeldNetwork:
     def scores(self, observed: Observed) -> Scores:
         places = (torch.from_numpy(observed.routes) + self._first_of).flatten(1)  # [T, P, k] -> [T, P k]
         routed = self._by_route[places].float().sum(dim=1)  # [T, P k, h] -> [T, h]
-        first = linear(observed.x, self._x_weight, self._bias) + routed
+        first = linear(observed.x.cpu(), self._x_weight, self._bias) + routed
         if self._out_weight is None:
             return _array(first)
         return _array(linear(torch.relu(first), self._out_weight, self._out_bias))

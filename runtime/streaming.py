@@ -6,9 +6,10 @@ both while what is there is computed. Each expert's output is kept apart, and th
 the answer is the same, bit for bit, whatever was where and came when.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -82,6 +83,71 @@ class Trust:
 
 
 NO_TRUST = Trust()
+_CPU = torch.device("cpu")
+
+
+class Store(Protocol):
+    """Experts in pages of fast memory, or on their way: `ExpertStore`, or a device's."""
+
+    stall_ns: int
+    asked_bytes: int
+
+    @property
+    def peak_pages(self) -> int:
+        """The most pages that experts had at once."""
+        ...
+
+    def fetch(self, key: Key, urgent: bool) -> None:
+        """Gives an expert its pages and begins to bring it."""
+        ...
+
+    def drop(self, key: Key) -> None:
+        """Takes an expert's pages back."""
+        ...
+
+    def stop(self, key: Key) -> None:
+        """Ends what is on its way of an expert, which stays with what it has."""
+        ...
+
+    def promote(self, key: Key) -> None:
+        """Brings an expert, whose turn it was not, before all that is not needed yet."""
+        ...
+
+    def is_here(self, key: Key) -> bool:
+        """Whether nothing of what was asked for of an expert is still to come."""
+        ...
+
+    def fetch_records(self, key: Key, neurons: NDArray[np.int32], urgent: bool) -> None:
+        """Begins to bring the records of some neurons, or all it lacks."""
+        ...
+
+
+class Run(Protocol):
+    """A layer's experts at work: gathered, so that those that are there are computed together."""
+
+    def fetch(self, key: Key) -> None:
+        """An expert of this layer is needed that has just got its pages."""
+        ...
+
+    def add(self, job: Job) -> None:
+        """An expert to run: once all have been added, or its pages are wanted."""
+        ...
+
+    def drop(self, event: Drop) -> None:
+        """An expert's pages are wanted: before, it is computed, if it was to be."""
+        ...
+
+    def compute_gathered(self) -> None:
+        """Computes what has been added and was there."""
+        ...
+
+    def flush(self) -> None:
+        """Computes all that has been added."""
+        ...
+
+    def added_up(self) -> Tensor:
+        """What has been computed: y float32 [T, d], each token's outputs in the order of experts."""
+        ...
 
 
 class StreamingWeights(PackWeights):
@@ -97,16 +163,17 @@ class StreamingWeights(PackWeights):
         self,
         pack: Pack,
         kernels: Kernels | None,
-        store: ExpertStore,
+        store: Store,
         residency: Residency,
         *,
+        device: torch.device = _CPU,
         scores_matter: bool = False,
         reuses_selector: bool = False,
         trust: Trust = NO_TRUST,
         recorder: Recorder | None = None,
         trace: Trace | None = None,
     ) -> None:
-        super().__init__(pack, torch.device("cpu"), kernels)
+        super().__init__(pack, device, kernels)
         self.prefill, self.decode = PhaseCounts(), PhaseCounts()
         self.foreteller: Foreteller | None = None  # a prediction may want these weights, so that it comes later
         self.partial_state: Callable[[Tensor], Tensor | None] | None = None  # set by the decoder before each layer
@@ -130,6 +197,7 @@ class StreamingWeights(PackWeights):
         """
         counts = self.decode if len(x) == 1 else self.prefill
         stalled, asked = self.store.stall_ns, self.store.asked_bytes
+        experts, router_weights = self._told(x, experts, router_weights)
         scores = None
         if self._scores_matter or self.trust.substitute is not None:
             experts, router_weights, scores = self._scored(layer_idx, x, experts, router_weights, counts)
@@ -137,7 +205,7 @@ class StreamingWeights(PackWeights):
         if self._recorder is not None:
             self._recorder.routed(layer_idx, experts.numpy())
         self._settle(layer_idx, jobs, counts)
-        run = LayerRun(self, x, experts.numel(), counts)
+        run = self._new_run(layer_idx, x, jobs, counts)
         self._walk(layer_idx, x, experts, scores, jobs, run, counts)
         counts.needed += len(jobs)
         self.bytes_read += sum(self._pack.layout.experts[layer_idx][number].num_bytes for number in jobs)
@@ -145,7 +213,15 @@ class StreamingWeights(PackWeights):
         counts.tokens += len(x) * (layer_idx == 0)
         counts.stall_ns += self.store.stall_ns - stalled
         counts.asked_bytes += self.store.asked_bytes - asked
-        return _added_up(run.outputs, jobs, len(x))
+        return run.added_up()
+
+    def _told(self, x: Tensor, experts: Tensor, router_weights: Tensor) -> tuple[Tensor, Tensor]:
+        """What the router chose, on the host."""
+        return experts, router_weights
+
+    def _new_run(self, layer_idx: int, x: Tensor, jobs: dict[int, Job], counts: PhaseCounts) -> Run:
+        assert isinstance(self.store, ExpertStore), "the host's"
+        return LayerRun(self, self.store, x, jobs, counts)
 
     def _walk(
         self,
@@ -154,7 +230,7 @@ class StreamingWeights(PackWeights):
         experts: Tensor,
         scores: NDArray[np.float32] | None,
         jobs: dict[int, Job],
-        run: "LayerRun",
+        run: Run,
         counts: PhaseCounts,
     ) -> None:
         """Carries out what the residency decides, and looks ahead once all that this layer needs is on its way."""
@@ -167,7 +243,7 @@ class StreamingWeights(PackWeights):
             partial = None
             if waits_for_hits and self.partial_state is not None:
                 run.compute_gathered()
-                partial = self.partial_state(_added_up(run.outputs, jobs, len(x)))
+                partial = self.partial_state(run.added_up())
             self._look_ahead(layer_idx, Observed(x, self._last_routes(layer_idx, experts), partial), run, counts)
             return True
 
@@ -179,7 +255,7 @@ class StreamingWeights(PackWeights):
                     run.add(jobs[event.key.expert])
                     self._look_for_rows(x)
                 elif isinstance(event, Fetch):
-                    self.store.fetch(event.key, urgent=True)
+                    run.fetch(event.key)
                 else:
                     run.drop(event)
         look(is_hit=False)
@@ -192,7 +268,7 @@ class StreamingWeights(PackWeights):
         """Experts and weights, with substitutes for a single token where that is asked for; mean scores float32 [E]."""
         spec = self.spec.router
         logits = linear(x, self.matrix(f"layers.{self.spec.moe_layers[layer_idx]}.router"))
-        scores = expert_scores(logits, spec).numpy()
+        scores = expert_scores(logits, spec).cpu().numpy()
         alpha = self.trust.substitute
         if alpha is not None and len(x) == 1:
             chosen = substitute(scores, experts.numpy(), self._residency.is_resident[layer_idx], alpha)
@@ -200,7 +276,7 @@ class StreamingWeights(PackWeights):
             counts.substituted += num_replaced
             if num_replaced:  # else the weights stay the router's own, to the bit
                 experts = torch.from_numpy(chosen)
-                router_weights = weights_of(logits, experts, spec)
+                router_weights = weights_of(logits, experts.to(logits.device), spec).cpu()
         return experts, router_weights, scores.mean(axis=0)
 
     def _settle(self, layer_idx: int, jobs: dict[int, Job], counts: PhaseCounts) -> None:
@@ -236,7 +312,7 @@ class StreamingWeights(PackWeights):
         self._routes = [routes for routes in before if len(routes) == len(experts)] + [experts.numpy()]
         return np.stack(self._routes, axis=1)
 
-    def _look_ahead(self, layer_idx: int, observed: Observed, run: "LayerRun", counts: PhaseCounts) -> None:
+    def _look_ahead(self, layer_idx: int, observed: Observed, run: Run, counts: PhaseCounts) -> None:
         assert self.foreteller is not None, "asked only then"
         foretold = self.foreteller.foretold(layer_idx + 1, observed)
         if not len(foretold):
@@ -257,14 +333,24 @@ class StreamingWeights(PackWeights):
 
         Their selectors may be on their way: those that have come since are looked at each time.
         """
-        for key in [key for key in self._rows_wanted if self.store.is_here(key)]:
-            self._rows_wanted.remove(key)
+        keys = [key for key in self._rows_wanted if self.store.is_here(key)]
+        if not keys:
+            return
+        self._rows_wanted = [key for key in self._rows_wanted if key not in keys]
+        for key, neurons in self._neurons_ahead(x, keys):
+            self.store.fetch_records(key, neurons, urgent=False)
+            self._rows_ahead[key] = neurons
+
+    def _neurons_ahead(self, x: Tensor, keys: Sequence[Key]) -> list[tuple[Key, NDArray[np.int32]]]:
+        """Of experts whose selectors have come, and not all else: which neurons would run on x."""
+        assert isinstance(self.store, ExpertStore), "the host's"
+        found = []
+        for key in keys:
             held = self.store.arrive(key)
             if not held.is_whole:
                 assert self.kernels is not None, "rows are read for the kernels alone"
-                neurons = self.kernels.select(x, held.rows).neurons.numpy()
-                self.store.fetch_records(key, neurons, urgent=False)
-                self._rows_ahead[key] = neurons
+                found.append((key, self.kernels.select(x, held.rows).neurons.numpy()))
+        return found
 
 
 class LayerRun:
@@ -273,12 +359,19 @@ class LayerRun:
     Each expert adds to rows of its own in `outputs`, float32 [rows, d].
     """
 
-    def __init__(self, weights: StreamingWeights, x: Tensor, num_outputs: int, counts: PhaseCounts) -> None:
+    def __init__(
+        self, weights: StreamingWeights, store: ExpertStore, x: Tensor, jobs: dict[int, Job], counts: PhaseCounts
+    ) -> None:
+        num_outputs = sum(len(job.tokens) for job in jobs.values())
         self.outputs = np.zeros((num_outputs, x.shape[1]), np.float32)
-        self._weights, self._store, self._x, self._counts = weights, weights.store, x, counts
+        self._weights, self._store, self._x, self._jobs, self._counts = weights, store, x, jobs, counts
         self._whole: list[tuple[Job, PagedExpert]] = []
         self._in_part: list[tuple[Job, Selected]] = []
         self._late: list[Job] = []  # were not there yet
+
+    def fetch(self, key: Key) -> None:
+        """An expert that has got its pages: it is read before all that is not needed yet."""
+        self._store.fetch(key, urgent=True)
 
     def add(self, job: Job) -> None:
         """An expert to run: once all have been added, or its pages are wanted; those that are there first."""
@@ -299,19 +392,12 @@ class LayerRun:
         neurons = selected.neurons.numpy()
         self._store.running(job.key, len(neurons) / held.layout.num_rows)
         foretold = self._weights.predicted.get(job.key)
-        self._count_rows(neurons, foretold)
+        count_rows(self._counts, neurons, foretold)
         if self._weights.trust.is_predicted_enough and foretold is not None:
             selected = Selected(selected.a, selected.runs, torch.from_numpy(held.present(neurons)))
         else:
             self._store.fetch_records(job.key, neurons, urgent=True)
         self._in_part.append((job, selected))
-
-    def _count_rows(self, neurons: NDArray[np.int32], foretold: NDArray[np.int32] | None) -> None:
-        if foretold is None:
-            self._counts.in_part += 1
-            return
-        self._counts.running += len(neurons)
-        self._counts.running_foretold += len(np.intersect1d(neurons, foretold, assume_unique=True))
 
     def drop(self, event: Drop) -> None:
         """An expert's pages are wanted: before, it is computed, if it was to be."""
@@ -368,6 +454,13 @@ class LayerRun:
         y = kernels.accumulate(h, held.rows, selected.neurons)
         self.outputs[job.places] = job.weights[:, None] * y.numpy()
 
+    def added_up(self) -> Tensor:
+        """y float32 [T, d]: each token's outputs so far, in the order of experts."""
+        y = np.zeros((len(self._x), self.outputs.shape[1]), np.float32)
+        for job in self._jobs.values():
+            y[job.tokens] += self.outputs[job.places]  # no token has an expert twice
+        return torch.from_numpy(y)
+
 
 def _jobs(layer_idx: int, experts: Tensor, router_weights: Tensor) -> dict[int, Job]:
     """What each expert has to do, rising; its outputs stand after those of the experts before it."""
@@ -379,9 +472,10 @@ def _jobs(layer_idx: int, experts: Tensor, router_weights: Tensor) -> dict[int, 
     return jobs
 
 
-def _added_up(outputs: NDArray[np.float32], jobs: dict[int, Job], num_tokens: int) -> Tensor:
-    """y float32 [T, d]: each token's outputs, in the order of experts."""
-    y = np.zeros((num_tokens, outputs.shape[1]), np.float32)
-    for job in jobs.values():
-        y[job.tokens] += outputs[job.places]  # no token has an expert twice
-    return torch.from_numpy(y)
+def count_rows(counts: PhaseCounts, neurons: NDArray[np.int32], foretold: NDArray[np.int32] | None) -> None:
+    """Counts an expert that was there in part, whose `neurons` run; None foretold: none of its rows were."""
+    if foretold is None:
+        counts.in_part += 1
+        return
+    counts.running += len(neurons)
+    counts.running_foretold += len(np.intersect1d(neurons, foretold, assume_unique=True))

@@ -175,15 +175,16 @@ def test_of_a_trusted_expert_the_neurons_run_whose_records_are_there(sparse_pack
     x = torch.randn(1, 128, generator=torch.Generator().manual_seed(0))
     with streaming(sparse_pack, "corm", Trust(is_predicted_enough=True)) as weights:
         kernels, store = weights.kernels, weights.store
-        assert kernels is not None
+        assert kernels is not None and isinstance(store, ExpertStore)
         store.fetch(key, urgent=True)
         held = store.arrive(key)
         selected = kernels.select(x, held.rows)
         running = selected.neurons.numpy()
         store.fetch_records(key, running[:3], urgent=False)
         weights.predicted[key] = running[:3]
-        run = LayerRun(weights, x, 1, PhaseCounts())
-        run.add(Job(key, np.zeros(1, np.int64), np.ones(1, np.float32), np.zeros(1, np.int64)))
+        job = Job(key, np.zeros(1, np.int64), np.ones(1, np.float32), np.zeros(1, np.int64))
+        run = LayerRun(weights, store, x, {key.expert: job}, PhaseCounts())
+        run.add(job)
         run.flush()
         first, size = held.layout.selector_bytes, held.layout.records.row_bytes
         there = [

@@ -1,0 +1,109 @@
+"""The staged engine of a device, put together over a recording one: what an engine does on a GPU."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from native import kernels_limited_to
+
+from moe_pack.formats import Pack
+from moe_pack.runtime import Decoder
+from moe_pack.runtime.chunk_ring import ChunkRing
+from moe_pack.runtime.foretelling import Foreteller
+from moe_pack.runtime.host_arena import HostArena
+from moe_pack.runtime.policies import PRESETS
+from moe_pack.runtime.policies.split import balanced
+from moe_pack.runtime.prediction import make_prediction
+from moe_pack.runtime.reads import open_reads
+from moe_pack.runtime.record import Record
+from moe_pack.runtime.recording import Recorder, recorded_residency_for
+from moe_pack.runtime.recording_device import RecordingDevice
+from moe_pack.runtime.residency import CacheFacts
+from moe_pack.runtime.staged_host import DriveExperts, HostExperts, arena_experts
+from moe_pack.runtime.staged_ops import ExpertOps, TorchOps
+from moe_pack.runtime.staged_pages import staged_page_bytes
+from moe_pack.runtime.staged_store import DeviceStore, pages_of
+from moe_pack.runtime.staged_weights import CpuShare, StagedWeights
+from moe_pack.runtime.streaming import NO_TRUST, Trust
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """How experts are to be staged. `drive_slots`: where they come from the drive, by so many."""
+
+    policy: str = "lru"
+    num_experts: int = 8
+    chunk_tokens: int = 16
+    rows_below: float | None = None
+    prediction: str | None = None
+    load_seconds: float | None = None  # of an expert, where a token of one takes the CPU a second
+    drive_slots: int | None = None
+    trust: Trust = NO_TRUST
+    seed: int = 0
+    ops: ExpertOps = field(default_factory=TorchOps)
+    make_device: Callable[[int], RecordingDevice] = RecordingDevice
+
+
+@dataclass(frozen=True, slots=True)
+class AtWork:
+    """What `staged` has put together."""
+
+    decoder: Decoder
+    weights: StagedWeights
+    device: RecordingDevice
+    store: DeviceStore
+    facts: CacheFacts
+    recorder: Recorder
+
+    def record(self) -> Record:
+        """The run so far."""
+        return self.recorder.record()
+
+
+@contextmanager
+def staged(folder: Path, options: Staged, context_tokens: int) -> Iterator[AtWork]:
+    """A decoder whose experts are staged, with room for so many of the largest."""
+    with ExitStack() as stack:
+        pack = stack.enter_context(Pack(folder))
+        device, preset, spec = options.make_device(options.seed), PRESETS[options.policy], pack.spec.router
+        page_bytes = staged_page_bytes(pack.layout)
+        pages = pages_of(pack, page_bytes)
+        shares = np.full(pages.shape, 1 / pages.shape[1], np.float32)
+        facts = CacheFacts(pages, int(pages.max()) * options.num_experts, spec.num_experts_per_tok, shares)
+        recorder = Recorder(facts, pack.manifest.root, preset.name, 0, context_tokens, keeps_scores=True)
+        arena = stack.enter_context(HostArena(pack, device.device))
+        host: HostExperts = arena_experts(pack, arena)
+        if options.drive_slots is not None:
+            drive = DriveExperts(pack, device, lambda memory: open_reads(memory, False, 2), options.drive_slots, True)
+            host = stack.enter_context(closing(drive))
+        rows = [
+            rows.row_bytes for layer in pack.layout.experts for e in layer for rows in (e.selector, e.records) if rows
+        ]
+        ring = stack.enter_context(closing(ChunkRing(device, max(rows), 7, 3, 2)))
+        rows_below = preset.rows_below if options.rows_below is None else options.rows_below
+        store = DeviceStore(pack, host, device, facts.num_pages, page_bytes, rows_below, ring)
+        cpu = None
+        if options.load_seconds is not None:
+            seconds = options.load_seconds
+            cpu = CpuShare(kernels_limited_to("portable"), lambda tokens: balanced(tokens, 1.0, seconds))
+        weights = StagedWeights(
+            pack,
+            store,
+            recorded_residency_for(preset, facts, recorder),
+            options.ops,
+            options.chunk_tokens,
+            cpu=cpu,
+            num_partials=4,
+            scores_matter=True,
+            reuses_selector=preset.reuse_selector and options.prediction is not None,
+            trust=options.trust,
+            recorder=recorder,
+        )
+        stack.enter_context(closing(weights))
+        if options.prediction is not None:
+            prediction = make_prediction(options.prediction, weights, None)  # type: ignore[arg-type]  # its name
+            weights.foreteller = Foreteller(prediction, spec.num_experts, spec.num_experts_per_tok, 2)
+        decoder = Decoder(weights, context_tokens, device.device, options.chunk_tokens)
+        yield AtWork(decoder, weights, device, store, facts, recorder)
