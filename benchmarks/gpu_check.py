@@ -24,7 +24,8 @@ _ROOT = _FOLDER.parent
 PARTS = {
     "tests": 240,
     "machine": 60,
-    "kernels": 180,
+    "kernels": 150,
+    "dense": 150,
     "transfer": 90,
     "demo": 150,
     "qwen3": 300,
