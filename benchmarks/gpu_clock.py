@@ -44,33 +44,41 @@ class Clock:
     def each(self, launch: Launch, rounds: int) -> list[float]:
         """Seconds of each of so many rounds, after one that warms up."""
         if self.is_rehearsal:
+            return [self.once(launch)]
+        launch()
+        return [self.once(launch) for _ in range(rounds)]
+
+    def once(self, launch: Launch) -> float:
+        """Seconds of a launch, now."""
+        if self.is_rehearsal:
             start = time.perf_counter()
             launch()
-            return [time.perf_counter() - start]
+            return time.perf_counter() - start
+        begin, end = _event(), _event()
+        begin.record()
         launch()
-        times = []
-        for _ in range(rounds):
-            begin, end = _event(), _event()
-            begin.record()
-            launch()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1000)
-        return times
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
 
-    def graphed(self, launches: Sequence[Launch], rounds: int = 10) -> float:
-        """Seconds of one of these launches, which follow one another in a graph that is replayed; the median."""
+    def captured(self, launch: Launch, before: Launch = lambda: None) -> Launch:
+        """What replays a graph of all that `launch` launches; it is run twice before, each time after `before`."""
         if self.is_rehearsal:
-            return self.direct(lambda: [launch() for launch in launches]) / len(launches)
-        for launch in launches:  # compiles, and warms up
-            launch()
+            return launch
+        before()
+        launch()  # compiles
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for launch in launches:
-                launch()
+            launch()
+        before()
         graph.replay()
-        return self.direct(graph.replay, rounds) / len(launches)
+        return graph.replay
+
+    def graphed(self, launches: Sequence[Launch], rounds: int = 10) -> float:
+        """Seconds of one of these launches, which follow one another in a graph that is replayed; the median."""
+        replay = self.captured(lambda: [launch() for launch in launches])
+        return self.direct(replay, rounds) / len(launches)
 
     def copy_rate(self) -> float:
         """Bytes read and written a second by a copy inside the device's memory, 1 GiB each way."""

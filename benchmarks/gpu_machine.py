@@ -74,15 +74,16 @@ def _registered(results: Results, clock: Clock) -> None:
         host.zero_()  # its pages are there, as the arena's are when it is locked
         start = time.perf_counter()
         if not clock.is_rehearsal:
-            status = _cudart().cudaHostRegister(host.data_ptr(), num_bytes, 0)
+            status = cudart().cudaHostRegister(host.data_ptr(), num_bytes, 0)
             assert int(status) == 0, f"cudaHostRegister: {status}"
         results.add(PageLock(num_bytes, time.perf_counter() - start))
         _link(results, clock, "registered mapping", host)
         if not clock.is_rehearsal:
-            _cudart().cudaHostUnregister(host.data_ptr())
+            cudart().cudaHostUnregister(host.data_ptr())
 
 
-def _cudart() -> Any:
+def cudart() -> Any:
+    """The driver's functions, as torch has them."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch has no types for it
 
 
