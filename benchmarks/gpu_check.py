@@ -69,12 +69,12 @@ def main(parts: str, limit: float | None, out: Path | None, rehearse: bool) -> N
     ended = []
     for name in names:
         left = float(PARTS[name]) if end is None else min(PARTS[name], end - time.monotonic())
-        ended.append(_run(name, folder / f"{stem}-{name}.json", left, is_rehearsal))
+        ended.append(run_part(name, folder / f"{stem}-{name}.json", left, is_rehearsal))
     click.echo("\n".join(table(ended)))
     sys.exit(any(part.state != "done" for part in ended))
 
 
-def _run(name: str, path: Path, limit_s: float, is_rehearsal: bool) -> Ended:
+def run_part(name: str, path: Path, limit_s: float, is_rehearsal: bool) -> Ended:
     """Runs a part in a process of its own; ends that and its children when the time is up."""
     if limit_s < _LEAST_SECONDS:
         return Ended(name, path, "not begun: no time left", 0, 0.0, {})

@@ -59,7 +59,7 @@ class Clock:
         launch()
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / 1000
+        return float(begin.elapsed_time(end)) / 1000
 
     def captured(self, launch: Launch, before: Launch = lambda: None) -> Launch:
         """What replays a graph of all that `launch` launches; it is run twice before, each time after `before`."""
