@@ -26,7 +26,7 @@ _PROMPT, _TOKENS = 16, 4
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """Decoding under Accelerate's offload. `link_share`: of a token, what the bytes off the card take at the copy rate."""
+    """Decoding under Accelerate's offload. `link_share`: of a token's time, what the bytes off the card must take."""
 
     layers: int
     num_bytes: int
