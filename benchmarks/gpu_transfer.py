@@ -179,7 +179,8 @@ class _Pulls:
         )
         none = torch.zeros(E, dtype=torch.int32)
         counters = torch.zeros(4, dtype=torch.int64, device=device)
-        self._state = CacheState.room(none + pages, none, none, counters, E * pages, 0, page_bytes // 16, 1)
+        state = CacheState.empty(none + pages, none, none, E * pages, 0, page_bytes // 16, 1)
+        self._state = state.put(lambda host: host.to(device), counters)
         self._host = HostRows(held.rows, torch.arange(E, device=device) * (held.stride // 16))
         self._experts = [torch.full((1,), e, dtype=torch.int32, device=device) for e in range(E)]
         self._selection = _selection(neurons, f, device)
