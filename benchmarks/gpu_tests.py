@@ -59,7 +59,7 @@ class _Recorder:
         """Adds the row of the file that has ended."""
         if self._file:
             self._results.add(TestFile(self._file, **self._counts, seconds=self._seconds))
-        self._counts, self._seconds = dict.fromkeys(self._counts, 0), 0.0
+        self._file, self._counts, self._seconds = "", dict.fromkeys(self._counts, 0), 0.0
 
     def _fail(self, name: str, why: str) -> None:
         self.num_failed += 1
@@ -72,7 +72,16 @@ def run(results: Results, clock: Clock) -> None:
     kernels = sorted((_TESTS / "runtime" / "kernels").glob("test_*.py"))
     recorder = _Recorder(results)
     # A warning of another torch than the tests were written with is no failure here.
-    options = ["-q", "-p", "no:cacheprovider", "-W", "default", "--rootdir", str(_TESTS.parent)]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "default",
+        "--continue-on-collection-errors",
+        "--rootdir",
+        str(_TESTS.parent),
+    ]
     options += ["--collect-only"] if clock.is_rehearsal else []
     for files, mark in ((kernels, "not slow and not gpu"), (marked, "gpu")):
         if files:
