@@ -9,6 +9,8 @@
 #             memory cgroups and empties the page cache);
 #             each with LLAMA_PYTHON=python (one that has llama_cpp and gguf) beside llama.cpp; with SMALL_MODEL=folder
 #             (rows of multiples of 256 weights, which llama.cpp's types can hold) plans of equal bytes for it too
+# make gpu-check  on a machine with a GPU: its tests and benchmarks, in parts (docs/gpu.md): PART=machine,kernels for
+#             some of them, GPU_OPTIONS for more; needs no network, and the packages that PYTHON has
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -22,7 +24,7 @@ DEMO := build/demo-pack
 FUZZ_SECONDS ?= 60
 BENCH_PACKS ?= build/bench-packs
 
-.PHONY: demo test check soak families fuzz ablate bench bench-cpu bench-streaming clean
+.PHONY: demo test check soak families fuzz ablate bench bench-cpu bench-streaming gpu-check clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -88,6 +90,13 @@ bench: families bench-cpu bench-streaming ablate
 	$(BIN)/python benchmarks/policy_table.py
 	$(BIN)/python benchmarks/policy_replay.py
 	$(BIN)/python benchmarks/price_of_trust.py
+
+# Nothing is installed: such a machine is often lent, and without a network.
+gpu-check:
+	@mkdir -p build/rooms/moe_pack
+	@for room in $(ROOMS); do ln -sfn ../../../$$room build/rooms/moe_pack/$$room; done
+	-@$(PYTHON) benchmarks/build_native.py
+	PYTHONPATH=build/rooms:tests/support $(PYTHON) benchmarks/gpu_check.py $(if $(PART),--part $(PART)) $(GPU_OPTIONS)
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

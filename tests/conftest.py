@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-# Before triton is imported: kernels run one program after the other in numpy, where no GPU is asked for.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+# Before triton is imported: kernels run one program after the other in numpy, unless `make gpu-check` asks for the GPU.
+os.environ.setdefault("TRITON_INTERPRET", "0" if os.environ.get("MOE_PACK_GPU") == "1" else "1")
 
 import pytest
 import torch
@@ -16,6 +16,13 @@ from moe_pack.formats import Selector
 @pytest.fixture(autouse=True, scope="session")
 def one_torch_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def kernel_device() -> torch.device:
+    """Where tests run kernels: on the CPU, by Triton's interpreter, or on the GPU where `make gpu-check` runs them."""
+    interpreted = os.environ.get("TRITON_INTERPRET", "0") != "0"
+    return torch.device("cuda" if os.environ.get("MOE_PACK_GPU") == "1" and not interpreted else "cpu")
 
 
 @pytest.fixture(scope="session")
