@@ -130,8 +130,7 @@ def _route_kernel(
         weights = powers / tl.sum(powers)
     if NORMALIZE:
         total = tl.sum(tl.where(places < K, weights, 0.0))
-        if KIND == _SIGMOID_TOPK:
-            total += 1e-20  # as in the reference: sigmoids that all vanish have no sum to divide by
-        weights = weights / total
+        # As in the reference: sigmoids that all vanish have no sum to divide by.
+        weights = weights / (total + (1e-20 if KIND == _SIGMOID_TOPK else 0.0))
     tl.store(experts_ptr + places, experts, mask=places < K)
     tl.store(weights_ptr + places, weights * SCALING, mask=places < K)
