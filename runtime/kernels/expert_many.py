@@ -50,6 +50,8 @@ def _hidden_of_piece(x: Tensor, tokens: Tensor, tables: LayerTables, expert: int
     """Writes h float32 [Te, f], 0 where a neuron does not run."""
     num_tokens, f = tokens.shape[0], kind.num_rows
     block_tokens, block_rows = blocks(num_tokens, f, MAX_TOKENS_IN_TWO)
+    if block_tokens == MAX_TOKENS_IN_TWO:
+        block_rows = 64  # what tensor cores of sm_90 take; with 32, registers spill
     gate = kind.gate
     parts = [kind.up.part] if gate is None else [gate.part, kind.up.part]
     _hidden[triton.cdiv(f, block_rows), triton.cdiv(num_tokens, block_tokens)](
