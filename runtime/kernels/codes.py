@@ -104,7 +104,8 @@ def word_places(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
     if PART[0] == AFFINE and PART[1] == 3:
         WORDS: tl.constexpr = 2 if PLANE else 4
         FIRST: tl.constexpr = 4 if PLANE else 0
-        w = (w // WORDS) * 6 + FIRST + w % WORDS
+        # Of blocks of 24 bytes 64 bits can be loaded at once, and as many columns of the other plane.
+        w = tl.max_contiguous((w // WORDS) * 6 + FIRST + w % WORDS, 1 if PLANE else 2)
     elif PART[1] == 1:
         # 128 bits a thread were 128 columns, for which a thread has no registers: 64 bits are loaded.
         w = tl.max_contiguous(w, 2)

@@ -37,9 +37,9 @@ def has_two_planes(part: Part) -> bool:
 
 
 @triton.constexpr_function
-def _chunk(bits: int) -> int:
-    """Words side by side that have one scale: 64 codes of 1 bit are two words."""
-    return 2 if bits == 1 else 4
+def _chunk(part: Part, plane: int) -> int:
+    """Words side by side that have one scale and are loaded together; of 64 codes at most."""
+    return 1 if plane else 2 if part[1] in (1, 3) else 4
 
 
 @triton.constexpr_function
@@ -70,19 +70,19 @@ def _load_chunk_scales(arena_ptr, units, live, PART: tl.constexpr, PLANE: tl.con
     """Scales and zeros, float32 [R, QS, NC]."""
     BITS: tl.constexpr = plane_bits(PART, PLANE)
     QS: tl.constexpr = _places(PART, BITS)
-    first = tl.arange(0, NW // _chunk(BITS))[None, :] * _chunk(BITS)
+    first = tl.arange(0, NW // _chunk(PART, PLANE))[None, :] * _chunk(PART, PLANE)
     column = (first // (2 * BITS)) * 64 + first % (2 * BITS) * 4 + tl.arange(0, QS)[:, None] * (8 * BITS)
     mask = live[:, None, None] & (first < PART[5] * BITS // 32)[None, :, :]
     return load_scales(arena_ptr, units[:, None, None], (column // PART[2])[None, :, :], mask, PART)
 
 
 @triton.jit
-def _spread(each, BITS: tl.constexpr, NW: tl.constexpr):
+def _spread(each, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
     """Values of chunks [R, QS, NC] for all their codes: [R, SQ, NW]."""
     R: tl.constexpr = each.shape[0]
     QS: tl.constexpr = each.shape[1]
-    CHUNK: tl.constexpr = _chunk(BITS)
-    SQ: tl.constexpr = 32 // BITS
+    CHUNK: tl.constexpr = _chunk(PART, PLANE)
+    SQ: tl.constexpr = 32 // plane_bits(PART, PLANE)
     wide = tl.broadcast_to(each[:, :, None, :, None], [R, QS, SQ // QS, NW // CHUNK, CHUNK])
     return tl.reshape(wide, [R, SQ, NW])
 
@@ -117,7 +117,7 @@ def load_x_part(x_ptr, PART: tl.constexpr, NW: tl.constexpr):
     x_sums, x_high = x, x
     if PART[0] == AFFINE:
         BITS: tl.constexpr = plane_bits(PART, 0)
-        x_sums = _chunk_sums(x[None, :, :], _places(PART, BITS), _chunk(BITS))
+        x_sums = _chunk_sums(x[None, :, :], _places(PART, BITS), _chunk(PART, 0))
         x = x * (_unplaced(BITS) * _LIFT)[:, None]
         if has_two_planes(PART):
             x_high = load_x(x_ptr, PART, 1, NW // 2) * (_unplaced(1) * _LIFT)[:, None]
@@ -133,11 +133,11 @@ def dot_part(arena_ptr, units, live, words, high, x, x_sums, x_high, PART: tl.co
     if PART[0] == AFFINE:
         BITS: tl.constexpr = plane_bits(PART, 0)
         scale, zero = _load_chunk_scales(arena_ptr, units, live, PART, 0, NW)
-        sums = _chunk_sums(_masked(words, BITS) * x[None, :, :], _places(PART, BITS), _chunk(BITS))
+        sums = _chunk_sums(_masked(words, BITS) * x[None, :, :], _places(PART, BITS), _chunk(PART, 0))
         total = tl.sum(tl.sum(scale * (sums * (FACTORS[0] * _DROP) - zero * x_sums), 2), 1)
         if has_two_planes(PART):
             scale, _ = _load_chunk_scales(arena_ptr, units, live, PART, 1, NW // 2)
-            sums = _chunk_sums(_masked(high, 1) * x_high[None, :, :], _places(PART, 1), 2)
+            sums = _chunk_sums(_masked(high, 1) * x_high[None, :, :], _places(PART, 1), 1)
             total += tl.sum(tl.sum(scale * (sums * (FACTORS[1] * _DROP)), 2), 1)
     else:
         total = tl.sum(tl.sum(unpack(words, PART, 0) * x[None, :, :], 1), 1)
@@ -154,7 +154,7 @@ def zero_part(PART: tl.constexpr, NW: tl.constexpr):
     less = tl.zeros([1, 1, 1], tl.float32)
     y_high = less
     if PART[0] == AFFINE:
-        less = tl.zeros([1, _places(PART, BITS), NW // _chunk(BITS)], tl.float32)
+        less = tl.zeros([1, _places(PART, BITS), NW // _chunk(PART, 0)], tl.float32)
         if has_two_planes(PART):
             y_high = tl.zeros([32, NW // 2], tl.float32)
     return y, less, y_high
@@ -167,12 +167,12 @@ def add_part(y, less, y_high, arena_ptr, units, live, words, high, h, PART: tl.c
         BITS: tl.constexpr = plane_bits(PART, 0)
         scale, zero = _load_chunk_scales(arena_ptr, units, live, PART, 0, NW)
         factors = scale * h[:, None, None]
-        y += tl.sum(_masked(words, BITS) * _spread(factors * _LIFT, BITS, NW), 0)
+        y += tl.sum(_masked(words, BITS) * _spread(factors * _LIFT, PART, 0, NW), 0)
         less += tl.sum(factors * zero, 0)[None, :, :]
         if has_two_planes(PART):
             scale, _ = _load_chunk_scales(arena_ptr, units, live, PART, 1, NW // 2)
             factors = scale * h[:, None, None]
-            y_high += tl.sum(_masked(high, 1) * _spread(factors * _LIFT, 1, NW // 2), 0)
+            y_high += tl.sum(_masked(high, 1) * _spread(factors * _LIFT, PART, 1, NW // 2), 0)
     else:
         y += tl.sum(unpack(words, PART, 0) * h[:, None, None], 0)
     return y, less, y_high
@@ -184,7 +184,7 @@ def store_part(y_ptr, y, less, y_high, PART: tl.constexpr, NW: tl.constexpr):
     if PART[0] == AFFINE:
         BITS: tl.constexpr = plane_bits(PART, 0)
         y = y * (_unplaced(BITS) * (FACTORS[0] * _DROP))[:, None]
-        y -= tl.reshape(_spread(less, BITS, NW), [32 // BITS, NW])
+        y -= tl.reshape(_spread(less, PART, 0, NW), [32 // BITS, NW])
     store_y(y_ptr, y, PART, 0, NW)
     if has_two_planes(PART):
         tl.debug_barrier()  # other threads wrote those columns

@@ -25,8 +25,8 @@ def sum_tile(parts: tuple[Part, ...]) -> Tile:
 
 
 def _tile(part: Part, rows: int) -> Tile:
-    """So many warps that a thread loads 128 bits of a row, 64 of codes of one bit; more rows where one is short."""
-    words = 32 * (2 if part.bits == 1 else 4)  # that a warp loads
+    """So many warps that a thread loads 128 bits of a row, 64 of codes of 1 bit and 3; more rows where one is short."""
+    words = 32 * (2 if part.bits in (1, 3) else 4)  # that a warp loads
     num_warps = max(1, min(8, part.num_words // words))
     return Tile(max(1, min(64, rows * words * num_warps // part.num_words)), num_warps)
 

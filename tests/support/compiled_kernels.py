@@ -6,6 +6,7 @@ TRITON_INTERPRET, it writes a JSON line for each kernel that its calls compile.
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +51,10 @@ def compiled(
     command = [sys.executable, __file__, "--only", only, "--widths", _listed(widths), "--dims", _listed(dims)]
     environment = {"TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
-        [*command, *map(str, capabilities)], capture_output=True, text=True, env=_inherited() | environment
+        [*command, *map(str, capabilities)], capture_output=True, text=True, env=os.environ | environment
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
-
-
-def _inherited() -> dict[str, str]:
-    import os
-
-    return dict(os.environ)
 
 
 def _listed(numbers: tuple[int, ...]) -> str:
@@ -92,11 +88,11 @@ def _dense_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[Cal
         for width in widths:
             layout = row_layout([("weight", part_format(width, 64, 16), False)], d)
             rows = torch.empty(64, layout.row_bytes, dtype=torch.uint8)
-            yield f"dense w{width} d{d}", lambda a=(d, rows, part_of(layout, "weight")): dense(*a)
+            yield f"dense w{width} d{d}", partial(dense, d, rows, part_of(layout, "weight"))
         if 16 in widths:
             for name, dtype in (("F16", torch.float16), ("F32", torch.float32)):
                 plain = torch.empty(64, d, dtype=dtype)
-                yield f"dense {name} d{d}", lambda a=(d, plain, stored_part(name, d)): dense(*a)
+                yield f"dense {name} d{d}", partial(dense, d, plain, stored_part(name, d))
 
 
 def _expert_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[Call]:
@@ -126,7 +122,7 @@ def _expert_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[Ca
     for d in dims:
         for width in widths:
             for selector in selectors:
-                yield f"expert {selector} w{width} d{d}", lambda a=(d, width, selector): experts(*a)
+                yield f"expert {selector} w{width} d{d}", partial(experts, d, width, selector)
 
 
 # --- how it is compiled

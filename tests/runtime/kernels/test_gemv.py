@@ -6,8 +6,8 @@ from random_experts import assert_near, product_magnitudes, random_rows, random_
 from torch import Tensor
 
 from moe_pack.formats import part_format
-from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
 from moe_pack.runtime.kernels import gemv as module
+from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
 from moe_pack.runtime.kernels.gemv import gather_row, gemv, gemv_twin
 from moe_pack.runtime.matrix import RowMatrix
 
