@@ -56,9 +56,7 @@ class GroupedAttention:
         attend(self._turned, cache, position, spec.scale, spec.sliding_window, self._room, self._mixed)
         self._project(role, "o", self._mixed.view(-1), x, x)
 
-    def _project(
-        self, role: str, name: str, inputs: Tensor, out: Tensor, residual: Tensor | None = None
-    ) -> None:
+    def _project(self, role: str, name: str, inputs: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
         weights = self._weights
         bias = weights.vector(f"{role}.{name}_bias") if name in self._spec.bias else None
         scale = 1.0 if residual is None else weights.spec.residual_multiplier

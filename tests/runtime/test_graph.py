@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from cards import CPU, graph_decoder
 from families import TINY, Tiny, write
 from models import TinyMixtral, pack
 
-from moe_pack.formats import Pack, Selector, rewrite_thresholds
+from moe_pack.formats import Pack, Selector
 from moe_pack.runtime import Decoder, PackWeights
 
 # The project's bound on logits, maximum absolute; sums in another order differ by some 1e-6.
