@@ -17,7 +17,7 @@ class CardMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        is_first = not torch.cuda.is_initialized()
+        is_first = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # untyped in torch
         self._nvml = _Nvml.open(device)
         self._before = self._nvml.used_bytes() if self._nvml is not None and is_first else 0
 
@@ -64,4 +64,4 @@ class _Nvml:
         held = _MemoryInfo()
         fault = self._library.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(held))
         assert fault == 0, "the card was there when it was opened"
-        return held.used
+        return int(held.used)

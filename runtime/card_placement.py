@@ -110,7 +110,7 @@ def least_placement(layout: PackLayout) -> CardPlacement:
     """Nothing always there, and pages for what one token needs: the least room that experts can run in."""
     shape = (len(layout.experts), len(layout.experts[0]))
     sizes = _Sizes.of(layout)
-    return sizes.placement(sizes.selector_rows > 0, np.zeros(shape, np.int64))
+    return sizes.placement(sizes.selector_rows > 0, np.zeros(shape, np.int64), is_shared=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

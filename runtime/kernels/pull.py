@@ -12,8 +12,10 @@ from torch import Tensor
 
 from moe_pack.runtime.kernels.admit import BYTES, ROWS, CacheState
 from moe_pack.runtime.kernels.tables import SELECT_BLOCK, LayerTables, Selection
+from moe_pack.runtime.kernels.tiles import INTERPRETED
 
-NUM_PROGRAMS = 528  # four for each multiprocessor of the largest card today; the link is slower than all of them
+# Four for each multiprocessor of the largest card today; the link is slower than all of them.
+NUM_PROGRAMS = 4 if INTERPRETED else 528
 _TILE_WORDS = 2048  # that a program has on their way at once: 16 a thread
 
 

@@ -7,6 +7,9 @@ import triton
 from moe_pack.runtime.kernels.codes import Part
 
 
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels run in numpy, one program after the other
+
+
 class Tile(NamedTuple):
     """`rows` of a part at a time, by `num_warps` warps."""
 
@@ -28,9 +31,11 @@ def _tile(part: Part, rows: int) -> Tile:
     """So many warps that a thread loads 128 bits of a row, 64 of codes of 1 bit and 3; more rows where one is short."""
     words = 32 * (2 if part.bits in (1, 3) else 4)  # that a warp loads
     num_warps = max(1, min(8, part.num_words // words))
+    if INTERPRETED:  # numpy takes as long for many rows as for one
+        return Tile(64, num_warps)
     return Tile(max(1, min(64, rows * words * num_warps // part.num_words)), num_warps)
 
 
 def num_partials(num_experts: int, num_rows: int, num_sms: int) -> int:
     """Into how many partial sums an expert's neurons are divided: two programs an SM, eight neurons each at least."""
-    return max(1, min(2 * num_sms // num_experts, triton.cdiv(num_rows, 8)))
+    return int(max(1, min(2 * num_sms // num_experts, triton.cdiv(num_rows, 8))))
