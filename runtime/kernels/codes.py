@@ -45,7 +45,7 @@ class Part(NamedTuple):
     def num_words(self) -> int:
         """Words of the first plane, rounded up to a power of two: NW of a tile that holds a whole row."""
         bits = 2 if self.num_planes == 2 else self.bits
-        return triton.next_power_of_2(self.num_cols * bits // 32)
+        return int(triton.next_power_of_2(self.num_cols * bits // 32))
 
 
 def part_of(rows: RowLayout, name: str) -> Part:
