@@ -5,10 +5,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_pack.formats import GroupedQuerySpec
+from moe_pack.formats import GroupedQuerySpec, LatentSpec
 from moe_pack.runtime.card_weights import CardWeights
 from moe_pack.runtime.kernels.attend import AttendRoom, attend
 from moe_pack.runtime.kernels.enter import QkNorms, enter
+from moe_pack.runtime.kernels.latent import HeldRows, enter_latent, leave_latent
+from moe_pack.runtime.kernels.norm import rms_norm
 from moe_pack.runtime.kv_cache import KVCache
 from moe_pack.runtime.rope import Angles
 
@@ -61,3 +63,49 @@ class GroupedAttention:
         bias = weights.vector(f"{role}.{name}_bias") if name in self._spec.bias else None
         scale = 1.0 if residual is None else weights.spec.residual_multiplier
         weights.dense(f"{role}.{name}").times(inputs, out, bias, residual, scale)
+
+
+class LatentAttention:
+    """Multi-head latent attention, the absorbed way; see `latent_attention`. Owns its buffers.
+
+    Args:    angles: float32 [context, rotary_dim / 2] each, of every position.
+    """
+
+    def __init__(self, weights: CardWeights, cache: KVCache, angles: Angles) -> None:
+        spec, device = weights.spec.attention, cache.keys.device
+        assert isinstance(spec, LatentSpec), "of this kind"
+        self._weights, self._cache, self._angles, self._spec = weights, cache, angles, spec
+        heads, rank, rope = spec.num_heads, spec.kv_lora_rank, spec.qk_rope_head_dim
+        self._q = torch.zeros(heads * (spec.qk_nope_head_dim + rope), device=device)
+        self._low = torch.zeros(spec.q_lora_rank or 0, device=device)
+        self._kv = torch.zeros(rank + rope, device=device)
+        self._moved = torch.zeros((heads, rank + rope), device=device)
+        self._mixed = torch.zeros((heads, rank), device=device)
+        self._values = torch.zeros(heads * spec.v_head_dim, device=device)
+        self._room = AttendRoom.room(heads, 1, rank, cache.context_tokens, device)
+
+    def run(self, layer: int, normed: Tensor, x: Tensor, position: Tensor) -> None:
+        """See `TokenAttention`."""
+        weights, spec, role = self._weights, self._spec, f"layers.{layer}.attention"
+        if spec.q_lora_rank is None:
+            weights.dense(f"{role}.q").times(normed, self._q)
+        else:
+            weights.dense(f"{role}.q_a").times(normed, self._low)
+            rms_norm(self._low, weights.vector(f"{role}.q_a_norm"), spec.lora_norm_eps, self._low)
+            weights.dense(f"{role}.q_b").times(self._low, self._q)
+        weights.dense(f"{role}.kv_a").times(normed, self._kv)
+        kv_b = HeldRows(weights.dense(f"{role}.kv_b").held, weights.dense(f"{role}.kv_b").part)
+        norm, interleaved = weights.vector(f"{role}.kv_a_norm"), weights.spec.rope.interleaved
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        projected = (self._q, self._kv)
+        enter_latent(projected, norm, self._angles, interleaved, position, spec, kv_b, self._moved, keys)
+        attend(self._moved, (keys, values), position, spec.scale, None, self._room, self._mixed)
+        leave_latent(self._mixed, spec, kv_b, self._values)
+        scale = weights.spec.residual_multiplier
+        weights.dense(f"{role}.o").times(self._values, x, residual=x, scale=scale)
+
+
+def token_attention(weights: CardWeights, cache: KVCache, angles: Angles) -> TokenAttention:
+    """The attention of a model's kind; arguments as above."""
+    kind = GroupedAttention if isinstance(weights.spec.attention, GroupedQuerySpec) else LatentAttention
+    return kind(weights, cache, angles)

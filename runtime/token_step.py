@@ -18,7 +18,7 @@ from moe_pack.runtime.kernels.tables import Selection
 from moe_pack.runtime.kernels.tiles import num_partials
 from moe_pack.runtime.kv_cache import KVCache
 from moe_pack.runtime.rope import Angles
-from moe_pack.runtime.token_attention import GroupedAttention, TokenAttention
+from moe_pack.runtime.token_attention import token_attention
 
 
 class TokenStep:
@@ -51,7 +51,7 @@ class TokenStep:
         f, k = spec.expert.intermediate_size, router.num_experts_per_tok
         self._selection = Selection.room(k, f, device)
         self._partials = floats(k, num_partials(k, f, num_sms), spec.hidden_size)
-        self._attention: TokenAttention = GroupedAttention(weights, cache, angles)
+        self._attention = token_attention(weights, cache, angles)
 
     def run(self) -> None:
         """Launches everything, from the token in `control` to `logits`."""

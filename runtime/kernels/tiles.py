@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import triton
-
 from moe_pack.runtime.kernels.codes import Part
 
 
@@ -38,4 +36,4 @@ def _tile(part: Part, rows: int) -> Tile:
 
 def num_partials(num_experts: int, num_rows: int, num_sms: int) -> int:
     """Into how many partial sums an expert's neurons are divided: two programs an SM, eight neurons each at least."""
-    return int(max(1, min(2 * num_sms // num_experts, triton.cdiv(num_rows, 8))))
+    return max(1, min(2 * num_sms // num_experts, -(-num_rows // 8)))

@@ -13,7 +13,7 @@ from moe_pack.runtime import Decoder, PackWeights
 
 # The project's bound on logits, maximum absolute; sums in another order differ by some 1e-6.
 TOLERANCE = 1e-4
-PROMPT, NUM_ALONE = 5, 6
+PROMPT, NUM_ALONE = 3, 4
 IDS = [(37 * i + 5) % 96 for i in range(PROMPT + NUM_ALONE)]
 
 
@@ -29,8 +29,9 @@ def found(folder: Path, share: float, ids: list[int], num_prompt: int = PROMPT) 
         return torch.cat([*pieces, *(decoder.logits([token]) for token in ids[num_prompt:])])
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("selector", ["up", "gate", "both", "none"])
+@pytest.mark.parametrize(
+    ("selector", "share"), [("up", 0.0), ("up", 0.4), ("up", 1.0), ("gate", 0.4), ("both", 0.4), ("none", 0.4)]
+)
 def test_logits_are_the_references_whatever_has_room(selector: Selector, share: float, tmp_path: Path) -> None:
     source = TinyMixtral(num_layers=2, num_experts=4, config={"num_experts_per_tok": 2}).write(tmp_path / "source")
     folder = tmp_path / "packed"
