@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import triton
+
 from moe_pack.runtime.kernels.codes import Part
 
 
