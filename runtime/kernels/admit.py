@@ -271,25 +271,26 @@ def _admit(
         hits += was_in
         if was_in == 0:
             count = tl.load(num_pages_of_ptr + e)
-            while num_free < count:
-                may_go = (is_in == 1) & (num_pages_of > 0) & (last_used < clock)
-                age = tl.where(may_go, last_used, _NEVER)
-                victim = tl.min(tl.where(age == tl.min(age), ids, BLOCK_E))
-                num_free = _evict(
-                    victim,
-                    num_free,
-                    num_pages_of_ptr,
-                    page_list_ptr,
-                    free_ptr,
-                    selector_is_dynamic_ptr,
-                    first_dynamic_ptr,
-                    selector_at_ptr,
-                    record_at_ptr,
-                    f,
-                    max_pages,
-                    BLOCK,
-                )
-                is_in = tl.where(ids == victim, 0, is_in)
+            if KEEPS:  # else all pages are free by now, and a step has room beside nothing else
+                while num_free < count:
+                    may_go = (is_in == 1) & (num_pages_of > 0) & (last_used < clock)
+                    age = tl.where(may_go, last_used, _NEVER)
+                    victim = tl.min(tl.where(age == tl.min(age), ids, BLOCK_E))
+                    num_free = _evict(
+                        victim,
+                        num_free,
+                        num_pages_of_ptr,
+                        page_list_ptr,
+                        free_ptr,
+                        selector_is_dynamic_ptr,
+                        first_dynamic_ptr,
+                        selector_at_ptr,
+                        record_at_ptr,
+                        f,
+                        max_pages,
+                        BLOCK,
+                    )
+                    is_in = tl.where(ids == victim, 0, is_in)
             tl.debug_barrier()  # other threads wrote what is read from `free`
             begin = 0
             while begin < count:
