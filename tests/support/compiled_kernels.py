@@ -175,7 +175,7 @@ def _described(call: str, kernel: str, capability: int, built: Any, with_instruc
 
 
 _LINE = re.compile(r"\.loc\s+\d+ \d+ \d+\s+// (\w+)\.py:(\d+)")
-_LOAD = re.compile(r"ld\.global(?:[.:]\w+)*?(?:\.v(\d))?\.[bfsu](\d+)\s")
+_LOAD = re.compile(r"ld\.global(?:[.:]+\w+)*?(?:\.v(\d))?\.[bfsu](\d+)\s")
 _COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (0x\w+|\d+)")
 
 

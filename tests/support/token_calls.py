@@ -143,7 +143,7 @@ def cache_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[Call
 
 def _cache(d: int, width: int) -> None:
     part = part_format(width, 64)
-    for num_experts, k, f in ((8, 2, 768), (128, 8, 14336)):
+    for num_experts, k, f in ((8, 2, 768), (512, 10, 14336)):
         spec = ExpertSpec("silu", f, ("gate", "up", "down"), (), 0)
         kind = kind_of(expert_layout(ExpertFormat(part, part, part), "up", spec, d), "up")
         at = torch.zeros(num_experts, f, dtype=torch.int32)
@@ -152,7 +152,7 @@ def _cache(d: int, width: int) -> None:
         host = HostRows(torch.empty(128, dtype=torch.uint8), torch.zeros(num_experts, dtype=torch.int64))
         experts, selection = torch.zeros(k, dtype=torch.int32), Selection.room(k, f, CPU)
         for keeps in (True, False):
-            state = CacheState.empty(5 * each, each, each, 64, 8, PAGE_BYTES // 16, k, keeps)
+            state = CacheState.empty(5 * each, each, each, 5 * k, 8, PAGE_BYTES // 16, k, keeps)
             admit(experts, state, tables)
         pull_selectors(experts, tables, state, host)
         pull_records(experts, selection, tables, state, host)
