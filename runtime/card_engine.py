@@ -9,7 +9,7 @@ import gc
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -57,6 +57,28 @@ class CardUse:
     def spent(self) -> int:
         """All together."""
         return self.dense + self.cache + self.experts + self.overhead
+
+
+@dataclass(frozen=True, slots=True)
+class CardCounts:
+    """What the cache of experts was asked since the start: `needed` experts of which `hits` had their pages.
+
+    `rows`, `num_bytes`: that were pulled from host memory.
+    """
+
+    needed: int
+    hits: int
+    rows: int
+    num_bytes: int
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A decoder that counts what it needed and pulled."""
+
+    def counts(self) -> CardCounts:
+        """What was needed and pulled until now; waits for the card."""
+        ...
 
 
 class AtWork(Protocol):
