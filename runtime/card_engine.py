@@ -17,7 +17,6 @@ import torch
 from moe_pack.formats import Pack, RunError, size_text
 from moe_pack.runtime.budget import AS_BUDGET
 from moe_pack.runtime.card_budget import CardCosts, divide_card
-from moe_pack.runtime.card_memory import CardMemory
 from moe_pack.runtime.card_placement import PAGE_SHARE
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.pack_weights import PackWeights
@@ -81,6 +80,18 @@ class Counting(Protocol):
         ...
 
 
+class DriverMemory(Protocol):
+    """A card's memory as its driver counts it; see `CardMemory`."""
+
+    def used_bytes(self) -> int:
+        """Bytes that this process uses."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Bytes that nobody uses."""
+        ...
+
+
 class AtWork(Protocol):
     """An engine put together: `expert_bytes` of the card are experts', `pages_bytes` of these come and go."""
 
@@ -105,7 +116,7 @@ class AtWork(Protocol):
 def fit_to_card(
     pack: Pack,
     device: torch.device,
-    memory: CardMemory,
+    memory: DriverMemory,
     asked: CardAsked,
     least_bytes: int,
     build: Callable[[int, int], AtWork],
