@@ -5,30 +5,16 @@ that the token went to and the counts of what was pulled. Prompts run as everywh
 the same cache. Importing this needs triton.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from moe_pack.runtime.card_engine import CardCounts
 from moe_pack.runtime.card_weights import CardWeights
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.kernels.admit import BYTES, HITS, NEEDED, ROWS
 from moe_pack.runtime.token_step import TokenStep
 
 NUM_SMS = 1  # where there is no card to ask: programs run one after the other there
-
-
-@dataclass(frozen=True, slots=True)
-class CardCounts:
-    """What the cache of experts was asked since the start: `needed` experts of which `hits` had their pages.
-
-    `rows`, `num_bytes`: that were pulled from host memory.
-    """
-
-    needed: int
-    hits: int
-    rows: int
-    num_bytes: int
 
 
 class GraphDecoder(Decoder):
