@@ -6,7 +6,6 @@ import triton
 
 from moe_pack.runtime.kernels.codes import Part
 
-
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels run in numpy, one program after the other
 
 
