@@ -125,7 +125,7 @@ def _line(cost: Cost) -> str:
 @click.command(help=__doc__)
 @click.option("--model", type=click.Path(path_type=Path, exists=True), default=_TESTS / "models" / "tiny-mixtral")
 @click.option("--text", type=click.Path(path_type=Path, exists=True), default=_TESTS / "data" / "books-valid.txt")
-@click.option("--tokens", default=4096, show_default=True, type=click.IntRange(1), help="Tokens of the text to take.")
+@click.option("--tokens", default=16384, show_default=True, type=click.IntRange(1), help="Tokens of the text to take.")
 @click.option("--window", default=512, show_default=True, type=click.IntRange(2), help="Tokens run together.")
 @click.option("--widths", default="16,4", show_default=True, help="Bits of every expert's weights, one a pack.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
