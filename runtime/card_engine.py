@@ -9,7 +9,7 @@ import gc
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ import torch
 from moe_pack.formats import Pack, RunError, size_text
 from moe_pack.runtime.budget import AS_BUDGET
 from moe_pack.runtime.card_budget import CardCosts, divide_card
-from moe_pack.runtime.card_memory import CardMemory
 from moe_pack.runtime.card_placement import PAGE_SHARE
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.pack_weights import PackWeights
@@ -59,6 +58,40 @@ class CardUse:
         return self.dense + self.cache + self.experts + self.overhead
 
 
+@dataclass(frozen=True, slots=True)
+class CardCounts:
+    """What the cache of experts was asked since the start: `needed` experts of which `hits` had their pages.
+
+    `rows`, `num_bytes`: that were pulled from host memory.
+    """
+
+    needed: int
+    hits: int
+    rows: int
+    num_bytes: int
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A decoder that counts what it needed and pulled."""
+
+    def counts(self) -> CardCounts:
+        """What was needed and pulled until now; waits for the card."""
+        ...
+
+
+class DriverMemory(Protocol):
+    """A card's memory as its driver counts it; see `CardMemory`."""
+
+    def used_bytes(self) -> int:
+        """Bytes that this process uses."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Bytes that nobody uses."""
+        ...
+
+
 class AtWork(Protocol):
     """An engine put together: `expert_bytes` of the card are experts', `pages_bytes` of these come and go."""
 
@@ -83,7 +116,7 @@ class AtWork(Protocol):
 def fit_to_card(
     pack: Pack,
     device: torch.device,
-    memory: CardMemory,
+    memory: DriverMemory,
     asked: CardAsked,
     least_bytes: int,
     build: Callable[[int, int], AtWork],

@@ -130,6 +130,8 @@ class Engine:
         self.is_direct = False
         self.engine: Literal["graph", "staged"] = "staged"
         self.use: CardUse | None = None
+        self.card_memory: CardMemory | None = None
+        self.host: HostArena | None = None
         self._recorder: Recorder | None = None
         self._pack, self._stack = pack, ExitStack()
         self.device = _device(options.device)
@@ -169,14 +171,14 @@ class Engine:
             if is_given:
                 raise RunError(f"{name}: is of --device cpu; leave it out")
         _check_triton()
-        memory = CardMemory(self.device)  # before anything else uses the card
+        memory = self.card_memory = CardMemory(self.device)  # before anything else uses the card
         ram = options.ram_bytes or _usual_ram()
         engine = self._card_engine(ram)
         cache_dtype = torch.float32 if options.kv_dtype == "f32" else torch.bfloat16
         asked = CardAsked(options.budget_bytes, context_tokens, options.chunk_tokens, cache_dtype)
         host = None
         if host_bytes(pack) <= ram:
-            host = self._stack.enter_context(HostArena(pack, self.device))
+            host = self.host = self._stack.enter_context(HostArena(pack, self.device))
         if engine == "graph":
             assert host is not None, "it was chosen because there is room"
             built, self.use = self._fit_graph(memory, asked, host)

@@ -5,30 +5,16 @@ that the token went to and the counts of what was pulled. Prompts run as everywh
 the same cache. Importing this needs triton.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from moe_pack.runtime.card_engine import CardCounts
 from moe_pack.runtime.card_weights import CardWeights
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.kernels.admit import BYTES, HITS, NEEDED, ROWS
 from moe_pack.runtime.token_step import TokenStep
 
 NUM_SMS = 1  # where there is no card to ask: programs run one after the other there
-
-
-@dataclass(frozen=True, slots=True)
-class CardCounts:
-    """What the cache of experts was asked since the start: `needed` experts of which `hits` had their pages.
-
-    `rows`, `num_bytes`: that were pulled from host memory.
-    """
-
-    needed: int
-    hits: int
-    rows: int
-    num_bytes: int
 
 
 class GraphDecoder(Decoder):
@@ -60,7 +46,11 @@ class GraphDecoder(Decoder):
 
         self._control, self._logits = pinned(self._step.control), pinned(self._step.logits)
         self._routes, self._counters = pinned(self._step.routes), pinned(weights.cache.counters)
-        self._graph = self._captured() if is_cuda else None
+        self._graph = None
+        if is_cuda:
+            self._graph = self._captured()
+            # An event: torch can be told to forbid waits for streams, and a test has no others here.
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
 
     @property
     def routes(self) -> Tensor:
@@ -95,7 +85,8 @@ class GraphDecoder(Decoder):
             self._launch()
         else:
             self._graph.replay()
-            torch.cuda.current_stream().synchronize()  # the one wait of a token: its logits are wanted
+            self._done.record()
+            self._done.synchronize()  # the one wait of a token: its logits are wanted
         self._ids[before:] = [token]
         self.cache.num_tokens += 1
         return self._logits
@@ -122,6 +113,7 @@ class GraphDecoder(Decoder):
     def _captured(self) -> torch.cuda.CUDAGraph:
         """The launches of a token as a graph. They run once before, so that all kernels are compiled and loaded."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # untyped in torch
+        stream.wait_stream(torch.cuda.current_stream())  # what is launched here uses what was filled there
         with torch.cuda.stream(stream):
             self._launch()
             stream.synchronize()

@@ -32,6 +32,16 @@ class SmallLayer:
     state: CacheState
     host: HostRows
 
+    def to(self, device: torch.device) -> "SmallLayer":
+        """The same on a device, `host` in memory that it can read."""
+        tables, rows = self.tables, self.host.rows
+        on_device = {name: getattr(tables, name).to(device) for name in ("arena", "record_at", "kind", "thresholds")}
+        at = None if tables.selector_at is None else tables.selector_at.to(device)
+        state = self.state.put(lambda held: held.to(device), self.state.counters.to(device))
+        rows = rows if device.type == "cpu" else rows.pin_memory()
+        host = HostRows(rows, self.host.extent_at.to(device))
+        return replace(self, tables=replace(tables, selector_at=at, **on_device), state=state, host=host)
+
     def copy(self) -> "SmallLayer":
         """The same, with tables and state of its own."""
         tables, state = self.tables, self.state
