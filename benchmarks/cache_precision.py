@@ -39,8 +39,8 @@ class Cost:
     """What a pack with a bfloat16 cache does beside itself with a float32 one.
 
     `width`: bits of an expert's weight.   `kl`: nats a token, and the median token's.   `growth`: of perplexity, 0.01
-    for 1%.   `agreement`: share of tokens with the same likeliest successor.   `most`: the largest difference of a
-    logit.
+    for 1%.   `agreement`: share of tokens with the same likeliest successor.   `rerouted`: share of tokens that go to
+    other experts, in any layer.   `kl_of_rerouted`: how much of all KL is theirs.
     """
 
     width: int
@@ -52,25 +52,46 @@ class Cost:
     growth: float
     growth_interval: tuple[float, float]
     agreement: float
-    most: float
+    rerouted: float
+    kl_of_rerouted: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Window:
-    """Of one window: each token's KL, and blocks of the nats of each token that comes, by either cache."""
+    """Of one window: each token's KL, whether it was rerouted, and blocks of each next token's nats by either cache."""
 
     kl: Tensor
+    is_rerouted: Tensor
     nll: tuple[Blocks, Blocks]
     num_agreeing: int
-    most: float
+
+
+class _WatchedWeights(PackWeights):
+    """A pack's weights that keep where tokens went."""
+
+    def __init__(self, pack: Pack) -> None:
+        super().__init__(pack, torch.device("cpu"))
+        self._routes: dict[int, list[Tensor]] = {}
+
+    def run_experts(self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor) -> Tensor | None:
+        """See `PackWeights`."""
+        self._routes.setdefault(layer_idx, []).append(experts.sort(dim=1).values)
+        return super().run_experts(layer_idx, x, experts, router_weights)
+
+    def take_routes(self) -> Tensor:
+        """The experts of all tokens since the last call, int64 [T, L, k]."""
+        routes, self._routes = self._routes, {}
+        return torch.stack([torch.cat(routes[layer_idx]) for layer_idx in sorted(routes)], dim=1)
 
 
 def cost_of(pack: Pack, width: int, tokens: Tokens) -> Cost:
     """Runs all windows with both caches."""
-    weights, num_positions = PackWeights(pack, torch.device("cpu")), tokens.sequences.shape[1]
+    weights, num_positions, windows = _WatchedWeights(pack), tokens.sequences.shape[1], list[_Window]()
     exact, rounded = (Decoder(weights, num_positions, cache_dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
-    windows = [_window(exact, rounded, ids) for ids in tqdm(tokens.sequences.tolist(), f"{width} bit", disable=None)]
+    for ids in tqdm(tokens.sequences.tolist(), f"{width} bit", disable=None):
+        windows.append(_window(exact, rounded, weights, ids))
     kl = np.concatenate([_blocks(window.kl) for window in windows])
+    by_token, is_rerouted = (torch.cat([getattr(window, name) for window in windows]) for name in ("kl", "is_rerouted"))
     ours, other = (np.concatenate([window.nll[which] for window in windows]) for which in (1, 0))
     divergence, growth = paired_difference(kl, np.zeros_like(kl)), paired_difference(ours, other)
     return Cost(
@@ -78,24 +99,26 @@ def cost_of(pack: Pack, width: int, tokens: Tokens) -> Cost:
         tokens.sequences.size,
         divergence.mean,
         (divergence.low, divergence.high),
-        float(torch.cat([window.kl for window in windows]).median()),
+        float(by_token.median()),
         math.exp(other.mean()),
         math.expm1(growth.mean),
         _grown(growth),
         sum(window.num_agreeing for window in windows) / tokens.sequences.size,
-        max(window.most for window in windows),
+        float(is_rerouted.double().mean()),
+        float(by_token[is_rerouted].sum() / by_token.sum()),
     )
 
 
-def _window(exact: Decoder, rounded: Decoder, ids: list[int]) -> _Window:
-    expected, found = _logits(exact, ids), _logits(rounded, ids)
+def _window(exact: Decoder, rounded: Decoder, weights: _WatchedWeights, ids: list[int]) -> _Window:
+    expected, usual = _logits(exact, ids), weights.take_routes()
+    found, routes = _logits(rounded, ids), weights.take_routes()
     p, q = expected.log_softmax(dim=1), found.log_softmax(dim=1)
     nexts = torch.tensor(ids[1:])[:, None]
     return _Window(
         (p.exp() * (p - q)).sum(dim=1),
+        (usual != routes).flatten(1).any(dim=1),
         (_blocks(-p[:-1].gather(1, nexts)[:, 0]), _blocks(-q[:-1].gather(1, nexts)[:, 0])),
         int((expected.argmax(dim=1) == found.argmax(dim=1)).sum()),
-        float((expected - found).abs().max()),
     )
 
 
@@ -118,14 +141,15 @@ def _line(cost: Cost) -> str:
     least, most = cost.growth_interval
     return (
         f"{cost.width:5}  {cost.kl:.2e} ({low:.2e} to {high:.2e})  {cost.kl_median:.2e}  {cost.perplexity:10.4f}  "
-        f"{cost.growth:+.4%} ({least:+.4%} to {most:+.4%})  {cost.agreement:7.2%}  {cost.most:.3f}"
+        f"{cost.growth:+.4%} ({least:+.4%} to {most:+.4%})  {cost.agreement:7.2%}  "
+        f"{cost.rerouted:.2%}, {cost.kl_of_rerouted:.1%} of KL"
     )
 
 
 @click.command(help=__doc__)
 @click.option("--model", type=click.Path(path_type=Path, exists=True), default=_TESTS / "models" / "tiny-mixtral")
 @click.option("--text", type=click.Path(path_type=Path, exists=True), default=_TESTS / "data" / "books-valid.txt")
-@click.option("--tokens", default=4096, show_default=True, type=click.IntRange(1), help="Tokens of the text to take.")
+@click.option("--tokens", default=16384, show_default=True, type=click.IntRange(1), help="Tokens of the text to take.")
 @click.option("--window", default=512, show_default=True, type=click.IntRange(2), help="Tokens run together.")
 @click.option("--widths", default="16,4", show_default=True, help="Bits of every expert's weights, one a pack.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -146,7 +170,7 @@ def main(model: Path, text: Path, tokens: int, window: int, widths: str, as_json
         click.echo(json.dumps([asdict(cost) for cost in costs]))
         return
     click.echo(f"{taken.sequences.size} tokens in {len(taken.sequences)} windows of {window}")
-    click.echo("width  KL, nats  median  perplexity  growth  same likeliest  largest difference of logits")
+    click.echo("width  KL, nats  median  perplexity  growth  same likeliest  rerouted")
     for cost in costs:
         click.echo(_line(cost))
 
