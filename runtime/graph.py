@@ -46,11 +46,9 @@ class GraphDecoder(Decoder):
 
         self._control, self._logits = pinned(self._step.control), pinned(self._step.logits)
         self._routes, self._counters = pinned(self._step.routes), pinned(weights.cache.counters)
-        self._graph = None
-        if is_cuda:
-            self._graph = self._captured()
-            # An event: torch can be told to forbid waits for streams, and a test has no others here.
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+        # An event: torch can be told to forbid waits for streams, so that a test sees that there is no other.
+        self._done = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # untyped in torch
+        self._graph = self._captured() if is_cuda else None
 
     @property
     def routes(self) -> Tensor:
@@ -85,6 +83,7 @@ class GraphDecoder(Decoder):
             self._launch()
         else:
             self._graph.replay()
+        if self._done is not None:
             self._done.record()
             self._done.synchronize()  # the one wait of a token: its logits are wanted
         self._ids[before:] = [token]
