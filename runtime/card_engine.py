@@ -22,6 +22,8 @@ from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.pack_weights import PackWeights
 
 _ROUNDING_BYTES = 4 << 20  # the driver gives memory in pieces of 2 MiB
+# What torch allocates is a piece of the driver's own from here on; what is smaller shares pieces of 20 MiB with others.
+_OWN_PIECE_BYTES = 10 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,8 @@ def fit_to_card(
     context_bytes = memory.used_bytes()
     budget = asked.budget_bytes or context_bytes + memory.free_bytes() - _ROUNDING_BYTES
     chunk = _chunk_tokens(pack, asked, budget, context_bytes)
-    with closing(build(least_bytes, chunk)) as first:
+    # Were the experts to lie beside others now and apart later, there would be one piece more than was measured.
+    with closing(build(max(least_bytes, _OWN_PIECE_BYTES), chunk)) as first:
         _do_everything(first.decoder, chunk)
         overhead, cache_bytes = memory.used_bytes() - first.expert_bytes, first.decoder.cache.num_bytes
     _let_go()

@@ -14,8 +14,8 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def many_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Names and calls: a handful of tokens and a prefill's, groups of 64 and of 16, all selector kinds."""
-    selectors: tuple[Selector, ...] = ("up", "both", "none")
+    """Names and calls: a handful of tokens and a prefill's, groups of 64 and of 16, selectors or none."""
+    selectors: tuple[Selector, ...] = ("up", "none")
     for d in dims:
         for dtype in DTYPES if 16 in widths else ():
             yield f"gemm {dtype} d{d}", lambda a=(d, dtype): [_plain(*a, tokens) for tokens in (8, 512)]
