@@ -22,8 +22,9 @@ from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.pack_weights import PackWeights
 
 _ROUNDING_BYTES = 4 << 20  # the driver gives memory in pieces of 2 MiB
-# What torch allocates is a piece of the driver's own from here on; what is smaller shares pieces of 20 MiB with others.
-_OWN_PIECE_BYTES = 10 << 20
+# What torch allocates has a piece of the driver's memory of its own from so many bytes on; what is smaller shares
+# pieces of 20 MiB with others, of which there may be one more than was measured.
+_OWN_PIECE_BYTES, _SHARED_PIECE_BYTES = 10 << 20, 20 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +134,16 @@ def fit_to_card(
     context_bytes = memory.used_bytes()
     budget = asked.budget_bytes or context_bytes + memory.free_bytes() - _ROUNDING_BYTES
     chunk = _chunk_tokens(pack, asked, budget, context_bytes)
-    # Were the experts to lie beside others now and apart later, there would be one piece more than was measured.
-    with closing(build(max(least_bytes, _OWN_PIECE_BYTES), chunk)) as first:
+    with closing(build(least_bytes, chunk)) as first:
         _do_everything(first.decoder, chunk)
         overhead, cache_bytes = memory.used_bytes() - first.expert_bytes, first.decoder.cache.num_bytes
     _let_go()
-    room = budget - overhead - _ROUNDING_BYTES
+    overhead_kept = overhead + _ROUNDING_BYTES + (_SHARED_PIECE_BYTES if least_bytes < _OWN_PIECE_BYTES else 0)
+    room = budget - overhead_kept
     if room < least_bytes:
         raise RunError(
             f"--budget: {size_text(budget)}, needed are at least "
-            f"{size_text(overhead + _ROUNDING_BYTES + least_bytes)}: {size_text(overhead)} for all but experts, as "
+            f"{size_text(overhead_kept + least_bytes)}: {size_text(overhead)} for all but experts, as "
             f"measured, and {size_text(least_bytes)} for experts; give more, or a shorter context with --max-tokens"
         )
     built = build(room, chunk)

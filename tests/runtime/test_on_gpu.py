@@ -8,26 +8,29 @@ from pathlib import Path
 
 import pytest
 import torch
+from cards import graph_decoder
 from models import DEMO_MODEL, pack
 from torch import Tensor
 
-from moe_pack.formats import Pack, Selector, rewrite_thresholds
+from moe_pack.formats import Pack, RunError, Selector, rewrite_thresholds
 from moe_pack.runtime import Decoder, Engine, EngineOptions, PackWeights, activations
+from moe_pack.runtime.card_cache import CardCache
+from moe_pack.runtime.card_placement import least_placement
+from moe_pack.runtime.host_arena import HostArena
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
 ]
 
-CPU = torch.device("cpu")
+CPU, CARD = torch.device("cpu"), torch.device("cuda")
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000]
 NUM_PROMPT = 6
 CONTEXT = 64
 # Logits of the demo model reach 20; float32 sums in another order move them by about 1e-5.
 TOLERANCE = 1e-4
 MAX_KL = 1e-2  # nats a token, of keys and values in bfloat16: 2e-4 under the interpreter, which cuts off
-SLACK_BYTES = 24 << 20  # an engine that pulls has some kernels more than one that does not, and pieces end elsewhere
-SHARES = (0.15, 0.5, 1.0)  # of all experts' bytes, that there is room for
+SHARES = (0.0, 0.3, 1.0)  # of all experts' bytes, that there is room for beyond what a token needs
 KINDS: list[tuple[Selector, float]] = [("up", 0.0), ("up", 0.8), ("both", 0.0), ("both", 0.8)]
 
 
@@ -81,19 +84,32 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 
 @contextmanager
 def engine(folder: Path, share: float | None = None, **options: object) -> Iterator[Engine]:
-    """An engine with room for that share of all experts; None: without a budget."""
+    """An engine inside a budget with room for that share of all experts beyond the least; None: without a budget."""
     wished: dict[str, object] = {"device": "cuda", "engine": "graph", "kv_dtype": "f32"} | options
     torch.zeros(1, device="cuda")  # all engines count what is in use alike, the first one too
     with Pack(folder) as held:
         if share is not None:
-            with Engine(held, EngineOptions(**wished), CONTEXT) as unbounded:  # type: ignore[arg-type]  # by name
-                use = unbounded.use
-            assert use is not None
-            wished["budget_bytes"] = use.spent - use.experts + SLACK_BYTES + round(share * use.experts)
-            torch.cuda.empty_cache()
-        with Engine(held, EngineOptions(**wished), CONTEXT) as opened:  # type: ignore[arg-type]  # likewise
+            wished["budget_bytes"] = _budget(held, wished, share)
+        with Engine(held, EngineOptions(**wished), CONTEXT) as opened:  # type: ignore[arg-type]  # by name
             yield opened
     torch.cuda.empty_cache()
+
+
+def _budget(held: Pack, wished: dict[str, object], share: float) -> int:
+    """The least budget that is taken, to a piece of the driver's, and a share of all experts more."""
+    with Engine(held, EngineOptions(**wished), CONTEXT) as unbounded:  # type: ignore[arg-type]  # by name
+        use = unbounded.use
+    assert use is not None
+    for more in range(0, 64 << 20, 2 << 20):
+        torch.cuda.empty_cache()
+        budget = use.spent - use.experts + more
+        try:
+            Engine(held, EngineOptions(**wished | {"budget_bytes": budget}), CONTEXT).close()  # type: ignore[arg-type]
+        except RunError:
+            continue
+        torch.cuda.empty_cache()
+        return budget + round(share * use.experts)
+    raise AssertionError("64 MiB beside what all but experts takes are enough for the demo model")
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -105,26 +121,35 @@ def test_the_graph_engine_answers_as_plain_torch_does_on_the_cpu(
     packs: dict[tuple[Selector, float], Path],
     reference: dict[tuple[Selector, float], Tensor],
 ) -> None:
-    with engine(packs[selector, sparsity], share) as opened:
+    with graph_decoder(packs[selector, sparsity], share, CONTEXT, device=CARD) as decoder:
         for _ in range(2):  # once while experts come, once more with what has stayed
-            assert_near(answers(opened.decoder), reference[selector, sparsity])
+            assert_near(answers(decoder), reference[selector, sparsity])
+        counts = decoder.counts()
+        assert (counts.rows > 0) == (share < 1), "rows are pulled where there is no room for all"
 
 
 @pytest.mark.parametrize("share", SHARES)
 def test_a_replayed_graph_gives_the_bits_of_launches_one_by_one(
     share: float, packs: dict[tuple[Selector, float], Path]
 ) -> None:
+<<<<<<< HEAD
     with engine(packs["up", 0.8], share) as opened:
         replayed = answers(opened.decoder)
         opened.decoder._run = opened.decoder._launch  # type: ignore[attr-defined]  # the graph engine's
         assert torch.equal(answers(opened.decoder), replayed)
+=======
+    with graph_decoder(packs["up", 0.8], share, CONTEXT, device=CARD) as decoder:
+        replayed = answers(decoder)
+        decoder._graph = None  # it launches where it has none
+        assert torch.equal(answers(decoder), replayed)
+>>>>>>> g1
 
 
-def test_answers_do_not_depend_on_the_budget(packs: dict[tuple[Selector, float], Path]) -> None:
+def test_answers_do_not_depend_on_what_has_room(packs: dict[tuple[Selector, float], Path]) -> None:
     found = []
     for share in SHARES:
-        with engine(packs["both", 0.8], share) as opened:
-            found.append(answers(opened.decoder))
+        with graph_decoder(packs["both", 0.8], share, CONTEXT, device=CARD) as decoder:
+            found.append(answers(decoder))
     assert all(torch.equal(each, found[0]) for each in found)
 
 
@@ -146,12 +171,12 @@ def test_a_token_takes_no_memory_and_the_host_waits_for_its_logits_alone(
     def allocations() -> int:
         return int(torch.cuda.memory_stats()["allocation.all.allocated"])
 
-    with engine(packs["up", 0.8], share) as opened:
-        opened.decoder.next_logits(IDS[:NUM_PROMPT])
+    with graph_decoder(packs["up", 0.8], share, CONTEXT, device=CARD) as decoder:
+        decoder.next_logits(IDS[:NUM_PROMPT])
         before = allocations()
         with without_waits():
             for token in IDS[NUM_PROMPT:]:
-                opened.decoder.next_logits([token])
+                decoder.next_logits([token])
             with pytest.raises(RuntimeError, match="synchronizing"):
                 torch.cuda.current_stream().synchronize()
         assert allocations() == before
@@ -209,24 +234,18 @@ def assert_kl_is_small(found: Tensor, expected: Tensor) -> None:
 
 
 def test_all_host_memory_is_page_locked_and_the_card_reads_it(packs: dict[tuple[Selector, float], Path]) -> None:
-    # Here: where there is no card there may be no triton.
-    from moe_pack.runtime.card_cache import CardCache
-    from moe_pack.runtime.card_placement import least_placement
-    from moe_pack.runtime.host_arena import HostArena
-
-    device = torch.device("cuda")
-    with Pack(packs["up", 0.0]) as held, HostArena(held, device) as arena:
+    with Pack(packs["up", 0.0]) as held, HostArena(held, CARD) as arena:
         assert arena.is_locked and arena.locked_bytes == arena.num_bytes
-        with closing(CardCache(held, least_placement(held.layout), arena, device)) as cache:
+        with closing(CardCache(held, least_placement(held.layout), arena, CARD)) as cache:
             for l, e in product(*map(range, held.thresholds.shape)):
                 layer, layout = cache.layers[l], held.layout.experts[l][e]
                 assert arena.rows(l).is_pinned()
-                one = torch.tensor([e], dtype=torch.int32, device=device)
+                one = torch.tensor([e], dtype=torch.int32, device=CARD)
                 layer.admit(one)
                 layer.pull_selectors(one)
                 layer.pull_records(one, None)
                 begin = 16 * layer.tables.record_at[e].long()
                 assert bool((begin >= 0).all()), "all records have come"
-                places = begin[:, None] + torch.arange(layout.records.row_bytes, device=device)
+                places = begin[:, None] + torch.arange(layout.records.row_bytes, device=CARD)
                 expected = torch.from_numpy(held.read_extent(l, e)[layout.selector_bytes :].copy())
                 assert torch.equal(layer.tables.arena[places].flatten().cpu(), expected)

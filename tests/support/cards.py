@@ -29,9 +29,10 @@ def graph_decoder(
     context_tokens: int = 64,
     chunk_tokens: int = 16,
     cache_dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
 ) -> Iterator[GraphDecoder]:
     """A pack at work in so much room; see `room_for`."""
-    with Pack(folder) as pack, HostArena(pack, CPU) as host:
+    with Pack(folder) as pack, HostArena(pack, device) as host:
         room = room_for(pack, share)
-        with closing(GraphAtWork(pack, host, CPU, room, context_tokens, chunk_tokens, cache_dtype)) as built:
+        with closing(GraphAtWork(pack, host, device, room, context_tokens, chunk_tokens, cache_dtype)) as built:
             yield built.decoder
