@@ -51,7 +51,7 @@ def _make_sparse(folder: Path, sparsity: float) -> None:
         thresholds = torch.empty(held.thresholds.shape)
         for l, e in product(*map(range, held.thresholds.shape)):
             found = [
-                activations(x, block, spec.expert.activation).of(weights.selector)
+                activations(x, block, spec.expert.function).of(weights.selector)
                 for block in weights.expert(l, e).blocks()
             ]
             thresholds[l, e] = torch.cat(found, dim=1).abs().quantile(sparsity)

@@ -111,8 +111,13 @@ def small_layer(
         torch.zeros(num_experts),
         tuple(kind_of(layout, "up" if has_selector else "none") for layout in two),
     )
+    pages_of, dynamic, first_dynamic = (
+        torch.tensor(np.asarray(values), dtype=torch.int32) for values in (pages, is_dynamic, first)
+    )
     state = CacheState.empty(
-        *(torch.tensor(np.asarray(values), dtype=torch.int32) for values in (pages, is_dynamic, first)),
+        pages_of,
+        dynamic,
+        first_dynamic,
         num_pages,
         resident,
         page_bytes // 16,

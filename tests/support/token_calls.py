@@ -60,8 +60,8 @@ def token_calls() -> Iterator[Call]:
     yield "enter none", partial(_enter, 32, 8, 80, "none", True, 20, F32)
     for d in (2048, 7168):
         yield f"norm rms d{d}", partial(rms_norm, torch.empty(d), torch.empty(d), 1e-6, torch.empty(d))
-    vectors = [torch.empty(4096) for _ in range(4)]
-    yield "norm layer", partial(layer_norm, *vectors[:3], 1e-6, vectors[3])
+    x = torch.empty(4096)
+    yield "norm layer", partial(layer_norm, x, x, x, 1e-6, x)
     for spec in ROUTERS:
         yield f"route {spec.kind} {spec.num_experts}", partial(_route, spec)
     f = torch.empty(768)
