@@ -1,7 +1,7 @@
 """Kernels compiled for GPUs that are not here: public operations called with CPU tensors compile, and launch nothing.
 
-Run as a program (`compiled_kernels.py [--only NAME] [--widths 2,4] [--dims 4096] [--instructions] CAPABILITY...`), without
-TRITON_INTERPRET, it writes a JSON line for each kernel that its calls compile.
+Run as a program (`compiled_kernels.py [--only NAME] [--widths 2,4] [--dims 4096] [--instructions] CAPABILITY...`),
+without TRITON_INTERPRET, it writes a JSON line for each kernel that its calls compile.
 """
 
 import argparse
