@@ -132,17 +132,10 @@ def test_the_graph_engine_answers_as_plain_torch_does_on_the_cpu(
 def test_a_replayed_graph_gives_the_bits_of_launches_one_by_one(
     share: float, packs: dict[tuple[Selector, float], Path]
 ) -> None:
-<<<<<<< HEAD
-    with engine(packs["up", 0.8], share) as opened:
-        replayed = answers(opened.decoder)
-        opened.decoder._run = opened.decoder._launch  # type: ignore[attr-defined]  # the graph engine's
-        assert torch.equal(answers(opened.decoder), replayed)
-=======
     with graph_decoder(packs["up", 0.8], share, CONTEXT, device=CARD) as decoder:
         replayed = answers(decoder)
-        decoder._graph = None  # it launches where it has none
+        decoder._run = decoder._launch
         assert torch.equal(answers(decoder), replayed)
->>>>>>> g1
 
 
 def test_answers_do_not_depend_on_what_has_room(packs: dict[tuple[Selector, float], Path]) -> None:
