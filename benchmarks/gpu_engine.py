@@ -1,32 +1,42 @@
 """An engine on a card, timed: prompt and continuation, what it asked for, and what the driver says it held."""
 
 import time
-from contextlib import closing
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from gpu_clock import Clock
 from gpu_results import Results
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Engine, EngineOptions, Sampler
+from moe_pack.runtime import Decoder, Engine, EngineOptions, Sampler
 from moe_pack.runtime.bench import random_prompt
+from moe_pack.runtime.card_engine import Counting
+from moe_pack.runtime.card_placement import least_placement
+from moe_pack.runtime.graph_engine import GraphAtWork
+from moe_pack.runtime.host_arena import HostArena
 from moe_pack.runtime.run_report import report
 
 EngineName = Literal["graph", "staged", "auto"]
 _MIB = 1 << 20
+_REHEARSED_CHUNK = 16  # tokens of a forward pass
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """How a pack is to be run. `budget_bytes`: of the card.   `ram_bytes`: of the host, None for the whole pack."""
+    """How a pack is to be run. `budget_bytes`: of the card.   `ram_bytes`: of the host, None for as much as it gives.
+
+    `kv_dtype`: of keys and values, None for the engine's own.
+    """
 
     engine: EngineName
     policy: str = "auto"
     budget_bytes: int | None = None
     ram_bytes: int | None = None
+    kv_dtype: Literal["f32", "bf16"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +86,58 @@ class Opened:
     fallbacks: tuple[str, ...]
 
 
-def options_of(ask: Ask, is_rehearsal: bool) -> EngineOptions:
-    """The engine's options; in a rehearsal, those of them that the CPU has."""
+class Running(Protocol):
+    """An engine at work."""
+
+    @property
+    def fallbacks(self) -> Sequence[str]:
+        """What was wished and could not be had."""
+        ...
+
+    @property
+    def decoder(self) -> Decoder:
+        """What runs the pack."""
+        ...
+
+    def close(self) -> None:
+        """Gives all back."""
+        ...
+
+
+class Rehearsed:
+    """The graph engine over plain memory, its kernels by the interpreter. Owns all but the pack: `close` it."""
+
+    fallbacks: Sequence[str] = ()
+
+    def __init__(self, pack: Pack, context_tokens: int) -> None:
+        device = torch.device("cpu")
+        room = 2 * least_placement(pack.layout).num_bytes
+        with ExitStack() as opened:
+            host = opened.enter_context(HostArena(pack, device))
+            built = GraphAtWork(pack, host, device, room, context_tokens, _REHEARSED_CHUNK)
+            opened.enter_context(closing(built))
+            self.decoder: Decoder = built.decoder
+            self._opened = opened.pop_all()
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        self._opened.close()
+
+
+def open_engine(pack: Pack, ask: Ask, context_tokens: int, is_rehearsal: bool) -> Running:
+    """The engine asked for; in a rehearsal the graph engine by the interpreter, or the CPU's own."""
+    if not is_rehearsal:
+        return Engine(pack, options_of(ask), context_tokens)
+    if ask.engine == "graph":
+        return Rehearsed(pack, context_tokens)
+    wanted: dict[str, Any] = {"engine": ask.engine, "policy": ask.policy}
+    return Engine(pack, EngineOptions(**wanted), context_tokens)
+
+
+def options_of(ask: Ask) -> EngineOptions:
+    """The engine's options, on a card."""
     wanted: dict[str, Any] = {"device": "cuda", "policy": ask.policy, "budget_bytes": ask.budget_bytes}
-    wanted |= {"engine": ask.engine, "ram_bytes": ask.ram_bytes}
-    if is_rehearsal:
-        wanted |= {"device": "cpu", "budget_bytes": None, "ram_bytes": None}
-        known = {field.name for field in fields(EngineOptions)}
-        wanted = {name: value for name, value in wanted.items() if name in known}
-    return EngineOptions(**{name: value for name, value in wanted.items() if value is not None})
+    return EngineOptions(engine=ask.engine, ram_bytes=ask.ram_bytes, kv_dtype=ask.kv_dtype, **wanted)
 
 
 def link_rate(clock: Clock) -> float:
@@ -119,12 +172,13 @@ class Bench:
         start = time.perf_counter()
         self.pack = Pack(folder)
         try:
-            self.engine = Engine(self.pack, options_of(ask, clock.is_rehearsal), context_tokens)
+            self.engine = open_engine(self.pack, ask, context_tokens, clock.is_rehearsal)
         except BaseException:
             self.pack.close()
             raise
         seconds, taken = time.perf_counter() - start, driver_bytes(clock)
-        results.add(Opened(self.name, ask, seconds, taken, str(report(self.engine)), tuple(self.engine.fallbacks)))
+        facts = str(report(self.engine)) if isinstance(self.engine, Engine) else "a rehearsal"
+        results.add(Opened(self.name, ask, seconds, taken, facts, tuple(self.engine.fallbacks)))
 
     def close(self) -> None:
         """Closes the engine and the pack."""
@@ -169,13 +223,12 @@ class Bench:
         return speed
 
 
-def counters(engine: Engine) -> Counters:
+def counters(engine: Running) -> Counters:
     """What an engine's cache of experts was asked since the start."""
-    on_card: Any = getattr(engine.decoder, "counts", None)  # the graph engine's are on the card
-    if on_card is not None:
-        counts = on_card()
+    if isinstance(engine.decoder, Counting):  # the graph engine's are on the card
+        counts = engine.decoder.counts()
         return Counters(counts.needed, counts.hits, counts.num_bytes)
-    stream = report(engine).stream
+    stream = report(engine).stream if isinstance(engine, Engine) else None
     if stream is None:
         return Counters(0, 0, 0)
     phases = (stream.prefill, stream.decode)

@@ -52,7 +52,7 @@ class _Part:
 
     def capped(self) -> None:
         """Under the cap: the usual lengths, then all of Figure 6."""
-        lengths = (4,) if self._clock.is_rehearsal else _TOKENS
+        lengths = (2,) if self._clock.is_rehearsal else _TOKENS
         with self._bench(self._mixed, Ask("graph", budget_bytes=_CAP << 30), 2 * max(lengths)) as bench:
             for seed in range(2):  # the first compiles, and fills the cache
                 self._capped = bench.measure(lengths[len(lengths) // 2], lengths[len(lengths) // 2], seed)
@@ -63,14 +63,14 @@ class _Part:
     def resident(self) -> None:
         """All in 2 bits and in the card's memory, at the same sparsity: what a token costs without any link."""
         folder = make_synthetic(self._results, PackAsk(_RESIDENT, "mixtral-8x7b", even_plan(2, 2), _SPARSITY))
-        speed = self._twice(folder, Ask("graph"), 4 if self._clock.is_rehearsal else 128)
+        speed = self._twice(folder, Ask("graph"), 2 if self._clock.is_rehearsal else 128)
         if self._capped is not None:
             capped, resident = self._capped.decode_per_s, speed.decode_per_s
             self._results.add(Ratio(capped, resident, capped / resident))
 
     def one(self, ask: Ask, tokens: int) -> None:
         """The mixed pack, run in one way."""
-        self._twice(self._mixed, ask, 4 if self._clock.is_rehearsal else tokens)
+        self._twice(self._mixed, ask, 2 if self._clock.is_rehearsal else tokens)
 
     def _twice(self, folder: Path, ask: Ask, tokens: int) -> Speed:
         with self._bench(folder, ask, 2 * tokens) as bench:

@@ -27,7 +27,7 @@ def run(results: Results, clock: Clock) -> None:
 
 
 def _measure(results: Results, clock: Clock, folder: Path, ask: Ask, rate: float) -> None:
-    tokens = 4 if clock.is_rehearsal else 128
+    tokens = 2 if clock.is_rehearsal else 128
     with closing(Bench(results, clock, folder, ask, 2 * tokens, rate)) as bench:
         for seed in range(2):  # the first compiles, and fills the cache
             bench.measure(tokens, tokens if ask.ram_bytes is None else tokens // 2, seed)

@@ -58,8 +58,9 @@ class CardLayer:
 class CardCache:
     """All layers' experts on a device, in one allocation. Owns it: `close` it.
 
-    `layers`: one for each MoE layer.   `placement`: what it was made by.   `counters`: int64 [L, 4] on the device: NEEDED, HITS, ROWS, BYTES of
-    `kernels.admit`, summed since the start.   `num_bytes`: what is allocated: the placement's `num_bytes`.
+    `layers`: one for each MoE layer.   `placement`: what it was made by.   `counters`: int64 [L, 4] on the device:
+    NEEDED, HITS, ROWS, BYTES of `kernels.admit`, summed since the start.   `num_bytes`: what is allocated: the
+    placement's `num_bytes`.
     """
 
     def __init__(self, pack: Pack, placement: CardPlacement, host: HostArena, device: torch.device) -> None:

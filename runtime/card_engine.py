@@ -1,30 +1,44 @@
-"""A pack on a card, by the graph engine: what else takes memory is measured, and the rest is the experts'.
+"""A pack on a card inside a budget: what else takes memory is measured, and the rest is the experts'.
 
-Nothing is assumed of what driver, kernels and forward passes take. The engine is first put together with as little
-room for experts as they run in, does once all that it will ever do, and is measured; what the budget leaves is the room
-of the engine that runs. Importing this needs triton.
+Nothing is assumed of what driver, kernels and forward passes take. An engine is first put together with as little room
+for experts as it runs in, does once all that it will ever do, and is measured; what the budget leaves is the room of
+the engine that stays.
 """
 
 import gc
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from moe_pack.formats import Pack, RunError, size_text
 from moe_pack.runtime.budget import AS_BUDGET
 from moe_pack.runtime.card_budget import CardCosts, divide_card
-from moe_pack.runtime.card_cache import CardCache
-from moe_pack.runtime.card_memory import CardMemory
-from moe_pack.runtime.card_placement import PAGE_SHARE, CardPlacement, least_placement, place_experts
-from moe_pack.runtime.card_weights import CardWeights
-from moe_pack.runtime.graph import GraphDecoder
-from moe_pack.runtime.host_arena import HostArena
-from moe_pack.runtime.routing import Routing
+from moe_pack.runtime.card_placement import PAGE_SHARE
+from moe_pack.runtime.decoder import Decoder
+from moe_pack.runtime.pack_weights import PackWeights
 
 _ROUNDING_BYTES = 4 << 20  # the driver gives memory in pieces of 2 MiB
+# What torch allocates has a piece of the driver's memory of its own from so many bytes on; what is smaller shares
+# pieces of 20 MiB with others, of which there may be one more than was measured.
+_OWN_PIECE_BYTES, _SHARED_PIECE_BYTES = 10 << 20, 20 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CardAsked:
+    """What was asked for: `budget_bytes` of the card for everything, None for all that is free.
+
+    `chunk_tokens`: of a forward pass of a prompt, at most; None: as the budget allows.   `cache_dtype`: of keys and
+    values.
+    """
+
+    budget_bytes: int | None
+    context_tokens: int
+    chunk_tokens: int | None
+    cache_dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,101 +61,115 @@ class CardUse:
         return self.dense + self.cache + self.experts + self.overhead
 
 
-class _Built:
-    """A decoder with its cache of experts. Owns the cache: `close` it."""
+@dataclass(frozen=True, slots=True)
+class CardCounts:
+    """What the cache of experts was asked since the start: `needed` experts of which `hits` had their pages.
 
-    def __init__(
-        self,
-        pack: Pack,
-        device: torch.device,
-        host: HostArena,
-        placement: CardPlacement,
-        context_tokens: int,
-        chunk_tokens: int,
-        cache_dtype: torch.dtype,
-    ) -> None:
-        with ExitStack() as opened:
-            self.cache = opened.enter_context(closing(CardCache(pack, placement, host, device)))
-            self.weights = CardWeights(pack, device, self.cache, chunk_tokens)
-            self.decoder = GraphDecoder(self.weights, context_tokens, device, chunk_tokens, cache_dtype)
-            self._opened = opened.pop_all()
-
-    def close(self) -> None:
-        """Lets go of the card's memory."""
-        self._opened.close()
-        del self.decoder, self.weights
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-class GraphEngine:
-    """A pack at work on a card: `decoder`, `weights`, `cache` of experts. Owns them, not `host`: `close` it.
-
-    `use`: where the card's memory went.
-    Args:    budget_bytes: of the card, for everything; None: all that is free.   cache_dtype: of keys and values.
-             chunk_tokens: of a forward pass of a prompt, at most; None: as the budget allows.
-    Raises:  RunError if the budget is too small; it says what is needed.
+    `rows`, `num_bytes`: that were pulled from host memory.
     """
 
-    def __init__(
-        self,
-        pack: Pack,
-        device: torch.device,
-        memory: CardMemory,
-        host: HostArena,
-        budget_bytes: int | None,
-        context_tokens: int,
-        cache_dtype: torch.dtype,
-        chunk_tokens: int | None,
-    ) -> None:
-        torch.zeros(1, device=device)  # makes the driver's context
-        context_bytes = memory.used_bytes()
-        budget = budget_bytes or context_bytes + memory.free_bytes() - _ROUNDING_BYTES
-        popularity = _popularity(pack)
-        costs = CardCosts(torch.empty((), dtype=cache_dtype).element_size(), context_bytes, AS_BUDGET)
-        heat = np.ones((*popularity.shape, 1))
-        plan = divide_card(pack.layout, budget, context_tokens, 0, popularity, heat, PAGE_SHARE, costs)
-        chunk = min(chunk_tokens or plan.chunk_tokens, plan.chunk_tokens)
-        asked = (context_tokens, chunk, cache_dtype)
-        first = _Built(pack, device, host, least_placement(pack.layout), *asked)
-        try:
-            _do_everything(first.decoder, chunk)
-            overhead = memory.used_bytes() - first.cache.num_bytes
-        finally:
-            first.close()
-        room = budget - overhead - _ROUNDING_BYTES
-        least = least_placement(pack.layout).num_bytes
-        if room < least:
-            raise RunError(
-                f"--budget: {size_text(budget)}, needed are at least {size_text(overhead + _ROUNDING_BYTES + least)}: "
-                f"{size_text(overhead)} for all but experts, measured, and {size_text(least)} for those of one token; "
-                "give more, a shorter context with --max-tokens, or --engine staged"
-            )
-        built = _Built(pack, device, host, place_experts(pack.layout, room, popularity), *asked)
-        self._built, self.decoder, self.weights, self.cache = built, built.decoder, built.weights, built.cache
-        kept = built.decoder.cache.num_bytes
-        placement = built.cache.placement
-        pages = int(placement.num_pages.sum()) * placement.page_bytes
-        fixed = pack.manifest.totals.dense + kept
-        self.use = CardUse(budget, pack.manifest.totals.dense, kept, built.cache.num_bytes, pages, overhead - fixed)
+    needed: int
+    hits: int
+    rows: int
+    num_bytes: int
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A decoder that counts what it needed and pulled."""
+
+    def counts(self) -> CardCounts:
+        """What was needed and pulled until now; waits for the card."""
+        ...
+
+
+class DriverMemory(Protocol):
+    """A card's memory as its driver counts it; see `CardMemory`."""
+
+    def used_bytes(self) -> int:
+        """Bytes that this process uses."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Bytes that nobody uses."""
+        ...
+
+
+class AtWork(Protocol):
+    """An engine put together: `expert_bytes` of the card are experts', `pages_bytes` of these come and go."""
+
+    expert_bytes: int
+    pages_bytes: int
+
+    @property
+    def decoder(self) -> Decoder:
+        """What runs it."""
+        ...
+
+    @property
+    def weights(self) -> PackWeights:
+        """What it runs on."""
+        ...
 
     def close(self) -> None:
-        """Lets go of the card's memory."""
-        del self.decoder, self.weights, self.cache
-        self._built.close()
+        """Lets go of everything."""
+        ...
 
 
-def _do_everything(decoder: GraphDecoder, chunk_tokens: int) -> None:
+def fit_to_card(
+    pack: Pack,
+    device: torch.device,
+    memory: DriverMemory,
+    asked: CardAsked,
+    least_bytes: int,
+    build: Callable[[int, int], AtWork],
+) -> tuple[AtWork, CardUse]:
+    """An engine whose experts have what the budget leaves them.
+
+    Args:    least_bytes: that experts can run in.   build: an engine with so many bytes for experts, whose forward
+             passes have so many tokens at most.
+    Raises:  RunError if the budget is too small; it says what is needed, and for what.
+    """
+    torch.zeros(1, device=device)  # makes the driver's context
+    context_bytes = memory.used_bytes()
+    budget = asked.budget_bytes or context_bytes + memory.free_bytes() - _ROUNDING_BYTES
+    chunk = _chunk_tokens(pack, asked, budget, context_bytes)
+    with closing(build(least_bytes, chunk)) as first:
+        _do_everything(first.decoder, chunk)
+        overhead, cache_bytes = memory.used_bytes() - first.expert_bytes, first.decoder.cache.num_bytes
+    _let_go()
+    overhead_kept = overhead + _ROUNDING_BYTES + (_SHARED_PIECE_BYTES if least_bytes < _OWN_PIECE_BYTES else 0)
+    room = budget - overhead_kept
+    if room < least_bytes:
+        raise RunError(
+            f"--budget: {size_text(budget)}, needed are at least "
+            f"{size_text(overhead_kept + least_bytes)}: {size_text(overhead)} for all but experts, as "
+            f"measured, and {size_text(least_bytes)} for experts; give more, or a shorter context with --max-tokens"
+        )
+    built = build(room, chunk)
+    dense = pack.manifest.totals.dense
+    rest = overhead - dense - cache_bytes
+    return built, CardUse(budget, dense, cache_bytes, built.expert_bytes, built.pages_bytes, rest)
+
+
+def _chunk_tokens(pack: Pack, asked: CardAsked, budget: int, context_bytes: int) -> int:
+    """How many tokens a forward pass may have, before anything is measured."""
+    alike = np.ones(pack.index.size.shape)
+    costs = CardCosts(torch.empty((), dtype=asked.cache_dtype).element_size(), context_bytes, AS_BUDGET)
+    plan = divide_card(pack.layout, budget, asked.context_tokens, 0, alike, alike[:, :, None], PAGE_SHARE, costs)
+    return min(asked.chunk_tokens or plan.chunk_tokens, plan.chunk_tokens, asked.context_tokens)
+
+
+def _do_everything(decoder: Decoder, chunk_tokens: int) -> None:
     """The longest forward pass at the end of the context, and one token: all memory that will ever be asked for."""
-    context = decoder.cache.context_tokens
-    longest = min(chunk_tokens, context)
-    for num_tokens in (longest, 1):
+    for num_tokens in (chunk_tokens, 1):
         decoder.reset()
-        decoder.cache.num_tokens = context - num_tokens
+        decoder.cache.num_tokens = decoder.cache.context_tokens - num_tokens
         decoder.next_logits([0] * num_tokens)
     decoder.reset()
 
 
-def _popularity(pack: Pack) -> NDArray[np.float64]:
-    routing = Routing.open(pack)
-    return np.ones(pack.index.size.shape) if routing is None else np.asarray(routing.popularity, np.float64)
+def _let_go() -> None:
+    """Gives memory back to the driver that nothing refers to any more."""
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_pack.formats import RunError
 
 Queue = Literal["compute", "copy"]
-Reason = Literal["routes", "neurons", "foretold neurons", "host memory is reused", "reading"]
+Reason = Literal["routes", "neurons", "foretold neurons", "host memory is reused", "reading", "measuring"]
 
 _NUM_EVENTS = 4096  # a queue's marks that are told apart; older ones count as what was marked so much later
 

@@ -4,6 +4,9 @@ Where the pack fits memory, no budget is set, and no trace or record is wished, 
 mapped files; else they stream through an arena. What was wished and could not be had is a *fallback*, with a name.
 """
 
+import importlib.util
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.formats import Pack, RunError, audit
+from moe_pack.formats import Pack, RunError, audit, size_text
 from moe_pack.runtime.budget import (
     PREFILL_TOKENS,
     BudgetPlan,
@@ -23,9 +26,13 @@ from moe_pack.runtime.budget import (
     routing_bytes,
     whole_bytes,
 )
+from moe_pack.runtime.card_engine import AtWork, CardAsked, CardUse, fit_to_card
+from moe_pack.runtime.card_memory import CardMemory
+from moe_pack.runtime.card_placement import least_placement
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.expert_store import USUAL_GAP_BYTES, ExpertStore
 from moe_pack.runtime.foretelling import Foreteller
+from moe_pack.runtime.host_arena import HostArena, host_bytes
 from moe_pack.runtime.machine import MachineFacts
 from moe_pack.runtime.memory import available_bytes
 from moe_pack.runtime.native_kernels import Kernels, is_available, num_cpus, open_kernels, why_unavailable
@@ -54,10 +61,10 @@ class EngineOptions:
     """How a pack is to be run.
 
     `budget_bytes`: for weights, cache and what computing needs, of the card's memory where it computes; None: as much
-    as is available.   `engine`: on a card, whether the GPU pulls what it lacks from host memory in one graph a token, or
-    the host brings it layer by layer, as it always does on the CPU.   `ram_bytes`: on a card, host memory for experts;
-    a larger pack streams from the drive; None: three quarters of what is available.   `kv_dtype`: of keys and values;
-    None: f32 on the CPU, which has no other, bf16 on a card.
+    as is available.   `engine`: on a card, whether the GPU pulls what it lacks from host memory in one graph a token,
+    or the host brings it layer by layer, as it always does on the CPU.   `ram_bytes`: on a card, host memory for
+    experts; a larger pack streams from the drive; None: three quarters of what is available.   `kv_dtype`: of keys and
+    values; None: f32 on the CPU, which has no other, bf16 on a card.
     `policy`: a preset, or the one that replay finds best.   `foretells`: whether experts are read ahead at all.
     `cutover`: where a smaller share of an expert's neurons runs, a miss reads their rows alone; None: the share at
     which that pays on this drive, where `machine` has it measured, else the policy's.
@@ -98,24 +105,42 @@ class EngineOptions:
         }
         return [name for name, is_given in given.items() if is_given]
 
+    def of_staged_alone(self) -> list[str]:
+        """Those that were given and, on a card, the staged engine alone can do."""
+        names = [name for name in self.of_streams_alone() if name != "--trace"]
+        return names + ([f"--policy {self.policy}"] if self.policy not in ("auto", "lru") else [])
+
 
 class Engine:
     """A pack at work. Owns all but the pack: `close` it, or use it in a `with`.
 
     `decoder` runs it, with room for `context_tokens`.   `plan`: what the budget is spent on, None where experts are
-    mapped.   `preset`: the policies, None there too.   `is_direct`: whether reads go past the system's
+    mapped, or on a card.   `use`: on a card, what its memory is spent on, by `engine`.   `preset`: the policies of
+    experts that stream by the host's decisions.   `is_direct`: whether reads go past the system's
     cache.   `fallbacks`: what was wished and could not be had.
+    Args:    on_read: told of bytes of experts as they come to host memory, for a card.
     Raises:  RunError if the budget is too small, something asked for is not to be had, or a fallback would be needed
              and `is_strict`; PackError if the pack is damaged.
     """
 
-    def __init__(self, pack: Pack, options: EngineOptions, context_tokens: int) -> None:
+    def __init__(
+        self,
+        pack: Pack,
+        options: EngineOptions,
+        context_tokens: int,
+        on_read: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
+        self._on_read = on_read
         self.options, self.fallbacks = options, list[str]()
         self.plan: BudgetPlan | None = None
         self.preset: Preset | None = None
         self.store: ExpertStore | None = None
         self.reads: Reads | None = None
         self.is_direct = False
+        self.engine: Literal["graph", "staged"] = "staged"
+        self.use: CardUse | None = None
+        self.card_memory: CardMemory | None = None
+        self.host: HostArena | None = None
         self._recorder: Recorder | None = None
         self._pack, self._stack = pack, ExitStack()
         self.device = _device(options.device)
@@ -123,14 +148,122 @@ class Engine:
             audit(pack)
         try:
             self.kernels = self._open_kernels()
-            budget = self._budget(context_tokens)
-            self.weights = self._mapped() if budget is None else self._streaming(budget, context_tokens)
-            most = self.plan.chunk_tokens if self.plan else PREFILL_TOKENS
-            chunk = min(options.chunk_tokens or most, most)
-            self.decoder = Decoder(self.weights, context_tokens, self.device, chunk)
+            self.weights: PackWeights
+            self.decoder: Decoder
+            if self.device.type == "cuda":
+                self._open_card(context_tokens)
+            else:
+                self._open_cpu(context_tokens)
         except BaseException:
             self._stack.close()
             raise
+
+    def _open_cpu(self, context_tokens: int) -> None:
+        options = self.options
+        for name, is_given in {
+            "--engine graph": options.engine == "graph",
+            "--ram": options.ram_bytes is not None,
+            "--kv-dtype bf16": options.kv_dtype == "bf16",
+        }.items():
+            if is_given:
+                raise RunError(f"{name}: is of --device cuda; leave it out, or add that")
+        budget = self._budget(context_tokens)
+        self.weights = self._mapped() if budget is None else self._streaming(budget, context_tokens)
+        most = self.plan.chunk_tokens if self.plan else PREFILL_TOKENS
+        chunk = min(options.chunk_tokens or most, most)
+        self.decoder = Decoder(self.weights, context_tokens, self.device, chunk)
+
+    def _open_card(self, context_tokens: int) -> None:
+        """The engine on a card that was asked for, or that can do what was."""
+        options, pack = self.options, self._pack
+        for name, is_given in {"--read map": options.read == "map", "--trace": options.trace is not None}.items():
+            if is_given:
+                raise RunError(f"{name}: is of --device cpu; leave it out")
+        _check_triton()
+        memory = self.card_memory = CardMemory(self.device)  # before anything else uses the card
+        ram = options.ram_bytes or _usual_ram()
+        engine = self._card_engine(ram)
+        cache_dtype = torch.float32 if options.kv_dtype == "f32" else torch.bfloat16
+        asked = CardAsked(options.budget_bytes, context_tokens, options.chunk_tokens, cache_dtype)
+        host = None
+        if host_bytes(pack) <= ram:
+            host = self.host = self._stack.enter_context(HostArena(pack, self.device, self._on_read))
+            if not host.is_locked:
+                self._fall_back(
+                    f"{size_text(host.locked_bytes)} of {size_text(host.num_bytes)} of host memory could be "
+                    "page-locked; copies from the rest are slower, and the graph engine cannot read it"
+                )
+                engine = "staged" if options.engine == "auto" else engine
+        if engine == "graph":
+            assert host is not None, "it was chosen because there is room"
+            built, self.use = self._fit_graph(memory, asked, host)
+        else:
+            built, self.use = self._fit_staged(memory, asked, host, ram)
+        self.engine, self.decoder, self.weights = engine, built.decoder, built.weights
+        self._stack.enter_context(closing(built))
+
+    def _card_engine(self, ram: int) -> Literal["graph", "staged"]:
+        """The engine that was asked for, or graph where it can do what was.
+
+        Raises:  RunError if that is graph, and it cannot.
+        """
+        options, needed = self.options, host_bytes(self._pack)
+        if options.engine == "staged":
+            return "staged"
+        alone = options.of_staged_alone()
+        if not alone and needed <= ram:
+            return "graph"
+        if options.engine == "auto":
+            return "staged"
+        if alone:
+            raise RunError(f"{alone[0]}: is beyond --engine graph, where the GPU decides; take --engine staged")
+        raise RunError(
+            f"--engine graph: experts are {size_text(needed)}, --ram has {size_text(ram)} for them; give more, or take "
+            "--engine staged, which streams from the drive"
+        )
+
+    def _fit_graph(self, memory: CardMemory, asked: CardAsked, host: HostArena) -> tuple[AtWork, CardUse]:
+        from moe_pack.runtime.graph_engine import GraphAtWork  # here, as it needs triton
+
+        pack, device, context = self._pack, self.device, asked.context_tokens
+        least = least_placement(pack.layout).num_bytes
+        return fit_to_card(
+            pack, device, memory, asked, least,
+            lambda room, chunk: GraphAtWork(pack, host, device, room, context, chunk, asked.cache_dtype),
+        )  # fmt: skip
+
+    def _fit_staged(
+        self, memory: CardMemory, asked: CardAsked, host: HostArena | None, ram: int
+    ) -> tuple[AtWork, CardUse]:
+        # Here, as they need triton, which comes with torch for GPUs alone.
+        from moe_pack.runtime.device import CudaDevice
+        from moe_pack.runtime.staged_engine import Decided, StagedAsked, StagedAtWork, least_staged_bytes
+        from moe_pack.runtime.staged_triton import TritonOps
+
+        pack, options, ops = self._pack, self.options, TritonOps()
+        routing, context, dtype = Routing.open(pack), asked.context_tokens, asked.cache_dtype
+
+        def decide(facts: CacheFacts) -> Decided:
+            self.preset = preset = self._preset(facts, routing)
+            residency = self._residency(preset, facts, asked.budget_bytes or 0, context)
+            return Decided(preset, residency, self._recorder, self._cutover(preset))
+
+        def foretell(preset: Preset, weights: StreamingWeights) -> Foreteller | None:
+            return self._foreteller(preset, weights, routing)
+
+        given = StagedAsked(
+            pack, CudaDevice(self.device.index or 0), ops, host, ram, self._open_reads, decide, foretell,
+            self._kernels_beside_card(), options.trust, options.verify == "lazy", _shares(pack, routing),
+        )  # fmt: skip
+        least = least_staged_bytes(pack, asked.chunk_tokens or PREFILL_TOKENS, ops)
+        return fit_to_card(
+            pack,
+            self.device,
+            memory,
+            asked,
+            least,
+            lambda room, chunk: StagedAtWork(given, room, context, chunk, dtype),
+        )
 
     def __enter__(self) -> "Engine":
         return self
@@ -181,16 +314,17 @@ class Engine:
         torch.set_num_threads(1)
         return kernels
 
+    def _kernels_beside_card(self) -> Kernels | None:
+        """The CPU's kernels, for what it shares in; None where there are none."""
+        kernels = open_kernels(self.options.threads or num_cpus())
+        return None if kernels is None else self._stack.enter_context(closing(kernels))
+
     def _budget(self, context_tokens: int) -> int | None:
         """The budget to keep to; None where experts are mapped."""
         options = self.options
         wishes = options.of_streams_alone()
-        if wishes and (options.device != "cpu" or options.read == "map"):
-            raise RunError(f"{wishes[0]}: is of experts that stream; leave --device cuda and --read map out")
-        if options.device != "cpu":
-            if options.budget_bytes is not None:
-                raise RunError("--budget: is kept on the CPU only; leave it out with --device cuda")
-            return None
+        if wishes and options.read == "map":
+            raise RunError(f"{wishes[0]}: is of experts that stream; leave --read map out")
         if options.read == "map":
             if options.budget_bytes is not None:
                 self._fall_back("mapped files are kept in memory by the system, whatever the budget")
@@ -215,13 +349,7 @@ class Engine:
         self.preset = preset = self._preset(facts, routing)
         scores_matter = preset.eviction == "importance" or options.record is not None
         trace = self._stack.enter_context(Trace(options.trace)) if options.trace else None
-        if options.record is not None:
-            check_place(options.record)
-            root = pack.manifest.root
-            self._recorder = Recorder(facts, root, preset.name, budget, context_tokens, keeps_scores=True)
-            residency: Residency = recorded_residency_for(preset, facts, self._recorder)
-        else:
-            residency = residency_for(preset, facts)
+        residency = self._residency(preset, facts, budget, context_tokens)
         store = ExpertStore(
             pack,
             self.kernels,
@@ -244,12 +372,26 @@ class Engine:
             recorder=self._recorder,
             trace=trace,
         )
-        if options.foretells:
-            prediction = self._prediction(preset, weights, routing)
-            router = pack.spec.router
-            num_ahead = preset.num_foretold(router.num_experts_per_tok)
-            weights.foreteller = Foreteller(prediction, router.num_experts, router.num_experts_per_tok, num_ahead)
+        weights.foreteller = self._foreteller(preset, weights, routing)
         return weights
+
+    def _residency(self, preset: Preset, facts: CacheFacts, budget: int, context_tokens: int) -> Residency:
+        """Fast memory as the preset keeps it, recorded where that is asked for."""
+        path = self.options.record
+        if path is None:
+            return residency_for(preset, facts)
+        check_place(path)
+        root = self._pack.manifest.root
+        self._recorder = Recorder(facts, root, preset.name, budget, context_tokens, keeps_scores=True)
+        return recorded_residency_for(preset, facts, self._recorder)
+
+    def _foreteller(self, preset: Preset, weights: StreamingWeights, routing: Routing | None) -> Foreteller | None:
+        if not self.options.foretells:
+            return None
+        prediction = self._prediction(preset, weights, routing)
+        router = self._pack.spec.router
+        num_ahead = preset.num_foretold(router.num_experts_per_tok)
+        return Foreteller(prediction, router.num_experts, router.num_experts_per_tok, num_ahead)
 
     def _cutover(self, preset: Preset) -> float:
         """The share of running neurons below which their rows alone are read."""
@@ -304,9 +446,25 @@ class Engine:
 def cache_facts(pack: Pack, plan: BudgetPlan, routing: Routing | None) -> CacheFacts:
     """What a policy knows of a pack inside a budget."""
     pages = expert_pages(pack.layout, plan.page_bytes)
-    counts = np.ones(pages.shape) if routing is None else routing.popularity
-    shares = (counts / counts.sum(axis=1, keepdims=True)).astype(np.float32)
-    return CacheFacts(pages, plan.num_pages, pack.spec.router.num_experts_per_tok, shares)
+    return CacheFacts(pages, plan.num_pages, pack.spec.router.num_experts_per_tok, _shares(pack, routing))
+
+
+def _shares(pack: Pack, routing: Routing | None) -> NDArray[np.float32]:
+    """How popular a layer's experts are: float32 [L, E], shares of a layer."""
+    counts = np.ones(pack.index.size.shape) if routing is None else routing.popularity
+    shares: NDArray[np.float32] = (counts / counts.sum(axis=1, keepdims=True)).astype(np.float32)
+    return shares
+
+
+def _usual_ram() -> int:
+    """Host memory for experts, where nobody has said how much."""
+    free = available_bytes()
+    return sys.maxsize if free is None else int(_SHARE_OF_MEMORY * free)
+
+
+def _check_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise RunError("--device cuda: needs triton, which comes with torch for GPUs; pip install triton")
 
 
 def _device(name: str) -> torch.device:

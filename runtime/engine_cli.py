@@ -35,16 +35,15 @@ _OPTIONS = (
         type=click.Choice(get_args(EngineName)),
         default="auto",
         show_default=True,
-        help="With --device cuda: graph runs a token as one CUDA graph that pulls what the card lacks from host memory; "
-        "staged brings experts layer by layer and knows all policies, the drive and the CPU's share; auto: graph where "
-        "it can.",
+        help="With --device cuda: graph runs a token as one CUDA graph, which pulls what the card lacks from host "
+        "memory; staged brings experts layer by layer, by any policy, from the drive too; auto: graph where it can.",
     ),
     click.option(
         "--ram",
         callback=_size,
         metavar="SIZE",
-        help="With --device cuda: host memory for experts; those of a larger pack come from the drive.  [default: three "
-        "quarters of what is free]",
+        help="With --device cuda: host memory for experts; those of a larger pack come from the drive.  "
+        "[default: three quarters of what is free]",
     ),
     click.option(
         "--kv-dtype",

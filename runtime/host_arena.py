@@ -21,7 +21,6 @@ from moe_pack.formats import Pack, PackError, RunError, size_text
 Array = NDArray[Any]
 
 LINE_BYTES = 128  # extents begin on multiples of it: what a card reads over its link at once
-LOCK_BYTES = 512 << 20  # that are page-locked by one call
 _PAGE_BYTES = 4096
 _READ_THREADS = 8
 
@@ -107,15 +106,18 @@ class HostArena:
                 os.close(file)
 
     def _lock(self) -> None:
-        """Page-locks it in pieces, until one is refused."""
+        """Page-locks it layer by layer, until one is refused.
+
+        A copy must not span what was locked by two calls, or is locked in part: none spans two layers.
+        """
         address, cudart = self._bytes.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for begin in range(0, self.num_bytes, LOCK_BYTES):
-            size = min(LOCK_BYTES, self.num_bytes - begin)
-            if int(cudart.cudaHostRegister(address + begin, size, 0)) != 0:
+        begins = [begin for begin, _ in self._layers]
+        for begin, end in zip(begins, [*begins[1:], self.num_bytes], strict=True):
+            if int(cudart.cudaHostRegister(address + begin, end - begin, 0)) != 0:
                 _forget_cuda_error()
                 return
             self._locked.append(address + begin)
-            self.locked_bytes += size
+            self.locked_bytes += end - begin
 
 
 def host_bytes(pack: Pack) -> int:

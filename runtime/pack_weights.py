@@ -52,7 +52,7 @@ class PackWeights:
                 self._dense[dense.role.name] = self._matrix(dense, raw)
 
     def _matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
-        return _matrix(dense, raw, self._kernels)
+        return held_matrix(dense, raw, self._kernels)
 
     @property
     def kernels(self) -> Kernels | None:
@@ -172,11 +172,11 @@ class StreamedPackWeights:
     def load(self, role: str) -> Matrix:
         """A dense matrix in memory, as it is stored."""
         dense = self._dense[role]
-        return _matrix(dense, self._rows(role, 0, dense.role.shape[0]), self._kernels)
+        return held_matrix(dense, self._rows(role, 0, dense.role.shape[0]), self._kernels)
 
     def rows(self, role: str, start: int, stop: int) -> Tensor:
         """Rows of a dense matrix, float32 [stop - start, columns]."""
-        return _matrix(self._dense[role], self._rows(role, start, stop), self._kernels).rows(0, stop - start)
+        return held_matrix(self._dense[role], self._rows(role, start, stop), self._kernels).rows(0, stop - start)
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
         """An expert, read from the pack and checked."""
@@ -210,8 +210,8 @@ def _vector(dense: DenseLayout, raw: Tensor) -> Tensor:
     return raw.view(TORCH_DTYPES[dense.dtype]).to(torch.float32)
 
 
-def _matrix(dense: DenseLayout, raw: Tensor, kernels: Kernels | None) -> Matrix:
-    """The matrix in the bytes of some of its rows."""
+def held_matrix(dense: DenseLayout, raw: Tensor, kernels: Kernels | None = None) -> Matrix:
+    """The matrix in the bytes of some of its rows, u8."""
     if dense.rows is not None:
         return RowMatrix(dense.rows, raw.view(-1, dense.rows.row_bytes), kernels)
     return StoredMatrix(raw.view(TORCH_DTYPES[dense.dtype]).view(-1, dense.role.shape[1]), kernels)

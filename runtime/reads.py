@@ -34,10 +34,10 @@ Numbers = NDArray[np.int64]
 class ReadStats:
     """What has been read: bytes of urgent requests and of others, calls, time with at least one read in flight."""
 
-    bytes_urgent: int
-    bytes_ahead: int
-    num_reads: int
-    busy_ns: int
+    bytes_urgent: int = 0
+    bytes_ahead: int = 0
+    num_reads: int = 0
+    busy_ns: int = 0
 
 
 class Reads(Protocol):

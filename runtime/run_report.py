@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 from moe_pack.formats import size_text
 from moe_pack.runtime.budget import BudgetPlan
+from moe_pack.runtime.card_engine import CardCounts, CardUse, Counting
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.memory import anonymous_bytes
 from moe_pack.runtime.native_kernels import is_available, num_cpus, why_unavailable
+from moe_pack.runtime.reads import ReadStats
 from moe_pack.runtime.streaming import PhaseCounts, StreamingWeights
 
 
@@ -27,15 +29,15 @@ class PhaseReport:
 
 @dataclass(frozen=True, slots=True)
 class StreamReport:
-    """A run inside a budget. Sizes in bytes; `read_s`: while at least one read was under way.
+    """Experts that stream by the host's decisions. Sizes in bytes; `read_s`: while at least one read was under way.
 
-    `peak_pages`: of the plan's, that experts had at once.
+    `plan`: of the budget; None on a card.   `peak_pages`: of the plan's, that experts had at once.
     """
 
     policy: str
     prediction: str
     direct: bool
-    plan: BudgetPlan
+    plan: BudgetPlan | None
     prefill: PhaseReport
     decode: PhaseReport
     read_needed: int
@@ -46,8 +48,25 @@ class StreamReport:
 
 
 @dataclass(frozen=True, slots=True)
+class CardReport:
+    """A run on a card. `used_bytes`: what the driver charged at the end.   `locked_bytes`: of host memory for experts.
+
+    `pulled`: what the graph engine was asked and pulled; None where experts are staged.
+    """
+
+    engine: str
+    use: CardUse
+    used_bytes: int
+    locked_bytes: int
+    pulled: CardCounts | None
+
+
+@dataclass(frozen=True, slots=True)
 class RunReport:
-    """`stream`: None where experts were used in their mapped files.   `anonymous_bytes`: None where not known."""
+    """`stream`: None where the host does not decide on experts.   `anonymous_bytes`: None where not known.
+
+    `card`: None on the CPU.
+    """
 
     computed_by: str
     dense_bytes: int
@@ -56,6 +75,7 @@ class RunReport:
     experts_asked_for_bytes: int
     anonymous_bytes: int | None
     stream: StreamReport | None
+    card: CardReport | None
     fallbacks: tuple[str, ...]
 
 
@@ -70,6 +90,7 @@ def report(engine: Engine) -> RunReport:
         experts_asked_for_bytes=engine.weights.bytes_read,
         anonymous_bytes=anonymous_bytes(),
         stream=_stream(engine),
+        card=_card(engine),
         fallbacks=tuple(engine.fallbacks),
     )
 
@@ -78,8 +99,8 @@ def _stream(engine: Engine) -> StreamReport | None:
     weights = engine.weights
     if not isinstance(weights, StreamingWeights):
         return None
-    assert engine.preset and engine.plan and engine.reads, "what streams has all three"
-    stats = engine.reads.stats()
+    assert engine.preset is not None, "what streams has one"
+    stats = ReadStats() if engine.reads is None else engine.reads.stats()
     return StreamReport(
         policy=engine.preset.name,
         prediction=engine.preset.prediction if engine.options.foretells else "none",
@@ -93,6 +114,14 @@ def _stream(engine: Engine) -> StreamReport | None:
         read_s=stats.busy_ns / 1e9,
         peak_pages=weights.store.peak_pages,
     )
+
+
+def _card(engine: Engine) -> CardReport | None:
+    if engine.card_memory is None or engine.use is None:
+        return None
+    pulled = engine.decoder.counts() if isinstance(engine.decoder, Counting) else None
+    locked = 0 if engine.host is None else engine.host.locked_bytes
+    return CardReport(engine.engine, engine.use, engine.card_memory.used_bytes(), locked, pulled)
 
 
 def _phase(counts: PhaseCounts) -> PhaseReport:
@@ -113,25 +142,45 @@ def report_lines(facts: RunReport) -> list[tuple[str, str]]:
     """A report as names and values, for people."""
     cache = f"{size_text(facts.kv_cache_bytes)} for {facts.context_tokens} tokens"
     lines = [("dense weights", size_text(facts.dense_bytes)), ("key-value cache", cache)]
-    if facts.stream is None:
-        lines.insert(0, ("experts used", f"{size_text(facts.experts_asked_for_bytes)}, where they lie in mapped files"))
-    else:
+    if facts.card is not None:
+        lines += _card_lines(facts.card)
+    if facts.stream is not None:
         lines += _stream_lines(facts.stream)
+    elif facts.card is None:
+        lines.insert(0, ("experts used", f"{size_text(facts.experts_asked_for_bytes)}, where they lie in mapped files"))
     if facts.anonymous_bytes is not None:
         lines.append(("memory", f"{size_text(facts.anonymous_bytes)} of the process's own, libraries' too"))
     lines.append(("computed by", facts.computed_by))
     return lines + [("fallback", what) for what in facts.fallbacks]
 
 
+def _card_lines(card: CardReport) -> list[tuple[str, str]]:
+    use = card.use
+    lines = [
+        ("engine", card.engine),
+        ("budget", f"{size_text(use.budget)} of the card, {size_text(card.used_bytes)} in use"),
+        ("for experts", f"{size_text(use.experts)}, {size_text(use.pages)} of it for those that come and go"),
+        ("overhead", f"{size_text(use.overhead)}, measured: the driver's, kernels, room to work in"),
+        ("page-locked", f"{size_text(card.locked_bytes)} of host memory"),
+    ]
+    if card.pulled is not None and card.pulled.needed:
+        pulled = card.pulled
+        lines.append(
+            (
+                "experts",
+                f"{pulled.hits / pulled.needed:.1%} of {pulled.needed} had their pages; {size_text(pulled.num_bytes)} "
+                f"pulled, {pulled.rows} rows",
+            )
+        )
+    return lines
+
+
 def _stream_lines(stream: StreamReport) -> list[tuple[str, str]]:
-    plan = stream.plan
-    spent = plan.dense + plan.cache + plan.workspace + plan.predictors + plan.arena
     read = stream.read_needed + stream.read_ahead
     rate = f", {read / stream.read_s / 1e6:,.0f} MB/s" if stream.read_s else ""
     way = "past the system's cache" if stream.direct else "through the system's cache"
     lines = [
-        ("budget", f"{size_text(plan.budget)}, {size_text(spent)} spent"),
-        ("for experts", f"{size_text(plan.arena)}, {stream.peak_pages / plan.num_pages:.0%} of it at most in use"),
+        *_plan_lines(stream),
         ("policy", stream.policy + ("" if stream.prediction == "none" else f", foretelling by {stream.prediction}")),
         ("prefill", _phase_text(stream.prefill)),
         ("decode", _phase_text(stream.decode)),
@@ -147,6 +196,17 @@ def _stream_lines(stream: StreamReport) -> list[tuple[str, str]]:
         hidden = 1 - (stream.prefill.stall_s + stream.decode.stall_s) / stream.read_s
         lines.append(("read time", f"{stream.read_s:.2f} s, {max(hidden, 0):.0%} of it behind computation"))
     return lines
+
+
+def _plan_lines(stream: StreamReport) -> list[tuple[str, str]]:
+    plan = stream.plan
+    if plan is None:
+        return []
+    spent = plan.dense + plan.cache + plan.workspace + plan.predictors + plan.arena
+    return [
+        ("budget", f"{size_text(plan.budget)}, {size_text(spent)} spent"),
+        ("for experts", f"{size_text(plan.arena)}, {stream.peak_pages / plan.num_pages:.0%} of it at most in use"),
+    ]
 
 
 def _phase_text(phase: PhaseReport) -> str:
@@ -165,7 +225,8 @@ def _computed_by(engine: Engine) -> str:
     counted = f"{threads} thread{'s' if threads > 1 else ''}"
     if engine.kernels is not None:
         return f"native kernels, {engine.kernels.instruction_set}, {counted}"
-    device = engine.options.device
-    if device == "cpu" and not is_available():
+    if engine.options.device != "cpu":
+        return f"Triton kernels on {engine.options.device}"
+    if not is_available():
         return f"torch, {counted}; native kernels {why_unavailable()}"
-    return f"torch on {device}" + (f", {counted}" if device == "cpu" else "")
+    return f"torch on cpu, {counted}"

@@ -5,11 +5,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_pack.formats import part_format
+from moe_pack.formats import DenseLayout, part_format
 from moe_pack.formats.codecs import decode_part
 from moe_pack.runtime.expert import ACTIVATIONS
 from moe_pack.runtime.kernels.codes import Part
 from moe_pack.runtime.kernels.tables import SELECT_BLOCK, ExpertKind, Held, LayerTables, Selection
+from moe_pack.runtime.matrix import Matrix
+from moe_pack.runtime.pack_weights import held_matrix
 
 
 class ExpertOps(Protocol):
@@ -25,6 +27,10 @@ class ExpertOps(Protocol):
 
     def reduce(self, partials: Tensor, weights: Tensor, out: Tensor) -> None:
         """`out` float32 [d] = the sum over k of weights float32 [k] times partials, in order."""
+        ...
+
+    def matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
+        """A dense matrix of the bytes u8 of its rows, on the device."""
         ...
 
     def workspace_floats(self, num_tokens: int, num_rows: int) -> int:
@@ -48,6 +54,10 @@ class ExpertOps(Protocol):
 
 class TorchOps:
     """All of it in plain torch, on any device."""
+
+    def matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
+        """See `ExpertOps`."""
+        return held_matrix(dense, raw)
 
     def select(self, x: Tensor, experts: Tensor, tables: LayerTables, out: Selection) -> None:
         """See `ExpertOps`; each block's neurons stand at its beginning, rising."""

@@ -2,15 +2,22 @@
 
 from torch import Tensor
 
+from moe_pack.formats import DenseLayout
+from moe_pack.runtime.device_matrix import DeviceMatrix
 from moe_pack.runtime.kernels.expert_many import expert_many, workspace_floats
 from moe_pack.runtime.kernels.neurons import neurons
 from moe_pack.runtime.kernels.reduce import reduce
 from moe_pack.runtime.kernels.select import select
 from moe_pack.runtime.kernels.tables import ExpertKind, LayerTables, Selection
+from moe_pack.runtime.matrix import Matrix
 
 
 class TritonOps:
     """`ExpertOps` by the kernels: on a GPU, or under Triton's interpreter on plain memory."""
+
+    def matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
+        """See `ExpertOps`."""
+        return DeviceMatrix(dense, raw)
 
     def select(self, x: Tensor, experts: Tensor, tables: LayerTables, out: Selection) -> None:
         """See `ExpertOps`."""

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import Pack, RunError, size_text
+from moe_pack.formats import DenseLayout, Pack, RunError, size_text
+from moe_pack.runtime.matrix import Matrix
 from moe_pack.runtime.native_kernels import ExpertRows, Kernels, expert_numbers
 from moe_pack.runtime.policies.split import Split
 from moe_pack.runtime.recording import Recorder
@@ -117,6 +118,12 @@ class StagedWeights(StreamingWeights):
         """Ends the thread."""
         if self._thread is not None:
             self._thread.shutdown()
+
+    def _keep(self, held: Tensor) -> None:
+        super()._keep(held.to(self._device))  # one allocation: what is there is what is counted
+
+    def _matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
+        return self._ops.matrix(dense, raw)
 
     def _told(self, x: Tensor, experts: Tensor, router_weights: Tensor) -> tuple[Tensor, Tensor]:
         device, T = self._device_store.device, len(x)

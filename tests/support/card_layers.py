@@ -32,6 +32,16 @@ class SmallLayer:
     state: CacheState
     host: HostRows
 
+    def to(self, device: torch.device) -> "SmallLayer":
+        """The same on a device, `host` in memory that it can read."""
+        tables, rows = self.tables, self.host.rows
+        on_device = {name: getattr(tables, name).to(device) for name in ("arena", "record_at", "kind", "thresholds")}
+        at = None if tables.selector_at is None else tables.selector_at.to(device)
+        state = self.state.put(lambda held: held.to(device), self.state.counters.to(device))
+        rows = rows if device.type == "cpu" else rows.pin_memory()
+        host = HostRows(rows, self.host.extent_at.to(device))
+        return replace(self, tables=replace(tables, selector_at=at, **on_device), state=state, host=host)
+
     def copy(self) -> "SmallLayer":
         """The same, with tables and state of its own."""
         tables, state = self.tables, self.state
@@ -101,14 +111,10 @@ def small_layer(
         torch.zeros(num_experts),
         tuple(kind_of(layout, "up" if has_selector else "none") for layout in two),
     )
-    state = CacheState.empty(
-        *(torch.tensor(np.asarray(values), dtype=torch.int32) for values in (pages, is_dynamic, first)),
-        num_pages,
-        resident,
-        page_bytes // 16,
-        num_active,
-        keeps,
-    )
+    of_each = (torch.tensor(np.asarray(values), dtype=torch.int32) for values in (pages, is_dynamic, first))
+    pages_of, dynamic, first_dynamic = of_each
+    begin, page_units = resident, page_bytes // 16
+    state = CacheState.empty(pages_of, dynamic, first_dynamic, num_pages, begin, page_units, num_active, keeps)
     return SmallLayer(layouts, extents, tables, state, HostRows(torch.cat(extents), torch.tensor(begins)))
 
 

@@ -7,21 +7,19 @@ from pathlib import Path
 import torch
 
 from moe_pack.formats import Pack
-from moe_pack.runtime.card_cache import CardCache
-from moe_pack.runtime.card_placement import CardPlacement, least_placement, place_experts
-from moe_pack.runtime.card_weights import CardWeights
+from moe_pack.runtime.card_placement import least_placement
 from moe_pack.runtime.graph import GraphDecoder
+from moe_pack.runtime.graph_engine import GraphAtWork
 from moe_pack.runtime.host_arena import HostArena
 
 CPU = torch.device("cpu")
 
 
-def placement_of(pack: Pack, share: float) -> CardPlacement:
-    """Room for that share of all experts' bytes, beyond the least that an engine runs in; 1: for all."""
-    least = least_placement(pack.layout)
+def room_for(pack: Pack, share: float) -> int:
+    """Bytes for that share of all experts, beyond the least that an engine runs in; 1: for all of them."""
     total = sum(expert.num_bytes for layer in pack.layout.experts for expert in layer)
-    most = total + least.num_bytes
-    return place_experts(pack.layout, least.num_bytes + round(share * (most - least.num_bytes)))
+    least = least_placement(pack.layout)
+    return least.num_bytes + round(share * (total + least.other_bytes))
 
 
 @contextmanager
@@ -31,9 +29,10 @@ def graph_decoder(
     context_tokens: int = 64,
     chunk_tokens: int = 16,
     cache_dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
 ) -> Iterator[GraphDecoder]:
-    """A pack at work in so much room; see `placement_of`."""
-    with Pack(folder) as pack, HostArena(pack, CPU) as host:
-        with closing(CardCache(pack, placement_of(pack, share), host, CPU)) as cache:
-            weights = CardWeights(pack, CPU, cache, chunk_tokens)
-            yield GraphDecoder(weights, context_tokens, CPU, chunk_tokens, cache_dtype)
+    """A pack at work in so much room; see `room_for`."""
+    with Pack(folder) as pack, HostArena(pack, device) as host:
+        room = room_for(pack, share)
+        with closing(GraphAtWork(pack, host, device, room, context_tokens, chunk_tokens, cache_dtype)) as built:
+            yield built.decoder

@@ -1,7 +1,7 @@
 """Random layers as kernels see them: experts of one format or several, their rows at scattered places of an arena."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,6 +16,18 @@ class RandomLayer:
 
     experts: tuple[RandomExpert, ...]
     tables: LayerTables
+
+    def tables_on(self, device: torch.device) -> LayerTables:
+        """The tables on a device."""
+        held, at = self.tables, self.tables.selector_at
+        return replace(
+            held,
+            arena=held.arena.to(device),
+            selector_at=None if at is None else at.to(device),
+            record_at=held.record_at.to(device),
+            kind=held.kind.to(device),
+            thresholds=held.thresholds.to(device),
+        )
 
 
 def random_layer(
@@ -52,7 +64,7 @@ def layer_of(experts: Sequence[RandomExpert], seed: int = 0, thresholds: Sequenc
     return RandomLayer(tuple(experts), tables)
 
 
-def _rows(expert: RandomExpert) -> list[tuple[tuple[int, int], np.ndarray]]:  # type: ignore[type-arg]
+def _rows(expert: RandomExpert) -> list[tuple[tuple[int, int], np.ndarray]]:
     """((0: selector or 1: record, neuron), bytes) of every row."""
     held = expert.rows()
     found = [((1, i), row) for i, row in enumerate(held.records)]

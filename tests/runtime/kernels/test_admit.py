@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from card_layers import SmallLayer, small_layer
+from card_layers import CPU, SmallLayer, small_layer
 
 from moe_pack.runtime.kernels.admit import HITS, NEEDED, admit, admit_plain
 
@@ -12,7 +12,14 @@ def drawn(layer: SmallLayer, seed: int, num_steps: int = 12) -> list[torch.Tenso
     """Experts of some steps: as many as a step may have, or fewer."""
     draw = np.random.default_rng(seed)
     E, k = len(layer.layouts), layer.state.num_active
-    return [torch.tensor(draw.permutation(E)[: draw.integers(1, k + 1)].astype(np.int32)) for _ in range(num_steps)]
+    steps = (draw.permutation(E)[: draw.integers(1, k + 1)].astype(np.int32) for _ in range(num_steps))
+    return [torch.tensor(experts, device=layer.tables.arena.device) for experts in steps]
+
+
+def who_is_in(layer: SmallLayer) -> set[int]:
+    """Experts that have pages."""
+    has_pages = (layer.state.is_in == 1) & (layer.state.num_pages_of > 0)
+    return set(torch.nonzero(has_pages)[:, 0].tolist())
 
 
 def fill(layer: SmallLayer) -> None:
@@ -24,6 +31,7 @@ def fill(layer: SmallLayer) -> None:
 
 
 def same(left: SmallLayer, right: SmallLayer) -> None:
+    left = left.to(CPU)
     for name in ("last_used", "is_in", "num_free", "clock", "counters"):
         assert torch.equal(getattr(left.state, name), getattr(right.state, name)), name
     num_free = int(left.state.num_free)
@@ -40,20 +48,22 @@ def same(left: SmallLayer, right: SmallLayer) -> None:
 @pytest.mark.parametrize("has_selector", [True, False])
 @pytest.mark.parametrize("more_pages", [0, 5])
 @pytest.mark.parametrize("seed", range(2))
-def test_steps_do_what_the_twin_does(has_selector: bool, more_pages: int, seed: int) -> None:
-    layer = small_layer(num_experts=7, more_pages=more_pages, has_selector=has_selector, num_active=3, seed=seed)
-    twin = layer.copy()
+def test_steps_do_what_the_twin_does(
+    has_selector: bool, more_pages: int, seed: int, kernel_device: torch.device
+) -> None:
+    twin = small_layer(num_experts=7, more_pages=more_pages, has_selector=has_selector, num_active=3, seed=seed)
+    layer = twin.copy().to(kernel_device)
     for experts in drawn(layer, seed):
         admit(experts, layer.state, layer.tables)
-        admit_plain(experts, twin.state, twin.tables)
+        admit_plain(experts.cpu(), twin.state, twin.tables)
         same(layer, twin)
         fill(layer)
         fill(twin)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_least_recently_used_goes_and_the_lowest_among_equals(seed: int) -> None:
-    layer = small_layer(num_experts=8, num_active=2, more_pages=4, seed=seed)
+def test_the_least_recently_used_goes_and_the_lowest_among_equals(seed: int, kernel_device: torch.device) -> None:
+    layer = small_layer(num_experts=8, num_active=2, more_pages=4, seed=seed).to(kernel_device)
     pages = layer.state.num_pages_of.tolist()
     free, used, step = len(layer.state.free), {}, 0
     hits = needed = 0
@@ -73,13 +83,12 @@ def test_the_least_recently_used_goes_and_the_lowest_among_equals(seed: int) -> 
                 free += pages[victim]
             free -= pages[e]
             used[e] = step
-        found = set(torch.nonzero((layer.state.is_in == 1) & (layer.state.num_pages_of > 0))[:, 0].tolist())
-        assert (found, int(layer.state.num_free)) == ({e for e in used if pages[e]}, free)
+        assert (who_is_in(layer), int(layer.state.num_free)) == ({e for e in used if pages[e]}, free)
     assert layer.state.counters[[NEEDED, HITS]].tolist() == [needed, hits]
 
 
-def test_no_page_is_two_experts_at_once() -> None:
-    layer = small_layer(num_experts=8, num_active=3, seed=1)
+def test_no_page_is_two_experts_at_once(kernel_device: torch.device) -> None:
+    layer = small_layer(num_experts=8, num_active=3, seed=1).to(kernel_device)
     for experts in drawn(layer, 1):
         admit(experts, layer.state, layer.tables)
         held = [
@@ -91,8 +100,8 @@ def test_no_page_is_two_experts_at_once() -> None:
         assert sorted(held + free) == list(range(len(layer.state.free)))
 
 
-def test_who_loses_its_pages_keeps_what_is_always_there() -> None:
-    layer = small_layer(num_experts=8, num_active=2, more_pages=0, seed=2)
+def test_who_loses_its_pages_keeps_what_is_always_there(kernel_device: torch.device) -> None:
+    layer = small_layer(num_experts=8, num_active=2, more_pages=0, seed=2).to(kernel_device)
     before = layer.tables.record_at.clone()
     for experts in drawn(layer, 2):
         admit(experts, layer.state, layer.tables)
@@ -103,16 +112,18 @@ def test_who_loses_its_pages_keeps_what_is_always_there() -> None:
 
 
 @pytest.mark.parametrize("has_selector", [True, False])
-def test_with_pages_that_other_layers_use_nothing_is_left_of_the_step_before(has_selector: bool) -> None:
-    layer = small_layer(num_experts=7, num_active=3, more_pages=0, has_selector=has_selector, keeps=False)
-    twin, before = layer.copy(), layer.tables.record_at.clone()
+def test_with_pages_that_other_layers_use_nothing_is_left_of_the_step_before(
+    has_selector: bool, kernel_device: torch.device
+) -> None:
+    twin = small_layer(num_experts=7, num_active=3, more_pages=0, has_selector=has_selector, keeps=False)
+    layer = twin.copy().to(kernel_device)
+    before = layer.tables.record_at.clone()
     for experts in drawn(layer, 3):
         admit(experts, layer.state, layer.tables)
-        admit_plain(experts, twin.state, twin.tables)
+        admit_plain(experts.cpu(), twin.state, twin.tables)
         same(layer, twin)
         assert torch.equal(layer.tables.record_at, before)
-        found = set(torch.nonzero((layer.state.is_in == 1) & (layer.state.num_pages_of > 0))[:, 0].tolist())
-        assert found == {e for e in experts.tolist() if layer.state.num_pages_of[e]}
+        assert who_is_in(layer) == {e for e in experts.tolist() if layer.state.num_pages_of[e]}
         fill(layer)
         fill(twin)
 

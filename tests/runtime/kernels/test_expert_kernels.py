@@ -16,7 +16,6 @@ from moe_pack.runtime.kernels.select import select
 from moe_pack.runtime.kernels.tables import SELECT_BLOCK, Selection
 
 WIDTHS = (1, 2, 3, 4, 8, 16)
-CPU = torch.device("cpu")
 
 
 def of_width(width: int, group: int = 64, scale_bits: int = 16) -> PartFormat:
@@ -25,7 +24,7 @@ def of_width(width: int, group: int = 64, scale_bits: int = 16) -> PartFormat:
 
 @dataclass(frozen=True)
 class Run:
-    """What kernels made of a token in some experts of a layer."""
+    """What kernels made of a token in some experts of a layer, on the host."""
 
     selection: Selection
     partials: Tensor
@@ -39,23 +38,24 @@ class Run:
         return found
 
 
-def run_layer(layer: RandomLayer, x: Tensor, experts: list[int], num_partials: int) -> Run:
-    f = layer.tables.record_at.shape[1]
-    selection = Selection.room(len(experts), f, CPU)
-    numbers = torch.tensor(experts, dtype=torch.int32)
-    partials = torch.full((len(experts), num_partials, len(x)), torch.nan)
-    select(x, numbers, layer.tables, selection)
-    neurons(x, numbers, layer.tables, selection, partials)
-    return Run(selection, partials)
+def run_layer(layer: RandomLayer, x: Tensor, experts: list[int], num_partials: int, device: torch.device) -> Run:
+    tables, there = layer.tables_on(device), x.to(device)
+    selection = Selection.room(len(experts), tables.record_at.shape[1], device)
+    numbers = torch.tensor(experts, dtype=torch.int32, device=device)
+    partials = torch.full((len(experts), num_partials, len(x)), torch.nan, device=device)
+    select(there, numbers, tables, selection)
+    neurons(there, numbers, tables, selection, partials)
+    held = Selection(selection.a.cpu(), selection.neurons.cpu(), selection.counts.cpu())
+    return Run(held, partials.cpu())
 
 
 def values_of(layer: RandomLayer, x: Tensor, expert: int) -> Activations:
     return activations(x[None], layer.experts[expert].block(), "silu")
 
 
-def check(layer: RandomLayer, x: Tensor, experts: list[int], num_partials: int = 3) -> None:
+def check(layer: RandomLayer, x: Tensor, experts: list[int], device: torch.device, num_partials: int = 3) -> None:
     """Selection, lists and outputs of these experts are the reference's."""
-    run = run_layer(layer, x, experts, num_partials)
+    run = run_layer(layer, x, experts, num_partials, device)
     for place, e in enumerate(experts):
         expert, threshold = layer.experts[e], float(layer.tables.thresholds[e])
         selector = expert.shape.selector
@@ -82,47 +82,53 @@ def with_thresholds(layer: RandomLayer, x: Tensor, sparsity: float) -> RandomLay
 
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_experts_of_any_width_and_selector_give_the_reference(selector: Selector, width: int) -> None:
+def test_experts_of_any_width_and_selector_give_the_reference(
+    selector: Selector, width: int, kernel_device: torch.device
+) -> None:
     part = of_width(width)
     x = random_tokens(1, 128)[0]
     layer = random_layer([Shape(66, 128, selector, part, part, part)] * 2, zero_rows=(0, 5, 65))
-    check(with_thresholds(layer, x, 0.6), x, [1], num_partials=2)
+    check(with_thresholds(layer, x, 0.6), x, [1], kernel_device, num_partials=2)
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize(("group", "scale_bits"), [(16, 16), (32, 16), (128, 16), (0, 16), (64, 8), (16, 8)])
 def test_experts_of_any_group_and_kind_of_scale_give_the_reference(
-    selector: Selector, group: int, scale_bits: int
+    selector: Selector, group: int, scale_bits: int, kernel_device: torch.device
 ) -> None:
     shapes = [
         Shape(9, 384, selector, *(of_width(w, group, scale_bits) for w in trio)) for trio in ((4, 2, 3), (1, 8, 2))
     ]
     x = random_tokens(1, 384)[0]
-    check(with_thresholds(random_layer(shapes), x, 0.3), x, [0, 1], num_partials=2)
+    check(with_thresholds(random_layer(shapes), x, 0.3), x, [0, 1], kernel_device, num_partials=2)
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_experts_of_different_formats_in_one_layer_give_the_reference(selector: Selector) -> None:
+def test_experts_of_different_formats_in_one_layer_give_the_reference(
+    selector: Selector, kernel_device: torch.device
+) -> None:
     trios = [(2, 4, 16), (4, 4, 4), (16, 16, 16), (3, 8, 3), (4, 4, 4)]
     layer = random_layer([Shape(9, 64, selector, *(of_width(w) for w in trio)) for trio in trios])
     assert len(layer.tables.kinds) == 4
     x = random_tokens(1, 64)[0]
-    check(with_thresholds(layer, x, 0.5), x, [4, 0, 3, 1, 2], num_partials=2)
+    check(with_thresholds(layer, x, 0.5), x, [4, 0, 3, 1, 2], kernel_device, num_partials=2)
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("bias", [("up",), ("gate", "up")])
-def test_biases_are_added_before_the_activation(selector: Selector, bias: tuple[str, ...]) -> None:
+def test_biases_are_added_before_the_activation(
+    selector: Selector, bias: tuple[str, ...], kernel_device: torch.device
+) -> None:
     x = random_tokens(1, 64)[0]
     layer = random_layer([Shape(33, 64, selector, bias=bias)] * 2)  # type: ignore[arg-type]
-    check(with_thresholds(layer, x, 0.5), x, [1, 0])
+    check(with_thresholds(layer, x, 0.5), x, [1, 0], kernel_device)
 
 
 @pytest.mark.parametrize("selector", ["up", "none"])
-def test_experts_without_a_gate_give_the_reference(selector: Selector) -> None:
+def test_experts_without_a_gate_give_the_reference(selector: Selector, kernel_device: torch.device) -> None:
     x = random_tokens(1, 128)[0]
     layer = random_layer([Shape(65, 128, selector, None, bias=("up",))] * 2)
-    check(with_thresholds(layer, x, 0.5), x, [1, 0])
+    check(with_thresholds(layer, x, 0.5), x, [1, 0], kernel_device)
 
 
 @pytest.mark.parametrize(
@@ -130,50 +136,57 @@ def test_experts_without_a_gate_give_the_reference(selector: Selector) -> None:
     [("up", 1, 0.0), ("none", 1, 1.0), ("gate", 64, 0.9), ("both", 63, 1.0), ("none", 65, 0.9), ("up", 130, 0.0)],
 )
 def test_any_number_of_neurons_and_any_share_of_them_gives_the_reference(
-    selector: Selector, num_rows: int, sparsity: float
+    selector: Selector, num_rows: int, sparsity: float, kernel_device: torch.device
 ) -> None:
     x = random_tokens(1, 64)[0]
     layer = random_layer([Shape(num_rows, 64, selector)])
-    check(with_thresholds(layer, x, sparsity), x, [0], num_partials=5)
+    check(with_thresholds(layer, x, sparsity), x, [0], kernel_device, num_partials=5)
 
 
 @pytest.mark.parametrize("selector", ["up", "gate", "both"])
-def test_neurons_that_do_nothing_do_not_run_at_a_threshold_of_zero(selector: Selector) -> None:
+def test_neurons_that_do_nothing_do_not_run_at_a_threshold_of_zero(
+    selector: Selector, kernel_device: torch.device
+) -> None:
     shape = Shape(12, 64, selector)
     layer = layer_of([random_expert(shape, zero_rows=(0, 3, 11))])
-    run = run_layer(layer, random_tokens(1, 64)[0], [0], 2)
+    run = run_layer(layer, random_tokens(1, 64)[0], [0], 2, kernel_device)
     assert run.listed(0) == [1, 2, 4, 5, 6, 7, 8, 9, 10]
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_a_nan_runs_and_is_seen(selector: Selector) -> None:
+def test_a_nan_runs_and_is_seen(selector: Selector, kernel_device: torch.device) -> None:
     layer = random_layer([Shape(20, 64, selector)], thresholds=[1e30])
     x = random_tokens(1, 64)[0]
     x[3] = torch.nan
-    run = run_layer(layer, x, [0], 2)
+    run = run_layer(layer, x, [0], 2, kernel_device)
     assert run.listed(0) == list(range(20))
     assert run.partials.sum(1).isnan().all()
 
 
-def test_outputs_do_not_depend_on_where_rows_lie() -> None:
+def test_outputs_do_not_depend_on_where_rows_lie(kernel_device: torch.device) -> None:
     experts = [random_expert(Shape(90, 128), seed) for seed in range(2)]
     x = random_tokens(1, 128)[0]
-    one, other = (run_layer(layer_of(experts, seed), x, [1, 0], 4) for seed in (1, 2))
+    one, other = (run_layer(layer_of(experts, seed), x, [1, 0], 4, kernel_device) for seed in (1, 2))
     assert torch.equal(one.partials, other.partials)
 
 
-def test_partial_sums_of_nothing_are_zeros() -> None:
+def test_partial_sums_of_nothing_are_zeros(kernel_device: torch.device) -> None:
     layer = random_layer([Shape(20, 64, "up", FOUR_BIT, FOUR_BIT, of_width(3))], thresholds=[1e30])
-    run = run_layer(layer, random_tokens(1, 64)[0], [0], 3)
+    run = run_layer(layer, random_tokens(1, 64)[0], [0], 3, kernel_device)
     assert not run.listed(0) and torch.equal(run.partials, torch.zeros(1, 3, 64))
 
 
 @pytest.mark.parametrize(("k", "num_partials", "d"), [(1, 1, 64), (2, 5, 70), (8, 16, 128)])
-def test_partial_sums_are_added_with_the_routers_weights(k: int, num_partials: int, d: int) -> None:
+def test_partial_sums_are_added_with_the_routers_weights(
+    k: int, num_partials: int, d: int, kernel_device: torch.device
+) -> None:
     partials, weights = torch.randn(k, num_partials, d), torch.rand(k)
-    residual, also, out = torch.randn(d), torch.randn(d), torch.empty(d)
+    residual, also = torch.randn(d), torch.randn(d)
+    plain = reduce_twin(partials, weights)
+    expected = residual + 2.5 * (also + plain)
+    partials, weights, residual, also = (each.to(kernel_device) for each in (partials, weights, residual, also))
+    out = torch.full_like(residual, torch.nan)
     reduce(partials, weights, out)
-    torch.testing.assert_close(out, reduce_twin(partials, weights), rtol=1e-5, atol=1e-5)
-    expected = residual + 2.5 * (also + reduce_twin(partials, weights))
+    torch.testing.assert_close(out.cpu(), plain, rtol=1e-5, atol=1e-5)
     reduce(partials, weights, residual, residual=residual, also=also, scale=2.5)
-    torch.testing.assert_close(residual, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(residual.cpu(), expected, rtol=1e-5, atol=1e-5)

@@ -26,60 +26,79 @@ def quantized(stored: tuple[int, int, int], num_rows: int, num_cols: int) -> tup
     return rows, part_of(layout, "weight"), values, magnitude
 
 
+def product(x: Tensor, rows: Tensor, part: Part, device: torch.device) -> Tensor:
+    """The kernel's, on the host."""
+    out = torch.full((len(rows),), torch.nan, device=device)
+    gemv(x.to(device), rows.to(device), part, out)
+    return out.cpu()
+
+
+def gathered(rows: Tensor, part: Part, row: int, num_cols: int, device: torch.device, scale: float = 1.0) -> Tensor:
+    """The kernel's, on the host."""
+    out = torch.full((num_cols,), torch.nan, device=device)
+    gather_row(rows.to(device), part, torch.tensor([row], dtype=torch.int32, device=device), out, scale=scale)
+    return out.cpu()
+
+
 @pytest.mark.parametrize("stored", FORMATS)
-def test_a_product_of_rows_in_any_format_is_that_of_plain_torch(stored: tuple[int, int, int]) -> None:
+def test_a_product_of_rows_in_any_format_is_that_of_plain_torch(
+    stored: tuple[int, int, int], kernel_device: torch.device
+) -> None:
     rows, part, values, magnitude = quantized(stored, 6, 384)
-    x, out = random_tokens(1, 384), torch.empty(6)
-    gemv(x[0], rows, part, out)
-    assert_near(out[None], x @ values.T, product_magnitudes(x, magnitude))
+    x = random_tokens(1, 384)
+    found = product(x[0], rows, part, kernel_device)
+    assert_near(found[None], x @ values.T, product_magnitudes(x, magnitude))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "num_cols"), [(1, 64), (5, 8), (9, 200)])
-def test_a_product_of_plain_values_is_that_of_plain_torch(dtype: str, num_rows: int, num_cols: int) -> None:
+def test_a_product_of_plain_values_is_that_of_plain_torch(
+    dtype: str, num_rows: int, num_cols: int, kernel_device: torch.device
+) -> None:
     rows = torch.randn(num_rows, num_cols).to(DTYPES[dtype])
-    x, out = random_tokens(1, num_cols), torch.empty(num_rows)
-    gemv(x[0], rows, stored_part(dtype, num_cols), out)
-    assert_near(out[None], gemv_twin(x[0], rows, None)[None], product_magnitudes(x, rows.double().abs()))
+    x = random_tokens(1, num_cols)
+    found = product(x[0], rows, stored_part(dtype, num_cols), kernel_device)
+    assert_near(found[None], gemv_twin(x[0], rows, None)[None], product_magnitudes(x, rows.double().abs()))
 
 
-def test_a_product_is_scaled_with_its_bias_and_added_to_the_residual() -> None:
+def test_a_product_is_scaled_with_its_bias_and_added_to_the_residual(kernel_device: torch.device) -> None:
     rows, x, bias, residual = torch.randn(6, 64), torch.randn(64), torch.randn(6), torch.randn(6)
     expected = residual + 0.5 * (rows @ x + bias)
+    rows, x, bias, residual = (held.to(kernel_device) for held in (rows, x, bias, residual))
     gemv(x, rows, stored_part("F32", 64), residual, bias=bias, residual=residual, scale=0.5)
-    torch.testing.assert_close(residual, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(residual.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_matrix_of_many_rows_is_multiplied_by_programs_that_take_several_blocks(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device
 ) -> None:
     monkeypatch.setattr(module, "_MANY_PROGRAMS", 2)
-    rows, x, out = torch.randn(31, 8), torch.randn(8), torch.full((31,), torch.nan)
-    gemv(x, rows, stored_part("F32", 8), out)
-    torch.testing.assert_close(out, rows @ x, rtol=1e-5, atol=1e-5)
+    rows, x = torch.randn(31, 8), torch.randn(8)
+    found = product(x, rows, stored_part("F32", 8), kernel_device)
+    torch.testing.assert_close(found, rows @ x, rtol=1e-5, atol=1e-5)
 
 
-def test_a_nan_in_x_is_seen_in_every_product() -> None:
+def test_a_nan_in_x_is_seen_in_every_product(kernel_device: torch.device) -> None:
     rows, part, _, _ = quantized((4, 64, 16), 5, 64)
-    x, out = torch.randn(64), torch.empty(5)
+    x = torch.randn(64)
     x[7] = torch.nan
-    gemv(x, rows, part, out)
-    assert out.isnan().all()
+    assert product(x, rows, part, kernel_device).isnan().all()
 
 
 @pytest.mark.parametrize("stored", FORMATS)
-def test_a_gathered_row_is_the_matrix_row_of_that_number(stored: tuple[int, int, int]) -> None:
+def test_a_gathered_row_is_the_matrix_row_of_that_number(
+    stored: tuple[int, int, int], kernel_device: torch.device
+) -> None:
     rows, part, values, magnitude = quantized(stored, 4, 384)
-    out = torch.empty(384)
-    gather_row(rows, part, torch.tensor([2], dtype=torch.int32), out, scale=2.0)
-    assert_near(out, 2 * values[2], 2 * magnitude[2])
+    found = gathered(rows, part, 2, 384, kernel_device, scale=2.0)
+    assert_near(found, 2 * values[2], 2 * magnitude[2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gathered_row_of_plain_values_is_exact(dtype: str) -> None:
-    rows, out = torch.randn(3, 72).to(DTYPES[dtype]), torch.empty(72)
-    gather_row(rows, stored_part(dtype, 72), torch.tensor([1], dtype=torch.int32), out)
-    assert torch.equal(out, rows[1].float())
+def test_a_gathered_row_of_plain_values_is_exact(dtype: str, kernel_device: torch.device) -> None:
+    rows = torch.randn(3, 72).to(DTYPES[dtype])
+    found = gathered(rows, stored_part(dtype, 72), 1, 72, kernel_device)
+    assert torch.equal(found, rows[1].float())
 
 
 def test_rows_that_do_not_begin_at_multiples_of_16_bytes_are_refused() -> None:

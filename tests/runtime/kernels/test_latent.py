@@ -18,8 +18,8 @@ from moe_pack.runtime.latent_attention import attend_latent
 from moe_pack.runtime.matrix import Matrix, RowMatrix, StoredMatrix, linear
 from moe_pack.runtime.weights import Weights
 
-CPU = torch.device("cpu")
 TOLERANCE = 1e-5  # float32 sums in another order, one after the other: four products and a softmax
+CARD_TOLERANCE = 3e-5  # and on a card, sums that tensor cores cut off; see test_attend
 WIDTH = 16  # of the hidden state
 
 
@@ -70,11 +70,12 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
     assert found.shape == expected.shape
-    assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    tolerance = TOLERANCE if found.device.type == "cpu" else CARD_TOLERANCE
+    assert (found.cpu() - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_token_attends_as_in_torch(case: Case) -> None:
+def test_a_token_attends_as_in_torch(case: Case, kernel_device: torch.device) -> None:
     spec, at = case.spec, case.position
     matrix, kv_b = case.kv_b()
     q_weight, kv_weight = random(spec.num_heads * (case.nope + case.rope), WIDTH), random(case.rank + case.rope, WIDTH)
@@ -95,13 +96,21 @@ def test_a_token_attends_as_in_torch(case: Case) -> None:
     angles = (cos[at:], sin[at:])
     expected = attend_latent(x, cast(Weights, weights), spec, 0, cache, angles, None)
 
-    position = torch.tensor([at], dtype=torch.int32)
-    moved = torch.full((spec.num_heads, case.rank + case.rope), torch.nan)
-    projected = (linear(x, matrices["q"])[0], linear(x, matrices["kv_a"])[0])
-    enter_latent(projected, norm, (cos, sin), case.interleaved, position, spec, kv_b, moved, keys)
+    there = HeldRows(kv_b.rows.to(kernel_device), kv_b.part)
+    q, kv, norm, cos, sin, keys = (
+        each.to(kernel_device)
+        for each in (linear(x, matrices["q"])[0], linear(x, matrices["kv_a"])[0], norm, cos, sin, keys)
+    )
+
+    def nans(*shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, device=kernel_device)
+
+    position = torch.tensor([at], dtype=torch.int32, device=kernel_device)
+    moved = nans(spec.num_heads, case.rank + case.rope)
+    enter_latent((q, kv), norm, (cos, sin), case.interleaved, position, spec, there, moved, keys)
     assert_near(keys, cache.keys)
-    room = AttendRoom.room(spec.num_heads, 1, case.rank, keys.shape[1], CPU)
-    mixed, out = torch.full((spec.num_heads, case.rank), torch.nan), torch.full((spec.num_heads * case.v,), torch.nan)
+    room = AttendRoom.room(spec.num_heads, 1, case.rank, keys.shape[1], kernel_device)
+    mixed, out = nans(spec.num_heads, case.rank), nans(spec.num_heads * case.v)
     attend(moved, (keys, keys[..., : case.rank]), position, spec.scale, None, room, mixed)
-    leave_latent(mixed, spec, kv_b, out)
+    leave_latent(mixed, spec, there, out)
     assert_near(out, expected[0])

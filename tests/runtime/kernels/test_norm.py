@@ -16,31 +16,35 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def normed(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, device: torch.device) -> Tensor:
+    """The kernel's answer."""
+    out = torch.full_like(x, torch.nan, device=device)
+    norm(x.to(device), weight.to(device), None if bias is None else bias.to(device), spec, out)
+    return out.cpu()
+
+
 @pytest.mark.parametrize("d", WIDTHS)
-def test_rms_norm_is_torchs(d: int) -> None:
+def test_rms_norm_is_torchs(d: int, kernel_device: torch.device) -> None:
     x, weight = 3 * random(3, d), random(d, seed=1)
-    out = torch.full_like(x, torch.nan)
-    norm(x, weight, None, NormSpec("rms", 1e-5), out)
-    torch.testing.assert_close(out, norms.rms_norm(x, weight, 1e-5), rtol=TOLERANCE, atol=TOLERANCE)
+    found = normed(x, weight, None, NormSpec("rms", 1e-5), kernel_device)
+    torch.testing.assert_close(found, norms.rms_norm(x, weight, 1e-5), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("d", WIDTHS)
-def test_layer_norm_is_torchs(d: int) -> None:
+def test_layer_norm_is_torchs(d: int, kernel_device: torch.device) -> None:
     x, weight, bias = 5 + random(d), random(d, seed=1), random(d, seed=2)
-    out = torch.full_like(x, torch.nan)
-    norm(x, weight, bias, NormSpec("layer", 1e-5), out)
+    found = normed(x, weight, bias, NormSpec("layer", 1e-5), kernel_device)
     expected = torch.nn.functional.layer_norm(x, (d,), weight, bias, 1e-5)
-    torch.testing.assert_close(out, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_zeros_stay_zeros() -> None:
-    out = torch.ones(64)
-    norm(torch.zeros(64), random(64), None, NormSpec("rms", 1e-6), out)
-    assert not out.any()
+def test_zeros_stay_zeros(kernel_device: torch.device) -> None:
+    assert not normed(torch.zeros(64), random(64), None, NormSpec("rms", 1e-6), kernel_device).any()
 
 
-def test_a_vector_may_be_normed_in_place() -> None:
+def test_a_vector_may_be_normed_in_place(kernel_device: torch.device) -> None:
     x, weight = random(320), random(320, seed=1)
     expected = norms.rms_norm(x, weight, 1e-6)
-    norm(x, weight, None, NormSpec("rms", 1e-6), x)
-    torch.testing.assert_close(x, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    held = x.to(kernel_device)
+    norm(held, weight.to(kernel_device), None, NormSpec("rms", 1e-6), held)
+    torch.testing.assert_close(held.cpu(), expected, rtol=TOLERANCE, atol=TOLERANCE)

@@ -30,20 +30,21 @@ def name_of(spec: RouterSpec) -> str:
     return f"{spec.kind}-{spec.num_experts}-{spec.num_experts_per_tok}-{spec.n_group}"
 
 
-def found(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def found(logits: Tensor, spec: RouterSpec, bias: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
     """The kernel's, of each row."""
     k = spec.num_experts_per_tok
-    experts = torch.full((len(logits), k), -1, dtype=torch.int32)
-    weights = torch.full((len(logits), k), torch.nan)
+    experts = torch.full((len(logits), k), -1, dtype=torch.int32, device=device)
+    weights = torch.full((len(logits), k), torch.nan, device=device)
+    held = None if bias is None else bias.to(device)
     for row in range(len(logits)):
-        route(logits[row], spec, bias, experts[row], weights[row])
-    return experts, weights
+        route(logits[row].to(device), spec, held, experts[row], weights[row])
+    return experts.cpu(), weights.cpu()
 
 
-def assert_same(logits: Tensor, spec: RouterSpec) -> None:
+def assert_same(logits: Tensor, spec: RouterSpec, device: torch.device) -> None:
     draw = torch.Generator().manual_seed(1)
     bias = torch.randn(spec.num_experts, generator=draw) / 4 if spec.bias else None
-    experts, weights = found(logits, spec, bias)
+    experts, weights = found(logits, spec, bias, device)
     expected_experts, expected_weights = router.route(logits, spec, bias)
     assert torch.equal(experts.long(), expected_experts)
     # Exponentials of another library, some 2 units in the last place each.
@@ -51,33 +52,35 @@ def assert_same(logits: Tensor, spec: RouterSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=name_of)
-def test_experts_and_weights_are_torchs(spec: RouterSpec) -> None:
-    assert_same(3 * torch.randn((10, spec.num_experts), generator=torch.Generator().manual_seed(0)), spec)
+def test_experts_and_weights_are_torchs(spec: RouterSpec, kernel_device: torch.device) -> None:
+    assert_same(
+        3 * torch.randn((10, spec.num_experts), generator=torch.Generator().manual_seed(0)), spec, kernel_device
+    )
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=name_of)
-def test_of_equal_logits_the_lowest_index_comes_first(spec: RouterSpec) -> None:
+def test_of_equal_logits_the_lowest_index_comes_first(spec: RouterSpec, kernel_device: torch.device) -> None:
     logits = torch.randint(-1, 2, (6, spec.num_experts), generator=torch.Generator().manual_seed(0)).float()
     logits[0] = 0.0
     logits[1] *= -0.0  # zeros of both signs are equal
-    assert_same(logits, spec)
+    assert_same(logits, spec, kernel_device)
 
 
 # Numpy, in which the interpreter computes, tells of overflow and NaN.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("spec", SPECS, ids=name_of)
-def test_scores_that_vanish_are_equal(spec: RouterSpec) -> None:
+def test_scores_that_vanish_are_equal(spec: RouterSpec, kernel_device: torch.device) -> None:
     logits = torch.full((2, spec.num_experts), -200.0)
     logits[:, -1] = 1.0
     logits[1, spec.num_experts // 2] = -150.0
-    assert_same(logits, spec)
+    assert_same(logits, spec, kernel_device)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("spec", SPECS, ids=name_of)
-def test_logits_that_are_no_numbers_still_give_experts(spec: RouterSpec) -> None:
+def test_logits_that_are_no_numbers_still_give_experts(spec: RouterSpec, kernel_device: torch.device) -> None:
     bias = torch.zeros(spec.num_experts) if spec.bias else None
-    experts, weights = found(torch.full((1, spec.num_experts), torch.nan), spec, bias)
+    experts, weights = found(torch.full((1, spec.num_experts), torch.nan), spec, bias, kernel_device)
     assert experts.unique().numel() == spec.num_experts_per_tok
     assert experts.min() >= 0 and experts.max() < spec.num_experts
     assert weights.isnan().all(), "what is wrong is seen"

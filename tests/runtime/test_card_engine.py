@@ -1,0 +1,113 @@
+"""How a card's budget is kept, beside a driver that adds up what it is told; what is asked of a card on the CPU."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_pack.formats import Pack, RunError
+from moe_pack.runtime import Decoder, Engine, EngineOptions, PackWeights
+from moe_pack.runtime.card_engine import CardAsked, fit_to_card
+
+CPU = torch.device("cpu")
+CONTEXT_BYTES, WORKING_BYTES, LEAST_BYTES, ROUNDING = 300 << 20, 50 << 20, 10 << 20, 4 << 20
+
+
+@dataclass
+class Driver:
+    """A card's driver: what it charges for its context, for forward passes once there was one, and for experts."""
+
+    total: int = 2 << 30
+    charged: int = CONTEXT_BYTES
+    rooms: list[int] = field(default_factory=list)
+
+    def used_bytes(self) -> int:
+        return self.charged
+
+    def free_bytes(self) -> int:
+        return self.total - self.charged
+
+
+class Work:
+    """An engine that takes just the room for experts that it is given, and charges for its first forward pass."""
+
+    def __init__(self, pack: Pack, driver: Driver, room: int) -> None:
+        self.weights = PackWeights(pack, CPU)
+        self.decoder = Decoder(self.weights, 64)
+        self.expert_bytes, self.pages_bytes = room, 0
+        self._driver = driver
+        driver.charged += room + WORKING_BYTES
+        driver.rooms.append(room)
+
+    def close(self) -> None:
+        self._driver.charged -= self.expert_bytes + WORKING_BYTES
+
+
+def fitted(folder: Path, driver: Driver, budget: int | None) -> int:
+    """The room that experts get."""
+    with Pack(folder) as pack:
+        asked = CardAsked(budget, 64, None, torch.float32)
+        built, use = fit_to_card(
+            pack,
+            CPU,
+            driver,
+            asked,
+            LEAST_BYTES,
+            lambda room, chunk: Work(pack, driver, room),
+        )
+        assert use.spent + ROUNDING == use.budget, "what is not spent is what the driver may round up"
+        assert use.experts == built.expert_bytes
+    return built.expert_bytes
+
+
+def test_experts_get_what_the_budget_leaves_beside_what_was_measured(tiny_pack: Path) -> None:
+    driver, budget = Driver(), 1 << 30
+    room = fitted(tiny_pack, driver, budget)
+    assert room == budget - CONTEXT_BYTES - WORKING_BYTES - ROUNDING
+    assert driver.charged <= budget
+
+
+def test_measuring_never_takes_more_than_the_least_room(tiny_pack: Path) -> None:
+    driver = Driver()
+    fitted(tiny_pack, driver, 1 << 30)
+    assert driver.rooms[0] == LEAST_BYTES
+    assert len(driver.rooms) == 2
+
+
+def test_without_a_budget_all_that_is_free_is_used(tiny_pack: Path) -> None:
+    driver = Driver()
+    fitted(tiny_pack, driver, None)
+    assert driver.total - 2 * ROUNDING <= driver.charged <= driver.total
+
+
+def test_a_budget_that_leaves_experts_too_little_is_refused_with_what_is_needed(tiny_pack: Path) -> None:
+    budget = CONTEXT_BYTES + (55 << 20)
+    with pytest.raises(RunError) as fault, Pack(tiny_pack) as pack:
+        fit_to_card(
+            pack,
+            CPU,
+            driver := Driver(),
+            CardAsked(budget, 64, None, torch.float32),
+            LEAST_BYTES,
+            lambda room, chunk: Work(pack, driver, room),
+        )
+    assert str(fault.value).startswith("--budget: 355.0 MiB, needed are at least ")
+    assert driver.charged == CONTEXT_BYTES, "what was measured is given back"
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (EngineOptions(engine="graph"), "--engine graph"),
+        (EngineOptions(ram_bytes=1 << 30), "--ram"),
+        (EngineOptions(kv_dtype="bf16"), "--kv-dtype bf16"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_of_a_card_is_refused_on_the_cpu(options: EngineOptions, name: str, tiny_pack: Path) -> None:
+    with (
+        Pack(tiny_pack) as pack,
+        pytest.raises(RunError, match=f"^{name}: is of --device cuda; leave it out, or add that$"),
+    ):
+        Engine(pack, options, 64)

@@ -1,0 +1,98 @@
+"""A token's launches take no memory and ask no value of the device: what a CUDA graph may be made of."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from cards import CPU, room_for
+from families import TINY, Tiny, write
+from models import pack
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moe_pack.formats import Pack
+from moe_pack.runtime.graph_engine import GraphAtWork
+from moe_pack.runtime.host_arena import HostArena
+from moe_pack.runtime.rope import Rope
+from moe_pack.runtime.token_step import TokenStep
+
+CONTEXT = 8
+TRITON = str(Path(triton.__file__).parent)
+# One with grouped queries and nothing else, one with a shared expert that is gated, one with latent attention and a
+# dense layer.
+FAMILIES = ("mixtral", "qwen2_moe", "deepseek_v2")
+CASES = [tiny for tiny in TINY if tiny.family in FAMILIES and tiny.name == "as it comes"]
+
+
+class Watch(TorchDispatchMode):
+    """Fails on any operation of torch that takes memory or gives the host a value.
+
+    What the interpreter does for a launch is passed over: on a card a launch is the driver's alone.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if not _is_launching():
+            given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            assert "_local_scalar_dense" not in str(func), "a value is asked for"
+            taken = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and _storage(leaf) not in given]
+            assert not taken, f"{func} takes memory"
+        return found
+
+
+def _is_launching() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and not frame.f_code.co_filename.startswith(TRITON):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def token_step(folder: Path) -> Iterator[TokenStep]:
+    """Room for a token, and its launches; a third of all experts has room."""
+    with ExitStack() as stack:
+        opened = stack.enter_context(Pack(folder))
+        host = stack.enter_context(HostArena(opened, CPU))
+        built = stack.enter_context(closing(GraphAtWork(opened, host, CPU, room_for(opened, 0.3), CONTEXT, 1)))
+        angles = Rope(opened.spec.rope, CPU)(torch.arange(CONTEXT), 1)
+        yield TokenStep(built.weights, built.decoder.cache, angles, 1)
+
+
+@pytest.mark.parametrize("tiny", CASES, ids=str)
+def test_a_token_takes_no_memory_and_asks_for_no_value(tiny: Tiny, tmp_path: Path) -> None:
+    source = write(tiny, tmp_path / "source")
+    pack(source, tmp_path / "packed")
+    with token_step(tmp_path / "packed") as step, torch.inference_mode():
+        step.control.copy_(torch.tensor([80, 2]))
+        with Watch():
+            step.run()
+    assert step.logits.isfinite().all() and step.logits.any()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda x: torch.zeros(1), lambda x: x + 1, lambda x: x.clone(), lambda x: x[:1].item(), lambda x: x.double()],
+    ids=["zeros", "sum", "copy", "value", "another type"],
+)
+def test_what_may_not_be_is_seen(wrong: Any) -> None:
+    with torch.inference_mode(), Watch(), pytest.raises(AssertionError):
+        wrong(torch.ones(4))
+
+
+def test_what_may_be_is_not_complained_of() -> None:
+    x, y = torch.ones(4), torch.ones(4)
+    with torch.inference_mode(), Watch():
+        torch.sigmoid(x, out=y)
+        y[1:].copy_(x[:3], non_blocking=True)
+        x.view(torch.uint8).view(2, 8)
+    assert y[0] < 1
