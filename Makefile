@@ -83,6 +83,7 @@ bench: families bench-cpu bench-streaming ablate
 	    $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON)))
 	$(BIN)/python benchmarks/profile_speed.py
 	$(BIN)/python benchmarks/tolerance.py
+	$(BIN)/python benchmarks/cache_precision.py
 	$(BIN)/python benchmarks/preset_packs.py
 	$(BIN)/python benchmarks/solve_time.py
 	$(BIN)/python benchmarks/predicted_speed.py --folder $(BENCH_PACKS)

@@ -1,6 +1,7 @@
 """A card's memory over host memory: the tier of `--device cuda`.
 
-Rows are pulled over the link as `card_budget` holds them; `moe-run` does not stream to a card inside a budget yet.
+Rows are pulled over the link as `card_budget` holds them, which `moe-run`'s graph engine does; no figure from a GPU
+exists yet.
 """
 
 import numpy as np

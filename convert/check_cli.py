@@ -11,9 +11,8 @@ from moe_pack.calib import QUALITY_FILE, Quality
 from moe_pack.convert.check import Check, Limits, budget, digests, junit_xml, losses, num_bytes, opened, tensors
 from moe_pack.convert.eval_cli import NUM_TOKENS, EvalOptions, measure
 from moe_pack.convert.hub import find_checkpoint
-from moe_pack.convert.pack_cli import byte_bar
 from moe_pack.formats import Checkpoint, ConversionError, Pack, dump, read_sidecar
-from moe_pack.formats.cli import command_errors, read_size
+from moe_pack.formats.cli import byte_bar, command_errors, read_size
 
 
 @dataclass(frozen=True, slots=True)

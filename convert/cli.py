@@ -17,7 +17,6 @@ from moe_pack.convert.doctor_cli import doctor_command
 from moe_pack.convert.eval_cli import eval_command, prices_summary, quality_summary
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight, describe, format_runs
-from moe_pack.convert.pack_cli import byte_bar
 from moe_pack.convert.plan_cli import plan_command
 from moe_pack.convert.profile_cli import (
     attach_command,
@@ -42,7 +41,7 @@ from moe_pack.formats import (
     num_parameters,
     read_sidecar,
 )
-from moe_pack.formats.cli import NOISE, command_errors, common_options
+from moe_pack.formats.cli import NOISE, byte_bar, command_errors, common_options
 from moe_pack.runtime import Routing, Text, kernels_for
 
 _COMPARED_TOKENS = 512

@@ -153,10 +153,3 @@ def pack_bar(layout: PackLayout) -> Iterator[Callable[[Progress], None]]:
             bar.update(progress.done_bytes - bar.n)
 
         yield advance
-
-
-@contextmanager
-def byte_bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """A progress bar over bytes on standard error, on a terminal only."""
-    with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
-        yield lambda num_bytes: bar.update(num_bytes) and None

@@ -44,9 +44,7 @@ from moe_pack.runtime import MachineFacts
 
 # What is offered beside the loss asked for, by how much of it.
 _OTHERS = ((0.25, "a quarter of the loss"), (4.0, "four times the loss"))
-_NO_CARD_ENGINE = (
-    "moe-run does not stream to a card inside a budget yet: tokens/s are foretold for rows pulled over the link"
-)
+_UNTRIED = "tokens/s are foretold for moe-run's graph engine, which pulls rows; no figure from a GPU exists yet"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,7 +201,7 @@ def _lines(wanted: Wanted, offers: list[Offer], taken: Planned) -> Iterator[str]
     if target.preset == "floe":
         yield compression_text(taken)
     if target.device == "cuda":
-        yield _NO_CARD_ENGINE
+        yield _UNTRIED
 
 
 def _as_json(wanted: Wanted, offers: list[Offer]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import IO, Any, TypeVar
 
 import click
+from tqdm import tqdm
 
 from moe_pack.formats.errors import MoePackError
 from moe_pack.formats.sizes import parse_size
@@ -132,3 +133,10 @@ def cache_folder() -> Path:
     """Where the user's caches of ours are: `moe-pack` in XDG_CACHE_HOME, or in ~/.cache; it need not be there yet."""
     named = os.environ.get("XDG_CACHE_HOME")
     return (Path(named) if named else Path.home() / ".cache") / "moe-pack"
+
+
+@contextmanager
+def byte_bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """A progress bar over bytes on standard error, on a terminal only."""
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        yield lambda num_bytes: bar.update(num_bytes) and None

@@ -32,12 +32,6 @@ class CardWeights(PackWeights):
     def _matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
         return DeviceMatrix(dense, raw)
 
-    def dense(self, role: str) -> DeviceMatrix:
-        """A dense matrix as it lies on the device."""
-        held = self.matrix(role)
-        assert isinstance(held, DeviceMatrix), "all are"
-        return held
-
     def run_experts(self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor) -> Tensor:
         """The routed experts of a layer over tokens x float32 [T, d], weighted and added up.
 

@@ -10,13 +10,14 @@ from typing import TextIO
 import click
 
 from moe_pack.formats import Pack, RunError
-from moe_pack.formats.cli import cache_folder, command_errors, common_options
+from moe_pack.formats.cli import byte_bar, cache_folder, command_errors, common_options
 from moe_pack.runtime.bench import measure, random_prompt
 from moe_pack.runtime.bench_cli import BenchOptions, bench_options, show_bench
 from moe_pack.runtime.chat import chat_prompt
 from moe_pack.runtime.engine import Engine, EngineOptions
 from moe_pack.runtime.engine_cli import engine_options
 from moe_pack.runtime.generate import context_for, generate
+from moe_pack.runtime.host_arena import host_bytes
 from moe_pack.runtime.machine import load_facts
 from moe_pack.runtime.run_report import report, report_lines
 from moe_pack.runtime.sampling import Sampler
@@ -116,7 +117,7 @@ def run(folder: Path, options: RunOptions) -> None:
         prompt_ids = _encoded(pack, text, options) if text else _random_ids(pack, options)
         machine = load_facts(cache_folder(), folder)
         context = context_for(len(prompt_ids), options.max_tokens, pack.spec.max_position_embeddings)
-        engine = stack.enter_context(Engine(pack, replace(options.engine, machine=machine), context))
+        engine = stack.enter_context(_opened(pack, replace(options.engine, machine=machine), context))
         decoder = engine.decoder
         if text is None:
             _bench(options, pack, engine, sampler, prompt_ids)
@@ -138,6 +139,14 @@ def run(folder: Path, options: RunOptions) -> None:
                 click.echo()
             if options.stats:
                 _report(options, engine, clock, len(prompt_ids))
+
+
+def _opened(pack: Pack, options: EngineOptions, context_tokens: int) -> Engine:
+    """The engine; a bar shows experts on their way to the memory that a card reads."""
+    if options.device == "cpu":
+        return Engine(pack, options, context_tokens)
+    with byte_bar(host_bytes(pack), "experts") as advance:
+        return Engine(pack, options, context_tokens, advance)
 
 
 def _encoded(pack: Pack, text: Text, options: RunOptions) -> list[int]:

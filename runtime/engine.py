@@ -6,6 +6,7 @@ mapped files; else they stream through an arena. What was wished and could not b
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,11 +118,19 @@ class Engine:
     mapped, or on a card.   `use`: on a card, what its memory is spent on, by `engine`.   `preset`: the policies of
     experts that stream by the host's decisions.   `is_direct`: whether reads go past the system's
     cache.   `fallbacks`: what was wished and could not be had.
+    Args:    on_read: told of bytes of experts as they come to host memory, for a card.
     Raises:  RunError if the budget is too small, something asked for is not to be had, or a fallback would be needed
              and `is_strict`; PackError if the pack is damaged.
     """
 
-    def __init__(self, pack: Pack, options: EngineOptions, context_tokens: int) -> None:
+    def __init__(
+        self,
+        pack: Pack,
+        options: EngineOptions,
+        context_tokens: int,
+        on_read: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
+        self._on_read = on_read
         self.options, self.fallbacks = options, list[str]()
         self.plan: BudgetPlan | None = None
         self.preset: Preset | None = None
@@ -178,7 +187,13 @@ class Engine:
         asked = CardAsked(options.budget_bytes, context_tokens, options.chunk_tokens, cache_dtype)
         host = None
         if host_bytes(pack) <= ram:
-            host = self.host = self._stack.enter_context(HostArena(pack, self.device))
+            host = self.host = self._stack.enter_context(HostArena(pack, self.device, self._on_read))
+            if not host.is_locked:
+                self._fall_back(
+                    f"{size_text(host.locked_bytes)} of {size_text(host.num_bytes)} of host memory could be "
+                    "page-locked; copies from the rest are slower, and the graph engine cannot read it"
+                )
+                engine = "staged" if options.engine == "auto" else engine
         if engine == "graph":
             assert host is not None, "it was chosen because there is room"
             built, self.use = self._fit_graph(memory, asked, host)

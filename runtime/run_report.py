@@ -225,7 +225,8 @@ def _computed_by(engine: Engine) -> str:
     counted = f"{threads} thread{'s' if threads > 1 else ''}"
     if engine.kernels is not None:
         return f"native kernels, {engine.kernels.instruction_set}, {counted}"
-    device = engine.options.device
-    if device == "cpu" and not is_available():
+    if engine.options.device != "cpu":
+        return f"Triton kernels on {engine.options.device}"
+    if not is_available():
         return f"torch, {counted}; native kernels {why_unavailable()}"
-    return f"torch on {device}" + (f", {counted}" if device == "cpu" else "")
+    return f"torch on cpu, {counted}"

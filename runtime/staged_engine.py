@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.chunk_ring import ChunkRing
-from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.device import Device
 from moe_pack.runtime.foretelling import Foreteller
 from moe_pack.runtime.host_arena import HostArena
 from moe_pack.runtime.native_kernels import ExpertRows, Kernels, expert_numbers
 from moe_pack.runtime.policies import Preset, balanced, fastest
-from moe_pack.runtime.reads import Reads
+from moe_pack.runtime.reads import READ_UNIT, Reads
 from moe_pack.runtime.recording import Recorder
 from moe_pack.runtime.residency import CacheFacts, Residency
+from moe_pack.runtime.staged_decoder import StagedDecoder
 from moe_pack.runtime.staged_host import DriveExperts, HostExperts, arena_experts, drive_slot_bytes
 from moe_pack.runtime.staged_ops import ExpertOps
 from moe_pack.runtime.staged_pages import staged_page_bytes
@@ -102,7 +102,7 @@ class StagedAtWork:
             )
             opened.enter_context(closing(self.weights))
             self.weights.foreteller = asked.foretell(decided.preset, self.weights)
-            self.decoder = Decoder(self.weights, context_tokens, device.device, chunk_tokens, cache_dtype)
+            self.decoder = StagedDecoder(self.weights, context_tokens, device.device, chunk_tokens, cache_dtype)
             self.expert_bytes = self.pages_bytes = plan.num_pages * plan.page_bytes
             self.store = store
             self._opened = opened.pop_all()
@@ -123,8 +123,9 @@ def least_staged_bytes(pack: Pack, chunk_tokens: int, ops: ExpertOps) -> int:
 def _host(asked: StagedAsked, opened: ExitStack) -> HostExperts:
     if asked.host is not None:
         return arena_experts(asked.pack, asked.host)
-    slots = max(_LEAST_SLOTS, asked.ram_bytes // drive_slot_bytes(asked.pack))
-    slots = min(slots, asked.pack.index.size.size)
+    # PyTorch's allocator takes the next power of two of page-locked memory: what is asked for stays below one.
+    room = (1 << asked.ram_bytes.bit_length() - 1) - READ_UNIT
+    slots = min(max(_LEAST_SLOTS, room // drive_slot_bytes(asked.pack)), asked.pack.index.size.size)
     drive = DriveExperts(asked.pack, asked.device, asked.open_reads, slots, asked.verify)
     return opened.enter_context(closing(drive))
 

@@ -6,13 +6,21 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import GroupedQuerySpec, LatentSpec
-from moe_pack.runtime.card_weights import CardWeights
+from moe_pack.runtime.device_matrix import DeviceMatrix
 from moe_pack.runtime.kernels.attend import AttendRoom, attend
 from moe_pack.runtime.kernels.enter import QkNorms, enter
 from moe_pack.runtime.kernels.latent import HeldRows, enter_latent, leave_latent
 from moe_pack.runtime.kernels.norm import rms_norm
 from moe_pack.runtime.kv_cache import KVCache
+from moe_pack.runtime.pack_weights import PackWeights
 from moe_pack.runtime.rope import Angles
+
+
+def on_device(weights: PackWeights, role: str) -> DeviceMatrix:
+    """A dense matrix as it lies on a device."""
+    held = weights.matrix(role)
+    assert isinstance(held, DeviceMatrix), "weights of a card"
+    return held
 
 
 class TokenAttention(Protocol):
@@ -32,7 +40,7 @@ class GroupedAttention:
     Args:    angles: float32 [context, rotary_dim / 2] each, of every position.
     """
 
-    def __init__(self, weights: CardWeights, cache: KVCache, angles: Angles) -> None:
+    def __init__(self, weights: PackWeights, cache: KVCache, angles: Angles) -> None:
         spec, device = weights.spec.attention, cache.keys.device
         assert isinstance(spec, GroupedQuerySpec), "of this kind"
         self._weights, self._cache, self._angles, self._spec = weights, cache, angles, spec
@@ -62,7 +70,7 @@ class GroupedAttention:
         weights = self._weights
         bias = weights.vector(f"{role}.{name}_bias") if name in self._spec.bias else None
         scale = 1.0 if residual is None else weights.spec.residual_multiplier
-        weights.dense(f"{role}.{name}").times(inputs, out, bias, residual, scale)
+        on_device(weights, f"{role}.{name}").times(inputs, out, bias, residual, scale)
 
 
 class LatentAttention:
@@ -71,7 +79,7 @@ class LatentAttention:
     Args:    angles: float32 [context, rotary_dim / 2] each, of every position.
     """
 
-    def __init__(self, weights: CardWeights, cache: KVCache, angles: Angles) -> None:
+    def __init__(self, weights: PackWeights, cache: KVCache, angles: Angles) -> None:
         spec, device = weights.spec.attention, cache.keys.device
         assert isinstance(spec, LatentSpec), "of this kind"
         self._weights, self._cache, self._angles, self._spec = weights, cache, angles, spec
@@ -88,13 +96,13 @@ class LatentAttention:
         """See `TokenAttention`."""
         weights, spec, role = self._weights, self._spec, f"layers.{layer}.attention"
         if spec.q_lora_rank is None:
-            weights.dense(f"{role}.q").times(normed, self._q)
+            on_device(weights, f"{role}.q").times(normed, self._q)
         else:
-            weights.dense(f"{role}.q_a").times(normed, self._low)
+            on_device(weights, f"{role}.q_a").times(normed, self._low)
             rms_norm(self._low, weights.vector(f"{role}.q_a_norm"), spec.lora_norm_eps, self._low)
-            weights.dense(f"{role}.q_b").times(self._low, self._q)
-        weights.dense(f"{role}.kv_a").times(normed, self._kv)
-        kv_b = HeldRows(weights.dense(f"{role}.kv_b").held, weights.dense(f"{role}.kv_b").part)
+            on_device(weights, f"{role}.q_b").times(self._low, self._q)
+        on_device(weights, f"{role}.kv_a").times(normed, self._kv)
+        kv_b = HeldRows(on_device(weights, f"{role}.kv_b").held, on_device(weights, f"{role}.kv_b").part)
         norm, interleaved = weights.vector(f"{role}.kv_a_norm"), weights.spec.rope.interleaved
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         projected = (self._q, self._kv)
@@ -102,10 +110,10 @@ class LatentAttention:
         attend(self._moved, (keys, values), position, spec.scale, None, self._room, self._mixed)
         leave_latent(self._mixed, spec, kv_b, self._values)
         scale = weights.spec.residual_multiplier
-        weights.dense(f"{role}.o").times(self._values, x, residual=x, scale=scale)
+        on_device(weights, f"{role}.o").times(self._values, x, residual=x, scale=scale)
 
 
-def token_attention(weights: CardWeights, cache: KVCache, angles: Angles) -> TokenAttention:
+def token_attention(weights: PackWeights, cache: KVCache, angles: Angles) -> TokenAttention:
     """The attention of a model's kind; arguments as above."""
     kind = GroupedAttention if isinstance(weights.spec.attention, GroupedQuerySpec) else LatentAttention
     return kind(weights, cache, angles)

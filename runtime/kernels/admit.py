@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_pack.runtime.kernels.tables import LayerTables
 
 NEEDED, HITS, ROWS, BYTES = range(4)  # places in `CacheState.counters`
-_RESET_BLOCK = 1024  # rows marked as gone at once, and pages moved
+_RESET_BLOCK = 512  # rows marked as gone at once, and pages moved
 _NEVER = tl.constexpr(2**31 - 1)
 
 
@@ -237,12 +237,9 @@ def _admit(
     ids = tl.arange(0, BLOCK_E)
     lanes = tl.arange(0, BLOCK)
     live = ids < E
-    last_used = tl.load(last_used_ptr + ids, mask=live, other=0)
     is_in = tl.load(is_in_ptr + ids, mask=live, other=0)
     num_pages_of = tl.load(num_pages_of_ptr + ids, mask=live, other=0)
     num_free = tl.load(num_free_ptr)
-    clock = tl.load(clock_ptr) + 1
-    hits = 0
     if not KEEPS:
         num_left = tl.sum(((is_in == 1) & (num_pages_of > 0)).to(tl.int32))
         while num_left > 0:
@@ -263,6 +260,9 @@ def _admit(
             )
             is_in = tl.where(ids == victim, 0, is_in)
             num_left -= 1
+    last_used = tl.load(last_used_ptr + ids, mask=live, other=0)  # not above, where the loop had no registers for it
+    clock = tl.load(clock_ptr) + 1
+    hits = 0
     for i in range(NUM_EXPERTS):
         last_used = tl.where(ids == tl.load(experts_ptr + i), clock, last_used)
     for i in range(NUM_EXPERTS):
@@ -271,25 +271,26 @@ def _admit(
         hits += was_in
         if was_in == 0:
             count = tl.load(num_pages_of_ptr + e)
-            while num_free < count:
-                may_go = (is_in == 1) & (num_pages_of > 0) & (last_used < clock)
-                age = tl.where(may_go, last_used, _NEVER)
-                victim = tl.min(tl.where(age == tl.min(age), ids, BLOCK_E))
-                num_free = _evict(
-                    victim,
-                    num_free,
-                    num_pages_of_ptr,
-                    page_list_ptr,
-                    free_ptr,
-                    selector_is_dynamic_ptr,
-                    first_dynamic_ptr,
-                    selector_at_ptr,
-                    record_at_ptr,
-                    f,
-                    max_pages,
-                    BLOCK,
-                )
-                is_in = tl.where(ids == victim, 0, is_in)
+            if KEEPS:  # else all pages are free by now, and a step has room beside nothing else
+                while num_free < count:
+                    may_go = (is_in == 1) & (num_pages_of > 0) & (last_used < clock)
+                    age = tl.where(may_go, last_used, _NEVER)
+                    victim = tl.min(tl.where(age == tl.min(age), ids, BLOCK_E))
+                    num_free = _evict(
+                        victim,
+                        num_free,
+                        num_pages_of_ptr,
+                        page_list_ptr,
+                        free_ptr,
+                        selector_is_dynamic_ptr,
+                        first_dynamic_ptr,
+                        selector_at_ptr,
+                        record_at_ptr,
+                        f,
+                        max_pages,
+                        BLOCK,
+                    )
+                    is_in = tl.where(ids == victim, 0, is_in)
             tl.debug_barrier()  # other threads wrote what is read from `free`
             begin = 0
             while begin < count:

@@ -71,16 +71,6 @@ def plane_bits(part: Part, plane: int) -> int:
     return part[1] if part[0] or part[1] != 3 else 1 if plane else 2
 
 
-@triton.constexpr_function
-def chunk_words(part: Part, plane: int) -> int:
-    """Words side by side whose codes have one scale; 0 where a word's own codes have several."""
-    if part[0]:
-        return 4
-    if part[2] % 64:
-        return 0
-    return 2 if part[1] == 1 or plane else 4
-
-
 @triton.jit
 def columns(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
     """The column of each code of each word, int32 [SQ, NW]; past the row for words that are not the row's."""
@@ -195,70 +185,6 @@ def load_bias(arena_ptr, units, live, PART: tl.constexpr):
 def load_x(x_ptr, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
     """A hidden state in the order of a part's codes: float32 [SQ, NW], zeros past the row."""
     return tl.load(x_ptr + columns(PART, PLANE, NW), mask=is_word(PART, PLANE, NW)[None, :], other=0.0)
-
-
-@triton.jit
-def dot_plane(arena_ptr, units, live, words, x, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
-    """A plane's share of rows times x: float32 [R]; zeros are taken off in plane 0.
-
-    Args:    words: from `load_words`.   x: from `load_x`.
-    """
-    R: tl.constexpr = words.shape[0]
-    CHUNK: tl.constexpr = chunk_words(PART, PLANE)
-    values = unpack(words, PART, PLANE)
-    if PART[0] != AFFINE:
-        total = tl.sum(tl.sum(values * x[None, :, :], 1), 1)
-    elif CHUNK == 0:
-        scale, zero = _scales_of_codes(arena_ptr, units, live, PART, PLANE, NW)
-        total = tl.sum(tl.sum((values * FACTORS[PLANE] - zero) * scale * x[None, :, :], 1), 1)
-    else:
-        scale, zero = _scales_of_chunks(arena_ptr, units, live, PART, PLANE, NW, CHUNK)
-        sums = tl.sum(tl.reshape(tl.sum(values * x[None, :, :], 1), [R, NW // CHUNK, CHUNK]), 2)  # [R, NC]
-        x_sums = tl.sum(tl.reshape(tl.sum(x, 0), [NW // CHUNK, CHUNK]), 1)  # [NC]
-        total = tl.sum(scale * (sums * FACTORS[PLANE] - zero * x_sums[None, :]), 1)
-    return total
-
-
-@triton.jit
-def add_plane(y, arena_ptr, units, live, words, h, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
-    """y [SQ, NW] plus `h` [R] times a plane of rows; zeros are taken off in plane 0."""
-    R: tl.constexpr = words.shape[0]
-    CHUNK: tl.constexpr = chunk_words(PART, PLANE)
-    values = unpack(words, PART, PLANE)
-    if PART[0] != AFFINE:
-        y += tl.sum(values * h[:, None, None], 0)
-    elif CHUNK == 0:
-        scale, zero = _scales_of_codes(arena_ptr, units, live, PART, PLANE, NW)
-        y += tl.sum((values * FACTORS[PLANE] - zero) * scale * h[:, None, None], 0)
-    else:
-        scale, zero = _scales_of_chunks(arena_ptr, units, live, PART, PLANE, NW, CHUNK)
-        factors = scale * h[:, None]  # [R, NC]
-        each = tl.reshape(tl.broadcast_to((factors * FACTORS[PLANE])[:, :, None], [R, NW // CHUNK, CHUNK]), [R, NW])
-        less = tl.reshape(tl.broadcast_to((factors * zero)[:, :, None], [R, NW // CHUNK, CHUNK]), [R, NW])
-        y += tl.sum(values * each[:, None, :] - less[:, None, :], 0)
-    return y
-
-
-@triton.jit
-def _scales_of_codes(arena_ptr, units, live, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
-    """Scale and zero of every code, [R, SQ, NW]; zero is 0 in plane 1."""
-    groups = columns(PART, PLANE, NW) // PART[2]
-    mask = live[:, None, None] & is_word(PART, PLANE, NW)[None, None, :]
-    scale, zero = load_scales(arena_ptr, units[:, None, None], groups[None, :, :], mask, PART)
-    return scale, zero * (1 - PLANE)
-
-
-@triton.jit
-def _scales_of_chunks(
-    arena_ptr, units, live, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Scale and zero of words side by side, [R, NW / CHUNK]; zero is 0 in plane 1."""
-    BITS: tl.constexpr = plane_bits(PART, PLANE)
-    first = tl.arange(0, NW // CHUNK) * CHUNK
-    groups = (first // (2 * BITS)) * 64 // PART[2]
-    mask = live[:, None] & (first < PART[5] * BITS // 32)[None, :]
-    scale, zero = load_scales(arena_ptr, units[:, None], groups[None, :], mask, PART)
-    return scale, zero * (1 - PLANE)
 
 
 @triton.jit

@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.formats import LatentSpec
-from moe_pack.runtime.kernels.codes import Part, add_plane, dot_plane, load_words, load_x, plane_bits, store_y
+from moe_pack.runtime.kernels.codes import Part
 from moe_pack.runtime.kernels.enter import partner, turn
+from moe_pack.runtime.kernels.products import add_part, dot_part, load_part, load_x_part, store_part, zero_part
 from moe_pack.runtime.rope import Angles
 
 _ROWS = 16  # rows read at once
@@ -53,7 +54,7 @@ def enter_latent(
     _enter_latent_kernel[(spec.num_heads + 1,)](
         q, kv, norm, cos, sin, position, held, moved, keys, spec.lora_norm_eps,
         spec.num_heads, spec.qk_nope_head_dim, spec.v_head_dim, rank, rope, cos.shape[1], interleaved,
-        held.shape[1] // 16, part, *_words(part), _ROWS, triton.next_power_of_2(rank), triton.next_power_of_2(rope),
+        held.shape[1] // 16, part, part.num_words, _ROWS, triton.next_power_of_2(rank), triton.next_power_of_2(rope),
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -66,13 +67,8 @@ def leave_latent(mixed: Tensor, spec: LatentSpec, kv_b: HeldRows, out: Tensor) -
     held, part = kv_b.rows.view(torch.uint8), kv_b.part
     _leave_latent_kernel[(spec.num_heads, triton.cdiv(spec.v_head_dim, _ROWS))](
         mixed, held, out, spec.qk_nope_head_dim, spec.v_head_dim, spec.kv_lora_rank,
-        held.shape[1] // 16, part, *_words(part), _ROWS, num_warps=4, enable_fp_fusion=True,
+        held.shape[1] // 16, part, part.num_words, _ROWS, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-
-
-def _words(part: Part) -> tuple[int, int]:
-    """Words of a tile of each plane; none of the second where there is one."""
-    return part.num_words, part.num_words // 2 if part.num_planes == 2 else 0
 
 
 @triton.jit
@@ -97,7 +93,6 @@ def _enter_latent_kernel(
     UNITS: tl.constexpr,
     PART: tl.constexpr,
     NW: tl.constexpr,
-    NW1: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
@@ -111,13 +106,15 @@ def _enter_latent_kernel(
     if head < HEADS:
         q_ptr += head * (NOPE + ROPE)
         moved_ptr += head * (RANK + ROPE)
-        first = head * (NOPE + V)
-        y = _weighed_rows(q_ptr, kv_b_ptr, first, NOPE, UNITS, PART, 0, NW, ROWS)
-        store_y(moved_ptr, y, PART, 0, NW)
-        if NW1:
-            tl.debug_barrier()  # the planes' columns differ: the first must be written before it is added to
-            y = load_x(moved_ptr, PART, 1, NW1) + _weighed_rows(q_ptr, kv_b_ptr, first, NOPE, UNITS, PART, 1, NW1, ROWS)
-            store_y(moved_ptr, y, PART, 1, NW1)
+        y, less, y_high = zero_part(PART, NW)
+        for begin in range(0, NOPE, ROWS):
+            row = begin + tl.arange(0, ROWS)
+            live = row < NOPE
+            units = (head * (NOPE + V) + row).to(tl.int64) * UNITS
+            weights = tl.load(q_ptr + row, mask=live, other=0.0)
+            words, high = load_part(kv_b_ptr, units, live, PART, NW)
+            y, less, y_high = add_part(y, less, y_high, kv_b_ptr, units, live, words, high, weights, PART, NW)
+        store_part(moved_ptr, y, less, y_high, PART, NW)
         x_ptr, out_ptr = q_ptr + NOPE, moved_ptr + RANK
         x = tl.load(x_ptr + c, mask=c < ROPE, other=0.0)
         x = turn(x, tl.load(x_ptr + other, mask=c < ROPE, other=0.0), c, cos_ptr, sin_ptr, HALF, INTERLEAVED)
@@ -135,30 +132,6 @@ def _enter_latent_kernel(
 
 
 @triton.jit
-def _weighed_rows(
-    weights_ptr,
-    rows_ptr,
-    first,
-    COUNT: tl.constexpr,
-    UNITS: tl.constexpr,
-    PART: tl.constexpr,
-    PLANE: tl.constexpr,
-    NW: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """COUNT rows from `first` on, each times its weight, summed: a plane's share, float32 [SQ, NW]."""
-    y = tl.zeros([32 // plane_bits(PART, PLANE), NW], tl.float32)
-    for begin in range(0, COUNT, ROWS):
-        row = begin + tl.arange(0, ROWS)
-        live = row < COUNT
-        units = (first + row).to(tl.int64) * UNITS
-        weights = tl.load(weights_ptr + row, mask=live, other=0.0)
-        words = load_words(rows_ptr, units, live, PART, PLANE, NW)
-        y = add_plane(y, rows_ptr, units, live, words, weights, PART, PLANE, NW)
-    return y
-
-
-@triton.jit
 def _leave_latent_kernel(
     mixed_ptr,
     kv_b_ptr,
@@ -169,17 +142,13 @@ def _leave_latent_kernel(
     UNITS: tl.constexpr,
     PART: tl.constexpr,
     NW: tl.constexpr,
-    NW1: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     head = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     live = row < V
     units = (head * (NOPE + V) + NOPE + row).to(tl.int64) * UNITS
-    mixed_ptr += head * RANK
-    words = load_words(kv_b_ptr, units, live, PART, 0, NW)
-    y = dot_plane(kv_b_ptr, units, live, words, load_x(mixed_ptr, PART, 0, NW), PART, 0, NW)
-    if NW1:
-        words = load_words(kv_b_ptr, units, live, PART, 1, NW1)
-        y += dot_plane(kv_b_ptr, units, live, words, load_x(mixed_ptr, PART, 1, NW1), PART, 1, NW1)
+    x, x_sums, x_high = load_x_part(mixed_ptr + head * RANK, PART, NW)
+    words, high = load_part(kv_b_ptr, units, live, PART, NW)
+    y = dot_part(kv_b_ptr, units, live, words, high, x, x_sums, x_high, PART, NW)
     tl.store(out_ptr + head * V + row, y, mask=live)

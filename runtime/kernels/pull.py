@@ -165,6 +165,12 @@ def _launch(
 
 
 @triton.jit
+def _load_host(words_ptr, mask):
+    """Words of rows in host memory."""
+    return tl.load(words_ptr, mask=mask, other=0)
+
+
+@triton.jit
 def _pull(
     experts_ptr,
     neurons_ptr,
@@ -234,7 +240,7 @@ def _pull(
                     to_words = tl.sum(tl.where(is_it, to[None, :], 0).to(tl.int64), 1) * 4
                     for begin in range(0, 4 * UNITS, BLOCK_W):
                         mask = (wanted < number)[:, None] & (begin + words < 4 * UNITS)
-                        held = tl.load(host_words_ptr + from_words[:, None] + begin + words, mask=mask, other=0)
+                        held = _load_host(host_words_ptr + from_words[:, None] + begin + words, mask)
                         tl.store(arena_words_ptr + to_words[:, None] + begin + words, held, mask=mask)
                     first += BLOCK_R
                 tl.store(at_ptr + e * f + neurons, to, mask=missing)

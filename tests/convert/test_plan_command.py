@@ -118,7 +118,7 @@ def test_a_card_is_planned_for_in_all_its_parts_and_is_said_not_to_run_yet(small
     assert done.exit_code == 0, done.output
     for part in ("staging", "overhead", "resident selectors", "hot rows", "pages of experts", "left over"):
         assert re.search(rf"^{part} +[\d,]+ +[\d.]+%$", done.output, re.MULTILINE), part
-    assert "moe-run does not stream to a card inside a budget yet" in done.output
+    assert "no figure from a GPU exists yet" in done.output
 
 
 def test_floes_pack_says_its_compression_as_the_paper_counts_and_as_stored() -> None:

@@ -113,3 +113,30 @@ def test_one_row_decodes_as_it_does_among_others(
     with Pack(tmp_path / "packed") as held:
         embed = PackWeights(held, CPU).matrix("embed")
         assert torch.equal(torch.cat([embed.rows(i, i + 1) for i in range(96)]), embed.rows(0, 96))
+
+
+def test_a_cache_of_float32_is_what_a_decoder_has_unless_asked(tmp_path: Path, tiny_source: Path) -> None:
+    pack(tiny_source, tmp_path / "packed", width=16)
+    ids = list(range(30))
+    with Pack(tmp_path / "packed") as held:
+        weights = PackWeights(held, CPU)
+        usual, asked = Decoder(weights, 30), Decoder(weights, 30, cache_dtype=torch.float32)
+        assert usual.cache.keys.dtype == usual.cache.values.dtype == torch.float32
+        assert torch.equal(usual.logits(ids), asked.logits(ids))
+
+
+def test_a_cache_of_bfloat16_takes_half_the_bytes_and_changes_logits_a_little(
+    tmp_path: Path, tiny_source: Path
+) -> None:
+    pack(tiny_source, tmp_path / "packed", width=16)
+    ids = list(range(30))
+    with Pack(tmp_path / "packed") as held:
+        weights = PackWeights(held, CPU)
+        exact, rounded = Decoder(weights, 30), Decoder(weights, 30, cache_dtype=torch.bfloat16)
+        expected, at_once = exact.logits(ids), rounded.logits(ids)
+        rounded.reset()
+        one_by_one = torch.stack([rounded.next_logits([token]) for token in ids])
+    assert rounded.cache.num_bytes == exact.cache.num_bytes // 2
+    # Keys and values are off by 2^-9 of themselves at most, of logits that reach 5; routes have no near ties here.
+    assert 0 < (at_once - expected).abs().max() < 0.1
+    assert 0 < (one_by_one - expected).abs().max() < 0.1

@@ -111,14 +111,10 @@ def small_layer(
         torch.zeros(num_experts),
         tuple(kind_of(layout, "up" if has_selector else "none") for layout in two),
     )
-    state = CacheState.empty(
-        *(torch.tensor(np.asarray(values), dtype=torch.int32) for values in (pages, is_dynamic, first)),
-        num_pages,
-        resident,
-        page_bytes // 16,
-        num_active,
-        keeps,
-    )
+    of_each = (torch.tensor(np.asarray(values), dtype=torch.int32) for values in (pages, is_dynamic, first))
+    pages_of, dynamic, first_dynamic = of_each
+    begin, page_units = resident, page_bytes // 16
+    state = CacheState.empty(pages_of, dynamic, first_dynamic, num_pages, begin, page_units, num_active, keeps)
     return SmallLayer(layouts, extents, tables, state, HostRows(torch.cat(extents), torch.tensor(begins)))
 
 

@@ -1,10 +1,11 @@
 """Kernels compiled for GPUs that are not here: public operations called with CPU tensors compile, and launch nothing.
 
-Run as a program (`compiled_kernels.py [--only NAME] [--widths 2,4] [--dims 4096] CAPABILITY...`), without
-TRITON_INTERPRET, it writes a JSON line for each kernel that its calls compile.
+Run as a program (`compiled_kernels.py [--only NAME] [--widths 2,4] [--dims 4096] [--instructions] CAPABILITY...`),
+without TRITON_INTERPRET, it writes a JSON line for each kernel that its calls compile.
 """
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ DIMS = (2048, 4096, 7168)
 class Compiled:
     """A kernel as a GPU would run it.
 
-    `call`: what it was compiled for.   `loads`: how many loads of global memory of each width, by PTX's name
-    (`v4.b32`: 128 bits).   `stack_bytes`, `local_bytes`: not zero where registers are spilled.
+    `call`: what it was compiled for.   `stack_bytes`, `local_bytes`: not zero where registers are spilled.
+    `loads`: how many loads of global memory, asynchronous ones too, by the jitted function in whose lines they stand
+    and the bytes a thread loads at once (`load_words 16`).   `flushes`: additions and products of float32 that take
+    subnormals for zeros.   `instructions`: how many of each, where asked for: disassembling takes as long as compiling.
     """
 
     call: str
@@ -38,8 +41,8 @@ class Compiled:
     registers: int
     stack_bytes: int
     local_bytes: int
-    spilled_bytes: int
     shared_bytes: int
+    flushes: int
     loads: dict[str, int]
     instructions: dict[str, int]
 
@@ -67,62 +70,18 @@ Call = tuple[str, Callable[[], None]]
 
 
 def calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[Call]:
-    """Every call to compile; a part of the kernels adds a generator here."""
-    yield from _dense_calls(widths, dims)
-    yield from _expert_calls(widths, dims)
+    """Every call to compile; what does not depend on widths or hidden sizes comes with 16 bits, and with 4096."""
+    from many_calls import many_calls
+    from row_calls import dense_calls, expert_calls
+    from token_calls import cache_calls, latent_calls, token_calls
 
-
-def _dense_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[Call]:
-    import torch
-
-    from moe_pack.formats import part_format, row_layout
-    from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
-    from moe_pack.runtime.kernels.gemv import gather_row, gemv
-
-    def dense(d: int, rows: torch.Tensor, part: Part) -> None:
-        x, out = torch.empty(d), torch.empty(64)
-        gemv(x, rows, part, out)
-        gather_row(rows, part, torch.zeros(1, dtype=torch.int32), x)
-
-    for d in dims:
-        for width in widths:
-            layout = row_layout([("weight", part_format(width, 64, 16), False)], d)
-            rows = torch.empty(64, layout.row_bytes, dtype=torch.uint8)
-            yield f"dense w{width} d{d}", partial(dense, d, rows, part_of(layout, "weight"))
-        if 16 in widths:
-            for name, dtype in (("F16", torch.float16), ("F32", torch.float32)):
-                plain = torch.empty(64, d, dtype=dtype)
-                yield f"dense {name} d{d}", partial(dense, d, plain, stored_part(name, d))
-
-
-def _expert_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[Call]:
-    import torch
-
-    from moe_pack.formats import ExpertFormat, ExpertSpec, Selector, expert_layout, part_format
-    from moe_pack.runtime.kernels.neurons import neurons
-    from moe_pack.runtime.kernels.reduce import reduce
-    from moe_pack.runtime.kernels.select import select
-    from moe_pack.runtime.kernels.tables import LayerTables, Selection, kind_of
-
-    def experts(d: int, width: int, selector: Selector, f: int = 768, k: int = 8) -> None:
-        part = part_format(width, 64, 16)
-        spec = ExpertSpec("silu", f, ("gate", "up", "down"), (), 0)
-        layout = expert_layout(ExpertFormat(part, part, part), selector, spec, d)
-        at = torch.zeros(16, f, dtype=torch.int32)
-        kind, thresholds = torch.zeros(16, dtype=torch.int32), torch.zeros(16)
-        arena = torch.empty(128, dtype=torch.uint8)
-        tables = LayerTables(arena, at, at, kind, thresholds, (kind_of(layout, selector),))
-        numbers, x, partials = torch.zeros(k, dtype=torch.int32), torch.empty(d), torch.empty(k, 16, d)
-        selection = Selection.room(k, f, torch.device("cpu"))
-        select(x, numbers, tables, selection)
-        neurons(x, numbers, tables, selection, partials)
-        reduce(partials, torch.empty(k), x, residual=x)
-
-    selectors: tuple[Selector, ...] = ("up", "both", "none")
-    for d in dims:
-        for width in widths:
-            for selector in selectors:
-                yield f"expert {selector} w{width} d{d}", partial(experts, d, width, selector)
+    yield from dense_calls(widths, dims)
+    yield from expert_calls(widths, dims)
+    yield from many_calls(widths, dims)
+    yield from cache_calls(widths, dims)
+    if 4096 in dims:
+        yield from latent_calls(widths)
+        yield from token_calls() if 16 in widths else ()
 
 
 # --- how it is compiled
@@ -173,7 +132,7 @@ class RecordingDriver:
         return GPUTarget("cuda", self.capability, 32)
 
 
-def compile_calls(capability: int, chosen: list[Call]) -> Iterator[Compiled]:
+def compile_calls(capability: int, chosen: list[Call], with_instructions: bool) -> Iterator[Compiled]:
     """What each call compiles for a GPU; a kernel that an earlier call compiled is not told again."""
     import triton
     from triton.runtime.driver import driver
@@ -190,16 +149,15 @@ def compile_calls(capability: int, chosen: list[Call]) -> Iterator[Compiled]:
         found.clear()
         call()
         for kernel, built in found:
-            yield _described(name, kernel, capability, built)
+            yield _described(name, kernel, capability, built, with_instructions)
 
 
-def _described(call: str, kernel: str, capability: int, built: Any) -> Compiled:
-    loads = Counter(re.findall(r"ld\.global(?:\.\w+)*?\.((?:v\d\.)?b\d+)", built.asm["ptx"]))
+def _described(call: str, kernel: str, capability: int, built: Any, with_instructions: bool) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
         usage = _cuobjdump("-res-usage", file.name)
-        sass = _cuobjdump("-sass", file.name)
+        sass = _cuobjdump("-sass", file.name) if with_instructions else ""
     usages = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
     return Compiled(
         call,
@@ -209,11 +167,45 @@ def _described(call: str, kernel: str, capability: int, built: Any) -> Compiled:
         usages["REG"],
         usages["STACK"],
         usages["LOCAL"],
-        sum("LDL" in line or "STL" in line for line in sass.splitlines()),
         usages["SHARED"],
-        dict(loads),
+        len(re.findall(r"\b(?:add|sub|mul|fma)(?:\.\w+)*\.ftz\.f32", built.asm["ptx"])),
+        loads_by_function(built.asm["ptx"]),
         dict(Counter(re.findall(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_]+)", sass))),
     )
+
+
+_LINE = re.compile(r"\.loc\s+\d+ \d+ \d+\s+// (\w+)\.py:(\d+)")
+_LOAD = re.compile(r"ld\.global(?:[.:]+\w+)*?(?:\.v(\d))?\.[bfsu](\d+)\s")
+_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (0x\w+|\d+)")
+
+
+def loads_by_function(ptx: str) -> dict[str, int]:
+    """Loads of global memory in PTX, by the function and the bytes loaded at once; the compiler notes lines there."""
+    function, found = "", Counter[str]()
+    for line in ptx.splitlines():
+        if noted := _LINE.search(line):
+            function = _function_at(noted[1], int(noted[2]))
+        if load := _LOAD.search(line):
+            found[f"{function} {int(load[1] or 1) * int(load[2]) // 8}"] += 1
+        elif copy := _COPY.search(line):
+            found[f"{function} {int(copy[1], 0)}"] += 1
+    return dict(found)
+
+
+def _function_at(module: str, line: int) -> str:
+    """The function of a module of kernels in which a line stands; of other modules the module."""
+    return next((name for name, begin, end in _functions(module) if begin <= line <= end), module)
+
+
+@cache
+def _functions(module: str) -> list[tuple[str, int, int]]:
+    from moe_pack.runtime import kernels
+
+    path = Path(kernels.__file__).parent / f"{module}.py"
+    if not path.exists():
+        return []
+    nodes = ast.parse(path.read_text()).body
+    return [(n.name, n.lineno, n.end_lineno or n.lineno) for n in nodes if isinstance(n, ast.FunctionDef)]
 
 
 def _cuobjdump(option: str, path: str) -> str:
@@ -229,12 +221,13 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--widths", default=_listed(WIDTHS))
     parser.add_argument("--dims", default=_listed(DIMS))
+    parser.add_argument("--instructions", action="store_true")
     parser.add_argument("capabilities", nargs="*", type=int, default=CAPABILITIES)
     given = parser.parse_args()
     widths, dims = (tuple(map(int, text.split(","))) for text in (given.widths, given.dims))
     chosen = [call for call in calls(widths, dims) if given.only in call[0]]
     for capability in given.capabilities:
-        for kernel in compile_calls(capability, chosen):
+        for kernel in compile_calls(capability, chosen, given.instructions):
             sys.stdout.write(json.dumps(asdict(kernel)) + "\n")
             sys.stdout.flush()
 

@@ -64,7 +64,7 @@ def layer_of(experts: Sequence[RandomExpert], seed: int = 0, thresholds: Sequenc
     return RandomLayer(tuple(experts), tables)
 
 
-def _rows(expert: RandomExpert) -> list[tuple[tuple[int, int], np.ndarray]]:  # type: ignore[type-arg]
+def _rows(expert: RandomExpert) -> list[tuple[tuple[int, int], np.ndarray]]:
     """((0: selector or 1: record, neuron), bytes) of every row."""
     held = expert.rows()
     found = [((1, i), row) for i, row in enumerate(held.records)]

@@ -1,6 +1,7 @@
 """Calls of the kernels for many tokens, to be compiled for GPUs that are not here (`compiled_kernels`)."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -14,32 +15,33 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def many_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Names and calls: a handful of tokens and a prefill's, groups of 64 and of 16, all selector kinds."""
-    selectors: tuple[Selector, ...] = ("up", "both", "none")
+    """Names and calls: a handful of tokens and a prefill's, groups of 64 and of 16, selectors or none."""
+    selectors: tuple[Selector, ...] = ("up", "none")
     for d in dims:
         for dtype in DTYPES if 16 in widths else ():
-            yield f"gemm {dtype} d{d}", lambda a=(d, dtype): [_plain(*a, tokens) for tokens in (8, 512)]
+            yield f"gemm {dtype} d{d}", partial(_plain, d, dtype)
         for width in widths:
-            yield f"gemm w{width} d{d}", lambda a=(d, width): [_coded(*a, tokens) for tokens in (8, 512)]
+            yield f"gemm w{width} d{d}", partial(_coded, d, width)
             for selector in selectors:
-                yield f"many {selector} w{width} d{d}", lambda a=(d, width, 64, selector): _experts(*a)
+                yield f"many {selector} w{width} d{d}", partial(_experts, d, width, 64, selector)
         if 4 in widths:
-            yield f"many up w4 g16 d{d}", lambda a=(d, 4, 16, "up"): _experts(*a)
+            yield f"many up w4 g16 d{d}", partial(_experts, d, 4, 16, "up")
 
 
-def _plain(d: int, dtype: str, num_tokens: int) -> None:
+def _plain(d: int, dtype: str) -> None:
     rows = torch.empty(4096, d, dtype=DTYPES[dtype])
-    _gemm(rows, stored_part(dtype, d), rows[0].nbytes // 16, num_tokens)
+    _gemm(rows, stored_part(dtype, d), rows[0].nbytes // 16)
 
 
-def _coded(d: int, width: int, num_tokens: int) -> None:
+def _coded(d: int, width: int) -> None:
     layout = row_layout([("weight", part_format(width, 64), False)], d)
     rows = torch.empty(4096, layout.row_bytes, dtype=torch.uint8)
-    _gemm(rows, part_of(layout, "weight"), layout.row_bytes // 16, num_tokens)
+    _gemm(rows, part_of(layout, "weight"), layout.row_bytes // 16)
 
 
-def _gemm(rows: torch.Tensor, part: Part, row_units: int, num_tokens: int) -> None:
-    gemm(torch.empty(num_tokens, part.num_cols), rows, part, row_units, torch.empty(num_tokens, len(rows)))
+def _gemm(rows: torch.Tensor, part: Part, row_units: int) -> None:
+    for num_tokens in (8, 512):
+        gemm(torch.empty(num_tokens, part.num_cols), rows, part, row_units, torch.empty(num_tokens, len(rows)))
 
 
 def _experts(d: int, width: int, group: int, selector: Selector, f: int = 768) -> None:

@@ -1,34 +1,100 @@
-"""Kernels compiled for GPUs: no registers spilled, and codes loaded as wide as they lie."""
+"""Kernels compiled for GPUs: no registers spilled, codes loaded as wide as they lie, subnormals kept."""
+
+import ast
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from compiled_kernels import CAPABILITIES, DIMS, WIDTHS, Compiled, compiled
+from compiled_kernels import DIMS, WIDTHS, Compiled, compiled, loads_by_function
 
-CODE_LOADS = {1: "v2.b32", 3: "v2.b32"}  # of the other widths: 128 bits; blocks of 3-bit codes are 24 bytes
+from moe_pack.runtime import kernels
+
+# Bytes of codes a thread loads at once. Blocks of 3-bit codes are 24 bytes, of which one thread takes 8 of the first
+# plane and the same columns, 4, of the second; 16 bytes of 1-bit codes are 128 columns, too many for its registers.
+BYTES = {1: {8}, 3: {8, 4}}
+# Tiles of the tensor cores are no wider than a group, a row's share of them 8 to 32 bytes, and stand among threads as
+# the cores want them: words of neighbouring threads lie side by side, and are read once for 16 tokens or more.
+TILE_BYTES = {4, 8, 16}
+# With registers to spare, ptxas leaves a word or two on the stack while a loop runs that does not need them, so that
+# more programs fit: written once, read once (sm_100: `_gemm` of float32, `_hidden` of 16 bits; sm_80: `_admit`).
+MOST_REGISTERS, WAITING_BYTES = 255, 8
+READERS = {
+    "load_words": {"_gemv", "_gather_row", "_select", "_neurons", "_enter_latent_kernel", "_leave_latent_kernel"},
+    "_read_words": {"_gemm", "_hidden", "_down"},
+    "_load_host": {"_pull"},
+}
+# Pairs of every width with a hidden size on a GPU before, of and after Hopper; `compiled_kernels.py` compiles them all.
+COVERED = [
+    (capability, width, DIMS[(i + j) % 3])
+    for i, width in enumerate(WIDTHS)
+    for j, capability in enumerate(((80, 86, 89)[i % 3], 90, 100))
+]
 
 
-def faults(kernels: list[Compiled]) -> list[str]:
-    """What is wrong with kernels that read rows of the width their call names."""
-    wrong = [
-        f"{k.call}, {k.kernel}, sm_{k.capability}: spills"
-        for k in kernels
-        if k.stack_bytes or k.local_bytes or k.spilled_bytes
-    ]
-    for k in kernels:
-        width = next((int(word[1:]) for word in k.call.split() if word[0] == "w" and word[1:].isdigit()), None)
-        reads_rows = k.kernel in ("_gemv", "_gather_row", "_select", "_neurons")
-        if width is not None and reads_rows and CODE_LOADS.get(width, "v4.b32") not in k.loads:
-            wrong.append(f"{k.call}, {k.kernel}, sm_{k.capability}: loads {k.loads}")
+def faults(found: list[Compiled]) -> list[str]:
+    """What is wrong with kernels that read rows of the width their call names, or of 16 and more bits."""
+    wrong = []
+    for k in found:
+        name = f"{k.call}, {k.kernel}, sm_{k.capability}"
+        if k.local_bytes or k.stack_bytes > (WAITING_BYTES if k.registers < MOST_REGISTERS else 0):
+            wrong.append(f"{name}: spills")
+        if k.flushes:
+            wrong.append(f"{name}: subnormals become zeros")
+        if not loads_codes_wide(k):
+            wrong.append(f"{name}: loads {k.loads}")
     return wrong
 
 
+def loads_codes_wide(k: Compiled) -> bool:
+    """Whether all loads of rows' codes are as wide as they can be; true of kernels that read no rows."""
+    reader = next((reader for reader, names in READERS.items() if k.kernel in names), None)
+    if reader is None:
+        return True
+    found = {int(num_bytes) for function, num_bytes in map(str.split, k.loads) if function == reader}
+    if reader == "_load_host":  # rows as they lie, of whatever width
+        return found == {16}
+    width = next((int(word[1:]) for word in k.call.split() if word[0] == "w" and word[1:].isdigit()), 16)
+    return bool(found) and found <= (TILE_BYTES if reader == "_read_words" else BYTES.get(width, {16}))
+
+
 def test_kernels_of_four_bits_compile_without_spills_and_load_128_bits() -> None:
-    kernels = compiled((90,), "up", (4,), (4096,))
-    assert {k.kernel for k in kernels} == {"_select", "_neurons", "_reduce"}
-    assert faults(kernels) == []
+    found = compiled((90,), "expert up", (4,), (4096,))
+    assert {k.kernel for k in found} == {"_select", "_neurons", "_reduce"}
+    assert faults(found) == []
+    narrow = [replace(k, loads={"load_words 16": 1, "load_words 8": 1, "load_x 16": 8}) for k in found]
+    assert [fault.split(", ")[1] for fault in faults(narrow)] == ["_select", "_neurons"]
+    assert len(faults([replace(found[0], stack_bytes=16, flushes=1)])) == 2
+
+
+def test_loads_are_those_of_the_function_in_whose_lines_they_stand() -> None:
+    lines = Path(str(kernels.__path__[0]), "codes.py").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines, 1) if "words = tl.load(words_ptr" in line)
+    ptx = f"""
+        .loc 2 {at} 24 // codes.py:{at}:24 @[ gemv.py:1:1 ]
+        @%p1 ld.global.v4.b32 {{ %r1, %r2, %r3, %r4 }}, [ %rd1 + 0 ];
+        @%p1 ld.global.L1::evict_first.v2.b64 {{ %rd3, %rd4 }}, [ %rd1 + 0 ];
+        cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, 0x10;
+        .loc 3 7 24 // standard.py:7:24
+        ld.global.b16 {{ %rs1 }}, [ %rd1 + 0 ];
+        ld.shared.v4.b32 {{ %r1, %r2, %r3, %r4 }}, [ %r1 + 0 ];
+    """
+    assert loads_by_function(ptx) == {"load_words 16": 3, "standard 2": 1}
+
+
+def test_every_launch_says_how_many_warps_it_takes_and_that_products_and_sums_are_fused() -> None:
+    for path in Path(str(kernels.__path__[0])).glob("*.py"):
+        launches = [
+            node
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+        ]
+        for launch in launches:
+            options = {option.arg: ast.unparse(option.value) for option in launch.keywords}
+            assert "num_warps" in options, f"{path.name}:{launch.lineno}"
+            assert options.get("enable_fp_fusion") == "True", f"{path.name}:{launch.lineno}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_every_kernel_compiles_for_every_gpu_without_spills_and_loads_codes_wide(capability: int, width: int) -> None:
-    assert faults(compiled((capability,), "", (width,), DIMS)) == []
+@pytest.mark.parametrize(("capability", "width", "d"), COVERED)
+def test_every_kernel_compiles_without_spills_and_loads_codes_wide(capability: int, width: int, d: int) -> None:
+    assert faults(compiled((capability,), "", (width,), (d,))) == []

@@ -1,0 +1,58 @@
+"""Calls of the kernels for one token's products, to be compiled for GPUs that are not here (`compiled_kernels`)."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from moe_pack.formats import ExpertFormat, ExpertSpec, Selector, expert_layout, part_format, row_layout
+from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
+from moe_pack.runtime.kernels.gemv import gather_row, gemv
+from moe_pack.runtime.kernels.neurons import neurons
+from moe_pack.runtime.kernels.reduce import reduce
+from moe_pack.runtime.kernels.select import select
+from moe_pack.runtime.kernels.tables import LayerTables, Selection, kind_of
+
+SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
+
+
+def dense_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Dense matrices: codes in groups of 64, and plain values."""
+    for d in dims:
+        for width in widths:
+            layout = row_layout([("weight", part_format(width, 64, 16), False)], d)
+            rows = torch.empty(64, layout.row_bytes, dtype=torch.uint8)
+            yield f"dense w{width} d{d}", partial(_dense, d, rows, part_of(layout, "weight"))
+        if 16 in widths:
+            for name, dtype in (("F16", torch.float16), ("F32", torch.float32)):
+                plain = torch.empty(64, d, dtype=dtype)
+                yield f"dense {name} d{d}", partial(_dense, d, plain, stored_part(name, d))
+
+
+def _dense(d: int, rows: torch.Tensor, part: Part) -> None:
+    x, out = torch.empty(d), torch.empty(64)
+    gemv(x, rows, part, out)
+    gather_row(rows, part, torch.zeros(1, dtype=torch.int32), x)
+
+
+def expert_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:
+    """A token's experts: all selector kinds."""
+    for d in dims:
+        for width in widths:
+            for selector in SELECTORS:
+                yield f"expert {selector} w{width} d{d}", partial(_experts, d, width, selector)
+
+
+def _experts(d: int, width: int, selector: Selector, f: int = 768, k: int = 8) -> None:
+    part = part_format(width, 64, 16)
+    spec = ExpertSpec("silu", f, ("gate", "up", "down"), (), 0)
+    layout = expert_layout(ExpertFormat(part, part, part), selector, spec, d)
+    at = torch.zeros(16, f, dtype=torch.int32)
+    kind, thresholds = torch.zeros(16, dtype=torch.int32), torch.zeros(16)
+    arena = torch.empty(128, dtype=torch.uint8)
+    tables = LayerTables(arena, at, at, kind, thresholds, (kind_of(layout, selector),))
+    numbers, x, partials = torch.zeros(k, dtype=torch.int32), torch.empty(d), torch.empty(k, 16, d)
+    selection = Selection.room(k, f, torch.device("cpu"))
+    select(x, numbers, tables, selection)
+    neurons(x, numbers, tables, selection, partials)
+    reduce(partials, torch.empty(k), x, residual=x)

@@ -1,0 +1,159 @@
+"""Calls of what lies between a token's products, to be compiled for GPUs that are not here (`compiled_kernels`)."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Literal
+
+import torch
+
+from moe_pack.formats import (
+    ExpertFormat,
+    ExpertSpec,
+    GroupedQuerySpec,
+    LatentSpec,
+    RouterSpec,
+    expert_layout,
+    part_format,
+    row_layout,
+)
+from moe_pack.runtime.kernels.activate import activate
+from moe_pack.runtime.kernels.admit import CacheState, admit
+from moe_pack.runtime.kernels.attend import AttendRoom, attend
+from moe_pack.runtime.kernels.codes import part_of, stored_part
+from moe_pack.runtime.kernels.enter import QkNorms, enter
+from moe_pack.runtime.kernels.latent import HeldRows, enter_latent, leave_latent
+from moe_pack.runtime.kernels.norm import layer_norm, rms_norm
+from moe_pack.runtime.kernels.pull import HostRows, pull_records, pull_selectors
+from moe_pack.runtime.kernels.route import route
+from moe_pack.runtime.kernels.tables import LayerTables, Selection, kind_of
+
+Call = tuple[str, Callable[[], None]]
+
+CPU = torch.device("cpu")
+POSITION = torch.tensor([5], dtype=torch.int32)
+CONTEXT = 4096
+PAGE_BYTES = 1 << 18
+F32, BF16 = torch.float32, torch.bfloat16
+
+ROUTERS = (
+    RouterSpec("softmax_topk", 128, 8, True),
+    RouterSpec("softmax_topk", 512, 10, True),
+    RouterSpec("softmax_topk", 160, 6, False, False, 8, 3, 16.0),
+    RouterSpec("sigmoid_topk", 256, 8, True, True, 8, 4, 2.5),
+    RouterSpec("topk_softmax", 40, 8, False),
+    RouterSpec("sparsemixer", 16, 2, False, jitter=0.01),
+)
+
+
+def token_calls() -> Iterator[Call]:
+    """Attention of grouped queries, norms, routers, activations: shapes of published models."""
+    for case in (
+        (32, 4, 128, F32),
+        (32, 8, 128, BF16, 4096, CONTEXT),
+        (16, 2, 256, F32),
+        (8, 8, 80, BF16),
+        (16, 16, 64, F32, None, 16),
+    ):
+        yield f"attend {case}", partial(_attend, *case)
+    yield "enter head", partial(_enter, 32, 4, 128, "head", False, 64, F32)
+    yield "enter projection", partial(_enter, 16, 16, 128, "projection", False, 64, BF16)
+    yield "enter none", partial(_enter, 32, 8, 80, "none", True, 20, F32)
+    for d in (2048, 7168):
+        yield f"norm rms d{d}", partial(rms_norm, torch.empty(d), torch.empty(d), 1e-6, torch.empty(d))
+    x = torch.empty(4096)
+    yield "norm layer", partial(layer_norm, x, x, x, 1e-6, x)
+    for spec in ROUTERS:
+        yield f"route {spec.kind} {spec.num_experts}", partial(_route, spec)
+    f = torch.empty(768)
+    yield "activate gated", partial(activate, f, f, f)
+    yield "activate", partial(activate, f, None, f)
+
+
+def _attend(
+    heads: int, kv_heads: int, width: int, dtype: torch.dtype, window: int | None = None, context: int = CONTEXT
+) -> None:
+    keys = torch.empty((kv_heads, context, width), dtype=dtype)
+    room = AttendRoom.room(heads, kv_heads, width, context, CPU)
+    attend(
+        torch.empty(heads, width),
+        (keys, torch.empty_like(keys)),
+        POSITION,
+        0.1,
+        window,
+        room,
+        torch.empty(heads, width),
+    )
+
+
+def _enter(
+    heads: int,
+    kv_heads: int,
+    width: int,
+    qk_norm: Literal["none", "head", "projection"],
+    interleaved: bool,
+    half: int,
+    dtype: torch.dtype,
+) -> None:
+    spec = GroupedQuerySpec("grouped_query", heads, kv_heads, width, None, 0.1, (), qk_norm)
+    q, k, v = (torch.empty(n * width) for n in (heads, kv_heads, kv_heads))
+    angles = torch.empty(CONTEXT, half), torch.empty(CONTEXT, half)
+    cache = torch.empty((2, kv_heads, CONTEXT, width), dtype=dtype)
+    norms = None if qk_norm == "none" else QkNorms(q, k, 1e-6)
+    enter((q, k, v), norms, angles, interleaved, POSITION, spec, torch.empty(heads, width), (cache[0], cache[1]))
+
+
+def _route(spec: RouterSpec) -> None:
+    bias = torch.empty(spec.num_experts) if spec.bias else None
+    k = spec.num_experts_per_tok
+    route(torch.empty(spec.num_experts), spec, bias, torch.empty(k, dtype=torch.int32), torch.empty(k))
+
+
+def latent_calls(widths: tuple[int, ...]) -> Iterator[Call]:
+    """Latent attention as published models have it; `kv_b` in this width."""
+    for width in widths:
+        yield f"latent w{width}", partial(_latent, 16, width, F32)
+    if 16 in widths:
+        yield "latent 128 heads", partial(_latent, 128, 16, BF16)
+
+
+def _latent(heads: int, width: int, dtype: torch.dtype) -> None:
+    rank, nope, rope, v = 512, 128, 64, 128
+    spec = LatentSpec("latent", heads, None, rank, nope, rope, v, 0.1, 1e-6)
+    num_rows = heads * (nope + v)
+    if width == 16:
+        kv_b = HeldRows(torch.empty((num_rows, rank), dtype=BF16), stored_part("BF16", rank))
+    else:
+        layout = row_layout([("weight", part_format(width, 64), False)], rank)
+        kv_b = HeldRows(torch.empty((num_rows, layout.row_bytes), dtype=torch.uint8), part_of(layout, "weight"))
+    projected = torch.empty(heads * (nope + rope)), torch.empty(rank + rope)
+    angles = torch.empty(CONTEXT, rope // 2), torch.empty(CONTEXT, rope // 2)
+    keys, moved = torch.empty((1, CONTEXT, rank + rope), dtype=dtype), torch.empty(heads, rank + rope)
+    enter_latent(projected, torch.empty(rank), angles, True, POSITION, spec, kv_b, moved, keys)
+    mixed, room = torch.empty(heads, rank), AttendRoom.room(heads, 1, rank, CONTEXT, CPU)
+    attend(moved, (keys, keys[..., :rank]), POSITION, spec.scale, None, room, mixed)
+    leave_latent(mixed, spec, kv_b, torch.empty(heads * v))
+
+
+def cache_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[Call]:
+    """Pages given, and rows brought, to few large experts and to many small ones."""
+    for d in dims:
+        for width in widths:
+            yield f"cache w{width} d{d}", partial(_cache, d, width)
+
+
+def _cache(d: int, width: int) -> None:
+    part = part_format(width, 64)
+    for num_experts, k, f in ((8, 2, 768), (512, 10, 14336)):
+        spec = ExpertSpec("silu", f, ("gate", "up", "down"), (), 0)
+        kind = kind_of(expert_layout(ExpertFormat(part, part, part), "up", spec, d), "up")
+        at = torch.zeros(num_experts, f, dtype=torch.int32)
+        each = torch.ones(num_experts, dtype=torch.int32)
+        tables = LayerTables(torch.empty(128, dtype=torch.uint8), at, at, each, torch.zeros(num_experts), (kind,))
+        host = HostRows(torch.empty(128, dtype=torch.uint8), torch.zeros(num_experts, dtype=torch.int64))
+        experts, selection = torch.zeros(k, dtype=torch.int32), Selection.room(k, f, CPU)
+        for keeps in (True, False):
+            state = CacheState.empty(5 * each, each, each, 5 * k, 8, PAGE_BYTES // 16, k, keeps)
+            admit(experts, state, tables)
+        pull_selectors(experts, tables, state, host)
+        pull_records(experts, selection, tables, state, host)
+        pull_records(experts[:1], None, tables, state, host)
