@@ -116,7 +116,7 @@ def _compare(results: Results, clock: Clock, folder: Path, ask: Ask, expected: _
 
 
 def _answers(open_it: Callable[[int], Running], ids: list[int], is_rehearsal: bool) -> _Reference:
-    num_prompt, num_forced, num_greedy = (3, 1, 1) if is_rehearsal else (_PROMPT, _FORCED, _GREEDY)
+    num_prompt, num_forced, num_greedy = (2, 1, 1) if is_rehearsal else (_PROMPT, _FORCED, _GREEDY)
     ids = ids[: num_prompt + num_forced]
     with closing(open_it(len(ids) + num_greedy)) as engine:
         decoder = engine.decoder

@@ -1,6 +1,14 @@
-"""Part `tests`: the tests that are marked `gpu`, and those of the kernels, which elsewhere run by the interpreter."""
+"""Part `tests`: the tests that are marked `gpu`, and those of the kernels, which elsewhere run by the interpreter.
 
+The marked ones come first, alone: they count what is in use of the card. Those of kernels follow, several files at
+once: most of their time goes to compiling.
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -9,6 +17,7 @@ from gpu_results import Results
 
 _TESTS = Path(__file__).parents[1] / "tests"
 _ERROR_LINES = 12
+_MOST_PROCESSES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +40,12 @@ class FailedTest:
 
 
 class _Recorder:
-    """pytest tells it how each test ended; it adds a row a file, and one a failure."""
+    """pytest tells it how each test ended; `rows`: one a file, and one a failure."""
 
-    def __init__(self, results: Results) -> None:
-        self._results, self._file = results, ""
+    def __init__(self) -> None:
+        self.rows: list[TestFile | FailedTest] = []
+        self._file = ""
         self._counts, self._seconds = {"passed": 0, "failed": 0, "skipped": 0}, 0.0
-        self.num_failed = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A phase of a test has ended: a test counts when it ran, or when what comes before or after went wrong."""
@@ -58,33 +67,35 @@ class _Recorder:
     def finish(self) -> None:
         """Adds the row of the file that has ended."""
         if self._file:
-            self._results.add(TestFile(self._file, **self._counts, seconds=self._seconds))
+            self.rows.append(TestFile(self._file, **self._counts, seconds=self._seconds))
         self._file, self._counts, self._seconds = "", dict.fromkeys(self._counts, 0), 0.0
 
     def _fail(self, name: str, why: str) -> None:
-        self.num_failed += 1
-        self._results.add(FailedTest(name, "\n".join(why.splitlines()[-_ERROR_LINES:])))
+        self.rows.append(FailedTest(name, "\n".join(why.splitlines()[-_ERROR_LINES:])))
 
 
 def run(results: Results, clock: Clock) -> None:
-    """Runs them in this process; in a rehearsal they are only found, for `make test` runs them."""
+    """Runs them in processes of their own; in a rehearsal they are only found, for `make test` runs them."""
     marked = [path for path in sorted(_TESTS.rglob("test_*.py")) if "mark.gpu" in path.read_text()]
     kernels = sorted((_TESTS / "runtime" / "kernels").glob("test_*.py"))
-    recorder = _Recorder(results)
+    num_failed = 0
+    for groups, mark, num_processes in (
+        ([marked], "gpu", 1),
+        ([[path] for path in kernels], "not slow and not gpu", min(_MOST_PROCESSES, os.cpu_count() or 1)),
+    ):
+        with ProcessPoolExecutor(num_processes, get_context("spawn")) as processes:
+            for done in as_completed([processes.submit(_run, files, mark, clock.is_rehearsal) for files in groups]):
+                for row in done.result():
+                    results.add(row)
+                    num_failed += isinstance(row, FailedTest)
+    assert not num_failed, f"{num_failed} tests failed"
+
+
+def _run(files: Sequence[Path], mark: str, only_finds: bool) -> list[TestFile | FailedTest]:
+    recorder = _Recorder()
     # A warning of another torch than the tests were written with is no failure here.
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "default",
-        "--continue-on-collection-errors",
-        "--rootdir",
-        str(_TESTS.parent),
-    ]
-    options += ["--collect-only"] if clock.is_rehearsal else []
-    for files, mark in ((kernels, "not slow and not gpu"), (marked, "gpu")):
-        if files:
-            pytest.main([*options, "-m", mark, *map(str, files)], plugins=[recorder])
-            recorder.finish()
-    assert not recorder.num_failed, f"{recorder.num_failed} tests failed"
+    options = ["-q", "-p", "no:cacheprovider", "-W", "default", "--continue-on-collection-errors"]
+    options += ["--rootdir", str(_TESTS.parent)] + (["--collect-only"] if only_finds else [])
+    pytest.main([*options, "-m", mark, *map(str, files)], plugins=[recorder])
+    recorder.finish()
+    return recorder.rows
