@@ -12,6 +12,7 @@
 # make gpu-check  on a machine with a GPU: its tests and benchmarks, in parts (docs/gpu.md): PART=machine,kernels for
 #             some of them, GPU_OPTIONS for more; needs no network, and the packages that PYTHON has
 
+GPU_PYTHON := $(or $(PYTHON),$(wildcard .venv/bin/python),python3)
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
@@ -96,8 +97,8 @@ bench: families bench-cpu bench-streaming ablate
 gpu-check:
 	@mkdir -p build/rooms/moe_pack
 	@for room in $(ROOMS); do ln -sfn ../../../$$room build/rooms/moe_pack/$$room; done
-	-@$(PYTHON) benchmarks/build_native.py
-	PYTHONPATH=build/rooms:tests/support $(PYTHON) benchmarks/gpu_check.py $(if $(PART),--part $(PART)) $(GPU_OPTIONS)
+	-@$(GPU_PYTHON) benchmarks/build_native.py
+	PYTHONPATH=build/rooms:tests/support $(GPU_PYTHON) benchmarks/gpu_check.py $(if $(PART),--part $(PART)) $(GPU_OPTIONS)
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
