@@ -49,11 +49,12 @@ def expert_many(
 def _hidden_of_piece(x: Tensor, tokens: Tensor, tables: LayerTables, expert: int, kind: ExpertKind, h: Tensor) -> None:
     """Writes h float32 [Te, f], 0 where a neuron does not run."""
     num_tokens, f = tokens.shape[0], kind.num_rows
-    block_tokens, block_rows = blocks(num_tokens, f, MAX_TOKENS_IN_TWO)
-    if block_tokens == MAX_TOKENS_IN_TWO:
-        block_rows = 64  # what tensor cores of sm_90 take; with 32, registers spill
     gate = kind.gate
     parts = [kind.up.part] if gate is None else [gate.part, kind.up.part]
+    most = MAX_TOKENS_IN_TWO // 2 if any(part.bits == 1 for part in parts) else MAX_TOKENS_IN_TWO
+    block_tokens, block_rows = blocks(num_tokens, f, most)
+    if block_tokens == MAX_TOKENS_IN_TWO:
+        block_rows = 64  # what tensor cores of sm_90 take; with 32, registers spill
     _hidden[triton.cdiv(f, block_rows), triton.cdiv(num_tokens, block_tokens)](
         x,
         tokens,

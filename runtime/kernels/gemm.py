@@ -9,7 +9,7 @@ from moe_pack.runtime.kernels.codes import F32, Part
 from moe_pack.runtime.kernels.dot_tiles import add_product, load_tokens, tile_cols
 
 MAX_TOKENS = 64  # of a program
-MAX_TOKENS_IN_TWO = 32  # where its weights, or its sums, are two: with more, registers spill (sm_80)
+MAX_TOKENS_IN_TWO = 32  # where its weights, or its sums, are two, and of 1 bit: with more, registers spill (sm_80)
 _MANY_PROGRAMS = 256  # with fewer, smaller blocks of rows keep more of a card's processors busy
 
 
@@ -21,7 +21,8 @@ def gemm(x: Tensor, rows: Tensor, part: Part, row_units: int, out: Tensor, *, bi
              out: float32 [T, n], contiguous.   bias: float32 [n].
     """
     num_tokens, num_rows = out.shape
-    block_tokens, block_rows = blocks(num_tokens, num_rows, MAX_TOKENS_IN_TWO if part.kind == F32.value else MAX_TOKENS)
+    in_two = part.kind == F32.value or part.bits == 1
+    block_tokens, block_rows = blocks(num_tokens, num_rows, MAX_TOKENS_IN_TWO if in_two else MAX_TOKENS)
     _gemm[triton.cdiv(num_rows, block_rows), triton.cdiv(num_tokens, block_tokens)](
         x,
         rows.view(torch.uint8),

@@ -26,12 +26,8 @@ READERS = {
     "_read_words": {"_gemm", "_hidden", "_down"},
     "_load_host": {"_pull"},
 }
-# Pairs of every width with a hidden size on a GPU before, of and after Hopper; `compiled_kernels.py` compiles them all.
-COVERED = [
-    (capability, width, DIMS[(i + j) % 3])
-    for i, width in enumerate(WIDTHS)
-    for j, capability in enumerate(((80, 86, 89)[i % 3], 90, 100))
-]
+# Every width, hidden size and GPU once; `compiled_kernels.py` compiles the whole matrix, in an hour.
+COVERED = [(capability, WIDTHS[i], DIMS[i % 3]) for i, capability in enumerate((80, 86, 89, 90, 100, 90))]
 
 
 def faults(found: list[Compiled]) -> list[str]:
