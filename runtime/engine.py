@@ -254,8 +254,9 @@ class Engine:
         given = StagedAsked(
             pack, CudaDevice(self.device.index or 0), ops, host, ram, self._open_reads, decide, foretell,
             self._kernels_beside_card(), options.trust, options.verify == "lazy", _shares(pack, routing),
+            torch.cuda.get_device_properties(self.device).multi_processor_count,
         )  # fmt: skip
-        least = least_staged_bytes(pack, asked.chunk_tokens or PREFILL_TOKENS, ops)
+        least = least_staged_bytes(given, asked.chunk_tokens or PREFILL_TOKENS)
         return fit_to_card(
             pack,
             self.device,

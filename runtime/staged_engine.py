@@ -15,6 +15,7 @@ from moe_pack.runtime.chunk_ring import ChunkRing
 from moe_pack.runtime.device import Device
 from moe_pack.runtime.foretelling import Foreteller
 from moe_pack.runtime.host_arena import HostArena
+from moe_pack.runtime.kernels.tiles import num_partials
 from moe_pack.runtime.native_kernels import ExpertRows, Kernels, expert_numbers
 from moe_pack.runtime.policies import Preset, balanced, fastest
 from moe_pack.runtime.reads import READ_UNIT, Reads
@@ -51,7 +52,8 @@ class StagedAsked:
 
     `host`: all experts in page-locked memory; None: they come from the drive, through `ram_bytes` of it, by
     `open_reads`.   `decide`: for a cache of experts.   `foretell`: what foretells for these weights, None for nothing.
-    `kernels`: the CPU's, where it may compute.   `verify`: whether experts from the drive are checked.
+    `kernels`: the CPU's, where it may compute.   `verify`: whether experts from the drive are checked.   `shares`:
+    float32 [L, E], how popular experts are.   `num_sms`: multiprocessors, which say how work is divided.
     """
 
     pack: Pack
@@ -66,6 +68,7 @@ class StagedAsked:
     trust: Trust
     verify: bool
     shares: NDArray[np.float32]
+    num_sms: int
 
 
 class StagedAtWork:
@@ -80,7 +83,8 @@ class StagedAtWork:
         self, asked: StagedAsked, room_bytes: int, context_tokens: int, chunk_tokens: int, cache_dtype: torch.dtype
     ) -> None:
         pack, device = asked.pack, asked.device
-        plan = plan_staged(pack, room_bytes, chunk_tokens, asked.ops)
+        partials = _num_partials(asked)
+        plan = plan_staged(pack, room_bytes, chunk_tokens, asked.ops, partials)
         pages = pages_of(pack, plan.page_bytes)
         facts = CacheFacts(pages, plan.num_pages, pack.spec.router.num_experts_per_tok, asked.shares)
         self.decided = decided = asked.decide(facts)
@@ -95,6 +99,7 @@ class StagedAtWork:
                 asked.ops,
                 chunk_tokens,
                 cpu=_cpu_share(asked, decided.preset),
+                num_partials=partials,
                 scores_matter=decided.preset.eviction == "importance" or decided.recorder is not None,
                 reuses_selector=decided.preset.reuse_selector,
                 trust=asked.trust,
@@ -113,11 +118,17 @@ class StagedAtWork:
         del self.decoder, self.weights, self.store
 
 
-def least_staged_bytes(pack: Pack, chunk_tokens: int, ops: ExpertOps) -> int:
+def least_staged_bytes(asked: StagedAsked, chunk_tokens: int) -> int:
     """The least room for experts that the engine runs in: the largest one, tables, and room to work in."""
-    fixed = plan_staged(pack, 1 << 62, chunk_tokens, ops).fixed
+    pack = asked.pack
+    fixed = plan_staged(pack, 1 << 62, chunk_tokens, asked.ops, _num_partials(asked)).fixed
     page_bytes = staged_page_bytes(pack.layout)
     return fixed + int(pages_of(pack, page_bytes).max()) * page_bytes
+
+
+def _num_partials(asked: StagedAsked) -> int:
+    spec = asked.pack.spec
+    return num_partials(spec.router.num_experts_per_tok, spec.expert.intermediate_size, asked.num_sms)
 
 
 def _host(asked: StagedAsked, opened: ExitStack) -> HostExperts:

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cards import CPU, graph_decoder
-from families import LONGROPE, TINY, Tiny, write
+from cards import CPU, IDS, PROMPT, TOLERANCE, graph_decoder, graph_logits, reference_logits
+from families import LONGROPE, Tiny, write
 from models import TinyMixtral, pack
 
 from moe_pack.convert import convert
@@ -22,30 +22,7 @@ from moe_pack.formats import (
 )
 from moe_pack.runtime import Decoder, PackWeights
 
-# The project's bound on logits, maximum absolute; sums in another order differ by some 1e-6.
-TOLERANCE = 1e-4
-PROMPT, NUM_ALONE = 2, 3
-IDS = [(37 * i + 5) % 96 for i in range(PROMPT + NUM_ALONE)]
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, config={"num_experts_per_tok": 2})
-# One of each kind of attention, router, norm and expert that decode knows; the others are as slow as they are alike.
-USUAL = (
-    "mixtral: window of 7",
-    "deepseek_v2: groups, query latent, yarn",
-    "phimoe: as it comes",
-    "qwen2_moe: as it comes",
-)
-
-
-def reference(folder: Path, ids: list[int] = IDS) -> torch.Tensor:
-    with Pack(folder) as held:
-        return Decoder(PackWeights(held, CPU), 64).logits(ids)
-
-
-def found(folder: Path, share: float, ids: list[int] = IDS, num_prompt: int = PROMPT) -> torch.Tensor:
-    """Logits of a prompt, then of one token after the other."""
-    with graph_decoder(folder, share) as decoder:
-        pieces = [decoder.logits(ids[:num_prompt])] if num_prompt else []
-        return torch.cat([*pieces, *(decoder.logits([token]) for token in ids[num_prompt:])])
 
 
 def packed(folder: Path, selector: Selector = "up", sparse: bool = False) -> Path:
@@ -58,8 +35,8 @@ def packed(folder: Path, selector: Selector = "up", sparse: bool = False) -> Pat
 
 def test_logits_are_the_references_to_the_bit_alike_whatever_has_room(tmp_path: Path) -> None:
     folder = packed(tmp_path, sparse=True)
-    nothing, some, all_there = (found(folder, share) for share in (0.0, 0.4, 1.0))
-    assert (nothing - reference(folder)).abs().max() < TOLERANCE
+    nothing, some, all_there = (graph_logits(folder, share) for share in (0.0, 0.4, 1.0))
+    assert (nothing - reference_logits(folder)).abs().max() < TOLERANCE
     assert torch.equal(nothing, some)
     assert torch.equal(nothing, all_there)
 
@@ -67,23 +44,7 @@ def test_logits_are_the_references_to_the_bit_alike_whatever_has_room(tmp_path: 
 @pytest.mark.parametrize("selector", ["gate", "both", "none"])
 def test_every_selector_kind_selects_as_in_plain_torch(selector: Selector, tmp_path: Path) -> None:
     folder = packed(tmp_path, selector, sparse=True)
-    assert (found(folder, 0.4) - reference(folder)).abs().max() < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    "tiny",
-    [
-        pytest.param(tiny, marks=[] if str(tiny) in USUAL else [pytest.mark.slow])
-        for tiny in TINY
-        if not tiny.fused and not tiny.four
-    ],
-    ids=str,
-)
-def test_every_family_runs_as_in_plain_torch(tiny: Tiny, tmp_path: Path) -> None:
-    source = write(tiny, tmp_path / "source")
-    folder = tmp_path / "packed"
-    pack(source, folder, dense_width=8)
-    assert (found(folder, 0.3) - reference(folder)).abs().max() < TOLERANCE
+    assert (graph_logits(folder, 0.4) - reference_logits(folder)).abs().max() < TOLERANCE
 
 
 def test_experts_of_different_widths_run_side_by_side(tmp_path: Path) -> None:
@@ -96,15 +57,16 @@ def test_experts_of_different_widths_run_side_by_side(tmp_path: Path) -> None:
     dense = uniform_dense(checkpoint.spec, None)
     convert(checkpoint, Plan("up", "nearest", (layer, layer[::-1]), dense), folder, 1)
     checkpoint.close()
-    assert (found(folder, 0.3) - reference(folder)).abs().max() < TOLERANCE
+    assert (graph_logits(folder, 0.3) - reference_logits(folder)).abs().max() < TOLERANCE
 
 
 def test_a_sequence_that_outgrows_its_short_angles_is_computed_anew(tmp_path: Path) -> None:
-    source, folder = write(Tiny("phimoe", "as it comes"), tmp_path / "source"), tmp_path / "packed"
+    limit = 6
+    short = Tiny("phimoe", "short", {"rope_scaling": LONGROPE | {"original_max_position_embeddings": limit}})
+    source, folder = write(short, tmp_path / "source"), tmp_path / "packed"
     pack(source, folder)
-    limit = LONGROPE["original_max_position_embeddings"]
     ids = [(37 * i + 5) % 96 for i in range(limit + 2)]
-    got = found(folder, 1.0, ids, num_prompt=limit - 1)[limit - 1 :]
+    got = graph_logits(folder, 1.0, ids, num_prompt=limit - 1)[limit - 1 :]
     with Pack(folder) as held:
         decoder = Decoder(PackWeights(held, CPU), 64)
         decoder.logits(ids[: limit - 1])
@@ -128,7 +90,7 @@ def test_what_was_needed_and_pulled_is_counted(tmp_path: Path) -> None:
 
 def test_a_cache_of_16_bit_changes_logits_a_little(tmp_path: Path) -> None:
     folder = packed(tmp_path)
-    expected = reference(folder)[-1]
+    expected = reference_logits(folder)[-1]
     with graph_decoder(folder, 1.0, cache_dtype=torch.bfloat16) as decoder:
         decoder.next_logits(IDS[:PROMPT])
         for token in IDS[PROMPT:]:

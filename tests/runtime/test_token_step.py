@@ -20,6 +20,7 @@ from moe_pack.formats import Pack
 from moe_pack.runtime.graph_engine import GraphAtWork
 from moe_pack.runtime.host_arena import HostArena
 from moe_pack.runtime.rope import Rope
+from moe_pack.runtime.token_layers import TokenLayers
 from moe_pack.runtime.token_step import TokenStep
 
 CONTEXT = 8
@@ -58,25 +59,26 @@ def _storage(tensor: Tensor) -> int:
 
 
 @contextmanager
-def token_step(folder: Path) -> Iterator[TokenStep]:
+def token_step(folder: Path) -> Iterator[tuple[TokenLayers, TokenStep]]:
     """Room for a token, and its launches; a third of all experts has room."""
     with ExitStack() as stack:
         opened = stack.enter_context(Pack(folder))
         host = stack.enter_context(HostArena(opened, CPU))
         built = stack.enter_context(closing(GraphAtWork(opened, host, CPU, room_for(opened, 0.3), CONTEXT, 1)))
         angles = Rope(opened.spec.rope, CPU)(torch.arange(CONTEXT), 1)
-        yield TokenStep(built.weights, built.decoder.cache, angles, 1)
+        layers = TokenLayers(built.weights, built.decoder.cache, angles)
+        yield layers, TokenStep(built.weights, layers, 1)
 
 
 @pytest.mark.parametrize("tiny", CASES, ids=str)
 def test_a_token_takes_no_memory_and_asks_for_no_value(tiny: Tiny, tmp_path: Path) -> None:
     source = write(tiny, tmp_path / "source")
     pack(source, tmp_path / "packed")
-    with token_step(tmp_path / "packed") as step, torch.inference_mode():
-        step.control.copy_(torch.tensor([80, 2]))
+    with token_step(tmp_path / "packed") as (layers, step), torch.inference_mode():
+        layers.control.copy_(torch.tensor([80, 2]))
         with Watch():
             step.run()
-    assert step.logits.isfinite().all() and step.logits.any()
+    assert layers.logits.isfinite().all() and layers.logits.any()
 
 
 @pytest.mark.parametrize(

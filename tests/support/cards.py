@@ -7,12 +7,17 @@ from pathlib import Path
 import torch
 
 from moe_pack.formats import Pack
+from moe_pack.runtime import Decoder, PackWeights
 from moe_pack.runtime.card_placement import least_placement
 from moe_pack.runtime.graph import GraphDecoder
 from moe_pack.runtime.graph_engine import GraphAtWork
 from moe_pack.runtime.host_arena import HostArena
 
 CPU = torch.device("cpu")
+# The project's bound on logits, maximum absolute; sums in another order differ by some 1e-6.
+TOLERANCE = 1e-4
+PROMPT, NUM_ALONE = 2, 3
+IDS = [(37 * i + 5) % 96 for i in range(PROMPT + NUM_ALONE)]
 
 
 def room_for(pack: Pack, share: float) -> int:
@@ -36,3 +41,16 @@ def graph_decoder(
         room = room_for(pack, share)
         with closing(GraphAtWork(pack, host, device, room, context_tokens, chunk_tokens, cache_dtype)) as built:
             yield built.decoder
+
+
+def reference_logits(folder: Path, ids: list[int] = IDS) -> torch.Tensor:
+    """Logits of a pack, in plain torch."""
+    with Pack(folder) as held:
+        return Decoder(PackWeights(held, CPU), 64).logits(ids)
+
+
+def graph_logits(folder: Path, share: float, ids: list[int] = IDS, num_prompt: int = PROMPT) -> torch.Tensor:
+    """Logits of a prompt, then of one token after the other, by the graph engine."""
+    with graph_decoder(folder, share) as decoder:
+        pieces = [decoder.logits(ids[:num_prompt])] if num_prompt else []
+        return torch.cat([*pieces, *(decoder.logits([token]) for token in ids[num_prompt:])])
