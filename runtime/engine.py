@@ -246,7 +246,9 @@ class Engine:
         def decide(facts: CacheFacts) -> Decided:
             self.preset = preset = self._preset(facts, routing)
             residency = self._residency(preset, facts, asked.budget_bytes or 0, context)
-            return Decided(preset, residency, self._recorder, self._cutover(preset))
+            # What doctor measured is the drive's cutover; over a link it is the policy's.
+            rows_below = preset.rows_below if options.cutover is None else options.cutover
+            return Decided(preset, residency, self._recorder, rows_below)
 
         def foretell(preset: Preset, weights: StreamingWeights) -> Foreteller | None:
             return self._foreteller(preset, weights, routing)
