@@ -320,5 +320,15 @@ def test_importing_codecs_loads_torch_which_shows_that_the_test_above_can_fail()
 
 @pytest.mark.parametrize("module", ["moe_pack.runtime", "moe_pack.runtime.cli", "moe_pack.calib"])
 def test_importing_the_runtime_loads_nothing_of_the_extras(module: str) -> None:
-    extras = {"hqq", "transformers", "datasets", "pyarrow", "huggingface_hub", "safetensors", "jinja2", "pytest"}
+    extras = {
+        "hqq",
+        "transformers",
+        "datasets",
+        "pyarrow",
+        "huggingface_hub",
+        "safetensors",
+        "jinja2",
+        "pytest",
+        "triton",
+    }
     assert loaded_by(module) & extras == set()
