@@ -4,8 +4,11 @@ It is what nvidia-smi shows, and what a budget is kept against. PyTorch's own fi
 """
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
+
+_NAME_BYTES = 96  # of a card's UUID, as the library writes it
 
 
 class CardMemory:
@@ -17,15 +20,17 @@ class CardMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        is_first = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # untyped in torch
-        self._nvml = _Nvml.open(device)
-        self._before = self._nvml.used_bytes() if self._nvml is not None and is_first else 0
+        # Before torch is asked for anything, which might make the context that is to be counted.
+        cards = [] if torch.cuda.is_initialized() else _cards()  # type: ignore[no-untyped-call]  # untyped in torch
+        # torch counts the cards that CUDA_VISIBLE_DEVICES leaves, the library all: told apart by their names.
+        name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        self._card = next((card for card in cards if card.name == name), None)
 
     def used_bytes(self) -> int:
         """Bytes in use by now, once all that was asked of the card is done."""
         torch.cuda.synchronize(self._device)  # what is under way may still take memory
-        if self._nvml is not None:
-            return self._nvml.used_bytes() - self._before
+        if self._card is not None:
+            return self._card.used_bytes() - self._card.before_bytes
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
@@ -39,29 +44,39 @@ class _MemoryInfo(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
-class _Nvml:
-    """The driver's management library, of one card."""
+@dataclass(slots=True)
+class _Card:
+    """A card as the driver's management library knows it. `before_bytes`: in use when it was found."""
 
-    def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
-        self._library, self._handle = library, handle
-
-    @classmethod
-    def open(cls, device: torch.device) -> "_Nvml | None":
-        """The card that torch calls `device`; None where the library is missing or does not know it."""
-        try:
-            library = ctypes.CDLL("libnvidia-ml.so.1")
-        except OSError:
-            return None
-        handle = ctypes.c_void_p()
-        # torch counts the cards that CUDA_VISIBLE_DEVICES leaves, the library all: told apart by their names.
-        name = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-        if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)):
-            return None
-        return cls(library, handle)
+    library: ctypes.CDLL
+    handle: ctypes.c_void_p
+    name: str
+    before_bytes: int = 0
 
     def used_bytes(self) -> int:
-        """Bytes in use on the card."""
+        """Bytes in use."""
         held = _MemoryInfo()
-        fault = self._library.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(held))
-        assert fault == 0, "the card was there when it was opened"
+        fault = self.library.nvmlDeviceGetMemoryInfo(self.handle, ctypes.byref(held))
+        assert fault == 0, "the card was there when it was found"
         return int(held.used)
+
+
+def _cards() -> list[_Card]:
+    """All cards; none where the library is missing."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return []
+    count = ctypes.c_uint()
+    if library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return []
+    found = []
+    for idx in range(count.value):
+        handle, name = ctypes.c_void_p(), ctypes.create_string_buffer(_NAME_BYTES)
+        if library.nvmlDeviceGetHandleByIndex_v2(idx, ctypes.byref(handle)):
+            continue  # a card that this process may not use
+        if not library.nvmlDeviceGetUUID(handle, name, _NAME_BYTES):
+            card = _Card(library, handle, name.value.decode())
+            card.before_bytes = card.used_bytes()
+            found.append(card)
+    return found
