@@ -187,7 +187,9 @@ class Engine:
         asked = CardAsked(options.budget_bytes, context_tokens, options.chunk_tokens, cache_dtype)
         host = None
         if host_bytes(pack) <= ram:
-            host = self.host = self._stack.enter_context(HostArena(pack, self.device, self._on_read))
+            host = self.host = self._stack.enter_context(
+                HostArena(pack, self.device, self._on_read, verify=options.verify == "lazy")
+            )
             if not host.is_locked:
                 self._fall_back(
                     f"{size_text(host.locked_bytes)} of {size_text(host.num_bytes)} of host memory could be "
@@ -319,7 +321,10 @@ class Engine:
 
     def _kernels_beside_card(self) -> Kernels | None:
         """The CPU's kernels, for what it shares in; None where there are none."""
-        kernels = open_kernels(self.options.threads or num_cpus())
+        threads, wanted = self.options.threads or num_cpus(), self.options.kernels
+        if wanted == "torch":
+            return None
+        kernels = open_kernels(threads) if wanted == "auto" else Kernels(threads, wanted)
         return None if kernels is None else self._stack.enter_context(closing(kernels))
 
     def _budget(self, context_tokens: int) -> int | None:

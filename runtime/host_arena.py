@@ -38,11 +38,12 @@ class HostArena:
         device: torch.device,
         progress: Callable[[int], None] = lambda num_bytes: None,
         num_threads: int = _READ_THREADS,
+        verify: bool = True,
     ) -> None:
         """Maps, reads and locks.
 
         Args:    device: the memory is locked for a card; for `cpu` it is not.   progress: told of bytes as they come,
-                 by one thread at a time.
+                 by one thread at a time.   verify: whether experts are checked.
         Raises:  RunError if there is not so much memory; PackError if an expert is damaged or cannot be read.
         """
         self.extent_at, self._layers, self.num_bytes = _places(pack)
@@ -55,7 +56,7 @@ class HostArena:
                 f"--ram: {size_text(self.num_bytes)} for the pack's experts cannot be had ({fault})"
             ) from fault
         self._bytes = torch.from_numpy(np.frombuffer(self._memory, np.uint8))
-        self._fill(pack, progress, num_threads)
+        self._fill(pack, progress, num_threads, verify)
         if device.type == "cuda":
             self._lock()
 
@@ -83,7 +84,7 @@ class HostArena:
         self.locked_bytes = 0
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    def _fill(self, pack: Pack, progress: Callable[[int], None], num_threads: int) -> None:
+    def _fill(self, pack: Pack, progress: Callable[[int], None], num_threads: int, verify: bool) -> None:
         held = self._bytes.numpy()
         jobs = [(l, e) for l, layer in enumerate(pack.layout.experts) for e in range(len(layer))]
 
@@ -91,7 +92,7 @@ class HostArena:
             layer_idx, expert = job
             begin = self._layers[layer_idx][0] + int(self.extent_at[layer_idx][expert])
             raw = held[begin : begin + pack.layout.experts[layer_idx][expert].num_bytes]
-            _read_extent(pack, layer_idx, expert, files[layer_idx], raw)
+            _read_extent(pack, layer_idx, expert, files[layer_idx], raw, verify)
             return len(raw)
 
         files: list[int] = []
@@ -143,8 +144,8 @@ def _opened(pack: Pack, name: str) -> int:
         raise PackError(f"{name}: cannot be opened ({fault.strerror})") from fault
 
 
-def _read_extent(pack: Pack, layer_idx: int, expert: int, file: int, raw: NDArray[np.uint8]) -> None:
-    """Reads an expert to where it is to lie, and checks it.
+def _read_extent(pack: Pack, layer_idx: int, expert: int, file: int, raw: NDArray[np.uint8], verify: bool) -> None:
+    """Reads an expert to where it is to lie, and checks it if it is to be.
 
     Raises:  PackError if it is damaged or cannot be read.
     """
@@ -158,7 +159,7 @@ def _read_extent(pack: Pack, layer_idx: int, expert: int, file: int, raw: NDArra
         if not got:
             raise PackError(f"{name}: ends at byte {begin + done}, expected {begin + len(raw)}")
         done += got
-    if zlib.crc32(view) != int(pack.index.crc32[layer_idx, expert]):
+    if verify and zlib.crc32(view) != int(pack.index.crc32[layer_idx, expert]):
         raise PackError(f"{name}: expert {expert}: CRC-32 does not match its bytes; the file is damaged")
 
 

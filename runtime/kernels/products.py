@@ -1,9 +1,10 @@
 """Rows of a part times x, and sums of rows times factors, without ever making a code an integer.
 
-A code masked where it stands in its word, read as float32, is a subnormal: `code * 2^(place - 149)`, exactly. GPUs
-multiply subnormals as fast as other numbers, so a code costs one logical operation and one multiply-add: the other
-factor carries 2^86 / 2^place, its sums 2^-63, which is taken off at the end. Factors may be up to 2^41 in size; below
-2^-60 they lose bits. Codes are masked in the lower half of a word, or in the upper half moved down.
+A code masked where it stands in its word, read as float32, is a subnormal: `code * 2^(place - 149)`, exactly. A
+GPU's multiply-add takes subnormals like other numbers (how fast is still to be measured), so a code costs one logical
+operation and one multiply-add: the other factor carries 2^86 / 2^place, its sums 2^-63, which is taken off at the end.
+Factors may be up to 2^41 in size; below 2^-60 they lose bits. Codes are masked in the lower half of a word, or in the
+upper half moved down.
 
 Codes of a group have one scale: in words side by side (`CHUNK`), those at the same place have (`QS` places a word).
 """

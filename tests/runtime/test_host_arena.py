@@ -40,7 +40,7 @@ def test_progress_is_told_of_all_bytes(folder: Path) -> None:
         assert sum(told) == sum(expert.num_bytes for layer in opened.layout.experts for expert in layer)
 
 
-def test_a_damaged_expert_is_named(folder: Path) -> None:
+def test_a_damaged_expert_is_named_unless_none_is_to_be_checked(folder: Path) -> None:
     with Pack(folder) as opened:
         path, place = folder / opened.manifest.expert_files[1].name, opened.layout.offsets[1][2]
         raw = bytearray(path.read_bytes())
@@ -48,6 +48,8 @@ def test_a_damaged_expert_is_named(folder: Path) -> None:
         path.write_bytes(raw)
         with pytest.raises(PackError, match=r"^experts-001.safetensors: expert 2: CRC-32 does not match"):
             HostArena(opened, CPU)
+        with HostArena(opened, CPU, verify=False) as unchecked:
+            assert unchecked.rows(1)[int(unchecked.extent_at[1][2]) + 5] == raw[place + 5]
 
 
 def test_a_file_that_is_cut_is_named(folder: Path) -> None:
