@@ -182,7 +182,7 @@ def _features(layout: PackLayout) -> tuple[str, ...]:
     dense = [held.rows for held in layout.dense if held.rows is not None]
     for part in {part.format for layout_rows in (*rows, *dense) for part in layout_rows.parts}:
         found.add(part.codec)
-        if part.scale_bits == 8:
+        if part.has_byte_scales:
             found.add("byte_scales")
     if dense:
         found.add("dense_rows")

@@ -76,13 +76,88 @@ class Affine:
         return grouped.sub_(zero.unsqueeze(2)).mul_(scale.unsqueeze(2)).view(-1, self.num_cols)
 
 
+class Fp8:
+    """Weights as `code * scale` in float32: E4M3 codes (no infinity), then a float32 scale for 128 columns."""
+
+    def __init__(self, part: PartFormat, num_cols: int) -> None:
+        self.part = part
+        self.num_cols = num_cols
+
+    def encode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Rows of bytes for u8 codes [rows, num_cols] and float32 scales [rows, num_groups]."""
+        return torch.cat((codes, scales.contiguous().view(torch.uint8)), dim=1)
+
+    def decode(self, part: Tensor) -> Tensor:
+        """Weights in float32 [rows, num_cols] for u8 [rows, part_bytes]."""
+        codes, scales = part[:, : self.num_cols], part[:, self.num_cols :]
+        weights = _viewed(codes, torch.float8_e4m3fn).to(torch.float32)
+        scale = _viewed(scales, torch.float32).repeat_interleave(self.part.group, dim=1)
+        return weights.mul_(scale[:, : self.num_cols])
+
+
+class E5m2:
+    """Weights as `code * scale`: E5M2 codes, then one power of two a row. Exact for a neuron of MXFP4's `down`."""
+
+    def __init__(self, part: PartFormat, num_cols: int) -> None:
+        self.num_cols = num_cols
+
+    def encode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Rows of bytes for u8 codes [rows, num_cols] and E8M0 scales, u8 [rows, 1]."""
+        return torch.cat((codes, scales), dim=1)
+
+    def decode(self, part: Tensor) -> Tensor:
+        """Weights in float32 [rows, num_cols] for u8 [rows, part_bytes]."""
+        codes, scales = part[:, : self.num_cols], part[:, self.num_cols :]
+        return _viewed(codes, torch.float8_e5m2).to(torch.float32).mul_(powers_of_two(scales))
+
+
+class Mxfp4:
+    """Weights as `code * scale`: E2M1 codes in planar blocks, then a power of two for 32 columns.
+
+    Source: OCP Microscaling Formats (MX) Specification, version 1.0, section 5.
+    """
+
+    def __init__(self, part: PartFormat, num_cols: int) -> None:
+        self.part = part
+        self.num_cols = num_cols
+
+    def encode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Rows of bytes for u8 codes [rows, num_cols], 0 to 15, and E8M0 scales, u8 [rows, num_groups]."""
+        return torch.cat((pack_codes(codes, self.part.width), scales), dim=1)
+
+    def decode(self, part: Tensor) -> Tensor:
+        """Weights in float32 [rows, num_cols] for u8 [rows, part_bytes]."""
+        packed, scales = part[:, : self.num_cols // 2], part[:, self.num_cols // 2 :]
+        weights = e2m1_values(unpack_codes(packed, self.part.width)).view(len(part), -1, self.part.group)
+        return weights.mul_(powers_of_two(scales).unsqueeze(2)).view(-1, self.num_cols)
+
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+def e2m1_values(codes: Tensor) -> Tensor:
+    """The numbers that E2M1 codes, u8 0 to 15, stand for: float32, on the codes' device."""
+    return _E2M1.to(codes.device)[codes.to(torch.int64)]
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """What E8M0 bytes stand for, float32: `2^(byte - 127)`, 255 no number."""
+    return _viewed(exponents, torch.float8_e8m0fnu).to(torch.float32)
+
+
 def affine(part: PartFormat, num_cols: int) -> Affine:
     """The affine codec for rows of `num_cols` weights."""
     assert part.codec == "affine", part
     return Affine(part, num_cols)
 
 
-_CODECS: dict[str, type[Bf16] | type[Affine]] = {"bf16": Bf16, "affine": Affine}
+_CODECS: dict[str, type[Bf16] | type[Affine] | type[Fp8] | type[E5m2] | type[Mxfp4]] = {
+    "bf16": Bf16,
+    "affine": Affine,
+    "fp8": Fp8,
+    "e5m2": E5m2,
+    "mxfp4": Mxfp4,
+}
 
 
 def decode_part(part: PartFormat, num_cols: int, rows: Tensor) -> Tensor:

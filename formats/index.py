@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats.errors import PackError
 from moe_pack.formats.layout import PackLayout
-from moe_pack.formats.plan import ExpertFormat, PartFormat, Plan, format_fault
+from moe_pack.formats.plan import Codec, ExpertFormat, PartFormat, Plan, format_fault
 from moe_pack.formats.spec import MATRICES, ModelSpec
 from moe_pack.formats.tensor_file import DTYPE_BYTES, assemble
 
@@ -23,7 +23,7 @@ NEW_THRESHOLDS_FILE = f"{THRESHOLDS_FILE}.new"  # while they are rewritten: `ret
 ORDER_FILE = "order.safetensors"
 
 NO_PART = 0  # codec of a matrix the expert does not have
-_CODEC_IDS = {"bf16": 1, "affine": 2}
+_CODEC_IDS: dict[Codec, int] = {"bf16": 1, "affine": 2, "fp8": 3, "e5m2": 4, "mxfp4": 5}
 _CODEC_NAMES = {number: name for name, number in _CODEC_IDS.items()}
 _NUMPY_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F32": "<f4"}
 
@@ -174,7 +174,7 @@ def _expert_format(facts: list[list[int]], spec: ModelSpec) -> ExpertFormat:
         name = _CODEC_NAMES.get(codec)
         if name is None or matrix not in spec.expert.matrices:
             raise PackError(f"{INDEX_FILE}: unknown codec {codec} for {matrix}")
-        part = PartFormat("bf16" if name == "bf16" else "affine", width, group, scale_bits)
+        part = PartFormat(name, width, group, scale_bits)
         fault = format_fault(part, spec.hidden_size)
         if fault:
             raise PackError(f"{INDEX_FILE}: format of {matrix}: {fault}")

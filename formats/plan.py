@@ -17,7 +17,7 @@ from moe_pack.formats.spec import (
     selector_matrices,
 )
 
-Codec = Literal["bf16", "affine"]
+Codec = Literal["bf16", "affine", "fp8", "e5m2", "mxfp4"]
 Quantizer = Literal["hqq", "absmax", "nearest"]
 QUANTIZERS: tuple[Quantizer, ...] = ("hqq", "absmax", "nearest")
 WIDTHS = (1, 2, 3, 4, 8)
@@ -33,6 +33,8 @@ class PartFormat:
     `bf16`: 16-bit values (width 16, no groups, no scales). `affine`: `w = (code - zero) * scale`, codes of `width`
     bits, one scale and zero for each `group` values along the row (0: the whole row), kept as float16
     (`scale_bits` 16) or as one byte each with one float16 multiplier a row for scales and one for zeros (8).
+    The others keep what sources of few bits hold, `w = code * scale`, each with the one format named below: `fp8`:
+    E4M3 and one float32 scale for 128 values; `mxfp4`: E2M1 and one E8M0 for 32; `e5m2`: E5M2 and one E8M0 a row.
     """
 
     codec: Codec
@@ -41,45 +43,67 @@ class PartFormat:
     scale_bits: int
 
     def num_groups(self, num_cols: int) -> int:
-        """Groups in a row of `num_cols` values."""
+        """Groups in a row of `num_cols` values; the last may be shorter."""
         if self.codec == "bf16":
             return 0
-        return 1 if self.group == ROW_GROUP else num_cols // self.group
+        return 1 if self.group == ROW_GROUP else -(-num_cols // self.group)
 
     def code_bytes(self, num_cols: int) -> int:
         """Bytes of a row's codes."""
         return num_cols * self.width // 8
 
     def scale_bytes(self, num_cols: int) -> int:
-        """Bytes of a row's scales; its zeros take as many."""
+        """Bytes of a row's scales."""
         groups = self.num_groups(num_cols)
-        return 2 * groups if self.scale_bits == 16 or not groups else 2 + groups
+        multiplier = 2 if self.has_byte_scales else 0
+        return groups * self.scale_bits // 8 + multiplier
+
+    def zero_bytes(self, num_cols: int) -> int:
+        """Bytes of a row's zeros."""
+        return self.scale_bytes(num_cols) if self.codec == "affine" else 0
 
     def part_bytes(self, num_cols: int) -> int:
         """Bytes of a row's codes, scales and zeros."""
-        return self.code_bytes(num_cols) + 2 * self.scale_bytes(num_cols)
+        return self.code_bytes(num_cols) + self.scale_bytes(num_cols) + self.zero_bytes(num_cols)
+
+    @property
+    def has_byte_scales(self) -> bool:
+        """Whether scales and zeros are one byte each, with a float16 multiplier a row for either."""
+        return self.codec == "affine" and self.scale_bits == 8
 
 
 BF16 = PartFormat("bf16", 16, ROW_GROUP, 16)
+FP8 = PartFormat("fp8", 8, 128, 32)
+E5M2 = PartFormat("e5m2", 8, ROW_GROUP, 8)
+MXFP4 = PartFormat("mxfp4", 4, 32, 8)
+_ONLY = {part.codec: part for part in (BF16, FP8, E5M2, MXFP4)}  # codecs of one format
 
 
 def format_fault(part: PartFormat, num_cols: int) -> str | None:
     """Why rows of `num_cols` values cannot be stored as `part`, or None."""
-    if part.codec == "bf16":
-        return (
-            None if part == BF16 else f"bf16 has width 16 and no groups, found width {part.width}, group {part.group}"
-        )
-    if part.width not in WIDTHS:
-        return f"width {part.width}, expected one of {', '.join(map(str, WIDTHS))} (or 16 for bf16)"
-    if part.group != ROW_GROUP and part.group not in GROUPS:
-        return f"group size {part.group}, expected one of {', '.join(map(str, GROUPS))} or row"
-    if part.scale_bits not in (8, 16):
-        return f"scales of {part.scale_bits} bits, expected 8 or 16"
+    if part != _ONLY.get(part.codec, part):
+        return _only_fault(part, _ONLY[part.codec])
+    if part == BF16:
+        return None
+    if part.codec == "affine":
+        if part.width not in WIDTHS:
+            return f"width {part.width}, expected one of {', '.join(map(str, WIDTHS))} (or 16 for bf16)"
+        if part.group != ROW_GROUP and part.group not in GROUPS:
+            return f"group size {part.group}, expected one of {', '.join(map(str, GROUPS))} or row"
+        if part.scale_bits not in (8, 16):
+            return f"scales of {part.scale_bits} bits, expected 8 or 16"
     if num_cols % BLOCK:
         return f"rows of {num_cols} values, expected a multiple of {BLOCK}"
-    if part.group != ROW_GROUP and num_cols % part.group:
+    if part.codec == "affine" and part.group != ROW_GROUP and num_cols % part.group:
         return f"group size {part.group} does not divide rows of {num_cols} values"
     return None
+
+
+def _only_fault(part: PartFormat, expected: PartFormat) -> str:
+    if part.scale_bits != expected.scale_bits:
+        return f"{part.codec} has scales of {expected.scale_bits} bits, found {part.scale_bits}"
+    groups = f"groups of {expected.group}" if expected.group else "no groups"
+    return f"{part.codec} has width {expected.width} and {groups}, found width {part.width}, group {part.group}"
 
 
 def part_format(width: int, group: int, scale_bits: int = 16) -> PartFormat:
@@ -89,8 +113,8 @@ def part_format(width: int, group: int, scale_bits: int = 16) -> PartFormat:
 
 def format_text(part: PartFormat) -> str:
     """A format as tables name it: `bf16`, `4 bit g64`, `2 bit row, byte scales`."""
-    if part.codec == "bf16":
-        return "bf16"
+    if part.codec != "affine":
+        return part.codec
     group = "row" if part.group == ROW_GROUP else f"g{part.group}"
     return f"{part.width} bit {group}" + (", byte scales" if part.scale_bits == 8 else "")
 
