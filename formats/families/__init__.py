@@ -4,10 +4,11 @@ A family is data, one file a `model_type`. Everything beyond this folder speaks 
 """
 
 from moe_pack.formats.errors import CheckpointError
+from moe_pack.formats.families.claims import Claims, SourceMatrix, claim_tensors
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v2 import DEEPSEEK_V2
 from moe_pack.formats.families.dots1 import DOTS1
-from moe_pack.formats.families.family import Claims, Family, SourceMatrix, claim_tensors
+from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.glm4_moe import GLM4_MOE
 from moe_pack.formats.families.granitemoe import GRANITEMOE
 from moe_pack.formats.families.mixtral import MIXTRAL
