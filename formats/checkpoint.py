@@ -64,8 +64,12 @@ class Checkpoint:
         return self.claims.dense[role]
 
     def expert_source(self, layer_idx: int, expert: int, matrix: Matrix) -> SourceMatrix:
-        """Where a matrix of an expert in the `layer_idx`-th MoE layer lies; `down` as `[d, f]`."""
+        """Where a matrix of an expert in the `layer_idx`-th MoE layer lies."""
         return self.claims.experts[self.spec.moe_layers[layer_idx], expert, matrix]
+
+    def bias_source(self, layer_idx: int, expert: int, matrix: Matrix) -> SourceMatrix:
+        """Where the bias of a matrix of an expert lies, a vector; of the matrices that the spec says have one."""
+        return self.claims.expert_biases[self.spec.moe_layers[layer_idx], expert, matrix]
 
     def dtype(self, source: SourceMatrix) -> str:
         """The safetensors dtype of a matrix: BF16, F16 or F32."""
@@ -73,22 +77,29 @@ class Checkpoint:
 
     def num_bytes(self, source: SourceMatrix) -> int:
         """A matrix's bytes in the source."""
-        return source.num_rows * self._row_bytes(source)
+        return source.num_rows * source.num_cols * DTYPE_BYTES[self.dtype(source)]
 
     def rows(self, source: SourceMatrix, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of rows `start` to `stop` of a matrix (elements, of a vector): u8, own memory.
+        """The bytes of rows `start` to `stop` of a matrix (elements, of a vector), as it lies: u8, own memory.
 
         Raises:  CheckpointError if the shard is cut short or cannot be read.
         """
-        held, row_bytes = self._held[source.tensor], self._row_bytes(source)
         assert 0 <= start <= stop <= source.num_rows, f"{source}: rows {start} to {stop}"
-        offset = held.entry.offset + (source.first_row + start) * row_bytes
-        return self._readers[held.shard].read(offset, (stop - start) * row_bytes)
+        held, value_bytes = self._held[source.tensor], DTYPE_BYTES[self.dtype(source)]
+        row_bytes, step = source.row_size * value_bytes, source.row_step
+        offset = held.entry.offset + (source.first_row + start * step) * row_bytes
+        span = max(0, (stop - start - 1) * step + 1)  # rows of the tensor from the first to the last
+        read = self._readers[held.shard].read(offset, span * row_bytes)
+        if step == 1 and source.num_cols == source.row_size:
+            return read
+        last_col = source.first_col + source.num_cols * source.col_step
+        values = read.reshape(span, source.row_size, value_bytes)
+        return values[::step, source.first_col : last_col : source.col_step].reshape(-1)
 
     def place(self, source: SourceMatrix) -> str:
-        """Shard and tensor, for messages; of a tensor of many experts, the rows that are this one's."""
+        """Shard and tensor, for messages; of a tensor of many matrices, the rows that are this one's."""
         held = self._held[source.tensor]
-        last = source.first_row + source.num_rows - 1
+        last = source.first_row + (source.num_rows - 1) * source.row_step
         rows = f", rows {source.first_row} to {last}" if len(held.entry.shape) > 2 else ""
         return f"{held.shard}: tensor {source.tensor!r}{rows}"
 
@@ -100,7 +111,8 @@ class Checkpoint:
             length = int.from_bytes(reader.read(0, 8).tobytes(), "little")
             header = reader.read(0, 8 + length)
             files.append(SourceFile(shard, reader.num_bytes, hashlib.sha256(header.data).hexdigest()))
-        packed = {source.tensor for source in self.claims.experts.values()}
+        experts = (*self.claims.experts.values(), *self.claims.expert_biases.values())
+        packed = {source.tensor for source in experts}
         tensors = []
         for name, held in self._held.items():
             reason = self.claims.dropped.get(name, "")
@@ -113,9 +125,6 @@ class Checkpoint:
         paths = sorted(self.folder / shard for shard in self._readers)
         facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-    def _row_bytes(self, source: SourceMatrix) -> int:
-        return source.num_cols * DTYPE_BYTES[self.dtype(source)]
 
     def _open_shards(self) -> None:
         weight_map = _weight_map(self.folder)

@@ -7,6 +7,8 @@ docs/format.md, section 11, says what each value means; `spec_check` says which 
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_pack.formats.strict_json import added
+
 Matrix = Literal["gate", "up", "down"]
 MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")
 Projection = Literal["q", "k", "v", "o"]
@@ -121,7 +123,8 @@ class RouterSpec:
     weight the softmax over those left that lie within `2 jitter` of it.
     `bias`: a bias an expert is added to scores for choosing, not to weights. `n_group` groups of equal size compete
     first, and `topk_group` of them stay (a group's score is its best expert's; with `sigmoid_topk` its two best's
-    sum). `normalize`: weights are divided by their sum. `scaling_factor` multiplies weights last.
+    sum). `normalize`: weights are divided by their sum, to which `least_sum` is added before. `scaling_factor`
+    multiplies weights last.
     """
 
     kind: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "sparsemixer"]
@@ -133,6 +136,7 @@ class RouterSpec:
     topk_group: int = 1
     scaling_factor: float = 1.0
     jitter: float = 0.0
+    least_sum: float = added(0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from moe_pack.runtime.budget import (
     workspace_bytes,
 )
 from moe_pack.runtime.card_budget import CARD_PAGE_BYTES, CardPlan, divide_card, expert_compression, least_card
-from moe_pack.runtime.checkpoint_weights import CheckpointWeights, read_rows
+from moe_pack.runtime.checkpoint_weights import CheckpointWeights, read_neurons, read_rows, read_vector
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.doctor import measure_machine
 from moe_pack.runtime.engine import Engine, EngineOptions
@@ -173,8 +173,10 @@ __all__ = [
     "optimum",
     "page_sizes",
     "ranked",
+    "read_neurons",
     "read_record",
     "read_rows",
+    "read_vector",
     "replay",
     "residency_for",
     "route",
