@@ -21,7 +21,7 @@ from moe_pack.formats import (
     SourceMatrix,
     write_rows,
 )
-from moe_pack.runtime import TORCH_DTYPES, read_rows, read_vector
+from moe_pack.runtime import read_rows, read_vector, weights_dtype
 
 _ROWS_AT_ONCE = 512  # rows of a matrix in memory at once, a multiple of every quantizer block
 
@@ -45,7 +45,8 @@ def job_bytes(checkpoint: Checkpoint, item: Item) -> int:
         return item.num_bytes
     matrices = checkpoint.spec.expert.matrices
     sources = [checkpoint.expert_source(item.layer, item.expert, matrix) for matrix in matrices]
-    return item.num_bytes + sum(checkpoint.num_bytes(source) for source in sources if source.neurons == "columns")
+    across = [source for source in sources if source.neurons == "columns"]
+    return item.num_bytes + sum(s.num_rows * s.num_cols * weights_dtype(checkpoint, s).itemsize for s in across)
 
 
 def _next_rows(num_rows: int, stop: Event) -> Iterator[tuple[int, int]]:
@@ -130,7 +131,7 @@ def _places(recipe: Recipe, item: Item) -> NDArray[np.intp]:
 
 def _transposed(checkpoint: Checkpoint, source: SourceMatrix, stop: Event) -> Tensor:
     """A matrix whose neurons are columns, `[d, f]`, as `[f, d]`: made some rows at a time."""
-    out = torch.empty((source.num_cols, source.num_rows), dtype=TORCH_DTYPES[checkpoint.dtype(source)])
+    out = torch.empty((source.num_cols, source.num_rows), dtype=weights_dtype(checkpoint, source))
     for first, end in _next_rows(source.num_rows, stop):
         out[:, first:end] = _checked(checkpoint, source, first, end).T
     return out
