@@ -1,6 +1,7 @@
 """One item's bytes: reads what it needs of the source, quantizes, lays out. Runs in a worker thread; writes nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from threading import Event
 
 import numpy as np
@@ -10,8 +11,18 @@ from torch import Tensor
 
 from moe_pack.calib import RowQuantizer, UnholdableError, check_finite
 from moe_pack.convert.recipe import Recipe
-from moe_pack.formats import Checkpoint, CheckpointError, ExpertLayout, Item, RowLayout, SourceMatrix, write_rows
-from moe_pack.runtime import TORCH_DTYPES, read_rows
+from moe_pack.formats import (
+    Checkpoint,
+    CheckpointError,
+    ExpertLayout,
+    Item,
+    Matrix,
+    RowLayout,
+    SourceMatrix,
+    seal_rows,
+    write_rows,
+)
+from moe_pack.runtime import read_rows, read_vector, weights_dtype
 
 _ROWS_AT_ONCE = 512  # rows of a matrix in memory at once, a multiple of every quantizer block
 
@@ -30,10 +41,13 @@ def item_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
 
 
 def job_bytes(checkpoint: Checkpoint, item: Item) -> int:
-    """What `item_bytes` holds at its peak, blocks apart: the item, and an expert's `down` in the source's bytes."""
+    """What `item_bytes` holds at its peak, blocks apart: the item, and what lies across of an expert, transposed."""
     if item.kind != "expert":
         return item.num_bytes
-    return item.num_bytes + checkpoint.num_bytes(checkpoint.expert_source(item.layer, item.expert, "down"))
+    matrices = checkpoint.spec.expert.matrices
+    sources = [checkpoint.expert_source(item.layer, item.expert, matrix) for matrix in matrices]
+    across = [source for source in sources if source.neurons == "columns"]
+    return item.num_bytes + sum(s.num_rows * s.num_cols * weights_dtype(checkpoint, s).itemsize for s in across)
 
 
 def _next_rows(num_rows: int, stop: Event) -> Iterator[tuple[int, int]]:
@@ -57,7 +71,7 @@ def _dense_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
         if quantizer is None or rows is None:
             out[first:end] = weights.view(torch.uint8).view(end - first, -1).numpy()
         else:
-            section = _encode(quantizer, weights, first, f"{checkpoint.place(source)}: row")
+            section = _encode(quantizer, weights, partial(_neuron_place, checkpoint, source, first))
             write_rows(rows, {"weight": section}, out[first:end])
     return out.reshape(-1)
 
@@ -73,20 +87,26 @@ def _expert_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
     d, f = layout.spec.hidden_size, layout.spec.expert.intermediate_size
     sources = {m: checkpoint.expert_source(item.layer, item.expert, m) for m in layout.spec.expert.matrices}
     quantizers = {m: RowQuantizer(part, d, recipe.plan.quantizer) for m in sources if (part := formats.of(m))}
-    down = _transposed(checkpoint, sources["down"], stop)
+    across = {m: _transposed(checkpoint, s, stop) for m, s in sources.items() if s.neurons == "columns"}
+    biases = {m: _bias(checkpoint, item, m) for m in layout.spec.expert.bias}
     extent = np.zeros(item.num_bytes, np.uint8)
+    if expert.extra is not None:  # the bias of down, no neuron's: it lies behind the rows
+        extra = extent[-expert.extra_bytes :].reshape(1, -1)
+        extra[:, : expert.extra.crc_offset] = biases.pop("down").reshape(1, -1)
+        seal_rows(expert.extra, extra)
     halves = _halves(expert, extent)
     places = _places(recipe, item)
     for first, end in _next_rows(f, stop):
         sections = {
             str(matrix): _encode(
                 quantizers[matrix],
-                down[first:end] if matrix == "down" else _checked(checkpoint, source, first, end),
-                first if matrix == "down" else source.first_row + first,
-                f"{checkpoint.place(source)}: {'column' if matrix == 'down' else 'row'}",
+                across[matrix][first:end] if matrix in across else _checked(checkpoint, source, first, end),
+                partial(_neuron_place, checkpoint, source, first),
             )
             for matrix, source in sources.items()
         }
+        for matrix, bias in biases.items():
+            sections[matrix] = np.concatenate((sections[matrix], bias[first:end]), axis=1)
         for rows, out in halves:
             made = np.empty((end - first, rows.row_bytes), np.uint8)
             write_rows(rows, sections, made)
@@ -113,8 +133,8 @@ def _places(recipe: Recipe, item: Item) -> NDArray[np.intp]:
 
 
 def _transposed(checkpoint: Checkpoint, source: SourceMatrix, stop: Event) -> Tensor:
-    """`down` as `[f, d]`, made from `[d, f]` some rows at a time."""
-    out = torch.empty((source.num_cols, source.num_rows), dtype=TORCH_DTYPES[checkpoint.dtype(source)])
+    """A matrix whose neurons are columns, `[d, f]`, as `[f, d]`: made some rows at a time."""
+    out = torch.empty((source.num_cols, source.num_rows), dtype=weights_dtype(checkpoint, source))
     for first, end in _next_rows(source.num_rows, stop):
         out[:, first:end] = _checked(checkpoint, source, first, end).T
     return out
@@ -122,13 +142,28 @@ def _transposed(checkpoint: Checkpoint, source: SourceMatrix, stop: Event) -> Te
 
 def _checked(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: int) -> Tensor:
     weights = read_rows(checkpoint, source, start, stop)
-    check_finite(weights, checkpoint.place(source), CheckpointError, source.first_row + start)
+    check_finite(weights, checkpoint.place(source), CheckpointError, lambda row, col: source.number(start + row, col))
     return weights
 
 
-def _encode(quantizer: RowQuantizer, weights: Tensor, first_row: int, place: str) -> NDArray[np.uint8]:
-    """The bytes of rows; `place` names the tensor, and what a row is there."""
+def _bias(checkpoint: Checkpoint, item: Item, matrix: Matrix) -> NDArray[np.uint8]:
+    """The bias of a matrix in float32, as bytes: u8 [n, 4]."""
+    source = checkpoint.bias_source(item.layer, item.expert, matrix)
+    values = read_vector(checkpoint, source).unsqueeze(1)
+    check_finite(values, checkpoint.place(source), CheckpointError, source.number)
+    return values.view(torch.uint8).numpy()
+
+
+def _neuron_place(checkpoint: Checkpoint, source: SourceMatrix, first: int, neuron: int) -> str:
+    """Where row `neuron`, counted from `first`, of what was encoded lies in the source."""
+    across = source.neurons == "columns"
+    row, col = source.number(0, first + neuron) if across else source.number(first + neuron, 0)
+    return f"{checkpoint.place(source)}: {f'column {col}' if across else f'row {row}'}"
+
+
+def _encode(quantizer: RowQuantizer, weights: Tensor, place: Callable[[int], str]) -> NDArray[np.uint8]:
+    """The bytes of rows; `place` names the tensor and a row of these in it."""
     try:
         return quantizer.encode(weights).numpy()
     except UnholdableError as fault:
-        raise CheckpointError(f"{place} {first_row + fault.row} has {fault.advice}") from fault
+        raise CheckpointError(f"{place(fault.row)} has {fault.advice}") from fault
