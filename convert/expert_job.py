@@ -17,6 +17,7 @@ from moe_pack.formats import (
     Matrix,
     Plan,
     RowLayout,
+    seal_rows,
     write_rows,
 )
 from moe_pack.runtime import read_vector
@@ -74,8 +75,10 @@ def _expert_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
     }
     biases = {m: _bias(checkpoint, item, m) for m in spec.bias}
     extent = np.zeros(item.num_bytes, np.uint8)
-    if "down" in biases:  # no neuron's: it lies behind the rows
-        extent[-biases["down"].size :] = biases.pop("down").reshape(-1)
+    if expert.extra is not None:  # the bias of down, no neuron's: it lies behind the rows
+        extra = extent[-expert.extra_bytes :].reshape(1, -1)
+        extra[:, : expert.extra.crc_offset] = biases.pop("down").reshape(1, -1)
+        seal_rows(expert.extra, extra)
     halves = _halves(expert, extent)
     places = _places(recipe, item)
     for first, end in next_rows(spec.intermediate_size, stop):

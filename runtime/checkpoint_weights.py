@@ -76,3 +76,6 @@ class _SourceExpert:
             }
             gate_bias, up_bias = (biases[m][start:stop] if m in biases else None for m in ("gate", "up"))
             yield NeuronBlock(held.get("gate"), held["up"], held["down"], gate_bias, up_bias)
+
+    def down_bias(self) -> Tensor | None:
+        return read_vector(self._checkpoint, self._biases["down"]).to(self._device) if "down" in self._biases else None
