@@ -7,6 +7,7 @@ from moe_pack.formats.errors import CheckpointError
 from moe_pack.formats.families.claims import SCALE_BLOCK, Claims, SourceCodec, SourceMatrix, claim_tensors
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v2 import DEEPSEEK_V2
+from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from moe_pack.formats.families.dots1 import DOTS1
 from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.glm4_moe import GLM4_MOE
@@ -23,7 +24,19 @@ from moe_pack.formats.spec_check import spec_fault
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, PHIMOE, OLMOE, GRANITEMOE, GLM4_MOE, DOTS1)
+    for family in (
+        MIXTRAL,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        KIMI_K2,
+        PHIMOE,
+        OLMOE,
+        GRANITEMOE,
+        GLM4_MOE,
+        DOTS1,
+    )
 }
 SHORT_NAMES: dict[str, str] = {
     short: hub_id for family in FAMILIES.values() for short, hub_id in family.short_names.items()
