@@ -20,6 +20,7 @@ from moe_pack.convert.account import Account, recipe_account
 from moe_pack.convert.expert_job import item_bytes, job_bytes
 from moe_pack.convert.recipe import Recipe, check_order
 from moe_pack.convert.reuse import Earlier
+from moe_pack.convert.source_formats import check_kept
 from moe_pack.formats import (
     Checkpoint,
     Digests,
@@ -73,7 +74,7 @@ class Conversion:
 def layout_for(checkpoint: Checkpoint, plan: Plan) -> PackLayout:
     """The layout of the pack that `plan` makes of `checkpoint`: every size, before anything is written."""
     dtypes = [checkpoint.dtype(checkpoint.dense_source(role.name)) for role in dense_roles(checkpoint.spec)]
-    return pack_layout(checkpoint.spec, plan, dtypes)
+    return pack_layout(checkpoint.spec, plan, dtypes, checkpoint.unused())
 
 
 def convert(
@@ -97,6 +98,7 @@ def convert(
     """
     if order is not None:
         check_order(order, checkpoint.spec)
+    check_kept(checkpoint, plan)
     layout = layout_for(checkpoint, plan)
     recipe = Recipe(checkpoint, plan, layout, order)
     account = recipe_account(recipe)
@@ -107,7 +109,7 @@ def convert(
         def make(item: Item, stop: Event) -> NDArray[np.uint8]:
             return held.item_bytes(item) if held is not None and held.holds(item) else item_bytes(recipe, item, stop)
 
-        work = Work(make, lambda item: job_bytes(checkpoint, item))
+        work = Work(make, lambda item: job_bytes(checkpoint, plan, item))
         return write_pack(writer, layout, account, work, workers, on_progress)
 
 
@@ -178,4 +180,4 @@ def _in_order(work: Work, pending: list[Item], workers: int) -> Generator[_Finis
 
 
 def _name(item: Item) -> str:
-    return item.role if item.kind == "dense" else f"layer {item.layer} expert {item.expert}"
+    return item.role if item.kind in ("dense", "unused") else f"layer {item.layer} expert {item.expert}"

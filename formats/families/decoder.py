@@ -5,7 +5,7 @@ from typing import Literal
 
 from moe_pack.formats.errors import CheckpointError
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames
+from moe_pack.formats.families.family import ExpertNames, LeftOut
 from moe_pack.formats.families.rope import read_rope
 from moe_pack.formats.spec import (
     MATRICES,
@@ -61,6 +61,14 @@ FUSED_EXPERT_NAMES = ExpertNames(
         "up": "model.layers.{i}.mlp.experts.gate_up_proj",
         "down": "model.layers.{i}.mlp.experts.down_proj",
     }
+)
+
+
+# A layer behind the last one of the decoder, with a tensor that a decoder layer has not.
+PREDICTION_LAYER = LeftOut(
+    "model.layers.{n}.*",
+    "a multi-token-prediction layer, which plain decoding does not run",
+    sign="model.layers.{n}.eh_proj.weight",
 )
 
 

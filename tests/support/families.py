@@ -95,6 +95,21 @@ BASE: dict[str, Values] = {
         "v_head_dim": 12,
         "q_lora_rank": None,
     },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 48,
+        "intermediate_size": 80,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "q_lora_rank": 40,
+    },
     "phimoe": {
         "num_key_value_heads": 2,
         "num_local_experts": 6,
@@ -180,6 +195,28 @@ TINY: tuple[Tiny, ...] = (
     ),
     Tiny("deepseek_v2", "no dense layer", {"first_k_dense_replace": 0}),
     Tiny(
+        "deepseek_v3",
+        "yarn with an mscale",
+        {"rope_parameters": YARN | {"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    Tiny(
+        "deepseek_v3",
+        "yarn with one bound, one group",
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.827,
+            "rope_parameters": YARN
+            | {"rope_theta": 5e4, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "factor": 8.0},
+        },
+    ),
+    Tiny(
+        "deepseek_v3",
+        "no query latent, rotated in halves, not normalized",
+        {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_shared_experts": 2},
+    ),
+    Tiny("deepseek_v3", "no dense layer, tied head", {"first_k_dense_replace": 0, "tie_word_embeddings": True}),
+    Tiny(
         "phimoe",
         "window of 7, no scaling, no bias",
         {"sliding_window": 7, "rope_scaling": None, "attention_bias": False, "lm_head_bias": False},
@@ -261,8 +298,8 @@ CLOSE: tuple[Close, ...] = (
     *(
         Close(
             family,
-            {"quantization_config": {"quant_method": "fp8"}},
-            "the checkpoint is quantized already (quantization_config); use the 16-bit original",
+            {"quantization_config": {"quant_method": "awq"}},
+            "quantization_config: quant_method is 'awq', supported: fp8, mxfp4; use the 16-bit original",
         )
         for family in BASE
     ),
@@ -293,6 +330,13 @@ CLOSE: tuple[Close, ...] = (
     Close("deepseek_v2", {"attention_bias": True}, "attention_bias is True, " + _ONLY("False")),
     Close("deepseek_v2", {"mlp_bias": True}, "mlp_bias is True, " + _ONLY("False")),
     Close("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq is 2, " + _ONLY("1")),
+    Close("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax', " + _ONLY("'sigmoid'")),
+    Close("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy', " + _ONLY("'noaux_tc'")),
+    Close("deepseek_v3", {"attention_bias": True}, "attention_bias is True, " + _ONLY("False")),
+    Close("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2, " + _ONLY("1")),
+    Close("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2, " + _ONLY("4")),
+    Close("deepseek_v3", {"n_group": 3, "topk_group": 1}, "1 of 3 groups of 8 experts"),
+    Close("deepseek_v3", {"n_group": None}, "key 'n_group' is missing, expected a value or null"),
     Close("phimoe", {"num_experts_per_tok": 4}, "num_experts_per_tok is 4, " + _ONLY("2")),
     Close("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, " + _ONLY("None")),
     Close(
