@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_pack.runtime.kernels.codes import AFFINE, Part, load_bias, load_scales
+from moe_pack.runtime.kernels.codes import AFFINE, UNITS, Part, has_scales, load_bias, load_scales
 from moe_pack.runtime.kernels.dot_tiles import add_product, dot_exact, load_tile, load_tokens, tile_cols
 from moe_pack.runtime.kernels.gemm import MAX_TOKENS_IN_TWO, blocks, num_warps
 from moe_pack.runtime.kernels.tables import ExpertKind, LayerTables
@@ -195,14 +195,16 @@ def _down(
         units = tl.load(down_at_ptr + expert * F + r, mask=r < F, other=0).to(tl.int64)
         w = load_tile(arena_ptr, units, r < F, tile, PART, COLS, TURNED=True)
         h = load_tokens(h_ptr, m, is_token, block, F, BLOCK_ROWS)
-        if PART[0] == AFFINE:
+        if has_scales(PART):
             scale, zero = load_scales(arena_ptr, units, (tile * COLS) // PART[2], r < F, PART)
             h *= scale[:, None]
-            less += tl.sum(h * zero[:, None], 0)
+            if PART[0] == AFFINE:
+                less += tl.sum(h * zero[:, None], 0)
         sums += dot_exact(w, h)
+    sums = sums * UNITS[PART[0]] - less[None, :]
     t = tl.load(tokens_ptr + m, mask=is_token, other=0).to(tl.int64)
     factors = tl.load(weights_ptr + m, mask=is_token, other=0.0)
     cols = tile * COLS + tl.arange(0, COLS)
     places = y_ptr + t[None, :] * D + cols[:, None]
     mask = (cols < D)[:, None] & is_token[None, :]
-    tl.store(places, tl.load(places, mask=mask, other=0.0) + factors[None, :] * (sums - less[None, :]), mask=mask)
+    tl.store(places, tl.load(places, mask=mask, other=0.0) + factors[None, :] * sums, mask=mask)

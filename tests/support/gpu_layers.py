@@ -66,6 +66,7 @@ def layer_of(experts: Sequence[RandomExpert], seed: int = 0, thresholds: Sequenc
 
 def _rows(expert: RandomExpert) -> list[tuple[tuple[int, int], np.ndarray]]:
     """((0: selector or 1: record, neuron), bytes) of every row."""
-    held = expert.rows()
-    found = [((1, i), row) for i, row in enumerate(held.records)]
-    return found + ([((0, i), row) for i, row in enumerate(held.selector)] if held.selector is not None else [])
+    layout, f = expert.shape.layout, expert.shape.num_rows
+    selectors, records = np.split(expert.extent, [layout.selector_bytes])
+    found = [((1, i), row) for i, row in enumerate(records.reshape(f, -1))]
+    return found + ([((0, i), row) for i, row in enumerate(selectors.reshape(f, -1))] if len(selectors) else [])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from random_codes import number_section
 from torch import Tensor
 
 from moe_pack.formats import (
@@ -93,7 +94,7 @@ class RandomExpert:
 def weight_magnitudes(stored: PartFormat, num_cols: int, section: Bytes) -> Tensor:
     """`(code + abs(zero)) * scale` of a part's bytes, float64 [rows, columns]: codes and zeros may be taken apart."""
     held = torch.from_numpy(section)
-    if stored == BF16:
+    if stored.codec != "affine":
         return decode_part(stored, num_cols, held).double().abs()
     codec = affine(stored, num_cols)
     packed, scales, zeros = torch.split(held, [codec.code_bytes, codec.scale_bytes, codec.scale_bytes], dim=1)
@@ -141,6 +142,8 @@ def random_section(stored: PartFormat, num_rows: int, num_cols: int, generator: 
     if stored == BF16:
         weights = torch.randn(num_rows, num_cols, generator=generator).mul_(0.1).to(torch.bfloat16)
         return weights.view(torch.uint8).numpy()
+    if stored.codec != "affine":
+        return number_section(stored, num_rows, num_cols, generator)
     top, groups = 2**stored.width - 1, stored.num_groups(num_cols)
     codes = torch.randint(0, top + 1, (num_rows, num_cols), generator=generator, dtype=torch.uint8)
     if stored.scale_bits == 16:
@@ -167,10 +170,10 @@ def _flatten(
         return
     groups, codes, scales = stored.num_groups(num_cols), stored.code_bytes(num_cols), stored.scale_bytes(num_cols)
     rows = list(constant_rows)
-    section[rows, :codes] = 0xFF
-    for start in (codes, codes + scales):  # all groups as the first
-        each = 2 if stored.scale_bits == 16 else 1
-        first = start if stored.scale_bits == 16 else start + 2
+    section[rows, :codes] = 0xFF if stored.codec == "affine" else 0x33
+    for start in (codes, codes + scales)[: 2 if stored.codec == "affine" else 1]:  # all groups as the first
+        each = stored.scale_bits // 8
+        first = start + 2 if stored.has_byte_scales else start
         section[rows, first : first + each * groups] = np.tile(section[rows, first : first + each], groups)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from gpu_layers import RandomLayer, layer_of, random_layer
+from named_formats import Name, named_expert
 from random_experts import FOUR_BIT, Shape, assert_near, magnitudes, random_expert, random_tokens, running, threshold_at
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from moe_pack.runtime.kernels.reduce import reduce, reduce_twin
 from moe_pack.runtime.kernels.select import select
 from moe_pack.runtime.kernels.tables import SELECT_BLOCK, Selection
 
-WIDTHS = (1, 2, 3, 4, 8, 16)
+WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4")
 
 
 def of_width(width: int, group: int = 64, scale_bits: int = 16) -> PartFormat:
@@ -83,11 +84,11 @@ def with_thresholds(layer: RandomLayer, x: Tensor, sparsity: float) -> RandomLay
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_experts_of_any_width_and_selector_give_the_reference(
-    selector: Selector, width: int, kernel_device: torch.device
+    selector: Selector, width: Name, kernel_device: torch.device
 ) -> None:
-    part = of_width(width)
+    stored = named_expert(width)
     x = random_tokens(1, 128)[0]
-    layer = random_layer([Shape(66, 128, selector, part, part, part)] * 2, zero_rows=(0, 5, 65))
+    layer = random_layer([Shape(66, 128, selector, stored.gate, stored.up, stored.down)] * 2, zero_rows=(0, 5, 65))
     check(with_thresholds(layer, x, 0.6), x, [1], kernel_device, num_partials=2)
 
 

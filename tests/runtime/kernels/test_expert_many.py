@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from named_formats import Name, label, named_expert
 from random_experts import RandomExpert, Shape, random_expert, random_tokens, threshold_at
 from torch import Tensor
 
-from moe_pack.formats import BF16, SELECTORS, PartFormat, Selector, part_format
+from moe_pack.formats import FP8, SELECTORS, Selector, part_format
 from moe_pack.runtime import activations
 from moe_pack.runtime.expert import run_expert
 from moe_pack.runtime.kernels import expert_many as under_test
@@ -16,7 +17,7 @@ from moe_pack.runtime.kernels.tables import LayerTables, kind_of
 TOLERANCE = 1e-5  # of the reference's RMS
 CARD_TOLERANCE = 3e-5  # tensor cores cut sums off; see test_gemm
 EXPERT = 1  # of a layer of three; the others' rows are not there
-FORMATS = (*(part_format(width, 64) for width in (1, 2, 3, 4, 8)), BF16)
+WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4")
 
 
 def tables_of(expert: RandomExpert, threshold: float, device: torch.device) -> LayerTables:
@@ -69,13 +70,13 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("stored", FORMATS, ids=str)
+@pytest.mark.parametrize("width", WIDTHS, ids=label)
 def test_experts_of_every_width_and_selector_equal_their_twin(
-    stored: PartFormat, selector: Selector, kernel_device: torch.device
+    width: Name, selector: Selector, kernel_device: torch.device
 ) -> None:
-    assert_equals_twin(
-        random_expert(Shape(5, 64, selector=selector, gate=stored, up=stored, down=stored)), 3, kernel_device
-    )
+    stored = named_expert(width)
+    shape = Shape(5, 64, selector, stored.gate, stored.up, stored.down)
+    assert_equals_twin(random_expert(shape), 3, kernel_device)
 
 
 @pytest.mark.parametrize("group", [16, 32, 128, 0])
@@ -90,6 +91,11 @@ def test_byte_scales_that_put_parts_between_words_equal_their_twin(num_cols: int
     assert_equals_twin(
         random_expert(Shape(5, num_cols, selector="both", gate=stored, up=stored, down=stored)), 2, kernel_device
     )
+
+
+def test_a_last_group_of_64_columns_equals_its_twin(kernel_device: torch.device) -> None:
+    shape = Shape(5, 192, "up", FP8, FP8, FP8)
+    assert_equals_twin(random_expert(shape), 2, kernel_device)
 
 
 def test_matrices_of_different_widths_equal_their_twin(kernel_device: torch.device) -> None:
