@@ -36,7 +36,7 @@ InstructionSet = Literal["portable", "avx2", "avx512"]
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int32]
 
-_CODECS = {"bf16": 0, "affine": 1, "f16": 2, "f32": 3}
+_CODECS = {"bf16": 0, "affine": 1, "fp8": 4, "e5m2": 5, "mxfp4": 6}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 2, torch.float32: 3}
 _ROUTERS = {"softmax_topk": 0, "topk_softmax": 1, "sigmoid_topk": 2, "sparsemixer": 3}
 _SELECTORS = {"none": 0, "up": 1, "gate": 2, "both": 3}

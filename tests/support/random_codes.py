@@ -1,31 +1,13 @@
-"""Random bytes of parts whose codes are numbers themselves: `fp8`, `e5m2`, `mxfp4`; and the codes at their edges."""
+"""Parts whose codes are numbers themselves, `fp8`, `e5m2`, `mxfp4`, with every code, and scales of the edge."""
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import E5M2, FP8, MXFP4, PartFormat, RowLayout, row_layout, write_rows
 from moe_pack.formats.codecs import pack_codes
 
-Bytes = NDArray[np.uint8]
-
 NUMBERS = (FP8, E5M2, MXFP4)
-_USUAL = {MXFP4: (120, 124), E5M2: (109, 113)}  # exponents of scales with which weights are of about 0.1
-
-
-def number_section(stored: PartFormat, num_rows: int, num_cols: int, generator: torch.Generator) -> Bytes:
-    """A part of finite weights of about 0.1: u8 [rows, part bytes]."""
-    groups = stored.num_groups(num_cols)
-    codes = torch.randint(0, 2**stored.width, (num_rows, num_cols), generator=generator, dtype=torch.uint8)
-    if stored == FP8:
-        codes[codes & 0x7F == 0x7F] = 0x7E
-        scales = ((torch.rand(num_rows, groups, generator=generator) + 0.5) * 1e-3).view(torch.uint8)
-    else:
-        if stored == E5M2:
-            codes[codes & 0x7C == 0x7C] = 0x7B
-        scales = torch.randint(*_USUAL[stored], (num_rows, groups), generator=generator, dtype=torch.uint8)
-    return torch.cat([pack_codes(codes, stored.width), scales], dim=1).numpy()
 
 
 def edge_rows(stored: PartFormat) -> tuple[RowLayout, Tensor]:
