@@ -72,12 +72,22 @@ from moe_pack.formats.rows import (
     RowLayout,
     check_rows,
     expert_layout,
+    extra_layout,
     row_layout,
     seal_rows,
     write_rows,
 )
 from moe_pack.formats.sidecar import read_sidecar, write_sidecar
-from moe_pack.formats.sizes import cached_values, num_active_parameters, num_parameters, parse_size, size_text
+from moe_pack.formats.sizes import (
+    cache_values,
+    cached_tokens,
+    cached_values,
+    num_active_parameters,
+    num_parameters,
+    parse_size,
+    size_text,
+    windowed_values,
+)
 from moe_pack.formats.source_account import NO_SOURCE, SourceAccount, account_bytes, read_account
 from moe_pack.formats.spec import (
     MATRICES,
@@ -89,6 +99,7 @@ from moe_pack.formats.spec import (
     LongRopeSpec,
     Matrix,
     ModelSpec,
+    NeuronFunction,
     NormSpec,
     RopeSpec,
     RouterSpec,
@@ -152,6 +163,7 @@ __all__ = [
     "Matrix",
     "ModelSpec",
     "MoePackError",
+    "NeuronFunction",
     "NormSpec",
     "Pack",
     "PackError",
@@ -183,6 +195,8 @@ __all__ = [
     "account_bytes",
     "assemble",
     "audit",
+    "cache_values",
+    "cached_tokens",
     "cached_values",
     "canonical",
     "check_rows",
@@ -191,6 +205,7 @@ __all__ = [
     "dump",
     "expert_layout",
     "experts_file",
+    "extra_layout",
     "format_fault",
     "format_text",
     "index_bytes",
@@ -222,6 +237,7 @@ __all__ = [
     "thresholds_bytes",
     "uniform_dense",
     "uniform_plan",
+    "windowed_values",
     "write_rows",
     "write_sidecar",
     "write_tensor_sidecar",

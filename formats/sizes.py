@@ -24,11 +24,36 @@ def num_active_parameters(spec: ModelSpec) -> int:
 
 
 def cached_values(spec: ModelSpec) -> int:
-    """Values the key-value cache holds for each token, all layers together."""
+    """Values the key-value cache gets for each token, all layers together; those with a window keep only the last."""
+    return spec.num_hidden_layers * _layer_values(spec)
+
+
+def windowed_values(spec: ModelSpec) -> int:
+    """Those of `cached_values` that only the last tokens have: of layers with a sliding window."""
+    return sum(_window(spec, layer) is not None for layer in range(spec.num_hidden_layers)) * _layer_values(spec)
+
+
+def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
+    """Values a key-value cache holds for so many tokens, of which at most `chunk_tokens` enter at once."""
+    places = [cached_tokens(spec, layer, context_tokens, chunk_tokens) for layer in range(spec.num_hidden_layers)]
+    return sum(places) * _layer_values(spec)
+
+
+def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int) -> int:
+    """How many tokens a decoder layer's cache has places for: all, or what the first of a chunk sees and the chunk."""
+    window = _window(spec, layer)
+    return context_tokens if window is None else min(context_tokens, window - 1 + chunk_tokens)
+
+
+def _window(spec: ModelSpec, layer: int) -> int | None:
+    return spec.attention.window(layer) if isinstance(spec.attention, GroupedQuerySpec) else None
+
+
+def _layer_values(spec: ModelSpec) -> int:
     attention = spec.attention
     if isinstance(attention, GroupedQuerySpec):
-        return spec.num_hidden_layers * 2 * attention.num_kv_heads * attention.head_dim
-    return spec.num_hidden_layers * (attention.kv_lora_rank + attention.qk_rope_head_dim)
+        return 2 * attention.num_kv_heads * attention.head_dim
+    return attention.kv_lora_rank + attention.qk_rope_head_dim
 
 
 def _dense_parameters(spec: ModelSpec) -> int:
@@ -37,7 +62,7 @@ def _dense_parameters(spec: ModelSpec) -> int:
 
 def _expert_parameters(spec: ModelSpec) -> int:
     expert = spec.expert
-    neuron = spec.hidden_size * len(expert.matrices) + len(expert.bias)
+    neuron = spec.hidden_size * len(expert.matrices) + len(expert.row_bias)
     return expert.intermediate_size * neuron + expert.extra_floats
 
 

@@ -16,7 +16,7 @@ from moe_pack.runtime.checkpoint_weights import CheckpointWeights, read_rows
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.doctor import measure_machine
 from moe_pack.runtime.engine import Engine, EngineOptions
-from moe_pack.runtime.expert import ACTIVATIONS, Activations, activations, run_expert
+from moe_pack.runtime.expert import NEURONS, Activations, activations, run_expert
 from moe_pack.runtime.folder_files import FolderFiles
 from moe_pack.runtime.generate import context_for, generate
 from moe_pack.runtime.kv_cache import KVCache
@@ -73,10 +73,10 @@ from moe_pack.runtime.text import Text, TextStream
 from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
 
 __all__ = [
-    "ACTIVATIONS",
     "CARD_PAGE_BYTES",
     "MAX_PREVIOUS",
     "MAX_ROUTED_TOKENS",
+    "NEURONS",
     "NO_PREDICTOR",
     "PATH_MEMORY",
     "PATH_MIN_SEEN",

@@ -76,5 +76,8 @@ class _SourceExpert:
             rows = down[:, start:stop].T.to(self._device, torch.float32)
             yield NeuronBlock(gate, self._neurons("up", start, stop), rows)
 
+    def down_bias(self) -> Tensor | None:
+        return None
+
     def _neurons(self, matrix: MatrixName, start: int, stop: int) -> Tensor:
         return read_rows(self._checkpoint, self._sources[matrix], start, stop).to(self._device, torch.float32)

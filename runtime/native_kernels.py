@@ -216,10 +216,14 @@ class Kernels:
         interleaved: bool,
         cache: LayerCache,
         spec: GroupedQuerySpec,
+        window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attention of new tokens, whose keys and values enter the cache, all queries and keys normed and rotated.
 
         Args:    projected: queries, keys and values, float32 [T, heads * head_dim], before norms of heads and rotation.
+                 window: how many positions one sees at most; None: all before it.   sinks: float32 [num_heads], logits
+                 that no value belongs to.
         Returns: float32 [T, num_heads * head_dim].
         """
         y, out = _room(*projected[0].shape)
@@ -235,7 +239,7 @@ class Kernels:
             spec.num_kv_heads,
             spec.head_dim,
             cache.num_tokens,
-            spec.sliding_window or 0,
+            window or 0,
             spec.scale,
             0.0 if norms is None else norms.eps,
             interleaved,
