@@ -150,6 +150,9 @@ def _cpu_share(asked: StagedAsked, preset: Preset) -> CpuShare | None:
     """Whose misses the CPU shares in, as the paper of the policy splits them, by rates measured here and now."""
     if asked.kernels is None or asked.host is None or preset.name not in ("fiddler", "importance"):
         return None
+    expert = asked.pack.spec.expert
+    if expert.function != "silu" or expert.extra_floats:  # which the native kernels do not know
+        return None
     split = fastest if preset.name == "fiddler" else balanced
     load_s, token_s = _load_seconds(asked), _token_seconds(asked, asked.kernels)
     return CpuShare(asked.kernels, lambda tokens: split(tokens, token_s, load_s))

@@ -212,12 +212,6 @@ def store_part(y_ptr, y, less, y_high, PART: tl.constexpr, NW: tl.constexpr):
 
 
 @triton.jit
-def silu(g):
-    """g * sigmoid(g)."""
-    return g / (1.0 + tl.exp(-g))
-
-
-@triton.jit
 def runs(a, threshold):
     """Which neurons run: one whose `a` is NaN does, and is seen."""
     return tl.where(tl.abs(a) < threshold, 0.0, a) != 0.0

@@ -47,7 +47,7 @@ def _gemm(rows: torch.Tensor, part: Part, row_units: int) -> None:
 
 def _experts(d: int, width: Name, group: int, selector: Selector, f: int = 768) -> None:
     spec = ExpertSpec("silu", f, ("gate", "up", "down"), (), 0)
-    kind = kind_of(expert_layout(named_expert(width, group), selector, spec, d), selector)
+    kind = kind_of(expert_layout(named_expert(width, group), selector, spec, d), selector, "silu")
     at = torch.zeros(2, f, dtype=torch.int32)
     arena = torch.empty(128, dtype=torch.uint8)
     tables = LayerTables(arena, at, at, torch.zeros(2, dtype=torch.int32), torch.zeros(2), (kind,))

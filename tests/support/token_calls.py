@@ -65,8 +65,8 @@ def token_calls() -> Iterator[Call]:
     for spec in ROUTERS:
         yield f"route {spec.kind} {spec.num_experts}", partial(_route, spec)
     f = torch.empty(768)
-    yield "activate gated", partial(activate, f, f, f)
-    yield "activate", partial(activate, f, None, f)
+    yield "activate gated", partial(activate, f, f, f, "silu")
+    yield "activate", partial(activate, f, None, f, "silu")
 
 
 def _attend(
@@ -145,7 +145,7 @@ def _cache(d: int, width: int) -> None:
     part = part_format(width, 64)
     for num_experts, k, f in ((8, 2, 768), (512, 10, 14336)):
         spec = ExpertSpec("silu", f, ("gate", "up", "down"), (), 0)
-        kind = kind_of(expert_layout(ExpertFormat(part, part, part), "up", spec, d), "up")
+        kind = kind_of(expert_layout(ExpertFormat(part, part, part), "up", spec, d), "up", "silu")
         at = torch.zeros(num_experts, f, dtype=torch.int32)
         each = torch.ones(num_experts, dtype=torch.int32)
         tables = LayerTables(torch.empty(128, dtype=torch.uint8), at, at, each, torch.zeros(num_experts), (kind,))
