@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from named_formats import Name, label, named_expert, named_format
+from named_formats import Name, gpt_oss_layout, label, named_expert, named_format
 
-from moe_pack.formats import ExpertSpec, Selector, expert_layout, row_layout
+from moe_pack.formats import ExpertLayout, ExpertSpec, NeuronFunction, Selector, expert_layout, row_layout
 from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
 from moe_pack.runtime.kernels.gemv import gather_row, gemv
 from moe_pack.runtime.kernels.neurons import neurons
@@ -41,16 +41,23 @@ def expert_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[tu
     for d in dims:
         for width in widths:
             for selector in SELECTORS:
-                yield f"expert {selector} {label(width)} d{d}", partial(_experts, d, width, selector)
+                yield f"expert {selector} {label(width)} d{d}", partial(_coded_experts, d, width, selector)
+    if "mxfp4" in widths and 4096 in dims:
+        for selector in SELECTORS:
+            yield f"gpt_oss expert {selector}", partial(_experts, gpt_oss_layout(selector), selector, "clamped_swiglu")
 
 
-def _experts(d: int, width: Name, selector: Selector, f: int = 768, k: int = 8) -> None:
-    spec = ExpertSpec("silu", f, ("gate", "up", "down"), (), 0)
-    layout = expert_layout(named_expert(width), selector, spec, d)
+def _coded_experts(d: int, width: Name, selector: Selector) -> None:
+    spec = ExpertSpec("silu", 768, ("gate", "up", "down"), (), 0)
+    _experts(expert_layout(named_expert(width), selector, spec, d), selector, "silu")
+
+
+def _experts(layout: ExpertLayout, selector: Selector, function: NeuronFunction, k: int = 8) -> None:
+    f, d = layout.num_rows, layout.records.num_cols
     at = torch.zeros(16, f, dtype=torch.int32)
     kind, thresholds = torch.zeros(16, dtype=torch.int32), torch.zeros(16)
-    arena = torch.empty(128, dtype=torch.uint8)
-    tables = LayerTables(arena, at, at, kind, thresholds, (kind_of(layout, selector, "silu"),))
+    arena, down_bias = torch.empty(128, dtype=torch.uint8), torch.empty(16, d) if layout.extra else None
+    tables = LayerTables(arena, at, at, kind, thresholds, (kind_of(layout, selector, function),), down_bias)
     numbers, x, partials = torch.zeros(k, dtype=torch.int32), torch.empty(d), torch.empty(k, 16, d)
     selection = Selection.room(k, f, torch.device("cpu"))
     select(x, numbers, tables, selection)
