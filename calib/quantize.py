@@ -189,10 +189,15 @@ def _hqq() -> Any:
     return HqqQuantizer
 
 
-def check_finite(weights: Tensor, place: str, error: type[MoePackError], first_row: int = 0) -> None:
+def check_finite(
+    weights: Tensor,
+    place: str,
+    error: type[MoePackError],
+    number: Callable[[int, int], tuple[int, int]] = lambda row, col: (row, col),
+) -> None:
     """Refuses NaN and infinity.
 
-    Args:    weights: [rows, columns].   place: tensor and file.
+    Args:    weights: [rows, columns].   place: tensor and file.   number: how a weight's row and column are named.
     Raises:  `error` naming the first such weight's row and column.
     """
     # A sum is infinite or NaN if any term is; finite weights can only overflow it in float16, hence float32.
@@ -200,7 +205,6 @@ def check_finite(weights: Tensor, place: str, error: type[MoePackError], first_r
         return
     wrong = (~torch.isfinite(weights)).nonzero()
     if len(wrong):
-        row, column = (int(number) for number in wrong[0])
-        raise error(
-            f"{place}: weight [{first_row + row}, {column}] is {float(weights[row, column])}, expected a number"
-        )
+        row, column = (int(place) for place in wrong[0])
+        shown = list(number(row, column))
+        raise error(f"{place}: weight {shown} is {float(weights[row, column])}, expected a number")

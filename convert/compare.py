@@ -8,8 +8,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.formats import Checkpoint, DenseLayout, ExpertFormat, Pack, PackError, format_text, read_account
-from moe_pack.runtime import CheckpointWeights, Decoder, Kernels, PackWeights, read_rows
+from moe_pack.formats import (
+    Checkpoint,
+    DenseLayout,
+    ExpertFormat,
+    Matrix,
+    Pack,
+    PackError,
+    PartFormat,
+    format_text,
+    read_account,
+)
+from moe_pack.runtime import (
+    CheckpointWeights,
+    Decoder,
+    Kernels,
+    PackWeights,
+    read_neurons,
+    read_rows,
+    read_vector,
+)
 
 # Least cosine between stored weights and the source's. From 2 bit up it is 0.8 and more. One-bit hqq over long rows
 # keeps little (0.07 at 4,096 weights a row); an unrelated matrix of n weights stays within 6 / sqrt(n) all the same.
@@ -114,10 +132,10 @@ class _Sums:
         self.weight = 0.0
         self.largest = 0.0
 
-    def add(self, source: Tensor, stored: Tensor, width: int) -> bool:
-        """Adds rows in float32; tells whether they are the source's, as nearly as codes of `width` bits have them.
+    def add(self, source: Tensor, stored: Tensor, part: PartFormat | None) -> bool:
+        """Adds rows in float32; tells whether they are the source's, as nearly as the format has them.
 
-        From 16 bit up they must be equal.
+        Only what was quantized (`affine`) may differ at all; None is what keeps the source's bytes.
         """
         difference = (source - stored).abs()
         error, weight = float(difference.sum(dtype=torch.float64)), float(source.abs().sum(dtype=torch.float64))
@@ -125,10 +143,10 @@ class _Sums:
         self.error += error
         self.weight += weight
         self.largest = max(self.largest, float(difference.max()))
-        if error == 0 or width >= 16:
+        if error == 0 or part is None or part.codec != "affine":
             return error == 0
         chance = _UNRELATED_DEVIATIONS / math.sqrt(source.numel())
-        return _cosine(source, stored) > (min(_RELATED, chance) if width == 1 else _RELATED)
+        return _cosine(source, stored) > (min(_RELATED, chance) if part.width == 1 else _RELATED)
 
     def result(self, matrix: str, stored_as: str) -> MatrixError:
         """The mean over all that was added."""
@@ -146,17 +164,16 @@ def _compare_dense(
     role, place_in_source = dense.role.name, checkpoint.dense_source(dense.role.name)
     place = f"dense.safetensors: {role}"
     if len(dense.role.shape) == 1:
-        source = read_rows(checkpoint, place_in_source, 0, dense.role.shape[0]).flatten().to(torch.float32)
-        if not torch.equal(source, weights.vector(role)):
+        if not torch.equal(read_vector(checkpoint, place_in_source), weights.vector(role)):
             raise PackError(f"{place}: differs from the checkpoint's {place_in_source.tensor!r}")
         return
-    stored_as = dense.dtype.lower() if dense.rows is None else format_text(dense.rows.parts[0].format)
-    width = 16 if dense.rows is None else dense.rows.parts[0].format.width
+    part = None if dense.rows is None else dense.rows.parts[0].format
+    stored_as = dense.dtype.lower() if part is None else format_text(part)
     held = sums.setdefault(("dense", stored_as), _Sums())
     for start in range(0, dense.role.shape[0], _ROWS_AT_ONCE):
         stop = min(start + _ROWS_AT_ONCE, dense.role.shape[0])
         source = read_rows(checkpoint, place_in_source, start, stop).to(torch.float32)
-        if not held.add(source, weights.matrix(role).rows(start, stop), width):
+        if not held.add(source, weights.matrix(role).rows(start, stop), part):
             raise PackError(
                 f"{place}: rows {start} to {stop} are not those of the checkpoint's {place_in_source.tensor!r}"
             )
@@ -173,21 +190,34 @@ def _compare_expert(
     """Compares an expert's matrices; `order` int64 [f] tells which of the source's neurons each row is."""
     layer_idx, expert = number
     places = {matrix: checkpoint.expert_source(layer_idx, expert, matrix) for matrix in checkpoint.spec.expert.matrices}
-    sources = {matrix: read_rows(checkpoint, place, 0, place.num_rows) for matrix, place in places.items()}
-    sources["down"] = sources["down"].T
+    sources = {matrix: read_neurons(checkpoint, place) for matrix, place in places.items()}
+    biased = checkpoint.spec.expert.bias
+    biases = {m: read_vector(checkpoint, checkpoint.bias_source(layer_idx, expert, m)) for m in biased}
+    held = weights.expert(layer_idx, expert)
+    _check_bias(number, "down", held.down_bias(), biases.pop("down", None))
     start = 0
-    for block in weights.expert(layer_idx, expert).blocks():
+    for block in held.blocks():
         rows = order[start : start + len(block.up)]
         start += len(rows)
         for matrix, source in sources.items():
             part = formats.of(matrix)
             stored = {"gate": block.gate, "up": block.up, "down": block.down}[matrix]
             assert part is not None and stored is not None, f"{matrix} is one of the family's matrices"
+            if matrix in biases:
+                _check_bias(
+                    number, matrix, block.gate_bias if matrix == "gate" else block.up_bias, biases[matrix][rows]
+                )
             expected = (source[rows].to(torch.bfloat16) if part.codec == "bf16" else source[rows]).to(torch.float32)
-            if not sums.setdefault((matrix, format_text(part)), _Sums()).add(expected, stored, part.width):
+            if not sums.setdefault((matrix, format_text(part)), _Sums()).add(expected, stored, part):
                 raise PackError(
                     f"layer {layer_idx} expert {expert}: {matrix} is not the checkpoint's {places[matrix].tensor!r}"
                 )
+
+
+def _check_bias(number: tuple[int, int], matrix: Matrix, stored: Tensor | None, source: Tensor | None) -> None:
+    assert (stored is None) == (source is None), "the spec says which matrices have one"
+    if stored is not None and source is not None and not torch.equal(stored, source):
+        raise PackError(f"layer {number[0]} expert {number[1]}: the bias of {matrix} is not the checkpoint's")
 
 
 def _described(tensor: tuple[str, tuple[int, ...]] | None) -> str:

@@ -13,7 +13,7 @@ from moe_pack.formats.errors import (
     PlanError,
     RunError,
 )
-from moe_pack.formats.families import FAMILIES, SHORT_NAMES, SourceMatrix
+from moe_pack.formats.families import FAMILIES, SCALE_BLOCK, SHORT_NAMES, SourceMatrix
 from moe_pack.formats.index import (
     INDEX_FILE,
     ORDER_FILE,
@@ -138,6 +138,7 @@ __all__ = [
     "QUANTIZERS",
     "ROW_ALIGN",
     "ROW_GROUP",
+    "SCALE_BLOCK",
     "SELECTORS",
     "SHORT_NAMES",
     "SOURCE_FILE",

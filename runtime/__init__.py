@@ -12,7 +12,7 @@ from moe_pack.runtime.budget import (
     workspace_bytes,
 )
 from moe_pack.runtime.card_budget import CARD_PAGE_BYTES, CardPlan, divide_card, expert_compression, least_card
-from moe_pack.runtime.checkpoint_weights import CheckpointWeights, read_rows
+from moe_pack.runtime.checkpoint_weights import CheckpointWeights
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.doctor import measure_machine
 from moe_pack.runtime.engine import Engine, EngineOptions
@@ -68,6 +68,14 @@ from moe_pack.runtime.routing import (
     write_routing,
 )
 from moe_pack.runtime.sampling import Sampler
+from moe_pack.runtime.source_codes import (
+    read_codes,
+    read_neurons,
+    read_rows,
+    read_scales,
+    read_vector,
+    weights_dtype,
+)
 from moe_pack.runtime.streaming import StreamingWeights, Trust
 from moe_pack.runtime.text import Text, TextStream
 from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
@@ -173,8 +181,12 @@ __all__ = [
     "optimum",
     "page_sizes",
     "ranked",
+    "read_codes",
+    "read_neurons",
     "read_record",
     "read_rows",
+    "read_scales",
+    "read_vector",
     "replay",
     "residency_for",
     "route",
@@ -188,6 +200,7 @@ __all__ = [
     "run_unrouted",
     "save_facts",
     "total_bytes",
+    "weights_dtype",
     "whole_bytes",
     "workspace_bytes",
     "write_routing",

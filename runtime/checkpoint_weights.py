@@ -6,16 +6,10 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import Checkpoint, ModelSpec, Selector, SourceMatrix
-from moe_pack.formats import Matrix as MatrixName
-from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, row_blocks
+from moe_pack.runtime.matrix import Matrix, row_blocks
 from moe_pack.runtime.native_kernels import Kernels
+from moe_pack.runtime.source_codes import load_matrix, read_neurons, read_rows, read_vector
 from moe_pack.runtime.weights import Expert, NeuronBlock
-
-
-def read_rows(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: int) -> Tensor:
-    """Rows of a source matrix in the source's dtype, [stop - start, columns]; of a vector, one column."""
-    raw = torch.from_numpy(checkpoint.rows(source, start, stop))
-    return raw.view(TORCH_DTYPES[checkpoint.dtype(source)]).view(stop - start, source.num_cols)
 
 
 class CheckpointWeights:
@@ -30,17 +24,15 @@ class CheckpointWeights:
 
     def vector(self, role: str) -> Tensor:
         """A norm's weight or a bias, float32 [n]."""
-        source = self._checkpoint.dense_source(role)
-        return read_rows(self._checkpoint, source, 0, source.num_rows).flatten().to(self._device, torch.float32)
+        return read_vector(self._checkpoint, self._checkpoint.dense_source(role)).to(self._device)
 
     def matrix(self, role: str) -> Matrix:
         """A dense matrix by its role."""
         return _SourceMatrix(self._checkpoint, self._checkpoint.dense_source(role), self._device)
 
     def load(self, role: str) -> Matrix:
-        """A dense matrix in memory, in the source's dtype."""
-        source = self._checkpoint.dense_source(role)
-        return StoredMatrix(read_rows(self._checkpoint, source, 0, source.num_rows).to(self._device))
+        """A dense matrix in memory, in the bytes it has in the source."""
+        return load_matrix(self._checkpoint, self._checkpoint.dense_source(role), self._device)
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
         """An expert, read as its blocks are asked for."""
@@ -66,18 +58,24 @@ class _SourceExpert:
     def __init__(self, checkpoint: Checkpoint, layer_idx: int, expert: int, device: torch.device) -> None:
         self._checkpoint = checkpoint
         self._device = device
-        self._sources = {m: checkpoint.expert_source(layer_idx, expert, m) for m in checkpoint.spec.expert.matrices}
+        spec = checkpoint.spec.expert
+        self._sources = {m: checkpoint.expert_source(layer_idx, expert, m) for m in spec.matrices}
+        self._biases = {m: checkpoint.bias_source(layer_idx, expert, m) for m in spec.bias}
 
     def blocks(self) -> Iterator[NeuronBlock]:
         spec = self._checkpoint.spec
-        down = read_rows(self._checkpoint, self._sources["down"], 0, spec.hidden_size)  # [d, f], as the source has it
+        # What lies across is read whole, in the source's dtype: a neuron has a value in every row of it.
+        whole = {m: read_neurons(self._checkpoint, s) for m, s in self._sources.items() if s.neurons == "columns"}
+        biases = {m: read_vector(self._checkpoint, s).to(self._device) for m, s in self._biases.items()}
         for start, stop in row_blocks(spec.expert.intermediate_size, spec.hidden_size, len(self._sources)):
-            gate = self._neurons("gate", start, stop) if "gate" in self._sources else None
-            rows = down[:, start:stop].T.to(self._device, torch.float32)
-            yield NeuronBlock(gate, self._neurons("up", start, stop), rows)
+            held = {
+                m: (whole[m][start:stop] if m in whole else read_rows(self._checkpoint, s, start, stop)).to(
+                    self._device, torch.float32
+                )
+                for m, s in self._sources.items()
+            }
+            gate_bias, up_bias = (biases[m][start:stop] if m in biases else None for m in ("gate", "up"))
+            yield NeuronBlock(held.get("gate"), held["up"], held["down"], gate_bias, up_bias)
 
     def down_bias(self) -> Tensor | None:
-        return None
-
-    def _neurons(self, matrix: MatrixName, start: int, stop: int) -> Tensor:
-        return read_rows(self._checkpoint, self._sources[matrix], start, stop).to(self._device, torch.float32)
+        return read_vector(self._checkpoint, self._biases["down"]).to(self._device) if "down" in self._biases else None

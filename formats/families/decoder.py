@@ -5,13 +5,13 @@ from typing import Literal
 
 from moe_pack.formats.errors import CheckpointError
 from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import ExpertNames
 from moe_pack.formats.spec import (
     MATRICES,
     PROJECTIONS,
     AttentionSpec,
     ExpertSpec,
     GroupedQuerySpec,
-    Matrix,
     ModelSpec,
     NormSpec,
     Projection,
@@ -46,17 +46,21 @@ DENSE_NAMES: Mapping[str, str] = {
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
-EXPERT_NAMES: Mapping[Matrix, str] = {
-    "gate": "model.layers.{i}.mlp.experts.{e}.gate_proj.weight",
-    "up": "model.layers.{i}.mlp.experts.{e}.up_proj.weight",
-    "down": "model.layers.{i}.mlp.experts.{e}.down_proj.weight",
-}
+EXPERT_NAMES = ExpertNames(
+    {
+        "gate": "model.layers.{i}.mlp.experts.{e}.gate_proj.weight",
+        "up": "model.layers.{i}.mlp.experts.{e}.up_proj.weight",
+        "down": "model.layers.{i}.mlp.experts.{e}.down_proj.weight",
+    }
+)
 # As transformers 5 holds them in memory, and writes them with save_original_format=False.
-FUSED_EXPERT_NAMES: Mapping[Matrix, str] = {
-    "gate": "model.layers.{i}.mlp.experts.gate_up_proj",
-    "up": "model.layers.{i}.mlp.experts.gate_up_proj",
-    "down": "model.layers.{i}.mlp.experts.down_proj",
-}
+FUSED_EXPERT_NAMES = ExpertNames(
+    {
+        "gate": "model.layers.{i}.mlp.experts.gate_up_proj",
+        "up": "model.layers.{i}.mlp.experts.gate_up_proj",
+        "down": "model.layers.{i}.mlp.experts.down_proj",
+    }
+)
 
 
 def read_decoder(

@@ -2,7 +2,7 @@
 
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.decoder import DENSE_NAMES, attention_bias, read_decoder, read_grouped_query
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import ExpertNames, Family
 from moe_pack.formats.families.rope import read_rope
 from moe_pack.formats.spec import ModelSpec, RouterSpec
 
@@ -41,15 +41,19 @@ GRANITEMOE = Family(
         ),
     },
     expert_names=(
-        {
-            "gate": "model.layers.{i}.block_sparse_moe.input_linear.weight",
-            "up": "model.layers.{i}.block_sparse_moe.input_linear.weight",
-            "down": "model.layers.{i}.block_sparse_moe.output_linear.weight",
-        },
-        {
-            "gate": "model.layers.{i}.block_sparse_moe.experts.gate_up_proj",
-            "up": "model.layers.{i}.block_sparse_moe.experts.gate_up_proj",
-            "down": "model.layers.{i}.block_sparse_moe.experts.down_proj",
-        },
+        ExpertNames(
+            {
+                "gate": "model.layers.{i}.block_sparse_moe.input_linear.weight",
+                "up": "model.layers.{i}.block_sparse_moe.input_linear.weight",
+                "down": "model.layers.{i}.block_sparse_moe.output_linear.weight",
+            }
+        ),
+        ExpertNames(
+            {
+                "gate": "model.layers.{i}.block_sparse_moe.experts.gate_up_proj",
+                "up": "model.layers.{i}.block_sparse_moe.experts.gate_up_proj",
+                "down": "model.layers.{i}.block_sparse_moe.experts.down_proj",
+            }
+        ),
     ),
 )

@@ -2,7 +2,7 @@
 
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.decoder import DENSE_NAMES, FUSED_EXPERT_NAMES, read_decoder, read_grouped_query
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import ExpertNames, Family
 from moe_pack.formats.families.rope import read_rope
 from moe_pack.formats.spec import ModelSpec, NormSpec, RouterSpec
 
@@ -37,11 +37,13 @@ MIXTRAL = Family(
         "layers.{i}.router": ("model.layers.{i}.block_sparse_moe.gate.weight", "model.layers.{i}.mlp.gate.weight"),
     },
     expert_names=(
-        {
-            "gate": "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight",
-            "up": "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight",
-            "down": "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",
-        },
+        ExpertNames(
+            {
+                "gate": "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight",
+                "up": "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight",
+                "down": "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",
+            }
+        ),
         FUSED_EXPERT_NAMES,
     ),
 )

@@ -8,7 +8,7 @@ from moe_pack.formats.families.decoder import (
     read_decoder,
     read_grouped_query,
 )
-from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.family import ExpertNames, Family
 from moe_pack.formats.families.rope import read_rope
 from moe_pack.formats.spec import ModelSpec, NormSpec, RouterSpec
 
@@ -43,11 +43,13 @@ PHIMOE = Family(
         "head_bias": "lm_head.bias",
     },
     expert_names=(
-        {
-            "gate": "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight",
-            "up": "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight",
-            "down": "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",
-        },
+        ExpertNames(
+            {
+                "gate": "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight",
+                "up": "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight",
+                "down": "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",
+            }
+        ),
         FUSED_EXPERT_NAMES,
     ),
     ignored_keys=frozenset({"hidden_dropout", "input_jitter_noise"}),

@@ -236,7 +236,7 @@ def test_a_weight_that_is_no_number_is_named_by_row_and_column(value: float, tex
     weights = random(5, 64).to(dtype)
     weights[3, 17] = weights[4, 2] = value
     with pytest.raises(CheckpointError) as caught:
-        check_finite(weights, "model.safetensors: tensor 'w'", CheckpointError, first_row=512)
+        check_finite(weights, "model.safetensors: tensor 'w'", CheckpointError, lambda row, col: (512 + row, col))
     assert str(caught.value) == f"model.safetensors: tensor 'w': weight [515, 17] is {text}, expected a number"
 
 

@@ -414,6 +414,7 @@ def assert_every_row_is_claimed_once(checkpoint: Checkpoint) -> None:
         for source in held:
             assert source.first_row == end, tensor.name
             end += source.num_rows
+            assert (source.row_size, source.row_step, source.col_step) == (source.num_cols, 1, 1), tensor.name
             assert source.num_cols == (1 if len(tensor.shape) == 1 else tensor.shape[-1]), tensor.name
         assert not held or end * held[0].num_cols == np.prod(tensor.shape), tensor.name
     assert not ranges

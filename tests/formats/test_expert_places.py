@@ -1,0 +1,192 @@
+"""However a checkpoint holds its experts (apart, in turns, transposed, with biases), the pack is the same."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from coded import held_so
+from models import Tensors, TinyMixtral, pack
+
+from moe_pack.convert.compare import compare_weights
+from moe_pack.formats import FAMILIES, Checkpoint, CheckpointError, Pack, PackError
+from moe_pack.formats.families.family import ExpertNames
+from moe_pack.formats.spec import Matrix
+from moe_pack.runtime import CheckpointWeights, Decoder, PackWeights
+
+MODEL = TinyMixtral(num_layers=2, num_experts=3, intermediate_size=20)
+E, D, F = 3, 64, 20
+EXPERTS = "model.layers.{i}.experts."
+MATRICES: dict[Matrix, str] = {"gate": EXPERTS + "gate_up", "up": EXPERTS + "gate_up", "down": EXPERTS + "down"}
+BIASES: dict[Matrix, str] = {"gate": EXPERTS + "gate_up_bias", "up": EXPERTS + "gate_up_bias"}
+IDS = [5, 17, 3, 90, 41]
+
+
+def joined(first: torch.Tensor, second: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    return torch.stack((first, second), dim=1).flatten(0, 1) if interleaved else torch.cat((first, second))
+
+
+def fuse(tensors: Tensors, interleaved: bool, transposed: bool) -> None:
+    """Puts the experts of each layer into two tensors, gate and up in one of them."""
+    for i in range(2):
+        source = f"model.layers.{i}.block_sparse_moe.experts."
+        of = {w: [tensors.pop(f"{source}{e}.w{w}.weight") for e in range(E)] for w in (1, 2, 3)}
+        gate_ups = [joined(gate, up, interleaved) for gate, up in zip(of[1], of[3], strict=True)]
+        for name, matrices in (("gate_up", gate_ups), ("down", of[2])):
+            held = torch.stack(matrices)
+            tensors[EXPERTS.format(i=i) + name] = (held.transpose(1, 2) if transposed else held).contiguous()
+
+
+def add_biases(tensors: Tensors, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives every layer the same biases, and returns them: [E, f] each."""
+    generator = torch.Generator().manual_seed(3)
+    gate, up = (torch.randn((E, F), generator=generator).to(torch.bfloat16) for _ in range(2))
+    held = torch.stack([joined(g, u, interleaved) for g, u in zip(gate, up, strict=True)])
+    tensors |= {EXPERTS.format(i=i) + "gate_up_bias": held.clone() for i in range(2)}
+    return gate, up
+
+
+@pytest.fixture(params=[(False, False), (True, False), (False, True), (True, True)], ids=str)
+def names(request: pytest.FixtureRequest) -> Iterator[ExpertNames]:
+    interleaved, transposed = request.param
+    yield ExpertNames(MATRICES, BIASES, interleaved, transposed)
+
+
+def extents(folder: Path) -> list[bytes]:
+    pack = Pack(folder)
+    held = [pack.read_extent(l, e).tobytes() for l in range(2) for e in range(E)]
+    pack.close()
+    return held
+
+
+def test_experts_in_any_place_make_the_same_pack(
+    names: ExpertNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack(MODEL.write(tmp_path / "apart"), tmp_path / "expected", selector="up", width=4)
+    monkeypatch.setitem(FAMILIES, "mixtral", held_so(names))
+    folder = MODEL.write(tmp_path / "fused", lambda tensors: fuse(tensors, names.interleaved, names.transposed))
+    pack(folder, tmp_path / "packed", selector="up", width=4)
+    assert extents(tmp_path / "packed") == extents(tmp_path / "expected")
+
+
+def test_rows_lie_where_the_tensor_has_them(
+    names: ExpertNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "mixtral", held_so(names))
+    checkpoint = Checkpoint(MODEL.write(tmp_path, lambda t: fuse(t, names.interleaved, names.transposed)))
+    original = MODEL.tensors()
+    for e in range(E):
+        for matrix, w in (("gate", 1), ("up", 3), ("down", 2)):
+            source = checkpoint.expert_source(1, e, matrix)  # type: ignore[arg-type]  # a literal of Matrix
+            whole = original[f"model.layers.1.block_sparse_moe.experts.{e}.w{w}.weight"]
+            whole = whole.T.contiguous() if names.transposed else whole
+            for start, stop in ((0, source.num_rows), (3, 4), (5, 11), (7, 7)):
+                read = checkpoint.rows(source, start, stop)
+                assert read.tobytes() == whole[start:stop].view(torch.uint8).numpy().tobytes()
+    checkpoint.close()
+
+
+def test_every_value_of_an_expert_s_tensors_is_claimed_once(
+    names: ExpertNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "mixtral", held_so(names, bias=("gate", "up")))
+
+    def change(tensors: Tensors) -> None:
+        fuse(tensors, names.interleaved, names.transposed)
+        add_biases(tensors, names.interleaved)
+
+    checkpoint = Checkpoint(MODEL.write(tmp_path, change))
+    tensors = {tensor.name: tensor for tensor in checkpoint.account()[1]}
+    counts: dict[str, np.ndarray] = {}
+    for source in (*checkpoint.claims.experts.values(), *checkpoint.claims.expert_biases.values()):
+        shape = (-1, source.row_size)
+        count = counts.setdefault(source.tensor, np.zeros(np.prod(tensors[source.tensor].shape), int).reshape(shape))
+        for row in range(source.num_rows):
+            for col in range(source.num_cols):
+                count[source.number(row, col)] += 1
+    assert all((count == 1).all() for count in counts.values()) and len(counts) == 6
+    assert all(tensors[name].fate == "packed" for name in counts)
+    checkpoint.close()
+
+
+def test_biases_reach_the_rows_and_the_answer(
+    names: ExpertNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "mixtral", held_so(names, bias=("gate", "up")))
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def change(tensors: Tensors) -> None:
+        fuse(tensors, names.interleaved, names.transposed)
+        held.append(add_biases(tensors, names.interleaved))
+
+    folder = MODEL.write(tmp_path / "source", change)
+    pack(folder, tmp_path / "packed", selector="gate", width=16)
+    checkpoint, packed = Checkpoint(folder), Pack(tmp_path / "packed")
+    weights = PackWeights(packed, torch.device("cpu"), None)
+    gate, up = held[0]
+    for e in range(E):
+        block = next(iter(weights.expert(1, e).blocks()))
+        assert block.gate_bias is not None and torch.equal(block.gate_bias, gate[e].float())
+        assert block.up_bias is not None and torch.equal(block.up_bias, up[e].float())
+    original, stored = Decoder(CheckpointWeights(checkpoint), 8).logits(IDS), Decoder(weights, 8).logits(IDS)
+    torch.testing.assert_close(stored, original, rtol=0, atol=1e-5)
+    compare_weights(packed, checkpoint)
+    checkpoint.close()
+    packed.close()
+
+
+def test_biases_of_another_checkpoint_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "mixtral", held_so(ExpertNames(MATRICES, BIASES, True), bias=("gate", "up")))
+
+    def change(tensors: Tensors) -> None:
+        fuse(tensors, True, False)
+        add_biases(tensors, True)
+
+    def another(tensors: Tensors) -> None:
+        change(tensors)
+        tensors["model.layers.1.experts.gate_up_bias"][2, 3] += 1  # up's second
+
+    pack(MODEL.write(tmp_path / "source", change), tmp_path / "packed", width=16)
+    checkpoint, packed = Checkpoint(MODEL.write(tmp_path / "other", another)), Pack(tmp_path / "packed")
+    with pytest.raises(PackError, match=r"^layer 1 expert 2: the bias of up is not the checkpoint's$"):
+        compare_weights(packed, checkpoint)
+    checkpoint.close()
+    packed.close()
+
+
+@pytest.mark.parametrize(
+    ("transposed", "message"),
+    [
+        (False, "rows 41 to 79: weight [47, 9] is nan, expected a number"),
+        (True, "rows 64 to 127: weight [73, 7] is nan, expected a number"),
+    ],
+)
+def test_a_weight_that_is_no_number_is_named_by_its_place_in_the_tensor(
+    transposed: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "mixtral", held_so(ExpertNames(MATRICES, BIASES, True, transposed)))
+
+    def change(tensors: Tensors) -> None:
+        fuse(tensors, True, transposed)
+        held = tensors["model.layers.0.experts.gate_up"][1]  # up's neuron 3, its weight 9
+        held[(9, 7) if transposed else (7, 9)] = torch.nan
+
+    with pytest.raises(CheckpointError) as refused:
+        pack(MODEL.write(tmp_path / "source", change), tmp_path / "packed")
+    assert str(refused.value) == "model.safetensors: tensor 'model.layers.0.experts.gate_up', " + message
+
+
+def test_a_bias_of_another_shape_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "mixtral", held_so(ExpertNames(MATRICES, BIASES, True), bias=("gate", "up")))
+
+    def change(tensors: Tensors) -> None:
+        fuse(tensors, True, False)
+        add_biases(tensors, True)
+        tensors["model.layers.0.experts.gate_up_bias"] = torch.zeros(E, F)
+
+    with pytest.raises(CheckpointError) as refused:
+        Checkpoint(MODEL.write(tmp_path, change))
+    assert str(refused.value) == (
+        "checkpoint: tensor 'model.layers.0.experts.gate_up_bias' has shape [3, 20], expected [3, 40]"
+    )
