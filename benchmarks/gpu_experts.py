@@ -71,7 +71,7 @@ def make_experts(clock: Clock, model: Model, selector: Selector, selector_bits: 
     device, stride = clock.device, arena.numel() // num_experts // 16
     first = torch.arange(num_experts, dtype=torch.int32, device=device)[:, None] * stride
     row = torch.arange(f, dtype=torch.int32, device=device)[None, :]
-    kind = kind_of(layout, selector)
+    kind = kind_of(layout, selector, "silu")
     tables = LayerTables(
         arena=arena,
         selector_at=None if layout.selector is None else first + row * kind.selector_units,

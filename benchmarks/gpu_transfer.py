@@ -166,7 +166,7 @@ class _Pulls:
 
     def __init__(self, clock: Clock, held: _HostExperts, neurons: NDArray[np.int32]) -> None:
         self._clock, self._held, self._neurons = clock, held, neurons
-        kind, E, device = kind_of(held.layout, "up"), held.num_experts, clock.device
+        kind, E, device = kind_of(held.layout, "up", "silu"), held.num_experts, clock.device
         f, page_bytes = kind.num_rows, max(_PAGE_BYTES, 16 * kind.record_units)
         pages = -(-f // (page_bytes // (16 * kind.record_units)))
         self._tables = LayerTables(

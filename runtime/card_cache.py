@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_pack.formats import Pack, RunError, size_text
 from moe_pack.runtime.card_placement import CardPlacement
+from moe_pack.runtime.down_bias import down_biases
 from moe_pack.runtime.host_arena import LINE_BYTES, HostArena
 from moe_pack.runtime.kernels.admit import CacheState, admit
 from moe_pack.runtime.kernels.pull import NUM_PROGRAMS, HostRows, pull_records, pull_selectors
@@ -133,14 +134,15 @@ def _layer(
         arena, begin = memory.around(memory.take(resident))
         pages_begin = memory.around(shared)[1]
     selector_at, record_at = _keep(pack, l, placement, host, arena, begin)
-    kinds = list(dict.fromkeys(layouts))
+    kinds, biases = list(dict.fromkeys(layouts)), down_biases(pack, l)
     tables = LayerTables(
         arena,
         memory.put(torch.from_numpy(selector_at)) if layouts[0].selector is not None else None,
         memory.put(torch.from_numpy(record_at)),
         memory.put(torch.tensor([kinds.index(layout) for layout in layouts], dtype=torch.int32)),
         memory.put(torch.from_numpy(pack.thresholds[l].copy())),
-        tuple(kind_of(layout, pack.manifest.selector) for layout in kinds),
+        tuple(kind_of(layout, pack.manifest.selector, pack.spec.expert.function) for layout in kinds),
+        None if biases is None else memory.put(biases),
     )
     kind = tuple(tables.kinds[kinds.index(layout)] for layout in layouts)
     pages_of, dynamic, first_dynamic = (

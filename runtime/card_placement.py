@@ -93,7 +93,8 @@ def place_experts(
         )
     # Pages for a token's experts suffice whatever is held: what is held takes none.
     pages = least.pages_bytes if is_shared else max(least.pages_bytes, int(page_share * room_bytes))
-    slack = LINE_BYTES * shape[0] * shape[1] + sizes.other_bytes
+    biases = layout.experts[0][0].extra_bytes * shape[0] * shape[1]  # for which `hold` leaves room itself
+    slack = LINE_BYTES * shape[0] * shape[1] + sizes.other_bytes - biases
     held = sizes.held(*hold(layout, popularity, heat, max(room_bytes - slack - pages, 0))[:2], is_shared)
     return held if is_shared else sizes.shared_out(held, room_bytes - held.num_bytes)
 
@@ -122,6 +123,7 @@ class _Sizes:
     num_rows: int
     page_bytes: int
     num_active: int
+    extra_bytes: int
 
     @classmethod
     def of(cls, layout: PackLayout) -> "_Sizes":
@@ -129,20 +131,21 @@ class _Sizes:
         num_rows = layout.experts[0][0].num_rows
         page_bytes = page_bytes_for(rows.reshape(-1, 2), num_rows)
         num_active = layout.spec.router.num_experts_per_tok
-        return cls(rows[:, :, 0], rows[:, :, 1], num_rows, page_bytes, num_active)
+        extra_bytes = layout.experts[0][0].extra_bytes
+        return cls(rows[:, :, 0], rows[:, :, 1], num_rows, page_bytes, num_active, extra_bytes)
 
     @property
     def other_bytes(self) -> int:
-        """Of tables and states: two offsets a row at most, kinds and thresholds, lists of pages, counters."""
+        """Of tables and states: two offsets a row at most, biases of down, kinds, lists of pages, counters."""
         L, E = self.record_rows.shape
         offsets: int = 4 * self.num_rows * L * E * (1 + bool(self.selector_rows.any()))
         most_pages = int(_pages(self.selector_rows, self.num_rows, self.page_bytes).max())
         most_pages += int(_pages(self.record_rows, self.num_rows, self.page_bytes).max())
-        # A layer has 14 tensors, each on a line of its own, most of one number an expert; the list of free pages is no
+        # A layer has 15 tensors, each on a line of its own, most of one number an expert; the list of free pages is no
         # longer than the largest layer's lists of pages together.
         others = L * (16 * LINE_BYTES + 48 * E)
         lists = 8 * L * E * max(most_pages, 1)
-        return int(offsets + lists + others)
+        return int(offsets + lists + others + self.extra_bytes * L * E)
 
     def held(self, selector_share: Array, row_shares: Array, is_shared: bool) -> CardPlacement:
         """What `hold` found, in whole selectors and in records from the first on."""

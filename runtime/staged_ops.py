@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_pack.formats import DenseLayout, part_format
+from moe_pack.formats import DenseLayout
 from moe_pack.formats.codecs import decode_part
 from moe_pack.runtime.expert import NEURONS
 from moe_pack.runtime.kernels.codes import Part
@@ -85,6 +85,8 @@ class TorchOps:
             rows = torch.cat(listed).long()
             h = self._hidden(x[None], selection.a[place, rows][None], tables, expert, kind, rows)
             partials[place, 0] = (h @ _weights(tables, expert, kind.down, rows, kind)[0])[0]
+            if tables.down_bias is not None:
+                partials[place, 0] += tables.down_bias[expert]
 
     def reduce(self, partials: Tensor, weights: Tensor, out: Tensor) -> None:
         """See `ExpertOps`."""
@@ -115,7 +117,10 @@ class TorchOps:
             a = self._activations(mine, tables, expert, kind, rows, in_selector=True)
             runs = _running(a, tables.thresholds[expert])
         h = torch.where(runs, self._hidden(mine, a, tables, expert, kind, rows), 0.0)
-        y[tokens.long()] += weights[:, None] * (h @ _weights(tables, expert, kind.down, rows, kind)[0])
+        product = h @ _weights(tables, expert, kind.down, rows, kind)[0]
+        if tables.down_bias is not None:
+            product += tables.down_bias[expert]
+        y[tokens.long()] += weights[:, None] * product
 
     def _hidden(self, x: Tensor, a: Tensor, tables: LayerTables, expert: int, kind: ExpertKind, rows: Tensor) -> Tensor:
         """h float32 [T, n] of some neurons, from what their selector told and their records."""
@@ -134,11 +139,12 @@ class TorchOps:
             held if held is not None and held.in_selector == in_selector else None for held in (kind.gate, kind.up)
         )
         found = torch.ones((len(x), len(rows)), device=x.device)
-        for held, is_active in ((gate, True), (up, kind.gate is None)):
+        neuron = NEURONS[kind.function]
+        for held, function in ((gate, neuron.act), (up, neuron.act if kind.gate is None else neuron.factor)):
             if held is not None:
                 weights, bias = _weights(tables, expert, held, rows, kind)
                 product = x @ weights.T + bias
-                found = found * (NEURONS["silu"].act(product) if is_active else product)
+                found = found * function(product)
         return found
 
 
@@ -155,9 +161,8 @@ def _weights(tables: LayerTables, expert: int, held: Held, rows: Tensor, kind: E
     num_units, part = kind.selector_units if held.in_selector else kind.record_units, held.part
     found = tables.arena[: len(tables.arena) // 16 * 16].view(-1, 16)
     found = found[units[:, None] + torch.arange(num_units, device=units.device)].flatten(1)  # [n, row bytes]
-    stored = part_format(part.bits, part.group if part.group != part.num_cols else 0, part.scale_bits or 16)
-    held_bytes = found[:, part.offset : part.offset + stored.part_bytes(part.num_cols)]
-    return decode_part(stored, part.num_cols, held_bytes), _biases(found, part)
+    held_bytes = found[:, part.offset : part.offset + held.format.part_bytes(part.num_cols)]
+    return decode_part(held.format, part.num_cols, held_bytes), _biases(found, part)
 
 
 def _biases(found: Tensor, part: Part) -> Tensor:

@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, Pack, Selector
+from moe_pack.formats import ExpertLayout, Pack
 from moe_pack.runtime.chunk_ring import ChunkRing, Piece
 from moe_pack.runtime.device import Device, Mark
+from moe_pack.runtime.down_bias import down_biases
 from moe_pack.runtime.kernels.tables import ExpertKind, LayerTables, kind_of
 from moe_pack.runtime.residency import Key
 from moe_pack.runtime.staged_host import HostExperts
@@ -255,7 +256,8 @@ _Mirror = tuple[Tensor | None, Tensor]
 
 def store_bytes(pack: Pack, num_pages: int, page_bytes: int) -> int:
     """What a store takes on the device."""
-    small = sum(8 * len(layer) for layer in pack.layout.experts)  # kinds and thresholds
+    # Kinds, thresholds, biases of down.
+    small = sum((8 + 4 * pack.spec.expert.extra_floats) * len(layer) for layer in pack.layout.experts)
     return num_pages * page_bytes + small + 2 * _table_values(pack) * 4
 
 
@@ -270,7 +272,7 @@ def _table_values(pack: Pack) -> int:
 
 def _make_tables(pack: Pack, device: Device, arena: Tensor) -> tuple[list[LayerTables], list[_Mirror]]:
     """Tables in which nothing is there, and page-locked copies of them."""
-    selector: Selector = pack.manifest.selector
+    selector, function = pack.manifest.selector, pack.spec.expert.function
     count = _table_values(pack)
     on_device, on_host = (take(8 * count).view(torch.int32).view(2, -1) for take in (device.on_device, device.on_host))
     on_device.fill_(-1)
@@ -279,9 +281,10 @@ def _make_tables(pack: Pack, device: Device, arena: Tensor) -> tuple[list[LayerT
     for layer_idx, layer in enumerate(pack.layout.experts):
         shape = (len(layer), layer[0].num_rows)
         stop = first + shape[0] * shape[1]
-        kinds = list[ExpertKind](dict.fromkeys(kind_of(expert, selector) for expert in layer))
-        numbers = [kinds.index(kind_of(expert, selector)) for expert in layer]
-        stored = layer[0].selector is not None
+        each = [kind_of(expert, selector, function) for expert in layer]
+        kinds = list[ExpertKind](dict.fromkeys(each))
+        numbers = [kinds.index(kind) for kind in each]
+        stored, biases = layer[0].selector is not None, down_biases(pack, layer_idx)
         at = [values[:, first:stop].view(2, *shape) for values in (on_device, on_host)]
         tables.append(
             LayerTables(
@@ -291,6 +294,7 @@ def _make_tables(pack: Pack, device: Device, arena: Tensor) -> tuple[list[LayerT
                 torch.tensor(numbers, dtype=torch.int32, device=device.device),
                 torch.from_numpy(pack.thresholds[layer_idx].astype(np.float32)).to(device.device),
                 tuple(kinds),
+                None if biases is None else biases.to(device.device),
             )
         )
         mirrors.append((at[1][0] if stored else None, at[1][1]))

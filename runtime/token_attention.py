@@ -63,7 +63,8 @@ class GroupedAttention:
         cache = (self._cache.keys[layer], self._cache.values[layer])
         projected = (self._q, self._k, self._v)
         enter(projected, norms, self._angles, weights.spec.rope.interleaved, position, spec, self._turned, cache)
-        attend(self._turned, cache, position, spec.scale, spec.sliding_window, self._room, self._mixed)
+        sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
+        attend(self._turned, cache, position, spec.scale, spec.window(layer), self._room, self._mixed, sinks)
         self._project(role, "o", self._mixed.view(-1), x, x)
 
     def _project(self, role: str, name: str, inputs: Tensor, out: Tensor, residual: Tensor | None = None) -> None:

@@ -61,7 +61,8 @@ class TokenLayers:
         if layer not in self._layer_idx:
             self._dense_expert(f"{role}.mlp", self.x, self.x, spec.residual_multiplier)
             return None
-        self._matrix(f"{role}.router").times(self.normed, self._scores)
+        logit_bias = self._weights.vector(f"{role}.router_logit_bias") if self._router.logit_bias else None
+        self._matrix(f"{role}.router").times(self.normed, self._scores, logit_bias)
         bias = self._weights.vector(f"{role}.router_bias") if self._router.bias else None
         route(self._scores, self._router, bias, self.routes[self._layer_idx[layer]], self.router_weights)
         return self._shared_expert(role)
@@ -100,5 +101,5 @@ class TokenLayers:
         if "gate" in self._weights.spec.expert.matrices:
             gate = self._gate[: up.num_rows]
             self._matrix(f"{role}.gate").times(self.normed, gate)
-        activate(hidden, gate, hidden)
+        activate(hidden, gate, hidden, self._weights.spec.expert.function)
         self._matrix(f"{role}.down").times(hidden, out, residual=residual, scale=scale)

@@ -2,8 +2,9 @@
 
 Up to 16 query heads that share keys stand in one tile. Positions are divided evenly whatever their number, so that
 nothing depends on host values; splits that get none leave at once. In latent attention the values are the first
-columns of the keys. Products are 3xTF32 on a GPU, which lose no more than float32 sums do. The twin is torch's own
-attention, as in `runtime.attention`; `runtime.latent_attention` for latents.
+columns of the keys. A layer whose window is shorter than the context may keep its positions in a ring, and a head may
+have a sink, a logit that no value belongs to. Products are 3xTF32 on a GPU, which lose no more than float32 sums do.
+The twin is torch's own attention, as in `runtime.attention`; `runtime.latent_attention` for latents.
 """
 
 from collections.abc import Iterable
@@ -67,29 +68,31 @@ def attend(
     window: int | None,
     room: AttendRoom,
     out: Tensor,
+    sinks: Tensor | None = None,
 ) -> None:
     """Writes each head's mix of the values at positions up to `position`, of the last `window` where there is one.
 
     Args:    q: float32 [heads, width], rotated.
-             cache: keys and values, float32 or bfloat16 [kv heads, context, width]; keys contiguous, and values
-             either contiguous too or the first columns of the keys.
-             position: int32 [1], this token's, already in the cache.   out: float32 [heads, values' width].
+             cache: keys and values, float32 or bfloat16 [kv heads, places, width]; keys contiguous, and values
+             either contiguous too or the first columns of the keys. A position's place is it modulo `places`.
+             position: int32 [1], this token's, already in the cache, as is all that it sees.
+             out: float32 [heads, values' width].   sinks: float32 [heads].
     """
     keys, values = cache
-    (num_heads, width), (num_kv_heads, context, value_width) = q.shape, values.shape
+    (num_heads, width), (num_kv_heads, num_places, value_width) = q.shape, values.shape
     group, splits = num_heads // num_kv_heads, room.sums.shape[1]
     tiles = -(-group // _BLOCK_H)
     block_c = width if width == _USUAL_WIDTH else min(_PIECE, triton.next_power_of_2(width))
     block_s, block_v = _block_s(value_width), max(16, triton.next_power_of_2(value_width))
     _attend_kernel[(num_kv_heads * tiles, splits)](
-        q, keys, values, position, room.sums, room.mixed, out, context, scale,
+        q, keys, values, position, sinks, room.sums, room.mixed, out, num_places, scale,
         num_heads, group, tiles, width, value_width, keys.stride(1), values.stride(1), window or 0, splits,
         _BLOCK_H, block_s, max(16, block_c), block_v,
         num_warps=4 if width <= _USUAL_WIDTH else 8, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(num_heads,)](
-            position, room.sums, room.mixed, out, num_heads, value_width, window or 0, splits,
+            position, sinks, room.sums, room.mixed, out, num_heads, value_width, window or 0, splits,
             block_s, _COMBINED, block_v, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
 
@@ -111,10 +114,11 @@ def _attend_kernel(
     keys_ptr,
     values_ptr,
     position_ptr,
+    sinks_ptr,
     sums_ptr,
     mixed_ptr,
     out_ptr,
-    context,
+    num_places,
     scale,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -140,15 +144,18 @@ def _attend_kernel(
         return
     end = tl.minimum(begin + share, stop)
     cv = tl.arange(0, BLOCK_V)
-    first = kv_head.to(tl.int64) * context
+    first = kv_head.to(tl.int64) * num_places
+    before = begin - begin % num_places  # what is seen goes past the ring's end once at most
     top = tl.full([BLOCK_H], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     mixed = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
     for tile_begin in _range(begin, end, BLOCK_S):
         s = tile_begin + tl.arange(0, BLOCK_S)
         is_seen = s < end
-        k_rows = keys_ptr + (first + s) * stride_ks
-        v_rows = values_ptr + (first + s) * stride_vs
+        place = s - before
+        place = first + tl.where(place < num_places, place, place - num_places)
+        k_rows = keys_ptr + place * stride_ks
+        v_rows = values_ptr + place * stride_vs
         scores = tl.zeros([BLOCK_H, BLOCK_S], tl.float32)
         for c_begin in range(0, WIDTH, BLOCK_C):
             c = c_begin + tl.arange(0, BLOCK_C)
@@ -166,6 +173,12 @@ def _attend_kernel(
         top = new_top
     stored = is_head[:, None] & (cv < VALUE_WIDTH)[None, :]
     if SPLITS == 1:
+        if sinks_ptr is not None:
+            sinks = tl.load(sinks_ptr + heads, mask=is_head, other=0.0)
+            new_top = tl.maximum(top, sinks)
+            shrink = tl.exp(top - new_top)
+            total = total * shrink + tl.exp(sinks - new_top)
+            mixed *= shrink[:, None]
         tl.store(out_ptr + heads[:, None] * VALUE_WIDTH + cv[None, :], mixed / total[:, None], mask=stored)
     else:
         places = split * HEADS + heads
@@ -177,6 +190,7 @@ def _attend_kernel(
 @triton.jit
 def _combine_kernel(
     position_ptr,
+    sinks_ptr,
     sums_ptr,
     mixed_ptr,
     out_ptr,
@@ -195,7 +209,12 @@ def _combine_kernel(
     tops = tl.load(sums_ptr + splits * HEADS + head, mask=splits < used, other=-float("inf"))
     totals = tl.load(sums_ptr + (SPLITS + splits) * HEADS + head, mask=splits < used, other=0.0)
     top = tl.max(tops)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head)
+        top = tl.maximum(top, sink)
     total = tl.sum(tl.exp(tops - top) * totals)
+    if sinks_ptr is not None:
+        total += tl.exp(sink - top)
     cv = tl.arange(0, BLOCK_V)
     y = tl.zeros([BLOCK_V], tl.float32)
     for first in _range(0, used, COMBINED):

@@ -3,6 +3,9 @@
 A part is given to a kernel as a tuple of constants (`Part`). Its words are read as they lie, 128 bits a thread, and its
 codes are never put in order: the other factor of a product is read in theirs. Word `w` holds `SQ` codes; code `sq` of
 it belongs to column `columns(...)[sq, w]`. Codes of 3 bits lie in two planes, of 2 bits and of 1, read as two parts.
+Codes that are floating-point numbers of 8 or 4 bits become float16 by shifts and masks, two at a time, which any GPU
+makes float32: no hardware for float8 is needed. E4M3 and E2M1 keep their exponents' bits there, so that they come out
+smaller by a power of two, which `UNITS` gives back.
 
 A tile of `R` rows is [R, SQ, NW]: NW is a power of two, words beyond the row are masked. Rows are found by their offset
 in an arena in units of 16 bytes, so that the compiler knows them aligned.
@@ -15,16 +18,19 @@ import triton.language as tl
 
 from moe_pack.formats import PartFormat, RowLayout
 
-AFFINE, BF16, F16, F32 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+AFFINE, BF16, F16, F32, FP8, E5M2, MXFP4 = (tl.constexpr(kind) for kind in range(7))
 FACTORS = tl.constexpr((1.0, 4.0))  # what a plane's codes count
+UNITS = tl.constexpr((1.0, 1.0, 1.0, 1.0, 2.0**8, 1.0, 2.0**14))  # by kind: what 1 in the values of `unpack` stands for
 _KINDS = {"BF16": BF16.value, "F16": F16.value, "F32": F32.value}
+_CODECS = {"affine": AFFINE.value, "fp8": FP8.value, "e5m2": E5M2.value, "mxfp4": MXFP4.value}
 
 
 class Part(NamedTuple):
     """A part of a row, as kernels take it: all constants.
 
     `kind`: codes with scales, or 16- or 32-bit values.   `bits`: of a code or value.   `group`: columns of a scale (0
-    where there are none).   `scale_bits`: 16: float16; 8: bytes times one float16 a row.   `offset`: in the row, bytes.
+    where there are none).   `scale_bits`: of affine codes 16: float16; 8: bytes times one float16 a row. Of others 32:
+    float32; 8: E8M0.   `offset`: in the row, bytes.
     `num_cols`: d.   `bias`: where its float32 lies in the row, in bytes; -1: it has none.
     """
 
@@ -57,7 +63,7 @@ def part_of(rows: RowLayout, name: str) -> Part:
     if form.codec == "bf16":
         return Part(BF16.value, 16, 0, 0, part.offset, rows.num_cols, bias)
     group = form.group or rows.num_cols
-    return Part(AFFINE.value, form.width, group, form.scale_bits, part.offset, rows.num_cols, bias)
+    return Part(_CODECS[form.codec], form.width, group, form.scale_bits, part.offset, rows.num_cols, bias)
 
 
 def stored_part(dtype: str, num_cols: int) -> Part:
@@ -71,6 +77,12 @@ def plane_bits(part: Part, plane: int) -> int:
     return part[1] if part[0] or part[1] != 3 else 1 if plane else 2
 
 
+@triton.constexpr_function
+def has_scales(part: Part) -> bool:
+    """Whether a part is of codes with scales."""
+    return part[2] > 0
+
+
 @triton.jit
 def columns(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
     """The column of each code of each word, int32 [SQ, NW]; past the row for words that are not the row's."""
@@ -78,7 +90,7 @@ def columns(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
     SQ: tl.constexpr = 32 // BITS
     sq = tl.arange(0, SQ)[:, None]
     w = tl.arange(0, NW)[None, :]
-    if PART[0] == AFFINE:
+    if has_scales(PART):
         # A block of 64 codes is 2 BITS words; byte j holds codes j, j + 8 BITS, ...
         WORDS: tl.constexpr = 2 * BITS
         found = (w // WORDS) * 64 + (sq // 4) * (8 * BITS) + (w % WORDS) * 4 + sq % 4
@@ -120,20 +132,39 @@ def load_words(arena_ptr, units, live, PART: tl.constexpr, PLANE: tl.constexpr, 
     if OFFSET % 4 == 0:
         words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32))
         words = tl.load(words_ptr + (units * 4)[:, None] + OFFSET // 4 + places, mask=mask, other=0)
-    else:  # after byte scales of an odd number of groups: the part begins between words
-        halves_ptr = arena_ptr.to(tl.pointer_type(tl.uint16)) + (units * 8)[:, None] + OFFSET // 2 + 2 * places
-        low = tl.load(halves_ptr, mask=mask, other=0).to(tl.uint32)
-        words = low | (tl.load(halves_ptr + 1, mask=mask, other=0).to(tl.uint32) << 16)
+    else:
+        words = load_between(arena_ptr, units[:, None], places, mask, OFFSET)
+    return words
+
+
+@triton.jit
+def load_between(arena_ptr, units, places, mask, BEGIN: tl.constexpr):
+    """Words of rows that begin between words, at byte BEGIN, as after an odd number of scales of one byte: uint32.
+
+    Args:    units, places, mask: of one shape, after broadcasting.
+    """
+    if BEGIN % 2 == 0:
+        halves_ptr = arena_ptr.to(tl.pointer_type(tl.uint16)) + units * 8 + BEGIN // 2 + 2 * places
+        words = tl.load(halves_ptr, mask=mask, other=0).to(tl.uint32)
+        words |= tl.load(halves_ptr + 1, mask=mask, other=0).to(tl.uint32) << 16
+    else:
+        bytes_ptr = arena_ptr + units * 16 + BEGIN + 4 * places
+        words = tl.load(bytes_ptr, mask=mask, other=0).to(tl.uint32)
+        for place in tl.static_range(1, 4):
+            words |= tl.load(bytes_ptr + place, mask=mask, other=0).to(tl.uint32) << (8 * place)
     return words
 
 
 @triton.jit
 def unpack(words, PART: tl.constexpr, PLANE: tl.constexpr):
-    """Codes as they are, or values: float32 [R, SQ, NW] for words [R, NW]."""
+    """Codes as they are, or values by their `UNITS`: float32 [R, SQ, NW] for words [R, NW]."""
+    return unpack_places(words[:, None, :], tl.arange(0, 32 // plane_bits(PART, PLANE))[None, :, None], PART, PLANE)
+
+
+@triton.jit
+def unpack_places(words, sq, PART: tl.constexpr, PLANE: tl.constexpr):
+    """The same for some places `sq` of words; both of one shape, after broadcasting."""
     BITS: tl.constexpr = plane_bits(PART, PLANE)
-    SQ: tl.constexpr = 32 // BITS
-    words = words[:, None, :]
-    sq = tl.arange(0, SQ)[None, :, None]
     if PART[0] == AFFINE:
         MASK: tl.constexpr = 2**BITS - 1
         shift = ((sq % 4) * 8 + (sq // 4) * BITS).to(tl.uint32)
@@ -142,43 +173,97 @@ def unpack(words, PART: tl.constexpr, PLANE: tl.constexpr):
         values = words.to(tl.float32, bitcast=True)
     elif PART[0] == BF16:
         values = ((words >> (sq * 16).to(tl.uint32)) << 16).to(tl.float32, bitcast=True)
+    elif PART[0] == F16:
+        values = _half(words, sq)
+    elif PART[0] == MXFP4:
+        # Of the four codes of a half word that `sq` names comes first, as sign, exponent and mantissa: 3 bits of 15.
+        turned = words << (12 - (sq % 2 * 8 + sq // 4 * 4)).to(tl.uint32)
+        values = _half((turned & 0x80008000) | ((turned >> 3) & 0x0E000E00), sq % 4 // 2)
     else:
-        halves = ((words >> (sq * 16).to(tl.uint32)) & 0xFFFF).to(tl.uint16)
-        values = halves.to(tl.float16, bitcast=True).to(tl.float32)
+        to_top = (8 - sq % 2 * 8).to(tl.uint32)  # the byte that `sq` names, to the upper of its half word
+        turned = words << to_top
+        if PART[0] == E5M2:  # a float16 without its last 8 bits
+            values = _half(turned & 0xFF00FF00, sq // 2)
+        else:
+            # Exponents have one bit less than float16's. All 7 bits set are no number, there and with that bit set too.
+            no_number = ((words & 0x7F7F7F7F) + 0x01010101) << to_top
+            below = (turned & 0x7F007F00) | (no_number & 0x80008000)
+            values = _half((turned & 0x80008000) | ((below >> 1) & 0x7F807F80), sq // 2)
     return values
 
 
 @triton.jit
+def _half(words, place):
+    """The lower or the upper float16 of words (`place` 0 or 1), as float32."""
+    halves = ((words >> (place * 16).to(tl.uint32)) & 0xFFFF).to(tl.uint16)
+    return halves.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def load_scales(arena_ptr, units, groups, mask, PART: tl.constexpr):
-    """Scales and zeros float32, for groups of rows: `units`, `groups` and `mask` of one shape, after broadcasting."""
+    """Scales and zeros float32, for groups of rows: `units`, `groups` and `mask` of one shape, after broadcasting.
+
+    Codes that have no zeros have their scales twice.
+    """
     D: tl.constexpr = PART[5]
-    NUM_GROUPS: tl.constexpr = D // PART[2]
     BEGIN: tl.constexpr = PART[4] + D * PART[1] // 8
-    halves_ptr = arena_ptr.to(tl.pointer_type(tl.float16)) + units * 8 + BEGIN // 2
+    if PART[0] != AFFINE:
+        if PART[3] == 32:
+            scale = _load_float32(arena_ptr, units, groups, mask, BEGIN)
+        else:
+            scale = _power_of_two(tl.load(arena_ptr + units * 16 + BEGIN + groups, mask=mask, other=0))
+        return scale, scale
+    NUM_GROUPS: tl.constexpr = D // PART[2]
     if PART[3] == 16:
-        scale = tl.load(halves_ptr + groups, mask=mask, other=0.0).to(tl.float32)
-        zero = tl.load(halves_ptr + groups + NUM_GROUPS, mask=mask, other=0.0).to(tl.float32)
+        scale = _load_float16(arena_ptr, units, groups, mask, BEGIN)
+        zero = _load_float16(arena_ptr, units, groups, mask, BEGIN + 2 * NUM_GROUPS)
     else:
         bytes_ptr = arena_ptr + units * 16 + BEGIN
-        step = tl.load(halves_ptr + groups * 0, mask=mask, other=0.0).to(tl.float32)
+        step = _load_float16(arena_ptr, units, groups * 0, mask, BEGIN)
         scale = tl.load(bytes_ptr + 2 + groups, mask=mask, other=0).to(tl.float32) * step
-        # Zeros' multiplier comes after the scales' bytes, where a float16 may begin at any byte.
-        low = tl.load(bytes_ptr + 2 + NUM_GROUPS + groups * 0, mask=mask, other=0).to(tl.uint16)
-        high = tl.load(bytes_ptr + 3 + NUM_GROUPS + groups * 0, mask=mask, other=0).to(tl.uint16)
-        step = (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
+        step = _load_float16(arena_ptr, units, groups * 0, mask, BEGIN + 2 + NUM_GROUPS)
         steps = tl.load(bytes_ptr + 4 + NUM_GROUPS + groups, mask=mask, other=0).to(tl.int8, bitcast=True)
         zero = steps.to(tl.float32) * step
     return scale, zero
 
 
 @triton.jit
+def _load_float16(arena_ptr, units, places, mask, BEGIN: tl.constexpr):
+    """Numbers of rows as float32: float16 one after the other, from whatever byte on."""
+    if BEGIN % 2 == 0:
+        halves_ptr = arena_ptr.to(tl.pointer_type(tl.float16)) + units * 8 + BEGIN // 2
+        found = tl.load(halves_ptr + places, mask=mask, other=0.0)
+    else:
+        bytes_ptr = arena_ptr + units * 16 + BEGIN + 2 * places
+        low = tl.load(bytes_ptr, mask=mask, other=0).to(tl.uint16)
+        high = tl.load(bytes_ptr + 1, mask=mask, other=0).to(tl.uint16)
+        found = (low | (high << 8)).to(tl.float16, bitcast=True)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def _load_float32(arena_ptr, units, places, mask, BEGIN: tl.constexpr):
+    """Numbers of rows: float32 one after the other, from whatever byte on."""
+    if BEGIN % 4 == 0:
+        floats_ptr = arena_ptr.to(tl.pointer_type(tl.float32)) + units * 4 + BEGIN // 4
+        found = tl.load(floats_ptr + places, mask=mask, other=0.0)
+    else:
+        found = load_between(arena_ptr, units, places, mask, BEGIN).to(tl.float32, bitcast=True)
+    return found
+
+
+@triton.jit
+def _power_of_two(exponents):
+    """What E8M0 bytes stand for; 0 is a subnormal, and 255 no number: both have the highest bit of a mantissa."""
+    wide = exponents.to(tl.int32)
+    bits = (wide << 23) | tl.where((wide == 0) | (wide == 255), 1 << 22, 0)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def load_bias(arena_ptr, units, live, PART: tl.constexpr):
     """The biases of some rows, float32 [R]."""
-    BIAS: tl.constexpr = PART[6]
-    halves_ptr = arena_ptr.to(tl.pointer_type(tl.uint16)) + units * 8 + BIAS // 2
-    low = tl.load(halves_ptr, mask=live, other=0).to(tl.uint32)
-    high = tl.load(halves_ptr + 1, mask=live, other=0).to(tl.uint32)
-    return (low | (high << 16)).to(tl.float32, bitcast=True)
+    return _load_float32(arena_ptr, units, units * 0, live, PART[6])
 
 
 @triton.jit

@@ -8,7 +8,18 @@ are read as they lie: putting codes in order costs nothing beside their way to t
 import triton
 import triton.language as tl
 
-from moe_pack.runtime.kernels.codes import AFFINE, F32, Part, load_scales, plane_bits, unpack
+from moe_pack.runtime.kernels.codes import (
+    AFFINE,
+    F32,
+    UNITS,
+    Part,
+    has_scales,
+    load_between,
+    load_scales,
+    plane_bits,
+    unpack,
+    unpack_places,
+)
 
 
 def tile_cols(*parts: Part) -> int:
@@ -26,6 +37,9 @@ def add_product(sums, arena_ptr, units, live, tile, x, PART: tl.constexpr, COLS:
     if PART[0] == AFFINE:
         scale, zero = load_scales(arena_ptr, units, (tile * COLS) // PART[2], live, PART)
         sums += scale[:, None] * (dot_exact(w, x) - zero[:, None] * tl.sum(x, 0)[None, :])
+    elif has_scales(PART):
+        scale, _ = load_scales(arena_ptr, units, (tile * COLS) // PART[2], live, PART)
+        sums += scale[:, None] * (dot_exact(w, x) * UNITS[PART[0]])
     elif PART[0] == F32:
         sums = tl.dot(w, x, sums, input_precision="tf32x3")
     else:
@@ -43,30 +57,31 @@ def dot_exact(w, x):
 
 @triton.jit
 def load_tile(arena_ptr, units, live, tile, PART: tl.constexpr, COLS: tl.constexpr, TURNED: tl.constexpr = False):
-    """Codes or values of rows, float32 [R, COLS], turned [COLS, R]; zeros past the row and for rows not live."""
+    """Codes or values, as of `unpack`, float32 [R, COLS], turned [COLS, R]; zeros past the row, and for rows not live.
+
+    A block is `8 / BITS` runs of columns, of 4 bytes' codes each word; byte by byte, a run has its own bits.
+    """
     R: tl.constexpr = units.shape[0]
     BITS: tl.constexpr = plane_bits(PART, 0)
-    if PART[0] == AFFINE:
-        # A block is `8 / BITS` runs of columns, of 4 bytes' codes each word; byte by byte, a run has its own bits.
+    if has_scales(PART):
         RUN: tl.constexpr = 8 * BITS
         NUM_RUNS: tl.constexpr = max(COLS // RUN, 1)
         NW: tl.constexpr = COLS // NUM_RUNS // 4
         block, first = tile // (64 // COLS), tile % (64 // COLS) * COLS
         w = first % RUN // 4 + tl.arange(0, NW)
-        run = (first // RUN + tl.arange(0, 4 * NUM_RUNS) // 4)[None, :, None]
-        byte_shift = (tl.arange(0, 4 * NUM_RUNS) % 4 * 8)[None, :, None]
+        sq = (first // RUN * 4 + tl.arange(0, 4 * NUM_RUNS))[None, :, None]  # (run, byte)
         mask = (live & (block < PART[5] // 64))[:, None]
         if PART[1] == 3:
             words = _read_words(arena_ptr, units, block * 6 + w, mask, PART)[:, None, :]
             high = _read_words(arena_ptr, units, block * 6 + 4 + w % 2, mask, PART)[:, None, :]
             # Plane 1 has column c at bit c / 8 of byte c % 8.
-            high_shift = byte_shift + run * 2 + (w // 2)[None, None, :]
-            codes = ((words >> (byte_shift + run * 2)) & 3) | (((high >> high_shift) & 1) << 2)
+            shift = (sq % 4 * 8 + sq // 4 * 2).to(tl.uint32)
+            codes = ((words >> shift) & 3) | (((high >> (shift + (w // 2)[None, None, :])) & 1) << 2)
+            values = codes.to(tl.int32).to(tl.float32)
         else:
             words = _read_words(arena_ptr, units, block * RUN // 4 + w, mask, PART)[:, None, :]
-            codes = (words >> (byte_shift + run * BITS)) & (2**BITS - 1)
-        values = codes.to(tl.int32).to(tl.float32)  # [R, 4 NUM_RUNS, NW]: column is (run, word, byte)
-        values = tl.reshape(values, [R, NUM_RUNS, 4, NW])
+            values = unpack_places(words, sq, PART, 0)
+        values = tl.reshape(values, [R, NUM_RUNS, 4, NW])  # a column is (run, word, byte)
     else:
         w = tile * (COLS * BITS // 32) + tl.arange(0, COLS * BITS // 32)
         mask = live[:, None] & (w < PART[5] * BITS // 32)[None, :]
@@ -94,8 +109,6 @@ def _read_words(arena_ptr, units, places, mask, PART: tl.constexpr):
     if OFFSET % 4 == 0:
         words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32))
         words = tl.load(words_ptr + (units * 4)[:, None] + OFFSET // 4 + places[None, :], mask=mask, other=0)
-    else:  # after byte scales of an odd number of groups: the part begins between words
-        halves_ptr = arena_ptr.to(tl.pointer_type(tl.uint16)) + (units * 8)[:, None] + OFFSET // 2 + 2 * places[None, :]
-        low = tl.load(halves_ptr, mask=mask, other=0).to(tl.uint32)
-        words = low | (tl.load(halves_ptr + 1, mask=mask, other=0).to(tl.uint32) << 16)
+    else:
+        words = load_between(arena_ptr, units[:, None], places[None, :], mask, OFFSET)
     return words

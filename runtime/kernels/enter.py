@@ -1,5 +1,7 @@
 """A token enters attention: heads normed and rotated, keys and values written where the cache keeps its position.
 
+With fewer places than positions the cache is a ring, and the token takes the place of one that nobody sees any more.
+
 One program a head of queries, keys or values. The twin is `runtime.attention.attend_heads` up to its product.
 """
 
@@ -38,9 +40,9 @@ def enter(
     Args:    projected: queries, keys and values, float32 [heads * head_dim].
              norms: where the spec's `qk_norm` is not none.
              angles: of all positions, float32 [positions, rotary_dim / 2] each, from `Rope`.
-             position: int32 [1]; not checked against the cache's room.
+             position: int32 [1]; its place in the cache is that modulo `places`.
              turned: float32 [num_heads, head_dim].
-             cache: keys and values, float32 or bfloat16 [num_kv_heads, context, head_dim], contiguous.
+             cache: keys and values, float32 or bfloat16 [num_kv_heads, places, head_dim], contiguous.
     """
     q, k, v = projected
     keys, values = cache
@@ -69,7 +71,7 @@ def _enter_kernel(
     turned_ptr,
     keys_ptr,
     values_ptr,
-    context,
+    num_places,
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -84,6 +86,7 @@ def _enter_kernel(
     position = tl.load(position_ptr).to(tl.int64)
     cos_ptr += position * HALF
     sin_ptr += position * HALF
+    place = position % num_places
     c = tl.arange(0, BLOCK)
     if head < HEADS:
         q = _turned_head(
@@ -95,11 +98,11 @@ def _enter_kernel(
         k = _turned_head(
             k_ptr, head, k_norm_ptr, cos_ptr, sin_ptr, eps, KV_HEADS, DIM, HALF, INTERLEAVED, NORM, BLOCK, BLOCK_ALL
         )
-        tl.store(keys_ptr + (head * context + position) * DIM + c, k, mask=c < DIM)
+        tl.store(keys_ptr + (head * num_places + place) * DIM + c, k, mask=c < DIM)
     else:
         head -= HEADS + KV_HEADS
         v = tl.load(v_ptr + head * DIM + c, mask=c < DIM)
-        tl.store(values_ptr + (head * context + position) * DIM + c, v, mask=c < DIM)
+        tl.store(values_ptr + (head * num_places + place) * DIM + c, v, mask=c < DIM)
 
 
 @triton.jit

@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_pack.runtime.kernels.codes import AFFINE, Part, load_bias, load_scales
+from moe_pack.runtime.kernels.codes import AFFINE, UNITS, Part, has_scales, load_bias, load_scales
 from moe_pack.runtime.kernels.dot_tiles import add_product, dot_exact, load_tile, load_tokens, tile_cols
+from moe_pack.runtime.kernels.functions import FUNCTIONS, act, factor
 from moe_pack.runtime.kernels.gemm import MAX_TOKENS_IN_TWO, blocks, num_warps
 from moe_pack.runtime.kernels.tables import ExpertKind, LayerTables
 
@@ -68,6 +69,7 @@ def _hidden_of_piece(x: Tensor, tokens: Tensor, tables: LayerTables, expert: int
         GATE=None if gate is None else gate.part,
         UP=kind.up.part,
         SELECTOR=kind.selector,
+        FUNCTION=FUNCTIONS[kind.function],
         F=f,
         COLS=tile_cols(*parts),
         BLOCK_TOKENS=block_tokens,
@@ -80,7 +82,7 @@ def _hidden_of_piece(x: Tensor, tokens: Tensor, tables: LayerTables, expert: int
 def _down_of_piece(
     h: Tensor, tokens: Tensor, weights: Tensor, tables: LayerTables, expert: int, kind: ExpertKind, y: Tensor
 ) -> None:
-    """Adds weights * (h @ down) to the tokens' rows of y."""
+    """Adds weights * (h @ down + bias) to the tokens' rows of y."""
     part: Part = kind.down.part
     num_tokens, cols = tokens.shape[0], tile_cols(part)
     block_tokens, _ = blocks(num_tokens, part.num_cols)
@@ -90,6 +92,7 @@ def _down_of_piece(
         weights,
         tables.arena,
         _places(tables, kind.down.in_selector),
+        tables.down_bias,
         y,
         num_tokens,
         expert,
@@ -124,6 +127,7 @@ def _hidden(
     GATE: tl.constexpr,
     UP: tl.constexpr,
     SELECTOR: tl.constexpr,
+    FUNCTION: tl.constexpr,
     F: tl.constexpr,
     COLS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -142,7 +146,7 @@ def _hidden(
             up = add_product(up, arena_ptr, up_units, live, tile, x, UP, COLS)
         if UP[6] >= 0:
             up += load_bias(arena_ptr, up_units, live, UP)[:, None]
-        h = _silu(up)
+        h = act(up, FUNCTION)
         a = h
     else:
         gate_units = tl.load(gate_at_ptr + expert * F + r, mask=live, other=0).to(tl.int64)
@@ -155,17 +159,12 @@ def _hidden(
             up += load_bias(arena_ptr, up_units, live, UP)[:, None]
         if GATE[6] >= 0:
             gate += load_bias(arena_ptr, gate_units, live, GATE)[:, None]
-        active = _silu(gate)
+        active, up = act(gate, FUNCTION), factor(up, FUNCTION)
         h = active * up
         a = up if SELECTOR == "up" else active if SELECTOR == "gate" else h
     below = tl.abs(a) < tl.load(thresholds_ptr + expert)
     h = tl.where((a == 0) | below, 0.0, h)  # a NaN is neither: it runs and is seen
     tl.store(h_ptr + m[None, :] * F + r[:, None], h, mask=live[:, None] & is_token[None, :])
-
-
-@triton.jit
-def _silu(x):
-    return x / (1 + tl.exp(-x))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "expert"])
@@ -175,6 +174,7 @@ def _down(
     weights_ptr,
     arena_ptr,
     down_at_ptr,
+    down_bias_ptr,
     y_ptr,
     num_tokens,
     expert,
@@ -195,14 +195,18 @@ def _down(
         units = tl.load(down_at_ptr + expert * F + r, mask=r < F, other=0).to(tl.int64)
         w = load_tile(arena_ptr, units, r < F, tile, PART, COLS, TURNED=True)
         h = load_tokens(h_ptr, m, is_token, block, F, BLOCK_ROWS)
-        if PART[0] == AFFINE:
+        if has_scales(PART):
             scale, zero = load_scales(arena_ptr, units, (tile * COLS) // PART[2], r < F, PART)
             h *= scale[:, None]
-            less += tl.sum(h * zero[:, None], 0)
+            if PART[0] == AFFINE:
+                less += tl.sum(h * zero[:, None], 0)
         sums += dot_exact(w, h)
+    sums = sums * UNITS[PART[0]] - less[None, :]
     t = tl.load(tokens_ptr + m, mask=is_token, other=0).to(tl.int64)
     factors = tl.load(weights_ptr + m, mask=is_token, other=0.0)
     cols = tile * COLS + tl.arange(0, COLS)
     places = y_ptr + t[None, :] * D + cols[:, None]
     mask = (cols < D)[:, None] & is_token[None, :]
-    tl.store(places, tl.load(places, mask=mask, other=0.0) + factors[None, :] * (sums - less[None, :]), mask=mask)
+    if down_bias_ptr is not None:
+        sums += tl.load(down_bias_ptr + expert * D + cols, mask=cols < D, other=0.0)[:, None]
+    tl.store(places, tl.load(places, mask=mask, other=0.0) + factors[None, :] * sums, mask=mask)

@@ -9,13 +9,13 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.runtime.kernels.codes import Part
+from moe_pack.runtime.kernels.functions import FUNCTIONS, act, factor
 from moe_pack.runtime.kernels.products import (
     add_part,
     dot_part,
     load_part,
     load_x_part,
     runs,
-    silu,
     store_part,
     zero_part,
 )
@@ -24,7 +24,7 @@ from moe_pack.runtime.kernels.tiles import sum_tile
 
 
 def neurons(x: Tensor, experts: Tensor, tables: LayerTables, selection: Selection, partials: Tensor) -> None:
-    """Partial sums of the running neurons' outputs.
+    """Partial sums of the running neurons' outputs; the bias of down, where there is one, is in the first.
 
     Args:    x: float32 [d].   experts: int32 [k]; the records of all neurons listed are there.   selection: from
              `select`.   partials: float32 [k, P, d], overwritten.
@@ -44,6 +44,7 @@ def neurons(x: Tensor, experts: Tensor, tables: LayerTables, selection: Selectio
             selection.a,
             selection.neurons,
             selection.counts,
+            tables.down_bias,
             partials,
             KIND=number,
             F=kind.num_rows,
@@ -57,6 +58,7 @@ def neurons(x: Tensor, experts: Tensor, tables: LayerTables, selection: Selectio
             NUM_BLOCKS=selection.counts.shape[1],
             BLOCKS_POW2=triton.next_power_of_2(selection.counts.shape[1]),
             IS_GATED=kind.gate is not None,
+            FUNCTION=FUNCTIONS[kind.function],
             IS_SELECTED=kind.selector != "none",
             R=tile.rows,
             num_warps=tile.num_warps,
@@ -79,6 +81,7 @@ def _neurons(
     a_ptr,
     neurons_ptr,
     counts_ptr,
+    down_bias_ptr,
     partials_ptr,
     KIND: tl.constexpr,
     F: tl.constexpr,
@@ -92,6 +95,7 @@ def _neurons(
     NUM_BLOCKS: tl.constexpr,
     BLOCKS_POW2: tl.constexpr,
     IS_GATED: tl.constexpr,
+    FUNCTION: tl.constexpr,
     IS_SELECTED: tl.constexpr,
     R: tl.constexpr,
 ):
@@ -130,12 +134,11 @@ def _neurons(
             if IS_SELECTED:
                 h = tl.load(a_ptr + place * F + neuron, mask=live, other=0.0)
             if GATE is not None:
-                h *= silu(
-                    dot_part(arena_ptr, units, live, gate, gate_high, gate_x, gate_sums, gate_x_high, GATE, GATE_NW)
-                )
+                g = dot_part(arena_ptr, units, live, gate, gate_high, gate_x, gate_sums, gate_x_high, GATE, GATE_NW)
+                h *= act(g, FUNCTION)
             if UP is not None:
                 u = dot_part(arena_ptr, units, live, up, up_high, up_x, up_sums, up_x_high, UP, UP_NW)
-                h *= u if IS_GATED else silu(u)
+                h *= factor(u, FUNCTION) if IS_GATED else act(u, FUNCTION)
             if not IS_SELECTED:
                 h = tl.where(runs(h, threshold), h, 0.0)
             h = tl.where(live, h, 0.0)
@@ -143,3 +146,16 @@ def _neurons(
             start += R
         partial_ptr = partials_ptr + (place * tl.num_programs(1) + program) * DOWN[5]
         store_part(partial_ptr, y, less, y_high, DOWN, NW)
+        if down_bias_ptr is not None:
+            tl.debug_barrier()  # what is read was written by other threads
+            if program == 0:
+                _add_bias(partial_ptr, down_bias_ptr + expert.to(tl.int64) * DOWN[5], DOWN[5])
+
+
+@triton.jit
+def _add_bias(y_ptr, bias_ptr, D: tl.constexpr):
+    """Adds a bias to y [D]."""
+    for begin in range(0, D, 1024):
+        c = begin + tl.arange(0, 1024)
+        y = tl.load(y_ptr + c, mask=c < D, other=0.0)
+        tl.store(y_ptr + c, y + tl.load(bias_ptr + c, mask=c < D, other=0.0), mask=c < D)

@@ -7,6 +7,7 @@ Factors may be up to 2^41 in size; below 2^-60 they lose bits. Codes are masked 
 upper half moved down.
 
 Codes of a group have one scale: in words side by side (`CHUNK`), those at the same place have (`QS` places a word).
+Codes that are numbers themselves (`fp8`, `e5m2`, `mxfp4`) are taken as `unpack` gives them, and have no zeros.
 """
 
 import triton
@@ -15,8 +16,10 @@ import triton.language as tl
 from moe_pack.runtime.kernels.codes import (
     AFFINE,
     FACTORS,
+    UNITS,
     Part,
     columns,
+    has_scales,
     is_word,
     load_bias,
     load_scales,
@@ -44,6 +47,12 @@ def _chunk(part: Part, plane: int) -> int:
 
 
 @triton.constexpr_function
+def _factor(part: Part, plane: int) -> float:
+    """What sums of products with `_taken` codes are to be multiplied by."""
+    return float(FACTORS.value[plane] * _DROP.value if part[0] == 0 else UNITS.value[part[0]])
+
+
+@triton.constexpr_function
 def _places(part: Part, bits: int) -> int:
     """How many scales the codes of a word have."""
     return 8 // bits if part[2] % 64 else 1
@@ -57,6 +66,12 @@ def _masked(words, BITS: tl.constexpr):
     MASK: tl.constexpr = 2**BITS - 1
     masks = tl.full([1, 32 // BITS, 1], MASK, tl.uint32) << (sq % 2 * 8 + sq // 4 * BITS).to(tl.uint32)
     return (halves & masks).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _taken(words, PART: tl.constexpr, PLANE: tl.constexpr):
+    """Codes as a product takes them: float32 [R, SQ, NW] for words [R, NW]."""
+    return _masked(words, plane_bits(PART, PLANE)) if PART[0] == AFFINE else unpack(words, PART, PLANE)
 
 
 @triton.jit
@@ -94,11 +109,8 @@ def _chunk_sums(values, QS: tl.constexpr, CHUNK: tl.constexpr):
     R: tl.constexpr = values.shape[0]
     SQ: tl.constexpr = values.shape[1]
     NW: tl.constexpr = values.shape[2]
-    if QS == 1:
-        sums = tl.sum(tl.reshape(tl.sum(values, 1), [R, 1, NW // CHUNK, CHUNK]), 3)
-    else:
-        sums = tl.sum(tl.sum(tl.reshape(values, [R, QS, SQ // QS, NW // CHUNK, CHUNK]), 4), 2)
-    return sums
+    sums = tl.sum(tl.reshape(values, [R, QS, SQ // QS, NW]), 2)  # first what a thread has of a word
+    return tl.sum(tl.reshape(sums, [R, QS, NW // CHUNK, CHUNK]), 3)
 
 
 @triton.jit
@@ -131,15 +143,17 @@ def dot_part(arena_ptr, units, live, words, high, x, x_sums, x_high, PART: tl.co
 
     Args:    words, high: from `load_part`.   x, x_sums, x_high: from `load_x_part`.
     """
-    if PART[0] == AFFINE:
-        BITS: tl.constexpr = plane_bits(PART, 0)
+    if has_scales(PART):
         scale, zero = _load_chunk_scales(arena_ptr, units, live, PART, 0, NW)
-        sums = _chunk_sums(_masked(words, BITS) * x[None, :, :], _places(PART, BITS), _chunk(PART, 0))
-        total = tl.sum(tl.sum(scale * (sums * (FACTORS[0] * _DROP) - zero * x_sums), 2), 1)
+        places: tl.constexpr = _places(PART, plane_bits(PART, 0))
+        sums = _chunk_sums(_taken(words, PART, 0) * x[None, :, :], places, _chunk(PART, 0)) * _factor(PART, 0)
+        if PART[0] == AFFINE:
+            sums -= zero * x_sums
+        total = tl.sum(tl.sum(scale * sums, 2), 1)
         if has_two_planes(PART):
             scale, _ = _load_chunk_scales(arena_ptr, units, live, PART, 1, NW // 2)
-            sums = _chunk_sums(_masked(high, 1) * x_high[None, :, :], _places(PART, 1), 1)
-            total += tl.sum(tl.sum(scale * (sums * (FACTORS[1] * _DROP)), 2), 1)
+            sums = _chunk_sums(_taken(high, PART, 1) * x_high[None, :, :], _places(PART, 1), 1)
+            total += tl.sum(tl.sum(scale * (sums * _factor(PART, 1)), 2), 1)
     else:
         total = tl.sum(tl.sum(unpack(words, PART, 0) * x[None, :, :], 1), 1)
     if PART[6] >= 0:
@@ -164,16 +178,17 @@ def zero_part(PART: tl.constexpr, NW: tl.constexpr):
 @triton.jit
 def add_part(y, less, y_high, arena_ptr, units, live, words, high, h, PART: tl.constexpr, NW: tl.constexpr):
     """The sums plus `h` [R] times rows."""
-    if PART[0] == AFFINE:
-        BITS: tl.constexpr = plane_bits(PART, 0)
+    if has_scales(PART):
         scale, zero = _load_chunk_scales(arena_ptr, units, live, PART, 0, NW)
         factors = scale * h[:, None, None]
-        y += tl.sum(_masked(words, BITS) * _spread(factors * _LIFT, PART, 0, NW), 0)
-        less += tl.sum(factors * zero, 0)[None, :, :]
+        if PART[0] == AFFINE:
+            less += tl.sum(factors * zero, 0)[None, :, :]
+            factors *= _LIFT
+        y += tl.sum(_taken(words, PART, 0) * _spread(factors, PART, 0, NW), 0)
         if has_two_planes(PART):
             scale, _ = _load_chunk_scales(arena_ptr, units, live, PART, 1, NW // 2)
             factors = scale * h[:, None, None]
-            y_high += tl.sum(_masked(high, 1) * _spread(factors * _LIFT, PART, 1, NW // 2), 0)
+            y_high += tl.sum(_taken(high, PART, 1) * _spread(factors * _LIFT, PART, 1, NW // 2), 0)
     else:
         y += tl.sum(unpack(words, PART, 0) * h[:, None, None], 0)
     return y, less, y_high
@@ -184,20 +199,16 @@ def store_part(y_ptr, y, less, y_high, PART: tl.constexpr, NW: tl.constexpr):
     """Writes sums to y_ptr [d], each to its column; of two planes the second adds to what the first wrote."""
     if PART[0] == AFFINE:
         BITS: tl.constexpr = plane_bits(PART, 0)
-        y = y * (_unplaced(BITS) * (FACTORS[0] * _DROP))[:, None]
+        y = y * (_unplaced(BITS) * _factor(PART, 0))[:, None]
         y -= tl.reshape(_spread(less, PART, 0, NW), [32 // BITS, NW])
+    elif has_scales(PART):
+        y *= _factor(PART, 0)
     store_y(y_ptr, y, PART, 0, NW)
     if has_two_planes(PART):
         tl.debug_barrier()  # other threads wrote those columns
-        y_high = y_high * (_unplaced(1) * (FACTORS[1] * _DROP))[:, None]
+        y_high = y_high * (_unplaced(1) * _factor(PART, 1))[:, None]
         y_high += tl.load(y_ptr + columns(PART, 1, NW // 2), mask=is_word(PART, 1, NW // 2)[None, :], other=0.0)
         store_y(y_ptr, y_high, PART, 1, NW // 2)
-
-
-@triton.jit
-def silu(g):
-    """g * sigmoid(g)."""
-    return g / (1.0 + tl.exp(-g))
 
 
 @triton.jit

@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_pack.runtime.kernels.products import dot_part, load_part, load_x_part, runs, silu
+from moe_pack.runtime.kernels.functions import FUNCTIONS, act, factor
+from moe_pack.runtime.kernels.products import dot_part, load_part, load_x_part, runs
 from moe_pack.runtime.kernels.tables import SELECT_BLOCK, ExpertKind, Held, LayerTables, Selection
 from moe_pack.runtime.kernels.tiles import dot_tile
 
@@ -54,6 +55,7 @@ def _launch(x: Tensor, experts: Tensor, tables: LayerTables, number: int, kind: 
         GATE_NW=0 if gate is None else gate.num_words,
         UP_NW=0 if up is None else up.num_words,
         IS_GATED=kind.gate is not None,
+        FUNCTION=FUNCTIONS[kind.function],
         R=tile.rows,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
@@ -103,6 +105,7 @@ def _select(
     GATE_NW: tl.constexpr,
     UP_NW: tl.constexpr,
     IS_GATED: tl.constexpr,
+    FUNCTION: tl.constexpr,
     R: tl.constexpr,
 ):
     place, block = tl.program_id(0), tl.program_id(1)
@@ -120,11 +123,11 @@ def _select(
             if GATE is not None:
                 words, high = load_part(arena_ptr, units, live, GATE, GATE_NW)
                 g = dot_part(arena_ptr, units, live, words, high, gate_x, gate_sums, gate_x_high, GATE, GATE_NW)
-                a = silu(g)
+                a = act(g, FUNCTION)
             if UP is not None:
                 words, high = load_part(arena_ptr, units, live, UP, UP_NW)
                 u = dot_part(arena_ptr, units, live, words, high, up_x, up_sums, up_x_high, UP, UP_NW)
-                a = a * u if IS_GATED else silu(u)
+                a = a * factor(u, FUNCTION) if IS_GATED else act(u, FUNCTION)
             tl.store(a_ptr + place * F + row, a, mask=live)
         tl.debug_barrier()  # the block's activations were written by other threads than read them
         neuron = block * BLOCK + tl.arange(0, BLOCK)

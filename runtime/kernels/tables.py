@@ -6,27 +6,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, Matrix, Selector
+from moe_pack.formats import ExpertLayout, Matrix, NeuronFunction, PartFormat, Selector
 from moe_pack.runtime.kernels.codes import Part, part_of
 
 SELECT_BLOCK = 64  # neurons that are selected, and listed, together
 
 
 class Held(NamedTuple):
-    """A matrix of an expert: in selector rows, or in records; `part` says where in such a row."""
+    """A matrix of an expert: in selector rows, or in records; where in such a row, and how it is stored."""
 
     in_selector: bool
     part: Part
+    format: PartFormat
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertKind:
     """One way in which experts are stored and run; a layer of mixed widths has several.
 
-    `gate` is None where the family has none.   `selector_units`, `record_units`: bytes of a row by 16.
+    `function`: what neurons do.   `gate` is None where the family has none.   `selector_units`, `record_units`: bytes
+    of a row by 16.
     """
 
     selector: Selector
+    function: NeuronFunction
     gate: Held | None
     up: Held
     down: Held
@@ -36,18 +39,19 @@ class ExpertKind:
     record_units: int
 
 
-def kind_of(layout: ExpertLayout, selector: Selector) -> ExpertKind:
+def kind_of(layout: ExpertLayout, selector: Selector, function: NeuronFunction) -> ExpertKind:
     """The kind of an expert of this layout."""
 
     def held(matrix: Matrix) -> Held | None:
         found = layout.find(matrix)
-        return None if found is None else Held(found[0] is layout.selector, part_of(found[0], matrix))
+        return None if found is None else Held(found[0] is layout.selector, part_of(found[0], matrix), found[1].format)
 
     up, down = held("up"), held("down")
     assert up is not None and down is not None, "every expert has up and down"
     selector_units = layout.selector.row_bytes // 16 if layout.selector else 0
     return ExpertKind(
         selector,
+        function,
         held("gate"),
         up,
         down,
@@ -65,6 +69,7 @@ class LayerTables:
     `arena`: u8, its first byte at a multiple of 128.   `selector_at`, `record_at`: int32 [E, f], a row's offset in it
     in units of 16 bytes, -1 where the row is not there; `selector_at` is None where no selector is stored.
     `kind`: int32 [E], which of `kinds` an expert is of.   `thresholds`: float32 [E].
+    `down_bias`: float32 [E, d], contiguous, where experts have one.
     """
 
     arena: Tensor
@@ -73,6 +78,7 @@ class LayerTables:
     kind: Tensor
     thresholds: Tensor
     kinds: tuple[ExpertKind, ...]
+    down_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

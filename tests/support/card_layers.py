@@ -109,7 +109,7 @@ def small_layer(
         torch.from_numpy(record_at),
         torch.from_numpy(kind.astype(np.int32)),
         torch.zeros(num_experts),
-        tuple(kind_of(layout, "up" if has_selector else "none") for layout in two),
+        tuple(kind_of(layout, "up" if has_selector else "none", "silu") for layout in two),
     )
     of_each = (torch.tensor(np.asarray(values), dtype=torch.int32) for values in (pages, is_dynamic, first))
     pages_of, dynamic, first_dynamic = of_each

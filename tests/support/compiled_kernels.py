@@ -1,6 +1,6 @@
 """Kernels compiled for GPUs that are not here: public operations called with CPU tensors compile, and launch nothing.
 
-Run as a program (`compiled_kernels.py [--only NAME] [--widths 2,4] [--dims 4096] [--instructions] CAPABILITY...`),
+Run as a program (`compiled_kernels.py [--only NAME] [--widths 2,4,fp8] [--dims 4096] [--instructions] CAPABILITY...`),
 without TRITON_INTERPRET, it writes a JSON line for each kernel that its calls compile.
 """
 
@@ -19,8 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from named_formats import Name
+
 CAPABILITIES = (80, 86, 89, 90, 100)
-WIDTHS = (1, 2, 3, 4, 8, 16)
+WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4")
 DIMS = (2048, 4096, 7168)
 
 
@@ -48,7 +50,7 @@ class Compiled:
 
 
 def compiled(
-    capabilities: tuple[int, ...], only: str, widths: tuple[int, ...], dims: tuple[int, ...]
+    capabilities: tuple[int, ...], only: str, widths: tuple[Name, ...], dims: tuple[int, ...]
 ) -> list[Compiled]:
     """What all calls whose name contains `only` compile to, in a process of its own."""
     command = [sys.executable, __file__, "--only", only, "--widths", _listed(widths), "--dims", _listed(dims)]
@@ -60,7 +62,7 @@ def compiled(
     return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
-def _listed(numbers: tuple[int, ...]) -> str:
+def _listed(numbers: tuple[Name, ...]) -> str:
     return ",".join(map(str, numbers))
 
 
@@ -69,7 +71,7 @@ def _listed(numbers: tuple[int, ...]) -> str:
 Call = tuple[str, Callable[[], None]]
 
 
-def calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[Call]:
+def calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[Call]:
     """Every call to compile; what does not depend on widths or hidden sizes comes with 16 bits, and with 4096."""
     from many_calls import many_calls
     from row_calls import dense_calls, expert_calls
@@ -78,9 +80,10 @@ def calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[Call]:
     yield from dense_calls(widths, dims)
     yield from expert_calls(widths, dims)
     yield from many_calls(widths, dims)
-    yield from cache_calls(widths, dims)
+    bits = tuple(width for width in widths if isinstance(width, int))
+    yield from cache_calls(bits, dims)
     if 4096 in dims:
-        yield from latent_calls(widths)
+        yield from latent_calls(bits)
         yield from token_calls() if 16 in widths else ()
 
 
@@ -224,7 +227,8 @@ def main() -> None:
     parser.add_argument("--instructions", action="store_true")
     parser.add_argument("capabilities", nargs="*", type=int, default=CAPABILITIES)
     given = parser.parse_args()
-    widths, dims = (tuple(map(int, text.split(","))) for text in (given.widths, given.dims))
+    widths = tuple(int(name) if name.isdigit() else name for name in given.widths.split(","))
+    dims = tuple(map(int, given.dims.split(",")))
     chosen = [call for call in calls(widths, dims) if given.only in call[0]]
     for capability in given.capabilities:
         for kernel in compile_calls(capability, chosen, given.instructions):

@@ -27,6 +27,7 @@ class RandomLayer:
             record_at=held.record_at.to(device),
             kind=held.kind.to(device),
             thresholds=held.thresholds.to(device),
+            down_bias=None if held.down_bias is None else held.down_bias.to(device),
         )
 
 
@@ -53,19 +54,23 @@ def layer_of(experts: Sequence[RandomExpert], seed: int = 0, thresholds: Sequenc
         arena += [gap, row]
         end += len(gap) + len(row)
     has_selector = shapes[0].layout.selector is not None
+    biases = [bias for expert in experts if (bias := expert.packed().down_bias()) is not None]
     tables = LayerTables(
         torch.from_numpy(np.concatenate(arena)),
         torch.from_numpy(at[0]) if has_selector else None,
         torch.from_numpy(at[1]),
         torch.tensor([distinct.index(shape) for shape in shapes], dtype=torch.int32),
         torch.tensor(thresholds if thresholds is not None else [0.0] * len(shapes)),
-        tuple(kind_of(shape.layout, shape.selector) for shape in distinct),
+        tuple(kind_of(shape.layout, shape.selector, shape.function) for shape in distinct),
+        torch.stack(biases) if biases else None,
     )
     return RandomLayer(tuple(experts), tables)
 
 
 def _rows(expert: RandomExpert) -> list[tuple[tuple[int, int], np.ndarray]]:
     """((0: selector or 1: record, neuron), bytes) of every row."""
-    held = expert.rows()
-    found = [((1, i), row) for i, row in enumerate(held.records)]
-    return found + ([((0, i), row) for i, row in enumerate(held.selector)] if held.selector is not None else [])
+    layout, f = expert.shape.layout, expert.shape.num_rows
+    ends = [layout.selector_bytes, layout.selector_bytes + layout.records_bytes]
+    selectors, records, _ = np.split(expert.extent, ends)
+    found = [((1, i), row) for i, row in enumerate(records.reshape(f, -1))]
+    return found + ([((0, i), row) for i, row in enumerate(selectors.reshape(f, -1))] if len(selectors) else [])

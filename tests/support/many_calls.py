@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from named_formats import Name, gpt_oss_layout, label, named_expert, named_format
 
-from moe_pack.formats import ExpertFormat, ExpertSpec, Selector, expert_layout, part_format, row_layout
+from moe_pack.formats import ExpertLayout, ExpertSpec, NeuronFunction, Selector, expert_layout, row_layout
 from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
 from moe_pack.runtime.kernels.expert_many import expert_many, workspace_floats
 from moe_pack.runtime.kernels.gemm import gemm
@@ -14,18 +15,20 @@ from moe_pack.runtime.kernels.tables import LayerTables, kind_of
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
-def many_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:
+def many_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:
     """Names and calls: a handful of tokens and a prefill's, groups of 64 and of 16, selectors or none."""
     selectors: tuple[Selector, ...] = ("up", "none")
     for d in dims:
         for dtype in DTYPES if 16 in widths else ():
             yield f"gemm {dtype} d{d}", partial(_plain, d, dtype)
         for width in widths:
-            yield f"gemm w{width} d{d}", partial(_coded, d, width)
+            yield f"gemm {label(width)} d{d}", partial(_coded, d, width)
             for selector in selectors:
-                yield f"many {selector} w{width} d{d}", partial(_experts, d, width, 64, selector)
+                yield f"many {selector} {label(width)} d{d}", partial(_coded_experts, d, width, 64, selector)
         if 4 in widths:
-            yield f"many up w4 g16 d{d}", partial(_experts, d, 4, 16, "up")
+            yield f"many up w4 g16 d{d}", partial(_coded_experts, d, 4, 16, "up")
+    if "mxfp4" in widths and 4096 in dims:
+        yield "gpt_oss many", partial(_experts, gpt_oss_layout("both"), "both", "clamped_swiglu")
 
 
 def _plain(d: int, dtype: str) -> None:
@@ -33,8 +36,8 @@ def _plain(d: int, dtype: str) -> None:
     _gemm(rows, stored_part(dtype, d), rows[0].nbytes // 16)
 
 
-def _coded(d: int, width: int) -> None:
-    layout = row_layout([("weight", part_format(width, 64), False)], d)
+def _coded(d: int, width: Name) -> None:
+    layout = row_layout([("weight", named_format(width), False)], d)
     rows = torch.empty(4096, layout.row_bytes, dtype=torch.uint8)
     _gemm(rows, part_of(layout, "weight"), layout.row_bytes // 16)
 
@@ -44,13 +47,16 @@ def _gemm(rows: torch.Tensor, part: Part, row_units: int) -> None:
         gemm(torch.empty(num_tokens, part.num_cols), rows, part, row_units, torch.empty(num_tokens, len(rows)))
 
 
-def _experts(d: int, width: int, group: int, selector: Selector, f: int = 768) -> None:
-    part = part_format(width, group)
-    spec = ExpertSpec("silu", f, ("gate", "up", "down"), (), 0)
-    kind = kind_of(expert_layout(ExpertFormat(part, part, part), selector, spec, d), selector)
-    at = torch.zeros(2, f, dtype=torch.int32)
-    arena = torch.empty(128, dtype=torch.uint8)
-    tables = LayerTables(arena, at, at, torch.zeros(2, dtype=torch.int32), torch.zeros(2), (kind,))
+def _coded_experts(d: int, width: Name, group: int, selector: Selector) -> None:
+    spec = ExpertSpec("silu", 768, ("gate", "up", "down"), (), 0)
+    _experts(expert_layout(named_expert(width, group), selector, spec, d), selector, "silu")
+
+
+def _experts(layout: ExpertLayout, selector: Selector, function: NeuronFunction) -> None:
+    f, d, kind = layout.num_rows, layout.records.num_cols, kind_of(layout, selector, function)
+    at, kinds = torch.zeros(2, f, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    arena, down_bias = torch.empty(128, dtype=torch.uint8), torch.empty(2, d) if layout.extra else None
+    tables = LayerTables(arena, at, at, kinds, torch.zeros(2), (kind,), down_bias)
     for num_tokens in (8, 128):
         x, y = torch.empty(num_tokens, d), torch.empty(num_tokens, d)
         tokens, weights = torch.zeros(num_tokens, dtype=torch.int32), torch.empty(num_tokens)

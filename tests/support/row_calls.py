@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from named_formats import Name, gpt_oss_layout, label, named_expert, named_format
 
-from moe_pack.formats import ExpertFormat, ExpertSpec, Selector, expert_layout, part_format, row_layout
+from moe_pack.formats import ExpertLayout, ExpertSpec, NeuronFunction, Selector, expert_layout, row_layout
 from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
 from moe_pack.runtime.kernels.gemv import gather_row, gemv
 from moe_pack.runtime.kernels.neurons import neurons
@@ -16,13 +17,13 @@ from moe_pack.runtime.kernels.tables import LayerTables, Selection, kind_of
 SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
 
 
-def dense_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:
+def dense_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:
     """Dense matrices: codes in groups of 64, and plain values."""
     for d in dims:
         for width in widths:
-            layout = row_layout([("weight", part_format(width, 64, 16), False)], d)
+            layout = row_layout([("weight", named_format(width), False)], d)
             rows = torch.empty(64, layout.row_bytes, dtype=torch.uint8)
-            yield f"dense w{width} d{d}", partial(_dense, d, rows, part_of(layout, "weight"))
+            yield f"dense {label(width)} d{d}", partial(_dense, d, rows, part_of(layout, "weight"))
         if 16 in widths:
             for name, dtype in (("F16", torch.float16), ("F32", torch.float32)):
                 plain = torch.empty(64, d, dtype=dtype)
@@ -35,22 +36,28 @@ def _dense(d: int, rows: torch.Tensor, part: Part) -> None:
     gather_row(rows, part, torch.zeros(1, dtype=torch.int32), x)
 
 
-def expert_calls(widths: tuple[int, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:
+def expert_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], None]]]:
     """A token's experts: all selector kinds."""
     for d in dims:
         for width in widths:
             for selector in SELECTORS:
-                yield f"expert {selector} w{width} d{d}", partial(_experts, d, width, selector)
+                yield f"expert {selector} {label(width)} d{d}", partial(_coded_experts, d, width, selector)
+    if "mxfp4" in widths and 4096 in dims:
+        for selector in SELECTORS:
+            yield f"gpt_oss expert {selector}", partial(_experts, gpt_oss_layout(selector), selector, "clamped_swiglu")
 
 
-def _experts(d: int, width: int, selector: Selector, f: int = 768, k: int = 8) -> None:
-    part = part_format(width, 64, 16)
-    spec = ExpertSpec("silu", f, ("gate", "up", "down"), (), 0)
-    layout = expert_layout(ExpertFormat(part, part, part), selector, spec, d)
+def _coded_experts(d: int, width: Name, selector: Selector) -> None:
+    spec = ExpertSpec("silu", 768, ("gate", "up", "down"), (), 0)
+    _experts(expert_layout(named_expert(width), selector, spec, d), selector, "silu")
+
+
+def _experts(layout: ExpertLayout, selector: Selector, function: NeuronFunction, k: int = 8) -> None:
+    f, d = layout.num_rows, layout.records.num_cols
     at = torch.zeros(16, f, dtype=torch.int32)
     kind, thresholds = torch.zeros(16, dtype=torch.int32), torch.zeros(16)
-    arena = torch.empty(128, dtype=torch.uint8)
-    tables = LayerTables(arena, at, at, kind, thresholds, (kind_of(layout, selector),))
+    arena, down_bias = torch.empty(128, dtype=torch.uint8), torch.empty(16, d) if layout.extra else None
+    tables = LayerTables(arena, at, at, kind, thresholds, (kind_of(layout, selector, function),), down_bias)
     numbers, x, partials = torch.zeros(k, dtype=torch.int32), torch.empty(d), torch.empty(k, 16, d)
     selection = Selection.room(k, f, torch.device("cpu"))
     select(x, numbers, tables, selection)

@@ -53,6 +53,8 @@ def token_calls() -> Iterator[Call]:
         (16, 2, 256, F32),
         (8, 8, 80, BF16),
         (16, 16, 64, F32, None, 16),
+        (64, 8, 64, BF16, 128, 639, True),  # a ring of gpt_oss
+        (64, 8, 64, BF16, None, CONTEXT, True),
     ):
         yield f"attend {case}", partial(_attend, *case)
     yield "enter head", partial(_enter, 32, 4, 128, "head", False, 64, F32)
@@ -65,15 +67,22 @@ def token_calls() -> Iterator[Call]:
     for spec in ROUTERS:
         yield f"route {spec.kind} {spec.num_experts}", partial(_route, spec)
     f = torch.empty(768)
-    yield "activate gated", partial(activate, f, f, f)
-    yield "activate", partial(activate, f, None, f)
+    yield "activate gated", partial(activate, f, f, f, "silu")
+    yield "activate clamped", partial(activate, f, f, f, "clamped_swiglu")
+    yield "activate", partial(activate, f, None, f, "silu")
 
 
 def _attend(
-    heads: int, kv_heads: int, width: int, dtype: torch.dtype, window: int | None = None, context: int = CONTEXT
+    heads: int,
+    kv_heads: int,
+    width: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+    num_places: int = CONTEXT,
+    has_sinks: bool = False,
 ) -> None:
-    keys = torch.empty((kv_heads, context, width), dtype=dtype)
-    room = AttendRoom.room(heads, kv_heads, width, context, CPU)
+    keys = torch.empty((kv_heads, num_places, width), dtype=dtype)
+    room = AttendRoom.room(heads, kv_heads, width, num_places, CPU)
     attend(
         torch.empty(heads, width),
         (keys, torch.empty_like(keys)),
@@ -82,6 +91,7 @@ def _attend(
         window,
         room,
         torch.empty(heads, width),
+        torch.empty(heads) if has_sinks else None,
     )
 
 
@@ -145,7 +155,7 @@ def _cache(d: int, width: int) -> None:
     part = part_format(width, 64)
     for num_experts, k, f in ((8, 2, 768), (512, 10, 14336)):
         spec = ExpertSpec("silu", f, ("gate", "up", "down"), (), 0)
-        kind = kind_of(expert_layout(ExpertFormat(part, part, part), "up", spec, d), "up")
+        kind = kind_of(expert_layout(ExpertFormat(part, part, part), "up", spec, d), "up", "silu")
         at = torch.zeros(num_experts, f, dtype=torch.int32)
         each = torch.ones(num_experts, dtype=torch.int32)
         tables = LayerTables(torch.empty(128, dtype=torch.uint8), at, at, each, torch.zeros(num_experts), (kind,))

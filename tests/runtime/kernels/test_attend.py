@@ -1,4 +1,4 @@
-"""One token's attention by kernels against plain torch: heads, norms, rotation, windows, splits, caches in 16 bit."""
+"""One token's attention by kernels against plain torch: norms, rotation, windows, rings, sinks, caches in 16 bit."""
 
 import pytest
 import torch
@@ -28,11 +28,14 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "qk_norm": ("none", "head", "projection"),
     "rotated": (0.5, 1.0),
     "interleaved": (False, True),
-    "room": (0, 150),
+    "room": (0, 150, "ring"),
+    "sinks": (False, True),
 }
 
 
 def can_be(c: Combination) -> bool:
+    if c["room"] == "ring" and c["window"] is None:
+        return False
     return c["num_kv_heads"] * c["group"] * c["head_dim"] <= 4096  # type: ignore[operator]
 
 
@@ -68,10 +71,18 @@ class Case:
         if qk_norm != "none":
             widths = (dim, dim) if qk_norm == "head" else (heads * dim, kv_heads * dim)
             self.norms = QkNorms(1 + self.random(widths[0]) / 4, 1 + self.random(widths[1]) / 4, 1e-5)
-        context = self.position + 1 + int(c["room"])  # type: ignore[call-overload]
+        is_ring = c["room"] == "ring"
+        context = self.position + 1 + (0 if is_ring else int(c["room"]))  # type: ignore[call-overload]
         turns = 9 * self.random(context, int(c["rotated"] * dim / 2))  # type: ignore[operator]
         self.angles = (turns.cos(), turns.sin())
-        self.cache = (self.random(kv_heads, context, dim), self.random(kv_heads, context, dim))
+        num_places = window + 3 if is_ring else context  # type: ignore[operator]
+        self.cache = (self.random(kv_heads, num_places, dim), self.random(kv_heads, num_places, dim))
+        self.sinks = 2 * self.random(heads) if c["sinks"] else None
+
+    @property
+    def place(self) -> int:
+        """Where the token's keys and values enter the cache."""
+        return self.position % self.cache[0].shape[1]
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.draw)
@@ -92,7 +103,8 @@ class Case:
         room.sums.fill_(torch.nan)  # what is left of another token's
         room.mixed.fill_(torch.nan)
         out = torch.full_like(turned, torch.nan)
-        attend(turned, cache, self.at.to(self.device), spec.scale, spec.sliding_window, room, out)
+        sinks = None if self.sinks is None else self.sinks.to(self.device)
+        attend(turned, cache, self.at.to(self.device), spec.scale, spec.sliding_window, room, out, sinks)
         return out
 
     def expected(self) -> tuple[Tensor, Cache]:
@@ -106,7 +118,7 @@ class Case:
         cache = LayerCache(self.cache[0].clone(), self.cache[1].clone(), self.position)
         projected = (q[None], k[None], v[None])
         given = (projected, norms, (cos, sin), self.interleaved, cache, self.spec)
-        y = attention.attend_heads(*given, self.spec.sliding_window, None)
+        y = attention.attend_heads(*given, self.spec.sliding_window, self.sinks)
         return y.view(self.spec.num_heads, -1), (cache.keys, cache.values)
 
 
@@ -125,7 +137,7 @@ def test_attention_is_torchs(number: int, kernel_device: torch.device) -> None:
     assert_near(y, expected)
     assert_near(keys, expected_keys)
     assert torch.equal(values.cpu(), expected_values)
-    others = torch.arange(keys.shape[1]) != held.position
+    others = torch.arange(keys.shape[1]) != held.place
     assert torch.equal(keys.cpu()[:, others], held.cache[0][:, others]), "only the token's own place is written"
 
 
@@ -138,9 +150,9 @@ def test_a_cache_in_16_bit_is_read_as_the_values_it_holds(number: int, kernel_de
     turned = held.entered((wide[0], wide[1]))
     assert torch.equal(held.entered((narrow[0], narrow[1])), turned)
     for found, whole in zip(narrow, wide, strict=True):
-        entered = whole[:, held.position]
+        entered = whole[:, held.place]
         # A GPU rounds to the nearest; the interpreter cuts off.
-        assert ((found[:, held.position].float() - entered).abs() <= 2**-7 * entered.abs()).all()
+        assert ((found[:, held.place].float() - entered).abs() <= 2**-7 * entered.abs()).all()
     expected = held.attended(turned, (narrow[0].float(), narrow[1].float()))
     found = held.attended(turned, (narrow[0], narrow[1]))
     if kernel_device.type == "cpu":

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from compiled_kernels import DIMS, WIDTHS, Compiled, compiled, loads_by_function
+from named_formats import Name
 
 from moe_pack.runtime import kernels
 
@@ -27,7 +28,7 @@ READERS = {
     "_load_host": {"_pull"},
 }
 # Every width, hidden size and GPU once; `compiled_kernels.py` compiles the whole matrix, in an hour.
-COVERED = [(capability, WIDTHS[i], DIMS[i % 3]) for i, capability in enumerate((80, 86, 89, 90, 100, 90))]
+COVERED = [(capability, WIDTHS[i], DIMS[i % 3]) for i, capability in enumerate((80, 86, 89, 90, 100, 90, 100, 86))]
 
 
 def faults(found: list[Compiled]) -> list[str]:
@@ -48,7 +49,7 @@ def faults(found: list[Compiled]) -> list[str]:
 def loads_codes_wide(k: Compiled) -> bool:
     """Whether all loads of rows' codes are as wide as they can be; true of kernels that read no rows."""
     reader = next((reader for reader, names in READERS.items() if k.kernel in names), None)
-    if reader is None:
+    if reader is None or k.call.startswith("gpt_oss"):  # whose parts begin between words
         return True
     found = {int(num_bytes) for function, num_bytes in map(str.split, k.loads) if function == reader}
     if reader == "_load_host":  # rows as they lie, of whatever width
@@ -100,5 +101,5 @@ def test_every_launch_says_how_many_warps_it_takes_and_that_products_and_sums_ar
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("capability", "width", "d"), COVERED)
-def test_every_kernel_compiles_without_spills_and_loads_codes_wide(capability: int, width: int, d: int) -> None:
+def test_every_kernel_compiles_without_spills_and_loads_codes_wide(capability: int, width: Name, d: int) -> None:
     assert faults(compiled((capability,), "", (width,), (d,))) == []

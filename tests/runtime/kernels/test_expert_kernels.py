@@ -5,17 +5,18 @@ from dataclasses import dataclass
 import pytest
 import torch
 from gpu_layers import RandomLayer, layer_of, random_layer
+from named_formats import Name, named_expert
 from random_experts import FOUR_BIT, Shape, assert_near, magnitudes, random_expert, random_tokens, running, threshold_at
 from torch import Tensor
 
-from moe_pack.formats import BF16, SELECTORS, PartFormat, Selector, part_format
+from moe_pack.formats import BF16, SELECTORS, NeuronFunction, PartFormat, Selector, part_format
 from moe_pack.runtime import Activations, activations, run_expert
 from moe_pack.runtime.kernels.neurons import neurons
 from moe_pack.runtime.kernels.reduce import reduce, reduce_twin
 from moe_pack.runtime.kernels.select import select
 from moe_pack.runtime.kernels.tables import SELECT_BLOCK, Selection
 
-WIDTHS = (1, 2, 3, 4, 8, 16)
+WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4")
 
 
 def of_width(width: int, group: int = 64, scale_bits: int = 16) -> PartFormat:
@@ -50,7 +51,7 @@ def run_layer(layer: RandomLayer, x: Tensor, experts: list[int], num_partials: i
 
 
 def values_of(layer: RandomLayer, x: Tensor, expert: int) -> Activations:
-    return activations(x[None], layer.experts[expert].block(), "silu")
+    return activations(x[None], layer.experts[expert].block(), layer.experts[expert].shape.function)
 
 
 def check(layer: RandomLayer, x: Tensor, experts: list[int], device: torch.device, num_partials: int = 3) -> None:
@@ -67,7 +68,7 @@ def check(layer: RandomLayer, x: Tensor, experts: list[int], device: torch.devic
         else:
             assert_near(run.selection.a[place][None], values.of(selector), errors.a)
             assert run.listed(place) == is_running[0].nonzero()[:, 0].tolist()
-        y = run_expert(x[None], expert.packed(), "silu", selector, threshold)
+        y = run_expert(x[None], expert.packed(), expert.shape.function, selector, threshold)
         assert_near(run.partials[place].sum(0)[None], y, errors.y)
 
 
@@ -83,11 +84,11 @@ def with_thresholds(layer: RandomLayer, x: Tensor, sparsity: float) -> RandomLay
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_experts_of_any_width_and_selector_give_the_reference(
-    selector: Selector, width: int, kernel_device: torch.device
+    selector: Selector, width: Name, kernel_device: torch.device
 ) -> None:
-    part = of_width(width)
+    stored = named_expert(width)
     x = random_tokens(1, 128)[0]
-    layer = random_layer([Shape(66, 128, selector, part, part, part)] * 2, zero_rows=(0, 5, 65))
+    layer = random_layer([Shape(66, 128, selector, stored.gate, stored.up, stored.down)] * 2, zero_rows=(0, 5, 65))
     check(with_thresholds(layer, x, 0.6), x, [1], kernel_device, num_partials=2)
 
 
@@ -124,11 +125,34 @@ def test_biases_are_added_before_the_activation(
     check(with_thresholds(layer, x, 0.5), x, [1, 0], kernel_device)
 
 
+@pytest.mark.parametrize("function", ["silu", "relu"])
 @pytest.mark.parametrize("selector", ["up", "none"])
-def test_experts_without_a_gate_give_the_reference(selector: Selector, kernel_device: torch.device) -> None:
+def test_experts_without_a_gate_give_the_reference(
+    selector: Selector, function: NeuronFunction, kernel_device: torch.device
+) -> None:
     x = random_tokens(1, 128)[0]
-    layer = random_layer([Shape(65, 128, selector, None, bias=("up",))] * 2)
+    layer = random_layer([Shape(65, 128, selector, None, bias=("up",), function=function)] * 2)
+    check(with_thresholds(layer, x, 0.2), x, [1, 0], kernel_device)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("function", ["relu", "clamped_swiglu"])
+def test_every_neuron_function_gives_the_reference(
+    selector: Selector, function: NeuronFunction, kernel_device: torch.device
+) -> None:
+    x = random_tokens(2, 64)[1]  # products beyond 7 on both sides
+    layer = random_layer([Shape(66, 64, selector, bias=("gate", "up", "down"), function=function)] * 2)
+    products = layer.experts[0].block().gate
+    assert products is not None and (products @ x).max() > 7 and (products @ x).min() < -7
     check(with_thresholds(layer, x, 0.5), x, [1, 0], kernel_device)
+
+
+@pytest.mark.parametrize("num_partials", [1, 3])
+def test_the_bias_of_down_is_added_once_whichever_neurons_run(num_partials: int, kernel_device: torch.device) -> None:
+    layer = random_layer([Shape(20, 1088, bias=("down",))] * 2, thresholds=[1e30, 1e30])
+    run = run_layer(layer, random_tokens(1, 1088)[0], [1], num_partials, kernel_device)
+    assert layer.tables.down_bias is not None
+    assert torch.equal(run.partials[0].sum(0), layer.tables.down_bias[1])
 
 
 @pytest.mark.parametrize(

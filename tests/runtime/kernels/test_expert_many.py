@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from named_formats import Name, label, named_expert
 from random_experts import RandomExpert, Shape, random_expert, random_tokens, threshold_at
 from torch import Tensor
 
-from moe_pack.formats import BF16, SELECTORS, PartFormat, Selector, part_format
+from moe_pack.formats import FP8, SELECTORS, NeuronFunction, Selector, part_format
 from moe_pack.runtime import activations
 from moe_pack.runtime.expert import run_expert
 from moe_pack.runtime.kernels import expert_many as under_test
@@ -16,13 +17,13 @@ from moe_pack.runtime.kernels.tables import LayerTables, kind_of
 TOLERANCE = 1e-5  # of the reference's RMS
 CARD_TOLERANCE = 3e-5  # tensor cores cut sums off; see test_gemm
 EXPERT = 1  # of a layer of three; the others' rows are not there
-FORMATS = (*(part_format(width, 64) for width in (1, 2, 3, 4, 8)), BF16)
+WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4")
 
 
 def tables_of(expert: RandomExpert, threshold: float, device: torch.device) -> LayerTables:
     """A layer with only this expert, whose rows lie in any order with gaps between."""
     layout, f = expert.shape.layout, expert.shape.num_rows
-    extent = torch.from_numpy(expert.extent)
+    extent, bias = torch.from_numpy(expert.extent), expert.packed().down_bias()
     sizes = [layout.selector.row_bytes if layout.selector else 0, layout.records.row_bytes]
     arena = torch.full((128 + f * (sum(sizes) + 32),), 0xFF, dtype=torch.uint8)
     tables, end, base = [], 128, 0
@@ -40,7 +41,8 @@ def tables_of(expert: RandomExpert, threshold: float, device: torch.device) -> L
         tables[1].to(device),
         torch.zeros(3, dtype=torch.int32, device=device),
         torch.tensor([0.0, threshold, 0.0], device=device),
-        (kind_of(layout, expert.shape.selector),),
+        (kind_of(layout, expert.shape.selector, expert.shape.function),),
+        None if bias is None else torch.stack([torch.full_like(bias, torch.nan), bias, bias]).to(device),
     )
 
 
@@ -48,13 +50,15 @@ def assert_equals_twin(expert: RandomExpert, num_tokens: int, device: torch.devi
     """Runs an expert for every other token of some, last first; compares all of y."""
     x = random_tokens(2 * num_tokens, expert.shape.num_cols)
     tokens = torch.arange(2 * num_tokens - 1, 0, -2)
-    threshold = threshold_at(activations(x[tokens], expert.block(), "silu").of(expert.shape.selector), sparsity)
+    threshold = threshold_at(
+        activations(x[tokens], expert.block(), expert.shape.function).of(expert.shape.selector), sparsity
+    )
     weights = torch.rand(num_tokens, generator=torch.Generator().manual_seed(3))
     tables = tables_of(expert, threshold, device)
     expected = torch.randn(x.shape, generator=torch.Generator().manual_seed(4))
     y = expected.to(device, copy=True)
     expected[tokens] += weights[:, None] * run_expert(
-        x[tokens], expert.packed(), "silu", expert.shape.selector, float(tables.thresholds[EXPERT])
+        x[tokens], expert.packed(), expert.shape.function, expert.shape.selector, float(tables.thresholds[EXPERT])
     )
     workspace = torch.full((workspace_floats(num_tokens, expert.shape.num_rows),), torch.nan, device=device)
     x, tokens, weights = x.to(device), tokens.to(device, torch.int32), weights.to(device)
@@ -69,13 +73,13 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("stored", FORMATS, ids=str)
+@pytest.mark.parametrize("width", WIDTHS, ids=label)
 def test_experts_of_every_width_and_selector_equal_their_twin(
-    stored: PartFormat, selector: Selector, kernel_device: torch.device
+    width: Name, selector: Selector, kernel_device: torch.device
 ) -> None:
-    assert_equals_twin(
-        random_expert(Shape(5, 64, selector=selector, gate=stored, up=stored, down=stored)), 3, kernel_device
-    )
+    stored = named_expert(width)
+    shape = Shape(5, 64, selector, stored.gate, stored.up, stored.down)
+    assert_equals_twin(random_expert(shape), 3, kernel_device)
 
 
 @pytest.mark.parametrize("group", [16, 32, 128, 0])
@@ -92,6 +96,11 @@ def test_byte_scales_that_put_parts_between_words_equal_their_twin(num_cols: int
     )
 
 
+def test_a_last_group_of_64_columns_equals_its_twin(kernel_device: torch.device) -> None:
+    shape = Shape(5, 192, "up", FP8, FP8, FP8)
+    assert_equals_twin(random_expert(shape), 2, kernel_device)
+
+
 def test_matrices_of_different_widths_equal_their_twin(kernel_device: torch.device) -> None:
     shape = Shape(num_cols=192, gate=part_format(1, 64), up=part_format(4, 16), down=part_format(1, 64))
     assert_equals_twin(random_expert(shape), 2, kernel_device)
@@ -105,6 +114,19 @@ def test_an_expert_without_gate_equals_its_twin(selector: Selector, kernel_devic
 @pytest.mark.parametrize("selector", ["up", "both"])
 def test_biases_are_added(selector: Selector, kernel_device: torch.device) -> None:
     assert_equals_twin(random_expert(Shape(selector=selector, bias=("gate", "up"))), 2, kernel_device)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("function", ["relu", "clamped_swiglu"])
+def test_every_neuron_function_equals_its_twin(
+    selector: Selector, function: NeuronFunction, kernel_device: torch.device
+) -> None:
+    shape = Shape(66, 64, selector, bias=("gate", "up", "down"), function=function)
+    assert_equals_twin(random_expert(shape), 2, kernel_device)
+
+
+def test_relu_without_a_gate_equals_its_twin(kernel_device: torch.device) -> None:
+    assert_equals_twin(random_expert(Shape(gate=None, function="relu")), 2, kernel_device, sparsity=0.2)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 17, 65])

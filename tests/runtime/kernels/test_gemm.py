@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from random_codes import NUMBERS
 from random_experts import random_rows, random_tokens
 from torch import Tensor
 
@@ -19,6 +20,7 @@ FORMATS = [
     *(part_format(width, group) for width in (1, 2, 3, 4, 8) for group in (16, 32, 64)),
     *(part_format(width, 0) for width in (1, 3)),
     *(part_format(width, 64, 8) for width in (2, 3, 8)),
+    *NUMBERS,
 ]
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 

@@ -2,23 +2,24 @@
 
 import pytest
 import torch
+from random_codes import NUMBERS
 from random_experts import assert_near, product_magnitudes, random_rows, random_tokens, weight_magnitudes
 from torch import Tensor
 
-from moe_pack.formats import part_format
+from moe_pack.formats import PartFormat, format_text, part_format
 from moe_pack.runtime.kernels import gemv as module
 from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
 from moe_pack.runtime.kernels.gemv import gather_row, gemv, gemv_twin
 from moe_pack.runtime.matrix import RowMatrix
 
-FORMATS = [(width, group, scale_bits) for width in (1, 2, 3, 4, 8) for group, scale_bits in ((64, 16), (0, 16))]
-FORMATS += [(2, 16, 16), (3, 32, 16), (4, 128, 16), (2, 64, 8), (3, 64, 8), (8, 64, 8), (16, 0, 16)]
+STORED = [(width, group, scale_bits) for width in (1, 2, 3, 4, 8) for group, scale_bits in ((64, 16), (0, 16))]
+STORED += [(2, 16, 16), (3, 32, 16), (4, 128, 16), (2, 64, 8), (3, 64, 8), (8, 64, 8), (16, 0, 16)]
+FORMATS = [*(part_format(*stored) for stored in STORED), *NUMBERS]
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
-def quantized(stored: tuple[int, int, int], num_rows: int, num_cols: int) -> tuple[Tensor, Part, Tensor, Tensor]:
+def quantized(form: PartFormat, num_rows: int, num_cols: int) -> tuple[Tensor, Part, Tensor, Tensor]:
     """Bytes and part of a random matrix; its values in float32, and what errors of products are relative to."""
-    form = part_format(*stored)
     layout, held = random_rows(form, num_rows, num_cols)
     rows = torch.from_numpy(held)
     values = RowMatrix(layout, rows).rows(0, num_rows)
@@ -40,9 +41,9 @@ def gathered(rows: Tensor, part: Part, row: int, num_cols: int, device: torch.de
     return out.cpu()
 
 
-@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("stored", FORMATS, ids=format_text)
 def test_a_product_of_rows_in_any_format_is_that_of_plain_torch(
-    stored: tuple[int, int, int], kernel_device: torch.device
+    stored: PartFormat, kernel_device: torch.device
 ) -> None:
     rows, part, values, magnitude = quantized(stored, 6, 384)
     x = random_tokens(1, 384)
@@ -79,16 +80,14 @@ def test_a_matrix_of_many_rows_is_multiplied_by_programs_that_take_several_block
 
 
 def test_a_nan_in_x_is_seen_in_every_product(kernel_device: torch.device) -> None:
-    rows, part, _, _ = quantized((4, 64, 16), 5, 64)
+    rows, part, _, _ = quantized(part_format(4, 64), 5, 64)
     x = torch.randn(64)
     x[7] = torch.nan
     assert product(x, rows, part, kernel_device).isnan().all()
 
 
-@pytest.mark.parametrize("stored", FORMATS)
-def test_a_gathered_row_is_the_matrix_row_of_that_number(
-    stored: tuple[int, int, int], kernel_device: torch.device
-) -> None:
+@pytest.mark.parametrize("stored", FORMATS, ids=format_text)
+def test_a_gathered_row_is_the_matrix_row_of_that_number(stored: PartFormat, kernel_device: torch.device) -> None:
     rows, part, values, magnitude = quantized(stored, 4, 384)
     found = gathered(rows, part, 2, 384, kernel_device, scale=2.0)
     assert_near(found, 2 * values[2], 2 * magnitude[2])

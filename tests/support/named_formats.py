@@ -1,0 +1,41 @@
+"""Formats by a short name: the bits of codes in groups of 64, or a codec that has one format."""
+
+from moe_pack.formats import (
+    E5M2,
+    FP8,
+    MATRICES,
+    MXFP4,
+    ExpertFormat,
+    ExpertLayout,
+    ExpertSpec,
+    PartFormat,
+    Selector,
+    expert_layout,
+    part_format,
+)
+
+Name = int | str
+CODECS = {"fp8": FP8, "mxfp4": MXFP4, "e5m2": E5M2}
+
+
+def named_format(name: Name, group: int = 64) -> PartFormat:
+    """A part's format: 1 to 8 and 16 bits, or `fp8`, `mxfp4`, `e5m2`."""
+    return CODECS[name] if isinstance(name, str) else part_format(name, group)
+
+
+def named_expert(name: Name, group: int = 64) -> ExpertFormat:
+    """An expert's: all matrices alike, but beside `mxfp4` down is `e5m2`, as it comes from such a checkpoint."""
+    part = named_format(name, group)
+    return ExpertFormat(part, part, E5M2 if part == MXFP4 else part)
+
+
+def gpt_oss_layout(selector: Selector) -> ExpertLayout:
+    """An expert of the published models, whose parts begin at whatever byte."""
+    return expert_layout(
+        named_expert("mxfp4"), selector, ExpertSpec("clamped_swiglu", 2880, MATRICES, MATRICES, 2880), 2880
+    )
+
+
+def label(name: Name) -> str:
+    """How calls and tests say it: `w4`, `fp8`."""
+    return name if isinstance(name, str) else f"w{name}"

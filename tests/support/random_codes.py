@@ -1,0 +1,41 @@
+"""Parts whose codes are numbers themselves, `fp8`, `e5m2`, `mxfp4`, with every code, and scales of the edge."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.formats import E5M2, FP8, MXFP4, PartFormat, RowLayout, row_layout, write_rows
+from moe_pack.formats.codecs import pack_codes
+
+NUMBERS = (FP8, E5M2, MXFP4)
+
+
+def edge_rows(stored: PartFormat) -> tuple[RowLayout, Tensor]:
+    """Rows of 320 columns with every code, one row for each of some scales; of the last, which is no number.
+
+    The last group of 128 has 64 columns. Scales are the usual, of 24 bits, small, large; of powers the least and the
+    largest.
+    """
+    codes = torch.arange(320).remainder(2**stored.width).to(torch.uint8).repeat(6, 1)
+    if stored == FP8:
+        scales = torch.tensor([1.0, 1 / 3, -1e-30, 2.0**100, 0.0, torch.nan])[:, None] * torch.tensor([1.0, 2.0, 3.0])
+        return _rows_of(stored, codes, scales.view(torch.uint8))
+    exponents = torch.tensor([127, 0, 1, 200, 254, 255], dtype=torch.uint8)
+    return _rows_of(stored, codes, exponents[:, None].repeat(1, stored.num_groups(320)))
+
+
+def every_code(stored: PartFormat) -> tuple[RowLayout, Tensor]:
+    """Rows of 64 columns, of which the first has each code in turn, and the others zeros; scales are 1."""
+    codes = torch.zeros(2**stored.width, 64, dtype=torch.uint8)
+    codes[:, 0] = torch.arange(2**stored.width)
+    one = torch.tensor([1.0]).view(torch.uint8) if stored == FP8 else torch.tensor([127], dtype=torch.uint8)
+    return _rows_of(stored, codes, one.repeat(len(codes), stored.num_groups(64)))
+
+
+def _rows_of(stored: PartFormat, codes: Tensor, scales: Tensor) -> tuple[RowLayout, Tensor]:
+    """Rows of one part, called `weight`, of these codes, u8 [rows, columns], and scales as bytes, u8 [rows, bytes]."""
+    layout = row_layout([("weight", stored, False)], codes.shape[1])
+    out = np.zeros((len(codes), layout.row_bytes), np.uint8)
+    section = torch.cat([pack_codes(codes, stored.width), scales], dim=1)
+    write_rows(layout, {"weight": section.numpy()}, out)
+    return layout, torch.from_numpy(out)
