@@ -259,7 +259,7 @@ float dot_affine(const Part& part, const uint8_t* row, const void* prepared, Pre
     const __m256 sum = _mm256_add_ps(sums[0], sums[1]);
     const __m256 total = _mm256_fmsub_ps(sum, _mm256_set1_ps(code_unit(WIDTH)), zeros);
     if constexpr (WIDTH == kE2m1) {
-        return times_power(double(lanes_total(total)) / kPeak * inputs.peak, top);
+        return times_power(double(lanes_total(total)) * (1.0 / kPeak) * inputs.peak, top);
     }
     return lanes_total(total) * (1.0f / kPeak) * inputs.peak;
 }

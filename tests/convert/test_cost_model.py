@@ -1,5 +1,6 @@
 """The cost model: waiting against a simulation, rows against draws, bytes against the engine's count, the rest."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,19 @@ from streaming import budget_for
 from moe_pack.convert.cost_model import Fetching, dense_seconds, expert_seconds, fetched_from_drive, predict, waited
 from moe_pack.convert.machines import Machine, steady_drive
 from moe_pack.convert.visits import MAX_AGE, Visits
-from moe_pack.formats import BF16, Pack, PackLayout, cached_values, dense_roles, model_spec, pack_layout, part_format
+from moe_pack.formats import (
+    BF16,
+    E5M2,
+    FP8,
+    MXFP4,
+    Pack,
+    PackLayout,
+    cached_values,
+    dense_roles,
+    model_spec,
+    pack_layout,
+    part_format,
+)
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.runtime import (
     Engine,
@@ -126,6 +139,17 @@ def test_an_expert_takes_its_parts_bytes_by_the_rate_of_their_width_and_its_rows
     seconds, num_bytes = expert_seconds(expert, 0.25, machine(row_s=1e-6))
     assert num_bytes == 448 * 48 + 112 * 528
     assert seconds == pytest.approx(448 * (48 / 2e9 + 1e-6) + 112 * (528 / 16e9 + 2e-6))
+
+
+def test_rows_in_a_source_s_codec_take_the_rate_of_their_width() -> None:
+    """By hand, d = 128: up has 64 bytes of codes and 4 of scales, gate 128 and 4, down 128 and 1."""
+    spec = model_spec(str(DEMO_MODEL))
+    plan = plan_of(spec, "up", MXFP4, E5M2)
+    experts = tuple(tuple(replace(expert, gate=FP8) for expert in layer) for layer in plan.experts)
+    expert = pack_layout(spec, replace(plan, experts=experts), ["BF16"] * len(dense_roles(spec))).experts[0][0]
+    assert expert.selector is not None and (expert.selector.row_bytes, expert.records.row_bytes) == (80, 272)
+    seconds, _ = expert_seconds(expert, 0.25, machine())
+    assert seconds == pytest.approx(448 * 80 / 4e9 + 112 * 272 / 4e9)  # of 2, 4 and 16 bit, 4 is nearest to 8
 
 
 def test_an_expert_without_a_selector_is_computed_whole_however_few_neurons_pass() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from profiles import SMALLEST, Recorder, folder_bytes, profiled, random_tokens
 from second_reader import SecondReader
-from synthetic import character, made, plan_for, recall, run, shares, shrunk, small
+from synthetic import CPU, character, made, plan_for, recall, run, shares, shrunk, small
 
 from moe_pack.calib import realized_sparsity
 from moe_pack.convert import convert, layout_for
@@ -33,6 +33,7 @@ from moe_pack.formats import (
     uniform_plan,
 )
 from moe_pack.formats.codecs import decode_part
+from moe_pack.runtime import Decoder, PackWeights, kernels_for
 
 # One of each family.
 NAMES = (
@@ -86,6 +87,10 @@ def test_packs_in_the_codecs_of_sources_run_on_sane_numbers(part: PartFormat, tm
     with Pack(folder) as pack:
         audit(pack)
         assert set(pack.manifest.features) == {part.codec, "dense_rows"}
+        with kernels_for(CPU) as kernels:
+            ids = list(range(24))
+            ours, plain = (Decoder(PackWeights(pack, CPU, k), 24).logits(ids) for k in (kernels, None))
+        assert float((ours - plain).abs().max()) < 1e-4  # what two paths may differ by
     found = run(folder, 24)
     assert all(30 < rms < 35 for rms in found.rms)
     assert 0.5 < float(found.logits.std(dim=1).mean()) < 2
