@@ -18,6 +18,7 @@ from moe_pack.formats import (
     ORDER_FILE,
     SOURCE_FILE,
     THRESHOLDS_FILE,
+    UNUSED_FILE,
     VERSION,
     CheckpointError,
     ContentFile,
@@ -160,6 +161,7 @@ def totals(layout: PackLayout, files: tuple[ContentFile, ...]) -> Totals:
     in_files = sum(file.num_bytes for file in layout.expert_files)
     copied = sum(file.bytes for file in files if file.name in COPIED_FILES)
     dense = sum(file.bytes for file in files if file.name == DENSE_FILE)
+    unused = sum(file.bytes for file in files if file.name == UNUSED_FILE)
     listed = sum(file.bytes for file in files)
     return Totals(
         selectors=selectors,
@@ -168,9 +170,10 @@ def totals(layout: PackLayout, files: tuple[ContentFile, ...]) -> Totals:
         padding=in_files - selectors - records - extra - headers,
         headers=headers,
         dense=dense,
-        tables=listed - copied - dense,
+        tables=listed - copied - dense - unused,
         copied=copied,
         content=in_files + listed,
+        unused=unused,
     )
 
 
@@ -186,6 +189,8 @@ def _features(layout: PackLayout) -> tuple[str, ...]:
             found.add("byte_scales")
     if dense:
         found.add("dense_rows")
+    if layout.unused_file is not None:
+        found.add("unused")
     return tuple(sorted(found))
 
 

@@ -104,13 +104,15 @@ def _accounted(pack: Pack) -> str:
         raise PackError(
             f"{SOURCE_FILE}: found {kept:,} weights packed and resident, the model has {num_parameters(pack.spec):,}"
         )
-    unexplained = [tensor.name for tensor in held if (tensor.fate == "dropped") != bool(tensor.reason)]
+    unexplained = [tensor.name for tensor in held if (tensor.fate in ("unused", "dropped")) != bool(tensor.reason)]
     if unexplained:
-        raise PackError(f"{SOURCE_FILE}: tensor {unexplained[0]!r}: dropped without a reason, or kept with one")
+        raise PackError(f"{SOURCE_FILE}: tensor {unexplained[0]!r}: left out without a reason, or run with one")
     if totals(pack.layout, pack.manifest.files) != pack.manifest.totals:
         raise PackError("manifest.json: totals are not those of the files")
-    number = sum(tensor.fate == "dropped" for tensor in held)
-    return f"{len(held)} tensors, {kept:,} weights" + (f"; {number} tensors dropped" if number else "")
+    counts = {fate: sum(tensor.fate == fate for tensor in held) for fate in ("unused", "dropped")}
+    return f"{len(held)} tensors, {kept:,} weights" + "".join(
+        f"; {number} tensors {fate}" for fate, number in counts.items() if number
+    )
 
 
 def losses(quality: Quality | None, limits: Limits, where: str) -> list[Check]:

@@ -24,11 +24,13 @@ from moe_pack.runtime import read_vector
 
 
 def item_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
-    """All bytes of a dense tensor or of an expert's extent: u8 [item.num_bytes].
+    """All bytes of an item but a header: u8 [item.num_bytes].
 
     Raises:  CheckpointError for a weight that is no number, or that the plan's codec cannot hold;
              StoppedError soon after `stop` is set.
     """
+    if item.kind == "unused":
+        return recipe.checkpoint.raw(item.role, item.start, item.num_bytes)
     return _dense_bytes(recipe, item, stop) if item.kind == "dense" else _expert_bytes(recipe, item, stop)
 
 
@@ -46,16 +48,18 @@ def _dense_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
     checkpoint, layout = recipe.checkpoint, recipe.layout
     dense = next(dense for dense in layout.dense if dense.role.name == item.role)
     source, rows = checkpoint.dense_source(item.role), dense.rows
-    out = np.empty((source.num_rows, item.num_bytes // source.num_rows), np.uint8)
+    row_bytes = dense.entry.num_bytes // source.num_rows
+    out = np.empty((item.num_bytes // row_bytes, row_bytes), np.uint8)
     held = None
     if rows is not None:
         held = PartBytes(checkpoint, source, rows.parts[0].format, recipe.plan.quantizer, stop)
-    for first, end in next_rows(source.num_rows, stop):
+    for start, end in next_rows(len(out), stop):
+        first, last = item.first_row + start, item.first_row + end
         if held is None or rows is None:
-            weights = read_checked(checkpoint, source, first, end)
-            out[first:end] = weights.view(torch.uint8).view(end - first, -1).numpy()
+            weights = read_checked(checkpoint, source, first, last)
+            out[start:end] = weights.view(torch.uint8).view(end - start, -1).numpy()
         else:
-            write_rows(rows, {"weight": held.rows(first, end)}, out[first:end])
+            write_rows(rows, {"weight": held.rows(first, last)}, out[start:end])
     return out.reshape(-1)
 
 

@@ -74,7 +74,7 @@ class Conversion:
 def layout_for(checkpoint: Checkpoint, plan: Plan) -> PackLayout:
     """The layout of the pack that `plan` makes of `checkpoint`: every size, before anything is written."""
     dtypes = [checkpoint.dtype(checkpoint.dense_source(role.name)) for role in dense_roles(checkpoint.spec)]
-    return pack_layout(checkpoint.spec, plan, dtypes)
+    return pack_layout(checkpoint.spec, plan, dtypes, checkpoint.unused())
 
 
 def convert(
@@ -180,4 +180,4 @@ def _in_order(work: Work, pending: list[Item], workers: int) -> Generator[_Finis
 
 
 def _name(item: Item) -> str:
-    return item.role if item.kind == "dense" else f"layer {item.layer} expert {item.expert}"
+    return item.role if item.kind in ("dense", "unused") else f"layer {item.layer} expert {item.expert}"

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from moe_pack.convert.account import recipe_account
 from moe_pack.convert.recipe import Recipe
-from moe_pack.formats import DENSE_FILE, SOURCE_FILE, Item, Pack, PackError
+from moe_pack.formats import DENSE_FILE, SOURCE_FILE, UNUSED_FILE, Item, Pack, PackError
 
 
 class Earlier:
@@ -30,7 +30,7 @@ class Earlier:
         self._is_alike = same_source and (held.made_with, held.quantizer) == (origin.made_with, plan.quantizer)
         self._order = self._pack.read_order() if self._is_alike else None
         self._dense = {dense.role.name: dense for dense in self._pack.layout.dense}
-        self._is_dense_checked = False
+        self._checked: set[str] = set()
 
     def __enter__(self) -> "Earlier":
         return self
@@ -48,6 +48,8 @@ class Earlier:
         """Whether the item's bytes are there."""
         if not self._is_alike:
             return False
+        if item.kind == "unused":
+            return True
         return self._holds_dense(item) if item.kind == "dense" else self._holds_expert(item)
 
     def item_bytes(self, item: Item) -> NDArray[np.uint8]:
@@ -56,6 +58,8 @@ class Earlier:
         Raises:  PackError if they are damaged.
         """
         assert self.holds(item), item
+        if item.kind == "unused":
+            return self._unused_bytes(item)
         if item.kind == "dense":
             return self._dense_bytes(item)
         raw = self._pack.read_extent(item.layer, item.expert)
@@ -78,8 +82,17 @@ class Earlier:
         return (held.dtype, held.rows) == (wanted.dtype, wanted.rows)
 
     def _dense_bytes(self, item: Item) -> NDArray[np.uint8]:
-        if not self._is_dense_checked:
-            self._pack.check_file(DENSE_FILE)
-            self._is_dense_checked = True
+        self._check(DENSE_FILE)
         entry = self._dense[item.role].entry
-        return self._pack.read_dense(entry, 0, entry.shape[0])
+        num_rows = item.num_bytes * entry.shape[0] // entry.num_bytes
+        return self._pack.read_dense(entry, item.first_row, item.first_row + num_rows)
+
+    def _unused_bytes(self, item: Item) -> NDArray[np.uint8]:
+        self._check(UNUSED_FILE)
+        return self._pack.read_unused(item.offset, item.num_bytes)
+
+    def _check(self, file: str) -> None:
+        """Checks a whole file's digest, once."""
+        if file not in self._checked:
+            self._pack.check_file(file)
+            self._checked.add(file)

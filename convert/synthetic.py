@@ -132,11 +132,13 @@ class _SyntheticModel:
         """All bytes of a dense tensor or of an expert's extent: u8 [item.num_bytes]; `stop` is too late to matter."""
         if item.kind == "dense":
             number, dense = self._dense[item.role]
-            return self._dense_bytes(dense, random_stream(self._seed, _DENSE, number)).reshape(-1)
+            key = (number, item.first_row) if item.first_row else (number,)
+            num_rows = item.num_bytes * dense.role.shape[0] // dense.entry.num_bytes
+            return self._dense_bytes(dense, num_rows, random_stream(self._seed, _DENSE, *key)).reshape(-1)
         expert = self._layout.experts[item.layer][item.expert]
         return _random_extent(self._layout.spec, expert, (self._seed, _EXPERT, item.layer, item.expert))
 
-    def _dense_bytes(self, dense: DenseLayout, stream: np.random.BitGenerator) -> NDArray[np.uint8]:
+    def _dense_bytes(self, dense: DenseLayout, num_rows: int, stream: np.random.BitGenerator) -> NDArray[np.uint8]:
         spec, role = self._layout.spec, dense.role
         if role.name in self._routers:
             return self._routers[role.name].view(np.uint8)
@@ -144,8 +146,8 @@ class _SyntheticModel:
             return bf16_bits(dense_vector(spec, role, stream)).view(np.uint8)
         spread = dense_spread(spec, role)
         if dense.rows is None:
-            return random_matrix(role.shape[0], role.shape[1], spread, stream)
-        return random_rows(dense.rows, role.shape[0], {"weight": spread}, stream)
+            return random_matrix(num_rows, role.shape[1], spread, stream)
+        return random_rows(dense.rows, num_rows, {"weight": spread}, stream)
 
 
 def _random_extent(spec: ModelSpec, expert: ExpertLayout, key: tuple[int, ...]) -> NDArray[np.uint8]:

@@ -24,7 +24,15 @@ from moe_pack.formats.index import (
     order_fault,
     thresholds_bytes,
 )
-from moe_pack.formats.layout import DENSE_FILE, DenseLayout, Item, PackLayout, experts_file, pack_layout
+from moe_pack.formats.layout import (
+    DENSE_FILE,
+    UNUSED_FILE,
+    DenseLayout,
+    Item,
+    PackLayout,
+    experts_file,
+    pack_layout,
+)
 from moe_pack.formats.manifest import (
     COPIED_FILES,
     FORMAT,
@@ -143,6 +151,7 @@ __all__ = [
     "SHORT_NAMES",
     "SOURCE_FILE",
     "THRESHOLDS_FILE",
+    "UNUSED_FILE",
     "VERSION",
     "AttentionSpec",
     "Checkpoint",

@@ -131,6 +131,20 @@ class Checkpoint:
         rows = f", rows {source.first_row} to {last}" if len(held.entry.shape) > 2 else ""
         return f"{held.shard}: tensor {source.tensor!r}{rows}"
 
+    def unused(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, dtype and shape of the tensors that a pack keeps though nothing runs them, sorted."""
+        entries = [self._held[name].entry for name in sorted(self.claims.unused)]
+        return [(entry.name, entry.dtype, entry.shape) for entry in entries]
+
+    def raw(self, tensor: str, start: int, num_bytes: int) -> NDArray[np.uint8]:
+        """Some bytes of a whole tensor, from `start` on: u8, own memory.
+
+        Raises:  CheckpointError as `rows`.
+        """
+        held = self._held[tensor]
+        assert 0 <= start <= start + num_bytes <= held.entry.num_bytes, (tensor, start, num_bytes)
+        return self._readers[held.shard].read(held.entry.offset + start, num_bytes)
+
     def account(self) -> tuple[list[SourceFile], list[SourceTensor]]:
         """Every shard and the fate of every tensor."""
         files = []
@@ -144,9 +158,12 @@ class Checkpoint:
         scales = {source.scales for source in (*experts, *self.claims.dense.values())}
         tensors = []
         for name, held in self._held.items():
-            reason = self.claims.dropped.get(name, "")
             fate: Fate = "packed" if name in packed else "scales" if name in scales else "resident"
-            fate = "dropped" if reason else fate
+            reason = ""
+            if name in self.claims.unused:
+                fate, reason = "unused", self.claims.unused[name]
+            elif name in self.claims.dropped:
+                fate, reason = "dropped", self.claims.dropped[name]
             tensors.append(SourceTensor(name, held.entry.dtype, held.entry.shape, fate, reason))
         return files, tensors
 

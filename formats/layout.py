@@ -13,11 +13,16 @@ from moe_pack.formats.plan import FP8, PartFormat, Plan, format_fault, plan_faul
 from moe_pack.formats.roles import DenseRole, dense_roles
 from moe_pack.formats.rows import ExpertLayout, RowLayout, expert_layout, row_layout
 from moe_pack.formats.spec import ModelSpec
-from moe_pack.formats.tensor_file import TensorEntry, TensorFileLayout, lay_out
+from moe_pack.formats.tensor_file import TensorEntry, TensorFileLayout, lay_out, split_bytes
 
+StoredTensor = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 EXTENT_ALIGN = 4096  # one page, and the unit of direct reads
 DENSE_ALIGN = 64  # one cache line
 DENSE_FILE = "dense.safetensors"
+UNUSED_FILE = "unused-000.safetensors"
+# Larger dense tensors are written in pieces of whole rows: nobody need hold one. Rows are a multiple of what any
+# quantizer solves together, so that pieces change no byte.
+_PIECE_BYTES, _PIECE_ROWS = 128 << 20, 512
 
 
 def experts_file(layer: int) -> str:
@@ -37,15 +42,21 @@ class DenseLayout:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A range of a file that is written, and journaled, as one: a header, an expert's extent, a dense tensor."""
+    """A range of a file that is written, and journaled, as one.
 
-    kind: Literal["header", "expert", "dense"]
+    A header, an expert's extent, rows of a dense tensor from `first_row` on, bytes of an unused one from `start` on;
+    `role` is the tensor's name in its file.
+    """
+
+    kind: Literal["header", "expert", "dense", "unused"]
     file: str
     offset: int
     num_bytes: int
     layer: int = -1
     expert: int = -1
     role: str = ""
+    first_row: int = 0
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,30 +72,54 @@ class PackLayout:
     expert_files: tuple[TensorFileLayout, ...]
     dense: tuple[DenseLayout, ...]
     dense_file: TensorFileLayout
+    unused_file: TensorFileLayout | None = None
 
     def files(self) -> Iterator[tuple[str, TensorFileLayout]]:
         """The large files, which are laid out before they are written."""
         yield DENSE_FILE, self.dense_file
         for layer, file in zip(self.spec.moe_layers, self.expert_files, strict=True):
             yield experts_file(layer), file
+        if self.unused_file is not None:
+            yield UNUSED_FILE, self.unused_file
 
     def items(self) -> Iterator[Item]:
         """Everything to write into the large files, in order."""
         yield Item("header", DENSE_FILE, 0, len(self.dense_file.header))
         for dense in self.dense:
-            yield Item("dense", DENSE_FILE, dense.entry.offset, dense.entry.num_bytes, role=dense.role.name)
+            yield from _dense_items(dense.entry)
         for layer_idx, layer in enumerate(self.spec.moe_layers):
             name, file, experts = experts_file(layer), self.expert_files[layer_idx], self.experts[layer_idx]
             yield Item("header", name, 0, len(file.header))
             for expert, layout in enumerate(experts):
                 yield Item("expert", name, self.offsets[layer_idx][expert], layout.num_bytes, layer_idx, expert)
+        if self.unused_file is not None:
+            yield Item("header", UNUSED_FILE, 0, len(self.unused_file.header))
+            for entry in self.unused_file.entries:
+                if not entry.name.startswith("pad."):
+                    yield from _unused_items(entry)
 
 
-def pack_layout(spec: ModelSpec, plan: Plan, dense_dtypes: Sequence[str]) -> PackLayout:
+def _dense_items(entry: TensorEntry) -> Iterator[Item]:
+    num_rows, row_bytes = entry.shape[0], entry.num_bytes // entry.shape[0]
+    step = max(_PIECE_BYTES // row_bytes // _PIECE_ROWS, 1) * _PIECE_ROWS
+    for first in range(0, num_rows, step):
+        rows = min(step, num_rows - first)
+        offset = entry.offset + first * row_bytes
+        yield Item("dense", DENSE_FILE, offset, rows * row_bytes, role=entry.name, first_row=first)
+
+
+def _unused_items(entry: TensorEntry) -> Iterator[Item]:
+    for offset, size in split_bytes(entry.offset, entry.num_bytes, _PIECE_BYTES):
+        yield Item("unused", UNUSED_FILE, offset, size, role=entry.name, start=offset - entry.offset)
+
+
+def pack_layout(
+    spec: ModelSpec, plan: Plan, dense_dtypes: Sequence[str], unused: Sequence[StoredTensor] = ()
+) -> PackLayout:
     """The layout of the pack that `plan` makes of a model.
 
     Args:    dense_dtypes: safetensors dtype of each dense tensor in the source, in the order of `dense_roles`. What is
-             F8_E4M3, and keeps the source's bytes, is in rows of `fp8`.
+             F8_E4M3, and keeps the source's bytes, is in rows of `fp8`.   unused: what is kept but not run.
     Raises:  PlanError if the plan is for another model, or asks for what its rows cannot hold.
     """
     fault = plan_fault(plan, spec)
@@ -97,7 +132,7 @@ def pack_layout(spec: ModelSpec, plan: Plan, dense_dtypes: Sequence[str]) -> Pac
         (dtype, _kept_format(role, dtype) if part is None else part)
         for role, dtype, part in zip(dense_roles(spec), dense_dtypes, plan.dense, strict=True)
     ]
-    return layout_of(spec, experts, dense)
+    return layout_of(spec, experts, dense, unused)
 
 
 def _kept_format(role: DenseRole, dtype: str) -> PartFormat | None:
@@ -113,6 +148,7 @@ def layout_of(
     spec: ModelSpec,
     experts: tuple[tuple[ExpertLayout, ...], ...],
     dense_formats: Sequence[tuple[str, PartFormat | None]],
+    unused: Sequence[StoredTensor] = (),
 ) -> PackLayout:
     """The layout for experts and dense tensors stored as given: dtype in the source, or the rows' format."""
     roles = dense_roles(spec)
@@ -132,7 +168,8 @@ def layout_of(
     )
     expert_files = tuple(_expert_file(layer) for layer in experts)
     offsets = tuple(_extent_offsets(file, len(layer)) for file, layer in zip(expert_files, experts, strict=True))
-    return PackLayout(spec, experts, offsets, expert_files, dense, dense_file)
+    unused_file = lay_out([[tensor] for tensor in unused], DENSE_ALIGN) if unused else None
+    return PackLayout(spec, experts, offsets, expert_files, dense, dense_file, unused_file)
 
 
 def _expert_file(layer: Sequence[ExpertLayout]) -> TensorFileLayout:

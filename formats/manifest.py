@@ -12,7 +12,7 @@ from typing import Literal
 from moe_pack.formats import strict_json
 from moe_pack.formats.errors import PackError
 from moe_pack.formats.index import INDEX_FILE, ORDER_FILE, THRESHOLDS_FILE
-from moe_pack.formats.layout import DENSE_FILE, experts_file
+from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, experts_file
 from moe_pack.formats.plan import PartFormat, Quantizer
 from moe_pack.formats.seal import check_seal, sealed
 from moe_pack.formats.spec import ModelSpec, Selector
@@ -23,7 +23,7 @@ SOURCE_FILE = "source.json"
 FORMAT: Literal["moe-pack"] = "moe-pack"
 VERSION = 2
 MAX_MANIFEST_BYTES = 1_000_000
-FEATURES = frozenset({"bf16", "affine", "fp8", "e5m2", "mxfp4", "byte_scales", "dense_rows"})
+FEATURES = frozenset({"bf16", "affine", "fp8", "e5m2", "mxfp4", "byte_scales", "dense_rows", "unused"})
 REQUIRED_FILES = (INDEX_FILE, DENSE_FILE, THRESHOLDS_FILE, ORDER_FILE, SOURCE_FILE)
 COPIED_FILES = (
     "config.json",
@@ -83,7 +83,7 @@ class Totals:
     """Bytes by part. `content` counts every file but the manifest; the parts named before it add up to it.
 
     `headers` are those of expert files, `padding` what keeps extents on their boundaries, `tables` index, thresholds,
-    order and source account, `copied` the source's own small files.
+    order and source account, `copied` the source's own small files, `unused` what nothing runs.
     """
 
     selectors: int
@@ -95,6 +95,7 @@ class Totals:
     tables: int
     copied: int
     content: int
+    unused: int = strict_json.added(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ def _check_files(manifest: Manifest) -> None:
     if twice is not None:
         raise PackError(f"{MANIFEST_FILE}: file {twice!r} is listed twice")
     for file in manifest.files:
-        if file.name not in REQUIRED_FILES and file.name not in COPIED_FILES:
+        if file.name not in (*REQUIRED_FILES, *COPIED_FILES, UNUSED_FILE):
             raise PackError(f"{MANIFEST_FILE}: unknown file {file.name!r}")
         _check_size_and_digest(file.name, file.bytes, file.sha256)
     for required in REQUIRED_FILES:

@@ -23,7 +23,7 @@ from moe_pack.formats.index import (
     read_order,
     read_thresholds,
 )
-from moe_pack.formats.layout import DENSE_FILE, PackLayout, layout_of
+from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, PackLayout, layout_of
 from moe_pack.formats.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, SOURCE_FILE, ContentFile, read_manifest
 from moe_pack.formats.plan import PartFormat, format_fault
 from moe_pack.formats.ranges import RangeReader
@@ -170,6 +170,10 @@ class Pack:
         row_bytes = entry.num_bytes // entry.shape[0]
         return self._reader(DENSE_FILE).read(entry.offset + start * row_bytes, (stop - start) * row_bytes)
 
+    def read_unused(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+        """A range of the file of what nothing runs, unchecked (`check_file` checks it)."""
+        return self._reader(UNUSED_FILE).read(offset, num_bytes)
+
     def _open(self) -> None:
         with RangeReader(self.folder / MANIFEST_FILE, PackError) as reader:
             size = min(reader.num_bytes, MAX_MANIFEST_BYTES + 1)
@@ -231,10 +235,23 @@ class Pack:
             tuple(expert_layout(e, self.manifest.selector, self.spec.expert, self.spec.hidden_size) for e in layer)
             for layer in self.index.experts
         )
-        layout = layout_of(self.spec, experts, formats)
+        layout = layout_of(self.spec, experts, formats, self._unused())
+        if layout.unused_file is not None:
+            header = layout.unused_file.header
+            if self._reader(UNUSED_FILE).read(0, len(header)).tobytes() != header:
+                raise PackError(f"{UNUSED_FILE}: header is not the one its tensors have; the file is damaged")
         if self._reader(DENSE_FILE).read(0, len(layout.dense_file.header)).tobytes() != layout.dense_file.header:
             raise PackError(f"{DENSE_FILE}: header is not the one its tensors have; the file is damaged")
         return layout
+
+    def _unused(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, dtype and shape of what nothing runs; the feature and the file go together."""
+        if self.has(UNUSED_FILE) != ("unused" in self.manifest.features):
+            raise PackError(f"{MANIFEST_FILE}: feature 'unused' and the file {UNUSED_FILE!r} go together")
+        if not self.has(UNUSED_FILE):
+            return []
+        entries = read_header(self.folder / UNUSED_FILE, PackError)
+        return [(entry.name, entry.dtype, entry.shape) for entry in entries if not entry.name.startswith("pad.")]
 
     def _check_expert_header(self, layer_idx: int) -> None:
         listed, file = self.manifest.expert_files[layer_idx], self.layout.expert_files[layer_idx]

@@ -9,7 +9,7 @@ from moe_pack.formats import strict_json
 from moe_pack.formats.errors import PackError
 from moe_pack.formats.manifest import SOURCE_FILE
 
-Fate = Literal["packed", "resident", "scales", "dropped"]
+Fate = Literal["packed", "resident", "scales", "unused", "dropped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor and its fate; `reason` is empty unless it was dropped."""
+    """A tensor and its fate; `reason` is empty unless it is unused or was dropped."""
 
     name: str
     dtype: str

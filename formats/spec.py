@@ -133,8 +133,8 @@ class RouterSpec:
     weight the softmax over those left that lie within `2 jitter` of it.
     `bias`: a bias an expert is added to scores for choosing, not to weights. `n_group` groups of equal size compete
     first, and `topk_group` of them stay (a group's score is its best expert's; with `sigmoid_topk` its two best's
-    sum). `normalize`: weights are divided by their sum. `scaling_factor` multiplies weights last. `logit_bias`: the
-    router's linear map has a bias, a part of the logits.
+    sum). `normalize`: weights are divided by their sum, to which `least_sum` is added before. `scaling_factor`
+    multiplies weights last. `logit_bias`: the router's linear map has a bias, a part of the logits.
     """
 
     kind: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "sparsemixer"]
@@ -147,6 +147,7 @@ class RouterSpec:
     scaling_factor: float = 1.0
     jitter: float = 0.0
     logit_bias: bool = added(False)
+    least_sum: float = added(0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,6 +176,8 @@ def _router_fault(router: RouterSpec) -> str | None:
         return f"{router.n_group} groups of one expert, where the two best of each decide"
     if not 0 <= router.jitter < 1 or (router.jitter > 0 and router.kind != "sparsemixer"):
         return f"router jitter is {router.jitter} with {router.kind}"
+    if not 0 <= router.least_sum < 1 or (router.least_sum > 0 and not router.normalize):
+        return f"router least_sum is {router.least_sum} with normalize {router.normalize}"
     return None
 
 

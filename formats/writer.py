@@ -21,7 +21,7 @@ from moe_pack.formats import strict_json
 from moe_pack.formats.errors import ConversionError, PackError
 from moe_pack.formats.index import Digests
 from moe_pack.formats.journal import decode_lines, encode_line
-from moe_pack.formats.layout import DENSE_FILE, Item, PackLayout
+from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, Item, PackLayout
 from moe_pack.formats.manifest import MANIFEST_FILE, ContentFile, Manifest, read_manifest
 from moe_pack.formats.ranges import RangeReader
 from moe_pack.formats.rethreshold import finish_rewrite
@@ -139,8 +139,10 @@ class PackWriter:
         for name, raw in tables:
             self._drive.replace(name, raw)
             files.append(ContentFile(name, len(raw), hashlib.sha256(raw).hexdigest()))
-        with RangeReader(self.folder / DENSE_FILE, ConversionError) as dense:
-            files.append(ContentFile(DENSE_FILE, dense.num_bytes, dense.sha256()))
+        whole = (DENSE_FILE,) if self._layout.unused_file is None else (DENSE_FILE, UNUSED_FILE)
+        for name in whole:
+            with RangeReader(self.folder / name, ConversionError) as file:
+                files.append(ContentFile(name, file.num_bytes, file.sha256()))
         self._drive.replace(MANIFEST_FILE, manifest(tuple(sorted(files, key=lambda file: file.name))))
         self.state = State.SEALED
         self._clean()

@@ -18,7 +18,7 @@ def route(
     Returns: int64 [T, k], best first, and float32 [T, k].
     """
     if kernels is not None:
-        return kernels.route(logits, spec, bias, _least_sum(spec))
+        return kernels.route(logits, spec, bias, least_sum(spec))
     experts = _CHOICES[spec.kind](logits, spec, bias)
     return experts, router_weights(logits, experts, spec)
 
@@ -31,7 +31,7 @@ def router_weights(logits: Tensor, experts: Tensor, spec: RouterSpec) -> Tensor:
     """
     weights = _WEIGHTS[spec.kind](logits, experts, spec)
     if spec.normalize:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + _least_sum(spec))
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + least_sum(spec))
     return weights if spec.scaling_factor == 1.0 else weights * spec.scaling_factor
 
 
@@ -43,9 +43,9 @@ def expert_scores(logits: Tensor, spec: RouterSpec) -> Tensor:
     return torch.sigmoid(logits) if spec.kind == "sigmoid_topk" else torch.softmax(logits, dim=-1)
 
 
-def _least_sum(spec: RouterSpec) -> float:
+def least_sum(spec: RouterSpec) -> float:
     """What is added to sums of weights, as in the reference: sigmoids that all vanish have no sum to divide by."""
-    return 1e-20 if spec.kind == "sigmoid_topk" else 0.0
+    return max(spec.least_sum, 1e-20 if spec.kind == "sigmoid_topk" else 0.0)
 
 
 def _softmax_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:

@@ -6,11 +6,15 @@ A family is data, one file a `model_type`. Everything beyond this folder speaks 
 from moe_pack.formats.errors import CheckpointError
 from moe_pack.formats.families.claims import SCALE_BLOCK, Claims, SourceCodec, SourceMatrix, claim_tensors
 from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.decoder import dense_model
+from moe_pack.formats.families.deepseek import DEEPSEEK
 from moe_pack.formats.families.deepseek_v2 import DEEPSEEK_V2
+from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from moe_pack.formats.families.dots1 import DOTS1
 from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.glm4_moe import GLM4_MOE
 from moe_pack.formats.families.granitemoe import GRANITEMOE
+from moe_pack.formats.families.minicpm import MINICPM
 from moe_pack.formats.families.mixtral import MIXTRAL
 from moe_pack.formats.families.olmoe import OLMOE
 from moe_pack.formats.families.phimoe import PHIMOE
@@ -18,12 +22,28 @@ from moe_pack.formats.families.published import published_config, published_name
 from moe_pack.formats.families.quantization import read_quantization
 from moe_pack.formats.families.qwen2_moe import QWEN2_MOE
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
+from moe_pack.formats.families.xverse import XVERSE
 from moe_pack.formats.spec import ModelSpec
 from moe_pack.formats.spec_check import spec_fault
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, PHIMOE, OLMOE, GRANITEMOE, GLM4_MOE, DOTS1)
+    for family in (
+        MIXTRAL,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        DEEPSEEK,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        KIMI_K2,
+        PHIMOE,
+        OLMOE,
+        GRANITEMOE,
+        GLM4_MOE,
+        DOTS1,
+        MINICPM,
+        XVERSE,
+    )
 }
 SHORT_NAMES: dict[str, str] = {
     short: hub_id for family in FAMILIES.values() for short, hub_id in family.short_names.items()
@@ -42,9 +62,7 @@ def read_spec(config: Config) -> tuple[Family, ModelSpec, SourceCodec]:
     family = FAMILIES.get(model_type)
     if family is None:
         if not any(config.has(key) for key in _EXPERT_COUNTS):
-            raise CheckpointError(
-                f"{config.place}: {model_type!r} is a dense model without experts; there is nothing to pack"
-            )
+            raise dense_model(config)
         known = ", ".join(sorted(FAMILIES))
         raise CheckpointError(f"{config.place}: architecture {model_type!r} is not supported; supported: {known}")
     codec = read_quantization(config)

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from moe_pack.formats.errors import CheckpointError
-from moe_pack.formats.families.family import Dropped, ExpertNames, Family
+from moe_pack.formats.families.family import ExpertNames, Family, LeftOut
 from moe_pack.formats.roles import dense_roles
 from moe_pack.formats.spec import Matrix, ModelSpec
 
@@ -20,7 +20,7 @@ _DTYPES: Mapping[SourceCodec, tuple[str, ...]] = {
 }
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape of every source tensor, by name
 
-_CONSTANT = Dropped("*.rotary_emb.inv_freq", "a constant the runtime computes")
+_CONSTANT = LeftOut("*.rotary_emb.inv_freq", "a constant the runtime computes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,16 @@ ExpertSources = dict[tuple[int, int, Matrix], SourceMatrix]
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """The account of a checkpoint: where each role and each expert's matrix lies, and which tensors are not packed.
+    """The account of a checkpoint: where each role and each expert's matrix lies, and which tensors are not run.
 
     `experts`, and `expert_biases` for the matrices that have one, have decoder layer, expert and matrix as their key.
+    `unused` and `dropped` give a reason for each: the former are kept in the pack.
     """
 
     dense: Mapping[str, SourceMatrix]
     experts: Mapping[tuple[int, int, Matrix], SourceMatrix]
     expert_biases: Mapping[tuple[int, int, Matrix], SourceMatrix]
+    unused: Mapping[str, str]
     dropped: Mapping[str, str]
 
 
@@ -89,11 +91,16 @@ def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, codec: Sour
         dense[role.name] = source
     experts, biases = _claim_experts(family, spec, tensors, codec)
     claimed = {name for held in (dense, experts, biases) for source in held.values() for name in source.tensors()}
-    dropped = {}
+    unused, dropped = dict[str, str](), dict[str, str]()
     for name in tensors:
-        if name not in claimed:
-            dropped[name] = _reason(family, spec, name, tensors)
-    return Claims(dense, experts, biases, dropped)
+        if name in claimed:
+            continue
+        kept = _reason(family.unused, spec, name, tensors)
+        if kept is not None:
+            unused[name] = kept
+        else:
+            dropped[name] = _dropped_reason(family, spec, name, tensors)
+    return Claims(dense, experts, biases, unused, dropped)
 
 
 def _names(family: Family, role: str) -> tuple[str, ...]:
@@ -195,18 +202,26 @@ def _turn(
     return first, step, num_sharing * count
 
 
-def _reason(family: Family, spec: ModelSpec, name: str, tensors: Tensors) -> str:
+def _dropped_reason(family: Family, spec: ModelSpec, name: str, tensors: Tensors) -> str:
     """Why a tensor that nobody claims is not packed."""
     if spec.tied_head and name in _names(family, "head"):
         return "tied: the embedding is the head"
+    reason = _reason((_CONSTANT, *family.dropped), spec, name, tensors)
+    if reason is None:
+        raise CheckpointError(
+            f"checkpoint: tensor {name!r} belongs to nothing the config describes; it would be lost in the pack"
+        )
+    return reason
+
+
+def _reason(left_out: tuple[LeftOut, ...], spec: ModelSpec, name: str, tensors: Tensors) -> str | None:
+    """The reason of the first pattern that a name follows, or None."""
     n = spec.num_hidden_layers
-    for dropped in (_CONSTANT, *family.dropped):
-        is_there = dropped.sign is None or dropped.sign.format(n=n) in tensors
-        if is_there and fnmatchcase(name, dropped.pattern.format(n=n)):
-            return dropped.reason
-    raise CheckpointError(
-        f"checkpoint: tensor {name!r} belongs to nothing the config describes; it would be lost in the pack"
-    )
+    for found in left_out:
+        is_there = found.sign is None or found.sign.format(n=n) in tensors
+        if is_there and fnmatchcase(name, found.pattern.format(n=n)):
+            return found.reason
+    return None
 
 
 def _with_scales(source: SourceMatrix, tensors: Tensors, codec: SourceCodec) -> SourceMatrix:

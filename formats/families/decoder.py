@@ -5,7 +5,8 @@ from typing import Literal
 
 from moe_pack.formats.errors import CheckpointError
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.family import ExpertNames
+from moe_pack.formats.families.family import ExpertNames, LeftOut
+from moe_pack.formats.families.rope import read_rope
 from moe_pack.formats.spec import (
     MATRICES,
     PROJECTIONS,
@@ -63,6 +64,14 @@ FUSED_EXPERT_NAMES = ExpertNames(
 )
 
 
+# A layer behind the last one of the decoder, with a tensor that a decoder layer has not.
+PREDICTION_LAYER = LeftOut(
+    "model.layers.{n}.*",
+    "a multi-token-prediction layer, which plain decoding does not run",
+    sign="model.layers.{n}.eh_proj.weight",
+)
+
+
 def read_decoder(
     config: Config,
     family: str,
@@ -76,6 +85,7 @@ def read_decoder(
     shared_expert: SharedExpertSpec | None = None,
     norm: NormSpec | None = None,
     head_bias: bool = False,
+    tied_head: bool | None = None,
     embedding_multiplier: float = 1.0,
     residual_multiplier: float = 1.0,
     logits_scaling: float = 1.0,
@@ -85,6 +95,7 @@ def read_decoder(
     Args:    intermediate_size: an expert's.   moe_layers: None for all.
              dense_size_key: the key of the size of layers without experts; passed over if there are none.
              norm: rms with `rms_norm_eps` (1e-6 where the config has none) unless given.
+             tied_head: as `tie_word_embeddings` says (false where the config has none) unless given.
     """
     config.only("hidden_act", "silu")
     num_layers = config.num_layers()
@@ -103,7 +114,7 @@ def read_decoder(
         dense_intermediate_size=dense_size,
         max_position_embeddings=config.whole("max_position_embeddings"),
         norm=norm or NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
-        tied_head=config.flag("tie_word_embeddings", False),
+        tied_head=config.flag("tie_word_embeddings", False) if tied_head is None else tied_head,
         head_bias=head_bias,
         embedding_multiplier=embedding_multiplier,
         residual_multiplier=residual_multiplier,
@@ -142,6 +153,37 @@ def read_grouped_query(
         bias=bias,
         qk_norm=qk_norm,
     )
+
+
+def read_llama_attention(config: Config, bias: tuple[Projection, ...]) -> GroupedQuerySpec:
+    """Attention of the classes that models ship as Python files of their own, after Llama's of transformers 4.3x.
+
+    Heads share the hidden size whatever `head_dim` says, which these classes never read.
+    """
+    config.only("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
+    return read_grouped_query(config, bias=bias, own_keys=True)
+
+
+def read_llama_rope(config: Config, head_dim: int) -> RopeSpec:
+    """The rotary positions of such a class: `rope_theta` and `rope_scaling`, never `rope_parameters`.
+
+    What scalings they know, linear and dynamic, no published model of theirs uses, and we do not implement.
+    """
+    config.only("rope_parameters", None)
+    return read_rope(config, head_dim, scalings=())
+
+
+def read_expert_count(config: Config, key: str) -> int:
+    """How many experts a layer has, in a family whose `model_type` dense models have too: those lack the key."""
+    if not config.has(key):
+        raise dense_model(config)
+    return config.whole(key)
+
+
+def dense_model(config: Config) -> CheckpointError:
+    """The refusal of a model that has no experts."""
+    model_type = config.text("model_type")
+    return CheckpointError(f"{config.place}: {model_type!r} is a dense model without experts; there is nothing to pack")
 
 
 def read_sigmoid_router(config: Config, num_experts_per_tok: int | None, normalize: bool) -> RouterSpec:

@@ -9,12 +9,12 @@ from moe_pack.formats.families.decoder import (
     read_decoder,
 )
 from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.rope import read_rope, yarn_scale
-from moe_pack.formats.spec import LatentSpec, ModelSpec, RouterSpec, SharedExpertSpec
+from moe_pack.formats.families.latent import LATENT_NAMES, read_latent
+from moe_pack.formats.families.rope import read_rope
+from moe_pack.formats.spec import ModelSpec, RouterSpec, SharedExpertSpec
 
 
 def _read_config(config: Config) -> ModelSpec:
-    config.only("attention_bias", False)
     config.only("mlp_bias", False)
     config.only("moe_layer_freq", 1)
     config.require("n_shared_experts")  # null says none; missing, transformers takes 2
@@ -22,33 +22,12 @@ def _read_config(config: Config) -> ModelSpec:
     return read_decoder(
         config,
         "deepseek_v2",
-        _read_attention(config),
+        read_latent(config),
         read_rope(config, config.whole("qk_rope_head_dim"), interleaved=True),
         _read_router(config),
         expert_size,
         moe_layers=layers_after_dense(config, default=0),
         shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
-    )
-
-
-def _read_attention(config: Config) -> LatentSpec:
-    nope, rope, num_heads = (
-        config.whole(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "num_attention_heads")
-    )
-    config.only("num_key_value_heads", num_heads)
-    config.only("qk_head_dim", nope + rope)
-    config.only("head_dim", rope)
-    config.require("q_lora_rank")  # null says that queries have no latent; missing, transformers takes 1536
-    return LatentSpec(
-        kind="latent",
-        num_heads=num_heads,
-        q_lora_rank=config.whole("q_lora_rank") if config.has("q_lora_rank") else None,
-        kv_lora_rank=config.whole("kv_lora_rank"),
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rope,
-        v_head_dim=config.whole("v_head_dim"),
-        scale=(nope + rope) ** -0.5 * yarn_scale(config),
-        lora_norm_eps=1e-6,  # whatever rms_norm_eps says
     )
 
 
@@ -77,15 +56,7 @@ DEEPSEEK_V2 = Family(
         "deepseek-v2-lite-chat": "deepseek-ai/DeepSeek-V2-Lite-Chat",
     },
     read_config=_read_config,
-    dense_names={
-        **DENSE_NAMES,
-        "layers.{i}.attention.q_a": "model.layers.{i}.self_attn.q_a_proj.weight",
-        "layers.{i}.attention.q_a_norm": "model.layers.{i}.self_attn.q_a_layernorm.weight",
-        "layers.{i}.attention.q_b": "model.layers.{i}.self_attn.q_b_proj.weight",
-        "layers.{i}.attention.kv_a": "model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight",
-        "layers.{i}.attention.kv_a_norm": "model.layers.{i}.self_attn.kv_a_layernorm.weight",
-        "layers.{i}.attention.kv_b": "model.layers.{i}.self_attn.kv_b_proj.weight",
-    },
+    dense_names={**DENSE_NAMES, **LATENT_NAMES},
     expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
     ignored_keys=frozenset({"aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux"}),
 )

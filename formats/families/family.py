@@ -8,8 +8,8 @@ from moe_pack.formats.spec import Matrix, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
-    """Source tensors that are not packed: a pattern of names (`*` for anything), and the reason.
+class LeftOut:
+    """Source tensors that are not run: a pattern of names (`*` for anything), and the reason.
 
     `sign` is the name of a tensor without which they are something else, and claimed by nobody. `{n}` in either is
     the number of decoder layers.
@@ -43,8 +43,8 @@ class Family:
     """One `model_type`.
 
     `dense_names` maps roles to source names, with `{i}` for the decoder layer; where a role has several names, a
-    checkpoint has one of them. Of several `expert_names` a checkpoint follows one. `dropped` says what is not packed.
-    `ignored_keys` of the config change nothing at inference.
+    checkpoint has one of them. Of several `expert_names` a checkpoint follows one. `dropped` says what is not packed,
+    `unused` what the pack keeps though nothing runs it. `ignored_keys` of the config change nothing at inference.
     """
 
     model_type: str
@@ -52,5 +52,6 @@ class Family:
     read_config: Callable[[Config], ModelSpec]
     dense_names: Mapping[str, str | tuple[str, ...]]
     expert_names: tuple[ExpertNames, ...]
-    dropped: tuple[Dropped, ...] = ()
+    dropped: tuple[LeftOut, ...] = ()
+    unused: tuple[LeftOut, ...] = ()
     ignored_keys: frozenset[str] = frozenset()

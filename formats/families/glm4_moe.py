@@ -5,13 +5,14 @@ from moe_pack.formats.families.decoder import (
     DENSE_NAMES,
     EXPERT_NAMES,
     FUSED_EXPERT_NAMES,
+    PREDICTION_LAYER,
     attention_bias,
     layers_after_dense,
     read_decoder,
     read_grouped_query,
     read_sigmoid_router,
 )
-from moe_pack.formats.families.family import Dropped, Family
+from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.rope import read_rope
 from moe_pack.formats.spec import ModelSpec, NormSpec, SharedExpertSpec
 
@@ -41,12 +42,6 @@ GLM4_MOE = Family(
     read_config=_read_config,
     dense_names=DENSE_NAMES,
     expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
-    dropped=(
-        Dropped(
-            "model.layers.{n}.*",
-            "a multi-token-prediction layer, which plain decoding does not run",
-            sign="model.layers.{n}.eh_proj.weight",  # its own: a decoder layer has none
-        ),
-    ),
+    unused=(PREDICTION_LAYER,),
     ignored_keys=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
 )

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.formats import RouterSpec
+from moe_pack.runtime.router import least_sum
 
 _SOFTMAX_TOPK, _TOPK_SOFTMAX, _SIGMOID_TOPK, _SPARSEMIXER = (tl.constexpr(kind) for kind in range(4))
 _KINDS = {
@@ -30,7 +31,7 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None, experts: Tensor
     _route_kernel[(1,)](
         logits, logits if bias is None else bias, experts, weights,
         _KINDS[spec.kind], k, spec.n_group, spec.topk_group, size, bias is not None, spec.normalize,
-        spec.scaling_factor, 2 * spec.jitter,
+        spec.scaling_factor, least_sum(spec), 2 * spec.jitter,
         triton.next_power_of_2(k), triton.next_power_of_2(spec.n_group), triton.next_power_of_2(size),
         num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
@@ -87,6 +88,7 @@ def _route_kernel(
     HAS_BIAS: tl.constexpr,
     NORMALIZE: tl.constexpr,
     SCALING: tl.constexpr,
+    LEAST_SUM: tl.constexpr,
     FAR: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -130,7 +132,6 @@ def _route_kernel(
         weights = powers / tl.sum(powers)
     if NORMALIZE:
         total = tl.sum(tl.where(places < K, weights, 0.0))
-        # As in the reference: sigmoids that all vanish have no sum to divide by.
-        weights = weights / (total + (1e-20 if KIND == _SIGMOID_TOPK else 0.0))
+        weights = weights / (total + LEAST_SUM)
     tl.store(experts_ptr + places, experts, mask=places < K)
     tl.store(weights_ptr + places, weights * SCALING, mask=places < K)

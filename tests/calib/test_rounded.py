@@ -1,13 +1,12 @@
 """Weights with some dense matrices rounded: which those are, in every family, and that nothing else changes."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from families import TINY, Tiny, config_of
+from families import TINY, Tiny, write_config
 from specs import GROUPED, LATENT
 
 from moe_pack.calib.expert_error import Rounding
@@ -100,8 +99,7 @@ def test_a_layers_roles_are_not_those_of_a_layer_whose_number_begins_alike() -> 
 
 
 def spec_of(tiny: Tiny, folder: Path) -> ModelSpec:
-    config_of(tiny).save_pretrained(folder)
-    return read_spec(Config(json.loads((folder / "config.json").read_text()), "config.json"))[1]
+    return read_spec(Config(write_config(tiny, folder), "config.json"))[1]
 
 
 @pytest.mark.parametrize("tiny", [tiny for tiny in TINY if not (tiny.fused or tiny.four)], ids=str)

@@ -177,7 +177,7 @@ def test_an_account_sealed_again_without_a_change_passes(packed: Path) -> None:
     ("change", "says"),
     [
         ({"shape": [4096, 63]}, "source.json: found 619,328 weights packed and resident, the model has 623,424"),
-        ({"reason": "why not"}, "source.json: tensor 'lm_head.weight': dropped without a reason, or kept with one"),
+        ({"reason": "why not"}, "source.json: tensor 'lm_head.weight': left out without a reason, or run with one"),
     ],
 )
 def test_an_account_that_does_not_add_up_fails(change: dict[str, Any], says: str, packed: Path) -> None:

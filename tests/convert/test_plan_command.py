@@ -134,6 +134,26 @@ def test_a_paper_whose_loss_nobody_knows_has_none(small: Path) -> None:
     assert re.search(r"^preset corm +not +foretold ", run("plan", *asked).output, re.MULTILINE)
 
 
+@pytest.mark.parametrize(
+    ("name", "target", "gpu"),
+    [("deepseek-moe-16b", 12, "RTX 3060 12G"), ("xverse-moe-a4.2b", 16, "RTX 4060 Ti 16G")],
+)
+def test_corms_pack_is_planned_at_true_dimensions_for_the_cards_of_papers(name: str, target: int, gpu: str) -> None:
+    """Settings S1 and S2 of Importance-Driven Expert Scheduling, Table 1; CORM has the first model too."""
+    found = planned(name, "--target-vram", f"{target}G", "--gpu", gpu, "--ram", "64G", "--preset", "corm")
+    (plan,) = found["plans"]
+    assert sum(plan["memory_bytes"].values()) == found["target_bytes"] == target * GIB
+    spec = model_spec(name)
+    weights = len(spec.moe_layers) * 64 * 3 * spec.expert.intermediate_size * spec.hidden_size
+    assert 3.5 * weights / 8 < plan["pack_bytes"] - plan["memory_bytes"]["dense weights"] < 3.8 * weights / 8
+
+
+def test_the_model_of_edgemoes_phone_is_planned_in_edgemoes_widths() -> None:
+    (plan,) = planned("minicpm-moe-8x2b", "--target-vram", "8G", "--device", "cpu", "--preset", "edgemoe")["plans"]
+    assert sum(plan["memory_bytes"].values()) == 8 * GIB
+    assert plan["kl"] is not None and 2 <= plan["bits_per_weight"] <= 8.1
+
+
 def test_the_memory_a_plan_names_is_what_moe_run_allocates(profile: Path, tmp_path: Path) -> None:
     """The demo model, a budget in which experts take turns: part by part to the byte, and as --stats prints them."""
     plan, packed, budget = tmp_path / "plan.json", tmp_path / "packed", "8M"

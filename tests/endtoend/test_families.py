@@ -1,4 +1,4 @@
-"""Every family: a tiny random checkpoint gives transformers' logits and greedy text through a 16-bit pack."""
+"""Every family: a tiny random checkpoint gives the original's logits and greedy text through a 16-bit pack."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 from families import (
     BASE,
     CLOSE,
+    IN_TRANSFORMERS,
     LONGROPE,
     TINY,
     Close,
@@ -19,7 +20,9 @@ from families import (
     refusal,
     token_ids,
     write,
+    write_config,
 )
+from references import REFERENCES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_pack.formats import FAMILIES, Checkpoint, CheckpointError
@@ -64,7 +67,7 @@ def test_up_to_the_original_context_transformers_own_longrope_is_the_published_o
         assert (unchanged(ids).logits - original(source)(ids).logits).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", IN_TRANSFORMERS)
 def test_configs_of_transformers_4_and_5_describe_the_same_model(family: str, tmp_path: Path) -> None:
     five = Checkpoint(write(Tiny(family, "five"), tmp_path / "five"))
     four = Checkpoint(write(Tiny(family, "four", four=True), tmp_path / "four"))
@@ -76,7 +79,7 @@ def test_configs_of_transformers_4_and_5_describe_the_same_model(family: str, tm
 
 
 @pytest.mark.parametrize("four", [False, True], ids=["transformers 5", "transformers 4"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", IN_TRANSFORMERS)
 def test_a_key_that_is_missing_means_what_it_means_to_transformers(family: str, four: bool, tmp_path: Path) -> None:
     """Each key is left out in turn: we refuse the config, or read of it what transformers makes of it."""
     config_of(Tiny(family, "whole")).save_pretrained(tmp_path)
@@ -92,3 +95,19 @@ def test_a_key_that_is_missing_means_what_it_means_to_transformers(family: str, 
         theirs.save_pretrained(tmp_path)
         filled = json.loads((tmp_path / "config.json").read_text())
         assert ours == read_spec(Config(filled, "config.json"))[1], f"without {key}"
+
+
+@pytest.mark.parametrize("family", REFERENCES)
+def test_a_key_that_is_missing_means_what_it_means_to_the_published_class(family: str, tmp_path: Path) -> None:
+    whole = write_config(Tiny(family, "whole"), tmp_path)
+    read = 0
+    for key in whole.keys() - {"model_type"}:
+        values = {name: value for name, value in whole.items() if name != key}
+        try:
+            ours = read_spec(Config(values, "config.json"))[1]
+        except CheckpointError:
+            continue
+        filled = REFERENCES[family].completed(values)
+        assert ours == read_spec(Config(filled, "config.json"))[1], f"without {key}"
+        read += 1
+    assert read > 5, "most keys have a default"

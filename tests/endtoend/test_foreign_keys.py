@@ -1,4 +1,4 @@
-"""A key that one family knows, put into another's config: refused, or it does what it does in transformers."""
+"""A key that one family knows, put into another's config: refused, or it does what it does in the original."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import BASE, Tiny, config_of, original, token_ids, write_random
+from families import BASE, Tiny, oracle, token_ids, write_config, write_random
 from huggingface_hub.errors import StrictDataclassError
 from models import pack
+from references import REFERENCES
 from transformers import AutoConfig
 
 from moe_pack.formats import Checkpoint, CheckpointError, Pack
@@ -35,9 +36,18 @@ LEFT_OUT = {"model_type", "architectures", "transformers_version", "vocab_size",
 
 
 def written(family: str, folder: Path) -> dict[str, Any]:
-    config_of(Tiny(family, "plain")).save_pretrained(folder)
-    values: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return values
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_config(Tiny(family, "plain"), folder)
+
+
+def write(family: str, values: dict[str, Any], folder: Path) -> None:
+    """Writes a checkpoint whose tensors are those that the original makes of a config, and the config as it is."""
+    own = {key: value for key, value in values.items() if key != "model_type"}
+    if family in REFERENCES:
+        REFERENCES[family].write(own, folder)
+    else:
+        write_random(AutoConfig.for_model(family, **own), folder)
+    (folder / "config.json").write_text(json.dumps(values))
 
 
 def candidates(folder: Path) -> list[tuple[str, Any]]:
@@ -63,12 +73,9 @@ def differs(family: str, values: dict[str, Any], folder: Path) -> float | None:
     """The largest difference of logits under this config, or None where either side refuses it."""
     try:
         read_spec(Config(values, "config.json"))
-        theirs = AutoConfig.for_model(family, **{key: value for key, value in values.items() if key != "model_type"})
-        theirs.save_pretrained(folder)
-        write_random(theirs, folder / "source")
+        write(family, values, folder / "source")
     except (CheckpointError, StrictDataclassError, ValueError, TypeError, RuntimeError):
         return None
-    (folder / "source" / "config.json").write_text(json.dumps(values))
     try:
         Checkpoint(folder / "source").close()
     except CheckpointError:  # the tensors are not those that our reading of the config asks for
@@ -76,7 +83,7 @@ def differs(family: str, values: dict[str, Any], folder: Path) -> float | None:
     pack(folder / "source", folder / "packed", width=16)
     ids = token_ids()[:60]
     with torch.no_grad():
-        expected = original(folder / "source")(torch.tensor([ids])).logits[0]
+        expected = oracle(folder / "source")(ids)
     with Pack(folder / "packed") as held:
         logits = Decoder(PackWeights(held, torch.device("cpu")), len(ids)).logits(ids)
     return float((logits - expected).abs().max())
@@ -84,7 +91,7 @@ def differs(family: str, values: dict[str, Any], folder: Path) -> float | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", BASE)
-def test_a_foreign_key_is_refused_or_means_what_it_means_to_transformers(family: str, tmp_path: Path) -> None:
+def test_a_foreign_key_is_refused_or_means_what_it_means_to_the_original(family: str, tmp_path: Path) -> None:
     own = written(family, tmp_path / "own")
     compared = 0
     for number, (key, value) in enumerate(candidates(tmp_path / "all")):

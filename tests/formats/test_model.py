@@ -44,7 +44,10 @@ def test_the_first_layers_and_tokens_alone_leave_all_else_as_it_was() -> None:
 
 
 REFUSED = {
-    "no such model": (("gpt-4", None, None), r"gpt-4: no such file or folder, nor a model .* \(deepseek-v2, .*-a3b\)"),
+    "no such model": (
+        ("gpt-4", None, None),
+        r"gpt-4: no such file or folder, nor a model .* \(deepseek-moe-16b, .*-a4.2b\)",
+    ),
     "too many layers": (("mixtral", 33, None), r"--layers: found 33, this model's num_hidden_layers is 32; give a .*"),
     "too many tokens": (("mixtral", None, 32001), r"--vocab: found 32001, this model's vocab_size is 32000; give a .*"),
     "no layer with experts": (

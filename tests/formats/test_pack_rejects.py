@@ -292,6 +292,7 @@ def test_a_feature_that_is_no_name_is_refused(folder: Path, feature: object) -> 
         (("num_hidden_layers",), 10_001, 2, "num_hidden_layers is 10001, at most 10000"),
         (("router", "n_group"), 3, 1, "1 of 3 groups of 2 experts"),
         (("router", "jitter"), 0.1, 0.0, "router jitter is 0.1 with softmax_topk"),
+        (("router", "least_sum"), 1.0, 0.999, "router least_sum is 1.0 with normalize True"),
         (("shared_expert",), {"intermediate_size": 0, "gated": True}, None,
          "shared intermediate_size is 0, expected 1 to 2^31 - 1"),
         (("router", "num_experts_per_tok"), 3, 1, "3 experts a token out of 2"),

@@ -48,7 +48,7 @@ def in_best_groups(scores: list[float], spec: RouterSpec, deciding: int) -> list
 
 def finished(chosen: list[int], scores: list[float], spec: RouterSpec) -> Chosen:
     weights = [scores[i] for i in chosen]
-    total = sum(weights) if spec.normalize else 1.0
+    total = sum(weights) + spec.least_sum if spec.normalize else 1.0
     return [(i, weight / total * spec.scaling_factor) for i, weight in zip(chosen, weights, strict=True)]
 
 
@@ -92,6 +92,8 @@ ROUTERS = [
     RouterSpec("softmax_topk", 8, 3, False, scaling_factor=16.0),
     RouterSpec("softmax_topk", 12, 4, False, n_group=4, topk_group=2),
     RouterSpec("softmax_topk", 12, 3, True, n_group=4, topk_group=1, bias=True),
+    RouterSpec("softmax_topk", 10, 3, True, least_sum=0.125),
+    RouterSpec("sigmoid_topk", 10, 3, True, least_sum=1e-6),
     RouterSpec("topk_softmax", 8, 3, False),
     RouterSpec("topk_softmax", 8, 8, False, scaling_factor=0.5),
     RouterSpec("sigmoid_topk", 8, 3, True, bias=True, scaling_factor=2.5),

@@ -1,17 +1,20 @@
 """Tiny random checkpoints of every family, made and run by transformers; and configs close to theirs that we refuse.
 
-A row here is a family's test: tests/endtoend/test_families.py and `make families` run every one of them.
+Families that transformers has no class for are made and run by a plain reference instead (`references`). A row here
+is a family's test: tests/endtoend/test_families.py and `make families` run every one of them.
 """
 
 import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from models import pack
+from references import REFERENCES, SIZES, SMALLEST, SWITCHES
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -19,6 +22,7 @@ from moe_pack.formats import Checkpoint, CheckpointError, Pack
 from moe_pack.runtime import Decoder, PackWeights, Sampler, generate
 
 Values = dict[str, Any]
+Oracle = Callable[[list[int]], torch.Tensor]
 NUM_TOKENS, NUM_GREEDY, NUM_POSITIONS = 96, 32, 128
 SMALL: Values = {
     "hidden_size": 64,
@@ -39,7 +43,7 @@ class Tiny:
     """One shape of a family: `config` is what transformers is given beyond SMALL and the family's BASE.
 
     `fused`: experts are stored as transformers 5 holds them in memory. `four`: the config is rewritten as
-    transformers 4 wrote it.
+    transformers 4 wrote it. Families with a reference have neither: one spelling is all that is published.
     """
 
     family: str
@@ -91,6 +95,21 @@ BASE: dict[str, Values] = {
         "v_head_dim": 12,
         "q_lora_rank": None,
     },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 48,
+        "intermediate_size": 80,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "q_lora_rank": 40,
+    },
     "phimoe": {
         "num_key_value_heads": 2,
         "num_local_experts": 6,
@@ -134,13 +153,16 @@ BASE: dict[str, Values] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
     },
+    **SMALLEST,
 }
+IN_TRANSFORMERS = tuple(family for family in BASE if family not in REFERENCES)
 FULL_V2 = {"q_lora_rank": 40, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}
 
 TINY: tuple[Tiny, ...] = (
     *(Tiny(family, "as it comes") for family in BASE),
-    *(Tiny(family, "experts fused", fused=True) for family in BASE),
-    *(Tiny(family, "config of transformers 4", four=True) for family in BASE),
+    *(Tiny(family, "experts fused", fused=True) for family in IN_TRANSFORMERS),
+    *(Tiny(family, "config of transformers 4", four=True) for family in IN_TRANSFORMERS),
+    *(Tiny(family, name, switch) for family, switches in SWITCHES.items() for name, switch in switches.items()),
     Tiny("mixtral", "window of 7", {"sliding_window": 7}),
     Tiny("mixtral", "yarn", {"head_dim": 16, "rope_parameters": YARN | {"rope_theta": 1e4}}),
     *(
@@ -172,6 +194,28 @@ TINY: tuple[Tiny, ...] = (
         FULL_V2 | {"rope_parameters": YARN | {"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 0.5}},
     ),
     Tiny("deepseek_v2", "no dense layer", {"first_k_dense_replace": 0}),
+    Tiny(
+        "deepseek_v3",
+        "yarn with an mscale",
+        {"rope_parameters": YARN | {"rope_theta": 1e4, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    Tiny(
+        "deepseek_v3",
+        "yarn with one bound, one group",
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.827,
+            "rope_parameters": YARN
+            | {"rope_theta": 5e4, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "factor": 8.0},
+        },
+    ),
+    Tiny(
+        "deepseek_v3",
+        "no query latent, rotated in halves, not normalized",
+        {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_shared_experts": 2},
+    ),
+    Tiny("deepseek_v3", "no dense layer, tied head", {"first_k_dense_replace": 0, "tie_word_embeddings": True}),
     Tiny(
         "phimoe",
         "window of 7, no scaling, no bias",
@@ -212,7 +256,7 @@ CLOSE: tuple[Close, ...] = (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
             f"rope_type 'linear' is not supported; supported: default, {'longrope' if family == 'phimoe' else 'yarn'}",
         )
-        for family in BASE
+        for family in IN_TRANSFORMERS
     ),
     *(
         Close(
@@ -222,7 +266,29 @@ CLOSE: tuple[Close, ...] = (
             if family == "phimoe"
             else "rope_type 'longrope' is not supported; supported: default, yarn",
         )
-        for family in BASE
+        for family in IN_TRANSFORMERS
+    ),
+    *(
+        Close(
+            family,
+            {"rope_scaling": {"type": kind, "factor": 2.0}},
+            f"rope_type '{kind}' is not supported; supported: default",
+        )
+        for family in REFERENCES
+        for kind in ("linear", "dynamic", "yarn")
+    ),
+    *(
+        Close(
+            family,
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}},
+            "rope_parameters is {'rope_type': 'default', 'rope_theta': 100000.0}, " + _ONLY("None"),
+        )
+        for family in REFERENCES
+    ),
+    *(Close(family, {"head_dim": 32}, "head_dim is 32, " + _ONLY("16")) for family in REFERENCES),
+    *(
+        Close(family, {key: None}, f"'{family}' is a dense model without experts; there is nothing to pack")
+        for family, key in (("deepseek", "n_routed_experts"), ("minicpm", "num_experts"), ("xverse", "num_experts"))
     ),
     *(
         Close(family, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, " + _ONLY("1.0"))
@@ -264,6 +330,13 @@ CLOSE: tuple[Close, ...] = (
     Close("deepseek_v2", {"attention_bias": True}, "attention_bias is True, " + _ONLY("False")),
     Close("deepseek_v2", {"mlp_bias": True}, "mlp_bias is True, " + _ONLY("False")),
     Close("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq is 2, " + _ONLY("1")),
+    Close("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax', " + _ONLY("'sigmoid'")),
+    Close("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy', " + _ONLY("'noaux_tc'")),
+    Close("deepseek_v3", {"attention_bias": True}, "attention_bias is True, " + _ONLY("False")),
+    Close("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2, " + _ONLY("1")),
+    Close("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2, " + _ONLY("4")),
+    Close("deepseek_v3", {"n_group": 3, "topk_group": 1}, "1 of 3 groups of 8 experts"),
+    Close("deepseek_v3", {"n_group": None}, "key 'n_group' is missing, expected a value or null"),
     Close("phimoe", {"num_experts_per_tok": 4}, "num_experts_per_tok is 4, " + _ONLY("2")),
     Close("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, " + _ONLY("None")),
     Close(
@@ -283,6 +356,18 @@ CLOSE: tuple[Close, ...] = (
         "layer_types has ['full_attention', 'sliding_attention'], " + _ONLY("'full_attention'"),
     ),
     Close("dots1", {"layer_types": None, "max_window_layers": 1}, "sliding_window is 4096, " + _ONLY("None")),
+    Close("deepseek", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid', " + _ONLY("'softmax'")),
+    Close("deepseek", {"n_shared_experts": 0}, "n_shared_experts is 0, expected 1 to 2^31 - 1"),
+    Close("deepseek", {"moe_layer_freq": 0}, "moe_layer_freq is 0, expected 1 to 2^31 - 1"),
+    Close("deepseek", {"num_key_value_heads": None}, "key 'num_key_value_heads' is missing, expected a value or null"),
+    Close("minicpm", {"pretraining_tp": 2}, "pretraining_tp is 2, " + _ONLY("1")),
+    Close(
+        "minicpm",
+        {"sparse_config": {"topk": 64}},
+        "key 'sparse_config' ({'topk': 64}) is not one this family is known with",
+    ),
+    Close("xverse", {"num_shared_experts": None}, "key 'num_shared_experts' is missing, expected a value or null"),
+    Close("xverse", {"num_shared_experts": 0}, "num_shared_experts is 0, expected 1 to 2^31 - 1"),
 )
 
 
@@ -292,8 +377,23 @@ def config_of(tiny: Tiny) -> PreTrainedConfig:
     return config
 
 
+def write_config(tiny: Tiny, folder: Path) -> Values:
+    """Writes the config.json of a row, and returns its values; a reference's has its class's defaults written out."""
+    if tiny.family in REFERENCES:
+        reference = REFERENCES[tiny.family]
+        values = reference.completed(SIZES | BASE[tiny.family] | tiny.config) | {"model_type": tiny.family}
+        (folder / "config.json").write_text(json.dumps(values))
+        return values
+    config_of(tiny).save_pretrained(folder)
+    written: Values = json.loads((folder / "config.json").read_text())
+    return written
+
+
 def write(tiny: Tiny, folder: Path) -> Path:
     """Writes the checkpoint of a row."""
+    if tiny.family in REFERENCES:
+        assert not tiny.fused and not tiny.four, "one spelling is all that is published"
+        return REFERENCES[tiny.family].write(SIZES | BASE[tiny.family] | tiny.config, folder)
     write_random(config_of(tiny), folder, tiny.fused)
     if tiny.four:
         path = folder / "config.json"
@@ -341,6 +441,20 @@ def original(folder: Path) -> PreTrainedModel:
     return model
 
 
+def oracle(folder: Path) -> Oracle:
+    """What says the logits of a text, float32 [T, vocab], by the checkpoint in a folder."""
+    family = json.loads((folder / "config.json").read_text())["model_type"]
+    if family in REFERENCES:
+        return partial(REFERENCES[family].logits_of, folder)
+    model = original(folder)
+
+    def by_transformers(ids: list[int]) -> torch.Tensor:
+        logits: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
+        return logits
+
+    return by_transformers
+
+
 def published_longrope(rope: Values) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Rotary angles as Phi-3.5-MoE's own code and transformers 4 have them, in place of transformers 5's.
 
@@ -363,7 +477,7 @@ def published_longrope(rope: Values) -> Callable[..., tuple[torch.Tensor, torch.
 
 @dataclass(frozen=True)
 class Comparison:
-    """Largest differences from transformers' logits, and whether greedy text is the same."""
+    """Largest differences from the oracle's logits, and whether greedy text is the same."""
 
     prefill: float
     token_by_token: float
@@ -380,20 +494,15 @@ def token_ids() -> list[int]:
 def compare(tiny: Tiny, folder: Path) -> Comparison:
     """Makes the checkpoint, packs it in 16 bit, and runs both, past every window and scaling limit.
 
-    Token by token, what counts is what transformers says of the text so far: a row of what it says of the whole text,
+    Token by token, what counts is what the oracle says of the text so far: a row of what it says of the whole text,
     but for longrope, which looks at the length.
     """
     source = write(tiny, folder / "source")
     pack(source, folder / "packed", width=16)
-    model, ids = original(source), token_ids()
-
-    def reference(sequence: list[int]) -> torch.Tensor:
-        logits: torch.Tensor = model(torch.tensor([sequence]), use_cache=False).logits[0]
-        return logits
-
+    reference, ids = oracle(source), token_ids()
     whole = reference(ids)
     steps = whole
-    if model.config.rope_parameters["rope_type"] == "longrope":
+    if '"longrope"' in (source / "config.json").read_text():
         steps = torch.stack([reference(ids[: n + 1])[-1] for n in range(NUM_TOKENS)])
     text = ids[:24]
     for _ in range(NUM_GREEDY):
@@ -415,9 +524,9 @@ def compare(tiny: Tiny, folder: Path) -> Comparison:
 
 def refusal(close: Close, folder: Path) -> str | None:
     """The line that refuses a config near one we know, or None if only tensors are missing."""
-    config_of(Tiny(close.family, "close")).save_pretrained(folder)
+    written = write_config(Tiny(close.family, "close"), folder)
     path = folder / "config.json"
-    values = {key: value for key, value in json.loads(path.read_text()).items() if key not in close.changes}
+    values = {key: value for key, value in written.items() if key not in close.changes}
     path.write_text(json.dumps(values | {key: value for key, value in close.changes.items() if value is not None}))
     try:
         Checkpoint(folder).close()

@@ -15,6 +15,8 @@ SPECS = [
     RouterSpec("softmax_topk", 160, 6, False, n_group=8, topk_group=3, scaling_factor=16.0),
     RouterSpec("softmax_topk", 12, 3, True, bias=True, n_group=4, topk_group=2),
     RouterSpec("softmax_topk", 512, 10, True),
+    RouterSpec("softmax_topk", 64, 6, True, least_sum=0.125),
+    RouterSpec("sigmoid_topk", 24, 4, True, least_sum=0.25),
     RouterSpec("softmax_topk", 1, 1, True),
     RouterSpec("topk_softmax", 40, 8, False),
     RouterSpec("topk_softmax", 128, 4, False, logit_bias=True),

@@ -1,0 +1,52 @@
+"""DeepSeekMoE-16B. Source: deepseek-ai/deepseek-moe-16b-base, modeling_deepseek.py; DeepSeekMoE (2401.06066).
+
+transformers has no class for it; tests/support/references/deepseek.py stands in for one.
+"""
+
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.decoder import (
+    DENSE_NAMES,
+    EXPERT_NAMES,
+    attention_bias,
+    layers_after_dense,
+    read_decoder,
+    read_expert_count,
+    read_llama_attention,
+    read_llama_rope,
+)
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.spec import ModelSpec, RouterSpec, SharedExpertSpec
+
+
+def _read_config(config: Config) -> ModelSpec:
+    num_experts, chosen = read_expert_count(config, "n_routed_experts"), config.whole("num_experts_per_tok")
+    config.only("scoring_func", "softmax")
+    config.require("num_key_value_heads")  # null says that each head has keys of its own; missing, 32 do
+    attention = read_llama_attention(config, attention_bias(config))
+    expert_size, freq = config.whole("moe_intermediate_size"), config.whole("moe_layer_freq", 1)
+    num_shared = config.whole("n_shared_experts") if config.has("n_shared_experts") else 0
+    normalize = config.flag("norm_topk_prob", False) and chosen > 1  # the weight of one alone stays as it is
+    return read_decoder(
+        config,
+        "deepseek",
+        attention,
+        read_llama_rope(config, attention.head_dim),
+        RouterSpec("softmax_topk", num_experts, chosen, normalize),
+        expert_size,
+        moe_layers=tuple(layer for layer in layers_after_dense(config, default=0) if layer % freq == 0),
+        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
+    )
+
+
+DEEPSEEK = Family(
+    model_type="deepseek",
+    short_names={
+        "deepseek-moe-16b": "deepseek-ai/deepseek-moe-16b-base",
+        "deepseek-moe-16b-base": "deepseek-ai/deepseek-moe-16b-base",
+        "deepseek-moe-16b-chat": "deepseek-ai/deepseek-moe-16b-chat",
+    },
+    read_config=_read_config,
+    dense_names=DENSE_NAMES,
+    expert_names=(EXPERT_NAMES,),
+    ignored_keys=frozenset({"aux_loss_alpha", "pretraining_tp", "seq_aux"}),
+)

@@ -1,0 +1,71 @@
+"""DeepSeek-V3 and R1, and Kimi K2, which has their arithmetic under a name of its own.
+
+Source: transformers, models/deepseek_v3; DeepSeek-V3 (2412.19437); Kimi K2 (2507.20534).
+"""
+
+from dataclasses import replace
+
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.decoder import (
+    DENSE_NAMES,
+    EXPERT_NAMES,
+    FUSED_EXPERT_NAMES,
+    PREDICTION_LAYER,
+    layers_after_dense,
+    read_decoder,
+    read_sigmoid_router,
+)
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.latent import LATENT_NAMES, read_latent
+from moe_pack.formats.families.rope import read_rope
+from moe_pack.formats.spec import ModelSpec, SharedExpertSpec
+
+
+def _read_config(config: Config) -> ModelSpec:
+    # Written in published configs, read by no code of transformers: other values would be another model.
+    config.only("scoring_func", "sigmoid")
+    config.only("topk_method", "noaux_tc")
+    config.only("moe_layer_freq", 1)
+    for key in ("n_group", "topk_group", "routed_scaling_factor", "num_key_value_heads"):
+        config.require(key)  # missing, transformers takes V3's own: 8, 4, 2.5 and 128
+    expert_size, num_shared = config.whole("moe_intermediate_size"), config.whole("n_shared_experts", 1)
+    return read_decoder(
+        config,
+        config.text("model_type"),
+        read_latent(config),
+        read_rope(config, config.whole("qk_rope_head_dim"), interleaved=config.flag("rope_interleave", True)),
+        read_sigmoid_router(config, num_experts_per_tok=8, normalize=True),
+        expert_size,
+        moe_layers=layers_after_dense(config, default=3),
+        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False),
+    )
+
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    short_names={
+        "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+        "deepseek-v3-base": "deepseek-ai/DeepSeek-V3-Base",
+        "deepseek-v3-0324": "deepseek-ai/DeepSeek-V3-0324",
+        "deepseek-v3.1": "deepseek-ai/DeepSeek-V3.1",
+        "deepseek-r1": "deepseek-ai/DeepSeek-R1",
+        "deepseek-r1-0528": "deepseek-ai/DeepSeek-R1-0528",
+    },
+    read_config=_read_config,
+    dense_names={**DENSE_NAMES, **LATENT_NAMES},
+    expert_names=(EXPERT_NAMES, FUSED_EXPERT_NAMES),
+    unused=(PREDICTION_LAYER,),
+    ignored_keys=frozenset(
+        {"aux_loss_alpha", "ep_size", "num_mtp_layers", "num_nextn_predict_layers", "pretraining_tp", "seq_aux"}
+    ),
+)
+KIMI_K2 = replace(
+    DEEPSEEK_V3,
+    model_type="kimi_k2",
+    short_names={
+        "kimi-k2-base": "moonshotai/Kimi-K2-Base",
+        "kimi-k2": "moonshotai/Kimi-K2-Instruct",
+        "kimi-k2-instruct": "moonshotai/Kimi-K2-Instruct",
+        "kimi-k2-instruct-0905": "moonshotai/Kimi-K2-Instruct-0905",
+    },
+)

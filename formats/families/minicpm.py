@@ -1,0 +1,54 @@
+"""MiniCPM-MoE-8x2B. Source: openbmb/MiniCPM-MoE-8x2B, modeling_minicpm.py; MiniCPM (2404.06395), section 7.
+
+transformers has no class for it; tests/support/references/minicpm.py stands in for one.
+"""
+
+import math
+
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.decoder import (
+    DENSE_NAMES,
+    attention_bias,
+    read_decoder,
+    read_expert_count,
+    read_llama_attention,
+    read_llama_rope,
+)
+from moe_pack.formats.families.family import ExpertNames, Family
+from moe_pack.formats.spec import ModelSpec, RouterSpec
+
+
+def _read_config(config: Config) -> ModelSpec:
+    num_experts, chosen = read_expert_count(config, "num_experts"), config.whole("num_experts_per_tok")
+    config.only("pretraining_tp", 1)  # in slices, the head is given what is not divided by dim_model_base
+    attention = read_llama_attention(config, attention_bias(config))
+    return read_decoder(
+        config,
+        "minicpm",
+        attention,
+        read_llama_rope(config, attention.head_dim),
+        RouterSpec("softmax_topk", num_experts, chosen, normalize=True),
+        config.whole("intermediate_size"),
+        dense_size_key=None,
+        tied_head=config.flag("tie_word_embeddings", True),
+        embedding_multiplier=config.number("scale_emb", 1),
+        residual_multiplier=config.number("scale_depth", 1) / math.sqrt(config.num_layers()),
+        logits_scaling=config.whole("hidden_size") / config.whole("dim_model_base", 1),
+    )
+
+
+MINICPM = Family(
+    model_type="minicpm",
+    short_names={"minicpm-moe-8x2b": "openbmb/MiniCPM-MoE-8x2B"},
+    read_config=_read_config,
+    dense_names=DENSE_NAMES,
+    expert_names=(
+        ExpertNames(
+            {
+                "gate": "model.layers.{i}.mlp.experts.{e}.w1.weight",
+                "up": "model.layers.{i}.mlp.experts.{e}.w3.weight",
+                "down": "model.layers.{i}.mlp.experts.{e}.w2.weight",
+            }
+        ),
+    ),
+)

@@ -1,0 +1,48 @@
+"""XVERSE-MoE-A4.2B. Source: xverse/XVERSE-MoE-A4.2B, modeling_xverse.py.
+
+transformers has no class for it; tests/support/references/xverse.py stands in for one.
+"""
+
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.decoder import (
+    DENSE_NAMES,
+    EXPERT_NAMES,
+    attention_bias,
+    read_decoder,
+    read_expert_count,
+    read_llama_attention,
+    read_llama_rope,
+)
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.spec import ModelSpec, RouterSpec, SharedExpertSpec
+
+
+def _read_config(config: Config) -> ModelSpec:
+    num_experts, chosen = read_expert_count(config, "num_experts"), config.whole("moe_top_k", 6)
+    attention = read_llama_attention(config, attention_bias(config))
+    expert_size = config.whole("intermediate_size")
+    config.require("num_shared_experts")  # null says none; missing, there are 2
+    num_shared = config.whole("num_shared_experts") if config.has("num_shared_experts") else 0
+    return read_decoder(
+        config,
+        "xverse",
+        attention,
+        read_llama_rope(config, attention.head_dim),
+        RouterSpec("softmax_topk", num_experts, chosen, normalize=True, least_sum=1e-6),
+        expert_size,
+        dense_size_key=None,
+        shared_expert=SharedExpertSpec(expert_size * num_shared, gated=False) if num_shared else None,
+    )
+
+
+XVERSE = Family(
+    model_type="xverse",
+    short_names={
+        "xverse-moe-a4.2b": "xverse/XVERSE-MoE-A4.2B",
+        "xverse-moe-a4.2b-chat": "xverse/XVERSE-MoE-A4.2B-Chat",
+    },
+    read_config=_read_config,
+    dense_names={**DENSE_NAMES, "layers.{i}.router": "model.layers.{i}.mlp.router.weight"},
+    expert_names=(EXPERT_NAMES,),
+    ignored_keys=frozenset({"max_tokenizer_truncation", "pretraining_tp"}),
+)
