@@ -10,6 +10,7 @@ from moe_pack.formats.families.deepseek_v2 import DEEPSEEK_V2
 from moe_pack.formats.families.dots1 import DOTS1
 from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.glm4_moe import GLM4_MOE
+from moe_pack.formats.families.gpt_oss import GPT_OSS
 from moe_pack.formats.families.granitemoe import GRANITEMOE
 from moe_pack.formats.families.mixtral import MIXTRAL
 from moe_pack.formats.families.olmoe import OLMOE
@@ -23,7 +24,7 @@ from moe_pack.formats.spec_check import spec_fault
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, PHIMOE, OLMOE, GRANITEMOE, GLM4_MOE, DOTS1)
+    for family in (MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, PHIMOE, OLMOE, GRANITEMOE, GLM4_MOE, DOTS1, GPT_OSS)
 }
 SHORT_NAMES: dict[str, str] = {
     short: hub_id for family in FAMILIES.values() for short, hub_id in family.short_names.items()
