@@ -108,7 +108,7 @@ def case(number: int) -> Case:
     return case_of(expert, random_tokens(c["num_tokens"], shape.num_cols, number), c["sparsity"])  # type: ignore[arg-type]
 
 
-SAMPLE = sample(CHOICES, can_be, 160)
+SAMPLE = sample(CHOICES, can_be, 180)
 
 
 def name_of(number: int) -> str:
