@@ -9,12 +9,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.convert.random_weights import Spread, even_values, random_rows, random_stream
-from moe_pack.formats import ExpertFormat, ExpertLayout, ExpertSpec, RowLayout, Selector, expert_layout, part_format
+from moe_pack.formats import (
+    E5M2,
+    FP8,
+    MXFP4,
+    ExpertFormat,
+    ExpertLayout,
+    ExpertSpec,
+    PartFormat,
+    RowLayout,
+    Selector,
+    expert_layout,
+    part_format,
+)
 from moe_pack.formats import row_layout as layout_of_rows
 from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
 from moe_pack.runtime.kernels.tables import LayerTables, kind_of
 
 _GROUP = 64
+Stored = int | str  # bits of codes in groups of 64, or a codec that keeps a source
+_CODECS: dict[str, PartFormat] = {part.codec: part for part in (FP8, E5M2, MXFP4)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +55,16 @@ class Experts:
     record_bytes: int
 
 
-def expert_of(model: Model, selector: Selector, selector_bits: int, record_bits: int) -> ExpertLayout:
-    """The layout of an expert of these widths."""
-    chosen, stored = part_format(selector_bits, _GROUP), part_format(record_bits, _GROUP)
+def expert_of(model: Model, selector: Selector, selector_bits: Stored, record_bits: Stored) -> ExpertLayout:
+    """The layout of an expert of these widths or codecs."""
+    chosen, stored = _format(selector_bits), _format(record_bits)
     gate, up = (chosen if selector in (name, "both") else stored for name in ("gate", "up"))
     spec = ExpertSpec("silu", model.f, ("gate", "up", "down"), (), 0)
     return expert_layout(ExpertFormat(gate, up, stored), selector, spec, model.d)
+
+
+def _format(stored: Stored) -> PartFormat:
+    return _CODECS[stored] if isinstance(stored, str) else part_format(stored, _GROUP)
 
 
 def random_extent(layout: ExpertLayout) -> NDArray[np.uint8]:
@@ -58,7 +76,7 @@ def random_extent(layout: ExpertLayout) -> NDArray[np.uint8]:
     return np.concatenate([half.reshape(-1) for half in halves])
 
 
-def make_experts(clock: Clock, model: Model, selector: Selector, selector_bits: int, record_bits: int) -> Experts:
+def make_experts(clock: Clock, model: Model, selector: Selector, selector_bits: Stored, record_bits: Stored) -> Experts:
     """So many copies that what each operation reads of them exceeds the L2 cache four times."""
     layout, f = expert_of(model, selector, selector_bits, record_bits), model.f
     records_bytes = sum(part.num_bytes for part in layout.records.parts)

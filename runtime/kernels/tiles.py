@@ -24,7 +24,8 @@ def dot_tile(parts: tuple[Part, ...]) -> Tile:
 def sum_tile(parts: tuple[Part, ...]) -> Tile:
     """For a record whose last part is summed up: its values' sums stay in registers beside x."""
     least = min(part.bits for part in parts)  # of 1 bit two rows would be 128 columns a thread: registers spill (sm_80)
-    return _tile(parts[-1], 1 if least == 1 else 2 if least < 4 or len(parts) > 2 else 4)
+    has_many = least < 4 or len(parts) > 2 or any(part.offset % 4 for part in parts)  # loads between words are many
+    return _tile(parts[-1], 1 if least == 1 else 2 if has_many else 4)
 
 
 def _tile(part: Part, rows: int) -> Tile:

@@ -361,8 +361,8 @@ def test_the_first_and_last_of_everything_pass() -> None:
         call(name, legal(name) | cast(Arguments, changes))
 
 
-# Places in a layout's numbers: an expert's begin d, f, selector kind, bytes of a selector row, of a record and of the row
-# of extra values, function; then come seven for each of gate, up and down. The expert here has up in its selector.
+# Places in a layout's numbers: an expert's begin d, f, selector kind, bytes of a selector row, of a record and of the
+# row of extra values, function; then come seven for each of gate, up and down. The expert here has up in its selector.
 GATE, UP, DOWN = 7, 14, 21
 CODEC, WIDTH, GROUP, SCALE_BITS, OFFSET, BIAS, PLACE = range(7)
 NOT_THERE = "layout: a part is not where its selector kind puts it"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cards import graph_decoder
+from gpt_oss_pack import CHUNK, packed_gpt_oss
 from models import DEMO_MODEL, pack
 from torch import Tensor
 
@@ -207,6 +208,20 @@ def test_the_staged_engine_answers_as_plain_torch_does_on_the_cpu(
 ) -> None:
     with engine(packs["up", sparsity], share, engine="staged", policy=policy) as opened:
         assert_near(answers(opened.decoder), reference["up", sparsity])
+
+
+@pytest.mark.parametrize("name", ["graph", "staged"])
+def test_a_gpt_oss_that_keeps_its_source_answers_as_plain_torch_does_on_the_cpu(name: str, tmp_path: Path) -> None:
+    folder, ids = packed_gpt_oss(tmp_path, "both"), [(37 * i + 5) % 96 for i in range(60)]
+
+    def logits(decoder: Decoder) -> Tensor:
+        return torch.cat([decoder.logits(ids[:20]).cpu(), *(decoder.logits([token]).cpu() for token in ids[20:])])
+
+    with Pack(folder) as held:
+        expected = logits(Decoder(PackWeights(held, CPU), CONTEXT))
+    with engine(folder, engine=name, chunk_tokens=CHUNK) as opened:  # short passes have a small ring
+        assert opened.decoder.cache.is_ring
+        assert_near(logits(opened.decoder), expected)
 
 
 @pytest.mark.parametrize("name", ["graph", "staged"])

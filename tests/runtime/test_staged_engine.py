@@ -1,28 +1,19 @@
 """The staged engine as it is put together for a card, over plain memory: its kernels run by the interpreter."""
 
-from contextlib import ExitStack, closing
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from cards import CPU
 from models import TinyMixtral, pack
-from native import kernels_limited_to
+from staged_card import staged_logits
 
 from moe_pack.formats import Pack
 from moe_pack.runtime import Decoder, PackWeights
-from moe_pack.runtime.host_arena import HostArena
-from moe_pack.runtime.policies import PRESETS, PolicyName, residency_for
-from moe_pack.runtime.reads import open_reads
-from moe_pack.runtime.recording_device import RecordingDevice
-from moe_pack.runtime.staged_engine import Decided, StagedAsked, StagedAtWork, least_staged_bytes
-from moe_pack.runtime.staged_triton import TritonOps
-from moe_pack.runtime.streaming import NO_TRUST
+from moe_pack.runtime.policies import PolicyName
 
 TOLERANCE = 1e-4  # the project's bound on logits, maximum absolute
 IDS = [(37 * i + 5) % 96 for i in range(4)]
-PROMPT, CHUNK = 2, 16
+PROMPT = 2
 
 
 @pytest.fixture(scope="module")
@@ -34,35 +25,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def staged_logits(folder: Path, policy: PolicyName, has_memory: bool) -> torch.Tensor:
-    """Logits of a prompt, then of one token after the other, with room for one expert alone."""
-    with Pack(folder) as held, ExitStack() as stack:
-        preset, ops, device = PRESETS[policy], TritonOps(), RecordingDevice()
-        asked = StagedAsked(
-            held,
-            device,
-            ops,
-            stack.enter_context(HostArena(held, CPU)) if has_memory else None,
-            1 << 20,
-            lambda memory: open_reads(memory, False, 2),
-            lambda facts: Decided(preset, residency_for(preset, facts), None, preset.rows_below),
-            lambda preset, weights: None,
-            kernels_limited_to("portable"),
-            NO_TRUST,
-            True,
-            np.full((2, 4), 0.25, np.float32),
-            1,
-        )
-        room = least_staged_bytes(asked, CHUNK)
-        with closing(StagedAtWork(asked, room, 64, CHUNK, torch.float32)) as built:
-            decoder = built.decoder
-            return torch.cat([decoder.logits(IDS[:PROMPT]), *(decoder.logits([token]) for token in IDS[PROMPT:])])
-
-
 @pytest.mark.parametrize(("policy", "has_memory"), [("lru", True), ("fiddler", True), ("lru", False)])
 def test_logits_are_the_references_wherever_experts_come_from(
     policy: PolicyName, has_memory: bool, folder: Path
 ) -> None:
     with Pack(folder) as held:
         expected = Decoder(PackWeights(held, CPU), 64).logits(IDS)
-    assert (staged_logits(folder, policy, has_memory) - expected).abs().max() < TOLERANCE
+    assert (staged_logits(folder, policy, has_memory, IDS, PROMPT) - expected).abs().max() < TOLERANCE

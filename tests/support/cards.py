@@ -49,8 +49,10 @@ def reference_logits(folder: Path, ids: list[int] = IDS) -> torch.Tensor:
         return Decoder(PackWeights(held, CPU), 64).logits(ids)
 
 
-def graph_logits(folder: Path, share: float, ids: list[int] = IDS, num_prompt: int = PROMPT) -> torch.Tensor:
+def graph_logits(
+    folder: Path, share: float, ids: list[int] = IDS, num_prompt: int = PROMPT, chunk_tokens: int = 16
+) -> torch.Tensor:
     """Logits of a prompt, then of one token after the other, by the graph engine."""
-    with graph_decoder(folder, share) as decoder:
+    with graph_decoder(folder, share, chunk_tokens=chunk_tokens) as decoder:
         pieces = [decoder.logits(ids[:num_prompt])] if num_prompt else []
         return torch.cat([*pieces, *(decoder.logits([token]) for token in ids[num_prompt:])])

@@ -123,3 +123,13 @@ def put_into_blocks(tensors: Tensors, f: int, d: int, highest: int = 125, lowest
                         f"{expert}.w3.weight": weights[e, 1::2].clone(),
                     }
     return meant
+
+
+def put_gpt_oss_into_blocks(tensors: Tensors, num_layers: int, num_experts: int, f: int, d: int) -> None:
+    """Puts random MXFP4 experts in the place of a gpt-oss's in 16 bit; biases stay."""
+    generator = torch.Generator().manual_seed(3)
+    for i in range(num_layers):
+        for name, shape in (("gate_up_proj", (num_experts, 2 * f, d)), ("down_proj", (num_experts, d, f))):
+            place = f"model.layers.{i}.mlp.experts.{name}"
+            del tensors[place]
+            tensors[f"{place}_blocks"], tensors[f"{place}_scales"] = random_mxfp4(shape, generator, 119, 126)

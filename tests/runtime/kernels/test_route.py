@@ -20,6 +20,7 @@ SPECS = [
     RouterSpec("softmax_topk", 1, 1, True),
     RouterSpec("topk_softmax", 40, 8, False),
     RouterSpec("topk_softmax", 128, 4, False, logit_bias=True),
+    RouterSpec("softmax_topk", 20, 3, True, least_sum=0.5),
     RouterSpec("topk_softmax", 3, 3, False, scaling_factor=0.5),
     RouterSpec("sigmoid_topk", 128, 8, True, bias=True),
     RouterSpec("sigmoid_topk", 256, 8, True, bias=True, n_group=8, topk_group=4, scaling_factor=2.5),

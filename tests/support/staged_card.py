@@ -1,0 +1,48 @@
+"""The staged engine as it is put together for a card, over plain memory: its kernels run by the interpreter."""
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+import torch
+from cards import CPU
+from native import kernels_limited_to
+
+from moe_pack.formats import Pack
+from moe_pack.runtime.host_arena import HostArena
+from moe_pack.runtime.policies import PRESETS, PolicyName, residency_for
+from moe_pack.runtime.reads import open_reads
+from moe_pack.runtime.recording_device import RecordingDevice
+from moe_pack.runtime.staged_engine import Decided, StagedAsked, StagedAtWork, least_staged_bytes
+from moe_pack.runtime.staged_triton import TritonOps
+from moe_pack.runtime.streaming import NO_TRUST
+
+
+def staged_logits(
+    folder: Path, policy: PolicyName, has_memory: bool, ids: list[int], num_prompt: int, chunk_tokens: int = 16
+) -> torch.Tensor:
+    """Logits of a prompt, then of one token after the other, with room for one expert alone."""
+    with Pack(folder) as held, ExitStack() as stack:
+        preset, ops, device = PRESETS[policy], TritonOps(), RecordingDevice()
+        shares = np.full(held.index.size.shape, 1 / held.index.size.shape[1], np.float32)
+        asked = StagedAsked(
+            held,
+            device,
+            ops,
+            stack.enter_context(HostArena(held, CPU)) if has_memory else None,
+            1 << 20,
+            lambda memory: open_reads(memory, False, 2),
+            lambda facts: Decided(preset, residency_for(preset, facts), None, preset.rows_below),
+            lambda preset, weights: None,
+            kernels_limited_to("portable"),
+            NO_TRUST,
+            True,
+            shares,
+            1,
+        )
+        room = least_staged_bytes(asked, chunk_tokens)
+        with closing(StagedAtWork(asked, room, 64, chunk_tokens, torch.float32)) as built:
+            decoder = built.decoder
+            return torch.cat(
+                [decoder.logits(ids[:num_prompt]), *(decoder.logits([token]) for token in ids[num_prompt:])]
+            )
