@@ -91,7 +91,8 @@ def attend_heads(
     is_causal = start == 0 and (window is None or window >= stop)  # a whole sequence: torch needs no mask
     seen = None if is_causal and sinks is None else _seen(window, first, start, q.shape[1], q.device)
     if sinks is not None:
-        q, keys, values = _with_sinks(q, keys, values, sinks / spec.scale)
+        least = torch.finfo(torch.float32).min  # minus infinity times a key's 0 would be no number
+        q, keys, values = _with_sinks(q, keys, values, (sinks / spec.scale).clamp(min=least))
         seen = None if seen is None else torch.nn.functional.pad(seen, (0, 1), value=True)
     mixed = torch.nn.functional.scaled_dot_product_attention(
         q[None],
