@@ -1,9 +1,10 @@
 """Times one token through experts of Mixtral's and Qwen3-30B-A3B's size on the CPU, beside what memory allows.
 
-For every width and sparsity: the bytes that must be read (all selector rows, the records of running neurons) a second,
+For every format and sparsity: the bytes that must be read (all selector rows, the records of running neurons) a second,
 as a share of the rate at which the same threads do nothing but read; beside it the torch path, which reads everything
-whatever the sparsity. Selector kind up, group 64, random weights. Experts are taken in turn from more memory than any
-cache holds, as many a call as the model takes for a token. Rounds are interleaved, figures are medians.
+whatever the sparsity. Selector kind up, random weights: groups of 64 by width, and beside the widths of 4 and 8 bits
+the codecs that keep what sources have in as many. Experts are taken in turn from more memory than any cache holds, as
+many a call as the model takes for a token. Rounds are interleaved, figures are medians.
 """
 
 import json
@@ -20,10 +21,24 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from moe_pack.formats import ExpertFormat, ExpertLayout, ExpertSpec, PartFormat, Selector, expert_layout, part_format
+from moe_pack.convert.random_weights import Spread, random_rows, random_stream
+from moe_pack.formats import (
+    E5M2,
+    FP8,
+    MXFP4,
+    ExpertFormat,
+    ExpertLayout,
+    ExpertSpec,
+    PartFormat,
+    Selector,
+    expert_layout,
+    format_text,
+    part_format,
+)
 from moe_pack.runtime import ExpertRows, Kernels, PackedExpert, expert_numbers, num_cpus, run_expert
 
 _GROUP = 64
+_SOURCES = {"fp8": FP8, "e5m2": E5M2, "mxfp4": MXFP4}
 _SPARSITIES = (0.0, 0.5, 0.8, 0.9)
 _READ_BYTES = 1 << 29
 _HELD_BYTES = 1 << 29  # of copies of an expert
@@ -52,7 +67,7 @@ class Figure:
     """
 
     model: str
-    width: int
+    stored_as: str
     sparsity: float
     threads: int
     num_bytes: int
@@ -65,11 +80,10 @@ class Figure:
 class Experts:
     """Copies of a random expert in more memory than caches hold, taken in turn."""
 
-    def __init__(self, model: Model, width: int) -> None:
-        stored = part_format(width, _GROUP)
+    def __init__(self, model: Model, stored: PartFormat) -> None:
         spec = ExpertSpec("silu", model.f, ("gate", "up", "down"), (), 0)
         self.layout = expert_layout(ExpertFormat(stored, stored, stored), _KIND, spec, model.d)
-        extent = _random_extent(self.layout, stored)
+        extent = _random_extent(self.layout)
         self._copies = [extent.copy() for _ in range(max(2, _HELD_BYTES // extent.nbytes))]
         self._rows = [self._as_rows(copy) for copy in self._copies]
         self._next = 0
@@ -92,26 +106,11 @@ class Experts:
         return PackedExpert(self.layout, torch.from_numpy(self._copies[self._next % len(self._copies)]))
 
 
-def _random_extent(layout: ExpertLayout, stored: PartFormat) -> NDArray[np.uint8]:
-    """An expert's bytes: any codes, scales and zeros as of normally distributed weights."""
-    generator = np.random.default_rng(0)
-    extent = generator.integers(0, 256, layout.num_bytes, np.uint8)
-    for matrix in ("gate", "up", "down"):
-        found = layout.find(matrix)
-        assert found is not None
-        rows, part, base = found
-        held = extent[base : base + layout.num_rows * rows.row_bytes].reshape(layout.num_rows, -1)
-        if stored.codec == "bf16":
-            weights = torch.from_numpy(0.02 * generator.standard_normal((layout.num_rows, rows.num_cols), np.float32))
-            held[:, part.offset : part.offset + part.num_bytes] = weights.to(torch.bfloat16).view(torch.uint8).numpy()
-            continue
-        begin, scale_bytes = part.offset + stored.code_bytes(rows.num_cols), stored.scale_bytes(rows.num_cols)
-        shape = (layout.num_rows, stored.num_groups(rows.num_cols))
-        scales = (generator.random(shape) * 0.02 + 0.02) / (1 << stored.width)
-        zeros = generator.random(shape) + ((1 << stored.width) - 2) / 2
-        held[:, begin : begin + scale_bytes] = scales.astype("<f2").view(np.uint8)
-        held[:, begin + scale_bytes : begin + 2 * scale_bytes] = zeros.astype("<f2").view(np.uint8)
-    return extent
+def _random_extent(layout: ExpertLayout) -> NDArray[np.uint8]:
+    """An expert's bytes: weights evenly spread about zero."""
+    spreads, stream = dict.fromkeys(("gate", "up", "down"), Spread(0.0, 0.02)), random_stream(0)
+    halves = [random_rows(rows, layout.num_rows, spreads, stream) for rows in (layout.selector, layout.records) if rows]
+    return np.concatenate([half.reshape(-1) for half in halves])
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -137,9 +136,11 @@ def _torch_seconds(experts: Experts, model: Model, x: torch.Tensor, threads: int
     return seconds
 
 
-def measure(model: Model, width: int, rounds: int, pools: dict[int, Kernels], spare: NDArray[np.uint8]) -> list[Figure]:
-    """All cases of one width, interleaved."""
-    experts = Experts(model, width)
+def measure(
+    model: Model, stored: PartFormat, rounds: int, pools: dict[int, Kernels], spare: NDArray[np.uint8]
+) -> list[Figure]:
+    """All cases of one format, interleaved."""
+    experts = Experts(model, stored)
     x = torch.randn(1, model.d, generator=torch.Generator().manual_seed(0))
     thresholds = _thresholds(experts, model, x, pools[1])
     cases = [(sparsity, threads) for threads in pools for sparsity in _SPARSITIES]
@@ -161,18 +162,18 @@ def measure(model: Model, width: int, rounds: int, pools: dict[int, Kernels], sp
         num_bytes = model.experts * (layout.selector_bytes + running * layout.records.row_bytes)
         seconds, rate = median(times[sparsity, threads][1:]), spare.nbytes / median(reads[threads][1:])
         speed, torch_ms = num_bytes / seconds, 1e3 * median(plain[threads][1:])
-        case = (model.name, width, sparsity, threads, num_bytes)
+        case = (model.name, format_text(stored), sparsity, threads, num_bytes)
         figures.append(Figure(*case, 1e3 * seconds, speed / 1e9, speed / rate, torch_ms))
     return figures
 
 
 def _table(figures: list[Figure]) -> str:
     lines = [
-        "| experts of | bits | threads | sparsity | MB | ms | GB/s | share of reading | torch, ms | times as fast |",
+        "| experts of | stored as | threads | sparsity | MB | ms | GB/s | share | torch, ms | times as fast |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [
-        f"| {x.model} | {x.width} | {x.threads} | {x.sparsity:.0%} | {x.num_bytes / 1e6:.1f} | {x.ms:.2f} "
+        f"| {x.model} | {x.stored_as} | {x.threads} | {x.sparsity:.0%} | {x.num_bytes / 1e6:.1f} | {x.ms:.2f} "
         f"| {x.gb_a_second:.1f} | {x.share:.0%} | {x.torch_ms:.0f} | {x.torch_ms / x.ms:.0f} |"
         for x in figures
     ]
@@ -181,11 +182,16 @@ def _table(figures: list[Figure]) -> str:
 
 @click.command(help=__doc__)
 @click.option("--rounds", default=9, show_default=True, type=click.IntRange(1), help="Runs of each case.")
-@click.option("--widths", default="2,3,4,8,16", show_default=True, help="Bits a weight.")
+@click.option(
+    "--formats",
+    default="2,3,4,mxfp4,8,fp8,e5m2,16",
+    show_default=True,
+    help="Bits a weight, or a codec that keeps a source.",
+)
 @click.option("--threads", default=f"1,{min(2, num_cpus())}", show_default=True, help="Numbers of threads.")
 @click.option("--limit", type=click.Choice(["avx512", "avx2", "portable"]), help="Not beyond this instruction set.")
 @click.option("--json", "as_json", is_flag=True, help="Print figures as JSON.")
-def main(rounds: int, widths: str, threads: str, limit: str | None, as_json: bool) -> None:
+def main(rounds: int, formats: str, threads: str, limit: str | None, as_json: bool) -> None:
     """Measures and prints."""
     spare = np.ones(_READ_BYTES, np.uint8)
     figures: list[Figure] = []
@@ -194,9 +200,10 @@ def main(rounds: int, widths: str, threads: str, limit: str | None, as_json: boo
             n: stack.enter_context(closing(Kernels(n, limit)))  # type: ignore[arg-type]  # click checked it
             for n in dict.fromkeys(int(number) for number in threads.split(","))
         }
-        cases = [(model, int(width)) for model in _MODELS for width in widths.split(",")]
-        for model, width in tqdm(cases, disable=as_json):
-            figures += measure(model, width, rounds, pools, spare)
+        held = [_SOURCES.get(name) or part_format(int(name), _GROUP) for name in formats.split(",")]
+        cases = [(model, stored) for model in _MODELS for stored in held]
+        for model, stored in tqdm(cases, disable=as_json):
+            figures += measure(model, stored, rounds, pools, spare)
         name = next(iter(pools.values())).instruction_set
     if as_json:
         click.echo(json.dumps({"instruction_set": name, "figures": [asdict(figure) for figure in figures]}))

@@ -45,10 +45,14 @@ class RowQuantizer:
     """Turns rows of weights into a part's bytes.
 
     Args:    part: the format.   num_cols: weights a row.   quantizer: how scales and zeros are found.
-    Raises:  PlanError if hqq is asked for and not installed.
+    Raises:  PlanError if hqq is asked for and not installed, or for a format that keeps what a source holds.
     """
 
     def __init__(self, part: PartFormat, num_cols: int, quantizer: Quantizer) -> None:
+        if part.keeps_source:
+            raise PlanError(
+                f"{part.codec}: keeps what a source holds in it, nothing is quantized to it; use 1 to 16 bits"
+            )
         self._part = part
         self._num_cols = num_cols
         self._codec: Affine | Bf16

@@ -7,7 +7,7 @@ import numpy as np
 from moe_pack.calib import Losses
 from moe_pack.convert.plan_file import Decision
 from moe_pack.convert.tier import Foretold
-from moe_pack.formats import MATRICES, ModelSpec, PackLayout, Plan, pack_layout
+from moe_pack.formats import BF16, E5M2, FP8, MATRICES, MXFP4, ModelSpec, PackLayout, Plan, pack_layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class Model:
             return float("nan")
         total = self._quantized_loss(plan) + self._sparse_loss(decision)
         for role_idx, part in enumerate(plan.dense):
-            if part is not None:
+            if part is not None and not part.keeps_source:
                 width_idx = losses.dense_widths.index(part.width) if part.width in losses.dense_widths else None
                 total += float("nan") if width_idx is None else float(losses.dense[role_idx, width_idx])
         return total
@@ -41,6 +41,8 @@ class Model:
         """Of all experts' matrices."""
         formats, quantized = self.losses.of(plan.quantizer)
         numbers = {part: number for number, part in enumerate(formats)}
+        # What keeps the source's codes loses what bfloat16 does: nothing.
+        numbers |= dict.fromkeys((FP8, E5M2, MXFP4), numbers[BF16])
         kinds = {expert for layer in plan.experts for expert in layer}  # few, of thousands of experts
         if any(part is not None and part not in numbers for kind in kinds for part in (kind.gate, kind.up, kind.down)):
             return float("nan")

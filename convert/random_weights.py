@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.formats import DenseRole, ModelSpec, PartFormat, RowLayout, seal_rows
-from moe_pack.formats.codecs import affine
+from moe_pack.formats import E5M2, FP8, DenseRole, ModelSpec, PartFormat, RowLayout, seal_rows
+from moe_pack.formats.codecs import affine, e2m1_values
 
 # The constant share of a normed hidden state, one value in every dimension; its square is a quarter of the state's.
 CONSTANT = 0.5
@@ -121,6 +121,13 @@ def random_rows(
             for start in range(0, num_rows, _ROWS_AT_ONCE):
                 block = held[start : start + _ROWS_AT_ONCE]
                 block[:, : part.num_bytes] = values[block[:, : layout.num_cols]].view(np.uint8)
+        elif part.format.keeps_source:
+            codes, scale = nearest_codes(part.format, spreads[part.name])
+            num_codes = part.format.code_bytes(layout.num_cols)
+            for start in range(0, num_rows, _ROWS_AT_ONCE):
+                block = held[start : start + _ROWS_AT_ONCE]
+                block[:, :num_codes] = codes[block[:, :num_codes]]
+            held[:, num_codes : part.num_bytes] = np.tile(scale, part.format.num_groups(layout.num_cols))
         else:
             held[:, part.format.code_bytes(layout.num_cols) : part.num_bytes] = scales_and_zeros(
                 part.format, layout.num_cols, spreads[part.name]
@@ -144,8 +151,35 @@ def random_matrix(num_rows: int, num_cols: int, spread: Spread, stream: np.rando
 
 def even_values(spread: Spread) -> NDArray[np.uint16]:
     """What each of 256 random bytes stands for, as the bits of bfloat16: [256], evenly spread."""
-    steps = (np.arange(256) - 127.5) / math.sqrt((256**2 - 1) / 12)
-    return bf16_bits(spread.mean + spread.deviation * steps)
+    return bf16_bits(_even(spread, 256))
+
+
+def _even(spread: Spread, count: int) -> NDArray[np.float64]:
+    """So many values, evenly spread."""
+    steps = (np.arange(count) - (count - 1) / 2) / math.sqrt((count**2 - 1) / 12)
+    return np.asarray(spread.mean + spread.deviation * steps)
+
+
+def nearest_codes(part: PartFormat, spread: Spread) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """What each of 256 random bytes is replaced by in a format that keeps sources, [256]; and a scale's bytes.
+
+    Meaning: the codes nearest to values evenly spread, the largest of which the scale makes the largest code.
+    """
+    values = torch.from_numpy(_even(spread, 2**part.width))
+    largest = float(values.abs().max())
+    if part == FP8:
+        scale = np.array([largest / 448], "<f4")
+        codes = (values / float(scale[0])).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return codes, scale.view(np.uint8)
+    top = 57344.0 if part == E5M2 else 6.0
+    exponent = math.ceil(math.log2(largest / top))
+    scaled, stored = values * 2.0**-exponent, np.array([exponent + 127], np.uint8)
+    if part == E5M2:
+        return scaled.to(torch.float8_e5m2).view(torch.uint8).numpy(), stored
+    numbers = e2m1_values(torch.arange(16, dtype=torch.uint8)).double()
+    nearest = (scaled[:, None] - numbers).abs().argmin(dim=1).to(torch.uint8).numpy()
+    pairs = np.arange(256)
+    return nearest[pairs & 15] | nearest[pairs >> 4] << 4, stored
 
 
 def bf16_bits(values: NDArray[np.floating]) -> NDArray[np.uint16]:

@@ -67,6 +67,11 @@ class PartFormat:
         return self.code_bytes(num_cols) + self.scale_bytes(num_cols) + self.zero_bytes(num_cols)
 
     @property
+    def keeps_source(self) -> bool:
+        """Whether it holds what a source has in few bits, as it is: nothing is quantized to it."""
+        return self.codec in ("fp8", "e5m2", "mxfp4")
+
+    @property
     def has_byte_scales(self) -> bool:
         """Whether scales and zeros are one byte each, with a float16 multiplier a row for either."""
         return self.codec == "affine" and self.scale_bits == 8

@@ -36,10 +36,14 @@ inline __m256 load_eight(const Part& part, const uint8_t* stored, int32_t first,
 
 // E8M0 bytes of eight groups from group `first` on; zeros after the last group.
 inline __m256i load_exponents(const Part& part, const uint8_t* stored, int32_t first) {
+    const uint8_t* from = stored + first;
     const int32_t count = part.num_groups - first;
-    uint8_t eight[8] = {};
-    __builtin_memcpy(eight, stored + first, size_t(count < 8 ? count : 8));
-    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(eight)));
+    uint8_t padded[8] = {};
+    if (count < 8) {
+        __builtin_memcpy(padded, from, size_t(count));
+        from = padded;
+    }
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 }
 
 // Scales of eight groups of mxfp4, as power_of_two has them.
@@ -228,16 +232,19 @@ inline void decode_e2m1(const Part& part, const uint8_t* row, int32_t start, int
     const __m256i sign = _mm256_set1_epi32(int32_t(0x80000000u));
     for (int32_t block = start; block < stop; block += kBlock) {
         const Codes codes = load_codes<4>(row + block / 2);
-        for (int32_t first = 0; first < kBlock; first += 8) {
-            const PowerOfTwo scale(row[part.code_bytes + (block + first) / kMxGroup]);
+        for (int v = 0; v < 2; ++v) {
+            const PowerOfTwo scale(row[part.code_bytes + block / kMxGroup + v]);
             const __m256 scaled = _mm256_mul_ps(magnitudes, _mm256_set1_ps(scale.first));
             const __m256 weights = _mm256_mul_ps(scaled, _mm256_set1_ps(scale.second));
-            const __m256i half = codes.half[first / 32];
-            const __m128i sixteen = first % 32 < 16 ? _mm256_castsi256_si128(half) : _mm256_extracti128_si256(half, 1);
-            const __m256i eight = _mm256_cvtepu8_epi32(first % 16 < 8 ? sixteen : _mm_srli_si128(sixteen, 8));
-            const __m256i signs = _mm256_and_si256(_mm256_slli_epi32(eight, 28), sign);
-            _mm256_storeu_ps(out + (block - start) + first,
-                             _mm256_xor_ps(_mm256_permutevar8x32_ps(weights, eight), _mm256_castsi256_ps(signs)));
+            const __m128i low = _mm256_castsi256_si128(codes.half[v]), high = _mm256_extracti128_si256(codes.half[v], 1);
+            const __m128i eights[4] = {low, _mm_srli_si128(low, 8), high, _mm_srli_si128(high, 8)};
+            for (int i = 0; i < 4; ++i) {
+                const __m256i eight = _mm256_cvtepu8_epi32(eights[i]);
+                const __m256i signs = _mm256_and_si256(_mm256_slli_epi32(eight, 28), sign);
+                const __m256 looked_up = _mm256_permutevar8x32_ps(weights, eight);
+                _mm256_storeu_ps(out + (block - start) + 32 * v + 8 * i,
+                                 _mm256_xor_ps(looked_up, _mm256_castsi256_ps(signs)));
+            }
         }
     }
 }

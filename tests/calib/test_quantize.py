@@ -13,7 +13,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from moe_pack.calib.quantize import RowQuantizer, block_rows, check_finite
-from moe_pack.formats import BF16, QUANTIZERS, CheckpointError, Quantizer, part_format
+from moe_pack.formats import (
+    BF16,
+    E5M2,
+    FP8,
+    MXFP4,
+    QUANTIZERS,
+    CheckpointError,
+    PartFormat,
+    PlanError,
+    Quantizer,
+    part_format,
+)
 from moe_pack.formats.codecs import affine, decode_part, unpack_codes
 
 WIDTHS = (1, 2, 3, 4, 8)
@@ -256,3 +267,12 @@ def test_finite_weights_whose_sum_overflows_pass(dtype: torch.dtype) -> None:
 
 def test_float16_weights_at_their_largest_pass() -> None:
     check_finite(torch.full((4, 64), 65504.0, dtype=torch.float16), "w", CheckpointError)
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("part", [FP8, E5M2, MXFP4], ids=lambda part: part.codec)
+def test_nothing_is_quantized_to_a_codec_of_sources(part: PartFormat, quantizer: Quantizer) -> None:
+    with pytest.raises(PlanError) as error:
+        RowQuantizer(part, 128, quantizer)
+    expected = f"{part.codec}: keeps what a source holds in it, nothing is quantized to it; use 1 to 16 bits"
+    assert str(error.value) == expected

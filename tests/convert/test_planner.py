@@ -22,10 +22,15 @@ from moe_pack.convert.pricing import menu_of, price
 from moe_pack.convert.tier import Tier
 from moe_pack.formats import (
     BF16,
+    E5M2,
+    FP8,
+    MXFP4,
+    QUANTIZERS,
     SELECTORS,
     ExpertSpec,
     Plan,
     PlanError,
+    Quantizer,
     RunError,
     Selector,
     dense_roles,
@@ -218,6 +223,16 @@ def test_experts_without_a_gate_are_selected_by_up_or_not_at_all() -> None:
     with pytest.raises(PlanError) as error:
         Planner(model, tier_of(220_000, model), selectors=("gate", "both"))
     assert str(error.value) == "--selector gate: this model's experts have no gate matrix; use up or none"
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+def test_formats_that_keep_a_source_lose_nothing_and_take_their_bytes(quantizer: Quantizer) -> None:
+    plan = uniform_plan(SPEC, "up", MXFP4, E5M2, FP8, quantizer)
+    sparsity = np.zeros((len(SPEC.moe_layers), SPEC.router.num_experts))
+    assert MODEL.loss(Decision(plan, sparsity)) == 0
+    expert = MODEL.layout(plan).experts[0][0]
+    # Up: 32 bytes of codes, 2 of scales; gate and down: 65 each. With a CRC and padding, 48 and 144.
+    assert expert.num_bytes == SPEC.expert.intermediate_size * (48 + 144)
 
 
 def test_a_uniform_plan_stores_all_experts_alike() -> None:

@@ -6,15 +6,34 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from profiles import SMALLEST, Recorder, folder_bytes, profiled, random_tokens
 from second_reader import SecondReader
-from synthetic import character, made, plan_for, recall, run, shares, shrunk, small
+from synthetic import CPU, character, made, plan_for, recall, run, shares, shrunk, small
 
 from moe_pack.calib import realized_sparsity
 from moe_pack.convert import convert, layout_for
 from moe_pack.convert.random_routers import popular_logits, profiled_popularity, skewed_popularity
+from moe_pack.convert.random_weights import Spread, random_rows, random_stream
 from moe_pack.convert.synthetic import Character, synthesize, synthetic_layout
-from moe_pack.formats import Checkpoint, ConversionError, Pack, PlanError, RouterSpec, Step, audit
+from moe_pack.formats import (
+    E5M2,
+    FP8,
+    MXFP4,
+    Checkpoint,
+    ConversionError,
+    Pack,
+    PartFormat,
+    PlanError,
+    RouterSpec,
+    Step,
+    audit,
+    check_rows,
+    row_layout,
+    uniform_plan,
+)
+from moe_pack.formats.codecs import decode_part
+from moe_pack.runtime import Decoder, PackWeights, kernels_for
 
 # One of each family.
 NAMES = (
@@ -59,6 +78,40 @@ def test_packs_of_every_format_run_on_sane_numbers(width: int, group: int, scale
     found = run(folder, 24)
     assert all(30 < rms < 35 for rms in found.rms)
     assert 0.5 < float(found.logits.std(dim=1).mean()) < 2
+
+
+@pytest.mark.parametrize("part", [FP8, E5M2, MXFP4], ids=lambda part: part.codec)
+def test_packs_in_the_codecs_of_sources_run_on_sane_numbers(part: PartFormat, tmp_path: Path) -> None:
+    spec = small(num_layers=2, num_experts=4)
+    folder = made(spec, tmp_path / "pack", plan=uniform_plan(spec, "both", part, part, part, "nearest"))
+    with Pack(folder) as pack:
+        audit(pack)
+        assert set(pack.manifest.features) == {part.codec, "dense_rows"}
+        with kernels_for(CPU) as kernels:
+            ids = list(range(24))
+            ours, plain = (Decoder(PackWeights(pack, CPU, k), 24).logits(ids) for k in (kernels, None))
+        assert float((ours - plain).abs().max()) < 1e-4  # what two paths may differ by
+    found = run(folder, 24)
+    assert all(30 < rms < 35 for rms in found.rms)
+    assert 0.5 < float(found.logits.std(dim=1).mean()) < 2
+
+
+@pytest.mark.parametrize("part", [FP8, E5M2, MXFP4], ids=lambda part: part.codec)
+@pytest.mark.parametrize("mean", [0.0, 0.7])
+@pytest.mark.parametrize("deviation", [1e-4, 1.0, 30.0])
+def test_random_rows_of_a_source_s_codec_are_finite_and_spread_as_asked(
+    part: PartFormat, mean: float, deviation: float
+) -> None:
+    """Numbers of E2M1 lie so far apart that the deviation of those nearest may be a tenth off."""
+    layout, spread = row_layout([("weight", part, False)], 576), Spread(mean * deviation, deviation)
+    rows = random_rows(layout, 700, {"weight": spread}, random_stream(3))  # more than are made at once
+    check_rows(layout, rows, "random rows")
+    (placed,) = layout.parts
+    weights = decode_part(part, 576, torch.from_numpy(rows[:, : placed.num_bytes].copy()))
+    assert bool(weights.isfinite().all())
+    near = 0.1 if part == MXFP4 else 0.03
+    assert float(weights.std()) == pytest.approx(deviation, rel=near)
+    assert float(weights.mean()) == pytest.approx(mean * deviation, abs=near * deviation)
 
 
 def test_the_hidden_state_neither_grows_nor_vanishes_over_many_layers(tmp_path: Path) -> None:

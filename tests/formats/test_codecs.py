@@ -7,9 +7,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moe_pack.formats import BF16, PartFormat, part_format
-from moe_pack.formats.codecs import Affine, Bf16, affine, decode_part, pack_codes, unpack_codes
+from moe_pack.formats import BF16, E5M2, FP8, MXFP4, PartFormat, part_format
+from moe_pack.formats.codecs import Affine, Bf16, E5m2, Fp8, Mxfp4, affine, decode_part, pack_codes, unpack_codes
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when hqq compiles a function on import
@@ -138,7 +139,7 @@ def test_a_hand_worked_row_decodes_to_code_minus_zero_times_scale() -> None:
     assert decode_part(part_format(4, 32), 64, row)[0].tolist() == expected
 
 
-@pytest.mark.parametrize("part", [part_format(3, 16), part_format(4, 32, 8), part_format(8, 0), BF16])
+@pytest.mark.parametrize("part", [part_format(3, 16), part_format(4, 32, 8), part_format(8, 0), BF16, FP8, E5M2, MXFP4])
 def test_a_part_decodes_alike_from_the_middle_of_wider_rows(part: PartFormat) -> None:
     size = part.part_bytes(64)
     held = torch.randint(0, 120, (6, size), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
@@ -214,6 +215,102 @@ def test_a_byte_scale_is_within_half_a_step_of_the_scale_given(groups: int) -> N
     step = scale.amax(dim=1, keepdim=True) / 255
     # Half a step, and what rounding the multiplier to float16 (2^-11 of it) shifts the largest scale by.
     assert ((loaded - scale).abs() <= 0.5 * step + scale.amax(dim=1, keepdim=True) * 2**-11).all()
+
+
+# -- What FP8 and MXFP4 sources hold -----------------------------------------------------------------------------------
+
+EVERY_BYTE = torch.arange(256, dtype=torch.uint8).view(1, 256)
+
+
+def scales_of(*values: float) -> Tensor:
+    return torch.tensor([values], dtype=torch.float32)
+
+
+def test_an_fp8_row_is_codes_then_a_float32_for_128_of_them() -> None:
+    codes = torch.arange(192, dtype=torch.uint8).view(1, 192)
+    row = bytes(Fp8(FP8, 192).encode(codes, scales_of(1.0, -0.5))[0].tolist())
+    assert row == bytes(range(192)) + bytes.fromhex("00 00 80 3f 00 00 00 bf")
+
+
+def test_an_e5m2_row_is_codes_then_a_byte() -> None:
+    row = bytes(E5m2(E5M2, 256).encode(EVERY_BYTE, codes_of([[131]]))[0].tolist())
+    assert row == bytes(range(256)) + b"\x83"
+
+
+def test_an_mxfp4_row_is_a_block_of_codes_then_a_byte_for_32_of_them() -> None:
+    row = bytes(Mxfp4(MXFP4, 64).encode(codes_of([STAIRS]), codes_of([[126, 129]]))[0].tolist())
+    assert row.hex(" ") == f"{STAIRS_BYTES} 7e 81"
+
+
+def test_fp8_codes_are_the_numbers_worked_out_by_hand() -> None:
+    """Least and largest subnormal, least normal, one, the largest, and no number, of either sign."""
+    codes = [0x00, 0x01, 0x07, 0x08, 0x38, 0x3C, 0x7E, 0x7F, 0x80, 0x81, 0xB8, 0xFE, 0xFF] + [0] * 51
+    found = decode_part(FP8, 64, Fp8(FP8, 64).encode(codes_of([codes]), scales_of(1.0)))[0, :13]
+    expected = [0.0, 2**-9, 7 * 2**-9, 2**-6, 1.0, 1.5, 448.0, np.nan, -0.0, -(2**-9), -1.0, -448.0, np.nan]
+    np.testing.assert_array_equal(found.numpy(), np.array(expected, np.float32))
+    assert bits(found)[8] == -(2**31)  # zero below zero
+
+
+def test_e5m2_codes_are_the_numbers_worked_out_by_hand() -> None:
+    codes = [0x00, 0x01, 0x03, 0x04, 0x3C, 0x3E, 0x7B, 0x7C, 0x7D, 0x7F, 0x80, 0xBC, 0xFB, 0xFC, 0xFE] + [0] * 49
+    found = decode_part(E5M2, 64, E5m2(E5M2, 64).encode(codes_of([codes]), codes_of([[127]])))[0, :15]
+    expected = [0.0, 2**-16, 3 * 2**-16, 2**-14, 1.0, 1.5, 57344.0, np.inf, np.nan, np.nan]
+    expected += [-0.0, -1.0, -57344.0, -np.inf, np.nan]
+    np.testing.assert_array_equal(found.numpy(), np.array(expected, np.float32))
+    assert bits(found)[10] == -(2**31)
+
+
+@pytest.mark.parametrize(
+    ("byte", "scale"), [(0, 2.0**-127), (1, 2.0**-126), (127, 1.0), (130, 8.0), (254, 2.0**127), (255, float("nan"))]
+)
+def test_a_byte_of_scale_is_a_power_of_two(byte: int, scale: float) -> None:
+    ones = codes_of([[2] * 32 + [10] * 32])  # 1 and -1
+    found = decode_part(MXFP4, 64, Mxfp4(MXFP4, 64).encode(ones, codes_of([[byte, 127]])))[0]
+    np.testing.assert_array_equal(found.numpy(), np.array([scale] * 32 + [-1.0] * 32, np.float32))
+    row = E5m2(E5M2, 64).encode(codes_of([[0x3C] * 64]), codes_of([[byte]]))
+    np.testing.assert_array_equal(decode_part(E5M2, 64, row)[0].numpy(), np.array([scale] * 64, np.float32))
+
+
+def test_products_of_the_smallest_scale_are_exact() -> None:
+    row = Mxfp4(MXFP4, 64).encode(codes_of([list(range(16)) * 4]), codes_of([[0, 1]]))
+    expected = [v * 2.0**-127 for v in E2M1 * 2] + [v * 2.0**-126 for v in E2M1 * 2]
+    assert decode_part(MXFP4, 64, row)[0].tolist() == expected
+    least = decode_part(E5M2, 64, E5m2(E5M2, 64).encode(codes_of([[1] * 64]), codes_of([[0]])))
+    assert least[0, 0].item() == 2.0**-143
+
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+
+
+def test_mxfp4_is_bit_equal_to_transformers() -> None:
+    """Every pair of codes, with every scale but the one that is no number, which transformers takes for 2^128."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.arange(255, dtype=torch.uint8).view(-1, 1).repeat(1, 8)
+    codes = torch.randint(0, 16, (255, 256), generator=generator, dtype=torch.uint8)
+    codes[:, :16] = torch.arange(16, dtype=torch.uint8)
+    theirs = convert_moe_packed_tensors(
+        (codes[:, 0::2] | codes[:, 1::2] << 4).view(1, 255, 8, 16), scales.view(1, 255, 8), dtype=torch.float32
+    )
+    ours = decode_part(MXFP4, 256, Mxfp4(MXFP4, 256).encode(codes, scales))
+    assert torch.equal(bits(ours), bits(theirs[0].T))
+
+
+def test_fp8_is_bit_equal_to_plain_numpy_with_any_scale() -> None:
+    scales = scales_of(1.0, -3.7e-5, 2.0**-149, 1e38, -0.0, float("inf"), float("nan"), 2.0**-126)
+    row = Fp8(FP8, 1024).encode(EVERY_BYTE.repeat(1, 4), scales)
+    numbers = np.concatenate([np.array([_e4m3(code) for code in range(256)], np.float32)] * 4)
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = numbers * np.repeat(scales[0].numpy(), 128)
+    found = decode_part(FP8, 1024, row)[0].numpy()
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
+    is_number = ~np.isnan(expected)
+    np.testing.assert_array_equal(found.view(np.int32)[is_number], expected.view(np.int32)[is_number])
+
+
+def _e4m3(code: int) -> float:
+    exponent, fraction = code >> 3 & 15, code & 7
+    magnitude = fraction * 2.0**-9 if not exponent else (8 + fraction) * 2.0 ** (exponent - 10)
+    return float("nan") if code & 127 == 127 else -magnitude if code & 128 else magnitude
 
 
 def test_bfloat16_weights_come_back_unchanged() -> None:

@@ -1,11 +1,13 @@
 """Tiny packs whose bytes are fixed here, by the SHA-256 of every file.
 
-The weights are arithmetic progressions and the quantizer is `nearest`, plain float32 arithmetic on single elements:
-neither a generator's stream nor the order of a sum can change the bytes. A test that fails here has seen a change of
-the format (or of what `nearest` computes). If it is meant, version, specification (docs/format.md) and this file
-change together, in one commit that says why; if not, packs that people have would no longer be what is written.
+The weights, or the codes, are arithmetic progressions and the quantizer is `nearest`, plain float32 arithmetic on
+single elements: neither a generator's stream nor the order of a sum can change the bytes. A test that fails here has
+seen a change of the format (or of what `nearest` computes). If it is meant, version, specification (docs/format.md)
+and this file change together, in one commit that says why; if not, packs that people have would no longer be what is
+written.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -16,9 +18,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 from models import TinyMixtral
+from numpy.typing import NDArray
+from second_reader import SecondReader
+from specs import GROUPED
 
 from moe_pack.convert import convert
-from moe_pack.formats import BF16, Checkpoint, PartFormat, Selector, uniform_plan
+from moe_pack.convert.account import Account, Origin
+from moe_pack.convert.pipeline import Work, write_pack
+from moe_pack.formats import (
+    BF16,
+    E5M2,
+    FP8,
+    MXFP4,
+    NO_SOURCE,
+    Checkpoint,
+    Item,
+    Pack,
+    PackageVersion,
+    PackLayout,
+    PackWriter,
+    PartFormat,
+    Selector,
+    audit,
+    pack_layout,
+    uniform_plan,
+    write_rows,
+)
 
 MODEL = TinyMixtral(intermediate_size=20, num_layers=2, num_experts=3)
 
@@ -129,8 +154,12 @@ def pack_digests(golden: Golden, folder: Path) -> dict[str, str]:
     plan = uniform_plan(checkpoint.spec, golden.selector, *formats, "nearest")
     convert(checkpoint, plan, folder / "pack", workers=1)
     checkpoint.close()
+    return digests_of_files(folder / "pack")
+
+
+def digests_of_files(folder: Path) -> dict[str, str]:
     found = {}
-    for path in sorted((folder / "pack").iterdir()):
+    for path in sorted(folder.iterdir()):
         raw = path.read_bytes()
         held = without_versions(raw) if path.name == "manifest.json" else raw
         found[path.name] = hashlib.sha256(held).hexdigest()
@@ -140,3 +169,73 @@ def pack_digests(golden: Golden, folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("golden", GOLDENS, ids=lambda golden: golden.selector)
 def test_the_bytes_of_a_pack_have_not_changed(golden: Golden, tmp_path: Path) -> None:
     assert pack_digests(golden, tmp_path) == SHARED_DIGESTS | golden.digests
+
+
+# -- What sources keep in few bits -------------------------------------------------------------------------------------
+
+# Nothing is quantized to these codecs: the codes themselves are progressions here.
+KEPT_DIGESTS = {
+    "dense.safetensors": "c83c6904893e24f079642faf13cbf02974490bf7e0350d0a4b05966ecf3e3b2b",
+    "experts-000.safetensors": "4839995b12cf3bf6ce3517c0644997d7726c5f4d1d114dc8b999d36707309e13",
+    "experts-001.safetensors": "d58f638e715f608d289bbcca743be695f8c2e902e1e039e50fc71382b9228189",
+    "index.safetensors": "20f0c375a68ebda68bff7f27b581e5f18b4a0f11a86e2a56ba64acfdfc3b29ae",
+    "manifest.json": "d13549acffd9a4135ee78e18c1635e9642ee7ef56fa2441bb4bdd4d52563ddf8",
+    "order.safetensors": "7e44b65da99586b86e0f2010852c1263059e5171d148234d6d9443278338d26c",
+    "source.json": "2218810366584619fc60026133e6efe518dae71466e3a2a8f0b2c9282db1345c",
+    "thresholds.safetensors": "c55dabc77aa9a61aa709dbfe7f3e704ac6ddb9fa3f4ddd1bdb40bd4c48c223e8",
+}
+
+
+def kept_section(part: PartFormat, num_rows: int, num_cols: int, number: int) -> NDArray[np.uint8]:
+    """A part's bytes, u8 [rows, part bytes]: every code in turn, and scales about 2^-4."""
+    place = np.arange(num_rows * num_cols, dtype=np.int64).reshape(num_rows, num_cols)
+    codes = ((37 * place + 11 * number) % 2**part.width).astype(np.uint8)
+    groups = np.arange(num_rows * part.num_groups(num_cols), dtype=np.int64).reshape(num_rows, -1)
+    if part == FP8:
+        scales = ((1 + groups % 8) / 64).astype("<f4").view(np.uint8)
+    else:
+        scales = (120 + groups % 7).astype(np.uint8)
+    if part == MXFP4:  # code j in the low half of byte j of a block, code j + 32 in the high one
+        blocks = codes.reshape(num_rows, -1, 2, 32)
+        codes = (blocks[:, :, 0] | blocks[:, :, 1] << 4).reshape(num_rows, -1)
+    return np.hstack([codes, scales])
+
+
+def kept_item(layout: PackLayout, item: Item) -> NDArray[np.uint8]:
+    if item.kind == "dense":
+        (dense,) = (held for held in layout.dense if held.role.name == item.role)
+        if dense.rows is None:
+            return np.zeros(item.num_bytes, np.uint8)
+        out = np.zeros((dense.role.shape[0], dense.rows.row_bytes), np.uint8)
+        write_rows(dense.rows, {"weight": kept_section(E5M2, *dense.role.shape, 5)}, out)
+        return out.reshape(-1)
+    expert, extent = layout.experts[item.layer][item.expert], np.zeros(item.num_bytes, np.uint8)
+    assert expert.selector is not None, "up is selected by"
+    halves = (extent[: expert.selector_bytes], extent[expert.selector_bytes :])
+    for rows, half in zip((expert.selector, expert.records), halves, strict=True):
+        sections = {
+            part.name: kept_section(
+                part.format, expert.num_rows, rows.num_cols, item.expert + 3 * number + 7 * item.layer
+            )
+            for number, part in enumerate(rows.parts)
+        }
+        write_rows(rows, sections, half.reshape(expert.num_rows, -1))
+    return extent
+
+
+def test_the_bytes_of_a_pack_that_keeps_few_bits_have_not_changed(tmp_path: Path) -> None:
+    """Gate in fp8, of which a row of 192 has two groups; up in mxfp4, down and dense matrices in e5m2."""
+    spec = dataclasses.replace(GROUPED, hidden_size=192)
+    plan = uniform_plan(spec, "up", MXFP4, E5M2, E5M2, "nearest")
+    experts = tuple(tuple(dataclasses.replace(e, gate=FP8) for e in layer) for layer in plan.experts)
+    plan = dataclasses.replace(plan, experts=experts)
+    layout = pack_layout(spec, plan, ["BF16"] * len(plan.dense))
+    zeros = np.zeros((len(experts), len(experts[0])), np.float32)
+    account = Account(layout, plan, Origin(NO_SOURCE, (), (PackageVersion("moe-pack", "0"),), {}), zeros)
+    writer = PackWriter(tmp_path / "pack", layout, account.conversion, stamp="", on_step=lambda step: None)
+    work = Work(lambda item, stop: kept_item(layout, item), lambda item: item.num_bytes)
+    write_pack(writer, layout, account, work, 1, lambda progress: None)
+    with Pack(tmp_path / "pack") as pack:
+        audit(pack)
+    assert digests_of_files(tmp_path / "pack") == KEPT_DIGESTS
+    SecondReader(tmp_path / "pack").expert(1, 2)

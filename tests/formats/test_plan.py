@@ -7,6 +7,9 @@ from specs import GROUPED
 
 from moe_pack.formats import (
     BF16,
+    E5M2,
+    FP8,
+    MXFP4,
     ExpertFormat,
     ExpertSpec,
     ModelSpec,
@@ -15,6 +18,7 @@ from moe_pack.formats import (
     PlanError,
     RouterSpec,
     dense_roles,
+    format_fault,
     format_text,
     pack_layout,
     part_format,
@@ -94,6 +98,14 @@ def test_a_plan_for_another_model_is_refused(change: dict[str, object], message:
         (PartFormat("affine", 4, 24, 16), "group size 24, expected one of 16, 32, 64, 128 or row"),
         (PartFormat("affine", 4, 64, 12), "scales of 12 bits, expected 8 or 16"),
         (PartFormat("bf16", 8, 0, 16), "bf16 has width 16 and no groups, found width 8, group 0"),
+        (PartFormat("fp8", 8, 64, 32), "fp8 has width 8 and groups of 128, found width 8, group 64"),
+        (PartFormat("fp8", 4, 128, 32), "fp8 has width 8 and groups of 128, found width 4, group 128"),
+        (PartFormat("fp8", 8, 128, 16), "fp8 has scales of 32 bits, found 16"),
+        (PartFormat("e5m2", 8, 128, 8), "e5m2 has width 8 and no groups, found width 8, group 128"),
+        (PartFormat("e5m2", 8, 0, 16), "e5m2 has scales of 8 bits, found 16"),
+        (PartFormat("mxfp4", 4, 16, 8), "mxfp4 has width 4 and groups of 32, found width 4, group 16"),
+        (PartFormat("mxfp4", 8, 32, 8), "mxfp4 has width 4 and groups of 32, found width 8, group 32"),
+        (PartFormat("mxfp4", 4, 32, 16), "mxfp4 has scales of 8 bits, found 16"),
         (PartFormat("affine", 16, 64, 16), "width 16, expected one of 1, 2, 3, 4, 8 (or 16 for bf16)"),
     ],
 )
@@ -111,5 +123,21 @@ def test_experts_without_gate_have_no_gate_selector() -> None:
 
 
 def test_formats_are_named_as_tables_show_them() -> None:
-    formats = (BF16, part_format(4, 64), part_format(2, 0, 8))
-    assert [format_text(part) for part in formats] == ["bf16", "4 bit g64", "2 bit row, byte scales"]
+    formats = (BF16, part_format(4, 64), part_format(2, 0, 8), FP8, E5M2, MXFP4)
+    names = ["bf16", "4 bit g64", "2 bit row, byte scales", "fp8", "e5m2", "mxfp4"]
+    assert [format_text(part) for part in formats] == names
+
+
+@pytest.mark.parametrize("part", [FP8, E5M2, MXFP4], ids=lambda part: part.codec)
+def test_codecs_of_sources_take_rows_of_whole_blocks(part: PartFormat) -> None:
+    assert [format_fault(part, num_cols) for num_cols in (64, 192, 2880)] == [None] * 3
+    assert format_fault(part, 96) == "rows of 96 values, expected a multiple of 64"
+
+
+def test_bytes_of_a_row_are_those_of_codes_and_scales() -> None:
+    sizes = {part.codec: [part.part_bytes(n) for n in (64, 128, 192, 2880)] for part in (FP8, E5M2, MXFP4)}
+    assert sizes == {
+        "fp8": [64 + 4, 128 + 4, 192 + 8, 2880 + 4 * 23],
+        "e5m2": [65, 129, 193, 2881],
+        "mxfp4": [32 + 2, 64 + 4, 96 + 6, 1440 + 90],
+    }

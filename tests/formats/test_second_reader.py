@@ -16,7 +16,19 @@ from numpy.typing import NDArray
 from reseal import JsonObject, edit_array, reseal
 from second_reader import BadPackError, Part, Rows, SecondReader
 
-from moe_pack.formats import SELECTORS, Pack, PackError, Selector, check_rows, part_format, row_layout
+from moe_pack.formats import (
+    E5M2,
+    FP8,
+    MXFP4,
+    SELECTORS,
+    Pack,
+    PackError,
+    PartFormat,
+    Selector,
+    check_rows,
+    part_format,
+    row_layout,
+)
 from moe_pack.formats.codecs import decode_part
 from moe_pack.runtime import PackWeights
 
@@ -219,30 +231,59 @@ def test_the_files_damaged_above_are_all_of_a_pack(packed: Path) -> None:
     assert sorted(path.name for path in packed.iterdir()) == sorted(FILES)
 
 
-def documented_row() -> NDArray[np.uint8]:
-    """The row of the worked example, u8 [1, 48]."""
-    (block,) = re.findall(r"```row\n(.*?)```", (ROOT / "docs" / "format.md").read_text(), re.DOTALL)
-    raw = bytes.fromhex("".join(line.partition("  ")[2] for line in block.splitlines()))
-    return np.frombuffer(raw, np.uint8).reshape(1, -1)
+def documented_rows() -> list[NDArray[np.uint8]]:
+    """The rows of the worked examples, u8 [1, 48] each."""
+    blocks = re.findall(r"```row\n(.*?)```", (ROOT / "docs" / "format.md").read_text(), re.DOTALL)
+    raw = [bytes.fromhex("".join(line.partition("  ")[2] for line in block.splitlines())) for block in blocks]
+    return [np.frombuffer(row, np.uint8).reshape(1, -1) for row in raw]
 
 
-def test_the_documented_row_decodes_to_the_documented_weights() -> None:
-    code = np.arange(64) // 4
-    expected = np.where(np.arange(64) < 32, (code - 3.5) * 0.5, (code - 8) * 0.25).astype(np.float32)[None]
-    row = documented_row()
-    theirs = Rows({"up": Part("affine", 4, 32, 16)}, 64).decode(row, "example")["up"]
-    np.testing.assert_array_equal(theirs, expected)
-    layout = row_layout([("up", part_format(4, 32), False)], 64)
+CODE = np.arange(64) // 4
+STAIRS = np.array([0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, -0.0, -2, -4, -6, -8, -12, -16, -24])
+EXAMPLES = [
+    (part_format(4, 32), np.where(np.arange(64) < 32, (CODE - 3.5) * 0.5, (CODE - 8) * 0.25)),
+    (MXFP4, STAIRS[CODE]),
+]
+
+
+def their_part(part: PartFormat) -> Part:
+    return Part(part.codec, part.width, part.group, part.scale_bits)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_documented_row_decodes_to_the_documented_weights(number: int) -> None:
+    rows, (stored, weights) = documented_rows(), EXAMPLES[number]
+    assert len(rows) == len(EXAMPLES)
+    row, expected = rows[number], weights.astype(np.float32)[None]
+    theirs = Rows({"up": their_part(stored)}, 64).decode(row, "example")["up"]
+    np.testing.assert_array_equal(bits(theirs), bits(expected))
+    layout = row_layout([("up", stored, False)], 64)
     assert layout.row_bytes == row.shape[1]
     check_rows(layout, row, "example")
     (part,) = layout.parts
     ours = decode_part(part.format, 64, torch.from_numpy(row[:, : part.num_bytes].copy()))
-    np.testing.assert_array_equal(ours.numpy(), expected)
+    np.testing.assert_array_equal(bits(ours.numpy()), bits(expected))
+
+
+@pytest.mark.parametrize("stored", [FP8, E5M2, MXFP4], ids=lambda part: part.codec)
+def test_both_readers_agree_on_every_code_and_any_scale(stored: PartFormat) -> None:
+    """Bit for bit, but for which bits stand for no number."""
+    layout, theirs = row_layout([("up", stored, False)], 320), Rows({"up": their_part(stored)}, 320)
+    (part,) = layout.parts
+    assert (theirs.crc_offset, theirs.row_bytes) == (layout.crc_offset, layout.row_bytes)
+    held = np.random.default_rng(0).integers(0, 256, (600, part.num_bytes), np.uint8)
+    held[:256, stored.code_bytes(320) :] = np.arange(256, dtype=np.uint8)[:, None]
+    held[:, :256] = np.resize(np.arange(256, dtype=np.uint8), held[:, :256].shape)
+    ours = decode_part(stored, 320, torch.from_numpy(held)).numpy()
+    found = their_part(stored).decode(held, 320)
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(ours))
+    numbers = ~np.isnan(ours)
+    np.testing.assert_array_equal(bits(found[numbers]), bits(ours[numbers]))
 
 
 @pytest.mark.parametrize("offset", [0, 33, 39, 40, 47])
 def test_the_second_reader_refuses_a_damaged_row(offset: int) -> None:
-    row = documented_row().copy()
+    row = documented_rows()[0].copy()
     row[0, offset] ^= 1
     with pytest.raises(BadPackError, match="example: row 0"):
         Rows({"up": Part("affine", 4, 32, 16)}, 64).decode(row, "example")

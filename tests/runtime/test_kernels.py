@@ -21,11 +21,12 @@ from random_experts import (
 )
 from torch import Tensor
 
-from moe_pack.formats import BF16, SELECTORS, ExpertFormat, PartFormat, Selector, part_format
+from moe_pack.formats import BF16, E5M2, FP8, MXFP4, SELECTORS, ExpertFormat, PartFormat, Selector, part_format
 from moe_pack.runtime import Activations, NeuronBlock, activations, run_expert
 from moe_pack.runtime.native_kernels import Kernels, Selected
 
-WIDTHS = (1, 2, 3, 4, 8, 16)
+WIDTHS = (1, 2, 3, 4, 8, 16, "fp8", "e5m2", "mxfp4")  # the last three in the one format each has
+SOURCES = {"fp8": FP8, "e5m2": E5M2, "mxfp4": MXFP4}
 CHOICES: dict[str, tuple[object, ...]] = {
     "gate": (*WIDTHS, None),
     "up": WIDTHS,
@@ -47,7 +48,8 @@ def can_be(c: Combination) -> bool:
         return False
     if c["num_cols"] % 64:  # type: ignore[operator]
         return widths.count(16) == len(widths)
-    return all(width == 16 for width in widths) or not c["group"] or not c["num_cols"] % c["group"]  # type: ignore[operator]
+    grouped = any(isinstance(width, int) and width < 16 for width in widths)
+    return not grouped or not c["group"] or not c["num_cols"] % c["group"]  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,10 @@ def case(number: int) -> Case:
     c = SAMPLE[number]
 
     def stored(name: str) -> PartFormat:
-        return part_format(c[name], c["group"], c["scale_bits"])  # type: ignore[arg-type]
+        width = c[name]
+        if isinstance(width, str):
+            return SOURCES[width]
+        return part_format(width, c["group"], c["scale_bits"])  # type: ignore[arg-type]
 
     gate = None if c["gate"] is None else stored("gate")
     shape = Shape(c["num_rows"], c["num_cols"], c["selector"], gate, stored("up"), stored("down"), c["bias"])  # type: ignore[arg-type]
@@ -91,7 +96,7 @@ def case(number: int) -> Case:
     return case_of(expert, random_tokens(c["num_tokens"], shape.num_cols, number), c["sparsity"])  # type: ignore[arg-type]
 
 
-SAMPLE = sample(CHOICES, can_be, 110)
+SAMPLE = sample(CHOICES, can_be, 160)
 
 
 def name_of(number: int) -> str:

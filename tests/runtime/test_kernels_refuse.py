@@ -373,7 +373,7 @@ EXPERT_LAYOUTS = {
     "record below 0": ({4: -16}, "layout: sizes out of range"),
     "selector row too short": ({3: 64}, UNFIT),
     "record too short": ({4: 128}, UNFIT),
-    "unknown codec": ({GATE + CODEC: 4}, "layout: unknown codec"),
+    "unknown codec": ({GATE + CODEC: 7}, "layout: unknown codec"),
     "codec below 0": ({GATE + CODEC: -1}, "layout: unknown codec"),
     "unknown width": ({UP + WIDTH: 5}, "layout: unknown width"),
     "width 16": ({UP + WIDTH: 16}, "layout: unknown width"),
@@ -430,6 +430,35 @@ ROW_LAYOUTS = {
 @pytest.mark.parametrize("operation", ["dense", "decode"])
 def test_a_layout_of_rows_that_makes_no_sense_is_refused(operation: str, name: str) -> None:
     assert_layout_refused(operation, *ROW_LAYOUTS[name])
+
+
+# Codec, width, group and scale_bits in the extension's numbers.
+SOURCES = {"fp8": (4, 8, 128, 32), "e5m2": (5, 8, 0, 8), "mxfp4": (6, 4, 32, 8)}
+OTHERS = {"width": 2, "group": 64, "scale_bits": 16}
+
+
+@pytest.mark.parametrize("fact", OTHERS)
+@pytest.mark.parametrize("codec", SOURCES)
+@pytest.mark.parametrize("operation", ["dense", "decode"])
+def test_a_codec_of_a_source_in_another_format_is_refused(operation: str, codec: str, fact: str) -> None:
+    changes = dict(zip((2, 3, 4, 5), SOURCES[codec], strict=True))
+    changes[2 + (CODEC, WIDTH, GROUP, SCALE_BITS)[1 + list(OTHERS).index(fact)]] = OTHERS[fact]
+    assert_layout_refused(operation, changes, f"layout: the codec has another {fact}")
+
+
+@pytest.mark.parametrize(("codec", "row_bytes"), [("fp8", 128 + 4), ("e5m2", 128 + 1), ("mxfp4", 64 + 4)])
+def test_a_codec_of_a_source_takes_its_bytes_and_no_more(codec: str, row_bytes: int) -> None:
+    arguments = legal("decode")
+    layout = np.array([D, row_bytes, *SOURCES[codec], 0, 0, 2], np.int32)
+    call("decode", arguments | {"layout": layout, "rows": np.zeros((F, row_bytes), np.uint8)})
+    layout[1] -= 1
+    with pytest.raises(ValueError) as refused:
+        call("decode", arguments | {"layout": layout, "rows": np.zeros((F, row_bytes - 1), np.uint8)})
+    assert str(refused.value) == UNFIT
+    layout[0] = 96
+    with pytest.raises(ValueError) as refused:
+        call("decode", arguments | {"layout": layout})
+    assert str(refused.value) == "layout: rows of codes are multiples of 64"
 
 
 def test_a_layout_that_just_fits_passes() -> None:

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from moe_pack.formats import (
     BF16,
+    E5M2,
+    FP8,
     MATRICES,
+    MXFP4,
     ExpertFormat,
     ExpertLayout,
     ExpertSpec,
@@ -23,7 +26,7 @@ from moe_pack.formats import (
     row_layout,
     write_rows,
 )
-from moe_pack.formats.codecs import affine, decode_part, pack_codes, unpack_codes
+from moe_pack.formats.codecs import affine, decode_part, pack_codes, powers_of_two, unpack_codes
 from moe_pack.runtime import Activations, NeuronBlock, activations
 from moe_pack.runtime.native_kernels import ExpertRows, expert_numbers
 from moe_pack.runtime.packed_expert import PackedExpert
@@ -93,7 +96,10 @@ class RandomExpert:
 def weight_magnitudes(stored: PartFormat, num_cols: int, section: Bytes) -> Tensor:
     """`(code + abs(zero)) * scale` of a part's bytes, float64 [rows, columns]: codes and zeros may be taken apart."""
     held = torch.from_numpy(section)
-    if stored == BF16:
+    if stored == MXFP4:  # sums of the native kernels' rows take E2M1 codes as affine ones, with a zero of 6
+        scales = powers_of_two(held[:, stored.code_bytes(num_cols) :]).double().repeat_interleave(32, dim=1)
+        return decode_part(stored, num_cols, held).double().abs() + 6 * scales
+    if stored.codec != "affine":
         return decode_part(stored, num_cols, held).double().abs()
     codec = affine(stored, num_cols)
     packed, scales, zeros = torch.split(held, [codec.code_bytes, codec.scale_bytes, codec.scale_bytes], dim=1)
@@ -141,6 +147,8 @@ def random_section(stored: PartFormat, num_rows: int, num_cols: int, generator: 
     if stored == BF16:
         weights = torch.randn(num_rows, num_cols, generator=generator).mul_(0.1).to(torch.bfloat16)
         return weights.view(torch.uint8).numpy()
+    if stored.codec != "affine":
+        return random_source_section(stored, num_rows, num_cols, generator)
     top, groups = 2**stored.width - 1, stored.num_groups(num_cols)
     codes = torch.randint(0, top + 1, (num_rows, num_cols), generator=generator, dtype=torch.uint8)
     if stored.scale_bits == 16:
@@ -157,6 +165,22 @@ def random_section(stored: PartFormat, num_rows: int, num_cols: int, generator: 
     return torch.cat([pack_codes(codes, stored.width), *parts], dim=1).numpy()
 
 
+def random_source_section(stored: PartFormat, num_rows: int, num_cols: int, generator: torch.Generator) -> Bytes:
+    """The same of a codec that keeps what a source holds: any finite code, zeros of either sign among them."""
+    groups = stored.num_groups(num_cols)
+    if stored == MXFP4:
+        codes = torch.randint(0, 16, (num_rows, num_cols), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(119, 125, (num_rows, groups), generator=generator, dtype=torch.uint8)
+        return torch.cat([pack_codes(codes, 4), scales], dim=1).numpy()
+    top = 0x7E if stored == FP8 else 0x7B  # of finite numbers
+    codes = torch.randint(0, top + 1, (num_rows, num_cols), generator=generator, dtype=torch.uint8)
+    codes |= torch.randint(0, 2, codes.shape, generator=generator, dtype=torch.uint8) << 7
+    if stored == E5M2:
+        return torch.cat([codes, torch.full((num_rows, 1), 110, dtype=torch.uint8)], dim=1).numpy()
+    scale = (torch.rand(num_rows, groups, generator=generator) + 0.5) / 448
+    return torch.cat([codes, scale.view(torch.uint8)], dim=1).numpy()
+
+
 def _flatten(
     section: Bytes, stored: PartFormat, num_cols: int, zero_rows: Sequence[int], constant_rows: Sequence[int]
 ) -> None:
@@ -167,6 +191,10 @@ def _flatten(
         return
     groups, codes, scales = stored.num_groups(num_cols), stored.code_bytes(num_cols), stored.scale_bytes(num_cols)
     rows = list(constant_rows)
+    if stored.codec != "affine":
+        section[rows, :codes] = 0x77  # a number in all of them
+        section[rows, codes:] = np.tile(section[rows, codes : codes + scales // groups], groups)
+        return
     section[rows, :codes] = 0xFF
     for start in (codes, codes + scales):  # all groups as the first
         each = 2 if stored.scale_bits == 16 else 1

@@ -22,9 +22,10 @@ Floats = NDArray[np.float32]
 
 MATRICES = ("gate", "up", "down")
 SELECTED = {"up": ("up",), "gate": ("gate",), "both": ("gate", "up"), "none": ()}
-FEATURES = {"affine", "bf16", "byte_scales", "dense_rows"}
+FEATURES = {"affine", "bf16", "byte_scales", "dense_rows", "e5m2", "fp8", "mxfp4"}
 REQUIRED = {"index.safetensors", "dense.safetensors", "thresholds.safetensors", "order.safetensors", "source.json"}
-CODECS = {1: "bf16", 2: "affine"}
+CODECS = {1: "bf16", 2: "affine", 3: "fp8", 4: "e5m2", 5: "mxfp4"}
+FORMATS = {"bf16": (16, 0, 16), "fp8": (8, 128, 32), "e5m2": (8, 0, 8), "mxfp4": (4, 32, 8)}  # width, group, scale_bits
 NUMPY_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
 SELF_DIGEST = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
 SELF_DIGEST_BYTES = 82
@@ -69,26 +70,47 @@ class Part:
     has_bias: bool = False
 
     def num_groups(self, n: int) -> int:
-        return n // self.group if self.group else 1
+        return -(-n // self.group) if self.group else 1
 
     def scale_bytes(self, n: int) -> int:
         if self.codec == "bf16":
             return 0
+        if self.codec != "affine":
+            return self.num_groups(n) * self.scale_bits // 8
         return 2 * self.num_groups(n) if self.scale_bits == 16 else 2 + self.num_groups(n)
 
     def num_bytes(self, n: int) -> int:
-        return n * self.width // 8 + 2 * self.scale_bytes(n) + 4 * self.has_bias
+        zero_bytes = self.scale_bytes(n) if self.codec == "affine" else 0
+        return n * self.width // 8 + self.scale_bytes(n) + zero_bytes + 4 * self.has_bias
+
+    def check(self, place: str) -> None:
+        """That section 5 has this format; `affine` is not checked."""
+        if self.codec != "affine":
+            require((self.width, self.group, self.scale_bits) == FORMATS[self.codec], f"{place}: format")
 
     def decode(self, stored: Bytes, n: int) -> Floats:
         """Weights [rows, n] for stored bytes [rows, num_bytes] (section 8)."""
         code_bytes, scale_bytes = n * self.width // 8, self.scale_bytes(n)
         if self.codec == "bf16":
             return bf16(np.ascontiguousarray(stored[:, :code_bytes]).view("<u2"))
+        if self.codec != "affine":
+            return self._decode_kept(stored[:, :code_bytes], stored[:, code_bytes : code_bytes + scale_bytes], n)
         codes = unpack(stored[:, :code_bytes], self.width).astype(np.float32)
         scale = self._scales(stored[:, code_bytes : code_bytes + scale_bytes], "u1")
         zero = self._scales(stored[:, code_bytes + scale_bytes : code_bytes + 2 * scale_bytes], "i1")
         grouped = codes.reshape(len(stored), self.num_groups(n), -1)
         return ((grouped - zero[:, :, None]) * scale[:, :, None]).reshape(len(stored), n)
+
+    def _decode_kept(self, codes: Bytes, scales: Bytes, n: int) -> Floats:
+        weights: Floats
+        if self.codec == "fp8":
+            weights, scale = small_floats(codes, 4), np.ascontiguousarray(scales).view("<f4")
+        else:
+            weights = small_floats(codes, 5) if self.codec == "e5m2" else E2M1[unpack(codes, 4)]
+            scale = np.where(scales == 255, np.nan, np.ldexp(1.0, scales.astype(np.int64) - 127)).astype(np.float32)
+        with np.errstate(invalid="ignore", over="ignore"):
+            weights = weights * np.repeat(scale, self.group or n, axis=1)[:, :n]
+        return weights
 
     def _scales(self, stored: Bytes, byte_dtype: str) -> Floats:
         stored = np.ascontiguousarray(stored)
@@ -126,6 +148,24 @@ class Rows:
             decoded[name] = part.decode(rows[:, start:stop], self.n)
             start = stop
         return decoded
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def small_floats(codes: Bytes, exponent_bits: int) -> Floats:
+    """E4M3 (four bits of exponent) or E5M2, by whole numbers (section 8)."""
+    fraction_bits = 7 - exponent_bits
+    e, m = (codes & 0x7F) >> fraction_bits, (codes & (2**fraction_bits - 1)).astype(np.int64)
+    whole = np.where(e == 0, m, 2**fraction_bits + m)
+    bias = 2 ** (exponent_bits - 1) - 1 + fraction_bits
+    numbers = np.ldexp(whole.astype(np.float64), np.maximum(e.astype(np.int64), 1) - bias)
+    if exponent_bits == 4:
+        numbers[(e == 15) & (m == 7)] = np.nan
+    else:
+        numbers[e == 31] = np.where(m[e == 31] == 0, np.inf, np.nan)
+    signed: Floats = np.where(codes >> 7, -numbers, numbers).astype(np.float32)
+    return signed
 
 
 def bf16(values: Array) -> Floats:
@@ -297,6 +337,7 @@ class SecondReader:
             if matrix in self.manifest["model"]["expert"]["matrices"]:
                 require(codec in CODECS, f"layer {l} expert {e}: codec of {matrix}")
                 parts[matrix] = Part(CODECS[codec], width, group, scale_bits, matrix in bias)
+                parts[matrix].check(f"layer {l} expert {e} {matrix}")
         selected = SELECTED[self.manifest["selector"]]
         selector = Rows({name: part for name, part in parts.items() if name in selected}, self._d)
         records = Rows({name: part for name, part in parts.items() if name not in selected}, self._d)
