@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_pack.calib.histogram import Histogram
 from moe_pack.formats import NeuronFunction, Selector
-from moe_pack.runtime import Activations, Expert, activations
+from moe_pack.runtime import Activations, Expert, activations, resting_output
 
 CHUNK_TOKENS = 2048  # tokens at once: bounds what an expert's outputs take, and uses weights well
 HOT_SAMPLE_TOKENS = 256  # of an expert's tokens, evenly spread: what its thresholds for hotness are taken from
@@ -53,7 +53,7 @@ def measure_expert(
     counts = _Counts(num_neurons)
     for number, places in enumerate(_chunks(len(token_idx), chunk_tokens)):
         x = inputs[token_idx[places]].to(device)
-        y = torch.zeros_like(x)
+        y = resting_output(x, expert)
         # Thresholds come from all neurons' activations for the sample, then these are counted. In one piece: many
         # between the blocks of weights would keep the memory of those from being used again.
         sample = x.new_empty((len(KINDS), len(x), num_neurons)) if number == 0 else None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_pack.calib.expert_pass import CHUNK_TOKENS
 from moe_pack.calib.layer_pass import LayerStates, LayerTokens
-from moe_pack.runtime import Weights, activations
+from moe_pack.runtime import Weights, activations, resting_output
 
 
 def input_chunks(tokens: LayerTokens, token_idx: Tensor, device: torch.device) -> Iterator[tuple[Tensor, slice]]:
@@ -34,8 +34,9 @@ def run_counted(
     token_idx, router_weights = tokens.of_expert(number[1])
     dropped = torch.empty(len(token_idx), dtype=torch.int64)
     for x, rows in input_chunks(tokens, token_idx, states.device):
-        y, runs_of = torch.zeros_like(x), torch.zeros(len(x), device=x.device)
-        for block in weights.expert(*number).blocks():
+        expert = weights.expert(*number)
+        y, runs_of = resting_output(x, expert), torch.zeros(len(x), device=x.device)
+        for block in expert.blocks():
             values = activations(x, block, spec.expert.function)
             a = values.of(weights.selector)
             runs = (a != 0) & ~(a.abs() < threshold)

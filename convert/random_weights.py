@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.formats import E5M2, FP8, DenseRole, ModelSpec, PartFormat, RowLayout, seal_rows
+from moe_pack.formats import E5M2, FP8, DenseRole, ModelSpec, NeuronFunction, PartFormat, RowLayout, seal_rows
 from moe_pack.formats.codecs import affine, e2m1_values
 
 # The constant share of a normed hidden state, one value in every dimension; its square is a quarter of the state's.
@@ -27,7 +27,8 @@ _HIDDEN_RMS = 32.0
 # What all halves of all layers add to the hidden state, as a share of it. It is mostly the same for every token, which
 # shifts the popularity of experts: at 0.05 by less than a tenth.
 _TURN = 0.05
-_ACTIVE_RMS = 0.5965  # of silu(g) * u for normal g and u of deviation 1
+# Of h(g, u) for normal g and u of deviation 1.
+_ACTIVE_RMS: dict[NeuronFunction, float] = {"silu": 0.5965, "relu": 0.7071, "clamped_swiglu": 0.9187}
 _ROWS_AT_ONCE = 512
 
 
@@ -72,7 +73,7 @@ def dense_spread(spec: ModelSpec, role: DenseRole) -> Spread:
 
 
 def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerator) -> NDArray[np.float32]:
-    """The values of a norm or a bias."""
+    """The values of a norm or a bias, or of sinks, which count as one more position."""
     name, num_values = role.name.rpartition(".")[2], role.shape[0]
     shifts = spec.norm.kind == "layer"
     if role.name == "norm":
@@ -81,7 +82,7 @@ def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerato
         return np.full(num_values, OWN, np.float32)
     if name == "mlp_norm_bias":
         return np.full(num_values, CONSTANT, np.float32)
-    return np.full(num_values, 0.0 if name.endswith("bias") else 1.0, np.float32)
+    return np.full(num_values, 0.0 if name.endswith(("bias", "sinks")) else 1.0, np.float32)
 
 
 def _last_norm(spec: ModelSpec, num_values: int, stream: np.random.BitGenerator) -> NDArray[np.float32]:
@@ -100,7 +101,7 @@ def _branch(spec: ModelSpec) -> float:
 
 
 def _down(spec: ModelSpec, num_neurons: int, weight: float) -> Spread:
-    return Spread(0.0, _branch(spec) / (weight * _ACTIVE_RMS * math.sqrt(num_neurons)))
+    return Spread(0.0, _branch(spec) / (weight * _ACTIVE_RMS[spec.expert.function] * math.sqrt(num_neurons)))
 
 
 def random_rows(

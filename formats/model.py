@@ -20,6 +20,9 @@ def model_spec(source: str, num_layers: int | None = None, vocab_size: int | Non
     if isinstance(values, dict):
         _cut(values, "num_hidden_layers", num_layers, f"--layers: found {num_layers}")
         _cut(values, "vocab_size", vocab_size, f"--vocab: found {vocab_size}")
+        kinds = values.get("layer_types")
+        if num_layers is not None and isinstance(kinds, list):
+            values["layer_types"] = kinds[:num_layers]
     try:
         return read_spec(Config(values, place))[1]
     except CheckpointError as fault:

@@ -16,7 +16,7 @@ from moe_pack.runtime.checkpoint_weights import CheckpointWeights
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.doctor import measure_machine
 from moe_pack.runtime.engine import Engine, EngineOptions
-from moe_pack.runtime.expert import NEURONS, Activations, activations, run_expert
+from moe_pack.runtime.expert import NEURONS, Activations, activations, resting_output, run_expert
 from moe_pack.runtime.folder_files import FolderFiles
 from moe_pack.runtime.generate import context_for, generate
 from moe_pack.runtime.kv_cache import KVCache
@@ -189,6 +189,7 @@ __all__ = [
     "read_vector",
     "replay",
     "residency_for",
+    "resting_output",
     "route",
     "route_tokens",
     "router_scores",

@@ -60,8 +60,7 @@ def _attend_grouped(
         norms = None
     sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
     interleaved = weights.spec.rope.interleaved
-    wraps = cache.num_tokens + len(x) > cache.keys.shape[1]
-    operation = attend_heads if kernels is None or sinks is not None or wraps else kernels.attend
+    operation = attend_heads if kernels is None else kernels.attend
     return project("o", operation((q, k, v), norms, angles, interleaved, cache, spec, spec.window(layer), sinks))
 
 
@@ -92,7 +91,8 @@ def attend_heads(
     is_causal = start == 0 and (window is None or window >= stop)  # a whole sequence: torch needs no mask
     seen = None if is_causal and sinks is None else _seen(window, first, start, q.shape[1], q.device)
     if sinks is not None:
-        q, keys, values = _with_sinks(q, keys, values, sinks / spec.scale)
+        least = torch.finfo(torch.float32).min  # minus infinity times a key's 0 would be no number
+        q, keys, values = _with_sinks(q, keys, values, (sinks / spec.scale).clamp(min=least))
         seen = None if seen is None else torch.nn.functional.pad(seen, (0, 1), value=True)
     mixed = torch.nn.functional.scaled_dot_product_attention(
         q[None],

@@ -60,14 +60,19 @@ def run_expert(x: Tensor, expert: Expert, function: NeuronFunction, selector: Se
     Returns: float32 [T, d].
     Source:  FloE Eq. 6 and CORM §4.2 for `up` and `gate`; `both` tests h itself.
     """
-    bias = expert.down_bias()
-    y = torch.zeros_like(x) if bias is None else bias.repeat(len(x), 1)  # [T, d]
+    y = resting_output(x, expert)
     for block in expert.blocks():
         values = activations(x, block, function)
         h, a = values.h, values.of(selector)
         runs = (a != 0) & ~(a.abs() < threshold)  # [T, n]
         y += torch.where(runs, h, 0.0) @ block.down
     return y
+
+
+def resting_output(x: Tensor, expert: Expert) -> Tensor:
+    """The output of an expert for tokens float32 [T, d] of which none has a neuron that runs: [T, d], to add to."""
+    bias = expert.down_bias()
+    return torch.zeros_like(x) if bias is None else bias.repeat(len(x), 1)
 
 
 def run_dense_expert(x: Tensor, weights: Weights, role: str, function: NeuronFunction) -> Tensor:

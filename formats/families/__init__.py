@@ -13,6 +13,7 @@ from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from moe_pack.formats.families.dots1 import DOTS1
 from moe_pack.formats.families.family import Family
 from moe_pack.formats.families.glm4_moe import GLM4_MOE
+from moe_pack.formats.families.gpt_oss import GPT_OSS
 from moe_pack.formats.families.granitemoe import GRANITEMOE
 from moe_pack.formats.families.minicpm import MINICPM
 from moe_pack.formats.families.mixtral import MIXTRAL
@@ -41,6 +42,7 @@ FAMILIES: dict[str, Family] = {
         GRANITEMOE,
         GLM4_MOE,
         DOTS1,
+        GPT_OSS,
         MINICPM,
         XVERSE,
     )

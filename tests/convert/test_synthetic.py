@@ -46,6 +46,7 @@ NAMES = (
     "granite-3.0-1b-a400m",
     "glm-4.5-air",
     "dots.llm1.base",
+    "gpt-oss-20b",
 )
 
 

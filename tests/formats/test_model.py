@@ -9,7 +9,7 @@ import pytest
 from models import DEMO_MODEL, TinyMixtral
 from published import PUBLISHED, spec_of
 
-from moe_pack.formats import SHORT_NAMES, Checkpoint, CheckpointError, model_spec
+from moe_pack.formats import SHORT_NAMES, Checkpoint, CheckpointError, GroupedQuerySpec, model_spec
 from moe_pack.formats.families import published_names
 
 
@@ -31,6 +31,11 @@ def test_a_folder_or_a_file_is_read_before_names(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mixtral-8x7b").symlink_to(DEMO_MODEL)
     assert model_spec("mixtral-8x7b") == checkpoint.spec
+
+
+def test_the_first_layers_have_the_windows_that_they_had() -> None:
+    attention = model_spec("gpt-oss-20b", num_layers=5).attention
+    assert isinstance(attention, GroupedQuerySpec) and attention.windowed_layers == (0, 2, 4)
 
 
 def test_the_first_layers_and_tokens_alone_leave_all_else_as_it_was() -> None:

@@ -11,7 +11,15 @@ from references import REFERENCES
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from moe_pack.formats import FAMILIES, GroupedQuerySpec, LongRopeSpec, YarnSpec, cached_values, num_parameters
+from moe_pack.formats import (
+    FAMILIES,
+    MATRICES,
+    GroupedQuerySpec,
+    LongRopeSpec,
+    YarnSpec,
+    cached_values,
+    num_parameters,
+)
 
 logging.set_verbosity_error()
 
@@ -92,3 +100,8 @@ def test_what_is_particular_is_read_from_the_real_configs() -> None:
     )
     assert isinstance(qwen.attention, GroupedQuerySpec) and qwen.attention.bias == ("q", "k", "v")
     assert (qwen.attention.sliding_window, qwen.router.normalize) == (None, False)
+    gpt = spec_of(by_name("gpt-oss-20b"))
+    assert isinstance(gpt.attention, GroupedQuerySpec) and gpt.attention.sinks and gpt.router.logit_bias
+    assert (gpt.attention.sliding_window, gpt.attention.windowed_layers) == (128, tuple(range(0, 24, 2)))
+    assert isinstance(gpt.rope.scaling, YarnSpec) and not gpt.rope.scaling.truncate
+    assert (gpt.expert.function, gpt.expert.bias, gpt.expert.extra_floats) == ("clamped_swiglu", MATRICES, 2880)

@@ -83,7 +83,10 @@ def assert_read_alike(folder: Path) -> None:
         assert second.dense_roles == [dense.role.name for dense in opened.layout.dense]
         for l in range(len(opened.spec.moe_layers)):
             for e in range(opened.spec.router.num_experts):
-                blocks = list(weights.expert(l, e).blocks())
+                held, bias = weights.expert(l, e), second.down_bias(l, e)
+                assert (held.down_bias() is None) == (bias is None)
+                np.testing.assert_array_equal(bits(bias), bits(held.down_bias().numpy())) if bias is not None else None
+                blocks = list(held.blocks())
                 found = second.expert(l, e)
                 assert sorted(found) == ["down", "gate", "up"]
                 for matrix, theirs in found.items():

@@ -15,15 +15,15 @@ constexpr double kRounding = 1e-5;    // of float32 sums of some hundred values
 using Values = std::vector<double>;
 
 struct Tensors {
-    Exact<float> q, k, v, q_norm, k_norm, cosines, sines, keys, values, out;
+    Exact<float> q, k, v, q_norm, k_norm, cosines, sines, sinks, keys, values, out;
 
     Tensors(Random& random, const AttentionWork& w, size_t t, size_t d)
         : q(random, t * w.num_heads * d), k(random, t * w.num_kv_heads * d), v(random, t * w.num_kv_heads * d),
           q_norm(random, d), k_norm(random, d), cosines(random, t * w.num_angles), sines(random, t * w.num_angles),
-          keys(random, (size_t)w.num_kv_heads * w.context * d), values(random, keys.size()), out(random, q.size()) {}
+          sinks(random, w.num_heads), keys(random, (size_t)w.num_kv_heads * w.places * d), values(random, keys.size()), out(random, q.size()) {}
 
     void fill(Random& random, void (*with)(Random&, float*, size_t)) {
-        for (Exact<float>* each : {&q, &k, &v, &q_norm, &k_norm, &keys, &values})
+        for (Exact<float>* each : {&q, &k, &v, &q_norm, &k_norm, &sinks, &keys, &values})
             with(random, each->get(), each->size());
         for (size_t i = 0; i < cosines.size(); i++) {
             const float angle = random.real(-9.0f, 9.0f);
@@ -31,7 +31,8 @@ struct Tensors {
             sines[i] = std::sin(angle);
         }
     }
-    AttentionWork given(AttentionWork w, bool normed) const {
+    AttentionWork given(AttentionWork w, bool normed, bool has_sinks) const {
+        w.sinks = has_sinks ? sinks.get() : nullptr;
         w.q = q.get();
         w.k = k.get();
         w.v = v.get();
@@ -52,8 +53,9 @@ AttentionWork random_work(Random& random) {
     w.head_dim = random.chance(50) ? random.pick({32, 64, 80, 128}) : (int32_t)random.between(1, 70);
     w.num_tokens = random.pick({0, 1, 1, 2, 5, 40, 70});
     w.start = random.chance(40) ? 0 : (int32_t)random.between(0, random.chance(20) ? 1500 : 300);
-    w.context = w.start + w.num_tokens + (int32_t)random.between(0, 3);
     w.window = random.chance(50) ? 0 : (int32_t)random.between(1, random.chance(50) ? 10 : 400);
+    const int32_t seen = w.window && random.chance(70) ? std::min(w.start, w.window - 1) : w.start;
+    w.places = seen + w.num_tokens + (int32_t)random.between(0, 3);
     w.num_angles = random.chance(50) ? w.head_dim / 2 : (int32_t)random.between(0, w.head_dim / 2);
     w.interleaved = random.chance(50);
     w.scale = random.pick({1.0f, 0.125f});
@@ -81,26 +83,29 @@ Values plain_head(const AttentionWork& w, const float* head, const float* norm, 
 void check_head(const AttentionWork& w, int32_t token, int32_t head, const float* found) {
     const size_t d = w.head_dim, group = w.num_heads / w.num_kv_heads;
     const Values q = plain_head(w, w.q + ((size_t)token * w.num_heads + head) * d, w.q_norm, token);
-    const size_t row = head / group * w.context;
+    const size_t row = head / group * w.places;
     const int32_t end = w.start + token + 1, begin = w.window ? std::max(0, end - w.window) : 0;
     Values scores, mixed(d);
-    double size = 0, largest = -INFINITY, sum = 0, peak = 0;
+    double size = 0, largest = w.sinks ? w.sinks[head] : -INFINITY, sum = 0, peak = 0;
     for (int32_t p = begin; p < end; p++) {
+        const float* key = w.keys + (row + p % w.places) * d;
         double score = 0, magnitude = 0;
         for (size_t c = 0; c < d; c++) {
-            score += q[c] * w.keys[(row + p) * d + c] * w.scale;
-            magnitude += std::fabs(q[c] * w.keys[(row + p) * d + c] * w.scale);
+            score += q[c] * key[c] * w.scale;
+            magnitude += std::fabs(q[c] * key[c] * w.scale);
         }
         scores.push_back(score);
         largest = std::max(largest, score);
         size = std::max(size, magnitude);
     }
+    if (w.sinks) sum = std::exp(w.sinks[head] - largest);
     for (int32_t p = begin; p < end; p++) {
+        const float* value = w.values + (row + p % w.places) * d;
         const double share = std::exp(scores[p - begin] - largest);
         sum += share;
         for (size_t c = 0; c < d; c++) {
-            mixed[c] += share * w.values[(row + p) * d + c];
-            peak = std::max(peak, std::fabs((double)w.values[(row + p) * d + c]));
+            mixed[c] += share * value[c];
+            peak = std::max(peak, std::fabs((double)value[c]));
         }
     }
     const double slack = peak * kRounding * (1 + size);
@@ -113,10 +118,10 @@ void check_head(const AttentionWork& w, int32_t token, int32_t head, const float
 void check_cache(const AttentionWork& w, const Exact<float>& keys_before, const Exact<float>& values_before) {
     const size_t d = w.head_dim;
     for (int32_t h = 0; h < w.num_kv_heads; h++)
-        for (int32_t p = 0; p < w.context; p++) {
-            const size_t place = ((size_t)h * w.context + p) * d;
-            const int32_t token = p - w.start;
-            const bool is_new = token >= 0 && token < w.num_tokens;
+        for (int32_t p = 0; p < w.places; p++) {
+            const size_t place = ((size_t)h * w.places + p) * d;
+            const int32_t token = (p - w.start % w.places + w.places) % w.places;
+            const bool is_new = token < w.num_tokens;
             const size_t from = is_new ? ((size_t)token * w.num_kv_heads + h) * d : 0;
             const float* value = is_new ? w.v + from : values_before.get() + place;
             require(std::memcmp(w.values + place, value, sizeof(float) * d) == 0, "values of the cache");
@@ -159,7 +164,7 @@ void attention_case(Random& random, Pools& pools, Counts& counts) {
     const bool sane = random.chance(60), normed = random.chance(50);
     norm_case(random, alone, several, sane);
     const AttentionWork sizes = random_work(random);
-    const double sums = (double)sizes.num_tokens * sizes.num_heads * sizes.context * sizes.head_dim;
+    const double sums = (double)sizes.num_tokens * sizes.num_heads * sizes.places * sizes.head_dim;
     // Larger ones would take a sanitizer minutes.
     if (sizes.num_tokens == 0 || sums > 10 * kMaxSums) return;
     Tensors first(random, sizes, sizes.num_tokens, sizes.head_dim);
@@ -170,7 +175,7 @@ void attention_case(Random& random, Pools& pools, Counts& counts) {
     Exact<float> keys_before(random, first.keys.size()), values_before(random, first.keys.size());
     keys_before.copy_from(first.keys);
     values_before.copy_from(first.values);
-    const AttentionWork work = first.given(sizes, normed);
+    const AttentionWork work = first.given(sizes, normed, random.chance(50));
     AttentionWork again = work;
     again.keys = second.keys.get();
     again.values = second.values.get();

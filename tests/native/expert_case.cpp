@@ -14,7 +14,7 @@ struct Given {
     ExpertLayout layout;
     bool sane;
     float threshold;
-    Exact<uint8_t> selector, records;
+    Exact<uint8_t> selector, records, extra;
     Exact<int64_t> tokens;
     Exact<float> weights;
 
@@ -23,12 +23,17 @@ struct Given {
           sane(is_sane),
           selector(random, has_rows() ? layout.selector_bytes() : 0),
           records(random, layout.records_bytes()),
+          extra(random, layout.extra_row_bytes),
           tokens(random, num_x ? num_tokens : 0),
           weights(random, tokens.size()) {
         threshold = sane ? random.pick({0.0f, 0.01f, 0.1f, 1.0f, 100.0f})
                          : random.pick({0.0f, 0.5f, -1.0f, NAN, INFINITY, -INFINITY, 1e-40f});
         for (size_t i = 0; i < tokens.size(); i++) tokens[i] = random.between(0, (int64_t)num_x - 1);
         sane ? fill_inputs(random, weights.get(), weights.size()) : fill_wild(random, weights.get(), weights.size());
+        for (int32_t c = 0; sane && layout.extra_row_bytes && c < layout.num_cols; c++) {
+            const float value = random.real(-0.5f, 0.5f);
+            std::memcpy(extra.get() + 4 * c, &value, 4);
+        }
         for (int32_t r = 0; sane && r < layout.num_rows; r++)
             for (const PlacedPart* part : {&layout.gate, &layout.up, &layout.down}) make_sane(random, *part, row(*part, r));
     }
@@ -40,8 +45,15 @@ struct Given {
     PlainRow plain(const PlacedPart& part, int32_t row_idx) {
         return part.place == Place::none ? PlainRow{} : plain_row(part, row(part, row_idx));
     }
+    // What is added to column `c` of a token's output.
+    float bias(size_t c) const {
+        float value = 0.0f;
+        if (layout.extra_row_bytes) std::memcpy(&value, extra.get() + 4 * c, 4);
+        return value;
+    }
     ExpertWork work() const {
-        return {&layout, selector.get(), records.get(), threshold, (int32_t)tokens.size(), tokens.get(), weights.get()};
+        return {&layout,      selector.get(), records.get(), threshold,  (int32_t)tokens.size(),
+                tokens.get(), weights.get(),  nullptr,       extra.get()};
     }
 };
 
@@ -93,9 +105,10 @@ struct Neuron {
 
     // What the rows at a place say, times what is known.
     Near at(Place place, Near known, const float* x) const {
-        if (layout.up.place == place) known = product_of(known, plain_dot(up, x));
-        if (layout.gate.place == place) known = product_of(known, silu_of(plain_dot(gate, x)));
-        return layout.up.place == place && !layout.has_gate() ? silu_of(known) : known;
+        if (layout.up.place == place) known = product_of(known, layout.has_gate() ? factor_of(layout.function, plain_dot(up, x))
+                                                                                   : plain_dot(up, x));
+        if (layout.gate.place == place) known = product_of(known, activation_of(layout.function, plain_dot(gate, x)));
+        return layout.up.place == place && !layout.has_gate() ? activation_of(layout.function, known) : known;
     }
     Near a(const float* x) const { return at(Place::selector, exactly(1), x); }
     Near h(const Near& a, const float* x) const { return at(Place::record, a, x); }
@@ -186,7 +199,7 @@ void run_steps(Random& random, Pool& alone, Pool& several, Given& given, const E
     Brought brought(random, given, chosen.data(), (int32_t)chosen.size());
     Steps one(random, num_tokens, layout, chosen.size()), other(random, num_tokens, layout, chosen.size());
     NeuronsWork work = {&layout, brought.records.get(), given.threshold, tokens, (int32_t)chosen.size(),
-                        brought.neurons.get(), brought.places.get()};
+                        brought.neurons.get(), brought.places.get(), given.extra.get()};
     for (auto [pool, to] : {std::pair(&alone, &one), std::pair(&several, &other)}) {
         to->a.copy_from(first.a);
         to->runs.copy_from(first.runs);
@@ -198,6 +211,7 @@ void run_steps(Random& random, Pool& alone, Pool& several, Given& given, const E
     counts.compared++;
     check_h(given, x, one, brought, num_tokens);
     std::vector<Near> y(one.y.size());
+    for (size_t i = 0; i < y.size(); i++) y[i] = exactly(given.bias(i % layout.num_cols));
     for (size_t k = 0; k < chosen.size(); k++) {
         Neuron neuron(given, chosen[k]);
         for (size_t t = 0; t < num_tokens; t++)
@@ -209,6 +223,12 @@ void run_steps(Random& random, Pool& alone, Pool& several, Given& given, const E
 // y += the expert. Where it hangs on a rounding whether a neuron runs, both will do.
 void add_expert(Given& given, const Exact<float>& x, std::vector<Near>& y) {
     size_t d = given.layout.num_cols;
+    for (size_t i = 0; i < given.tokens.size(); i++)
+        for (size_t c = 0; c < d; c++) {
+            const double added = (double)given.weights[i] * given.bias(c);
+            Near& to = y[given.tokens[i] * d + c];
+            to = {to.value + added, to.slack + 1e-6 * std::fabs(added)};
+        }
     for (int32_t j = 0; j < given.layout.num_rows; j++) {
         Neuron neuron(given, j);
         for (size_t i = 0; i < given.tokens.size(); i++) {
@@ -265,6 +285,7 @@ void expert_case(Random& random, Pools& pools, Counts& counts) {
         // Tampering may change the columns, and make an expert as large as a disk.
         products += (int64_t)layout.num_rows * layout.num_cols * std::max(sizes.num_tokens, 1);
         if (layout.num_cols != sizes.num_cols || layout.selector_bytes() + layout.records_bytes() > (size_t)kMaxBytes ||
+            layout.extra_row_bytes > kMaxBytes ||
             products > 2 * kMaxProducts)
             continue;
         bool few = random.chance(60);

@@ -82,8 +82,8 @@ class Cases:
         groups = self.d // group if group else 1
         return self.d * width // 8 + 2 * (2 * groups if scale_bits == 16 else 2 + groups) + 4 * has_bias
 
-    def expert(self) -> tuple[Any, Any, Any]:
-        """Layout, selector rows and records."""
+    def expert(self) -> tuple[Any, Any, Any, Any]:
+        """Layout, selector rows, records and the row of extra values."""
         kind = self.number(0, 3)
         parts = [self.part(SELECTOR_ROW if kind in (2, 3) else RECORD)]
         parts += [self.part(SELECTOR_ROW if kind in (1, 3) else RECORD), self.part(RECORD)]
@@ -91,13 +91,16 @@ class Cases:
         for part in parts:
             part[4] = row_bytes[part[6]]
             row_bytes[part[6]] += self.part_bytes(part)
-        numbers = [self.d, self.f, kind, *row_bytes[1:], *(number for part in parts for number in part)]
-        selector = self.rows_of(row_bytes[1]) if kind else None
-        return np.array(numbers, np.int32), selector, self.rows_of(row_bytes[2])
+        extra_bytes = 4 * self.d + self.number(0, 20) if self.chance(40) else 0
+        numbers = [self.d, self.f, kind, *row_bytes[1:], extra_bytes, self.number(0, 2)]
+        numbers += [number for part in parts for number in part]
+        selector = self.rows_of(self.f, row_bytes[1]) if kind else None
+        extra = self.rows_of(1, extra_bytes) if extra_bytes else None
+        return np.array(numbers, np.int32), selector, self.rows_of(self.f, row_bytes[2]), extra
 
-    def rows_of(self, row_bytes: int) -> Any:
-        """`f` rows, in one piece or in pages."""
-        return self.bytes(self.f, row_bytes) if self.chance(60) else self.pages(self.f, row_bytes)
+    def rows_of(self, num_rows: int, row_bytes: int) -> Any:
+        """Rows in one piece or in pages."""
+        return self.bytes(num_rows, row_bytes) if self.chance(60) else self.pages(num_rows, row_bytes)
 
     def pages(self, num_rows: int, row_bytes: int) -> Any:
         begin, page_bytes = self.number(0, 99), self.number(max(row_bytes, 2), 2 * row_bytes + 100)
@@ -119,33 +122,33 @@ class Cases:
             one = [*self.expert(), float(self.random.normal()), tokens, self.floats(len(tokens))]
             given.append(tuple(self.tampered(one) if self.chance(10) else one))
         if given and self.chance(5):
-            layout, selector, records, _, tokens, weights = (*given[0], *[None] * 6)[:6]
-            given[0] = (layout, selector, records, Changing(given), tokens, weights)
+            layout, selector, records, extra, _, tokens, weights = (*given[0], *[None] * 7)[:7]
+            given[0] = (layout, selector, records, extra, Changing(given), tokens, weights)
         return [given, self.floats(self.tokens, self.d), self.floats(self.tokens, self.d), self.d]
 
     def select_arguments(self) -> Arguments:
-        layout, selector, _ = self.expert()
+        layout, selector, _, _ = self.expert()
         a, runs = self.floats(self.tokens, self.f), self.bytes(self.tokens, self.f)
         return [layout, selector, 0.5, self.floats(self.tokens, self.d), a, runs, np.empty(self.f + 1, np.int32)]
 
-    def some_neurons(self) -> tuple[Any, Any, Any, Any]:
-        """Layout, records, neurons and their places."""
-        layout, _, records = self.expert()
+    def some_neurons(self) -> tuple[Any, Any, Any, Any, Any]:
+        """Layout, records, neurons and their places, and the row of extra values."""
+        layout, _, records, extra = self.expert()
         n = self.number(0, self.f)
         neurons, places = (self.random.integers(0, self.f, n).astype(np.int32) for _ in range(2))
-        return layout, records, neurons, places
+        return layout, records, neurons, places, extra
 
     def neurons_arguments(self) -> Arguments:
-        layout, records, neurons, places = self.some_neurons()
+        layout, records, neurons, places, _ = self.some_neurons()
         a = self.floats(self.tokens, self.f) if layout[2] else None
         runs = self.bytes(self.tokens, self.f) if layout[2] else None
         x, h = self.floats(self.tokens, self.d), self.floats(self.tokens, len(neurons))
         return [layout, records, neurons, places, 0.5, x, a, runs, h]
 
     def accumulate_arguments(self) -> Arguments:
-        layout, records, neurons, places = self.some_neurons()
+        layout, records, neurons, places, extra = self.some_neurons()
         h, y = self.floats(self.tokens, len(neurons)), self.floats(self.tokens, self.d)
-        return [layout, records, neurons, places, h, y]
+        return [layout, records, neurons, places, extra, h, y]
 
     def dense_arguments(self) -> Arguments:
         layout, rows = self.rows()
@@ -191,7 +194,8 @@ class Cases:
         norms = [self.floats(head_dim), self.floats(head_dim)] if self.chance(50) else [None, None]
         projected = [self.floats(tokens, each * head_dim) for each in (heads, kv_heads, kv_heads)]
         turns = [self.floats(tokens, angles), self.floats(tokens, angles)]
-        held = [self.floats(*cache), self.floats(*cache), self.floats(tokens, heads * head_dim)]
+        held = [self.floats(*cache), self.floats(*cache), self.floats(heads) if self.chance(50) else None]
+        held.append(self.floats(tokens, heads * head_dim))
         numbers = [heads, kv_heads, head_dim, start, self.number(0, 9), 0.5, 1e-6, self.chance(50)]
         return [*projected, *norms, *turns, *held, *numbers]
 

@@ -105,7 +105,7 @@ Sizes random_sizes(Random& random) {
 Numbers random_expert(Random& random, const Sizes& sizes) {
     Numbers made;
     made.values.assign(kExpertNumbers, 0);
-    int32_t *n = made.values.data(), *parts = n + 5, d = sizes.num_cols;
+    int32_t *n = made.values.data(), *parts = n + 7, d = sizes.num_cols;
     n[0] = d;
     n[1] = sizes.num_rows;
     bool has_gate = random.chance(75);
@@ -116,6 +116,8 @@ Numbers random_expert(Random& random, const Sizes& sizes) {
     random_part(random, d, Place::record, parts + 2 * kPartNumbers);
     n[3] = place_parts(random, parts, 3, d, Place::selector);
     n[4] = place_parts(random, parts, 3, d, Place::record);
+    n[5] = random.chance(40) ? 4 * d + (int32_t)random.between(0, 20) : 0;
+    n[6] = (int32_t)random.between(0, has_gate ? 2 : 1);
     tamper(random, &made);
     return made;
 }
@@ -139,11 +141,14 @@ void check_expert(const ExpertLayout& layout, const std::vector<int32_t>& n) {
     require(layout.records_bytes() == (uint64_t)n[1] * (uint64_t)n[4] && n[4] >= 1, "bytes of the records");
     const PlacedPart* parts[3] = {&layout.gate, &layout.up, &layout.down};
     for (int i = 0; i < 3; i++) {
-        require((int)parts[i]->place == n[5 + i * kPartNumbers + kPlace], "where a part lies");
-        check_part(*parts[i], &n[5 + i * kPartNumbers], n[0], parts[i]->place == Place::selector ? n[3] : n[4]);
+        require((int)parts[i]->place == n[7 + i * kPartNumbers + kPlace], "where a part lies");
+        check_part(*parts[i], &n[7 + i * kPartNumbers], n[0], parts[i]->place == Place::selector ? n[3] : n[4]);
     }
     require(layout.down.place == Place::record && layout.up.place != Place::none, "up and down");
     require(layout.selector == Selector::none || n[3] >= 1, "a selector has bytes");
+    require(layout.extra_row_bytes == n[5] && (n[5] == 0 || n[5] / 4 >= n[0]), "bytes of the extra values");
+    require((int)layout.function == n[6] && n[6] >= 0 && n[6] <= 2, "the neuron function");
+    require(layout.function != Function::clamped_swiglu || layout.has_gate(), "a gate where it is needed");
 }
 
 void check_rows(const RowsLayout& layout, const std::vector<int32_t>& n) {
@@ -179,7 +184,7 @@ void check_sources() {
 
 void check_limits() {
     // No gate; up in f32 behind nothing, down behind it.
-    std::vector<int32_t> numbers = {kMaxCols, kMaxRows, 0, 0, INT_MAX};
+    std::vector<int32_t> numbers = {kMaxCols, kMaxRows, 0, 0, INT_MAX, INT_MAX, 1};
     numbers.insert(numbers.end(), {0, 0, 0, 0, 0, 0, 0});
     numbers.insert(numbers.end(), {(int)Codec::f32, 0, 0, 0, 0, 0, 2});
     numbers.insert(numbers.end(), {(int)Codec::f32, 0, 0, 0, 4 * kMaxCols, 0, 2});

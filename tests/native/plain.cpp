@@ -175,9 +175,18 @@ Near plain_dot(const PlainRow& row, const float* x) {
 
 Near exactly(double value) { return {value, 0}; }
 
-Near silu_of(const Near& v) {
-    double found = v.value / (1 + std::exp(-v.value));
+// No activation is steeper than 1.1.
+Near activation_of(Function function, const Near& v) {
+    const double c = std::min(v.value, 7.0);
+    const double found = function == Function::relu   ? std::max(v.value, 0.0)
+                         : function == Function::silu ? v.value / (1 + std::exp(-v.value))
+                                                      : c / (1 + std::exp(-1.702 * c));
     return {found, 1.1 * v.slack + kRoundings * (std::fabs(found) + 1e-30)};
+}
+
+Near factor_of(Function function, const Near& v) {
+    if (function != Function::clamped_swiglu) return v;
+    return {std::clamp(v.value, -7.0, 7.0) + 1, v.slack + kRoundings * (std::fabs(v.value) + 1)};
 }
 
 Near product_of(const Near& a, const Near& b) {

@@ -114,7 +114,8 @@ void cut_case(Random& random, Pools& pools, Counts& counts) {
     if (numbers.tampered || sizes.num_tokens == 0) return;
     require(read_expert_layout(numbers.values.data(), numbers.values.size(), &layout) == nullptr, "a legal layout");
     size_t selector_bytes = layout.selector == Selector::none ? 0 : layout.selector_bytes();
-    std::vector<uint8_t> bytes(selector_bytes + layout.records_bytes());
+    const size_t rows_bytes = selector_bytes + layout.records_bytes();
+    std::vector<uint8_t> bytes(rows_bytes + layout.extra_row_bytes);
     for (uint8_t& byte : bytes) byte = (uint8_t)random.next();
     Mapped whole(bytes), lost(bytes);
     lost.cut(random.between(0, (int64_t)(bytes.size() - 1) / 4096) * 4096);
@@ -128,7 +129,7 @@ void cut_case(Random& random, Pools& pools, Counts& counts) {
     auto run = [&](const Mapped& from, Exact<float>& to) {
         to.fill(0.0f);
         ExpertWork work = {&layout, from.bytes(), from.bytes() + selector_bytes, 0.0f, sizes.num_tokens, tokens.get(),
-                           weights.get()};
+                           weights.get(), nullptr, from.bytes() + rows_bytes};
         return run_experts(pool, &work, 1, x.get(), to.get());
     };
     uint32_t sum = 0;

@@ -43,6 +43,7 @@ def legal_attention() -> Arguments:
         "sines": floats(T, ANGLES),
         "keys": floats(KV_HEADS, CONTEXT, HEAD_DIM),
         "values": floats(KV_HEADS, CONTEXT, HEAD_DIM),
+        "sinks": floats(HEADS),
         "out": floats(T, HEADS * HEAD_DIM),
         "num_heads": HEADS,
         "num_kv_heads": KV_HEADS,
@@ -75,7 +76,7 @@ def legal_routing() -> Arguments:
 def legal(name: str) -> Arguments:
     """Arguments of an operation by name, in order; all of them fit."""
     rows, (layout, dense) = EXPERT.rows(), ROWS
-    expert = {"layout": rows.layout, "selector": rows.selector, "records": rows.records}
+    expert = {"layout": rows.layout, "selector": rows.selector, "records": rows.records, "extra": rows.extra}
     chosen = {"neurons": numbers(0, 2, 4), "places": numbers(0, 2, 4)}
     given: dict[str, Arguments] = {
         "experts": {
@@ -110,6 +111,7 @@ def legal(name: str) -> Arguments:
             "layout": rows.layout,
             "records": rows.records,
             **chosen,
+            "extra": rows.extra,
             "h": floats(T, 3),
             "y": floats(T, D),
         },
@@ -188,7 +190,7 @@ FAULTS = ("one too few", "one too many", "twice as many", "none", "missing", "tw
 
 # Where some rows are picked out of many, there may be any number of whole ones.
 ANY_ROWS = {("neurons", "records"), ("accumulate", "records"), ("gather", "rows")}
-NOT_NEEDED = {("route", "bias", "missing")}
+NOT_NEEDED = {("route", "bias", "missing"), ("attend", "sinks", "missing")}
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, "no buffer", "not aligned"])
@@ -274,6 +276,8 @@ def put(key: str, value: object) -> Change:
     return lambda arguments: arguments.update({key: value})
 
 
+UNSEEN = "start: what the new tokens see is not within the cache"
+
 VALUES: dict[str, tuple[str, Change, str]] = {
     "token below 0": ("experts", put("tokens", np.array([0, -1])), "tokens: one is not in x"),
     "token beyond x": ("experts", put("tokens", np.array([T, 0])), "tokens: one is not in x"),
@@ -303,9 +307,12 @@ VALUES: dict[str, tuple[str, Change, str]] = {
     "too many heads": ("attend", put("num_heads", 65538), "heads: sizes out of range"),
     "heads too large": ("attend", put("head_dim", 2**30), "heads: sizes out of range"),
     "keys that some share": ("attend", put("num_heads", 5), "heads: keys are not shared by as many queries each"),
-    "start below 0": ("attend", put("start", -1), "start: the new tokens are not within the cache"),
-    "start too high": ("attend", put("start", 9), "start: the new tokens are not within the cache"),
-    "start beyond the cache": ("attend", put("start", 2**62), "start: the new tokens are not within the cache"),
+    "start below 0": ("attend", put("start", -1), "start: expected 0 to 2^30 - 1"),
+    "start too high": ("attend", lambda a: a.update(start=9, window=0), UNSEEN),
+    "start beyond all": ("attend", put("start", 2**62), "start: expected 0 to 2^30 - 1"),
+    "window too large for the ring": ("attend", lambda a: a.update(start=30, window=CONTEXT - T + 2), UNSEEN),
+    "sinks of other heads": ("attend", put("sinks", floats(HEADS + 1)), f"sinks: {HEADS + 1} values, expected {HEADS}"),
+    "extra where there is none": ("experts", put("extra", floats(1, D)), "extra: the layout has none"),
     "window below 0": ("attend", put("window", -1), "window: expected 0 to 2^30"),
     "window far beyond": ("attend", put("window", 2**62), "window: expected 0 to 2^30"),
     "more angles than pairs": (
@@ -346,15 +353,17 @@ def test_the_first_and_last_of_everything_pass() -> None:
         ("row_checksums", {"num_bytes": 80}),
         ("row_checksums", {"num_bytes": 0}),
         ("attend", {"start": 0}),
+        ("attend", {"start": 2**30 - 1, "window": CONTEXT - T + 1}),
+        ("attend", {"sinks": None}),
         ("attend", {"cosines": floats(T, 10), "sines": floats(T, 10)}),
         ("attend", {"q_norm": None, "k_norm": None, "window": 0}),
     ):
         call(name, legal(name) | cast(Arguments, changes))
 
 
-# Places in a layout's numbers: an expert's begin d, f, selector kind, bytes of a selector row and of a record; then
-# come seven for each of gate, up and down. The expert here has up in its selector.
-GATE, UP, DOWN = 5, 12, 19
+# Places in a layout's numbers: an expert's begin d, f, selector kind, bytes of a selector row, of a record and of the
+# row of extra values, function; then come seven for each of gate, up and down. The expert here has up in its selector.
+GATE, UP, DOWN = 7, 14, 21
 CODEC, WIDTH, GROUP, SCALE_BITS, OFFSET, BIAS, PLACE = range(7)
 NOT_THERE = "layout: a part is not where its selector kind puts it"
 UNFIT = "layout: a part does not fit its row"
@@ -371,6 +380,11 @@ EXPERT_LAYOUTS = {
     "no kind": ({2: 0}, NOT_THERE),
     "selector row below 0": ({3: -16}, "layout: sizes out of range"),
     "record below 0": ({4: -16}, "layout: sizes out of range"),
+    "extra row below 0": ({5: -16}, "layout: sizes out of range"),
+    "extra row too short": ({5: 4 * D - 1}, "layout: the row of extra values is too short"),
+    "unknown function": ({6: 3}, "layout: unknown neuron function"),
+    "function below 0": ({6: -1}, "layout: unknown neuron function"),
+    "no gate to clamp": ({6: 2, GATE + PLACE: 0}, "layout: the neuron function needs a gate"),
     "selector row too short": ({3: 64}, UNFIT),
     "record too short": ({4: 128}, UNFIT),
     "unknown codec": ({GATE + CODEC: 7}, "layout: unknown codec"),

@@ -157,6 +157,15 @@ BASE: dict[str, Values] = {
         "use_qk_norm": True,
         "routed_scaling_factor": 2.5,
     },
+    "gpt_oss": {
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "sliding_window": 7,
+        "rope_parameters": YARN | {"rope_theta": 150000.0, "truncate": False},
+    },
     "dots1": {
         "num_key_value_heads": 2,
         "moe_intermediate_size": 48,
@@ -259,6 +268,15 @@ TINY: tuple[Tiny, ...] = (
         "no norms, no bias, not normalized",
         {"use_qk_norm": False, "attention_bias": False, "norm_topk_prob": False, "n_shared_experts": 2},
     ),
+    Tiny("gpt_oss", "window on two of three", {"layer_types": ["full_attention", *["sliding_attention"] * 2]}),
+    Tiny(
+        "gpt_oss",
+        "window everywhere, three chosen",
+        {"layer_types": ["sliding_attention"] * 3, "num_experts_per_tok": 3},
+    ),
+    Tiny("gpt_oss", "no window, tied head", {"layer_types": ["full_attention"] * 3, "tie_word_embeddings": True}),
+    Tiny("gpt_oss", "no bias in attention, heads of 16", {"attention_bias": False, "head_dim": 16}),
+    Tiny("gpt_oss", "plain positions", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     Tiny("dots1", "groups, bias", {"n_group": 4, "topk_group": 2, "attention_bias": True}),
     Tiny("dots1", "not normalized, own head size", {"norm_topk_prob": False, "head_dim": 32}),
     Tiny("dots1", "no dense layer, tied head", {"first_k_dense_replace": 0, "tie_word_embeddings": True}),
@@ -362,6 +380,23 @@ CLOSE: tuple[Close, ...] = (
         "key 'shared_intermediate_size' (64) is not one this family is known with",
     ),
     Close("glm4_moe", {"n_group": 3, "topk_group": 1}, "1 of 3 groups of 8 experts"),
+    Close("gpt_oss", {"swiglu_limit": 10.0}, "swiglu_limit is 10.0, " + _ONLY("7.0")),
+    Close("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0, " + _ONLY("1.702")),
+    Close("gpt_oss", {"experts_per_token": 4}, "experts_per_token is 4, " + _ONLY("2")),
+    Close("gpt_oss", {"initial_context_length": 4096}, "initial_context_length is 4096, " + _ONLY("32")),
+    Close("gpt_oss", {"head_dim": None}, "key 'head_dim' is missing, expected a value or null"),
+    Close("gpt_oss", {"sliding_window": None}, "key 'sliding_window' is missing, expected a value or null"),
+    Close("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types has 1 layers, the model has 3"),
+    Close(
+        "gpt_oss",
+        {"layer_types": ["full_attention", "odd_attention", "full_attention"]},
+        "layer_types has ['full_attention', 'odd_attention'], supported are 'full_attention' and 'sliding_attention'",
+    ),
+    Close(
+        "gpt_oss",
+        {"rope_parameters": None},
+        "rope_parameters and rope_scaling are missing, expected one of them",
+    ),
     Close("dots1", {"scoring_func": "softmax"}, "scoring_func is 'softmax', " + _ONLY("'sigmoid'")),
     Close("dots1", {"topk_method": "greedy"}, "topk_method is 'greedy', " + _ONLY("'noaux_tc'")),
     Close("dots1", {"moe_layer_freq": 2}, "moe_layer_freq is 2, " + _ONLY("1")),
@@ -432,7 +467,7 @@ def write_random(config: PreTrainedConfig, folder: Path, fused: bool = False) ->
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]  # untyped in transformers
     with torch.no_grad():
         for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 weight.normal_(std=0.2)
             elif weight.ndim == 1 and "norm" in name:
                 weight.uniform_(0.5, 1.5)

@@ -68,6 +68,8 @@ PUBLISHED = (
     Published("deepseek-moe-16b", "16.4", "2.8"),
     Published("minicpm-moe-8x2b", "13.6", "4", total_leaves_out=("embed",), active_leaves_out=("embed",)),
     Published("xverse-moe-a4.2b", "25.8", "4.2"),
+    Published("gpt-oss-20b", "20.91", "3.61", active_leaves_out=("embed",)),
+    Published("gpt-oss-120b", "116.83", "5.13", active_leaves_out=("embed",)),
 )
 
 

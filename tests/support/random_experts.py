@@ -18,17 +18,19 @@ from moe_pack.formats import (
     ExpertLayout,
     ExpertSpec,
     Matrix,
+    NeuronFunction,
     PartFormat,
     RowLayout,
     Selector,
     expert_layout,
     part_format,
     row_layout,
+    seal_rows,
     write_rows,
 )
 from moe_pack.formats.codecs import affine, decode_part, pack_codes, powers_of_two, unpack_codes
 from moe_pack.runtime import Activations, NeuronBlock, activations
-from moe_pack.runtime.native_kernels import ExpertRows, expert_numbers
+from moe_pack.runtime.native_kernels import ExpertRows, extent_rows
 from moe_pack.runtime.packed_expert import PackedExpert
 
 Bytes = NDArray[np.uint8]
@@ -52,12 +54,14 @@ class Shape:
     up: PartFormat = FOUR_BIT
     down: PartFormat = FOUR_BIT
     bias: tuple[Matrix, ...] = ()
+    function: NeuronFunction = "silu"
 
     @property
     def layout(self) -> ExpertLayout:
         """Where its bytes lie."""
         matrices = MATRICES if self.gate else tuple(m for m in MATRICES if m != "gate")
-        spec = ExpertSpec("silu", self.num_rows, matrices, self.bias, 0)
+        extra_floats = self.num_cols if "down" in self.bias else 0
+        spec = ExpertSpec(self.function, self.num_rows, matrices, self.bias, extra_floats)
         return expert_layout(ExpertFormat(self.gate, self.up, self.down), self.selector, spec, self.num_cols)
 
 
@@ -70,10 +74,7 @@ class RandomExpert:
 
     def rows(self, threshold: float = 0.0) -> ExpertRows:
         """The expert as the kernels see it."""
-        layout, f = self.shape.layout, self.shape.num_rows
-        selector = self.extent[: layout.selector_bytes].reshape(f, -1) if layout.selector else None
-        records = self.extent[layout.selector_bytes :].reshape(f, -1)
-        return ExpertRows(expert_numbers(layout, self.shape.selector), selector, records, threshold)
+        return extent_rows(self.shape.layout, self.shape.selector, self.shape.function, threshold, self.extent)
 
     def packed(self) -> PackedExpert:
         """The expert as plain torch sees it."""
@@ -120,11 +121,18 @@ def random_expert(
             section = random_section(stored, shape.num_rows, shape.num_cols, generator)
             _flatten(section, stored, shape.num_cols, zero_rows, constant_rows)
             biases = torch.randn(shape.num_rows, 1, generator=generator).view(torch.uint8).numpy()
-            sections[matrix] = np.hstack([section, biases]) if matrix in shape.bias else section
+            biased = matrix in shape.bias and matrix != "down"
+            sections[matrix] = np.hstack([section, biases]) if biased else section
     extent = np.zeros(layout.num_bytes, np.uint8)
     if layout.selector:
         write_rows(layout.selector, sections, extent[: layout.selector_bytes].reshape(shape.num_rows, -1))
-    write_rows(layout.records, sections, extent[layout.selector_bytes :].reshape(shape.num_rows, -1))
+    records_end = layout.selector_bytes + layout.records_bytes
+    write_rows(layout.records, sections, extent[layout.selector_bytes : records_end].reshape(shape.num_rows, -1))
+    if layout.extra is not None:
+        extra = extent[records_end:].reshape(1, -1)
+        values = torch.randn(shape.num_cols, generator=generator)
+        extra[:, : layout.extra.crc_offset] = values.view(torch.uint8).numpy()
+        seal_rows(layout.extra, extra)
     return RandomExpert(shape, extent)
 
 
@@ -236,15 +244,19 @@ class Magnitudes:
 def magnitudes(x: Tensor, expert: RandomExpert, runs: Tensor) -> Magnitudes:
     """The sums of magnitudes behind an expert's values, with each product that of its factors' errors."""
     block, selector = expert.block(), expert.shape.selector
-    held = activations(x, block, "silu")
+    held = activations(x, block, expert.shape.function)
     up = _sums(x, expert.weight_magnitudes("up"), block.up_bias)
+    if expert.shape.function == "clamped_swiglu":
+        up = up + 1  # which is added
     if block.gate is None:
-        a = h = 1.1 * up + held.h.double().abs()  # silu has a slope of 1.1 at most
+        a = h = 1.1 * up + held.h.double().abs()  # every activation has a slope of 1.1 at most
     else:
         gate = 1.1 * _sums(x, expert.weight_magnitudes("gate"), block.gate_bias) + held.gate.double().abs()
         h = held.gate.double().abs() * up + gate * held.up.double().abs()
         a = {"up": up, "gate": gate, "both": h, "none": h}[selector]
-    return Magnitudes(a, h, (runs * h) @ expert.weight_magnitudes("down"))
+    y = (runs * h) @ expert.weight_magnitudes("down")
+    bias = expert.packed().down_bias()
+    return Magnitudes(a, h, y if bias is None else y + bias.double().abs())
 
 
 def product_magnitudes(x: Tensor, weights: Tensor) -> Tensor:

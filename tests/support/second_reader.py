@@ -262,6 +262,18 @@ class SecondReader:
             source[name][self.order[l, e]] = stored
         return source
 
+    def down_bias(self, l: int, e: int) -> Floats | None:
+        """What is added to the expert's output (section 6)."""
+        count = self.manifest["model"]["expert"]["extra_floats"]
+        if not count:
+            return None
+        row = self._extent(l, e)[-align(4 * count + 4, 16) :]
+        require(
+            zlib.crc32(row[: 4 * count]) == int.from_bytes(row[4 * count : 4 * count + 4], "little"), "CRC of extra"
+        )
+        require(not any(row[4 * count + 4 :]), "padding of extra")
+        return np.frombuffer(row[: 4 * count], "<f4")
+
     def dense(self, role: str) -> Floats:
         """A dense tensor by its role (section 9)."""
         dtype, shape, begin, end = self._dense_places[role]
@@ -336,7 +348,7 @@ class SecondReader:
             codec, width, group, scale_bits = facts
             if matrix in self.manifest["model"]["expert"]["matrices"]:
                 require(codec in CODECS, f"layer {l} expert {e}: codec of {matrix}")
-                parts[matrix] = Part(CODECS[codec], width, group, scale_bits, matrix in bias)
+                parts[matrix] = Part(CODECS[codec], width, group, scale_bits, matrix in bias and matrix != "down")
                 parts[matrix].check(f"layer {l} expert {e} {matrix}")
         selected = SELECTED[self.manifest["selector"]]
         selector = Rows({name: part for name, part in parts.items() if name in selected}, self._d)
@@ -355,7 +367,7 @@ class SecondReader:
                 (name, "U8", (self._f, rows.row_bytes)) for name, rows in zip(names, self._rows[l][e], strict=True)
             ]
             # The values, a CRC-32, and zeros up to a multiple of 16 bytes.
-            groups.append([*group, (f"{e}.extra", "U8", (1, -(-(4 * extra + 4) // 16) * 16))] if extra else group)
+            groups.append([*group, (f"{e}.extra", "U8", (1, align(4 * extra + 4, 16)))] if extra else group)
         header, places, size = lay_out(groups, 4096)
         raw = self._read(listed["name"], size)
         require((listed["bytes"], listed["header_bytes"]) == (size, len(header)), f"{listed['name']}: sizes")
@@ -424,6 +436,8 @@ class SecondReader:
         if not has_experts:
             return self._neurons("mlp", model["dense_intermediate_size"])
         shapes: list[tuple[str, Shape]] = [("router", (self._E, d))]
+        if model["router"].get("logit_bias", False):
+            shapes.append(("router_logit_bias", (self._E,)))
         if model["router"]["bias"]:
             shapes.append(("router_bias", (self._E,)))
         if (shared := model["shared_expert"]) is not None:
@@ -447,6 +461,8 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
             shapes.append((name, shape))
             if name in attention["bias"]:
                 shapes.append((f"{name}_bias", (shape[0],)))
+        if attention.get("sinks", False):
+            shapes.append(("sinks", (attention["num_heads"],)))
         if attention["qk_norm"] == "head":
             shapes += [("q_norm", (size,)), ("k_norm", (size,))]
         elif attention["qk_norm"] == "projection":

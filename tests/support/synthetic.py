@@ -40,7 +40,9 @@ def shrunk(name: str, num_layers: int = 3, hidden_size: int = 128, **changes: ob
         attention=attention,
         router=replace(spec.router, num_experts=min(24, spec.router.num_experts)),
         dense_intermediate_size=None if spec.dense_intermediate_size is None else 192,
-        expert=replace(spec.expert, intermediate_size=64),
+        expert=replace(
+            spec.expert, intermediate_size=64, extra_floats=hidden_size if "down" in spec.expert.bias else 0
+        ),
         shared_expert=shared,
     )
     return replace(spec, **changes)  # type: ignore[arg-type]  # fields of ModelSpec

@@ -1,0 +1,123 @@
+"""gpt-oss 20b and 120b. Source: transformers, models/gpt_oss; the model card (2508.10925)."""
+
+from dataclasses import replace
+
+from moe_pack.formats.errors import CheckpointError
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.decoder import DENSE_NAMES, read_decoder, read_grouped_query
+from moe_pack.formats.families.family import ExpertNames, Family
+from moe_pack.formats.families.rope import read_rope
+from moe_pack.formats.spec import (
+    MATRICES,
+    PROJECTIONS,
+    ExpertSpec,
+    GroupedQuerySpec,
+    Matrix,
+    ModelSpec,
+    NormSpec,
+    RopeSpec,
+    RouterSpec,
+    YarnSpec,
+)
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def _read_config(config: Config) -> ModelSpec:
+    attention, rope = _read_attention(config), _read_rope(config)
+    config.only("swiglu_alpha", 1.702)
+    config.only("swiglu_limit", 7.0)
+    experts, chosen = config.whole("num_local_experts"), config.whole("num_experts_per_tok", 4)
+    config.only("experts_per_token", chosen)  # the same by its first name; nobody reads it
+    if isinstance(rope.scaling, YarnSpec):
+        config.only("initial_context_length", rope.scaling.original_max_position_embeddings)  # likewise
+    spec = read_decoder(
+        config,
+        "gpt_oss",
+        attention,
+        rope,
+        RouterSpec("topk_softmax", experts, chosen, normalize=False, logit_bias=True),
+        config.whole("intermediate_size"),
+        norm=NormSpec("rms", config.number("rms_norm_eps", 1e-5)),
+        dense_size_key=None,
+    )
+    size = spec.expert.intermediate_size
+    return replace(
+        spec, expert=ExpertSpec("clamped_swiglu", size, MATRICES, bias=MATRICES, extra_floats=spec.hidden_size)
+    )
+
+
+def _read_attention(config: Config) -> GroupedQuerySpec:
+    config.require("head_dim")  # without it transformers takes 64
+    bias = PROJECTIONS if config.flag("attention_bias", True) else ()
+    windowed = _windowed_layers(config)
+    if not windowed:
+        config.ignore("sliding_window")
+        return replace(read_grouped_query(config, bias=bias), sinks=True)
+    config.require("sliding_window")  # without it transformers takes 128, with null it fails
+    attention = read_grouped_query(config, bias=bias, sliding_window=config.whole("sliding_window"))
+    some = windowed if len(windowed) < config.num_layers() else None
+    return replace(attention, windowed_layers=some, sinks=True)
+
+
+def _windowed_layers(config: Config) -> tuple[int, ...]:
+    """The layers with a window: as `layer_types` says, else every second from the first on."""
+    kinds, num_layers = config.texts("layer_types"), config.num_layers()
+    if not kinds:
+        return tuple(range(0, num_layers, 2))
+    if set(kinds) - {_SLIDING, _FULL}:
+        raise CheckpointError(
+            f"{config.place}: layer_types has {sorted(set(kinds))}, supported are {_FULL!r} and {_SLIDING!r}"
+        )
+    if len(kinds) != num_layers:
+        raise CheckpointError(f"{config.place}: layer_types has {len(kinds)} layers, the model has {num_layers}")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == _SLIDING)
+
+
+def _read_rope(config: Config) -> RopeSpec:
+    if not config.has("rope_parameters") and not config.has("rope_scaling"):
+        # There transformers takes a yarn of its own, whatever rope_theta says.
+        raise CheckpointError(f"{config.place}: rope_parameters and rope_scaling are missing, expected one of them")
+    return read_rope(config, config.whole("head_dim"), default_theta=150000.0)
+
+
+_EXPERTS = "model.layers.{i}.mlp.experts."
+_BIASES: dict[Matrix, str] = {
+    "gate": _EXPERTS + "gate_up_proj_bias",
+    "up": _EXPERTS + "gate_up_proj_bias",
+    "down": _EXPERTS + "down_proj_bias",
+}
+
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    short_names={"gpt-oss-20b": "openai/gpt-oss-20b", "gpt-oss-120b": "openai/gpt-oss-120b"},
+    read_config=_read_config,
+    dense_names={
+        **DENSE_NAMES,
+        "layers.{i}.attention.sinks": "model.layers.{i}.self_attn.sinks",
+        "layers.{i}.router": "model.layers.{i}.mlp.router.weight",
+        "layers.{i}.router_logit_bias": "model.layers.{i}.mlp.router.bias",
+    },
+    expert_names=(
+        ExpertNames(
+            {"gate": _EXPERTS + "gate_up_proj", "up": _EXPERTS + "gate_up_proj", "down": _EXPERTS + "down_proj"},
+            biases=_BIASES,
+            interleaved=True,
+            transposed=True,
+        ),
+        ExpertNames(
+            {
+                "gate": _EXPERTS + "gate_up_proj_blocks",
+                "up": _EXPERTS + "gate_up_proj_blocks",
+                "down": _EXPERTS + "down_proj_blocks",
+            },
+            biases=_BIASES,
+            interleaved=True,
+            scales={
+                "gate": _EXPERTS + "gate_up_proj_scales",
+                "up": _EXPERTS + "gate_up_proj_scales",
+                "down": _EXPERTS + "down_proj_scales",
+            },
+        ),
+    ),
+)

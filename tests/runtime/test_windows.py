@@ -1,0 +1,155 @@
+"""Windows in a ring of the cache, and attention sinks: against all positions kept, and a softmax written out."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import Tiny, original, token_ids, write
+from models import pack
+from native import INSTRUCTION_SETS, kernels_limited_to
+from torch import Tensor
+
+from moe_pack.formats import Checkpoint, GroupedQuerySpec, Pack, RunError, cache_values
+from moe_pack.runtime import CheckpointWeights, Decoder, Expert, PackWeights
+from moe_pack.runtime.attention import attend_heads
+from moe_pack.runtime.kv_cache import LayerCache
+from moe_pack.runtime.native_kernels import Kernels
+
+HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 24, 4, 2  # a head that is no multiple of the kernels' registers
+SPEC = GroupedQuerySpec("grouped_query", NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 7, HEAD_DIM**-0.5, (), "none", sinks=True)
+CPU = torch.device("cpu")
+MIXED = Tiny("gpt_oss", "window on two of three", {"layer_types": ["full_attention", *["sliding_attention"] * 2]})
+ALL = Tiny("mixtral", "window of 7", {"sliding_window": 7})
+
+WAYS = [None, *INSTRUCTION_SETS]
+
+
+def kernels_of(instruction_set: str | None) -> Kernels | None:
+    return None if instruction_set is None else kernels_limited_to(instruction_set)
+
+
+def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    widths = (NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM)
+    q, k, v = (torch.randn(count, width, generator=draw) for width in widths)
+    return q, k, v
+
+
+def attended(
+    given: tuple[Tensor, Tensor, Tensor],
+    chunk: int,
+    places: int,
+    window: int | None,
+    sinks: Tensor | None,
+    kernels: Kernels | None,
+) -> Tensor:
+    """The attention of tokens that come in chunks, over a cache of so many places, full of NaNs before."""
+    shape = (NUM_KV_HEADS, places, HEAD_DIM)
+    keys, values = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    operation, found = attend_heads if kernels is None else kernels.attend, []
+    for start in range(0, len(given[0]), chunk):
+        new = tuple(each[start : start + chunk] for each in given)
+        count = len(new[0])
+        cache = LayerCache(keys, values, start)
+        angles = (torch.ones(count, 0), torch.ones(count, 0))
+        found.append(operation(new, None, angles, False, cache, SPEC, window, sinks))  # type: ignore[arg-type]  # three
+    return torch.cat(found)
+
+
+def written_out(given: tuple[Tensor, Tensor, Tensor], window: int | None, sinks: Tensor | None) -> Tensor:
+    """Softmax over what each position sees, and its head's sink, in float64, one after the other."""
+    q, k, v = (each.double().view(len(each), -1, HEAD_DIM) for each in given)
+    out = torch.zeros_like(q)
+    for position in range(len(q)):
+        first = 0 if window is None else max(0, position + 1 - window)
+        for head in range(NUM_HEADS):
+            seen = slice(first, position + 1)
+            shared = head // (NUM_HEADS // NUM_KV_HEADS)
+            scores = SPEC.scale * (k[seen, shared] @ q[position, head])
+            weights = scores.exp()
+            total = weights.sum() + (0 if sinks is None else sinks[head].double().exp())
+            out[position, head] = (weights / total) @ v[seen, shared]
+    return out.flatten(1)
+
+
+@pytest.mark.parametrize("instruction_set", WAYS)
+@pytest.mark.parametrize("chunk", [1, 3, 40])
+@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize("has_sinks", [True, False])
+def test_attention_with_sinks_is_softmax_written_out(
+    instruction_set: str | None, chunk: int, window: int | None, has_sinks: bool
+) -> None:
+    given = tokens(40)
+    sinks = torch.tensor([0.5, -3.0, 4.0, -torch.inf]) if has_sinks else None
+    found = attended(given, chunk, 40, window, sinks, kernels_of(instruction_set))
+    torch.testing.assert_close(found, written_out(given, window, sinks).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("instruction_set", WAYS)
+@pytest.mark.parametrize(("chunk", "window"), [(1, 1), (1, 7), (3, 7), (7, 3), (40, 7), (64, 300), (130, 70)])
+def test_a_ring_gives_the_bits_that_all_positions_give(instruction_set: str | None, chunk: int, window: int) -> None:
+    kernels, given, sinks = kernels_of(instruction_set), tokens(700), torch.tensor([0.5, -3.0, 4.0, 0.0])
+    whole = attended(given, chunk, 700, window, sinks, kernels)
+    for places in (window - 1 + chunk, window + chunk + 5):
+        assert torch.equal(attended(given, chunk, places, window, sinks, kernels), whole)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_a_ring_too_small_for_what_is_seen_is_refused(instruction_set: str) -> None:
+    with pytest.raises(ValueError, match="what the new tokens see is not within the cache"):
+        attended(tokens(30), 3, 8, 7, None, kernels_of(instruction_set))
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("tiny", [MIXED, ALL], ids=str)
+def test_a_text_far_beyond_the_window_is_transformers_in_chunks_of_any_size(
+    tiny: Tiny, has_kernels: bool, tmp_path: Path
+) -> None:
+    source, ids = write(tiny, tmp_path / "source"), token_ids()
+    pack(source, tmp_path / "packed", width=16)
+    with torch.no_grad():
+        expected = original(source)(torch.tensor([ids])).logits[0]
+    with Pack(tmp_path / "packed") as held:
+        weights = PackWeights(held, CPU, kernels_limited_to("portable") if has_kernels else None)
+        for chunk in (1, 2, 5, 16, 40):
+            decoder = Decoder(weights, len(ids), chunk_tokens=chunk)
+            assert decoder.cache.is_ring
+            assert decoder.cache.num_bytes == 4 * cache_values(held.spec, len(ids), chunk)
+            found = torch.cat([decoder.logits(ids[:33]), decoder.logits(ids[33:])])
+            assert (found - expected).abs().max() < 1e-4
+
+
+class Failing(CheckpointWeights):
+    """Weights that cannot be read after `left` more experts."""
+
+    left = 1_000_000
+
+    def expert(self, layer_idx: int, expert: int) -> Expert:
+        self.left -= 1
+        if self.left < 0:
+            raise RunError("cannot be read")
+        return super().expert(layer_idx, expert)
+
+
+@pytest.mark.parametrize(("num_new", "kept"), [(5, 20), (12, 0)])
+def test_after_a_failure_a_ring_that_was_written_over_holds_nothing(num_new: int, kept: int, tmp_path: Path) -> None:
+    """Within a chunk only places are taken that nobody sees any more; the next takes others."""
+    checkpoint, ids = Checkpoint(write(MIXED, tmp_path)), token_ids()
+    weights, untouched = Failing(checkpoint), Decoder(CheckpointWeights(checkpoint), 96)
+    decoder = Decoder(weights, 96, chunk_tokens=5)
+    decoder.logits(ids[:20])
+    weights.left = 30 if kept == 0 else 10  # a chunk takes up to 18
+    with pytest.raises(RunError):
+        decoder.logits(ids[20 : 20 + num_new])
+    weights.left = 1_000_000
+    assert decoder.cache.num_tokens == kept
+    found, expected = decoder.logits(ids[kept:40])[-1], untouched.logits(ids[:40])[-1]
+    checkpoint.close()
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_a_window_is_of_the_layers_that_are_named() -> None:
+    some = replace(SPEC, windowed_layers=(0, 2))
+    assert [some.window(layer) for layer in range(4)] == [7, None, 7, None]
+    assert [SPEC.window(layer) for layer in range(3)] == [7, 7, 7]
