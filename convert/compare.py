@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import (
+    UNUSED_FILE,
     Checkpoint,
     DenseLayout,
     ExpertFormat,
@@ -102,6 +103,7 @@ def compare_weights(
             rows = torch.from_numpy(order[layer_idx, expert].astype(np.int64))
             _compare_expert(weights, checkpoint, (layer_idx, expert), formats, rows, sums)
             on_progress(layout.num_bytes)
+    _compare_unused(pack, checkpoint)
     return [held.result(matrix, stored_as) for (matrix, stored_as), held in sorted(sums.items())]
 
 
@@ -177,6 +179,14 @@ def _compare_dense(
             raise PackError(
                 f"{place}: rows {start} to {stop} are not those of the checkpoint's {place_in_source.tensor!r}"
             )
+
+
+def _compare_unused(pack: Pack, checkpoint: Checkpoint) -> None:
+    for item in pack.layout.items():
+        if item.kind == "unused":
+            stored = pack.read_unused(item.offset, item.num_bytes)
+            if not np.array_equal(stored, checkpoint.raw(item.role, item.start, item.num_bytes)):
+                raise PackError(f"{UNUSED_FILE}: {item.role!r} is not the checkpoint's")
 
 
 def _compare_expert(

@@ -29,6 +29,7 @@ from moe_pack.convert.planned import Model
 from moe_pack.convert.planner import Planner
 from moe_pack.convert.presets import preset_decision
 from moe_pack.convert.profile_cli import NUM_TOKENS, SEQUENCE_LENGTH, Bars, say_text
+from moe_pack.convert.source_formats import lossless_formats, with_kept
 from moe_pack.convert.target import Limit, Target, check_room, defaults_text, planner_for
 from moe_pack.convert.target_cli import known_facts
 from moe_pack.formats import Checkpoint, PackLayout, canonical, dense_roles, dump
@@ -82,7 +83,9 @@ def make_for_target(checkpoint: Checkpoint, options: MakeOptions) -> None:
         opened.callback(bars.close)
         kernels = opened.enter_context(kernels_for(torch.device("cpu")))
         profile = _profile(checkpoint, text, options, bars, length)
-        model = Model(checkpoint.spec, dense_dtypes(checkpoint), losses_of(profile))
+        model = Model(
+            checkpoint.spec, dense_dtypes(checkpoint), with_kept(losses_of(profile), lossless_formats(checkpoint))
+        )
         wish = _wish(model, _planner(model, profile, options), profile, tokens, options.target)
         teller = _Teller(bars)
         maker = Maker(checkpoint, profile, tokens, options.output, wish, options.workers, teller, kernels)

@@ -26,14 +26,17 @@ from moe_pack.convert.plan_report import (
 from moe_pack.convert.planned import Model, Planned
 from moe_pack.convert.planner import Planner
 from moe_pack.convert.presets import preset_decision
+from moe_pack.convert.source_formats import lossless_formats, with_kept
 from moe_pack.convert.target import Target, defaults_text, planner_for
 from moe_pack.convert.target_cli import known_facts, target_options
 from moe_pack.formats import (
     SELECTORS,
     Checkpoint,
     ConversionError,
+    Matrix,
     ModelSpec,
     MoePackError,
+    PartFormat,
     PlanError,
     Selector,
     dense_roles,
@@ -137,26 +140,29 @@ def _narrowed(target: Target, selector: Selector | None, sparsity: float | None)
 
 
 def _wanted(path: str, folder: Path | None, target: Target, facts: MachineFacts | None) -> Wanted:
-    spec, dtypes = _model(path)
+    spec, dtypes, kept = _model(path)
     profile = None if folder is None else Profile(folder)
     if profile is not None and profile.spec != spec:
         raise PlanError(f"--profile {folder}: is of another model; profile {path}")
-    losses = assumed_losses(spec) if profile is None else losses_of(profile)
+    losses = with_kept(assumed_losses(spec) if profile is None else losses_of(profile), kept)
     return Wanted(path, target, Model(spec, dtypes, losses), profile, defaults_text(target, spec, facts))
 
 
-def _model(path: str) -> tuple[ModelSpec, tuple[str, ...]]:
-    """The model, and the dtype of each dense tensor: bfloat16 where only its dimensions are known."""
+def _model(path: str) -> tuple[ModelSpec, tuple[str, ...], dict[Matrix, PartFormat]]:
+    """The model, the dtype of each dense tensor, and what keeps its experts without loss.
+
+    All is bfloat16, which a plan may have anyway, where only its dimensions are known.
+    """
     folder = Path(path)
     is_hub_id = "/" in path and not folder.exists()
     if is_hub_id or (folder.is_dir() and any(folder.glob("*.safetensors"))):
         checkpoint = Checkpoint(find_checkpoint(path))
         try:
-            return checkpoint.spec, dense_dtypes(checkpoint)
+            return checkpoint.spec, dense_dtypes(checkpoint), lossless_formats(checkpoint)
         finally:
             checkpoint.close()
     spec = model_spec(path)
-    return spec, ("BF16",) * len(dense_roles(spec))
+    return spec, ("BF16",) * len(dense_roles(spec)), {}
 
 
 def _offers(planner: Planner, wanted: Wanted) -> Iterator[Offer]:

@@ -1,14 +1,19 @@
 """Which formats keep what a checkpoint's matrices are in, and the plan that keeps them where it would not be wider."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 
+import numpy as np
+
+from moe_pack.calib import Losses
 from moe_pack.convert.part_bytes import E5M2_SPAN, KEPT_CODECS, exponent_span
 from moe_pack.formats import (
     BF16,
     E5M2,
     FP8,
+    MATRICES,
     MXFP4,
     Checkpoint,
     ExpertFormat,
@@ -67,6 +72,33 @@ def keep_source(checkpoint: Checkpoint, plan: Plan, selector: Bits, record: Bits
         for layer_idx, layer in enumerate(plan.experts)
     )
     return replace(plan, experts=experts, dense=_kept_dense(checkpoint, plan.dense, dense))
+
+
+def lossless_formats(checkpoint: Checkpoint) -> dict[Matrix, PartFormat]:
+    """The format that keeps a matrix in all experts, of those that are in codes: gate, up and down apart."""
+    spec, found = checkpoint.spec, dict[Matrix, PartFormat]()
+    experts = list(product(range(len(spec.moe_layers)), range(spec.router.num_experts)))
+    for matrix in spec.expert.matrices:
+        sources = [checkpoint.expert_source(layer_idx, e, matrix) for layer_idx, e in experts]
+        if all(source.codec != "plain" for source in sources):
+            kept = {kept_format(checkpoint, source) for source in sources}
+            if len(kept) == 1 and (part := kept.pop()) is not None and part.codec in KEPT_CODECS:
+                found[matrix] = part
+    return found
+
+
+def with_kept(losses: Losses, kept: Mapping[Matrix, PartFormat]) -> Losses:
+    """The losses with these formats among them: nothing is lost by one where it keeps the source, all elsewhere."""
+    added = tuple(dict.fromkeys(kept.values()))
+    shape = losses.quantized.shape[:3]
+    lost = [np.full(shape, np.inf) for _ in added]
+    for matrix, part in kept.items():
+        lost[added.index(part)][:, :, MATRICES.index(matrix)] = 0.0
+    # bfloat16 stays the last, as `Losses` has it.
+    quantized = np.concatenate(
+        (losses.quantized[..., :-1], *(held[..., None] for held in lost), losses.quantized[..., -1:]), axis=3
+    )
+    return replace(losses, formats=(*losses.formats[:-1], *added, losses.formats[-1]), quantized=quantized)
 
 
 def check_kept(checkpoint: Checkpoint, plan: Plan) -> None:

@@ -119,7 +119,7 @@ def pack_layout(
     """The layout of the pack that `plan` makes of a model.
 
     Args:    dense_dtypes: safetensors dtype of each dense tensor in the source, in the order of `dense_roles`. What is
-             F8_E4M3, and keeps the source's bytes, is in rows of `fp8`.   unused: what is kept but not run.
+             F8_E4M3, and is not quantized, is in rows of `fp8`.   unused: what is kept but not run.
     Raises:  PlanError if the plan is for another model, or asks for what its rows cannot hold.
     """
     fault = plan_fault(plan, spec)
@@ -129,19 +129,20 @@ def pack_layout(
     known = {kind: expert_layout(kind, plan.selector, spec.expert, spec.hidden_size) for kind in kinds}
     experts = tuple(tuple(known[expert] for expert in layer) for layer in plan.experts)
     dense = [
-        (dtype, _kept_format(role, dtype) if part is None else part)
+        _kept(role, dtype) if part is None else (dtype, part)
         for role, dtype, part in zip(dense_roles(spec), dense_dtypes, plan.dense, strict=True)
     ]
     return layout_of(spec, experts, dense, unused)
 
 
-def _kept_format(role: DenseRole, dtype: str) -> PartFormat | None:
-    """The rows that keep the source's bytes of a dense tensor; None where they are kept as they lie."""
+def _kept(role: DenseRole, dtype: str) -> tuple[str, PartFormat | None]:
+    """How a dense tensor is stored that keeps the source's values: as it lies there, or FP8 in rows.
+
+    FP8 whose rows are no multiple of 64 values is stored as what it means, in float32.
+    """
     if dtype != "F8_E4M3":
-        return None
-    if fault := format_fault(FP8, role.shape[-1]):
-        raise PlanError(f"dense {role.name}: kept in the source's FP8: {fault}; give it a width (--dense-bits)")
-    return FP8
+        return dtype, None
+    return ("F32", None) if format_fault(FP8, role.shape[-1]) else (dtype, FP8)
 
 
 def layout_of(

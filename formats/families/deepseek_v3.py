@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, and Kimi K2, which has their arithmetic under a name of its own.
+"""DeepSeek-V3 and R1, Moonlight, and Kimi K2, which has their arithmetic under a name of its own.
 
 Source: transformers, models/deepseek_v3; DeepSeek-V3 (2412.19437); Kimi K2 (2507.20534).
 """
@@ -50,6 +50,8 @@ DEEPSEEK_V3 = Family(
         "deepseek-v3.1": "deepseek-ai/DeepSeek-V3.1",
         "deepseek-r1": "deepseek-ai/DeepSeek-R1",
         "deepseek-r1-0528": "deepseek-ai/DeepSeek-R1-0528",
+        "moonlight-16b-a3b": "moonshotai/Moonlight-16B-A3B",
+        "moonlight-16b-a3b-instruct": "moonshotai/Moonlight-16B-A3B-Instruct",
     },
     read_config=_read_config,
     dense_names={**DENSE_NAMES, **LATENT_NAMES},

@@ -1,7 +1,7 @@
 """Packs that keep what a checkpoint in 8 or 4 bit holds: every weight the same bits, in any order, after any kill."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +10,14 @@ import torch
 from click.testing import CliRunner, Result
 from coded import FP8_CONFIG, IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks, quantize_fp8
 from killing import different_files, files_in
-from models import Tensors, TinyMixtral
+from losses import random_losses
+from models import BOOK, Tensors, TinyMixtral
 from safetensors.torch import load_file, save_file
 
 from moe_pack.convert import compare_logits, compare_weights, convert
+from moe_pack.convert.choices import expert_choices
 from moe_pack.convert.cli import main
-from moe_pack.convert.source_formats import keep_source
+from moe_pack.convert.source_formats import keep_source, lossless_formats, with_kept
 from moe_pack.formats import (
     BF16,
     E5M2,
@@ -24,6 +26,7 @@ from moe_pack.formats import (
     MXFP4,
     Checkpoint,
     CheckpointError,
+    ExpertFormat,
     Pack,
     PackError,
     PartFormat,
@@ -315,3 +318,57 @@ def test_a_synthetic_pack_has_no_source_to_keep(tmp_path: Path) -> None:
     result = run("synth", "olmoe", "-o", tmp_path / "p", "--record-bits", "source")
     assert result.exit_code == 1
     assert "--record-bits source: there is no checkpoint here whose weights could be kept\n" in result.stderr
+
+
+# --- plans for a memory
+
+
+@pytest.fixture(scope="module")
+def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No doctor has been here: plans are the same on every machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "codecs"), [("1e-7", {"fp8"}), ("2", {"affine"})])
+def test_a_plan_for_a_memory_keeps_fp8_where_little_may_be_lost_and_quantizes_it_where_much_may(
+    limit: str, codecs: set[str], tmp_path: Path, unmeasured: None
+) -> None:
+    config = {"quantization_config": FP8_CONFIG, "num_experts_per_tok": 2}
+    model = TinyMixtral(128, 160, num_layers=2, num_experts=4, vocab_size=4096, config=config)
+    source = model.write_with_tokenizer(tmp_path / "s")
+    model.write(source, lambda tensors: quantize_fp8(tensors, CODED))
+    profiled = run("profile", source, "-o", tmp_path / "profile", "--tokens", 1024, "--sequence-length", 64)
+    assert profiled.exit_code == 0, profiled.output
+    target = ["--target-vram", "16M", "--device", "cpu", "--context", "64", "--max-loss", limit]
+    text = ["--eval-data", BOOK, "--eval-tokens", 512]
+    result = run("convert", source, "-o", tmp_path / "p", "--profile", tmp_path / "profile", *target, *text)
+    assert result.exit_code == 0, result.output
+    with Pack(tmp_path / "p") as pack:
+        parts = {part for layer in pack.index.experts for e in layer for part in (e.gate, e.up, e.down) if part}
+        assert {part.codec for part in parts} == codecs
+        kl = json.loads((tmp_path / "p" / "quality.json").read_text())["content"]["against"]["kl"]
+        assert (abs(kl["value"]) < 1e-8) == (codecs == {"fp8"})
+
+
+def test_a_format_that_keeps_a_matrix_is_offered_for_it_alone(
+    tmp_path: Path, mxfp4_source: Callable[..., Path]
+) -> None:
+    near, far = (Checkpoint(mxfp4_source(tmp_path / str(spans), spans)) for spans in (28, 29))
+    assert lossless_formats(near) == {"gate": MXFP4, "up": MXFP4, "down": E5M2}
+    assert lossless_formats(far) == {"gate": MXFP4, "up": MXFP4}  # one expert's down is in bf16
+    known = random_losses(near.spec)
+    losses = with_kept(known, lossless_formats(near))
+    assert losses.formats[-1] == BF16 and set(losses.formats) - set(known.formats) == {MXFP4, E5M2}
+    for part, kept in ((MXFP4, (True, True, False)), (E5M2, (False, False, True))):
+        lost = losses.quantized[..., losses.formats.index(part)]
+        for matrix_idx, is_kept in enumerate(kept):
+            assert (lost[:, :, matrix_idx] == (0 if is_kept else np.inf)).all()
+    choices = expert_choices(near.spec, "up", losses)
+    assert ExpertFormat(MXFP4, MXFP4, E5M2) in choices.formats
+    assert not any(choice.down == MXFP4 or E5M2 in (choice.gate, choice.up) for choice in choices.formats)
+    assert np.isfinite(choices.losses(losses)).all()
+    near.close()
+    far.close()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from families import (
     BASE,
+    BUILT_AS,
     CLOSE,
     IN_TRANSFORMERS,
     LONGROPE,
@@ -15,7 +16,7 @@ from families import (
     Tiny,
     as_transformers_4,
     compare,
-    config_of,
+    named,
     original,
     refusal,
     token_ids,
@@ -82,8 +83,7 @@ def test_configs_of_transformers_4_and_5_describe_the_same_model(family: str, tm
 @pytest.mark.parametrize("family", IN_TRANSFORMERS)
 def test_a_key_that_is_missing_means_what_it_means_to_transformers(family: str, four: bool, tmp_path: Path) -> None:
     """Each key is left out in turn: we refuse the config, or read of it what transformers makes of it."""
-    config_of(Tiny(family, "whole")).save_pretrained(tmp_path)
-    whole = json.loads((tmp_path / "config.json").read_text())
+    whole = write_config(Tiny(family, "whole"), tmp_path)
     whole = as_transformers_4(whole) if four else whole
     for key in whole.keys() - {"model_type"}:
         values = {name: value for name, value in whole.items() if name != key}
@@ -91,9 +91,9 @@ def test_a_key_that_is_missing_means_what_it_means_to_transformers(family: str, 
             ours = read_spec(Config(values, "config.json"))[1]
         except CheckpointError:
             continue
-        theirs = AutoConfig.for_model(family, **{name: value for name, value in values.items() if name != "model_type"})
+        theirs = AutoConfig.for_model(**(values | {"model_type": BUILT_AS.get(family, family)}))
         theirs.save_pretrained(tmp_path)
-        filled = json.loads((tmp_path / "config.json").read_text())
+        filled = named(family, tmp_path)
         assert ours == read_spec(Config(filled, "config.json"))[1], f"without {key}"
 
 

@@ -354,7 +354,7 @@ def test_a_tied_head_that_is_there_all_the_same_is_dropped_with_its_reason(tmp_p
 MTP = "a multi-token-prediction layer, which plain decoding does not run"
 
 
-def test_a_multi_token_prediction_layer_is_dropped_with_its_reason(tmp_path: Path) -> None:
+def test_a_multi_token_prediction_layer_is_unused_with_its_reason(tmp_path: Path) -> None:
     names = ["model.layers.2.eh_proj.weight", "model.layers.2.mlp.experts.0.up_proj.weight"]
 
     def change(tensors: Tensors) -> None:
@@ -362,7 +362,7 @@ def test_a_multi_token_prediction_layer_is_dropped_with_its_reason(tmp_path: Pat
         tensors |= {name: torch.zeros(D, D) for name in names}
 
     found = fates(glm(num_nextn_predict_layers=1).write(tmp_path, change))
-    assert [found[name] for name in names] == [("dropped", MTP)] * 2
+    assert [found[name] for name in names] == [("unused", MTP)] * 2
     assert {fate for name, (fate, _) in found.items() if name not in names} == {"packed", "resident"}
 
 

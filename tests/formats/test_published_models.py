@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from families import BUILT_AS
 from published import CONFIGS, PUBLISHED, Published, active, agrees, spec_of, total
 from references import REFERENCES
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -41,7 +42,9 @@ def test_parameters_are_those_of_transformers_or_the_reference_to_the_last_one(p
         assert num_parameters(spec_of(published)) == sum(map(math.prod, shapes.values()))
         return
     values.pop("auto_map", None)  # the built-in class, never remote code
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    values.pop("quantization_config", None)  # as many weights, in whatever codes
+    model_type = values.pop("model_type")
+    config = AutoConfig.for_model(BUILT_AS.get(model_type, model_type), **values)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     buffers = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
@@ -82,6 +85,14 @@ def test_what_is_particular_is_read_from_the_real_configs() -> None:
     assert isinstance(phi.rope.scaling, LongRopeSpec) and phi.rope.scaling.original_max_position_embeddings == 4096
     assert (phi.norm.kind, phi.head_bias, phi.router.kind, phi.router.jitter) == ("layer", True, "sparsemixer", 0.01)
     assert (glm.rope.rotary_dim, glm.router.kind, glm.router.bias, glm.moe_layers[0]) == (64, "sigmoid_topk", True, 1)
+    v3, kimi = (spec_of(by_name(name)) for name in ("deepseek-v3", "kimi-k2-instruct"))
+    # 0.1 * ln 40 + 1 = 1.3689, squared; cosine and sine keep their size, both mscales being the same
+    assert v3.attention.scale == pytest.approx(1.3689**2 / 192**0.5, rel=1e-4)
+    assert isinstance(v3.rope.scaling, YarnSpec) and v3.rope.scaling.attention_factor == 1 and v3.rope.interleaved
+    assert (v3.router.kind, v3.router.n_group, v3.router.topk_group, v3.router.scaling_factor) == (
+        "sigmoid_topk", 8, 4, 2.5,
+    )  # fmt: skip
+    assert isinstance(kimi.rope.scaling, YarnSpec) and (kimi.rope.scaling.beta_fast, kimi.family) == (1, "kimi_k2")
     qwen = spec_of(by_name("qwen1.5-moe-a2.7b"))
     assert qwen.shared_expert is not None and (qwen.shared_expert.intermediate_size, qwen.shared_expert.gated) == (
         5632,

@@ -110,6 +110,21 @@ BASE: dict[str, Values] = {
         "v_head_dim": 12,
         "q_lora_rank": 40,
     },
+    "kimi_k2": {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 48,
+        "intermediate_size": 80,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "q_lora_rank": 40,
+    },
     "phimoe": {
         "num_key_value_heads": 2,
         "num_local_experts": 6,
@@ -164,6 +179,8 @@ BASE: dict[str, Values] = {
     },
     **SMALLEST,
 }
+# Families that transformers has under another name: it is given a config that says so.
+BUILT_AS = {"kimi_k2": "deepseek_v3"}
 IN_TRANSFORMERS = tuple(family for family in BASE if family not in REFERENCES)
 FULL_V2 = {"q_lora_rank": 40, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}
 
@@ -408,7 +425,8 @@ CLOSE: tuple[Close, ...] = (
 
 def config_of(tiny: Tiny) -> PreTrainedConfig:
     """transformers' config of a row."""
-    config: PreTrainedConfig = AutoConfig.for_model(tiny.family, **(SMALL | BASE[tiny.family] | tiny.config))
+    model_type = BUILT_AS.get(tiny.family, tiny.family)
+    config: PreTrainedConfig = AutoConfig.for_model(model_type, **(SMALL | BASE[tiny.family] | tiny.config))
     return config
 
 
@@ -420,8 +438,15 @@ def write_config(tiny: Tiny, folder: Path) -> Values:
         (folder / "config.json").write_text(json.dumps(values))
         return values
     config_of(tiny).save_pretrained(folder)
-    written: Values = json.loads((folder / "config.json").read_text())
-    return written
+    return named(tiny.family, folder)
+
+
+def named(family: str, folder: Path) -> Values:
+    """Gives the config.json in a folder its family's own name, and returns its values."""
+    path = folder / "config.json"
+    values: Values = json.loads(path.read_text()) | {"model_type": family}
+    path.write_text(json.dumps(values))
+    return values
 
 
 def write(tiny: Tiny, folder: Path) -> Path:
@@ -430,9 +455,9 @@ def write(tiny: Tiny, folder: Path) -> Path:
         assert not tiny.fused and not tiny.four, "one spelling is all that is published"
         return REFERENCES[tiny.family].write(SIZES | BASE[tiny.family] | tiny.config, folder)
     write_random(config_of(tiny), folder, tiny.fused)
+    values = named(tiny.family, folder)
     if tiny.four:
-        path = folder / "config.json"
-        path.write_text(json.dumps(as_transformers_4(json.loads(path.read_text()))))
+        (folder / "config.json").write_text(json.dumps(as_transformers_4(values)))
     return folder
 
 
@@ -468,7 +493,10 @@ def as_transformers_4(values: Values) -> Values:
 
 def original(folder: Path) -> PreTrainedModel:
     """The checkpoint in transformers, float32."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    values = json.loads((folder / "config.json").read_text())
+    model_type = BUILT_AS.get(values["model_type"])
+    config = None if model_type is None else AutoConfig.for_model(**(values | {"model_type": model_type}))
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
     model.train(False)
     rope = model.config.rope_parameters
     if model.config.model_type == "phimoe" and rope["rope_type"] == "longrope":

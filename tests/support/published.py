@@ -62,11 +62,14 @@ PUBLISHED = (
     Published("glm-4.5-air", "106", "12", "94.208", ("embed", "head"), ("embed", "head")),
     Published("glm-4.5", "355", "32", "188.416", ("embed", "head"), ("embed", "head"), adds_prediction_layer=True),
     Published("dots.llm1.base", "142", "14"),
-    Published("gpt-oss-20b", "20.91", "3.61", active_leaves_out=("embed",)),
-    Published("gpt-oss-120b", "116.83", "5.13", active_leaves_out=("embed",)),
+    Published("deepseek-v3", "671", "37", "35.136"),
+    Published("moonlight-16b-a3b-instruct", "15.29", "2.24", "15.552", ("embed", "head"), ("embed", "head")),
+    Published("kimi-k2-instruct", "1026", "32", "35.136"),
     Published("deepseek-moe-16b", "16.4", "2.8"),
     Published("minicpm-moe-8x2b", "13.6", "4", total_leaves_out=("embed",), active_leaves_out=("embed",)),
     Published("xverse-moe-a4.2b", "25.8", "4.2"),
+    Published("gpt-oss-20b", "20.91", "3.61", active_leaves_out=("embed",)),
+    Published("gpt-oss-120b", "116.83", "5.13", active_leaves_out=("embed",)),
 )
 
 
