@@ -191,7 +191,7 @@ def test_an_expert_of_two_matrices_has_up_with_bias_down_and_extras() -> None:
     assert (layout.selector.crc_offset, layout.selector.row_bytes) == (52, 64)
     assert [(part.name, part.offset, part.has_bias) for part in layout.records.parts] == [("down", 0, False)]
     assert layout.find("gate") is None
-    assert layout.num_bytes == 48 * 64 + 48 * 32 + 4 * 64
+    assert layout.num_bytes == 48 * 64 + 48 * 32 + (4 * 64 + 16)
 
 
 def test_an_expert_of_two_matrices_without_selector_is_records_alone() -> None:
@@ -199,4 +199,4 @@ def test_an_expert_of_two_matrices_without_selector_is_records_alone() -> None:
     assert layout.selector is None
     assert [(part.name, part.offset) for part in layout.records.parts] == [("up", 0), ("down", 52)]
     assert (layout.records.crc_offset, layout.records.row_bytes) == (80, 96)
-    assert layout.num_bytes == 48 * 96 + 4 * 64
+    assert layout.num_bytes == 48 * 96 + (4 * 64 + 16)

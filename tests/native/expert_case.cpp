@@ -211,7 +211,10 @@ void run_steps(Random& random, Pool& alone, Pool& several, Given& given, const E
     counts.compared++;
     check_h(given, x, one, brought, num_tokens);
     std::vector<Near> y(one.y.size());
-    for (size_t i = 0; i < y.size(); i++) y[i] = exactly(given.bias(i % layout.num_cols));
+    for (size_t i = 0; i < y.size(); i++) {
+        const double bias = given.bias(i % layout.num_cols);
+        y[i] = {bias, 1e-6 * std::fabs(bias)};
+    }
     for (size_t k = 0; k < chosen.size(); k++) {
         Neuron neuron(given, chosen[k]);
         for (size_t t = 0; t < num_tokens; t++)

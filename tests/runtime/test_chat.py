@@ -1,6 +1,7 @@
 """Chat templates: the pack's own, in a sandbox."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,35 @@ def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_refused(template
 
 def test_the_demo_model_is_not_one_to_chat_with() -> None:
     assert "chat_template" not in json.loads((DEMO_MODEL / "tokenizer_config.json").read_text())
+
+
+# What templates of the Harmony format use: macros, names that may be undefined, namespaces, the date.
+HARMONY = """
+{%- macro system() -%}
+    {%- if effort is not defined %}{%- set effort = "medium" %}{%- endif %}
+    {{- "Today: " + strftime_now("%Y") + "\n" }}
+    {{- "Effort: " + effort }}
+{%- endmacro -%}
+{{- "<|start|>system<|message|>" }}{{- system() }}{{- "<|end|>" }}
+{%- if messages[0].role == "developer" or tools %}{{- raise_exception("no tools here") }}{%- endif %}
+{%- set last = namespace(name=none) %}
+{%- for message in messages -%}
+    {%- if message.role == "user" -%}
+        {{- "<|start|>user<|message|>" + message.content + "<|end|>" }}
+        {%- set last.name = message.role %}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and last.name is not none -%}
+<|start|>assistant
+{%- endif -%}
+"""
+
+
+def test_a_template_of_the_harmony_format_is_rendered(tmp_path: Path) -> None:
+    with packed(tmp_path, chat_template__jinja=HARMONY) as held:
+        found = chat_prompt(held, "Hello")
+    assert re.fullmatch(
+        r"<\|start\|>system<\|message\|>Today: \d{4}\nEffort: medium<\|end\|>"
+        r"<\|start\|>user<\|message\|>Hello<\|end\|><\|start\|>assistant",
+        found,
+    )
