@@ -72,6 +72,8 @@ class Fp8Shape(Coded):
             "num_hidden_layers": self.layers,
             "first_k_dense_replace": 1,
             "n_routed_experts": self.experts,
+            "num_experts_per_tok": min(8, self.experts),
+            **({} if self.experts % 16 == 0 else {"n_group": 1, "topk_group": 1}),
             "hidden_size": self.hidden,
             "moe_intermediate_size": self.intermediate,
             "intermediate_size": self.dense_intermediate,

@@ -110,21 +110,6 @@ BASE: dict[str, Values] = {
         "v_head_dim": 12,
         "q_lora_rank": 40,
     },
-    "kimi_k2": {
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 48,
-        "intermediate_size": 80,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "kv_lora_rank": 24,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-        "q_lora_rank": 40,
-    },
     "phimoe": {
         "num_key_value_heads": 2,
         "num_local_experts": 6,
@@ -179,6 +164,7 @@ BASE: dict[str, Values] = {
     },
     **SMALLEST,
 }
+BASE["kimi_k2"] = BASE["deepseek_v3"] | {"n_group": 1, "topk_group": 1}
 # Families that transformers has under another name: it is given a config that says so.
 BUILT_AS = {"kimi_k2": "deepseek_v3"}
 IN_TRANSFORMERS = tuple(family for family in BASE if family not in REFERENCES)
