@@ -97,7 +97,7 @@ class LayerStates:
         self.device = device
         folder.mkdir(exist_ok=True)
         positions = torch.arange(self.sequence_length, device=device)
-        self._angles = Rope(self.spec.rope, device)(positions, self.sequence_length)
+        self._angles = Rope(self.spec.rotation, device)(positions, self.sequence_length)
         self.next_layer = self._resume()
 
     @torch.inference_mode()

@@ -7,7 +7,7 @@ import math
 import re
 
 from moe_pack.formats.roles import dense_roles
-from moe_pack.formats.spec import GroupedQuerySpec, ModelSpec
+from moe_pack.formats.spec import GroupedQuerySpec, LatentSpec, ModelSpec
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = ("", "K", "M", "G", "T")
@@ -24,11 +24,17 @@ def num_active_parameters(spec: ModelSpec) -> int:
 
 
 def cached_values(spec: ModelSpec) -> int:
-    """Values the key-value cache holds for each token, all layers together."""
-    attention = spec.attention
+    """Values the key-value cache holds for each token of the context, all layers together.
+
+    With an encoder, for each token of the text and each of the answer: decoder layers keep keys and values of both.
+    """
+    attention, num_layers = spec.attention, spec.num_hidden_layers
     if isinstance(attention, GroupedQuerySpec):
-        return spec.num_hidden_layers * 2 * attention.num_kv_heads * attention.head_dim
-    return spec.num_hidden_layers * (attention.kv_lora_rank + attention.qk_rope_head_dim)
+        return num_layers * 2 * attention.num_kv_heads * attention.head_dim
+    if isinstance(attention, LatentSpec):
+        return num_layers * (attention.kv_lora_rank + attention.qk_rope_head_dim)
+    kept = num_layers if spec.encoder is None else 2 * (num_layers - spec.encoder.num_layers)
+    return kept * 2 * attention.num_heads * attention.head_dim
 
 
 def _dense_parameters(spec: ModelSpec) -> int:

@@ -13,6 +13,15 @@ from typing import Any, TypeVar, cast
 from moe_pack.formats.errors import MoePackError
 
 T = TypeVar("T")
+_ADDED = "added"  # in a field's metadata
+
+
+def added(default: T) -> T:
+    """A dataclass field that its kind of file got later: the key is written only where its value is not `default`.
+
+    So what was written before stays readable, byte for byte the same, and older readers refuse what they do not know.
+    """
+    return dataclasses.field(default=default, metadata={_ADDED: True})
 
 
 def parse(raw: bytes, place: str, error: type[MoePackError]) -> Any:
@@ -51,7 +60,8 @@ def load(kind: type[T], value: Any, place: str, error: type[MoePackError]) -> T:
     """The dataclass `kind` held in the parsed JSON `value`.
 
     Fields may be str, int, bool, float, Literal, another dataclass, `tuple[X, ...]`, or any of these `| None`; also a
-    union of dataclasses whose field `kind`, a Literal of its own in each, tells them apart.
+    union of dataclasses whose field `kind`, a Literal of its own in each, tells them apart. Keys of `added` fields may
+    be missing, no others.
     Raises:  `error` naming the key, if one is unknown, missing or of another type.
     """
     return cast(T, _load(kind, value, place, error))
@@ -59,7 +69,14 @@ def load(kind: type[T], value: Any, place: str, error: type[MoePackError]) -> T:
 
 def dump(record: Any) -> Any:
     """What `load` reads back once it has been JSON: plain dicts, sequences and scalars."""
-    return dataclasses.asdict(record)
+    if dataclasses.is_dataclass(record) and not isinstance(record, type):
+        pairs = ((field, getattr(record, field.name)) for field in dataclasses.fields(record))
+        return {
+            field.name: dump(value)
+            for field, value in pairs
+            if not (field.metadata.get(_ADDED) and value == field.default)
+        }
+    return [dump(value) for value in record] if isinstance(record, (tuple, list)) else record
 
 
 def canonical(value: Any) -> bytes:
@@ -112,10 +129,12 @@ def _load_record(kind: Any, value: Any, place: str, error: type[MoePackError]) -
     for key in value:
         if key not in hints:
             raise error(f"{place}: unknown key {key!r}")
+    may_lack = {field.name for field in dataclasses.fields(kind) if field.metadata.get(_ADDED)}
     for key in hints:
-        if key not in value:
+        if key not in value and key not in may_lack:
             raise error(f"{place}: key {key!r} is missing")
-    return kind(**{key: _load(hint, value[key], f"{place}: {key}", error) for key, hint in hints.items()})
+    given = {key: hint for key, hint in hints.items() if key in value}
+    return kind(**{key: _load(hint, value[key], f"{place}: {key}", error) for key, hint in given.items()})
 
 
 def _short(value: Any) -> str:

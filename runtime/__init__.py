@@ -15,6 +15,13 @@ from moe_pack.runtime.card_budget import CARD_PAGE_BYTES, CardPlan, divide_card,
 from moe_pack.runtime.checkpoint_weights import CheckpointWeights, read_neurons, read_rows, read_vector
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.doctor import measure_machine
+from moe_pack.runtime.encoder_decoder import (
+    EncoderDecoder,
+    add_cross_attention,
+    add_own_attention,
+    enter_text,
+    position_bias,
+)
 from moe_pack.runtime.engine import Engine, EngineOptions
 from moe_pack.runtime.expert import ACTIVATIONS, Activations, activations, run_expert
 from moe_pack.runtime.folder_files import FolderFiles
@@ -97,6 +104,7 @@ __all__ = [
     "CpuFacts",
     "Decoder",
     "DriveFacts",
+    "EncoderDecoder",
     "Engine",
     "EngineOptions",
     "Expert",
@@ -143,6 +151,8 @@ __all__ = [
     "WidthRate",
     "activations",
     "add_attention",
+    "add_cross_attention",
+    "add_own_attention",
     "auto_preset",
     "available_bytes",
     "best_of",
@@ -150,6 +160,7 @@ __all__ = [
     "divide_budget",
     "divide_card",
     "embed",
+    "enter_text",
     "expert_compression",
     "expert_numbers",
     "expert_pages",
@@ -172,6 +183,7 @@ __all__ = [
     "open_reads",
     "optimum",
     "page_sizes",
+    "position_bias",
     "ranked",
     "read_neurons",
     "read_record",

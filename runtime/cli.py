@@ -116,7 +116,10 @@ def run(folder: Path, options: RunOptions) -> None:
         text = None if options.bench else Text(pack)
         prompt_ids = _encoded(pack, text, options) if text else _random_ids(pack, options)
         machine = load_facts(cache_folder(), folder)
-        context = context_for(len(prompt_ids), options.max_tokens, pack.spec.max_position_embeddings)
+        spec = pack.spec
+        context = context_for(
+            len(prompt_ids), options.max_tokens, spec.max_position_embeddings, spec.encoder is not None
+        )
         engine = stack.enter_context(_opened(pack, replace(options.engine, machine=machine), context))
         decoder = engine.decoder
         if text is None:

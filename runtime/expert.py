@@ -17,7 +17,7 @@ from moe_pack.runtime.matrix import linear
 from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
 
 # The activation of each neuron function; h(g, u) = activation(g) * u.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu, "relu": torch.relu}
 
 
 def run_expert(x: Tensor, expert: Expert, function: str, selector: Selector, threshold: float) -> Tensor:

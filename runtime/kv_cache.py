@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_pack.formats import GroupedQuerySpec, ModelSpec
+from moe_pack.formats import GroupedQuerySpec, LatentSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,17 @@ class KVCache:
     ) -> None:
         attention = spec.attention
         num_layers = spec.num_hidden_layers if num_layers is None else num_layers
-        if isinstance(attention, GroupedQuerySpec):
-            shape = (num_layers, attention.num_kv_heads, context_tokens, attention.head_dim)
-            self.keys = torch.zeros(shape, dtype=dtype, device=device)
-            self.values = torch.zeros(shape, dtype=dtype, device=device)
-            self.num_bytes = 2 * self.keys.nbytes
-        else:
+        if isinstance(attention, LatentSpec):
             width = attention.kv_lora_rank + attention.qk_rope_head_dim
             self.keys = torch.zeros((num_layers, 1, context_tokens, width), dtype=dtype, device=device)
             self.values = self.keys[..., : attention.kv_lora_rank]
             self.num_bytes = self.keys.nbytes
+        else:
+            heads = attention.num_kv_heads if isinstance(attention, GroupedQuerySpec) else attention.num_heads
+            shape = (num_layers, heads, context_tokens, attention.head_dim)
+            self.keys = torch.zeros(shape, dtype=dtype, device=device)
+            self.values = torch.zeros(shape, dtype=dtype, device=device)
+            self.num_bytes = 2 * self.keys.nbytes
         self._layers = tuple(zip(self.keys, self.values, strict=True))  # views, made once
         self.context_tokens = context_tokens
         self.num_tokens = 0

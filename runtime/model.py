@@ -95,7 +95,7 @@ class Model:
         if not ids:
             raise RunError("prompt: the tokenizer makes no token of it; give at least one character")
         decoder = self._engine.decoder
-        context_for(len(ids), max_tokens, decoder.cache.context_tokens)
+        context_for(len(ids), max_tokens, decoder.cache.context_tokens, decoder.spec.encoder is not None)
         sampler = Sampler(temperature, top_p, secrets.randbits(32) if seed is None else seed)
         return self._pieces(ids, sampler, max_tokens)
 

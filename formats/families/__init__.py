@@ -17,12 +17,24 @@ from moe_pack.formats.families.phimoe import PHIMOE
 from moe_pack.formats.families.published import published_config, published_names
 from moe_pack.formats.families.qwen2_moe import QWEN2_MOE
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
+from moe_pack.formats.families.switch_transformers import SWITCH_TRANSFORMERS
 from moe_pack.formats.spec import ModelSpec
 from moe_pack.formats.spec_check import spec_fault
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, PHIMOE, OLMOE, GRANITEMOE, GLM4_MOE, DOTS1)
+    for family in (
+        MIXTRAL,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        DEEPSEEK_V2,
+        PHIMOE,
+        OLMOE,
+        GRANITEMOE,
+        GLM4_MOE,
+        DOTS1,
+        SWITCH_TRANSFORMERS,
+    )
 }
 SHORT_NAMES: dict[str, str] = {
     short: hub_id for family in FAMILIES.values() for short, hub_id in family.short_names.items()

@@ -15,6 +15,7 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape of every 
 ExpertSources = dict[tuple[int, int, Matrix], "SourceMatrix"]
 
 _CONSTANT = Dropped("*.rotary_emb.inv_freq", "a constant the runtime computes")
+_TIED = Dropped("", "tied: the embedding is the head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,15 @@ class SourceMatrix:
 class Claims:
     """The account of a checkpoint: where each role and each expert's matrix lies, and which tensors are not packed.
 
-    `experts`, and `expert_biases` for the matrices that have one, have decoder layer, expert and matrix as their key.
+    `experts`, and `expert_biases` for the matrices that have one, have layer, expert and matrix as their key. `copies`
+    names, for some of those that are not packed, the tensor that each must be equal to.
     """
 
     dense: Mapping[str, SourceMatrix]
     experts: Mapping[tuple[int, int, Matrix], SourceMatrix]
     expert_biases: Mapping[tuple[int, int, Matrix], SourceMatrix]
     dropped: Mapping[str, str]
+    copies: Mapping[str, str]
 
 
 def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors) -> Claims:
@@ -61,24 +64,36 @@ def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors) -> Claims:
     """
     dense = {}
     for role in dense_roles(spec):
-        name = _present(_names(family, role.name), tensors)
+        name = _present(_names(family, spec, role.name), tensors)
         _check_tensor(name, role.shape, tensors)
         cols = role.shape[1] if len(role.shape) == 2 else 1
         dense[role.name] = SourceMatrix(name, 0, role.shape[0], cols, cols)
     experts, biases = _claim_experts(family, spec, tensors)
     claimed = {source.tensor for held in (dense, experts, biases) for source in held.values()}
-    dropped = {}
+    dropped, copies = {}, {}
     for name in tensors:
         if name not in claimed:
-            dropped[name] = _reason(family, spec, name, tensors)
-    return Claims(dense, experts, biases, dropped)
+            found = _reason(family, spec, name, tensors)
+            dropped[name] = found.reason
+            if found.copy_of is not None:
+                copies[name] = found.copy_of
+    return Claims(dense, experts, biases, dropped, copies)
 
 
-def _names(family: Family, role: str) -> tuple[str, ...]:
+def _in_stack(spec: ModelSpec, layer: int) -> tuple[bool, int]:
+    """Whether a layer is the encoder's, and its number in its stack."""
+    num_encoding = 0 if spec.encoder is None else spec.encoder.num_layers
+    return layer < num_encoding, layer if layer < num_encoding else layer - num_encoding
+
+
+def _names(family: Family, spec: ModelSpec, role: str) -> tuple[str, ...]:
     """The source's names of the dense tensor with this role."""
     first, _, rest = role.partition(".")
-    layer, _, name = rest.partition(".")
-    key = f"layers.{{i}}.{name}" if first == "layers" else role
+    number, _, name = rest.partition(".")
+    key, layer = role, 0
+    if first == "layers":
+        is_encoding, layer = _in_stack(spec, int(number))
+        key = f"{'encoder' if is_encoding else 'layers'}.{{i}}.{name}"
     assert key in family.dense_names, f"dense_names of family {family.model_type!r} has no role {key!r}"
     names = family.dense_names[key]
     return tuple(name.format(i=layer) for name in ((names,) if isinstance(names, str) else names))
@@ -92,19 +107,23 @@ def _present(names: Iterable[str], tensors: Tensors) -> str:
 
 def _claim_experts(family: Family, spec: ModelSpec, tensors: Tensors) -> tuple[ExpertSources, ExpertSources]:
     """The experts' matrices, and their biases."""
-    first = spec.moe_layers[0]
-    spelling = next(
-        (names for names in family.expert_names if names.matrices["up"].format(i=first, e=0) in tensors),
-        family.expert_names[0],
-    )
     matrices: ExpertSources = {}
     biases: ExpertSources = {}
     for layer in spec.moe_layers:
+        spelling = _spelling(family, spec, tensors, layer)
         for matrix in spec.expert.matrices:
             _claim(spec, tensors, spelling, matrix, layer, matrices)
         for matrix in spec.expert.bias:
             _claim(spec, tensors, spelling, matrix, layer, biases, bias=True)
     return matrices, biases
+
+
+def _spelling(family: Family, spec: ModelSpec, tensors: Tensors, layer: int) -> ExpertNames:
+    """The names that a layer's stack follows, as its first layer with experts shows."""
+    is_encoding, _ = _in_stack(spec, layer)
+    known = family.encoder_expert_names if is_encoding else family.expert_names
+    first = next(number for other in spec.moe_layers for at, number in [_in_stack(spec, other)] if at == is_encoding)
+    return next((names for names in known if names.matrices["up"].format(i=first, e=0) in tensors), known[0])
 
 
 def _claim(
@@ -121,7 +140,7 @@ def _claim(
     fused = "{e}" not in template
     place = _bias_place if bias else _matrix_place
     for expert in range(spec.router.num_experts):
-        name = template.format(i=layer, e=expert)
+        name = template.format(i=_in_stack(spec, layer)[1], e=expert)
         source, shape = place(spec, spelling, matrix, name, expert if fused else 0)
         if not fused or expert == 0:
             _check_tensor(name, (spec.router.num_experts, *shape) if fused else shape, tensors)
@@ -159,15 +178,15 @@ def _turn(
     return first, step, num_sharing * count
 
 
-def _reason(family: Family, spec: ModelSpec, name: str, tensors: Tensors) -> str:
+def _reason(family: Family, spec: ModelSpec, name: str, tensors: Tensors) -> Dropped:
     """Why a tensor that nobody claims is not packed."""
-    if spec.tied_head and name in _names(family, "head"):
-        return "tied: the embedding is the head"
+    if spec.tied_head and name in _names(family, spec, "head"):
+        return _TIED
     n = spec.num_hidden_layers
     for dropped in (_CONSTANT, *family.dropped):
         is_there = dropped.sign is None or dropped.sign.format(n=n) in tensors
         if is_there and fnmatchcase(name, dropped.pattern.format(n=n)):
-            return dropped.reason
+            return dropped
     raise CheckpointError(
         f"checkpoint: tensor {name!r} belongs to nothing the config describes; it would be lost in the pack"
     )

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from answers import start_token, their_answer, their_greedy, their_logits_one_by_one
 from models import pack
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from moe_pack.formats import Checkpoint, CheckpointError, Pack
-from moe_pack.runtime import Decoder, PackWeights, Sampler, generate
+from moe_pack.runtime import Decoder, EncoderDecoder, PackWeights, Sampler, generate
 
 Values = dict[str, Any]
 NUM_TOKENS, NUM_GREEDY, NUM_POSITIONS = 96, 32, 128
@@ -134,12 +135,29 @@ BASE: dict[str, Values] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
     },
+    "switch_transformers": {
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 48,
+        "num_heads": 4,
+        "num_layers": 4,
+        "num_decoder_layers": 3,
+        "num_sparse_encoder_layers": 2,
+        "num_sparse_decoder_layers": 1,
+        "num_experts": 6,
+        "vocab_size": 96,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 0,
+        "relative_attention_max_distance": 40,
+    },
 }
+WITH_ENCODER = ("switch_transformers",)
+ROTARY = tuple(family for family in BASE if family not in WITH_ENCODER)
 FULL_V2 = {"q_lora_rank": 40, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}
 
 TINY: tuple[Tiny, ...] = (
     *(Tiny(family, "as it comes") for family in BASE),
-    *(Tiny(family, "experts fused", fused=True) for family in BASE),
+    *(Tiny(family, "experts fused", fused=True) for family in ROTARY),
     *(Tiny(family, "config of transformers 4", four=True) for family in BASE),
     Tiny("mixtral", "window of 7", {"sliding_window": 7}),
     Tiny("mixtral", "yarn", {"head_dim": 16, "rope_parameters": YARN | {"rope_theta": 1e4}}),
@@ -201,18 +219,36 @@ TINY: tuple[Tiny, ...] = (
     Tiny("dots1", "groups, bias", {"n_group": 4, "topk_group": 2, "attention_bias": True}),
     Tiny("dots1", "not normalized, own head size", {"norm_topk_prob": False, "head_dim": 32}),
     Tiny("dots1", "no dense layer, tied head", {"first_k_dense_replace": 0, "tie_word_embeddings": True}),
+    Tiny("switch_transformers", "capacity exceeded", {"expert_capacity": 5}),
+    Tiny("switch_transformers", "own head", {"tie_word_embeddings": False}),
+    Tiny(
+        "switch_transformers",
+        "experts in all layers, fewer buckets, wider heads",
+        {
+            "num_sparse_encoder_layers": 4,
+            "num_sparse_decoder_layers": 3,
+            "num_experts": 8,
+            "relative_attention_num_buckets": 16,
+            "d_kv": 24,
+        },
+    ),
+    Tiny(
+        "switch_transformers",
+        "experts in the encoder alone, more buckets",
+        {"num_decoder_layers": 1, "num_sparse_decoder_layers": 2, "relative_attention_num_buckets": 48},
+    ),
 )
 
 _ONLY = "supported is {} only".format
 CLOSE: tuple[Close, ...] = (
-    *(Close(family, {"hidden_act": "gelu"}, "hidden_act is 'gelu', " + _ONLY("'silu'")) for family in BASE),
+    *(Close(family, {"hidden_act": "gelu"}, "hidden_act is 'gelu', " + _ONLY("'silu'")) for family in ROTARY),
     *(
         Close(
             family,
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
             f"rope_type 'linear' is not supported; supported: default, {'longrope' if family == 'phimoe' else 'yarn'}",
         )
-        for family in BASE
+        for family in ROTARY
     ),
     *(
         Close(
@@ -222,11 +258,11 @@ CLOSE: tuple[Close, ...] = (
             if family == "phimoe"
             else "rope_type 'longrope' is not supported; supported: default, yarn",
         )
-        for family in BASE
+        for family in ROTARY
     ),
     *(
         Close(family, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, " + _ONLY("1.0"))
-        for family in BASE
+        for family in ROTARY
         if family != "glm4_moe"
     ),
     *(
@@ -283,12 +319,46 @@ CLOSE: tuple[Close, ...] = (
         "layer_types has ['full_attention', 'sliding_attention'], " + _ONLY("'full_attention'"),
     ),
     Close("dots1", {"layer_types": None, "max_window_layers": 1}, "sliding_window is 4096, " + _ONLY("None")),
+    Close("switch_transformers", {"dense_act_fn": "gelu"}, "dense_act_fn is 'gelu', supported: relu"),
+    Close(
+        "switch_transformers",
+        {"feed_forward_proj": "gated-gelu"},
+        "feed_forward_proj is 'gated-gelu', " + _ONLY("'relu'"),
+    ),
+    Close("switch_transformers", {"is_gated_act": True}, "is_gated_act is True, " + _ONLY("False")),
+    Close("switch_transformers", {"router_bias": True}, "router_bias is True, " + _ONLY("False")),
+    Close("switch_transformers", {"router_dtype": "bfloat16"}, "router_dtype is 'bfloat16', " + _ONLY("'float32'")),
+    Close("switch_transformers", {"num_selected_experts": 2}, "num_selected_experts is 2, " + _ONLY("1")),
+    Close("switch_transformers", {"is_encoder_decoder": False}, "is_encoder_decoder is False, " + _ONLY("True")),
+    Close("switch_transformers", {"is_decoder": True}, "is_decoder is True, " + _ONLY("False")),
+    Close("switch_transformers", {"encoder_sparse_step": 1}, "encoder_sparse_step is 1, " + _ONLY("2")),
+    Close(
+        "switch_transformers",
+        {"decoder_start_token_id": None},
+        "key 'decoder_start_token_id' is missing, expected a whole number",
+    ),
+    Close(
+        "switch_transformers",
+        {
+            "num_sparse_encoder_layers": 5,
+            "encoder_sparse_step": 0,
+            "num_sparse_decoder_layers": 4,
+            "decoder_sparse_step": 0,
+        },
+        "moe_layers does not name decoder layers, at least one, in rising order",
+    ),
+    Close(
+        "switch_transformers",
+        {"relative_attention_num_buckets": 30},
+        "num_buckets is 30, expected a multiple of 4 up to 65536",
+    ),
 )
 
 
 def config_of(tiny: Tiny) -> PreTrainedConfig:
     """transformers' config of a row."""
-    config: PreTrainedConfig = AutoConfig.for_model(tiny.family, **(SMALL | BASE[tiny.family] | tiny.config))
+    small = {} if tiny.family in WITH_ENCODER else SMALL
+    config: PreTrainedConfig = AutoConfig.for_model(tiny.family, **(small | BASE[tiny.family] | tiny.config))
     return config
 
 
@@ -304,7 +374,8 @@ def write(tiny: Tiny, folder: Path) -> Path:
 def write_random(config: PreTrainedConfig, folder: Path, fused: bool = False) -> None:
     """Writes a checkpoint of random bfloat16 weights, none of which leaves a path unused or overwhelms another."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]  # untyped in transformers
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]  # untyped in transformers
     with torch.no_grad():
         for name, weight in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("bias"):
@@ -313,14 +384,20 @@ def write_random(config: PreTrainedConfig, folder: Path, fused: bool = False) ->
                 weight.uniform_(0.5, 1.5)
             elif weight.ndim > 1:
                 weight.normal_(std=0.15)
+        if config.is_encoder_decoder:  # transformers 5 takes them apart where the head is not tied
+            for stack in (model.encoder, model.decoder):
+                stack.embed_tokens.weight.copy_(model.shared.weight)
     model.to(torch.bfloat16).save_pretrained(folder, save_original_format=not fused)
 
 
 def as_transformers_4(values: Values) -> Values:
     """The config as version 4 spelled it."""
     four = {key: value for key, value in values.items() if key not in ("dtype", "rope_parameters", "layer_types")}
-    rope = dict(values["rope_parameters"])
-    four |= {"torch_dtype": values.get("dtype"), "rope_theta": rope.pop("rope_theta"), "rope_scaling": None}
+    rope = dict(values.get("rope_parameters", {}))
+    four |= {"torch_dtype": values.get("dtype")}
+    if "rope_parameters" not in values:
+        return four
+    four |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": None}
     if "partial_rotary_factor" in rope:
         four["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     if rope.pop("rope_type") != "default":
@@ -331,11 +408,17 @@ def as_transformers_4(values: Values) -> Values:
     return four
 
 
+def is_with_encoder(folder: Path) -> bool:
+    """Whether the checkpoint is of a model with an encoder."""
+    return json.loads((folder / "config.json").read_text())["model_type"] in WITH_ENCODER
+
+
 def original(folder: Path) -> PreTrainedModel:
     """The checkpoint in transformers, float32."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    kind = AutoModelForSeq2SeqLM if is_with_encoder(folder) else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_pretrained(folder, dtype=torch.float32)
     model.train(False)
-    rope = model.config.rope_parameters
+    rope: Values = getattr(model.config, "rope_parameters", {})
     if model.config.model_type == "phimoe" and rope["rope_type"] == "longrope":
         model.model.rotary_emb.forward = published_longrope(rope)
     return model
@@ -386,6 +469,8 @@ def compare(tiny: Tiny, folder: Path) -> Comparison:
     source = write(tiny, folder / "source")
     pack(source, folder / "packed", width=16)
     model, ids = original(source), token_ids()
+    if tiny.family in WITH_ENCODER:
+        return compare_answers(model, ids, folder / "packed")
 
     def reference(sequence: list[int]) -> torch.Tensor:
         logits: torch.Tensor = model(torch.tensor([sequence]), use_cache=False).logits[0]
@@ -410,6 +495,25 @@ def compare(tiny: Tiny, folder: Path) -> Comparison:
         token_by_token=float((one_by_one - steps).abs().max()),
         greedy_equal=made == text[24:],
         largest_logit=float(whole.abs().max()),
+    )
+
+
+def compare_answers(model: PreTrainedModel, text: list[int], packed: Path) -> Comparison:
+    """The same for a model with an encoder: a text, and an answer that is given, or made."""
+    answer = [start_token(model), *text[20:80]]
+    expected, steps = their_answer(model, text, answer), their_logits_one_by_one(model, text, answer)
+    with Pack(packed) as held:
+        runs = EncoderDecoder(PackWeights(held, torch.device("cpu")), NUM_POSITIONS)
+        runs.encode(text)
+        prefill = runs.logits(answer)
+        runs.encode(text)
+        one_by_one = torch.stack([runs.next_logits([token]) for token in answer])
+        made = list(generate(runs, text, Sampler(0, 1, 0), NUM_GREEDY, frozenset()))
+    return Comparison(
+        prefill=float((prefill - expected).abs().max()),
+        token_by_token=float((one_by_one - steps).abs().max()),
+        greedy_equal=made == their_greedy(model, text, NUM_GREEDY),
+        largest_logit=float(expected.abs().max()),
     )
 
 
