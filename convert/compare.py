@@ -13,7 +13,6 @@ from moe_pack.runtime import (
     CheckpointWeights,
     Decoder,
     Kernels,
-    NeuronBlock,
     PackWeights,
     read_neurons,
     read_rows,
@@ -182,18 +181,22 @@ def _compare_expert(
     layer_idx, expert = number
     places = {matrix: checkpoint.expert_source(layer_idx, expert, matrix) for matrix in checkpoint.spec.expert.matrices}
     sources = {matrix: read_neurons(checkpoint, place) for matrix, place in places.items()}
-    biased: list[Matrix] = [matrix for matrix in checkpoint.spec.expert.bias if matrix != "down"]
+    biased = checkpoint.spec.expert.bias
     biases = {m: read_vector(checkpoint, checkpoint.bias_source(layer_idx, expert, m)) for m in biased}
+    held = weights.expert(layer_idx, expert)
+    _check_bias(number, "down", held.down_bias(), biases.pop("down", None))
     start = 0
-    for block in weights.expert(layer_idx, expert).blocks():
+    for block in held.blocks():
         rows = order[start : start + len(block.up)]
         start += len(rows)
         for matrix, source in sources.items():
             part = formats.of(matrix)
             stored = {"gate": block.gate, "up": block.up, "down": block.down}[matrix]
             assert part is not None and stored is not None, f"{matrix} is one of the family's matrices"
-            if matrix in biases and not torch.equal(biases[matrix][rows], _bias_of(block, matrix)):
-                raise PackError(f"layer {layer_idx} expert {expert}: the bias of {matrix} is not the checkpoint's")
+            if matrix in biases:
+                _check_bias(
+                    number, matrix, block.gate_bias if matrix == "gate" else block.up_bias, biases[matrix][rows]
+                )
             expected = (source[rows].to(torch.bfloat16) if part.codec == "bf16" else source[rows]).to(torch.float32)
             if not sums.setdefault((matrix, format_text(part)), _Sums()).add(expected, stored, part.width):
                 raise PackError(
@@ -201,10 +204,10 @@ def _compare_expert(
                 )
 
 
-def _bias_of(block: NeuronBlock, matrix: Matrix) -> Tensor:
-    bias = block.gate_bias if matrix == "gate" else block.up_bias
-    assert bias is not None, f"{matrix} is one of the matrices with a bias"
-    return bias
+def _check_bias(number: tuple[int, int], matrix: Matrix, stored: Tensor | None, source: Tensor | None) -> None:
+    assert (stored is None) == (source is None), "the spec says which matrices have one"
+    if stored is not None and source is not None and not torch.equal(stored, source):
+        raise PackError(f"layer {number[0]} expert {number[1]}: the bias of {matrix} is not the checkpoint's")
 
 
 def _described(tensor: tuple[str, tuple[int, ...]] | None) -> str:

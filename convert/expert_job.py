@@ -19,9 +19,10 @@ from moe_pack.formats import (
     Matrix,
     RowLayout,
     SourceMatrix,
+    seal_rows,
     write_rows,
 )
-from moe_pack.runtime import TORCH_DTYPES, read_rows, read_vector
+from moe_pack.runtime import read_rows, read_vector, weights_dtype
 
 _ROWS_AT_ONCE = 512  # rows of a matrix in memory at once, a multiple of every quantizer block
 
@@ -45,7 +46,8 @@ def job_bytes(checkpoint: Checkpoint, item: Item) -> int:
         return item.num_bytes
     matrices = checkpoint.spec.expert.matrices
     sources = [checkpoint.expert_source(item.layer, item.expert, matrix) for matrix in matrices]
-    return item.num_bytes + sum(checkpoint.num_bytes(source) for source in sources if source.neurons == "columns")
+    across = [source for source in sources if source.neurons == "columns"]
+    return item.num_bytes + sum(s.num_rows * s.num_cols * weights_dtype(checkpoint, s).itemsize for s in across)
 
 
 def _next_rows(num_rows: int, stop: Event) -> Iterator[tuple[int, int]]:
@@ -88,8 +90,10 @@ def _expert_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
     across = {m: _transposed(checkpoint, s, stop) for m, s in sources.items() if s.neurons == "columns"}
     biases = {m: _bias(checkpoint, item, m) for m in layout.spec.expert.bias}
     extent = np.zeros(item.num_bytes, np.uint8)
-    if "down" in biases:  # no neuron's: it lies behind the rows
-        extent[-biases["down"].size :] = biases.pop("down").reshape(-1)
+    if expert.extra is not None:  # the bias of down, no neuron's: it lies behind the rows
+        extra = extent[-expert.extra_bytes :].reshape(1, -1)
+        extra[:, : expert.extra.crc_offset] = biases.pop("down").reshape(1, -1)
+        seal_rows(expert.extra, extra)
     halves = _halves(expert, extent)
     places = _places(recipe, item)
     for first, end in _next_rows(f, stop):
@@ -130,7 +134,7 @@ def _places(recipe: Recipe, item: Item) -> NDArray[np.intp]:
 
 def _transposed(checkpoint: Checkpoint, source: SourceMatrix, stop: Event) -> Tensor:
     """A matrix whose neurons are columns, `[d, f]`, as `[f, d]`: made some rows at a time."""
-    out = torch.empty((source.num_cols, source.num_rows), dtype=TORCH_DTYPES[checkpoint.dtype(source)])
+    out = torch.empty((source.num_cols, source.num_rows), dtype=weights_dtype(checkpoint, source))
     for first, end in _next_rows(source.num_rows, stop):
         out[:, first:end] = _checked(checkpoint, source, first, end).T
     return out

@@ -128,8 +128,8 @@ def _expert_file(layer: Sequence[ExpertLayout]) -> TensorFileLayout:
         if expert.selector is not None:
             group.append((f"{number}.selector", "U8", (expert.num_rows, expert.selector.row_bytes)))
         group.append((f"{number}.records", "U8", (expert.num_rows, expert.records.row_bytes)))
-        if expert.extra_floats:
-            group.append((f"{number}.extra", "F32", (expert.extra_floats,)))
+        if expert.extra is not None:
+            group.append((f"{number}.extra", "U8", (1, expert.extra.row_bytes)))
         groups.append(group)
     return lay_out(groups, EXTENT_ALIGN)
 

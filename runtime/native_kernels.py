@@ -36,7 +36,7 @@ InstructionSet = Literal["portable", "avx2", "avx512"]
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int32]
 
-_CODECS = {"bf16": 0, "affine": 1, "f16": 2, "f32": 3}
+_CODECS = {"bf16": 0, "affine": 1, "fp8": 4, "e5m2": 5, "mxfp4": 6}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 2, torch.float32: 3}
 _ROUTERS = {"softmax_topk": 0, "topk_softmax": 1, "sigmoid_topk": 2, "sparsemixer": 3}
 _SELECTORS = {"none": 0, "up": 1, "gate": 2, "both": 3}
@@ -216,10 +216,14 @@ class Kernels:
         interleaved: bool,
         cache: LayerCache,
         spec: GroupedQuerySpec,
+        window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attention of new tokens, whose keys and values enter the cache, all queries and keys normed and rotated.
 
         Args:    projected: queries, keys and values, float32 [T, heads * head_dim], before norms of heads and rotation.
+                 window: how many positions one sees at most; None: all before it.   sinks: float32 [num_heads], logits
+                 that no value belongs to.
         Returns: float32 [T, num_heads * head_dim].
         """
         y, out = _room(*projected[0].shape)
@@ -235,7 +239,7 @@ class Kernels:
             spec.num_kv_heads,
             spec.head_dim,
             cache.num_tokens,
-            spec.sliding_window or 0,
+            window or 0,
             spec.scale,
             0.0 if norms is None else norms.eps,
             interleaved,

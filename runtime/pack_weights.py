@@ -27,7 +27,7 @@ class PackWeights:
     """
 
     def __init__(self, pack: Pack, device: torch.device, kernels: Kernels | None = None) -> None:
-        _check_known(pack)
+        _check_known(pack, kernels)
         assert kernels is None or device.type == "cpu", "the kernels are the CPU's"
         self.spec: ModelSpec = pack.spec
         self.selector = pack.manifest.selector
@@ -151,7 +151,7 @@ class StreamedPackWeights:
     """
 
     def __init__(self, pack: Pack, device: torch.device, kernels: Kernels | None = None) -> None:
-        _check_known(pack)
+        _check_known(pack, kernels)
         assert kernels is None or device.type == "cpu", "the kernels are the CPU's"
         pack.check_file(DENSE_FILE)
         self.spec: ModelSpec = pack.spec
@@ -206,9 +206,10 @@ class _StreamedMatrix:
         return self._weights.rows(self._role, start, stop)
 
 
-def _check_known(pack: Pack) -> None:
-    if pack.spec.expert.extra_floats:
-        raise PackError("manifest.json: model: experts have extra_floats, for which this version knows no use")
+def _check_known(pack: Pack, kernels: Kernels | None) -> None:
+    expert = pack.spec.expert
+    if kernels is not None and (expert.extra_floats or expert.function != "silu"):
+        raise PackError(f"manifest.json: model: experts of {expert.function} run without kernels only; --kernels off")
 
 
 def _vector(dense: DenseLayout, raw: Tensor) -> Tensor:

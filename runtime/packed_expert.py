@@ -51,6 +51,14 @@ class PackedExpert:
             assert up is not None and down is not None, "every expert has up and down"
             yield NeuronBlock(gate, up, down, gate_bias, up_bias)
 
+    def down_bias(self) -> Tensor | None:
+        """What is added to the output of a token that comes here, float32 [d]; None where the family has none."""
+        extra = self._layout.extra
+        if extra is None:
+            return None
+        start = len(self._extent) - extra.row_bytes
+        return self._extent[start : start + extra.crc_offset].clone().view(torch.float32)
+
     def _part(self, matrix: MatrixName, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
         found = self._layout.find(matrix)
         if found is None:
@@ -93,3 +101,12 @@ class MappedExpert:
         with named_if_cut(self._place):
             copied = self._kernels.gather(self._mapped.reshape(1, -1), np.zeros(1, np.int32)).reshape(-1)
         yield from PackedExpert(self._layout, torch.from_numpy(copied), self._kernels).blocks()
+
+    def down_bias(self) -> Tensor | None:
+        """What is added to the output of a token that comes here, float32 [d]; None where the family has none."""
+        if self._layout.extra is None:
+            return None
+        extra = self._mapped[-self._layout.extra_bytes :].reshape(1, -1)
+        with named_if_cut(self._place):
+            copied = self._kernels.gather(extra, np.zeros(1, np.int32))[0]
+        return torch.from_numpy(copied[: self._layout.extra.crc_offset]).view(torch.float32)

@@ -136,3 +136,7 @@ class PagedExpert:
     def blocks(self) -> Iterator[NeuronBlock]:
         """All neurons once, in stored order, dequantized."""
         return PackedExpert(self.layout, self.extent()).blocks()
+
+    def down_bias(self) -> Tensor | None:
+        """What is added to the output of a token that comes here, float32 [d]; None where the family has none."""
+        return PackedExpert(self.layout, self.extent()).down_bias()

@@ -48,7 +48,7 @@ struct Inputs {
 };
 
 size_t prepared_bytes(const Part& part) {
-    if (part.codec != Codec::affine) {
+    if (!is_affine(part)) {
         return 4 * round_up(size_t(part.num_cols), 16);
     }
     return kHeaderBytes + size_t(kDigits) * part.num_cols + 4 * padded_groups(part);
@@ -126,7 +126,7 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
 }
 
 void prepare(const Part& part, const float* x, void* prepared) {
-    if (part.codec == Codec::affine) {
+    if (is_affine(part)) {
         prepare_digits(part, x, prepared);
     } else {
         prepare_floats(x, part.num_cols, static_cast<float*>(prepared));
@@ -194,13 +194,21 @@ inline float lanes_total(__m256 lanes) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-// The row's scales go to `scales`; returns scale * zero * (sum of inputs) over its groups, in eight parts.
-inline __m256 zeros_share(const Part& part, const uint8_t* row, const float* input_sums, float* scales) {
+// The row's scales go to `scales`; returns scale * zero * (sum of inputs) over its groups, in eight parts. Scales of
+// mxfp4 are those over 2^(top - 127).
+template <int WIDTH>
+inline __m256 zeros_share(const Part& part, const uint8_t* row, const float* input_sums, uint8_t top, float* scales) {
     const uint8_t* stored_scales = row + part.code_bytes;
     __m256 share = _mm256_setzero_ps();
     for (int32_t g = 0; g < part.num_groups; g += 8) {
-        const __m256 scale = load_eight(part, stored_scales, g, false);
-        const __m256 zero = load_eight(part, stored_scales + part.scale_bytes, g, true);
+        __m256 scale, zero;
+        if constexpr (WIDTH == kE2m1) {
+            scale = load_shares(part, stored_scales, g, top);
+            zero = _mm256_set1_ps(kE2m1Zero * kE2m1Unit);
+        } else {
+            scale = load_eight(part, stored_scales, g, false);
+            zero = load_eight(part, stored_scales + part.scale_bytes, g, true);
+        }
         _mm256_store_ps(scales + g, scale);
         share = _mm256_fmadd_ps(_mm256_mul_ps(scale, zero), _mm256_load_ps(input_sums + g), share);
     }
@@ -210,12 +218,13 @@ inline __m256 zeros_share(const Part& part, const uint8_t* row, const float* inp
 template <int WIDTH, int UNIT>
 float dot_affine(const Part& part, const uint8_t* row, const void* prepared, Prefetch& prefetch, float* work) {
     const Inputs inputs(part, prepared);
-    const __m256 zeros = zeros_share(part, row, inputs.sums, work);
+    const uint8_t top = WIDTH == kE2m1 ? largest_byte(row + part.code_bytes, part.num_groups) : 0;
+    const __m256 zeros = zeros_share<WIDTH>(part, row, inputs.sums, top, work);
     const int32_t num_blocks = part.num_cols / kBlock, shift = block_shift(part);
     __m256 sums[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
     for (int32_t b = 0; b < num_blocks; ++b) {
         prefetch.line();
-        const Codes codes = load_codes<WIDTH>(row + b * 8 * WIDTH);
+        const Codes codes = load_codes<WIDTH>(row + b * 8 * bits_of(WIDTH));
         const int8_t* digits = inputs.digits + b * kDigitBytes;
         if constexpr (UNIT == kBlock) {
             const __m256 scale = _mm256_set1_ps(work[b >> shift]);
@@ -229,7 +238,34 @@ float dot_affine(const Part& part, const uint8_t* row, const void* prepared, Pre
     }
     const __m256 sum = _mm256_add_ps(sums[0], sums[1]);
     const __m256 total = _mm256_fmsub_ps(sum, _mm256_set1_ps(code_unit(WIDTH)), zeros);
+    if constexpr (WIDTH == kE2m1) {
+        return times_power(double(lanes_total(total)) / kPeak * inputs.peak, top);
+    }
     return lanes_total(total) * (1.0f / kPeak) * inputs.peak;
+}
+
+template <Codec CODEC>
+float dot_halves(const Part& part, const uint8_t* row, const void* prepared, Prefetch& prefetch, float*) {
+    const float* x = static_cast<const float*>(prepared);
+    __m256 totals[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+    for (int32_t first = 0; first < part.num_cols; first += part.group) {
+        const int32_t stop = part.num_cols - first < part.group ? part.num_cols : first + part.group;
+        __m256 sums[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+        for (int32_t c = first; c < stop; c += kBlock) {
+            prefetch.line();
+            const Halves halves = load_halves<CODEC>(row + c);
+            for (int v = 0; v < 8; ++v) {
+                sums[v % 4] = _mm256_fmadd_ps(halves.floats(v), _mm256_load_ps(x + c + 8 * v), sums[v % 4]);
+            }
+        }
+        const float scale = CODEC == Codec::fp8 ? fp8_scale(part, row, first / kFp8Group) : 1.0f;
+        for (int v = 0; v < 4; ++v) {
+            totals[v] = _mm256_fmadd_ps(sums[v], _mm256_set1_ps(scale), totals[v]);
+        }
+    }
+    const float total = lanes_total(_mm256_add_ps(_mm256_add_ps(totals[0], totals[1]),
+                                                  _mm256_add_ps(totals[2], totals[3])));
+    return CODEC == Codec::fp8 ? total * kE4m3Unit : times_power(total, row[part.code_bytes]);
 }
 
 template <Codec CODEC>
@@ -262,7 +298,7 @@ constexpr bool is_shifted(int width, int half, int byte) { return byte == 3 && !
 
 constexpr int sum_exponent(int width, int half, int byte) {
     const int place = is_shifted(width, half, byte) ? 0 : 8 * byte + (width == 4 ? 4 * half : 0);
-    return place + (width == 3 ? 2 : 0);
+    return place + (width == 3 ? 2 : width == kE2m1 ? 1 : 0);
 }
 
 // Eight codes of a double word each, times 2^sum_exponent. Only a top byte would be negative, so it is shifted down.
@@ -276,11 +312,19 @@ inline __m256 spread_codes(__m256i codes, int half, int byte) {
 }
 
 // scales[g] = h * scale, and zeros += h * scale * zero.
+template <int WIDTH>
 inline void add_zeros(const Part& part, const uint8_t* row, float h, float* scales, float* zeros) {
     const uint8_t* stored_scales = row + part.code_bytes;
     for (int32_t g = 0; g < part.num_groups; g += 8) {
-        const __m256 scale = _mm256_mul_ps(load_eight(part, stored_scales, g, false), _mm256_set1_ps(h));
-        const __m256 zero = load_eight(part, stored_scales + part.scale_bytes, g, true);
+        __m256 scale, zero;
+        if constexpr (WIDTH == kE2m1) {
+            scale = load_powers(part, stored_scales, g);
+            zero = _mm256_set1_ps(kE2m1Zero * kE2m1Unit);
+        } else {
+            scale = load_eight(part, stored_scales, g, false);
+            zero = load_eight(part, stored_scales + part.scale_bytes, g, true);
+        }
+        scale = _mm256_mul_ps(scale, _mm256_set1_ps(h));
         _mm256_store_ps(scales + g, scale);
         _mm256_store_ps(zeros + g, _mm256_fmadd_ps(scale, zero, _mm256_load_ps(zeros + g)));
     }
@@ -291,7 +335,7 @@ void add_affine(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
                 float* work, float* sum) {
     const size_t stride = padded_groups(part);
     for (int32_t r = 0; r < num_rows; ++r) {
-        add_zeros(part, rows[r], h[r], work + r * stride, sum + part.num_cols);
+        add_zeros<WIDTH>(part, rows[r], h[r], work + r * stride, sum + part.num_cols);
     }
     const int32_t num_blocks = part.num_cols / kBlock, shift = block_shift(part);
     for (int32_t b = 0; b < num_blocks; ++b) {
@@ -302,7 +346,7 @@ void add_affine(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
         }
         for (int32_t r = 0; r < num_rows; ++r) {
             prefetches[r].line();
-            const uint8_t* block = rows[r] + b * 8 * WIDTH;
+            const uint8_t* block = rows[r] + b * 8 * bits_of(WIDTH);
             const float* scales = work + r * stride;
             Codes codes;
             if constexpr (WIDTH == 4) {
@@ -362,12 +406,41 @@ void add_floats(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
     }
 }
 
+// What multiplies a row's codes in the block at column `c`.
+template <Codec CODEC>
+inline float factor_of(const Part& part, const uint8_t* row, int32_t c, float h) {
+    return h * (CODEC == Codec::fp8 ? fp8_scale(part, row, c / kFp8Group) : power_of_two(row[part.code_bytes]));
+}
+
+// In natural order; with fp8 2^-8 times as large, which is how codes come.
+template <Codec CODEC>
+void add_halves(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h, Prefetch* prefetches,
+                float*, float* sum) {
+    for (int32_t c = 0; c < part.num_cols; c += kBlock) {
+        __m256 sums[8];
+        for (int v = 0; v < 8; ++v) {
+            sums[v] = _mm256_load_ps(sum + c + 8 * v);
+        }
+        for (int32_t r = 0; r < num_rows; ++r) {
+            prefetches[r].line();
+            const Halves halves = load_halves<CODEC>(rows[r] + c);
+            const __m256 factor = _mm256_set1_ps(factor_of<CODEC>(part, rows[r], c, h[r]));
+            for (int v = 0; v < 8; ++v) {
+                sums[v] = _mm256_fmadd_ps(halves.floats(v), factor, sums[v]);
+            }
+        }
+        for (int v = 0; v < 8; ++v) {
+            _mm256_store_ps(sum + c + 8 * v, sums[v]);
+        }
+    }
+}
+
 size_t work_floats(const Part& part) {
-    return part.codec == Codec::affine ? kBatch * padded_groups(part) + kReadPastFloats : kReadPastFloats;
+    return is_affine(part) ? kBatch * padded_groups(part) + kReadPastFloats : kReadPastFloats;
 }
 
 size_t sum_floats(const Part& part) {
-    const size_t zeros = part.codec == Codec::affine ? padded_groups(part) : 0;
+    const size_t zeros = is_affine(part) ? padded_groups(part) : 0;
     return round_up(size_t(part.num_cols), 16) + zeros;
 }
 
@@ -385,12 +458,12 @@ inline void transpose(__m256 sums[4]) {
     sums[3] = _mm256_permute2f128_ps(columns_8, columns_12, 0x31);
 }
 
-// 32 columns from `c` on.
-inline void finish_half(const Part& part, const float* sum, int32_t c, float weight, float* out) {
+// 32 columns from `c` on, of codes of a width or of E2M1.
+inline void finish_half(const Part& part, int width, const float* sum, int32_t c, float weight, float* out) {
     const int half = c % kBlock / 32;
     __m256 sums[4];
     for (int byte = 0; byte < 4; ++byte) {
-        const uint32_t exponent = uint32_t(sum_exponent(part.width, half, byte));
+        const uint32_t exponent = uint32_t(sum_exponent(width, half, byte));
         const __m256 factor = _mm256_set1_ps(as_float((127 - exponent) << 23));
         sums[byte] = _mm256_mul_ps(_mm256_load_ps(sum + c + 8 * byte), factor);
     }
@@ -404,14 +477,16 @@ inline void finish_half(const Part& part, const float* sum, int32_t c, float wei
 }
 
 void finish_sum(const Part& part, const float* sum, float weight, int32_t start, int32_t stop, float* out) {
-    if (part.codec == Codec::affine) {
+    if (is_affine(part)) {
+        const int width = part.codec == Codec::mxfp4 ? kE2m1 : part.width;
         for (int32_t c = start; c < stop; c += 32) {
-            finish_half(part, sum, c, weight, out);
+            finish_half(part, width, sum, c, weight, out);
         }
         return;
     }
+    const float share = part.codec == Codec::fp8 ? weight * kE4m3Unit : weight;
     for (int32_t c = start; c < stop; ++c) {
-        out[c] += weight * sum[c];
+        out[c] += share * sum[c];
     }
 }
 

@@ -54,7 +54,7 @@ struct Inputs {
 };
 
 size_t prepared_bytes(const Part& part) {
-    if (part.codec != Codec::affine) {
+    if (!is_affine(part)) {
         return 4 * round_up(size_t(part.num_cols), 16);
     }
     return kHeaderBytes + Inputs::digit_bytes(part) + 4 * padded_units(part);
@@ -112,7 +112,7 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
 }
 
 void prepare(const Part& part, const float* x, void* prepared) {
-    if (part.codec == Codec::affine) {
+    if (is_affine(part)) {
         prepare_digits(part, x, prepared);
     } else {
         prepare_floats(x, part.num_cols, static_cast<float*>(prepared));
@@ -152,7 +152,8 @@ template <int WIDTH, int UNIT>
 float dot_row(const Part& part, const uint8_t* row, const Inputs& inputs, Prefetch prefetch) {
     using C = Chunk<WIDTH>;
     using U = Units<WIDTH, UNIT>;
-    const StoredScales stored(part, row);
+    const uint8_t top = WIDTH == kE2m1 ? largest_byte(row + part.code_bytes, part.num_groups) : 127;
+    const StoredScales stored(part, row, top);
     const uint8_t* digits = inputs.digits;
     int32_t left = part.code_bytes, unit = 0;
     __m512 sum = _mm512_setzero_ps(), zeros = sum;
@@ -179,6 +180,10 @@ float dot_row(const Part& part, const uint8_t* row, const Inputs& inputs, Prefet
         }
     }
     prefetch.rest();
+    if constexpr (WIDTH == kE2m1) {
+        const float total = _mm512_reduce_add_ps(_mm512_fmsub_ps(sum, _mm512_set1_ps(kE2m1Unit), zeros));
+        return times_power(double(total) / kPeak * inputs.peak, top);
+    }
     return _mm512_reduce_add_ps(_mm512_sub_ps(sum, zeros)) * (1.0f / kPeak) * inputs.peak;
 }
 
@@ -219,6 +224,40 @@ void dot_floats(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
     }
 }
 
+template <Codec CODEC>
+float dot_row_of_halves(const Part& part, const uint8_t* row, const float* x, Prefetch prefetch) {
+    __m512 totals[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (int32_t first = 0; first < part.num_cols; first += part.group) {
+        const int32_t stop = part.num_cols - first < part.group ? part.num_cols : first + part.group;
+        __m512 sums[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+        for (int32_t c = first; c < stop; c += kBlock) {
+            prefetch.line();
+            __m512 floats[4];
+            load_floats<CODEC>(row + c, floats);
+            unrolled<4>([&](auto v) MOE_PACK_INLINE {
+                sums[v.value] = _mm512_fmadd_ps(floats[v.value], _mm512_load_ps(x + c + 16 * v.value), sums[v.value]);
+            });
+        }
+        const __m512 scale = _mm512_set1_ps(CODEC == Codec::fp8 ? fp8_scale(part, row, first / kFp8Group) : 1.0f);
+        unrolled<4>([&](auto v) MOE_PACK_INLINE {
+            totals[v.value] = _mm512_fmadd_ps(sums[v.value], scale, totals[v.value]);
+        });
+    }
+    prefetch.rest();
+    const float total = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(totals[0], totals[1]),
+                                                           _mm512_add_ps(totals[2], totals[3])));
+    return CODEC == Codec::fp8 ? total * kE4m3Unit : times_power(total, row[part.code_bytes]);
+}
+
+template <Codec CODEC>
+void dot_halves(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
+                const Ahead& ahead, float* out) {
+    for (int32_t r = 0; r < num_rows; ++r) {
+        const float* x = static_cast<const float*>(prepared);
+        out[r] = dot_row_of_halves<CODEC>(part, rows[r], x, Prefetch(ahead, r)) + row_bias(part, rows[r]);
+    }
+}
+
 // -- Sums of rows ----------------------------------------------------------------------------------------------------
 
 // Rows are added four at a time, their bytes interleaved: with h * scale in digits, as inputs are, one instruction
@@ -236,12 +275,12 @@ struct alignas(64) Factors {
 };
 
 size_t work_floats(const Part& part) {
-    return part.codec == Codec::affine ? sizeof(Factors) / sizeof(float) : kReadPastFloats;
+    return is_affine(part) ? sizeof(Factors) / sizeof(float) : kReadPastFloats;
 }
 
 // Columns in their order; with codes, sums of scale * code, and then scale * zero summed for each unit.
 size_t sum_floats(const Part& part) {
-    const size_t zeros = part.codec == Codec::affine ? padded_units(part) : 0;
+    const size_t zeros = is_affine(part) ? padded_units(part) : 0;
     return round_up(size_t(part.num_cols), 16) + zeros;
 }
 
@@ -405,7 +444,7 @@ void add_affine(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
         if (unit % 16 == 0) {
             find_factors(part, fours, num_rows, fours_h, unit, zeros + unit, factors);
         }
-        add_block<WIDTH, UNIT>(fours, 4 * num_fours, size_t(block) * 8 * WIDTH, factors, unit % 16, prefetch, lines,
+        add_block<WIDTH, UNIT>(fours, 4 * num_fours, size_t(block) * 8 * bits_of(WIDTH), factors, unit % 16, prefetch, lines,
                                sum + block * kBlock);
     }
     prefetch.rest();
@@ -442,17 +481,46 @@ void add_floats(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
     prefetch.rest();
 }
 
+// What multiplies a row's codes in the block at column `c`.
+template <Codec CODEC>
+inline float factor_of(const Part& part, const uint8_t* row, int32_t c, float h) {
+    return h * (CODEC == Codec::fp8 ? fp8_scale(part, row, c / kFp8Group) : power_of_two(row[part.code_bytes]));
+}
+
+// In natural order; with fp8 2^-8 times as large, which is how codes come.
+template <Codec CODEC>
+void add_halves(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h, const Ahead& ahead,
+                float*, float* sum) {
+    PrefetchRows prefetch(ahead, num_rows);
+    for (int32_t c = 0; c < part.num_cols; c += kBlock) {
+        __m512 sums[4];
+        unrolled<4>([&](auto v) MOE_PACK_INLINE { sums[v.value] = _mm512_load_ps(sum + c + 16 * v.value); });
+        for (int32_t r = 0; r < num_rows; ++r) {
+            prefetch.lines<1>(1);
+            __m512 floats[4];
+            load_floats<CODEC>(rows[r] + c, floats);
+            const __m512 factor = _mm512_set1_ps(factor_of<CODEC>(part, rows[r], c, h[r]));
+            unrolled<4>([&](auto v) MOE_PACK_INLINE {
+                sums[v.value] = _mm512_fmadd_ps(floats[v.value], factor, sums[v.value]);
+            });
+        }
+        unrolled<4>([&](auto v) MOE_PACK_INLINE { _mm512_store_ps(sum + c + 16 * v.value, sums[v.value]); });
+    }
+    prefetch.rest();
+}
+
 void finish_sum(const Part& part, const float* sum, float weight, int32_t start, int32_t stop, float* out) {
     const float* zeros = sum + round_up(size_t(part.num_cols), 16);
-    const int32_t unit = part.codec == Codec::affine ? unit_of(part) : 16;
+    const int32_t unit = is_affine(part) ? unit_of(part) : 16;
+    const float share = part.codec == Codec::fp8 ? weight * kE4m3Unit : weight;
     for (int32_t c = start; c < stop; c += 16) {
         const __mmask16 mask = first_lanes_mask(stop - c);
         __m512 total = _mm512_maskz_loadu_ps(mask, sum + c);
-        if (part.codec == Codec::affine) {
+        if (is_affine(part)) {
             total = _mm512_sub_ps(total, _mm512_set1_ps(zeros[c / unit]));
         }
         const __m512 old = _mm512_maskz_loadu_ps(mask, out + c);
-        _mm512_mask_storeu_ps(out + c, mask, _mm512_fmadd_ps(total, _mm512_set1_ps(weight), old));
+        _mm512_mask_storeu_ps(out + c, mask, _mm512_fmadd_ps(total, _mm512_set1_ps(share), old));
     }
 }
 
