@@ -8,7 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.formats import Checkpoint, DenseLayout, ExpertFormat, Matrix, Pack, PackError, format_text, read_account
+from moe_pack.formats import (
+    Checkpoint,
+    DenseLayout,
+    ExpertFormat,
+    Matrix,
+    Pack,
+    PackError,
+    PartFormat,
+    format_text,
+    read_account,
+)
 from moe_pack.runtime import (
     CheckpointWeights,
     Decoder,
@@ -122,10 +132,10 @@ class _Sums:
         self.weight = 0.0
         self.largest = 0.0
 
-    def add(self, source: Tensor, stored: Tensor, width: int) -> bool:
-        """Adds rows in float32; tells whether they are the source's, as nearly as codes of `width` bits have them.
+    def add(self, source: Tensor, stored: Tensor, part: PartFormat | None) -> bool:
+        """Adds rows in float32; tells whether they are the source's, as nearly as the format has them.
 
-        From 16 bit up they must be equal.
+        Only what was quantized (`affine`) may differ at all; None is what keeps the source's bytes.
         """
         difference = (source - stored).abs()
         error, weight = float(difference.sum(dtype=torch.float64)), float(source.abs().sum(dtype=torch.float64))
@@ -133,10 +143,10 @@ class _Sums:
         self.error += error
         self.weight += weight
         self.largest = max(self.largest, float(difference.max()))
-        if error == 0 or width >= 16:
+        if error == 0 or part is None or part.codec != "affine":
             return error == 0
         chance = _UNRELATED_DEVIATIONS / math.sqrt(source.numel())
-        return _cosine(source, stored) > (min(_RELATED, chance) if width == 1 else _RELATED)
+        return _cosine(source, stored) > (min(_RELATED, chance) if part.width == 1 else _RELATED)
 
     def result(self, matrix: str, stored_as: str) -> MatrixError:
         """The mean over all that was added."""
@@ -157,13 +167,13 @@ def _compare_dense(
         if not torch.equal(read_vector(checkpoint, place_in_source), weights.vector(role)):
             raise PackError(f"{place}: differs from the checkpoint's {place_in_source.tensor!r}")
         return
-    stored_as = dense.dtype.lower() if dense.rows is None else format_text(dense.rows.parts[0].format)
-    width = 16 if dense.rows is None else dense.rows.parts[0].format.width
+    part = None if dense.rows is None else dense.rows.parts[0].format
+    stored_as = dense.dtype.lower() if part is None else format_text(part)
     held = sums.setdefault(("dense", stored_as), _Sums())
     for start in range(0, dense.role.shape[0], _ROWS_AT_ONCE):
         stop = min(start + _ROWS_AT_ONCE, dense.role.shape[0])
         source = read_rows(checkpoint, place_in_source, start, stop).to(torch.float32)
-        if not held.add(source, weights.matrix(role).rows(start, stop), width):
+        if not held.add(source, weights.matrix(role).rows(start, stop), part):
             raise PackError(
                 f"{place}: rows {start} to {stop} are not those of the checkpoint's {place_in_source.tensor!r}"
             )
@@ -198,7 +208,7 @@ def _compare_expert(
                     number, matrix, block.gate_bias if matrix == "gate" else block.up_bias, biases[matrix][rows]
                 )
             expected = (source[rows].to(torch.bfloat16) if part.codec == "bf16" else source[rows]).to(torch.float32)
-            if not sums.setdefault((matrix, format_text(part)), _Sums()).add(expected, stored, part.width):
+            if not sums.setdefault((matrix, format_text(part)), _Sums()).add(expected, stored, part):
                 raise PackError(
                     f"layer {layer_idx} expert {expert}: {matrix} is not the checkpoint's {places[matrix].tensor!r}"
                 )

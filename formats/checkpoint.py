@@ -15,7 +15,7 @@ from moe_pack.formats import strict_json
 from moe_pack.formats.errors import CheckpointError
 from moe_pack.formats.families import SCALE_BLOCK, Claims, Config, SourceMatrix, claim_tensors, read_spec
 from moe_pack.formats.ranges import RangeReader
-from moe_pack.formats.source_account import SourceFile, SourceTensor
+from moe_pack.formats.source_account import Fate, SourceFile, SourceTensor
 from moe_pack.formats.spec import Matrix
 from moe_pack.formats.tensor_file import DTYPE_BYTES, TensorEntry, read_header
 
@@ -143,12 +143,14 @@ class Checkpoint:
             header = reader.read(0, 8 + length)
             files.append(SourceFile(shard, reader.num_bytes, hashlib.sha256(header.data).hexdigest()))
         experts = (*self.claims.experts.values(), *self.claims.expert_biases.values())
-        packed = {name for source in experts for name in source.tensors()}
+        packed = {source.tensor for source in experts}
+        scales = {source.scales for source in (*experts, *self.claims.dense.values())}
         tensors = []
         for name, held in self._held.items():
             reason = self.claims.dropped.get(name, "")
-            fate = "dropped" if reason else "packed" if name in packed else "resident"
-            tensors.append(SourceTensor(name, held.entry.dtype, held.entry.shape, fate, reason))  # type: ignore[arg-type]  # one of SourceTensor.fate's literals
+            fate: Fate = "packed" if name in packed else "scales" if name in scales else "resident"
+            fate = "dropped" if reason else fate
+            tensors.append(SourceTensor(name, held.entry.dtype, held.entry.shape, fate, reason))
         return files, tensors
 
     def stamp(self) -> str:

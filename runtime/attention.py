@@ -61,8 +61,7 @@ def _attend_grouped(
         norms = None
     sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
     interleaved = weights.spec.rotation.interleaved
-    wraps = cache.num_tokens + len(x) > cache.keys.shape[1]
-    operation = attend_heads if kernels is None or sinks is not None or wraps else kernels.attend
+    operation = attend_heads if kernels is None else kernels.attend
     return project("o", operation((q, k, v), norms, angles, interleaved, cache, spec, spec.window(layer), sinks))
 
 

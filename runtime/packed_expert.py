@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, PackError, Selector
+from moe_pack.formats import ExpertLayout, NeuronFunction, PackError, Selector
 from moe_pack.formats import Matrix as MatrixName
 from moe_pack.runtime.matrix import decoded, row_blocks
-from moe_pack.runtime.native_kernels import ExpertRows, Kernels, MapCutError, expert_numbers
+from moe_pack.runtime.native_kernels import Kernels, MapCutError, extent_rows
 from moe_pack.runtime.weights import NeuronBlock
 
 
@@ -81,6 +81,7 @@ class MappedExpert:
         self,
         layout: ExpertLayout,
         selector: Selector,
+        function: NeuronFunction,
         threshold: float,
         mapped: NDArray[np.uint8],
         kernels: Kernels,
@@ -90,11 +91,8 @@ class MappedExpert:
         self._place = place
         self._mapped = mapped
         self._kernels = kernels
-        begin, end = layout.selector_bytes, layout.selector_bytes + layout.records_bytes
-        selector_rows = mapped[:begin].reshape(layout.num_rows, -1) if begin else None
-        records = mapped[begin:end].reshape(layout.num_rows, -1)
         self.num_bytes = layout.num_bytes
-        self.rows = ExpertRows(expert_numbers(layout, selector), selector_rows, records, threshold)
+        self.rows = extent_rows(layout, selector, function, threshold, mapped)
 
     def blocks(self) -> Iterator[NeuronBlock]:
         """All neurons once, in stored order; biases are copied by the kernels too."""

@@ -142,6 +142,9 @@ inline float e4m3_to_float(uint8_t code) {
     return as_float(bits | uint32_t(code & 0x80) << 24);
 }
 
+// Inputs of E5M2's products are so small that these are no larger than inputs themselves may be.
+constexpr float kE5m2Share = 0x1p-16f;
+
 inline float e5m2_to_float(uint8_t code) { return half_to_float(uint16_t(code << 8)); }
 
 constexpr float kE2m1Values[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
@@ -182,7 +185,8 @@ constexpr int32_t kFp8Group = 128, kMxGroup = 32;
 // Where codes are multiplied as integers, E2M1's are looked up: as (code - kE2m1Zero) * kE2m1Unit they are affine. This
 // takes a width's place in templates.
 constexpr int kE2m1 = -4;
-constexpr float kE2m1Zero = 12.0f, kE2m1Unit = 0.5f;
+constexpr int32_t kE2m1Zero = 12;
+constexpr float kE2m1Unit = 0.5f;
 
 constexpr int32_t bits_of(int width) { return width == kE2m1 ? 4 : width; }
 
@@ -266,13 +270,13 @@ inline float largest_magnitude(const float* x, int32_t n) {
 
 inline bool is_finite(float value) { return (as_bits(value) & 0x7fffffffu) < 0x7f800000u; }
 
-// `n` floats and zeros up to a multiple of 16; NaNs if one is not finite.
-inline void prepare_floats(const float* x, int32_t n, float* __restrict prepared) {
-    const bool finite = is_finite(largest_magnitude(x, n));
-    for (int32_t c = 0; c < n; ++c) {
-        prepared[c] = finite ? x[c] : __builtin_nanf("");
+// A row's floats times `unit`, and zeros up to a multiple of 16; NaNs if one is not finite.
+inline void prepare_floats(const Part& part, const float* x, float unit, float* __restrict prepared) {
+    const bool finite = is_finite(largest_magnitude(x, part.num_cols));
+    for (int32_t c = 0; c < part.num_cols; ++c) {
+        prepared[c] = finite ? x[c] * unit : __builtin_nanf("");
     }
-    for (int32_t c = n; c % 16 != 0; ++c) {
+    for (int32_t c = part.num_cols; c % 16 != 0; ++c) {
         prepared[c] = 0.0f;
     }
 }

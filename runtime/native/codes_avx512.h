@@ -131,7 +131,7 @@ struct StoredScales {
         if (part.codec == Codec::mxfp4) {
             const int32_t left = part.num_groups - first_unit;
             *scale = load_powers(first_unit, left <= 0 ? 0 : first_lanes_mask(left));
-            *zero = _mm512_set1_ps(kE2m1Zero * kE2m1Unit);
+            *zero = _mm512_set1_ps(float(kE2m1Zero) * kE2m1Unit);
         } else if (part.num_groups == 1) {
             *scale = _mm512_broadcastss_ps(_mm512_castps512_ps128(load_groups(part, scales, 0, 1, false)));
             *zero = _mm512_broadcastss_ps(_mm512_castps512_ps128(load_groups(part, zeros, 0, 1, true)));
@@ -233,10 +233,12 @@ MOE_PACK_INLINE inline __m512i eight_of_four(const uint8_t* const rows[4], size_
     return interleaved(_mm512_srlv_epi64(all, _mm512_setr_epi64(0, 1, 0, 1, 0, 1, 0, 1)));
 }
 
-// What codes_of_four's register q must be divided by: codes are taken where they stand in their bytes, E2M1's looked up.
+// What codes_of_four's register q must be divided by: codes are taken where they stand in their bytes, E2M1's as they
+// are looked up.
 template <int WIDTH>
 constexpr int32_t places_of_four(int q) {
-    return WIDTH == kE2m1 ? int32_t(1 / kE2m1Unit) : WIDTH == 8 ? 1 : WIDTH == 4 ? (q < 2 ? 1 : 16) : WIDTH == 3 && q == 3 ? 16 : 1 << 2 * q;
+    if (WIDTH == kE2m1) return int32_t(1 / kE2m1Unit);
+    return WIDTH == 8 ? 1 : WIDTH == 4 ? (q < 2 ? 1 : 16) : WIDTH == 3 && q == 3 ? 16 : 1 << 2 * q;
 }
 
 // A block of four rows from byte `at` on: register q has columns 16 q on, a double word each, a byte a row.

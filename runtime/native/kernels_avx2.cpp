@@ -36,22 +36,29 @@ size_t padded_groups(const Part& part) { return round_up(size_t(part.num_groups)
 // -- Inputs ----------------------------------------------------------------------------------------------------------
 
 // Prepared affine inputs: header, digits by block, then their sum in each group as floats, zeros after the last.
+// For E2M1, instead of these sums: of every four columns, times the zero of codes, so that weights of zero give zero.
 struct Inputs {
     const int8_t* digits;
     const float* sums;
+    const int32_t* fours;
     float peak;
 
     Inputs(const Part& part, const void* prepared)
         : digits(static_cast<const int8_t*>(prepared) + kHeaderBytes),
           sums(reinterpret_cast<const float*>(digits + kDigits * part.num_cols)),
+          fours(reinterpret_cast<const int32_t*>(sums)),
           peak(*static_cast<const float*>(prepared)) {}
 };
+
+size_t sums_of_inputs(const Part& part) {
+    return part.codec == Codec::mxfp4 ? size_t(part.num_cols) / 4 : padded_groups(part);
+}
 
 size_t prepared_bytes(const Part& part) {
     if (!is_affine(part)) {
         return 4 * round_up(size_t(part.num_cols), 16);
     }
-    return kHeaderBytes + size_t(kDigits) * part.num_cols + 4 * padded_groups(part);
+    return round_up(kHeaderBytes + size_t(kDigits) * part.num_cols + 4 * sums_of_inputs(part), 64);
 }
 
 // One digit of 32 fixed-point inputs: bits `shift` to `shift + 7` of each, as signed bytes.
@@ -94,7 +101,7 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
     header[0] = finite ? peak : __builtin_nanf("");
     int8_t* digits = static_cast<int8_t*>(prepared) + kHeaderBytes;
     float* sums = reinterpret_cast<float*>(digits + kDigits * part.num_cols);
-    const size_t num_sums = padded_groups(part);
+    const size_t num_sums = sums_of_inputs(part);
     if (!finite || peak == 0.0f) {
         __builtin_memset(digits, 0, size_t(kDigits) * part.num_cols + 4 * num_sums);
         return;
@@ -107,6 +114,13 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
     for (int32_t block = 0; block < part.num_cols; block += kBlock) {
         int32_t fixed[kBlock];
         split_block(x + block, lift, steps, fixed, digits + block * kDigits);
+        if (part.codec == Codec::mxfp4) {
+            int32_t* fours = reinterpret_cast<int32_t*>(sums) + block / 4;
+            for (int32_t c = 0; c < kBlock; c += 4) {
+                fours[c / 4] = kE2m1Zero * (fixed[c] + fixed[c + 1] + fixed[c + 2] + fixed[c + 3]);
+            }
+            continue;
+        }
         for (int32_t first = 0; first < kBlock; first += unit) {
             int32_t unit_sum = 0;
             for (int32_t c = first; c < first + unit; ++c) {
@@ -120,7 +134,7 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
             }
         }
     }
-    for (size_t g = size_t(part.num_groups); g < num_sums; ++g) {
+    for (size_t g = size_t(part.num_groups); part.codec == Codec::affine && g < num_sums; ++g) {
         sums[g] = 0.0f;
     }
 }
@@ -129,7 +143,7 @@ void prepare(const Part& part, const float* x, void* prepared) {
     if (is_affine(part)) {
         prepare_digits(part, x, prepared);
     } else {
-        prepare_floats(x, part.num_cols, static_cast<float*>(prepared));
+        prepare_floats(part, x, part.codec == Codec::e5m2 ? kE5m2Share : 1.0f, static_cast<float*>(prepared));
     }
 }
 
@@ -144,9 +158,9 @@ inline __m256i add_products(const __m256i* codes, int num_codes, const int8_t* d
 }
 
 // Codes times inputs, of one half of a block or of both; each of eight floats sums four columns of each half.
-// Sums of int16 are at most 4 * 28 * 128, of int32 8 * 28 * kPeak < 2^31 up to 4 bits.
+// Sums of int16 are at most 4 * 28 * 128, of int32 8 * 28 * kPeak < 2^31 up to 4 bits. `fours`: of E2M1's inputs.
 template <int WIDTH, int HALVES>
-inline __m256 products(const __m256i* codes, const int8_t* digits) {
+inline __m256 products(const __m256i* codes, const int8_t* digits, const int32_t* fours = nullptr) {
     const __m256i ones = _mm256_set1_epi16(1), to_middle = _mm256_set1_epi16(256);
     __m256i pairs[kDigits];
     if constexpr (WIDTH < 8) {
@@ -156,7 +170,11 @@ inline __m256 products(const __m256i* codes, const int8_t* digits) {
         const __m256i fine = _mm256_add_epi32(_mm256_madd_epi16(pairs[1], to_middle),
                                               _mm256_madd_epi16(pairs[0], ones));
         const __m256i coarse = _mm256_slli_epi32(_mm256_madd_epi16(pairs[2], to_middle), 8);
-        return _mm256_cvtepi32_ps(_mm256_add_epi32(coarse, fine));
+        __m256i sum = _mm256_add_epi32(coarse, fine);
+        if constexpr (WIDTH == kE2m1) {
+            sum = _mm256_sub_epi32(sum, load_bytes(fours));
+        }
+        return _mm256_cvtepi32_ps(sum);
     } else {
         // Products of whole bytes would saturate int16.
         const __m256i nibble = _mm256_set1_epi8(15), sixteens = _mm256_set1_epi16(16);
@@ -194,21 +212,13 @@ inline float lanes_total(__m256 lanes) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-// The row's scales go to `scales`; returns scale * zero * (sum of inputs) over its groups, in eight parts. Scales of
-// mxfp4 are those over 2^(top - 127).
-template <int WIDTH>
-inline __m256 zeros_share(const Part& part, const uint8_t* row, const float* input_sums, uint8_t top, float* scales) {
+// The row's scales go to `scales`; returns scale * zero * (sum of inputs) over its groups, in eight parts.
+inline __m256 zeros_share(const Part& part, const uint8_t* row, const float* input_sums, float* scales) {
     const uint8_t* stored_scales = row + part.code_bytes;
     __m256 share = _mm256_setzero_ps();
     for (int32_t g = 0; g < part.num_groups; g += 8) {
-        __m256 scale, zero;
-        if constexpr (WIDTH == kE2m1) {
-            scale = load_shares(part, stored_scales, g, top);
-            zero = _mm256_set1_ps(kE2m1Zero * kE2m1Unit);
-        } else {
-            scale = load_eight(part, stored_scales, g, false);
-            zero = load_eight(part, stored_scales + part.scale_bytes, g, true);
-        }
+        const __m256 scale = load_eight(part, stored_scales, g, false);
+        const __m256 zero = load_eight(part, stored_scales + part.scale_bytes, g, true);
         _mm256_store_ps(scales + g, scale);
         share = _mm256_fmadd_ps(_mm256_mul_ps(scale, zero), _mm256_load_ps(input_sums + g), share);
     }
@@ -218,8 +228,17 @@ inline __m256 zeros_share(const Part& part, const uint8_t* row, const float* inp
 template <int WIDTH, int UNIT>
 float dot_affine(const Part& part, const uint8_t* row, const void* prepared, Prefetch& prefetch, float* work) {
     const Inputs inputs(part, prepared);
-    const uint8_t top = WIDTH == kE2m1 ? largest_byte(row + part.code_bytes, part.num_groups) : 0;
-    const __m256 zeros = zeros_share<WIDTH>(part, row, inputs.sums, top, work);
+    __m256 zeros = _mm256_setzero_ps();
+    uint8_t top = 0;  // of mxfp4: the exponent that scales are relative to
+    if constexpr (WIDTH == kE2m1) {
+        const uint8_t* scales = row + part.code_bytes;
+        top = largest_byte(scales, part.num_groups);
+        for (int32_t g = 0; g < part.num_groups; g += 8) {
+            _mm256_store_ps(work + g, load_shares(part, scales, g, top));
+        }
+    } else {
+        zeros = zeros_share(part, row, inputs.sums, work);
+    }
     const int32_t num_blocks = part.num_cols / kBlock, shift = block_shift(part);
     __m256 sums[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
     for (int32_t b = 0; b < num_blocks; ++b) {
@@ -231,7 +250,8 @@ float dot_affine(const Part& part, const uint8_t* row, const void* prepared, Pre
             sums[0] = _mm256_fmadd_ps(products<WIDTH, 2>(codes.half, digits), scale, sums[0]);
         } else {
             for (int v = 0; v < 2; ++v) {
-                const __m256 half = products<WIDTH, 1>(codes.half + v, digits + 32 * v);
+                const int32_t* fours = inputs.fours + 16 * b + 8 * v;
+                const __m256 half = products<WIDTH, 1>(codes.half + v, digits + 32 * v, fours);
                 sums[v] = _mm256_fmadd_ps(half, half_scales<UNIT>(work, b, v), sums[v]);
             }
         }
@@ -265,7 +285,7 @@ float dot_halves(const Part& part, const uint8_t* row, const void* prepared, Pre
     }
     const float total = lanes_total(_mm256_add_ps(_mm256_add_ps(totals[0], totals[1]),
                                                   _mm256_add_ps(totals[2], totals[3])));
-    return CODEC == Codec::fp8 ? total * kE4m3Unit : times_power(total, row[part.code_bytes]);
+    return CODEC == Codec::fp8 ? total * kE4m3Unit : times_power(double(total) / kE5m2Share, row[part.code_bytes]);
 }
 
 template <Codec CODEC>
@@ -319,7 +339,7 @@ inline void add_zeros(const Part& part, const uint8_t* row, float h, float* scal
         __m256 scale, zero;
         if constexpr (WIDTH == kE2m1) {
             scale = load_powers(part, stored_scales, g);
-            zero = _mm256_set1_ps(kE2m1Zero * kE2m1Unit);
+            zero = _mm256_set1_ps(float(kE2m1Zero) * kE2m1Unit);
         } else {
             scale = load_eight(part, stored_scales, g, false);
             zero = load_eight(part, stored_scales + part.scale_bytes, g, true);

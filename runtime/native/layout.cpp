@@ -89,16 +89,21 @@ const char* read_expert_layout(const int32_t* numbers, size_t count, ExpertLayou
     e.selector_row_bytes = numbers[3];
     e.record_row_bytes = numbers[4];
     if (e.num_cols < 1 || e.num_cols > kMaxCols || e.num_rows < 1 || e.num_rows > kMaxRows) return "sizes out of range";
+    e.extra_row_bytes = numbers[5];
     if (numbers[2] < 0 || numbers[2] > 3) return "unknown selector kind";
-    if (e.selector_row_bytes < 0 || e.record_row_bytes < 0) return "sizes out of range";
+    if (numbers[6] < 0 || numbers[6] > 2) return "unknown neuron function";
+    if (e.selector_row_bytes < 0 || e.record_row_bytes < 0 || e.extra_row_bytes < 0) return "sizes out of range";
+    if (e.extra_row_bytes && e.extra_row_bytes / 4 < e.num_cols) return "the row of extra values is too short";
     e.selector = (Selector)numbers[2];
+    e.function = (Function)numbers[6];
     PlacedPart* parts[3] = {&e.gate, &e.up, &e.down};
     for (int i = 0; i < 3; i++) {
         const char* fault =
-            read_part(numbers + 5 + i * kPartNumbers, e.num_cols, e.selector_row_bytes, e.record_row_bytes, parts[i]);
+            read_part(numbers + 7 + i * kPartNumbers, e.num_cols, e.selector_row_bytes, e.record_row_bytes, parts[i]);
         if (fault) return fault;
     }
     if (const char* fault = check_kind(e)) return fault;
+    if (e.function == Function::clamped_swiglu && !e.has_gate()) return "the neuron function needs a gate";
     *layout = e;
     return nullptr;
 }
