@@ -195,7 +195,7 @@ def dimensions(spec: ModelSpec) -> dict[str, object]:
         "head_dim": attention.head_dim,
         "vocab_size": spec.vocab_size,
         "rms_norm_eps": spec.norm.eps,
-        "rope_theta": spec.rope.theta,
+        "rope_theta": spec.rotation.theta,
     }
 
 

@@ -36,7 +36,7 @@ def expert_inputs(weights: Weights, tokens: Tokens) -> Iterator[ExpertInputs]:
     spec = weights.spec
     ids = torch.from_numpy(tokens.sequences.astype("int64"))
     sequence_length = ids.shape[1]
-    angles = Rope(spec.rope, torch.device("cpu"))(torch.arange(sequence_length), sequence_length)
+    angles = Rope(spec.rotation, torch.device("cpu"))(torch.arange(sequence_length), sequence_length)
     hidden = [embed(sequence, weights) for sequence in ids]
     for layer in range(spec.num_hidden_layers):
         for number, x in enumerate(hidden):

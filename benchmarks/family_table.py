@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from families import BASE, CLOSE, TINY, Close, Comparison, compare, is_bounded, refusal
+from close_configs import CLOSE, Close, refusal
+from families import BASE, TINY, Comparison, compare, is_bounded
 from published import PUBLISHED, Published, active, agrees, spec_of, total
 from tqdm import tqdm
 

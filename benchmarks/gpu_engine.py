@@ -12,7 +12,7 @@ from gpu_clock import Clock
 from gpu_results import Results
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Decoder, Engine, EngineOptions, Sampler
+from moe_pack.runtime import Decoder, EncoderDecoder, Engine, EngineOptions, Sampler
 from moe_pack.runtime.bench import random_prompt
 from moe_pack.runtime.card_engine import Counting
 from moe_pack.runtime.card_placement import least_placement
@@ -95,7 +95,7 @@ class Running(Protocol):
         ...
 
     @property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> Decoder | EncoderDecoder:
         """What runs the pack."""
         ...
 

@@ -55,10 +55,15 @@ class LayerTokens:
 
 
 def check_length(spec: ModelSpec, sequence_length: int) -> None:
-    """Refuses sequences longer than the model's positions.
+    """Refuses sequences longer than the model's positions, and models that no pass here goes through.
 
     Raises:  RunError.
     """
+    if spec.encoder is not None:
+        raise RunError(
+            "models with an encoder are not measured on text yet; convert with widths (--record-bits), or with a plan "
+            "that moe-pack plan --preset edgemoe makes of assumed losses"
+        )
     if sequence_length > spec.max_position_embeddings:
         raise RunError(
             f"--sequence-length: found {sequence_length}, expected at most the "
@@ -97,7 +102,7 @@ class LayerStates:
         self.device = device
         folder.mkdir(exist_ok=True)
         positions = torch.arange(self.sequence_length, device=device)
-        self._angles = Rope(self.spec.rope, device)(positions, self.sequence_length)
+        self._angles = Rope(self.spec.rotation, device)(positions, self.sequence_length)
         self.next_layer = self._resume()
 
     @torch.inference_mode()

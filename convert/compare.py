@@ -23,8 +23,10 @@ from moe_pack.formats import (
 from moe_pack.runtime import (
     CheckpointWeights,
     Decoder,
+    EncoderDecoder,
     Kernels,
     PackWeights,
+    Weights,
     read_neurons,
     read_rows,
     read_vector,
@@ -108,10 +110,21 @@ def compare_weights(
 
 
 def compare_logits(pack: Pack, checkpoint: Checkpoint, ids: list[int], kernels: Kernels | None = None) -> LogitsError:
-    """The distance between both models' predictions of each next token of `ids`."""
-    source = Decoder(CheckpointWeights(checkpoint), len(ids)).logits(ids)
-    packed = Decoder(PackWeights(pack, torch.device("cpu"), kernels), len(ids)).logits(ids)
-    return logits_error(source, packed)
+    """The distance between both models' predictions of each next token of `ids`.
+
+    With an encoder it reads `ids`, and the predictions are those of the same tokens as answer.
+    """
+    source = _logits(CheckpointWeights(checkpoint), ids)
+    return logits_error(source, _logits(PackWeights(pack, torch.device("cpu"), kernels), ids))
+
+
+def _logits(weights: Weights, ids: list[int]) -> Tensor:
+    encoder = weights.spec.encoder
+    if encoder is None:
+        return Decoder(weights, len(ids)).logits(ids)
+    answering = EncoderDecoder(weights, len(ids))
+    answering.encode(ids)
+    return answering.logits([encoder.start_token, *ids[:-1]])
 
 
 def logits_error(source: Tensor, packed: Tensor) -> LogitsError:

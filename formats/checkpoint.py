@@ -1,6 +1,6 @@
 """A Hugging Face checkpoint folder: config, tensors in one or many safetensors shards, read range by range.
 
-Never holds a tensor: `rows` reads what is asked for. Values are not looked at here; structure is checked in full.
+Never holds a tensor: `rows` reads what is asked for. Structure is checked in full; of values, whether copies are equal.
 """
 
 import hashlib
@@ -23,6 +23,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _SHARD = re.compile(r"[A-Za-z0-9_][\w.-]{0,200}\.safetensors", re.ASCII)
 _MAX_JSON_BYTES = 64 << 20
+_COMPARED_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class Checkpoint:
             self._open_shards()
             shapes = {name: (held.entry.dtype, held.entry.shape) for name, held in self._held.items()}
             self.claims: Claims = claim_tensors(self.family, self.spec, shapes, codec)
+            for name, original in self.claims.copies.items():
+                self._check_copy(name, original)
         except CheckpointError:
             self.close()
             raise
@@ -172,6 +175,19 @@ class Checkpoint:
         paths = sorted(self.folder / shard for shard in self._readers)
         facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def _check_copy(self, name: str, original: str) -> None:
+        copy, held = self._held[name], self._held[original]
+        is_equal = (copy.entry.dtype, copy.entry.shape) == (held.entry.dtype, held.entry.shape)
+        for start in range(0, copy.entry.num_bytes if is_equal else 0, _COMPARED_BYTES):
+            size = min(_COMPARED_BYTES, copy.entry.num_bytes - start)
+            one = self._readers[copy.shard].read(copy.entry.offset + start, size)
+            is_equal &= np.array_equal(one, self._readers[held.shard].read(held.entry.offset + start, size))
+        if not is_equal:
+            raise CheckpointError(
+                f"{copy.shard}: tensor {name!r} is not equal to {original!r}, of which it should be a copy; a model "
+                "where they differ is not supported"
+            )
 
     def _open_shards(self) -> None:
         weight_map = _weight_map(self.folder)

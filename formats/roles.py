@@ -1,12 +1,13 @@
 """The names dense tensors carry in a pack, and the shapes a `ModelSpec` gives them.
 
-`layers.{i}` is a decoder layer. Families map these roles to the source's names; the runtime asks for them.
+`layers.{i}` is a layer; where there is an encoder, its layers come first. Families map these roles to the source's
+names; the runtime asks for them.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moe_pack.formats.spec import GroupedQuerySpec, LatentSpec, ModelSpec
+from moe_pack.formats.spec import GroupedQuerySpec, LatentSpec, ModelSpec, RelativeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,16 @@ def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
     """Every dense tensor the model runs, in the order of `dense.safetensors`."""
     roles = [DenseRole("embed", (spec.vocab_size, spec.hidden_size), True)]
     moe_layers = frozenset(spec.moe_layers)
+    num_encoding = 0 if spec.encoder is None else spec.encoder.num_layers
     for i in range(spec.num_hidden_layers):
-        layer = _layer(spec, i in moe_layers)
+        layer = _layer(spec, i in moe_layers, is_crossing=spec.encoder is not None and i >= num_encoding)
         roles += [DenseRole(f"layers.{i}.{role.name}", role.shape, role.quantizable) for role in layer]
+    if isinstance(spec.attention, RelativeSpec):
+        table = (spec.attention.num_buckets, spec.attention.num_heads)
+        stacks = ("",) if spec.encoder is None else ("encoder_", "")
+        roles += [DenseRole(f"{stack}position_bias", table, False) for stack in stacks]
+    if spec.encoder is not None:
+        roles += _norm(spec, "encoder_norm")
     roles += _norm(spec, "norm")
     if not spec.tied_head:
         roles.append(DenseRole("head", (spec.vocab_size, spec.hidden_size), True))
@@ -33,12 +41,17 @@ def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
     return tuple(roles)
 
 
-def _layer(spec: ModelSpec, has_experts: bool) -> Iterator[DenseRole]:
+def _layer(spec: ModelSpec, has_experts: bool, is_crossing: bool) -> Iterator[DenseRole]:
     yield from _norm(spec, "attention_norm")
     if isinstance(spec.attention, GroupedQuerySpec):
         yield from _grouped_query(spec.attention, spec.hidden_size)
-    else:
+    elif isinstance(spec.attention, LatentSpec):
         yield from _latent(spec.attention, spec.hidden_size)
+    else:
+        yield from _relative(spec.attention, spec.hidden_size, "attention")
+        if is_crossing:
+            yield from _norm(spec, "cross_norm")
+            yield from _relative(spec.attention, spec.hidden_size, "cross")
     yield from _norm(spec, "mlp_norm")
     if not has_experts:
         assert spec.dense_intermediate_size is not None, "a checked spec"
@@ -94,3 +107,10 @@ def _latent(attention: LatentSpec, d: int) -> Iterator[DenseRole]:
     yield DenseRole("attention.kv_a_norm", (rank,), False)
     yield DenseRole("attention.kv_b", (num_heads * (attention.qk_nope_head_dim + attention.v_head_dim), rank), True)
     yield DenseRole("attention.o", (d, num_heads * attention.v_head_dim), True)
+
+
+def _relative(attention: RelativeSpec, d: int, name: str) -> Iterator[DenseRole]:
+    width = attention.num_heads * attention.head_dim
+    for projection in ("q", "k", "v"):
+        yield DenseRole(f"{name}.{projection}", (width, d), True)
+    yield DenseRole(f"{name}.o", (d, width), True)

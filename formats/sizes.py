@@ -7,7 +7,7 @@ import math
 import re
 
 from moe_pack.formats.roles import dense_roles
-from moe_pack.formats.spec import GroupedQuerySpec, ModelSpec
+from moe_pack.formats.spec import GroupedQuerySpec, LatentSpec, ModelSpec
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = ("", "K", "M", "G", "T")
@@ -24,7 +24,12 @@ def num_active_parameters(spec: ModelSpec) -> int:
 
 
 def cached_values(spec: ModelSpec) -> int:
-    """Values the key-value cache gets for each token, all layers together; those with a window keep only the last."""
+    """Values the key-value cache gets for each token, all layers together; those with a window keep only the last.
+
+    With an encoder, for each token of the text and each of the answer: decoder layers keep keys and values of both.
+    """
+    if spec.encoder is not None:
+        return 2 * (spec.num_hidden_layers - spec.encoder.num_layers) * _layer_values(spec)
     return spec.num_hidden_layers * _layer_values(spec)
 
 
@@ -35,6 +40,8 @@ def windowed_values(spec: ModelSpec) -> int:
 
 def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
     """Values a key-value cache holds for so many tokens, of which at most `chunk_tokens` enter at once."""
+    if spec.encoder is not None:
+        return context_tokens * cached_values(spec)
     places = [cached_tokens(spec, layer, context_tokens, chunk_tokens) for layer in range(spec.num_hidden_layers)]
     return sum(places) * _layer_values(spec)
 
@@ -53,7 +60,9 @@ def _layer_values(spec: ModelSpec) -> int:
     attention = spec.attention
     if isinstance(attention, GroupedQuerySpec):
         return 2 * attention.num_kv_heads * attention.head_dim
-    return attention.kv_lora_rank + attention.qk_rope_head_dim
+    if isinstance(attention, LatentSpec):
+        return attention.kv_lora_rank + attention.qk_rope_head_dim
+    return 2 * attention.num_heads * attention.head_dim
 
 
 def _dense_parameters(spec: ModelSpec) -> int:

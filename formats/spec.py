@@ -75,7 +75,25 @@ class LatentSpec:
     lora_norm_eps: float
 
 
-AttentionSpec = GroupedQuerySpec | LatentSpec
+@dataclass(frozen=True, slots=True)
+class RelativeSpec:
+    """Attention of `num_heads` heads of `head_dim`, each with keys of its own, and no rotation.
+
+    A learned bias a head, one of `num_buckets`, is added to `scale` times query times key: which one, follows from how
+    far the key is from the query, in buckets that grow towards `max_distance`, beyond which there is one. A stack's
+    layers share one table. Attention of a decoder layer to the encoder's output has no such bias.
+    Source: T5 (1910.10683), section 2.1; transformers, models/switch_transformers, _relative_position_bucket.
+    """
+
+    kind: Literal["relative"]
+    num_heads: int
+    head_dim: int
+    num_buckets: int
+    max_distance: int
+    scale: float
+
+
+AttentionSpec = GroupedQuerySpec | LatentSpec | RelativeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +152,8 @@ class RouterSpec:
     `bias`: a bias an expert is added to scores for choosing, not to weights. `n_group` groups of equal size compete
     first, and `topk_group` of them stay (a group's score is its best expert's; with `sigmoid_topk` its two best's
     sum). `normalize`: weights are divided by their sum, to which `least_sum` is added before. `scaling_factor`
-    multiplies weights last. `logit_bias`: the router's linear map has a bias, a part of the logits.
+    multiplies weights last. `logit_bias`: the router's linear map has a bias, a part of the logits. `capacity`: an
+    expert runs for that many tokens of a forward pass, the first in order; later ones get nothing of it. Null: for all.
     """
 
     kind: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "sparsemixer"]
@@ -148,6 +167,7 @@ class RouterSpec:
     jitter: float = 0.0
     logit_bias: bool = added(False)
     least_sum: float = added(0.0)
+    capacity: int | None = added(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +206,23 @@ class SharedExpertSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderSpec:
+    """The stack that reads a text before a decoder answers it: the model's first `num_layers` layers.
+
+    In it a position sees all others. The decoder's layers, which come after, also attend to its output. What the
+    decoder says begins after `start_token`.
+    """
+
+    num_layers: int
+    start_token: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only mixture-of-experts model. `moe_layers` are the decoder layers that have routed experts.
+    """A mixture-of-experts model. `moe_layers` are the layers that have routed experts.
 
     Layers without them have one dense expert of `dense_intermediate_size` for every token (null if there are none).
+    `encoder`: null where all layers are a decoder's. `rope`: null where attention is not rotary.
     The embedding is multiplied by `embedding_multiplier`, what each half of a layer adds by `residual_multiplier`, and
     logits are divided by `logits_scaling`.
     """
@@ -208,10 +241,24 @@ class ModelSpec:
     residual_multiplier: float
     logits_scaling: float
     attention: AttentionSpec
-    rope: RopeSpec
+    rope: RopeSpec | None
     router: RouterSpec
     expert: ExpertSpec
     shared_expert: SharedExpertSpec | None
+    encoder: EncoderSpec | None = added(None)  # noqa: RUF009  # a field, whose default is None
+
+    @property
+    def rotation(self) -> RopeSpec:
+        """The rotation of a model whose attention is rotary."""
+        assert self.rope is not None, "a checked spec: grouped and latent attention rotate"
+        return self.rope
+
+
+def first_moe_layers(spec: ModelSpec) -> tuple[int, ...]:
+    """Which of the MoE layers, counted from 0, is the first of its stack: nothing before tells what it chooses."""
+    begins = (0,) if spec.encoder is None else (0, spec.encoder.num_layers)
+    stacks = [sum(layer >= begin for begin in begins) for layer in spec.moe_layers]
+    return tuple(idx for idx, stack in enumerate(stacks) if idx == 0 or stack != stacks[idx - 1])
 
 
 def selector_matrices(selector: Selector, matrices: tuple[Matrix, ...]) -> tuple[Matrix, ...]:

@@ -8,11 +8,13 @@ from itertools import pairwise
 from moe_pack.formats.spec import (
     MATRICES,
     PROJECTIONS,
+    AttentionSpec,
     ExpertSpec,
     GroupedQuerySpec,
     LatentSpec,
     LongRopeSpec,
     ModelSpec,
+    RelativeSpec,
     RopeSpec,
     RouterSpec,
     YarnSpec,
@@ -22,6 +24,7 @@ MAX_LAYERS = 10_000  # with MAX_EXPERTS keeps what a hostile config makes us enu
 MAX_EXPERTS = 1_000_000  # the largest published model has 31k experts in 128 layers
 MAX_HIDDEN_SIZE = 2**24  # bytes of a row fit 32 bits,
 MAX_MATRIX_WEIGHTS = 2**40  # bytes of an expert 64
+MAX_BUCKETS = 2**16
 
 
 def spec_fault(spec: ModelSpec) -> str | None:
@@ -31,6 +34,7 @@ def spec_fault(spec: ModelSpec) -> str | None:
         or _layers_fault(spec)
         or _numbers_fault(spec)
         or _attention_fault(spec)
+        or _encoder_fault(spec)
         or _rope_fault(spec.rope, spec.attention)
         or _router_fault(spec.router)
         or _expert_fault(spec.expert, spec.hidden_size)
@@ -44,11 +48,12 @@ def _sizes_fault(spec: ModelSpec) -> str | None:
         "num_hidden_layers": spec.num_hidden_layers,
         "max_position_embeddings": spec.max_position_embeddings,
         "dense_intermediate_size": spec.dense_intermediate_size,
-        "rotary_dim": spec.rope.rotary_dim,
+        "rotary_dim": spec.rope.rotary_dim if spec.rope else None,
         "num_experts": spec.router.num_experts,
         "num_experts_per_tok": spec.router.num_experts_per_tok,
         "n_group": spec.router.n_group,
         "topk_group": spec.router.topk_group,
+        "router capacity": spec.router.capacity,
         "intermediate_size": spec.expert.intermediate_size,
         "shared intermediate_size": spec.shared_expert.intermediate_size if spec.shared_expert else None,
     } | _attention_sizes(spec)
@@ -71,6 +76,8 @@ def _attention_sizes(spec: ModelSpec) -> dict[str, int | None]:
     names: tuple[str, ...]
     if isinstance(attention, GroupedQuerySpec):
         names = ("num_heads", "num_kv_heads", "head_dim", "sliding_window")
+    elif isinstance(attention, RelativeSpec):
+        names = ("num_heads", "head_dim", "num_buckets", "max_distance")
     else:
         names = ("num_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     return {name: getattr(attention, name) for name in names}
@@ -111,6 +118,8 @@ def _attention_fault(spec: ModelSpec) -> str | None:
     attention = spec.attention
     if isinstance(attention, LatentSpec):
         return None
+    if isinstance(attention, RelativeSpec):
+        return _relative_fault(attention)
     if attention.num_heads % attention.num_kv_heads:
         return f"{attention.num_heads} heads cannot share {attention.num_kv_heads} keys and values"
     if attention.bias != tuple(name for name in PROJECTIONS if name in attention.bias):
@@ -125,7 +134,32 @@ def _attention_fault(spec: ModelSpec) -> str | None:
     return None
 
 
-def _rope_fault(rope: RopeSpec, attention: GroupedQuerySpec | LatentSpec) -> str | None:
+def _relative_fault(attention: RelativeSpec) -> str | None:
+    # Half of the buckets are for distances of their own, and there are two directions: the rest grow to max_distance.
+    if attention.num_buckets % 4 or attention.num_buckets > MAX_BUCKETS:
+        return f"num_buckets is {attention.num_buckets}, expected a multiple of 4 up to {MAX_BUCKETS}"
+    if attention.max_distance <= attention.num_buckets // 2:
+        return f"max_distance is {attention.max_distance}, expected more than half of {attention.num_buckets} buckets"
+    return None
+
+
+def _encoder_fault(spec: ModelSpec) -> str | None:
+    encoder = spec.encoder
+    if encoder is None:
+        return None
+    if not isinstance(spec.attention, RelativeSpec):
+        return f"an encoder with {spec.attention.kind} attention, expected relative"
+    if not 0 < encoder.num_layers < spec.num_hidden_layers:
+        return f"an encoder of {encoder.num_layers} layers out of {spec.num_hidden_layers}, expected some, but not all"
+    if not 0 <= encoder.start_token < spec.vocab_size:
+        return f"start_token is {encoder.start_token}, expected one of {spec.vocab_size} tokens"
+    return None
+
+
+def _rope_fault(rope: RopeSpec | None, attention: AttentionSpec) -> str | None:
+    if isinstance(attention, RelativeSpec) or rope is None:
+        fits = isinstance(attention, RelativeSpec) and rope is None
+        return None if fits else f"{attention.kind} attention {'without' if rope is None else 'with'} rope"
     width = attention.head_dim if isinstance(attention, GroupedQuerySpec) else attention.qk_rope_head_dim
     if rope.rotary_dim % 2 or rope.rotary_dim > width:
         return f"rotary_dim is {rope.rotary_dim}, expected an even number up to {width}"
@@ -174,6 +208,8 @@ def _router_fault(router: RouterSpec) -> str | None:
         return f"a {router.kind} router has no groups, no bias, and weights that are normal already"
     if router.kind == "sigmoid_topk" and router.n_group > 1 and group_size < 2:
         return f"{router.n_group} groups of one expert, where the two best of each decide"
+    if router.capacity is not None and (router.kind != "softmax_topk" or router.num_experts_per_tok > 1):
+        return f"router capacity is {router.capacity}, which only softmax_topk with one expert a token has"
     if not 0 <= router.jitter < 1 or (router.jitter > 0 and router.kind != "sparsemixer"):
         return f"router jitter is {router.jitter} with {router.kind}"
     if not 0 <= router.least_sum < 1 or (router.least_sum > 0 and not router.normalize):

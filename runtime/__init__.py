@@ -15,6 +15,13 @@ from moe_pack.runtime.card_budget import CARD_PAGE_BYTES, CardPlan, divide_card,
 from moe_pack.runtime.checkpoint_weights import CheckpointWeights
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.doctor import measure_machine
+from moe_pack.runtime.encoder_decoder import (
+    EncoderDecoder,
+    add_cross_attention,
+    add_own_attention,
+    enter_text,
+    position_bias,
+)
 from moe_pack.runtime.engine import Engine, EngineOptions
 from moe_pack.runtime.expert import NEURONS, Activations, activations, resting_output, run_expert
 from moe_pack.runtime.folder_files import FolderFiles
@@ -105,6 +112,7 @@ __all__ = [
     "CpuFacts",
     "Decoder",
     "DriveFacts",
+    "EncoderDecoder",
     "Engine",
     "EngineOptions",
     "Expert",
@@ -151,6 +159,8 @@ __all__ = [
     "WidthRate",
     "activations",
     "add_attention",
+    "add_cross_attention",
+    "add_own_attention",
     "auto_preset",
     "available_bytes",
     "best_of",
@@ -158,6 +168,7 @@ __all__ = [
     "divide_budget",
     "divide_card",
     "embed",
+    "enter_text",
     "expert_compression",
     "expert_numbers",
     "expert_pages",
@@ -180,6 +191,7 @@ __all__ = [
     "open_reads",
     "optimum",
     "page_sizes",
+    "position_bias",
     "ranked",
     "read_codes",
     "read_neurons",

@@ -6,7 +6,7 @@ Grouped queries' is the kernels' where there are any; beside them stands plain t
 import torch
 from torch import Tensor
 
-from moe_pack.formats import GroupedQuerySpec
+from moe_pack.formats import GroupedQuerySpec, LatentSpec
 from moe_pack.runtime.kv_cache import LayerCache
 from moe_pack.runtime.latent_attention import attend_latent
 from moe_pack.runtime.matrix import linear
@@ -25,6 +25,7 @@ def attend(x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: A
     spec = weights.spec.attention
     if isinstance(spec, GroupedQuerySpec):
         return _attend_grouped(x, weights, spec, layer, cache, angles)
+    assert isinstance(spec, LatentSpec), "with relative attention encoder_decoder runs"
     seen = _seen(None, 0, cache.num_tokens, len(x), x.device)
     return attend_latent(x, weights, spec, layer, cache, angles, seen)
 
@@ -59,7 +60,7 @@ def _attend_grouped(
         q, k = (rms_norm(each, norm, eps, kernels) for each, norm in ((q, norms.q), (k, norms.k)))
         norms = None
     sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
-    interleaved = weights.spec.rope.interleaved
+    interleaved = weights.spec.rotation.interleaved
     operation = attend_heads if kernels is None else kernels.attend
     return project("o", operation((q, k, v), norms, angles, interleaved, cache, spec, spec.window(layer), sinks))
 

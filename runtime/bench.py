@@ -11,6 +11,7 @@ import torch
 
 from moe_pack.formats import RunError
 from moe_pack.runtime.decoder import Decoder
+from moe_pack.runtime.encoder_decoder import EncoderDecoder
 from moe_pack.runtime.generate import generate
 from moe_pack.runtime.sampling import Sampler
 
@@ -63,7 +64,7 @@ def random_prompt(num_tokens: int, vocab_size: int, max_positions: int, seed: in
     return torch.randint(vocab_size, (num_tokens,), generator=generator).tolist()
 
 
-def measure(decoder: Decoder, prompt_ids: list[int], sampler: Sampler, max_tokens: int) -> BenchTimes:
+def measure(decoder: Decoder | EncoderDecoder, prompt_ids: list[int], sampler: Sampler, max_tokens: int) -> BenchTimes:
     """Times a run; no token ends it, only `max_tokens` or a full context."""
     start = time.perf_counter()
     moments = [time.perf_counter() for _ in generate(decoder, prompt_ids, sampler, max_tokens, frozenset())]

@@ -10,12 +10,14 @@ from moe_pack.formats import (
     GroupedQuerySpec,
     ModelSpec,
     PackLayout,
+    RelativeSpec,
     RunError,
     cache_values,
     dense_roles,
     size_text,
 )
 from moe_pack.runtime.arena import BLOCK_BYTES
+from moe_pack.runtime.matrix import MAX_DECODED_BYTES
 from moe_pack.runtime.routing import ROUTING_FILE
 
 PREFILL_TOKENS = 512  # of a forward pass, where there is room
@@ -88,6 +90,7 @@ def divide_budget(
     chunk = min(PREFILL_TOKENS, max(context_tokens, LEAST_PREFILL_TOKENS))
     while True:
         cache, workspace = cache_bytes(spec, context_tokens, chunk), workspace_bytes(spec, chunk)
+        workspace += whole_pass_bytes(spec, chunk, context_tokens)
         left = budget_bytes - dense - cache - workspace - predictor_bytes
         if chunk <= LEAST_PREFILL_TOKENS or left >= max(largest, budget_bytes // 4):
             break
@@ -112,6 +115,7 @@ def least_budget(layout: PackLayout, context_tokens: int, predictor_bytes: int) 
     largest = int(expert_pages(layout, page_bytes).max()) * (page_bytes + head_bytes)
     cache = cache_bytes(layout.spec, context_tokens, LEAST_PREFILL_TOKENS)
     workspace = workspace_bytes(layout.spec, LEAST_PREFILL_TOKENS)
+    workspace += whole_pass_bytes(layout.spec, LEAST_PREFILL_TOKENS, context_tokens)
     return layout.dense_file.num_bytes + cache + workspace + predictor_bytes + largest
 
 
@@ -121,6 +125,7 @@ def whole_bytes(layout: PackLayout, context_tokens: int, predictor_bytes: int) -
     pages = int(expert_pages(layout, page_bytes).sum()) * (page_bytes + head_bytes)
     cache = cache_bytes(layout.spec, context_tokens, PREFILL_TOKENS)
     workspace = workspace_bytes(layout.spec, PREFILL_TOKENS)
+    workspace += whole_pass_bytes(layout.spec, PREFILL_TOKENS, context_tokens)
     return pages + layout.dense_file.num_bytes + cache + predictor_bytes + workspace
 
 
@@ -156,6 +161,8 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
     attention = spec.attention
     if isinstance(attention, GroupedQuerySpec):
         width = (2 * attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    elif isinstance(attention, RelativeSpec):
+        width = 4 * attention.num_heads * attention.head_dim
     else:
         width = 4 * attention.num_heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
     hidden = [role.shape[0] for role in dense_roles(spec) if role.name.endswith((".up", ".gate"))]
@@ -164,6 +171,18 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
     few = min(4 * E * _FEW_SUMS * d, _MOST_FEW_BYTES)
     many = _MANY_TOKENS * (4 * _MANY_SUMS * d + 5 * spec.expert.intermediate_size)
     return 4 * (chunk_tokens * floats + 4 * spec.vocab_size) + few + many + _THREADS_BYTES
+
+
+def whole_pass_bytes(spec: ModelSpec, chunk_tokens: int, context_tokens: int) -> int:
+    """What a model with an encoder holds besides, because a layer has all tokens of a pass before the next begins."""
+    attention = spec.attention
+    if spec.encoder is None or not isinstance(attention, RelativeSpec):
+        return 0
+    # Hidden states, normed, halves' outputs in pieces and whole, experts' outputs apart; routers' logits and scores.
+    held = context_tokens * (6 * spec.hidden_size + 3 * spec.router.num_experts)
+    biases = 2 * attention.num_heads * 2 * context_tokens
+    scores = min(12 * attention.num_heads * chunk_tokens * context_tokens, 2 * MAX_DECODED_BYTES)
+    return 4 * (held + biases) + scores
 
 
 def _extent_bytes(layout: PackLayout) -> NDArray[np.int64]:

@@ -45,7 +45,7 @@ class Decoder:
         self.cache = KVCache(spec, context_tokens, self.device, dtype=cache_dtype, chunk_tokens=chunk_tokens)
         self._weights = weights
         self._chunk_tokens = chunk_tokens
-        self._rope = Rope(spec.rope, self.device)
+        self._rope = Rope(spec.rotation, self.device)
         self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}
         self._ids: list[int] = []
         self._made: Angles = (torch.empty(0), torch.empty(0))
@@ -55,6 +55,10 @@ class Decoder:
         """Forgets the sequence; the cache stays allocated."""
         self.cache.num_tokens = 0
         self._ids = []
+
+    def begin(self, prompt_ids: list[int]) -> Tensor:
+        """Appends a prompt; returns the prediction after it, float32 [vocabulary]."""
+        return self.next_logits(prompt_ids)
 
     def logits(self, ids: list[int]) -> Tensor:
         """Appends tokens to the sequence; returns each one's prediction of the next, float32 [T, vocabulary].

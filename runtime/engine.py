@@ -30,6 +30,7 @@ from moe_pack.runtime.card_engine import AtWork, CardAsked, CardUse, fit_to_card
 from moe_pack.runtime.card_memory import CardMemory
 from moe_pack.runtime.card_placement import least_placement
 from moe_pack.runtime.decoder import Decoder
+from moe_pack.runtime.encoder_decoder import EncoderDecoder
 from moe_pack.runtime.expert_store import USUAL_GAP_BYTES, ExpertStore
 from moe_pack.runtime.foretelling import Foreteller
 from moe_pack.runtime.host_arena import HostArena, host_bytes
@@ -149,7 +150,7 @@ class Engine:
         try:
             self.kernels = self._open_kernels()
             self.weights: PackWeights
-            self.decoder: Decoder
+            self.decoder: Decoder | EncoderDecoder
             if self.device.type == "cuda":
                 self._open_card(context_tokens)
             else:
@@ -159,7 +160,9 @@ class Engine:
             raise
 
     def _open_cpu(self, context_tokens: int) -> None:
-        options = self.options
+        options, has_encoder = self.options, self._pack.spec.encoder is not None
+        if has_encoder and options.record is not None:
+            raise RunError("--record: a pass of a model with an encoder is of one stack, records have whole ones")
         for name, is_given in {
             "--engine graph": options.engine == "graph",
             "--ram": options.ram_bytes is not None,
@@ -171,11 +174,14 @@ class Engine:
         self.weights = self._mapped() if budget is None else self._streaming(budget, context_tokens)
         most = self.plan.chunk_tokens if self.plan else PREFILL_TOKENS
         chunk = min(options.chunk_tokens or most, most)
-        self.decoder = Decoder(self.weights, context_tokens, self.device, chunk)
+        runner = EncoderDecoder if has_encoder else Decoder
+        self.decoder = runner(self.weights, context_tokens, self.device, chunk)
 
     def _open_card(self, context_tokens: int) -> None:
         """The engine on a card that was asked for, or that can do what was."""
         options, pack = self.options, self._pack
+        if pack.spec.encoder is not None:
+            raise RunError("--device cuda: models with an encoder are not run on cards; take --device cpu")
         for name, is_given in {"--read map": options.read == "map", "--trace": options.trace is not None}.items():
             if is_given:
                 raise RunError(f"{name}: is of --device cpu; leave it out")

@@ -19,7 +19,7 @@ def run_experts(x: Tensor, experts: Tensor, router_weights: Tensor, weights: Wei
         return y
     y = torch.zeros_like(x)
     for expert in torch.unique(experts).tolist():  # rising, so that sums are made in one order
-        token_idx, place = torch.where(experts == expert)
+        token_idx, place = torch.where((experts == expert) & (router_weights != 0))  # zero: beyond its capacity
         held, threshold = weights.expert(layer_idx, expert), weights.threshold(layer_idx, expert)
         output = run_expert(x[token_idx], held, weights.spec.expert.function, weights.selector, threshold)
         y[token_idx] += router_weights[token_idx, place, None] * output

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_pack.formats import GroupedQuerySpec, ModelSpec, cached_tokens
+from moe_pack.formats import GroupedQuerySpec, LatentSpec, ModelSpec, cached_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +65,17 @@ class KVCache:
             places = [context_tokens] * num_layers
         self.device, self.dtype = device, dtype
         attention = spec.attention
-        if isinstance(attention, GroupedQuerySpec):
-            shapes = [(attention.num_kv_heads, number, attention.head_dim) for number in places]
-            self.keys = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
-            self.values = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
-            self.num_bytes = sum(held.nbytes for held in (*self.keys, *self.values))
-        else:
+        if isinstance(attention, LatentSpec):
             width = attention.kv_lora_rank + attention.qk_rope_head_dim
             self.keys = tuple(torch.zeros((1, number, width), dtype=dtype, device=device) for number in places)
             self.values = tuple(held[..., : attention.kv_lora_rank] for held in self.keys)
             self.num_bytes = sum(held.nbytes for held in self.keys)
+        else:
+            heads = attention.num_kv_heads if isinstance(attention, GroupedQuerySpec) else attention.num_heads
+            shapes = [(heads, number, attention.head_dim) for number in places]
+            self.keys = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+            self.values = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+            self.num_bytes = sum(held.nbytes for held in (*self.keys, *self.values))
         self.is_ring = min(places) < context_tokens
         self.context_tokens = context_tokens
         self.num_tokens = 0

@@ -28,7 +28,7 @@ def attend_latent(
     Returns: float32 [T, d].
     """
     role, start, stop = f"layers.{layer}.attention", cache.num_tokens, cache.num_tokens + len(x)
-    rope_dim, interleaved = spec.qk_rope_head_dim, weights.spec.rope.interleaved
+    rope_dim, interleaved = spec.qk_rope_head_dim, weights.spec.rotation.interleaved
     q = _queries(x, weights, spec, role)
     q_nope, q_rope = torch.split(q, [spec.qk_nope_head_dim, rope_dim], dim=-1)
     q = torch.cat((q_nope, rotate(q_rope, angles, interleaved)), dim=-1)

@@ -95,7 +95,7 @@ class Model:
         if not ids:
             raise RunError("prompt: the tokenizer makes no token of it; give at least one character")
         decoder = self._engine.decoder
-        context_for(len(ids), max_tokens, decoder.cache.context_tokens)
+        context_for(len(ids), max_tokens, decoder.cache.context_tokens, decoder.spec.encoder is not None)
         sampler = Sampler(temperature, top_p, secrets.randbits(32) if seed is None else seed)
         return self._pieces(ids, sampler, max_tokens)
 
@@ -105,7 +105,7 @@ class Model:
 
     def _pieces(self, ids: list[int], sampler: Sampler, max_tokens: int) -> Iterator[str]:
         self._engine.decoder.reset()
-        stream = self._text.stream(ids)
+        stream = self._text.stream(ids if self._engine.decoder.spec.encoder is None else [])
         for token in generate(self._engine.decoder, ids, sampler, max_tokens, self._text.end_ids):
             if piece := stream.push(token):
                 yield piece

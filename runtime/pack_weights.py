@@ -123,6 +123,7 @@ class PackWeights:
 def tokens_by_expert(experts: Tensor, weights: Tensor) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.float32]]]:
     """Each expert that is chosen, rising, so that sums are made in one order; its tokens and their weights.
 
+    Tokens of weight zero, which are beyond its capacity, are left out, unless it has no others.
     Args:    experts, weights: int64 and float32 [T, k].
     """
     chosen, flat, (num_tokens, k) = experts.ravel().tolist(), weights.numpy().ravel(), experts.shape
@@ -132,9 +133,13 @@ def tokens_by_expert(experts: Tensor, weights: Tensor) -> Iterator[tuple[int, ND
             yield chosen[place], _FIRST_TOKEN, flat[place : place + 1]
         return
     tokens, flat, start = np.array(order, np.int64) // k, flat[order], 0
+    all_count = bool(flat.all())
     for number, places in groupby(order, key=chosen.__getitem__):
         stop = start + len(list(places))
-        yield number, tokens[start:stop], flat[start:stop]
+        counting = slice(start, stop) if all_count else start + np.flatnonzero(flat[start:stop])
+        if not len(tokens[counting]):
+            counting = slice(start, stop)
+        yield number, tokens[counting], flat[counting]
         start = stop
 
 

@@ -12,15 +12,32 @@ from moe_pack.runtime.native_kernels import Kernels
 def route(
     logits: Tensor, spec: RouterSpec, bias: Tensor | None = None, kernels: Kernels | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights.
+    """The experts of each token and their weights; a weight of zero is that of an expert beyond its capacity.
 
     Args:    logits: float32 [T, E].   bias: float32 [E], added for choosing only; where the spec has one.
     Returns: int64 [T, k], best first, and float32 [T, k].
     """
     if kernels is not None:
-        return kernels.route(logits, spec, bias, least_sum(spec))
-    experts = _CHOICES[spec.kind](logits, spec, bias)
-    return experts, router_weights(logits, experts, spec)
+        experts, weights = kernels.route(logits, spec, bias, least_sum(spec))
+    else:
+        experts = _CHOICES[spec.kind](logits, spec, bias)
+        weights = router_weights(logits, experts, spec)
+    if spec.capacity is None or len(logits) <= spec.capacity:
+        return experts, weights
+    return experts, weights.masked_fill(~_within(spec.capacity, experts), 0.0)
+
+
+def _within(capacity: int, experts: Tensor) -> Tensor:
+    """Whether each token is among the first `capacity` of its expert, bool [T, 1]; the rest it will not run for.
+
+    Source: transformers, models/switch_transformers, SwitchTransformersTop1Router.
+    """
+    order = torch.sort(experts[:, 0], stable=True)  # an expert's tokens side by side, first ones first
+    places = torch.arange(len(experts), device=experts.device)
+    firsts = torch.searchsorted(order.values, order.values)
+    within = torch.empty(len(experts), dtype=torch.bool, device=experts.device)
+    within[order.indices] = places - firsts < capacity
+    return within[:, None]
 
 
 def router_weights(logits: Tensor, experts: Tensor, spec: RouterSpec) -> Tensor:

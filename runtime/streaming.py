@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import Pack
+from moe_pack.formats import Pack, first_moe_layers
 from moe_pack.runtime.expert import run_expert
 from moe_pack.runtime.expert_store import ExpertStore
 from moe_pack.runtime.foretelling import Foreteller
@@ -186,6 +186,9 @@ class StreamingWeights(PackWeights):
         self._rows_ahead: dict[Key, NDArray[np.int32]] = {}  # likewise, where only rows were: which
         self.predicted: dict[Key, NDArray[np.int32]] = {}  # of the layer that runs: rows that were foretold
         self._routes: list[NDArray[np.int64]] = []  # of the last layers
+        self._first_layers = frozenset(
+            first_moe_layers(self.spec)
+        )  # of a stack; the stack before tells nothing of them
         for layer_idx, expert in np.argwhere(residency.is_placed).tolist():
             store.fetch(Key(layer_idx, expert), urgent=False)
 
@@ -210,7 +213,7 @@ class StreamingWeights(PackWeights):
         counts.needed += len(jobs)
         self.bytes_read += sum(self._pack.layout.experts[layer_idx][number].num_bytes for number in jobs)
         counts.layers += 1
-        counts.tokens += len(x) * (layer_idx == 0)
+        counts.tokens += len(x) * (layer_idx in self._first_layers)
         counts.stall_ns += self.store.stall_ns - stalled
         counts.asked_bytes += self.store.asked_bytes - asked
         return run.added_up()
@@ -235,7 +238,8 @@ class StreamingWeights(PackWeights):
     ) -> None:
         """Carries out what the residency decides, and looks ahead once all that this layer needs is on its way."""
         waits_for_hits = self.foreteller is not None and self.foreteller.needs_partial
-        has_looked = self.foreteller is None or layer_idx == self._last_layer_idx
+        is_last = layer_idx == self._last_layer_idx or layer_idx + 1 in self._first_layers
+        has_looked = self.foreteller is None or is_last
 
         def look(is_hit: bool) -> bool:
             if has_looked or self._residency.num_waiting or (is_hit and waits_for_hits):
@@ -308,7 +312,7 @@ class StreamingWeights(PackWeights):
 
     def _last_routes(self, layer_idx: int, experts: Tensor) -> NDArray[np.int64]:
         """The routes int64 [T, p, k] of this layer and, where it has one, the layer before."""
-        before = self._routes[-1:] if layer_idx else []
+        before = [] if layer_idx in self._first_layers else self._routes[-1:]
         self._routes = [routes for routes in before if len(routes) == len(experts)] + [experts.numpy()]
         return np.stack(self._routes, axis=1)
 

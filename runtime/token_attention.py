@@ -62,7 +62,8 @@ class GroupedAttention:
             norms = QkNorms(weights.vector(f"{role}.q_norm"), weights.vector(f"{role}.k_norm"), weights.spec.norm.eps)
         cache = (self._cache.keys[layer], self._cache.values[layer])
         projected = (self._q, self._k, self._v)
-        enter(projected, norms, self._angles, weights.spec.rope.interleaved, position, spec, self._turned, cache)
+        interleaved = weights.spec.rotation.interleaved
+        enter(projected, norms, self._angles, interleaved, position, spec, self._turned, cache)
         sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
         attend(self._turned, cache, position, spec.scale, spec.window(layer), self._room, self._mixed, sinks)
         self._project(role, "o", self._mixed.view(-1), x, x)
@@ -104,7 +105,7 @@ class LatentAttention:
             on_device(weights, f"{role}.q_b").times(self._low, self._q)
         on_device(weights, f"{role}.kv_a").times(normed, self._kv)
         kv_b = HeldRows(on_device(weights, f"{role}.kv_b").held, on_device(weights, f"{role}.kv_b").part)
-        norm, interleaved = weights.vector(f"{role}.kv_a_norm"), weights.spec.rope.interleaved
+        norm, interleaved = weights.vector(f"{role}.kv_a_norm"), weights.spec.rotation.interleaved
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         projected = (self._q, self._kv)
         enter_latent(projected, norm, self._angles, interleaved, position, spec, kv_b, self._moved, keys)

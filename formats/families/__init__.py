@@ -23,6 +23,7 @@ from moe_pack.formats.families.published import published_config, published_name
 from moe_pack.formats.families.quantization import read_quantization
 from moe_pack.formats.families.qwen2_moe import QWEN2_MOE
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
+from moe_pack.formats.families.switch_transformers import SWITCH_TRANSFORMERS
 from moe_pack.formats.families.xverse import XVERSE
 from moe_pack.formats.spec import ModelSpec
 from moe_pack.formats.spec_check import spec_fault
@@ -45,6 +46,7 @@ FAMILIES: dict[str, Family] = {
         GPT_OSS,
         MINICPM,
         XVERSE,
+        SWITCH_TRANSFORMERS,
     )
 }
 SHORT_NAMES: dict[str, str] = {

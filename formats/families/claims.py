@@ -21,6 +21,7 @@ _DTYPES: Mapping[SourceCodec, tuple[str, ...]] = {
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape of every source tensor, by name
 
 _CONSTANT = LeftOut("*.rotary_emb.inv_freq", "a constant the runtime computes")
+_TIED = LeftOut("", "tied: the embedding is the head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,9 @@ ExpertSources = dict[tuple[int, int, Matrix], SourceMatrix]
 class Claims:
     """The account of a checkpoint: where each role and each expert's matrix lies, and which tensors are not run.
 
-    `experts`, and `expert_biases` for the matrices that have one, have decoder layer, expert and matrix as their key.
-    `unused` and `dropped` give a reason for each: the former are kept in the pack.
+    `experts`, and `expert_biases` for the matrices that have one, have layer, expert and matrix as their key.
+    `unused` and `dropped` give a reason for each: the former are kept in the pack. `copies` names, for some of those
+    that are dropped, the tensor that each must be equal to.
     """
 
     dense: Mapping[str, SourceMatrix]
@@ -72,6 +74,7 @@ class Claims:
     expert_biases: Mapping[tuple[int, int, Matrix], SourceMatrix]
     unused: Mapping[str, str]
     dropped: Mapping[str, str]
+    copies: Mapping[str, str]
 
 
 def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, codec: SourceCodec = "plain") -> Claims:
@@ -82,7 +85,7 @@ def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, codec: Sour
     """
     dense = {}
     for role in dense_roles(spec):
-        name = _present(_names(family, role.name), tensors)
+        name = _present(_names(family, spec, role.name), tensors)
         cols = role.shape[1] if len(role.shape) == 2 else 1
         source = SourceMatrix(name, 0, role.shape[0], cols, cols)
         if role.quantizable:
@@ -91,23 +94,35 @@ def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, codec: Sour
         dense[role.name] = source
     experts, biases = _claim_experts(family, spec, tensors, codec)
     claimed = {name for held in (dense, experts, biases) for source in held.values() for name in source.tensors()}
-    unused, dropped = dict[str, str](), dict[str, str]()
+    unused, dropped, copies = dict[str, str](), dict[str, str](), dict[str, str]()
     for name in tensors:
         if name in claimed:
             continue
-        kept = _reason(family.unused, spec, name, tensors)
+        kept = _first(family.unused, spec, name, tensors)
         if kept is not None:
-            unused[name] = kept
-        else:
-            dropped[name] = _dropped_reason(family, spec, name, tensors)
-    return Claims(dense, experts, biases, unused, dropped)
+            unused[name] = kept.reason
+            continue
+        found = _why_dropped(family, spec, name, tensors)
+        dropped[name] = found.reason
+        if found.copy_of is not None:
+            copies[name] = found.copy_of
+    return Claims(dense, experts, biases, unused, dropped, copies)
 
 
-def _names(family: Family, role: str) -> tuple[str, ...]:
+def _in_stack(spec: ModelSpec, layer: int) -> tuple[bool, int]:
+    """Whether a layer is the encoder's, and its number in its stack."""
+    num_encoding = 0 if spec.encoder is None else spec.encoder.num_layers
+    return layer < num_encoding, layer if layer < num_encoding else layer - num_encoding
+
+
+def _names(family: Family, spec: ModelSpec, role: str) -> tuple[str, ...]:
     """The source's names of the dense tensor with this role."""
     first, _, rest = role.partition(".")
-    layer, _, name = rest.partition(".")
-    key = f"layers.{{i}}.{name}" if first == "layers" else role
+    number, _, name = rest.partition(".")
+    key, layer = role, 0
+    if first == "layers":
+        is_encoding, layer = _in_stack(spec, int(number))
+        key = f"{'encoder' if is_encoding else 'layers'}.{{i}}.{name}"
     assert key in family.dense_names, f"dense_names of family {family.model_type!r} has no role {key!r}"
     names = family.dense_names[key]
     return tuple(name.format(i=layer) for name in ((names,) if isinstance(names, str) else names))
@@ -123,14 +138,10 @@ def _claim_experts(
     family: Family, spec: ModelSpec, tensors: Tensors, codec: SourceCodec
 ) -> tuple[ExpertSources, ExpertSources]:
     """The experts' matrices, and their biases."""
-    first = spec.moe_layers[0]
-    spelling = next(
-        (names for names in family.expert_names if names.matrices["up"].format(i=first, e=0) in tensors),
-        family.expert_names[0],
-    )
     matrices: ExpertSources = {}
     biases: ExpertSources = {}
     for layer in spec.moe_layers:
+        spelling = _spelling(family, spec, tensors, layer)
         for matrix in spec.expert.matrices:
             matrices |= _claim_matrix(spec, tensors, spelling, matrix, layer, codec)
         for matrix in spec.expert.bias:
@@ -138,18 +149,26 @@ def _claim_experts(
     return matrices, biases
 
 
+def _spelling(family: Family, spec: ModelSpec, tensors: Tensors, layer: int) -> ExpertNames:
+    """The names that a layer's stack follows, as its first layer with experts shows."""
+    is_encoding, _ = _in_stack(spec, layer)
+    known = family.encoder_expert_names if is_encoding else family.expert_names
+    first = next(number for other in spec.moe_layers for at, number in [_in_stack(spec, other)] if at == is_encoding)
+    return next((names for names in known if names.matrices["up"].format(i=first, e=0) in tensors), known[0])
+
+
 def _claim_matrix(
     spec: ModelSpec, tensors: Tensors, spelling: ExpertNames, matrix: Matrix, layer: int, codec: SourceCodec
 ) -> ExpertSources:
     """The places of a matrix of all experts of a layer."""
     template, claims = spelling.matrices[matrix], ExpertSources()
-    fused, num_experts = "{e}" not in template, spec.router.num_experts
+    fused, num_experts, (_, number) = "{e}" not in template, spec.router.num_experts, _in_stack(spec, layer)
     for expert in range(num_experts):
-        name = template.format(i=layer, e=expert)
+        name = template.format(i=number, e=expert)
         source, shape = _matrix_place(spec, spelling, matrix, name, expert if fused else 0)
         whole = (num_experts, *shape) if fused else shape
         if matrix in spelling.scales:
-            source = replace(source, codec="mxfp4", scales=spelling.scales[matrix].format(i=layer, e=expert))
+            source = replace(source, codec="mxfp4", scales=spelling.scales[matrix].format(i=number, e=expert))
         elif not fused:
             source = _with_scales(source, tensors, codec)
         if not fused or expert == 0:
@@ -161,9 +180,9 @@ def _claim_matrix(
 def _claim_bias(spec: ModelSpec, tensors: Tensors, spelling: ExpertNames, matrix: Matrix, layer: int) -> ExpertSources:
     """The places of the bias of a matrix of all experts of a layer."""
     template, claims = spelling.biases[matrix], ExpertSources()
-    fused, num_experts = "{e}" not in template, spec.router.num_experts
+    fused, num_experts, (_, number) = "{e}" not in template, spec.router.num_experts, _in_stack(spec, layer)
     for expert in range(num_experts):
-        name = template.format(i=layer, e=expert)
+        name = template.format(i=number, e=expert)
         source, shape = _bias_place(spec, spelling, matrix, name, expert if fused else 0)
         if not fused or expert == 0:
             _check_tensor(name, (num_experts, *shape) if fused else shape, tensors)
@@ -202,25 +221,25 @@ def _turn(
     return first, step, num_sharing * count
 
 
-def _dropped_reason(family: Family, spec: ModelSpec, name: str, tensors: Tensors) -> str:
+def _why_dropped(family: Family, spec: ModelSpec, name: str, tensors: Tensors) -> LeftOut:
     """Why a tensor that nobody claims is not packed."""
-    if spec.tied_head and name in _names(family, "head"):
-        return "tied: the embedding is the head"
-    reason = _reason((_CONSTANT, *family.dropped), spec, name, tensors)
-    if reason is None:
+    if spec.tied_head and name in _names(family, spec, "head"):
+        return _TIED
+    found = _first((_CONSTANT, *family.dropped), spec, name, tensors)
+    if found is None:
         raise CheckpointError(
             f"checkpoint: tensor {name!r} belongs to nothing the config describes; it would be lost in the pack"
         )
-    return reason
+    return found
 
 
-def _reason(left_out: tuple[LeftOut, ...], spec: ModelSpec, name: str, tensors: Tensors) -> str | None:
-    """The reason of the first pattern that a name follows, or None."""
+def _first(left_out: tuple[LeftOut, ...], spec: ModelSpec, name: str, tensors: Tensors) -> LeftOut | None:
+    """The first pattern that a name follows, or None."""
     n = spec.num_hidden_layers
     for found in left_out:
         is_there = found.sign is None or found.sign.format(n=n) in tensors
         if is_there and fnmatchcase(name, found.pattern.format(n=n)):
-            return found.reason
+            return found
     return None
 
 

@@ -201,7 +201,7 @@ LONGROPE = {
         (setting(1, "model", "attention", "window"), setting(64, "model", "attention", "sliding_window"),
          "model: attention: unknown key 'window'"),
         (setting("linear", "model", "attention", "kind"), setting("grouped_query", "model", "attention", "kind"),
-         "model: attention: kind: found 'linear', expected one of grouped_query, latent"),
+         "model: attention: kind: found 'linear', expected one of grouped_query, latent, relative"),
         (setting("latent", "model", "attention", "kind"), setting("grouped_query", "model", "attention", "kind"),
          "model: attention: unknown key 'bias'"),
         (removing("model", "attention", "kind"), AS_IT_WAS, "model: attention: key 'kind' is missing"),

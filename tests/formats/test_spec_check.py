@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from specs import GROUPED, LATENT, LONGROPE, YARN, Values, changed
+from specs import ANSWERING, GROUPED, LATENT, LONGROPE, YARN, Values, changed
 
-from moe_pack.formats import ModelSpec
+from moe_pack.formats import ModelSpec, dump
 from moe_pack.formats.spec_check import spec_fault
 
 MAX = 2**31 - 1
@@ -143,6 +143,35 @@ def test_rotary_positions_that_cannot_be_are_refused(
     assert_refused_beside_legal(spec, path, wrong, right, message)
 
 
+@pytest.mark.parametrize(
+    ("path", "wrong", "right", "message"),
+    [
+        ("attention num_buckets", 30, 28, "num_buckets is 30, expected a multiple of 4 up to 65536"),
+        ("attention num_buckets", 65_540, 65_536, "num_buckets is 65540, expected a multiple of 4 up to 65536"),
+        ("attention max_distance", 16, 17, "max_distance is 16, expected more than half of 32 buckets"),
+        ("attention num_heads", 0, 1, "num_heads is 0, expected 1 to 2^31 - 1"),
+        ("rope", dump(GROUPED.rope), None, "relative attention with rope"),
+        ("encoder num_layers", 0, 1, "an encoder of 0 layers out of 4, expected some, but not all"),
+        ("encoder num_layers", 4, 3, "an encoder of 4 layers out of 4, expected some, but not all"),
+        ("encoder start_token", 96, 95, "start_token is 96, expected one of 96 tokens"),
+        ("encoder start_token", -1, 0, "start_token is -1, expected one of 96 tokens"),
+    ],
+)
+def test_an_encoder_or_relative_attention_that_cannot_be_is_refused(
+    path: str, wrong: object, right: object, message: str
+) -> None:
+    spec = changed(ANSWERING, "attention max_distance", 2**20) if path == "attention num_buckets" else ANSWERING
+    assert_refused_beside_legal(spec, path, wrong, right, message)
+
+
+@pytest.mark.parametrize("spec", [GROUPED, LATENT], ids=["grouped_query", "latent"])
+def test_rotary_attention_has_a_rope_and_no_encoder(spec: ModelSpec) -> None:
+    kind = spec.attention.kind
+    assert spec_fault(changed(spec, "rope", None)) == f"{kind} attention without rope"
+    encoder = {"num_layers": 1, "start_token": 0}
+    assert spec_fault(changed(spec, "encoder", encoder)) == f"an encoder with {kind} attention, expected relative"
+
+
 YARN_FACTORS = "yarn factor {} or attention_factor {} is out of range"
 YARN_BETAS = "yarn beta_slow {} and beta_fast {} are no range"
 LONG_MSCALES = "longrope short_mscale {} or long_mscale {} is out of range"
@@ -185,6 +214,7 @@ def test_a_scaling_of_positions_that_cannot_be_is_refused(
     assert_refused_beside_legal(GROUPED, "rope scaling", scaling | wrong, scaling | right, message)
 
 
+CAPACITY = "router capacity is {}, which only softmax_topk with one expert a token has"
 NORMAL_ALREADY = "a {} router has no groups, no bias, and weights that are normal already"
 SOFT: dict[str, Any] = {
     "kind": "softmax_topk",
@@ -196,6 +226,7 @@ SOFT: dict[str, Any] = {
     "topk_group": 1,
     "scaling_factor": 1.0,
     "jitter": 0.0,
+    "capacity": None,
 }
 TOPK, MIXER, SIGMA = (SOFT | {"kind": kind} for kind in ("topk_softmax", "sparsemixer", "sigmoid_topk"))
 
@@ -232,6 +263,10 @@ TOPK, MIXER, SIGMA = (SOFT | {"kind": kind} for kind in ("topk_softmax", "sparse
         (SOFT, {"jitter": 0.01}, {"jitter": 0.0}, "router jitter is 0.01 with softmax_topk"),
         (TOPK, {"jitter": 0.01}, {"jitter": 0.0}, "router jitter is 0.01 with topk_softmax"),
         (SIGMA, {"jitter": 0.01}, {"jitter": 0.0}, "router jitter is 0.01 with sigmoid_topk"),
+        (SOFT, {"capacity": 8}, {"capacity": 8, "num_experts_per_tok": 1}, CAPACITY.format(8)),
+        (SIGMA | {"num_experts_per_tok": 1}, {"capacity": 8}, {"capacity": None}, CAPACITY.format(8)),
+        (SOFT | {"num_experts_per_tok": 1}, {"capacity": 0}, {"capacity": 1},
+         "router capacity is 0, expected 1 to 2^31 - 1"),
     ],
 )  # fmt: skip
 def test_a_router_that_cannot_be_is_refused(router: Values, wrong: Values, right: Values, message: str) -> None:

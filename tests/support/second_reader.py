@@ -420,8 +420,16 @@ class SecondReader:
         shapes: list[tuple[str, Shape]] = [("embed", (model["vocab_size"], d))]
         for i in range(model["num_hidden_layers"]):
             layer = [*self._norm_shapes("attention_norm"), *attention_shapes(model["attention"], d)]
+            if model.get("encoder") is not None and i >= model["encoder"]["num_layers"]:
+                layer += self._norm_shapes("cross_norm")
+                layer += [(f"cross.{role}", shape) for role, shape in relative_shapes(model["attention"], d)]
             layer += [*self._norm_shapes("mlp_norm"), *self._mlp_shapes(i in model["moe_layers"])]
             shapes += [(f"layers.{i}.{role}", shape) for role, shape in layer]
+        if model["attention"]["kind"] == "relative":
+            table = (model["attention"]["num_buckets"], model["attention"]["num_heads"])
+            shapes += [("encoder_position_bias", table)] if model.get("encoder") is not None else []
+            shapes.append(("position_bias", table))
+        shapes += self._norm_shapes("encoder_norm") if model.get("encoder") is not None else []
         shapes += self._norm_shapes("norm")
         if not model["tied_head"]:
             shapes.append(("head", (model["vocab_size"], d)))
@@ -451,6 +459,12 @@ class SecondReader:
         return [(f"{role}.{name}", shapes[name]) for name in self.manifest["model"]["expert"]["matrices"]]
 
 
+def relative_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
+    """The projections of attention whose heads have keys of their own (section 9)."""
+    width = attention["num_heads"] * attention["head_dim"]
+    return [("q", (width, d)), ("k", (width, d)), ("v", (width, d)), ("o", (d, width))]
+
+
 def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape]]:
     """The roles of a layer's attention (section 9)."""
     shapes: list[tuple[str, Shape]] = []
@@ -467,6 +481,8 @@ def attention_shapes(attention: dict[str, Any], d: int) -> list[tuple[str, Shape
             shapes += [("q_norm", (size,)), ("k_norm", (size,))]
         elif attention["qk_norm"] == "projection":
             shapes += [("q_norm", (q,)), ("k_norm", (kv,))]
+    elif attention["kind"] == "relative":
+        shapes += relative_shapes(attention, d)
     else:
         require(attention["kind"] == "latent", "manifest.json: kind of attention")
         h, q_rank, kv_rank = (attention[key] for key in ("num_heads", "q_lora_rank", "kv_lora_rank"))

@@ -5,12 +5,14 @@ from typing import Any
 
 from moe_pack.formats import (
     MATRICES,
+    EncoderSpec,
     ExpertSpec,
     GroupedQuerySpec,
     LatentSpec,
     ModelSpec,
     NormSpec,
     PackError,
+    RelativeSpec,
     RopeSpec,
     RouterSpec,
     SharedExpertSpec,
@@ -65,6 +67,19 @@ LATENT = replace(
     rope=RopeSpec(1e4, 8, interleaved=True, scaling=None),
     router=RouterSpec("softmax_topk", 8, 3, normalize=False, n_group=4, topk_group=2, scaling_factor=16.0),
     shared_expert=SharedExpertSpec(96, gated=False),
+)
+# An encoder of two layers and a decoder of two, each stack's second with experts.
+ANSWERING = replace(
+    GROUPED,
+    family="switch_transformers",
+    num_hidden_layers=4,
+    moe_layers=(1, 3),
+    attention=RelativeSpec("relative", 4, 16, num_buckets=32, max_distance=128, scale=1.0),
+    rope=None,
+    router=RouterSpec("softmax_topk", 6, 1, normalize=False, capacity=5),
+    expert=ExpertSpec("relu", 48, ("up", "down"), bias=(), extra_floats=0),
+    shared_expert=None,
+    encoder=EncoderSpec(num_layers=2, start_token=0),
 )
 # Scalings of positions as JSON, for a rotary_dim of 32.
 YARN: Values = {

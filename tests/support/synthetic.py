@@ -57,7 +57,7 @@ def small(num_layers: int = 3, num_experts: int = 16, hidden_size: int = 256, in
         num_hidden_layers=num_layers,
         moe_layers=tuple(range(num_layers)),
         attention=replace(spec.attention, num_heads=4, num_kv_heads=2, head_dim=32),
-        rope=replace(spec.rope, rotary_dim=32),
+        rope=replace(spec.rotation, rotary_dim=32),
         router=replace(spec.router, num_experts=num_experts),
         expert=replace(spec.expert, intermediate_size=intermediate_size),
     )
@@ -101,7 +101,7 @@ def run(folder: Path, num_tokens: int, seed: int = 5) -> Run:
     with Pack(folder) as pack, kernels_for(CPU) as kernels:
         weights, spec = PackWeights(pack, CPU, kernels), pack.spec
         ids = torch.randint(spec.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed))
-        cache, angles = KVCache(spec, num_tokens, CPU), Rope(spec.rope, CPU)(torch.arange(num_tokens), num_tokens)
+        cache, angles = KVCache(spec, num_tokens, CPU), Rope(spec.rotation, CPU)(torch.arange(num_tokens), num_tokens)
         x, routes, rms = embed(ids, weights), [], []
         for layer in range(spec.num_hidden_layers):
             x = add_attention(x, weights, layer, cache.layer(layer), angles)

@@ -1,0 +1,209 @@
+"""Configs close to those of the families in `families` that must be refused, each with the line that refuses it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from families import BASE, LONGROPE, ROTARY, YARN, Tiny, Values, write_config
+from references import REFERENCES
+
+from moe_pack.formats import Checkpoint, CheckpointError
+
+
+@dataclass(frozen=True)
+class Close:
+    """A config near one we know, with `changes` (None removes a key), and the end of the line that refuses it."""
+
+    family: str
+    changes: Values
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.family}: {', '.join(self.changes)}"
+
+
+_ONLY = "supported is {} only".format
+CLOSE: tuple[Close, ...] = (
+    *(Close(family, {"hidden_act": "gelu"}, "hidden_act is 'gelu', " + _ONLY("'silu'")) for family in ROTARY),
+    *(
+        Close(
+            family,
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            f"rope_type 'linear' is not supported; supported: default, {'longrope' if family == 'phimoe' else 'yarn'}",
+        )
+        for family in ROTARY
+    ),
+    *(
+        Close(
+            family,
+            {"rope_parameters": (YARN if family == "phimoe" else LONGROPE) | {"rope_theta": 1e4}},
+            "rope_type 'yarn' is not supported; supported: default, longrope"
+            if family == "phimoe"
+            else "rope_type 'longrope' is not supported; supported: default, yarn",
+        )
+        for family in ROTARY
+    ),
+    *(
+        Close(
+            family,
+            {"rope_scaling": {"type": kind, "factor": 2.0}},
+            f"rope_type '{kind}' is not supported; supported: default",
+        )
+        for family in REFERENCES
+        for kind in ("linear", "dynamic", "yarn")
+    ),
+    *(
+        Close(
+            family,
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}},
+            "rope_parameters is {'rope_type': 'default', 'rope_theta': 100000.0}, " + _ONLY("None"),
+        )
+        for family in REFERENCES
+    ),
+    *(Close(family, {"head_dim": 32}, "head_dim is 32, " + _ONLY("16")) for family in REFERENCES),
+    *(
+        Close(family, {key: None}, f"'{family}' is a dense model without experts; there is nothing to pack")
+        for family, key in (("deepseek", "n_routed_experts"), ("minicpm", "num_experts"), ("xverse", "num_experts"))
+    ),
+    *(
+        Close(family, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, " + _ONLY("1.0"))
+        for family in ROTARY
+        if family != "glm4_moe"
+    ),
+    *(
+        Close(
+            family,
+            {"quantization_config": {"quant_method": "awq"}},
+            "quantization_config: quant_method is 'awq', supported: fp8, mxfp4; use the 16-bit original",
+        )
+        for family in BASE
+    ),
+    *(
+        Close(
+            family,
+            {"attn_logit_softcapping": 50.0},
+            "key 'attn_logit_softcapping' (50.0) is not one this family is known with",
+        )
+        for family in BASE
+    ),
+    Close("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window is True, " + _ONLY("False")),
+    Close(
+        "qwen2_moe",
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "layer_types has ['full_attention', 'sliding_attention'], " + _ONLY("'full_attention'"),
+    ),
+    Close(
+        "qwen2_moe",
+        {"shared_expert_intermediate_size": 0},
+        "shared_expert_intermediate_size is 0, expected 1 to 2^31 - 1",
+    ),
+    Close("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True, " + _ONLY("False")),
+    Close("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid', " + _ONLY("'softmax'")),
+    Close(
+        "deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc', supported: greedy, group_limited_greedy"
+    ),
+    Close("deepseek_v2", {"attention_bias": True}, "attention_bias is True, " + _ONLY("False")),
+    Close("deepseek_v2", {"mlp_bias": True}, "mlp_bias is True, " + _ONLY("False")),
+    Close("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq is 2, " + _ONLY("1")),
+    Close("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax', " + _ONLY("'sigmoid'")),
+    Close("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy', " + _ONLY("'noaux_tc'")),
+    Close("deepseek_v3", {"attention_bias": True}, "attention_bias is True, " + _ONLY("False")),
+    Close("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2, " + _ONLY("1")),
+    Close("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2, " + _ONLY("4")),
+    Close("deepseek_v3", {"n_group": 3, "topk_group": 1}, "1 of 3 groups of 8 experts"),
+    Close("deepseek_v3", {"n_group": None}, "key 'n_group' is missing, expected a value or null"),
+    Close("phimoe", {"num_experts_per_tok": 4}, "num_experts_per_tok is 4, " + _ONLY("2")),
+    Close("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, " + _ONLY("None")),
+    Close(
+        "granitemoe",
+        {"shared_intermediate_size": 64},
+        "key 'shared_intermediate_size' (64) is not one this family is known with",
+    ),
+    Close("glm4_moe", {"n_group": 3, "topk_group": 1}, "1 of 3 groups of 8 experts"),
+    Close("gpt_oss", {"swiglu_limit": 10.0}, "swiglu_limit is 10.0, " + _ONLY("7.0")),
+    Close("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0, " + _ONLY("1.702")),
+    Close("gpt_oss", {"experts_per_token": 4}, "experts_per_token is 4, " + _ONLY("2")),
+    Close("gpt_oss", {"initial_context_length": 4096}, "initial_context_length is 4096, " + _ONLY("32")),
+    Close("gpt_oss", {"head_dim": None}, "key 'head_dim' is missing, expected a value or null"),
+    Close("gpt_oss", {"sliding_window": None}, "key 'sliding_window' is missing, expected a value or null"),
+    Close("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types has 1 layers, the model has 3"),
+    Close(
+        "gpt_oss",
+        {"layer_types": ["full_attention", "odd_attention", "full_attention"]},
+        "layer_types has ['full_attention', 'odd_attention'], supported are 'full_attention' and 'sliding_attention'",
+    ),
+    Close(
+        "gpt_oss",
+        {"rope_parameters": None},
+        "rope_parameters and rope_scaling are missing, expected one of them",
+    ),
+    Close("dots1", {"scoring_func": "softmax"}, "scoring_func is 'softmax', " + _ONLY("'sigmoid'")),
+    Close("dots1", {"topk_method": "greedy"}, "topk_method is 'greedy', " + _ONLY("'noaux_tc'")),
+    Close("dots1", {"moe_layer_freq": 2}, "moe_layer_freq is 2, " + _ONLY("1")),
+    Close("dots1", {"n_shared_experts": 0}, "n_shared_experts is 0, expected 1 to 2^31 - 1"),
+    Close("dots1", {"use_sliding_window": True}, "use_sliding_window is True, " + _ONLY("False")),
+    Close(
+        "dots1",
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "layer_types has ['full_attention', 'sliding_attention'], " + _ONLY("'full_attention'"),
+    ),
+    Close("dots1", {"layer_types": None, "max_window_layers": 1}, "sliding_window is 4096, " + _ONLY("None")),
+    Close("deepseek", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid', " + _ONLY("'softmax'")),
+    Close("deepseek", {"n_shared_experts": 0}, "n_shared_experts is 0, expected 1 to 2^31 - 1"),
+    Close("deepseek", {"moe_layer_freq": 0}, "moe_layer_freq is 0, expected 1 to 2^31 - 1"),
+    Close("deepseek", {"num_key_value_heads": None}, "key 'num_key_value_heads' is missing, expected a value or null"),
+    Close("minicpm", {"pretraining_tp": 2}, "pretraining_tp is 2, " + _ONLY("1")),
+    Close(
+        "minicpm",
+        {"sparse_config": {"topk": 64}},
+        "key 'sparse_config' ({'topk': 64}) is not one this family is known with",
+    ),
+    Close("xverse", {"num_shared_experts": None}, "key 'num_shared_experts' is missing, expected a value or null"),
+    Close("xverse", {"num_shared_experts": 0}, "num_shared_experts is 0, expected 1 to 2^31 - 1"),
+    Close("switch_transformers", {"dense_act_fn": "gelu"}, "dense_act_fn is 'gelu', supported: relu"),
+    Close(
+        "switch_transformers",
+        {"feed_forward_proj": "gated-gelu"},
+        "feed_forward_proj is 'gated-gelu', " + _ONLY("'relu'"),
+    ),
+    Close("switch_transformers", {"is_gated_act": True}, "is_gated_act is True, " + _ONLY("False")),
+    Close("switch_transformers", {"router_bias": True}, "router_bias is True, " + _ONLY("False")),
+    Close("switch_transformers", {"router_dtype": "bfloat16"}, "router_dtype is 'bfloat16', " + _ONLY("'float32'")),
+    Close("switch_transformers", {"num_selected_experts": 2}, "num_selected_experts is 2, " + _ONLY("1")),
+    Close("switch_transformers", {"is_encoder_decoder": False}, "is_encoder_decoder is False, " + _ONLY("True")),
+    Close("switch_transformers", {"is_decoder": True}, "is_decoder is True, " + _ONLY("False")),
+    Close("switch_transformers", {"encoder_sparse_step": 1}, "encoder_sparse_step is 1, " + _ONLY("2")),
+    Close(
+        "switch_transformers",
+        {"decoder_start_token_id": None},
+        "key 'decoder_start_token_id' is missing, expected a whole number",
+    ),
+    Close(
+        "switch_transformers",
+        {
+            "num_sparse_encoder_layers": 5,
+            "encoder_sparse_step": 0,
+            "num_sparse_decoder_layers": 4,
+            "decoder_sparse_step": 0,
+        },
+        "moe_layers does not name decoder layers, at least one, in rising order",
+    ),
+    Close(
+        "switch_transformers",
+        {"relative_attention_num_buckets": 30},
+        "num_buckets is 30, expected a multiple of 4 up to 65536",
+    ),
+)
+
+
+def refusal(close: Close, folder: Path) -> str | None:
+    """The line that refuses a config near one we know, or None if only tensors are missing."""
+    written = write_config(Tiny(close.family, "close"), folder)
+    path = folder / "config.json"
+    values = {key: value for key, value in written.items() if key not in close.changes}
+    path.write_text(json.dumps(values | {key: value for key, value in close.changes.items() if value is not None}))
+    try:
+        Checkpoint(folder).close()
+    except CheckpointError as fault:
+        return None if "found neither model.safetensors" in str(fault) else str(fault)
+    return None
