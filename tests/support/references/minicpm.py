@@ -76,7 +76,7 @@ def logits(values: Values, weights: Weights, ids: list[int]) -> torch.Tensor:
         normed = rms_norm(x, weights[f"{layer}.post_attention_layernorm.weight"], eps)
         x = x + depth * torch.stack([experts_of_token(token, values, weights, f"{layer}.mlp") for token in normed])
     last = rms_norm(x, weights["model.norm.weight"], eps) / (values["hidden_size"] / values["dim_model_base"])
-    predicted: Tensor = last @ head_of(values, weights).T
+    predicted: torch.Tensor = last @ head_of(values, weights).T
     return predicted
 
 
