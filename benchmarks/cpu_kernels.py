@@ -77,7 +77,7 @@ class Experts:
     def _as_rows(self, extent: NDArray[np.uint8]) -> ExpertRows:
         begin, f = self.layout.selector_bytes, self.layout.num_rows
         selector, records = extent[:begin].reshape(f, -1), extent[begin:].reshape(f, -1)
-        return ExpertRows(expert_numbers(self.layout, _KIND), selector, records, 0.0)
+        return ExpertRows(expert_numbers(self.layout, _KIND, "silu"), selector, records, 0.0)
 
     def take(self, count: int, threshold: float) -> list[tuple[ExpertRows, NDArray[np.int64], NDArray[np.float32]]]:
         """The next `count` copies, all for the one token."""

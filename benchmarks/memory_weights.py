@@ -24,6 +24,9 @@ class WholeExpert:
 
     block: NeuronBlock
 
+    def down_bias(self) -> None:
+        """It has none."""
+
     def blocks(self) -> Iterator[NeuronBlock]:
         """All neurons."""
         yield self.block

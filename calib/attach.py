@@ -39,13 +39,13 @@ def routing_of(profile: Profile, most_tokens: int = MAX_ROUTED_TOKENS) -> Routin
 
     Args:    most_tokens: whose routes are kept.
     """
-    layers, E = range(len(profile.spec.moe_layers)), profile.spec.router.num_experts
+    layers = range(len(profile.spec.moe_layers))
     popularity, mass, routes = [], [], []
     length = min(profile.layer_tokens, most_tokens)
     kept = _kept_tokens(profile, length, most_tokens)
     for layer_idx in layers:
         counted = profile.statistics(layer_idx)
-        popularity.append(np.bincount(counted.routes.ravel(), minlength=E).astype("<u4"))
+        popularity.append(counted.chosen())
         mass.append(counted.mass)
         routes.append(counted.routes[kept])
     recalls = np.full((len(layers), len(PREDICTORS), 3), np.nan, "<f4")

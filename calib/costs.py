@@ -29,7 +29,7 @@ from moe_pack.calib.layer_pass import LayerStates
 from moe_pack.calib.mlp_predictor import USUAL_TRAINING, shapes_for, train
 from moe_pack.calib.mlp_predictor import cost as training_cost
 from moe_pack.calib.sequences import stack_of
-from moe_pack.formats import ModelSpec, dense_roles
+from moe_pack.formats import ModelSpec, NeuronFunction, dense_roles
 from moe_pack.runtime import Weights, run_expert
 
 _TRIED_TOKENS = 512
@@ -196,7 +196,7 @@ class Trial:
         return Cost(num_tokens * self._spec.hidden_size * self._spec.vocab_size, seconds)
 
     @property
-    def _function(self) -> str:
+    def _function(self) -> NeuronFunction:
         return self._spec.expert.function
 
     def _random(self, num_tokens: int) -> Tensor:

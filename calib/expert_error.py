@@ -14,9 +14,18 @@ from torch import Tensor
 from moe_pack.calib.arrays import Array
 from moe_pack.calib.expert_pass import HOT_SPARSITIES, KINDS
 from moe_pack.calib.quantize import RowQuantizer
-from moe_pack.formats import MATRICES, ROW_GROUP, Matrix, PartFormat, Quantizer, format_fault, part_format
+from moe_pack.formats import (
+    MATRICES,
+    ROW_GROUP,
+    Matrix,
+    NeuronFunction,
+    PartFormat,
+    Quantizer,
+    format_fault,
+    part_format,
+)
 from moe_pack.formats.codecs import decode_part
-from moe_pack.runtime import ACTIVATIONS, Activations, Expert, NeuronBlock, activations
+from moe_pack.runtime import NEURONS, Activations, Expert, NeuronBlock, activations
 
 WIDTHS = (2, 3, 4, 8)  # below 2 errors are no longer small
 GROUP = 64
@@ -95,7 +104,7 @@ def _one_thread() -> Iterator[None]:
 
 def output_changes(
     expert: Expert,
-    function: str,
+    function: NeuronFunction,
     x: Tensor,
     rounding: Rounding,
     thresholds: Tensor | None,
@@ -125,7 +134,7 @@ def _add_quantized(
     block: NeuronBlock,
     values: Activations,
     x: Tensor,
-    function: str,
+    function: NeuronFunction,
     rounding: Rounding,
     output: Tensor,
 ) -> None:
@@ -139,12 +148,11 @@ def _add_quantized(
     product = x @ rounding(weights, change.width).T
     if bias is not None:
         product = product + bias
-    if block.gate is None:
-        h = ACTIVATIONS[function](product)
-    elif matrix == "up":
-        h = values.gate * product
+    neuron = NEURONS[function]
+    if matrix == "up":
+        h = neuron.act(product) if block.gate is None else values.gate * neuron.factor(product)
     else:
-        h = ACTIVATIONS[function](product) * values.up
+        h = neuron.act(product) * values.up
     output.addmm_(h - values.h, block.down)
 
 
@@ -154,7 +162,7 @@ def mean_square(changes: Tensor, weights: Tensor) -> Tensor:
     return weighted.mean(dim=1) if changes.shape[1] else weighted.new_zeros(len(changes))
 
 
-def format_ratios(expert: Expert, function: str, x: Tensor, weights: Tensor, rounding: Rounding) -> Tensor:
+def format_ratios(expert: Expert, function: NeuronFunction, x: Tensor, weights: Tensor, rounding: Rounding) -> Tensor:
     """How the errors in every format compare with those of `rounding` at the same width: float32 [3, F].
 
     For gate, up and down; formats as `compared_formats` lists them. 1 where there is no error to compare. Judged on

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.calib.histogram import Histogram
-from moe_pack.formats import Selector
+from moe_pack.formats import NeuronFunction, Selector
 from moe_pack.runtime import Activations, Expert, activations
 
 CHUNK_TOKENS = 2048  # tokens at once: bounds what an expert's outputs take, and uses weights well
@@ -37,7 +37,7 @@ class ExpertActivity:
 
 def measure_expert(
     expert: Expert,
-    function: str,
+    function: NeuronFunction,
     inputs: Tensor,
     token_idx: Tensor,
     num_neurons: int,

@@ -15,7 +15,7 @@ from moe_pack.calib.arrays import Array, check_arrays
 from moe_pack.calib.expert_pass import HOT_SPARSITIES, KINDS, sample_places
 from moe_pack.calib.mlp_predictor import shapes_for, train
 from moe_pack.calib.recall import MaskCounts, mask_counts, recall_precision
-from moe_pack.formats import PackError
+from moe_pack.formats import NeuronFunction, PackError
 from moe_pack.runtime import PREDICTORS, Expert, PathStatistics, Predictor, Weights, activations, router_scores
 
 MAX_LEARNED_TOKENS = 8192  # twice as many raised recall by less than a point on the small models
@@ -136,7 +136,7 @@ def _judge_neurons(
 
 
 def _count(
-    expert: Expert, function: str, inputs: list[Tensor], thresholds: Array, counts: list[list[MaskCounts]]
+    expert: Expert, function: NeuronFunction, inputs: list[Tensor], thresholds: Array, counts: list[list[MaskCounts]]
 ) -> None:
     """Adds the masks of one expert: its selector on the layer before's inputs, and on its own."""
     for block in expert.blocks():

@@ -93,6 +93,9 @@ class _RoundedExpert:
             assert up is not None and down is not None, "every expert has up and down"
             yield NeuronBlock(gate, up, down, block.gate_bias, block.up_bias)
 
+    def down_bias(self) -> Tensor | None:
+        return self._expert.down_bias()
+
 
 def roundable_roles(spec: ModelSpec, layer: int | None) -> tuple[str, ...]:
     """The dense matrices of a decoder layer (None: of none) that a plan may quantize and rows of 64 can hold."""

@@ -78,6 +78,10 @@ class LayerStatistics:
             raise PackError(f"{place}: tensor 'routes' names no {k} experts a token; profile the model anew")
         return cls(**arrays)
 
+    def chosen(self) -> Array:
+        """Tokens that chose each expert, beyond its capacity or not: u32 [E]."""
+        return np.bincount(self.routes.ravel(), minlength=len(self.tokens)).astype(np.uint32)
+
     def at_sparsities(self, sparsities: Sequence[float]) -> Array:
         """The stored quantiles at these levels: float32 [E, 3, levels]; each must be one of `QUANTILE_LEVELS`."""
         return np.ascontiguousarray(self.quantiles[:, :, [QUANTILE_LEVELS.index(level) for level in sparsities]])

@@ -155,7 +155,7 @@ def totals(layout: PackLayout, files: tuple[ContentFile, ...]) -> Totals:
     experts = [expert for layer in layout.experts for expert in layer]
     selectors = sum(expert.selector_bytes for expert in experts)
     records = sum(expert.records_bytes for expert in experts)
-    extra = sum(4 * expert.extra_floats for expert in experts)
+    extra = sum(expert.extra_bytes for expert in experts)
     headers = sum(len(file.header) for file in layout.expert_files)
     in_files = sum(file.num_bytes for file in layout.expert_files)
     copied = sum(file.bytes for file in files if file.name in COPIED_FILES)

@@ -3,7 +3,6 @@
 A check that fails says what was found and what was allowed; one that cannot be made is skipped, with the reason.
 """
 
-import math
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
@@ -100,7 +99,7 @@ def tensors(pack: Pack, checkpoint: Checkpoint | None) -> Check:
 
 def _accounted(pack: Pack) -> str:
     held = read_account(pack.read_file(SOURCE_FILE).tobytes()).tensors
-    kept = sum(math.prod(tensor.shape) for tensor in held if tensor.fate != "dropped")
+    kept = sum(tensor.num_weights for tensor in held)
     if kept != num_parameters(pack.spec):
         raise PackError(
             f"{SOURCE_FILE}: found {kept:,} weights packed and resident, the model has {num_parameters(pack.spec):,}"

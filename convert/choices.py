@@ -19,6 +19,7 @@ from moe_pack.formats import (
     ModelSpec,
     PartFormat,
     Selector,
+    extra_layout,
     record_matrices,
     selector_matrices,
 )
@@ -81,9 +82,9 @@ def expert_choices(
 
 def _sizes(parts: Ints, spec: ModelSpec, selector: Selector, losses: Losses) -> tuple[Ints, Ints, Ints]:
     """What `expert_layout` makes of combinations [C, 3], without making thousands: selectors, records, extents."""
-    expert = spec.expert
+    expert, extra = spec.expert, extra_layout(spec.expert.extra_floats)
     by_format = np.array([part.part_bytes(spec.hidden_size) for part in losses.formats])
-    sizes = by_format[parts] + 4 * np.array([matrix in expert.bias for matrix in MATRICES])  # [C, 3]
+    sizes = by_format[parts] + 4 * np.array([matrix in expert.row_bias for matrix in MATRICES])  # [C, 3]
 
     def all_rows(matrices: tuple[Matrix, ...]) -> Ints:
         held = [MATRICES.index(matrix) for matrix in matrices]
@@ -93,7 +94,7 @@ def _sizes(parts: Ints, spec: ModelSpec, selector: Selector, losses: Losses) -> 
 
     selectors = all_rows(selector_matrices(selector, expert.matrices))
     records = all_rows(record_matrices(selector, expert.matrices))
-    return selectors, records, selectors + records + 4 * expert.extra_floats
+    return selectors, records, selectors + records + (extra.row_bytes if extra else 0)
 
 
 def _format(parts: list[int], spec: ModelSpec, losses: Losses) -> ExpertFormat:

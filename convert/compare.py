@@ -8,13 +8,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.formats import Checkpoint, DenseLayout, ExpertFormat, Matrix, Pack, PackError, format_text, read_account
+from moe_pack.formats import (
+    Checkpoint,
+    DenseLayout,
+    ExpertFormat,
+    Matrix,
+    Pack,
+    PackError,
+    PartFormat,
+    format_text,
+    read_account,
+)
 from moe_pack.runtime import (
     CheckpointWeights,
     Decoder,
+    EncoderDecoder,
     Kernels,
-    NeuronBlock,
     PackWeights,
+    Weights,
     read_neurons,
     read_rows,
     read_vector,
@@ -97,10 +108,21 @@ def compare_weights(
 
 
 def compare_logits(pack: Pack, checkpoint: Checkpoint, ids: list[int], kernels: Kernels | None = None) -> LogitsError:
-    """The distance between both models' predictions of each next token of `ids`."""
-    source = Decoder(CheckpointWeights(checkpoint), len(ids)).logits(ids)
-    packed = Decoder(PackWeights(pack, torch.device("cpu"), kernels), len(ids)).logits(ids)
-    return logits_error(source, packed)
+    """The distance between both models' predictions of each next token of `ids`.
+
+    With an encoder it reads `ids`, and the predictions are those of the same tokens as answer.
+    """
+    source = _logits(CheckpointWeights(checkpoint), ids)
+    return logits_error(source, _logits(PackWeights(pack, torch.device("cpu"), kernels), ids))
+
+
+def _logits(weights: Weights, ids: list[int]) -> Tensor:
+    encoder = weights.spec.encoder
+    if encoder is None:
+        return Decoder(weights, len(ids)).logits(ids)
+    answering = EncoderDecoder(weights, len(ids))
+    answering.encode(ids)
+    return answering.logits([encoder.start_token, *ids[:-1]])
 
 
 def logits_error(source: Tensor, packed: Tensor) -> LogitsError:
@@ -123,10 +145,10 @@ class _Sums:
         self.weight = 0.0
         self.largest = 0.0
 
-    def add(self, source: Tensor, stored: Tensor, width: int) -> bool:
-        """Adds rows in float32; tells whether they are the source's, as nearly as codes of `width` bits have them.
+    def add(self, source: Tensor, stored: Tensor, part: PartFormat | None) -> bool:
+        """Adds rows in float32; tells whether they are the source's, as nearly as the format has them.
 
-        From 16 bit up they must be equal.
+        Only what was quantized (`affine`) may differ at all; None is what keeps the source's bytes.
         """
         difference = (source - stored).abs()
         error, weight = float(difference.sum(dtype=torch.float64)), float(source.abs().sum(dtype=torch.float64))
@@ -134,10 +156,10 @@ class _Sums:
         self.error += error
         self.weight += weight
         self.largest = max(self.largest, float(difference.max()))
-        if error == 0 or width >= 16:
+        if error == 0 or part is None or part.codec != "affine":
             return error == 0
         chance = _UNRELATED_DEVIATIONS / math.sqrt(source.numel())
-        return _cosine(source, stored) > (min(_RELATED, chance) if width == 1 else _RELATED)
+        return _cosine(source, stored) > (min(_RELATED, chance) if part.width == 1 else _RELATED)
 
     def result(self, matrix: str, stored_as: str) -> MatrixError:
         """The mean over all that was added."""
@@ -158,13 +180,13 @@ def _compare_dense(
         if not torch.equal(read_vector(checkpoint, place_in_source), weights.vector(role)):
             raise PackError(f"{place}: differs from the checkpoint's {place_in_source.tensor!r}")
         return
-    stored_as = dense.dtype.lower() if dense.rows is None else format_text(dense.rows.parts[0].format)
-    width = 16 if dense.rows is None else dense.rows.parts[0].format.width
+    part = None if dense.rows is None else dense.rows.parts[0].format
+    stored_as = dense.dtype.lower() if part is None else format_text(part)
     held = sums.setdefault(("dense", stored_as), _Sums())
     for start in range(0, dense.role.shape[0], _ROWS_AT_ONCE):
         stop = min(start + _ROWS_AT_ONCE, dense.role.shape[0])
         source = read_rows(checkpoint, place_in_source, start, stop).to(torch.float32)
-        if not held.add(source, weights.matrix(role).rows(start, stop), width):
+        if not held.add(source, weights.matrix(role).rows(start, stop), part):
             raise PackError(
                 f"{place}: rows {start} to {stop} are not those of the checkpoint's {place_in_source.tensor!r}"
             )
@@ -182,29 +204,33 @@ def _compare_expert(
     layer_idx, expert = number
     places = {matrix: checkpoint.expert_source(layer_idx, expert, matrix) for matrix in checkpoint.spec.expert.matrices}
     sources = {matrix: read_neurons(checkpoint, place) for matrix, place in places.items()}
-    biased: list[Matrix] = [matrix for matrix in checkpoint.spec.expert.bias if matrix != "down"]
+    biased = checkpoint.spec.expert.bias
     biases = {m: read_vector(checkpoint, checkpoint.bias_source(layer_idx, expert, m)) for m in biased}
+    held = weights.expert(layer_idx, expert)
+    _check_bias(number, "down", held.down_bias(), biases.pop("down", None))
     start = 0
-    for block in weights.expert(layer_idx, expert).blocks():
+    for block in held.blocks():
         rows = order[start : start + len(block.up)]
         start += len(rows)
         for matrix, source in sources.items():
             part = formats.of(matrix)
             stored = {"gate": block.gate, "up": block.up, "down": block.down}[matrix]
             assert part is not None and stored is not None, f"{matrix} is one of the family's matrices"
-            if matrix in biases and not torch.equal(biases[matrix][rows], _bias_of(block, matrix)):
-                raise PackError(f"layer {layer_idx} expert {expert}: the bias of {matrix} is not the checkpoint's")
+            if matrix in biases:
+                _check_bias(
+                    number, matrix, block.gate_bias if matrix == "gate" else block.up_bias, biases[matrix][rows]
+                )
             expected = (source[rows].to(torch.bfloat16) if part.codec == "bf16" else source[rows]).to(torch.float32)
-            if not sums.setdefault((matrix, format_text(part)), _Sums()).add(expected, stored, part.width):
+            if not sums.setdefault((matrix, format_text(part)), _Sums()).add(expected, stored, part):
                 raise PackError(
                     f"layer {layer_idx} expert {expert}: {matrix} is not the checkpoint's {places[matrix].tensor!r}"
                 )
 
 
-def _bias_of(block: NeuronBlock, matrix: Matrix) -> Tensor:
-    bias = block.gate_bias if matrix == "gate" else block.up_bias
-    assert bias is not None, f"{matrix} is one of the matrices with a bias"
-    return bias
+def _check_bias(number: tuple[int, int], matrix: Matrix, stored: Tensor | None, source: Tensor | None) -> None:
+    assert (stored is None) == (source is None), "the spec says which matrices have one"
+    if stored is not None and source is not None and not torch.equal(stored, source):
+        raise PackError(f"layer {number[0]} expert {number[1]}: the bias of {matrix} is not the checkpoint's")
 
 
 def _described(tensor: tuple[str, tuple[int, ...]] | None) -> str:

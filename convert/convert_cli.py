@@ -30,9 +30,10 @@ from moe_pack.convert.profile_cli import (
     measure_with_bar,
     threshold_lines,
 )
+from moe_pack.convert.source_formats import kept_text
 from moe_pack.convert.target import Target
 from moe_pack.convert.target_cli import target_options
-from moe_pack.formats import BF16, QUANTIZERS, Checkpoint, ModelSpec, Pack, Quantizer
+from moe_pack.formats import BF16, QUANTIZERS, Checkpoint, Pack, Quantizer
 from moe_pack.formats.cli import command_errors, size_text
 from moe_pack.runtime import FolderFiles, Text
 
@@ -61,15 +62,16 @@ class ConvertOptions:
             return "--profile: orders neurons by heat at a sparsity; give --sparsity too"
         return None
 
-    def decision(self, spec: ModelSpec) -> Decision:
+    def decision(self, checkpoint: Checkpoint) -> Decision:
         """What the pack shall be.
 
         Raises:  PlanError if the plan does not fit the model.
         """
+        spec = checkpoint.spec
         if self.plan_file is not None:
             return read_plan(self.plan_file, spec)
         shape = (len(spec.moe_layers), spec.router.num_experts)
-        return Decision(self.plan.plan(spec, self.quantizer), np.full(shape, self.sparsity or 0.0))
+        return Decision(self.plan.plan_for(checkpoint, self.quantizer), np.full(shape, self.sparsity or 0.0))
 
     def rule(self, decision: Decision) -> ThresholdRule | None:
         """How thresholds are measured; None where all neurons run."""
@@ -184,7 +186,7 @@ def _target_fault(target: Target, options: ConvertOptions) -> str | None:
 
 def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> None:
     spec = checkpoint.spec
-    decision = options.decision(spec)
+    decision = options.decision(checkpoint)
     plan, rule = decision.plan, options.rule(decision)
     profile = None if options.profile is None else Profile(options.profile)
     order = None
@@ -196,7 +198,10 @@ def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> N
     source_bytes = sum(file.bytes for file in checkpoint.account()[0])
     model = f"{spec.family}, {len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
     _tell(f"{model}: {size_text(source_bytes)} become about {size_text(large_bytes(layout))}")
-    narrowed = sorted({checkpoint.dtype(source) for source in checkpoint.claims.experts.values()} - {"BF16"})
+    if kept := kept_text(plan, checkpoint):
+        _tell(kept)
+    dtypes = {checkpoint.dtype(source) for source in checkpoint.claims.experts.values() if source.codec != "mxfp4"}
+    narrowed = sorted(dtypes - {"BF16"})
     if narrowed and any(part == BF16 for layer in plan.experts for e in layer for part in (e.gate, e.up, e.down)):
         _tell(f"note: 16 bit is bfloat16; the source's {', '.join(narrowed)} expert weights lose their last bits")
     start = time.perf_counter()

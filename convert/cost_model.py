@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moe_pack.convert.machines import Machine, rate_of
 from moe_pack.convert.visits import MAX_AGE, Visits, drawn_passes, expected_misses, visits
-from moe_pack.formats import ExpertLayout, PackLayout, RowLayout, cached_values
+from moe_pack.formats import ExpertLayout, PackLayout, RowLayout, cache_values
 from moe_pack.runtime import (
     CARD_PAGE_BYTES,
     READ_UNIT,
@@ -273,7 +273,7 @@ def dense_seconds(layout: PackLayout, machine: Machine, seen_tokens: int) -> tup
         rate = machine.memory_rate if width == 32 else rate_of(machine.dense_rates, width)
         seconds += dense.entry.num_bytes / rate
         num_bytes += dense.entry.num_bytes
-    cached = 4 * cached_values(layout.spec) * seen_tokens
+    cached = 4 * cache_values(layout.spec, seen_tokens, 1)
     return seconds + cached / machine.memory_rate, num_bytes + cached
 
 

@@ -1,15 +1,13 @@
 """One item's bytes: reads what it needs of the source, quantizes, lays out. Runs in a worker thread; writes nothing."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
 from threading import Event
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from moe_pack.calib import RowQuantizer, UnholdableError, check_finite
+from moe_pack.calib import check_finite
+from moe_pack.convert.part_bytes import PartBytes, held_bytes, next_rows, read_checked
 from moe_pack.convert.recipe import Recipe
 from moe_pack.formats import (
     Checkpoint,
@@ -17,17 +15,12 @@ from moe_pack.formats import (
     ExpertLayout,
     Item,
     Matrix,
+    Plan,
     RowLayout,
-    SourceMatrix,
+    seal_rows,
     write_rows,
 )
-from moe_pack.runtime import TORCH_DTYPES, read_rows, read_vector
-
-_ROWS_AT_ONCE = 512  # rows of a matrix in memory at once, a multiple of every quantizer block
-
-
-class StoppedError(Exception):
-    """The conversion is ending: whoever waits for this item no longer does."""
+from moe_pack.runtime import read_vector
 
 
 def item_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
@@ -39,38 +32,30 @@ def item_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
     return _dense_bytes(recipe, item, stop) if item.kind == "dense" else _expert_bytes(recipe, item, stop)
 
 
-def job_bytes(checkpoint: Checkpoint, item: Item) -> int:
+def job_bytes(checkpoint: Checkpoint, plan: Plan, item: Item) -> int:
     """What `item_bytes` holds at its peak, blocks apart: the item, and what lies across of an expert, transposed."""
     if item.kind != "expert":
         return item.num_bytes
-    matrices = checkpoint.spec.expert.matrices
-    sources = [checkpoint.expert_source(item.layer, item.expert, matrix) for matrix in matrices]
-    return item.num_bytes + sum(checkpoint.num_bytes(source) for source in sources if source.neurons == "columns")
-
-
-def _next_rows(num_rows: int, stop: Event) -> Iterator[tuple[int, int]]:
-    for start in range(0, num_rows, _ROWS_AT_ONCE):
-        if stop.is_set():
-            raise StoppedError
-        yield start, min(start + _ROWS_AT_ONCE, num_rows)
+    formats = plan.experts[item.layer][item.expert]
+    parts = [(matrix, part) for matrix in checkpoint.spec.expert.matrices if (part := formats.of(matrix))]
+    sources = [(checkpoint.expert_source(item.layer, item.expert, matrix), part) for matrix, part in parts]
+    return item.num_bytes + sum(held_bytes(checkpoint, source, part) for source, part in sources)
 
 
 def _dense_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
     checkpoint, layout = recipe.checkpoint, recipe.layout
     dense = next(dense for dense in layout.dense if dense.role.name == item.role)
-    source = checkpoint.dense_source(item.role)
-    num_rows = source.num_rows
-    out = np.empty((num_rows, item.num_bytes // num_rows), np.uint8)
-    rows, quantizer = dense.rows, None
+    source, rows = checkpoint.dense_source(item.role), dense.rows
+    out = np.empty((source.num_rows, item.num_bytes // source.num_rows), np.uint8)
+    held = None
     if rows is not None:
-        quantizer = RowQuantizer(rows.parts[0].format, rows.num_cols, recipe.plan.quantizer)
-    for first, end in _next_rows(num_rows, stop):
-        weights = _checked(checkpoint, source, first, end)
-        if quantizer is None or rows is None:
+        held = PartBytes(checkpoint, source, rows.parts[0].format, recipe.plan.quantizer, stop)
+    for first, end in next_rows(source.num_rows, stop):
+        if held is None or rows is None:
+            weights = read_checked(checkpoint, source, first, end)
             out[first:end] = weights.view(torch.uint8).view(end - first, -1).numpy()
         else:
-            section = _encode(quantizer, weights, partial(_neuron_place, checkpoint, source, first))
-            write_rows(rows, {"weight": section}, out[first:end])
+            write_rows(rows, {"weight": held.rows(first, end)}, out[first:end])
     return out.reshape(-1)
 
 
@@ -81,26 +66,23 @@ def _expert_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
     """
     checkpoint, layout = recipe.checkpoint, recipe.layout
     expert = layout.experts[item.layer][item.expert]
-    formats = recipe.plan.experts[item.layer][item.expert]
-    d, f = layout.spec.hidden_size, layout.spec.expert.intermediate_size
-    sources = {m: checkpoint.expert_source(item.layer, item.expert, m) for m in layout.spec.expert.matrices}
-    quantizers = {m: RowQuantizer(part, d, recipe.plan.quantizer) for m in sources if (part := formats.of(m))}
-    across = {m: _transposed(checkpoint, s, stop) for m, s in sources.items() if s.neurons == "columns"}
-    biases = {m: _bias(checkpoint, item, m) for m in layout.spec.expert.bias}
+    formats, spec = recipe.plan.experts[item.layer][item.expert], layout.spec.expert
+    sources = {m: checkpoint.expert_source(item.layer, item.expert, m) for m in spec.matrices}
+    parts = {
+        m: PartBytes(checkpoint, source, part, recipe.plan.quantizer, stop)
+        for m, source in sources.items()
+        if (part := formats.of(m))
+    }
+    biases = {m: _bias(checkpoint, item, m) for m in spec.bias}
     extent = np.zeros(item.num_bytes, np.uint8)
-    if "down" in biases:  # no neuron's: it lies behind the rows
-        extent[-biases["down"].size :] = biases.pop("down").reshape(-1)
+    if expert.extra is not None:  # the bias of down, no neuron's: it lies behind the rows
+        extra = extent[-expert.extra_bytes :].reshape(1, -1)
+        extra[:, : expert.extra.crc_offset] = biases.pop("down").reshape(1, -1)
+        seal_rows(expert.extra, extra)
     halves = _halves(expert, extent)
     places = _places(recipe, item)
-    for first, end in _next_rows(f, stop):
-        sections = {
-            str(matrix): _encode(
-                quantizers[matrix],
-                across[matrix][first:end] if matrix in across else _checked(checkpoint, source, first, end),
-                partial(_neuron_place, checkpoint, source, first),
-            )
-            for matrix, source in sources.items()
-        }
+    for first, end in next_rows(spec.intermediate_size, stop):
+        sections = {str(matrix): part.rows(first, end) for matrix, part in parts.items()}
         for matrix, bias in biases.items():
             sections[matrix] = np.concatenate((sections[matrix], bias[first:end]), axis=1)
         for rows, out in halves:
@@ -128,38 +110,9 @@ def _places(recipe: Recipe, item: Item) -> NDArray[np.intp]:
     return places
 
 
-def _transposed(checkpoint: Checkpoint, source: SourceMatrix, stop: Event) -> Tensor:
-    """A matrix whose neurons are columns, `[d, f]`, as `[f, d]`: made some rows at a time."""
-    out = torch.empty((source.num_cols, source.num_rows), dtype=TORCH_DTYPES[checkpoint.dtype(source)])
-    for first, end in _next_rows(source.num_rows, stop):
-        out[:, first:end] = _checked(checkpoint, source, first, end).T
-    return out
-
-
-def _checked(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: int) -> Tensor:
-    weights = read_rows(checkpoint, source, start, stop)
-    check_finite(weights, checkpoint.place(source), CheckpointError, lambda row, col: source.number(start + row, col))
-    return weights
-
-
 def _bias(checkpoint: Checkpoint, item: Item, matrix: Matrix) -> NDArray[np.uint8]:
     """The bias of a matrix in float32, as bytes: u8 [n, 4]."""
     source = checkpoint.bias_source(item.layer, item.expert, matrix)
     values = read_vector(checkpoint, source).unsqueeze(1)
     check_finite(values, checkpoint.place(source), CheckpointError, source.number)
     return values.view(torch.uint8).numpy()
-
-
-def _neuron_place(checkpoint: Checkpoint, source: SourceMatrix, first: int, neuron: int) -> str:
-    """Where row `neuron`, counted from `first`, of what was encoded lies in the source."""
-    across = source.neurons == "columns"
-    row, col = source.number(0, first + neuron) if across else source.number(first + neuron, 0)
-    return f"{checkpoint.place(source)}: {f'column {col}' if across else f'row {row}'}"
-
-
-def _encode(quantizer: RowQuantizer, weights: Tensor, place: Callable[[int], str]) -> NDArray[np.uint8]:
-    """The bytes of rows; `place` names the tensor and a row of these in it."""
-    try:
-        return quantizer.encode(weights).numpy()
-    except UnholdableError as fault:
-        raise CheckpointError(f"{place(fault.row)} has {fault.advice}") from fault

@@ -12,12 +12,15 @@ from click.core import ParameterSource
 from tqdm import tqdm
 
 from moe_pack.convert.pipeline import Progress
+from moe_pack.convert.source_formats import SOURCE, Bits, keep_source
 from moe_pack.formats import (
     ROW_GROUP,
     SELECTORS,
+    Checkpoint,
     ModelSpec,
     PackLayout,
     Plan,
+    PlanError,
     Quantizer,
     Selector,
     part_format,
@@ -25,7 +28,9 @@ from moe_pack.formats import (
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
-_BITS = click.Choice(["1", "2", "3", "4", "8", "16"])
+_BITS = click.Choice(["1", "2", "3", "4", "8", "16", SOURCE])
+_EXPERT_BITS = 4  # of experts that are not in codes already, where nothing else is asked for
+_USUAL = f"source for FP8 and MXFP4, else {_EXPERT_BITS}"
 _GROUPS = ("16", "32", "64", "128", "row")
 
 
@@ -34,22 +39,46 @@ class PlanOptions:
     """How every expert, and what is dense, shall be stored."""
 
     selector: Selector
-    selector_bits: int
-    record_bits: int
+    selector_bits: Bits
+    record_bits: Bits
     group: int
     scale_bits: int
-    dense_bits: int
+    dense_bits: Bits
 
     def plan(self, spec: ModelSpec, quantizer: Quantizer) -> Plan:
-        """The plan for a model.
+        """The plan for a model without a checkpoint.
 
-        Raises:  PlanError if these formats cannot hold its rows.
+        Raises:  PlanError if these formats cannot hold its rows, or a source is asked for.
         """
-        selector, record, dense = (
-            part_format(bits, self.group, self.scale_bits)
-            for bits in (self.selector_bits, self.record_bits, self.dense_bits)
+        bits = {"selector": self.selector_bits, "record": self.record_bits, "dense": self.dense_bits}
+        asked = next((name for name, width in bits.items() if width == SOURCE), None)
+        if asked is not None:
+            raise PlanError(f"--{asked}-bits source: there is no checkpoint here whose weights could be kept")
+        return self._planned(spec, quantizer)
+
+    def plan_for(self, checkpoint: Checkpoint, quantizer: Quantizer) -> Plan:
+        """The plan for a checkpoint, whose own codes are kept where that is no wider.
+
+        Raises:  PlanError if these formats cannot hold its rows, or nothing keeps what shall be kept.
+        """
+        plan = self._planned(checkpoint.spec, quantizer)
+        return keep_source(checkpoint, plan, self.selector_bits, self.record_bits, self.dense_bits)
+
+    def _planned(self, spec: ModelSpec, quantizer: Quantizer) -> Plan:
+        selector, record = (
+            part_format(_width(bits, _EXPERT_BITS), self.group, self.scale_bits)
+            for bits in (self.selector_bits, self.record_bits)
         )
-        return uniform_plan(spec, self.selector, selector, record, None if self.dense_bits == 16 else dense, quantizer)
+        width = _width(self.dense_bits, 16)
+        dense = None if width == 16 else part_format(width, self.group, self.scale_bits)
+        return uniform_plan(spec, self.selector, selector, record, dense, quantizer)
+
+
+def _width(bits: Bits, usual: int) -> int:
+    """The width of what is not kept: what was given, or the usual one; 16 where the source shall be kept."""
+    if bits == SOURCE:
+        return 16
+    return bits if isinstance(bits, int) else usual
 
 
 _OPTIONS = (
@@ -61,10 +90,15 @@ _OPTIONS = (
         help="Which matrix decides what neurons run, and is stored apart to be read whole.",
     ),
     click.option(
-        "--selector-bits", type=_BITS, default="4", show_default=True, help="Width of the selector's weights."
+        "--selector-bits",
+        type=_BITS,
+        help=f"Width of the selector's weights; source: what the checkpoint has, without loss.  [default: {_USUAL}]",
     ),
     click.option(
-        "--record-bits", type=_BITS, default="4", show_default=True, help="Width of the neuron records' weights."
+        "--record-bits",
+        type=_BITS,
+        help="Width of the neuron records' weights; source: what the checkpoint has, without loss. FP8 and MXFP4 are "
+        f"kept wherever the width is not below theirs.  [default: {_USUAL}]",
     ),
     click.option(
         "--group-size",
@@ -83,10 +117,8 @@ _OPTIONS = (
     click.option(
         "--dense-bits",
         type=_BITS,
-        default="16",
-        show_default=True,
-        help="Width of attention, embedding, head, shared experts and dense layers; 16 does not quantize them. "
-        "Norms, biases and routers never are.",
+        help="Width of attention, embedding, head, shared experts and dense layers; source, and 16, do not quantize "
+        "them. Norms, biases and routers never are.  [default: source]",
     ),
 )
 _NAMES = ("selector", "selector_bits", "record_bits", "group_size", "scale_bits", "dense_bits")
@@ -101,17 +133,21 @@ def plan_options(body: F) -> F:
         group = chosen["group_size"]
         gathered_options = PlanOptions(
             chosen["selector"],
-            int(chosen["selector_bits"]),
-            int(chosen["record_bits"]),
+            _bits(chosen["selector_bits"]),
+            _bits(chosen["record_bits"]),
             ROW_GROUP if group == "row" else int(group),
             int(chosen["scale_bits"]),
-            int(chosen["dense_bits"]),
+            _bits(chosen["dense_bits"]),
         )
         return body(*args, plan_options=gathered_options, **options)
 
     for option in reversed(_OPTIONS):
         option(gathered)
     return gathered  # type: ignore[return-value]  # click calls it with the options it has added
+
+
+def _bits(text: str | None) -> Bits:
+    return text if text is None or text == SOURCE else int(text)
 
 
 def given_plan_options() -> list[str]:

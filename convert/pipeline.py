@@ -20,6 +20,7 @@ from moe_pack.convert.account import Account, recipe_account
 from moe_pack.convert.expert_job import item_bytes, job_bytes
 from moe_pack.convert.recipe import Recipe, check_order
 from moe_pack.convert.reuse import Earlier
+from moe_pack.convert.source_formats import check_kept
 from moe_pack.formats import (
     Checkpoint,
     Digests,
@@ -97,6 +98,7 @@ def convert(
     """
     if order is not None:
         check_order(order, checkpoint.spec)
+    check_kept(checkpoint, plan)
     layout = layout_for(checkpoint, plan)
     recipe = Recipe(checkpoint, plan, layout, order)
     account = recipe_account(recipe)
@@ -107,7 +109,7 @@ def convert(
         def make(item: Item, stop: Event) -> NDArray[np.uint8]:
             return held.item_bytes(item) if held is not None and held.holds(item) else item_bytes(recipe, item, stop)
 
-        work = Work(make, lambda item: job_bytes(checkpoint, item))
+        work = Work(make, lambda item: job_bytes(checkpoint, plan, item))
         return write_pack(writer, layout, account, work, workers, on_progress)
 
 

@@ -45,6 +45,7 @@ from moe_pack.runtime import MachineFacts
 # What is offered beside the loss asked for, by how much of it.
 _OTHERS = ((0.25, "a quarter of the loss"), (4.0, "four times the loss"))
 _UNTRIED = "tokens/s are foretold for moe-run's graph engine, which pulls rows; no figure from a GPU exists yet"
+_BOTH_STACKS = "tokens/s are of tokens that go through encoder and decoder; those of an answer go through the decoder"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,6 +203,8 @@ def _lines(wanted: Wanted, offers: list[Offer], taken: Planned) -> Iterator[str]
         yield compression_text(taken)
     if target.device == "cuda":
         yield _UNTRIED
+    if wanted.model.spec.encoder is not None:
+        yield _BOTH_STACKS
 
 
 def _as_json(wanted: Wanted, offers: list[Offer]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from moe_pack.convert.choices import Choices, Floats, expert_choices
 from moe_pack.convert.planned import Model, Planned
 from moe_pack.convert.tier import Tier
 from moe_pack.formats import (
+    FP8,
     DenseRole,
     RunError,
     Selector,
@@ -102,6 +103,8 @@ def _dense_prices(tier: Tier, model: Model, room: float) -> Floats:
 
 def dense_bytes(role: DenseRole, dtype: str, width: int) -> int:
     """What a dense tensor takes at a width; at 16, what the source keeps it in."""
+    if width == 16 and dtype == "F8_E4M3":
+        return role.shape[0] * row_layout([("weight", FP8, False)], role.shape[1]).row_bytes
     if width == 16:
         return int(np.prod(role.shape)) * (4 if dtype == "F32" else 2)
     return role.shape[0] * row_layout([("weight", part_format(width, DENSE_GROUP), False)], role.shape[1]).row_bytes

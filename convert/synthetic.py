@@ -45,6 +45,7 @@ from moe_pack.formats import (
     dense_roles,
     expert_layout,
     pack_layout,
+    seal_rows,
 )
 from moe_pack.runtime import PackedExpert, activations
 
@@ -151,7 +152,10 @@ def _random_extent(spec: ModelSpec, expert: ExpertLayout, key: tuple[int, ...]) 
     """An expert's selector, records and extra values, which are zero: u8 [num_bytes]."""
     spreads, stream = expert_spreads(spec), random_stream(*key)
     halves = [random_rows(rows, expert.num_rows, spreads, stream) for rows in (expert.selector, expert.records) if rows]
-    return np.concatenate([*(half.reshape(-1) for half in halves), np.zeros(4 * expert.extra_floats, np.uint8)])
+    if expert.extra is not None:
+        halves.append(np.zeros((1, expert.extra.row_bytes), np.uint8))
+        seal_rows(expert.extra, halves[-1])
+    return np.concatenate([half.reshape(-1) for half in halves])
 
 
 def _thresholds(spec: ModelSpec, plan: Plan, sparsity: float, seed: int) -> NDArray[np.float32]:

@@ -135,6 +135,8 @@ def tier_for(
     """The memory that is planned for; arguments and errors as `planner_for`."""
     context = context_of(target, spec)
     traffic = assumed_traffic(spec, losses) if profile is None else traffic_of(profile, losses)
+    if spec.encoder is not None and target.device != "cpu":
+        raise RunError("--device cuda: models with an encoder are not run on cards; plan with --device cpu")
     if target.device == "cpu":
         return CpuTier(_cpu(facts), traffic, target.budget_bytes, context)
     return CardTier(_card(target, facts), traffic, Heats(profile), target.budget_bytes, context)

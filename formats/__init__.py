@@ -13,7 +13,7 @@ from moe_pack.formats.errors import (
     PlanError,
     RunError,
 )
-from moe_pack.formats.families import FAMILIES, SHORT_NAMES, SourceMatrix
+from moe_pack.formats.families import FAMILIES, SCALE_BLOCK, SHORT_NAMES, SourceMatrix
 from moe_pack.formats.index import (
     INDEX_FILE,
     ORDER_FILE,
@@ -72,12 +72,22 @@ from moe_pack.formats.rows import (
     RowLayout,
     check_rows,
     expert_layout,
+    extra_layout,
     row_layout,
     seal_rows,
     write_rows,
 )
 from moe_pack.formats.sidecar import read_sidecar, write_sidecar
-from moe_pack.formats.sizes import cached_values, num_active_parameters, num_parameters, parse_size, size_text
+from moe_pack.formats.sizes import (
+    cache_values,
+    cached_tokens,
+    cached_values,
+    num_active_parameters,
+    num_parameters,
+    parse_size,
+    size_text,
+    windowed_values,
+)
 from moe_pack.formats.source_account import NO_SOURCE, SourceAccount, account_bytes, read_account
 from moe_pack.formats.spec import (
     MATRICES,
@@ -90,6 +100,7 @@ from moe_pack.formats.spec import (
     LongRopeSpec,
     Matrix,
     ModelSpec,
+    NeuronFunction,
     NormSpec,
     RelativeSpec,
     RopeSpec,
@@ -130,6 +141,7 @@ __all__ = [
     "QUANTIZERS",
     "ROW_ALIGN",
     "ROW_GROUP",
+    "SCALE_BLOCK",
     "SELECTORS",
     "SHORT_NAMES",
     "SOURCE_FILE",
@@ -156,6 +168,7 @@ __all__ = [
     "Matrix",
     "ModelSpec",
     "MoePackError",
+    "NeuronFunction",
     "NormSpec",
     "Pack",
     "PackError",
@@ -189,6 +202,8 @@ __all__ = [
     "added",
     "assemble",
     "audit",
+    "cache_values",
+    "cached_tokens",
     "cached_values",
     "canonical",
     "check_rows",
@@ -197,6 +212,7 @@ __all__ = [
     "dump",
     "expert_layout",
     "experts_file",
+    "extra_layout",
     "first_moe_layers",
     "format_fault",
     "format_text",
@@ -229,6 +245,7 @@ __all__ = [
     "thresholds_bytes",
     "uniform_dense",
     "uniform_plan",
+    "windowed_values",
     "write_rows",
     "write_sidecar",
     "write_tensor_sidecar",

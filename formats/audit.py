@@ -48,6 +48,8 @@ def _check_expert(pack: Pack, layer_idx: int, expert: int) -> None:
         selector = extent[: layout.selector_bytes].reshape(layout.num_rows, -1)
         check_rows(layout.selector, selector, f"{place}: selector")
     check_rows(layout.records, records.reshape(layout.num_rows, -1), f"{place}: records")
+    if layout.extra is not None:
+        check_rows(layout.extra, extent[-layout.extra_bytes :].reshape(1, -1), f"{place}: extra")
 
 
 def _check_dense_rows(pack: Pack) -> None:

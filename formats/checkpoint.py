@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import strict_json
 from moe_pack.formats.errors import CheckpointError
-from moe_pack.formats.families import Claims, Config, SourceMatrix, claim_tensors, read_spec
+from moe_pack.formats.families import SCALE_BLOCK, Claims, Config, SourceMatrix, claim_tensors, read_spec
 from moe_pack.formats.ranges import RangeReader
-from moe_pack.formats.source_account import SourceFile, SourceTensor
+from moe_pack.formats.source_account import Fate, SourceFile, SourceTensor
 from moe_pack.formats.spec import Matrix
 from moe_pack.formats.tensor_file import DTYPE_BYTES, TensorEntry, read_header
 
@@ -45,11 +45,11 @@ class Checkpoint:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder")
         config = Config(read_json(folder, "config.json"), "config.json")
-        self.family, self.spec = read_spec(config)
+        self.family, self.spec, codec = read_spec(config)
         try:
             self._open_shards()
             shapes = {name: (held.entry.dtype, held.entry.shape) for name, held in self._held.items()}
-            self.claims: Claims = claim_tensors(self.family, self.spec, shapes)
+            self.claims: Claims = claim_tensors(self.family, self.spec, shapes, codec)
             for name, original in self.claims.copies.items():
                 self._check_copy(name, original)
         except CheckpointError:
@@ -75,12 +75,17 @@ class Checkpoint:
         return self.claims.expert_biases[self.spec.moe_layers[layer_idx], expert, matrix]
 
     def dtype(self, source: SourceMatrix) -> str:
-        """The safetensors dtype of a matrix: BF16, F16 or F32."""
+        """The safetensors dtype of a matrix: BF16, F16 or F32; of codes F8_E4M3, or U8 for MXFP4."""
         return self._held[source.tensor].entry.dtype
 
+    def scale_dtype(self, source: SourceMatrix) -> str:
+        """The safetensors dtype of the scales of a matrix of codes."""
+        assert source.scales is not None, f"{source}: has no scales"
+        return self._held[source.scales].entry.dtype
+
     def num_bytes(self, source: SourceMatrix) -> int:
-        """A matrix's bytes in the source."""
-        return source.num_rows * source.num_cols * DTYPE_BYTES[self.dtype(source)]
+        """A matrix's bytes in the source, its scales apart."""
+        return source.num_rows * source.num_cols * self._value_bits(source) // 8
 
     def rows(self, source: SourceMatrix, start: int, stop: int) -> NDArray[np.uint8]:
         """The bytes of rows `start` to `stop` of a matrix (elements, of a vector), as it lies: u8, own memory.
@@ -88,16 +93,39 @@ class Checkpoint:
         Raises:  CheckpointError if the shard is cut short or cannot be read.
         """
         assert 0 <= start <= stop <= source.num_rows, f"{source}: rows {start} to {stop}"
-        held, value_bytes = self._held[source.tensor], DTYPE_BYTES[self.dtype(source)]
-        row_bytes, step = source.row_size * value_bytes, source.row_step
-        offset = held.entry.offset + (source.first_row + start * step) * row_bytes
-        span = max(0, (stop - start - 1) * step + 1)  # rows of the tensor from the first to the last
-        read = self._readers[held.shard].read(offset, span * row_bytes)
-        if step == 1 and source.num_cols == source.row_size:
-            return read
+        bits, step = self._value_bits(source), source.row_step
+        first = source.first_row + start * step
+        read = self._strided(source.tensor, first, stop - start, step, source.row_size * bits // 8)
+        if source.num_cols == source.row_size:
+            return read.reshape(-1)
         last_col = source.first_col + source.num_cols * source.col_step
-        values = read.reshape(span, source.row_size, value_bytes)
-        return values[::step, source.first_col : last_col : source.col_step].reshape(-1)
+        values = read.reshape(stop - start, source.row_size, bits // 8)
+        return values[:, source.first_col : last_col : source.col_step].reshape(-1)
+
+    def scales(self, source: SourceMatrix, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of the scales of rows `start` to `stop` of a matrix of codes: u8 [rows, bytes], own memory.
+
+        With `fp8` a row of scales is for 128 rows of codes: those that have a row from `start` to `stop`.
+        Raises:  CheckpointError as `rows`.
+        """
+        assert source.scales is not None and 0 <= start <= stop <= source.num_rows, f"{source}: rows {start} to {stop}"
+        entry = self._held[source.scales].entry
+        row_bytes = entry.shape[-1] * DTYPE_BYTES[entry.dtype]
+        if source.codec == "fp8":
+            first = start // SCALE_BLOCK
+            return self._strided(source.scales, first, -(-stop // SCALE_BLOCK) - first, 1, row_bytes)
+        step = source.row_step
+        return self._strided(source.scales, source.first_row + start * step, stop - start, step, row_bytes)
+
+    def _strided(self, tensor: str, first: int, count: int, step: int, row_bytes: int) -> NDArray[np.uint8]:
+        """Every `step`-th row of a tensor from `first` on: u8 [count, row_bytes]."""
+        held = self._held[tensor]
+        span = max(0, (count - 1) * step + 1)  # rows of the tensor from the first to the last
+        read = self._readers[held.shard].read(held.entry.offset + first * row_bytes, span * row_bytes)
+        return read.reshape(span, row_bytes)[::step]
+
+    def _value_bits(self, source: SourceMatrix) -> int:
+        return 4 if source.codec == "mxfp4" else 8 * DTYPE_BYTES[self.dtype(source)]
 
     def place(self, source: SourceMatrix) -> str:
         """Shard and tensor, for messages; of a tensor of many matrices, the rows that are this one's."""
@@ -116,11 +144,13 @@ class Checkpoint:
             files.append(SourceFile(shard, reader.num_bytes, hashlib.sha256(header.data).hexdigest()))
         experts = (*self.claims.experts.values(), *self.claims.expert_biases.values())
         packed = {source.tensor for source in experts}
+        scales = {source.scales for source in (*experts, *self.claims.dense.values())}
         tensors = []
         for name, held in self._held.items():
             reason = self.claims.dropped.get(name, "")
-            fate = "dropped" if reason else "packed" if name in packed else "resident"
-            tensors.append(SourceTensor(name, held.entry.dtype, held.entry.shape, fate, reason))  # type: ignore[arg-type]  # one of SourceTensor.fate's literals
+            fate: Fate = "packed" if name in packed else "scales" if name in scales else "resident"
+            fate = "dropped" if reason else fate
+            tensors.append(SourceTensor(name, held.entry.dtype, held.entry.shape, fate, reason))
         return files, tensors
 
     def stamp(self) -> str:

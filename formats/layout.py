@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_pack.formats.errors import PlanError
-from moe_pack.formats.plan import PartFormat, Plan, plan_fault
+from moe_pack.formats.plan import FP8, PartFormat, Plan, format_fault, plan_fault
 from moe_pack.formats.roles import DenseRole, dense_roles
 from moe_pack.formats.rows import ExpertLayout, RowLayout, expert_layout, row_layout
 from moe_pack.formats.spec import ModelSpec
@@ -83,7 +83,8 @@ class PackLayout:
 def pack_layout(spec: ModelSpec, plan: Plan, dense_dtypes: Sequence[str]) -> PackLayout:
     """The layout of the pack that `plan` makes of a model.
 
-    Args:    dense_dtypes: safetensors dtype of each dense tensor in the source, in the order of `dense_roles`.
+    Args:    dense_dtypes: safetensors dtype of each dense tensor in the source, in the order of `dense_roles`. What is
+             F8_E4M3, and keeps the source's bytes, is in rows of `fp8`.
     Raises:  PlanError if the plan is for another model, or asks for what its rows cannot hold.
     """
     fault = plan_fault(plan, spec)
@@ -92,7 +93,20 @@ def pack_layout(spec: ModelSpec, plan: Plan, dense_dtypes: Sequence[str]) -> Pac
     kinds = {expert for layer in plan.experts for expert in layer}  # few, of thousands of experts
     known = {kind: expert_layout(kind, plan.selector, spec.expert, spec.hidden_size) for kind in kinds}
     experts = tuple(tuple(known[expert] for expert in layer) for layer in plan.experts)
-    return layout_of(spec, experts, list(zip(dense_dtypes, plan.dense, strict=True)))
+    dense = [
+        (dtype, _kept_format(role, dtype) if part is None else part)
+        for role, dtype, part in zip(dense_roles(spec), dense_dtypes, plan.dense, strict=True)
+    ]
+    return layout_of(spec, experts, dense)
+
+
+def _kept_format(role: DenseRole, dtype: str) -> PartFormat | None:
+    """The rows that keep the source's bytes of a dense tensor; None where they are kept as they lie."""
+    if dtype != "F8_E4M3":
+        return None
+    if fault := format_fault(FP8, role.shape[-1]):
+        raise PlanError(f"dense {role.name}: kept in the source's FP8: {fault}; give it a width (--dense-bits)")
+    return FP8
 
 
 def layout_of(
@@ -128,8 +142,8 @@ def _expert_file(layer: Sequence[ExpertLayout]) -> TensorFileLayout:
         if expert.selector is not None:
             group.append((f"{number}.selector", "U8", (expert.num_rows, expert.selector.row_bytes)))
         group.append((f"{number}.records", "U8", (expert.num_rows, expert.records.row_bytes)))
-        if expert.extra_floats:
-            group.append((f"{number}.extra", "F32", (expert.extra_floats,)))
+        if expert.extra is not None:
+            group.append((f"{number}.extra", "U8", (1, expert.extra.row_bytes)))
         groups.append(group)
     return lay_out(groups, EXTENT_ALIGN)
 

@@ -58,6 +58,8 @@ def _layer(spec: ModelSpec, has_experts: bool, is_crossing: bool) -> Iterator[De
         yield from _mlp(spec, "mlp", spec.dense_intermediate_size)
         return
     yield DenseRole("router", (spec.router.num_experts, spec.hidden_size), False)
+    if spec.router.logit_bias:
+        yield DenseRole("router_logit_bias", (spec.router.num_experts,), False)
     if spec.router.bias:
         yield DenseRole("router_bias", (spec.router.num_experts,), False)
     if spec.shared_expert is not None:
@@ -84,6 +86,8 @@ def _grouped_query(attention: GroupedQuerySpec, d: int) -> Iterator[DenseRole]:
         yield DenseRole(f"attention.{name}", shape, True)
         if name in attention.bias:
             yield DenseRole(f"attention.{name}_bias", shape[:1], False)
+    if attention.sinks:
+        yield DenseRole("attention.sinks", (attention.num_heads,), False)
     if attention.qk_norm != "none":
         whole = attention.qk_norm == "projection"
         yield DenseRole("attention.q_norm", (q if whole else attention.head_dim,), False)

@@ -51,17 +51,26 @@ def row_layout(parts: list[tuple[str, PartFormat, bool]], num_cols: int) -> RowL
         num_bytes = part_format.part_bytes(num_cols)
         placed.append(Part(name, part_format, end, num_bytes, has_bias))
         end += num_bytes + 4 * has_bias
-    return RowLayout(tuple(placed), num_cols, end, -(-(end + CRC_BYTES) // ROW_ALIGN) * ROW_ALIGN)
+    return RowLayout(tuple(placed), num_cols, end, _row_bytes(end))
+
+
+def extra_layout(num_floats: int) -> RowLayout | None:
+    """The layout of a row that is float32 values alone, and what ends a row; None where there are no values."""
+    return RowLayout((), num_floats, 4 * num_floats, _row_bytes(4 * num_floats)) if num_floats else None
+
+
+def _row_bytes(num_bytes: int) -> int:
+    return -(-(num_bytes + CRC_BYTES) // ROW_ALIGN) * ROW_ALIGN
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """One expert's extent: `f` selector rows (where the kind has any), `f` records, then float32 extras."""
+    """One expert's extent: `f` selector rows (where the kind has any), `f` records, then a row of float32 extras."""
 
     selector: RowLayout | None
     records: RowLayout
     num_rows: int
-    extra_floats: int
+    extra: RowLayout | None
 
     @property
     def selector_bytes(self) -> int:
@@ -76,7 +85,16 @@ class ExpertLayout:
     @property
     def num_bytes(self) -> int:
         """Bytes of the extent: selector, records, extra."""
-        return self.selector_bytes + self.records_bytes + 4 * self.extra_floats
+        return self.selector_bytes + self.records_bytes + self.extra_bytes
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of the row of extras."""
+        return self.extra.row_bytes if self.extra else 0
+
+    def rows(self) -> tuple[RowLayout, ...]:
+        """The kinds of rows that there are."""
+        return tuple(rows for rows in (self.selector, self.records, self.extra) if rows is not None)
 
     def find(self, matrix: Matrix) -> tuple[RowLayout, Part, int] | None:
         """The rows that hold `matrix`, its part in them, and where these rows begin in the extent; None if nowhere."""
@@ -90,7 +108,9 @@ def expert_layout(expert: ExpertFormat, selector: Selector, spec: ExpertSpec, hi
     """The layout of an expert stored as `expert` says, for this selector kind."""
 
     def rows(matrices: tuple[Matrix, ...]) -> RowLayout:
-        parts = [(m, part, m in spec.bias) for m in MATRICES if m in matrices and (part := expert.of(m)) is not None]
+        parts = [
+            (m, part, m in spec.row_bias) for m in MATRICES if m in matrices and (part := expert.of(m)) is not None
+        ]
         return row_layout(list(parts), hidden_size)
 
     selected = selector_matrices(selector, spec.matrices)
@@ -98,7 +118,7 @@ def expert_layout(expert: ExpertFormat, selector: Selector, spec: ExpertSpec, hi
         selector=rows(selected) if selected else None,
         records=rows(record_matrices(selector, spec.matrices)),
         num_rows=spec.intermediate_size,
-        extra_floats=spec.extra_floats,
+        extra=extra_layout(spec.extra_floats),
     )
 
 

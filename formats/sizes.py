@@ -24,17 +24,45 @@ def num_active_parameters(spec: ModelSpec) -> int:
 
 
 def cached_values(spec: ModelSpec) -> int:
-    """Values the key-value cache holds for each token of the context, all layers together.
+    """Values the key-value cache gets for each token, all layers together; those with a window keep only the last.
 
     With an encoder, for each token of the text and each of the answer: decoder layers keep keys and values of both.
     """
-    attention, num_layers = spec.attention, spec.num_hidden_layers
+    if spec.encoder is not None:
+        return 2 * (spec.num_hidden_layers - spec.encoder.num_layers) * _layer_values(spec)
+    return spec.num_hidden_layers * _layer_values(spec)
+
+
+def windowed_values(spec: ModelSpec) -> int:
+    """Those of `cached_values` that only the last tokens have: of layers with a sliding window."""
+    return sum(_window(spec, layer) is not None for layer in range(spec.num_hidden_layers)) * _layer_values(spec)
+
+
+def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
+    """Values a key-value cache holds for so many tokens, of which at most `chunk_tokens` enter at once."""
+    if spec.encoder is not None:
+        return context_tokens * cached_values(spec)
+    places = [cached_tokens(spec, layer, context_tokens, chunk_tokens) for layer in range(spec.num_hidden_layers)]
+    return sum(places) * _layer_values(spec)
+
+
+def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int) -> int:
+    """How many tokens a decoder layer's cache has places for: all, or what the first of a chunk sees and the chunk."""
+    window = _window(spec, layer)
+    return context_tokens if window is None else min(context_tokens, window - 1 + chunk_tokens)
+
+
+def _window(spec: ModelSpec, layer: int) -> int | None:
+    return spec.attention.window(layer) if isinstance(spec.attention, GroupedQuerySpec) else None
+
+
+def _layer_values(spec: ModelSpec) -> int:
+    attention = spec.attention
     if isinstance(attention, GroupedQuerySpec):
-        return num_layers * 2 * attention.num_kv_heads * attention.head_dim
+        return 2 * attention.num_kv_heads * attention.head_dim
     if isinstance(attention, LatentSpec):
-        return num_layers * (attention.kv_lora_rank + attention.qk_rope_head_dim)
-    kept = num_layers if spec.encoder is None else 2 * (num_layers - spec.encoder.num_layers)
-    return kept * 2 * attention.num_heads * attention.head_dim
+        return attention.kv_lora_rank + attention.qk_rope_head_dim
+    return 2 * attention.num_heads * attention.head_dim
 
 
 def _dense_parameters(spec: ModelSpec) -> int:
@@ -43,7 +71,7 @@ def _dense_parameters(spec: ModelSpec) -> int:
 
 def _expert_parameters(spec: ModelSpec) -> int:
     expert = spec.expert
-    neuron = spec.hidden_size * len(expert.matrices) + len(expert.bias)
+    neuron = spec.hidden_size * len(expert.matrices) + len(expert.row_bias)
     return expert.intermediate_size * neuron + expert.extra_floats
 
 

@@ -1,5 +1,6 @@
 """`source.json`: what became of every tensor of the checkpoint."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -7,6 +8,8 @@ from typing import Literal
 from moe_pack.formats import strict_json
 from moe_pack.formats.errors import PackError
 from moe_pack.formats.manifest import SOURCE_FILE
+
+Fate = Literal["packed", "resident", "scales", "dropped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,15 @@ class SourceTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    fate: Literal["packed", "resident", "dropped"]
+    fate: Fate
     reason: str
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of the model in it: none in scales; MXFP4 codes are two a byte."""
+        if self.fate not in ("packed", "resident"):
+            return 0
+        return math.prod(self.shape) * (2 if self.dtype == "U8" else 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ Projection = Literal["q", "k", "v", "o"]
 PROJECTIONS: tuple[Projection, ...] = ("q", "k", "v", "o")
 Selector = Literal["up", "gate", "both", "none"]
 SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
+NeuronFunction = Literal["silu", "relu", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,9 @@ class GroupedQuerySpec:
     A position sees at most `sliding_window` positions, itself included; null means all before it. `scale` multiplies
     query times key. `bias` names the projections that have one. `qk_norm`: queries and keys are normed (rms, the
     model's eps) each head on its own, or the whole projection at once, before they are rotated.
+    `windowed_layers`: the layers, rising, to which the window applies; null means all. `sinks`: each query head has a
+    logit of its own that takes part in its softmax, and that no value belongs to.
+    Source of the sinks: gpt-oss model card (2508.10925), section 2.3; transformers, models/gpt_oss.
     """
 
     kind: Literal["grouped_query"]
@@ -42,6 +46,12 @@ class GroupedQuerySpec:
     scale: float
     bias: tuple[Projection, ...]
     qk_norm: Literal["none", "head", "projection"]
+    windowed_layers: tuple[int, ...] | None = added(None)
+    sinks: bool = added(False)
+
+    def window(self, layer: int) -> int | None:
+        """How many positions one sees at most in a decoder layer, itself included; None: all before it."""
+        return self.sliding_window if self.windowed_layers is None or layer in self.windowed_layers else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +151,9 @@ class RouterSpec:
     weight the softmax over those left that lie within `2 jitter` of it.
     `bias`: a bias an expert is added to scores for choosing, not to weights. `n_group` groups of equal size compete
     first, and `topk_group` of them stay (a group's score is its best expert's; with `sigmoid_topk` its two best's
-    sum). `normalize`: weights are divided by their sum. `scaling_factor` multiplies weights last. `capacity`: an expert
-    runs for that many tokens of a forward pass, the first in order; later ones get nothing of it. Null: for all.
+    sum). `normalize`: weights are divided by their sum. `scaling_factor` multiplies weights last. `logit_bias`: the
+    router's linear map has a bias, a part of the logits. `capacity`: an expert runs for that many tokens of a forward
+    pass, the first in order; later ones get nothing of it. Null: for all.
     """
 
     kind: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "sparsemixer"]
@@ -154,6 +165,7 @@ class RouterSpec:
     topk_group: int = 1
     scaling_factor: float = 1.0
     jitter: float = 0.0
+    logit_bias: bool = added(False)
     capacity: int | None = added(None)
 
 
@@ -161,15 +173,24 @@ class RouterSpec:
 class ExpertSpec:
     """An expert: its neuron function, intermediate size, the matrices it has and which of them have a bias.
 
-    `bias` names matrices, gate or up, whose bias has one value a neuron (it lies in the neuron's row); `extra_floats`
-    counts float32 values an expert needs beyond its neurons, such as the bias of `down`.
+    A neuron's `h(g, u)` is `act(g) * factor(u)`, with `g` and `u` what its gate and up rows give; without a gate it is
+    `act(u)`. `silu` and `relu` are `act`, and `factor(u) = u`. `clamped_swiglu`, which needs a gate:
+    `act(g) = c * sigmoid(1.702 c)` with `c = min(g, 7)`, `factor(u) = clamp(u, -7, 7) + 1`.
+    `bias` names matrices. That of gate or up has one value a neuron, in the neuron's row. That of down has `d`, which
+    an expert that is chosen adds to its output whichever neurons run: its `extra_floats` float32 values, else 0.
+    Source: `clamped_swiglu`: transformers, models/gpt_oss, GptOssExperts.
     """
 
-    function: Literal["silu", "relu"]
+    function: NeuronFunction
     intermediate_size: int
     matrices: tuple[Matrix, ...]
     bias: tuple[Matrix, ...]
     extra_floats: int
+
+    @property
+    def row_bias(self) -> tuple[Matrix, ...]:
+        """The matrices whose bias lies in the neurons' rows."""
+        return tuple(matrix for matrix in self.bias if matrix != "down")
 
 
 @dataclass(frozen=True, slots=True)

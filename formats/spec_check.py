@@ -3,6 +3,8 @@
 The same check guards a foreign `config.json` and a pack's manifest; docs/format.md lists it in section 12.
 """
 
+from itertools import pairwise
+
 from moe_pack.formats.spec import (
     MATRICES,
     PROJECTIONS,
@@ -35,7 +37,7 @@ def spec_fault(spec: ModelSpec) -> str | None:
         or _encoder_fault(spec)
         or _rope_fault(spec.rope, spec.attention)
         or _router_fault(spec.router)
-        or _expert_fault(spec.expert)
+        or _expert_fault(spec.expert, spec.hidden_size)
     )
 
 
@@ -82,13 +84,16 @@ def _attention_sizes(spec: ModelSpec) -> dict[str, int | None]:
 
 
 def _layers_fault(spec: ModelSpec) -> str | None:
-    rising = all(low < high for low, high in zip(spec.moe_layers, spec.moe_layers[1:], strict=False))
-    if not spec.moe_layers or not rising or not 0 <= spec.moe_layers[0] <= spec.moe_layers[-1] < spec.num_hidden_layers:
+    if not spec.moe_layers or not _are_layers(spec.moe_layers, spec.num_hidden_layers):
         return "moe_layers does not name decoder layers, at least one, in rising order"
     dense = spec.num_hidden_layers - len(spec.moe_layers)
     if (dense > 0) != (spec.dense_intermediate_size is not None):
         return f"dense_intermediate_size is {spec.dense_intermediate_size} with {dense} layers without experts"
     return None
+
+
+def _are_layers(layers: tuple[int, ...], num_layers: int) -> bool:
+    return all(low < high for low, high in pairwise((-1, *layers, num_layers)))
 
 
 def _numbers_fault(spec: ModelSpec) -> str | None:
@@ -119,6 +124,13 @@ def _attention_fault(spec: ModelSpec) -> str | None:
         return f"{attention.num_heads} heads cannot share {attention.num_kv_heads} keys and values"
     if attention.bias != tuple(name for name in PROJECTIONS if name in attention.bias):
         return f"attention bias names {attention.bias}, expected some of {PROJECTIONS} in that order"
+    windowed = attention.windowed_layers
+    if windowed is None:
+        return None
+    if attention.sliding_window is None:
+        return "windowed_layers is given without a sliding_window"
+    if not windowed or not _are_layers(windowed, spec.num_hidden_layers) or len(windowed) == spec.num_hidden_layers:
+        return "windowed_layers does not name some decoder layers, at least one and not all, in rising order"
     return None
 
 
@@ -203,14 +215,15 @@ def _router_fault(router: RouterSpec) -> str | None:
     return None
 
 
-def _expert_fault(expert: ExpertSpec) -> str | None:
+def _expert_fault(expert: ExpertSpec, hidden_size: int) -> str | None:
     ordered = tuple(matrix for matrix in MATRICES if matrix in expert.matrices)
     if expert.matrices != ordered or "up" not in ordered or "down" not in ordered:
         return f"expert matrices are {expert.matrices}, expected up and down, with or without gate, in that order"
+    if expert.function == "clamped_swiglu" and "gate" not in ordered:
+        return f"expert function {expert.function} needs a gate"
     if expert.bias != tuple(m for m in MATRICES if m in expert.bias and m in ordered):
         return f"expert bias names {expert.bias}, expected a part of {expert.matrices}"
-    if "down" in expert.bias:
-        return "expert bias names down, whose bias is no neuron's: it belongs in extra_floats"
-    if not 0 <= expert.extra_floats < 2**31:
-        return f"extra_floats is {expert.extra_floats}"
+    expected = hidden_size if "down" in expert.bias else 0
+    if expert.extra_floats != expected:
+        return f"extra_floats is {expert.extra_floats}, expected {expected}: the bias of down, where there is one"
     return None

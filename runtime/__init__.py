@@ -12,7 +12,7 @@ from moe_pack.runtime.budget import (
     workspace_bytes,
 )
 from moe_pack.runtime.card_budget import CARD_PAGE_BYTES, CardPlan, divide_card, expert_compression, least_card
-from moe_pack.runtime.checkpoint_weights import CheckpointWeights, read_neurons, read_rows, read_vector
+from moe_pack.runtime.checkpoint_weights import CheckpointWeights
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.doctor import measure_machine
 from moe_pack.runtime.encoder_decoder import (
@@ -23,7 +23,7 @@ from moe_pack.runtime.encoder_decoder import (
     position_bias,
 )
 from moe_pack.runtime.engine import Engine, EngineOptions
-from moe_pack.runtime.expert import ACTIVATIONS, Activations, activations, run_expert
+from moe_pack.runtime.expert import NEURONS, Activations, activations, run_expert
 from moe_pack.runtime.folder_files import FolderFiles
 from moe_pack.runtime.generate import context_for, generate
 from moe_pack.runtime.kv_cache import KVCache
@@ -76,15 +76,23 @@ from moe_pack.runtime.routing import (
     write_routing,
 )
 from moe_pack.runtime.sampling import Sampler
+from moe_pack.runtime.source_codes import (
+    read_codes,
+    read_neurons,
+    read_rows,
+    read_scales,
+    read_vector,
+    weights_dtype,
+)
 from moe_pack.runtime.streaming import StreamingWeights, Trust
 from moe_pack.runtime.text import Text, TextStream
 from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
 
 __all__ = [
-    "ACTIVATIONS",
     "CARD_PAGE_BYTES",
     "MAX_PREVIOUS",
     "MAX_ROUTED_TOKENS",
+    "NEURONS",
     "NO_PREDICTOR",
     "PATH_MEMORY",
     "PATH_MIN_SEEN",
@@ -187,9 +195,11 @@ __all__ = [
     "page_sizes",
     "position_bias",
     "ranked",
+    "read_codes",
     "read_neurons",
     "read_record",
     "read_rows",
+    "read_scales",
     "read_vector",
     "replay",
     "residency_for",
@@ -204,6 +214,7 @@ __all__ = [
     "run_unrouted",
     "save_facts",
     "total_bytes",
+    "weights_dtype",
     "whole_bytes",
     "workspace_bytes",
     "write_routing",

@@ -26,16 +26,19 @@ def attend(x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: A
     if isinstance(spec, GroupedQuerySpec):
         return _attend_grouped(x, weights, spec, layer, cache, angles)
     assert isinstance(spec, LatentSpec), "with relative attention encoder_decoder runs"
-    seen = _seen(None, cache.num_tokens, len(x), x.device)
+    seen = _seen(None, 0, cache.num_tokens, len(x), x.device)
     return attend_latent(x, weights, spec, layer, cache, angles, seen)
 
 
-def _seen(window: int | None, start: int, num_tokens: int, device: torch.device) -> Tensor | None:
-    """Which positions each of `num_tokens` new ones, the first at `start`, sees: bool [T, start + T]; None: all."""
-    if num_tokens == 1 and (window is None or window > start):
+def _seen(window: int | None, first: int, start: int, num_tokens: int, device: torch.device) -> Tensor | None:
+    """Which of the positions from `first` on each of `num_tokens` new ones, the first at `start`, sees.
+
+    Returns: bool [T, start + T - first]; None: all.
+    """
+    if num_tokens == 1 and (window is None or window > start - first):
         return None
     query = torch.arange(start, start + num_tokens, device=device)[:, None]
-    key = torch.arange(start + num_tokens, device=device)[None, :]
+    key = torch.arange(first, start + num_tokens, device=device)[None, :]
     seen = key <= query
     return seen if window is None else seen & (key > query - window)
 
@@ -56,9 +59,10 @@ def _attend_grouped(
     if norms is not None and spec.qk_norm == "projection":
         q, k = (rms_norm(each, norm, eps, kernels) for each, norm in ((q, norms.q), (k, norms.k)))
         norms = None
+    sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
     interleaved = weights.spec.rotation.interleaved
     operation = attend_heads if kernels is None else kernels.attend
-    return project("o", operation((q, k, v), norms, angles, interleaved, cache, spec))
+    return project("o", operation((q, k, v), norms, angles, interleaved, cache, spec, spec.window(layer), sinks))
 
 
 def attend_heads(
@@ -68,26 +72,48 @@ def attend_heads(
     interleaved: bool,
     cache: LayerCache,
     spec: GroupedQuerySpec,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """The attention of each query head, between the projections; keys and values of new tokens enter the cache.
 
     Args:    projected: queries, keys and values, float32 [T, heads * head_dim], neither normed by head nor rotated.
+             window: how many positions one sees at most; None: all before it.   sinks: float32 [num_heads], logits
+             that no value belongs to.
     Returns: float32 [T, num_heads * head_dim].
     """
     q, k, v = (each.view(len(each), -1, spec.head_dim).transpose(0, 1) for each in projected)  # [heads, T, head_dim]
     if norms is not None:
         q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
-    start, stop, window = cache.num_tokens, cache.num_tokens + q.shape[1], spec.sliding_window
-    cache.keys[:, start:stop] = rotate(k, angles, interleaved)
-    cache.values[:, start:stop] = v
+    start, stop = cache.num_tokens, cache.num_tokens + q.shape[1]
+    first = 0 if window is None else max(0, start + 1 - window)  # the first position that a new one sees
+    cache.enter(rotate(k, angles, interleaved), v)
+    q, (keys, values) = rotate(q, angles, interleaved), cache.held(first, stop)
     is_causal = start == 0 and (window is None or window >= stop)  # a whole sequence: torch needs no mask
+    seen = None if is_causal and sinks is None else _seen(window, first, start, q.shape[1], q.device)
+    if sinks is not None:
+        q, keys, values = _with_sinks(q, keys, values, sinks / spec.scale)
+        seen = None if seen is None else torch.nn.functional.pad(seen, (0, 1), value=True)
     mixed = torch.nn.functional.scaled_dot_product_attention(
-        rotate(q, angles, interleaved)[None],
-        cache.keys[None, :, :stop].float(),  # itself where the cache is float32
-        cache.values[None, :, :stop].float(),
-        attn_mask=None if is_causal else _seen(window, start, q.shape[1], q.device),
-        is_causal=is_causal,
+        q[None],
+        keys[None],
+        values[None],
+        attn_mask=seen,
+        is_causal=is_causal and sinks is None,
         scale=spec.scale,
         enable_gqa=True,
     )  # [1, heads, T, head_dim]
     return mixed[0].transpose(0, 1).flatten(1)
+
+
+def _with_sinks(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [heads, positions, head_dim] with one more position, that all see: it scores `sinks`.
+
+    Queries have one dimension more, which holds their head's sink, and in which only the new key, 1 there and 0
+    elsewhere, is not 0. The new value is 0.
+    """
+    pad = torch.nn.functional.pad
+    q = torch.cat((q, sinks[:, None, None].expand(*q.shape[:2], 1)), dim=-1)
+    keys = pad(keys, (0, 1, 0, 1))  # [heads, S + 1, head_dim + 1]
+    keys[:, -1, -1] = 1
+    return q, keys, pad(values, (0, 0, 0, 1))

@@ -12,7 +12,7 @@ from moe_pack.formats import (
     PackLayout,
     RelativeSpec,
     RunError,
-    cached_values,
+    cache_values,
     dense_roles,
     size_text,
 )
@@ -85,12 +85,12 @@ def divide_budget(
     Raises:  RunError if the largest expert would have no room; it says what is needed, and for what.
     """
     dense, spec = layout.dense_file.num_bytes, layout.spec
-    cache = 4 * cached_values(spec) * context_tokens
     page_bytes, head_bytes = page_sizes(layout)
     largest = int(expert_pages(layout, page_bytes).max()) * (page_bytes + head_bytes)
     chunk = min(PREFILL_TOKENS, max(context_tokens, LEAST_PREFILL_TOKENS))
     while True:
-        workspace = workspace_bytes(spec, chunk) + whole_pass_bytes(spec, chunk, context_tokens)
+        cache, workspace = cache_bytes(spec, context_tokens, chunk), workspace_bytes(spec, chunk)
+        workspace += whole_pass_bytes(spec, chunk, context_tokens)
         left = budget_bytes - dense - cache - workspace - predictor_bytes
         if chunk <= LEAST_PREFILL_TOKENS or left >= max(largest, budget_bytes // 4):
             break
@@ -113,7 +113,7 @@ def least_budget(layout: PackLayout, context_tokens: int, predictor_bytes: int) 
     """The smallest budget that `divide_budget` divides: shortest forward passes, and room for the largest expert."""
     page_bytes, head_bytes = page_sizes(layout)
     largest = int(expert_pages(layout, page_bytes).max()) * (page_bytes + head_bytes)
-    cache = 4 * cached_values(layout.spec) * context_tokens
+    cache = cache_bytes(layout.spec, context_tokens, LEAST_PREFILL_TOKENS)
     workspace = workspace_bytes(layout.spec, LEAST_PREFILL_TOKENS)
     workspace += whole_pass_bytes(layout.spec, LEAST_PREFILL_TOKENS, context_tokens)
     return layout.dense_file.num_bytes + cache + workspace + predictor_bytes + largest
@@ -123,7 +123,7 @@ def whole_bytes(layout: PackLayout, context_tokens: int, predictor_bytes: int) -
     """The least budget with room for all experts, and for the longest forward passes."""
     page_bytes, head_bytes = page_sizes(layout)
     pages = int(expert_pages(layout, page_bytes).sum()) * (page_bytes + head_bytes)
-    cache = 4 * cached_values(layout.spec) * context_tokens
+    cache = cache_bytes(layout.spec, context_tokens, PREFILL_TOKENS)
     workspace = workspace_bytes(layout.spec, PREFILL_TOKENS)
     workspace += whole_pass_bytes(layout.spec, PREFILL_TOKENS, context_tokens)
     return pages + layout.dense_file.num_bytes + cache + predictor_bytes + workspace
@@ -142,12 +142,17 @@ def page_sizes(layout: PackLayout) -> tuple[int, int]:
     """
     extents = _extent_bytes(layout).ravel()
     sizes, counts = np.unique(extents, return_counts=True)
-    rows = [rows.row_bytes for layer in layout.experts for e in layer for rows in (e.selector, e.records) if rows]
-    head = -(-max(rows) // BLOCK_BYTES) * BLOCK_BYTES
+    longest = max(rows.row_bytes for layer in layout.experts for expert in layer for rows in expert.rows())
+    head = -(-longest // BLOCK_BYTES) * BLOCK_BYTES
     least = max(head, min(LEAST_PAGE_BYTES, int(sizes.min()) // 4 // BLOCK_BYTES * BLOCK_BYTES), BLOCK_BYTES)
     pages = np.arange(least, max(MAX_PAGE_BYTES, least) + 1, BLOCK_BYTES)[::-1]
     costs = ((-(-sizes[None] // pages[:, None])) * counts).sum(axis=1) * (pages + head)
     return int(pages[costs.argmin()]), head
+
+
+def cache_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
+    """What the key-value cache takes, in float32, for forward passes of so many tokens at most."""
+    return 4 * cache_values(spec, context_tokens, chunk_tokens)
 
 
 def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:

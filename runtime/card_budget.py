@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import ExpertLayout, PackLayout, RunError, cached_values, size_text
+from moe_pack.formats import ExpertLayout, PackLayout, RunError, cache_values, size_text
 from moe_pack.runtime.budget import Asked, workspace_bytes
 
 Array = NDArray[Any]
@@ -121,13 +121,14 @@ def divide_card(
              slices of an expert's rows, hottest first.
     Raises:  RunError if the largest expert would have no room; it says what is needed, and for what.
     """
-    dense, cache = layout.dense_file.num_bytes, costs.value_bytes * cached_values(layout.spec) * context_tokens
+    dense = layout.dense_file.num_bytes
     total, largest = _experts_and_largest(layout)
-    fixed = dense + cache + predictor_bytes + STAGING_BYTES + costs.overhead_bytes
+    fixed = dense + predictor_bytes + STAGING_BYTES + costs.overhead_bytes
     chunk = min(_MOST_CHUNK, max(context_tokens, _LEAST_CHUNK))
     while True:
+        cache = costs.value_bytes * cache_values(layout.spec, context_tokens, chunk)
         workspace = workspace_bytes(layout.spec, chunk)
-        room = target_bytes - fixed - workspace
+        room = target_bytes - fixed - cache - workspace
         if chunk <= _LEAST_CHUNK or room >= max(largest, target_bytes // 8):
             break
         chunk = max(chunk // 2, _LEAST_CHUNK)
@@ -163,7 +164,7 @@ def divide_card(
 def least_card(layout: PackLayout, context_tokens: int, predictor_bytes: int, costs: CardCosts = PLANNED_COSTS) -> int:
     """The smallest target that `divide_card` divides: shortest forward passes, and room for the largest expert."""
     total, largest = _experts_and_largest(layout)
-    cache = costs.value_bytes * cached_values(layout.spec) * context_tokens
+    cache = costs.value_bytes * cache_values(layout.spec, context_tokens, _LEAST_CHUNK)
     fixed = layout.dense_file.num_bytes + cache + predictor_bytes + STAGING_BYTES + costs.overhead_bytes
     return fixed + workspace_bytes(layout.spec, _LEAST_CHUNK) + min(largest, total)
 
@@ -189,7 +190,7 @@ def hold(layout: PackLayout, popularity: Array, heat: Array, room: int) -> tuple
     counts = np.concatenate([np.full((L, E, 1), num_rows), np.broadcast_to(np.diff(edges), (L, E, H))], axis=2)
     sizes = np.concatenate([row_bytes[:, :, :1], np.repeat(row_bytes[:, :, 1:], H, axis=2)], axis=2)
     worth = np.concatenate([np.broadcast_to(chances, (L, E, 1)), chances * heat], axis=2)
-    extra = 4 * layout.spec.expert.extra_floats * L * E
+    extra = layout.experts[0][0].extra_bytes * L * E
     order = np.argsort(-worth.ravel(), kind="stable")
     num_bytes = (counts * sizes).ravel()[order]
     before = np.cumsum(num_bytes) - num_bytes

@@ -6,26 +6,10 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import Checkpoint, ModelSpec, Selector, SourceMatrix
-from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, row_blocks
+from moe_pack.runtime.matrix import Matrix, row_blocks
 from moe_pack.runtime.native_kernels import Kernels
+from moe_pack.runtime.source_codes import load_matrix, read_neurons, read_rows, read_vector
 from moe_pack.runtime.weights import Expert, NeuronBlock
-
-
-def read_rows(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: int) -> Tensor:
-    """Rows of a source matrix in the source's dtype, [stop - start, columns]; of a vector, one column."""
-    raw = torch.from_numpy(checkpoint.rows(source, start, stop))
-    return raw.view(TORCH_DTYPES[checkpoint.dtype(source)]).view(stop - start, source.num_cols)
-
-
-def read_neurons(checkpoint: Checkpoint, source: SourceMatrix) -> Tensor:
-    """The whole of an expert's matrix, a row a neuron: `[f, d]` in the source's dtype, not always contiguous."""
-    held = read_rows(checkpoint, source, 0, source.num_rows)
-    return held.T if source.neurons == "columns" else held
-
-
-def read_vector(checkpoint: Checkpoint, source: SourceMatrix) -> Tensor:
-    """A vector of the source: float32 [n]."""
-    return read_rows(checkpoint, source, 0, source.num_rows).flatten().to(torch.float32)
 
 
 class CheckpointWeights:
@@ -47,9 +31,8 @@ class CheckpointWeights:
         return _SourceMatrix(self._checkpoint, self._checkpoint.dense_source(role), self._device)
 
     def load(self, role: str) -> Matrix:
-        """A dense matrix in memory, in the source's dtype."""
-        source = self._checkpoint.dense_source(role)
-        return StoredMatrix(read_rows(self._checkpoint, source, 0, source.num_rows).to(self._device))
+        """A dense matrix in memory, in the bytes it has in the source."""
+        return load_matrix(self._checkpoint, self._checkpoint.dense_source(role), self._device)
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
         """An expert, read as its blocks are asked for."""
@@ -93,3 +76,6 @@ class _SourceExpert:
             }
             gate_bias, up_bias = (biases[m][start:stop] if m in biases else None for m in ("gate", "up"))
             yield NeuronBlock(held.get("gate"), held["up"], held["down"], gate_bias, up_bias)
+
+    def down_bias(self) -> Tensor | None:
+        return read_vector(self._checkpoint, self._biases["down"]).to(self._device) if "down" in self._biases else None

@@ -126,7 +126,7 @@ def run(folder: Path, options: RunOptions) -> None:
             _bench(options, pack, engine, sampler, prompt_ids)
             return
         clock = _Clock()
-        stream = text.stream(prompt_ids)
+        stream = text.stream(prompt_ids if spec.encoder is None else [])
         last = ""
         try:
             for token in generate(decoder, prompt_ids, sampler, options.max_tokens, text.end_ids):
@@ -153,6 +153,8 @@ def _opened(pack: Pack, options: EngineOptions, context_tokens: int) -> Engine:
 
 
 def _encoded(pack: Pack, text: Text, options: RunOptions) -> list[int]:
+    if options.chat and pack.spec.encoder is not None:
+        raise RunError("--chat: a model with an encoder answers one text; leave it out")
     prompt = chat_prompt(pack, options.prompt) if options.chat else options.prompt
     prompt_ids = text.encode(prompt, special_tokens=not options.chat)
     if not prompt_ids:

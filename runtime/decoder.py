@@ -42,7 +42,7 @@ class Decoder:
             )
         self.spec = spec
         self.device = device or torch.device("cpu")
-        self.cache = KVCache(spec, context_tokens, self.device, dtype=cache_dtype)
+        self.cache = KVCache(spec, context_tokens, self.device, dtype=cache_dtype, chunk_tokens=chunk_tokens)
         self._weights = weights
         self._chunk_tokens = chunk_tokens
         self._rope = Rope(spec.rotation, self.device)
@@ -88,7 +88,10 @@ class Decoder:
                 piece = self._chunk(torch.tensor(new[start : start + self._chunk_tokens]), num_tokens)
                 hidden = [piece] if last_only else [*hidden, piece]
         except BaseException:
-            self.cache.num_tokens = kept  # what was there before is whole, unless it was to be computed anew
+            # What was there before is whole, unless it was to be computed anew, or more than a chunk's tokens have
+            # taken its places.
+            is_whole = self.cache.num_tokens == kept or not self.cache.is_ring
+            self.cache.num_tokens = kept if is_whole else 0
             raise
         return hidden if last_only or kept == before else [torch.cat(hidden)[before:]]
 

@@ -338,7 +338,7 @@ def _expert_rate(kernels: Kernels, width: int, num_cols: int, seconds: float) ->
     spec = ExpertSpec("silu", _EXPERT_ROWS, MATRICES, (), 0)
     layout = expert_layout(ExpertFormat(stored, stored, stored), "none", spec, num_cols)
     rows = _random_rows(layout.records, _EXPERT_ROWS)
-    numbers = expert_numbers(layout, "none")
+    numbers = expert_numbers(layout, "none", spec.function)
     token, weight = np.zeros(1, np.int64), np.ones(1, np.float32)
     # Each in memory of its own.
     works = [(ExpertRows(numbers, None, rows.copy(), 0.0), token, weight) for _ in range(_WEIGHT_BYTES // rows.nbytes)]

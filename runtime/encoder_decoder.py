@@ -21,6 +21,7 @@ from moe_pack.runtime.layer import embed, head, mlp_input, route_tokens, run_unr
 from moe_pack.runtime.matrix import row_blocks
 from moe_pack.runtime.norm import norm
 from moe_pack.runtime.relative_attention import PositionBias, attend_keys, enter_keys
+from moe_pack.runtime.streaming import StreamingWeights
 from moe_pack.runtime.weights import Weights
 
 
@@ -132,7 +133,8 @@ class EncoderDecoder:
         # Decoder layer 0's keys of the text are made last: until then their place holds those of the encoder's layer.
         scratch = replace(self.read.layer(0), num_tokens=0)
         for layer in range(self._num_encoding):
-            x = add_own_attention(x, self._weights, layer, scratch, self._encoder_bias, self._chunk_tokens)
+            x = self._attend_text(x, layer, scratch)
+            self._tell_partial_state(x, layer, self._num_encoding, lambda y, l: self._attend_text(y, l, scratch))
             x = self._add_mlp(x, layer)
         encoded = norm(x, self._weights, "encoder_norm")
         for idx in range(self.spec.num_hidden_layers - self._num_encoding):
@@ -162,13 +164,38 @@ class EncoderDecoder:
             raise RunError(f"context is full: {self.cache.context_tokens} tokens")
         self._check_vocabulary(ids)
         x = embed(torch.tensor(ids), self._weights)
-        for idx in range(self.spec.num_hidden_layers - self._num_encoding):
-            layer, weights, chunk = self._num_encoding + idx, self._weights, self._chunk_tokens
-            x = add_own_attention(x, weights, layer, self.cache.layer(idx), self._decoder_bias, chunk)
-            x = add_cross_attention(x, weights, layer, self.read.layer(idx), chunk)
+        for layer in range(self._num_encoding, self.spec.num_hidden_layers):
+            x = self._attend_answer(x, layer)
+            self._tell_partial_state(x, layer, self.spec.num_hidden_layers, self._attend_answer)
             x = self._add_mlp(x, layer)
         self.cache.num_tokens += len(ids)
         return x
+
+    def _attend_text(self, x: Tensor, layer: int, scratch: LayerCache) -> Tensor:
+        return add_own_attention(x, self._weights, layer, scratch, self._encoder_bias, self._chunk_tokens)
+
+    def _attend_answer(self, x: Tensor, layer: int) -> Tensor:
+        weights, chunk, idx = self._weights, self._chunk_tokens, layer - self._num_encoding
+        x = add_own_attention(x, weights, layer, self.cache.layer(idx), self._decoder_bias, chunk)
+        return add_cross_attention(x, weights, layer, self.read.layer(idx), chunk)
+
+    def _tell_partial_state(self, x: Tensor, layer: int, end: int, attend: Callable[[Tensor, int], Tensor]) -> None:
+        """As `Decoder` does, within a stack, whose layers are those before `end`."""
+        weights = self._weights
+        if not isinstance(weights, StreamingWeights) or weights.foreteller is None:
+            return
+        after = layer + 1
+        if not weights.foreteller.needs_partial or after == end or after not in self._layer_idx:
+            weights.partial_state = None
+            return
+
+        def partial_state(y: Tensor) -> Tensor:
+            normed = mlp_input(x, weights, layer)
+            unrouted = self._in_pieces(normed, lambda piece: run_unrouted(piece, weights, layer))
+            some = x + scaled(y if unrouted is None else y + unrouted, self.spec.residual_multiplier)
+            return attend(some, after)
+
+        weights.partial_state = partial_state
 
     def _check_vocabulary(self, ids: list[int]) -> None:
         if ids and not 0 <= min(ids) <= max(ids) < self.spec.vocab_size:

@@ -160,7 +160,9 @@ class Engine:
             raise
 
     def _open_cpu(self, context_tokens: int) -> None:
-        options = self.options
+        options, has_encoder = self.options, self._pack.spec.encoder is not None
+        if has_encoder and options.record is not None:
+            raise RunError("--record: a pass of a model with an encoder is of one stack, records have whole ones")
         for name, is_given in {
             "--engine graph": options.engine == "graph",
             "--ram": options.ram_bytes is not None,
@@ -172,7 +174,7 @@ class Engine:
         self.weights = self._mapped() if budget is None else self._streaming(budget, context_tokens)
         most = self.plan.chunk_tokens if self.plan else PREFILL_TOKENS
         chunk = min(options.chunk_tokens or most, most)
-        runner = Decoder if self._pack.spec.encoder is None else EncoderDecoder
+        runner = EncoderDecoder if has_encoder else Decoder
         self.decoder = runner(self.weights, context_tokens, self.device, chunk)
 
     def _open_card(self, context_tokens: int) -> None:

@@ -1,6 +1,8 @@
 """The reference semantics of an expert (docs/format.md, "What a pack means"): the answer every faster path must give.
 
-    y = sum over running neurons i of  h(gate_i . x, up_i . x) * down_i
+    y = bias of down + sum over running neurons i of  h(gate_i . x, up_i . x) * down_i
+
+with h(g, u) = act(g) * factor(u), or act(u) without a gate, as the neuron function says; few experts have a bias.
 
 Neuron i runs when `a_i != 0 and not (abs(a_i) < t)`: a threshold of zero drops exactly what contributes nothing, and a
 NaN runs and is seen. `a` is what the selector kind makes known before the record is read.
@@ -12,22 +14,54 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_pack.formats import Selector
+from moe_pack.formats import NeuronFunction, Selector
 from moe_pack.runtime.matrix import linear
 from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
 
-# The activation of each neuron function; h(g, u) = activation(g) * u.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu, "relu": torch.relu}
+_LIMIT, _STEEPNESS = 7.0, 1.702  # of the clamped SwiGLU
 
 
-def run_expert(x: Tensor, expert: Expert, function: str, selector: Selector, threshold: float) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Neuron:
+    """A neuron function: `h(g, u) = act(g) * factor(u)`; without a gate `act(u)`."""
+
+    act: Callable[[Tensor], Tensor]
+    factor: Callable[[Tensor], Tensor]
+
+    def h(self, gate: Tensor | None, up: Tensor) -> Tensor:
+        """What neurons add to an expert's output, in their down rows, from what their gate and up rows give."""
+        return self.act(up) if gate is None else self.act(gate) * self.factor(up)
+
+
+def _same(up: Tensor) -> Tensor:
+    return up
+
+
+def _clamped_swish(gate: Tensor) -> Tensor:
+    clamped = gate.clamp(max=_LIMIT)
+    return clamped * torch.sigmoid(_STEEPNESS * clamped)
+
+
+def _clamped_plus_one(up: Tensor) -> Tensor:
+    return up.clamp(-_LIMIT, _LIMIT) + 1
+
+
+NEURONS: dict[NeuronFunction, Neuron] = {
+    "silu": Neuron(torch.nn.functional.silu, _same),
+    "relu": Neuron(torch.relu, _same),
+    "clamped_swiglu": Neuron(_clamped_swish, _clamped_plus_one),
+}
+
+
+def run_expert(x: Tensor, expert: Expert, function: NeuronFunction, selector: Selector, threshold: float) -> Tensor:
     """The output of an expert for some tokens.
 
     Args:    x: float32 [T, d].   function: the neuron function's name.   threshold: on `abs(a)`.
     Returns: float32 [T, d].
     Source:  FloE Eq. 6 and CORM §4.2 for `up` and `gate`; `both` tests h itself.
     """
-    y = torch.zeros_like(x)
+    bias = expert.down_bias()
+    y = torch.zeros_like(x) if bias is None else bias.repeat(len(x), 1)  # [T, d]
     for block in expert.blocks():
         values = activations(x, block, function)
         h, a = values.h, values.of(selector)
@@ -36,23 +70,20 @@ def run_expert(x: Tensor, expert: Expert, function: str, selector: Selector, thr
     return y
 
 
-def run_dense_expert(x: Tensor, weights: Weights, role: str, function: str) -> Tensor:
+def run_dense_expert(x: Tensor, weights: Weights, role: str, function: NeuronFunction) -> Tensor:
     """The output of an expert that every token goes to and that is kept as dense matrices: all its neurons run.
 
     Args:    x: float32 [T, d].   role: what its matrices' roles begin with (`layers.{i}.shared`).
     Returns: float32 [T, d].
     """
-    h = linear(x, weights.matrix(f"{role}.up"))
-    if "gate" in weights.spec.expert.matrices:
-        h = ACTIVATIONS[function](linear(x, weights.matrix(f"{role}.gate"))) * h
-    else:
-        h = ACTIVATIONS[function](h)
-    return linear(h, weights.matrix(f"{role}.down"))
+    up = linear(x, weights.matrix(f"{role}.up"))
+    gate = linear(x, weights.matrix(f"{role}.gate")) if "gate" in weights.spec.expert.matrices else None
+    return linear(NEURONS[function].h(gate, up), weights.matrix(f"{role}.down"))
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What some neurons do for some tokens, float32 [T, n] each: `up`, the gate's activation, and `h` itself."""
+    """What some neurons do for some tokens, float32 [T, n] each: up's factor, the gate's activation, and `h` itself."""
 
     up: Tensor
     gate: Tensor
@@ -63,20 +94,20 @@ class Activations:
         return {"up": self.up, "gate": self.gate, "both": self.h, "none": self.h}[selector]
 
 
-def activations(x: Tensor, block: NeuronBlock, function: str) -> Activations:
+def activations(x: Tensor, block: NeuronBlock, function: NeuronFunction) -> Activations:
     """The activations of a block's neurons for tokens float32 [T, d].
 
     An expert of two matrices has one activation, that of up: it stands for all three.
     """
-    activation = ACTIVATIONS[function]
+    neuron = NEURONS[function]
     u = x @ block.up.T
     if block.up_bias is not None:
         u = u + block.up_bias
     if block.gate is None:
-        h = activation(u)
+        h = neuron.act(u)
         return Activations(h, h, h)
     g = x @ block.gate.T
     if block.gate_bias is not None:
         g = g + block.gate_bias
-    active = activation(g)
-    return Activations(u, active, active * u)
+    active, factor = neuron.act(g), neuron.factor(u)
+    return Activations(factor, active, active * factor)

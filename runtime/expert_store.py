@@ -80,6 +80,7 @@ class ExpertStore:
             self._arena,
             layout,
             self._pack.manifest.selector,
+            self._pack.spec.expert.function,
             float(self._pack.thresholds[key]),
             self._pack.layout.offsets[layer_idx][expert],
             self._pack.manifest.expert_files[layer_idx].name,

@@ -42,9 +42,16 @@ def mlp_input(x: Tensor, weights: Weights, layer: int) -> Tensor:
 
 def route_tokens(x: Tensor, weights: Weights, layer: int) -> tuple[Tensor, Tensor]:
     """The experts of tokens and their weights, int64 and float32 [T, k], from `mlp_input`."""
-    router, role = weights.spec.router, f"layers.{layer}"
-    bias = weights.vector(f"{role}.router_bias") if router.bias else None
-    return route(linear(x, weights.matrix(f"{role}.router")), router, bias, weights.kernels)
+    router = weights.spec.router
+    bias = weights.vector(f"layers.{layer}.router_bias") if router.bias else None
+    return route(router_logits(x, weights, layer), router, bias, weights.kernels)
+
+
+def router_logits(x: Tensor, weights: Weights, layer: int) -> Tensor:
+    """What a layer's router says of its experts for inputs float32 [T, d]: float32 [T, E]."""
+    role = f"layers.{layer}"
+    bias = weights.vector(f"{role}.router_logit_bias") if weights.spec.router.logit_bias else None
+    return linear(x, weights.matrix(f"{role}.router"), bias)
 
 
 def router_scores(x: Tensor, weights: Weights, layer: int) -> Tensor:
@@ -52,12 +59,11 @@ def router_scores(x: Tensor, weights: Weights, layer: int) -> Tensor:
 
     Of the input of the layer before it is a prediction. Source: CORM §4.2.
     """
-    spec, role = weights.spec.router, f"layers.{layer}"
-    logits = linear(x, weights.matrix(f"{role}.router"))
+    spec, logits = weights.spec.router, router_logits(x, weights, layer)
     if not spec.bias:
         return logits
     scores = logits.sigmoid() if spec.kind == "sigmoid_topk" else logits.softmax(dim=-1)
-    return scores + weights.vector(f"{role}.router_bias")
+    return scores + weights.vector(f"layers.{layer}.router_bias")
 
 
 def run_unrouted(x: Tensor, weights: Weights, layer: int) -> Tensor | None:

@@ -105,7 +105,7 @@ class Model:
 
     def _pieces(self, ids: list[int], sampler: Sampler, max_tokens: int) -> Iterator[str]:
         self._engine.decoder.reset()
-        stream = self._text.stream(ids)
+        stream = self._text.stream(ids if self._engine.decoder.spec.encoder is None else [])
         for token in generate(self._engine.decoder, ids, sampler, max_tokens, self._text.end_ids):
             if piece := stream.push(token):
                 yield piece

@@ -18,7 +18,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, GroupedQuerySpec, Part, RouterSpec, RowLayout, RunError, Selector
+from moe_pack.formats import (
+    ExpertLayout,
+    GroupedQuerySpec,
+    NeuronFunction,
+    Part,
+    RouterSpec,
+    RowLayout,
+    RunError,
+    Selector,
+)
 from moe_pack.runtime.kv_cache import LayerCache
 from moe_pack.runtime.rope import Angles
 
@@ -36,9 +45,10 @@ InstructionSet = Literal["portable", "avx2", "avx512"]
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int32]
 
-_CODECS = {"bf16": 0, "affine": 1, "f16": 2, "f32": 3}
+_CODECS = {"bf16": 0, "affine": 1, "fp8": 4, "e5m2": 5, "mxfp4": 6}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 2, torch.float32: 3}
 _ROUTERS = {"softmax_topk": 0, "topk_softmax": 1, "sigmoid_topk": 2, "sparsemixer": 3}
+_FUNCTIONS: dict[NeuronFunction, int] = {"silu": 0, "relu": 1, "clamped_swiglu": 2}
 _SELECTORS = {"none": 0, "up": 1, "gate": 2, "both": 3}
 _SELECTOR_ROW, _RECORD = 1, 2
 
@@ -83,13 +93,14 @@ class ExpertRows:
     """An expert as the kernels see it.
 
     `layout` from `expert_numbers`; `selector` (None where the kind has none) and `records`: u8 [f, row bytes] in one
-    piece, or in pages; `threshold` on `abs(a)`.
+    piece, or in pages; `threshold` on `abs(a)`. `extra`, where the layout has it: u8 [1, row bytes], likewise.
     """
 
     layout: Numbers
     selector: Bytes | PagedRows | None
     records: Bytes | PagedRows
     threshold: float
+    extra: Bytes | PagedRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +149,7 @@ class Kernels:
         """
         y = np.zeros(x.shape, np.float32)
         given = [
-            (rows.layout, rows.selector, rows.records, rows.threshold, tokens, weights)
+            (rows.layout, rows.selector, rows.records, rows.extra, rows.threshold, tokens, weights)
             for rows, tokens, weights in works
         ]
         self._call("experts", given, _array(x), y, x.shape[1])
@@ -155,7 +166,7 @@ class Kernels:
         Args:    works: as in `experts`, with the rows int64 [n] of `out` float32 [rows, d] to add to.
         """
         given = [
-            (rows.layout, rows.selector, rows.records, rows.threshold, tokens, weights, places)
+            (rows.layout, rows.selector, rows.records, rows.extra, rows.threshold, tokens, weights, places)
             for rows, tokens, weights, places in works
         ]
         self._call("experts", given, _array(x), out, x.shape[1], True)
@@ -194,12 +205,14 @@ class Kernels:
         return h
 
     def accumulate(self, h: Tensor, rows: ExpertRows, neurons: Tensor, places: Tensor | None = None) -> Tensor:
-        """The sum of down rows, float32 [T, d], for h float32 [T, n] of `neurons` int32 [n]; `places` as above."""
+        """The sum of down rows, float32 [T, d], for h float32 [T, n] of `neurons` int32 [n]; `places` as above.
+
+        The expert's extra values, where it has any, are in each token's sum.
+        """
         y = torch.zeros((len(h), int(rows.layout[0])))
-        where = neurons if places is None else places.contiguous()
-        self._call(
-            "accumulate", rows.layout, rows.records, neurons.numpy(), where.numpy(), _array(h.contiguous()), y.numpy()
-        )
+        where = (neurons if places is None else places.contiguous()).numpy()
+        inputs, outputs = _array(h.contiguous()), y.numpy()
+        self._call("accumulate", rows.layout, rows.records, neurons.numpy(), where, rows.extra, inputs, outputs)
         return y
 
     def product(self, x: Tensor, layout: Numbers, rows: Bytes) -> Tensor:
@@ -216,10 +229,14 @@ class Kernels:
         interleaved: bool,
         cache: LayerCache,
         spec: GroupedQuerySpec,
+        window: int | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attention of new tokens, whose keys and values enter the cache, all queries and keys normed and rotated.
 
         Args:    projected: queries, keys and values, float32 [T, heads * head_dim], before norms of heads and rotation.
+                 window: how many positions one sees at most; None: all before it.   sinks: float32 [num_heads], logits
+                 that no value belongs to.
         Returns: float32 [T, num_heads * head_dim].
         """
         y, out = _room(*projected[0].shape)
@@ -230,12 +247,13 @@ class Kernels:
             *(_array(each) for each in angles),
             cache.keys.numpy(),
             cache.values.numpy(),
+            None if sinks is None else sinks.numpy(),
             out,
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_dim,
             cache.num_tokens,
-            spec.sliding_window or 0,
+            window or 0,
             spec.scale,
             0.0 if norms is None else norms.eps,
             interleaved,
@@ -338,15 +356,27 @@ def kernels_for(device: torch.device, threads: int | None = None) -> Iterator[Ke
 
 
 @lru_cache(maxsize=4096)
-def expert_numbers(layout: ExpertLayout, selector: Selector) -> Numbers:
-    """An expert's layout in the numbers that the kernels take."""
+def expert_numbers(layout: ExpertLayout, selector: Selector, function: NeuronFunction) -> Numbers:
+    """An expert's layout and neuron function in the numbers that the kernels take."""
     numbers = [layout.records.num_cols, layout.num_rows, _SELECTORS[selector]]
-    numbers += [layout.selector.row_bytes if layout.selector else 0, layout.records.row_bytes]
+    numbers += [layout.selector.row_bytes if layout.selector else 0, layout.records.row_bytes, layout.extra_bytes]
+    numbers.append(_FUNCTIONS[function])
     for name in ("gate", "up", "down"):
         selected = layout.selector.part(name) if layout.selector else None
         part = selected or layout.records.part(name)
         numbers += _part_numbers(part, _SELECTOR_ROW if selected else _RECORD) if part else [0] * 7
     return _frozen(numbers)
+
+
+def extent_rows(
+    layout: ExpertLayout, selector: Selector, function: NeuronFunction, threshold: float, extent: Bytes
+) -> ExpertRows:
+    """An expert as the kernels see it whose extent, u8, lies in one piece; the threshold is on `abs(a)`."""
+    begin, end, f = layout.selector_bytes, layout.selector_bytes + layout.records_bytes, layout.num_rows
+    numbers = expert_numbers(layout, selector, function)
+    selector_rows = extent[:begin].reshape(f, -1) if begin else None
+    extra = extent[end : layout.num_bytes].reshape(1, -1) if layout.extra else None
+    return ExpertRows(numbers, selector_rows, extent[begin:end].reshape(f, -1), threshold, extra)
 
 
 @lru_cache(maxsize=4096)

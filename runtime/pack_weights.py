@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import DENSE_FILE, DenseLayout, ModelSpec, Pack, PackError
+from moe_pack.formats import DENSE_FILE, DenseLayout, ModelSpec, Pack
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, RowMatrix, StoredMatrix
 from moe_pack.runtime.native_kernels import Kernels, MapCutError
 from moe_pack.runtime.packed_expert import MappedExpert, PackedExpert, cut_error, named_if_cut
@@ -27,7 +27,6 @@ class PackWeights:
     """
 
     def __init__(self, pack: Pack, device: torch.device, kernels: Kernels | None = None) -> None:
-        _check_known(pack)
         assert kernels is None or device.type == "cpu", "the kernels are the CPU's"
         self.spec: ModelSpec = pack.spec
         self.selector = pack.manifest.selector
@@ -84,7 +83,7 @@ class PackWeights:
                 mapped = self._pack.map_extent(layer_idx, expert, kernels.checksum)
             layout, threshold = self._pack.layout.experts[layer_idx][expert], self.threshold(layer_idx, expert)
             held = self._mapped[layer_idx, expert] = MappedExpert(
-                layout, self.selector, threshold, mapped, kernels, place
+                layout, self.selector, self.spec.expert.function, threshold, mapped, kernels, place
             )
         return held
 
@@ -151,7 +150,6 @@ class StreamedPackWeights:
     """
 
     def __init__(self, pack: Pack, device: torch.device, kernels: Kernels | None = None) -> None:
-        _check_known(pack)
         assert kernels is None or device.type == "cpu", "the kernels are the CPU's"
         pack.check_file(DENSE_FILE)
         self.spec: ModelSpec = pack.spec
@@ -204,11 +202,6 @@ class _StreamedMatrix:
 
     def rows(self, start: int, stop: int) -> Tensor:
         return self._weights.rows(self._role, start, stop)
-
-
-def _check_known(pack: Pack) -> None:
-    if pack.spec.expert.extra_floats:
-        raise PackError("manifest.json: model: experts have extra_floats, for which this version knows no use")
 
 
 def _vector(dense: DenseLayout, raw: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, PackError, Selector
+from moe_pack.formats import ExpertLayout, NeuronFunction, PackError, Selector
 from moe_pack.formats import Matrix as MatrixName
 from moe_pack.runtime.matrix import decoded, row_blocks
-from moe_pack.runtime.native_kernels import ExpertRows, Kernels, MapCutError, expert_numbers
+from moe_pack.runtime.native_kernels import Kernels, MapCutError, extent_rows
 from moe_pack.runtime.weights import NeuronBlock
 
 
@@ -51,6 +51,14 @@ class PackedExpert:
             assert up is not None and down is not None, "every expert has up and down"
             yield NeuronBlock(gate, up, down, gate_bias, up_bias)
 
+    def down_bias(self) -> Tensor | None:
+        """What is added to the output of a token that comes here, float32 [d]; None where the family has none."""
+        extra = self._layout.extra
+        if extra is None:
+            return None
+        start = len(self._extent) - extra.row_bytes
+        return self._extent[start : start + extra.crc_offset].clone().view(torch.float32)
+
     def _part(self, matrix: MatrixName, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
         found = self._layout.find(matrix)
         if found is None:
@@ -73,6 +81,7 @@ class MappedExpert:
         self,
         layout: ExpertLayout,
         selector: Selector,
+        function: NeuronFunction,
         threshold: float,
         mapped: NDArray[np.uint8],
         kernels: Kernels,
@@ -82,14 +91,20 @@ class MappedExpert:
         self._place = place
         self._mapped = mapped
         self._kernels = kernels
-        begin, end = layout.selector_bytes, layout.selector_bytes + layout.records_bytes
-        selector_rows = mapped[:begin].reshape(layout.num_rows, -1) if begin else None
-        records = mapped[begin:end].reshape(layout.num_rows, -1)
         self.num_bytes = layout.num_bytes
-        self.rows = ExpertRows(expert_numbers(layout, selector), selector_rows, records, threshold)
+        self.rows = extent_rows(layout, selector, function, threshold, mapped)
 
     def blocks(self) -> Iterator[NeuronBlock]:
         """All neurons once, in stored order; biases are copied by the kernels too."""
         with named_if_cut(self._place):
             copied = self._kernels.gather(self._mapped.reshape(1, -1), np.zeros(1, np.int32)).reshape(-1)
         yield from PackedExpert(self._layout, torch.from_numpy(copied), self._kernels).blocks()
+
+    def down_bias(self) -> Tensor | None:
+        """What is added to the output of a token that comes here, float32 [d]; None where the family has none."""
+        if self._layout.extra is None:
+            return None
+        extra = self._mapped[-self._layout.extra_bytes :].reshape(1, -1)
+        with named_if_cut(self._place):
+            copied = self._kernels.gather(extra, np.zeros(1, np.int32))[0]
+        return torch.from_numpy(copied[: self._layout.extra.crc_offset]).view(torch.float32)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, PackError, RowLayout, Selector
+from moe_pack.formats import ExpertLayout, NeuronFunction, PackError, RowLayout, Selector
 from moe_pack.runtime.arena import BLOCK_BYTES, PageArena
 from moe_pack.runtime.native_kernels import ExpertRows, Kernels, PagedRows, expert_numbers
 from moe_pack.runtime.packed_expert import PackedExpert
@@ -26,7 +26,14 @@ class PagedExpert:
     """
 
     def __init__(
-        self, arena: PageArena, layout: ExpertLayout, selector: Selector, threshold: float, offset: int, place: str
+        self,
+        arena: PageArena,
+        layout: ExpertLayout,
+        selector: Selector,
+        function: NeuronFunction,
+        threshold: float,
+        offset: int,
+        place: str,
     ) -> None:
         self.layout, self.offset, self.place = layout, offset, place
         self.num_blocks = -(-layout.num_bytes // BLOCK_BYTES)
@@ -38,7 +45,9 @@ class PagedExpert:
         self._row_is_checked = np.zeros(layout.num_rows, bool)
         selector_rows = arena.rows(self._slots, 0) if layout.selector else None
         self.records = arena.rows(self._slots, layout.selector_bytes)
-        self.rows = ExpertRows(expert_numbers(layout, selector), selector_rows, self.records, threshold)
+        self.extra = arena.rows(self._slots, layout.num_bytes - layout.extra_bytes) if layout.extra else None
+        numbers = expert_numbers(layout, selector, function)
+        self.rows = ExpertRows(numbers, selector_rows, self.records, threshold, self.extra)
 
     def close(self) -> None:
         """Gives the pages back."""
@@ -54,8 +63,12 @@ class PagedExpert:
         return np.arange(self.num_blocks)
 
     def selector_blocks(self) -> Blocks:
-        """Those that hold selector rows."""
-        return np.arange(-(-self.layout.selector_bytes // BLOCK_BYTES))
+        """Those that are wanted whichever neurons run: they hold selector rows, and what is added to outputs."""
+        selector = np.arange(-(-self.layout.selector_bytes // BLOCK_BYTES))
+        if self.layout.extra is None:
+            return selector
+        extra = np.arange((self.layout.num_bytes - self.layout.extra_bytes) // BLOCK_BYTES, self.num_blocks)
+        return np.union1d(selector, extra)
 
     def record_blocks(self, neurons: NDArray[np.int32]) -> Blocks:
         """Those that hold the records of some neurons, rising."""
@@ -96,6 +109,8 @@ class PagedExpert:
             assert isinstance(self.rows.selector, PagedRows), "an arena's"
             kernels.stitch(self.rows.selector, self.layout.selector, self.layout.num_rows)
         kernels.stitch(self.records, self.layout.records, self.layout.num_rows)
+        if self.layout.extra and self.extra is not None:
+            kernels.stitch(self.extra, self.layout.extra, 1)
 
     def check_rows(self, kernels: Kernels, rows: NDArray[np.int32], number: int) -> None:
         """Checks those records of some neurons that have not been checked.
@@ -107,13 +122,15 @@ class PagedExpert:
         self._row_is_checked[unchecked] = True
 
     def check_selector(self, kernels: Kernels, number: int) -> None:
-        """Checks every selector row.
+        """Checks every selector row, and what is added to outputs.
 
         Raises:  PackError naming the first that is damaged.
         """
         assert self.layout.selector is not None and isinstance(self.rows.selector, PagedRows), "a kind with a selector"
         every = np.arange(self.layout.num_rows, dtype=np.int32)
         self._check(kernels, self.rows.selector, self.layout.selector, every, number)
+        if self.layout.extra and self.extra is not None:
+            self._check(kernels, self.extra, self.layout.extra, every[:1], number)
         self.is_selector_checked = True
 
     def _check(
@@ -136,3 +153,7 @@ class PagedExpert:
     def blocks(self) -> Iterator[NeuronBlock]:
         """All neurons once, in stored order, dequantized."""
         return PackedExpert(self.layout, self.extent()).blocks()
+
+    def down_bias(self) -> Tensor | None:
+        """What is added to the output of a token that comes here, float32 [d]; None where the family has none."""
+        return PackedExpert(self.layout, self.extent()).down_bias()

@@ -16,7 +16,7 @@ from moe_pack.runtime.device import Device
 from moe_pack.runtime.foretelling import Foreteller
 from moe_pack.runtime.host_arena import HostArena
 from moe_pack.runtime.kernels.tiles import num_partials
-from moe_pack.runtime.native_kernels import ExpertRows, Kernels, expert_numbers
+from moe_pack.runtime.native_kernels import Kernels, extent_rows
 from moe_pack.runtime.policies import Preset, balanced, fastest
 from moe_pack.runtime.reads import READ_UNIT, Reads
 from moe_pack.runtime.recording import Recorder
@@ -172,11 +172,8 @@ def _token_seconds(asked: StagedAsked, kernels: Kernels) -> float:
     """What an expert takes the CPU for one token."""
     assert asked.host is not None, "the CPU computes from host memory"
     pack, layout = asked.pack, asked.pack.layout.experts[0][0]
-    held, f, begin = asked.host.rows(0).numpy(), layout.num_rows, layout.selector_bytes
-    selector = held[:begin].reshape(f, -1) if begin else None
-    records = held[begin : begin + layout.records_bytes].reshape(f, -1)
-    numbers = expert_numbers(layout, pack.manifest.selector)
-    rows = ExpertRows(numbers, selector, records, float(pack.thresholds[0, 0]))
+    function, threshold = pack.spec.expert.function, float(pack.thresholds[0, 0])
+    rows = extent_rows(layout, pack.manifest.selector, function, threshold, asked.host.rows(0).numpy())
     x = torch.randn(1, pack.spec.hidden_size, generator=torch.Generator().manual_seed(0))
     work = (rows, np.zeros(1, np.int64), np.ones(1, np.float32))
     return _median_seconds(lambda: kernels.experts(x, [work]))

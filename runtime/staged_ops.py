@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_pack.formats import DenseLayout, part_format
 from moe_pack.formats.codecs import decode_part
-from moe_pack.runtime.expert import ACTIVATIONS
+from moe_pack.runtime.expert import NEURONS
 from moe_pack.runtime.kernels.codes import Part
 from moe_pack.runtime.kernels.tables import SELECT_BLOCK, ExpertKind, Held, LayerTables, Selection
 from moe_pack.runtime.matrix import Matrix
@@ -138,7 +138,7 @@ class TorchOps:
             if held is not None:
                 weights, bias = _weights(tables, expert, held, rows, kind)
                 product = x @ weights.T + bias
-                found = found * (ACTIVATIONS["silu"](product) if is_active else product)
+                found = found * (NEURONS["silu"].act(product) if is_active else product)
         return found
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_pack.formats import DenseLayout, Pack, RunError, size_text
 from moe_pack.runtime.matrix import Matrix
-from moe_pack.runtime.native_kernels import ExpertRows, Kernels, expert_numbers
+from moe_pack.runtime.native_kernels import ExpertRows, Kernels, extent_rows
 from moe_pack.runtime.policies.split import Split
 from moe_pack.runtime.recording import Recorder
 from moe_pack.runtime.residency import Key, Residency
@@ -170,10 +170,7 @@ class StagedWeights(StreamingWeights):
     def _host_rows(self, key: Key) -> ExpertRows:
         layout = self._pack.layout.experts[key.layer_idx][key.expert]
         held = self._device_store.host.extent(key).numpy()
-        begin, end, f = layout.selector_bytes, layout.selector_bytes + layout.records_bytes, layout.num_rows
-        selector = held[:begin].reshape(f, -1) if begin else None
-        numbers = expert_numbers(layout, self.selector)
-        return ExpertRows(numbers, selector, held[begin:end].reshape(f, -1), self.threshold(*key))
+        return extent_rows(layout, self.selector, self.spec.expert.function, self.threshold(*key), held)
 
     def _neurons_ahead(self, x: Tensor, keys: Sequence[Key]) -> list[tuple[Key, NDArray[np.int32]]]:
         store, room = self._device_store, self._room

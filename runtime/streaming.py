@@ -20,7 +20,7 @@ from moe_pack.formats import Pack, first_moe_layers
 from moe_pack.runtime.expert import run_expert
 from moe_pack.runtime.expert_store import ExpertStore
 from moe_pack.runtime.foretelling import Foreteller
-from moe_pack.runtime.matrix import linear
+from moe_pack.runtime.layer import router_logits
 from moe_pack.runtime.native_kernels import Kernels, Selected
 from moe_pack.runtime.pack_weights import PackWeights, tokens_by_expert
 from moe_pack.runtime.paged_expert import PagedExpert
@@ -271,7 +271,7 @@ class StreamingWeights(PackWeights):
     ) -> tuple[Tensor, Tensor, NDArray[np.float32]]:
         """Experts and weights, with substitutes for a single token where that is asked for; mean scores float32 [E]."""
         spec = self.spec.router
-        logits = linear(x, self.matrix(f"layers.{self.spec.moe_layers[layer_idx]}.router"))
+        logits = router_logits(x, self, self.spec.moe_layers[layer_idx])
         scores = expert_scores(logits, spec).cpu().numpy()
         alpha = self.trust.substitute
         if alpha is not None and len(x) == 1:

@@ -1,5 +1,7 @@
 """Text to tokens and back, with the tokenizer of a pack or of a checkpoint's folder."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,6 +11,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from moe_pack.formats import CheckpointError, MoePackError, Pack, PackError, RunError, parse
+
+_SENTINEL = re.compile(r"<extra_id_\d+>")
 
 
 class TextFiles(Protocol):
@@ -36,7 +40,7 @@ class Text:
             raise RunError(_no_tokenizer(files))
         raw = files.read_file("tokenizer.json").tobytes()
         try:
-            self._tokenizer = Tokenizer.from_str(raw.decode("utf-8"))
+            self._tokenizer = Tokenizer.from_str(_with_sentinels(raw.decode("utf-8")))
         except Exception as fault:  # tokenizers raises nothing narrower
             raise _error(files)(f"tokenizer.json: not one that tokenizers can read ({fault})") from fault
         # A tokenizer.json may hold its maker's length limits; they would cut or pad a text without a word.
@@ -65,7 +69,7 @@ class Text:
         return ids
 
     def stream(self, prompt_ids: list[int]) -> "TextStream":
-        """A stream of the text that follows the prompt."""
+        """A stream of the text that follows the prompt; of a text of its own, after no tokens."""
         return TextStream(self._tokenizer, prompt_ids)
 
 
@@ -94,6 +98,21 @@ class TextStream:
         if not whole.startswith(before + self._written):
             return ""
         return str(whole[len(before) + len(self._written) :])
+
+
+def _with_sentinels(raw: str) -> str:
+    """A tokenizer.json in which sentinels are plain tokens, so that text is not stripped of them.
+
+    Models trained to fill spans name these by them: an answer without them says nothing.
+    Source: T5 (1910.10683), section 3.1.4.
+    """
+    if _SENTINEL.search(raw) is None:
+        return raw
+    values = json.loads(raw)
+    for token in values.get("added_tokens", ()):
+        if _SENTINEL.fullmatch(token["content"]):
+            token["special"] = False
+    return json.dumps(values)
 
 
 def _error(files: TextFiles) -> type[MoePackError]:

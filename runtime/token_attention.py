@@ -41,7 +41,7 @@ class GroupedAttention:
     """
 
     def __init__(self, weights: PackWeights, cache: KVCache, angles: Angles) -> None:
-        spec, device = weights.spec.attention, cache.keys.device
+        spec, device = weights.spec.attention, cache.device
         assert isinstance(spec, GroupedQuerySpec), "of this kind"
         self._weights, self._cache, self._angles, self._spec = weights, cache, angles, spec
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -80,7 +80,7 @@ class LatentAttention:
     """
 
     def __init__(self, weights: PackWeights, cache: KVCache, angles: Angles) -> None:
-        spec, device = weights.spec.attention, cache.keys.device
+        spec, device = weights.spec.attention, cache.device
         assert isinstance(spec, LatentSpec), "of this kind"
         self._weights, self._cache, self._angles, self._spec = weights, cache, angles, spec
         heads, rank, rope = spec.num_heads, spec.kv_lora_rank, spec.qk_rope_head_dim

@@ -27,7 +27,7 @@ class TokenLayers:
     """
 
     def __init__(self, weights: PackWeights, cache: KVCache, angles: Angles) -> None:
-        spec, device = weights.spec, cache.keys.device
+        spec, device = weights.spec, cache.device
         self._weights, self._router = weights, spec.router
         self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}
 

@@ -32,6 +32,10 @@ class Expert(Protocol):
         """All neurons once, in stored order."""
         ...
 
+    def down_bias(self) -> Tensor | None:
+        """What is added to the output of a token that comes here, float32 [d]; None where the family has none."""
+        ...
+
 
 class Weights(Protocol):
     """All weights of a model. `selector` and `threshold` decide which neurons run."""

@@ -4,7 +4,7 @@ A family is data, one file a `model_type`. Everything beyond this folder speaks 
 """
 
 from moe_pack.formats.errors import CheckpointError
-from moe_pack.formats.families.claims import Claims, SourceMatrix, claim_tensors
+from moe_pack.formats.families.claims import SCALE_BLOCK, Claims, SourceCodec, SourceMatrix, claim_tensors
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.deepseek_v2 import DEEPSEEK_V2
 from moe_pack.formats.families.dots1 import DOTS1
@@ -15,6 +15,7 @@ from moe_pack.formats.families.mixtral import MIXTRAL
 from moe_pack.formats.families.olmoe import OLMOE
 from moe_pack.formats.families.phimoe import PHIMOE
 from moe_pack.formats.families.published import published_config, published_names
+from moe_pack.formats.families.quantization import read_quantization
 from moe_pack.formats.families.qwen2_moe import QWEN2_MOE
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
 from moe_pack.formats.families.switch_transformers import SWITCH_TRANSFORMERS
@@ -44,8 +45,8 @@ SHORT_NAMES: dict[str, str] = {
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 
 
-def read_spec(config: Config) -> tuple[Family, ModelSpec]:
-    """The family of a `config.json` and the model it describes.
+def read_spec(config: Config) -> tuple[Family, ModelSpec, SourceCodec]:
+    """The family of a `config.json`, the model it describes, and the codes its quantized tensors are in.
 
     Raises:  CheckpointError for a dense model, an unknown architecture, or a key whose effect we do not implement.
     """
@@ -58,24 +59,23 @@ def read_spec(config: Config) -> tuple[Family, ModelSpec]:
             )
         known = ", ".join(sorted(FAMILIES))
         raise CheckpointError(f"{config.place}: architecture {model_type!r} is not supported; supported: {known}")
-    if config.has("quantization_config"):
-        raise CheckpointError(
-            f"{config.place}: the checkpoint is quantized already (quantization_config); use the 16-bit original"
-        )
+    codec = read_quantization(config)
     spec = family.read_config(config)
     config.refuse_unread(family.ignored_keys)
     fault = spec_fault(spec)
     if fault:
         raise CheckpointError(f"{config.place}: {fault}")
-    return family, spec
+    return family, spec, codec
 
 
 __all__ = [
     "FAMILIES",
+    "SCALE_BLOCK",
     "SHORT_NAMES",
     "Claims",
     "Config",
     "Family",
+    "SourceCodec",
     "SourceMatrix",
     "claim_tensors",
     "published_config",

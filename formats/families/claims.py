@@ -1,7 +1,7 @@
 """The account of a checkpoint: which source tensor is what, where each matrix lies in it, and what is left out."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -10,9 +10,15 @@ from moe_pack.formats.families.family import Dropped, ExpertNames, Family
 from moe_pack.formats.roles import dense_roles
 from moe_pack.formats.spec import Matrix, ModelSpec
 
-FLOAT_DTYPES = ("BF16", "F16", "F32")
+SCALE_BLOCK = 128  # rows, and columns, that share a scale of an FP8 matrix
+MXFP4_BLOCK = 32  # columns that share a scale of an MXFP4 matrix
+SourceCodec = Literal["plain", "fp8", "mxfp4"]
+_DTYPES: Mapping[SourceCodec, tuple[str, ...]] = {
+    "plain": ("BF16", "F16", "F32"),
+    "fp8": ("F8_E4M3",),
+    "mxfp4": ("U8",),
+}
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape of every source tensor, by name
-ExpertSources = dict[tuple[int, int, Matrix], "SourceMatrix"]
 
 _CONSTANT = Dropped("*.rotary_emb.inv_freq", "a constant the runtime computes")
 _TIED = Dropped("", "tied: the embedding is the head")
@@ -25,6 +31,9 @@ class SourceMatrix:
     Its rows are rows `first_row`, `first_row + row_step`, ... of a tensor, counted flat, of `row_size` values each;
     its columns the values `first_col`, `first_col + col_step`, ... of these. `neurons` tells what an expert's neurons
     are in it: rows, or columns (always as `[f, d]` or `[d, f]`).
+
+    `codec`: what the tensor's values are in, themselves or codes. `scales` is then the tensor of their scales: one for
+    128 rows by 128 columns with `fp8`, one for 32 columns with `mxfp4`.
     """
 
     tensor: str
@@ -36,10 +45,19 @@ class SourceMatrix:
     first_col: int = 0
     col_step: int = 1
     neurons: Literal["rows", "columns"] = "rows"
+    codec: SourceCodec = "plain"
+    scales: str | None = None
+
+    def tensors(self) -> tuple[str, ...]:
+        """The tensors it lies in: its own, and that of its scales."""
+        return (self.tensor,) if self.scales is None else (self.tensor, self.scales)
 
     def number(self, row: int, col: int) -> tuple[int, int]:
         """The row and the column of the tensor, counted flat, that hold this value of the matrix."""
         return self.first_row + row * self.row_step, self.first_col + col * self.col_step
+
+
+ExpertSources = dict[tuple[int, int, Matrix], SourceMatrix]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +75,23 @@ class Claims:
     copies: Mapping[str, str]
 
 
-def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors) -> Claims:
+def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, codec: SourceCodec = "plain") -> Claims:
     """Accounts for every source tensor.
 
+    Args:    codec: what the config says that some of them are in.
     Raises:  CheckpointError for a tensor that is missing, misshapen, of a type we cannot read, or claimed by nobody.
     """
     dense = {}
     for role in dense_roles(spec):
         name = _present(_names(family, spec, role.name), tensors)
-        _check_tensor(name, role.shape, tensors)
         cols = role.shape[1] if len(role.shape) == 2 else 1
-        dense[role.name] = SourceMatrix(name, 0, role.shape[0], cols, cols)
-    experts, biases = _claim_experts(family, spec, tensors)
-    claimed = {source.tensor for held in (dense, experts, biases) for source in held.values()}
+        source = SourceMatrix(name, 0, role.shape[0], cols, cols)
+        if role.quantizable:
+            source = _with_scales(source, tensors, codec)
+        _check_tensor(name, role.shape, tensors, source.codec)
+        dense[role.name] = source
+    experts, biases = _claim_experts(family, spec, tensors, codec)
+    claimed = {name for held in (dense, experts, biases) for source in held.values() for name in source.tensors()}
     dropped, copies = {}, {}
     for name in tensors:
         if name not in claimed:
@@ -105,16 +127,18 @@ def _present(names: Iterable[str], tensors: Tensors) -> str:
     return next((name for name in names if name in tensors), names[0])
 
 
-def _claim_experts(family: Family, spec: ModelSpec, tensors: Tensors) -> tuple[ExpertSources, ExpertSources]:
+def _claim_experts(
+    family: Family, spec: ModelSpec, tensors: Tensors, codec: SourceCodec
+) -> tuple[ExpertSources, ExpertSources]:
     """The experts' matrices, and their biases."""
     matrices: ExpertSources = {}
     biases: ExpertSources = {}
     for layer in spec.moe_layers:
         spelling = _spelling(family, spec, tensors, layer)
         for matrix in spec.expert.matrices:
-            _claim(spec, tensors, spelling, matrix, layer, matrices)
+            matrices |= _claim_matrix(spec, tensors, spelling, matrix, layer, codec)
         for matrix in spec.expert.bias:
-            _claim(spec, tensors, spelling, matrix, layer, biases, bias=True)
+            biases |= _claim_bias(spec, tensors, spelling, matrix, layer)
     return matrices, biases
 
 
@@ -126,25 +150,37 @@ def _spelling(family: Family, spec: ModelSpec, tensors: Tensors, layer: int) -> 
     return next((names for names in known if names.matrices["up"].format(i=first, e=0) in tensors), known[0])
 
 
-def _claim(
-    spec: ModelSpec,
-    tensors: Tensors,
-    spelling: ExpertNames,
-    matrix: Matrix,
-    layer: int,
-    claims: ExpertSources,
-    bias: bool = False,
-) -> None:
-    """Claims a matrix, or its bias, of all experts of a layer."""
-    template = (spelling.biases if bias else spelling.matrices)[matrix]
-    fused = "{e}" not in template
-    place = _bias_place if bias else _matrix_place
-    for expert in range(spec.router.num_experts):
-        name = template.format(i=_in_stack(spec, layer)[1], e=expert)
-        source, shape = place(spec, spelling, matrix, name, expert if fused else 0)
+def _claim_matrix(
+    spec: ModelSpec, tensors: Tensors, spelling: ExpertNames, matrix: Matrix, layer: int, codec: SourceCodec
+) -> ExpertSources:
+    """The places of a matrix of all experts of a layer."""
+    template, claims = spelling.matrices[matrix], ExpertSources()
+    fused, num_experts, (_, number) = "{e}" not in template, spec.router.num_experts, _in_stack(spec, layer)
+    for expert in range(num_experts):
+        name = template.format(i=number, e=expert)
+        source, shape = _matrix_place(spec, spelling, matrix, name, expert if fused else 0)
+        whole = (num_experts, *shape) if fused else shape
+        if matrix in spelling.scales:
+            source = replace(source, codec="mxfp4", scales=spelling.scales[matrix].format(i=number, e=expert))
+        elif not fused:
+            source = _with_scales(source, tensors, codec)
         if not fused or expert == 0:
-            _check_tensor(name, (spec.router.num_experts, *shape) if fused else shape, tensors)
+            _check_matrix(source, whole, tensors, codec)
         claims[layer, expert, matrix] = source
+    return claims
+
+
+def _claim_bias(spec: ModelSpec, tensors: Tensors, spelling: ExpertNames, matrix: Matrix, layer: int) -> ExpertSources:
+    """The places of the bias of a matrix of all experts of a layer."""
+    template, claims = spelling.biases[matrix], ExpertSources()
+    fused, num_experts, (_, number) = "{e}" not in template, spec.router.num_experts, _in_stack(spec, layer)
+    for expert in range(num_experts):
+        name = template.format(i=number, e=expert)
+        source, shape = _bias_place(spec, spelling, matrix, name, expert if fused else 0)
+        if not fused or expert == 0:
+            _check_tensor(name, (num_experts, *shape) if fused else shape, tensors)
+        claims[layer, expert, matrix] = source
+    return claims
 
 
 def _matrix_place(
@@ -192,11 +228,43 @@ def _reason(family: Family, spec: ModelSpec, name: str, tensors: Tensors) -> Dro
     )
 
 
-def _check_tensor(name: str, expected: tuple[int, ...], tensors: Tensors) -> None:
+def _with_scales(source: SourceMatrix, tensors: Tensors, codec: SourceCodec) -> SourceMatrix:
+    """A whole tensor's matrix as FP8 where the config says that some are, and this one is; its scales are checked."""
+    if codec != "fp8" or tensors.get(source.tensor, ("",))[0] != "F8_E4M3":
+        return source
+    scales = f"{source.tensor}_scale_inv"
+    blocks = (-(-source.num_rows // SCALE_BLOCK), -(-source.num_cols // SCALE_BLOCK))
+    _check_tensor(scales, blocks, tensors)
+    return replace(source, codec="fp8", scales=scales)
+
+
+def _check_matrix(source: SourceMatrix, shape: tuple[int, ...], tensors: Tensors, codec: SourceCodec) -> None:
+    """Checks the tensor of `shape` that an expert's matrix lies in, and of MXFP4 blocks that of the scales."""
+    if source.codec != "mxfp4":
+        _check_tensor(source.tensor, shape, tensors, source.codec)
+        return
+    if codec != "mxfp4":
+        raise CheckpointError(
+            f"checkpoint: tensor {source.tensor!r} is in MXFP4 blocks, and config.json has no "
+            "quantization_config of them"
+        )
+    if shape[-1] % MXFP4_BLOCK:
+        raise CheckpointError(
+            f"checkpoint: tensor {source.tensor!r} would have rows of {shape[-1]} values, expected a multiple of "
+            f"{MXFP4_BLOCK}"
+        )
+    assert source.scales is not None, "a matrix in blocks has scales"
+    blocks = (*shape[:-1], shape[-1] // MXFP4_BLOCK)
+    _check_tensor(source.tensor, (*blocks, MXFP4_BLOCK // 2), tensors, "mxfp4")
+    _check_tensor(source.scales, blocks, tensors, "mxfp4")
+
+
+def _check_tensor(name: str, expected: tuple[int, ...], tensors: Tensors, codec: SourceCodec = "plain") -> None:
     if name not in tensors:
         raise CheckpointError(f"checkpoint: tensor {name!r} is missing")
     dtype, shape = tensors[name]
     if shape != expected:
         raise CheckpointError(f"checkpoint: tensor {name!r} has shape {list(shape)}, expected {list(expected)}")
-    if dtype not in FLOAT_DTYPES:
-        raise CheckpointError(f"checkpoint: tensor {name!r} is {dtype}, expected one of {', '.join(FLOAT_DTYPES)}")
+    if dtype not in _DTYPES[codec]:
+        one_of = "one of " if len(_DTYPES[codec]) > 1 else ""
+        raise CheckpointError(f"checkpoint: tensor {name!r} is {dtype}, expected {one_of}{', '.join(_DTYPES[codec])}")

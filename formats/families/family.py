@@ -29,13 +29,14 @@ class ExpertNames:
     of a tensor of all experts of the layer, `[E, rows, columns]`. A matrix lies as `[out, in]` (gate and up
     `[f, d]`, down `[d, f]`), or as `[in, out]` if `transposed`. Where gate and up have the same name, the neurons of
     gate come first, or the two take turns if `interleaved`. `biases` has the names of the bias of a matrix, which lie
-    alike: `[f]` for gate and up, `[d]` for down.
+    alike: `[f]` for gate and up, `[d]` for down. `scales` names the scales of matrices that are in MXFP4 blocks.
     """
 
     matrices: Mapping[Matrix, str]
     biases: Mapping[Matrix, str] = field(default_factory=dict)
     interleaved: bool = False
     transposed: bool = False
+    scales: Mapping[Matrix, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

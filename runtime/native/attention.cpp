@@ -30,6 +30,7 @@ struct Scratch {
     float* queries;  // [kQueries, head_dim]
     float* scores;   // [kQueries, kPositions]
     float* values;   // [kPositions, padded head_dim], where head_dim is no multiple of kPad
+    float *wrapped_keys, *wrapped_values;  // [kPositions, head_dim], where the cache is a ring
 };
 
 struct Attention {
@@ -49,9 +50,11 @@ struct Attention {
         return work.window == 0 ? 0 : std::max(0, work.start + token + 1 - work.window);
     }
     int32_t end_seen(int32_t token) const { return work.start + token + 1; }
-    const float* keys(int32_t kv_head, int32_t position) const {
-        return work.keys + ((size_t)kv_head * work.context + position) * work.head_dim;
+    // Where a position's keys begin in the cache, in values; its values lie alike.
+    size_t place(int32_t kv_head, int32_t position) const {
+        return ((size_t)kv_head * work.places + position % work.places) * work.head_dim;
     }
+    bool wraps() const { return work.start + work.num_tokens > work.places; }
 };
 
 // A token's head, normed, rotated and scaled.
@@ -77,10 +80,20 @@ void enter_item(void* context, int token, int, int) {
     const AttentionWork& w = a.work;
     for (int32_t h = 0; h < w.num_kv_heads; h++) {
         const size_t from = ((size_t)token * w.num_kv_heads + h) * w.head_dim;
-        const size_t to = ((size_t)h * w.context + w.start + token) * w.head_dim;
+        const size_t to = a.place(h, w.start + token);
         prepare_head(a, w.k + from, w.k_norm, token, 1.0f, w.keys + to);
         std::memcpy(w.values + to, w.v + from, sizeof(float) * w.head_dim);
     }
+}
+
+// `count` positions of keys or values one after the other, where some lie at the end of the ring and the others at its
+// beginning.
+const float* unwrapped(const Attention& a, const float* cached, int32_t kv_head, int32_t position, int32_t count,
+                       float* room) {
+    const size_t d = a.work.head_dim, first = std::min(count, a.work.places - position % a.work.places);
+    std::memcpy(room, cached + a.place(kv_head, position), sizeof(float) * first * d);
+    std::memcpy(room + first * d, cached + a.place(kv_head, position + (int32_t)first), sizeof(float) * (count - first) * d);
+    return room;
 }
 
 // What kernels may read behind the last row is ours.
@@ -113,8 +126,11 @@ void score(const Attention& a, const float* keys, const float* values, int32_t c
 void add_positions(const Attention& a, int32_t kv_head, int32_t position, int32_t count, int32_t first,
                    int32_t num_queries, const Scratch& scratch, const Softmax& softmax) {
     const size_t d = a.work.head_dim;
-    const float* keys = a.keys(kv_head, position);
-    const float* values = a.work.values + (keys - a.work.keys);
+    const float *keys = a.work.keys + a.place(kv_head, position), *values = a.work.values + a.place(kv_head, position);
+    if (position % a.work.places + count > a.work.places) {
+        keys = unwrapped(a, a.work.keys, kv_head, position, count, scratch.wrapped_keys);
+        values = unwrapped(a, a.work.values, kv_head, position, count, scratch.wrapped_values);
+    }
     score(a, keys, values, count, num_queries, scratch);
     for (int32_t i = 0; i < num_queries; i++) {
         float* scores = scratch.scores + (size_t)i * kPositions;
@@ -174,9 +190,11 @@ void attend_item(void* context, int item, int, int worker) {
         const size_t token = (first + i) / a.group, head = kv_head * a.group + (first + i) % a.group;
         prepare_head(a, w.q + (token * w.num_heads + head) * w.head_dim, w.q_norm, (int32_t)token, w.scale,
                      scratch.queries + (size_t)i * w.head_dim);
+        // A sink is of the first piece: seen before all positions, with a value of zero.
+        const float sink = w.sinks != nullptr && piece == 0 ? w.sinks[head] : -INFINITY;
+        softmax.largest[i] = sink;
+        softmax.sums[i] = sink == -INFINITY ? 0.0f : 1.0f;
     }
-    std::fill_n(softmax.largest, count, -INFINITY);
-    std::fill_n(softmax.sums, count, 0.0f);
     std::fill_n(softmax.mixed, (size_t)count * w.head_dim, 0.0f);
     const int32_t seen = a.first_seen(first / a.group) + piece * a.piece_positions;
     const int32_t end = std::min(a.end_seen((first + count - 1) / a.group), seen + a.piece_positions);
@@ -207,8 +225,10 @@ bool take_memory(Pool& pool, Attention* a) {
         scratch.queries = arena.take<float>(kQueries * d);
         scratch.scores = arena.take<float>((size_t)kQueries * kPositions);
         scratch.values = arena.take<float>(d % kPad ? kPositions * (d + kPad) : 0);
+        scratch.wrapped_keys = arena.take<float>(a->wraps() ? kPositions * d : 0);
+        scratch.wrapped_values = arena.take<float>(a->wraps() ? kPositions * d : 0);
         if (scratch.queries == nullptr || scratch.scores == nullptr || scratch.values == nullptr ||
-            !take_softmax(arena, d, &scratch.softmax))
+            scratch.wrapped_keys == nullptr || scratch.wrapped_values == nullptr || !take_softmax(arena, d, &scratch.softmax))
             return false;
     }
     return true;
@@ -220,7 +240,7 @@ Outcome attend(Pool& pool, const AttentionWork& w, float* out) {
     std::lock_guard<std::mutex> lock(pool.one_job());
     const int32_t group = w.num_heads / w.num_kv_heads, num_pairs = w.num_tokens * group;
     const int32_t num_blocks = (num_pairs + kQueries - 1) / kQueries;
-    Attention a = {pool.kernels(), w, out, group, num_pairs, num_blocks, 1, w.context, nullptr, nullptr};
+    Attention a = {pool.kernels(), w, out, group, num_pairs, num_blocks, 1, w.places, nullptr, nullptr};
     const int32_t num_seen = w.start + w.num_tokens - a.first_seen(0);
     if (num_blocks == 1) {
         const int32_t each = std::max(1, kMaxPieces / w.num_kv_heads);

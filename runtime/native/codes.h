@@ -131,6 +131,102 @@ inline void decode_affine(const Part& part, const uint8_t* row, int32_t start, i
     }
 }
 
+// -- Codes of few bits that are floats themselves --------------------------------------------------------------------
+
+// E4M3, one place up and its exponent in the place of a half's: the half is 2^-8 times as large. No number is 1.875.
+constexpr float kE4m3Unit = 256.0f;
+
+inline float e4m3_to_float(uint8_t code) {
+    const float magnitude = half_to_float(uint16_t((code & 0x7f) << 7)) * kE4m3Unit;
+    const uint32_t bits = (code & 0x7f) == 0x7f ? 0x7fc00000u : as_bits(magnitude);
+    return as_float(bits | uint32_t(code & 0x80) << 24);
+}
+
+// Inputs of E5M2's products are so small that these are no larger than inputs themselves may be.
+constexpr float kE5m2Share = 0x1p-16f;
+
+inline float e5m2_to_float(uint8_t code) { return half_to_float(uint16_t(code << 8)); }
+
+constexpr float kE2m1Values[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                             -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
+// E8M0: 2^(byte - 127), of which byte 255 is no number. The smallest is a float32 subnormal.
+inline float power_of_two(uint8_t byte) {
+    const uint32_t ends = byte == 0 || byte == 255 ? 0x00400000u : 0;
+    return as_float(uint32_t{byte} << 23 | ends);
+}
+
+// The same in two factors that are none: a weight times the one, then the other, is exact where modes flush subnormals.
+struct PowerOfTwo {
+    float first, second;
+
+    explicit PowerOfTwo(uint8_t byte)
+        : first(byte < 128 ? 0x1p-64f : 1.0f), second(power_of_two(uint8_t(byte < 128 ? byte + 64 : byte))) {}
+};
+
+// factor * 2^(byte - 127): in double, where neither is too large or too small.
+inline float times_power(double factor, uint8_t byte) {
+    const uint64_t bits = uint64_t(byte + (1023 - 127)) << 52;
+    double power;
+    __builtin_memcpy(&power, &bits, sizeof power);
+    return byte == 255 ? __builtin_nanf("") : float(factor * power);
+}
+
+inline uint8_t largest_byte(const uint8_t* bytes, int32_t count) {
+    uint8_t largest = 0;
+    for (int32_t i = 0; i < count; ++i) {
+        largest = bytes[i] > largest ? bytes[i] : largest;
+    }
+    return largest;
+}
+
+constexpr int32_t kFp8Group = 128, kMxGroup = 32;
+
+// Where codes are multiplied as integers, E2M1's are looked up: as (code - kE2m1Zero) * kE2m1Unit they are affine. This
+// takes a width's place in templates.
+constexpr int kE2m1 = -4;
+constexpr int32_t kE2m1Zero = 12;
+constexpr float kE2m1Unit = 0.5f;
+
+constexpr int32_t bits_of(int width) { return width == kE2m1 ? 4 : width; }
+
+// Whether a part's codes are multiplied as integers, with scales and zeros.
+inline bool is_affine(const Part& part) { return part.codec == Codec::affine || part.codec == Codec::mxfp4; }
+
+// The float32 scale of a group of an fp8 row.
+inline float fp8_scale(const Part& part, const uint8_t* row, int32_t group) {
+    return load_float(row + part.code_bytes + 4 * group);
+}
+
+inline void decode_fp8(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* __restrict out) {
+    for (int32_t block = start; block < stop; block += kBlock) {
+        const float scale = fp8_scale(part, row, block / kFp8Group);
+        for (int32_t c = block; c < block + kBlock; ++c) {
+            out[c - start] = e4m3_to_float(row[c]) * scale;
+        }
+    }
+}
+
+inline void decode_e5m2(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* __restrict out) {
+    const PowerOfTwo scale(row[part.code_bytes]);
+    for (int32_t c = start; c < stop; ++c) {
+        out[c - start] = e5m2_to_float(row[c]) * scale.first * scale.second;
+    }
+}
+
+inline void decode_mxfp4(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* __restrict out) {
+    uint8_t codes[kBlock];
+    for (int32_t block = start; block < stop; block += kBlock) {
+        unpack_block<4>(row + block / 2, codes);
+        for (int32_t first = 0; first < kBlock; first += kMxGroup) {
+            const PowerOfTwo scale(row[part.code_bytes + (block + first) / kMxGroup]);
+            for (int32_t j = first; j < first + kMxGroup; ++j) {
+                out[block - start + j] = kE2m1Values[codes[j]] * scale.first * scale.second;
+            }
+        }
+    }
+}
+
 // Kernels::decode.
 inline void decode(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* __restrict out) {
     switch (part.codec) {
@@ -147,6 +243,9 @@ inline void decode(const Part& part, const uint8_t* row, int32_t start, int32_t 
         case Codec::f32:
             __builtin_memcpy(out, row + 4 * size_t(start), 4 * size_t(stop - start));
             return;
+        case Codec::fp8: return decode_fp8(part, row, start, stop, out);
+        case Codec::e5m2: return decode_e5m2(part, row, start, stop, out);
+        case Codec::mxfp4: return decode_mxfp4(part, row, start, stop, out);
         case Codec::affine:
             break;
     }
@@ -171,13 +270,13 @@ inline float largest_magnitude(const float* x, int32_t n) {
 
 inline bool is_finite(float value) { return (as_bits(value) & 0x7fffffffu) < 0x7f800000u; }
 
-// `n` floats and zeros up to a multiple of 16; NaNs if one is not finite.
-inline void prepare_floats(const float* x, int32_t n, float* __restrict prepared) {
-    const bool finite = is_finite(largest_magnitude(x, n));
-    for (int32_t c = 0; c < n; ++c) {
-        prepared[c] = finite ? x[c] : __builtin_nanf("");
+// A row's floats times `unit`, and zeros up to a multiple of 16; NaNs if one is not finite.
+inline void prepare_floats(const Part& part, const float* x, float unit, float* __restrict prepared) {
+    const bool finite = is_finite(largest_magnitude(x, part.num_cols));
+    for (int32_t c = 0; c < part.num_cols; ++c) {
+        prepared[c] = finite ? x[c] * unit : __builtin_nanf("");
     }
-    for (int32_t c = n; c % 16 != 0; ++c) {
+    for (int32_t c = part.num_cols; c % 16 != 0; ++c) {
         prepared[c] = 0.0f;
     }
 }

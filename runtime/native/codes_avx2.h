@@ -34,8 +34,37 @@ inline __m256 load_eight(const Part& part, const uint8_t* stored, int32_t first,
     return _mm256_mul_ps(_mm256_cvtepi32_ps(steps), _mm256_set1_ps(_cvtsh_ss(load_u16(stored))));
 }
 
+// E8M0 bytes of eight groups from group `first` on; zeros after the last group.
+inline __m256i load_exponents(const Part& part, const uint8_t* stored, int32_t first) {
+    const int32_t count = part.num_groups - first;
+    uint8_t eight[8] = {};
+    __builtin_memcpy(eight, stored + first, size_t(count < 8 ? count : 8));
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(eight)));
+}
+
+// Scales of eight groups of mxfp4, as power_of_two has them.
+inline __m256 load_powers(const Part& part, const uint8_t* stored, int32_t first) {
+    const __m256i exponents = load_exponents(part, stored, first);
+    const __m256i is_end = _mm256_or_si256(_mm256_cmpeq_epi32(exponents, _mm256_setzero_si256()),
+                                           _mm256_cmpeq_epi32(exponents, _mm256_set1_epi32(255)));
+    const __m256i ends = _mm256_and_si256(is_end, _mm256_set1_epi32(0x00400000));
+    return _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(exponents, 23), ends));
+}
+
+// The same over 2^(top - 127), for a `top` that none exceeds: what is below 2^-126 of that is zero.
+inline __m256 load_shares(const Part& part, const uint8_t* stored, int32_t first, uint8_t top) {
+    const __m256i moved = _mm256_add_epi32(load_exponents(part, stored, first), _mm256_set1_epi32(127 - top));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_max_epi32(moved, _mm256_setzero_si256()), 23));
+}
+
 // Codes to be multiplied are 4 times as large with 3 bits, which saves shifts.
-constexpr float code_unit(int32_t width) { return width == 3 ? 0.25f : 1.0f; }
+constexpr float code_unit(int32_t width) { return width == kE2m1 ? kE2m1Unit : width == 3 ? 0.25f : 1.0f; }
+
+// Twice each of E2M1's numbers, made positive, in both halves of a register.
+inline __m256i e2m1_codes(__m256i nibbles) {
+    const __m128i codes = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(codes), nibbles);
+}
 
 inline __m256i load_twice(const uint8_t* from) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -59,6 +88,9 @@ inline Codes load_codes(const uint8_t* block) {
     } else if constexpr (WIDTH == 4) {
         const __m256i both = load_bytes(block), low = _mm256_set1_epi8(15);
         return {{_mm256_and_si256(both, low), _mm256_and_si256(_mm256_srli_epi16(both, 4), low)}};
+    } else if constexpr (WIDTH == kE2m1) {
+        const Codes nibbles = load_codes<4>(block);
+        return {{e2m1_codes(nibbles.half[0]), e2m1_codes(nibbles.half[1])}};
     } else if constexpr (WIDTH == 3) {
         const __m256i pairs = load_twice(block), tops = load_four_times(block + 16);
         const __m256i pair = _mm256_set1_epi8(3 << 2), top = _mm256_set1_epi8(1 << 4);
@@ -99,6 +131,43 @@ inline __m256 load_weights(const uint8_t* row, int32_t c, int32_t count) {
     }
 }
 
+// 64 codes that are floats of 8 bits, as halves: columns 0 to 7 and 16 to 23, 8 to 15 and 24 to 31, and so the others.
+// E4M3's are 2^-8 times as large (codes.h).
+struct Halves {
+    __m256i of[4];
+
+    // The eight floats from column 8 v on.
+    __m256 floats(int v) const {
+        const __m256i sixteen = of[v / 4 * 2 + v % 2];
+        return _mm256_cvtph_ps(v % 4 < 2 ? _mm256_castsi256_si128(sixteen) : _mm256_extracti128_si256(sixteen, 1));
+    }
+};
+
+template <Codec CODEC>
+inline Halves load_halves(const uint8_t* from) {
+    const __m256i bytes[2] = {load_bytes(from), load_bytes(from + 32)}, none = _mm256_setzero_si256();
+    Halves halves;
+    for (int i = 0; i < 4; ++i) {
+        halves.of[i] = i % 2 == 0 ? _mm256_unpacklo_epi8(none, bytes[i / 2]) : _mm256_unpackhi_epi8(none, bytes[i / 2]);
+    }
+    if constexpr (CODEC == Codec::fp8) {
+        for (int i = 0; i < 4; ++i) {
+            halves.of[i] = _mm256_and_si256(_mm256_srai_epi16(halves.of[i], 1), _mm256_set1_epi16(int16_t(0xbf80)));
+        }
+        const __m256i most = _mm256_set1_epi8(0x7f);
+        const __m256i largest = _mm256_max_epu8(_mm256_and_si256(bytes[0], most), _mm256_and_si256(bytes[1], most));
+        if (__builtin_expect(_mm256_movemask_epi8(_mm256_cmpeq_epi8(largest, most)) != 0, 0)) {
+            for (int i = 0; i < 4; ++i) {
+                const __m256i is_none = _mm256_cmpeq_epi8(_mm256_and_si256(bytes[i / 2], most), most);
+                const __m256i wide = i % 2 == 0 ? _mm256_unpacklo_epi8(is_none, is_none)
+                                                : _mm256_unpackhi_epi8(is_none, is_none);
+                halves.of[i] = _mm256_or_si256(halves.of[i], _mm256_and_si256(wide, _mm256_set1_epi16(0x7fff)));
+            }
+        }
+    }
+    return halves;
+}
+
 // One group's scale (or zero, `is_signed`) in all lanes.
 inline __m256 load_group(const Part& part, const uint8_t* stored, int32_t group, bool is_signed) {
     if (part.scale_bits == 16) {
@@ -135,6 +204,40 @@ void decode_codes(const Part& part, const uint8_t* row, int32_t start, int32_t s
             const __m256i half = WIDTH == 3 ? _mm256_srli_epi16(codes.half[first / 32], 2) : codes.half[first / 32];
             const __m128i sixteen = first % 32 == 0 ? _mm256_castsi256_si128(half) : _mm256_extracti128_si256(half, 1);
             decode_sixteen(sixteen, scale, zero, out + (block - start) + first);
+        }
+    }
+}
+
+template <Codec CODEC>
+void decode_halves(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out) {
+    constexpr bool IS_FP8 = CODEC == Codec::fp8;
+    const PowerOfTwo power(IS_FP8 ? 0 : row[part.code_bytes]);
+    for (int32_t block = start; block < stop; block += kBlock) {
+        const Halves halves = load_halves<CODEC>(row + block);
+        const __m256 first = _mm256_set1_ps(IS_FP8 ? kE4m3Unit : power.first);
+        const __m256 second = _mm256_set1_ps(IS_FP8 ? fp8_scale(part, row, block / kFp8Group) : power.second);
+        for (int v = 0; v < 8; ++v) {
+            _mm256_storeu_ps(out + (block - start) + 8 * v,
+                             _mm256_mul_ps(_mm256_mul_ps(halves.floats(v), first), second));
+        }
+    }
+}
+
+inline void decode_e2m1(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out) {
+    const __m256 magnitudes = _mm256_loadu_ps(kE2m1Values);
+    const __m256i sign = _mm256_set1_epi32(int32_t(0x80000000u));
+    for (int32_t block = start; block < stop; block += kBlock) {
+        const Codes codes = load_codes<4>(row + block / 2);
+        for (int32_t first = 0; first < kBlock; first += 8) {
+            const PowerOfTwo scale(row[part.code_bytes + (block + first) / kMxGroup]);
+            const __m256 scaled = _mm256_mul_ps(magnitudes, _mm256_set1_ps(scale.first));
+            const __m256 weights = _mm256_mul_ps(scaled, _mm256_set1_ps(scale.second));
+            const __m256i half = codes.half[first / 32];
+            const __m128i sixteen = first % 32 < 16 ? _mm256_castsi256_si128(half) : _mm256_extracti128_si256(half, 1);
+            const __m256i eight = _mm256_cvtepu8_epi32(first % 16 < 8 ? sixteen : _mm_srli_si128(sixteen, 8));
+            const __m256i signs = _mm256_and_si256(_mm256_slli_epi32(eight, 28), sign);
+            _mm256_storeu_ps(out + (block - start) + first,
+                             _mm256_xor_ps(_mm256_permutevar8x32_ps(weights, eight), _mm256_castsi256_ps(signs)));
         }
     }
 }

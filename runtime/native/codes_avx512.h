@@ -33,7 +33,7 @@ inline __mmask16 first_lanes_mask(int32_t count) { return count >= 16 ? 0xffff :
 // 64 bytes of codes (96 with 3 bits), of which each shift gives a plane of 64 codes, one run of each block.
 template <int WIDTH>
 struct Chunk {
-    static constexpr int planes = WIDTH == 3 ? 4 : 8 / WIDTH;
+    static constexpr int planes = WIDTH == 3 ? 4 : 8 / bits_of(WIDTH);
     static constexpr int blocks = planes;
     static constexpr int run = kBlock / planes;  // codes of a block in a plane
     static constexpr int cols = kBlock * blocks;
@@ -96,13 +96,15 @@ struct Units {
     }
 };
 
-// A row's scales and zeros, 16 units at a time.
+// A row's scales and zeros, 16 units at a time. Scales of mxfp4 are those over 2^(top - 127), for a `top` that none
+// exceeds.
 struct StoredScales {
     const uint8_t *scales, *zeros;
     const Part& part;
+    int32_t top;
 
-    StoredScales(const Part& of, const uint8_t* row)
-        : scales(row + of.code_bytes), zeros(scales + of.scale_bytes), part(of) {}
+    StoredScales(const Part& of, const uint8_t* row, int32_t of_top = 127)
+        : scales(row + of.code_bytes), zeros(scales + of.scale_bytes), part(of), top(of_top) {}
 
     // Zeros after the last group. `is_signed`: zeros of groups.
     static __m512 load_groups(const Part& part, const uint8_t* stored, int32_t first, __mmask16 mask, bool is_signed) {
@@ -114,8 +116,23 @@ struct StoredScales {
         return _mm512_mul_ps(_mm512_cvtepi32_ps(steps), _mm512_set1_ps(_cvtsh_ss(load_u16(stored))));
     }
 
+    // E8M0; what is below 2^-126 is zero, but for the smallest of all.
+    __m512 load_powers(int32_t first, __mmask16 mask) const {
+        const __m512i bytes = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, scales + first));
+        const __m512i moved = _mm512_add_epi32(bytes, _mm512_set1_epi32(127 - top));
+        const __m512i powers = _mm512_slli_epi32(_mm512_max_epi32(moved, _mm512_setzero_si512()), 23);
+        const __mmask16 is_end = _mm512_cmpeq_epi32_mask(moved, _mm512_setzero_si512()) |
+                                 _mm512_cmpeq_epi32_mask(moved, _mm512_set1_epi32(255));
+        const __m512i ended = _mm512_mask_or_epi32(powers, is_end, powers, _mm512_set1_epi32(0x00400000));
+        return _mm512_castsi512_ps(_mm512_maskz_mov_epi32(mask, ended));
+    }
+
     void load(int32_t first_unit, __m512* scale, __m512* zero) const {
-        if (part.num_groups == 1) {
+        if (part.codec == Codec::mxfp4) {
+            const int32_t left = part.num_groups - first_unit;
+            *scale = load_powers(first_unit, left <= 0 ? 0 : first_lanes_mask(left));
+            *zero = _mm512_set1_ps(float(kE2m1Zero) * kE2m1Unit);
+        } else if (part.num_groups == 1) {
             *scale = _mm512_broadcastss_ps(_mm512_castps512_ps128(load_groups(part, scales, 0, 1, false)));
             *zero = _mm512_broadcastss_ps(_mm512_castps512_ps128(load_groups(part, zeros, 0, 1, true)));
         } else if (part.group == 2 * kBlock) {
@@ -134,6 +151,12 @@ struct StoredScales {
 };
 
 // -- Codes -----------------------------------------------------------------------------------------------------------
+
+// Twice each of E2M1's numbers, made positive.
+inline __m512i e2m1_codes(__m512i nibbles) {
+    const __m128i codes = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(codes), nibbles);
+}
 
 // A chunk's bytes; those behind the row's codes are zero.
 template <int WIDTH>
@@ -162,6 +185,9 @@ struct Codes {
     __m512i plane() const {
         if constexpr (WIDTH == 8) {
             return low;
+        } else if constexpr (WIDTH == kE2m1) {
+            const __m512i shifted = PLANE > 0 ? _mm512_srli_epi16(low, 4) : low;
+            return e2m1_codes(_mm512_and_si512(shifted, _mm512_set1_epi8(15)));
         } else if constexpr (WIDTH == 3) {
             const __m512i two = PLANE > 0 ? _mm512_srli_epi16(low, 2 * PLANE) : low;
             const __m512i third = PLANE > 1   ? _mm512_srli_epi16(high, 2 * PLANE - 2)
@@ -207,9 +233,11 @@ MOE_PACK_INLINE inline __m512i eight_of_four(const uint8_t* const rows[4], size_
     return interleaved(_mm512_srlv_epi64(all, _mm512_setr_epi64(0, 1, 0, 1, 0, 1, 0, 1)));
 }
 
-// What codes_of_four's register q must be divided by: codes are taken where they stand in their bytes.
+// What codes_of_four's register q must be divided by: codes are taken where they stand in their bytes, E2M1's as they
+// are looked up.
 template <int WIDTH>
 constexpr int32_t places_of_four(int q) {
+    if (WIDTH == kE2m1) return int32_t(1 / kE2m1Unit);
     return WIDTH == 8 ? 1 : WIDTH == 4 ? (q < 2 ? 1 : 16) : WIDTH == 3 && q == 3 ? 16 : 1 << 2 * q;
 }
 
@@ -224,6 +252,13 @@ MOE_PACK_INLINE inline void codes_of_four(const uint8_t* const rows[4], size_t a
             const __m512i both = sixteen_of_four(rows, at + 16 * q.value);
             codes[q.value] = _mm512_and_si512(both, low);
             codes[q.value + 2] = _mm512_andnot_si512(low, both);
+        });
+    } else if constexpr (WIDTH == kE2m1) {
+        const __m512i low = _mm512_set1_epi8(15);
+        unrolled<2>([&](auto q) MOE_PACK_INLINE {
+            const __m512i both = sixteen_of_four(rows, at + 16 * q.value);
+            codes[q.value] = e2m1_codes(_mm512_and_si512(both, low));
+            codes[q.value + 2] = e2m1_codes(_mm512_and_si512(_mm512_srli_epi16(both, 4), low));
         });
     } else if constexpr (WIDTH == 3) {
         const __m512i two = sixteen_of_four(rows, at), one = eight_of_four(rows, at + 16);
@@ -292,6 +327,31 @@ MOE_PACK_INLINE inline void block_codes(const uint8_t* block, __m512i codes[4]) 
     }
 }
 
+// 32 codes that are floats of 8 bits, as halves. E4M3's are 2^-8 times as large (codes.h).
+template <Codec CODEC>
+MOE_PACK_INLINE inline __m512i load_halves(const uint8_t* from) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    if constexpr (CODEC == Codec::e5m2) {
+        return _mm512_slli_epi16(_mm512_cvtepu8_epi16(bytes), 8);
+    } else {
+        const __m512i placed = _mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 7);
+        const __m256i unsigned_none = _mm256_set1_epi8(0x7f);
+        const __mmask32 is_none = _mm256_cmpeq_epi8_mask(_mm256_and_si256(bytes, unsigned_none), unsigned_none);
+        const __m512i halves = _mm512_and_si512(placed, _mm512_set1_epi16(int16_t(0xbf80)));
+        return _mm512_mask_blend_epi16(is_none, halves, _mm512_set1_epi16(0x7fff));
+    }
+}
+
+// 64 such codes as floats, 16 a register.
+template <Codec CODEC>
+MOE_PACK_INLINE inline void load_floats(const uint8_t* from, __m512 floats[4]) {
+    unrolled<2>([&](auto i) MOE_PACK_INLINE {
+        const __m512i halves = load_halves<CODEC>(from + 32 * i.value);
+        floats[2 * i.value] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+        floats[2 * i.value + 1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+    });
+}
+
 // One group's scale (or zero, `is_signed`) in all lanes.
 inline __m512 load_group(const Part& part, const uint8_t* stored, int32_t group, bool is_signed) {
     if (part.scale_bits == 16) {
@@ -327,6 +387,36 @@ void decode_codes(const Part& part, const uint8_t* row, int32_t start, int32_t s
                 sixteen = _mm512_permutexvar_ps(codes[q.value], weights);
             }
             _mm512_storeu_ps(out + (block - start) + 16 * q.value, sixteen);
+        });
+    }
+}
+
+template <Codec CODEC>
+void decode_halves(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out) {
+    constexpr bool IS_FP8 = CODEC == Codec::fp8;
+    const PowerOfTwo power(IS_FP8 ? 0 : row[part.code_bytes]);
+    for (int32_t block = start; block < stop; block += kBlock) {
+        __m512 floats[4];
+        load_floats<CODEC>(row + block, floats);
+        const __m512 first = _mm512_set1_ps(IS_FP8 ? kE4m3Unit : power.first);
+        const __m512 second = _mm512_set1_ps(IS_FP8 ? fp8_scale(part, row, block / kFp8Group) : power.second);
+        unrolled<4>([&](auto q) MOE_PACK_INLINE {
+            const __m512 weights = _mm512_mul_ps(_mm512_mul_ps(floats[q.value], first), second);
+            _mm512_storeu_ps(out + (block - start) + 16 * q.value, weights);
+        });
+    }
+}
+
+inline void decode_e2m1(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out) {
+    const __m512 numbers = _mm512_loadu_ps(kE2m1Values);
+    for (int32_t block = start; block < stop; block += kBlock) {
+        __m512i codes[4];
+        block_codes<4>(row + block / 2, codes);
+        unrolled<4>([&](auto q) MOE_PACK_INLINE {
+            const PowerOfTwo scale(row[part.code_bytes + (block + 16 * q.value) / kMxGroup]);
+            const __m512 scaled = _mm512_mul_ps(numbers, _mm512_set1_ps(scale.first));
+            const __m512 weights = _mm512_mul_ps(scaled, _mm512_set1_ps(scale.second));
+            _mm512_storeu_ps(out + (block - start) + 16 * q.value, _mm512_permutexvar_ps(codes[q.value], weights));
         });
     }
 }

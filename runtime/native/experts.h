@@ -22,6 +22,7 @@ struct ExpertWork {
     const int64_t* tokens;
     const float* weights;
     const int64_t* outputs = nullptr;
+    Rows extra = {};  // one row: what is added to each token's output; where the layout has it
 };
 
 // y[output] += weight * expert(x[token]) for every expert and each of its tokens. x, y: float32 [tokens, d].
@@ -41,10 +42,11 @@ struct NeuronsWork {
     int32_t num_tokens, num_neurons;
     const int32_t* neurons;
     const int32_t* places;
+    Rows extra = {};  // one row, added to each token's sum; where the layout has it
 };
 Outcome run_neurons(Pool& pool, const NeuronsWork& work, const float* x, const float* a, const uint8_t* runs, float* h);
 
-// y [T, d] += h [T, n] times the down rows of records at `places`.
+// y [T, d] += h [T, n] times the down rows of records at `places`, and the extra values.
 Outcome add_neurons(Pool& pool, const NeuronsWork& work, const float* h, float* y);
 
 }  // namespace moe_pack

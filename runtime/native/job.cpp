@@ -288,7 +288,8 @@ float* sums_of(const Call& call, const Item& item, size_t floats) {
 
 namespace {
 
-// One token of one call: its shares added up, in their order, and brought into the order of columns.
+// One token of one call: its shares added up, in their order, and brought into the order of columns; to them come the
+// expert's extra values.
 void join_shares(Job& job, int number, int, int) {
     int32_t c = 0;
     while (c + 1 < job.num_calls && job.places[c + 1] <= number) c++;
@@ -296,7 +297,11 @@ void join_shares(Job& job, int number, int, int) {
     const Part& down = call.layout().down.part;
     size_t d = down.num_cols, t = number - job.places[c], size = job.many ? d : job.kernels.sum_floats(down);
     float* out = job.finished + (size_t)number * d;
-    std::memset(out, 0, sizeof(float) * d);
+    const size_t extra_bytes = call.layout().extra_row_bytes;
+    if (extra_bytes)
+        std::memcpy(out, call.work->extra.at(0, extra_bytes), sizeof(float) * d);
+    else
+        std::memset(out, 0, sizeof(float) * d);
     if (call.num_items == 0) return;
     float* sum = call.partial + t * size;
     for (int32_t item = 1; item < call.num_items; item++) {
@@ -304,7 +309,7 @@ void join_shares(Job& job, int number, int, int) {
         for (size_t i = 0; i < size; i++) sum[i] += other[i];
     }
     if (job.many)
-        std::memcpy(out, sum, sizeof(float) * d);
+        for (size_t i = 0; i < d; i++) out[i] += sum[i];
     else
         job.kernels.finish_sum(down, sum, 1.0f, 0, (int32_t)d, out);
 }

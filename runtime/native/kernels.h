@@ -9,21 +9,22 @@
 
 namespace moe_pack {
 
-enum class Codec : int32_t { bf16 = 0, affine = 1, f16 = 2, f32 = 3 };
+enum class Codec : int32_t { bf16 = 0, affine = 1, f16 = 2, f32 = 3, fp8 = 4, e5m2 = 5, mxfp4 = 6 };
 
 // One matrix's share of a row of `num_cols` weights: codes, scales, zeros, then its float32 bias if it has one.
 struct Part {
     Codec codec;
     int32_t width;       // bits a code: 1, 2, 3, 4, 8 with affine
     int32_t group;       // weights a group: 16, 32, 64, 128, or num_cols
-    int32_t scale_bits;  // 16: scales and zeros are float16; 8: bytes, with one float16 multiplier each
+    int32_t scale_bits;  // affine, 16: scales and zeros are float16; 8: bytes, with one float16 multiplier each
     int32_t num_cols;
     int32_t num_groups;
     int32_t code_bytes;
-    int32_t scale_bytes;  // of the scales; the zeros take as many
+    int32_t scale_bytes;
+    int32_t zero_bytes;  // as many as of scales, with affine
     bool has_bias;
 
-    int32_t num_bytes() const { return code_bytes + 2 * scale_bytes; }
+    int32_t num_bytes() const { return code_bytes + scale_bytes + zero_bytes; }
 };
 
 constexpr int32_t kBlock = 64;         // codes lie in planar blocks of this many
@@ -65,7 +66,7 @@ struct Kernels {
     void (*finish_sum)(const Part& part, const float* sum, float weight, int32_t start, int32_t stop, float* out);
 
     // Columns `start` to `stop` of a row (multiples of 64, or num_cols), in float32, natural order, exactly
-    // `(code - zero) * scale`.
+    // `(code - zero) * scale`, or `code * scale`.
     void (*decode)(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out);
 
     // out[t * out_stride + r] += w[r] . x[t] over n columns, for decoded rows w[r * w_stride] and tokens

@@ -36,22 +36,29 @@ size_t padded_groups(const Part& part) { return round_up(size_t(part.num_groups)
 // -- Inputs ----------------------------------------------------------------------------------------------------------
 
 // Prepared affine inputs: header, digits by block, then their sum in each group as floats, zeros after the last.
+// For E2M1, instead of these sums: of every four columns, times the zero of codes, so that weights of zero give zero.
 struct Inputs {
     const int8_t* digits;
     const float* sums;
+    const int32_t* fours;
     float peak;
 
     Inputs(const Part& part, const void* prepared)
         : digits(static_cast<const int8_t*>(prepared) + kHeaderBytes),
           sums(reinterpret_cast<const float*>(digits + kDigits * part.num_cols)),
+          fours(reinterpret_cast<const int32_t*>(sums)),
           peak(*static_cast<const float*>(prepared)) {}
 };
 
+size_t sums_of_inputs(const Part& part) {
+    return part.codec == Codec::mxfp4 ? size_t(part.num_cols) / 4 : padded_groups(part);
+}
+
 size_t prepared_bytes(const Part& part) {
-    if (part.codec != Codec::affine) {
+    if (!is_affine(part)) {
         return 4 * round_up(size_t(part.num_cols), 16);
     }
-    return kHeaderBytes + size_t(kDigits) * part.num_cols + 4 * padded_groups(part);
+    return round_up(kHeaderBytes + size_t(kDigits) * part.num_cols + 4 * sums_of_inputs(part), 64);
 }
 
 // One digit of 32 fixed-point inputs: bits `shift` to `shift + 7` of each, as signed bytes.
@@ -94,7 +101,7 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
     header[0] = finite ? peak : __builtin_nanf("");
     int8_t* digits = static_cast<int8_t*>(prepared) + kHeaderBytes;
     float* sums = reinterpret_cast<float*>(digits + kDigits * part.num_cols);
-    const size_t num_sums = padded_groups(part);
+    const size_t num_sums = sums_of_inputs(part);
     if (!finite || peak == 0.0f) {
         __builtin_memset(digits, 0, size_t(kDigits) * part.num_cols + 4 * num_sums);
         return;
@@ -107,6 +114,13 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
     for (int32_t block = 0; block < part.num_cols; block += kBlock) {
         int32_t fixed[kBlock];
         split_block(x + block, lift, steps, fixed, digits + block * kDigits);
+        if (part.codec == Codec::mxfp4) {
+            int32_t* fours = reinterpret_cast<int32_t*>(sums) + block / 4;
+            for (int32_t c = 0; c < kBlock; c += 4) {
+                fours[c / 4] = kE2m1Zero * (fixed[c] + fixed[c + 1] + fixed[c + 2] + fixed[c + 3]);
+            }
+            continue;
+        }
         for (int32_t first = 0; first < kBlock; first += unit) {
             int32_t unit_sum = 0;
             for (int32_t c = first; c < first + unit; ++c) {
@@ -120,16 +134,16 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
             }
         }
     }
-    for (size_t g = size_t(part.num_groups); g < num_sums; ++g) {
+    for (size_t g = size_t(part.num_groups); part.codec == Codec::affine && g < num_sums; ++g) {
         sums[g] = 0.0f;
     }
 }
 
 void prepare(const Part& part, const float* x, void* prepared) {
-    if (part.codec == Codec::affine) {
+    if (is_affine(part)) {
         prepare_digits(part, x, prepared);
     } else {
-        prepare_floats(x, part.num_cols, static_cast<float*>(prepared));
+        prepare_floats(part, x, part.codec == Codec::e5m2 ? kE5m2Share : 1.0f, static_cast<float*>(prepared));
     }
 }
 
@@ -144,9 +158,9 @@ inline __m256i add_products(const __m256i* codes, int num_codes, const int8_t* d
 }
 
 // Codes times inputs, of one half of a block or of both; each of eight floats sums four columns of each half.
-// Sums of int16 are at most 4 * 28 * 128, of int32 8 * 28 * kPeak < 2^31 up to 4 bits.
+// Sums of int16 are at most 4 * 28 * 128, of int32 8 * 28 * kPeak < 2^31 up to 4 bits. `fours`: of E2M1's inputs.
 template <int WIDTH, int HALVES>
-inline __m256 products(const __m256i* codes, const int8_t* digits) {
+inline __m256 products(const __m256i* codes, const int8_t* digits, const int32_t* fours = nullptr) {
     const __m256i ones = _mm256_set1_epi16(1), to_middle = _mm256_set1_epi16(256);
     __m256i pairs[kDigits];
     if constexpr (WIDTH < 8) {
@@ -156,7 +170,11 @@ inline __m256 products(const __m256i* codes, const int8_t* digits) {
         const __m256i fine = _mm256_add_epi32(_mm256_madd_epi16(pairs[1], to_middle),
                                               _mm256_madd_epi16(pairs[0], ones));
         const __m256i coarse = _mm256_slli_epi32(_mm256_madd_epi16(pairs[2], to_middle), 8);
-        return _mm256_cvtepi32_ps(_mm256_add_epi32(coarse, fine));
+        __m256i sum = _mm256_add_epi32(coarse, fine);
+        if constexpr (WIDTH == kE2m1) {
+            sum = _mm256_sub_epi32(sum, load_bytes(fours));
+        }
+        return _mm256_cvtepi32_ps(sum);
     } else {
         // Products of whole bytes would saturate int16.
         const __m256i nibble = _mm256_set1_epi8(15), sixteens = _mm256_set1_epi16(16);
@@ -210,26 +228,64 @@ inline __m256 zeros_share(const Part& part, const uint8_t* row, const float* inp
 template <int WIDTH, int UNIT>
 float dot_affine(const Part& part, const uint8_t* row, const void* prepared, Prefetch& prefetch, float* work) {
     const Inputs inputs(part, prepared);
-    const __m256 zeros = zeros_share(part, row, inputs.sums, work);
+    __m256 zeros = _mm256_setzero_ps();
+    uint8_t top = 0;  // of mxfp4: the exponent that scales are relative to
+    if constexpr (WIDTH == kE2m1) {
+        const uint8_t* scales = row + part.code_bytes;
+        top = largest_byte(scales, part.num_groups);
+        for (int32_t g = 0; g < part.num_groups; g += 8) {
+            _mm256_store_ps(work + g, load_shares(part, scales, g, top));
+        }
+    } else {
+        zeros = zeros_share(part, row, inputs.sums, work);
+    }
     const int32_t num_blocks = part.num_cols / kBlock, shift = block_shift(part);
     __m256 sums[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
     for (int32_t b = 0; b < num_blocks; ++b) {
         prefetch.line();
-        const Codes codes = load_codes<WIDTH>(row + b * 8 * WIDTH);
+        const Codes codes = load_codes<WIDTH>(row + b * 8 * bits_of(WIDTH));
         const int8_t* digits = inputs.digits + b * kDigitBytes;
         if constexpr (UNIT == kBlock) {
             const __m256 scale = _mm256_set1_ps(work[b >> shift]);
             sums[0] = _mm256_fmadd_ps(products<WIDTH, 2>(codes.half, digits), scale, sums[0]);
         } else {
             for (int v = 0; v < 2; ++v) {
-                const __m256 half = products<WIDTH, 1>(codes.half + v, digits + 32 * v);
+                const int32_t* fours = inputs.fours + 16 * b + 8 * v;
+                const __m256 half = products<WIDTH, 1>(codes.half + v, digits + 32 * v, fours);
                 sums[v] = _mm256_fmadd_ps(half, half_scales<UNIT>(work, b, v), sums[v]);
             }
         }
     }
     const __m256 sum = _mm256_add_ps(sums[0], sums[1]);
     const __m256 total = _mm256_fmsub_ps(sum, _mm256_set1_ps(code_unit(WIDTH)), zeros);
+    if constexpr (WIDTH == kE2m1) {
+        return times_power(double(lanes_total(total)) / kPeak * inputs.peak, top);
+    }
     return lanes_total(total) * (1.0f / kPeak) * inputs.peak;
+}
+
+template <Codec CODEC>
+float dot_halves(const Part& part, const uint8_t* row, const void* prepared, Prefetch& prefetch, float*) {
+    const float* x = static_cast<const float*>(prepared);
+    __m256 totals[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+    for (int32_t first = 0; first < part.num_cols; first += part.group) {
+        const int32_t stop = part.num_cols - first < part.group ? part.num_cols : first + part.group;
+        __m256 sums[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+        for (int32_t c = first; c < stop; c += kBlock) {
+            prefetch.line();
+            const Halves halves = load_halves<CODEC>(row + c);
+            for (int v = 0; v < 8; ++v) {
+                sums[v % 4] = _mm256_fmadd_ps(halves.floats(v), _mm256_load_ps(x + c + 8 * v), sums[v % 4]);
+            }
+        }
+        const float scale = CODEC == Codec::fp8 ? fp8_scale(part, row, first / kFp8Group) : 1.0f;
+        for (int v = 0; v < 4; ++v) {
+            totals[v] = _mm256_fmadd_ps(sums[v], _mm256_set1_ps(scale), totals[v]);
+        }
+    }
+    const float total = lanes_total(_mm256_add_ps(_mm256_add_ps(totals[0], totals[1]),
+                                                  _mm256_add_ps(totals[2], totals[3])));
+    return CODEC == Codec::fp8 ? total * kE4m3Unit : times_power(double(total) / kE5m2Share, row[part.code_bytes]);
 }
 
 template <Codec CODEC>
@@ -262,7 +318,7 @@ constexpr bool is_shifted(int width, int half, int byte) { return byte == 3 && !
 
 constexpr int sum_exponent(int width, int half, int byte) {
     const int place = is_shifted(width, half, byte) ? 0 : 8 * byte + (width == 4 ? 4 * half : 0);
-    return place + (width == 3 ? 2 : 0);
+    return place + (width == 3 ? 2 : width == kE2m1 ? 1 : 0);
 }
 
 // Eight codes of a double word each, times 2^sum_exponent. Only a top byte would be negative, so it is shifted down.
@@ -276,11 +332,19 @@ inline __m256 spread_codes(__m256i codes, int half, int byte) {
 }
 
 // scales[g] = h * scale, and zeros += h * scale * zero.
+template <int WIDTH>
 inline void add_zeros(const Part& part, const uint8_t* row, float h, float* scales, float* zeros) {
     const uint8_t* stored_scales = row + part.code_bytes;
     for (int32_t g = 0; g < part.num_groups; g += 8) {
-        const __m256 scale = _mm256_mul_ps(load_eight(part, stored_scales, g, false), _mm256_set1_ps(h));
-        const __m256 zero = load_eight(part, stored_scales + part.scale_bytes, g, true);
+        __m256 scale, zero;
+        if constexpr (WIDTH == kE2m1) {
+            scale = load_powers(part, stored_scales, g);
+            zero = _mm256_set1_ps(float(kE2m1Zero) * kE2m1Unit);
+        } else {
+            scale = load_eight(part, stored_scales, g, false);
+            zero = load_eight(part, stored_scales + part.scale_bytes, g, true);
+        }
+        scale = _mm256_mul_ps(scale, _mm256_set1_ps(h));
         _mm256_store_ps(scales + g, scale);
         _mm256_store_ps(zeros + g, _mm256_fmadd_ps(scale, zero, _mm256_load_ps(zeros + g)));
     }
@@ -291,7 +355,7 @@ void add_affine(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
                 float* work, float* sum) {
     const size_t stride = padded_groups(part);
     for (int32_t r = 0; r < num_rows; ++r) {
-        add_zeros(part, rows[r], h[r], work + r * stride, sum + part.num_cols);
+        add_zeros<WIDTH>(part, rows[r], h[r], work + r * stride, sum + part.num_cols);
     }
     const int32_t num_blocks = part.num_cols / kBlock, shift = block_shift(part);
     for (int32_t b = 0; b < num_blocks; ++b) {
@@ -302,7 +366,7 @@ void add_affine(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
         }
         for (int32_t r = 0; r < num_rows; ++r) {
             prefetches[r].line();
-            const uint8_t* block = rows[r] + b * 8 * WIDTH;
+            const uint8_t* block = rows[r] + b * 8 * bits_of(WIDTH);
             const float* scales = work + r * stride;
             Codes codes;
             if constexpr (WIDTH == 4) {
@@ -362,12 +426,41 @@ void add_floats(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
     }
 }
 
+// What multiplies a row's codes in the block at column `c`.
+template <Codec CODEC>
+inline float factor_of(const Part& part, const uint8_t* row, int32_t c, float h) {
+    return h * (CODEC == Codec::fp8 ? fp8_scale(part, row, c / kFp8Group) : power_of_two(row[part.code_bytes]));
+}
+
+// In natural order; with fp8 2^-8 times as large, which is how codes come.
+template <Codec CODEC>
+void add_halves(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h, Prefetch* prefetches,
+                float*, float* sum) {
+    for (int32_t c = 0; c < part.num_cols; c += kBlock) {
+        __m256 sums[8];
+        for (int v = 0; v < 8; ++v) {
+            sums[v] = _mm256_load_ps(sum + c + 8 * v);
+        }
+        for (int32_t r = 0; r < num_rows; ++r) {
+            prefetches[r].line();
+            const Halves halves = load_halves<CODEC>(rows[r] + c);
+            const __m256 factor = _mm256_set1_ps(factor_of<CODEC>(part, rows[r], c, h[r]));
+            for (int v = 0; v < 8; ++v) {
+                sums[v] = _mm256_fmadd_ps(halves.floats(v), factor, sums[v]);
+            }
+        }
+        for (int v = 0; v < 8; ++v) {
+            _mm256_store_ps(sum + c + 8 * v, sums[v]);
+        }
+    }
+}
+
 size_t work_floats(const Part& part) {
-    return part.codec == Codec::affine ? kBatch * padded_groups(part) + kReadPastFloats : kReadPastFloats;
+    return is_affine(part) ? kBatch * padded_groups(part) + kReadPastFloats : kReadPastFloats;
 }
 
 size_t sum_floats(const Part& part) {
-    const size_t zeros = part.codec == Codec::affine ? padded_groups(part) : 0;
+    const size_t zeros = is_affine(part) ? padded_groups(part) : 0;
     return round_up(size_t(part.num_cols), 16) + zeros;
 }
 
@@ -385,12 +478,12 @@ inline void transpose(__m256 sums[4]) {
     sums[3] = _mm256_permute2f128_ps(columns_8, columns_12, 0x31);
 }
 
-// 32 columns from `c` on.
-inline void finish_half(const Part& part, const float* sum, int32_t c, float weight, float* out) {
+// 32 columns from `c` on, of codes of a width or of E2M1.
+inline void finish_half(const Part& part, int width, const float* sum, int32_t c, float weight, float* out) {
     const int half = c % kBlock / 32;
     __m256 sums[4];
     for (int byte = 0; byte < 4; ++byte) {
-        const uint32_t exponent = uint32_t(sum_exponent(part.width, half, byte));
+        const uint32_t exponent = uint32_t(sum_exponent(width, half, byte));
         const __m256 factor = _mm256_set1_ps(as_float((127 - exponent) << 23));
         sums[byte] = _mm256_mul_ps(_mm256_load_ps(sum + c + 8 * byte), factor);
     }
@@ -404,14 +497,16 @@ inline void finish_half(const Part& part, const float* sum, int32_t c, float wei
 }
 
 void finish_sum(const Part& part, const float* sum, float weight, int32_t start, int32_t stop, float* out) {
-    if (part.codec == Codec::affine) {
+    if (is_affine(part)) {
+        const int width = part.codec == Codec::mxfp4 ? kE2m1 : part.width;
         for (int32_t c = start; c < stop; c += 32) {
-            finish_half(part, sum, c, weight, out);
+            finish_half(part, width, sum, c, weight, out);
         }
         return;
     }
+    const float share = part.codec == Codec::fp8 ? weight * kE4m3Unit : weight;
     for (int32_t c = start; c < stop; ++c) {
-        out[c] += weight * sum[c];
+        out[c] += share * sum[c];
     }
 }
 

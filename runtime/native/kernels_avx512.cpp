@@ -37,7 +37,8 @@ size_t padded_units(const Part& part) { return round_up(size_t(num_units(part)),
 // -- Inputs ----------------------------------------------------------------------------------------------------------
 
 // Prepared affine inputs: header, digits by chunk and plane, then their sum in each unit as floats, zeros after the
-// last.
+// last. For E2M1, instead of these sums: by plane, of every four columns, times the zero of codes, so that weights of
+// zero give zero.
 struct Inputs {
     const uint8_t* digits;
     const float* sums;
@@ -51,13 +52,17 @@ struct Inputs {
     static size_t digit_bytes(const Part& part) {
         return size_t(num_chunks(part)) * planes_of(part.width) * kPlaneBytes;
     }
+
+    static size_t num_sums(const Part& part) {
+        return part.codec == Codec::mxfp4 ? digit_bytes(part) / kPlaneBytes * 16 : padded_units(part);
+    }
 };
 
 size_t prepared_bytes(const Part& part) {
-    if (part.codec != Codec::affine) {
+    if (!is_affine(part)) {
         return 4 * round_up(size_t(part.num_cols), 16);
     }
-    return kHeaderBytes + Inputs::digit_bytes(part) + 4 * padded_units(part);
+    return kHeaderBytes + Inputs::digit_bytes(part) + 4 * Inputs::num_sums(part);
 }
 
 // Digits of 16 columns go where their plane's (with 1 bit: two planes') are; a `run` of each block is in a plane.
@@ -77,6 +82,15 @@ inline void store_digits(__m512i fixed, int32_t col, int32_t run, uint8_t* block
     }
 }
 
+// Of 16 columns the sum of every four, times the zero of E2M1's codes.
+inline void store_fours_of(__m512i fixed, int32_t* to) {
+    int32_t columns[16];
+    _mm512_storeu_si512(columns, fixed);
+    for (int i = 0; i < 16; i += 4) {
+        to[i / 4] = kE2m1Zero * (columns[i] + columns[i + 1] + columns[i + 2] + columns[i + 3]);
+    }
+}
+
 void prepare_digits(const Part& part, const float* x, void* prepared) {
     const float peak = largest_magnitude(x, part.num_cols);
     const bool finite = is_finite(peak);
@@ -88,7 +102,7 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
     if (!finite || peak == 0.0f || part.num_cols % (kBlock * planes) != 0) {
         __builtin_memset(digits, 0, Inputs::digit_bytes(part));
     }
-    __builtin_memset(sums, 0, 4 * padded_units(part));
+    __builtin_memset(sums, 0, 4 * Inputs::num_sums(part));
     if (!finite || peak == 0.0f) {
         return;
     }
@@ -102,6 +116,11 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
             const __m512 lifted = _mm512_mul_ps(_mm512_loadu_ps(x + block * kBlock + col), _mm512_set1_ps(lift));
             const __m512i fixed = _mm512_cvtps_epi32(_mm512_mul_ps(lifted, _mm512_set1_ps(steps)));
             store_digits(fixed, col, run, to);
+            if (part.codec == Codec::mxfp4) {
+                int32_t* fours = reinterpret_cast<int32_t*>(sums) + (block / planes * planes + col / run) * 16;
+                store_fours_of(fixed, fours + block % planes * (run / 4) + col % run / 4);
+                continue;
+            }
             sum = _mm512_add_epi32(sum, fixed);
             if ((col + 16) % unit == 0) {
                 *sums++ = float(_mm512_reduce_add_epi32(sum));
@@ -112,10 +131,10 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
 }
 
 void prepare(const Part& part, const float* x, void* prepared) {
-    if (part.codec == Codec::affine) {
+    if (is_affine(part)) {
         prepare_digits(part, x, prepared);
     } else {
-        prepare_floats(x, part.num_cols, static_cast<float*>(prepared));
+        prepare_floats(part, x, part.codec == Codec::e5m2 ? kE5m2Share : 1.0f, static_cast<float*>(prepared));
     }
 }
 
@@ -125,8 +144,9 @@ void prepare(const Part& part, const float* x, void* prepared) {
 //
 // Digits' sums are made beside each other, but where few planes make short chains of them, the lowest digit's products
 // are added to the others' sum, shifted: an instruction less. With 8 bits, 4 * 255 * kPeak would not fit 32 bits.
+// `fours`: of E2M1's inputs, by plane.
 template <int WIDTH, int FIRST, int COUNT>
-MOE_PACK_INLINE inline __m512 products(const Codes<WIDTH>& codes, const uint8_t* digits) {
+MOE_PACK_INLINE inline __m512 products(const Codes<WIDTH>& codes, const uint8_t* digits, const int32_t* fours) {
     __m512i planes[COUNT];
     unrolled<COUNT>([&](auto i) MOE_PACK_INLINE {
         planes[i.value] = codes.template plane<FIRST + decltype(i)::value>();
@@ -143,7 +163,11 @@ MOE_PACK_INLINE inline __m512 products(const Codes<WIDTH>& codes, const uint8_t*
         const __m512i fine = add_digit(_mm512_slli_epi32(middle, 8), 2);
         return _mm512_fmadd_ps(_mm512_cvtepi32_ps(coarse), _mm512_set1_ps(65536.0f), _mm512_cvtepi32_ps(fine));
     } else {
-        const __m512i high = _mm512_slli_epi32(_mm512_add_epi32(_mm512_slli_epi32(coarse, 8), middle), 8);
+        __m512i high = _mm512_slli_epi32(_mm512_add_epi32(_mm512_slli_epi32(coarse, 8), middle), 8);
+        if constexpr (WIDTH == kE2m1) {
+            static_assert(COUNT == 1, "a plane is of one group in each block");
+            high = _mm512_sub_epi32(high, _mm512_loadu_si512(fours + 16 * FIRST));
+        }
         return _mm512_cvtepi32_ps(COUNT > 2 ? _mm512_add_epi32(high, add_digit(none, 2)) : add_digit(high, 2));
     }
 }
@@ -152,8 +176,10 @@ template <int WIDTH, int UNIT>
 float dot_row(const Part& part, const uint8_t* row, const Inputs& inputs, Prefetch prefetch) {
     using C = Chunk<WIDTH>;
     using U = Units<WIDTH, UNIT>;
-    const StoredScales stored(part, row);
+    const uint8_t top = WIDTH == kE2m1 ? largest_byte(row + part.code_bytes, part.num_groups) : 127;
+    const StoredScales stored(part, row, top);
     const uint8_t* digits = inputs.digits;
+    const int32_t* fours = reinterpret_cast<const int32_t*>(inputs.sums);
     int32_t left = part.code_bytes, unit = 0;
     __m512 sum = _mm512_setzero_ps(), zeros = sum;
     while (left > 0) {
@@ -161,7 +187,10 @@ float dot_row(const Part& part, const uint8_t* row, const Inputs& inputs, Prefet
         unrolled<U::registers>([&](auto i) MOE_PACK_INLINE {
             __m512 zero;
             stored.load(unit, &scales[i.value], &zero);
-            zeros = _mm512_fmadd_ps(_mm512_mul_ps(scales[i.value], zero), _mm512_load_ps(inputs.sums + unit), zeros);
+            if constexpr (WIDTH != kE2m1) {
+                const __m512 input_sums = _mm512_load_ps(inputs.sums + unit);
+                zeros = _mm512_fmadd_ps(_mm512_mul_ps(scales[i.value], zero), input_sums, zeros);
+            }
             unit += 16;
         });
         // Not unrolled: processors fetch ahead what they see one instruction load in order (Zen 5).
@@ -170,15 +199,19 @@ float dot_row(const Part& part, const uint8_t* row, const Inputs& inputs, Prefet
             const Codes<WIDTH> codes(row, left);
             unrolled<U::sets>([&](auto set) MOE_PACK_INLINE {
                 const __m512 scale = U::spread(scales, U::template index<decltype(set)::value>(c));
-                sum = _mm512_fmadd_ps(products<WIDTH, set.value * U::planes_each, U::planes_each>(codes, digits),
-                                      scale, sum);
+                constexpr int FIRST = decltype(set)::value * U::planes_each;
+                sum = _mm512_fmadd_ps(products<WIDTH, FIRST, U::planes_each>(codes, digits, fours), scale, sum);
             });
             row += C::code_bytes;
             left -= C::code_bytes;
             digits += C::planes * kPlaneBytes;
+            fours += C::planes * 16;
         }
     }
     prefetch.rest();
+    if constexpr (WIDTH == kE2m1) {
+        return times_power(double(_mm512_reduce_add_ps(sum)) * kE2m1Unit / kPeak * inputs.peak, top);
+    }
     return _mm512_reduce_add_ps(_mm512_sub_ps(sum, zeros)) * (1.0f / kPeak) * inputs.peak;
 }
 
@@ -219,6 +252,40 @@ void dot_floats(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
     }
 }
 
+template <Codec CODEC>
+float dot_row_of_halves(const Part& part, const uint8_t* row, const float* x, Prefetch prefetch) {
+    __m512 totals[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (int32_t first = 0; first < part.num_cols; first += part.group) {
+        const int32_t stop = part.num_cols - first < part.group ? part.num_cols : first + part.group;
+        __m512 sums[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+        for (int32_t c = first; c < stop; c += kBlock) {
+            prefetch.line();
+            __m512 floats[4];
+            load_floats<CODEC>(row + c, floats);
+            unrolled<4>([&](auto v) MOE_PACK_INLINE {
+                sums[v.value] = _mm512_fmadd_ps(floats[v.value], _mm512_load_ps(x + c + 16 * v.value), sums[v.value]);
+            });
+        }
+        const __m512 scale = _mm512_set1_ps(CODEC == Codec::fp8 ? fp8_scale(part, row, first / kFp8Group) : 1.0f);
+        unrolled<4>([&](auto v) MOE_PACK_INLINE {
+            totals[v.value] = _mm512_fmadd_ps(sums[v.value], scale, totals[v.value]);
+        });
+    }
+    prefetch.rest();
+    const float total = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(totals[0], totals[1]),
+                                                           _mm512_add_ps(totals[2], totals[3])));
+    return CODEC == Codec::fp8 ? total * kE4m3Unit : times_power(double(total) / kE5m2Share, row[part.code_bytes]);
+}
+
+template <Codec CODEC>
+void dot_halves(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
+                const Ahead& ahead, float* out) {
+    for (int32_t r = 0; r < num_rows; ++r) {
+        const float* x = static_cast<const float*>(prepared);
+        out[r] = dot_row_of_halves<CODEC>(part, rows[r], x, Prefetch(ahead, r)) + row_bias(part, rows[r]);
+    }
+}
+
 // -- Sums of rows ----------------------------------------------------------------------------------------------------
 
 // Rows are added four at a time, their bytes interleaved: with h * scale in digits, as inputs are, one instruction
@@ -236,12 +303,12 @@ struct alignas(64) Factors {
 };
 
 size_t work_floats(const Part& part) {
-    return part.codec == Codec::affine ? sizeof(Factors) / sizeof(float) : kReadPastFloats;
+    return is_affine(part) ? sizeof(Factors) / sizeof(float) : kReadPastFloats;
 }
 
 // Columns in their order; with codes, sums of scale * code, and then scale * zero summed for each unit.
 size_t sum_floats(const Part& part) {
-    const size_t zeros = part.codec == Codec::affine ? padded_units(part) : 0;
+    const size_t zeros = is_affine(part) ? padded_units(part) : 0;
     return round_up(size_t(part.num_cols), 16) + zeros;
 }
 
@@ -405,8 +472,8 @@ void add_affine(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
         if (unit % 16 == 0) {
             find_factors(part, fours, num_rows, fours_h, unit, zeros + unit, factors);
         }
-        add_block<WIDTH, UNIT>(fours, 4 * num_fours, size_t(block) * 8 * WIDTH, factors, unit % 16, prefetch, lines,
-                               sum + block * kBlock);
+        const size_t at = size_t(block) * 8 * bits_of(WIDTH);
+        add_block<WIDTH, UNIT>(fours, 4 * num_fours, at, factors, unit % 16, prefetch, lines, sum + block * kBlock);
     }
     prefetch.rest();
 }
@@ -442,17 +509,46 @@ void add_floats(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
     prefetch.rest();
 }
 
+// What multiplies a row's codes in the block at column `c`.
+template <Codec CODEC>
+inline float factor_of(const Part& part, const uint8_t* row, int32_t c, float h) {
+    return h * (CODEC == Codec::fp8 ? fp8_scale(part, row, c / kFp8Group) : power_of_two(row[part.code_bytes]));
+}
+
+// In natural order; with fp8 2^-8 times as large, which is how codes come.
+template <Codec CODEC>
+void add_halves(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h, const Ahead& ahead,
+                float*, float* sum) {
+    PrefetchRows prefetch(ahead, num_rows);
+    for (int32_t c = 0; c < part.num_cols; c += kBlock) {
+        __m512 sums[4];
+        unrolled<4>([&](auto v) MOE_PACK_INLINE { sums[v.value] = _mm512_load_ps(sum + c + 16 * v.value); });
+        for (int32_t r = 0; r < num_rows; ++r) {
+            prefetch.lines<1>(1);
+            __m512 floats[4];
+            load_floats<CODEC>(rows[r] + c, floats);
+            const __m512 factor = _mm512_set1_ps(factor_of<CODEC>(part, rows[r], c, h[r]));
+            unrolled<4>([&](auto v) MOE_PACK_INLINE {
+                sums[v.value] = _mm512_fmadd_ps(floats[v.value], factor, sums[v.value]);
+            });
+        }
+        unrolled<4>([&](auto v) MOE_PACK_INLINE { _mm512_store_ps(sum + c + 16 * v.value, sums[v.value]); });
+    }
+    prefetch.rest();
+}
+
 void finish_sum(const Part& part, const float* sum, float weight, int32_t start, int32_t stop, float* out) {
     const float* zeros = sum + round_up(size_t(part.num_cols), 16);
-    const int32_t unit = part.codec == Codec::affine ? unit_of(part) : 16;
+    const int32_t unit = is_affine(part) ? unit_of(part) : 16;
+    const float share = part.codec == Codec::fp8 ? weight * kE4m3Unit : weight;
     for (int32_t c = start; c < stop; c += 16) {
         const __mmask16 mask = first_lanes_mask(stop - c);
         __m512 total = _mm512_maskz_loadu_ps(mask, sum + c);
-        if (part.codec == Codec::affine) {
+        if (is_affine(part)) {
             total = _mm512_sub_ps(total, _mm512_set1_ps(zeros[c / unit]));
         }
         const __m512 old = _mm512_maskz_loadu_ps(mask, out + c);
-        _mm512_mask_storeu_ps(out + c, mask, _mm512_fmadd_ps(total, _mm512_set1_ps(weight), old));
+        _mm512_mask_storeu_ps(out + c, mask, _mm512_fmadd_ps(total, _mm512_set1_ps(share), old));
     }
 }
 

@@ -17,7 +17,7 @@ constexpr int32_t kBatch = 3;
 size_t prepared_bytes(const Part& part) { return 4 * round_up(size_t(part.num_cols), 16); }
 
 void prepare(const Part& part, const float* x, void* prepared) {
-    prepare_floats(x, part.num_cols, static_cast<float*>(prepared));
+    prepare_floats(part, x, 1.0f, static_cast<float*>(prepared));
 }
 
 size_t work_floats(const Part&) { return kBatch * kPiece + kReadPastFloats; }

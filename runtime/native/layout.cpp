@@ -3,6 +3,20 @@
 namespace moe_pack {
 namespace {
 
+// The one format of a codec that keeps what a source holds.
+struct Source {
+    Codec codec;
+    int32_t width, group, scale_bits;
+};
+
+constexpr Source kSources[] = {{Codec::fp8, 8, 128, 32}, {Codec::e5m2, 8, 0, 8}, {Codec::mxfp4, 4, 32, 8}};
+
+const Source* source_of(Codec codec) {
+    for (const Source& source : kSources)
+        if (source.codec == codec) return &source;
+    return nullptr;
+}
+
 const char* read_part(const int32_t* n, int32_t num_cols, int32_t selector_row_bytes, int32_t record_row_bytes,
                       PlacedPart* placed) {
     *placed = {};
@@ -10,7 +24,7 @@ const char* read_part(const int32_t* n, int32_t num_cols, int32_t selector_row_b
     if (place < 0 || place > 2) return "a part is neither in selector nor in record";
     placed->place = (Place)place;
     if (placed->place == Place::none) return nullptr;
-    if (codec < 0 || codec > 3) return "unknown codec";
+    if (codec < 0 || codec > 6) return "unknown codec";
     if (has_bias < 0 || has_bias > 1) return "a part has a bias or not";
     Part& part = placed->part;
     part.codec = (Codec)codec;
@@ -28,6 +42,18 @@ const char* read_part(const int32_t* n, int32_t num_cols, int32_t selector_row_b
         part.num_groups = num_cols / part.group;
         part.code_bytes = (int32_t)((int64_t)num_cols * width / 8);
         part.scale_bytes = scale_bits == 16 ? 2 * part.num_groups : 2 + part.num_groups;
+        part.zero_bytes = part.scale_bytes;
+    } else if (const Source* source = source_of(part.codec)) {
+        if (width != source->width) return "the codec has another width";
+        if (group != source->group) return "the codec has another group";
+        if (scale_bits != source->scale_bits) return "the codec has another scale_bits";
+        if (num_cols % kBlock) return "rows of codes are multiples of 64";
+        part.width = width;
+        part.group = group ? group : num_cols;
+        part.scale_bits = scale_bits;
+        part.num_groups = (num_cols + part.group - 1) / part.group;
+        part.code_bytes = (int32_t)((int64_t)num_cols * width / 8);
+        part.scale_bytes = part.num_groups * scale_bits / 8;
     } else {
         part.width = part.codec == Codec::f32 ? 32 : 16;
         part.group = num_cols;
@@ -63,16 +89,21 @@ const char* read_expert_layout(const int32_t* numbers, size_t count, ExpertLayou
     e.selector_row_bytes = numbers[3];
     e.record_row_bytes = numbers[4];
     if (e.num_cols < 1 || e.num_cols > kMaxCols || e.num_rows < 1 || e.num_rows > kMaxRows) return "sizes out of range";
+    e.extra_row_bytes = numbers[5];
     if (numbers[2] < 0 || numbers[2] > 3) return "unknown selector kind";
-    if (e.selector_row_bytes < 0 || e.record_row_bytes < 0) return "sizes out of range";
+    if (numbers[6] < 0 || numbers[6] > 2) return "unknown neuron function";
+    if (e.selector_row_bytes < 0 || e.record_row_bytes < 0 || e.extra_row_bytes < 0) return "sizes out of range";
+    if (e.extra_row_bytes && e.extra_row_bytes / 4 < e.num_cols) return "the row of extra values is too short";
     e.selector = (Selector)numbers[2];
+    e.function = (Function)numbers[6];
     PlacedPart* parts[3] = {&e.gate, &e.up, &e.down};
     for (int i = 0; i < 3; i++) {
         const char* fault =
-            read_part(numbers + 5 + i * kPartNumbers, e.num_cols, e.selector_row_bytes, e.record_row_bytes, parts[i]);
+            read_part(numbers + 7 + i * kPartNumbers, e.num_cols, e.selector_row_bytes, e.record_row_bytes, parts[i]);
         if (fault) return fault;
     }
     if (const char* fault = check_kind(e)) return fault;
+    if (e.function == Function::clamped_swiglu && !e.has_gate()) return "the neuron function needs a gate";
     *layout = e;
     return nullptr;
 }

@@ -21,14 +21,17 @@ struct PlacedPart {
 };
 
 enum class Selector : int32_t { none = 0, up = 1, gate = 2, both = 3 };
+enum class Function : int32_t { silu = 0, relu = 1, clamped_swiglu = 2 };  // docs/format.md, section 11, "Expert"
 
-constexpr int kExpertNumbers = 5 + 3 * kPartNumbers;  // d, f, selector, bytes of a selector row, of a record; parts
+// d, f, selector, bytes of a selector row, of a record, of the row of extra values (0: none), function; parts
+constexpr int kExpertNumbers = 7 + 3 * kPartNumbers;
 
 // An expert's rows: gate, up and down, the first of which some families lack.
 struct ExpertLayout {
     int32_t num_cols, num_rows;
     Selector selector;
-    int32_t selector_row_bytes, record_row_bytes;
+    int32_t selector_row_bytes, record_row_bytes, extra_row_bytes;
+    Function function;
     PlacedPart gate, up, down;
 
     size_t selector_bytes() const { return (size_t)num_rows * selector_row_bytes; }

@@ -115,24 +115,31 @@ bool take_selector(HeldRows& rows, PyObject* from, const ExpertLayout& layout) {
     return rows.take(from, "selector", row_bytes) && rows.has("selector", layout.num_rows);
 }
 
+// The one row of extra values: none where the layout has none.
+bool take_extra(HeldRows& rows, PyObject* from, const ExpertLayout& layout) {
+    if (layout.extra_row_bytes == 0) return from == Py_None || refuse("extra", "the layout has none") != nullptr;
+    return rows.take(from, "extra", layout.extra_row_bytes) && rows.has("extra", 1);
+}
+
 // ---- experts ------------------------------------------------------------------------------------------------------
 
 // One expert of a call, with what it borrows.
 struct GivenExpert {
     ExpertLayout layout;
-    HeldRows selector, records;
+    HeldRows selector, records, extra;
     Copied<int64_t> tokens, outputs;
     Buffer<const float> weights;
     float threshold;
 
     bool take(PyObject* tuple, size_t num_tokens, size_t num_outputs, int32_t d) {
-        PyObject *layout_numbers, *selector_rows, *record_rows, *token_idx, *router_weights, *output_idx = Py_None;
-        if (!PyArg_ParseTuple(tuple, "OOOfOO|O:expert", &layout_numbers, &selector_rows, &record_rows, &threshold,
-                              &token_idx, &router_weights, &output_idx))
+        PyObject *layout_numbers, *selector_rows, *record_rows, *extra_row, *token_idx, *router_weights;
+        PyObject* output_idx = Py_None;
+        if (!PyArg_ParseTuple(tuple, "OOOOfOO|O:expert", &layout_numbers, &selector_rows, &record_rows, &extra_row,
+                              &threshold, &token_idx, &router_weights, &output_idx))
             return false;
         if (!take_layout(layout_numbers, &layout) || !take_selector(selector, selector_rows, layout) ||
-            !records.take(record_rows, "records", layout.record_row_bytes) || !tokens.take(token_idx, "tokens") ||
-            !weights.take(router_weights, "weights") ||
+            !records.take(record_rows, "records", layout.record_row_bytes) || !take_extra(extra, extra_row, layout) ||
+            !tokens.take(token_idx, "tokens") || !weights.take(router_weights, "weights") ||
             !outputs.take(output_idx == Py_None ? token_idx : output_idx, "outputs"))
             return false;
         if (layout.num_cols != d) return refuse("layout", "its rows are not as long as x's") != nullptr;
@@ -150,7 +157,7 @@ struct GivenExpert {
     }
     ExpertWork work() const {
         return {&layout,         selector.rows(), records.rows(), threshold, (int32_t)tokens.size(),
-                tokens.values(), weights.values(), outputs.values()};
+                tokens.values(), weights.values(), outputs.values(), extra.rows()};
     }
 };
 
@@ -261,22 +268,25 @@ PyObject* neurons(PyObject*, PyObject* arguments) {
 }
 
 PyObject* accumulate(PyObject*, PyObject* arguments) {
-    PyObject *capsule, *numbers, *rows, *neuron_idx, *place_idx, *h_in, *outputs;
-    if (!PyArg_ParseTuple(arguments, "OOOOOOO:accumulate", &capsule, &numbers, &rows, &neuron_idx, &place_idx, &h_in,
-                          &outputs))
+    PyObject *capsule, *numbers, *rows, *neuron_idx, *place_idx, *extra_row, *h_in, *outputs;
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOO:accumulate", &capsule, &numbers, &rows, &neuron_idx, &place_idx,
+                          &extra_row, &h_in, &outputs))
         return nullptr;
     Pool* pool = pool_of(capsule);
     GivenNeurons given;
+    HeldRows extra;
     Buffer<const float> h;
     Buffer<float> y;
-    if (pool == nullptr || !given.take(numbers, rows, neuron_idx, place_idx) || !h.take(h_in, "h") ||
-        !y.take(outputs, "y", true))
+    if (pool == nullptr || !given.take(numbers, rows, neuron_idx, place_idx) ||
+        !take_extra(extra, extra_row, given.layout) || !h.take(h_in, "h") || !y.take(outputs, "y", true))
         return nullptr;
     int32_t tokens;
     if (!count_tokens("y", y.size(), given.layout.num_cols, &tokens) ||
         !has_size("h", h.size(), tokens * given.neurons.size()))
         return nullptr;
-    return unlocked([&] { return add_neurons(*pool, given.work(0.0f, tokens), h.values(), y.values()); });
+    NeuronsWork work = given.work(0.0f, tokens);
+    work.extra = extra.rows();
+    return unlocked([&] { return add_neurons(*pool, work, h.values(), y.values()); });
 }
 
 // ---- rows ---------------------------------------------------------------------------------------------------------
@@ -445,11 +455,11 @@ PyMethodDef methods[] = {
     {"open_pool", caught<open_pool>, METH_VARARGS, "open_pool(threads, limit) -> capsule"},
     {"instruction_set", caught<instruction_set>, METH_O, "instruction_set(pool) -> str"},
     {"experts", caught<experts>, METH_VARARGS,
-     "experts(pool, [(layout, selector, records, threshold, tokens, weights[, outputs])], x, y, d, apart=False)"},
+     "experts(pool, [(layout, selector, records, extra, threshold, tokens, weights[, outputs])], x, y, d, apart=False)"},
     {"select", caught<select>, METH_VARARGS, "select(pool, layout, selector, threshold, x, a, runs, neurons) -> int"},
     {"neurons", caught<neurons>, METH_VARARGS,
      "neurons(pool, layout, records, neurons, places, threshold, x, a, runs, h)"},
-    {"accumulate", caught<accumulate>, METH_VARARGS, "accumulate(pool, layout, records, neurons, places, h, y)"},
+    {"accumulate", caught<accumulate>, METH_VARARGS, "accumulate(pool, layout, records, neurons, places, extra, h, y)"},
     {"dense", caught<dense>, METH_VARARGS, "dense(pool, layout, rows, x, out)"},
     {"decode", caught<decode_rows>, METH_VARARGS, "decode(pool, layout, rows, out)"},
     {"checksum", caught<of_bytes<uint32_t, checksum>>, METH_VARARGS, "checksum(pool, bytes) -> int"},
@@ -461,7 +471,7 @@ PyMethodDef methods[] = {
      "damaged_row(pool, rows, wanted, row_bytes, crc_offset) -> int, -1 if none is"},
     {"gather", caught<gather_rows>, METH_VARARGS, "gather(pool, rows, row_bytes, places, out)"},
     {"attend", caught<attend_heads>, METH_VARARGS,
-     "attend(pool, q, k, v, q_norm, k_norm, cosines, sines, keys, values, out, num_heads, num_kv_heads, head_dim, "
+     "attend(pool, q, k, v, q_norm, k_norm, cosines, sines, keys, values, sinks, out, num_heads, num_kv_heads, head_dim, "
      "start, window, scale, eps, interleaved)"},
     {"route", caught<route_tokens>, METH_VARARGS,
      "route(pool, logits, bias, experts, weights, kind, num_experts, chosen, groups, chosen_groups, least_sum, factor, "

@@ -13,21 +13,21 @@ constexpr size_t kMaxValues = 1 << 20;  // of a row that is normed
 
 // The buffers of a call of `attend`.
 struct GivenAttention {
-    Buffer<const float> q, k, v, q_norm, k_norm, cosines, sines;
+    Buffer<const float> q, k, v, q_norm, k_norm, cosines, sines, sinks;
     Buffer<float> keys, values, out;
 
     bool take(PyObject* const* from) {
         return q.take(from[0], "q") && k.take(from[1], "k") && v.take(from[2], "v") && q_norm.take(from[3], "q_norm") &&
                k_norm.take(from[4], "k_norm") && cosines.take(from[5], "cosines") && sines.take(from[6], "sines") &&
                keys.take(from[7], "keys", true) && values.take(from[8], "values", true) &&
-               out.take(from[9], "out", true);
+               sinks.take(from[9], "sinks") && out.take(from[10], "out", true);
     }
 
     // Whether all sizes fit; those that follow from them are set.
     bool fit(AttentionWork* work, Py_ssize_t start, Py_ssize_t window) const {
         const size_t d = work->head_dim, q_width = work->num_heads * d, kv_width = work->num_kv_heads * d;
         if (!count_tokens("q", q.size(), q_width, &work->num_tokens)) return false;
-        const size_t tokens = work->num_tokens, context = keys.size() / kv_width;
+        const size_t tokens = work->num_tokens, places = keys.size() / kv_width;
         if (tokens * work->num_heads > kMaxTokens) return refuse("q", "too many tokens") != nullptr;
         if ((q_norm.values() == nullptr) != (k_norm.values() == nullptr))
             return refuse("norms", "of queries and of keys, or of neither") != nullptr;
@@ -35,13 +35,16 @@ struct GivenAttention {
             !has_size("out", out.size(), q.size()) || !norm_fits("q_norm", q_norm, d) ||
             !norm_fits("k_norm", k_norm, d) || !angles_fit(tokens, d))
             return false;
-        if (context > kMaxTokens) return refuse("keys", "too many positions") != nullptr;
-        if (!has_size("keys", keys.size(), context * kv_width) || !has_size("values", values.size(), keys.size()))
+        if (sinks.values() != nullptr && !has_size("sinks", sinks.size(), work->num_heads)) return false;
+        if (places > kMaxTokens) return refuse("keys", "too many positions") != nullptr;
+        if (!has_size("keys", keys.size(), places * kv_width) || !has_size("values", values.size(), keys.size()))
             return false;
-        if (start < 0 || (size_t)start > context || tokens > context - start)
-            return refuse("start", "the new tokens are not within the cache") != nullptr;
         if (window < 0 || (size_t)window > kMaxTokens) return refuse("window", "expected 0 to 2^30") != nullptr;
-        work->context = (int32_t)context;
+        if (start < 0 || (size_t)start >= kMaxTokens) return refuse("start", "expected 0 to 2^30 - 1") != nullptr;
+        const size_t seen = window && window <= start ? window - 1 : start;  // before the first new token, by it
+        if (seen > places || tokens > places - seen)
+            return refuse("start", "what the new tokens see is not within the cache") != nullptr;
+        work->places = (int32_t)places;
         work->start = (int32_t)start;
         work->window = (int32_t)window;
         work->num_angles = tokens ? (int32_t)(cosines.size() / tokens) : 0;
@@ -63,13 +66,13 @@ struct GivenAttention {
 }  // namespace
 
 PyObject* attend_heads(PyObject*, PyObject* arguments) {
-    PyObject *capsule, *from[10];
+    PyObject *capsule, *from[11];
     AttentionWork work = {};
     Py_ssize_t start, window;
     int interleaved;
-    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOOiiinnffp:attend", &capsule, &from[0], &from[1], &from[2], &from[3],
-                          &from[4], &from[5], &from[6], &from[7], &from[8], &from[9], &work.num_heads,
-                          &work.num_kv_heads, &work.head_dim, &start, &window, &work.scale, &work.eps, &interleaved))
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOOOOOOiiinnffp:attend", &capsule, &from[0], &from[1], &from[2], &from[3],
+                          &from[4], &from[5], &from[6], &from[7], &from[8], &from[9], &from[10],
+                          &work.num_heads, &work.num_kv_heads, &work.head_dim, &start, &window, &work.scale, &work.eps, &interleaved))
         return nullptr;
     Pool* pool = pool_of(capsule);
     if (pool == nullptr) return nullptr;
@@ -87,6 +90,7 @@ PyObject* attend_heads(PyObject*, PyObject* arguments) {
     work.k_norm = given.k_norm.values();
     work.cosines = given.cosines.values();
     work.sines = given.sines.values();
+    work.sinks = given.sinks.values();
     work.keys = given.keys.values();
     work.values = given.values.values();
     return unlocked([&] { return attend(*pool, work, given.out.values()); });

@@ -27,11 +27,19 @@ constexpr RowKernels float_kernels() {
     return {dot_floats<CODEC>, add_floats<CODEC>, decode_floats<CODEC>};
 }
 
+template <Codec CODEC>
+constexpr RowKernels half_kernels() {
+    return {dot_halves<CODEC>, add_halves<CODEC>, decode_halves<CODEC>};
+}
+
 RowKernels row_kernels(const Part& part) {
     switch (part.codec) {
         case Codec::bf16: return float_kernels<Codec::bf16>();
         case Codec::f16: return float_kernels<Codec::f16>();
         case Codec::f32: return float_kernels<Codec::f32>();
+        case Codec::fp8: return half_kernels<Codec::fp8>();
+        case Codec::e5m2: return half_kernels<Codec::e5m2>();
+        case Codec::mxfp4: return {dot_affine<kE2m1, kMxGroup>, add_affine<kE2m1, kMxGroup>, decode_e2m1};
         case Codec::affine: break;
     }
     switch (part.width) {

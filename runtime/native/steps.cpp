@@ -37,6 +37,7 @@ struct StepJob : Job {
 
     void take_records(const NeuronsWork& given) {
         work.records = given.records;
+        work.extra = given.extra;
         work.threshold = given.threshold;
         call.neurons = const_cast<int32_t*>(given.neurons);
         call.num_neurons = given.num_neurons;

@@ -26,12 +26,7 @@ void FewTokens::select(const uint8_t* const* rows, int32_t count, const Inputs& 
     bool up = layout_.up.place == Place::selector, gate = layout_.gate.place == Place::selector;
     const float* u = up ? dot(layout_.up, rows, count, x.up, ahead, scratch_.values[0]) : nullptr;
     const float* g = gate ? dot(layout_.gate, rows, count, x.gate, up ? nothing : ahead, scratch_.values[1]) : nullptr;
-    for (int32_t r = 0; r < count; r++) {
-        if (g == nullptr)
-            a[r] = layout_.has_gate() ? u[r] : silu(u[r]);
-        else
-            a[r] = u == nullptr ? silu(g[r]) : silu(g[r]) * u[r];
-    }
+    for (int32_t r = 0; r < count; r++) a[r] = selected(layout_, u, g, r);
 }
 
 void FewTokens::neurons(const uint8_t* const* records, int32_t count, const Inputs& x, const float* a,
@@ -55,14 +50,8 @@ void FewTokens::neurons(const uint8_t* const* records, int32_t count, const Inpu
     const float* g = gate ? dot(layout_.gate, rows, n, x.gate, up ? then : before, scratch_.values[1]) : nullptr;
     for (int32_t i = 0; i < n; i++) {
         float& value = h[places[i]];
-        if (a == nullptr) {
-            value = g == nullptr ? silu(u[i]) : silu(g[i]) * u[i];
-            if (!runs_at(value, threshold)) value = 0.0f;
-        } else if (g != nullptr) {
-            value = silu(g[i]) * a[places[i]];
-        } else {
-            value = u == nullptr ? a[places[i]] : a[places[i]] * u[i];
-        }
+        value = a == nullptr ? selected(layout_, u, g, i) : completed(layout_, a[places[i]], u, g, i);
+        if (a == nullptr && !runs_at(value, threshold)) value = 0.0f;
     }
 }
 
@@ -102,12 +91,7 @@ const float* ManyTokens::select(const uint8_t* const* rows, int32_t count) const
     const float* u = up ? dots(layout_.up, rows, count, scratch_.values[0]) : nullptr;
     const float* g = gate ? dots(layout_.gate, rows, count, scratch_.values[1]) : nullptr;
     for (int32_t t = 0; t < num_tokens_; t++)
-        for (int32_t i = t * kManyRows; i < t * kManyRows + count; i++) {
-            if (g == nullptr)
-                scratch_.h[i] = layout_.has_gate() ? u[i] : silu(u[i]);
-            else
-                scratch_.h[i] = u == nullptr ? silu(g[i]) : silu(g[i]) * u[i];
-        }
+        for (int32_t i = t * kManyRows; i < t * kManyRows + count; i++) scratch_.h[i] = selected(layout_, u, g, i);
     return scratch_.h;
 }
 
@@ -121,17 +105,12 @@ const float* ManyTokens::neurons(const uint8_t* const* records, const int32_t* n
             int32_t i = t * kManyRows + r;
             float& value = scratch_.h[i];
             if (runs == nullptr) {
-                value = g == nullptr ? silu(u[i]) : silu(g[i]) * u[i];
+                value = selected(layout_, u, g, i);
                 if (!runs_at(value, threshold)) value = 0.0f;
                 continue;
             }
             size_t place = t * stride + neurons[r];
-            if (!runs[place])
-                value = 0.0f;
-            else if (g != nullptr)
-                value = silu(g[i]) * a[place];
-            else
-                value = u == nullptr ? a[place] : a[place] * u[i];
+            value = runs[place] ? completed(layout_, a[place], u, g, i) : 0.0f;
         }
     return scratch_.h;
 }

@@ -17,7 +17,30 @@ constexpr int32_t kManyCols = 512;   // they stay in the second level of cache
 constexpr int32_t kTileBytes = 256 << 10;  // of rows: what stays in the second level of cache
 constexpr int32_t kAheadBytes = 8192;  // how far before its use a row is fetched
 
-inline float silu(float v) { return v / (1.0f + std::exp(-v)); }
+// A neuron's h is activation(g) * factor(u), or activation(u) without a gate. A NaN stays one.
+inline float activation(Function function, float v) {
+    if (function == Function::silu) return v / (1.0f + std::exp(-v));
+    if (function == Function::relu) return v < 0.0f ? 0.0f : v;
+    const float clamped = v > 7.0f ? 7.0f : v;
+    return clamped / (1.0f + std::exp(-1.702f * clamped));
+}
+inline float factor(Function function, float u) {
+    if (function != Function::clamped_swiglu) return u;
+    return (u < -7.0f ? -7.0f : u > 7.0f ? 7.0f : u) + 1.0f;
+}
+
+// `a` of neuron i from what its selector rows give: null where the selector has no such row.
+inline float selected(const ExpertLayout& layout, const float* u, const float* g, int32_t i) {
+    const Function function = layout.function;
+    if (g == nullptr) return layout.has_gate() ? factor(function, u[i]) : activation(function, u[i]);
+    return u == nullptr ? activation(function, g[i]) : activation(function, g[i]) * factor(function, u[i]);
+}
+
+// h of neuron i that runs from `a` of its selector rows and what its records give: null where they have no such row.
+inline float completed(const ExpertLayout& layout, float a, const float* u, const float* g, int32_t i) {
+    if (g != nullptr) return activation(layout.function, g[i]) * a;
+    return u == nullptr ? a : a * factor(layout.function, u[i]);
+}
 
 // Neither zero nor below the threshold; a NaN runs, and is seen.
 inline bool runs_at(float a, float threshold) { return a != 0.0f && !(std::fabs(a) < threshold); }

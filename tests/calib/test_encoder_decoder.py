@@ -22,6 +22,7 @@ from moe_pack.calib import (
     ThresholdRule,
     attach,
     evaluate,
+    losses_of,
     make_reference,
     measure_thresholds,
     read_reference,
@@ -33,8 +34,10 @@ from moe_pack.calib.effects import Copy, LayerErrors, all_copies
 from moe_pack.calib.exact import ExactPass
 from moe_pack.calib.expert_error import Change, Rounding
 from moe_pack.calib.held import HeldWeights
+from moe_pack.calib.layer_pass import LayerStates
 from moe_pack.calib.rounded import RoundedDense, roundable_roles
 from moe_pack.calib.sensitivity import SensitivityPass
+from moe_pack.calib.sequences import Sequences
 from moe_pack.formats import ROW_GROUP, Checkpoint, Pack
 from moe_pack.runtime import (
     CheckpointWeights,
@@ -44,6 +47,7 @@ from moe_pack.runtime import (
     PackWeights,
     Routing,
     Weights,
+    embed,
     make_prediction,
 )
 
@@ -131,6 +135,34 @@ def test_a_16_bit_pack_loses_nothing_against_source_and_reference(
             assert found.against is not None and abs(found.against.kl.value) < 1e-6
             assert found.against.agreement.value == 1
             assert found.perplexity.value == pytest.approx(found.against.source_perplexity.value, rel=1e-5)
+
+
+# --- hidden states, and what the encoder has read
+
+
+def states_of(checkpoint: Checkpoint, folder: Path) -> LayerStates:
+    weights = HeldWeights(CheckpointWeights(checkpoint))
+    given = Sequences.of(checkpoint.spec, torch.from_numpy(TOKENS.sequences.astype(np.int64)))
+    first, answer = given.begun(lambda ids, number: embed(ids[number], weights))
+    return LayerStates(weights, first, len(TOKENS.sequences), given.length, folder, CPU, answer=answer)
+
+
+def test_what_was_read_stays_beside_the_hidden_states_and_damaged_all_begins_anew(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    for layer in range(6):
+        states = states_of(checkpoint, tmp_path)
+        assert states.next_layer == layer
+        states.leave(layer, states.enter(layer))
+        kept = sorted(path.name[:10] for path in tmp_path.glob("hidden-*"))
+        wanted = {layer + 1} | ({ENCODER_LAYERS} if layer >= ENCODER_LAYERS else set())
+        assert kept == [f"hidden-{number:03d}" for number in sorted(wanted)]
+    (read,) = tmp_path.glob(f"hidden-{ENCODER_LAYERS:03d}-*")
+    raw = read.read_bytes()
+    read.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    assert states_of(checkpoint, tmp_path).next_layer == 0
+    read.write_bytes(raw)
+    assert states_of(checkpoint, tmp_path).next_layer == 6
 
 
 # --- statistics
@@ -286,6 +318,9 @@ class Rounded(CheckpointWeights):
             matrices.append(weights if width == 16 else self._rounding(weights, width))
 
         class Held:
+            def down_bias(self) -> None:
+                """It has none."""
+
             def blocks(self) -> Iterator[NeuronBlock]:
                 yield NeuronBlock(None, *matrices)
 
@@ -453,7 +488,8 @@ def test_thresholds_stopped_and_begun_again_are_the_same(source: Path, tmp_path:
     assert folder_bytes(tmp_path / "whole") == folder_bytes(tmp_path / "stopped")
 
 
-def test_fast_sensitivity_and_exact_are_of_one_profile(source: Path, tmp_path: Path) -> None:
+def test_losses_are_of_all_that_routers_choose_within_capacity_or_not(source: Path, tmp_path: Path) -> None:
     profile = profiled(source, tmp_path / "profile", TOKENS, ProfileOptions("exact"))
     assert profile.exact()["losses"].shape == (4, E)
     assert (profile.effects().dense > 0).all()
+    np.testing.assert_allclose(losses_of(profile).popularity.sum(axis=1), 1)

@@ -33,6 +33,9 @@ class Rounded(CheckpointWeights):
         rounded = NeuronBlock(*(ROUNDING(weights, width) for weights in (block.gate, block.up, block.down)))
 
         class Held:
+            def down_bias(self) -> None:
+                """It has none."""
+
             def blocks(self) -> Iterator[NeuronBlock]:
                 yield rounded
 

@@ -42,6 +42,9 @@ class Held:
     up_bias: Tensor | None = None
     step: int = 1000
 
+    def down_bias(self) -> None:
+        """It has none."""
+
     def blocks(self) -> Iterator[NeuronBlock]:
         for i in range(0, len(self.up), self.step):
             held = (self.gate, self.up, self.down, self.gate_bias, self.up_bias)

@@ -32,6 +32,9 @@ class HeldExpert:
     whole: NeuronBlock
     block_neurons: int = 5
 
+    def down_bias(self) -> None:
+        """It has none."""
+
     def blocks(self) -> Iterator[NeuronBlock]:
         held = self.whole
         for start in range(0, len(held.up), self.block_neurons):

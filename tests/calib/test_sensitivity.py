@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from families import Tiny, original, write
-from models import Tensors, TinyMixtral
+from models import Tensors, TinyMixtral, Unbiased
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -428,7 +428,7 @@ def test_an_expert_without_tokens_has_no_errors_and_one_with_all_has_some(
 
 
 @dataclass(frozen=True)
-class Summed:
+class Summed(Unbiased):
     """An expert whose output has the changes that replacing each matrix alone makes, each times a factor, added."""
 
     block: NeuronBlock

@@ -159,7 +159,7 @@ def test_an_unknown_architecture_is_refused_with_those_supported(tmp_path: Path)
     ("config", "message"),
     [
         ({"quantization_config": {"quant_method": "gptq"}},
-         "the checkpoint is quantized already (quantization_config); use the 16-bit original"),
+         "quantization_config: quant_method is 'gptq', supported: fp8, mxfp4; use the 16-bit original"),
         ({"qk_layernorm": True}, "key 'qk_layernorm' (True) is not one this family is known with"),
         ({"logit_scale": 0}, "key 'logit_scale' (0) is not one this family is known with"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}},

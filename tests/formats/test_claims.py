@@ -13,7 +13,7 @@ import pytest
 import torch
 from families import BASE, ROTARY, Tiny, write
 from models import Tensors, pack
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from moe_pack.formats import FAMILIES, Checkpoint, CheckpointError, Matrix, SourceMatrix, canonical
 
@@ -433,3 +433,15 @@ def test_every_row_of_every_tensor_is_accounted_for_once(family: str, fused: boo
     of_each_layer = 2 if fused or family == "granitemoe" else len(spec.expert.matrices) * spec.router.num_experts
     assert len(packed) == of_each_layer * len(spec.moe_layers)
     checkpoint.close()
+
+
+def test_a_copy_of_the_embedding_that_is_none_is_refused(tmp_path: Path) -> None:
+    tiny = Tiny("switch_transformers", "own head", {"tie_word_embeddings": False})
+    checkpoint = Checkpoint(write(tiny, tmp_path))
+    assert checkpoint.claims.dropped["encoder.embed_tokens.weight"] == "a copy of the embedding"
+    checkpoint.close()
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["decoder.embed_tokens.weight"][-1, -1] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'decoder.embed_tokens.weight' is not equal to 'shared.weight'"):
+        Checkpoint(tmp_path)

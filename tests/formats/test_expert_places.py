@@ -1,19 +1,18 @@
 """However a checkpoint holds its experts (apart, in turns, transposed, with biases), the pack is the same."""
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from coded import held_so
 from models import Tensors, TinyMixtral, pack
 
 from moe_pack.convert.compare import compare_weights
 from moe_pack.formats import FAMILIES, Checkpoint, CheckpointError, Pack, PackError
-from moe_pack.formats.families import Config
-from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.spec import Matrix, ModelSpec
+from moe_pack.formats.families.family import ExpertNames
+from moe_pack.formats.spec import Matrix
 from moe_pack.runtime import CheckpointWeights, Decoder, PackWeights
 
 MODEL = TinyMixtral(num_layers=2, num_experts=3, intermediate_size=20)
@@ -22,17 +21,6 @@ EXPERTS = "model.layers.{i}.experts."
 MATRICES: dict[Matrix, str] = {"gate": EXPERTS + "gate_up", "up": EXPERTS + "gate_up", "down": EXPERTS + "down"}
 BIASES: dict[Matrix, str] = {"gate": EXPERTS + "gate_up_bias", "up": EXPERTS + "gate_up_bias"}
 IDS = [5, 17, 3, 90, 41]
-
-
-def family(names: ExpertNames, bias: tuple[Matrix, ...] = ()) -> Family:
-    """Mixtral with experts held in this way, and biases."""
-    mixtral = FAMILIES["mixtral"]
-
-    def read_config(config: Config) -> ModelSpec:
-        spec = mixtral.read_config(config)
-        return dataclasses.replace(spec, expert=dataclasses.replace(spec.expert, bias=bias))
-
-    return dataclasses.replace(mixtral, expert_names=(names,), read_config=read_config)
 
 
 def joined(first: torch.Tensor, second: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -76,7 +64,7 @@ def test_experts_in_any_place_make_the_same_pack(
     names: ExpertNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack(MODEL.write(tmp_path / "apart"), tmp_path / "expected", selector="up", width=4)
-    monkeypatch.setitem(FAMILIES, "mixtral", family(names))
+    monkeypatch.setitem(FAMILIES, "mixtral", held_so(names))
     folder = MODEL.write(tmp_path / "fused", lambda tensors: fuse(tensors, names.interleaved, names.transposed))
     pack(folder, tmp_path / "packed", selector="up", width=4)
     assert extents(tmp_path / "packed") == extents(tmp_path / "expected")
@@ -85,7 +73,7 @@ def test_experts_in_any_place_make_the_same_pack(
 def test_rows_lie_where_the_tensor_has_them(
     names: ExpertNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(FAMILIES, "mixtral", family(names))
+    monkeypatch.setitem(FAMILIES, "mixtral", held_so(names))
     checkpoint = Checkpoint(MODEL.write(tmp_path, lambda t: fuse(t, names.interleaved, names.transposed)))
     original = MODEL.tensors()
     for e in range(E):
@@ -102,7 +90,7 @@ def test_rows_lie_where_the_tensor_has_them(
 def test_every_value_of_an_expert_s_tensors_is_claimed_once(
     names: ExpertNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(FAMILIES, "mixtral", family(names, bias=("gate", "up")))
+    monkeypatch.setitem(FAMILIES, "mixtral", held_so(names, bias=("gate", "up")))
 
     def change(tensors: Tensors) -> None:
         fuse(tensors, names.interleaved, names.transposed)
@@ -125,7 +113,7 @@ def test_every_value_of_an_expert_s_tensors_is_claimed_once(
 def test_biases_reach_the_rows_and_the_answer(
     names: ExpertNames, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(FAMILIES, "mixtral", family(names, bias=("gate", "up")))
+    monkeypatch.setitem(FAMILIES, "mixtral", held_so(names, bias=("gate", "up")))
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def change(tensors: Tensors) -> None:
@@ -149,7 +137,7 @@ def test_biases_reach_the_rows_and_the_answer(
 
 
 def test_biases_of_another_checkpoint_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "mixtral", family(ExpertNames(MATRICES, BIASES, True), bias=("gate", "up")))
+    monkeypatch.setitem(FAMILIES, "mixtral", held_so(ExpertNames(MATRICES, BIASES, True), bias=("gate", "up")))
 
     def change(tensors: Tensors) -> None:
         fuse(tensors, True, False)
@@ -177,7 +165,7 @@ def test_biases_of_another_checkpoint_are_told(tmp_path: Path, monkeypatch: pyte
 def test_a_weight_that_is_no_number_is_named_by_its_place_in_the_tensor(
     transposed: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(FAMILIES, "mixtral", family(ExpertNames(MATRICES, BIASES, True, transposed)))
+    monkeypatch.setitem(FAMILIES, "mixtral", held_so(ExpertNames(MATRICES, BIASES, True, transposed)))
 
     def change(tensors: Tensors) -> None:
         fuse(tensors, True, transposed)
@@ -190,7 +178,7 @@ def test_a_weight_that_is_no_number_is_named_by_its_place_in_the_tensor(
 
 
 def test_a_bias_of_another_shape_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "mixtral", family(ExpertNames(MATRICES, BIASES, True), bias=("gate", "up")))
+    monkeypatch.setitem(FAMILIES, "mixtral", held_so(ExpertNames(MATRICES, BIASES, True), bias=("gate", "up")))
 
     def change(tensors: Tensors) -> None:
         fuse(tensors, True, False)

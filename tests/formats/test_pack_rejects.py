@@ -234,7 +234,7 @@ LONGROPE = {
         (setting(None, "quantizer"), setting("absmax", "quantizer"),
          "quantizer: found None, expected one of hqq, absmax, nearest"),
         (setting("gelu", "model", "expert", "function"), setting("silu", "model", "expert", "function"),
-         "model: expert: function: found 'gelu', expected one of silu, relu"),
+         "model: expert: function: found 'gelu', expected one of silu, relu, clamped_swiglu"),
         (setting(64.0, "model", "hidden_size"), setting(64, "model", "hidden_size"),
          "model: hidden_size: found 64.0, expected int"),
         (setting(1, "model", "router", "normalize"), setting(False, "model", "router", "normalize"),
@@ -305,8 +305,9 @@ def test_a_feature_that_is_no_name_is_refused(folder: Path, feature: object) -> 
         (("expert", "bias"), ["up", "gate"], [],
          "expert bias names ('up', 'gate'), expected a part of ('gate', 'up', 'down')"),
         (("expert", "bias"), ["down"], [],
-         "expert bias names down, whose bias is no neuron's: it belongs in extra_floats"),
-        (("expert", "extra_floats"), -1, 0, "extra_floats is -1"),
+         "extra_floats is 0, expected 64: the bias of down, where there is one"),
+        (("expert", "extra_floats"), -1, 0,
+         "extra_floats is -1, expected 0: the bias of down, where there is one"),
     ],
 )  # fmt: skip
 def test_a_model_that_cannot_be_is_refused(

@@ -3,7 +3,15 @@
 import pytest
 from specs import GROUPED, LATENT, changed
 
-from moe_pack.formats import ModelSpec, cached_values, num_active_parameters, num_parameters
+from moe_pack.formats import (
+    ModelSpec,
+    cache_values,
+    cached_tokens,
+    cached_values,
+    num_active_parameters,
+    num_parameters,
+    windowed_values,
+)
 
 EXPERT = 3 * 48 * 64  # gate, up and down of each routed expert below
 EMBEDDING = 96 * 64
@@ -31,6 +39,16 @@ def test_the_cache_holds_keys_and_values_of_every_layer_or_a_latent_and_a_key() 
     assert cached_values(LATENT) == 2 * (24 + 8)
 
 
+def test_a_windowed_layers_cache_holds_what_the_first_of_a_chunk_sees_and_the_chunk() -> None:
+    some = changed(GROUPED, "attention windowed_layers", [0, 2])
+    assert (windowed_values(GROUPED), windowed_values(some), windowed_values(LATENT)) == (384, 256, 0)
+    assert cached_values(some) == cached_values(GROUPED)
+    assert [cached_tokens(some, layer, 100, 10) for layer in range(3)] == [25, 100, 25]
+    assert [cached_tokens(some, layer, 20, 10) for layer in range(3)] == [20, 20, 20]
+    assert cache_values(some, 100, 10) == 128 * (25 + 100 + 25)
+    assert cache_values(LATENT, 100, 10) == 100 * cached_values(LATENT)
+
+
 @pytest.mark.parametrize(
     ("spec", "path", "value", "more"),
     [
@@ -48,6 +66,9 @@ def test_the_cache_holds_keys_and_values_of_every_layer_or_a_latent_and_a_key() 
         (GROUPED, "expert intermediate_size", 49, 12 * 3 * 64),
         (GROUPED, "expert bias", ["gate", "up"], 12 * 2 * 48),
         (GROUPED, "expert extra_floats", 64, 12 * 64),
+        (GROUPED, "router logit_bias", True, 2 * 6),
+        (GROUPED, "attention sinks", True, 3 * 4),
+        (GROUPED, "attention windowed_layers", [1], 0),
         (GROUPED, "rope rotary_dim", 16, 0),
         (GROUPED, "attention sliding_window", None, 0),
         (LATENT, "attention q_lora_rank", None, 2 * (96 * 64 - 40 * 64 - 40 - 96 * 40)),

@@ -274,6 +274,7 @@ def test_routers_with_scores_for_all_may_have_groups_bias_and_normalized_weights
     assert spec_fault(changed(GROUPED, "router", rich)) is None
 
 
+EXTRA = "extra_floats is {}, expected {}: the bias of down, where there is one"
 MATRICES = "expert matrices are {}, expected up and down, with or without gate, in that order"
 
 
@@ -287,9 +288,9 @@ MATRICES = "expert matrices are {}, expected up and down, with or without gate, 
          "expert bias names ('up', 'gate'), expected a part of ('gate', 'up', 'down')"),
         ("expert bias", ["up", "up"], ["up"],
          "expert bias names ('up', 'up'), expected a part of ('gate', 'up', 'down')"),
-        ("expert bias", ["down"], [], "expert bias names down, whose bias is no neuron's: it belongs in extra_floats"),
-        ("expert extra_floats", -1, 0, "extra_floats is -1"),
-        ("expert extra_floats", 2**31, 2**31 - 1, f"extra_floats is {2**31}"),
+        ("expert bias", ["down"], [], EXTRA.format(0, 64)),
+        ("expert extra_floats", -1, 0, EXTRA.format(-1, 0)),
+        ("expert extra_floats", 64, 0, EXTRA.format(64, 0)),
     ],
 )  # fmt: skip
 def test_an_expert_that_cannot_be_is_refused(path: str, wrong: object, right: object, message: str) -> None:
@@ -300,3 +301,29 @@ def test_a_bias_of_a_matrix_the_experts_lack_is_refused() -> None:
     two = changed(GROUPED, "expert matrices", ["up", "down"])
     message = "expert bias names ('gate',), expected a part of ('up', 'down')"
     assert_refused_beside_legal(two, "expert bias", ["gate"], ["up"], message)
+
+
+def test_the_values_of_a_bias_of_down_are_counted() -> None:
+    biased = changed(changed(GROUPED, "expert extra_floats", 64), "expert bias", ["down"])
+    assert spec_fault(biased) is None
+    assert_refused_beside_legal(biased, "expert extra_floats", 63, 64, EXTRA.format(63, 64))
+
+
+def test_a_neuron_function_of_gate_and_up_is_refused_without_a_gate() -> None:
+    two = changed(GROUPED, "expert matrices", ["up", "down"])
+    message = "expert function clamped_swiglu needs a gate"
+    assert_refused_beside_legal(two, "expert function", "clamped_swiglu", "relu", message)
+
+
+WINDOWED = "windowed_layers does not name some decoder layers, at least one and not all, in rising order"
+
+
+@pytest.mark.parametrize("wrong", [[], [0, 1, 2], [1, 0], [1, 1], [-1], [3]])
+def test_windowed_layers_that_cannot_be_are_refused(wrong: list[int]) -> None:
+    assert_refused_beside_legal(GROUPED, "attention windowed_layers", wrong, [0, 2], WINDOWED)
+
+
+def test_windowed_layers_without_a_window_are_refused() -> None:
+    without = changed(GROUPED, "attention sliding_window", None)
+    message = "windowed_layers is given without a sliding_window"
+    assert_refused_beside_legal(without, "attention windowed_layers", [0], None, message)

@@ -1,12 +1,13 @@
 """Our own JSON: what parses, what is refused and in which words."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 import pytest
 
 from moe_pack.formats import CheckpointError, PackError, canonical, dump, parse
-from moe_pack.formats.strict_json import load
+from moe_pack.formats.strict_json import added, load
 
 
 def refusal(raw: bytes) -> str:
@@ -217,3 +218,35 @@ def test_only_null_stands_for_an_object_that_may_be_missing(spare: object) -> No
 
 def test_canonical_bytes_do_not_depend_on_the_order_of_keys() -> None:
     assert canonical({"b": 1, "a": "é"}) == canonical({"a": "é", "b": 1}) == b'{\n "a": "\\u00e9",\n "b": 1\n}\n'
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A record that got two keys after its first files were written."""
+
+    name: str
+    layers: tuple[int, ...] | None = added(None)
+    is_new: bool = added(False)
+
+
+def test_a_key_that_came_later_is_written_only_where_it_says_something() -> None:
+    assert dump(Grown("a")) == {"name": "a"}
+    assert dump([Grown("a", (1,), True)]) == [{"name": "a", "layers": [1], "is_new": True}]
+
+
+@pytest.mark.parametrize("record", [Grown("a"), Grown("a", ()), Grown("a", (2, 3)), Grown("a", None, True)])
+def test_a_record_with_keys_that_came_later_is_read_as_it_was_written(record: Grown) -> None:
+    assert load(Grown, parse(canonical(dump(record)), "a.json", PackError), "a.json", PackError) == record
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"layers": None}, "a.json: key 'name' is missing"),
+        ({"name": "a", "layers": 1}, "a.json: layers: found 1, expected a list"),
+        ({"name": "a", "new": True}, "a.json: unknown key 'new'"),
+    ],
+)
+def test_a_key_that_came_later_is_held_to_its_type(values: dict[str, object], message: str) -> None:
+    with pytest.raises(PackError, match="^" + re.escape(message)):
+        load(Grown, values, "a.json", PackError)

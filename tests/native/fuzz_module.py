@@ -27,6 +27,7 @@ import numpy as np
 ALLOWED = (ValueError, TypeError, BufferError, OverflowError, OSError)  # the last of descriptors that are none
 BLOCK, MAX_BYTES = 64, 1 << 20
 SELECTOR_ROW, RECORD = 1, 2
+SOURCES = ([4, 8, 128, 32], [5, 8, 0, 8], [6, 4, 32, 8])  # fp8, e5m2, mxfp4: codec, width, group, bits of a scale
 Arguments = list[Any]
 
 
@@ -67,10 +68,15 @@ class Cases:
         affine = self.d % BLOCK == 0 and self.chance(75)
         width, group = int(self.random.choice([1, 2, 3, 4, 8])), int(self.random.choice([0, 16, 32, 64]))
         codec = 1 if affine else int(self.random.choice([0, 2, 3]))
+        if self.d % BLOCK == 0 and self.chance(30):
+            return [*SOURCES[self.number(0, 2)], 0, self.number(0, 1), place]
         return [codec, width, group, int(self.random.choice([8, 16])), 0, self.number(0, 1), place]
 
     def part_bytes(self, part: list[int]) -> int:
         codec, width, group, scale_bits, _, has_bias, _ = part
+        if codec > 3:
+            groups = -(-self.d // group) if group else 1
+            return self.d * width // 8 + groups * scale_bits // 8 + 4 * has_bias
         if codec != 1:
             return self.d * (4 if codec == 3 else 2) + 4 * has_bias
         groups = self.d // group if group else 1

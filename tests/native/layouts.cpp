@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <tuple>
 
 #include "cases.h"
 
@@ -10,7 +11,13 @@ namespace {
 
 enum { kCodec, kWidth, kGroup, kScaleBits, kOffset, kBias, kPlace };
 
+// Of the codecs that keep what sources hold.
+bool is_source(int32_t codec) { return codec >= (int)Codec::fp8 && codec <= (int)Codec::mxfp4; }
+
 int64_t bytes_of(const int32_t* part, int64_t num_cols) {
+    if (part[kCodec] == (int)Codec::fp8) return num_cols + 4 * ((num_cols + 127) / 128);
+    if (part[kCodec] == (int)Codec::e5m2) return num_cols + 1;
+    if (part[kCodec] == (int)Codec::mxfp4) return num_cols / 2 + num_cols / 32;
     if (part[kCodec] != (int)Codec::affine) return num_cols * (part[kCodec] == (int)Codec::f32 ? 4 : 2);
     int64_t groups = part[kGroup] ? num_cols / part[kGroup] : 1;
     return num_cols * part[kWidth] / 8 + 2 * (part[kScaleBits] == 16 ? 2 * groups : 2 + groups);
@@ -23,6 +30,11 @@ void random_part(Random& random, int32_t num_cols, Place place, int32_t* part) {
     part[kGroup] = affine ? random.pick({0, 16, 32, 64, 128}) : 0;
     if (part[kGroup] && num_cols % part[kGroup]) part[kGroup] = 64;
     part[kScaleBits] = random.pick({8, 16});
+    if (num_cols % kBlock == 0 && random.chance(30)) {
+        static const int32_t kSources[3][4] = {{(int)Codec::fp8, 8, 128, 32}, {(int)Codec::e5m2, 8, 0, 8},
+                                               {(int)Codec::mxfp4, 4, 32, 8}};
+        std::copy_n(kSources[random.between(0, 2)], 4, part);
+    }
     part[kBias] = random.chance(30);
     part[kPlace] = (int)place;
 }
@@ -65,12 +77,15 @@ void tamper(Random& random, Numbers* numbers) {
 void check_part(const PlacedPart& placed, const int32_t* n, int64_t num_cols, int64_t row_bytes) {
     if (placed.place == Place::none) return;
     const Part& part = placed.part;
-    int64_t codes = part.codec == Codec::affine ? num_cols * n[kWidth] / 8 : bytes_of(n, num_cols);
+    bool coded = part.codec == Codec::affine || is_source(n[kCodec]);
+    int64_t codes = coded ? num_cols * n[kWidth] / 8 : bytes_of(n, num_cols);
     require(part.num_cols == num_cols && part.code_bytes == codes, "codes of a part");
     require(part.num_bytes() == bytes_of(n, num_cols), "bytes of a part");
     require(placed.offset >= 0 && placed.offset + bytes_of(n, num_cols) + 4 * n[kBias] <= row_bytes, "a part's place");
-    if (part.codec != Codec::affine) return;
-    require(num_cols % kBlock == 0 && part.group > 0 && part.num_groups * (int64_t)part.group == num_cols, "groups");
+    if (!coded) return;
+    require(num_cols % kBlock == 0, "rows of codes");
+    if (part.codec == Codec::fp8) return require(part.num_groups == (num_cols + 127) / 128, "groups of fp8");
+    require( part.group > 0 && part.num_groups * (int64_t)part.group == num_cols, "groups");
 }
 
 }  // namespace
@@ -137,6 +152,31 @@ void check_rows(const RowsLayout& layout, const std::vector<int32_t>& n) {
     check_part(layout.part, &n[2], n[0], n[1]);
 }
 
+namespace {
+
+// The codecs that keep what sources hold have one format each.
+void check_sources() {
+    for (const auto& [codec, width, group, scale_bits] :
+         {std::tuple(4, 8, 128, 32), std::tuple(5, 8, 0, 8), std::tuple(6, 4, 32, 8)}) {
+        std::vector<int32_t> rows = {kMaxCols, INT_MAX, codec, width, group, scale_bits, 1000, 1, 2};
+        RowsLayout made;
+        require(read_rows_layout(rows.data(), rows.size(), &made) == nullptr, "the longest rows of a source");
+        check_rows(made, rows);
+        for (const Kernels* kernels : instruction_sets()) {
+            const Part& part = made.part.part;
+            require(kernels->prepared_bytes(part) < (64u << 20), "memory for the longest inputs of a source");
+            require(kernels->sum_floats(part) >= (size_t)kMaxCols, "memory for the longest sum of a source");
+        }
+        for (int place : {3, 4, 5}) {
+            std::vector<int32_t> other = rows;
+            other[place] += 8;
+            require(read_rows_layout(other.data(), other.size(), &made) != nullptr, "another format is refused");
+        }
+    }
+}
+
+}  // namespace
+
 void check_limits() {
     // No gate; up in f32 behind nothing, down behind it.
     std::vector<int32_t> numbers = {kMaxCols, kMaxRows, 0, 0, INT_MAX};
@@ -165,6 +205,7 @@ void check_limits() {
                     require(kernels->sum_floats(part) >= (size_t)kMaxCols, "memory for the longest sum");
                 }
             }
+    check_sources();
 }
 
 }  // namespace moe_pack

@@ -24,6 +24,12 @@ float bits_at(uint32_t bits) {
     return value;
 }
 
+float float_at(const uint8_t* at) {
+    float value;
+    std::memcpy(&value, at, sizeof value);
+    return value;
+}
+
 // Code j + 8 b p of a block of width b is (byte[j] >> (b p)) & (2^b - 1).
 int planar_code(const uint8_t* block, int width, int i) {
     int run = 8 * width;
@@ -34,6 +40,39 @@ int code_at(const Part& part, const uint8_t* row, int i) {
     const uint8_t* block = row + i / kBlock * (8 * part.width);
     if (part.width != 3) return planar_code(block, part.width, i % kBlock);
     return planar_code(block, 2, i % kBlock) | planar_code(block + 16, 1, i % kBlock) << 2;
+}
+
+// A float of few bits: `mantissa` of them below the exponent, which has this bias; no number and infinity apart.
+float small_float(int code, int mantissa, int bias) {
+    int exponent = (code & 0x7f) >> mantissa, fraction = code & ((1 << mantissa) - 1);
+    float found = exponent ? std::ldexp((float)((1 << mantissa) + fraction), exponent - bias - mantissa)
+                           : std::ldexp((float)fraction, 1 - bias - mantissa);
+    return code & 0x80 ? -found : found;
+}
+
+float e4m3(int code) { return (code & 0x7f) == 0x7f ? NAN : small_float(code, 3, 7); }
+
+float e5m2(int code) {
+    int magnitude = code & 0x7f;
+    if (magnitude > 0x7c) return NAN;
+    return magnitude == 0x7c ? (code & 0x80 ? -INFINITY : INFINITY) : small_float(code, 2, 15);
+}
+
+float e2m1(int code) { return small_float((code & 8) << 4 | (code & 7), 1, 1); }
+
+float e8m0(int byte) { return byte == 255 ? NAN : std::ldexp(1.0f, byte - 127); }
+
+// Weight `i` of a codec that keeps what a source holds; what its products' errors are relative to goes to `magnitude`.
+float source_weight(const Part& part, const uint8_t* codes, const uint8_t* scales, int i, double* magnitude) {
+    if (part.codec == Codec::fp8) {
+        float scale = float_at(scales + 4 * (i / 128)), weight = e4m3(codes[i]) * scale;
+        *magnitude = std::fabs((double)weight);
+        return weight;
+    }
+    float scale = e8m0(scales[part.codec == Codec::mxfp4 ? i / 32 : 0]);
+    float weight = part.codec == Codec::e5m2 ? e5m2(codes[i]) * scale : e2m1(code_at(part, codes, i)) * scale;
+    *magnitude = part.codec == Codec::e5m2 ? std::fabs((double)weight) : 12.0 * scale;
+    return weight;
 }
 
 void put_half(uint8_t* at, float value) {
@@ -63,6 +102,10 @@ PlainRow plain_row(const PlacedPart& placed, const uint8_t* row) {
             made.magnitudes[i] = std::fabs((double)scale) * ((1 << part.width) - 1 + std::fabs((double)zero));
             continue;
         }
+        if (part.codec == Codec::fp8 || part.codec == Codec::e5m2 || part.codec == Codec::mxfp4) {
+            weight = source_weight(part, codes, scales, i, &made.magnitudes[i]);
+            continue;
+        }
         if (part.codec == Codec::bf16) weight = bits_at((uint32_t)u16_at(codes + 2 * i) << 16);
         if (part.codec == Codec::f16) weight = half_at(codes + 2 * i);
         if (part.codec == Codec::f32) std::memcpy(&weight, codes + 4 * i, 4);
@@ -71,6 +114,25 @@ PlainRow plain_row(const PlacedPart& placed, const uint8_t* row) {
     if (part.has_bias) std::memcpy(&made.bias, codes + part.num_bytes(), 4);
     return made;
 }
+
+namespace {
+
+// Finite codes, and scales that make weights of about 0.1.
+void make_source_sane(Random& random, const Part& part, uint8_t* codes) {
+    uint8_t* scales = codes + part.code_bytes;
+    int top = part.codec == Codec::fp8 ? 0x7e : 0x7b;
+    for (int i = 0; i < part.code_bytes && part.codec != Codec::mxfp4; i++)
+        if ((codes[i] & 0x7f) > top) codes[i] -= 4;
+    for (int g = 0; g < part.num_groups; g++) {
+        float scale = random.sign() * random.real(0.1f, 1.0f) / 4480;
+        if (part.codec == Codec::fp8)
+            std::memcpy(scales + 4 * g, &scale, 4);
+        else
+            scales[g] = (uint8_t)(part.codec == Codec::e5m2 ? 108 : random.between(118, 122));
+    }
+}
+
+}  // namespace
 
 void make_sane(Random& random, const PlacedPart& placed, uint8_t* row) {
     const Part& part = placed.part;
@@ -85,7 +147,9 @@ void make_sane(Random& random, const PlacedPart& placed, uint8_t* row) {
         put_half(scales + 2 * g, random.sign() * random.real(0.1f, 1.0f) * unit);
         put_half(zeros + 2 * g, random.real(0.01f, 1.0f) * top);
     }
-    for (int i = 0; part.codec != Codec::affine && i < part.num_cols; i++) {
+    bool source = part.codec == Codec::fp8 || part.codec == Codec::e5m2 || part.codec == Codec::mxfp4;
+    if (source) make_source_sane(random, part, codes);
+    for (int i = 0; part.codec != Codec::affine && !source && i < part.num_cols; i++) {
         float weight = random.sign() * random.real(0.001f, 0.1f);
         uint32_t bits;
         std::memcpy(&bits, &weight, 4);

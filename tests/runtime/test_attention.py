@@ -50,12 +50,14 @@ class Case:
     keys: Tensor
     values: Tensor
     start: int
+    sinks: Tensor | None = None
 
     def found(self, kernels: Kernels | None) -> tuple[Tensor, LayerCache]:
         """The attention by kernels, or torch, and the cache afterwards."""
         cache = LayerCache(self.keys.clone(), self.values.clone(), self.start)
         operation = attend_heads if kernels is None else kernels.attend
-        y = operation(self.projected, self.norms, self.angles, self.interleaved, cache, self.spec)
+        given = (self.projected, self.norms, self.angles, self.interleaved, cache, self.spec)
+        y = operation(*given, self.spec.sliding_window, self.sinks)
         return y, cache
 
 

@@ -11,7 +11,7 @@ from specs import GROUPED
 
 from moe_pack.formats import SELECTORS, Matrix, Selector
 from moe_pack.runtime import NeuronBlock
-from moe_pack.runtime.expert import run_dense_expert, run_expert
+from moe_pack.runtime.expert import activations, run_dense_expert, run_expert
 from moe_pack.runtime.matrix import StoredMatrix
 
 
@@ -23,6 +23,9 @@ class Held:
     up: torch.Tensor
     down: torch.Tensor
     step: int = 1000
+
+    def down_bias(self) -> None:
+        """It has none."""
 
     def blocks(self) -> Iterator[NeuronBlock]:
         for i in range(0, len(self.up), self.step):
@@ -102,6 +105,9 @@ def test_an_expert_agrees_with_brute_force_whatever_the_blocks(selector: Selecto
 
 def test_an_expert_of_two_matrices_activates_up() -> None:
     class TwoMatrices:
+        def down_bias(self) -> None:
+            """It has none."""
+
         def blocks(self) -> Iterator[NeuronBlock]:
             yield NeuronBlock(None, rows([1, 1]), rows([2, 4]), up_bias=torch.tensor([1.0]))
 
@@ -125,3 +131,76 @@ def test_a_dense_expert_is_the_same_function_over_all_neurons(matrices: tuple[Ma
     y = run_dense_expert(torch.tensor([[2.0, 4.0]]), DenseWeights(), "layers.0.shared", "silu")
     h = (6 * silu(2), 2 * silu(4)) if "gate" in matrices else (silu(6), silu(2))
     torch.testing.assert_close(y, torch.tensor([[h[0] + 2 * h[1], 3 * h[0] + 4 * h[1]]]))
+
+
+def swish(gate: float) -> float:
+    c = min(gate, 7.0)
+    return c / (1 + math.exp(-1.702 * c))
+
+
+def one_more(up: float) -> float:
+    return min(max(up, -7.0), 7.0) + 1
+
+
+# Gate and up values of nine neurons: below, at and above the limits, and an up of -1, whose factor is 0.
+GATES = [-20.0, -7.0, -1.0, 0.0, 2.0, 6.9, 7.0, 7.1, 30.0]
+UPS = [30.0, 7.0, -8.0, 3.0, -1.0, -7.0, 7.1, 0.5, -7.1]
+CLAMPED = NeuronBlock(torch.zeros(9, 1), torch.zeros(9, 1), torch.ones(9, 1), torch.tensor(GATES), torch.tensor(UPS))
+
+
+def test_the_clamped_swiglu_is_its_formula_on_both_sides_of_its_limits() -> None:
+    found = activations(torch.zeros(1, 1), CLAMPED, "clamped_swiglu")
+    gates, ups = torch.tensor([[swish(g) for g in GATES]]), torch.tensor([[one_more(u) for u in UPS]])
+    torch.testing.assert_close(found.gate, gates)
+    torch.testing.assert_close(found.up, ups)
+    torch.testing.assert_close(found.h, gates * ups)
+    assert torch.equal(found.of("up"), found.up) and torch.equal(found.of("gate"), found.gate)
+
+
+@pytest.mark.parametrize(("selector", "runs"), [("up", [1, 3, 5]), ("gate", [0, 1, 4]), ("both", [0, 1, 4])])
+def test_a_threshold_drops_neurons_by_what_the_clamped_swiglu_makes_known(selector: Selector, runs: list[int]) -> None:
+    gates, ups = [5.0, 3.0, -2.0, 0.0, 7.5, -1.2], [-1.5, 2.0, -0.5, 3.0, -1.9, 6.0]
+    block = NeuronBlock(torch.zeros(6, 1), torch.zeros(6, 1), torch.ones(6, 1), torch.tensor(gates), torch.tensor(ups))
+    a = activations(torch.zeros(1, 1), block, "clamped_swiglu").of(selector)[0].abs()
+    values = {
+        "up": [abs(one_more(u)) for u in ups],
+        "gate": [abs(swish(g)) for g in gates],
+        "both": [abs(swish(g) * one_more(u)) for g, u in zip(gates, ups, strict=True)],
+    }[selector]
+    threshold = (sorted(values)[2] + sorted(values)[3]) / 2
+    assert torch.nonzero(a >= threshold).flatten().tolist() == runs
+    y = run_expert(torch.zeros(1, 1), Given(block), "clamped_swiglu", selector, threshold)
+    expected = sum(swish(gates[i]) * one_more(ups[i]) for i in runs)
+    assert float(y) == pytest.approx(expected, abs=4e-6)  # of terms up to 9
+
+
+@dataclass
+class Given:
+    """An expert of one block, whose output has a bias."""
+
+    block: NeuronBlock
+    bias: torch.Tensor | None = None
+
+    def down_bias(self) -> torch.Tensor | None:
+        return self.bias
+
+    def blocks(self) -> Iterator[NeuronBlock]:
+        yield self.block
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1e9])
+def test_the_bias_of_down_is_added_whichever_neurons_run(threshold: float) -> None:
+    bias = torch.tensor([0.25, -3.0])
+    x = torch.tensor([[1.0, 2.0], [0.0, -1.0]])
+    held = Given(next(HAND.blocks()), bias)
+    without = run_expert(x, HAND, "silu", "both", threshold)
+    torch.testing.assert_close(run_expert(x, held, "silu", "both", threshold), without + bias)
+    assert held.bias is bias and bias.tolist() == [0.25, -3.0]
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_relu_lets_through_what_is_above_zero(has_gate: bool) -> None:
+    block = NeuronBlock(HAND.gate if has_gate else None, HAND.up, HAND.down)
+    x = torch.tensor([[1.0, 2.0], [-1.0, 2.0]])  # gates 1, 2 and -1, 2; ups 3, -1 and 1, -3
+    y = run_expert(x, Given(block), "relu", "none", 0.0)
+    assert y.tolist() == ([[3 - 20, -2], [-60, -6]] if has_gate else [[3, 0], [1, 0]])

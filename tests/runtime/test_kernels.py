@@ -21,11 +21,12 @@ from random_experts import (
 )
 from torch import Tensor
 
-from moe_pack.formats import BF16, SELECTORS, ExpertFormat, PartFormat, Selector, part_format
+from moe_pack.formats import BF16, E5M2, FP8, MXFP4, SELECTORS, ExpertFormat, PartFormat, Selector, part_format
 from moe_pack.runtime import Activations, NeuronBlock, activations, run_expert
 from moe_pack.runtime.native_kernels import Kernels, Selected
 
-WIDTHS = (1, 2, 3, 4, 8, 16)
+WIDTHS = (1, 2, 3, 4, 8, 16, "fp8", "e5m2", "mxfp4")  # the last three in the one format each has
+SOURCES = {"fp8": FP8, "e5m2": E5M2, "mxfp4": MXFP4}
 CHOICES: dict[str, tuple[object, ...]] = {
     "gate": (*WIDTHS, None),
     "up": WIDTHS,
@@ -33,7 +34,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "group": (0, 16, 32, 64, 128),
     "scale_bits": (16, 8),
     "selector": SELECTORS,
-    "bias": ((), ("up",), ("gate", "up")),
+    "bias": ((), ("up",), ("gate", "up"), ("down",), ("gate", "up", "down")),
+    "function": ("silu", "relu", "clamped_swiglu"),
     "num_rows": (1, 7, 33, 65, 129, 257),
     "num_cols": (64, 70, 192, 320, 640, 1088),  # multiples of a block but not of a chunk; 70 with bf16 alone
     "num_tokens": (1, 2, 3, 4, 5, 17, 64, 65, 100),
@@ -45,9 +47,12 @@ def can_be(c: Combination) -> bool:
     widths = [c[name] for name in ("gate", "up", "down") if c[name] is not None]
     if c["gate"] is None and (c["selector"] in ("gate", "both") or "gate" in c["bias"]):  # type: ignore[operator]
         return False
+    if c["gate"] is None and c["function"] == "clamped_swiglu":
+        return False
     if c["num_cols"] % 64:  # type: ignore[operator]
         return widths.count(16) == len(widths)
-    return all(width == 16 for width in widths) or not c["group"] or not c["num_cols"] % c["group"]  # type: ignore[operator]
+    grouped = any(isinstance(width, int) and width < 16 for width in widths)
+    return not grouped or not c["group"] or not c["num_cols"] % c["group"]  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,10 @@ class Case:
 
 def case_of(expert: RandomExpert, x: Tensor, sparsity: float) -> Case:
     block, selector = expert.block(), expert.shape.selector
-    values = activations(x, block, "silu")
+    values = activations(x, block, expert.shape.function)
     threshold = threshold_at(values.of(selector), sparsity)
     runs = running(values, selector, threshold)
-    y = run_expert(x, expert.packed(), "silu", selector, threshold)
+    y = run_expert(x, expert.packed(), expert.shape.function, selector, threshold)
     return Case(expert, x, threshold, block, values, runs, magnitudes(x, expert, runs), y)
 
 
@@ -82,16 +87,28 @@ def case(number: int) -> Case:
     c = SAMPLE[number]
 
     def stored(name: str) -> PartFormat:
-        return part_format(c[name], c["group"], c["scale_bits"])  # type: ignore[arg-type]
+        width = c[name]
+        if isinstance(width, str):
+            return SOURCES[width]
+        return part_format(width, c["group"], c["scale_bits"])  # type: ignore[arg-type]
 
     gate = None if c["gate"] is None else stored("gate")
-    shape = Shape(c["num_rows"], c["num_cols"], c["selector"], gate, stored("up"), stored("down"), c["bias"])  # type: ignore[arg-type]
+    shape = Shape(
+        c["num_rows"],  # type: ignore[arg-type]
+        c["num_cols"],  # type: ignore[arg-type]
+        c["selector"],  # type: ignore[arg-type]
+        gate,
+        stored("up"),
+        stored("down"),
+        c["bias"],  # type: ignore[arg-type]
+        c["function"],  # type: ignore[arg-type]
+    )
     special = (shape.num_rows // 2, shape.num_rows // 3) if shape.num_rows > 2 else ()
     expert = random_expert(shape, number, special[:1], special[1:])
     return case_of(expert, random_tokens(c["num_tokens"], shape.num_cols, number), c["sparsity"])  # type: ignore[arg-type]
 
 
-SAMPLE = sample(CHOICES, can_be, 110)
+SAMPLE = sample(CHOICES, can_be, 180)
 
 
 def name_of(number: int) -> str:
@@ -142,7 +159,11 @@ def test_down_rows_add_up_to_the_reference_sum(number: int, kernels: Kernels) ->
     neurons = held.runs.any(dim=0).nonzero()[:, 0].to(torch.int32)
     h, down = torch.where(held.runs, held.values.h, 0.0)[:, neurons.long()], held.block.down[neurons.long()]
     found = kernels.accumulate(h, held.expert.rows(held.threshold), neurons)
-    assert_near(found, h @ down, h.double().abs() @ held.expert.weight_magnitudes("down")[neurons.long()])
+    bias = held.expert.packed().down_bias()
+    expected, magnitude = h @ down, h.double().abs() @ held.expert.weight_magnitudes("down")[neurons.long()]
+    if bias is not None:
+        expected, magnitude = expected + bias, magnitude + bias.double().abs()
+    assert_near(found, expected, magnitude)
 
 
 EIGHT_BIT = part_format(8, 32, 8)

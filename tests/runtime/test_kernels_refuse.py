@@ -43,6 +43,7 @@ def legal_attention() -> Arguments:
         "sines": floats(T, ANGLES),
         "keys": floats(KV_HEADS, CONTEXT, HEAD_DIM),
         "values": floats(KV_HEADS, CONTEXT, HEAD_DIM),
+        "sinks": floats(HEADS),
         "out": floats(T, HEADS * HEAD_DIM),
         "num_heads": HEADS,
         "num_kv_heads": KV_HEADS,
@@ -75,7 +76,7 @@ def legal_routing() -> Arguments:
 def legal(name: str) -> Arguments:
     """Arguments of an operation by name, in order; all of them fit."""
     rows, (layout, dense) = EXPERT.rows(), ROWS
-    expert = {"layout": rows.layout, "selector": rows.selector, "records": rows.records}
+    expert = {"layout": rows.layout, "selector": rows.selector, "records": rows.records, "extra": rows.extra}
     chosen = {"neurons": numbers(0, 2, 4), "places": numbers(0, 2, 4)}
     given: dict[str, Arguments] = {
         "experts": {
@@ -110,6 +111,7 @@ def legal(name: str) -> Arguments:
             "layout": rows.layout,
             "records": rows.records,
             **chosen,
+            "extra": rows.extra,
             "h": floats(T, 3),
             "y": floats(T, D),
         },
@@ -188,7 +190,7 @@ FAULTS = ("one too few", "one too many", "twice as many", "none", "missing", "tw
 
 # Where some rows are picked out of many, there may be any number of whole ones.
 ANY_ROWS = {("neurons", "records"), ("accumulate", "records"), ("gather", "rows")}
-NOT_NEEDED = {("route", "bias", "missing")}
+NOT_NEEDED = {("route", "bias", "missing"), ("attend", "sinks", "missing")}
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, "no buffer", "not aligned"])
@@ -274,6 +276,8 @@ def put(key: str, value: object) -> Change:
     return lambda arguments: arguments.update({key: value})
 
 
+UNSEEN = "start: what the new tokens see is not within the cache"
+
 VALUES: dict[str, tuple[str, Change, str]] = {
     "token below 0": ("experts", put("tokens", np.array([0, -1])), "tokens: one is not in x"),
     "token beyond x": ("experts", put("tokens", np.array([T, 0])), "tokens: one is not in x"),
@@ -303,9 +307,12 @@ VALUES: dict[str, tuple[str, Change, str]] = {
     "too many heads": ("attend", put("num_heads", 65538), "heads: sizes out of range"),
     "heads too large": ("attend", put("head_dim", 2**30), "heads: sizes out of range"),
     "keys that some share": ("attend", put("num_heads", 5), "heads: keys are not shared by as many queries each"),
-    "start below 0": ("attend", put("start", -1), "start: the new tokens are not within the cache"),
-    "start too high": ("attend", put("start", 9), "start: the new tokens are not within the cache"),
-    "start beyond the cache": ("attend", put("start", 2**62), "start: the new tokens are not within the cache"),
+    "start below 0": ("attend", put("start", -1), "start: expected 0 to 2^30 - 1"),
+    "start too high": ("attend", lambda a: a.update(start=9, window=0), UNSEEN),
+    "start beyond all": ("attend", put("start", 2**62), "start: expected 0 to 2^30 - 1"),
+    "window too large for the ring": ("attend", lambda a: a.update(start=30, window=CONTEXT - T + 2), UNSEEN),
+    "sinks of other heads": ("attend", put("sinks", floats(HEADS + 1)), f"sinks: {HEADS + 1} values, expected {HEADS}"),
+    "extra where there is none": ("experts", put("extra", floats(1, D)), "extra: the layout has none"),
     "window below 0": ("attend", put("window", -1), "window: expected 0 to 2^30"),
     "window far beyond": ("attend", put("window", 2**62), "window: expected 0 to 2^30"),
     "more angles than pairs": (
@@ -346,15 +353,17 @@ def test_the_first_and_last_of_everything_pass() -> None:
         ("row_checksums", {"num_bytes": 80}),
         ("row_checksums", {"num_bytes": 0}),
         ("attend", {"start": 0}),
+        ("attend", {"start": 2**30 - 1, "window": CONTEXT - T + 1}),
+        ("attend", {"sinks": None}),
         ("attend", {"cosines": floats(T, 10), "sines": floats(T, 10)}),
         ("attend", {"q_norm": None, "k_norm": None, "window": 0}),
     ):
         call(name, legal(name) | cast(Arguments, changes))
 
 
-# Places in a layout's numbers: an expert's begin d, f, selector kind, bytes of a selector row and of a record; then
-# come seven for each of gate, up and down. The expert here has up in its selector.
-GATE, UP, DOWN = 5, 12, 19
+# Places in a layout's numbers: an expert's begin d, f, selector kind, bytes of a selector row, of a record and of the row
+# of extra values, function; then come seven for each of gate, up and down. The expert here has up in its selector.
+GATE, UP, DOWN = 7, 14, 21
 CODEC, WIDTH, GROUP, SCALE_BITS, OFFSET, BIAS, PLACE = range(7)
 NOT_THERE = "layout: a part is not where its selector kind puts it"
 UNFIT = "layout: a part does not fit its row"
@@ -371,9 +380,14 @@ EXPERT_LAYOUTS = {
     "no kind": ({2: 0}, NOT_THERE),
     "selector row below 0": ({3: -16}, "layout: sizes out of range"),
     "record below 0": ({4: -16}, "layout: sizes out of range"),
+    "extra row below 0": ({5: -16}, "layout: sizes out of range"),
+    "extra row too short": ({5: 4 * D - 1}, "layout: the row of extra values is too short"),
+    "unknown function": ({6: 3}, "layout: unknown neuron function"),
+    "function below 0": ({6: -1}, "layout: unknown neuron function"),
+    "no gate to clamp": ({6: 2, GATE + PLACE: 0}, "layout: the neuron function needs a gate"),
     "selector row too short": ({3: 64}, UNFIT),
     "record too short": ({4: 128}, UNFIT),
-    "unknown codec": ({GATE + CODEC: 4}, "layout: unknown codec"),
+    "unknown codec": ({GATE + CODEC: 7}, "layout: unknown codec"),
     "codec below 0": ({GATE + CODEC: -1}, "layout: unknown codec"),
     "unknown width": ({UP + WIDTH: 5}, "layout: unknown width"),
     "width 16": ({UP + WIDTH: 16}, "layout: unknown width"),
@@ -430,6 +444,35 @@ ROW_LAYOUTS = {
 @pytest.mark.parametrize("operation", ["dense", "decode"])
 def test_a_layout_of_rows_that_makes_no_sense_is_refused(operation: str, name: str) -> None:
     assert_layout_refused(operation, *ROW_LAYOUTS[name])
+
+
+# Codec, width, group and scale_bits in the extension's numbers.
+SOURCES = {"fp8": (4, 8, 128, 32), "e5m2": (5, 8, 0, 8), "mxfp4": (6, 4, 32, 8)}
+OTHERS = {"width": 2, "group": 64, "scale_bits": 16}
+
+
+@pytest.mark.parametrize("fact", OTHERS)
+@pytest.mark.parametrize("codec", SOURCES)
+@pytest.mark.parametrize("operation", ["dense", "decode"])
+def test_a_codec_of_a_source_in_another_format_is_refused(operation: str, codec: str, fact: str) -> None:
+    changes = dict(zip((2, 3, 4, 5), SOURCES[codec], strict=True))
+    changes[2 + (CODEC, WIDTH, GROUP, SCALE_BITS)[1 + list(OTHERS).index(fact)]] = OTHERS[fact]
+    assert_layout_refused(operation, changes, f"layout: the codec has another {fact}")
+
+
+@pytest.mark.parametrize(("codec", "row_bytes"), [("fp8", 128 + 4), ("e5m2", 128 + 1), ("mxfp4", 64 + 4)])
+def test_a_codec_of_a_source_takes_its_bytes_and_no_more(codec: str, row_bytes: int) -> None:
+    arguments = legal("decode")
+    layout = np.array([D, row_bytes, *SOURCES[codec], 0, 0, 2], np.int32)
+    call("decode", arguments | {"layout": layout, "rows": np.zeros((F, row_bytes), np.uint8)})
+    layout[1] -= 1
+    with pytest.raises(ValueError) as refused:
+        call("decode", arguments | {"layout": layout, "rows": np.zeros((F, row_bytes - 1), np.uint8)})
+    assert str(refused.value) == UNFIT
+    layout[0] = 96
+    with pytest.raises(ValueError) as refused:
+        call("decode", arguments | {"layout": layout})
+    assert str(refused.value) == "layout: rows of codes are multiples of 64"
 
 
 def test_a_layout_that_just_fits_passes() -> None:

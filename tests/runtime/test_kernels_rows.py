@@ -8,20 +8,24 @@ import torch
 from native import INSTRUCTION_SETS, kernels_limited_to
 from random_experts import MAX_ERROR, assert_near, product_magnitudes, random_rows, random_tokens, weight_magnitudes
 
-from moe_pack.formats import BF16, PartFormat, format_text, part_format
+from moe_pack.formats import BF16, E5M2, FP8, MXFP4, PartFormat, format_text, part_format
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.rows import row_crcs
 from moe_pack.runtime.matrix import TORCH_DTYPES
 from moe_pack.runtime.native_kernels import Kernels, row_numbers, stored_numbers
 
+SOURCES = [FP8, E5M2, MXFP4]
 CODECS = [BF16, *(part_format(w, g, s) for w in (1, 2, 3, 4, 8) for g in (0, 16, 32, 64, 128) for s in (16, 8))]
+CODECS += SOURCES
+SOME_CODECS = [BF16, part_format(4, 64), part_format(2, 16, 8), part_format(3, 0), *SOURCES]
 COLUMNS = (64, 192, 320, 640, 1088)
 MEBIBYTE = 1 << 20
 
 
 def fitting(stored: PartFormat) -> list[int]:
     """The row sizes that a codec may have."""
-    return [n for n in COLUMNS if not stored.group or n % stored.group == 0] + ([70, 1] if stored == BF16 else [])
+    whole = stored.codec == "affine" and stored.group
+    return [n for n in COLUMNS if not whole or n % whole == 0] + ([70, 1] if stored == BF16 else [])
 
 
 @pytest.fixture(scope="module", params=INSTRUCTION_SETS)
@@ -89,9 +93,7 @@ def test_decoding_stored_values_gives_those_of_torch(dtype: torch.dtype, kernels
     assert torch.equal(found[number].view(torch.int32), held.float()[number].view(torch.int32))
 
 
-@pytest.mark.parametrize(
-    "stored", [BF16, part_format(4, 64), part_format(2, 16, 8), part_format(3, 0)], ids=format_text
-)
+@pytest.mark.parametrize("stored", SOME_CODECS, ids=format_text)
 @pytest.mark.parametrize("num_tokens", [1, 4])
 def test_products_of_inputs_that_are_zero_are_zero(num_tokens: int, stored: PartFormat, kernels: Kernels) -> None:
     layout, rows = random_rows(stored, 33, 192 if stored.group != 128 else 128)
@@ -99,9 +101,7 @@ def test_products_of_inputs_that_are_zero_are_zero(num_tokens: int, stored: Part
     assert torch.equal(kernels.product(x, row_numbers(layout, "weight"), rows), torch.zeros(num_tokens, 33))
 
 
-@pytest.mark.parametrize(
-    "stored", [BF16, part_format(4, 64), part_format(2, 16, 8), part_format(3, 0)], ids=format_text
-)
+@pytest.mark.parametrize("stored", SOME_CODECS, ids=format_text)
 @pytest.mark.parametrize("num_tokens", [1, 4])
 @pytest.mark.parametrize("size", [1e-38, 1e-30, 1e-20, 1e20, 1e30, 1e36])
 def test_products_bear_inputs_of_any_size(size: float, num_tokens: int, stored: PartFormat, kernels: Kernels) -> None:
@@ -115,9 +115,7 @@ def test_products_bear_inputs_of_any_size(size: float, num_tokens: int, stored: 
     assert_near(kernels.product(x, weights, rows), expected, errors.clamp(min=1e-30 / MAX_ERROR))
 
 
-@pytest.mark.parametrize(
-    "stored", [BF16, part_format(4, 64), part_format(2, 16, 8), part_format(3, 0)], ids=format_text
-)
+@pytest.mark.parametrize("stored", SOME_CODECS, ids=format_text)
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 20])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_an_input_that_is_not_finite_is_seen_in_its_token_alone(

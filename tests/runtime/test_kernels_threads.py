@@ -79,7 +79,7 @@ def of_attend(num_tokens: int, start: int, kernels: Kernels) -> Tensor:
     cache = LayerCache(keys, keys.flip(1), start)
     turns = random_tokens(num_tokens, 32)
     spec = GroupedQuerySpec("grouped_query", 8, 2, 64, None, 0.2, (), "none")
-    y = kernels.attend((q, k, v[:, :128]), None, (turns.cos(), turns.sin()), False, cache, spec)
+    y = kernels.attend((q, k, v[:, :128]), None, (turns.cos(), turns.sin()), False, cache, spec, None, None)
     return torch.cat([y.flatten(), cache.keys.flatten(), cache.values.flatten()])
 
 

@@ -30,7 +30,9 @@ def arena() -> Iterator[PageArena]:
 
 def brought(arena: PageArena, expert: RandomExpert, threshold: float = 0.0) -> PagedExpert:
     """The expert in pages, as reads bring it: in whole blocks, the last beyond its end."""
-    held = PagedExpert(arena, expert.shape.layout, expert.shape.selector, threshold, OFFSET, NAME)
+    held = PagedExpert(
+        arena, expert.shape.layout, expert.shape.selector, expert.shape.function, threshold, OFFSET, NAME
+    )
     bring(arena, held, expert, held.all_blocks())
     return held
 
@@ -140,7 +142,7 @@ def test_a_damaged_selector_row_is_named(arena: PageArena) -> None:
 def test_the_blocks_of_records_hold_them_and_no_others(neurons: set[int]) -> None:
     arena = PageArena(20, BLOCK_BYTES, BLOCK_BYTES)
     layout = SHAPE.layout
-    held = PagedExpert(arena, layout, "up", 0.0, OFFSET, NAME)
+    held = PagedExpert(arena, layout, "up", SHAPE.function, 0.0, OFFSET, NAME)
     expected = set()
     for neuron in neurons:
         begin = layout.selector_bytes + neuron * layout.records.row_bytes
@@ -155,7 +157,7 @@ def test_rows_that_run_alone_can_be_used_before_the_rest_is_there(arena: PageAre
     kernels = kernels_limited_to("portable")
     expert, x = random_expert(SHAPE), random_tokens(1, 256)
     threshold = threshold_at(kernels.select(x, expert.rows()).a, 0.9)
-    held = PagedExpert(arena, SHAPE.layout, "up", threshold, OFFSET, NAME)
+    held = PagedExpert(arena, SHAPE.layout, "up", SHAPE.function, threshold, OFFSET, NAME)
     arena.memory[:] = 0xAA
     scattered(arena)
     bring(arena, held, expert, held.selector_blocks())

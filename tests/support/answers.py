@@ -67,7 +67,7 @@ def runner(weights: Weights, context_tokens: int, chunk_tokens: int = 512) -> De
 
 def our_logits(weights: Weights, ids: list[int], one_by_one: bool = False) -> Tensor:
     """The logits of tokens; of a model with an encoder, those of the text's first half as answer to the whole."""
-    made = runner(weights, len(ids) + 1)
+    made = runner(weights, len(ids))
     if isinstance(made, EncoderDecoder):
         made.encode(ids)
         assert weights.spec.encoder is not None

@@ -17,9 +17,9 @@ def layout_of(num_rows: int, num_cols: int, selector_width: int | None, record_w
     """An expert with `up` as its selector, or with none."""
     parts = [(name, part_format(record_width, 64), False) for name in ("gate", "up", "down")]
     if selector_width is None:
-        return ExpertLayout(None, row_layout(parts, num_cols), num_rows, 0)
+        return ExpertLayout(None, row_layout(parts, num_cols), num_rows, None)
     selector = row_layout([("up", part_format(selector_width, 64), False)], num_cols)
-    return ExpertLayout(selector, row_layout([parts[0], parts[2]], num_cols), num_rows, 0)
+    return ExpertLayout(selector, row_layout([parts[0], parts[2]], num_cols), num_rows, None)
 
 
 @dataclass(frozen=True)

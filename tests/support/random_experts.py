@@ -10,22 +10,27 @@ from torch import Tensor
 
 from moe_pack.formats import (
     BF16,
+    E5M2,
+    FP8,
     MATRICES,
+    MXFP4,
     ExpertFormat,
     ExpertLayout,
     ExpertSpec,
     Matrix,
+    NeuronFunction,
     PartFormat,
     RowLayout,
     Selector,
     expert_layout,
     part_format,
     row_layout,
+    seal_rows,
     write_rows,
 )
-from moe_pack.formats.codecs import affine, decode_part, pack_codes, unpack_codes
+from moe_pack.formats.codecs import affine, decode_part, pack_codes, powers_of_two, unpack_codes
 from moe_pack.runtime import Activations, NeuronBlock, activations
-from moe_pack.runtime.native_kernels import ExpertRows, expert_numbers
+from moe_pack.runtime.native_kernels import ExpertRows, extent_rows
 from moe_pack.runtime.packed_expert import PackedExpert
 
 Bytes = NDArray[np.uint8]
@@ -49,12 +54,14 @@ class Shape:
     up: PartFormat = FOUR_BIT
     down: PartFormat = FOUR_BIT
     bias: tuple[Matrix, ...] = ()
+    function: NeuronFunction = "silu"
 
     @property
     def layout(self) -> ExpertLayout:
         """Where its bytes lie."""
         matrices = MATRICES if self.gate else tuple(m for m in MATRICES if m != "gate")
-        spec = ExpertSpec("silu", self.num_rows, matrices, self.bias, 0)
+        extra_floats = self.num_cols if "down" in self.bias else 0
+        spec = ExpertSpec(self.function, self.num_rows, matrices, self.bias, extra_floats)
         return expert_layout(ExpertFormat(self.gate, self.up, self.down), self.selector, spec, self.num_cols)
 
 
@@ -67,10 +74,7 @@ class RandomExpert:
 
     def rows(self, threshold: float = 0.0) -> ExpertRows:
         """The expert as the kernels see it."""
-        layout, f = self.shape.layout, self.shape.num_rows
-        selector = self.extent[: layout.selector_bytes].reshape(f, -1) if layout.selector else None
-        records = self.extent[layout.selector_bytes :].reshape(f, -1)
-        return ExpertRows(expert_numbers(layout, self.shape.selector), selector, records, threshold)
+        return extent_rows(self.shape.layout, self.shape.selector, self.shape.function, threshold, self.extent)
 
     def packed(self) -> PackedExpert:
         """The expert as plain torch sees it."""
@@ -93,7 +97,10 @@ class RandomExpert:
 def weight_magnitudes(stored: PartFormat, num_cols: int, section: Bytes) -> Tensor:
     """`(code + abs(zero)) * scale` of a part's bytes, float64 [rows, columns]: codes and zeros may be taken apart."""
     held = torch.from_numpy(section)
-    if stored == BF16:
+    if stored == MXFP4:  # sums of the native kernels' rows take E2M1 codes as affine ones, with a zero of 6
+        scales = powers_of_two(held[:, stored.code_bytes(num_cols) :]).double().repeat_interleave(32, dim=1)
+        return decode_part(stored, num_cols, held).double().abs() + 6 * scales
+    if stored.codec != "affine":
         return decode_part(stored, num_cols, held).double().abs()
     codec = affine(stored, num_cols)
     packed, scales, zeros = torch.split(held, [codec.code_bytes, codec.scale_bytes, codec.scale_bytes], dim=1)
@@ -114,11 +121,18 @@ def random_expert(
             section = random_section(stored, shape.num_rows, shape.num_cols, generator)
             _flatten(section, stored, shape.num_cols, zero_rows, constant_rows)
             biases = torch.randn(shape.num_rows, 1, generator=generator).view(torch.uint8).numpy()
-            sections[matrix] = np.hstack([section, biases]) if matrix in shape.bias else section
+            biased = matrix in shape.bias and matrix != "down"
+            sections[matrix] = np.hstack([section, biases]) if biased else section
     extent = np.zeros(layout.num_bytes, np.uint8)
     if layout.selector:
         write_rows(layout.selector, sections, extent[: layout.selector_bytes].reshape(shape.num_rows, -1))
-    write_rows(layout.records, sections, extent[layout.selector_bytes :].reshape(shape.num_rows, -1))
+    records_end = layout.selector_bytes + layout.records_bytes
+    write_rows(layout.records, sections, extent[layout.selector_bytes : records_end].reshape(shape.num_rows, -1))
+    if layout.extra is not None:
+        extra = extent[records_end:].reshape(1, -1)
+        values = torch.randn(shape.num_cols, generator=generator)
+        extra[:, : layout.extra.crc_offset] = values.view(torch.uint8).numpy()
+        seal_rows(layout.extra, extra)
     return RandomExpert(shape, extent)
 
 
@@ -141,6 +155,8 @@ def random_section(stored: PartFormat, num_rows: int, num_cols: int, generator: 
     if stored == BF16:
         weights = torch.randn(num_rows, num_cols, generator=generator).mul_(0.1).to(torch.bfloat16)
         return weights.view(torch.uint8).numpy()
+    if stored.codec != "affine":
+        return random_source_section(stored, num_rows, num_cols, generator)
     top, groups = 2**stored.width - 1, stored.num_groups(num_cols)
     codes = torch.randint(0, top + 1, (num_rows, num_cols), generator=generator, dtype=torch.uint8)
     if stored.scale_bits == 16:
@@ -157,6 +173,22 @@ def random_section(stored: PartFormat, num_rows: int, num_cols: int, generator: 
     return torch.cat([pack_codes(codes, stored.width), *parts], dim=1).numpy()
 
 
+def random_source_section(stored: PartFormat, num_rows: int, num_cols: int, generator: torch.Generator) -> Bytes:
+    """The same of a codec that keeps what a source holds: any finite code, zeros of either sign among them."""
+    groups = stored.num_groups(num_cols)
+    if stored == MXFP4:
+        codes = torch.randint(0, 16, (num_rows, num_cols), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(119, 125, (num_rows, groups), generator=generator, dtype=torch.uint8)
+        return torch.cat([pack_codes(codes, 4), scales], dim=1).numpy()
+    top = 0x7E if stored == FP8 else 0x7B  # of finite numbers
+    codes = torch.randint(0, top + 1, (num_rows, num_cols), generator=generator, dtype=torch.uint8)
+    codes |= torch.randint(0, 2, codes.shape, generator=generator, dtype=torch.uint8) << 7
+    if stored == E5M2:
+        return torch.cat([codes, torch.full((num_rows, 1), 110, dtype=torch.uint8)], dim=1).numpy()
+    scale = (torch.rand(num_rows, groups, generator=generator) + 0.5) / 448
+    return torch.cat([codes, scale.view(torch.uint8)], dim=1).numpy()
+
+
 def _flatten(
     section: Bytes, stored: PartFormat, num_cols: int, zero_rows: Sequence[int], constant_rows: Sequence[int]
 ) -> None:
@@ -167,6 +199,10 @@ def _flatten(
         return
     groups, codes, scales = stored.num_groups(num_cols), stored.code_bytes(num_cols), stored.scale_bytes(num_cols)
     rows = list(constant_rows)
+    if stored.codec != "affine":
+        section[rows, :codes] = 0x77  # a number in all of them
+        section[rows, codes:] = np.tile(section[rows, codes : codes + scales // groups], groups)
+        return
     section[rows, :codes] = 0xFF
     for start in (codes, codes + scales):  # all groups as the first
         each = 2 if stored.scale_bits == 16 else 1
@@ -208,15 +244,19 @@ class Magnitudes:
 def magnitudes(x: Tensor, expert: RandomExpert, runs: Tensor) -> Magnitudes:
     """The sums of magnitudes behind an expert's values, with each product that of its factors' errors."""
     block, selector = expert.block(), expert.shape.selector
-    held = activations(x, block, "silu")
+    held = activations(x, block, expert.shape.function)
     up = _sums(x, expert.weight_magnitudes("up"), block.up_bias)
+    if expert.shape.function == "clamped_swiglu":
+        up = up + 1  # which is added
     if block.gate is None:
-        a = h = 1.1 * up + held.h.double().abs()  # silu has a slope of 1.1 at most
+        a = h = 1.1 * up + held.h.double().abs()  # every activation has a slope of 1.1 at most
     else:
         gate = 1.1 * _sums(x, expert.weight_magnitudes("gate"), block.gate_bias) + held.gate.double().abs()
         h = held.gate.double().abs() * up + gate * held.up.double().abs()
         a = {"up": up, "gate": gate, "both": h, "none": h}[selector]
-    return Magnitudes(a, h, (runs * h) @ expert.weight_magnitudes("down"))
+    y = (runs * h) @ expert.weight_magnitudes("down")
+    bias = expert.packed().down_bias()
+    return Magnitudes(a, h, y if bias is None else y + bias.double().abs())
 
 
 def product_magnitudes(x: Tensor, weights: Tensor) -> Tensor:

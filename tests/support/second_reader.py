@@ -313,7 +313,8 @@ class SecondReader:
             group: list[Tensor] = [
                 (name, "U8", (self._f, rows.row_bytes)) for name, rows in zip(names, self._rows[l][e], strict=True)
             ]
-            groups.append([*group, (f"{e}.extra", "F32", (extra,))] if extra else group)
+            # The values, a CRC-32, and zeros up to a multiple of 16 bytes.
+            groups.append([*group, (f"{e}.extra", "U8", (1, -(-(4 * extra + 4) // 16) * 16))] if extra else group)
         header, places, size = lay_out(groups, 4096)
         raw = self._read(listed["name"], size)
         require((listed["bytes"], listed["header_bytes"]) == (size, len(header)), f"{listed['name']}: sizes")

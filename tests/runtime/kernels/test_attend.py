@@ -105,7 +105,8 @@ class Case:
         cos, sin = (each[self.position : self.position + 1] for each in self.angles)
         cache = LayerCache(self.cache[0].clone(), self.cache[1].clone(), self.position)
         projected = (q[None], k[None], v[None])
-        y = attention.attend_heads(projected, norms, (cos, sin), self.interleaved, cache, self.spec)
+        given = (projected, norms, (cos, sin), self.interleaved, cache, self.spec)
+        y = attention.attend_heads(*given, self.spec.sliding_window, None)
         return y.view(self.spec.num_heads, -1), (cache.keys, cache.values)
 
 

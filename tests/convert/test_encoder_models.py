@@ -1,0 +1,58 @@
+"""Plans, synthetic packs and verification of models with an encoder, by the commands."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from families import Tiny, config_of, write
+from models import pack
+
+from moe_pack.convert.cli import main
+from moe_pack.convert.compare import compare_logits
+from moe_pack.formats import Checkpoint, Pack
+
+TINY = Tiny("switch_transformers", "as it comes")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("config")
+    config_of(TINY).save_pretrained(folder)
+    return str(folder / "config.json")
+
+
+def test_a_plan_for_a_card_is_refused(config: str) -> None:
+    result = run("plan", config, "--target-vram", "11G", "--device", "cuda")
+    assert result.exit_code == 1
+    assert "--device cuda: models with an encoder are not run on cards; plan with --device cpu" in result.stderr
+
+
+def test_edgemoe_plans_for_the_cpu(config: str, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    arguments = ("--target-vram", "1G", "--device", "cpu", "--preset", "edgemoe", "-o", str(plan))
+    result = run("plan", config, *arguments)
+    assert result.exit_code == 0, result.output
+    assert "tokens/s are of tokens that go through encoder and decoder" in result.output
+    assert json.loads(plan.read_text())
+
+
+def test_a_synthetic_pack_is_made(config: str, tmp_path: Path) -> None:
+    result = run("synth", config, "-o", str(tmp_path / "synthetic"))
+    assert result.exit_code == 0, result.output
+    with Pack(tmp_path / "synthetic") as held:
+        assert held.spec.encoder is not None and held.spec.moe_layers == (1, 3, 5)
+
+
+def test_a_16_bit_pack_has_the_source_s_logits(tmp_path: Path) -> None:
+    pack(write(TINY, tmp_path / "source"), tmp_path / "packed", width=16)
+    checkpoint = Checkpoint(tmp_path / "source")
+    with Pack(tmp_path / "packed") as held:
+        found = compare_logits(held, checkpoint, [(7 * i + 3) % 96 for i in range(60)])
+    checkpoint.close()
+    assert (found.num_tokens, found.agreement) == (60, 1.0)
+    assert found.largest < 1e-4

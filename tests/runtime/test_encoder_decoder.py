@@ -1,0 +1,194 @@
+"""Models with an encoder: by every engine of the CPU, inside budgets, in pieces; their text; what is refused."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from answers import runner
+from click.testing import CliRunner
+from families import Tiny, token_ids, write
+from models import pack
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+
+from moe_pack.formats import Pack, PackLayout, RunError, cached_values
+from moe_pack.runtime import (
+    EncoderDecoder,
+    Engine,
+    EngineOptions,
+    PackWeights,
+    PolicyName,
+    Sampler,
+    generate,
+    least_budget,
+    load,
+)
+from moe_pack.runtime.cli import main
+from moe_pack.runtime.pack_weights import tokens_by_expert
+from moe_pack.runtime.run_report import report
+
+CPU, CONTEXT, NUM_MADE = torch.device("cpu"), 96, 32
+SHAPE = Tiny(
+    "switch_transformers",
+    "experts in most layers",
+    {"num_sparse_encoder_layers": 4, "num_sparse_decoder_layers": 3, "expert_capacity": 9},
+)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """96 words, of which some are special: padding, an end that is put after each text, and a sentinel."""
+    words = {"<pad>": 0, "</s>": 1, "<extra_id_0>": 2} | {f"w{i}": i for i in range(3, 96)}
+    made = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = Whitespace()  # type: ignore[assignment]  # a property, says the stub
+    made.add_special_tokens([AddedToken(word, special=True) for word in ("<pad>", "</s>", "<extra_id_0>")])
+    made.post_processor = TemplateProcessing(  # type: ignore[assignment]  # likewise
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    made.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("answering")
+    source = write(SHAPE, folder / "source")
+    write_tokenizer(source)
+    pack(source, folder / "packed", width=16)
+    return folder / "packed"
+
+
+@pytest.fixture
+def held(packed: Path) -> Iterator[Pack]:
+    with Pack(packed) as opened:
+        yield opened
+
+
+def greedy(made: EncoderDecoder) -> list[int]:
+    return list(generate(made, token_ids(), Sampler(0, 1, 0), NUM_MADE, frozenset()))
+
+
+def expected(held: Pack) -> list[int]:
+    return greedy(EncoderDecoder(PackWeights(held, CPU), CONTEXT))
+
+
+def least(layout: PackLayout) -> int:
+    return least_budget(layout, CONTEXT, 0)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("policy", ["lru", "fiddler", "corm", "edgemoe", "importance", "floe", "auto"])
+def test_experts_that_stream_inside_the_least_budget_give_the_same_text(
+    held: Pack, policy: PolicyName, kernels: str
+) -> None:
+    budget = least(held.layout)
+    options = EngineOptions(budget_bytes=budget, policy=policy, kernels=kernels)  # type: ignore[arg-type]  # literals
+    with Engine(held, options, CONTEXT) as engine:
+        assert isinstance(engine.decoder, EncoderDecoder)
+        assert greedy(engine.decoder) == expected(held)
+        stream = report(engine).stream
+        assert stream is not None and engine.plan is not None
+        assert engine.plan.cache == engine.decoder.cache.num_bytes + engine.decoder.read.num_bytes
+        assert engine.plan.left >= 0
+        assert (stream.prefill.tokens, stream.decode.tokens) == (len(token_ids()), NUM_MADE)
+
+
+def test_a_byte_less_than_the_least_budget_is_refused(held: Pack) -> None:
+    with pytest.raises(RunError, match=r"--budget: .*, needed are at least"):
+        Engine(held, EngineOptions(budget_bytes=least(held.layout) - 1), CONTEXT)
+
+
+def test_experts_where_they_lie_in_mapped_files_give_the_same_text(held: Pack) -> None:
+    with Engine(held, EngineOptions(), CONTEXT) as engine:
+        assert isinstance(engine.decoder, EncoderDecoder)
+        assert greedy(engine.decoder) == expected(held)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 95])
+def test_what_is_computed_in_pieces_is_the_same(held: Pack, chunk_tokens: int) -> None:
+    whole, pieces = (runner(PackWeights(held, CPU), CONTEXT, chunk) for chunk in (CONTEXT, chunk_tokens))
+    answer = [0, *token_ids()[:60]]
+    for made in (whole, pieces):
+        assert isinstance(made, EncoderDecoder)
+        made.encode(token_ids())
+    # The project's bound: sums are made in another order.
+    assert (whole.logits(answer) - pieces.logits(answer)).abs().max() < 1e-4
+
+
+def test_a_new_text_forgets_the_one_before(held: Pack) -> None:
+    made = EncoderDecoder(PackWeights(held, CPU), CONTEXT)
+    made.begin([5, 6, 7])
+    made.next_logits([9])
+    again = made.begin(token_ids())
+    assert torch.equal(again, EncoderDecoder(PackWeights(held, CPU), CONTEXT).begin(token_ids()))
+
+
+def test_caches_hold_text_and_answer_of_the_decoder_s_layers_alone(held: Pack) -> None:
+    made = EncoderDecoder(PackWeights(held, CPU), CONTEXT)
+    assert made.cache.num_bytes == made.read.num_bytes == 4 * CONTEXT * 3 * 2 * 4 * 16
+    assert made.cache.num_bytes + made.read.num_bytes == 4 * CONTEXT * cached_values(held.spec)
+
+
+def test_texts_and_answers_that_do_not_fit_are_refused(held: Pack) -> None:
+    made = EncoderDecoder(PackWeights(held, CPU), 8)
+    with pytest.raises(RunError, match="no text was read that could be answered; encode one first"):
+        made.next_logits([0])
+    for text in ([], [3] * 9):
+        with pytest.raises(RunError, match=f"a text of {len(text)} tokens, expected 1 to 8, the context"):
+            made.encode(text)
+    with pytest.raises(RunError, match="token 96 is not in the model's vocabulary of 96"):
+        made.encode([96])
+    made.encode([3] * 8)
+    made.logits([0] * 8)
+    with pytest.raises(RunError, match="context is full: 8 tokens"):
+        made.next_logits([0])
+
+
+def test_a_record_is_refused(held: Pack, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="--record: a pass of a model with an encoder is of one stack"):
+        Engine(held, EngineOptions(record=tmp_path / "record"), CONTEXT)
+
+
+def test_tokens_beyond_an_expert_s_capacity_are_left_out_of_its_work() -> None:
+    experts, weights = torch.tensor([[0], [0], [1], [0], [2]]), torch.tensor([[0.5], [0.0], [0.25], [0.75], [0.0]])
+    found = [(number, tokens.tolist(), held.tolist()) for number, tokens, held in tokens_by_expert(experts, weights)]
+    assert found == [(0, [0, 3], [0.5, 0.75]), (1, [2], [0.25]), (2, [4], [0.0])]
+
+
+def text_of(ids: list[int]) -> str:
+    return " ".join("<extra_id_0>" if i == 2 else f"w{i}" for i in ids if i > 1)
+
+
+def test_moe_run_answers_a_text_and_shows_sentinels(held: Pack, packed: Path) -> None:
+    ids = [2, *token_ids()[3:40]]
+    made = EncoderDecoder(PackWeights(held, CPU), CONTEXT)
+    answer = list(generate(made, [i for i in ids if i > 1] + [1], Sampler(0, 1, 0), 20, frozenset({1})))
+    result = CliRunner().invoke(
+        main, [str(packed), "--prompt", text_of(ids), "--temperature", "0", "--max-tokens", "20", "--kernels", "torch"]
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout.split() == text_of(answer).split()
+    with load(packed, options=EngineOptions(kernels="torch")) as model:
+        assert "".join(model.generate(text_of(ids), 20, temperature=0)).split() == text_of(answer).split()
+
+
+def test_sentinels_are_shown_and_other_special_tokens_are_not(held: Pack) -> None:
+    from moe_pack.runtime.text import Text
+
+    stream = Text(held).stream([])
+    assert "".join([stream.push(token) for token in (0, 2, 7, 1)] + [stream.finish()]).split() == ["<extra_id_0>", "w7"]
+
+
+def test_chat_is_refused(packed: Path) -> None:
+    result = CliRunner().invoke(main, [str(packed), "--prompt", "w7", "--chat"])
+    assert result.exit_code == 1
+    assert "--chat: a model with an encoder answers one text; leave it out" in result.stderr
+
+
+def test_bench_runs(packed: Path) -> None:
+    arguments = [str(packed), "--bench", "--prompt-tokens", "20", "--max-tokens", "4", "--json"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)
