@@ -29,7 +29,7 @@ from moe_pack.calib.realized import RealizedSparsity
 from moe_pack.calib.reference import REFERENCE_FILE, Reference, ReferenceFacts, make_reference, read_reference
 from moe_pack.calib.report import report_html
 from moe_pack.calib.report_prices import MeasuredPack, measured_pack
-from moe_pack.calib.tasks import TaskScore, TaskTokens, read_tasks, task_score
+from moe_pack.calib.tasks import TaskScore, TaskTokens, check_continues, read_tasks, task_score
 from moe_pack.calib.text import Tokens, num_held_out, read_tokens, unseen_tokens
 from moe_pack.calib.thresholds import (
     MeasuredThresholds,
@@ -75,6 +75,7 @@ __all__ = [
     "assumed_losses",
     "attach",
     "block_losses",
+    "check_continues",
     "check_finite",
     "check_source",
     "evaluate",

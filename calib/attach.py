@@ -41,16 +41,16 @@ def routing_of(profile: Profile, most_tokens: int = MAX_ROUTED_TOKENS) -> Routin
     """
     layers = range(len(profile.spec.moe_layers))
     popularity, mass, routes = [], [], []
-    length = min(profile.facts.text.sequence_length, most_tokens)
+    length = min(profile.layer_tokens, most_tokens)
     kept = _kept_tokens(profile, length, most_tokens)
     for layer_idx in layers:
         counted = profile.statistics(layer_idx)
-        popularity.append(counted.tokens)
+        popularity.append(counted.chosen())
         mass.append(counted.mass)
         routes.append(counted.routes[kept])
     recalls = np.full((len(layers), len(PREDICTORS), 3), np.nan, "<f4")
     best = np.full(len(layers), NO_PREDICTOR, "<u1")
-    for layer_idx in layers[1:]:
+    for layer_idx in layers:
         if profile.has_predictors(layer_idx):
             judged = profile.predictors(layer_idx)
             recalls[layer_idx], best[layer_idx] = judged.experts, judged.best[0]
@@ -66,7 +66,7 @@ def most_routing_bytes(spec: ModelSpec) -> int:
     """The most that `routing.safetensors` can take beside a pack of this model, whatever was profiled.
 
     Meaning: routes of as many tokens as are kept, tables of as many counts as can be and keys up to PATH_BYTES, and
-             for every layer but the first the larger network.
+             for every layer but the first the larger network; with an encoder its decoder's first has none either.
     """
     L, E, k, d = len(spec.moe_layers), spec.router.num_experts, spec.router.num_experts_per_tok, spec.hidden_size
     tables = {"popularity": (L, E), "after_one": (max(L - 1, 0), E, E), "after_two": (max(L - 2, 0), E, E)}

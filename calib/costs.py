@@ -28,6 +28,7 @@ from moe_pack.calib.expert_pass import measure_expert
 from moe_pack.calib.layer_pass import LayerStates
 from moe_pack.calib.mlp_predictor import USUAL_TRAINING, shapes_for, train
 from moe_pack.calib.mlp_predictor import cost as training_cost
+from moe_pack.calib.sequences import stack_of
 from moe_pack.formats import ModelSpec, NeuronFunction, dense_roles
 from moe_pack.runtime import Weights, run_expert
 
@@ -70,9 +71,13 @@ class Watcher(Protocol):
 
 
 def half_multiplications(spec: ModelSpec, layer: int, sequence_length: int) -> int:
-    """Multiplications a token of all but the routed experts in a decoder layer; attention to half of a sequence."""
+    """Multiplications a token of all but the routed experts in a layer; attention to half of a sequence.
+
+    In an encoder to all of it; in the decoder after one to all of what that read, too.
+    """
     matrices = [r for r in dense_roles(spec) if r.name.startswith(f"layers.{layer}.") and len(r.shape) == 2]
-    return sum(role.shape[0] * role.shape[1] for role in matrices) + sequence_length * spec.hidden_size
+    attended = 1 if spec.encoder is None else 2 + stack_of(spec, layer)  # halves of a sequence
+    return sum(role.shape[0] * role.shape[1] for role in matrices) + attended * sequence_length * spec.hidden_size
 
 
 def expert_multiplications(spec: ModelSpec) -> int:
@@ -105,13 +110,16 @@ def prediction_cost(spec: ModelSpec, num_tokens: int) -> Cost:
 
 
 def kind_of(spec: ModelSpec, layer: int) -> int:
-    """The first decoder layer that costs what this one does: with experts, or without."""
-    with_experts = layer in spec.moe_layers
-    return next(l for l in range(spec.num_hidden_layers) if (l in spec.moe_layers) == with_experts)
+    """The first layer that costs what this one does: with experts or without, of the same stack."""
+
+    def kind(layer: int) -> tuple[bool, int]:
+        return layer in spec.moe_layers, stack_of(spec, layer)
+
+    return next(l for l in range(spec.num_hidden_layers) if kind(l) == kind(layer))
 
 
 def kinds_of_layers(spec: ModelSpec) -> set[int]:
-    """One decoder layer of each cost."""
+    """One layer of each cost."""
     return {kind_of(spec, layer) for layer in range(spec.num_hidden_layers)}
 
 
@@ -128,9 +136,10 @@ class Trial:
 
     @torch.inference_mode()
     def half(self, layer: int) -> Cost:
-        """A sequence through a decoder layer, its routed experts apart."""
-        S = self._states.sequence_length
-        seconds = _seconds(lambda: self._states.half(layer, 0, self._weights))
+        """A sequence through a layer, its routed experts apart."""
+        S, x = self._states.sequence_length, self._states.before(0)
+        text = x if stack_of(self._spec, layer) else None  # what an encoder has read takes as long, whatever it is
+        seconds = _seconds(lambda: self._states.half_of(layer, x, text, self._weights))
         return Cost(half_multiplications(self._spec, layer, S) * S, seconds)
 
     @torch.inference_mode()

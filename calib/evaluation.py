@@ -20,12 +20,12 @@ from moe_pack.calib.arrays import Array
 from moe_pack.calib.costs import Watcher
 from moe_pack.calib.estimate import Estimate, block_sums, exponential, mean
 from moe_pack.calib.held import HeldWeights
-from moe_pack.calib.layer_pass import check_length
 from moe_pack.calib.model_pass import ModelPass
 from moe_pack.calib.outcomes import distances, kept_outcomes, num_kept, whole_divergence
 from moe_pack.calib.prices import Prices
 from moe_pack.calib.provenance import packed_source_digest, source_digest
 from moe_pack.calib.reference import Reference, check_reference, next_log_probs, noise_floor, seeded
+from moe_pack.calib.sequences import check_length
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens
 from moe_pack.formats import Checkpoint, Pack, PlanError, canonical
@@ -279,7 +279,7 @@ def _losses(packed: ModelPass, tokens: Tokens, beside: _Beside | None, source: s
     cost = packed.prediction_cost() * (2 if beside is not None and beside.is_exact else 1)
     watcher.begin("predictions", cost)
     nll, compared = [], []
-    for number, sequence in enumerate(tokens.sequences):
+    for number, sequence in enumerate(packed.predicted):
         for rows in packed.pieces():
             log_probs = packed.predictions(number, rows)
             nll.append(-next_log_probs(log_probs, sequence, rows).double())

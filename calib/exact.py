@@ -14,13 +14,22 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.arrays import Array
-from moe_pack.calib.costs import Cost, OnWork, Trial, expert_multiplications, half_multiplications
+from moe_pack.calib.costs import (
+    Cost,
+    OnWork,
+    Trial,
+    expert_multiplications,
+    half_multiplications,
+    kind_of,
+    kinds_of_layers,
+)
 from moe_pack.calib.divergence import HEAD_TOKENS, divergence, log_probabilities
 from moe_pack.calib.expert_error import Rounding
 from moe_pack.calib.expert_pass import CHUNK_TOKENS
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.layer_pass import LayerStates, LayerTokens
 from moe_pack.calib.rounded import RoundedExperts
+from moe_pack.calib.sequences import Sequences
 from moe_pack.formats import ROW_GROUP
 from moe_pack.runtime import Weights, embed, run_expert
 
@@ -40,14 +49,18 @@ class ExactPass:
         self._device = device
         rounding = Rounding("absmax", ROW_GROUP)
         self._at_4, self._at_2 = (RoundedExperts(weights, width, rounding) for width in (4, 2))
-        self.num_copied = min(len(ids), -(-_COPY_TOKENS // ids.shape[1]))  # sequences
+        given = Sequences.of(weights.spec, ids)
+        self.num_copied = number = min(len(ids), -(-_COPY_TOKENS // given.length))  # sequences
+        first, answer = given.begun(lambda ids, place: embed(ids[place % number], weights))
 
-        def first(number: int) -> Tensor:
-            return embed(ids[number % self.num_copied], weights)
+        def origin(branched: int) -> int:
+            return number + branched % number
 
-        # Twice the same to begin with: the original, and what has all experts at 4 bits.
-        self.states = LayerStates(weights, first, 2 * self.num_copied, ids.shape[1], folder, device)
-        self._num_tokens = self.num_copied * ids.shape[1]
+        # Twice the same to begin with: the original, and what has all experts at 4 bits, which copies branch off from.
+        self.states = LayerStates(
+            weights, first, 2 * number, given.length, folder, device, answer=answer, origin=origin
+        )
+        self._num_tokens = number * given.length
 
     @torch.inference_mode()
     def layer(self, layer: int, on_work: OnWork = lambda multiplications, what: None) -> None:
@@ -60,7 +73,7 @@ class ExactPass:
             layer_idx, one = spec.moe_layers.index(layer), expert_multiplications(spec)
             for expert in range(spec.router.num_experts):
                 changes.append(self._run_expert(tokens, layer_idx, expert))
-                done = int((tokens.experts == expert).sum())
+                done = len(tokens.of_expert(expert)[0])
                 on_work(one * done, f"layer {layer} expert {expert}")
         states.leave(layer, tokens, self._copies(tokens, changes))
 
@@ -87,11 +100,12 @@ class ExactPass:
         """What these layers cost, and the losses after them."""
         spec, trial = self._spec, Trial(self._weights, self.states)
         E, k, S = spec.router.num_experts, spec.router.num_experts_per_tok, self.states.sequence_length
-        half, plain = trial.half(spec.moe_layers[0]), trial.plain(_TRIED_TOKENS)
+        halves = {kind: trial.half(kind) for kind in kinds_of_layers(spec)}
+        plain = trial.plain(_TRIED_TOKENS)
         rounded = trial.rounded(self._at_4)  # beside the products, whatever their number
         total, num_sequences = Cost(), self.states.num_sequences
         for layer in layers:
-            total += half * num_sequences
+            total += halves[kind_of(spec, layer)] * num_sequences
             if layer in spec.moe_layers:
                 total += plain * (num_sequences * S * k / _TRIED_TOKENS) + rounded * (2 * E)
                 num_sequences += self.num_copied * E

@@ -4,6 +4,7 @@ All tokens' of the last layer; for predictors, those of some sequences of every 
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,9 +39,13 @@ class Shares:
 
 
 class InputFiles:
-    """Files `inputs-*` in `folder`, float32 rows of `hidden_size`."""
+    """Files `inputs-*` in `folder`, float32 rows of `hidden_size`.
 
-    def __init__(self, folder: Path, hidden_size: int, shares: Shares) -> None:
+    Args:    first_layers: the MoE layers that begin a stack: tokens there are others than in the layer before.
+    """
+
+    def __init__(self, folder: Path, hidden_size: int, shares: Shares, first_layers: Collection[int] = (0,)) -> None:
+        self._first_layers = first_layers
         self.shares = shares
         self._folder = folder
         self._hidden_size = hidden_size
@@ -48,11 +53,11 @@ class InputFiles:
     def keep(self, layer_idx: int, inputs: Tensor) -> tuple[float, float]:
         """Keeps a MoE layer's inputs float32 [T, d].
 
-        Returns: mean and deviation over tokens of the cosine with the layer before's; NaN for the first.
+        Returns: mean and deviation over tokens of the cosine with the layer before's; NaN for the first of a stack.
         """
         learned, judged = self.shares.tokens()
         _write(self._sample(layer_idx), inputs[learned], inputs[judged])
-        cosine = self._cosine(layer_idx, inputs) if layer_idx else (math.nan, math.nan)
+        cosine = (math.nan, math.nan) if layer_idx in self._first_layers else self._cosine(layer_idx, inputs)
         _write(self._whole(layer_idx), inputs)
         if layer_idx > 1:
             self._whole(layer_idx - 2).unlink(missing_ok=True)  # the one before this is needed if this is done again

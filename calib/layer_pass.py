@@ -6,7 +6,8 @@
         states.leave(layer, tokens)          hidden states go to a file, from which a killed pass goes on
 
 Between layers hidden states are in a file (of which the system keeps in memory what it has room for); within a layer
-two float32 values a token and hidden dimension, in memory up to a bound, in a mapped file beyond.
+two float32 values a token and hidden dimension, in memory up to a bound, in a mapped file beyond. What an encoder has
+read stays in a file of its own as long as decoder layers attend to it, and is read a sequence at a time.
 """
 
 import shutil
@@ -20,17 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_pack.calib.sequence_attention import SequenceAttention
+from moe_pack.calib.sequences import Beginning, stack_of
 from moe_pack.calib.workers import in_order, num_workers
-from moe_pack.formats import CheckpointError, ModelSpec, RunError
-from moe_pack.runtime import (
-    KVCache,
-    Rope,
-    Weights,
-    add_attention,
-    mlp_input,
-    route_tokens,
-    run_unrouted,
-)
+from moe_pack.formats import CheckpointError
+from moe_pack.runtime import Weights, mlp_input, norm, route_tokens, run_unrouted
 
 MAX_HELD_BYTES = 1 << 29  # of what a pass holds for its tokens in memory
 
@@ -41,6 +36,7 @@ class LayerTokens:
 
     `x` float32 [T, d]: hidden states, attention and what every token gets added.   `inputs` float32 [T, d]: what
     router and experts see.   `experts` int64 [T, k], `weights` float32 [T, k]: routes; empty [T, 0] in a layer without.
+    An expert that is beyond its capacity has the weight 0, and does not run for that token.
     """
 
     x: Tensor
@@ -49,60 +45,49 @@ class LayerTokens:
     weights: Tensor
 
     def of_expert(self, expert: int) -> tuple[Tensor, Tensor]:
-        """The tokens that go to an expert, rising int64 [n], and the weight of each, float32 [n]."""
-        token_idx, place = torch.where(self.experts == expert)
+        """The tokens that an expert runs for, rising int64 [n], and the weight of each, float32 [n]."""
+        token_idx, place = torch.where((self.experts == expert) & (self.weights != 0))
         return token_idx, self.weights[token_idx, place]
-
-
-def check_length(spec: ModelSpec, sequence_length: int) -> None:
-    """Refuses sequences longer than the model's positions, and models that no pass here goes through.
-
-    Raises:  RunError.
-    """
-    if spec.encoder is not None:
-        raise RunError(
-            "models with an encoder are not measured on text yet; convert with widths (--record-bits), or with a plan "
-            "that moe-pack plan --preset edgemoe makes of assumed losses"
-        )
-    if sequence_length > spec.max_position_embeddings:
-        raise RunError(
-            f"--sequence-length: found {sequence_length}, expected at most the "
-            f"{spec.max_position_embeddings} positions this model has"
-        )
 
 
 class LayerStates:
     """The hidden states of sequences of S tokens between layers. Owns `folder`.
 
     Args:    first: the hidden states float32 [S, d] of a sequence before layer 0, by its number.
-             sequence_length: at most the model's positions.
+             sequence_length: of what each stack is given; the caller has checked it.
              folder: made if missing; if a killed pass left its hidden states there, `next_layer` is where to go on.
              held_bytes: of a layer's two arrays in memory; larger ones lie in a mapped file.
-    Raises:  RunError for sequences longer than that.
+             answer: with an encoder, the hidden states before the decoder's first layer, likewise.
+             origin: with an encoder, the sequence that a later one branched off from, by its number: both are of one
+             text. Where some do.
     """
 
     def __init__(
         self,
         weights: Weights,
-        first: Callable[[int], Tensor],
+        first: Beginning,
         num_sequences: int,
         sequence_length: int,
         folder: Path,
         device: torch.device,
         held_bytes: int = MAX_HELD_BYTES,
+        answer: Beginning | None = None,
+        origin: Callable[[int], int] | None = None,
     ) -> None:
         self.spec = weights.spec
-        check_length(self.spec, sequence_length)
-        self.num_sequences = num_sequences
+        self.num_sequences = self._num_first = num_sequences
         self.sequence_length = sequence_length
         self._weights = weights
         self._first = first
         self._folder = folder
         self._held_bytes = held_bytes
+        self._answer = answer
+        self._origin = origin
+        assert (answer is None) == (self.spec.encoder is None), "a decoder after an encoder begins anew"
+        self._turn = 0 if self.spec.encoder is None else self.spec.encoder.num_layers  # the layer before which it does
         self.device = device
         folder.mkdir(exist_ok=True)
-        positions = torch.arange(self.sequence_length, device=device)
-        self._angles = Rope(self.spec.rotation, device)(positions, self.sequence_length)
+        self._attention = SequenceAttention(weights, sequence_length, device)
         self.next_layer = self._resume()
 
     @torch.inference_mode()
@@ -142,9 +127,17 @@ class LayerStates:
     @torch.inference_mode()
     def half(self, layer: int, number: int, weights: Weights) -> tuple[Tensor, Tensor]:
         """A sequence's `x` and `inputs` (`LayerTokens`) in layer `layer`, float32 [S, d] each, with these weights."""
-        x = self.before(number).to(self.device)
-        cache = KVCache(self.spec, self.sequence_length, self.device, num_layers=1).layer(0)
-        x = add_attention(x, weights, layer, cache, self._angles)
+        text = self._text(number) if stack_of(self.spec, layer) else None
+        return self.half_of(layer, self.before(number), text, weights)
+
+    @torch.inference_mode()
+    def half_of(self, layer: int, x: Tensor, text: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor]:
+        """The same of hidden states float32 [S, d].
+
+        Args:    text: for a layer of a decoder after an encoder, the encoder's output float32 [S, d].
+        """
+        text = None if text is None else text.to(self.device)
+        x = self._attention.added(x.to(self.device), weights, layer, text)
         inputs = mlp_input(x, weights, layer)
         unrouted = run_unrouted(inputs, weights, layer)
         return x if unrouted is None else x + unrouted * self.spec.residual_multiplier, inputs
@@ -173,8 +166,11 @@ class LayerStates:
                 num_tokens += len(held)
         path = self._folder / f"hidden-{layer + 1:03d}-{crc32:08x}.bin"
         beside.rename(path)
+        if layer + 1 == self._turn:
+            self._text_path = path
+        kept = (path, self._text_path if layer + 1 > self._turn > 0 else path)
         for other in self._folder.glob("hidden-*"):
-            if other != path:
+            if other not in kept:
                 other.unlink()
         self._path = path
         self.num_sequences = num_tokens // self.sequence_length
@@ -184,7 +180,26 @@ class LayerStates:
         """A sequence's hidden states before the next layer, or after the last: float32 [S, d]."""
         if self.next_layer == 0:
             return self._first(number)
-        with self._path.open("rb") as file:
+        if self.next_layer == self._turn:
+            assert self._answer is not None, "a layer at which a decoder begins"
+            return self._answer(self._root(number, self._num_first))
+        return self._stored(self._path, number)
+
+    def _text(self, number: int) -> Tensor:
+        """The encoder's output for a sequence, float32 [S, d]."""
+        num_read = self._text_path.stat().st_size // self._sequence_bytes
+        read = self._stored(self._text_path, self._root(number, num_read)).to(self.device)
+        return norm(read, self._weights, "encoder_norm")
+
+    def _root(self, number: int, num_sequences: int) -> int:
+        """Of the first `num_sequences` that one from which a sequence branched off, or itself."""
+        while number >= num_sequences:
+            assert self._origin is not None, "sequences branch off where the caller says from which"
+            number = self._origin(number)
+        return number
+
+    def _stored(self, path: Path, number: int) -> Tensor:
+        with path.open("rb") as file:
             file.seek(number * self._sequence_bytes)
             raw = np.fromfile(file, np.float32, self._sequence_bytes // 4)
         return torch.from_numpy(raw).view(self.sequence_length, -1)
@@ -209,12 +224,23 @@ class LayerStates:
     def _resume(self) -> int:
         """The layer to begin with: after the one whose hidden states are whole on the drive, else the first."""
         for path in sorted(self._folder.glob("hidden-*.bin"), reverse=True):
-            layer, crc32 = path.stem.split("-")[1:]
-            if _crc32(path) == int(crc32, 16):
-                self._path = path
-                self.num_sequences = path.stat().st_size // self._sequence_bytes
-                return int(layer)
+            layer = int(path.stem.split("-")[1])
+            if not _is_whole(path):
+                continue
+            if layer >= self._turn > 0:
+                text = next(filter(_is_whole, self._folder.glob(f"hidden-{self._turn:03d}-*.bin")), None)
+                if text is None:
+                    continue
+                self._text_path = text
+            self._path = path
+            self.num_sequences = path.stat().st_size // self._sequence_bytes
+            return layer
         return 0
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file of hidden states has the checksum in its name."""
+    return _crc32(path) == int(path.stem.split("-")[2], 16)
 
 
 def _crc32(path: Path) -> int:

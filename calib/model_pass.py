@@ -22,6 +22,7 @@ from moe_pack.calib.expert_run import run_counted
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.layer_pass import LayerStates, LayerTokens
 from moe_pack.calib.realized import RealizedSparsity, realized
+from moe_pack.calib.sequences import Sequences, check_length
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens
 from moe_pack.runtime import embed
@@ -30,9 +31,11 @@ from moe_pack.runtime import embed
 class ModelPass:
     """The sequences of a text on their way through a model.
 
+    `predicted` int64 [N, n]: the tokens of each that are predicted, all but the first, from those before.
     Args:    store: where it keeps what a killed pass goes on from.   name: of its files there.
              with_twin: the first sequence goes through once more, its embedding changed in the last bit of each value:
-             what it then predicts otherwise is rounding alone. It is the sequence after all others.
+             what it then predicts otherwise is rounding alone. It is the sequence after all others. With an encoder,
+             the embeddings of both stacks are changed.
     Raises:  RunError for sequences longer than the model's positions.
     """
 
@@ -45,10 +48,12 @@ class ModelPass:
         device: torch.device,
         with_twin: bool = False,
     ) -> None:
-        ids = torch.from_numpy(tokens.sequences.astype(np.int64))
-        self.num_sequences, self.sequence_length = ids.shape
+        check_length(weights.spec, tokens.sequences.shape[1])
+        given = Sequences.of(weights.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
+        self.num_sequences, self.sequence_length = given.ids.shape
+        self.predicted: Array = given.ids.numpy()
 
-        def first(number: int) -> Tensor:
+        def embedded(ids: Tensor, number: int) -> Tensor:
             if number < len(ids):
                 return embed(ids[number], weights)
             x = embed(ids[0], weights)
@@ -59,8 +64,9 @@ class ModelPass:
         self._store = store
         self._name = name
         self._device = device
-        number = len(ids) + with_twin
-        self._states = LayerStates(weights, first, number, self.sequence_length, store.work / name, device)
+        first, answer = given.begun(embedded)
+        number, folder = self.num_sequences + with_twin, store.work / name
+        self._states = LayerStates(weights, first, number, self.sequence_length, folder, device, answer=answer)
 
     @torch.inference_mode()
     def run(self, stage: str, watcher: Watcher) -> None:

@@ -8,6 +8,7 @@ Source:  EdgeMoE (2308.14352) §III-C1. Its dictionary holds probabilities for p
          follow.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -41,7 +42,9 @@ class _Keys:
         return _Keys(self.keys[kept], self.seen[kept], self.lengths[kept], self.experts[entries], self.counts[entries])
 
 
-def learn_paths(routes: Routes, num_experts: int, size_bytes: int) -> PathStatistics:
+def learn_paths(
+    routes: Routes, num_experts: int, size_bytes: int, first_layers: Collection[int] = (0,)
+) -> PathStatistics:
     """The statistics of calibration routes that take at most `size_bytes`, as `num_bytes` counts them.
 
     Tables and popularity are always kept: 4 L E + about 2 L E² counts bytes, even where they alone exceed the size.
@@ -49,13 +52,16 @@ def learn_paths(routes: Routes, num_experts: int, size_bytes: int) -> PathStatis
     that does not fit.
 
     Args:    routes: [T, L, k], what the router chose; the order within a token's k does not matter.
+             first_layers: those that begin a stack. No path crosses into one, since its tokens are others: there are no
+             keys, and counts are 0.
     """
     ordered = as_sets(routes, num_experts)
     T, L, k = ordered.shape
+    known = _num_known(L, first_layers)
     count = np.dtype("<u2" if T < 2**16 else "<u4")
     popularity = count_tokens(ordered, num_experts).astype("<u4")
-    after_one, after_two = (_learn_table(ordered, back, num_experts, count) for back in (1, 2))
-    found = [_learn_keys(ordered, l, num_experts) for l in range(1, L)]
+    after_one, after_two = (_learn_table(ordered, back, num_experts, count, known) for back in (1, 2))
+    found = [_learn_keys(ordered, l, num_experts, is_whole=known[l] == min(l, PATH_MEMORY)) for l in range(1, L)]
     tables_bytes = popularity.nbytes + after_one.nbytes + after_two.nbytes
     starts_bytes = 4 * (L + 1) + 4
     kept = _prune(found, size_bytes - tables_bytes - starts_bytes, count.itemsize)
@@ -73,20 +79,32 @@ def learn_paths(routes: Routes, num_experts: int, size_bytes: int) -> PathStatis
     )
 
 
-def _learn_table(ordered: NDArray[np.uint16], back: int, num_experts: int, dtype: np.dtype[Any]) -> Array:
+def _num_known(num_layers: int, first_layers: Collection[int]) -> list[int]:
+    """How many layers before each tell of its choices: those of its stack, at most PATH_MEMORY."""
+    begins = [max(first for first in first_layers if first <= l) for l in range(num_layers)]
+    return [min(l - begin, PATH_MEMORY) for l, begin in enumerate(begins)]
+
+
+def _learn_table(
+    ordered: NDArray[np.uint16], back: int, num_experts: int, dtype: np.dtype[Any], known: list[int]
+) -> Array:
     L = ordered.shape[1]
-    table = np.empty((max(L - back, 0), num_experts, num_experts), dtype)
+    table = np.zeros((max(L - back, 0), num_experts, num_experts), dtype)
     for l in range(back, L):
-        table[l - back] = count_pairs(ordered[:, l - back], ordered[:, l], num_experts)
+        if known[l] >= back:
+            table[l - back] = count_pairs(ordered[:, l - back], ordered[:, l], num_experts)
     return table
 
 
-def _learn_keys(ordered: NDArray[np.uint16], l: int, num_experts: int) -> _Keys:
-    """What layer `l` chose after each key that was seen PATH_MIN_SEEN times or more, keys ascending."""
+def _learn_keys(ordered: NDArray[np.uint16], l: int, num_experts: int, is_whole: bool) -> _Keys:
+    """What layer `l` chose after each key that was seen PATH_MIN_SEEN times or more, keys ascending.
+
+    Args:    is_whole: all layers of a key are of its stack; else there is none.
+    """
     T = len(ordered)
     rows = ordered[:, max(l - PATH_MEMORY, 0) : l].reshape(T, -1)  # [T, p, k] -> [T, p k]
     _, firsts, places, seen = np.unique(rows_as_keys(rows), return_index=True, return_inverse=True, return_counts=True)
-    often = seen >= PATH_MIN_SEEN
+    often = (seen >= PATH_MIN_SEEN) & is_whole
     numbers = np.cumsum(often) - 1  # of the keys that stay
     of_token = places.reshape(T)
     stays = often[of_token]
@@ -139,18 +157,23 @@ class LayerRecall:
     stage_recall: tuple[float | None, float | None, float | None]
 
 
-def evaluate(statistics: PathStatistics, routes: Routes, num_predicted: int) -> tuple[LayerRecall, ...]:
+def evaluate(
+    statistics: PathStatistics, routes: Routes, num_predicted: int, first_layers: Collection[int] = (0,)
+) -> tuple[LayerRecall, ...]:
     """For each MoE layer, how much of what was chosen lay among the `num_predicted` experts ranked first.
 
-    Args:    routes: [T, L, k], of held-out text: on calibration's own the figures flatter.
+    Args:    routes: [T, L, k], of held-out text: on calibration's own the figures flatter.   first_layers: of stacks.
     """
     assert num_predicted >= 1, "nothing predicted recalls nothing"
     ordered = as_sets(routes, statistics.popularity.shape[1])
-    return tuple(_evaluate_layer(statistics, ordered, l, num_predicted) for l in range(ordered.shape[1]))
+    known = _num_known(ordered.shape[1], first_layers)
+    return tuple(_evaluate_layer(statistics, ordered, l, known[l], num_predicted) for l in range(ordered.shape[1]))
 
 
-def _evaluate_layer(statistics: PathStatistics, ordered: Routes, l: int, num_predicted: int) -> LayerRecall:
-    hits, stages = _hits(statistics, ordered, l, PATH_MEMORY, 2 * num_predicted)
+def _evaluate_layer(
+    statistics: PathStatistics, ordered: Routes, l: int, num_known: int, num_predicted: int
+) -> LayerRecall:
+    hits, stages = _hits(statistics, ordered, l, num_known, 2 * num_predicted)
     k = ordered.shape[2]
     first = hits[:, min(num_predicted, hits.shape[1]) - 1]
     answered = [stages == stage for stage in Stage]
@@ -182,19 +205,23 @@ def _hits(
     return np.concatenate(hits), np.concatenate(stages)
 
 
-def accumulated_frequency(statistics: PathStatistics, routes: Routes) -> NDArray[np.float64]:
+def accumulated_frequency(
+    statistics: PathStatistics, routes: Routes, first_layers: Collection[int] = (0,)
+) -> NDArray[np.float64]:
     """How much of each layer's choices falls on the n experts held likeliest, knowing 0, 1 or 2 layers before.
 
     Args:    routes: [T, L, k]; of calibration's own text this is what EdgeMoE shows, of held-out text what it is worth.
+             first_layers: of stacks.
     Returns: [3, L, n] by how many layers are known (where fewer come before, those), n up to E, at most 16.
     Source:  EdgeMoE Fig. 8 (right).
     """
     ordered = as_sets(routes, statistics.popularity.shape[1])
     _, L, k = ordered.shape
+    known = _num_known(L, first_layers)
     return np.array(
         [
-            [_hits(statistics, ordered, l, num_known, ACCUMULATED_EXPERTS)[0].mean(axis=0) / k for l in range(L)]
-            for num_known in range(PATH_MEMORY + 1)
+            [_hits(statistics, ordered, l, min(n, known[l]), ACCUMULATED_EXPERTS)[0].mean(axis=0) / k for l in range(L)]
+            for n in range(PATH_MEMORY + 1)
         ]
     )
 
@@ -218,19 +245,21 @@ class PathCoverage:
         return len(self.frequencies)
 
 
-def path_coverage(routes: Routes, num_experts: int) -> tuple[PathCoverage, ...]:
+def path_coverage(routes: Routes, num_experts: int, first_layers: Collection[int] = (0,)) -> tuple[PathCoverage, ...]:
     """The spread over whole paths where a token has one expert, else over each three successive layers' sets.
 
-    Args:    routes: [T, L, k]; with k > 1 and fewer than three layers, all of them are one path.
+    Args:    routes: [T, L, k]; with k > 1 and fewer than three layers, all of them are one path.   first_layers: of
+             stacks, none of whose paths leads into another.
     Source:  EdgeMoE Fig. 4, whose models have k = 1; of more experts whole paths would all be distinct.
     """
     ordered = as_sets(routes, num_experts)
     T, L, k = ordered.shape
-    length = L if k == 1 else min(3, L)
-    return tuple(
-        _cover(l, length, ordered[:, l : l + length].reshape(T, -1))  # [T, length, k] -> [T, length k]
-        for l in range(L - length + 1)
-    )
+    found = []
+    for begin, end in pairwise([*sorted(first_layers), L]):
+        length = end - begin if k == 1 else min(3, end - begin)
+        windows = range(begin, end - length + 1)
+        found += [_cover(l, length, ordered[:, l : l + length].reshape(T, -1)) for l in windows]  # [T, length k]
+    return tuple(found)
 
 
 def _cover(first_layer: int, num_layers: int, paths: Routes) -> PathCoverage:

@@ -93,7 +93,7 @@ def _judged(passes: list[ModelPass], tokens: Tokens, watcher: Watcher) -> tuple[
     cost = first.prediction_cost() * len(passes)
     watcher.begin("predictions", cost)
     found: list[list[Tensor]] = [[] for _ in others]  # float64 [2, n]: KL, and likelihood lost
-    for number, sequence in enumerate(tokens.sequences):
+    for number, sequence in enumerate(first.predicted):
         for rows in first.pieces():
             expected = first.predictions(number, rows)
             likely = next_log_probs(expected, sequence, rows)

@@ -20,9 +20,11 @@ from moe_pack.calib.estimate import Estimate
 from moe_pack.calib.outcomes import whole_divergence
 from moe_pack.calib.price_of_sparsity import estimates
 from moe_pack.calib.reference import next_log_probs
+from moe_pack.calib.sequences import Sequences
 from moe_pack.calib.text import Tokens
 from moe_pack.formats import Pack, RunError
 from moe_pack.runtime import (
+    EncoderDecoder,
     Engine,
     EngineOptions,
     PolicyName,
@@ -72,7 +74,8 @@ def substitution(pack: Pack, tokens: Tokens, watcher: Watcher, folder: Path) -> 
     Args:    folder: for the predictions without, as long as it takes: 4 bytes a token and word of the vocabulary.
     Raises:  RunError if the machine has no memory for this; PackError if the pack is damaged.
     """
-    N, S = tokens.sequences.shape  # sequences, their length
+    given = _given(pack, tokens)
+    N, S = given.ids.shape  # sequences, their length
     free = available_bytes()
     budget = budget_with_room(pack, ROOM, S)
     if free is not None:
@@ -82,23 +85,27 @@ def substitution(pack: Pack, tokens: Tokens, watcher: Watcher, folder: Path) -> 
     with _same_threads():
         expected = np.memmap(path, np.float32, "w+", shape=(N, S - 1, pack.spec.vocab_size))
         with _engine(pack, budget, None, S) as engine:
-            for number, found in _decoded(engine, tokens, watcher, "decoding"):
+            for number, found in _decoded(engine, given, watcher, "decoding"):
                 expected[number] = found.numpy()
             assert engine.plan is not None, "it has a budget"
             room = engine.plan.num_pages / int(expert_pages(pack.layout, engine.plan.page_bytes).sum())
             fetched, _ = _shares(engine)
-        prices = tuple(_price(pack, tokens, expected, alpha, budget, watcher) for alpha in ALPHAS)
+        prices = tuple(_price(pack, given, expected, alpha, budget, watcher) for alpha in ALPHAS)
     path.unlink()
     return Substitution(POLICY, room, fetched, prices)
 
 
+def _given(pack: Pack, tokens: Tokens) -> Sequences:
+    return Sequences.of(pack.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
+
+
 def _price(
-    pack: Pack, tokens: Tokens, expected: NDArray[np.float32], alpha: float, budget: int, watcher: Watcher
+    pack: Pack, given: Sequences, expected: NDArray[np.float32], alpha: float, budget: int, watcher: Watcher
 ) -> SubstitutionPrice:
     losses = []
-    with _engine(pack, budget, alpha, tokens.sequences.shape[1]) as engine:
-        for number, found in _decoded(engine, tokens, watcher, f"decoding with --substitute {alpha:g}"):
-            losses.append(_losses(torch.from_numpy(expected[number]), found, tokens.sequences[number]))
+    with _engine(pack, budget, alpha, given.length) as engine:
+        for number, found in _decoded(engine, given, watcher, f"decoding with --substitute {alpha:g}"):
+            losses.append(_losses(torch.from_numpy(expected[number]), found, given.ids[number].numpy()))
         fetched, replaced = _shares(engine)
     return SubstitutionPrice(alpha, replaced, fetched, *estimates(torch.cat(losses, dim=1)))
 
@@ -126,25 +133,32 @@ def _losses(expected: Tensor, found: Tensor, sequence: Array) -> Tensor:
     return torch.cat(pieces, dim=1)
 
 
-def _decoded(engine: Engine, tokens: Tokens, watcher: Watcher, stage: str) -> Iterator[tuple[int, Tensor]]:
+def _decoded(engine: Engine, given: Sequences, watcher: Watcher, stage: str) -> Iterator[tuple[int, Tensor]]:
     """Each sequence's number and the log-probabilities after all its tokens but the last, float32 [S - 1, V]."""
-    spec, (N, S) = engine.decoder.spec, tokens.sequences.shape
+    spec, (N, S) = engine.decoder.spec, given.ids.shape
     layers = sum(half_multiplications(spec, layer, S) for layer in range(spec.num_hidden_layers))
     experts = len(spec.moe_layers) * spec.router.num_experts_per_tok * expert_multiplications(spec)
     one = layers + experts + spec.vocab_size * spec.hidden_size
     watcher.begin(stage, Cost(one * N * (S - 1)))
-    for number, sequence in enumerate(tokens.sequences):
+    for number, stacks in enumerate(zip(*given.stacks, strict=True)):
         found = torch.empty((S - 1, spec.vocab_size))
-        for place, logits in enumerate(fed_singly(engine, sequence[:-1].tolist())):
+        *text, ids = (held.tolist() for held in stacks)
+        for place, logits in enumerate(fed_singly(engine, ids[:-1], *text)):
             found[place] = logits.log_softmax(dim=0)
             watcher.advance(one, f"sequence {number} token {place}")
         yield number, found
     watcher.end()
 
 
-def fed_singly(engine: Engine, ids: list[int]) -> Iterator[Tensor]:
-    """The logits float32 [V] after each token of a text, each fed alone, from an empty context."""
+def fed_singly(engine: Engine, ids: list[int], text: list[int] | None = None) -> Iterator[Tensor]:
+    """The logits float32 [V] after each token, each fed alone, from an empty context.
+
+    Args:    text: what an encoder reads before, where there is one.
+    """
     engine.decoder.reset()
+    if isinstance(engine.decoder, EncoderDecoder):
+        assert text is not None, "an encoder reads something"
+        engine.decoder.encode(text)
     for token in ids:
         yield engine.decoder.next_logits([token])
 

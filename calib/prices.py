@@ -12,6 +12,7 @@ import torch
 from moe_pack.calib.costs import Watcher
 from moe_pack.calib.price_of_sparsity import SparsityPrice, sparsity_prices
 from moe_pack.calib.price_of_substitution import Substitution, substitution
+from moe_pack.calib.sequences import stack_tokens
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens
 from moe_pack.formats import Pack, canonical
@@ -57,7 +58,7 @@ def measure_prices(
         store.close()
     shutil.rmtree(folder)
     N, S = judged.sequences.shape
-    return Prices(N * (S - 1), calibration.name, sparsity, replaced)
+    return Prices(N * (stack_tokens(pack.spec, S) - 1), calibration.name, sparsity, replaced)
 
 
 def first_tokens(tokens: Tokens, number: int) -> Tokens:

@@ -18,6 +18,7 @@ from moe_pack.calib.expert_error import SPARSITIES, WIDTHS, compared_formats
 from moe_pack.calib.expert_pass import KINDS
 from moe_pack.calib.prediction import LayerPredictors
 from moe_pack.calib.rounded import roundable_roles
+from moe_pack.calib.sequences import stack_tokens
 from moe_pack.calib.statistics import LayerStatistics
 from moe_pack.calib.store import PROFILE_FILE
 from moe_pack.calib.text import Tokens
@@ -120,14 +121,19 @@ class Profile:
         self._files = {file.name: file for file in self.facts.files}
 
     @property
+    def layer_tokens(self) -> int:
+        """Tokens of a sequence that each layer saw: all, or half of them where there is an encoder."""
+        return stack_tokens(self.spec, self.facts.text.sequence_length)
+
+    @property
     def num_tokens(self) -> int:
-        """All tokens, held out or not."""
-        return self.facts.text.num_sequences * self.facts.text.sequence_length
+        """All tokens that each layer saw, held out or not."""
+        return self.facts.text.num_sequences * self.layer_tokens
 
     @property
     def num_held_out_tokens(self) -> int:
-        """The tokens at the end that predictors have not learned from."""
-        return self.facts.text.num_held_out * self.facts.text.sequence_length
+        """Those of them at the end that predictors have not learned from."""
+        return self.facts.text.num_held_out * self.layer_tokens
 
     @property
     def _level(self) -> Level:
@@ -190,7 +196,7 @@ class Profile:
         return self.has(layer_file("predictors", self.spec.moe_layers[layer_idx]))
 
     def predictors(self, layer_idx: int) -> LayerPredictors:
-        """How the `layer_idx`-th MoE layer, from 1 up, can be foretold."""
+        """How the `layer_idx`-th MoE layer can be foretold; not the first of a stack."""
         name = layer_file("predictors", self.spec.moe_layers[layer_idx])
         return LayerPredictors.from_arrays(self._read(name), name)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from moe_pack.calib.arrays import Array, read_all_arrays
 from moe_pack.calib.costs import (
@@ -34,7 +33,7 @@ from moe_pack.calib.exact import ExactPass
 from moe_pack.calib.expert_pass import CHUNK_TOKENS, HOT_SPARSITIES
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.layer_inputs import InputFiles, Shares
-from moe_pack.calib.layer_pass import LayerStates, LayerTokens, check_length
+from moe_pack.calib.layer_pass import LayerStates, LayerTokens
 from moe_pack.calib.paths import learn_paths
 from moe_pack.calib.prediction import LayerInputs, predict_layer
 from moe_pack.calib.profile import (
@@ -53,10 +52,19 @@ from moe_pack.calib.profile import (
 )
 from moe_pack.calib.provenance import made_with, source_digest
 from moe_pack.calib.sensitivity import SensitivityPass
+from moe_pack.calib.sequences import Sequences, check_length
 from moe_pack.calib.statistics import LayerStatistics, measure_layer
 from moe_pack.calib.store import PROFILE_FILE, ProfileStore, tidy
 from moe_pack.calib.text import Tokens, num_held_out
-from moe_pack.formats import Checkpoint, ContentFile, ConversionError, RangeReader, canonical, dump
+from moe_pack.formats import (
+    Checkpoint,
+    ContentFile,
+    ConversionError,
+    RangeReader,
+    canonical,
+    dump,
+    first_moe_layers,
+)
 from moe_pack.runtime import CheckpointWeights, PathStatistics, embed
 
 PATH_BYTES = 8 << 20  # of path statistics at most, where their tables allow
@@ -128,9 +136,11 @@ class _Run:
         self._options = options
         self._watcher = watcher
         self._device = device
-        self._shares = Shares.of(len(self._ids), self._ids.shape[1], num_held_out(len(self._ids)))
-        self._num_held_out_tokens = num_held_out(len(self._ids)) * self._ids.shape[1]
-        self._inputs = InputFiles(store.work, self._spec.hidden_size, self._shares)
+        self._given = Sequences.of(self._spec, self._ids)
+        self._shares = Shares.of(len(self._ids), self._given.length, num_held_out(len(self._ids)))
+        self._num_held_out_tokens = num_held_out(len(self._ids)) * self._given.length
+        self._first_layers = first_moe_layers(self._spec)
+        self._inputs = InputFiles(store.work, self._spec.hidden_size, self._shares, self._first_layers)
 
     def keep_tokens(self) -> None:
         """The tokens themselves, for whoever measures something else on the same text."""
@@ -141,17 +151,15 @@ class _Run:
         """The first stage: a file a MoE layer."""
         if all(self._store.has(layer_file("statistics", layer)) for layer in self._spec.moe_layers):
             return
-        num_sequences, S = self._ids.shape
-
-        def first(number: int) -> Tensor:
-            return embed(self._ids[number], self._weights)
-
-        states = LayerStates(self._weights, first, num_sequences, S, self._store.work / "statistics", self._device)
+        num_sequences, S = self._given.ids.shape
+        first, answer = self._given.begun(lambda ids, number: embed(ids[number], self._weights))
+        folder = self._store.work / "statistics"
+        states = LayerStates(self._weights, first, num_sequences, S, folder, self._device, answer=answer)
         layers = range(states.next_layer, self._spec.num_hidden_layers)
         self._watcher.begin("statistics", self._statistics_cost(Trial(self._weights, states), layers))
         for layer in layers:
             tokens = states.enter(layer)
-            half = half_multiplications(self._spec, layer, S) * self._ids.numel()
+            half = half_multiplications(self._spec, layer, S) * len(tokens.x)
             self._watcher.advance(half, f"layer {layer}")
             if layer in self._spec.moe_layers:
                 self._count_layer(states, tokens, layer)
@@ -186,7 +194,8 @@ class _Run:
             return
         routes = np.stack([self._counted(l).routes for l in range(len(self._spec.moe_layers))], axis=1)  # [T, L, k]
         learned = len(routes) - self._num_held_out_tokens
-        self._store.write(PATHS_FILE, learn_paths(routes[:learned], self._num_experts, PATH_BYTES).arrays())
+        found = learn_paths(routes[:learned], self._num_experts, PATH_BYTES, self._first_layers)
+        self._store.write(PATHS_FILE, found.arrays())
 
     def sensitivity(self, level: Level) -> None:
         """The second stage: a file a decoder layer, then what errors cost."""
@@ -223,7 +232,7 @@ class _Run:
         self._watcher.end()
 
     def predictors(self) -> None:
-        """The last stage: a file a MoE layer, from the second on; none without tokens held out."""
+        """The last stage: a file a MoE layer, from each stack's second on; none without tokens held out."""
         if not self._shares.num_judged or not self._shares.num_learned:
             return
         paths = PathStatistics.from_arrays(
@@ -236,14 +245,15 @@ class _Run:
         left = [
             layer_idx
             for layer_idx, layer in enumerate(self._spec.moe_layers)
-            if layer_idx and not self._store.has(layer_file("predictors", layer))
+            if layer_idx not in self._first_layers and not self._store.has(layer_file("predictors", layer))
         ]
         if not left:
             return
-        one = prediction_cost(self._spec, self._shares.num_learned * self._ids.shape[1])
+        one = prediction_cost(self._spec, self._shares.num_learned * self._given.length)
         self._watcher.begin("predictors", one * len(left))
         for layer_idx in left:
-            history = [self._layer_inputs(l) for l in range(max(layer_idx - 2, 0), layer_idx + 1)]
+            begin = max(first for first in self._first_layers if first <= layer_idx)  # of its stack
+            history = [self._layer_inputs(l) for l in range(max(layer_idx - 2, begin), layer_idx + 1)]
             thresholds = self._hot_thresholds(layer_idx)
             found = predict_layer(self._weights, layer_idx, history, paths, thresholds, self._device)
             layer = self._spec.moe_layers[layer_idx]
@@ -258,7 +268,7 @@ class _Run:
     def _statistics_cost(self, trial: Trial, layers: range) -> Cost:
         """Of the layers left; layers of a kind are tried once."""
         router = self._spec.router
-        tokens_an_expert = self._ids.numel() * router.num_experts_per_tok / router.num_experts
+        tokens_an_expert = self._given.ids.numel() * router.num_experts_per_tok / router.num_experts
         counted = trial.counted(tokens_an_expert) * router.num_experts
         halves = {kind: trial.half(kind) * len(self._ids) for kind in kinds_of_layers(self._spec)}
         return sum(
@@ -271,7 +281,7 @@ class _Run:
 
     def _counted(self, layer_idx: int) -> LayerStatistics:
         name = layer_file("statistics", self._spec.moe_layers[layer_idx])
-        return LayerStatistics.from_arrays(self._read(name), name, self._spec, self._ids.numel())
+        return LayerStatistics.from_arrays(self._read(name), name, self._spec, self._given.ids.numel())
 
     def _hot_thresholds(self, layer_idx: int) -> Array:
         return self._counted(layer_idx).at_sparsities(HOT_SPARSITIES)

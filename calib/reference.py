@@ -19,18 +19,20 @@ from torch import Tensor
 from moe_pack.calib.arrays import Array, check_arrays
 from moe_pack.calib.costs import Watcher
 from moe_pack.calib.held import HeldWeights
-from moe_pack.calib.layer_pass import check_length
 from moe_pack.calib.model_pass import ModelPass
 from moe_pack.calib.outcomes import Outcomes, kept_outcomes, num_kept, whole_divergence
 from moe_pack.calib.provenance import source_digest
+from moe_pack.calib.sequences import check_length
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens
 from moe_pack.formats import (
     Checkpoint,
     ConversionError,
+    ModelSpec,
     PackError,
     PlanError,
     TensorSidecar,
+    added,
     canonical,
     dump,
     load,
@@ -63,6 +65,7 @@ class ReferenceFacts:
 
     `num_outcomes`, `num_drawn`: K and m of `Outcomes`.   `noise_floor`: mean KL in nats between the model and itself
     where only the rounding of float32 differs: its first sequence once more, each value of the embedding one bit off.
+    `start_token`: of a model with an encoder, which reads half of each sequence (`Sequences`); null without one.
     """
 
     format: Literal["moe-pack reference"]
@@ -76,13 +79,22 @@ class ReferenceFacts:
     num_outcomes: int
     num_drawn: int
     noise_floor: float
+    start_token: int | None = added(None)  # a field, whose default is None
+
+    @property
+    def num_predicted(self) -> int:
+        """Predictions of a sequence: of every token but the first; with an encoder, of the half that it does not read.
+
+        See `Sequences.ids`.
+        """
+        return (self.sequence_length if self.start_token is None else self.sequence_length // 2) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """A model's predictions on a text of N sequences of S tokens: every token but the first of a sequence is predicted.
+    """A model's predictions on a text of N sequences of S tokens, p of each (`ReferenceFacts.num_predicted`).
 
-    `sequences` u32 [N, S]; of each prediction, [N, S - 1, ...]: `ids` u32, `log_probs` f32 [K], `log_tail` f32,
+    `sequences` u32 [N, S]; of each prediction, [N, p, ...]: `ids` u32, `log_probs` f32 [K], `log_tail` f32,
     `drawn_ids` u32, `drawn_log_probs` f32 [m] as `Outcomes` has them; `next_log_probs` f32: of the token that came.
     """
 
@@ -141,7 +153,7 @@ def make_reference(
         weights = HeldWeights(CheckpointWeights(checkpoint, where))
         source_pass = ModelPass(weights, tokens, store, "source", where, with_twin=True)
         source_pass.run("predictions of the source", watcher)
-        made = _predicted(source_pass, tokens, _facts(tokens, source, checkpoint.spec.vocab_size), watcher)
+        made = _predicted(source_pass, tokens, _facts(tokens, source, checkpoint.spec), watcher)
     finally:
         store.close()
     write_tensor_sidecar(folder, REFERENCE_FILE, _stored(made), source)
@@ -196,22 +208,23 @@ def _predicted(source_pass: ModelPass, tokens: Tokens, facts: ReferenceFacts, wa
         for rows in source_pass.pieces():
             log_probs = source_pass.predictions(number, rows)
             outcomes = kept_outcomes(log_probs, generator)
-            came = next_log_probs(log_probs, tokens.sequences[number], rows)
+            came = next_log_probs(log_probs, source_pass.predicted[number], rows)
             for name, dtype in _KEPT.items():
                 held: Tensor = came if name == "next_log_probs" else getattr(outcomes, name)
                 kept[name].append(held.cpu().numpy().astype(_NUMPY[dtype]))
         watcher.advance(cost.multiplications // facts.num_sequences, f"sequence {number}")
-    predicted = (facts.num_sequences, facts.sequence_length - 1)
+    predicted = (facts.num_sequences, facts.num_predicted)
     arrays = {name: np.concatenate(pieces).reshape(*predicted, *pieces[0].shape[1:]) for name, pieces in kept.items()}
     facts = replace(facts, noise_floor=noise_floor(source_pass))
     watcher.end()
     return Reference(facts, tokens.sequences.astype("<u4"), **arrays)
 
 
-def _facts(tokens: Tokens, source: str, vocab_size: int) -> ReferenceFacts:
+def _facts(tokens: Tokens, source: str, spec: ModelSpec) -> ReferenceFacts:
     """What is known of a reference before it is made."""
-    (N, S), (K, m) = tokens.sequences.shape, num_kept(vocab_size)
-    return ReferenceFacts(FORMAT, VERSION, source, tokens.name, tokens.sha256, N, S, vocab_size, K, m, 0.0)
+    (N, S), (K, m), V = tokens.sequences.shape, num_kept(spec.vocab_size), spec.vocab_size
+    start_token = None if spec.encoder is None else spec.encoder.start_token
+    return ReferenceFacts(FORMAT, VERSION, source, tokens.name, tokens.sha256, N, S, V, K, m, 0.0, start_token)
 
 
 def _stored(reference: Reference) -> Iterator[tuple[str, str, Array]]:
@@ -246,7 +259,7 @@ def read_reference(path: Path) -> Reference:
 
 
 def _check_facts(facts: ReferenceFacts, place: str) -> None:
-    if min(facts.num_sequences, facts.vocab_size) < 1 or facts.sequence_length < 2 or facts.noise_floor < 0:
+    if min(facts.num_sequences, facts.vocab_size, facts.num_predicted) < 1 or facts.noise_floor < 0:
         raise PackError(f"{place}: facts: found impossible counts; make the reference anew")
     if (facts.num_outcomes, facts.num_drawn) != num_kept(facts.vocab_size):
         raise PackError(
@@ -256,7 +269,7 @@ def _check_facts(facts: ReferenceFacts, place: str) -> None:
 
 
 def _check_arrays(arrays: dict[str, Array], facts: ReferenceFacts, place: str) -> None:
-    predicted = (facts.num_sequences, facts.sequence_length - 1)
+    predicted = (facts.num_sequences, facts.num_predicted)
     wanted: dict[str, tuple[str, tuple[int, ...]]] = {
         "sequences": ("U32", (facts.num_sequences, facts.sequence_length)),
         "ids": ("U32", (*predicted, facts.num_outcomes)),

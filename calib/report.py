@@ -129,12 +129,11 @@ def _missing(report: Report) -> Missing:
         "all text was one sequence; profile again with more text (--tokens), or shorter sequences (--sequence-length)"
     )
     held_out = "" if report.head.num_held_out_tokens else f"No text was held out: {text}."
-    one_layer = len(report.head.layers) == 1
-    alone = "The model has one layer with experts: there is no layer before it to foretell from."
+    alone = "" if report.head.foretold else readings.alone(report.head)
     return Missing(
         sensitivity=""
         if report.sensitivity
         else "Not measured. Measure it with: moe-pack profile MODEL -o NEW_PROFILE --sensitivity fast",
         held_out=held_out,
-        prediction="" if report.prediction.layers else alone if one_layer else held_out or "Not measured.",
+        prediction="" if report.prediction.layers else alone or held_out or "Not measured.",
     )

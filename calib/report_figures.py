@@ -29,10 +29,10 @@ from moe_pack.calib.paths import (
     evaluate,
     path_coverage,
 )
-from moe_pack.calib.profile import Profile, layer_file
+from moe_pack.calib.profile import Profile
 from moe_pack.calib.rounded import roundable_roles
 from moe_pack.calib.statistics import QUANTILE_LEVELS
-from moe_pack.formats import MATRICES, num_active_parameters, num_parameters
+from moe_pack.formats import MATRICES, first_moe_layers, num_active_parameters, num_parameters
 from moe_pack.runtime import PREDICTORS
 
 MOST_FULL_EXPERTS = 2048  # of all layers: beyond them 103 quantiles an expert and kind make a page of more than 4 MB
@@ -64,11 +64,15 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What was measured, on what. `layers`: the decoder layers that have experts, by which the page names them."""
+    """What was measured, on what. `layers`: the layers that have experts, by which the page names them.
+
+    `foretold`: those with another before them in their stack.   `num_tokens`: of the text that each layer saw.
+    """
 
     family: str
     num_hidden_layers: int
     layers: tuple[int, ...]
+    foretold: tuple[int, ...]
     num_experts: int
     num_experts_per_tok: int
     hidden_size: int
@@ -151,7 +155,7 @@ class LayerPrediction:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """By layer from the second on: how experts and neurons are foretold; empty where nothing was held out.
+    """By layer of `Head.foretold`: how experts and neurons are foretold; empty where nothing was held out.
 
     `cosine`: mean and deviation, of that layer's input and the one before's.
     """
@@ -249,6 +253,7 @@ def head(profile: Profile) -> Head:
         family=spec.family,
         num_hidden_layers=spec.num_hidden_layers,
         layers=spec.moe_layers,
+        foretold=tuple(spec.moe_layers[l] for l in _later(profile)),
         num_experts=spec.router.num_experts,
         num_experts_per_tok=spec.router.num_experts_per_tok,
         hidden_size=spec.hidden_size,
@@ -263,6 +268,12 @@ def head(profile: Profile) -> Head:
         sensitivity=profile.facts.sensitivity,
         made_with=tuple(f"{package.name} {package.version}" for package in profile.facts.made_with),
     )
+
+
+def _later(profile: Profile) -> tuple[int, ...]:
+    """The MoE layers that have one before them in their stack."""
+    first = first_moe_layers(profile.spec)
+    return tuple(l for l in range(len(profile.spec.moe_layers)) if l not in first)
 
 
 def popularity(profile: Profile, counted: Counted) -> Popularity:
@@ -317,8 +328,8 @@ def sensitivity(profile: Profile, quantized: Array, sparse: Array) -> Sensitivit
 
 def prediction(profile: Profile, counted: Counted) -> Prediction:
     """How experts and neurons are foretold, layer by layer."""
-    later = range(1, len(profile.spec.moe_layers))
-    measured = bool(later) and profile.has(layer_file("predictors", profile.spec.moe_layers[1]))
+    later = _later(profile)
+    measured = bool(later) and profile.has_predictors(later[0])
     return Prediction(
         predictors=PREDICTORS,
         kinds=KINDS,
@@ -349,16 +360,17 @@ def paths(profile: Profile, counted: Counted) -> Paths:
     """
     E, k = profile.spec.router.num_experts, profile.spec.router.num_experts_per_tok
     text = profile.facts.text
-    shares = Shares.of(text.num_sequences, text.sequence_length, text.num_held_out)
+    first = first_moe_layers(profile.spec)
+    shares = Shares.of(text.num_sequences, profile.layer_tokens, text.num_held_out)
     judged = counted.routes[shares.tokens()[1]]
     statistics = profile.paths() if len(judged) else None
-    accumulated = [] if statistics is None else accumulated_frequency(statistics, judged).tolist()
+    accumulated = [] if statistics is None else accumulated_frequency(statistics, judged, first).tolist()
     return Paths(
         curve_percents=CURVE_PERCENTS,
         covered_percents=COVERED_PERCENTS,
-        windows=tuple(_window(found, profile) for found in path_coverage(counted.routes, E)),
+        windows=tuple(_window(found, profile) for found in path_coverage(counted.routes, E, first)),
         num_judged=len(judged),
-        recalls=() if statistics is None else evaluate(statistics, judged, k),
+        recalls=() if statistics is None else evaluate(statistics, judged, k, first),
         accumulated=tuple(tuple(tuple(layer) for layer in known) for known in accumulated),
     )
 

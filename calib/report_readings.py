@@ -129,8 +129,9 @@ def _ends(figures: Sensitivity) -> str:
 def experts_foretold(head: Head, found: Prediction) -> str:
     """On the predictors' recall."""
     best = [found.predictors[layer.best] for layer in found.layers]
-    later = head.layers[1:]
-    named = {name: [l for l, chosen in zip(later, best, strict=True) if chosen == name] for name in found.predictors}
+    named = {
+        name: [l for l, chosen in zip(head.foretold, best, strict=True) if chosen == name] for name in found.predictors
+    }
     said = "; ".join(f"{name}, layer{'s' * (len(of) > 1)} {ranges(of)}" for name, of in named.items() if of)
     top, popular = (
         float(np.mean([row[0] or 0.0 for row in rows]))
@@ -156,9 +157,7 @@ def neurons_foretold(head: Head, found: Prediction) -> str:
         known = [recall for recall in recalls if recall is not None]
         means.append(sum(known) / len(known) if known else 0.0)
     said = ", ".join(f"{percent(mean)} for {kind}" for kind, mean in zip(found.kinds, means, strict=True))
-    cosines = [
-        (mean, layer) for (mean, _), layer in zip(found.cosine, head.layers[1:], strict=True) if mean is not None
-    ]
+    cosines = [(mean, layer) for (mean, _), layer in zip(found.cosine, head.foretold, strict=True) if mean is not None]
     reading = (
         f"At 80% sparsity, a layer's selector run one layer early finds this share of the neurons that will run: "
         f"{said}; a fifth of all neurons, blindly guessed, would hold 20%."
@@ -178,21 +177,30 @@ def path_spread(found: Paths) -> str:
     fifth = found.covered_percents.index(20)
     share = float(np.mean([window.covered[fifth] for window in found.windows]))
     single = sum(window.num_single for window in found.windows) / sum(window.num_paths for window in found.windows)
-    length = len(found.windows[0].layers)
+    lengths = sorted({len(window.layers) for window in found.windows})  # of stacks of few layers they differ
+    through = f"{' or '.join(map(str, lengths))} layer{'s' * (lengths[-1] > 1)}"
     few = "Few paths carry most tokens, which path statistics can learn."
     many = "Tokens spread over many paths: exact paths say little about the next expert here."
     return (
-        f"The most frequent 20% of the paths through {length} layer{'s' * (length > 1)} carry {percent(share)} of the "
+        f"The most frequent 20% of the paths through {through} carry {percent(share)} of the "
         f"tokens (were all equally frequent: 20%), and {percent(single)} of the paths were taken by one token only. "
         f"{few if share >= _MANY else many}"
     )
 
 
+def alone(head: Head) -> str:
+    """Why nothing can be foretold in a model of which no layer with experts follows another."""
+    if len(head.layers) == 1:
+        return "The model has one layer with experts: there is no layer before it to foretell from."
+    return "Encoder and decoder have one layer with experts each: there is none before it to foretell from."
+
+
 def path_recall(head: Head, found: Paths) -> str:
     """On what path statistics foretell of held-out text."""
-    later = found.recalls[1:]
+    places = [place for place, layer in enumerate(head.layers) if layer in head.foretold]
+    later = [found.recalls[place] for place in places]
     if not later:
-        return "The model has one layer with experts: there is no layer before it to foretell from."
+        return alone(head)
     recall, doubled = float(np.mean([r.recall for r in later])), float(np.mean([r.recall_doubled for r in later]))
     exact, k = float(np.mean([r.stage_share[0] for r in later])), head.num_experts_per_tok
     first = "expert ranked first is on average right for" if k == 1 else f"{k} experts ranked first hold on average"

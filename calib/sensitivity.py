@@ -41,6 +41,7 @@ from moe_pack.calib.expert_pass import CHUNK_TOKENS, sample_places
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.layer_pass import MAX_HELD_BYTES, LayerStates, LayerTokens
 from moe_pack.calib.rounded import RoundedDense, roundable_roles
+from moe_pack.calib.sequences import Sequences
 from moe_pack.runtime import embed, run_expert
 
 _FAST_TOKENS, _FULL_TOKENS = 256, 512  # of an expert, on which errors are measured
@@ -55,6 +56,7 @@ _CHANGES_COST = 11  # `output_changes` multiplies about as much as this many run
 class SensitivityPass:
     """Runs the stage layer by layer: what it runs with, and how far it is (`states`).
 
+    `ids` int64 [N, n]: what is predicted (`Sequences`).
     Args:    ids: int64 [N, S], all sequences of the profile; as many of the first as are needed are used.
              thresholds: for a MoE layer index, float32 [E, kinds, sparsities]: quantiles of abs(a).
              folder: for hidden states; a killed pass goes on there.
@@ -72,7 +74,8 @@ class SensitivityPass:
         spec = weights.spec
         self.weights = weights
         self.spec = spec
-        self.ids = ids
+        given = Sequences.of(spec, ids)
+        self.ids = given.ids
         self.level: Level = level
         self.thresholds = thresholds
         self.device = device
@@ -80,23 +83,29 @@ class SensitivityPass:
         self.solved = Rounding("hqq")
         self.rounding = self.solved if level == "full" else self.plain
         self.expert_tokens = _FULL_TOKENS if level == "full" else _FAST_TOKENS
-        S = ids.shape[1]
+        S = given.length
         # Two copies a layer on half of the layers each: this keeps them within about twice the statistics' pass.
-        copied = min(max(2 * ids.numel() // spec.num_hidden_layers, _LEAST_COPY_TOKENS), _MOST_COPY_TOKENS)
+        copied = min(max(2 * given.ids.numel() // spec.num_hidden_layers, _LEAST_COPY_TOKENS), _MOST_COPY_TOKENS)
         self.num_copied = min(len(ids), -(-copied // S))  # sequences
         wanted = self.expert_tokens * spec.router.num_experts // spec.router.num_experts_per_tok
         self.num_base = min(len(ids), max(self.num_copied, -(-wanted // S)))
         embeddings = copies_of(spec, level, None)
         rounded = [RoundedDense(weights, ("embed",), copy.width, self.plain) for copy in embeddings]
 
-        def first(number: int) -> Tensor:
+        def embedded(ids: Tensor, number: int) -> Tensor:
             if number < self.num_base:
                 return embed(ids[number], weights)
             copy, place = divmod(number - self.num_base, self.num_copied)
             return embed(ids[place], rounded[copy])
 
+        def origin(branched: int) -> int:
+            return (branched - self.num_base) % self.num_copied
+
         num_sequences = self.num_base + len(embeddings) * self.num_copied
-        self.states = LayerStates(weights, first, num_sequences, S, folder, device, _HELD_BYTES)
+        first, answer = given.begun(embedded)
+        self.states = LayerStates(
+            weights, first, num_sequences, S, folder, device, _HELD_BYTES, answer=answer, origin=origin
+        )
 
     @property
     def num_copy_tokens(self) -> int:
@@ -277,9 +286,10 @@ class _Experts:
     def measure(self, on_work: OnWork) -> tuple[Tensor, Tensor, Tensor]:
         """Runs and measures: the arrays of `LayerErrors`."""
         spec = self._stage.spec
-        num_tokens = torch.bincount(self._tokens.experts.flatten(), minlength=spec.router.num_experts)
-        originals = self._tokens.experts[: self._num_base_tokens]
-        popular = int(torch.bincount(originals.flatten(), minlength=spec.router.num_experts).argmax())
+        reached = [self._tokens.of_expert(expert)[0] for expert in range(spec.router.num_experts)]
+        num_tokens = [len(token_idx) for token_idx in reached]
+        popular = int(np.argmax([int((token_idx < self._num_base_tokens).sum()) for token_idx in reached]))
+        del reached
         ratios = self._ratios(popular, on_work)
         # Of what is measured: `full` measures hqq's own errors, whose ratios are 1.
         ratio = torch.from_numpy(ratios_of_widths(ratios.numpy(), spec.hidden_size)).flatten()
@@ -289,7 +299,7 @@ class _Experts:
             found = self._measure_expert(expert, ratio)
             quantized.append(found[0])
             sparse.append(found[1])
-            work = expert_multiplications(spec) * (int(num_tokens[expert]) + _CHANGES_COST * self._stage.usual_tokens)
+            work = expert_multiplications(spec) * (num_tokens[expert] + _CHANGES_COST * self._stage.usual_tokens)
             on_work(work, f"layer {self._layer} expert {expert}")
         # [E, changes] -> [E, matrices, widths] and [E, kinds, sparsities]
         return torch.stack(quantized).view(-1, 3, 4), torch.stack(sparse).view(-1, 3, 4), ratios

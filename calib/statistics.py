@@ -31,12 +31,13 @@ class LayerStatistics:
 
     `tokens` u32 [E]: tokens that chose the expert; `held_out_tokens` u32 [E]: those of them in the held-out part.
     `mass` f32 [E]: the sum of its router weights.   `routes` u16 [T, k]: the experts of every token, best first.
-    `coactivation` u32 [E, E]: tokens that chose both experts; `tokens` in its diagonal.
+    `coactivation` u32 [E, E]: tokens that chose both experts; `tokens` in its diagonal.   Where an expert has a
+    capacity, all but `routes` are of the tokens that it runs for.
     `quantiles` f32 [E, 3, 103]: of abs(a) at `QUANTILE_LEVELS`; an expert without tokens has its layer's.
     `hot_thresholds` f32 [E, 3, 4]: on abs(a), for `HOT_SPARSITIES`, from a sample of the expert's tokens.
     `hot` u16 [E, 3, 4, f]: share of the expert's tokens on which the neuron reached them, in 65,535ths.
     `cosine` f32 [2]: mean and deviation, over tokens, of the cosine of this MoE layer's input and the one before's;
-    NaN in the first.
+    NaN in the first of a stack.
     """
 
     tokens: Array
@@ -76,6 +77,10 @@ class LayerStatistics:
         if ordered.max() >= E or (ordered[:, 1:] == ordered[:, :-1]).any():
             raise PackError(f"{place}: tensor 'routes' names no {k} experts a token; profile the model anew")
         return cls(**arrays)
+
+    def chosen(self) -> Array:
+        """Tokens that chose each expert, beyond its capacity or not: u32 [E]."""
+        return np.bincount(self.routes.ravel(), minlength=len(self.tokens)).astype(np.uint32)
 
     def at_sparsities(self, sparsities: Sequence[float]) -> Array:
         """The stored quantiles at these levels: float32 [E, 3, levels]; each must be one of `QUANTILE_LEVELS`."""
@@ -142,16 +147,17 @@ def measure_layer(
         found.take(measured, len(token_idx), f"layer {spec.moe_layers[layer_idx]} expert {expert}")
         on_expert(expert, len(token_idx))
     routes = tokens.experts.numpy()
-    held_out = routes[len(routes) - num_held_out_tokens :]
+    running = (tokens.weights != 0).any(dim=1).numpy()
+    held_out = routes[running & (np.arange(len(routes)) >= len(routes) - num_held_out_tokens)]
     mass = np.bincount(routes.ravel(), tokens.weights.numpy().ravel().astype(np.float64), minlength=E)
-    reached = np.bincount(routes.ravel(), minlength=E)
+    reached = np.bincount(routes[running].ravel(), minlength=E)
     pooled = np.stack([Histogram(counts).quantiles(QUANTILE_LEVELS) for counts in found.pooled])
     return LayerStatistics(
         tokens=reached.astype(np.uint32),
         held_out_tokens=np.bincount(held_out.ravel(), minlength=E).astype(np.uint32),
         mass=mass.astype(np.float32),
         routes=routes.astype(np.uint16),
-        coactivation=coactivation(routes[:, None], E)[0],
+        coactivation=coactivation(routes[running][:, None], E)[0],
         quantiles=np.where(reached[:, None, None] > 0, np.stack(found.quantiles), pooled),
         hot_thresholds=np.stack(found.hot_thresholds),
         hot=np.stack(found.hot),

@@ -23,7 +23,7 @@ from moe_pack.calib.provenance import source_digest
 from moe_pack.calib.reference import next_log_probs
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens
-from moe_pack.formats import Checkpoint, Pack, RunError, canonical, load, parse
+from moe_pack.formats import Checkpoint, ModelSpec, Pack, RunError, canonical, load, parse
 from moe_pack.runtime import CheckpointWeights, Kernels, StreamedPackWeights, Text
 
 _MAX_LINE_BYTES = 16 << 20
@@ -100,6 +100,18 @@ def read_tasks(path: Path, text: Text, max_tokens: int) -> TaskTokens:
     return TaskTokens(tuple(answers), tuple(choice for choice, _ in held), Tokens(str(path), sequences, digest, ()))
 
 
+def check_continues(spec: ModelSpec) -> None:
+    """Refuses models that do not continue a prompt.
+
+    Raises:  RunError.
+    """
+    if spec.encoder is not None:
+        raise RunError(
+            "--tasks: choices are judged as continuations of a prompt, which a model with an encoder does not make; "
+            "leave it out"
+        )
+
+
 def task_score(
     model: Pack | Checkpoint,
     tasks: TaskTokens,
@@ -111,8 +123,9 @@ def task_score(
     """How many tasks a model answers rightly. Layer by layer in bounded memory; killed, it goes on in `folder`.
 
     Args:    folder: to work in; it is removed at the end.   kernels: for a pack, on the CPU.
-    Raises:  ConversionError if the folder is in use or cannot be written.
+    Raises:  ConversionError if the folder is in use or cannot be written; RunError for a model with an encoder.
     """
+    check_continues(model.spec)
     where = device or torch.device("cpu")
     packed = isinstance(model, Pack)
     facts = {"model": model.manifest.root if isinstance(model, Pack) else source_digest(model)}

@@ -27,9 +27,10 @@ from moe_pack.calib.costs import (
 from moe_pack.calib.expert_run import input_chunks, run_counted
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.histogram import Histogram
-from moe_pack.calib.layer_pass import LayerStates, LayerTokens, check_length
+from moe_pack.calib.layer_pass import LayerStates, LayerTokens
 from moe_pack.calib.model_pass import ModelPass
 from moe_pack.calib.realized import RealizedSparsity, realized
+from moe_pack.calib.sequences import Sequences, check_length
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens, num_held_out
 from moe_pack.formats import Pack, PlanError, canonical, dump, read_sidecar, rewrite_thresholds, write_sidecar
@@ -193,28 +194,23 @@ class _Run:
         self._watcher = watcher
         self._device = device
         self._weights = HeldWeights(StreamedPackWeights(pack, device, kernels))
-        num_sequences, S = tokens.sequences.shape
+        self._given = Sequences.of(pack.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
+        num_sequences, S = self._given.ids.shape
         self._num_held_out = num_held_out(num_sequences)
         self._num_learned_tokens = (num_sequences - self._num_held_out) * S
 
     @torch.inference_mode()
     def measure(self) -> list[dict[str, NDArray[np.generic]]]:
         """For each MoE layer `thresholds` f32 [E]; `dropped` and `tokens` i64 [E, 2], learned from and held out."""
-        spec, ids = self._spec, torch.from_numpy(self._tokens.sequences.astype(np.int64))
-        num_sequences, S = ids.shape
-        states = LayerStates(
-            self._weights,
-            lambda n: embed(ids[n], self._weights),
-            num_sequences,
-            S,
-            self._store.work / "pass",
-            self._device,
-        )
+        spec, (num_sequences, S) = self._spec, self._given.ids.shape
+        first, answer = self._given.begun(lambda ids, number: embed(ids[number], self._weights))
+        folder = self._store.work / "pass"
+        states = LayerStates(self._weights, first, num_sequences, S, folder, self._device, answer=answer)
         layers = range(states.next_layer, spec.num_hidden_layers)
         self._watcher.begin("thresholds", self._cost(Trial(self._weights, states), layers))
         for layer in layers:
             tokens = states.enter(layer)
-            self._watcher.advance(half_multiplications(spec, layer, S) * ids.numel(), f"layer {layer}")
+            self._watcher.advance(half_multiplications(spec, layer, S) * len(tokens.x), f"layer {layer}")
             if layer in spec.moe_layers:
                 self._store.write(self._file(layer), self._layer(states, tokens, layer))
             states.leave(layer, tokens)
@@ -224,7 +220,7 @@ class _Run:
 
     def _cost(self, trial: Trial, layers: range) -> Cost:
         """Of the layers left: each expert's activations are seen twice, for its threshold and for its outputs."""
-        spec, (num_sequences, S) = self._spec, self._tokens.sequences.shape
+        spec, (num_sequences, S) = self._spec, self._given.ids.shape
         router, num_tokens = spec.router, num_sequences * S
         halves = {kind: trial.half(kind) * num_sequences for kind in kinds_of_layers(spec)}
         plain = trial.plain(num_tokens * router.num_experts_per_tok / router.num_experts) * (2 * router.num_experts)

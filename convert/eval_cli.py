@@ -21,6 +21,7 @@ from moe_pack.calib import (
     TaskScore,
     TaskTokens,
     Tokens,
+    check_continues,
     check_source,
     evaluate,
     make_reference,
@@ -149,6 +150,8 @@ def eval_command(
     if fault := options.fault():
         raise click.UsageError(fault)
     with Pack(pack) as held:
+        if tasks is not None:
+            check_continues(held.spec)
         # Before all else: a line that cannot be read would be found after hours.
         read = None if tasks is None else read_tasks(tasks, Text(held), held.spec.max_position_embeddings)
         found = measure(held, options)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from moe_pack.calib import (
@@ -358,6 +359,7 @@ def profile_lines(profile: Profile) -> list[str]:
         lines.append(
             f"no token reached {len(unreached)} experts ({names}): their layer's quantiles stand in; give more text"
         )
+    lines += _beyond_capacity(profile, reached)
     judged = [l for l in range(1, num_layers) if profile.has_predictors(l)]
     if judged:
         tables = [profile.predictors(l) for l in judged]
@@ -369,10 +371,25 @@ def profile_lines(profile: Profile) -> list[str]:
     return lines
 
 
+def _beyond_capacity(profile: Profile, reached: list[NDArray[np.uint32]]) -> list[str]:
+    """A line on tokens that no expert ran for; none where there are none."""
+    chosen = len(reached) * profile.num_tokens * profile.spec.router.num_experts_per_tok
+    share = 1 - sum(int(tokens.sum()) for tokens in reached) / chosen
+    if not share:
+        return []
+    return [
+        f"{share:.1%} of choices were beyond an expert's capacity, {profile.spec.router.capacity} tokens of a half: "
+        "it did not run for them; shorter sequences (--sequence-length) have fewer"
+    ]
+
+
 def say_text(spec: ModelSpec, tokens: Tokens) -> None:
     """Announces what will be measured, on standard error."""
     model = f"{spec.family}, {len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
     number, length = tokens.sequences.shape
     click.echo(f"{model}; {number * length:,} tokens in sequences of {length}, from {tokens.name}", err=True)
+    if spec.encoder is not None:
+        half = length // 2
+        click.echo(f"of each its encoder reads the first {half}, its decoder is given the next, predicting", err=True)
     for note in tokens.notes:
         click.echo(f"note: {note}", err=True)

@@ -121,7 +121,7 @@ from moe_pack.formats.spec import (
     selector_matrices,
 )
 from moe_pack.formats.steps import Step, SteppedFolder
-from moe_pack.formats.strict_json import canonical, dump, load, parse
+from moe_pack.formats.strict_json import added, canonical, dump, load, parse
 from moe_pack.formats.tensor_file import TensorEntry, assemble, read_header
 from moe_pack.formats.tensor_sidecar import (
     TensorSidecar,
@@ -208,6 +208,7 @@ __all__ = [
     "Totals",
     "YarnSpec",
     "account_bytes",
+    "added",
     "assemble",
     "audit",
     "cache_values",

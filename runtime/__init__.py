@@ -53,6 +53,7 @@ from moe_pack.runtime.native_kernels import (
     num_cpus,
     open_kernels,
 )
+from moe_pack.runtime.norm import norm
 from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
 from moe_pack.runtime.packed_expert import PackedExpert
 from moe_pack.runtime.path_checks import PATH_MIN_SEEN
@@ -186,6 +187,7 @@ __all__ = [
     "mlp_input",
     "multi_hot",
     "network_logits",
+    "norm",
     "num_cpus",
     "open_kernels",
     "open_reads",

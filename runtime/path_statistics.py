@@ -42,11 +42,11 @@ class PathStatistics:
     """What calibration saw of the paths through L layers of E experts, as stored: counts of tokens.
 
     `popularity` u32 [L, E]. `after_one[l-1, e', e]`, `after_two[l-2, e', e]`: tokens that chose e at l and e' one or
-    two layers before. Exact keys, layer by layer, ascending: those of layer l are `key_starts[l]` to
-    `key_starts[l+1]`; `keys_one` [K1, k] holds layer 1's, the set at layer 0; `keys_two` [K2, 2k] all others, the set
-    at l-2 and that at l-1; both u16, starts u32. A key was seen `keys_seen` times and followed by `successor_experts`
-    (u16), each `successor_counts` times, from `successor_starts[key]` to `successor_starts[key + 1]`. Counts but for
-    popularity are u16 where T < 65536, else u32.
+    two layers before; all 0 where that layer is of another stack. Exact keys, layer by layer, ascending: those of
+    layer l are `key_starts[l]` to `key_starts[l+1]`; `keys_one` [K1, k] holds layer 1's, the set at layer 0;
+    `keys_two` [K2, 2k] all others, the set at l-2 and that at l-1; both u16, starts u32. A key was seen `keys_seen`
+    times and followed by `successor_experts` (u16), each `successor_counts` times, from `successor_starts[key]` to
+    `successor_starts[key + 1]`. Counts but for popularity are u16 where T < 65536, else u32.
     """
 
     popularity: Array

@@ -17,6 +17,7 @@ from moe_pack.formats import (
     Pack,
     PackError,
     TensorSidecar,
+    first_moe_layers,
     open_tensor_sidecar,
     root_without_thresholds,
     tensor_sidecar_bytes,
@@ -159,7 +160,8 @@ class _Networks:
         place = f"{ROUTING_FILE}: {prefix}*"
         network = Predictor.from_stored(arrays, place)
         sizes = (network.hidden_size, network.num_experts, network.num_previous)
-        expected = (self.spec.hidden_size, self.spec.router.num_experts, min(layer_idx, MAX_PREVIOUS))
+        begin = max(first for first in first_moe_layers(self.spec) if first <= layer_idx)  # of its stack
+        expected = (self.spec.hidden_size, self.spec.router.num_experts, min(layer_idx - begin, MAX_PREVIOUS))
         if sizes != expected:
             d, E, P = expected
             raise PackError(

@@ -207,3 +207,28 @@ def test_whole_paths_of_one_expert_a_token_are_covered_as_worked_by_hand() -> No
     (result,) = path_coverage(routes, 2)
     assert result.frequencies.tolist() == [10, 5, 3, 1, 1]
     assert result.covered == (0.5, 0.5, 0.5, 0.5, 0.9)  # 50% of five paths is rounded up to three
+
+
+def test_no_path_leads_from_one_stack_into_another() -> None:
+    routes = np.random.default_rng(3).integers(0, 3, (64, 5, 1))
+    found = learn_paths(routes, 3, EVERYTHING, first_layers=(0, 2))
+    apart = [learn_paths(routes[:, stack], 3, EVERYTHING) for stack in (slice(0, 2), slice(2, 5))]
+    assert found.popularity.tolist() == [*apart[0].popularity.tolist(), *apart[1].popularity.tolist()]
+    zeros = np.zeros((3, 3)).tolist()
+    ones = [*apart[0].after_one.tolist(), zeros, *apart[1].after_one.tolist()]
+    assert found.after_one.tolist() == ones
+    assert found.after_two.tolist() == [zeros, zeros, *apart[1].after_two.tolist()]
+    # A key is of all that a layer could know: of one stack's two layers, or of layer 0 alone.
+    assert found.keys_one.tolist() == apart[0].keys_one.tolist()
+    assert found.keys_two.tolist() == apart[1].keys_two.tolist()
+    assert PathStatistics.from_arrays(found.arrays(), "paths", 5, 3, 1).arrays().keys() == found.arrays().keys()
+    recalls = evaluate(found, routes, 1, first_layers=(0, 2))
+    assert [recall.stage_share[2] for recall in recalls] == [1, 0, 1, 0, 0]  # a stack's first: popularity alone
+
+
+def test_paths_are_spread_over_each_stack() -> None:
+    routes = np.random.default_rng(3).integers(0, 3, (64, 5, 1))
+    found = path_coverage(routes, 3, first_layers=(0, 2))
+    assert [(window.first_layer, window.num_layers) for window in found] == [(0, 2), (2, 3)]
+    apart = [path_coverage(routes[:, stack], 3)[0] for stack in (slice(0, 2), slice(2, 5))]
+    assert [window.frequencies.tolist() for window in found] == [window.frequencies.tolist() for window in apart]

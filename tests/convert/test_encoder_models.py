@@ -1,4 +1,4 @@
-"""Plans, synthetic packs, verification and refusals of models with an encoder, by the commands."""
+"""Plans, synthetic packs and verification of models with an encoder, by the commands."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,9 @@ from click.testing import CliRunner, Result
 from families import Tiny, config_of, write
 from models import pack
 
-from moe_pack.calib.layer_pass import check_length
 from moe_pack.convert.cli import main
 from moe_pack.convert.compare import compare_logits
-from moe_pack.formats import Checkpoint, Pack, RunError
+from moe_pack.formats import Checkpoint, Pack
 
 TINY = Tiny("switch_transformers", "as it comes")
 
@@ -57,10 +56,3 @@ def test_a_16_bit_pack_has_the_source_s_logits(tmp_path: Path) -> None:
     checkpoint.close()
     assert (found.num_tokens, found.agreement) == (60, 1.0)
     assert found.largest < 1e-4
-
-
-def test_what_measures_on_text_refuses(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(write(TINY, tmp_path))
-    checkpoint.close()
-    with pytest.raises(RunError, match="models with an encoder are not measured on text yet"):
-        check_length(checkpoint.spec, 1)

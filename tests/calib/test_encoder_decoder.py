@@ -1,0 +1,495 @@
+"""Calibration of models with an encoder: each measure against whole models run by the runtime or by transformers."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from answers import start_token, their_answer
+from families import Tiny, original, write
+from models import pack
+from profiles import QUICK, Recorder, StoppedError, folder_bytes, profiled, random_tokens
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from moe_pack.calib import (
+    ProfileOptions,
+    ThresholdRule,
+    attach,
+    evaluate,
+    losses_of,
+    make_reference,
+    measure_thresholds,
+    read_reference,
+    realized_sparsity,
+    report_html,
+)
+from moe_pack.calib.arrays import Array
+from moe_pack.calib.effects import Copy, LayerErrors, all_copies
+from moe_pack.calib.exact import ExactPass
+from moe_pack.calib.expert_error import Change, Rounding
+from moe_pack.calib.held import HeldWeights
+from moe_pack.calib.layer_pass import LayerStates
+from moe_pack.calib.rounded import RoundedDense, roundable_roles
+from moe_pack.calib.sensitivity import SensitivityPass
+from moe_pack.calib.sequences import Sequences
+from moe_pack.formats import ROW_GROUP, Checkpoint, Pack
+from moe_pack.runtime import (
+    CheckpointWeights,
+    EncoderDecoder,
+    Expert,
+    NeuronBlock,
+    PackWeights,
+    Routing,
+    Weights,
+    embed,
+    make_prediction,
+)
+
+CPU = torch.device("cpu")
+CAPACITY = 5
+# Two MoE layers in each stack; half of a sequence of 48 tokens exceeds the capacity of some experts.
+SHAPE = Tiny(
+    "switch_transformers",
+    "two layers with experts in each stack",
+    {
+        "expert_capacity": CAPACITY,
+        "tie_word_embeddings": False,
+        "num_decoder_layers": 4,
+        "num_sparse_decoder_layers": 2,
+        "num_experts": 4,
+    },
+)
+ENCODER_LAYERS, MOE_LAYERS, E, F, V = 4, (1, 3, 5, 7), 4, 48, 96
+TOKENS = random_tokens(5, 48, V)
+HALF = 24
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(SHAPE, tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def model(source: Path) -> PreTrainedModel:
+    return original(source)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(source: Path) -> Iterator[Checkpoint]:
+    held = Checkpoint(source)
+    yield held
+    held.close()
+
+
+def halves() -> list[tuple[list[int], list[int]]]:
+    """What encoder and decoder are given of each sequence, by the rule in docs/profile.md."""
+    return [([*row[:HALF]], [0, *row[HALF : 2 * HALF - 1]]) for row in TOKENS.sequences.tolist()]
+
+
+def log_probs(weights: Weights) -> Tensor:
+    """Predictions of the runtime, float64 [N, HALF, V]."""
+    found, runs = [], EncoderDecoder(weights, HALF)
+    for text, answer in halves():
+        runs.encode(text)
+        found.append(runs.logits(answer).double().log_softmax(-1))
+    return torch.stack(found)
+
+
+def kl(expected: Tensor, found: Tensor) -> float:
+    return float((expected.exp() * (expected - found)).sum(-1).mean())
+
+
+# --- predictions
+
+
+def test_a_reference_holds_what_transformers_predicts_of_the_second_half(
+    source: Path, checkpoint: Checkpoint, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    assert start_token(model) == 0
+    made = make_reference(checkpoint, TOKENS, tmp_path, Recorder())
+    found = read_reference(tmp_path)
+    assert found.facts == made.facts and found.facts.num_predicted == HALF - 1
+    expected = torch.stack([their_answer(model, *half) for half in halves()]).log_softmax(-1)[:, :-1]
+    came = torch.tensor([answer[1:] for _, answer in halves()])
+    np.testing.assert_allclose(found.next_log_probs, expected.gather(2, came[..., None])[..., 0], atol=1e-4)
+    by_token = expected.gather(2, torch.from_numpy(found.ids.astype(np.int64)))
+    np.testing.assert_allclose(found.log_probs, by_token, atol=1e-4)
+    assert 0 < found.facts.noise_floor < 1e-9
+
+
+def test_a_16_bit_pack_loses_nothing_against_source_and_reference(
+    source: Path, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    pack(source, tmp_path / "packed", width=16)
+    reference = make_reference(checkpoint, TOKENS, tmp_path / "reference", Recorder())
+    with Pack(tmp_path / "packed") as held:
+        for against in (reference, checkpoint):
+            found = evaluate(held, TOKENS, Recorder(), against)
+            assert found.num_tokens == len(TOKENS.sequences) * (HALF - 1)
+            assert found.against is not None and abs(found.against.kl.value) < 1e-6
+            assert found.against.agreement.value == 1
+            assert found.perplexity.value == pytest.approx(found.against.source_perplexity.value, rel=1e-5)
+
+
+# --- hidden states, and what the encoder has read
+
+
+def states_of(checkpoint: Checkpoint, folder: Path) -> LayerStates:
+    weights = HeldWeights(CheckpointWeights(checkpoint))
+    given = Sequences.of(checkpoint.spec, torch.from_numpy(TOKENS.sequences.astype(np.int64)))
+    first, answer = given.begun(lambda ids, number: embed(ids[number], weights))
+    return LayerStates(weights, first, len(TOKENS.sequences), given.length, folder, CPU, answer=answer)
+
+
+def test_what_was_read_stays_beside_the_hidden_states_and_damaged_all_begins_anew(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    for layer in range(6):
+        states = states_of(checkpoint, tmp_path)
+        assert states.next_layer == layer
+        states.leave(layer, states.enter(layer))
+        kept = sorted(path.name[:10] for path in tmp_path.glob("hidden-*"))
+        wanted = {layer + 1} | ({ENCODER_LAYERS} if layer >= ENCODER_LAYERS else set())
+        assert kept == [f"hidden-{number:03d}" for number in sorted(wanted)]
+    (read,) = tmp_path.glob(f"hidden-{ENCODER_LAYERS:03d}-*")
+    raw = read.read_bytes()
+    read.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    assert states_of(checkpoint, tmp_path).next_layer == 0
+    read.write_bytes(raw)
+    assert states_of(checkpoint, tmp_path).next_layer == 6
+
+
+# --- statistics
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a MoE layer of transformers saw: inputs [T, d], routes and weights [T], and which tokens an expert ran for.
+
+    `a[e]` float32 [n, f]: activations of those.
+    """
+
+    inputs: Tensor
+    routes: Array
+    mass: Array
+    runs: Array
+    a: list[Array]
+
+
+@torch.no_grad()
+def seen_by(model: PreTrainedModel) -> list[Seen]:
+    stacks: list[Any] = [model.encoder, model.decoder]
+    blocks = [held.layer[-1] for stack in stacks for held in stack.block]
+    mlps: list[Any] = [block.mlp for block in blocks if hasattr(block.mlp, "router")]
+    caught: list[list[Tensor]] = [[] for _ in mlps]
+    hooks = [
+        mlp.register_forward_pre_hook(lambda _, given, held=held: held.append(given[0].reshape(-1, 64)))
+        for mlp, held in zip(mlps, caught, strict=True)
+    ]
+    for half in halves():
+        their_answer(model, *half)
+    for hook in hooks:
+        hook.remove()
+    return [_seen(mlp, held) for mlp, held in zip(mlps, caught, strict=True)]
+
+
+def _seen(mlp: Any, sequences: list[Tensor]) -> Seen:
+    inputs = torch.cat(sequences)
+    shares = (inputs @ mlp.router.classifier.weight.T).softmax(-1)
+    routes = shares.argmax(-1).tolist()
+    runs = []
+    for start in range(0, len(routes), HALF):  # counted in each sequence anew
+        used: Counter[int] = Counter()
+        for expert in routes[start : start + HALF]:
+            used[expert] += 1
+            runs.append(used[expert] <= CAPACITY)
+    a = []
+    for e in range(E):
+        own = [place for place, expert in enumerate(routes) if expert == e and runs[place]]
+        a.append(torch.relu(inputs[own] @ mlp.experts[f"expert_{e}"].wi.weight.T).numpy())
+    return Seen(inputs, np.asarray(routes), shares.max(-1).values.numpy(), np.asarray(runs), a)
+
+
+@pytest.fixture(scope="module")
+def profile_folder(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profile") / "profile"
+    profiled(source, folder, TOKENS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(model: PreTrainedModel) -> list[Seen]:
+    return seen_by(model)
+
+
+def test_statistics_count_the_tokens_that_experts_run_for(source: Path, profile_folder: Path, seen: list[Seen]) -> None:
+    profile = profiled(source, profile_folder, TOKENS)
+    assert profile.num_tokens == len(TOKENS.sequences) * HALF
+    assert any(not layer.runs.all() for layer in seen[:2]) and any(not layer.runs.all() for layer in seen[2:])
+    for layer_idx, layer in enumerate(seen):
+        found = profile.statistics(layer_idx)
+        assert found.routes[:, 0].tolist() == layer.routes.tolist()
+        for e in range(E):
+            own = (layer.routes == e) & layer.runs
+            assert found.tokens[e] == found.coactivation[e, e] == own.sum()
+            assert found.held_out_tokens[e] == own[-HALF:].sum()
+            assert found.mass[e] == pytest.approx(math.fsum(layer.mass[own].tolist()), rel=1e-5)
+        assert found.coactivation.sum() == layer.runs.sum()
+
+
+def test_quantiles_are_those_of_sorted_activations(source: Path, profile_folder: Path, seen: list[Seen]) -> None:
+    profile = profiled(source, profile_folder, TOKENS)
+    for layer_idx, layer in enumerate(seen):
+        found = profile.statistics(layer_idx).at_sparsities((0.5, 0.8, 0.99))
+        for e in range(E):
+            ordered = np.sort(layer.a[e], axis=None)
+            places = [max(math.ceil(level * len(ordered)), 1) - 1 for level in (0.5, 0.8, 0.99)]
+            np.testing.assert_allclose(found[e, 0], ordered[places], rtol=2.0**-10, atol=1e-5)
+
+
+def test_paths_lead_through_each_stack_and_not_from_one_to_the_other(
+    source: Path, profile_folder: Path, seen: list[Seen]
+) -> None:
+    profile = profiled(source, profile_folder, TOKENS)
+    paths, learned = profile.paths(), (len(TOKENS.sequences) - 1) * HALF
+    routes = [layer.routes[:learned] for layer in seen]
+    for later, expected in ((1, True), (2, False), (3, True)):
+        pairs = Counter(zip(routes[later - 1].tolist(), routes[later].tolist(), strict=True))
+        counted = [[pairs[before, own] * expected for own in range(E)] for before in range(E)]
+        assert paths.after_one[later - 1].tolist() == counted
+    assert not paths.after_two.any()  # two layers before is another stack's, everywhere
+    assert paths.key_starts[1] == 0 and paths.key_starts[2] > 0
+    assert paths.key_starts[2:].tolist() == [paths.key_starts[2]] * 3
+    assert [profile.has_predictors(layer_idx) for layer_idx in range(4)] == [False, True, False, True]
+    cosines = [np.isnan(profile.statistics(layer_idx).cosine).all() for layer_idx in range(4)]
+    assert cosines == [True, False, True, False]
+
+
+def test_what_a_profile_knows_is_put_beside_a_pack_and_drawn(
+    source: Path, profile_folder: Path, seen: list[Seen], tmp_path: Path
+) -> None:
+    profile = profiled(source, profile_folder, TOKENS)
+    pack(source, tmp_path)
+    with Pack(tmp_path) as held:
+        found = attach(held, profile)
+        weights = PackWeights(held, CPU)
+        assert weights.spec == profile.spec
+        read = Routing.open(held)
+        assert read is not None
+        assert read.judged_layers == found.judged_layers == (1, 3)
+        assert [read.network(layer_idx).num_previous for layer_idx in (1, 3)] == [1, 1]
+        assert make_prediction("mlp", weights, read) is not None
+    assert found.popularity.tolist() == [np.bincount(layer.routes, minlength=E).tolist() for layer in seen]
+    assert "<html" in report_html(profile)
+
+
+@pytest.mark.parametrize("stop_at", range(2, 30, 5))
+def test_stopped_anywhere_a_profile_ends_in_the_same_bytes(
+    stop_at: int, source: Path, profile_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(StoppedError):
+        profiled(source, tmp_path / "profile", TOKENS, QUICK, Recorder(stop_at))
+    profiled(source, tmp_path / "profile", TOKENS)
+    assert folder_bytes(tmp_path / "profile") == folder_bytes(profile_folder)
+
+
+# --- sensitivity
+
+
+class Rounded(CheckpointWeights):
+    """Experts of some layers with some of their matrices rounded."""
+
+    def __init__(self, checkpoint: Checkpoint, width_of: Callable[[int, int, str], int], rounding: Rounding) -> None:
+        super().__init__(checkpoint)
+        self._width_of = width_of
+        self._rounding = rounding
+
+    def expert(self, layer_idx: int, expert: int) -> Expert:
+        (block,) = super().expert(layer_idx, expert).blocks()
+        matrices = []
+        for name, weights in (("up", block.up), ("down", block.down)):
+            width = self._width_of(layer_idx, expert, name)
+            matrices.append(weights if width == 16 else self._rounding(weights, width))
+
+        class Held:
+            def down_bias(self) -> None:
+                """It has none."""
+
+            def blocks(self) -> Iterator[NeuronBlock]:
+                yield NeuronBlock(None, *matrices)
+
+        return Held()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A sensitivity pass whose copies are of all sequences."""
+
+    errors: list[LayerErrors]
+    kls: dict[Copy, float]
+    head: list[float]
+
+
+def run_pass(checkpoint: Checkpoint, folder: Path, anew: bool = False) -> Ran:
+    """`full`, whose copies change one matrix each; `anew`: each layer by a new process."""
+    limits = np.sort(np.random.default_rng(1).random((E, 3, 4)).astype(np.float32) * 0.3, axis=2)
+    ids = torch.from_numpy(TOKENS.sequences.astype(np.int64))
+
+    def stage() -> SensitivityPass:
+        return SensitivityPass(HeldWeights(CheckpointWeights(checkpoint)), ids, "full", lambda l: limits, folder, CPU)
+
+    running, errors = stage(), []
+    running.cost(range(checkpoint.spec.num_hidden_layers))
+    for layer in range(checkpoint.spec.num_hidden_layers):
+        if anew:
+            running = stage()
+            assert running.states.next_layer == layer
+        errors.append(running.layer(layer))
+        running.leave(layer)
+    if anew:
+        running = stage()
+    measured = running.divergences()
+    assert running.num_copied == len(ids), "copies are of all sequences"
+    running.states.close()
+    copies = all_copies(checkpoint.spec, "full")
+    return Ran(errors, dict(zip(copies, measured.kls.tolist(), strict=True)), measured.head.tolist())
+
+
+@pytest.fixture(scope="module")
+def ran(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return run_pass(checkpoint, tmp_path_factory.mktemp("pass") / "pass")
+
+
+def test_copies_of_an_embedding_or_of_dense_matrices_diverge_as_the_whole_model_does(
+    checkpoint: Checkpoint, ran: Ran
+) -> None:
+    weights, plain = CheckpointWeights(checkpoint), Rounding("nearest")
+    expected, num_compared = log_probs(weights), 0
+    for copy, found in ran.kls.items():
+        if copy.kind == "experts":
+            continue
+        roles = ("embed",) if copy.kind == "embedding" else roundable_roles(checkpoint.spec, copy.layer)
+        assert copy.kind == "embedding" or any(".cross." in role for role in roles) == (copy.layer >= ENCODER_LAYERS)
+        rounded = log_probs(RoundedDense(weights, roles, copy.width, plain))
+        assert found == pytest.approx(kl(expected, rounded), rel=2e-3, abs=1e-6)
+        assert found > 1e-5, "there is something to compare"
+        num_compared += 1
+    assert num_compared == 2 + 8
+
+
+def test_copies_of_experts_diverge_as_the_whole_model_does(checkpoint: Checkpoint, ran: Ran) -> None:
+    """One matrix of all of a layer's experts, in either stack."""
+    expected = log_probs(CheckpointWeights(checkpoint))
+    for layer_idx, layer in enumerate(MOE_LAYERS):
+        for matrix_idx, matrix in ((1, "up"), (2, "down")):
+            copy = Copy("experts", layer, changes=(Change(matrix_idx, 2),))
+
+            def width_of(l: int, e: int, name: str, layer_idx: int = layer_idx, matrix: str = matrix) -> int:
+                return 2 if (l, name) == (layer_idx, matrix) else 16
+
+            rounded = log_probs(Rounded(checkpoint, width_of, Rounding("hqq")))
+            assert ran.kls[copy] == pytest.approx(kl(expected, rounded), rel=2e-3, abs=1e-6)
+            assert ran.kls[copy] > 1e-5, "there is something to compare"
+
+
+def test_an_experts_errors_are_what_rounding_it_alone_changes_in_its_layer(
+    checkpoint: Checkpoint, ran: Ran, seen: list[Seen]
+) -> None:
+    weights, rounding = CheckpointWeights(checkpoint), Rounding("hqq")
+    for layer_idx, layer in enumerate(seen):
+        for e in range(E):
+            (block,) = weights.expert(layer_idx, e).blocks()
+            own = (layer.routes == e) & layer.runs
+            x = layer.inputs[own]
+            plain = torch.relu(x @ block.up.T) @ block.down
+            rounded = torch.relu(x @ rounding(block.up, 2).T) @ block.down
+            squares = (rounded - plain).square().mean(1) * torch.from_numpy(layer.mass[own]).square()
+            found = ran.errors[MOE_LAYERS[layer_idx]].quantized[e]
+            assert found[1, 0] == pytest.approx(float(squares.sum()) / len(layer.runs), rel=2e-3)
+            assert not found[0].any(), "it has no gate"
+
+
+def test_begun_anew_before_every_layer_sensitivity_is_the_same_bits(
+    checkpoint: Checkpoint, ran: Ran, tmp_path: Path
+) -> None:
+    again = run_pass(checkpoint, tmp_path / "pass", anew=True)
+    assert again.kls == ran.kls and again.head == ran.head
+    for one, other in zip(again.errors, ran.errors, strict=True):
+        for name, array in one.arrays().items():
+            np.testing.assert_array_equal(array, other.arrays()[name])
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_each_expert_at_2_bits_alone_costs_what_the_whole_model_loses(
+    anew: bool, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    ids, rounding = torch.from_numpy(TOKENS.sequences.astype(np.int64)), Rounding("absmax", ROW_GROUP)
+
+    def stage() -> ExactPass:
+        return ExactPass(HeldWeights(CheckpointWeights(checkpoint)), ids, tmp_path / "pass", CPU)
+
+    running = stage()
+    for layer in range(checkpoint.spec.num_hidden_layers):
+        running.layer(layer)
+        running = stage() if anew else running
+    found = running.losses()
+    expected = log_probs(CheckpointWeights(checkpoint))
+
+    def loss(low: tuple[int, int] | None) -> float:
+        return kl(expected, log_probs(Rounded(checkpoint, lambda l, e, name: 2 if (l, e) == low else 4, rounding)))
+
+    assert found["base"].tolist() == pytest.approx([loss(None)], rel=1e-3)
+    wanted = [[loss((l, e)) for e in range(E)] for l in range(len(MOE_LAYERS))]
+    np.testing.assert_allclose(found["losses"], wanted, rtol=1e-3)
+
+
+# --- thresholds
+
+
+def logits_of(folder: Path) -> Tensor:
+    with Pack(folder) as held:
+        return log_probs(PackWeights(held, CPU))
+
+
+def test_at_sparsity_0_a_pack_selected_by_up_answers_as_its_source(
+    source: Path, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    pack(source, tmp_path, selector="up", width=16)
+    with Pack(tmp_path) as held:
+        found = measure_thresholds(held, TOKENS, ThresholdRule(sparsity=0.0), Recorder())
+    assert found.learned.overall is not None and 0.2 < found.learned.overall < 0.8, "ReLU leaves many out by itself"
+    assert (logits_of(tmp_path) - log_probs(CheckpointWeights(checkpoint))).abs().max() < 1e-4
+
+
+def test_the_sparsity_asked_for_holds_on_text_unseen(source: Path, tmp_path: Path) -> None:
+    pack(source, tmp_path, selector="up", width=4)
+    with Pack(tmp_path) as held:
+        measure_thresholds(held, random_tokens(40, 48, V, seed=1), ThresholdRule(sparsity=0.8), Recorder())
+    with Pack(tmp_path) as held:
+        found = realized_sparsity(held, random_tokens(40, 48, V, seed=2), Recorder())
+    assert found.overall == pytest.approx(0.8, abs=0.01)
+
+
+def test_thresholds_stopped_and_begun_again_are_the_same(source: Path, tmp_path: Path) -> None:
+    for name, stops in (("whole", ()), ("stopped", (3, 11, 19))):
+        folder = tmp_path / name
+        pack(source, folder, selector="up")
+        for stop_at in stops:
+            with Pack(folder) as held, pytest.raises(StoppedError):
+                measure_thresholds(held, TOKENS, ThresholdRule(sparsity=0.7), Recorder(stop_at))
+        with Pack(folder) as held:
+            measure_thresholds(held, TOKENS, ThresholdRule(sparsity=0.7), Recorder())
+    assert folder_bytes(tmp_path / "whole") == folder_bytes(tmp_path / "stopped")
+
+
+def test_losses_are_of_all_that_routers_choose_within_capacity_or_not(source: Path, tmp_path: Path) -> None:
+    profile = profiled(source, tmp_path / "profile", TOKENS, ProfileOptions("exact"))
+    assert profile.exact()["losses"].shape == (4, E)
+    assert (profile.effects().dense > 0).all()
+    np.testing.assert_allclose(losses_of(profile).popularity.sum(axis=1), 1)
