@@ -150,9 +150,9 @@ def test_a_dense_model_is_refused_as_one(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_those_supported(tmp_path: Path) -> None:
-    folder = configured(tmp_path, model_type="gpt_oss")
+    folder = configured(tmp_path, model_type="jamba")
     known = ", ".join(sorted(FAMILIES))
-    assert refusal(folder) == f"config.json: architecture 'gpt_oss' is not supported; supported: {known}"
+    assert refusal(folder) == f"config.json: architecture 'jamba' is not supported; supported: {known}"
 
 
 @pytest.mark.parametrize(
