@@ -174,7 +174,9 @@ def test_a_model_worked_by_hand_is_foretold_as_worked() -> None:
 
     class Rows:
         kernels = None
-        spec = type("Spec", (), {"moe_layers": (0, 1), "router": type("Router", (), {"bias": False})})
+        spec = type(
+            "Spec", (), {"moe_layers": (0, 1), "router": type("Router", (), {"bias": False, "logit_bias": False})}
+        )
 
         def matrix(self, role: str) -> StoredMatrix:
             assert role == "layers.1.router"
