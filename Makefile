@@ -47,7 +47,7 @@ check: $(INSTALLED)
 	$(BIN)/pytest -n auto --dist loadfile
 
 soak: $(INSTALLED)
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m slow -n 2 --dist loadfile
 
 families: $(INSTALLED)
 	PYTHONPATH=tests/support $(BIN)/python benchmarks/family_table.py
