@@ -1,6 +1,7 @@
 """What every published model that we know would come to in 8, 11, 16 and 24 GiB of a card: docs/plans.md.
 
-No weights: losses are assumed and routes drawn evenly, as `moe-pack plan NAME` does without a profile.
+No weights: losses are assumed and routes drawn evenly, as `moe-pack plan NAME` does without a profile. Models with an
+encoder do not run on cards: theirs is so much of a CPU's memory.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from moe_pack.calib import assumed_losses
 from moe_pack.convert.plan_report import mean_sparsity
 from moe_pack.convert.planned import Planned
 from moe_pack.convert.target import Target, planner_for
-from moe_pack.formats import RunError, dense_roles, model_spec, num_parameters, size_text
+from moe_pack.formats import ModelSpec, RunError, dense_roles, model_spec, num_parameters, size_text
 from moe_pack.formats.families import published_names
 
 _SIZES = (8, 11, 16, 24)  # GiB
@@ -28,12 +29,17 @@ def header() -> str:
     )
 
 
+def name_of(name: str, spec: ModelSpec) -> str:
+    """How the table names a model: with what it runs on, where that is no card."""
+    return name if spec.encoder is None else f"{name} (CPU)"
+
+
 def row(name: str, gibibytes: int, planned: Planned, nll_per_kl: float, sparsity: float) -> str:
     """A plan, in Markdown."""
     shares = {share.name: share.num_bytes for share in planned.foretold.shares}
-    held = sum(shares[part] for part in ("resident selectors", "hot rows", "pages of experts"))
+    held = sum(shares.get(part, 0) for part in ("resident selectors", "hot rows", "pages of experts"))
     cells = [
-        name,
+        name_of(name, planned.layout.spec),
         size_text(2 * num_parameters(planned.layout.spec)),
         str(gibibytes),
         f"{planned.loss:.3f}",
@@ -55,12 +61,14 @@ def line(name: str, gibibytes: int) -> str:
     spec = model_spec(name)
     losses, dtypes = assumed_losses(spec), ("BF16",) * len(dense_roles(spec))
     target = Target(gibibytes << 30, "cuda", ram_bytes=_RAM, gpu=_GPUS[gibibytes])
+    if spec.encoder is not None:
+        target = Target(gibibytes << 30, "cpu")
     try:
         planner = planner_for(target, spec, dtypes, losses, None, None)
         planned = planner.plan(target.limit.nats(losses.nll_per_kl))
     except RunError as fault:  # `--target-vram: 8.0 GiB, the least within this loss is ...; give more ...`
         reason = str(fault).partition(", ")[2].partition(";")[0]
-        return f"| {name} | {size_text(2 * num_parameters(spec))} | {gibibytes} | {reason} |" + " |" * 9
+        return f"| {name_of(name, spec)} | {size_text(2 * num_parameters(spec))} | {gibibytes} | {reason} |" + " |" * 9
     return row(name, gibibytes, planned, losses.nll_per_kl, mean_sparsity(planned, losses))
 
 

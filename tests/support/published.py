@@ -70,6 +70,9 @@ PUBLISHED = (
     Published("xverse-moe-a4.2b", "25.8", "4.2"),
     Published("gpt-oss-20b", "20.91", "3.61", active_leaves_out=("embed",)),
     Published("gpt-oss-120b", "116.83", "5.13", active_leaves_out=("embed",)),
+    Published("switch-base-16", "1.1", "0.223"),
+    Published("switch-base-128", "7.4", "0.22"),
+    Published("switch-large-128", "26", "0.74"),
 )
 
 
