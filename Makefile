@@ -76,6 +76,9 @@ bench: families bench-cpu bench-streaming ablate
 	$(BIN)/python benchmarks/hqq_speed.py
 	$(BIN)/python benchmarks/bounded_memory.py
 	$(BIN)/python benchmarks/bounded_memory.py --bits 16
+	mkdir -p $(BENCH_PACKS)
+	$(BIN)/python benchmarks/coded_memory.py --model gpt-oss-120b --folder $(BENCH_PACKS)
+	$(BIN)/python benchmarks/coded_memory.py --model deepseek-v3 --folder $(BENCH_PACKS)
 	$(BIN)/python benchmarks/thresholds_hold.py
 	$(BIN)/python benchmarks/floe_orderings.py
 	$(BIN)/python benchmarks/added_sensitivities.py
