@@ -49,6 +49,7 @@ class MemoryWeights:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.spec: ModelSpec = checkpoint.spec
         assert tuple(self.spec.expert.matrices) == MATRICES, "experts have three matrices"
+        assert "down" not in self.spec.expert.bias, "their blocks are all there is of them"
         self.selector: Selector = "none"
         self.kernels: Kernels | None = None
         self.places = [(l, e) for l in range(len(self.spec.moe_layers)) for e in range(self.spec.router.num_experts)]

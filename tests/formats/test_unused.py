@@ -1,4 +1,4 @@
-"""`unused-000.safetensors`, what a pack keeps though nothing runs it: hand-made faults, and the legal file beside them."""
+"""`unused-000.safetensors`, which nothing runs: hand-made faults, and the legal file beside them."""
 
 from pathlib import Path
 
