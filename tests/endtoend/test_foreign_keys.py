@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from answers import our_logits, start_token, their_answer
-from families import BASE, WITH_ENCODER, Tiny, oracle, original, token_ids, write_config, write_random
+from families import BASE, BUILT_AS, WITH_ENCODER, Tiny, oracle, original, token_ids, write_config, write_random
 from huggingface_hub.errors import StrictDataclassError
 from models import pack
 from references import REFERENCES
@@ -47,7 +47,7 @@ def write(family: str, values: dict[str, Any], folder: Path) -> None:
     if family in REFERENCES:
         REFERENCES[family].write(own, folder)
     else:
-        write_random(AutoConfig.for_model(family, **own), folder)
+        write_random(AutoConfig.for_model(BUILT_AS.get(family, family), **own), folder)
     (folder / "config.json").write_text(json.dumps(values))
 
 
