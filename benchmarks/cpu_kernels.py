@@ -142,7 +142,7 @@ def measure(
     """All cases of one format, interleaved."""
     experts = Experts(model, stored)
     x = torch.randn(1, model.d, generator=torch.Generator().manual_seed(0))
-    thresholds = _thresholds(experts, model, x, pools[1])
+    thresholds = _thresholds(experts, model, x, next(iter(pools.values())))
     cases = [(sparsity, threads) for threads in pools for sparsity in _SPARSITIES]
     times: dict[tuple[float, int], list[float]] = {case: [] for case in cases}
     reads: dict[int, list[float]] = {threads: [] for threads in pools}
