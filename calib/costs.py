@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_pack.calib.divergence import HEAD_TOKENS, divergence, log_probabilities
+from moe_pack.calib.divergence import divergence, head_tokens, log_probabilities
 from moe_pack.calib.expert_error import (
     COMPARED_NEURONS,
     QUANTIZED,
@@ -189,10 +189,11 @@ class Trial:
     @torch.inference_mode()
     def predicted(self, num_tokens: int) -> Cost:
         """Predictions of this many tokens, from hidden states, compared with others."""
-        x = self._random(HEAD_TOKENS)
+        num_tried = head_tokens(self._spec.vocab_size)
+        x = self._random(num_tried)
         others = log_probabilities(x, self._weights, x.device)
         seconds = _seconds(lambda: divergence(others, log_probabilities(x, self._weights, x.device)))
-        seconds *= num_tokens / HEAD_TOKENS
+        seconds *= num_tokens / num_tried
         return Cost(num_tokens * self._spec.hidden_size * self._spec.vocab_size, seconds)
 
     @property
