@@ -20,8 +20,8 @@ from moe_pack.formats import ModelSpec, PackError, RangeReader, lay_out, read_he
 
 MAX_OWN_TOKENS = 2048  # of an expert: as many as one of average popularity is kept, too
 MAX_OTHER_TOKENS = 256  # of its layer, beside its own
-OTHERS_COUNT = 64  # as so many of its own they count together
-_PIECE_TOKENS = 1024  # written at once
+OTHERS_COUNT = 32  # as so many of its own they count together
+_PIECE_TOKENS = 256  # written at once: 15 MiB of the widest model
 _ALIGN_BYTES = 64
 
 

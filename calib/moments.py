@@ -16,7 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DAMPING = 0.01  # of the mean of the diagonal, added to it. Source: GPTQ, percdamp
+# Shares of the mean of the diagonal, added to it. The least: GPTQ's percdamp. More where columns are not much fewer
+# than tokens: then much of what seems to hang together does so by chance.
+LEAST_DAMPING, MOST_DAMPING = 0.01, 1.0
+_DAMPING_OF_A_COLUMN = 0.2  # over the number of tokens
 _PIECE_TOKENS = 256  # weighted at once
 
 
@@ -40,6 +43,21 @@ def second_moments(values: Tensor, weights: Tensor) -> Tensor:
     return moments
 
 
+def damping(weights: Tensor, num_columns: int) -> float:
+    """What `feedback` is to add to the diagonal of the moments of so many columns, as a share of its mean.
+
+    Meaning: 0.2 m / n within 0.01 and 1, with n = (sum w)^2 / sum w^2: of tokens of equal weight, their number.
+    Args:    weights: float32 [n], of the tokens that moments are made of.   num_columns: of a block, where these are
+             taken by blocks.
+    """
+    exact = weights.to(torch.float64)
+    squares = float(exact.square().sum())
+    if not squares > 0:
+        return MOST_DAMPING
+    num_tokens = float(exact.sum()) ** 2 / squares
+    return min(max(_DAMPING_OF_A_COLUMN * num_columns / num_tokens, LEAST_DAMPING), MOST_DAMPING)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Feedback:
     """How errors of columns are made up for by later ones.
@@ -54,21 +72,23 @@ class Feedback:
 
 
 @torch.inference_mode()
-def feedback(moments: Tensor) -> Feedback:
-    """The factor and importance of columns in their order, from their second moments with `DAMPING`.
+def feedback(moments: Tensor, share: float = LEAST_DAMPING) -> Feedback:
+    """The factor and importance of columns in their order, from their second moments, damped.
 
-    Meaning: H + damping = U D U^T. So damped, moments of any values have a factor in float64: their largest eigenvalue
-             is at most m / `DAMPING` + 1 times the smallest. A column that was always zero takes and gives no
-             feedback; moments that are all zero give none, every column as important as the next.
+    Meaning: H + share * mean of its diagonal = U D U^T. So damped, moments of any values have a factor in float64:
+             their largest eigenvalue is at most m / share + 1 times the smallest. A column that was always zero takes
+             and gives no feedback; moments that are all zero give none, every column as important as the next.
     Cost:    m^3 / 3 multiplications in float64, and 16 m^2 bytes for a while: 256 MiB for 4,096 columns. Wider
              matrices go in blocks of columns: pass `moments[a:b, a:b]`, and let errors end at b.
-    Args:    moments: float32 [m, m], symmetric: the upper triangle is read.
+    Args:    moments: float32 [m, m], symmetric: the upper triangle is read.   share: `damping` says how much; at
+             least `LEAST_DAMPING`.
     """
+    assert share >= LEAST_DAMPING, f"damped by {share}, a factor may not exist"
     # The lower Cholesky factor of the matrix turned by half a turn, turned back, is upper: R R^T = H, R = U sqrt(D).
     turned = moments.flip(0, 1).to(torch.float64)
     diagonal = turned.diagonal()
     mean = float(diagonal.mean())
-    diagonal += DAMPING * mean if mean > 0 else 1.0
+    diagonal += share * mean if mean > 0 else 1.0
     root = torch.linalg.cholesky(turned)
     del turned, diagonal
     steps = root.diagonal().clone()  # [m], sqrt(D) turned

@@ -144,7 +144,7 @@ def test_as_many_sequences_are_kept_as_give_an_expert_2048_tokens(
 # --- what an expert is calibrated on
 
 
-def test_an_expert_has_its_own_tokens_with_squared_weights_and_its_layers_as_64(tmp_path: Path) -> None:
+def test_an_expert_has_its_own_tokens_with_squared_weights_and_its_layers_as_32(tmp_path: Path) -> None:
     routes = torch.tensor([[0, 1]] * 30 + [[2, 3]] * 70 + [[3, 0]] * 20)
     tokens = made_up(routes)
     found = of_expert(tokens, 0, tmp_path)

@@ -1,10 +1,17 @@
-"""Second moments against float64; feedback against the exact best of all columns that are left, by least squares."""
+"""Second moments against float64, feedback against the exact best of the columns left, damping on tokens not seen."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
+from models import DEMO_MODEL
+from profiles import QUICK, Recorder
 from torch import Tensor
 
-from moe_pack.calib.moments import DAMPING, feedback, second_moments
+from moe_pack.calib import make_profile, read_tokens
+from moe_pack.calib.moments import LEAST_DAMPING, MOST_DAMPING, damping, feedback, second_moments
+from moe_pack.formats import Checkpoint
+from moe_pack.runtime import CheckpointWeights, FolderFiles, Text, activations
 
 M = 12
 
@@ -22,10 +29,10 @@ def random_weights(num_tokens: int) -> Tensor:
     return torch.rand(num_tokens, generator=torch.Generator().manual_seed(7))
 
 
-def damped(moments: Tensor) -> Tensor:
-    """Float64, with what GPTQ adds to the diagonal."""
+def damped(moments: Tensor, share: float = 0.01) -> Tensor:
+    """Float64, with this share of the diagonal's mean added to it, as GPTQ does."""
     exact = moments.to(torch.float64)
-    return exact + DAMPING * exact.diagonal().mean() * torch.eye(len(exact), dtype=torch.float64)
+    return exact + share * exact.diagonal().mean() * torch.eye(len(exact), dtype=torch.float64)
 
 
 def loss(errors: Tensor, moments: Tensor) -> float:
@@ -76,13 +83,74 @@ def test_moments_of_some_columns_are_a_block_of_all() -> None:
     torch.testing.assert_close(second_moments(values[:, 3:8], weights), whole[3:8, 3:8])
 
 
+# --- damping
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_columns", "expected"),
+    [
+        (1000, 500, 0.1),
+        (1000, 4096, 0.8192),
+        (1000, 50, 0.01),  # what GPTQ has
+        (1000, 40, LEAST_DAMPING),
+        (100, 500, 1.0),
+        (1, 14336, MOST_DAMPING),
+    ],
+)
+def test_damping_is_a_fifth_of_columns_over_tokens(num_tokens: int, num_columns: int, expected: float) -> None:
+    assert damping(torch.full((num_tokens,), 0.3), num_columns) == pytest.approx(expected)
+
+
+def test_tokens_of_little_weight_count_as_few() -> None:
+    heavy = torch.cat((torch.full((200,), 2.0), torch.full((800,), 1e-4)))
+    assert damping(heavy, 300) == pytest.approx(0.3, rel=1e-3)
+    assert damping(heavy * 1e-12, 300) == pytest.approx(damping(heavy, 300))
+    assert damping(torch.zeros(5), 300) == MOST_DAMPING
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tensor, Tensor]]:
+    """What an expert of the demo model was given, and its `h`, some 1,500 tokens each."""
+    checkpoint = Checkpoint(DEMO_MODEL)
+    tokens = read_tokens(None, None, Text(FolderFiles(DEMO_MODEL)), 8192, 512)
+    profile = make_profile(checkpoint, tokens, tmp_path_factory.mktemp("demo") / "profile", QUICK, Recorder())
+    with profile.inputs(1) as inputs:
+        x = inputs.of_expert(2).inputs[:-256]  # its own
+    blocks = CheckpointWeights(checkpoint).expert(1, 2).blocks()
+    yield x, torch.cat([activations(x, block, profile.spec.expert.function).h for block in blocks], dim=1)
+    checkpoint.close()
+
+
+@pytest.mark.parametrize("num_tokens", [32, 128, 512])
+@pytest.mark.parametrize("which", [0, 1], ids=["x", "h"])
+def test_damped_by_the_rule_a_real_experts_rows_lose_less_on_tokens_not_seen(
+    which: int, num_tokens: int, demo: tuple[Tensor, Tensor]
+) -> None:
+    values = demo[which]
+    seen = torch.arange(num_tokens) * len(values) // num_tokens  # evenly spread
+    unseen = torch.ones(len(values), dtype=torch.bool).index_fill_(0, seen, False)
+    moments, weights = second_moments(values[seen], torch.ones(num_tokens)), torch.ones(num_tokens)
+    other = second_moments(values[unseen], torch.ones(int(unseen.sum()))).to(torch.float64)
+
+    def lost(share: float) -> float:
+        factor = feedback(moments, share).factor.to(torch.float64)
+        # Misses of aims are free of each other and of one size, errors are misses F^-1: the trace of F^-1 H F^-T.
+        errors = torch.linalg.solve_triangular(factor, torch.eye(len(factor), dtype=torch.float64), upper=True)
+        return float((errors @ other * errors).sum() / other.trace())
+
+    by_rule = lost(damping(weights, values.shape[1]))
+    assert by_rule < lost(LEAST_DAMPING)
+    assert by_rule < 1, "more than is lost without feedback"
+
+
 # --- feedback
 
 
+@pytest.mark.parametrize("share", [LEAST_DAMPING, 0.3])
 @pytest.mark.parametrize("num_columns", [1, 2, M, 65])
-def test_factor_and_importance_make_up_the_damped_moments(num_columns: int) -> None:
+def test_factor_and_importance_make_up_the_damped_moments(num_columns: int, share: float) -> None:
     moments = second_moments(random_values(300, num_columns), random_weights(300))
-    found, expected = feedback(moments), damped(moments)
+    found, expected = feedback(moments, share), damped(moments, share)
     factor = found.factor.to(torch.float64)
     assert found.factor.dtype == found.importance.dtype == torch.float32
     assert torch.equal(factor, factor.triu()) and (factor.diagonal() == 1).all() and (found.importance > 0).all()
@@ -146,7 +214,7 @@ def test_columns_that_do_not_hang_together_give_no_feedback() -> None:
     sizes = torch.logspace(-3, 3, M)
     found = feedback(torch.diag(sizes))
     assert torch.equal(found.factor, torch.eye(M))
-    torch.testing.assert_close(found.importance, sizes + DAMPING * sizes.mean())
+    torch.testing.assert_close(found.importance, sizes + LEAST_DAMPING * sizes.mean())
 
 
 def test_columns_that_were_always_zero_give_and_take_no_feedback() -> None:
@@ -157,7 +225,7 @@ def test_columns_that_were_always_zero_give_and_take_no_feedback() -> None:
     for column in (0, 5, M - 1):
         assert torch.equal(found.factor[column], torch.eye(M)[column])
         assert torch.equal(found.factor[:, column], torch.eye(M)[column])
-        assert float(found.importance[column]) == pytest.approx(DAMPING * float(moments.diagonal().mean()))
+        assert float(found.importance[column]) == pytest.approx(LEAST_DAMPING * float(moments.diagonal().mean()))
     assert found.factor[1, 2] != 0
 
 
