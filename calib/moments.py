@@ -71,7 +71,7 @@ class Feedback:
     importance: Tensor
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def feedback(moments: Tensor, share: float = LEAST_DAMPING) -> Feedback:
     """The factor and importance of columns in their order, from their second moments, damped.
 
