@@ -28,7 +28,7 @@ from moe_pack.formats import (
     seal_rows,
     write_rows,
 )
-from moe_pack.formats.codecs import affine, decode_part, pack_codes, powers_of_two, unpack_codes
+from moe_pack.formats.codecs import Trellis, affine, decode_part, pack_codes, powers_of_two, unpack_codes
 from moe_pack.runtime import Activations, NeuronBlock, activations
 from moe_pack.runtime.native_kernels import ExpertRows, extent_rows
 from moe_pack.runtime.packed_expert import PackedExpert
@@ -100,6 +100,12 @@ def weight_magnitudes(stored: PartFormat, num_cols: int, section: Bytes) -> Tens
     if stored == MXFP4:  # sums of the native kernels' rows take E2M1 codes as affine ones, with a zero of 6
         scales = powers_of_two(held[:, stored.code_bytes(num_cols) :]).double().repeat_interleave(32, dim=1)
         return decode_part(stored, num_cols, held).double().abs() + 6 * scales
+    if stored.codec == "trellis":
+        # Of rows that are added, h * scale has steps of the largest / 8.3e6: half of one, times a value of 127, is
+        # `MAX_ERROR` of 8 times that largest, whose own value may be zero.
+        scales = Trellis(stored, num_cols).load_scales(held[:, stored.code_bytes(num_cols) :]).double()
+        spread = scales.repeat_interleave(stored.group or num_cols, dim=1)
+        return decode_part(stored, num_cols, held).double().abs() + 8 * spread
     if stored.codec != "affine":
         return decode_part(stored, num_cols, held).double().abs()
     codec = affine(stored, num_cols)
@@ -155,6 +161,8 @@ def random_section(stored: PartFormat, num_rows: int, num_cols: int, generator: 
     if stored == BF16:
         weights = torch.randn(num_rows, num_cols, generator=generator).mul_(0.1).to(torch.bfloat16)
         return weights.view(torch.uint8).numpy()
+    if stored.codec == "trellis":
+        return random_trellis_section(stored, num_rows, num_cols, generator)
     if stored.codec != "affine":
         return random_source_section(stored, num_rows, num_cols, generator)
     top, groups = 2**stored.width - 1, stored.num_groups(num_cols)
@@ -171,6 +179,18 @@ def random_section(stored: PartFormat, num_rows: int, num_cols: int, generator: 
         scale_step, zero_step = multipliers[:, :1].contiguous(), multipliers[:, 1:].contiguous()
         parts = [scale_step.view(torch.uint8), steps, zero_step.view(torch.uint8), signed.view(torch.uint8)]
     return torch.cat([pack_codes(codes, stored.width), *parts], dim=1).numpy()
+
+
+def random_trellis_section(stored: PartFormat, num_rows: int, num_cols: int, generator: torch.Generator) -> Bytes:
+    """The same of a trellis: any stream, and scales that make weights of about 0.1."""
+    shape = (num_rows, stored.num_groups(num_cols))
+    stream = torch.randint(0, 256, (num_rows, stored.code_bytes(num_cols)), generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(shape, generator=generator) + 0.5) / 300
+    if stored.scale_bits == 16:
+        return torch.cat([stream, scales.to(torch.float16).view(torch.uint8)], dim=1).numpy()
+    steps = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    multipliers = (scales[:, :1] / 128).to(torch.float16)
+    return torch.cat([stream, multipliers.view(torch.uint8), steps], dim=1).numpy()
 
 
 def random_source_section(stored: PartFormat, num_rows: int, num_cols: int, generator: torch.Generator) -> Bytes:
@@ -199,12 +219,12 @@ def _flatten(
         return
     groups, codes, scales = stored.num_groups(num_cols), stored.code_bytes(num_cols), stored.scale_bytes(num_cols)
     rows = list(constant_rows)
-    if stored.codec != "affine":
+    if stored.keeps_source:
         section[rows, :codes] = 0x77  # a number in all of them
         section[rows, codes:] = np.tile(section[rows, codes : codes + scales // groups], groups)
         return
     section[rows, :codes] = 0xFF
-    for start in (codes, codes + scales):  # all groups as the first
+    for start in (codes, codes + scales) if stored.codec == "affine" else (codes,):  # all groups as the first
         each = 2 if stored.scale_bits == 16 else 1
         first = start if stored.scale_bits == 16 else start + 2
         section[rows, first : first + each * groups] = np.tile(section[rows, first : first + each], groups)
