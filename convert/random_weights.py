@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from moe_pack.formats import E5M2, FP8, DenseRole, ModelSpec, NeuronFunction, PartFormat, RowLayout, seal_rows
-from moe_pack.formats.codecs import affine, e2m1_values
+from moe_pack.formats.codecs import Trellis, affine, e2m1_values, trellis_values
 
 # The constant share of a normed hidden state, one value in every dimension; its square is a quarter of the state's.
 CONSTANT = 0.5
@@ -190,7 +190,14 @@ def bf16_bits(values: NDArray[np.floating]) -> NDArray[np.uint16]:
 
 
 def scales_and_zeros(part: PartFormat, num_cols: int, spread: Spread) -> NDArray[np.uint8]:
-    """The bytes that end a part's row, u8 [2 * scale_bytes], for codes that are all as likely."""
+    """The bytes that end a part's row, u8 [scale and zero bytes], for codes that are all as likely.
+
+    A trellis has no zeros: the mean of its values, near zero, stays.
+    """
+    if part.codec == "trellis":
+        trellis = Trellis(part, num_cols)
+        scale = spread.deviation / float(trellis_values(part.width).std(correction=0))
+        return trellis.store_scales(torch.full((1, trellis.num_groups), scale))[0].numpy()
     codec, top = affine(part, num_cols), 2**part.width - 1
     scale = spread.deviation / math.sqrt((4**part.width - 1) / 12)
     scales, zeros = codec.store_scales(
