@@ -45,11 +45,14 @@ class Line:
 
     def row(self) -> str:
         """The line of the table."""
-        held = f"{self.size:>8}  {self.name:22}{self.num_bytes:12,}{self.kl:11.6f}"
+        return f"{self.size:>8}  {self.name:22}{self.num_bytes:12,}{self.kl:11.6f}  {self.compared()}"
+
+    def compared(self) -> str:
+        """How ours stands beside it."""
         if self.difference is None or self.our_kl is None:
-            return f"{held}  {self.verdict()}"
+            return self.verdict()
         interval = f"{self.difference.mean:+.6f} [{self.difference.low:+.6f}, {self.difference.high:+.6f}]"
-        return f"{held}{self.our_bytes:12,}{self.our_kl:11.6f}  {interval}  {self.verdict()}"
+        return f"{self.our_bytes:12,}{self.our_kl:11.6f}  {interval}  {self.verdict()}"
 
 
 class Contest:
@@ -99,5 +102,5 @@ def compare_llama(contest: Contest, sample: Tokens, llama: LlamaPython, folder: 
 
 def table(lines: list[Line]) -> str:
     """The comparisons under their names."""
-    title = f"{'size':>8}  {'plan':22}{'bytes':>12}{'KL':>11}{'ours, bytes':>12}{'KL':>11}  ours less it [95%]"
+    title = f"{'size':>8}  {'plan':22}{'bytes':>12}{'KL':>11}{'ours, bytes':>14}{'KL':>11}  ours less it [95%]"
     return "\n".join([title, *(line.row() for line in lines)])
