@@ -1,6 +1,6 @@
-"""The quantizers of whole experts that a plan may name: the one place where benchmarks get them from.
+"""Which quantizers benchmarks compare: the one place where those of whole experts, and their steps, come from.
 
-Quantizers that need no more than a matrix are not among them: `memory_weights.MatrixQuantizer` serves these.
+Quantizers that need no more than a matrix are not made here: `memory_weights.MatrixQuantizer` serves these.
 """
 
 from memory_weights import ExpertQuantizer
@@ -8,7 +8,15 @@ from memory_weights import ExpertQuantizer
 from moe_pack.calib import Profile
 from moe_pack.formats import Quantizer
 
+# Of what the project does beyond HQQ, in the order in which `quantizer_steps.py` adds them.
+STEPS = ("scales", "knapsack")
+
 
 def expert_quantizers(profile: Profile) -> dict[Quantizer, ExpertQuantizer]:
     """By the name that plans give them, those that quantize an expert by what `profile` saw it do."""
     return {}
+
+
+def quantizer_with(profile: Profile, steps: frozenset[str]) -> tuple[Quantizer, ExpertQuantizer | None]:
+    """The quantizer that takes these of `STEPS`: its name in plans, and itself; None if a matrix is all it needs."""
+    return "hqq", None
