@@ -35,6 +35,7 @@ from moe_pack.calib import Profile, ProfileOptions, Sensitivity, Tokens, make_pr
 from moe_pack.formats import Checkpoint, ModelSpec, Plan, PlanError, format_text
 from moe_pack.runtime import FolderFiles, Text
 
+PARTS = ("plans", "formats", "hqq", "pmq", "llama")
 LOW, HIGH = 1.75, 4.5  # bits a weight
 _STEP = 0.25
 _BEYOND = 0.25  # of single formats: how far outside these bounds they still are shown
@@ -74,7 +75,7 @@ class Curve:
     """Collects the points of a contest."""
 
     def __init__(self, contest: Contest, profile: Profile) -> None:
-        self._contest = contest
+        self.contest = contest
         self._profile = profile
         self._spec = contest.spec
         self._num_weights = num_expert_weights(contest.spec)
@@ -87,7 +88,7 @@ class Curve:
     def others(self, series: str, name: str, plan: Plan) -> Point:
         """A plan that is not ours, beside ours within its bytes."""
         num_bytes = stored_bytes(self._spec, plan)
-        return self.compared(series, self._contest.line(series, name, num_bytes, self._contest.judge(plan), num_bytes))
+        return self.compared(series, self.contest.line(series, name, num_bytes, self.contest.judge(plan), num_bytes))
 
     def compared(self, series: str, line: Line) -> Point:
         """The point of a comparison."""
@@ -103,8 +104,8 @@ class Curve:
     def pmq(self, sample: Tokens) -> Iterator[Point]:
         """PMQ's plans at every quarter of a bit that has one."""
         widths = tuple(sorted({*PMQ_WIDTHS, *WIDE_WIDTHS}))
-        self._contest.weights.give(self._contest.weights.original)
-        factors = measure_factors(self._contest.weights, sample, uniform_plans(self._spec, widths))
+        self.contest.weights.give(self.contest.weights.original)
+        factors = measure_factors(self.contest.weights, sample, uniform_plans(self._spec, widths))
         for bits, max_bytes in tqdm(list(self.grid()), desc="PMQ", disable=None):
             for name, plan in pmq_plans(self._spec, max_bytes, factors).items():
                 yield self.others("PMQ", f"{bits:g}, {name}", plan)
@@ -130,7 +131,7 @@ class Curve:
 
     def _own(self, series: str, name: str, plan: Plan) -> Point:
         num_bytes = stored_bytes(self._spec, plan)
-        kl = float(self._contest.judge(plan).mean())
+        kl = float(self.contest.judge(plan).mean())
         return Point(series, name, num_bytes, self._bits(num_bytes), kl)
 
     def _bits(self, num_bytes: int) -> float:
@@ -143,12 +144,22 @@ def num_expert_weights(spec: ModelSpec) -> int:
     return len(spec.moe_layers) * spec.router.num_experts * expert
 
 
-def measure(curve: Curve, contest: Contest, sample: Tokens, num_seeds: int, llama: LlamaPython | None) -> list[Point]:
-    """All points, by rising size."""
-    points = [*curve.ours(), *curve.single(), *curve.hqq(num_seeds), *curve.pmq(sample)]
-    if llama:
+def measure(
+    curve: Curve, sample: Tokens, num_seeds: int, llama: LlamaPython | None, only: tuple[str, ...]
+) -> list[Point]:
+    """The points of these of `PARTS`, by rising size; llama.cpp's only with a Python that has its code."""
+    points: list[Point] = []
+    if "plans" in only:
+        points += curve.ours()
+    if "formats" in only:
+        points += curve.single()
+    if "hqq" in only:
+        points += curve.hqq(num_seeds)
+    if "pmq" in only:
+        points += curve.pmq(sample)
+    if "llama" in only and llama:
         with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
-            lines = compare_llama(contest, sample, llama, Path(folder))
+            lines = compare_llama(curve.contest, sample, llama, Path(folder))
             points += [curve.compared("llama.cpp", line) for line in lines]
     return sorted(points, key=lambda point: (point.num_bytes, point.series, point.name))
 
@@ -168,6 +179,7 @@ def table(points: list[Point]) -> str:
 @click.option("--tokens-profiled", default=16384, show_default=True, help="Of the sample, to calibrate on.")
 @click.option("--tokens", default=16384, show_default=True, help="Of the text, to judge on.")
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(1), help="Random halves midway.")
+@click.option("--only", type=click.Choice(PARTS), multiple=True, default=PARTS, help="What to measure; all by default.")
 @click.option("--llama-python", type=click.Path(path_type=Path, exists=True), help="A Python with gguf and llama_cpp.")
 @click.option("--libggml", type=click.Path(path_type=Path, exists=True), help="The library, if llama_cpp is not there.")
 @click.option("--json", "result", type=click.Path(path_type=Path), help="Also write the result here, as JSON.")
@@ -179,6 +191,7 @@ def main(
     tokens_profiled: int,
     tokens: int,
     seeds: int,
+    only: tuple[str, ...],
     llama_python: Path | None,
     libggml: Path | None,
     result: Path | None,
@@ -196,7 +209,7 @@ def main(
         with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
             profile = make_profile(checkpoint, sample, Path(folder), ProfileOptions(sensitivity), Silent())
             contest = Contest(checkpoint, unseen, profile)
-            points = measure(Curve(contest, profile), contest, sample, seeds, llama)
+            points = measure(Curve(contest, profile), sample, seeds, llama, only)
     finally:
         checkpoint.close()
     click.echo(f"{sample.sequences.size:,} tokens profiled, {unseen.sequences.size:,} of {text.name} to judge on")

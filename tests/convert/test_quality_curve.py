@@ -9,7 +9,7 @@ from models import TinyMixtral
 from paired_bootstrap import Difference
 from planned import foretold, single
 from profiles import profiled, random_tokens
-from quality_curve import Curve, Point
+from quality_curve import Curve, Point, measure
 from quality_picture import MOST_KL, SERIES, Dot, Series, draw, picture
 
 from moe_pack.calib import Profile, ProfileOptions, losses_of
@@ -66,6 +66,18 @@ def test_our_plans_fill_the_bytes_of_every_quarter_of_a_bit(curve: Curve) -> Non
     for bits, point in found.items():
         assert bits - 0.2 < point.bits <= bits
     assert found[4.5].kl < found[4.0].kl < found[3.0].kl
+
+
+def test_only_what_was_asked_for_is_measured(curve: Curve) -> None:
+    found = measure(curve, TEXT, 1, None, ("plans", "hqq", "llama"))
+    assert {point.series for point in found} == {"moe-pack, plans", "HQQ, groups of 64", "random half"}
+    assert [point.num_bytes for point in found] == sorted(point.num_bytes for point in found)
+    uniform = [point for point in found if point.series == "HQQ, groups of 64"]
+    assert [point.name for point in uniform] == ["2 bit, uniform", "3 bit, uniform", "4 bit, uniform"]
+    for point in uniform:
+        assert point.line is not None and point.line.our_bytes is not None
+        assert point.line.our_bytes <= point.num_bytes
+        assert point.facts()["is"] in point.row()
 
 
 def line(low: float, high: float) -> Line:
