@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from comparators import stored_bytes
-from expert_quantizers import expert_quantizers
+from expert_quantizers import joint_quantizers
 from judge import Blocks, Judge
 from llama_experts import LlamaPython, llama_experts, llama_types, write_experts
 from memory_weights import MemoryWeights
@@ -64,7 +64,7 @@ class Contest:
         self._judge = Judge(Decoder(CheckpointWeights(checkpoint), SEQUENCE_LENGTH), unseen)
         self._decoder = Decoder(self.weights, SEQUENCE_LENGTH)
         self._profile = profile
-        self._quantizers = expert_quantizers(profile)
+        self._quantizers = joint_quantizers(profile)
         self._judged: dict[Plan, Blocks] = {}
 
     def judge(self, plan: Plan) -> Blocks:

@@ -1,9 +1,9 @@
-"""Which quantizers benchmarks compare: the one place where those of whole experts, and their steps, come from.
+"""Which quantizers benchmarks compare: the one place where joint ones, and their steps, come from.
 
 Quantizers that need no more than a matrix are not made here: `memory_weights.MatrixQuantizer` serves these.
 """
 
-from memory_weights import ExpertQuantizer
+from memory_weights import JointQuantizer
 
 from moe_pack.calib import Profile
 from moe_pack.formats import Quantizer
@@ -12,11 +12,11 @@ from moe_pack.formats import Quantizer
 STEPS = ("scales", "knapsack")
 
 
-def expert_quantizers(profile: Profile) -> dict[Quantizer, ExpertQuantizer]:
+def joint_quantizers(profile: Profile) -> dict[Quantizer, JointQuantizer]:
     """By the name that plans give them, those that quantize an expert by what `profile` saw it do."""
     return {}
 
 
-def quantizer_with(profile: Profile, steps: frozenset[str]) -> tuple[Quantizer, ExpertQuantizer | None]:
+def quantizer_with(profile: Profile, steps: frozenset[str]) -> tuple[Quantizer, JointQuantizer | None]:
     """The quantizer that takes these of `STEPS`: its name in plans, and itself; None if a matrix is all it needs."""
     return "hqq", None

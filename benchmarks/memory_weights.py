@@ -4,7 +4,7 @@ What a plan stores is quantized once for every format, kept as the pack's bytes 
 weights are bit for bit those of the plan's pack, without writing one. No thresholds: every neuron runs.
 
 A matrix alone is quantized by the plan's quantizer (`MatrixQuantizer`); whatever needs all of an expert at once, such
-as what it sees of a text, is an `ExpertQuantizer` that `round_to` is given.
+as what it sees of a text, is a `JointQuantizer` that `round_to` is given.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ class WholeExpert:
 Parts = tuple[Tensor, Tensor, Tensor]  # the bytes of gate, up and down: u8 [f, part_bytes] each
 
 
-class ExpertQuantizer(Protocol):
+class JointQuantizer(Protocol):
     """Quantizes the matrices of an expert together. Hashable: equal ones give the same bytes."""
 
     def encode(self, layer_idx: int, expert: int, weights: NeuronBlock, formats: ExpertFormat) -> Parts:
@@ -73,7 +73,7 @@ class _Stored:
     layer_idx: int
     expert: int
     formats: ExpertFormat
-    quantizer: ExpertQuantizer
+    quantizer: JointQuantizer
 
 
 class MemoryWeights:
@@ -102,7 +102,7 @@ class MemoryWeights:
         """Sets every expert to what `experts` says of its place."""
         self._experts = {place: experts(*place) for place in self.places}
 
-    def round_to(self, plan: Plan, quantizer: ExpertQuantizer | None = None) -> None:
+    def round_to(self, plan: Plan, quantizer: JointQuantizer | None = None) -> None:
         """Sets every expert to what the plan's pack would hold.
 
         Args:    quantizer: of whole experts; None for the plan's, matrix by matrix.
@@ -111,7 +111,7 @@ class MemoryWeights:
         places = tqdm(self.places, desc="quantizing", disable=None, leave=False)
         self._experts = {(l, e): self.rounded(l, e, plan, quantizer) for l, e in places}
 
-    def rounded(self, layer_idx: int, expert: int, plan: Plan, quantizer: ExpertQuantizer | None = None) -> NeuronBlock:
+    def rounded(self, layer_idx: int, expert: int, plan: Plan, quantizer: JointQuantizer | None = None) -> NeuronBlock:
         """An expert as the plan's pack would hold it; `quantizer` as in `round_to`."""
         chosen = quantizer or self._alone.setdefault(plan.quantizer, MatrixQuantizer(plan.quantizer))
         stored = _Stored(layer_idx, expert, plan.experts[layer_idx][expert], chosen)

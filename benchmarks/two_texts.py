@@ -19,9 +19,9 @@ from pathlib import Path
 import click
 from comparators import GROUP
 from contest import SEQUENCE_LENGTH
-from expert_quantizers import expert_quantizers
+from expert_quantizers import joint_quantizers
 from judge import Blocks, Judge
-from memory_weights import ExpertQuantizer, MemoryWeights
+from memory_weights import JointQuantizer, MemoryWeights
 from paired_bootstrap import Verdict, paired_difference
 from planned import QUANTIZER, single
 from python_text import write_python_text
@@ -79,7 +79,7 @@ class Texts:
         self._weights.round_to(single(self._weights.spec, part_format(width, GROUP), "hqq"))
         return self._judged()
 
-    def ours(self, width: int, quantizer: ExpertQuantizer | None) -> dict[str, Blocks]:
+    def ours(self, width: int, quantizer: JointQuantizer | None) -> dict[str, Blocks]:
         """By kind, that of the quantizer of our plans; None if it needs no more than a matrix."""
         self._weights.round_to(single(self._weights.spec, part_format(width, GROUP)), quantizer)
         return self._judged()
@@ -94,7 +94,7 @@ def measure(checkpoint: Checkpoint, kinds: dict[str, Kind], folder: Path) -> Ite
     uncalibrated = {width: texts.hqq(width) for width in WIDTHS}
     for calibrated_on, kind in tqdm(kinds.items(), desc="texts", disable=None):
         profile = make_profile(checkpoint, kind.calibration, folder / calibrated_on, ProfileOptions("none"), Silent())
-        quantizer = expert_quantizers(profile).get(QUANTIZER)
+        quantizer = joint_quantizers(profile).get(QUANTIZER)
         for width in WIDTHS:
             for judged_on, blocks in texts.ours(width, quantizer).items():
                 other = uncalibrated[width][judged_on]
