@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moe_pack.calib.divergence import HEAD_TOKENS, divergence, log_probabilities
+from moe_pack.calib.divergence import divergence, head_tokens, log_probabilities
 from moe_pack.calib.expert_error import (
     COMPARED_NEURONS,
     QUANTIZED,
@@ -39,16 +39,21 @@ _MOST_TRIES, _ENOUGH_SECONDS = 5, 0.2  # of what is tried again: single tries sc
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Multiplications, and seconds as foretold."""
+    """Multiplications, seconds as foretold, and the bytes that a stage leaves on the drive where they are many."""
 
     multiplications: int = 0
     seconds: float = 0.0
+    kept_bytes: int = 0
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.multiplications + other.multiplications, self.seconds + other.seconds)
+        return Cost(
+            self.multiplications + other.multiplications,
+            self.seconds + other.seconds,
+            self.kept_bytes + other.kept_bytes,
+        )
 
     def __mul__(self, number: float) -> "Cost":
-        return Cost(round(self.multiplications * number), self.seconds * number)
+        return Cost(round(self.multiplications * number), self.seconds * number, round(self.kept_bytes * number))
 
 
 OnWork = Callable[[int, str], None]  # told of multiplications done, and of what
@@ -189,10 +194,11 @@ class Trial:
     @torch.inference_mode()
     def predicted(self, num_tokens: int) -> Cost:
         """Predictions of this many tokens, from hidden states, compared with others."""
-        x = self._random(HEAD_TOKENS)
+        num_tried = head_tokens(self._spec.vocab_size)
+        x = self._random(num_tried)
         others = log_probabilities(x, self._weights, x.device)
         seconds = _seconds(lambda: divergence(others, log_probabilities(x, self._weights, x.device)))
-        seconds *= num_tokens / HEAD_TOKENS
+        seconds *= num_tokens / num_tried
         return Cost(num_tokens * self._spec.hidden_size * self._spec.vocab_size, seconds)
 
     @property

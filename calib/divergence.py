@@ -1,11 +1,26 @@
 """How far predictions are from the original's: the KL divergence of next-token distributions, some tokens at a time."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from moe_pack.runtime import Weights, head
 
-HEAD_TOKENS = 256  # at once: bounds what logits take
+_MOST_TOKENS = 256
+_LOGITS_BYTES = 32 << 20  # of logits at once; where predictions are compared, some five times that is held
+
+
+def head_tokens(vocab_size: int) -> int:
+    """How many tokens are predicted at once: bounds what logits take, however large the vocabulary."""
+    return max(1, min(_MOST_TOKENS, _LOGITS_BYTES // (4 * vocab_size)))
+
+
+def head_pieces(start: int, stop: int, vocab_size: int) -> Iterator[slice]:
+    """Tokens `start` to `stop` in pieces of as many as are predicted at once."""
+    step = head_tokens(vocab_size)
+    for first in range(start, stop, step):
+        yield slice(first, min(first + step, stop))
 
 
 def log_probabilities(hidden: Tensor, weights: Weights, device: torch.device) -> Tensor:

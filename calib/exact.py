@@ -23,7 +23,7 @@ from moe_pack.calib.costs import (
     kind_of,
     kinds_of_layers,
 )
-from moe_pack.calib.divergence import HEAD_TOKENS, divergence, log_probabilities
+from moe_pack.calib.divergence import divergence, head_pieces, log_probabilities
 from moe_pack.calib.expert_error import Rounding
 from moe_pack.calib.expert_pass import CHUNK_TOKENS
 from moe_pack.calib.held import HeldWeights
@@ -85,8 +85,7 @@ class ExactPass:
         sums = np.zeros(num_copies)
         for number in range(self.num_copied):
             original = self.states.before(number)
-            for start in range(0, len(original), HEAD_TOKENS):
-                rows = slice(start, start + HEAD_TOKENS)
+            for rows in head_pieces(0, len(original), self._spec.vocab_size):
                 expected = self._log_probabilities(original[rows])
                 for copy in range(num_copies):
                     hidden = self.states.before((1 + copy) * self.num_copied + number)[rows]

@@ -27,7 +27,7 @@ from moe_pack.calib.workers import in_order, num_workers
 from moe_pack.formats import CheckpointError
 from moe_pack.runtime import Weights, mlp_input, norm, route_tokens, run_unrouted
 
-MAX_HELD_BYTES = 272 << 20  # of what a pass holds for its tokens in memory
+MAX_HELD_BYTES = 1 << 29  # of what a pass holds for its tokens in memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 Layer by layer in bounded memory, resumable after any layer; the neurons that did not run are counted on the way.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from moe_pack.calib.costs import (
     kind_of,
     kinds_of_layers,
 )
-from moe_pack.calib.divergence import HEAD_TOKENS, log_probabilities
+from moe_pack.calib.divergence import head_pieces, log_probabilities
 from moe_pack.calib.expert_run import run_counted
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.layer_pass import LayerStates, LayerTokens
@@ -88,10 +90,9 @@ class ModelPass:
         found = [read_all_arrays(self._store.folder / self._file(layer)) for layer in self._spec.moe_layers]
         return realized(((held["dropped"], held["tokens"]) for held in found), self._spec.expert.intermediate_size)
 
-    def pieces(self) -> list[slice]:
-        """The tokens of a sequence after which another comes, so many of them at once as predictions are made for."""
-        last = self.sequence_length - 1
-        return [slice(start, min(start + HEAD_TOKENS, last)) for start in range(0, last, HEAD_TOKENS)]
+    def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[slice]:
+        """Tokens of a sequence, so many at once as predictions are made for; all that another follows, if not given."""
+        return head_pieces(start, self.sequence_length - 1 if stop is None else stop, self._spec.vocab_size)
 
     @torch.inference_mode()
     def predictions(self, number: int, rows: slice) -> Tensor:

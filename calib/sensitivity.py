@@ -25,7 +25,7 @@ from moe_pack.calib.costs import (
     kind_of,
     kinds_of_layers,
 )
-from moe_pack.calib.divergence import HEAD_TOKENS, divergence, likelihood_lost, log_probabilities
+from moe_pack.calib.divergence import divergence, head_pieces, likelihood_lost, log_probabilities
 from moe_pack.calib.effects import DENSE_WIDTHS, Divergences, LayerErrors, Level, all_copies, copies_of
 from moe_pack.calib.expert_error import (
     QUANTIZED,
@@ -47,6 +47,7 @@ from moe_pack.runtime import embed, run_expert
 _FAST_TOKENS, _FULL_TOKENS = 256, 512  # of an expert, on which errors are measured
 _MOST_COPY_TOKENS, _LEAST_COPY_TOKENS = 2048, 512  # of a copy: fewer in deep models, where copies are many
 _TRIED_TOKENS = 512
+_HEAD_TOKENS = 256  # on which a rounded head is judged
 _CHANGES_BYTES = 128 << 20  # of changed outputs at once
 _DELTA_BYTES = 128 << 20  # of new copies' changes in memory
 _HELD_BYTES = MAX_HELD_BYTES - _CHANGES_BYTES - _DELTA_BYTES  # of a layer's arrays: they grow with the copies
@@ -217,8 +218,7 @@ class SensitivityPass:
         for number in range(self.num_copied):
             base, next_ids = self.states.before(number), self.ids[number, 1:]
             held = [self.states.before(self._number_of(copy, number)) for copy in range(len(copies))]
-            for start in range(0, len(base), HEAD_TOKENS):
-                rows = slice(start, start + HEAD_TOKENS)
+            for rows in head_pieces(0, len(base), self.spec.vocab_size):
                 expected = self._log_probabilities(base[rows], self.weights)
                 for copy, hidden in enumerate(held):
                     found = self._log_probabilities(hidden[rows], self.weights)
@@ -238,11 +238,12 @@ class SensitivityPass:
         role = "embed" if self.spec.tied_head else "head"
         if role not in roundable_roles(self.spec, None):
             return found
-        hidden = self.states.before(0)[:HEAD_TOKENS]
-        expected = self._log_probabilities(hidden, self.weights)
-        for idx, width in enumerate(DENSE_WIDTHS):
-            rounded = RoundedDense(self.weights, (role,), width, self.plain)
-            found[idx] = divergence(expected, self._log_probabilities(hidden, rounded)) / len(hidden)
+        hidden = self.states.before(0)[:_HEAD_TOKENS]
+        copies = [RoundedDense(self.weights, (role,), width, self.plain) for width in DENSE_WIDTHS]
+        for rows in head_pieces(0, len(hidden), self.spec.vocab_size):
+            expected = self._log_probabilities(hidden[rows], self.weights)
+            for idx, rounded in enumerate(copies):
+                found[idx] += divergence(expected, self._log_probabilities(hidden[rows], rounded)) / len(hidden)
         return found
 
     def _log_probabilities(self, hidden: Tensor, weights: HeldWeights | RoundedDense) -> Tensor:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from moe_pack.calib.costs import Cost, Watcher
-from moe_pack.calib.divergence import HEAD_TOKENS
 from moe_pack.calib.estimate import Estimate, share
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.model_pass import ModelPass
@@ -164,8 +163,7 @@ def _log_likelihoods(model_pass: ModelPass, tasks: TaskTokens, watcher: Watcher)
     sums = []
     for number, choice in enumerate(tasks.choices):
         total = 0.0
-        for start in range(choice.start - 1, choice.stop - 1, HEAD_TOKENS):
-            rows = slice(start, min(start + HEAD_TOKENS, choice.stop - 1))
+        for rows in model_pass.pieces(choice.start - 1, choice.stop - 1):
             found = next_log_probs(model_pass.predictions(number, rows), tasks.tokens.sequences[number], rows)
             total += float(found.double().sum())
         sums.append(total)

@@ -17,7 +17,6 @@ from moe_pack.formats import Checkpoint, CheckpointError, PartFormat, Quantizer,
 from moe_pack.formats.codecs import E5m2, Fp8, Mxfp4, decode_part, e2m1_values
 from moe_pack.runtime import read_codes, read_rows, read_scales, weights_dtype
 
-KEPT_CODECS = frozenset({"fp8", "e5m2", "mxfp4"})
 _ROWS_AT_ONCE = 512  # rows of a matrix in memory at once, a multiple of every quantizer block and of every scale's
 _MXFP4_BLOCK = 32
 # E5M2 holds six doublings of E2M1's largest value, 6 * 2^13, and of its smallest, 0.5 * 2^-15: exponents of a neuron
@@ -44,7 +43,7 @@ def next_rows(num_rows: int, stop: Event) -> Iterator[tuple[int, int]]:
 class PartBytes:
     """A matrix of the source as rows of one part of a pack: a row an output, or an expert's neuron.
 
-    Args:    part: the format; one of `KEPT_CODECS` only where the source is in these codes.
+    Args:    part: the format; one that keeps a source only where the source is in these codes.
              quantizer: how scales are found otherwise.   stop: ends what is read at once.
     Raises:  CheckpointError as `rows`; StoppedError.
     """
@@ -59,7 +58,7 @@ class PartBytes:
         self._num_cols = source.num_rows if self._is_across else source.num_cols
         self._quantizer: RowQuantizer | None = None
         self._across: Tensor | None = None
-        if part.codec not in KEPT_CODECS:
+        if not part.keeps_source:
             self._quantizer = RowQuantizer(part, self._num_cols, quantizer)
             if self._is_across:
                 self._across = _transposed(read_checked, weights_dtype(checkpoint, source), checkpoint, source, stop)
@@ -121,7 +120,7 @@ def held_bytes(checkpoint: Checkpoint, source: SourceMatrix, part: PartFormat) -
     """What `PartBytes` holds of a matrix, blocks apart: one that lies across, transposed."""
     if source.neurons == "rows":
         return 0
-    value_bytes = 1 if part.codec in KEPT_CODECS else weights_dtype(checkpoint, source).itemsize
+    value_bytes = 1 if part.keeps_source else weights_dtype(checkpoint, source).itemsize
     return source.num_rows * source.num_cols * value_bytes
 
 

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 
 from moe_pack.calib import Losses
-from moe_pack.convert.part_bytes import E5M2_SPAN, KEPT_CODECS, exponent_span
+from moe_pack.convert.part_bytes import E5M2_SPAN, exponent_span
 from moe_pack.formats import (
     BF16,
     E5M2,
@@ -82,7 +82,7 @@ def lossless_formats(checkpoint: Checkpoint) -> dict[Matrix, PartFormat]:
         sources = [checkpoint.expert_source(layer_idx, e, matrix) for layer_idx, e in experts]
         if all(source.codec != "plain" for source in sources):
             kept = {kept_format(checkpoint, source) for source in sources}
-            if len(kept) == 1 and (part := kept.pop()) is not None and part.codec in KEPT_CODECS:
+            if len(kept) == 1 and (part := kept.pop()) is not None and part.keeps_source:
                 found[matrix] = part
     return found
 
@@ -110,10 +110,10 @@ def check_kept(checkpoint: Checkpoint, plan: Plan) -> None:
         for e, expert in enumerate(layer):
             for matrix in checkpoint.spec.expert.matrices:
                 part = expert.of(matrix)
-                if part is not None and part.codec in KEPT_CODECS:
+                if part is not None and part.keeps_source:
                     _check_kept(checkpoint, checkpoint.expert_source(layer_idx, e, matrix), part)
     for role, part in zip(dense_roles(checkpoint.spec), plan.dense, strict=True):
-        if part is not None and part.codec in KEPT_CODECS:
+        if part is not None and part.keeps_source:
             _check_kept(checkpoint, checkpoint.dense_source(role.name), part)
 
 

@@ -58,6 +58,7 @@ from moe_pack.formats.plan import (
     MXFP4,
     QUANTIZERS,
     ROW_GROUP,
+    TRELLIS_WIDTHS,
     ExpertFormat,
     PartFormat,
     Plan,
@@ -66,6 +67,7 @@ from moe_pack.formats.plan import (
     format_text,
     part_format,
     plan_fault,
+    trellis_format,
     uniform_dense,
     uniform_plan,
 )
@@ -122,7 +124,7 @@ from moe_pack.formats.spec import (
 )
 from moe_pack.formats.steps import Step, SteppedFolder
 from moe_pack.formats.strict_json import added, canonical, dump, load, parse
-from moe_pack.formats.tensor_file import TensorEntry, assemble, read_header
+from moe_pack.formats.tensor_file import TensorEntry, assemble, lay_out, read_header
 from moe_pack.formats.tensor_sidecar import (
     TensorSidecar,
     open_tensor_sidecar,
@@ -154,6 +156,7 @@ __all__ = [
     "SHORT_NAMES",
     "SOURCE_FILE",
     "THRESHOLDS_FILE",
+    "TRELLIS_WIDTHS",
     "UNUSED_FILE",
     "VERSION",
     "AttentionSpec",
@@ -226,6 +229,7 @@ __all__ = [
     "format_fault",
     "format_text",
     "index_bytes",
+    "lay_out",
     "load",
     "manifest_bytes",
     "model_spec",
@@ -252,6 +256,7 @@ __all__ = [
     "size_text",
     "tensor_sidecar_bytes",
     "thresholds_bytes",
+    "trellis_format",
     "uniform_dense",
     "uniform_plan",
     "windowed_values",

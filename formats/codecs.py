@@ -4,10 +4,14 @@ Not the quantizers: which scale, zero and codes stand for a weight is decided in
 specified in docs/format.md. Tensors may live on any device.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_pack.formats.plan import BLOCK, PartFormat
+from moe_pack.formats.trellis_tables import TRELLIS_TABLES
+
+_WINDOW_BITS = 7  # of a trellis's stream
 
 
 class Bf16:
@@ -132,6 +136,66 @@ class Mxfp4:
         return weights.mul_(powers_of_two(scales).unsqueeze(2)).view(-1, self.num_cols)
 
 
+class Trellis:
+    """Weights as `value * scale`: a value for the last 7 bits of a stream, which grows by some bits a weight.
+
+    Each value so depends on the weight's own bits and on those of up to six weights before it in the row.
+    Source: trellis-coded quantization (Marcellin and Fischer, 1990) over a shift register, as QTIP (arXiv 2406.11235)
+    has it; the tables are our own (`trellis_tables`).
+    """
+
+    def __init__(self, part: PartFormat, num_cols: int) -> None:
+        self.part = part
+        self.num_cols = num_cols
+        self.code_bytes = part.code_bytes(num_cols)
+        self.num_groups = part.num_groups(num_cols)
+
+    def store_scales(self, scale: Tensor) -> Tensor:
+        """The stored bytes nearest to given scales: u8 [rows, scale_bytes] for float32 [rows, num_groups], >= 0."""
+        return _float16_bytes(scale) if self.part.scale_bits == 16 else _byte_scales(scale, signed=False, least=0)
+
+    def load_scales(self, scales: Tensor) -> Tensor:
+        """Scales in float32 [rows, num_groups] for their stored bytes."""
+        return _from_float16_bytes(scales) if self.part.scale_bits == 16 else _from_byte_scales(scales, signed=False)
+
+    def encode(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Rows of bytes: the stream, then scales.
+
+        Args:    codes: u8 [rows, num_cols], the bits that each weight adds, the first the lowest.
+                 scales: from `store_scales`.
+        """
+        bits = [(codes[:, column::2, None] >> torch.arange(count)) & 1 for column, count in enumerate(self._steps())]
+        stream = torch.cat(bits, dim=2).flatten(1).view(len(codes), -1, 8)  # [rows, bytes, 8]
+        return torch.cat(((stream << torch.arange(8)).sum(dim=2).to(torch.uint8), scales), dim=1)
+
+    def decode(self, part: Tensor) -> Tensor:
+        """Weights in float32 [rows, num_cols] for u8 [rows, part_bytes]."""
+        stream, scales = part[:, : self.code_bytes].to(torch.int32), part[:, self.code_bytes :]
+        padded = torch.nn.functional.pad(stream, (1, 1))  # zeros before the stream's first bits
+        even, width = self._steps()[0], self.part.width
+        columns = torch.arange(self.num_cols, device=part.device)
+        starts = columns // 2 * width + torch.where(columns % 2 == 0, even, width) + 8 - _WINDOW_BITS
+        bytes_ = padded[:, starts // 8] | padded[:, starts // 8 + 1] << 8
+        windows = (bytes_ >> starts % 8) & ((1 << _WINDOW_BITS) - 1)  # [rows, columns]
+        values = trellis_values(width).to(part.device)[columns % 2, windows.to(torch.int64)]
+        grouped = values.view(len(part), self.num_groups, self.num_cols // self.num_groups)
+        return grouped.mul(self.load_scales(scales).unsqueeze(2)).view(-1, self.num_cols)
+
+    def _steps(self) -> tuple[int, int]:
+        return trellis_steps(self.part.width)
+
+
+def trellis_steps(width: int) -> tuple[int, int]:
+    """Bits that a trellis's weights add to its stream: those of even columns, and of odd ones."""
+    return width // 2, width - width // 2
+
+
+def trellis_values(width: int) -> Tensor:
+    """What the last 7 bits of a trellis's stream stand for: float32 [2, 128], for even columns and for odd ones."""
+    held = np.frombuffer(bytes.fromhex(TRELLIS_TABLES[width]), np.int8).reshape(-1, 1 << _WINDOW_BITS)
+    return torch.from_numpy(held.astype(np.float32)[[0, -1]])
+
+
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
 
@@ -151,12 +215,13 @@ def affine(part: PartFormat, num_cols: int) -> Affine:
     return Affine(part, num_cols)
 
 
-_CODECS: dict[str, type[Bf16] | type[Affine] | type[Fp8] | type[E5m2] | type[Mxfp4]] = {
+_CODECS: dict[str, type[Bf16] | type[Affine] | type[Fp8] | type[E5m2] | type[Mxfp4] | type[Trellis]] = {
     "bf16": Bf16,
     "affine": Affine,
     "fp8": Fp8,
     "e5m2": E5m2,
     "mxfp4": Mxfp4,
+    "trellis": Trellis,
 }
 
 
@@ -212,14 +277,14 @@ def _from_float16_bytes(stored: Tensor) -> Tensor:
     return _viewed(stored, torch.float16).to(torch.float32)
 
 
-def _byte_scales(values: Tensor, signed: bool) -> Tensor:
-    """One float16 multiplier a row, then a byte a group: unsigned 1 to 255, or two's complement -127 to 127."""
+def _byte_scales(values: Tensor, signed: bool, least: int = 1) -> Tensor:
+    """One float16 multiplier a row, then a byte a group: unsigned `least` to 255, or two's complement -127 to 127."""
     top = 127 if signed else 255
     largest = values.abs().amax(dim=1, keepdim=True)
     # Float16 rounds the multiplier; below its smallest positive value every group would read as zero.
     multiplier = (largest / top).clamp(min=2.0**-24).to(torch.float16)
-    # A scale's byte is at least 1: a scale of zero could hold nothing.
-    steps = (values / multiplier.to(torch.float32)).round_().clamp_(-top if signed else 1, top)
+    # The byte of a scale with a zero is at least 1: a scale of zero could hold nothing.
+    steps = (values / multiplier.to(torch.float32)).round_().clamp_(-top if signed else least, top)
     stored = steps.to(torch.int8).view(torch.uint8) if signed else steps.to(torch.uint8)
     return torch.cat((multiplier.view(torch.uint8), stored), dim=1)
 

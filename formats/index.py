@@ -23,7 +23,7 @@ NEW_THRESHOLDS_FILE = f"{THRESHOLDS_FILE}.new"  # while they are rewritten: `ret
 ORDER_FILE = "order.safetensors"
 
 NO_PART = 0  # codec of a matrix the expert does not have
-_CODEC_IDS: dict[Codec, int] = {"bf16": 1, "affine": 2, "fp8": 3, "e5m2": 4, "mxfp4": 5}
+_CODEC_IDS: dict[Codec, int] = {"bf16": 1, "affine": 2, "fp8": 3, "e5m2": 4, "mxfp4": 5, "trellis": 6}
 _CODEC_NAMES = {number: name for name, number in _CODEC_IDS.items()}
 _NUMPY_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F32": "<f4"}
 

@@ -23,7 +23,7 @@ SOURCE_FILE = "source.json"
 FORMAT: Literal["moe-pack"] = "moe-pack"
 VERSION = 2
 MAX_MANIFEST_BYTES = 1_000_000
-FEATURES = frozenset({"bf16", "affine", "fp8", "e5m2", "mxfp4", "byte_scales", "dense_rows", "unused"})
+FEATURES = frozenset({"bf16", "affine", "fp8", "e5m2", "mxfp4", "trellis", "byte_scales", "dense_rows", "unused"})
 REQUIRED_FILES = (INDEX_FILE, DENSE_FILE, THRESHOLDS_FILE, ORDER_FILE, SOURCE_FILE)
 COPIED_FILES = (
     "config.json",

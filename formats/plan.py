@@ -17,10 +17,11 @@ from moe_pack.formats.spec import (
     selector_matrices,
 )
 
-Codec = Literal["bf16", "affine", "fp8", "e5m2", "mxfp4"]
+Codec = Literal["bf16", "affine", "fp8", "e5m2", "mxfp4", "trellis"]
 Quantizer = Literal["hqq", "absmax", "nearest"]
 QUANTIZERS: tuple[Quantizer, ...] = ("hqq", "absmax", "nearest")
 WIDTHS = (1, 2, 3, 4, 8)
+TRELLIS_WIDTHS = (3, 4, 5, 6, 7, 8)  # bits of two weights
 GROUPS = (16, 32, 64, 128)
 ROW_GROUP = 0  # one group as long as the row
 BLOCK = 64  # codes lie in blocks of this many
@@ -33,6 +34,8 @@ class PartFormat:
     `bf16`: 16-bit values (width 16, no groups, no scales). `affine`: `w = (code - zero) * scale`, codes of `width`
     bits, one scale and zero for each `group` values along the row (0: the whole row), kept as float16
     (`scale_bits` 16) or as one byte each with one float16 multiplier a row for scales and one for zeros (8).
+    `trellis`: `w = value * scale`, values looked up by the last 7 bits of a stream to which every two weights add
+    `width` bits; scales as `affine` has them, no zeros.
     The others keep what sources of few bits hold, `w = code * scale`, each with the one format named below: `fp8`:
     E4M3 and one float32 scale for 128 values; `mxfp4`: E2M1 and one E8M0 for 32; `e5m2`: E5M2 and one E8M0 a row.
     """
@@ -50,7 +53,7 @@ class PartFormat:
 
     def code_bytes(self, num_cols: int) -> int:
         """Bytes of a row's codes."""
-        return num_cols * self.width // 8
+        return int(num_cols * self.bits) // 8
 
     def scale_bytes(self, num_cols: int) -> int:
         """Bytes of a row's scales."""
@@ -67,14 +70,19 @@ class PartFormat:
         return self.code_bytes(num_cols) + self.scale_bytes(num_cols) + self.zero_bytes(num_cols)
 
     @property
+    def bits(self) -> float:
+        """Bits of a weight's code; a trellis's width is that of two."""
+        return self.width / 2 if self.codec == "trellis" else self.width
+
+    @property
     def keeps_source(self) -> bool:
         """Whether it holds what a source has in few bits, as it is: nothing is quantized to it."""
         return self.codec in ("fp8", "e5m2", "mxfp4")
 
     @property
     def has_byte_scales(self) -> bool:
-        """Whether scales and zeros are one byte each, with a float16 multiplier a row for either."""
-        return self.codec == "affine" and self.scale_bits == 8
+        """Whether scales (and zeros) are one byte each, with a float16 multiplier a row for either."""
+        return self.codec in ("affine", "trellis") and self.scale_bits == 8
 
 
 BF16 = PartFormat("bf16", 16, ROW_GROUP, 16)
@@ -90,16 +98,18 @@ def format_fault(part: PartFormat, num_cols: int) -> str | None:
         return _only_fault(part, _ONLY[part.codec])
     if part == BF16:
         return None
-    if part.codec == "affine":
-        if part.width not in WIDTHS:
+    if part.codec in ("affine", "trellis"):
+        if part.codec == "affine" and part.width not in WIDTHS:
             return f"width {part.width}, expected one of {', '.join(map(str, WIDTHS))} (or 16 for bf16)"
+        if part.codec == "trellis" and part.width not in TRELLIS_WIDTHS:
+            return f"trellis of width {part.width}, expected one of {', '.join(map(str, TRELLIS_WIDTHS))}"
         if part.group != ROW_GROUP and part.group not in GROUPS:
             return f"group size {part.group}, expected one of {', '.join(map(str, GROUPS))} or row"
         if part.scale_bits not in (8, 16):
             return f"scales of {part.scale_bits} bits, expected 8 or 16"
     if num_cols % BLOCK:
         return f"rows of {num_cols} values, expected a multiple of {BLOCK}"
-    if part.codec == "affine" and part.group != ROW_GROUP and num_cols % part.group:
+    if part.codec in ("affine", "trellis") and part.group != ROW_GROUP and num_cols % part.group:
         return f"group size {part.group} does not divide rows of {num_cols} values"
     return None
 
@@ -116,12 +126,18 @@ def part_format(width: int, group: int, scale_bits: int = 16) -> PartFormat:
     return BF16 if width == 16 else PartFormat("affine", width, group, scale_bits)
 
 
+def trellis_format(width: int, group: int, scale_bits: int = 16) -> PartFormat:
+    """The trellis in which two weights take `width` bits."""
+    return PartFormat("trellis", width, group, scale_bits)
+
+
 def format_text(part: PartFormat) -> str:
-    """A format as tables name it: `bf16`, `4 bit g64`, `2 bit row, byte scales`."""
-    if part.codec != "affine":
+    """A format as tables name it: `bf16`, `4 bit g64`, `2 bit row, byte scales`, `2.5 bit trellis row`."""
+    if part.codec not in ("affine", "trellis"):
         return part.codec
+    kind = " trellis" if part.codec == "trellis" else ""
     group = "row" if part.group == ROW_GROUP else f"g{part.group}"
-    return f"{part.width} bit {group}" + (", byte scales" if part.scale_bits == 8 else "")
+    return f"{part.bits:g} bit{kind} {group}" + (", byte scales" if part.scale_bits == 8 else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from moe_pack.formats import (
     E5M2,
     FP8,
     MXFP4,
+    ROW_GROUP,
     SELECTORS,
     Pack,
     PackError,
@@ -28,8 +29,10 @@ from moe_pack.formats import (
     check_rows,
     part_format,
     row_layout,
+    trellis_format,
 )
 from moe_pack.formats.codecs import decode_part
+from moe_pack.formats.trellis_tables import TRELLIS_TABLES
 from moe_pack.runtime import PackWeights
 
 ROOT = Path(__file__).parents[2]
@@ -243,8 +246,13 @@ def documented_rows() -> list[NDArray[np.uint8]]:
 
 CODE = np.arange(64) // 4
 STAIRS = np.array([0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, -0.0, -2, -4, -6, -8, -12, -16, -24])
+# Windows of the stream 1, 01, 0, 11; once it has left the register, all are of zeros.
+TABLES = np.frombuffer(bytes.fromhex(TRELLIS_TABLES[3]), np.int8).reshape(2, 128)
+WINDOWS = [64, 80, 40, 106, 53, 13, 6, 1] + [0] * 56
+TRELLIS = np.array([TABLES[j % 2][window] for j, window in enumerate(WINDOWS)])
 EXAMPLES = [
     (part_format(4, 32), np.where(np.arange(64) < 32, (CODE - 3.5) * 0.5, (CODE - 8) * 0.25)),
+    (trellis_format(3, ROW_GROUP), TRELLIS),
     (MXFP4, STAIRS[CODE]),
 ]
 
@@ -253,7 +261,7 @@ def their_part(part: PartFormat) -> Part:
     return Part(part.codec, part.width, part.group, part.scale_bits)
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_documented_row_decodes_to_the_documented_weights(number: int) -> None:
     rows, (stored, weights) = documented_rows(), EXAMPLES[number]
     assert len(rows) == len(EXAMPLES)

@@ -22,10 +22,18 @@ Floats = NDArray[np.float32]
 
 MATRICES = ("gate", "up", "down")
 SELECTED = {"up": ("up",), "gate": ("gate",), "both": ("gate", "up"), "none": ()}
-FEATURES = {"affine", "bf16", "byte_scales", "dense_rows", "e5m2", "fp8", "mxfp4"}
+FEATURES = {"affine", "bf16", "byte_scales", "dense_rows", "e5m2", "fp8", "mxfp4", "trellis"}
 REQUIRED = {"index.safetensors", "dense.safetensors", "thresholds.safetensors", "order.safetensors", "source.json"}
-CODECS = {1: "bf16", 2: "affine", 3: "fp8", 4: "e5m2", 5: "mxfp4"}
+CODECS = {1: "bf16", 2: "affine", 3: "fp8", 4: "e5m2", 5: "mxfp4", 6: "trellis"}
 FORMATS = {"bf16": (16, 0, 16), "fp8": (8, 128, 32), "e5m2": (8, 0, 8), "mxfp4": (4, 32, 8)}  # width, group, scale_bits
+TABLES = {  # by width; of odd ones two (section 8)
+    int(width): np.frombuffer(bytes.fromhex("".join(re.findall(r'"([0-9a-f]+)"', lines))), np.int8).reshape(-1, 128)
+    for width, lines in re.findall(
+        r"^    (\d): \(\n(.*?)^    \),",
+        (Path(__file__).parents[2] / "formats" / "trellis_tables.py").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+}
 NUMPY_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
 SELF_DIGEST = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
 SELF_DIGEST_BYTES = 82
@@ -75,24 +83,31 @@ class Part:
     def scale_bytes(self, n: int) -> int:
         if self.codec == "bf16":
             return 0
-        if self.codec != "affine":
+        if self.codec not in ("affine", "trellis"):
             return self.num_groups(n) * self.scale_bits // 8
         return 2 * self.num_groups(n) if self.scale_bits == 16 else 2 + self.num_groups(n)
 
     def num_bytes(self, n: int) -> int:
         zero_bytes = self.scale_bytes(n) if self.codec == "affine" else 0
-        return n * self.width // 8 + self.scale_bytes(n) + zero_bytes + 4 * self.has_bias
+        return self.code_bytes(n) + self.scale_bytes(n) + zero_bytes + 4 * self.has_bias
+
+    def code_bytes(self, n: int) -> int:
+        return n * self.width // (16 if self.codec == "trellis" else 8)
 
     def check(self, place: str) -> None:
-        """That section 5 has this format; `affine` is not checked."""
-        if self.codec != "affine":
+        """That section 5 has this format; `affine` and `trellis` are not checked."""
+        if self.codec not in ("affine", "trellis"):
             require((self.width, self.group, self.scale_bits) == FORMATS[self.codec], f"{place}: format")
 
     def decode(self, stored: Bytes, n: int) -> Floats:
         """Weights [rows, n] for stored bytes [rows, num_bytes] (section 8)."""
-        code_bytes, scale_bytes = n * self.width // 8, self.scale_bytes(n)
+        code_bytes, scale_bytes = self.code_bytes(n), self.scale_bytes(n)
         if self.codec == "bf16":
             return bf16(np.ascontiguousarray(stored[:, :code_bytes]).view("<u2"))
+        if self.codec == "trellis":
+            grouped = self._looked_up(stored[:, :code_bytes], n).reshape(len(stored), self.num_groups(n), -1)
+            scale = self._scales(stored[:, code_bytes : code_bytes + scale_bytes], "u1")
+            return (grouped * scale[:, :, None]).reshape(len(stored), n)
         if self.codec != "affine":
             return self._decode_kept(stored[:, :code_bytes], stored[:, code_bytes : code_bytes + scale_bytes], n)
         codes = unpack(stored[:, :code_bytes], self.width).astype(np.float32)
@@ -111,6 +126,17 @@ class Part:
         with np.errstate(invalid="ignore", over="ignore"):
             weights = weights * np.repeat(scale, self.group or n, axis=1)[:, :n]
         return weights
+
+    def _looked_up(self, codes: Bytes, n: int) -> Floats:
+        bits = np.unpackbits(np.ascontiguousarray(codes), axis=1, bitorder="little")
+        bits = np.pad(bits, ((0, 0), (7, 0)))  # zeros before the stream
+        tables = TABLES[self.width]
+        values = np.empty((len(codes), n), np.float32)
+        for j in range(n):
+            end = j // 2 * self.width + (self.width if j % 2 else self.width // 2)
+            window = bits[:, end : end + 7] @ (1 << np.arange(7))
+            values[:, j] = tables[j % len(tables)][window]
+        return values
 
     def _scales(self, stored: Bytes, byte_dtype: str) -> Floats:
         stored = np.ascontiguousarray(stored)
