@@ -1,9 +1,10 @@
 """What each step from HQQ to the project's own plans brings, alone and together with those before it.
 
 At the stored bytes of all experts in HQQ (group 64) of 2, 3 and 4 bits: HQQ; then HQQ with each step of
-`expert_quantizers.STEPS` alone; then one step after the other. *scales* lets formats have other groups and byte scales;
-without it groups are of 64 with float16 scales. Without *knapsack* all experts have one format, the one that a profile
-foretells to lose least within the bytes; with it each matrix of each expert has its own.
+`expert_quantizers.STEPS` alone; then one step after the other. *codebook* adds trellises; without it codes are affine.
+*scales* lets formats have any group and byte scales; without it affine codes have groups of 64, trellises rows, with
+float16 scales. Without *knapsack* all experts have one format, the one that a profile foretells to lose least within
+the bytes; with it each matrix of each expert has its own.
 
 Selector `none`, sparsity 0, the dense part as it is; calibrated on the shipped sample, judged on another text by the
 mean KL divergence in nats; intervals of 95% from a paired bootstrap over blocks of 128 tokens. Ends with exit code 1 if
@@ -13,7 +14,7 @@ all steps together are not lower than HQQ at some size.
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -29,14 +30,13 @@ from thresholds_hold import Silent
 from tqdm import tqdm
 
 from moe_pack.calib import Profile, ProfileOptions, Sensitivity, make_profile, read_tokens
-from moe_pack.formats import BF16, Checkpoint, ModelSpec, PartFormat, Plan, Quantizer, part_format
+from moe_pack.formats import ROW_GROUP, Checkpoint, ModelSpec, PartFormat, Plan, Quantizer, part_format
 from moe_pack.runtime import CheckpointWeights, Decoder, FolderFiles, Text
 
 WIDTHS = (2, 3, 4)
 _TESTS = Path(__file__).parents[1] / "tests"
 
-# What formats a step adds to those of HQQ: groups of 64, float16 scales.
-_FORMATS: dict[str, Callable[[PartFormat], bool]] = {"scales": lambda part: part.codec == "affine"}
+_PLAIN_GROUPS = {"affine": GROUP, "trellis": ROW_GROUP}  # by codec, without other scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,12 @@ def combinations() -> list[tuple[str, ...]]:
 
 def allowed_formats(formats: tuple[PartFormat, ...], steps: frozenset[str]) -> tuple[PartFormat, ...]:
     """Those of the formats that quantization with these steps has; none keeps the source's 16 bits."""
-    added = [allows for step, allows in _FORMATS.items() if step in steps]
-    base = {part for part in formats if part.codec == "affine" and (part.group, part.scale_bits) == (GROUP, 16)}
-    return tuple(part for part in formats if part != BF16 and (part in base or any(allows(part) for allows in added)))
+    codecs = {"affine", "trellis"} if "codebook" in steps else {"affine"}
+    return tuple(part for part in formats if part.codec in codecs and ("scales" in steps or _has_plain_scales(part)))
+
+
+def _has_plain_scales(part: PartFormat) -> bool:
+    return (part.group, part.scale_bits) == (_PLAIN_GROUPS[part.codec], 16)
 
 
 def planned(

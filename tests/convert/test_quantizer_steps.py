@@ -19,7 +19,7 @@ from quantizer_steps import allowed_formats, combinations, planned
 from two_texts import WIDTHS, Kind, Texts, measure, read_kinds
 
 from moe_pack.calib import Profile, ProfileOptions
-from moe_pack.formats import BF16, Checkpoint, format_text, part_format
+from moe_pack.formats import BF16, Checkpoint, PartFormat, format_text, part_format
 from moe_pack.runtime import CheckpointWeights, Decoder, FolderFiles, Text
 
 MODEL = TinyMixtral(128, 64, num_layers=2, num_experts=4, config={"max_position_embeddings": 512})
@@ -43,10 +43,19 @@ def test_steps_stand_alone_and_one_after_the_other() -> None:
     assert len(set(found)) == len(found)
 
 
-def test_without_scales_groups_are_of_64_with_float16_scales() -> None:
-    every = tuple(part_format(width, group, bits) for width, group, bits in product((2, 3), (0, 32, 64), (8, 16)))
-    assert [format_text(part) for part in allowed_formats((*every, BF16), frozenset())] == ["2 bit g64", "3 bit g64"]
-    assert allowed_formats((*every, BF16), frozenset({"scales"})) == every
+def test_steps_allow_the_formats_that_they_add() -> None:
+    shapes = list(product((2, 3), (0, 32, 64), (8, 16)))
+    affine = tuple(part_format(*shape) for shape in shapes)
+    trellises = tuple(PartFormat("trellis", width + 1, group, bits) for width, group, bits in shapes)
+    every = (*affine, *trellises, BF16)
+
+    def names(*steps: str) -> list[str]:
+        return [format_text(part) for part in allowed_formats(every, frozenset(steps))]
+
+    assert names() == names("knapsack") == ["2 bit g64", "3 bit g64"]
+    assert names("codebook") == ["2 bit g64", "3 bit g64", "1.5 bit trellis row", "2 bit trellis row"]
+    assert names("scales") == [format_text(part) for part in affine]
+    assert names("scales", "codebook") == [format_text(part) for part in (*affine, *trellises)]
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])
