@@ -1,19 +1,27 @@
 """The project's own plans: what `equal_bytes.py` and `quality_curve.py` compare with everything else."""
 
+from dataclasses import replace
+
 from moe_pack.calib import Profile, losses_of
 from moe_pack.convert.allocation import least_loss
 from moe_pack.formats import ExpertFormat, ModelSpec, PartFormat, Plan, PlanError, Quantizer, uniform_dense
 
-QUANTIZER: Quantizer = "hqq"  # of these plans
+QUANTIZER: Quantizer = "calibrated"  # of these plans
 
 
-def ours(profile: Profile, spec: ModelSpec, max_bytes: int, allowed: tuple[PartFormat, ...] | None = None) -> Plan:
+def ours(
+    profile: Profile,
+    spec: ModelSpec,
+    max_bytes: int,
+    allowed: tuple[PartFormat, ...] | None = None,
+    quantizer: Quantizer = QUANTIZER,
+) -> Plan:
     """The plan with the least predicted loss whose experts take at most `max_bytes`.
 
     Args:    allowed: formats to choose from; all by default.
     Raises:  PlanError if experts do not fit.
     """
-    found = least_loss(spec, "none", losses_of(profile), max_bytes, allowed)
+    found = least_loss(spec, "none", replace(losses_of(profile), quantizer=quantizer), max_bytes, allowed)
     if found is None:
         raise PlanError(f"experts in the smallest format take more than {max_bytes:,} bytes")
     return found.decision.plan

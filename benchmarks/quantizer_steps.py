@@ -15,7 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
@@ -79,10 +79,12 @@ def planned(
     profile: Profile, spec: ModelSpec, max_bytes: int, steps: frozenset[str], quantizer: Quantizer = "hqq"
 ) -> Plan:
     """The plan within the bytes that these steps give: one format for all, or by the knapsack."""
-    losses = foretold(profile, quantizer)
+    losses = foretold(profile, "hqq")
+    if quantizer != "hqq":
+        losses |= foretold(profile, quantizer)
     allowed = allowed_formats(tuple(losses), steps)
     if "knapsack" in steps:
-        return replace(ours(profile, spec, max_bytes, allowed), quantizer=quantizer)
+        return ours(profile, spec, max_bytes, allowed, quantizer)
     plans = {part: single(spec, part, quantizer) for part in allowed}
     return plans[min((part for part in plans if stored_bytes(spec, plans[part]) <= max_bytes), key=losses.__getitem__)]
 
