@@ -130,7 +130,8 @@ def random_rows(
                 block[:, :num_codes] = codes[block[:, :num_codes]]
             held[:, num_codes : part.num_bytes] = np.tile(scale, part.format.num_groups(layout.num_cols))
         else:
-            held[:, part.format.code_bytes(layout.num_cols) : part.num_bytes] = scales_and_zeros(
+            ends = trellis_scales if part.format.codec == "trellis" else scales_and_zeros
+            held[:, part.format.code_bytes(layout.num_cols) : part.num_bytes] = ends(
                 part.format, layout.num_cols, spreads[part.name]
             )
     seal_rows(layout, rows)
@@ -189,15 +190,15 @@ def bf16_bits(values: NDArray[np.floating]) -> NDArray[np.uint16]:
     return np.ascontiguousarray(rounded.view(torch.uint16).numpy().astype("<u2"))
 
 
-def scales_and_zeros(part: PartFormat, num_cols: int, spread: Spread) -> NDArray[np.uint8]:
-    """The bytes that end a part's row, u8 [scale and zero bytes], for codes that are all as likely.
+def trellis_scales(part: PartFormat, num_cols: int, spread: Spread) -> NDArray[np.uint8]:
+    """The bytes that end a trellis's row, u8 [scale_bytes]: weights about 0, of the rms that was asked for."""
+    codec, rms = Trellis(part, num_cols), float(trellis_values(part.width).square().mean().sqrt())
+    scale = math.hypot(spread.mean, spread.deviation) / rms
+    return codec.store_scales(torch.full((1, codec.num_groups), scale))[0].numpy()
 
-    A trellis has no zeros: the mean of its values, near zero, stays.
-    """
-    if part.codec == "trellis":
-        trellis = Trellis(part, num_cols)
-        scale = spread.deviation / float(trellis_values(part.width).std(correction=0))
-        return trellis.store_scales(torch.full((1, trellis.num_groups), scale))[0].numpy()
+
+def scales_and_zeros(part: PartFormat, num_cols: int, spread: Spread) -> NDArray[np.uint8]:
+    """The bytes that end a part's row, u8 [2 * scale_bytes], for codes that are all as likely."""
     codec, top = affine(part, num_cols), 2**part.width - 1
     scale = spread.deviation / math.sqrt((4**part.width - 1) / 12)
     scales, zeros = codec.store_scales(

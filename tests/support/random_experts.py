@@ -29,6 +29,7 @@ from moe_pack.formats import (
     write_rows,
 )
 from moe_pack.formats.codecs import Trellis, affine, decode_part, pack_codes, powers_of_two, unpack_codes
+from moe_pack.formats.trellis_tables import TRELLIS_UNITS
 from moe_pack.runtime import Activations, NeuronBlock, activations
 from moe_pack.runtime.native_kernels import ExpertRows, extent_rows
 from moe_pack.runtime.packed_expert import PackedExpert
@@ -103,9 +104,9 @@ def weight_magnitudes(stored: PartFormat, num_cols: int, section: Bytes) -> Tens
     if stored.codec == "trellis":
         # Of rows that are added, h * scale has steps of the largest / 8.3e6: half of one, times a value of 127, is
         # `MAX_ERROR` of 8 times that largest, whose own value may be zero.
-        scales = Trellis(stored, num_cols).load_scales(held[:, stored.code_bytes(num_cols) :]).double()
-        spread = scales.repeat_interleave(stored.group or num_cols, dim=1)
-        return decode_part(stored, num_cols, held).double().abs() + 8 * spread
+        trellis = Trellis(stored, num_cols)
+        scales = trellis.load_scales(held[:, trellis.code_bytes :]).double()
+        return decode_part(stored, num_cols, held).double().abs() + 8 * _each_column(scales, num_cols)
     if stored.codec != "affine":
         return decode_part(stored, num_cols, held).double().abs()
     codec = affine(stored, num_cols)
@@ -113,6 +114,10 @@ def weight_magnitudes(stored: PartFormat, num_cols: int, section: Bytes) -> Tens
     scale, zero = (values.double().abs().unsqueeze(2) for values in codec.load_scales(scales, zeros))
     codes = unpack_codes(packed, stored.width).double().view(len(held), codec.num_groups, -1)
     return ((codes + zero) * scale).flatten(1)
+
+
+def _each_column(scales: Tensor, num_cols: int) -> Tensor:
+    return scales.repeat_interleave(num_cols // scales.shape[1], dim=1)
 
 
 def random_expert(
@@ -182,15 +187,12 @@ def random_section(stored: PartFormat, num_rows: int, num_cols: int, generator: 
 
 
 def random_trellis_section(stored: PartFormat, num_rows: int, num_cols: int, generator: torch.Generator) -> Bytes:
-    """The same of a trellis: any stream, and scales that make weights of about 0.1."""
-    shape = (num_rows, stored.num_groups(num_cols))
-    stream = torch.randint(0, 256, (num_rows, stored.code_bytes(num_cols)), generator=generator, dtype=torch.uint8)
-    scales = (torch.rand(shape, generator=generator) + 0.5) / 300
-    if stored.scale_bits == 16:
-        return torch.cat([stream, scales.to(torch.float16).view(torch.uint8)], dim=1).numpy()
-    steps = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-    multipliers = (scales[:, :1] / 128).to(torch.float16)
-    return torch.cat([stream, multipliers.view(torch.uint8), steps], dim=1).numpy()
+    """The same of a trellis: any bits are a stream."""
+    codec = Trellis(stored, num_cols)
+    shape = (num_rows, codec.code_bytes)
+    stream = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(num_rows, codec.num_groups, generator=generator) + 0.5) * 0.1 * TRELLIS_UNITS[stored.width]
+    return torch.cat([stream, codec.store_scales(scales)], dim=1).numpy()
 
 
 def random_source_section(stored: PartFormat, num_rows: int, num_cols: int, generator: torch.Generator) -> Bytes:
@@ -219,12 +221,14 @@ def _flatten(
         return
     groups, codes, scales = stored.num_groups(num_cols), stored.code_bytes(num_cols), stored.scale_bytes(num_cols)
     rows = list(constant_rows)
-    if stored.keeps_source:
+    if stored.codec != "affine":
         section[rows, :codes] = 0x77  # a number in all of them
-        section[rows, codes:] = np.tile(section[rows, codes : codes + scales // groups], groups)
+        first = codes + (2 if stored.has_byte_scales else 0)
+        each = (codes + scales - first) // groups
+        section[rows, first:] = np.tile(section[rows, first : first + each], groups)
         return
     section[rows, :codes] = 0xFF
-    for start in (codes, codes + scales) if stored.codec == "affine" else (codes,):  # all groups as the first
+    for start in (codes, codes + scales):  # all groups as the first
         each = 2 if stored.scale_bits == 16 else 1
         first = start if stored.scale_bits == 16 else start + 2
         section[rows, first : first + each * groups] = np.tile(section[rows, first : first + each], groups)
