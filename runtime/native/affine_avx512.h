@@ -323,6 +323,17 @@ inline void find_factors(const Part& part, const uint8_t* const* rows, int32_t n
     }
 }
 
+// Even columns, then odd ones, to natural order.
+inline void in_order(__m512 columns[4]) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    const __m512 even[2] = {columns[0], columns[1]}, odd[2] = {columns[2], columns[3]};
+    unrolled<2>([&](auto i) MOE_PACK_INLINE {
+        columns[2 * i.value] = _mm512_permutex2var_ps(even[i.value], low, odd[i.value]);
+        columns[2 * i.value + 1] = _mm512_permutex2var_ps(even[i.value], high, odd[i.value]);
+    });
+}
+
 // A block's columns of all rows (a multiple of four). Its first unit is the `unit`-th of `factors`.
 template <int WIDTH, int UNIT>
 MOE_PACK_INLINE inline void add_block(const uint8_t* const* rows, int32_t num_rows, size_t at, const Factors& factors,
@@ -336,7 +347,7 @@ MOE_PACK_INLINE inline void add_block(const uint8_t* const* rows, int32_t num_ro
         prefetch.lines<kMostLines>(lines);
         __m512i codes[4];
         if constexpr (is_trellis(WIDTH)) {
-            trellis_of_four<WIDTH - trellis_of(0)>(rows + r, at, codes);
+            trellis_of_four<WIDTH - trellis_of(0), kSplits<WIDTH, UNIT>>(rows + r, at, codes);
         } else {
             codes_of_four<WIDTH>(rows + r, at, codes);
         }
@@ -349,14 +360,20 @@ MOE_PACK_INLINE inline void add_block(const uint8_t* const* rows, int32_t num_ro
             });
         });
     }
+    __m512 totals[4];
     unrolled<4>([&](auto q) MOE_PACK_INLINE {
         const __m512i of[kDigits] = {__m512i(sums[q.value][0]), __m512i(sums[q.value][1]), __m512i(sums[q.value][2])};
         constexpr float share = 1.0f / (kPeak * places_of_four<WIDTH>(decltype(q)::value));
         const __m512 coarse = _mm512_mul_ps(_mm512_cvtepi32_ps(of[0]), _mm512_set1_ps(65536.0f * share));
         const __m512 fine = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(of[1], 8), of[2]));
-        const __m512 total = _mm512_fmadd_ps(fine, _mm512_set1_ps(share), coarse);
+        totals[q.value] = _mm512_fmadd_ps(fine, _mm512_set1_ps(share), coarse);
+    });
+    if constexpr (kSplits<WIDTH, UNIT>) {
+        in_order(totals);
+    }
+    unrolled<4>([&](auto q) MOE_PACK_INLINE {
         const __m512 peak = _mm512_set1_ps(factors.peaks[unit + 16 * q.value / UNIT]);
-        _mm512_store_ps(sum + 16 * q.value, _mm512_fmadd_ps(total, peak, _mm512_load_ps(sum + 16 * q.value)));
+        _mm512_store_ps(sum + 16 * q.value, _mm512_fmadd_ps(totals[q.value], peak, _mm512_load_ps(sum + 16 * q.value)));
     });
 }
 
