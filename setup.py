@@ -33,6 +33,8 @@ SOURCES = (
     "kernels_portable",
     "kernels_avx2",
     "kernels_avx512",
+    "trellis_avx2",
+    "trellis_avx512",
     "trellis_vbmi",
 )
 

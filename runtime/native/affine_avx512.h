@@ -61,6 +61,10 @@ struct Inputs {
     }
 };
 
+size_t prepared_digit_bytes(const Part& part) {
+    return kHeaderBytes + Inputs::digit_bytes(part) + 4 * Inputs::num_sums(part);
+}
+
 // Digits of 16 columns go where their plane's are, or two planes', where runs are of 8.
 inline void store_digits(__m512i fixed, int32_t col, int32_t run, int32_t planes, bool splits, uint8_t* block_digits) {
     // Adding 128 to each digit makes all of them positive: they are then the bytes of the sum.
@@ -208,10 +212,15 @@ float dot_row(const Part& part, const uint8_t* row, const Inputs& inputs, Prefet
     while (left > 0) {
         __m512 scales[U::registers];
         unrolled<U::registers>([&](auto i) MOE_PACK_INLINE {
-            scales[i.value] = stored.scale(unit);
-            if constexpr (WIDTH != kE2m1 && !is_trellis(WIDTH)) {
-                const __m512 input_sums = _mm512_load_ps(inputs.sums + unit);
-                zeros = _mm512_fmadd_ps(_mm512_mul_ps(scales[i.value], stored.zero(unit)), input_sums, zeros);
+            if constexpr (is_trellis(WIDTH)) {
+                scales[i.value] = stored.load(unit);
+            } else {
+                __m512 zero;
+                stored.load(unit, &scales[i.value], &zero);
+                if constexpr (WIDTH != kE2m1) {
+                    const __m512 input_sums = _mm512_load_ps(inputs.sums + unit);
+                    zeros = _mm512_fmadd_ps(_mm512_mul_ps(scales[i.value], zero), input_sums, zeros);
+                }
             }
             unit += 16;
         });
@@ -278,24 +287,30 @@ inline void store_fours(const __m512i fixed[4], int32_t digits[kDigits][16]) {
 }
 
 // `zeros` are those of 16 units from `first_unit` on.
+template <bool HAS_ZEROS>
 inline void find_factors(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h,
                          int32_t first_unit, float* zeros, Factors& factors) {
     __m512i largest = _mm512_setzero_si512();
-    const bool has_zeros = is_affine(part);
-    __m512 zeros_sum = has_zeros ? _mm512_load_ps(zeros) : _mm512_setzero_ps();
+    __m512 zeros_sum = HAS_ZEROS ? _mm512_load_ps(zeros) : _mm512_setzero_ps();
     for (int32_t r = 0; r < num_rows; ++r) {
         const StoredScales stored(part, rows[r]);
-        const __m512 factor = _mm512_mul_ps(stored.scale(first_unit), _mm512_set1_ps(h[r]));
+        __m512 scale, zero = _mm512_setzero_ps();
+        if constexpr (HAS_ZEROS) {
+            stored.load(first_unit, &scale, &zero);
+        } else {
+            scale = stored.load(first_unit);
+        }
+        const __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(h[r]));
         _mm512_store_ps(factors.values[r], factor);
-        if (has_zeros) {
-            zeros_sum = _mm512_fmadd_ps(factor, stored.zero(first_unit), zeros_sum);
+        if constexpr (HAS_ZEROS) {
+            zeros_sum = _mm512_fmadd_ps(factor, zero, zeros_sum);
         }
         largest = _mm512_max_epi32(largest, _mm512_castps_si512(_mm512_abs_ps(factor)));
     }
     for (int32_t r = num_rows; r % 4 != 0; ++r) {
         _mm512_store_ps(factors.values[r], _mm512_setzero_ps());
     }
-    if (has_zeros) {
+    if constexpr (HAS_ZEROS) {
         _mm512_store_ps(zeros, zeros_sum);
     }
     // As integers, infinity and NaNs are the largest.
@@ -313,7 +328,7 @@ inline void find_factors(const Part& part, const uint8_t* const* rows, int32_t n
         }
         store_fours(fixed, factors.digits[r / 4]);
     }
-    for (int k = 0; k < kDigits && !has_zeros; ++k) {
+    for (int k = 0; k < kDigits && !HAS_ZEROS; ++k) {
         __m512i sum = _mm512_setzero_si512();
         for (int32_t r = 0; r < num_rows; r += 4) {
             const __m512i digits = _mm512_load_si512(factors.digits[r / 4][k]);
@@ -360,21 +375,25 @@ MOE_PACK_INLINE inline void add_block(const uint8_t* const* rows, int32_t num_ro
             });
         });
     }
-    __m512 totals[4];
-    unrolled<4>([&](auto q) MOE_PACK_INLINE {
+    const auto total_of = [&](auto q) MOE_PACK_INLINE {
         const __m512i of[kDigits] = {__m512i(sums[q.value][0]), __m512i(sums[q.value][1]), __m512i(sums[q.value][2])};
         constexpr float share = 1.0f / (kPeak * places_of_four<WIDTH>(decltype(q)::value));
         const __m512 coarse = _mm512_mul_ps(_mm512_cvtepi32_ps(of[0]), _mm512_set1_ps(65536.0f * share));
         const __m512 fine = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(of[1], 8), of[2]));
-        totals[q.value] = _mm512_fmadd_ps(fine, _mm512_set1_ps(share), coarse);
-    });
-    if constexpr (kSplits<WIDTH, UNIT>) {
-        in_order(totals);
-    }
-    unrolled<4>([&](auto q) MOE_PACK_INLINE {
+        return _mm512_fmadd_ps(fine, _mm512_set1_ps(share), coarse);
+    };
+    const auto put = [&](auto q, __m512 total) MOE_PACK_INLINE {
         const __m512 peak = _mm512_set1_ps(factors.peaks[unit + 16 * q.value / UNIT]);
-        _mm512_store_ps(sum + 16 * q.value, _mm512_fmadd_ps(totals[q.value], peak, _mm512_load_ps(sum + 16 * q.value)));
-    });
+        _mm512_store_ps(sum + 16 * q.value, _mm512_fmadd_ps(total, peak, _mm512_load_ps(sum + 16 * q.value)));
+    };
+    if constexpr (kSplits<WIDTH, UNIT>) {
+        __m512 totals[4];
+        unrolled<4>([&](auto q) MOE_PACK_INLINE { totals[q.value] = total_of(q); });
+        in_order(totals);
+        unrolled<4>([&](auto q) MOE_PACK_INLINE { put(q, totals[q.value]); });
+    } else {
+        unrolled<4>([&](auto q) MOE_PACK_INLINE { put(q, total_of(q)); });
+    }
 }
 
 // The six bits of a number in reverse.
@@ -410,7 +429,7 @@ void add_affine(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
     for (int32_t block = 0; block < num_blocks; ++block) {
         const int32_t unit = block * block_units;
         if (unit % 16 == 0) {
-            find_factors(part, fours, num_rows, fours_h, unit, zeros + unit, factors);
+            find_factors<!is_trellis(WIDTH)>(part, fours, num_rows, fours_h, unit, zeros + unit, factors);
         }
         const size_t at = size_t(block) * block_bytes_of(WIDTH);
         add_block<WIDTH, UNIT>(fours, 4 * num_fours, at, factors, unit % 16, prefetch, lines, sum + block * kBlock);
@@ -461,7 +480,7 @@ float dot_row_of_one_scale(const Part& part, const uint8_t* row, const Inputs& i
         all[k.value] = __m512i(sum);
     });
     const int64_t total = _mm512_reduce_add_epi64(_mm512_add_epi64(in_one(all, 0), in_one(all, 1)));
-    const double scale = _mm512_cvtss_f32(stored.scale(0));
+    const double scale = _mm512_cvtss_f32(stored.load(0));
     return float(double(total - kTrellisZero * inputs.sum) * scale * (1.0 / kPeak) * inputs.peak);
 }
 

@@ -11,6 +11,13 @@
 namespace moe_pack {
 namespace {
 
+// Of a row (of rows), their sum, and a row decoded: what row_kernels.h and trellis_kernels.h choose.
+using DotRow = float (*)(const Part&, const uint8_t*, const void*, Prefetch&, float*);
+using AddRow = void (*)(const Part&, const uint8_t* const*, int32_t, const float*, Prefetch*, float*, float*);
+using DecodeRow = void (*)(const Part&, const uint8_t*, int32_t, int32_t, float*);
+
+constexpr int32_t kBatch = 4;  // rows added while a chunk of the sum is in registers
+
 inline __m256i load_bytes(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 
 inline float lanes_total(__m256 lanes) {

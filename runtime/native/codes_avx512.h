@@ -13,6 +13,11 @@
 namespace moe_pack {
 namespace {
 
+// Of a row (of rows), their sum, and a row decoded: what row_kernels.h and trellis_kernels.h choose.
+using DotRow = void (*)(const Part&, const uint8_t* const*, int32_t, const void*, const Ahead&, float*);
+using AddRow = decltype(Kernels::add_rows);
+using DecodeRow = void (*)(const Part&, const uint8_t*, int32_t, int32_t, float*);
+
 // use(Index<0>), ..., use(Index<N - 1>): unlike those of a loop, indices are constants before registers are given out,
 // and arrays of registers stay in them (GCC 12).
 template <int I>
@@ -134,30 +139,41 @@ struct StoredScales {
         return _mm512_castsi512_ps(_mm512_maskz_mov_epi32(mask, ended));
     }
 
-    __m512 load_units(const uint8_t* stored, int32_t first_unit, bool is_signed) const {
+    void load(int32_t first_unit, __m512* scale, __m512* zero) const {
+        if (part.codec == Codec::mxfp4) {
+            const int32_t left = part.num_groups - first_unit;
+            *scale = load_powers(first_unit, left <= 0 ? 0 : first_lanes_mask(left));
+            *zero = _mm512_set1_ps(float(kE2m1Zero) * kE2m1Unit);
+        } else if (part.num_groups == 1) {
+            *scale = _mm512_broadcastss_ps(_mm512_castps512_ps128(load_groups(part, scales, 0, 1, false)));
+            *zero = _mm512_broadcastss_ps(_mm512_castps512_ps128(load_groups(part, zeros, 0, 1, true)));
+        } else if (part.group == 2 * kBlock) {
+            const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+            const int32_t first = first_unit / 2;
+            const __mmask16 mask = first_lanes_mask(part.num_groups - first) & 0xff;
+            *scale = _mm512_permutexvar_ps(twice, load_groups(part, scales, first, mask, false));
+            *zero = _mm512_permutexvar_ps(twice, load_groups(part, zeros, first, mask, true));
+        } else {
+            const int32_t left = part.num_groups - first_unit;
+            const __mmask16 mask = left <= 0 ? 0 : first_lanes_mask(left);
+            *scale = load_groups(part, scales, first_unit, mask, false);
+            *zero = load_groups(part, zeros, first_unit, mask, true);
+        }
+    }
+
+    // Of a trellis, which has no zeros.
+    __m512 load(int32_t first_unit) const {
         if (part.num_groups == 1) {
-            return _mm512_broadcastss_ps(_mm512_castps512_ps128(load_groups(part, stored, 0, 1, is_signed)));
+            return _mm512_broadcastss_ps(_mm512_castps512_ps128(load_groups(part, scales, 0, 1, false)));
         }
         if (part.group == 2 * kBlock) {
             const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
             const int32_t first = first_unit / 2;
             const __mmask16 mask = first_lanes_mask(part.num_groups - first) & 0xff;
-            return _mm512_permutexvar_ps(twice, load_groups(part, stored, first, mask, is_signed));
+            return _mm512_permutexvar_ps(twice, load_groups(part, scales, first, mask, false));
         }
         const int32_t left = part.num_groups - first_unit;
-        return load_groups(part, stored, first_unit, left <= 0 ? 0 : first_lanes_mask(left), is_signed);
-    }
-
-    __m512 scale(int32_t first_unit) const {
-        const int32_t left = part.num_groups - first_unit;
-        return part.codec == Codec::mxfp4 ? load_powers(first_unit, left <= 0 ? 0 : first_lanes_mask(left))
-                                          : load_units(scales, first_unit, false);
-    }
-
-    // Trellises have none.
-    __m512 zero(int32_t first_unit) const {
-        return part.codec == Codec::mxfp4 ? _mm512_set1_ps(float(kE2m1Zero) * kE2m1Unit)
-                                          : load_units(zeros, first_unit, true);
+        return load_groups(part, scales, first_unit, left <= 0 ? 0 : first_lanes_mask(left), false);
     }
 };
 

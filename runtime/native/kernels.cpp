@@ -11,37 +11,48 @@ constexpr int kNumNames = 4;
 
 #if defined(__x86_64__)
 
-void dot_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared, const Ahead& ahead,
-              float* work, float* out) {
-    const bool is_trellis = part.codec == Codec::trellis;
-    const auto dot = is_trellis ? vbmi_trellis_kernels.dot_rows : avx512_kernels.dot_rows;
-    dot(part, rows, num_rows, prepared, ahead, work, out);
-}
+// Kernels for all parts.
+template <const Kernels& MOST, const TrellisKernels& TRELLIS>
+struct All {
+    static bool is_trellis(const Part& part) { return part.codec == Codec::trellis; }
 
-void add_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h, const Ahead& ahead,
-              float* work, float* sum) {
-    const bool is_trellis = part.codec == Codec::trellis;
-    const auto add = is_trellis ? vbmi_trellis_kernels.add_rows : avx512_kernels.add_rows;
-    add(part, rows, num_rows, h, ahead, work, sum);
-}
+    static size_t prepared_bytes(const Part& part) {
+        return is_trellis(part) ? TRELLIS.prepared_bytes(part) : MOST.prepared_bytes(part);
+    }
 
-void decode(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out) {
-    const auto decode_row = part.codec == Codec::trellis ? vbmi_trellis_kernels.decode : avx512_kernels.decode;
-    decode_row(part, row, start, stop, out);
-}
+    static void prepare(const Part& part, const float* x, void* prepared) {
+        (is_trellis(part) ? TRELLIS.prepare : MOST.prepare)(part, x, prepared);
+    }
 
-// AVX-512's kernels with what VBMI does otherwise.
-const Kernels* with_vbmi() {
-    static const Kernels kernels = [] {
-        Kernels made = avx512_kernels;
-        made.name = "avx512vbmi";
-        made.dot_rows = dot_rows;
-        made.add_rows = add_rows;
-        made.decode = decode;
-        return made;
-    }();
-    return &kernels;
-}
+    static void dot_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
+                         const Ahead& ahead, float* work, float* out) {
+        const auto dot = is_trellis(part) ? TRELLIS.dot_rows : MOST.dot_rows;
+        dot(part, rows, num_rows, prepared, ahead, work, out);
+    }
+
+    static void add_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h,
+                         const Ahead& ahead, float* work, float* sum) {
+        (is_trellis(part) ? TRELLIS.add_rows : MOST.add_rows)(part, rows, num_rows, h, ahead, work, sum);
+    }
+
+    static void decode(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out) {
+        (is_trellis(part) ? TRELLIS.decode : MOST.decode)(part, row, start, stop, out);
+    }
+
+    static const Kernels* named(const char* name) {
+        static const Kernels all = [name] {
+            Kernels made = MOST;
+            made.name = name;
+            made.prepared_bytes = prepared_bytes;
+            made.prepare = prepare;
+            made.dot_rows = dot_rows;
+            made.add_rows = add_rows;
+            made.decode = decode;
+            return made;
+        }();
+        return &all;
+    }
+};
 
 #endif
 
@@ -53,15 +64,16 @@ const Kernels* usable(int name_idx) {
         const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                          __builtin_cpu_supports("avx512vnni");
-        if (name_idx == 3) {
-            return has && __builtin_cpu_supports("avx512vbmi") ? with_vbmi() : nullptr;
+        if (!has || (name_idx == 3 && !__builtin_cpu_supports("avx512vbmi"))) {
+            return nullptr;
         }
-        return has ? &avx512_kernels : nullptr;
+        return name_idx == 3 ? All<avx512_kernels, vbmi_trellis_kernels>::named(kNames[3])
+                             : All<avx512_kernels, avx512_trellis_kernels>::named(kNames[2]);
     }
     if (name_idx == 1) {
         const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                          __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
-        return has ? &avx2_kernels : nullptr;
+        return has ? All<avx2_kernels, avx2_trellis_kernels>::named(kNames[1]) : nullptr;
     }
 #endif
     return name_idx == 0 ? &portable_kernels : nullptr;

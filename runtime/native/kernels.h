@@ -86,16 +86,20 @@ struct Kernels {
 
 extern const Kernels portable_kernels;
 #if defined(__x86_64__)
+// For all parts but trellises.
 extern const Kernels avx2_kernels;    // AVX2, FMA, F16C
 extern const Kernels avx512_kernels;  // AVX-512 F, BW, DQ, VL, VNNI
 
-// What takes a part of codec trellis with VBMI besides, in place of avx512_kernels'; the rest is theirs.
+// What takes a part of codec trellis in their place: the rest of such a part's is theirs.
 struct TrellisKernels {
+    decltype(Kernels::prepared_bytes) prepared_bytes;
+    decltype(Kernels::prepare) prepare;
     decltype(Kernels::dot_rows) dot_rows;
     decltype(Kernels::add_rows) add_rows;
     decltype(Kernels::decode) decode;
 };
-extern const TrellisKernels vbmi_trellis_kernels;
+extern const TrellisKernels avx2_trellis_kernels, avx512_trellis_kernels;
+extern const TrellisKernels vbmi_trellis_kernels;  // AVX-512 VBMI besides
 #endif
 
 // The fastest this machine has, at most the one named `limit` ("portable", "avx2", "avx512", "avx512vbmi"; null: no

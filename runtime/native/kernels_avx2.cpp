@@ -20,17 +20,11 @@
 #include "affine_avx2.h"
 #include "codes_avx2.h"
 #include "floats_avx2.h"
-#include "trellis_avx2.h"
 
 namespace moe_pack {
 namespace {
 
-constexpr int32_t kBatch = 4;  // rows added while a chunk of the sum is in registers
-
 size_t prepared_bytes(const Part& part) {
-    if (part.codec == Codec::trellis) {
-        return prepared_trellis_bytes(part);
-    }
     if (!is_affine(part)) {
         return 4 * round_up(size_t(part.num_cols), 16);
     }
@@ -38,9 +32,7 @@ size_t prepared_bytes(const Part& part) {
 }
 
 void prepare(const Part& part, const float* x, void* prepared) {
-    if (part.codec == Codec::trellis) {
-        prepare_trellis(part, x, prepared);
-    } else if (is_affine(part)) {
+    if (is_affine(part)) {
         prepare_digits(part, x, prepared);
     } else {
         prepare_floats(part, x, part.codec == Codec::e5m2 ? kE5m2Share : 1.0f, static_cast<float*>(prepared));
@@ -70,47 +62,13 @@ void finish_sum(const Part& part, const float* sum, float weight, int32_t start,
     }
 }
 
-// -- Any part --------------------------------------------------------------------------------------------------------
-
-using DotRow = float (*)(const Part&, const uint8_t*, const void*, Prefetch&, float*);
-using AddRow = void (*)(const Part&, const uint8_t* const*, int32_t, const float*, Prefetch*, float*, float*);
-using DecodeRow = void (*)(const Part&, const uint8_t*, int32_t, int32_t, float*);
-
 }  // namespace
 }  // namespace moe_pack
 
 #include "row_kernels.h"
+#include "rows_avx2.h"
 
 namespace moe_pack {
-namespace {
-
-void dot_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared, const Ahead& ahead,
-              float* work, float* out) {
-    const DotRow dot = row_kernels(part).dot;
-    for (int32_t r = 0; r < num_rows; ++r) {
-        Prefetch prefetch(ahead, r);
-        out[r] = dot(part, rows[r], prepared, prefetch, work) + row_bias(part, rows[r]);
-        prefetch.rest();
-    }
-}
-
-void add_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h, const Ahead& ahead,
-              float* work, float* sum) {
-    const AddRow add_batch = row_kernels(part).add;
-    for (int32_t first = 0; first < num_rows; first += kBatch) {
-        const int32_t batch = num_rows - first < kBatch ? num_rows - first : kBatch;
-        Prefetch prefetches[kBatch];
-        for (int32_t r = 0; r < batch; ++r) {
-            prefetches[r] = Prefetch(ahead, first + r);
-        }
-        add_batch(part, rows + first, batch, h + first, prefetches, work, sum);
-        for (int32_t r = 0; r < batch; ++r) {
-            prefetches[r].rest();
-        }
-    }
-}
-
-}  // namespace
 
 const Kernels avx2_kernels = {
     "avx2", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,

@@ -25,20 +25,16 @@
 #include "affine_avx512.h"
 #include "codes_avx512.h"
 #include "floats_avx512.h"
-#include "trellis_avx512.h"
 
 namespace moe_pack {
 namespace {
 
 size_t prepared_bytes(const Part& part) {
-    if (!has_digits(part)) {
-        return 4 * round_up(size_t(part.num_cols), 16);
-    }
-    return kHeaderBytes + Inputs::digit_bytes(part) + 4 * Inputs::num_sums(part);
+    return is_affine(part) ? prepared_digit_bytes(part) : 4 * round_up(size_t(part.num_cols), 16);
 }
 
 void prepare(const Part& part, const float* x, void* prepared) {
-    if (has_digits(part)) {
+    if (is_affine(part)) {
         prepare_digits(part, x, prepared);
     } else {
         prepare_floats(part, x, part.codec == Codec::e5m2 ? kE5m2Share : 1.0f, static_cast<float*>(prepared));
@@ -70,33 +66,13 @@ void finish_sum(const Part& part, const float* sum, float weight, int32_t start,
     }
 }
 
-// -- Any part --------------------------------------------------------------------------------------------------------
-
-using DotRow = void (*)(const Part&, const uint8_t* const*, int32_t, const void*, const Ahead&, float*);
-using AddRow = decltype(Kernels::add_rows);
-using DecodeRow = void (*)(const Part&, const uint8_t*, int32_t, int32_t, float*);
-
 }  // namespace
 }  // namespace moe_pack
 
 #include "row_kernels.h"
+#include "rows_avx512.h"
 
 namespace moe_pack {
-namespace {
-
-void dot_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared, const Ahead& ahead,
-              float*, float* out) {
-    row_kernels(part).dot(part, rows, num_rows, prepared, ahead, out);
-}
-
-void add_rows(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h, const Ahead& ahead,
-              float* work, float* sum) {
-    if (num_rows > 0) {
-        row_kernels(part).add(part, rows, num_rows, h, ahead, work, sum);
-    }
-}
-
-}  // namespace
 
 const Kernels avx512_kernels = {
     "avx512", prepared_bytes, prepare, dot_rows, work_floats, sum_floats, add_rows, finish_sum, decode_row, dots, add,

@@ -1,13 +1,17 @@
 // Which of an instruction set's functions a part takes: one table for all of them.
 //
-// Included last by a file that has defined, in its own anonymous namespace, the function types DotRow, AddRow and
-// DecodeRow, and the templates that are named here; see vector.h for why nothing is shared between such files.
+// Included by a file that has defined, in its own anonymous namespace, the templates that are named here; see vector.h
+// for why nothing is shared between such files.
 #pragma once
-
-#include "trellis_kernels.h"
 
 namespace moe_pack {
 namespace {
+
+struct RowKernels {
+    DotRow dot;
+    AddRow add;
+    DecodeRow decode;
+};
 
 template <int WIDTH>
 RowKernels affine_kernels(const Part& part) {
@@ -36,7 +40,7 @@ RowKernels row_kernels(const Part& part) {
         case Codec::fp8: return half_kernels<Codec::fp8>();
         case Codec::e5m2: return half_kernels<Codec::e5m2>();
         case Codec::mxfp4: return {dot_affine<kE2m1, kMxGroup>, add_affine<kE2m1, kMxGroup>, decode_e2m1};
-        case Codec::trellis: return trellis_kernels(part);
+        case Codec::trellis: __builtin_unreachable();  // trellis_kernels.h
         case Codec::affine: break;
     }
     switch (part.width) {

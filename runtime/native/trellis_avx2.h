@@ -145,7 +145,7 @@ void prepare_trellis(const Part& part, const float* x, void* prepared) {
     }
 }
 
-// Values times one digit of inputs, of one half of a block or of both; each of eight sums has four columns of each half.
+// Values times one digit of inputs, of one half of a block or of both; each of eight sums takes four columns of a half.
 // Those of 16 columns are in one lane.
 template <int HALVES>
 inline __m256 times_digit(const __m256i words[2][2], const int16_t* digits) {

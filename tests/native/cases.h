@@ -29,7 +29,7 @@ class Pools {
   private:
     Pool& open(size_t set_idx, int threads);
 
-    std::unique_ptr<Pool> pools_[3][4];
+    std::unique_ptr<Pool> pools_[4][4];
 };
 
 struct Counts {
