@@ -39,16 +39,21 @@ _MOST_TRIES, _ENOUGH_SECONDS = 5, 0.2  # of what is tried again: single tries sc
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Multiplications, and seconds as foretold."""
+    """Multiplications, seconds as foretold, and the bytes that a stage leaves on the drive where they are many."""
 
     multiplications: int = 0
     seconds: float = 0.0
+    kept_bytes: int = 0
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.multiplications + other.multiplications, self.seconds + other.seconds)
+        return Cost(
+            self.multiplications + other.multiplications,
+            self.seconds + other.seconds,
+            self.kept_bytes + other.kept_bytes,
+        )
 
     def __mul__(self, number: float) -> "Cost":
-        return Cost(round(self.multiplications * number), self.seconds * number)
+        return Cost(round(self.multiplications * number), self.seconds * number, round(self.kept_bytes * number))
 
 
 OnWork = Callable[[int, str], None]  # told of multiplications done, and of what

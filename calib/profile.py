@@ -15,6 +15,7 @@ import numpy as np
 from moe_pack.calib.arrays import Array, check_arrays, read_all_arrays
 from moe_pack.calib.effects import DENSE_WIDTHS, Effects, LayerErrors, Level, all_copies, copies_of
 from moe_pack.calib.expert_error import SPARSITIES, WIDTHS, compared_formats
+from moe_pack.calib.expert_inputs import ExpertInputs
 from moe_pack.calib.expert_pass import KINDS
 from moe_pack.calib.prediction import LayerPredictors
 from moe_pack.calib.rounded import roundable_roles
@@ -36,7 +37,7 @@ from moe_pack.formats import (
 )
 from moe_pack.runtime import PathStatistics
 
-VERSION = 3
+VERSION = 4
 FORMAT: Literal["moe-pack profile"] = "moe-pack profile"
 TOKENS_FILE = "tokens.safetensors"
 PATHS_FILE = "paths.safetensors"
@@ -47,7 +48,7 @@ _MAX_JSON_BYTES = 16_000_000
 Sensitivity = Literal["none", "fast", "full", "exact"]
 
 
-def layer_file(stage: Literal["statistics", "sensitivity", "predictors"], layer: int) -> str:
+def layer_file(stage: Literal["statistics", "inputs", "sensitivity", "predictors"], layer: int) -> str:
     """The name of the file that holds a stage's result for decoder layer `layer`."""
     return f"{stage}-{layer:03d}.safetensors"
 
@@ -56,6 +57,7 @@ def layer_file(stage: Literal["statistics", "sensitivity", "predictors"], layer:
 class TextFacts:
     """The text a profile was measured on: `num_sequences` of `sequence_length` tokens, the last ones held out.
 
+    `num_kept`: of how many, evenly spread over those not held out, what experts were given is kept.
     `sha256`: of the tokens as little-endian int32.
     """
 
@@ -64,6 +66,7 @@ class TextFacts:
     num_sequences: int
     sequence_length: int
     num_held_out: int
+    num_kept: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +118,12 @@ class Profile:
         if self.facts.sha256 != _digest(self.facts):
             raise PackError(f"{PROFILE_FILE}: SHA-256 does not match its values; profile the model anew")
         text = self.facts.text
-        if min(text.num_sequences, text.sequence_length) < 1 or not 0 <= text.num_held_out < text.num_sequences:
+        some = min(text.num_sequences, text.sequence_length) >= 1 and 0 <= text.num_held_out < text.num_sequences
+        if not some or not 0 <= text.num_kept <= text.num_sequences - text.num_held_out:
             raise PackError(f"{PROFILE_FILE}: text: found impossible counts; profile the model anew")
         self.spec = self.facts.model
         self._files = {file.name: file for file in self.facts.files}
+        self._checked: set[str] = set()
 
     @property
     def layer_tokens(self) -> int:
@@ -153,6 +158,22 @@ class Profile:
         """What was counted in the `layer_idx`-th MoE layer."""
         name = layer_file("statistics", self.spec.moe_layers[layer_idx])
         return LayerStatistics.from_arrays(self._read(name), name, self.spec, self.num_tokens)
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether it keeps what experts were given of some of the text."""
+        return self.facts.text.num_kept > 0
+
+    def inputs(self, layer_idx: int) -> ExpertInputs:
+        """What the experts of the `layer_idx`-th MoE layer were given, open for reading; close it.
+
+        The file is checked against its digest when it is asked for first, not again by this profile.
+        """
+        name = layer_file("inputs", self.spec.moe_layers[layer_idx])
+        if name not in self._checked:
+            self._check(name)
+            self._checked.add(name)
+        return ExpertInputs(self.folder / name, self.spec, self.facts.text.num_kept * self.layer_tokens)
 
     def paths(self) -> PathStatistics:
         """The path statistics, learned on all tokens but those held out."""
@@ -208,10 +229,14 @@ class Profile:
         return arrays
 
     def _read(self, name: str) -> dict[str, Array]:
+        self._check(name)
+        return read_all_arrays(self.folder / name)
+
+    def _check(self, name: str) -> None:
+        """Refuses a file that is not listed, or is not as it was written."""
         listed = self._files.get(name)
         if listed is None:
             raise PackError(f"{self.folder}: has no {name}; profile the model with the options that measure it")
         with RangeReader(self.folder / name, PackError) as reader:
             if reader.num_bytes != listed.bytes or reader.sha256() != listed.sha256:
                 raise PackError(f"{name}: SHA-256 does not match {PROFILE_FILE}; profile the model anew")
-        return read_all_arrays(self.folder / name)

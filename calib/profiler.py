@@ -1,6 +1,7 @@
 """Makes a profile: the stages one after the other, each layer's result in a file of its own, resumable after any.
 
-    statistics      one pass over all tokens, a file a MoE layer; then path statistics from the routes
+    statistics      one pass over all tokens, a file a MoE layer, and one of what its experts were given of some;
+                    then path statistics from the routes
     sensitivity     one pass over fewer tokens and their perturbed copies, a file a layer; then what errors cost
                     with `exact` besides, a pass with each expert at 2 bits alone, one file
     predictors      a file a MoE layer but the first, from the layers' inputs that the first stage kept
@@ -30,7 +31,8 @@ from moe_pack.calib.costs import (
 )
 from moe_pack.calib.effects import LayerErrors, Level, factors
 from moe_pack.calib.exact import ExactPass
-from moe_pack.calib.expert_pass import CHUNK_TOKENS, HOT_SPARSITIES
+from moe_pack.calib.expert_inputs import input_bytes, input_pieces, num_kept_sequences
+from moe_pack.calib.expert_pass import CHUNK_TOKENS, HOT_SPARSITIES, sample_places
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.layer_inputs import InputFiles, Shares
 from moe_pack.calib.layer_pass import LayerStates, LayerTokens
@@ -52,7 +54,7 @@ from moe_pack.calib.profile import (
 )
 from moe_pack.calib.provenance import made_with, source_digest
 from moe_pack.calib.sensitivity import SensitivityPass
-from moe_pack.calib.sequences import Sequences, check_length
+from moe_pack.calib.sequences import Sequences, check_length, stack_tokens
 from moe_pack.calib.statistics import LayerStatistics, measure_layer
 from moe_pack.calib.store import PROFILE_FILE, ProfileStore, tidy
 from moe_pack.calib.text import Tokens, num_held_out
@@ -72,10 +74,14 @@ PATH_BYTES = 8 << 20  # of path statistics at most, where their tables allow
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """What to measure. `chunk_tokens`: tokens of an expert at once; bounds memory, changes nothing but rounding."""
+    """What to measure. `chunk_tokens`: tokens of an expert at once; bounds memory, changes nothing but rounding.
+
+    `keeps_inputs`: of what experts are given, for calibrated rounding (`expert_inputs`).
+    """
 
     sensitivity: Sensitivity = "fast"
     chunk_tokens: int = CHUNK_TOKENS
+    keeps_inputs: bool = True
 
 
 def make_profile(
@@ -101,7 +107,7 @@ def make_profile(
         return found
     store = ProfileStore(folder, _identity(facts))
     try:
-        run = _Run(checkpoint, tokens, store, options, watcher, device or torch.device("cpu"))
+        run = _Run(checkpoint, tokens, store, options, facts.text.num_kept, watcher, device or torch.device("cpu"))
         run.keep_tokens()
         run.statistics()
         run.paths()
@@ -126,6 +132,7 @@ class _Run:
         tokens: Tokens,
         store: ProfileStore,
         options: ProfileOptions,
+        num_kept: int,
         watcher: Watcher,
         device: torch.device,
     ) -> None:
@@ -139,6 +146,7 @@ class _Run:
         self._given = Sequences.of(self._spec, self._ids)
         self._shares = Shares.of(len(self._ids), self._given.length, num_held_out(len(self._ids)))
         self._num_held_out_tokens = num_held_out(len(self._ids)) * self._given.length
+        self._kept = sample_places(len(self._ids) - num_held_out(len(self._ids)), num_kept)
         self._first_layers = first_moe_layers(self._spec)
         self._inputs = InputFiles(store.work, self._spec.hidden_size, self._shares, self._first_layers)
 
@@ -171,6 +179,9 @@ class _Run:
     def _count_layer(self, states: LayerStates, tokens: LayerTokens, layer: int) -> None:
         layer_idx = self._spec.moe_layers.index(layer)
         one = expert_multiplications(self._spec)
+        if len(self._kept):  # before the statistics: where these are, a layer is done
+            pieces = input_pieces(self._spec, tokens, self._given.length, self._kept)
+            self._store.replace(layer_file("inputs", layer), pieces)
 
         def on_expert(expert: int, num_tokens: int) -> None:
             self._watcher.advance(one * num_tokens, f"layer {layer} expert {expert}")
@@ -270,6 +281,8 @@ class _Run:
         router = self._spec.router
         tokens_an_expert = self._given.ids.numel() * router.num_experts_per_tok / router.num_experts
         counted = trial.counted(tokens_an_expert) * router.num_experts
+        if len(self._kept):
+            counted += Cost(kept_bytes=input_bytes(self._spec, len(self._kept) * self._given.length))
         halves = {kind: trial.half(kind) * len(self._ids) for kind in kinds_of_layers(self._spec)}
         return sum(
             (halves[kind_of(self._spec, l)] + (counted if l in self._spec.moe_layers else Cost()) for l in layers),
@@ -294,7 +307,10 @@ class _Run:
 def _facts(checkpoint: Checkpoint, tokens: Tokens, options: ProfileOptions) -> ProfileFacts:
     """What is known of a profile before it is made."""
     num_sequences, sequence_length = tokens.sequences.shape
-    text = TextFacts(tokens.name, tokens.sha256, num_sequences, sequence_length, num_held_out(num_sequences))
+    num_last = num_held_out(num_sequences)
+    seen = stack_tokens(checkpoint.spec, sequence_length)
+    num_kept = num_kept_sequences(checkpoint.spec, num_sequences - num_last, seen) if options.keeps_inputs else 0
+    text = TextFacts(tokens.name, tokens.sha256, num_sequences, sequence_length, num_last, num_kept)
     source = source_digest(checkpoint)
     return ProfileFacts(FORMAT, VERSION, checkpoint.spec, source, text, options.sensitivity, made_with(), (), "")
 

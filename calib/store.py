@@ -7,7 +7,7 @@ process at a time: the folder is locked from `open` to `close`.
 import fcntl
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from moe_pack.calib.arrays import Array, write_arrays
@@ -56,14 +56,14 @@ class ProfileStore:
 
     def write(self, name: str, arrays: Mapping[str, Array]) -> None:
         """Writes a safetensors file of these arrays."""
-        self.replace(name, write_arrays(arrays))
+        self.replace(name, (write_arrays(arrays),))
 
-    def replace(self, name: str, raw: bytes) -> None:
-        """Writes a file beside its place, then renames it there."""
+    def replace(self, name: str, pieces: Iterable[bytes]) -> None:
+        """Writes a file of these pieces beside its place, then renames it there."""
         beside = self.folder / f"{name}.tmp"
         try:
             with beside.open("wb") as file:
-                file.write(raw)
+                file.writelines(pieces)
                 file.flush()
                 os.fsync(file.fileno())
             beside.rename(self.folder / name)
@@ -75,7 +75,7 @@ class ProfileStore:
 
     def seal(self, raw: bytes) -> None:
         """Writes the file that makes the folder a profile, and removes what only a run under way needs."""
-        self.replace(PROFILE_FILE, raw)
+        self.replace(PROFILE_FILE, (raw,))
         tidy(self.folder)
 
     def close(self) -> None:
@@ -115,4 +115,4 @@ class ProfileStore:
         held = sorted(entry.name for entry in self.folder.iterdir() if entry.name != f"{_IDENTITY_FILE}.tmp")
         if held:
             raise ConversionError(f"{self.folder}: holds {held[0]!r}; give a new or empty folder for the profile")
-        self.replace(_IDENTITY_FILE, identity)
+        self.replace(_IDENTITY_FILE, (identity,))

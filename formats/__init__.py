@@ -124,7 +124,7 @@ from moe_pack.formats.spec import (
 )
 from moe_pack.formats.steps import Step, SteppedFolder
 from moe_pack.formats.strict_json import added, canonical, dump, load, parse
-from moe_pack.formats.tensor_file import TensorEntry, assemble, read_header
+from moe_pack.formats.tensor_file import TensorEntry, assemble, lay_out, read_header
 from moe_pack.formats.tensor_sidecar import (
     TensorSidecar,
     open_tensor_sidecar,
@@ -229,6 +229,7 @@ __all__ = [
     "format_fault",
     "format_text",
     "index_bytes",
+    "lay_out",
     "load",
     "manifest_bytes",
     "model_spec",

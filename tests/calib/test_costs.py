@@ -81,7 +81,7 @@ def test_layers_of_a_kind_are_tried_once() -> None:
 
 
 def test_costs_add_and_scale() -> None:
-    assert Cost(3, 0.5) + Cost(4, 1.0) * 2.5 == Cost(13, 3.0)
+    assert Cost(3, 0.5, 7) + Cost(4, 1.0, 2) * 2.5 == Cost(13, 3.0, 12)
     assert sum([Cost(1, 1.0)] * 3, start=Cost()) == Cost(3, 3.0)
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from profiles import SMALLEST, copied, profiled, random_tokens, reseal
 from safetensors.numpy import load_file, save_file
 
-from moe_pack.calib import Profile
+from moe_pack.calib import Profile, ProfileOptions
+from moe_pack.calib.expert_inputs import ExpertTokens
 from moe_pack.formats import PackError
 
 TOKENS = random_tokens(3, 16, SMALLEST.vocab_size)
@@ -37,6 +39,12 @@ def refusal(folder: Path, read: Callable[[Profile], object] = lambda profile: No
     return str(refused.value)
 
 
+def opened(profile: Profile, layer_idx: int) -> ExpertTokens:
+    """What the first expert is calibrated on, of inputs read and closed."""
+    with profile.inputs(layer_idx) as inputs:
+        return inputs.of_expert(0)
+
+
 def rewrite(folder: Path, change: Callable[[Values], object]) -> None:
     """Changes profile.json and leaves its digest."""
     values = json.loads((folder / "profile.json").read_text())
@@ -48,7 +56,7 @@ def test_a_profile_says_what_it_was_measured_on(whole: Path) -> None:
     profile = Profile(whole)
     text = profile.facts.text
     assert (text.name, text.sha256) == (TOKENS.name, TOKENS.sha256)
-    assert (text.num_sequences, text.sequence_length, text.num_held_out) == (3, 16, 1)
+    assert (text.num_sequences, text.sequence_length, text.num_held_out, text.num_kept) == (3, 16, 1, 2)
     assert (profile.num_tokens, profile.num_held_out_tokens) == (48, 16)
     assert profile.spec.router.num_experts == 3
     assert {package.name for package in profile.facts.made_with} >= {"moe-pack", "numpy", "torch"}
@@ -89,7 +97,7 @@ def test_a_profile_json_beyond_16_megabytes_is_refused(folder: Path) -> None:
     assert refusal(folder) == "profile.json: more than 16,000,000 bytes"
 
 
-ANEW = "profile.json: expected format 'moe-pack profile', version 3; profile the model anew"
+ANEW = "profile.json: expected format 'moe-pack profile', version 4; profile the model anew"
 UNSEALED: list[tuple[Callable[[Values], object], str]] = [
     (lambda values: values.update(version=1), ANEW),
     (lambda values: values.update(version=0), ANEW),
@@ -132,8 +140,8 @@ def test_json_of_the_same_values_in_another_layout_is_the_same_profile(folder: P
 
 
 def test_a_fraction_is_no_version(folder: Path) -> None:
-    rewrite(folder, lambda values: values.update(version=3.0))
-    assert refusal(folder) == "profile.json: version: found 3.0, expected int"
+    rewrite(folder, lambda values: values.update(version=4.0))
+    assert refusal(folder) == "profile.json: version: found 4.0, expected int"
 
 
 READS: list[tuple[str, Callable[[Profile], object]]] = [
@@ -141,6 +149,7 @@ READS: list[tuple[str, Callable[[Profile], object]]] = [
     ("paths.safetensors", lambda profile: profile.paths()),
     ("tokens.safetensors", lambda profile: profile.tokens()),
     ("predictors-001.safetensors", lambda profile: profile.predictors(1)),
+    ("inputs-001.safetensors", lambda profile: opened(profile, 1)),
 ]
 
 
@@ -221,4 +230,40 @@ def test_tokens_of_another_shape_are_refused(folder: Path) -> None:
     reseal(folder, lambda values: None)
     assert refusal(folder, lambda profile: profile.tokens()) == (
         "tokens.safetensors: tensor 'tokens' is U32 [3, 15], expected U32 [3, 16]"
+    )
+
+
+def test_inputs_are_checked_once_and_then_read_as_they_are_asked_for(folder: Path) -> None:
+    profile = Profile(folder)
+    with profile.inputs(0) as inputs:
+        before = inputs.rows(torch.tensor([31]))
+    with (folder / "inputs-000.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x40")
+    with profile.inputs(0) as inputs:
+        assert not torch.equal(inputs.rows(torch.tensor([31])), before), "read again from the file"
+    assert "SHA-256 does not match" in refusal(folder, lambda profile: profile.inputs(0))
+
+
+def test_a_profile_without_inputs_says_so(tmp_path: Path) -> None:
+    options = ProfileOptions("none", keeps_inputs=False)
+    profile = profiled(SMALLEST.write(tmp_path / "source"), tmp_path / "profile", TOKENS, options)
+    assert not profile.has_inputs and not list((tmp_path / "profile").glob("inputs-*"))
+    assert refusal(tmp_path / "profile", lambda profile: profile.inputs(0)) == (
+        f"{tmp_path / 'profile'}: has no inputs-000.safetensors; profile the model with the options that measure it"
+    )
+
+
+@pytest.mark.parametrize("num_kept", [-1, 3])
+def test_more_inputs_than_of_the_text_that_is_not_held_out_are_refused(num_kept: int, folder: Path) -> None:
+    reseal(folder, lambda values: values["text"].update(num_kept=2))
+    assert Profile(folder).has_inputs
+    reseal(folder, lambda values: values["text"].update(num_kept=num_kept))
+    assert refusal(folder) == "profile.json: text: found impossible counts; profile the model anew"
+
+
+def test_inputs_of_another_number_of_tokens_are_refused(folder: Path) -> None:
+    reseal(folder, lambda values: values["text"].update(num_kept=1))
+    assert refusal(folder, lambda profile: profile.inputs(1)) == (
+        "inputs-001.safetensors: tensor 'experts' is U16 [32, 2], expected U16 [16, 2]"
     )

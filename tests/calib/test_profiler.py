@@ -98,11 +98,14 @@ def snapshots(
 def test_killed_between_any_two_steps_it_ends_in_the_same_bytes(source: Path, tmp_path: Path) -> None:
     taken, expected = snapshots(source, tmp_path / "whole", tmp_path / "killed", QUICK, ("rename",))
     unfinished = [folder for folder in taken if not (folder / "profile.json").exists()]
-    assert len(unfinished) > 15
-    for killed in unfinished[::2]:  # a layer has four such steps: before its inputs are kept, and after
+    assert len(unfinished) > 18
+    half_done = 0  # a layer's inputs, but no statistics yet
+    for killed in unfinished[::2]:  # a layer has five such steps: every one of one of two layers
         left = sorted(folder_bytes(killed))
+        half_done += len(list(killed.glob("inputs-*.safe*"))) > len(list(killed.glob("statistics-*.safetensors")))
         profiled(source, killed, TOKENS)
         assert folder_bytes(killed) == expected, f"killed with {left}"
+    assert half_done
 
 
 def test_killed_while_it_measures_sensitivity_it_ends_in_the_same_bytes(smallest: Path, tmp_path: Path) -> None:
@@ -169,6 +172,7 @@ def test_a_finished_profile_of_other_text_options_or_model_is_refused(smallest: 
     for source, tokens, options in (
         (smallest, random_tokens(3, 8, VOCAB, seed=1), QUICK),
         (smallest, TOKENS, ProfileOptions("fast")),
+        (smallest, TOKENS, replace(QUICK, keeps_inputs=False)),
         (other, TOKENS, QUICK),
     ):
         with pytest.raises(ConversionError) as refused:
@@ -251,6 +255,7 @@ def test_one_layer_of_experts_has_statistics_and_no_predictors(tmp_path: Path) -
     source = replace(SMALLEST, num_layers=1).write(tmp_path / "source")
     profile = profiled(source, tmp_path / "profile", TOKENS)
     assert [file.name for file in profile.facts.files] == [
+        "inputs-000.safetensors",
         "paths.safetensors",
         "statistics-000.safetensors",
         "tokens.safetensors",

@@ -13,6 +13,7 @@ from moe_pack.calib import Profile
 from moe_pack.convert.cli import main
 from moe_pack.convert.plan_file import Decision, plan_bytes
 from moe_pack.formats import Pack, part_format, uniform_plan
+from moe_pack.formats.cli import size_text
 
 SMALL = ["--tokens", "512", "--sequence-length", "64"]
 
@@ -46,6 +47,8 @@ def test_a_profile_says_what_it_does_what_it_cost_and_what_it_found(source: Path
     assert said[0].startswith("mixtral, 2 layers of 4 experts; 512 tokens in sequences of 64, from the sample")
     assert [line.partition(":")[0] for line in said[1:]] == ["statistics", "sensitivity", "predictors"]
     assert "G multiplications, about" in said[1]
+    kept = sum(path.stat().st_size for path in (tmp_path / "p").glob("inputs-*.safetensors"))
+    assert said[1].endswith(f", {size_text(kept)} of experts' inputs to keep") and kept > 50_000
     assert result.stdout.startswith(f"{tmp_path / 'p'}: ")
     assert "experts foretold: recall" in result.stdout
     assert not list((tmp_path / "p").glob("*.tmp")) and not (tmp_path / "p" / "work").exists()
@@ -62,6 +65,14 @@ def test_a_profile_of_other_options_does_not_take_the_place_of_one(source: Path,
     result = run("profile", str(source), "-o", str(profile), *SMALL, "--sensitivity", "none")
     assert result.exit_code == 1
     assert result.stderr.endswith("holds another profile; give another output folder, or remove this one\n")
+
+
+def test_inputs_are_left_out_where_that_is_asked_for(source: Path, tmp_path: Path) -> None:
+    options = ["--sensitivity", "none", "--no-inputs"]
+    result = run("profile", str(source), "-o", str(tmp_path / "p"), *SMALL, *options)
+    assert result.exit_code == 0 and "inputs" not in result.stderr
+    assert not Profile(tmp_path / "p").has_inputs and not list((tmp_path / "p").glob("inputs-*"))
+    assert converted(source, tmp_path / "pack", "--profile", str(tmp_path / "p"), "--sparsity", "0.5").exit_code == 0
 
 
 def test_every_expert_alone_is_measured_where_that_is_asked_for(source: Path, tmp_path: Path) -> None:

@@ -1,0 +1,263 @@
+"""Second moments against float64, feedback against the exact best of the columns left, damping on tokens not seen."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from models import DEMO_MODEL
+from profiles import QUICK, Recorder
+from torch import Tensor
+
+from moe_pack.calib import make_profile, read_tokens
+from moe_pack.calib.moments import LEAST_DAMPING, MOST_DAMPING, damping, feedback, second_moments
+from moe_pack.formats import Checkpoint
+from moe_pack.runtime import CheckpointWeights, FolderFiles, Text, activations
+
+M = 12
+
+
+def random_values(num_tokens: int, num_columns: int, seed: int = 0) -> Tensor:
+    """Float32 [n, m], columns of many sizes that hang on each other."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(num_tokens, num_columns, generator=generator) @ torch.randn(
+        num_columns, num_columns, generator=generator
+    )
+    return mixed * torch.logspace(-2, 1, num_columns)[torch.randperm(num_columns, generator=generator)]
+
+
+def random_weights(num_tokens: int) -> Tensor:
+    return torch.rand(num_tokens, generator=torch.Generator().manual_seed(7))
+
+
+def damped(moments: Tensor, share: float = 0.01) -> Tensor:
+    """Float64, with this share of the diagonal's mean added to it, as GPTQ does."""
+    exact = moments.to(torch.float64)
+    return exact + share * exact.diagonal().mean() * torch.eye(len(exact), dtype=torch.float64)
+
+
+def loss(errors: Tensor, moments: Tensor) -> float:
+    """`e H e^T` of one row's errors."""
+    return float(errors @ moments @ errors)
+
+
+def best_columns_left(errors: Tensor, moments: Tensor) -> Tensor:
+    """The errors of the columns after these that make the loss least: solved as a whole, no recursion."""
+    n = len(errors)
+    return -torch.linalg.solve(moments[n:, n:], moments[n:, :n] @ errors)
+
+
+# --- moments
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 256, 257, 700])
+def test_moments_are_the_weighted_mean_of_the_products_of_columns(num_tokens: int) -> None:
+    values, weights = random_values(num_tokens, M), random_weights(num_tokens)
+    exact, shares = values.to(torch.float64), weights.to(torch.float64)
+    expected = torch.einsum("n,ni,nj->ij", shares, exact, exact) / shares.sum()
+    found = second_moments(values, weights)
+    assert found.dtype == torch.float32
+    sizes = expected.diagonal().sqrt()
+    assert ((found - expected).abs() <= 1e-6 * sizes[:, None] * sizes).all()  # float32 sums of 700 products
+
+
+def test_tokens_without_weight_do_not_count() -> None:
+    values, weights = random_values(300, M), random_weights(300)
+    weights[::3] = 0
+    kept = weights > 0
+    torch.testing.assert_close(second_moments(values, weights), second_moments(values[kept], weights[kept]))
+
+
+def test_moments_do_not_hang_on_the_unit_of_weights() -> None:
+    values, weights = random_values(40, M), random_weights(40)
+    torch.testing.assert_close(second_moments(values, weights * 1e-30), second_moments(values, weights))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_without_any_weight_moments_are_zero(num_tokens: int) -> None:
+    assert torch.equal(second_moments(random_values(num_tokens, M), torch.zeros(num_tokens)), torch.zeros(M, M))
+
+
+def test_moments_of_some_columns_are_a_block_of_all() -> None:
+    values, weights = random_values(300, M), random_weights(300)
+    whole = second_moments(values, weights)
+    torch.testing.assert_close(second_moments(values[:, 3:8], weights), whole[3:8, 3:8])
+
+
+# --- damping
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_columns", "expected"),
+    [
+        (1000, 500, 0.1),
+        (1000, 4096, 0.8192),
+        (1000, 50, 0.01),  # what GPTQ has
+        (1000, 40, LEAST_DAMPING),
+        (100, 500, 1.0),
+        (1, 14336, MOST_DAMPING),
+    ],
+)
+def test_damping_is_a_fifth_of_columns_over_tokens(num_tokens: int, num_columns: int, expected: float) -> None:
+    assert damping(torch.full((num_tokens,), 0.3), num_columns) == pytest.approx(expected)
+
+
+def test_tokens_of_little_weight_count_as_few() -> None:
+    heavy = torch.cat((torch.full((200,), 2.0), torch.full((800,), 1e-4)))
+    assert damping(heavy, 300) == pytest.approx(0.3, rel=1e-3)
+    assert damping(heavy * 1e-12, 300) == pytest.approx(damping(heavy, 300))
+    assert damping(torch.zeros(5), 300) == MOST_DAMPING
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tensor, Tensor]]:
+    """What an expert of the demo model was given, and its `h`, some 1,500 tokens each."""
+    checkpoint = Checkpoint(DEMO_MODEL)
+    tokens = read_tokens(None, None, Text(FolderFiles(DEMO_MODEL)), 8192, 512)
+    profile = make_profile(checkpoint, tokens, tmp_path_factory.mktemp("demo") / "profile", QUICK, Recorder())
+    with profile.inputs(1) as inputs:
+        x = inputs.of_expert(2).inputs[:-256]  # its own
+    blocks = CheckpointWeights(checkpoint).expert(1, 2).blocks()
+    yield x, torch.cat([activations(x, block, profile.spec.expert.function).h for block in blocks], dim=1)
+    checkpoint.close()
+
+
+@pytest.mark.parametrize("num_tokens", [32, 128, 512])
+@pytest.mark.parametrize("which", [0, 1], ids=["x", "h"])
+def test_damped_by_the_rule_a_real_experts_rows_lose_less_on_tokens_not_seen(
+    which: int, num_tokens: int, demo: tuple[Tensor, Tensor]
+) -> None:
+    values = demo[which]
+    seen = torch.arange(num_tokens) * len(values) // num_tokens  # evenly spread
+    unseen = torch.ones(len(values), dtype=torch.bool).index_fill_(0, seen, False)
+    moments, weights = second_moments(values[seen], torch.ones(num_tokens)), torch.ones(num_tokens)
+    other = second_moments(values[unseen], torch.ones(int(unseen.sum()))).to(torch.float64)
+
+    def lost(share: float) -> float:
+        factor = feedback(moments, share).factor.to(torch.float64)
+        # Misses of aims are free of each other and of one size, errors are misses F^-1: the trace of F^-1 H F^-T.
+        errors = torch.linalg.solve_triangular(factor, torch.eye(len(factor), dtype=torch.float64), upper=True)
+        return float((errors @ other * errors).sum() / other.trace())
+
+    by_rule = lost(damping(weights, values.shape[1]))
+    assert by_rule < lost(LEAST_DAMPING)
+    assert by_rule < 1, "more than is lost without feedback"
+
+
+# --- feedback
+
+
+@pytest.mark.parametrize("share", [LEAST_DAMPING, 0.3])
+@pytest.mark.parametrize("num_columns", [1, 2, M, 65])
+def test_factor_and_importance_make_up_the_damped_moments(num_columns: int, share: float) -> None:
+    moments = second_moments(random_values(300, num_columns), random_weights(300))
+    found, expected = feedback(moments, share), damped(moments, share)
+    factor = found.factor.to(torch.float64)
+    assert found.factor.dtype == found.importance.dtype == torch.float32
+    assert torch.equal(factor, factor.triu()) and (factor.diagonal() == 1).all() and (found.importance > 0).all()
+    product = factor * found.importance @ factor.T
+    sizes = expected.diagonal().sqrt()
+    assert ((product - expected).abs() <= 1e-6 * sizes[:, None] * sizes).all()  # the factor is rounded to float32
+
+
+@pytest.mark.parametrize("num_fixed", range(1, M))
+def test_the_aim_of_a_column_is_the_exact_best_given_the_columns_before(num_fixed: int) -> None:
+    moments = second_moments(random_values(300, M), random_weights(300))
+    found, exact = feedback(moments), damped(moments)
+    weights = torch.randn(M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    rounded = weights.clone()
+    rounded[:num_fixed] = weights[:num_fixed].round()  # whatever they were fixed to
+    expected = weights[num_fixed:] - best_columns_left(weights[:num_fixed] - rounded[:num_fixed], exact)
+    for column in range(num_fixed, M):  # each set to what it aims at, all that are left are the best there are
+        errors = weights[:column] - rounded[:column]
+        rounded[column] = weights[column] + errors @ found.factor[:column, column].to(torch.float64)
+    torch.testing.assert_close(rounded[num_fixed:], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_lost_is_the_importance_of_every_columns_miss_of_its_aim() -> None:
+    moments = second_moments(random_values(300, M), random_weights(300))
+    found, exact = feedback(moments), damped(moments)
+    factor, importance = found.factor.to(torch.float64), found.importance.to(torch.float64)
+    errors = torch.randn(M, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    misses = errors @ factor  # what columns aim at, less what they were rounded to
+    assert float((importance * misses.square()).sum()) == pytest.approx(loss(errors, exact), rel=1e-5)
+
+
+@pytest.mark.parametrize("column", range(M))
+def test_importance_is_what_is_lost_when_all_later_columns_make_up_for_an_error(column: int) -> None:
+    moments = second_moments(random_values(300, M), random_weights(300))
+    exact = damped(moments)
+    errors = torch.zeros(M, dtype=torch.float64)
+    errors[column] = 1
+    errors[column + 1 :] = best_columns_left(errors[: column + 1], exact)
+    assert float(feedback(moments).importance[column]) == pytest.approx(loss(errors, exact), rel=1e-5)
+
+
+def test_rounding_with_feedback_loses_the_importances_where_plain_rounding_loses_the_diagonal() -> None:
+    """An error of rounding to whole numbers has 1/12 for its mean square, and those of different columns are free."""
+    moments = second_moments(random_values(16, 64), random_weights(16))  # of rank 16
+    found, exact = feedback(moments), damped(moments)
+    weights = torch.randn(2000, 64, generator=torch.Generator().manual_seed(3)) * 5
+    rounded = torch.zeros_like(weights)
+    for column in range(64):
+        errors = weights[:, :column] - rounded[:, :column]
+        rounded[:, column] = (weights[:, column] + errors @ found.factor[:column, column]).round()
+    plain, fed = (
+        float(((weights - held).to(torch.float64) @ exact * (weights - held)).sum(dim=1).mean())
+        for held in (weights.round(), rounded)
+    )
+    assert plain == pytest.approx(float(exact.trace()) / 12, rel=0.1)  # 2,000 rows
+    assert fed == pytest.approx(float(found.importance.sum()) / 12, rel=0.1)
+    assert fed < 0.5 * plain
+
+
+def test_columns_that_do_not_hang_together_give_no_feedback() -> None:
+    sizes = torch.logspace(-3, 3, M)
+    found = feedback(torch.diag(sizes))
+    assert torch.equal(found.factor, torch.eye(M))
+    torch.testing.assert_close(found.importance, sizes + LEAST_DAMPING * sizes.mean())
+
+
+def test_columns_that_were_always_zero_give_and_take_no_feedback() -> None:
+    values = random_values(300, M)
+    values[:, [0, 5, M - 1]] = 0
+    moments = second_moments(values, random_weights(300))
+    found = feedback(moments)
+    for column in (0, 5, M - 1):
+        assert torch.equal(found.factor[column], torch.eye(M)[column])
+        assert torch.equal(found.factor[:, column], torch.eye(M)[column])
+        assert float(found.importance[column]) == pytest.approx(LEAST_DAMPING * float(moments.diagonal().mean()))
+    assert found.factor[1, 2] != 0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        random_values(1, 400),
+        torch.ones(1, 400),
+        torch.full((300, 400), 1 / 3),
+        random_values(1, 400).repeat(300, 1),
+        torch.cat((torch.full((300, 1), 1e4), random_values(300, 399) * 1e-4), dim=1),
+        torch.eye(400)[:1],
+        torch.ones(2, 400) * 1e-12,
+        torch.ones(2, 400) * 1e12,
+    ],
+    ids=["one token", "ones", "thirds", "one token often", "one large", "one column", "tiny", "huge"],
+)
+def test_moments_of_low_rank_have_a_factor(values: Tensor) -> None:
+    moments = second_moments(values, random_weights(len(values)) + 0.1)
+    found, expected = feedback(moments), damped(moments)
+    factor = found.factor.to(torch.float64)
+    assert factor.isfinite().all() and (found.importance > 0).all() and found.importance.isfinite().all()
+    product = factor * found.importance @ factor.T
+    assert (product - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_moments_that_are_all_zero_give_no_feedback() -> None:
+    found = feedback(torch.zeros(M, M))
+    assert torch.equal(found.factor, torch.eye(M)) and torch.equal(found.importance, torch.ones(M))
+
+
+def test_only_the_upper_triangle_of_moments_is_read() -> None:
+    moments = second_moments(random_values(300, M), random_weights(300))
+    other = moments.triu() + torch.ones(M, M).tril(-1)
+    assert torch.equal(feedback(other).factor, feedback(moments).factor)
