@@ -1,4 +1,4 @@
-// Rows as AVX2 registers: scales, codes in natural order, weights (docs/format.md, section 8).
+// Rows as AVX2 registers: scales, codes in natural order, their weights (docs/format.md, section 8).
 //
 // For kernels_avx2.cpp alone, which includes it once its target is set; internal linkage as in vector.h.
 #pragma once
@@ -12,6 +12,12 @@ namespace moe_pack {
 namespace {
 
 inline __m256i load_bytes(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+
+inline float lanes_total(__m256 lanes) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps(lanes, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
 
 // Columns of a block that share one scale.
 inline int32_t unit_of(const Part& part) { return part.group < kBlock ? part.group : kBlock; }
@@ -115,63 +121,6 @@ inline Codes load_codes(const uint8_t* block) {
     }
 }
 
-// Eight weights of a float codec from column `c` on; zeros from the `count`-th on.
-template <Codec CODEC>
-inline __m256 load_weights(const uint8_t* row, int32_t c, int32_t count) {
-    constexpr size_t BYTES = CODEC == Codec::f32 ? 4 : 2;
-    const uint8_t* from = row + BYTES * c;
-    uint8_t padded[32];
-    if (count < 8) {
-        __builtin_memset(padded, 0, sizeof padded);
-        __builtin_memcpy(padded, from, BYTES * count);
-        from = padded;
-    }
-    if constexpr (CODEC == Codec::f32) {
-        return _mm256_castsi256_ps(load_bytes(from));
-    } else {
-        const __m128i stored = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-        return CODEC == Codec::f16 ? _mm256_cvtph_ps(stored)
-                                   : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(stored), 16));
-    }
-}
-
-// 64 codes that are floats of 8 bits, as halves: columns 0 to 7 and 16 to 23, 8 to 15 and 24 to 31, and so the others.
-// E4M3's are 2^-8 times as large (codes.h).
-struct Halves {
-    __m256i of[4];
-
-    // The eight floats from column 8 v on.
-    __m256 floats(int v) const {
-        const __m256i sixteen = of[v / 4 * 2 + v % 2];
-        return _mm256_cvtph_ps(v % 4 < 2 ? _mm256_castsi256_si128(sixteen) : _mm256_extracti128_si256(sixteen, 1));
-    }
-};
-
-template <Codec CODEC>
-inline Halves load_halves(const uint8_t* from) {
-    const __m256i bytes[2] = {load_bytes(from), load_bytes(from + 32)}, none = _mm256_setzero_si256();
-    Halves halves;
-    for (int i = 0; i < 4; ++i) {
-        halves.of[i] = i % 2 == 0 ? _mm256_unpacklo_epi8(none, bytes[i / 2]) : _mm256_unpackhi_epi8(none, bytes[i / 2]);
-    }
-    if constexpr (CODEC == Codec::fp8) {
-        for (int i = 0; i < 4; ++i) {
-            halves.of[i] = _mm256_and_si256(_mm256_srai_epi16(halves.of[i], 1), _mm256_set1_epi16(int16_t(0xbf80)));
-        }
-        const __m256i most = _mm256_set1_epi8(0x7f);
-        const __m256i largest = _mm256_max_epu8(_mm256_and_si256(bytes[0], most), _mm256_and_si256(bytes[1], most));
-        if (__builtin_expect(_mm256_movemask_epi8(_mm256_cmpeq_epi8(largest, most)) != 0, 0)) {
-            for (int i = 0; i < 4; ++i) {
-                const __m256i is_none = _mm256_cmpeq_epi8(_mm256_and_si256(bytes[i / 2], most), most);
-                const __m256i wide = i % 2 == 0 ? _mm256_unpacklo_epi8(is_none, is_none)
-                                                : _mm256_unpackhi_epi8(is_none, is_none);
-                halves.of[i] = _mm256_or_si256(halves.of[i], _mm256_and_si256(wide, _mm256_set1_epi16(0x7fff)));
-            }
-        }
-    }
-    return halves;
-}
-
 // One group's scale (or zero, `is_signed`) in all lanes.
 inline __m256 load_group(const Part& part, const uint8_t* stored, int32_t group, bool is_signed) {
     if (part.scale_bits == 16) {
@@ -212,21 +161,6 @@ void decode_codes(const Part& part, const uint8_t* row, int32_t start, int32_t s
     }
 }
 
-template <Codec CODEC>
-void decode_halves(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out) {
-    constexpr bool IS_FP8 = CODEC == Codec::fp8;
-    const PowerOfTwo power(IS_FP8 ? 0 : row[part.code_bytes]);
-    for (int32_t block = start; block < stop; block += kBlock) {
-        const Halves halves = load_halves<CODEC>(row + block);
-        const __m256 first = _mm256_set1_ps(IS_FP8 ? kE4m3Unit : power.first);
-        const __m256 second = _mm256_set1_ps(IS_FP8 ? fp8_scale(part, row, block / kFp8Group) : power.second);
-        for (int v = 0; v < 8; ++v) {
-            _mm256_storeu_ps(out + (block - start) + 8 * v,
-                             _mm256_mul_ps(_mm256_mul_ps(halves.floats(v), first), second));
-        }
-    }
-}
-
 inline void decode_e2m1(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out) {
     const __m256 magnitudes = _mm256_loadu_ps(kE2m1Values);
     const __m256i sign = _mm256_set1_epi32(int32_t(0x80000000u));
@@ -246,14 +180,6 @@ inline void decode_e2m1(const Part& part, const uint8_t* row, int32_t start, int
                                  _mm256_xor_ps(looked_up, _mm256_castsi256_ps(signs)));
             }
         }
-    }
-}
-
-template <Codec CODEC>
-void decode_floats(const Part&, const uint8_t* row, int32_t start, int32_t stop, float* out) {
-    for (int32_t c = start; c < stop; c += 8) {
-        const int32_t count = stop - c < 8 ? stop - c : 8;
-        store_first(out + (c - start), load_weights<CODEC>(row, c, count), count);
     }
 }
 

@@ -1,4 +1,4 @@
-// Rows as AVX-512 registers: chunks of codes, scales by the unit, weights (docs/format.md, section 8).
+// Rows as AVX-512 registers: chunks of codes, scales by the unit, their weights (docs/format.md, section 8).
 //
 // For kernels_avx512.cpp alone, which includes it once its target is set; internal linkage as in vector.h.
 #pragma once
@@ -280,19 +280,6 @@ MOE_PACK_INLINE inline void codes_of_four(const uint8_t* const rows[4], size_t a
 
 // -- Weights ---------------------------------------------------------------------------------------------------------
 
-// 16 weights of a float codec from column `c` on; zeros where there are none.
-template <Codec CODEC>
-inline __m512 load_weights(const uint8_t* row, int32_t c, __mmask16 mask) {
-    if constexpr (CODEC == Codec::f32) {
-        return _mm512_maskz_loadu_ps(mask, row + 4 * size_t(c));
-    } else {
-        const __m256i stored = _mm256_maskz_loadu_epi16(mask, row + 2 * size_t(c));
-        return CODEC == Codec::f16
-                   ? _mm512_cvtph_ps(stored)
-                   : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(stored), 16));
-    }
-}
-
 inline __m512i load_sixteen(const uint8_t* from) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
@@ -325,31 +312,6 @@ MOE_PACK_INLINE inline void block_codes(const uint8_t* block, __m512i codes[4]) 
             }
         });
     }
-}
-
-// 32 codes that are floats of 8 bits, as halves. E4M3's are 2^-8 times as large (codes.h).
-template <Codec CODEC>
-MOE_PACK_INLINE inline __m512i load_halves(const uint8_t* from) {
-    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-    if constexpr (CODEC == Codec::e5m2) {
-        return _mm512_slli_epi16(_mm512_cvtepu8_epi16(bytes), 8);
-    } else {
-        const __m512i placed = _mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 7);
-        const __m256i unsigned_none = _mm256_set1_epi8(0x7f);
-        const __mmask32 is_none = _mm256_cmpeq_epi8_mask(_mm256_and_si256(bytes, unsigned_none), unsigned_none);
-        const __m512i halves = _mm512_and_si512(placed, _mm512_set1_epi16(int16_t(0xbf80)));
-        return _mm512_mask_blend_epi16(is_none, halves, _mm512_set1_epi16(0x7fff));
-    }
-}
-
-// 64 such codes as floats, 16 a register.
-template <Codec CODEC>
-MOE_PACK_INLINE inline void load_floats(const uint8_t* from, __m512 floats[4]) {
-    unrolled<2>([&](auto i) MOE_PACK_INLINE {
-        const __m512i halves = load_halves<CODEC>(from + 32 * i.value);
-        floats[2 * i.value] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
-        floats[2 * i.value + 1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
-    });
 }
 
 // One group's scale (or zero, `is_signed`) in all lanes.
@@ -391,22 +353,6 @@ void decode_codes(const Part& part, const uint8_t* row, int32_t start, int32_t s
     }
 }
 
-template <Codec CODEC>
-void decode_halves(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out) {
-    constexpr bool IS_FP8 = CODEC == Codec::fp8;
-    const PowerOfTwo power(IS_FP8 ? 0 : row[part.code_bytes]);
-    for (int32_t block = start; block < stop; block += kBlock) {
-        __m512 floats[4];
-        load_floats<CODEC>(row + block, floats);
-        const __m512 first = _mm512_set1_ps(IS_FP8 ? kE4m3Unit : power.first);
-        const __m512 second = _mm512_set1_ps(IS_FP8 ? fp8_scale(part, row, block / kFp8Group) : power.second);
-        unrolled<4>([&](auto q) MOE_PACK_INLINE {
-            const __m512 weights = _mm512_mul_ps(_mm512_mul_ps(floats[q.value], first), second);
-            _mm512_storeu_ps(out + (block - start) + 16 * q.value, weights);
-        });
-    }
-}
-
 inline void decode_e2m1(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* out) {
     const __m512 numbers = _mm512_loadu_ps(kE2m1Values);
     for (int32_t block = start; block < stop; block += kBlock) {
@@ -421,13 +367,49 @@ inline void decode_e2m1(const Part& part, const uint8_t* row, int32_t start, int
     }
 }
 
-template <Codec CODEC>
-void decode_floats(const Part&, const uint8_t* row, int32_t start, int32_t stop, float* out) {
-    for (int32_t c = start; c < stop; c += 16) {
-        const __mmask16 mask = first_lanes_mask(stop - c);
-        _mm512_mask_storeu_ps(out + (c - start), mask, load_weights<CODEC>(row, c, mask));
+// -- What comes next -------------------------------------------------------------------------------------------------
+
+// The bytes wanted next, row after row.
+struct PrefetchRows {
+    const uint8_t* const* rows;  // after the one in hand
+    int32_t left, num_bytes;     // of them, and of each
+    const uint8_t *at = nullptr, *stop = nullptr;
+
+    MOE_PACK_INLINE PrefetchRows(const Ahead& ahead, int32_t num_rows)
+        : rows(ahead.rows), left(ahead.num_bytes > 0 ? num_rows : 0), num_bytes(ahead.num_bytes) {
+        next();
     }
-}
+
+    MOE_PACK_INLINE void next() {
+        if (left > 0) {
+            --left;
+            at = *rows++;
+            stop = at + num_bytes;
+            at -= reinterpret_cast<uintptr_t>(at) % kLineBytes;
+        }
+    }
+
+    // Up to MOST lines of one row, perhaps some behind it.
+    template <int MOST>
+    MOE_PACK_INLINE void lines(int32_t count) {
+        if (at < stop) {
+            unrolled<MOST>([&](auto i) MOE_PACK_INLINE {
+                if (i.value < count) {
+                    __builtin_prefetch(at + i.value * kLineBytes, 0, 3);
+                }
+            });
+            at += count * kLineBytes;
+        } else {
+            next();
+        }
+    }
+
+    void rest() {
+        while (at < stop || left > 0) {
+            lines<1>(1);
+        }
+    }
+};
 
 }  // namespace
 }  // namespace moe_pack

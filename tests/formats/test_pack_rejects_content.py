@@ -327,7 +327,8 @@ EIGHT = {"codec": "affine", "width": 8, "group": 16, "scale_bits": 16}
         (lambda v: dense_entry(v)["format"].update(group=128),
          "manifest.json: dense 'embed': group size 128 does not divide rows of 64 values"),
         (lambda v: dense_entry(v)["format"].update(codec="ternary"),
-         "manifest.json: dense[0]: format: codec: found 'ternary', expected one of bf16, affine, fp8, e5m2, mxfp4, trellis"),
+         "manifest.json: dense[0]: format: codec: found 'ternary', "
+         "expected one of bf16, affine, fp8, e5m2, mxfp4, trellis"),
         (lambda v: dense_entry(v)["format"].update(codec="trellis", width=2),
          "manifest.json: dense 'embed': trellis of width 2, expected one of 3, 4, 5, 6, 7, 8"),
         (lambda v: dense_entry(v)["format"].update(codec="fp8", group=128, scale_bits=16),

@@ -252,8 +252,8 @@ WINDOWS = [64, 80, 40, 106, 53, 13, 6, 1] + [0] * 56
 TRELLIS = np.array([TABLES[j % 2][window] for j, window in enumerate(WINDOWS)])
 EXAMPLES = [
     (part_format(4, 32), np.where(np.arange(64) < 32, (CODE - 3.5) * 0.5, (CODE - 8) * 0.25)),
-    (MXFP4, STAIRS[CODE]),
     (trellis_format(3, ROW_GROUP), TRELLIS),
+    (MXFP4, STAIRS[CODE]),
 ]
 
 
