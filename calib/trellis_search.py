@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats.codecs import trellis_steps, trellis_values
+from moe_pack.runtime import TrellisRows, is_available, search_trellis
 
 # A path corrects its own errors of so many columns; what lies further back is the best path's. Paths merge late: with
 # 32 two gate matrices of small-mixtral lose up to 3% more at 2 and 3 bit, with 128 up to 0.8% less.
 SURVIVOR_COLUMNS = 64
 _BITS, _STATES = 7, 128
-_SUMS = 4  # columns u are added up by u % 4, for sums that do not wait for each other
+_SUMS = 4  # column u's error lies at u % 64, and is added up in sum u % 4: sums that do not wait for each other
 _PIECE_ROWS = 128  # of `plain_search` at once: 4 MiB of errors
 
 
@@ -33,17 +34,6 @@ class Found:
     codes: Tensor
     values: Tensor
     windows: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    """What is searched: as `search` has it, importance [R, n]."""
-
-    weights: Tensor
-    targets: Tensor
-    scales: Tensor
-    importance: Tensor
-    factor: Tensor | None
 
 
 def search(
@@ -77,8 +67,11 @@ def search(
     assert importance.shape in ((n,), (num_rows, n)), f"importance {importance.shape} for {weights.shape}"
     assert factor is None or factor.shape == (n, n), f"factor {factor} for {n} columns"
     assert starts.shape == (num_rows,) and bool((starts < _STATES).all()), "states before the first column"
-    assert 0 <= kept <= n, f"{kept} of {n} columns"
-    return plain_search(weights, targets, scales, importance, width, factor, starts, kept)
+    assert n >= 1 and 0 <= kept <= n, f"{kept} of {n} columns"
+    if not is_available():
+        return plain_search(weights, targets, scales, importance, width, factor, starts, kept)
+    rows = TrellisRows(weights, targets, scales, importance, factor, starts)
+    return Found(*search_trellis(rows, width, trellis_values(width), kept))
 
 
 @torch.no_grad()
@@ -97,8 +90,8 @@ def plain_search(
     for first in range(0, max(1, len(weights)), _PIECE_ROWS):
         piece = slice(first, first + _PIECE_ROWS)
         importances = (importance if importance.dim() == 2 else importance.expand_as(weights))[piece]
-        rows = _Rows(weights[piece], targets[piece], scales[piece], importances, factor)
-        pieces.append(_replayed(_path(rows, width, starts[piece]), width, starts[piece], num_kept))
+        rows = TrellisRows(weights[piece], targets[piece], scales[piece], importances, factor, starts[piece])
+        pieces.append(_replayed(_path(rows, width), width, rows.starts, num_kept))
     return Found(
         torch.cat([piece.codes for piece in pieces]),
         torch.cat([piece.values for piece in pieces]),
@@ -106,12 +99,12 @@ def plain_search(
     )
 
 
-def _path(rows: _Rows, width: int, starts: Tensor) -> Tensor:
+def _path(rows: TrellisRows, width: int) -> Tensor:
     """The states after each column on the best path: int64 [R, n]."""
     num_rows, n = rows.weights.shape
     tables, targets = trellis_values(width), rows.targets.clone()
     costs = torch.full((num_rows, _STATES), torch.inf)
-    costs.scatter_(1, starts[:, None].long(), 0.0)
+    costs.scatter_(1, rows.starts[:, None].long(), 0.0)
     errors = torch.zeros((num_rows, _STATES, SURVIVOR_COLUMNS if rows.factor is not None else 0))
     parents = []  # of the states with the same newest bits, before each column: [R, 128 / 2^k]
     for t in range(n):
@@ -147,9 +140,14 @@ def _commit(factor: Tensor, t: int, costs: Tensor, errors: Tensor, targets: Tens
 def _corrections(factor: Tensor, t: int, errors: Tensor) -> Tensor:
     """What errors [R, states, 64] of columns before t add to its target: [R, states]."""
     sums = [torch.zeros(errors.shape[:2]) for _ in range(_SUMS)]
-    for column in range(max(0, t - SURVIVOR_COLUMNS + 1), t):
-        sums[column % _SUMS] += errors[:, :, column % SURVIVOR_COLUMNS] * factor[column, t]
-    return (sums[0] + sums[1]) + (sums[2] + sums[3])
+    for slot in range(min(t, SURVIVOR_COLUMNS)):
+        column = slot + (t - 1 - slot) // SURVIVOR_COLUMNS * SURVIVOR_COLUMNS  # the last before t that lies there
+        if max(0, t - SURVIVOR_COLUMNS + 1) <= column < t - 1:
+            sums[slot % _SUMS] += errors[:, :, slot] * factor[column, t]
+    if t == 0:
+        return sums[0]
+    newest = errors[:, :, (t - 1) % SURVIVOR_COLUMNS] * factor[t - 1, t]
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + newest
 
 
 def _traced(costs: Tensor, parents: list[Tensor]) -> Tensor:

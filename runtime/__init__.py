@@ -53,6 +53,7 @@ from moe_pack.runtime.native_kernels import (
     num_cpus,
     open_kernels,
 )
+from moe_pack.runtime.native_search import TrellisRows, search_trellis
 from moe_pack.runtime.norm import norm
 from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
 from moe_pack.runtime.packed_expert import PackedExpert
@@ -155,6 +156,7 @@ __all__ = [
     "StreamingWeights",
     "Text",
     "TextStream",
+    "TrellisRows",
     "Trust",
     "Weights",
     "WidthRate",
@@ -214,6 +216,7 @@ __all__ = [
     "run_expert",
     "run_unrouted",
     "save_facts",
+    "search_trellis",
     "total_bytes",
     "weights_dtype",
     "whole_bytes",

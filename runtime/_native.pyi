@@ -9,6 +9,23 @@ class MapCutError(Exception):
 def open_pool(threads: int, limit: str | None, /) -> object: ...
 def instruction_set(pool: object, /) -> str: ...
 def stitch(rows: tuple[object, ...], num_rows: int, row_bytes: int, /) -> None: ...
+def search_trellis(
+    limit: str | None,
+    columns: int,
+    kept: int,
+    width: int,
+    weights: NDArray[np.float32],
+    targets: NDArray[np.float32],
+    scales: NDArray[np.float32],
+    importance: NDArray[np.float32],
+    factor: NDArray[np.float32] | None,
+    tables: NDArray[np.float32],
+    starts: NDArray[np.uint8],
+    codes: NDArray[np.uint8],
+    values: NDArray[np.float32],
+    windows: NDArray[np.uint8],
+    /,
+) -> None: ...
 def open_reader(memory: NDArray[np.uint8], threads: int, direct: bool, block_bytes: int, /) -> object: ...
 def add_file(reader: object, descriptor: int, /) -> tuple[int, int]: ...
 def submit_reads(

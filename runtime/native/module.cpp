@@ -1,5 +1,5 @@
-// The Python face of the kernels: the module, and the operations on rows. Those of layers are in module_layers.cpp, and
-// the reading of files in module_reads.cpp.
+// The Python face of the kernels: the module, and the operations on rows. Those of layers are in module_layers.cpp, the
+// reading of files in module_reads.cpp, and the search for codes in module_search.cpp.
 #include <cstring>
 
 #include "arguments.h"
@@ -7,6 +7,7 @@
 #include "guard.h"
 #include "module_layers.h"
 #include "module_reads.h"
+#include "module_search.h"
 #include "rows.h"
 
 namespace moe_pack {
@@ -477,6 +478,9 @@ PyMethodDef methods[] = {
      "route(pool, logits, bias, experts, weights, kind, num_experts, chosen, groups, chosen_groups, least_sum, factor, "
      "jitter)"},
     {"rms_norm", caught<norm_rows>, METH_VARARGS, "rms_norm(pool, x, weight, eps, out)"},
+    {"search_trellis", caught<search_codes>, METH_VARARGS,
+     "search_trellis(limit, columns, kept, width, weights, targets, scales, importance, factor, tables, starts, codes, "
+     "values, windows)"},
     {"open_reader", caught<open_reader>, METH_VARARGS, "open_reader(memory, threads, direct, block_bytes) -> capsule"},
     {"add_file", caught<add_file>, METH_VARARGS, "add_file(reader, descriptor) -> (file, bytes)"},
     {"submit_reads", caught<submit_reads>, METH_VARARGS,

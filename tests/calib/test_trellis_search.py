@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_pack.calib.trellis_search import Found, search
+from moe_pack.calib.trellis_search import Found, plain_search, search
 from moe_pack.formats import ROW_GROUP, TRELLIS_WIDTHS, trellis_format
 from moe_pack.formats.codecs import Trellis, decode_part, trellis_steps, trellis_values
 from moe_pack.formats.trellis_tables import TRELLIS_UNITS
+from moe_pack.runtime import TrellisRows, is_available, search_trellis
+from moe_pack.runtime.native_kernels import InstructionSet
 
 # Mean squared error of rows of 256 from a normal distribution of unit variance, by width, and 2% beyond what was
 # measured when the tables were made: how many rows there are here moves it by 1%.
@@ -163,3 +165,30 @@ def test_of_equal_paths_the_lowest_states_win() -> None:
 def test_no_rows_have_no_codes() -> None:
     none = torch.zeros(0, 64)
     assert search(none, none, none, torch.ones(64), 4).codes.shape == (0, 64)
+
+
+def hard_rows(width: int, n: int) -> TrellisRows:
+    """Rows with every difficulty: other targets than weights, groups without scale, constants, outliers, any start."""
+    weights, targets = random(9, n, seed=width), random(9, n, seed=width + 1)
+    scales, importance = TRELLIS_UNITS[width] * (0.5 + uniform(9, n)), uniform(9, n)
+    scales[1, :16], scales[2], importance[3, ::3] = 0, 0, 0
+    weights[4], targets[4], weights[5], targets[6] = 0, 0, 1, 1000 * targets[6]
+    starts = torch.tensor([0, 1, 2, 64, 127, 3, 0, 99, 0], dtype=torch.uint8)
+    return TrellisRows(weights, targets, scales, importance, 0.3 * random(n, n, seed=5), starts)
+
+
+@pytest.mark.skipif(not is_available(), reason="the extension was not built")
+@pytest.mark.parametrize("limit", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("with_factor", [False, True])
+@pytest.mark.parametrize("width", TRELLIS_WIDTHS)
+def test_the_extension_finds_what_torch_finds(width: int, with_factor: bool, limit: InstructionSet) -> None:
+    for n in (1, 2, 63, 64, 65, 136, 201):
+        rows = hard_rows(width, n)
+        rows = rows if with_factor else rows._replace(factor=None)
+        if n == 65:
+            rows = rows._replace(importance=rows.importance[0])
+        wanted = plain_search(*rows[:4], width, rows.factor, rows.starts, n - n // 3)
+        codes, values, windows = search_trellis(rows, width, trellis_values(width), n - n // 3, limit)
+        assert torch.equal(codes, wanted.codes), n
+        assert torch.equal(values, wanted.values), n
+        assert torch.equal(windows, wanted.windows), n
