@@ -85,16 +85,24 @@ class RowQuantizer:
         assert isinstance(codec, Affine) and self._solve is not None, "bf16 has no blocks"
         groups = weights.to(torch.float32).reshape(len(weights) * codec.num_groups, -1)
         scale, zero = self._solve(groups, self._part.width)
-        scale, zero = _holdable(groups, scale, zero, self._part.width)
+        scale, zero = made_holdable(groups, scale, zero, self._part.width)
         if self._refined:
             scale, zero = _best_neighbours(groups, scale, zero, self._part.width)
         scales, zeros = codec.store_scales(scale.view(-1, codec.num_groups), zero.view(-1, codec.num_groups))
         scale, zero = codec.load_scales(scales, zeros)
-        if not (torch.isfinite(scale).all() and torch.isfinite(zero).all()):
-            row = first_row + _first(~(scale.isfinite() & zero.isfinite()))
-            raise UnholdableError(row, "weights beyond float16 scales; store it in 16 bits")
-        codes = _nearest_codes(groups, scale.view(-1, 1), zero.view(-1, 1), self._part.width)
+        check_holdable(scale, zero, first_row)
+        codes = nearest_codes(groups, scale.view(-1, 1), zero.view(-1, 1), self._part.width)
         return codec.encode(codes.to(torch.uint8).view(len(weights), -1), scales, zeros)
+
+
+def check_holdable(scale: Tensor, zero: Tensor, first_row: int = 0) -> None:
+    """Refuses scales and zeros, float32 [rows, groups] as they are stored, that float16 cannot hold.
+
+    Raises:  UnholdableError naming the first row that has one, counted from `first_row`.
+    """
+    held = scale.isfinite() & zero.isfinite()
+    if not held.all():
+        raise UnholdableError(first_row + _first(~held), "weights beyond float16 scales; store it in 16 bits")
 
 
 def _first(rows: Tensor) -> int:
@@ -102,7 +110,7 @@ def _first(rows: Tensor) -> int:
     return int(rows.any(dim=1).nonzero()[0])
 
 
-def _nearest_codes(groups: Tensor, scale: Tensor, zero: Tensor, width: int) -> Tensor:
+def nearest_codes(groups: Tensor, scale: Tensor, zero: Tensor, width: int) -> Tensor:
     """The codes nearest to the weights, as float32: scale and zero [groups, 1]."""
     return groups.div(scale).add_(zero).round_().clamp_(0, 2**width - 1)
 
@@ -112,7 +120,7 @@ def _best_neighbours(groups: Tensor, scale: Tensor, zero: Tensor, width: int) ->
     best = (torch.full_like(scale, torch.inf), scale, zero)
     for s in _neighbours(scale):
         for z in _neighbours(zero):
-            error = (_nearest_codes(groups, s, z, width) - z).mul_(s).sub_(groups).abs_().mean(dim=1, keepdim=True)
+            error = (nearest_codes(groups, s, z, width) - z).mul_(s).sub_(groups).abs_().mean(dim=1, keepdim=True)
             better = error < best[0]
             best = (
                 torch.where(better, error, best[0]),
@@ -130,7 +138,7 @@ def _neighbours(values: Tensor) -> tuple[Tensor, Tensor]:
     return nearest.to(torch.float32), other.to(torch.float32)
 
 
-def _holdable(groups: Tensor, scale: Tensor, zero: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def made_holdable(groups: Tensor, scale: Tensor, zero: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Makes groups constant, code 0 at their middle, whose zero float16 cannot hold: narrow groups far from zero."""
     lost = (zero.abs() > min(65504, _ZERO_STEPS * (2**width - 1))) | ~torch.isfinite(zero)
     if not lost.any():

@@ -1,0 +1,170 @@
+"""Calibrated rounding: feedback against its definition, gains, what blocks and runs change, and that it pays."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_pack.calib import RowQuantizer, UnholdableError
+from moe_pack.calib.affine_scales import affine_pairs, stored_pairs
+from moe_pack.calib.column_rounding import ColumnRun, gains, round_columns
+from moe_pack.calib.expert_inputs import ExpertTokens
+from moe_pack.calib.expert_quantizer import Calibration, ExpertQuantizer, Steps
+from moe_pack.calib.moments import feedback, second_moments
+from moe_pack.calib.neuron_rounding import round_neurons
+from moe_pack.formats import BF16, MATRICES, MXFP4, ExpertFormat, Matrix, PartFormat, part_format, trellis_format
+from moe_pack.formats.codecs import affine, decode_part, unpack_codes
+from moe_pack.runtime import NeuronBlock, activations
+
+D, N, TOKENS = 128, 24, 300
+PARTS = [
+    part_format(2, 64),
+    part_format(3, 0, 8),
+    part_format(1, 32),
+    part_format(4, 16, 8),
+    trellis_format(3, 0),
+    trellis_format(4, 0),
+    trellis_format(6, 32, 8),
+]
+named = pytest.mark.parametrize("part", PARTS, ids=str)
+
+
+def random_values(rows: int, columns: int, seed: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def random_block(num_neurons: int = N, seed: int = 0) -> NeuronBlock:
+    return NeuronBlock(*(random_values(num_neurons, D, seed + i) * 0.1 for i in range(3)))
+
+
+def tokens_of(num_tokens: int = TOKENS, seed: int = 9) -> ExpertTokens:
+    """Inputs whose columns hang together and differ in size."""
+    mixed = random_values(num_tokens, D // 4, seed) @ random_values(D // 4, D, seed + 1)
+    values = mixed + 0.3 * random_values(num_tokens, D, seed + 2)
+    return ExpertTokens(values * torch.logspace(-0.5, 0.5, D), torch.rand(num_tokens, generator=torch.Generator()))
+
+
+def quantized(block: NeuronBlock, part: PartFormat, tokens: ExpertTokens, steps: Steps | None = None) -> NeuronBlock:
+    calibration = Calibration(tokens, "silu", steps or Steps())
+    found = ExpertQuantizer(ExpertFormat(part, part, part), calibration, D).encode(block)
+    return NeuronBlock(*(decode_part(part, D, found[matrix]) for matrix in ("gate", "up", "down")))
+
+
+def output(tokens: ExpertTokens, block: NeuronBlock) -> Tensor:
+    return activations(tokens.inputs, block, "silu").h @ block.down
+
+
+def lost(tokens: ExpertTokens, block: NeuronBlock, rounded: NeuronBlock) -> float:
+    errors = output(tokens, rounded) - output(tokens, block)
+    return float((errors.square().sum(dim=1) * tokens.weights).sum())
+
+
+def lost_rows(errors: Tensor, moments: Tensor) -> float:
+    """The trace of `E H E^T`."""
+    return float((errors @ moments * errors).sum())
+
+
+@named
+def test_each_step_pays_on_tokens_not_seen(part: PartFormat) -> None:
+    seen, more, block = tokens_of(), tokens_of(2 * TOKENS), random_block()
+    unseen = ExpertTokens(more.inputs[TOKENS:], seen.weights)
+    whole, no_feedback, neither = (
+        lost(unseen, block, quantized(block, part, seen, steps))
+        for steps in (Steps(), Steps(feedback=False), Steps(importance=False, feedback=False))
+    )
+    assert whole < 0.85 * no_feedback
+    assert no_feedback < neither
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_codes_of_columns_are_those_of_the_recursion_written_out(width: int) -> None:
+    d, part = 320, part_format(width, 64)  # two blocks of columns and a half
+    codec, weights = affine(part, d), random_values(5, d, 0)
+    found = feedback(second_moments(random_values(200, d, 1), torch.ones(200)), 0.2)
+    stored = round_columns(part, weights, [ColumnRun(0, found.importance, found.factor)])
+    codes = unpack_codes(stored[:, : codec.code_bytes], width)
+    pairs = affine_pairs(weights.view(5, -1, 64), found.importance.view(-1, 64), width)
+    scale, zero = (values.repeat_interleave(64, dim=1).double() for values in stored_pairs(codec, *pairs))
+    aims, exact = weights.double(), weights.double()
+    for j in range(d):
+        expected = (aims[:, j] / scale[:, j] + zero[:, j]).round().clamp(0, 2**width - 1)
+        assert torch.equal(codes[:, j].double(), expected), f"column {j}"
+        errors = exact[:, j] - (expected - zero[:, j]) * scale[:, j]
+        aims[:, j + 1 :] += errors[:, None] * found.factor[j, j + 1 :]
+
+
+@named
+def test_no_row_shrinks_in_the_direction_of_its_inputs(part: PartFormat) -> None:
+    weights, found = random_values(9, D, 0), feedback(second_moments(tokens_of().inputs, tokens_of().weights), 0.2)
+    runs = [ColumnRun(0, found.importance, found.factor)]
+    rounded = decode_part(part, D, round_columns(part, weights, runs))
+    torch.testing.assert_close(gains(weights, rounded, runs), torch.ones(9, 1), atol=2e-3, rtol=0)  # float16 scales
+    rows = decode_part(part, D, round_neurons(part, weights, None))
+    torch.testing.assert_close((weights * rows).sum(dim=1), weights.square().sum(dim=1), atol=0, rtol=2e-3)
+
+
+@pytest.mark.parametrize("num_neurons", [1, 31, 32, 70])
+@pytest.mark.parametrize("part", [part_format(2, 64), trellis_format(4, 0)], ids=str)
+def test_later_neurons_make_up_for_the_errors_of_earlier_ones(part: PartFormat, num_neurons: int) -> None:
+    h, weights = random_values(200, 16, 3) @ random_values(16, num_neurons, 4), random_values(num_neurons, D, 5)
+    moments = second_moments(h, torch.ones(200))
+    alone, together = (
+        lost_rows((decode_part(part, D, round_neurons(part, weights, factor)) - weights).T, moments)
+        for factor in (None, feedback(moments, 0.2).factor)
+    )
+    assert together < 0.8 * alone if num_neurons > 1 else together == alone
+
+
+@named
+def test_what_is_no_block_of_usual_rows_stays_finite(part: PartFormat) -> None:
+    block = random_block(5)
+    assert block.gate is not None
+    block.gate[1], block.up[2], block.down[3] = 0.0, 0.25, 0.0
+    nobody = ExpertTokens(tokens_of(1).inputs, torch.zeros(1))
+    for tokens in (tokens_of(1), nobody, ExpertTokens(torch.zeros(3, D), torch.ones(3))):
+        rounded = quantized(block, part, tokens)
+        assert rounded.gate is not None and not rounded.gate[1].any()
+        assert all(torch.isfinite(matrix).all() for matrix in (rounded.gate, rounded.up, rounded.down))
+        assert not rounded.down[3].any() or tokens.inputs.any()
+
+
+@named
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_a_row_beyond_float16_scales_is_named(part: PartFormat, matrix: Matrix) -> None:
+    block = random_block(40)
+    {"gate": block.gate, "up": block.up, "down": block.down}[matrix][34] = 1e9
+    quantizer = ExpertQuantizer(ExpertFormat(part, part, part), Calibration(tokens_of(9), "silu"), D)
+    with pytest.raises(UnholdableError, match="^row 34 has weights beyond float16 scales; store it in 16 bits$"):
+        quantizer.rows(matrix, block)
+
+
+def test_wide_formats_are_rounded_plainly_and_kept_ones_passed_over() -> None:
+    block, part = random_block(), part_format(8, 64)
+    quantizer = ExpertQuantizer(ExpertFormat(BF16, part, MXFP4), Calibration(tokens_of(), "silu"), D)
+    found = quantizer.encode(block)
+    assert list(found) == ["gate", "up"] == list(quantizer.matrices)
+    assert block.gate is not None
+    assert torch.equal(found["gate"], RowQuantizer(BF16, D, "hqq").encode(block.gate))
+    assert torch.equal(found["up"], RowQuantizer(part, D, "hqq").encode(block.up))
+
+
+def test_a_matrix_does_not_depend_on_how_another_is_stored() -> None:
+    block, part, calibration = random_block(), part_format(2, 64), Calibration(tokens_of(), "silu")
+    alike = ExpertQuantizer(ExpertFormat(part, part, part), calibration, D).encode(block)
+    others = ExpertQuantizer(ExpertFormat(BF16, trellis_format(4, 0), part), calibration, D).encode(block)
+    assert torch.equal(alike["down"], others["down"])
+
+
+def test_experts_without_gate_have_two_matrices() -> None:
+    block, part = random_block(), part_format(2, 64)
+    calibration = Calibration(tokens_of(), "relu")
+    quantizer = ExpertQuantizer(ExpertFormat(None, part, part), calibration, D)
+    assert list(quantizer.encode(NeuronBlock(None, block.up, block.down))) == ["up", "down"]
+
+
+def test_wide_rows_are_calibrated_in_equal_runs_of_columns() -> None:
+    d = 4096 + 128
+    runs = Calibration(ExpertTokens(random_values(3, d, 0), torch.ones(3)), "silu").runs
+    assert [(run.columns.start, run.columns.stop) for run in runs] == [(0, d // 2), (d // 2, d)]
+    part = part_format(2, 64)
+    rounded = decode_part(part, d, round_columns(part, random_values(2, d, 1), runs))
+    assert float((rounded - random_values(2, d, 1)).abs().mean()) < 0.5
