@@ -14,8 +14,7 @@ from moe_pack.calib.affine_scales import affine_pairs, code_values, stored_pairs
 from moe_pack.calib.quantize import check_holdable, nearest_codes
 from moe_pack.calib.trellis_search import search
 from moe_pack.formats import PartFormat
-from moe_pack.formats.codecs import Trellis, affine
-from moe_pack.formats.trellis_tables import TRELLIS_UNITS
+from moe_pack.formats.codecs import Trellis, affine, trellis_unit
 
 # Columns rounded between two products that carry their errors on: the factor among these stays in cache, where that
 # of 4,096 columns, 64 MiB, does not fit.
@@ -74,7 +73,7 @@ def _trellis_rows(part: PartFormat, weights: Tensor, runs: Sequence[ColumnRun]) 
     num_rows, d = weights.shape
     codec = Trellis(part, d)
     spread = weights.view(num_rows, codec.num_groups, -1).square().mean(dim=2).sqrt()  # [rows, groups]
-    scales = codec.load_scales(codec.store_scales(spread * TRELLIS_UNITS[part.width]))
+    scales = codec.load_scales(codec.store_scales(spread * trellis_unit(part.width)))
     check_holdable(scales, scales)
     each = scales.repeat_interleave(d // codec.num_groups, dim=1)
     codes = torch.empty((num_rows, d), dtype=torch.uint8)

@@ -12,8 +12,7 @@ from moe_pack.calib.column_rounding import ColumnRun, gains
 from moe_pack.calib.quantize import UnholdableError, check_holdable, nearest_codes
 from moe_pack.calib.trellis_search import search
 from moe_pack.formats import PartFormat
-from moe_pack.formats.codecs import Trellis, affine
-from moe_pack.formats.trellis_tables import TRELLIS_UNITS
+from moe_pack.formats.codecs import Trellis, affine, trellis_unit
 
 _BLOCK_NEURONS = 32  # between two products that carry their errors on
 # Of a trellis's scales, times what its table is made for, the one of least error: beyond a table's range errors grow
@@ -62,7 +61,7 @@ class _TrellisRows:
         spread = aims.view(len(aims), codec.num_groups, -1).square().mean(dim=2).sqrt()
         costs = torch.empty((len(_SCALE_FACTORS), len(aims)))
         for cost, factor in zip(costs, _SCALE_FACTORS, strict=True):
-            tried.append(codec.load_scales(codec.store_scales(spread * (factor * TRELLIS_UNITS[self._width]))))
+            tried.append(codec.load_scales(codec.store_scales(spread * (factor * trellis_unit(self._width)))))
             torch.sum(self._found(aims, tried[-1])[1].sub_(aims).square_(), dim=1, out=cost)
         check_holdable(tried[0], tried[0])
         return torch.stack(tried)[costs.argmin(dim=0), torch.arange(len(aims))]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats.plan import BLOCK, PartFormat
-from moe_pack.formats.trellis_tables import TRELLIS_TABLES
+from moe_pack.formats.trellis_tables import TRELLIS_TABLES, TRELLIS_UNITS
 
 _WINDOW_BITS = 7  # of a trellis's stream
 
@@ -194,6 +194,11 @@ def trellis_values(width: int) -> Tensor:
     """What the last 7 bits of a trellis's stream stand for: float32 [2, 128], for even columns and for odd ones."""
     held = np.frombuffer(bytes.fromhex(TRELLIS_TABLES[width]), np.int8).reshape(-1, 1 << _WINDOW_BITS)
     return torch.from_numpy(held.astype(np.float32)[[0, -1]])
+
+
+def trellis_unit(width: int) -> float:
+    """The scale of weights of unit variance, for which a trellis's values are made."""
+    return TRELLIS_UNITS[width]
 
 
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])

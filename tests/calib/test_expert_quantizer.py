@@ -133,7 +133,7 @@ def test_a_row_beyond_float16_scales_is_named(part: PartFormat, matrix: Matrix) 
     block = random_block(40)
     {"gate": block.gate, "up": block.up, "down": block.down}[matrix][34] = 1e9
     quantizer = ExpertQuantizer(ExpertFormat(part, part, part), Calibration(tokens_of(9), "silu"), D)
-    with pytest.raises(UnholdableError, match="^row 34 has weights beyond float16 scales; store it in 16 bits$"):
+    with pytest.raises(UnholdableError, match=r"^row 34 has weights beyond float16 scales; store it in 16 bits$"):
         quantizer.rows(matrix, block)
 
 
