@@ -27,7 +27,7 @@ from moe_pack.formats import (
     selector_matrices,
 )
 
-Bits = int | None | str  # a width; None: none was given; "source": what the source is in
+Bits = float | None | str  # of a weight; None: none was given; "source": what the source is in
 SOURCE = "source"
 _Kept = Callable[[int, int, Matrix, PartFormat], PartFormat]
 
@@ -65,7 +65,7 @@ def keep_source(checkpoint: Checkpoint, plan: Plan, selector: Bits, record: Bits
                 f"{flag} source: {checkpoint.place(source)} is {checkpoint.dtype(source)}, which no format of experts "
                 "keeps; give a width (16 is bfloat16)"
             )
-        return found if not isinstance(bits, int) or found.width <= bits else planned
+        return found if not isinstance(bits, float | int) or found.width <= bits else planned
 
     experts = tuple(
         tuple(_expert(layer_idx, e, expert, kept) for e, expert in enumerate(layer))
@@ -125,7 +125,7 @@ def kept_text(plan: Plan, checkpoint: Checkpoint) -> str | None:
             for matrix in checkpoint.spec.expert.matrices:
                 coded = checkpoint.expert_source(layer_idx, e, matrix).codec != "plain"
                 part = expert.of(matrix)
-                if part is not None and coded and part.codec != "affine":
+                if part is not None and coded and part.codec not in ("affine", "trellis"):
                     kept[matrix, format_text(part)] += 1
     if not kept:
         return None
@@ -149,7 +149,7 @@ def _kept_dense(
     checkpoint: Checkpoint, planned: tuple[PartFormat | None, ...], bits: Bits
 ) -> tuple[PartFormat | None, ...]:
     """Formats of dense tensors; None keeps what the source is in."""
-    if not isinstance(bits, int):
+    if not isinstance(bits, float | int):
         return (None,) * len(planned)
     sources = [checkpoint.dense_source(role.name) for role in dense_roles(checkpoint.spec)]
     return tuple(

@@ -232,7 +232,7 @@ LONGROPE = {
         (setting("all", "selector"), setting("up", "selector"),
          "selector: found 'all', expected one of up, gate, both, none"),
         (setting(None, "quantizer"), setting("absmax", "quantizer"),
-         "quantizer: found None, expected one of hqq, absmax, nearest"),
+         "quantizer: found None, expected one of hqq, absmax, nearest, calibrated"),
         (setting("gelu", "model", "expert", "function"), setting("silu", "model", "expert", "function"),
          "model: expert: function: found 'gelu', expected one of silu, relu, clamped_swiglu"),
         (setting(64.0, "model", "hidden_size"), setting(64, "model", "hidden_size"),
