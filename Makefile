@@ -8,7 +8,8 @@
 #             make bench-streaming  those of packs larger than memory, with 20 GB in BENCH_PACKS (as root: it makes
 #             memory cgroups and empties the page cache);
 #             each with LLAMA_PYTHON=python (one that has llama_cpp and gguf) beside llama.cpp; with SMALL_MODEL=folder
-#             (rows of multiples of 256 weights, which llama.cpp's types can hold) plans of equal bytes for it too
+#             (rows of multiples of 256 weights, which llama.cpp's types can hold) plans of equal bytes, the quantizer's
+#             steps and quality by size for it too
 # make gpu-check  on a machine with a GPU: its tests and benchmarks, in parts (docs/gpu.md): PART=machine,kernels for
 #             some of them, GPU_OPTIONS for more; needs no network, and the packages that PYTHON has
 
@@ -85,6 +86,10 @@ bench: families bench-cpu bench-streaming ablate
 	$(BIN)/python benchmarks/equal_bytes.py
 	$(if $(SMALL_MODEL),$(BIN)/python benchmarks/equal_bytes.py --model $(SMALL_MODEL) \
 	    $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON)))
+	$(BIN)/python benchmarks/quantizer_steps.py
+	$(BIN)/python benchmarks/two_texts.py
+	$(if $(SMALL_MODEL),$(BIN)/python benchmarks/quantizer_steps.py --model $(SMALL_MODEL))
+	$(if $(SMALL_MODEL),$(BIN)/python benchmarks/two_texts.py --model $(SMALL_MODEL))
 	$(BIN)/python benchmarks/profile_speed.py
 	$(BIN)/python benchmarks/tolerance.py
 	$(BIN)/python benchmarks/cache_precision.py
@@ -95,6 +100,11 @@ bench: families bench-cpu bench-streaming ablate
 	$(BIN)/python benchmarks/policy_table.py
 	$(BIN)/python benchmarks/policy_replay.py
 	$(BIN)/python benchmarks/price_of_trust.py
+	$(BIN)/python benchmarks/quality_curve.py $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON)) \
+	    --json $(BENCH_PACKS)/quality-tiny.json --svg $(BENCH_PACKS)/quality-tiny.svg
+	$(if $(SMALL_MODEL),$(BIN)/python benchmarks/quality_curve.py --model $(SMALL_MODEL) \
+	    $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON)) \
+	    --json $(BENCH_PACKS)/quality-small.json --svg $(BENCH_PACKS)/quality-small.svg)
 
 # Nothing is installed: such a machine is often lent, and without a network.
 gpu-check:

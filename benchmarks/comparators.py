@@ -67,7 +67,7 @@ def sizes(spec: ModelSpec, num_seeds: int) -> Iterator[Size]:
 
 
 def published(spec: ModelSpec, size: Size, importance: NDArray[np.floating], factors: Factors) -> dict[str, Plan]:
-    """The plans of others at a size; PMQ as published where its widths allow so many bytes.
+    """The plans of others at a size.
 
     Args:    importance: EdgeMoE's, [L, E].
     """
@@ -76,24 +76,35 @@ def published(spec: ModelSpec, size: Size, importance: NDArray[np.floating], fac
         width: stored_bytes(spec, edgemoe_plan(spec, np.full(importance.shape, width), "none")) // num_experts
         for width in EDGEMOE_WIDTHS
     }
-    hqq = {
-        width: stored_bytes(spec, plan) // num_experts for width, plan in uniform_plans(spec, (1, 2, 3, 4, 8)).items()
-    }
-    alike = {width: hqq[width] for width in (2, 4, 8)}
+    alike = _expert_bytes(spec, (2, 4, 8))
     plans = {
         "edgemoe": edgemoe_plan(spec, widths_for_bytes(importance, absmax, size.max_bytes), "none"),
         "edgemoe, hqq": hqq_plan(spec, widths_for_bytes(importance, alike, size.max_bytes)),
     }
+    return plans | pmq_plans(spec, size.max_bytes, factors)
+
+
+def pmq_plans(spec: ModelSpec, max_bytes: int, factors: Factors) -> dict[str, Plan]:
+    """PMQ's plans of at most so many bytes: as published where its widths allow that, and with wider ones."""
+    num_experts, layer_bytes = spec.router.num_experts, max_bytes // len(spec.moe_layers)
+    expert_bytes = _expert_bytes(spec, (1, *WIDE_WIDTHS))
 
     def pmq(exponents: Exponents, widths: tuple[int, ...], required: tuple[int, ...]) -> Plan:
-        costs, width_bytes = factors.costs(exponents, widths), tuple(hqq[width] for width in widths)
-        layer_bytes = size.max_bytes // len(spec.moe_layers)
+        costs, width_bytes = factors.costs(exponents, widths), tuple(expert_bytes[width] for width in widths)
         return hqq_plan(spec, pmq_widths(costs, widths, width_bytes, layer_bytes, required))
 
-    if size.mean_width < PMQ_WIDTHS[-1]:
-        plans["pmq"] = pmq(PUBLISHED, PMQ_WIDTHS, (2, 3))
-        plans["pmq, released"] = pmq(RELEASED, PMQ_WIDTHS, (2, 3))
-    if size.mean_width > WIDE_WIDTHS[0]:
+    plans, required = {}, (2, 3)
+    least = (num_experts - len(required)) * expert_bytes[1] + sum(expert_bytes[width] for width in required)
+    if least <= layer_bytes < num_experts * expert_bytes[PMQ_WIDTHS[-1]]:
+        plans["pmq"] = pmq(PUBLISHED, PMQ_WIDTHS, required)
+        plans["pmq, released"] = pmq(RELEASED, PMQ_WIDTHS, required)
+    if layer_bytes > num_experts * expert_bytes[WIDE_WIDTHS[0]]:
         plans["pmq, 2 to 8"] = pmq(PUBLISHED, WIDE_WIDTHS, ())
         plans["pmq, 2 to 8, released"] = pmq(RELEASED, WIDE_WIDTHS, ())
     return plans
+
+
+def _expert_bytes(spec: ModelSpec, widths: tuple[int, ...]) -> dict[int, int]:
+    """What one expert takes at each width."""
+    num_experts = len(spec.moe_layers) * spec.router.num_experts
+    return {width: stored_bytes(spec, plan) // num_experts for width, plan in uniform_plans(spec, widths).items()}

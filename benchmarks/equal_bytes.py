@@ -14,93 +14,22 @@ Ends with exit code 1 if our plan is not lower than HQQ at some size.
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 from comparators import PMQ_WIDTHS, WIDE_WIDTHS, published, sizes, stored_bytes, uniform_plans
-from judge import BLOCK_TOKENS, Blocks, Judge
-from llama_experts import LLAMA_TYPES, LlamaPython, can_hold, llama_experts, write_experts
-from memory_weights import MemoryWeights
-from paired_bootstrap import Difference, paired_difference
-from planned import ours
+from contest import SEQUENCE_LENGTH, Contest, Line, compare_llama, table
+from judge import BLOCK_TOKENS
+from llama_experts import LlamaPython, llama_types
 from pmq import measure_factors
 from thresholds_hold import Silent
 from tqdm import tqdm
 
 from moe_pack.calib import Profile, ProfileOptions, Sensitivity, Tokens, make_profile, read_tokens
-from moe_pack.formats import Checkpoint, Plan, PlanError
-from moe_pack.runtime import CheckpointWeights, Decoder, FolderFiles, Text
+from moe_pack.formats import Checkpoint
+from moe_pack.runtime import FolderFiles, Text
 
 _TESTS = Path(__file__).parents[1] / "tests"
-_SEQUENCE_LENGTH = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One comparison: another's bytes and KL at a size, and ours less its; without those where we have no plan."""
-
-    size: str
-    name: str
-    num_bytes: int
-    kl: float
-    our_bytes: int | None
-    our_kl: float | None
-    difference: Difference | None
-
-    def verdict(self) -> str:
-        """Whether our plan is lower."""
-        return self.difference.verdict if self.difference else "we have no plan so small"
-
-    def facts(self) -> dict[str, Any]:
-        """All of it, for JSON."""
-        interval = [self.difference.low, self.difference.high] if self.difference else None
-        held = {"size": self.size, "name": self.name, "bytes": self.num_bytes, "kl": self.kl}
-        return held | {"our_bytes": self.our_bytes, "our_kl": self.our_kl, "interval": interval, "is": self.verdict()}
-
-    def row(self) -> str:
-        """The line of the table."""
-        held = f"{self.size:>8}  {self.name:22}{self.num_bytes:12,}{self.kl:11.6f}"
-        if self.difference is None or self.our_kl is None:
-            return f"{held}  {self.verdict()}"
-        interval = f"{self.difference.mean:+.6f} [{self.difference.low:+.6f}, {self.difference.high:+.6f}]"
-        return f"{held}{self.our_bytes:12,}{self.our_kl:11.6f}  {interval}  {self.verdict()}"
-
-
-class Contest:
-    """Judges plans of a checkpoint; each plan once."""
-
-    def __init__(self, checkpoint: Checkpoint, unseen: Tokens, profile: Profile) -> None:
-        self.spec = checkpoint.spec
-        self.weights = MemoryWeights(checkpoint)
-        self._judge = Judge(Decoder(CheckpointWeights(checkpoint), _SEQUENCE_LENGTH), unseen)
-        self._decoder = Decoder(self.weights, _SEQUENCE_LENGTH)
-        self._profile = profile
-        self._judged: dict[Plan, Blocks] = {}
-
-    def judge(self, plan: Plan) -> Blocks:
-        """The KL divergence of a plan, block by block."""
-        if plan not in self._judged:
-            self.weights.round_to(plan)
-            self._judged[plan] = self.judge_given()
-        return self._judged[plan]
-
-    def judge_given(self) -> Blocks:
-        """The same of the experts that the weights were given."""
-        return self._judge.blocks(self._decoder)
-
-    def line(self, size: str, name: str, num_bytes: int, blocks: Blocks, max_bytes: int) -> Line:
-        """Compares with our plan within `max_bytes`."""
-        try:
-            plan = ours(self._profile, self.spec, max_bytes)
-        except PlanError:
-            return Line(size, name, num_bytes, float(blocks.mean()), None, None, None)
-        own, own_bytes = self.judge(plan), stored_bytes(self.spec, plan)
-        assert own_bytes <= max_bytes, f"our plan takes {own_bytes:,} bytes, {max_bytes:,} are allowed"
-        difference = paired_difference(own, blocks)
-        return Line(size, name, num_bytes, float(blocks.mean()), own_bytes, float(own.mean()), difference)
 
 
 def compare_plans(contest: Contest, sample: Tokens, exact: Profile, num_seeds: int) -> tuple[list[Line], list[str]]:
@@ -118,22 +47,6 @@ def compare_plans(contest: Contest, sample: Tokens, exact: Profile, num_seeds: i
             if name in size.plans and line.verdict() != "lower":
                 faults.append(f"{line.size} bits, {name}: {line.verdict()}, lower expected")
     return lines, faults
-
-
-def compare_llama(contest: Contest, sample: Tokens, llama: LlamaPython, folder: Path) -> Iterator[Line]:
-    """Ours beside llama.cpp's types, each within its bytes."""
-    contest.weights.give(contest.weights.original)
-    write_experts(contest.weights, sample, folder)
-    for kind in tqdm(LLAMA_TYPES, desc="llama.cpp", disable=None):
-        stored = llama_experts(contest.weights, kind, folder, llama)
-        contest.weights.give(stored.block)
-        yield contest.line("llama", kind, stored.num_bytes, contest.judge_given(), stored.num_bytes)
-
-
-def _table(lines: list[Line]) -> str:
-    """The comparisons under their names."""
-    title = f"{'size':>8}  {'plan':22}{'bytes':>12}{'KL':>11}{'ours, bytes':>12}{'KL':>11}  ours less it [95%]"
-    return "\n".join([title, *(line.row() for line in lines)])
 
 
 @click.command(help=__doc__)
@@ -159,8 +72,8 @@ def main(
 ) -> None:
     """Profiles in a temporary folder, compares, prints, and judges."""
     tokenizer = Text(FolderFiles(model))
-    sample = read_tokens(None, None, tokenizer, tokens_profiled, _SEQUENCE_LENGTH)
-    unseen = read_tokens(str(text), None, tokenizer, tokens, _SEQUENCE_LENGTH)
+    sample = read_tokens(None, None, tokenizer, tokens_profiled, SEQUENCE_LENGTH)
+    unseen = read_tokens(str(text), None, tokenizer, tokens, SEQUENCE_LENGTH)
     checkpoint = Checkpoint(model)
     try:
         with tempfile.TemporaryDirectory(prefix="moe-pack-") as name:
@@ -168,8 +81,8 @@ def main(
             profile = make_profile(checkpoint, sample, folder / "own", ProfileOptions(sensitivity), Silent())
             exact = make_profile(checkpoint, sample, folder / "exact", ProfileOptions("exact"), Silent())
             contest = Contest(checkpoint, unseen, profile)
-            if llama_python and not can_hold(contest.weights):
-                raise click.ClickException(f"{model}: llama.cpp's types hold rows of multiples of 256 weights only")
+            if llama_python and not llama_types(contest.spec):
+                raise click.ClickException(f"{model}: no type of llama.cpp can hold its rows, multiples of 32 weights")
             lines, faults = compare_plans(contest, sample, exact, seeds)
             if llama_python:
                 lines += compare_llama(contest, sample, LlamaPython(llama_python, libggml), folder)
@@ -180,7 +93,7 @@ def main(
         click.echo(json.dumps(facts | {"lines": [line.facts() for line in lines], "faults": faults}))
     else:
         click.echo(f"{sample.sequences.size:,} tokens profiled, {unseen.sequences.size:,} of {text.name} to judge on")
-        click.echo(_table(lines))
+        click.echo(table(lines))
     for fault in faults:
         click.echo(fault, err=True)
     sys.exit(1 if faults else 0)

@@ -18,11 +18,27 @@ from memory_weights import MemoryWeights
 from torch import Tensor
 
 from moe_pack.calib import Tokens
+from moe_pack.formats import ModelSpec
 from moe_pack.runtime import NeuronBlock, activations
 
-# Those of 2 to 4.5 bits a weight that take an importance matrix.
-LLAMA_TYPES = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K", "IQ4_XS", "IQ4_NL", "Q4_K")
-_BLOCK = 256  # weights; rows are made of such, but for IQ4_NL
+# Weights a block of those of at most 4.5 bits a weight: rows are made of whole blocks. With Q4_0 and MXFP4, which are
+# there for rows that hold no blocks of 256.
+_BLOCKS = {
+    "IQ1_S": 256,
+    "IQ1_M": 256,
+    "IQ2_XXS": 256,
+    "IQ2_XS": 256,
+    "IQ2_S": 256,
+    "Q2_K": 256,
+    "IQ3_XXS": 256,
+    "IQ3_S": 256,
+    "Q3_K": 256,
+    "IQ4_XS": 256,
+    "MXFP4": 32,
+    "Q4_0": 32,
+    "IQ4_NL": 32,
+    "Q4_K": 256,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +62,10 @@ class LlamaExperts:
         return NeuronBlock(*(matrix[layer_idx * self.num_experts + expert] for matrix in self.matrices))
 
 
-def can_hold(weights: MemoryWeights) -> bool:
-    """Whether llama.cpp's types can hold this model's rows."""
-    return weights.spec.hidden_size % _BLOCK == weights.spec.expert.intermediate_size % _BLOCK == 0
+def llama_types(spec: ModelSpec) -> tuple[str, ...]:
+    """The types that can hold this model's rows, by rising size."""
+    rows = (spec.hidden_size, spec.expert.intermediate_size)
+    return tuple(kind for kind, block in _BLOCKS.items() if not any(columns % block for columns in rows))
 
 
 @torch.inference_mode()

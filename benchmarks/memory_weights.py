@@ -2,18 +2,22 @@
 
 What a plan stores is quantized once for every format, kept as the pack's bytes and decoded when a plan wants it: the
 weights are bit for bit those of the plan's pack, without writing one. No thresholds: every neuron runs.
+
+A matrix alone is quantized by the plan's quantizer (`MatrixQuantizer`); whatever needs all of an expert at once, such
+as what it sees of a text, is a `JointQuantizer` that `round_to` is given.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from moe_pack.calib import RowQuantizer
-from moe_pack.formats import MATRICES, Checkpoint, ModelSpec, PartFormat, Plan, Quantizer, Selector
+from moe_pack.formats import MATRICES, Checkpoint, ExpertFormat, ModelSpec, PartFormat, Plan, Quantizer, Selector
 from moe_pack.formats.codecs import decode_part
 from moe_pack.runtime import CheckpointWeights, Expert, Kernels, Matrix, NeuronBlock
 
@@ -32,15 +36,44 @@ class WholeExpert:
         yield self.block
 
 
+Parts = tuple[Tensor, Tensor, Tensor]  # the bytes of gate, up and down: u8 [f, part_bytes] each
+
+
+class JointQuantizer(Protocol):
+    """Quantizes the matrices of an expert together. Hashable: equal ones give the same bytes."""
+
+    def encode(self, layer_idx: int, expert: int, weights: NeuronBlock, formats: ExpertFormat) -> Parts:
+        """The parts' bytes of an expert, of which `weights` are all neurons, in these formats."""
+
+
+class MatrixQuantizer:
+    """Quantizes each matrix by itself, as `RowQuantizer` does; one that was quantized to a format is kept."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        self._quantizer: Quantizer = quantizer
+        self._held: dict[tuple[int, int, int, PartFormat], Tensor] = {}
+
+    def encode(self, layer_idx: int, expert: int, weights: NeuronBlock, formats: ExpertFormat) -> Parts:
+        """The bytes of gate, up and down."""
+        assert formats.gate is not None and weights.gate is not None, "experts have three matrices"
+        held = ((formats.gate, weights.gate), (formats.up, weights.up), (formats.down, weights.down))
+        gate, up, down = (self._part((layer_idx, expert, idx, part), rows) for idx, (part, rows) in enumerate(held))
+        return gate, up, down
+
+    def _part(self, place: tuple[int, int, int, PartFormat], weights: Tensor) -> Tensor:
+        if place not in self._held:
+            self._held[place] = RowQuantizer(place[-1], weights.shape[1], self._quantizer).encode(weights)
+        return self._held[place]
+
+
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A matrix of an expert in a format, by which its bytes are kept."""
+    """An expert in formats, by which its bytes are kept."""
 
     layer_idx: int
     expert: int
-    matrix_idx: int
-    part: PartFormat
-    quantizer: Quantizer
+    formats: ExpertFormat
+    quantizer: JointQuantizer
 
 
 class MemoryWeights:
@@ -57,7 +90,8 @@ class MemoryWeights:
         self._vectors: dict[str, Tensor] = {}
         self._matrices: dict[str, Matrix] = {}
         self._originals = {place: _whole(self._source.expert(*place)) for place in self.places}
-        self._stored: dict[_Stored, Tensor] = {}
+        self._alone: dict[Quantizer, MatrixQuantizer] = {}
+        self._stored: dict[_Stored, Parts] = {}
         self._experts = dict(self._originals)
 
     def original(self, layer_idx: int, expert: int) -> NeuronBlock:
@@ -68,30 +102,31 @@ class MemoryWeights:
         """Sets every expert to what `experts` says of its place."""
         self._experts = {place: experts(*place) for place in self.places}
 
-    def round_to(self, plan: Plan) -> None:
-        """Sets every expert to what the plan's pack would hold."""
+    def round_to(self, plan: Plan, quantizer: JointQuantizer | None = None) -> None:
+        """Sets every expert to what the plan's pack would hold.
+
+        Args:    quantizer: of whole experts; None for the plan's, matrix by matrix.
+        """
         assert not any(plan.dense), "the dense part stays as it is"
         places = tqdm(self.places, desc="quantizing", disable=None, leave=False)
-        self._experts = {(l, e): self.rounded(l, e, plan) for l, e in places}
+        self._experts = {(l, e): self.rounded(l, e, plan, quantizer) for l, e in places}
 
-    def rounded(self, layer_idx: int, expert: int, plan: Plan) -> NeuronBlock:
-        """An expert as the plan's pack would hold it."""
-        formats, original = plan.experts[layer_idx][expert], self._originals[layer_idx, expert]
-        assert formats.gate is not None and original.gate is not None, "experts have three matrices"
-        held = ((formats.gate, original.gate), (formats.up, original.up), (formats.down, original.down))
-        return NeuronBlock(
-            *(
-                self._decoded(_Stored(layer_idx, expert, matrix_idx, part, plan.quantizer), weights)
-                for matrix_idx, (part, weights) in enumerate(held)
-            )
-        )
-
-    def _decoded(self, stored: _Stored, weights: Tensor) -> Tensor:
-        num_cols = weights.shape[1]
+    def rounded(self, layer_idx: int, expert: int, plan: Plan, quantizer: JointQuantizer | None = None) -> NeuronBlock:
+        """An expert as the plan's pack would hold it; `quantizer` as in `round_to`."""
+        chosen = quantizer or self._alone.setdefault(plan.quantizer, MatrixQuantizer(plan.quantizer))
+        stored = _Stored(layer_idx, expert, plan.experts[layer_idx][expert], chosen)
         if stored not in self._stored:
             with _one_thread():
-                self._stored[stored] = RowQuantizer(stored.part, num_cols, stored.quantizer).encode(weights)
-        return decode_part(stored.part, num_cols, self._stored[stored])
+                self._stored[stored] = chosen.encode(
+                    layer_idx, expert, self._originals[layer_idx, expert], stored.formats
+                )
+        formats = (stored.formats.gate, stored.formats.up, stored.formats.down)
+        gate, up, down = (
+            decode_part(part, self.spec.hidden_size, rows)
+            for part, rows in zip(formats, self._stored[stored], strict=True)
+            if part is not None
+        )
+        return NeuronBlock(gate, up, down)
 
     def vector(self, role: str) -> Tensor:
         """A norm's weight or a bias, float32 [n]."""

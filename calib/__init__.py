@@ -31,7 +31,7 @@ from moe_pack.calib.price_of_substitution import Substitution, SubstitutionPrice
 from moe_pack.calib.prices import NUM_CALIBRATION_TOKENS, Prices, measure_prices
 from moe_pack.calib.profile import Profile, Sensitivity, check_same_source
 from moe_pack.calib.profiler import ProfileOptions, make_profile
-from moe_pack.calib.quantize import RowQuantizer, UnholdableError, check_finite
+from moe_pack.calib.quantize import RowQuantizer, check_finite
 from moe_pack.calib.realized import RealizedSparsity
 from moe_pack.calib.reference import REFERENCE_FILE, Reference, ReferenceFacts, make_reference, read_reference
 from moe_pack.calib.report import report_html
@@ -44,6 +44,7 @@ from moe_pack.calib.thresholds import (
     measure_thresholds,
     realized_sparsity,
 )
+from moe_pack.calib.unholdable import UnholdableError
 
 __all__ = [
     "ABSMAX_FORMATS",

@@ -16,7 +16,8 @@ from moe_pack.calib.column_rounding import ColumnRun, round_columns
 from moe_pack.calib.expert_inputs import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
 from moe_pack.calib.moments import Feedback, damping, feedback, second_moments
 from moe_pack.calib.neuron_rounding import round_neurons
-from moe_pack.calib.quantize import RowQuantizer, UnholdableError
+from moe_pack.calib.quantize import RowQuantizer
+from moe_pack.calib.unholdable import UnholdableError
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, NeuronFunction, PartFormat
 from moe_pack.runtime import NeuronBlock, activations
 

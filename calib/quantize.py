@@ -1,5 +1,7 @@
 """From weights to codes: hqq's solver in blocks that stay in cache, and two plain quantizers beside it.
 
+A trellis's rows are found by `trellis_rows`.
+
 Each gives a scale and a zero for every group; these are rounded to what the pack stores, and only then are the codes
 taken, so that a code is the nearest to its weight under the scale that will be read.
 """
@@ -10,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_pack.calib.trellis_rows import TrellisRounding
+from moe_pack.calib.unholdable import UnholdableError
 from moe_pack.formats import MoePackError, PartFormat, PlanError, Quantizer
 from moe_pack.formats.codecs import Affine, Bf16, affine
 
@@ -32,20 +36,12 @@ def block_rows(num_cols: int) -> int:
     return max(1, min(_MAX_BLOCK_ROWS, _BLOCK_WEIGHTS // num_cols))
 
 
-class UnholdableError(ValueError):
-    """A row has weights its codec cannot express; `row` counts from the first that was given, `advice` says why."""
-
-    def __init__(self, row: int, advice: str) -> None:
-        super().__init__(f"row {row} has {advice}")
-        self.row = row
-        self.advice = advice
-
-
 class RowQuantizer:
     """Turns rows of weights into a part's bytes.
 
     Args:    part: the format.   num_cols: weights a row.   quantizer: how scales and zeros are found.
-    Raises:  PlanError if hqq is asked for and not installed, or for a format that keeps what a source holds.
+    Raises:  PlanError if hqq is asked for and not installed, for a format that keeps what a source holds, or for a
+             trellis by another quantizer than nearest.
     """
 
     def __init__(self, part: PartFormat, num_cols: int, quantizer: Quantizer) -> None:
@@ -55,10 +51,14 @@ class RowQuantizer:
             )
         self._part = part
         self._num_cols = num_cols
-        self._codec: Affine | Bf16
+        if part.codec == "trellis" and quantizer != "nearest":
+            raise PlanError(f"--quantizer {quantizer}: finds scales and zeros, a trellis has no zeros; use nearest")
+        self._codec: Affine | Bf16 | TrellisRounding
+        self._solve: Solver | None = None
         if part.codec == "bf16":
             self._codec = Bf16(part, num_cols)
-            self._solve: Solver | None = None
+        elif part.codec == "trellis":
+            self._codec = TrellisRounding(part, num_cols)
         else:
             self._codec = affine(part, num_cols)
             self._solve = _SOLVERS[quantizer]()
@@ -82,6 +82,8 @@ class RowQuantizer:
     @torch.inference_mode()
     def _block(self, weights: Tensor, first_row: int) -> Tensor:
         codec = self._codec
+        if isinstance(codec, TrellisRounding):
+            return self._trellis_block(codec, weights.to(torch.float32), first_row)
         assert isinstance(codec, Affine) and self._solve is not None, "bf16 has no blocks"
         groups = weights.to(torch.float32).reshape(len(weights) * codec.num_groups, -1)
         scale, zero = self._solve(groups, self._part.width)
@@ -93,6 +95,12 @@ class RowQuantizer:
         check_holdable(scale, zero, first_row)
         codes = nearest_codes(groups, scale.view(-1, 1), zero.view(-1, 1), self._part.width)
         return codec.encode(codes.to(torch.uint8).view(len(weights), -1), scales, zeros)
+
+    def _trellis_block(self, rounding: TrellisRounding, weights: Tensor, first_row: int) -> Tensor:
+        try:
+            return rounding.encode(weights, rounding.scales(weights))[0]
+        except UnholdableError as fault:
+            raise UnholdableError(first_row + fault.row, fault.advice) from fault
 
 
 def check_holdable(scale: Tensor, zero: Tensor, first_row: int = 0) -> None:

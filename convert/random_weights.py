@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from moe_pack.formats import E5M2, FP8, DenseRole, ModelSpec, NeuronFunction, PartFormat, RowLayout, seal_rows
-from moe_pack.formats.codecs import affine, e2m1_values
+from moe_pack.formats.codecs import Trellis, affine, e2m1_values, trellis_values
 
 # The constant share of a normed hidden state, one value in every dimension; its square is a quarter of the state's.
 CONSTANT = 0.5
@@ -130,7 +130,8 @@ def random_rows(
                 block[:, :num_codes] = codes[block[:, :num_codes]]
             held[:, num_codes : part.num_bytes] = np.tile(scale, part.format.num_groups(layout.num_cols))
         else:
-            held[:, part.format.code_bytes(layout.num_cols) : part.num_bytes] = scales_and_zeros(
+            ends = trellis_scales if part.format.codec == "trellis" else scales_and_zeros
+            held[:, part.format.code_bytes(layout.num_cols) : part.num_bytes] = ends(
                 part.format, layout.num_cols, spreads[part.name]
             )
     seal_rows(layout, rows)
@@ -187,6 +188,13 @@ def bf16_bits(values: NDArray[np.floating]) -> NDArray[np.uint16]:
     """The bits of the nearest bfloat16 of each value, in the order of a file."""
     rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
     return np.ascontiguousarray(rounded.view(torch.uint16).numpy().astype("<u2"))
+
+
+def trellis_scales(part: PartFormat, num_cols: int, spread: Spread) -> NDArray[np.uint8]:
+    """The bytes that end a trellis's row, u8 [scale_bytes]: weights about 0, of the rms that was asked for."""
+    codec, rms = Trellis(part, num_cols), float(trellis_values(part.width).square().mean().sqrt())
+    scale = math.hypot(spread.mean, spread.deviation) / rms
+    return codec.store_scales(torch.full((1, codec.num_groups), scale))[0].numpy()
 
 
 def scales_and_zeros(part: PartFormat, num_cols: int, spread: Spread) -> NDArray[np.uint8]:

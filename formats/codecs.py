@@ -152,7 +152,7 @@ class Trellis:
 
     def store_scales(self, scale: Tensor) -> Tensor:
         """The stored bytes nearest to given scales: u8 [rows, scale_bytes] for float32 [rows, num_groups], >= 0."""
-        return _float16_bytes(scale) if self.part.scale_bits == 16 else _byte_scales(scale, signed=False, least=0)
+        return _float16_bytes(scale) if self.part.scale_bits == 16 else _byte_scales(scale, signed=False, trellis=True)
 
     def load_scales(self, scales: Tensor) -> Tensor:
         """Scales in float32 [rows, num_groups] for their stored bytes."""
@@ -282,13 +282,18 @@ def _from_float16_bytes(stored: Tensor) -> Tensor:
     return _viewed(stored, torch.float16).to(torch.float32)
 
 
-def _byte_scales(values: Tensor, signed: bool, least: int = 1) -> Tensor:
-    """One float16 multiplier a row, then a byte a group: unsigned `least` to 255, or two's complement -127 to 127."""
+def _byte_scales(values: Tensor, signed: bool, trellis: bool = False) -> Tensor:
+    """One float16 multiplier a row, then a byte a group: unsigned to 255, or two's complement -127 to 127."""
     top = 127 if signed else 255
     largest = values.abs().amax(dim=1, keepdim=True)
     # Float16 rounds the multiplier; below its smallest positive value every group would read as zero.
     multiplier = (largest / top).clamp(min=2.0**-24).to(torch.float16)
+    if trellis:
+        # Scales of a table's steps are small: float16 has few numbers about their multiplier. The next above holds all.
+        short = multiplier.to(torch.float32) * top < largest
+        multiplier = torch.where(short, torch.nextafter(multiplier, torch.full_like(multiplier, torch.inf)), multiplier)
     # The byte of a scale with a zero is at least 1: a scale of zero could hold nothing.
+    least = 0 if trellis else 1
     steps = (values / multiplier.to(torch.float32)).round_().clamp_(-top if signed else least, top)
     stored = steps.to(torch.int8).view(torch.uint8) if signed else steps.to(torch.uint8)
     return torch.cat((multiplier.view(torch.uint8), stored), dim=1)

@@ -5,7 +5,8 @@ codes are never put in order: the other factor of a product is read in theirs. W
 it belongs to column `columns(...)[sq, w]`. Codes of 3 bits lie in two planes, of 2 bits and of 1, read as two parts.
 Codes that are floating-point numbers of 8 or 4 bits become float16 by shifts and masks, two at a time, which any GPU
 makes float32: no hardware for float8 is needed. E4M3 and E2M1 keep their exponents' bits there, so that they come out
-smaller by a power of two, which `UNITS` gives back.
+smaller by a power of two, which `UNITS` gives back. Values of a trellis are looked up (`trellis`), for which what reads
+codes takes `lookup_ptr`; it is None where no part is a trellis.
 
 A tile of `R` rows is [R, SQ, NW]: NW is a power of two, words beyond the row are masked. Rows are found by their offset
 in an arena in units of 16 bytes, so that the compiler knows them aligned.
@@ -13,24 +14,29 @@ in an arena in units of 16 bytes, so that the compiler knows them aligned.
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moe_pack.formats import PartFormat, RowLayout
+from moe_pack.runtime.kernels.trellis import ZERO, codes_of_word, load_stream, look_up, lookup
 
-AFFINE, BF16, F16, F32, FP8, E5M2, MXFP4 = (tl.constexpr(kind) for kind in range(7))
+AFFINE, BF16, F16, F32, FP8, E5M2, MXFP4, TRELLIS = (tl.constexpr(kind) for kind in range(8))
 FACTORS = tl.constexpr((1.0, 4.0))  # what a plane's codes count
-UNITS = tl.constexpr((1.0, 1.0, 1.0, 1.0, 2.0**8, 1.0, 2.0**14))  # by kind: what 1 in the values of `unpack` stands for
+UNITS = tl.constexpr(
+    (1.0, 1.0, 1.0, 1.0, 2.0**8, 1.0, 2.0**14, 1.0)
+)  # by kind: what 1 in the values of `unpack` stands for
 _KINDS = {"BF16": BF16.value, "F16": F16.value, "F32": F32.value}
-_CODECS = {"affine": AFFINE.value, "fp8": FP8.value, "e5m2": E5M2.value, "mxfp4": MXFP4.value}
+_CODECS = {"affine": AFFINE.value, "fp8": FP8.value, "e5m2": E5M2.value, "mxfp4": MXFP4.value, "trellis": TRELLIS.value}
 
 
 class Part(NamedTuple):
     """A part of a row, as kernels take it: all constants.
 
-    `kind`: codes with scales, or 16- or 32-bit values.   `bits`: of a code or value.   `group`: columns of a scale (0
-    where there are none).   `scale_bits`: of affine codes 16: float16; 8: bytes times one float16 a row. Of others 32:
-    float32; 8: E8M0.   `offset`: in the row, bytes.
+    `kind`: codes with scales, or 16- or 32-bit values.   `bits`: of a code or value; of two codes of a trellis.
+    `group`: columns of a scale (0 where there are none).   `scale_bits`: of affine codes and a trellis 16: float16; 8:
+    bytes times one float16 a row. Of others 32: float32; 8: E8M0.   `offset`: in the row, bytes.
     `num_cols`: d.   `bias`: where its float32 lies in the row, in bytes; -1: it has none.
     """
 
@@ -50,8 +56,12 @@ class Part(NamedTuple):
     @property
     def num_words(self) -> int:
         """Words of the first plane, rounded up to a power of two: NW of a tile that holds a whole row."""
-        bits = 2 if self.num_planes == 2 else self.bits
-        return int(triton.next_power_of_2(self.num_cols * bits // 32))
+        return int(triton.next_power_of_2(self.num_cols // self.codes_of_word))
+
+    @property
+    def codes_of_word(self) -> int:
+        """SQ of its first plane."""
+        return int(places(self, 0))
 
 
 def part_of(rows: RowLayout, name: str) -> Part:
@@ -66,6 +76,11 @@ def part_of(rows: RowLayout, name: str) -> Part:
     return Part(_CODECS[form.codec], form.width, group, form.scale_bits, part.offset, rows.num_cols, bias)
 
 
+def lookup_for(device: torch.device, *parts: Part | None) -> Tensor | None:
+    """What kernels look the values of these parts up in; None where none is a trellis."""
+    return lookup(device) if any(part is not None and part.kind == TRELLIS.value for part in parts) else None
+
+
 def stored_part(dtype: str, num_cols: int) -> Part:
     """Rows of plain values, by their dtype's name in safetensors: BF16, F16 or F32."""
     return Part(_KINDS[dtype], 32 if dtype == "F32" else 16, 0, 0, 0, num_cols, -1)
@@ -78,6 +93,12 @@ def plane_bits(part: Part, plane: int) -> int:
 
 
 @triton.constexpr_function
+def places(part: Part, plane: int) -> int:
+    """SQ: how many codes or values of this plane a word holds."""
+    return int(codes_of_word(part[1]) if part[0] == 7 else 32 // plane_bits(part, plane))
+
+
+@triton.constexpr_function
 def has_scales(part: Part) -> bool:
     """Whether a part is of codes with scales."""
     return part[2] > 0
@@ -87,10 +108,10 @@ def has_scales(part: Part) -> bool:
 def columns(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
     """The column of each code of each word, int32 [SQ, NW]; past the row for words that are not the row's."""
     BITS: tl.constexpr = plane_bits(PART, PLANE)
-    SQ: tl.constexpr = 32 // BITS
+    SQ: tl.constexpr = places(PART, PLANE)
     sq = tl.arange(0, SQ)[:, None]
     w = tl.arange(0, NW)[None, :]
-    if has_scales(PART):
+    if has_scales(PART) and PART[0] != TRELLIS:
         # A block of 64 codes is 2 BITS words; byte j holds codes j, j + 8 BITS, ...
         WORDS: tl.constexpr = 2 * BITS
         found = (w // WORDS) * 64 + (sq // 4) * (8 * BITS) + (w % WORDS) * 4 + sq % 4
@@ -117,7 +138,7 @@ def word_places(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
 @triton.jit
 def is_word(PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
     """Which words are the row's: bool [NW]."""
-    return tl.arange(0, NW) < PART[5] * plane_bits(PART, PLANE) // 32
+    return tl.arange(0, NW) < PART[5] // places(PART, PLANE)
 
 
 @triton.jit
@@ -128,27 +149,29 @@ def load_words(arena_ptr, units, live, PART: tl.constexpr, PLANE: tl.constexpr, 
     """
     OFFSET: tl.constexpr = PART[4]
     mask = live[:, None] & is_word(PART, PLANE, NW)[None, :]
-    places = word_places(PART, PLANE, NW)[None, :]
-    if OFFSET % 4 == 0:
+    at = word_places(PART, PLANE, NW)[None, :]
+    if PART[0] == TRELLIS:
+        words = load_stream(arena_ptr, units, tl.arange(0, NW), mask, PART)
+    elif OFFSET % 4 == 0:
         words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32))
-        words = tl.load(words_ptr + (units * 4)[:, None] + OFFSET // 4 + places, mask=mask, other=0)
+        words = tl.load(words_ptr + (units * 4)[:, None] + OFFSET // 4 + at, mask=mask, other=0)
     else:
-        words = load_between(arena_ptr, units[:, None], places, mask, OFFSET)
+        words = load_between(arena_ptr, units[:, None], at, mask, OFFSET)
     return words
 
 
 @triton.jit
-def load_between(arena_ptr, units, places, mask, BEGIN: tl.constexpr):
+def load_between(arena_ptr, units, at, mask, BEGIN: tl.constexpr):
     """Words of rows that begin between words, at byte BEGIN, as after an odd number of scales of one byte: uint32.
 
-    Args:    units, places, mask: of one shape, after broadcasting.
+    Args:    units, at, mask: of one shape, after broadcasting.
     """
     if BEGIN % 2 == 0:
-        halves_ptr = arena_ptr.to(tl.pointer_type(tl.uint16)) + units * 8 + BEGIN // 2 + 2 * places
+        halves_ptr = arena_ptr.to(tl.pointer_type(tl.uint16)) + units * 8 + BEGIN // 2 + 2 * at
         words = tl.load(halves_ptr, mask=mask, other=0).to(tl.uint32)
         words |= tl.load(halves_ptr + 1, mask=mask, other=0).to(tl.uint32) << 16
     else:
-        bytes_ptr = arena_ptr + units * 16 + BEGIN + 4 * places
+        bytes_ptr = arena_ptr + units * 16 + BEGIN + 4 * at
         words = tl.load(bytes_ptr, mask=mask, other=0).to(tl.uint32)
         for place in tl.static_range(1, 4):
             words |= tl.load(bytes_ptr + place, mask=mask, other=0).to(tl.uint32) << (8 * place)
@@ -156,14 +179,19 @@ def load_between(arena_ptr, units, places, mask, BEGIN: tl.constexpr):
 
 
 @triton.jit
-def unpack(words, PART: tl.constexpr, PLANE: tl.constexpr):
+def unpack(words, lookup_ptr, PART: tl.constexpr, PLANE: tl.constexpr):
     """Codes as they are, or values by their `UNITS`: float32 [R, SQ, NW] for words [R, NW]."""
-    return unpack_places(words[:, None, :], tl.arange(0, 32 // plane_bits(PART, PLANE))[None, :, None], PART, PLANE)
+    if PART[0] == TRELLIS:
+        values = (look_up(lookup_ptr, words, PART).to(tl.int32) - ZERO).to(tl.float32)
+    else:
+        sq = tl.arange(0, places(PART, PLANE))[None, :, None]
+        values = unpack_places(words[:, None, :], sq, PART, PLANE)
+    return values
 
 
 @triton.jit
 def unpack_places(words, sq, PART: tl.constexpr, PLANE: tl.constexpr):
-    """The same for some places `sq` of words; both of one shape, after broadcasting."""
+    """The same of other codes than a trellis's for some places `sq` of words; both of one shape, after broadcasting."""
     BITS: tl.constexpr = plane_bits(PART, PLANE)
     if PART[0] == AFFINE:
         MASK: tl.constexpr = 2**BITS - 1
@@ -203,11 +231,11 @@ def _half(words, place):
 def load_scales(arena_ptr, units, groups, mask, PART: tl.constexpr):
     """Scales and zeros float32, for groups of rows: `units`, `groups` and `mask` of one shape, after broadcasting.
 
-    Codes that have no zeros have their scales twice.
+    Codes that have no zeros have their scales twice; the zero of a trellis is that of its tables.
     """
     D: tl.constexpr = PART[5]
-    BEGIN: tl.constexpr = PART[4] + D * PART[1] // 8
-    if PART[0] != AFFINE:
+    BEGIN: tl.constexpr = PART[4] + D * PART[1] // (16 if PART[0] == TRELLIS else 8)
+    if PART[0] != AFFINE and PART[0] != TRELLIS:
         if PART[3] == 32:
             scale = _load_float32(arena_ptr, units, groups, mask, BEGIN)
         else:
@@ -216,11 +244,15 @@ def load_scales(arena_ptr, units, groups, mask, PART: tl.constexpr):
     NUM_GROUPS: tl.constexpr = D // PART[2]
     if PART[3] == 16:
         scale = _load_float16(arena_ptr, units, groups, mask, BEGIN)
+        if PART[0] == TRELLIS:
+            return scale, tl.zeros_like(scale) + ZERO
         zero = _load_float16(arena_ptr, units, groups, mask, BEGIN + 2 * NUM_GROUPS)
     else:
         bytes_ptr = arena_ptr + units * 16 + BEGIN
         step = _load_float16(arena_ptr, units, groups * 0, mask, BEGIN)
         scale = tl.load(bytes_ptr + 2 + groups, mask=mask, other=0).to(tl.float32) * step
+        if PART[0] == TRELLIS:
+            return scale, tl.zeros_like(scale) + ZERO
         step = _load_float16(arena_ptr, units, groups * 0, mask, BEGIN + 2 + NUM_GROUPS)
         steps = tl.load(bytes_ptr + 4 + NUM_GROUPS + groups, mask=mask, other=0).to(tl.int8, bitcast=True)
         zero = steps.to(tl.float32) * step

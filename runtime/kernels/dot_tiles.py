@@ -11,15 +11,18 @@ import triton.language as tl
 from moe_pack.runtime.kernels.codes import (
     AFFINE,
     F32,
+    TRELLIS,
     UNITS,
     Part,
     has_scales,
     load_between,
     load_scales,
+    places,
     plane_bits,
     unpack,
     unpack_places,
 )
+from moe_pack.runtime.kernels.trellis import load_stream
 
 
 def tile_cols(*parts: Part) -> int:
@@ -28,12 +31,12 @@ def tile_cols(*parts: Part) -> int:
 
 
 @triton.jit
-def add_product(sums, arena_ptr, units, live, tile, x, PART: tl.constexpr, COLS: tl.constexpr):
+def add_product(sums, arena_ptr, units, live, tile, x, lookup_ptr, PART: tl.constexpr, COLS: tl.constexpr):
     """`sums` [R, T] plus a tile's share of rows times `x` [COLS, T], which is zero past the row.
 
     Args:    units: int64 [R], rows' offsets in units of 16 bytes.   tile: its columns begin at `tile * COLS`.
     """
-    w = load_tile(arena_ptr, units, live, tile, PART, COLS)
+    w = load_tile(arena_ptr, units, live, tile, lookup_ptr, PART, COLS)
     if PART[0] == AFFINE:
         scale, zero = load_scales(arena_ptr, units, (tile * COLS) // PART[2], live, PART)
         sums += scale[:, None] * (dot_exact(w, x) - zero[:, None] * tl.sum(x, 0)[None, :])
@@ -56,14 +59,16 @@ def dot_exact(w, x):
 
 
 @triton.jit
-def load_tile(arena_ptr, units, live, tile, PART: tl.constexpr, COLS: tl.constexpr, TURNED: tl.constexpr = False):
+def load_tile(
+    arena_ptr, units, live, tile, lookup_ptr, PART: tl.constexpr, COLS: tl.constexpr, TURNED: tl.constexpr = False
+):
     """Codes or values, as of `unpack`, float32 [R, COLS], turned [COLS, R]; zeros past the row, and for rows not live.
 
     A block is `8 / BITS` runs of columns, of 4 bytes' codes each word; byte by byte, a run has its own bits.
     """
     R: tl.constexpr = units.shape[0]
     BITS: tl.constexpr = plane_bits(PART, 0)
-    if has_scales(PART):
+    if has_scales(PART) and PART[0] != TRELLIS:
         RUN: tl.constexpr = 8 * BITS
         NUM_RUNS: tl.constexpr = max(COLS // RUN, 1)
         NW: tl.constexpr = COLS // NUM_RUNS // 4
@@ -83,10 +88,11 @@ def load_tile(arena_ptr, units, live, tile, PART: tl.constexpr, COLS: tl.constex
             values = unpack_places(words, sq, PART, 0)
         values = tl.reshape(values, [R, NUM_RUNS, 4, NW])  # a column is (run, word, byte)
     else:
-        w = tile * (COLS * BITS // 32) + tl.arange(0, COLS * BITS // 32)
-        mask = live[:, None] & (w < PART[5] * BITS // 32)[None, :]
-        values = unpack(_read_words(arena_ptr, units, w, mask, PART), PART, 0)
-        values = tl.reshape(values, [R, 1, 32 // BITS, COLS * BITS // 32])
+        SQ: tl.constexpr = places(PART, 0)
+        w = tile * (COLS // SQ) + tl.arange(0, COLS // SQ)
+        mask = live[:, None] & (w < PART[5] // SQ)[None, :]
+        values = unpack(_read_words(arena_ptr, units, w, mask, PART), lookup_ptr, PART, 0)
+        values = tl.reshape(values, [R, 1, SQ, COLS // SQ])
     if TURNED:  # here, where it costs nothing: sm_100 cannot compile a product with a tile that is turned afterwards
         found = tl.reshape(tl.permute(values, [1, 3, 2, 0]), [COLS, R])
     else:
@@ -103,12 +109,14 @@ def load_tokens(x_ptr, t, is_token, tile, D: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _read_words(arena_ptr, units, places, mask, PART: tl.constexpr):
+def _read_words(arena_ptr, units, at, mask, PART: tl.constexpr):
     """Words of some rows' part, uint32 [R, NW], by their places in it."""
     OFFSET: tl.constexpr = PART[4]
-    if OFFSET % 4 == 0:
+    if PART[0] == TRELLIS:
+        words = load_stream(arena_ptr, units, at, mask, PART)
+    elif OFFSET % 4 == 0:
         words_ptr = arena_ptr.to(tl.pointer_type(tl.uint32))
-        words = tl.load(words_ptr + (units * 4)[:, None] + OFFSET // 4 + places[None, :], mask=mask, other=0)
+        words = tl.load(words_ptr + (units * 4)[:, None] + OFFSET // 4 + at[None, :], mask=mask, other=0)
     else:
-        words = load_between(arena_ptr, units[:, None], places[None, :], mask, OFFSET)
+        words = load_between(arena_ptr, units[:, None], at[None, :], mask, OFFSET)
     return words

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_pack.runtime.kernels.codes import AFFINE, UNITS, Part, has_scales, load_bias, load_scales
+from moe_pack.runtime.kernels.codes import AFFINE, UNITS, Part, has_scales, load_bias, load_scales, lookup_for
 from moe_pack.runtime.kernels.dot_tiles import add_product, dot_exact, load_tile, load_tokens, tile_cols
 from moe_pack.runtime.kernels.functions import FUNCTIONS, act, factor
 from moe_pack.runtime.kernels.gemm import MAX_TOKENS_IN_TWO, blocks, num_warps
@@ -64,6 +64,7 @@ def _hidden_of_piece(x: Tensor, tokens: Tensor, tables: LayerTables, expert: int
         _places(tables, kind.up.in_selector),
         tables.thresholds,
         h,
+        lookup_for(x.device, *parts),
         num_tokens,
         expert,
         GATE=None if gate is None else gate.part,
@@ -94,6 +95,7 @@ def _down_of_piece(
         _places(tables, kind.down.in_selector),
         tables.down_bias,
         y,
+        lookup_for(y.device, part),
         num_tokens,
         expert,
         PART=part,
@@ -122,6 +124,7 @@ def _hidden(
     up_at_ptr,
     thresholds_ptr,
     h_ptr,
+    lookup_ptr,
     num_tokens,
     expert,
     GATE: tl.constexpr,
@@ -143,7 +146,7 @@ def _hidden(
     if GATE is None:
         for tile in range(tl.cdiv(D, COLS)):
             x = load_tokens(x_ptr, t, is_token, tile, D, COLS)
-            up = add_product(up, arena_ptr, up_units, live, tile, x, UP, COLS)
+            up = add_product(up, arena_ptr, up_units, live, tile, x, lookup_ptr, UP, COLS)
         if UP[6] >= 0:
             up += load_bias(arena_ptr, up_units, live, UP)[:, None]
         h = act(up, FUNCTION)
@@ -153,8 +156,8 @@ def _hidden(
         gate = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
         for tile in range(tl.cdiv(D, COLS)):
             x = load_tokens(x_ptr, t, is_token, tile, D, COLS)
-            up = add_product(up, arena_ptr, up_units, live, tile, x, UP, COLS)
-            gate = add_product(gate, arena_ptr, gate_units, live, tile, x, GATE, COLS)
+            up = add_product(up, arena_ptr, up_units, live, tile, x, lookup_ptr, UP, COLS)
+            gate = add_product(gate, arena_ptr, gate_units, live, tile, x, lookup_ptr, GATE, COLS)
         if UP[6] >= 0:
             up += load_bias(arena_ptr, up_units, live, UP)[:, None]
         if GATE[6] >= 0:
@@ -176,6 +179,7 @@ def _down(
     down_at_ptr,
     down_bias_ptr,
     y_ptr,
+    lookup_ptr,
     num_tokens,
     expert,
     PART: tl.constexpr,
@@ -193,7 +197,7 @@ def _down(
     for block in range(tl.cdiv(F, BLOCK_ROWS)):
         r = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         units = tl.load(down_at_ptr + expert * F + r, mask=r < F, other=0).to(tl.int64)
-        w = load_tile(arena_ptr, units, r < F, tile, PART, COLS, TURNED=True)
+        w = load_tile(arena_ptr, units, r < F, tile, lookup_ptr, PART, COLS, TURNED=True)
         h = load_tokens(h_ptr, m, is_token, block, F, BLOCK_ROWS)
         if has_scales(PART):
             scale, zero = load_scales(arena_ptr, units, (tile * COLS) // PART[2], r < F, PART)

@@ -5,11 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_pack.runtime.kernels.codes import F32, Part
+from moe_pack.runtime.kernels.codes import F32, TRELLIS, Part, lookup_for
 from moe_pack.runtime.kernels.dot_tiles import add_product, load_tokens, tile_cols
 
 MAX_TOKENS = 64  # of a program
-MAX_TOKENS_IN_TWO = 32  # where its weights, or its sums, are two, and of 1 bit: with more, registers spill (sm_80)
+MAX_TOKENS_IN_TWO = (
+    32  # where its weights, or its sums, are two, of 1 bit, and of a trellis of 8: with more, registers spill (sm_80)
+)
 _MANY_PROGRAMS = 256  # with fewer, smaller blocks of rows keep more of a card's processors busy
 
 
@@ -21,13 +23,14 @@ def gemm(x: Tensor, rows: Tensor, part: Part, row_units: int, out: Tensor, *, bi
              out: float32 [T, n], contiguous.   bias: float32 [n].
     """
     num_tokens, num_rows = out.shape
-    in_two = part.kind == F32.value or part.bits == 1
+    in_two = part.kind == F32.value or part.bits == 1 or (part.kind == TRELLIS.value and part.bits == 8)
     block_tokens, block_rows = blocks(num_tokens, num_rows, MAX_TOKENS_IN_TWO if in_two else MAX_TOKENS)
     _gemm[triton.cdiv(num_rows, block_rows), triton.cdiv(num_tokens, block_tokens)](
         x,
         rows.view(torch.uint8),
         bias,
         out,
+        lookup_for(x.device, part),
         num_tokens,
         num_rows,
         row_units,
@@ -58,6 +61,7 @@ def _gemm(
     rows_ptr,
     bias_ptr,
     out_ptr,
+    lookup_ptr,
     num_tokens,
     num_rows,
     row_units,
@@ -75,7 +79,7 @@ def _gemm(
     sums = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
     for tile in range(tl.cdiv(D, COLS)):
         x = load_tokens(x_ptr, t, is_token, tile, D, COLS)
-        sums = add_product(sums, rows_ptr, units, live, tile, x, PART, COLS)
+        sums = add_product(sums, rows_ptr, units, live, tile, x, lookup_ptr, PART, COLS)
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + r, mask=live, other=0.0)[:, None]
     places = t.to(tl.int64)[None, :] * num_rows + r[:, None]

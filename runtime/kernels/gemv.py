@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.formats import RowLayout
-from moe_pack.runtime.kernels.codes import Part
+from moe_pack.runtime.kernels.codes import Part, lookup_for
 from moe_pack.runtime.kernels.products import add_part, dot_part, load_part, load_x_part, store_part, zero_part
 from moe_pack.runtime.kernels.tiles import dot_tile, sum_tile
 from moe_pack.runtime.matrix import RowMatrix, StoredMatrix, linear
@@ -39,6 +39,7 @@ def gemv(
         x if bias is None else bias,
         x if residual is None else residual,
         out,
+        lookup_for(x.device, part),
         n,
         row_units,
         scale,
@@ -63,6 +64,7 @@ def gather_row(rows: Tensor, part: Part, row_id: Tensor, out: Tensor, *, scale: 
         _bytes(rows),
         row_id,
         out,
+        lookup_for(out.device, part),
         _row_units(rows),
         scale,
         PART=part,
@@ -95,6 +97,7 @@ def _gemv(
     bias_ptr,
     residual_ptr,
     out_ptr,
+    lookup_ptr,
     n,
     row_units,
     scale,
@@ -111,7 +114,7 @@ def _gemv(
         live = row < n
         units = row.to(tl.int64) * row_units
         words, high = load_part(rows_ptr, units, live, PART, NW)
-        total = dot_part(rows_ptr, units, live, words, high, x, x_sums, x_high, PART, NW)
+        total = dot_part(rows_ptr, units, live, words, high, x, x_sums, x_high, lookup_ptr, PART, NW)
         if HAS_BIAS:
             total += tl.load(bias_ptr + row, mask=live, other=0.0)
         total *= scale
@@ -121,11 +124,11 @@ def _gemv(
 
 
 @triton.jit
-def _gather_row(rows_ptr, id_ptr, out_ptr, row_units, scale, PART: tl.constexpr, NW: tl.constexpr):
+def _gather_row(rows_ptr, id_ptr, out_ptr, lookup_ptr, row_units, scale, PART: tl.constexpr, NW: tl.constexpr):
     units = (tl.load(id_ptr) + tl.zeros([1], tl.int64)) * row_units
     live = units >= 0
     factor = tl.zeros([1], tl.float32) + scale
     words, high = load_part(rows_ptr, units, live, PART, NW)
     y, less, y_high = zero_part(PART, NW)
-    y, less, y_high = add_part(y, less, y_high, rows_ptr, units, live, words, high, factor, PART, NW)
+    y, less, y_high = add_part(y, less, y_high, rows_ptr, units, live, words, high, factor, lookup_ptr, PART, NW)
     store_part(out_ptr, y, less, y_high, PART, NW)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.formats import LatentSpec
-from moe_pack.runtime.kernels.codes import Part
+from moe_pack.runtime.kernels.codes import Part, lookup_for
 from moe_pack.runtime.kernels.enter import partner, turn
 from moe_pack.runtime.kernels.products import add_part, dot_part, load_part, load_x_part, store_part, zero_part
 from moe_pack.runtime.rope import Angles
@@ -52,7 +52,7 @@ def enter_latent(
     held, part = kv_b.rows.view(torch.uint8), kv_b.part
     rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
     _enter_latent_kernel[(spec.num_heads + 1,)](
-        q, kv, norm, cos, sin, position, held, moved, keys, spec.lora_norm_eps,
+        q, kv, norm, cos, sin, position, held, moved, keys, lookup_for(q.device, part), spec.lora_norm_eps,
         spec.num_heads, spec.qk_nope_head_dim, spec.v_head_dim, rank, rope, cos.shape[1], interleaved,
         held.shape[1] // 16, part, part.num_words, _ROWS, triton.next_power_of_2(rank), triton.next_power_of_2(rope),
         num_warps=4, enable_fp_fusion=True,
@@ -66,7 +66,7 @@ def leave_latent(mixed: Tensor, spec: LatentSpec, kv_b: HeldRows, out: Tensor) -
     """
     held, part = kv_b.rows.view(torch.uint8), kv_b.part
     _leave_latent_kernel[(spec.num_heads, triton.cdiv(spec.v_head_dim, _ROWS))](
-        mixed, held, out, spec.qk_nope_head_dim, spec.v_head_dim, spec.kv_lora_rank,
+        mixed, held, out, lookup_for(mixed.device, part), spec.qk_nope_head_dim, spec.v_head_dim, spec.kv_lora_rank,
         held.shape[1] // 16, part, part.num_words, _ROWS, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -82,6 +82,7 @@ def _enter_latent_kernel(
     kv_b_ptr,
     moved_ptr,
     keys_ptr,
+    lookup_ptr,
     eps,
     HEADS: tl.constexpr,
     NOPE: tl.constexpr,
@@ -113,7 +114,9 @@ def _enter_latent_kernel(
             units = (head * (NOPE + V) + row).to(tl.int64) * UNITS
             weights = tl.load(q_ptr + row, mask=live, other=0.0)
             words, high = load_part(kv_b_ptr, units, live, PART, NW)
-            y, less, y_high = add_part(y, less, y_high, kv_b_ptr, units, live, words, high, weights, PART, NW)
+            y, less, y_high = add_part(
+                y, less, y_high, kv_b_ptr, units, live, words, high, weights, lookup_ptr, PART, NW
+            )
         store_part(moved_ptr, y, less, y_high, PART, NW)
         x_ptr, out_ptr = q_ptr + NOPE, moved_ptr + RANK
         x = tl.load(x_ptr + c, mask=c < ROPE, other=0.0)
@@ -136,6 +139,7 @@ def _leave_latent_kernel(
     mixed_ptr,
     kv_b_ptr,
     out_ptr,
+    lookup_ptr,
     NOPE: tl.constexpr,
     V: tl.constexpr,
     RANK: tl.constexpr,
@@ -150,5 +154,5 @@ def _leave_latent_kernel(
     units = (head * (NOPE + V) + NOPE + row).to(tl.int64) * UNITS
     x, x_sums, x_high = load_x_part(mixed_ptr + head * RANK, PART, NW)
     words, high = load_part(kv_b_ptr, units, live, PART, NW)
-    y = dot_part(kv_b_ptr, units, live, words, high, x, x_sums, x_high, PART, NW)
+    y = dot_part(kv_b_ptr, units, live, words, high, x, x_sums, x_high, lookup_ptr, PART, NW)
     tl.store(out_ptr + head * V + row, y, mask=live)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_pack.runtime.kernels.codes import Part
+from moe_pack.runtime.kernels.codes import Part, lookup_for
 from moe_pack.runtime.kernels.functions import FUNCTIONS, act, factor
 from moe_pack.runtime.kernels.products import (
     add_part,
@@ -46,6 +46,7 @@ def neurons(x: Tensor, experts: Tensor, tables: LayerTables, selection: Selectio
             selection.counts,
             tables.down_bias,
             partials,
+            lookup_for(x.device, gate, up, down),
             KIND=number,
             F=kind.num_rows,
             BLOCK=SELECT_BLOCK,
@@ -83,6 +84,7 @@ def _neurons(
     counts_ptr,
     down_bias_ptr,
     partials_ptr,
+    lookup_ptr,
     KIND: tl.constexpr,
     F: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -134,15 +136,19 @@ def _neurons(
             if IS_SELECTED:
                 h = tl.load(a_ptr + place * F + neuron, mask=live, other=0.0)
             if GATE is not None:
-                g = dot_part(arena_ptr, units, live, gate, gate_high, gate_x, gate_sums, gate_x_high, GATE, GATE_NW)
+                g = dot_part(
+                    arena_ptr, units, live, gate, gate_high, gate_x, gate_sums, gate_x_high, lookup_ptr, GATE, GATE_NW
+                )
                 h *= act(g, FUNCTION)
             if UP is not None:
-                u = dot_part(arena_ptr, units, live, up, up_high, up_x, up_sums, up_x_high, UP, UP_NW)
+                u = dot_part(arena_ptr, units, live, up, up_high, up_x, up_sums, up_x_high, lookup_ptr, UP, UP_NW)
                 h *= factor(u, FUNCTION) if IS_GATED else act(u, FUNCTION)
             if not IS_SELECTED:
                 h = tl.where(runs(h, threshold), h, 0.0)
             h = tl.where(live, h, 0.0)
-            y, less, y_high = add_part(y, less, y_high, arena_ptr, units, live, down, down_high, h, DOWN, NW)
+            y, less, y_high = add_part(
+                y, less, y_high, arena_ptr, units, live, down, down_high, h, lookup_ptr, DOWN, NW
+            )
             start += R
         partial_ptr = partials_ptr + (place * tl.num_programs(1) + program) * DOWN[5]
         store_part(partial_ptr, y, less, y_high, DOWN, NW)

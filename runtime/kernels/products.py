@@ -7,7 +7,8 @@ Factors may be up to 2^41 in size; below 2^-60 they lose bits. Codes are masked 
 upper half moved down.
 
 Codes of a group have one scale: in words side by side (`CHUNK`), those at the same place have (`QS` places a word).
-Codes that are numbers themselves (`fp8`, `e5m2`, `mxfp4`) are taken as `unpack` gives them, and have no zeros.
+Codes that are numbers themselves (`fp8`, `e5m2`, `mxfp4`) are taken as `unpack` gives them, and have no zeros. What is
+looked up for a trellis is a code of 8 bits that stands first in its word, and has one zero.
 """
 
 import triton
@@ -16,6 +17,7 @@ import triton.language as tl
 from moe_pack.runtime.kernels.codes import (
     AFFINE,
     FACTORS,
+    TRELLIS,
     UNITS,
     Part,
     columns,
@@ -25,10 +27,12 @@ from moe_pack.runtime.kernels.codes import (
     load_scales,
     load_words,
     load_x,
+    places,
     plane_bits,
     store_y,
     unpack,
 )
+from moe_pack.runtime.kernels.trellis import look_up
 
 _LIFT = tl.constexpr(2.0**86)  # of the other factor
 _DROP = tl.constexpr(2.0**63)  # of sums: 2^149 / 2^86
@@ -41,21 +45,27 @@ def has_two_planes(part: Part) -> bool:
 
 
 @triton.constexpr_function
+def _are_lifted(part: Part) -> bool:
+    """Whether codes are taken as subnormals, and have zeros."""
+    return part[0] in (0, 7)
+
+
+@triton.constexpr_function
 def _chunk(part: Part, plane: int) -> int:
     """Words side by side that have one scale and are loaded together; of 64 codes at most."""
-    return 1 if plane else 2 if part[1] in (1, 3) else 4
+    return 1 if plane or part[0] == 7 else 2 if part[1] in (1, 3) else 4
 
 
 @triton.constexpr_function
 def _factor(part: Part, plane: int) -> float:
     """What sums of products with `_taken` codes are to be multiplied by."""
-    return float(FACTORS.value[plane] * _DROP.value if part[0] == 0 else UNITS.value[part[0]])
+    return float(FACTORS.value[plane] * _DROP.value if part[0] in (0, 7) else UNITS.value[part[0]])
 
 
 @triton.constexpr_function
-def _places(part: Part, bits: int) -> int:
+def _scales(part: Part, bits: int) -> int:
     """How many scales the codes of a word have."""
-    return 8 // bits if part[2] % 64 else 1
+    return 8 // bits if part[2] % 64 and part[0] != 7 else 1
 
 
 @triton.jit
@@ -69,23 +79,35 @@ def _masked(words, BITS: tl.constexpr):
 
 
 @triton.jit
-def _taken(words, PART: tl.constexpr, PLANE: tl.constexpr):
+def _taken(words, lookup_ptr, PART: tl.constexpr, PLANE: tl.constexpr):
     """Codes as a product takes them: float32 [R, SQ, NW] for words [R, NW]."""
-    return _masked(words, plane_bits(PART, PLANE)) if PART[0] == AFFINE else unpack(words, PART, PLANE)
+    if PART[0] == AFFINE:
+        codes = _masked(words, plane_bits(PART, PLANE))
+    elif PART[0] == TRELLIS:
+        codes = look_up(lookup_ptr, words, PART).to(tl.float32, bitcast=True)
+    else:
+        codes = unpack(words, lookup_ptr, PART, PLANE)
+    return codes
 
 
 @triton.jit
-def _unplaced(BITS: tl.constexpr):
+def _unplaced(PART: tl.constexpr, PLANE: tl.constexpr):
     """2^-place of each code in its half: float32 [SQ]."""
-    sq = tl.arange(0, 32 // BITS)
-    return ((127 - (sq % 2 * 8 + sq // 4 * BITS)) << 23).to(tl.float32, bitcast=True)
+    sq = tl.arange(0, places(PART, PLANE))
+    place = sq * 0 if PART[0] == TRELLIS else sq % 2 * 8 + sq // 4 * plane_bits(PART, PLANE)
+    return ((127 - place) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _load_chunk_scales(arena_ptr, units, live, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
     """Scales and zeros, float32 [R, QS, NC]."""
     BITS: tl.constexpr = plane_bits(PART, PLANE)
-    QS: tl.constexpr = _places(PART, BITS)
+    QS: tl.constexpr = _scales(PART, BITS)
+    if PART[0] == TRELLIS:  # words first, as in its loads
+        column = tl.arange(0, NW)[:, None, None] * places(PART, 0)
+        mask = live[None, None, :] & (column < PART[5])
+        scale, zero = load_scales(arena_ptr, units[None, None, :], column // PART[2], mask, PART)
+        return tl.permute(scale, [2, 1, 0]), tl.permute(zero, [2, 1, 0])
     first = tl.arange(0, NW // _chunk(PART, PLANE))[None, :] * _chunk(PART, PLANE)
     column = (first // (2 * BITS)) * 64 + first % (2 * BITS) * 4 + tl.arange(0, QS)[:, None] * (8 * BITS)
     mask = live[:, None, None] & (first < PART[5] * BITS // 32)[None, :, :]
@@ -98,7 +120,7 @@ def _spread(each, PART: tl.constexpr, PLANE: tl.constexpr, NW: tl.constexpr):
     R: tl.constexpr = each.shape[0]
     QS: tl.constexpr = each.shape[1]
     CHUNK: tl.constexpr = _chunk(PART, PLANE)
-    SQ: tl.constexpr = 32 // plane_bits(PART, PLANE)
+    SQ: tl.constexpr = places(PART, PLANE)
     wide = tl.broadcast_to(each[:, :, None, :, None], [R, QS, SQ // QS, NW // CHUNK, CHUNK])
     return tl.reshape(wide, [R, SQ, NW])
 
@@ -128,34 +150,34 @@ def load_x_part(x_ptr, PART: tl.constexpr, NW: tl.constexpr):
     """A hidden state as `dot_part` takes it: for the first plane, its sums by chunk, for the second plane."""
     x = load_x(x_ptr, PART, 0, NW)
     x_sums, x_high = x, x
-    if PART[0] == AFFINE:
-        BITS: tl.constexpr = plane_bits(PART, 0)
-        x_sums = _chunk_sums(x[None, :, :], _places(PART, BITS), _chunk(PART, 0))
-        x = x * (_unplaced(BITS) * _LIFT)[:, None]
+    if _are_lifted(PART):
+        x_sums = _chunk_sums(x[None, :, :], _scales(PART, plane_bits(PART, 0)), _chunk(PART, 0))
+        x = x * (_unplaced(PART, 0) * _LIFT)[:, None]
         if has_two_planes(PART):
-            x_high = load_x(x_ptr, PART, 1, NW // 2) * (_unplaced(1) * _LIFT)[:, None]
+            x_high = load_x(x_ptr, PART, 1, NW // 2) * (_unplaced(PART, 1) * _LIFT)[:, None]
     return x, x_sums, x_high
 
 
 @triton.jit
-def dot_part(arena_ptr, units, live, words, high, x, x_sums, x_high, PART: tl.constexpr, NW: tl.constexpr):
+def dot_part(arena_ptr, units, live, words, high, x, x_sums, x_high, lookup_ptr, PART: tl.constexpr, NW: tl.constexpr):
     """Rows times x, with their bias: float32 [R], zeros for rows that are not live.
 
     Args:    words, high: from `load_part`.   x, x_sums, x_high: from `load_x_part`.
     """
     if has_scales(PART):
         scale, zero = _load_chunk_scales(arena_ptr, units, live, PART, 0, NW)
-        places: tl.constexpr = _places(PART, plane_bits(PART, 0))
-        sums = _chunk_sums(_taken(words, PART, 0) * x[None, :, :], places, _chunk(PART, 0)) * _factor(PART, 0)
-        if PART[0] == AFFINE:
+        QS: tl.constexpr = _scales(PART, plane_bits(PART, 0))
+        products = _taken(words, lookup_ptr, PART, 0) * x[None, :, :]
+        sums = _chunk_sums(products, QS, _chunk(PART, 0)) * _factor(PART, 0)
+        if _are_lifted(PART):
             sums -= zero * x_sums
         total = tl.sum(tl.sum(scale * sums, 2), 1)
         if has_two_planes(PART):
             scale, _ = _load_chunk_scales(arena_ptr, units, live, PART, 1, NW // 2)
-            sums = _chunk_sums(_taken(high, PART, 1) * x_high[None, :, :], _places(PART, 1), 1)
+            sums = _chunk_sums(_taken(high, lookup_ptr, PART, 1) * x_high[None, :, :], _scales(PART, 1), 1)
             total += tl.sum(tl.sum(scale * (sums * _factor(PART, 1)), 2), 1)
     else:
-        total = tl.sum(tl.sum(unpack(words, PART, 0) * x[None, :, :], 1), 1)
+        total = tl.sum(tl.sum(unpack(words, lookup_ptr, PART, 0) * x[None, :, :], 1), 1)
     if PART[6] >= 0:
         total += load_bias(arena_ptr, units, live, PART)
     return total
@@ -164,49 +186,47 @@ def dot_part(arena_ptr, units, live, words, high, x, x_sums, x_high, PART: tl.co
 @triton.jit
 def zero_part(PART: tl.constexpr, NW: tl.constexpr):
     """Sums for `add_part` to add to: of the first plane's codes, of what zeros take off, of the second plane's."""
-    BITS: tl.constexpr = plane_bits(PART, 0)
-    y = tl.zeros([32 // BITS, NW], tl.float32)
+    y = tl.zeros([places(PART, 0), NW], tl.float32)
     less = tl.zeros([1, 1, 1], tl.float32)
     y_high = less
-    if PART[0] == AFFINE:
-        less = tl.zeros([1, _places(PART, BITS), NW // _chunk(PART, 0)], tl.float32)
+    if _are_lifted(PART):
+        less = tl.zeros([1, _scales(PART, plane_bits(PART, 0)), NW // _chunk(PART, 0)], tl.float32)
         if has_two_planes(PART):
             y_high = tl.zeros([32, NW // 2], tl.float32)
     return y, less, y_high
 
 
 @triton.jit
-def add_part(y, less, y_high, arena_ptr, units, live, words, high, h, PART: tl.constexpr, NW: tl.constexpr):
+def add_part(y, less, y_high, arena_ptr, units, live, words, high, h, lookup_ptr, PART: tl.constexpr, NW: tl.constexpr):
     """The sums plus `h` [R] times rows."""
     if has_scales(PART):
         scale, zero = _load_chunk_scales(arena_ptr, units, live, PART, 0, NW)
         factors = scale * h[:, None, None]
-        if PART[0] == AFFINE:
+        if _are_lifted(PART):
             less += tl.sum(factors * zero, 0)[None, :, :]
             factors *= _LIFT
-        y += tl.sum(_taken(words, PART, 0) * _spread(factors, PART, 0, NW), 0)
+        y += tl.sum(_taken(words, lookup_ptr, PART, 0) * _spread(factors, PART, 0, NW), 0)
         if has_two_planes(PART):
             scale, _ = _load_chunk_scales(arena_ptr, units, live, PART, 1, NW // 2)
             factors = scale * h[:, None, None]
-            y_high += tl.sum(_taken(high, PART, 1) * _spread(factors * _LIFT, PART, 1, NW // 2), 0)
+            y_high += tl.sum(_taken(high, lookup_ptr, PART, 1) * _spread(factors * _LIFT, PART, 1, NW // 2), 0)
     else:
-        y += tl.sum(unpack(words, PART, 0) * h[:, None, None], 0)
+        y += tl.sum(unpack(words, lookup_ptr, PART, 0) * h[:, None, None], 0)
     return y, less, y_high
 
 
 @triton.jit
 def store_part(y_ptr, y, less, y_high, PART: tl.constexpr, NW: tl.constexpr):
     """Writes sums to y_ptr [d], each to its column; of two planes the second adds to what the first wrote."""
-    if PART[0] == AFFINE:
-        BITS: tl.constexpr = plane_bits(PART, 0)
-        y = y * (_unplaced(BITS) * _factor(PART, 0))[:, None]
-        y -= tl.reshape(_spread(less, PART, 0, NW), [32 // BITS, NW])
+    if _are_lifted(PART):
+        y = y * (_unplaced(PART, 0) * _factor(PART, 0))[:, None]
+        y -= tl.reshape(_spread(less, PART, 0, NW), [places(PART, 0), NW])
     elif has_scales(PART):
         y *= _factor(PART, 0)
     store_y(y_ptr, y, PART, 0, NW)
     if has_two_planes(PART):
         tl.debug_barrier()  # other threads wrote those columns
-        y_high = y_high * (_unplaced(1) * _factor(PART, 1))[:, None]
+        y_high = y_high * (_unplaced(PART, 1) * _factor(PART, 1))[:, None]
         y_high += tl.load(y_ptr + columns(PART, 1, NW // 2), mask=is_word(PART, 1, NW // 2)[None, :], other=0.0)
         store_y(y_ptr, y_high, PART, 1, NW // 2)
 

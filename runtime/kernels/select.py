@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_pack.runtime.kernels.codes import lookup_for
 from moe_pack.runtime.kernels.functions import FUNCTIONS, act, factor
 from moe_pack.runtime.kernels.products import dot_part, load_part, load_x_part, runs
 from moe_pack.runtime.kernels.tables import SELECT_BLOCK, ExpertKind, Held, LayerTables, Selection
@@ -47,6 +48,7 @@ def _launch(x: Tensor, experts: Tensor, tables: LayerTables, number: int, kind: 
         out.a,
         out.neurons,
         out.counts,
+        lookup_for(x.device, gate, up),
         KIND=number,
         F=kind.num_rows,
         BLOCK=SELECT_BLOCK,
@@ -97,6 +99,7 @@ def _select(
     a_ptr,
     neurons_ptr,
     counts_ptr,
+    lookup_ptr,
     KIND: tl.constexpr,
     F: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -122,11 +125,13 @@ def _select(
             a = tl.full([R], 1.0, tl.float32)
             if GATE is not None:
                 words, high = load_part(arena_ptr, units, live, GATE, GATE_NW)
-                g = dot_part(arena_ptr, units, live, words, high, gate_x, gate_sums, gate_x_high, GATE, GATE_NW)
+                g = dot_part(
+                    arena_ptr, units, live, words, high, gate_x, gate_sums, gate_x_high, lookup_ptr, GATE, GATE_NW
+                )
                 a = act(g, FUNCTION)
             if UP is not None:
                 words, high = load_part(arena_ptr, units, live, UP, UP_NW)
-                u = dot_part(arena_ptr, units, live, words, high, up_x, up_sums, up_x_high, UP, UP_NW)
+                u = dot_part(arena_ptr, units, live, words, high, up_x, up_sums, up_x_high, lookup_ptr, UP, UP_NW)
                 a = a * factor(u, FUNCTION) if IS_GATED else act(u, FUNCTION)
             tl.store(a_ptr + place * F + row, a, mask=live)
         tl.debug_barrier()  # the block's activations were written by other threads than read them

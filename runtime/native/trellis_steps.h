@@ -93,16 +93,18 @@ struct PlainLanes {
 template <int kPrevious, class Lanes>
 void settle(Paths* paths, int32_t t) {
     constexpr int32_t kGroups = num_parents(kPrevious);
-    const float* made = paths->room->errors + (t % kSurvivorColumns) * kMostParents;
+    const float* __restrict made = paths->room->errors + (t % kSurvivorColumns) * kMostParents;
     const float kept = made[Lanes::cheapest(paths->costs) & (kGroups - 1)];
+    float* __restrict costs = paths->costs;
     for (int32_t first = 0; first < kStates; first += kGroups) {
         for (int32_t i = 0; i < kGroups; ++i) {
-            paths->costs[first + i] = made[i] == kept ? paths->costs[first + i] : __builtin_inff();
+            costs[first + i] = made[i] == kept ? costs[first + i] : __builtin_inff();
         }
     }
-    const float* factor = paths->work->factor + size_t(t - kSurvivorColumns) * paths->num_cols;
+    const float* __restrict factor = paths->work->factor + size_t(t - kSurvivorColumns) * paths->num_cols;
+    float* __restrict targets = paths->room->targets;
     for (int32_t j = t; j < paths->num_cols; ++j) {
-        paths->room->targets[j] += kept * factor[j];
+        targets[j] += kept * factor[j];
     }
 }
 
@@ -130,6 +132,24 @@ void correct(Paths* paths, int32_t t, Parents<kBits>* parents) {
     }
 }
 
+// Each state's cost and error from those of its parent group. `restrict`: or compilers check that nothing overlaps.
+template <int kGroups, bool kFed>
+void score(Paths* paths, int32_t t, const float* __restrict before, const float* __restrict targets) {
+    const float weight = paths->weights[t], scale = paths->scales[t], importance = paths->importance[t];
+    const float* __restrict table = paths->work->tables + (t % 2) * kStates;
+    float* __restrict costs = paths->costs;
+    float* __restrict newest = paths->newest;
+    for (int32_t first = 0; first < kStates; first += kGroups) {
+        for (int32_t i = 0; i < kGroups; ++i) {
+            const float value = scale * table[first + i], miss = targets[i] - value;
+            costs[first + i] = before[i] + (importance * miss) * miss;
+            if (kFed) {
+                newest[first + i] = weight - value;
+            }
+        }
+    }
+}
+
 template <int kBits, int kPrevious, bool kFed, class Lanes>
 void step(Paths* paths, int32_t t) {
     constexpr int32_t kGroups = num_parents(kBits);
@@ -149,17 +169,7 @@ void step(Paths* paths, int32_t t) {
             parents.targets[i] = paths->room->targets[t];
         }
     }
-    const float weight = paths->weights[t], scale = paths->scales[t], importance = paths->importance[t];
-    const float* table = paths->work->tables + (t % 2) * kStates;
-    for (int32_t first = 0; first < kStates; first += kGroups) {
-        for (int32_t i = 0; i < kGroups; ++i) {
-            const float value = scale * table[first + i], miss = parents.targets[i] - value;
-            paths->costs[first + i] = parents.costs[i] + (importance * miss) * miss;
-            if (kFed) {
-                paths->newest[first + i] = weight - value;
-            }
-        }
-    }
+    score<kGroups, kFed>(paths, t, parents.costs, parents.targets);
 }
 
 // The codes of the cheapest path, and what a reader makes of them.

@@ -1,16 +1,17 @@
 """The parts of the benchmark of plans at equal bytes: its bootstrap, its comparators' solver, and what it judges."""
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from comparators import hqq_plan, sizes, stored_bytes
+from comparators import hqq_plan, pmq_plans, sizes, stored_bytes
 from expert_inputs import expert_inputs
 from judge import BLOCK_TOKENS, Judge
-from llama_experts import write_experts
-from memory_weights import MemoryWeights
+from llama_experts import llama_types, write_experts
+from memory_weights import MatrixQuantizer, MemoryWeights, Parts
 from models import BOOK, DEMO_MODEL
 from paired_bootstrap import paired_difference
 from pmq import PUBLISHED, RELEASED, Factors, measure_factors, pmq_widths
@@ -19,8 +20,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from moe_pack.calib import Tokens, read_tokens
 from moe_pack.convert import convert
-from moe_pack.formats import Checkpoint, Pack
-from moe_pack.runtime import CheckpointWeights, Decoder, FolderFiles, PackWeights, Text
+from moe_pack.formats import MATRICES, Checkpoint, ExpertFormat, Pack
+from moe_pack.runtime import CheckpointWeights, Decoder, FolderFiles, NeuronBlock, PackWeights, Text
 
 WIDTHS = (1, 2, 3)
 
@@ -182,6 +183,64 @@ def test_the_weights_in_memory_predict_what_the_pack_does(
     assert found == pytest.approx(packed, rel=1e-3)  # the same weights, sums in another order
     assert found.min() > 0.001, "the plan changes predictions"
     assert stored_bytes(checkpoint.spec, plan) == totals.selectors + totals.records + totals.extra
+
+
+class Recorded(MatrixQuantizer):
+    """Quantizes by absmax, and keeps whom it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__("absmax")
+        self.asked: list[tuple[int, int, ExpertFormat]] = []
+
+    def encode(self, layer_idx: int, expert: int, weights: NeuronBlock, formats: ExpertFormat) -> Parts:
+        self.asked.append((layer_idx, expert, formats))
+        return super().encode(layer_idx, expert, weights, formats)
+
+
+def test_a_quantizer_of_whole_experts_is_asked_once_for_each_and_its_bytes_are_the_weights(
+    checkpoint: Checkpoint,
+) -> None:
+    plan = hqq_plan(checkpoint.spec, np.random.default_rng(2).choice((2, 4), (4, 8)))
+    weights, quantizer = MemoryWeights(checkpoint), Recorded()
+    weights.round_to(plan, quantizer)
+    weights.round_to(plan, quantizer)
+    assert quantizer.asked == [(l, e, plan.experts[l][e]) for l in range(4) for e in range(8)]
+    alone, together = weights.rounded(1, 6, plan), weights.rounded(1, 6, plan, quantizer)
+    by_absmax = weights.rounded(1, 6, replace(plan, quantizer="absmax"))
+    for matrix in MATRICES:
+        given, expected = getattr(together, matrix), getattr(by_absmax, matrix)
+        torch.testing.assert_close(given, expected, rtol=0, atol=0)
+        assert not torch.equal(getattr(alone, matrix), given)
+
+
+def test_rows_that_blocks_of_256_do_not_divide_leave_llama_the_types_of_blocks_of_32(checkpoint: Checkpoint) -> None:
+    spec = checkpoint.spec
+    assert (spec.hidden_size, spec.expert.intermediate_size) == (128, 448)
+    assert llama_types(spec) == ("MXFP4", "Q4_0", "IQ4_NL")
+    wide = replace(spec, hidden_size=256, expert=replace(spec.expert, intermediate_size=768))
+    assert {"IQ1_S", "IQ2_XXS", "Q2_K", "IQ3_S", "Q4_K", "IQ4_NL"} < set(llama_types(wide))
+
+
+@pytest.mark.parametrize("mean_width", [1.5, 2.0, 2.5, 3.0, 3.5])
+def test_pmq_plans_keep_within_the_bytes_and_leave_less_than_an_expert_of_a_layer(
+    checkpoint: Checkpoint, mean_width: float
+) -> None:
+    spec, shape = checkpoint.spec, (4, 8)
+    generator = np.random.default_rng(7)
+    errors = np.sort(generator.random((*shape, 5)), axis=2)[:, :, ::-1]  # less at every width more
+    factors = Factors((1, 2, 3, 4, 8), generator.random(shape), generator.random(shape), errors)
+    lower, upper = (stored_bytes(spec, hqq_plan(spec, np.full(shape, width))) for width in (1, 2))
+    max_bytes = int(lower + (mean_width - 1) * (upper - lower))
+    plans = pmq_plans(spec, max_bytes, factors)
+    assert [name.startswith("pmq, 2 to 8") for name in plans] == {
+        1.5: [False, False],
+        2.0: [False, False],
+        2.5: [False, False, True, True],
+        3.0: [True, True],
+        3.5: [True, True],
+    }[mean_width]
+    for plan in plans.values():
+        assert max_bytes - 4 * (upper - lower) * 4 / 32 < stored_bytes(spec, plan) <= max_bytes
 
 
 def test_the_source_has_no_divergence_from_itself(checkpoint: Checkpoint, tokens: Tokens) -> None:

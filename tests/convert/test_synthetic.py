@@ -20,6 +20,7 @@ from moe_pack.formats import (
     E5M2,
     FP8,
     MXFP4,
+    TRELLIS_WIDTHS,
     Checkpoint,
     ConversionError,
     Pack,
@@ -30,6 +31,7 @@ from moe_pack.formats import (
     audit,
     check_rows,
     row_layout,
+    trellis_format,
     uniform_plan,
 )
 from moe_pack.formats.codecs import decode_part
@@ -113,6 +115,21 @@ def test_random_rows_of_a_source_s_codec_are_finite_and_spread_as_asked(
     near = 0.1 if part == MXFP4 else 0.03
     assert float(weights.std()) == pytest.approx(deviation, rel=near)
     assert float(weights.mean()) == pytest.approx(mean * deviation, abs=near * deviation)
+
+
+@pytest.mark.parametrize("width", TRELLIS_WIDTHS)
+@pytest.mark.parametrize(("group", "scale_bits"), [(0, 16), (32, 8)])
+@pytest.mark.parametrize("mean", [0.0, 0.7])
+def test_random_rows_of_a_trellis_lie_about_zero_as_far_off_as_asked(
+    width: int, group: int, scale_bits: int, mean: float
+) -> None:
+    part = trellis_format(width, group, scale_bits)
+    layout = row_layout([("weight", part, False)], 576)
+    rows = random_rows(layout, 100, {"weight": Spread(mean, 1.0)}, random_stream(3))
+    check_rows(layout, rows, "random rows")
+    weights = decode_part(part, 576, torch.from_numpy(rows[:, : layout.parts[0].num_bytes].copy()))
+    assert float(weights.square().mean().sqrt()) == pytest.approx((1 + mean**2) ** 0.5, rel=0.03)
+    assert float(weights.mean()) == pytest.approx(0, abs=0.05)
 
 
 def test_the_hidden_state_neither_grows_nor_vanishes_over_many_layers(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Kernels compiled for GPUs that are not here: public operations called with CPU tensors compile, and launch nothing.
 
-Run as a program (`compiled_kernels.py [--only NAME] [--widths 2,4,fp8] [--dims 4096] [--instructions] CAPABILITY...`),
+Run as a program (`compiled_kernels.py [--only NAME] [--widths 2,t4,fp8] [--dims 4096] [--instructions] CAPABILITY...`),
 without TRITON_INTERPRET, it writes a JSON line for each kernel that its calls compile.
 """
 
@@ -19,10 +19,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from named_formats import Name
+from named_formats import TRELLISES, Name
 
 CAPABILITIES = (80, 86, 89, 90, 100)
-WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4")
+WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4", *TRELLISES)
 DIMS = (2048, 4096, 7168)
 
 

@@ -1,10 +1,11 @@
-"""Formats by a short name: the bits of codes in groups of 64, or a codec that has one format."""
+"""Formats by a short name: the bits of codes in groups of 64, a trellis, or a codec that has one format."""
 
 from moe_pack.formats import (
     E5M2,
     FP8,
     MATRICES,
     MXFP4,
+    TRELLIS_WIDTHS,
     ExpertFormat,
     ExpertLayout,
     ExpertSpec,
@@ -12,15 +13,19 @@ from moe_pack.formats import (
     Selector,
     expert_layout,
     part_format,
+    trellis_format,
 )
 
 Name = int | str
 CODECS = {"fp8": FP8, "mxfp4": MXFP4, "e5m2": E5M2}
+TRELLISES = tuple(f"t{width}" for width in TRELLIS_WIDTHS)
 
 
 def named_format(name: Name, group: int = 64) -> PartFormat:
-    """A part's format: 1 to 8 and 16 bits, or `fp8`, `mxfp4`, `e5m2`."""
-    return CODECS[name] if isinstance(name, str) else part_format(name, group)
+    """A part's format: 1 to 8 and 16 bits, `t3` to `t8` for a trellis of that width, or `fp8`, `mxfp4`, `e5m2`."""
+    if isinstance(name, int):
+        return part_format(name, group)
+    return trellis_format(int(name[1:]), group) if name in TRELLISES else CODECS[name]
 
 
 def named_expert(name: Name, group: int = 64) -> ExpertFormat:
@@ -37,5 +42,5 @@ def gpt_oss_layout(selector: Selector) -> ExpertLayout:
 
 
 def label(name: Name) -> str:
-    """How calls and tests say it: `w4`, `fp8`."""
+    """How calls and tests say it: `w4`, `t4`, `fp8`."""
     return name if isinstance(name, str) else f"w{name}"

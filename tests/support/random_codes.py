@@ -1,10 +1,10 @@
-"""Parts whose codes are numbers themselves, `fp8`, `e5m2`, `mxfp4`, with every code, and scales of the edge."""
+"""Parts with every code that is a number (`fp8`, `e5m2`, `mxfp4`), scales of the edge; a trellis with all windows."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.formats import E5M2, FP8, MXFP4, PartFormat, RowLayout, row_layout, write_rows
+from moe_pack.formats import E5M2, FP8, MXFP4, PartFormat, RowLayout, row_layout, trellis_format, write_rows
 from moe_pack.formats.codecs import pack_codes
 
 NUMBERS = (FP8, E5M2, MXFP4)
@@ -30,6 +30,25 @@ def every_code(stored: PartFormat) -> tuple[RowLayout, Tensor]:
     codes[:, 0] = torch.arange(2**stored.width)
     one = torch.tensor([1.0]).view(torch.uint8) if stored == FP8 else torch.tensor([127], dtype=torch.uint8)
     return _rows_of(stored, codes, one.repeat(len(codes), stored.num_groups(64)))
+
+
+def every_window(width: int) -> tuple[RowLayout, Tensor]:
+    """Rows of a trellis, so long that each column of a word sees every window in one of them; scales are 1.
+
+    Before `weight` lies a part whose bits are all set, and whose end is within a word.
+    """
+    num_rows, num_cols = 6, 8192
+    layout = row_layout([("before", E5M2, False), ("weight", trellis_format(width, 0), False)], num_cols)
+    generator = torch.Generator().manual_seed(width)
+    stream = torch.randint(0, 256, (num_rows, num_cols * width // 16), generator=generator, dtype=torch.uint8)
+    ones = torch.ones(num_rows, 1, dtype=torch.float16).view(torch.uint8)
+    out = np.zeros((num_rows, layout.row_bytes), np.uint8)
+    sections = {
+        "before": np.full((num_rows, num_cols + 1), 0xFF, np.uint8),
+        "weight": torch.cat([stream, ones], dim=1).numpy(),
+    }
+    write_rows(layout, sections, out)
+    return layout, torch.from_numpy(out)
 
 
 def _rows_of(stored: PartFormat, codes: Tensor, scales: Tensor) -> tuple[RowLayout, Tensor]:

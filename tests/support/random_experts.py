@@ -28,7 +28,8 @@ from moe_pack.formats import (
     seal_rows,
     write_rows,
 )
-from moe_pack.formats.codecs import affine, decode_part, pack_codes, powers_of_two, unpack_codes
+from moe_pack.formats.codecs import Trellis, affine, decode_part, pack_codes, powers_of_two, unpack_codes
+from moe_pack.formats.trellis_tables import TRELLIS_UNITS
 from moe_pack.runtime import Activations, NeuronBlock, activations
 from moe_pack.runtime.native_kernels import ExpertRows, extent_rows
 from moe_pack.runtime.packed_expert import PackedExpert
@@ -100,6 +101,12 @@ def weight_magnitudes(stored: PartFormat, num_cols: int, section: Bytes) -> Tens
     if stored == MXFP4:  # sums of the native kernels' rows take E2M1 codes as affine ones, with a zero of 6
         scales = powers_of_two(held[:, stored.code_bytes(num_cols) :]).double().repeat_interleave(32, dim=1)
         return decode_part(stored, num_cols, held).double().abs() + 6 * scales
+    if stored.codec == "trellis":
+        # Of rows that are added, h * scale has steps of the largest / 8.3e6: half of one, times a value of 127, is
+        # `MAX_ERROR` of 8 times that largest, whose own value may be zero.
+        trellis = Trellis(stored, num_cols)
+        scales = trellis.load_scales(held[:, trellis.code_bytes :]).double()
+        return decode_part(stored, num_cols, held).double().abs() + 8 * _each_column(scales, num_cols)
     if stored.codec != "affine":
         return decode_part(stored, num_cols, held).double().abs()
     codec = affine(stored, num_cols)
@@ -107,6 +114,10 @@ def weight_magnitudes(stored: PartFormat, num_cols: int, section: Bytes) -> Tens
     scale, zero = (values.double().abs().unsqueeze(2) for values in codec.load_scales(scales, zeros))
     codes = unpack_codes(packed, stored.width).double().view(len(held), codec.num_groups, -1)
     return ((codes + zero) * scale).flatten(1)
+
+
+def _each_column(scales: Tensor, num_cols: int) -> Tensor:
+    return scales.repeat_interleave(num_cols // scales.shape[1], dim=1)
 
 
 def random_expert(
@@ -155,6 +166,8 @@ def random_section(stored: PartFormat, num_rows: int, num_cols: int, generator: 
     if stored == BF16:
         weights = torch.randn(num_rows, num_cols, generator=generator).mul_(0.1).to(torch.bfloat16)
         return weights.view(torch.uint8).numpy()
+    if stored.codec == "trellis":
+        return random_trellis_section(stored, num_rows, num_cols, generator)
     if stored.codec != "affine":
         return random_source_section(stored, num_rows, num_cols, generator)
     top, groups = 2**stored.width - 1, stored.num_groups(num_cols)
@@ -171,6 +184,15 @@ def random_section(stored: PartFormat, num_rows: int, num_cols: int, generator: 
         scale_step, zero_step = multipliers[:, :1].contiguous(), multipliers[:, 1:].contiguous()
         parts = [scale_step.view(torch.uint8), steps, zero_step.view(torch.uint8), signed.view(torch.uint8)]
     return torch.cat([pack_codes(codes, stored.width), *parts], dim=1).numpy()
+
+
+def random_trellis_section(stored: PartFormat, num_rows: int, num_cols: int, generator: torch.Generator) -> Bytes:
+    """The same of a trellis: any bits are a stream."""
+    codec = Trellis(stored, num_cols)
+    shape = (num_rows, codec.code_bytes)
+    stream = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(num_rows, codec.num_groups, generator=generator) + 0.5) * 0.1 * TRELLIS_UNITS[stored.width]
+    return torch.cat([stream, codec.store_scales(scales)], dim=1).numpy()
 
 
 def random_source_section(stored: PartFormat, num_rows: int, num_cols: int, generator: torch.Generator) -> Bytes:
@@ -201,7 +223,9 @@ def _flatten(
     rows = list(constant_rows)
     if stored.codec != "affine":
         section[rows, :codes] = 0x77  # a number in all of them
-        section[rows, codes:] = np.tile(section[rows, codes : codes + scales // groups], groups)
+        first = codes + (2 if stored.has_byte_scales else 0)
+        each = (codes + scales - first) // groups
+        section[rows, first:] = np.tile(section[rows, first : first + each], groups)
         return
     section[rows, :codes] = 0xFF
     for start in (codes, codes + scales):  # all groups as the first

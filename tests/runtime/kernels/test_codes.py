@@ -5,11 +5,22 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from random_codes import NUMBERS, edge_rows, every_code
+from random_codes import NUMBERS, edge_rows, every_code, every_window
 from random_experts import assert_near, product_magnitudes, random_section, random_tokens, weight_magnitudes
 from torch import Tensor
 
-from moe_pack.formats import BF16, E5M2, MXFP4, PartFormat, format_text, part_format, row_layout, write_rows
+from moe_pack.formats import (
+    BF16,
+    E5M2,
+    MXFP4,
+    TRELLIS_WIDTHS,
+    PartFormat,
+    format_text,
+    part_format,
+    row_layout,
+    trellis_format,
+    write_rows,
+)
 from moe_pack.formats.codecs import decode_part
 from moe_pack.runtime.kernels.codes import Part, part_of
 from moe_pack.runtime.kernels.gemm import gemm
@@ -17,7 +28,8 @@ from moe_pack.runtime.kernels.gemv import gather_row, gemv
 
 # The interpreter's numpy warns of what becomes infinite or no number, as it does for the codec.
 NO_NUMBERS = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-PARTS = [*NUMBERS, BF16, part_format(3, 64), part_format(4, 64, 8)]
+TRELLISES = [trellis_format(width, group, bits) for width in TRELLIS_WIDTHS for group, bits in ((64, 16), (0, 8))]
+PARTS = [*NUMBERS, BF16, part_format(3, 64), part_format(4, 64, 8), *TRELLISES]
 
 
 def gathered(rows: Tensor, part: Part, row: int, device: torch.device) -> Tensor:
@@ -86,6 +98,20 @@ def test_a_part_is_read_from_whatever_byte_it_begins_at(
     assert ((many - expected).abs() <= tolerance * errors).all()
 
 
+@pytest.mark.parametrize("width", TRELLIS_WIDTHS)
+def test_every_window_is_what_the_codec_says(width: int, kernel_device: torch.device) -> None:
+    layout, rows = every_window(width)
+    held = layout.part("weight")
+    assert held is not None and held.offset % 4  # the bits before the stream are set
+    expected = decode_part(held.format, layout.num_cols, rows[:, held.offset : held.offset + held.num_bytes])
+    part = part_of(layout, "weight")
+    for row, values in enumerate(expected):
+        assert_same(gathered(rows, part, row, kernel_device), values)
+    x, out = random_tokens(1, layout.num_cols), torch.full((len(rows),), torch.inf, device=kernel_device)
+    gemv(x[0].to(kernel_device), rows.to(kernel_device), part, out)
+    assert_near(out.cpu()[None], x @ expected.T, product_magnitudes(x, 128 + expected.double().abs()))
+
+
 def test_the_edges_are_edges() -> None:
     for stored in NUMBERS:
         layout, rows = edge_rows(stored)
@@ -95,3 +121,15 @@ def test_the_edges_are_edges() -> None:
         assert all(not torch.equal(one, other) for one, other in pairwise(values))
         numbers = values[values.isfinite() & (values != 0)].abs()
         assert numbers.min() < 2.0**-126 or stored.codec == "fp8"
+
+
+@pytest.mark.parametrize("width", TRELLIS_WIDTHS)
+def test_every_window_is_seen_by_every_column_of_a_word(width: int) -> None:
+    layout, rows = every_window(width)
+    part = layout.part("weight")
+    assert part is not None
+    bits = (rows[:, part.offset : part.offset + layout.num_cols * width // 16, None] >> torch.arange(8)) & 1
+    windows = (bits.flatten(1).unfold(1, 7, 1).long() << torch.arange(7)).sum(dim=2)  # [rows, bits - 6]
+    for column in range(16):
+        end = column // 2 * width + (width if column % 2 else width // 2)
+        assert len(windows[:, end + 8 * width - 7 :: 8 * width].unique()) == 128

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from compiled_kernels import DIMS, WIDTHS, Compiled, compiled, loads_by_function
-from named_formats import Name
+from named_formats import TRELLISES, Name
 
 from moe_pack.runtime import kernels
 
@@ -16,6 +16,8 @@ BYTES = {1: {8}, 3: {8, 4}}
 # Tiles of the tensor cores are no wider than a group, a row's share of them 8 to 32 bytes, and stand among threads as
 # the cores want them: words of neighbouring threads lie side by side, and are read once for 16 tokens or more.
 TILE_BYTES = {4, 8, 16}
+# Words of a trellis overlap, and begin at whatever bit: each is put together from two, of which most are in the cache.
+TRELLIS_LOADS = {"load_stream 4", "look_up 1"}
 # With registers to spare, ptxas leaves a word or two on the stack while a loop runs that does not need them, so that
 # more programs fit: written once, read once (sm_100: `_gemm` of float32, `_hidden` of 16 bits; sm_80: `_admit`).
 MOST_REGISTERS, WAITING_BYTES = 255, 8
@@ -28,7 +30,10 @@ READERS = {
     "_load_host": {"_pull"},
 }
 # Every width, hidden size and GPU once; `compiled_kernels.py` compiles the whole matrix, in an hour.
-COVERED = [(capability, WIDTHS[i], DIMS[i % 3]) for i, capability in enumerate((80, 86, 89, 90, 100, 90, 100, 86))]
+COVERED = [
+    (capability, WIDTHS[i], DIMS[i % 3])
+    for i, capability in enumerate((80, 86, 89, 90, 100, 90, 100, 86, 80, 90, 100, 89, 86, 80))
+]
 
 
 def faults(found: list[Compiled]) -> list[str]:
@@ -51,10 +56,17 @@ def loads_codes_wide(k: Compiled) -> bool:
     reader = next((reader for reader, names in READERS.items() if k.kernel in names), None)
     if reader is None or k.call.startswith("gpt_oss"):  # whose parts begin between words
         return True
+    if names_trellis(k):
+        return {load for load in k.loads if load.startswith(("load_stream ", "look_up "))} == TRELLIS_LOADS
     found = {int(num_bytes) for function, num_bytes in map(str.split, k.loads) if function == reader}
     if reader == "_load_host":  # rows as they lie, of whatever width
         return found == {16}
     return bool(found) and found <= (TILE_BYTES if reader == "_read_words" else BYTES.get(width_of(k), {16}))
+
+
+def names_trellis(k: Compiled) -> bool:
+    """Whether its call's codes are a trellis."""
+    return any(word in TRELLISES for word in k.call.split())
 
 
 def width_of(k: Compiled) -> int:

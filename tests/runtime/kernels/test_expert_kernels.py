@@ -5,18 +5,18 @@ from dataclasses import dataclass
 import pytest
 import torch
 from gpu_layers import RandomLayer, layer_of, random_layer
-from named_formats import Name, named_expert
+from named_formats import Name, named_expert, named_format
 from random_experts import FOUR_BIT, Shape, assert_near, magnitudes, random_expert, random_tokens, running, threshold_at
 from torch import Tensor
 
-from moe_pack.formats import BF16, SELECTORS, NeuronFunction, PartFormat, Selector, part_format
+from moe_pack.formats import BF16, SELECTORS, NeuronFunction, PartFormat, Selector, part_format, trellis_format
 from moe_pack.runtime import Activations, activations, run_expert
 from moe_pack.runtime.kernels.neurons import neurons
 from moe_pack.runtime.kernels.reduce import reduce, reduce_twin
 from moe_pack.runtime.kernels.select import select
 from moe_pack.runtime.kernels.tables import SELECT_BLOCK, Selection
 
-WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4")
+WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4", "t3", "t5", "t8")
 
 
 def of_width(width: int, group: int = 64, scale_bits: int = 16) -> PartFormat:
@@ -113,6 +113,28 @@ def test_experts_of_different_formats_in_one_layer_give_the_reference(
     assert len(layer.tables.kinds) == 4
     x = random_tokens(1, 64)[0]
     check(with_thresholds(layer, x, 0.5), x, [4, 0, 3, 1, 2], kernel_device, num_partials=2)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize(("group", "scale_bits"), [(16, 16), (128, 16), (0, 16), (64, 8), (16, 8)])
+def test_trellises_of_any_group_and_kind_of_scale_give_the_reference(
+    selector: Selector, group: int, scale_bits: int, kernel_device: torch.device
+) -> None:
+    trios = [(4, 7, 3), (8, 5, 6)]
+    shapes = [Shape(9, 384, selector, *(trellis_format(w, group, scale_bits) for w in trio)) for trio in trios]
+    x = random_tokens(1, 384)[0]
+    check(with_thresholds(random_layer(shapes), x, 0.3), x, [0, 1], kernel_device, num_partials=2)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_matrices_of_a_trellis_beside_others_in_one_expert_and_layer_give_the_reference(
+    selector: Selector, kernel_device: torch.device
+) -> None:
+    names: list[tuple[Name, Name, Name]] = [("t4", 3, "t5"), (2, "t8", 16), ("t3", "fp8", "t7"), (4, 4, 4)]
+    layer = random_layer([Shape(9, 128, selector, *map(named_format, trio), bias=("up",)) for trio in names])
+    assert len(layer.tables.kinds) == 4
+    x = random_tokens(1, 128)[0]
+    check(with_thresholds(layer, x, 0.5), x, [3, 0, 2, 1], kernel_device, num_partials=2)
 
 
 @pytest.mark.parametrize("selector", SELECTORS)

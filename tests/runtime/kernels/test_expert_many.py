@@ -6,7 +6,7 @@ from named_formats import Name, label, named_expert
 from random_experts import RandomExpert, Shape, random_expert, random_tokens, threshold_at
 from torch import Tensor
 
-from moe_pack.formats import FP8, SELECTORS, NeuronFunction, Selector, part_format
+from moe_pack.formats import FP8, SELECTORS, NeuronFunction, Selector, part_format, trellis_format
 from moe_pack.runtime import activations
 from moe_pack.runtime.expert import run_expert
 from moe_pack.runtime.kernels import expert_many as under_test
@@ -17,7 +17,7 @@ from moe_pack.runtime.kernels.tables import LayerTables, kind_of
 TOLERANCE = 1e-5  # of the reference's RMS
 CARD_TOLERANCE = 3e-5  # tensor cores cut sums off; see test_gemm
 EXPERT = 1  # of a layer of three; the others' rows are not there
-WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4")
+WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4", "t3", "t5", "t8")
 
 
 def tables_of(expert: RandomExpert, threshold: float, device: torch.device) -> LayerTables:
@@ -104,6 +104,15 @@ def test_a_last_group_of_64_columns_equals_its_twin(kernel_device: torch.device)
 def test_matrices_of_different_widths_equal_their_twin(kernel_device: torch.device) -> None:
     shape = Shape(num_cols=192, gate=part_format(1, 64), up=part_format(4, 16), down=part_format(1, 64))
     assert_equals_twin(random_expert(shape), 2, kernel_device)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_matrices_of_a_trellis_beside_others_equal_their_twin(selector: Selector, kernel_device: torch.device) -> None:
+    for trio in (
+        (trellis_format(4, 16), part_format(3, 64), trellis_format(7, 0, 8)),
+        (FP8, trellis_format(8, 64), FP8),
+    ):
+        assert_equals_twin(random_expert(Shape(9, 192, selector, *trio, bias=("up",))), 2, kernel_device)
 
 
 @pytest.mark.parametrize("selector", SELECTORS)

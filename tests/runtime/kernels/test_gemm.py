@@ -6,7 +6,7 @@ from random_codes import NUMBERS
 from random_experts import random_rows, random_tokens
 from torch import Tensor
 
-from moe_pack.formats import BF16, PartFormat, part_format
+from moe_pack.formats import BF16, TRELLIS_WIDTHS, PartFormat, part_format, trellis_format
 from moe_pack.runtime.kernels.codes import part_of, stored_part
 from moe_pack.runtime.kernels.gemm import gemm
 from moe_pack.runtime.matrix import RowMatrix, StoredMatrix, linear
@@ -21,6 +21,8 @@ FORMATS = [
     *(part_format(width, 0) for width in (1, 3)),
     *(part_format(width, 64, 8) for width in (2, 3, 8)),
     *NUMBERS,
+    *(trellis_format(width, group) for width in TRELLIS_WIDTHS for group in (16, 64)),
+    *(trellis_format(width, group, 8) for width, group in ((4, 32), (5, 0), (8, 64))),
 ]
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 

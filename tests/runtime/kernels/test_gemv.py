@@ -6,7 +6,7 @@ from random_codes import NUMBERS
 from random_experts import assert_near, product_magnitudes, random_rows, random_tokens, weight_magnitudes
 from torch import Tensor
 
-from moe_pack.formats import PartFormat, format_text, part_format
+from moe_pack.formats import TRELLIS_WIDTHS, PartFormat, format_text, part_format, trellis_format
 from moe_pack.runtime.kernels import gemv as module
 from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
 from moe_pack.runtime.kernels.gemv import gather_row, gemv, gemv_twin
@@ -14,7 +14,9 @@ from moe_pack.runtime.matrix import RowMatrix
 
 STORED = [(width, group, scale_bits) for width in (1, 2, 3, 4, 8) for group, scale_bits in ((64, 16), (0, 16))]
 STORED += [(2, 16, 16), (3, 32, 16), (4, 128, 16), (2, 64, 8), (3, 64, 8), (8, 64, 8), (16, 0, 16)]
-FORMATS = [*(part_format(*stored) for stored in STORED), *NUMBERS]
+TRELLISES = [trellis_format(width, 64) for width in TRELLIS_WIDTHS]
+TRELLISES += [trellis_format(3, 16), trellis_format(4, 0), trellis_format(7, 128, 8), trellis_format(8, 16, 8)]
+FORMATS = [*(part_format(*stored) for stored in STORED), *NUMBERS, *TRELLISES]
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 

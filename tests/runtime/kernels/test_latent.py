@@ -6,6 +6,7 @@ from typing import cast
 
 import pytest
 import torch
+from named_formats import named_format
 from random_experts import random_rows
 from torch import Tensor
 
@@ -21,11 +22,12 @@ from moe_pack.runtime.weights import Weights
 TOLERANCE = 1e-5  # float32 sums in another order, one after the other: four products and a softmax
 CARD_TOLERANCE = 3e-5  # and on a card, sums that tensor cores cut off; see test_attend
 WIDTH = 16  # of the hidden state
+DTYPES: dict[object, torch.dtype] = {"BF16": torch.bfloat16, "F32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, and how `kv_b` is stored: width, group and scale bits, or a dtype."""
+    """Sizes, and how `kv_b` is stored: width, group and scale bits, a dtype, or a trellis by its name."""
 
     heads: int
     nope: int
@@ -45,10 +47,11 @@ class Case:
     def kv_b(self) -> tuple[Matrix, HeldRows]:
         """As torch multiplies it, and as kernels do."""
         num_rows = self.heads * (self.nope + self.v)
-        if isinstance(self.stored, str):
-            weight = random(num_rows, self.rank).to({"BF16": torch.bfloat16, "F32": torch.float32}[self.stored])
-            return StoredMatrix(weight), HeldRows(weight, stored_part(self.stored, self.rank))
-        layout, held = random_rows(part_format(*self.stored), num_rows, self.rank)
+        if self.stored in DTYPES:
+            weight = random(num_rows, self.rank).to(DTYPES[self.stored])
+            return StoredMatrix(weight), HeldRows(weight, stored_part(str(self.stored), self.rank))
+        form = named_format(self.stored) if isinstance(self.stored, str) else part_format(*self.stored)
+        layout, held = random_rows(form, num_rows, self.rank)
         rows = torch.from_numpy(held)
         return RowMatrix(layout, rows), HeldRows(rows, part_of(layout, "weight"))
 
@@ -58,6 +61,7 @@ CASES = [
     Case(2, 20, 6, 12, 64, "F32", interleaved=False),
     Case(17, 8, 4, 8, 64, (8, 64, 16), position=0),
     Case(2, 33, 8, 17, 128, (4, 64, 16), position=129, room=0),
+    Case(2, 20, 8, 17, 128, "t5", position=7),
     Case(2, 16, 8, 18, 192, (3, 64, 16), interleaved=False),
     Case(1, 12, 8, 16, 128, (4, 64, 8), position=1, room=0),
     Case(2, 16, 8, 16, 320, (2, 16, 16)),

@@ -1,0 +1,132 @@
+"""The parts of the benchmark of quality by size: what it finds fault with, and its picture."""
+
+from xml.etree import ElementTree
+
+import pytest
+from comparators import stored_bytes
+from contest import Contest, Line
+from models import TinyMixtral
+from paired_bootstrap import Difference
+from planned import foretold, single
+from profiles import profiled, random_tokens
+from quality_curve import Curve, Point, measure
+from quality_picture import MOST_KL, SERIES, Dot, Series, draw, picture
+
+from moe_pack.calib import Profile, ProfileOptions, losses_of
+from moe_pack.formats import Checkpoint, format_text
+
+TEXT = random_tokens(2, 512, 96)
+SVG = "{http://www.w3.org/2000/svg}"
+LINE = (Dot(2.0, 0.1), Dot(3.0, 0.01), Dot(4.0, 0.001))
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    folder = tmp_path_factory.mktemp("curve")
+    model = TinyMixtral(128, 64, num_layers=2, num_experts=4, config={"max_position_embeddings": 512})
+    return profiled(model.write(folder / "model"), folder / "profile", TEXT, ProfileOptions("fast"))
+
+
+@pytest.fixture(scope="module")
+def curve(profile: Profile) -> Curve:
+    checkpoint = Checkpoint(profile.folder.parent / "model")
+    return Curve(Contest(checkpoint, TEXT, profile), profile)
+
+
+def test_single_formats_are_foretold_to_lose_less_the_more_they_store(curve: Curve, profile: Profile) -> None:
+    points = list(curve.single())
+    sizes = [point.num_bytes for point in points]
+    assert sizes == sorted(set(sizes))
+    assert all(1.5 <= point.bits <= 4.75 for point in points)
+    losses = {format_text(part): loss for part, loss in foretold(profile).items()}
+    shown = {point.name: (point.num_bytes, losses[point.name]) for point in points}
+    held = [loss for _, loss in shown.values()]
+    assert held == sorted(held, reverse=True) and held[0] > held[-1]
+    for part, loss in foretold(profile).items():
+        num_bytes = stored_bytes(profile.spec, single(profile.spec, part))
+        if format_text(part) not in shown and num_bytes <= sizes[-1]:
+            assert any(size <= num_bytes and least <= loss for size, least in shown.values())
+    assert points[-1].kl < points[0].kl / 4
+
+
+def test_a_format_throughout_is_foretold_to_lose_what_all_matrices_lose(profile: Profile) -> None:
+    losses = losses_of(profile)
+    found = foretold(profile)
+    for number, part in enumerate(losses.formats):
+        assert found[part] == pytest.approx(sum(losses.quantized[:, :, :, number].ravel().tolist()))
+
+
+def test_our_plans_fill_the_bytes_of_every_quarter_of_a_bit(curve: Curve) -> None:
+    sizes = dict(curve.grid())
+    assert list(sizes) == [1.75, 2, 2.25, 2.5, 2.75, 3, 3.25, 3.5, 3.75, 4, 4.25, 4.5]
+    for bits, num_bytes in sizes.items():
+        assert num_bytes * 8 == pytest.approx(bits * 2 * 4 * 3 * 64 * 128, abs=8)
+    found = {float(point.name.removeprefix("plan of ")): point for point in curve.ours()}
+    assert {3.0, 3.25, 3.5, 3.75, 4.0, 4.25, 4.5} <= set(found)
+    for bits, point in found.items():
+        assert bits - 0.2 < point.bits <= bits
+    assert found[4.5].kl < found[4.0].kl < found[3.0].kl
+
+
+def test_only_what_was_asked_for_is_measured(curve: Curve) -> None:
+    found = measure(curve, TEXT, 1, None, ("plans", "hqq", "llama"))
+    assert {point.series for point in found} == {"moe-pack, plans", "HQQ, groups of 64", "random half"}
+    assert [point.num_bytes for point in found] == sorted(point.num_bytes for point in found)
+    uniform = [point for point in found if point.series == "HQQ, groups of 64"]
+    assert [point.name for point in uniform] == ["2 bit, uniform", "3 bit, uniform", "4 bit, uniform"]
+    for point in uniform:
+        assert point.line is not None and point.line.our_bytes is not None
+        assert point.line.our_bytes <= point.num_bytes
+        assert point.facts()["is"] in point.row()
+
+
+def line(low: float, high: float) -> Line:
+    return Line("llama", "Q4_K", 4_500, 0.004, 4_400, 0.003, Difference((low + high) / 2, low, high))
+
+
+def test_a_point_that_ours_is_not_below_is_a_fault() -> None:
+    assert Point("llama.cpp", "Q4_K", 4_500, 4.5, 0.004, line(-0.002, -0.001)).fault() is None
+    for held, verdict in ((line(-0.002, 0.001), "not told apart"), (line(0.001, 0.002), "behind")):
+        fault = Point("llama.cpp", "Q4_K", 4_500, 4.5, 0.004, held).fault()
+        assert fault == f"llama.cpp, Q4_K, 4.500 bits: {verdict}, lower expected"
+    unplanned = Line("llama", "IQ1_M", 1_750, 0.05, None, None, None)
+    assert Point("llama.cpp", "IQ1_M", 1_750, 1.75, 0.05, unplanned).fault() is not None
+    assert Point("llama.cpp", "IQ1_S", 1_562, 1.5625, 0.05, unplanned).fault() is None, "below the range"
+
+
+def elements(svg: str, tag: str) -> list[ElementTree.Element]:
+    return list(ElementTree.fromstring(svg).iter(SVG + tag))
+
+
+def test_equal_ratios_of_kl_are_equal_steps_of_the_picture() -> None:
+    svg = picture("one", (Series("ours", "#123456", "circle", True, LINE),))
+    places = [(float(dot.get("cx", "")), float(dot.get("cy", ""))) for dot in elements(svg, "circle")]
+    (x1, y1), (x2, y2), (x3, y3) = places
+    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.11) and x2 > x1
+    assert y2 - y1 == pytest.approx(y3 - y2, abs=0.11) and y2 > y1, "less KL is lower"
+    assert elements(svg, "polyline")[0].get("points") == " ".join(f"{x},{y}" for x, y in places)
+
+
+def test_names_stand_beside_marks_and_never_over_one_another() -> None:
+    crowd = tuple(Dot(3.0, 0.01 + idx / 5000, f"TYPE_{idx}") for idx in range(6))
+    svg = picture("<crowd>", (Series("many & all", "#123456", "diamond", False, crowd),))
+    texts = {text.text: text for text in elements(svg, "text") if text.get("style")}
+    assert set(texts) == {"many & all", *(dot.label for dot in crowd)}
+    places = [(float(text.get("x", "")), float(text.get("y", ""))) for text in texts.values()]
+    assert all(
+        abs(y - other_y) >= 13 or abs(x - other_x) >= 40
+        for idx, (x, y) in enumerate(places)
+        for other_x, other_y in places[:idx]
+    )
+
+
+def test_a_result_is_drawn_in_the_order_of_its_series_without_what_is_far_above() -> None:
+    far = ("PMQ", "1.75, pmq", 1.75, MOST_KL * 1.01)
+    near = [(name, "Q4_K", 2.0 + idx / 2, 0.01 * (idx + 1)) for idx, name in enumerate(SERIES)]
+    twice = (SERIES[-1], "worse", near[-1][2], 0.2)
+    svg = draw("model", [far, *reversed(near), twice])
+    assert svg == draw("model", [far, *near, twice])
+    shown = [text.text for text in elements(svg, "text") if text.get("class") == "series"]
+    assert shown == list(SERIES)
+    assert len(elements(svg, "circle")) == 2, "one format is a ring, of a plan's two KLs at equal bits one is drawn"
+    assert [text.text for text in elements(svg, "text") if text.text == "Q4_K"] == ["Q4_K"], "llama.cpp's alone"
