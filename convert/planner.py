@@ -165,9 +165,8 @@ class Planner:
         formats, _ = losses.of(losses.quantizer)
         smallest = min(formats, key=lambda part: part.part_bytes(spec.hidden_size))
         narrow = part_format(min(losses.dense_widths), 64)
-        any_loss = tier.least_bytes(
-            self._model.layout(uniform_plan(spec, self._selectors[0], smallest, smallest, narrow))
-        )
+        plan = uniform_plan(spec, self._selectors[0], smallest, smallest, narrow, losses.quantizer)
+        any_loss = tier.least_bytes(self._model.layout(plan))
         # Sizes are rounded for people: where both read alike, all bytes are said.
         text = size_text if size_text(least) != size_text(tier.budget_bytes) else "{:,} bytes".format
         return (

@@ -236,7 +236,7 @@ def check_room(target: Target, spec: ModelSpec, dense_dtypes: tuple[str, ...]) -
         return
     fits = [part for part in _SMALLEST if format_fault(part, spec.hidden_size) is None]
     dense = uniform_dense(spec, part_format(4, 64))
-    plan = replace(uniform_plan(spec, "none", fits[0], fits[0]), dense=dense)
+    plan = replace(uniform_plan(spec, "none", fits[0], fits[0], quantizer="calibrated"), dense=dense)
     context = context_of(target, spec)
     least = least_budget(pack_layout(spec, plan, dense_dtypes), context, 0)
     if target.budget_bytes < least:
