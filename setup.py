@@ -33,6 +33,7 @@ SOURCES = (
     "kernels_portable",
     "kernels_avx2",
     "kernels_avx512",
+    "trellis_vbmi",
 )
 
 setup(

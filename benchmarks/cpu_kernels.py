@@ -2,9 +2,10 @@
 
 For every format and sparsity: the bytes that must be read (all selector rows, the records of running neurons) a second,
 as a share of the rate at which the same threads do nothing but read; beside it the torch path, which reads everything
-whatever the sparsity. Selector kind up, random weights: groups of 64 by width, and beside the widths of 4 and 8 bits
-the codecs that keep what sources have in as many. Experts are taken in turn from more memory than any cache holds, as
-many a call as the model takes for a token. Rounds are interleaved, figures are medians.
+whatever the sparsity. Selector kind up, random weights: groups of 64 by width, beside them trellises of the same groups
+(trellis2: two bits a weight), and beside the widths of 4 and 8 bits the codecs that keep what sources have in as many.
+Experts are taken in turn from more memory than any cache holds, as many a call as the model takes for a token. Rounds
+are interleaved, figures are medians.
 """
 
 import json
@@ -34,6 +35,7 @@ from moe_pack.formats import (
     expert_layout,
     format_text,
     part_format,
+    trellis_format,
 )
 from moe_pack.runtime import ExpertRows, Kernels, PackedExpert, expert_numbers, num_cpus, run_expert
 
@@ -104,6 +106,13 @@ class Experts:
         """The next copy as torch computes it."""
         self._next += 1
         return PackedExpert(self.layout, torch.from_numpy(self._copies[self._next % len(self._copies)]))
+
+
+def _format_of(name: str) -> PartFormat:
+    """The format for a name as `--formats` has it."""
+    if name.startswith("trellis"):
+        return trellis_format(round(2 * float(name.removeprefix("trellis"))), _GROUP)
+    return _SOURCES.get(name) or part_format(int(name), _GROUP)
 
 
 def _random_extent(layout: ExpertLayout) -> NDArray[np.uint8]:
@@ -184,12 +193,14 @@ def _table(figures: list[Figure]) -> str:
 @click.option("--rounds", default=9, show_default=True, type=click.IntRange(1), help="Runs of each case.")
 @click.option(
     "--formats",
-    default="2,3,4,mxfp4,8,fp8,e5m2,16",
+    default="2,trellis2,3,trellis3,4,trellis4,mxfp4,8,fp8,e5m2,16",
     show_default=True,
-    help="Bits a weight, or a codec that keeps a source.",
+    help="Bits a weight, trellisBITS (1.5 to 4), or a codec that keeps a source.",
 )
 @click.option("--threads", default=f"1,{min(2, num_cpus())}", show_default=True, help="Numbers of threads.")
-@click.option("--limit", type=click.Choice(["avx512", "avx2", "portable"]), help="Not beyond this instruction set.")
+@click.option(
+    "--limit", type=click.Choice(["avx512vbmi", "avx512", "avx2", "portable"]), help="Not beyond this instruction set."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print figures as JSON.")
 def main(rounds: int, formats: str, threads: str, limit: str | None, as_json: bool) -> None:
     """Measures and prints."""
@@ -200,7 +211,7 @@ def main(rounds: int, formats: str, threads: str, limit: str | None, as_json: bo
             n: stack.enter_context(closing(Kernels(n, limit)))  # type: ignore[arg-type]  # click checked it
             for n in dict.fromkeys(int(number) for number in threads.split(","))
         }
-        held = [_SOURCES.get(name) or part_format(int(name), _GROUP) for name in formats.split(",")]
+        held = [_format_of(name) for name in formats.split(",")]
         cases = [(model, stored) for model in _MODELS for stored in held]
         for model, stored in tqdm(cases, disable=as_json):
             figures += measure(model, stored, rounds, pools, spare)

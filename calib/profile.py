@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from moe_pack.calib.arrays import Array, check_arrays, read_all_arrays
+from moe_pack.calib.calibrated_error import calibrated_formats
 from moe_pack.calib.effects import DENSE_WIDTHS, Effects, LayerErrors, Level, all_copies, copies_of
 from moe_pack.calib.expert_error import SPARSITIES, WIDTHS, compared_formats
 from moe_pack.calib.expert_inputs import ExpertInputs
@@ -202,6 +203,12 @@ class Profile:
             "quantized": ("F32", (E, len(MATRICES), len(WIDTHS)) if with_experts else (0,)),
             "sparse": ("F32", (E, len(KINDS), len(SPARSITIES)) if with_experts else (0,)),
             "ratios": ("F32", (len(MATRICES), len(compared_formats(spec.hidden_size))) if with_experts else (0,)),
+            "calibrated": (
+                "F32",
+                (len(MATRICES), len(calibrated_formats(spec.hidden_size)))
+                if with_experts and self.has_inputs
+                else (0,),
+            ),
         }
         arrays = self._read(name)
         check_arrays(arrays, wanted, name)

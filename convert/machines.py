@@ -61,6 +61,6 @@ def steady_drive(rate: float) -> DriveFacts:
     return DriveFacts(None, 0, "pread", 1, (point,), (point,), (ReadRate("pread", 4096, 1, rate),))
 
 
-def rate_of(rates: tuple[WidthRate, ...], width: int) -> float:
+def rate_of(rates: tuple[WidthRate, ...], width: float) -> float:
     """The rate at a width; of one that was not measured, that of the nearest in bits, of equals the wider."""
     return min(rates, key=lambda one: (abs(one.width - width), -one.width)).rate

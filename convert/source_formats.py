@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_pack.calib import Losses
 from moe_pack.convert.part_bytes import E5M2_SPAN, exponent_span
@@ -27,6 +28,7 @@ from moe_pack.formats import (
     selector_matrices,
 )
 
+Floats = NDArray[np.float64]
 Bits = float | None | str  # of a weight; None: none was given; "source": what the source is in
 SOURCE = "source"
 _Kept = Callable[[int, int, Matrix, PartFormat], PartFormat]
@@ -94,11 +96,20 @@ def with_kept(losses: Losses, kept: Mapping[Matrix, PartFormat]) -> Losses:
     lost = [np.full(shape, np.inf) for _ in added]
     for matrix, part in kept.items():
         lost[added.index(part)][:, :, MATRICES.index(matrix)] = 0.0
-    # bfloat16 stays the last, as `Losses` has it.
-    quantized = np.concatenate(
-        (losses.quantized[..., :-1], *(held[..., None] for held in lost), losses.quantized[..., -1:]), axis=3
+
+    def widened(formats: tuple[PartFormat, ...], known: Floats) -> tuple[tuple[PartFormat, ...], Floats]:
+        columns = (known[..., :-1], *(held[..., None] for held in lost), known[..., -1:])
+        return (*formats[:-1], *added, formats[-1]), np.concatenate(columns, axis=3)  # bfloat16 stays the last
+
+    formats, quantized = widened(losses.formats, losses.quantized)
+    calibrated_formats, calibrated = widened(losses.calibrated_formats, losses.calibrated)
+    return replace(
+        losses,
+        formats=formats,
+        quantized=quantized,
+        calibrated_formats=calibrated_formats,
+        calibrated=calibrated,
     )
-    return replace(losses, formats=(*losses.formats[:-1], *added, losses.formats[-1]), quantized=quantized)
 
 
 def check_kept(checkpoint: Checkpoint, plan: Plan) -> None:

@@ -51,7 +51,7 @@ from moe_pack.runtime.trace import Trace
 
 ReadMode = Literal["auto", "direct", "pread", "map"]
 Verify = Literal["lazy", "full", "off"]
-KernelsName = Literal["auto", "avx512", "avx2", "portable", "torch"]
+KernelsName = Literal["auto", "avx512vbmi", "avx512", "avx2", "portable", "torch"]
 EngineName = Literal["auto", "graph", "staged"]
 KvDtype = Literal["f32", "bf16"]
 _SHARE_OF_MEMORY = 0.75  # of what is available, where no budget is set and the pack does not fit

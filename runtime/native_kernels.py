@@ -41,11 +41,11 @@ except ImportError as fault:  # built elsewhere: torch serves, and whoever asks 
     _native = None  # type: ignore[assignment]
     _why_unavailable = f"cannot be loaded here: {fault}"
 
-InstructionSet = Literal["portable", "avx2", "avx512"]
+InstructionSet = Literal["portable", "avx2", "avx512", "avx512vbmi"]
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int32]
 
-_CODECS = {"bf16": 0, "affine": 1, "fp8": 4, "e5m2": 5, "mxfp4": 6}
+_CODECS = {"bf16": 0, "affine": 1, "fp8": 4, "e5m2": 5, "mxfp4": 6, "trellis": 7}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 2, torch.float32: 3}
 _ROUTERS = {"softmax_topk": 0, "topk_softmax": 1, "sigmoid_topk": 2, "sparsemixer": 3}
 _FUNCTIONS: dict[NeuronFunction, int] = {"silu": 0, "relu": 1, "clamped_swiglu": 2}

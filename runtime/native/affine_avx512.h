@@ -7,6 +7,7 @@
 #include <immintrin.h>
 
 #include "codes_avx512.h"
+#include "trellis_avx512.h"
 
 namespace moe_pack {
 namespace {
@@ -18,11 +19,19 @@ constexpr int32_t kHeaderBytes = 64;               // of prepared affine inputs:
 
 size_t padded_units(const Part& part) { return round_up(size_t(num_units(part)), 32); }
 
+// Of a trellis: sets of a chunk's planes, as Units has them, and what the sums of one begin with.
+constexpr int32_t kStarts = 32;
+
+int32_t sets_of(const Part& part) {
+    const int32_t run_of_planes = 8 * planes_of(part);
+    return run_of_planes > unit_of(part) ? run_of_planes / unit_of(part) : 1;
+}
+
 // -- Inputs ----------------------------------------------------------------------------------------------------------
 
 // Prepared affine inputs: header, digits by chunk and plane, then their sum in each unit as floats, zeros after the
-// last. For E2M1, instead of these sums: by plane, of every four columns, times the zero of codes, so that weights of
-// zero give zero.
+// last. Instead of these sums, so that weights of zero give zero: for E2M1, by plane, of every four columns, times the
+// zero of codes; for a trellis, what its sums begin with (`store_starts`).
 struct Inputs {
     const uint8_t* digits;
     const float* sums;
@@ -34,22 +43,29 @@ struct Inputs {
           peak(*static_cast<const float*>(prepared)) {}
 
     static size_t digit_bytes(const Part& part) {
-        return size_t(num_chunks(part)) * planes_of(part.width) * kPlaneBytes;
+        return size_t(num_chunks(part)) * planes_of(part) * kPlaneBytes;
     }
 
     static size_t num_sums(const Part& part) {
+        if (part.codec == Codec::trellis) {
+            return size_t(num_chunks(part)) * sets_of(part) * kStarts;
+        }
         return part.codec == Codec::mxfp4 ? digit_bytes(part) / kPlaneBytes * 16 : padded_units(part);
     }
 };
 
-// Digits of 16 columns go where their plane's (with 1 bit: two planes') are; a `run` of each block is in a plane.
-inline void store_digits(__m512i fixed, int32_t col, int32_t run, uint8_t* block_digits) {
+// Digits of 16 columns go where their plane's are, or two planes', where runs are of 8.
+inline void store_digits(__m512i fixed, int32_t col, int32_t run, int32_t planes, bool splits, uint8_t* block_digits) {
     // Adding 128 to each digit makes all of them positive: they are then the bytes of the sum.
     const __m512i biased = _mm512_add_epi32(fixed, _mm512_set1_epi32(0x808080));
-    uint8_t* to = block_digits + col / run * kPlaneBytes + col % run;
+    const int32_t part = run * planes;
+    uint8_t* to = block_digits + col % part / run * kPlaneBytes + col / part * run + col % run;
     for (int k = 0; k < kDigits; ++k, to += kBlock) {
         const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_srli_epi32(biased, 16 - 8 * k));
-        const __m128i digits = _mm_xor_si128(bytes, _mm_set1_epi8(-128));
+        __m128i digits = _mm_xor_si128(bytes, _mm_set1_epi8(-128));
+        if (splits) {
+            digits = _mm_shuffle_epi8(digits, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+        }
         if (run >= 16) {
             _mm_storeu_si128(reinterpret_cast<__m128i*>(to), digits);
         } else {
@@ -68,6 +84,24 @@ inline void store_fours_of(__m512i fixed, int32_t* to) {
     }
 }
 
+// What the sums of a trellis's products begin with, by chunk and set: of codes that are all kTrellisZero, the negative
+// of what the highest digits give, then of what the others do.
+inline void store_starts(const Part& part, const uint8_t* digits, int32_t* starts) {
+    const __m512i zero = _mm512_set1_epi8(int8_t(kTrellisZero)), none = _mm512_setzero_si512();
+    const int32_t planes = planes_of(part), num_sets = num_chunks(part) * sets_of(part), each = planes / sets_of(part);
+    for (int32_t set = 0; set < num_sets; ++set, starts += kStarts) {
+        __m512i sums[kDigits] = {none, none, none};
+        for (int32_t plane = 0; plane < each; ++plane, digits += kPlaneBytes) {
+            for (int k = 0; k < kDigits; ++k) {
+                sums[k] = _mm512_dpbusd_epi32(sums[k], zero, _mm512_loadu_si512(digits + k * kBlock));
+            }
+        }
+        _mm512_storeu_si512(starts, _mm512_sub_epi32(none, sums[0]));
+        const __m512i fine = _mm512_add_epi32(_mm512_slli_epi32(sums[1], 8), sums[2]);
+        _mm512_storeu_si512(starts + 16, _mm512_sub_epi32(none, fine));
+    }
+}
+
 void prepare_digits(const Part& part, const float* x, void* prepared) {
     const float peak = largest_magnitude(x, part.num_cols);
     const bool finite = is_finite(peak);
@@ -75,7 +109,8 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
     *static_cast<float*>(prepared) = finite ? peak : __builtin_nanf("");
     uint8_t* digits = const_cast<uint8_t*>(inputs.digits);
     float* sums = const_cast<float*>(inputs.sums);
-    const int32_t planes = planes_of(part.width), run = kBlock / planes, unit = unit_of(part);
+    const bool is_trellis = part.codec == Codec::trellis, splits = is_trellis && part.width % 2 == 1;
+    const int32_t planes = planes_of(part), run = is_trellis ? 8 : kBlock / planes, unit = unit_of(part);
     if (!finite || peak == 0.0f || part.num_cols % (kBlock * planes) != 0) {
         __builtin_memset(digits, 0, Inputs::digit_bytes(part));
     }
@@ -87,12 +122,15 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
     const float lift = peak < 0x1p-90f ? 0x1p60f : 1.0f;
     const float steps = kPeak / (peak * lift);
     for (int32_t block = 0; block * kBlock < part.num_cols; ++block) {
-        uint8_t* to = digits + block / planes * planes * kPlaneBytes + block % planes * run;
+        uint8_t* to = digits + block / planes * planes * kPlaneBytes + block % planes * (kBlock / planes);
         __m512i sum = _mm512_setzero_si512();
         for (int32_t col = 0; col < kBlock; col += 16) {
             const __m512 lifted = _mm512_mul_ps(_mm512_loadu_ps(x + block * kBlock + col), _mm512_set1_ps(lift));
             const __m512i fixed = _mm512_cvtps_epi32(_mm512_mul_ps(lifted, _mm512_set1_ps(steps)));
-            store_digits(fixed, col, run, to);
+            store_digits(fixed, col, run, planes, splits, to);
+            if (is_trellis) {
+                continue;
+            }
             if (part.codec == Codec::mxfp4) {
                 int32_t* fours = reinterpret_cast<int32_t*>(sums) + (block / planes * planes + col / run) * 16;
                 store_fours_of(fixed, fours + block % planes * (run / 4) + col % run / 4);
@@ -105,6 +143,9 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
             }
         }
     }
+    if (is_trellis) {
+        store_starts(part, digits, reinterpret_cast<int32_t*>(sums));
+    }
 }
 
 // -- Rows times inputs -----------------------------------------------------------------------------------------------
@@ -113,7 +154,7 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
 //
 // Digits' sums are made beside each other, but where few planes make short chains of them, the lowest digit's products
 // are added to the others' sum, shifted: an instruction less. With 8 bits, 4 * 255 * kPeak would not fit 32 bits.
-// `fours`: of E2M1's inputs, by plane.
+// `fours`: of E2M1's inputs, by plane; of a trellis's, its set's starts.
 template <int WIDTH, int FIRST, int COUNT>
 MOE_PACK_INLINE inline __m512 products(const Codes<WIDTH>& codes, const uint8_t* digits, const int32_t* fours) {
     __m512i planes[COUNT];
@@ -127,8 +168,14 @@ MOE_PACK_INLINE inline __m512 products(const Codes<WIDTH>& codes, const uint8_t*
         });
         return sum;
     };
-    const __m512i none = _mm512_setzero_si512(), coarse = add_digit(none, 0), middle = add_digit(none, 1);
-    if constexpr (WIDTH == 8) {
+    const __m512i none = _mm512_setzero_si512();
+    const __m512i coarse = add_digit(is_trellis(WIDTH) ? _mm512_loadu_si512(fours) : none, 0);
+    const __m512i middle = add_digit(none, 1);
+    if constexpr (is_trellis(WIDTH)) {
+        const __m512i others = _mm512_add_epi32(_mm512_slli_epi32(middle, 8), _mm512_loadu_si512(fours + 16));
+        const __m512 fine = _mm512_cvtepi32_ps(add_digit(others, 2));
+        return _mm512_fmadd_ps(_mm512_cvtepi32_ps(coarse), _mm512_set1_ps(65536.0f), fine);
+    } else if constexpr (WIDTH == 8) {
         const __m512i fine = add_digit(_mm512_slli_epi32(middle, 8), 2);
         return _mm512_fmadd_ps(_mm512_cvtepi32_ps(coarse), _mm512_set1_ps(65536.0f), _mm512_cvtepi32_ps(fine));
     } else {
@@ -154,27 +201,27 @@ float dot_row(const Part& part, const uint8_t* row, const Inputs& inputs, Prefet
     while (left > 0) {
         __m512 scales[U::registers];
         unrolled<U::registers>([&](auto i) MOE_PACK_INLINE {
-            __m512 zero;
-            stored.load(unit, &scales[i.value], &zero);
-            if constexpr (WIDTH != kE2m1) {
+            scales[i.value] = stored.scale(unit);
+            if constexpr (WIDTH != kE2m1 && !is_trellis(WIDTH)) {
                 const __m512 input_sums = _mm512_load_ps(inputs.sums + unit);
-                zeros = _mm512_fmadd_ps(_mm512_mul_ps(scales[i.value], zero), input_sums, zeros);
+                zeros = _mm512_fmadd_ps(_mm512_mul_ps(scales[i.value], stored.zero(unit)), input_sums, zeros);
             }
             unit += 16;
         });
         // Not unrolled: processors fetch ahead what they see one instruction load in order (Zen 5).
         for (int32_t c = 0; c < U::span_chunks && left > 0; ++c) {
             prefetch.line();
-            const Codes<WIDTH> codes(row, left);
+            const Codes<WIDTH> codes(row, left, left == part.code_bytes);
             unrolled<U::sets>([&](auto set) MOE_PACK_INLINE {
                 const __m512 scale = U::spread(scales, U::template index<decltype(set)::value>(c));
-                constexpr int FIRST = decltype(set)::value * U::planes_each;
-                sum = _mm512_fmadd_ps(products<WIDTH, FIRST, U::planes_each>(codes, digits, fours), scale, sum);
+                constexpr int SET = decltype(set)::value, FIRST = SET * U::planes_each;
+                const int32_t* of_set = is_trellis(WIDTH) ? fours + SET * kStarts : fours;
+                sum = _mm512_fmadd_ps(products<WIDTH, FIRST, U::planes_each>(codes, digits, of_set), scale, sum);
             });
             row += C::code_bytes;
             left -= C::code_bytes;
             digits += C::planes * kPlaneBytes;
-            fours += C::planes * 16;
+            fours += is_trellis(WIDTH) ? U::sets * kStarts : C::planes * 16;
         }
     }
     prefetch.rest();
@@ -205,6 +252,7 @@ constexpr int32_t kMostLines = 6;  // prefetched for a block of four rows
 // What 16 units of a call's rows are multiplied with.
 struct alignas(64) Factors {
     int32_t digits[kFours][kDigits][16];  // by unit: digits of four rows in a double word
+    int32_t starts[kDigits][16];          // by unit: of a trellis, what codes of zero give, negative
     float peaks[16];                      // by unit: the largest value, which digits of kPeak stand for
     float values[kMaxTile][16];           // h * scale
 };
@@ -226,19 +274,23 @@ inline void store_fours(const __m512i fixed[4], int32_t digits[kDigits][16]) {
 inline void find_factors(const Part& part, const uint8_t* const* rows, int32_t num_rows, const float* h,
                          int32_t first_unit, float* zeros, Factors& factors) {
     __m512i largest = _mm512_setzero_si512();
-    __m512 zeros_sum = _mm512_load_ps(zeros);
+    const bool has_zeros = is_affine(part);
+    __m512 zeros_sum = has_zeros ? _mm512_load_ps(zeros) : _mm512_setzero_ps();
     for (int32_t r = 0; r < num_rows; ++r) {
-        __m512 scale, zero;
-        StoredScales(part, rows[r]).load(first_unit, &scale, &zero);
-        const __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(h[r]));
+        const StoredScales stored(part, rows[r]);
+        const __m512 factor = _mm512_mul_ps(stored.scale(first_unit), _mm512_set1_ps(h[r]));
         _mm512_store_ps(factors.values[r], factor);
-        zeros_sum = _mm512_fmadd_ps(factor, zero, zeros_sum);
+        if (has_zeros) {
+            zeros_sum = _mm512_fmadd_ps(factor, stored.zero(first_unit), zeros_sum);
+        }
         largest = _mm512_max_epi32(largest, _mm512_castps_si512(_mm512_abs_ps(factor)));
     }
     for (int32_t r = num_rows; r % 4 != 0; ++r) {
         _mm512_store_ps(factors.values[r], _mm512_setzero_ps());
     }
-    _mm512_store_ps(zeros, zeros_sum);
+    if (has_zeros) {
+        _mm512_store_ps(zeros, zeros_sum);
+    }
     // As integers, infinity and NaNs are the largest.
     const __mmask16 finite = _mm512_cmplt_epi32_mask(largest, _mm512_set1_epi32(0x7f800000));
     const __m512 peak = _mm512_max_ps(_mm512_castsi512_ps(largest), _mm512_set1_ps(0x1p-126f));
@@ -254,6 +306,14 @@ inline void find_factors(const Part& part, const uint8_t* const* rows, int32_t n
         }
         store_fours(fixed, factors.digits[r / 4]);
     }
+    for (int k = 0; k < kDigits && !has_zeros; ++k) {
+        __m512i sum = _mm512_setzero_si512();
+        for (int32_t r = 0; r < num_rows; r += 4) {
+            const __m512i digits = _mm512_load_si512(factors.digits[r / 4][k]);
+            sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(int8_t(kTrellisZero)), digits);
+        }
+        _mm512_store_si512(factors.starts[k], _mm512_sub_epi32(_mm512_setzero_si512(), sum));
+    }
 }
 
 // Sums in a loop are of this type: of __m512i, which is of 64-bit integers to GCC 12, each would be copied to another
@@ -266,12 +326,17 @@ MOE_PACK_INLINE inline void add_block(const uint8_t* const* rows, int32_t num_ro
                                       int32_t unit, PrefetchRows& prefetch, int32_t lines, float* sum) {
     Ints sums[4][kDigits];
     unrolled<4 * kDigits>([&](auto i) MOE_PACK_INLINE {
-        sums[i.value / kDigits][i.value % kDigits] = Ints{};
+        constexpr int q = decltype(i)::value / kDigits, k = decltype(i)::value % kDigits;
+        sums[q][k] = is_trellis(WIDTH) ? Ints(_mm512_set1_epi32(factors.starts[k][unit + 16 * q / UNIT])) : Ints{};
     });
     for (int32_t r = 0; r < num_rows; r += 4) {
         prefetch.lines<kMostLines>(lines);
         __m512i codes[4];
-        codes_of_four<WIDTH>(rows + r, at, codes);
+        if constexpr (is_trellis(WIDTH)) {
+            trellis_of_four<WIDTH - trellis_of(0)>(rows + r, at, codes);
+        } else {
+            codes_of_four<WIDTH>(rows + r, at, codes);
+        }
         unrolled<kDigits>([&](auto k) MOE_PACK_INLINE {
             const int32_t* digits = factors.digits[r / 4][k.value] + unit;
             unrolled<4>([&](auto q) MOE_PACK_INLINE {
@@ -327,11 +392,17 @@ void add_affine(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
         if (unit % 16 == 0) {
             find_factors(part, fours, num_rows, fours_h, unit, zeros + unit, factors);
         }
-        const size_t at = size_t(block) * 8 * bits_of(WIDTH);
+        const size_t at = size_t(block) * block_bytes_of(WIDTH);
         add_block<WIDTH, UNIT>(fours, 4 * num_fours, at, factors, unit % 16, prefetch, lines, sum + block * kBlock);
     }
     prefetch.rest();
 }
+
+// A trellis's rows: those of codes of 8 bits, looked up.
+template <int W, int UNIT>
+constexpr auto dot_trellis = dot_affine<trellis_of(W), UNIT>;
+template <int W, int UNIT>
+constexpr auto add_trellis = add_affine<trellis_of(W), UNIT>;
 
 }  // namespace
 }  // namespace moe_pack

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "kernels.h"
+#include "trellis_tables.h"
 
 namespace moe_pack {
 namespace {
@@ -190,8 +191,19 @@ constexpr float kE2m1Unit = 0.5f;
 
 constexpr int32_t bits_of(int width) { return width == kE2m1 ? 4 : width; }
 
+// A trellis whose two weights have so many bits: this takes a width's place there as well. Its codes are values made
+// positive, bytes less kTrellisZero.
+constexpr int trellis_of(int two_bits) { return 16 + two_bits; }
+constexpr bool is_trellis(int width) { return width > 16; }
+constexpr int32_t kTrellisZero = 128;
+
+constexpr int32_t block_bytes_of(int width) { return is_trellis(width) ? 4 * (width - 16) : 8 * bits_of(width); }
+
 // Whether a part's codes are multiplied as integers, with scales and zeros.
 inline bool is_affine(const Part& part) { return part.codec == Codec::affine || part.codec == Codec::mxfp4; }
+
+// Whether they are, perhaps without zeros.
+inline bool has_digits(const Part& part) { return is_affine(part) || part.codec == Codec::trellis; }
 
 // The float32 scale of a group of an fp8 row.
 inline float fp8_scale(const Part& part, const uint8_t* row, int32_t group) {
@@ -227,6 +239,38 @@ inline void decode_mxfp4(const Part& part, const uint8_t* row, int32_t start, in
     }
 }
 
+// A block and what precedes it: the block's bytes, zeros behind them, and first the stream's byte before (or zeros).
+// Trellis blocks of the least and the largest width are 12 and 32 bytes.
+struct PaddedBlock {
+    uint8_t bytes[64] = {};
+
+    PaddedBlock(const uint8_t* codes, int32_t block, int32_t block_bytes) {
+        const uint8_t* from = codes + block * block_bytes;
+        bytes[0] = block > 0 ? from[-1] : 0;
+        __builtin_memcpy(bytes + 1, from, size_t(block_bytes));
+    }
+};
+
+template <int WIDTH>
+inline void decode_trellis(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* __restrict out) {
+    const int32_t run = part.group < kBlock ? part.group : kBlock;
+    for (int32_t block = start / kBlock; block * kBlock < stop; ++block) {
+        const PaddedBlock padded(row, block, 4 * WIDTH);
+        float* to = out + (block * kBlock - start);
+        for (int32_t c = 0; c < kBlock; ++c) {
+            const int32_t end = c / 2 * WIDTH + (c % 2 ? WIDTH : WIDTH / 2) + 8, from = end - kWindowBits;
+            const int32_t window = load_u16(padded.bytes + from / 8) >> from % 8 & (kWindows - 1);
+            to[c] = float(trellis_table(WIDTH, c % 2)[window]);
+        }
+        for (int32_t first = 0; first < kBlock; first += run) {
+            const float scale = stored_scale(part, row + part.code_bytes, (block * kBlock + first) / part.group);
+            for (int32_t c = first; c < first + run; ++c) {
+                to[c] *= scale;
+            }
+        }
+    }
+}
+
 // Kernels::decode.
 inline void decode(const Part& part, const uint8_t* row, int32_t start, int32_t stop, float* __restrict out) {
     switch (part.codec) {
@@ -246,6 +290,15 @@ inline void decode(const Part& part, const uint8_t* row, int32_t start, int32_t 
         case Codec::fp8: return decode_fp8(part, row, start, stop, out);
         case Codec::e5m2: return decode_e5m2(part, row, start, stop, out);
         case Codec::mxfp4: return decode_mxfp4(part, row, start, stop, out);
+        case Codec::trellis:
+            switch (part.width) {
+                case 3: return decode_trellis<3>(part, row, start, stop, out);
+                case 4: return decode_trellis<4>(part, row, start, stop, out);
+                case 5: return decode_trellis<5>(part, row, start, stop, out);
+                case 6: return decode_trellis<6>(part, row, start, stop, out);
+                case 7: return decode_trellis<7>(part, row, start, stop, out);
+                default: return decode_trellis<8>(part, row, start, stop, out);
+            }
         case Codec::affine:
             break;
     }

@@ -30,20 +30,27 @@ MOE_PACK_INLINE inline void unrolled(const Use& use) {
 
 inline __mmask16 first_lanes_mask(int32_t count) { return count >= 16 ? 0xffff : __mmask16((1u << count) - 1); }
 
-// 64 bytes of codes (96 with 3 bits), of which each shift gives a plane of 64 codes, one run of each block.
+constexpr int32_t planes_of(int width) {
+    return is_trellis(width) ? (width <= trellis_of(4) ? 4 : 2) : width == 3 ? 4 : 8 / bits_of(width);
+}
+
+// As many blocks as planes: 64 bytes of codes with most widths, of which each shift gives a plane of 64 codes. A plane
+// has one run of codes of each part of the chunk. Parts are blocks, but eighths of the chunk in a trellis.
 template <int WIDTH>
 struct Chunk {
-    static constexpr int planes = WIDTH == 3 ? 4 : 8 / bits_of(WIDTH);
-    static constexpr int blocks = planes;
-    static constexpr int run = kBlock / planes;  // codes of a block in a plane
-    static constexpr int cols = kBlock * blocks;
-    static constexpr int code_bytes = WIDTH == 3 ? 96 : 64;
+    static constexpr int planes = planes_of(WIDTH);
+    static constexpr int run = is_trellis(WIDTH) ? 8 : kBlock / planes;
+    static constexpr int part = run * planes;
+    static constexpr int cols = kBlock * planes;
+    static constexpr int code_bytes = planes * block_bytes_of(WIDTH);
 };
 
-inline int32_t planes_of(int32_t width) { return width == 3 ? 4 : 8 / width; }
+inline int32_t planes_of(const Part& part) {
+    return planes_of(part.codec == Codec::trellis ? trellis_of(part.width) : part.width);
+}
 
 inline int32_t num_chunks(const Part& part) {
-    const int32_t cols = kBlock * planes_of(part.width);
+    const int32_t cols = kBlock * planes_of(part);
     return (part.num_cols + cols - 1) / cols;
 }
 
@@ -73,8 +80,8 @@ struct Units {
     static constexpr Lanes lanes_of(int set) {
         Lanes lanes = {};
         for (int i = 0; i < 16; ++i) {
-            const int block = 4 * i / C::run, col = C::run * set * planes_each + 4 * i % C::run;
-            lanes.lane[i] = (block * kBlock + col) / UNIT;
+            const int place = 4 * i / C::run, col = C::run * set * planes_each + 4 * i % C::run;
+            lanes.lane[i] = (place * C::part + col) / UNIT;
         }
         return lanes;
     }
@@ -127,26 +134,30 @@ struct StoredScales {
         return _mm512_castsi512_ps(_mm512_maskz_mov_epi32(mask, ended));
     }
 
-    void load(int32_t first_unit, __m512* scale, __m512* zero) const {
-        if (part.codec == Codec::mxfp4) {
-            const int32_t left = part.num_groups - first_unit;
-            *scale = load_powers(first_unit, left <= 0 ? 0 : first_lanes_mask(left));
-            *zero = _mm512_set1_ps(float(kE2m1Zero) * kE2m1Unit);
-        } else if (part.num_groups == 1) {
-            *scale = _mm512_broadcastss_ps(_mm512_castps512_ps128(load_groups(part, scales, 0, 1, false)));
-            *zero = _mm512_broadcastss_ps(_mm512_castps512_ps128(load_groups(part, zeros, 0, 1, true)));
-        } else if (part.group == 2 * kBlock) {
+    __m512 load_units(const uint8_t* stored, int32_t first_unit, bool is_signed) const {
+        if (part.num_groups == 1) {
+            return _mm512_broadcastss_ps(_mm512_castps512_ps128(load_groups(part, stored, 0, 1, is_signed)));
+        }
+        if (part.group == 2 * kBlock) {
             const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
             const int32_t first = first_unit / 2;
             const __mmask16 mask = first_lanes_mask(part.num_groups - first) & 0xff;
-            *scale = _mm512_permutexvar_ps(twice, load_groups(part, scales, first, mask, false));
-            *zero = _mm512_permutexvar_ps(twice, load_groups(part, zeros, first, mask, true));
-        } else {
-            const int32_t left = part.num_groups - first_unit;
-            const __mmask16 mask = left <= 0 ? 0 : first_lanes_mask(left);
-            *scale = load_groups(part, scales, first_unit, mask, false);
-            *zero = load_groups(part, zeros, first_unit, mask, true);
+            return _mm512_permutexvar_ps(twice, load_groups(part, stored, first, mask, is_signed));
         }
+        const int32_t left = part.num_groups - first_unit;
+        return load_groups(part, stored, first_unit, left <= 0 ? 0 : first_lanes_mask(left), is_signed);
+    }
+
+    __m512 scale(int32_t first_unit) const {
+        const int32_t left = part.num_groups - first_unit;
+        return part.codec == Codec::mxfp4 ? load_powers(first_unit, left <= 0 ? 0 : first_lanes_mask(left))
+                                          : load_units(scales, first_unit, false);
+    }
+
+    // Trellises have none.
+    __m512 zero(int32_t first_unit) const {
+        return part.codec == Codec::mxfp4 ? _mm512_set1_ps(float(kE2m1Zero) * kE2m1Unit)
+                                          : load_units(zeros, first_unit, true);
     }
 };
 
@@ -159,12 +170,12 @@ inline __m512i e2m1_codes(__m512i nibbles) {
 }
 
 // A chunk's bytes; those behind the row's codes are zero.
-template <int WIDTH>
+template <int WIDTH, bool IS_TRELLIS = is_trellis(WIDTH)>
 struct Codes {
     __m512i low, high;  // high: third bits, with 3-bit codes, in the places of the low ones' first bits
 
     // Of a chunk's bytes from `from` on, `num_bytes` belong to the row.
-    MOE_PACK_INLINE Codes(const uint8_t* from, int32_t num_bytes) {
+    MOE_PACK_INLINE Codes(const uint8_t* from, int32_t num_bytes, bool) {
         if constexpr (WIDTH == 3) {
             const __mmask64 here = num_bytes >= 64 ? ~0ull : (1ull << num_bytes) - 1;
             const __mmask32 behind = num_bytes >= 96 ? ~0u : num_bytes > 64 ? (1u << (num_bytes - 64)) - 1 : 0;
@@ -238,7 +249,7 @@ MOE_PACK_INLINE inline __m512i eight_of_four(const uint8_t* const rows[4], size_
 template <int WIDTH>
 constexpr int32_t places_of_four(int q) {
     if (WIDTH == kE2m1) return int32_t(1 / kE2m1Unit);
-    return WIDTH == 8 ? 1 : WIDTH == 4 ? (q < 2 ? 1 : 16) : WIDTH == 3 && q == 3 ? 16 : 1 << 2 * q;
+    return WIDTH == 8 || is_trellis(WIDTH) ? 1 : WIDTH == 4 ? (q < 2 ? 1 : 16) : WIDTH == 3 && q == 3 ? 16 : 1 << 2 * q;
 }
 
 // A block of four rows from byte `at` on: register q has columns 16 q on, a double word each, a byte a row.

@@ -9,14 +9,14 @@
 
 namespace moe_pack {
 
-enum class Codec : int32_t { bf16 = 0, affine = 1, f16 = 2, f32 = 3, fp8 = 4, e5m2 = 5, mxfp4 = 6 };
+enum class Codec : int32_t { bf16 = 0, affine = 1, f16 = 2, f32 = 3, fp8 = 4, e5m2 = 5, mxfp4 = 6, trellis = 7 };
 
 // One matrix's share of a row of `num_cols` weights: codes, scales, zeros, then its float32 bias if it has one.
 struct Part {
     Codec codec;
-    int32_t width;       // bits a code: 1, 2, 3, 4, 8 with affine
+    int32_t width;       // bits a code: 1, 2, 3, 4, 8 with affine; bits of two, 3 to 8, with trellis
     int32_t group;       // weights a group: 16, 32, 64, 128, or num_cols
-    int32_t scale_bits;  // affine, 16: scales and zeros are float16; 8: bytes, with one float16 multiplier each
+    int32_t scale_bits;  // affine, trellis, 16: scales and zeros are float16; 8: bytes, with a float16 multiplier each
     int32_t num_cols;
     int32_t num_groups;
     int32_t code_bytes;
@@ -42,7 +42,7 @@ struct Kernels {
     const char* name;
 
     // Bytes of a token's inputs in the form in which `dot_rows` wants them for this part, a multiple of 64.
-    // Parts of one width and group (and of one codec, but for affine) share a form.
+    // Parts of one codec, width and group share a form, and so do all of one codec but affine and trellis.
     size_t (*prepared_bytes)(const Part& part);
 
     // Brings float32 [num_cols] into that form. What is not finite makes every product NaN.
@@ -88,9 +88,18 @@ extern const Kernels portable_kernels;
 #if defined(__x86_64__)
 extern const Kernels avx2_kernels;    // AVX2, FMA, F16C
 extern const Kernels avx512_kernels;  // AVX-512 F, BW, DQ, VL, VNNI
+
+// What takes a part of codec trellis with VBMI besides, in place of avx512_kernels'; the rest is theirs.
+struct TrellisKernels {
+    decltype(Kernels::dot_rows) dot_rows;
+    decltype(Kernels::add_rows) add_rows;
+    decltype(Kernels::decode) decode;
+};
+extern const TrellisKernels vbmi_trellis_kernels;
 #endif
 
-// The fastest this machine has, at most the one named `limit` ("portable", "avx2", "avx512"; null: no limit).
+// The fastest this machine has, at most the one named `limit` ("portable", "avx2", "avx512", "avx512vbmi"; null: no
+// limit).
 const Kernels* best_kernels(const char* limit);
 
 }  // namespace moe_pack

@@ -20,6 +20,7 @@
 #include "affine_avx2.h"
 #include "codes_avx2.h"
 #include "floats_avx2.h"
+#include "trellis_avx2.h"
 
 namespace moe_pack {
 namespace {
@@ -27,14 +28,14 @@ namespace {
 constexpr int32_t kBatch = 4;  // rows added while a chunk of the sum is in registers
 
 size_t prepared_bytes(const Part& part) {
-    if (!is_affine(part)) {
+    if (!has_digits(part)) {
         return 4 * round_up(size_t(part.num_cols), 16);
     }
     return round_up(kHeaderBytes + size_t(kDigits) * part.num_cols + 4 * sums_of_inputs(part), 64);
 }
 
 void prepare(const Part& part, const float* x, void* prepared) {
-    if (is_affine(part)) {
+    if (has_digits(part)) {
         prepare_digits(part, x, prepared);
     } else {
         prepare_floats(part, x, part.codec == Codec::e5m2 ? kE5m2Share : 1.0f, static_cast<float*>(prepared));
@@ -42,7 +43,7 @@ void prepare(const Part& part, const float* x, void* prepared) {
 }
 
 size_t work_floats(const Part& part) {
-    return is_affine(part) ? kBatch * padded_groups(part) + kReadPastFloats : kReadPastFloats;
+    return has_digits(part) ? kBatch * padded_groups(part) + kReadPastFloats : kReadPastFloats;
 }
 
 size_t sum_floats(const Part& part) {

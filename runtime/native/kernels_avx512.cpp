@@ -25,19 +25,20 @@
 #include "affine_avx512.h"
 #include "codes_avx512.h"
 #include "floats_avx512.h"
+#include "trellis_avx512.h"
 
 namespace moe_pack {
 namespace {
 
 size_t prepared_bytes(const Part& part) {
-    if (!is_affine(part)) {
+    if (!has_digits(part)) {
         return 4 * round_up(size_t(part.num_cols), 16);
     }
     return kHeaderBytes + Inputs::digit_bytes(part) + 4 * Inputs::num_sums(part);
 }
 
 void prepare(const Part& part, const float* x, void* prepared) {
-    if (is_affine(part)) {
+    if (has_digits(part)) {
         prepare_digits(part, x, prepared);
     } else {
         prepare_floats(part, x, part.codec == Codec::e5m2 ? kE5m2Share : 1.0f, static_cast<float*>(prepared));
@@ -45,7 +46,7 @@ void prepare(const Part& part, const float* x, void* prepared) {
 }
 
 size_t work_floats(const Part& part) {
-    return is_affine(part) ? sizeof(Factors) / sizeof(float) : kReadPastFloats;
+    return has_digits(part) ? sizeof(Factors) / sizeof(float) : kReadPastFloats;
 }
 
 // Columns in their order; with codes, sums of scale * code, and then scale * zero summed for each unit.

@@ -24,14 +24,16 @@ const char* read_part(const int32_t* n, int32_t num_cols, int32_t selector_row_b
     if (place < 0 || place > 2) return "a part is neither in selector nor in record";
     placed->place = (Place)place;
     if (placed->place == Place::none) return nullptr;
-    if (codec < 0 || codec > 6) return "unknown codec";
+    if (codec < 0 || codec > 7) return "unknown codec";
     if (has_bias < 0 || has_bias > 1) return "a part has a bias or not";
     Part& part = placed->part;
     part.codec = (Codec)codec;
     part.num_cols = num_cols;
     part.has_bias = has_bias == 1;
-    if (part.codec == Codec::affine) {
-        if (width != 1 && width != 2 && width != 3 && width != 4 && width != 8) return "unknown width";
+    if (part.codec == Codec::affine || part.codec == Codec::trellis) {
+        const bool is_affine = part.codec == Codec::affine;
+        if (is_affine && width != 1 && width != 2 && width != 3 && width != 4 && width != 8) return "unknown width";
+        if (!is_affine && (width < 3 || width > 8)) return "unknown width";
         if (group != 0 && group != 16 && group != 32 && group != 64 && group != 128) return "unknown group";
         if (scale_bits != 8 && scale_bits != 16) return "unknown scale_bits";
         if (num_cols % kBlock) return "rows of codes are multiples of 64";
@@ -40,9 +42,9 @@ const char* read_part(const int32_t* n, int32_t num_cols, int32_t selector_row_b
         part.group = group ? group : num_cols;
         part.scale_bits = scale_bits;
         part.num_groups = num_cols / part.group;
-        part.code_bytes = (int32_t)((int64_t)num_cols * width / 8);
+        part.code_bytes = (int32_t)((int64_t)num_cols * width / (is_affine ? 8 : 16));
         part.scale_bytes = scale_bits == 16 ? 2 * part.num_groups : 2 + part.num_groups;
-        part.zero_bytes = part.scale_bytes;
+        part.zero_bytes = is_affine ? part.scale_bytes : 0;
     } else if (const Source* source = source_of(part.codec)) {
         if (width != source->width) return "the codec has another width";
         if (group != source->group) return "the codec has another group";

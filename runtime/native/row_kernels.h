@@ -4,14 +4,10 @@
 // DecodeRow, and the templates that are named here; see vector.h for why nothing is shared between such files.
 #pragma once
 
+#include "trellis_kernels.h"
+
 namespace moe_pack {
 namespace {
-
-struct RowKernels {
-    DotRow dot;
-    AddRow add;
-    DecodeRow decode;
-};
 
 template <int WIDTH>
 RowKernels affine_kernels(const Part& part) {
@@ -40,6 +36,7 @@ RowKernels row_kernels(const Part& part) {
         case Codec::fp8: return half_kernels<Codec::fp8>();
         case Codec::e5m2: return half_kernels<Codec::e5m2>();
         case Codec::mxfp4: return {dot_affine<kE2m1, kMxGroup>, add_affine<kE2m1, kMxGroup>, decode_e2m1};
+        case Codec::trellis: return trellis_kernels(part);
         case Codec::affine: break;
     }
     switch (part.width) {

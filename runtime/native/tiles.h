@@ -58,7 +58,8 @@ inline int32_t ahead_rows(int64_t row_bytes) {
 // Whether two parts want their inputs in the same form.
 inline bool same_form(const Part& a, const Part& b) {
     if (a.codec != b.codec || a.num_cols != b.num_cols) return false;
-    return a.codec != Codec::affine || (a.width == b.width && a.group == b.group);
+    const bool any = a.codec != Codec::affine && a.codec != Codec::trellis;
+    return any || (a.width == b.width && a.group == b.group);
 }
 
 // A token's inputs in the forms that an expert's parts want.

@@ -28,6 +28,7 @@ ALLOWED = (ValueError, TypeError, BufferError, OverflowError, OSError)  # the la
 BLOCK, MAX_BYTES = 64, 1 << 20
 SELECTOR_ROW, RECORD = 1, 2
 SOURCES = ([4, 8, 128, 32], [5, 8, 0, 8], [6, 4, 32, 8])  # fp8, e5m2, mxfp4: codec, width, group, bits of a scale
+TRELLIS = 7  # the codec
 Arguments = list[Any]
 
 
@@ -68,18 +69,22 @@ class Cases:
         affine = self.d % BLOCK == 0 and self.chance(75)
         width, group = int(self.random.choice([1, 2, 3, 4, 8])), int(self.random.choice([0, 16, 32, 64]))
         codec = 1 if affine else int(self.random.choice([0, 2, 3]))
+        if affine and self.chance(30):
+            codec, width = TRELLIS, self.number(3, 8)
         if self.d % BLOCK == 0 and self.chance(30):
             return [*SOURCES[self.number(0, 2)], 0, self.number(0, 1), place]
         return [codec, width, group, int(self.random.choice([8, 16])), 0, self.number(0, 1), place]
 
     def part_bytes(self, part: list[int]) -> int:
         codec, width, group, scale_bits, _, has_bias, _ = part
+        groups = self.d // group if group else 1
+        if codec == TRELLIS:
+            return self.d * width // 16 + (2 * groups if scale_bits == 16 else 2 + groups) + 4 * has_bias
         if codec > 3:
             groups = -(-self.d // group) if group else 1
             return self.d * width // 8 + groups * scale_bits // 8 + 4 * has_bias
         if codec != 1:
             return self.d * (4 if codec == 3 else 2) + 4 * has_bias
-        groups = self.d // group if group else 1
         return self.d * width // 8 + 2 * (2 * groups if scale_bits == 16 else 2 + groups) + 4 * has_bias
 
     def expert(self) -> tuple[Any, Any, Any, Any]:
@@ -211,8 +216,19 @@ class Cases:
         numbers = [self.number(0, 3), experts, chosen, groups, self.number(1, groups)]
         return [self.floats(tokens, experts), bias, *found, *numbers, 0.0, 1.0, 0.1]
 
+    def search_trellis_arguments(self) -> Arguments:
+        columns, rows = self.number(1, 150), self.number(0, 4)
+        kept, pieces = self.number(0, columns), [self.floats(rows, columns) for _ in range(3)]
+        importance = self.floats(rows, columns) if self.chance(50) else self.floats(columns)
+        factor = self.floats(columns, columns) if self.chance(50) else None
+        starts = self.random.integers(0, 128, rows).astype(np.uint8)
+        found = [self.bytes(rows, kept), self.floats(rows, kept), self.bytes(rows)]
+        limit = [None, "portable", "avx2", "avx512"][self.number(0, 3)]
+        shape = [limit, columns, kept, self.number(3, 8)]
+        return [*shape, *pieces, importance, factor, self.floats(2, 128), starts, *found]
+
     def open_pool_arguments(self) -> Arguments:
-        return [self.number(1, 3), [None, "portable", "avx2", "avx512"][self.number(0, 3)]]
+        return [self.number(1, 3), [None, "portable", "avx2", "avx512", "avx512vbmi"][self.number(0, 4)]]
 
     def instruction_set_arguments(self) -> Arguments:
         return []
@@ -343,7 +359,7 @@ def run_case(module: ModuleType, seed: int, pools: list[object]) -> bool:
     names = [name.removesuffix("_arguments") for name in dir(Cases) if name.endswith("_arguments")]
     name = names[cases.number(0, len(names) - 1)]
     arguments = getattr(cases, f"{name}_arguments")()
-    if name not in ("open_pool", "stitch"):
+    if name not in ("open_pool", "stitch", "search_trellis"):
         arguments = [pools[cases.number(0, len(pools) - 1)], *arguments]
     for _ in range(cases.number(0, 2)):
         arguments = cases.tampered(arguments)

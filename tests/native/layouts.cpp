@@ -18,9 +18,11 @@ int64_t bytes_of(const int32_t* part, int64_t num_cols) {
     if (part[kCodec] == (int)Codec::fp8) return num_cols + 4 * ((num_cols + 127) / 128);
     if (part[kCodec] == (int)Codec::e5m2) return num_cols + 1;
     if (part[kCodec] == (int)Codec::mxfp4) return num_cols / 2 + num_cols / 32;
-    if (part[kCodec] != (int)Codec::affine) return num_cols * (part[kCodec] == (int)Codec::f32 ? 4 : 2);
     int64_t groups = part[kGroup] ? num_cols / part[kGroup] : 1;
-    return num_cols * part[kWidth] / 8 + 2 * (part[kScaleBits] == 16 ? 2 * groups : 2 + groups);
+    int64_t scales = part[kScaleBits] == 16 ? 2 * groups : 2 + groups;
+    if (part[kCodec] == (int)Codec::trellis) return num_cols * part[kWidth] / 16 + scales;
+    if (part[kCodec] != (int)Codec::affine) return num_cols * (part[kCodec] == (int)Codec::f32 ? 4 : 2);
+    return num_cols * part[kWidth] / 8 + 2 * scales;
 }
 
 void random_part(Random& random, int32_t num_cols, Place place, int32_t* part) {
@@ -30,6 +32,10 @@ void random_part(Random& random, int32_t num_cols, Place place, int32_t* part) {
     part[kGroup] = affine ? random.pick({0, 16, 32, 64, 128}) : 0;
     if (part[kGroup] && num_cols % part[kGroup]) part[kGroup] = 64;
     part[kScaleBits] = random.pick({8, 16});
+    if (affine && random.chance(30)) {
+        part[kCodec] = (int)Codec::trellis;
+        part[kWidth] = (int32_t)random.between(3, 8);
+    }
     if (num_cols % kBlock == 0 && random.chance(30)) {
         static const int32_t kSources[3][4] = {{(int)Codec::fp8, 8, 128, 32}, {(int)Codec::e5m2, 8, 0, 8},
                                                {(int)Codec::mxfp4, 4, 32, 8}};
@@ -77,8 +83,8 @@ void tamper(Random& random, Numbers* numbers) {
 void check_part(const PlacedPart& placed, const int32_t* n, int64_t num_cols, int64_t row_bytes) {
     if (placed.place == Place::none) return;
     const Part& part = placed.part;
-    bool coded = part.codec == Codec::affine || is_source(n[kCodec]);
-    int64_t codes = coded ? num_cols * n[kWidth] / 8 : bytes_of(n, num_cols);
+    bool coded = part.codec == Codec::affine || part.codec == Codec::trellis || is_source(n[kCodec]);
+    int64_t codes = coded ? num_cols * n[kWidth] / (part.codec == Codec::trellis ? 16 : 8) : bytes_of(n, num_cols);
     require(part.num_cols == num_cols && part.code_bytes == codes, "codes of a part");
     require(part.num_bytes() == bytes_of(n, num_cols), "bytes of a part");
     require(placed.offset >= 0 && placed.offset + bytes_of(n, num_cols) + 4 * n[kBias] <= row_bytes, "a part's place");
@@ -196,9 +202,11 @@ void check_limits() {
         larger[place]++;
         require(read_expert_layout(larger.data(), larger.size(), &layout) != nullptr, "a larger expert is refused");
     }
-    for (int codec = 0; codec < 4; codec++)
-        for (int width : {1, 2, 3, 4, 8})
+    for (int codec : {0, 1, 2, 3, 7})
+        for (int width : {1, 2, 3, 4, 5, 6, 7, 8})
             for (int group : {0, 16, 128}) {
+                if (codec == (int)Codec::affine && width > 4 && width < 8) continue;
+                if (codec == (int)Codec::trellis && width < 3) continue;
                 std::vector<int32_t> rows = {kMaxCols, INT_MAX, codec, width, group, 8, 1000, 1, 2};
                 RowsLayout made;
                 require(read_rows_layout(rows.data(), rows.size(), &made) == nullptr, "the longest rows");

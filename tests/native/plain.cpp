@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "trellis_tables.h"
+
 namespace moe_pack {
 namespace {
 
@@ -40,6 +42,13 @@ int code_at(const Part& part, const uint8_t* row, int i) {
     const uint8_t* block = row + i / kBlock * (8 * part.width);
     if (part.width != 3) return planar_code(block, part.width, i % kBlock);
     return planar_code(block, 2, i % kBlock) | planar_code(block + 16, 1, i % kBlock) << 2;
+}
+
+// The value of weight `i` of a trellis: a register of seven bits takes the stream's, one after the other.
+int trellis_value(const Part& part, const uint8_t* stream, int i) {
+    int end = i / 2 * part.width + (i % 2 ? part.width : part.width / 2), window = 0;
+    for (int bit = end > 7 ? end - 7 : 0; bit < end; bit++) window = window >> 1 | (stream[bit / 8] >> bit % 8 & 1) << 6;
+    return trellis_table(part.width, i % 2)[window];
 }
 
 // A float of few bits: `mantissa` of them below the exponent, which has this bias; no number and infinity apart.
@@ -102,6 +111,13 @@ PlainRow plain_row(const PlacedPart& placed, const uint8_t* row) {
             made.magnitudes[i] = std::fabs((double)scale) * ((1 << part.width) - 1 + std::fabs((double)zero));
             continue;
         }
+        if (part.codec == Codec::trellis) {
+            int g = i / part.group;
+            float scale = part.scale_bits == 8 ? half_at(scales) * (float)scales[2 + g] : half_at(scales + 2 * g);
+            weight = (float)trellis_value(part, codes, i) * scale;
+            made.magnitudes[i] = 127.0 * std::fabs((double)scale);
+            continue;
+        }
         if (part.codec == Codec::fp8 || part.codec == Codec::e5m2 || part.codec == Codec::mxfp4) {
             weight = source_weight(part, codes, scales, i, &made.magnitudes[i]);
             continue;
@@ -139,6 +155,10 @@ void make_sane(Random& random, const PlacedPart& placed, uint8_t* row) {
     if (placed.place == Place::none) return;
     uint8_t *codes = row + placed.offset, *scales = codes + part.code_bytes, *zeros = scales + part.scale_bytes;
     const float top = (float)(1 << (part.codec == Codec::affine ? part.width : 1)), unit = 0.1f / top;
+    const bool is_trellis = part.codec == Codec::trellis;
+    if (is_trellis && part.scale_bits == 8) put_half(scales, random.sign() * 0.1f / 127 / 128);
+    for (int g = 0; is_trellis && part.scale_bits == 16 && g < part.num_groups; g++)
+        put_half(scales + 2 * g, random.sign() * random.real(0.01f, 0.1f) / 127);
     if (part.codec == Codec::affine && part.scale_bits == 8) {
         put_half(scales, random.sign() * unit / 128);
         put_half(zeros, top / 256);
@@ -149,7 +169,7 @@ void make_sane(Random& random, const PlacedPart& placed, uint8_t* row) {
     }
     bool source = part.codec == Codec::fp8 || part.codec == Codec::e5m2 || part.codec == Codec::mxfp4;
     if (source) make_source_sane(random, part, codes);
-    for (int i = 0; part.codec != Codec::affine && !source && i < part.num_cols; i++) {
+    for (int i = 0; part.codec != Codec::affine && !is_trellis && !source && i < part.num_cols; i++) {
         float weight = random.sign() * random.real(0.001f, 0.1f);
         uint32_t bits;
         std::memcpy(&bits, &weight, 4);

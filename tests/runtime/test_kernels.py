@@ -21,11 +21,24 @@ from random_experts import (
 )
 from torch import Tensor
 
-from moe_pack.formats import BF16, E5M2, FP8, MXFP4, SELECTORS, ExpertFormat, PartFormat, Selector, part_format
+from moe_pack.formats import (
+    BF16,
+    E5M2,
+    FP8,
+    MXFP4,
+    SELECTORS,
+    TRELLIS_WIDTHS,
+    ExpertFormat,
+    PartFormat,
+    Selector,
+    part_format,
+    trellis_format,
+)
 from moe_pack.runtime import Activations, NeuronBlock, activations, run_expert
 from moe_pack.runtime.native_kernels import Kernels, Selected
 
 WIDTHS = (1, 2, 3, 4, 8, 16, "fp8", "e5m2", "mxfp4")  # the last three in the one format each has
+TRELLISES = tuple(f"trellis {width}" for width in TRELLIS_WIDTHS)
 SOURCES = {"fp8": FP8, "e5m2": E5M2, "mxfp4": MXFP4}
 CHOICES: dict[str, tuple[object, ...]] = {
     "gate": (*WIDTHS, None),
@@ -51,7 +64,7 @@ def can_be(c: Combination) -> bool:
         return False
     if c["num_cols"] % 64:  # type: ignore[operator]
         return widths.count(16) == len(widths)
-    grouped = any(isinstance(width, int) and width < 16 for width in widths)
+    grouped = any(width in TRELLISES or (isinstance(width, int) and width < 16) for width in widths)
     return not grouped or not c["group"] or not c["num_cols"] % c["group"]  # type: ignore[operator]
 
 
@@ -88,6 +101,8 @@ def case(number: int) -> Case:
 
     def stored(name: str) -> PartFormat:
         width = c[name]
+        if width in TRELLISES:
+            return trellis_format(TRELLIS_WIDTHS[TRELLISES.index(width)], c["group"], c["scale_bits"])  # type: ignore[arg-type]
         if isinstance(width, str):
             return SOURCES[width]
         return part_format(width, c["group"], c["scale_bits"])  # type: ignore[arg-type]
@@ -108,7 +123,15 @@ def case(number: int) -> Case:
     return case_of(expert, random_tokens(c["num_tokens"], shape.num_cols, number), c["sparsity"])  # type: ignore[arg-type]
 
 
-SAMPLE = sample(CHOICES, can_be, 180)
+# Of trellises beside each other, in rows of affine codes, and in rows of which they are a part.
+OF_TRELLISES: dict[str, tuple[object, ...]] = {
+    **CHOICES,
+    "gate": (*TRELLISES, 3, None),
+    "up": (*TRELLISES, 2),
+    "down": (*TRELLISES, 4),
+    "num_cols": (64, 192, 320, 640, 1088),
+}
+SAMPLE = sample(CHOICES, can_be, 180) + sample(OF_TRELLISES, can_be, 120)
 
 
 def name_of(number: int) -> str:

@@ -387,7 +387,7 @@ EXPERT_LAYOUTS = {
     "no gate to clamp": ({6: 2, GATE + PLACE: 0}, "layout: the neuron function needs a gate"),
     "selector row too short": ({3: 64}, UNFIT),
     "record too short": ({4: 128}, UNFIT),
-    "unknown codec": ({GATE + CODEC: 7}, "layout: unknown codec"),
+    "unknown codec": ({GATE + CODEC: 8}, "layout: unknown codec"),
     "codec below 0": ({GATE + CODEC: -1}, "layout: unknown codec"),
     "unknown width": ({UP + WIDTH: 5}, "layout: unknown width"),
     "width 16": ({UP + WIDTH: 16}, "layout: unknown width"),
@@ -501,7 +501,7 @@ def test_an_operation_without_kernels_is_refused() -> None:
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^instruction set: expected portable, avx2 or avx512$"):
+    with pytest.raises(ValueError, match=r"^instruction set: expected portable, avx2, avx512 or avx512vbmi$"):
         Kernels(1, cast(InstructionSet, "sse2"))
 
 

@@ -8,7 +8,17 @@ import torch
 from native import INSTRUCTION_SETS, kernels_limited_to
 from random_experts import MAX_ERROR, assert_near, product_magnitudes, random_rows, random_tokens, weight_magnitudes
 
-from moe_pack.formats import BF16, E5M2, FP8, MXFP4, PartFormat, format_text, part_format
+from moe_pack.formats import (
+    BF16,
+    E5M2,
+    FP8,
+    MXFP4,
+    TRELLIS_WIDTHS,
+    PartFormat,
+    format_text,
+    part_format,
+    trellis_format,
+)
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.rows import row_crcs
 from moe_pack.runtime.matrix import TORCH_DTYPES
@@ -16,15 +26,17 @@ from moe_pack.runtime.native_kernels import Kernels, row_numbers, stored_numbers
 
 SOURCES = [FP8, E5M2, MXFP4]
 CODECS = [BF16, *(part_format(w, g, s) for w in (1, 2, 3, 4, 8) for g in (0, 16, 32, 64, 128) for s in (16, 8))]
+CODECS += [trellis_format(w, g, s) for w in TRELLIS_WIDTHS for g in (0, 16, 32, 64, 128) for s in (16, 8)]
 CODECS += SOURCES
 SOME_CODECS = [BF16, part_format(4, 64), part_format(2, 16, 8), part_format(3, 0), *SOURCES]
+SOME_CODECS += [trellis_format(3, 0), trellis_format(4, 16, 8), trellis_format(8, 64)]
 COLUMNS = (64, 192, 320, 640, 1088)
 MEBIBYTE = 1 << 20
 
 
 def fitting(stored: PartFormat) -> list[int]:
     """The row sizes that a codec may have."""
-    whole = stored.codec == "affine" and stored.group
+    whole = stored.codec in ("affine", "trellis") and stored.group
     return [n for n in COLUMNS if not whole or n % whole == 0] + ([70, 1] if stored == BF16 else [])
 
 

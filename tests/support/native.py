@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_pack.runtime.native_kernels import ExpertRows, InstructionSet, Kernels, is_available
 
-INSTRUCTION_SETS: tuple[InstructionSet, ...] = ("portable", "avx2", "avx512")
+INSTRUCTION_SETS: tuple[InstructionSet, ...] = ("portable", "avx2", "avx512", "avx512vbmi")
 
 
 @cache

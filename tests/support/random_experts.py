@@ -101,10 +101,12 @@ def weight_magnitudes(stored: PartFormat, num_cols: int, section: Bytes) -> Tens
     if stored == MXFP4:  # sums of the native kernels' rows take E2M1 codes as affine ones, with a zero of 6
         scales = powers_of_two(held[:, stored.code_bytes(num_cols) :]).double().repeat_interleave(32, dim=1)
         return decode_part(stored, num_cols, held).double().abs() + 6 * scales
-    if stored.codec == "trellis":  # whose values may be taken as codes of 8 bits with a zero of 128
+    if stored.codec == "trellis":
+        # Of rows that are added, h * scale has steps of the largest / 8.3e6: half of one, times a value of 127, is
+        # `MAX_ERROR` of 8 times that largest, whose own value may be zero.
         trellis = Trellis(stored, num_cols)
         scales = trellis.load_scales(held[:, trellis.code_bytes :]).double()
-        return decode_part(stored, num_cols, held).double().abs() + 128 * _each_column(scales, num_cols)
+        return decode_part(stored, num_cols, held).double().abs() + 8 * _each_column(scales, num_cols)
     if stored.codec != "affine":
         return decode_part(stored, num_cols, held).double().abs()
     codec = affine(stored, num_cols)
