@@ -13,6 +13,7 @@ from moe_pack.formats.codecs import Affine
 # What is tried of a group's range: the narrowest share by width, and how many in all, the whole range among them.
 _LEAST_SHARE = {1: 0.2, 2: 0.4, 3: 0.55, 4: 0.65}
 _NUM_SHARES = 10
+_NUM_FITS = 2  # after each: codes, then the scale and zero that fit these codes best
 _PIECE_WEIGHTS = 1 << 16  # fitted at once: temporaries stay in cache
 _LEAST_SCALE = 2.0**-14  # below float16's normal range a group counts as constant
 
@@ -20,8 +21,8 @@ _LEAST_SCALE = 2.0**-14  # below float16's normal range a group counts as consta
 def affine_pairs(groups: Tensor, importance: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """A scale and a zero for every group of some rows, before they are rounded to what is stored.
 
-    Meaning: of `_NUM_SHARES` ranges about the group's middle, each fitted to the codes it gives (a second fit gains
-             nothing), that of the least sum of importance times squared error.
+    Meaning: of `_NUM_SHARES` ranges about the group's middle, each fitted `_NUM_FITS` times, that of the least
+             sum of importance times squared error.
     Args:    groups: float32 [rows, groups, group].   importance: float32 [groups, group], above 0.   width: 1 to 4.
     Returns: float32 [rows, groups] each, scales above 0.
     """
@@ -54,7 +55,8 @@ def _fitted(groups: Tensor, importance: Tensor, width: int) -> tuple[Tensor, Ten
         scale = (high - low) * (part / (2**width - 1))
         scale = torch.where(scale < _LEAST_SCALE, torch.ones_like(scale), scale)
         zero = ((high - low) * (part / 2) - (high + low) / 2) / scale
-        scale, zero = _refitted(groups, share, mean, scale, zero, width)
+        for _ in range(_NUM_FITS):
+            scale, zero = _refitted(groups, share, mean, scale, zero, width)
         misses = code_values(nearest_codes(groups, scale, zero, width), scale, zero).sub_(groups)
         cost = misses.square_().mul_(share).sum(dim=2, keepdim=True)
         better, (least, best_scale, best_zero) = cost < best[0], best

@@ -20,7 +20,7 @@ PARTS = [
     part_format(2, 64),
     part_format(3, 0, 8),
     part_format(1, 32),
-    part_format(4, 64, 8),
+    part_format(4, 16, 8),
     trellis_format(3, 0),
     trellis_format(4, 0),
     trellis_format(6, 32, 8),
