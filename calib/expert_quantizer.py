@@ -48,15 +48,18 @@ def needs_inputs(part: PartFormat) -> bool:
     return not part.keeps_source and part.bits < _PLAIN_BITS
 
 
-def calibration_bytes(hidden_size: int, intermediate_size: int) -> int:
-    """What a `Calibration` and an `ExpertQuantizer` of it hold at their peak, neurons of one block among it."""
+def calibration_bytes(hidden_size: int, intermediate_size: int, held: int = 0) -> int:
+    """What a `Calibration` and an `ExpertQuantizer` of it hold at their peak, neurons of one block among it.
+
+    Args:    held: what else is there when rows are rounded, but not yet when `Calibration.runs` are made.
+    """
     d, num_tokens = hidden_size, MAX_OWN_TOKENS + MAX_OTHER_TOKENS
     neurons = min(intermediate_size, BLOCK_NEURONS)
     run = -(-d // -(-d // _MAX_COLUMNS))  # columns
     making = 4 * run * (d - run) + 20 * run**2  # factors of other runs, and of this one moments, twice in float64
     factor = 4 * num_tokens * 3 * neurons + 20 * neurons**2  # of down: activations, and the same
-    rounding = 4 * d * (run + 3 * neurons + max(2 * neurons, 6 * _PIECE_ROWS))
-    return 4 * num_tokens * d + max(making, rounding + factor)
+    rounding = 4 * d * (run + 4 * neurons + max(2 * neurons, 10 * _PIECE_ROWS))
+    return 4 * num_tokens * d + max(making, rounding + factor + held)
 
 
 class Calibration:

@@ -9,7 +9,7 @@ until the row's product with what is stored is that with itself.
 import torch
 from torch import Tensor
 
-from moe_pack.calib.trellis_search import search
+from moe_pack.calib.trellis_search import Found, search
 from moe_pack.calib.unholdable import UnholdableError
 from moe_pack.formats import PartFormat
 from moe_pack.formats.codecs import Trellis, trellis_unit
@@ -40,22 +40,23 @@ class TrellisRounding:
             if factor == SCALE_FACTORS[0] and not held.all():
                 row = int((~held).nonzero()[0, 0])
                 raise UnholdableError(row, "weights beyond float16 scales; store it in 16 bits")
-            error = (self._values(rows, tried)[1] - rows).square().sum(dim=1, keepdim=True)
+            error = (self._each(tried).mul_(self._found(rows, tried).values) - rows).square().sum(dim=1, keepdim=True)
             better = held & (error < least)
             best, least = torch.where(better, tried, best), torch.where(better, error, least)
         return best
 
     def encode(self, rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Bytes of rows by the codes nearest under these scales, then stretched; and what is read from them."""
-        codes, rounded = self._values(rows, scales)
-        stored = self._codec.store_scales(scales * unbiasing_gain(rows, rounded))
-        made = self._codec.encode(codes, stored)
-        return made, self._codec.decode(made)
+        found, codec = self._found(rows, scales), self._codec
+        stored = codec.store_scales(scales * unbiasing_gain(rows, self._each(scales).mul_(found.values)))
+        return codec.encode(found.codes, stored), self._each(codec.load_scales(stored)).mul_(found.values)
 
-    def _values(self, rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        spread = scales.repeat_interleave(rows.shape[1] // self._codec.num_groups, dim=1)
-        found = search(rows, rows, spread, self._alike, self._codec.part.width)
-        return found.codes, found.values.mul_(spread)
+    def _found(self, rows: Tensor, scales: Tensor) -> Found:
+        return search(rows, rows, self._each(scales), self._alike, self._codec.part.width)
+
+    def _each(self, scales: Tensor) -> Tensor:
+        """Scales of groups as those of their columns."""
+        return scales.repeat_interleave(len(self._alike) // self._codec.num_groups, dim=1)
 
 
 def unbiasing_gain(rows: Tensor, rounded: Tensor) -> Tensor:

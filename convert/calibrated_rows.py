@@ -58,16 +58,15 @@ def calibrated_rows(
         yield first, end, made
 
 
-def calibrated_bytes(checkpoint: Checkpoint, place: tuple[int, int], formats: ExpertFormat) -> int:
-    """What `calibrated_rows` holds of an expert at its peak."""
-    spec = checkpoint.spec
-    total = calibration_bytes(spec.hidden_size, spec.expert.intermediate_size)
+def calibrated_bytes(checkpoint: Checkpoint, place: tuple[int, int], formats: ExpertFormat, num_bytes: int) -> int:
+    """What `calibrated_rows` holds of an expert at its peak, with the `num_bytes` that are made of it."""
+    spec, total = checkpoint.spec, num_bytes
     for matrix in spec.expert.matrices:
         source, part = checkpoint.expert_source(*place, matrix), formats.of(matrix)
         total += held_bytes(checkpoint, source, BF16)
         if part is not None and part.keeps_source:
             total += held_bytes(checkpoint, source, part)
-    return total
+    return calibration_bytes(spec.hidden_size, spec.expert.intermediate_size, total)
 
 
 def _block(rows: Mapping[Matrix, MatrixRows], biases: Mapping[Matrix, Bytes2D], first: int, end: int) -> NeuronBlock:

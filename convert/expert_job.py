@@ -48,7 +48,7 @@ def job_bytes(checkpoint: Checkpoint, plan: Plan, item: Item) -> int:
         return item.num_bytes
     formats = plan.experts[item.layer][item.expert]
     if is_calibrated(plan, formats):
-        return item.num_bytes + calibrated_bytes(checkpoint, (item.layer, item.expert), formats)
+        return calibrated_bytes(checkpoint, (item.layer, item.expert), formats, item.num_bytes)
     parts = [(matrix, part) for matrix in checkpoint.spec.expert.matrices if (part := formats.of(matrix))]
     sources = [(checkpoint.expert_source(item.layer, item.expert, matrix), part) for matrix, part in parts]
     return item.num_bytes + sum(held_bytes(checkpoint, source, part) for source, part in sources)

@@ -221,7 +221,8 @@ def test_a_job_counts_what_its_calibration_holds(checkpoint: Checkpoint) -> None
     item = next(item for item in layout_for(checkpoint, plain).items() if item.kind == "expert")
     across = 2 * F * D  # down, bfloat16
     assert job_bytes(checkpoint, plain, item) == item.num_bytes + across
-    assert job_bytes(checkpoint, calibrated, item) == item.num_bytes + across + calibration_bytes(D, F)
+    assert job_bytes(checkpoint, calibrated, item) == calibration_bytes(D, F, item.num_bytes + across)
+    assert calibration_bytes(D, F, item.num_bytes + across) > item.num_bytes + across + 4 * 3 * D * 1024
     wide = uniform_plan(checkpoint.spec, "up", EIGHT, EIGHT, None, "calibrated")
     assert job_bytes(checkpoint, wide, item) == item.num_bytes + across
 
