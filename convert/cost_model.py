@@ -255,9 +255,7 @@ def _row_seconds(rows: RowLayout, machine: Machine) -> list[float]:
     """Of each of a row's parts; its CRC and padding, which lie beside them, are shared out."""
     of_parts = sum(part.num_bytes for part in rows.parts)
     scale = rows.row_bytes / of_parts
-    return [
-        scale * part.num_bytes / rate_of(machine.expert_rates, part.format.bits) + machine.row_s for part in rows.parts
-    ]
+    return [scale * part.num_bytes / machine.expert_rate(part.format) + machine.row_s for part in rows.parts]
 
 
 def dense_seconds(layout: PackLayout, machine: Machine, seen_tokens: int) -> tuple[float, float]:
@@ -269,7 +267,7 @@ def dense_seconds(layout: PackLayout, machine: Machine, seen_tokens: int) -> tup
     for dense in layout.dense:
         if dense.role.name == "embed" and not layout.spec.tied_head:
             continue
-        width = dense.rows.parts[0].format.bits if dense.rows else {"F32": 32}.get(dense.dtype, 16)
+        width = dense.rows.parts[0].format.width if dense.rows else {"F32": 32}.get(dense.dtype, 16)
         rate = machine.memory_rate if width == 32 else rate_of(machine.dense_rates, width)
         seconds += dense.entry.num_bytes / rate
         num_bytes += dense.entry.num_bytes
