@@ -25,8 +25,7 @@ size_t padded_groups(const Part& part) { return round_up(size_t(part.num_groups)
 // -- Inputs ----------------------------------------------------------------------------------------------------------
 
 // Prepared affine inputs: header, digits by block, then their sum in each group as floats, zeros after the last.
-// For E2M1, instead of these sums: of every four columns, times the zero of codes, so that weights of zero give zero. A
-// trellis, which has no zeros, needs none.
+// For E2M1, instead of these sums: of every four columns, times the zero of codes, so that weights of zero give zero.
 struct Inputs {
     const int8_t* digits;
     const float* sums;
@@ -41,9 +40,6 @@ struct Inputs {
 };
 
 size_t sums_of_inputs(const Part& part) {
-    if (part.codec == Codec::trellis) {
-        return 0;
-    }
     return part.codec == Codec::mxfp4 ? size_t(part.num_cols) / 4 : padded_groups(part);
 }
 
@@ -100,9 +96,6 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
     for (int32_t block = 0; block < part.num_cols; block += kBlock) {
         int32_t fixed[kBlock];
         split_block(x + block, lift, steps, fixed, digits + block * kDigits);
-        if (part.codec == Codec::trellis) {
-            continue;
-        }
         if (part.codec == Codec::mxfp4) {
             int32_t* fours = reinterpret_cast<int32_t*>(sums) + block / 4;
             for (int32_t c = 0; c < kBlock; c += 4) {

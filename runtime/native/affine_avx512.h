@@ -15,9 +15,13 @@ namespace {
 constexpr float kPeak = 8300000.0f;  // of fixed-point inputs: the highest digit is at most 127
 constexpr int32_t kDigits = 3;
 constexpr int32_t kPlaneBytes = kDigits * kBlock;  // of a plane of inputs: 64 high digits, 64 middle, 64 low
-constexpr int32_t kHeaderBytes = 64;               // of prepared affine inputs: their peak, a float
+constexpr int32_t kHeaderBytes = 64;               // of prepared inputs: their peak, a float; their sum, an integer
 
 size_t padded_units(const Part& part) { return round_up(size_t(num_units(part)), 32); }
+
+// Sums in a loop are of this type: of __m512i, which is of 64-bit integers to GCC 12, each would be copied to another
+// register and back.
+typedef int32_t Ints __attribute__((vector_size(64)));
 
 // Of a trellis: sets of a chunk's planes, as Units has them, and what the sums of one begin with.
 constexpr int32_t kStarts = 32;
@@ -31,16 +35,19 @@ int32_t sets_of(const Part& part) {
 
 // Prepared affine inputs: header, digits by chunk and plane, then their sum in each unit as floats, zeros after the
 // last. Instead of these sums, so that weights of zero give zero: for E2M1, by plane, of every four columns, times the
-// zero of codes; for a trellis, what its sums begin with (`store_starts`).
+// zero of codes; for a trellis, what its sums begin with (`store_starts`), or with one scale a row, in the header, the
+// sum of all.
 struct Inputs {
     const uint8_t* digits;
     const float* sums;
     float peak;
+    int64_t sum;  // of a trellis's inputs, fixed-point
 
     Inputs(const Part& part, const void* prepared)
         : digits(static_cast<const uint8_t*>(prepared) + kHeaderBytes),
           sums(reinterpret_cast<const float*>(digits + digit_bytes(part))),
-          peak(*static_cast<const float*>(prepared)) {}
+          peak(*static_cast<const float*>(prepared)),
+          sum(static_cast<const int64_t*>(prepared)[1]) {}
 
     static size_t digit_bytes(const Part& part) {
         return size_t(num_chunks(part)) * planes_of(part) * kPlaneBytes;
@@ -48,7 +55,7 @@ struct Inputs {
 
     static size_t num_sums(const Part& part) {
         if (part.codec == Codec::trellis) {
-            return size_t(num_chunks(part)) * sets_of(part) * kStarts;
+            return part.num_groups == 1 ? 0 : size_t(num_chunks(part)) * sets_of(part) * kStarts;
         }
         return part.codec == Codec::mxfp4 ? digit_bytes(part) / kPlaneBytes * 16 : padded_units(part);
     }
@@ -107,6 +114,8 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
     const bool finite = is_finite(peak);
     const Inputs inputs(part, prepared);
     *static_cast<float*>(prepared) = finite ? peak : __builtin_nanf("");
+    int64_t& whole_sum = static_cast<int64_t*>(prepared)[1];
+    whole_sum = 0;
     uint8_t* digits = const_cast<uint8_t*>(inputs.digits);
     float* sums = const_cast<float*>(inputs.sums);
     const bool is_trellis = part.codec == Codec::trellis, splits = is_trellis && part.width % 2 == 1;
@@ -128,22 +137,20 @@ void prepare_digits(const Part& part, const float* x, void* prepared) {
             const __m512 lifted = _mm512_mul_ps(_mm512_loadu_ps(x + block * kBlock + col), _mm512_set1_ps(lift));
             const __m512i fixed = _mm512_cvtps_epi32(_mm512_mul_ps(lifted, _mm512_set1_ps(steps)));
             store_digits(fixed, col, run, planes, splits, to);
-            if (is_trellis) {
-                continue;
-            }
             if (part.codec == Codec::mxfp4) {
                 int32_t* fours = reinterpret_cast<int32_t*>(sums) + (block / planes * planes + col / run) * 16;
                 store_fours_of(fixed, fours + block % planes * (run / 4) + col % run / 4);
                 continue;
             }
             sum = _mm512_add_epi32(sum, fixed);
-            if ((col + 16) % unit == 0) {
+            if (!is_trellis && (col + 16) % unit == 0) {
                 *sums++ = float(_mm512_reduce_add_epi32(sum));
                 sum = _mm512_setzero_si512();
             }
         }
+        whole_sum += is_trellis ? _mm512_reduce_add_epi32(sum) : 0;
     }
-    if (is_trellis) {
+    if (is_trellis && part.num_groups > 1) {
         store_starts(part, digits, reinterpret_cast<int32_t*>(sums));
     }
 }
@@ -316,9 +323,16 @@ inline void find_factors(const Part& part, const uint8_t* const* rows, int32_t n
     }
 }
 
-// Sums in a loop are of this type: of __m512i, which is of 64-bit integers to GCC 12, each would be copied to another
-// register and back.
-typedef int32_t Ints __attribute__((vector_size(64)));
+// Even columns, then odd ones, to natural order.
+inline void in_order(__m512 columns[4]) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    const __m512 even[2] = {columns[0], columns[1]}, odd[2] = {columns[2], columns[3]};
+    unrolled<2>([&](auto i) MOE_PACK_INLINE {
+        columns[2 * i.value] = _mm512_permutex2var_ps(even[i.value], low, odd[i.value]);
+        columns[2 * i.value + 1] = _mm512_permutex2var_ps(even[i.value], high, odd[i.value]);
+    });
+}
 
 // A block's columns of all rows (a multiple of four). Its first unit is the `unit`-th of `factors`.
 template <int WIDTH, int UNIT>
@@ -333,7 +347,7 @@ MOE_PACK_INLINE inline void add_block(const uint8_t* const* rows, int32_t num_ro
         prefetch.lines<kMostLines>(lines);
         __m512i codes[4];
         if constexpr (is_trellis(WIDTH)) {
-            trellis_of_four<WIDTH - trellis_of(0)>(rows + r, at, codes);
+            trellis_of_four<WIDTH - trellis_of(0), kSplits<WIDTH, UNIT>>(rows + r, at, codes);
         } else {
             codes_of_four<WIDTH>(rows + r, at, codes);
         }
@@ -346,14 +360,20 @@ MOE_PACK_INLINE inline void add_block(const uint8_t* const* rows, int32_t num_ro
             });
         });
     }
+    __m512 totals[4];
     unrolled<4>([&](auto q) MOE_PACK_INLINE {
         const __m512i of[kDigits] = {__m512i(sums[q.value][0]), __m512i(sums[q.value][1]), __m512i(sums[q.value][2])};
         constexpr float share = 1.0f / (kPeak * places_of_four<WIDTH>(decltype(q)::value));
         const __m512 coarse = _mm512_mul_ps(_mm512_cvtepi32_ps(of[0]), _mm512_set1_ps(65536.0f * share));
         const __m512 fine = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(of[1], 8), of[2]));
-        const __m512 total = _mm512_fmadd_ps(fine, _mm512_set1_ps(share), coarse);
+        totals[q.value] = _mm512_fmadd_ps(fine, _mm512_set1_ps(share), coarse);
+    });
+    if constexpr (kSplits<WIDTH, UNIT>) {
+        in_order(totals);
+    }
+    unrolled<4>([&](auto q) MOE_PACK_INLINE {
         const __m512 peak = _mm512_set1_ps(factors.peaks[unit + 16 * q.value / UNIT]);
-        _mm512_store_ps(sum + 16 * q.value, _mm512_fmadd_ps(total, peak, _mm512_load_ps(sum + 16 * q.value)));
+        _mm512_store_ps(sum + 16 * q.value, _mm512_fmadd_ps(totals[q.value], peak, _mm512_load_ps(sum + 16 * q.value)));
     });
 }
 
@@ -398,9 +418,66 @@ void add_affine(const Part& part, const uint8_t* const* rows, int32_t num_rows, 
     prefetch.rest();
 }
 
+// -- Trellises -------------------------------------------------------------------------------------------------------
+
+// Lanes of int32, which are sums of digits' products, together.
+inline __m512i in_one(const __m512i sums[kDigits], int half) {
+    __m512i total = _mm512_setzero_si512();
+    for (int k = 0; k < kDigits; ++k) {
+        const __m256i eight = half == 0 ? _mm512_castsi512_si256(sums[k]) : _mm512_extracti64x4_epi64(sums[k], 1);
+        total = _mm512_add_epi64(_mm512_slli_epi64(total, 8), _mm512_cvtepi32_epi64(eight));
+    }
+    return total;
+}
+
+// A row with one scale: sums of products stay integers to its end. They are at most 255 * 128 in each lane for each of
+// its four columns in a plane, which with kMaxCols is below 2^31.
+template <int W>
+float dot_row_of_one_scale(const Part& part, const uint8_t* row, const Inputs& inputs, Prefetch prefetch) {
+    using C = Chunk<trellis_of(W)>;
+    const uint8_t* digits = inputs.digits;
+    const StoredScales stored(part, row);
+    Ints sums[C::planes][kDigits];
+    unrolled<C::planes * kDigits>([&](auto i) MOE_PACK_INLINE {
+        sums[i.value / kDigits][i.value % kDigits] = Ints{};
+    });
+    for (int32_t left = part.code_bytes; left > 0; left -= C::code_bytes, row += C::code_bytes) {
+        prefetch.line();
+        const Codes<trellis_of(W)> codes(row, left, left == part.code_bytes);
+        unrolled<C::planes>([&](auto plane) MOE_PACK_INLINE {
+            const __m512i values = codes.template plane<decltype(plane)::value>();
+            unrolled<kDigits>([&](auto k) MOE_PACK_INLINE {
+                Ints& sum = sums[plane.value][k.value];
+                sum = Ints(_mm512_dpbusd_epi32(__m512i(sum), values, _mm512_load_si512(digits + k.value * kBlock)));
+            });
+            digits += kPlaneBytes;
+        });
+    }
+    prefetch.rest();
+    __m512i all[kDigits];
+    unrolled<kDigits>([&](auto k) MOE_PACK_INLINE {
+        Ints sum = sums[0][k.value];
+        unrolled<C::planes - 1>([&](auto plane) MOE_PACK_INLINE { sum += sums[plane.value + 1][k.value]; });
+        all[k.value] = __m512i(sum);
+    });
+    const int64_t total = _mm512_reduce_add_epi64(_mm512_add_epi64(in_one(all, 0), in_one(all, 1)));
+    const double scale = _mm512_cvtss_f32(stored.scale(0));
+    return float(double(total - kTrellisZero * inputs.sum) * scale * (1.0 / kPeak) * inputs.peak);
+}
+
 // A trellis's rows: those of codes of 8 bits, looked up.
 template <int W, int UNIT>
-constexpr auto dot_trellis = dot_affine<trellis_of(W), UNIT>;
+void dot_trellis(const Part& part, const uint8_t* const* rows, int32_t num_rows, const void* prepared,
+                 const Ahead& ahead, float* out) {
+    if (part.num_groups > 1) {
+        return dot_affine<trellis_of(W), UNIT>(part, rows, num_rows, prepared, ahead, out);
+    }
+    const Inputs inputs(part, prepared);
+    for (int32_t r = 0; r < num_rows; ++r) {
+        out[r] = dot_row_of_one_scale<W>(part, rows[r], inputs, Prefetch(ahead, r)) + row_bias(part, rows[r]);
+    }
+}
+
 template <int W, int UNIT>
 constexpr auto add_trellis = add_affine<trellis_of(W), UNIT>;
 

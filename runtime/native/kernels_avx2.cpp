@@ -28,14 +28,19 @@ namespace {
 constexpr int32_t kBatch = 4;  // rows added while a chunk of the sum is in registers
 
 size_t prepared_bytes(const Part& part) {
-    if (!has_digits(part)) {
+    if (part.codec == Codec::trellis) {
+        return prepared_trellis_bytes(part);
+    }
+    if (!is_affine(part)) {
         return 4 * round_up(size_t(part.num_cols), 16);
     }
     return round_up(kHeaderBytes + size_t(kDigits) * part.num_cols + 4 * sums_of_inputs(part), 64);
 }
 
 void prepare(const Part& part, const float* x, void* prepared) {
-    if (has_digits(part)) {
+    if (part.codec == Codec::trellis) {
+        prepare_trellis(part, x, prepared);
+    } else if (is_affine(part)) {
         prepare_digits(part, x, prepared);
     } else {
         prepare_floats(part, x, part.codec == Codec::e5m2 ? kE5m2Share : 1.0f, static_cast<float*>(prepared));

@@ -51,7 +51,8 @@ PyObject* search_codes(PyObject*, PyObject* arguments) {
                           &work.width, &from[0], &from[1], &from[2], &from[3], &from[4], &from[5], &from[6], &from[7],
                           &from[8], &from[9]))
         return nullptr;
-    if (best_kernels(limit) == nullptr) return refuse("instruction set", "expected portable, avx2 or avx512");
+    if (best_kernels(limit) == nullptr)
+        return refuse("instruction set", "expected portable, avx2, avx512 or avx512vbmi");
     if (work.num_cols < 1 || work.num_cols > kMaxColumns) return refuse("columns", "expected 1 to 65536");
     if (work.num_kept < 0 || work.num_kept > work.num_cols) return refuse("kept", "more columns than there are");
     if (work.width < 3 || work.width > 8) return refuse("width", "expected 3 to 8");

@@ -61,6 +61,16 @@ struct Half {
 template <int W, int PARITY, int HALF>
 constexpr Half kValues = Half(W, PARITY, HALF);
 
+// Whether the sums of a block's columns are taken with even columns first, then odd ones: where these have tables of
+// their own, and the block one scale.
+#if defined(MOE_PACK_VBMI)
+template <int WIDTH, int UNIT>
+constexpr bool kSplits = is_trellis(WIDTH) && WIDTH % 2 == 1 && UNIT == kBlock;
+#else
+template <int WIDTH, int UNIT>
+constexpr bool kSplits = false;
+#endif
+
 #if defined(MOE_PACK_VBMI)
 
 // -- With VBMI -------------------------------------------------------------------------------------------------------
@@ -92,14 +102,15 @@ constexpr Cut cut_of_block() {
     return cut;
 }
 
-// 32 columns of two rows, whose bytes, and each time the one before, are the register's halves: a word has a column's
-// two windows. Every other four words are of columns from 16 on: unpacked with two other rows, columns are in order.
-template <int W>
+// A block of two rows lies in the register's halves, and before each the byte that precedes it. What is cut out are 32
+// columns of both, a column's two windows in a word: those from `FIRST` on, all or every other one. Every other four
+// words are of the second half of these columns: unpacked with two other rows, columns are in order.
+template <int W, int FIRST, int STEP>
 constexpr Cut cut_of_two() {
     Cut cut = {};
     for (int i = 0; i < 64; ++i) {
-        const int first_col = i / 16 * 4 + i / 8 % 2 * 16, col = first_col + i % 8 / 2;
-        const int first = (8 + Stream<W>::begin(first_col)) / 8;
+        const int word = i / 16 * 4 + i / 8 % 2 * 16, col = FIRST + STEP * (word + i % 8 / 2);
+        const int first = (8 + Stream<W>::begin(FIRST + STEP * word)) / 8;
         cut.from.byte[i] = uint8_t(first + i % 4 + i % 8 / 4 * 32);
         cut.shifts.byte[i] = uint8_t(8 + Stream<W>::begin(col) - 8 * first + i % 2 * 32);
     }
@@ -108,8 +119,8 @@ constexpr Cut cut_of_two() {
 
 template <int W>
 constexpr Cut kBlockCut = cut_of_block<W>();
-template <int W>
-constexpr Cut kTwoCut = cut_of_two<W>();
+template <int W, int FIRST, int STEP>
+constexpr Cut kTwoCut = cut_of_two<W, FIRST, STEP>();
 
 // Even bytes' (or words') values are those of even columns, odd ones' of odd columns.
 template <int W>
@@ -125,22 +136,37 @@ MOE_PACK_INLINE inline __m512i block_values(const uint8_t* block, bool is_first)
     return values_of_both<W>(kBlockCut<W>.windows(stream), 0xaaaaaaaaaaaaaaaa);
 }
 
-// A block of four rows from byte `at` on, as codes_of_four has them.
-template <int W>
+// A block of two rows from byte `at` on, or half of it, and each time the byte before.
+template <int NUM_BYTES>
+MOE_PACK_INLINE inline __m512i two_of(const uint8_t* const rows[2], size_t at, bool is_first) {
+    constexpr __mmask32 there = (2ull << NUM_BYTES) - 1;
+    const __mmask32 mask = is_first ? there - 1 : there;
+    const __m256i first = _mm256_maskz_loadu_epi8(mask, rows[0] + at - 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(first), _mm256_maskz_loadu_epi8(mask, rows[1] + at - 1), 1);
+}
+
+// A block of four rows from byte `at` on, as codes_of_four has them; `SPLITS`: but first even columns, then odd ones.
+template <int W, bool SPLITS>
 MOE_PACK_INLINE inline void trellis_of_four(const uint8_t* const rows[4], size_t at, __m512i codes[4]) {
-    constexpr __mmask32 there = (2u << 2 * W) - 1;
+    constexpr bool in_one = 4 * W < 32;
+    __m512i streams[2];
+    if constexpr (in_one) {
+        unrolled<2>([&](auto i) MOE_PACK_INLINE { streams[i.value] = two_of<4 * W>(rows + 2 * i.value, at, at == 0); });
+    }
     unrolled<2>([&](auto half) MOE_PACK_INLINE {
-        constexpr int begin = 2 * W * decltype(half)::value - 1;
-        const __mmask32 mask = half.value == 0 && at == 0 ? there - 1 : there;
+        constexpr int HALF = decltype(half)::value, STEP = SPLITS ? 2 : 1;
+        constexpr int FIRST = SPLITS ? HALF : in_one ? 32 * HALF : 0;
         __m512i pairs[2];
         unrolled<2>([&](auto i) MOE_PACK_INLINE {
-            const __m256i first = _mm256_maskz_loadu_epi8(mask, rows[2 * i.value] + at + begin);
-            const __m256i second = _mm256_maskz_loadu_epi8(mask, rows[2 * i.value + 1] + at + begin);
-            const __m512i stream = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-            pairs[i.value] = values_of_both<W>(kTwoCut<W>.windows(stream), 0xcccccccccccccccc);
+            if constexpr (!in_one) {
+                streams[i.value] = two_of<2 * W>(rows + 2 * i.value, at + 2 * W * HALF, HALF == 0 && at == 0);
+            }
+            const __m512i windows = kTwoCut<W, FIRST, STEP>.windows(streams[i.value]);
+            pairs[i.value] = SPLITS ? values_of<W, W % 2 * HALF>(windows)
+                                    : values_of_both<W>(windows, 0xcccccccccccccccc);
         });
-        codes[2 * half.value] = _mm512_unpacklo_epi16(pairs[0], pairs[1]);
-        codes[2 * half.value + 1] = _mm512_unpackhi_epi16(pairs[0], pairs[1]);
+        codes[2 * HALF] = _mm512_unpacklo_epi16(pairs[0], pairs[1]);
+        codes[2 * HALF + 1] = _mm512_unpackhi_epi16(pairs[0], pairs[1]);
     });
 }
 
@@ -250,7 +276,7 @@ MOE_PACK_INLINE inline __m512i block_values(const uint8_t* block, bool is_first)
 }
 
 // A block of four rows from byte `at` on, as codes_of_four has them.
-template <int W>
+template <int W, bool SPLITS>
 MOE_PACK_INLINE inline void trellis_of_four(const uint8_t* const rows[4], size_t at, __m512i codes[4]) {
     __m512i blocks[4];
     unrolled<4>([&](auto r) MOE_PACK_INLINE { blocks[r.value] = block_values<W>(rows[r.value] + at, at == 0); });

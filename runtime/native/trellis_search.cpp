@@ -29,7 +29,7 @@ void lay_out_factor(const TrellisWork& work, float* out) {
 SearchRows best_search(const char* limit) {
 #if defined(__x86_64__)
     const char* name = best_kernels(limit)->name;
-    if (std::strcmp(name, "avx512") == 0) return search_rows_avx512;
+    if (std::strncmp(name, "avx512", 6) == 0) return search_rows_avx512;  // with VBMI or without
     if (std::strcmp(name, "avx2") == 0) return search_rows_avx2;
 #else
     (void)limit;

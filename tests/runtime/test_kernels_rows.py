@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 from native import INSTRUCTION_SETS, kernels_limited_to
-from random_experts import MAX_ERROR, assert_near, product_magnitudes, random_rows, random_tokens, weight_magnitudes
+from random_experts import (
+    MAX_ERROR,
+    Shape,
+    assert_near,
+    product_magnitudes,
+    random_expert,
+    random_rows,
+    random_tokens,
+    weight_magnitudes,
+)
 
 from moe_pack.formats import (
     BF16,
@@ -92,6 +101,18 @@ def test_decoding_gives_the_bits_of_the_codec_for_any_bytes(stored: PartFormat, 
     found = kernels.decode(row_numbers(layout, "weight"), rows)
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(nan=0).view(torch.int32), expected.nan_to_num(nan=0).view(torch.int32))
+
+
+@pytest.mark.parametrize("stored", [c for c in CODECS if c.codec == "trellis"], ids=format_text)
+def test_either_way_of_avx_512_gives_a_trellis_the_same_bits(stored: PartFormat) -> None:
+    by_words, by_bytes = kernels_limited_to("avx512"), kernels_limited_to("avx512vbmi")
+    x = random_tokens(3, 640)
+    layout, rows = random_rows(stored, 70, 640)
+    products = [kernels.product(x, row_numbers(layout, "weight"), rows) for kernels in (by_words, by_bytes)]
+    assert torch.equal(*products)
+    expert, neurons = random_expert(Shape(70, 640, down=stored)), torch.arange(70, dtype=torch.int32)
+    h = random_tokens(3, 70)
+    assert torch.equal(*(kernels.accumulate(h, expert.rows(), neurons) for kernels in (by_words, by_bytes)))
 
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=str)
