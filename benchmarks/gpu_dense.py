@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from gpu_bytes import ByteBench, Timed
 from gpu_clock import Clock, copies_beyond
-from gpu_experts import Matrices, Model, make_experts, make_matrices
+from gpu_experts import Matrices, Model, Stored, make_experts, make_matrices
 from gpu_results import Results
 from torch import Tensor
 
@@ -23,12 +23,15 @@ _TINY = Model("tiny", 128, 96, 1)
 
 @dataclass(frozen=True, slots=True)
 class DenseTime:
-    """A matrix [rows, cols] times so many vectors. `tflops`: 2 rows cols tokens a second."""
+    """A matrix [rows, cols] times so many vectors. `tflops`: 2 rows cols tokens a second.
+
+    `bits`: of codes in groups of 64, or a trellis by its name.
+    """
 
     operation: str
     rows: int
     cols: int
-    bits: int
+    bits: Stored
     tokens: int
     tflops: float
     timed: Timed
@@ -39,7 +42,7 @@ class ManyTime:
     """An expert of `tokens` tokens: selector `up` of 2 bits, records of `bits`, sparsity 0.8 of the paper's rule."""
 
     model: str
-    bits: int
+    bits: Stored
     tokens: int
     tflops: float
     timed: Timed
@@ -62,13 +65,13 @@ def run(results: Results, clock: Clock) -> None:
     bench, tiny = ByteBench(results, clock, clock.copy_rate()), clock.is_rehearsal
     shapes = [(96, 128)] if tiny else [(4096, 4096), (32000, 4096), (1024, 4096), (4096, 2048), (151936, 2048)]
     for rows, cols in shapes:
-        for bits in (4,) if tiny else (16, 8, 4):
+        for bits in (4, "t4") if tiny else (16, 8, 4, 2, "t8", "t4"):
             results.section(f"gemv {rows}x{cols} {bits} bit", partial(_gemv, bench, rows, cols, bits))
     for rows, cols in shapes[:1]:
-        for bits in (4,) if tiny else (16, 4, 2):
+        for bits in (4, "t4") if tiny else (16, 4, 2, "t8", "t4"):
             results.section(f"gemm {rows}x{cols} {bits} bit", partial(_gemm, bench, rows, cols, bits))
     for model in (_TINY,) if tiny else (_MIXTRAL, _QWEN3):
-        for bits in (4,) if tiny else (4, 2):
+        for bits in (4, "t4") if tiny else (4, 2, "t8", "t4"):
             results.section(f"expert_many {model.name} {bits} bit", partial(_many, bench, model, bits))
     for heads, kv_heads, dtype in ((4, 2, torch.float32),) if tiny else _caches():
         name = f"attention {heads}/{kv_heads} {dtype}"
@@ -83,7 +86,7 @@ def _tokens(bench: ByteBench) -> tuple[int, ...]:
     return (3,) if bench.clock.is_rehearsal else (2, 8, 16, 64, 128, 256, 512)
 
 
-def _gemv(bench: ByteBench, rows: int, cols: int, bits: int) -> None:
+def _gemv(bench: ByteBench, rows: int, cols: int, bits: Stored) -> None:
     device = bench.clock.device
     held = make_matrices(bench.clock, rows, cols, bits)
     x, out = torch.randn(cols).to(device), torch.zeros(rows, device=device)
@@ -95,14 +98,14 @@ def _gemv(bench: ByteBench, rows: int, cols: int, bits: int) -> None:
         bench.results.add(DenseTime("torch.mv, bf16", rows, cols, bits, 1, _tflops(rows * cols, timed), timed))
 
 
-def _gemm(bench: ByteBench, rows: int, cols: int, bits: int) -> None:
+def _gemm(bench: ByteBench, rows: int, cols: int, bits: Stored) -> None:
     held = make_matrices(bench.clock, rows, cols, bits)
     for tokens in _tokens(bench):
         x = torch.randn(tokens, cols).to(bench.clock.device)
         _gemm_of(bench, held, x, (rows, cols, bits))
 
 
-def _gemm_of(bench: ByteBench, held: Matrices, x: Tensor, case: tuple[int, int, int]) -> None:
+def _gemm_of(bench: ByteBench, held: Matrices, x: Tensor, case: tuple[int, int, Stored]) -> None:
     rows, cols, bits = case
     out, work = torch.zeros(len(x), rows, device=x.device), rows * cols * len(x)
     timed = bench.timed(held.num_bytes, lambda i: gemm(x, held.rows[i], held.part, held.row_units, out), len(held.rows))
@@ -118,7 +121,7 @@ def _matmul(x: Tensor, weights: list[Tensor], number: int) -> None:
     torch.matmul(x, weights[number].T)
 
 
-def _many(bench: ByteBench, model: Model, bits: int) -> None:
+def _many(bench: ByteBench, model: Model, bits: Stored) -> None:
     device = bench.clock.device
     experts = make_experts(bench.clock, model, "up", 2, bits)
     # Activations are about normal, of deviation 1: 0.8 of them lie below this.

@@ -13,6 +13,7 @@ from moe_pack.formats import (
     E5M2,
     FP8,
     MXFP4,
+    TRELLIS_WIDTHS,
     ExpertFormat,
     ExpertLayout,
     ExpertSpec,
@@ -21,14 +22,16 @@ from moe_pack.formats import (
     Selector,
     expert_layout,
     part_format,
+    trellis_format,
 )
 from moe_pack.formats import row_layout as layout_of_rows
 from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
 from moe_pack.runtime.kernels.tables import LayerTables, kind_of
 
 _GROUP = 64
-Stored = int | str  # bits of codes in groups of 64, or a codec that keeps a source
-_CODECS: dict[str, PartFormat] = {part.codec: part for part in (FP8, E5M2, MXFP4)}
+Stored = int | str  # bits of codes in groups of 64; `t4`: a trellis of that width; or a codec that keeps a source
+_NAMED: dict[str, PartFormat] = {part.codec: part for part in (FP8, E5M2, MXFP4)}
+_NAMED |= {f"t{width}": trellis_format(width, _GROUP) for width in TRELLIS_WIDTHS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class Experts:
 
 
 def expert_of(model: Model, selector: Selector, selector_bits: Stored, record_bits: Stored) -> ExpertLayout:
-    """The layout of an expert of these widths or codecs."""
+    """The layout of an expert of these widths, trellises or codecs."""
     chosen, stored = _format(selector_bits), _format(record_bits)
     gate, up = (chosen if selector in (name, "both") else stored for name in ("gate", "up"))
     spec = ExpertSpec("silu", model.f, ("gate", "up", "down"), (), 0)
@@ -64,7 +67,7 @@ def expert_of(model: Model, selector: Selector, selector_bits: Stored, record_bi
 
 
 def _format(stored: Stored) -> PartFormat:
-    return _CODECS[stored] if isinstance(stored, str) else part_format(stored, _GROUP)
+    return _NAMED[stored] if isinstance(stored, str) else part_format(stored, _GROUP)
 
 
 def random_extent(layout: ExpertLayout) -> NDArray[np.uint8]:
@@ -113,7 +116,7 @@ class Matrices:
     num_bytes: int
 
 
-def make_matrices(clock: Clock, num_rows: int, num_cols: int, bits: int) -> Matrices:
+def make_matrices(clock: Clock, num_rows: int, num_cols: int, bits: Stored) -> Matrices:
     """So many copies that they exceed the L2 cache four times; of 16 bits they are plain bf16 values."""
     spread = Spread(0.0, num_cols**-0.5)
     if bits == 16:
@@ -122,7 +125,7 @@ def make_matrices(clock: Clock, num_rows: int, num_cols: int, bits: int) -> Matr
         num_bytes = 2 * num_rows * num_cols
         copies = tuple(values.clone() for _ in range(copies_beyond(clock.l2_bytes, num_bytes)))
         return Matrices(copies, stored_part("BF16", num_cols), None, num_cols // 8, num_bytes)
-    layout = layout_of_rows([("weight", part_format(bits, _GROUP), False)], num_cols)
+    layout = layout_of_rows([("weight", _format(bits), False)], num_cols)
     rows = torch.from_numpy(random_rows(layout, num_rows, {"weight": spread}, random_stream(2))).to(clock.device)
     num_bytes = num_rows * layout.parts[0].num_bytes
     copies = tuple(rows.clone() for _ in range(copies_beyond(clock.l2_bytes, num_bytes)))

@@ -37,7 +37,7 @@ class Case:
     record_bits: Stored
 
 
-_REHEARSED = [Case(_TINY, "up", 2, 4), Case(_TINY, "both", "mxfp4", "e5m2")]
+_REHEARSED = [Case(_TINY, "up", 2, 4), Case(_TINY, "both", "mxfp4", "e5m2"), Case(_TINY, "up", "t4", "t7")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,11 @@ def _cases() -> list[Case]:
     others = [Case(_MIXTRAL_2, "up", 2, 4), Case(_MIXTRAL_2, "up", 2, 2), Case(_MIXTRAL_2, "both", 2, 4)]
     small = [Case(_QWEN3, "up", 2, 4), Case(_QWEN3, "up", 4, 4), Case(_QWEN3, "none", 4, 4)]
     kept = [Case(_V3, "up", "fp8", "fp8"), Case(_GPT_OSS, "both", "mxfp4", "e5m2")]  # as their sources have them
-    return [*table_1, *others, *small, Case(_MIXTRAL_2, "up", 4, 3), Case(_MIXTRAL_2, "up", 8, 8), *kept]
+    # Beside affine codes of as many bits: 2/2 and 2/4, 4/4 and 4/3.
+    trellises = [Case(_MIXTRAL_2, "up", "t4", record) for record in ("t4", "t8")]
+    trellises += [Case(_QWEN3, "up", "t8", "t8"), Case(_MIXTRAL_2, "up", "t8", "t6")]
+    others += [Case(_MIXTRAL_2, "up", 4, 3), Case(_MIXTRAL_2, "up", 8, 8)]
+    return [*table_1, *others, *small, *trellises, *kept]
 
 
 class _CaseBench:

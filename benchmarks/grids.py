@@ -1,8 +1,8 @@
 """Compares grids without calibration: affine with a zero, symmetric affine (no zeros stored), and the trellis.
 
 Mean squared error of the demo model's expert weights as a share of their mean square, at the bits a weight that codes,
-scales and zeros take in a row of --row weights. Symmetric affine is no format of the project: levels at half steps about
-zero, each group's scale the best of 26. This says whether it should be one.
+scales and zeros take in a row of --row weights. Symmetric affine is no format of the project: levels at half steps
+about zero, each group's scale the best of 26. This says whether it should be one.
 """
 
 import json

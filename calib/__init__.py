@@ -17,12 +17,19 @@ from moe_pack.calib.evaluation import (
 )
 from moe_pack.calib.expert_error import ABSMAX_FORMATS
 from moe_pack.calib.expert_pass import HOT_SPARSITIES, KINDS
+from moe_pack.calib.expert_quantizer import (
+    BLOCK_NEURONS,
+    Calibration,
+    ExpertQuantizer,
+    calibration_bytes,
+    needs_inputs,
+)
 from moe_pack.calib.heat import hottest_first
 from moe_pack.calib.losses import Losses, losses_of
 from moe_pack.calib.price_of_sparsity import SparsityPrice
 from moe_pack.calib.price_of_substitution import Substitution, SubstitutionPrice
 from moe_pack.calib.prices import NUM_CALIBRATION_TOKENS, Prices, measure_prices
-from moe_pack.calib.profile import Profile, Sensitivity
+from moe_pack.calib.profile import Profile, Sensitivity, check_same_source
 from moe_pack.calib.profiler import ProfileOptions, make_profile
 from moe_pack.calib.quantize import RowQuantizer, check_finite
 from moe_pack.calib.realized import RealizedSparsity
@@ -41,14 +48,17 @@ from moe_pack.calib.unholdable import UnholdableError
 
 __all__ = [
     "ABSMAX_FORMATS",
+    "BLOCK_NEURONS",
     "HOT_SPARSITIES",
     "KINDS",
     "NUM_CALIBRATION_TOKENS",
     "QUALITY_FILE",
     "REFERENCE_FILE",
     "BlockLosses",
+    "Calibration",
     "Cost",
     "Estimate",
+    "ExpertQuantizer",
     "Losses",
     "MeasuredPack",
     "MeasuredThresholds",
@@ -76,8 +86,10 @@ __all__ = [
     "assumed_losses",
     "attach",
     "block_losses",
+    "calibration_bytes",
     "check_continues",
     "check_finite",
+    "check_same_source",
     "check_source",
     "evaluate",
     "hottest_first",
@@ -88,6 +100,7 @@ __all__ = [
     "measure_thresholds",
     "measured_pack",
     "most_routing_bytes",
+    "needs_inputs",
     "num_held_out",
     "quality_of",
     "read_reference",

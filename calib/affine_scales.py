@@ -1,8 +1,7 @@
 """Scales and zeros of groups for the codec `affine`, by the least squared error that weighs columns by importance.
 
 Not what is nearest to most weights (hqq's solver, `quantize`): where errors are fed back, and rows multiplied
-afterwards so that none shrinks, the weighted square is what is lost. KL divergence at 2 bits, groups of 64, of
-small-mixtral: 0.040 with hqq's scales, 0.032 with these.
+afterwards so that none shrinks, the weighted square is what is lost, and hqq's scales lose more at 2 and 3 bits.
 """
 
 import torch

@@ -112,8 +112,11 @@ def spread(assumed: AssumedLosses, spec: ModelSpec) -> Losses:
     by_kind = {held.kind: (0.0, *held.losses) for held in assumed.sparse}
     sparse = np.asarray([by_kind[kind] for kind in KINDS])
     return Losses(
+        quantizer="hqq",
         formats=(*formats, BF16),
         quantized=quantized,
+        calibrated_formats=(BF16,),
+        calibrated=np.zeros_like(quantized[..., -1:]),
         absmax=absmax,
         importance=absmax[..., 0].sum(axis=2),
         kinds=KINDS,

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from moe_pack.calib.calibrated_error import calibrated_multiplications, calibrated_ratios
 from moe_pack.calib.divergence import divergence, head_tokens, log_probabilities
 from moe_pack.calib.expert_error import (
     COMPARED_NEURONS,
@@ -24,6 +25,7 @@ from moe_pack.calib.expert_error import (
     format_ratios,
     output_changes,
 )
+from moe_pack.calib.expert_inputs import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
 from moe_pack.calib.expert_pass import measure_expert
 from moe_pack.calib.layer_pass import LayerStates
 from moe_pack.calib.mlp_predictor import USUAL_TRAINING, shapes_for, train
@@ -185,6 +187,16 @@ class Trial:
         weights = torch.ones(num_tokens, device=x.device)
         seconds = _seconds(lambda: format_ratios(held, self._function, x, weights, rounding))
         return Cost(compared_multiplications(self._spec, num_tokens), seconds)
+
+    @torch.inference_mode()
+    def calibrated(self, num_tokens: int, rounding: Rounding) -> Cost:
+        """The same of calibrated rounding, which is calibrated on as many tokens as it may be."""
+        x, held = self._random(num_tokens), self._weights.expert(0, 0)
+        number = MAX_OWN_TOKENS + MAX_OTHER_TOKENS
+        tokens = ExpertTokens(self._random(number).cpu(), torch.ones(number))
+        weights = torch.ones(num_tokens, device=x.device)
+        seconds = _seconds(lambda: calibrated_ratios(held, self._function, x, weights, rounding, tokens))
+        return Cost(calibrated_multiplications(self._spec, num_tokens), seconds)
 
     @torch.inference_mode()
     def rounded(self, weights: Weights) -> Cost:

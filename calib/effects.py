@@ -62,7 +62,8 @@ class LayerErrors:
     copies that begin here, as they were changed.   `quantized` f32 [E, 3, 4]: gate, up, down at 2, 3, 4, 8 bits.
     `sparse` f32 [E, 3, 4]: up, gate, both at the sparsities of hotness.   `ratios` f32 [3, F]: the errors in every
     format (`compared_formats`) over those measured at the same width, plain rounding's or hqq's own; `quantized` was
-    multiplied by hqq's of groups of 64 with 16-bit scales.
+    multiplied by hqq's of groups of 64 with 16-bit scales.   `calibrated` f32 [3, C]: of calibrated rounding in every
+    format (`calibrated_formats`) over those measured at its `base_width`; [0] where no inputs are kept.
     """
 
     dense: Array
@@ -70,10 +71,11 @@ class LayerErrors:
     quantized: Array
     sparse: Array
     ratios: Array
+    calibrated: Array
 
     def arrays(self) -> dict[str, Array]:
         """All by name, as stored."""
-        return {name: getattr(self, name) for name in ("dense", "copies", "quantized", "sparse", "ratios")}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -138,14 +138,29 @@ def _add_quantized(
     rounding: Rounding,
     output: Tensor,
 ) -> None:
-    matrix: Matrix = MATRICES[change.matrix_idx]
+    weights = (block.gate, block.up, block.down)[change.matrix_idx]
+    if weights is not None:
+        add_change(MATRICES[change.matrix_idx], rounding(weights, change.width), block, values, x, function, output)
+
+
+def add_change(
+    matrix: Matrix,
+    rounded: Tensor,
+    block: NeuronBlock,
+    values: Activations,
+    x: Tensor,
+    function: NeuronFunction,
+    output: Tensor,
+) -> None:
+    """Adds to `output` float32 [n, d] what an expert's output changes by if a block's matrix becomes `rounded`.
+
+    Args:    values: of the block, for `x`.
+    """
     if matrix == "down":
-        output.addmm_(values.h, rounding(block.down, change.width) - block.down)
+        output.addmm_(values.h, rounded - block.down)
         return
-    weights, bias = (block.up, block.up_bias) if matrix == "up" else (block.gate, block.gate_bias)
-    if weights is None:
-        return
-    product = x @ rounding(weights, change.width).T
+    bias = block.up_bias if matrix == "up" else block.gate_bias
+    product = x @ rounded.T
     if bias is not None:
         product = product + bias
     neuron = NEURONS[function]
@@ -168,7 +183,7 @@ def format_ratios(expert: Expert, function: NeuronFunction, x: Tensor, weights: 
     For gate, up and down; formats as `compared_formats` lists them. 1 where there is no error to compare. Judged on
     the expert's first 256 neurons.
     """
-    blocks = _first_neurons(expert)
+    blocks = first_neurons(expert, COMPARED_NEURONS)
     values = [activations(x, block, function) for block in blocks]
 
     def errors(held: Rounding, width: int) -> Tensor:
@@ -187,19 +202,24 @@ def format_ratios(expert: Expert, function: NeuronFunction, x: Tensor, weights: 
     return torch.stack(ratios, dim=1)
 
 
-def _first_neurons(expert: Expert) -> list[NeuronBlock]:
-    """An expert's first neurons, as many as formats are compared on."""
+def first_neurons(expert: Expert, number: int) -> list[NeuronBlock]:
+    """An expert's first neurons, so many at most, in blocks."""
     held: list[NeuronBlock] = []
-    left = COMPARED_NEURONS
+    left = number
     for block in expert.blocks():
-        gate, gate_bias, up_bias = (
-            None if one is None else one[:left] for one in (block.gate, block.gate_bias, block.up_bias)
-        )
-        held.append(NeuronBlock(gate, block.up[:left], block.down[:left], gate_bias, up_bias))
+        held.append(cut(block, left))
         left -= len(block.up)
         if left <= 0:
             break
     return held
+
+
+def cut(block: NeuronBlock, number: int) -> NeuronBlock:
+    """A block's first neurons, so many at most."""
+    gate, gate_bias, up_bias = (
+        None if one is None else one[:number] for one in (block.gate, block.gate_bias, block.up_bias)
+    )
+    return NeuronBlock(gate, block.up[:number], block.down[:number], gate_bias, up_bias)
 
 
 def ratios_of_widths(ratios: Array, num_cols: int) -> Array:

@@ -4,7 +4,7 @@ Second moments of every expert's inputs would be terabytes for a large model; th
 layer, and an expert's own are read from it when its turn comes. Specified in docs/profile.md.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -71,6 +71,30 @@ class ExpertTokens:
     weights: Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptInputs:
+    """What experts were given of some sequences of `sequence_length` tokens a layer.
+
+    `sequences`: which they are, rising int64 [n].   `open`: a MoE layer's file, which the caller closes.
+    """
+
+    sequences: Tensor
+    sequence_length: int
+    open: Callable[[int], "ExpertInputs"]
+
+    def split(self, num_judged: int) -> tuple[int, int]:
+        """Tokens to judge on, and others to calibrate on.
+
+        Args:    num_judged: of all tokens, how many of the first may be judged on.
+        Returns: how many of the first are to be, and the first token of a file that is not among them: half of what
+                 the files hold at least is left to calibrate on.
+        """
+        S = self.sequence_length
+        middle, place = divmod(len(self.sequences) * S // 2, S)
+        judged = min(num_judged, int(self.sequences[middle]) * S + place)
+        return judged, int((judged - self.sequences * S).clamp(0, S).sum())
+
+
 class ExpertInputs:
     """A layer's file of T tokens, open for reading. For several threads; `close` it, or use it in a `with`.
 
@@ -113,8 +137,8 @@ class ExpertInputs:
             row[:] = self._reader.read(self._first_byte + place * num_bytes, num_bytes)
         return out.to(torch.float32)
 
-    def of_expert(self, expert: int) -> ExpertTokens:
-        """The tokens an expert is calibrated on: its own, and a few of its layer's.
+    def of_expert(self, expert: int, first_token: int = 0) -> ExpertTokens:
+        """The tokens an expert is calibrated on, of those from `first_token` on: its own, and a few of its layer's.
 
         Meaning: of the tokens it runs for at most `MAX_OWN_TOKENS`, evenly spread, each with the square of its router
                  weight: so an error of the expert's output enters the layer's. Of the other tokens of the layer at
@@ -123,11 +147,12 @@ class ExpertInputs:
                  alone, and each counts 1.
         """
         runs = (self.experts == expert) & (self.weights != 0)  # [T, k]
+        runs[:first_token] = False
         token_idx, place = (torch.from_numpy(found) for found in np.nonzero(runs))
         own = sample_places(len(token_idx), MAX_OWN_TOKENS)
         token_idx, place = token_idx[own], place[own]
         squares = torch.from_numpy(self.weights)[token_idx, place].square()  # [n]
-        others = torch.from_numpy(np.flatnonzero(~runs.any(axis=1)))
+        others = torch.from_numpy(first_token + np.flatnonzero(~runs[first_token:].any(axis=1)))
         others = others[sample_places(len(others), MAX_OTHER_TOKENS)]
         each = float(squares.mean()) * OTHERS_COUNT / max(len(others), 1) if len(squares) else 1.0
         weights = torch.cat((squares, torch.full((len(others),), each)))

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.column_rounding import ColumnRun, round_columns
-from moe_pack.calib.expert_inputs import ExpertTokens
-from moe_pack.calib.moments import Feedback, feedback, second_moments
+from moe_pack.calib.expert_inputs import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
+from moe_pack.calib.moments import Feedback, damping, feedback, second_moments
 from moe_pack.calib.neuron_rounding import round_neurons
 from moe_pack.calib.quantize import RowQuantizer
+from moe_pack.calib.unholdable import UnholdableError
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, NeuronFunction, PartFormat
 from moe_pack.runtime import NeuronBlock, activations
 
@@ -25,7 +26,7 @@ BLOCK_NEURONS = 1024  # rounded together: errors of a neuron of down are made up
 # DeepSeek-V3's 7,168 columns 49 and 196. Runs should be few: what hangs together across them is not made up for.
 _MAX_COLUMNS = 4096
 _PLAIN_BITS = 8  # from so many on there is next to nothing to make up for
-DAMPING = 0.2  # of the mean of the moments' diagonal
+_PIECE_ROWS = 256  # of gate and up at once, for which there are half a dozen copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,25 @@ class Steps:
 
 
 _ALL_STEPS = Steps()
+
+
+def needs_inputs(part: PartFormat) -> bool:
+    """Whether how rows are rounded to a format depends on inputs."""
+    return not part.keeps_source and part.bits < _PLAIN_BITS
+
+
+def calibration_bytes(hidden_size: int, intermediate_size: int, held: int = 0) -> int:
+    """What a `Calibration` and an `ExpertQuantizer` of it hold at their peak, neurons of one block among it.
+
+    Args:    held: what else is there when rows are rounded, but not yet when `Calibration.runs` are made.
+    """
+    d, num_tokens = hidden_size, MAX_OWN_TOKENS + MAX_OTHER_TOKENS
+    neurons = min(intermediate_size, BLOCK_NEURONS)
+    run = -(-d // -(-d // _MAX_COLUMNS))  # columns
+    making = 4 * run * (d - run) + 20 * run**2  # factors of other runs, and of this one moments, twice in float64
+    factor = 4 * num_tokens * 3 * neurons + 20 * neurons**2  # of down: activations, and the same
+    rounding = 4 * d * (run + 4 * neurons + max(2 * neurons, 10 * _PIECE_ROWS))
+    return 4 * num_tokens * d + max(making, rounding + factor + held)
 
 
 class Calibration:
@@ -79,11 +99,13 @@ class Calibration:
                 importance, factor = found.importance, found.factor
             else:
                 squares = torch.mv(inputs.square().T, self._tokens.weights)
-                importance, factor = squares + DAMPING * squares.mean(), None
+                share = damping(self._tokens.weights, len(squares))
+                importance, factor = squares + share * squares.mean(), None
             yield ColumnRun(first, importance if self._steps.importance else torch.ones_like(importance), factor)
 
     def _feedback(self, values: Tensor) -> Feedback:
-        return feedback(second_moments(values, self._tokens.weights), DAMPING)
+        weights = self._tokens.weights
+        return feedback(second_moments(values, weights), damping(weights, values.shape[1]))
 
 
 class ExpertQuantizer:
@@ -101,7 +123,7 @@ class ExpertQuantizer:
         self._plain = {
             matrix: RowQuantizer(part, hidden_size, "hqq")
             for matrix, part in self._parts.items()
-            if part.bits >= _PLAIN_BITS
+            if not needs_inputs(part)
         }
 
     @property
@@ -131,4 +153,13 @@ class ExpertQuantizer:
             return self._plain[matrix].encode(weights)
         if matrix == "down":
             return round_neurons(self._parts[matrix], weights, self._calibration.factor(block))
-        return round_columns(self._parts[matrix], weights, self._calibration.runs)
+        return self._columns(self._parts[matrix], weights)
+
+    def _columns(self, part: PartFormat, weights: Tensor) -> Tensor:
+        made = list[Tensor]()
+        for first in range(0, len(weights), _PIECE_ROWS):
+            try:
+                made.append(round_columns(part, weights[first : first + _PIECE_ROWS], self._calibration.runs))
+            except UnholdableError as fault:
+                raise UnholdableError(first + fault.row, fault.advice) from fault
+        return torch.cat(made)

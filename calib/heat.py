@@ -4,9 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.calib.expert_pass import KINDS
-from moe_pack.calib.profile import Profile
-from moe_pack.calib.provenance import source_digest
-from moe_pack.formats import Checkpoint, PlanError, Selector
+from moe_pack.calib.profile import Profile, check_same_source
+from moe_pack.formats import Checkpoint, Selector
 
 
 def hottest_first(
@@ -19,8 +18,7 @@ def hottest_first(
     Args:    sparsity: float64 [L, E].
     Raises:  PlanError if the profile is of another checkpoint.
     """
-    if (profile.spec, profile.facts.source) != (checkpoint.spec, source_digest(checkpoint)):
-        raise PlanError(f"--profile {profile.folder}: is of another checkpoint; profile this one")
+    check_same_source(profile, checkpoint)
     kind_idx = KINDS.index("both" if selector == "none" else selector)
     shape = (*sparsity.shape, profile.spec.expert.intermediate_size)
     orders = np.empty(shape, np.uint32)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.calib.arrays import Array
+from moe_pack.calib.calibrated_error import base_width, calibrated_formats
 from moe_pack.calib.effects import DENSE_WIDTHS, Effects, LayerErrors
 from moe_pack.calib.expert_error import ABSMAX_FORMATS, GROUP, SPARSITIES, WIDTHS, compared_formats, quantized_formats
 from moe_pack.calib.expert_pass import KINDS
@@ -18,6 +19,7 @@ from moe_pack.calib.rounded import roundable_roles
 from moe_pack.calib.statistics import QUANTILE_LEVELS
 from moe_pack.formats import (
     BF16,
+    MATRICES,
     DenseRole,
     ModelSpec,
     PartFormat,
@@ -35,9 +37,12 @@ Floats = NDArray[np.float64]
 class Losses:
     """Nats of KL divergence for each choice; E experts in each of L MoE layers.
 
+    `quantizer`: how plans made from these round experts.
     `formats`: F formats of expert matrices, what the model's rows allow, bfloat16 last, whose loss is 0.
     `quantized` [L, E, 3, F]: gate, up, down of each expert, rounded as conversion does it with hqq; 0 for a gate the
-    family has not.   `absmax` [L, E, 3, 4]: the same at 2, 4 and 8 bits by absmax, a scale a row, and bfloat16.
+    family has not.   `calibrated_formats`, `calibrated` [L, E, 3, C]: the same by calibrated rounding; bfloat16 alone
+    where nothing was measured of it.
+    `absmax` [L, E, 3, 4]: the same at 2, 4 and 8 bits by absmax, a scale a row, and bfloat16.
     `importance` [L, E]: of an expert at 2 bits, as EdgeMoE orders them.   `kinds`: of selectors, as `sparse` has them
     (`none` drops what `both` does).   `sparsities`: 0 first, whose loss is 0.   `sparse` [L, E, kinds, sparsities].
     `dense_widths`: 16 first, whose loss is 0.   `dense` [roles, widths], in the order of `dense_roles`, of groups of
@@ -46,8 +51,11 @@ class Losses:
     [L, E, kinds, 103]: of abs(a) at `QUANTILE_LEVELS`; None where no text was run.   `origin`: what all this rests on.
     """
 
+    quantizer: Quantizer
     formats: tuple[PartFormat, ...]
     quantized: Floats
+    calibrated_formats: tuple[PartFormat, ...]
+    calibrated: Floats
     absmax: Floats
     importance: Floats
     kinds: tuple[Selector, ...]
@@ -64,6 +72,8 @@ class Losses:
         """The formats a quantizer's losses are known of, and those, float64 [L, E, 3, formats]; bfloat16 last."""
         if quantizer == "hqq":
             return self.formats, self.quantized
+        if quantizer == "calibrated":
+            return self.calibrated_formats, self.calibrated
         if quantizer == "absmax":
             return (*ABSMAX_FORMATS, BF16), self.absmax
         return (BF16,), np.zeros_like(self.quantized[..., -1:])
@@ -86,7 +96,8 @@ def losses_of(profile: Profile) -> Losses:
     """The losses that a profile foretells.
 
     Meaning: error(expert, matrix, width) of groups of 64 * ratio(layer, matrix, format) * effect(layer, matrix, width);
-             never more at a greater width of the same groups, nor at a lesser sparsity. An expert that no token reached
+             never more in more bits of the same codec and groups, nor at a lesser sparsity. Calibrated formats count as
+             the width they were compared with (`base_width`). An expert that no token reached
              where errors were measured loses its share of what its layer loses in all, as if one token at least had
              chosen it: 0 would have it stored in the fewest bits for nothing.
              Dense matrices were rounded plainly: hqq's lose somewhat less.
@@ -99,9 +110,14 @@ def losses_of(profile: Profile) -> Losses:
     tokens = np.stack([layer.tokens for layer in statistics])
     text = profile.facts.text.name
     quantized, absmax = _quantized(with_experts, effects, tokens, spec)
+    is_calibrated = profile.has_inputs
+    calibrated = calibrated_formats(spec.hidden_size) if is_calibrated else ()
     return Losses(
+        quantizer="calibrated" if is_calibrated else "hqq",
         formats=(*quantized_formats(spec.hidden_size), BF16),
         quantized=quantized,
+        calibrated_formats=(*calibrated, BF16),
+        calibrated=_calibrated(calibrated, with_experts, effects, tokens, spec),
         absmax=absmax,
         importance=_importance(profile, absmax),
         kinds=KINDS,
@@ -120,19 +136,37 @@ def _quantized(layers: list[LayerErrors], effects: Effects, tokens: Array, spec:
     """Losses [L, E, 3, formats] of hqq and of absmax, each with bfloat16's."""
     formats = tuple(part for _, part in compared_formats(spec.hidden_size))
     num_solved = len(quantized_formats(spec.hidden_size))
-    width_idx = [WIDTHS.index(part.width) for part in formats]
-    base_idx = [formats.index(part_format(part.width, GROUP)) for part in formats]
-    errors = np.stack([layer.quantized for layer in layers]).astype(np.float64)  # [L, E, 3, widths]
-    errors *= np.maximum(effects.quantized, 0.0)[:, None]
     ratios = np.stack([layer.ratios for layer in layers]).astype(np.float64)  # [L, 3, F]
-    base = ratios[:, :, base_idx]  # what `quantized` was multiplied by
-    scale = np.divide(ratios, base, out=np.ones_like(ratios), where=base > 0)
-    found = errors[..., width_idx] * scale[:, None]
-    found = _reached(found, tokens)
+    found = _foretold(ratios, [part.width for part in formats], layers, effects, tokens, spec)
     solved, absmax = slice(num_solved), slice(num_solved, None)
     return _with_bf16(falling(found[..., solved], formats[solved])), _with_bf16(
         falling(found[..., absmax], formats[absmax])
     )
+
+
+def _calibrated(
+    formats: tuple[PartFormat, ...], layers: list[LayerErrors], effects: Effects, tokens: Array, spec: ModelSpec
+) -> Floats:
+    """Losses [L, E, 3, formats] of calibrated rounding, with bfloat16's; of no formats, bfloat16's alone."""
+    if not formats:
+        return np.zeros((*tokens.shape, len(MATRICES), 1))
+    ratios = np.stack([layer.calibrated for layer in layers]).astype(np.float64)  # [L, 3, C]
+    found = _foretold(ratios, [base_width(part) for part in formats], layers, effects, tokens, spec)
+    return _with_bf16(falling(found, formats))
+
+
+def _foretold(
+    ratios: Floats, widths: list[int], layers: list[LayerErrors], effects: Effects, tokens: Array, spec: ModelSpec
+) -> Floats:
+    """Losses [L, E, 3, F] by ratios [L, 3, F] to what was measured at `widths`."""
+    width_idx = [WIDTHS.index(width) for width in widths]
+    errors = np.stack([layer.quantized for layer in layers]).astype(np.float64)  # [L, E, 3, widths]
+    errors *= np.maximum(effects.quantized, 0.0)[:, None]
+    solved = quantized_formats(spec.hidden_size)
+    base_idx = [solved.index(part_format(width, GROUP)) for width in widths]
+    base = np.stack([layer.ratios for layer in layers]).astype(np.float64)[:, :, base_idx]  # that errors hold already
+    scale = np.divide(ratios, base, out=np.ones_like(ratios), where=base > 0)
+    return _reached(errors[..., width_idx] * scale[:, None], tokens)
 
 
 def _importance(profile: Profile, absmax: Floats) -> Floats:
@@ -175,10 +209,10 @@ def _reached(losses: Floats, tokens: Array) -> Floats:
 
 
 def falling(losses: Floats, formats: tuple[PartFormat, ...]) -> Floats:
-    """Losses [..., F] of which none is more than one at a lesser width with the same groups and scales."""
-    found, least = losses.copy(), dict[tuple[int, int], Floats]()
-    for place in sorted(range(len(formats)), key=lambda place: formats[place].width):
-        groups = formats[place].group, formats[place].scale_bits
+    """Losses [..., F] of which none is more than one in fewer bits of the same codec, groups and scales."""
+    found, least = losses.copy(), dict[tuple[str, int, int], Floats]()
+    for place in sorted(range(len(formats)), key=lambda place: formats[place].bits):
+        groups = formats[place].codec, formats[place].group, formats[place].scale_bits
         found[..., place] = np.minimum(found[..., place], least.get(groups, np.inf))
         least[groups] = found[..., place]
     return found

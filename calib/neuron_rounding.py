@@ -9,15 +9,13 @@ from torch import Tensor
 
 from moe_pack.calib.affine_scales import affine_pairs, code_values, stored_pairs
 from moe_pack.calib.column_rounding import ColumnRun, gains
-from moe_pack.calib.quantize import UnholdableError, check_holdable, nearest_codes
-from moe_pack.calib.trellis_search import search
+from moe_pack.calib.quantize import nearest_codes
+from moe_pack.calib.trellis_rows import TrellisRounding
+from moe_pack.calib.unholdable import UnholdableError
 from moe_pack.formats import PartFormat
-from moe_pack.formats.codecs import Trellis, affine, trellis_unit
+from moe_pack.formats.codecs import affine
 
 _BLOCK_NEURONS = 32  # between two products that carry their errors on
-# Of a trellis's scales, times what its table is made for, the one of least error: beyond a table's range errors grow
-# fast, and a row of a few large weights loses less in a coarser one.
-_SCALE_FACTORS = (1.0, 1.1, 1.2, 1.35)
 
 
 def round_neurons(part: PartFormat, weights: Tensor, factor: Tensor | None) -> Tensor:
@@ -28,7 +26,7 @@ def round_neurons(part: PartFormat, weights: Tensor, factor: Tensor | None) -> T
     Returns: u8 [n, part_bytes].
     Raises:  UnholdableError for a row whose weights float16 scales cannot express.
     """
-    rows = _TrellisRows(part, weights.shape[1]) if part.codec == "trellis" else _AffineRows(part, weights.shape[1])
+    rows = TrellisRounding(part, weights.shape[1]) if part.codec == "trellis" else _AffineRows(part, weights.shape[1])
     made = list[Tensor]()
     aims, errors = weights.clone(), torch.empty_like(weights)
     for first in range(0, len(weights), _BLOCK_NEURONS):
@@ -47,36 +45,6 @@ def round_neurons(part: PartFormat, weights: Tensor, factor: Tensor | None) -> T
             errors[i] = weights[i] - rounded[0]
         aims[end:].addmm_(factor[first:end, end:].T, errors[first:end])
     return torch.cat(made)
-
-
-class _TrellisRows:
-    def __init__(self, part: PartFormat, num_cols: int) -> None:
-        self._width = part.width
-        self._codec = Trellis(part, num_cols)
-        self._alike = torch.ones(num_cols)
-
-    def scales(self, aims: Tensor) -> Tensor:
-        """For rows [n, d] the scales [n, groups], as stored, under which they lose least."""
-        codec, tried = self._codec, list[Tensor]()
-        spread = aims.view(len(aims), codec.num_groups, -1).square().mean(dim=2).sqrt()
-        costs = torch.empty((len(_SCALE_FACTORS), len(aims)))
-        for cost, factor in zip(costs, _SCALE_FACTORS, strict=True):
-            tried.append(codec.load_scales(codec.store_scales(spread * (factor * trellis_unit(self._width)))))
-            torch.sum(self._found(aims, tried[-1])[1].sub_(aims).square_(), dim=1, out=cost)
-        check_holdable(tried[0], tried[0])
-        return torch.stack(tried)[costs.argmin(dim=0), torch.arange(len(aims))]
-
-    def encode(self, aims: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Bytes of rows, and what is read from them."""
-        codes, rounded = self._found(aims, scales)
-        gain = _gain(aims, rounded)
-        stored = self._codec.store_scales(scales * gain)
-        return self._codec.encode(codes, stored), rounded.mul_(gain)
-
-    def _found(self, aims: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        each = scales.repeat_interleave(aims.shape[1] // self._codec.num_groups, dim=1)
-        found = search(aims, aims, each, self._alike, self._width)
-        return found.codes, found.values.mul_(each)
 
 
 class _AffineRows:

@@ -13,11 +13,13 @@ from typing import Literal
 import numpy as np
 
 from moe_pack.calib.arrays import Array, check_arrays, read_all_arrays
+from moe_pack.calib.calibrated_error import calibrated_formats
 from moe_pack.calib.effects import DENSE_WIDTHS, Effects, LayerErrors, Level, all_copies, copies_of
 from moe_pack.calib.expert_error import SPARSITIES, WIDTHS, compared_formats
 from moe_pack.calib.expert_inputs import ExpertInputs
 from moe_pack.calib.expert_pass import KINDS
 from moe_pack.calib.prediction import LayerPredictors
+from moe_pack.calib.provenance import source_digest
 from moe_pack.calib.rounded import roundable_roles
 from moe_pack.calib.sequences import stack_tokens
 from moe_pack.calib.statistics import LayerStatistics
@@ -25,10 +27,12 @@ from moe_pack.calib.store import PROFILE_FILE
 from moe_pack.calib.text import Tokens
 from moe_pack.formats import (
     MATRICES,
+    Checkpoint,
     ContentFile,
     ModelSpec,
     PackageVersion,
     PackError,
+    PlanError,
     RangeReader,
     canonical,
     dump,
@@ -175,6 +179,14 @@ class Profile:
             self._checked.add(name)
         return ExpertInputs(self.folder / name, self.spec, self.facts.text.num_kept * self.layer_tokens)
 
+    def inputs_digest(self) -> str:
+        """SHA-256 of the digests of all files of inputs: what calibrated rounding goes by."""
+        digest = hashlib.sha256()
+        for layer in self.spec.moe_layers:
+            listed = self._files.get(layer_file("inputs", layer))
+            digest.update(b"" if listed is None else bytes.fromhex(listed.sha256))
+        return digest.hexdigest()
+
     def paths(self) -> PathStatistics:
         """The path statistics, learned on all tokens but those held out."""
         router = self.spec.router
@@ -191,6 +203,12 @@ class Profile:
             "quantized": ("F32", (E, len(MATRICES), len(WIDTHS)) if with_experts else (0,)),
             "sparse": ("F32", (E, len(KINDS), len(SPARSITIES)) if with_experts else (0,)),
             "ratios": ("F32", (len(MATRICES), len(compared_formats(spec.hidden_size))) if with_experts else (0,)),
+            "calibrated": (
+                "F32",
+                (len(MATRICES), len(calibrated_formats(spec.hidden_size)))
+                if with_experts and self.has_inputs
+                else (0,),
+            ),
         }
         arrays = self._read(name)
         check_arrays(arrays, wanted, name)
@@ -240,3 +258,12 @@ class Profile:
         with RangeReader(self.folder / name, PackError) as reader:
             if reader.num_bytes != listed.bytes or reader.sha256() != listed.sha256:
                 raise PackError(f"{name}: SHA-256 does not match {PROFILE_FILE}; profile the model anew")
+
+
+def check_same_source(profile: Profile, checkpoint: Checkpoint) -> None:
+    """Checks that a profile is of this checkpoint.
+
+    Raises:  PlanError if it is of another.
+    """
+    if (profile.spec, profile.facts.source) != (checkpoint.spec, source_digest(checkpoint)):
+        raise PlanError(f"--profile {profile.folder}: is of another checkpoint; profile this one")

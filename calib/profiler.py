@@ -31,7 +31,7 @@ from moe_pack.calib.costs import (
 )
 from moe_pack.calib.effects import LayerErrors, Level, factors
 from moe_pack.calib.exact import ExactPass
-from moe_pack.calib.expert_inputs import input_bytes, input_pieces, num_kept_sequences
+from moe_pack.calib.expert_inputs import ExpertInputs, KeptInputs, input_bytes, input_pieces, num_kept_sequences
 from moe_pack.calib.expert_pass import CHUNK_TOKENS, HOT_SPARSITIES, sample_places
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.layer_inputs import InputFiles, Shares
@@ -213,7 +213,13 @@ class _Run:
         if self._store.has(EFFECTS_FILE):
             return
         stage = SensitivityPass(
-            self._weights, self._ids, level, self._hot_thresholds, self._store.work / "sensitivity", self._device
+            self._weights,
+            self._ids,
+            level,
+            self._hot_thresholds,
+            self._store.work / "sensitivity",
+            self._device,
+            KeptInputs(self._kept, self._given.length, self._open_inputs) if len(self._kept) else None,
         )
         layers = range(stage.states.next_layer, self._spec.num_hidden_layers)
         self._watcher.begin("sensitivity", stage.cost(layers))
@@ -295,6 +301,10 @@ class _Run:
     def _counted(self, layer_idx: int) -> LayerStatistics:
         name = layer_file("statistics", self._spec.moe_layers[layer_idx])
         return LayerStatistics.from_arrays(self._read(name), name, self._spec, self._given.ids.numel())
+
+    def _open_inputs(self, layer_idx: int) -> ExpertInputs:
+        path = self._store.folder / layer_file("inputs", self._spec.moe_layers[layer_idx])
+        return ExpertInputs(path, self._spec, len(self._kept) * self._given.length)
 
     def _hot_thresholds(self, layer_idx: int) -> Array:
         return self._counted(layer_idx).at_sparsities(HOT_SPARSITIES)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_pack.calib.trellis_rows import nearest_rows
+from moe_pack.calib.trellis_rows import TrellisRounding
 from moe_pack.calib.unholdable import UnholdableError
 from moe_pack.formats import MoePackError, PartFormat, PlanError, Quantizer
-from moe_pack.formats.codecs import Affine, Bf16, Trellis, affine
+from moe_pack.formats.codecs import Affine, Bf16, affine
 
 # Weights a block: with hqq's temporaries it stays in 1 MiB of L2. Rows of 4096 in blocks of 16 are solved 11 times as
 # fast as the whole matrix (docs/benchmarks.md).
@@ -53,12 +53,12 @@ class RowQuantizer:
         self._num_cols = num_cols
         if part.codec == "trellis" and quantizer != "nearest":
             raise PlanError(f"--quantizer {quantizer}: finds scales and zeros, a trellis has no zeros; use nearest")
-        self._codec: Affine | Bf16 | Trellis
+        self._codec: Affine | Bf16 | TrellisRounding
         self._solve: Solver | None = None
         if part.codec == "bf16":
             self._codec = Bf16(part, num_cols)
         elif part.codec == "trellis":
-            self._codec = Trellis(part, num_cols)
+            self._codec = TrellisRounding(part, num_cols)
         else:
             self._codec = affine(part, num_cols)
             self._solve = _SOLVERS[quantizer]()
@@ -82,7 +82,7 @@ class RowQuantizer:
     @torch.inference_mode()
     def _block(self, weights: Tensor, first_row: int) -> Tensor:
         codec = self._codec
-        if isinstance(codec, Trellis):
+        if isinstance(codec, TrellisRounding):
             return self._trellis_block(codec, weights.to(torch.float32), first_row)
         assert isinstance(codec, Affine) and self._solve is not None, "bf16 has no blocks"
         groups = weights.to(torch.float32).reshape(len(weights) * codec.num_groups, -1)
@@ -96,9 +96,9 @@ class RowQuantizer:
         codes = nearest_codes(groups, scale.view(-1, 1), zero.view(-1, 1), self._part.width)
         return codec.encode(codes.to(torch.uint8).view(len(weights), -1), scales, zeros)
 
-    def _trellis_block(self, codec: Trellis, weights: Tensor, first_row: int) -> Tensor:
+    def _trellis_block(self, rounding: TrellisRounding, weights: Tensor, first_row: int) -> Tensor:
         try:
-            return nearest_rows(codec, weights)
+            return rounding.encode(weights, rounding.scales(weights))[0]
         except UnholdableError as fault:
             raise UnholdableError(first_row + fault.row, fault.advice) from fault
 

@@ -116,15 +116,16 @@ def _with_measured(found: PriceCurves, measured: MeasuredPack) -> PriceCurves:
 
 def prices_reading(spec: ModelSpec, losses: Losses) -> str:
     """The format of each width that loses least, and the selector kind that is cheapest to begin with."""
-    lost, best = losses.quantized.sum(axis=(0, 1, 2)), []
-    for width in sorted({part.width for part in losses.formats if part != BF16}):
+    formats, quantized = losses.of(losses.quantizer)
+    lost, best = quantized.sum(axis=(0, 1, 2)), []
+    for width in sorted({part.bits for part in formats if part != BF16}):
         held = [
             (float(kl), stored_bits(spec, part), _groups_text(part))
-            for kl, part in zip(lost, losses.formats, strict=True)
-            if part.width == width
+            for kl, part in zip(lost, formats, strict=True)
+            if part.bits == width
         ]
         kl, bits, groups = min(held)
-        best.append(f"{nats(kl)} at {width} bits ({groups}; {bits:.2f} stored)")
+        best.append(f"{nats(kl)} at {width:g} bits ({groups}; {bits:.2f} stored)")
     at_first = losses.sparse[:, :, :, 1].sum(axis=(0, 1))  # [kinds]
     cheapest = int(at_first.argmin())
     return (
@@ -135,12 +136,14 @@ def prices_reading(spec: ModelSpec, losses: Losses) -> str:
 
 
 def _widths(spec: ModelSpec, losses: Losses) -> tuple[Curve, ...]:
-    """A curve for each length of groups and bits of scales."""
-    lost = losses.quantized.sum(axis=(0, 1, 2))  # [F]
+    """A curve for each codec, length of groups and bits of scales, of the quantizer that plans take."""
+    formats, quantized = losses.of(losses.quantizer)
+    lost = quantized.sum(axis=(0, 1, 2))  # [F]
     curves: dict[str, list[Point]] = {}
-    for part, kl in zip(losses.formats, lost.tolist(), strict=True):
+    for part, kl in zip(formats, lost.tolist(), strict=True):
         if part != BF16:
-            curves.setdefault(_groups_text(part), []).append(Point(stored_bits(spec, part), kl, f"{part.width} bits"))
+            point = Point(stored_bits(spec, part), kl, f"{part.bits:g} bits")
+            curves.setdefault(_groups_text(part), []).append(point)
     return tuple(Curve(name, tuple(points)) for name, points in curves.items())
 
 
@@ -154,7 +157,8 @@ def stored_bits(spec: ModelSpec, part: PartFormat) -> float:
 
 def _groups_text(part: PartFormat) -> str:
     groups = "a row as one group" if part.group == ROW_GROUP else f"groups of {part.group}"
-    return groups if part.scale_bits == 16 else f"{groups}, byte scales"
+    codec = "trellis, " if part.codec == "trellis" else ""
+    return f"{codec}{groups}" + ("" if part.scale_bits == 16 else ", byte scales")
 
 
 def _sparsity(losses: Losses) -> tuple[Curve, ...]:

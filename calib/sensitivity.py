@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.arrays import Array
+from moe_pack.calib.calibrated_error import calibrated_multiplications, calibrated_ratios
 from moe_pack.calib.costs import (
     Cost,
     OnWork,
@@ -37,6 +38,7 @@ from moe_pack.calib.expert_error import (
     output_changes,
     ratios_of_widths,
 )
+from moe_pack.calib.expert_inputs import KeptInputs
 from moe_pack.calib.expert_pass import CHUNK_TOKENS, sample_places
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.layer_pass import MAX_HELD_BYTES, LayerStates, LayerTokens
@@ -60,6 +62,7 @@ class SensitivityPass:
     `ids` int64 [N, n]: what is predicted (`Sequences`).
     Args:    ids: int64 [N, S], all sequences of the profile; as many of the first as are needed are used.
              thresholds: for a MoE layer index, float32 [E, kinds, sparsities]: quantiles of abs(a).
+             kept: what experts were given of some sequences, to calibrate on; None where nothing was kept.
              folder: for hidden states; a killed pass goes on there.
     """
 
@@ -71,9 +74,11 @@ class SensitivityPass:
         thresholds: Callable[[int], Array],
         folder: Path,
         device: torch.device,
+        kept: KeptInputs | None = None,
     ) -> None:
         spec = weights.spec
         self.weights = weights
+        self.kept = kept
         self.spec = spec
         given = Sequences.of(spec, ids)
         self.ids = given.ids
@@ -153,10 +158,11 @@ class SensitivityPass:
         on_work(half * (len(tokens.x) + self._tried_tokens(layer)), f"layer {layer}")
         errors = [self._branch_error(tokens, num_before)] if branches else []
         deltas = self._room_for_deltas(sum(copy.kind == "experts" for copy in begun))
-        quantized, sparse, ratios = torch.zeros(0), torch.zeros(0), torch.zeros(0)
+        quantized, sparse, ratios, calibrated = (torch.zeros(0) for _ in range(4))
         if layer in spec.moe_layers:
             changes = [copy.changes for copy in begun if copy.kind == "experts"]
-            quantized, sparse, ratios = _Experts(self, layer, tokens, changes, deltas).measure(on_work)
+            experts = _Experts(self, layer, tokens, changes, deltas)
+            quantized, sparse, ratios, calibrated = experts.measure(on_work)
         errors += [float(delta.square().mean()) for delta in deltas]
         self._left = tokens, deltas
         return LayerErrors(
@@ -165,6 +171,7 @@ class SensitivityPass:
             quantized=quantized.numpy(),
             sparse=sparse.numpy(),
             ratios=ratios.numpy(),
+            calibrated=calibrated.numpy(),
         )
 
     def _room_for_deltas(self, number: int) -> list[Tensor]:
@@ -189,6 +196,8 @@ class SensitivityPass:
         at_once = min(number, self.changed_tokens)
         changed = trial.changed(at_once, self.rounding) * (number / at_once)
         compared = trial.compared(self.compared_tokens, self.rounding)
+        if self.kept is not None:
+            compared += trial.calibrated(self.compared_tokens, self.rounding)
         total = trial.predicted(self.num_copy_tokens) * (1 + len(all_copies(spec, self.level)))
         num_sequences = self.states.num_sequences
         for layer in layers:
@@ -284,14 +293,14 @@ class _Experts:
         self._thresholds = torch.from_numpy(stage.thresholds(self._layer_idx)).to(stage.device)
         self._chunk = stage.changed_tokens
 
-    def measure(self, on_work: OnWork) -> tuple[Tensor, Tensor, Tensor]:
+    def measure(self, on_work: OnWork) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Runs and measures: the arrays of `LayerErrors`."""
         spec = self._stage.spec
         reached = [self._tokens.of_expert(expert)[0] for expert in range(spec.router.num_experts)]
         num_tokens = [len(token_idx) for token_idx in reached]
         popular = int(np.argmax([int((token_idx < self._num_base_tokens).sum()) for token_idx in reached]))
         del reached
-        ratios = self._ratios(popular, on_work)
+        ratios, calibrated = self._ratios(popular, on_work), self._calibrated(popular, on_work)
         # Of what is measured: `full` measures hqq's own errors, whose ratios are 1.
         ratio = torch.from_numpy(ratios_of_widths(ratios.numpy(), spec.hidden_size)).flatten()
         quantized, sparse = [], []
@@ -303,7 +312,7 @@ class _Experts:
             work = expert_multiplications(spec) * (num_tokens[expert] + _CHANGES_COST * self._stage.usual_tokens)
             on_work(work, f"layer {self._layer} expert {expert}")
         # [E, changes] -> [E, matrices, widths] and [E, kinds, sparsities]
-        return torch.stack(quantized).view(-1, 3, 4), torch.stack(sparse).view(-1, 3, 4), ratios
+        return torch.stack(quantized).view(-1, 3, 4), torch.stack(sparse).view(-1, 3, 4), ratios, calibrated
 
     def _run(self, expert: int) -> None:
         """The expert's outputs for the tokens of all sequences, copies included."""
@@ -338,6 +347,24 @@ class _Experts:
         held = stage.weights.expert(self._layer_idx, expert)
         found = format_ratios(held, stage.spec.expert.function, x, weights.to(x.device), stage.rounding).cpu()
         on_work(compared_multiplications(stage.spec, stage.compared_tokens), f"layer {self._layer} formats")
+        return found
+
+    def _calibrated(self, expert: int, on_work: OnWork) -> Tensor:
+        """The same of calibrated rounding, float32 [3, C], on tokens before those it is calibrated on; [0] without."""
+        stage, kept = self._stage, self._stage.kept
+        if kept is None:
+            return torch.zeros(0)
+        num_judged, first_kept = kept.split(self._num_base_tokens)
+        token_idx, weights, _ = self._sample(expert)
+        judged = (token_idx < num_judged).nonzero()[: self._chunk, 0]
+        x = self._tokens.inputs[token_idx[judged]].to(stage.device)
+        with kept.open(self._layer_idx) as inputs:
+            tokens = inputs.of_expert(expert, first_kept)
+        held, function = stage.weights.expert(self._layer_idx, expert), stage.spec.expert.function
+        found = calibrated_ratios(held, function, x, weights[judged].to(x.device), stage.rounding, tokens).cpu()
+        on_work(
+            calibrated_multiplications(stage.spec, stage.compared_tokens), f"layer {self._layer} calibrated formats"
+        )
         return found
 
     def _measure_expert(self, expert: int, ratio: Tensor) -> tuple[Tensor, Tensor]:

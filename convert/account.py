@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_pack.calib import needs_inputs
 from moe_pack.convert.recipe import Recipe
 from moe_pack.formats import (
     COPIED_FILES,
@@ -34,6 +35,7 @@ from moe_pack.formats import (
     Totals,
     account_bytes,
     canonical,
+    dense_quantizer,
     dump,
     experts_file,
     index_bytes,
@@ -67,6 +69,8 @@ def recipe_account(recipe: Recipe) -> "Account":
     checkpoint, order = recipe.checkpoint, recipe.order
     copied = [(name, raw) for name in COPIED_FILES if (raw := _copied(checkpoint.folder, name)) is not None]
     decisions = {} if order is None else {"order": hashlib.sha256(order_bytes(order)).hexdigest()}
+    if recipe.calibration is not None:
+        decisions["inputs"] = recipe.calibration.inputs_digest()
     origin = Origin(account_bytes(*checkpoint.account()), tuple(copied), _versions(recipe.plan), decisions)
     shape = (len(checkpoint.spec.moe_layers), checkpoint.spec.router.num_experts)
     return Account(recipe.layout, recipe.plan, origin, np.zeros(shape, np.float32), order)
@@ -199,9 +203,12 @@ def _versions(plan: Plan) -> tuple[PackageVersion, ...]:
 
     Raises:  PlanError if the quantizer's is missing.
     """
-    formats = {part for layer in plan.experts for e in layer for part in (e.gate, e.up, e.down)} | {*plan.dense}
+    experts = {part for layer in plan.experts for e in layer for part in (e.gate, e.up, e.down)}
+    if plan.quantizer == "calibrated":
+        experts = {part for part in experts if part is not None and not needs_inputs(part)}
+    solved = any(part is not None and part.codec == "affine" for part in experts | {*plan.dense})
     names = ["moe-pack", "torch"]
-    if plan.quantizer == "hqq" and any(part is not None and part.codec == "affine" for part in formats):
+    if dense_quantizer(plan.quantizer) == "hqq" and solved:
         names.append("hqq")
     try:
         return tuple(PackageVersion(name, version(name)) for name in names)

@@ -69,7 +69,7 @@ def least_loss(
     found = solve(Table(lost, np.broadcast_to(choices.extent_bytes.astype(np.float64), lost.shape)), max_expert_bytes)
     if found is None:
         return None
-    plan = Plan(selector, "hqq", _experts(choices, found.choice, spec), uniform_dense(spec, None))
+    plan = Plan(selector, choices.quantizer, _experts(choices, found.choice, spec), uniform_dense(spec, None))
     return Allocation(Decision(plan, np.zeros(losses.popularity.shape)), found.cost, found)
 
 
@@ -89,7 +89,7 @@ def least_time(spec: ModelSpec, losses: Losses, max_loss: float, prices: Prices,
     expert_choice, sparsity_idx = np.divmod(found.choice[:num_experts], num_sparsities)
     plan = Plan(
         choices.selector,
-        "hqq",
+        choices.quantizer,
         _experts(choices, expert_choice, spec),
         _dense_formats(spec, losses, found.choice[num_experts:].tolist()),
     )

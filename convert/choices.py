@@ -18,6 +18,7 @@ from moe_pack.formats import (
     Matrix,
     ModelSpec,
     PartFormat,
+    Quantizer,
     Selector,
     extra_layout,
     record_matrices,
@@ -34,13 +35,14 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choices:
-    """C ways to store an expert under a selector kind, by rising bytes.
+    """C ways to store an expert under a selector kind, rounded by `quantizer`, by rising bytes.
 
-    `parts`: int64 [C, 3], gate's, up's and down's format as a number in the losses' formats.   `selector_bytes`,
-    `record_bytes`, `extent_bytes`: int64 [C], of a whole expert.
+    `parts`: int64 [C, 3], gate's, up's and down's format as a number in the losses' formats of this quantizer.
+    `selector_bytes`, `record_bytes`, `extent_bytes`: int64 [C], of a whole expert.
     """
 
     selector: Selector
+    quantizer: Quantizer
     formats: tuple[ExpertFormat, ...]
     parts: Ints
     selector_bytes: Ints
@@ -49,22 +51,24 @@ class Choices:
 
     def losses(self, losses: Losses) -> Floats:
         """What each expert loses by each choice, nats: float64 [L * E, C]."""
-        found = losses.quantized[:, :, 0, self.parts[:, 0]]  # [L, E, C]
+        _, lost = losses.of(self.quantizer)
+        found = lost[:, :, 0, self.parts[:, 0]]  # [L, E, C]
         for matrix in (1, 2):
-            found = found + losses.quantized[:, :, matrix, self.parts[:, matrix]]
+            found = found + lost[:, :, matrix, self.parts[:, matrix]]
         return found.reshape(-1, len(self.formats))
 
 
 def expert_choices(
     spec: ModelSpec, selector: Selector, losses: Losses, allowed: tuple[PartFormat, ...] | None = None
 ) -> Choices:
-    """The combinations worth weighing for a selector kind.
+    """The combinations worth weighing for a selector kind, of the quantizer that the losses name.
 
     Args:    allowed: the formats to choose from; all that losses are known of by default.
     """
-    usable = [n for n, part in enumerate(losses.formats) if allowed is None or part in allowed]
-    mean = losses.quantized.mean(axis=(0, 1))  # [3, F]
-    sizes = np.array([part.part_bytes(spec.hidden_size) for part in losses.formats])
+    known, quantized = losses.of(losses.quantizer)
+    usable = [n for n, part in enumerate(known) if allowed is None or part in allowed]
+    mean = quantized.mean(axis=(0, 1))  # [3, F]
+    sizes = np.array([part.part_bytes(spec.hidden_size) for part in known])
     by_matrix = [
         _undominated(sizes[usable], mean[m, usable]) if matrix in spec.expert.matrices else np.zeros(1, np.int64)
         for m, matrix in enumerate(MATRICES)
@@ -72,18 +76,20 @@ def expert_choices(
     parts = np.stack(np.meshgrid(*(np.array(usable)[kept] for kept in by_matrix), indexing="ij"), axis=-1).reshape(
         -1, 3
     )
-    selector_bytes, record_bytes, extent = _sizes(parts, spec, selector, losses)
+    selector_bytes, record_bytes, extent = _sizes(parts, spec, selector, known)
     lost = mean[np.arange(3), parts].sum(axis=1)
     num_experts = len(spec.moe_layers) * spec.router.num_experts
     kept = _near_the_best(extent, lost, max(LEAST_CHOICES, min(_MOST_CELLS // num_experts, MAX_CHOICES)))
-    formats = tuple(_format(row, spec, losses) for row in parts[kept].tolist())
-    return Choices(selector, formats, parts[kept], selector_bytes[kept], record_bytes[kept], extent[kept])
+    formats = tuple(_format(row, spec, known) for row in parts[kept].tolist())
+    return Choices(
+        selector, losses.quantizer, formats, parts[kept], selector_bytes[kept], record_bytes[kept], extent[kept]
+    )
 
 
-def _sizes(parts: Ints, spec: ModelSpec, selector: Selector, losses: Losses) -> tuple[Ints, Ints, Ints]:
+def _sizes(parts: Ints, spec: ModelSpec, selector: Selector, known: tuple[PartFormat, ...]) -> tuple[Ints, Ints, Ints]:
     """What `expert_layout` makes of combinations [C, 3], without making thousands: selectors, records, extents."""
     expert, extra = spec.expert, extra_layout(spec.expert.extra_floats)
-    by_format = np.array([part.part_bytes(spec.hidden_size) for part in losses.formats])
+    by_format = np.array([part.part_bytes(spec.hidden_size) for part in known])
     sizes = by_format[parts] + 4 * np.array([matrix in expert.row_bias for matrix in MATRICES])  # [C, 3]
 
     def all_rows(matrices: tuple[Matrix, ...]) -> Ints:
@@ -97,8 +103,8 @@ def _sizes(parts: Ints, spec: ModelSpec, selector: Selector, losses: Losses) -> 
     return selectors, records, selectors + records + (extra.row_bytes if extra else 0)
 
 
-def _format(parts: list[int], spec: ModelSpec, losses: Losses) -> ExpertFormat:
-    gate, up, down = (losses.formats[number] for number in parts)
+def _format(parts: list[int], spec: ModelSpec, known: tuple[PartFormat, ...]) -> ExpertFormat:
+    gate, up, down = (known[number] for number in parts)
     return ExpertFormat(gate if "gate" in spec.expert.matrices else None, up, down)
 
 

@@ -150,7 +150,7 @@ class _Sums:
     def add(self, source: Tensor, stored: Tensor, part: PartFormat | None) -> bool:
         """Adds rows in float32; tells whether they are the source's, as nearly as the format has them.
 
-        Only what was quantized (`affine`) may differ at all; None is what keeps the source's bytes.
+        Only what was quantized may differ at all; None is what keeps the source's bytes.
         """
         difference = (source - stored).abs()
         error, weight = float(difference.sum(dtype=torch.float64)), float(source.abs().sum(dtype=torch.float64))
@@ -158,10 +158,10 @@ class _Sums:
         self.error += error
         self.weight += weight
         self.largest = max(self.largest, float(difference.max()))
-        if error == 0 or part is None or part.codec != "affine":
+        if error == 0 or part is None or part.codec not in ("affine", "trellis"):
             return error == 0
         chance = _UNRELATED_DEVIATIONS / math.sqrt(source.numel())
-        return _cosine(source, stored) > (min(_RELATED, chance) if part.width == 1 else _RELATED)
+        return _cosine(source, stored) > (min(_RELATED, chance) if part.bits == 1 else _RELATED)
 
     def result(self, matrix: str, stored_as: str) -> MatrixError:
         """The mean over all that was added."""

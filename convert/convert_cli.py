@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import click
 import numpy as np
@@ -30,12 +31,16 @@ from moe_pack.convert.profile_cli import (
     measure_with_bar,
     threshold_lines,
 )
+from moe_pack.convert.recipe import check_calibration
 from moe_pack.convert.source_formats import kept_text
 from moe_pack.convert.target import Target
 from moe_pack.convert.target_cli import target_options
 from moe_pack.formats import BF16, QUANTIZERS, Checkpoint, Pack, Quantizer
 from moe_pack.formats.cli import command_errors, size_text
 from moe_pack.runtime import FolderFiles, Text
+
+AnyQuantizer = Quantizer | Literal["auto"]
+_QUANTIZERS: tuple[AnyQuantizer, ...] = ("auto", "calibrated", *(name for name in QUANTIZERS if name != "calibrated"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class ConvertOptions:
 
     plan: PlanOptions
     plan_file: Path | None
-    quantizer: Quantizer
+    quantizer: AnyQuantizer
     workers: int
     profile: Path | None
     sparsity: float | None
@@ -58,11 +63,13 @@ class ConvertOptions:
             return f"--plan: says all of a plan; leave {', '.join(given)} out" if given else None
         if self.sparsity is not None and (fault := ThresholdRule(sparsity=self.sparsity).fault()):
             return fault
-        if self.profile is not None and self.sparsity is None:
-            return "--profile: orders neurons by heat at a sparsity; give --sparsity too"
+        if self.profile is None and self.quantizer == "calibrated":
+            return "--quantizer calibrated: rounds by what experts are given; give a --profile, which has kept it"
+        if self.profile is not None and self.sparsity is None and self.quantizer not in ("auto", "calibrated"):
+            return f"--profile: says nothing to {self.quantizer}, and orders neurons at a sparsity; give --sparsity too"
         return None
 
-    def decision(self, checkpoint: Checkpoint) -> Decision:
+    def decision(self, checkpoint: Checkpoint, profile: Profile | None) -> Decision:
         """What the pack shall be.
 
         Raises:  PlanError if the plan does not fit the model.
@@ -71,7 +78,10 @@ class ConvertOptions:
         if self.plan_file is not None:
             return read_plan(self.plan_file, spec)
         shape = (len(spec.moe_layers), spec.router.num_experts)
-        return Decision(self.plan.plan_for(checkpoint, self.quantizer), np.full(shape, self.sparsity or 0.0))
+        quantizer = self.quantizer
+        if quantizer == "auto":
+            quantizer = "hqq" if profile is None or not profile.has_inputs else "calibrated"
+        return Decision(self.plan.plan_for(checkpoint, quantizer), np.full(shape, self.sparsity or 0.0))
 
     def rule(self, decision: Decision) -> ThresholdRule | None:
         """How thresholds are measured; None where all neurons run."""
@@ -108,22 +118,25 @@ class ConvertOptions:
     "plan_file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="A plan (moe-pack plan -o): each expert's widths and sparsity, in place of the six options above, --quantizer "
-    "and --sparsity.",
+    help="A plan (moe-pack plan -o): each expert's widths and sparsity, in place of the seven options above, "
+    "--quantizer and --sparsity.",
 )
 @click.option(
     "--quantizer",
-    type=click.Choice(QUANTIZERS),
-    default="hqq",
+    type=click.Choice(_QUANTIZERS),
+    default="auto",
     show_default=True,
-    help="How scales are found: hqq is the best, nearest and absmax are plain and quick.",
+    help="How codes are found. calibrated: by what experts were given in the profile's text, the best; hqq: by the "
+    "weights alone, the best without a profile; nearest and absmax are plain and quick. auto: calibrated with a "
+    "profile that has inputs, else hqq.",
 )
 @click.option(
     "--profile",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="A profile of this model (moe-pack profile): neurons are stored hottest first, at --sparsity, and what it "
-    "knows of routes is put beside the pack (as moe-pack attach does).",
+    help="A profile of this model (moe-pack profile): experts are rounded by what they were given in its text, neurons "
+    "are stored hottest first, at --sparsity, and what it knows of routes is put beside the pack (as moe-pack attach "
+    "does).",
 )
 @click.option(
     "--sparsity",
@@ -142,7 +155,7 @@ def convert_command(
     eval_tokens: int,
     plan_options: PlanOptions,
     plan_file: Path | None,
-    quantizer: Quantizer,
+    quantizer: AnyQuantizer,
     profile: Path | None,
     sparsity: float | None,
     workers: int,
@@ -186,9 +199,10 @@ def _target_fault(target: Target, options: ConvertOptions) -> str | None:
 
 def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> None:
     spec = checkpoint.spec
-    decision = options.decision(checkpoint)
-    plan, rule = decision.plan, options.rule(decision)
     profile = None if options.profile is None else Profile(options.profile)
+    decision = options.decision(checkpoint, profile)
+    plan, rule = decision.plan, options.rule(decision)
+    check_calibration(checkpoint, plan, profile)
     order = None
     if profile is not None:
         order = hottest_first(profile, checkpoint, plan.selector, decision.sparsity)
@@ -206,7 +220,7 @@ def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> N
         _tell(f"note: 16 bit is bfloat16; the source's {', '.join(narrowed)} expert weights lose their last bits")
     start = time.perf_counter()
     with pack_bar(layout) as advance:
-        done = convert(checkpoint, plan, output, options.workers, on_progress=advance, order=order)
+        done = convert(checkpoint, plan, output, options.workers, on_progress=advance, order=order, calibration=profile)
     _say_converted(done, output, time.perf_counter() - start, source_bytes)
     if tokens is not None and rule is not None:
         _measure_thresholds(output, tokens, rule)

@@ -255,9 +255,7 @@ def _row_seconds(rows: RowLayout, machine: Machine) -> list[float]:
     """Of each of a row's parts; its CRC and padding, which lie beside them, are shared out."""
     of_parts = sum(part.num_bytes for part in rows.parts)
     scale = rows.row_bytes / of_parts
-    return [
-        scale * part.num_bytes / rate_of(machine.expert_rates, part.format.width) + machine.row_s for part in rows.parts
-    ]
+    return [scale * part.num_bytes / machine.expert_rate(part.format) + machine.row_s for part in rows.parts]
 
 
 def dense_seconds(layout: PackLayout, machine: Machine, seen_tokens: int) -> tuple[float, float]:

@@ -107,6 +107,7 @@ def _other_lines(facts: MachineFacts) -> list[str]:
         lines += [
             f"memory: {cpu.read_one / 1e9:.1f} GB/s by one thread, {cpu.read_all / 1e9:.1f} GB/s by all",
             f"experts, one token, GB/s by bits: {_by_width(cpu.experts)}; and {cpu.row_s * 1e9:.0f} ns a row",
+            f"experts as trellises, one token, GB/s by bits: {_by_width(cpu.trellises, 2)}",
             f"dense matrices, one token, GB/s by bits: {_by_width(cpu.dense)}",
         ]
     if facts.fixed is not None:
@@ -125,8 +126,9 @@ def _rate_cell(one: ReadRate | None) -> str:
     return "-" if one is None else f"{one.rate / 1e6:,.0f} ({one.threads:>2})"
 
 
-def _by_width(rates: tuple[WidthRate, ...]) -> str:
-    return ", ".join(f"{one.width}: {one.rate / 1e9:.1f}" for one in rates)
+def _by_width(rates: tuple[WidthRate, ...], num_weights: int = 1) -> str:
+    """Rates by bits of a weight, where widths are of so many."""
+    return ", ".join(f"{one.width / num_weights:g}: {one.rate / 1e9:.1f}" for one in rates)
 
 
 def _round_size(num_bytes: int) -> str:

@@ -1,9 +1,10 @@
 """The machine a plan is for: the rates that a cost model reckons with, measured by `doctor` or taken from a card."""
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
-from moe_pack.formats import RunError
+from moe_pack.formats import PartFormat, RunError
 from moe_pack.runtime import DriveFacts, FixedCosts, MachineFacts, ReadRate, SizedRate, WidthRate
 
 USUAL_LINK_RATE = 16e9  # bytes a second: half of PCIe 4.0 x16, or what 3.0 x16 has at most
@@ -14,7 +15,8 @@ USUAL_DRIVE_RATE = 1e9
 class Machine:
     """What computes, and what it fetches from. Rates are bytes a second.
 
-    `expert_rates`, `dense_rates`: matrices multiplied for one token, by width.   `row_s`: beside that, of each row of
+    `expert_rates`, `dense_rates`: matrices multiplied for one token, by width; `trellis_rates`: experts' as trellises,
+    by width of two weights, empty where none was measured.   `row_s`: beside that, of each row of
     an expert.   `memory_rate`: fast memory read.   `link_rate`: from host memory to the card; None on the CPU, whose
     experts come from the drive.   `ram_bytes`: of host memory for a pack; the rest of it stays on the drive.
     """
@@ -29,6 +31,18 @@ class Machine:
     drive: DriveFacts
     link_rate: float | None = None
     ram_bytes: int | None = None
+    trellis_rates: tuple[WidthRate, ...] = ()
+
+    def expert_rate(self, part: PartFormat) -> float:
+        """Of an expert's matrix in a format.
+
+        A trellis where none was measured counts as affine codes of as many bits, or of the next more.
+        """
+        if part.codec != "trellis":
+            return rate_of(self.expert_rates, part.width)
+        if self.trellis_rates:
+            return rate_of(self.trellis_rates, part.width)
+        return rate_of(self.expert_rates, ceil(part.bits))
 
 
 def machine_of_cpu(facts: MachineFacts) -> Machine:
@@ -40,7 +54,17 @@ def machine_of_cpu(facts: MachineFacts) -> Machine:
     if not cpu.experts or cpu.read_all is None or cpu.row_s is None or facts.fixed is None:
         raise RunError("doctor: how fast experts are computed was not measured; run moe-pack doctor with kernels built")
     name = f"CPU, {cpu.cores} cores, {cpu.instruction_set}"
-    return Machine("cpu", name, cpu.experts, cpu.dense, cpu.row_s, cpu.read_all, facts.fixed, facts.drive)
+    return Machine(
+        "cpu",
+        name,
+        cpu.experts,
+        cpu.dense,
+        cpu.row_s,
+        cpu.read_all,
+        facts.fixed,
+        facts.drive,
+        trellis_rates=cpu.trellises,
+    )
 
 
 def assumed_cpu() -> Machine:

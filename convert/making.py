@@ -243,6 +243,7 @@ class Maker:
                 on_step=lambda step: self._on_step(f"{step.action} {step.path}"),
                 order=order,
                 earlier=earlier,
+                calibration=self._profile,
             )
 
     def _measured(self, decision: Decision, folder: Path, reference: Reference) -> Quality:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -16,19 +16,27 @@ from moe_pack.convert.source_formats import SOURCE, Bits, keep_source
 from moe_pack.formats import (
     ROW_GROUP,
     SELECTORS,
+    TRELLIS_WIDTHS,
     Checkpoint,
     ModelSpec,
     PackLayout,
+    PartFormat,
     Plan,
     PlanError,
     Quantizer,
     Selector,
     part_format,
+    trellis_format,
     uniform_plan,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
-_BITS = click.Choice(["1", "2", "3", "4", "8", "16", SOURCE])
+_EXPERT_BITS_CHOICE = click.Choice(["1", "1.5", "2", "2.5", "3", "3.5", "4", "8", "16", SOURCE])
+_DENSE_BITS_CHOICE = click.Choice(["1", "2", "3", "4", "8", "16", SOURCE])
+PlanCodec = Literal["auto", "affine", "trellis"]
+_CODECS: tuple[PlanCodec, ...] = ("auto", "affine", "trellis")
+_TRELLIS_BITS = tuple(width / 2 for width in TRELLIS_WIDTHS)
+_AFFINE_GROUP = 64  # where none is asked for; a trellis has one scale a row
 _EXPERT_BITS = 4  # of experts that are not in codes already, where nothing else is asked for
 _USUAL = f"source for FP8 and MXFP4, else {_EXPERT_BITS}"
 _GROUPS = ("16", "32", "64", "128", "row")
@@ -36,12 +44,13 @@ _GROUPS = ("16", "32", "64", "128", "row")
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """How every expert, and what is dense, shall be stored."""
+    """How every expert, and what is dense, shall be stored. `group`: None where none was asked for."""
 
     selector: Selector
     selector_bits: Bits
     record_bits: Bits
-    group: int
+    codec: PlanCodec
+    group: int | None
     scale_bits: int
     dense_bits: Bits
 
@@ -66,19 +75,33 @@ class PlanOptions:
 
     def _planned(self, spec: ModelSpec, quantizer: Quantizer) -> Plan:
         selector, record = (
-            part_format(_width(bits, _EXPERT_BITS), self.group, self.scale_bits)
-            for bits in (self.selector_bits, self.record_bits)
+            self._part(flag, _width(bits, _EXPERT_BITS), quantizer)
+            for flag, bits in (("--selector-bits", self.selector_bits), ("--record-bits", self.record_bits))
         )
         width = _width(self.dense_bits, 16)
-        dense = None if width == 16 else part_format(width, self.group, self.scale_bits)
+        dense = None if width == 16 else self._affine(width)
         return uniform_plan(spec, self.selector, selector, record, dense, quantizer)
 
+    def _part(self, flag: str, bits: float, quantizer: Quantizer) -> PartFormat:
+        """The format of experts' matrices that take so many bits a weight."""
+        fits = bits in _TRELLIS_BITS
+        if self.codec == "trellis" and not fits and bits != 16:
+            raise PlanError(f"{flag} {bits:g}: a trellis takes 1.5 to 4 bits a weight; use --codec affine")
+        if self.codec == "affine" and bits % 1:
+            raise PlanError(f"{flag} {bits:g}: affine takes whole bits; use --codec trellis")
+        if fits and (self.codec == "trellis" or (self.codec == "auto" and (quantizer == "calibrated" or bits % 1))):
+            return trellis_format(int(2 * bits), ROW_GROUP if self.group is None else self.group, self.scale_bits)
+        return self._affine(bits)
 
-def _width(bits: Bits, usual: int) -> int:
-    """The width of what is not kept: what was given, or the usual one; 16 where the source shall be kept."""
+    def _affine(self, bits: float) -> PartFormat:
+        return part_format(int(bits), _AFFINE_GROUP if self.group is None else self.group, self.scale_bits)
+
+
+def _width(bits: Bits, usual: int) -> float:
+    """The bits a weight of what is not kept: what was given, or the usual one; 16 where the source shall be kept."""
     if bits == SOURCE:
         return 16
-    return bits if isinstance(bits, int) else usual
+    return bits if isinstance(bits, float | int) else usual
 
 
 _OPTIONS = (
@@ -91,21 +114,29 @@ _OPTIONS = (
     ),
     click.option(
         "--selector-bits",
-        type=_BITS,
-        help=f"Width of the selector's weights; source: what the checkpoint has, without loss.  [default: {_USUAL}]",
+        type=_EXPERT_BITS_CHOICE,
+        help=f"Bits of a weight of the selector; source: what the checkpoint has, without loss.  [default: {_USUAL}]",
     ),
     click.option(
         "--record-bits",
-        type=_BITS,
-        help="Width of the neuron records' weights; source: what the checkpoint has, without loss. FP8 and MXFP4 are "
-        f"kept wherever the width is not below theirs.  [default: {_USUAL}]",
+        type=_EXPERT_BITS_CHOICE,
+        help="Bits of a weight of the neuron records; source: what the checkpoint has, without loss. FP8 and MXFP4 are "
+        f"kept wherever these are not below theirs.  [default: {_USUAL}]",
+    ),
+    click.option(
+        "--codec",
+        type=click.Choice(_CODECS),
+        default="auto",
+        show_default=True,
+        help="What experts' weights of 4 bits and less are stored in. trellis: a code's value depends on those before "
+        "it too, the best for its bytes, and alone takes 1.5, 2.5 and 3.5 bits; affine: equal steps. auto: trellis "
+        "where the quantizer is calibrated, and for half bits.",
     ),
     click.option(
         "--group-size",
         type=click.Choice(_GROUPS),
-        default="64",
-        show_default=True,
-        help="Weights that share a scale and a zero; row: one pair a row.",
+        help="Weights that share a scale, in affine with a zero; row: one for each row.  [default: row for a trellis, "
+        f"{_AFFINE_GROUP} for affine]",
     ),
     click.option(
         "--scale-bits",
@@ -116,12 +147,12 @@ _OPTIONS = (
     ),
     click.option(
         "--dense-bits",
-        type=_BITS,
+        type=_DENSE_BITS_CHOICE,
         help="Width of attention, embedding, head, shared experts and dense layers; source, and 16, do not quantize "
         "them. Norms, biases and routers never are.  [default: source]",
     ),
 )
-_NAMES = ("selector", "selector_bits", "record_bits", "group_size", "scale_bits", "dense_bits")
+_NAMES = ("selector", "selector_bits", "record_bits", "codec", "group_size", "scale_bits", "dense_bits")
 
 
 def plan_options(body: F) -> F:
@@ -135,7 +166,8 @@ def plan_options(body: F) -> F:
             chosen["selector"],
             _bits(chosen["selector_bits"]),
             _bits(chosen["record_bits"]),
-            ROW_GROUP if group == "row" else int(group),
+            chosen["codec"],
+            None if group is None else ROW_GROUP if group == "row" else int(group),
             int(chosen["scale_bits"]),
             _bits(chosen["dense_bits"]),
         )
@@ -147,7 +179,7 @@ def plan_options(body: F) -> F:
 
 
 def _bits(text: str | None) -> Bits:
-    return text if text is None or text == SOURCE else int(text)
+    return text if text is None or text == SOURCE else float(text)
 
 
 def given_plan_options() -> list[str]:

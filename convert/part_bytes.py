@@ -29,19 +29,51 @@ class StoppedError(Exception):
     """The conversion is ending: whoever waits for this item no longer does."""
 
 
-def next_rows(num_rows: int, stop: Event) -> Iterator[tuple[int, int]]:
-    """(first, end) of consecutive runs of rows.
+def next_rows(num_rows: int, stop: Event, at_once: int = _ROWS_AT_ONCE) -> Iterator[tuple[int, int]]:
+    """(first, end) of consecutive runs of rows, `at_once` each.
 
     Raises:  StoppedError once `stop` is set.
     """
-    for start in range(0, num_rows, _ROWS_AT_ONCE):
+    for start in range(0, num_rows, at_once):
         if stop.is_set():
             raise StoppedError
-        yield start, min(start + _ROWS_AT_ONCE, num_rows)
+        yield start, min(start + at_once, num_rows)
+
+
+class MatrixRows:
+    """The weights of a matrix of the source: a row an output, or an expert's neuron.
+
+    Args:    stop: ends what is read at once.
+    Raises:  CheckpointError as `weights`; StoppedError.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, source: SourceMatrix, stop: Event) -> None:
+        self._checkpoint = checkpoint
+        self._source = source
+        self._across: Tensor | None = None
+        self.num_cols = source.num_cols
+        if source.neurons == "columns":
+            self._across = _transposed(read_checked, weights_dtype(checkpoint, source), checkpoint, source, stop)
+            self.num_cols = source.num_rows
+
+    def weights(self, first: int, end: int) -> Tensor:
+        """Some rows, in a float dtype: [end - first, num_cols].
+
+        Raises:  CheckpointError for a weight that is no number.
+        """
+        if self._across is not None:
+            return self._across[first:end]
+        return read_checked(self._checkpoint, self._source, first, end)
+
+    def unholdable(self, first: int, fault: UnholdableError) -> CheckpointError:
+        """That a row counted from `first` is more than a format holds."""
+        row, col = _numbered(self._source, first)(fault.row, 0)
+        line = f"column {col}" if self._across is not None else f"row {row}"
+        return CheckpointError(f"{self._checkpoint.place(self._source)}: {line} has {fault.advice}")
 
 
 class PartBytes:
-    """A matrix of the source as rows of one part of a pack: a row an output, or an expert's neuron.
+    """A matrix of the source as rows of one part of a pack.
 
     Args:    part: the format; one that keeps a source only where the source is in these codes.
              quantizer: how scales are found otherwise.   stop: ends what is read at once.
@@ -51,18 +83,39 @@ class PartBytes:
     def __init__(
         self, checkpoint: Checkpoint, source: SourceMatrix, part: PartFormat, quantizer: Quantizer, stop: Event
     ) -> None:
+        self._quantized: tuple[MatrixRows, RowQuantizer] | None = None
+        if part.keeps_source:
+            self._kept = KeptRows(checkpoint, source, part, stop)
+        else:
+            rows = MatrixRows(checkpoint, source, stop)
+            self._quantized = rows, RowQuantizer(part, rows.num_cols, quantizer)
+
+    def rows(self, first: int, end: int) -> NDArray[np.uint8]:
+        """The bytes of some rows: u8 [end - first, part_bytes].
+
+        Raises:  CheckpointError for a weight that is no number, or that the format cannot hold.
+        """
+        if self._quantized is None:
+            return self._kept.rows(first, end)
+        rows, quantizer = self._quantized
+        try:
+            return quantizer.encode(rows.weights(first, end)).numpy()
+        except UnholdableError as fault:
+            raise rows.unholdable(first, fault) from fault
+
+
+class KeptRows:
+    """A matrix whose codes are kept, as rows of the part that keeps them.
+
+    Raises:  CheckpointError for exponents that `e5m2` does not hold; StoppedError.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, source: SourceMatrix, part: PartFormat, stop: Event) -> None:
         self._checkpoint = checkpoint
         self._source = source
         self._part = part
-        self._is_across = source.neurons == "columns"
-        self._num_cols = source.num_rows if self._is_across else source.num_cols
-        self._quantizer: RowQuantizer | None = None
         self._across: Tensor | None = None
-        if not part.keeps_source:
-            self._quantizer = RowQuantizer(part, self._num_cols, quantizer)
-            if self._is_across:
-                self._across = _transposed(read_checked, weights_dtype(checkpoint, source), checkpoint, source, stop)
-        elif self._is_across:
+        if source.neurons == "columns":
             self._across = _transposed(read_codes, torch.uint8, checkpoint, source, stop)
             self._across_scales = _scales_across(checkpoint, source)
             if part.codec == "e5m2" and (span := exponent_span(checkpoint, source)) > E5M2_SPAN:
@@ -74,29 +127,18 @@ class PartBytes:
     def rows(self, first: int, end: int) -> NDArray[np.uint8]:
         """The bytes of some rows: u8 [end - first, part_bytes].
 
-        Raises:  CheckpointError for a weight that is no number, or that the format cannot hold.
+        Raises:  CheckpointError for a weight that is no number.
         """
-        return self._kept(first, end) if self._quantizer is None else self._quantized(self._quantizer, first, end)
-
-    def _quantized(self, quantizer: RowQuantizer, first: int, end: int) -> NDArray[np.uint8]:
+        source, num_cols = self._source, self._source.num_cols
         if self._across is not None:
-            weights = self._across[first:end]
-        else:
-            weights = read_checked(self._checkpoint, self._source, first, end)
-        try:
-            return quantizer.encode(weights).numpy()
-        except UnholdableError as fault:
-            raise CheckpointError(f"{self._place(first + fault.row)} has {fault.advice}") from fault
-
-    def _kept(self, first: int, end: int) -> NDArray[np.uint8]:
-        if self._across is not None:
+            num_cols = source.num_rows
             codes, scales = self._across[first:end], self._across_scales[torch.arange(first, end) // self._block]
         else:
-            codes = read_codes(self._checkpoint, self._source, first, end)
-            scales = read_scales(self._checkpoint, self._source, first, end)
-        kept = _encoded(self._part, self._num_cols, codes, scales)
-        weights = decode_part(self._part, self._num_cols, kept)
-        check_finite(weights, self._checkpoint.place(self._source), CheckpointError, self._numbered(first))
+            codes = read_codes(self._checkpoint, source, first, end)
+            scales = read_scales(self._checkpoint, source, first, end)
+        kept = _encoded(self._part, num_cols, codes, scales)
+        weights = decode_part(self._part, num_cols, kept)
+        check_finite(weights, self._checkpoint.place(source), CheckpointError, _numbered(source, first))
         return kept.numpy()
 
     @property
@@ -104,16 +146,13 @@ class PartBytes:
         """Neurons that share scales where neurons lie across."""
         return 128 if self._source.codec == "fp8" else _MXFP4_BLOCK
 
-    def _numbered(self, first: int) -> Callable[[int, int], tuple[int, int]]:
-        """Where in the tensor the weights of rows from `first` on lie."""
-        number = self._source.number
-        if self._is_across:
-            return lambda row, col: number(col, first + row)
-        return lambda row, col: number(first + row, col)
 
-    def _place(self, neuron: int) -> str:
-        row, col = self._numbered(0)(neuron, 0)
-        return f"{self._checkpoint.place(self._source)}: {f'column {col}' if self._is_across else f'row {row}'}"
+def _numbered(source: SourceMatrix, first: int) -> Callable[[int, int], tuple[int, int]]:
+    """Where in the tensor the weights of rows from `first` on lie."""
+    number = source.number
+    if source.neurons == "columns":
+        return lambda row, col: number(col, first + row)
+    return lambda row, col: number(first + row, col)
 
 
 def held_bytes(checkpoint: Checkpoint, source: SourceMatrix, part: PartFormat) -> int:

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moe_pack.calib import Profile
 from moe_pack.convert.account import Account, recipe_account
 from moe_pack.convert.expert_job import item_bytes, job_bytes
-from moe_pack.convert.recipe import Recipe, check_order
+from moe_pack.convert.recipe import Recipe, check_calibration, check_order
 from moe_pack.convert.reuse import Earlier
 from moe_pack.convert.source_formats import check_kept
 from moe_pack.formats import (
@@ -86,21 +87,25 @@ def convert(
     on_step: Callable[[Step], None] = lambda step: None,
     order: NDArray[np.uint32] | None = None,
     earlier: Path | None = None,
+    calibration: Profile | None = None,
 ) -> Conversion:
     """Writes the pack that `plan` makes of `checkpoint` into `folder`, going on where a killed run stopped.
 
     Args:    workers: threads, one torch thread each (torch's own are set to one for the whole process).
              on_progress: called first of all and after each item.   on_step: called before each change to the drive.
              order: u32 [L, E, f], `order[l, e, j]` is the source's neuron that row `j` will hold; the source's order
-             without one.   earlier: a pack of the same checkpoint; what it stores alike is copied from it.
+             without one.   earlier: a pack of the same checkpoint, and calibrated by the same profile if at all; what
+             it stores alike is copied from it.   calibration: the profile whose inputs a calibrated plan rounds by;
+             other plans need none.
     Raises:  CheckpointError, ConversionError, PlanError; PackError if `earlier` is damaged; the folder then keeps what
              was done.
     """
     if order is not None:
         check_order(order, checkpoint.spec)
     check_kept(checkpoint, plan)
+    check_calibration(checkpoint, plan, calibration)
     layout = layout_for(checkpoint, plan)
-    recipe = Recipe(checkpoint, plan, layout, order)
+    recipe = Recipe(checkpoint, plan, layout, order, calibration if plan.quantizer == "calibrated" else None)
     account = recipe_account(recipe)
     writer = PackWriter(folder, layout, account.conversion, checkpoint.stamp(), on_step)
     with ExitStack() as stack:

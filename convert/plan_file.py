@@ -20,11 +20,13 @@ from moe_pack.formats import (
     RangeReader,
     Selector,
     canonical,
+    dense_quantizer,
     dense_roles,
     dump,
     load,
     parse,
     plan_fault,
+    quantizer_fault,
 )
 
 MAX_PLAN_BYTES = 1 << 30
@@ -112,8 +114,7 @@ def _plan(file: PlanFile, spec: ModelSpec, place: str) -> Plan:
     wrong = next((n for layer in file.experts for n in layer if not 0 <= n < len(file.formats)), None)
     if wrong is not None:
         raise PlanError(f"{place}: experts: found format {wrong}, expected 0 to {len(file.formats) - 1}")
-    if file.quantizer == "absmax":
-        _check_absmax(file, place)
+    _check_quantizer(file, place)
     named = {choice.name: choice.format for choice in file.dense}
     roles = dense_roles(spec)
     unknown = named.keys() - {role.name for role in roles}
@@ -126,12 +127,13 @@ def _plan(file: PlanFile, spec: ModelSpec, place: str) -> Plan:
     return Plan(file.selector, file.quantizer, experts, tuple(named.get(role.name) for role in roles))
 
 
-def _check_absmax(file: PlanFile, place: str) -> None:
-    held = [(f"formats[{n}]", part) for n, one in enumerate(file.formats) for part in (one.gate, one.up, one.down)]
-    held += [(f"dense[{n}]", choice.format) for n, choice in enumerate(file.dense)]
-    for where, part in held:
-        if part is not None and part.width == 1:
-            raise PlanError(f"{place}: {where}: width 1 has no absmax quantization; use hqq or nearest")
+def _check_quantizer(file: PlanFile, place: str) -> None:
+    experts = [(f"formats[{n}]", part) for n, one in enumerate(file.formats) for part in (one.gate, one.up, one.down)]
+    dense = [(f"dense[{n}]", choice.format) for n, choice in enumerate(file.dense)]
+    held = [(where, part, file.quantizer) for where, part in experts]
+    for where, part, quantizer in [*held, *((where, part, dense_quantizer(file.quantizer)) for where, part in dense)]:
+        if part is not None and (fault := quantizer_fault(part, quantizer)):
+            raise PlanError(f"{place}: {where}: {fault}")
 
 
 def _sparsity(file: PlanFile, spec: ModelSpec, place: str) -> NDArray[np.float64]:

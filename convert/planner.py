@@ -138,8 +138,9 @@ class Planner:
     def _uniform(self, max_loss: float) -> Iterator[Planned]:
         """Plans that store all experts alike: of those within the loss, the ones that take the fewest bytes to run."""
         losses, held = self._model.losses, list[tuple[float, Decision]]()
+        formats, _ = losses.of(losses.quantizer)
         widths = [None if width == 16 else part_format(width, 64) for width in losses.dense_widths]
-        for selector, part, dense, sparsity in product(self._selectors, losses.formats, widths, losses.sparsities):
+        for selector, part, dense, sparsity in product(self._selectors, formats, widths, losses.sparsities):
             decision = self._alike(selector, part, dense, sparsity)
             if decision is not None and self._model.loss(decision) <= max_loss:
                 running = part.part_bytes(self._model.spec.hidden_size) * (3 - 2 * sparsity)
@@ -154,18 +155,18 @@ class Planner:
         spec = self._model.spec
         if dense is not None and format_fault(dense, spec.hidden_size):
             return None
-        plan = uniform_plan(spec, selector, part, part, dense)
+        plan = uniform_plan(spec, selector, part, part, dense, self._model.losses.quantizer)
         return Decision(plan, np.full(self._model.losses.popularity.shape, sparsity))
 
     def _too_small(self) -> str:
         """What to tell of a budget that no plan within the loss fits."""
         tier, spec, losses = self._tier, self._model.spec, self._model.losses
         least = min(tier.least_bytes(layout) for layout in self._refused)
-        smallest = min(losses.formats, key=lambda part: part.part_bytes(spec.hidden_size))
+        formats, _ = losses.of(losses.quantizer)
+        smallest = min(formats, key=lambda part: part.part_bytes(spec.hidden_size))
         narrow = part_format(min(losses.dense_widths), 64)
-        any_loss = tier.least_bytes(
-            self._model.layout(uniform_plan(spec, self._selectors[0], smallest, smallest, narrow))
-        )
+        plan = uniform_plan(spec, self._selectors[0], smallest, smallest, narrow, losses.quantizer)
+        any_loss = tier.least_bytes(self._model.layout(plan))
         # Sizes are rounded for people: where both read alike, all bytes are said.
         text = size_text if size_text(least) != size_text(tier.budget_bytes) else "{:,} bytes".format
         return (

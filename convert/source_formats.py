@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_pack.calib import Losses
 from moe_pack.convert.part_bytes import E5M2_SPAN, exponent_span
@@ -27,7 +28,8 @@ from moe_pack.formats import (
     selector_matrices,
 )
 
-Bits = int | None | str  # a width; None: none was given; "source": what the source is in
+Floats = NDArray[np.float64]
+Bits = float | None | str  # of a weight; None: none was given; "source": what the source is in
 SOURCE = "source"
 _Kept = Callable[[int, int, Matrix, PartFormat], PartFormat]
 
@@ -65,7 +67,7 @@ def keep_source(checkpoint: Checkpoint, plan: Plan, selector: Bits, record: Bits
                 f"{flag} source: {checkpoint.place(source)} is {checkpoint.dtype(source)}, which no format of experts "
                 "keeps; give a width (16 is bfloat16)"
             )
-        return found if not isinstance(bits, int) or found.width <= bits else planned
+        return found if not isinstance(bits, float | int) or found.width <= bits else planned
 
     experts = tuple(
         tuple(_expert(layer_idx, e, expert, kept) for e, expert in enumerate(layer))
@@ -94,11 +96,20 @@ def with_kept(losses: Losses, kept: Mapping[Matrix, PartFormat]) -> Losses:
     lost = [np.full(shape, np.inf) for _ in added]
     for matrix, part in kept.items():
         lost[added.index(part)][:, :, MATRICES.index(matrix)] = 0.0
-    # bfloat16 stays the last, as `Losses` has it.
-    quantized = np.concatenate(
-        (losses.quantized[..., :-1], *(held[..., None] for held in lost), losses.quantized[..., -1:]), axis=3
+
+    def widened(formats: tuple[PartFormat, ...], known: Floats) -> tuple[tuple[PartFormat, ...], Floats]:
+        columns = (known[..., :-1], *(held[..., None] for held in lost), known[..., -1:])
+        return (*formats[:-1], *added, formats[-1]), np.concatenate(columns, axis=3)  # bfloat16 stays the last
+
+    formats, quantized = widened(losses.formats, losses.quantized)
+    calibrated_formats, calibrated = widened(losses.calibrated_formats, losses.calibrated)
+    return replace(
+        losses,
+        formats=formats,
+        quantized=quantized,
+        calibrated_formats=calibrated_formats,
+        calibrated=calibrated,
     )
-    return replace(losses, formats=(*losses.formats[:-1], *added, losses.formats[-1]), quantized=quantized)
 
 
 def check_kept(checkpoint: Checkpoint, plan: Plan) -> None:
@@ -125,7 +136,7 @@ def kept_text(plan: Plan, checkpoint: Checkpoint) -> str | None:
             for matrix in checkpoint.spec.expert.matrices:
                 coded = checkpoint.expert_source(layer_idx, e, matrix).codec != "plain"
                 part = expert.of(matrix)
-                if part is not None and coded and part.codec != "affine":
+                if part is not None and coded and part.codec not in ("affine", "trellis"):
                     kept[matrix, format_text(part)] += 1
     if not kept:
         return None
@@ -149,7 +160,7 @@ def _kept_dense(
     checkpoint: Checkpoint, planned: tuple[PartFormat | None, ...], bits: Bits
 ) -> tuple[PartFormat | None, ...]:
     """Formats of dense tensors; None keeps what the source is in."""
-    if not isinstance(bits, int):
+    if not isinstance(bits, float | int):
         return (None,) * len(planned)
     sources = [checkpoint.dense_source(role.name) for role in dense_roles(checkpoint.spec)]
     return tuple(

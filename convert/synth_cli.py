@@ -65,7 +65,7 @@ class SynthOptions:
     "plan_file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="A plan (moe-pack plan -o), each expert's widths, in place of the six options above.",
+    help="A plan (moe-pack plan -o), each expert's widths, in place of the seven options above.",
 )
 @click.option(
     "--sparsity", type=float, default=0.0, show_default=True, metavar="S", help="Share of neurons that shall not run."

@@ -20,6 +20,7 @@ from moe_pack.convert.tier import Tier
 from moe_pack.convert.traffic import assumed_traffic, traffic_of
 from moe_pack.formats import (
     BF16,
+    ROW_GROUP,
     SELECTORS,
     ModelSpec,
     RunError,
@@ -28,6 +29,7 @@ from moe_pack.formats import (
     pack_layout,
     part_format,
     size_text,
+    trellis_format,
     uniform_dense,
     uniform_plan,
 )
@@ -35,7 +37,7 @@ from moe_pack.runtime import MachineFacts, least_budget, total_bytes
 
 USUAL_CONTEXT = 4096
 _RAM_SHARE = 0.75
-_SMALLEST = (part_format(2, 128), part_format(2, 64), BF16)  # the first that a model's rows can hold
+_SMALLEST = (trellis_format(3, ROW_GROUP), BF16)  # the first that a model's rows can hold
 
 Device = Literal["cpu", "cuda"]
 
@@ -234,7 +236,7 @@ def check_room(target: Target, spec: ModelSpec, dense_dtypes: tuple[str, ...]) -
         return
     fits = [part for part in _SMALLEST if format_fault(part, spec.hidden_size) is None]
     dense = uniform_dense(spec, part_format(4, 64))
-    plan = replace(uniform_plan(spec, "none", fits[0], fits[0]), dense=dense)
+    plan = replace(uniform_plan(spec, "none", fits[0], fits[0], quantizer="calibrated"), dense=dense)
     context = context_of(target, spec)
     least = least_budget(pack_layout(spec, plan, dense_dtypes), context, 0)
     if target.budget_bytes < least:

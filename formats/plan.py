@@ -18,8 +18,8 @@ from moe_pack.formats.spec import (
 )
 
 Codec = Literal["bf16", "affine", "fp8", "e5m2", "mxfp4", "trellis"]
-Quantizer = Literal["hqq", "absmax", "nearest"]
-QUANTIZERS: tuple[Quantizer, ...] = ("hqq", "absmax", "nearest")
+Quantizer = Literal["hqq", "absmax", "nearest", "calibrated"]
+QUANTIZERS: tuple[Quantizer, ...] = ("hqq", "absmax", "nearest", "calibrated")
 WIDTHS = (1, 2, 3, 4, 8)
 TRELLIS_WIDTHS = (3, 4, 5, 6, 7, 8)  # bits of two weights
 GROUPS = (16, 32, 64, 128)
@@ -114,6 +114,20 @@ def format_fault(part: PartFormat, num_cols: int) -> str | None:
     return None
 
 
+def quantizer_fault(part: PartFormat, quantizer: Quantizer) -> str | None:
+    """Why weights cannot be quantized to `part` so, or None."""
+    if part.codec == "affine" and part.width == 1 and quantizer == "absmax":
+        return "width 1 has no absmax quantization; use hqq or nearest"
+    if part.codec == "trellis" and quantizer in ("hqq", "absmax"):
+        return f"a trellis has no {quantizer} quantization; use calibrated or nearest"
+    return None
+
+
+def dense_quantizer(quantizer: Quantizer) -> Quantizer:
+    """How a plan's dense matrices are quantized: as its experts are, or by HQQ, for only experts' inputs are kept."""
+    return "hqq" if quantizer == "calibrated" else quantizer
+
+
 def _only_fault(part: PartFormat, expected: PartFormat) -> str:
     if part.scale_bits != expected.scale_bits:
         return f"{part.codec} has scales of {expected.scale_bits} bits, found {part.scale_bits}"
@@ -189,17 +203,15 @@ def uniform_plan(
     held = selector_matrices(selector, spec.expert.matrices)
     if selector != "none" and "gate" not in spec.expert.matrices and selector != "up":
         raise PlanError(f"--selector {selector}: this model's experts have no gate matrix; use up or none")
-    checked = [("--record-bits/--group-size", record_format)]
+    checked = [("--record-bits/--group-size", record_format, quantizer)]
     if held:
-        checked.append(("--selector-bits/--group-size", selector_format))
+        checked.append(("--selector-bits/--group-size", selector_format, quantizer))
     if dense is not None:
-        checked.append(("--dense-bits/--group-size", dense))
-    for flag, part in checked:
-        fault = format_fault(part, spec.hidden_size)
+        checked.append(("--dense-bits/--group-size", dense, dense_quantizer(quantizer)))
+    for flag, part, how in checked:
+        fault = format_fault(part, spec.hidden_size) or quantizer_fault(part, how)
         if fault:
             raise PlanError(f"{flag}: {fault}")
-        if quantizer == "absmax" and part.width == 1:
-            raise PlanError(f"{flag}: width 1 has no absmax quantization; use hqq or nearest")
     formats = {m: selector_format if m in held else record_format for m in MATRICES}
     expert = ExpertFormat(
         gate=formats["gate"] if "gate" in spec.expert.matrices else None, up=formats["up"], down=formats["down"]

@@ -23,6 +23,8 @@ from moe_pack.formats import (
     BF16,
     MANIFEST_FILE,
     MATRICES,
+    ROW_GROUP,
+    TRELLIS_WIDTHS,
     ExpertFormat,
     ExpertSpec,
     Pack,
@@ -34,6 +36,7 @@ from moe_pack.formats import (
     expert_layout,
     part_format,
     row_layout,
+    trellis_format,
 )
 from moe_pack.runtime.machine import (
     CpuFacts,
@@ -122,7 +125,7 @@ def measure_machine(
     has_link = torch.cuda.is_available()
     with _files_of(folder, most_bytes, on_step) as files:
         runs = _runs(files)
-        num_cpu_steps = 3 + len(WIDTHS) + len(_DENSE_WIDTHS) if is_available() else 0
+        num_cpu_steps = 3 + len(WIDTHS) + len(_DENSE_WIDTHS) + len(TRELLIS_WIDTHS) if is_available() else 0
         steps = _Steps(on_step, len(runs) + num_cpu_steps + (len(COPY_SIZES) if has_link else 0))
         drive = _measure_drive(files, runs, device_of(folder)[1], steps, seconds)
     cpu = _measure_cpu(steps, seconds)
@@ -314,16 +317,23 @@ def _measure_cpu(steps: _Steps, seconds: float) -> CpuFacts:
         experts = []
         for width in WIDTHS:
             steps.next(f"experts of {width} bit")
-            experts.append(WidthRate(width, _expert_rate(every, width, _EXPERT_COLS, seconds)[0]))
+            experts.append(WidthRate(width, _expert_rate(every, _stored(width), _EXPERT_COLS, seconds)[0]))
+        trellises = []
+        for width in TRELLIS_WIDTHS:
+            stored = trellis_format(width, ROW_GROUP)
+            steps.next(f"experts as trellises of {stored.bits:g} bit")
+            trellises.append(WidthRate(width, _expert_rate(every, stored, _EXPERT_COLS, seconds)[0]))
         dense = []
         for width in _DENSE_WIDTHS:
             steps.next(f"a dense matrix of {width} bit")
             dense.append(WidthRate(width, _dense_rate(every, width, seconds)))
         steps.next("experts with short rows")
-        rate, row_bytes = _expert_rate(every, 4, _SHORT_COLS, seconds)
+        rate, row_bytes = _expert_rate(every, _stored(4), _SHORT_COLS, seconds)
         (usual,) = (found.rate for found in experts if found.width == 4)
         row_s = max(row_bytes / rate - row_bytes / usual, 0.0)
-        return CpuFacts(cores, every.instruction_set, read_one, read_all, tuple(experts), tuple(dense), row_s)
+        return CpuFacts(
+            cores, every.instruction_set, read_one, read_all, tuple(experts), tuple(dense), row_s, tuple(trellises)
+        )
 
 
 def _memory_rate(kernels: Kernels, steps: _Steps, seconds: float) -> float:
@@ -332,9 +342,8 @@ def _memory_rate(kernels: Kernels, steps: _Steps, seconds: float) -> float:
     return _repeated(lambda: kernels.read(held), len(held), seconds)
 
 
-def _expert_rate(kernels: Kernels, width: int, num_cols: int, seconds: float) -> tuple[float, float]:
+def _expert_rate(kernels: Kernels, stored: PartFormat, num_cols: int, seconds: float) -> tuple[float, float]:
     """Bytes of experts a second, computed for one token, all neurons running; and the bytes of one matrix's row."""
-    stored = _stored(width)
     spec = ExpertSpec("silu", _EXPERT_ROWS, MATRICES, (), 0)
     layout = expert_layout(ExpertFormat(stored, stored, stored), "none", spec, num_cols)
     rows = _random_rows(layout.records, _EXPERT_ROWS)
@@ -371,12 +380,11 @@ def _random_rows(layout: RowLayout, num_rows: int) -> NDArray[np.uint8]:
         if part.format == BF16:
             rows[:, part.offset : part.offset + part.num_bytes] = np.tile(_BF16_BYTES, layout.num_cols)
             continue
-        begin, num_scales = (
-            part.offset + part.format.code_bytes(layout.num_cols),
-            part.format.scale_bytes(layout.num_cols),
-        )
-        rows[:, begin : begin + num_scales] = np.full(num_scales // 2, 0.01, np.float16).view(np.uint8)
-        rows[:, begin + num_scales : begin + 2 * num_scales] = np.full(num_scales // 2, 7.5, np.float16).view(np.uint8)
+        end = part.offset + part.format.code_bytes(layout.num_cols)
+        values = ((part.format.scale_bytes(layout.num_cols), 0.01), (part.format.zero_bytes(layout.num_cols), 7.5))
+        for num_bytes, value in values:
+            begin, end = end, end + num_bytes
+            rows[:, begin:end] = np.full(num_bytes // 2, value, np.float16).view(np.uint8)
     return rows
 
 

@@ -16,7 +16,7 @@ from moe_pack.runtime.reads import READ_UNIT
 ReadMode = Literal["direct", "pread", "map"]
 
 _ROW_ALIGN = 16  # of rows within a file (docs/format.md)
-VERSION = 2  # of the file; what another wrote is as good as missing
+VERSION = 3  # of the file; what another wrote is as good as missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,10 @@ class SizedRate:
 
 @dataclass(frozen=True, slots=True)
 class WidthRate:
-    """The rate at which matrices stored at one width (16: bfloat16) are multiplied, in bytes of theirs."""
+    """The rate at which matrices stored at one width (16: bfloat16; of a trellis, of two weights) are multiplied.
+
+    In bytes of theirs.
+    """
 
     width: int
     rate: float
@@ -134,7 +137,7 @@ class CpuFacts:
 
     `read_one`, `read_all`: memory read by one thread, by all.   `experts`, `dense`: experts and dense matrices computed
     for one token by all threads, by width, rising.   `row_s`: seconds that each row of an expert takes beside its
-    bytes; it shows where rows are short.
+    bytes; it shows where rows are short.   `trellises`: experts stored as trellises.
     """
 
     cores: int
@@ -144,6 +147,7 @@ class CpuFacts:
     experts: tuple[WidthRate, ...]
     dense: tuple[WidthRate, ...]
     row_s: float | None
+    trellises: tuple[WidthRate, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

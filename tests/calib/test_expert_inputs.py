@@ -19,6 +19,7 @@ from moe_pack.calib.expert_inputs import (
     OTHERS_COUNT,
     ExpertInputs,
     ExpertTokens,
+    KeptInputs,
     input_bytes,
     input_pieces,
     num_kept_sequences,
@@ -166,6 +167,35 @@ def test_an_expert_of_many_tokens_has_some_of_them_evenly_spread(tmp_path: Path)
         quarters = torch.histc(torch.tensor(held, dtype=torch.float32), 4, 0, 7200)
         assert (quarters - len(held) / 4).abs().max() <= 2
     assert torch.equal(found.weights[:MAX_OWN_TOKENS], tokens.weights[own, 0].square())
+
+
+def test_of_tokens_from_one_on_an_expert_has_what_a_file_of_these_alone_would_give(tmp_path: Path) -> None:
+    tokens, first = made_up(random_routes(20 * S)), 7 * S
+    later = LayerTokens(tokens.inputs[first:], tokens.inputs[first:], tokens.experts[first:], tokens.weights[first:])
+    with ExpertInputs(kept(tokens, tmp_path), SPEC, len(tokens.x)) as held:
+        found = held.of_expert(2, first)
+    expected = of_expert(later, 2, tmp_path)
+    assert min(numbers(found)) >= first
+    assert torch.equal(found.inputs, expected.inputs) and torch.equal(found.weights, expected.weights)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "num_judged", "expected"),
+    [
+        ([0, 4, 8, 12], 10, (10, S)),  # of 6 tokens each: one and a part of none
+        ([0, 1, 2, 3], 13, (12, 12)),  # half of all is left
+        ([0, 1, 2], 100, (9, 9)),
+        ([5, 6], 20, (20, 0)),  # none of what is judged was kept
+        ([0], 100, (3, 3)),
+    ],
+)
+def test_tokens_judged_on_come_before_those_calibrated_on_and_leave_half_of_them(
+    sequences: list[int], num_judged: int, expected: tuple[int, int]
+) -> None:
+    def nothing(layer_idx: int) -> ExpertInputs:
+        raise AssertionError
+
+    assert KeptInputs(torch.tensor(sequences), S, nothing).split(num_judged) == expected
 
 
 def test_an_expert_that_no_token_reached_has_its_layers_alone(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from profiles import QUICK, Recorder
 from torch import Tensor
 
 from moe_pack.calib import make_profile, read_tokens
-from moe_pack.calib.moments import LEAST_DAMPING, MOST_DAMPING, damping, feedback, second_moments
+from moe_pack.calib.moments import LEAST_DAMPING, MOST_DAMPING, USUAL_DAMPING, damping, feedback, second_moments
 from moe_pack.formats import Checkpoint
 from moe_pack.runtime import CheckpointWeights, FolderFiles, Text, activations
 
@@ -89,21 +89,21 @@ def test_moments_of_some_columns_are_a_block_of_all() -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "num_columns", "expected"),
     [
-        (1000, 500, 0.1),
-        (1000, 4096, 0.8192),
-        (1000, 50, 0.01),  # what GPTQ has
-        (1000, 40, LEAST_DAMPING),
-        (100, 500, 1.0),
+        (1000, 500, 0.2),
+        (1000, 2048, 0.8192),
+        (1000, 250, USUAL_DAMPING),
+        (1000, 40, USUAL_DAMPING),
+        (100, 250, 1.0),
         (1, 14336, MOST_DAMPING),
     ],
 )
-def test_damping_is_a_fifth_of_columns_over_tokens(num_tokens: int, num_columns: int, expected: float) -> None:
+def test_damping_is_two_fifths_of_columns_over_tokens(num_tokens: int, num_columns: int, expected: float) -> None:
     assert damping(torch.full((num_tokens,), 0.3), num_columns) == pytest.approx(expected)
 
 
 def test_tokens_of_little_weight_count_as_few() -> None:
     heavy = torch.cat((torch.full((200,), 2.0), torch.full((800,), 1e-4)))
-    assert damping(heavy, 300) == pytest.approx(0.3, rel=1e-3)
+    assert damping(heavy, 300) == pytest.approx(0.6, rel=1e-3)
     assert damping(heavy * 1e-12, 300) == pytest.approx(damping(heavy, 300))
     assert damping(torch.zeros(5), 300) == MOST_DAMPING
 

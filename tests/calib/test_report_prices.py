@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from losses import calibrated_losses
 from report_pages import EXERCISE, HandMade, browse, held, needs_browser
+from specs import GROUPED
 
 from moe_pack.calib import (
     Estimate,
@@ -20,7 +22,9 @@ from moe_pack.calib import (
 from moe_pack.calib.arrays import Array
 from moe_pack.calib.profile import Profile, layer_file
 from moe_pack.calib.report import report_html
+from moe_pack.calib.report_prices import price_curves, prices_reading
 from moe_pack.calib.report_readings import nats
+from moe_pack.formats import trellis_format
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +144,19 @@ def test_a_browser_draws_what_was_measured(sensitivity: str, prices: Prices | No
     assert console == [] and 'data-exercised="yes"' in document
     assert not re.search(r'="[^"]*\b(NaN|undefined|Infinity)\b', document), "no figure has a place that is no number"
     assert document.count("packed, measured") > 1
+
+
+def test_of_calibrated_losses_the_curves_are_of_trellises_and_affine_codes_by_bits_of_a_weight() -> None:
+    losses = calibrated_losses(GROUPED)
+    curves = {curve.name: curve.points for curve in price_curves(GROUPED, losses).widths}
+    assert list(curves) == [
+        "trellis, a row as one group",
+        "trellis, groups of 32, byte scales",
+        "a row as one group",
+        "groups of 32, byte scales",
+    ]
+    points = curves["trellis, a row as one group"]
+    assert [point.note for point in points] == [f"{bits} bits" for bits in ("1.5", "2", "2.5", "3", "3.5", "4")]
+    place = losses.calibrated_formats.index(trellis_format(5, 0))
+    assert points[2].kl == pytest.approx(losses.calibrated[..., place].sum())
+    assert "at 1.5 bits (trellis, " in prices_reading(GROUPED, losses)

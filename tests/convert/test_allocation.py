@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from losses import random_losses
+from losses import calibrated_losses, random_losses
 from specs import GROUPED
 
 from moe_pack.convert.allocation import Prices, least_loss, least_time
@@ -117,3 +117,22 @@ def test_formats_may_be_restricted() -> None:
     assert found is not None
     parts = {part for layer in found.decision.plan.experts for e in layer for part in (e.gate, e.up, e.down)}
     assert parts <= set(allowed)
+
+
+def test_the_knapsack_over_calibrated_formats_is_as_good_as_the_best_of_all_plans() -> None:
+    """Four experts, each in every combination of some formats: no plan of at most the bytes loses less."""
+    router = dataclasses.replace(SPEC.router, num_experts=3)
+    spec = dataclasses.replace(SPEC, num_hidden_layers=1, moe_layers=(0,), router=router)
+    losses = calibrated_losses(spec, seed=3, most=4)
+    choices = expert_choices(spec, "none", losses)
+    lost, sizes = choices.losses(losses), choices.extent_bytes
+    for share in (0.1, 0.3, 0.6):
+        limit = int(3 * (sizes[0] + share * (sizes[-1] - sizes[0])))
+        found = least_loss(spec, "none", losses, limit)
+        assert found is not None and found.decision.plan.quantizer == "calibrated"
+        every = sizes[:, None, None] + sizes[None, :, None] + sizes[None, None, :]
+        nats = lost[0][:, None, None] + lost[1][None, :, None] + lost[2][None, None, :]
+        best = float(nats[every <= limit].min())
+        assert found.solution.bound <= best * (1 + 1e-9)
+        assert best <= found.loss * (1 + 1e-9) <= 1.1 * best
+        assert Model(spec, DTYPES, losses).loss(found.decision) == pytest.approx(found.loss)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from losses import random_losses
+from losses import calibrated_losses, random_losses
 from specs import GROUPED
 
 from moe_pack.calib import assumed_losses
@@ -15,6 +15,7 @@ from moe_pack.formats import (
     SELECTORS,
     ExpertFormat,
     ExpertSpec,
+    PartFormat,
     Selector,
     expert_layout,
     model_spec,
@@ -97,3 +98,22 @@ def test_of_thousands_of_experts_fewer_choices_are_weighed_each_the_best_of_its_
     few = model_spec("qwen3-30b-a3b", 1)
     whole = expert_choices(few, "up", assumed_losses(few))
     assert len(whole.formats) == MAX_CHOICES and choices.extent_bytes[0] == whole.extent_bytes[0]
+
+
+def test_of_losses_with_calibrated_ones_only_their_formats_are_weighed() -> None:
+    losses = calibrated_losses(GROUPED)
+    choices = expert_choices(GROUPED, "up", losses)
+    found = {part for held in choices.formats for part in (held.gate, held.up, held.down)}
+    assert choices.quantizer == "calibrated"
+    assert found <= set(losses.calibrated_formats)
+    assert {part.codec for part in found if part} == {"bf16", "affine", "trellis"}
+    n = len(choices.formats) // 2
+    places = [losses.calibrated_formats.index(part) for part in astuple_of(choices.formats[n])]
+    by_matrix = losses.calibrated[1, 2]
+    assert choices.losses(losses)[8, n] == pytest.approx(sum(by_matrix[m, place] for m, place in enumerate(places)))
+
+
+def astuple_of(held: ExpertFormat) -> tuple[PartFormat, ...]:
+    """All three formats."""
+    assert held.gate is not None
+    return held.gate, held.up, held.down

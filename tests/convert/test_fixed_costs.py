@@ -1,14 +1,15 @@
 """What a token costs beside its bytes: measured on the real engine, nothing left behind."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from moe_pack.convert.fixed_costs import measure_fixed_costs
-from moe_pack.convert.machines import machine_of_cpu, rate_of, steady_drive
-from moe_pack.formats import RunError
-from moe_pack.runtime import CpuFacts, MachineFacts, WidthRate
+from moe_pack.convert.machines import assumed_cpu, machine_of_cpu, rate_of, steady_drive
+from moe_pack.formats import RunError, part_format, trellis_format
+from moe_pack.runtime import CpuFacts, FixedCosts, MachineFacts, WidthRate
 
 
 def test_tokens_layers_and_experts_cost_time_and_no_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +29,24 @@ def test_without_measured_experts_no_cpu_is_planned_for() -> None:
 def test_a_width_that_was_not_measured_goes_by_the_nearest_and_of_two_by_the_wider() -> None:
     rates = (WidthRate(2, 20.0), WidthRate(4, 40.0), WidthRate(16, 160.0))
     assert [rate_of(rates, width) for width in (1, 2, 3, 4, 8, 16)] == [20, 20, 40, 40, 40, 160]
+
+
+def test_a_trellis_goes_by_trellises_measured_else_by_affine_codes_of_no_fewer_bits() -> None:
+    """Bits of 1.5, 2, 2.5, 3, 3.5 and 4."""
+    affine = tuple(WidthRate(width, 10.0 * width) for width in (1, 2, 3, 4, 8, 16))
+    machine = replace(assumed_cpu(), expert_rates=affine)
+    parts = [trellis_format(width, 0) for width in (3, 4, 5, 6, 7, 8)]
+    assert [machine.expert_rate(part) for part in parts] == [20, 20, 30, 30, 40, 40]
+    measured = replace(machine, trellis_rates=(WidthRate(3, 7.0), WidthRate(4, 8.0), WidthRate(8, 9.0)))
+    assert [measured.expert_rate(part) for part in parts] == [7, 8, 8, 9, 9, 9]
+    assert measured.expert_rate(part_format(8, 64)) == 80
+
+
+def test_the_machine_of_a_cpu_has_its_trellises_rates() -> None:
+    one = (WidthRate(4, 1e10),)
+    cpu = CpuFacts(2, "avx2", 1e10, 1e10, one, one, 0.0, (WidthRate(3, 2e9),))
+    facts = MachineFacts("2026-11-22", steady_drive(1e9), cpu, None, FixedCosts(0.0, 0.0, 0.0, 0.0))
+    assert machine_of_cpu(facts).expert_rate(trellis_format(3, 0)) == 2e9
 
 
 def test_a_steady_drive_reads_at_one_rate_whatever_is_asked() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from losses import random_losses
 from models import DEMO_MODEL
 from published import CONFIGS, PUBLISHED
 
+from moe_pack.calib import Profile, losses_of
+from moe_pack.convert.allocation import least_loss
 from moe_pack.convert.cli import main
 from moe_pack.convert.cpu_tier import AS_TARGET
 from moe_pack.convert.plan_file import read_plan
@@ -157,7 +160,7 @@ def test_the_model_of_edgemoes_phone_is_planned_in_edgemoes_widths() -> None:
 def test_the_memory_a_plan_names_is_what_moe_run_allocates(profile: Path, tmp_path: Path) -> None:
     """The demo model, a budget in which experts take turns: part by part to the byte, and as --stats prints them."""
     plan, packed, budget = tmp_path / "plan.json", tmp_path / "packed", "8M"
-    asked = ("--target-vram", budget, "--context", 64, "--device", "cpu", "--max-loss", "0.3", "--profile", profile)
+    asked = ("--target-vram", budget, "--context", 64, "--device", "cpu", "--max-loss", "0.02", "--profile", profile)
     memory = planned(DEMO_MODEL, *asked, "-o", plan)["plans"][0]["memory_bytes"]
     made = run("convert", DEMO_MODEL, "--plan", plan, "--profile", profile, "-o", packed, "--workers", 1)
     assert made.exit_code == 0, made.output
@@ -178,6 +181,29 @@ def test_the_memory_a_plan_names_is_what_moe_run_allocates(profile: Path, tmp_pa
     assert done.exit_code == 0, done.output
     for line, part in (("dense weights", "dense weights"), ("for experts", "pages of experts")):
         assert re.search(rf"^{line} +{re.escape(size_text(memory[part]))}", done.output, re.MULTILINE), done.output
+
+
+def test_a_profile_with_inputs_gives_plans_of_calibrated_formats(profile: Path) -> None:
+    asked = ("--target-vram", "8M", "--context", 64, "--device", "cpu", "--max-loss", "0.05", "--profile", profile)
+    plans = planned(DEMO_MODEL, *asked)["plans"]
+    assert [plan["quantizer"] for plan in plans] == ["calibrated"] * 3
+    done = run("plan", DEMO_MODEL, *asked)
+    assert "experts by gate / up / down, quantizer calibrated:" in done.output
+    assert re.search(r"^ *[\d.]+%  [\d.]+ bit trellis (row|g32|g128)", done.output, re.MULTILINE)
+
+
+def test_at_few_bits_the_demo_models_experts_are_trellises_and_lose_less_than_by_hqq(profile: Path) -> None:
+    """2.2 bits a weight, all bytes of extents; rows of 128 end in a CRC and padding besides."""
+    opened = Profile(profile)
+    spec, losses = opened.spec, losses_of(opened)
+    num_weights = 4 * 8 * 3 * spec.expert.intermediate_size * spec.hidden_size
+    found = least_loss(spec, "none", losses, int(2.2 * num_weights / 8))
+    assert found is not None and found.decision.plan.quantizer == "calibrated"
+    parts = [part for layer in found.decision.plan.experts for e in layer for part in (e.gate, e.up, e.down)]
+    assert {part.codec for part in parts if part} == {"trellis"}
+    assert least_loss(spec, "none", replace(losses, quantizer="hqq"), int(2.2 * num_weights / 8)) is None
+    wider = least_loss(spec, "none", replace(losses, quantizer="hqq"), int(2.6 * num_weights / 8))
+    assert wider is not None and found.loss < wider.loss
 
 
 def test_a_plan_file_holds_the_first_plan(small: Path, tmp_path: Path) -> None:

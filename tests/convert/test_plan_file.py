@@ -115,7 +115,7 @@ REJECTED: dict[str, tuple[Change, str, Change]] = {
     ),
     "a quantizer of no name": (
         lambda v: v.update(quantizer="gptq"),
-        "quantizer: found 'gptq', expected one of hqq, absmax, nearest",
+        "quantizer: found 'gptq', expected one of hqq, absmax, nearest, calibrated",
         lambda v: v.update(quantizer="nearest"),
     ),
     "a number of no format": (

@@ -56,6 +56,7 @@ def test_the_pack_keeps_to_the_loss_and_runs_in_the_budget(packed: tuple[Path, R
     kl = quality["against"]["kl"]
     assert kl["value"] + kl["half_width"] <= 0.02
     with Pack(out) as pack:
+        assert pack.manifest.quantizer == "calibrated"  # the profile keeps inputs
         divide_budget(pack.layout, 16 << 20, 64, routing_bytes(out))
     assert not work_folder(out).exists()
     assert "by default the CPU: a CPU of 2 cores, assumed; moe-pack doctor measures this one" in result.stderr

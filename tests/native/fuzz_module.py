@@ -216,6 +216,17 @@ class Cases:
         numbers = [self.number(0, 3), experts, chosen, groups, self.number(1, groups)]
         return [self.floats(tokens, experts), bias, *found, *numbers, 0.0, 1.0, 0.1]
 
+    def search_trellis_arguments(self) -> Arguments:
+        columns, rows = self.number(1, 150), self.number(0, 4)
+        kept, pieces = self.number(0, columns), [self.floats(rows, columns) for _ in range(3)]
+        importance = self.floats(rows, columns) if self.chance(50) else self.floats(columns)
+        factor = self.floats(columns, columns) if self.chance(50) else None
+        starts = self.random.integers(0, 128, rows).astype(np.uint8)
+        found = [self.bytes(rows, kept), self.floats(rows, kept), self.bytes(rows)]
+        limit = [None, "portable", "avx2", "avx512"][self.number(0, 3)]
+        shape = [limit, columns, kept, self.number(3, 8)]
+        return [*shape, *pieces, importance, factor, self.floats(2, 128), starts, *found]
+
     def open_pool_arguments(self) -> Arguments:
         return [self.number(1, 3), [None, "portable", "avx2", "avx512", "avx512vbmi"][self.number(0, 4)]]
 
@@ -348,7 +359,7 @@ def run_case(module: ModuleType, seed: int, pools: list[object]) -> bool:
     names = [name.removesuffix("_arguments") for name in dir(Cases) if name.endswith("_arguments")]
     name = names[cases.number(0, len(names) - 1)]
     arguments = getattr(cases, f"{name}_arguments")()
-    if name not in ("open_pool", "stitch"):
+    if name not in ("open_pool", "stitch", "search_trellis"):
         arguments = [pools[cases.number(0, len(pools) - 1)], *arguments]
     for _ in range(cases.number(0, 2)):
         arguments = cases.tampered(arguments)

@@ -1,14 +1,40 @@
 """Random losses of a small model: less at more bits and finer groups, experts as different as in trained ones."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from moe_pack.calib import Losses
+from moe_pack.calib.calibrated_error import calibrated_formats
 from moe_pack.calib.statistics import QUANTILE_LEVELS
-from moe_pack.formats import BF16, ModelSpec, dense_roles, format_fault, part_format
+from moe_pack.formats import BF16, ModelSpec, PartFormat, dense_roles, format_fault, part_format
+
+
+def calibrated_losses(spec: ModelSpec, seed: int = 0, most: int | None = None) -> Losses:
+    """Random losses of a model that was profiled with inputs.
+
+    Args:    most: of calibrated formats, evenly many; None: all.
+    """
+    losses = random_losses(spec, seed)
+    formats = calibrated_formats(spec.hidden_size)
+    if most is not None:
+        formats = tuple(formats[i] for i in np.linspace(0, len(formats) - 1, most).round().astype(int))
+    size = losses.quantized[..., :1] * np.random.default_rng(seed).uniform(0.3, 0.9, losses.quantized[..., :1].shape)
+    columns = [size * _calibrated_share(part) for part in formats]
+    calibrated = np.concatenate([*columns, np.zeros_like(size)], axis=3)
+    return replace(
+        losses, quantizer="calibrated", calibrated_formats=(*formats, BF16), calibrated=calibrated, origin="inputs"
+    )
+
+
+def _calibrated_share(part: PartFormat) -> float:
+    """Of what 2 bits lose: a trellis less than affine codes of its bits, shorter groups less than longer ones."""
+    codec = 0.6 if part.codec == "trellis" else 1.0
+    return float(codec * 4.0 ** -(part.bits - 2) * (1.0 if part.group == 0 else 0.7 + part.group / 600))
 
 
 def random_losses(spec: ModelSpec, seed: int = 0) -> Losses:
-    """Losses whose matrices, experts and layers differ by a factor of up to ten."""
+    """Losses whose matrices, experts and layers differ by a factor of up to ten; of calibrated rounding none known."""
     generator = np.random.default_rng(seed)
     shape = (len(spec.moe_layers), spec.router.num_experts)
     formats = [
@@ -34,8 +60,11 @@ def random_losses(spec: ModelSpec, seed: int = 0) -> Losses:
     magnitudes = np.asarray(QUANTILE_LEVELS, np.float32)  # abs(a) evenly between 0 and 1
     popularity = generator.dirichlet(np.ones(shape[1]), shape[0]) * spec.router.num_experts_per_tok
     return Losses(
+        quantizer="hqq",
         formats=(*formats, BF16),
         quantized=quantized,
+        calibrated_formats=(BF16,),
+        calibrated=np.zeros((*shape, 3, 1)),
         absmax=absmax,
         importance=absmax[..., 0].sum(axis=2),
         kinds=("up", "gate", "both"),

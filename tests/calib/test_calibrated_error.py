@@ -1,0 +1,243 @@
+"""What calibrated rounding costs by format: against the expert run whole, and what is measured of a model's."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import TinyMixtral
+from profiles import profiled, random_tokens
+from torch import Tensor
+
+from moe_pack.calib import Profile, ProfileOptions, losses_of
+from moe_pack.calib.calibrated_error import (
+    base_width,
+    calibrated_formats,
+    calibrated_ratios,
+    judged_columns,
+    judged_rows,
+)
+from moe_pack.calib.expert_error import Rounding
+from moe_pack.calib.expert_inputs import ExpertTokens
+from moe_pack.calib.expert_quantizer import Calibration, ExpertQuantizer
+from moe_pack.formats import (
+    BF16,
+    MATRICES,
+    Checkpoint,
+    ExpertFormat,
+    Matrix,
+    format_fault,
+    format_text,
+    part_format,
+    trellis_format,
+)
+from moe_pack.formats.codecs import decode_part
+from moe_pack.runtime import CheckpointWeights, NeuronBlock, activations
+
+D, F = 128, 20
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mixed(num_tokens: int, seed: int) -> Tensor:
+    """Tokens whose values hang together, the same way for any seed."""
+    return random(num_tokens, D // 4, seed=seed) @ random(D // 4, D, seed=7) / 6 + 0.3 * random(
+        num_tokens, D, seed=seed + 1
+    )
+
+
+class Held:
+    """An expert given out in blocks of 7 neurons."""
+
+    def __init__(self, has_gate: bool = True, num_neurons: int = F) -> None:
+        gate, up, down = (random(num_neurons, D, seed=i) * 0.1 for i in range(3))
+        self.whole = NeuronBlock(gate if has_gate else None, up, down)
+
+    def down_bias(self) -> None:
+        """It has none."""
+
+    def blocks(self) -> Iterator[NeuronBlock]:
+        for i in range(0, len(self.whole.up), 7):
+            gate = None if self.whole.gate is None else self.whole.gate[i : i + 7]
+            yield NeuronBlock(gate, self.whole.up[i : i + 7], self.whole.down[i : i + 7])
+
+
+CALIBRATED_ON = ExpertTokens(mixed(200, seed=20), torch.rand(200, generator=torch.Generator().manual_seed(1)))
+JUDGED_ON, WEIGHTS = mixed(30, seed=40), torch.linspace(0, 1, 30)
+
+
+def ratios(expert: Held) -> Tensor:
+    return calibrated_ratios(expert, "silu", JUDGED_ON, WEIGHTS, Rounding("nearest"), CALIBRATED_ON)
+
+
+def test_formats_are_trellises_of_every_width_then_affine_codes() -> None:
+    names = [format_text(part) for part in calibrated_formats(256)]
+    assert names[:4] == [
+        "1.5 bit trellis row",
+        "1.5 bit trellis g128, byte scales",
+        "1.5 bit trellis g32, byte scales",
+        "2 bit trellis row",
+    ]
+    assert names[18:22] == ["2 bit row", "2 bit g64, byte scales", "2 bit g32, byte scales", "3 bit row"]
+    assert len(set(names)) == len(names) == 30
+
+
+@pytest.mark.parametrize("num_cols", [64, 128, 192, 7168])
+def test_every_format_holds_such_rows_and_has_more_than_one_group_of_bytes(num_cols: int) -> None:
+    parts = calibrated_formats(num_cols)
+    assert all(format_fault(part, num_cols) is None for part in parts)
+    assert all(part.scale_bits == 16 or part.num_groups(num_cols) > 1 for part in parts)
+    assert trellis_format(4, 0) in parts
+
+
+def test_a_trellis_is_compared_with_the_width_next_above() -> None:
+    widths = [base_width(trellis_format(width, 0)) for width in (3, 4, 5, 6, 7, 8)]
+    assert widths == [2, 2, 3, 3, 4, 4]
+    assert [base_width(part_format(width, 0)) for width in (2, 3, 4, 8)] == [2, 3, 4, 8]
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_ratios_are_those_of_mean_squares_of_the_whole_expert(has_gate: bool) -> None:
+    expert = Held(has_gate)
+    found, plain = ratios(expert), Rounding("nearest")
+    whole = expert.whole
+
+    def square(matrix: Matrix, rounded: Tensor) -> float:
+        changed = replace(whole, **{matrix: rounded})
+        change = activations(JUDGED_ON, changed, "silu").h @ changed.down
+        change -= activations(JUDGED_ON, whole, "silu").h @ whole.down
+        return float((change * WEIGHTS[:, None]).square().mean())
+
+    for idx, part in enumerate(calibrated_formats(D)):
+        formats = ExpertFormat(part if has_gate else None, part, part)
+        rows = ExpertQuantizer(formats, Calibration(CALIBRATED_ON, "silu"), D).encode(whole)
+        for matrix_idx, matrix in enumerate(MATRICES):
+            weights = getattr(whole, matrix)
+            if weights is None:
+                assert found[matrix_idx, idx] == 1
+                continue
+            rough = square(matrix, plain(weights, base_width(part)))
+            expected = square(matrix, decode_part(part, D, rows[matrix])) / rough
+            # At 8 bits the difference is of outputs that agree to 3 digits: 1e-7 of 1e-3, twice, squared.
+            tolerance = 0.02 if part.width == 8 and part.codec == "affine" else 1e-3
+            assert found[matrix_idx, idx].item() == pytest.approx(expected, rel=tolerance), format_text(part)
+
+
+def test_calibrated_rounding_loses_less_than_plain_rounding_of_its_width() -> None:
+    found, parts = ratios(Held()), calibrated_formats(D)
+    for part in (trellis_format(4, 0), trellis_format(6, 0), part_format(2, 64, 8), part_format(3, 64, 8)):
+        gate, up, down = found[:, parts.index(part)].tolist()
+        assert max(gate, up) < 0.8 and down < 1, format_text(part)  # of few neurons little hangs together
+
+
+def test_no_token_to_judge_on_leaves_ratios_of_one() -> None:
+    found = calibrated_ratios(Held(), "silu", JUDGED_ON[:0], WEIGHTS[:0], Rounding("nearest"), CALIBRATED_ON)
+    assert (found == 1).all()
+
+
+def test_large_experts_are_judged_on_some_rows_and_down_on_some_columns() -> None:
+    """Mixtral's, DeepSeek-V3's, and small ones, which are judged whole."""
+    assert (judged_rows(4096, 14336), judged_columns(4096, 14336)) == (64, 256)
+    assert (judged_rows(7168, 2048), judged_columns(7168, 2048)) == (64, 256)
+    assert (judged_rows(256, 768), judged_columns(256, 768)) == (256, 256)
+    assert (judged_rows(2048, 768), judged_columns(2048, 768)) == (128, 256)
+    assert (judged_rows(64, 48), judged_columns(64, 48)) == (48, 64)
+
+
+def test_of_a_larger_expert_some_rows_and_columns_are_judged() -> None:
+    """600 neurons of 512 weights: gate and up on the first 256, down on the first 384 columns of all."""
+    generator = torch.Generator().manual_seed(2)
+    gate, up, down = (torch.randn(600, 512, generator=generator) / 22 for _ in range(3))
+    x, weights = torch.randn(20, 512, generator=generator), torch.ones(20)
+    tokens = ExpertTokens(torch.randn(64, 512, generator=generator), torch.ones(64))
+    expert = Held()
+    expert.whole = NeuronBlock(gate, up, down)
+    found = calibrated_ratios(expert, "silu", x, weights, Rounding("nearest"), tokens)
+    part = trellis_format(4, 0)
+    few, narrow = NeuronBlock(gate[:256], up[:256], down[:256]), NeuronBlock(gate, up, down[:, :384].contiguous())
+    for idx, matrix, block in ((0, "gate", few), (1, "up", few), (2, "down", narrow)):
+        held = getattr(block, matrix)
+        calibration, num_cols = Calibration(tokens, "silu"), held.shape[1]
+        rows = ExpertQuantizer(ExpertFormat(part, part, part), calibration, num_cols).encode(block)[matrix]
+        before = activations(x, block, "silu").h @ block.down
+        square = []
+        for rounded in (decode_part(part, num_cols, rows), Rounding("nearest")(held, 2)):
+            changed = replace(block, **{matrix: rounded})
+            square.append(float((activations(x, changed, "silu").h @ changed.down - before).square().mean()))
+        assert found[idx, calibrated_formats(512).index(part)].item() == pytest.approx(square[0] / square[1], rel=1e-3)
+
+
+MODEL, TOKENS = TinyMixtral(num_layers=2, num_experts=5), random_tokens(10, 24, 96)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return MODEL.write(tmp_path_factory.mktemp("model") / "source")
+
+
+@pytest.fixture(scope="module")
+def profile(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    return profiled(source, tmp_path_factory.mktemp("profiled") / "profile", TOKENS, ProfileOptions("fast"))
+
+
+def test_a_profile_with_inputs_foretells_calibrated_formats_and_one_without_what_it_did(
+    source: Path, profile: Profile, tmp_path: Path
+) -> None:
+    with_inputs = losses_of(profile)
+    without = losses_of(profiled(source, tmp_path / "without", TOKENS, ProfileOptions("fast", keeps_inputs=False)))
+    assert (with_inputs.quantizer, without.quantizer) == ("calibrated", "hqq")
+    parts, lost = with_inputs.of("calibrated")
+    assert parts == (*calibrated_formats(64), BF16)
+    assert lost.shape == (2, 5, 3, len(parts)) and not lost[..., -1].any() and (lost[..., :-1] > 0).all()
+    assert without.of("calibrated")[0] == (BF16,)
+    for one, other in zip(with_inputs.of("hqq"), without.of("hqq"), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_formats_are_judged_on_tokens_before_those_they_are_calibrated_on(source: Path, profile: Profile) -> None:
+    """All of 8 sequences of 24 tokens are kept: the first 96 tokens are judged on, the others calibrated on."""
+    experts = profile.statistics(0).routes
+    popular = int(np.bincount(experts.ravel()).argmax())
+    with profile.inputs(0) as held:
+        tokens = held.of_expert(popular, 96)
+        token_idx, place = (held.experts[:96] == popular).nonzero()
+        x, weights = held.rows(torch.from_numpy(token_idx)), torch.from_numpy(held.weights[token_idx, place].copy())
+    checkpoint = Checkpoint(source)
+    expert = CheckpointWeights(checkpoint).expert(0, popular)
+    found = calibrated_ratios(expert, "silu", x, weights, Rounding("nearest"), tokens).numpy()
+    checkpoint.close()
+    # The pass has the judged tokens in float32, the file in bfloat16.
+    np.testing.assert_allclose(profile.errors(0).calibrated, found, rtol=0.03)
+
+
+def test_calibrated_losses_are_errors_times_ratio_times_effect(profile: Profile) -> None:
+    """Errors are kept multiplied by hqq's ratio of groups of 64 at their width."""
+    losses, effects = losses_of(profile), profile.effects()
+    solved, parts = losses.formats, calibrated_formats(64)
+    errors = profile.errors(1)
+    widths = (2, 3, 4, 8)
+    num_less = 0
+    for e in profile.statistics(1).tokens.nonzero()[0].tolist():
+        for matrix, idx in np.ndindex(3, len(parts)):
+            width_idx = widths.index(base_width(parts[idx]))
+            hqq = errors.ratios[matrix, solved.index(part_format(widths[width_idx], 64))]
+            expected = errors.quantized[e, matrix, width_idx] / hqq * errors.calibrated[matrix, idx]
+            expected *= effects.quantized[1, matrix, width_idx]
+            found = losses.calibrated[1, e, matrix, idx]
+            assert found <= expected * (1 + 1e-5)
+            num_less += found < expected * (1 - 1e-5)  # as fewer bits lost less
+    assert num_less < 0.1 * 15 * len(parts)
+
+
+def test_in_more_bits_of_the_same_codec_and_groups_nothing_loses_more(profile: Profile) -> None:
+    parts, lost = losses_of(profile).of("calibrated")
+    kinds: dict[tuple[str, int, int], list[tuple[float, int]]] = {}
+    for idx, part in enumerate(parts):
+        kinds.setdefault((part.codec, part.group, part.scale_bits), []).append((part.bits, idx))
+    assert {len(held) for held in kinds.values()} == {1, 4, 6}
+    for held in kinds.values():
+        assert (np.diff(lost[..., [idx for _, idx in sorted(held)]], axis=3) <= 0).all()

@@ -1,0 +1,307 @@
+"""Calibrated conversion: the bytes that the quantizer gives, the same after any stop, and what it refuses to begin."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from coded import IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks
+from killing import different_files, files_in
+from models import Tensors, TinyMixtral
+from numpy.typing import NDArray
+from profiles import QUICK, profiled, random_tokens
+
+from moe_pack.calib import Calibration, ExpertQuantizer, Profile, calibration_bytes
+from moe_pack.convert import convert
+from moe_pack.convert.cli import main
+from moe_pack.convert.expert_job import job_bytes
+from moe_pack.convert.pipeline import layout_for
+from moe_pack.convert.source_formats import keep_source
+from moe_pack.formats import (
+    BF16,
+    FAMILIES,
+    MATRICES,
+    Checkpoint,
+    CheckpointError,
+    ConversionError,
+    ExpertFormat,
+    Pack,
+    PartFormat,
+    Plan,
+    PlanError,
+    Step,
+    part_format,
+    trellis_format,
+    uniform_plan,
+)
+from moe_pack.formats.codecs import decode_part
+from moe_pack.runtime import CheckpointWeights, NeuronBlock, PackWeights
+
+D, F, E = 64, 1088, 2  # more neurons than are rounded at once
+MODEL = TinyMixtral(D, F, num_layers=2, vocab_size=96)
+TWO, EIGHT, HALVES = part_format(2, 64), part_format(8, 64), trellis_format(5, 0)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return MODEL.write(tmp_path_factory.mktemp("calibrated") / "source")
+
+
+@pytest.fixture(scope="module")
+def profile(source: Path) -> Profile:
+    return profiled(source, source.parent / "profile", random_tokens(6, 32, 96))
+
+
+@pytest.fixture
+def checkpoint(source: Path) -> Iterator[Checkpoint]:
+    held = Checkpoint(source)
+    yield held
+    held.close()
+
+
+def plan_of(checkpoint: Checkpoint, selector: PartFormat = TWO, record: PartFormat = TWO) -> Plan:
+    return uniform_plan(checkpoint.spec, "up", selector, record, part_format(4, 64), "calibrated")
+
+
+def whole(weights: CheckpointWeights | PackWeights, layer_idx: int, expert: int) -> NeuronBlock:
+    blocks = list(weights.expert(layer_idx, expert).blocks())
+    gate = torch.cat([block.gate for block in blocks if block.gate is not None])
+    return NeuronBlock(gate, torch.cat([block.up for block in blocks]), torch.cat([block.down for block in blocks]))
+
+
+def part_of(block: NeuronBlock, first: int, end: int) -> NeuronBlock:
+    assert block.gate is not None
+    return NeuronBlock(block.gate[first:end], block.up[first:end], block.down[first:end])
+
+
+def shuffled() -> NDArray[np.uint32]:
+    return np.stack([np.random.default_rng(e).permutation(F).astype(np.uint32) for e in range(2 * E)]).reshape(2, E, F)
+
+
+def test_an_expert_holds_what_the_quantizer_makes_of_its_own_tokens(
+    checkpoint: Checkpoint, profile: Profile, tmp_path: Path
+) -> None:
+    mixed = ExpertFormat(TWO, BF16, HALVES)
+    plan = plan_of(checkpoint)
+    plan = dataclasses.replace(plan, experts=(plan.experts[0], (ExpertFormat(EIGHT, BF16, EIGHT), mixed)))
+    convert(checkpoint, plan, tmp_path / "p", 1, calibration=profile)
+    with Pack(tmp_path / "p") as pack:
+        held = PackWeights(pack, CPU)
+        assert pack.manifest.quantizer == "calibrated"
+        for place in ((0, 1), (1, 1)):
+            original = whole(CheckpointWeights(checkpoint), *place)
+            with profile.inputs(place[0]) as inputs:
+                calibration = Calibration(inputs.of_expert(place[1]), "silu")
+            formats = plan.experts[place[0]][place[1]]
+            quantizer = ExpertQuantizer(formats, calibration, D)
+            made = [quantizer.encode(part_of(original, *ends)) for ends in ((0, 1024), (1024, F))]
+            found = whole(held, *place)
+            for matrix in MATRICES:
+                part = formats.of(matrix)
+                assert part is not None
+                expected = decode_part(part, D, torch.cat([block[matrix] for block in made]))
+                assert torch.equal(getattr(found, matrix), expected), f"{place} {matrix}"
+
+
+def test_any_workers_stops_and_order_give_the_same_experts(
+    checkpoint: Checkpoint, profile: Profile, tmp_path: Path
+) -> None:
+    plan = plan_of(checkpoint, TWO, HALVES)
+    convert(checkpoint, plan, tmp_path / "one", 1, calibration=profile)
+    expected, stops = files_in(tmp_path / "one"), 0
+
+    def stops_at(number: int) -> Callable[[Step], None]:
+        def on_step(step: Step) -> None:
+            if step.number == number:
+                raise KeyboardInterrupt
+
+        return on_step
+
+    for number in range(5, 60, 9):
+        try:
+            convert(checkpoint, plan, tmp_path / "p", 2, on_step=stops_at(number), calibration=profile)
+            break
+        except KeyboardInterrupt:
+            stops += 1
+    convert(checkpoint, plan, tmp_path / "p", 2, calibration=profile)
+    assert stops >= 2 and not different_files(files_in(tmp_path / "p"), expected)
+    convert(checkpoint, plan, tmp_path / "shuffled", 1, order=shuffled(), calibration=profile)
+    with Pack(tmp_path / "one") as one, Pack(tmp_path / "shuffled") as other:
+        for e in range(E):
+            rows = [torch.from_numpy(shuffled()[1, e].astype(np.int64)), torch.arange(F)]
+            found, kept = (whole(PackWeights(held, CPU), 1, e) for held in (other, one))
+            assert torch.equal(found.down, kept.down[rows[0]]) and torch.equal(found.up, kept.up[rows[0]])
+
+
+def test_inputs_of_another_text_are_another_conversion(
+    checkpoint: Checkpoint, profile: Profile, source: Path, tmp_path: Path
+) -> None:
+    plan = plan_of(checkpoint)
+    convert(checkpoint, plan, tmp_path / "p", 1, calibration=profile)
+    other = profiled(source, tmp_path / "other", random_tokens(6, 32, 96, seed=1))
+    with pytest.raises(ConversionError, match="holds another pack"):
+        convert(checkpoint, plan, tmp_path / "p", 1, calibration=other)
+    plain = dataclasses.replace(plan, quantizer="nearest")
+    convert(checkpoint, plain, tmp_path / "plain", 1, calibration=profile)
+    convert(checkpoint, plain, tmp_path / "plain", 1)  # to which inputs say nothing
+
+
+def test_without_inputs_of_this_checkpoint_nothing_begins(
+    checkpoint: Checkpoint, profile: Profile, source: Path, tmp_path: Path
+) -> None:
+    bare = profiled(source, tmp_path / "bare", random_tokens(2, 8, 96), dataclasses.replace(QUICK, keeps_inputs=False))
+    stranger = profiled(
+        dataclasses.replace(MODEL, seed=1).write(tmp_path / "source"), tmp_path / "stranger", random_tokens(2, 8, 96)
+    )
+    refused: list[tuple[Profile | None, str]] = [
+        (None, "calibrated rounding: found no profile to go by; give --profile, made by moe-pack profile"),
+        (
+            bare,
+            f"--profile {bare.folder}: keeps no inputs of experts, which calibrated rounding goes by; profile the "
+            "model anew, without --no-inputs",
+        ),
+        (stranger, f"--profile {stranger.folder}: is of another checkpoint; profile this one"),
+    ]
+    for given, line in refused:
+        with pytest.raises(PlanError) as error:
+            convert(checkpoint, plan_of(checkpoint), tmp_path / "p", 1, calibration=given)
+        assert str(error.value) == line
+        assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize(("matrix", "name"), [("down", "w2"), ("up", "w3")])
+def test_a_weight_that_no_scale_holds_is_named(
+    matrix: str, name: str, profile: Profile, source: Path, tmp_path: Path
+) -> None:
+    def change(tensors: Tensors) -> None:
+        weights = tensors[f"model.layers.1.block_sparse_moe.experts.1.{name}.weight"]
+        (weights.T if matrix == "down" else weights)[1030] = 1e9
+
+    held = Checkpoint(MODEL.write(tmp_path / "source", change))
+    wide = profiled(tmp_path / "source", tmp_path / "profile", random_tokens(2, 8, 96))
+    line = "column 1030" if matrix == "down" else "row 1030"
+    with pytest.raises(CheckpointError, match=f"{name}.weight.*: {line} has weights beyond float16 scales"):
+        convert(held, plan_of(held), tmp_path / "p", 1, calibration=wide)
+    held.close()
+
+
+def test_kept_codes_and_biases_stand_beside_calibrated_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "mixtral", held_so(IN_BLOCKS, bias=("gate", "up")))
+
+    def change(tensors: Tensors) -> None:
+        put_into_blocks(tensors, 128, D)
+        tensors["model.layers.0.experts.gate_up_bias"] = torch.randn(E, 256).to(torch.bfloat16)
+
+    model = TinyMixtral(D, 128, config={"quantization_config": MXFP4_CONFIG})
+    held = Checkpoint(model.write(tmp_path / "source", change))
+    profile = profiled(tmp_path / "source", tmp_path / "profile", random_tokens(4, 16, 96))
+    plan = keep_source(held, uniform_plan(held.spec, "up", TWO, HALVES, None, "calibrated"), 2, "source", None)
+    convert(held, plan, tmp_path / "p", 1, calibration=profile)
+    block = next(iter(CheckpointWeights(held).expert(0, 1).blocks()))
+    with profile.inputs(0) as inputs:
+        calibration = Calibration(inputs.of_expert(1), held.spec.expert.function)
+    formats = plan.experts[0][1]
+    made = ExpertQuantizer(formats, calibration, D).encode(block)
+    assert list(made) == ["up"]
+    with Pack(tmp_path / "p") as pack:
+        found = next(iter(PackWeights(pack, CPU).expert(0, 1).blocks()))
+    assert torch.equal(found.up, decode_part(TWO, D, made["up"]))
+    assert found.gate is not None and block.gate is not None and torch.equal(found.gate, block.gate)
+    assert torch.equal(found.down, block.down)
+    assert found.up_bias is not None and block.up_bias is not None and torch.equal(found.up_bias, block.up_bias)
+    held.close()
+
+
+def test_a_job_counts_what_its_calibration_holds(checkpoint: Checkpoint) -> None:
+    calibrated, plain = plan_of(checkpoint), uniform_plan(checkpoint.spec, "up", TWO, TWO)
+    item = next(item for item in layout_for(checkpoint, plain).items() if item.kind == "expert")
+    across = 2 * F * D  # down, bfloat16
+    assert job_bytes(checkpoint, plain, item) == item.num_bytes + across
+    assert job_bytes(checkpoint, calibrated, item) == calibration_bytes(D, F, item.num_bytes + across)
+    assert calibration_bytes(D, F, item.num_bytes + across) > item.num_bytes + across + 4 * 3 * D * 1024
+    wide = uniform_plan(checkpoint.spec, "up", EIGHT, EIGHT, None, "calibrated")
+    assert job_bytes(checkpoint, wide, item) == item.num_bytes + across
+
+
+# --- the command
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
+
+
+def formats_in(folder: Path) -> tuple[str, set[PartFormat | None]]:
+    with Pack(folder) as pack:
+        experts = [expert for layer in pack.index.experts for expert in layer]
+        return pack.manifest.quantizer, {part for one in experts for part in (one.gate, one.up, one.down)}
+
+
+@pytest.mark.parametrize(
+    ("options", "quantizer", "formats"),
+    [
+        (["--record-bits", "2"], "calibrated", {trellis_format(8, 0), trellis_format(4, 0)}),
+        (["--record-bits", "1.5", "--selector-bits", "3.5", "--group-size", "32", "--scale-bits", "8"],
+         "calibrated", {trellis_format(3, 32, 8), trellis_format(7, 32, 8)}),
+        (["--codec", "affine", "--record-bits", "3", "--dense-bits", "4"],
+         "calibrated", {part_format(3, 64), part_format(4, 64)}),
+        (["--quantizer", "hqq", "--sparsity", "0.5"], "hqq", {part_format(4, 64)}),
+    ],
+)  # fmt: skip
+def test_a_profile_with_inputs_calibrates(
+    source: Path, profile: Profile, tmp_path: Path, options: list[str], quantizer: str, formats: set[PartFormat]
+) -> None:
+    done = run("convert", source, "-o", tmp_path / "p", "--profile", profile.folder, *options)
+    assert done.exit_code == 0, done.stderr
+    assert formats_in(tmp_path / "p") == (quantizer, formats)
+
+
+def test_a_profile_without_inputs_leaves_it_to_hqq(source: Path, tmp_path: Path) -> None:
+    profiled(source, tmp_path / "bare", random_tokens(2, 8, 96), dataclasses.replace(QUICK, keeps_inputs=False))
+    done = run("convert", source, "-o", tmp_path / "p", "--profile", tmp_path / "bare")
+    assert done.exit_code == 0, done.stderr
+    assert formats_in(tmp_path / "p") == ("hqq", {part_format(4, 64)})
+
+
+USAGE = {
+    "no profile": (
+        ["--quantizer", "calibrated"],
+        "--quantizer calibrated: rounds by what experts are given; give a --profile, which has kept it",
+    ),
+    "a profile for nothing": (
+        ["--quantizer", "nearest", "--profile", "PROFILE"],
+        "--profile: says nothing to nearest, and orders neurons at a sparsity; give --sparsity too",
+    ),
+}
+REFUSED = {
+    "a trellis of 8 bits": (
+        ["--codec", "trellis", "--record-bits", "8"],
+        "--record-bits 8: a trellis takes 1.5 to 4 bits a weight; use --codec affine",
+    ),
+    "affine of half bits": (
+        ["--codec", "affine", "--selector-bits", "2.5"],
+        "--selector-bits 2.5: affine takes whole bits; use --codec trellis",
+    ),
+    "a trellis by hqq": (
+        ["--record-bits", "2.5"],
+        "--record-bits/--group-size: a trellis has no hqq quantization; use calibrated or nearest",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_options_that_do_not_go_together_are_refused(source: Path, profile: Profile, tmp_path: Path, name: str) -> None:
+    options, line = USAGE[name]
+    given = [str(profile.folder) if option == "PROFILE" else option for option in options]
+    refused = run("convert", source, "-o", tmp_path / "p", *given)
+    assert refused.exit_code == 2 and refused.stderr.splitlines()[-1] == f"Error: {line}"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_formats_that_there_are_not_are_refused(source: Path, tmp_path: Path, name: str) -> None:
+    options, line = REFUSED[name]
+    refused = run("convert", source, "-o", tmp_path / "p", *options)
+    assert (refused.exit_code, refused.stderr) == (1, f"moe-pack: {line}\n")
