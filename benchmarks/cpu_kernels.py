@@ -2,10 +2,10 @@
 
 For every format and sparsity: the bytes that must be read (all selector rows, the records of running neurons) a second,
 as a share of the rate at which the same threads do nothing but read; beside it the torch path, which reads everything
-whatever the sparsity. Selector kind up, random weights: groups of 64 by width, beside them trellises of the same groups
-(trellis2: two bits a weight), and beside the widths of 4 and 8 bits the codecs that keep what sources have in as many.
-Experts are taken in turn from more memory than any cache holds, as many a call as the model takes for a token. Rounds
-are interleaved, figures are medians.
+whatever the sparsity. Selector kind up, random weights: groups of 64 by width, beside them trellises with one scale a
+row (trellis2: two bits a weight), and beside the widths of 4 and 8 bits the codecs that keep what sources have in as
+many. Experts are taken in turn from more memory than any cache holds, as many a call as the model takes for a token.
+Rounds are interleaved, figures are medians.
 """
 
 import json
@@ -27,6 +27,7 @@ from moe_pack.formats import (
     E5M2,
     FP8,
     MXFP4,
+    ROW_GROUP,
     ExpertFormat,
     ExpertLayout,
     ExpertSpec,
@@ -111,7 +112,7 @@ class Experts:
 def _format_of(name: str) -> PartFormat:
     """The format for a name as `--formats` has it."""
     if name.startswith("trellis"):
-        return trellis_format(round(2 * float(name.removeprefix("trellis"))), _GROUP)
+        return trellis_format(round(2 * float(name.removeprefix("trellis"))), ROW_GROUP)
     return _SOURCES.get(name) or part_format(int(name), _GROUP)
 
 
