@@ -1,4 +1,4 @@
-"""The native kernels on what FP8 and MXFP4 sources may hold: every code, and every scale, also the ends of both."""
+"""The native kernels on what rows may hold: every code and every scale of sources, also the ends of both; trellises."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,17 @@ from random_experts import Shape, assert_near, product_magnitudes, random_expert
 from random_experts import weight_magnitudes as magnitudes
 from torch import Tensor
 
-from moe_pack.formats import BF16, E5M2, FP8, MXFP4, PartFormat, RowLayout
+from moe_pack.formats import (
+    BF16,
+    E5M2,
+    FP8,
+    MXFP4,
+    TRELLIS_WIDTHS,
+    PartFormat,
+    RowLayout,
+    format_text,
+    trellis_format,
+)
 from moe_pack.formats.codecs import decode_part
 from moe_pack.runtime.native_kernels import Kernels, row_numbers
 
@@ -169,3 +179,58 @@ def test_sums_of_down_rows_bear_scales_from_tiny_to_large(
         errors = h.double().abs() @ expert.weight_magnitudes("down")
         found = kernels.accumulate(h, expert.rows(), neurons)
         assert_near(found, (h.double() @ down.double()).float(), errors.clamp(min=2.0**-126))
+
+
+each_trellis = pytest.mark.parametrize(
+    "stored", [trellis_format(width, group) for width in TRELLIS_WIDTHS for group in (0, 64)], ids=format_text
+)
+
+
+@each_trellis
+def test_every_window_in_every_column_has_the_bits_of_the_codec(stored: PartFormat, kernels: Kernels) -> None:
+    """All streams of two bytes, over and over, so that each window ends at each bit."""
+    layout, rows = random_rows(stored, 1 << 16, 64)
+    codes = stored.code_bytes(64)
+    rows[:, :codes] = np.tile(np.arange(1 << 16, dtype="<u2").view(np.uint8).reshape(-1, 2), codes // 2)
+    expected, found = decoded(stored, layout, rows), kernels.decode(row_numbers(layout, "weight"), rows)
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+@each_trellis
+@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -1.0, 2.0**-24, 65504.0])
+def test_any_scale_of_a_trellis_is_seen_in_its_row_alone(
+    scale: float, num_tokens: int, stored: PartFormat, kernels: Kernels
+) -> None:
+    layout, rows = random_rows(stored, 33, 192)
+    x, codes = random_tokens(num_tokens, 192), stored.code_bytes(192)
+    whole = kernels.product(x, row_numbers(layout, "weight"), rows)
+    rows[20, codes : codes + stored.scale_bytes(192)] = np.full(stored.num_groups(192), scale, "<f2").view(np.uint8)
+    found = kernels.product(x, row_numbers(layout, "weight"), rows)
+    others = [r for r in range(33) if r != 20]
+    assert torch.equal(found[:, others], whole[:, others])
+    if not np.isfinite(scale):
+        assert not found[:, 20].isfinite().any()
+        return
+    errors = product_magnitudes(x, decoded(stored, layout, rows[20:21]).double().abs())
+    assert_near(found[:, 20:21], x @ decoded(stored, layout, rows[20:21]).T, errors)
+
+
+@each_trellis
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_sums_of_trellis_rows_see_a_scale_that_is_no_number_in_its_group(
+    num_tokens: int, stored: PartFormat, kernels: Kernels
+) -> None:
+    expert = random_expert(Shape(40, 320, "up", BF16, BF16, stored))
+    part = expert.shape.layout.records.part("down")
+    assert part is not None
+    rows, neurons = expert.rows(), torch.arange(40, dtype=torch.int32)
+    h = torch.randn(num_tokens, 40, generator=torch.Generator().manual_seed(1))
+    whole = kernels.accumulate(h, rows, neurons)
+    records = expert.extent[expert.shape.layout.selector_bytes :].reshape(40, -1)
+    first = 0 if stored.group == 0 else 256
+    at = part.offset + stored.code_bytes(320) + (0 if stored.group == 0 else 8)
+    records[7, at : at + 2] = np.array([np.nan], "<f2").view(np.uint8)
+    found = kernels.accumulate(h, rows, neurons)
+    assert found[:, first:].isnan().all()
+    assert torch.equal(found[:, :first], whole[:, :first])
