@@ -10,15 +10,19 @@ from typing import Literal
 import numpy as np
 
 from moe_pack.calib.arrays import Array
-from moe_pack.calib.expert_error import QUANTIZED, SPARSE, Change
+from moe_pack.calib.expert_error import QUANTIZED, SPARSE, WIDTHS, Change
 from moe_pack.calib.rounded import roundable_roles
-from moe_pack.formats import ModelSpec
+from moe_pack.formats import MATRICES, ModelSpec
 
 Level = Literal["fast", "full"]
 DENSE_WIDTHS = (8, 4)
 _NLL_DEVIATION = 0.1  # between models, of log-likelihood lost for a nat of KL divergence, about 1
 _LEAST_NLL_PER_KL = 0.1
-_ALL_AT_2 = tuple(change for change in QUANTIZED if change.width == 2)  # one copy: all three matrices at once
+# Copies of several changes at once. A change of gate or up goes through down's rows, one of down has directions of its
+# own, and for its size costs less than half as much: they are priced apart.
+_ALL_AT_2 = tuple(change for change in QUANTIZED if change.width == 2)
+_DOWN_AT_2 = Change(MATRICES.index("down"), 2)
+_ROWS_AT_2 = tuple(change for change in _ALL_AT_2 if change != _DOWN_AT_2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ def copies_of(spec: ModelSpec, level: Level, layer: int | None) -> tuple[Copy, .
     if layer not in spec.moe_layers:
         return dense
     if level == "fast":
-        return (*dense, Copy("experts", layer, changes=_ALL_AT_2))
+        return (*dense, *(Copy("experts", layer, changes=held) for held in (_ROWS_AT_2, (_DOWN_AT_2,))))
     single = (*(change for change in QUANTIZED if change.width < 8), *(c for c in SPARSE if c.sparsity == 0.8))
     return (*dense, Copy("experts", layer, changes=_ALL_AT_2), *(Copy("experts", layer, changes=(c,)) for c in single))
 
@@ -105,9 +109,10 @@ def factors(errors: list[LayerErrors], measured: Divergences, spec: ModelSpec, l
     quantized, sparse = [], []
     for layer in spec.moe_layers:
         single = {c.changes[0]: per_error[c] for c in by_layer[layer] if c.kind == "experts" and len(c.changes) == 1}
-        whole = next(per_error[c] for c in by_layer[layer] if len(c.changes) > 1)
-        quantized.append([_nearest_width(single, change, whole) for change in QUANTIZED])
-        sparse.append([single.get(Change(kind_idx=c.kind_idx, sparsity=0.8), whole) for c in SPARSE])
+        # What changes `h` goes through down's rows like what neurons that do not run leave out.
+        rows = next(per_error[c] for c in by_layer[layer] if len(c.changes) > 1)
+        quantized.append([_nearest_width(single, change, rows) for change in QUANTIZED])
+        sparse.append([single.get(Change(kind_idx=c.kind_idx, sparsity=0.8), rows) for c in SPARSE])
     embedding = [float(kl) for copy, kl in zip(all_copies(spec, level), kls, strict=True) if copy.kind == "embedding"]
     L = len(spec.moe_layers)
     return Effects(
@@ -133,13 +138,11 @@ def _nll_per_kl(measured: Divergences) -> float:
     return max((held + weight * lost) / (held + weight * max(diverged, 0.0)), _LEAST_NLL_PER_KL)
 
 
-def _nearest_width(single: dict[Change, float], change: Change, whole: float) -> float:
-    """What the copy with this change found; of the next smaller width where there was none; else of all at 2 bits."""
-    for width in (change.width, change.width // 2):
-        found = single.get(Change(change.matrix_idx, width))
-        if found is not None:
-            return found
-    return whole
+def _nearest_width(single: dict[Change, float], change: Change, rows: float) -> float:
+    """What the copy with this change found; of the next smaller width where there was none; else of gate and up."""
+    smaller = (width for width in reversed(WIDTHS) if width <= change.width)
+    found = (single.get(Change(change.matrix_idx, width)) for width in smaller)
+    return next((price for price in found if price is not None), rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -90,8 +90,9 @@ class SensitivityPass:
         self.rounding = self.solved if level == "full" else self.plain
         self.expert_tokens = _FULL_TOKENS if level == "full" else _FAST_TOKENS
         S = given.length
-        # Two copies a layer on half of the layers each: this keeps them within about twice the statistics' pass.
-        copied = min(max(2 * given.ids.numel() // spec.num_hidden_layers, _LEAST_COPY_TOKENS), _MOST_COPY_TOKENS)
+        # Three copies a layer on half of the layers each: this keeps them within about twice the statistics' pass.
+        copied = 4 * given.ids.numel() // (3 * spec.num_hidden_layers)
+        copied = min(max(copied, _LEAST_COPY_TOKENS), _MOST_COPY_TOKENS)
         self.num_copied = min(len(ids), -(-copied // S))  # sequences
         wanted = self.expert_tokens * spec.router.num_experts // spec.router.num_experts_per_tok
         self.num_base = min(len(ids), max(self.num_copied, -(-wanted // S)))

@@ -33,7 +33,7 @@ def errors_of(spec: ModelSpec, level: Level, layer: int, copies: list[float]) ->
     assert len(copies) == len(copies_of(spec, level, layer))
     nonsense: Array = np.full((6, 3, 4) if layer in spec.moe_layers else 0, np.nan, np.float32)
     dense = np.full((len(roundable_roles(spec, layer)), 2), np.nan, np.float32)
-    return LayerErrors(dense, np.asarray(copies, np.float32), nonsense, nonsense, nonsense)
+    return LayerErrors(dense, np.asarray(copies, np.float32), nonsense, nonsense, nonsense, nonsense)
 
 
 def measured(kls: Array, head: Array = HEAD_KLS, nll_per_kl: float = 1.0) -> Divergences:
@@ -48,14 +48,18 @@ def without_roundable(spec: ModelSpec) -> ModelSpec:
     return replace(spec, hidden_size=96, attention=replace(attention, num_heads=3, num_kv_heads=1))
 
 
-def test_fast_copies_are_two_a_layer_of_experts_and_one_a_dense_layer() -> None:
+def test_fast_copies_are_three_a_layer_of_experts_and_one_a_dense_layer() -> None:
+    """Gate and up together, down apart."""
+    rows, down = AT_2[:2], AT_2[2:]
     assert all_copies(GROUPED, "fast") == (
         Copy("embedding", -1, 8),
         Copy("embedding", -1, 4),
         Copy("dense", 0, 4),
-        Copy("experts", 0, changes=AT_2),
+        Copy("experts", 0, changes=rows),
+        Copy("experts", 0, changes=down),
         Copy("dense", 1, 4),
-        Copy("experts", 1, changes=AT_2),
+        Copy("experts", 1, changes=rows),
+        Copy("experts", 1, changes=down),
         Copy("dense", 2, 4),
     )
 
@@ -78,12 +82,12 @@ def test_all_copies_are_those_of_the_embedding_then_of_every_layer(level: Level)
 
 
 def test_a_fast_pass_worked_by_hand() -> None:
-    """KL over error: dense 0.5 / 2, 3 / 0.5, 1 / 4; experts 1 / 0.25 and 6 / 2, for every matrix, width and kind."""
-    errors = [errors_of(GROUPED, "fast", layer, held) for layer, held in enumerate([[2, 0.25], [0.5, 2], [4]])]
-    kls = np.asarray([0.01, 0.02, 0.5, 1, 3, 6, 1], np.float32)
+    """KL over error: dense 0.5 / 2, 3 / 0.5, 1 / 4; gate, up, kinds 1 / 0.25 and 6 / 2, down 2 / 4 and 7 / 1."""
+    errors = [errors_of(GROUPED, "fast", layer, held) for layer, held in enumerate([[2, 0.25, 4], [0.5, 2, 1], [4]])]
+    kls = np.asarray([0.01, 0.02, 0.5, 1, 2, 3, 6, 7, 1], np.float32)
     found = factors(errors, measured(kls), GROUPED, "fast")
     assert found.dense.tolist() == [0.25, 6.0, 0.25]
-    assert found.quantized.tolist() == [[[4.0] * 4] * 3, [[3.0] * 4] * 3]
+    assert found.quantized.tolist() == [[[4.0] * 4, [4.0] * 4, [0.5] * 4], [[3.0] * 4, [3.0] * 4, [7.0] * 4]]
     assert found.sparse.tolist() == [[[4.0] * 4] * 3, [[3.0] * 4] * 3]
     assert found.embedding.tolist() == pytest.approx([0.01, 0.02], rel=1e-6)
     assert found.head.tolist() == [0.125, 0.25]
@@ -128,7 +132,7 @@ def test_without_any_error_everything_costs_nothing(level: Level) -> None:
 @LEVELS
 def test_a_model_whose_dense_matrices_cannot_be_rounded_has_no_copies_of_them(level: Level) -> None:
     spec = without_roundable(GROUPED)
-    per_layer = 13 if level == "full" else 1
+    per_layer = 13 if level == "full" else 2
     assert [len(copies_of(spec, level, layer)) for layer in (None, 0, 1, 2)] == [0, per_layer, per_layer, 0]
     errors = [errors_of(spec, level, layer, held) for layer, held in enumerate([[1] * per_layer, [1] * per_layer, []])]
     kls = np.ones(2 * per_layer, np.float32)
@@ -142,18 +146,18 @@ def test_a_model_whose_dense_matrices_cannot_be_rounded_has_no_copies_of_them(le
 def test_all_experts_of_a_layer_at_2_bits_are_predicted_as_their_copy_was_measured(level: Level) -> None:
     """By construction where no change cancels another: prices times errors add up to the copies' divergence.
 
-    Fast: the errors of one layer's matrices at 2 bits add up to that of the copy with all. Full: each has its own copy.
+    Fast: the errors of one layer's gates and ups at 2 bits add up to that of their copy. Full: each has its own copy.
     """
     generator = np.random.default_rng(0)
     quantized = generator.random((6, 3, 4)).astype(np.float32)  # [E, matrices, widths]
     singles = [float(quantized[:, c.matrix_idx, (2, 3, 4, 8).index(c.width)].sum()) for c in QUANTIZED if c.width < 8]
-    whole = float(quantized[:, :, 0].sum())
-    copies = [1.0, whole, *(singles if level == "full" else []), *([1.0] * 3 if level == "full" else [])]
+    rows, down = float(quantized[:, :2, 0].sum()), float(quantized[:, 2, 0].sum())
+    copies = [1.0, rows + down, *singles, 1.0, 1.0, 1.0] if level == "full" else [1.0, rows, down]
     spec = replace(GROUPED, num_hidden_layers=1, moe_layers=(0,), dense_intermediate_size=None)
     kls = generator.random(2 + len(copies)).astype(np.float32)
     found = factors([errors_of(spec, level, 0, copies)], measured(kls), spec, level)
     predicted = float((found.quantized[0, :, 0] * quantized[:, :, 0]).sum())
-    places = [4, 7, 10] if level == "full" else [3]  # gate, up, down at 2 bits; all three
+    places = [4, 7, 10] if level == "full" else [3, 4]  # gate, up, down at 2 bits; gate and up, down
     assert predicted == pytest.approx(float(kls[places].sum()), rel=1e-5)
 
 
