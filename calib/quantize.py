@@ -59,6 +59,10 @@ class RowQuantizer:
             self._codec = Bf16(part, num_cols)
         elif part.codec == "trellis":
             self._codec = TrellisRounding(part, num_cols)
+        elif quantizer == "calibrated":
+            raise PlanError(
+                "--quantizer calibrated: goes by what an expert is given, of which rows know nothing; use hqq"
+            )
         else:
             self._codec = affine(part, num_cols)
             self._solve = _SOLVERS[quantizer]()

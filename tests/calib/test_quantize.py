@@ -29,8 +29,9 @@ from moe_pack.formats.codecs import affine, decode_part, unpack_codes
 
 WIDTHS = (1, 2, 3, 4, 8)
 GROUPS = (16, 64, 128, 0)
+ALONE = tuple(each for each in QUANTIZERS if each != "calibrated")  # need no more than the rows
 PLAIN: list[tuple[Quantizer, int]] = [
-    (quantizer, width) for quantizer in QUANTIZERS for width in WIDTHS if (quantizer, width) != ("absmax", 1)
+    (quantizer, width) for quantizer in ALONE for width in WIDTHS if (quantizer, width) != ("absmax", 1)
 ]
 # Scale and zero are each stored within 2^-11 of their value, and a weight is their product.
 SCALE_ROUNDING = 2.0**-10
@@ -197,7 +198,7 @@ def test_16_bits_store_what_codes_cannot() -> None:
     assert torch.equal(decode_part(BF16, 128, rows), weights.float())
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("quantizer", ALONE)
 def test_the_largest_values_float16_can_scale_pass(quantizer: Quantizer) -> None:
     weights = torch.where(random(3, 128) > 0, 30000.0, -30000.0)
     # Two values only, each at an end of the codes: what is left is rounding, or for hqq and absmax half a step.
@@ -221,7 +222,7 @@ def test_a_neuron_of_down_is_named_as_the_column_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 63, 65, 130])
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("quantizer", ALONE)
 def test_any_number_of_rows_is_quantized_block_by_block(quantizer: Quantizer, num_rows: int) -> None:
     weights = random(num_rows, 128)
     blocks = [encoded(block, 4, 64, quantizer) for block in weights.split(block_rows(128))]
@@ -269,10 +270,17 @@ def test_float16_weights_at_their_largest_pass() -> None:
     check_finite(torch.full((4, 64), 65504.0, dtype=torch.float16), "w", CheckpointError)
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("quantizer", ALONE)
 @pytest.mark.parametrize("part", [FP8, E5M2, MXFP4], ids=lambda part: part.codec)
 def test_nothing_is_quantized_to_a_codec_of_sources(part: PartFormat, quantizer: Quantizer) -> None:
     with pytest.raises(PlanError) as error:
         RowQuantizer(part, 128, quantizer)
     expected = f"{part.codec}: keeps what a source holds in it, nothing is quantized to it; use 1 to 16 bits"
+    assert str(error.value) == expected
+
+
+def test_calibrated_rounding_is_refused_for_rows_alone() -> None:
+    with pytest.raises(PlanError) as error:
+        RowQuantizer(part_format(4, 64), 128, "calibrated")
+    expected = "--quantizer calibrated: goes by what an expert is given, of which rows know nothing; use hqq"
     assert str(error.value) == expected

@@ -13,7 +13,7 @@ from quality_curve import Curve, Point, measure
 from quality_picture import MOST_KL, SERIES, Dot, Series, draw, picture
 
 from moe_pack.calib import Profile, ProfileOptions, losses_of
-from moe_pack.formats import Checkpoint, format_text
+from moe_pack.formats import QUANTIZERS, Checkpoint, format_text
 
 TEXT = random_tokens(2, 512, 96)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -51,9 +51,11 @@ def test_single_formats_are_foretold_to_lose_less_the_more_they_store(curve: Cur
 
 def test_a_format_throughout_is_foretold_to_lose_what_all_matrices_lose(profile: Profile) -> None:
     losses = losses_of(profile)
-    found = foretold(profile)
-    for number, part in enumerate(losses.formats):
-        assert found[part] == pytest.approx(sum(losses.quantized[:, :, :, number].ravel().tolist()))
+    for quantizer in QUANTIZERS:
+        found, (formats, quantized) = foretold(profile, quantizer), losses.of(quantizer)
+        assert tuple(found) == formats
+        for number, part in enumerate(formats):
+            assert found[part] == pytest.approx(sum(quantized[:, :, :, number].ravel().tolist()))
 
 
 def test_our_plans_fill_the_bytes_of_every_quarter_of_a_bit(curve: Curve) -> None:
