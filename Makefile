@@ -87,6 +87,7 @@ bench: families bench-cpu bench-streaming ablate
 	$(if $(SMALL_MODEL),$(BIN)/python benchmarks/equal_bytes.py --model $(SMALL_MODEL) \
 	    $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON)))
 	$(BIN)/python benchmarks/grids.py
+	$(BIN)/python benchmarks/calibrated_speed.py
 	$(BIN)/python benchmarks/quantizer_steps.py
 	$(BIN)/python benchmarks/two_texts.py
 	$(if $(SMALL_MODEL),$(BIN)/python benchmarks/quantizer_steps.py --model $(SMALL_MODEL))
