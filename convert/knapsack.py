@@ -2,8 +2,9 @@
 
 Lagrangian relaxation: for a price `p` of weight every item by itself takes what makes `cost + p * weight` least. The
 price at which the limit is just kept gives a lower bound on the cost of any solution; what is left of the limit is then
-spent greedily. Costs that are all convex in weight would make that optimal; how far it may be from it is the *duality
-gap*, found with the solution.
+spent greedily. Where that stays away from the bound, as it may with few items, the choices that a better solution can
+hold are gone through by dynamic programming. How far the solution may be from optimal is the *duality gap*, found with
+it.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ Choices = NDArray[np.int64]
 
 _MAX_PRICES = 60  # tried: the search for the price ends by itself long before
 _MAX_PASSES = 40  # of spending what is left
-_NEAR_ENOUGH = 1e-5  # of the cost: no more is spent where the bound is so near
+_NEAR_ENOUGH = 1e-5  # of the cost: no more is sought where the bound is so near
+_MAX_STATES = 2**17  # of the dynamic programme, all items together: where it needs no more it is exact
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,8 +93,11 @@ def solve(table: Table, limit: float) -> Solution | None:
         else:
             low_cost, low_weight = cost, weight
     choice = _spend(table, high, limit - high_weight, bound * (1 + _NEAR_ENOUGH))
+    is_best = False
+    if table.of(choice)[0] > bound * (1 + _NEAR_ENOUGH):
+        choice, is_best = _searched(table, choice, price, limit)
     cost, weight = table.of(choice)
-    return Solution(choice, cost, weight, min(bound, cost), price)
+    return Solution(choice, cost, weight, cost if is_best else min(bound, cost), price)
 
 
 def _spend(table: Table, choice: Choices, left: float, enough: float) -> Choices:
@@ -116,6 +121,51 @@ def _spend(table: Table, choice: Choices, left: float, enough: float) -> Choices
         if left == begun or table.of(choice)[0] <= enough:
             break
     return choice
+
+
+def _searched(table: Table, choice: Choices, price: float, limit: float) -> tuple[Choices, bool]:
+    """The cheapest choices within the limit that dynamic programming finds, or these where none are cheaper; and
+    whether there are none cheaper at all.
+
+    At this price an item's choice has an excess over the item's best, never negative, and
+
+        cost = (what all items' best sum to) - price * limit + (excesses) + price * (what is left of the limit)
+
+    so that no solution cheaper than the one at hand holds a choice, or choices together, of more excess than what that
+    one lies above the first two terms. States are sums over the items so far; of those that weigh no less and cost no
+    less than another none is kept, and of too many those of least excess are.
+    """
+    priced = table.cost + price * table.weight
+    excess = priced - priced.min(axis=1, keepdims=True)
+    most = table.of(choice)[0] - (float(priced.min(axis=1).sum()) - price * limit)
+    lightest = np.where(excess < most, table.weight, np.inf).min(axis=1)
+    if not np.isfinite(lightest).all():
+        return choice, True
+    after = np.append(np.cumsum(lightest[::-1])[::-1][1:], 0.0)  # of all items yet to come
+    weight, over = np.zeros(1), np.zeros(1)  # of each state
+    came: list[tuple[Choices, Choices]] = []  # from which state, by which choice
+    max_states, is_best = max(_MAX_STATES // len(choice), 1), True
+    for item in range(len(choice)):
+        of_item = np.flatnonzero(excess[item] < most)
+        weights = (weight[:, None] + table.weight[item, of_item]).ravel()
+        overs = (over[:, None] + excess[item, of_item]).ravel()
+        kept = np.flatnonzero((overs < most) & (weights + after[item] <= limit))
+        if not len(kept):
+            return choice, is_best
+        kept = kept[np.lexsort((overs[kept], weights[kept]))]
+        costs = overs[kept] - price * weights[kept]
+        kept = kept[np.append(True, costs[1:] < np.minimum.accumulate(costs)[:-1])]
+        if len(kept) > max_states:
+            kept, is_best = kept[np.argpartition(overs[kept], max_states)[:max_states]], False
+        weight, over = weights[kept], overs[kept]
+        came.append((kept // len(of_item), of_item[kept % len(of_item)]))
+    state = int((over - price * weight).argmin())
+    found = choice.copy()
+    for item in reversed(range(len(choice))):
+        states, choices = came[item]
+        found[item], state = choices[state], int(states[state])
+    (cost, weighs), before = table.of(found), table.of(choice)[0]
+    return (found if cost < before and weighs <= limit else choice), is_best
 
 
 def _least(first: NDArray[Any], second: NDArray[Any]) -> Choices:

@@ -38,6 +38,16 @@ def test_it_keeps_the_limit_and_its_bound_is_below_the_best_of_all(seed: int) ->
     assert found.bound <= best * (1 + 1e-12) and best <= found.cost * (1 + 1e-12)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_of_few_items_the_best_of_all_is_found_and_known_to_be(seed: int) -> None:
+    table = random_table(seed, 6, 4)
+    for limit in np.linspace(6, 60, 12).tolist():
+        found, best = solve(table, limit), best_cost(table, limit)
+        if found is not None:
+            assert found.cost == pytest.approx(best, rel=1e-5)  # so near the bound none is sought
+            assert found.gap <= 1e-5
+
+
 def test_with_many_items_the_gap_is_small() -> None:
     table = random_table(1, 2000, 12)
     found = solve(table, 8000.0)
