@@ -8,8 +8,8 @@
 #             make bench-streaming  those of packs larger than memory, with 20 GB in BENCH_PACKS (as root: it makes
 #             memory cgroups and empties the page cache);
 #             each with LLAMA_PYTHON=python (one that has llama_cpp and gguf) beside llama.cpp; with SMALL_MODEL=folder
-#             (rows of multiples of 256 weights, which llama.cpp's types can hold) plans of equal bytes, the quantizer's
-#             steps and quality by size for it too
+#             (rows of multiples of 256 weights, which llama.cpp's types can hold) the quantizer's steps and quality by size
+#             for it too
 # make gpu-check  on a machine with a GPU: its tests and benchmarks, in parts (docs/gpu.md): PART=machine,kernels for
 #             some of them, GPU_OPTIONS for more; needs no network, and the packages that PYTHON has
 
@@ -83,9 +83,6 @@ bench: families bench-cpu bench-streaming ablate
 	$(BIN)/python benchmarks/thresholds_hold.py
 	$(BIN)/python benchmarks/floe_orderings.py
 	$(BIN)/python benchmarks/added_sensitivities.py
-	$(BIN)/python benchmarks/equal_bytes.py
-	$(if $(SMALL_MODEL),$(BIN)/python benchmarks/equal_bytes.py --model $(SMALL_MODEL) \
-	    $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON)))
 	$(BIN)/python benchmarks/grids.py
 	$(BIN)/python benchmarks/calibrated_speed.py
 	$(BIN)/python benchmarks/quantizer_steps.py

@@ -66,22 +66,21 @@ def sizes(spec: ModelSpec, num_seeds: int) -> Iterator[Size]:
         yield Size(mean, stored_bytes(spec, next(iter(plans.values()))), plans)
 
 
-def published(spec: ModelSpec, size: Size, importance: NDArray[np.floating], factors: Factors) -> dict[str, Plan]:
-    """The plans of others at a size.
+def edgemoe_plans(spec: ModelSpec, max_bytes: int, importance: NDArray[np.floating]) -> dict[str, Plan]:
+    """EdgeMoE's plans of at most so many bytes: as published, absmax of one scale a row, and its widths in HQQ.
 
-    Args:    importance: EdgeMoE's, [L, E].
+    Args:    importance: [L, E], what each expert alone at 2 bits loses.
     """
-    num_experts = importance.size
-    absmax = {
-        width: stored_bytes(spec, edgemoe_plan(spec, np.full(importance.shape, width), "none")) // num_experts
+    shape = importance.shape
+    rows = {
+        width: stored_bytes(spec, edgemoe_plan(spec, np.full(shape, width), "none")) // importance.size
         for width in EDGEMOE_WIDTHS
     }
-    alike = _expert_bytes(spec, (2, 4, 8))
-    plans = {
-        "edgemoe": edgemoe_plan(spec, widths_for_bytes(importance, absmax, size.max_bytes), "none"),
-        "edgemoe, hqq": hqq_plan(spec, widths_for_bytes(importance, alike, size.max_bytes)),
+    groups = _expert_bytes(spec, EDGEMOE_WIDTHS)
+    return {
+        "as published": edgemoe_plan(spec, widths_for_bytes(importance, rows, max_bytes), "none"),
+        "its widths, hqq": hqq_plan(spec, widths_for_bytes(importance, groups, max_bytes)),
     }
-    return plans | pmq_plans(spec, size.max_bytes, factors)
 
 
 def pmq_plans(spec: ModelSpec, max_bytes: int, factors: Factors) -> dict[str, Plan]:

@@ -23,9 +23,8 @@ SEQUENCE_LENGTH = 512
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One comparison: another's bytes and KL at a size, and ours less its; without those where we have no plan."""
+    """One comparison: another's bytes and KL, and ours less its; without those where we have no plan so small."""
 
-    size: str
     name: str
     num_bytes: int
     kl: float
@@ -38,14 +37,9 @@ class Line:
         return self.difference.verdict if self.difference else "we have no plan so small"
 
     def facts(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """What ours has beside it, for JSON."""
         interval = [self.difference.low, self.difference.high] if self.difference else None
-        held = {"size": self.size, "name": self.name, "bytes": self.num_bytes, "kl": self.kl}
-        return held | {"our_bytes": self.our_bytes, "our_kl": self.our_kl, "interval": interval, "is": self.verdict()}
-
-    def row(self) -> str:
-        """The line of the table."""
-        return f"{self.size:>8}  {self.name:22}{self.num_bytes:12,}{self.kl:11.6f}  {self.compared()}"
+        return {"our_bytes": self.our_bytes, "our_kl": self.our_kl, "interval": interval, "is": self.verdict()}
 
     def compared(self) -> str:
         """How ours stands beside it."""
@@ -59,6 +53,7 @@ class Contest:
     """Judges plans of a checkpoint; each plan once. `profile`: what our plans are made from."""
 
     def __init__(self, checkpoint: Checkpoint, unseen: Tokens, profile: Profile) -> None:
+        self.checkpoint = checkpoint
         self.spec = checkpoint.spec
         self.weights = MemoryWeights(checkpoint)
         self._judge = Judge(Decoder(CheckpointWeights(checkpoint), SEQUENCE_LENGTH), unseen)
@@ -78,16 +73,16 @@ class Contest:
         """The same of the experts that the weights were given."""
         return self._judge.blocks(self._decoder)
 
-    def line(self, size: str, name: str, num_bytes: int, blocks: Blocks, max_bytes: int) -> Line:
-        """Compares with our plan within `max_bytes`."""
+    def line(self, name: str, num_bytes: int, blocks: Blocks) -> Line:
+        """Compares with our plan within as many bytes."""
         try:
-            plan = ours(self._profile, self.spec, max_bytes)
+            plan = ours(self._profile, self.spec, num_bytes)
         except PlanError:
-            return Line(size, name, num_bytes, float(blocks.mean()), None, None, None)
+            return Line(name, num_bytes, float(blocks.mean()), None, None, None)
         own, own_bytes = self.judge(plan), stored_bytes(self.spec, plan)
-        assert own_bytes <= max_bytes, f"our plan takes {own_bytes:,} bytes, {max_bytes:,} are allowed"
+        assert own_bytes <= num_bytes, f"our plan takes {own_bytes:,} bytes, {num_bytes:,} are allowed"
         difference = paired_difference(own, blocks)
-        return Line(size, name, num_bytes, float(blocks.mean()), own_bytes, float(own.mean()), difference)
+        return Line(name, num_bytes, float(blocks.mean()), own_bytes, float(own.mean()), difference)
 
 
 def compare_llama(contest: Contest, sample: Tokens, llama: LlamaPython, folder: Path) -> Iterator[Line]:
@@ -97,10 +92,4 @@ def compare_llama(contest: Contest, sample: Tokens, llama: LlamaPython, folder: 
     for kind in tqdm(llama_types(contest.spec), desc="llama.cpp", disable=None):
         stored = llama_experts(contest.weights, kind, folder, llama)
         contest.weights.give(stored.block)
-        yield contest.line("llama", kind, stored.num_bytes, contest.judge_given(), stored.num_bytes)
-
-
-def table(lines: list[Line]) -> str:
-    """The comparisons under their names."""
-    title = f"{'size':>8}  {'plan':22}{'bytes':>12}{'KL':>11}{'ours, bytes':>14}{'KL':>11}  ours less it [95%]"
-    return "\n".join([title, *(line.row() for line in lines)])
+        yield contest.line(kind, stored.num_bytes, contest.judge_given())

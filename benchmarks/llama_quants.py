@@ -1,4 +1,4 @@
-"""llama.cpp's side of `equal_bytes.py`: quantizes matrices with its own code, and gives them back as gguf reads them.
+"""llama.cpp's side of `quality_curve.py`: quantizes matrices with its own code, and gives them back as gguf reads them.
 
 A process of its own, for a Python that has gguf and numpy, and llama_cpp unless --libggml names the library; the
 project needs none of them. In the folder it finds for each matrix `NAME.npy`, float32 [experts, rows, columns], and

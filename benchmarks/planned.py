@@ -1,4 +1,4 @@
-"""The project's own plans: what `equal_bytes.py` and `quality_curve.py` compare with everything else."""
+"""The project's own plans: what `contest.py` compares with everything else."""
 
 from dataclasses import replace
 

@@ -2,9 +2,10 @@
 
 Ours: the planner's plan at every quarter of a bit; and all experts in one format, of the formats that a profile
 foretells to lose less than every smaller one. Beside them HQQ in groups of 64 throughout at 2, 3 and 4 bits, and a
-random half of the experts at each of two widths; Mixture-Compressor's PMQ (`pmq.py`: four variants) at every quarter of
-a bit; and, with --llama-python, those of llama.cpp's types that the model's rows can hold, with an importance matrix.
-Each of these stands beside our plan within its bytes.
+random half of the experts at each of two widths; EdgeMoE's plans at the same bytes, as published (absmax, one scale a
+row) and its widths in HQQ; Mixture-Compressor's PMQ (`pmq.py`: four variants) at every quarter of a bit; and, with
+--llama-python, those of llama.cpp's types that the model's rows can hold, with an importance matrix. Each of these
+stands beside our plan within its bytes.
 
 Bits a weight are all bytes of experts: codes, scales, CRCs, padding. Selector `none`, sparsity 0, the dense part as it
 is. All are calibrated on the shipped sample and judged on another text by the mean KL divergence in nats; a difference
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from comparators import PMQ_WIDTHS, WIDE_WIDTHS, pmq_plans, sizes, stored_bytes, uniform_plans
+from comparators import PMQ_WIDTHS, WIDE_WIDTHS, edgemoe_plans, pmq_plans, sizes, stored_bytes, uniform_plans
 from contest import SEQUENCE_LENGTH, Contest, Line, compare_llama
 from judge import BLOCK_TOKENS
 from llama_experts import LlamaPython, llama_types
@@ -35,7 +36,7 @@ from moe_pack.calib import Profile, ProfileOptions, Sensitivity, Tokens, make_pr
 from moe_pack.formats import Checkpoint, ModelSpec, Plan, PlanError, format_text
 from moe_pack.runtime import FolderFiles, Text
 
-PARTS = ("plans", "formats", "hqq", "pmq", "llama")
+PARTS = ("plans", "formats", "hqq", "edgemoe", "pmq", "llama")
 LOW, HIGH = 1.75, 4.5  # bits a weight
 _STEP = 0.25
 _BEYOND = 0.25  # of single formats: how far outside these bounds they still are shown
@@ -56,8 +57,7 @@ class Point:
     def facts(self) -> dict[str, Any]:
         """All of it, for JSON."""
         held = {"series": self.series, "name": self.name, "bytes": self.num_bytes, "bits": self.bits, "kl": self.kl}
-        compared = ("our_bytes", "our_kl", "interval", "is")
-        return held | ({name: self.line.facts()[name] for name in compared} if self.line else {})
+        return held | (self.line.facts() if self.line else {})
 
     def row(self) -> str:
         """The line of the table."""
@@ -88,7 +88,7 @@ class Curve:
     def others(self, series: str, name: str, plan: Plan) -> Point:
         """A plan that is not ours, beside ours within its bytes."""
         num_bytes = stored_bytes(self._spec, plan)
-        return self.compared(series, self.contest.line(series, name, num_bytes, self.contest.judge(plan), num_bytes))
+        return self.compared(series, self.contest.line(name, num_bytes, self.contest.judge(plan)))
 
     def compared(self, series: str, line: Line) -> Point:
         """The point of a comparison."""
@@ -100,6 +100,14 @@ class Curve:
             for name, plan in size.plans.items():
                 series = "HQQ, groups of 64" if name == "uniform" else "random half"
                 yield self.others(series, f"{size.mean_width:g} bit, {name}", plan)
+
+    def edgemoe(self, sample: Tokens, folder: Path) -> Iterator[Point]:
+        """EdgeMoE's plans at HQQ's bytes, its importance measured on the sample by a profile in the folder."""
+        exact = make_profile(self.contest.checkpoint, sample, folder, ProfileOptions("exact"), Silent())
+        importance = exact.exact()["losses"]
+        for size in tqdm(list(sizes(self._spec, 1)), desc="EdgeMoE", disable=None):
+            for name, plan in edgemoe_plans(self._spec, size.max_bytes, importance).items():
+                yield self.others("EdgeMoE", f"{size.mean_width:g}, {name}", plan)
 
     def pmq(self, sample: Tokens) -> Iterator[Point]:
         """PMQ's plans at every quarter of a bit that has one."""
@@ -145,9 +153,12 @@ def num_expert_weights(spec: ModelSpec) -> int:
 
 
 def measure(
-    curve: Curve, sample: Tokens, num_seeds: int, llama: LlamaPython | None, only: tuple[str, ...]
+    curve: Curve, sample: Tokens, num_seeds: int, llama: LlamaPython | None, only: tuple[str, ...], folder: Path
 ) -> list[Point]:
-    """The points of these of `PARTS`, by rising size; llama.cpp's only with a Python that has its code."""
+    """The points of these of `PARTS`, by rising size; llama.cpp's only with a Python that has its code.
+
+    Args:    folder: for what they write.
+    """
     points: list[Point] = []
     if "plans" in only:
         points += curve.ours()
@@ -155,12 +166,13 @@ def measure(
         points += curve.single()
     if "hqq" in only:
         points += curve.hqq(num_seeds)
+    if "edgemoe" in only:
+        points += curve.edgemoe(sample, folder / "exact")
     if "pmq" in only:
         points += curve.pmq(sample)
     if "llama" in only and llama:
-        with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
-            lines = compare_llama(curve.contest, sample, llama, Path(folder))
-            points += [curve.compared("llama.cpp", line) for line in lines]
+        lines = compare_llama(curve.contest, sample, llama, folder)
+        points += [curve.compared("llama.cpp", line) for line in lines]
     return sorted(points, key=lambda point: (point.num_bytes, point.series, point.name))
 
 
@@ -206,10 +218,11 @@ def main(
     try:
         if llama and not llama_types(checkpoint.spec):
             raise click.ClickException(f"{model}: no type of llama.cpp can hold its rows, multiples of 32 weights")
-        with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
-            profile = make_profile(checkpoint, sample, Path(folder), ProfileOptions(sensitivity), Silent())
+        with tempfile.TemporaryDirectory(prefix="moe-pack-") as name:
+            folder = Path(name)
+            profile = make_profile(checkpoint, sample, folder / "profile", ProfileOptions(sensitivity), Silent())
             contest = Contest(checkpoint, unseen, profile)
-            points = measure(Curve(contest, profile), sample, seeds, llama, only)
+            points = measure(Curve(contest, profile), sample, seeds, llama, only, folder)
     finally:
         checkpoint.close()
     click.echo(f"{sample.sequences.size:,} tokens profiled, {unseen.sequences.size:,} of {text.name} to judge on")

@@ -179,6 +179,7 @@ def _offsets(distance: int, width: float) -> tuple[tuple[float, float], ...]:
 _LOOKS: dict[str, tuple[str, Mark, bool, bool]] = {
     "random half": ("#9a9a9a", "square", False, False),
     "HQQ, groups of 64": ("#6b6b6b", "square", True, False),
+    "EdgeMoE": ("#8a6d00", "square", False, False),
     "PMQ": ("#2b8a3e", "triangle", True, False),
     "moe-pack, one format": ("#1f5fd0", "ring", False, False),
     "llama.cpp": ("#c9480c", "diamond", False, True),

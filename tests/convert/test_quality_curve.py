@@ -1,9 +1,10 @@
 """The parts of the benchmark of quality by size: what it finds fault with, and its picture."""
 
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from comparators import stored_bytes
+from comparators import edgemoe_plans, sizes, stored_bytes
 from contest import Contest, Line
 from models import TinyMixtral
 from paired_bootstrap import Difference
@@ -70,8 +71,8 @@ def test_our_plans_fill_the_bytes_of_every_quarter_of_a_bit(curve: Curve) -> Non
     assert found[4.5].kl < found[4.0].kl < found[3.0].kl
 
 
-def test_only_what_was_asked_for_is_measured(curve: Curve) -> None:
-    found = measure(curve, TEXT, 1, None, ("plans", "hqq", "llama"))
+def test_only_what_was_asked_for_is_measured(curve: Curve, tmp_path: Path) -> None:
+    found = measure(curve, TEXT, 1, None, ("plans", "hqq", "llama"), tmp_path)
     assert {point.series for point in found} == {"moe-pack, plans", "HQQ, groups of 64", "random half"}
     assert [point.num_bytes for point in found] == sorted(point.num_bytes for point in found)
     uniform = [point for point in found if point.series == "HQQ, groups of 64"]
@@ -82,8 +83,20 @@ def test_only_what_was_asked_for_is_measured(curve: Curve) -> None:
         assert point.facts()["is"] in point.row()
 
 
+def test_edgemoes_plans_are_at_hqqs_bytes_and_the_widths_are_its_importances(curve: Curve, tmp_path: Path) -> None:
+    found = measure(curve, TEXT, 1, None, ("edgemoe",), tmp_path)
+    assert {point.series for point in found} == {"EdgeMoE"} and len(found) == 2 * 5
+    room = {size.mean_width: size.max_bytes for size in sizes(curve.contest.spec, 1)}
+    importance = Profile(tmp_path / "exact").exact()["losses"]
+    for point in found:
+        mean_width, name = float(point.name.split(",")[0]), point.name.split(", ", 1)[1]
+        plan = edgemoe_plans(curve.contest.spec, room[mean_width], importance)[name]
+        assert point.num_bytes == stored_bytes(curve.contest.spec, plan) <= room[mean_width]
+        assert plan.quantizer == ("absmax" if name == "as published" else "hqq")
+
+
 def line(low: float, high: float) -> Line:
-    return Line("llama", "Q4_K", 4_500, 0.004, 4_400, 0.003, Difference((low + high) / 2, low, high))
+    return Line("Q4_K", 4_500, 0.004, 4_400, 0.003, Difference((low + high) / 2, low, high))
 
 
 def test_a_point_that_ours_is_not_below_is_a_fault() -> None:
@@ -91,7 +104,7 @@ def test_a_point_that_ours_is_not_below_is_a_fault() -> None:
     for held, verdict in ((line(-0.002, 0.001), "not told apart"), (line(0.001, 0.002), "behind")):
         fault = Point("llama.cpp", "Q4_K", 4_500, 4.5, 0.004, held).fault()
         assert fault == f"llama.cpp, Q4_K, 4.500 bits: {verdict}, lower expected"
-    unplanned = Line("llama", "IQ1_M", 1_750, 0.05, None, None, None)
+    unplanned = Line("IQ1_M", 1_750, 0.05, None, None, None)
     assert Point("llama.cpp", "IQ1_M", 1_750, 1.75, 0.05, unplanned).fault() is not None
     assert Point("llama.cpp", "IQ1_S", 1_562, 1.5625, 0.05, unplanned).fault() is None, "below the range"
 

@@ -1,4 +1,4 @@
-"""The parts of the benchmark of plans at equal bytes: its bootstrap, its comparators' solver, and what it judges."""
+"""The parts of a contest of plans at equal bytes: its bootstrap, its comparators, and what it judges."""
 
 from dataclasses import replace
 from itertools import product
