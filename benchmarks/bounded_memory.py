@@ -1,12 +1,14 @@
 """Measures how much memory a conversion needs: anonymous memory, sampled, and a memory cgroup it must fit into.
 
 Converts with group 64, selector `up`, first without limits, then inside a memory cgroup (version 1) that counts
-the page cache too. Ends with exit code 1 if a conversion fails, its pack has not the predicted size, or its anonymous
-memory exceeds the limit at any sample.
+the page cache too. With --quantizer calibrated the checkpoint is first profiled, which is not measured here
+(`profile_memory.py`), and stored as the codec says; one scale a row for trellises. Ends with exit code 1 if a
+conversion fails, its pack has not the predicted size, or its anonymous memory exceeds the limit at any sample.
 """
 
 import json
 import shutil
+import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -15,11 +17,22 @@ from pathlib import Path
 from typing import get_args
 
 import click
-from generate_checkpoint import Shape, generate
+from generate_checkpoint import Shape
 from memory_cgroup import MemoryCgroup, NoCgroupError, drop_page_cache, measure, tree_anonymous_bytes
+from profile_memory import make_source
 
 from moe_pack.convert import layout_for
-from moe_pack.formats import Checkpoint, Pack, Quantizer, part_format, uniform_plan
+from moe_pack.formats import (
+    ROW_GROUP,
+    Checkpoint,
+    Pack,
+    PartFormat,
+    Quantizer,
+    format_text,
+    part_format,
+    trellis_format,
+    uniform_plan,
+)
 
 _MIXTRAL_8X7B = Shape()
 
@@ -58,9 +71,31 @@ class Run:
         return None
 
 
-def _predicted(source: Path, quantizer: Quantizer, bits: int) -> dict[str, int]:
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What to convert, and how.
+
+    `part`: of all matrices of experts.   `profile`: what to calibrate with, or None.
+    """
+
+    source: Path
+    quantizer: Quantizer
+    part: PartFormat
+    profile: Path | None
+    workers: int
+
+    def command(self, out: Path) -> list[str]:
+        """The command line that converts into `out`."""
+        command = [sys.executable, "-m", "moe_pack.convert.cli", "convert", str(self.source), "-o", str(out)]
+        command += ["--workers", str(self.workers), "--quantizer", self.quantizer]
+        command += ["--selector-bits", f"{self.part.bits:g}", "--record-bits", f"{self.part.bits:g}"]
+        if self.part.bits <= 4:
+            command += ["--codec", self.part.codec]
+        return [*command, "--profile", str(self.profile)] if self.profile else command
+
+
+def _predicted(source: Path, quantizer: Quantizer, part: PartFormat) -> dict[str, int]:
     """The bytes of every large file of the pack, before it is made."""
-    part = part_format(bits, 64)
     checkpoint = Checkpoint(source)
     try:
         layout = layout_for(checkpoint, uniform_plan(checkpoint.spec, "up", part, part, None, quantizer))
@@ -69,15 +104,11 @@ def _predicted(source: Path, quantizer: Quantizer, bits: int) -> dict[str, int]:
     return {name: file.num_bytes for name, file in layout.files()}
 
 
-def convert_measured(
-    source: Path, out: Path, quantizer: Quantizer, bits: int, workers: int, cgroup: MemoryCgroup | None
-) -> Run:
+def convert_measured(conversion: Conversion, out: Path, cgroup: MemoryCgroup | None) -> Run:
     """Converts into `out`, which is removed afterwards, and measures."""
-    command = [sys.executable, "-m", "moe_pack.convert.cli", "convert", str(source), "-o", str(out)]
-    command += ["--workers", str(workers), "--quantizer", quantizer]
-    command += ["--selector-bits", str(bits), "--record-bits", str(bits)]
+    source, command = conversion.source, conversion.command(out)
     source_bytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    predicted = _predicted(source, quantizer, bits)
+    predicted = _predicted(source, conversion.quantizer, conversion.part)
     dropped = drop_page_cache(source)
     try:
         if cgroup is None:
@@ -109,6 +140,19 @@ def convert_measured(
     )
 
 
+def profiled(source: Path, out: Path, tokens: int) -> Path:
+    """A profile of what calibration needs alone.
+
+    Raises:  click.ClickException with what profiling printed if it fails.
+    """
+    command = [sys.executable, "-m", "moe_pack.convert.cli", "profile", str(source), "-o", str(out)]
+    command += ["--tokens", str(tokens), "--sensitivity", "none"]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise click.ClickException(f"profiling ended with {done.returncode}: {done.stderr[-2000:]}")
+    return out
+
+
 def _table(runs: list[Run]) -> str:
     """The runs side by side, one figure a line."""
     lines = []
@@ -124,12 +168,15 @@ def _table(runs: list[Run]) -> str:
 @click.option("--source", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Checkpoint to convert.")
 @click.option("--folder", type=click.Path(path_type=Path, exists=True, file_okay=False), help="For temporary files.")
 @click.option("--layers", default=_MIXTRAL_8X7B.layers, show_default=True, help="Of a generated checkpoint.")
+@click.option("--experts", default=_MIXTRAL_8X7B.experts, show_default=True, help="Of a generated layer.")
 @click.option("--hidden", default=_MIXTRAL_8X7B.hidden, show_default=True, help="Of a generated checkpoint.")
 @click.option(
     "--intermediate", default=_MIXTRAL_8X7B.intermediate, show_default=True, help="Of a generated checkpoint."
 )
 @click.option("--quantizer", type=click.Choice(get_args(Quantizer)), default="hqq", show_default=True)
-@click.option("--bits", default=4, show_default=True, help="Width of selector and records.")
+@click.option("--bits", default=4.0, show_default=True, help="Of a weight of selector and records.")
+@click.option("--codec", type=click.Choice(["affine", "trellis"]), default="affine", show_default=True)
+@click.option("--tokens", default=4096, show_default=True, help="To profile on, for calibrated.")
 @click.option("--workers", default=2, show_default=True)
 @click.option("--only", type=click.Choice(["plain", "cgroup"]), help="One of the two runs.")
 @click.option("--anonymous-gib", default=1.5, show_default=True, help="Most anonymous memory allowed, GiB.")
@@ -139,10 +186,13 @@ def main(
     source: Path | None,
     folder: Path | None,
     layers: int,
+    experts: int,
     hidden: int,
     intermediate: int,
     quantizer: Quantizer,
-    bits: int,
+    bits: float,
+    codec: str,
+    tokens: int,
     workers: int,
     only: str | None,
     anonymous_gib: float,
@@ -150,6 +200,7 @@ def main(
     as_json: bool,
 ) -> None:
     """Measures, prints, and judges."""
+    part = trellis_format(round(2 * bits), ROW_GROUP) if codec == "trellis" else part_format(int(bits), 64)
     limit_bytes, anonymous_limit_bytes = int(cgroup_gib * (1 << 30)), int(anonymous_gib * (1 << 30))
     runs: list[Run] = []
     skipped = None
@@ -166,13 +217,24 @@ def main(
         if source is None and wanted:
             source = temporary / "checkpoint"
             click.echo(f"generating a checkpoint in {source}", err=True)
-            generate(source, Shape(layers=layers, hidden=hidden, intermediate=intermediate))
+            shape = Shape(layers=layers, experts=experts, hidden=hidden, intermediate=intermediate)
+            make_source(source, shape)
+        profile = None
+        if quantizer == "calibrated" and source is not None:
+            click.echo(f"profiling {source}", err=True)
+            profile = profiled(source, temporary / "profile", tokens)
         for place in wanted:
             assert source is not None, "given or generated"
             click.echo(f"converting {'inside a cgroup' if place else 'without a cgroup'}", err=True)
-            runs.append(convert_measured(source, temporary / "pack", quantizer, bits, workers, place))
+            conversion = Conversion(source, quantizer, part, profile, workers)
+            runs.append(convert_measured(conversion, temporary / "pack", place))
     faults = [fault for run in runs if (fault := run.fault(anonymous_limit_bytes))]
-    facts = {"quantizer": quantizer, "bits": bits, "workers": workers, "anonymous_limit_bytes": anonymous_limit_bytes}
+    facts = {
+        "quantizer": quantizer,
+        "format": format_text(part),
+        "workers": workers,
+        "anonymous_limit_bytes": anonymous_limit_bytes,
+    }
     result = facts | {"runs": [asdict(run) for run in runs], "skipped": skipped, "faults": faults}
     click.echo(json.dumps(result) if as_json else _table(runs))
     for fault in faults:

@@ -13,11 +13,23 @@ NEEDED_DISK_BYTES = 16 * 10**9  # source 6 GB, pack 2.5 GB, and room
 
 
 @pytest.mark.slow  # some minutes, 9 GB of disk
-def test_two_layers_of_mixtral_8x7b_convert_inside_3_gib_with_1_5_gib_anonymous(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--quantizer", "hqq"), id="hqq, two layers"),
+        pytest.param(
+            ("--quantizer", "calibrated", "--codec", "trellis", "--bits", "2", "--layers", "1", "--experts", "2"),
+            id="calibrated, two experts at once",
+        ),
+    ],
+)
+def test_a_checkpoint_of_mixtral_8x7bs_dimensions_converts_inside_3_gib_with_1_5_gib_anonymous(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
     free = shutil.disk_usage(tmp_path).free
     if free < NEEDED_DISK_BYTES:
         pytest.skip(f"{tmp_path} has {free:,} bytes free, {NEEDED_DISK_BYTES:,} are needed")
-    command = [sys.executable, str(BENCHMARK), "--only", "cgroup", "--quantizer", "hqq", "--workers", "2"]
+    command = [sys.executable, str(BENCHMARK), "--only", "cgroup", "--workers", "2", *options]
     ended = subprocess.run(
         [*command, "--folder", str(tmp_path), "--json"], capture_output=True, text=True, timeout=1800
     )
