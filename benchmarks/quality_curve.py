@@ -233,7 +233,7 @@ def main(
         result.write_text(json.dumps(facts, indent=1), "utf-8")
     if drawn:
         held = ((point.series, point.name, point.bits, point.kl) for point in points)
-        drawn.write_text(draw(model.name, held), "utf-8")
+        draw(model.name, held, drawn)
     faults = [fault for point in points if (fault := point.fault())]
     for fault in faults:
         click.echo(fault, err=True)

@@ -6,19 +6,20 @@ from xml.etree import ElementTree
 import pytest
 from comparators import edgemoe_plans, sizes, stored_bytes
 from contest import Contest, Line
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from models import TinyMixtral
 from paired_bootstrap import Difference
 from planned import foretold, single
 from profiles import profiled, random_tokens
 from quality_curve import Curve, Point, measure
-from quality_picture import MOST_KL, SERIES, Dot, Series, draw, picture
+from quality_picture import MOST_KL, SERIES, draw, plot
 
 from moe_pack.calib import Profile, ProfileOptions, losses_of
 from moe_pack.formats import QUANTIZERS, Checkpoint, format_text
 
 TEXT = random_tokens(2, 512, 96)
 SVG = "{http://www.w3.org/2000/svg}"
-LINE = (Dot(2.0, 0.1), Dot(3.0, 0.01), Dot(4.0, 0.001))
 
 
 @pytest.fixture(scope="module")
@@ -109,39 +110,38 @@ def test_a_point_that_ours_is_not_below_is_a_fault() -> None:
     assert Point("llama.cpp", "IQ1_S", 1_562, 1.5625, 0.05, unplanned).fault() is None, "below the range"
 
 
-def elements(svg: str, tag: str) -> list[ElementTree.Element]:
-    return list(ElementTree.fromstring(svg).iter(SVG + tag))
+def plotted(points: list[tuple[str, str, float, float]]) -> Axes:
+    axes = Figure().add_subplot()
+    plot(axes, "model", points)
+    return axes
 
 
-def test_equal_ratios_of_kl_are_equal_steps_of_the_picture() -> None:
-    svg = picture("one", (Series("ours", "#123456", "circle", True, LINE),))
-    places = [(float(dot.get("cx", "")), float(dot.get("cy", ""))) for dot in elements(svg, "circle")]
-    (x1, y1), (x2, y2), (x3, y3) = places
-    assert x2 - x1 == pytest.approx(x3 - x2, abs=0.11) and x2 > x1
-    assert y2 - y1 == pytest.approx(y3 - y2, abs=0.11) and y2 > y1, "less KL is lower"
-    assert elements(svg, "polyline")[0].get("points") == " ".join(f"{x},{y}" for x, y in places)
-
-
-def test_names_stand_beside_marks_and_never_over_one_another() -> None:
-    crowd = tuple(Dot(3.0, 0.01 + idx / 5000, f"TYPE_{idx}") for idx in range(6))
-    svg = picture("<crowd>", (Series("many & all", "#123456", "diamond", False, crowd),))
-    texts = {text.text: text for text in elements(svg, "text") if text.get("style")}
-    assert set(texts) == {"many & all", *(dot.label for dot in crowd)}
-    places = [(float(text.get("x", "")), float(text.get("y", ""))) for text in texts.values()]
-    assert all(
-        abs(y - other_y) >= 13 or abs(x - other_x) >= 40
-        for idx, (x, y) in enumerate(places)
-        for other_x, other_y in places[:idx]
-    )
-
-
-def test_a_result_is_drawn_in_the_order_of_its_series_without_what_is_far_above() -> None:
+def test_a_picture_has_each_series_in_its_order_without_what_is_far_above() -> None:
     far = ("PMQ", "1.75, pmq", 1.75, MOST_KL * 1.01)
     near = [(name, "Q4_K", 2.0 + idx / 2, 0.01 * (idx + 1)) for idx, name in enumerate(SERIES)]
-    twice = (SERIES[-1], "worse", near[-1][2], 0.2)
-    svg = draw("model", [far, *reversed(near), twice])
-    assert svg == draw("model", [far, *near, twice])
-    shown = [text.text for text in elements(svg, "text") if text.get("class") == "series"]
-    assert shown == list(SERIES)
-    assert len(elements(svg, "circle")) == 2, "one format is a ring, of a plan's two KLs at equal bits one is drawn"
-    assert [text.text for text in elements(svg, "text") if text.text == "Q4_K"] == ["Q4_K"], "llama.cpp's alone"
+    lines = plotted([far, *reversed(near)]).get_lines()
+    assert [line.get_label() for line in lines] == list(SERIES)
+    for line, (_, _, bits, kl) in zip(lines, near, strict=True):
+        assert (list(line.get_xdata()), list(line.get_ydata())) == ([bits], [kl])
+
+
+def test_a_joined_series_has_the_lowest_of_equal_bits_and_others_have_all() -> None:
+    twice = [("PMQ", "worse", 2.0, 0.2), ("PMQ", "better", 2.0, 0.1), ("llama.cpp", "Q4_0", 4.5, 0.004)]
+    joined, apart = plotted([*twice, ("llama.cpp", "Q4_K", 4.5, 0.003)]).get_lines()
+    assert (list(joined.get_ydata()), joined.get_linestyle()) == ([0.1], "-")
+    assert (list(apart.get_ydata()), apart.get_linestyle()) == ([0.003, 0.004], "None")
+
+
+def test_llamas_types_are_named_and_those_of_equal_bits_on_two_sides() -> None:
+    points = [("llama.cpp", "Q4_K", 4.5, 0.003), ("llama.cpp", "Q4_0", 4.5, 0.004), ("PMQ", "unnamed", 2.0, 0.1)]
+    texts = {text.get_text(): text.get_horizontalalignment() for text in plotted(points).texts}
+    assert texts == {"Q4_K": "right", "Q4_0": "left"}
+
+
+def test_a_result_is_drawn_alike_each_time(tmp_path: Path) -> None:
+    points = [(name, "Q4_K", 2.0 + idx / 2, 0.01 * (idx + 1)) for idx, name in enumerate(SERIES)]
+    draw("model", points, tmp_path / "first.svg")
+    draw("model", reversed(points), tmp_path / "second.svg")
+    assert (tmp_path / "first.svg").read_bytes() == (tmp_path / "second.svg").read_bytes()
+    shown = {"".join(text.itertext()) for text in ElementTree.parse(tmp_path / "first.svg").iter(SVG + "text")}
+    assert set(SERIES) | {"Q4_K", "stored bits a weight"} <= shown
