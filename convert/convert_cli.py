@@ -18,11 +18,12 @@ from moe_pack.convert.pack_cli import (
     given_options,
     given_plan_options,
     large_bytes,
+    memory_option,
     pack_bar,
     plan_options,
     workers_option,
 )
-from moe_pack.convert.pipeline import Conversion, convert, layout_for
+from moe_pack.convert.pipeline import Conversion, convert, layout_for, memory_line
 from moe_pack.convert.plan_file import Decision, read_plan
 from moe_pack.convert.profile_cli import (
     NUM_TOKENS,
@@ -51,6 +52,7 @@ class ConvertOptions:
     plan_file: Path | None
     quantizer: AnyQuantizer
     workers: int
+    memory_bytes: int
     profile: Path | None
     sparsity: float | None
 
@@ -146,6 +148,7 @@ class ConvertOptions:
     "profile's text, or on our sample.  [default: all run]",
 )
 @workers_option
+@memory_option
 @command_errors(interrupted="interrupted; what is done stays, run the same command again to go on")
 def convert_command(
     path: str,
@@ -159,6 +162,7 @@ def convert_command(
     profile: Path | None,
     sparsity: float | None,
     workers: int,
+    memory_bytes: int,
 ) -> None:
     """Convert the checkpoint at PATH into a pack.
 
@@ -168,10 +172,10 @@ def convert_command(
     With --target-vram it is one command: profile (where none is given), plan, convert, measure thresholds and loss, and
     again with another plan until the loss measured keeps to --max-loss.
 
-    One expert a worker is in memory at a time, so a checkpoint larger than RAM converts. A conversion that was
-    stopped or killed goes on where it was when the same command is given again.
+    One expert a worker is in memory at a time, all of them within --memory: a checkpoint larger than RAM converts. A
+    conversion that was stopped or killed goes on where it was when the same command is given again.
     """
-    options = ConvertOptions(plan_options, plan_file, quantizer, workers, profile, sparsity)
+    options = ConvertOptions(plan_options, plan_file, quantizer, workers, memory_bytes, profile, sparsity)
     if fault := options.fault() if target is None else _target_fault(target, options):
         raise click.UsageError(fault)
     checkpoint = Checkpoint(find_checkpoint(path))
@@ -181,7 +185,8 @@ def convert_command(
         else:
             chosen = (plan_options.selector,) if given_options("selector") else target.selectors
             wanted = replace(target, selectors=chosen, sparsity=sparsity)
-            make_for_target(checkpoint, MakeOptions(output, wanted, profile, eval_data, eval_tokens, workers))
+            make = MakeOptions(output, wanted, profile, eval_data, eval_tokens, workers, memory_bytes)
+            make_for_target(checkpoint, make)
     finally:
         checkpoint.close()
 
@@ -218,9 +223,21 @@ def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> N
     narrowed = sorted(dtypes - {"BF16"})
     if narrowed and any(part == BF16 for layer in plan.experts for e in layer for part in (e.gate, e.up, e.down)):
         _tell(f"note: 16 bit is bfloat16; the source's {', '.join(narrowed)} expert weights lose their last bits")
+    workers, memory_bytes = options.workers, options.memory_bytes
+    if limited := memory_line(checkpoint, plan, workers, memory_bytes):
+        _tell(limited)
     start = time.perf_counter()
     with pack_bar(layout) as advance:
-        done = convert(checkpoint, plan, output, options.workers, on_progress=advance, order=order, calibration=profile)
+        done = convert(
+            checkpoint,
+            plan,
+            output,
+            workers,
+            on_progress=advance,
+            order=order,
+            calibration=profile,
+            memory_bytes=memory_bytes,
+        )
     _say_converted(done, output, time.perf_counter() - start, source_bytes)
     if tokens is not None and rule is not None:
         _measure_thresholds(output, tokens, rule)

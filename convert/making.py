@@ -28,7 +28,7 @@ from moe_pack.calib import (
     make_reference,
     measure_thresholds,
 )
-from moe_pack.convert.pipeline import Progress, convert, layout_for
+from moe_pack.convert.pipeline import MEMORY_BYTES, Progress, convert, layout_for, memory_line
 from moe_pack.convert.plan_file import Decision, plan_bytes, read_plan
 from moe_pack.convert.tightening import MAX_ATTEMPTS, Attempt, best_of, next_nats
 from moe_pack.formats import (
@@ -105,7 +105,7 @@ class Maker:
     """Makes one pack. Owns the work folder's lock while it runs.
 
     Args:    tokens: text to measure on, not used for calibration.   on_step: called before each change of its own to
-             the drive; what it calls has steps of its own.
+             the drive; what it calls has steps of its own.   workers, memory_bytes: as `convert` takes them.
     """
 
     def __init__(
@@ -119,6 +119,7 @@ class Maker:
         teller: Teller,
         kernels: Kernels | None = None,
         on_step: Callable[[str], None] = lambda step: None,
+        memory_bytes: int = MEMORY_BYTES,
     ) -> None:
         self._checkpoint = checkpoint
         self._profile = profile
@@ -126,6 +127,7 @@ class Maker:
         self._output = output
         self._wish = wish
         self._workers = workers
+        self._memory_bytes = memory_bytes
         self._teller = teller
         self._kernels = kernels
         self._on_step = on_step
@@ -233,6 +235,8 @@ class Maker:
     def _convert(self, decision: Decision, folder: Path, earlier: Path | None) -> None:
         checkpoint = self._checkpoint
         order = hottest_first(self._profile, checkpoint, decision.plan.selector, decision.sparsity)
+        if limited := memory_line(checkpoint, decision.plan, self._workers, self._memory_bytes):
+            self._teller.say(limited)
         with self._teller.packing(layout_for(checkpoint, decision.plan)) as advance:
             convert(
                 checkpoint,
@@ -244,6 +248,7 @@ class Maker:
                 order=order,
                 earlier=earlier,
                 calibration=self._profile,
+                memory_bytes=self._memory_bytes,
             )
 
     def _measured(self, decision: Decision, folder: Path, reference: Reference) -> Quality:

@@ -52,6 +52,7 @@ class MakeOptions:
     eval_data: str | None
     eval_tokens: int
     workers: int
+    memory_bytes: int
 
 
 class _Teller:
@@ -88,7 +89,17 @@ def make_for_target(checkpoint: Checkpoint, options: MakeOptions) -> None:
         )
         wish = _wish(model, _planner(model, profile, options), profile, tokens, options.target)
         teller = _Teller(bars)
-        maker = Maker(checkpoint, profile, tokens, options.output, wish, options.workers, teller, kernels)
+        maker = Maker(
+            checkpoint,
+            profile,
+            tokens,
+            options.output,
+            wish,
+            options.workers,
+            teller,
+            kernels,
+            memory_bytes=options.memory_bytes,
+        )
         made = maker.make()
     for line in made_lines(made, options):
         click.echo(line)

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 from tqdm import tqdm
 
-from moe_pack.convert.pipeline import Progress
+from moe_pack.convert.pipeline import MEMORY_BYTES, Progress
 from moe_pack.convert.source_formats import SOURCE, Bits, keep_source
 from moe_pack.formats import (
     ROW_GROUP,
@@ -29,6 +29,7 @@ from moe_pack.formats import (
     trellis_format,
     uniform_plan,
 )
+from moe_pack.formats.cli import read_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 _EXPERT_BITS_CHOICE = click.Choice(["1", "1.5", "2", "2.5", "3", "3.5", "4", "8", "16", SOURCE])
@@ -201,6 +202,20 @@ def workers_option(body: F) -> F:
         type=click.IntRange(1, 256),
         default=os.cpu_count() or 1,
         help="Experts worked on at once.  [default: all cores]",
+    )(body)
+
+
+def memory_option(body: F) -> F:
+    """Adds the memory that items at work at once hold."""
+    return click.option(
+        "--memory",
+        "memory_bytes",
+        callback=lambda context, parameter, value: read_size(value),
+        default=f"{MEMORY_BYTES >> 30}G",
+        show_default=True,
+        metavar="SIZE",
+        help="What experts worked on at once may hold between them. Calibrated ones hold some hundred MiB each: with "
+        "many cores, more memory is less time.",
     )(body)
 
 

@@ -34,10 +34,10 @@ from moe_pack.formats import (
     dense_roles,
     digests_of,
     pack_layout,
+    size_text,
 )
 
-# Items at work at once hold about this much between them; one is always let through, however large.
-_IN_FLIGHT_BYTES = 1 << 30
+MEMORY_BYTES = 1 << 30  # that items at work at once hold between them, if nothing else is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,7 @@ def convert(
     order: NDArray[np.uint32] | None = None,
     earlier: Path | None = None,
     calibration: Profile | None = None,
+    memory_bytes: int = MEMORY_BYTES,
 ) -> Conversion:
     """Writes the pack that `plan` makes of `checkpoint` into `folder`, going on where a killed run stopped.
 
@@ -96,7 +97,8 @@ def convert(
              order: u32 [L, E, f], `order[l, e, j]` is the source's neuron that row `j` will hold; the source's order
              without one.   earlier: a pack of the same checkpoint, and calibrated by the same profile if at all; what
              it stores alike is copied from it.   calibration: the profile whose inputs a calibrated plan rounds by;
-             other plans need none.
+             other plans need none.   memory_bytes: about what items at work at once hold between them; one is always
+             let through, however large.
     Raises:  CheckpointError, ConversionError, PlanError; PackError if `earlier` is damaged; the folder then keeps what
              was done.
     """
@@ -115,7 +117,20 @@ def convert(
             return held.item_bytes(item) if held is not None and held.holds(item) else item_bytes(recipe, item, stop)
 
         work = Work(make, lambda item: job_bytes(checkpoint, plan, item))
-        return write_pack(writer, layout, account, work, workers, on_progress)
+        return write_pack(writer, layout, account, work, workers, on_progress, memory_bytes)
+
+
+def memory_line(checkpoint: Checkpoint, plan: Plan, workers: int, memory_bytes: int) -> str | None:
+    """That some workers will wait for memory, and how much would do; None if none will."""
+    largest = max(job_bytes(checkpoint, plan, item) for item in layout_for(checkpoint, plan).items())
+    at_once = max(memory_bytes // largest, 1)
+    if at_once >= workers:
+        return None
+    needed = -(-workers * largest >> 30)
+    return (
+        f"{at_once} of {workers} workers at once, for an expert holds up to {size_text(largest)}; "
+        f"--memory {needed}G has room for all"
+    )
 
 
 def write_pack(
@@ -125,10 +140,11 @@ def write_pack(
     work: Work,
     workers: int,
     on_progress: Callable[[Progress], None] = lambda progress: None,
+    memory_bytes: int = MEMORY_BYTES,
 ) -> Conversion:
     """Writes a whole pack, going on where a killed run stopped, and closes the writer.
 
-    Args:    workers, on_progress: as `convert` takes them.
+    Args:    workers, on_progress, memory_bytes: as `convert` takes them.
     Raises:  ConversionError, and what `work` raises.
     """
     total = sum(item.num_bytes for item in layout.items())
@@ -140,7 +156,7 @@ def write_pack(
         pending = writer.pending()
         done = total - sum(item.num_bytes for item in pending)
         on_progress(Progress(done, total, ""))
-        with closing(_in_order(work, pending, workers)) as finished:
+        with closing(_in_order(work, pending, workers, memory_bytes)) as finished:
             for item, raw, digests in finished:
                 writer.write(item, raw, digests)
                 del raw  # or it would stay until the next item is there
@@ -152,7 +168,7 @@ def write_pack(
         writer.close()
 
 
-def _in_order(work: Work, pending: list[Item], workers: int) -> Generator[_Finished, None, None]:
+def _in_order(work: Work, pending: list[Item], workers: int, memory_bytes: int) -> Generator[_Finished, None, None]:
     """Each pending item with its bytes, in order; `workers` of them in the making, and one that waits its turn."""
     stop = Event()
 
@@ -167,7 +183,7 @@ def _in_order(work: Work, pending: list[Item], workers: int) -> Generator[_Finis
             while started or next_idx < len(pending):
                 while next_idx < len(pending) and len(started) <= workers:
                     num_bytes = work.held_bytes(pending[next_idx])
-                    if started and held_bytes + num_bytes > _IN_FLIGHT_BYTES:
+                    if started and held_bytes + num_bytes > memory_bytes:
                         break
                     started.append((num_bytes, pool.submit(job, pending[next_idx])))
                     held_bytes += num_bytes

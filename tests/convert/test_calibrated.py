@@ -1,8 +1,10 @@
 """Calibrated conversion: the bytes that the quantizer gives, the same after any stop, and what it refuses to begin."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event, Lock
 
 import numpy as np
 import pytest
@@ -15,10 +17,11 @@ from numpy.typing import NDArray
 from profiles import QUICK, profiled, random_tokens
 
 from moe_pack.calib import Calibration, ExpertQuantizer, Profile, calibration_bytes
-from moe_pack.convert import convert
+from moe_pack.convert import convert, pipeline
 from moe_pack.convert.cli import main
-from moe_pack.convert.expert_job import job_bytes
-from moe_pack.convert.pipeline import layout_for
+from moe_pack.convert.expert_job import item_bytes, job_bytes
+from moe_pack.convert.pipeline import layout_for, memory_line
+from moe_pack.convert.recipe import Recipe
 from moe_pack.convert.source_formats import keep_source
 from moe_pack.formats import (
     BF16,
@@ -28,6 +31,7 @@ from moe_pack.formats import (
     CheckpointError,
     ConversionError,
     ExpertFormat,
+    Item,
     Pack,
     PartFormat,
     Plan,
@@ -135,6 +139,51 @@ def test_any_workers_stops_and_order_give_the_same_experts(
             rows = [torch.from_numpy(shuffled()[1, e].astype(np.int64)), torch.arange(F)]
             found, kept = (whole(PackWeights(held, CPU), 1, e) for held in (other, one))
             assert torch.equal(found.down, kept.down[rows[0]]) and torch.equal(found.up, kept.up[rows[0]])
+
+
+@pytest.mark.parametrize(("num_experts", "allowed"), [(1, 1), (2.5, 2), (100, 3)])
+def test_experts_at_work_at_once_keep_to_the_memory_and_the_bytes_are_the_same(
+    checkpoint: Checkpoint,
+    profile: Profile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_experts: float,
+    allowed: int,
+) -> None:
+    plan = plan_of(checkpoint)
+    largest = max(job_bytes(checkpoint, plan, item) for item in layout_for(checkpoint, plan).items())
+    lock, begun, most = Lock(), 0, 0
+
+    def counted(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
+        nonlocal begun, most
+        with lock:
+            begun += item.kind == "expert"
+            most = max(most, begun)
+        made = item_bytes(recipe, item, stop)
+        with lock:
+            begun -= item.kind == "expert"
+        return made
+
+    monkeypatch.setattr(pipeline, "item_bytes", counted)
+    memory_bytes = int(num_experts * largest)
+    convert(checkpoint, plan, tmp_path / "p", 3, calibration=profile, memory_bytes=memory_bytes)
+    assert most <= allowed and (most > 1 or allowed == 1)
+    convert(checkpoint, plan, tmp_path / "one", 1, calibration=profile)
+    assert not different_files(files_in(tmp_path / "p"), files_in(tmp_path / "one"))
+
+
+def test_workers_that_wait_for_memory_are_told_of_and_how_much_would_do(
+    source: Path, checkpoint: Checkpoint, profile: Profile
+) -> None:
+    out = source.parent / "told"
+    few = [str(out), "--profile", str(profile.folder), "--record-bits", "2", "--workers", "5", "--memory"]
+    found = CliRunner().invoke(main, ["convert", str(source), "-o", *few, "30M"])
+    assert found.exit_code == 0, found.output
+    told = re.search(
+        r"(\d) of 5 workers at once, for an expert holds up to (.*) MiB; --memory 1G has room", found.stderr
+    )
+    assert told and int(told[1]) == max(1, 30 // float(told[2])), found.stderr
+    assert memory_line(checkpoint, plan_of(checkpoint), 5, 1 << 30) is None
 
 
 def test_inputs_of_another_text_are_another_conversion(
