@@ -7,6 +7,7 @@ Ends with exit code 1 if one fails, or exceeds the limit at any sample.
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -21,7 +22,7 @@ _FOUR = ("--selector-bits", "4", "--record-bits", "4", "--dense-bits", "4", "--q
 RUNS = {
     "convert, kept": ("convert", *_KEPT),
     "convert, 4 bit": ("convert", *_FOUR),
-    "profile": ("profile", "--sensitivity", "none"),
+    "profile": ("profile", "--sensitivity", "fast"),
 }
 
 
@@ -49,19 +50,29 @@ def measured(source: Path, out: Path, what: str, workers: int, tokens: int) -> M
 @click.option("--model", type=click.Choice(list(SHAPES)), default="deepseek-v3", show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path, exists=True, file_okay=False), help="For temporary files.")
 @click.option("--layers", default=2, show_default=True)
+@click.option("--experts", default=None, type=int, help="Of a layer.  [default: the model's]")
 @click.option("--workers", default=2, show_default=True)
 @click.option("--tokens", default=512, show_default=True, help="To profile on.")
 @click.option("--only", type=click.Choice(list(RUNS)), multiple=True, help="Some of the runs.")
 @click.option("--anonymous-gib", default=1.5, show_default=True, help="Most anonymous memory allowed, GiB.")
 def main(
-    model: str, folder: Path | None, layers: int, workers: int, tokens: int, only: tuple[str, ...], anonymous_gib: float
+    model: str,
+    folder: Path | None,
+    layers: int,
+    experts: int | None,
+    workers: int,
+    tokens: int,
+    only: tuple[str, ...],
+    anonymous_gib: float,
 ) -> None:
     """Measures, prints, and judges."""
+    whole = SHAPES[model](layers=layers)
+    shape = replace(whole, experts=experts or whole.experts)
     is_fault = False
     with tempfile.TemporaryDirectory(prefix="moe-pack-", dir=folder) as place:
         source = Path(place) / "checkpoint"
-        num_bytes = make_coded(source, SHAPES[model](layers=layers))
-        click.echo(f"{model}, {layers} layers: {num_bytes:,} bytes")
+        num_bytes = make_coded(source, shape)
+        click.echo(f"{model}, {layers} layers of {shape.experts} experts: {num_bytes:,} bytes")
         for what in only or RUNS:
             found = measured(source, Path(place) / "out", what, workers, tokens)
             verdict = found.errors.strip() if found.exit_code else "within"
