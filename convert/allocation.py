@@ -66,7 +66,8 @@ def least_loss(
     """
     choices = expert_choices(spec, selector, losses, allowed)
     lost = choices.losses(losses)
-    found = solve(Table(lost, np.broadcast_to(choices.extent_bytes.astype(np.float64), lost.shape)), max_expert_bytes)
+    weights = np.broadcast_to(choices.extent_bytes.astype(np.float64), lost.shape)
+    found = solve(Table(lost, weights), max_expert_bytes, search=True)
     if found is None:
         return None
     plan = Plan(selector, choices.quantizer, _experts(choices, found.choice, spec), uniform_dense(spec, None))

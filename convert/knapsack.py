@@ -2,9 +2,9 @@
 
 Lagrangian relaxation: for a price `p` of weight every item by itself takes what makes `cost + p * weight` least. The
 price at which the limit is just kept gives a lower bound on the cost of any solution; what is left of the limit is then
-spent greedily. Where that stays away from the bound, as it may with few items, the choices that a better solution can
-hold are gone through by dynamic programming. How far the solution may be from optimal is the *duality gap*, found with
-it.
+spent greedily. With few items that may stay away from the bound; asked to search, the choices that a better solution
+can hold are then gone through by dynamic programming. How far the solution may be from optimal is the *duality gap*,
+found with it.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ Choices = NDArray[np.int64]
 _MAX_PRICES = 60  # tried: the search for the price ends by itself long before
 _MAX_PASSES = 40  # of spending what is left
 _NEAR_ENOUGH = 1e-5  # of the cost: no more is sought where the bound is so near
-_MAX_STATES = 2**17  # of the dynamic programme, all items together: where it needs no more it is exact
+_FEW_ITEMS = 64  # with more the greedy solution is near the bound, and the search for a better one takes long
+_MAX_STATES = 4096  # of the dynamic programme after each item: where it needs no more it is exact
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,8 +73,11 @@ class Table:
         return choice, float(priced[self._items, choice].sum())
 
 
-def solve(table: Table, limit: float) -> Solution | None:
-    """The cheapest choices found that weigh no more than `limit` in all; None where even the lightest weigh more."""
+def solve(table: Table, limit: float, *, search: bool = False) -> Solution | None:
+    """The cheapest choices found that weigh no more than `limit` in all; None where even the lightest weigh more.
+
+    Args:    search: of few items for better ones than the greedy, milliseconds to a second: not for many questions.
+    """
     low, high = table.cheapest(), table.lightest()
     (low_cost, low_weight), (high_cost, high_weight) = table.of(low), table.of(high)
     if low_weight <= limit:
@@ -94,7 +98,7 @@ def solve(table: Table, limit: float) -> Solution | None:
             low_cost, low_weight = cost, weight
     choice = _spend(table, high, limit - high_weight, bound * (1 + _NEAR_ENOUGH))
     is_best = False
-    if table.of(choice)[0] > bound * (1 + _NEAR_ENOUGH):
+    if search and len(choice) <= _FEW_ITEMS and table.of(choice)[0] > bound * (1 + _NEAR_ENOUGH):
         choice, is_best = _searched(table, choice, price, limit)
     cost, weight = table.of(choice)
     return Solution(choice, cost, weight, cost if is_best else min(bound, cost), price)
@@ -144,7 +148,7 @@ def _searched(table: Table, choice: Choices, price: float, limit: float) -> tupl
     after = np.append(np.cumsum(lightest[::-1])[::-1][1:], 0.0)  # of all items yet to come
     weight, over = np.zeros(1), np.zeros(1)  # of each state
     came: list[tuple[Choices, Choices]] = []  # from which state, by which choice
-    max_states, is_best = max(_MAX_STATES // len(choice), 1), True
+    is_best = True
     for item in range(len(choice)):
         of_item = np.flatnonzero(excess[item] < most)
         weights = (weight[:, None] + table.weight[item, of_item]).ravel()
@@ -155,8 +159,8 @@ def _searched(table: Table, choice: Choices, price: float, limit: float) -> tupl
         kept = kept[np.lexsort((overs[kept], weights[kept]))]
         costs = overs[kept] - price * weights[kept]
         kept = kept[np.append(True, costs[1:] < np.minimum.accumulate(costs)[:-1])]
-        if len(kept) > max_states:
-            kept, is_best = kept[np.argpartition(overs[kept], max_states)[:max_states]], False
+        if len(kept) > _MAX_STATES:
+            kept, is_best = kept[np.argpartition(overs[kept], _MAX_STATES)[:_MAX_STATES]], False
         weight, over = weights[kept], overs[kept]
         came.append((kept // len(of_item), of_item[kept % len(of_item)]))
     state = int((over - price * weight).argmin())
