@@ -104,8 +104,10 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     """
     y = matrix.product(x) if isinstance(matrix, Multiplying) else None
     if y is None:
-        blocks = [x @ matrix.rows(start, stop).T for start, stop in row_blocks(matrix.num_rows, matrix.num_cols)]
-        y = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+        # Nothing small may outlive a block's rows: it would lie in their room, and the next rows would need new room.
+        y = x.new_empty((len(x), matrix.num_rows))
+        for start, stop in row_blocks(matrix.num_rows, matrix.num_cols):
+            y[:, start:stop] = x @ matrix.rows(start, stop).T
     return y if bias is None else y + bias
 
 
