@@ -67,7 +67,7 @@ from moe_pack.formats import (
     dump,
     first_moe_layers,
 )
-from moe_pack.runtime import CheckpointWeights, PathStatistics, embed
+from moe_pack.runtime import CheckpointWeights, PathStatistics, embed, give_back_freed
 
 PATH_BYTES = 8 << 20  # of path statistics at most, where their tables allow
 
@@ -223,10 +223,12 @@ class _Run:
         )
         layers = range(stage.states.next_layer, self._spec.num_hidden_layers)
         self._watcher.begin("sensitivity", stage.cost(layers))
+        give_back_freed()
         for layer in layers:
             found = stage.layer(layer, self._watcher.advance)
             self._store.write(layer_file("sensitivity", layer), found.arrays())
             stage.leave(layer)
+            give_back_freed()
         errors = [
             LayerErrors(**self._read(layer_file("sensitivity", layer))) for layer in range(self._spec.num_hidden_layers)
         ]

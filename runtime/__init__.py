@@ -41,7 +41,7 @@ from moe_pack.runtime.machine import (
     save_facts,
 )
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, row_blocks
-from moe_pack.runtime.memory import available_bytes, total_bytes
+from moe_pack.runtime.memory import available_bytes, give_back_freed, total_bytes
 from moe_pack.runtime.mlp_predictor import MAX_PREVIOUS, Predictor, multi_hot, network_logits
 from moe_pack.runtime.model import Model, load
 from moe_pack.runtime.native_kernels import (
@@ -176,6 +176,7 @@ __all__ = [
     "expert_numbers",
     "expert_pages",
     "generate",
+    "give_back_freed",
     "head",
     "is_available",
     "kernels_for",

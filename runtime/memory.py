@@ -1,5 +1,7 @@
 """How much memory there is for this process, and how much it holds. Linux; elsewhere nothing is known."""
 
+import ctypes
+import os
 from pathlib import Path
 
 _MEMINFO, _STATUS = Path("/proc/meminfo"), Path("/proc/self/status")
@@ -28,6 +30,17 @@ def total_bytes() -> int | None:
 def anonymous_bytes() -> int | None:
     """The process's own memory that is no file's; None where it cannot be told."""
     return _field(_STATUS, "RssAnon")
+
+
+def give_back_freed() -> None:
+    """Gives memory back to the system that was freed and that C's allocator keeps, wherever it lies; glibc alone does.
+
+    What was freed between things still in use stays with the process otherwise, and large tensors that no longer fit
+    there take new memory: after stages that make and free much.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def _field(path: Path, name: str) -> int | None:
