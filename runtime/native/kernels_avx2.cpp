@@ -4,18 +4,9 @@
 // rows are taken in an order of columns that costs no shuffles; `finish_sum` undoes it.
 #if defined(__x86_64__)
 
-// What is shared with other targets comes first: compiled for this one, the linker might hand it to them.
 #include "kernels.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2"))), apply_to = function)
-#else
-#pragma GCC target("avx2,fma,f16c,bmi2")
-#endif
-
-#include <immintrin.h>
-
-#define MOE_PACK_VECTOR_FLOATS 8
+#include "target_avx2.h"
 
 #include "affine_avx2.h"
 #include "codes_avx2.h"
@@ -77,8 +68,6 @@ const Kernels avx2_kernels = {
 
 }  // namespace moe_pack
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+#include "target_end.h"
 
 #endif  // __x86_64__

@@ -4,23 +4,9 @@
 // factors of rows that are added.
 #if defined(__x86_64__)
 
-// What is shared with other targets comes first: compiled for this one, the linker might hand it to them.
 #include "kernels.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(                                                                         \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2"))),      \
-    apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,bmi2,prefer-vector-width=512")
-// GCC 12 takes the registers that its own headers leave undefined on purpose for mistakes.
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#include <immintrin.h>
-
-#define MOE_PACK_VECTOR_FLOATS 16
+#include "target_avx512.h"
 
 #include "affine_avx512.h"
 #include "codes_avx512.h"
@@ -81,8 +67,6 @@ const Kernels avx512_kernels = {
 
 }  // namespace moe_pack
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+#include "target_end.h"
 
 #endif  // __x86_64__

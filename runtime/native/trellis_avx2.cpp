@@ -1,18 +1,9 @@
 // Trellis rows on x86-64 machines with AVX2, FMA and F16C.
 #if defined(__x86_64__)
 
-// What is shared with other targets comes first: compiled for this one, the linker might hand it to them.
 #include "kernels.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2"))), apply_to = function)
-#else
-#pragma GCC target("avx2,fma,f16c,bmi2")
-#endif
-
-#include <immintrin.h>
-
-#define MOE_PACK_VECTOR_FLOATS 8
+#include "target_avx2.h"
 
 #include "trellis_avx2.h"
 #include "trellis_kernels.h"
@@ -27,8 +18,6 @@ const TrellisKernels avx2_trellis_kernels = {
 
 }  // namespace moe_pack
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+#include "target_end.h"
 
 #endif  // __x86_64__

@@ -2,25 +2,10 @@
 // out of the stream and looked up. Inputs and sums have the same form.
 #if defined(__x86_64__)
 
-// What is shared with other targets comes first: compiled for this one, the linker might hand it to them.
 #include "kernels.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(                                                                                  \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c,bmi2"))),    \
-    apply_to = function)
-#else
-#pragma GCC target( \
-    "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c,bmi2,prefer-vector-width=512")
-// GCC 12 takes the registers that its own headers leave undefined on purpose for mistakes.
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#include <immintrin.h>
-
-#define MOE_PACK_VECTOR_FLOATS 16
 #define MOE_PACK_VBMI
+#include "target_avx512.h"
 
 #include "affine_avx512.h"
 #include "trellis_avx512.h"
@@ -36,8 +21,6 @@ const TrellisKernels vbmi_trellis_kernels = {
 
 }  // namespace moe_pack
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
+#include "target_end.h"
 
 #endif  // __x86_64__
