@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from moe_pack.convert import knapsack
 from moe_pack.convert.knapsack import Table, solve
 
 
@@ -46,6 +47,19 @@ def test_of_few_items_the_best_of_all_is_found_and_known_to_be(seed: int) -> Non
         if found is not None:
             assert found.cost == pytest.approx(best, rel=1e-5)  # so near the bound none is sought
             assert found.gap <= 1e-5
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_search_that_lets_go_of_states_keeps_the_limit_and_claims_no_more_than_it_knows(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(knapsack, "_MAX_STATES", 2)
+    table = random_table(seed, 6, 4)
+    for limit in np.linspace(15, 55, 6).tolist():
+        found, greedy, best = solve(table, limit, search=True), solve(table, limit), best_cost(table, limit)
+        if found is not None and greedy is not None:
+            assert found.weight <= limit and best * (1 - 1e-12) <= found.cost <= greedy.cost
+            assert found.bound <= best * (1 + 1e-12)
 
 
 def test_with_many_items_the_gap_is_small() -> None:
