@@ -224,7 +224,7 @@ def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> N
     if narrowed and any(part == BF16 for layer in plan.experts for e in layer for part in (e.gate, e.up, e.down)):
         _tell(f"note: 16 bit is bfloat16; the source's {', '.join(narrowed)} expert weights lose their last bits")
     workers, memory_bytes = options.workers, options.memory_bytes
-    if limited := memory_line(checkpoint, plan, workers, memory_bytes):
+    if limited := memory_line(checkpoint, plan, layout, workers, memory_bytes):
         _tell(limited)
     start = time.perf_counter()
     with pack_bar(layout) as advance:

@@ -235,9 +235,10 @@ class Maker:
     def _convert(self, decision: Decision, folder: Path, earlier: Path | None) -> None:
         checkpoint = self._checkpoint
         order = hottest_first(self._profile, checkpoint, decision.plan.selector, decision.sparsity)
-        if limited := memory_line(checkpoint, decision.plan, self._workers, self._memory_bytes):
+        layout = layout_for(checkpoint, decision.plan)
+        if limited := memory_line(checkpoint, decision.plan, layout, self._workers, self._memory_bytes):
             self._teller.say(limited)
-        with self._teller.packing(layout_for(checkpoint, decision.plan)) as advance:
+        with self._teller.packing(layout) as advance:
             convert(
                 checkpoint,
                 decision.plan,

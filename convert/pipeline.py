@@ -120,9 +120,12 @@ def convert(
         return write_pack(writer, layout, account, work, workers, on_progress, memory_bytes)
 
 
-def memory_line(checkpoint: Checkpoint, plan: Plan, workers: int, memory_bytes: int) -> str | None:
-    """That some workers will wait for memory, and how much would do; None if none will."""
-    largest = max(job_bytes(checkpoint, plan, item) for item in layout_for(checkpoint, plan).items())
+def memory_line(checkpoint: Checkpoint, plan: Plan, layout: PackLayout, workers: int, memory_bytes: int) -> str | None:
+    """That some workers will wait for memory, and how much would do; None if none will.
+
+    Of experts: dense tensors are few.
+    """
+    largest = max(job_bytes(checkpoint, plan, item) for item in layout.items() if item.kind == "expert")
     at_once = max(memory_bytes // largest, 1)
     if at_once >= workers:
         return None

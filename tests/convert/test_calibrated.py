@@ -183,7 +183,8 @@ def test_workers_that_wait_for_memory_are_told_of_and_how_much_would_do(
         r"(\d) of 5 workers at once, for an expert holds up to (.*) MiB; --memory 1G has room", found.stderr
     )
     assert told and int(told[1]) == max(1, 30 // float(told[2])), found.stderr
-    assert memory_line(checkpoint, plan_of(checkpoint), 5, 1 << 30) is None
+    plan = plan_of(checkpoint)
+    assert memory_line(checkpoint, plan, layout_for(checkpoint, plan), 5, 1 << 30) is None
 
 
 def test_inputs_of_another_text_are_another_conversion(
