@@ -78,8 +78,11 @@ bench: families bench-cpu bench-streaming ablate
 	$(BIN)/python benchmarks/bounded_memory.py
 	$(BIN)/python benchmarks/bounded_memory.py --bits 16
 	mkdir -p $(BENCH_PACKS)
-	$(BIN)/python benchmarks/coded_memory.py --model gpt-oss-120b --folder $(BENCH_PACKS)
-	$(BIN)/python benchmarks/coded_memory.py --model deepseek-v3 --folder $(BENCH_PACKS)
+	for model in gpt-oss-120b deepseek-v3; do \
+	    $(BIN)/python benchmarks/coded_memory.py --model $$model --sensitivity none --folder $(BENCH_PACKS) && \
+	    $(BIN)/python benchmarks/coded_memory.py --model $$model --experts 4 --only profile --folder $(BENCH_PACKS) \
+	        || exit 1; \
+	done
 	$(BIN)/python benchmarks/thresholds_hold.py
 	$(BIN)/python benchmarks/floe_orderings.py
 	$(BIN)/python benchmarks/added_sensitivities.py

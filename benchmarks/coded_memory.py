@@ -22,7 +22,7 @@ _FOUR = ("--selector-bits", "4", "--record-bits", "4", "--dense-bits", "4", "--q
 RUNS = {
     "convert, kept": ("convert", *_KEPT),
     "convert, 4 bit": ("convert", *_FOUR),
-    "profile": ("profile", "--sensitivity", "fast"),
+    "profile": ("profile",),
 }
 
 
@@ -34,13 +34,12 @@ def make_coded(folder: Path, shape: Coded) -> int:
     return num_bytes
 
 
-def measured(source: Path, out: Path, what: str, workers: int, tokens: int) -> Measured:
+def measured(source: Path, out: Path, what: str, options: tuple[str, ...]) -> Measured:
     """Runs a command on the checkpoint, removes what it made, and says what it held."""
-    verb, *options = RUNS[what]
-    options += ["--workers", str(workers)] if verb == "convert" else ["--tokens", str(tokens)]
+    verb, *chosen = RUNS[what]
     drop_page_cache(source)
     try:
-        command = [sys.executable, "-m", "moe_pack.convert.cli", verb, str(source), "-o", str(out), *options]
+        command = [sys.executable, "-m", "moe_pack.convert.cli", verb, str(source), "-o", str(out), *chosen, *options]
         return measure(command, tree_anonymous_bytes)
     finally:
         shutil.rmtree(out, ignore_errors=True)
@@ -53,6 +52,7 @@ def measured(source: Path, out: Path, what: str, workers: int, tokens: int) -> M
 @click.option("--experts", default=None, type=int, help="Of a layer.  [default: the model's]")
 @click.option("--workers", default=2, show_default=True)
 @click.option("--tokens", default=512, show_default=True, help="To profile on.")
+@click.option("--sensitivity", type=click.Choice(["none", "fast"]), default="fast", show_default=True)
 @click.option("--only", type=click.Choice(list(RUNS)), multiple=True, help="Some of the runs.")
 @click.option("--anonymous-gib", default=1.5, show_default=True, help="Most anonymous memory allowed, GiB.")
 def main(
@@ -62,6 +62,7 @@ def main(
     experts: int | None,
     workers: int,
     tokens: int,
+    sensitivity: str,
     only: tuple[str, ...],
     anonymous_gib: float,
 ) -> None:
@@ -74,7 +75,9 @@ def main(
         num_bytes = make_coded(source, shape)
         click.echo(f"{model}, {layers} layers of {shape.experts} experts: {num_bytes:,} bytes")
         for what in only or RUNS:
-            found = measured(source, Path(place) / "out", what, workers, tokens)
+            profiled = ("--tokens", str(tokens), "--sensitivity", sensitivity)
+            options = profiled if what == "profile" else ("--workers", str(workers))
+            found = measured(source, Path(place) / "out", what, options)
             verdict = found.errors.strip() if found.exit_code else "within"
             if not found.exit_code and found.peak_bytes > anonymous_gib * _GIB:
                 verdict = f"over {anonymous_gib} GiB"
