@@ -77,6 +77,7 @@ bench: families bench-cpu bench-streaming ablate
 	$(BIN)/python benchmarks/hqq_speed.py
 	$(BIN)/python benchmarks/bounded_memory.py
 	$(BIN)/python benchmarks/bounded_memory.py --bits 16
+	$(BIN)/python benchmarks/bounded_memory.py --quantizer calibrated --codec trellis --bits 2 --layers 1
 	mkdir -p $(BENCH_PACKS)
 	for model in gpt-oss-120b deepseek-v3; do \
 	    $(BIN)/python benchmarks/coded_memory.py --model $$model --sensitivity none --folder $(BENCH_PACKS) && \

@@ -200,6 +200,8 @@ def main(
     as_json: bool,
 ) -> None:
     """Measures, prints, and judges."""
+    if codec == "affine" and not bits.is_integer():
+        raise click.BadParameter(f"{bits:g}: affine codes have whole bits; half bits are of --codec trellis")
     part = trellis_format(round(2 * bits), ROW_GROUP) if codec == "trellis" else part_format(int(bits), 64)
     limit_bytes, anonymous_limit_bytes = int(cgroup_gib * (1 << 30)), int(anonymous_gib * (1 << 30))
     runs: list[Run] = []
