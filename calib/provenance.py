@@ -1,9 +1,9 @@
 """Where figures come from: the checkpoint, told from others of its shape, and the packages that took part."""
 
 import hashlib
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
 
-from moe_pack.formats import SOURCE_FILE, Checkpoint, Pack, PackageVersion, account_bytes
+from moe_pack.formats import SOURCE_FILE, Checkpoint, Pack, PackageVersion, account_bytes, installed_version
 
 _PACKAGES = ("hqq", "moe-pack", "numpy", "torch")
 
@@ -35,7 +35,7 @@ def made_with() -> tuple[PackageVersion, ...]:
     found = []
     for name in _PACKAGES:
         try:
-            found.append(PackageVersion(name, version(name)))
+            found.append(PackageVersion(name, installed_version(name)))
         except PackageNotFoundError:
             continue
     return tuple(found)

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +39,7 @@ from moe_pack.formats import (
     dump,
     experts_file,
     index_bytes,
+    installed_version,
     manifest_bytes,
     order_bytes,
     root_digest,
@@ -211,7 +212,7 @@ def _versions(plan: Plan) -> tuple[PackageVersion, ...]:
     if dense_quantizer(plan.quantizer) == "hqq" and solved:
         names.append("hqq")
     try:
-        return tuple(PackageVersion(name, version(name)) for name in names)
+        return tuple(PackageVersion(name, installed_version(name)) for name in names)
     except PackageNotFoundError as fault:
         raise PlanError(
             f"--quantizer {plan.quantizer}: the {fault.name} package is not installed; "

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from importlib.metadata import version
 from math import log1p
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from moe_pack.convert.profile_cli import NUM_TOKENS, SEQUENCE_LENGTH, Bars, say_
 from moe_pack.convert.source_formats import lossless_formats, with_kept
 from moe_pack.convert.target import Limit, Target, check_room, defaults_text, planner_for
 from moe_pack.convert.target_cli import known_facts
-from moe_pack.formats import Checkpoint, PackLayout, canonical, dense_roles, dump
+from moe_pack.formats import Checkpoint, PackLayout, canonical, dense_roles, dump, installed_version
 from moe_pack.formats.cli import size_text
 from moe_pack.runtime import FolderFiles, Text, kernels_for
 
@@ -146,7 +145,7 @@ def _wish(model: Model, planner: Planner, profile: Profile, tokens: Tokens, targ
         "profile": profile.facts.sha256,
         "text": tokens.sha256,
         "target": canonical(dump(target)).decode(),
-        **{name: version(name) for name in ("moe-pack", "hqq", "torch")},
+        **{name: installed_version(name) for name in ("moe-pack", "hqq", "torch")},
     }
     return Wish(
         identity,

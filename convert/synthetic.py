@@ -7,7 +7,6 @@ experts are. Its text is noise, and its source account, which is empty, says so 
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from threading import Event
 
@@ -44,6 +43,7 @@ from moe_pack.formats import (
     Step,
     dense_roles,
     expert_layout,
+    installed_version,
     pack_layout,
     seal_rows,
 )
@@ -106,7 +106,7 @@ def _account(layout: PackLayout, plan: Plan, character: Character) -> Account:
         "path_correlation": repr(character.path_correlation),
         "seed": str(seed),
     }
-    made_with = tuple(PackageVersion(name, version(name)) for name in ("moe-pack", "numpy", "torch"))
+    made_with = tuple(PackageVersion(name, installed_version(name)) for name in ("moe-pack", "numpy", "torch"))
     thresholds = _thresholds(spec, plan, character.sparsity, seed)
     return Account(layout, plan, Origin(NO_SOURCE, (), made_with, decisions), thresholds)
 

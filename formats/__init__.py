@@ -133,6 +133,7 @@ from moe_pack.formats.tensor_sidecar import (
     tensor_sidecar_bytes,
     write_tensor_sidecar,
 )
+from moe_pack.formats.version import installed_version
 from moe_pack.formats.writer import PackWriter, State, digests_of
 
 __all__ = [
@@ -232,6 +233,7 @@ __all__ = [
     "format_fault",
     "format_text",
     "index_bytes",
+    "installed_version",
     "lay_out",
     "load",
     "manifest_bytes",

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from moe_pack.formats.errors import MoePackError
 from moe_pack.formats.sizes import parse_size
 from moe_pack.formats.sizes import size_text as size_text
+from moe_pack.formats.version import VERSION
 
 NOISE = "synthetic: its weights are random, its text is noise"  # what every command says of a synthetic pack
 
@@ -115,7 +116,7 @@ def command_errors(interrupted: str) -> Callable[[C], C]:
 def common_options(body: C) -> C:
     """Adds --version and --debug; use on a root command."""
     body = click.option("--debug", is_flag=True, help="On an error, show the whole traceback.")(body)
-    return click.version_option(package_name="moe-pack", message="%(prog)s %(version)s")(body)
+    return click.version_option(VERSION, message="%(prog)s %(version)s")(body)
 
 
 def read_size(text: str) -> int:

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from moe_pack.formats import FAMILIES
+from moe_pack.formats import FAMILIES, installed_version
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("formats", "runtime", "calib", "convert")
@@ -87,6 +88,12 @@ def imported(source: Source) -> Iterator[str]:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 yield name if name in submodules() else node.module
+
+
+def imported_names(source: Source) -> set[str]:
+    """What a file imports from modules by name."""
+    nodes = [node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom)]
+    return {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
 
 
 def packages(source: Source) -> set[str]:
@@ -191,6 +198,13 @@ def test_only_the_reading_of_calibration_text_imports(package: str) -> None:
 @pytest.mark.parametrize("package", ["click", "tqdm"])
 def test_only_commands_import(package: str) -> None:
     assert offenders(package, {source.module for source in sources() if source.is_cli}) == []
+
+
+def test_only_one_module_asks_for_installed_versions_which_knows_ours_where_nothing_is_installed() -> None:
+    assert [s.module for s in sources() if "importlib.metadata.version" in imported_names(s)] == [
+        "moe_pack.formats.version"
+    ]
+    assert installed_version("moe-pack") == version("moe-pack")
 
 
 def world(source: Source) -> Iterator[str]:
