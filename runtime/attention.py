@@ -15,6 +15,10 @@ from moe_pack.runtime.norm import rms_norm
 from moe_pack.runtime.rope import Angles, rotate
 from moe_pack.runtime.weights import Weights
 
+# On a GPU torch has no fused attention for float32 with grouped heads: it makes all scores, and several copies of them.
+# Queries go through it in pieces whose scores take so much: 512 queries of 32 heads would take 512 MiB at 8,192 tokens.
+MAX_SCORE_BYTES = 64 << 20
+
 
 def attend(x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: Angles) -> Tensor:
     """One layer's attention for new tokens; their keys and values enter the cache after those already there.
@@ -85,26 +89,59 @@ def attend_heads(
     q, k, v = (each.view(len(each), -1, spec.head_dim).transpose(0, 1) for each in projected)  # [heads, T, head_dim]
     if norms is not None:
         q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
-    start, stop = cache.num_tokens, cache.num_tokens + q.shape[1]
-    first = 0 if window is None else max(0, start + 1 - window)  # the first position that a new one sees
+    start, num_tokens = cache.num_tokens, q.shape[1]
+    first = _first_seen(window, start)
     cache.enter(rotate(k, angles, interleaved), v)
-    q, (keys, values) = rotate(q, angles, interleaved), cache.held(first, stop)
+    q, (keys, values) = rotate(q, angles, interleaved), cache.held(first, start + num_tokens)
+    step = max(1, MAX_SCORE_BYTES // (4 * spec.num_heads * max(keys.shape[1], 1)))
+    mixed = []
+    for begin in range(0, max(num_tokens, 1), step):
+        piece, piece_start = q[:, begin : begin + step], start + begin
+        piece_first = _first_seen(window, piece_start)
+        seen = slice(piece_first - first, piece_start + piece.shape[1] - first)
+        mixed.append(
+            _attend_piece(piece, keys[:, seen], values[:, seen], piece_start, piece_first, spec.scale, window, sinks)
+        )
+    whole = mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)  # [heads, T, head_dim]
+    return whole.transpose(0, 1).flatten(1)
+
+
+def _first_seen(window: int | None, start: int) -> int:
+    """The first position that a token at position `start` sees."""
+    return 0 if window is None else max(0, start + 1 - window)
+
+
+def _attend_piece(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start: int,
+    first: int,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The attention of queries [heads, T, head_dim] at positions `start` and on, over keys of `first` to their last.
+
+    Returns: float32 [heads, T, head_dim].
+    """
+    stop = start + q.shape[1]
     is_causal = start == 0 and (window is None or window >= stop)  # a whole sequence: torch needs no mask
     seen = None if is_causal and sinks is None else _seen(window, first, start, q.shape[1], q.device)
     if sinks is not None:
         least = torch.finfo(torch.float32).min  # minus infinity times a key's 0 would be no number
-        q, keys, values = _with_sinks(q, keys, values, (sinks / spec.scale).clamp(min=least))
+        q, keys, values = _with_sinks(q, keys, values, (sinks / scale).clamp(min=least))
         seen = None if seen is None else torch.nn.functional.pad(seen, (0, 1), value=True)
-    mixed = torch.nn.functional.scaled_dot_product_attention(
+    mixed: Tensor = torch.nn.functional.scaled_dot_product_attention(
         q[None],
         keys[None],
         values[None],
         attn_mask=seen,
         is_causal=is_causal and sinks is None,
-        scale=spec.scale,
+        scale=scale,
         enable_gqa=True,
-    )  # [1, heads, T, head_dim]
-    return mixed[0].transpose(0, 1).flatten(1)
+    )
+    return mixed[0]
 
 
 def _with_sinks(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:

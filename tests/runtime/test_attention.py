@@ -1,16 +1,20 @@
 """Attention and norms by the native kernels against plain torch: heads, windows, norms, rotation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from combinations import Combination, sample
 from native import INSTRUCTION_SETS, kernels_limited_to
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moe_pack.formats import GroupedQuerySpec
-from moe_pack.runtime.attention import attend_heads
+from moe_pack.runtime.attention import MAX_SCORE_BYTES, attend_heads
 from moe_pack.runtime.kv_cache import LayerCache
 from moe_pack.runtime.native_kernels import HeadNorms, Kernels
 from moe_pack.runtime.norm import rms_norm
@@ -183,3 +187,38 @@ def test_norms_are_of_the_last_dimension_wherever_rows_lie(kernels: Kernels) -> 
     x, weight = torch.randn(4, 100, generator=torch.Generator().manual_seed(0)), torch.linspace(1, 2, 30)
     part = x[:, 20:50].view(2, 2, 30)
     torch.testing.assert_close(kernels.rms_norm(part, weight, 1e-6), rms_norm(part, weight, 1e-6), rtol=2e-6, atol=0)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Takes note of the largest tensor that an operation makes."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, Tensor):
+                self.num_bytes = max(self.num_bytes, each.nbytes)
+        return made
+
+
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize(("start", "has_sinks"), [(0, False), (1500, False), (1500, True)])
+def test_long_contexts_never_have_all_their_scores_in_memory(start: int, has_sinks: bool, window: int | None) -> None:
+    held = replace(made(4, 4, 8, 600, start, window), sinks=torch.randn(16) if has_sinks else None)
+    with sdpa_kernel(SDPBackend.MATH), LargestTensor() as largest:  # what a GPU runs for float32 with grouped heads
+        y, cache = held.found(None)
+    assert largest.num_bytes <= MAX_SCORE_BYTES
+    if start and window is None:
+        assert 4 * 16 * 600 * (start + 600) > MAX_SCORE_BYTES, "the case needs more than one piece"
+    for begin in (0, 300, 599):  # of the first piece and of the last
+        few = slice(begin, begin + 1)
+        alone = replace(
+            held,
+            projected=tuple(each[few] for each in held.projected),  # type: ignore[arg-type]  # three
+            angles=(held.angles[0][few], held.angles[1][few]),
+            keys=cache.keys,
+            values=cache.values,
+            start=start + begin,
+        )
+        assert_near(y[few], alone.found(None)[0])
