@@ -7,10 +7,10 @@ from moe_pack.formats import DenseLayout
 from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
 from moe_pack.runtime.kernels.gemm import gemm
 from moe_pack.runtime.kernels.gemv import gather_row, gemv
-from moe_pack.runtime.matrix import TORCH_DTYPES, Multiplying, RowMatrix, StoredMatrix
+from moe_pack.runtime.matrix import TORCH_DTYPES, InMemoryMatrix, RowMatrix, StoredMatrix
 
 
-class DeviceMatrix(Multiplying):
+class DeviceMatrix(InMemoryMatrix):
     """A matrix [num_rows, num_cols] in rows of the row layout, or in plain values; see `Matrix`.
 
     Args:    raw: u8, all its bytes, on the device.
@@ -36,6 +36,10 @@ class DeviceMatrix(Multiplying):
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop`, float32 [stop - start, num_cols]."""
         return self._plain.rows(start, stop)
+
+    def take(self, ids: Tensor) -> Tensor:
+        """The rows with these numbers, float32 [n, num_cols]."""
+        return self._plain.take(ids)
 
     def product(self, x: Tensor) -> Tensor:
         """`x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]."""

@@ -13,8 +13,6 @@ from moe_pack.runtime.native_kernels import Kernels, row_numbers, stored_numbers
 
 TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by their names in safetensors
 MAX_DECODED_BYTES = 16 << 20  # no operation dequantizes more than this at once
-# One row alone takes as long as so many in a row: 10 of 2,048 values to 100 of 128 (Zen 5, 2026-11-21).
-_MANY_ROWS = 16
 
 
 class Matrix(Protocol):
@@ -28,15 +26,19 @@ class Matrix(Protocol):
         ...
 
 
-class Multiplying(ABC):
-    """A matrix that can multiply by itself, faster than by its rows."""
+class InMemoryMatrix(ABC):
+    """A matrix whose bytes are all in memory: it gives any rows at once, and may multiply faster than by its rows."""
+
+    @abstractmethod
+    def take(self, ids: Tensor) -> Tensor:
+        """The rows with these numbers, int64 [n] on the CPU: float32 [n, num_cols] where the matrix lies."""
 
     @abstractmethod
     def product(self, x: Tensor) -> Tensor | None:
         """`x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]; None where it cannot."""
 
 
-class StoredMatrix(Multiplying):
+class StoredMatrix(InMemoryMatrix):
     """A matrix held in its 16- or 32-bit values, on any device; kernels, which multiply it, need it on the CPU."""
 
     def __init__(self, weight: Tensor, kernels: Kernels | None = None) -> None:
@@ -51,6 +53,10 @@ class StoredMatrix(Multiplying):
         """Rows `start` to `stop`, float32 [stop - start, num_cols]."""
         return self._weight[start:stop].to(torch.float32)
 
+    def take(self, ids: Tensor) -> Tensor:
+        """The rows with these numbers, float32 [n, num_cols]."""
+        return self._weight[ids.to(self._weight.device)].to(torch.float32)
+
     def product(self, x: Tensor) -> Tensor | None:
         """`x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]; None without kernels."""
         if self._kernels is None:
@@ -58,7 +64,7 @@ class StoredMatrix(Multiplying):
         return self._kernels.product(x, self._numbers, self._bytes)
 
 
-class RowMatrix(Multiplying):
+class RowMatrix(InMemoryMatrix):
     """A matrix held in rows of the row layout, u8 [num_rows, row_bytes]; devices and kernels as above."""
 
     def __init__(self, layout: RowLayout, held: Tensor, kernels: Kernels | None = None) -> None:
@@ -74,6 +80,11 @@ class RowMatrix(Multiplying):
         """Rows `start` to `stop`, float32 [stop - start, num_cols]."""
         (part,) = self._layout.parts
         return decoded(self._layout, part, self._held[start:stop], self._kernels)
+
+    def take(self, ids: Tensor) -> Tensor:
+        """The rows with these numbers, float32 [n, num_cols]: their bytes are gathered, then decoded once."""
+        (part,) = self._layout.parts
+        return decoded(self._layout, part, self._held[ids.to(self._held.device)], self._kernels)
 
     def product(self, x: Tensor) -> Tensor | None:
         """`x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]; None without kernels."""
@@ -102,7 +113,7 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
     Args:    x: float32 [T, in].   bias: float32 [out].
     Returns: float32 [T, out].
     """
-    y = matrix.product(x) if isinstance(matrix, Multiplying) else None
+    y = matrix.product(x) if isinstance(matrix, InMemoryMatrix) else None
     if y is None:
         # Nothing small may outlive a block's rows: it would lie in their room, and the next rows would need new room.
         y = x.new_empty((len(x), matrix.num_rows))
@@ -112,12 +123,17 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
 
 
 def gather_rows(matrix: Matrix, ids: Tensor) -> Tensor:
-    """The rows with these numbers, float32 [len(ids), in]: the embedding of tokens. May be a view of the matrix."""
-    numbers = ids.tolist()
-    if len(numbers) == 1:
-        return matrix.rows(numbers[0], numbers[0] + 1)
-    distinct = sorted(set(numbers))  # a text has few: each is read once
-    if _MANY_ROWS * len(distinct) >= matrix.num_rows and 4 * matrix.num_rows * matrix.num_cols <= MAX_DECODED_BYTES:
-        return matrix.rows(0, matrix.num_rows)[ids]
-    place = {number: idx for idx, number in enumerate(distinct)}
-    return torch.cat([matrix.rows(i, i + 1) for i in distinct])[[place[number] for number in numbers]]
+    """The rows with these numbers, float32 [len(ids), in]: the embedding of tokens. May be a view of the matrix.
+
+    Args:    ids: int64 [T], on the CPU.
+    """
+    if len(ids) == 1:
+        number = int(ids[0])
+        return matrix.rows(number, number + 1)
+    distinct, places = torch.unique(ids, return_inverse=True)  # a text repeats its tokens: each row is decoded once
+    if isinstance(matrix, InMemoryMatrix):
+        pieces = [matrix.take(distinct[start:stop]) for start, stop in row_blocks(len(distinct), matrix.num_cols)]
+    else:
+        pieces = [matrix.rows(number, number + 1) for number in distinct.tolist()]
+    rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return rows[places.to(rows.device)]
