@@ -8,6 +8,7 @@ import torch
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import Sampler
+from moe_pack.runtime.sampling import nucleus
 
 LOGITS = torch.log(torch.tensor([0.1, 0.5, 0.15, 0.25]))
 
@@ -40,6 +41,36 @@ def test_draws_follow_the_probabilities() -> None:
 )
 def test_top_p_keeps_the_smallest_set_with_that_mass(top_p: float, kept: set[int]) -> None:
     assert set(draws(Sampler(1, top_p, 0), 500)) == kept
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 4.0, 12.0])  # 0: all alike; 12: a few have everything
+@pytest.mark.parametrize("size", [1, 2, 255, 256, 257, 5000])
+def test_the_nucleus_is_that_of_a_stable_sort_of_all_tokens(size: int, spread: float) -> None:
+    draw = torch.Generator().manual_seed(size)
+    scores = (spread * torch.randn(size, generator=draw).mul(4).round().div(4)).double().exp()  # with many ties
+    for top_p in (1e-9, 0.3, 0.9, 0.999):  # at 1 it hangs on rounding; all are kept without asking
+        ranked, tokens = scores.sort(descending=True, stable=True)
+        expected = tokens[ranked.cumsum(0) - ranked < top_p * scores.sum()].sort().values
+        assert torch.equal(nucleus(scores, top_p), expected), top_p
+
+
+@pytest.mark.parametrize("spread", [1.0, 5.0])
+@pytest.mark.parametrize("top_p", [0.5, 0.95, 1.0])
+def test_a_draw_sorts_a_small_part_of_the_vocabulary_at_most(
+    top_p: float, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = spread * torch.randn(151_936, generator=torch.Generator().manual_seed(0))
+    sizes, sort = [0], torch.Tensor.sort
+
+    def watched(scores: torch.Tensor, **options: bool) -> object:
+        sizes.append(len(scores))
+        return sort(scores, **options)
+
+    monkeypatch.setattr(torch.Tensor, "sort", watched)
+    for name in ("sort", "topk"):
+        monkeypatch.setattr(torch, name, None)
+    Sampler(1, top_p, 0).choose(logits)
+    assert max(sizes) <= len(logits) / 50
 
 
 def test_a_low_temperature_sharpens() -> None:
