@@ -77,7 +77,12 @@ class HostArena:
         return self._bytes[begin:end]
 
     def close(self) -> None:
-        """Unlocks it and lets go of the memory, which goes with the last tensor that refers to it."""
+        """Unlocks it and lets go of the memory, which goes with the last tensor that refers to it.
+
+        Whatever a card was asked for is done before: a kernel or a copy may still read what is unlocked.
+        """
+        if self._locked:
+            torch.cuda.synchronize()
         for address in self._locked:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
         self._locked.clear()

@@ -58,3 +58,29 @@ def test_a_file_that_is_cut_is_named(folder: Path) -> None:
         path.write_bytes(path.read_bytes()[:-4096])
         with pytest.raises(PackError, match=r"^experts-000.safetensors: (ends at byte|expert 2)"):
             HostArena(opened, CPU)
+
+
+class FakeRuntime:
+    """CUDA's functions that page-lock memory, and a log of what was asked, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802 # CUDA's names
+        self.log.append("lock")
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.log.append("unlock")
+        return 0
+
+
+def test_memory_is_unlocked_only_when_the_card_has_done_what_it_was_asked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = FakeRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: runtime.log.append("wait"))
+    with Pack(folder) as opened, HostArena(opened, torch.device("cuda")) as arena:
+        assert arena.is_locked
+    assert runtime.log == ["lock", "lock", "wait", "unlock", "unlock"]
