@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_pack.runtime.kernels.tables import LayerTables
+from moe_pack.runtime.kernels.tables import PER_LAYER, LayerTables
 
 NEEDED, HITS, ROWS, BYTES = range(4)  # places in `CacheState.counters`
 _RESET_BLOCK = 512  # rows marked as gone at once, and pages moved
@@ -211,7 +211,7 @@ def _evict(
     return num_free + given
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_LAYER)
 def _admit(
     experts_ptr,
     last_used_ptr,

@@ -16,6 +16,8 @@ from moe_pack.runtime.kernels.tables import ExpertKind, LayerTables
 
 PIECE_TOKENS = 128  # tokens that go through an expert together: bounds the workspace
 _BLOCK_NEURONS = 32
+# What differs from one expert to the next, and makes no other kernel: a list of tokens begins anywhere among others.
+_PER_EXPERT = ("tokens_ptr", "weights_ptr", "num_tokens", "expert")
 
 
 def workspace_floats(num_tokens: int, num_rows: int) -> int:
@@ -115,7 +117,7 @@ def _places(tables: LayerTables, in_selector: bool) -> Tensor:
     return found
 
 
-@triton.jit(do_not_specialize=["num_tokens", "expert"])
+@triton.jit(do_not_specialize=_PER_EXPERT)
 def _hidden(
     x_ptr,
     tokens_ptr,
@@ -170,7 +172,7 @@ def _hidden(
     tl.store(h_ptr + m[None, :] * F + r[:, None], h, mask=live[:, None] & is_token[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "expert"])
+@triton.jit(do_not_specialize=_PER_EXPERT)
 def _down(
     h_ptr,
     tokens_ptr,

@@ -19,7 +19,7 @@ from moe_pack.runtime.kernels.products import (
     store_part,
     zero_part,
 )
-from moe_pack.runtime.kernels.tables import SELECT_BLOCK, Held, LayerTables, Selection
+from moe_pack.runtime.kernels.tables import PER_LAYER, SELECT_BLOCK, Held, LayerTables, Selection
 from moe_pack.runtime.kernels.tiles import sum_tile
 
 
@@ -47,7 +47,7 @@ def neurons(x: Tensor, experts: Tensor, tables: LayerTables, selection: Selectio
             tables.down_bias,
             partials,
             lookup_for(x.device, gate, up, down),
-            KIND=number,
+            number,
             F=kind.num_rows,
             BLOCK=SELECT_BLOCK,
             GATE=gate,
@@ -71,7 +71,7 @@ def _part_in_record(held: Held | None) -> Part | None:
     return held.part if held is not None and not held.in_selector else None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_LAYER)
 def _neurons(
     x_ptr,
     experts_ptr,
@@ -85,7 +85,7 @@ def _neurons(
     down_bias_ptr,
     partials_ptr,
     lookup_ptr,
-    KIND: tl.constexpr,
+    kind_number,
     F: tl.constexpr,
     BLOCK: tl.constexpr,
     GATE: tl.constexpr,
@@ -103,7 +103,7 @@ def _neurons(
 ):
     place, program = tl.program_id(0), tl.program_id(1)
     expert = tl.load(experts_ptr + place)
-    if tl.load(kind_ptr + expert) == KIND:
+    if tl.load(kind_ptr + expert) == kind_number:
         threshold = tl.load(thresholds_ptr + expert)
         if GATE is not None:
             gate_x, gate_sums, gate_x_high = load_x_part(x_ptr, GATE, GATE_NW)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.runtime.kernels.admit import BYTES, ROWS, CacheState
-from moe_pack.runtime.kernels.tables import SELECT_BLOCK, LayerTables, Selection
+from moe_pack.runtime.kernels.tables import PER_LAYER, SELECT_BLOCK, LayerTables, Selection
 from moe_pack.runtime.kernels.tiles import INTERPRETED
 
 # Four for each multiprocessor of the largest card today; the link is slower than all of them.
@@ -148,9 +148,9 @@ def _launch(
             state.page_list.shape[1],
             state.pages_begin,
             state.page_units,
+            number,
             BEHIND=0 if of_selector else f * kind.selector_units,
             SELECTOR_PAGES=selector_pages,
-            KIND=number,
             UNITS=units,
             ROWS_PER_PAGE=rows_per_page,
             OF_SELECTOR=of_selector,
@@ -170,7 +170,7 @@ def _load_host(words_ptr, mask):
     return tl.load(words_ptr, mask=mask, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_LAYER)
 def _pull(
     experts_ptr,
     neurons_ptr,
@@ -191,9 +191,9 @@ def _pull(
     max_pages,
     pages_begin,
     page_units,
+    kind_number,
     BEHIND: tl.constexpr,
     SELECTOR_PAGES: tl.constexpr,
-    KIND: tl.constexpr,
     UNITS: tl.constexpr,
     ROWS_PER_PAGE: tl.constexpr,
     OF_SELECTOR: tl.constexpr,
@@ -213,7 +213,7 @@ def _pull(
         place = (task // SPLITS) % num_experts
         block = task // (SPLITS * num_experts)
         e = tl.load(experts_ptr + place)
-        if tl.load(kind_ptr + e) == KIND:
+        if tl.load(kind_ptr + e) == kind_number:
             if LISTED:
                 live = lanes < tl.load(counts_ptr + place * num_blocks + block)
                 neurons = tl.load(neurons_ptr + place * f + block * LANES + lanes, mask=live, other=0)

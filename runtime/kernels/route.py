@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.formats import RouterSpec
+from moe_pack.runtime.kernels.tables import PER_LAYER
 from moe_pack.runtime.router import least_sum
 
 _SOFTMAX_TOPK, _TOPK_SOFTMAX, _SIGMOID_TOPK, _SPARSEMIXER = (tl.constexpr(kind) for kind in range(4))
@@ -74,7 +75,7 @@ def _in_best_groups(
     return tl.where(stays[:, None], scores, -float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_LAYER)
 def _route_kernel(
     logits_ptr,
     bias_ptr,

@@ -7,7 +7,7 @@ from torch import Tensor
 from moe_pack.runtime.kernels.codes import lookup_for
 from moe_pack.runtime.kernels.functions import FUNCTIONS, act, factor
 from moe_pack.runtime.kernels.products import dot_part, load_part, load_x_part, runs
-from moe_pack.runtime.kernels.tables import SELECT_BLOCK, ExpertKind, Held, LayerTables, Selection
+from moe_pack.runtime.kernels.tables import PER_LAYER, SELECT_BLOCK, ExpertKind, Held, LayerTables, Selection
 from moe_pack.runtime.kernels.tiles import dot_tile
 
 
@@ -24,7 +24,7 @@ def select(x: Tensor, experts: Tensor, tables: LayerTables, out: Selection) -> N
                 out.a,
                 out.neurons,
                 out.counts,
-                KIND=number,
+                number,
                 F=kind.num_rows,
                 BLOCK=SELECT_BLOCK,
                 num_warps=1,
@@ -49,7 +49,7 @@ def _launch(x: Tensor, experts: Tensor, tables: LayerTables, number: int, kind: 
         out.neurons,
         out.counts,
         lookup_for(x.device, gate, up),
-        KIND=number,
+        number,
         F=kind.num_rows,
         BLOCK=SELECT_BLOCK,
         GATE=gate,
@@ -68,19 +68,19 @@ def _part_in_selector(held: Held | None):
     return held.part if held is not None and held.in_selector else None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_LAYER)
 def _list_all(
     experts_ptr,
     kind_ptr,
     a_ptr,
     neurons_ptr,
     counts_ptr,
-    KIND: tl.constexpr,
+    kind_number,
     F: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     place, block = tl.program_id(0), tl.program_id(1)
-    if tl.load(kind_ptr + tl.load(experts_ptr + place)) == KIND:
+    if tl.load(kind_ptr + tl.load(experts_ptr + place)) == kind_number:
         neuron = block * BLOCK + tl.arange(0, BLOCK)
         live = neuron < F
         tl.store(a_ptr + place * F + neuron, tl.zeros([BLOCK], tl.float32), mask=live)
@@ -88,7 +88,7 @@ def _list_all(
         tl.store(counts_ptr + place * tl.num_programs(1) + block, tl.sum(live.to(tl.int32)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_LAYER)
 def _select(
     x_ptr,
     experts_ptr,
@@ -100,7 +100,7 @@ def _select(
     neurons_ptr,
     counts_ptr,
     lookup_ptr,
-    KIND: tl.constexpr,
+    kind_number,
     F: tl.constexpr,
     BLOCK: tl.constexpr,
     GATE: tl.constexpr,
@@ -113,7 +113,7 @@ def _select(
 ):
     place, block = tl.program_id(0), tl.program_id(1)
     expert = tl.load(experts_ptr + place)
-    if tl.load(kind_ptr + expert) == KIND:
+    if tl.load(kind_ptr + expert) == kind_number:
         if GATE is not None:
             gate_x, gate_sums, gate_x_high = load_x_part(x_ptr, GATE, GATE_NW)
         if UP is not None:

@@ -10,6 +10,9 @@ from moe_pack.formats import ExpertLayout, Matrix, NeuronFunction, PartFormat, S
 from moe_pack.runtime.kernels.codes import Part, part_of
 
 SELECT_BLOCK = 64  # neurons that are selected, and listed, together
+# Arguments that differ from one layer to the next, for which Triton must not compile a kernel each: a layer's routes
+# may begin at any multiple of 4 bytes, and a format may be the first kind of one layer and the second of another.
+PER_LAYER = ("experts_ptr", "kind_number", "max_pages", "pages_begin")
 
 
 class Held(NamedTuple):
