@@ -141,3 +141,23 @@ def byte_bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
     """A progress bar over bytes on standard error, on a terminal only."""
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
         yield lambda num_bytes: bar.update(num_bytes) and None
+
+
+@contextmanager
+def count_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar over things that are counted, on standard error, on a terminal only; shown from the first one on.
+
+    Yields:  what is told how many are done, of how many.
+    """
+    bars: list[tqdm[None]] = []
+
+    def tell(done: int, total: int) -> None:
+        if not bars:
+            bars.append(tqdm(total=total, desc=what, disable=None, leave=False))
+        bars[0].update(done - bars[0].n)
+
+    try:
+        yield tell
+    finally:
+        for bar in bars:
+            bar.close()

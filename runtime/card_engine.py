@@ -1,8 +1,8 @@
 """A pack on a card inside a budget: what else takes memory is measured, and the rest is the experts'.
 
 Nothing is assumed of what driver, kernels and forward passes take. An engine is first put together with as little room
-for experts as it runs in, does once all that it will ever do, and is measured; what the budget leaves is the room of
-the engine that stays.
+for experts as it runs in. It runs every kernel that it will ever launch, and its longest passes, and is measured; what
+the budget leaves is the room of the engine that stays.
 """
 
 import gc
@@ -14,14 +14,18 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from moe_pack.formats import Pack, RunError, size_text
+from moe_pack.formats import ExpertLayout, Pack, RunError, size_text
 from moe_pack.runtime.budget import AS_BUDGET
 from moe_pack.runtime.card_budget import CardCosts, divide_card
 from moe_pack.runtime.card_placement import PAGE_SHARE
 from moe_pack.runtime.decoder import Decoder
+from moe_pack.runtime.matrix import linear
 from moe_pack.runtime.pack_weights import PackWeights
 
 _ROUNDING_BYTES = 4 << 20  # the driver gives memory in pieces of 2 MiB
+# Left free where no budget was asked for: a card may drive a display, and its next allocation is not to fail.
+_LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 0.03, 256 << 20
+_LENGTH_STEP = 16  # tokens: fewer make no other kernel (kernels.gemm, kernels.expert_many)
 # What torch allocates has a piece of the driver's memory of its own from so many bytes on; what is smaller shares
 # pieces of 20 MiB with others, of which there may be one more than was measured.
 _OWN_PIECE_BYTES, _SHARED_PIECE_BYTES = 10 << 20, 20 << 20
@@ -111,6 +115,10 @@ class AtWork(Protocol):
         """What it runs on."""
         ...
 
+    def prepare(self) -> None:
+        """Makes ready what is launched for a token; it runs before that too, slower."""
+        ...
+
     def close(self) -> None:
         """Lets go of everything."""
         ...
@@ -123,19 +131,22 @@ def fit_to_card(
     asked: CardAsked,
     least_bytes: int,
     build: Callable[[int, int], AtWork],
+    compile_ahead: Callable[[Callable[[], None]], object] = lambda run: None,
 ) -> tuple[AtWork, CardUse]:
     """An engine whose experts have what the budget leaves them.
 
     Args:    least_bytes: that experts can run in.   build: an engine with so many bytes for experts, whose forward
-             passes have so many tokens at most.
+             passes have so many tokens at most.   compile_ahead: compiles all kernels that a function would launch.
     Raises:  RunError if the budget is too small; it says what is needed, and for what.
     """
     torch.zeros(1, device=device)  # makes the driver's context
     context_bytes = memory.used_bytes()
-    budget = asked.budget_bytes or context_bytes + memory.free_bytes() - _ROUNDING_BYTES
+    budget = asked.budget_bytes or usual_budget(context_bytes + memory.free_bytes())
     chunk = _chunk_tokens(pack, asked, budget, context_bytes)
     with closing(build(least_bytes, chunk)) as first:
-        _do_everything(first.decoder, chunk)
+        compile_ahead(lambda: run_everything(pack, first, chunk))
+        first.prepare()
+        run_everything(pack, first, chunk)
         overhead, cache_bytes = memory.used_bytes() - first.expert_bytes, first.decoder.cache.num_bytes
     _let_go()
     overhead_kept = overhead + _ROUNDING_BYTES + (_SHARED_PIECE_BYTES if least_bytes < _OWN_PIECE_BYTES else 0)
@@ -147,6 +158,7 @@ def fit_to_card(
             f"measured, and {size_text(least_bytes)} for experts; give more, or a shorter context with --max-tokens"
         )
     built = build(room, chunk)
+    built.prepare()
     dense = pack.manifest.totals.dense
     rest = overhead - dense - cache_bytes
     return built, CardUse(budget, dense, cache_bytes, built.expert_bytes, built.pages_bytes, rest)
@@ -160,13 +172,56 @@ def _chunk_tokens(pack: Pack, asked: CardAsked, budget: int, context_bytes: int)
     return min(asked.chunk_tokens or plan.chunk_tokens, plan.chunk_tokens, asked.context_tokens)
 
 
-def _do_everything(decoder: Decoder, chunk_tokens: int) -> None:
-    """The longest forward pass at the end of the context, and one token: all memory that will ever be asked for."""
-    for num_tokens in (chunk_tokens, 1):
+def usual_budget(available_bytes: int) -> int:
+    """The budget where none was asked for: what is available, less what a display and others may ask for meanwhile."""
+    return available_bytes - max(_LEFT_FREE_BYTES, int(_LEFT_FREE_SHARE * available_bytes))
+
+
+def run_everything(pack: Pack, built: AtWork, chunk_tokens: int) -> None:
+    """Runs every kernel that is ever launched, for as many tokens as make a difference, and the longest passes.
+
+    After it, no prompt and no token loads another kernel or takes more memory. Which kernels multiply depends on the
+    number of tokens, by steps of 16 at the smallest, and on how rows are stored: all experts' formats and all matrices'
+    have their turn, wherever a router would send a token.
+    """
+    decoder, weights, device = built.decoder, built.weights, built.decoder.device
+    d, k = pack.spec.hidden_size, pack.spec.router.num_experts_per_tok
+    for length in sorted({1, *range(_LENGTH_STEP, chunk_tokens, _LENGTH_STEP), chunk_tokens}):
+        for layer_idx, experts in _experts_of_each_format(pack):
+            chosen = torch.tensor(experts, device=device).expand(length, k)
+            weights.run_experts(layer_idx, torch.zeros(length, d, device=device), chosen, torch.ones_like(chosen) / k)
+        for role, num_cols in _matrices_of_each_format(pack):
+            linear(torch.zeros(length, num_cols, device=device), weights.matrix(role))
+    context = decoder.cache.context_tokens
+    for start, num_tokens in ((0, chunk_tokens), (context - chunk_tokens, chunk_tokens), (context - 1, 1)):
         decoder.reset()
-        decoder.cache.num_tokens = decoder.cache.context_tokens - num_tokens
+        decoder.cache.num_tokens = start
         decoder.next_logits([0] * num_tokens)
     decoder.reset()
+
+
+def _experts_of_each_format(pack: Pack) -> list[tuple[int, list[int]]]:
+    """Layers, and as many experts of each as a token takes, so that every format of experts is among them."""
+    k, seen, found = pack.spec.router.num_experts_per_tok, set[ExpertLayout](), list[tuple[int, list[int]]]()
+    for layer_idx, layer in enumerate(pack.layout.experts):
+        for number, layout in enumerate(layer):
+            if layout not in seen:
+                others = [other for other in range(len(layer)) if other != number]
+                chosen = sorted([number, *others[: k - 1]])
+                found.append((layer_idx, chosen))
+                seen |= {layer[each] for each in chosen}
+    return found
+
+
+def _matrices_of_each_format(pack: Pack) -> list[tuple[str, int]]:
+    """A dense matrix of each format and shape that tokens are multiplied by: its role, and its columns."""
+    found: dict[object, tuple[str, int]] = {}
+    for dense in pack.layout.dense:
+        role, shape = dense.role.name, dense.role.shape
+        is_product = (role != "embed" or pack.spec.tied_head) and not role.endswith(".kv_b")
+        if len(shape) == 2 and is_product:
+            found.setdefault((dense.rows, dense.dtype, shape), (role, shape[1]))
+    return list(found.values())
 
 
 def _let_go() -> None:

@@ -10,7 +10,7 @@ from typing import TextIO
 import click
 
 from moe_pack.formats import Pack, RunError
-from moe_pack.formats.cli import byte_bar, cache_folder, command_errors, common_options
+from moe_pack.formats.cli import byte_bar, cache_folder, command_errors, common_options, count_bar
 from moe_pack.runtime.bench import measure, random_prompt
 from moe_pack.runtime.bench_cli import BenchOptions, bench_options, show_bench
 from moe_pack.runtime.chat import chat_prompt
@@ -145,11 +145,11 @@ def run(folder: Path, options: RunOptions) -> None:
 
 
 def _opened(pack: Pack, options: EngineOptions, context_tokens: int) -> Engine:
-    """The engine; a bar shows experts on their way to the memory that a card reads."""
+    """The engine; bars show experts on their way to the memory that a card reads, and kernels that are compiled."""
     if options.device == "cpu":
         return Engine(pack, options, context_tokens)
-    with byte_bar(host_bytes(pack), "experts") as advance:
-        return Engine(pack, options, context_tokens, advance)
+    with byte_bar(host_bytes(pack), "experts") as advance, count_bar("kernels compiled") as compiled:
+        return Engine(pack, options, context_tokens, advance, compiled)
 
 
 def _encoded(pack: Pack, text: Text, options: RunOptions) -> list[int]:

@@ -54,6 +54,7 @@ Verify = Literal["lazy", "full", "off"]
 KernelsName = Literal["auto", "avx512vbmi", "avx512", "avx2", "portable", "torch"]
 EngineName = Literal["auto", "graph", "staged"]
 KvDtype = Literal["f32", "bf16"]
+LEAST_CAPABILITY = (8, 0)
 _SHARE_OF_MEMORY = 0.75  # of what is available, where no budget is set and the pack does not fit
 
 
@@ -119,7 +120,9 @@ class Engine:
     mapped, or on a card.   `use`: on a card, what its memory is spent on, by `engine`.   `preset`: the policies of
     experts that stream by the host's decisions.   `is_direct`: whether reads go past the system's
     cache.   `fallbacks`: what was wished and could not be had.
-    Args:    on_read: told of bytes of experts as they come to host memory, for a card.
+    Args:    on_read: told of bytes of experts as they come to host memory, for a card.   on_compiled: told how many
+             of a card's kernels are compiled, of how many; not called where all are in Triton's cache.   host: the
+             pack's experts in page-locked memory, for a card; stays the caller's. None: they are read where they fit.
     Raises:  RunError if the budget is too small, something asked for is not to be had, or a fallback would be needed
              and `is_strict`; PackError if the pack is damaged.
     """
@@ -130,8 +133,10 @@ class Engine:
         options: EngineOptions,
         context_tokens: int,
         on_read: Callable[[int], None] = lambda num_bytes: None,
+        on_compiled: Callable[[int, int], None] = lambda done, total: None,
+        host: HostArena | None = None,
     ) -> None:
-        self._on_read = on_read
+        self._on_read, self._on_compiled = on_read, on_compiled
         self.options, self.fallbacks = options, list[str]()
         self.plan: BudgetPlan | None = None
         self.preset: Preset | None = None
@@ -141,7 +146,7 @@ class Engine:
         self.engine: Literal["graph", "staged"] = "staged"
         self.use: CardUse | None = None
         self.card_memory: CardMemory | None = None
-        self.host: HostArena | None = None
+        self.host = host
         self._recorder: Recorder | None = None
         self._pack, self._stack = pack, ExitStack()
         self.device = _device(options.device)
@@ -187,21 +192,23 @@ class Engine:
                 raise RunError(f"{name}: is of --device cpu; leave it out")
         _check_triton()
         memory = self.card_memory = CardMemory(self.device)  # before anything else uses the card
+        facts = torch.cuda.get_device_properties(self.device)
+        check_capability(facts.name, (facts.major, facts.minor))
         ram = options.ram_bytes or _usual_ram()
         engine = self._card_engine(ram)
         cache_dtype = torch.float32 if options.kv_dtype == "f32" else torch.bfloat16
         asked = CardAsked(options.budget_bytes, context_tokens, options.chunk_tokens, cache_dtype)
-        host = None
-        if host_bytes(pack) <= ram:
-            host = self.host = self._stack.enter_context(
+        if self.host is None and host_bytes(pack) <= ram:
+            self.host = self._stack.enter_context(
                 HostArena(pack, self.device, self._on_read, verify=options.verify == "lazy")
             )
-            if not host.is_locked:
-                self._fall_back(
-                    f"{size_text(host.locked_bytes)} of {size_text(host.num_bytes)} of host memory could be "
-                    "page-locked; copies from the rest are slower, and the graph engine cannot read it"
-                )
-                engine = "staged" if options.engine == "auto" else engine
+        host = self.host
+        if host is not None and not host.is_locked:
+            self._fall_back(
+                f"{size_text(host.locked_bytes)} of {size_text(host.num_bytes)} of host memory could be "
+                "page-locked; copies from the rest are slower, and the graph engine cannot read it"
+            )
+            engine = "staged" if options.engine == "auto" else engine
         if engine == "graph":
             assert host is not None, "it was chosen because there is room"
             built, self.use = self._fit_graph(memory, asked, host)
@@ -231,13 +238,22 @@ class Engine:
         )
 
     def _fit_graph(self, memory: CardMemory, asked: CardAsked, host: HostArena) -> tuple[AtWork, CardUse]:
-        from moe_pack.runtime.graph_engine import GraphAtWork  # here, as it needs triton
+        # Here, as they need triton.
+        from moe_pack.runtime.graph_engine import GraphAtWork
+        from moe_pack.runtime.kernels.ahead import collected_launches, compile_ahead
 
         pack, device, context = self._pack, self.device, asked.context_tokens
         least = least_placement(pack.layout).num_bytes
+
+        def ahead(run: Callable[[], None]) -> None:
+            with collected_launches() as jobs:
+                run()
+            compile_ahead(list(jobs.values()), num_cpus(), self._on_compiled)
+
         return fit_to_card(
             pack, device, memory, asked, least,
             lambda room, chunk: GraphAtWork(pack, host, device, room, context, chunk, asked.cache_dtype),
+            ahead,
         )  # fmt: skip
 
     def _fit_staged(
@@ -479,6 +495,19 @@ def _usual_ram() -> int:
 def _check_triton() -> None:
     if importlib.util.find_spec("triton") is None:
         raise RunError("--device cuda: needs triton, which comes with torch for GPUs; pip install triton")
+
+
+def check_capability(name: str, capability: tuple[int, int]) -> None:
+    """Refuses a card that the kernels are not made for.
+
+    Raises:  RunError if it has no tensor cores for bfloat16 and tf32.
+    """
+    if capability < LEAST_CAPABILITY:
+        have, need = (".".join(map(str, found)) for found in (capability, LEAST_CAPABILITY))
+        raise RunError(
+            f"--device cuda: {name} has compute capability {have}; the kernels need {need} or later "
+            "(A100, RTX 30 series and newer); use --device cpu"
+        )
 
 
 def _device(name: str) -> torch.device:

@@ -4,6 +4,8 @@ The host says which token stands where, replays the graph, and waits once, for t
 that the token went to and the counts of what was pulled. Importing this needs triton.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -29,8 +31,12 @@ class GraphDecoder(TokenDecoder):
         self._card = weights
         self._step = TokenStep(weights, self._layers, self._num_sms())
         self._routes, self._counters = self._on_host(self._layers.routes), self._on_host(weights.cache.counters)
-        self._run = self._ready(self._launch)
-        weights.cache.counters.zero_()  # what ran to make it ready was no token
+        self._run: Callable[[], None] = self._launch
+
+    def prepare(self) -> None:
+        """Captures a token's graph."""
+        self._run = self._captured(self._launch)
+        self._card.cache.counters.zero_()  # what ran until now was no token that anybody asked for
 
     @property
     def routes(self) -> Tensor:

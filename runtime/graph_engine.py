@@ -41,6 +41,10 @@ class GraphAtWork:
             self.expert_bytes, self.pages_bytes = self.cache.num_bytes, placement.pages_bytes
             self._opened = opened.pop_all()
 
+    def prepare(self) -> None:
+        """Captures a token's graph."""
+        self.decoder.prepare()
+
     def close(self) -> None:
         """Lets go of the device's memory."""
         self._opened.close()

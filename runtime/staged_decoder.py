@@ -29,7 +29,11 @@ class StagedDecoder(TokenDecoder):
         layers = self._layers
         self._y = torch.zeros_like(layers.x)
         self._chosen = torch.zeros(layers.routes.shape, dtype=torch.int64, device=device)
-        self._segments = [self._ready(launch) for launch in self._launches()]
+        self._segments = self._launches()
+
+    def prepare(self) -> None:
+        """Captures a graph for each stretch between two layers' experts."""
+        self._segments = [self._captured(launch) for launch in self._launches()]
 
     def _is_alone(self, ids: list[int]) -> bool:
         foreteller = self._staged.foreteller

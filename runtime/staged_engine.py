@@ -112,6 +112,10 @@ class StagedAtWork:
             self.store = store
             self._opened = opened.pop_all()
 
+    def prepare(self) -> None:
+        """Captures a token's graphs."""
+        self.decoder.prepare()
+
     def close(self) -> None:
         """Ends threads and reads, lets go of the device's memory."""
         self._opened.close()

@@ -19,7 +19,7 @@ _INTERPRETED_SMS = 1  # programs run one after the other
 class TokenDecoder(Decoder):
     """A model at work on a card; see `Decoder`. Logits come back in host memory.
 
-    On a CPU, where the interpreter runs the kernels, the same launches run without graphs.
+    Until it is prepared, and on a CPU, where the interpreter runs the kernels, the same launches run without graphs.
     Args:    chunk_tokens: of a forward pass of several tokens.   cache_dtype: float32 or bfloat16.
     """
 
@@ -47,6 +47,10 @@ class TokenDecoder(Decoder):
     def next_logits(self, ids: list[int]) -> Tensor:
         """See `Decoder.next_logits`; in host memory, until the next call."""
         return self._one(ids[0]) if self._is_alone(ids) else super().next_logits(ids).cpu()
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Captures what is launched for a token in CUDA graphs; runs it once before, so that all kernels are loaded."""
 
     @abstractmethod
     def _run_token(self) -> None:
@@ -91,7 +95,7 @@ class TokenDecoder(Decoder):
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     @torch.inference_mode()
-    def _ready(self, launch: Callable[[], None]) -> Callable[[], None]:
+    def _captured(self, launch: Callable[[], None]) -> Callable[[], None]:
         """Launches as one graph. They run once before, so that all kernels are compiled and loaded."""
         if not self._is_cuda:
             return launch

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from moe_pack.formats import Pack, RunError
 from moe_pack.runtime import Decoder, Engine, EngineOptions, PackWeights
 from moe_pack.runtime.card_engine import CardAsked, fit_to_card
+from moe_pack.runtime.engine import check_capability
 
 CPU = torch.device("cpu")
 CONTEXT_BYTES, WORKING_BYTES, LEAST_BYTES, ROUNDING = 300 << 20, 50 << 20, 10 << 20, 4 << 20
@@ -39,6 +41,9 @@ class Work:
         self._driver = driver
         driver.charged += room + WORKING_BYTES
         driver.rooms.append(room)
+
+    def prepare(self) -> None:
+        pass
 
     def close(self) -> None:
         self._driver.charged -= self.expert_bytes + WORKING_BYTES
@@ -75,10 +80,32 @@ def test_measuring_never_takes_more_than_the_least_room(tiny_pack: Path) -> None
     assert len(driver.rooms) == 2
 
 
-def test_without_a_budget_all_that_is_free_is_used(tiny_pack: Path) -> None:
-    driver = Driver()
+@pytest.mark.parametrize(("total", "left"), [(2 << 30, 256 << 20), (80 << 30, int(0.03 * (80 << 30)))])
+def test_without_a_budget_something_is_left_to_a_display_and_to_others(total: int, left: int, tiny_pack: Path) -> None:
+    driver = Driver(total)
     fitted(tiny_pack, driver, None)
-    assert driver.total - 2 * ROUNDING <= driver.charged <= driver.total
+    assert driver.total - driver.charged - left in range(2 * ROUNDING)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (6, 1)])
+def test_a_card_without_the_tensor_cores_that_kernels_use_is_refused_by_name(capability: tuple[int, int]) -> None:
+    with pytest.raises(
+        RunError, match=r"^--device cuda: Tesla T4 has compute capability \d\.\d; the kernels need 8\.0"
+    ):
+        check_capability("Tesla T4", capability)
+
+
+def test_an_old_card_is_refused_before_anything_is_read(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = SimpleNamespace(name="Tesla T4", major=7, minor=5, uuid="none")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    with Pack(tiny_pack) as pack, pytest.raises(RunError, match=r"Tesla T4 has compute capability 7\.5"):
+        Engine(pack, EngineOptions(device="cuda"), 64)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
+def test_newer_cards_are_taken(capability: tuple[int, int]) -> None:
+    check_capability("some card", capability)
 
 
 def test_a_budget_that_leaves_experts_too_little_is_refused_with_what_is_needed(tiny_pack: Path) -> None:

@@ -1,11 +1,12 @@
 """The graph engine's launches under the interpreter, over plain memory, against the decoder in plain torch."""
 
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from cards import CPU, IDS, PROMPT, TOLERANCE, graph_decoder, graph_logits, reference_logits
+from cards import CPU, IDS, PROMPT, TOLERANCE, graph_decoder, graph_logits, reference_logits, room_for
 from families import LONGROPE, Tiny, write
 from models import TinyMixtral, pack
 
@@ -21,6 +22,9 @@ from moe_pack.formats import (
     uniform_dense,
 )
 from moe_pack.runtime import Decoder, PackWeights
+from moe_pack.runtime.card_engine import run_everything
+from moe_pack.runtime.graph_engine import GraphAtWork
+from moe_pack.runtime.host_arena import HostArena
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, config={"num_experts_per_tok": 2})
 
@@ -72,6 +76,19 @@ def test_a_sequence_that_outgrows_its_short_angles_is_computed_anew(tmp_path: Pa
         decoder.logits(ids[: limit - 1])
         expected = torch.cat([decoder.logits([token]) for token in ids[limit - 1 :]])
     assert (got - expected).abs().max() < TOLERANCE
+
+
+def test_logits_are_the_same_after_everything_was_run_to_be_measured(tmp_path: Path) -> None:
+    folder = packed(tmp_path)
+    with ExitStack() as stack:
+        held = stack.enter_context(Pack(folder))
+        host = stack.enter_context(HostArena(held, CPU))
+        built = stack.enter_context(closing(GraphAtWork(held, host, CPU, room_for(held, 0.3), 64, 16)))
+        run_everything(held, built, 16)
+        built.prepare()
+        found = built.decoder.logits(IDS)
+        assert built.decoder.counts().needed > 0
+    assert (found - reference_logits(folder)).abs().max() < TOLERANCE
 
 
 def test_what_was_needed_and_pulled_is_counted(tmp_path: Path) -> None:

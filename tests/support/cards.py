@@ -40,6 +40,7 @@ def graph_decoder(
     with Pack(folder) as pack, HostArena(pack, device) as host:
         room = room_for(pack, share)
         with closing(GraphAtWork(pack, host, device, room, context_tokens, chunk_tokens, cache_dtype)) as built:
+            built.prepare()
             yield built.decoder
 
 

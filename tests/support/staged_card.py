@@ -9,6 +9,7 @@ from cards import CPU
 from native import kernels_limited_to
 
 from moe_pack.formats import Pack
+from moe_pack.runtime.card_engine import run_everything
 from moe_pack.runtime.host_arena import HostArena
 from moe_pack.runtime.policies import PRESETS, PolicyName, residency_for
 from moe_pack.runtime.reads import open_reads
@@ -19,9 +20,18 @@ from moe_pack.runtime.streaming import NO_TRUST
 
 
 def staged_logits(
-    folder: Path, policy: PolicyName, has_memory: bool, ids: list[int], num_prompt: int, chunk_tokens: int = 16
+    folder: Path,
+    policy: PolicyName,
+    has_memory: bool,
+    ids: list[int],
+    num_prompt: int,
+    chunk_tokens: int = 16,
+    measured: bool = False,
 ) -> torch.Tensor:
-    """Logits of a prompt, then of one token after the other, with room for one expert alone."""
+    """Logits of a prompt, then of one token after the other, with room for one expert alone.
+
+    Args:    measured: everything is run once before, as on a card, where its memory is measured.
+    """
     with Pack(folder) as held, ExitStack() as stack:
         preset, ops, device = PRESETS[policy], TritonOps(), RecordingDevice()
         shares = np.full(held.index.size.shape, 1 / held.index.size.shape[1], np.float32)
@@ -42,6 +52,9 @@ def staged_logits(
         )
         room = least_staged_bytes(asked, chunk_tokens)
         with closing(StagedAtWork(asked, room, 64, chunk_tokens, torch.float32)) as built:
+            if measured:
+                run_everything(held, built, chunk_tokens)
+            built.prepare()
             decoder = built.decoder
             return torch.cat(
                 [decoder.logits(ids[:num_prompt]), *(decoder.logits([token]) for token in ids[num_prompt:])]
