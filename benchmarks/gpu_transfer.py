@@ -134,7 +134,7 @@ class _Bench:
         for threads in (2,) if tiny else (1, 4, 8):
             for size in (10,) if tiny else (10, 25, 50, 100, 200, 400):
                 device: Device = RecordingDevice() if tiny else CudaDevice()
-                with closing(ChunkRing(device, self._row_bytes, size, 16, threads)) as ring:
+                with closing(ChunkRing(device, size * self._row_bytes, 16, threads)) as ring:
                     seconds = self._stage(device, ring, target)
                 self._add("staged", _SHARE, size, threads, num_bytes, seconds)
         expected = self._held.records(0)[self._neurons].reshape(-1)
@@ -142,7 +142,7 @@ class _Bench:
 
     def _stage(self, device: Device, ring: ChunkRing, target: Tensor) -> float:
         """Seconds for one expert's rows, the median over the copies."""
-        size, count, row = ring.rows_per_chunk, len(self._neurons), self._row_bytes
+        size, count, row = ring.rows_per_chunk(self._row_bytes), len(self._neurons), self._row_bytes
         firsts = range(0, count, size)
         stops = [min(first + size, count) for first in firsts]
         pieces = [Piece(a, b, target[a * row : b * row]) for a, b in zip(firsts, stops, strict=True)]

@@ -12,7 +12,8 @@ from torch import Tensor
 from moe_pack.runtime.device import Device, Mark
 
 NUM_THREADS, NUM_CHUNKS = 4, 16
-ROWS_PER_CHUNK = 50  # FloE §3.4.2: so many neurons a thread are copied fastest
+# FloE §3.4.2 copies 50 neurons at once, of 16 KB each. Quantized rows are shorter: what counts is bytes.
+CHUNK_BYTES = 1 << 20
 
 Bytes = NDArray[np.uint8]
 
@@ -28,21 +29,19 @@ class Piece(NamedTuple):
 class ChunkRing:
     """`num_chunks` chunks of page-locked memory in turn, and threads that fill them. Owns both: `close` it.
 
-    Args:    most_row_bytes: of a row that is sent.   rows_per_chunk: what one thread gathers, and one copy moves.
+    Args:    chunk_bytes: what one thread gathers at most, and one copy moves; no row that is sent is longer.
     Source:  FloE §3.4.2.
     """
 
     def __init__(
         self,
         device: Device,
-        most_row_bytes: int,
-        rows_per_chunk: int = ROWS_PER_CHUNK,
+        chunk_bytes: int = CHUNK_BYTES,
         num_chunks: int = NUM_CHUNKS,
         num_threads: int = NUM_THREADS,
     ) -> None:
-        self.rows_per_chunk = rows_per_chunk
         self._device = device
-        self._chunks = device.on_host(num_chunks * rows_per_chunk * most_row_bytes).view(num_chunks, -1)
+        self._chunks = device.on_host(num_chunks * chunk_bytes).view(num_chunks, -1)
         self._marks: list[Mark | None] = [None] * num_chunks
         self._next = 0
         self._threads = ThreadPoolExecutor(num_threads, "gather")
@@ -50,6 +49,12 @@ class ChunkRing:
     def close(self) -> None:
         """Ends the threads."""
         self._threads.shutdown()
+
+    def rows_per_chunk(self, row_bytes: int) -> int:
+        """How many rows of so many bytes a chunk holds."""
+        num_rows = self._chunks.shape[1] // row_bytes
+        assert num_rows > 0, f"a row of {row_bytes} bytes, in chunks of {self._chunks.shape[1]}"
+        return num_rows
 
     def send(self, rows: Bytes, neurons: NDArray[np.int32], pieces: Sequence[Piece]) -> None:
         """Copies some rows to the device, in the copy queue's turn; by when, a mark after it tells.

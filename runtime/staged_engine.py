@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from moe_pack.formats import Pack
-from moe_pack.runtime.chunk_ring import ChunkRing
+from moe_pack.runtime.chunk_ring import CHUNK_BYTES, ChunkRing
 from moe_pack.runtime.device import Device
 from moe_pack.runtime.foretelling import Foreteller
 from moe_pack.runtime.host_arena import HostArena
@@ -90,7 +90,7 @@ class StagedAtWork:
         self.decided = decided = asked.decide(facts)
         with ExitStack() as opened:
             host = _host(asked, opened)
-            ring = opened.enter_context(closing(ChunkRing(device, _most_row_bytes(pack))))
+            ring = opened.enter_context(closing(ChunkRing(device, max(CHUNK_BYTES, _most_row_bytes(pack)))))
             store = DeviceStore(pack, host, device, plan.num_pages, plan.page_bytes, decided.rows_below, ring)
             self.weights = StagedWeights(
                 pack,

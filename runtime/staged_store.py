@@ -173,7 +173,7 @@ class DeviceStore:
         begin, row_bytes = held.layout.selector_bytes, held.layout.records.row_bytes
         rows = self.host.extent(key)[begin : begin + held.layout.records_bytes].numpy().reshape(-1, row_bytes)
         started = time.perf_counter_ns()
-        self._ring.send(rows, missing, self._pieces(places, row_bytes, self._ring.rows_per_chunk))
+        self._ring.send(rows, missing, self._pieces(places, row_bytes, self._ring.rows_per_chunk(row_bytes)))
         self.stall_ns += time.perf_counter_ns() - started
         self.asked_bytes += len(missing) * row_bytes
         self._wait_for_tables(key)

@@ -21,7 +21,10 @@ from typing import Any
 
 from named_formats import TRELLISES, Name
 
-CAPABILITIES = (80, 86, 89, 90, 100)
+# GPUs by compute capability, and the most shared memory that one program may take there, in bytes (CUDA's programming
+# guide, technical specifications per compute capability).
+SHARED_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+CAPABILITIES = tuple(SHARED_BYTES)
 WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4", *TRELLISES)
 DIMS = (2048, 4096, 7168)
 
@@ -99,8 +102,8 @@ class _Utils:
         return 0, 0, 0, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """The largest shared memory, of sm_90."""
-        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
+        """What Triton asks of a device, whose number is its capability."""
+        return {"max_shared_mem": SHARED_BYTES[device], "multiprocessor_count": 132, "warpSize": 32}
 
 
 class _NoLauncher:

@@ -81,7 +81,7 @@ def staged(folder: Path, options: Staged, context_tokens: int) -> Iterator[AtWor
         rows = [
             rows.row_bytes for layer in pack.layout.experts for e in layer for rows in (e.selector, e.records) if rows
         ]
-        ring = stack.enter_context(closing(ChunkRing(device, max(rows), 7, 3, 2)))
+        ring = stack.enter_context(closing(ChunkRing(device, 7 * max(rows), 3, 2)))
         rows_below = preset.rows_below if options.rows_below is None else options.rows_below
         store = DeviceStore(pack, host, device, facts.num_pages, page_bytes, rows_below, ring)
         cpu = None

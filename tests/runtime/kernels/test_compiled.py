@@ -32,7 +32,7 @@ READERS = {
 # Every width, hidden size and GPU once; `compiled_kernels.py` compiles the whole matrix, in an hour.
 COVERED = [
     (capability, WIDTHS[i], DIMS[i % 3])
-    for i, capability in enumerate((80, 86, 89, 90, 100, 90, 100, 86, 80, 90, 100, 89, 86, 80))
+    for i, capability in enumerate((80, 86, 89, 90, 100, 120, 100, 86, 120, 90, 100, 89, 120, 80))
 ]
 
 
