@@ -20,7 +20,8 @@ Array = NDArray[Any]
 REACH_BYTES = 16 * (2**31 - 1)  # of an arena: offsets are int32 in units of 16 bytes
 PAGE_SHARE = 0.25  # of the room for experts, where nobody has found a better one
 _LEAST_PAGE_BYTES, _PAGE_STEP = 4096, 4096
-_MOST_SHARE = 0.5  # of the room, for pages of each layer's own
+# Where the two ways to use pages are expected to be about equal, pages that keep experts are better: routes repeat.
+_REPEATED = 1.1
 _NUM_SLICES = 64  # of an expert's rows, of like heat
 _FEWEST_PAGES = 4  # of the smallest expert: larger pages would waste more
 
@@ -56,6 +57,20 @@ class CardPlacement:
         """All that the card needs for experts."""
         return int(self.resident_bytes.sum()) + self.pages_bytes + self.other_bytes
 
+    def link_bytes(self, layout: PackLayout, popularity: Array, heat: Array) -> float:
+        """Bytes that a token is expected to pull: its experts' dynamic rows, as often as they run.
+
+        Pages of a layer's own are taken to keep the share of its dynamic rows that they hold.
+        Args:    popularity, heat: as `place_experts` takes them.
+        """
+        rows, f = _row_sizes(layout), layout.experts[0][0].num_rows
+        chances = self.num_active * popularity / popularity.sum(axis=1, keepdims=True)
+        edges = np.linspace(0, f, heat.shape[2] + 1)
+        dynamic = np.clip(edges[1:] - np.maximum(edges[:-1], self.first_dynamic[:, :, None]), 0, None)
+        read = (dynamic * heat).sum(axis=2) * rows[:, :, 1] + self.selector_is_dynamic * f * rows[:, :, 0]
+        kept = 0.0 if self.is_shared else self.num_pages / np.maximum(self.num_pages_of.sum(axis=1), 1)
+        return float(((chances * read).sum(axis=1) * (1 - np.minimum(kept, 1.0))).sum())
+
 
 def place_experts(
     layout: PackLayout,
@@ -66,45 +81,45 @@ def place_experts(
 ) -> CardPlacement:
     """How so much room on a card is used for experts.
 
-    Meaning: all of them, where they fit. Else `page_share` of it goes to pages; each layer has what one token's experts
-             need, and of the rest by what of it is not always there. Where pages would take more than half of the room,
-             as of a few large experts of which few rows run, all layers share one token's, which keep nothing.
-    Args:    popularity: [L, E], any unit; None: all alike.   heat: [L, E, H], as `divide_card` takes it; None: falling
-             evenly from the first row to the last.
+    Meaning: all of them, where they fit. Else each layer has pages of its own, `page_share` of the room and what one
+             token's experts need at least, and more is there of what is read most; or all layers share one token's
+             pages, which keep nothing, and more is always there: of the two, what is expected to take fewer bytes a
+             token over the link.
+    Args:    popularity: [L, E], any unit; None: all alike.   heat: [L, E, H], as `divide_card` takes it; None: all
+             rows are read.
     Raises:  RunError if one token's experts of a layer have no room; it says what is needed.
     """
     shape = (len(layout.experts), len(layout.experts[0]))
     popularity = np.ones(shape) if popularity is None else popularity
-    heat = _usual_heat(layout) if heat is None else np.minimum.accumulate(heat, axis=2)  # hottest first
+    heat = np.ones((*shape, 1)) if heat is None else np.minimum.accumulate(heat, axis=2)  # hottest first
     sizes = _Sizes.of(layout)
     whole = sizes.placement(np.zeros(shape, bool), np.full(shape, sizes.num_rows), False)
     if whole.num_bytes <= room_bytes:
         return whole
-    nothing = (sizes.selector_rows > 0, np.zeros(shape, np.int64))
-    is_shared = sizes.placement(*nothing, False).pages_bytes > _MOST_SHARE * room_bytes
-    if is_shared:
-        room_bytes = min(room_bytes, REACH_BYTES)
-    least = sizes.placement(*nothing, is_shared)
+    least = least_placement(layout)
     if least.num_bytes > room_bytes:
         raise RunError(
             f"{size_text(room_bytes)} for experts on the card, needed are at least {size_text(least.num_bytes)}: "
             f"{size_text(least.pages_bytes)} for the {least.num_active} largest experts of a layer, and "
             f"{size_text(least.other_bytes)} for tables; give more with --budget, or take --engine staged"
         )
-    # Pages for a token's experts suffice whatever is held: what is held takes none.
-    pages = least.pages_bytes if is_shared else max(least.pages_bytes, int(page_share * room_bytes))
-    biases = layout.experts[0][0].extra_bytes * shape[0] * shape[1]  # for which `hold` leaves room itself
-    slack = LINE_BYTES * shape[0] * shape[1] + sizes.other_bytes - biases
-    held = sizes.held(*hold(layout, popularity, heat, max(room_bytes - slack - pages, 0))[:2], is_shared)
-    return held if is_shared else sizes.shared_out(held, room_bytes - held.num_bytes)
+    shared = sizes.shared_pages(layout, min(room_bytes, REACH_BYTES), popularity, heat)
+    own = sizes.own_pages(layout, room_bytes, popularity, heat, page_share)
+    if own is None:
+        return shared
+    bytes_shared, bytes_own = (placement.link_bytes(layout, popularity, heat) for placement in (shared, own))
+    return own if bytes_own <= _REPEATED * bytes_shared else shared
 
 
-def _usual_heat(layout: PackLayout) -> Array:
-    """Where nobody has counted: rows lie hottest first, and without a selector all are read."""
-    shape = (len(layout.experts), len(layout.experts[0]))
-    if layout.experts[0][0].selector is None:
-        return np.ones((*shape, 1))
-    return np.broadcast_to((np.arange(_NUM_SLICES, 0, -1) - 0.5) / _NUM_SLICES, (*shape, _NUM_SLICES))
+def usual_heat(layout: PackLayout, thresholds: Array) -> Array:
+    """How often rows are read where nobody has counted: [L, E, H], as `divide_card` takes it.
+
+    Rows lie hottest first, so that it is taken to fall evenly; without a selector, or a threshold, all are read.
+    Args:    thresholds: [L, E].
+    """
+    falling = (np.arange(_NUM_SLICES, 0, -1) - 0.5) / _NUM_SLICES
+    drops = (thresholds > 0) & (layout.experts[0][0].selector is not None)
+    return np.where(drops[:, :, None], falling, 1.0)
 
 
 def least_placement(layout: PackLayout) -> CardPlacement:
@@ -127,7 +142,7 @@ class _Sizes:
 
     @classmethod
     def of(cls, layout: PackLayout) -> "_Sizes":
-        rows = np.array([[_row_bytes(expert) for expert in layer] for layer in layout.experts], np.int64)
+        rows = _row_sizes(layout)
         num_rows = layout.experts[0][0].num_rows
         page_bytes = page_bytes_for(rows.reshape(-1, 2), num_rows)
         num_active = layout.spec.router.num_experts_per_tok
@@ -176,6 +191,32 @@ class _Sizes:
             is_shared,
         )
 
+    def shared_pages(self, layout: PackLayout, room: int, popularity: Array, heat: Array) -> CardPlacement:
+        """With one token's pages, which all layers use in turn."""
+        least = self.placement(self.selector_rows > 0, np.zeros_like(self.selector_rows), True)
+        return self._hottest(layout, room, least.pages_bytes, popularity, heat, True)
+
+    def own_pages(
+        self, layout: PackLayout, room: int, popularity: Array, heat: Array, page_share: float
+    ) -> CardPlacement | None:
+        """With pages of each layer's own; None where one token's experts of each have no room."""
+        least = self.placement(self.selector_rows > 0, np.zeros_like(self.selector_rows), False)
+        if least.num_bytes > room:
+            return None
+        # Pages for a token's experts suffice whatever is always there: it takes none.
+        pages = max(least.pages_bytes, int(page_share * room))
+        hottest = self._hottest(layout, room, pages, popularity, heat, False)
+        return self.shared_out(hottest, room - hottest.num_bytes)
+
+    def _hottest(
+        self, layout: PackLayout, room: int, pages: int, popularity: Array, heat: Array, is_shared: bool
+    ) -> CardPlacement:
+        """What is read most beside so many bytes of pages."""
+        L, E = self.record_rows.shape
+        # `hold` leaves room for biases itself.
+        slack = LINE_BYTES * L * E + self.other_bytes - self.extra_bytes * L * E
+        return self.held(*hold(layout, popularity, heat, max(room - slack - pages, 0))[:2], is_shared)
+
     def shared_out(self, held: CardPlacement, room: int) -> CardPlacement:
         """With the pages of the room that is left, too."""
         more = held.num_pages_of.sum(axis=1) - held.num_pages
@@ -206,6 +247,11 @@ def _pages(row_bytes: Array, num_rows: Array | int, page_bytes: int) -> Array:
     """Pages for so many rows, of which none straddles two."""
     pages: Array = -(-num_rows // (page_bytes // np.maximum(row_bytes, 1))) * (row_bytes > 0)
     return pages
+
+
+def _row_sizes(layout: PackLayout) -> Array:
+    """Bytes of selector rows (0 for none) and of records: int64 [L, E, 2]."""
+    return np.array([[_row_bytes(expert) for expert in layer] for layer in layout.experts], np.int64)
 
 
 def _row_bytes(expert: ExpertLayout) -> tuple[int, int]:

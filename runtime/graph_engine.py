@@ -7,7 +7,7 @@ import torch
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.card_cache import CardCache
-from moe_pack.runtime.card_placement import place_experts
+from moe_pack.runtime.card_placement import place_experts, usual_heat
 from moe_pack.runtime.card_weights import CardWeights
 from moe_pack.runtime.graph import GraphDecoder
 from moe_pack.runtime.host_arena import HostArena
@@ -33,7 +33,7 @@ class GraphAtWork:
     ) -> None:
         routing = Routing.open(pack)
         popularity = None if routing is None else np.asarray(routing.popularity, np.float64)
-        placement = place_experts(pack.layout, room_bytes, popularity)
+        placement = place_experts(pack.layout, room_bytes, popularity, usual_heat(pack.layout, pack.thresholds))
         with ExitStack() as opened:
             self.cache = opened.enter_context(closing(CardCache(pack, placement, host, device)))
             self.weights = CardWeights(pack, device, self.cache, chunk_tokens)

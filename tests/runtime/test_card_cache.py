@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from moe_pack.formats import (
     uniform_plan,
 )
 from moe_pack.runtime.card_cache import CardCache, CardLayer
-from moe_pack.runtime.card_placement import page_bytes_for, place_experts
+from moe_pack.runtime.card_placement import page_bytes_for, place_experts, usual_heat
 from moe_pack.runtime.host_arena import HostArena
 
 NUM_ROWS = 96
@@ -175,7 +176,7 @@ def test_floes_sixteen_bit_records_fit_beside_all_selectors_of_mixtral() -> None
     spec = model_spec("mixtral-8x7b")
     plan = uniform_plan(spec, "up", part_format(2, 64), BF16)
     layout = pack_layout(spec, plan, ["BF16"] * len(dense_roles(spec)))
-    placement = place_experts(layout, 8 << 30)
+    placement = place_experts(layout, 8 << 30, heat=usual_heat(layout, np.ones((32, 8))))
     assert placement.is_shared and placement.num_bytes <= 8 << 30
     assert not placement.selector_is_dynamic.any()
     assert np.ptp(placement.first_dynamic) <= 14336 // 64, "what nobody has counted is held of all alike"
@@ -183,6 +184,21 @@ def test_floes_sixteen_bit_records_fit_beside_all_selectors_of_mixtral() -> None
 
 def test_an_arena_is_no_longer_than_offsets_reach() -> None:
     spec = model_spec("mixtral-8x7b")
-    layout = pack_layout(spec, uniform_plan(spec, "none", BF16, BF16), ["BF16"] * len(dense_roles(spec)))
-    placement = place_experts(layout, 40 << 30)
+    layout = pack_layout(spec, uniform_plan(spec, "up", BF16, BF16), ["BF16"] * len(dense_roles(spec)))
+    placement = place_experts(layout, 33 << 30, heat=usual_heat(layout, np.ones((32, 8))))
     assert placement.is_shared and placement.num_bytes <= 32 << 30
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_more_of_a_cards_memory_never_means_more_bytes_over_the_link(is_sparse: bool) -> None:
+    """Experts of two and four bits by turns; at 13 GiB pages of two whole experts a layer once crowded out hot rows."""
+    spec = model_spec("mixtral-8x7b")
+    two, four = part_format(2, 64), part_format(4, 64)
+    plan = uniform_plan(spec, "up", two, four, four)
+    layout = pack_layout(spec, mixed(plan), ["BF16"] * len(dense_roles(spec)))
+    popularity, heat = np.ones((32, 8)), usual_heat(layout, np.full((32, 8), float(is_sparse)))
+    whole_bytes, taken = place_experts(layout, 1 << 40).num_bytes, []
+    for room in np.linspace(4 << 30, whole_bytes, 30):
+        taken.append(place_experts(layout, int(room), popularity, heat).link_bytes(layout, popularity, heat))
+    assert taken[-1] == 0
+    assert all(more <= less * 1.001 for less, more in pairwise(taken)), [f"{each / 1e9:.3f}" for each in taken]
