@@ -226,7 +226,7 @@ class Engine:
         if options.engine == "staged":
             return "staged"
         alone = options.of_staged_alone()
-        if not alone and needed <= ram:
+        if not alone and (self.host is not None or needed <= ram):
             return "graph"
         if options.engine == "auto":
             return "staged"

@@ -8,13 +8,17 @@ and the run that follows finds all of it in the cache.
 import hashlib
 import importlib
 import json
+import os
+import pickle
 import pkgutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import triton
@@ -29,6 +33,7 @@ from moe_pack.runtime.kernels.tiles import INTERPRETED
 
 _FEWEST = 4  # kernels: with fewer, processes take longer to start than to compile them
 _NAME_CHARACTERS = 150  # of a kernel's file in the cache, as Triton cuts them
+_WORKER = "import sys; sys.path[:] = sys.argv[1:]; from moe_pack.runtime.kernels import ahead; ahead.compile_given()"
 
 OnCompiled = Callable[[int, int], None]  # how many kernels are compiled, of how many
 
@@ -98,18 +103,49 @@ def compile_ahead(
     """Compiles those jobs that Triton's cache lacks; returns how many these were.
 
     A kernel that cannot be compiled is left to its launch, which says why.
+    Args:    on_compiled: told of each as it is done, by one thread at a time.
     """
     missing = [] if INTERPRETED else [job for job in jobs if not job.is_cached()]
     num_processes = min(num_processes, len(missing))
     if len(missing) < _FEWEST or num_processes < 2:
         return 0
-    try:
-        with ProcessPoolExecutor(num_processes, get_context("spawn"), settle_keys) as processes:
-            for done, _ in enumerate(as_completed([processes.submit(_compile, job) for job in missing]), 1):
-                on_compiled(done, len(missing))
-    except (OSError, BrokenProcessPool):  # no processes to be had, or one ended: kernels compile as they are launched
-        pass
+    done, lock = 0, Lock()
+
+    def one_is_compiled() -> None:
+        nonlocal done
+        with lock:
+            done += 1
+            on_compiled(done, len(missing))
+
+    with ThreadPoolExecutor(num_processes) as threads:
+        for number in range(num_processes):
+            threads.submit(_compile_elsewhere, missing[number::num_processes], one_is_compiled)
     return len(missing)
+
+
+def _compile_elsewhere(jobs: list[CompileJob], one_is_compiled: Callable[[], None]) -> None:
+    """Compiles some jobs in a process of its own, which imports no more of the program than this module.
+
+    Where none can be had, or it ends early, what it leaves is compiled as it is launched.
+    """
+    command = [sys.executable, "-c", _WORKER, *sys.path]
+    with suppress(OSError), subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None, "both were asked for"
+        pickle.dump(jobs, process.stdin)
+        process.stdin.close()
+        while process.stdout.read(1):
+            one_is_compiled()
+
+
+def compile_given() -> None:
+    """Compiles the jobs that come, pickled, on standard input; writes a byte to standard output for each."""
+    settle_keys()
+    with Path("/dev/stdin").open("rb") as given:
+        jobs: list[CompileJob] = pickle.load(given)
+    for job in jobs:
+        with suppress(Exception):  # whatever it is, its launch will say
+            triton.compile(job.source(), target=job.target, options=job.options)
+        os.write(1, b".")
 
 
 def settle_keys() -> None:
@@ -128,10 +164,6 @@ def settle_keys() -> None:
         function.hash, function.used_global_vals = None, {}
     for function in functions:
         assert function.cache_key, "asking for it makes it"
-
-
-def _compile(job: CompileJob) -> None:
-    triton.compile(job.source(), target=job.target, options=job.options)
 
 
 def _as_tuples(value: Any) -> Any:
