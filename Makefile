@@ -10,9 +10,11 @@
 #             each with LLAMA_PYTHON=python (one that has llama_cpp and gguf) beside llama.cpp; with SMALL_MODEL=folder
 #             (rows of multiples of 256 weights, which llama.cpp's types can hold) the quantizer's steps and quality by size
 #             for it too
-# make gpu-check  on a machine with a GPU: its tests and benchmarks, in parts (docs/gpu.md): PART=machine,kernels for
-#             some of them, GPU_OPTIONS for more; needs no network, and the packages that PYTHON has
+# make gpu-check  on a machine with a GPU: what only a GPU can show, in three calls of nine minutes (docs/gpu.md): CALL=1
+#             for one of them, PART=twins,demo for some parts, GPU_OPTIONS for more; needs no network and no installation
+# make gpu-report  the page and the picture of docs/benchmarks/gpu-*.json; GPU_FILES for other files
 
+GPU_FILES ?= $(wildcard docs/benchmarks/gpu-*.json)
 GPU_PYTHON := $(or $(PYTHON),$(wildcard .venv/bin/python),python3)
 PYTHON ?= python3
 BIN := .venv/bin
@@ -26,7 +28,7 @@ DEMO := build/demo-pack
 FUZZ_SECONDS ?= 60
 BENCH_PACKS ?= build/bench-packs
 
-.PHONY: demo test check soak families fuzz ablate bench bench-cpu bench-streaming gpu-check clean
+.PHONY: demo test check soak families fuzz ablate bench bench-cpu bench-streaming gpu-check gpu-report clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -109,12 +111,11 @@ bench: families bench-cpu bench-streaming ablate
 	    $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON)) \
 	    --json $(BENCH_PACKS)/quality-small.json --svg $(BENCH_PACKS)/quality-small.svg)
 
-# Nothing is installed: such a machine is often lent, and without a network.
 gpu-check:
-	@mkdir -p build/rooms/moe_pack
-	@for room in $(ROOMS); do ln -sfn ../../../$$room build/rooms/moe_pack/$$room; done
-	-@$(GPU_PYTHON) benchmarks/build_native.py
-	PYTHONPATH=build/rooms:tests/support $(GPU_PYTHON) benchmarks/gpu_check.py $(if $(PART),--part $(PART)) $(GPU_OPTIONS)
+	$(GPU_PYTHON) benchmarks/gpu_check.py $(if $(CALL),--call $(CALL)) $(if $(PART),--part $(PART)) $(GPU_OPTIONS)
+
+gpu-report: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu_report.py $(GPU_FILES) -o docs/benchmarks/gpu
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

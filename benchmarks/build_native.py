@@ -6,6 +6,8 @@ import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 _ROOT = Path(__file__).parents[1]
@@ -14,9 +16,7 @@ _OBJECTS = _ROOT / "build" / "native"
 
 def main() -> None:
     """Compiles what is not newer than its sources, and links it into runtime/."""
-    with patch("setuptools.setup") as setup:  # which would read pyproject.toml, for a newer setuptools than may be here
-        runpy.run_path(str(_ROOT / "setup.py"))
-    (extension,) = setup.call_args.kwargs["ext_modules"]
+    extension = _extension()
     target = _ROOT / "runtime" / "_native.abi3.so"
     native = [*(_ROOT / "runtime" / "native").iterdir(), _ROOT / "setup.py"]
     if target.exists() and target.stat().st_mtime > max(path.stat().st_mtime for path in native):
@@ -35,6 +35,21 @@ def main() -> None:
     beside = target.with_suffix(".partial")
     subprocess.run(["g++", "-shared", "-pthread", *objects, "-o", str(beside)], check=True)
     beside.replace(target)
+
+
+def _extension() -> SimpleNamespace:
+    """The extension as setup.py describes it: by keyword, `sources` among them. No setuptools is needed for that."""
+    described: list[SimpleNamespace] = []
+
+    def describe(name: str, sources: list[str], **options: Any) -> SimpleNamespace:
+        described.append(SimpleNamespace(name=name, sources=sources, **options))
+        return described[0]
+
+    stands_in = ModuleType("setuptools")
+    stands_in.__dict__.update(Extension=describe, setup=lambda **options: None)
+    with patch.dict(sys.modules, setuptools=stands_in):
+        runpy.run_path(str(_ROOT / "setup.py"))
+    return described[0]
 
 
 if __name__ == "__main__":

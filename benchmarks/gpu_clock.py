@@ -1,11 +1,13 @@
-"""How launches on a GPU are timed: many in a CUDA graph, replayed, by the device's own events.
+"""How launches on a GPU are timed: many in a CUDA graph, which is replayed, by the device's own events.
 
-In a rehearsal everything runs once on the CPU, by the interpreter, and the times mean nothing.
+Operations that read much are compared with the rate at which the GPU copies its own memory. In a rehearsal everything
+runs once on the CPU, by Triton's interpreter, and the times mean nothing.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 Launch = Callable[[], object]
 _MIB = 1 << 20
+_LAUNCHES = 48  # in a graph, at least: starting one takes as long as a small kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,16 @@ class Clock:
         return 2 * num_bytes / self.direct(lambda: target.copy_(source), 20)
 
 
+def host_seconds(action: Launch, rounds: int) -> float:
+    """Seconds that something takes the host, the median, after one round that warms up."""
+    times = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
+
+
 def copies_beyond(l2_bytes: int, num_bytes: int, least: int = 2) -> int:
     """How many copies of so many bytes exceed the L2 cache four times."""
     return max(least, -(-4 * l2_bytes // num_bytes))
@@ -102,3 +115,30 @@ def repeated(rows: Tensor, times: int, device: torch.device) -> Tensor:
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch has no types for it
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Microseconds of a launch and the bytes it must read. `share`: of the rate at which the GPU copies its memory."""
+
+    us: float
+    num_bytes: int
+    gb_a_second: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class ByteClock:
+    """Times operations that are bound by the bytes they read. `copy_rate`: of `clock`, in bytes a second."""
+
+    clock: Clock
+    copy_rate: float
+
+    def timed(self, num_bytes: int, launch: Callable[[int], object], num_copies: int) -> Timed:
+        """Times `launch` in a graph, with each copy's number in turn."""
+        launches: Sequence[Launch] = [partial(launch, number) for number in range(num_copies)]
+        if not self.clock.is_rehearsal:
+            launches = list(launches) * -(-_LAUNCHES // num_copies)
+        seconds = self.clock.graphed(launches)
+        rate = num_bytes / seconds
+        return Timed(1e6 * seconds, num_bytes, rate / 1e9, rate / self.copy_rate)

@@ -1,6 +1,7 @@
-"""An engine on a card, timed: prompt and continuation, what it asked for, and what the driver says it held."""
+"""An engine on a GPU, timed: prompt and continuation, what it pulled, what the driver charges, each kernel's share."""
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -10,33 +11,42 @@ from typing import Any, Literal, Protocol
 import torch
 from gpu_clock import Clock
 from gpu_results import Results
+from torch import profiler
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Decoder, EncoderDecoder, Engine, EngineOptions, Sampler
+from moe_pack.runtime import Decoder, EncoderDecoder, Engine, EngineOptions
 from moe_pack.runtime.bench import random_prompt
 from moe_pack.runtime.card_engine import Counting
 from moe_pack.runtime.card_placement import least_placement
 from moe_pack.runtime.graph_engine import GraphAtWork
-from moe_pack.runtime.host_arena import HostArena
+from moe_pack.runtime.host_arena import HostArena, host_bytes
 from moe_pack.runtime.run_report import report
 
 EngineName = Literal["graph", "staged", "auto"]
 _MIB = 1 << 20
 _REHEARSED_CHUNK = 16  # tokens of a forward pass
+_PROFILED_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """How a pack is to be run. `budget_bytes`: of the card.   `ram_bytes`: of the host, None for as much as it gives.
+class EngineWanted:
+    """How a pack is to be run.
 
-    `kv_dtype`: of keys and values, None for the engine's own.
+    `budget_bytes`: of the GPU, None for what is free.   `kv_dtype`: of keys and values, None for the engine's own.
     """
 
     engine: EngineName
     policy: str = "auto"
     budget_bytes: int | None = None
-    ram_bytes: int | None = None
     kv_dtype: Literal["f32", "bf16"] | None = None
+
+    def options(self, ram_bytes: int) -> EngineOptions:
+        """The engine's options, on a GPU.
+
+        Args:    ram_bytes: of the host, for experts; what a virtual machine has free may show only when it is used.
+        """
+        wanted: dict[str, Any] = {"device": "cuda", "policy": self.policy, "budget_bytes": self.budget_bytes}
+        return EngineOptions(engine=self.engine, ram_bytes=ram_bytes, kv_dtype=self.kv_dtype, **wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +64,15 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A prompt of random tokens, then tokens one by one, chosen at random as the model says.
+    """A prompt of random tokens, then tokens one by one; after each the likeliest next one is found.
 
+    What comes next is drawn at random all the same: synthetic weights would soon repeat one token, and so one route.
     `hit_rate`, `bytes_per_token`: of decoding.   `link_share`: what the missing bytes take at the link's measured copy
-    rate, as a share of the time.   `driver_bytes`: that the driver says are taken of the card, by whomever.
+    rate, as a share of the time.   `driver_bytes`: that the driver says are taken of the GPU, by whomever.
     """
 
     pack: str
-    ask: Ask
+    wanted: EngineWanted
     prompt_tokens: int
     decode_tokens: int
     prefill_per_s: float
@@ -79,11 +90,43 @@ class Opened:
     """An engine that was opened, and what it says of itself."""
 
     pack: str
-    ask: Ask
+    wanted: EngineWanted
     seconds: float
     driver_bytes: int
     facts: str
     fallbacks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A pack's experts read into page-locked memory, once for all engines."""
+
+    pack: str
+    num_bytes: int
+    locked_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShare:
+    """A kernel in whole tokens: launches and microseconds a token, and its share of all kernels' time."""
+
+    pack: str
+    kernel: str
+    launches: float
+    us: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenProfile:
+    """Launches of a whole token, and microseconds of its kernels; `token_us`: of a token without the profiler."""
+
+    pack: str
+    wanted: EngineWanted
+    launches: float
+    kernels_us: float
+    token_us: float
 
 
 class Running(Protocol):
@@ -91,7 +134,7 @@ class Running(Protocol):
 
     @property
     def fallbacks(self) -> Sequence[str]:
-        """What was wished and could not be had."""
+        """What was asked for and could not be had."""
         ...
 
     @property
@@ -109,13 +152,14 @@ class Rehearsed:
 
     fallbacks: Sequence[str] = ()
 
-    def __init__(self, pack: Pack, context_tokens: int) -> None:
+    def __init__(self, pack: Pack, context_tokens: int, host: HostArena | None) -> None:
         device = torch.device("cpu")
         room = 2 * least_placement(pack.layout).num_bytes
         with ExitStack() as opened:
-            host = opened.enter_context(HostArena(pack, device))
-            built = GraphAtWork(pack, host, device, room, context_tokens, _REHEARSED_CHUNK)
+            held = host or opened.enter_context(HostArena(pack, device))
+            built = GraphAtWork(pack, held, device, room, context_tokens, _REHEARSED_CHUNK)
             opened.enter_context(closing(built))
+            built.prepare()
             self.decoder: Decoder = built.decoder
             self._opened = opened.pop_all()
 
@@ -124,24 +168,20 @@ class Rehearsed:
         self._opened.close()
 
 
-def open_engine(pack: Pack, ask: Ask, context_tokens: int, is_rehearsal: bool) -> Running:
+def open_engine(
+    pack: Pack, wanted: EngineWanted, context_tokens: int, is_rehearsal: bool, host: HostArena | None = None
+) -> Running:
     """The engine asked for; in a rehearsal the graph engine by the interpreter, or the CPU's own."""
     if not is_rehearsal:
-        return Engine(pack, options_of(ask), context_tokens)
-    if ask.engine == "graph":
-        return Rehearsed(pack, context_tokens)
-    wanted: dict[str, Any] = {"engine": ask.engine, "policy": ask.policy}
-    return Engine(pack, EngineOptions(**wanted), context_tokens)
-
-
-def options_of(ask: Ask) -> EngineOptions:
-    """The engine's options, on a card."""
-    wanted: dict[str, Any] = {"device": "cuda", "policy": ask.policy, "budget_bytes": ask.budget_bytes}
-    return EngineOptions(engine=ask.engine, ram_bytes=ask.ram_bytes, kv_dtype=ask.kv_dtype, **wanted)
+        return Engine(pack, wanted.options(host_bytes(pack)), context_tokens, host=host)
+    if wanted.engine == "graph":
+        return Rehearsed(pack, context_tokens, host)
+    options: dict[str, Any] = {"engine": wanted.engine, "policy": wanted.policy}
+    return Engine(pack, EngineOptions(**options), context_tokens)
 
 
 def link_rate(clock: Clock) -> float:
-    """Bytes a second of a copy of 256 MiB from page-locked memory to the card."""
+    """Bytes a second of a copy of 256 MiB from page-locked memory to the GPU."""
     num_bytes = _MIB if clock.is_rehearsal else 256 * _MIB
     host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=not clock.is_rehearsal)
     there = torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device)
@@ -153,61 +193,77 @@ def link_rate(clock: Clock) -> float:
 
 
 def driver_bytes(clock: Clock) -> int:
-    """What is taken of the card, by the driver's count."""
+    """What is taken of the GPU, by the driver's count."""
     if clock.is_rehearsal:
         return 0
     free, total = torch.cuda.mem_get_info(clock.device)
     return total - free
 
 
-class Bench:
-    """An engine on a pack. Owns both: `close` it, or use it with `closing`."""
+class EngineBench:
+    """A pack, its experts in host memory, and engines on it, one after the other. Owns pack and memory: `close` it."""
 
-    def __init__(
-        self, results: Results, clock: Clock, folder: Path, ask: Ask, context_tokens: int, rate: float
-    ) -> None:
-        """`rate`: `link_rate`, measured before."""
-        self._results, self._clock, self._ask, self._rate = results, clock, ask, rate
-        self.name = folder.name
-        start = time.perf_counter()
-        self.pack = Pack(folder)
-        try:
-            self.engine = open_engine(self.pack, ask, context_tokens, clock.is_rehearsal)
-        except BaseException:
-            self.pack.close()
-            raise
-        seconds, taken = time.perf_counter() - start, driver_bytes(clock)
-        facts = str(report(self.engine)) if isinstance(self.engine, Engine) else "a rehearsal"
-        results.add(Opened(self.name, ask, seconds, taken, facts, tuple(self.engine.fallbacks)))
+    def __init__(self, results: Results, clock: Clock, folder: Path, rate: float) -> None:
+        """Reads and page-locks the experts. `rate`: `link_rate`, measured before."""
+        self._results, self._clock, self._rate, self.name = results, clock, rate, folder.name
+        with ExitStack() as opened:
+            self.pack = opened.enter_context(Pack(folder))
+            start = time.perf_counter()
+            self._host = opened.enter_context(HostArena(self.pack, clock.device))
+            seconds = time.perf_counter() - start
+            self._opened = opened.pop_all()
+        results.add(Filled(self.name, self._host.num_bytes, self._host.locked_bytes, seconds))
 
     def close(self) -> None:
-        """Closes the engine and the pack."""
-        with closing(self.pack), closing(self.engine):
-            pass
-        if not self._clock.is_rehearsal:
-            torch.cuda.empty_cache()
+        """Lets go of the memory, and closes the pack."""
+        self._opened.close()
 
-    def measure(self, prompt_tokens: int, decode_tokens: int, seed: int = 0) -> Speed:
-        """Times a prompt and its continuation from an empty context, and adds the row.
+    def measure(self, wanted: EngineWanted, prompt_tokens: Sequence[int], decode_tokens: int) -> list[Speed]:
+        """Opens an engine and times prompts and continuations from an empty context; adds a row each.
 
-        The experts' cache is as the last run left it: measure twice for a warm one.
+        The first also warms the engine up, and fills its cache: measure at least two.
         """
-        decoder, spec = self.engine.decoder, self.pack.spec
-        prompt = random_prompt(prompt_tokens, spec.vocab_size, spec.max_position_embeddings, seed)
-        sampler = Sampler(1.0, 1.0, seed)
+        with closing(self._open(wanted, max(prompt_tokens) + decode_tokens)) as engine:
+            return [
+                self._measure(engine, wanted, count, decode_tokens, seed) for seed, count in enumerate(prompt_tokens)
+            ]
+
+    def profile(self, wanted: EngineWanted, prompt_tokens: int) -> None:
+        """Opens an engine and adds a row for each kernel of its tokens, the costliest first."""
+        count = 1 if self._clock.is_rehearsal else _PROFILED_TOKENS
+        with closing(self._open(wanted, prompt_tokens + 3 * count)) as engine:
+            decoder, draws = engine.decoder, self._drawn(3 * count, 1)
+            decoder.reset()
+            decoder.next_logits(self._drawn(prompt_tokens, 0))
+            times = [self._timed(decoder, token) for token in draws[: 2 * count]]
+            activities = profiler.ProfilerActivity
+            activity = activities.CPU if self._clock.is_rehearsal else activities.CUDA
+            with profiler.profile(activities=[activity]) as profiled:
+                for token in draws[2 * count :]:
+                    decoder.next_logits([token])
+            self._add_profile(wanted, profiled, count, 1e6 * sorted(times)[len(times) // 2])
+
+    def _open(self, wanted: EngineWanted, context_tokens: int) -> "_Closing":
+        clock, start = self._clock, time.perf_counter()
+        engine = open_engine(self.pack, wanted, context_tokens, clock.is_rehearsal, self._host)
+        seconds, taken = time.perf_counter() - start, driver_bytes(clock)
+        facts = str(report(engine)) if isinstance(engine, Engine) else "a rehearsal"
+        self._results.add(Opened(self.name, wanted, seconds, taken, facts, tuple(engine.fallbacks)))
+        return _Closing(engine, clock)
+
+    def _measure(
+        self, engine: "_Closing", wanted: EngineWanted, prompt_tokens: int, decode_tokens: int, seed: int
+    ) -> Speed:
+        decoder, draws = engine.decoder, self._drawn(decode_tokens, 1000 + seed)
         decoder.reset()
         start = time.perf_counter()
-        token = sampler.choose(decoder.next_logits(prompt))
-        prefill_s, before = time.perf_counter() - start, counters(self.engine)
-        times = []
-        for _ in range(decode_tokens):
-            start = time.perf_counter()
-            token = sampler.choose(decoder.next_logits([token]))
-            times.append(time.perf_counter() - start)
-        asked, decode_s = counters(self.engine).since(before), sum(times)
+        int(decoder.next_logits(self._drawn(prompt_tokens, seed)).argmax())
+        prefill_s, before = time.perf_counter() - start, counters(engine.engine)
+        times = [self._timed(decoder, token) for token in draws]
+        asked, decode_s = counters(engine.engine).since(before), sum(times)
         speed = Speed(
             pack=self.name,
-            ask=self._ask,
+            wanted=wanted,
             prompt_tokens=prompt_tokens,
             decode_tokens=decode_tokens,
             prefill_per_s=prompt_tokens / prefill_s,
@@ -222,10 +278,51 @@ class Bench:
         self._results.add(speed)
         return speed
 
+    def _timed(self, decoder: Decoder | EncoderDecoder, token: int) -> float:
+        """Seconds from a token to the likeliest next one."""
+        start = time.perf_counter()
+        int(decoder.next_logits([token]).argmax())
+        return time.perf_counter() - start
+
+    def _drawn(self, count: int, seed: int) -> list[int]:
+        spec = self.pack.spec
+        return random_prompt(count, spec.vocab_size, spec.max_position_embeddings, seed)
+
+    def _add_profile(self, wanted: EngineWanted, profiled: profiler.profile, num_tokens: int, token_us: float) -> None:
+        counts: dict[str, int] = defaultdict(int)
+        times: dict[str, float] = defaultdict(float)
+        for event in profiled.events() or ():  # type: ignore[no-untyped-call]  # torch has no types for it
+            us = event.cpu_time_total if self._clock.is_rehearsal else event.device_time_total
+            if us > 0:
+                counts[event.name] += 1
+                times[event.name] += us
+        total = sum(times.values())
+        launches, kernels_us = sum(counts.values()) / num_tokens, total / num_tokens
+        self._results.add(TokenProfile(self.name, wanted, launches, kernels_us, token_us))
+        for kernel in sorted(times, key=times.__getitem__, reverse=True):
+            row = KernelShare(
+                self.name, kernel, counts[kernel] / num_tokens, times[kernel] / num_tokens, times[kernel] / total
+            )
+            self._results.add(row)
+
+
+class _Closing:
+    """An engine that gives the GPU's memory back to the driver when it is closed."""
+
+    def __init__(self, engine: Running, clock: Clock) -> None:
+        self.engine, self.decoder, self._clock = engine, engine.decoder, clock
+
+    def close(self) -> None:
+        """Closes the engine."""
+        self.engine.close()
+        del self.engine, self.decoder
+        if not self._clock.is_rehearsal:
+            torch.cuda.empty_cache()
+
 
 def counters(engine: Running) -> Counters:
     """What an engine's cache of experts was asked since the start."""
-    if isinstance(engine.decoder, Counting):  # the graph engine's are on the card
+    if isinstance(engine.decoder, Counting):  # the graph engine's are on the GPU
         counts = engine.decoder.counts()
         return Counters(counts.needed, counts.hits, counts.num_bytes)
     stream = report(engine).stream if isinstance(engine, Engine) else None

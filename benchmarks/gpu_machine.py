@@ -1,13 +1,13 @@
-"""Part `machine`: what the card, its memory and its link can do; what launches cost."""
+"""Part `machine`: what the GPU, its memory and its link can do; what launches cost."""
 
 import mmap
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from gpu_clock import Clock
+from gpu_preflight import cudart
 from gpu_results import Results
 from torch import Tensor
 
@@ -80,11 +80,6 @@ def _registered(results: Results, clock: Clock) -> None:
         _link(results, clock, "registered mapping", host)
         if not clock.is_rehearsal:
             cudart().cudaHostUnregister(host.data_ptr())
-
-
-def cudart() -> Any:
-    """The driver's functions, as torch has them."""
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch has no types for it
 
 
 def _link(results: Results, clock: Clock, what: str, host: Tensor) -> None:

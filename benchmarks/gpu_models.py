@@ -1,81 +1,106 @@
-"""Part `mixtral`: a synthetic Mixtral-8x7B, all layers, records of 2 and 4 bits, sparsity 0.8: FloE's Figures 6 and 8.
+"""Parts `token`, `mixtral`, `qwen3` and `sampling`: whole models of real dimensions, with synthetic weights.
 
-The figures that matter most come first: 11 GiB beside everything resident in 2 bits, then FloE's own preset, then the
-other budgets.
+`token`: a profile by kernel of whole tokens.   `mixtral`, `qwen3`: decoding and prompts with everything on the GPU,
+then within 11, 12, 13 and 8 GiB of it.   `sampling`: what choosing a token costs the host.
 """
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from gpu_clock import Clock
-from gpu_engine import Ask, Bench, Speed, link_rate
-from gpu_packs import Ask as PackAsk
-from gpu_packs import even_plan, make_room, make_synthetic, mixed_plan
+import torch
+from gpu_clock import Clock, host_seconds
+from gpu_engine import EngineBench, EngineWanted, Speed, link_rate
+from gpu_packs import MIXTRAL, QWEN3, PackWanted, make_synthetic, remove_packs
 from gpu_results import Results
 
-_MIXED, _RESIDENT = "mixtral-8x7b-mixed", "mixtral-8x7b-2bit"
-_SPARSITY = 0.8
-_CAP, _OTHERS = 11, (8, 12, 16, 20, 24)  # GiB
-_TOKENS = (16, 128, 512)  # in and out
+from moe_pack.runtime import Sampler
+
+_CAP_GIB, _OTHER_GIB = 11, (12, 13, 8)
+_LENGTHS = (128, 16, 512)  # of prompts; the first also warms up
+_DECODED = 96
+_SAMPLERS = {"greedy": (0.0, 1.0), "temperature 1": (1.0, 1.0), "temperature 0.8, top-p 0.95": (0.8, 0.95)}
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Decoding under the cap beside decoding with everything resident in 2 bits (FloE: 0.91)."""
+    """Decoding under a cap, beside decoding with everything on the GPU (FloE: 0.91 with 2-bit experts resident)."""
 
+    pack: str
+    gib: int
     capped_per_s: float
     resident_per_s: float
     ratio: float
 
 
-def run(results: Results, clock: Clock) -> None:
-    """Makes the packs and runs the engines on them."""
-    make_room(clock.is_rehearsal, (_MIXED, _RESIDENT))
-    part = _Part(results, clock)
-    results.section("11 GiB", part.capped)
-    results.section("resident", part.resident)
-    results.section("FloE's preset", partial(part.one, Ask("staged", "floe", _CAP << 30), 32))
-    for gib in _OTHERS[:1] if clock.is_rehearsal else _OTHERS:
-        results.section(f"{gib} GiB", partial(part.one, Ask("graph", budget_bytes=gib << 30), 64))
-    results.section("11 GiB, staged", partial(part.one, Ask("staged", "lru", _CAP << 30), 32))
+@dataclass(frozen=True, slots=True)
+class SamplerTime:
+    """The host's milliseconds to choose a token, the median."""
+
+    sampler: str
+    vocabulary: int
+    ms: float
 
 
-class _Part:
-    """What the sections share."""
+def profile(results: Results, clock: Clock) -> None:
+    """Whole tokens under the profiler: Mixtral under the cap, Qwen3 with everything on the GPU."""
+    remove_packs(clock.is_rehearsal, (MIXTRAL.name, QWEN3.name))
+    rate = link_rate(clock)
+    for wanted, engine in ((MIXTRAL, _graph(_CAP_GIB)), (QWEN3, _graph(None))):
 
-    def __init__(self, results: Results, clock: Clock) -> None:
-        self._results, self._clock, self._rate = results, clock, link_rate(clock)
-        self._mixed = make_synthetic(results, PackAsk(_MIXED, "mixtral-8x7b", mixed_plan, _SPARSITY))
-        self._capped: Speed | None = None
+        def body(wanted: PackWanted = wanted, engine: EngineWanted = engine) -> None:
+            folder = make_synthetic(results, wanted)
+            with closing(EngineBench(results, clock, folder, rate)) as bench:
+                bench.profile(engine, 2 if clock.is_rehearsal else 128)
 
-    def capped(self) -> None:
-        """Under the cap: the usual lengths, then all of Figure 6."""
-        lengths = (2,) if self._clock.is_rehearsal else _TOKENS
-        with self._bench(self._mixed, Ask("graph", budget_bytes=_CAP << 30), 2 * max(lengths)) as bench:
-            for seed in range(2):  # the first compiles, and fills the cache
-                self._capped = bench.measure(lengths[len(lengths) // 2], lengths[len(lengths) // 2], seed)
-            for prompt_tokens in lengths:
-                for decode_tokens in lengths:
-                    bench.measure(prompt_tokens, decode_tokens)
+        results.section(wanted.name, body)
 
-    def resident(self) -> None:
-        """All in 2 bits and in the card's memory, at the same sparsity: what a token costs without any link."""
-        folder = make_synthetic(self._results, PackAsk(_RESIDENT, "mixtral-8x7b", even_plan(2, 2), _SPARSITY))
-        speed = self._twice(folder, Ask("graph"), 2 if self._clock.is_rehearsal else 128)
-        if self._capped is not None:
-            capped, resident = self._capped.decode_per_s, speed.decode_per_s
-            self._results.add(Ratio(capped, resident, capped / resident))
 
-    def one(self, ask: Ask, tokens: int) -> None:
-        """The mixed pack, run in one way."""
-        self._twice(self._mixed, ask, 2 if self._clock.is_rehearsal else tokens)
+def mixtral(results: Results, clock: Clock) -> None:
+    """Mixtral's dimensions: 11 GiB, all of it, other budgets; the staged engine for comparison, last."""
+    remove_packs(clock.is_rehearsal, (MIXTRAL.name, QWEN3.name))
+    _budgets(results, clock, MIXTRAL)
 
-    def _twice(self, folder: Path, ask: Ask, tokens: int) -> Speed:
-        with self._bench(folder, ask, 2 * tokens) as bench:
-            bench.measure(tokens, tokens)
-            return bench.measure(tokens, tokens, seed=1)
 
-    def _bench(self, folder: Path, ask: Ask, context_tokens: int) -> "closing[Bench]":
-        return closing(Bench(self._results, self._clock, folder, ask, context_tokens, self._rate))
+def qwen3(results: Results, clock: Clock) -> None:
+    """Qwen3's dimensions."""
+    remove_packs(clock.is_rehearsal, (QWEN3.name,))
+    _budgets(results, clock, QWEN3)
+
+
+def _budgets(results: Results, clock: Clock, wanted: PackWanted) -> None:
+    lengths, decoded = ((2, 3), 3) if clock.is_rehearsal else (_LENGTHS, _DECODED)
+    rate, folder = link_rate(clock), make_synthetic(results, wanted)
+    with closing(EngineBench(results, clock, folder, rate)) as bench:
+        found: dict[int | None, Speed] = {}
+
+        def measure(gib: int | None) -> None:
+            found[gib] = bench.measure(_graph(gib), lengths, decoded)[1]
+            capped, resident = found.get(gib), found.get(None)
+            if gib is not None and capped is not None and resident is not None:
+                ratio = capped.decode_per_s / resident.decode_per_s
+                results.add(Ratio(bench.name, gib, capped.decode_per_s, resident.decode_per_s, ratio))
+
+        for gib in (None, _CAP_GIB) if clock.is_rehearsal else (None, _CAP_GIB, *_OTHER_GIB):
+            results.section("resident" if gib is None else f"{gib} GiB", partial(measure, gib))
+        staged = EngineWanted("staged", "lru", _CAP_GIB << 30)
+        results.section(f"{_CAP_GIB} GiB, staged", partial(bench.measure, staged, lengths[:2], decoded // 3))
+
+
+def _graph(gib: int | None) -> EngineWanted:
+    return EngineWanted("graph", budget_bytes=None if gib is None else gib << 30)
+
+
+def sampling(results: Results, clock: Clock) -> None:
+    """A model's peaked predictions, and those of random weights, at both vocabularies."""
+    for vocabulary in (32_000, 151_936):
+        flat = torch.randn(vocabulary, generator=torch.Generator().manual_seed(0))
+        peaked = 2.5 * flat
+        peaked[:50] += 12
+        for name, (temperature, top_p) in _SAMPLERS.items():
+            for kind, logits in (("peaked", peaked), ("flat", flat)):
+                sampler = Sampler(temperature, top_p, 0)
+                choose: Callable[[], object] = partial(sampler.choose, logits)
+                ms = 1000 * host_seconds(choose, 3 if clock.is_rehearsal else 31)
+                results.add(SamplerTime(f"{name}, {kind}", vocabulary, ms))

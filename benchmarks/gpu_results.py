@@ -1,4 +1,7 @@
-"""What a part of `make gpu-check` found: a JSON file, whole after every row, so that a cut leaves whole rows."""
+"""What a part of `make gpu-check` found: a JSON file, whole after every row, so that a cut leaves whole rows.
+
+When a call ends, the files of its parts become one.
+"""
 
 import json
 import os
@@ -8,7 +11,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -73,9 +76,13 @@ class Results:
         try:
             body()
         except Exception:  # whatever it is, the other sections' figures are wanted
-            self.errors[name] = "\n".join(traceback.format_exc().splitlines()[-_ERROR_LINES:])
-            print(f"{name}: {self.errors[name]}", file=sys.stderr, flush=True)
-            self.write()
+            self.fail(name, "\n".join(traceback.format_exc().splitlines()[-_ERROR_LINES:]))
+
+    def fail(self, name: str, why: str) -> None:
+        """Takes note that a section failed."""
+        self.errors[name] = why
+        print(f"{name}: {why}", file=sys.stderr, flush=True)
+        self.write()
 
     def write(self) -> None:
         """Writes all to the file, beside and then in its place."""
@@ -113,13 +120,20 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def setting(is_rehearsal: bool) -> Setting:
-    """This machine."""
+def combined(paths: list[Path]) -> dict[str, Any]:
+    """The parts of a call as one: what they have in common, then each part's own."""
+    parts = [json.loads(path.read_text()) for path in paths]
+    common = {name: parts[0][name] for name in ("rehearsal", *(each.name for each in fields(Setting)))}
+    return common | {"parts": [{name: part[name] for name in part if name not in common} for part in parts]}
+
+
+def setting(is_rehearsal: bool, revision: str = "") -> Setting:
+    """This machine. `revision`: of the code, where git cannot tell."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    names = ("torch", "triton", "numpy", "transformers", "accelerate")
+    names = ("torch", "triton", "numpy")
     versions = {"python": platform.python_version()} | {name: _version(name) for name in names}
     card = None if is_rehearsal else _card()
-    return Setting(card, _cpu(), len(os.sched_getaffinity(0)), memory, versions, _revision())
+    return Setting(card, _cpu(), len(os.sched_getaffinity(0)), memory, versions, _revision() or revision or "unknown")
 
 
 def card_slug(card: Card | None) -> str:
@@ -153,7 +167,7 @@ def _version(name: str) -> str:
 def _revision() -> str:
     found = _said(["git", "-C", str(_ROOT), "rev-parse", "HEAD"])
     changed = _said(["git", "-C", str(_ROOT), "status", "--porcelain", "-uno"])
-    return (found + (", changed" if changed else "")) or "unknown"
+    return found + (", changed" if changed else "")
 
 
 def _said(command: list[str]) -> str:

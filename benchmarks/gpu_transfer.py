@@ -1,47 +1,54 @@
-"""Part `transfer`: a fifth of an expert's records from page-locked host memory to the card, as FloE's Figure 7 has it.
+"""Part `transfer`: a fifth of an expert's records from page-locked host memory to the GPU, as FloE's Figure 7 has it.
 
-Two ways: the card pulls them, with so many programs; the host's threads gather them into chunks of so many neurons,
-which are copied. Beside them one copy of as many bytes that lie together, page-locked. `share` is of that copy's rate
-at 256 MiB. Experts are taken in turn from more memory than the host's caches hold.
+Two ways: the GPU pulls them, with so many programs; the host's threads gather them into chunks, which are copied.
+Beside them one copy of as many bytes that lie together. The GPU reads host memory by lines of 128 bytes: rows are
+pulled as they are stored, and at distances that are multiples of 128. `share` is of the rate of a copy of 256 MiB.
+Experts are taken in turn from more memory than the host's caches hold.
 """
 
 import mmap
 import time
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 import numpy as np
 import torch
 from gpu_clock import Clock
+from gpu_engine import link_rate
 from gpu_experts import Model, expert_of, random_extent
-from gpu_machine import cudart
+from gpu_preflight import cudart
 from gpu_results import Results
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout
-from moe_pack.runtime.chunk_ring import ChunkRing, Piece
+from moe_pack.runtime.chunk_ring import CHUNK_BYTES, ChunkRing, Piece
 from moe_pack.runtime.device import CudaDevice, Device
 from moe_pack.runtime.kernels.admit import CacheState, admit
-from moe_pack.runtime.kernels.pull import HostRows, pull_records
+from moe_pack.runtime.kernels.pull import NUM_PROGRAMS, HostRows, pull_records
 from moe_pack.runtime.kernels.tables import SELECT_BLOCK, LayerTables, Selection, kind_of
 from moe_pack.runtime.recording_device import RecordingDevice
 
 _MIXTRAL, _TINY = Model("Mixtral-8x7B", 4096, 14336, 1), Model("tiny", 128, 200, 1)
 _SHARE = 0.2
-_HELD_BYTES = 2 << 30  # of page-locked copies
+_HOST_BYTES = 2 << 30  # of page-locked copies
 _PAGE_BYTES = 256 << 10
+_LINE_BYTES = 128
 _ROUNDS = 5
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Rows brought to the card. `size`: programs that pull, or neurons in a chunk; `threads`: that gather them."""
+    """Rows brought to the GPU. `row_bytes`: of one, which is the distance of two too.
+
+    `size`: programs that pull, or rows in a chunk; `threads`: that gather them.
+    """
 
     way: str
     record_bits: int
+    row_bytes: int
     running: float
     size: int
     threads: int
@@ -53,34 +60,40 @@ class Transfer:
 
 def run(results: Results, clock: Clock) -> None:
     """Runs every width apart."""
-    rate = _copy_rate(clock, _MIB if clock.is_rehearsal else 256 * _MIB)
-    for bits in (4,) if clock.is_rehearsal else (16, 4, 2):
-        held = _HostExperts(clock, _TINY if clock.is_rehearsal else _MIXTRAL, bits)
-        with closing(held):
-            bench = _Bench(results, clock, held, bits, rate)
-            results.section(f"contiguous, {bits} bit", bench.together)
-            results.section(f"pull, {bits} bit", bench.pulls)
-            results.section(f"staged, {bits} bit", bench.stages)
-
-
-def _copy_rate(clock: Clock, num_bytes: int) -> float:
-    host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=not clock.is_rehearsal)
-    there = torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device)
-    return num_bytes / clock.direct(lambda: there.copy_(host, non_blocking=True))
+    model, rate = _TINY if clock.is_rehearsal else _MIXTRAL, link_rate(clock)
+    for bits in (4,) if clock.is_rehearsal else (4, 2):
+        stored = expert_of(model, "up", 2, bits).records.row_bytes
+        aligned = stored // _LINE_BYTES * _LINE_BYTES
+        for row_bytes in (stored, aligned, aligned + _LINE_BYTES):
+            with closing(_HostExperts(clock, model, bits, row_bytes)) as host:
+                bench = _Bench(results, clock, host, bits, rate)
+                results.section(f"pull, {bits} bit, {row_bytes}", partial(bench.pulls, row_bytes == stored))
+                if row_bytes == stored:
+                    results.section(f"contiguous, {bits} bit", bench.together)
+                    results.section(f"staged, {bits} bit", bench.stages)
 
 
 class _HostExperts:
-    """Copies of an expert in memory of our own, page-locked. `layout`: of one; `stride`: bytes from one to the next."""
+    """Copies of an expert's bytes in memory of our own, page-locked; its records as rows of `row_bytes`.
 
-    def __init__(self, clock: Clock, model: Model, record_bits: int) -> None:
-        self.layout: ExpertLayout = expert_of(model, "up", 2, record_bits)
-        extent = random_extent(self.layout)
-        self.stride = -(-extent.nbytes // 128) * 128
-        self.num_experts = 2 if clock.is_rehearsal else _HELD_BYTES // self.stride
+    `stride`: bytes from one copy to the next.   `records_begin`: where its records begin.
+    """
+
+    def __init__(
+        self, clock: Clock, model: Model, record_bits: int, row_bytes: int, host_bytes: int = _HOST_BYTES
+    ) -> None:
+        layout = expert_of(model, "up", 2, record_bits)
+        self.kind = replace(kind_of(layout, "up", "silu"), record_units=row_bytes // 16)
+        extent = random_extent(layout)
+        self.num_rows, self.row_bytes, self.records_begin = layout.num_rows, row_bytes, layout.selector_bytes
+        needed = self.records_begin + layout.num_rows * row_bytes
+        self.stride = -(-max(extent.nbytes, needed) // _LINE_BYTES) * _LINE_BYTES
+        self.num_experts = 2 if clock.is_rehearsal else max(2, host_bytes // self.stride)
         self._map = mmap.mmap(-1, self.stride * self.num_experts)
         self.array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         for number in range(self.num_experts):
-            self.array[number * self.stride :][: extent.nbytes] = extent
+            copy = self.array[number * self.stride :][: self.stride]
+            copy[:] = np.resize(extent, self.stride)
         self.rows, self._is_locked = torch.from_numpy(self.array), not clock.is_rehearsal
         if self._is_locked:
             status = cudart().cudaHostRegister(self.rows.data_ptr(), len(self._map), 0)
@@ -89,130 +102,147 @@ class _HostExperts:
     def close(self) -> None:
         """Unlocks the memory; it goes when nothing views it."""
         if self._is_locked:
+            torch.cuda.synchronize()
             cudart().cudaHostUnregister(self.rows.data_ptr())
 
     def records(self, number: int) -> NDArray[np.uint8]:
         """A copy's records: u8 [f, row bytes]."""
-        begin = number * self.stride + self.layout.selector_bytes
-        return self.array[begin : begin + self.layout.records_bytes].reshape(self.layout.num_rows, -1)
+        begin = number * self.stride + self.records_begin
+        return self.array[begin : begin + self.num_rows * self.row_bytes].reshape(self.num_rows, -1)
 
 
 class _Bench:
     """All ways for one width."""
 
-    def __init__(self, results: Results, clock: Clock, held: _HostExperts, bits: int, rate: float) -> None:
-        self._results, self._clock, self._held, self._bits, self._rate = results, clock, held, bits, rate
-        f = held.layout.num_rows
-        # Rows are ordered by heat: those that run lie denser at the beginning. Evenly spread is the harder case.
-        self._neurons = np.sort(np.random.default_rng(0).permutation(f)[: round(_SHARE * f)]).astype(np.int32)
-        self._row_bytes = held.layout.records.row_bytes
+    def __init__(self, results: Results, clock: Clock, host: _HostExperts, bits: int, rate: float) -> None:
+        self._results, self._clock, self._host, self._bits, self._rate = results, clock, host, bits, rate
+        self._neurons = _running(host.num_rows)
 
     def together(self) -> None:
         """As many bytes side by side, in one copy."""
-        num_bytes = len(self._neurons) * self._row_bytes
+        num_bytes = len(self._neurons) * self._host.row_bytes
         there = torch.zeros(num_bytes, dtype=torch.uint8, device=self._clock.device)
-        rows = torch.from_numpy(self._held.records(0).reshape(-1)[:num_bytes])
+        rows = torch.from_numpy(self._host.records(0).reshape(-1)[:num_bytes])
         self._add("one copy", 1.0, 0, 0, num_bytes, self._clock.direct(lambda: there.copy_(rows, non_blocking=True)))
 
-    def pulls(self) -> None:
-        """By the card: all copies one after the other in a graph; then their rows are gone again."""
-        f = self._held.layout.num_rows
-        for neurons, programs in (
-            *((self._neurons, num) for num in ((4,) if self._clock.is_rehearsal else (66, 132, 264, 528, 1056))),
-            (np.arange(f, dtype=np.int32), 4 if self._clock.is_rehearsal else 528),
-        ):
-            pulls = _Pulls(self._clock, self._held, neurons)
-            seconds = pulls.seconds(programs)
-            share = len(neurons) / f
-            self._add("pull", share, programs, 0, len(neurons) * self._row_bytes, seconds)
+    def pulls(self, with_all_sizes: bool) -> None:
+        """By the GPU: all copies one after the other in a graph; then their rows are gone again."""
+        f, tiny = self._host.num_rows, self._clock.is_rehearsal
+        sizes = (4,) if tiny else (132, 264, 528, 1056) if with_all_sizes else (528,)
+        everything = np.arange(f, dtype=np.int32)
+        for neurons, programs in (*((self._neurons, size) for size in sizes), (everything, sizes[-1])):
+            pulls = _Pulls(self._clock, self._host, neurons)
+            num_bytes = len(neurons) * self._host.row_bytes
+            self._add("pull", len(neurons) / f, programs, 0, num_bytes, pulls.seconds(programs))
             pulls.check()
 
     def stages(self) -> None:
         """By the host: gathered into chunks, each copied when it is full; until the last is there."""
-        tiny, num_bytes = self._clock.is_rehearsal, len(self._neurons) * self._row_bytes
-        target = torch.zeros(num_bytes, dtype=torch.uint8, device=self._clock.device)
-        for threads in (2,) if tiny else (1, 4, 8):
-            for size in (10,) if tiny else (10, 25, 50, 100, 200, 400):
+        tiny, row_bytes = self._clock.is_rehearsal, self._host.row_bytes
+        target = torch.zeros(len(self._neurons) * row_bytes, dtype=torch.uint8, device=self._clock.device)
+        for threads in (2,) if tiny else (4, 8):
+            for chunk_bytes in (10 * row_bytes,) if tiny else (CHUNK_BYTES // 4, CHUNK_BYTES, 4 * CHUNK_BYTES):
                 device: Device = RecordingDevice() if tiny else CudaDevice()
-                with closing(ChunkRing(device, size * self._row_bytes, 16, threads)) as ring:
+                with closing(ChunkRing(device, chunk_bytes, 16, threads)) as ring:
                     seconds = self._stage(device, ring, target)
-                self._add("staged", _SHARE, size, threads, num_bytes, seconds)
-        expected = self._held.records(0)[self._neurons].reshape(-1)
+                    size = ring.rows_per_chunk(row_bytes)
+                self._add("staged", _SHARE, size, threads, target.numel(), seconds)
+        expected = self._host.records(self._host.num_experts - 1)[self._neurons].reshape(-1)
         assert np.array_equal(target.cpu().numpy(), expected), "what was staged is not what was asked for"
 
     def _stage(self, device: Device, ring: ChunkRing, target: Tensor) -> float:
         """Seconds for one expert's rows, the median over the copies."""
-        size, count, row = ring.rows_per_chunk(self._row_bytes), len(self._neurons), self._row_bytes
-        firsts = range(0, count, size)
-        stops = [min(first + size, count) for first in firsts]
-        pieces = [Piece(a, b, target[a * row : b * row]) for a, b in zip(firsts, stops, strict=True)]
+        row, count = self._host.row_bytes, len(self._neurons)
+        size = ring.rows_per_chunk(row)
+        pieces = [
+            Piece(first, min(first + size, count), target[first * row : min(first + size, count) * row])
+            for first in range(0, count, size)
+        ]
         times = []
-        for number in range(self._held.num_experts):
+        for number in range(self._host.num_experts):
             start = time.perf_counter()
-            ring.send(self._held.records(number), self._neurons, pieces)
+            ring.send(self._host.records(number), self._neurons, pieces)
             device.synchronize(device.record("copy"), "neurons")
             times.append(time.perf_counter() - start)
         return median(times)
 
     def _add(self, way: str, running: float, size: int, threads: int, num_bytes: int, seconds: float) -> None:
-        rate = num_bytes / seconds
+        rate, row_bytes = num_bytes / seconds, self._host.row_bytes
+        us, share = 1e6 * seconds, rate / self._rate
         self._results.add(
-            Transfer(way, self._bits, running, size, threads, num_bytes, 1e6 * seconds, rate / 1e9, rate / self._rate)
+            Transfer(way, self._bits, row_bytes, running, size, threads, num_bytes, us, rate / 1e9, share)
         )
 
 
 class _Pulls:
     """A layer of these experts that has all their selectors and pages for all their records, and none of those yet."""
 
-    def __init__(self, clock: Clock, held: _HostExperts, neurons: NDArray[np.int32]) -> None:
-        self._clock, self._held, self._neurons = clock, held, neurons
-        kind, E, device = kind_of(held.layout, "up", "silu"), held.num_experts, clock.device
-        f, page_bytes = kind.num_rows, max(_PAGE_BYTES, 16 * kind.record_units)
-        pages = -(-f // (page_bytes // (16 * kind.record_units)))
+    def __init__(self, clock: Clock, host: _HostExperts, neurons: NDArray[np.int32]) -> None:
+        self._clock, self._held, self._neurons = clock, host, neurons
+        E, device, f = host.num_experts, clock.device, host.num_rows
+        page_bytes = max(_PAGE_BYTES, host.row_bytes)
+        pages = -(-f // (page_bytes // host.row_bytes))
         self._tables = LayerTables(
             arena=torch.zeros(E * pages * page_bytes, dtype=torch.uint8, device=device),
             selector_at=torch.zeros((E, f), dtype=torch.int32, device=device),
             record_at=torch.full((E, f), -1, dtype=torch.int32, device=device),
             kind=torch.zeros(E, dtype=torch.int32, device=device),
             thresholds=torch.zeros(E, device=device),
-            kinds=(kind,),
+            kinds=(host.kind,),
         )
         none = torch.zeros(E, dtype=torch.int32)
         counters = torch.zeros(4, dtype=torch.int64, device=device)
         state = CacheState.empty(none + pages, none, none, E * pages, 0, page_bytes // 16, 1)
-        self._state = state.put(lambda host: host.to(device), counters)
-        self._host = HostRows(held.rows, torch.arange(E, device=device) * (held.stride // 16))
+        self._state = state.put(lambda held: held.to(device), counters)
+        self._host = HostRows(host.rows, torch.arange(E, device=device) * (host.stride // 16))
         self._experts = [torch.full((1,), e, dtype=torch.int32, device=device) for e in range(E)]
         self._selection = _selection(neurons, f, device)
+        for expert in self._experts:
+            admit(expert, self._state, self._tables)
 
     def seconds(self, num_programs: int) -> float:
         """Seconds of an expert's pull."""
 
         def pull_all() -> None:
-            for expert in self._experts:
-                pull_records(expert, self._selection, self._tables, self._state, self._host, num_programs)
+            for number in range(len(self._experts)):
+                self.pull(number, num_programs)
 
-        for expert in self._experts:
-            admit(expert, self._state, self._tables)
-        replay = self._clock.captured(pull_all, self._forget)
+        replay = self._clock.captured(pull_all, self.forget)
         times = []
         for _ in range(_ROUNDS):
-            self._forget()
+            self.forget()
             times.append(self._clock.once(replay))
         return median(times) / len(self._experts)
+
+    def pull(self, number: int, num_programs: int = NUM_PROGRAMS) -> None:
+        """Pulls an expert's rows that are not there."""
+        pull_records(self._experts[number], self._selection, self._tables, self._state, self._host, num_programs)
+
+    def forget(self) -> None:
+        """Makes all rows missing again."""
+        self._tables.record_at.fill_(-1)
+        self._clock.synchronize()
 
     def check(self) -> None:
         """Compares what was pulled last with the host's."""
         expected = self._held.records(0)[self._neurons]
         at = self._tables.record_at[0, torch.from_numpy(self._neurons).long().to(self._clock.device)]
-        rows = self._tables.arena.view(-1, 16)[
-            at.long()[:, None] + torch.arange(expected.shape[1] // 16, device=at.device)
-        ]
+        units = torch.arange(expected.shape[1] // 16, device=at.device)
+        rows = self._tables.arena.view(-1, 16)[at.long()[:, None] + units]
         assert np.array_equal(rows.view(len(expected), -1).cpu().numpy(), expected), "what was pulled is something else"
 
-    def _forget(self) -> None:
-        self._tables.record_at.fill_(-1)
-        self._clock.synchronize()
+
+def one_pull(clock: Clock, model: Model, record_bits: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What pulls a fifth of an expert's records, and what makes them missing again."""
+    row_bytes = expert_of(model, "up", 2, record_bits).records.row_bytes
+    host = _HostExperts(clock, model, record_bits, row_bytes, host_bytes=1)
+    pulls = _Pulls(clock, host, _running(host.num_rows))
+    return partial(pulls.pull, 0), pulls.forget
+
+
+def _running(f: int) -> NDArray[np.int32]:
+    """A fifth of the neurons, rising; evenly spread, which is the harder case: packs have the hottest rows first."""
+    return np.sort(np.random.default_rng(0).permutation(f)[: round(_SHARE * f)]).astype(np.int32)
 
 
 def _selection(neurons: NDArray[np.int32], f: int, device: torch.device) -> Selection:

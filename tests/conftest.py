@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-# Before triton is imported: kernels run one program after the other in numpy, unless `make gpu-check` asks for the GPU.
+# Before triton is imported: kernels run one program after the other in numpy, unless a GPU is asked for.
 os.environ.setdefault("TRITON_INTERPRET", "0" if os.environ.get("MOE_PACK_GPU") == "1" else "1")
 
 import pytest
@@ -20,7 +20,7 @@ def one_torch_thread() -> None:
 
 @pytest.fixture(scope="session")
 def kernel_device() -> torch.device:
-    """Where tests run kernels: on the CPU, by Triton's interpreter, or on the GPU where `make gpu-check` runs them."""
+    """Where tests run kernels: on the CPU, by Triton's interpreter, or on a GPU where MOE_PACK_GPU=1 asks for it."""
     interpreted = os.environ.get("TRITON_INTERPRET", "0") != "0"
     return torch.device("cuda" if os.environ.get("MOE_PACK_GPU") == "1" and not interpreted else "cpu")
 

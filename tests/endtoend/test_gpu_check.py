@@ -1,15 +1,35 @@
-"""`make gpu-check` without a GPU: parts in processes of their own, files whole after every row, rehearsals marked."""
+"""`make gpu-check` without a GPU: parts that cost one another nothing, whole files, tools' reports, a bare machine."""
 
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
+import gpu_check
+import gpu_preflight
+import gpu_twins
 import pytest
+import torch
 from click.testing import CliRunner
-from gpu_check import Ended, main, run_part, table
+from gpu_check import PARTS, Ended, main, run_call, run_part, table
+from gpu_clock import Clock
+from gpu_ncu import read_metrics
+from gpu_report import main as report
+from gpu_results import Results, setting
+from packaging.requirements import Requirement
 
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
 PART = """
-import time
+import subprocess, time
 from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +42,16 @@ def fails():
 def run(results, clock):
     results.add(Row(1))
     results.section("bad", fails)
-    results.add(Row(2))
+    child = subprocess.Popen(["sleep", "600"], process_group=0) if {seconds} else None
+    results.add(Row(child.pid if child else 2))
     time.sleep({seconds})
 """
 
 
 def made(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """A part of two rows and a section that fails between them; then it takes a while."""
+    """A part of two rows and a section that fails between them; then it takes a while, as does what it started."""
     (folder / "gpu_made.py").write_text(PART.format(seconds=seconds))
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -38,20 +59,32 @@ def read(path: Path) -> dict[str, Any]:
     return whole
 
 
+def new_results(folder: Path) -> Results:
+    return Results(folder / "part.json", "part", False, setting(True), [], "2026-01-01T00:00:00+00:00")
+
+
+# --- parts and calls
+
+
 @pytest.mark.slow  # it takes as long as the part may
-def test_a_part_that_takes_too_long_is_ended_and_leaves_whole_rows(
+def test_a_part_that_takes_too_long_is_ended_with_all_it_started_and_leaves_whole_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(tmp_path, monkeypatch, 600)
     # Long enough for torch to be imported on a busy machine.
-    ended = run_part("made", tmp_path / "made.json", 30, is_rehearsal=True)
+    ended = run_part("made", tmp_path / "made.json", 30, "", is_rehearsal=True)
     assert (ended.state, ended.num_rows) == ("stopped after 30 s", 2)
-    assert read(tmp_path / "made.json")["state"] == "stopped after 30 s"
+    whole = read(tmp_path / "made.json")
+    assert whole["state"] == "stopped after 30 s"
+    child = Path(f"/proc/{whole['rows'][1]['number']}/stat")
+    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z", (
+        "what a part starts ends with it"
+    )
 
 
 def test_a_section_that_fails_is_told_and_the_next_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(tmp_path, monkeypatch, 0)
-    ended = run_part("made", tmp_path / "made.json", 100, is_rehearsal=True)
+    ended = run_part("made", tmp_path / "made.json", 100, "", is_rehearsal=True)
     whole = read(tmp_path / "made.json")
     assert [row["number"] for row in whole["rows"]] == [1, 2]
     assert whole["state"] == ended.state == "failed"
@@ -60,24 +93,257 @@ def test_a_section_that_fails_is_told_and_the_next_goes_on(tmp_path: Path, monke
 
 
 def test_a_part_is_not_begun_when_no_time_is_left(tmp_path: Path) -> None:
-    ended = run_part("machine", tmp_path / "machine.json", 1, is_rehearsal=True)
+    ended = run_part("machine", tmp_path / "machine.json", 1, "", is_rehearsal=True)
     assert ended == Ended("machine", tmp_path / "machine.json", "not begun: no time left", 0, 0.0, {})
     assert not (tmp_path / "machine.json").exists()
 
 
-def test_a_rehearsal_is_marked_and_names_no_card(tmp_path: Path) -> None:
-    done = CliRunner().invoke(main, ["--rehearse", "--part", "machine", "--out", str(tmp_path)])
+def test_every_call_takes_nine_minutes_at_most_and_begins_with_what_others_depend_on() -> None:
+    assert gpu_check._CALL_SECONDS <= 540
+    assert {part.call for part in PARTS.values()} == {1, 2, 3}
+    assert next(iter(PARTS)) == "preflight"
+    for call in (2, 3):
+        assert sum(part.seconds for part in PARTS.values() if part.call == call) <= 600
+
+
+def stopped(name: str, path: Path, limit_s: float, revision: str, is_rehearsal: bool) -> Ended:
+    return Ended(name, path, "failed" if name == "preflight" else "done", 0, 1.0, {})
+
+
+def test_a_machine_that_is_not_fit_is_asked_for_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "run_part", stopped)
+    ended = run_call(["preflight", "twins", "demo"], tmp_path / "gpu", 540, "", is_rehearsal=False)
+    assert [part.name for part in ended] == ["preflight"]
+    assert [part.name for part in run_call(["twins", "demo"], tmp_path / "gpu", 540, "", False)] == ["twins", "demo"]
+
+
+def test_results_go_to_the_folder_that_out_names_as_one_file_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "_prepare", lambda: None)
+    made(tmp_path, monkeypatch, 0)
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    done = CliRunner().invoke(main, ["--rehearse", "--part", "machine,sampling", "--revision", "abc"])
     assert done.exit_code == 0, done.output
     assert "its times mean nothing" in done.stderr
-    (path,) = tmp_path.glob("gpu-none-*-machine.json")
-    whole = read(path)
-    assert whole["rehearsal"] is True
-    assert whole["card"] is None
-    assert whole["state"] == "done"
-    assert {row["kind"] for row in whole["rows"]} == {"CopyRate", "PageLock", "LaunchCost"}
+    paths = sorted((tmp_path / "out").iterdir())
+    assert [re.sub(r"\d{4}-\d\d-\d\d", "DAY", path.name) for path in paths] == [
+        "gpu-none-DAY-call1.json",
+        "gpu-none-DAY-call3.json",
+    ]
+    whole = read(paths[0])
+    assert whole["rehearsal"] is True and whole["card"] is None
+    (part,) = whole["parts"]
+    assert (part["part"], part["state"]) == ("machine", "done")
+    assert {row["kind"] for row in part["rows"]} == {"CopyRate", "PageLock", "LaunchCost"}
 
 
-def test_an_unknown_part_is_refused_with_the_names_of_all() -> None:
-    done = CliRunner().invoke(main, ["--part", "machine,engine"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--part", "machine,engine"], "--part: found engine, expected some of preflight, twins"),
+        (["--call", "4"], "--call: found '4', expected some of 1, 2, 3"),
+    ],
+)
+def test_unknown_parts_and_calls_are_refused_with_the_names_of_all(arguments: list[str], message: str) -> None:
+    done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 2
-    assert "--part: found engine, expected some of tests, machine, kernels" in done.stderr
+    assert message in done.stderr
+
+
+def test_a_missing_package_ends_the_preflight_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_preflight, "_PACKAGES", ("torch", "no-such-package"))
+    results = new_results(tmp_path)
+    with pytest.raises(gpu_preflight.UnfitError, match=r"package no-such-package: .*; install no-such-package"):
+        gpu_preflight.run(results, Clock(CPU, True))
+    assert "page-locking 1 GiB" in [row["name"] for row in results.rows], "all that is wrong is told at once"
+
+
+# --- processes that die, and NVIDIA's tools, by stand-ins
+
+# Cases 0 to 4, of which 1 is wrong, 2 ends the process, and 3 fails and leaves a GPU that runs no more.
+DYING = """
+import json, os, signal, sys
+for number in range(int(sys.argv[3]), 5):
+    print(json.dumps({"kernels": "kernel", "case": str(number)}), flush=True)
+    if number == 2:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if number == 3:
+        print(json.dumps({"fault": "CUDA error: an illegal memory access", "seconds": 0.1}), flush=True)
+        sys.exit(3)
+    event = {"error": float(number == 1), "bound": 0.5, "is_right": number != 1, "seconds": 0.1}
+    print(json.dumps(event), flush=True)
+"""
+
+
+def test_a_kernel_that_ends_its_process_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cases.py").write_text(DYING)
+    monkeypatch.setattr(gpu_twins, "_CASES", tmp_path / "cases.py")
+    results = new_results(tmp_path)
+    gpu_twins.run(results, Clock(CPU, False))
+    assert [(row["case"], row["is_right"]) for row in results.rows] == [("0", True), ("1", False), ("4", True)]
+    assert results.errors == {
+        "kernel: 1": "differs from its twin by 1, allowed 0.5",
+        "kernel: 2": "the process died: SIGSEGV",
+        "kernel: 3": "CUDA error: an illegal memory access",
+    }
+
+
+# What compute-sanitizer writes of a load outside of an allocation, shortened.
+INVALID = """========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 16 bytes
+=========     at _gemv+0x7d0
+========= ERROR SUMMARY: 1 error
+"""
+
+
+@pytest.mark.parametrize("is_clean", [True, False])
+def test_what_compute_sanitizer_finds_is_told(is_clean: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = "========= ERROR SUMMARY: 0 errors\n" if is_clean else INVALID
+    tool = tmp_path / "compute-sanitizer"
+    # Its arguments: --tool memcheck --log-file LOG --error-exitcode 9 PYTHON CASES DEVICE SIZE FIRST.
+    body = f"shift 6\n\"$@\"\ncat > $log <<'END'\n{log}END\nexit {0 if is_clean else 9}\n"
+    tool.write_text(f"#!/bin/sh\nlog=$4\n{body}")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "cases.py").write_text(
+        'print(\'{"kernels": "k", "case": "c"}\')\nprint(\'{"error": 0, "seconds": 1}\')'
+    )
+    monkeypatch.setattr(gpu_twins, "_CASES", tmp_path / "cases.py")
+    results = new_results(tmp_path)
+    gpu_twins.sanitize(results, Clock(CPU, False))
+    rows = {row["tool"]: row for row in results.rows}
+    assert rows["none"]["cases"] == rows["memcheck"]["cases"] == 1
+    assert rows["memcheck"]["is_clean"] is is_clean
+    assert rows["memcheck"]["summary"] == f"ERROR SUMMARY: {'0 errors' if is_clean else '1 error'}"
+    assert ("Invalid __global__ read" in rows["memcheck"]["first_lines"]) is not is_clean
+    assert ("memcheck" in results.errors) is not is_clean
+    assert [path.name for path in tmp_path.glob("part*")] == ["part.json"], "logs are read, and go"
+
+
+# ncu's page `details` as CSV, with fewer columns.
+NCU = """==PROF== Connected to process 7
+"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value","Rule Name"
+"0","7","_select","GPU Speed Of Light Throughput","Duration","us","1,234.50",""
+"0","7","_select","","","","","SOLBottleneck"
+"1","7","_gemv","Launch Statistics","Registers Per Thread","register/thread","80",""
+"""
+
+
+def test_ncus_report_becomes_a_row_a_metric_named_by_the_launches_in_their_order() -> None:
+    found = read_metrics(NCU, "mixtral", [["_select", "Mixtral"], ["_gemv", "4096x4096"]])
+    assert [(m.kernel, m.case, m.metric, m.unit, m.value) for m in found] == [
+        ("_select", "Mixtral", "Duration", "us", "1234.50"),
+        ("_gemv", "4096x4096", "Registers Per Thread", "register/thread", "80"),
+    ]
+    with pytest.raises(AssertionError, match="ncu saw"):
+        read_metrics(NCU, "mixtral", [["_gemv", "4096x4096"], ["_select", "Mixtral"]])
+
+
+# --- the report
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a call's file says."""
+
+    day: str = "2026-11-23"
+    is_rehearsal: bool = False
+    decode_per_s: float = 40.0
+
+    def write(self, path: Path) -> Path:
+        wanted = {"engine": "graph", "policy": "auto", "budget_bytes": 11 << 30, "kv_dtype": None}
+        speed = {"kind": "Speed", "pack": "mixtral", "wanted": wanted, "prompt_tokens": 128}
+        speed |= dict.fromkeys(("prefill_per_s", "median_token_ms", "hit_rate", "bytes_per_token", "link_share"), 0.5)
+        rows = [speed | {"decode_per_s": self.decode_per_s}, {"kind": "Twin", "is_right": True}]
+        part = {"part": "mixtral", "state": "failed", "date": f"{self.day}T10:00:00", "rows": rows}
+        part["errors"] = {"12 GiB": "Traceback\nRunError: too little"}
+        whole = {"card": {"name": "GPU X"}, "cores": 16, "cpu": "CPU", "versions": {"torch": "2", "triton": "3"}}
+        path.write_text(json.dumps(whole | {"rehearsal": self.is_rehearsal, "revision": "abc", "parts": [part]}))
+        return path
+
+
+def test_the_report_has_a_column_a_run_the_ratio_what_failed_and_a_picture(tmp_path: Path) -> None:
+    files = [Said().write(tmp_path / "a.json"), Said("2026-12-01", decode_per_s=60.0).write(tmp_path / "b.json")]
+    done = CliRunner().invoke(report, [*map(str, reversed(files)), "-o", str(tmp_path / "gpu")])
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "gpu.md").read_text()
+    assert "| mixtral | graph | 11 GiB | 128 | 40 | 60 | 1.50 |" in page
+    assert "- `mixtral`, 12 GiB: RunError: too little" in page
+    assert "1 of 1 kernel cases equal their twins" in page
+    drawn = (tmp_path / "gpu.svg").read_text()
+    assert "GPU X, 2026-11-23" in drawn and "GPU X, 2026-12-01" in drawn
+
+
+def test_rehearsals_are_no_results(tmp_path: Path) -> None:
+    file = replace(Said(), is_rehearsal=True).write(tmp_path / "a.json")
+    done = CliRunner().invoke(report, [str(file), "-o", str(tmp_path / "gpu")])
+    assert done.exit_code == 2 and "whose times mean nothing" in done.stderr
+    assert not (tmp_path / "gpu.md").exists()
+
+
+# --- a machine on which nothing is installed
+
+
+def bare_python(folder: Path, packages: list[str]) -> Path:
+    """The Python of an environment that has these packages and what they require, and nothing else."""
+    venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    done, todo = set[str](), list(packages)
+    while todo:
+        name = todo.pop()
+        key = re.sub(r"[-_.]+", "-", name).lower()
+        if key in done:
+            continue
+        done.add(key)
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            continue
+        for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(found.locate_file(top))))
+        required = [Requirement(text) for text in found.requires or ()]
+        todo += [each.name for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return folder / "bin" / "python"
+
+
+@pytest.mark.slow  # all of it, by the interpreter: some six minutes
+def test_every_part_runs_where_nothing_is_installed_but_what_the_page_names(tmp_path: Path) -> None:
+    python = bare_python(tmp_path / "venv", list(gpu_preflight._PACKAGES))
+    for missing in ("moe_pack", "pytest", "hqq", "datasets", "transformers"):
+        done = subprocess.run([python, "-c", f"import {missing}"], capture_output=True, text=True, check=False)
+        assert "ModuleNotFoundError" in done.stderr, missing
+    files = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
+    )
+    for name in filter(None, files.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / "copy" / name)
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment |= {"OUT": str(tmp_path / "out"), "TRITON_INTERPRET": "0"}
+    start = time.monotonic()
+    done = subprocess.run(
+        ["make", "gpu-check", f"PYTHON={python}"],
+        cwd=tmp_path / "copy",
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    parts = {part["part"]: part for path in (tmp_path / "out").iterdir() for part in read(path)["parts"]}
+    assert {name: part["state"] for name, part in parts.items()} == dict.fromkeys(PARTS, "done"), (
+        time.monotonic() - start
+    )
+    kinds = {name: {row["kind"] for row in part["rows"]} for name, part in parts.items()}
+    assert kinds["demo"] == {"PackMade", "Answers", "Promise"}
+    assert kinds["mixtral"] == kinds["qwen3"] == {"PackMade", "Filled", "Opened", "Speed", "Ratio"}
+    answers = [row for row in parts["demo"]["rows"] if row["kind"] == "Answers"]
+    # Each token's logits are its own: were they one memory's, all but the last would differ.
+    assert all(row["tokens"] >= 3 and row["worst_token"] < 1e-4 and row["greedy_equal"] >= 3 for row in answers)
+    assert all(
+        row["decode_tokens"] >= 3
+        for row in parts["mixtral"]["rows"]
+        if row["kind"] == "Speed" and row["wanted"]["engine"] == "graph"
+    )
