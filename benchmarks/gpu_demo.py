@@ -7,12 +7,12 @@ room; decoding must take no memory, and wait for nothing but a token's logits.
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from gpu_clock import Clock
-from gpu_engine import EngineWanted, Running, open_engine
+from gpu_engine import EngineName, EngineWanted, KvDtype, Running, open_engine
 from gpu_packs import MIXTRAL, PackWanted, make_demo, make_synthetic, remove_packs
 from gpu_results import Results
 from models import BOOK
@@ -24,6 +24,7 @@ from moe_pack.runtime.graph import GraphDecoder
 from moe_pack.runtime.host_arena import host_bytes
 
 _PROMPT, _FORCED, _GREEDY = 48, 80, 48  # tokens
+_CONTEXT = _PROMPT + _FORCED + _GREEDY
 _REHEARSED = (2, 3, 3)
 _EQUAL = 1e-4  # DESIGN section 4: logits, where routes and masks are the reference's
 # An engine that pulls has kernels more than one that does not; of a model so small, 28 MiB are kept for the pieces that
@@ -59,10 +60,10 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Something that the graph engine must hold to."""
+    """Something that the graph engine must hold to. `share`: of the experts' bytes that had room, None for all."""
 
     what: str
-    share: float
+    share: float | None
     holds: bool
     found: str
 
@@ -90,18 +91,18 @@ def _at_sparsity(results: Results, clock: Clock, sparsity: float) -> None:
     with Pack(folder) as pack:
         ids = Text(pack).encode(BOOK.read_text("utf-8")[10_000:14_000])
     _compare_all(results, clock, folder, ids)
-    if not clock.is_rehearsal:  # there a smaller model's suffice
-        _all_promises(results, clock, folder, ids, _SHARES)
+    if sparsity and not clock.is_rehearsal:  # in a rehearsal a smaller model does
+        _all_promises(results, clock, folder, ids, (None, *_SHARES[:2]))
 
 
 def _gpt_oss(results: Results, clock: Clock) -> None:
     """MXFP4 as its source has it, sinks, windows in a ring, biases, the clamped SwiGLU: of random weights."""
     folder = make_synthetic(results, PackWanted("tiny-gpt-oss", "gpt-oss-20b", _kept, 0.0), is_tiny=True)
-    ids = [(37 * i + 5) % 256 for i in range(_PROMPT + _FORCED + _GREEDY)]
+    ids = [(37 * i + 5) % 256 for i in range(_CONTEXT)]
     _compare_all(results, clock, folder, ids, (None,))
     if clock.is_rehearsal:
         small = make_synthetic(results, MIXTRAL)
-        _all_promises(results, clock, small, ids, _SHARES[:1])
+        _all_promises(results, clock, small, ids, (None,))
 
 
 def _kept(spec: ModelSpec) -> Plan:
@@ -134,7 +135,7 @@ def _compare(
 ) -> None:
     with Pack(folder) as pack:
         if share is not None and not clock.is_rehearsal:
-            wanted = replace(wanted, budget_bytes=_budget(pack, wanted, share))
+            wanted = replace(wanted, budget_bytes=_budget(folder, wanted, share))
         used, budget = [0], [0]
 
         def open_it(context_tokens: int) -> Running:
@@ -161,13 +162,21 @@ def _compare(
     assert row.used_bytes <= row.budget, f"the driver charges {row.used_bytes:,} bytes, the budget is {row.budget:,}"
 
 
-def _budget(pack: Pack, wanted: EngineWanted, share: float) -> int:
+def _budget(folder: Path, wanted: EngineWanted, share: float) -> int:
     """What leaves experts this share of their bytes, beside what an engine says that all else takes."""
-    with Engine(pack, wanted.options(host_bytes(pack)), _PROMPT + _FORCED + _GREEDY) as engine:
-        use = engine.use
+    experts, rest = _use(folder, wanted.engine, wanted.kv_dtype)
+    return rest + _SLACK_BYTES + round(share * experts)
+
+
+@cache
+def _use(folder: Path, engine: EngineName, kv_dtype: KvDtype | None) -> tuple[int, int]:
+    """Bytes of the GPU's memory that experts take where no budget is set, and all else."""
+    wanted = EngineWanted(engine, kv_dtype=kv_dtype)
+    with Pack(folder) as pack, Engine(pack, wanted.options(host_bytes(pack)), _CONTEXT) as opened:
+        use = opened.use
     torch.cuda.empty_cache()
     assert use is not None, "it is on a GPU"
-    return use.spent - use.experts + _SLACK_BYTES + round(share * use.experts)
+    return use.experts, use.spent - use.experts
 
 
 def _answers(
@@ -197,35 +206,44 @@ def _answers(
 # --- what the graph engine must hold to
 
 
-def _all_promises(results: Results, clock: Clock, folder: Path, ids: list[int], shares: tuple[float, ...]) -> None:
+def _all_promises(
+    results: Results, clock: Clock, folder: Path, ids: list[int], shares: tuple[float | None, ...]
+) -> None:
+    promises = _Promises(results, clock, folder, ids)
     for share in shares:
-        results.section(f"promises, room for {share}", partial(_promises, results, clock, folder, ids, share))
+        results.section(f"promises, room for {share or 'all'}", partial(promises.check, share))
 
 
-def _promises(results: Results, clock: Clock, folder: Path, ids: list[int], share: float) -> None:
-    def add(what: str, holds: bool, found: str = "") -> None:
-        results.add(Promise(what, share, holds, found))
-        assert holds, f"{what}: {found}"
+class _Promises:
+    """What the graph engine must hold to, whatever has room; all bits are compared with the first."""
 
-    wanted, tokens = EngineWanted("graph", kv_dtype="f32"), ids[: 5 if clock.is_rehearsal else 24]
-    with Pack(folder) as pack:
-        if not clock.is_rehearsal:
-            wanted = replace(wanted, budget_bytes=_budget(pack, wanted, share))
-        with closing(open_engine(pack, wanted, 64, clock.is_rehearsal)) as engine:
+    def __init__(self, results: Results, clock: Clock, folder: Path, ids: list[int]) -> None:
+        self._results, self._clock, self._folder = results, clock, folder
+        self._ids, self._bits = ids[: 5 if clock.is_rehearsal else 24], list[Tensor]()
+
+    def check(self, share: float | None) -> None:
+        """Opens the engine with room for that share of the experts, None for all, and looks at everything."""
+        clock, wanted, ids = self._clock, EngineWanted("graph", kv_dtype="f32"), self._ids
+        if share is not None and not clock.is_rehearsal:
+            wanted = replace(wanted, budget_bytes=_budget(self._folder, wanted, share))
+        with Pack(self._folder) as pack, closing(open_engine(pack, wanted, _CONTEXT, clock.is_rehearsal)) as engine:
             decoder = engine.decoder
             assert isinstance(decoder, GraphDecoder), "it was asked for"
-            replayed = _logits(decoder, tokens)
-            add("a second run gives the same bits", torch.equal(_logits(decoder, tokens), replayed))
-            taken, waits = _watched(decoder, tokens, clock)
-            add("decoding takes no memory", taken == 0, f"{taken} allocations")
-            add("decoding waits for its logits alone", not waits, waits)
-            run, decoder._run = decoder._run, decoder._launch
-            one_by_one = _logits(decoder, tokens)
-            decoder._run = run
-            add("a replayed graph gives the bits of launches one by one", torch.equal(one_by_one, replayed))
-        with closing(open_engine(pack, replace(wanted, budget_bytes=None), 64, clock.is_rehearsal)) as engine:
-            alike = torch.equal(_logits(engine.decoder, tokens), replayed)
-            add("bits do not depend on what has room", alike)
+            bits = _logits(decoder, ids)
+            self._bits.append(bits)
+            self._add("a second run gives the same bits", share, torch.equal(_logits(decoder, ids), bits))
+            taken, waits = _watched(decoder, ids, clock)
+            self._add("decoding takes no memory", share, taken == 0, f"{taken} allocations")
+            self._add("decoding waits for its logits alone", share, not waits, waits)
+            decoder._run = decoder._launch
+            one_by_one = torch.equal(_logits(decoder, ids), bits)
+            self._add("a replayed graph gives the bits of launches one by one", share, one_by_one)
+        self._add("bits do not depend on what has room", share, torch.equal(self._bits[0], bits))
+
+    def _add(self, what: str, share: float | None, holds: bool, found: str = "") -> None:
+        self._results.add(Promise(what, share, holds, found))
+        if not holds:
+            self._results.fail(f"{what}, room for {share or 'all'}", found or "it does not")
 
 
 def _logits(decoder: object, ids: list[int]) -> Tensor:

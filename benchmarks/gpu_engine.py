@@ -23,6 +23,7 @@ from moe_pack.runtime.host_arena import HostArena, host_bytes
 from moe_pack.runtime.run_report import report
 
 EngineName = Literal["graph", "staged", "auto"]
+KvDtype = Literal["f32", "bf16"]
 _MIB = 1 << 20
 _REHEARSED_CHUNK = 16  # tokens of a forward pass
 _PROFILED_TOKENS = 4
@@ -38,7 +39,7 @@ class EngineWanted:
     engine: EngineName
     policy: str = "auto"
     budget_bytes: int | None = None
-    kv_dtype: Literal["f32", "bf16"] | None = None
+    kv_dtype: KvDtype | None = None
 
     def options(self, ram_bytes: int) -> EngineOptions:
         """The engine's options, on a GPU.
