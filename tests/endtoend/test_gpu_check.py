@@ -11,9 +11,11 @@ import venv
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_check
+import gpu_packs
 import gpu_preflight
 import gpu_twins
 import pytest
@@ -21,6 +23,7 @@ import torch
 from click.testing import CliRunner
 from gpu_check import PARTS, Ended, main, run_call, run_part, table
 from gpu_clock import Clock
+from gpu_engine import EngineWanted
 from gpu_ncu import read_metrics
 from gpu_report import main as report
 from gpu_results import Results, setting
@@ -157,6 +160,31 @@ def test_a_missing_package_ends_the_preflight_with_what_to_do(tmp_path: Path, mo
     with pytest.raises(gpu_preflight.UnfitError, match=r"package no-such-package: .*; install no-such-package"):
         gpu_preflight.run(results, Clock(CPU, True))
     assert "page-locking 1 GiB" in [row["name"] for row in results.rows], "all that is wrong is told at once"
+
+
+# --- packs
+
+
+@pytest.mark.parametrize(("in_memory", "on_disk", "found"), [(40, 0, "memory"), (10, 40, "disk"), (10, 10, None)])
+def test_a_pack_lies_where_it_has_room(
+    in_memory: int, on_disk: int, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system in memory may be much smaller than the memory: that it may be written to says nothing."""
+    free = {tmp_path / "memory": in_memory << 30, tmp_path / "disk": on_disk << 30}
+    monkeypatch.setattr(gpu_packs, "_folders", lambda is_rehearsal: list(free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder]))
+    if found is None:
+        with pytest.raises(
+            OSError, match=r"^mixtral: 21,474,836,480 bytes have no room; free are .*memory 8,589,934,592"
+        ):
+            gpu_packs._folder_for("mixtral", 20 << 30, False)
+    else:
+        assert gpu_packs._folder_for("mixtral", 20 << 30, False) == tmp_path / found / "mixtral"
+
+
+def test_engines_are_told_how_much_host_memory_they_may_take() -> None:
+    """What a virtual machine has free may show only when it is used: 75% of that may be less than a pack."""
+    assert EngineWanted("graph").options(17 << 30).ram_bytes == 17 << 30
 
 
 # --- processes that die, and NVIDIA's tools, by stand-ins
