@@ -114,7 +114,9 @@ def _sanitize(results: Results, clock: Clock, tool: str) -> None:
     if tool != "none":
         path = find_tool("compute-sanitizer")
         assert path is not None, "compute-sanitizer is not installed"
-        prefix = [path, "--tool", tool, "--log-file", str(log), "--error-exitcode", "9"]
+        # By default it gives a process a minute to first use the GPU, and watches compilers that it starts.
+        prefix = [path, "--tool", tool, "--target-processes", "application-only", "--launch-timeout", "0"]
+        prefix += ["--log-file", str(log), "--error-exitcode", "9"]
     start = time.perf_counter()
     events = list(_events(prefix, clock, "tiny", 0, _TOOL_SECONDS))
     seconds, code = time.perf_counter() - start, events[-1]["exit"]

@@ -229,9 +229,9 @@ INVALID = """========= COMPUTE-SANITIZER
 def test_what_compute_sanitizer_finds_is_told(is_clean: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = "========= ERROR SUMMARY: 0 errors\n" if is_clean else INVALID
     tool = tmp_path / "compute-sanitizer"
-    # Its arguments: --tool memcheck --log-file LOG --error-exitcode 9 PYTHON CASES DEVICE SIZE FIRST.
-    body = f"shift 6\n\"$@\"\ncat > $log <<'END'\n{log}END\nexit {0 if is_clean else 9}\n"
-    tool.write_text(f"#!/bin/sh\nlog=$4\n{body}")
+    # Its arguments: five options and their values, LOG the fourth's, then PYTHON CASES DEVICE SIZE FIRST.
+    body = f"shift 10\n\"$@\"\ncat > $log <<'END'\n{log}END\nexit {0 if is_clean else 9}\n"
+    tool.write_text(f"#!/bin/sh\nlog=$8\n{body}")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "cases.py").write_text(
