@@ -70,7 +70,11 @@ class Ended:
     errors: dict[str, str]
 
 
-@click.command()
+def _listed(call: int) -> str:
+    return f"Call {call}: {', '.join(name for name, part in PARTS.items() if part.call == call)}."
+
+
+@click.command(epilog="\n\n".join(map(_listed, CALLS)))
 @click.option("--call", "calls", default=",".join(map(str, CALLS)), show_default=True, help="Which calls.")
 @click.option("--part", "parts", default=None, help="Which parts, with commas between.  [default: all of the calls]")
 @click.option("--limit", type=float, default=_CALL_SECONDS, show_default=True, help="Seconds for each call.")

@@ -228,13 +228,19 @@ def draw(runs: list[Run], path: Path) -> None:
 
 
 @click.command()
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option(
-    "-o", "out", type=click.Path(path_type=Path), required=True, help="The page and the picture, without .md."
+    "-o",
+    "out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Path of the page and of the picture, without .md.",
 )
 @click.option("--rehearsal", is_flag=True, help="Take rehearsals' files too.")
 def main(files: tuple[Path, ...], out: Path, rehearsal: bool) -> None:
     """Writes OUT.md and OUT.svg from files of `make gpu-check`."""
+    if not files:
+        raise click.UsageError("no files; run make gpu-check on a GPU, and copy what it writes to docs/benchmarks")
     runs = read_runs(list(files))
     if any(run.is_rehearsal for run in runs) and not rehearsal:
         raise click.UsageError(
