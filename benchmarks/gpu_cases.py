@@ -368,6 +368,12 @@ class AttentionShape:
     sinks: bool = False
     is_bf16: bool = False
 
+    def __str__(self) -> str:
+        parts = [f"{self.heads}/{self.kv_heads} heads of {self.head_dim}, position {self.position} of {self.places}"]
+        parts += [f"window {self.window}"] if self.window is not None else []
+        parts += [name for name, has in (("sinks", self.sinks), ("bf16", self.is_bf16)) if has]
+        return ", ".join(parts)
+
 
 _ATTENTION: dict[Size, tuple[AttentionShape, ...]] = {
     "real": (
