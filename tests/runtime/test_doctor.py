@@ -148,7 +148,6 @@ def test_without_the_extension_reads_of_one_thread_are_measured_and_nothing_of_t
     assert (run.stdout, run.stderr) == ("None ['pread'] 1\n", "")
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 def test_the_link_to_the_gpu_is_measured(measured: tuple[MachineFacts, Watched]) -> None:
     link = measured[0].link
