@@ -5,7 +5,8 @@ on the CPU. Sizes are `real` (what a GPU runs) or `tiny` (for compute-sanitizer,
 slow, and for the interpreter).
 
 Run as a program (`gpu_cases.py DEVICE SIZE FIRST`), it runs the cases from number FIRST on and writes two lines of JSON
-for each: its name, then how it ended. Whoever watches knows which case a process died of, and begins again after it.
+for each: its name, then how it ended. From these the parent process knows which case ended this one, and starts another
+process with the case after it.
 """
 
 import json

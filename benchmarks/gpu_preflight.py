@@ -1,7 +1,7 @@
 """Part `preflight`: is this machine fit for `make gpu-check`? A minute lost here saves half an hour.
 
-Each check is a row that says what was found, and what to do where it is not enough. What is required and missing ends
-the whole call; what is only wished for is told.
+Each check is a row that says what was found, and what to do where it is not enough. A required thing that is missing
+ends the whole call; a missing tool only costs the part that needs it.
 """
 
 import importlib

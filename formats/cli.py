@@ -145,9 +145,9 @@ def byte_bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def count_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar over things that are counted, on standard error, on a terminal only; shown from the first one on.
+    """Shows a progress bar on standard error, only on a terminal, from the first call of what it yields.
 
-    Yields:  what is told how many are done, of how many.
+    Yields:  a function that takes how many things are done, and how many there are.
     """
     bars: list[tqdm[None]] = []
 

@@ -116,7 +116,7 @@ class AtWork(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Makes ready what is launched for a token; it runs before that too, slower."""
+        """Captures what is launched for a token. Tokens can be run before that too, slower."""
         ...
 
     def close(self) -> None:
@@ -178,11 +178,11 @@ def usual_budget(available_bytes: int) -> int:
 
 
 def run_everything(pack: Pack, built: AtWork, chunk_tokens: int) -> None:
-    """Runs every kernel that is ever launched, for as many tokens as make a difference, and the longest passes.
+    """Runs every kernel that the engine can launch, and its longest passes.
 
-    After it, no prompt and no token loads another kernel or takes more memory. Which kernels multiply depends on the
-    number of tokens, by steps of 16 at the smallest, and on how rows are stored: all experts' formats and all matrices'
-    have their turn, wherever a router would send a token.
+    After it, no prompt and no token loads another kernel or takes more memory. Which kernel multiplies depends on the
+    number of tokens, in steps of 16 or more, and on how rows are stored. So an expert of each format and a matrix of
+    each format and shape run with every such number, whatever the router would choose.
     """
     decoder, weights, device = built.decoder, built.weights, built.decoder.device
     d, k = pack.spec.hidden_size, pack.spec.router.num_experts_per_tok

@@ -40,7 +40,7 @@ OnCompiled = Callable[[int, int], None]  # how many kernels are compiled, of how
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompileJob:
-    """A kernel with the constants and types of one launch: all that compiling it takes, in another process too.
+    """A kernel with the constants and types of one launch: all that another process needs to compile it.
 
     `module`, `name`: of the jitted function.   `signature`: types by argument.   `constants`, `attributes`: values, and
     what is known of others, by position.
@@ -71,10 +71,11 @@ class CompileJob:
 
 @contextmanager
 def collected_launches() -> Iterator[dict[Any, CompileJob]]:
-    """While it is entered, kernels that this process has not compiled yet are neither compiled nor launched.
+    """Collects the launches of kernels that this process has not compiled yet; they are neither compiled nor run.
 
-    Yields:  a job for each of them, by Triton's own key. What they would have written stays as it was: whatever runs
-             meanwhile must not read it to decide. Empty under Triton's interpreter, which compiles nothing.
+    Yields:  a job for each kernel, by Triton's own key. Memory that the kernels would have written stays as it was:
+             code in this context must not decide by it. Under Triton's interpreter kernels run, and nothing is
+             collected.
     """
     settle_keys()
     jobs: dict[Any, CompileJob] = {}
@@ -124,9 +125,9 @@ def compile_ahead(
 
 
 def _compile_elsewhere(jobs: list[CompileJob], one_is_compiled: Callable[[], None]) -> None:
-    """Compiles some jobs in a process of its own, which imports no more of the program than this module.
+    """Compiles some jobs in a process of its own, which imports this module and nothing of the caller's.
 
-    Where none can be had, or it ends early, what it leaves is compiled as it is launched.
+    If the process cannot be started, or ends early, the kernels that it leaves are compiled when they are launched.
     """
     command = [sys.executable, "-c", _WORKER, *sys.path]
     with suppress(OSError), subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -149,10 +150,10 @@ def compile_given() -> None:
 
 
 def settle_keys() -> None:
-    """Gives each kernel the key in Triton's cache that it has in every other process and run.
+    """Gives each kernel the same key in Triton's cache in every process and run.
 
-    Triton 3.6 counts the globals of the functions that a kernel calls only where these functions had their own keys
-    before: a kernel's key depends on what the process happened to use first. Here all get theirs in one order.
+    Triton 3.6 makes a kernel's key from the globals of the functions that it calls, but only of those functions that
+    have got their own keys already: the key depends on what the process used first. Here all get theirs in one order.
     """
     if INTERPRETED:
         return
