@@ -174,7 +174,6 @@ def _use(folder: Path, engine: EngineName, kv_dtype: KvDtype | None) -> tuple[in
     wanted = EngineWanted(engine, kv_dtype=kv_dtype)
     with Pack(folder) as pack, Engine(pack, wanted.options(host_bytes(pack)), _CONTEXT) as opened:
         use = opened.use
-    torch.cuda.empty_cache()
     assert use is not None, "it is on a GPU"
     return use.experts, use.spent - use.experts
 

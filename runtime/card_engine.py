@@ -139,6 +139,7 @@ def fit_to_card(
              passes have so many tokens at most.   compile_ahead: compiles all kernels that a function would launch.
     Raises:  RunError if the budget is too small; it says what is needed, and for what.
     """
+    _let_go()  # an earlier engine's memory that torch keeps for later is not this one's
     torch.zeros(1, device=device)  # makes the driver's context
     context_bytes = memory.used_bytes()
     budget = asked.budget_bytes or usual_budget(context_bytes + memory.free_bytes())

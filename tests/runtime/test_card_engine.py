@@ -73,6 +73,17 @@ def test_experts_get_what_the_budget_leaves_beside_what_was_measured(tiny_pack: 
     assert driver.charged <= budget
 
 
+def test_what_an_earlier_engine_left_is_given_back_before_anything_is_measured(
+    tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = 200 << 20  # what torch keeps of an engine that was closed
+    driver = Driver(charged=CONTEXT_BYTES + kept)
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: setattr(driver, "charged", min(driver.charged, CONTEXT_BYTES))
+    )
+    assert fitted(tiny_pack, driver, 1 << 30) == (1 << 30) - CONTEXT_BYTES - WORKING_BYTES - ROUNDING
+
+
 def test_measuring_never_takes_more_than_the_least_room(tiny_pack: Path) -> None:
     driver = Driver()
     fitted(tiny_pack, driver, 1 << 30)
