@@ -79,7 +79,7 @@ def _profile(results: Results, clock: Clock, model: str) -> None:
     options += ["--kernel-name", _KERNELS, "--force-overwrite"]
     lines = _output([tool, *options, *sections, "--export", str(report), *command]).splitlines()
     (told,) = (json.loads(line) for line in lines if line.startswith("[["))
-    page = _output([tool, "--import", str(report), "--csv", "--page", "details"])
+    page = _output([tool, "--import", str(report), "--csv", "--page", "details", "--print-units", "base"])
     for metric in read_metrics(page, model, told):
         results.add(metric)
 

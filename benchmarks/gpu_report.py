@@ -9,6 +9,7 @@ the most telling figure of each, and the last one's ratio to the first.
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +109,21 @@ def read_runs(paths: list[Path]) -> list[Run]:
         run = runs.setdefault(f"{card}, {day}", Run(f"{card}, {day}", whole["rehearsal"], machine))
         for part in whole["parts"]:
             run.rows += [row for row in part["rows"] if row["kind"] != "Metric"]
-            run.rows += [row | {"value": float(row["value"])} for row in part["rows"] if row.get("metric") in _COUNTED]
+            counted = [row for row in part["rows"] if row.get("metric") in _COUNTED]
+            run.rows += [row | {"value": float(row["value"])} for row in counted if _is_number(row["value"])]
             run.faults += [] if part["state"] == "done" else [f"`{part['part']}`: {part['state']}"]
             run.faults += [
                 f"`{part['part']}`, {name}: {text.splitlines()[-1]}" for name, text in part["errors"].items()
             ]
     return sorted(runs.values(), key=lambda run: run.name.rpartition(", ")[2])
+
+
+def _is_number(text: str) -> bool:
+    """Whether ncu had a figure; for what it could not count it says `n/a` or `nan`."""
+    try:
+        return isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def page(runs: list[Run], picture: str) -> str:

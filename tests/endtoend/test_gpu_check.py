@@ -249,20 +249,28 @@ def test_what_compute_sanitizer_finds_is_told(is_clean: bool, tmp_path: Path, mo
     assert [path.name for path in tmp_path.glob("part*")] == ["part.json"], "logs are read, and go"
 
 
-# ncu's page `details` as CSV, with fewer columns.
+# ncu's page `details` as CSV, as its release 2022.3 writes it; rows without a rule are three columns short.
 NCU = """==PROF== Connected to process 7
-"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value","Rule Name"
-"0","7","_select","GPU Speed Of Light Throughput","Duration","us","1,234.50",""
-"0","7","_select","","","","","SOLBottleneck"
-"1","7","_gemv","Launch Statistics","Registers Per Thread","register/thread","80",""
+"ID","Process ID","Process Name","Host Name","Kernel Name","Kernel Time","Context","Stream","Section Name",\
+"Metric Name","Metric Unit","Metric Value","Rule Name","Rule Type","Rule Description"
+"0","7","python3","127.0.0.1","_select","2026-Nov-23 10:00:00","1","7","GPU Speed Of Light Throughput",\
+"Duration","nsecond","1,234.50",
+"0","7","python3","127.0.0.1","_select","2026-Nov-23 10:00:00","1","7","SpeedOfLight","","","",\
+"SOLBottleneck","Warning","Memory is busy, ""L2"" is not
+at all"
+"1","7","python3","127.0.0.1","_gemv","2026-Nov-23 10:00:00","1","7","Launch Statistics",\
+"Registers Per Thread","register/thread","80",
+"1","7","python3","127.0.0.1","_gemv","2026-Nov-23 10:00:00","1","7","Memory Workload Analysis",\
+"L2 Hit Rate","%","n/a",
 """
 
 
 def test_ncus_report_becomes_a_row_a_metric_named_by_the_launches_in_their_order() -> None:
     found = read_metrics(NCU, "mixtral", [["_select", "Mixtral"], ["_gemv", "4096x4096"]])
     assert [(m.kernel, m.case, m.metric, m.unit, m.value) for m in found] == [
-        ("_select", "Mixtral", "Duration", "us", "1234.50"),
+        ("_select", "Mixtral", "Duration", "nsecond", "1234.50"),
         ("_gemv", "4096x4096", "Registers Per Thread", "register/thread", "80"),
+        ("_gemv", "4096x4096", "L2 Hit Rate", "%", "n/a"),
     ]
     with pytest.raises(AssertionError, match="ncu saw"):
         read_metrics(NCU, "mixtral", [["_gemv", "4096x4096"], ["_select", "Mixtral"]])
@@ -284,6 +292,9 @@ class Said:
         speed = {"kind": "Speed", "pack": "mixtral", "wanted": wanted, "prompt_tokens": 128}
         speed |= dict.fromkeys(("prefill_per_s", "median_token_ms", "hit_rate", "bytes_per_token", "link_share"), 0.5)
         rows = [speed | {"decode_per_s": self.decode_per_s}, {"kind": "Twin", "is_right": True}]
+        counted = {"kind": "Metric", "model": "mixtral", "kernel": "_gemv", "case": "4096x4096"}
+        rows.append(counted | {"metric": "Registers Per Thread", "unit": "register/thread", "value": "80"})
+        rows.append(counted | {"metric": "L2 Hit Rate", "unit": "%", "value": "n/a"})
         part = {"part": "mixtral", "state": "failed", "date": f"{self.day}T10:00:00", "rows": rows}
         part["errors"] = {"12 GiB": "Traceback\nRunError: too little"}
         whole = {"card": {"name": "GPU X"}, "cores": 16, "cpu": "CPU", "versions": {"torch": "2", "triton": "3"}}
@@ -299,6 +310,8 @@ def test_the_report_has_a_column_a_run_the_ratio_what_failed_and_a_picture(tmp_p
     assert "| mixtral | graph | 11 GiB | 128 | 40 | 60 | 1.50 |" in page
     assert "- `mixtral`, 12 GiB: RunError: too little" in page
     assert "1 of 1 kernel cases equal their twins" in page
+    assert "| _gemv | 4096x4096 | Registers Per Thread | register/thread | 80 | 80 | 1.00 |" in page
+    assert "L2 Hit Rate" not in page, "what ncu could not count is no figure"
     drawn = (tmp_path / "gpu.svg").read_text()
     assert "GPU X, 2026-11-23" in drawn and "GPU X, 2026-12-01" in drawn
 
