@@ -539,7 +539,7 @@ def _compiled(found: list[Case], device: torch.device) -> dict[int, Prepared]:
 
     A case that cannot be prepared is not among them: it fails in its turn, and is told then.
     """
-    start, processes, made = time.perf_counter(), os.cpu_count() or 1, dict[int, Prepared]()
+    start, processes, made = time.perf_counter(), len(os.sched_getaffinity(0)), dict[int, Prepared]()
     with collected_launches() as jobs:
         for number, case in enumerate(found):
             with suppress(Exception):

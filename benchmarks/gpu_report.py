@@ -183,9 +183,8 @@ def _largest(table: Table, keys: list[tuple[Any, ...]], found: list[dict[Any, Ro
 
 
 def _compared(values: list[Any]) -> list[str]:
-    known = [float(value) for value in values if value is not None]
-    ratio = f"{known[-1] / known[0]:.2f}" if len(known) > 1 and known[0] else ""
-    return [*map(_figure, values), ratio]
+    first, last = values[0], values[-1]
+    return [*map(_figure, values), f"{last / first:.2f}" if first and last is not None else ""]
 
 
 def _key(table: Table, row: Row) -> tuple[Any, ...]:

@@ -95,12 +95,17 @@ def run(results: Results, clock: Clock) -> None:
 
 
 def _add(results: Results, running: Event, event: Event) -> None:
+    if "fault" not in event:
+        results.add(Twin(running["kernels"], running["case"], **event))
+    if fault := _fault(event):
+        results.fail(_name(running), fault)
+
+
+def _fault(event: Event) -> str:
+    """What is wrong with a case that ended; empty where it is right."""
     if "fault" in event:
-        results.fail(_name(running), event["fault"])
-        return
-    results.add(Twin(running["kernels"], running["case"], **event))
-    if not event["is_right"]:
-        results.fail(_name(running), f"differs from its twin by {event['error']:.2g}, allowed {event['bound']:.2g}")
+        return str(event["fault"])
+    return "" if event["is_right"] else f"differs from its twin by {event['error']:.2g}, allowed {event['bound']:.2g}"
 
 
 def sanitize(results: Results, clock: Clock) -> None:
@@ -118,13 +123,22 @@ def _sanitize(results: Results, clock: Clock, tool: str) -> None:
         prefix = [path, "--tool", tool, "--target-processes", "application-only", "--launch-timeout", "0"]
         prefix += ["--log-file", str(log), "--error-exitcode", "9"]
     start = time.perf_counter()
-    events = list(_events(prefix, clock, "tiny", 0, _TOOL_SECONDS))
-    seconds, code = time.perf_counter() - start, events[-1]["exit"]
+    running, num_cases, code = Event(), 0, 0
+    for event in _events(prefix, clock, "tiny", 0, _TOOL_SECONDS):
+        if "exit" in event:
+            code = event["exit"]
+        elif "case" in event:
+            running = event
+        else:
+            num_cases += 1
+            if fault := _fault(event):  # the tool may have found nothing: a kernel that was not launched is clean
+                results.fail(f"{tool}, {_name(running)}", fault)
+    seconds = time.perf_counter() - start
     text = log.read_text(errors="replace") if log.exists() else ""
     lines = [line.removeprefix("=========").strip() for line in text.splitlines()]
     summary = next((line for line in reversed(lines) if "SUMMARY" in line), f"ended with {_how(code)}")
     wrong = [line for line in lines if re.search(r"Invalid|Error|hazard|Warning|leaked", line)]
-    num_cases, is_clean = sum("seconds" in event for event in events), code == 0
+    is_clean = code == 0
     results.add(Sanitized(tool, num_cases, is_clean, summary, "\n".join(wrong[:_SHOWN_LINES]), seconds))
     log.unlink(missing_ok=True)
     assert is_clean, f"{tool}: {summary}"

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -141,8 +140,7 @@ def _compile_elsewhere(jobs: list[CompileJob], one_is_compiled: Callable[[], Non
 def compile_given() -> None:
     """Compiles the jobs that come, pickled, on standard input; writes a byte to standard output for each."""
     settle_keys()
-    with Path("/dev/stdin").open("rb") as given:
-        jobs: list[CompileJob] = pickle.load(given)
+    jobs: list[CompileJob] = pickle.load(sys.stdin.buffer)
     for job in jobs:
         with suppress(Exception):  # whatever it is, its launch will say
             triton.compile(job.source(), target=job.target, options=job.options)
