@@ -13,7 +13,7 @@ import click
 import torch
 
 from moe_pack.calib import BLOCK_NEURONS, Calibration, ExpertQuantizer, RowQuantizer
-from moe_pack.calib.expert_inputs import ExpertTokens
+from moe_pack.calib.expert_quantizer import ExpertTokens
 from moe_pack.formats import MATRICES, ROW_GROUP, ExpertFormat, PartFormat, format_text, part_format, trellis_format
 from moe_pack.runtime import NeuronBlock
 

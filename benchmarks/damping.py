@@ -19,8 +19,9 @@ from thresholds_hold import Silent
 from torch import Tensor
 
 from moe_pack.calib import Profile, ProfileOptions, make_profile, read_tokens
-from moe_pack.calib.expert_inputs import MAX_OTHER_TOKENS, OTHERS_COUNT
+from moe_pack.calib.expert_inputs import OTHERS_COUNT
 from moe_pack.calib.expert_pass import sample_places
+from moe_pack.calib.expert_quantizer import MAX_OTHER_TOKENS
 from moe_pack.calib.moments import damping, feedback, second_moments
 from moe_pack.formats import Checkpoint
 from moe_pack.runtime import CheckpointWeights, FolderFiles, Text, activations

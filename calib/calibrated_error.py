@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.expert_error import WIDTHS, Rounding, add_change, cut, first_neurons, mean_square
-from moe_pack.calib.expert_inputs import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
-from moe_pack.calib.expert_quantizer import BLOCK_NEURONS, Calibration, ExpertQuantizer
+from moe_pack.calib.expert_quantizer import (
+    BLOCK_NEURONS,
+    MAX_OTHER_TOKENS,
+    MAX_OWN_TOKENS,
+    Calibration,
+    ExpertQuantizer,
+    ExpertTokens,
+)
 from moe_pack.formats import (
     MATRICES,
     ROW_GROUP,

@@ -25,8 +25,8 @@ from moe_pack.calib.expert_error import (
     format_ratios,
     output_changes,
 )
-from moe_pack.calib.expert_inputs import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
 from moe_pack.calib.expert_pass import measure_expert
+from moe_pack.calib.expert_quantizer import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
 from moe_pack.calib.layer_pass import LayerStates
 from moe_pack.calib.mlp_predictor import USUAL_TRAINING, shapes_for, train
 from moe_pack.calib.mlp_predictor import cost as training_cost

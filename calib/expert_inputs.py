@@ -15,11 +15,10 @@ from torch import Tensor
 
 from moe_pack.calib.arrays import Array
 from moe_pack.calib.expert_pass import sample_places
+from moe_pack.calib.expert_quantizer import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
 from moe_pack.calib.layer_pass import LayerTokens
 from moe_pack.formats import ModelSpec, PackError, RangeReader, lay_out, read_header
 
-MAX_OWN_TOKENS = 2048  # of an expert: as many as one of average popularity is kept, too
-MAX_OTHER_TOKENS = 256  # of its layer, beside its own
 OTHERS_COUNT = 32  # as so many of its own they count together
 _PIECE_TOKENS = 256  # written at once: 15 MiB of the widest model
 _ALIGN_BYTES = 64
@@ -58,17 +57,6 @@ def input_pieces(spec: ModelSpec, tokens: LayerTokens, sequence_length: int, kep
             yield tokens.weights[places].numpy().astype("<f4").tobytes()
         else:
             yield bytes(entry.num_bytes)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertTokens:
-    """What an expert is calibrated on, n tokens. `inputs` float32 [n, d].
-
-    `weights` float32 [n]: what a squared error of the expert's output counts at each.
-    """
-
-    inputs: Tensor
-    weights: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

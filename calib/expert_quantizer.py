@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.column_rounding import ColumnRun, round_columns
-from moe_pack.calib.expert_inputs import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
 from moe_pack.calib.moments import Feedback, damping, feedback, second_moments
 from moe_pack.calib.neuron_rounding import round_neurons
 from moe_pack.calib.quantize import RowQuantizer
@@ -21,12 +20,25 @@ from moe_pack.calib.unholdable import UnholdableError
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, NeuronFunction, PartFormat
 from moe_pack.runtime import NeuronBlock, activations
 
+MAX_OWN_TOKENS = 2048  # of an expert, and as many as one of average popularity is kept for a profile
+MAX_OTHER_TOKENS = 256  # of its layer, beside its own
 BLOCK_NEURONS = 1024  # rounded together: errors of a neuron of down are made up for by later ones among them
 # Columns whose moments are taken together. A factor of 4,096 takes 64 MiB, and 256 MiB while it is made; each half of
 # DeepSeek-V3's 7,168 columns 49 and 196. Runs should be few: what hangs together across them is not made up for.
 _MAX_COLUMNS = 4096
 _PLAIN_BITS = 8  # from so many on there is next to nothing to make up for
 _PIECE_ROWS = 256  # of gate and up at once, for which there are half a dozen copies
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertTokens:
+    """What an expert is calibrated on, n tokens. `inputs` float32 [n, d].
+
+    `weights` float32 [n]: what a squared error of the expert's output counts at each.
+    """
+
+    inputs: Tensor
+    weights: Tensor
 
 
 @dataclass(frozen=True, slots=True)

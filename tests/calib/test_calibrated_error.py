@@ -20,8 +20,7 @@ from moe_pack.calib.calibrated_error import (
     judged_rows,
 )
 from moe_pack.calib.expert_error import Rounding
-from moe_pack.calib.expert_inputs import ExpertTokens
-from moe_pack.calib.expert_quantizer import Calibration, ExpertQuantizer
+from moe_pack.calib.expert_quantizer import Calibration, ExpertQuantizer, ExpertTokens
 from moe_pack.formats import (
     BF16,
     MATRICES,

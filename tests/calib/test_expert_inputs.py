@@ -14,16 +14,14 @@ from specs import GROUPED
 from torch import Tensor
 
 from moe_pack.calib.expert_inputs import (
-    MAX_OTHER_TOKENS,
-    MAX_OWN_TOKENS,
     OTHERS_COUNT,
     ExpertInputs,
-    ExpertTokens,
     KeptInputs,
     input_bytes,
     input_pieces,
     num_kept_sequences,
 )
+from moe_pack.calib.expert_quantizer import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.layer_pass import LayerStates, LayerTokens
 from moe_pack.calib.sequences import Sequences

@@ -7,8 +7,7 @@ from torch import Tensor
 from moe_pack.calib import RowQuantizer, UnholdableError
 from moe_pack.calib.affine_scales import affine_pairs, stored_pairs
 from moe_pack.calib.column_rounding import ColumnRun, gains, round_columns
-from moe_pack.calib.expert_inputs import ExpertTokens
-from moe_pack.calib.expert_quantizer import Calibration, ExpertQuantizer, Steps
+from moe_pack.calib.expert_quantizer import Calibration, ExpertQuantizer, ExpertTokens, Steps
 from moe_pack.calib.moments import feedback, second_moments
 from moe_pack.calib.neuron_rounding import round_neurons
 from moe_pack.formats import BF16, MATRICES, MXFP4, ExpertFormat, Matrix, PartFormat, part_format, trellis_format

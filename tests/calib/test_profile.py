@@ -12,7 +12,7 @@ from profiles import SMALLEST, copied, profiled, random_tokens, reseal
 from safetensors.numpy import load_file, save_file
 
 from moe_pack.calib import Profile, ProfileOptions
-from moe_pack.calib.expert_inputs import ExpertTokens
+from moe_pack.calib.expert_quantizer import ExpertTokens
 from moe_pack.formats import PackError
 
 TOKENS = random_tokens(3, 16, SMALLEST.vocab_size)
