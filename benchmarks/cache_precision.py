@@ -26,6 +26,7 @@ from moe_pack.calib import Tokens, read_tokens
 from moe_pack.convert import convert
 from moe_pack.formats import Checkpoint, Pack, part_format, uniform_plan
 from moe_pack.runtime import Decoder, FolderFiles, PackWeights, Text
+from moe_pack.runtime.experts import ExpertRunner, PartialState, run_one_by_one
 
 _TESTS = Path(__file__).parents[1] / "tests"
 _GROUP = 64
@@ -66,17 +67,24 @@ class _Window:
     num_agreeing: int
 
 
-class _WatchedWeights(PackWeights):
+class _WatchedWeights(PackWeights, ExpertRunner):
     """A pack's weights that keep where tokens went."""
 
     def __init__(self, pack: Pack) -> None:
         super().__init__(pack, torch.device("cpu"))
         self._routes: dict[int, list[Tensor]] = {}
 
-    def run_experts(self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor) -> Tensor | None:
-        """See `PackWeights`."""
+    def run_experts(
+        self,
+        layer_idx: int,
+        x: Tensor,
+        experts: Tensor,
+        router_weights: Tensor,
+        partial_state: PartialState | None = None,
+    ) -> Tensor:
+        """The routed experts of a layer, one by one."""
         self._routes.setdefault(layer_idx, []).append(experts.sort(dim=1).values)
-        return super().run_experts(layer_idx, x, experts, router_weights)
+        return run_one_by_one(x, experts, router_weights, self, layer_idx)
 
     def take_routes(self) -> Tensor:
         """The experts of all tokens since the last call, int64 [T, L, k]."""

@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 from moe_pack.calib import ThresholdRule, Tokens, measure_thresholds, realized_sparsity
 from moe_pack.formats import GroupedQuerySpec, ModelSpec, Pack, num_active_parameters, num_parameters
-from moe_pack.runtime import Decoder, Kernels, PackWeights
+from moe_pack.runtime import Decoder, Kernels, MappedPackWeights, NativeOperations, PackWeights
 
 Task = Literal["decode", "prefill"]
 TASKS: tuple[Task, ...] = ("decode", "prefill")
@@ -107,7 +107,8 @@ class Ours:
         self._kernels = {n: Kernels(n) for n in threads} if contestant.kernels == "native" else {}
         plain = None if self._kernels else PackWeights(pack, _CPU)  # for any number of threads
         self._decoders = {
-            n: Decoder(plain or PackWeights(pack, _CPU, self._kernels[n]), context_tokens, _CPU) for n in threads
+            n: Decoder(plain or MappedPackWeights(pack, NativeOperations(self._kernels[n])), context_tokens, _CPU)
+            for n in threads
         }
 
     def close(self) -> None:

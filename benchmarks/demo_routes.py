@@ -6,6 +6,7 @@ empty context with a prompt of PROMPT_TOKENS, then token by token, as in a chat 
 
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,17 @@ from tqdm import tqdm
 from moe_pack.calib.paths import learn_paths
 from moe_pack.convert import convert
 from moe_pack.formats import Checkpoint, Pack, part_format, uniform_plan
-from moe_pack.runtime import CacheFacts, Decoder, Kernels, PackWeights, Passes, PathShares, kernels_for, linear
+from moe_pack.runtime import (
+    CacheFacts,
+    Decoder,
+    Kernels,
+    MappedPackWeights,
+    NativeOperations,
+    Passes,
+    PathShares,
+    linear,
+)
+from moe_pack.runtime.experts import PartialState
 from moe_pack.runtime.policies import Preset, substitute
 from moe_pack.runtime.record import Record
 from moe_pack.runtime.recording import Recorder, recorded_residency_for
@@ -54,25 +65,32 @@ class DemoRoutes:
         return CacheFacts(pages, num_experts, num_active, popularity)
 
 
-class _Watched(PackWeights):
+class _Watched(MappedPackWeights):
     """Weights that keep what each layer's routers chose, and would have chosen a layer before."""
 
-    def __init__(self, pack: Pack, kernels: Kernels | None) -> None:
-        super().__init__(pack, torch.device("cpu"), kernels)
+    def __init__(self, pack: Pack, kernels: Kernels) -> None:
+        super().__init__(pack, NativeOperations(kernels))
         self.seen: list[tuple[Tensor, Tensor, Tensor | None]] = []  # routes, logits, the next router's logits
 
-    def run_experts(self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor) -> Tensor | None:
+    def run_experts(
+        self,
+        layer_idx: int,
+        x: Tensor,
+        experts: Tensor,
+        router_weights: Tensor,
+        partial_state: PartialState | None = None,
+    ) -> Tensor:
         layers = self.spec.moe_layers
         own, *following = (
             linear(x, self.matrix(f"layers.{layer}.router")) for layer in layers[layer_idx : layer_idx + 2]
         )
         self.seen.append((experts.clone(), own, following[0] if following else None))
-        return super().run_experts(layer_idx, x, experts, router_weights)
+        return super().run_experts(layer_idx, x, experts, router_weights, partial_state)
 
 
 def demo_routes(num_learned: int, num_played: int) -> DemoRoutes:
     """Converts the demo model to 4 bit and runs it over its text."""
-    with tempfile.TemporaryDirectory() as folder, kernels_for(torch.device("cpu")) as kernels:
+    with tempfile.TemporaryDirectory() as folder, closing(Kernels()) as kernels:
         checkpoint = Checkpoint(DEMO_MODEL)
         part = part_format(4, 64, 16)
         convert(

@@ -22,7 +22,17 @@ from tqdm import tqdm
 from moe_pack.calib import ThresholdRule, Tokens, measure_thresholds, read_tokens, realized_sparsity
 from moe_pack.convert import convert
 from moe_pack.formats import Checkpoint, Pack, part_format, uniform_plan
-from moe_pack.runtime import Decoder, FolderFiles, Kernels, PackWeights, Text, num_cpus
+from moe_pack.runtime import (
+    TORCH,
+    Decoder,
+    FolderFiles,
+    Kernels,
+    NativeOperations,
+    Operations,
+    Text,
+    num_cpus,
+    open_weights,
+)
 
 _TINY = Path(__file__).parents[1] / "tests" / "models" / "tiny-mixtral"
 _TEXT = Path(__file__).parents[1] / "tests" / "data" / "books-valid.txt"
@@ -42,38 +52,38 @@ class Speed:
     ratio: float
 
 
-def _evaluate(pack: Pack, tokens: Tokens, kernels: Kernels | None) -> int:
-    decoder = Decoder(PackWeights(pack, _CPU, kernels), _WINDOW)
+def _evaluate(pack: Pack, tokens: Tokens, operations: Operations) -> int:
+    decoder = Decoder(open_weights(pack, _CPU, operations), _WINDOW)
     for sequence in tokens.sequences.tolist():
         decoder.reset()
         decoder.logits(sequence)
     return int(tokens.sequences.size)
 
 
-def _decode(pack: Pack, tokens: Tokens, kernels: Kernels | None) -> int:
-    decoder = Decoder(PackWeights(pack, _CPU, kernels), _WINDOW)
+def _decode(pack: Pack, tokens: Tokens, operations: Operations) -> int:
+    decoder = Decoder(open_weights(pack, _CPU, operations), _WINDOW)
     for token in tokens.sequences[0, :128].tolist():
         decoder.next_logits([token])
     return 128
 
 
-def _calibrate(pack: Pack, tokens: Tokens, kernels: Kernels | None) -> int:
-    realized_sparsity(pack, tokens, Silent(), _CPU, kernels)
+def _calibrate(pack: Pack, tokens: Tokens, operations: Operations) -> int:
+    realized_sparsity(pack, tokens, Silent(), _CPU, operations)
     return int(tokens.sequences.size)
 
 
-_TASKS: dict[str, Callable[[Pack, Tokens, Kernels | None], int]] = {
+_TASKS: dict[str, Callable[[Pack, Tokens, Operations], int]] = {
     "windows of 512 tokens": _evaluate,
     "token by token": _decode,
     "pass of thresholds": _calibrate,
 }
 
 
-def _rate(task: str, pack: Pack, tokens: Tokens, kernels: Kernels | None, threads: int) -> float:
+def _rate(task: str, pack: Pack, tokens: Tokens, operations: Operations, threads: int) -> float:
     """Tokens a second."""
-    torch.set_num_threads(1 if kernels is not None and task != "pass of thresholds" else threads)
+    torch.set_num_threads(1 if operations is not TORCH and task != "pass of thresholds" else threads)
     start = time.perf_counter()
-    return _TASKS[task](pack, tokens, kernels) / (time.perf_counter() - start)
+    return _TASKS[task](pack, tokens, operations) / (time.perf_counter() - start)
 
 
 def measure(pack: Pack, tokens: Tokens, sparsity: float, threads: int, rounds: int) -> list[Speed]:
@@ -82,7 +92,7 @@ def measure(pack: Pack, tokens: Tokens, sparsity: float, threads: int, rounds: i
     with closing(Kernels(threads)) as kernels:
         for number in range(rounds + 1):
             for task in _TASKS:
-                for used in (None, kernels):
+                for used in (TORCH, NativeOperations(kernels)):
                     rate = _rate(task, pack, tokens, used, threads)
                     if number:
                         rates.setdefault((task, used is not None), []).append(rate)

@@ -47,7 +47,6 @@ from moe_pack.formats import (
     Selector,
 )
 from moe_pack.runtime import activations, run_expert
-from moe_pack.runtime.attention import attend_heads
 from moe_pack.runtime.expert import NEURONS
 from moe_pack.runtime.kernels.activate import activate
 from moe_pack.runtime.kernels.admit import admit, admit_plain
@@ -69,9 +68,7 @@ from moe_pack.runtime.kernels.tables import SELECT_BLOCK, LayerTables, Selection
 from moe_pack.runtime.kv_cache import LayerCache
 from moe_pack.runtime.latent_attention import attend_latent
 from moe_pack.runtime.matrix import Matrix, RowMatrix, StoredMatrix, linear
-from moe_pack.runtime.native_kernels import HeadNorms
-from moe_pack.runtime.norm import rms_norm
-from moe_pack.runtime.router import route as route_plain
+from moe_pack.runtime.operations import TORCH, HeadNorms
 from moe_pack.runtime.weights import Weights
 
 Size = Literal["real", "tiny"]
@@ -193,7 +190,7 @@ def _norm(spec: NormSpec, d: int, device: torch.device) -> Prepared:
     given = [None if each is None else each.to(device) for each in (x, weight, bias)]
     out = _nans(x, device)
     expected = (
-        rms_norm(x, weight, spec.eps)
+        TORCH.rms_norm(x, weight, spec.eps)
         if bias is None
         else torch.nn.functional.layer_norm(x, (d,), weight, bias, spec.eps)
     )
@@ -223,7 +220,7 @@ def _route(spec: RouterSpec, device: torch.device) -> Prepared:
     k, logits = spec.num_experts_per_tok, _random(spec.num_experts)
     bias = _random(spec.num_experts, seed=1) / 10 if spec.bias else None
     experts, weights = torch.zeros(k, dtype=torch.int32, device=device), _nans((k,), device)
-    chosen, expected = route_plain(logits[None], spec, bias)
+    chosen, expected = TORCH.route(logits[None], spec, bias)
     given = (logits.to(device), spec, None if bias is None else bias.to(device), experts, weights)
 
     def compare() -> Difference:
@@ -401,7 +398,7 @@ def _attention(shape: AttentionShape, device: torch.device) -> Prepared:
     sinks = _random(shape.heads, seed=8) if shape.sinks else None
     at = slice(shape.position, shape.position + 1)
     cache = LayerCache(held[0].clone(), held[1].clone(), shape.position)
-    expected = attend_heads(
+    expected = TORCH.attend(
         (projected[0][None], projected[1][None], projected[2][None]),
         HeadNorms(norms[0], norms[1], 1e-6), (cos[at], sin[at]), False, cache, spec, shape.window, sinks,
     )  # fmt: skip

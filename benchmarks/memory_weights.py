@@ -19,7 +19,7 @@ from tqdm import tqdm
 from moe_pack.calib import RowQuantizer
 from moe_pack.formats import MATRICES, Checkpoint, ExpertFormat, ModelSpec, PartFormat, Plan, Quantizer, Selector
 from moe_pack.formats.codecs import decode_part
-from moe_pack.runtime import CheckpointWeights, Expert, Kernels, Matrix, NeuronBlock
+from moe_pack.runtime import TORCH, CheckpointWeights, Expert, Matrix, NeuronBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class MemoryWeights:
         assert tuple(self.spec.expert.matrices) == MATRICES, "experts have three matrices"
         assert "down" not in self.spec.expert.bias, "their blocks are all there is of them"
         self.selector: Selector = "none"
-        self.kernels: Kernels | None = None
+        self.operations = TORCH
         self.places = [(l, e) for l in range(len(self.spec.moe_layers)) for e in range(self.spec.router.num_experts)]
         self._source = CheckpointWeights(checkpoint)
         self._vectors: dict[str, Tensor] = {}

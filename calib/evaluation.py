@@ -29,7 +29,7 @@ from moe_pack.calib.sequences import check_length
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens
 from moe_pack.formats import Checkpoint, Pack, PlanError, canonical
-from moe_pack.runtime import CheckpointWeights, Kernels, StreamedPackWeights
+from moe_pack.runtime import TORCH, CheckpointWeights, Operations, StreamedPackWeights
 
 QUALITY_FILE = "quality.json"
 _WORK_FOLDER = "quality.work"
@@ -116,11 +116,11 @@ def evaluate(
     watcher: Watcher,
     reference: Reference | Checkpoint | None = None,
     device: torch.device | None = None,
-    kernels: Kernels | None = None,
+    operations: Operations = TORCH,
     folder: Path | None = None,
 ) -> Quality:
     """How good a pack is on a text; arguments and errors are those of `block_losses`. Writes no `quality.json`."""
-    losses = block_losses(pack, tokens, watcher, reference, device, kernels, folder)
+    losses = block_losses(pack, tokens, watcher, reference, device, operations, folder)
     return quality_of(pack, tokens, losses)
 
 
@@ -146,12 +146,12 @@ def block_losses(
     watcher: Watcher,
     reference: Reference | Checkpoint | None = None,
     device: torch.device | None = None,
-    kernels: Kernels | None = None,
+    operations: Operations = TORCH,
     folder: Path | None = None,
 ) -> BlockLosses:
     """A pack's losses on a text by blocks of tokens. Resumable by layer.
 
-    Kernels, which need the CPU, decode rows and multiply large dense matrices.
+    Operations decode rows and multiply large dense matrices.
     Args:    reference: what to compare with; a checkpoint is run beside the pack, and KL is over the whole vocabulary.
              folder: to work in; in the pack's own if None. It is removed at the end.
     Raises:  PlanError if the reference is of another model or text; ConversionError if the folder is in use or cannot
@@ -165,7 +165,7 @@ def block_losses(
     store = ProfileStore(work, sha256(canonical(facts)).hexdigest(), starts_anew=True)
     where = device or torch.device("cpu")
     try:
-        packed = ModelPass(HeldWeights(StreamedPackWeights(pack, where, kernels)), tokens, store, "pack", where)
+        packed = ModelPass(HeldWeights(StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where)
         packed.run("predictions of the pack", watcher)
         beside: _Beside | None = None
         if isinstance(reference, Checkpoint):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_pack.calib.expert_pass import CHUNK_TOKENS
 from moe_pack.calib.layer_pass import LayerStates, LayerTokens
-from moe_pack.runtime import Weights, activations, resting_output
+from moe_pack.runtime import Weights, activations, resting_output, running
 
 
 def input_chunks(tokens: LayerTokens, token_idx: Tensor, device: torch.device) -> Iterator[tuple[Tensor, slice]]:
@@ -39,7 +39,7 @@ def run_counted(
         for block in expert.blocks():
             values = activations(x, block, spec.expert.function)
             a = values.of(weights.selector)
-            runs = (a != 0) & ~(a.abs() < threshold)
+            runs = running(a, threshold)
             y.addmm_(torch.where(runs, values.h, 0.0), block.down)
             runs_of += runs.to(torch.float32).sum(dim=1)
         states.add(tokens, token_idx[rows], router_weights[rows], y)

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec, Selector
-from moe_pack.runtime import Expert, Kernels, Matrix, StoredMatrix, Weights
+from moe_pack.runtime import Expert, Matrix, Operations, StoredMatrix, Weights
 
 _SMALL_BYTES = 16 << 20  # in float32: matrices of no more are held so, the embedding and the head too
 
@@ -29,7 +29,7 @@ class HeldWeights:
     def __init__(self, source: Source) -> None:
         self.spec: ModelSpec = source.spec
         self.selector: Selector = source.selector
-        self.kernels: Kernels | None = source.kernels
+        self.operations: Operations = source.operations
         self._source = source
         self._layer = ""
         self._matrices: dict[str, Matrix] = {}

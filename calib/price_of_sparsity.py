@@ -24,7 +24,7 @@ from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens
 from moe_pack.calib.thresholds import ThresholdRule, find_thresholds
 from moe_pack.formats import Pack, canonical
-from moe_pack.runtime import Kernels, StreamedPackWeights
+from moe_pack.runtime import TORCH, Operations, StreamedPackWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def sparsity_prices(
     watcher: Watcher,
     folder: Path,
     device: torch.device | None = None,
-    kernels: Kernels | None = None,
+    operations: Operations = TORCH,
 ) -> tuple[SparsityPrice, ...]:
     """The price of each of `SPARSITIES`. Resumable by layer.
 
@@ -58,13 +58,13 @@ def sparsity_prices(
     every = [np.zeros(pack.thresholds.shape, np.float32)]
     for sparsity in SPARSITIES:
         work = folder / f"thresholds-{sparsity:g}"
-        every.append(find_thresholds(pack, calibration, ThresholdRule(sparsity), watcher, work, where, kernels))
+        every.append(find_thresholds(pack, calibration, ThresholdRule(sparsity), watcher, work, where, operations))
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": tokens.sha256}
     store = ProfileStore(folder / "passes", sha256(canonical(facts)).hexdigest(), starts_anew=True)
     try:
         passes = []
         for sparsity, thresholds in zip((0.0, *SPARSITIES), every, strict=True):
-            weights = HeldWeights(_Rethresholded(pack, thresholds, where, kernels))
+            weights = HeldWeights(_Rethresholded(pack, thresholds, where, operations))
             passes.append(ModelPass(weights, tokens, store, f"at-{sparsity:g}", where))
             passes[-1].run(f"predictions at {sparsity:.0%} sparsity", watcher)
         return _judged(passes, tokens, watcher)
@@ -76,9 +76,9 @@ class _Rethresholded(StreamedPackWeights):
     """A pack's weights with other thresholds, float32 [L, E]."""
 
     def __init__(
-        self, pack: Pack, thresholds: NDArray[np.float32], device: torch.device, kernels: Kernels | None
+        self, pack: Pack, thresholds: NDArray[np.float32], device: torch.device, operations: Operations
     ) -> None:
-        super().__init__(pack, device, kernels)
+        super().__init__(pack, device, operations)
         self._thresholds = thresholds
 
     def threshold(self, layer_idx: int, expert: int) -> float:

@@ -16,7 +16,7 @@ from moe_pack.calib.sequences import stack_tokens
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens
 from moe_pack.formats import Pack, canonical
-from moe_pack.runtime import Kernels
+from moe_pack.runtime import TORCH, Operations
 
 NUM_CALIBRATION_TOKENS = 2048  # to find thresholds on
 NUM_TOKENS = 1024  # to judge sparsity on, and to decode
@@ -39,7 +39,7 @@ def measure_prices(
     calibration: Tokens,
     watcher: Watcher,
     device: torch.device | None = None,
-    kernels: Kernels | None = None,
+    operations: Operations = TORCH,
 ) -> Prices:
     """The prices of a pack on the first `NUM_TOKENS` of a text, in whole sequences; nothing of it is changed.
 
@@ -52,7 +52,7 @@ def measure_prices(
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": judged.sha256}
     store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), starts_anew=True)
     try:
-        sparsity = sparsity_prices(pack, judged, calibration, watcher, store.work, device, kernels)
+        sparsity = sparsity_prices(pack, judged, calibration, watcher, store.work, device, operations)
         replaced = substitution(pack, judged, watcher, store.work)
     finally:
         store.close()

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moe_pack.calib.expert_error import Rounding
 from moe_pack.formats import ModelSpec, Selector, dense_roles
-from moe_pack.runtime import Expert, Kernels, Matrix, NeuronBlock, Weights
+from moe_pack.runtime import Expert, Matrix, NeuronBlock, Operations, Weights
 
 
 class RoundedDense:
@@ -15,7 +15,7 @@ class RoundedDense:
     def __init__(self, source: Weights, roles: Collection[str], width: int, rounding: Rounding) -> None:
         self.spec: ModelSpec = source.spec
         self.selector: Selector = source.selector
-        self.kernels: Kernels | None = source.kernels
+        self.operations: Operations = source.operations
         self._source = source
         self._roles = frozenset(roles)
         self._width = width
@@ -56,7 +56,7 @@ class RoundedExperts:
     def __init__(self, source: Weights, width: int, rounding: Rounding) -> None:
         self.spec: ModelSpec = source.spec
         self.selector: Selector = source.selector
-        self.kernels: Kernels | None = source.kernels
+        self.operations: Operations = source.operations
         self._source = source
         self._width = width
         self._rounding = rounding

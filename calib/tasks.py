@@ -23,7 +23,7 @@ from moe_pack.calib.reference import next_log_probs
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens
 from moe_pack.formats import Checkpoint, ModelSpec, Pack, RunError, canonical, load, parse
-from moe_pack.runtime import CheckpointWeights, Kernels, StreamedPackWeights, Text
+from moe_pack.runtime import TORCH, CheckpointWeights, Operations, StreamedPackWeights, Text
 
 _MAX_LINE_BYTES = 16 << 20
 
@@ -117,11 +117,11 @@ def task_score(
     folder: Path,
     watcher: Watcher,
     device: torch.device | None = None,
-    kernels: Kernels | None = None,
+    operations: Operations = TORCH,
 ) -> TaskScore:
     """How many tasks a model answers rightly. Layer by layer in bounded memory; killed, it goes on in `folder`.
 
-    Args:    folder: to work in; it is removed at the end.   kernels: for a pack, on the CPU.
+    Args:    folder: to work in; it is removed at the end.   operations: for a pack, on the CPU.
     Raises:  ConversionError if the folder is in use or cannot be written; RunError for a model with an encoder.
     """
     check_continues(model.spec)
@@ -132,7 +132,9 @@ def task_score(
     store = ProfileStore(folder, identity, starts_anew=True)
     try:
         weights = (
-            StreamedPackWeights(model, where, kernels) if isinstance(model, Pack) else CheckpointWeights(model, where)
+            StreamedPackWeights(model, where, operations)
+            if isinstance(model, Pack)
+            else CheckpointWeights(model, where)
         )
         model_pass = ModelPass(HeldWeights(weights), tasks.tokens, store, "tasks", where)
         model_pass.run(f"tasks by the {'pack' if packed else 'source'}", watcher)

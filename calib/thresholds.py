@@ -34,7 +34,7 @@ from moe_pack.calib.sequences import Sequences, check_length
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens, num_held_out
 from moe_pack.formats import Pack, PlanError, canonical, dump, read_sidecar, rewrite_thresholds, write_sidecar
-from moe_pack.runtime import Kernels, StreamedPackWeights, activations, embed
+from moe_pack.runtime import TORCH, Operations, StreamedPackWeights, activations, embed
 
 SIDECAR = "thresholds.json"
 _WORK_FOLDER = "thresholds.work"
@@ -92,11 +92,11 @@ def measure_thresholds(
     rule: ThresholdRule,
     watcher: Watcher,
     device: torch.device | None = None,
-    kernels: Kernels | None = None,
+    operations: Operations = TORCH,
 ) -> MeasuredThresholds:
     """Measures the thresholds of a pack, and rewrites them in place; no expert is touched. Resumable by layer.
 
-    Kernels, which need the CPU, decode rows and multiply large dense matrices.
+    Operations decode rows and multiply large dense matrices.
     The open pack keeps its old thresholds: open it anew. Measured before for the same rule and text, nothing is done.
     Raises:  PlanError for an impossible rule; ConversionError if the folder is in use or cannot be written.
     """
@@ -109,7 +109,7 @@ def measure_thresholds(
     if known is not None and (known.rule, known.text_sha256) == (rule, tokens.sha256):
         return known
     folder = pack.folder / _WORK_FOLDER
-    found, measured = _measured(pack, tokens, rule, watcher, folder, device, kernels)
+    found, measured = _measured(pack, tokens, rule, watcher, folder, device, operations)
     root = rewrite_thresholds(pack.folder, found)
     write_sidecar(pack.folder, SIDECAR, measured, root)
     shutil.rmtree(folder)
@@ -123,13 +123,13 @@ def find_thresholds(
     watcher: Watcher,
     folder: Path,
     device: torch.device | None = None,
-    kernels: Kernels | None = None,
+    operations: Operations = TORCH,
 ) -> NDArray[np.float32]:
     """The thresholds [L, E] that `measure_thresholds` would give a pack, which keeps its own. Resumable by layer.
 
     Args:    folder: to work in; the caller removes it.
     """
-    return _measured(pack, tokens, rule, watcher, folder, device, kernels)[0]
+    return _measured(pack, tokens, rule, watcher, folder, device, operations)[0]
 
 
 def _measured(
@@ -139,13 +139,13 @@ def _measured(
     watcher: Watcher,
     folder: Path,
     device: torch.device | None,
-    kernels: Kernels | None,
+    operations: Operations,
 ) -> tuple[NDArray[np.float32], MeasuredThresholds]:
     """Thresholds [L, E], and what they give."""
     facts = {"conversion": pack.manifest.conversion, "rule": dump(rule), "text": tokens.sha256}
     store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), starts_anew=True)
     try:
-        run = _Run(pack, tokens, rule, store, watcher, device or torch.device("cpu"), kernels)
+        run = _Run(pack, tokens, rule, store, watcher, device or torch.device("cpu"), operations)
         found = run.measure()
     finally:
         store.close()
@@ -157,7 +157,7 @@ def realized_sparsity(
     tokens: Tokens,
     watcher: Watcher,
     device: torch.device | None = None,
-    kernels: Kernels | None = None,
+    operations: Operations = TORCH,
 ) -> RealizedSparsity:
     """The share of neurons that the pack's own thresholds keep from running on some text, held out or not."""
     folder = pack.folder / _WORK_FOLDER
@@ -165,7 +165,7 @@ def realized_sparsity(
     store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), starts_anew=True)
     where = device or torch.device("cpu")
     try:
-        run = ModelPass(HeldWeights(StreamedPackWeights(pack, where, kernels)), tokens, store, "pack", where)
+        run = ModelPass(HeldWeights(StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where)
         run.run("sparsity", watcher)
         found = run.sparsity()
     finally:
@@ -185,7 +185,7 @@ class _Run:
         store: ProfileStore,
         watcher: Watcher,
         device: torch.device,
-        kernels: Kernels | None,
+        operations: Operations,
     ) -> None:
         self._spec = pack.spec
         self._tokens = tokens
@@ -193,7 +193,7 @@ class _Run:
         self._store = store
         self._watcher = watcher
         self._device = device
-        self._weights = HeldWeights(StreamedPackWeights(pack, device, kernels))
+        self._weights = HeldWeights(StreamedPackWeights(pack, device, operations))
         self._given = Sequences.of(pack.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
         num_sequences, S = self._given.ids.shape
         self._num_held_out = num_held_out(num_sequences)

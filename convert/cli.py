@@ -42,7 +42,7 @@ from moe_pack.formats import (
     read_sidecar,
 )
 from moe_pack.formats.cli import NOISE, byte_bar, command_errors, common_options
-from moe_pack.runtime import Routing, Text, kernels_for
+from moe_pack.runtime import Routing, Text, operations_for
 
 _COMPARED_TOKENS = 512
 
@@ -183,10 +183,10 @@ def verify_command(pack: Path, against: str | None, text: TextIO | None, as_json
         checkpoint = Checkpoint(find_checkpoint(against))
         try:
             same_tensors(held, checkpoint)
-            with kernels_for(torch.device("cpu")) as kernels:
+            with operations_for(torch.device("cpu")) as operations:
                 with byte_bar(totals.content, "comparing") as advance:
-                    matrices = compare_weights(held, checkpoint, advance, kernels)
-                logits = compare_logits(held, checkpoint, _compared_ids(held, text), kernels)
+                    matrices = compare_weights(held, checkpoint, advance, operations)
+                logits = compare_logits(held, checkpoint, _compared_ids(held, text), operations)
         finally:
             checkpoint.close()
         _print_comparison(held, matrices, logits, as_json)

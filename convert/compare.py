@@ -21,10 +21,11 @@ from moe_pack.formats import (
     read_account,
 )
 from moe_pack.runtime import (
+    TORCH,
     CheckpointWeights,
     Decoder,
     EncoderDecoder,
-    Kernels,
+    Operations,
     PackWeights,
     Weights,
     read_neurons,
@@ -86,14 +87,14 @@ def compare_weights(
     pack: Pack,
     checkpoint: Checkpoint,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
-    kernels: Kernels | None = None,
+    operations: Operations = TORCH,
 ) -> list[MatrixError]:
     """The errors of every kind of matrix, by name and format.
 
     Args:    on_progress: called with the number of pack bytes compared since the last call.
     Raises:  PackError if what was stored without loss differs, or a matrix is unrelated to the source's.
     """
-    weights = PackWeights(pack, torch.device("cpu"), kernels)
+    weights = PackWeights(pack, torch.device("cpu"), operations)
     sums: dict[tuple[str, str], _Sums] = {}
     for dense in pack.layout.dense:
         _compare_dense(weights, checkpoint, dense, sums)
@@ -109,13 +110,13 @@ def compare_weights(
     return [held.result(matrix, stored_as) for (matrix, stored_as), held in sorted(sums.items())]
 
 
-def compare_logits(pack: Pack, checkpoint: Checkpoint, ids: list[int], kernels: Kernels | None = None) -> LogitsError:
+def compare_logits(pack: Pack, checkpoint: Checkpoint, ids: list[int], operations: Operations = TORCH) -> LogitsError:
     """The distance between both models' predictions of each next token of `ids`.
 
     With an encoder it reads `ids`, and the predictions are those of the same tokens as answer.
     """
     source = _logits(CheckpointWeights(checkpoint), ids)
-    return logits_error(source, _logits(PackWeights(pack, torch.device("cpu"), kernels), ids))
+    return logits_error(source, _logits(PackWeights(pack, torch.device("cpu"), operations), ids))
 
 
 def _logits(weights: Weights, ids: list[int]) -> Tensor:

@@ -37,7 +37,7 @@ from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.profile_cli import SEQUENCE_LENGTH, Bars, chosen_device, say_text
 from moe_pack.formats import Checkpoint, Pack, dump, write_sidecar
 from moe_pack.formats.cli import command_errors, size_text
-from moe_pack.runtime import Text, kernels_for
+from moe_pack.runtime import Text, operations_for
 
 NUM_TOKENS = 8192  # to evaluate on, where nothing else is asked for
 _MUCH_TAIL = 0.02  # of the mass outside what a reference keeps of a prediction
@@ -173,15 +173,15 @@ def measure(pack: Pack, options: EvalOptions) -> Quality:
     bars, where = Bars(), chosen_device(options.device)
     with ExitStack() as opened:
         opened.callback(bars.close)
-        kernels = opened.enter_context(kernels_for(where))
+        operations = opened.enter_context(operations_for(where))
         against, tokens = _compared(pack, options, bars, where, opened)
-        found = evaluate(pack, tokens, bars, against, where, kernels)
+        found = evaluate(pack, tokens, bars, against, where, operations)
         if found.against is not None:
             write_sidecar(pack.folder, QUALITY_FILE, found, pack.manifest.root)
         if options.prices:
             length = tokens.sequences.shape[1]
             calibration = read_tokens(None, None, Text(pack), NUM_CALIBRATION_TOKENS, length)
-            found = replace(found, prices=measure_prices(pack, tokens, calibration, bars, where, kernels))
+            found = replace(found, prices=measure_prices(pack, tokens, calibration, bars, where, operations))
             write_sidecar(pack.folder, QUALITY_FILE, found, pack.manifest.root)
     shutil.rmtree(pack.folder / _WORK_FOLDER, ignore_errors=True)  # the reference, where it is not kept
     return found
@@ -193,8 +193,8 @@ def _scores(pack: Pack, tasks: TaskTokens, options: EvalOptions) -> dict[str, Ta
     found = {}
     with ExitStack() as opened:
         opened.callback(bars.close)
-        kernels = opened.enter_context(kernels_for(where))
-        found["pack"] = task_score(pack, tasks, pack.folder / "tasks.work", bars, where, kernels)
+        operations = opened.enter_context(operations_for(where))
+        found["pack"] = task_score(pack, tasks, pack.folder / "tasks.work", bars, where, operations)
         if options.against is not None and options.reference_file is None:
             checkpoint = Checkpoint(find_checkpoint(options.against))
             opened.callback(checkpoint.close)

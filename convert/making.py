@@ -45,7 +45,7 @@ from moe_pack.formats import (
     read_sidecar,
     write_sidecar,
 )
-from moe_pack.runtime import Kernels
+from moe_pack.runtime import TORCH, Operations
 
 MADE_FILE = "made.json"
 _WISH_FILE = "wish.json"
@@ -117,7 +117,7 @@ class Maker:
         wish: Wish,
         workers: int,
         teller: Teller,
-        kernels: Kernels | None = None,
+        operations: Operations = TORCH,
         on_step: Callable[[str], None] = lambda step: None,
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
@@ -129,7 +129,7 @@ class Maker:
         self._workers = workers
         self._memory_bytes = memory_bytes
         self._teller = teller
-        self._kernels = kernels
+        self._operations = operations
         self._on_step = on_step
         self._work = work_folder(output)
         self._drive = SteppedFolder(self._work, lambda step: on_step(f"{step.action} {step.path}"))
@@ -254,18 +254,18 @@ class Maker:
 
     def _measured(self, decision: Decision, folder: Path, reference: Reference) -> Quality:
         """Thresholds by the decision, then the loss; both are read where they are known."""
-        watcher, kernels = self._teller.watcher, self._kernels
+        watcher, operations = self._teller.watcher, self._operations
         rule = threshold_rule(decision)
         if rule is not None:
             with Pack(folder) as pack:
                 self._on_step("thresholds")
-                measure_thresholds(pack, self._profile.tokens(), rule, watcher, kernels=kernels)
+                measure_thresholds(pack, self._profile.tokens(), rule, watcher, operations=operations)
         with Pack(folder) as pack:
             known = read_sidecar(folder, QUALITY_FILE, Quality, pack.manifest.root)
             if known is not None and known.text_sha256 == self._tokens.sha256:
                 return known
             self._on_step("evaluate")
-            found = evaluate(pack, self._tokens, watcher, reference, kernels=kernels)
+            found = evaluate(pack, self._tokens, watcher, reference, operations=operations)
             write_sidecar(folder, QUALITY_FILE, found, pack.manifest.root)
         return found
 

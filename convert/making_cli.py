@@ -33,7 +33,7 @@ from moe_pack.convert.target import Limit, Target, check_room, defaults_text, pl
 from moe_pack.convert.target_cli import known_facts
 from moe_pack.formats import Checkpoint, PackLayout, canonical, dense_roles, dump, installed_version
 from moe_pack.formats.cli import size_text
-from moe_pack.runtime import FolderFiles, Text, kernels_for
+from moe_pack.runtime import FolderFiles, Text, operations_for
 
 EVAL_TOKENS = 16384  # that the loss is measured on, where nothing else is asked for
 
@@ -81,7 +81,7 @@ def make_for_target(checkpoint: Checkpoint, options: MakeOptions) -> None:
     bars = Bars()
     with ExitStack() as opened:
         opened.callback(bars.close)
-        kernels = opened.enter_context(kernels_for(torch.device("cpu")))
+        operations = opened.enter_context(operations_for(torch.device("cpu")))
         profile = _profile(checkpoint, text, options, bars, length)
         model = Model(
             checkpoint.spec, dense_dtypes(checkpoint), with_kept(losses_of(profile), lossless_formats(checkpoint))
@@ -96,7 +96,7 @@ def make_for_target(checkpoint: Checkpoint, options: MakeOptions) -> None:
             wish,
             options.workers,
             teller,
-            kernels,
+            operations,
             memory_bytes=options.memory_bytes,
         )
         made = maker.make()

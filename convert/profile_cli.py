@@ -33,7 +33,7 @@ from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight
 from moe_pack.formats import Checkpoint, ConversionError, ModelSpec, Pack, PlanError
 from moe_pack.formats.cli import command_errors, size_text
-from moe_pack.runtime import PREDICTORS, ROUTING_FILE, FolderFiles, Routing, Text, kernels_for
+from moe_pack.runtime import PREDICTORS, ROUTING_FILE, FolderFiles, Routing, Text, operations_for
 
 F = TypeVar("F", bound=Callable[..., Any])
 NUM_TOKENS, SEQUENCE_LENGTH = 16384, 512  # of text, where nothing else is asked for
@@ -313,8 +313,8 @@ def measure_with_bar(pack: Pack, tokens: Tokens, rule: ThresholdRule, device: st
     """Measures a pack's thresholds and shows progress."""
     bars, where = Bars(), chosen_device(device)
     try:
-        with kernels_for(where) as kernels:
-            return measure_thresholds(pack, tokens, rule, bars, where, kernels)
+        with operations_for(where) as operations:
+            return measure_thresholds(pack, tokens, rule, bars, where, operations)
     finally:
         bars.close()
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moe_pack.calib import Profile
 from moe_pack.convert.random_weights import CONSTANT, OWN, random_stream
 from moe_pack.formats import ModelSpec, PlanError, RouterSpec
-from moe_pack.runtime import route
+from moe_pack.runtime import TORCH
 
 Floats = NDArray[np.float64]
 
@@ -82,7 +82,7 @@ def popular_logits(shares: Floats, router: RouterSpec, seed: int) -> Floats:
     logits = torch.zeros(E, dtype=torch.float64)
     bias = torch.zeros(E) if router.bias else None
     for _ in range(_ROUNDS):
-        chosen, _ = route(drawn + logits.to(torch.float32), router, bias)
+        chosen, _ = TORCH.route(drawn + logits.to(torch.float32), router, bias)
         found = torch.bincount(chosen.flatten(), minlength=E).to(torch.float64) / _DRAWS
         # Were the last one chosen always at the same logit, one round would do.
         logits += wanted - torch.special.ndtri(found.clamp(0.5 / _DRAWS, 1 - 0.5 / _DRAWS))

@@ -23,7 +23,16 @@ from moe_pack.runtime.encoder_decoder import (
     position_bias,
 )
 from moe_pack.runtime.engine import Engine, EngineOptions
-from moe_pack.runtime.expert import NEURONS, Activations, activations, resting_output, run_expert
+from moe_pack.runtime.expert import (
+    NEURONS,
+    Activations,
+    Expert,
+    NeuronBlock,
+    activations,
+    resting_output,
+    run_expert,
+    running,
+)
 from moe_pack.runtime.folder_files import FolderFiles
 from moe_pack.runtime.generate import context_for, generate
 from moe_pack.runtime.kv_cache import KVCache
@@ -40,7 +49,7 @@ from moe_pack.runtime.machine import (
     load_facts,
     save_facts,
 )
-from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear, row_blocks
+from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, StoredMatrix, linear
 from moe_pack.runtime.memory import available_bytes, give_back_freed, total_bytes
 from moe_pack.runtime.mlp_predictor import MAX_PREVIOUS, Predictor, multi_hot, network_logits
 from moe_pack.runtime.model import Model, load
@@ -49,13 +58,13 @@ from moe_pack.runtime.native_kernels import (
     Kernels,
     expert_numbers,
     is_available,
-    kernels_for,
     num_cpus,
-    open_kernels,
 )
+from moe_pack.runtime.native_operations import NativeOperations, operations_for
 from moe_pack.runtime.native_search import TrellisRows, search_trellis
 from moe_pack.runtime.norm import norm
-from moe_pack.runtime.pack_weights import PackWeights, StreamedPackWeights
+from moe_pack.runtime.operations import TORCH, Operations, row_blocks
+from moe_pack.runtime.pack_weights import MappedPackWeights, PackWeights, StreamedPackWeights, open_weights
 from moe_pack.runtime.packed_expert import PackedExpert
 from moe_pack.runtime.path_checks import PATH_MIN_SEEN
 from moe_pack.runtime.path_statistics import PATH_MEMORY, PathStatistics, Stage, ranked, rows_as_keys
@@ -66,7 +75,6 @@ from moe_pack.runtime.record import Passes, Record, read_record
 from moe_pack.runtime.replay import PathShares, Played, auto_preset, best_of, optimum, replay
 from moe_pack.runtime.residency import CacheFacts, Compute, Fetch, Residency
 from moe_pack.runtime.rope import Angles, Rope
-from moe_pack.runtime.router import route
 from moe_pack.runtime.routing import (
     MAX_ROUTED_TOKENS,
     NO_PREDICTOR,
@@ -87,7 +95,7 @@ from moe_pack.runtime.source_codes import (
 )
 from moe_pack.runtime.streaming import StreamingWeights, Trust
 from moe_pack.runtime.text import Text, TextStream
-from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
+from moe_pack.runtime.weights import Weights
 
 __all__ = [
     "CARD_PAGE_BYTES",
@@ -102,6 +110,7 @@ __all__ = [
     "PRESETS",
     "READ_UNIT",
     "ROUTING_FILE",
+    "TORCH",
     "TORCH_DTYPES",
     "Activations",
     "Angles",
@@ -126,10 +135,13 @@ __all__ = [
     "Kernels",
     "LinkFacts",
     "MachineFacts",
+    "MappedPackWeights",
     "Matrix",
     "Model",
+    "NativeOperations",
     "NeuronBlock",
     "Observed",
+    "Operations",
     "PackWeights",
     "PackedExpert",
     "Passes",
@@ -179,7 +191,6 @@ __all__ = [
     "give_back_freed",
     "head",
     "is_available",
-    "kernels_for",
     "least_budget",
     "least_card",
     "linear",
@@ -192,8 +203,9 @@ __all__ = [
     "network_logits",
     "norm",
     "num_cpus",
-    "open_kernels",
     "open_reads",
+    "open_weights",
+    "operations_for",
     "optimum",
     "page_sizes",
     "position_bias",
@@ -207,7 +219,6 @@ __all__ = [
     "replay",
     "residency_for",
     "resting_output",
-    "route",
     "route_tokens",
     "router_scores",
     "routing_bytes",
@@ -216,6 +227,7 @@ __all__ = [
     "rows_as_keys",
     "run_expert",
     "run_unrouted",
+    "running",
     "save_facts",
     "search_trellis",
     "total_bytes",

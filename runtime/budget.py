@@ -17,10 +17,10 @@ from moe_pack.formats import (
     size_text,
 )
 from moe_pack.runtime.arena import BLOCK_BYTES
-from moe_pack.runtime.matrix import MAX_DECODED_BYTES
+from moe_pack.runtime.layer import PREFILL_TOKENS
+from moe_pack.runtime.operations import MAX_DECODED_BYTES
 from moe_pack.runtime.routing import ROUTING_FILE
 
-PREFILL_TOKENS = 512  # of a forward pass, where there is room
 LEAST_PREFILL_TOKENS = 16  # below, a prompt would read every expert again and again
 MAX_PAGE_BYTES = 1 << 20
 LEAST_PAGE_BYTES = 64 << 10  # smaller pages lose more to the room before each; experts of less than four have smaller

@@ -19,6 +19,7 @@ from moe_pack.runtime.budget import AS_BUDGET
 from moe_pack.runtime.card_budget import CardCosts, divide_card
 from moe_pack.runtime.card_placement import PAGE_SHARE
 from moe_pack.runtime.decoder import Decoder
+from moe_pack.runtime.experts import run_experts
 from moe_pack.runtime.matrix import linear
 from moe_pack.runtime.pack_weights import PackWeights
 
@@ -190,7 +191,8 @@ def run_everything(pack: Pack, built: AtWork, chunk_tokens: int) -> None:
     for length in sorted({1, *range(_LENGTH_STEP, chunk_tokens, _LENGTH_STEP), chunk_tokens}):
         for layer_idx, experts in _experts_of_each_format(pack):
             chosen = torch.tensor(experts, device=device).expand(length, k)
-            weights.run_experts(layer_idx, torch.zeros(length, d, device=device), chosen, torch.ones_like(chosen) / k)
+            x = torch.zeros(length, d, device=device)
+            run_experts(x, chosen, torch.ones_like(chosen) / k, weights, layer_idx)
         for role, num_cols in _matrices_of_each_format(pack):
             linear(torch.zeros(length, num_cols, device=device), weights.matrix(role))
     context = decoder.cache.context_tokens

@@ -7,12 +7,13 @@ from torch import Tensor
 from moe_pack.formats import DenseLayout, Pack
 from moe_pack.runtime.card_cache import CardCache
 from moe_pack.runtime.device_matrix import DeviceMatrix
+from moe_pack.runtime.experts import ExpertRunner, PartialState
 from moe_pack.runtime.kernels.expert_many import expert_many, workspace_floats
 from moe_pack.runtime.matrix import Matrix
 from moe_pack.runtime.pack_weights import PackWeights, tokens_by_expert
 
 
-class CardWeights(PackWeights):
+class CardWeights(PackWeights, ExpertRunner):
     """The weights of an open pack on a device; the cache of its experts stays the caller's.
 
     Many tokens are run here, one expert after the other, made whole first; one token by `TokenStep`, without the host.
@@ -32,7 +33,14 @@ class CardWeights(PackWeights):
     def _matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
         return DeviceMatrix(dense, raw)
 
-    def run_experts(self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor) -> Tensor:
+    def run_experts(
+        self,
+        layer_idx: int,
+        x: Tensor,
+        experts: Tensor,
+        router_weights: Tensor,
+        partial_state: PartialState | None = None,
+    ) -> Tensor:
         """The routed experts of a layer over tokens x float32 [T, d], weighted and added up.
 
         Args:    experts, router_weights: int64 and float32 [T, k].

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import Checkpoint, ModelSpec, Selector, SourceMatrix
-from moe_pack.runtime.matrix import Matrix, row_blocks
-from moe_pack.runtime.native_kernels import Kernels
+from moe_pack.runtime.expert import Expert, NeuronBlock
+from moe_pack.runtime.matrix import Matrix
+from moe_pack.runtime.operations import TORCH, row_blocks
 from moe_pack.runtime.source_codes import load_matrix, read_neurons, read_rows, read_vector
-from moe_pack.runtime.weights import Expert, NeuronBlock
 
 
 class CheckpointWeights:
@@ -18,7 +18,7 @@ class CheckpointWeights:
     def __init__(self, checkpoint: Checkpoint, device: torch.device | None = None) -> None:
         self.spec: ModelSpec = checkpoint.spec
         self.selector: Selector = "none"
-        self.kernels: Kernels | None = None
+        self.operations = TORCH
         self._checkpoint = checkpoint
         self._device = device or torch.device("cpu")
 

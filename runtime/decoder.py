@@ -1,4 +1,4 @@
-"""The decoder: the whole forward pass over any source of weights, in plain torch or by the kernels that they carry.
+"""The decoder: the whole forward pass over any source of weights, computed by the operations that they carry.
 
 The parts of a layer are in `layer`, an expert's arithmetic in `expert`, routing in `router`. Hidden state, router
 logits and all sums are float32. Everything faster is tested against this.
@@ -8,12 +8,19 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.budget import PREFILL_TOKENS
-from moe_pack.runtime.experts import run_experts
+from moe_pack.runtime.experts import PartialState, run_experts
 from moe_pack.runtime.kv_cache import KVCache
-from moe_pack.runtime.layer import add_attention, embed, head, mlp_input, route_tokens, run_unrouted, scaled
+from moe_pack.runtime.layer import (
+    PREFILL_TOKENS,
+    add_attention,
+    embed,
+    head,
+    mlp_input,
+    route_tokens,
+    run_unrouted,
+    scaled,
+)
 from moe_pack.runtime.rope import Angles, Rope
-from moe_pack.runtime.streaming import StreamingWeights
 from moe_pack.runtime.weights import Weights
 
 ANGLES_AT_ONCE = 256  # positions: made for one token at a time, they take as long
@@ -108,30 +115,23 @@ class Decoder:
         angles = self._angles(start, start + len(ids), num_tokens)
         for layer in range(spec.num_hidden_layers):
             x = add_attention(x, weights, layer, self.cache.layer(layer), angles)
-            self._tell_partial_state(x, layer, angles)
-            x = x + scaled(self._mlp(mlp_input(x, weights, layer), layer), spec.residual_multiplier)
+            y = self._mlp(mlp_input(x, weights, layer), layer, self._partial_state(x, layer, angles))
+            x = x + scaled(y, spec.residual_multiplier)
         self.cache.num_tokens += len(ids)
         return x
 
-    def _tell_partial_state(self, x: Tensor, layer: int, angles: Angles) -> None:
-        """Lets weights that foretell see what the next layer would, had only some of this layer's experts run.
-
-        They give those experts' sum, and get the hidden state after the next layer's attention, whose keys and values
-        are overwritten when it runs. None where the next layer has no experts.
-        """
+    def _partial_state(self, x: Tensor, layer: int, angles: Angles) -> PartialState | None:
+        """How the next layer's attention would leave the states x that this layer's did; None: it has no experts."""
+        if layer + 1 not in self._layer_idx:
+            return None
         weights = self._weights
-        if not isinstance(weights, StreamingWeights) or weights.foreteller is None:
-            return
-        if not weights.foreteller.needs_partial or layer + 1 not in self._layer_idx:
-            weights.partial_state = None
-            return
 
         def partial_state(y: Tensor) -> Tensor:
             unrouted = run_unrouted(mlp_input(x, weights, layer), weights, layer)
             some = x + scaled(y if unrouted is None else y + unrouted, self.spec.residual_multiplier)
             return add_attention(some, weights, layer + 1, self.cache.layer(layer + 1), angles)
 
-        weights.partial_state = partial_state
+        return partial_state
 
     def _angles(self, start: int, stop: int, num_tokens: int) -> Angles:
         """The angles at positions `start` to `stop`, of those made for many at once."""
@@ -143,19 +143,15 @@ class Decoder:
         cosines, sines = self._made
         return cosines[start - first : stop - first], sines[start - first : stop - first]
 
-    def _mlp(self, x: Tensor, layer: int) -> Tensor:
+    def _mlp(self, x: Tensor, layer: int, partial_state: PartialState | None) -> Tensor:
         """The second half of a layer for normed hidden states [T, d]: its experts, or its one dense expert."""
         unrouted = run_unrouted(x, self._weights, layer)
         if layer not in self._layer_idx:
             assert unrouted is not None, "a layer without experts is dense"
             return unrouted
-        y = self._experts(x, layer)
+        experts, router_weights = route_tokens(x, self._weights, layer)
+        y = run_experts(x, experts, router_weights, self._weights, self._layer_idx[layer], partial_state)
         return y if unrouted is None else y + unrouted
-
-    def _experts(self, x: Tensor, layer: int) -> Tensor:
-        """The routed experts of a layer for normed hidden states [T, d]."""
-        experts, weights = route_tokens(x, self._weights, layer)
-        return run_experts(x, experts, weights, self._weights, self._layer_idx[layer])
 
     @torch.inference_mode()
     def _head(self, hidden: Tensor) -> Tensor:

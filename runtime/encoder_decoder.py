@@ -9,19 +9,18 @@ counted over a pass, and because each expert is then brought once; what is large
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moe_pack.formats import RelativeSpec, RunError
-from moe_pack.runtime.budget import PREFILL_TOKENS
-from moe_pack.runtime.experts import run_experts
+from moe_pack.runtime.experts import PartialState, run_experts
 from moe_pack.runtime.kv_cache import KVCache, LayerCache
-from moe_pack.runtime.layer import embed, head, mlp_input, route_tokens, run_unrouted, scaled
-from moe_pack.runtime.matrix import row_blocks
+from moe_pack.runtime.layer import PREFILL_TOKENS, embed, head, mlp_input, route_tokens, run_unrouted, scaled
 from moe_pack.runtime.norm import norm
+from moe_pack.runtime.operations import row_blocks
 from moe_pack.runtime.relative_attention import PositionBias, attend_keys, enter_keys
-from moe_pack.runtime.streaming import StreamingWeights
 from moe_pack.runtime.weights import Weights
 
 
@@ -134,8 +133,8 @@ class EncoderDecoder:
         scratch = replace(self.read.layer(0), num_tokens=0)
         for layer in range(self._num_encoding):
             x = self._attend_text(x, layer, scratch)
-            self._tell_partial_state(x, layer, self._num_encoding, lambda y, l: self._attend_text(y, l, scratch))
-            x = self._add_mlp(x, layer)
+            attend = partial(self._attend_text, scratch=scratch)
+            x = self._add_mlp(x, layer, self._partial_state(x, layer, self._num_encoding, attend))
         encoded = norm(x, self._weights, "encoder_norm")
         for idx in range(self.spec.num_hidden_layers - self._num_encoding):
             layer = self._num_encoding + idx
@@ -166,8 +165,8 @@ class EncoderDecoder:
         x = embed(torch.tensor(ids), self._weights)
         for layer in range(self._num_encoding, self.spec.num_hidden_layers):
             x = self._attend_answer(x, layer)
-            self._tell_partial_state(x, layer, self.spec.num_hidden_layers, self._attend_answer)
-            x = self._add_mlp(x, layer)
+            last = self.spec.num_hidden_layers
+            x = self._add_mlp(x, layer, self._partial_state(x, layer, last, self._attend_answer))
         self.cache.num_tokens += len(ids)
         return x
 
@@ -179,15 +178,13 @@ class EncoderDecoder:
         x = add_own_attention(x, weights, layer, self.cache.layer(idx), self._decoder_bias, chunk)
         return add_cross_attention(x, weights, layer, self.read.layer(idx), chunk)
 
-    def _tell_partial_state(self, x: Tensor, layer: int, end: int, attend: Callable[[Tensor, int], Tensor]) -> None:
-        """As `Decoder` does, within a stack, whose layers are those before `end`."""
-        weights = self._weights
-        if not isinstance(weights, StreamingWeights) or weights.foreteller is None:
-            return
-        after = layer + 1
-        if not weights.foreteller.needs_partial or after == end or after not in self._layer_idx:
-            weights.partial_state = None
-            return
+    def _partial_state(
+        self, x: Tensor, layer: int, end: int, attend: Callable[[Tensor, int], Tensor]
+    ) -> PartialState | None:
+        """As in `Decoder`, within a stack, whose layers are those before `end`."""
+        weights, after = self._weights, layer + 1
+        if after == end or after not in self._layer_idx:
+            return None
 
         def partial_state(y: Tensor) -> Tensor:
             normed = mlp_input(x, weights, layer)
@@ -195,19 +192,19 @@ class EncoderDecoder:
             some = x + scaled(y if unrouted is None else y + unrouted, self.spec.residual_multiplier)
             return attend(some, after)
 
-        weights.partial_state = partial_state
+        return partial_state
 
     def _check_vocabulary(self, ids: list[int]) -> None:
         if ids and not 0 <= min(ids) <= max(ids) < self.spec.vocab_size:
             raise RunError(f"token {max(ids)} is not in the model's vocabulary of {self.spec.vocab_size}")
 
-    def _add_mlp(self, x: Tensor, layer: int) -> Tensor:
+    def _add_mlp(self, x: Tensor, layer: int, partial_state: PartialState | None) -> Tensor:
         """Hidden states float32 [T, d] with the layer's experts added, or its dense expert."""
         weights, normed = self._weights, mlp_input(x, self._weights, layer)
         unrouted = self._in_pieces(normed, lambda piece: run_unrouted(piece, weights, layer))
         if layer in self._layer_idx:
             experts, router_weights = route_tokens(normed, weights, layer)
-            y = run_experts(normed, experts, router_weights, weights, self._layer_idx[layer])
+            y = run_experts(normed, experts, router_weights, weights, self._layer_idx[layer], partial_state)
             unrouted = y if unrouted is None else y + unrouted
         assert unrouted is not None, "a layer without experts is dense"
         return x + scaled(unrouted, self.spec.residual_multiplier)

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import Pack, RunError, audit, size_text
 from moe_pack.runtime.budget import (
-    PREFILL_TOKENS,
     BudgetPlan,
     divide_budget,
     expert_pages,
@@ -34,10 +33,13 @@ from moe_pack.runtime.encoder_decoder import EncoderDecoder
 from moe_pack.runtime.expert_store import USUAL_GAP_BYTES, ExpertStore
 from moe_pack.runtime.foretelling import Foreteller
 from moe_pack.runtime.host_arena import HostArena, host_bytes
+from moe_pack.runtime.layer import PREFILL_TOKENS
 from moe_pack.runtime.machine import MachineFacts
 from moe_pack.runtime.memory import available_bytes
 from moe_pack.runtime.native_kernels import Kernels, is_available, num_cpus, open_kernels, why_unavailable
-from moe_pack.runtime.pack_weights import PackWeights
+from moe_pack.runtime.native_operations import NativeOperations
+from moe_pack.runtime.operations import TORCH, Operations
+from moe_pack.runtime.pack_weights import PackWeights, open_weights
 from moe_pack.runtime.policies import PRESETS, PolicyName, Preset, residency_for
 from moe_pack.runtime.prediction import Prediction, make_prediction
 from moe_pack.runtime.reads import NUM_THREADS, Reads, open_reads, reads_directly
@@ -153,7 +155,7 @@ class Engine:
         if options.verify == "full":
             audit(pack)
         try:
-            self.kernels = self._open_kernels()
+            self.operations = self._open_operations()
             self.weights: PackWeights
             self.decoder: Decoder | EncoderDecoder
             if self.device.type == "cuda":
@@ -262,7 +264,7 @@ class Engine:
         # Here, as they need triton, which comes with torch for GPUs alone.
         from moe_pack.runtime.device import CudaDevice
         from moe_pack.runtime.staged_engine import Decided, StagedAsked, StagedAtWork, least_staged_bytes
-        from moe_pack.runtime.staged_triton import TritonOps
+        from moe_pack.runtime.staged_ops import TritonOps
 
         pack, options, ops = self._pack, self.options, TritonOps()
         routing, context, dtype = Routing.open(pack), asked.context_tokens, asked.cache_dtype
@@ -322,24 +324,24 @@ class Engine:
             raise RunError(f"--strict: {what}")
         self.fallbacks.append(what)
 
-    def _open_kernels(self) -> Kernels | None:
-        """The native kernels that were asked for; None where torch computes."""
+    def _open_operations(self) -> Operations:
+        """What computes on the CPU as asked for, else torch, which also computes small things on a GPU."""
         options, threads = self.options, self.options.threads or num_cpus()
         wanted = options.kernels
         if wanted == "torch" or options.device != "cpu":
             torch.set_num_threads(threads)
-            return None
+            return TORCH
         kernels = open_kernels(threads) if wanted == "auto" else Kernels(threads, wanted)
         if kernels is None:
             self._fall_back(f"torch computes: native kernels {why_unavailable()}")
             torch.set_num_threads(threads)
-            return None
+            return TORCH
         self._stack.enter_context(closing(kernels))
         if wanted not in ("auto", kernels.instruction_set):
             raise RunError(f"--kernels {wanted}: this machine has {kernels.instruction_set} at most")
         # Beside the kernels torch has small things to do: threads of its own would only wait, and wait spinning.
         torch.set_num_threads(1)
-        return kernels
+        return NativeOperations(kernels)
 
     def _kernels_beside_card(self) -> Kernels | None:
         """The CPU's kernels, for what it shares in; None where there are none."""
@@ -369,7 +371,7 @@ class Engine:
         return most
 
     def _mapped(self) -> PackWeights:
-        return PackWeights(self._pack, self.device, self.kernels)
+        return open_weights(self._pack, self.device, self.operations)
 
     def _streaming(self, budget: int, context_tokens: int) -> StreamingWeights:
         pack, options = self._pack, self.options
@@ -382,7 +384,7 @@ class Engine:
         residency = self._residency(preset, facts, budget, context_tokens)
         store = ExpertStore(
             pack,
-            self.kernels,
+            self.operations,
             self.plan,
             self._open_reads,
             verify=options.verify == "lazy",
@@ -393,7 +395,7 @@ class Engine:
         self.store = self._stack.enter_context(closing(store))
         weights = StreamingWeights(
             pack,
-            self.kernels,
+            self.operations,
             store,
             residency,
             scores_matter=scores_matter,

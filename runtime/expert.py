@@ -8,17 +8,42 @@ Neuron i runs when `a_i != 0 and not (abs(a_i) < t)`: a threshold of zero drops 
 NaN runs and is seen. `a` is what the selector kind makes known before the record is read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moe_pack.formats import NeuronFunction, Selector
-from moe_pack.runtime.matrix import linear
-from moe_pack.runtime.weights import Expert, NeuronBlock, Weights
 
 _LIMIT, _STEEPNESS = 7.0, 1.702  # of the clamped SwiGLU
+
+
+@dataclass(frozen=True, slots=True)
+class NeuronBlock:
+    """Some neurons of an expert, dequantized: float32 [n, d] each, gate None in families without one.
+
+    Biases are float32 [n], where the family has them.
+    """
+
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+
+
+class Expert(Protocol):
+    """An expert whose neurons come in blocks of bounded size."""
+
+    def blocks(self) -> Iterator[NeuronBlock]:
+        """All neurons once, in stored order."""
+        ...
+
+    def down_bias(self) -> Tensor | None:
+        """What is added to the output of a token that comes here, float32 [d]; None where the family has none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +89,19 @@ def run_expert(x: Tensor, expert: Expert, function: NeuronFunction, selector: Se
     for block in expert.blocks():
         values = activations(x, block, function)
         h, a = values.h, values.of(selector)
-        runs = (a != 0) & ~(a.abs() < threshold)  # [T, n]
-        y += torch.where(runs, h, 0.0) @ block.down
+        y += torch.where(running(a, threshold), h, 0.0) @ block.down
     return y
+
+
+def running(a: Tensor, threshold: float | Tensor) -> Tensor:
+    """Returns which neurons run, bool in the shape of `a`: `a != 0 and not (abs(a) < threshold)`."""
+    return (a != 0) & ~(a.abs() < threshold)
 
 
 def resting_output(x: Tensor, expert: Expert) -> Tensor:
     """The output of an expert for tokens float32 [T, d] of which none has a neuron that runs: [T, d], to add to."""
     bias = expert.down_bias()
     return torch.zeros_like(x) if bias is None else bias.repeat(len(x), 1)
-
-
-def run_dense_expert(x: Tensor, weights: Weights, role: str, function: NeuronFunction) -> Tensor:
-    """The output of an expert that every token goes to and that is kept as dense matrices: all its neurons run.
-
-    Args:    x: float32 [T, d].   role: what its matrices' roles begin with (`layers.{i}.shared`).
-    Returns: float32 [T, d].
-    """
-    up = linear(x, weights.matrix(f"{role}.up"))
-    gate = linear(x, weights.matrix(f"{role}.gate")) if "gate" in weights.spec.expert.matrices else None
-    return linear(NEURONS[function].h(gate, up), weights.matrix(f"{role}.down"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ What is fetched and dropped is `Residency`'s to decide; what is computed, `strea
 """
 
 import time
-import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -14,8 +13,9 @@ from numpy.typing import NDArray
 from moe_pack.formats import Pack, PackError
 from moe_pack.runtime.arena import BLOCK_BYTES, PageArena
 from moe_pack.runtime.budget import BudgetPlan
-from moe_pack.runtime.native_kernels import Kernels
+from moe_pack.runtime.operations import Operations
 from moe_pack.runtime.paged_expert import Blocks, PagedExpert
+from moe_pack.runtime.paged_operations import NativePagedOperations, paged_operations
 from moe_pack.runtime.reads import Reads
 from moe_pack.runtime.residency import Key
 from moe_pack.runtime.trace import Trace
@@ -28,6 +28,7 @@ class ExpertStore:
     """Pages and reads of a pack's experts. Owns both: `close` it.
 
     `stall_ns`: how long was waited for reads.   `asked_bytes`: of whole blocks that were to be read.
+    `operations`: what computes with experts.   `by_rows`: what computes with some rows of one; None: all are read.
     `rows_below`: where fewer of an expert's neurons run, their rows are read instead of all; 0 for never.
     `gap_bytes`: what is read over between two rows rather than read apart.
     """
@@ -35,7 +36,7 @@ class ExpertStore:
     def __init__(
         self,
         pack: Pack,
-        kernels: Kernels | None,
+        operations: Operations,
         plan: BudgetPlan,
         open_reads: Callable[[NDArray[np.uint8]], Reads],
         verify: bool,
@@ -46,9 +47,11 @@ class ExpertStore:
         self.stall_ns = self.asked_bytes = 0
         self._trace = trace
         self._traced: dict[Key, int] = {}
-        self._pack, self._kernels, self._verify = pack, kernels, verify
+        self._pack, self._verify = pack, verify
+        self.operations = paged_operations(operations, pack.spec.expert.function, pack.manifest.selector)
+        self.by_rows = self.operations if isinstance(self.operations, NativePagedOperations) else None
         self._gap_blocks = gap_bytes // BLOCK_BYTES
-        self._rows_below = rows_below if kernels is not None else 0.0
+        self._rows_below = 0.0 if self.by_rows is None else rows_below
         self._share_running = np.zeros(len(pack.layout.experts))
         self._checked = np.zeros(pack.index.size.shape, bool)
         self._held: dict[Key, PagedExpert] = {}
@@ -130,8 +133,7 @@ class ExpertStore:
         self._read_ended(key)
         held.ticket = None
         held.arrived(self._reading.pop(key))
-        if self._kernels is not None:
-            held.stitch(self._kernels)
+        self.operations.stitch(held)
         self._check(key, held)
         return held
 
@@ -156,8 +158,8 @@ class ExpertStore:
 
         Raises:  PackError naming a row that is damaged.
         """
-        if self._verify and not self._checked[key] and self._kernels is not None:
-            self._held[key].check_rows(self._kernels, neurons, key.expert)
+        if self._verify and not self._checked[key] and self.by_rows is not None:
+            self.by_rows.check_rows(self._held[key], neurons, key.expert)
 
     def _wait(self, ticket: int) -> None:
         started = time.perf_counter_ns()
@@ -186,17 +188,13 @@ class ExpertStore:
             return
         expected = int(self._pack.index.crc32[key])
         if held.is_whole:
-            if self._kernels is None:
-                found = zlib.crc32(held.extent().numpy().data)
-            else:
-                found = self._kernels.checksum_pages(held.records, held.layout.num_bytes)
-            if found != expected:
+            if self.operations.checksum(held) != expected:
                 raise PackError(
                     f"{held.place}: expert {key.expert}: CRC-32 does not match its bytes; the file is damaged"
                 )
             self._checked[key] = True
-        elif self._kernels is not None and not held.is_selector_checked:
-            held.check_selector(self._kernels, key.expert)
+        elif self.by_rows is not None and not held.is_selector_checked:
+            self.by_rows.check_selector(held, key.expert)
 
 
 def _name(key: Key) -> str:

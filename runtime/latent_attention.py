@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moe_pack.formats import LatentSpec
 from moe_pack.runtime.kv_cache import LayerCache
-from moe_pack.runtime.matrix import MAX_DECODED_BYTES, linear
-from moe_pack.runtime.norm import rms_norm
+from moe_pack.runtime.matrix import linear
+from moe_pack.runtime.operations import MAX_DECODED_BYTES
 from moe_pack.runtime.rope import Angles, rotate
 from moe_pack.runtime.weights import Weights
 
@@ -33,7 +33,7 @@ def attend_latent(
     q_nope, q_rope = torch.split(q, [spec.qk_nope_head_dim, rope_dim], dim=-1)
     q = torch.cat((q_nope, rotate(q_rope, angles, interleaved)), dim=-1)
     latent, key = torch.split(linear(x, weights.matrix(f"{role}.kv_a")), [spec.kv_lora_rank, rope_dim], dim=-1)
-    latent = rms_norm(latent, weights.vector(f"{role}.kv_a_norm"), spec.lora_norm_eps, weights.kernels)
+    latent = weights.operations.rms_norm(latent, weights.vector(f"{role}.kv_a_norm"), spec.lora_norm_eps)
     cache.keys[0, start:stop] = torch.cat((latent, rotate(key[None], angles, interleaved)[0]), dim=-1)
     attend = _absorbed if absorbs(len(x), stop, spec) else _expanded
     mixed = torch.cat(list(attend(q, weights, spec, role, cache.keys[0, :stop].float(), mask)))  # [heads, T, v]
@@ -54,7 +54,7 @@ def _queries(x: Tensor, weights: Weights, spec: LatentSpec, role: str) -> Tensor
         q = linear(x, weights.matrix(f"{role}.q"))
     else:
         latent = linear(x, weights.matrix(f"{role}.q_a"))
-        latent = rms_norm(latent, weights.vector(f"{role}.q_a_norm"), spec.lora_norm_eps, weights.kernels)
+        latent = weights.operations.rms_norm(latent, weights.vector(f"{role}.q_a_norm"), spec.lora_norm_eps)
         q = linear(latent, weights.matrix(f"{role}.q_b"))
     return q.view(len(x), spec.num_heads, -1).transpose(0, 1)
 

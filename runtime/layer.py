@@ -9,14 +9,16 @@ All hidden states are float32 [T, d].
 import torch
 from torch import Tensor
 
+from moe_pack.formats import NeuronFunction
 from moe_pack.runtime.attention import attend
-from moe_pack.runtime.expert import run_dense_expert
+from moe_pack.runtime.expert import NEURONS
 from moe_pack.runtime.kv_cache import LayerCache
 from moe_pack.runtime.matrix import gather_rows, linear
 from moe_pack.runtime.norm import norm
 from moe_pack.runtime.rope import Angles
-from moe_pack.runtime.router import route
 from moe_pack.runtime.weights import Weights
+
+PREFILL_TOKENS = 512  # of a forward pass, where memory allows
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
@@ -44,7 +46,7 @@ def route_tokens(x: Tensor, weights: Weights, layer: int) -> tuple[Tensor, Tenso
     """The experts of tokens and their weights, int64 and float32 [T, k], from `mlp_input`."""
     router = weights.spec.router
     bias = weights.vector(f"layers.{layer}.router_bias") if router.bias else None
-    return route(router_logits(x, weights, layer), router, bias, weights.kernels)
+    return weights.operations.route(router_logits(x, weights, layer), router, bias)
 
 
 def router_logits(x: Tensor, weights: Weights, layer: int) -> Tensor:
@@ -77,6 +79,17 @@ def run_unrouted(x: Tensor, weights: Weights, layer: int) -> Tensor | None:
     if spec.shared_expert.gated:
         output = output * torch.sigmoid(linear(x, weights.matrix(f"{role}.shared_router")))
     return output
+
+
+def run_dense_expert(x: Tensor, weights: Weights, role: str, function: NeuronFunction) -> Tensor:
+    """The output of an expert that every token goes to and that is kept as dense matrices: all its neurons run.
+
+    Args:    x: float32 [T, d].   role: what its matrices' roles begin with (`layers.{i}.shared`).
+    Returns: float32 [T, d].
+    """
+    up = linear(x, weights.matrix(f"{role}.up"))
+    gate = linear(x, weights.matrix(f"{role}.gate")) if "gate" in weights.spec.expert.matrices else None
+    return linear(NEURONS[function].h(gate, up), weights.matrix(f"{role}.down"))
 
 
 def head(x: Tensor, weights: Weights) -> Tensor:

@@ -1,14 +1,12 @@
 """The native kernels: operations on rows straight from their codes, with threads of their own.
 
-Beside each stands its twin in plain torch, which it is tested against: `expert` for experts, `matrix` for products,
-`attention`, `norm`, `moe_pack.formats.codecs` for decoding. Products of few tokens take inputs as 24-bit fixed point
+Each has a twin in plain torch, which it is tested against: `expert` for experts, `operations` for attention, norms and
+products, `router`, `moe_pack.formats.codecs` for decoding. Products of few tokens take inputs as 24-bit fixed point
 relative to the token's largest magnitude, which is as precise as float32 (docs/kernels.md, "Numerics"). The extension
 is built with the package where there is a compiler; without it, or on another device than the CPU, torch serves.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -28,8 +26,6 @@ from moe_pack.formats import (
     RunError,
     Selector,
 )
-from moe_pack.runtime.kv_cache import LayerCache
-from moe_pack.runtime.rope import Angles
 
 _why_unavailable: str | None = None
 try:
@@ -101,15 +97,6 @@ class ExpertRows:
     records: Bytes | PagedRows
     threshold: float
     extra: Bytes | PagedRows | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """The rms norms of each head's query and key: weights float32 [head_dim], and eps."""
-
-    q: Tensor
-    k: Tensor
-    eps: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +211,12 @@ class Kernels:
     def attend(
         self,
         projected: tuple[Tensor, Tensor, Tensor],
-        norms: HeadNorms | None,
-        angles: Angles,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        angles: tuple[Tensor, Tensor],
         interleaved: bool,
-        cache: LayerCache,
+        cached: tuple[Tensor, Tensor],
+        num_cached: int,
         spec: GroupedQuerySpec,
         window: int | None,
         sinks: Tensor | None,
@@ -235,6 +224,9 @@ class Kernels:
         """Attention of new tokens, whose keys and values enter the cache, all queries and keys normed and rotated.
 
         Args:    projected: queries, keys and values, float32 [T, heads * head_dim], before norms of heads and rotation.
+                 norms: weights float32 [head_dim] of the rms norms of each head's query and key, with `eps`.   angles:
+                 cosine and sine, float32 [T, rotary_dim / 2] each.   cached: keys and values float32 [heads, places,
+                 head_dim] after `num_cached` positions, position p in place `p % places`.
                  window: how many positions one sees at most; None: all before it.   sinks: float32 [num_heads], logits
                  that no value belongs to.
         Returns: float32 [T, num_heads * head_dim].
@@ -243,19 +235,18 @@ class Kernels:
         self._call(
             "attend",
             *(_array(each) for each in projected),
-            *((None, None) if norms is None else (norms.q.numpy(), norms.k.numpy())),
+            *((None, None) if norms is None else (each.numpy() for each in norms)),
             *(_array(each) for each in angles),
-            cache.keys.numpy(),
-            cache.values.numpy(),
+            *(each.numpy() for each in cached),
             None if sinks is None else sinks.numpy(),
             out,
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_dim,
-            cache.num_tokens,
+            num_cached,
             window or 0,
             spec.scale,
-            0.0 if norms is None else norms.eps,
+            0.0 if norms is None else eps,
             interleaved,
         )
         return y
@@ -342,17 +333,6 @@ class Kernels:
 def open_kernels(threads: int | None = None) -> Kernels | None:
     """Kernels with so many threads (all CPUs if None), or None where the extension was not built."""
     return Kernels(threads) if is_available() else None
-
-
-@contextmanager
-def kernels_for(device: torch.device, threads: int | None = None) -> Iterator[Kernels | None]:
-    """Kernels for work on a device, closed at the end: None where the extension was not built, or on another device."""
-    kernels = open_kernels(threads) if device.type == "cpu" else None
-    try:
-        yield kernels
-    finally:
-        if kernels is not None:
-            kernels.close()
 
 
 @lru_cache(maxsize=4096)

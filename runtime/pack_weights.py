@@ -9,10 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import DENSE_FILE, DenseLayout, ModelSpec, Pack
+from moe_pack.runtime.expert import Expert
+from moe_pack.runtime.experts import ExpertRunner, PartialState
 from moe_pack.runtime.matrix import TORCH_DTYPES, Matrix, RowMatrix, StoredMatrix
-from moe_pack.runtime.native_kernels import Kernels, MapCutError
+from moe_pack.runtime.native_kernels import MapCutError
+from moe_pack.runtime.native_operations import NativeOperations
+from moe_pack.runtime.operations import TORCH, Operations
 from moe_pack.runtime.packed_expert import MappedExpert, PackedExpert, cut_error, named_if_cut
-from moe_pack.runtime.weights import Expert
 
 _FIRST_TOKEN = np.zeros(1, np.int64)
 
@@ -20,23 +23,19 @@ _FIRST_TOKEN = np.zeros(1, np.int64)
 class PackWeights:
     """The weights of an open pack; the pack stays the caller's to close.
 
-    With kernels, which are the caller's to close, experts are used where they lie in their mapped files, each checked
-    when it is first asked for; without, their bytes are brought to the device whenever they are asked for.
-    `bytes_read` counts the bytes of experts asked for; `dense_bytes` are those of the dense part.
+    The bytes of an expert are brought to the device whenever it is asked for. `bytes_read` counts them; `dense_bytes`
+    are those of the dense part.
     Raises:  PackError if the dense part is damaged; later, when an expert is that is asked for.
     """
 
-    def __init__(self, pack: Pack, device: torch.device, kernels: Kernels | None = None) -> None:
-        assert kernels is None or device.type == "cpu", "the kernels are the CPU's"
+    def __init__(self, pack: Pack, device: torch.device, operations: Operations = TORCH) -> None:
         self.spec: ModelSpec = pack.spec
         self.selector = pack.manifest.selector
+        self.operations = operations
         self.bytes_read = 0
         self.dense_bytes = pack.manifest.totals.dense
         self._pack = pack
         self._device = device
-        self._kernels = kernels
-        self._last_layer_idx = len(pack.layout.experts) - 1
-        self._mapped: dict[tuple[int, int], MappedExpert] = {}
         self._dense: dict[str, Matrix] = {}
         self._vectors: dict[str, Tensor] = {}
         self._keep(torch.from_numpy(pack.read_file(DENSE_FILE)))
@@ -51,12 +50,7 @@ class PackWeights:
                 self._dense[dense.role.name] = self._matrix(dense, raw)
 
     def _matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
-        return held_matrix(dense, raw, self._kernels)
-
-    @property
-    def kernels(self) -> Kernels | None:
-        """What computes with these weights on the CPU; None where torch does."""
-        return self._kernels
+        return held_matrix(dense, raw, self.operations)
 
     def vector(self, role: str) -> Tensor:
         """A norm's weight or a bias, float32 [n]."""
@@ -67,42 +61,68 @@ class PackWeights:
         return self._dense[role]
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """An expert, checked when it is first asked for."""
+        """An expert, read from the pack and checked."""
         layout = self._pack.layout.experts[layer_idx][expert]
         self.bytes_read += layout.num_bytes
-        if self._kernels is None:
-            raw = self._pack.read_extent(layer_idx, expert)
-            return PackedExpert(layout, torch.from_numpy(raw).to(self._device))
-        return self._mapped_expert(layer_idx, expert, self._kernels)
+        raw = torch.from_numpy(self._pack.read_extent(layer_idx, expert)).to(self._device)
+        return PackedExpert(layout, raw, self.operations)
 
-    def _mapped_expert(self, layer_idx: int, expert: int, kernels: Kernels) -> MappedExpert:
+    def threshold(self, layer_idx: int, expert: int) -> float:
+        """The expert's threshold on `abs(a)`."""
+        return float(self._pack.thresholds[layer_idx, expert])
+
+
+class MappedPackWeights(PackWeights, ExpertRunner):
+    """The weights of an open pack on the CPU: native operations use experts where they lie in their mapped files.
+
+    An expert is checked when it is first asked for.
+    """
+
+    operations: NativeOperations
+
+    def __init__(self, pack: Pack, operations: NativeOperations) -> None:
+        super().__init__(pack, torch.device("cpu"), operations)
+        self._last_layer_idx = len(pack.layout.experts) - 1
+        self._mapped: dict[tuple[int, int], MappedExpert] = {}
+
+    def expert(self, layer_idx: int, expert: int) -> Expert:
+        """An expert where it lies, checked when it is first asked for."""
+        self.bytes_read += self._pack.layout.experts[layer_idx][expert].num_bytes
+        return self._mapped_expert(layer_idx, expert)
+
+    def _mapped_expert(self, layer_idx: int, expert: int) -> MappedExpert:
         held = self._mapped.get((layer_idx, expert))
         if held is None:
             place = self._pack.manifest.expert_files[layer_idx].name
             with named_if_cut(place):
-                mapped = self._pack.map_extent(layer_idx, expert, kernels.checksum)
+                mapped = self._pack.map_extent(layer_idx, expert, self.operations.kernels.checksum)
             layout, threshold = self._pack.layout.experts[layer_idx][expert], self.threshold(layer_idx, expert)
             held = self._mapped[layer_idx, expert] = MappedExpert(
-                layout, self.selector, self.spec.expert.function, threshold, mapped, kernels, place
+                layout, self.selector, self.spec.expert.function, threshold, mapped, self.operations, place
             )
         return held
 
-    def run_experts(self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor) -> Tensor | None:
-        """The routed experts of a layer over tokens x float32 [T, d], weighted and added up; None without kernels.
+    def run_experts(
+        self,
+        layer_idx: int,
+        x: Tensor,
+        experts: Tensor,
+        router_weights: Tensor,
+        partial_state: PartialState | None = None,
+    ) -> Tensor:
+        """The routed experts of a layer over tokens x float32 [T, d], weighted and added up.
 
         Args:    experts, router_weights: int64 and float32 [T, k].
         Raises:  PackError if an expert is damaged or its file is cut meanwhile; with the last layer, if any file is
                  shorter than it was.
         """
-        if self._kernels is None:
-            return None
         works = []
         for number, tokens, weights in tokens_by_expert(experts, router_weights):
-            held = self._mapped_expert(layer_idx, number, self._kernels)
+            held = self._mapped_expert(layer_idx, number)
             works.append((held.rows, tokens, weights))
             self.bytes_read += held.num_bytes
         try:
-            y = self._kernels.experts(x, works)
+            y = self.operations.kernels.experts(x, works)
         except MapCutError as fault:
             raise cut_error(self._pack.manifest.expert_files[layer_idx].name) from fault
         if layer_idx == self._last_layer_idx:
@@ -115,9 +135,12 @@ class PackWeights:
             if self._pack.is_cut(layer_idx):
                 raise cut_error(listed.name)
 
-    def threshold(self, layer_idx: int, expert: int) -> float:
-        """The expert's threshold on `abs(a)`."""
-        return float(self._pack.thresholds[layer_idx, expert])
+
+def open_weights(pack: Pack, device: torch.device, operations: Operations = TORCH) -> PackWeights:
+    """Returns a pack's weights as its experts can be used best: mapped by native operations, brought by others."""
+    if isinstance(operations, NativeOperations):
+        return MappedPackWeights(pack, operations)
+    return PackWeights(pack, device, operations)
 
 
 def tokens_by_expert(experts: Tensor, weights: Tensor) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.float32]]]:
@@ -149,20 +172,14 @@ class StreamedPackWeights:
     Raises:  PackError if the dense part is damaged; later, when an expert is that is asked for.
     """
 
-    def __init__(self, pack: Pack, device: torch.device, kernels: Kernels | None = None) -> None:
-        assert kernels is None or device.type == "cpu", "the kernels are the CPU's"
+    def __init__(self, pack: Pack, device: torch.device, operations: Operations = TORCH) -> None:
         pack.check_file(DENSE_FILE)
         self.spec: ModelSpec = pack.spec
         self.selector = pack.manifest.selector
         self._pack = pack
+        self.operations = operations
         self._device = device
-        self._kernels = kernels
         self._dense = {dense.role.name: dense for dense in pack.layout.dense}
-
-    @property
-    def kernels(self) -> Kernels | None:
-        """What computes with these weights on the CPU; None where torch does."""
-        return self._kernels
 
     def vector(self, role: str) -> Tensor:
         """A norm's weight or a bias, float32 [n]."""
@@ -175,16 +192,16 @@ class StreamedPackWeights:
     def load(self, role: str) -> Matrix:
         """A dense matrix in memory, as it is stored."""
         dense = self._dense[role]
-        return held_matrix(dense, self._rows(role, 0, dense.role.shape[0]), self._kernels)
+        return held_matrix(dense, self._rows(role, 0, dense.role.shape[0]), self.operations)
 
     def rows(self, role: str, start: int, stop: int) -> Tensor:
         """Rows of a dense matrix, float32 [stop - start, columns]."""
-        return held_matrix(self._dense[role], self._rows(role, start, stop), self._kernels).rows(0, stop - start)
+        return held_matrix(self._dense[role], self._rows(role, start, stop), self.operations).rows(0, stop - start)
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
         """An expert, read from the pack and checked."""
         raw = torch.from_numpy(self._pack.read_extent(layer_idx, expert)).to(self._device)
-        return PackedExpert(self._pack.layout.experts[layer_idx][expert], raw, self._kernels)
+        return PackedExpert(self._pack.layout.experts[layer_idx][expert], raw, self.operations)
 
     def threshold(self, layer_idx: int, expert: int) -> float:
         """The expert's threshold on `abs(a)`."""
@@ -208,8 +225,8 @@ def _vector(dense: DenseLayout, raw: Tensor) -> Tensor:
     return raw.view(TORCH_DTYPES[dense.dtype]).to(torch.float32)
 
 
-def held_matrix(dense: DenseLayout, raw: Tensor, kernels: Kernels | None = None) -> Matrix:
+def held_matrix(dense: DenseLayout, raw: Tensor, operations: Operations = TORCH) -> Matrix:
     """The matrix in the bytes of some of its rows, u8."""
     if dense.rows is not None:
-        return RowMatrix(dense.rows, raw.view(-1, dense.rows.row_bytes), kernels)
-    return StoredMatrix(raw.view(TORCH_DTYPES[dense.dtype]).view(-1, dense.role.shape[1]), kernels)
+        return RowMatrix(dense.rows, raw.view(-1, dense.rows.row_bytes), operations)
+    return StoredMatrix(raw.view(TORCH_DTYPES[dense.dtype]).view(-1, dense.role.shape[1]), operations)

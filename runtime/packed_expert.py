@@ -1,4 +1,4 @@
-"""An expert in the bytes of a pack: decoded block by block, or used as it is by the kernels."""
+"""An expert in the bytes of a pack: decoded block by block, or used as it is by the native kernels."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from moe_pack.formats import ExpertLayout, NeuronFunction, PackError, Selector
 from moe_pack.formats import Matrix as MatrixName
-from moe_pack.runtime.matrix import decoded, row_blocks
-from moe_pack.runtime.native_kernels import Kernels, MapCutError, extent_rows
-from moe_pack.runtime.weights import NeuronBlock
+from moe_pack.runtime.expert import NeuronBlock
+from moe_pack.runtime.native_kernels import MapCutError, extent_rows
+from moe_pack.runtime.native_operations import NativeOperations
+from moe_pack.runtime.operations import TORCH, Operations, row_blocks
 
 
 @contextmanager
@@ -35,10 +36,10 @@ def cut_error(place: str) -> PackError:
 class PackedExpert:
     """An expert's extent, u8 on any device; blocks of its neurons are dequantized as they are asked for."""
 
-    def __init__(self, layout: ExpertLayout, extent: Tensor, kernels: Kernels | None = None) -> None:
+    def __init__(self, layout: ExpertLayout, extent: Tensor, operations: Operations = TORCH) -> None:
         self._layout = layout
         self._extent = extent
-        self._kernels = kernels
+        self._operations = operations
 
     def blocks(self) -> Iterator[NeuronBlock]:
         """All neurons once, in stored order."""
@@ -65,16 +66,16 @@ class PackedExpert:
             return None, None
         rows, part, base = found
         held = self._extent[base + start * rows.row_bytes : base + stop * rows.row_bytes].view(-1, rows.row_bytes)
-        weights = decoded(rows, part, held, self._kernels)
+        weights = self._operations.decode(rows, part, held)
         end = part.offset + part.num_bytes
         bias = held[:, end : end + 4].clone().view(torch.float32)[:, 0] if part.has_bias else None
         return weights, bias
 
 
 class MappedExpert:
-    """An expert's extent where it lies in a mapped file, u8: only the kernels, which bear that it is cut, read it.
+    """An expert's extent where it lies in a mapped file, u8; native operations alone read it: they bear a cut.
 
-    `rows` is the expert as they see it.   `place`: its file.
+    `rows` is the expert as the kernels see it.   `place`: its file.
     """
 
     def __init__(
@@ -84,21 +85,21 @@ class MappedExpert:
         function: NeuronFunction,
         threshold: float,
         mapped: NDArray[np.uint8],
-        kernels: Kernels,
+        operations: NativeOperations,
         place: str,
     ) -> None:
         self._layout = layout
         self._place = place
         self._mapped = mapped
-        self._kernels = kernels
+        self._operations = operations
         self.num_bytes = layout.num_bytes
         self.rows = extent_rows(layout, selector, function, threshold, mapped)
 
     def blocks(self) -> Iterator[NeuronBlock]:
         """All neurons once, in stored order; biases are copied by the kernels too."""
         with named_if_cut(self._place):
-            copied = self._kernels.gather(self._mapped.reshape(1, -1), np.zeros(1, np.int32)).reshape(-1)
-        yield from PackedExpert(self._layout, torch.from_numpy(copied), self._kernels).blocks()
+            copied = self._operations.kernels.gather(self._mapped.reshape(1, -1), np.zeros(1, np.int32)).reshape(-1)
+        yield from PackedExpert(self._layout, torch.from_numpy(copied), self._operations).blocks()
 
     def down_bias(self) -> Tensor | None:
         """What is added to the output of a token that comes here, float32 [d]; None where the family has none."""
@@ -106,5 +107,5 @@ class MappedExpert:
             return None
         extra = self._mapped[-self._layout.extra_bytes :].reshape(1, -1)
         with named_if_cut(self._place):
-            copied = self._kernels.gather(extra, np.zeros(1, np.int32))[0]
+            copied = self._operations.kernels.gather(extra, np.zeros(1, np.int32))[0]
         return torch.from_numpy(copied[: self._layout.extra.crc_offset]).view(torch.float32)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moe_pack.formats import ExpertLayout, NeuronFunction, PackError, RowLayout, Selector
 from moe_pack.runtime.arena import BLOCK_BYTES, PageArena
+from moe_pack.runtime.expert import NeuronBlock
 from moe_pack.runtime.native_kernels import ExpertRows, Kernels, PagedRows, expert_numbers
 from moe_pack.runtime.packed_expert import PackedExpert
-from moe_pack.runtime.weights import NeuronBlock
 
 Blocks = NDArray[np.int64]
 

@@ -24,7 +24,7 @@ from moe_pack.formats import RunError
 from moe_pack.runtime.layer import mlp_input, router_scores
 from moe_pack.runtime.matrix import StoredMatrix, linear
 from moe_pack.runtime.mlp_predictor import Predictor
-from moe_pack.runtime.native_kernels import Kernels
+from moe_pack.runtime.operations import TORCH, Operations
 from moe_pack.runtime.path_statistics import PathStatistics
 from moe_pack.runtime.routing import PREDICTORS, Routing
 from moe_pack.runtime.weights import Weights
@@ -140,9 +140,9 @@ class LearnedPrediction:
 
     needs_partial = False
 
-    def __init__(self, networks: Mapping[int, Predictor], kernels: Kernels | None = None) -> None:
+    def __init__(self, networks: Mapping[int, Predictor], operations: Operations = TORCH) -> None:
         """`networks`: by the MoE layer that each foretells."""
-        self._networks = {layer_idx: _HeldNetwork(network, kernels) for layer_idx, network in networks.items()}
+        self._networks = {layer_idx: _HeldNetwork(network, operations) for layer_idx, network in networks.items()}
         self.num_bytes = sum(held.num_bytes for held in self._networks.values())
 
     def scores(self, layer_idx: int, observed: Observed) -> Scores | None:
@@ -199,7 +199,7 @@ def _learned(layers: tuple[int, ...], weights: Weights, routing: Routing) -> Lea
             "prediction 'mlp': found no networks in the profile beside the pack: its text was too short to hold any "
             "out; profile longer text and attach that, or predict by paths"
         )
-    return LearnedPrediction({layer_idx: routing.network(layer_idx) for layer_idx in layers}, weights.kernels)
+    return LearnedPrediction({layer_idx: routing.network(layer_idx) for layer_idx in layers}, weights.operations)
 
 
 def _best(weights: Weights, routing: Routing | None) -> BestPrediction:
@@ -220,24 +220,23 @@ def _best(weights: Weights, routing: Routing | None) -> BestPrediction:
 
 
 class _HeldNetwork:
-    """A network ready for single tokens: matrices as kernels take them, a row of the first layer for each route.
+    """A network ready for single tokens: matrices that multiply fast, a row of the first layer for each route.
 
     Sums are float32 as `Predictor.scores` has them, in another order.
     """
 
-    def __init__(self, network: Predictor, kernels: Kernels | None) -> None:
+    def __init__(self, network: Predictor, operations: Operations) -> None:
         h, P, E = network.route_weight.shape
-        # Kernels multiply bfloat16 as it is; torch alone would make float32 of it every time, twice as long.
         x_weight, out_weight = (
-            weight if weight is None or kernels is not None else weight.float()
+            None if weight is None else operations.fastest_stored(weight)
             for weight in (network.x_weight, network.out_weight)
         )
         assert x_weight is not None, "every network takes hidden states"
-        self._x_weight = StoredMatrix(x_weight, kernels)
+        self._x_weight = StoredMatrix(x_weight, operations)
         self._by_route = network.route_weight.reshape(h, P * E).T.contiguous()  # [h, P, E] -> [P E, h]
         self._first_of = torch.arange(P)[:, None] * E  # [P, 1]: where a layer's rows begin
         self._bias = network.bias
-        self._out_weight = None if out_weight is None else StoredMatrix(out_weight, kernels)
+        self._out_weight = None if out_weight is None else StoredMatrix(out_weight, operations)
         self._out_bias = network.out_bias
         held = (x_weight, self._by_route, self._bias, out_weight, self._out_bias)
         self.num_bytes = sum(tensor.nbytes for tensor in held if tensor is not None)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from moe_pack.formats import RelativeSpec
 from moe_pack.runtime.kv_cache import LayerCache
-from moe_pack.runtime.matrix import MAX_DECODED_BYTES, linear
+from moe_pack.runtime.matrix import linear
+from moe_pack.runtime.operations import MAX_DECODED_BYTES
 from moe_pack.runtime.weights import Weights
 
 

@@ -6,25 +6,23 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RouterSpec
-from moe_pack.runtime.native_kernels import Kernels
 
 
-def route(
-    logits: Tensor, spec: RouterSpec, bias: Tensor | None = None, kernels: Kernels | None = None
-) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights; a weight of zero is that of an expert beyond its capacity.
+def choose(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Chooses the experts of each token, best first, and weighs them, whatever their capacity.
 
     Args:    logits: float32 [T, E].   bias: float32 [E], added for choosing only; where the spec has one.
-    Returns: int64 [T, k], best first, and float32 [T, k].
+    Returns: int64 [T, k] and float32 [T, k].
     """
-    if kernels is not None:
-        experts, weights = kernels.route(logits, spec, bias, least_sum(spec))
-    else:
-        experts = _CHOICES[spec.kind](logits, spec, bias)
-        weights = router_weights(logits, experts, spec)
-    if spec.capacity is None or len(logits) <= spec.capacity:
-        return experts, weights
-    return experts, weights.masked_fill(~_within(spec.capacity, experts), 0.0)
+    experts = _CHOICES[spec.kind](logits, spec, bias)
+    return experts, router_weights(logits, experts, spec)
+
+
+def limit_to_capacity(experts: Tensor, weights: Tensor, spec: RouterSpec) -> Tensor:
+    """Returns the weights float32 [T, k] with zero for a token that is beyond its expert's capacity."""
+    if spec.capacity is None or len(experts) <= spec.capacity:
+        return weights
+    return weights.masked_fill(~_within(spec.capacity, experts), 0.0)
 
 
 def _within(capacity: int, experts: Tensor) -> Tensor:
@@ -41,10 +39,10 @@ def _within(capacity: int, experts: Tensor) -> Tensor:
 
 
 def router_weights(logits: Tensor, experts: Tensor, spec: RouterSpec) -> Tensor:
-    """The weights that given experts have for their tokens, chosen by `route` or not: normalised as the family does.
+    """The weights that given experts have for their tokens, chosen by `choose` or not: normalised as the family does.
 
     Args:    logits: float32 [T, E].   experts: int64 [T, k], different ones in each row.
-    Returns: float32 [T, k]; what `route` gives where the experts are its own.
+    Returns: float32 [T, k]; what `choose` gives where the experts are its own.
     """
     weights = _WEIGHTS[spec.kind](logits, experts, spec)
     if spec.normalize:

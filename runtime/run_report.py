@@ -8,6 +8,7 @@ from moe_pack.runtime.card_engine import CardCounts, CardUse, Counting
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.memory import anonymous_bytes
 from moe_pack.runtime.native_kernels import is_available, num_cpus, why_unavailable
+from moe_pack.runtime.native_operations import NativeOperations
 from moe_pack.runtime.reads import ReadStats
 from moe_pack.runtime.streaming import PhaseCounts, StreamingWeights
 
@@ -223,8 +224,8 @@ def _phase_text(phase: PhaseReport) -> str:
 def _computed_by(engine: Engine) -> str:
     threads = engine.options.threads or num_cpus()
     counted = f"{threads} thread{'s' if threads > 1 else ''}"
-    if engine.kernels is not None:
-        return f"native kernels, {engine.kernels.instruction_set}, {counted}"
+    if isinstance(engine.operations, NativeOperations):
+        return f"native kernels, {engine.operations.kernels.instruction_set}, {counted}"
     if engine.options.device != "cpu":
         return f"Triton kernels on {engine.options.device}"
     if not is_available():

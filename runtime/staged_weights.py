@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import DenseLayout, Pack, RunError, size_text
+from moe_pack.runtime.experts import PartialState
 from moe_pack.runtime.matrix import Matrix
 from moe_pack.runtime.native_kernels import ExpertRows, Kernels, extent_rows
+from moe_pack.runtime.operations import TORCH
 from moe_pack.runtime.policies.split import Split
 from moe_pack.runtime.recording import Recorder
 from moe_pack.runtime.residency import Key, Residency
@@ -99,7 +101,7 @@ class StagedWeights(StreamingWeights):
         self._device_store, self._ops, self._cpu = store, ops, cpu
         super().__init__(
             pack,
-            None,
+            TORCH,
             store,
             residency,
             device=store.device.device,
@@ -154,8 +156,9 @@ class StagedWeights(StreamingWeights):
         jobs: dict[int, Job],
         run: Run,
         counts: PhaseCounts,
+        partial_state: PartialState | None,
     ) -> None:
-        super()._walk(layer_idx, x, experts, scores, jobs, run, counts)
+        super()._walk(layer_idx, x, experts, scores, jobs, run, counts, partial_state)
         assert isinstance(run, DeviceRun), "its own"
         for key in run.keys_on_cpu:
             if self._residency.is_resident[key]:  # in name only

@@ -1,12 +1,12 @@
 """The staged engine: experts stream from the drive into pages, as routers ask for them or are foretold to.
 
-`Residency` decides, `ExpertStore` moves bytes, the kernels compute; here the one's decisions are carried out by the
+`Residency` decides, `ExpertStore` moves bytes, its operations compute; here the one's decisions are carried out by the
 others. Reads of what this layer needs go first, those of what the next will need fill the rest of the drive's time,
 both while what is there is computed. Each expert's output is kept apart, and they are added up in the order of experts:
 the answer is the same, bit for bit, whatever was where and came when.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import Pack, first_moe_layers
-from moe_pack.runtime.expert import run_expert
 from moe_pack.runtime.expert_store import ExpertStore
+from moe_pack.runtime.experts import ExpertRunner, PartialState
 from moe_pack.runtime.foretelling import Foreteller
 from moe_pack.runtime.layer import router_logits
-from moe_pack.runtime.native_kernels import Kernels, Selected
+from moe_pack.runtime.native_kernels import Selected
+from moe_pack.runtime.operations import Operations
 from moe_pack.runtime.pack_weights import PackWeights, tokens_by_expert
 from moe_pack.runtime.paged_expert import PagedExpert
+from moe_pack.runtime.paged_operations import PagedWork
 from moe_pack.runtime.policies import substitute
 from moe_pack.runtime.prediction import Observed
 from moe_pack.runtime.recording import Recorder
@@ -150,10 +152,10 @@ class Run(Protocol):
         ...
 
 
-class StreamingWeights(PackWeights):
+class StreamingWeights(PackWeights, ExpertRunner):
     """A pack's weights inside a budget: the dense part held, experts in the pages of `store`.
 
-    `prefill`, `decode` count what happened. Pack, kernels, store and trace stay the caller's.
+    `prefill`, `decode` count what happened. Pack, operations, store and trace stay the caller's.
     Args:    reuses_selector: whether the next layer's selectors foretell, on this layer's input, which neurons run.
              scores_matter: whether the residency, or its recorder, wants routers' scores.
     Raises:  PackError, later, when an expert is damaged, its file is cut or its drive fails.
@@ -162,7 +164,7 @@ class StreamingWeights(PackWeights):
     def __init__(
         self,
         pack: Pack,
-        kernels: Kernels | None,
+        operations: Operations,
         store: Store,
         residency: Residency,
         *,
@@ -173,10 +175,9 @@ class StreamingWeights(PackWeights):
         recorder: Recorder | None = None,
         trace: Trace | None = None,
     ) -> None:
-        super().__init__(pack, device, kernels)
+        super().__init__(pack, device, operations)
         self.prefill, self.decode = PhaseCounts(), PhaseCounts()
         self.foreteller: Foreteller | None = None  # a prediction may want these weights, so that it comes later
-        self.partial_state: Callable[[Tensor], Tensor | None] | None = None  # set by the decoder before each layer
         self.store, self.trace, self.trust = store, trace, trust
         self._residency, self._recorder = residency, recorder
         self._scores_matter = scores_matter
@@ -186,13 +187,21 @@ class StreamingWeights(PackWeights):
         self._rows_ahead: dict[Key, NDArray[np.int32]] = {}  # likewise, where only rows were: which
         self.predicted: dict[Key, NDArray[np.int32]] = {}  # of the layer that runs: rows that were foretold
         self._routes: list[NDArray[np.int64]] = []  # of the last layers
+        self._last_layer_idx = len(pack.layout.experts) - 1
         self._first_layers = frozenset(
             first_moe_layers(self.spec)
         )  # of a stack; the stack before tells nothing of them
         for layer_idx, expert in np.argwhere(residency.is_placed).tolist():
             store.fetch(Key(layer_idx, expert), urgent=False)
 
-    def run_experts(self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor) -> Tensor:
+    def run_experts(
+        self,
+        layer_idx: int,
+        x: Tensor,
+        experts: Tensor,
+        router_weights: Tensor,
+        partial_state: PartialState | None = None,
+    ) -> Tensor:
         """The routed experts of a layer over tokens x float32 [T, d], weighted and added up.
 
         Args:    experts, router_weights: int64 and float32 [T, k].
@@ -209,7 +218,7 @@ class StreamingWeights(PackWeights):
             self._recorder.routed(layer_idx, experts.numpy())
         self._settle(layer_idx, jobs, counts)
         run = self._new_run(layer_idx, x, jobs, counts)
-        self._walk(layer_idx, x, experts, scores, jobs, run, counts)
+        self._walk(layer_idx, x, experts, scores, jobs, run, counts, partial_state)
         counts.needed += len(jobs)
         self.bytes_read += sum(self._pack.layout.experts[layer_idx][number].num_bytes for number in jobs)
         counts.layers += 1
@@ -235,6 +244,7 @@ class StreamingWeights(PackWeights):
         jobs: dict[int, Job],
         run: Run,
         counts: PhaseCounts,
+        partial_state: PartialState | None,
     ) -> None:
         """Carries out what the residency decides, and looks ahead once all that this layer needs is on its way."""
         waits_for_hits = self.foreteller is not None and self.foreteller.needs_partial
@@ -245,9 +255,9 @@ class StreamingWeights(PackWeights):
             if has_looked or self._residency.num_waiting or (is_hit and waits_for_hits):
                 return has_looked
             partial = None
-            if waits_for_hits and self.partial_state is not None:
+            if waits_for_hits and partial_state is not None:
                 run.compute_gathered()
-                partial = self.partial_state(run.added_up())
+                partial = partial_state(run.added_up())
             self._look_ahead(layer_idx, Observed(x, self._last_routes(layer_idx, experts), partial), run, counts)
             return True
 
@@ -352,8 +362,8 @@ class StreamingWeights(PackWeights):
         for key in keys:
             held = self.store.arrive(key)
             if not held.is_whole:
-                assert self.kernels is not None, "rows are read for the kernels alone"
-                found.append((key, self.kernels.select(x, held.rows).neurons.numpy()))
+                assert self.store.by_rows is not None, "experts are read whole"
+                found.append((key, self.store.by_rows.select(x, held).neurons.numpy()))
         return found
 
 
@@ -390,9 +400,8 @@ class LayerRun:
         if held.is_whole:
             self._whole.append((job, held))
             return
-        kernels = self._weights.kernels
-        assert kernels is not None, "rows are read for the kernels alone"
-        selected = kernels.select(self._x[torch.from_numpy(job.tokens)], held.rows)
+        assert self._store.by_rows is not None, "experts are read whole"
+        selected = self._store.by_rows.select(self._x[torch.from_numpy(job.tokens)], held)
         neurons = selected.neurons.numpy()
         self._store.running(job.key, len(neurons) / held.layout.num_rows)
         foretold = self._weights.predicted.get(job.key)
@@ -433,29 +442,16 @@ class LayerRun:
         whole, self._whole = self._whole, []
         in_part, self._in_part = self._in_part, []
         if whole:
-            self._run_whole(whole)
+            works = [PagedWork(held, job.tokens, job.weights, job.places) for job, held in whole]
+            self._store.operations.run(self._x, works, self.outputs)
         for job, selected in in_part:
             self._run_in_part(job, selected)
 
-    def _run_whole(self, gathered: list[tuple[Job, PagedExpert]]) -> None:
-        kernels = self._weights.kernels
-        if kernels is not None:
-            works = [(held.rows, job.tokens, job.weights, job.places) for job, held in gathered]
-            kernels.experts_apart(self._x, works, self.outputs)
-            return
-        spec, selector = self._weights.spec, self._weights.selector
-        for job, held in gathered:
-            x = self._x[torch.from_numpy(job.tokens)]
-            y = run_expert(x, held, spec.expert.function, selector, held.rows.threshold)
-            self.outputs[job.places] = job.weights[:, None] * y.numpy()
-
     def _run_in_part(self, job: Job, selected: Selected) -> None:
-        kernels = self._weights.kernels
-        assert kernels is not None, "rows are read for the kernels alone"
+        assert self._store.by_rows is not None, "experts are read whole"
         held = self._store.arrive(job.key)
         self._store.check_records(job.key, selected.neurons.numpy())
-        h = kernels.neurons(self._x[torch.from_numpy(job.tokens)], held.rows, selected)
-        y = kernels.accumulate(h, held.rows, selected.neurons)
+        y = self._store.by_rows.run_rows(self._x[torch.from_numpy(job.tokens)], held, selected)
         self.outputs[job.places] = job.weights[:, None] * y.numpy()
 
     def added_up(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 With fewer places than positions the cache is a ring, and the token takes the place of one that nobody sees any more.
 
-One program a head of queries, keys or values. The twin is `runtime.attention.attend_heads` up to its product.
+One program a head of queries, keys or values. The twin is `Operations.attend` up to its product.
 """
 
 from typing import NamedTuple

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_pack.calib.held import HeldWeights
 from moe_pack.formats import Selector
-from moe_pack.runtime import Expert, StoredMatrix
+from moe_pack.runtime import TORCH, Expert, StoredMatrix
 
 
 class Counted:
@@ -18,7 +18,7 @@ class Counted:
     spec = GROUPED
     selector: Selector = "gate"
 
-    kernels = None
+    operations = TORCH
 
     def __init__(self, num_cols: int = 1) -> None:
         self.num_cols = num_cols

@@ -16,6 +16,7 @@ from moe_pack.calib.layer_pass import MAX_HELD_BYTES, LayerStates, LayerTokens
 from moe_pack.calib.sequences import Sequences
 from moe_pack.formats import Checkpoint, ModelSpec, Selector
 from moe_pack.runtime import (
+    TORCH,
     CheckpointWeights,
     Decoder,
     EncoderDecoder,
@@ -138,7 +139,7 @@ class OneLayerOfAnother:
     layer: int
     spec: ModelSpec = field(init=False)
     selector: Selector = "none"
-    kernels: None = None
+    operations = TORCH
 
     def __post_init__(self) -> None:
         self.spec = self.base.spec

@@ -446,7 +446,7 @@ class Changed:
     """A checkpoint whose experts of one layer are changed as a copy's are."""
 
     def __init__(self, source: CheckpointWeights, copy: Copy, ran: Ran, quantizer: Quantizer) -> None:
-        self.spec, self.kernels = source.spec, source.kernels
+        self.spec, self.operations = source.spec, source.operations
         self._source, self._copy, self._ran, self._quantizer = source, copy, ran, quantizer
         self._sparse = next((change for change in copy.changes if change.kind_idx >= 0), None)
         self.selector: Selector = "none" if self._sparse is None else KINDS[self._sparse.kind_idx]

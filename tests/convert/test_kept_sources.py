@@ -86,7 +86,7 @@ def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def assert_experts_have_the_source_s_bits(pack: Pack, checkpoint: Checkpoint) -> None:
-    weights, order = PackWeights(pack, CPU, None), pack.read_order().astype(np.int64)
+    weights, order = PackWeights(pack, CPU), pack.read_order().astype(np.int64)
     for l in range(2):
         for e in range(E):
             blocks = list(weights.expert(l, e).blocks())
@@ -119,7 +119,7 @@ def test_dense_matrices_in_fp8_have_the_source_s_bits(tmp_path: Path) -> None:
     checkpoint = Checkpoint(fp8_source(tmp_path / "s"))
     convert(checkpoint, uniform_plan(checkpoint.spec, "up", FOUR, FOUR, quantizer="nearest"), tmp_path / "p", 1)
     with Pack(tmp_path / "p") as pack:
-        weights, formats = PackWeights(pack, CPU, None), {dense.name: dense.format for dense in pack.manifest.dense}
+        weights, formats = PackWeights(pack, CPU), {dense.name: dense.format for dense in pack.manifest.dense}
         assert set(formats.values()) == {FP8} and len(formats) == 2 * 4 and "layers.1.attention.o" in formats
         for role in dense_roles(checkpoint.spec):
             if len(role.shape) == 2:

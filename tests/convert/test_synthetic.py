@@ -35,7 +35,7 @@ from moe_pack.formats import (
     uniform_plan,
 )
 from moe_pack.formats.codecs import decode_part
-from moe_pack.runtime import Decoder, PackWeights, kernels_for
+from moe_pack.runtime import TORCH, Decoder, open_weights, operations_for
 
 # One of each family.
 NAMES = (
@@ -90,9 +90,9 @@ def test_packs_in_the_codecs_of_sources_run_on_sane_numbers(part: PartFormat, tm
     with Pack(folder) as pack:
         audit(pack)
         assert set(pack.manifest.features) == {part.codec, "dense_rows"}
-        with kernels_for(CPU) as kernels:
+        with operations_for(CPU) as operations:
             ids = list(range(24))
-            ours, plain = (Decoder(PackWeights(pack, CPU, k), 24).logits(ids) for k in (kernels, None))
+            ours, plain = (Decoder(open_weights(pack, CPU, each), 24).logits(ids) for each in (operations, TORCH))
         assert float((ours - plain).abs().max()) < 1e-4  # what two paths may differ by
     found = run(folder, 24)
     assert all(30 < rms < 35 for rms in found.rms)

@@ -13,7 +13,7 @@ import torch
 from coded import MXFP4_CONFIG, random_mxfp4
 from families import Tiny, config_of, token_ids, write
 from models import pack
-from native import kernels_limited_to
+from native import operations_limited_to
 from safetensors.torch import load_file, save_file
 from streaming import budget_for
 from torch import Tensor
@@ -36,7 +36,7 @@ from moe_pack.formats import (
     rewrite_thresholds,
     uniform_plan,
 )
-from moe_pack.runtime import CheckpointWeights, Decoder, PackWeights
+from moe_pack.runtime import TORCH, CheckpointWeights, Decoder, open_weights
 from moe_pack.runtime.engine import Engine, EngineOptions, KernelsName
 from moe_pack.runtime.streaming import StreamingWeights
 
@@ -106,7 +106,7 @@ def test_a_pack_that_keeps_the_blocks_is_what_transformers_makes_of_them(
             E5M2,
             BF16,
         }
-        weights = PackWeights(held, CPU, kernels_limited_to("avx2") if has_kernels else None)
+        weights = open_weights(held, CPU, operations_limited_to("avx2") if has_kernels else TORCH)
         decoder = Decoder(weights, 96, chunk_tokens=16)
         found = torch.cat([decoder.logits(token_ids()[:50]), *(decoder.logits([token]) for token in token_ids()[50:])])
     assert (found - expected).abs().max() < 1e-4

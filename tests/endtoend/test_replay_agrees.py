@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from models import DEMO_MODEL, pack
-from native import kernels_limited_to
+from native import operations_limited_to
 from streaming import budget_for
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Decoder, Engine, EngineOptions, PackWeights, read_record, replay
+from moe_pack.runtime import Decoder, Engine, EngineOptions, MappedPackWeights, read_record, replay
 from moe_pack.runtime.engine import cache_facts
+from moe_pack.runtime.experts import PartialState
 from moe_pack.runtime.policies import PRESETS
 from moe_pack.runtime.routing import Routing
 
@@ -63,10 +64,15 @@ def test_a_record_has_the_routes_of_the_plain_decoder(folder: Path, tmp_path: Pa
     record = tmp_path / "routes.safetensors"
     routes: list[list[int]] = []
 
-    class Watched(PackWeights):
+    class Watched(MappedPackWeights):
         def run_experts(
-            self, layer_idx: int, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
-        ) -> torch.Tensor | None:
+            self,
+            layer_idx: int,
+            x: torch.Tensor,
+            experts: torch.Tensor,
+            weights: torch.Tensor,
+            partial_state: PartialState | None = None,
+        ) -> torch.Tensor:
             routes.append(experts[0].tolist())
             return super().run_experts(layer_idx, x, experts, weights)
 
@@ -75,7 +81,7 @@ def test_a_record_has_the_routes_of_the_plain_decoder(folder: Path, tmp_path: Pa
         with Engine(held, options, CONTEXT) as engine:
             for token in ids:
                 engine.decoder.next_logits([token])
-        plain = Decoder(Watched(held, torch.device("cpu"), kernels_limited_to("portable")), CONTEXT)
+        plain = Decoder(Watched(held, operations_limited_to("portable")), CONTEXT)
         for token in ids:
             plain.next_logits([token])
     assert read_record(record).passes.routes.reshape(-1, 2).tolist() == routes

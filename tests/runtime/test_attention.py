@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 import torch
 from combinations import Combination, sample
-from native import INSTRUCTION_SETS, kernels_limited_to
+from native import INSTRUCTION_SETS, operations_limited_to
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe_pack.formats import GroupedQuerySpec
-from moe_pack.runtime.attention import MAX_SCORE_BYTES, attend_heads
 from moe_pack.runtime.kv_cache import LayerCache
-from moe_pack.runtime.native_kernels import HeadNorms, Kernels
-from moe_pack.runtime.norm import rms_norm
+from moe_pack.runtime.native_operations import NativeOperations
+from moe_pack.runtime.operations import MAX_SCORE_BYTES, TORCH, HeadNorms, Operations
 
 # Float32 sums of up to 256 values, and softmax over up to 900, in another order.
 TOLERANCE = 3e-6
@@ -56,12 +55,11 @@ class Case:
     start: int
     sinks: Tensor | None = None
 
-    def found(self, kernels: Kernels | None) -> tuple[Tensor, LayerCache]:
-        """The attention by kernels, or torch, and the cache afterwards."""
+    def found(self, operations: Operations) -> tuple[Tensor, LayerCache]:
+        """The attention, and the cache afterwards."""
         cache = LayerCache(self.keys.clone(), self.values.clone(), self.start)
-        operation = attend_heads if kernels is None else kernels.attend
         given = (self.projected, self.norms, self.angles, self.interleaved, cache, self.spec)
-        y = operation(*given, self.spec.sliding_window, self.sinks)
+        y = operations.attend(*given, self.spec.sliding_window, self.sinks)
         return y, cache
 
 
@@ -96,7 +94,7 @@ def made(
 @cache
 def case(number: int) -> tuple[Case, Tensor, LayerCache]:
     held = made(**SAMPLE[number], seed=number)  # type: ignore[arg-type]
-    return held, *held.found(None)
+    return held, *held.found(TORCH)
 
 
 def name_of(number: int) -> str:
@@ -109,14 +107,14 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.fixture(scope="module", params=INSTRUCTION_SETS)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return kernels_limited_to(request.param)
+def native(request: pytest.FixtureRequest) -> NativeOperations:
+    return operations_limited_to(request.param)
 
 
 @pytest.mark.parametrize("number", range(len(SAMPLE)), ids=name_of)
-def test_attention_is_torchs(number: int, kernels: Kernels) -> None:
+def test_attention_is_torchs(number: int, native: NativeOperations) -> None:
     held, expected, expected_cache = case(number)
-    y, cache = held.found(kernels)
+    y, cache = held.found(native)
     assert_near(y, expected)
     assert_near(cache.keys, expected_cache.keys)
     assert torch.equal(cache.values, expected_cache.values)
@@ -126,12 +124,12 @@ def test_attention_is_torchs(number: int, kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 130])
-def test_what_lies_outside_the_window_or_later_is_not_seen(num_tokens: int, kernels: Kernels) -> None:
+def test_what_lies_outside_the_window_or_later_is_not_seen(num_tokens: int, native: NativeOperations) -> None:
     held = made(2, 3, 64, num_tokens, 300, window=7, room=20)
-    y, _ = held.found(kernels)
+    y, _ = held.found(native)
     held.keys[:, :294], held.values[:, :294] = 1e30, 1e30
     held.keys[:, 300 + num_tokens :], held.values[:, 300 + num_tokens :] = torch.nan, torch.nan
-    assert torch.equal(held.found(kernels)[0], y)
+    assert torch.equal(held.found(native)[0], y)
 
 
 def scored(scores: Tensor) -> Case:
@@ -147,46 +145,48 @@ def scored(scores: Tensor) -> Case:
 
 
 @pytest.mark.parametrize("highest", [0.0, -300.0, 2e4])
-def test_exponentials_are_as_precise_as_float32(highest: float, kernels: Kernels) -> None:
+def test_exponentials_are_as_precise_as_float32(highest: float, native: NativeOperations) -> None:
     scores = highest + torch.cat([torch.linspace(-80, 0, 120), torch.linspace(-1, 0, 131), torch.tensor([0.0])])
-    y, _ = scored(scores).found(kernels)
+    y, _ = scored(scores).found(native)
     expected = scores.double().softmax(dim=0)
     # A unit in the last place of an exponential, and the roundings of a sum of 252.
     assert ((y[0, : len(scores)] - expected) / expected).abs().max() < 1e-6
 
 
-def test_scores_far_below_the_highest_count_for_nothing(kernels: Kernels) -> None:
-    y, _ = scored(torch.tensor([-torch.inf, -3e38, -1e4, -104.0, 0.0])).found(kernels)
+def test_scores_far_below_the_highest_count_for_nothing(native: NativeOperations) -> None:
+    y, _ = scored(torch.tensor([-torch.inf, -3e38, -1e4, -104.0, 0.0])).found(native)
     assert torch.equal(y[0, :5], torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0]))
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 @pytest.mark.parametrize("num_tokens", [1, 2, 130])
-def test_what_sees_a_score_that_is_no_number_is_none(num_tokens: int, wrong: float, kernels: Kernels) -> None:
+def test_what_sees_a_score_that_is_no_number_is_none(num_tokens: int, wrong: float, native: NativeOperations) -> None:
     held = made(2, 2, 64, num_tokens, 300)
     held.keys[1, 20] = wrong
-    expected, (y, _) = held.found(None)[0], held.found(kernels)
+    expected, (y, _) = held.found(TORCH)[0], held.found(native)
     assert torch.equal(y.isnan(), expected.isnan()) and y.isnan().any() and not y.isnan().all()
 
 
-def test_no_tokens_have_no_attention(kernels: Kernels) -> None:
+def test_no_tokens_have_no_attention(native: NativeOperations) -> None:
     held = made(2, 2, 64, 0, 5)
-    y, cache = held.found(kernels)
+    y, cache = held.found(native)
     assert y.shape == (0, 256) and torch.equal(cache.keys, held.keys)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-6, 1.0])
 @pytest.mark.parametrize(("num_rows", "n"), [(0, 8), (1, 1), (1, 2048), (3, 70), (33, 2880), (600, 64)])
-def test_norms_are_torchs(num_rows: int, n: int, eps: float, kernels: Kernels) -> None:
+def test_norms_are_torchs(num_rows: int, n: int, eps: float, native: NativeOperations) -> None:
     draw = torch.Generator().manual_seed(n)
     x, weight = torch.randn(num_rows, n, generator=draw), torch.randn(n, generator=draw)
-    torch.testing.assert_close(kernels.rms_norm(x, weight, eps), rms_norm(x, weight, eps), rtol=2e-6, atol=0)
+    torch.testing.assert_close(native.rms_norm(x, weight, eps), TORCH.rms_norm(x, weight, eps), rtol=2e-6, atol=0)
 
 
-def test_norms_are_of_the_last_dimension_wherever_rows_lie(kernels: Kernels) -> None:
+def test_norms_are_of_the_last_dimension_wherever_rows_lie(native: NativeOperations) -> None:
     x, weight = torch.randn(4, 100, generator=torch.Generator().manual_seed(0)), torch.linspace(1, 2, 30)
     part = x[:, 20:50].view(2, 2, 30)
-    torch.testing.assert_close(kernels.rms_norm(part, weight, 1e-6), rms_norm(part, weight, 1e-6), rtol=2e-6, atol=0)
+    torch.testing.assert_close(
+        native.rms_norm(part, weight, 1e-6), TORCH.rms_norm(part, weight, 1e-6), rtol=2e-6, atol=0
+    )
 
 
 class LargestTensor(TorchDispatchMode):
@@ -207,7 +207,7 @@ class LargestTensor(TorchDispatchMode):
 def test_long_contexts_never_have_all_their_scores_in_memory(start: int, has_sinks: bool, window: int | None) -> None:
     held = replace(made(4, 4, 8, 600, start, window), sinks=torch.randn(16) if has_sinks else None)
     with sdpa_kernel(SDPBackend.MATH), LargestTensor() as largest:  # what a GPU runs for float32 with grouped heads
-        y, cache = held.found(None)
+        y, cache = held.found(TORCH)
     assert largest.num_bytes <= MAX_SCORE_BYTES
     if start and window is None:
         assert 4 * 16 * 600 * (start + 600) > MAX_SCORE_BYTES, "the case needs more than one piece"
@@ -221,4 +221,4 @@ def test_long_contexts_never_have_all_their_scores_in_memory(start: int, has_sin
             values=cache.values,
             start=start + begin,
         )
-        assert_near(y[few], alone.found(None)[0])
+        assert_near(y[few], alone.found(TORCH)[0])

@@ -11,7 +11,8 @@ from specs import GROUPED
 
 from moe_pack.formats import SELECTORS, Matrix, Selector
 from moe_pack.runtime import NeuronBlock
-from moe_pack.runtime.expert import activations, run_dense_expert, run_expert
+from moe_pack.runtime.expert import activations, run_expert
+from moe_pack.runtime.layer import run_dense_expert
 from moe_pack.runtime.matrix import StoredMatrix
 
 

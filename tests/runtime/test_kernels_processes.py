@@ -42,7 +42,7 @@ USED = """
     from pathlib import Path
     import torch
     from moe_pack.formats import Pack, PackError
-    from moe_pack.runtime import PackWeights
+    from moe_pack.runtime import MappedPackWeights, NativeOperations
     from moe_pack.runtime.native_kernels import Kernels
 
     folder, before, then = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -54,7 +54,7 @@ USED = """
         return weights.run_experts(layer_idx, torch.ones(num_tokens, 128), routed, ones)
 
     with Pack(folder) as held:
-        weights = PackWeights(held, torch.device("cpu"), kernels)
+        weights = MappedPackWeights(held, NativeOperations(kernels))
         weights.expert(1, 0)
         if before == "used":
             use(1, 1)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moe_pack.formats import BF16, SELECTORS, GroupedQuerySpec, RunError, Selector, part_format
 from moe_pack.runtime import activations
-from moe_pack.runtime.kv_cache import LayerCache
 from moe_pack.runtime.native_kernels import InstructionSet, Kernels, Selected, num_cpus, open_kernels, row_numbers
 
 Operation = Callable[[Kernels], Tensor]
@@ -76,11 +75,11 @@ def of_attend(num_tokens: int, start: int, kernels: Kernels) -> Tensor:
     """Eight heads that share two keys; their positions, and the cache afterwards."""
     q, k, v = (random_tokens(num_tokens, width, width) for width in (512, 128, 129))
     keys = random_tokens(2 * (start + num_tokens), 64).view(2, -1, 64)
-    cache = LayerCache(keys, keys.flip(1), start)
     turns = random_tokens(num_tokens, 32)
     spec = GroupedQuerySpec("grouped_query", 8, 2, 64, None, 0.2, (), "none")
-    y = kernels.attend((q, k, v[:, :128]), None, (turns.cos(), turns.sin()), False, cache, spec, None, None)
-    return torch.cat([y.flatten(), cache.keys.flatten(), cache.values.flatten()])
+    cached, angles = (keys, keys.flip(1)), (turns.cos(), turns.sin())
+    y = kernels.attend((q, k, v[:, :128]), None, 0.0, angles, False, cached, start, spec, None, None)
+    return torch.cat([y.flatten(), *(each.flatten() for each in cached)])
 
 
 def of_rms_norm(kernels: Kernels) -> Tensor:

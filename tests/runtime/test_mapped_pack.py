@@ -11,11 +11,11 @@ import torch
 from answers import our_logits
 from families import Tiny, write
 from models import DEMO_MODEL, pack
-from native import INSTRUCTION_SETS, kernels_limited_to
+from native import INSTRUCTION_SETS, operations_limited_to
 from torch import Tensor
 
 from moe_pack.formats import FAMILIES, SELECTORS, Pack, PackError, Selector, rewrite_thresholds
-from moe_pack.runtime import Decoder, PackWeights
+from moe_pack.runtime import TORCH, Decoder, MappedPackWeights, NativeOperations, PackWeights, open_weights
 from moe_pack.runtime.native_kernels import Kernels
 from moe_pack.runtime.packed_expert import MappedExpert, PackedExpert
 
@@ -27,8 +27,8 @@ DAMAGED = "experts-001.safetensors: expert 5: CRC-32 does not match its bytes; t
 
 
 @pytest.fixture
-def kernels() -> Kernels:
-    return kernels_limited_to("portable")
+def native() -> NativeOperations:
+    return operations_limited_to("portable")
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +46,10 @@ def copied(packs: dict[Selector, Path], tmp_path: Path) -> Path:
     return shutil.copytree(packs["up"], tmp_path / "copied")
 
 
-class AtThreshold(PackWeights):
+def at_threshold(weights: PackWeights, threshold: float) -> PackWeights:
     """Weights with one threshold for all experts, whatever the pack says."""
-
-    def __init__(self, held: Pack, threshold: float, kernels: Kernels | None = None) -> None:
-        super().__init__(held, CPU, kernels)
-        self._threshold = threshold
-
-    def threshold(self, layer_idx: int, expert: int) -> float:
-        return self._threshold
+    weights.threshold = lambda layer_idx, expert: threshold  # type: ignore[method-assign]
+    return weights
 
 
 def logits(weights: PackWeights, ids: list[int]) -> Tensor:
@@ -70,7 +65,9 @@ def clear_threshold(held: Pack, about: float) -> float:
     """A threshold near one given that no activation of these tokens lies near."""
     for step in range(60):
         threshold = about * (1 + 1e-3 * step)
-        below, above = (logits(AtThreshold(held, threshold * side), IDS) for side in (1 - 5e-6, 1 + 5e-6))
+        below, above = (
+            logits(at_threshold(PackWeights(held, CPU), threshold * side), IDS) for side in (1 - 5e-6, 1 + 5e-6)
+        )
         if torch.equal(below, above):
             return threshold
     raise AssertionError("every threshold has an activation near it")
@@ -85,11 +82,11 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def test_logits_are_those_without_kernels(
     selector: Selector, instruction_set: str, packs: dict[Selector, Path]
 ) -> None:
-    kernels = kernels_limited_to(instruction_set)
+    native = operations_limited_to(instruction_set)
     with Pack(packs[selector]) as held:
         expected = logits(PackWeights(held, CPU), IDS)
-        assert distance(logits(PackWeights(held, CPU, kernels), IDS), expected) < TOLERANCE
-        assert distance(next_logits(PackWeights(held, CPU, kernels), IDS), expected) < TOLERANCE
+        assert distance(logits(MappedPackWeights(held, native), IDS), expected) < TOLERANCE
+        assert distance(next_logits(MappedPackWeights(held, native), IDS), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize(("selector", "about"), [("up", 0.4), ("gate", 0.1), ("both", 0.02), ("none", 0.02)])
@@ -98,52 +95,55 @@ def test_logits_are_those_without_kernels_where_neurons_are_left_out(
 ) -> None:
     with Pack(packs[selector]) as held:
         threshold = clear_threshold(held, about)
-        expected = logits(AtThreshold(held, threshold), IDS)
+        expected = logits(at_threshold(PackWeights(held, CPU), threshold), IDS)
         assert distance(expected, logits(PackWeights(held, CPU), IDS)) > 0.1, "many are left out"
-        for kernels in (kernels_limited_to("portable"), Kernels(1)):
-            weights = AtThreshold(held, threshold, kernels)
+        for native in (operations_limited_to("portable"), NativeOperations(Kernels(1))):
+            weights = at_threshold(MappedPackWeights(held, native), threshold)
             assert distance(logits(weights, IDS), expected) < TOLERANCE
             assert distance(next_logits(weights, IDS), expected) < TOLERANCE
 
 
-def test_the_packs_own_thresholds_are_used(copied: Path, kernels: Kernels) -> None:
+def test_the_packs_own_thresholds_are_used(copied: Path, native: NativeOperations) -> None:
     with Pack(copied) as held:
         threshold = np.float32(clear_threshold(held, 0.4))
-        expected = logits(AtThreshold(held, float(threshold)), IDS)
+        expected = logits(at_threshold(PackWeights(held, CPU), float(threshold)), IDS)
     rewrite_thresholds(copied, np.full((4, 8), threshold))
     with Pack(copied) as held:
-        assert distance(logits(PackWeights(held, CPU, kernels), IDS), expected) < TOLERANCE
+        assert distance(logits(MappedPackWeights(held, native), IDS), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 8, 16])
-def test_logits_are_those_without_kernels_at_any_width(width: int, tmp_path: Path, kernels: Kernels) -> None:
+def test_logits_are_those_without_kernels_at_any_width(width: int, tmp_path: Path, native: NativeOperations) -> None:
     """Dense matrices at 8 bit, or as they are; more tokens than are taken at once."""
     pack(DEMO_MODEL, tmp_path / "packed", width=width, scale_bits=8, dense_width=None if width == 16 else 8)
     ids = [(7 * i * i + 3) % 4096 for i in range(100)]
     with Pack(tmp_path / "packed") as held:
         expected = logits(PackWeights(held, CPU), ids)
-        assert distance(logits(PackWeights(held, CPU, kernels), ids), expected) < TOLERANCE
+        assert distance(logits(MappedPackWeights(held, native), ids), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_other_families_are_those_without_kernels(family: str, tmp_path: Path, kernels: Kernels) -> None:
+def test_logits_of_other_families_are_those_without_kernels(
+    family: str, tmp_path: Path, native: NativeOperations
+) -> None:
     pack(write(Tiny(family, "as it comes"), tmp_path / "source"), tmp_path / "packed", dense_width=8)
     ids = [(7 * i * i + 3) % 96 for i in range(30)]
     with Pack(tmp_path / "packed") as held:
         expected = our_logits(PackWeights(held, CPU), ids)
-        assert distance(our_logits(PackWeights(held, CPU, kernels), ids), expected) < TOLERANCE
-        assert distance(our_logits(PackWeights(held, CPU, kernels), ids, one_by_one=True), expected) < TOLERANCE
+        assert distance(our_logits(MappedPackWeights(held, native), ids), expected) < TOLERANCE
+        assert distance(our_logits(MappedPackWeights(held, native), ids, one_by_one=True), expected) < TOLERANCE
 
 
 def test_any_number_of_threads_gives_the_same_logits(packs: dict[Selector, Path]) -> None:
-    kernels_limited_to("portable")
+    operations_limited_to("portable")
     with Pack(packs["up"]) as held, closing(Kernels(1)) as one, closing(Kernels(3)) as three:
-        assert torch.equal(logits(PackWeights(held, CPU, one), IDS), logits(PackWeights(held, CPU, three), IDS))
+        by_one, by_three = (MappedPackWeights(held, NativeOperations(kernels)) for kernels in (one, three))
+        assert torch.equal(logits(by_one, IDS), logits(by_three, IDS))
 
 
-def test_the_same_bytes_are_counted(packs: dict[Selector, Path], kernels: Kernels) -> None:
+def test_the_same_bytes_are_counted(packs: dict[Selector, Path], native: NativeOperations) -> None:
     with Pack(packs["up"]) as held:
-        plain, mapped = PackWeights(held, CPU), PackWeights(held, CPU, kernels)
+        plain, mapped = PackWeights(held, CPU), MappedPackWeights(held, native)
         for weights in (plain, mapped):
             logits(weights, IDS)
         assert mapped.bytes_read == plain.bytes_read > 0
@@ -151,10 +151,10 @@ def test_the_same_bytes_are_counted(packs: dict[Selector, Path], kernels: Kernel
 
 @pytest.fixture(params=SELECTORS)
 def both_experts(
-    request: pytest.FixtureRequest, packs: dict[Selector, Path], kernels: Kernels
+    request: pytest.FixtureRequest, packs: dict[Selector, Path], native: NativeOperations
 ) -> Iterator[tuple[PackedExpert, MappedExpert]]:
     with Pack(packs[request.param]) as held:
-        plain, mapped = (PackWeights(held, CPU, given).expert(2, 3) for given in (None, kernels))
+        plain, mapped = (open_weights(held, CPU, given).expert(2, 3) for given in (TORCH, native))
         assert isinstance(plain, PackedExpert) and isinstance(mapped, MappedExpert)
         yield plain, mapped
 
@@ -181,17 +181,19 @@ def cut(path: Path, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("with_kernels", [False, True])
-def test_a_damaged_expert_is_refused_when_it_is_first_used(with_kernels: bool, copied: Path, kernels: Kernels) -> None:
+def test_a_damaged_expert_is_refused_when_it_is_first_used(
+    with_kernels: bool, copied: Path, native: NativeOperations
+) -> None:
     with Pack(copied) as held:
         damage(copied / "experts-001.safetensors", held.layout.offsets[1][5] + 1000)
-        weights = PackWeights(held, CPU, kernels if with_kernels else None)
+        weights = open_weights(held, CPU, native if with_kernels else TORCH)
         x, ones = torch.ones(1, 128), torch.ones(1, 2)
         weights.expert(1, 4)
         for _ in range(2):
             with pytest.raises(PackError) as refused:
                 weights.expert(1, 5)
             assert str(refused.value) == DAMAGED
-        if with_kernels:
+        if isinstance(weights, MappedPackWeights):
             with pytest.raises(PackError) as refused:
                 weights.run_experts(1, x, torch.tensor([[5, 6]]), ones)
             assert str(refused.value) == DAMAGED
@@ -201,10 +203,10 @@ def test_a_damaged_expert_is_refused_when_it_is_first_used(with_kernels: bool, c
 @pytest.mark.parametrize("left", [0, 100, 4096, 500_000])
 @pytest.mark.parametrize("with_kernels", [False, True])
 def test_a_file_cut_before_it_is_first_used_is_refused(
-    with_kernels: bool, left: int, copied: Path, kernels: Kernels
+    with_kernels: bool, left: int, copied: Path, native: NativeOperations
 ) -> None:
     with Pack(copied) as held:
-        weights = PackWeights(held, CPU, kernels if with_kernels else None)
+        weights = open_weights(held, CPU, native if with_kernels else TORCH)
         cut(copied / "experts-001.safetensors", left)
         with pytest.raises(PackError, match=r"^experts-001.safetensors: [^\n]*$"):
             weights.expert(1, 5)
@@ -221,10 +223,10 @@ def test_without_kernels_a_file_cut_while_it_is_in_use_is_refused(copied: Path) 
 
 
 def test_an_expert_checked_without_kernels_is_refused_with_them_where_its_file_was_cut_between(
-    copied: Path, kernels: Kernels
+    copied: Path, native: NativeOperations
 ) -> None:
     with Pack(copied) as held:
         PackWeights(held, CPU).expert(1, 5)
         cut(copied / "experts-001.safetensors", 4096)
         with pytest.raises(PackError, match=r"^experts-001.safetensors: [^\n]*$"):
-            PackWeights(held, CPU, kernels).expert(1, 5)
+            MappedPackWeights(held, native).expert(1, 5)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_pack.formats import part_format
-from moe_pack.runtime import matrix
+from moe_pack.runtime import operations
 from moe_pack.runtime.matrix import RowMatrix, StoredMatrix, gather_rows
 
 WEIGHT = torch.randn((100, 3), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
@@ -50,9 +50,9 @@ def test_of_one_row_that_alone_is_read(number: int) -> None:
     assert held.asked == [(number, number + 1)]
 
 
-@pytest.mark.parametrize("bound", [4 * 3, 4 * 3 * 7, matrix.MAX_DECODED_BYTES])
+@pytest.mark.parametrize("bound", [4 * 3, 4 * 3 * 7, operations.MAX_DECODED_BYTES])
 def test_stored_values_and_codes_give_the_rows_asked_for(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix, "MAX_DECODED_BYTES", bound)
+    monkeypatch.setattr(operations, "MAX_DECODED_BYTES", bound)
     layout, codes = random_rows(part_format(4, 64), 100, 128)
     ids = torch.arange(100).flip(0)[::3].repeat(2)
     for held in (StoredMatrix(WEIGHT), RowMatrix(layout, torch.from_numpy(codes))):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, Matrix, Selector, expert_layout, write_rows
-from moe_pack.runtime.matrix import MAX_DECODED_BYTES, row_blocks
+from moe_pack.runtime.operations import MAX_DECODED_BYTES, row_blocks
 from moe_pack.runtime.pack_weights import PackedExpert
 
 D, F = 64, 7

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from models import TinyMixtral, pack
-from native import kernels_limited_to
+from native import operations_limited_to
 from predictors import random_predictor
 from routings import random_routing
 
@@ -16,6 +16,7 @@ from moe_pack.formats import Checkpoint, Pack, RunError
 from moe_pack.runtime import (
     NO_PREDICTOR,
     PREDICTION_NAMES,
+    TORCH,
     CheckpointWeights,
     KVCache,
     Observed,
@@ -134,8 +135,8 @@ def test_a_partial_state_is_normed_and_routed(weights: CheckpointWeights, layer_
 @TOKENS
 def test_a_network_scores_as_the_plain_one(native: bool, num_layers: int, layer_idx: int, num_tokens: int) -> None:
     network = random_predictor(num_layers, D, E, min(layer_idx, 2), 8, seed=3)
-    kernels = kernels_limited_to("portable") if native else None
-    prediction = LearnedPrediction({layer_idx: network}, kernels)
+    operations = operations_limited_to("portable") if native else TORCH
+    prediction = LearnedPrediction({layer_idx: network}, operations)
     seen = observed(num_tokens, layer_idx)
     expected = network.scores(seen.x, torch.from_numpy(seen.routes))
     # float32 sums of some 70 products in another order
@@ -173,7 +174,7 @@ def test_a_model_worked_by_hand_is_foretold_as_worked() -> None:
     """
 
     class Rows:
-        kernels = None
+        operations = TORCH
         spec = type(
             "Spec", (), {"moe_layers": (0, 1), "router": type("Router", (), {"bias": False, "logit_bias": False})}
         )

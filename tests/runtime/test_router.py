@@ -3,13 +3,13 @@
 import math
 import random
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
-from native import kernels_limited_to
+from native import operations_limited_to
 
 from moe_pack.formats import RouterSpec
+from moe_pack.runtime import TORCH
 from moe_pack.runtime import router as routers
 
 Chosen = list[tuple[int, float]]  # experts and weights, best first
@@ -19,7 +19,7 @@ Route = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 @pytest.fixture(params=["torch", "native"])
 def route(request: pytest.FixtureRequest) -> Route:
     """Both that compute it."""
-    return partial(routers.route, kernels=None if request.param == "torch" else kernels_limited_to("portable"))
+    return (TORCH if request.param == "torch" else operations_limited_to("portable")).route
 
 
 def spec(num_experts: int, k: int, normalize: bool = True) -> RouterSpec:
@@ -148,7 +148,7 @@ def test_a_bias_decides_who_is_chosen_and_not_with_what_weight(router: RouterSpe
 def test_of_many_equal_scores_the_first_are_chosen_where_topk_promises_no_order(route: Route) -> None:
     logits = torch.zeros(3, 64)
     logits[1, [60, 7, 33]] = 1.0
-    experts, _ = routers.route(logits, spec(64, 4))
+    experts, _ = TORCH.route(logits, spec(64, 4))
     assert experts.tolist() == [[0, 1, 2, 3], [7, 33, 60, 0], [0, 1, 2, 3]]
 
 
@@ -167,8 +167,8 @@ def test_a_group_that_is_best_by_one_expert_wins_with_softmax_and_loses_to_two_g
     route: Route,
 ) -> None:
     logits = torch.tensor([[2.0, -9.0, 1.5, 1.5]])
-    softmaxed, _ = routers.route(logits, RouterSpec("softmax_topk", 4, 2, True, n_group=2, topk_group=1))
-    sigmoided, _ = routers.route(logits, RouterSpec("sigmoid_topk", 4, 2, True, n_group=2, topk_group=1))
+    softmaxed, _ = TORCH.route(logits, RouterSpec("softmax_topk", 4, 2, True, n_group=2, topk_group=1))
+    sigmoided, _ = TORCH.route(logits, RouterSpec("sigmoid_topk", 4, 2, True, n_group=2, topk_group=1))
     assert (softmaxed.tolist(), sigmoided.tolist()) == ([[0, 1]], [[2, 3]])
 
 
@@ -196,7 +196,7 @@ def test_all_experts_and_one_expert_can_be_asked_for(route: Route) -> None:
 def test_not_a_number_is_seen(router: RouterSpec, route: Route) -> None:
     logits = torch.zeros(2, router.num_experts)
     logits[1, -1] = math.nan
-    experts, weights = routers.route(logits, router, torch.zeros(router.num_experts) if router.bias else None)
+    experts, weights = TORCH.route(logits, router, torch.zeros(router.num_experts) if router.bias else None)
     assert weights[0].isfinite().all()
     assert weights[1].isnan().any()
     assert ((experts >= 0) & (experts < router.num_experts)).all()
@@ -211,7 +211,7 @@ def test_no_tokens_go_nowhere(route: Route) -> None:
 def test_weights_of_the_routers_own_experts_are_the_routers(router: RouterSpec) -> None:
     torch.manual_seed(11)
     logits, bias = torch.randn(50, router.num_experts), torch.randn(router.num_experts)
-    experts, weights = routers.route(logits, router, bias if router.bias else None)
+    experts, weights = TORCH.route(logits, router, bias if router.bias else None)
     assert torch.equal(routers.router_weights(logits, experts, router), weights)
 
 
@@ -263,8 +263,8 @@ def by_hand(experts: list[int], capacity: int) -> list[bool]:
 def test_tokens_beyond_an_expert_s_capacity_weigh_nothing(capacity: int) -> None:
     logits = torch.randn((40, 4), generator=torch.Generator().manual_seed(1)) + torch.tensor([2.0, 0.0, 0.0, -9.0])
     unlimited, limited = (RouterSpec("softmax_topk", 4, 1, False, capacity=c) for c in (None, capacity))
-    experts, weights = routers.route(logits, unlimited)
-    found, kept = routers.route(logits, limited)
+    experts, weights = TORCH.route(logits, unlimited)
+    found, kept = TORCH.route(logits, limited)
     within = torch.tensor(by_hand(experts[:, 0].tolist(), capacity))[:, None]
     assert torch.equal(found, experts)
     assert torch.equal(kept, torch.where(within, weights, 0.0))

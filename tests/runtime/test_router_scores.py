@@ -8,8 +8,7 @@ from specs import GROUPED
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec, RouterSpec
-from moe_pack.runtime import StoredMatrix, router_scores
-from moe_pack.runtime.router import route
+from moe_pack.runtime import TORCH, StoredMatrix, router_scores
 
 D = 64
 
@@ -57,8 +56,8 @@ def test_a_routers_scores_rank_experts_as_it_chooses_them(kind: str, bias: bool,
     held = Router(replace(GROUPED, router=spec), rows, torch.randn(8, generator=generator(2)))
     x = random_inputs(200, 3)
     scores = router_scores(x, held, 1)  # type: ignore[arg-type]  # of a model's weights, no more is asked for
-    chosen, _ = route(x @ rows.T, spec, held.bias if bias else None)
+    chosen, _ = TORCH.route(x @ rows.T, spec, held.bias if bias else None)
     assert torch.equal(scores.argsort(dim=1, descending=True, stable=True)[:, :k], chosen)
     if bias:
-        unbiased, _ = route(x @ rows.T, spec, torch.zeros(8))
+        unbiased, _ = TORCH.route(x @ rows.T, spec, torch.zeros(8))
         assert not torch.equal(chosen, unbiased)

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import DEMO_MODEL, pack
-from native import kernels_limited_to
+from native import operations_limited_to
 from streaming import budget_for
 from torch import Tensor
 
 from moe_pack.formats import Pack, PackError, RunError, rewrite_thresholds
-from moe_pack.runtime import Decoder, PackWeights
+from moe_pack.runtime import Decoder, MappedPackWeights, PackWeights
 from moe_pack.runtime.budget import (
     Asked,
     BudgetPlan,
@@ -46,7 +46,7 @@ def sparse_pack(dense_pack: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     """The same with thresholds below which about four fifths of the neurons lie; not to be changed."""
     folder = shutil.copytree(dense_pack, tmp_path_factory.mktemp("sparse") / "packed")
     with Pack(folder) as held:
-        weights = PackWeights(held, torch.device("cpu"), kernels_limited_to("portable"))
+        weights = MappedPackWeights(held, operations_limited_to("portable"))
         x = torch.randn(64, held.spec.hidden_size, generator=torch.Generator().manual_seed(0))
         shape = held.thresholds.shape
         found = [_quantile(weights, x, l, e) for l, e in product(range(shape[0]), range(shape[1]))]
@@ -54,9 +54,8 @@ def sparse_pack(dense_pack: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-def _quantile(weights: PackWeights, x: Tensor, layer_idx: int, expert: int) -> float:
-    kernels = weights.kernels
-    assert kernels is not None
+def _quantile(weights: MappedPackWeights, x: Tensor, layer_idx: int, expert: int) -> float:
+    kernels = weights.operations.kernels
     weights.run_experts(layer_idx, x[:1], torch.tensor([[expert, (expert + 1) % 8]]), torch.ones(1, 2))
     held = weights.expert(layer_idx, expert)
     return float(kernels.select(x, held.rows).a.abs().quantile(0.8))  # type: ignore[attr-defined]  # a mapped expert

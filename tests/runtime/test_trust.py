@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from models import DEMO_MODEL, pack
-from native import kernels_limited_to
+from native import operations_limited_to
 from numpy.typing import NDArray
 from streaming import budget_for
 from torch import Tensor
 
 from moe_pack.formats import Pack, rewrite_thresholds
-from moe_pack.runtime import Decoder, EngineOptions, PackWeights, divide_budget, linear
+from moe_pack.runtime import Decoder, EngineOptions, MappedPackWeights, PackWeights, divide_budget, linear
 from moe_pack.runtime.engine import cache_facts
 from moe_pack.runtime.expert_store import ExpertStore
 from moe_pack.runtime.foretelling import Foreteller
@@ -79,18 +79,18 @@ def streaming(
     folder: Path, policy: PolicyName, trust: Trust = NO_TRUST, num_experts: int = 24
 ) -> Iterator[StreamingWeights]:
     """Weights on a prompt drive; rows alone are read where not all neurons run, foretold where the policy does."""
-    kernels = kernels_limited_to("portable")
+    operations = operations_limited_to("portable")
     preset = PRESETS[policy]
     with Pack(folder) as held:
         plan = divide_budget(held.layout, budget_for(held, num_experts, CONTEXT), CONTEXT, 0)
         facts = cache_facts(held, plan, None)
         store = ExpertStore(
-            held, kernels, plan, lambda memory: PromptReads(memory, False), verify=True, rows_below=1.0, gap_bytes=0
+            held, operations, plan, lambda memory: PromptReads(memory, False), verify=True, rows_below=1.0, gap_bytes=0
         )
         try:
             residency = residency_for(preset, facts)
             weights = StreamingWeights(
-                held, kernels, store, residency, reuses_selector=preset.reuse_selector, trust=trust
+                held, operations, store, residency, reuses_selector=preset.reuse_selector, trust=trust
             )
             if preset.reuse_selector:
                 weights.foreteller = Foreteller(NextRouterPrediction(weights), NUM_EXPERTS, 2, 2)
@@ -106,7 +106,7 @@ def answers(weights: PackWeights) -> Tensor:
 
 def mapped(folder: Path) -> Tensor:
     with Pack(folder) as held:
-        return answers(PackWeights(held, torch.device("cpu"), kernels_limited_to("portable")))
+        return answers(MappedPackWeights(held, operations_limited_to("portable")))
 
 
 def test_nothing_that_changes_answers_is_on_unless_asked_for() -> None:
@@ -133,7 +133,7 @@ def test_who_comes_is_in_memory_and_weights_are_the_familys_own(dense_pack: Path
     """Mixtral's weights: the softmax of the logits of the experts that run."""
     generator, resident, num_replaced = torch.Generator().manual_seed(3), {0, 1, 2, 3}, 0
     with Pack(dense_pack) as held, streaming(dense_pack, "lru", Trust(substitute=0.5)) as weights:
-        plain = PackWeights(held, torch.device("cpu"), kernels_limited_to("portable"))
+        plain = MappedPackWeights(held, operations_limited_to("portable"))
         d = held.spec.hidden_size
         two = torch.tensor([[0, 1], [2, 3]])
         weights.run_experts(0, torch.randn(2, d, generator=generator), two, torch.full((2, 2), 0.5))  # brings them in
@@ -174,11 +174,11 @@ def test_of_a_trusted_expert_the_neurons_run_whose_records_are_there(sparse_pack
     key = Key(1, 3)
     x = torch.randn(1, 128, generator=torch.Generator().manual_seed(0))
     with streaming(sparse_pack, "corm", Trust(is_predicted_enough=True)) as weights:
-        kernels, store = weights.kernels, weights.store
-        assert kernels is not None and isinstance(store, ExpertStore)
+        store = weights.store
+        assert isinstance(store, ExpertStore) and store.by_rows is not None
         store.fetch(key, urgent=True)
         held = store.arrive(key)
-        selected = kernels.select(x, held.rows)
+        selected = store.by_rows.select(x, held)
         running = selected.neurons.numpy()
         store.fetch_records(key, running[:3], urgent=False)
         weights.predicted[key] = running[:3]
@@ -194,7 +194,7 @@ def test_of_a_trusted_expert_the_neurons_run_whose_records_are_there(sparse_pack
         ]
     assert set(running[:3]) <= set(there) < set(running)
     with Pack(sparse_pack) as whole:
-        blocks = list(PackWeights(whole, torch.device("cpu"), None).expert(*key).blocks())
+        blocks = list(PackWeights(whole, torch.device("cpu")).expert(*key).blocks())
     up, gate, down = (torch.cat([getattr(block, name) for block in blocks]) for name in ("up", "gate", "down"))
     h = torch.nn.functional.silu(x @ gate[there].T) * (x @ up[there].T)
     assert np.allclose(run.outputs, (h @ down[there]).numpy(), rtol=0, atol=1e-4)

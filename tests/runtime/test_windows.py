@@ -7,14 +7,12 @@ import pytest
 import torch
 from families import Tiny, original, token_ids, write
 from models import pack
-from native import INSTRUCTION_SETS, kernels_limited_to
+from native import INSTRUCTION_SETS, operations_limited_to
 from torch import Tensor
 
 from moe_pack.formats import Checkpoint, GroupedQuerySpec, Pack, RunError, cache_values
-from moe_pack.runtime import CheckpointWeights, Decoder, Expert, PackWeights
-from moe_pack.runtime.attention import attend_heads
+from moe_pack.runtime import TORCH, CheckpointWeights, Decoder, Expert, Operations, open_weights
 from moe_pack.runtime.kv_cache import LayerCache
-from moe_pack.runtime.native_kernels import Kernels
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 24, 4, 2  # a head that is no multiple of the kernels' registers
 SPEC = GroupedQuerySpec("grouped_query", NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 7, HEAD_DIM**-0.5, (), "none", sinks=True)
@@ -25,8 +23,8 @@ ALL = Tiny("mixtral", "window of 7", {"sliding_window": 7})
 WAYS = [None, *INSTRUCTION_SETS]
 
 
-def kernels_of(instruction_set: str | None) -> Kernels | None:
-    return None if instruction_set is None else kernels_limited_to(instruction_set)
+def operations_of(instruction_set: str | None) -> Operations:
+    return TORCH if instruction_set is None else operations_limited_to(instruction_set)
 
 
 def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,18 +40,18 @@ def attended(
     places: int,
     window: int | None,
     sinks: Tensor | None,
-    kernels: Kernels | None,
+    operations: Operations,
 ) -> Tensor:
     """The attention of tokens that come in chunks, over a cache of so many places, full of NaNs before."""
     shape = (NUM_KV_HEADS, places, HEAD_DIM)
     keys, values = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
-    operation, found = attend_heads if kernels is None else kernels.attend, []
+    found = []
     for start in range(0, len(given[0]), chunk):
         new = tuple(each[start : start + chunk] for each in given)
         count = len(new[0])
         cache = LayerCache(keys, values, start)
         angles = (torch.ones(count, 0), torch.ones(count, 0))
-        found.append(operation(new, None, angles, False, cache, SPEC, window, sinks))  # type: ignore[arg-type]  # three
+        found.append(operations.attend(new, None, angles, False, cache, SPEC, window, sinks))  # type: ignore[arg-type]  # three
     return torch.cat(found)
 
 
@@ -82,23 +80,23 @@ def test_attention_with_sinks_is_softmax_written_out(
 ) -> None:
     given = tokens(40)
     sinks = torch.tensor([0.5, -3.0, 4.0, -torch.inf]) if has_sinks else None
-    found = attended(given, chunk, 40, window, sinks, kernels_of(instruction_set))
+    found = attended(given, chunk, 40, window, sinks, operations_of(instruction_set))
     torch.testing.assert_close(found, written_out(given, window, sinks).float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("instruction_set", WAYS)
 @pytest.mark.parametrize(("chunk", "window"), [(1, 1), (1, 7), (3, 7), (7, 3), (40, 7), (64, 300), (130, 70)])
 def test_a_ring_gives_the_bits_that_all_positions_give(instruction_set: str | None, chunk: int, window: int) -> None:
-    kernels, given, sinks = kernels_of(instruction_set), tokens(700), torch.tensor([0.5, -3.0, 4.0, 0.0])
-    whole = attended(given, chunk, 700, window, sinks, kernels)
+    operations, given, sinks = operations_of(instruction_set), tokens(700), torch.tensor([0.5, -3.0, 4.0, 0.0])
+    whole = attended(given, chunk, 700, window, sinks, operations)
     for places in (window - 1 + chunk, window + chunk + 5):
-        assert torch.equal(attended(given, chunk, places, window, sinks, kernels), whole)
+        assert torch.equal(attended(given, chunk, places, window, sinks, operations), whole)
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_a_ring_too_small_for_what_is_seen_is_refused(instruction_set: str) -> None:
     with pytest.raises(ValueError, match="what the new tokens see is not within the cache"):
-        attended(tokens(30), 3, 8, 7, None, kernels_of(instruction_set))
+        attended(tokens(30), 3, 8, 7, None, operations_of(instruction_set))
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
@@ -111,7 +109,7 @@ def test_a_text_far_beyond_the_window_is_transformers_in_chunks_of_any_size(
     with torch.no_grad():
         expected = original(source)(torch.tensor([ids])).logits[0]
     with Pack(tmp_path / "packed") as held:
-        weights = PackWeights(held, CPU, kernels_limited_to("portable") if has_kernels else None)
+        weights = open_weights(held, CPU, operations_limited_to("portable") if has_kernels else TORCH)
         for chunk in (1, 2, 5, 16, 40):
             decoder = Decoder(weights, len(ids), chunk_tokens=chunk)
             assert decoder.cache.is_ring

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.runtime.native_kernels import ExpertRows, InstructionSet, Kernels, is_available
+from moe_pack.runtime.native_operations import NativeOperations
 
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = ("portable", "avx2", "avx512", "avx512vbmi")
 
@@ -22,6 +23,11 @@ def kernels_limited_to(instruction_set: str) -> Kernels:
     if kernels.instruction_set != instruction_set:
         pytest.skip(f"this machine has no {instruction_set}")
     return kernels
+
+
+def operations_limited_to(instruction_set: str) -> NativeOperations:
+    """The operations by these kernels."""
+    return NativeOperations(kernels_limited_to(instruction_set))
 
 
 def work(

@@ -12,13 +12,13 @@ from moe_pack.convert.synthetic import Character, synthesize
 from moe_pack.formats import GroupedQuerySpec, ModelSpec, Pack, Plan, Selector, model_spec, part_format, uniform_plan
 from moe_pack.runtime import (
     KVCache,
-    PackWeights,
     Rope,
     add_attention,
     embed,
     head,
-    kernels_for,
     mlp_input,
+    open_weights,
+    operations_for,
     route_tokens,
     run_unrouted,
 )
@@ -98,8 +98,8 @@ class Run:
 @torch.inference_mode()
 def run(folder: Path, num_tokens: int, seed: int = 5) -> Run:
     """Runs a pack over random tokens, by the runtime's own layers."""
-    with Pack(folder) as pack, kernels_for(CPU) as kernels:
-        weights, spec = PackWeights(pack, CPU, kernels), pack.spec
+    with Pack(folder) as pack, operations_for(CPU) as operations:
+        weights, spec = open_weights(pack, CPU, operations), pack.spec
         ids = torch.randint(spec.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(seed))
         cache, angles = KVCache(spec, num_tokens, CPU), Rope(spec.rotation, CPU)(torch.arange(num_tokens), num_tokens)
         x, routes, rms = embed(ids, weights), [], []

@@ -6,12 +6,11 @@ from combinations import Combination, sample
 from torch import Tensor
 
 from moe_pack.formats import GroupedQuerySpec
-from moe_pack.runtime import attention
+from moe_pack.runtime import TORCH
 from moe_pack.runtime.kernels.attend import AttendRoom, attend
 from moe_pack.runtime.kernels.enter import QkNorms, enter
 from moe_pack.runtime.kv_cache import LayerCache
-from moe_pack.runtime.native_kernels import HeadNorms
-from moe_pack.runtime.norm import rms_norm
+from moe_pack.runtime.operations import HeadNorms
 
 CPU = torch.device("cpu")
 Cache = tuple[Tensor, Tensor]
@@ -113,12 +112,12 @@ class Case:
         if self.norms is not None and self.spec.qk_norm == "head":
             norms = HeadNorms(*self.norms)
         elif self.norms is not None:
-            q, k = rms_norm(q, self.norms.q, self.norms.eps), rms_norm(k, self.norms.k, self.norms.eps)
+            q, k = TORCH.rms_norm(q, self.norms.q, self.norms.eps), TORCH.rms_norm(k, self.norms.k, self.norms.eps)
         cos, sin = (each[self.position : self.position + 1] for each in self.angles)
         cache = LayerCache(self.cache[0].clone(), self.cache[1].clone(), self.position)
         projected = (q[None], k[None], v[None])
         given = (projected, norms, (cos, sin), self.interleaved, cache, self.spec)
-        y = attention.attend_heads(*given, self.spec.sliding_window, self.sinks)
+        y = TORCH.attend(*given, self.spec.sliding_window, self.sinks)
         return y.view(self.spec.num_heads, -1), (cache.keys, cache.values)
 
 
