@@ -22,6 +22,7 @@ from gpu_experts import Model, expert_of, random_extent
 from gpu_preflight import cudart
 from gpu_results import Results
 from numpy.typing import NDArray
+from recording_device import RecordingDevice
 from torch import Tensor
 
 from moe_pack.runtime.chunk_ring import CHUNK_BYTES, ChunkRing, Piece
@@ -29,7 +30,6 @@ from moe_pack.runtime.device import CudaDevice, Device
 from moe_pack.runtime.kernels.admit import CacheState, admit
 from moe_pack.runtime.kernels.pull import NUM_PROGRAMS, HostRows, pull_records
 from moe_pack.runtime.kernels.tables import SELECT_BLOCK, LayerTables, Selection, kind_of
-from moe_pack.runtime.recording_device import RecordingDevice
 
 _MIXTRAL, _TINY = Model("Mixtral-8x7B", 4096, 14336, 1), Model("tiny", 128, 200, 1)
 _SHARE = 0.2

@@ -2,7 +2,7 @@
 
 Two queues work side by side, each in the order of asking: `compute` runs what torch and the kernels launch, `copy` only
 copies. A mark is a point in a queue; a queue may wait for the other's, which costs the host nothing, or the host may,
-which it is to say why. `CudaDevice` is a GPU; `RecordingDevice` (its own file) stands in for one.
+which it is to say why. `CudaDevice` is a GPU; tests put a recording one in its place.
 """
 
 from typing import Literal, NamedTuple, Protocol

@@ -23,7 +23,7 @@ from moe_pack.runtime.recording import Recorder
 from moe_pack.runtime.residency import CacheFacts, Residency
 from moe_pack.runtime.staged_decoder import StagedDecoder
 from moe_pack.runtime.staged_host import DriveExperts, HostExperts, arena_experts, drive_slot_bytes
-from moe_pack.runtime.staged_ops import ExpertOps
+from moe_pack.runtime.staged_ops import TritonOps
 from moe_pack.runtime.staged_pages import staged_page_bytes
 from moe_pack.runtime.staged_store import DeviceStore, pages_of
 from moe_pack.runtime.staged_weights import CpuShare, StagedWeights, plan_staged
@@ -58,7 +58,7 @@ class StagedAsked:
 
     pack: Pack
     device: Device
-    ops: ExpertOps
+    ops: TritonOps
     host: HostArena | None
     ram_bytes: int
     open_reads: Callable[[NDArray[np.uint8]], Reads]

@@ -19,7 +19,7 @@ from moe_pack.runtime.device import Device, Mark
 from moe_pack.runtime.kernels.tables import SELECT_BLOCK, LayerTables, Selection
 from moe_pack.runtime.native_kernels import ExpertRows, Kernels
 from moe_pack.runtime.residency import Drop, Key
-from moe_pack.runtime.staged_ops import ExpertOps
+from moe_pack.runtime.staged_ops import TritonOps
 from moe_pack.runtime.staged_store import DeviceExpert, DeviceStore
 from moe_pack.runtime.streaming import Job, PhaseCounts, Trust, count_rows
 
@@ -52,7 +52,7 @@ class Room:
 
 
 def make_room(
-    spec: ModelSpec, device: Device, ops: ExpertOps, chunk_tokens: int, num_partials: int, has_cpu: bool
+    spec: ModelSpec, device: Device, ops: TritonOps, chunk_tokens: int, num_partials: int, has_cpu: bool
 ) -> Room:
     """Room for forward passes of so many tokens, and partial sums of one token's experts."""
     d, f, k = spec.hidden_size, spec.expert.intermediate_size, spec.router.num_experts_per_tok
@@ -84,7 +84,7 @@ def make_room(
     )
 
 
-def room_bytes(spec: ModelSpec, ops: ExpertOps, chunk_tokens: int, num_partials: int) -> int:
+def room_bytes(spec: ModelSpec, ops: TritonOps, chunk_tokens: int, num_partials: int) -> int:
     """What `make_room` takes on the device, and passes of several tokens beside it, for outputs that stand apart."""
     d, f, k = spec.hidden_size, spec.expert.intermediate_size, spec.router.num_experts_per_tok
     N, blocks = chunk_tokens * k, -(-f // SELECT_BLOCK)
@@ -111,7 +111,7 @@ class DeviceRun:
     def __init__(
         self,
         store: DeviceStore,
-        ops: ExpertOps,
+        ops: TritonOps,
         room: Room,
         layer_idx: int,
         x: Tensor,

@@ -22,7 +22,7 @@ from moe_pack.runtime.operations import TORCH
 from moe_pack.runtime.policies.split import Split
 from moe_pack.runtime.recording import Recorder
 from moe_pack.runtime.residency import Key, Residency
-from moe_pack.runtime.staged_ops import ExpertOps
+from moe_pack.runtime.staged_ops import TritonOps
 from moe_pack.runtime.staged_pages import most_pages, staged_page_bytes
 from moe_pack.runtime.staged_run import CpuExperts, DeviceRun, listed_neurons, make_room, seen_neurons
 from moe_pack.runtime.staged_run import room_bytes as room_bytes_of
@@ -54,7 +54,7 @@ class StagedPlan:
 
 
 def plan_staged(
-    pack: Pack, room_bytes: int, chunk_tokens: int, ops: ExpertOps, num_partials: int = NUM_PARTIALS
+    pack: Pack, room_bytes: int, chunk_tokens: int, ops: TritonOps, num_partials: int = NUM_PARTIALS
 ) -> StagedPlan:
     """How device memory is divided that is left for experts, beside dense weights, cache and the driver's own.
 
@@ -87,7 +87,7 @@ class StagedWeights(StreamingWeights):
         pack: Pack,
         store: DeviceStore,
         residency: Residency,
-        ops: ExpertOps,
+        ops: TritonOps,
         chunk_tokens: int,
         *,
         cpu: CpuShare | None = None,

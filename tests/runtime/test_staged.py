@@ -11,17 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import DEMO_MODEL, pack
-from native import kernels_limited_to
+from native import operations_limited_to
+from recording_device import RecordingDevice
 from staged import AtWork, Staged, staged
 from torch import Tensor
+from torch_ops import TorchOps
 
 from moe_pack.formats import Pack, RunError, rewrite_thresholds
-from moe_pack.runtime import Decoder, PackWeights
+from moe_pack.runtime import Decoder, MappedPackWeights
 from moe_pack.runtime.policies import PRESETS
-from moe_pack.runtime.recording_device import RecordingDevice
 from moe_pack.runtime.replay import replay
-from moe_pack.runtime.staged_ops import TorchOps
-from moe_pack.runtime.staged_triton import TritonOps
+from moe_pack.runtime.staged_ops import TritonOps
 from moe_pack.runtime.staged_weights import plan_staged
 from moe_pack.runtime.streaming import Trust
 
@@ -39,7 +39,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     pack(DEMO_MODEL, folder / "dense", group=64)
     shutil.copytree(folder / "dense", folder / "sparse")
     with Pack(folder / "sparse") as held:
-        weights = PackWeights(held, torch.device("cpu"), kernels_limited_to("portable"))
+        weights = MappedPackWeights(held, operations_limited_to("portable"))
         x = torch.randn(64, held.spec.hidden_size, generator=torch.Generator().manual_seed(0))
         shape = held.thresholds.shape
         found = [_quantile(weights, x, l, e) for l, e in product(range(shape[0]), range(shape[1]))]
@@ -47,9 +47,8 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"dense": folder / "dense", "sparse": folder / "sparse"}
 
 
-def _quantile(weights: PackWeights, x: Tensor, layer_idx: int, expert: int) -> float:
-    kernels = weights.kernels
-    assert kernels is not None
+def _quantile(weights: MappedPackWeights, x: Tensor, layer_idx: int, expert: int) -> float:
+    kernels = weights.operations.kernels
     held = weights.expert(layer_idx, expert)
     return float(kernels.select(x, held.rows).a.abs().quantile(0.8))  # type: ignore[attr-defined]  # a mapped expert
 
@@ -67,7 +66,7 @@ def reference(packs: dict[str, Path]) -> dict[str, Tensor]:
     found = {}
     for name, folder in packs.items():
         with Pack(folder) as held:
-            weights = PackWeights(held, torch.device("cpu"), kernels_limited_to("portable"))
+            weights = MappedPackWeights(held, operations_limited_to("portable"))
             found[name] = answers(Decoder(weights, CONTEXT))
     return found
 

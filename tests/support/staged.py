@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 from native import kernels_limited_to
+from recording_device import RecordingDevice
+from torch_ops import TorchOps
 
 from moe_pack.formats import Pack
 from moe_pack.runtime import Decoder
@@ -19,10 +21,9 @@ from moe_pack.runtime.prediction import make_prediction
 from moe_pack.runtime.reads import open_reads
 from moe_pack.runtime.record import Record
 from moe_pack.runtime.recording import Recorder, recorded_residency_for
-from moe_pack.runtime.recording_device import RecordingDevice
 from moe_pack.runtime.residency import CacheFacts
 from moe_pack.runtime.staged_host import DriveExperts, HostExperts, arena_experts
-from moe_pack.runtime.staged_ops import ExpertOps, TorchOps
+from moe_pack.runtime.staged_ops import TritonOps
 from moe_pack.runtime.staged_pages import staged_page_bytes
 from moe_pack.runtime.staged_store import DeviceStore, pages_of
 from moe_pack.runtime.staged_weights import CpuShare, StagedWeights
@@ -42,7 +43,7 @@ class Staged:
     drive_slots: int | None = None
     trust: Trust = NO_TRUST
     seed: int = 0
-    ops: ExpertOps = field(default_factory=TorchOps)
+    ops: TritonOps = field(default_factory=TorchOps)
     make_device: Callable[[int], RecordingDevice] = RecordingDevice
 
 

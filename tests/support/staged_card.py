@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from cards import CPU
 from native import kernels_limited_to
+from recording_device import RecordingDevice
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.card_engine import run_everything
 from moe_pack.runtime.host_arena import HostArena
 from moe_pack.runtime.policies import PRESETS, PolicyName, residency_for
 from moe_pack.runtime.reads import open_reads
-from moe_pack.runtime.recording_device import RecordingDevice
 from moe_pack.runtime.staged_engine import Decided, StagedAsked, StagedAtWork, least_staged_bytes
-from moe_pack.runtime.staged_triton import TritonOps
+from moe_pack.runtime.staged_ops import TritonOps
 from moe_pack.runtime.streaming import NO_TRUST
 
 
