@@ -24,6 +24,7 @@ from typing import Literal, cast
 import torch
 from card_layers import random_selection, small_layer
 from gpu_layers import layer_of, random_layer
+from kernel_twins import admit_plain, pull_plain, reduce_twin
 from named_formats import Name, label, named_expert, named_format
 from random_experts import (
     Shape,
@@ -49,7 +50,7 @@ from moe_pack.formats import (
 from moe_pack.runtime import activations, run_expert
 from moe_pack.runtime.expert import NEURONS
 from moe_pack.runtime.kernels.activate import activate
-from moe_pack.runtime.kernels.admit import admit, admit_plain
+from moe_pack.runtime.kernels.admit import admit
 from moe_pack.runtime.kernels.ahead import collected_launches, compile_ahead
 from moe_pack.runtime.kernels.attend import AttendRoom, attend
 from moe_pack.runtime.kernels.codes import part_of, stored_part
@@ -60,8 +61,8 @@ from moe_pack.runtime.kernels.gemv import gather_row, gemv
 from moe_pack.runtime.kernels.latent import HeldRows, enter_latent, leave_latent
 from moe_pack.runtime.kernels.neurons import neurons
 from moe_pack.runtime.kernels.norm import norm
-from moe_pack.runtime.kernels.pull import pull_plain, pull_records, pull_selectors
-from moe_pack.runtime.kernels.reduce import reduce, reduce_twin
+from moe_pack.runtime.kernels.pull import pull_records, pull_selectors
+from moe_pack.runtime.kernels.reduce import reduce
 from moe_pack.runtime.kernels.route import route as route_kernel
 from moe_pack.runtime.kernels.select import select
 from moe_pack.runtime.kernels.tables import SELECT_BLOCK, LayerTables, Selection

@@ -98,7 +98,6 @@ from moe_pack.formats.sizes import (
     num_parameters,
     parse_size,
     size_text,
-    windowed_values,
 )
 from moe_pack.formats.source_account import NO_SOURCE, SourceAccount, account_bytes, read_account
 from moe_pack.formats.spec import (
@@ -265,7 +264,6 @@ __all__ = [
     "trellis_format",
     "uniform_dense",
     "uniform_plan",
-    "windowed_values",
     "write_rows",
     "write_sidecar",
     "write_tensor_sidecar",

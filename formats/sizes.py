@@ -33,11 +33,6 @@ def cached_values(spec: ModelSpec) -> int:
     return spec.num_hidden_layers * _layer_values(spec)
 
 
-def windowed_values(spec: ModelSpec) -> int:
-    """Those of `cached_values` that only the last tokens have: of layers with a sliding window."""
-    return sum(_window(spec, layer) is not None for layer in range(spec.num_hidden_layers)) * _layer_values(spec)
-
-
 def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
     """Values a key-value cache holds for so many tokens, of which at most `chunk_tokens` enter at once."""
     if spec.encoder is not None:

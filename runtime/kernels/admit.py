@@ -142,39 +142,6 @@ def admit(experts: Tensor, state: CacheState, tables: LayerTables) -> None:
     )
 
 
-def admit_plain(experts: Tensor, state: CacheState, tables: LayerTables) -> None:
-    """The twin of `admit`, on the host."""
-    if not state.keeps:
-        for victim in torch.nonzero((state.is_in == 1) & (state.num_pages_of > 0))[:, 0].tolist():
-            _evict_plain(victim, state, tables)
-    state.clock.add_(1)
-    state.last_used[experts.long()] = state.clock
-    state.counters[NEEDED] += len(experts)
-    for e in experts.tolist():
-        if state.is_in[e]:
-            state.counters[HITS] += 1
-            continue
-        count = int(state.num_pages_of[e])
-        while state.num_free < count:
-            may_go = (state.is_in == 1) & (state.num_pages_of > 0) & (state.last_used < state.clock)
-            victim = int(torch.where(may_go, state.last_used, _NEVER.value).argmin())
-            _evict_plain(victim, state, tables)
-        state.num_free.sub_(count)
-        begin = int(state.num_free)
-        state.page_list[e, :count] = state.free[begin : begin + count].flip(0)
-        state.is_in[e] = 1
-
-
-def _evict_plain(victim: int, state: CacheState, tables: LayerTables) -> None:
-    begin, count = int(state.num_free), int(state.num_pages_of[victim])
-    state.free[begin : begin + count] = state.page_list[victim, :count]
-    state.num_free.add_(count)
-    state.is_in[victim] = 0
-    tables.record_at[victim, int(state.first_dynamic[victim]) :] = -1
-    if tables.selector_at is not None and state.selector_is_dynamic[victim]:
-        tables.selector_at[victim] = -1
-
-
 @triton.jit
 def _evict(
     victim,

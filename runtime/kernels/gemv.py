@@ -5,11 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_pack.formats import RowLayout
 from moe_pack.runtime.kernels.codes import Part, lookup_for
 from moe_pack.runtime.kernels.products import add_part, dot_part, load_part, load_x_part, store_part, zero_part
 from moe_pack.runtime.kernels.tiles import dot_tile, sum_tile
-from moe_pack.runtime.matrix import RowMatrix, StoredMatrix, linear
 
 _MANY_PROGRAMS = 1024  # beyond, a program takes several blocks of rows: it reads x once for all
 
@@ -72,12 +70,6 @@ def gather_row(rows: Tensor, part: Part, row_id: Tensor, out: Tensor, *, scale: 
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
     )
-
-
-def gemv_twin(x: Tensor, rows: Tensor, layout: RowLayout | None) -> Tensor:
-    """`rows @ x` in plain torch, float32 [n]; `layout` is None for plain values."""
-    matrix = StoredMatrix(rows) if layout is None else RowMatrix(layout, rows)
-    return linear(x[None], matrix)[0]
 
 
 def _row_units(rows: Tensor) -> int:

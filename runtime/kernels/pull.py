@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_pack.runtime.kernels.admit import BYTES, ROWS, CacheState
+from moe_pack.runtime.kernels.admit import CacheState
 from moe_pack.runtime.kernels.tables import PER_LAYER, SELECT_BLOCK, LayerTables, Selection
 from moe_pack.runtime.kernels.tiles import INTERPRETED
 
@@ -55,53 +55,6 @@ def pull_records(
     Args:    experts: int32 [n], each once, on the device; the selection is theirs.
     """
     _launch(experts, selection, tables, state, host, num_programs, of_selector=False)
-
-
-def pull_plain(
-    experts: Tensor,
-    selection: Selection | None,
-    tables: LayerTables,
-    state: CacheState,
-    host: HostRows,
-    of_selector: bool,
-) -> None:
-    """The twin of `pull_selectors` and `pull_records`, on the host, a row at a time."""
-    at = tables.selector_at if of_selector else tables.record_at
-    if at is None:
-        return
-    for place, e in enumerate(experts.tolist()):
-        kind = tables.kinds[int(tables.kind[e])]
-        units = kind.selector_units if of_selector else kind.record_units
-        for neuron in _wanted(place, selection, kind.num_rows):
-            if at[e, neuron] >= 0:
-                continue
-            to = _place_plain(e, neuron, tables, state, of_selector)
-            behind = 0 if of_selector else kind.num_rows * kind.selector_units
-            begin = 16 * (int(host.extent_at[e]) + behind + neuron * units)
-            tables.arena[16 * to : 16 * (to + units)] = host.rows[begin : begin + 16 * units]
-            at[e, neuron] = to
-            state.counters[ROWS] += 1
-            state.counters[BYTES] += 16 * units
-
-
-def _wanted(place: int, selection: Selection | None, num_rows: int) -> list[int]:
-    if selection is None:
-        return list(range(num_rows))
-    counts = selection.counts[place].tolist()
-    lists = (selection.neurons[place, SELECT_BLOCK * b :][:n].tolist() for b, n in enumerate(counts))
-    return [neuron for listed in lists for neuron in listed]
-
-
-def _place_plain(e: int, neuron: int, tables: LayerTables, state: CacheState, of_selector: bool) -> int:
-    kind = tables.kinds[int(tables.kind[e])]
-    page, row, units = 0, neuron, kind.selector_units
-    if not of_selector:
-        row, units = neuron - int(state.first_dynamic[e]), kind.record_units
-        if state.selector_is_dynamic[e]:
-            page = -(-kind.num_rows // (state.page_units // kind.selector_units))
-    rows_per_page = state.page_units // units
-    slot = int(state.page_list[e, page + row // rows_per_page])
-    return state.pages_begin + slot * state.page_units + row % rows_per_page * units
 
 
 def _launch(

@@ -41,11 +41,6 @@ def reduce(
     )
 
 
-def reduce_twin(partials: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum in plain torch, float32 [d]."""
-    return (partials.sum(1) * weights[:, None]).sum(0)
-
-
 @triton.jit
 def _reduce(
     partials_ptr,

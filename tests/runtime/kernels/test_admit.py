@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 from card_layers import CPU, SmallLayer, small_layer
+from kernel_twins import admit_plain
 
-from moe_pack.runtime.kernels.admit import HITS, NEEDED, admit, admit_plain
+from moe_pack.runtime.kernels.admit import HITS, NEEDED, admit
 
 
 def drawn(layer: SmallLayer, seed: int, num_steps: int = 12) -> list[torch.Tensor]:

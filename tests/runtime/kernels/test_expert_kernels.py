@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from gpu_layers import RandomLayer, layer_of, random_layer
+from kernel_twins import reduce_twin
 from named_formats import Name, named_expert, named_format
 from random_experts import FOUR_BIT, Shape, assert_near, magnitudes, random_expert, random_tokens, running, threshold_at
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from moe_pack.formats import BF16, SELECTORS, NeuronFunction, PartFormat, Selector, part_format, trellis_format
 from moe_pack.runtime import Activations, activations, run_expert
 from moe_pack.runtime.kernels.neurons import neurons
-from moe_pack.runtime.kernels.reduce import reduce, reduce_twin
+from moe_pack.runtime.kernels.reduce import reduce
 from moe_pack.runtime.kernels.select import select
 from moe_pack.runtime.kernels.tables import SELECT_BLOCK, Selection
 

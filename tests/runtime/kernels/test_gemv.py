@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kernel_twins import gemv_twin
 from random_codes import NUMBERS
 from random_experts import assert_near, product_magnitudes, random_rows, random_tokens, weight_magnitudes
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from moe_pack.formats import TRELLIS_WIDTHS, PartFormat, format_text, part_format, trellis_format
 from moe_pack.runtime.kernels import gemv as module
 from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
-from moe_pack.runtime.kernels.gemv import gather_row, gemv, gemv_twin
+from moe_pack.runtime.kernels.gemv import gather_row, gemv
 from moe_pack.runtime.matrix import RowMatrix
 
 STORED = [(width, group, scale_bits) for width in (1, 2, 3, 4, 8) for group, scale_bits in ((64, 16), (0, 16))]

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from card_layers import SmallLayer, random_selection, small_layer
+from kernel_twins import admit_plain, pull_plain
 
-from moe_pack.runtime.kernels.admit import BYTES, ROWS, admit, admit_plain
-from moe_pack.runtime.kernels.pull import pull_plain, pull_records, pull_selectors
+from moe_pack.runtime.kernels.admit import BYTES, ROWS, admit
+from moe_pack.runtime.kernels.pull import pull_records, pull_selectors
 from moe_pack.runtime.kernels.tables import Selection
 
 Ids = Callable[..., torch.Tensor]
