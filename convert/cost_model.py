@@ -8,7 +8,6 @@ state: tokens decoded one by one, after the cache has filled. Prompts are not pr
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,9 @@ from numpy.typing import NDArray
 
 from moe_pack.convert.machines import Machine, rate_of
 from moe_pack.convert.visits import MAX_AGE, Visits, drawn_passes, expected_misses, visits
-from moe_pack.formats import ExpertLayout, PackLayout, RowLayout, cache_values
+from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayout, cache_values, whole_blocks
 from moe_pack.runtime import (
     CARD_PAGE_BYTES,
-    READ_UNIT,
     BudgetPlan,
     CacheFacts,
     CardPlan,
@@ -282,7 +280,7 @@ def fetched_from_drive(layout: PackLayout, running: Array, drive: DriveFacts, pa
     """
     kinds = {(e.records.row_bytes, e.num_rows, e.records_bytes) for layer in layout.experts for e in layer}
     cutover = min(drive.cutover(*kind) for kind in kinds)
-    gap_blocks = drive.gap_bytes() // READ_UNIT
+    gap_blocks = drive.gap_bytes() // DISK_BLOCK_BYTES
     shape = (MAX_AGE + 1, *running.shape)
     fetching = Fetching(np.zeros(shape), np.zeros(shape), np.zeros(shape))
     known: dict[tuple[int, float, bool], Array] = {}  # experts stored alike are one object, told apart at once
@@ -299,7 +297,7 @@ def fetched_from_drive(layout: PackLayout, running: Array, drive: DriveFacts, pa
 
 def _whole(expert: ExpertLayout, drive: DriveFacts, page_bytes: int) -> Array:
     """Bytes, seconds and seconds alone at each age, [3, ages], of an expert that is read as it is."""
-    num_bytes = ceil(expert.num_bytes / READ_UNIT) * READ_UNIT
+    num_bytes = whole_blocks(expert.num_bytes)
     size = min(num_bytes, page_bytes)
     table = np.zeros((3, MAX_AGE + 1))
     table[:, 0] = num_bytes, drive.seconds(num_bytes / size, size), drive.seconds_for_few(num_bytes / size, size)
@@ -319,11 +317,11 @@ def _by_rows(expert: ExpertLayout, share: float, drive: DriveFacts, gap_blocks: 
         drive.seconds_for_few(1, expert.selector_bytes),
     )
     row_bytes = expert.records.row_bytes
-    rows_in_block = (READ_UNIT + row_bytes) / row_bytes  # that begin in it, or end
-    num_blocks = expert.records_bytes / READ_UNIT
+    rows_in_block = (DISK_BLOCK_BYTES + row_bytes) / row_bytes  # that begin in it, or end
+    num_blocks = expert.records_bytes / DISK_BLOCK_BYTES
     ages = np.arange(MAX_AGE + 2)
     touched = _bridged(1 - (1 - share) ** (rows_in_block * ages), gap_blocks)
-    table[0] += READ_UNIT * num_blocks * np.diff(touched)
+    table[0] += DISK_BLOCK_BYTES * num_blocks * np.diff(touched)
     for age in range(MAX_AGE + 1):
         seconds = drive.seconds_for_rows(share * (1 - share) ** age, row_bytes, expert.num_rows)
         table[1:, age] += seconds

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from moe_pack.formats import PartFormat, RunError
+from moe_pack.formats import DISK_BLOCK_BYTES, PartFormat, RunError
 from moe_pack.runtime import DriveFacts, FixedCosts, MachineFacts, ReadRate, SizedRate, WidthRate
 
 USUAL_LINK_RATE = 16e9  # bytes a second: half of PCIe 4.0 x16, or what 3.0 x16 has at most
@@ -80,9 +80,9 @@ def assumed_cpu() -> Machine:
 
 def steady_drive(rate: float) -> DriveFacts:
     """A drive that reads at this rate, whatever is asked: where none was measured."""
-    point = SizedRate(4096, rate)
-    # Below 4 KiB a read takes as long as one of that size, above the rate stays.
-    return DriveFacts(None, 0, "pread", 1, (point,), (point,), (ReadRate("pread", 4096, 1, rate),))
+    point = SizedRate(DISK_BLOCK_BYTES, rate)
+    # A read of less than a block takes as long as one of a block, above the rate stays.
+    return DriveFacts(None, 0, "pread", 1, (point,), (point,), (ReadRate("pread", DISK_BLOCK_BYTES, 1, rate),))
 
 
 def rate_of(rates: tuple[WidthRate, ...], width: int) -> float:

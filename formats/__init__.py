@@ -26,12 +26,14 @@ from moe_pack.formats.index import (
 )
 from moe_pack.formats.layout import (
     DENSE_FILE,
+    DISK_BLOCK_BYTES,
     UNUSED_FILE,
     DenseLayout,
     Item,
     PackLayout,
     experts_file,
     pack_layout,
+    whole_blocks,
 )
 from moe_pack.formats.manifest import (
     COPIED_FILES,
@@ -140,6 +142,7 @@ __all__ = [
     "COPIED_FILES",
     "CRC_BYTES",
     "DENSE_FILE",
+    "DISK_BLOCK_BYTES",
     "E5M2",
     "FAMILIES",
     "FORMAT",
@@ -264,6 +267,8 @@ __all__ = [
     "trellis_format",
     "uniform_dense",
     "uniform_plan",
+    "whole_blocks",
+    "windowed_values",
     "write_rows",
     "write_sidecar",
     "write_tensor_sidecar",

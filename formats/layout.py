@@ -16,7 +16,8 @@ from moe_pack.formats.spec import ModelSpec
 from moe_pack.formats.tensor_file import TensorEntry, TensorFileLayout, lay_out, split_bytes
 
 StoredTensor = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
-EXTENT_ALIGN = 4096  # one page, and the unit of direct reads
+# What disks are read in: offsets, sizes and addresses of direct reads are multiples of it, so experts begin on one.
+DISK_BLOCK_BYTES = 4096
 DENSE_ALIGN = 64  # one cache line
 DENSE_FILE = "dense.safetensors"
 UNUSED_FILE = "unused-000.safetensors"
@@ -173,6 +174,11 @@ def layout_of(
     return PackLayout(spec, experts, offsets, expert_files, dense, dense_file, unused_file)
 
 
+def whole_blocks(num_bytes: int) -> int:
+    """Returns bytes rounded up to whole disk blocks."""
+    return -(-num_bytes // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES
+
+
 def _expert_file(layer: Sequence[ExpertLayout]) -> TensorFileLayout:
     groups: list[list[tuple[str, str, tuple[int, ...]]]] = []
     for number, expert in enumerate(layer):
@@ -183,7 +189,7 @@ def _expert_file(layer: Sequence[ExpertLayout]) -> TensorFileLayout:
         if expert.extra is not None:
             group.append((f"{number}.extra", "U8", (1, expert.extra.row_bytes)))
         groups.append(group)
-    return lay_out(groups, EXTENT_ALIGN)
+    return lay_out(groups, DISK_BLOCK_BYTES)
 
 
 def _extent_offsets(file: TensorFileLayout, num_experts: int) -> tuple[int, ...]:

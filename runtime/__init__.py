@@ -70,7 +70,7 @@ from moe_pack.runtime.path_checks import PATH_MIN_SEEN
 from moe_pack.runtime.path_statistics import PATH_MEMORY, PathStatistics, Stage, ranked, rows_as_keys
 from moe_pack.runtime.policies import PRESETS, PolicyName, Preset, residency_for
 from moe_pack.runtime.prediction import PREDICTION_NAMES, Observed, Prediction, PredictionName, make_prediction
-from moe_pack.runtime.reads import READ_UNIT, Reads, ReadStats, open_reads
+from moe_pack.runtime.reads import Reads, ReadStats, open_reads
 from moe_pack.runtime.record import Passes, Record, read_record
 from moe_pack.runtime.replay import PathShares, Played, auto_preset, best_of, optimum, replay
 from moe_pack.runtime.residency import CacheFacts, Compute, Fetch, Residency
@@ -108,7 +108,6 @@ __all__ = [
     "PREDICTION_NAMES",
     "PREDICTORS",
     "PRESETS",
-    "READ_UNIT",
     "ROUTING_FILE",
     "TORCH",
     "TORCH_DTYPES",

@@ -9,21 +9,20 @@ import mmap
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import RunError
+from moe_pack.formats import DISK_BLOCK_BYTES, RunError
 from moe_pack.runtime.native_kernels import PagedRows
-
-BLOCK_BYTES = 4096  # what drives are read in
 
 
 class PageArena:
-    """`num_pages` pages of `page_bytes` each, with `head_bytes` of room before each; both multiples of BLOCK_BYTES.
+    """`num_pages` pages of `page_bytes` each, with `head_bytes` of room before each; both whole disk blocks.
 
     `memory` is all of it, u8.   `peak_pages`: the most that were taken at once.
     Raises:  RunError if there is not so much memory.
     """
 
     def __init__(self, num_pages: int, page_bytes: int, head_bytes: int) -> None:
-        assert num_pages > 0 and page_bytes % BLOCK_BYTES == head_bytes % BLOCK_BYTES == 0 < head_bytes, "whole blocks"
+        assert num_pages > 0 and head_bytes > 0, "pages, and heads"
+        assert page_bytes % DISK_BLOCK_BYTES == head_bytes % DISK_BLOCK_BYTES == 0, "whole blocks"
         self.num_pages, self.page_bytes, self.head_bytes = num_pages, page_bytes, head_bytes
         self.slot_bytes = page_bytes + head_bytes
         try:

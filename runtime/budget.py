@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import (
+    DISK_BLOCK_BYTES,
     GroupedQuerySpec,
     ModelSpec,
     PackLayout,
@@ -16,9 +17,7 @@ from moe_pack.formats import (
     dense_roles,
     size_text,
 )
-from moe_pack.runtime.arena import BLOCK_BYTES
-from moe_pack.runtime.layer import PREFILL_TOKENS
-from moe_pack.runtime.operations import MAX_DECODED_BYTES
+from moe_pack.runtime.matrix import MAX_DECODED_BYTES
 from moe_pack.runtime.routing import ROUTING_FILE
 
 LEAST_PREFILL_TOKENS = 16  # below, a prompt would read every expert again and again
@@ -143,9 +142,11 @@ def page_sizes(layout: PackLayout) -> tuple[int, int]:
     extents = _extent_bytes(layout).ravel()
     sizes, counts = np.unique(extents, return_counts=True)
     longest = max(rows.row_bytes for layer in layout.experts for expert in layer for rows in expert.rows())
-    head = -(-longest // BLOCK_BYTES) * BLOCK_BYTES
-    least = max(head, min(LEAST_PAGE_BYTES, int(sizes.min()) // 4 // BLOCK_BYTES * BLOCK_BYTES), BLOCK_BYTES)
-    pages = np.arange(least, max(MAX_PAGE_BYTES, least) + 1, BLOCK_BYTES)[::-1]
+    head = -(-longest // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES
+    least = max(
+        head, min(LEAST_PAGE_BYTES, int(sizes.min()) // 4 // DISK_BLOCK_BYTES * DISK_BLOCK_BYTES), DISK_BLOCK_BYTES
+    )
+    pages = np.arange(least, max(MAX_PAGE_BYTES, least) + 1, DISK_BLOCK_BYTES)[::-1]
     costs = ((-(-sizes[None] // pages[:, None])) * counts).sum(axis=1) * (pages + head)
     return int(pages[costs.argmin()]), head
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import (
     BF16,
+    DISK_BLOCK_BYTES,
     MANIFEST_FILE,
     MATRICES,
     ROW_GROUP,
@@ -58,7 +59,7 @@ from moe_pack.runtime.native_kernels import (
     row_numbers,
     stored_numbers,
 )
-from moe_pack.runtime.reads import READ_UNIT, BlockingReads, Reads, open_reads
+from moe_pack.runtime.reads import BlockingReads, Reads, open_reads
 
 READ_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 READ_THREADS = (1, 2, 4, 8, 16)
@@ -182,7 +183,7 @@ def _runs(files: Sequence[_File]) -> list[Run]:
 
 
 def _has_direct(path: Path) -> bool:
-    with closing(open_reads(_arena(READ_UNIT), True, 1)) as reads:
+    with closing(open_reads(_arena(DISK_BLOCK_BYTES), True, 1)) as reads:
         try:
             reads.open(path)
         except RunError:  # the file system refuses: there is no such mode

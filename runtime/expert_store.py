@@ -10,8 +10,8 @@ from contextlib import ExitStack
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import Pack, PackError
-from moe_pack.runtime.arena import BLOCK_BYTES, PageArena
+from moe_pack.formats import DISK_BLOCK_BYTES, Pack, PackError
+from moe_pack.runtime.arena import PageArena
 from moe_pack.runtime.budget import BudgetPlan
 from moe_pack.runtime.operations import Operations
 from moe_pack.runtime.paged_expert import Blocks, PagedExpert
@@ -47,11 +47,9 @@ class ExpertStore:
         self.stall_ns = self.asked_bytes = 0
         self._trace = trace
         self._traced: dict[Key, int] = {}
-        self._pack, self._verify = pack, verify
-        self.operations = paged_operations(operations, pack.spec.expert.function, pack.manifest.selector)
-        self.by_rows = self.operations if isinstance(self.operations, NativePagedOperations) else None
-        self._gap_blocks = gap_bytes // BLOCK_BYTES
-        self._rows_below = 0.0 if self.by_rows is None else rows_below
+        self._pack, self._kernels, self._verify = pack, kernels, verify
+        self._gap_blocks = gap_bytes // DISK_BLOCK_BYTES
+        self._rows_below = rows_below if kernels is not None else 0.0
         self._share_running = np.zeros(len(pack.layout.experts))
         self._checked = np.zeros(pack.index.size.shape, bool)
         self._held: dict[Key, PagedExpert] = {}
@@ -173,8 +171,8 @@ class ExpertStore:
     def _begin(self, key: Key, blocks: Blocks, urgent: bool) -> None:
         held = self._held[key]
         if self._trace is not None:
-            self._traced[key] = self._trace.read_begins(_name(key), len(blocks) * BLOCK_BYTES, urgent)
-        self.asked_bytes += len(blocks) * BLOCK_BYTES
+            self._traced[key] = self._trace.read_begins(_name(key), len(blocks) * DISK_BLOCK_BYTES, urgent)
+        self.asked_bytes += len(blocks) * DISK_BLOCK_BYTES
         held.ticket = self._reads.submit(self._files[key.layer_idx], *held.pieces(blocks), urgent)
         self._reading[key] = blocks
 

@@ -21,7 +21,7 @@ from moe_pack.formats import Pack, PackError, RunError, size_text
 Array = NDArray[Any]
 
 LINE_BYTES = 128  # extents begin on multiples of it: what a card reads over its link at once
-_PAGE_BYTES = 4096
+_PAGE_BYTES = 4096  # of the system: what is mapped begins on one, and is locked in whole ones
 _READ_THREADS = 8
 
 

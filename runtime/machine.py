@@ -10,8 +10,7 @@ from math import exp, log
 from pathlib import Path
 from typing import Literal
 
-from moe_pack.formats import RunError, canonical, dump, load, parse
-from moe_pack.runtime.reads import READ_UNIT
+from moe_pack.formats import DISK_BLOCK_BYTES, RunError, canonical, dump, load, parse
 
 ReadMode = Literal["direct", "pread", "map"]
 
@@ -101,7 +100,7 @@ class DriveFacts:
         running = share * num_rows
         if running <= 0:
             return 0.0
-        edges = READ_UNIT - _ROW_ALIGN  # mean of both ends together: rows may begin at any multiple
+        edges = DISK_BLOCK_BYTES - _ROW_ALIGN  # mean of both ends together: rows may begin at any multiple
         most_gaps, merged = max(running - 1, 0.0), 0
         fastest = float("inf")
         while True:
@@ -126,9 +125,9 @@ class DriveFacts:
 
     def gap_bytes(self) -> int:
         """The most whole blocks that are read over between two single blocks faster than these are read apart."""
-        gaps = range(0, MAX_GAP_BYTES + 1, READ_UNIT)
-        apart = self.seconds(2, READ_UNIT)
-        return max(gap for gap in gaps if gap == 0 or self.seconds(1, 2 * READ_UNIT + gap) < apart)
+        gaps = range(0, MAX_GAP_BYTES + 1, DISK_BLOCK_BYTES)
+        apart = self.seconds(2, DISK_BLOCK_BYTES)
+        return max(gap for gap in gaps if gap == 0 or self.seconds(1, 2 * DISK_BLOCK_BYTES + gap) < apart)
 
 
 @dataclass(frozen=True, slots=True)

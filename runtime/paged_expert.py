@@ -1,6 +1,6 @@
 """An expert's extent in pages of the arena: which of its blocks are there, and what can be computed from them.
 
-Blocks are what drives are read in, BLOCK_BYTES of the extent each. Nothing is read here: `streaming` does that.
+Blocks are what drives are read in, DISK_BLOCK_BYTES of the extent each. Nothing is read here: `streaming` does that.
 """
 
 from collections.abc import Iterator
@@ -10,9 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import ExpertLayout, NeuronFunction, PackError, RowLayout, Selector
-from moe_pack.runtime.arena import BLOCK_BYTES, PageArena
-from moe_pack.runtime.expert import NeuronBlock
+from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, NeuronFunction, PackError, RowLayout, Selector
+from moe_pack.runtime.arena import PageArena
 from moe_pack.runtime.native_kernels import ExpertRows, Kernels, PagedRows, expert_numbers
 from moe_pack.runtime.packed_expert import PackedExpert
 
@@ -36,7 +35,7 @@ class PagedExpert:
         place: str,
     ) -> None:
         self.layout, self.offset, self.place = layout, offset, place
-        self.num_blocks = -(-layout.num_bytes // BLOCK_BYTES)
+        self.num_blocks = -(-layout.num_bytes // DISK_BLOCK_BYTES)
         self.has_block = np.zeros(self.num_blocks, bool)
         self.is_whole = self.is_selector_checked = False
         self.ticket: int | None = None
@@ -64,17 +63,17 @@ class PagedExpert:
 
     def selector_blocks(self) -> Blocks:
         """Those that are wanted whichever neurons run: they hold selector rows, and what is added to outputs."""
-        selector = np.arange(-(-self.layout.selector_bytes // BLOCK_BYTES))
+        selector = np.arange(-(-self.layout.selector_bytes // DISK_BLOCK_BYTES))
         if self.layout.extra is None:
             return selector
-        extra = np.arange((self.layout.num_bytes - self.layout.extra_bytes) // BLOCK_BYTES, self.num_blocks)
+        extra = np.arange((self.layout.num_bytes - self.layout.extra_bytes) // DISK_BLOCK_BYTES, self.num_blocks)
         return np.union1d(selector, extra)
 
     def record_blocks(self, neurons: NDArray[np.int32]) -> Blocks:
         """Those that hold the records of some neurons, rising."""
         row_bytes = self.layout.records.row_bytes
         begin = self.layout.selector_bytes + neurons.astype(np.int64) * row_bytes
-        first, last = begin // BLOCK_BYTES, (begin + row_bytes - 1) // BLOCK_BYTES
+        first, last = begin // DISK_BLOCK_BYTES, (begin + row_bytes - 1) // DISK_BLOCK_BYTES
         most = int((last - first).max(initial=0)) + 1
         held = first[:, None] + np.arange(most)
         return np.unique(held[held <= last[:, None]])
@@ -84,19 +83,19 @@ class PagedExpert:
         row_bytes = self.layout.records.row_bytes
         begin = self.layout.selector_bytes + neurons.astype(np.int64) * row_bytes
         num_there = np.concatenate([[0], np.cumsum(self.has_block)])
-        first, end = begin // BLOCK_BYTES, (begin + row_bytes - 1) // BLOCK_BYTES + 1
+        first, end = begin // DISK_BLOCK_BYTES, (begin + row_bytes - 1) // DISK_BLOCK_BYTES + 1
         there: NDArray[np.int32] = neurons[num_there[end] - num_there[first] == end - first]
         return there
 
     def pieces(self, blocks: Blocks) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Where blocks (rising) lie in the file, where in the arena, and how many bytes: one piece a run in a page."""
-        page_blocks = self._arena.page_bytes // BLOCK_BYTES
+        page_blocks = self._arena.page_bytes // DISK_BLOCK_BYTES
         follows = (np.diff(blocks, prepend=-2) == 1) & (blocks % page_blocks != 0)
         starts = np.flatnonzero(~follows)
         lengths = np.diff(starts, append=len(blocks))
         first = blocks[starts]
-        places = self._arena.places(self._slots[first // page_blocks]) + first % page_blocks * BLOCK_BYTES
-        return self.offset + first * BLOCK_BYTES, places, lengths * BLOCK_BYTES
+        places = self._arena.places(self._slots[first // page_blocks]) + first % page_blocks * DISK_BLOCK_BYTES
+        return self.offset + first * DISK_BLOCK_BYTES, places, lengths * DISK_BLOCK_BYTES
 
     def arrived(self, blocks: Blocks) -> None:
         """Blocks have been read."""

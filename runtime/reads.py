@@ -15,16 +15,16 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import PackError, RunError
+from moe_pack.formats import DISK_BLOCK_BYTES, PackError, RunError, whole_blocks
 from moe_pack.runtime.native_kernels import is_available
 from moe_pack.runtime.packed_expert import cut_error
 
 if is_available():
     import moe_pack.runtime._native as _native
 
-READ_UNIT = 4096  # offsets, places, sizes and addresses of direct reads are multiples of it
-NUM_THREADS, BLOCK_BYTES = 8, 1 << 20
-_MAX_BLOCK_BYTES, _MAX_THREADS = 1 << 30, 1024
+NUM_THREADS = 8
+MAX_READ_BYTES = 1 << 20  # that one call reads at most
+_LARGEST_READ_BYTES, _MAX_THREADS = 1 << 30, 1024
 
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
@@ -44,7 +44,7 @@ class Reads(Protocol):
     """Reads of files into one piece of memory. `close` it, which ends its threads and closes its files.
 
     A request is known by its ticket until it has been waited for or cancelled. Urgent requests go before others, each
-    kind in the order of asking; what is being read delays them by a block a thread at most.
+    kind in the order of asking; what is being read delays them by `max_read_bytes` a thread at most.
     """
 
     def open(self, path: Path) -> int:
@@ -58,9 +58,9 @@ class Reads(Protocol):
     def submit(self, file: int, offsets: Numbers, places: Numbers, sizes: Numbers, urgent: bool) -> int:
         """Asks for pieces of a file: `sizes[i]` bytes from `offsets[i]` on, into `memory[places[i]:]`; the ticket.
 
-        Pieces that follow one another in the file are read by one call, in blocks. The last may reach beyond the end of
-        the file, up to the next multiple of 4096: what lies there is left as it is or set to anything. That pieces do
-        not overlap in memory, and that nobody uses it meanwhile, is not checked.
+        Pieces that follow one another in the file are read together, `max_read_bytes` a call. The last may reach beyond
+        the end of the file, up to the next multiple of 4096: what lies there is left as it is or set to anything. That
+        pieces do not overlap in memory, and that nobody uses it meanwhile, is not checked.
         Args:    offsets, places, sizes: int64 [n]; multiples of 4096 where reads are direct.
         Raises:  ValueError if a piece lies outside memory or file, or not on whole blocks as direct reads need it.
         """
@@ -101,16 +101,16 @@ class NativeReads:
     """Reads by threads of the extension.
 
     Args:    memory: u8 [n], writable, in one piece, referred to until `close`; aligned to 4096 bytes where `direct`.
-             direct: past the system's cache (O_DIRECT).   block_bytes: what one call reads at most.
+             direct: past the system's cache (O_DIRECT).   max_read_bytes: what one call reads at most.
     Raises:  ValueError if memory or numbers do not fit.
     """
 
     def __init__(
-        self, memory: Bytes, direct: bool, num_threads: int = NUM_THREADS, block_bytes: int = BLOCK_BYTES
+        self, memory: Bytes, direct: bool, num_threads: int = NUM_THREADS, max_read_bytes: int = MAX_READ_BYTES
     ) -> None:
         self._direct = direct
         self._names: list[str] = []
-        self._reader: object | None = _native.open_reader(memory, num_threads, direct, block_bytes)
+        self._reader: object | None = _native.open_reader(memory, num_threads, direct, max_read_bytes)
 
     def open(self, path: Path) -> int:
         """Opens a file; see `Reads`."""
@@ -178,17 +178,17 @@ class BlockingReads:
     """The same in Python alone: a request is read when it is waited for, by the caller. Arguments as `NativeReads`."""
 
     def __init__(
-        self, memory: Bytes, direct: bool, num_threads: int = NUM_THREADS, block_bytes: int = BLOCK_BYTES
+        self, memory: Bytes, direct: bool, num_threads: int = NUM_THREADS, max_read_bytes: int = MAX_READ_BYTES
     ) -> None:
         if not 1 <= num_threads <= _MAX_THREADS:
             raise ValueError("threads: expected 1 to 1024")
-        if not READ_UNIT <= block_bytes <= _MAX_BLOCK_BYTES or block_bytes % READ_UNIT:
-            raise ValueError("block_bytes: expected a multiple of 4096, at most 2^30")
-        if direct and memory.ctypes.data % READ_UNIT:
+        if not DISK_BLOCK_BYTES <= max_read_bytes <= _LARGEST_READ_BYTES or max_read_bytes % DISK_BLOCK_BYTES:
+            raise ValueError("max_read_bytes: expected a multiple of 4096, at most 2^30")
+        if direct and memory.ctypes.data % DISK_BLOCK_BYTES:
             raise ValueError("memory: direct reads need it aligned to 4096 bytes")
         self._memory = memory.data.cast("B")
         self._direct = direct
-        self._block_bytes = block_bytes
+        self._max_read_bytes = max_read_bytes
         self._files: list[_File] = []
         self._requests: dict[int, _Request] = {}
         self._next_ticket = 1
@@ -225,8 +225,8 @@ class BlockingReads:
         num_bytes = num_reads = 0
         try:
             for offset, place, size in request.pieces:
-                for start in range(0, size, self._block_bytes):
-                    part = min(self._block_bytes, size - start)
+                for start in range(0, size, self._max_read_bytes):
+                    part = min(self._max_read_bytes, size - start)
                     got, calls = self._read(request.file, offset + start, place + start, part)
                     num_bytes, num_reads = num_bytes + got, num_reads + calls
         except PackError:
@@ -273,14 +273,14 @@ class BlockingReads:
             return "a piece has no bytes"
         if place < 0 or place + size > len(self._memory):
             return "a piece does not lie in memory"
-        if not 0 <= offset < num_bytes or offset + size > -(-num_bytes // READ_UNIT) * READ_UNIT:
+        if not 0 <= offset < num_bytes or offset + size > whole_blocks(num_bytes):
             return "a piece does not lie in the file"
-        if self._direct and any(number % READ_UNIT for number in (offset, place, size)):
+        if self._direct and any(number % DISK_BLOCK_BYTES for number in (offset, place, size)):
             return "direct reads are of whole blocks of 4096 bytes, in the file and in memory"
         return None
 
     def _read(self, file: _File, offset: int, place: int, size: int) -> tuple[int, int]:
-        """Reads a block: how many bytes the file has of it, and in how many calls."""
+        """Reads what one call may ask for: how many bytes the file has of it, and in how many calls."""
         expected, done, num_reads = min(size, file.num_bytes - offset), 0, 0
         while done < expected:
             try:
@@ -289,7 +289,7 @@ class BlockingReads:
                 raise _fault(file.name, offset + done, fault.errno or errno.EIO) from fault
             done, num_reads = done + got, num_reads + 1
             # Direct reads end within a unit only where the file does, and none can begin there.
-            if not got or (self._direct and done % READ_UNIT and done < expected):
+            if not got or (self._direct and done % DISK_BLOCK_BYTES and done < expected):
                 raise _fault(file.name, offset + done, 0)
         return max(expected, 0), num_reads
 
@@ -304,11 +304,11 @@ class BlockingReads:
 
 
 def open_reads(
-    memory: Bytes, direct: bool, num_threads: int = NUM_THREADS, block_bytes: int = BLOCK_BYTES
+    memory: Bytes, direct: bool, num_threads: int = NUM_THREADS, max_read_bytes: int = MAX_READ_BYTES
 ) -> NativeReads | BlockingReads:
     """Reads into this memory, by the extension where it was built; arguments as `NativeReads`."""
     kind = NativeReads if is_available() else BlockingReads
-    return kind(memory, direct, num_threads, block_bytes)
+    return kind(memory, direct, num_threads, max_read_bytes)
 
 
 def reads_directly(path: Path) -> bool:

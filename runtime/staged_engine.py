@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.formats import Pack
+from moe_pack.formats import DISK_BLOCK_BYTES, Pack
 from moe_pack.runtime.chunk_ring import CHUNK_BYTES, ChunkRing
 from moe_pack.runtime.device import Device
 from moe_pack.runtime.foretelling import Foreteller
@@ -18,7 +18,7 @@ from moe_pack.runtime.host_arena import HostArena
 from moe_pack.runtime.kernels.tiles import num_partials
 from moe_pack.runtime.native_kernels import Kernels, extent_rows
 from moe_pack.runtime.policies import Preset, balanced, fastest
-from moe_pack.runtime.reads import READ_UNIT, Reads
+from moe_pack.runtime.reads import Reads
 from moe_pack.runtime.recording import Recorder
 from moe_pack.runtime.residency import CacheFacts, Residency
 from moe_pack.runtime.staged_decoder import StagedDecoder
@@ -139,7 +139,7 @@ def _host(asked: StagedAsked, opened: ExitStack) -> HostExperts:
     if asked.host is not None:
         return arena_experts(asked.pack, asked.host)
     # PyTorch's allocator takes the next power of two of page-locked memory: what is asked for stays below one.
-    room = (1 << asked.ram_bytes.bit_length() - 1) - READ_UNIT
+    room = (1 << asked.ram_bytes.bit_length() - 1) - DISK_BLOCK_BYTES
     slots = min(max(_LEAST_SLOTS, room // drive_slot_bytes(asked.pack)), asked.pack.index.size.size)
     drive = DriveExperts(asked.pack, asked.device, asked.open_reads, slots, asked.verify)
     return opened.enter_context(closing(drive))

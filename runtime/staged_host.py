@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import Pack, PackError
+from moe_pack.formats import DISK_BLOCK_BYTES, Pack, PackError, whole_blocks
 from moe_pack.runtime.device import Device, Mark
 from moe_pack.runtime.host_arena import HostArena
-from moe_pack.runtime.reads import READ_UNIT, Reads
+from moe_pack.runtime.reads import Reads
 from moe_pack.runtime.residency import Key
 
 
@@ -111,8 +111,8 @@ class DriveExperts:
     ) -> None:
         self._pack, self._device, self._verify = pack, device, verify
         self._slot_bytes = drive_slot_bytes(pack)
-        memory = device.on_host(num_slots * self._slot_bytes + READ_UNIT)
-        first = -memory.data_ptr() % READ_UNIT  # direct reads begin on whole units
+        memory = device.on_host(num_slots * self._slot_bytes + DISK_BLOCK_BYTES)
+        first = -memory.data_ptr() % DISK_BLOCK_BYTES  # direct reads begin on whole units
         self._memory = memory[first : first + num_slots * self._slot_bytes]
         self._free: list[tuple[int, Mark | None]] = [(slot, None) for slot in range(num_slots)]
         self._asked: dict[Key, _Asked] = {}
@@ -129,7 +129,7 @@ class DriveExperts:
         slot, mark = self._free.pop(0)
         if mark is not None and not self._device.is_done(mark):
             self._device.synchronize(mark, "host memory is reused")
-        num_bytes = -(-self._pack.layout.experts[key.layer_idx][key.expert].num_bytes // READ_UNIT) * READ_UNIT
+        num_bytes = whole_blocks(self._pack.layout.experts[key.layer_idx][key.expert].num_bytes)
         offset = self._pack.layout.offsets[key.layer_idx][key.expert]
         offsets, places, sizes = np.array([[offset], [slot * self._slot_bytes], [num_bytes]], np.int64)
         ticket = self._reads.submit(self._files[key.layer_idx], offsets, places, sizes, urgent)
@@ -179,7 +179,7 @@ class DriveExperts:
 
 def drive_slot_bytes(pack: Pack) -> int:
     """The bytes of a slot of `DriveExperts`: of the largest expert, in whole units of reading."""
-    return -(-int(pack.index.size.max()) // READ_UNIT) * READ_UNIT
+    return whole_blocks(int(pack.index.size.max()))
 
 
 def arena_experts(pack: Pack, arena: HostArena) -> ArenaExperts:

@@ -481,7 +481,8 @@ PyMethodDef methods[] = {
     {"search_trellis", caught<search_codes>, METH_VARARGS,
      "search_trellis(limit, columns, kept, width, weights, targets, scales, importance, factor, tables, starts, codes, "
      "values, windows)"},
-    {"open_reader", caught<open_reader>, METH_VARARGS, "open_reader(memory, threads, direct, block_bytes) -> capsule"},
+    {"open_reader", caught<open_reader>, METH_VARARGS,
+     "open_reader(memory, threads, direct, max_read_bytes) -> capsule"},
     {"add_file", caught<add_file>, METH_VARARGS, "add_file(reader, descriptor) -> (file, bytes)"},
     {"submit_reads", caught<submit_reads>, METH_VARARGS,
      "submit_reads(reader, file, offsets, places, sizes, urgent) -> ticket"},

@@ -13,7 +13,7 @@ namespace {
 
 constexpr const char* kReaderName = "moe_pack.runtime._native.Reader";
 constexpr int kMaxReaderThreads = 1024;
-constexpr int64_t kMaxBlockBytes = 1 << 30;       // what one call reads at most is just below 2^31
+constexpr int64_t kLargestReadBytes = 1 << 30;  // what one call reads at most is just below 2^31
 constexpr auto kSlice = std::chrono::milliseconds(50);  // of waiting: after it, Python looks for signals
 
 // A reader and the memory it reads into, which is given back after the threads have ended.
@@ -60,16 +60,17 @@ int duplicate(int descriptor, int64_t* num_bytes) {
 PyObject* open_reader(PyObject*, PyObject* arguments) {
     PyObject* buffer;
     int threads, direct;
-    long long block_bytes;
-    if (!PyArg_ParseTuple(arguments, "OipL:open_reader", &buffer, &threads, &direct, &block_bytes)) return nullptr;
+    long long max_read_bytes;
+    if (!PyArg_ParseTuple(arguments, "OipL:open_reader", &buffer, &threads, &direct, &max_read_bytes)) return nullptr;
     if (threads < 1 || threads > kMaxReaderThreads) return refuse("threads", "expected 1 to 1024");
-    if (block_bytes < kReadUnit || block_bytes > kMaxBlockBytes || block_bytes % kReadUnit)
-        return refuse("block_bytes", "expected a multiple of 4096, at most 2^30");
+    if (max_read_bytes < kDiskBlock || max_read_bytes > kLargestReadBytes || max_read_bytes % kDiskBlock)
+        return refuse("max_read_bytes", "expected a multiple of 4096, at most 2^30");
     auto held = std::make_unique<HeldReader>();
     if (!held->memory.take(buffer, "memory", true)) return nullptr;
     uint8_t* memory = held->memory.values();
-    if (direct && (uintptr_t)memory % kReadUnit) return refuse("memory", "direct reads need it aligned to 4096 bytes");
-    held->reader = std::make_unique<Reader>(memory, (int64_t)held->memory.size(), threads, direct, block_bytes);
+    if (direct && (uintptr_t)memory % kDiskBlock)
+        return refuse("memory", "direct reads need it aligned to 4096 bytes");
+    held->reader = std::make_unique<Reader>(memory, (int64_t)held->memory.size(), threads, direct, max_read_bytes);
     if (!held->reader->has_threads()) {
         PyErr_SetString(PyExc_RuntimeError, "reader: the system gives no threads");
         return nullptr;

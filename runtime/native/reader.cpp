@@ -31,7 +31,7 @@ struct Block {
 };
 
 int64_t rounded_up(int64_t num_bytes) {
-    return num_bytes > INT64_MAX - kReadUnit ? INT64_MAX : (num_bytes + kReadUnit - 1) / kReadUnit * kReadUnit;
+    return num_bytes > INT64_MAX - kDiskBlock ? INT64_MAX : (num_bytes + kDiskBlock - 1) / kDiskBlock * kDiskBlock;
 }
 
 // Leaves out the first bytes of some targets; the first that is left.
@@ -65,15 +65,15 @@ struct Reader::Request {
     }
 
     // Adds a piece: to the last block where it goes on there, as far as there is room, else to new ones.
-    void add(uint8_t* to, int64_t offset, int64_t size, int64_t block_bytes) {
+    void add(uint8_t* to, int64_t offset, int64_t size, int64_t max_read_bytes) {
         while (size > 0) {
             Block* last = blocks.empty() ? nullptr : &blocks.back();
-            if (last == nullptr || last->offset + last->num_bytes != offset || last->num_bytes == block_bytes ||
+            if (last == nullptr || last->offset + last->num_bytes != offset || last->num_bytes == max_read_bytes ||
                 last->count == kMaxTargets) {
                 blocks.push_back({offset, 0, targets.size(), 0});
                 last = &blocks.back();
             }
-            int64_t part = std::min(size, block_bytes - last->num_bytes);
+            int64_t part = std::min(size, max_read_bytes - last->num_bytes);
             iovec* before = last->count ? &targets.back() : nullptr;
             if (before != nullptr && static_cast<uint8_t*>(before->iov_base) + before->iov_len == to) {
                 before->iov_len += part;
@@ -102,7 +102,7 @@ struct Reader::Request {
             met->at = at;
             if (at >= end) break;
             // Direct reads end within a unit only where the file does, and none can begin there.
-            if (direct && at % kReadUnit) return false;
+            if (direct && at % kDiskBlock) return false;
             target = advance(target, (size_t)got);
         }
         return true;
@@ -138,11 +138,11 @@ struct Reader::State {
     }
 };
 
-Reader::Reader(uint8_t* memory, int64_t num_bytes, int threads, bool direct, int64_t block_bytes)
+Reader::Reader(uint8_t* memory, int64_t num_bytes, int threads, bool direct, int64_t max_read_bytes)
     : memory_(memory),
       num_bytes_(num_bytes),
       direct_(direct),
-      block_bytes_(block_bytes),
+      max_read_bytes_(max_read_bytes),
       state_(*new State),
       owner_(getpid()) {
     try {
@@ -178,7 +178,7 @@ const char* Reader::fault_of(int32_t file, const std::vector<ReadPiece>& pieces)
             return "a piece does not lie in memory";
         if (piece.offset < 0 || piece.offset >= num_bytes || piece.size > most - piece.offset)
             return "a piece does not lie in the file";
-        if (direct_ && (piece.offset % kReadUnit || piece.place % kReadUnit || piece.size % kReadUnit))
+        if (direct_ && (piece.offset % kDiskBlock || piece.place % kDiskBlock || piece.size % kDiskBlock))
             return "direct reads are of whole blocks of 4096 bytes, in the file and in memory";
     }
     return nullptr;
@@ -189,7 +189,7 @@ int64_t Reader::submit(int32_t file, const std::vector<ReadPiece>& pieces, bool 
     request->file = file;
     request->urgent = urgent;
     for (const ReadPiece& piece : pieces)
-        request->add(memory_ + piece.place, piece.offset, piece.size, block_bytes_);
+        request->add(memory_ + piece.place, piece.offset, piece.size, max_read_bytes_);
     const size_t num_blocks = request->blocks.size();
     {
         std::lock_guard<std::mutex> lock(state_.mutex);

@@ -14,7 +14,7 @@
 
 namespace moe_pack {
 
-constexpr int64_t kReadUnit = 4096;  // offsets, sizes and addresses of direct reads are multiples of it
+constexpr int64_t kDiskBlock = 4096;  // offsets, sizes and addresses of direct reads are multiples of it
 
 // `size` bytes of a file from `offset` on, to memory[place:].
 struct ReadPiece {
@@ -37,9 +37,9 @@ enum class ReadState { pending, done, faulty, dropped, unknown };
 
 class Reader {
   public:
-    // Into `num_bytes` of memory, which must outlive it; `block_bytes` at most are read by one call. The files are such
-    // as are open for direct reads where `direct` says so.
-    Reader(uint8_t* memory, int64_t num_bytes, int threads, bool direct, int64_t block_bytes);
+    // Into `num_bytes` of memory, which must outlive it; one call reads `max_read_bytes` at most. Where `direct` says so,
+    // the files are open for direct reads.
+    Reader(uint8_t* memory, int64_t num_bytes, int threads, bool direct, int64_t max_read_bytes);
     ~Reader();
     Reader(const Reader&) = delete;
     Reader& operator=(const Reader&) = delete;
@@ -88,7 +88,7 @@ class Reader {
     uint8_t* const memory_;
     const int64_t num_bytes_;
     const bool direct_;
-    const int64_t block_bytes_;
+    const int64_t max_read_bytes_;
     State& state_;     // of the process that made it: a child cannot know who holds its lock
     const int owner_;  // process
 };

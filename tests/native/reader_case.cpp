@@ -14,7 +14,7 @@
 namespace moe_pack {
 namespace {
 
-constexpr int64_t kRegionBytes = 24 * kReadUnit;  // of memory, for one request
+constexpr int64_t kRegionBytes = 24 * kDiskBlock;  // of memory, for one request
 constexpr auto kSlice = std::chrono::milliseconds(50);
 
 // A file's bytes as they were written, and the file: whole, cut afterwards, or a folder that stands in its place.
@@ -34,7 +34,7 @@ enum class Kind { whole, cut, unreadable };
 // Memory for requests, aligned as direct reads need it, and ended as it says.
 class Memory {
   public:
-    explicit Memory(int64_t num_bytes) : bytes_(static_cast<uint8_t*>(aligned_alloc(kReadUnit, num_bytes))) {
+    explicit Memory(int64_t num_bytes) : bytes_(static_cast<uint8_t*>(aligned_alloc(kDiskBlock, num_bytes))) {
         require(bytes_ != nullptr, "there is memory");
         std::memset(bytes_, 0, num_bytes);
     }
@@ -50,7 +50,7 @@ class Memory {
 
 GivenFile add_file(Random& random, Reader& reader, Kind kind) {
     GivenFile given;
-    given.bytes.resize(random.between(1, 40 * kReadUnit));
+    given.bytes.resize(random.between(1, 40 * kDiskBlock));
     for (uint8_t& byte : given.bytes) byte = (uint8_t)random.next();
     const auto num_bytes = (int64_t)given.bytes.size();
     given.left = kind == Kind::cut ? random.between(0, num_bytes - 1) : num_bytes;
@@ -86,15 +86,15 @@ struct Asked {
 Asked ask(Random& random, Reader& reader, const GivenFile& file, int64_t region, bool direct) {
     Asked asked = {&file, {}, 0, region};
     const auto num_bytes = (int64_t)file.bytes.size();
-    const int64_t unit = direct ? kReadUnit : random.pick<int64_t>({1, 16, 512, kReadUnit});
-    const int64_t most = (num_bytes + kReadUnit - 1) / kReadUnit * kReadUnit;
+    const int64_t unit = direct ? kDiskBlock : random.pick<int64_t>({1, 16, 512, kDiskBlock});
+    const int64_t most = (num_bytes + kDiskBlock - 1) / kDiskBlock * kDiskBlock;
     int64_t place = region, next = 0;
     for (int64_t i = random.between(0, 12); i > 0; i--) {
         int64_t offset = random.chance(60) && next < num_bytes ? next : random.between(0, (num_bytes - 1) / unit) * unit;
         if (offset >= num_bytes) offset = 0;
         int64_t room = std::min(region + kRegionBytes - place, most - offset) / unit;
         if (room < 1) break;
-        int64_t size = unit * random.between(1, std::min(room, std::max<int64_t>(4 * kReadUnit / unit, 1)));
+        int64_t size = unit * random.between(1, std::min(room, std::max<int64_t>(4 * kDiskBlock / unit, 1)));
         asked.pieces.push_back({offset, place, size});
         place += size + (random.chance(50) ? 0 : unit);
         next = offset + size;
@@ -170,8 +170,8 @@ void use(Random random, Reader& reader, const std::vector<std::pair<GivenFile, K
 // What a caller has wrong is told; sums that would overflow among it.
 void refuse_wild(Random& random, Reader& reader, const GivenFile& file, int64_t num_bytes) {
     auto wild = [&] {
-        return random.pick<int64_t>({INT64_MIN, INT64_MIN + 1, -1, 0, 1, kReadUnit, num_bytes, num_bytes + 1,
-                                     INT64_MAX - kReadUnit, INT64_MAX, (int64_t)random.next()});
+        return random.pick<int64_t>({INT64_MIN, INT64_MIN + 1, -1, 0, 1, kDiskBlock, num_bytes, num_bytes + 1,
+                                     INT64_MAX - kDiskBlock, INT64_MAX, (int64_t)random.next()});
     };
     ReadPiece piece = {wild(), wild(), wild()};
     const auto file_bytes = (int64_t)file.bytes.size();
@@ -192,7 +192,7 @@ void reader_case(Random& random, Pools&, Counts& counts) {
     whole_units = direct;
     Memory memory(num_bytes);
     Reader reader(memory.bytes(), num_bytes, (int)random.between(1, 6), direct,
-                  kReadUnit * random.pick<int64_t>({1, 2, 5, 256}));
+                  kDiskBlock * random.pick<int64_t>({1, 2, 5, 256}));
     require(reader.has_threads() && reader.is_ours(), "a reader is opened");
     std::vector<std::pair<GivenFile, Kind>> files;
     for (int64_t i = random.between(1, 4); i > 0; i--) {
@@ -235,7 +235,7 @@ extern "C" ssize_t __wrap_preadv(int descriptor, const iovec* targets, int count
     if (random.chance(60)) return __real_preadv(descriptor, targets, count, at);
     // Whole targets, then a part of one.
     std::vector<iovec> fewer(targets, targets + random.between(1, count));
-    const auto unit = whole_units ? (size_t)kReadUnit : 1;
+    const auto unit = whole_units ? (size_t)kDiskBlock : 1;
     fewer.back().iov_len = std::max<size_t>(fewer.back().iov_len / 2 / unit, 1) * unit;
     return __real_preadv(descriptor, fewer.data(), (int)fewer.size(), at);
 }

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from native import INSTRUCTION_SETS, kernels_limited_to
 from random_experts import RandomExpert, Shape, random_expert, random_tokens, threshold_at
 
-from moe_pack.formats import SELECTORS, PackError
-from moe_pack.runtime.arena import BLOCK_BYTES, PageArena
+from moe_pack.formats import DISK_BLOCK_BYTES, SELECTORS, PackError
+from moe_pack.runtime.arena import PageArena
 from moe_pack.runtime.native_kernels import Kernels
 from moe_pack.runtime.paged_expert import PagedExpert
 
@@ -23,7 +23,7 @@ NAME = "experts-000.safetensors"
 @pytest.fixture
 def arena() -> Iterator[PageArena]:
     """Room for two of the experts, in pages that no row length divides."""
-    held = PageArena(40, BLOCK_BYTES, BLOCK_BYTES)
+    held = PageArena(40, DISK_BLOCK_BYTES, DISK_BLOCK_BYTES)
     yield held
     held.close()
 
@@ -38,7 +38,7 @@ def brought(arena: PageArena, expert: RandomExpert, threshold: float = 0.0) -> P
 
 
 def bring(arena: PageArena, held: PagedExpert, expert: RandomExpert, blocks: np.ndarray) -> None:
-    file = np.zeros(OFFSET + held.num_blocks * BLOCK_BYTES, np.uint8)
+    file = np.zeros(OFFSET + held.num_blocks * DISK_BLOCK_BYTES, np.uint8)
     file[OFFSET : OFFSET + len(expert.extent)] = expert.extent
     for offset, place, size in zip(*(part.tolist() for part in held.pieces(blocks)), strict=True):
         arena.memory[place : place + size] = file[offset : offset + size]
@@ -107,7 +107,7 @@ def test_the_checksum_of_pages_is_that_of_the_bytes(arena: PageArena) -> None:
     expert = random_expert(SHAPE)
     scattered(arena)
     held = brought(arena, expert)
-    for num_bytes in (0, 1, BLOCK_BYTES, BLOCK_BYTES + 1, len(expert.extent)):
+    for num_bytes in (0, 1, DISK_BLOCK_BYTES, DISK_BLOCK_BYTES + 1, len(expert.extent)):
         assert kernels.checksum_pages(held.records, num_bytes) == kernels.checksum(expert.extent[:num_bytes])
 
 
@@ -140,13 +140,13 @@ def test_a_damaged_selector_row_is_named(arena: PageArena) -> None:
 
 @given(st.sets(st.integers(0, 66), min_size=1))
 def test_the_blocks_of_records_hold_them_and_no_others(neurons: set[int]) -> None:
-    arena = PageArena(20, BLOCK_BYTES, BLOCK_BYTES)
+    arena = PageArena(20, DISK_BLOCK_BYTES, DISK_BLOCK_BYTES)
     layout = SHAPE.layout
     held = PagedExpert(arena, layout, "up", SHAPE.function, 0.0, OFFSET, NAME)
     expected = set()
     for neuron in neurons:
         begin = layout.selector_bytes + neuron * layout.records.row_bytes
-        expected |= {byte // BLOCK_BYTES for byte in range(begin, begin + layout.records.row_bytes)}
+        expected |= {byte // DISK_BLOCK_BYTES for byte in range(begin, begin + layout.records.row_bytes)}
     assert held.record_blocks(np.array(sorted(neurons), np.int32)).tolist() == sorted(expected)
     held.close()
     assert len(set(arena.take(20).tolist())) == 20, "all pages have been given back"

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moe_pack.formats import PackError, RunError
+from moe_pack.formats import DISK_BLOCK_BYTES, PackError, RunError
 from moe_pack.runtime.native_kernels import is_available
-from moe_pack.runtime.reads import READ_UNIT, BlockingReads, NativeReads, ReadStats, open_reads
+from moe_pack.runtime.reads import BlockingReads, NativeReads, ReadStats, open_reads
 
 KINDS = (NativeReads, BlockingReads)
 AnyReads = NativeReads | BlockingReads
@@ -94,19 +94,19 @@ def opened_direct(opener: Opener, memory: NDArray[np.uint8], path: Path, direct:
 
 
 @pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("block_bytes", [4096, 12288, 1 << 20])
+@pytest.mark.parametrize("max_read_bytes", [4096, 12288, 1 << 20])
 def test_pieces_in_any_order_are_what_plain_reading_gives(
-    opener: Opener, tmp_path: Path, memory: NDArray[np.uint8], direct: bool, block_bytes: int
+    opener: Opener, tmp_path: Path, memory: NDArray[np.uint8], direct: bool, max_read_bytes: int
 ) -> None:
     """Random runs of pieces, some of which follow one another in the file, to places all over memory."""
-    path, held = written(tmp_path, 200 * READ_UNIT)
+    path, held = written(tmp_path, 200 * DISK_BLOCK_BYTES)
     opened_direct(opener, memory, path, direct)  # or skip
-    reads = opener(memory, direct, 3, block_bytes)
+    reads = opener(memory, direct, 3, max_read_bytes)
     file, random = reads.open(path), np.random.default_rng(7)
     for _ in range(20):
-        sizes = random.integers(1, 9, 25) * (READ_UNIT if direct else 777)
+        sizes = random.integers(1, 9, 25) * (DISK_BLOCK_BYTES if direct else 777)
         follows = random.random(25) < 0.6
-        offsets = random.integers(0, 120, 25) * (READ_UNIT if direct else 4001)
+        offsets = random.integers(0, 120, 25) * (DISK_BLOCK_BYTES if direct else 4001)
         for i in np.flatnonzero(follows[1:]) + 1:
             if offsets[i - 1] + sizes[i - 1] + sizes[i] <= len(held):
                 offsets[i] = offsets[i - 1] + sizes[i - 1]
@@ -124,7 +124,7 @@ def test_pieces_in_any_order_are_what_plain_reading_gives(
 def test_files_are_open_past_the_systems_cache_where_reads_are_direct(
     opener: Opener, tmp_path: Path, memory: NDArray[np.uint8], direct: bool
 ) -> None:
-    path, _ = written(tmp_path, READ_UNIT)
+    path, _ = written(tmp_path, DISK_BLOCK_BYTES)
     opened_direct(opener, memory, path, direct)
     (held,) = (entry.name for entry in Path("/proc/self/fd").iterdir() if same_target(entry, path))
     (flags,) = re.findall(r"^flags:\s+(\d+)$", Path(f"/proc/self/fdinfo/{held}").read_text(), re.MULTILINE)
@@ -135,11 +135,11 @@ def test_files_are_open_past_the_systems_cache_where_reads_are_direct(
 def test_a_last_block_that_the_file_ends_in_is_read_as_far_as_it_goes(
     opener: Opener, tmp_path: Path, memory: NDArray[np.uint8], direct: bool
 ) -> None:
-    path, held = written(tmp_path, 3 * READ_UNIT + 5)
+    path, held = written(tmp_path, 3 * DISK_BLOCK_BYTES + 5)
     reads, file = opened_direct(opener, memory, path, direct)
-    reads.wait(reads.submit(file, numbers(READ_UNIT), numbers(8192), numbers(3 * READ_UNIT), True))
-    assert np.array_equal(memory[8192 : 8192 + 2 * READ_UNIT + 5], held[READ_UNIT:])
-    assert reads.stats().bytes_urgent == 2 * READ_UNIT + 5
+    reads.wait(reads.submit(file, numbers(DISK_BLOCK_BYTES), numbers(8192), numbers(3 * DISK_BLOCK_BYTES), True))
+    assert np.array_equal(memory[8192 : 8192 + 2 * DISK_BLOCK_BYTES + 5], held[DISK_BLOCK_BYTES:])
+    assert reads.stats().bytes_urgent == 2 * DISK_BLOCK_BYTES + 5
 
 
 def test_several_requests_of_several_files_are_each_their_own(
@@ -158,13 +158,13 @@ def test_several_requests_of_several_files_are_each_their_own(
 
 def test_what_was_read_is_counted_by_kind(opener: Opener, tmp_path: Path, memory: NDArray[np.uint8]) -> None:
     path, _ = written(tmp_path, 100_000)
-    reads = opener(memory, False, block_bytes=READ_UNIT)
+    reads = opener(memory, False, max_read_bytes=DISK_BLOCK_BYTES)
     file = reads.open(path)
     assert reads.stats() == ReadStats(0, 0, 0, 0)
-    reads.wait(reads.submit(file, numbers(0), numbers(0), numbers(3 * READ_UNIT), True))
-    reads.wait(reads.submit(file, numbers(0), numbers(0), numbers(READ_UNIT + 1), False))
+    reads.wait(reads.submit(file, numbers(0), numbers(0), numbers(3 * DISK_BLOCK_BYTES), True))
+    reads.wait(reads.submit(file, numbers(0), numbers(0), numbers(DISK_BLOCK_BYTES + 1), False))
     found = reads.stats()
-    assert (found.bytes_urgent, found.bytes_ahead, found.num_reads) == (3 * READ_UNIT, READ_UNIT + 1, 5)
+    assert (found.bytes_urgent, found.bytes_ahead, found.num_reads) == (3 * DISK_BLOCK_BYTES, DISK_BLOCK_BYTES + 1, 5)
     assert found.busy_ns > 0
 
 
@@ -197,29 +197,29 @@ def test_a_promoted_request_is_read_all_the_same(opener: Opener, tmp_path: Path,
 
 
 @pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("left", [0, 5, READ_UNIT, 2 * READ_UNIT + 7])
+@pytest.mark.parametrize("left", [0, 5, DISK_BLOCK_BYTES, 2 * DISK_BLOCK_BYTES + 7])
 def test_a_file_cut_while_it_is_open_is_named(
     opener: Opener, tmp_path: Path, memory: NDArray[np.uint8], left: int, direct: bool
 ) -> None:
-    path, held = written(tmp_path, 4 * READ_UNIT)
+    path, held = written(tmp_path, 4 * DISK_BLOCK_BYTES)
     reads, file = opened_direct(opener, memory, path, direct)
     os.truncate(path, left)
     with pytest.raises(PackError) as fault:
-        reads.wait(reads.submit(file, numbers(0), numbers(0), numbers(4 * READ_UNIT), True))
+        reads.wait(reads.submit(file, numbers(0), numbers(0), numbers(4 * DISK_BLOCK_BYTES), True))
     assert str(fault.value) == CUT
     os.truncate(path, 0)
     path.write_bytes(held.tobytes())
-    reads.wait(reads.submit(file, numbers(0), numbers(0), numbers(4 * READ_UNIT), True))
-    assert np.array_equal(memory[: 4 * READ_UNIT], held), "what follows a fault is as before"
+    reads.wait(reads.submit(file, numbers(0), numbers(0), numbers(4 * DISK_BLOCK_BYTES), True))
+    assert np.array_equal(memory[: 4 * DISK_BLOCK_BYTES], held), "what follows a fault is as before"
 
 
 def test_a_file_cut_behind_what_is_read_does_no_harm(opener: Opener, tmp_path: Path, memory: NDArray[np.uint8]) -> None:
-    path, held = written(tmp_path, 4 * READ_UNIT)
+    path, held = written(tmp_path, 4 * DISK_BLOCK_BYTES)
     reads = opener(memory, False)
     file = reads.open(path)
-    os.truncate(path, 2 * READ_UNIT)
-    reads.wait(reads.submit(file, numbers(0), numbers(0), numbers(2 * READ_UNIT), True))
-    assert np.array_equal(memory[: 2 * READ_UNIT], held[: 2 * READ_UNIT])
+    os.truncate(path, 2 * DISK_BLOCK_BYTES)
+    reads.wait(reads.submit(file, numbers(0), numbers(0), numbers(2 * DISK_BLOCK_BYTES), True))
+    assert np.array_equal(memory[: 2 * DISK_BLOCK_BYTES], held[: 2 * DISK_BLOCK_BYTES])
 
 
 def test_a_read_that_fails_says_where_and_why(opener: Opener, tmp_path: Path, memory: NDArray[np.uint8]) -> None:
@@ -300,9 +300,9 @@ def test_lists_of_different_lengths_and_unknown_files_are_refused(
     [
         ({"num_threads": 0}, "threads: expected 1 to 1024"),
         ({"num_threads": 1025}, "threads: expected 1 to 1024"),
-        ({"block_bytes": 0}, "block_bytes: expected a multiple of 4096, at most 2\\^30"),
-        ({"block_bytes": 5000}, "block_bytes: expected a multiple of 4096, at most 2\\^30"),
-        ({"block_bytes": (1 << 30) + 4096}, "block_bytes: expected a multiple of 4096, at most 2\\^30"),
+        ({"max_read_bytes": 0}, "max_read_bytes: expected a multiple of 4096, at most 2\\^30"),
+        ({"max_read_bytes": 5000}, "max_read_bytes: expected a multiple of 4096, at most 2\\^30"),
+        ({"max_read_bytes": (1 << 30) + 4096}, "max_read_bytes: expected a multiple of 4096, at most 2\\^30"),
     ],
 )
 def test_numbers_out_of_range_are_refused(
@@ -422,7 +422,7 @@ def test_who_waits_hears_that_the_request_was_dropped(endless: tuple[NativeReads
 
 def test_threads_at_once_get_the_bytes_they_asked_for(tmp_path: Path, memory: NDArray[np.uint8]) -> None:
     path, held = written(tmp_path, 1 << 20)
-    reads = open_reads(memory, False, 4, READ_UNIT)
+    reads = open_reads(memory, False, 4, DISK_BLOCK_BYTES)
     file, wrong = reads.open(path), []
 
     def ask(caller: int) -> None:

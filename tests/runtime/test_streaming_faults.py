@@ -18,10 +18,9 @@ from click.testing import CliRunner, Result
 from models import PackMaker
 from streaming import budget_for
 
-from moe_pack.formats import Pack, PackError, RunError
+from moe_pack.formats import DISK_BLOCK_BYTES, Pack, PackError, RunError
 from moe_pack.runtime.cli import main
 from moe_pack.runtime.engine import Engine, EngineOptions
-from moe_pack.runtime.reads import READ_UNIT
 from moe_pack.runtime.record import read_record
 from moe_pack.runtime.trace import Trace
 
@@ -127,7 +126,7 @@ def test_an_expert_file_cut_while_running_is_named_and_nothing_stays_open(
         running(demo, read=read, trace=trace, record=record) as engine,
     ):
         for path in demo.glob("experts*"):
-            os.truncate(path, READ_UNIT)
+            os.truncate(path, DISK_BLOCK_BYTES)
         answers(engine)
     assert len(events(trace)) > 2
     assert len(read_record(record).passes.chunks) == 1  # the prompt; the token that failed is no whole pass
@@ -277,7 +276,7 @@ def test_what_ended_the_run_is_told_even_if_the_record_cannot_be_written(demo: P
     place.mkdir()
     with pytest.raises(PackError) as raised, running(demo, record=place / "record") as engine:
         for path in demo.glob("experts*"):
-            os.truncate(path, READ_UNIT)
+            os.truncate(path, DISK_BLOCK_BYTES)
         place.rmdir()
         answers(engine)
     assert "record: cannot be written" in raised.value.__notes__[0]
