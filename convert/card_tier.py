@@ -11,7 +11,7 @@ from moe_pack.convert.cost_model import best_card_plan, link_seconds
 from moe_pack.convert.heats import Heats
 from moe_pack.convert.machine_tier import MachineTier, Traffic, foretold
 from moe_pack.convert.machines import Machine
-from moe_pack.convert.tier import Foretold, Share
+from moe_pack.convert.tier import Foretold
 from moe_pack.formats import ExpertLayout, PackLayout, Selector
 from moe_pack.runtime import CardPlan, least_card
 
@@ -47,7 +47,7 @@ class CardTier(MachineTier):
             is_rough,
             *((_ROUGH_PAGE_SHARES,) if is_rough else ()),
         )
-        return foretold(_shares(plan), found, found.misses * _missing_share(layout, plan, heat))
+        return foretold(plan.parts, found, found.misses * _missing_share(layout, plan, heat))
 
     def least_bytes(self, layout: PackLayout) -> int:
         """The smallest budget that a pack of this layout runs in."""
@@ -77,18 +77,3 @@ def _missing_share(layout: PackLayout, plan: CardPlan, heat: Floats) -> Floats:
     missing = (1 - plan.selector_share) * selectors + ((1 - plan.row_shares) * heat).mean(axis=2) * records
     found: Floats = missing / np.maximum(selectors + heat.mean(axis=2) * records, 1)
     return found
-
-
-def _shares(plan: CardPlan) -> tuple[Share, ...]:
-    return (
-        Share("dense weights", plan.dense),
-        Share("key-value cache", plan.cache),
-        Share("workspace", plan.workspace),
-        Share("predictors", plan.predictors),
-        Share("staging", plan.staging),
-        Share("overhead", plan.overhead),
-        Share("resident selectors", plan.selectors),
-        Share("hot rows", plan.hot_rows),
-        Share("pages of experts", plan.pages),
-        Share("left over", plan.target - plan.spent),
-    )

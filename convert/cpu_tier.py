@@ -6,11 +6,10 @@ The budget is divided by the runtime's own function, so that what is planned is 
 from moe_pack.convert.choices import Floats
 from moe_pack.convert.cost_model import predict
 from moe_pack.convert.machine_tier import MachineTier, foretold
-from moe_pack.convert.tier import Foretold, Share
+from moe_pack.convert.tier import Foretold
 from moe_pack.formats import ExpertLayout, PackLayout
-from moe_pack.runtime import Asked, BudgetPlan, divide_budget, least_budget
+from moe_pack.runtime import AS_TARGET, BudgetPlan, divide_budget, least_budget
 
-AS_TARGET = Asked("--target-vram", "--context")
 _SEEN_TOKENS = 512  # in the cache, where the context is no shorter
 
 
@@ -27,7 +26,7 @@ class CpuTier(MachineTier):
         plan = self._divided(layout, self.budget_bytes - less_bytes)
         routes, recall, seen = traffic.passes, traffic.recall, min(self._context_tokens // 2, _SEEN_TOKENS)
         found = predict(layout, plan, self._machine, traffic.popularity, sparsity, routes, recall, seen, is_rough)
-        return foretold(_shares(plan), found, found.misses)
+        return foretold(plan.parts, found, found.misses)
 
     def least_bytes(self, layout: PackLayout) -> int:
         """The smallest budget that a pack of this layout runs in."""
@@ -44,14 +43,3 @@ class CpuTier(MachineTier):
 
     def _divided(self, layout: PackLayout, budget_bytes: int) -> BudgetPlan:
         return divide_budget(layout, budget_bytes, self._context_tokens, self._traffic.predictor_bytes, AS_TARGET)
-
-
-def _shares(plan: BudgetPlan) -> tuple[Share, ...]:
-    return (
-        Share("dense weights", plan.dense),
-        Share("key-value cache", plan.cache),
-        Share("workspace", plan.workspace),
-        Share("predictors", plan.predictors),
-        Share("pages of experts", plan.arena),
-        Share("left over", plan.left),
-    )

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from moe_pack.convert.choices import Floats
 from moe_pack.convert.cost_model import Prediction, expert_seconds
 from moe_pack.convert.machines import Machine, rate_of
-from moe_pack.convert.tier import Foretold, Share
+from moe_pack.convert.tier import Foretold
 from moe_pack.formats import ExpertLayout
-from moe_pack.runtime import Passes
+from moe_pack.runtime import MemoryPart, Passes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class MachineTier:
         return num_bytes / rate_of(self._machine.dense_rates, width)
 
 
-def foretold(shares: tuple[Share, ...], found: Prediction, misses: Floats) -> Foretold:
+def foretold(shares: tuple[MemoryPart, ...], found: Prediction, misses: Floats) -> Foretold:
     """A prediction as planners take it, with the shares of the budget it was made for.
 
     Args:    misses: [L, E], of whole experts.

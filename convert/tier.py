@@ -5,14 +5,7 @@ from typing import Protocol
 
 from moe_pack.convert.choices import Floats
 from moe_pack.formats import ExpertLayout, PackLayout
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A part of a budget, in bytes."""
-
-    name: str
-    num_bytes: int
+from moe_pack.runtime import MemoryPart
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +17,7 @@ class Foretold:
     token finds the expert missing.   `policy`: of the runtime.
     """
 
-    shares: tuple[Share, ...]
+    shares: tuple[MemoryPart, ...]
     seconds: float
     fetched_bytes: float
     read_bytes: float

@@ -1,8 +1,9 @@
 """Runs packs: the decoder, its sources of weights, sampling, text. `moe-run` is its command."""
 
 from moe_pack.runtime.budget import (
-    Asked,
+    AS_TARGET,
     BudgetPlan,
+    MemoryPart,
     divide_budget,
     expert_pages,
     least_budget,
@@ -98,6 +99,7 @@ from moe_pack.runtime.text import Text, TextStream
 from moe_pack.runtime.weights import Weights
 
 __all__ = [
+    "AS_TARGET",
     "CARD_PAGE_BYTES",
     "MAX_PREVIOUS",
     "MAX_ROUTED_TOKENS",
@@ -113,7 +115,6 @@ __all__ = [
     "TORCH_DTYPES",
     "Activations",
     "Angles",
-    "Asked",
     "BudgetPlan",
     "CacheFacts",
     "CardPlan",
@@ -136,6 +137,7 @@ __all__ = [
     "MachineFacts",
     "MappedPackWeights",
     "Matrix",
+    "MemoryPart",
     "Model",
     "NativeOperations",
     "NeuronBlock",

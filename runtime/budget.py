@@ -1,5 +1,13 @@
-"""A memory budget, divided: what is always held, what a forward pass needs, and the pages that are left for experts."""
+"""The division of a memory budget: fixed parts first, the rest for experts; and the search for the size of their pages.
 
+    budget = dense weights + key-value cache + workspace + predictors + ... + experts + left over
+
+Every engine describes what it needs as `MemoryNeeds`, and `divide` is the one division. What engines do with the bytes
+that experts get is their own rule: the CPU's is here (`divide_budget`: all of it is pages), a GPU's is in `card_budget`
+and `card_placement` (the hottest rows stay, the rest comes and goes in pages) and in `staged_weights` (all pages).
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +24,7 @@ from moe_pack.formats import (
     cache_values,
     dense_roles,
     size_text,
+    whole_blocks,
 )
 from moe_pack.runtime.matrix import MAX_DECODED_BYTES
 from moe_pack.runtime.routing import ROUTING_FILE
@@ -28,11 +37,156 @@ _MANY_TOKENS, _MANY_SUMS, _FEW_SUMS, _MOST_FEW_BYTES, _THREADS_BYTES = 64, 19, 9
 
 
 @dataclass(frozen=True, slots=True)
-class BudgetPlan:
-    """What a budget is spent on, in bytes, but for `num_pages` and `chunk_tokens` (of a forward pass at most).
+class MemoryPart:
+    """A part of a budget, in bytes, under the name that people read."""
 
-    `arena`: all pages, each with `head_bytes` before its `page_bytes`.   `workspace`: hidden states, scores, outputs
-    and what the kernels need.   `predictors`: what foretells experts.
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FixedParts:
+    """What a budget is spent on before experts get any, in bytes; 0 for a part that an engine does not have.
+
+    `workspace`: hidden states, scores, outputs and what the kernels need.   `predictors`: of experts.   `staging`:
+    copies on their way to a GPU.   `overhead`: the driver's own.   `tables`: where experts' rows lie.
+    """
+
+    dense: int = 0
+    cache: int = 0
+    workspace: int = 0
+    predictors: int = 0
+    staging: int = 0
+    overhead: int = 0
+    tables: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """All parts together."""
+        before = self.dense + self.cache + self.workspace + self.predictors
+        return before + self.staging + self.overhead + self.tables
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A budget's fixed parts, for forward passes of `chunk_tokens` at most."""
+
+    budget: int
+    fixed: FixedParts
+    chunk_tokens: int
+
+    @property
+    def experts(self) -> int:
+        """Bytes that are left for experts; negative where the fixed parts alone are more than the budget."""
+        return self.budget - self.fixed.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """What an engine needs of a memory, whatever the budget.
+
+    `fixed`: the fixed parts for forward passes of so many tokens at most.   `longest_chunk`, `shortest_chunk`: the
+    tokens of a pass, where memory suffices and where it is short.   `largest`: bytes of the pages that must be there at
+    once.   `all_experts`: bytes of all experts, where all are always there.   `usual_share`: passes are made shorter
+    where experts would get less than the budget divided by it.
+    """
+
+    fixed: Callable[[int], FixedParts]
+    longest_chunk: int
+    shortest_chunk: int
+    largest: int
+    all_experts: int
+    usual_share: int
+
+    @property
+    def least_experts(self) -> int:
+        """The least bytes that experts run in."""
+        return min(self.largest, self.all_experts)
+
+    @property
+    def least_budget(self) -> int:
+        """The smallest budget that can be divided: shortest forward passes, and the least that experts run in."""
+        return self.fixed(self.shortest_chunk).num_bytes + self.least_experts
+
+
+def divide(budget_bytes: int, needs: MemoryNeeds) -> Division:
+    """Divides a budget into fixed parts and what is left for experts.
+
+    Passes are halved until experts get their usual share and the largest of them fits, but not below the shortest. The
+    caller compares `experts` with `needs.least_experts`, and says in its own words what is missing.
+    """
+    chunk = needs.longest_chunk
+    while True:
+        division = Division(budget_bytes, needs.fixed(chunk), chunk)
+        is_enough = division.experts >= max(needs.largest, budget_bytes // needs.usual_share)
+        if is_enough or chunk <= needs.shortest_chunk:
+            return division
+        chunk = max(chunk // 2, needs.shortest_chunk)
+
+
+def best_page_bytes(sizes: NDArray[np.int64], costs: NDArray[np.int64], tolerance: float = 1.0) -> int:
+    """Returns the first size of a page that costs at most `tolerance` times the least: the search of every engine.
+
+    Engines differ in what they give to it, because their pages are filled in different ways. The CPU reads disk blocks
+    into pages and lets rows straddle them, so that an expert takes `ceil(bytes / page)` pages, each with a head. The
+    staged engine copies whole rows, and a copy costs as much as moving so many bytes. The graph engine keeps selectors
+    and records in pages apart, and takes a larger page that costs a hundredth more, for shorter lists.
+    Args:    sizes: [n], the preferred ones first.   costs: [n], bytes of all experts in pages of this size.
+    """
+    return int(sizes[np.argmax(costs <= tolerance * costs.min())])
+
+
+def most_chunk_tokens(context_tokens: int) -> int:
+    """Returns how many tokens a forward pass has where there is memory for it."""
+    return min(PREFILL_TOKENS, max(context_tokens, LEAST_PREFILL_TOKENS))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options that a budget and a context were asked for with."""
+
+    budget: str
+    context: str
+
+
+AS_BUDGET = Asked("--budget", "--max-tokens")
+AS_TARGET = Asked("--target-vram", "--context")
+
+
+def divide_or_refuse(
+    budget_bytes: int, needs: MemoryNeeds, context_tokens: int, asked_as: Asked, advice: str = "give more"
+) -> Division:
+    """Divides the budget of a whole engine.
+
+    Args:    advice: what helps beside a shorter context.
+    Raises:  RunError if experts would get too little; it says what is needed, and for what.
+    """
+    division = divide(budget_bytes, needs)
+    if division.experts >= needs.least_experts:
+        return division
+    fixed = division.fixed
+    parts = [
+        f"{size_text(fixed.dense)} of dense weights",
+        f"{size_text(fixed.cache)} of key-value cache for {context_tokens} tokens",
+        f"{size_text(fixed.workspace + fixed.staging)} to work in",
+    ]
+    if fixed.predictors:
+        parts.append(f"{size_text(fixed.predictors)} of what foretells experts")
+    if fixed.overhead:
+        parts.append(f"{size_text(fixed.overhead)} of the driver's")
+    raise RunError(
+        f"{asked_as.budget}: {size_text(budget_bytes)}, needed are at least {size_text(needs.least_budget)}: "
+        f"{', '.join(parts)}, and {size_text(needs.largest)} for experts; {advice}, or a shorter context with "
+        f"{asked_as.context}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPlan:
+    """What a budget of the CPU's memory is spent on, in bytes, but for `num_pages` and `chunk_tokens`.
+
+    `workspace`, `predictors`: as in `FixedParts`.   `page_bytes`: of a page, each behind `head_bytes`.
+    `chunk_tokens`: of a forward pass, at most.
     """
 
     budget: int
@@ -51,81 +205,86 @@ class BudgetPlan:
         return self.num_pages * (self.page_bytes + self.head_bytes)
 
     @property
+    def spent(self) -> int:
+        """All parts together: never more than the budget."""
+        return self.dense + self.cache + self.workspace + self.predictors + self.arena
+
+    @property
     def left(self) -> int:
         """Bytes that are not spent: less than a page, or all experts have theirs."""
-        return self.budget - self.dense - self.cache - self.workspace - self.predictors - self.arena
+        return self.budget - self.spent
+
+    @property
+    def parts(self) -> tuple[MemoryPart, ...]:
+        """The parts by name; they sum to the budget."""
+        return (
+            MemoryPart("dense weights", self.dense),
+            MemoryPart("key-value cache", self.cache),
+            MemoryPart("workspace", self.workspace),
+            MemoryPart("predictors", self.predictors),
+            MemoryPart("pages of experts", self.arena),
+            MemoryPart("left over", self.left),
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The options that a budget and a context were asked for with."""
+def cpu_needs(layout: PackLayout, pages: tuple[int, int], context_tokens: int, predictor_bytes: int) -> MemoryNeeds:
+    """Returns what the engine needs that streams experts into the CPU's memory.
 
-    budget: str
-    context: str
+    Args:    pages: of `page_sizes`.   predictor_bytes: `routing_bytes` of a pack, or `routing_file_bytes` of the file
+             that the pack will have.
+    """
+    dense, spec = layout.dense_file.num_bytes, layout.spec
+    page_bytes, head_bytes = pages
+    experts = expert_pages(layout, page_bytes) * (page_bytes + head_bytes)
 
+    def fixed(chunk_tokens: int) -> FixedParts:
+        workspace = workspace_bytes(spec, chunk_tokens) + whole_pass_bytes(spec, chunk_tokens, context_tokens)
+        return FixedParts(dense, cache_bytes(spec, context_tokens, chunk_tokens), workspace, predictor_bytes)
 
-AS_BUDGET = Asked("--budget", "--max-tokens")
-
-
-def expert_pages(layout: PackLayout, page_bytes: int) -> NDArray[np.int64]:
-    """How many pages each expert takes: int64 [L, E]."""
-    return -(-_extent_bytes(layout) // page_bytes)
+    longest, largest = most_chunk_tokens(context_tokens), int(experts.max())
+    return MemoryNeeds(fixed, longest, LEAST_PREFILL_TOKENS, largest, int(experts.sum()), usual_share=4)
 
 
 def divide_budget(
     layout: PackLayout, budget_bytes: int, context_tokens: int, predictor_bytes: int, asked_as: Asked = AS_BUDGET
 ) -> BudgetPlan:
-    """How a budget is spent on running a pack, which need not exist yet.
+    """Divides the budget of the CPU's memory for running a pack, which need not exist yet: all that is left is pages.
 
-    Meaning: dense weights, key-value cache, workspace and what foretells first, all else in pages. Where less than a
-             quarter would be left for these, forward passes are made shorter, down to LEAST_PREFILL_TOKENS.
-    Args:    predictor_bytes: `routing_bytes` of a pack, or `routing_file_bytes` of what will lie beside it.
-             asked_as: the options that a person can change, for the message.
+    Args:    predictor_bytes: as in `cpu_needs`.   asked_as: the options that a person can change, for the message.
     Raises:  RunError if the largest expert would have no room; it says what is needed, and for what.
     """
-    dense, spec = layout.dense_file.num_bytes, layout.spec
-    page_bytes, head_bytes = page_sizes(layout)
-    largest = int(expert_pages(layout, page_bytes).max()) * (page_bytes + head_bytes)
-    chunk = min(PREFILL_TOKENS, max(context_tokens, LEAST_PREFILL_TOKENS))
-    while True:
-        cache, workspace = cache_bytes(spec, context_tokens, chunk), workspace_bytes(spec, chunk)
-        workspace += whole_pass_bytes(spec, chunk, context_tokens)
-        left = budget_bytes - dense - cache - workspace - predictor_bytes
-        if chunk <= LEAST_PREFILL_TOKENS or left >= max(largest, budget_bytes // 4):
-            break
-        chunk = max(chunk // 2, LEAST_PREFILL_TOKENS)
-    if left < largest:
-        least = budget_bytes - left + largest
-        foretelling = f", {size_text(predictor_bytes)} of what foretells experts" if predictor_bytes else ""
-        raise RunError(
-            f"{asked_as.budget}: {size_text(budget_bytes)}, needed are at least {size_text(least)}: {size_text(dense)} "
-            f"of dense weights, {size_text(cache)} of key-value cache for {context_tokens} tokens, "
-            f"{size_text(workspace)} to work in{foretelling}, and {size_text(largest)} for experts; give more, or a "
-            f"shorter context with {asked_as.context}"
-        )
-    most = int(expert_pages(layout, page_bytes).sum())
-    num_pages = min(left // (page_bytes + head_bytes), most)
-    return BudgetPlan(budget_bytes, dense, cache, workspace, predictor_bytes, page_bytes, head_bytes, num_pages, chunk)
+    page_bytes, head_bytes = pages = page_sizes(layout)
+    needs = cpu_needs(layout, pages, context_tokens, predictor_bytes)
+    division = divide_or_refuse(budget_bytes, needs, context_tokens, asked_as)
+    num_pages = min(division.experts, needs.all_experts) // (page_bytes + head_bytes)
+    fixed, chunk = division.fixed, division.chunk_tokens
+    return BudgetPlan(
+        budget_bytes,
+        fixed.dense,
+        fixed.cache,
+        fixed.workspace,
+        fixed.predictors,
+        page_bytes,
+        head_bytes,
+        num_pages,
+        chunk,
+    )
 
 
 def least_budget(layout: PackLayout, context_tokens: int, predictor_bytes: int) -> int:
-    """The smallest budget that `divide_budget` divides: shortest forward passes, and room for the largest expert."""
-    page_bytes, head_bytes = page_sizes(layout)
-    largest = int(expert_pages(layout, page_bytes).max()) * (page_bytes + head_bytes)
-    cache = cache_bytes(layout.spec, context_tokens, LEAST_PREFILL_TOKENS)
-    workspace = workspace_bytes(layout.spec, LEAST_PREFILL_TOKENS)
-    workspace += whole_pass_bytes(layout.spec, LEAST_PREFILL_TOKENS, context_tokens)
-    return layout.dense_file.num_bytes + cache + workspace + predictor_bytes + largest
+    """Returns the smallest budget that `divide_budget` divides."""
+    return cpu_needs(layout, page_sizes(layout), context_tokens, predictor_bytes).least_budget
 
 
 def whole_bytes(layout: PackLayout, context_tokens: int, predictor_bytes: int) -> int:
-    """The least budget with room for all experts, and for the longest forward passes."""
-    page_bytes, head_bytes = page_sizes(layout)
-    pages = int(expert_pages(layout, page_bytes).sum()) * (page_bytes + head_bytes)
-    cache = cache_bytes(layout.spec, context_tokens, PREFILL_TOKENS)
-    workspace = workspace_bytes(layout.spec, PREFILL_TOKENS)
-    workspace += whole_pass_bytes(layout.spec, PREFILL_TOKENS, context_tokens)
-    return pages + layout.dense_file.num_bytes + cache + predictor_bytes + workspace
+    """Returns the least budget that holds all experts, and the longest forward passes."""
+    needs = cpu_needs(layout, page_sizes(layout), context_tokens, predictor_bytes)
+    return needs.fixed(PREFILL_TOKENS).num_bytes + needs.all_experts
+
+
+def expert_pages(layout: PackLayout, page_bytes: int) -> NDArray[np.int64]:
+    """Returns how many pages each expert takes: int64 [L, E]."""
+    return -(-extent_bytes(layout) // page_bytes)
 
 
 def routing_bytes(folder: Path) -> int:
@@ -135,20 +294,17 @@ def routing_bytes(folder: Path) -> int:
 
 
 def page_sizes(layout: PackLayout) -> tuple[int, int]:
-    """The bytes of a page and of the room before it that waste least over a pack's experts.
+    """Returns the bytes of a page and of the head before it that waste least over a pack's experts.
 
-    Both are whole blocks, the room as long as the longest row at least. Of equally good ones, the largest page.
+    Both are whole blocks, the head as long as the longest row at least. Of equally good ones, the largest page.
     """
-    extents = _extent_bytes(layout).ravel()
-    sizes, counts = np.unique(extents, return_counts=True)
-    longest = max(rows.row_bytes for layer in layout.experts for expert in layer for rows in expert.rows())
-    head = -(-longest // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES
-    least = max(
-        head, min(LEAST_PAGE_BYTES, int(sizes.min()) // 4 // DISK_BLOCK_BYTES * DISK_BLOCK_BYTES), DISK_BLOCK_BYTES
-    )
+    sizes, counts = np.unique(extent_bytes(layout), return_counts=True)
+    head = whole_blocks(max(rows.row_bytes for layer in layout.experts for expert in layer for rows in expert.rows()))
+    quarter = int(sizes.min()) // 4 // DISK_BLOCK_BYTES * DISK_BLOCK_BYTES
+    least = max(head, min(LEAST_PAGE_BYTES, quarter), DISK_BLOCK_BYTES)
     pages = np.arange(least, max(MAX_PAGE_BYTES, least) + 1, DISK_BLOCK_BYTES)[::-1]
     costs = ((-(-sizes[None] // pages[:, None])) * counts).sum(axis=1) * (pages + head)
-    return int(pages[costs.argmin()]), head
+    return best_page_bytes(pages, costs), head
 
 
 def cache_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
@@ -186,5 +342,6 @@ def whole_pass_bytes(spec: ModelSpec, chunk_tokens: int, context_tokens: int) ->
     return 4 * (held + biases) + scores
 
 
-def _extent_bytes(layout: PackLayout) -> NDArray[np.int64]:
+def extent_bytes(layout: PackLayout) -> NDArray[np.int64]:
+    """Returns what each expert takes as it is stored: int64 [L, E]."""
     return np.array([[expert.num_bytes for expert in layer] for layer in layout.experts], np.int64)

@@ -1,6 +1,6 @@
-"""What a card's memory is spent on: what is always there, what is read most, and pages for the rest.
+"""What a GPU's memory is spent on: fixed parts, what is read most, and pages for the rest.
 
-Rows are ordered by heat, so that what to hold is a fractional knapsack: of selectors and rows those that a token reads
+Rows are ordered by heat, so that what to keep is a fractional knapsack: of selectors and rows those that a token reads
 with the highest probability come first; they all cost their bytes. Nothing here allocates; parts are in bytes.
 """
 
@@ -10,8 +10,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import ExpertLayout, PackLayout, RunError, cache_values, size_text
-from moe_pack.runtime.budget import Asked, workspace_bytes
+from moe_pack.formats import ExpertLayout, PackLayout, cache_values
+from moe_pack.runtime.budget import (
+    AS_TARGET,
+    LEAST_PREFILL_TOKENS,
+    Asked,
+    Division,
+    FixedParts,
+    MemoryNeeds,
+    MemoryPart,
+    divide_or_refuse,
+    extent_bytes,
+    most_chunk_tokens,
+    workspace_bytes,
+)
 
 Array = NDArray[Any]
 
@@ -19,25 +31,19 @@ OVERHEAD_BYTES = 500_000_000  # of the driver's context and the libraries' kerne
 STAGING_BYTES = 32 << 20  # two copies of 16 MiB on their way
 CARD_PAGE_BYTES = 256 << 10
 BF16_BYTES = 2
-AS_TARGET = Asked("--target-vram", "--context")
-_MOST_CHUNK, _LEAST_CHUNK = 512, 16  # tokens of a forward pass
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CardPlan:
-    """A card's memory, divided. All but the last four are bytes.
+    """A GPU's memory, divided, in bytes but for the last four.
 
-    `selectors`, `hot_rows`: that are always there; `pages`: for what comes and goes.   `selector_share` float64 [L, E]:
-    of each selector's rows that are there; `row_shares` [L, E, H]: of each slice of an expert's records.
+    `selectors`, `hot_rows`: that are always there; `pages`: for what comes and goes.   `chunk_tokens`: of a forward
+    pass, at most.   `selector_share` float64 [L, E]: of each selector's rows that are there; `row_shares` [L, E, H]: of
+    each slice of an expert's records.
     """
 
-    target: int
-    dense: int
-    cache: int
-    workspace: int
-    predictors: int
-    staging: int
-    overhead: int
+    budget: int
+    fixed: FixedParts
     selectors: int
     hot_rows: int
     pages: int
@@ -48,20 +54,34 @@ class CardPlan:
 
     @property
     def spent(self) -> int:
-        """All parts together: never more than the target."""
-        fixed = self.dense + self.cache + self.workspace + self.predictors + self.staging + self.overhead
-        return fixed + self.selectors + self.hot_rows + self.pages
+        """All parts together: never more than the budget."""
+        return self.fixed.num_bytes + self.selectors + self.hot_rows + self.pages
 
     @property
     def experts(self) -> int:
         """What is left for experts."""
-        fixed = self.dense + self.cache + self.workspace + self.predictors + self.staging + self.overhead
-        return self.target - fixed
+        return self.budget - self.fixed.num_bytes
 
     @property
     def num_pages(self) -> int:
         """Pages for what comes and goes."""
         return self.pages // self.page_bytes
+
+    @property
+    def parts(self) -> tuple[MemoryPart, ...]:
+        """The parts by name; they sum to the budget."""
+        return (
+            MemoryPart("dense weights", self.fixed.dense),
+            MemoryPart("key-value cache", self.fixed.cache),
+            MemoryPart("workspace", self.fixed.workspace),
+            MemoryPart("predictors", self.fixed.predictors),
+            MemoryPart("staging", self.fixed.staging),
+            MemoryPart("overhead", self.fixed.overhead),
+            MemoryPart("resident selectors", self.selectors),
+            MemoryPart("hot rows", self.hot_rows),
+            MemoryPart("pages of experts", self.pages),
+            MemoryPart("left over", self.budget - self.spent),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +121,37 @@ class CardCosts:
 PLANNED_COSTS = CardCosts()
 
 
+def gpu_needs(
+    layout: PackLayout, context_tokens: int, predictor_bytes: int, costs: CardCosts = PLANNED_COSTS
+) -> MemoryNeeds:
+    """Returns what an engine of a GPU needs, before anything is measured."""
+    dense, spec, sizes = layout.dense_file.num_bytes, layout.spec, extent_bytes(layout)
+    largest = -(-int(sizes.max()) // CARD_PAGE_BYTES) * CARD_PAGE_BYTES
+
+    def fixed(chunk_tokens: int) -> FixedParts:
+        cache = costs.value_bytes * cache_values(spec, context_tokens, chunk_tokens)
+        workspace = workspace_bytes(spec, chunk_tokens)
+        return FixedParts(dense, cache, workspace, predictor_bytes, STAGING_BYTES, costs.overhead_bytes)
+
+    longest = most_chunk_tokens(context_tokens)
+    return MemoryNeeds(fixed, longest, LEAST_PREFILL_TOKENS, largest, int(sizes.sum()), usual_share=8)
+
+
+def divide_gpu(
+    layout: PackLayout, budget_bytes: int, context_tokens: int, predictor_bytes: int, costs: CardCosts
+) -> Division:
+    """Divides a GPU's memory into fixed parts and what is left for experts.
+
+    Raises:  RunError if the largest expert would have no room; it says what is needed, and for what.
+    """
+    needs = gpu_needs(layout, context_tokens, predictor_bytes, costs)
+    advice = "give more, fewer bits for dense weights"
+    return divide_or_refuse(budget_bytes, needs, context_tokens, costs.asked_as, advice)
+
+
 def divide_card(
     layout: PackLayout,
-    target_bytes: int,
+    budget_bytes: int,
     context_tokens: int,
     predictor_bytes: int,
     popularity: Array,
@@ -111,50 +159,29 @@ def divide_card(
     page_share: float,
     costs: CardCosts = PLANNED_COSTS,
 ) -> CardPlan:
-    """How a card's memory is divided.
+    """Divides a GPU's memory, as a plan of a pack expects it.
 
-    Meaning: dense weights, cache, workspace, predictors, staging and overhead first; where all experts fit beside them,
-             they are all there. Else `page_share` of the room, and the largest expert at least, goes to pages, and the
-             rest to what is read most per byte: a selector with its expert's popularity, a row with that times its
-             heat.
+    Where all experts fit after the fixed parts, all of them stay. Otherwise `page_share` of the experts' bytes, and the
+    largest expert at least, goes to pages, and the rest to what is read most per byte: a selector with its expert's
+    popularity, a row with that times its heat. The CPU's division differs: its rows are read from disk by whole blocks,
+    so that everything is in pages.
     Args:    popularity: [L, E], any unit.   heat: [L, E, H], the share of its tokens for which a row runs, of H equal
              slices of an expert's rows, hottest first.
     Raises:  RunError if the largest expert would have no room; it says what is needed, and for what.
     """
-    dense = layout.dense_file.num_bytes
-    total, largest = _experts_and_largest(layout)
-    fixed = dense + predictor_bytes + STAGING_BYTES + costs.overhead_bytes
-    chunk = min(_MOST_CHUNK, max(context_tokens, _LEAST_CHUNK))
-    while True:
-        cache = costs.value_bytes * cache_values(layout.spec, context_tokens, chunk)
-        workspace = workspace_bytes(layout.spec, chunk)
-        room = target_bytes - fixed - cache - workspace
-        if chunk <= _LEAST_CHUNK or room >= max(largest, target_bytes // 8):
-            break
-        chunk = max(chunk // 2, _LEAST_CHUNK)
-    if room < min(largest, total):
-        least = least_card(layout, context_tokens, predictor_bytes, costs)
-        raise RunError(
-            f"{costs.asked_as.budget}: {size_text(target_bytes)}, needed are at least {size_text(least)}: "
-            f"{size_text(dense)} of dense weights, {size_text(cache)} of key-value cache for {context_tokens} tokens, "
-            f"{size_text(workspace + STAGING_BYTES)} to work in, {size_text(predictor_bytes)} of what foretells "
-            f"experts, {size_text(costs.overhead_bytes)} of the driver's, and {size_text(largest)} for experts; give "
-            f"more, fewer bits for dense weights, or a shorter context with {costs.asked_as.context}"
-        )
-    pages = 0 if total <= room else max(largest, int(page_share * room) // CARD_PAGE_BYTES * CARD_PAGE_BYTES)
+    needs = gpu_needs(layout, context_tokens, predictor_bytes, costs)
+    division = divide_gpu(layout, budget_bytes, context_tokens, predictor_bytes, costs)
+    room, pages = division.experts, 0
+    if needs.all_experts > room:
+        pages = max(needs.largest, int(page_share * room) // CARD_PAGE_BYTES * CARD_PAGE_BYTES)
     selector_share, row_shares, selectors, rows = hold(layout, popularity, heat, room - pages)
     return CardPlan(
-        target_bytes,
-        dense,
-        cache,
-        workspace,
-        predictor_bytes,
-        STAGING_BYTES,
-        costs.overhead_bytes,
+        budget_bytes,
+        division.fixed,
         selectors,
         rows,
         pages,
-        chunk,
+        division.chunk_tokens,
         CARD_PAGE_BYTES,
         selector_share,
         row_shares,
@@ -162,17 +189,8 @@ def divide_card(
 
 
 def least_card(layout: PackLayout, context_tokens: int, predictor_bytes: int, costs: CardCosts = PLANNED_COSTS) -> int:
-    """The smallest target that `divide_card` divides: shortest forward passes, and room for the largest expert."""
-    total, largest = _experts_and_largest(layout)
-    cache = costs.value_bytes * cache_values(layout.spec, context_tokens, _LEAST_CHUNK)
-    fixed = layout.dense_file.num_bytes + cache + predictor_bytes + STAGING_BYTES + costs.overhead_bytes
-    return fixed + workspace_bytes(layout.spec, _LEAST_CHUNK) + min(largest, total)
-
-
-def _experts_and_largest(layout: PackLayout) -> tuple[int, int]:
-    """The bytes of all experts, and of the largest one's pages."""
-    sizes = np.array([[expert.num_bytes for expert in layer] for layer in layout.experts], np.int64)
-    return int(sizes.sum()), -(-int(sizes.max()) // CARD_PAGE_BYTES) * CARD_PAGE_BYTES
+    """Returns the smallest budget that `divide_card` divides."""
+    return gpu_needs(layout, context_tokens, predictor_bytes, costs).least_budget
 
 
 def hold(layout: PackLayout, popularity: Array, heat: Array, room: int) -> tuple[Array, Array, int, int]:

@@ -11,13 +11,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
 
 from moe_pack.formats import ExpertLayout, Pack, RunError, size_text
 from moe_pack.runtime.budget import AS_BUDGET
-from moe_pack.runtime.card_budget import CardCosts, divide_card
-from moe_pack.runtime.card_placement import PAGE_SHARE
+from moe_pack.runtime.card_budget import CardCosts, divide_gpu
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.experts import run_experts
 from moe_pack.runtime.matrix import linear
@@ -168,10 +166,9 @@ def fit_to_card(
 
 def _chunk_tokens(pack: Pack, asked: CardAsked, budget: int, context_bytes: int) -> int:
     """How many tokens a forward pass may have, before anything is measured."""
-    alike = np.ones(pack.index.size.shape)
     costs = CardCosts(torch.empty((), dtype=asked.cache_dtype).element_size(), context_bytes, AS_BUDGET)
-    plan = divide_card(pack.layout, budget, asked.context_tokens, 0, alike, alike[:, :, None], PAGE_SHARE, costs)
-    return min(asked.chunk_tokens or plan.chunk_tokens, plan.chunk_tokens, asked.context_tokens)
+    most = divide_gpu(pack.layout, budget, asked.context_tokens, 0, costs).chunk_tokens
+    return min(asked.chunk_tokens or most, most, asked.context_tokens)
 
 
 def usual_budget(available_bytes: int) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import ExpertLayout, PackLayout, RunError, size_text
+from moe_pack.runtime.budget import FixedParts, MemoryNeeds, best_page_bytes, divide
 from moe_pack.runtime.card_budget import CARD_PAGE_BYTES, hold
 from moe_pack.runtime.host_arena import LINE_BYTES
 
@@ -93,11 +94,12 @@ def place_experts(
     popularity = np.ones(shape) if popularity is None else popularity
     heat = np.ones((*shape, 1)) if heat is None else np.minimum.accumulate(heat, axis=2)  # hottest first
     sizes = _Sizes.of(layout)
-    whole = sizes.placement(np.zeros(shape, bool), np.full(shape, sizes.num_rows), False)
-    if whole.num_bytes <= room_bytes:
+    whole, least = sizes.whole(), sizes.least(is_shared=True)
+    needs = sizes.needs(whole, least)
+    room = divide(room_bytes, needs).experts
+    if room >= needs.all_experts:
         return whole
-    least = least_placement(layout)
-    if least.num_bytes > room_bytes:
+    if room < needs.least_experts:
         raise RunError(
             f"{size_text(room_bytes)} for experts on the card, needed are at least {size_text(least.num_bytes)}: "
             f"{size_text(least.pages_bytes)} for the {least.num_active} largest experts of a layer, and "
@@ -124,9 +126,7 @@ def usual_heat(layout: PackLayout, thresholds: Array) -> Array:
 
 def least_placement(layout: PackLayout) -> CardPlacement:
     """Nothing always there, and pages for what one token needs: the least room that experts can run in."""
-    shape = (len(layout.experts), len(layout.experts[0]))
-    sizes = _Sizes.of(layout)
-    return sizes.placement(sizes.selector_rows > 0, np.zeros(shape, np.int64), is_shared=True)
+    return _Sizes.of(layout).least(is_shared=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,6 +162,21 @@ class _Sizes:
         lists = 8 * L * E * max(most_pages, 1)
         return int(offsets + lists + others + self.extra_bytes * L * E)
 
+    def needs(self, whole: CardPlacement, least: CardPlacement) -> MemoryNeeds:
+        """What the engine needs of its room for experts: tables, and one token's experts of a layer at least."""
+        tables = FixedParts(tables=self.other_bytes)
+        largest, all_experts = least.num_bytes - self.other_bytes, whole.num_bytes - self.other_bytes
+        return MemoryNeeds(lambda _: tables, 1, 1, largest, all_experts, usual_share=1)
+
+    def whole(self) -> CardPlacement:
+        """All experts always there."""
+        shape = self.record_rows.shape
+        return self.placement(np.zeros(shape, bool), np.full(shape, self.num_rows), is_shared=False)
+
+    def least(self, is_shared: bool) -> CardPlacement:
+        """Nothing always there."""
+        return self.placement(self.selector_rows > 0, np.zeros_like(self.selector_rows), is_shared)
+
     def held(self, selector_share: Array, row_shares: Array, is_shared: bool) -> CardPlacement:
         """What `hold` found, in whole selectors and in records from the first on."""
         H = row_shares.shape[2]
@@ -193,14 +208,13 @@ class _Sizes:
 
     def shared_pages(self, layout: PackLayout, room: int, popularity: Array, heat: Array) -> CardPlacement:
         """With one token's pages, which all layers use in turn."""
-        least = self.placement(self.selector_rows > 0, np.zeros_like(self.selector_rows), True)
-        return self._hottest(layout, room, least.pages_bytes, popularity, heat, True)
+        return self._hottest(layout, room, self.least(is_shared=True).pages_bytes, popularity, heat, True)
 
     def own_pages(
         self, layout: PackLayout, room: int, popularity: Array, heat: Array, page_share: float
     ) -> CardPlacement | None:
         """With pages of each layer's own; None where one token's experts of each have no room."""
-        least = self.placement(self.selector_rows > 0, np.zeros_like(self.selector_rows), False)
+        least = self.least(is_shared=False)
         if least.num_bytes > room:
             return None
         # Pages for a token's experts suffice whatever is always there: it takes none.
@@ -234,13 +248,9 @@ def page_bytes_for(row_bytes: Array, num_rows: int) -> int:
     kinds, counts = np.unique(row_bytes, axis=0, return_counts=True)
     least = -(-max(int(kinds.max()), _LEAST_PAGE_BYTES) // _PAGE_STEP) * _PAGE_STEP
     most = min(CARD_PAGE_BYTES, int(kinds.sum(axis=1).min()) * num_rows // _FEWEST_PAGES)
-    best, best_cost = least, None
-    for page_bytes in range(least, max(most, least) + 1, _PAGE_STEP):
-        cost = int((_pages(kinds, num_rows, page_bytes).sum(axis=1) * counts).sum()) * page_bytes
-        # A smaller page has to save a hundredth: the lists are longer.
-        if best_cost is None or cost <= best_cost * 1.01:
-            best, best_cost = page_bytes, min(cost, best_cost or cost)
-    return best
+    sizes = np.arange(least, max(most, least) + 1, _PAGE_STEP)[::-1]
+    costs = [int((_pages(kinds, num_rows, size).sum(axis=1) * counts).sum()) * size for size in sizes.tolist()]
+    return best_page_bytes(sizes, np.array(costs), tolerance=1.01)  # smaller pages make longer lists
 
 
 def _pages(row_bytes: Array, num_rows: Array | int, page_bytes: int) -> Array:

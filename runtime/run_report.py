@@ -203,9 +203,8 @@ def _plan_lines(stream: StreamReport) -> list[tuple[str, str]]:
     plan = stream.plan
     if plan is None:
         return []
-    spent = plan.dense + plan.cache + plan.workspace + plan.predictors + plan.arena
     return [
-        ("budget", f"{size_text(plan.budget)}, {size_text(spent)} spent"),
+        ("budget", f"{size_text(plan.budget)}, {size_text(plan.spent)} spent"),
         ("for experts", f"{size_text(plan.arena)}, {stream.peak_pages / plan.num_pages:.0%} of it at most in use"),
     ]
 

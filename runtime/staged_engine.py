@@ -26,7 +26,7 @@ from moe_pack.runtime.staged_host import DriveExperts, HostExperts, arena_expert
 from moe_pack.runtime.staged_ops import TritonOps
 from moe_pack.runtime.staged_pages import staged_page_bytes
 from moe_pack.runtime.staged_store import DeviceStore, pages_of
-from moe_pack.runtime.staged_weights import CpuShare, StagedWeights, plan_staged
+from moe_pack.runtime.staged_weights import CpuShare, StagedWeights, plan_staged, staged_needs
 from moe_pack.runtime.streaming import StreamingWeights, Trust
 
 _MEASURED_TIMES = 5  # of which the median counts
@@ -125,9 +125,8 @@ class StagedAtWork:
 def least_staged_bytes(asked: StagedAsked, chunk_tokens: int) -> int:
     """The least room for experts that the engine runs in: the largest one, tables, and room to work in."""
     pack = asked.pack
-    fixed = plan_staged(pack, 1 << 62, chunk_tokens, asked.ops, _num_partials(asked)).fixed
     page_bytes = staged_page_bytes(pack.layout)
-    return fixed + int(pages_of(pack, page_bytes).max()) * page_bytes
+    return staged_needs(pack, page_bytes, chunk_tokens, asked.ops, _num_partials(asked)).least_budget
 
 
 def _num_partials(asked: StagedAsked) -> int:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.formats import ExpertLayout, PackLayout
+from moe_pack.runtime.budget import best_page_bytes
 
 UNIT_BYTES = 16  # what rows are found in units of
 _LEAST_PAGE_BYTES, _MOST_PAGE_BYTES = 64 << 10, 4 << 20
@@ -64,12 +65,9 @@ def staged_page_bytes(layout: PackLayout) -> int:
     # Whole extents, and shares of them, fit some sizes better than round ones.
     largest = max(e.num_bytes for e in kinds)
     sizes = {least, *(-(-(largest + (n - 1) * row_bytes) // (128 * n)) * 128 for n in range(1, 65))}
-    fitting = sorted(size for size in sizes if least <= size <= max(_MOST_PAGE_BYTES, least))
-
-    def cost(page_bytes: int) -> int:
-        return sum(len(page_plan(e, page_bytes).begins) for e in kinds) * (page_bytes + _COPY_BYTES)
-
-    return min(fitting, key=cost)
+    fitting = np.array(sorted(size for size in sizes if least <= size <= max(_MOST_PAGE_BYTES, least)))
+    pages = np.array([sum(len(page_plan(e, size).begins) for e in kinds) for size in fitting.tolist()])
+    return best_page_bytes(fitting, pages * (fitting + _COPY_BYTES))
 
 
 def most_pages(page_bytes: int) -> int:

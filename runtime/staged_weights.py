@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import DenseLayout, Pack, RunError, size_text
-from moe_pack.runtime.experts import PartialState
+from moe_pack.runtime.budget import FixedParts, MemoryNeeds, divide
 from moe_pack.runtime.matrix import Matrix
 from moe_pack.runtime.native_kernels import ExpertRows, Kernels, extent_rows
 from moe_pack.runtime.operations import TORCH
@@ -46,7 +46,7 @@ class CpuShare:
 
 @dataclass(frozen=True, slots=True)
 class StagedPlan:
-    """What device memory is spent on, in bytes, but for `num_pages`; `fixed`: tables and room to work in."""
+    """What the device's memory for experts is spent on, in bytes, but for `num_pages`; `fixed`: tables, workspace."""
 
     page_bytes: int
     num_pages: int
@@ -56,21 +56,31 @@ class StagedPlan:
 def plan_staged(
     pack: Pack, room_bytes: int, chunk_tokens: int, ops: TritonOps, num_partials: int = NUM_PARTIALS
 ) -> StagedPlan:
-    """How device memory is divided that is left for experts, beside dense weights, cache and the driver's own.
+    """Divides the device's memory that is left for experts, besides dense weights, cache and the driver's own.
 
+    All of it is pages: which experts have them is the host's decision, as on the CPU.
     Raises:  RunError if the largest expert would have no room.
     """
     page_bytes = staged_page_bytes(pack.layout)
-    pages = pages_of(pack, page_bytes)
-    fixed = store_bytes(pack, 0, page_bytes) + room_bytes_of(pack.spec, ops, chunk_tokens, num_partials)
-    least = int(pages.max())
-    num_pages = min((room_bytes - fixed) // page_bytes, int(pages.sum()), most_pages(page_bytes))
-    if num_pages < least:
+    needs = staged_needs(pack, page_bytes, chunk_tokens, ops, num_partials)
+    division = divide(room_bytes, needs)
+    if division.experts < needs.least_experts:
         raise RunError(
             f"--budget: {size_text(max(room_bytes, 0))} left for experts, needed are at least "
-            f"{size_text(fixed + least * page_bytes)}; give more, or a shorter context with --max-tokens"
+            f"{size_text(needs.least_budget)}; give more, or a shorter context with --max-tokens"
         )
-    return StagedPlan(page_bytes, num_pages, fixed)
+    num_pages = min(min(division.experts, needs.all_experts) // page_bytes, most_pages(page_bytes))
+    return StagedPlan(page_bytes, num_pages, division.fixed.num_bytes)
+
+
+def staged_needs(
+    pack: Pack, page_bytes: int, chunk_tokens: int, ops: ExpertOps, num_partials: int = NUM_PARTIALS
+) -> MemoryNeeds:
+    """Returns what the staged engine needs of the device's memory that is left for experts."""
+    pages = pages_of(pack, page_bytes) * page_bytes
+    workspace = room_bytes_of(pack.spec, ops, chunk_tokens, num_partials)
+    fixed = FixedParts(tables=store_bytes(pack, 0, page_bytes), workspace=workspace)
+    return MemoryNeeds(lambda _: fixed, chunk_tokens, chunk_tokens, int(pages.max()), int(pages.sum()), usual_share=1)
 
 
 class StagedWeights(StreamingWeights):

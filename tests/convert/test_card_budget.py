@@ -62,7 +62,11 @@ def test_the_least_that_is_named_is_enough_and_less_is_not() -> None:
     least = short.spent - short.selectors - short.hot_rows - short.pages + largest
     assert divided(made, least, CONTEXT).pages == largest
     with pytest.raises(RunError, match=r"^--target-vram: .* shorter context with --context$"):
-        divided(made, least - 1 - (short.workspace - divided(made, least, CONTEXT).workspace) - (64 << 20), CONTEXT)
+        divided(
+            made,
+            least - 1 - (short.fixed.workspace - divided(made, least, CONTEXT).fixed.workspace) - (64 << 20),
+            CONTEXT,
+        )
 
 
 def test_floe_fits_mixtral_into_eleven_gibibytes_with_all_selectors_there() -> None:

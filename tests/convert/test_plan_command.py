@@ -17,11 +17,10 @@ from published import CONFIGS, PUBLISHED
 from moe_pack.calib import Profile, losses_of
 from moe_pack.convert.allocation import least_loss
 from moe_pack.convert.cli import main
-from moe_pack.convert.cpu_tier import AS_TARGET
 from moe_pack.convert.plan_file import read_plan
 from moe_pack.convert.target import Target, planner_for
 from moe_pack.formats import Pack, dense_roles, model_spec, pack_layout, part_format, size_text, uniform_plan
-from moe_pack.runtime import Engine, EngineOptions, divide_budget, expert_pages, least_budget, whole_bytes
+from moe_pack.runtime import AS_TARGET, Engine, EngineOptions, divide_budget, expert_pages, least_budget, whole_bytes
 from moe_pack.runtime.cli import main as moe_run
 
 GIB = 1 << 30

@@ -18,7 +18,6 @@ from moe_pack.formats import Pack, PackError, RunError, rewrite_thresholds
 from moe_pack.runtime import Decoder, MappedPackWeights, PackWeights
 from moe_pack.runtime.budget import (
     Asked,
-    BudgetPlan,
     divide_budget,
     expert_pages,
     whole_bytes,
@@ -236,7 +235,7 @@ def test_the_whole_of_a_pack_takes_as_much_as_is_said_and_no_byte_less(dense_pac
         whole = whole_bytes(held.layout, CONTEXT, MIB)
         plan = divide_budget(held.layout, whole, CONTEXT, MIB)
         all_pages = int(expert_pages(held.layout, plan.page_bytes).sum())
-        assert (plan.num_pages, plan.left) == (all_pages, whole - spent(plan))
+        assert (plan.num_pages, plan.left) == (all_pages, whole - plan.spent)
         assert divide_budget(held.layout, whole - 1 - plan.left, CONTEXT, MIB).num_pages == all_pages - 1
 
 
@@ -244,12 +243,8 @@ def test_the_whole_of_a_pack_takes_as_much_as_is_said_and_no_byte_less(dense_pac
 def test_what_a_budget_is_spent_on_is_never_more_than_it(dense_pack: Path, mebibytes: int, context: int) -> None:
     with Pack(dense_pack) as held:
         plan = divide_budget(held.layout, mebibytes * MIB, context, 0)
-        assert spent(plan) <= plan.budget
+        assert plan.spent <= plan.budget
         assert plan.num_pages <= int(expert_pages(held.layout, plan.page_bytes).sum())
-
-
-def spent(plan: BudgetPlan) -> int:
-    return plan.dense + plan.cache + plan.workspace + plan.predictors + plan.arena
 
 
 def test_a_budget_beside_a_map_is_a_fallback(dense_pack: Path) -> None:

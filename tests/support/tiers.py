@@ -6,8 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.calib import Losses
-from moe_pack.convert.tier import Foretold, Share
+from moe_pack.convert.tier import Foretold
 from moe_pack.formats import ExpertLayout, PackLayout, RunError
+from moe_pack.runtime import MemoryPart
 
 RUN_RATE, FETCH_RATE, DENSE_RATE = 1e9, 1e8, 1e9  # bytes a second
 FIXED_S = 1e-5
@@ -40,7 +41,7 @@ class FixedTier:
         )
         seconds = FIXED_S + dense / DENSE_RATE + float((self.losses.popularity * run + misses * fetch).sum())
         fetched = float((misses * fetch).sum()) * FETCH_RATE
-        shares = (Share("dense", dense), Share("experts", budget - dense))
+        shares = (MemoryPart("dense", dense), MemoryPart("experts", budget - dense))
         return Foretold(shares, seconds, fetched, dense, held, misses, "none")
 
     def least_bytes(self, layout: PackLayout) -> int:
