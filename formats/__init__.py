@@ -268,7 +268,6 @@ __all__ = [
     "uniform_dense",
     "uniform_plan",
     "whole_blocks",
-    "windowed_values",
     "write_rows",
     "write_sidecar",
     "write_tensor_sidecar",

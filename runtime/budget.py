@@ -26,7 +26,8 @@ from moe_pack.formats import (
     size_text,
     whole_blocks,
 )
-from moe_pack.runtime.matrix import MAX_DECODED_BYTES
+from moe_pack.runtime.layer import PREFILL_TOKENS
+from moe_pack.runtime.operations import MAX_DECODED_BYTES
 from moe_pack.runtime.routing import ROUTING_FILE
 
 LEAST_PREFILL_TOKENS = 16  # below, a prompt would read every expert again and again

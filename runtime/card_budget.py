@@ -107,15 +107,14 @@ def expert_compression(expert: ExpertLayout, sparsity: float) -> Compression:
 
 @dataclass(frozen=True, slots=True)
 class CardCosts:
-    """What a card spends whatever lies in the pack, and what the options are called that change it.
+    """What a GPU spends whatever lies in the pack.
 
     `value_bytes`: of a number in the key-value cache.   `overhead_bytes`: what the driver charges a process that has
-    allocated nothing yet; measured where there is a card.
+    allocated nothing yet; measured where there is a GPU.
     """
 
     value_bytes: int = BF16_BYTES
     overhead_bytes: int = OVERHEAD_BYTES
-    asked_as: Asked = AS_TARGET
 
 
 PLANNED_COSTS = CardCosts()
@@ -137,16 +136,14 @@ def gpu_needs(
     return MemoryNeeds(fixed, longest, LEAST_PREFILL_TOKENS, largest, int(sizes.sum()), usual_share=8)
 
 
-def divide_gpu(
-    layout: PackLayout, budget_bytes: int, context_tokens: int, predictor_bytes: int, costs: CardCosts
-) -> Division:
+def divide_gpu(needs: MemoryNeeds, budget_bytes: int, context_tokens: int, asked_as: Asked = AS_TARGET) -> Division:
     """Divides a GPU's memory into fixed parts and what is left for experts.
 
+    Args:    needs: of `gpu_needs` for as many tokens.
     Raises:  RunError if the largest expert would have no room; it says what is needed, and for what.
     """
-    needs = gpu_needs(layout, context_tokens, predictor_bytes, costs)
     advice = "give more, fewer bits for dense weights"
-    return divide_or_refuse(budget_bytes, needs, context_tokens, costs.asked_as, advice)
+    return divide_or_refuse(budget_bytes, needs, context_tokens, asked_as, advice)
 
 
 def divide_card(
@@ -170,7 +167,7 @@ def divide_card(
     Raises:  RunError if the largest expert would have no room; it says what is needed, and for what.
     """
     needs = gpu_needs(layout, context_tokens, predictor_bytes, costs)
-    division = divide_gpu(layout, budget_bytes, context_tokens, predictor_bytes, costs)
+    division = divide_gpu(needs, budget_bytes, context_tokens)
     room, pages = division.experts, 0
     if needs.all_experts > room:
         pages = max(needs.largest, int(page_share * room) // CARD_PAGE_BYTES * CARD_PAGE_BYTES)

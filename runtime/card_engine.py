@@ -15,7 +15,7 @@ import torch
 
 from moe_pack.formats import ExpertLayout, Pack, RunError, size_text
 from moe_pack.runtime.budget import AS_BUDGET
-from moe_pack.runtime.card_budget import CardCosts, divide_gpu
+from moe_pack.runtime.card_budget import CardCosts, divide_gpu, gpu_needs
 from moe_pack.runtime.decoder import Decoder
 from moe_pack.runtime.experts import run_experts
 from moe_pack.runtime.matrix import linear
@@ -166,8 +166,9 @@ def fit_to_card(
 
 def _chunk_tokens(pack: Pack, asked: CardAsked, budget: int, context_bytes: int) -> int:
     """How many tokens a forward pass may have, before anything is measured."""
-    costs = CardCosts(torch.empty((), dtype=asked.cache_dtype).element_size(), context_bytes, AS_BUDGET)
-    most = divide_gpu(pack.layout, budget, asked.context_tokens, 0, costs).chunk_tokens
+    costs = CardCosts(torch.empty((), dtype=asked.cache_dtype).element_size(), context_bytes)
+    needs = gpu_needs(pack.layout, asked.context_tokens, 0, costs)
+    most = divide_gpu(needs, budget, asked.context_tokens, AS_BUDGET).chunk_tokens
     return min(asked.chunk_tokens or most, most, asked.context_tokens)
 
 

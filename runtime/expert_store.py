@@ -47,9 +47,11 @@ class ExpertStore:
         self.stall_ns = self.asked_bytes = 0
         self._trace = trace
         self._traced: dict[Key, int] = {}
-        self._pack, self._kernels, self._verify = pack, kernels, verify
+        self._pack, self._verify = pack, verify
+        self.operations = paged_operations(operations, pack.spec.expert.function, pack.manifest.selector)
+        self.by_rows = self.operations if isinstance(self.operations, NativePagedOperations) else None
         self._gap_blocks = gap_bytes // DISK_BLOCK_BYTES
-        self._rows_below = rows_below if kernels is not None else 0.0
+        self._rows_below = 0.0 if self.by_rows is None else rows_below
         self._share_running = np.zeros(len(pack.layout.experts))
         self._checked = np.zeros(pack.index.size.shape, bool)
         self._held: dict[Key, PagedExpert] = {}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, NeuronFunction, PackError, RowLayout, Selector
 from moe_pack.runtime.arena import PageArena
+from moe_pack.runtime.expert import NeuronBlock
 from moe_pack.runtime.native_kernels import ExpertRows, Kernels, PagedRows, expert_numbers
 from moe_pack.runtime.packed_expert import PackedExpert
 

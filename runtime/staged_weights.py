@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import DenseLayout, Pack, RunError, size_text
+from moe_pack.runtime.experts import PartialState
 from moe_pack.runtime.budget import FixedParts, MemoryNeeds, divide
 from moe_pack.runtime.matrix import Matrix
 from moe_pack.runtime.native_kernels import ExpertRows, Kernels, extent_rows

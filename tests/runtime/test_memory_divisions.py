@@ -1,0 +1,133 @@
+"""What every engine's division of memory comes to, to the byte, for two models; and the search for a page's size."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from specs import GROUPED
+
+from moe_pack.formats import BF16, Pack, PackLayout, RunError, dense_roles, model_spec, pack_layout, part_format
+from moe_pack.formats import uniform_plan as plan_of
+from moe_pack.runtime.budget import FixedParts, MemoryNeeds, best_page_bytes, divide, divide_budget, least_budget
+from moe_pack.runtime.card_budget import divide_card, least_card
+from moe_pack.runtime.card_placement import least_placement, place_experts, usual_heat
+from moe_pack.runtime.staged_ops import TorchOps
+from moe_pack.runtime.staged_weights import plan_staged
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def layout_of(name: str) -> PackLayout:
+    """Mixtral as FloE stores it, and a model of a few kilobytes at 4 bits."""
+    spec = model_spec(name) if name == "mixtral-8x7b" else GROUPED
+    parts = (part_format(2, 64), BF16) if name == "mixtral-8x7b" else (part_format(4, 64),) * 2
+    return pack_layout(spec, plan_of(spec, "up", *parts), ["BF16"] * len(dense_roles(spec)))
+
+
+def cpu(made: PackLayout, budget: int) -> tuple[int, ...]:
+    plan = divide_budget(made, budget, 4096, 8 * MIB)
+    sizes = (plan.page_bytes, plan.head_bytes, plan.num_pages)
+    return (plan.dense, plan.cache, plan.workspace, *sizes, plan.chunk_tokens, plan.left)
+
+
+def planned_gpu(made: PackLayout, budget: int) -> tuple[int, ...]:
+    shape = (len(made.experts), len(made.experts[0]))
+    popularity, heat = np.arange(1.0, 1 + shape[0] * shape[1]).reshape(shape), np.array([0.25, 0.1, 0.04, 0.01])
+    plan = divide_card(made, budget, 4096, 8 * MIB, popularity, np.broadcast_to(heat, (*shape, 4)), 0.25)
+    fixed = plan.experts - plan.selectors - plan.hot_rows - plan.pages
+    return (plan.selectors, plan.hot_rows, plan.pages, plan.chunk_tokens, fixed)
+
+
+def graph(made: PackLayout, room: int) -> tuple[int, ...]:
+    heat = usual_heat(made, np.ones((len(made.experts), len(made.experts[0]))))
+    found = place_experts(made, room, heat=heat)
+    resident, pages = int(found.resident_bytes.sum()), int(found.num_pages.sum())
+    return (found.page_bytes, pages, resident, found.other_bytes, int(found.is_shared))
+
+
+def staged(made: PackLayout, room: int) -> tuple[int, ...]:
+    pack = cast(Pack, SimpleNamespace(layout=made, spec=made.spec))
+    plan = plan_staged(pack, room, 512, TorchOps(), 32)
+    return (plan.page_bytes, plan.num_pages, plan.fixed)
+
+
+# By model, engine and budget, or what experts have of it: what the functions above return.
+EXPECTED: dict[tuple[str, str, int], tuple[int, ...]] = {
+    ("mixtral-8x7b", "cpu", 6_442_450_944): (3211294080, 1073741824, 217993216, 1048576, 20480, 1806, 512, 318080),
+    ("mixtral-8x7b", "cpu", 12_884_901_888): (3211294080, 1073741824, 217993216, 1048576, 20480, 7832, 512, 637568),
+    ("mixtral-8x7b", "cpu", 42_949_672_960): (3211294080, 1073741824, 217993216, 1048576, 20480, 35955, 512, 346752),
+    ("mixtral-8x7b", "cpu", 68_719_476_736): (3211294080, 1073741824, 217993216, 1048576, 20480, 60060, 512, 555648),
+    ("mixtral-8x7b", "planned gpu", 6_442_450_944): (1450954944, 0, 483393536, 512, 1216),
+    ("mixtral-8x7b", "planned gpu", 11_811_160_064): (4737761280, 739722000, 1825570816, 512, 4720),
+    ("mixtral-8x7b", "planned gpu", 42_949_672_960): (4756340736, 24075019600, 9610199040, 512, 12336),
+    ("mixtral-8x7b", "planned gpu", 85_899_345_920): (4756340736, 60188262400, 0, 512, 16446641536),
+    ("mixtral-8x7b", "graph", 3_221_225_472): (249856, 65984, 2656862208, 31549440, 1),
+    ("mixtral-8x7b", "graph", 8_589_934_592): (249856, 58304, 8043146752, 31549440, 1),
+    ("mixtral-8x7b", "graph", 42_949_672_960): (249856, 65982, 26431581184, 31549440, 0),
+    ("mixtral-8x7b", "graph", 85_899_345_920): (249856, 0, 64944603136, 31549440, 0),
+    ("mixtral-8x7b", "staged", 2_147_483_648): (4175104, 494, 82075392),
+    ("mixtral-8x7b", "staged", 11_811_160_064): (4175104, 2809, 82075392),
+    ("mixtral-8x7b", "staged", 85_899_345_920): (4175104, 8229, 82075392),
+    ("small", "cpu", 13_434_240): (242304, 47616, 4743424, 8192, 4096, 1, 16, 0),
+    ("small", "cpu", 13_454_240): (242304, 47616, 4743424, 8192, 4096, 2, 16, 7712),
+    ("small", "cpu", 15_021_568): (242304, 47616, 4743424, 8192, 4096, 12, 16, 1452160),
+    ("small", "cpu", 16_608_896): (242304, 47616, 4743424, 8192, 4096, 12, 16, 3039488),
+    ("small", "planned gpu", 547_026_304): (27648, 46080, 0, 16, 0),
+    ("small", "planned gpu", 547_076_304): (27648, 46080, 0, 16, 50000),
+    ("small", "planned gpu", 555_414_912): (27648, 46080, 0, 16, 8388608),
+    ("small", "graph", 25_856): (4096, 8, 0, 9472, 1),
+    ("small", "graph", 54_528): (4096, 8, 9216, 9472, 0),
+    ("small", "graph", 83_199): (4096, 4, 56832, 9472, 1),
+    ("small", "graph", 83_200): (4096, 0, 73728, 9472, 0),
+    ("small", "staged", 2_097_152): (65536, 12, 845672),
+    ("small", "staged", 4_194_304): (65536, 12, 845672),
+    ("small", "staged", 67_108_864): (65536, 12, 845672),
+}
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "small"])
+def test_every_division_comes_to_the_same_bytes_and_pages_as_ever(name: str) -> None:
+    made, engines = layout_of(name), {"cpu": cpu, "planned gpu": planned_gpu, "graph": graph, "staged": staged}
+    for (model, engine, budget), expected in EXPECTED.items():
+        if model == name:
+            assert engines[engine](made, budget) == expected, (model, engine, budget)
+
+
+def test_the_least_that_is_named_is_divided_and_a_byte_less_is_not() -> None:
+    made = layout_of("small")
+    least = least_placement(made).num_bytes
+    for engine, budget in (
+        (cpu, least_budget(made, 4096, 8 * MIB)),
+        (planned_gpu, least_card(made, 4096, 8 * MIB)),
+        (graph, least),
+    ):
+        engine(made, budget)
+        with pytest.raises(RunError, match="needed are at least"):
+            engine(made, budget - 1)
+
+
+@given(st.integers(0, 4000), st.integers(1, 600), st.integers(0, 900), st.integers(1, 9))
+def test_passes_are_made_shorter_until_experts_have_enough(budget: int, chunk: int, largest: int, share: int) -> None:
+    needs = MemoryNeeds(lambda tokens: FixedParts(300, cache=2 * tokens), chunk, min(chunk, 16), largest, 800, share)
+    found = divide(budget, needs)
+    assert found.experts + found.fixed.num_bytes == budget
+    assert min(chunk, 16) <= found.chunk_tokens <= chunk
+    enough = max(largest, budget // share)
+    assert found.experts >= enough or found.chunk_tokens == needs.shortest_chunk
+    if found.chunk_tokens < chunk:
+        assert budget - 300 - 2 * min(chunk, 2 * found.chunk_tokens + 1) < enough, "no shorter than it must be"
+    assert divide(needs.least_budget, needs).experts >= 0
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=30), st.sampled_from([1.0, 1.01, 1.2]))
+def test_a_page_is_the_first_that_costs_no_more_than_tolerated(costs: list[int], tolerance: float) -> None:
+    """Against a search from the smallest page on, where a smaller page has to save more than the tolerance."""
+    best, least = 0, costs[0]
+    for size, cost in enumerate(costs):
+        if cost <= tolerance * least:
+            best, least = size, min(cost, least)
+    sizes: Any = np.arange(len(costs))[::-1]
+    assert best_page_bytes(sizes, np.array(costs)[::-1], tolerance) == best
