@@ -5,6 +5,7 @@ Importing this package loads no torch; `moe_pack.formats.codecs`, the other half
 
 from moe_pack.formats.audit import audit
 from moe_pack.formats.checkpoint import Checkpoint
+from moe_pack.formats.command_options import given, option
 from moe_pack.formats.errors import (
     CheckpointError,
     ConversionError,
@@ -12,6 +13,7 @@ from moe_pack.formats.errors import (
     PackError,
     PlanError,
     RunError,
+    UsageError,
 )
 from moe_pack.formats.families import FAMILIES, SCALE_BLOCK, SHORT_NAMES, SourceMatrix
 from moe_pack.formats.index import (
@@ -99,6 +101,7 @@ from moe_pack.formats.sizes import (
     num_active_parameters,
     num_parameters,
     parse_size,
+    read_size,
     size_text,
 )
 from moe_pack.formats.source_account import NO_SOURCE, SourceAccount, account_bytes, read_account
@@ -214,6 +217,7 @@ __all__ = [
     "TensorEntry",
     "TensorSidecar",
     "Totals",
+    "UsageError",
     "YarnSpec",
     "account_bytes",
     "added",
@@ -234,6 +238,7 @@ __all__ = [
     "first_moe_layers",
     "format_fault",
     "format_text",
+    "given",
     "index_bytes",
     "installed_version",
     "lay_out",
@@ -243,6 +248,7 @@ __all__ = [
     "num_active_parameters",
     "num_parameters",
     "open_tensor_sidecar",
+    "option",
     "order_bytes",
     "order_fault",
     "pack_layout",
@@ -254,6 +260,7 @@ __all__ = [
     "read_account",
     "read_header",
     "read_sidecar",
+    "read_size",
     "record_matrices",
     "rewrite_thresholds",
     "root_digest",

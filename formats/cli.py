@@ -10,15 +10,17 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any, TypeVar
+from types import FrameType, NoneType, UnionType
+from typing import IO, Any, Literal, TextIO, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import click
+from click.core import ParameterSource
 from tqdm import tqdm
 
-from moe_pack.formats.errors import MoePackError
-from moe_pack.formats.sizes import parse_size
+from moe_pack.formats.command_options import Option, option_of
+from moe_pack.formats.errors import MoePackError, UsageError
 from moe_pack.formats.sizes import size_text as size_text
 from moe_pack.formats.version import VERSION
 
@@ -95,6 +97,8 @@ def command_errors(interrupted: str) -> Callable[[C], C]:
             try:
                 with _ended_by_sigterm():
                     return body(*args, **options)
+            except UsageError as fault:
+                raise click.UsageError(str(fault)) from fault
             except MoePackError as fault:
                 if root.params.get("debug"):
                     raise
@@ -119,15 +123,161 @@ def common_options(body: C) -> C:
     return click.version_option(VERSION, message="%(prog)s %(version)s")(body)
 
 
-def read_size(text: str) -> int:
-    """The bytes that `11G`, `512M`, `1.5g`, `64K` or `1048576` stand for: G is 2^30.
+def options_from(kind: type[Any]) -> Callable[[C], C]:
+    """Adds the options that the fields of a dataclass spell (`command_options`); the body gets it as `options`.
 
-    Raises:  click.BadParameter if it is none of these.
+    Usage errors: an option of a group whose required option is missing; what the classes' `check` raises.
     """
-    num_bytes = parse_size(text)
-    if not num_bytes:
-        raise click.BadParameter(f"found {text!r}, expected a size such as 11G, 1.5G or 512M")
-    return num_bytes
+    spelled = list(_spelled(kind))
+
+    def add(body: C) -> C:
+        @functools.wraps(body)
+        def gathered(*args: Any, **values: Any) -> Any:
+            own = {one.place: values.pop(one.place) for one in spelled}
+            try:
+                options = _gathered(kind, own)
+            except UsageError as fault:
+                raise click.UsageError(str(fault)) from fault
+            return body(*args, options=options, **values)
+
+        for one in reversed(spelled):
+            one.click_option()(gathered)
+        return gathered  # type: ignore[return-value]  # click calls it with the options it has added
+
+    return add
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelled:
+    """An option of a dataclass or of one nested in it.
+
+    `place`: the name of its parameter.   `hint`: the field's type less None.   `default`: MISSING if it is required.
+    `is_grouped`: it is of a nested dataclass that may be None.
+    """
+
+    place: str
+    option: Option
+    hint: Any
+    default: Any
+    is_grouped: bool
+
+    def click_option(self) -> Callable[[C], C]:
+        """Returns click's decorator for it."""
+        option, default = self.option, self.default
+        has_default = default is not MISSING and default is not None
+        if self._is_flag:
+            kind: dict[str, Any] = {"is_flag": True}
+        else:
+            kind = {"type": self._type(), "required": default is MISSING and not self.is_grouped}
+            if has_default:
+                kind |= {"default": self._default(), "show_default": "[default:" not in option.help}
+        names = (*option.flags, self.place)
+        return click.option(*names, help=option.help, metavar=option.metavar, callback=self._value, **kind)
+
+    @property
+    def _is_flag(self) -> bool:
+        return self.hint is bool and "/" not in self.option.flags[0]
+
+    @property
+    def _choices(self) -> dict[str, Any]:
+        """The values that a text stands for, where only some texts are allowed."""
+        if self.option.choices:
+            return {text: text for text in self.option.choices}
+        return {str(value): value for value in _literals(self.hint)}
+
+    def _type(self) -> Any:
+        option = self.option
+        if self._choices:
+            return click.Choice(list(self._choices))
+        if option.parse is not None:
+            return str
+        if self.hint is Path:
+            return click.Path(path_type=Path, dir_okay=option.path != "file", file_okay=option.path != "folder")
+        if self.hint is TextIO:
+            return click.File("r", encoding="utf-8")
+        if option.least is None and option.most is None:
+            return self.hint
+        if self.hint is float:
+            return click.FloatRange(option.least, option.most)
+        least, most = (None if bound is None else int(bound) for bound in (option.least, option.most))
+        return click.IntRange(least, most)
+
+    def _default(self) -> Any:
+        """The default as it would be written."""
+        if self.option.default_text is not None:
+            return self.option.default_text
+        return str(self.default) if self._choices else self.default
+
+    def _value(self, context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+        """The field's value of what click has read."""
+        if self._is_flag:
+            return value != (self.default is True)  # a flag turns the default around
+        if value is None:
+            return None
+        if self.option.parse is None:
+            return self._choices.get(value, value) if self._choices else value
+        try:
+            return self.option.parse(value)
+        except ValueError as fault:
+            raise click.BadParameter(str(fault)) from fault
+
+
+def _spelled(kind: type[Any], before: str = "", is_grouped: bool = False) -> Iterator[_Spelled]:
+    """The options of a dataclass and of those nested in it, in the order of their fields."""
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        hint, may_be_none = _without_none(hints[field.name])
+        option, place = option_of(field), f"{before}{field.name}"
+        if option is not None:
+            yield _Spelled(place, option, hint, field.default, is_grouped)
+        elif is_dataclass(hint) and isinstance(hint, type):
+            yield from _spelled(hint, f"{place}_of_", is_grouped or may_be_none)
+
+
+def _gathered(kind: type[Any], values: dict[str, Any], before: str = "") -> Any:
+    """The dataclass with the values of its options; its other fields have their defaults."""
+    hints, chosen = get_type_hints(kind), {}
+    for field in fields(kind):
+        hint, may_be_none = _without_none(hints[field.name])
+        place = f"{before}{field.name}"
+        if option_of(field) is not None:
+            chosen[field.name] = values[place]
+        elif own := list(_spelled(hint, f"{place}_of_")) if is_dataclass(hint) and isinstance(hint, type) else []:
+            is_left_out = may_be_none and _is_left_out(own, values)
+            chosen[field.name] = None if is_left_out else _gathered(hint, values, f"{place}_of_")
+    made = kind(**chosen)
+    if hasattr(made, "check"):
+        made.check()
+    return made
+
+
+def _is_left_out(group: list[_Spelled], values: dict[str, Any]) -> bool:
+    """Whether a group's required option is missing.
+
+    Raises:  UsageError if it is, and another of the group is given.
+    """
+    decisive = next(one for one in group if one.default is MISSING)
+    if values[decisive.place] is not None:
+        return False
+    source = click.get_current_context().get_parameter_source
+    for one in group:
+        if source(one.place) is ParameterSource.COMMANDLINE:
+            raise UsageError(f"{one.option.name}: goes with {decisive.option.name}; give both")
+    return True
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    """A type less None, and whether it had that."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kept = tuple(part for part in parts if part is not NoneType)
+    return (Union[kept] if len(kept) > 1 else kept[0]), len(kept) < len(parts)  # noqa: UP007  # of a tuple
+
+
+def _literals(hint: Any) -> tuple[Any, ...]:
+    """The values of a Literal, or of a union of some; none of another type."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return tuple(value for part in get_args(hint) for value in _literals(part))
 
 
 def cache_folder() -> Path:

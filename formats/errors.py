@@ -5,7 +5,8 @@
     ├── PackError               the pack: damaged, foreign, unfinished
     ├── PlanError               what was asked for cannot be built: widths, groups, selector kinds
     ├── ConversionError         the output folder: taken, in use, full
-    └── RunError                what was asked of the runtime: prompt, context, device, template
+    ├── RunError                what was asked of the runtime: prompt, context, device, template
+    └── UsageError              options that do not go together; the command line ends with exit code 2
 
 Messages read *place: found X, expected Y; what to do*, in one line.
 """
@@ -33,3 +34,7 @@ class ConversionError(MoePackError):
 
 class RunError(MoePackError):
     """The runtime was asked for something it cannot do."""
+
+
+class UsageError(MoePackError):
+    """Options of a command do not go together, or lack one that they need."""

@@ -83,3 +83,14 @@ def parse_size(text: str) -> int | None:
     """The bytes in a text as 11G, 1.5 GiB or 800m, units being powers of 1024; None if it is no size."""
     found = _SIZE.fullmatch(text.strip())
     return None if found is None else int(float(found[1]) * 1024 ** _UNITS.index(found[2].upper()))
+
+
+def read_size(text: str) -> int:
+    """Returns the bytes that `11G`, `512M`, `1.5g`, `64K` or `1048576` stand for: G is 2^30.
+
+    Raises:  ValueError if it is none of these.
+    """
+    num_bytes = parse_size(text)
+    if not num_bytes:
+        raise ValueError(f"found {text!r}, expected a size such as 11G, 1.5G or 512M")
+    return num_bytes

@@ -23,17 +23,8 @@ from moe_pack.runtime.encoder_decoder import (
     enter_text,
     position_bias,
 )
-from moe_pack.runtime.engine import Engine, EngineOptions
-from moe_pack.runtime.expert import (
-    NEURONS,
-    Activations,
-    Expert,
-    NeuronBlock,
-    activations,
-    resting_output,
-    run_expert,
-    running,
-)
+from moe_pack.runtime.engine import DEVICE_OPTION, Engine, EngineOptions
+from moe_pack.runtime.expert import NEURONS, Activations, activations, resting_output, run_expert
 from moe_pack.runtime.folder_files import FolderFiles
 from moe_pack.runtime.generate import context_for, generate
 from moe_pack.runtime.kv_cache import KVCache
@@ -101,6 +92,7 @@ from moe_pack.runtime.weights import Weights
 __all__ = [
     "AS_TARGET",
     "CARD_PAGE_BYTES",
+    "DEVICE_OPTION",
     "MAX_PREVIOUS",
     "MAX_ROUTED_TOKENS",
     "NEURONS",

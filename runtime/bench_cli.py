@@ -1,54 +1,41 @@
 """`moe-run --bench`: its options, and how its result is shown."""
 
-import functools
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
 
 import click
 
-from moe_pack.formats import dump
+from moe_pack.formats import UsageError, dump, given, option
 from moe_pack.formats.cli import NOISE, size_text
 from moe_pack.runtime.bench import BenchTimes, peak_resident_bytes
 from moe_pack.runtime.run_report import RunReport, report_lines
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
     """What `--bench` was asked for."""
 
-    prompt_tokens: int
-    as_json: bool
-
-
-def bench_options(body: F) -> F:
-    """Adds the options of `--bench`; the body gets them as one argument, `bench`: None where it is not asked for."""
-
-    @functools.wraps(body)
-    def gathered(*args: Any, bench: bool, prompt_tokens: int | None, as_json: bool, **options: Any) -> Any:
-        if not bench and (prompt_tokens is not None or as_json):
-            raise click.UsageError(f"{'--json' if as_json else '--prompt-tokens'}: goes with --bench; give both")
-        return body(*args, bench=BenchOptions(prompt_tokens or 128, as_json) if bench else None, **options)
-
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="With --bench: print the result as JSON."),
-        click.option(
-            "--prompt-tokens",
-            type=click.IntRange(1),
-            metavar="N",
-            help="With --bench: length of the prompt.  [default: 128]",
+    is_asked: bool = field(
+        default=False,
+        metadata=option(
+            "--bench", help="Measure speed: a prompt of random tokens, and 64 more that no end of text cuts short."
         ),
-        click.option(
-            "--bench",
-            is_flag=True,
-            help="Measure speed: a prompt of random tokens, and 64 more that no end of text cuts short.",
+    )
+    prompt_tokens: int | None = field(
+        default=None,
+        metadata=option(
+            "--prompt-tokens", least=1, metavar="N", help="With --bench: length of the prompt.  [default: 128]"
         ),
-    ):
-        option(gathered)
-    return gathered  # type: ignore[return-value]  # click calls it with the options it has added
+    )
+    as_json: bool = field(default=False, metadata=option("--json", help="With --bench: print the result as JSON."))
+
+    def check(self) -> None:
+        """Refuses options of a benchmark that is not asked for.
+
+        Raises:  UsageError.
+        """
+        if not self.is_asked and (others := given(self)):
+            raise UsageError(f"{others[-1]}: goes with --bench; give both")
 
 
 def show_bench(as_json: bool, times: BenchTimes, is_synthetic: bool, facts: RunReport, seed: int) -> None:

@@ -8,7 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.formats import Pack, RunError, audit, size_text
+from moe_pack.formats import Pack, RunError, audit, given, option, read_size, size_text
 from moe_pack.runtime.budget import (
     BudgetPlan,
     divide_budget,
@@ -56,6 +56,7 @@ Verify = Literal["lazy", "full", "off"]
 KernelsName = Literal["auto", "avx512vbmi", "avx512", "avx2", "portable", "torch"]
 EngineName = Literal["auto", "graph", "staged"]
 KvDtype = Literal["f32", "bf16"]
+DEVICE_OPTION = option("--device", help="Where to compute.")
 LEAST_CAPABILITY = (8, 0)
 _SHARE_OF_MEMORY = 0.75  # of what is available, where no budget is set and the pack does not fit
 
@@ -79,39 +80,129 @@ class EngineOptions:
     `trace`, `record`: files to write what happened when, and what the routers chose; experts stream then.
     """
 
-    device: Literal["cpu", "cuda"] = "cpu"
-    engine: EngineName = "auto"
-    budget_bytes: int | None = None
-    ram_bytes: int | None = None
-    kv_dtype: KvDtype | None = None
-    policy: PolicyName | Literal["auto"] = "auto"
-    foretells: bool = True
-    cutover: float | None = None
-    read: ReadMode = "auto"
-    verify: Verify = "lazy"
-    threads: int | None = None
-    kernels: KernelsName = "auto"
-    chunk_tokens: int | None = None
+    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
+    budget_bytes: int | None = field(
+        default=None,
+        metadata=option(
+            "--budget",
+            parse=read_size,
+            metavar="SIZE",
+            help="Memory for weights, key-value cache and what computing needs, as 11G or 800M: of the card with "
+            "--device cuda, all that the driver charges included; experts that do not fit stream.  [default: as much "
+            "as is free]",
+        ),
+    )
+    engine: EngineName = field(
+        default="auto",
+        metadata=option(
+            "--engine",
+            help="With --device cuda: graph runs a token as one CUDA graph, which pulls what the card lacks from host "
+            "memory; staged brings experts layer by layer, by any policy, from the drive too; auto: graph where it "
+            "can.",
+        ),
+    )
+    ram_bytes: int | None = field(
+        default=None,
+        metadata=option(
+            "--ram",
+            parse=read_size,
+            metavar="SIZE",
+            help="With --device cuda: host memory for experts; those of a larger pack come from the drive.  "
+            "[default: three quarters of what is free]",
+        ),
+    )
+    kv_dtype: KvDtype | None = field(
+        default=None,
+        metadata=option(
+            "--kv-dtype",
+            help="Keys and values in 32 or 16 bit.  [default: f32 on the CPU, which has no other, bf16 on a card]",
+        ),
+    )
+    policy: Literal["auto"] | PolicyName = field(
+        default="auto",
+        metadata=option(
+            "--policy",
+            help="Which experts stay in memory and which are read ahead; auto keeps as the policy does that hits most "
+            "on the profile's routes, where the pack has them, and foretells by what the profile found best.",
+        ),
+    )
+    foretells: bool = field(
+        default=True,
+        metadata=option("--no-prefetch", help="Read no expert before its router has chosen it."),
+    )
+    cutover: float | None = field(
+        default=None,
+        metadata=option(
+            "--cutover",
+            least=0,
+            most=1,
+            metavar="SHARE",
+            only="streaming",
+            help="Read single rows of an expert where less than this share of its neurons runs.  [default: where it "
+            "pays, once moe-pack doctor has measured the drive; else the policy's]",
+        ),
+    )
+    read: ReadMode = field(
+        default="auto",
+        metadata=option(
+            "--read",
+            help="direct: past the system's cache; pread: through it; map: use mapped files, which keeps to no budget.",
+        ),
+    )
+    verify: Verify = field(
+        default="lazy",
+        metadata=option(
+            "--verify", help="Check experts when they are first read, all files before the first token, or not at all."
+        ),
+    )
     trust: Trust = NO_TRUST
-    is_strict: bool = False
-    trace: Path | None = None
-    record: Path | None = None
+    threads: int | None = field(
+        default=None,
+        metadata=option(
+            "--threads", "-t", least=1, most=1024, help="CPU threads at work; all that may be used if not given."
+        ),
+    )
+    kernels: KernelsName = field(
+        default="auto",
+        metadata=option(
+            "--kernels",
+            help="What computes on the CPU: the best native kernels for this machine, certain ones, or plain torch.",
+        ),
+    )
+    is_strict: bool = field(
+        default=False,
+        metadata=option("--strict", help="End with an error where something would fall back on another way."),
+    )
+    trace: Path | None = field(
+        default=None,
+        metadata=option(
+            "--trace",
+            path="file",
+            metavar="FILE",
+            only="streaming",
+            help="Write what happened when, to be opened in ui.perfetto.dev.",
+        ),
+    )
+    record: Path | None = field(
+        default=None,
+        metadata=option(
+            "--record",
+            path="file",
+            metavar="FILE",
+            only="streaming",
+            help="Write what the routers chose, for moe-pack replay.",
+        ),
+    )
+    chunk_tokens: int | None = None
     machine: MachineFacts | None = None
 
     def of_streams_alone(self) -> list[str]:
-        """Those of the command line's options that were given and have a meaning for experts that stream alone."""
-        given = {
-            "--cutover": self.cutover is not None,
-            "--substitute": self.trust.substitute is not None,
-            "--trust-prediction": self.trust.is_predicted_enough,
-            "--trace": self.trace is not None,
-            "--record": self.record is not None,
-        }
-        return [name for name, is_given in given.items() if is_given]
+        """Lists the options that were given and have a meaning for experts that stream alone."""
+        return given(self, only="streaming")
 
     def of_staged_alone(self) -> list[str]:
-        """Those that were given and, on a card, the staged engine alone can do."""
-        names = [name for name in self.of_streams_alone() if name != "--trace"]
+        """Lists those that were given and, on a card, the staged engine alone can do."""
+        names = given(replace(self, trace=None), only="streaming")
         return names + ([f"--policy {self.policy}"] if self.policy not in ("auto", "lru") else [])
 
 

@@ -21,7 +21,7 @@ class Sampler:
             raise RunError(f"--temperature: found {temperature}, expected a number from 0 up")
         if not 0 < top_p <= 1:
             raise RunError(f"--top-p: found {top_p}, expected more than 0 and at most 1")
-        self._temperature = temperature
+        self.temperature, self.seed = temperature, seed
         self._top_p = top_p
         self._generator = torch.Generator().manual_seed(seed)
 
@@ -36,9 +36,9 @@ class Sampler:
         least, most = torch.aminmax(logits)
         if not (torch.isfinite(least) and torch.isfinite(most)):
             raise RunError("the model's logits are not numbers; its weights overflow or were broken before packing")
-        if self._temperature == 0:
+        if self.temperature == 0:
             return int(logits.argmax())  # the first of equals
-        scores = logits.to(torch.float64).sub_(most).div_(self._temperature).exp_()
+        scores = logits.to(torch.float64).sub_(most).div_(self.temperature).exp_()
         tokens = None if self._top_p == 1 else nucleus(scores, self._top_p)
         bounds = (scores if tokens is None else scores[tokens]).cumsum(0)
         point = torch.rand(1, generator=self._generator, dtype=torch.float64) * bounds[-1]

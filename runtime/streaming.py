@@ -8,7 +8,7 @@ the answer is the same, bit for bit, whatever was where and came when.
 
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import Pack, first_moe_layers
+from moe_pack.formats import Pack, first_moe_layers, option
+from moe_pack.runtime.expert import run_expert
 from moe_pack.runtime.expert_store import ExpertStore
 from moe_pack.runtime.experts import ExpertRunner, PartialState
 from moe_pack.runtime.foretelling import Foreteller
@@ -80,8 +81,25 @@ class Trust:
     `is_predicted_enough`: of an expert whose rows were foretold only those run that are there when they have come.
     """
 
-    substitute: float | None = None
-    is_predicted_enough: bool = False
+    substitute: float | None = field(
+        default=None,
+        metadata=option(
+            "--substitute",
+            least=0,
+            most=1,
+            metavar="ALPHA",
+            only="streaming",
+            help="CHANGES THE ANSWER: experts that hardly count give way to similar ones in memory.  [default: off]",
+        ),
+    )
+    is_predicted_enough: bool = field(
+        default=False,
+        metadata=option(
+            "--trust-prediction",
+            only="streaming",
+            help="CHANGES THE ANSWER: where single rows are read, only those that were foretold run.",
+        ),
+    )
 
 
 NO_TRUST = Trust()
