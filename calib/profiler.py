@@ -12,7 +12,7 @@ begun again, it ends in the same bytes as without.
 
 import dataclasses
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +66,7 @@ from moe_pack.formats import (
     canonical,
     dump,
     first_moe_layers,
+    option,
 )
 from moe_pack.runtime import CheckpointWeights, PathStatistics, embed, give_back_freed
 
@@ -79,9 +80,24 @@ class ProfileOptions:
     `keeps_inputs`: of what experts are given, for calibrated rounding (`expert_inputs`).
     """
 
-    sensitivity: Sensitivity = "fast"
+    sensitivity: Sensitivity = field(
+        default="fast",
+        metadata=option(
+            "--sensitivity",
+            help="What each width and sparsity costs: none; fast, on few tokens with plain rounding scaled to hqq; "
+            "full, on more with hqq itself, each matrix on its own; exact, besides each expert at 2 bits alone, as "
+            "EdgeMoE does.",
+        ),
+    )
     chunk_tokens: int = CHUNK_TOKENS
-    keeps_inputs: bool = True
+    keeps_inputs: bool = field(
+        default=True,
+        metadata=option(
+            "--inputs/--no-inputs",
+            help="Keep what experts were given of some of the text (of 2,048 tokens an expert on average, none held "
+            "out): calibrated rounding needs it, nothing else does. 2 bytes a token, hidden value and layer.",
+        ),
+    )
 
 
 def make_profile(

@@ -6,7 +6,7 @@ A check that fails says what was found and what was allowed; one that cannot be 
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,9 @@ from moe_pack.formats import (
     RunError,
     audit,
     num_parameters,
+    option,
     read_account,
+    read_size,
     size_text,
 )
 from moe_pack.runtime import divide_budget, expert_pages, routing_bytes
@@ -43,14 +45,42 @@ class Check:
     allowed: str = ""
 
 
+def _percentage(text: str) -> float:
+    """Returns the share that `1%` stands for.
+
+    Raises:  ValueError if it is no percentage from 0 up.
+    """
+    try:
+        found = float(text.removesuffix("%")) / 100
+    except ValueError:
+        found = -1.0
+    if not text.endswith("%") or not 0 <= found < float("inf"):
+        raise ValueError(f"found {text!r}, expected a percentage such as 1% or 0.5%")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a pack may lose, weigh and need; None: no limit. `max_ppl_increase` is relative, 0.01 for 1%."""
 
-    max_kl: float | None = None
-    max_ppl_increase: float | None = None
-    max_bytes: int | None = None
-    budget_bytes: int | None = None
+    max_kl: float | None = field(
+        default=None,
+        metadata=option("--max-kl", least=0, metavar="X", help="KL divergence from the source, in nats a token."),
+    )
+    max_ppl_increase: float | None = field(
+        default=None,
+        metadata=option(
+            "--max-ppl-increase", parse=_percentage, metavar="P%", help="Perplexity above the source's: 1%."
+        ),
+    )
+    max_bytes: int | None = field(
+        default=None,
+        metadata=option("--max-bytes", parse=read_size, metavar="B", help="Bytes of the pack, such as 26G."),
+    )
+    budget_bytes: int | None = field(
+        default=None,
+        metadata=option("--budget", parse=read_size, metavar="SIZE", help="Memory that it must run in, such as 11G."),
+    )
 
     @property
     def of_loss(self) -> bool:

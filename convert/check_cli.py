@@ -2,7 +2,7 @@
 
 import json
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
@@ -11,94 +11,68 @@ from moe_pack.calib import QUALITY_FILE, Quality
 from moe_pack.convert.check import Check, Limits, budget, digests, junit_xml, losses, num_bytes, opened, tensors
 from moe_pack.convert.eval_cli import NUM_TOKENS, EvalOptions, measure
 from moe_pack.convert.hub import find_checkpoint
-from moe_pack.formats import Checkpoint, ConversionError, Pack, dump, read_sidecar
-from moe_pack.formats.cli import byte_bar, command_errors, read_size
+from moe_pack.formats import Checkpoint, ConversionError, Pack, UsageError, dump, option, read_sidecar
+from moe_pack.formats.cli import byte_bar, command_errors, options_from
 
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
     """What `check` was asked for."""
 
-    against: str | None
-    limits: Limits
-    sample: int | None
+    against: str | None = field(
+        default=None,
+        metadata=option(
+            "--against",
+            metavar="PATH",
+            help="The checkpoint it was made from, or a reference kept of it (eval).",
+        ),
+    )
+    limits: Limits = field(default_factory=Limits)
+    sample: int | None = field(
+        default=None,
+        metadata=option(
+            "--sample", least=256, metavar="N", help=f"Tokens that loss is measured on.  [default: {NUM_TOKENS}]"
+        ),
+    )
+    as_json: bool = field(default=False, metadata=option("--json", help="Print the checks as JSON."))
+    junit: Path | None = field(
+        default=None, metadata=option("--junit", path="file", metavar="FILE", help="Write JUnit XML, too.")
+    )
 
     @property
     def evaluation(self) -> EvalOptions:
         """How loss is measured."""
         return EvalOptions(against=self.against, num_tokens=self.sample)
 
-    def fault(self) -> str | None:
-        """What is wrong with it, or None."""
+    def check(self) -> None:
+        """Refuses a sample that nothing is measured on.
+
+        Raises:  UsageError.
+        """
         if self.sample is None:
-            return None
+            return
         if self.against is None or not self.limits.of_loss:
-            return "--sample: says on how many tokens loss is measured; give --against and a limit of loss"
+            raise UsageError("--sample: says on how many tokens loss is measured; give --against and a limit of loss")
         if self.evaluation.reference_file is not None:
-            return "--sample: a reference has its own text; leave it out, or give the checkpoint"
-        return None
-
-
-def _size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    return None if value is None else read_size(value)
-
-
-def _percentage(context: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
-    """The share that `1%` stands for."""
-    if value is None:
-        return None
-    try:
-        found = float(value.removesuffix("%")) / 100
-    except ValueError:
-        found = -1.0
-    if not value.endswith("%") or not 0 <= found < float("inf"):
-        raise click.BadParameter(f"found {value!r}, expected a percentage such as 1% or 0.5%")
-    return found
+            raise UsageError("--sample: a reference has its own text; leave it out, or give the checkpoint")
 
 
 @click.command("check", short_help="Check PACK for a pipeline: whole, of its source, within limits.")
 @click.argument("pack", type=click.Path(path_type=Path))
-@click.option("--against", metavar="PATH", help="The checkpoint it was made from, or a reference kept of it (eval).")
-@click.option("--max-kl", type=click.FloatRange(0), metavar="X", help="KL divergence from the source, in nats a token.")
-@click.option("--max-ppl-increase", callback=_percentage, metavar="P%", help="Perplexity above the source's: 1%.")
-@click.option("--max-bytes", callback=_size, metavar="B", help="Bytes of the pack, such as 26G.")
-@click.option(
-    "--budget", "budget_bytes", callback=_size, metavar="SIZE", help="Memory that it must run in, such as 11G."
-)
-@click.option(
-    "--sample",
-    type=click.IntRange(256),
-    metavar="N",
-    help=f"Tokens that loss is measured on.  [default: {NUM_TOKENS}]",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
-@click.option("--junit", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write JUnit XML, too.")
+@options_from(CheckOptions)
 @command_errors(interrupted="interrupted; what was measured stays, run the same command again to go on")
-def check_command(
-    pack: Path,
-    against: str | None,
-    max_kl: float | None,
-    max_ppl_increase: float | None,
-    max_bytes: int | None,
-    budget_bytes: int | None,
-    sample: int | None,
-    as_json: bool,
-    junit: Path | None,
-) -> None:
+def check_command(pack: Path, options: CheckOptions) -> None:
     """Check PACK: its schema, every digest, the account of tensors; with limits, loss, bytes and memory too.
 
     A limit of loss is kept if the estimate plus the half-width of its 95% interval is within it. It is measured against
     --against (as moe-pack eval does), or taken from the quality.json beside the pack. Exit code 1 if a check fails.
     """
-    options = CheckOptions(against, Limits(max_kl, max_ppl_increase, max_bytes, budget_bytes), sample)
-    if fault := options.fault():
-        raise click.UsageError(fault)
     with ExitStack() as stack:
         checks, quality, root = _checked(pack, options, stack)
     failed = any(check.status == "failed" for check in checks)
-    if junit is not None:
-        _write(junit, junit_xml(checks, f"moe-pack check {pack}"))
-    if as_json:
+    if options.junit is not None:
+        _write(options.junit, junit_xml(checks, f"moe-pack check {pack}"))
+    if options.as_json:
         facts = {"pack": str(pack), "root": root, "passed": not failed, "checks": [dump(check) for check in checks]}
         click.echo(json.dumps({**facts, "quality": None if quality is None else dump(quality)}, indent=2))
     else:
@@ -137,11 +111,11 @@ def _checked(folder: Path, options: CheckOptions, stack: ExitStack) -> tuple[lis
 def _kept(pack: Pack, options: CheckOptions) -> Quality | None:
     """What was measured of the pack before.
 
-    Raises:  click.UsageError if a limit of loss has nothing to be judged by: before all bytes are read.
+    Raises:  UsageError if a limit of loss has nothing to be judged by: before all bytes are read.
     """
     kept = read_sidecar(pack.folder, QUALITY_FILE, Quality, pack.manifest.root)
     if kept is None and options.limits.of_loss and options.against is None:
-        raise click.UsageError(
+        raise UsageError(
             f"--max-kl/--max-ppl-increase: {pack.folder} has no {QUALITY_FILE} for what it holds now; give --against"
         )
     return kept

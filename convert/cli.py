@@ -1,7 +1,7 @@
 """The command `moe-pack`: options, one call each, tables on standard output and progress on standard error."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TextIO
@@ -39,10 +39,11 @@ from moe_pack.formats import (
     format_text,
     num_active_parameters,
     num_parameters,
+    option,
     read_sidecar,
 )
-from moe_pack.formats.cli import NOISE, byte_bar, command_errors, common_options
-from moe_pack.runtime import Routing, Text, operations_for
+from moe_pack.formats.cli import NOISE, byte_bar, command_errors, common_options, options_from
+from moe_pack.runtime import Routing, Text, kernels_for
 
 _COMPARED_TOKENS = 512
 
@@ -154,15 +155,25 @@ def _span(ends: tuple[int, int]) -> str:
     return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}-{ends[1]}"
 
 
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """What `verify` was asked for."""
+
+    against: str | None = field(
+        default=None,
+        metadata=option("--against", metavar="PATH", help="Compare with the checkpoint it was made from."),
+    )
+    text: TextIO | None = field(
+        default=None, metadata=option("--text", help="Compare logits on this text instead of our passage.")
+    )
+    as_json: bool = field(default=False, metadata=option("--json", help="Print the result as JSON."))
+
+
 @main.command("verify", short_help="Check every byte of PACK, or compare it with its source.")
 @click.argument("pack", type=click.Path(path_type=Path))
-@click.option("--against", metavar="PATH", help="Compare with the checkpoint it was made from.")
-@click.option(
-    "--text", type=click.File("r", encoding="utf-8"), help="Compare logits on this text instead of our passage."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@options_from(VerifyOptions)
 @command_errors(interrupted="interrupted")
-def verify_command(pack: Path, against: str | None, text: TextIO | None, as_json: bool) -> None:
+def verify_command(pack: Path, options: VerifyOptions) -> None:
     """Check every byte of PACK; with --against, measure how far it is from the original.
 
     Digests of all files and experts, the CRC of every row, padding, order. --against compares every weight with the
@@ -173,23 +184,23 @@ def verify_command(pack: Path, against: str | None, text: TextIO | None, as_json
         totals = held.manifest.totals
         with byte_bar(totals.content, "checking") as advance:
             audit(held, advance)
-        if not as_json:
+        if not options.as_json:
             note = f"; {NOISE}" if held.is_synthetic else ""
             click.echo(f"{pack}: whole; {totals.content:,} bytes checked, root {held.manifest.root[:16]}{note}")
-        if against is None:
-            if as_json:
+        if options.against is None:
+            if options.as_json:
                 click.echo(json.dumps(_whole(held)))
             return
-        checkpoint = Checkpoint(find_checkpoint(against))
+        checkpoint = Checkpoint(find_checkpoint(options.against))
         try:
             same_tensors(held, checkpoint)
             with operations_for(torch.device("cpu")) as operations:
                 with byte_bar(totals.content, "comparing") as advance:
-                    matrices = compare_weights(held, checkpoint, advance, operations)
-                logits = compare_logits(held, checkpoint, _compared_ids(held, text), operations)
+                    matrices = compare_weights(held, checkpoint, advance, kernels)
+                logits = compare_logits(held, checkpoint, _compared_ids(held, options.text), kernels)
         finally:
             checkpoint.close()
-        _print_comparison(held, matrices, logits, as_json)
+        _print_comparison(held, matrices, logits, options.as_json)
 
 
 def _whole(pack: Pack) -> dict[str, Any]:

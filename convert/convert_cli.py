@@ -1,9 +1,8 @@
 """The command `moe-pack convert`: a checkpoint and what is asked for become a pack."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import click
 import numpy as np
@@ -12,17 +11,8 @@ from moe_pack.calib import Profile, ThresholdRule, Tokens, attach, hottest_first
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight
 from moe_pack.convert.making import threshold_rule
-from moe_pack.convert.making_cli import EVAL_TOKENS, MakeOptions, make_for_target
-from moe_pack.convert.pack_cli import (
-    PlanOptions,
-    given_options,
-    given_plan_options,
-    large_bytes,
-    memory_option,
-    pack_bar,
-    plan_options,
-    workers_option,
-)
+from moe_pack.convert.making_cli import make_for_target
+from moe_pack.convert.pack_cli import ConvertOptions, large_bytes, pack_bar
 from moe_pack.convert.pipeline import Conversion, convert, layout_for, memory_line
 from moe_pack.convert.plan_file import Decision, read_plan
 from moe_pack.convert.profile_cli import (
@@ -35,135 +25,16 @@ from moe_pack.convert.profile_cli import (
 from moe_pack.convert.recipe import check_calibration
 from moe_pack.convert.source_formats import kept_text
 from moe_pack.convert.target import Target
-from moe_pack.convert.target_cli import target_options
-from moe_pack.formats import BF16, QUANTIZERS, Checkpoint, Pack, Quantizer
-from moe_pack.formats.cli import command_errors, size_text
+from moe_pack.formats import BF16, Checkpoint, Pack
+from moe_pack.formats.cli import command_errors, options_from, size_text
 from moe_pack.runtime import FolderFiles, Text
-
-AnyQuantizer = Quantizer | Literal["auto"]
-_QUANTIZERS: tuple[AnyQuantizer, ...] = ("auto", "calibrated", *(name for name in QUANTIZERS if name != "calibrated"))
-
-
-@dataclass(frozen=True, slots=True)
-class ConvertOptions:
-    """What `convert` was asked for. `plan_file`: a plan, in place of what `plan`, `quantizer` and `sparsity` say."""
-
-    plan: PlanOptions
-    plan_file: Path | None
-    quantizer: AnyQuantizer
-    workers: int
-    memory_bytes: int
-    profile: Path | None
-    sparsity: float | None
-
-    def fault(self) -> str | None:
-        """What is wrong with it, or None."""
-        if wrong := given_options("eval_data", "eval_tokens"):
-            return f"{wrong[0]}: is of --target-vram, which measures what a pack loses; moe-pack eval measures any"
-        if self.plan_file is not None:
-            given = [*given_plan_options(), *given_options("quantizer", "sparsity")]
-            return f"--plan: says all of a plan; leave {', '.join(given)} out" if given else None
-        if self.sparsity is not None and (fault := ThresholdRule(sparsity=self.sparsity).fault()):
-            return fault
-        if self.profile is None and self.quantizer == "calibrated":
-            return "--quantizer calibrated: rounds by what experts are given; give a --profile, which has kept it"
-        if self.profile is not None and self.sparsity is None and self.quantizer not in ("auto", "calibrated"):
-            return f"--profile: says nothing to {self.quantizer}, and orders neurons at a sparsity; give --sparsity too"
-        return None
-
-    def decision(self, checkpoint: Checkpoint, profile: Profile | None) -> Decision:
-        """What the pack shall be.
-
-        Raises:  PlanError if the plan does not fit the model.
-        """
-        spec = checkpoint.spec
-        if self.plan_file is not None:
-            return read_plan(self.plan_file, spec)
-        shape = (len(spec.moe_layers), spec.router.num_experts)
-        quantizer = self.quantizer
-        if quantizer == "auto":
-            quantizer = "hqq" if profile is None or not profile.has_inputs else "calibrated"
-        return Decision(self.plan.plan_for(checkpoint, quantizer), np.full(shape, self.sparsity or 0.0))
-
-    def rule(self, decision: Decision) -> ThresholdRule | None:
-        """How thresholds are measured; None where all neurons run."""
-        return threshold_rule(decision) if self.sparsity is None else ThresholdRule(sparsity=self.sparsity)
 
 
 @click.command("convert", short_help="Convert the checkpoint at PATH into a pack.")
 @click.argument("path")
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path),
-    default="packed",
-    show_default=True,
-    help="The pack's folder, new or empty.",
-)
-@target_options
-@click.option(
-    "--eval-data",
-    metavar="NAME_OR_FILE",
-    help="With --target-vram: the text that the loss is measured on, as for eval.  [default: the end of our sample]",
-)
-@click.option(
-    "--eval-tokens",
-    type=click.IntRange(256),
-    default=EVAL_TOKENS,
-    show_default=True,
-    metavar="N",
-    help="How many tokens of it: the more, the less of the limit goes to the interval of the estimate.",
-)
-@plan_options
-@click.option(
-    "--plan",
-    "plan_file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="A plan (moe-pack plan -o): each expert's widths and sparsity, in place of the seven options above, "
-    "--quantizer and --sparsity.",
-)
-@click.option(
-    "--quantizer",
-    type=click.Choice(_QUANTIZERS),
-    default="auto",
-    show_default=True,
-    help="How codes are found. calibrated: by what experts were given in the profile's text, the best; hqq: by the "
-    "weights alone, the best without a profile; nearest and absmax are plain and quick. auto: calibrated with a "
-    "profile that has inputs, else hqq.",
-)
-@click.option(
-    "--profile",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="A profile of this model (moe-pack profile): experts are rounded by what they were given in its text, neurons "
-    "are stored hottest first, at --sparsity, and what it knows of routes is put beside the pack (as moe-pack attach "
-    "does).",
-)
-@click.option(
-    "--sparsity",
-    type=float,
-    metavar="S",
-    help="Share of an expert's neurons that shall not run: thresholds are measured on the finished pack, on the "
-    "profile's text, or on our sample.  [default: all run]",
-)
-@workers_option
-@memory_option
+@options_from(ConvertOptions)
 @command_errors(interrupted="interrupted; what is done stays, run the same command again to go on")
-def convert_command(
-    path: str,
-    output: Path,
-    target: Target | None,
-    eval_data: str | None,
-    eval_tokens: int,
-    plan_options: PlanOptions,
-    plan_file: Path | None,
-    quantizer: AnyQuantizer,
-    profile: Path | None,
-    sparsity: float | None,
-    workers: int,
-    memory_bytes: int,
-) -> None:
+def convert_command(path: str, options: ConvertOptions) -> None:
     """Convert the checkpoint at PATH into a pack.
 
     PATH is a Hugging Face folder (safetensors, one file or many), a hub id such as mistralai/Mixtral-8x7B-v0.1, or a
@@ -175,38 +46,48 @@ def convert_command(
     One expert a worker is in memory at a time, all of them within --memory: a checkpoint larger than RAM converts. A
     conversion that was stopped or killed goes on where it was when the same command is given again.
     """
-    options = ConvertOptions(plan_options, plan_file, quantizer, workers, memory_bytes, profile, sparsity)
-    if fault := options.fault() if target is None else _target_fault(target, options):
-        raise click.UsageError(fault)
     checkpoint = Checkpoint(find_checkpoint(path))
     try:
-        if target is None:
-            _convert(checkpoint, output, options)
+        if options.target is None:
+            _convert(checkpoint, options)
         else:
-            chosen = (plan_options.selector,) if given_options("selector") else target.selectors
-            wanted = replace(target, selectors=chosen, sparsity=sparsity)
-            make = MakeOptions(output, wanted, profile, eval_data, eval_tokens, workers, memory_bytes)
-            make_for_target(checkpoint, make)
+            make_for_target(checkpoint, _target(options.target, options), options)
     finally:
         checkpoint.close()
 
 
-def _target_fault(target: Target, options: ConvertOptions) -> str | None:
-    """Which option has no meaning beside a target, or None."""
-    given = [name for name in given_plan_options() if name != "--selector"] + given_options("plan_file", "quantizer")
-    if options.sparsity is not None and target.preset != "floe":
-        given.append("--sparsity")
-    if target.preset is not None:
-        given += given_options("selector")
-    names = ", ".join("--plan" if name == "--plan-file" else name for name in given)
-    return f"--target-vram: a plan is made that decides this; leave {names} out" if given else None
+def _target(target: Target, options: ConvertOptions) -> Target:
+    """The target for this machine, narrowed to the selector and the sparsity that were asked for."""
+    selector = options.plan.selector
+    selectors = target.selectors if selector is None else (selector,)
+    return replace(target.resolved(), selectors=selectors, sparsity=options.sparsity)
 
 
-def _convert(checkpoint: Checkpoint, output: Path, options: ConvertOptions) -> None:
+def _decision(options: ConvertOptions, checkpoint: Checkpoint, profile: Profile | None) -> Decision:
+    """What the pack shall be.
+
+    Raises:  PlanError if the plan does not fit the model.
+    """
     spec = checkpoint.spec
+    if options.plan_file is not None:
+        return read_plan(options.plan_file, spec)
+    quantizer = options.quantizer
+    if quantizer == "auto":
+        quantizer = "hqq" if profile is None or not profile.has_inputs else "calibrated"
+    shape = (len(spec.moe_layers), spec.router.num_experts)
+    return Decision(options.plan.plan_for(checkpoint, quantizer), np.full(shape, options.sparsity or 0.0))
+
+
+def _rule(options: ConvertOptions, decision: Decision) -> ThresholdRule | None:
+    """How thresholds are measured; None where all neurons run."""
+    return threshold_rule(decision) if options.sparsity is None else ThresholdRule(sparsity=options.sparsity)
+
+
+def _convert(checkpoint: Checkpoint, options: ConvertOptions) -> None:
+    spec, output = checkpoint.spec, options.output
     profile = None if options.profile is None else Profile(options.profile)
-    decision = options.decision(checkpoint, profile)
-    plan, rule = decision.plan, options.rule(decision)
+    decision = _decision(options, checkpoint, profile)
+    plan, rule = decision.plan, _rule(options, decision)
     check_calibration(checkpoint, plan, profile)
     order = None
     if profile is not None:

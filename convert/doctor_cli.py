@@ -1,15 +1,15 @@
 """The command `moe-pack doctor`: measures this machine once, for the planner and the runtime."""
 
 import json
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
 import click
 from tqdm import tqdm
 
 from moe_pack.convert.fixed_costs import measure_fixed_costs
-from moe_pack.formats import MANIFEST_FILE, dump
-from moe_pack.formats.cli import cache_folder, command_errors, size_text
+from moe_pack.formats import MANIFEST_FILE, dump, option
+from moe_pack.formats.cli import cache_folder, command_errors, options_from, size_text
 from moe_pack.runtime import DriveFacts, MachineFacts, ReadRate, WidthRate, measure_machine, save_facts
 
 # What the table's example has: gate and down of 4096 weights each, at 4 bit, group 64.
@@ -43,30 +43,41 @@ class Bar:
             self._bar = None
 
 
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """What `doctor` was asked for."""
+
+    path: Path = field(
+        default=Path(),
+        metadata=option(
+            "--path",
+            metavar="DIR",
+            help="A folder on the drive to measure: a pack, whose files are read, or another, where up to 1 GiB is "
+            "written and removed.  [default: the current one]",
+        ),
+    )
+    seconds: float = field(
+        default=0.5,
+        metadata=option(
+            "--seconds",
+            least=0.001,
+            most=60,
+            metavar="S",
+            help="How long each of some 90 measurements takes.",
+        ),
+    )
+    as_json: bool = field(default=False, metadata=option("--json", help="Print what was measured as JSON."))
+
+
 @click.command("doctor", short_help="Measure this machine's drive, CPU and link.")
-@click.option(
-    "--path",
-    type=click.Path(path_type=Path),
-    default=Path(),
-    metavar="DIR",
-    help="A folder on the drive to measure: a pack, whose files are read, or another, where up to 1 GiB is written and "
-    "removed.  [default: the current one]",
-)
-@click.option(
-    "--seconds",
-    type=click.FloatRange(0.001, 60),
-    default=0.5,
-    show_default=True,
-    metavar="S",
-    help="How long each of some 90 measurements takes.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
+@options_from(DoctorOptions)
 @command_errors(interrupted="interrupted; nothing was kept")
-def doctor_command(path: Path, seconds: float, as_json: bool) -> None:
+def doctor_command(options: DoctorOptions) -> None:
     """Measure how fast this machine reads its drive, computes experts and copies to its GPU, and keep the figures.
 
     They are kept by drive in the user's cache folder. Give a pack's folder, or one on the drive that packs will lie on.
     """
+    path, seconds = options.path, options.seconds
     bar = Bar(seconds)
     try:
         facts = measure_machine(path, bar.step, seconds)
@@ -75,7 +86,7 @@ def doctor_command(path: Path, seconds: float, as_json: bool) -> None:
     click.echo("tokens of tiny packs", err=True)
     facts = replace(facts, fixed=measure_fixed_costs(seconds))
     file = save_facts(facts, cache_folder(), path)
-    if as_json:
+    if options.as_json:
         click.echo(json.dumps(dump(facts), indent=2))
         return
     from_pack = (path / MANIFEST_FILE).exists()

@@ -3,8 +3,9 @@
 import json
 import shutil
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import click
 import torch
@@ -34,10 +35,10 @@ from moe_pack.calib import (
 )
 from moe_pack.convert.compare import same_tensors
 from moe_pack.convert.hub import find_checkpoint
-from moe_pack.convert.profile_cli import SEQUENCE_LENGTH, Bars, chosen_device, say_text
-from moe_pack.formats import Checkpoint, Pack, dump, write_sidecar
-from moe_pack.formats.cli import command_errors, size_text
-from moe_pack.runtime import Text, operations_for
+from moe_pack.convert.profile_cli import FIELD_OPTION, SEQUENCE_LENGTH, Bars, chosen_device, say_text
+from moe_pack.formats import Checkpoint, Pack, UsageError, dump, given, option, write_sidecar
+from moe_pack.formats.cli import command_errors, options_from, size_text
+from moe_pack.runtime import DEVICE_OPTION, Text, kernels_for
 
 NUM_TOKENS = 8192  # to evaluate on, where nothing else is asked for
 _MUCH_TAIL = 0.02  # of the mass outside what a reference keeps of a prediction
@@ -48,14 +49,61 @@ _WORK_FOLDER = "eval.work"
 class EvalOptions:
     """What to measure a pack on, and against what; None: the default of each."""
 
-    against: str | None = None
-    data: str | None = None
-    field: str | None = None
-    num_tokens: int | None = None
-    keep_reference: Path | None = None
-    exact: bool = False
-    device: str = "cpu"
-    prices: bool = False
+    against: str | None = field(
+        default=None,
+        metadata=option(
+            "--against",
+            metavar="PATH",
+            help="The checkpoint it was made from (as for convert), or a reference that was kept of it: measure KL "
+            "divergence, agreement, and how much perplexity grew.",
+        ),
+    )
+    data: str | None = field(
+        default=None,
+        metadata=option(
+            "--data",
+            metavar="NAME_OR_FILE",
+            help="The text, as for profile.  [default: the end of our sample, which profiles do not see by default]",
+        ),
+    )
+    field_name: str | None = field(default=None, metadata=FIELD_OPTION)
+    num_tokens: int | None = field(
+        default=None,
+        metadata=option("--tokens", least=256, metavar="N", help=f"How many tokens to take.  [default: {NUM_TOKENS}]"),
+    )
+    keep_reference: Path | None = field(
+        default=None,
+        metadata=option(
+            "--keep-reference",
+            path="folder",
+            metavar="DIR",
+            mark="source",
+            help="Keep the source's predictions in DIR: --against DIR then needs no checkpoint.",
+        ),
+    )
+    tasks: Path | None = field(
+        default=None,
+        metadata=option(
+            "--tasks",
+            metavar="FILE.jsonl",
+            help="Multiple choice, too: a JSON object a line with prompt, choices and answer, which counts choices "
+            "from 0.",
+        ),
+    )
+    exact: bool = field(
+        default=False,
+        metadata=option(
+            "--exact", mark="source", help="KL over the whole vocabulary: the source runs beside the pack."
+        ),
+    )
+    prices: bool = field(
+        default=False,
+        metadata=option(
+            "--prices", help="Measure, too, what more sparsity and moe-run --substitute would cost this pack."
+        ),
+    )
+    as_json: bool = field(default=False, metadata=option("--json", help="Print what was measured as JSON."))
+    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
 
     @property
     def reference_file(self) -> Path | None:
@@ -68,101 +116,55 @@ class EvalOptions:
             return path if path.is_file() and not path.with_name("config.json").exists() else None
         return path if path.is_file() else None
 
-    def fault(self) -> str | None:
-        """What is wrong with it, or None."""
-        if self.reference_file is not None and (self.data, self.field, self.num_tokens) != (None, None, None):
-            return "--data/--field/--tokens: a reference has its own text; leave them out, or give the checkpoint"
-        for name, given in (("--exact", self.exact), ("--keep-reference", self.keep_reference is not None)):
-            if given and (self.against is None or self.reference_file is not None):
-                return f"{name}: runs the source; give the checkpoint with --against"
+    def check(self) -> None:
+        """Refuses options that do not go together.
+
+        Raises:  UsageError.
+        """
+        of_text = (self.data, self.field_name, self.num_tokens)
+        if self.reference_file is not None and of_text != (None, None, None):
+            raise UsageError(
+                "--data/--field/--tokens: a reference has its own text; leave them out, or give the checkpoint"
+            )
+        if self.against is None or self.reference_file is not None:
+            for name in given(self, "source"):
+                raise UsageError(f"{name}: runs the source; give the checkpoint with --against")
         if self.prices and self.against is None:
-            return "--prices: are kept beside what the pack lost; say against what with --against"
+            raise UsageError("--prices: are kept beside what the pack lost; say against what with --against")
         if self.exact and self.keep_reference is not None:
-            return "--exact: compares with the source itself and makes no reference; leave out --keep-reference"
-        return None
+            raise UsageError(
+                "--exact: compares with the source itself and makes no reference; leave out --keep-reference"
+            )
 
 
 @click.command("eval", short_help="Measure PACK on text: perplexity, and its loss against the source.")
 @click.argument("pack", type=click.Path(path_type=Path))
-@click.option(
-    "--against",
-    metavar="PATH",
-    help="The checkpoint it was made from (as for convert), or a reference that was kept of it: measure KL divergence, "
-    "agreement, and how much perplexity grew.",
-)
-@click.option(
-    "--data",
-    metavar="NAME_OR_FILE",
-    help="The text, as for profile.  [default: the end of our sample, which profiles do not see by default]",
-)
-@click.option("--field", metavar="F", help="The field of JSONL, Parquet or a data set with the text.  [default: text]")
-@click.option(
-    "--tokens",
-    "num_tokens",
-    type=click.IntRange(256),
-    metavar="N",
-    help=f"How many tokens to take.  [default: {NUM_TOKENS}]",
-)
-@click.option(
-    "--keep-reference",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="DIR",
-    help="Keep the source's predictions in DIR: --against DIR then needs no checkpoint.",
-)
-@click.option(
-    "--tasks",
-    type=click.Path(path_type=Path),
-    metavar="FILE.jsonl",
-    help="Multiple choice, too: a JSON object a line with prompt, choices and answer, which counts choices from 0.",
-)
-@click.option("--exact", is_flag=True, help="KL over the whole vocabulary: the source runs beside the pack.")
-@click.option(
-    "--prices",
-    "prices",
-    is_flag=True,
-    help="Measure, too, what more sparsity and moe-run --substitute would cost this pack.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to compute."
-)
+@options_from(EvalOptions)
 @command_errors(interrupted="interrupted; what is done stays, run the same command again to go on")
-def eval_command(
-    pack: Path,
-    against: str | None,
-    data: str | None,
-    field: str | None,
-    num_tokens: int | None,
-    keep_reference: Path | None,
-    tasks: Path | None,
-    exact: bool,
-    prices: bool,
-    as_json: bool,
-    device: str,
-) -> None:
+def eval_command(pack: Path, options: EvalOptions) -> None:
     """Measure PACK on text: perplexity, the share of neurons that do not run, bytes.
 
     With --against also how far its predictions are from the source's: KL divergence, perplexity, agreement, each with
     a 95% confidence interval; kept in quality.json beside the pack. Layer by layer in bounded memory; stopped or
     killed, it goes on where it was.
     """
-    options = EvalOptions(against, data, field, num_tokens, keep_reference, exact, device, prices)
-    if fault := options.fault():
-        raise click.UsageError(fault)
     with Pack(pack) as held:
-        if tasks is not None:
-            check_continues(held.spec)
         # Before all else: a line that cannot be read would be found after hours.
-        read = None if tasks is None else read_tasks(tasks, Text(held), held.spec.max_position_embeddings)
+        tasks = None if options.tasks is None else _tasks(held, options.tasks)
         found = measure(held, options)
-        scores = {} if read is None else _scores(held, read, options)
+        scores = {} if tasks is None else _scores(held, tasks, options)
         root = held.manifest.root
-    if as_json:
+    if options.as_json:
         by_model = {name: dump(score) for name, score in scores.items()}
         click.echo(json.dumps({"root": root, "quality": dump(found), "tasks": by_model or None}, indent=2))
         return
     for line in [*quality_lines(found), *score_lines(scores)]:
         click.echo(line)
+
+
+def _tasks(pack: Pack, file: Path) -> TaskTokens:
+    check_continues(pack.spec)
+    return read_tasks(file, Text(pack), pack.spec.max_position_embeddings)
 
 
 def measure(pack: Pack, options: EvalOptions) -> Quality:
@@ -230,9 +232,9 @@ def _compared(
 def _text(pack: Pack, options: EvalOptions) -> Tokens:
     text, number = Text(pack), options.num_tokens or NUM_TOKENS
     length = min(SEQUENCE_LENGTH, pack.spec.max_position_embeddings)
-    if options.data is None and options.field is None:
+    if options.data is None and options.field_name is None:
         return unseen_tokens(text, number, length)
-    return read_tokens(options.data, options.field, text, number, length)
+    return read_tokens(options.data, options.field_name, text, number, length)
 
 
 def quality_lines(found: Quality) -> list[str]:

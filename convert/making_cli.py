@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from math import log1p
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from moe_pack.calib import (
     unseen_tokens,
 )
 from moe_pack.convert.making import Made, Maker, Wish
-from moe_pack.convert.pack_cli import pack_bar
+from moe_pack.convert.pack_cli import ConvertOptions, pack_bar
 from moe_pack.convert.pipeline import Progress
 from moe_pack.convert.plan_file import Decision
 from moe_pack.convert.planned import Model
@@ -34,24 +33,6 @@ from moe_pack.convert.target_cli import known_facts
 from moe_pack.formats import Checkpoint, PackLayout, canonical, dense_roles, dump, installed_version
 from moe_pack.formats.cli import size_text
 from moe_pack.runtime import FolderFiles, Text, operations_for
-
-EVAL_TOKENS = 16384  # that the loss is measured on, where nothing else is asked for
-
-
-@dataclass(frozen=True, slots=True)
-class MakeOptions:
-    """What is asked for beside the target. `profile`: one that is there; None: made beside the output.
-
-    `eval_data`, `eval_tokens`: the text that the loss is measured on, and how much of it.
-    """
-
-    output: Path
-    target: Target
-    profile: Path | None
-    eval_data: str | None
-    eval_tokens: int
-    workers: int
-    memory_bytes: int
 
 
 class _Teller:
@@ -69,12 +50,12 @@ class _Teller:
         return pack_bar(layout)
 
 
-def make_for_target(checkpoint: Checkpoint, options: MakeOptions) -> None:
+def make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOptions) -> None:
     """Makes the pack, or goes on with it, and says what it came to.
 
     Raises:  what profiling, planning and `Maker.make` raise.
     """
-    check_room(options.target, checkpoint.spec, dense_dtypes(checkpoint))
+    check_room(target, checkpoint.spec, dense_dtypes(checkpoint))
     text = Text(FolderFiles(checkpoint.folder))
     length = min(SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
     tokens = _eval_tokens(text, options, length)
@@ -86,7 +67,7 @@ def make_for_target(checkpoint: Checkpoint, options: MakeOptions) -> None:
         model = Model(
             checkpoint.spec, dense_dtypes(checkpoint), with_kept(losses_of(profile), lossless_formats(checkpoint))
         )
-        wish = _wish(model, _planner(model, profile, options), profile, tokens, options.target)
+        wish = _wish(model, _planner(model, profile, target, options.output), profile, tokens, target)
         teller = _Teller(bars)
         maker = Maker(
             checkpoint,
@@ -100,17 +81,17 @@ def make_for_target(checkpoint: Checkpoint, options: MakeOptions) -> None:
             memory_bytes=options.memory_bytes,
         )
         made = maker.make()
-    for line in made_lines(made, options):
+    for line in made_lines(made, options.output, target):
         click.echo(line)
 
 
-def _eval_tokens(text: Text, options: MakeOptions, length: int) -> Tokens:
+def _eval_tokens(text: Text, options: ConvertOptions, length: int) -> Tokens:
     if options.eval_data is None:
         return unseen_tokens(text, options.eval_tokens, length)
     return read_tokens(options.eval_data, None, text, options.eval_tokens, length)
 
 
-def _profile(checkpoint: Checkpoint, text: Text, options: MakeOptions, bars: Bars, length: int) -> Profile:
+def _profile(checkpoint: Checkpoint, text: Text, options: ConvertOptions, bars: Bars, length: int) -> Profile:
     """The profile given, or one of our sample, made beside the output or gone on with there."""
     if options.profile is not None:
         return Profile(options.profile)
@@ -121,11 +102,11 @@ def _profile(checkpoint: Checkpoint, text: Text, options: MakeOptions, bars: Bar
     return make_profile(checkpoint, tokens, folder, ProfileOptions(), bars)
 
 
-def _planner(model: Model, profile: Profile, options: MakeOptions) -> Planner:
-    facts = known_facts(options.output)
-    for line in defaults_text(options.target, model.spec, facts):
+def _planner(model: Model, profile: Profile, target: Target, output: Path) -> Planner:
+    facts = known_facts(output)
+    for line in defaults_text(target, model.spec, facts):
         click.echo(f"by default {line}", err=True)
-    return planner_for(options.target, model.spec, model.dense_dtypes, model.losses, profile, facts)
+    return planner_for(target, model.spec, model.dense_dtypes, model.losses, profile, facts)
 
 
 def dense_dtypes(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -177,9 +158,8 @@ def verdict(quality: Quality) -> str:
     )
 
 
-def made_lines(made: Made, options: MakeOptions) -> list[str]:
+def made_lines(made: Made, output: Path, target: Target) -> list[str]:
     """What was made, as lines for people."""
-    output, target = options.output, options.target
     lines = [f"{output}: {verdict(made.quality)}"]
     if len(made.attempts) > 1:
         lines.append(f"attempt {made.taken + 1} of {len(made.attempts)}; the limit is {target.limit.text()}, upper end")

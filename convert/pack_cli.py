@@ -1,21 +1,21 @@
 """What commands share: the options that decide a plan of those that write packs, and bars over bytes."""
 
-import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
 
-import click
-from click.core import ParameterSource
 from tqdm import tqdm
 
+from moe_pack.calib import ThresholdRule
 from moe_pack.convert.pipeline import MEMORY_BYTES, Progress
 from moe_pack.convert.source_formats import SOURCE, Bits, keep_source
+from moe_pack.convert.target import Target
 from moe_pack.formats import (
+    QUANTIZERS,
     ROW_GROUP,
-    SELECTORS,
     TRELLIS_WIDTHS,
     Checkpoint,
     ModelSpec,
@@ -25,35 +25,101 @@ from moe_pack.formats import (
     PlanError,
     Quantizer,
     Selector,
+    UsageError,
+    given,
+    option,
     part_format,
+    read_size,
     trellis_format,
     uniform_plan,
 )
-from moe_pack.formats.cli import read_size
 
-F = TypeVar("F", bound=Callable[..., Any])
-_EXPERT_BITS_CHOICE = click.Choice(["1", "1.5", "2", "2.5", "3", "3.5", "4", "8", "16", SOURCE])
-_DENSE_BITS_CHOICE = click.Choice(["1", "2", "3", "4", "8", "16", SOURCE])
+NUM_CORES = os.cpu_count() or 1
+WORKERS_OPTION = option("--workers", least=1, most=256, help="Experts worked on at once.  [default: all cores]")
+EVAL_TOKENS = 16384  # that the loss is measured on, where nothing else is asked for
 PlanCodec = Literal["auto", "affine", "trellis"]
-_CODECS: tuple[PlanCodec, ...] = ("auto", "affine", "trellis")
+AnyQuantizer = Quantizer | Literal["auto"]
+_QUANTIZERS: tuple[AnyQuantizer, ...] = ("auto", "calibrated", *(name for name in QUANTIZERS if name != "calibrated"))
+_EXPERT_BITS_CHOICE = ("1", "1.5", "2", "2.5", "3", "3.5", "4", "8", "16", SOURCE)
 _TRELLIS_BITS = tuple(width / 2 for width in TRELLIS_WIDTHS)
 _AFFINE_GROUP = 64  # where none is asked for; a trellis has one scale a row
 _EXPERT_BITS = 4  # of experts that are not in codes already, where nothing else is asked for
 _USUAL = f"source for FP8 and MXFP4, else {_EXPERT_BITS}"
-_GROUPS = ("16", "32", "64", "128", "row")
+
+
+def _bits(text: str) -> Bits:
+    return text if text == SOURCE else float(text)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """How every expert, and what is dense, shall be stored. `group`: None where none was asked for."""
+    """How every expert, and what is dense, is stored. None: the default of each, which may hang on the checkpoint."""
 
-    selector: Selector
-    selector_bits: Bits
-    record_bits: Bits
-    codec: PlanCodec
-    group: int | None
-    scale_bits: int
-    dense_bits: Bits
+    selector: Selector | None = field(
+        default=None,
+        metadata=option(
+            "--selector",
+            help="Which matrix decides what neurons run, and is stored apart to be read whole.  [default: up]",
+        ),
+    )
+    selector_bits: Bits = field(
+        default=None,
+        metadata=option(
+            "--selector-bits",
+            choices=_EXPERT_BITS_CHOICE,
+            parse=_bits,
+            help="Bits of a weight of the selector; source: what the checkpoint has, without loss.  "
+            f"[default: {_USUAL}]",
+        ),
+    )
+    record_bits: Bits = field(
+        default=None,
+        metadata=option(
+            "--record-bits",
+            choices=_EXPERT_BITS_CHOICE,
+            parse=_bits,
+            help="Bits of a weight of the neuron records; source: what the checkpoint has, without loss. FP8 and MXFP4 "
+            f"are kept wherever these are not below theirs.  [default: {_USUAL}]",
+        ),
+    )
+    codec: PlanCodec = field(
+        default="auto",
+        metadata=option(
+            "--codec",
+            help="What experts' weights of 4 bits and less are stored in. trellis: a code's value depends on those "
+            "before it too, the best for its bytes, and alone takes 1.5, 2.5 and 3.5 bits; affine: equal steps. auto: "
+            "trellis where the quantizer is calibrated, and for half bits.",
+        ),
+    )
+    group: int | None = field(
+        default=None,
+        metadata=option(
+            "--group-size",
+            choices=("16", "32", "64", "128", "row"),
+            parse=lambda text: ROW_GROUP if text == "row" else int(text),
+            help="Weights that share a scale, in affine with a zero; row: one for each row.  [default: row for a "
+            f"trellis, {_AFFINE_GROUP} for affine]",
+        ),
+    )
+    scale_bits: int = field(
+        default=16,
+        metadata=option(
+            "--scale-bits",
+            choices=("8", "16"),
+            parse=int,
+            help="Width of scales and zeros; 8 saves bytes where groups are small.",
+        ),
+    )
+    dense_bits: Bits = field(
+        default=None,
+        metadata=option(
+            "--dense-bits",
+            choices=("1", "2", "3", "4", "8", "16", SOURCE),
+            parse=_bits,
+            help="Width of attention, embedding, head, shared experts and dense layers; source, and 16, do not "
+            "quantize them. Norms, biases and routers never are.  [default: source]",
+        ),
+    )
 
     def plan(self, spec: ModelSpec, quantizer: Quantizer) -> Plan:
         """The plan for a model without a checkpoint.
@@ -81,7 +147,7 @@ class PlanOptions:
         )
         width = _width(self.dense_bits, 16)
         dense = None if width == 16 else self._affine(width)
-        return uniform_plan(spec, self.selector, selector, record, dense, quantizer)
+        return uniform_plan(spec, self.selector or "up", selector, record, dense, quantizer)
 
     def _part(self, flag: str, bits: float, quantizer: Quantizer) -> PartFormat:
         """The format of experts' matrices that take so many bits a weight."""
@@ -105,118 +171,129 @@ def _width(bits: Bits, usual: int) -> float:
     return bits if isinstance(bits, float | int) else usual
 
 
-_OPTIONS = (
-    click.option(
-        "--selector",
-        type=click.Choice(SELECTORS),
-        default="up",
-        show_default=True,
-        help="Which matrix decides what neurons run, and is stored apart to be read whole.",
-    ),
-    click.option(
-        "--selector-bits",
-        type=_EXPERT_BITS_CHOICE,
-        help=f"Bits of a weight of the selector; source: what the checkpoint has, without loss.  [default: {_USUAL}]",
-    ),
-    click.option(
-        "--record-bits",
-        type=_EXPERT_BITS_CHOICE,
-        help="Bits of a weight of the neuron records; source: what the checkpoint has, without loss. FP8 and MXFP4 are "
-        f"kept wherever these are not below theirs.  [default: {_USUAL}]",
-    ),
-    click.option(
-        "--codec",
-        type=click.Choice(_CODECS),
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """What `convert` was asked for.
+
+    `target`: None: a pack as `plan` says, or `plan_file`.   `eval_data`, `eval_tokens`: the text that a pack for a
+    target is measured on, and how much of it.   `profile`: None: for a target, one is made beside the output.
+    """
+
+    output: Path = field(
+        default=Path("packed"), metadata=option("--output", "-o", help="The pack's folder, new or empty.")
+    )
+    target: Target | None = None
+    eval_data: str | None = field(
+        default=None,
+        metadata=option(
+            "--eval-data",
+            metavar="NAME_OR_FILE",
+            mark="target",
+            help="With --target-vram: the text that the loss is measured on, as for eval.  [default: the end of our "
+            "sample]",
+        ),
+    )
+    eval_tokens: int = field(
+        default=EVAL_TOKENS,
+        metadata=option(
+            "--eval-tokens",
+            least=256,
+            metavar="N",
+            mark="target",
+            help="How many tokens of it: the more, the less of the limit goes to the interval of the estimate.",
+        ),
+    )
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    plan_file: Path | None = field(
+        default=None,
+        metadata=option(
+            "--plan",
+            path="file",
+            metavar="FILE",
+            mark="plan",
+            help="A plan (moe-pack plan -o): each expert's widths and sparsity, in place of the seven options above, "
+            "--quantizer and --sparsity.",
+        ),
+    )
+    quantizer: AnyQuantizer = field(
         default="auto",
-        show_default=True,
-        help="What experts' weights of 4 bits and less are stored in. trellis: a code's value depends on those before "
-        "it too, the best for its bytes, and alone takes 1.5, 2.5 and 3.5 bits; affine: equal steps. auto: trellis "
-        "where the quantizer is calibrated, and for half bits.",
-    ),
-    click.option(
-        "--group-size",
-        type=click.Choice(_GROUPS),
-        help="Weights that share a scale, in affine with a zero; row: one for each row.  [default: row for a trellis, "
-        f"{_AFFINE_GROUP} for affine]",
-    ),
-    click.option(
-        "--scale-bits",
-        type=click.Choice(["8", "16"]),
-        default="16",
-        show_default=True,
-        help="Width of scales and zeros; 8 saves bytes where groups are small.",
-    ),
-    click.option(
-        "--dense-bits",
-        type=_DENSE_BITS_CHOICE,
-        help="Width of attention, embedding, head, shared experts and dense layers; source, and 16, do not quantize "
-        "them. Norms, biases and routers never are.  [default: source]",
-    ),
-)
-_NAMES = ("selector", "selector_bits", "record_bits", "codec", "group_size", "scale_bits", "dense_bits")
+        metadata=option(
+            "--quantizer",
+            choices=_QUANTIZERS,
+            mark="plan",
+            help="How codes are found. calibrated: by what experts were given in the profile's text, the best; hqq: by "
+            "the weights alone, the best without a profile; nearest and absmax are plain and quick. auto: calibrated "
+            "with a profile that has inputs, else hqq.",
+        ),
+    )
+    profile: Path | None = field(
+        default=None,
+        metadata=option(
+            "--profile",
+            metavar="DIR",
+            help="A profile of this model (moe-pack profile): experts are rounded by what they were given in its text, "
+            "neurons are stored hottest first, at --sparsity, and what it knows of routes is put beside the pack (as "
+            "moe-pack attach does).",
+        ),
+    )
+    sparsity: float | None = field(
+        default=None,
+        metadata=option(
+            "--sparsity",
+            metavar="S",
+            mark="plan",
+            help="Share of an expert's neurons that shall not run: thresholds are measured on the finished pack, on "
+            "the profile's text, or on our sample.  [default: all run]",
+        ),
+    )
+    workers: int = field(default=NUM_CORES, metadata=WORKERS_OPTION)
+    memory_bytes: int = field(
+        default=MEMORY_BYTES,
+        metadata=option(
+            "--memory",
+            parse=read_size,
+            default_text=f"{MEMORY_BYTES >> 30}G",
+            metavar="SIZE",
+            help="What experts worked on at once may hold between them. Calibrated ones hold some hundred MiB each: "
+            "with many cores, more memory is less time.",
+        ),
+    )
 
+    def check(self) -> None:
+        """Refuses options that do not go together.
 
-def plan_options(body: F) -> F:
-    """Adds the options that decide a plan; the body gets them as one argument, `plan_options`."""
+        Raises:  UsageError.
+        """
+        if self.target is not None:
+            self._check_with(self.target)
+        elif wrong := given(self, "target"):
+            raise UsageError(
+                f"{wrong[0]}: is of --target-vram, which measures what a pack loses; moe-pack eval measures any"
+            )
+        elif self.plan_file is not None:
+            if others := given(self.plan) + given(replace(self, plan_file=None), "plan"):
+                raise UsageError(f"--plan: says all of a plan; leave {', '.join(others)} out")
+        else:
+            self._check_plan()
 
-    @functools.wraps(body)
-    def gathered(*args: Any, **options: Any) -> Any:
-        chosen = {name: options.pop(name) for name in _NAMES}
-        group = chosen["group_size"]
-        gathered_options = PlanOptions(
-            chosen["selector"],
-            _bits(chosen["selector_bits"]),
-            _bits(chosen["record_bits"]),
-            chosen["codec"],
-            None if group is None else ROW_GROUP if group == "row" else int(group),
-            int(chosen["scale_bits"]),
-            _bits(chosen["dense_bits"]),
-        )
-        return body(*args, plan_options=gathered_options, **options)
+    def _check_with(self, target: Target) -> None:
+        """Refuses what a target's plan decides by itself: formats, but not a selector or what a preset leaves open."""
+        plan = replace(self.plan, selector=None) if target.preset is None else self.plan
+        decided = replace(self, sparsity=None) if target.preset == "floe" else self
+        if names := given(plan) + given(decided, "plan"):
+            raise UsageError(f"--target-vram: a plan is made that decides this; leave {', '.join(names)} out")
 
-    for option in reversed(_OPTIONS):
-        option(gathered)
-    return gathered  # type: ignore[return-value]  # click calls it with the options it has added
-
-
-def _bits(text: str | None) -> Bits:
-    return text if text is None or text == SOURCE else float(text)
-
-
-def given_plan_options() -> list[str]:
-    """Which of these options stand on the command line."""
-    return given_options(*_NAMES)
-
-
-def given_options(*names: str) -> list[str]:
-    """Which of the command's options, by their parameters' names, stand on the command line."""
-    context = click.get_current_context()
-    given = [name for name in names if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
-    return [f"--{name.replace('_', '-')}" for name in given]
-
-
-def workers_option(body: F) -> F:
-    """Adds the number of threads."""
-    return click.option(
-        "--workers",
-        type=click.IntRange(1, 256),
-        default=os.cpu_count() or 1,
-        help="Experts worked on at once.  [default: all cores]",
-    )(body)
-
-
-def memory_option(body: F) -> F:
-    """Adds the memory that items at work at once hold."""
-    return click.option(
-        "--memory",
-        "memory_bytes",
-        callback=lambda context, parameter, value: read_size(value),
-        default=f"{MEMORY_BYTES >> 30}G",
-        show_default=True,
-        metavar="SIZE",
-        help="What experts worked on at once may hold between them. Calibrated ones hold some hundred MiB each: with "
-        "many cores, more memory is less time.",
-    )(body)
+    def _check_plan(self) -> None:
+        if self.sparsity is not None and (fault := ThresholdRule(sparsity=self.sparsity).fault()):
+            raise UsageError(fault)
+        if self.profile is None and self.quantizer == "calibrated":
+            raise UsageError(
+                "--quantizer calibrated: rounds by what experts are given; give a --profile, which has kept it"
+            )
+        if self.profile is not None and self.sparsity is None and self.quantizer not in ("auto", "calibrated"):
+            raise UsageError(
+                f"--profile: says nothing to {self.quantizer}, and orders neurons at a sparsity; give --sparsity too"
+            )
 
 
 def large_bytes(layout: PackLayout) -> int:

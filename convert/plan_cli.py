@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import click
 from moe_pack.calib import Profile, assumed_losses, losses_of
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.making_cli import dense_dtypes
-from moe_pack.convert.pack_cli import given_options
 from moe_pack.convert.plan_file import plan_bytes
 from moe_pack.convert.plan_report import (
     Offer,
@@ -28,9 +27,8 @@ from moe_pack.convert.planner import Planner
 from moe_pack.convert.presets import preset_decision
 from moe_pack.convert.source_formats import lossless_formats, with_kept
 from moe_pack.convert.target import Target, defaults_text, planner_for
-from moe_pack.convert.target_cli import known_facts, target_options
+from moe_pack.convert.target_cli import known_facts
 from moe_pack.formats import (
-    SELECTORS,
     Checkpoint,
     ConversionError,
     Matrix,
@@ -39,10 +37,12 @@ from moe_pack.formats import (
     PartFormat,
     PlanError,
     Selector,
+    UsageError,
     dense_roles,
     model_spec,
+    option,
 )
-from moe_pack.formats.cli import command_errors
+from moe_pack.formats.cli import command_errors, options_from
 from moe_pack.runtime import MachineFacts
 
 # What is offered beside the loss asked for, by how much of it.
@@ -69,75 +69,83 @@ class Wanted:
         return f"losses {self.model.losses.origin}; routes drawn evenly; moe-pack profile measures both"
 
 
+@dataclass(frozen=True, slots=True)
+class PlanCommandOptions:
+    """What `plan` was asked for."""
+
+    profile: Path | None = field(
+        default=None,
+        metadata=option(
+            "--profile",
+            metavar="DIR",
+            help="A profile of this model (moe-pack profile). Without, losses are assumed and routes drawn.",
+        ),
+    )
+    target: Target | None = None
+    selector: Selector | None = field(
+        default=None, metadata=option("--selector", help="This selector kind only.  [default: the fastest]")
+    )
+    sparsity: float | None = field(
+        default=None,
+        metadata=option("--sparsity", metavar="S", help="With --preset floe: the share of neurons that shall not run."),
+    )
+    output: Path | None = field(
+        default=None,
+        metadata=option(
+            "--output",
+            "-o",
+            path="file",
+            metavar="FILE",
+            help="Write the first plan there, for moe-pack convert --plan.",
+        ),
+    )
+    as_json: bool = field(default=False, metadata=option("--json", help="Print the plans as JSON."))
+
+    def check(self) -> None:
+        """Refuses options that do not go together.
+
+        Raises:  UsageError.
+        """
+        if self.target is None:
+            raise UsageError("--target-vram: says what memory to plan for; give it, such as 11G")
+        if self.sparsity is not None and self.target.preset != "floe":
+            raise UsageError("--sparsity: is of --preset floe; plans decide it by themselves, leave it out")
+        if self.selector is not None and self.target.preset is not None:
+            raise UsageError(f"--selector: preset {self.target.preset} decides by itself; leave it out")
+
+    def narrowed(self) -> Target:
+        """Returns the target for this machine, narrowed to the selector and the sparsity that were asked for."""
+        assert self.target is not None, "`check` has seen it"
+        selectors = self.target.selectors if self.selector is None else (self.selector,)
+        return replace(self.target.resolved(), selectors=selectors, sparsity=self.sparsity)
+
+
 @click.command("plan", short_help="Say what of PATH would fit a memory, how fast, at what loss.")
 @click.argument("path")
-@click.option(
-    "--profile",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="A profile of this model (moe-pack profile). Without, losses are assumed and routes drawn.",
-)
-@target_options
-@click.option("--selector", type=click.Choice(SELECTORS), help="This selector kind only.  [default: the fastest]")
-@click.option(
-    "--sparsity", type=float, metavar="S", help="With --preset floe: the share of neurons that shall not run."
-)
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Write the first plan there, for moe-pack convert --plan.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print the plans as JSON.")
+@options_from(PlanCommandOptions)
 @command_errors(interrupted="interrupted")
-def plan_command(
-    path: str,
-    profile: Path | None,
-    target: Target | None,
-    selector: Selector | None,
-    sparsity: float | None,
-    output: Path | None,
-    as_json: bool,
-) -> None:
+def plan_command(path: str, options: PlanCommandOptions) -> None:
     """Plan the pack of PATH that decodes fastest in --target-vram and loses at most --max-loss.
 
     PATH is a checkpoint, as for convert; or, since no weights are read, a config.json or the name of a published model.
     Three plans are made: for the loss asked, a quarter of it, and four times; the first is the one that is taken.
     """
-    if target is None:
-        raise click.UsageError("--target-vram: says what memory to plan for; give it, such as 11G")
-    if fault := _fault(target, sparsity):
-        raise click.UsageError(fault)
     facts = known_facts(Path())
-    wanted = _wanted(path, profile, _narrowed(target, selector, sparsity), facts)
+    wanted = _wanted(path, options.profile, options.narrowed(), facts)
     model = wanted.model
     planner = planner_for(wanted.target, model.spec, model.dense_dtypes, model.losses, wanted.profile, facts)
     offers = list(_offers(planner, wanted))
     taken = offers[0].planned
     assert taken is not None, "a plan that is asked for is there, or an error was raised"
-    if output is not None:
-        _write(output, plan_bytes(taken.decision, model.spec))
-    if as_json:
+    if options.output is not None:
+        _write(options.output, plan_bytes(taken.decision, model.spec))
+    if options.as_json:
         click.echo(json.dumps(_as_json(wanted, offers), indent=2))
         return
     for line in _lines(wanted, offers, taken):
         click.echo(line)
-    if output is not None:
-        click.echo(f"\n{output}: the first plan; moe-pack convert {path} --plan {output} makes it")
-
-
-def _fault(target: Target, sparsity: float | None) -> str | None:
-    """Which options have no meaning together, or None."""
-    if sparsity is not None and target.preset != "floe":
-        return "--sparsity: is of --preset floe; plans decide it by themselves, leave it out"
-    if target.preset is not None and given_options("selector"):
-        return f"--selector: preset {target.preset} decides by itself; leave it out"
-    return None
-
-
-def _narrowed(target: Target, selector: Selector | None, sparsity: float | None) -> Target:
-    return replace(target, selectors=target.selectors if selector is None else (selector,), sparsity=sparsity)
+    if options.output is not None:
+        click.echo(f"\n{options.output}: the first plan; moe-pack convert {path} --plan {options.output} makes it")
 
 
 def _wanted(path: str, folder: Path | None, target: Target, facts: MachineFacts | None) -> Wanted:

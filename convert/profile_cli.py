@@ -2,10 +2,10 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Literal
 
 import click
 import numpy as np
@@ -19,7 +19,6 @@ from moe_pack.calib import (
     Profile,
     ProfileOptions,
     RealizedSparsity,
-    Sensitivity,
     ThresholdRule,
     Tokens,
     attach,
@@ -31,14 +30,15 @@ from moe_pack.calib import (
 )
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight
-from moe_pack.formats import Checkpoint, ConversionError, ModelSpec, Pack, PlanError
-from moe_pack.formats.cli import command_errors, size_text
-from moe_pack.runtime import PREDICTORS, ROUTING_FILE, FolderFiles, Routing, Text, operations_for
+from moe_pack.formats import Checkpoint, ConversionError, ModelSpec, Pack, PlanError, UsageError, option
+from moe_pack.formats.cli import command_errors, options_from, size_text
+from moe_pack.runtime import DEVICE_OPTION, PREDICTORS, ROUTING_FILE, FolderFiles, Routing, Text, kernels_for
 
-F = TypeVar("F", bound=Callable[..., Any])
 NUM_TOKENS, SEQUENCE_LENGTH = 16384, 512  # of text, where nothing else is asked for
 _INTERRUPTED = "interrupted; what is done stays, run the same command again to go on"
-LEVELS = ("none", "fast", "full", "exact")
+FIELD_OPTION = option(
+    "--field", metavar="F", help="The field of JSONL, Parquet or a data set with the text.  [default: text]"
+)
 
 
 class Bars:
@@ -98,82 +98,61 @@ def chosen_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def text_options(body: F) -> F:
-    """Adds the options that choose text."""
-    body = click.option(
-        "--sequence-length",
-        type=click.IntRange(16),
-        default=SEQUENCE_LENGTH,
-        show_default=True,
-        metavar="N",
-        help="Tokens a sequence; each begins from an empty context.",
-    )(body)
-    body = click.option(
-        "--tokens",
-        "num_tokens",
-        type=click.IntRange(256),
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """The text to measure on."""
+
+    data: str | None = field(
+        default=None,
+        metadata=option(
+            "--data",
+            metavar="NAME_OR_FILE",
+            help="A text, JSONL or Parquet file, or a data set's name (NAME:CONFIG:SPLIT).  [default: our sample]",
+        ),
+    )
+    field_name: str | None = field(default=None, metadata=FIELD_OPTION)
+    num_tokens: int = field(
         default=NUM_TOKENS,
-        show_default=True,
-        metavar="N",
-        help="How many tokens to take. The last fifth is held out, to check what the others say.",
-    )(body)
-    body = click.option(
-        "--field",
-        metavar="F",
-        help="The field of JSONL, Parquet or a data set with the text.  [default: text]",
-    )(body)
-    return click.option(
-        "--data",
-        metavar="NAME_OR_FILE",
-        help="A text, JSONL or Parquet file, or a data set's name (NAME:CONFIG:SPLIT).  [default: our sample]",
-    )(body)
+        metadata=option(
+            "--tokens",
+            least=256,
+            metavar="N",
+            help="How many tokens to take. The last fifth is held out, to check what the others say.",
+        ),
+    )
+    sequence_length: int = field(
+        default=SEQUENCE_LENGTH,
+        metadata=option(
+            "--sequence-length",
+            least=16,
+            metavar="N",
+            help="Tokens a sequence; each begins from an empty context.",
+        ),
+    )
+
+    def tokens(self, text: Text) -> Tokens:
+        """Reads the text.
+
+        Raises:  what `read_tokens` raises.
+        """
+        return read_tokens(self.data, self.field_name, text, self.num_tokens, self.sequence_length)
 
 
-_device_option = click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to compute."
-)
+@dataclass(frozen=True, slots=True)
+class ProfileCommandOptions:
+    """What `profile` was asked for."""
+
+    text: TextOptions = field(default_factory=TextOptions)
+    profile: ProfileOptions = field(default_factory=ProfileOptions)
+    output: Path = field(default=Path("profile"), metadata=option("--output", "-o", help="The profile's folder."))
+    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
 
 
 @click.command("profile", short_help="Measure the model at PATH on calibration text.")
 @click.argument("path")
-@text_options
-@click.option(
-    "--sensitivity",
-    type=click.Choice(LEVELS),
-    default="fast",
-    show_default=True,
-    help="What each width and sparsity costs: none; fast, on few tokens with plain rounding scaled to hqq; full, on "
-    "more with hqq itself, each matrix on its own; exact, besides each expert at 2 bits alone, as EdgeMoE does.",
-)
-@click.option(
-    "--inputs/--no-inputs",
-    "keeps_inputs",
-    default=True,
-    show_default=True,
-    help="Keep what experts were given of some of the text (of 2,048 tokens an expert on average, none held out): "
-    "calibrated rounding needs it, nothing else does. 2 bytes a token, hidden value and layer.",
-)
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path),
-    default="profile",
-    show_default=True,
-    help="The profile's folder.",
-)
-@_device_option
+@options_from(ProfileCommandOptions)
 @command_errors(interrupted=_INTERRUPTED)
-def profile_command(
-    path: str,
-    data: str | None,
-    field: str | None,
-    num_tokens: int,
-    sequence_length: int,
-    sensitivity: Sensitivity,
-    keeps_inputs: bool,
-    output: Path,
-    device: str,
-) -> None:
+def profile_command(path: str, options: ProfileCommandOptions) -> None:
     """Measure the model at PATH (as for convert) on calibration text, layer by layer in bounded memory.
 
     What is measured: which experts tokens go to and by which paths, which neurons run, what fewer bits and fewer
@@ -185,45 +164,50 @@ def profile_command(
     bars = Bars()
     began = time.perf_counter()
     try:
-        tokens = read_tokens(data, field, Text(FolderFiles(folder)), num_tokens, sequence_length)
+        tokens = options.text.tokens(Text(FolderFiles(folder)))
         say_text(checkpoint.spec, tokens)
-        options = ProfileOptions(sensitivity, keeps_inputs=keeps_inputs)
-        profile = make_profile(checkpoint, tokens, output, options, bars, chosen_device(device))
+        device = chosen_device(options.device)
+        profile = make_profile(checkpoint, tokens, options.output, options.profile, bars, device)
     finally:
         bars.close()
         checkpoint.close()
     num_bytes = sum(file.bytes for file in profile.facts.files)
-    click.echo(f"{output}: {size_text(num_bytes)}, in {time_text(time.perf_counter() - began)}")
+    click.echo(f"{options.output}: {size_text(num_bytes)}, in {time_text(time.perf_counter() - began)}")
     for line in profile_lines(profile):
         click.echo(line)
 
 
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """What `report` was asked for."""
+
+    pack: Path | None = field(
+        default=None,
+        metadata=option(
+            "--pack",
+            metavar="PACK",
+            help="Draw what moe-pack eval measured of this pack, too; --prices there for what more losses would cost "
+            "it.",
+        ),
+    )
+    output: Path = field(
+        default=Path("report.html"), metadata=option("--output", "-o", path="file", help="The file to write.")
+    )
+
+
 @click.command("report", short_help="Draw a profile as one HTML file.")
 @click.argument("profile", type=click.Path(path_type=Path))
-@click.option(
-    "--pack",
-    type=click.Path(path_type=Path),
-    metavar="PACK",
-    help="Draw what moe-pack eval measured of this pack, too; --prices there for what more losses would cost it.",
-)
-@click.option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default="report.html",
-    show_default=True,
-    help="The file to write.",
-)
+@options_from(ReportOptions)
 @command_errors(interrupted="interrupted")
-def report_command(profile: Path, pack: Path | None, output: Path) -> None:
+def report_command(profile: Path, options: ReportOptions) -> None:
     """Draw PROFILE as one HTML file that needs no network; open it in a browser.
 
     Heat maps of popularity, sparsity and sensitivity, what each lossy choice costs, recall of the predictors, coverage
     of paths and of experts.
     """
-    opened, measured = Profile(profile), None
-    if pack is not None:
-        with Pack(pack) as held:
+    opened, measured, output = Profile(profile), None, options.output
+    if options.pack is not None:
+        with Pack(options.pack) as held:
             measured = measured_pack(held, opened, bits_per_weight(held))
     text = report_html(opened, measured)
     try:
@@ -233,40 +217,53 @@ def report_command(profile: Path, pack: Path | None, output: Path) -> None:
     click.echo(f"{output}: {size_text(len(text.encode()))}")
 
 
+@dataclass(frozen=True, slots=True)
+class ThresholdsOptions:
+    """What `thresholds` was asked for."""
+
+    sparsity: float | None = field(
+        default=None,
+        metadata=option(
+            "--sparsity", metavar="S", help="Share of an expert's neurons that shall not run: 0.8; 0: all run."
+        ),
+    )
+    theta: float | None = field(
+        default=None,
+        metadata=option("--theta", metavar="T", help="One threshold for all experts, as CORM has it."),
+    )
+    text: TextOptions = field(default_factory=TextOptions)
+    as_json: bool = field(default=False, metadata=option("--json", help="Print what was measured as JSON."))
+    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
+
+    @property
+    def rule(self) -> ThresholdRule:
+        """How thresholds are measured."""
+        return ThresholdRule(self.sparsity, self.theta)
+
+    def check(self) -> None:
+        """Refuses a rule that is none.
+
+        Raises:  UsageError.
+        """
+        if fault := self.rule.fault():
+            raise UsageError(fault)
+
+
 @click.command("thresholds", short_help="Measure thresholds on PACK, for a sparsity or one for all.")
 @click.argument("pack", type=click.Path(path_type=Path))
-@click.option(
-    "--sparsity", type=float, metavar="S", help="Share of an expert's neurons that shall not run: 0.8; 0: all run."
-)
-@click.option("--theta", type=float, metavar="T", help="One threshold for all experts, as CORM has it.")
-@text_options
-@click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
-@_device_option
+@options_from(ThresholdsOptions)
 @command_errors(interrupted=_INTERRUPTED)
-def thresholds_command(
-    pack: Path,
-    sparsity: float | None,
-    theta: float | None,
-    data: str | None,
-    field: str | None,
-    num_tokens: int,
-    sequence_length: int,
-    as_json: bool,
-    device: str,
-) -> None:
+def thresholds_command(pack: Path, options: ThresholdsOptions) -> None:
     """Measure PACK's thresholds on text, as it is stored, and rewrite them; no expert is touched.
 
     A neuron whose activation is below its expert's threshold does not run. Layer by layer, every earlier layer with
     its new thresholds; what sparsity that gives is measured on the held-out last fifth of the text too.
     """
-    rule = ThresholdRule(sparsity, theta)
-    if fault := rule.fault():
-        raise click.UsageError(fault)
     with Pack(pack) as held:
-        tokens = read_tokens(data, field, Text(held), num_tokens, sequence_length)
+        tokens, layers = options.text.tokens(Text(held)), held.spec.moe_layers
         say_text(held.spec, tokens)
-        measured, layers = measure_with_bar(held, tokens, rule, device), held.spec.moe_layers
-    if as_json:
+        measured = measure_with_bar(held, tokens, options.rule, options.device)
+    if options.as_json:
         click.echo(json.dumps(asdict(measured), indent=2))
         return
     for line in threshold_lines(pack, layers, measured):

@@ -1,8 +1,8 @@
 """The command `moe-pack replay`: a record's routes against policies and budgets."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,8 +10,8 @@ import click
 
 from moe_pack.calib import Profile
 from moe_pack.convert.traffic import held_out_passes
-from moe_pack.formats import ModelSpec, Pack, RunError
-from moe_pack.formats.cli import command_errors, read_size, size_text
+from moe_pack.formats import ModelSpec, Pack, RunError, option, read_size
+from moe_pack.formats.cli import command_errors, options_from, size_text
 from moe_pack.runtime import (
     PRESETS,
     BudgetPlan,
@@ -61,64 +61,67 @@ class Outcome:
     best: PolicyName | None
 
 
-def _budgets(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
-    return [read_size(text) for text in value.split(",")]
+def _budgets(text: str) -> tuple[int, ...]:
+    return tuple(read_size(one) for one in text.split(","))
 
 
-def _policies(context: click.Context, parameter: click.Parameter, value: str) -> list[PolicyName]:
-    if value == "all":
-        return list(_NAMES)
-    names: list[PolicyName] = []
-    for name in value.split(","):
+def _policies(text: str) -> tuple[PolicyName, ...]:
+    if text == "all":
+        return _NAMES
+    for name in text.split(","):
         if name not in PRESETS:
-            raise click.BadParameter(f"found {name!r}, expected all, or some of {', '.join(PRESETS)}")
-        names.append(PRESETS[name].name)
-    return names
+            raise ValueError(f"found {name!r}, expected all, or some of {', '.join(PRESETS)}")
+    return tuple(PRESETS[name].name for name in text.split(","))
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What `replay` was asked for."""
+
+    pack: Path = field(metadata=option("--pack", help="The pack that was run."))
+    budgets: tuple[int, ...] = field(
+        metadata=option("--budget", parse=_budgets, metavar="SIZE,...", help="Memory to suppose: 1G,512M.")
+    )
+    policies: tuple[PolicyName, ...] = field(
+        default=_NAMES,
+        metadata=option(
+            "--policy",
+            parse=_policies,
+            default_text="all",
+            metavar="NAME,...",
+            help=f"all, or some of {', '.join(PRESETS)}.",
+        ),
+    )
+    read_rate: int | None = field(
+        default=None,
+        metadata=option(
+            "--read-rate",
+            parse=read_size,
+            metavar="SIZE",
+            help="Bytes that the drive reads a second, such as 1.5G: says how many tokens a second that is, reading "
+            "alone.",
+        ),
+    )
+    as_json: bool = field(default=False, metadata=option("--json", help="Print everything as JSON."))
 
 
 @click.command("replay", short_help="Play a run's routes against policies and budgets.")
 @click.argument("record", type=click.Path(path_type=Path))
-@click.option("--pack", "folder", type=click.Path(path_type=Path), required=True, help="The pack that was run.")
-@click.option(
-    "--budget", "budgets", callback=_budgets, required=True, metavar="SIZE,...", help="Memory to suppose: 1G,512M."
-)
-@click.option(
-    "--policy",
-    "names",
-    callback=_policies,
-    default="all",
-    show_default=True,
-    metavar="NAME,...",
-    help=f"all, or some of {', '.join(PRESETS)}.",
-)
-@click.option(
-    "--read-rate",
-    callback=lambda context, parameter, value: None if value is None else read_size(value),
-    metavar="SIZE",
-    help="Bytes that the drive reads a second, such as 1.5G: says how many tokens a second that is, reading alone.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@options_from(ReplayOptions)
 @command_errors(interrupted="interrupted")
-def replay_command(
-    record: Path,
-    folder: Path,
-    budgets: list[int],
-    names: list[PolicyName],
-    read_rate: int | None,
-    as_json: bool,
-) -> None:
+def replay_command(record: Path, options: ReplayOptions) -> None:
     """Play RECORD (a run's, by moe-run --record; or a profile, whose held-out text counts as decoded token by token)
     against policies and budgets: how many experts would have been in memory when they were needed, and how many bytes
     read. Belady's optimum, which knows the future, stands beside.
     """
-    with Pack(folder) as pack:
+    with Pack(options.pack) as pack:
         traffic = find_traffic(record, pack)
-        outcomes = [play(traffic, pack, budget, names) for budget in budgets]
+        outcomes = [play(traffic, pack, budget, options.policies) for budget in options.budgets]
         total = int(pack.index.size.sum())
-    if as_json:
+    if options.as_json:
         click.echo(json.dumps([_as_json(outcome) for outcome in outcomes], indent=2))
         return
-    for line in _lines(traffic, outcomes, total, read_rate):
+    for line in _lines(traffic, outcomes, total, options.read_rate):
         click.echo(line)
 
 
@@ -148,7 +151,7 @@ def _check_shape(path: Path, passes: Passes, spec: ModelSpec) -> None:
         raise RunError(f"{path}: found layers, experts and experts a token {found}, expected {shape}: the pack's")
 
 
-def play(traffic: Traffic, pack: Pack, budget_bytes: int, names: list[PolicyName]) -> Outcome:
+def play(traffic: Traffic, pack: Pack, budget_bytes: int, names: Sequence[PolicyName]) -> Outcome:
     """Replays against each policy with the pages that a budget has room for, or a run of that budget had.
 
     Raises:  RunError if it has room for too few.

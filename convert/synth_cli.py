@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
@@ -10,127 +10,113 @@ import click
 from moe_pack.calib import Profile, ThresholdRule
 from moe_pack.convert.inspect import bits_per_weight
 from moe_pack.convert.memory_files import link_memory_folder
-from moe_pack.convert.pack_cli import (
-    PlanOptions,
-    given_plan_options,
-    large_bytes,
-    pack_bar,
-    plan_options,
-    workers_option,
-)
+from moe_pack.convert.pack_cli import NUM_CORES, WORKERS_OPTION, PlanOptions, large_bytes, pack_bar
 from moe_pack.convert.pipeline import Conversion
 from moe_pack.convert.plan_file import read_plan
 from moe_pack.convert.random_routers import profiled_popularity, skewed_popularity
 from moe_pack.convert.synthetic import Character, synthesize, synthetic_layout
-from moe_pack.formats import ModelSpec, Pack, PackLayout, Plan, model_spec
-from moe_pack.formats.cli import NOISE, command_errors, size_text
+from moe_pack.formats import ModelSpec, Pack, PackLayout, Plan, UsageError, given, model_spec, option
+from moe_pack.formats.cli import NOISE, command_errors, options_from, size_text
 
 _MAX_SKEW = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class SynthOptions:
-    """What `synth` was asked for, beside the plan."""
+    """What `synth` was asked for."""
 
-    sparsity: float
-    skew: float
-    path_correlation: float
-    profile: Path | None
-    seed: int
-    in_memory: bool
-    workers: int
+    output: Path = field(metadata=option("--output", "-o", help="The pack's folder, new or empty."))
+    layers: int | None = field(
+        default=None, metadata=option("--layers", least=1, metavar="N", help="The first N layers only.  [default: all]")
+    )
+    vocab: int | None = field(
+        default=None, metadata=option("--vocab", least=1, metavar="N", help="N tokens only.  [default: all]")
+    )
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    plan_file: Path | None = field(
+        default=None,
+        metadata=option(
+            "--plan",
+            path="file",
+            metavar="FILE",
+            help="A plan (moe-pack plan -o), each expert's widths, in place of the seven options above.",
+        ),
+    )
+    sparsity: float = field(
+        default=0.0, metadata=option("--sparsity", metavar="S", help="Share of neurons that shall not run.")
+    )
+    skew: float = field(
+        default=0.0,
+        metadata=option(
+            "--skew",
+            metavar="X",
+            help="The r-th most popular expert of a layer is chosen as often as r to the power of -X; 0: all alike.",
+        ),
+    )
+    path_correlation: float = field(
+        default=0.0,
+        metadata=option(
+            "--path-correlation",
+            metavar="C",
+            help="How far a token's experts in one layer say those in the next; 0: not at all, 1: wholly.",
+        ),
+    )
+    profile: Path | None = field(
+        default=None,
+        metadata=option(
+            "--profile",
+            metavar="DIR",
+            help="Experts are as popular as in this profile of the same model (moe-pack profile).",
+        ),
+    )
+    in_memory: bool = field(
+        default=False,
+        metadata=option(
+            "--in-memory",
+            help="Write to memory (/dev/shm), and make the output a link to it. Gone after a restart; to have the "
+            "memory back before, remove the folder that the link leads to.",
+        ),
+    )
+    seed: int = field(default=0, metadata=option("--seed", least=0, most=2**63 - 1, help="Other weights."))
+    workers: int = field(default=NUM_CORES, metadata=WORKERS_OPTION)
 
     def check(self) -> None:
-        """Raises:  click.UsageError for a number that is out of range."""
+        """Refuses numbers out of range, and options that do not go together.
+
+        Raises:  UsageError.
+        """
         if fault := ThresholdRule(sparsity=self.sparsity).fault():
-            raise click.UsageError(fault)
+            raise UsageError(fault)
         for name, found, most in (
             ("--skew", self.skew, _MAX_SKEW),
             ("--path-correlation", self.path_correlation, 1.0),
         ):
             if not (math.isfinite(found) and 0 <= found <= most):
-                raise click.UsageError(f"{name}: found {found}, expected a number from 0 to {most:g}")
+                raise UsageError(f"{name}: found {found}, expected a number from 0 to {most:g}")
         if self.profile is not None and self.skew:
-            raise click.UsageError("--profile: says how popular experts are; leave --skew out")
+            raise UsageError("--profile: says how popular experts are; leave --skew out")
+        if self.plan_file is not None and (others := given(self.plan)):
+            raise UsageError(f"--plan: says all of a plan; leave {', '.join(others)} out")
 
 
 @click.command("synth", short_help="Make a pack of the dimensions of NAME, with random weights.")
 @click.argument("name")
-@click.option("--output", "-o", type=click.Path(path_type=Path), required=True, help="The pack's folder, new or empty.")
-@click.option("--layers", type=click.IntRange(1), metavar="N", help="The first N layers only.  [default: all]")
-@click.option("--vocab", type=click.IntRange(1), metavar="N", help="N tokens only.  [default: all]")
-@plan_options
-@click.option(
-    "--plan",
-    "plan_file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="A plan (moe-pack plan -o), each expert's widths, in place of the seven options above.",
-)
-@click.option(
-    "--sparsity", type=float, default=0.0, show_default=True, metavar="S", help="Share of neurons that shall not run."
-)
-@click.option(
-    "--skew",
-    type=float,
-    default=0.0,
-    show_default=True,
-    metavar="X",
-    help="The r-th most popular expert of a layer is chosen as often as r to the power of -X; 0: all alike.",
-)
-@click.option(
-    "--path-correlation",
-    type=float,
-    default=0.0,
-    show_default=True,
-    metavar="C",
-    help="How far a token's experts in one layer say those in the next; 0: not at all, 1: wholly.",
-)
-@click.option(
-    "--profile",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Experts are as popular as in this profile of the same model (moe-pack profile).",
-)
-@click.option(
-    "--in-memory",
-    is_flag=True,
-    help="Write to memory (/dev/shm), and make the output a link to it. Gone after a restart; to have the memory back "
-    "before, remove the folder that the link leads to.",
-)
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Other weights.")
-@workers_option
+@options_from(SynthOptions)
 @command_errors(interrupted="interrupted; what is done stays, run the same command again to go on")
-def synth_command(
-    name: str,
-    output: Path,
-    layers: int | None,
-    vocab: int | None,
-    plan_options: PlanOptions,
-    plan_file: Path | None,
-    sparsity: float,
-    skew: float,
-    path_correlation: float,
-    profile: Path | None,
-    in_memory: bool,
-    seed: int,
-    workers: int,
-) -> None:
+def synth_command(name: str, options: SynthOptions) -> None:
     """Make a pack of the dimensions of the model NAME, with random weights: see how fast it would run here.
 
     NAME is a published model whose dimensions we know (a name that is none lists them), a config.json, or a folder
     with one; nothing is downloaded. moe-run OUTPUT --bench then measures. The text of such a pack is noise.
     """
-    options = SynthOptions(sparsity, skew, path_correlation, profile, seed, in_memory, workers)
-    options.check()
-    if plan_file is not None and (given := given_plan_options()):
-        raise click.UsageError(f"--plan: says all of a plan; leave {', '.join(given)} out")
-    spec = model_spec(name, layers, vocab)
-    plan = plan_options.plan(spec, "nearest") if plan_file is None else read_plan(plan_file, spec).plan
-    _synthesize(spec, plan, output, options)
+    spec = model_spec(name, options.layers, options.vocab)
+    file = options.plan_file
+    plan = options.plan.plan(spec, "nearest") if file is None else read_plan(file, spec).plan
+    _synthesize(spec, plan, options)
 
 
-def _synthesize(spec: ModelSpec, plan: Plan, output: Path, options: SynthOptions) -> None:
+def _synthesize(spec: ModelSpec, plan: Plan, options: SynthOptions) -> None:
+    output = options.output
     layout = synthetic_layout(spec, plan)
     if options.profile is None:
         popularity = skewed_popularity(spec, options.skew, options.seed)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -25,9 +25,13 @@ from moe_pack.formats import (
     ModelSpec,
     RunError,
     Selector,
+    UsageError,
     format_fault,
+    given,
+    option,
     pack_layout,
     part_format,
+    read_size,
     size_text,
     trellis_format,
     uniform_dense,
@@ -39,7 +43,7 @@ USUAL_CONTEXT = 4096
 _RAM_SHARE = 0.75
 _SMALLEST = (trellis_format(3, ROW_GROUP), BF16)  # the first that a model's rows can hold
 
-Device = Literal["cpu", "cuda"]
+Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,13 @@ class Limit:
 USUAL_LIMIT = Limit("perplexity", 0.01)
 
 
+def _read_limit(text: str) -> Limit:
+    found = parse_limit(text)
+    if found is None:
+        raise ValueError(f"found {text!r}, expected a share of perplexity such as 1%, or nats such as 0.02")
+    return found
+
+
 def parse_limit(text: str) -> Limit | None:
     """The limit that `1%` (of perplexity) or `0.02` (nats) stands for; None if it is none."""
     try:
@@ -83,21 +94,100 @@ def parse_limit(text: str) -> Limit | None:
 class Target:
     """What was asked for. What is None is taken by default, as `defaults_text` says.
 
-    `budget_bytes`: of a card's memory on `cuda`, of the machine's on `cpu`.   `ram_bytes`, `link_rate` (bytes a
-    second), `gpu`: of a card only.   `preset`: a paper's pack in place of a search.   `sparsity`: of preset floe.
+    `budget_bytes`: of a card's memory on `cuda`, of the machine's on `cpu`.   `gpu`, `link_rate` (bytes a second),
+    `ram_bytes`: of a card only.   `preset`: a paper's pack in place of a search.   `sparsity`: of preset floe.
     """
 
-    budget_bytes: int
-    device: Device
-    limit: Limit = USUAL_LIMIT
-    context_tokens: int | None = None
-    ram_bytes: int | None = None
-    link_rate: float | None = None
-    gpu: str | None = None
-    search: SearchName = "knapsack"
-    preset: PresetName | None = None
+    budget_bytes: int = field(
+        metadata=option(
+            "--target-vram",
+            parse=read_size,
+            metavar="SIZE",
+            help="Memory that the pack shall run in, such as 11G: a card's, or with --device cpu the machine's.",
+        )
+    )
+    device: Device = field(
+        default="auto",
+        metadata=option(
+            "--device",
+            help="What shall compute; auto: a card if there is one here, or --gpu or --link says so.",
+        ),
+    )
+    limit: Limit = field(
+        default=USUAL_LIMIT,
+        metadata=option(
+            "--max-loss",
+            parse=_read_limit,
+            default_text=f"{100 * USUAL_LIMIT.value:g}%",
+            metavar="P%|KL",
+            mark="search",
+            help="The most that the pack may lose: growth of perplexity, or nats of KL divergence a token.",
+        ),
+    )
+    context_tokens: int | None = field(
+        default=None,
+        metadata=option(
+            "--context",
+            least=1,
+            metavar="N",
+            help=f"Tokens of key-value cache to make room for.  [default: {USUAL_CONTEXT}, or the model's maximum]",
+        ),
+    )
+    gpu: str | None = field(
+        default=None,
+        metadata=option(
+            "--gpu",
+            metavar="NAME",
+            mark="card",
+            help=f"The card: {', '.join(CARDS)}, or {MEASURE} for this machine's.",
+        ),
+    )
+    link_rate: float | None = field(
+        default=None,
+        metadata=option(
+            "--link",
+            parse=read_size,
+            metavar="SIZE",
+            mark="card",
+            help="Bytes a second from host memory to the card, such as 25G.  [default: the doctor's, or 16 GB/s]",
+        ),
+    )
+    ram_bytes: int | None = field(
+        default=None,
+        metadata=option(
+            "--ram",
+            parse=read_size,
+            metavar="SIZE",
+            mark="card",
+            help="Host memory for what the card cannot hold; the rest comes from the drive.  [default: 75% of this "
+            "machine's]",
+        ),
+    )
+    search: SearchName = field(
+        default="knapsack", metadata=option("--search", mark="search", help="How formats are chosen.")
+    )
+    preset: PresetName | None = field(
+        default=None, metadata=option("--preset", help="A paper's pack in place of a search.")
+    )
     selectors: tuple[Selector, ...] = SELECTORS
     sparsity: float | None = None
+
+    def check(self) -> None:
+        """Refuses options that the device or the preset has no use for.
+
+        Raises:  UsageError.
+        """
+        if self.resolved().device == "cpu" and (wrong := given(self, "card")):
+            raise UsageError(f"{wrong[0]}: is of a card; leave it out with --device cpu")
+        if self.preset is not None and (wrong := given(self, "search")):
+            raise UsageError(f"{wrong[0]}: preset {self.preset} decides by itself; leave it out")
+
+    def resolved(self) -> "Target":
+        """Returns the target with `cpu` or `cuda` in place of `auto`: what this machine and the other options say."""
+        if self.device != "auto":
+            return self
+        is_card = self.gpu is not None or self.link_rate is not None or torch.cuda.is_available()
+        return replace(self, device="cuda" if is_card else "cpu")
 
 
 def context_of(target: Target, spec: ModelSpec) -> int:

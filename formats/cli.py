@@ -277,7 +277,8 @@ def _literals(hint: Any) -> tuple[Any, ...]:
     """The values of a Literal, or of a union of some; none of another type."""
     if get_origin(hint) is Literal:
         return get_args(hint)
-    return tuple(value for part in get_args(hint) for value in _literals(part))
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
+    return tuple(value for part in parts for value in _literals(part))
 
 
 def cache_folder() -> Path:

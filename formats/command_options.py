@@ -27,7 +27,7 @@ class Option:
     parse: Callable[[str], Any] | None
     default_text: str | None
     path: Literal["any", "file", "folder"]
-    only: str | None
+    mark: str | None
 
     @property
     def name(self) -> str:
@@ -38,7 +38,7 @@ class Option:
 
 def option(
     *flags: str,
-    help: str,
+    help: str,  # noqa: A002  # as click calls it
     metavar: str | None = None,
     least: float | None = None,
     most: float | None = None,
@@ -46,7 +46,7 @@ def option(
     parse: Callable[[str], Any] | None = None,
     default_text: str | None = None,
     path: Literal["any", "file", "folder"] = "any",
-    only: str | None = None,
+    mark: str | None = None,
 ) -> Mapping[str, Option]:
     """Returns a field's metadata: the option that sets the field.
 
@@ -56,10 +56,10 @@ def option(
     Args:    flags: `--output`, `-o`, or `--inputs/--no-inputs`.   least, most: bounds of a number, both allowed.
              choices: the texts allowed, where the field's type does not list them.   parse: makes the field's value of
              the text; raises ValueError with what was expected.   default_text: how the default is written, where
-             `parse` makes it of a text.   path: what a path may lead to, if it exists.   only: what alone has a use
-             for the option; see `given`.
+             `parse` makes it of a text.   path: what a path may lead to, if it exists.   mark: a word that `given`
+             selects options by.
     """
-    return {_KEY: Option(flags, help, metavar, least, most, choices, parse, default_text, path, only)}
+    return {_KEY: Option(flags, help, metavar, least, most, choices, parse, default_text, path, mark)}
 
 
 def option_of(field: "Field[Any]") -> Option | None:
@@ -67,10 +67,10 @@ def option_of(field: "Field[Any]") -> Option | None:
     return cast("Option | None", field.metadata.get(_KEY))
 
 
-def given(options: object, only: str | None = None) -> list[str]:
+def given(options: object, mark: str | None = None) -> list[str]:
     """Lists the names of the options whose fields differ from their defaults, those of nested dataclasses included.
 
-    Args:    only: restricts the list to options that carry this mark.
+    Args:    mark: restricts the list to options that carry this mark.
     """
     assert is_dataclass(options), "options are fields of a dataclass"
     found: list[str] = []
@@ -78,8 +78,8 @@ def given(options: object, only: str | None = None) -> list[str]:
         value, spelled = getattr(options, field.name), option_of(field)
         if spelled is not None:
             differs = field.default is MISSING or value != field.default
-            if differs and only in (None, spelled.only):
+            if differs and mark in (None, spelled.mark):
                 found.append(spelled.name)
         elif is_dataclass(value):
-            found += given(value, only)
+            found += given(value, mark)
     return found

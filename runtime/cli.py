@@ -34,7 +34,7 @@ class RunOptions:
     chat: bool = field(
         default=False, metadata=option("--chat", help="Ask the prompt as a chat message, in the pack's own template.")
     )
-    bench: BenchOptions = BenchOptions()
+    bench: BenchOptions = field(default_factory=BenchOptions)
     max_tokens: int | None = field(
         default=None,
         metadata=option("--max-tokens", "-n", least=1, help="Stop after N tokens.  [default: 256; 64 with --bench]"),
@@ -49,7 +49,7 @@ class RunOptions:
         default=None,
         metadata=option("--seed", least=0, most=2**63 - 1, help="Repeat a draw; without it, every run differs."),
     )
-    engine: EngineOptions = EngineOptions()
+    engine: EngineOptions = field(default_factory=EngineOptions)
     stats: bool = field(
         default=False, metadata=option("--stats", help="Report speed and memory on standard error at the end.")
     )

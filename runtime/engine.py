@@ -107,6 +107,7 @@ class EngineOptions:
             "--ram",
             parse=read_size,
             metavar="SIZE",
+            mark="card",
             help="With --device cuda: host memory for experts; those of a larger pack come from the drive.  "
             "[default: three quarters of what is free]",
         ),
@@ -127,8 +128,7 @@ class EngineOptions:
         ),
     )
     foretells: bool = field(
-        default=True,
-        metadata=option("--no-prefetch", help="Read no expert before its router has chosen it."),
+        default=True, metadata=option("--no-prefetch", help="Read no expert before its router has chosen it.")
     )
     cutover: float | None = field(
         default=None,
@@ -137,7 +137,7 @@ class EngineOptions:
             least=0,
             most=1,
             metavar="SHARE",
-            only="streaming",
+            mark="streaming",
             help="Read single rows of an expert where less than this share of its neurons runs.  [default: where it "
             "pays, once moe-pack doctor has measured the drive; else the policy's]",
         ),
@@ -179,7 +179,7 @@ class EngineOptions:
             "--trace",
             path="file",
             metavar="FILE",
-            only="streaming",
+            mark="streaming",
             help="Write what happened when, to be opened in ui.perfetto.dev.",
         ),
     )
@@ -189,20 +189,25 @@ class EngineOptions:
             "--record",
             path="file",
             metavar="FILE",
-            only="streaming",
+            mark="streaming",
             help="Write what the routers chose, for moe-pack replay.",
         ),
     )
     chunk_tokens: int | None = None
     machine: MachineFacts | None = None
 
+    def of_card_alone(self) -> list[str]:
+        """Lists those that were given and have a meaning on a card alone."""
+        wanted = {"--engine graph": self.engine == "graph", "--kv-dtype bf16": self.kv_dtype == "bf16"}
+        return given(self, mark="card") + [name for name, is_wanted in wanted.items() if is_wanted]
+
     def of_streams_alone(self) -> list[str]:
         """Lists the options that were given and have a meaning for experts that stream alone."""
-        return given(self, only="streaming")
+        return given(self, mark="streaming")
 
     def of_staged_alone(self) -> list[str]:
         """Lists those that were given and, on a card, the staged engine alone can do."""
-        names = given(replace(self, trace=None), only="streaming")
+        names = given(replace(self, trace=None), mark="streaming")
         return names + ([f"--policy {self.policy}"] if self.policy not in ("auto", "lru") else [])
 
 
@@ -261,13 +266,8 @@ class Engine:
         options, has_encoder = self.options, self._pack.spec.encoder is not None
         if has_encoder and options.record is not None:
             raise RunError("--record: a pass of a model with an encoder is of one stack, records have whole ones")
-        for name, is_given in {
-            "--engine graph": options.engine == "graph",
-            "--ram": options.ram_bytes is not None,
-            "--kv-dtype bf16": options.kv_dtype == "bf16",
-        }.items():
-            if is_given:
-                raise RunError(f"{name}: is of --device cuda; leave it out, or add that")
+        if names := options.of_card_alone():
+            raise RunError(f"{names[0]}: is of --device cuda; leave it out, or add that")
         budget = self._budget(context_tokens)
         self.weights = self._mapped() if budget is None else self._streaming(budget, context_tokens)
         most = self.plan.chunk_tokens if self.plan else PREFILL_TOKENS

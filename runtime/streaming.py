@@ -88,7 +88,7 @@ class Trust:
             least=0,
             most=1,
             metavar="ALPHA",
-            only="streaming",
+            mark="streaming",
             help="CHANGES THE ANSWER: experts that hardly count give way to similar ones in memory.  [default: off]",
         ),
     )
@@ -96,7 +96,7 @@ class Trust:
         default=False,
         metadata=option(
             "--trust-prediction",
-            only="streaming",
+            mark="streaming",
             help="CHANGES THE ANSWER: where single rows are read, only those that were foretold run.",
         ),
     )

@@ -1,6 +1,6 @@
 """What is asked of a plan: limits, defaults that are said, devices and cards, and options that go together."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import click
@@ -12,8 +12,8 @@ from losses import random_losses
 
 from moe_pack.convert.machines import assumed_cpu
 from moe_pack.convert.target import Limit, Target, context_of, defaults_text, parse_limit, planner_for
-from moe_pack.convert.target_cli import target_options
 from moe_pack.formats import RunError, dense_roles, model_spec
+from moe_pack.formats.cli import options_from
 from moe_pack.runtime import CpuFacts, LinkFacts, MachineFacts, SizedRate, total_bytes
 
 GIB = 1 << 30
@@ -31,14 +31,21 @@ def facts(link: LinkFacts | None = None) -> MachineFacts:
     return MachineFacts("2026-01-01", assumed_cpu().drive, CpuFacts(2, None, None, None, (), (), None), link)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The options of a command that has no others."""
+
+    target: Target | None = None
+
+
 def asked(*arguments: str) -> Target | str | None:
     """What the options come to, or the last line of what is wrong with them."""
     found: list[Target | None] = []
 
     @click.command()
-    @target_options
-    def command(target: Target | None) -> None:
-        found.append(target)
+    @options_from(Asked)
+    def command(options: Asked) -> None:
+        found.append(options.target and options.target.resolved())
 
     done = CliRunner().invoke(command, list(arguments))
     assert (done.exit_code == 2) == (not found), done.output
@@ -81,8 +88,8 @@ def test_all_options_become_one_target() -> None:
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        (["--ram", "2G"], "--ram: says how to plan for a memory; give --target-vram too"),
-        (["--max-loss", "1%"], "--max-loss: says how to plan for a memory; give --target-vram too"),
+        (["--ram", "2G"], "--ram: goes with --target-vram; give both"),
+        (["--max-loss", "1%"], "--max-loss: goes with --target-vram; give both"),
         (
             ["--target-vram", "1G", "--device", "cpu", "--gpu", "L4"],
             "--gpu: is of a card; leave it out with --device cpu",
@@ -119,7 +126,7 @@ def test_every_default_is_said_and_nothing_that_was_asked_for() -> None:
         "--link",
         "--ram:" if total_bytes() is None else "--ram",
     ]
-    whole = Target(GIB, "cuda", Limit("kl", 0.1), 16, GIB, 1e9, "L4")
+    whole = Target(GIB, "cuda", Limit("kl", 0.1), 16, "L4", 1e9, GIB)
     assert defaults_text(whole, SPEC, None) == []
 
 
