@@ -23,7 +23,6 @@ import torch
 from judge import Judge
 from memory_weights import MemoryWeights
 from numpy.typing import NDArray
-from thresholds_hold import Silent
 from tqdm import tqdm
 
 from moe_pack.calib import (
@@ -235,7 +234,7 @@ def main(
             drawn = random_plans(checkpoint.spec, plans, seed)
             measured = measure_plans(checkpoint, drawn, unseen, Path(name) / "pack")
             for each in _LEVELS[level]:
-                losses = losses_of(make_profile(checkpoint, sample, Path(name) / each, ProfileOptions(each), Silent()))
+                losses = losses_of(make_profile(checkpoint, sample, Path(name) / each, ProfileOptions(each)))
                 lost[each] = losses.nll_per_kl
                 for draw, held in drawn.items():
                     foretold = [predicted(losses, formats) for formats in held]

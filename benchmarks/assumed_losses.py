@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 import click
-from thresholds_hold import Silent
 
 from moe_pack.calib import ProfileOptions, assumed_figures, losses_of, make_profile, read_tokens
 from moe_pack.formats import Checkpoint, canonical, dump
@@ -30,7 +29,7 @@ def main(model: Path, output: Path) -> None:
     checkpoint = Checkpoint(model)
     try:
         with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
-            losses = losses_of(make_profile(checkpoint, tokens, Path(folder) / "p", ProfileOptions("fast"), Silent()))
+            losses = losses_of(make_profile(checkpoint, tokens, Path(folder) / "p", ProfileOptions("fast")))
             figures = assumed_figures(losses, checkpoint.spec, model.name)
     finally:
         checkpoint.close()

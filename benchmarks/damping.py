@@ -15,7 +15,6 @@ from pathlib import Path
 
 import click
 import torch
-from thresholds_hold import Silent
 from torch import Tensor
 
 from moe_pack.calib import Profile, ProfileOptions, make_profile, read_tokens
@@ -63,7 +62,7 @@ def main(model: Path) -> None:
     )
     sums: dict[tuple[str, int], list[list[float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
-        profile = make_profile(checkpoint, tokens, Path(folder) / "p", ProfileOptions("none"), Silent())
+        profile = make_profile(checkpoint, tokens, Path(folder) / "p", ProfileOptions("none"))
         weights = CheckpointWeights(checkpoint)
         for layer_idx in range(len(profile.spec.moe_layers)):
             for expert in range(0, profile.spec.router.num_experts, _EVERY_EXPERT):

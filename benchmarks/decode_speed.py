@@ -34,7 +34,6 @@ import numpy as np
 import torch
 from generate_checkpoint import SHAPES, AnyShape, generate
 from numpy.typing import NDArray
-from thresholds_hold import Silent
 from tqdm import tqdm
 
 from moe_pack.calib import ThresholdRule, Tokens, measure_thresholds, realized_sparsity
@@ -237,7 +236,7 @@ def make_sparse(dense: Path, sparsity: float) -> Path:
         ids = np.random.default_rng(1).integers(
             opened.spec.vocab_size, size=(_THRESHOLD_SEQUENCES, _THRESHOLD_LENGTH), dtype=np.int32
         )
-        measured = measure_thresholds(opened, _tokens(ids), ThresholdRule(sparsity), Silent())
+        measured = measure_thresholds(opened, _tokens(ids), ThresholdRule(sparsity))
     click.echo(f"sparsity {measured.held_out.overall:.4f} on tokens held out", err=True)
     partial.rename(pack)
     return pack
@@ -255,7 +254,7 @@ def decoded_sparsity(pack: Pack, rounds: Sequence[Round], num_decoded: int) -> f
     """
     prompts = np.array([one.prompt for one in rounds], np.int32)
     wholes = np.array([one.prompt + one.decoded[:num_decoded] for one in rounds], np.int32)
-    before, after = (realized_sparsity(pack, _tokens(ids), Silent()).overall for ids in (prompts, wholes))
+    before, after = (realized_sparsity(pack, _tokens(ids)).overall for ids in (prompts, wholes))
     assert before is not None and after is not None, "every token goes to experts"
     num_prompt, num_whole = prompts.shape[1], wholes.shape[1]
     return float((after * num_whole - before * num_prompt) / (num_whole - num_prompt))

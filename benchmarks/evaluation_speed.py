@@ -16,12 +16,11 @@ from statistics import median
 
 import click
 import torch
-from thresholds_hold import Silent
 from tqdm import tqdm
 
 from moe_pack.calib import ThresholdRule, Tokens, measure_thresholds, read_tokens, realized_sparsity
 from moe_pack.convert import convert
-from moe_pack.formats import Checkpoint, Pack, part_format, uniform_plan
+from moe_pack.formats import NO_PROGRESS, Checkpoint, Pack, part_format, uniform_plan
 from moe_pack.runtime import (
     TORCH,
     Decoder,
@@ -68,7 +67,7 @@ def _decode(pack: Pack, tokens: Tokens, operations: Operations) -> int:
 
 
 def _calibrate(pack: Pack, tokens: Tokens, operations: Operations) -> int:
-    realized_sparsity(pack, tokens, Silent(), _CPU, operations)
+    realized_sparsity(pack, tokens, NO_PROGRESS, _CPU, operations)
     return int(tokens.sequences.size)
 
 
@@ -117,7 +116,7 @@ def main(rounds: int, num_tokens: int, as_json: bool) -> None:
         for sparsity in (0.0, 0.8):
             if sparsity:
                 with Pack(folder) as pack:
-                    measure_thresholds(pack, tokens, ThresholdRule(sparsity), Silent())
+                    measure_thresholds(pack, tokens, ThresholdRule(sparsity))
             with Pack(folder) as pack:
                 for threads in tqdm(dict.fromkeys((1, num_cpus())), desc=f"sparsity {sparsity:g}", disable=as_json):
                     speeds += measure(pack, tokens, sparsity, threads, rounds)

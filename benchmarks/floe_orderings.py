@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 import torch
 from quality import Candidate, judge, text_windows
-from thresholds_hold import Silent, make_pack
+from thresholds_hold import make_pack
 from tokenizers import Tokenizer
 
 from moe_pack.calib import ThresholdRule, Tokens, measure_thresholds, read_tokens
@@ -89,7 +89,7 @@ class _Packs:
         make_pack(self._checkpoint, selector, 16, "hqq", folder, 1)
         for sparsity in sparsities:
             with Pack(folder) as pack:
-                measure_thresholds(pack, sample, ThresholdRule(sparsity=sparsity), Silent())
+                measure_thresholds(pack, sample, ThresholdRule(sparsity=sparsity))
             yield _Case("a", selector, sparsity, self._open(folder, 16))
 
     def narrowed(self, matrix: Matrix, width: int) -> _Case:

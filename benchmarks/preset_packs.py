@@ -12,7 +12,6 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from thresholds_hold import Silent
 
 from moe_pack.calib import (
     ProfileOptions,
@@ -29,7 +28,7 @@ from moe_pack.convert import convert
 from moe_pack.convert.plan_file import Decision
 from moe_pack.convert.planned import Model
 from moe_pack.convert.presets import PRESET_NAMES, preset_decision
-from moe_pack.formats import Checkpoint, Pack, dense_roles
+from moe_pack.formats import NO_PROGRESS, Checkpoint, Pack, dense_roles
 from moe_pack.runtime import FolderFiles, Text
 
 _TESTS = Path(__file__).parents[1] / "tests"
@@ -64,9 +63,9 @@ def quality_of_pack(checkpoint: Checkpoint, decision: Decision, sample: Tokens, 
         convert(checkpoint, decision.plan, path, workers=2)
         torch.set_num_threads(num_threads)  # converting leaves torch with one thread
         with Pack(path) as pack:
-            measure_thresholds(pack, sample, rule_of(decision), Silent())
+            measure_thresholds(pack, sample, rule_of(decision))
         with Pack(path) as pack:
-            return evaluate(pack, unseen, Silent(), checkpoint)
+            return evaluate(pack, unseen, NO_PROGRESS, checkpoint)
 
 
 def judge(name: str, model: Model, decision: Decision, quality: Quality) -> Judged:
@@ -111,7 +110,7 @@ def main(model: Path, text: Path, tokens: int, tokens_unseen: int) -> None:
     checkpoint = Checkpoint(model)
     try:
         with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
-            profile = make_profile(checkpoint, sample, Path(folder) / "p", ProfileOptions("fast"), Silent())
+            profile = make_profile(checkpoint, sample, Path(folder) / "p", ProfileOptions("fast"))
             dtypes = tuple(checkpoint.dtype(checkpoint.dense_source(r.name)) for r in dense_roles(checkpoint.spec))
             known = Model(checkpoint.spec, dtypes, losses_of(profile))
         lines = []

@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 import torch
 from quality import Tally
-from thresholds_hold import Silent, make_pack
+from thresholds_hold import make_pack
 from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
@@ -152,13 +152,13 @@ def prices(model: Path, ids: list[int], folder: Path) -> Iterator[Price]:
     sample = read_tokens(None, None, Text(FolderFiles(model)), _SAMPLE_TOKENS, _WINDOW_TOKENS)
     with closing(Checkpoint(model)) as checkpoint:
         make_pack(checkpoint, "up", _WIDTH, "hqq", folder / "pack", 1)
-        profile = make_profile(checkpoint, sample, folder / "profile", ProfileOptions("none"), Silent())
+        profile = make_profile(checkpoint, sample, folder / "profile", ProfileOptions("none"))
     with Pack(folder / "pack") as pack:
         attach(pack, profile)
     for sparsity, cases in ((0.0, substitution_cases()), *((share, trust_cases()) for share in _SPARSITIES)):
         if sparsity:
             with Pack(folder / "pack") as pack:
-                measure_thresholds(pack, sample, ThresholdRule(sparsity=sparsity), Silent())
+                measure_thresholds(pack, sample, ThresholdRule(sparsity=sparsity))
         with Pack(folder / "pack") as pack:  # an open one keeps the thresholds that it was opened with
             reference = read_reference(pack, ids)
             for case in tqdm(cases, desc=f"sparsity {sparsity:g}", disable=None):

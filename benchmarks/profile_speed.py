@@ -26,8 +26,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from moe_pack.calib import Cost, ProfileOptions, Sensitivity, Tokens, make_profile, read_tokens
-from moe_pack.formats import Checkpoint
+from moe_pack.calib import ProfileOptions, Sensitivity, Tokens, make_profile, read_tokens
+from moe_pack.formats import Checkpoint, Stage
 from moe_pack.runtime import FolderFiles, Text
 
 _TINY = Path(__file__).parents[1] / "tests" / "models" / "tiny-mixtral"
@@ -44,26 +44,29 @@ class _EnoughError(Exception):
 
 
 class _Stopwatch:
-    """A watcher that times stages and keeps what they announce; it ends the run before the predictors."""
+    """Progress that times stages and keeps what they announce; it ends the run before the predictors."""
 
     def __init__(self) -> None:
-        self.taken: dict[str, tuple[float, Cost]] = {}
-        self._begun: tuple[str, float, Cost] | None = None
+        self.taken: dict[str, tuple[float, Stage]] = {}
+        self._begun: tuple[float, Stage] | None = None
 
-    def begin(self, stage: str, cost: Cost) -> None:
+    def begin(self, stage: Stage) -> None:
         """A stage begins."""
-        self._begun = stage, time.perf_counter(), cost
-        if stage == "predictors":
+        self._begun = time.perf_counter(), stage
+        if stage.name == "predictors":
             raise _EnoughError
 
-    def advance(self, multiplications: int, what: str) -> None:
-        """So many multiplications more are done."""
+    def advance(self, amount: int, what: str = "") -> None:
+        """More of the stage is done."""
 
     def end(self) -> None:
         """The stage is done."""
         assert self._begun is not None, "it has begun"
-        stage, began, cost = self._begun
-        self.taken[stage] = time.perf_counter() - began, cost
+        began, stage = self._begun
+        self.taken[stage.name] = time.perf_counter() - began, stage
+
+    def say(self, line: str) -> None:
+        """A line is nothing to time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +187,8 @@ def _available_bytes() -> int:
 
 def foretell(folder: Path, tokens: Tokens, level: Sensitivity) -> Foretold:
     """Runs the sensitivity stage once."""
-    seconds, cost = timed_profile(folder, tokens, level).taken["sensitivity"]
-    return Foretold(level, cost.seconds, seconds, seconds / cost.seconds)
+    seconds, stage = timed_profile(folder, tokens, level).taken["sensitivity"]
+    return Foretold(level, stage.seconds, seconds, seconds / stage.seconds)
 
 
 def _report(speeds: list[Speed], foretold: list[Foretold]) -> str:

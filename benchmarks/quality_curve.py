@@ -29,7 +29,6 @@ from llama_experts import LlamaPython, llama_types
 from planned import QUANTIZER, foretold, ours, single
 from pmq import measure_factors
 from quality_picture import draw
-from thresholds_hold import Silent
 from tqdm import tqdm
 
 from moe_pack.calib import Profile, ProfileOptions, Sensitivity, Tokens, make_profile, read_tokens
@@ -103,7 +102,7 @@ class Curve:
 
     def edgemoe(self, sample: Tokens, folder: Path) -> Iterator[Point]:
         """EdgeMoE's plans at HQQ's bytes, its importance measured on the sample by a profile in the folder."""
-        exact = make_profile(self.contest.checkpoint, sample, folder, ProfileOptions("exact"), Silent())
+        exact = make_profile(self.contest.checkpoint, sample, folder, ProfileOptions("exact"))
         importance = exact.exact()["losses"]
         for size in tqdm(list(sizes(self._spec, 1)), desc="EdgeMoE", disable=None):
             for name, plan in edgemoe_plans(self._spec, size.max_bytes, importance).items():
@@ -220,7 +219,7 @@ def main(
             raise click.ClickException(f"{model}: no type of llama.cpp can hold its rows, multiples of 32 weights")
         with tempfile.TemporaryDirectory(prefix="moe-pack-") as name:
             folder = Path(name)
-            profile = make_profile(checkpoint, sample, folder / "profile", ProfileOptions(sensitivity), Silent())
+            profile = make_profile(checkpoint, sample, folder / "profile", ProfileOptions(sensitivity))
             contest = Contest(checkpoint, unseen, profile)
             points = measure(Curve(contest, profile), sample, seeds, llama, only, folder)
     finally:

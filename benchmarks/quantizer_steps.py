@@ -26,7 +26,6 @@ from judge import Blocks, Judge
 from memory_weights import MemoryWeights
 from paired_bootstrap import Verdict, paired_difference
 from planned import foretold, ours, single
-from thresholds_hold import Silent
 from tqdm import tqdm
 
 from moe_pack.calib import Profile, ProfileOptions, Sensitivity, make_profile, read_tokens
@@ -124,7 +123,7 @@ def main(model: Path, text: Path, sensitivity: Sensitivity, tokens_profiled: int
     checkpoint = Checkpoint(model)
     try:
         with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
-            profile = make_profile(checkpoint, sample, Path(folder), ProfileOptions(sensitivity), Silent())
+            profile = make_profile(checkpoint, sample, Path(folder), ProfileOptions(sensitivity))
             judge = Judge(Decoder(CheckpointWeights(checkpoint), SEQUENCE_LENGTH), unseen)
             rows = list(measure(checkpoint, profile, judge))
     finally:

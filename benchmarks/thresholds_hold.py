@@ -18,7 +18,6 @@ import torch
 from tqdm import tqdm
 
 from moe_pack.calib import (
-    Cost,
     RealizedSparsity,
     ThresholdRule,
     Tokens,
@@ -35,19 +34,6 @@ _GROUP = 64
 _SEQUENCE_LENGTH = 512
 _MAX_OVERALL, _MAX_EXPERT = 0.01, 0.03
 _TRUSTED_TOKENS = 1000  # of an expert: of fewer, the text's own chance moves the share
-
-
-class Silent:
-    """A watcher that tells nobody."""
-
-    def begin(self, stage: str, cost: Cost) -> None:
-        """A stage begins."""
-
-    def advance(self, multiplications: int, what: str) -> None:
-        """So many multiplications more are done."""
-
-    def end(self) -> None:
-        """The stage is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +69,9 @@ def make_pack(
 def hold(folder: Path, width: int, sparsity: float, sample: Tokens, unseen: Tokens) -> Held:
     """Measures a pack's thresholds for a sparsity, and what they do on the unseen text."""
     with Pack(folder) as pack:
-        measure_thresholds(pack, sample, ThresholdRule(sparsity=sparsity), Silent())
+        measure_thresholds(pack, sample, ThresholdRule(sparsity=sparsity))
     with Pack(folder) as pack:  # the one before keeps the thresholds it was opened with
-        found = realized_sparsity(pack, unseen, Silent())
+        found = realized_sparsity(pack, unseen)
         selector = pack.manifest.selector
     assert found.overall is not None, "some token goes to some expert"
     farthest = _farthest(found, sparsity)

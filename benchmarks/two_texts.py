@@ -25,7 +25,6 @@ from memory_weights import JointQuantizer, MemoryWeights
 from paired_bootstrap import Verdict, paired_difference
 from planned import QUANTIZER, single
 from python_text import write_python_text
-from thresholds_hold import Silent
 from tqdm import tqdm
 
 from moe_pack.calib import ProfileOptions, Tokens, make_profile, read_tokens
@@ -93,7 +92,7 @@ def measure(checkpoint: Checkpoint, kinds: dict[str, Kind], folder: Path) -> Ite
     texts = Texts(checkpoint, kinds)
     uncalibrated = {width: texts.hqq(width) for width in WIDTHS}
     for calibrated_on, kind in tqdm(kinds.items(), desc="texts", disable=None):
-        profile = make_profile(checkpoint, kind.calibration, folder / calibrated_on, ProfileOptions("none"), Silent())
+        profile = make_profile(checkpoint, kind.calibration, folder / calibrated_on, ProfileOptions("none"))
         quantizer = joint_quantizers(profile).get(QUANTIZER)
         for width in WIDTHS:
             for judged_on, blocks in texts.ours(width, quantizer).items():

@@ -2,7 +2,7 @@
 
 from moe_pack.calib.assumed import assumed_figures, assumed_losses
 from moe_pack.calib.attach import attach, most_routing_bytes, routing_of
-from moe_pack.calib.costs import Cost, Watcher
+from moe_pack.calib.costs import Cost, time_text
 from moe_pack.calib.estimate import Estimate
 from moe_pack.calib.evaluation import (
     QUALITY_FILE,
@@ -81,7 +81,6 @@ __all__ = [
     "ThresholdRule",
     "Tokens",
     "UnholdableError",
-    "Watcher",
     "assumed_figures",
     "assumed_losses",
     "attach",
@@ -110,5 +109,6 @@ __all__ = [
     "report_html",
     "routing_of",
     "task_score",
+    "time_text",
     "unseen_tokens",
 ]

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from moe_pack.calib.layer_pass import LayerStates
 from moe_pack.calib.mlp_predictor import USUAL_TRAINING, shapes_for, train
 from moe_pack.calib.mlp_predictor import cost as training_cost
 from moe_pack.calib.sequences import stack_of
-from moe_pack.formats import ModelSpec, NeuronFunction, dense_roles
+from moe_pack.formats import ModelSpec, NeuronFunction, Stage, dense_roles, size_text
 from moe_pack.runtime import Weights, run_expert
 
 _TRIED_TOKENS = 512
@@ -57,24 +56,21 @@ class Cost:
     def __mul__(self, number: float) -> "Cost":
         return Cost(round(self.multiplications * number), self.seconds * number, round(self.kept_bytes * number))
 
+    def stage(self, name: str) -> Stage:
+        """Returns a stage that takes this much, and announces it."""
+        estimate = f", about {time_text(self.seconds)}" if self.seconds else ""
+        kept = f", {size_text(self.kept_bytes)} of experts' inputs to keep" if self.kept_bytes else ""
+        note = f"{self.multiplications / 1e9:,.1f} G multiplications{estimate}{kept}"
+        return Stage(name, self.multiplications, "mul", seconds=self.seconds, note=note)
 
-OnWork = Callable[[int, str], None]  # told of multiplications done, and of what
 
-
-class Watcher(Protocol):
-    """Who is told how a stage goes on."""
-
-    def begin(self, stage: str, cost: Cost) -> None:
-        """A stage begins, or goes on: what is left of it; 0 seconds are not foretold."""
-        ...
-
-    def advance(self, multiplications: int, what: str) -> None:
-        """So many multiplications more are done."""
-        ...
-
-    def end(self) -> None:
-        """The stage is done."""
-        ...
+def time_text(seconds: float) -> str:
+    """Seconds as a person reads them: 0.4 s, 12 s, 3 min, 2.5 h."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def half_multiplications(spec: ModelSpec, layer: int, sequence_length: int) -> int:

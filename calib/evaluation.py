@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.calib.arrays import Array
-from moe_pack.calib.costs import Watcher
 from moe_pack.calib.estimate import Estimate, block_sums, exponential, mean
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.model_pass import ModelPass
@@ -28,7 +27,7 @@ from moe_pack.calib.reference import Reference, check_reference, next_log_probs,
 from moe_pack.calib.sequences import check_length
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens
-from moe_pack.formats import Checkpoint, Pack, PlanError, canonical
+from moe_pack.formats import NO_PROGRESS, Checkpoint, Pack, PlanError, Progress, canonical
 from moe_pack.runtime import TORCH, CheckpointWeights, Operations, StreamedPackWeights
 
 QUALITY_FILE = "quality.json"
@@ -113,14 +112,14 @@ class BlockLosses:
 def evaluate(
     pack: Pack,
     tokens: Tokens,
-    watcher: Watcher,
+    progress: Progress = NO_PROGRESS,
     reference: Reference | Checkpoint | None = None,
     device: torch.device | None = None,
     operations: Operations = TORCH,
     folder: Path | None = None,
 ) -> Quality:
     """How good a pack is on a text; arguments and errors are those of `block_losses`. Writes no `quality.json`."""
-    losses = block_losses(pack, tokens, watcher, reference, device, operations, folder)
+    losses = block_losses(pack, tokens, progress, reference, device, operations, folder)
     return quality_of(pack, tokens, losses)
 
 
@@ -143,7 +142,7 @@ def quality_of(pack: Pack, tokens: Tokens, losses: BlockLosses) -> Quality:
 def block_losses(
     pack: Pack,
     tokens: Tokens,
-    watcher: Watcher,
+    progress: Progress = NO_PROGRESS,
     reference: Reference | Checkpoint | None = None,
     device: torch.device | None = None,
     operations: Operations = TORCH,
@@ -166,13 +165,13 @@ def block_losses(
     where = device or torch.device("cpu")
     try:
         packed = ModelPass(HeldWeights(StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where)
-        packed.run("predictions of the pack", watcher)
+        packed.run("predictions of the pack", progress)
         beside: _Beside | None = None
         if isinstance(reference, Checkpoint):
-            beside = _Source(reference, tokens, store, watcher, where)
+            beside = _Source(reference, tokens, store, progress, where)
         elif reference is not None:
             beside = _Kept(reference, where)
-        losses = _losses(packed, tokens, beside, source, watcher)
+        losses = _losses(packed, tokens, beside, source, progress)
     finally:
         store.close()
     shutil.rmtree(work)
@@ -249,12 +248,12 @@ class _Source:
     is_exact = True
 
     def __init__(
-        self, checkpoint: Checkpoint, tokens: Tokens, store: ProfileStore, watcher: Watcher, device: torch.device
+        self, checkpoint: Checkpoint, tokens: Tokens, store: ProfileStore, progress: Progress, device: torch.device
     ) -> None:
         self.num_outcomes, _ = num_kept(checkpoint.spec.vocab_size)
         weights = HeldWeights(CheckpointWeights(checkpoint, device))
         self._pass = ModelPass(weights, tokens, store, "source", device, with_twin=True)
-        self._pass.run("predictions of the source", watcher)
+        self._pass.run("predictions of the source", progress)
 
     def noise_floor(self) -> float:
         return noise_floor(self._pass)
@@ -274,10 +273,10 @@ def _stack(*losses: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def _losses(packed: ModelPass, tokens: Tokens, beside: _Beside | None, source: str, watcher: Watcher) -> BlockLosses:
+def _losses(packed: ModelPass, tokens: Tokens, beside: _Beside | None, source: str, progress: Progress) -> BlockLosses:
     """The losses, once all layers are done."""
     cost = packed.prediction_cost() * (2 if beside is not None and beside.is_exact else 1)
-    watcher.begin("predictions", cost)
+    progress.begin(cost.stage("predictions"))
     nll, compared = [], []
     for number, sequence in enumerate(packed.predicted):
         for rows in packed.pieces():
@@ -285,12 +284,12 @@ def _losses(packed: ModelPass, tokens: Tokens, beside: _Beside | None, source: s
             nll.append(-next_log_probs(log_probs, sequence, rows).double())
             if beside is not None:
                 compared.append(beside.compare(number, rows, log_probs, sequence))
-        watcher.advance(cost.multiplications // len(tokens.sequences), f"sequence {number}")
+        progress.advance(cost.multiplications // len(tokens.sequences), f"sequence {number}")
     against = None
     if beside is not None:
         sums = [block_sums(losses.cpu().numpy()) for losses in torch.cat(compared, dim=1)]
         against = SourceLosses(source, beside.is_exact, beside.num_outcomes, beside.noise_floor(), *sums)
-    watcher.end()
+    progress.end()
     found = torch.cat(nll).cpu().numpy()
     return BlockLosses(
         block_sums(np.ones(len(found))).astype(np.int64), block_sums(found), packed.sparsity().overall, against

@@ -16,7 +16,6 @@ from torch import Tensor
 from moe_pack.calib.arrays import Array
 from moe_pack.calib.costs import (
     Cost,
-    OnWork,
     Trial,
     expert_multiplications,
     half_multiplications,
@@ -30,7 +29,7 @@ from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.layer_pass import LayerStates, LayerTokens
 from moe_pack.calib.rounded import RoundedExperts
 from moe_pack.calib.sequences import Sequences
-from moe_pack.formats import ROW_GROUP
+from moe_pack.formats import NO_PROGRESS, ROW_GROUP, Progress
 from moe_pack.runtime import Weights, embed, run_expert
 
 _COPY_TOKENS = 512
@@ -63,22 +62,22 @@ class ExactPass:
         self._num_tokens = number * given.length
 
     @torch.inference_mode()
-    def layer(self, layer: int, on_work: OnWork = lambda multiplications, what: None) -> None:
+    def layer(self, layer: int, progress: Progress = NO_PROGRESS) -> None:
         """Takes all sequences through the next layer, where a copy for each of its experts begins."""
         states, spec = self.states, self._spec
         tokens = states.enter(layer)
-        on_work(half_multiplications(spec, layer, states.sequence_length) * len(tokens.x), f"layer {layer}")
+        progress.advance(half_multiplications(spec, layer, states.sequence_length) * len(tokens.x), f"layer {layer}")
         changes: list[tuple[Tensor, Tensor]] = []
         if layer in spec.moe_layers:
             layer_idx, one = spec.moe_layers.index(layer), expert_multiplications(spec)
             for expert in range(spec.router.num_experts):
                 changes.append(self._run_expert(tokens, layer_idx, expert))
                 done = len(tokens.of_expert(expert)[0])
-                on_work(one * done, f"layer {layer} expert {expert}")
+                progress.advance(one * done, f"layer {layer} expert {expert}")
         states.leave(layer, tokens, self._copies(tokens, changes))
 
     @torch.inference_mode()
-    def losses(self, on_work: OnWork = lambda multiplications, what: None) -> dict[str, Array]:
+    def losses(self, progress: Progress = NO_PROGRESS) -> dict[str, Array]:
         """`losses` f32 [L, E]: KL in nats with this expert at 2 bits, all others at 4; `base` f32 [1]: all at 4."""
         shape = (len(self._spec.moe_layers), self._spec.router.num_experts)
         num_copies = 1 + shape[0] * shape[1]
@@ -91,7 +90,8 @@ class ExactPass:
                     hidden = self.states.before((1 + copy) * self.num_copied + number)[rows]
                     found = self._log_probabilities(hidden)
                     sums[copy] += divergence(expected, found)
-            on_work(len(original) * (1 + num_copies) * self._spec.hidden_size * self._spec.vocab_size, "predictions")
+            done = len(original) * (1 + num_copies) * self._spec.hidden_size * self._spec.vocab_size
+            progress.advance(done, "predictions")
         kls = (sums / self._num_tokens).astype(np.float32)
         return {"losses": kls[1:].reshape(shape), "base": kls[:1]}
 

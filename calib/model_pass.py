@@ -13,7 +13,6 @@ from moe_pack.calib.arrays import Array, read_all_arrays
 from moe_pack.calib.costs import (
     Cost,
     Trial,
-    Watcher,
     expert_multiplications,
     half_multiplications,
     kind_of,
@@ -27,6 +26,7 @@ from moe_pack.calib.realized import RealizedSparsity, realized
 from moe_pack.calib.sequences import Sequences, check_length
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens
+from moe_pack.formats import Progress
 from moe_pack.runtime import embed
 
 
@@ -71,19 +71,19 @@ class ModelPass:
         self._states = LayerStates(weights, first, number, self.sequence_length, folder, device, answer=answer)
 
     @torch.inference_mode()
-    def run(self, stage: str, watcher: Watcher) -> None:
+    def run(self, stage: str, progress: Progress) -> None:
         """Takes all sequences through the layers that are left."""
         states, spec = self._states, self._spec
         layers = range(states.next_layer, spec.num_hidden_layers)
-        watcher.begin(stage, self._cost(layers))
+        progress.begin(self._cost(layers).stage(stage))
         for layer in layers:
             tokens = states.enter(layer)
-            watcher.advance(half_multiplications(spec, layer, self.sequence_length) * len(tokens.x), f"layer {layer}")
+            progress.advance(half_multiplications(spec, layer, self.sequence_length) * len(tokens.x), f"layer {layer}")
             if layer in spec.moe_layers:
-                self._store.write(self._file(layer), self._layer(tokens, layer, watcher))
+                self._store.write(self._file(layer), self._layer(tokens, layer, progress))
             states.leave(layer, tokens)
             del tokens  # or there would be two layers' while the next is entered
-        watcher.end()
+        progress.end()
 
     def sparsity(self) -> RealizedSparsity:
         """The share of neurons that did not run, once all layers are done; of a twin's tokens too."""
@@ -119,7 +119,7 @@ class ModelPass:
     def _file(self, layer: int) -> str:
         return f"{self._name}-{layer:03d}.safetensors"
 
-    def _layer(self, tokens: LayerTokens, layer: int, watcher: Watcher) -> dict[str, Array]:
+    def _layer(self, tokens: LayerTokens, layer: int, progress: Progress) -> dict[str, Array]:
         """Runs a layer's routed experts: neurons dropped, and tokens, int64 [E] each."""
         layer_idx, one = self._spec.moe_layers.index(layer), expert_multiplications(self._spec)
         dropped, number = (np.zeros(self._spec.router.num_experts, np.int64) for _ in range(2))
@@ -127,7 +127,7 @@ class ModelPass:
             threshold, place = self._weights.threshold(layer_idx, expert), f"layer {layer} expert {expert}"
 
             def on_tokens(num_tokens: int, place: str = place) -> None:
-                watcher.advance(one * num_tokens, place)
+                progress.advance(one * num_tokens, place)
 
             token_idx, left = run_counted(
                 self._states, tokens, self._weights, (layer_idx, expert), threshold, on_tokens

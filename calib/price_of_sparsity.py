@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.calib.costs import Watcher
 from moe_pack.calib.estimate import Estimate, block_sums, exponential, mean
 from moe_pack.calib.expert_error import SPARSITIES
 from moe_pack.calib.held import HeldWeights
@@ -23,7 +22,7 @@ from moe_pack.calib.reference import next_log_probs
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens
 from moe_pack.calib.thresholds import ThresholdRule, find_thresholds
-from moe_pack.formats import Pack, canonical
+from moe_pack.formats import Pack, Progress, canonical
 from moe_pack.runtime import TORCH, Operations, StreamedPackWeights
 
 
@@ -44,7 +43,7 @@ def sparsity_prices(
     pack: Pack,
     tokens: Tokens,
     calibration: Tokens,
-    watcher: Watcher,
+    progress: Progress,
     folder: Path,
     device: torch.device | None = None,
     operations: Operations = TORCH,
@@ -58,7 +57,7 @@ def sparsity_prices(
     every = [np.zeros(pack.thresholds.shape, np.float32)]
     for sparsity in SPARSITIES:
         work = folder / f"thresholds-{sparsity:g}"
-        every.append(find_thresholds(pack, calibration, ThresholdRule(sparsity), watcher, work, where, operations))
+        every.append(find_thresholds(pack, calibration, ThresholdRule(sparsity), progress, work, where, operations))
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": tokens.sha256}
     store = ProfileStore(folder / "passes", sha256(canonical(facts)).hexdigest(), starts_anew=True)
     try:
@@ -66,8 +65,8 @@ def sparsity_prices(
         for sparsity, thresholds in zip((0.0, *SPARSITIES), every, strict=True):
             weights = HeldWeights(_Rethresholded(pack, thresholds, where, operations))
             passes.append(ModelPass(weights, tokens, store, f"at-{sparsity:g}", where))
-            passes[-1].run(f"predictions at {sparsity:.0%} sparsity", watcher)
-        return _judged(passes, tokens, watcher)
+            passes[-1].run(f"predictions at {sparsity:.0%} sparsity", progress)
+        return _judged(passes, tokens, progress)
     finally:
         store.close()
 
@@ -87,11 +86,11 @@ class _Rethresholded(StreamedPackWeights):
 
 
 @torch.inference_mode()
-def _judged(passes: list[ModelPass], tokens: Tokens, watcher: Watcher) -> tuple[SparsityPrice, ...]:
+def _judged(passes: list[ModelPass], tokens: Tokens, progress: Progress) -> tuple[SparsityPrice, ...]:
     """The prices, once all layers are done; the first pass is the one that all others are judged by."""
     first, others = passes[0], passes[1:]
     cost = first.prediction_cost() * len(passes)
-    watcher.begin("predictions", cost)
+    progress.begin(cost.stage("predictions"))
     found: list[list[Tensor]] = [[] for _ in others]  # float64 [2, n]: KL, and likelihood lost
     for number, sequence in enumerate(first.predicted):
         for rows in first.pieces():
@@ -101,8 +100,8 @@ def _judged(passes: list[ModelPass], tokens: Tokens, watcher: Watcher) -> tuple[
                 log_probs = other.predictions(number, rows)
                 lost = likely - next_log_probs(log_probs, sequence, rows)
                 held.append(torch.stack([whole_divergence(expected, log_probs), lost.double()]))
-        watcher.advance(cost.multiplications // len(tokens.sequences), f"sequence {number}")
-    watcher.end()
+        progress.advance(cost.multiplications // len(tokens.sequences), f"sequence {number}")
+    progress.end()
     return tuple(
         SparsityPrice(sparsity, other.sparsity().overall, *estimates(torch.cat(held, dim=1)))
         for sparsity, other, held in zip(SPARSITIES, others, found, strict=True)

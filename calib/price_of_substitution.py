@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.calib.arrays import Array
-from moe_pack.calib.costs import Cost, Watcher, expert_multiplications, half_multiplications
+from moe_pack.calib.costs import Cost, expert_multiplications, half_multiplications
 from moe_pack.calib.estimate import Estimate
 from moe_pack.calib.outcomes import whole_divergence
 from moe_pack.calib.price_of_sparsity import estimates
 from moe_pack.calib.reference import next_log_probs
 from moe_pack.calib.sequences import Sequences
 from moe_pack.calib.text import Tokens
-from moe_pack.formats import Pack, RunError
+from moe_pack.formats import Pack, Progress, RunError
 from moe_pack.runtime import (
     EncoderDecoder,
     Engine,
@@ -68,7 +68,7 @@ class Substitution:
     prices: tuple[SubstitutionPrice, ...]
 
 
-def substitution(pack: Pack, tokens: Tokens, watcher: Watcher, folder: Path) -> Substitution:
+def substitution(pack: Pack, tokens: Tokens, progress: Progress, folder: Path) -> Substitution:
     """The price of each of `ALPHAS`, with room for half of the experts, or what the machine has. On the CPU.
 
     Args:    folder: for the predictions without, as long as it takes: 4 bytes a token and word of the vocabulary.
@@ -85,12 +85,12 @@ def substitution(pack: Pack, tokens: Tokens, watcher: Watcher, folder: Path) -> 
     with _same_threads():
         expected = np.memmap(path, np.float32, "w+", shape=(N, S - 1, pack.spec.vocab_size))
         with _engine(pack, budget, None, S) as engine:
-            for number, found in _decoded(engine, given, watcher, "decoding"):
+            for number, found in _decoded(engine, given, progress, "decoding"):
                 expected[number] = found.numpy()
             assert engine.plan is not None, "it has a budget"
             room = engine.plan.num_pages / int(expert_pages(pack.layout, engine.plan.page_bytes).sum())
             fetched, _ = _shares(engine)
-        prices = tuple(_price(pack, given, expected, alpha, budget, watcher) for alpha in ALPHAS)
+        prices = tuple(_price(pack, given, expected, alpha, budget, progress) for alpha in ALPHAS)
     path.unlink()
     return Substitution(POLICY, room, fetched, prices)
 
@@ -100,11 +100,11 @@ def _given(pack: Pack, tokens: Tokens) -> Sequences:
 
 
 def _price(
-    pack: Pack, given: Sequences, expected: NDArray[np.float32], alpha: float, budget: int, watcher: Watcher
+    pack: Pack, given: Sequences, expected: NDArray[np.float32], alpha: float, budget: int, progress: Progress
 ) -> SubstitutionPrice:
     losses = []
     with _engine(pack, budget, alpha, given.length) as engine:
-        for number, found in _decoded(engine, given, watcher, f"decoding with --substitute {alpha:g}"):
+        for number, found in _decoded(engine, given, progress, f"decoding with --substitute {alpha:g}"):
             losses.append(_losses(torch.from_numpy(expected[number]), found, given.ids[number].numpy()))
         fetched, replaced = _shares(engine)
     return SubstitutionPrice(alpha, replaced, fetched, *estimates(torch.cat(losses, dim=1)))
@@ -133,21 +133,21 @@ def _losses(expected: Tensor, found: Tensor, sequence: Array) -> Tensor:
     return torch.cat(pieces, dim=1)
 
 
-def _decoded(engine: Engine, given: Sequences, watcher: Watcher, stage: str) -> Iterator[tuple[int, Tensor]]:
+def _decoded(engine: Engine, given: Sequences, progress: Progress, stage: str) -> Iterator[tuple[int, Tensor]]:
     """Each sequence's number and the log-probabilities after all its tokens but the last, float32 [S - 1, V]."""
     spec, (N, S) = engine.decoder.spec, given.ids.shape
     layers = sum(half_multiplications(spec, layer, S) for layer in range(spec.num_hidden_layers))
     experts = len(spec.moe_layers) * spec.router.num_experts_per_tok * expert_multiplications(spec)
     one = layers + experts + spec.vocab_size * spec.hidden_size
-    watcher.begin(stage, Cost(one * N * (S - 1)))
+    progress.begin(Cost(one * N * (S - 1)).stage(stage))
     for number, stacks in enumerate(zip(*given.stacks, strict=True)):
         found = torch.empty((S - 1, spec.vocab_size))
         *text, ids = (held.tolist() for held in stacks)
         for place, logits in enumerate(fed_singly(engine, ids[:-1], *text)):
             found[place] = logits.log_softmax(dim=0)
-            watcher.advance(one, f"sequence {number} token {place}")
+            progress.advance(one, f"sequence {number} token {place}")
         yield number, found
-    watcher.end()
+    progress.end()
 
 
 def fed_singly(engine: Engine, ids: list[int], text: list[int] | None = None) -> Iterator[Tensor]:

@@ -9,13 +9,12 @@ from hashlib import sha256
 
 import torch
 
-from moe_pack.calib.costs import Watcher
 from moe_pack.calib.price_of_sparsity import SparsityPrice, sparsity_prices
 from moe_pack.calib.price_of_substitution import Substitution, substitution
 from moe_pack.calib.sequences import stack_tokens
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens
-from moe_pack.formats import Pack, canonical
+from moe_pack.formats import NO_PROGRESS, Pack, Progress, canonical
 from moe_pack.runtime import TORCH, Operations
 
 NUM_CALIBRATION_TOKENS = 2048  # to find thresholds on
@@ -37,7 +36,7 @@ def measure_prices(
     pack: Pack,
     tokens: Tokens,
     calibration: Tokens,
-    watcher: Watcher,
+    progress: Progress = NO_PROGRESS,
     device: torch.device | None = None,
     operations: Operations = TORCH,
 ) -> Prices:
@@ -52,8 +51,8 @@ def measure_prices(
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": judged.sha256}
     store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), starts_anew=True)
     try:
-        sparsity = sparsity_prices(pack, judged, calibration, watcher, store.work, device, operations)
-        replaced = substitution(pack, judged, watcher, store.work)
+        sparsity = sparsity_prices(pack, judged, calibration, progress, store.work, device, operations)
+        replaced = substitution(pack, judged, progress, store.work)
     finally:
         store.close()
     shutil.rmtree(folder)

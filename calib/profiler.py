@@ -22,7 +22,6 @@ from moe_pack.calib.arrays import Array, read_all_arrays
 from moe_pack.calib.costs import (
     Cost,
     Trial,
-    Watcher,
     expert_multiplications,
     half_multiplications,
     kind_of,
@@ -59,9 +58,11 @@ from moe_pack.calib.statistics import LayerStatistics, measure_layer
 from moe_pack.calib.store import PROFILE_FILE, ProfileStore, tidy
 from moe_pack.calib.text import Tokens, num_held_out
 from moe_pack.formats import (
+    NO_PROGRESS,
     Checkpoint,
     ContentFile,
     ConversionError,
+    Progress,
     RangeReader,
     canonical,
     dump,
@@ -105,7 +106,7 @@ def make_profile(
     tokens: Tokens,
     folder: Path,
     options: ProfileOptions,
-    watcher: Watcher,
+    progress: Progress = NO_PROGRESS,
     device: torch.device | None = None,
 ) -> Profile:
     """Profiles a checkpoint on some tokens into `folder`, going on where a killed run stopped.
@@ -123,7 +124,7 @@ def make_profile(
         return found
     store = ProfileStore(folder, _identity(facts))
     try:
-        run = _Run(checkpoint, tokens, store, options, facts.text.num_kept, watcher, device or torch.device("cpu"))
+        run = _Run(checkpoint, tokens, store, options, facts.text.num_kept, progress, device or torch.device("cpu"))
         run.keep_tokens()
         run.statistics()
         run.paths()
@@ -149,7 +150,7 @@ class _Run:
         store: ProfileStore,
         options: ProfileOptions,
         num_kept: int,
-        watcher: Watcher,
+        progress: Progress,
         device: torch.device,
     ) -> None:
         self._spec = checkpoint.spec
@@ -157,7 +158,7 @@ class _Run:
         self._ids = torch.from_numpy(tokens.sequences.astype(np.int64))
         self._store = store
         self._options = options
-        self._watcher = watcher
+        self._progress = progress
         self._device = device
         self._given = Sequences.of(self._spec, self._ids)
         self._shares = Shares.of(len(self._ids), self._given.length, num_held_out(len(self._ids)))
@@ -180,17 +181,17 @@ class _Run:
         folder = self._store.work / "statistics"
         states = LayerStates(self._weights, first, num_sequences, S, folder, self._device, answer=answer)
         layers = range(states.next_layer, self._spec.num_hidden_layers)
-        self._watcher.begin("statistics", self._statistics_cost(Trial(self._weights, states), layers))
+        self._progress.begin((self._statistics_cost(Trial(self._weights, states), layers)).stage("statistics"))
         for layer in layers:
             tokens = states.enter(layer)
             half = half_multiplications(self._spec, layer, S) * len(tokens.x)
-            self._watcher.advance(half, f"layer {layer}")
+            self._progress.advance(half, f"layer {layer}")
             if layer in self._spec.moe_layers:
                 self._count_layer(states, tokens, layer)
             states.leave(layer, tokens)
             del tokens  # or there would be two layers' while the next is entered
         states.close()
-        self._watcher.end()
+        self._progress.end()
 
     def _count_layer(self, states: LayerStates, tokens: LayerTokens, layer: int) -> None:
         layer_idx = self._spec.moe_layers.index(layer)
@@ -200,7 +201,7 @@ class _Run:
             self._store.replace(layer_file("inputs", layer), pieces)
 
         def on_expert(expert: int, num_tokens: int) -> None:
-            self._watcher.advance(one * num_tokens, f"layer {layer} expert {expert}")
+            self._progress.advance(one * num_tokens, f"layer {layer} expert {expert}")
 
         found = measure_layer(
             states,
@@ -238,20 +239,20 @@ class _Run:
             KeptInputs(self._kept, self._given.length, self._open_inputs) if len(self._kept) else None,
         )
         layers = range(stage.states.next_layer, self._spec.num_hidden_layers)
-        self._watcher.begin("sensitivity", stage.cost(layers))
+        self._progress.begin((stage.cost(layers)).stage("sensitivity"))
         give_back_freed()
         for layer in layers:
-            found = stage.layer(layer, self._watcher.advance)
+            found = stage.layer(layer, self._progress)
             self._store.write(layer_file("sensitivity", layer), found.arrays())
             stage.leave(layer)
             give_back_freed()
         errors = [
             LayerErrors(**self._read(layer_file("sensitivity", layer))) for layer in range(self._spec.num_hidden_layers)
         ]
-        measured = stage.divergences(self._watcher.advance)
+        measured = stage.divergences(self._progress)
         self._store.write(EFFECTS_FILE, factors(errors, measured, self._spec, level).arrays())
         stage.states.close()
-        self._watcher.end()
+        self._progress.end()
 
     def exact(self) -> None:
         """EdgeMoE's own measure, after the second stage: one file."""
@@ -259,12 +260,12 @@ class _Run:
             return
         stage = ExactPass(self._weights, self._ids, self._store.work / "exact", self._device)
         layers = range(stage.states.next_layer, self._spec.num_hidden_layers)
-        self._watcher.begin("each expert at 2 bits", stage.cost(layers))
+        self._progress.begin((stage.cost(layers)).stage("each expert at 2 bits"))
         for layer in layers:
-            stage.layer(layer, self._watcher.advance)
-        self._store.write(EXACT_FILE, stage.losses(self._watcher.advance))
+            stage.layer(layer, self._progress)
+        self._store.write(EXACT_FILE, stage.losses(self._progress))
         stage.states.close()
-        self._watcher.end()
+        self._progress.end()
 
     def predictors(self) -> None:
         """The last stage: a file a MoE layer, from each stack's second on; none without tokens held out."""
@@ -285,7 +286,7 @@ class _Run:
         if not left:
             return
         one = prediction_cost(self._spec, self._shares.num_learned * self._given.length)
-        self._watcher.begin("predictors", one * len(left))
+        self._progress.begin((one * len(left)).stage("predictors"))
         for layer_idx in left:
             begin = max(first for first in self._first_layers if first <= layer_idx)  # of its stack
             history = [self._layer_inputs(l) for l in range(max(layer_idx - 2, begin), layer_idx + 1)]
@@ -293,8 +294,8 @@ class _Run:
             found = predict_layer(self._weights, layer_idx, history, paths, thresholds, self._device)
             layer = self._spec.moe_layers[layer_idx]
             self._store.write(layer_file("predictors", layer), found.arrays())
-            self._watcher.advance(one.multiplications, f"layer {layer}")
-        self._watcher.end()
+            self._progress.advance(one.multiplications, f"layer {layer}")
+        self._progress.end()
 
     @property
     def _num_experts(self) -> int:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.arrays import Array, check_arrays
-from moe_pack.calib.costs import Watcher
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.model_pass import ModelPass
 from moe_pack.calib.outcomes import Outcomes, kept_outcomes, num_kept, whole_divergence
@@ -26,11 +25,13 @@ from moe_pack.calib.sequences import check_length
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens
 from moe_pack.formats import (
+    NO_PROGRESS,
     Checkpoint,
     ConversionError,
     ModelSpec,
     PackError,
     PlanError,
+    Progress,
     TensorSidecar,
     added,
     canonical,
@@ -125,7 +126,7 @@ def make_reference(
     checkpoint: Checkpoint,
     tokens: Tokens,
     folder: Path,
-    watcher: Watcher,
+    progress: Progress = NO_PROGRESS,
     device: torch.device | None = None,
     replaces: bool = False,
 ) -> Reference:
@@ -152,8 +153,8 @@ def make_reference(
     try:
         weights = HeldWeights(CheckpointWeights(checkpoint, where))
         source_pass = ModelPass(weights, tokens, store, "source", where, with_twin=True)
-        source_pass.run("predictions of the source", watcher)
-        made = _predicted(source_pass, tokens, _facts(tokens, source, checkpoint.spec), watcher)
+        source_pass.run("predictions of the source", progress)
+        made = _predicted(source_pass, tokens, _facts(tokens, source, checkpoint.spec), progress)
     finally:
         store.close()
     write_tensor_sidecar(folder, REFERENCE_FILE, _stored(made), source)
@@ -198,10 +199,10 @@ def seeded(number: int) -> torch.Generator:
 
 
 @torch.inference_mode()
-def _predicted(source_pass: ModelPass, tokens: Tokens, facts: ReferenceFacts, watcher: Watcher) -> Reference:
+def _predicted(source_pass: ModelPass, tokens: Tokens, facts: ReferenceFacts, progress: Progress) -> Reference:
     """The reference, once all layers are done."""
     cost = source_pass.prediction_cost()
-    watcher.begin("predictions", cost)
+    progress.begin(cost.stage("predictions"))
     kept: dict[str, list[Array]] = {name: [] for name in _KEPT}
     for number in range(facts.num_sequences):
         generator = seeded(number)
@@ -212,11 +213,11 @@ def _predicted(source_pass: ModelPass, tokens: Tokens, facts: ReferenceFacts, wa
             for name, dtype in _KEPT.items():
                 held: Tensor = came if name == "next_log_probs" else getattr(outcomes, name)
                 kept[name].append(held.cpu().numpy().astype(_NUMPY[dtype]))
-        watcher.advance(cost.multiplications // facts.num_sequences, f"sequence {number}")
+        progress.advance(cost.multiplications // facts.num_sequences, f"sequence {number}")
     predicted = (facts.num_sequences, facts.num_predicted)
     arrays = {name: np.concatenate(pieces).reshape(*predicted, *pieces[0].shape[1:]) for name, pieces in kept.items()}
     facts = replace(facts, noise_floor=noise_floor(source_pass))
-    watcher.end()
+    progress.end()
     return Reference(facts, tokens.sequences.astype("<u4"), **arrays)
 
 

@@ -18,7 +18,6 @@ from moe_pack.calib.arrays import Array
 from moe_pack.calib.calibrated_error import calibrated_multiplications, calibrated_ratios
 from moe_pack.calib.costs import (
     Cost,
-    OnWork,
     Trial,
     compared_multiplications,
     expert_multiplications,
@@ -44,6 +43,7 @@ from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.layer_pass import MAX_HELD_BYTES, LayerStates, LayerTokens
 from moe_pack.calib.rounded import RoundedDense, roundable_roles
 from moe_pack.calib.sequences import Sequences
+from moe_pack.formats import NO_PROGRESS, Progress
 from moe_pack.runtime import embed, run_expert
 
 _FAST_TOKENS, _FULL_TOKENS = 256, 512  # of an expert, on which errors are measured
@@ -137,11 +137,8 @@ class SensitivityPass:
         return min(self.usual_tokens, self.changed_tokens, self.num_base * self.states.sequence_length)
 
     @torch.inference_mode()
-    def layer(self, layer: int, on_work: OnWork = lambda multiplications, what: None) -> LayerErrors:
-        """Takes all sequences through the next layer, and measures; `leave` then lets its copies begin.
-
-        Args:    on_work: told of multiplications done, and of what.
-        """
+    def layer(self, layer: int, progress: Progress = NO_PROGRESS) -> LayerErrors:
+        """Takes all sequences through the next layer, and measures; `leave` then lets its copies begin."""
         spec, states = self.spec, self.states
         roles = roundable_roles(spec, layer)
         begun = copies_of(spec, self.level, layer)
@@ -156,14 +153,14 @@ class SensitivityPass:
         num_before = states.num_sequences
         tokens = states.enter(layer, branches)
         half = half_multiplications(spec, layer, states.sequence_length)
-        on_work(half * (len(tokens.x) + self._tried_tokens(layer)), f"layer {layer}")
+        progress.advance(half * (len(tokens.x) + self._tried_tokens(layer)), f"layer {layer}")
         errors = [self._branch_error(tokens, num_before)] if branches else []
         deltas = self._room_for_deltas(sum(copy.kind == "experts" for copy in begun))
         quantized, sparse, ratios, calibrated = (torch.zeros(0) for _ in range(4))
         if layer in spec.moe_layers:
             changes = [copy.changes for copy in begun if copy.kind == "experts"]
             experts = _Experts(self, layer, tokens, changes, deltas)
-            quantized, sparse, ratios, calibrated = experts.measure(on_work)
+            quantized, sparse, ratios, calibrated = experts.measure(progress)
         errors += [float(delta.square().mean()) for delta in deltas]
         self._left = tokens, deltas
         return LayerErrors(
@@ -218,7 +215,7 @@ class SensitivityPass:
         return (number * len(DENSE_WIDTHS) + (number > 0)) * self.num_copy_tokens
 
     @torch.inference_mode()
-    def divergences(self, on_work: OnWork = lambda multiplications, what: None) -> Divergences:
+    def divergences(self, progress: Progress = NO_PROGRESS) -> Divergences:
         """How far the copies' predictions are from the original's, and those with the head at 8 and 4 bits.
 
         Of a head that is the embedding too, what it costs as the head. 0 for one that cannot be stored in rows.
@@ -235,7 +232,7 @@ class SensitivityPass:
                     sums[0, copy] += divergence(expected, found)
                     sums[1, copy] += likelihood_lost(expected, found, next_ids[rows])
             done = len(base) * (1 + len(copies)) * self.spec.hidden_size * self.spec.vocab_size
-            on_work(done, "predictions")
+            progress.advance(done, "predictions")
         num_judged = self.num_copied * (self.states.sequence_length - 1)  # the last tokens have none after them
         kls, nlls = sums[0] / self.num_copy_tokens, sums[1] / max(num_judged, 1)
         return Divergences(kls.astype(np.float32), nlls.astype(np.float32), self._head_divergences(), num_judged)
@@ -294,14 +291,14 @@ class _Experts:
         self._thresholds = torch.from_numpy(stage.thresholds(self._layer_idx)).to(stage.device)
         self._chunk = stage.changed_tokens
 
-    def measure(self, on_work: OnWork) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def measure(self, progress: Progress) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Runs and measures: the arrays of `LayerErrors`."""
         spec = self._stage.spec
         reached = [self._tokens.of_expert(expert)[0] for expert in range(spec.router.num_experts)]
         num_tokens = [len(token_idx) for token_idx in reached]
         popular = int(np.argmax([int((token_idx < self._num_base_tokens).sum()) for token_idx in reached]))
         del reached
-        ratios, calibrated = self._ratios(popular, on_work), self._calibrated(popular, on_work)
+        ratios, calibrated = self._ratios(popular, progress), self._calibrated(popular, progress)
         # Of what is measured: `full` measures hqq's own errors, whose ratios are 1.
         ratio = torch.from_numpy(ratios_of_widths(ratios.numpy(), spec.hidden_size)).flatten()
         quantized, sparse = [], []
@@ -311,7 +308,7 @@ class _Experts:
             quantized.append(found[0])
             sparse.append(found[1])
             work = expert_multiplications(spec) * (num_tokens[expert] + _CHANGES_COST * self._stage.usual_tokens)
-            on_work(work, f"layer {self._layer} expert {expert}")
+            progress.advance(work, f"layer {self._layer} expert {expert}")
         # [E, changes] -> [E, matrices, widths] and [E, kinds, sparsities]
         return torch.stack(quantized).view(-1, 3, 4), torch.stack(sparse).view(-1, 3, 4), ratios, calibrated
 
@@ -339,7 +336,7 @@ class _Experts:
         places = torch.cat((torch.arange(num_copied), more))
         return token_idx[places], weights[places], num_tokens
 
-    def _ratios(self, expert: int, on_work: OnWork) -> Tensor:
+    def _ratios(self, expert: int, progress: Progress) -> Tensor:
         """errors in every format over those measured, on the layer's most popular expert: float32 [3, F]."""
         stage = self._stage
         token_idx, weights, _ = self._sample(expert)
@@ -347,10 +344,10 @@ class _Experts:
         x = self._tokens.inputs[token_idx].to(stage.device)
         held = stage.weights.expert(self._layer_idx, expert)
         found = format_ratios(held, stage.spec.expert.function, x, weights.to(x.device), stage.rounding).cpu()
-        on_work(compared_multiplications(stage.spec, stage.compared_tokens), f"layer {self._layer} formats")
+        progress.advance(compared_multiplications(stage.spec, stage.compared_tokens), f"layer {self._layer} formats")
         return found
 
-    def _calibrated(self, expert: int, on_work: OnWork) -> Tensor:
+    def _calibrated(self, expert: int, progress: Progress) -> Tensor:
         """The same of calibrated rounding, float32 [3, C], on tokens before those it is calibrated on; [0] without."""
         stage, kept = self._stage, self._stage.kept
         if kept is None:
@@ -363,7 +360,7 @@ class _Experts:
             tokens = inputs.of_expert(expert, first_kept)
         held, function = stage.weights.expert(self._layer_idx, expert), stage.spec.expert.function
         found = calibrated_ratios(held, function, x, weights[judged].to(x.device), stage.rounding, tokens).cpu()
-        on_work(
+        progress.advance(
             calibrated_multiplications(stage.spec, stage.compared_tokens), f"layer {self._layer} calibrated formats"
         )
         return found

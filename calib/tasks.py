@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from moe_pack.calib.costs import Cost, Watcher
+from moe_pack.calib.costs import Cost
 from moe_pack.calib.estimate import Estimate, share
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.model_pass import ModelPass
@@ -22,7 +22,7 @@ from moe_pack.calib.provenance import source_digest
 from moe_pack.calib.reference import next_log_probs
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens
-from moe_pack.formats import Checkpoint, ModelSpec, Pack, RunError, canonical, load, parse
+from moe_pack.formats import NO_PROGRESS, Checkpoint, ModelSpec, Pack, Progress, RunError, canonical, load, parse
 from moe_pack.runtime import TORCH, CheckpointWeights, Operations, StreamedPackWeights, Text
 
 _MAX_LINE_BYTES = 16 << 20
@@ -115,7 +115,7 @@ def task_score(
     model: Pack | Checkpoint,
     tasks: TaskTokens,
     folder: Path,
-    watcher: Watcher,
+    progress: Progress = NO_PROGRESS,
     device: torch.device | None = None,
     operations: Operations = TORCH,
 ) -> TaskScore:
@@ -137,8 +137,8 @@ def task_score(
             else CheckpointWeights(model, where)
         )
         model_pass = ModelPass(HeldWeights(weights), tasks.tokens, store, "tasks", where)
-        model_pass.run(f"tasks by the {'pack' if packed else 'source'}", watcher)
-        sums = _log_likelihoods(model_pass, tasks, watcher)
+        model_pass.run(f"tasks by the {'pack' if packed else 'source'}", progress)
+        sums = _log_likelihoods(model_pass, tasks, progress)
     finally:
         store.close()
     shutil.rmtree(folder)
@@ -160,8 +160,8 @@ def _num_right(tasks: TaskTokens, values: list[float]) -> int:
 
 
 @torch.inference_mode()
-def _log_likelihoods(model_pass: ModelPass, tasks: TaskTokens, watcher: Watcher) -> list[float]:
-    watcher.begin("choices", Cost(len(tasks.choices)))
+def _log_likelihoods(model_pass: ModelPass, tasks: TaskTokens, progress: Progress) -> list[float]:
+    progress.begin((Cost(len(tasks.choices))).stage("choices"))
     sums = []
     for number, choice in enumerate(tasks.choices):
         total = 0.0
@@ -169,8 +169,8 @@ def _log_likelihoods(model_pass: ModelPass, tasks: TaskTokens, watcher: Watcher)
             found = next_log_probs(model_pass.predictions(number, rows), tasks.tokens.sequences[number], rows)
             total += float(found.double().sum())
         sums.append(total)
-        watcher.advance(1, f"choice {number}")
-    watcher.end()
+        progress.advance(1, f"choice {number}")
+    progress.end()
     return sums
 
 

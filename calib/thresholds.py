@@ -18,7 +18,6 @@ from moe_pack.calib.arrays import read_all_arrays
 from moe_pack.calib.costs import (
     Cost,
     Trial,
-    Watcher,
     expert_multiplications,
     half_multiplications,
     kind_of,
@@ -33,7 +32,17 @@ from moe_pack.calib.realized import RealizedSparsity, realized
 from moe_pack.calib.sequences import Sequences, check_length
 from moe_pack.calib.store import ProfileStore
 from moe_pack.calib.text import Tokens, num_held_out
-from moe_pack.formats import Pack, PlanError, canonical, dump, read_sidecar, rewrite_thresholds, write_sidecar
+from moe_pack.formats import (
+    NO_PROGRESS,
+    Pack,
+    PlanError,
+    Progress,
+    canonical,
+    dump,
+    read_sidecar,
+    rewrite_thresholds,
+    write_sidecar,
+)
 from moe_pack.runtime import TORCH, Operations, StreamedPackWeights, activations, embed
 
 SIDECAR = "thresholds.json"
@@ -90,7 +99,7 @@ def measure_thresholds(
     pack: Pack,
     tokens: Tokens,
     rule: ThresholdRule,
-    watcher: Watcher,
+    progress: Progress = NO_PROGRESS,
     device: torch.device | None = None,
     operations: Operations = TORCH,
 ) -> MeasuredThresholds:
@@ -109,7 +118,7 @@ def measure_thresholds(
     if known is not None and (known.rule, known.text_sha256) == (rule, tokens.sha256):
         return known
     folder = pack.folder / _WORK_FOLDER
-    found, measured = _measured(pack, tokens, rule, watcher, folder, device, operations)
+    found, measured = _measured(pack, tokens, rule, progress, folder, device, operations)
     root = rewrite_thresholds(pack.folder, found)
     write_sidecar(pack.folder, SIDECAR, measured, root)
     shutil.rmtree(folder)
@@ -120,7 +129,7 @@ def find_thresholds(
     pack: Pack,
     tokens: Tokens,
     rule: ThresholdRule,
-    watcher: Watcher,
+    progress: Progress,
     folder: Path,
     device: torch.device | None = None,
     operations: Operations = TORCH,
@@ -129,14 +138,14 @@ def find_thresholds(
 
     Args:    folder: to work in; the caller removes it.
     """
-    return _measured(pack, tokens, rule, watcher, folder, device, operations)[0]
+    return _measured(pack, tokens, rule, progress, folder, device, operations)[0]
 
 
 def _measured(
     pack: Pack,
     tokens: Tokens,
     rule: ThresholdRule,
-    watcher: Watcher,
+    progress: Progress,
     folder: Path,
     device: torch.device | None,
     operations: Operations,
@@ -145,7 +154,7 @@ def _measured(
     facts = {"conversion": pack.manifest.conversion, "rule": dump(rule), "text": tokens.sha256}
     store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), starts_anew=True)
     try:
-        run = _Run(pack, tokens, rule, store, watcher, device or torch.device("cpu"), operations)
+        run = _Run(pack, tokens, rule, store, progress, device or torch.device("cpu"), operations)
         found = run.measure()
     finally:
         store.close()
@@ -155,7 +164,7 @@ def _measured(
 def realized_sparsity(
     pack: Pack,
     tokens: Tokens,
-    watcher: Watcher,
+    progress: Progress = NO_PROGRESS,
     device: torch.device | None = None,
     operations: Operations = TORCH,
 ) -> RealizedSparsity:
@@ -166,7 +175,7 @@ def realized_sparsity(
     where = device or torch.device("cpu")
     try:
         run = ModelPass(HeldWeights(StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where)
-        run.run("sparsity", watcher)
+        run.run("sparsity", progress)
         found = run.sparsity()
     finally:
         store.close()
@@ -183,7 +192,7 @@ class _Run:
         tokens: Tokens,
         rule: ThresholdRule,
         store: ProfileStore,
-        watcher: Watcher,
+        progress: Progress,
         device: torch.device,
         operations: Operations,
     ) -> None:
@@ -191,7 +200,7 @@ class _Run:
         self._tokens = tokens
         self._rule = rule
         self._store = store
-        self._watcher = watcher
+        self._progress = progress
         self._device = device
         self._weights = HeldWeights(StreamedPackWeights(pack, device, operations))
         self._given = Sequences.of(pack.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
@@ -207,15 +216,15 @@ class _Run:
         folder = self._store.work / "pass"
         states = LayerStates(self._weights, first, num_sequences, S, folder, self._device, answer=answer)
         layers = range(states.next_layer, spec.num_hidden_layers)
-        self._watcher.begin("thresholds", self._cost(Trial(self._weights, states), layers))
+        self._progress.begin((self._cost(Trial(self._weights, states), layers)).stage("thresholds"))
         for layer in layers:
             tokens = states.enter(layer)
-            self._watcher.advance(half_multiplications(spec, layer, S) * len(tokens.x), f"layer {layer}")
+            self._progress.advance(half_multiplications(spec, layer, S) * len(tokens.x), f"layer {layer}")
             if layer in spec.moe_layers:
                 self._store.write(self._file(layer), self._layer(states, tokens, layer))
             states.leave(layer, tokens)
             del tokens  # or there would be two layers' while the next is entered
-        self._watcher.end()
+        self._progress.end()
         return [read_all_arrays(self._store.folder / self._file(layer)) for layer in spec.moe_layers]
 
     def _cost(self, trial: Trial, layers: range) -> Cost:
@@ -279,7 +288,7 @@ class _Run:
             for block in self._weights.expert(layer_idx, expert).blocks():
                 values = activations(x, block, self._spec.expert.function)
                 histogram.add(values.of(self._weights.selector).abs())
-            self._watcher.advance(expert_multiplications(self._spec) * len(x), self._place(layer_idx, expert))
+            self._progress.advance(expert_multiplications(self._spec) * len(x), self._place(layer_idx, expert))
         return histogram
 
     def _run_expert(
@@ -293,7 +302,7 @@ class _Run:
             self._weights,
             (layer_idx, expert),
             threshold,
-            lambda num_tokens: self._watcher.advance(one * num_tokens, place),
+            lambda num_tokens: self._progress.advance(one * num_tokens, place),
         )
         held_out = token_idx >= self._num_learned_tokens
         parts = (~held_out, held_out)

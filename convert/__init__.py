@@ -3,14 +3,13 @@
 from moe_pack.convert.compare import LogitsError, MatrixError, compare_logits, compare_weights, logits_error
 from moe_pack.convert.edgemoe_widths import EDGEMOE_WIDTHS, edgemoe_plan, widths_for_bytes, widths_for_loss
 from moe_pack.convert.hub import find_checkpoint
-from moe_pack.convert.pipeline import Conversion, Progress, convert, layout_for
+from moe_pack.convert.pipeline import Conversion, convert, layout_for
 
 __all__ = [
     "EDGEMOE_WIDTHS",
     "Conversion",
     "LogitsError",
     "MatrixError",
-    "Progress",
     "compare_logits",
     "compare_weights",
     "convert",

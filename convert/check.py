@@ -14,11 +14,13 @@ from moe_pack.calib import Estimate, Quality, check_source
 from moe_pack.convert.account import totals
 from moe_pack.convert.compare import same_tensors
 from moe_pack.formats import (
+    NO_PROGRESS,
     SOURCE_FILE,
     Checkpoint,
     Pack,
     PackError,
     PlanError,
+    Progress,
     RunError,
     audit,
     num_parameters,
@@ -99,11 +101,11 @@ def opened(folder: Path) -> tuple[Pack | None, Check]:
     return pack, Check("schema", "passed", listed, "a sound pack")
 
 
-def digests(pack: Pack, on_progress: Callable[[int], None] = lambda num_bytes: None) -> Check:
+def digests(pack: Pack, progress: Progress = NO_PROGRESS) -> Check:
     """Whether every byte is the one that was written."""
 
     def work() -> str:
-        audit(pack, on_progress)
+        audit(pack, progress)
         return f"{pack.manifest.totals.content:,} bytes, root {pack.manifest.root[:16]}"
 
     return _faultless("digests", "as written", work)

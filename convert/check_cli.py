@@ -12,7 +12,7 @@ from moe_pack.convert.check import Check, Limits, budget, digests, junit_xml, lo
 from moe_pack.convert.eval_cli import NUM_TOKENS, EvalOptions, measure
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.formats import Checkpoint, ConversionError, Pack, UsageError, dump, option, read_sidecar
-from moe_pack.formats.cli import byte_bar, command_errors, options_from
+from moe_pack.formats.cli import TerminalProgress, command_errors, options_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ def _checked(folder: Path, options: CheckOptions, stack: ExitStack) -> tuple[lis
     if options.against is not None and options.evaluation.reference_file is None:
         checkpoint = Checkpoint(find_checkpoint(options.against))
         stack.callback(checkpoint.close)
-    with byte_bar(pack.manifest.totals.content, "checking") as advance:
-        checks = [schema, digests(pack, advance), tensors(pack, checkpoint)]
+    with TerminalProgress() as progress:
+        checks = [schema, digests(pack, progress), tensors(pack, checkpoint)]
     quality, where = _quality(pack, kept, options, all(check.status != "failed" for check in checks))
     checks += losses(quality, options.limits, where)
     return [*checks, num_bytes(pack, options.limits), budget(pack, options.limits)], quality, pack.manifest.root

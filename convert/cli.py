@@ -42,8 +42,8 @@ from moe_pack.formats import (
     option,
     read_sidecar,
 )
-from moe_pack.formats.cli import NOISE, byte_bar, command_errors, common_options, options_from
-from moe_pack.runtime import Routing, Text, kernels_for
+from moe_pack.formats.cli import NOISE, TerminalProgress, command_errors, common_options, options_from
+from moe_pack.runtime import Routing, Text, operations_for
 
 _COMPARED_TOKENS = 512
 
@@ -182,8 +182,8 @@ def verify_command(pack: Path, options: VerifyOptions) -> None:
     """
     with Pack(pack) as held:
         totals = held.manifest.totals
-        with byte_bar(totals.content, "checking") as advance:
-            audit(held, advance)
+        with TerminalProgress() as progress:
+            audit(held, progress)
         if not options.as_json:
             note = f"; {NOISE}" if held.is_synthetic else ""
             click.echo(f"{pack}: whole; {totals.content:,} bytes checked, root {held.manifest.root[:16]}{note}")
@@ -195,9 +195,9 @@ def verify_command(pack: Path, options: VerifyOptions) -> None:
         try:
             same_tensors(held, checkpoint)
             with operations_for(torch.device("cpu")) as operations:
-                with byte_bar(totals.content, "comparing") as advance:
-                    matrices = compare_weights(held, checkpoint, advance, kernels)
-                logits = compare_logits(held, checkpoint, _compared_ids(held, options.text), kernels)
+                with TerminalProgress() as progress:
+                    matrices = compare_weights(held, checkpoint, progress, operations)
+                logits = compare_logits(held, checkpoint, _compared_ids(held, options.text), operations)
         finally:
             checkpoint.close()
         _print_comparison(held, matrices, logits, options.as_json)

@@ -1,7 +1,6 @@
 """A pack beside the checkpoint it was made from: every weight, and the logits of some text."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import (
+    NO_PROGRESS,
     UNUSED_FILE,
     Checkpoint,
     DenseLayout,
@@ -17,6 +17,8 @@ from moe_pack.formats import (
     Pack,
     PackError,
     PartFormat,
+    Progress,
+    Stage,
     format_text,
     read_account,
 )
@@ -86,27 +88,28 @@ def same_tensors(pack: Pack, checkpoint: Checkpoint) -> None:
 def compare_weights(
     pack: Pack,
     checkpoint: Checkpoint,
-    on_progress: Callable[[int], None] = lambda num_bytes: None,
+    progress: Progress = NO_PROGRESS,
     operations: Operations = TORCH,
 ) -> list[MatrixError]:
     """The errors of every kind of matrix, by name and format.
 
-    Args:    on_progress: called with the number of pack bytes compared since the last call.
     Raises:  PackError if what was stored without loss differs, or a matrix is unrelated to the source's.
     """
     weights = PackWeights(pack, torch.device("cpu"), operations)
     sums: dict[tuple[str, str], _Sums] = {}
+    progress.begin(Stage("comparing", pack.manifest.totals.content, "B"))
     for dense in pack.layout.dense:
         _compare_dense(weights, checkpoint, dense, sums)
-        on_progress(dense.entry.num_bytes)
+        progress.advance(dense.entry.num_bytes)
     order = pack.read_order()
     for layer_idx, layer in enumerate(pack.layout.experts):
         for expert, layout in enumerate(layer):
             formats = pack.index.experts[layer_idx][expert]
             rows = torch.from_numpy(order[layer_idx, expert].astype(np.int64))
             _compare_expert(weights, checkpoint, (layer_idx, expert), formats, rows, sums)
-            on_progress(layout.num_bytes)
+            progress.advance(layout.num_bytes)
     _compare_unused(pack, checkpoint)
+    progress.end()
     return [held.result(matrix, stored_as) for (matrix, stored_as), held in sorted(sums.items())]
 
 

@@ -12,7 +12,7 @@ from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight
 from moe_pack.convert.making import threshold_rule
 from moe_pack.convert.making_cli import make_for_target
-from moe_pack.convert.pack_cli import ConvertOptions, large_bytes, pack_bar
+from moe_pack.convert.pack_cli import ConvertOptions, large_bytes
 from moe_pack.convert.pipeline import Conversion, convert, layout_for, memory_line
 from moe_pack.convert.plan_file import Decision, read_plan
 from moe_pack.convert.profile_cli import (
@@ -26,7 +26,7 @@ from moe_pack.convert.recipe import check_calibration
 from moe_pack.convert.source_formats import kept_text
 from moe_pack.convert.target import Target
 from moe_pack.formats import BF16, Checkpoint, Pack
-from moe_pack.formats.cli import command_errors, options_from, size_text
+from moe_pack.formats.cli import TerminalProgress, command_errors, options_from, size_text
 from moe_pack.runtime import FolderFiles, Text
 
 
@@ -108,13 +108,13 @@ def _convert(checkpoint: Checkpoint, options: ConvertOptions) -> None:
     if limited := memory_line(checkpoint, plan, layout, workers, memory_bytes):
         _tell(limited)
     start = time.perf_counter()
-    with pack_bar(layout) as advance:
+    with TerminalProgress() as progress:
         done = convert(
             checkpoint,
             plan,
             output,
             workers,
-            on_progress=advance,
+            progress=progress,
             order=order,
             calibration=profile,
             memory_bytes=memory_bytes,

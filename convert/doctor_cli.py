@@ -5,42 +5,14 @@ from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
 import click
-from tqdm import tqdm
 
 from moe_pack.convert.fixed_costs import measure_fixed_costs
 from moe_pack.formats import MANIFEST_FILE, dump, option
-from moe_pack.formats.cli import cache_folder, command_errors, options_from, size_text
+from moe_pack.formats.cli import TerminalProgress, cache_folder, command_errors, options_from, size_text
 from moe_pack.runtime import DriveFacts, MachineFacts, ReadRate, WidthRate, measure_machine, save_facts
 
 # What the table's example has: gate and down of 4096 weights each, at 4 bit, group 64.
 _ROWS, _ROW_BYTES = 14336, 4624
-_BETWEEN = 0.05  # seconds, to open files and to have the system forget them
-
-
-class Bar:
-    """Says on standard error how long it will take, and shows a bar with the time left on a terminal."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._bar: tqdm[None] | None = None
-
-    def step(self, what: str, number: int, total: int) -> None:
-        """Shows what is measured now; number 0 is what has to be done before."""
-        if number == 0:
-            click.echo(what, err=True)
-            return
-        if self._bar is None:
-            click.echo(f"{total} measurements, about {total * (self._seconds + _BETWEEN):.0f} s", err=True)
-            layout = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining} {postfix}"
-            self._bar = tqdm(total=total, disable=None, leave=False, bar_format=layout)
-        self._bar.set_postfix_str(what, refresh=False)
-        self._bar.update(number - 1 - self._bar.n)
-
-    def close(self) -> None:
-        """Removes the bar."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +50,9 @@ def doctor_command(options: DoctorOptions) -> None:
     They are kept by drive in the user's cache folder. Give a pack's folder, or one on the drive that packs will lie on.
     """
     path, seconds = options.path, options.seconds
-    bar = Bar(seconds)
-    try:
-        facts = measure_machine(path, bar.step, seconds)
-    finally:
-        bar.close()
-    click.echo("tokens of tiny packs", err=True)
+    with TerminalProgress() as progress:
+        facts = measure_machine(path, progress, seconds)
+        progress.say("tokens of tiny packs")
     facts = replace(facts, fixed=measure_fixed_costs(seconds))
     file = save_facts(facts, cache_folder(), path)
     if options.as_json:

@@ -35,10 +35,10 @@ from moe_pack.calib import (
 )
 from moe_pack.convert.compare import same_tensors
 from moe_pack.convert.hub import find_checkpoint
-from moe_pack.convert.profile_cli import FIELD_OPTION, SEQUENCE_LENGTH, Bars, chosen_device, say_text
-from moe_pack.formats import Checkpoint, Pack, UsageError, dump, given, option, write_sidecar
-from moe_pack.formats.cli import command_errors, options_from, size_text
-from moe_pack.runtime import DEVICE_OPTION, Text, kernels_for
+from moe_pack.convert.profile_cli import FIELD_OPTION, SEQUENCE_LENGTH, chosen_device, say_text
+from moe_pack.formats import Checkpoint, Pack, Progress, UsageError, dump, given, option, write_sidecar
+from moe_pack.formats.cli import TerminalProgress, command_errors, options_from, size_text
+from moe_pack.runtime import DEVICE_OPTION, Text, operations_for
 
 NUM_TOKENS = 8192  # to evaluate on, where nothing else is asked for
 _MUCH_TAIL = 0.02  # of the mass outside what a reference keeps of a prediction
@@ -172,18 +172,18 @@ def measure(pack: Pack, options: EvalOptions) -> Quality:
 
     Raises:  PackError or PlanError if what it is compared with is not its source.
     """
-    bars, where = Bars(), chosen_device(options.device)
+    where = chosen_device(options.device)
     with ExitStack() as opened:
-        opened.callback(bars.close)
+        progress = opened.enter_context(TerminalProgress())
         operations = opened.enter_context(operations_for(where))
-        against, tokens = _compared(pack, options, bars, where, opened)
-        found = evaluate(pack, tokens, bars, against, where, operations)
+        against, tokens = _compared(pack, options, progress, where, opened)
+        found = evaluate(pack, tokens, progress, against, where, operations)
         if found.against is not None:
             write_sidecar(pack.folder, QUALITY_FILE, found, pack.manifest.root)
         if options.prices:
             length = tokens.sequences.shape[1]
             calibration = read_tokens(None, None, Text(pack), NUM_CALIBRATION_TOKENS, length)
-            found = replace(found, prices=measure_prices(pack, tokens, calibration, bars, where, operations))
+            found = replace(found, prices=measure_prices(pack, tokens, calibration, progress, where, operations))
             write_sidecar(pack.folder, QUALITY_FILE, found, pack.manifest.root)
     shutil.rmtree(pack.folder / _WORK_FOLDER, ignore_errors=True)  # the reference, where it is not kept
     return found
@@ -191,21 +191,21 @@ def measure(pack: Pack, options: EvalOptions) -> Quality:
 
 def _scores(pack: Pack, tasks: TaskTokens, options: EvalOptions) -> dict[str, TaskScore]:
     """How the pack answers tasks, and its source where that is at hand."""
-    bars, where = Bars(), chosen_device(options.device)
+    where = chosen_device(options.device)
     found = {}
     with ExitStack() as opened:
-        opened.callback(bars.close)
+        progress = opened.enter_context(TerminalProgress())
         operations = opened.enter_context(operations_for(where))
-        found["pack"] = task_score(pack, tasks, pack.folder / "tasks.work", bars, where, operations)
+        found["pack"] = task_score(pack, tasks, pack.folder / "tasks.work", progress, where, operations)
         if options.against is not None and options.reference_file is None:
             checkpoint = Checkpoint(find_checkpoint(options.against))
             opened.callback(checkpoint.close)
-            found["source"] = task_score(checkpoint, tasks, pack.folder / "tasks-source.work", bars, where)
+            found["source"] = task_score(checkpoint, tasks, pack.folder / "tasks-source.work", progress, where)
     return found
 
 
 def _compared(
-    pack: Pack, options: EvalOptions, bars: Bars, device: torch.device, opened: ExitStack
+    pack: Pack, options: EvalOptions, progress: Progress, device: torch.device, opened: ExitStack
 ) -> tuple[Reference | Checkpoint | None, Tokens]:
     """What a pack is compared with, and the text."""
     if options.reference_file is not None:
@@ -225,7 +225,7 @@ def _compared(
         return checkpoint, tokens
     folder = options.keep_reference
     return make_reference(
-        checkpoint, tokens, folder or pack.folder / _WORK_FOLDER, bars, device, replaces=folder is None
+        checkpoint, tokens, folder or pack.folder / _WORK_FOLDER, progress, device, replaces=folder is None
     ), tokens
 
 

@@ -9,10 +9,8 @@ one before it what both store alike.
 
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from moe_pack.calib import (
     QUALITY_FILE,
@@ -21,22 +19,22 @@ from moe_pack.calib import (
     Reference,
     ThresholdRule,
     Tokens,
-    Watcher,
     attach,
     evaluate,
     hottest_first,
     make_reference,
     measure_thresholds,
 )
-from moe_pack.convert.pipeline import MEMORY_BYTES, Progress, convert, layout_for, memory_line
+from moe_pack.convert.pipeline import MEMORY_BYTES, convert, layout_for, memory_line
 from moe_pack.convert.plan_file import Decision, plan_bytes, read_plan
 from moe_pack.convert.tightening import MAX_ATTEMPTS, Attempt, best_of, next_nats
 from moe_pack.formats import (
     MANIFEST_FILE,
+    NO_PROGRESS,
     Checkpoint,
     ConversionError,
     Pack,
-    PackLayout,
+    Progress,
     SteppedFolder,
     canonical,
     dump,
@@ -87,20 +85,6 @@ class Made:
     quality: Quality
 
 
-class Teller(Protocol):
-    """Who is told how it goes."""
-
-    watcher: Watcher
-
-    def say(self, text: str) -> None:
-        """A line."""
-        ...
-
-    def packing(self, layout: PackLayout) -> AbstractContextManager[Callable[[Progress], None]]:
-        """A bar over a pack's bytes."""
-        ...
-
-
 class Maker:
     """Makes one pack. Owns the work folder's lock while it runs.
 
@@ -116,7 +100,7 @@ class Maker:
         output: Path,
         wish: Wish,
         workers: int,
-        teller: Teller,
+        progress: Progress = NO_PROGRESS,
         operations: Operations = TORCH,
         on_step: Callable[[str], None] = lambda step: None,
         memory_bytes: int = MEMORY_BYTES,
@@ -128,7 +112,7 @@ class Maker:
         self._wish = wish
         self._workers = workers
         self._memory_bytes = memory_bytes
-        self._teller = teller
+        self._progress = progress
         self._operations = operations
         self._on_step = on_step
         self._work = work_folder(output)
@@ -148,7 +132,7 @@ class Maker:
         self._drive.lock("another command is making this pack; wait for it, or stop it")
         try:
             self._claim()
-            reference = make_reference(self._checkpoint, self._tokens, self._work / "reference", self._teller.watcher)
+            reference = make_reference(self._checkpoint, self._tokens, self._work / "reference", self._progress)
             attempts = self._attempts(reference)
             return self._finish(attempts)
         finally:
@@ -212,11 +196,11 @@ class Maker:
             return load(Tried, parse(record.read_bytes(), record.name, ConversionError), record.name, ConversionError)
         decision = self._decision(number, nats)
         folder = self._folder(number)
-        self._teller.say(f"attempt {number + 1}: planned to lose {nats:.4g} nats")
+        self._progress.say(f"attempt {number + 1}: planned to lose {nats:.4g} nats")
         self._convert(decision, folder, self._earlier(number))
         quality = self._measured(decision, folder, reference)
         found = Tried(nats, self._wish.measure(quality), quality.content_bytes)
-        self._teller.say(self._wish.verdict(quality))
+        self._progress.say(self._wish.verdict(quality))
         self._drive.replace(record.name, canonical(dump(found)))
         return found
 
@@ -237,35 +221,34 @@ class Maker:
         order = hottest_first(self._profile, checkpoint, decision.plan.selector, decision.sparsity)
         layout = layout_for(checkpoint, decision.plan)
         if limited := memory_line(checkpoint, decision.plan, layout, self._workers, self._memory_bytes):
-            self._teller.say(limited)
-        with self._teller.packing(layout) as advance:
-            convert(
-                checkpoint,
-                decision.plan,
-                folder,
-                self._workers,
-                on_progress=advance,
-                on_step=lambda step: self._on_step(f"{step.action} {step.path}"),
-                order=order,
-                earlier=earlier,
-                calibration=self._profile,
-                memory_bytes=self._memory_bytes,
-            )
+            self._progress.say(limited)
+        convert(
+            checkpoint,
+            decision.plan,
+            folder,
+            self._workers,
+            progress=self._progress,
+            on_step=lambda step: self._on_step(f"{step.action} {step.path}"),
+            order=order,
+            earlier=earlier,
+            calibration=self._profile,
+            memory_bytes=self._memory_bytes,
+        )
 
     def _measured(self, decision: Decision, folder: Path, reference: Reference) -> Quality:
         """Thresholds by the decision, then the loss; both are read where they are known."""
-        watcher, operations = self._teller.watcher, self._operations
+        progress, operations = self._progress, self._operations
         rule = threshold_rule(decision)
         if rule is not None:
             with Pack(folder) as pack:
                 self._on_step("thresholds")
-                measure_thresholds(pack, self._profile.tokens(), rule, watcher, operations=operations)
+                measure_thresholds(pack, self._profile.tokens(), rule, progress, operations=operations)
         with Pack(folder) as pack:
             known = read_sidecar(folder, QUALITY_FILE, Quality, pack.manifest.root)
             if known is not None and known.text_sha256 == self._tokens.sha256:
                 return known
             self._on_step("evaluate")
-            found = evaluate(pack, self._tokens, watcher, reference, operations=operations)
+            found = evaluate(pack, self._tokens, progress, reference, operations=operations)
             write_sidecar(folder, QUALITY_FILE, found, pack.manifest.root)
         return found
 

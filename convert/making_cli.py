@@ -1,7 +1,6 @@
 """`moe-pack convert --target-vram`: from a checkpoint to a pack whose loss was measured, told as it goes."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from math import log1p
 from pathlib import Path
 
@@ -13,41 +12,24 @@ from moe_pack.calib import (
     ProfileOptions,
     Quality,
     Tokens,
-    Watcher,
     losses_of,
     make_profile,
     read_tokens,
     unseen_tokens,
 )
 from moe_pack.convert.making import Made, Maker, Wish
-from moe_pack.convert.pack_cli import ConvertOptions, pack_bar
-from moe_pack.convert.pipeline import Progress
+from moe_pack.convert.pack_cli import ConvertOptions
 from moe_pack.convert.plan_file import Decision
 from moe_pack.convert.planned import Model
 from moe_pack.convert.planner import Planner
 from moe_pack.convert.presets import preset_decision
-from moe_pack.convert.profile_cli import NUM_TOKENS, SEQUENCE_LENGTH, Bars, say_text
+from moe_pack.convert.profile_cli import NUM_TOKENS, SEQUENCE_LENGTH, say_text
 from moe_pack.convert.source_formats import lossless_formats, with_kept
 from moe_pack.convert.target import Limit, Target, check_room, defaults_text, planner_for
 from moe_pack.convert.target_cli import known_facts
-from moe_pack.formats import Checkpoint, PackLayout, canonical, dense_roles, dump, installed_version
-from moe_pack.formats.cli import size_text
+from moe_pack.formats import Checkpoint, Progress, canonical, dense_roles, dump, installed_version
+from moe_pack.formats.cli import TerminalProgress, size_text
 from moe_pack.runtime import FolderFiles, Text, operations_for
-
-
-class _Teller:
-    """Tells on standard error."""
-
-    def __init__(self, bars: Bars) -> None:
-        self.watcher: Watcher = bars
-
-    def say(self, text: str) -> None:
-        """A line."""
-        click.echo(text, err=True)
-
-    def packing(self, layout: PackLayout) -> AbstractContextManager[Callable[[Progress], None]]:
-        """A bar over a pack's bytes."""
-        return pack_bar(layout)
 
 
 def make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOptions) -> None:
@@ -59,16 +41,14 @@ def make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpti
     text = Text(FolderFiles(checkpoint.folder))
     length = min(SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
     tokens = _eval_tokens(text, options, length)
-    bars = Bars()
     with ExitStack() as opened:
-        opened.callback(bars.close)
+        progress = opened.enter_context(TerminalProgress())
         operations = opened.enter_context(operations_for(torch.device("cpu")))
-        profile = _profile(checkpoint, text, options, bars, length)
+        profile = _profile(checkpoint, text, options, progress, length)
         model = Model(
             checkpoint.spec, dense_dtypes(checkpoint), with_kept(losses_of(profile), lossless_formats(checkpoint))
         )
         wish = _wish(model, _planner(model, profile, target, options.output), profile, tokens, target)
-        teller = _Teller(bars)
         maker = Maker(
             checkpoint,
             profile,
@@ -76,8 +56,8 @@ def make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpti
             options.output,
             wish,
             options.workers,
-            teller,
             operations,
+            progress,
             memory_bytes=options.memory_bytes,
         )
         made = maker.make()
@@ -91,7 +71,7 @@ def _eval_tokens(text: Text, options: ConvertOptions, length: int) -> Tokens:
     return read_tokens(options.eval_data, None, text, options.eval_tokens, length)
 
 
-def _profile(checkpoint: Checkpoint, text: Text, options: ConvertOptions, bars: Bars, length: int) -> Profile:
+def _profile(checkpoint: Checkpoint, text: Text, options: ConvertOptions, progress: Progress, length: int) -> Profile:
     """The profile given, or one of our sample, made beside the output or gone on with there."""
     if options.profile is not None:
         return Profile(options.profile)
@@ -99,7 +79,7 @@ def _profile(checkpoint: Checkpoint, text: Text, options: ConvertOptions, bars: 
     tokens = read_tokens(None, None, text, NUM_TOKENS, length)
     click.echo(f"{folder}: the profile, kept for the next plan (--profile {folder})", err=True)
     say_text(checkpoint.spec, tokens)
-    return make_profile(checkpoint, tokens, folder, ProfileOptions(), bars)
+    return make_profile(checkpoint, tokens, folder, ProfileOptions(), progress)
 
 
 def _planner(model: Model, profile: Profile, target: Target, output: Path) -> Planner:

@@ -1,16 +1,12 @@
-"""What commands share: the options that decide a plan of those that write packs, and bars over bytes."""
+"""What commands share: the options that decide a plan of those that write packs."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from tqdm import tqdm
-
 from moe_pack.calib import ThresholdRule
-from moe_pack.convert.pipeline import MEMORY_BYTES, Progress
+from moe_pack.convert.pipeline import MEMORY_BYTES
 from moe_pack.convert.source_formats import SOURCE, Bits, keep_source
 from moe_pack.convert.target import Target
 from moe_pack.formats import (
@@ -299,17 +295,3 @@ class ConvertOptions:
 def large_bytes(layout: PackLayout) -> int:
     """Bytes of a pack's large files, padding apart."""
     return sum(item.num_bytes for item in layout.items())
-
-
-@contextmanager
-def pack_bar(layout: PackLayout) -> Iterator[Callable[[Progress], None]]:
-    """A bar over a pack's large files on standard error, on a terminal only; what is yielded moves it."""
-    with tqdm(total=large_bytes(layout), unit="B", unit_scale=True, disable=None, leave=False) as bar:
-
-        def advance(progress: Progress) -> None:
-            if not progress.what:  # the first report: what an earlier run left is no work of this one
-                bar.initial = progress.done_bytes
-            bar.set_postfix_str(progress.what, refresh=False)
-            bar.update(progress.done_bytes - bar.n)
-
-        yield advance

@@ -23,12 +23,15 @@ from moe_pack.convert.recipe import Recipe, check_calibration, check_order
 from moe_pack.convert.reuse import Earlier
 from moe_pack.convert.source_formats import check_kept
 from moe_pack.formats import (
+    NO_PROGRESS,
     Checkpoint,
     Digests,
     Item,
     PackLayout,
     PackWriter,
     Plan,
+    Progress,
+    Stage,
     State,
     Step,
     dense_roles,
@@ -55,15 +58,6 @@ _Finished = tuple[Item, NDArray[np.uint8], Digests]
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a conversion is, in bytes of the pack's large files."""
-
-    done_bytes: int
-    total_bytes: int
-    what: str
-
-
-@dataclass(frozen=True, slots=True)
 class Conversion:
     """What a finished conversion did: `resumed_bytes` were there before, `written` is False if the whole pack was."""
 
@@ -83,7 +77,7 @@ def convert(
     plan: Plan,
     folder: Path,
     workers: int,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    progress: Progress = NO_PROGRESS,
     on_step: Callable[[Step], None] = lambda step: None,
     order: NDArray[np.uint32] | None = None,
     earlier: Path | None = None,
@@ -93,7 +87,7 @@ def convert(
     """Writes the pack that `plan` makes of `checkpoint` into `folder`, going on where a killed run stopped.
 
     Args:    workers: threads, one torch thread each (torch's own are set to one for the whole process).
-             on_progress: called first of all and after each item.   on_step: called before each change to the drive.
+             on_step: called before each change to the drive.
              order: u32 [L, E, f], `order[l, e, j]` is the source's neuron that row `j` will hold; the source's order
              without one.   earlier: a pack of the same checkpoint, and calibrated by the same profile if at all; what
              it stores alike is copied from it.   calibration: the profile whose inputs a calibrated plan rounds by;
@@ -117,7 +111,7 @@ def convert(
             return held.item_bytes(item) if held is not None and held.holds(item) else item_bytes(recipe, item, stop)
 
         work = Work(make, lambda item: job_bytes(checkpoint, plan, item))
-        return write_pack(writer, layout, account, work, workers, on_progress, memory_bytes)
+        return write_pack(writer, layout, account, work, workers, progress, memory_bytes)
 
 
 def memory_line(checkpoint: Checkpoint, plan: Plan, layout: PackLayout, workers: int, memory_bytes: int) -> str | None:
@@ -142,12 +136,12 @@ def write_pack(
     account: Account,
     work: Work,
     workers: int,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    progress: Progress = NO_PROGRESS,
     memory_bytes: int = MEMORY_BYTES,
 ) -> Conversion:
     """Writes a whole pack, going on where a killed run stopped, and closes the writer.
 
-    Args:    workers, on_progress, memory_bytes: as `convert` takes them.
+    Args:    workers, progress, memory_bytes: as `convert` takes them.
     Raises:  ConversionError, and what `work` raises.
     """
     total = sum(item.num_bytes for item in layout.items())
@@ -158,13 +152,13 @@ def write_pack(
             return Conversion(layout, writer.resumed_bytes, written=False)
         pending = writer.pending()
         done = total - sum(item.num_bytes for item in pending)
-        on_progress(Progress(done, total, ""))
+        progress.begin(Stage("packing", total, "B", done))
         with closing(_in_order(work, pending, workers, memory_bytes)) as finished:
             for item, raw, digests in finished:
                 writer.write(item, raw, digests)
                 del raw  # or it would stay until the next item is there
-                done += item.num_bytes
-                on_progress(Progress(done, total, _name(item)))
+                progress.advance(item.num_bytes, _name(item))
+        progress.end()
         writer.seal(account.tables(writer), account.manifest)
         return Conversion(layout, writer.resumed_bytes, written=True)
     finally:

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -11,10 +12,8 @@ import click
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from moe_pack.calib import (
-    Cost,
     MeasuredThresholds,
     Profile,
     ProfileOptions,
@@ -27,65 +26,19 @@ from moe_pack.calib import (
     measured_pack,
     read_tokens,
     report_html,
+    time_text,
 )
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.inspect import bits_per_weight
 from moe_pack.formats import Checkpoint, ConversionError, ModelSpec, Pack, PlanError, UsageError, option
-from moe_pack.formats.cli import command_errors, options_from, size_text
-from moe_pack.runtime import DEVICE_OPTION, PREDICTORS, ROUTING_FILE, FolderFiles, Routing, Text, kernels_for
+from moe_pack.formats.cli import TerminalProgress, command_errors, options_from, size_text
+from moe_pack.runtime import DEVICE_OPTION, PREDICTORS, ROUTING_FILE, FolderFiles, Routing, Text, operations_for
 
 NUM_TOKENS, SEQUENCE_LENGTH = 16384, 512  # of text, where nothing else is asked for
 _INTERRUPTED = "interrupted; what is done stays, run the same command again to go on"
 FIELD_OPTION = option(
     "--field", metavar="F", help="The field of JSONL, Parquet or a data set with the text.  [default: text]"
 )
-
-
-class Bars:
-    """A watcher: announces each stage on standard error, and shows a bar there with the time left on a terminal."""
-
-    def __init__(self) -> None:
-        self._bar: tqdm[None] | None = None
-
-    def begin(self, stage: str, cost: Cost) -> None:
-        """Announces a stage."""
-        self.close()
-        foretold = f", about {time_text(cost.seconds)}" if cost.seconds else ""
-        kept = f", {size_text(cost.kept_bytes)} of experts' inputs to keep" if cost.kept_bytes else ""
-        click.echo(f"{stage}: {cost.multiplications / 1e9:,.1f} G multiplications{foretold}{kept}", err=True)
-        self._bar = tqdm(
-            total=cost.multiplications,
-            unit="mul",
-            unit_scale=True,
-            disable=None,
-            leave=False,
-            bar_format="{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining} {postfix}",
-        )
-
-    def advance(self, multiplications: int, what: str) -> None:
-        """Moves the bar."""
-        assert self._bar is not None, "a stage has begun"
-        self._bar.set_postfix_str(what, refresh=False)
-        self._bar.update(multiplications)
-
-    def end(self) -> None:
-        """Removes the bar."""
-        self.close()
-
-    def close(self) -> None:
-        """Removes the bar."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-
-def time_text(seconds: float) -> str:
-    """Seconds as a person reads them: 0.4 s, 12 s, 3 min, 2.5 h."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def chosen_device(name: str) -> torch.device:
@@ -161,16 +114,12 @@ def profile_command(path: str, options: ProfileCommandOptions) -> None:
     """
     folder = find_checkpoint(path)
     checkpoint = Checkpoint(folder)
-    bars = Bars()
     began = time.perf_counter()
-    try:
+    with closing(checkpoint), TerminalProgress() as progress:
         tokens = options.text.tokens(Text(FolderFiles(folder)))
         say_text(checkpoint.spec, tokens)
         device = chosen_device(options.device)
-        profile = make_profile(checkpoint, tokens, options.output, options.profile, bars, device)
-    finally:
-        bars.close()
-        checkpoint.close()
+        profile = make_profile(checkpoint, tokens, options.output, options.profile, progress, device)
     num_bytes = sum(file.bytes for file in profile.facts.files)
     click.echo(f"{options.output}: {size_text(num_bytes)}, in {time_text(time.perf_counter() - began)}")
     for line in profile_lines(profile):
@@ -308,12 +257,9 @@ def routing_text(folder: Path, routing: Routing) -> str:
 
 def measure_with_bar(pack: Pack, tokens: Tokens, rule: ThresholdRule, device: str = "cpu") -> MeasuredThresholds:
     """Measures a pack's thresholds and shows progress."""
-    bars, where = Bars(), chosen_device(device)
-    try:
-        with operations_for(where) as operations:
-            return measure_thresholds(pack, tokens, rule, bars, where, operations)
-    finally:
-        bars.close()
+    where = chosen_device(device)
+    with operations_for(where) as operations, TerminalProgress() as progress:
+        return measure_thresholds(pack, tokens, rule, progress, where, operations)
 
 
 def threshold_lines(folder: Path, layers: Sequence[int], measured: MeasuredThresholds) -> list[str]:

@@ -10,13 +10,13 @@ import click
 from moe_pack.calib import Profile, ThresholdRule
 from moe_pack.convert.inspect import bits_per_weight
 from moe_pack.convert.memory_files import link_memory_folder
-from moe_pack.convert.pack_cli import NUM_CORES, WORKERS_OPTION, PlanOptions, large_bytes, pack_bar
+from moe_pack.convert.pack_cli import NUM_CORES, WORKERS_OPTION, PlanOptions, large_bytes
 from moe_pack.convert.pipeline import Conversion
 from moe_pack.convert.plan_file import read_plan
 from moe_pack.convert.random_routers import profiled_popularity, skewed_popularity
 from moe_pack.convert.synthetic import Character, synthesize, synthetic_layout
 from moe_pack.formats import ModelSpec, Pack, PackLayout, Plan, UsageError, given, model_spec, option
-from moe_pack.formats.cli import NOISE, command_errors, options_from, size_text
+from moe_pack.formats.cli import NOISE, TerminalProgress, command_errors, options_from, size_text
 
 _MAX_SKEW = 4.0
 
@@ -127,8 +127,8 @@ def _synthesize(spec: ModelSpec, plan: Plan, options: SynthOptions) -> None:
     click.echo(f"{model}: about {size_text(large_bytes(layout))}; {NOISE}", err=True)
     start = time.perf_counter()
     folder = link_memory_folder(output, large_bytes(layout)) if options.in_memory else output
-    with pack_bar(layout) as advance:
-        done = synthesize(spec, plan, character, folder, options.workers, on_progress=advance)
+    with TerminalProgress() as progress:
+        done = synthesize(spec, plan, character, folder, options.workers, progress)
     _say_done(done, layout, output, time.perf_counter() - start)
     if options.in_memory:
         click.echo(f"in memory, and gone after a restart; to have the memory back: rm -r {folder} {output}")

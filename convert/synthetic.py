@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.convert.account import Account, Origin
-from moe_pack.convert.pipeline import Conversion, Progress, Work, write_pack
+from moe_pack.convert.pipeline import Conversion, Work, write_pack
 from moe_pack.convert.random_routers import Floats, router_weights
 from moe_pack.convert.random_weights import (
     CONSTANT,
@@ -30,6 +30,7 @@ from moe_pack.convert.random_weights import (
     random_stream,
 )
 from moe_pack.formats import (
+    NO_PROGRESS,
     NO_SOURCE,
     DenseLayout,
     ExpertFormat,
@@ -40,6 +41,7 @@ from moe_pack.formats import (
     PackLayout,
     PackWriter,
     Plan,
+    Progress,
     Step,
     dense_roles,
     expert_layout,
@@ -81,13 +83,13 @@ def synthesize(
     character: Character,
     folder: Path,
     workers: int,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    progress: Progress = NO_PROGRESS,
     on_step: Callable[[Step], None] = lambda step: None,
 ) -> Conversion:
     """Writes a synthetic pack into `folder`, going on where a killed run stopped; same arguments, same bytes.
 
     Args:    workers: threads, one torch thread each (torch's own are set to one for the whole process).
-             on_progress: called first of all and after each item.   on_step: called before each change to the drive.
+             on_step: called before each change to the drive.
     Raises:  PlanError if the plan does not fit the model; ConversionError as `convert`.
     """
     torch.set_num_threads(1)
@@ -95,7 +97,7 @@ def synthesize(
     model = _SyntheticModel(layout, character)
     account = _account(layout, plan, character)
     writer = PackWriter(folder, layout, account.conversion, stamp="", on_step=on_step)
-    return write_pack(writer, layout, account, Work(model.item_bytes, lambda i: 2 * i.num_bytes), workers, on_progress)
+    return write_pack(writer, layout, account, Work(model.item_bytes, lambda i: 2 * i.num_bytes), workers, progress)
 
 
 def _account(layout: PackLayout, plan: Plan, character: Character) -> Account:

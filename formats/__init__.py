@@ -77,6 +77,7 @@ from moe_pack.formats.plan import (
     uniform_dense,
     uniform_plan,
 )
+from moe_pack.formats.progress import NO_PROGRESS, Progress, Stage
 from moe_pack.formats.ranges import RangeReader
 from moe_pack.formats.rethreshold import rewrite_thresholds
 from moe_pack.formats.roles import DenseRole, dense_roles
@@ -154,6 +155,7 @@ __all__ = [
     "MANIFEST_FILE",
     "MATRICES",
     "MXFP4",
+    "NO_PROGRESS",
     "NO_SOURCE",
     "ORDER_FILE",
     "QUANTIZERS",
@@ -199,6 +201,7 @@ __all__ = [
     "PartFormat",
     "Plan",
     "PlanError",
+    "Progress",
     "QuantizedDense",
     "Quantizer",
     "RangeReader",
@@ -211,6 +214,7 @@ __all__ = [
     "SharedExpertSpec",
     "SourceAccount",
     "SourceMatrix",
+    "Stage",
     "State",
     "Step",
     "SteppedFolder",

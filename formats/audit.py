@@ -1,40 +1,41 @@
 """`verify` without a source: every byte of a pack proved, by SHA-256 and row CRCs, with nothing decoded."""
 
 import hashlib
-from collections.abc import Callable
 
 from moe_pack.formats.errors import PackError
 from moe_pack.formats.layout import DENSE_FILE
 from moe_pack.formats.manifest import SOURCE_FILE
 from moe_pack.formats.pack import Pack
+from moe_pack.formats.progress import NO_PROGRESS, Progress, Stage
 from moe_pack.formats.rows import check_rows
 from moe_pack.formats.source_account import read_account
 
 
-def audit(pack: Pack, on_progress: Callable[[int], None] = lambda num_bytes: None) -> None:
+def audit(pack: Pack, progress: Progress = NO_PROGRESS) -> None:
     """Checks everything that opening a pack and running it leave unchecked.
 
     Whole files by SHA-256; each extent by CRC-32 and SHA-256, each of its rows by CRC-32, row padding, and the padding
     between extents; the neuron order; the source account; rows of quantized dense matrices.
 
-    Args:    on_progress: called with the number of bytes checked since the last call.
     Raises:  PackError with the first fault.
     """
+    progress.begin(Stage("checking", pack.manifest.totals.content, "B"))
     for file in pack.manifest.files:
         pack.check_file(file.name)
-        on_progress(file.bytes)
+        progress.advance(file.bytes)
     pack.read_order()
     read_account(pack.read_file(SOURCE_FILE).tobytes())
     _check_dense_rows(pack)
     for layer_idx, held in enumerate(pack.layout.expert_files):
-        on_progress(len(held.header))
+        progress.advance(len(held.header))
         for expert, layout in enumerate(pack.layout.experts[layer_idx]):
             _check_expert(pack, layer_idx, expert)
-            on_progress(layout.num_bytes)
+            progress.advance(layout.num_bytes)
         for padding in pack.padding(layer_idx):
             if pack.read_range(layer_idx, padding).any():
                 raise PackError(f"{pack.manifest.expert_files[layer_idx].name}: {padding.name} is not zero")
-            on_progress(padding.num_bytes)
+            progress.advance(padding.num_bytes)
+    progress.end()
 
 
 def _check_expert(pack: Pack, layer_idx: int, expert: int) -> None:

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from moe_pack.formats.command_options import Option, option_of
 from moe_pack.formats.errors import MoePackError, UsageError
+from moe_pack.formats.progress import Stage
 from moe_pack.formats.sizes import size_text as size_text
 from moe_pack.formats.version import VERSION
 
@@ -287,28 +288,47 @@ def cache_folder() -> Path:
     return (Path(named) if named else Path.home() / ".cache") / "moe-pack"
 
 
-@contextmanager
-def byte_bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """A progress bar over bytes on standard error, on a terminal only."""
-    with tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
-        yield lambda num_bytes: bar.update(num_bytes) and None
+class TerminalProgress:
+    """Shows progress on standard error: lines, and on a terminal a bar with the time left. Use it in a `with`."""
 
+    def __init__(self) -> None:
+        self._bar: tqdm[None] | None = None
 
-@contextmanager
-def count_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a progress bar on standard error, only on a terminal, from the first call of what it yields.
+    def __enter__(self) -> "TerminalProgress":
+        return self
 
-    Yields:  a function that takes how many things are done, and how many there are.
-    """
-    bars: list[tqdm[None]] = []
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
-    def tell(done: int, total: int) -> None:
-        if not bars:
-            bars.append(tqdm(total=total, desc=what, disable=None, leave=False))
-        bars[0].update(done - bars[0].n)
+    def begin(self, stage: Stage) -> None:
+        """Announces the stage and shows its bar."""
+        self.end()
+        if stage.note:
+            click.echo(f"{stage.name}: {stage.note}", err=True)
+        self._bar = tqdm(
+            desc=stage.name,
+            total=stage.total,
+            initial=stage.done,
+            unit=stage.unit or "it",
+            unit_scale=bool(stage.unit),
+            disable=None,
+            leave=False,
+        )
 
-    try:
-        yield tell
-    finally:
-        for bar in bars:
-            bar.close()
+    def advance(self, amount: int, what: str = "") -> None:
+        """Moves the bar."""
+        assert self._bar is not None, "a stage has begun"
+        self._bar.set_postfix_str(what, refresh=False)
+        self._bar.update(amount)
+
+    def end(self) -> None:
+        """Removes the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def say(self, line: str) -> None:
+        """Prints a line above the bar."""
+        if self._bar is not None:
+            self._bar.clear()
+        click.echo(line, err=True)

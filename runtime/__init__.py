@@ -24,7 +24,16 @@ from moe_pack.runtime.encoder_decoder import (
     position_bias,
 )
 from moe_pack.runtime.engine import DEVICE_OPTION, Engine, EngineOptions
-from moe_pack.runtime.expert import NEURONS, Activations, activations, resting_output, run_expert
+from moe_pack.runtime.expert import (
+    NEURONS,
+    Activations,
+    Expert,
+    NeuronBlock,
+    activations,
+    resting_output,
+    run_expert,
+    running,
+)
 from moe_pack.runtime.folder_files import FolderFiles
 from moe_pack.runtime.generate import context_for, generate
 from moe_pack.runtime.kv_cache import KVCache

@@ -10,13 +10,12 @@ from typing import TextIO
 import click
 
 from moe_pack.formats import Pack, RunError, UsageError, option
-from moe_pack.formats.cli import byte_bar, cache_folder, command_errors, common_options, count_bar, options_from
+from moe_pack.formats.cli import TerminalProgress, cache_folder, command_errors, common_options, options_from
 from moe_pack.runtime.bench import measure, random_prompt
 from moe_pack.runtime.bench_cli import BenchOptions, show_bench
 from moe_pack.runtime.chat import chat_prompt
 from moe_pack.runtime.engine import Engine, EngineOptions
 from moe_pack.runtime.generate import context_for, generate
-from moe_pack.runtime.host_arena import host_bytes
 from moe_pack.runtime.machine import load_facts
 from moe_pack.runtime.run_report import report, report_lines
 from moe_pack.runtime.sampling import Sampler
@@ -156,10 +155,8 @@ def _opened(pack: Pack, options: RunOptions, num_prompt_tokens: int) -> Engine:
         num_prompt_tokens, options.num_tokens, spec.max_position_embeddings, spec.encoder is not None
     )
     chosen = replace(options.engine, machine=load_facts(cache_folder(), pack.folder))
-    if chosen.device == "cpu":
-        return Engine(pack, chosen, context_tokens)
-    with byte_bar(host_bytes(pack), "experts") as advance, count_bar("kernels compiled") as compiled:
-        return Engine(pack, chosen, context_tokens, advance, compiled)
+    with TerminalProgress() as progress:
+        return Engine(pack, chosen, context_tokens, progress)
 
 
 def _encoded(pack: Pack, text: Text, words: str, chat: bool) -> list[int]:

@@ -24,6 +24,7 @@ from moe_pack.formats import (
     DISK_BLOCK_BYTES,
     MANIFEST_FILE,
     MATRICES,
+    NO_PROGRESS,
     ROW_GROUP,
     TRELLIS_WIDTHS,
     ExpertFormat,
@@ -31,9 +32,11 @@ from moe_pack.formats import (
     Pack,
     PackError,
     PartFormat,
+    Progress,
     RangeReader,
     RowLayout,
     RunError,
+    Stage,
     expert_layout,
     part_format,
     row_layout,
@@ -77,7 +80,7 @@ _SHORT_COLS = 128
 _BF16_BYTES = np.array([0x24, 0x3C], np.uint8)  # 0.01
 _WEIGHT_BYTES = 160 << 20  # of experts or of a dense matrix: more than caches hold
 
-OnStep = Callable[[str, int, int], None]
+_BETWEEN = 0.05  # seconds, to open files and to have the system forget them
 
 
 class Run(NamedTuple):
@@ -103,34 +106,36 @@ class _File:
 
 
 class _Steps:
-    """Tells what is measured next: its number, from 1 on, and of how many."""
+    """Tells what is measured next, and that what was measured before is done."""
 
-    def __init__(self, on_step: OnStep, total: int) -> None:
-        self._on_step, self._number, self._total = on_step, 0, total
+    def __init__(self, progress: Progress, total: int, seconds: float) -> None:
+        self._progress, self._has_begun = progress, False
+        note = f"{total} measurements, about {total * (seconds + _BETWEEN):.0f} s"
+        progress.begin(Stage("measuring", total, note=note))
 
     def next(self, what: str) -> None:
-        self._number += 1
-        self._on_step(what, self._number, self._total)
+        self._progress.advance(1 if self._has_begun else 0, what)
+        self._has_begun = True
 
 
 def measure_machine(
-    folder: Path, on_step: OnStep, seconds: float = 0.5, most_bytes: int = MOST_FILE_BYTES
+    folder: Path, progress: Progress = NO_PROGRESS, seconds: float = 0.5, most_bytes: int = MOST_FILE_BYTES
 ) -> MachineFacts:
     """Measures the drive of a folder, the CPU and the link to the GPU.
 
     Args:    folder: a pack, of which expert files are read; or another, where a file of at most `most_bytes` and at
-             most a quarter of the free space is written.   on_step: called before each measurement with what it is, its
-             number and how many there are.   seconds: that each takes.
+             most a quarter of the free space is written.   seconds: that each measurement takes.
     Raises:  RunError if the folder is none, cannot be written or has no room; PackError if it is a damaged pack.
     """
     has_link = torch.cuda.is_available()
-    with _files_of(folder, most_bytes, on_step) as files:
+    with _files_of(folder, most_bytes, progress) as files:
         runs = _runs(files)
         num_cpu_steps = 3 + len(WIDTHS) + len(_DENSE_WIDTHS) + len(TRELLIS_WIDTHS) if is_available() else 0
-        steps = _Steps(on_step, len(runs) + num_cpu_steps + (len(COPY_SIZES) if has_link else 0))
+        steps = _Steps(progress, len(runs) + num_cpu_steps + (len(COPY_SIZES) if has_link else 0), seconds)
         drive = _measure_drive(files, runs, device_of(folder)[1], steps, seconds)
     cpu = _measure_cpu(steps, seconds)
     link = _measure_link(steps, seconds) if has_link else None
+    progress.end()
     return MachineFacts(datetime.now(UTC).date().isoformat(), drive, cpu, link)
 
 
@@ -138,7 +143,7 @@ def measure_machine(
 
 
 @contextmanager
-def _files_of(folder: Path, most_bytes: int, on_step: OnStep) -> Iterator[list[_File]]:
+def _files_of(folder: Path, most_bytes: int, progress: Progress) -> Iterator[list[_File]]:
     """The files to read from: a pack's of experts, or a new one."""
     if not folder.is_dir():
         raise RunError(f"{folder}: found no such folder; give one on the drive to measure")
@@ -150,7 +155,7 @@ def _files_of(folder: Path, most_bytes: int, on_step: OnStep) -> Iterator[list[_
     num_bytes = min(most_bytes, free.f_bavail * free.f_frsize // 4) // _LEAST_FILE_BYTES * _LEAST_FILE_BYTES
     if num_bytes < _LEAST_FILE_BYTES:
         raise RunError(f"{folder}: found less than 4 MiB of free space, expected more; give a folder with room")
-    on_step(f"writing {num_bytes >> 20} MiB to read", 0, 1)
+    progress.say(f"writing {num_bytes >> 20} MiB to read")
     try:
         # Without a name from the start: nothing is left behind, whatever ends the process.
         with tempfile.TemporaryFile(dir=folder) as file:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.formats import Pack, RunError, audit, given, option, read_size, size_text
+from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, audit, given, option, read_size, size_text
 from moe_pack.runtime.budget import (
     BudgetPlan,
     divide_budget,
@@ -63,21 +63,11 @@ _SHARE_OF_MEMORY = 0.75  # of what is available, where no budget is set and the 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How a pack is to be run.
+    """How a pack is to be run; the options' help says what the fields mean.
 
-    `budget_bytes`: for weights, cache and what computing needs, of the card's memory where it computes; None: as much
-    as is available.   `engine`: on a card, whether the GPU pulls what it lacks from host memory in one graph a token,
-    or the host brings it layer by layer, as it always does on the CPU.   `ram_bytes`: on a card, host memory for
-    experts; a larger pack streams from the drive; None: three quarters of what is available.   `kv_dtype`: of keys and
-    values; None: f32 on the CPU, which has no other, bf16 on a card.
     `policy`: a preset, or the one that replay finds best.   `foretells`: whether experts are read ahead at all.
-    `cutover`: where a smaller share of an expert's neurons runs, a miss reads their rows alone; None: the share at
-    which that pays on this drive, where `machine` has it measured, else the policy's.
-    `read`: past the system's cache, through it, or mapped, which keeps to no budget.
-    `verify`: experts when they first arrive (`lazy`), all before the first token (`full`), or not.
-    `chunk_tokens`: of a forward pass at most; None: as the budget allows.
-    `trust`: what may change answers.   `is_strict`: a fallback is an error.
-    `trace`, `record`: files to write what happened when, and what the routers chose; experts stream then.
+    `trust`: what may change answers.   `trace`, `record`: experts stream then.   `chunk_tokens`: of a forward pass at
+    most; None: as the budget allows.   `machine`: what was measured of it.
     """
 
     device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
@@ -218,9 +208,8 @@ class Engine:
     mapped, or on a card.   `use`: on a card, what its memory is spent on, by `engine`.   `preset`: the policies of
     experts that stream by the host's decisions.   `is_direct`: whether reads go past the system's
     cache.   `fallbacks`: what was wished and could not be had.
-    Args:    on_read: told of bytes of experts as they come to host memory, for a card.   on_compiled: told how many
-             of a card's kernels are compiled, of how many; not called where all are in Triton's cache.   host: the
-             pack's experts in page-locked memory, for a card; stays the caller's. None: they are read where they fit.
+    Args:    host: the pack's experts in page-locked memory, for a card; stays the caller's. None: they are read where
+             they fit.
     Raises:  RunError if the budget is too small, something asked for is not to be had, or a fallback would be needed
              and `is_strict`; PackError if the pack is damaged.
     """
@@ -230,11 +219,10 @@ class Engine:
         pack: Pack,
         options: EngineOptions,
         context_tokens: int,
-        on_read: Callable[[int], None] = lambda num_bytes: None,
-        on_compiled: Callable[[int, int], None] = lambda done, total: None,
+        progress: Progress = NO_PROGRESS,
         host: HostArena | None = None,
     ) -> None:
-        self._on_read, self._on_compiled = on_read, on_compiled
+        self._progress = progress
         self.options, self.fallbacks = options, list[str]()
         self.plan: BudgetPlan | None = None
         self.preset: Preset | None = None
@@ -249,7 +237,7 @@ class Engine:
         self._pack, self._stack = pack, ExitStack()
         self.device = _device(options.device)
         if options.verify == "full":
-            audit(pack)
+            audit(pack, progress)
         try:
             self.operations = self._open_operations()
             self.weights: PackWeights
@@ -293,7 +281,7 @@ class Engine:
         asked = CardAsked(options.budget_bytes, context_tokens, options.chunk_tokens, cache_dtype)
         if self.host is None and host_bytes(pack) <= ram:
             self.host = self._stack.enter_context(
-                HostArena(pack, self.device, self._on_read, verify=options.verify == "lazy")
+                HostArena(pack, self.device, self._progress, verify=options.verify == "lazy")
             )
         host = self.host
         if host is not None and not host.is_locked:
@@ -341,7 +329,7 @@ class Engine:
         def ahead(run: Callable[[], None]) -> None:
             with collected_launches() as jobs:
                 run()
-            compile_ahead(list(jobs.values()), num_cpus(), self._on_compiled)
+            compile_ahead(list(jobs.values()), num_cpus(), self._progress)
 
         return fit_to_card(
             pack, device, memory, asked, least,

@@ -7,7 +7,6 @@ streams from the drive (`expert_store`).
 import mmap
 import os
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.formats import Pack, PackError, RunError, size_text
+from moe_pack.formats import NO_PROGRESS, Pack, PackError, Progress, RunError, Stage, size_text
 
 Array = NDArray[Any]
 
@@ -36,14 +35,14 @@ class HostArena:
         self,
         pack: Pack,
         device: torch.device,
-        progress: Callable[[int], None] = lambda num_bytes: None,
+        progress: Progress = NO_PROGRESS,
         num_threads: int = _READ_THREADS,
         verify: bool = True,
     ) -> None:
         """Maps, reads and locks.
 
-        Args:    device: the memory is locked for a card; for `cpu` it is not.   progress: told of bytes as they come,
-                 by one thread at a time.   verify: whether experts are checked.
+        Args:    device: the memory is locked for a card; for `cpu` it is not.   verify: whether experts are
+                 checked.
         Raises:  RunError if there is not so much memory; PackError if an expert is damaged or cannot be read.
         """
         self.extent_at, self._layers, self.num_bytes = _places(pack)
@@ -89,7 +88,7 @@ class HostArena:
         self.locked_bytes = 0
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    def _fill(self, pack: Pack, progress: Callable[[int], None], num_threads: int, verify: bool) -> None:
+    def _fill(self, pack: Pack, progress: Progress, num_threads: int, verify: bool) -> None:
         held = self._bytes.numpy()
         jobs = [(l, e) for l, layer in enumerate(pack.layout.experts) for e in range(len(layer))]
 
@@ -105,8 +104,10 @@ class HostArena:
             for listed in pack.manifest.expert_files:
                 files.append(_opened(pack, listed.name))
             with ThreadPoolExecutor(num_threads) as threads:
+                progress.begin(Stage("experts", self.num_bytes, "B"))
                 for num_bytes in threads.map(read, jobs):
-                    progress(num_bytes)
+                    progress.advance(num_bytes)
+                progress.end()
         finally:
             for file in files:
                 os.close(file)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import DenseLayout, Pack, RunError, size_text
-from moe_pack.runtime.experts import PartialState
 from moe_pack.runtime.budget import FixedParts, MemoryNeeds, divide
+from moe_pack.runtime.experts import PartialState
 from moe_pack.runtime.matrix import Matrix
 from moe_pack.runtime.native_kernels import ExpertRows, Kernels, extent_rows
 from moe_pack.runtime.operations import TORCH
@@ -75,7 +75,7 @@ def plan_staged(
 
 
 def staged_needs(
-    pack: Pack, page_bytes: int, chunk_tokens: int, ops: ExpertOps, num_partials: int = NUM_PARTIALS
+    pack: Pack, page_bytes: int, chunk_tokens: int, ops: TritonOps, num_partials: int = NUM_PARTIALS
 ) -> MemoryNeeds:
     """Returns what the staged engine needs of the device's memory that is left for experts."""
     pages = pages_of(pack, page_bytes) * page_bytes

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.formats import Pack, first_moe_layers, option
-from moe_pack.runtime.expert import run_expert
 from moe_pack.runtime.expert_store import ExpertStore
 from moe_pack.runtime.experts import ExpertRunner, PartialState
 from moe_pack.runtime.foretelling import Foreteller

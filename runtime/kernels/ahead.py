@@ -27,14 +27,13 @@ from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITCallable
 
+from moe_pack.formats import NO_PROGRESS, Progress, Stage
 from moe_pack.runtime import kernels
 from moe_pack.runtime.kernels.tiles import INTERPRETED
 
 _FEWEST = 4  # kernels: with fewer, processes take longer to start than to compile them
 _NAME_CHARACTERS = 150  # of a kernel's file in the cache, as Triton cuts them
 _WORKER = "import sys; sys.path[:] = sys.argv[1:]; from moe_pack.runtime.kernels import ahead; ahead.compile_given()"
-
-OnCompiled = Callable[[int, int], None]  # how many kernels are compiled, of how many
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,29 +96,26 @@ def collected_launches() -> Iterator[dict[Any, CompileJob]]:
         triton.knobs.runtime.jit_cache_hook = before
 
 
-def compile_ahead(
-    jobs: list[CompileJob], num_processes: int, on_compiled: OnCompiled = lambda done, total: None
-) -> int:
+def compile_ahead(jobs: list[CompileJob], num_processes: int, progress: Progress = NO_PROGRESS) -> int:
     """Compiles those jobs that Triton's cache lacks; returns how many these were.
 
     A kernel that cannot be compiled is left to its launch, which says why.
-    Args:    on_compiled: told of each as it is done, by one thread at a time.
     """
     missing = [] if INTERPRETED else [job for job in jobs if not job.is_cached()]
     num_processes = min(num_processes, len(missing))
     if len(missing) < _FEWEST or num_processes < 2:
         return 0
-    done, lock = 0, Lock()
+    lock = Lock()
 
     def one_is_compiled() -> None:
-        nonlocal done
         with lock:
-            done += 1
-            on_compiled(done, len(missing))
+            progress.advance(1)
 
+    progress.begin(Stage("kernels compiled", len(missing)))
     with ThreadPoolExecutor(num_processes) as threads:
         for number in range(num_processes):
             threads.submit(_compile_elsewhere, missing[number::num_processes], one_is_compiled)
+    progress.end()
     return len(missing)
 
 

@@ -23,7 +23,7 @@ from moe_pack.calib import (
     read_tokens,
     realized_sparsity,
 )
-from moe_pack.formats import Checkpoint, ConversionError, Pack, PlanError
+from moe_pack.formats import Checkpoint, ConversionError, Pack, PlanError, Stage
 from moe_pack.runtime import CheckpointWeights, Decoder, FolderFiles, PackWeights, Text, Weights
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=300)
@@ -181,7 +181,7 @@ def test_stopped_it_does_not_do_again_what_is_done(packed: Path, tmp_path: Path)
 
 def test_a_pack_being_evaluated_is_left_alone(packed: Path, tmp_path: Path) -> None:
     class Meddler(Recorder):
-        def begin(self, stage: str, cost: object) -> None:
+        def begin(self, stage: Stage) -> None:
             with pytest.raises(ConversionError, match="being written here"):
                 evaluate(held, TOKENS, Recorder())
             raise StoppedError

@@ -13,7 +13,7 @@ from moe_pack.calib import Prices, ThresholdRule, measure_prices, measure_thresh
 from moe_pack.calib.price_of_substitution import ALPHAS, POLICY, budget_with_room
 from moe_pack.calib.prices import first_tokens
 from moe_pack.calib.thresholds import find_thresholds
-from moe_pack.formats import Pack
+from moe_pack.formats import Pack, Stage
 from moe_pack.runtime import Decoder, Engine, EngineOptions, PackWeights, Trust, divide_budget, expert_pages
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=6, vocab_size=300)
@@ -125,8 +125,8 @@ def test_nothing_of_the_pack_is_changed_and_nothing_is_left_behind(packed: Path,
 @pytest.mark.parametrize("stage", ["thresholds", "predictions at 70% sparsity", "decoding with --substitute 0.3"])
 def test_stopped_it_goes_on_to_the_same_figures(stage: str, packed: Path, prices: Prices, tmp_path: Path) -> None:
     class StopsWithin(Recorder):
-        def begin(self, name: str, cost: object) -> None:
-            if name == stage:
+        def begin(self, begun: Stage) -> None:
+            if begun.name == stage:
                 self.stop_at = len(self.events) + 3
 
     folder = shutil.copytree(packed, tmp_path / "packed")
@@ -138,8 +138,8 @@ def test_stopped_it_goes_on_to_the_same_figures(stage: str, packed: Path, prices
 
 def test_what_is_done_by_layers_is_not_done_again(packed: Path, tmp_path: Path) -> None:
     class StopsBeforeDecoding(Recorder):
-        def begin(self, name: str, cost: object) -> None:
-            if name == "decoding":
+        def begin(self, stage: Stage) -> None:
+            if stage.name == "decoding":
                 raise StoppedError
 
     folder, rest = shutil.copytree(packed, tmp_path / "packed"), Recorder()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from families import Tiny, original, write
 from models import Tensors, TinyMixtral, Unbiased
+from profiles import Recorder
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -102,15 +103,11 @@ def run_pass(
 ) -> Ran:
     """All of a pass; `anew`: each layer by a new process, the first try of which was killed before `leave`."""
     checkpoint = Checkpoint(source)
-    spec, done = checkpoint.spec, 0
+    spec, recorder = checkpoint.spec, Recorder()
 
     def stage() -> SensitivityPass:
         weights = HeldWeights(CheckpointWeights(checkpoint))
         return SensitivityPass(weights, ids, level, lambda l: thresholds(l, spec.router.num_experts), folder, CPU)
-
-    def on_work(multiplications: int, what: str) -> None:
-        nonlocal done
-        done += multiplications
 
     running = stage()
     announced = running.cost(range(spec.num_hidden_layers)).multiplications if announce else 0
@@ -119,15 +116,15 @@ def run_pass(
         if anew:
             running.layer(layer)
             running = stage()
-        errors.append(running.layer(layer, on_work))
+        errors.append(running.layer(layer, recorder))
         running.leave(layer)
         if anew:
             running = stage()
-    measured = running.divergences(on_work)
+    measured = running.divergences(recorder)
     running.states.close()
     checkpoint.close()
     assert not folder.exists()
-    return Ran(source, spec, level, errors, measured, announced, done)
+    return Ran(source, spec, level, errors, measured, announced, recorder.done)
 
 
 @pytest.fixture(scope="module")

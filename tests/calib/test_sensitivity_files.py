@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from models import TinyMixtral
+from profiles import Recorder
 
-from moe_pack.calib import Cost, ProfileOptions, Tokens, make_profile, sensitivity
+from moe_pack.calib import ProfileOptions, Tokens, make_profile, sensitivity
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.sensitivity import SensitivityPass
-from moe_pack.formats import Checkpoint
+from moe_pack.formats import Checkpoint, Stage
 from moe_pack.runtime import CheckpointWeights
 
 MODEL = TinyMixtral(num_layers=3, num_experts=4)
@@ -47,22 +48,20 @@ def test_what_does_not_fit_in_memory_lies_in_mapped_files_and_gives_the_same(
 
 
 @dataclass
-class HiddenFiles:
-    """A watcher that remembers the hidden states last on the drive, and may end a run before a stage."""
+class HiddenFiles(Recorder):
+    """Progress that remembers the hidden states last on the drive, and may end a run before a stage."""
 
-    folder: Path
-    stop: str
+    folder: Path = field(kw_only=True)
+    stop: str = field(kw_only=True)
     last: dict[str, bytes] = field(default_factory=dict)
 
-    def begin(self, stage: str, cost: Cost) -> None:
-        if stage == self.stop:
+    def begin(self, stage: Stage) -> None:
+        if stage.name == self.stop:
             raise KeyboardInterrupt
 
-    def advance(self, multiplications: int, what: str) -> None:
+    def advance(self, amount: int, what: str = "") -> None:
         found = {str(path): path.read_bytes() for path in self.folder.rglob("hidden-*")}
         self.last = found or self.last
-
-    def end(self) -> None: ...
 
 
 def test_hidden_states_that_statistics_left_are_not_taken_for_those_of_this_stage(
@@ -72,7 +71,7 @@ def test_hidden_states_that_statistics_left_are_not_taken_for_those_of_this_stag
     checkpoint = Checkpoint(MODEL.write(tmp_path / "m"))
     text = Tokens("made up", IDS[:1].numpy().astype(np.int32), "0" * 64, ())
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    watcher = HiddenFiles(killed, "sensitivity")
+    watcher = HiddenFiles(folder=killed, stop="sensitivity")
     with pytest.raises(KeyboardInterrupt):
         make_profile(checkpoint, text, killed, ProfileOptions(), watcher)
     assert len(watcher.last) == 1
@@ -80,7 +79,7 @@ def test_hidden_states_that_statistics_left_are_not_taken_for_those_of_this_stag
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_bytes(raw)
     for folder in (killed, whole):
-        make_profile(checkpoint, text, folder, ProfileOptions(), HiddenFiles(folder, "never"))
+        make_profile(checkpoint, text, folder, ProfileOptions(), HiddenFiles(folder=folder, stop="never"))
     checkpoint.close()
     files = {path.name: path.read_bytes() for path in whole.iterdir()}
     assert {path.name: path.read_bytes() for path in killed.iterdir()} == files

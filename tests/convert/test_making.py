@@ -1,9 +1,7 @@
 """A pack made for a target, at one go and after being stopped before any of its steps."""
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +10,13 @@ from models import TinyMixtral
 from profiles import Recorder, StoppedError, folder_bytes, profiled, random_tokens
 
 from moe_pack.calib import Profile, ProfileOptions, Quality, hottest_first, measure_thresholds
-from moe_pack.convert import Progress, convert
+from moe_pack.convert import convert
 from moe_pack.convert.making import MADE_FILE, Made, Maker, Wish, threshold_rule, work_folder
 from moe_pack.convert.plan_file import Decision
 from moe_pack.formats import (
     Checkpoint,
     ConversionError,
     Pack,
-    PackLayout,
     part_format,
     read_sidecar,
     uniform_plan,
@@ -27,21 +24,6 @@ from moe_pack.formats import (
 
 SHAPE = TinyMixtral(intermediate_size=16, num_layers=1, num_experts=2, vocab_size=64)
 TEXT = random_tokens(3, 64, 64, seed=5)
-
-
-@dataclass
-class Teller:
-    """Who is told: keeps all lines."""
-
-    watcher: Recorder = field(default_factory=Recorder)
-    lines: list[str] = field(default_factory=list)
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-    @contextmanager
-    def packing(self, layout: PackLayout) -> Iterator[Callable[[Progress], None]]:
-        yield lambda progress: None
 
 
 @dataclass
@@ -63,7 +45,7 @@ class Workplace:
         checkpoint = Checkpoint(self.source)
         wish = Wish({"name": name}, self.decide, 0.1, allowed, kl_of, lambda quality: "measured")
         try:
-            Maker(checkpoint, self.profile, TEXT, output, wish, 1, Teller(), on_step=on_step).make()
+            Maker(checkpoint, self.profile, TEXT, output, wish, 1, Recorder(), on_step=on_step).make()
         finally:
             checkpoint.close()
         return steps

@@ -234,7 +234,7 @@ def test_the_bytes_of_a_pack_that_keeps_few_bits_have_not_changed(tmp_path: Path
     account = Account(layout, plan, Origin(NO_SOURCE, (), (PackageVersion("moe-pack", "0"),), {}), zeros)
     writer = PackWriter(tmp_path / "pack", layout, account.conversion, stamp="", on_step=lambda step: None)
     work = Work(lambda item, stop: kept_item(layout, item), lambda item: item.num_bytes)
-    write_pack(writer, layout, account, work, 1, lambda progress: None)
+    write_pack(writer, layout, account, work, 1)
     with Pack(tmp_path / "pack") as pack:
         audit(pack)
     assert digests_of_files(tmp_path / "pack") == KEPT_DIGESTS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_pack.formats import PackError, RunError
+from moe_pack.formats import PackError, RunError, Stage
 from moe_pack.runtime import MachineFacts, measure_machine
 from moe_pack.runtime.doctor import READ_SIZES, Measured, Run, drive_facts
 from moe_pack.runtime.machine import ReadMode, SizedRate
@@ -19,15 +19,31 @@ FOUR_MIB = 4 << 20
 
 
 class Watched:
-    """What was said, and what was in a folder then."""
+    """What was said and done, and what was in a folder then."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.said: list[tuple[str, int, int]] = []
+        self.lines: list[str] = []
+        self.stages: list[Stage] = []
+        self.done: list[int] = []
         self.seen: set[str] = set()
 
-    def step(self, what: str, number: int, total: int) -> None:
-        self.said.append((what, number, total))
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+        self._look()
+
+    def begin(self, stage: Stage) -> None:
+        self.stages.append(stage)
+
+    def advance(self, amount: int, what: str = "") -> None:
+        assert what
+        self.done.append(amount)
+        self._look()
+
+    def end(self) -> None:
+        self._look()
+
+    def _look(self) -> None:
         self.seen |= {path.name for path in self.folder.iterdir()}
 
 
@@ -35,7 +51,7 @@ class Watched:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[MachineFacts, Watched]:
     """What is measured on an empty folder."""
     watched = Watched(tmp_path_factory.mktemp("empty"))
-    return measure_machine(watched.folder, watched.step, INSTANT, FOUR_MIB), watched
+    return measure_machine(watched.folder, watched, INSTANT, FOUR_MIB), watched
 
 
 def test_every_size_that_the_file_has_room_for_is_measured_in_every_mode(
@@ -63,11 +79,12 @@ def test_the_cpu_is_measured_where_there_are_kernels(measured: tuple[MachineFact
     assert (cpu.row_s is not None and cpu.row_s >= 0) == is_available()
 
 
-def test_each_measurement_is_announced_with_its_number(measured: tuple[MachineFacts, Watched]) -> None:
-    said = measured[1].said
-    assert said[0] == ("writing 4 MiB to read", 0, 1)
-    total = len(said) - 1
-    assert [(number, of) for _, number, of in said[1:]] == [(number, total) for number in range(1, total + 1)]
+def test_each_measurement_advances_one_stage(measured: tuple[MachineFacts, Watched]) -> None:
+    watched = measured[1]
+    assert watched.lines == ["writing 4 MiB to read"]
+    (stage,) = watched.stages
+    assert stage.note.startswith(f"{stage.total} measurements, about ")
+    assert watched.done == [0] + [1] * (stage.total - 1)
 
 
 def test_the_file_that_is_written_has_no_name(measured: tuple[MachineFacts, Watched]) -> None:
@@ -78,12 +95,12 @@ def test_a_pack_is_measured_on_its_own_files_and_not_written(tiny_pack: Path, tm
     folder = shutil.copytree(tiny_pack, tmp_path / "packed")
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     watched = Watched(folder)
-    drive = measure_machine(folder, watched.step, INSTANT).drive
+    drive = measure_machine(folder, watched, INSTANT).drive
     experts = [path.stat().st_size for path in folder.glob("experts-*.safetensors")]
     assert drive.file_bytes == sum(experts)
     assert max(one.size for one in drive.best) <= max(experts)
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before and watched.seen == set(before)
-    assert not [what for what, _, _ in watched.said if what.startswith("writing")]
+    assert watched.lines == []
 
 
 def test_a_damaged_pack_is_refused(tiny_pack: Path, tmp_path: Path) -> None:
@@ -91,20 +108,20 @@ def test_a_damaged_pack_is_refused(tiny_pack: Path, tmp_path: Path) -> None:
     with (folder / "experts-000.safetensors").open("r+b") as file:
         file.truncate(4096)
     with pytest.raises(PackError, match=r"^experts-000\.safetensors: 4096 bytes, expected"):
-        measure_machine(folder, Watched(folder).step, INSTANT)
+        measure_machine(folder, Watched(folder), INSTANT)
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for name in ("missing", "file"):
         with pytest.raises(RunError, match=rf"{name}: found no such folder; give one on the drive to measure$"):
-            measure_machine(tmp_path / name, Watched(tmp_path).step, INSTANT)
+            measure_machine(tmp_path / name, Watched(tmp_path), INSTANT)
 
 
 def test_a_folder_that_takes_no_files_is_refused() -> None:
     """The kernel's own, which has no free space either."""
     with pytest.raises(RunError, match=r"^/proc: found less than 4 MiB of free space, expected more"):
-        measure_machine(Path("/proc"), lambda *_: None, INSTANT)
+        measure_machine(Path("/proc"), seconds=INSTANT)
 
 
 def runs(mode: ReadMode, threads: int, rates: list[float]) -> list[Measured]:
@@ -137,7 +154,7 @@ sys.modules["moe_pack.runtime._native"] = None
 from pathlib import Path
 from moe_pack.runtime import is_available, measure_machine
 assert not is_available()
-facts = measure_machine(Path(sys.argv[1]), lambda *_: None, 0.0005, 1 << 20)
+facts = measure_machine(Path(sys.argv[1]), seconds=0.0005, most_bytes=1 << 20)
 print(facts.cpu.instruction_set, sorted({one.mode for one in facts.drive.best} - {"direct"}), facts.drive.threads)
 """
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from models import TinyMixtral, pack
+from profiles import Recorder
 
 from moe_pack.formats import Pack, PackError
 from moe_pack.runtime.host_arena import HostArena, host_bytes
@@ -35,9 +36,9 @@ def test_every_extent_is_the_packs_on_a_line_of_its_own(folder: Path, num_thread
 
 
 def test_progress_is_told_of_all_bytes(folder: Path) -> None:
-    told: list[int] = []
-    with Pack(folder) as opened, HostArena(opened, CPU, told.append):
-        assert sum(told) == sum(expert.num_bytes for layer in opened.layout.experts for expert in layer)
+    told = Recorder()
+    with Pack(folder) as opened, HostArena(opened, CPU, told):
+        assert told.done == sum(expert.num_bytes for layer in opened.layout.experts for expert in layer)
 
 
 def test_a_damaged_expert_is_named_unless_none_is_to_be_checked(folder: Path) -> None:

@@ -27,9 +27,10 @@ from typing import Any, BinaryIO, NoReturn
 
 import torch
 from models import TinyMixtral
+from profiles import Recorder
 
-from moe_pack.convert import Progress, convert, layout_for
-from moe_pack.formats import Checkpoint, ConversionError, Item, Plan, Step, part_format, uniform_plan
+from moe_pack.convert import convert, layout_for
+from moe_pack.formats import Checkpoint, ConversionError, Item, Plan, Stage, Step, part_format, uniform_plan
 
 JOURNAL = "conversion.journal"
 CLAIM = "conversion.json"
@@ -175,18 +176,31 @@ def _convert(source: Path, folder: Path, on_step: OnStep, workers: int, say: Cal
         say({"step": step.number, "action": step.action, "path": step.path})
         on_step(step)
 
-    def report(now: Progress) -> None:
-        say({"done_bytes": now.done_bytes})
-
     checkpoint = Checkpoint(source)
     plan = quick_plan(checkpoint)
     try:
-        ended = convert(checkpoint, plan, folder, workers, report, announce)
+        ended = convert(checkpoint, plan, folder, workers, _Told(say), announce)
         say({"resumed_bytes": ended.resumed_bytes, "written": ended.written})
     except ConversionError as fault:
         say({"error": str(fault)})
     finally:
         checkpoint.close()
+
+
+class _Told(Recorder):
+    """Progress that says how many bytes are done."""
+
+    def __init__(self, say: Callable[[Said], object]) -> None:
+        super().__init__()
+        self._say = say
+
+    def begin(self, stage: Stage) -> None:
+        self.done = stage.done
+        self._say({"done_bytes": self.done})
+
+    def advance(self, amount: int, what: str = "") -> None:
+        self.done += amount
+        self._say({"done_bytes": self.done})
 
 
 def _run_of(said: list[Said], killed: bool) -> Run:

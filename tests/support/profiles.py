@@ -12,34 +12,43 @@ import numpy as np
 from models import TinyMixtral
 from numpy.typing import NDArray
 
-from moe_pack.calib import Cost, Profile, ProfileOptions, Tokens, make_profile
-from moe_pack.formats import Checkpoint
+from moe_pack.calib import Profile, ProfileOptions, Tokens, make_profile
+from moe_pack.formats import Checkpoint, Stage
 
 QUICK = ProfileOptions("none")
 SMALLEST = TinyMixtral(intermediate_size=16, num_layers=2, num_experts=3, vocab_size=32)
 
 
 class StoppedError(Exception):
-    """What a watcher raises to end a run."""
+    """What a recorder raises to end a run."""
 
 
 @dataclass
 class Recorder:
-    """A watcher that writes down all it is told, and stops the run at one of these events."""
+    """Progress that writes down all it is told, and stops the run at one of these events.
+
+    `done`: what all stages add up to.   `lines`: what was said.
+    """
 
     stop_at: int | None = None
     events: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    done: int = 0
 
-    def begin(self, stage: str, cost: Cost) -> None:
-        assert cost.multiplications >= 0 and cost.seconds >= 0
-        self._event(stage)
+    def begin(self, stage: Stage) -> None:
+        assert stage.total >= 0 and stage.seconds >= 0
+        self._event(stage.name)
 
-    def advance(self, multiplications: int, what: str) -> None:
-        assert multiplications >= 0
+    def advance(self, amount: int, what: str = "") -> None:
+        assert amount >= 0
+        self.done += amount
         self._event(what)
 
     def end(self) -> None:
         pass
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
 
     def _event(self, what: str) -> None:
         self.events.append(what)
@@ -48,15 +57,15 @@ class Recorder:
 
 
 class StopsBefore(Recorder):
-    """A watcher that stops the run when a stage begins."""
+    """Progress that stops the run when a stage begins."""
 
     def __init__(self, stage: str) -> None:
         super().__init__()
         self._stage = stage
 
-    def begin(self, stage: str, cost: Cost) -> None:
-        if stage == self._stage:
-            raise StoppedError(stage)
+    def begin(self, stage: Stage) -> None:
+        if stage.name == self._stage:
+            raise StoppedError(stage.name)
 
 
 def tokens_of(sequences: NDArray[np.int32]) -> Tokens:
