@@ -1,4 +1,4 @@
-// What the codec `trellis` looks up: formats/trellis_tables.py in C++ (docs/format.md, section 8).
+// The tables of the codec `trellis`: docs/trellis-tables.json in C++ (docs/format.md, section 8).
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,9 @@
-"""A reader written from docs/format.md alone decodes every pack as moe_pack does, bit for bit."""
+"""A reader written from the specification in docs/ alone decodes every pack as moe_pack does, bit for bit."""
 
 import ast
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from families import BASE, Tiny, write
 from models import Tensors, TinyMixtral, pack
 from numpy.typing import NDArray
 from reseal import JsonObject, edit_array, reseal
-from second_reader import BadPackError, Part, Rows, SecondReader
+from second_reader import TABLES, BadPackError, Part, Rows, SecondReader
 
 from moe_pack.formats import (
     E5M2,
@@ -32,7 +33,6 @@ from moe_pack.formats import (
     trellis_format,
 )
 from moe_pack.formats.codecs import decode_part
-from moe_pack.formats.trellis_tables import TRELLIS_TABLES
 from moe_pack.runtime import PackWeights
 
 ROOT = Path(__file__).parents[2]
@@ -247,9 +247,8 @@ def documented_rows() -> list[NDArray[np.uint8]]:
 CODE = np.arange(64) // 4
 STAIRS = np.array([0, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, -0.0, -2, -4, -6, -8, -12, -16, -24])
 # Windows of the stream 1, 01, 0, 11; once it has left the register, all are of zeros.
-TABLES = np.frombuffer(bytes.fromhex(TRELLIS_TABLES[3]), np.int8).reshape(2, 128)
 WINDOWS = [64, 80, 40, 106, 53, 13, 6, 1] + [0] * 56
-TRELLIS = np.array([TABLES[j % 2][window] for j, window in enumerate(WINDOWS)])
+TRELLIS = np.array([TABLES[3][j % 2][window] for j, window in enumerate(WINDOWS)])
 EXAMPLES = [
     (part_format(4, 32), np.where(np.arange(64) < 32, (CODE - 3.5) * 0.5, (CODE - 8) * 0.25)),
     (trellis_format(3, ROW_GROUP), TRELLIS),
@@ -326,6 +325,39 @@ def test_the_second_reader_imports_nothing_but_numpy_and_the_standard_library() 
             assert node.level == 0 and node.module, "an import relative to this folder"
             imported.add(node.module.partition(".")[0])
     assert imported - sys.stdlib_module_names == {"numpy"}
+
+
+# Run in a process of its own: an audit hook stays for good. It prints each file of the repository that is opened.
+GUARDED_READ = """
+import sys
+from pathlib import Path
+
+root, folder = Path(sys.argv[1]), Path(sys.argv[2])
+opened = set()
+
+def note(event, arguments):
+    if event == "open" and isinstance(arguments[0], str):
+        opened.add(arguments[0])
+
+sys.addaudithook(note)
+sys.path.insert(0, str(root / "tests" / "support"))
+from second_reader import SecondReader
+
+reader = SecondReader(folder)
+assert len(reader.expert(0, 0)) == 3
+assert "moe_pack" not in sys.modules
+paths = {Path(name).resolve() for name in opened}
+assert folder / "manifest.json" in paths, "the hook sees what is opened"
+print(*sorted(str(path.relative_to(root)) for path in paths if path.is_relative_to(root)), sep="\\n")
+"""
+
+
+def test_the_second_reader_opens_nothing_of_the_product(packed: Path) -> None:
+    command = [sys.executable, "-I", "-B", "-c", GUARDED_READ, str(ROOT), str(packed.resolve())]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\n")
+    product = ("formats", "runtime", "calib", "convert")
+    assert "docs/trellis-tables.json" in printed
+    assert not [name for name in printed if name.startswith(product)]
 
 
 def list_as_feature(manifest: JsonObject) -> None:

@@ -1,6 +1,6 @@
-"""A second reader of packs, written from docs/format.md alone in numpy and the standard library.
+"""A second reader of packs, written from docs/format.md and its table file alone, in numpy and the standard library.
 
-It shares no code with moe_pack: where the two agree bit for bit, the specification says what the code does.
+It shares no code and no file with moe_pack: where the two agree bit for bit, the specification says what the code does.
 Section numbers are those of docs/format.md. It decodes whole matrices and keeps no memory budget.
 """
 
@@ -26,13 +26,9 @@ FEATURES = {"affine", "bf16", "byte_scales", "dense_rows", "e5m2", "fp8", "mxfp4
 REQUIRED = {"index.safetensors", "dense.safetensors", "thresholds.safetensors", "order.safetensors", "source.json"}
 CODECS = {1: "bf16", 2: "affine", 3: "fp8", 4: "e5m2", 5: "mxfp4", 6: "trellis"}
 FORMATS = {"bf16": (16, 0, 16), "fp8": (8, 128, 32), "e5m2": (8, 0, 8), "mxfp4": (4, 32, 8)}  # width, group, scale_bits
-TABLES = {  # by width; of odd ones two (section 8)
-    int(width): np.frombuffer(bytes.fromhex("".join(re.findall(r'"([0-9a-f]+)"', lines))), np.int8).reshape(-1, 128)
-    for width, lines in re.findall(
-        r"^    (\d): \(\n(.*?)^    \),",
-        (Path(__file__).parents[2] / "formats" / "trellis_tables.py").read_text(),
-        re.MULTILINE | re.DOTALL,
-    )
+TABLES = {  # by width: one table, or two where the width is odd (section 8)
+    int(width): np.array(tables, np.int8)
+    for width, tables in json.loads((Path(__file__).parents[2] / "docs" / "trellis-tables.json").read_text()).items()
 }
 NUMPY_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F16": "<f2", "BF16": "<u2", "F32": "<f4"}
 SELF_DIGEST = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\n')
