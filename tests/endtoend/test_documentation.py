@@ -34,7 +34,7 @@ def test_every_command_on_the_page_runs(page: Path, tmp_path: Path, monkeypatch:
     commands = shown_commands(page)
     if not any("convert" in command for command in commands):
         commands.insert(0, ["moe-pack", "convert", "mixtral", "-o", "packed/"])
-    assert len(commands) > 2
+    assert len(commands) >= 2
     for program, *arguments in commands:
         result = CliRunner().invoke(PROGRAMS[program], arguments, prog_name=program)
         assert result.exit_code == 0, (program, arguments, result.output)
