@@ -1,11 +1,11 @@
-"""The native kernels for experts against plain torch: at once and step by step, over every pair of choices."""
+"""The native kernels for experts against plain torch: at once and step by step, over samples of all choices."""
 
 from dataclasses import dataclass, replace
-from functools import cache
+from itertools import product
 
 import pytest
 import torch
-from combinations import Combination, sample
+from combinations import Combination, name_of, sample
 from native import INSTRUCTION_SETS, kernels_limited_to, work
 from random_experts import (
     FOUR_BIT,
@@ -19,6 +19,7 @@ from random_experts import (
     running,
     threshold_at,
 )
+from sweep import random_seed, sweep
 from torch import Tensor
 
 from moe_pack.formats import (
@@ -37,13 +38,13 @@ from moe_pack.formats import (
 from moe_pack.runtime import Activations, NeuronBlock, activations, run_expert
 from moe_pack.runtime.native_kernels import Kernels, Selected
 
-WIDTHS = (1, 2, 3, 4, 8, 16, "fp8", "e5m2", "mxfp4")  # the last three in the one format each has
-TRELLISES = tuple(f"trellis {width}" for width in TRELLIS_WIDTHS)
-SOURCES = {"fp8": FP8, "e5m2": E5M2, "mxfp4": MXFP4}
+TRELLISES = {f"trellis {width}": width for width in TRELLIS_WIDTHS}
+SOURCES = {"fp8": FP8, "e5m2": E5M2, "mxfp4": MXFP4}  # each in its one format
+CODECS = (1, 2, 3, 4, 8, 16, *SOURCES, *TRELLISES)
 CHOICES: dict[str, tuple[object, ...]] = {
-    "gate": (*WIDTHS, None),
-    "up": WIDTHS,
-    "down": WIDTHS,
+    "gate": (*CODECS, None),
+    "up": CODECS,
+    "down": CODECS,
     "group": (0, 16, 32, 64, 128),
     "scale_bits": (16, 8),
     "selector": SELECTORS,
@@ -54,6 +55,13 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "num_tokens": (1, 2, 3, 4, 5, 17, 64, 65, 100),
     "sparsity": (0.0, 0.5, 0.8, 0.9, 1.0),
 }
+# Each codec of each matrix with every way of few and of many tokens; each selector with every bias and function.
+SMALL_CHOICES = CHOICES | {
+    "num_rows": (1, 7, 33, 65, 129),
+    "num_cols": (64, 70, 192, 320, 640),
+    "num_tokens": (1, 3, 4, 65),
+}
+TOGETHER = (("up", "num_tokens"), ("selector", "bias"), ("selector", "function"), ("selector", "sparsity"))
 
 
 def can_be(c: Combination) -> bool:
@@ -95,47 +103,30 @@ def case_of(expert: RandomExpert, x: Tensor, sparsity: float) -> Case:
     return Case(expert, x, threshold, block, values, runs, magnitudes(x, expert, runs), y)
 
 
-@cache
-def case(number: int) -> Case:
-    c = SAMPLE[number]
+def stored_as(name: object, c: Combination) -> PartFormat:
+    if name in TRELLISES:
+        return trellis_format(TRELLISES[str(name)], c["group"], c["scale_bits"])  # type: ignore[arg-type]
+    if name in SOURCES:
+        return SOURCES[str(name)]
+    return part_format(name, c["group"], c["scale_bits"])  # type: ignore[arg-type]
 
-    def stored(name: str) -> PartFormat:
-        width = c[name]
-        if width in TRELLISES:
-            return trellis_format(TRELLIS_WIDTHS[TRELLISES.index(width)], c["group"], c["scale_bits"])  # type: ignore[arg-type]
-        if isinstance(width, str):
-            return SOURCES[width]
-        return part_format(width, c["group"], c["scale_bits"])  # type: ignore[arg-type]
 
-    gate = None if c["gate"] is None else stored("gate")
+def drawn(c: Combination, seed: int) -> Case:
+    """A random expert and tokens of this combination, of which one neuron has zero weights and one constant ones."""
+    gate = None if c["gate"] is None else stored_as(c["gate"], c)
     shape = Shape(
         c["num_rows"],  # type: ignore[arg-type]
         c["num_cols"],  # type: ignore[arg-type]
         c["selector"],  # type: ignore[arg-type]
         gate,
-        stored("up"),
-        stored("down"),
+        stored_as(c["up"], c),
+        stored_as(c["down"], c),
         c["bias"],  # type: ignore[arg-type]
         c["function"],  # type: ignore[arg-type]
     )
     special = (shape.num_rows // 2, shape.num_rows // 3) if shape.num_rows > 2 else ()
-    expert = random_expert(shape, number, special[:1], special[1:])
-    return case_of(expert, random_tokens(c["num_tokens"], shape.num_cols, number), c["sparsity"])  # type: ignore[arg-type]
-
-
-# Of trellises beside each other, in rows of affine codes, and in rows of which they are a part.
-OF_TRELLISES: dict[str, tuple[object, ...]] = {
-    **CHOICES,
-    "gate": (*TRELLISES, 3, None),
-    "up": (*TRELLISES, 2),
-    "down": (*TRELLISES, 4),
-    "num_cols": (64, 192, 320, 640, 1088),
-}
-SAMPLE = sample(CHOICES, can_be, 180) + sample(OF_TRELLISES, can_be, 120)
-
-
-def name_of(number: int) -> str:
-    return "-".join(str(value).replace(" ", "") for value in SAMPLE[number].values())
+    expert = random_expert(shape, seed, special[:1], special[1:])
+    return case_of(expert, random_tokens(c["num_tokens"], shape.num_cols, seed), c["sparsity"])  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module", params=INSTRUCTION_SETS)
@@ -143,42 +134,30 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return kernels_limited_to(request.param)
 
 
-each_combination = pytest.mark.parametrize("number", range(len(SAMPLE)), ids=name_of)
-
-
-@each_combination
-def test_an_expert_at_once_gives_the_reference_output(number: int, kernels: Kernels) -> None:
-    held = case(number)
+def check_at_once(held: Case, kernels: Kernels) -> None:
     num_tokens = len(held.x)
     everyone = work(held.expert.rows(held.threshold), torch.arange(num_tokens), torch.ones(num_tokens))
     assert_near(kernels.experts(held.x, [everyone]), held.y, held.errors.y)
 
 
-@each_combination
-def test_selection_gives_the_activations_and_neurons_of_the_reference(number: int, kernels: Kernels) -> None:
-    held = case(number)
+def check_selection(held: Case, kernels: Kernels) -> Selected:
     found = kernels.select(held.x, held.expert.rows(held.threshold))
     if held.expert.rows().selector is None:
         assert not found.a.any() and found.runs.all() and found.neurons.tolist() == list(range(held.runs.shape[1]))
-        return
+        return found
     assert_near(found.a, held.values.of(held.selector), held.errors.a)
-    assert torch.equal(found.runs, held.runs)
-    assert found.neurons.tolist() == held.runs.any(dim=0).nonzero()[:, 0].tolist()
+    assert torch.equal(found.runs, held.runs), "the neurons that run"
+    assert found.neurons.tolist() == held.runs.any(dim=0).nonzero()[:, 0].tolist(), "the neurons of any token"
+    return found
 
 
-@each_combination
-def test_selected_neurons_do_what_those_of_the_reference_do(number: int, kernels: Kernels) -> None:
-    held = case(number)
-    rows = held.expert.rows(held.threshold)
-    selected = kernels.select(held.x, rows)
-    found, chosen = kernels.neurons(held.x, rows, selected), selected.neurons.long()
-    assert torch.equal(found != 0, (held.runs & (held.values.h != 0))[:, chosen])
+def check_neurons(held: Case, kernels: Kernels, selected: Selected) -> None:
+    found, chosen = kernels.neurons(held.x, held.expert.rows(held.threshold), selected), selected.neurons.long()
+    assert torch.equal(found != 0, (held.runs & (held.values.h != 0))[:, chosen]), "the neurons that run"
     assert_near(found, torch.where(held.runs, held.values.h, 0.0)[:, chosen], held.errors.h[:, chosen])
 
 
-@each_combination
-def test_down_rows_add_up_to_the_reference_sum(number: int, kernels: Kernels) -> None:
-    held = case(number)
+def check_sums(held: Case, kernels: Kernels) -> None:
     neurons = held.runs.any(dim=0).nonzero()[:, 0].to(torch.int32)
     h, down = torch.where(held.runs, held.values.h, 0.0)[:, neurons.long()], held.block.down[neurons.long()]
     found = kernels.accumulate(h, held.expert.rows(held.threshold), neurons)
@@ -189,7 +168,31 @@ def test_down_rows_add_up_to_the_reference_sum(number: int, kernels: Kernels) ->
     assert_near(found, expected, magnitude)
 
 
+def check_combinations(combinations: list[Combination], kernels: Kernels, seed: int) -> None:
+    """That experts at once, selection, neurons and sums of down rows are the reference's in every combination."""
+    with sweep() as case:
+        for number, combination in enumerate(combinations):
+            with case(name_of(combination)):
+                held = drawn(combination, seed + number)
+                check_at_once(held, kernels)
+                check_neurons(held, kernels, check_selection(held, kernels))
+                check_sums(held, kernels)
+
+
+def test_experts_give_the_reference_at_once_and_step_by_step(kernels: Kernels) -> None:
+    """Each instruction set meets other combinations."""
+    seed = INSTRUCTION_SETS.index(kernels.instruction_set)  # type: ignore[arg-type]  # the one it was limited to
+    check_combinations(sample(SMALL_CHOICES, can_be, together=TOGETHER, seed=seed), kernels, seed)
+
+
+@pytest.mark.slow
+def test_experts_of_every_two_choices_give_the_reference(kernels: Kernels) -> None:
+    seed = random_seed()
+    check_combinations(sample(CHOICES, can_be, seed=seed), kernels, seed)
+
+
 EIGHT_BIT = part_format(8, 32, 8)
+HAVE_SELECTORS: tuple[Selector, ...] = ("up", "gate", "both")
 
 
 def mixed(seed: int, num_rows: int, selector: Selector = "up") -> RandomExpert:
@@ -223,13 +226,15 @@ def test_several_experts_add_up_by_their_router_weights(kernels: Kernels) -> Non
     assert_near(kernels.experts(x, given), y, errors)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 64, 150])
-def test_all_tokens_may_go_to_one_expert_among_several(num_tokens: int, kernels: Kernels) -> None:
-    x, none = random_tokens(num_tokens, 192), torch.empty(0)
-    everyone = torch.arange(num_tokens), torch.linspace(-1, 2, num_tokens)
-    works = [(mixed(1, 70), 0.0, *everyone), *((mixed(i, 9), 0.0, none.long(), none) for i in (2, 3))]
-    y, errors = weighted_sum(x, works)
-    assert_near(kernels.experts(x, [work(e.rows(t), *rest) for e, t, *rest in works]), y, errors)
+def test_all_tokens_may_go_to_one_expert_among_several(kernels: Kernels) -> None:
+    with sweep() as case:
+        for num_tokens in (1, 3, 64, 150):
+            with case(num_tokens):
+                x, none = random_tokens(num_tokens, 192), torch.empty(0)
+                everyone = torch.arange(num_tokens), torch.linspace(-1, 2, num_tokens)
+                works = [(mixed(1, 70), 0.0, *everyone), *((mixed(i, 9), 0.0, none.long(), none) for i in (2, 3))]
+                y, errors = weighted_sum(x, works)
+                assert_near(kernels.experts(x, [work(e.rows(t), *rest) for e, t, *rest in works]), y, errors)
 
 
 def test_without_experts_or_tokens_outputs_are_zero(kernels: Kernels) -> None:
@@ -261,93 +266,93 @@ def test_more_experts_than_fit_side_by_side_add_up_one_after_the_other(
     assert torch.equal(kernels.experts(x, [everyone] * times), expected)
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("num_tokens", [1, 2, 40])
-def test_records_may_lie_anywhere(num_tokens: int, selector: Selector, kernels: Kernels) -> None:
+def test_records_may_lie_anywhere(kernels: Kernels) -> None:
     """Gathered side by side, backwards, they give the same bits as in their own places."""
-    expert, x = mixed(5, 129, selector), random_tokens(num_tokens, 192)
-    threshold = threshold_at(activations(x, expert.block(), "silu").of(selector), 0.8)
-    rows = expert.rows(threshold)
-    selected = kernels.select(x, rows)
-    h = kernels.neurons(x, rows, selected)
-    staged = kernels.gather(rows.records, selected.neurons.flip(0).numpy())
-    places = torch.arange(len(selected.neurons), dtype=torch.int32).flip(0)
-    elsewhere = replace(rows, records=staged)
-    assert torch.equal(kernels.neurons(x, elsewhere, selected, places), h)
-    in_place, moved = (
-        kernels.accumulate(h, *given) for given in ((rows, selected.neurons), (elsewhere, selected.neurons, places))
-    )
-    assert torch.equal(in_place, moved)
+    with sweep() as case:
+        for selector, num_tokens in product(SELECTORS, (1, 2, 40)):
+            with case((selector, num_tokens)):
+                expert, x = mixed(5, 129, selector), random_tokens(num_tokens, 192)
+                rows = expert.rows(threshold_at(activations(x, expert.block(), "silu").of(selector), 0.8))
+                selected = kernels.select(x, rows)
+                h = kernels.neurons(x, rows, selected)
+                elsewhere = replace(rows, records=kernels.gather(rows.records, selected.neurons.flip(0).numpy()))
+                places = torch.arange(len(selected.neurons), dtype=torch.int32).flip(0)
+                assert torch.equal(kernels.neurons(x, elsewhere, selected, places), h)
+                in_place = kernels.accumulate(h, rows, selected.neurons)
+                assert torch.equal(kernels.accumulate(h, elsewhere, selected.neurons, places), in_place)
 
 
-@pytest.mark.parametrize("selector", ["up", "gate", "both"])
-@pytest.mark.parametrize("num_tokens", [1, 3, 20])
-def test_only_neurons_near_a_threshold_may_differ(selector: Selector, num_tokens: int, kernels: Kernels) -> None:
+def test_only_neurons_near_a_threshold_may_differ(kernels: Kernels) -> None:
     """Thresholds that are an activation of the reference, to the last bit."""
-    expert, x = mixed(6, 257, selector), random_tokens(num_tokens, 192)
-    a = activations(x, expert.block(), "silu").of(selector)
-    for threshold in a.abs().flatten().sort().values[:: a.numel() // 40].tolist():
-        found = kernels.select(x, expert.rows(threshold))
-        differ = found.runs != ((a != 0) & ~(a.abs() < threshold))
-        assert ((a.abs() - threshold).abs()[differ] <= 1e-4 * threshold).all()
+    with sweep() as case:
+        for selector, num_tokens in product(HAVE_SELECTORS, (1, 3, 20)):
+            expert, x = mixed(6, 257, selector), random_tokens(num_tokens, 192)
+            a = activations(x, expert.block(), "silu").of(selector)
+            for threshold in a.abs().flatten().sort().values[:: a.numel() // 40].tolist():
+                with case((selector, num_tokens, threshold)):
+                    found = kernels.select(x, expert.rows(threshold))
+                    differ = found.runs != ((a != 0) & ~(a.abs() < threshold))
+                    assert ((a.abs() - threshold).abs()[differ] <= 1e-4 * threshold).all()
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("num_tokens", [1, 8])
-def test_a_threshold_is_the_least_activation_that_runs(selector: Selector, num_tokens: int, kernels: Kernels) -> None:
+def test_a_threshold_is_the_least_activation_that_runs(kernels: Kernels) -> None:
     """Of the kernels' own activations: at one exactly a neuron runs, and at the next float it does not."""
-    expert, x = mixed(7, 65, selector), random_tokens(num_tokens, 192)
-    everything = Selected(
-        torch.zeros(num_tokens, 65), torch.ones(num_tokens, 65, dtype=torch.bool), torch.arange(65, dtype=torch.int32)
-    )
-    rows = expert.rows()
-    a = kernels.neurons(x, rows, everything) if selector == "none" else kernels.select(x, rows).a
-    exact = a.abs()[0, 30]
-    for threshold, runs in ((exact, True), (torch.nextafter(exact, exact + 1), False)):
-        above = expert.rows(float(threshold))
-        selected = kernels.select(x, above)
-        assert bool(kernels.neurons(x, above, selected)[0, selected.neurons == 30].any()) is runs
+    with sweep() as case:
+        for selector, num_tokens in product(SELECTORS, (1, 8)):
+            expert, x = mixed(7, 65, selector), random_tokens(num_tokens, 192)
+            all_run = torch.ones(num_tokens, 65, dtype=torch.bool)
+            everything = Selected(torch.zeros(num_tokens, 65), all_run, torch.arange(65, dtype=torch.int32))
+            rows = expert.rows()
+            a = kernels.neurons(x, rows, everything) if selector == "none" else kernels.select(x, rows).a
+            exact = a.abs()[0, 30]
+            for threshold, runs in ((exact, True), (torch.nextafter(exact, exact + 1), False)):
+                with case((selector, num_tokens, runs)):
+                    above = expert.rows(float(threshold))
+                    selected = kernels.select(x, above)
+                    assert bool(kernels.neurons(x, above, selected)[0, selected.neurons == 30].any()) is runs
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("num_tokens", [1, 3, 4, 66])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_an_input_that_is_not_finite_runs_and_is_seen(
-    bad: float, num_tokens: int, selector: Selector, kernels: Kernels
-) -> None:
+def test_an_input_that_is_not_finite_runs_and_is_seen(kernels: Kernels) -> None:
     """In its own token, whatever the threshold; others are as without it."""
-    expert, x = mixed(8, 65, selector), random_tokens(num_tokens, 192)
-    everyone = work(expert.rows(1e30), torch.arange(num_tokens), torch.ones(num_tokens))
-    assert not kernels.experts(x, [everyone]).any()
-    x[-1, 77] = bad
-    found = kernels.experts(x, [everyone])
-    assert not found[-1].isfinite().any()
-    assert not found[:-1].any()
+    with sweep() as case:
+        for selector, num_tokens in product(SELECTORS, (1, 3, 4, 66)):
+            expert, x = mixed(8, 65, selector), random_tokens(num_tokens, 192)
+            everyone = work(expert.rows(1e30), torch.arange(num_tokens), torch.ones(num_tokens))
+            with case((selector, num_tokens, "finite")):
+                assert not kernels.experts(x, [everyone]).any()
+            for bad in (float("nan"), float("inf"), float("-inf")):
+                with case((selector, num_tokens, bad)):
+                    x[-1, 77] = bad
+                    found = kernels.experts(x, [everyone])
+                    assert not found[-1].isfinite().any()
+                    assert not found[:-1].any()
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("num_tokens", [1, 4])
-def test_neurons_of_inputs_that_are_zero_do_not_run(num_tokens: int, selector: Selector, kernels: Kernels) -> None:
-    expert, x = mixed(9, 65, selector), torch.zeros(num_tokens, 192)
-    selected = kernels.select(x, expert.rows())
-    assert len(selected.neurons) == (65 if selector == "none" else 0)
-    assert not kernels.experts(x, [work(expert.rows(), torch.arange(num_tokens), torch.ones(num_tokens))]).any()
+def test_neurons_of_inputs_that_are_zero_do_not_run(kernels: Kernels) -> None:
+    with sweep() as case:
+        for selector, num_tokens in product(SELECTORS, (1, 4)):
+            with case((selector, num_tokens)):
+                rows, x = mixed(9, 65, selector).rows(), torch.zeros(num_tokens, 192)
+                assert len(kernels.select(x, rows).neurons) == (65 if selector == "none" else 0)
+                assert not kernels.experts(x, [work(rows, torch.arange(num_tokens), torch.ones(num_tokens))]).any()
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("num_tokens", [1, 4])
-@pytest.mark.parametrize("size", [1e-38, 1e-25, 1e-10, 1e10, 1e15])
-def test_experts_bear_inputs_of_any_size(size: float, num_tokens: int, selector: Selector, kernels: Kernels) -> None:
+def test_experts_bear_inputs_of_any_size(kernels: Kernels) -> None:
     """Up to where the reference itself overflows; its products of tiny activations are zero."""
-    held = case_of(mixed(10, 65, selector), random_tokens(num_tokens, 192) * size, 0.0)
-    everyone = work(held.expert.rows(), torch.arange(num_tokens), torch.ones(num_tokens))
-    assert held.y.isfinite().all()
-    assert_near(kernels.experts(held.x, [everyone]), held.y, held.errors.y.clamp(min=1e-38))
+    with sweep() as case:
+        for selector, num_tokens, size in product(SELECTORS, (1, 4), (1e-38, 1e-25, 1e-10, 1e10, 1e15)):
+            with case((selector, num_tokens, size)):
+                held = case_of(mixed(10, 65, selector), random_tokens(num_tokens, 192) * size, 0.0)
+                everyone = work(held.expert.rows(), torch.arange(num_tokens), torch.ones(num_tokens))
+                assert held.y.isfinite().all()
+                assert_near(kernels.experts(held.x, [everyone]), held.y, held.errors.y.clamp(min=1e-38))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4])
-def test_experts_overflow_where_the_reference_does(num_tokens: int, kernels: Kernels) -> None:
-    expert, x = mixed(11, 65), random_tokens(num_tokens, 192) * 1e30
-    everyone = work(expert.rows(), torch.arange(num_tokens), torch.ones(num_tokens))
-    assert not run_expert(x, expert.packed(), "silu", "up", 0.0).isfinite().any()
-    assert not kernels.experts(x, [everyone]).isfinite().any()
+def test_experts_overflow_where_the_reference_does(kernels: Kernels) -> None:
+    with sweep() as case:
+        for num_tokens in (1, 4):
+            with case(num_tokens):
+                expert, x = mixed(11, 65), random_tokens(num_tokens, 192) * 1e30
+                everyone = work(expert.rows(), torch.arange(num_tokens), torch.ones(num_tokens))
+                assert not run_expert(x, expert.packed(), "silu", "up", 0.0).isfinite().any()
+                assert not kernels.experts(x, [everyone]).isfinite().any()

@@ -1,59 +1,68 @@
-"""A sample of the combinations of some choices in which every pair of choices that can meet does."""
+"""Samples of the combinations of some choices in which all choices appear, alone or with each other."""
 
 import random
-from collections.abc import Callable, Iterable
-from itertools import combinations
+from collections.abc import Callable, Collection
+from itertools import combinations, product
 
 Choice = object
 Combination = dict[str, Choice]
-Pair = tuple[tuple[str, Choice], tuple[str, Choice]]
+Meeting = tuple[tuple[str, Choice], ...]  # choices that one combination has together
 
-_TRIES = 6  # candidates for each place: the one with most new pairs is taken
+_TRIES = 6  # candidates for each place: the one with most new meetings is taken
 
 
 def sample(
-    choices: dict[str, tuple[Choice, ...]], can_be: Callable[[Combination], bool], count: int
+    choices: dict[str, tuple[Choice, ...]],
+    can_be: Callable[[Combination], bool],
+    count: int = 0,
+    together: Collection[tuple[str, ...]] | None = None,
+    seed: int = 0,
 ) -> list[Combination]:
-    """`count` combinations that can be, the same ones each time; choices are hashable.
+    """Returns combinations that can be, the same ones for a seed; choices are hashable.
 
-    The pairs still to be met are tried for one by one, so that a rare one is met as well as a frequent one.
+    Args:    count: the least number of combinations; a greedy search finds how many are needed.
+             together: names whose choices all meet in some combination, where they can. Every choice appears in any
+             case. None: every two names.
     """
-    draw = random.Random(0)
-    pairs_left = dict.fromkeys(_all_pairs(choices))
+    draw = random.Random(seed)
+    groups = list(combinations(choices, 2)) if together is None else [*together, *((name,) for name in choices)]
+    left = dict.fromkeys(
+        tuple(zip(names, values, strict=True))
+        for names in groups
+        for values in product(*(choices[name] for name in names))
+    )
     found: list[Combination] = []
-    while len(found) < count:
-        wanted = next(iter(pairs_left), None)
-        candidates = [c for c in (_drawn(choices, wanted, can_be, draw) for _ in range(_TRIES)) if c is not None]
-        if not candidates:  # these two never meet
-            assert wanted is not None, "there are combinations that can be"
-            del pairs_left[wanted]
+    while left or len(found) < count:
+        wanted = next(iter(left), ())  # one by one, so that a rare one is met as well as a frequent one
+        candidates = [c for _ in range(_TRIES) if (c := _drawn(choices, wanted, can_be, draw)) is not None]
+        if not candidates:  # these never meet
+            assert wanted, "there are combinations that can be"
+            del left[wanted]
             continue
-        best = max(candidates, key=lambda c: sum(pair in pairs_left for pair in pairs_of(c)))
-        for pair in pairs_of(best):
-            pairs_left.pop(pair, None)
+        best = max(candidates, key=lambda c: sum(meeting in left for meeting in _meetings(c, groups)))
+        for meeting in _meetings(best, groups):
+            left.pop(meeting, None)
         found.append(best)
-    assert not pairs_left, f"{count} combinations leave {len(pairs_left)} pairs that never meet"
     return found
 
 
-def pairs_of(combination: Combination) -> Iterable[Pair]:
-    """The pairs of choices that meet in a combination."""
-    return combinations(combination.items(), 2)
+def name_of(combination: Combination) -> str:
+    """Returns the choices of a combination as one word."""
+    return "-".join(str(value).replace(" ", "") for value in combination.values())
 
 
-def _all_pairs(choices: dict[str, tuple[Choice, ...]]) -> Iterable[Pair]:
-    for one, other in combinations(choices, 2):
-        yield from (((one, a), (other, b)) for a in choices[one] for b in choices[other])
+def _meetings(combination: Combination, groups: list[tuple[str, ...]]) -> list[Meeting]:
+    return [tuple((name, combination[name]) for name in names) for names in groups]
 
 
 def _drawn(
     choices: dict[str, tuple[Choice, ...]],
-    wanted: Pair | None,
+    wanted: Meeting,
     can_be: Callable[[Combination], bool],
     draw: random.Random,
 ) -> Combination | None:
     for _ in range(200):
-        drawn = {name: draw.choice(values) for name, values in choices.items()} | dict(wanted or ())
+        drawn = {name: draw.choice(values) for name, values in choices.items()} | dict(wanted)
         if can_be(drawn):
             return drawn
     return None
