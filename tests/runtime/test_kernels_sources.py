@@ -1,12 +1,24 @@
 """The native kernels on what rows may hold: every code and every scale of sources, also the ends of both; trellises."""
 
+from collections.abc import Iterable
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 from native import INSTRUCTION_SETS, kernels_limited_to
 from numpy.typing import NDArray
-from random_experts import Shape, assert_near, product_magnitudes, random_expert, random_rows, random_tokens
+from random_experts import (
+    RandomExpert,
+    Shape,
+    assert_near,
+    product_magnitudes,
+    random_expert,
+    random_rows,
+    random_tokens,
+)
 from random_experts import weight_magnitudes as magnitudes
+from sweep import sweep
 from torch import Tensor
 
 from moe_pack.formats import (
@@ -28,8 +40,6 @@ SOURCES = [FP8, E5M2, MXFP4]
 # One code that is no number (E2M1 has none), one that is infinite (E5M2 alone has), the scale that is no number.
 NO_NUMBER = {"fp8": 0x7F, "e5m2": 0x7E}
 FLOAT_SCALES = [0.0, -0.0, 1.0, -3.0, 2.0**-149, 2.0**-126, 1.1754942e-38, 3.4e38, float("inf"), float("nan")]
-
-each_source = pytest.mark.parametrize("stored", SOURCES, ids=lambda part: part.codec)
 
 
 @pytest.fixture(scope="module", params=INSTRUCTION_SETS)
@@ -57,180 +67,192 @@ def decoded(stored: PartFormat, layout: RowLayout, rows: Bytes) -> Tensor:
     return decode_part(stored, layout.num_cols, torch.from_numpy(rows[:, : layout.parts[0].num_bytes]))
 
 
-@each_source
-def test_every_code_with_every_scale_has_the_bits_of_the_codec(stored: PartFormat, kernels: Kernels) -> None:
-    layout, rows = rows_with(stored, every_scale(stored))
-    expected, found = decoded(stored, layout, rows), kernels.decode(row_numbers(layout, "weight"), rows)
+def assert_same_numbers(found: Tensor, expected: Tensor) -> None:
+    """Bit for bit, and no number where none is expected."""
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(nan=0).view(torch.int32), expected.nan_to_num(nan=0).view(torch.int32))
 
 
-@pytest.mark.parametrize("stored", [E5M2, MXFP4], ids=lambda part: part.codec)
-@pytest.mark.parametrize("num_tokens", [1, 4])
-def test_products_bear_every_scale(num_tokens: int, stored: PartFormat, kernels: Kernels) -> None:
-    """Relative to the row's own weights, from the smallest scale to the largest that leaves sums finite."""
-    for byte in (*range(0, 230, 7), 1, 2, 126, 127, 128):
-        layout, rows = random_rows(stored, 5, 320, seed=byte)
-        codes = stored.code_bytes(320)
-        rows[:, codes : codes + stored.scale_bytes(320)] = byte
-        x = random_tokens(num_tokens, 320) * (2.0**40 if byte < 40 else 1.0)
-        section = rows[:, : layout.parts[0].num_bytes]
-        # In torch with the scale taken off: its sums of tiny weights would round to what float32 has below 2^-126.
-        unit = section.copy()
-        unit[:, codes:] = 127
-        power = 2.0 ** (byte - 127)
-        expected = (x @ decode_part(stored, 320, torch.from_numpy(unit)).T).double() * power
-        errors = product_magnitudes(x, magnitudes(stored, 320, unit)) * power
-        found = kernels.product(x, row_numbers(layout, "weight"), rows)
-        assert_near(found, expected.float(), errors.clamp(min=2.0**-126))
+def random_h(num_tokens: int) -> Tensor:
+    return torch.randn(num_tokens, 40, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4])
-def test_scales_of_a_row_may_differ_by_any_power(num_tokens: int, kernels: Kernels) -> None:
-    layout, rows = random_rows(MXFP4, 9, 320)
-    codes = MXFP4.code_bytes(320)
-    rows[:, codes : codes + 10] = np.random.default_rng(0).integers(0, 200, (9, 10), np.uint8)
-    x, section = random_tokens(num_tokens, 320), rows[:, : layout.parts[0].num_bytes]
-    errors = product_magnitudes(x, magnitudes(MXFP4, 320, section))
-    assert_near(kernels.product(x, row_numbers(layout, "weight"), rows), x @ decoded(MXFP4, layout, rows).T, errors)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 3, 4])
-@pytest.mark.parametrize("code", [0x7F, 0xFF, 0x7C, 0xFC, 0x7E])
-@pytest.mark.parametrize("stored", [FP8, E5M2], ids=lambda part: part.codec)
-def test_a_code_that_is_not_finite_is_seen_in_its_row_alone(
-    stored: PartFormat, code: int, num_tokens: int, kernels: Kernels
-) -> None:
-    layout, rows = random_rows(stored, 33, 192)
-    x = random_tokens(num_tokens, 192)
-    whole = kernels.product(x, row_numbers(layout, "weight"), rows)
-    rows[20, 130] = code
-    found = kernels.product(x, row_numbers(layout, "weight"), rows)
-    others = [r for r in range(33) if r != 20]
-    is_number = bool(decoded(stored, layout, rows)[20, 130].isfinite())
-    assert is_number == (stored == FP8 and code not in (0x7F, 0xFF))
-    assert torch.equal(found[:, 20].isfinite(), torch.full((num_tokens,), is_number))
-    assert torch.equal(found[:, others], whole[:, others])
-
-
-@pytest.mark.parametrize("stored", [E5M2, MXFP4], ids=lambda part: part.codec)
-@pytest.mark.parametrize("num_tokens", [1, 4])
-def test_a_scale_that_is_no_number_is_seen_in_its_row_alone(
-    num_tokens: int, stored: PartFormat, kernels: Kernels
-) -> None:
-    layout, rows = random_rows(stored, 33, 192)
-    x = random_tokens(num_tokens, 192)
-    whole = kernels.product(x, row_numbers(layout, "weight"), rows)
-    rows[20, stored.code_bytes(192)] = 255
-    found = kernels.product(x, row_numbers(layout, "weight"), rows)
-    others = [r for r in range(33) if r != 20]
-    assert found[:, 20].isnan().all()
-    assert torch.equal(found[:, others], whole[:, others])
-
-
-@each_source
-@pytest.mark.parametrize("num_tokens", [1, 3, 4])
-def test_sums_of_down_rows_see_what_is_no_number_in_its_group(
-    num_tokens: int, stored: PartFormat, kernels: Kernels
-) -> None:
-    """A code in its column alone; a scale in its group's columns."""
-    expert = random_expert(Shape(40, 320, "up", BF16, BF16, stored))
-    layout = expert.shape.layout.records
-    part = layout.part("down")
-    assert part is not None
-    rows, neurons = expert.rows(), torch.arange(40, dtype=torch.int32)
-    h = torch.randn(num_tokens, 40, generator=torch.Generator().manual_seed(1))
-    whole = kernels.accumulate(h, rows, neurons)
-    records = expert.extent[expert.shape.layout.selector_bytes :].reshape(40, -1)
-    down = records[7, part.offset : part.offset + part.num_bytes]
-    if stored in (FP8, E5M2):
-        held, down[200] = int(down[200]), NO_NUMBER[stored.codec]
-        found = kernels.accumulate(h, rows, neurons)
-        assert found.isnan().nonzero()[:, 1].tolist() == [200] * num_tokens
-        assert torch.equal(found.nan_to_num(nan=0)[:, :200], whole[:, :200])
-        down[200] = held
-    scales, last = down[stored.code_bytes(320) :], slice(0, 320)
-    if stored == FP8:
-        scales[8:12], last = np.array([np.nan], "<f4").view(np.uint8), slice(256, 320)
-    elif stored == MXFP4:
-        scales[9], last = 255, slice(288, 320)
-    else:
-        scales[0] = 255
-    found = kernels.accumulate(h, rows, neurons)
-    assert found[:, last].isnan().all()
-    assert torch.equal(found[:, : last.start], whole[:, : last.start])
-
-
-@each_source
-@pytest.mark.parametrize("num_tokens", [1, 4])
-def test_sums_of_down_rows_bear_scales_from_tiny_to_large(
-    num_tokens: int, stored: PartFormat, kernels: Kernels
-) -> None:
-    for power in (-126, -100, -60, 60):
-        expert = random_expert(Shape(40, 320, "up", BF16, BF16, stored))
-        part = expert.shape.layout.records.part("down")
-        assert part is not None
-        records = expert.extent[expert.shape.layout.selector_bytes :].reshape(40, -1)
-        start = part.offset + stored.code_bytes(320)
-        scale = np.array([2.0**power], "<f4").view(np.uint8) if stored == FP8 else np.uint8(127 + power)
-        records[:, start : start + stored.scale_bytes(320)] = np.resize(scale, stored.scale_bytes(320))
-        h = torch.randn(num_tokens, 40, generator=torch.Generator().manual_seed(1)) * 2.0**20
-        down, neurons = expert.block().down, torch.arange(40, dtype=torch.int32)
-        errors = h.double().abs() @ expert.weight_magnitudes("down")
-        found = kernels.accumulate(h, expert.rows(), neurons)
-        assert_near(found, (h.double() @ down.double()).float(), errors.clamp(min=2.0**-126))
-
-
-each_trellis = pytest.mark.parametrize(
-    "stored", [trellis_format(width, group) for width in TRELLIS_WIDTHS for group in (0, 64)], ids=format_text
-)
-
-
-@each_trellis
-def test_every_window_in_every_column_has_the_bits_of_the_codec(stored: PartFormat, kernels: Kernels) -> None:
-    """All streams of two bytes, over and over, so that each window ends at each bit."""
-    layout, rows = random_rows(stored, 1 << 16, 64)
-    codes = stored.code_bytes(64)
-    rows[:, :codes] = np.tile(np.arange(1 << 16, dtype="<u2").view(np.uint8).reshape(-1, 2), codes // 2)
-    expected, found = decoded(stored, layout, rows), kernels.decode(row_numbers(layout, "weight"), rows)
-    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
-
-
-@each_trellis
-@pytest.mark.parametrize("num_tokens", [1, 4])
-@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -1.0, 2.0**-24, 65504.0])
-def test_any_scale_of_a_trellis_is_seen_in_its_row_alone(
-    scale: float, num_tokens: int, stored: PartFormat, kernels: Kernels
-) -> None:
-    layout, rows = random_rows(stored, 33, 192)
-    x, codes = random_tokens(num_tokens, 192), stored.code_bytes(192)
-    whole = kernels.product(x, row_numbers(layout, "weight"), rows)
-    rows[20, codes : codes + stored.scale_bytes(192)] = np.full(stored.num_groups(192), scale, "<f2").view(np.uint8)
-    found = kernels.product(x, row_numbers(layout, "weight"), rows)
-    others = [r for r in range(33) if r != 20]
-    assert torch.equal(found[:, others], whole[:, others])
-    if not np.isfinite(scale):
-        assert not found[:, 20].isfinite().any()
-        return
-    errors = product_magnitudes(x, decoded(stored, layout, rows[20:21]).double().abs())
-    assert_near(found[:, 20:21], x @ decoded(stored, layout, rows[20:21]).T, errors)
-
-
-@each_trellis
-@pytest.mark.parametrize("num_tokens", [1, 4])
-def test_sums_of_trellis_rows_see_a_scale_that_is_no_number_in_its_group(
-    num_tokens: int, stored: PartFormat, kernels: Kernels
-) -> None:
+def with_down(stored: PartFormat) -> tuple[RandomExpert, Bytes]:
+    """An expert of 40 neurons and 320 columns; the bytes of its down rows, u8 [40, part bytes], to be changed."""
     expert = random_expert(Shape(40, 320, "up", BF16, BF16, stored))
     part = expert.shape.layout.records.part("down")
     assert part is not None
-    rows, neurons = expert.rows(), torch.arange(40, dtype=torch.int32)
-    h = torch.randn(num_tokens, 40, generator=torch.Generator().manual_seed(1))
-    whole = kernels.accumulate(h, rows, neurons)
     records = expert.extent[expert.shape.layout.selector_bytes :].reshape(40, -1)
-    first = 0 if stored.group == 0 else 256
-    at = part.offset + stored.code_bytes(320) + (0 if stored.group == 0 else 8)
-    records[7, at : at + 2] = np.array([np.nan], "<f2").view(np.uint8)
-    found = kernels.accumulate(h, rows, neurons)
-    assert found[:, first:].isnan().all()
-    assert torch.equal(found[:, :first], whole[:, :first])
+    return expert, records[:, part.offset : part.offset + part.num_bytes]
+
+
+ALL_40 = torch.arange(40, dtype=torch.int32)
+
+
+def test_every_code_with_every_scale_has_the_bits_of_the_codec(kernels: Kernels) -> None:
+    with sweep() as case:
+        for stored in SOURCES:
+            with case(stored.codec):
+                layout, rows = rows_with(stored, every_scale(stored))
+                assert_same_numbers(kernels.decode(row_numbers(layout, "weight"), rows), decoded(stored, layout, rows))
+
+
+def test_products_bear_every_scale(kernels: Kernels) -> None:
+    """Relative to the row's own weights, from the smallest scale to the largest that leaves sums finite."""
+    with sweep() as case:
+        for stored, num_tokens in product((E5M2, MXFP4), (1, 4)):
+            for byte in (*range(0, 230, 7), 1, 2, 126, 127, 128):
+                with case((stored.codec, num_tokens, byte)):
+                    check_scale(stored, num_tokens, byte, kernels)
+
+
+def check_scale(stored: PartFormat, num_tokens: int, byte: int, kernels: Kernels) -> None:
+    layout, rows = random_rows(stored, 5, 320, seed=byte)
+    codes = stored.code_bytes(320)
+    rows[:, codes : codes + stored.scale_bytes(320)] = byte
+    x = random_tokens(num_tokens, 320) * (2.0**40 if byte < 40 else 1.0)
+    section = rows[:, : layout.parts[0].num_bytes]
+    # In torch with the scale taken off: its sums of tiny weights would round to what float32 has below 2^-126.
+    unit = section.copy()
+    unit[:, codes:] = 127
+    power = 2.0 ** (byte - 127)
+    expected = (x @ decode_part(stored, 320, torch.from_numpy(unit)).T).double() * power
+    errors = product_magnitudes(x, magnitudes(stored, 320, unit)) * power
+    found = kernels.product(x, row_numbers(layout, "weight"), rows)
+    assert_near(found, expected.float(), errors.clamp(min=2.0**-126))
+
+
+def test_scales_of_a_row_may_differ_by_any_power(kernels: Kernels) -> None:
+    layout, rows = random_rows(MXFP4, 9, 320)
+    codes = MXFP4.code_bytes(320)
+    rows[:, codes : codes + 10] = np.random.default_rng(0).integers(0, 200, (9, 10), np.uint8)
+    section = rows[:, : layout.parts[0].num_bytes]
+    with sweep() as case:
+        for num_tokens in (1, 4):
+            with case(num_tokens):
+                x = random_tokens(num_tokens, 320)
+                found = kernels.product(x, row_numbers(layout, "weight"), rows)
+                errors = product_magnitudes(x, magnitudes(MXFP4, 320, section))
+                assert_near(found, x @ decoded(MXFP4, layout, rows).T, errors)
+
+
+def test_a_code_that_is_not_finite_is_seen_in_its_row_alone(kernels: Kernels) -> None:
+    others = [r for r in range(33) if r != 20]
+    with sweep() as case:
+        for stored, code, num_tokens in product((FP8, E5M2), (0x7F, 0xFF, 0x7C, 0xFC, 0x7E), (1, 3, 4)):
+            with case((stored.codec, hex(code), num_tokens)):
+                layout, rows = random_rows(stored, 33, 192)
+                x = random_tokens(num_tokens, 192)
+                whole = kernels.product(x, row_numbers(layout, "weight"), rows)
+                rows[20, 130] = code
+                found = kernels.product(x, row_numbers(layout, "weight"), rows)
+                is_number = bool(decoded(stored, layout, rows)[20, 130].isfinite())
+                assert is_number == (stored == FP8 and code not in (0x7F, 0xFF))
+                assert torch.equal(found[:, 20].isfinite(), torch.full((num_tokens,), is_number))
+                assert torch.equal(found[:, others], whole[:, others])
+
+
+def test_a_scale_that_is_no_number_is_seen_in_its_row_alone(kernels: Kernels) -> None:
+    others = [r for r in range(33) if r != 20]
+    with sweep() as case:
+        for stored, num_tokens in product((E5M2, MXFP4), (1, 4)):
+            with case((stored.codec, num_tokens)):
+                layout, rows = random_rows(stored, 33, 192)
+                x = random_tokens(num_tokens, 192)
+                whole = kernels.product(x, row_numbers(layout, "weight"), rows)
+                rows[20, stored.code_bytes(192)] = 255
+                found = kernels.product(x, row_numbers(layout, "weight"), rows)
+                assert found[:, 20].isnan().all()
+                assert torch.equal(found[:, others], whole[:, others])
+
+
+def test_sums_of_down_rows_see_a_code_that_is_no_number_in_its_column(kernels: Kernels) -> None:
+    with sweep() as case:
+        for stored, num_tokens in product((FP8, E5M2), (1, 3, 4)):
+            with case((stored.codec, num_tokens)):
+                expert, down = with_down(stored)
+                whole = kernels.accumulate(random_h(num_tokens), expert.rows(), ALL_40)
+                down[7, 200] = NO_NUMBER[stored.codec]
+                found = kernels.accumulate(random_h(num_tokens), expert.rows(), ALL_40)
+                assert found.isnan().nonzero()[:, 1].tolist() == [200] * num_tokens
+                assert torch.equal(found.nan_to_num(nan=0)[:, :200], whole[:, :200])
+
+
+def test_sums_of_down_rows_see_a_scale_that_is_no_number_in_its_group(kernels: Kernels) -> None:
+    # The bytes of a scale that is no number, where among a row's scales it is put, and its group's first column.
+    half_nan, float_nan = np.array([np.nan], "<f2").view(np.uint8), np.array([np.nan], "<f4").view(np.uint8)
+    byte_nan = np.array([255], np.uint8)
+    faults = [(FP8, float_nan, 8, 256), (MXFP4, byte_nan, 9, 288), (E5M2, byte_nan, 0, 0)]
+    faults += [(stored, half_nan, 0 if stored.group == 0 else 8, 4 * stored.group) for stored in TRELLISES]
+    with sweep() as case:
+        for (stored, scale, place, first), num_tokens in product(faults, (1, 3, 4)):
+            with case((format_text(stored), num_tokens)):
+                expert, down = with_down(stored)
+                whole = kernels.accumulate(random_h(num_tokens), expert.rows(), ALL_40)
+                at = stored.code_bytes(320) + place
+                down[7, at : at + len(scale)] = scale
+                found = kernels.accumulate(random_h(num_tokens), expert.rows(), ALL_40)
+                assert found[:, first:].isnan().all()
+                assert torch.equal(found[:, :first], whole[:, :first])
+
+
+def test_sums_of_down_rows_bear_scales_from_tiny_to_large(kernels: Kernels) -> None:
+    with sweep() as case:
+        for stored, num_tokens, power in product(SOURCES, (1, 4), (-126, -100, -60, 60)):
+            with case((stored.codec, num_tokens, power)):
+                expert, rows = with_down(stored)
+                scale = np.array([2.0**power], "<f4").view(np.uint8) if stored == FP8 else np.uint8(127 + power)
+                rows[:, stored.code_bytes(320) :] = np.resize(scale, stored.scale_bytes(320))
+                h, down = random_h(num_tokens) * 2.0**20, expert.block().down
+                errors = h.double().abs() @ expert.weight_magnitudes("down")
+                found = kernels.accumulate(h, expert.rows(), ALL_40)
+                assert_near(found, (h.double() @ down.double()).float(), errors.clamp(min=2.0**-126))
+
+
+TRELLISES = [trellis_format(width, group) for width in TRELLIS_WIDTHS for group in (0, 64)]
+
+
+def test_every_window_in_every_column_has_the_bits_of_the_codec(kernels: Kernels) -> None:
+    check_windows((trellis_format(width, (0, 64)[width % 2]) for width in TRELLIS_WIDTHS), kernels, step=5)
+
+
+@pytest.mark.slow
+def test_all_windows_in_every_column_have_the_bits_of_the_codec(kernels: Kernels) -> None:
+    check_windows(TRELLISES, kernels, step=1)
+
+
+def check_windows(trellises: Iterable[PartFormat], kernels: Kernels, step: int) -> None:
+    """Streams of two bytes, over and over, so that each window ends at each bit: all of them, or each so many."""
+    streams = np.arange(0, 1 << 16, step, dtype="<u2").view(np.uint8).reshape(-1, 2)
+    with sweep() as case:
+        for stored in trellises:
+            with case(format_text(stored)):
+                layout, rows = random_rows(stored, len(streams), 64)
+                codes = stored.code_bytes(64)
+                rows[:, :codes] = np.tile(streams, codes // 2)
+                found = kernels.decode(row_numbers(layout, "weight"), rows)
+                assert torch.equal(found.view(torch.int32), decoded(stored, layout, rows).view(torch.int32))
+
+
+def test_any_scale_of_a_trellis_is_seen_in_its_row_alone(kernels: Kernels) -> None:
+    others = [r for r in range(33) if r != 20]
+    scales = (float("nan"), float("inf"), -1.0, 2.0**-24, 65504.0)
+    with sweep() as case:
+        for stored, num_tokens, scale in product(TRELLISES, (1, 4), scales):
+            with case((format_text(stored), num_tokens, scale)):
+                layout, rows = random_rows(stored, 33, 192)
+                x, codes, numbers = (
+                    random_tokens(num_tokens, 192),
+                    stored.code_bytes(192),
+                    row_numbers(layout, "weight"),
+                )
+                whole = kernels.product(x, numbers, rows)
+                of_all_groups = np.full(stored.num_groups(192), scale, "<f2").view(np.uint8)
+                rows[20, codes : codes + stored.scale_bytes(192)] = of_all_groups
+                found = kernels.product(x, numbers, rows)
+                assert torch.equal(found[:, others], whole[:, others])
+                if np.isfinite(scale):
+                    values = decoded(stored, layout, rows[20:21])
+                    assert_near(found[:, 20:21], x @ values.T, product_magnitudes(x, values.double().abs()))
+                else:
+                    assert not found[:, 20].isfinite().any()
