@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from typing import Any, cast
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from native import kernels_limited_to
 from numpy.typing import NDArray
 from random_experts import FOUR_BIT, Shape, random_expert, random_rows
+from sweep import sweep
 
 from moe_pack.formats import BF16, RunError
 from moe_pack.runtime.native_kernels import InstructionSet, Kernels, row_numbers
@@ -133,9 +136,15 @@ def legal(name: str) -> Arguments:
     return given[name]
 
 
+@cache
+def open_pool() -> object:
+    """Kernels as the extension knows them."""
+    return native.open_pool(2, "portable")
+
+
 def call(name: str, arguments: Arguments) -> object:
     """Calls an operation of the extension itself, past the face that allocates outputs."""
-    pool = kernels_limited_to("portable")._pool
+    pool = open_pool()
     if name == "experts":
         *expert, x, y, d = arguments.values()
         return native.experts(pool, [tuple(expert)], x, y, d)
@@ -162,9 +171,11 @@ BUFFERS = [
 ]
 
 
-@pytest.mark.parametrize("name", [*OPERATIONS, "checksum", "read"])
-def test_arguments_that_fit_pass(name: str) -> None:
-    call(name, legal(name))
+def test_arguments_that_fit_pass() -> None:
+    with sweep() as case:
+        for name in (*OPERATIONS, "checksum", "read"):
+            with case(name):
+                call(name, legal(name))
 
 
 def changed(value: NDArray[Any], fault: str) -> object:
@@ -186,6 +197,7 @@ def changed(value: NDArray[Any], fault: str) -> object:
 
 
 FAULTS = ("one too few", "one too many", "twice as many", "none", "missing", "twice as wide", "with gaps", "backwards")
+FAULTS += ("no buffer", "not aligned")
 
 
 # Where some rows are picked out of many, there may be any number of whole ones.
@@ -193,34 +205,40 @@ ANY_ROWS = {("neurons", "records"), ("accumulate", "records"), ("gather", "rows"
 NOT_NEEDED = {("route", "bias", "missing"), ("attend", "sinks", "missing")}
 
 
-@pytest.mark.parametrize("fault", [*FAULTS, "no buffer", "not aligned"])
-@pytest.mark.parametrize(("name", "buffer"), BUFFERS)
-def test_a_buffer_of_another_size_or_kind_is_refused(name: str, buffer: str, fault: str) -> None:
-    arguments = legal(name)
-    if ((name, buffer) in ANY_ROWS and fault.startswith("twice")) or (name, buffer, fault) in NOT_NEEDED:
-        arguments[buffer] = changed(arguments[buffer], fault)
-        call(name, arguments)
-        return
-    arguments[buffer] = changed(arguments[buffer], fault)
-    with pytest.raises(REFUSED) as refused:
-        call(name, arguments)
-    assert str(refused.value)
+def test_a_buffer_of_another_size_or_kind_is_refused() -> None:
+    with sweep() as case:
+        for (name, buffer), fault in product(BUFFERS, FAULTS):
+            with case((name, buffer, fault)):
+                arguments = legal(name)
+                arguments[buffer] = changed(arguments[buffer], fault)
+                if ((name, buffer) in ANY_ROWS and fault.startswith("twice")) or (name, buffer, fault) in NOT_NEEDED:
+                    call(name, arguments)
+                    continue
+                with pytest.raises(REFUSED) as refused:
+                    call(name, arguments)
+                assert str(refused.value)
 
 
-@pytest.mark.parametrize(("name", "buffer"), [(name, out) for name, outputs in OUTPUTS.items() for out in outputs])
-def test_an_output_that_may_only_be_read_is_refused(name: str, buffer: str) -> None:
-    arguments = legal(name)
-    arguments[buffer].flags.writeable = False
-    with pytest.raises(REFUSED, match="read-only"):
-        call(name, arguments)
+def test_an_output_that_may_only_be_read_is_refused() -> None:
+    with sweep() as case:
+        for name, outputs in OUTPUTS.items():
+            for buffer in outputs:
+                with case((name, buffer)):
+                    arguments = legal(name)
+                    arguments[buffer].flags.writeable = False
+                    with pytest.raises(REFUSED, match="read-only"):
+                        call(name, arguments)
 
 
-@pytest.mark.parametrize(("name", "buffer"), [pair for pair in BUFFERS if pair[1] not in OUTPUTS[pair[0]]])
-def test_an_input_may_be_read_only(name: str, buffer: str) -> None:
-    arguments = legal(name)
-    arguments[buffer] = arguments[buffer].copy()
-    arguments[buffer].flags.writeable = False
-    call(name, arguments)
+def test_an_input_may_be_read_only() -> None:
+    with sweep() as case:
+        for name, buffer in BUFFERS:
+            if buffer not in OUTPUTS[name]:
+                with case((name, buffer)):
+                    arguments = legal(name)
+                    arguments[buffer] = arguments[buffer].copy()
+                    arguments[buffer].flags.writeable = False
+                    call(name, arguments)
 
 
 SIZES = [
@@ -263,13 +281,19 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "buffer", "message"), SIZES)
-def test_a_wrong_size_is_named_with_the_one_expected(name: str, buffer: str, message: str) -> None:
-    arguments = legal(name)
-    arguments[buffer] = changed(arguments[buffer], "one too few")
+def assert_refused(name: str, arguments: Arguments, message: str) -> None:
     with pytest.raises(ValueError) as refused:
         call(name, arguments)
     assert str(refused.value) == message
+
+
+def test_a_wrong_size_is_named_with_the_one_expected() -> None:
+    with sweep() as case:
+        for name, buffer, message in SIZES:
+            with case((name, buffer)):
+                arguments = legal(name)
+                arguments[buffer] = changed(arguments[buffer], "one too few")
+                assert_refused(name, arguments, message)
 
 
 def put(key: str, value: object) -> Change:
@@ -335,18 +359,17 @@ VALUES: dict[str, tuple[str, Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_what_lies_outside_is_refused(name: str) -> None:
-    operation, change, message = VALUES[name]
-    arguments = legal(operation)
-    change(arguments)
-    with pytest.raises(ValueError) as refused:
-        call(operation, arguments)
-    assert str(refused.value) == message
+def test_what_lies_outside_is_refused() -> None:
+    with sweep() as case:
+        for name, (operation, change, message) in VALUES.items():
+            with case(name):
+                arguments = legal(operation)
+                change(arguments)
+                assert_refused(operation, arguments, message)
 
 
 def test_the_first_and_last_of_everything_pass() -> None:
-    for name, changes in (
+    passing: tuple[tuple[str, Arguments], ...] = (
         ("experts", {"tokens": np.array([0, T - 1])}),
         ("neurons", {"neurons": numbers(0, 1, F - 1), "places": numbers(F - 1, 0, 0)}),
         ("gather", {"places": numbers(0, F - 1, F - 1)}),
@@ -357,8 +380,11 @@ def test_the_first_and_last_of_everything_pass() -> None:
         ("attend", {"sinks": None}),
         ("attend", {"cosines": floats(T, 10), "sines": floats(T, 10)}),
         ("attend", {"q_norm": None, "k_norm": None, "window": 0}),
-    ):
-        call(name, legal(name) | cast(Arguments, changes))
+    )
+    with sweep() as case:
+        for name, changes in passing:
+            with case((name, *changes)):
+                call(name, legal(name) | changes)
 
 
 # Places in a layout's numbers: an expert's begin d, f, selector kind, bytes of a selector row, of a record and of the
@@ -414,15 +440,14 @@ def assert_layout_refused(operation: str, changes: dict[int, int], message: str)
     arguments["layout"] = arguments["layout"].copy()
     for place, value in changes.items():
         arguments["layout"][place] = value
-    with pytest.raises(ValueError) as refused:
-        call(operation, arguments)
-    assert str(refused.value) == message
+    assert_refused(operation, arguments, message)
 
 
-@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
-@pytest.mark.parametrize("operation", ["experts", "select", "neurons", "accumulate"])
-def test_a_layout_that_makes_no_sense_is_refused(operation: str, name: str) -> None:
-    assert_layout_refused(operation, *EXPERT_LAYOUTS[name])
+def test_a_layout_that_makes_no_sense_is_refused() -> None:
+    with sweep() as case:
+        for operation, name in product(("experts", "select", "neurons", "accumulate"), EXPERT_LAYOUTS):
+            with case((operation, name)):
+                assert_layout_refused(operation, *EXPERT_LAYOUTS[name])
 
 
 ROW_LAYOUTS = {
@@ -440,39 +465,39 @@ ROW_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", ROW_LAYOUTS)
-@pytest.mark.parametrize("operation", ["dense", "decode"])
-def test_a_layout_of_rows_that_makes_no_sense_is_refused(operation: str, name: str) -> None:
-    assert_layout_refused(operation, *ROW_LAYOUTS[name])
+def test_a_layout_of_rows_that_makes_no_sense_is_refused() -> None:
+    with sweep() as case:
+        for operation, name in product(("dense", "decode"), ROW_LAYOUTS):
+            with case((operation, name)):
+                assert_layout_refused(operation, *ROW_LAYOUTS[name])
 
 
 # Codec, width, group and scale_bits in the extension's numbers.
 SOURCES = {"fp8": (4, 8, 128, 32), "e5m2": (5, 8, 0, 8), "mxfp4": (6, 4, 32, 8)}
-OTHERS = {"width": 2, "group": 64, "scale_bits": 16}
+OTHERS = {WIDTH: ("width", 2), GROUP: ("group", 64), SCALE_BITS: ("scale_bits", 16)}
 
 
-@pytest.mark.parametrize("fact", OTHERS)
-@pytest.mark.parametrize("codec", SOURCES)
-@pytest.mark.parametrize("operation", ["dense", "decode"])
-def test_a_codec_of_a_source_in_another_format_is_refused(operation: str, codec: str, fact: str) -> None:
-    changes = dict(zip((2, 3, 4, 5), SOURCES[codec], strict=True))
-    changes[2 + (CODEC, WIDTH, GROUP, SCALE_BITS)[1 + list(OTHERS).index(fact)]] = OTHERS[fact]
-    assert_layout_refused(operation, changes, f"layout: the codec has another {fact}")
+def test_a_codec_of_a_source_in_another_format_is_refused() -> None:
+    with sweep() as case:
+        for operation, codec, place in product(("dense", "decode"), SOURCES, OTHERS):
+            fact, value = OTHERS[place]
+            with case((operation, codec, fact)):
+                changes = dict(zip((2, 3, 4, 5), SOURCES[codec], strict=True)) | {2 + place: value}
+                assert_layout_refused(operation, changes, f"layout: the codec has another {fact}")
 
 
-@pytest.mark.parametrize(("codec", "row_bytes"), [("fp8", 128 + 4), ("e5m2", 128 + 1), ("mxfp4", 64 + 4)])
-def test_a_codec_of_a_source_takes_its_bytes_and_no_more(codec: str, row_bytes: int) -> None:
-    arguments = legal("decode")
-    layout = np.array([D, row_bytes, *SOURCES[codec], 0, 0, 2], np.int32)
-    call("decode", arguments | {"layout": layout, "rows": np.zeros((F, row_bytes), np.uint8)})
-    layout[1] -= 1
-    with pytest.raises(ValueError) as refused:
-        call("decode", arguments | {"layout": layout, "rows": np.zeros((F, row_bytes - 1), np.uint8)})
-    assert str(refused.value) == UNFIT
-    layout[0] = 96
-    with pytest.raises(ValueError) as refused:
-        call("decode", arguments | {"layout": layout})
-    assert str(refused.value) == "layout: rows of codes are multiples of 64"
+def test_a_codec_of_a_source_takes_its_bytes_and_no_more() -> None:
+    with sweep() as case:
+        for codec, row_bytes in (("fp8", 128 + 4), ("e5m2", 128 + 1), ("mxfp4", 64 + 4)):
+            with case(codec):
+                arguments = legal("decode")
+                layout = np.array([D, row_bytes, *SOURCES[codec], 0, 0, 2], np.int32)
+                call("decode", arguments | {"layout": layout, "rows": np.zeros((F, row_bytes), np.uint8)})
+                layout[1] -= 1
+                short = arguments | {"layout": layout, "rows": np.zeros((F, row_bytes - 1), np.uint8)}
+                assert_refused("decode", short, UNFIT)
+                layout[0] = 96
+                assert_refused("decode", arguments | {"layout": layout}, "layout: rows of codes are multiples of 64")
 
 
 def test_a_layout_that_just_fits_passes() -> None:
@@ -486,11 +511,11 @@ def test_a_layout_that_just_fits_passes() -> None:
     call("decode", arguments | {"layout": layout, "rows": np.zeros((F, 72), np.uint8)})
 
 
-@pytest.mark.parametrize("given", [[], [1, 2], None, "experts"])
-def test_a_call_of_something_else_than_experts_is_refused(given: object) -> None:
-    pool = kernels_limited_to("portable")._pool
-    with pytest.raises(REFUSED):
-        native.experts(pool, [given], floats(T, D), floats(T, D), D)
+def test_a_call_of_something_else_than_experts_is_refused() -> None:
+    pool = open_pool()
+    for given in ([], [1, 2], None, "experts"):
+        with pytest.raises(REFUSED):
+            native.experts(pool, [given], floats(T, D), floats(T, D), D)
     native.experts(pool, [], floats(T, D), floats(T, D), D)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from native import INSTRUCTION_SETS, kernels_limited_to, work
 from random_experts import FOUR_BIT, RandomExpert, Shape, random_expert, random_rows, random_tokens, threshold_at
+from sweep import sweep
 from torch import Tensor
 
 from moe_pack.formats import BF16, SELECTORS, GroupedQuerySpec, RunError, Selector, part_format
@@ -125,18 +126,20 @@ def kernels() -> Iterator[Kernels]:
         yield opened
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_any_number_of_threads_gives_the_same_bits(name: str, teams: dict[int, Kernels]) -> None:
-    alone, *others = (OPERATIONS[name](kernels) for kernels in teams.values())
-    assert all(torch.equal(other, alone) for other in others)
+def test_any_number_of_threads_gives_the_same_bits(teams: dict[int, Kernels]) -> None:
+    with sweep() as case:
+        for name, operation in OPERATIONS.items():
+            with case(name):
+                alone, *others = (operation(kernels) for kernels in teams.values())
+                assert all(torch.equal(other, alone) for other in others)
 
 
-@pytest.mark.parametrize(
-    "name", ["experts, 1 tokens, up", "experts, 70 tokens, none", "product, 3 tokens", "checksums"]
-)
-def test_the_same_operation_gives_the_same_bits_again(name: str, kernels: Kernels) -> None:
-    first = OPERATIONS[name](kernels)
-    assert all(torch.equal(OPERATIONS[name](kernels), first) for _ in range(20))
+def test_the_same_operation_gives_the_same_bits_again(kernels: Kernels) -> None:
+    with sweep() as case:
+        for name in ("experts, 1 tokens, up", "experts, 70 tokens, none", "product, 3 tokens", "checksums"):
+            with case(name):
+                first = OPERATIONS[name](kernels)
+                assert all(torch.equal(OPERATIONS[name](kernels), first) for _ in range(20))
 
 
 def test_callers_at_once_get_what_they_get_alone(kernels: Kernels) -> None:
@@ -178,9 +181,9 @@ def test_all_cpus_work_unless_said_otherwise() -> None:
         assert opened.threads == num_cpus() >= 1
 
 
-@pytest.mark.parametrize("threads", [-1, 0, 1025])
-def test_no_threads_or_too_many_are_refused(threads: int) -> None:
+def test_no_threads_or_too_many_are_refused() -> None:
     kernels_limited_to("portable")
-    with pytest.raises((ValueError, RunError), match=r"threads.*1 to 1024"):
-        Kernels(threads)
+    for threads in (-1, 0, 1025):
+        with pytest.raises((ValueError, RunError), match=r"threads.*1 to 1024"):
+            Kernels(threads)
     Kernels(1).close()
