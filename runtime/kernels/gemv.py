@@ -9,7 +9,7 @@ from moe_pack.runtime.kernels.codes import Part, lookup_for
 from moe_pack.runtime.kernels.products import add_part, dot_part, load_part, load_x_part, store_part, zero_part
 from moe_pack.runtime.kernels.tiles import dot_tile, sum_tile
 
-_MANY_PROGRAMS = 1024  # beyond, a program takes several blocks of rows: it reads x once for all
+MANY_PROGRAMS = 1024  # beyond, a program takes several blocks of rows: it reads x once for all
 
 
 def gemv(
@@ -30,7 +30,7 @@ def gemv(
     """
     n, row_units = rows.shape[0], _row_units(rows)
     tile = dot_tile((part,))
-    steps = max(1, min(8, n // (tile.rows * _MANY_PROGRAMS)))
+    steps = max(1, min(8, n // (tile.rows * MANY_PROGRAMS)))
     _gemv[(triton.cdiv(n, tile.rows * steps),)](
         x,
         _bytes(rows),

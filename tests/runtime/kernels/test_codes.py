@@ -1,12 +1,13 @@
 """How rows' bytes are read: every code, scales of the edge, parts that begin at any byte; the codec is the twin."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 import torch
 from random_codes import NUMBERS, edge_rows, every_code, every_window
 from random_experts import assert_near, product_magnitudes, random_section, random_tokens, weight_magnitudes
+from sweep import sweep
 from torch import Tensor
 
 from moe_pack.formats import (
@@ -78,11 +79,14 @@ def test_products_see_every_code_as_the_codec_does(stored: PartFormat, kernel_de
     assert_same(many, x[:, :1] * values)
 
 
-@pytest.mark.parametrize("before", [E5M2, MXFP4], ids=format_text)
-@pytest.mark.parametrize("stored", PARTS, ids=format_text)
-def test_a_part_is_read_from_whatever_byte_it_begins_at(
-    stored: PartFormat, before: PartFormat, kernel_device: torch.device
-) -> None:
+def test_a_part_is_read_from_whatever_byte_it_begins_at(kernel_device: torch.device) -> None:
+    with sweep() as case:
+        for stored, before in product(PARTS, (E5M2, MXFP4)):
+            with case((format_text(stored), format_text(before))):
+                check_part_behind(stored, before, kernel_device)
+
+
+def check_part_behind(stored: PartFormat, before: PartFormat, kernel_device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     layout = row_layout([("before", before, False), ("weight", stored, True)], 64)
     assert layout.parts[1].offset % 4

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from gpu_layers import RandomLayer, layer_of, random_layer
-from kernel_twins import reduce_twin
+from in_turn import in_turn, slow
 from named_formats import Name, named_expert, named_format
 from random_experts import FOUR_BIT, Shape, assert_near, magnitudes, random_expert, random_tokens, running, threshold_at
 from torch import Tensor
@@ -82,8 +82,8 @@ def with_thresholds(layer: RandomLayer, x: Tensor, sparsity: float) -> RandomLay
     return layer_of(layer.experts, thresholds=each)
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("width", WIDTHS)
+# In the fast suite each width, group and function meets one selector, and each selector some of each.
+@in_turn("width", WIDTHS)
 def test_experts_of_any_width_and_selector_give_the_reference(
     selector: Selector, width: Name, kernel_device: torch.device
 ) -> None:
@@ -93,19 +93,16 @@ def test_experts_of_any_width_and_selector_give_the_reference(
     check(with_thresholds(layer, x, 0.6), x, [1], kernel_device, num_partials=2)
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize(("group", "scale_bits"), [(16, 16), (32, 16), (128, 16), (0, 16), (64, 8), (16, 8)])
+@in_turn("scales", [(16, 16), (32, 16), (128, 16), (0, 16), (64, 8), (16, 8)])
 def test_experts_of_any_group_and_kind_of_scale_give_the_reference(
-    selector: Selector, group: int, scale_bits: int, kernel_device: torch.device
+    selector: Selector, scales: tuple[int, int], kernel_device: torch.device
 ) -> None:
-    shapes = [
-        Shape(9, 384, selector, *(of_width(w, group, scale_bits) for w in trio)) for trio in ((4, 2, 3), (1, 8, 2))
-    ]
+    shapes = [Shape(9, 384, selector, *(of_width(w, *scales) for w in trio)) for trio in ((4, 2, 3), (1, 8, 2))]
     x = random_tokens(1, 384)[0]
     check(with_thresholds(random_layer(shapes), x, 0.3), x, [0, 1], kernel_device, num_partials=2)
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("selector", ["both", *map(slow, ("none", "up", "gate"))])
 def test_experts_of_different_formats_in_one_layer_give_the_reference(
     selector: Selector, kernel_device: torch.device
 ) -> None:
@@ -116,18 +113,17 @@ def test_experts_of_different_formats_in_one_layer_give_the_reference(
     check(with_thresholds(layer, x, 0.5), x, [4, 0, 3, 1, 2], kernel_device, num_partials=2)
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize(("group", "scale_bits"), [(16, 16), (128, 16), (0, 16), (64, 8), (16, 8)])
+@in_turn("scales", [(16, 16), (128, 16), (0, 16), (64, 8), (16, 8)])
 def test_trellises_of_any_group_and_kind_of_scale_give_the_reference(
-    selector: Selector, group: int, scale_bits: int, kernel_device: torch.device
+    selector: Selector, scales: tuple[int, int], kernel_device: torch.device
 ) -> None:
     trios = [(4, 7, 3), (8, 5, 6)]
-    shapes = [Shape(9, 384, selector, *(trellis_format(w, group, scale_bits) for w in trio)) for trio in trios]
+    shapes = [Shape(9, 384, selector, *(trellis_format(w, *scales) for w in trio)) for trio in trios]
     x = random_tokens(1, 384)[0]
     check(with_thresholds(random_layer(shapes), x, 0.3), x, [0, 1], kernel_device, num_partials=2)
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("selector", ["none", *map(slow, ("up", "gate", "both"))])
 def test_matrices_of_a_trellis_beside_others_in_one_expert_and_layer_give_the_reference(
     selector: Selector, kernel_device: torch.device
 ) -> None:
@@ -138,8 +134,7 @@ def test_matrices_of_a_trellis_beside_others_in_one_expert_and_layer_give_the_re
     check(with_thresholds(layer, x, 0.5), x, [3, 0, 2, 1], kernel_device, num_partials=2)
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("bias", [("up",), ("gate", "up")])
+@in_turn("bias", [("up",), ("gate", "up")])
 def test_biases_are_added_before_the_activation(
     selector: Selector, bias: tuple[str, ...], kernel_device: torch.device
 ) -> None:
@@ -158,8 +153,7 @@ def test_experts_without_a_gate_give_the_reference(
     check(with_thresholds(layer, x, 0.2), x, [1, 0], kernel_device)
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("function", ["relu", "clamped_swiglu"])
+@in_turn("function", ["relu", "clamped_swiglu", "relu", "clamped_swiglu"])
 def test_every_neuron_function_gives_the_reference(
     selector: Selector, function: NeuronFunction, kernel_device: torch.device
 ) -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from named_formats import Name, label, named_expert
+from in_turn import in_turn, slow
+from named_formats import Name, named_expert
 from random_experts import RandomExpert, Shape, random_expert, random_tokens, threshold_at
 from torch import Tensor
 
@@ -72,8 +73,8 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     assert error <= tolerance * size, f"off by {error / size} of the reference's RMS"
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("width", WIDTHS, ids=label)
+# In the fast suite each width and function meets one selector, and each selector some of each.
+@in_turn("width", WIDTHS)
 def test_experts_of_every_width_and_selector_equal_their_twin(
     width: Name, selector: Selector, kernel_device: torch.device
 ) -> None:
@@ -106,7 +107,7 @@ def test_matrices_of_different_widths_equal_their_twin(kernel_device: torch.devi
     assert_equals_twin(random_expert(shape), 2, kernel_device)
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("selector", ["both", *map(slow, ("none", "up", "gate"))])
 def test_matrices_of_a_trellis_beside_others_equal_their_twin(selector: Selector, kernel_device: torch.device) -> None:
     for trio in (
         (trellis_format(4, 16), part_format(3, 64), trellis_format(7, 0, 8)),
@@ -125,8 +126,7 @@ def test_biases_are_added(selector: Selector, kernel_device: torch.device) -> No
     assert_equals_twin(random_expert(Shape(selector=selector, bias=("gate", "up"))), 2, kernel_device)
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("function", ["relu", "clamped_swiglu"])
+@in_turn("function", ["relu", "clamped_swiglu", "relu", "clamped_swiglu"])
 def test_every_neuron_function_equals_its_twin(
     selector: Selector, function: NeuronFunction, kernel_device: torch.device
 ) -> None:

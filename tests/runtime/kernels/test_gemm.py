@@ -4,9 +4,10 @@ import pytest
 import torch
 from random_codes import NUMBERS
 from random_experts import random_rows, random_tokens
+from sweep import sweep
 from torch import Tensor
 
-from moe_pack.formats import BF16, TRELLIS_WIDTHS, PartFormat, part_format, trellis_format
+from moe_pack.formats import BF16, TRELLIS_WIDTHS, PartFormat, format_text, part_format, trellis_format
 from moe_pack.runtime.kernels.codes import part_of, stored_part
 from moe_pack.runtime.kernels.gemm import gemm
 from moe_pack.runtime.matrix import RowMatrix, StoredMatrix, linear
@@ -49,9 +50,11 @@ def assert_equals_twin(
     assert_close(out, linear(x, RowMatrix(layout, held), bias))
 
 
-@pytest.mark.parametrize("stored", FORMATS, ids=str)
-def test_rows_of_every_format_multiply_as_their_twin(stored: PartFormat, kernel_device: torch.device) -> None:
-    assert_equals_twin(stored, 3, 5, 192, kernel_device)
+def test_rows_of_every_format_multiply_as_their_twin(kernel_device: torch.device) -> None:
+    with sweep() as case:
+        for stored in FORMATS:
+            with case(format_text(stored)):
+                assert_equals_twin(stored, 3, 5, 192, kernel_device)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (2, 32), (17, 33), (65, 2)])

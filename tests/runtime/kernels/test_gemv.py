@@ -5,6 +5,7 @@ import torch
 from kernel_twins import gemv_twin
 from random_codes import NUMBERS
 from random_experts import assert_near, product_magnitudes, random_rows, random_tokens, weight_magnitudes
+from sweep import sweep
 from torch import Tensor
 
 from moe_pack.formats import TRELLIS_WIDTHS, PartFormat, format_text, part_format, trellis_format
@@ -44,14 +45,14 @@ def gathered(rows: Tensor, part: Part, row: int, num_cols: int, device: torch.de
     return out.cpu()
 
 
-@pytest.mark.parametrize("stored", FORMATS, ids=format_text)
-def test_a_product_of_rows_in_any_format_is_that_of_plain_torch(
-    stored: PartFormat, kernel_device: torch.device
-) -> None:
-    rows, part, values, magnitude = quantized(stored, 6, 384)
-    x = random_tokens(1, 384)
-    found = product(x[0], rows, part, kernel_device)
-    assert_near(found[None], x @ values.T, product_magnitudes(x, magnitude))
+def test_a_product_of_rows_in_any_format_is_that_of_plain_torch(kernel_device: torch.device) -> None:
+    with sweep() as case:
+        for stored in FORMATS:
+            with case(format_text(stored)):
+                rows, part, values, magnitude = quantized(stored, 6, 384)
+                x = random_tokens(1, 384)
+                found = product(x[0], rows, part, kernel_device)
+                assert_near(found[None], x @ values.T, product_magnitudes(x, magnitude))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,7 +77,7 @@ def test_a_product_is_scaled_with_its_bias_and_added_to_the_residual(kernel_devi
 def test_a_matrix_of_many_rows_is_multiplied_by_programs_that_take_several_blocks(
     monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device
 ) -> None:
-    monkeypatch.setattr(module, "_MANY_PROGRAMS", 2)
+    monkeypatch.setattr(module, "MANY_PROGRAMS", 2)
     rows, x = torch.randn(31, 8), torch.randn(8)
     found = product(x, rows, stored_part("F32", 8), kernel_device)
     torch.testing.assert_close(found, rows @ x, rtol=1e-5, atol=1e-5)
@@ -89,11 +90,13 @@ def test_a_nan_in_x_is_seen_in_every_product(kernel_device: torch.device) -> Non
     assert product(x, rows, part, kernel_device).isnan().all()
 
 
-@pytest.mark.parametrize("stored", FORMATS, ids=format_text)
-def test_a_gathered_row_is_the_matrix_row_of_that_number(stored: PartFormat, kernel_device: torch.device) -> None:
-    rows, part, values, magnitude = quantized(stored, 4, 384)
-    found = gathered(rows, part, 2, 384, kernel_device, scale=2.0)
-    assert_near(found, 2 * values[2], 2 * magnitude[2])
+def test_a_gathered_row_is_the_matrix_row_of_that_number(kernel_device: torch.device) -> None:
+    with sweep() as case:
+        for stored in FORMATS:
+            with case(format_text(stored)):
+                rows, part, values, magnitude = quantized(stored, 4, 384)
+                found = gathered(rows, part, 2, 384, kernel_device, scale=2.0)
+                assert_near(found, 2 * values[2], 2 * magnitude[2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
