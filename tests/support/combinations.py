@@ -25,7 +25,8 @@ def sample(
              case. None: every two names.
     """
     draw = random.Random(seed)
-    groups = list(combinations(choices, 2)) if together is None else [*together, *((name,) for name in choices)]
+    groups: list[tuple[str, ...]] = [*together, *((name,) for name in choices)] if together is not None else []
+    groups = groups or list(combinations(choices, 2))
     left = dict.fromkeys(
         tuple(zip(names, values, strict=True))
         for names in groups
