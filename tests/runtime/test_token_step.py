@@ -3,14 +3,13 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
 from cards import CPU, room_for
-from families import TINY, Tiny, write
 from models import pack
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,11 +23,10 @@ from moe_pack.runtime.token_layers import TokenLayers
 from moe_pack.runtime.token_step import TokenStep
 
 CONTEXT = 8
-TRITON = str(Path(triton.__file__).parent)
+TRITON = str(Path(find_spec("triton").origin).parent)  # type: ignore[union-attr, arg-type]  # it is installed
 # One with grouped queries and nothing else, one with a shared expert that is gated, one with latent attention and a
 # dense layer.
 FAMILIES = ("mixtral", "qwen2_moe", "deepseek_v2")
-CASES = [tiny for tiny in TINY if tiny.family in FAMILIES and tiny.name == "as it comes"]
 
 
 class Watch(TorchDispatchMode):
@@ -55,7 +53,7 @@ def _is_launching() -> bool:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return tensor.untyped_storage().data_ptr()
 
 
 @contextmanager
@@ -70,9 +68,11 @@ def token_step(folder: Path) -> Iterator[tuple[TokenLayers, TokenStep]]:
         yield layers, TokenStep(built.weights, layers, 1)
 
 
-@pytest.mark.parametrize("tiny", CASES, ids=str)
-def test_a_token_takes_no_memory_and_asks_for_no_value(tiny: Tiny, tmp_path: Path) -> None:
-    source = write(tiny, tmp_path / "source")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_token_takes_no_memory_and_asks_for_no_value(family: str, tmp_path: Path) -> None:
+    from families import Tiny, write  # which imports transformers
+
+    source = write(Tiny(family, "of two layers", {"num_hidden_layers": 2}), tmp_path / "source")
     pack(source, tmp_path / "packed")
     with token_step(tmp_path / "packed") as (layers, step), torch.inference_mode():
         layers.control.copy_(torch.tensor([80, 2]))

@@ -4,33 +4,30 @@ import json
 from pathlib import Path
 
 from coded import MXFP4_CONFIG, put_gpt_oss_into_blocks
-from families import Tiny, write
 from safetensors.torch import load_file, save_file
 
 from moe_pack.convert import convert
 from moe_pack.convert.source_formats import keep_source
 from moe_pack.formats import Checkpoint, Selector, part_format, uniform_plan
 
-WINDOW, CHUNK = 3, 4  # a ring of six places
-IDS = [(37 * i + 5) % 96 for i in range(13)]  # goes round it twice
-PROMPT = 9  # three passes
-TINY = Tiny(
-    "gpt_oss",
-    "of two layers, one with a window",
-    {
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": WINDOW,
-        "intermediate_size": 64,
-        "num_local_experts": 3,
-    },
-)
+WINDOW, CHUNK = 2, 2  # a ring of three places
+IDS = [(37 * i + 5) % 96 for i in range(6)]  # goes round it twice
+PROMPT = 4  # two passes
+CONFIG = {
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": WINDOW,
+    "intermediate_size": 64,
+    "num_local_experts": 3,
+}
 FOUR = part_format(4, 64)
 
 
 def packed_gpt_oss(folder: Path, selector: Selector) -> Path:
     """A pack that keeps what its source has in MXFP4."""
-    source = write(TINY, folder / "source")
+    from families import Tiny, write  # which imports transformers
+
+    source = write(Tiny("gpt_oss", "of two layers, one with a window", CONFIG), folder / "source")
     tensors = load_file(source / "model.safetensors")
     put_gpt_oss_into_blocks(tensors, num_layers=2, num_experts=3, f=64, d=64)
     save_file(tensors, source / "model.safetensors")

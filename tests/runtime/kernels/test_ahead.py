@@ -62,6 +62,7 @@ def synthetic(folder: Path, plan_is_mixed: bool) -> Path:
     return folder / "packed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan_is_mixed", [False, True])
 def test_no_prompt_or_token_launches_a_kernel_that_did_not_run_before(plan_is_mixed: bool, tmp_path: Path) -> None:
     counts = launched(synthetic(tmp_path, plan_is_mixed))
@@ -71,6 +72,7 @@ def test_no_prompt_or_token_launches_a_kernel_that_did_not_run_before(plan_is_mi
     assert counts["everything"] <= (40 if plan_is_mixed else 32)
 
 
+@pytest.mark.slow
 def test_what_was_compiled_ahead_is_found_by_every_launch(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
