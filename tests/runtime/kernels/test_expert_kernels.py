@@ -6,6 +6,7 @@ import pytest
 import torch
 from gpu_layers import RandomLayer, layer_of, random_layer
 from in_turn import in_turn, slow
+from kernel_twins import reduce_twin
 from named_formats import Name, named_expert, named_format
 from random_experts import FOUR_BIT, Shape, assert_near, magnitudes, random_expert, random_tokens, running, threshold_at
 from torch import Tensor
