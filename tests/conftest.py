@@ -1,6 +1,8 @@
 """Shared by all tests."""
 
+import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 # Before triton is imported: kernels run one program after the other in numpy, unless a GPU is asked for.
@@ -16,6 +18,19 @@ from moe_pack.formats import Selector
 @pytest.fixture(autouse=True, scope="session")
 def one_torch_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def new_folder(tmp_path: Path) -> Callable[[], Path]:
+    """Makes an empty folder at every call: one for each case of a sweep."""
+    numbers = itertools.count()
+
+    def make() -> Path:
+        folder = tmp_path / f"case-{next(numbers)}"
+        folder.mkdir()
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from cases import case
 from losses import calibrated_losses, random_losses
 from specs import GROUPED
 
@@ -15,7 +16,6 @@ from moe_pack.formats import (
     SELECTORS,
     Plan,
     RouterSpec,
-    Selector,
     dense_roles,
     pack_layout,
     part_format,
@@ -44,31 +44,36 @@ def running(plan: Plan) -> Decision:
     return Decision(plan, np.zeros(LOSSES.popularity.shape))
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("width", [2, 3, 4])
-def test_at_a_uniform_plans_bytes_the_chosen_one_loses_less(selector: Selector, width: int) -> None:
+def test_at_a_uniform_plans_bytes_the_chosen_one_loses_less() -> None:
     """Or as little: without a selector a row of the 2 and 4 bit plans has not a byte of padding to make use of."""
-    uniform = uniform_plan(SPEC, selector, part_format(width, 64), part_format(width, 64))
-    found = least_loss(SPEC, selector, LOSSES, expert_bytes(uniform))
-    assert found is not None
-    assert expert_bytes(found.decision.plan) == found.solution.weight <= expert_bytes(uniform)
-    assert found.loss == pytest.approx(MODEL.loss(found.decision))
-    assert found.loss <= MODEL.loss(running(uniform))
-    assert (found.decision.plan.experts == uniform.experts) == (selector == "none" and width in (2, 4))
+    for selector in SELECTORS:
+        for width in [2, 3, 4]:
+            with case(selector, width):
+                uniform = uniform_plan(SPEC, selector, part_format(width, 64), part_format(width, 64))
+                found = least_loss(SPEC, selector, LOSSES, expert_bytes(uniform))
+                assert found is not None
+                assert expert_bytes(found.decision.plan) == found.solution.weight <= expert_bytes(uniform)
+                assert found.loss == pytest.approx(MODEL.loss(found.decision))
+                assert found.loss <= MODEL.loss(running(uniform))
+                assert (found.decision.plan.experts == uniform.experts) == (selector == "none" and width in (2, 4))
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_no_plan_drawn_at_random_with_as_few_bytes_loses_less_than_the_bound(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    choices = expert_choices(SPEC, "up", LOSSES)
-    numbers = generator.integers(0, len(choices.formats), (2, 4)).tolist()
-    drawn = Plan(
-        "up", "hqq", tuple(tuple(choices.formats[n] for n in layer) for layer in numbers), uniform_dense(SPEC, None)
-    )
-    found = least_loss(SPEC, "up", LOSSES, expert_bytes(drawn))
-    assert found is not None
-    assert found.solution.bound <= MODEL.loss(running(drawn))
-    assert found.loss <= MODEL.loss(running(drawn))
+def test_no_plan_drawn_at_random_with_as_few_bytes_loses_less_than_the_bound() -> None:
+    for seed in range(5):
+        with case(seed):
+            generator = np.random.default_rng(seed)
+            choices = expert_choices(SPEC, "up", LOSSES)
+            numbers = generator.integers(0, len(choices.formats), (2, 4)).tolist()
+            drawn = Plan(
+                "up",
+                "hqq",
+                tuple(tuple(choices.formats[n] for n in layer) for layer in numbers),
+                uniform_dense(SPEC, None),
+            )
+            found = least_loss(SPEC, "up", LOSSES, expert_bytes(drawn))
+            assert found is not None
+            assert found.solution.bound <= MODEL.loss(running(drawn))
+            assert found.loss <= MODEL.loss(running(drawn))
 
 
 def test_there_is_no_plan_below_the_smallest_formats_bytes() -> None:

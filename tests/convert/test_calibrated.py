@@ -9,6 +9,7 @@ from threading import Event, Lock
 import numpy as np
 import pytest
 import torch
+from cases import case
 from click.testing import CliRunner, Result
 from coded import IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks
 from killing import different_files, files_in
@@ -290,23 +291,21 @@ def formats_in(folder: Path) -> tuple[str, set[PartFormat | None]]:
         return pack.manifest.quantizer, {part for one in experts for part in (one.gate, one.up, one.down)}
 
 
-@pytest.mark.parametrize(
-    ("options", "quantizer", "formats"),
-    [
+def test_a_profile_with_inputs_calibrates(source: Path, profile: Profile, new_folder: Callable[[], Path]) -> None:
+    cases = [
         (["--record-bits", "2"], "calibrated", {trellis_format(8, 0), trellis_format(4, 0)}),
         (["--record-bits", "1.5", "--selector-bits", "3.5", "--group-size", "32", "--scale-bits", "8"],
          "calibrated", {trellis_format(3, 32, 8), trellis_format(7, 32, 8)}),
         (["--codec", "affine", "--record-bits", "3", "--dense-bits", "4"],
          "calibrated", {part_format(3, 64), part_format(4, 64)}),
         (["--quantizer", "hqq", "--sparsity", "0.5"], "hqq", {part_format(4, 64)}),
-    ],
-)  # fmt: skip
-def test_a_profile_with_inputs_calibrates(
-    source: Path, profile: Profile, tmp_path: Path, options: list[str], quantizer: str, formats: set[PartFormat]
-) -> None:
-    done = run("convert", source, "-o", tmp_path / "p", "--profile", profile.folder, *options)
-    assert done.exit_code == 0, done.stderr
-    assert formats_in(tmp_path / "p") == (quantizer, formats)
+    ]  # fmt: skip
+    for options, quantizer, formats in cases:
+        with case(options, quantizer, formats):
+            tmp_path = new_folder()
+            done = run("convert", source, "-o", tmp_path / "p", "--profile", profile.folder, *options)
+            assert done.exit_code == 0, done.stderr
+            assert formats_in(tmp_path / "p") == (quantizer, formats)
 
 
 def test_a_profile_without_inputs_leaves_it_to_hqq(source: Path, tmp_path: Path) -> None:

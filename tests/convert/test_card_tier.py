@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import case
 
 from moe_pack.convert.card_tier import CardTier
 from moe_pack.convert.cards import CARDS, machine_of_card
@@ -39,12 +40,13 @@ def test_the_least_runs_and_a_byte_less_does_not() -> None:
         tier(least - 1).foretell(made, np.full(SHAPE, 0.5))
 
 
-@pytest.mark.parametrize("selector", ["up", "gate", "both", "none"])
-def test_pulling_an_expert_takes_its_selector_and_running_rows_over_the_link(selector: Selector) -> None:
-    expert = layout(selector).experts[0][0]
-    running = 1.0 if selector == "none" else 0.25
-    by_hand = (expert.selector_bytes + running * expert.records_bytes) / LINK
-    assert tier(MIB).fetch_seconds(expert, 0.75) == pytest.approx(by_hand)
+def test_pulling_an_expert_takes_its_selector_and_running_rows_over_the_link() -> None:
+    for selector in ["up", "gate", "both", "none"]:
+        with case(selector):
+            expert = layout(selector).experts[0][0]
+            running = 1.0 if selector == "none" else 0.25
+            by_hand = (expert.selector_bytes + running * expert.records_bytes) / LINK
+            assert tier(MIB).fetch_seconds(expert, 0.75) == pytest.approx(by_hand)
 
 
 def test_what_host_memory_cannot_hold_is_pulled_from_the_drive() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import case
 from click.testing import CliRunner, Result
 from models import DEMO_MODEL, TinyMixtral, pack
 from reseal import reseal
@@ -83,22 +84,19 @@ def test_limits_that_hold_pass_and_what_was_measured_is_kept(source: Path, packe
     assert (packed / "quality.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("limit", "broken"),
-    [
+def test_a_broken_limit_fails_alone_and_ends_in_exit_code_1(source: Path, packed: Path) -> None:
+    cases = [
         (["--max-kl", "1e-6"], "kl"),
         (["--max-ppl-increase", "0.0001%"], "perplexity"),
         (["--max-bytes", "1K"], "bytes"),
         (["--budget", "1K"], "budget"),
-    ],
-)
-def test_a_broken_limit_fails_alone_and_ends_in_exit_code_1(
-    limit: list[str], broken: str, source: Path, packed: Path
-) -> None:
-    against = ["--against", str(source), *SHORT] if broken in ("kl", "perplexity") else []
-    found = checked(packed, *against, *limit, exit_code=1)
-    assert not found["passed"]
-    assert [name for name in NAMES if found[name]["status"] == "failed"] == [broken]
+    ]
+    for limit, broken in cases:
+        with case(limit, broken):
+            against = ["--against", str(source), *SHORT] if broken in ("kl", "perplexity") else []
+            found = checked(packed, *against, *limit, exit_code=1)
+            assert not found["passed"]
+            assert [name for name in NAMES if found[name]["status"] == "failed"] == [broken]
 
 
 def test_the_size_allowed_is_the_last_that_passes(made: Path) -> None:
@@ -239,17 +237,16 @@ def test_a_report_that_cannot_be_written_is_an_error(made: Path, tmp_path: Path)
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_wrong_usage_is_said(made: Path) -> None:
+    cases = [
         (["--max-ppl-increase", "1"], "found '1', expected a percentage such as 1% or 0.5%"),
         (["--max-ppl-increase", "-1%"], "found '-1%', expected a percentage such as 1% or 0.5%"),
         (["--max-ppl-increase", "nan%"], "found 'nan%', expected a percentage such as 1% or 0.5%"),
         (["--max-kl", "-1"], "-1.0 is not in the range x>=0"),
         (["--budget", "much"], "found 'much', expected a size such as 11G, 1.5G or 512M"),
         (["--sample", "512"], "--sample: says on how many tokens loss is measured; give --against and a limit of loss"),
-    ],
-)
-def test_wrong_usage_is_said(arguments: list[str], message: str, made: Path) -> None:
-    result = run("check", made, *arguments)
-    assert result.exit_code == 2 and message in result.stderr
+    ]
+    for arguments, message in cases:
+        with case(arguments, message):
+            result = run("check", made, *arguments)
+            assert result.exit_code == 2 and message in result.stderr

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cases import case
 from losses import calibrated_losses, random_losses
 from specs import GROUPED
 
@@ -16,7 +17,6 @@ from moe_pack.formats import (
     ExpertFormat,
     ExpertSpec,
     PartFormat,
-    Selector,
     expert_layout,
     model_spec,
     part_format,
@@ -25,15 +25,16 @@ from moe_pack.formats import (
 LOSSES = random_losses(GROUPED)
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_bytes_are_those_of_the_layout_that_conversion_writes(selector: Selector) -> None:
-    choices = expert_choices(GROUPED, selector, LOSSES)
-    assert 0 < len(choices.formats) <= MAX_CHOICES
-    for n, held in enumerate(choices.formats):
-        layout = expert_layout(held, selector, GROUPED.expert, 64)
-        found = choices.extent_bytes[n], choices.selector_bytes[n], choices.record_bytes[n]
-        assert found == (layout.num_bytes, layout.selector_bytes, layout.records_bytes)
-    assert (np.diff(choices.extent_bytes) >= 0).all()
+def test_bytes_are_those_of_the_layout_that_conversion_writes() -> None:
+    for selector in SELECTORS:
+        with case(selector):
+            choices = expert_choices(GROUPED, selector, LOSSES)
+            assert 0 < len(choices.formats) <= MAX_CHOICES
+            for n, held in enumerate(choices.formats):
+                layout = expert_layout(held, selector, GROUPED.expert, 64)
+                found = choices.extent_bytes[n], choices.selector_bytes[n], choices.record_bytes[n]
+                assert found == (layout.num_bytes, layout.selector_bytes, layout.records_bytes)
+            assert (np.diff(choices.extent_bytes) >= 0).all()
 
 
 def test_a_choice_loses_what_its_three_matrices_do() -> None:
@@ -48,18 +49,19 @@ def test_a_choice_loses_what_its_three_matrices_do() -> None:
             assert table[expert, n] == pytest.approx(sum(by_matrix[m, place] for m, place in enumerate(places)))
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_for_a_mean_expert_no_combination_of_as_few_bytes_loses_less_than_the_best_weighed(selector: Selector) -> None:
+def test_for_a_mean_expert_no_combination_of_as_few_bytes_loses_less_than_the_best_weighed() -> None:
     """Against all of them: each of three matrices in each of 25 formats."""
-    choices, mean = expert_choices(GROUPED, selector, LOSSES), LOSSES.quantized.mean(axis=(0, 1))
-    weighed = choices.losses(LOSSES).mean(axis=0)
-    number = range(len(LOSSES.formats))
-    for parts in itertools.islice(itertools.product(number, number, number), 0, None, 11):
-        formats = [LOSSES.formats[n] for n in parts]
-        size = expert_layout(ExpertFormat(*formats), selector, GROUPED.expert, 64).num_bytes
-        if size >= choices.extent_bytes[0]:
-            best = weighed[choices.extent_bytes <= size].min()
-            assert best <= mean[range(3), parts].sum() * (1 + 1e-9)
+    for selector in SELECTORS:
+        with case(selector):
+            choices, mean = expert_choices(GROUPED, selector, LOSSES), LOSSES.quantized.mean(axis=(0, 1))
+            weighed = choices.losses(LOSSES).mean(axis=0)
+            number = range(len(LOSSES.formats))
+            for parts in itertools.islice(itertools.product(number, number, number), 0, None, 11):
+                formats = [LOSSES.formats[n] for n in parts]
+                size = expert_layout(ExpertFormat(*formats), selector, GROUPED.expert, 64).num_bytes
+                if size >= choices.extent_bytes[0]:
+                    best = weighed[choices.extent_bytes <= size].min()
+                    assert best <= mean[range(3), parts].sum() * (1 + 1e-9)
 
 
 def test_lossless_and_smallest_are_among_them() -> None:

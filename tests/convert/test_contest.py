@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import case
 from comparators import hqq_plan, pmq_plans, sizes, stored_bytes
 from expert_inputs import expert_inputs
 from judge import BLOCK_TOKENS, Judge
@@ -71,18 +72,19 @@ def brute_force(costs: np.ndarray, sizes: tuple[int, ...], max_bytes: int, neede
     )
 
 
-@pytest.mark.parametrize("needed", [(), (1, 2)])
-@pytest.mark.parametrize("max_bytes", [1168, 1240, 1400, 1808, 2400])
-def test_pmq_finds_the_cheapest_widths_of_every_layer(max_bytes: int, needed: tuple[int, ...]) -> None:
-    costs = np.random.default_rng(max_bytes).random((3, 6, 3))  # not even falling with the width
-    width_bytes = (160, 224, 304)
-    found = pmq_widths(costs, WIDTHS, width_bytes, max_bytes, tuple(WIDTHS[choice] for choice in needed))
-    for layer, widths in zip(costs, found, strict=True):
-        choices = [WIDTHS.index(width) for width in widths.tolist()]
-        assert sum(width_bytes[choice] for choice in choices) <= max_bytes
-        assert set(needed) <= set(choices)
-        cost = sum(float(layer[expert, choice]) for expert, choice in enumerate(choices))
-        assert cost == pytest.approx(brute_force(layer, width_bytes, max_bytes, needed))
+def test_pmq_finds_the_cheapest_widths_of_every_layer() -> None:
+    for needed in [(), (1, 2)]:
+        for max_bytes in [1168, 1240, 1400, 1808, 2400]:
+            with case(needed, max_bytes):
+                costs = np.random.default_rng(max_bytes).random((3, 6, 3))  # not even falling with the width
+                width_bytes = (160, 224, 304)
+                found = pmq_widths(costs, WIDTHS, width_bytes, max_bytes, tuple(WIDTHS[choice] for choice in needed))
+                for layer, widths in zip(costs, found, strict=True):
+                    choices = [WIDTHS.index(width) for width in widths.tolist()]
+                    assert sum(width_bytes[choice] for choice in choices) <= max_bytes
+                    assert set(needed) <= set(choices)
+                    cost = sum(float(layer[expert, choice]) for expert, choice in enumerate(choices))
+                    assert cost == pytest.approx(brute_force(layer, width_bytes, max_bytes, needed))
 
 
 def test_pmq_says_when_no_widths_fit() -> None:
@@ -221,26 +223,25 @@ def test_rows_that_blocks_of_256_do_not_divide_leave_llama_the_types_of_blocks_o
     assert {"IQ1_S", "IQ2_XXS", "Q2_K", "IQ3_S", "Q4_K", "IQ4_NL"} < set(llama_types(wide))
 
 
-@pytest.mark.parametrize("mean_width", [1.5, 2.0, 2.5, 3.0, 3.5])
-def test_pmq_plans_keep_within_the_bytes_and_leave_less_than_an_expert_of_a_layer(
-    checkpoint: Checkpoint, mean_width: float
-) -> None:
-    spec, shape = checkpoint.spec, (4, 8)
-    generator = np.random.default_rng(7)
-    errors = np.sort(generator.random((*shape, 5)), axis=2)[:, :, ::-1]  # less at every width more
-    factors = Factors((1, 2, 3, 4, 8), generator.random(shape), generator.random(shape), errors)
-    lower, upper = (stored_bytes(spec, hqq_plan(spec, np.full(shape, width))) for width in (1, 2))
-    max_bytes = int(lower + (mean_width - 1) * (upper - lower))
-    plans = pmq_plans(spec, max_bytes, factors)
-    assert [name.startswith("pmq, 2 to 8") for name in plans] == {
-        1.5: [False, False],
-        2.0: [False, False],
-        2.5: [False, False, True, True],
-        3.0: [True, True],
-        3.5: [True, True],
-    }[mean_width]
-    for plan in plans.values():
-        assert max_bytes - 4 * (upper - lower) * 4 / 32 < stored_bytes(spec, plan) <= max_bytes
+def test_pmq_plans_keep_within_the_bytes_and_leave_less_than_an_expert_of_a_layer(checkpoint: Checkpoint) -> None:
+    for mean_width in [1.5, 2.0, 2.5, 3.0, 3.5]:
+        with case(mean_width):
+            spec, shape = checkpoint.spec, (4, 8)
+            generator = np.random.default_rng(7)
+            errors = np.sort(generator.random((*shape, 5)), axis=2)[:, :, ::-1]  # less at every width more
+            factors = Factors((1, 2, 3, 4, 8), generator.random(shape), generator.random(shape), errors)
+            lower, upper = (stored_bytes(spec, hqq_plan(spec, np.full(shape, width))) for width in (1, 2))
+            max_bytes = int(lower + (mean_width - 1) * (upper - lower))
+            plans = pmq_plans(spec, max_bytes, factors)
+            assert [name.startswith("pmq, 2 to 8") for name in plans] == {
+                1.5: [False, False],
+                2.0: [False, False],
+                2.5: [False, False, True, True],
+                3.0: [True, True],
+                3.5: [True, True],
+            }[mean_width]
+            for plan in plans.values():
+                assert max_bytes - 4 * (upper - lower) * 4 / 32 < stored_bytes(spec, plan) <= max_bytes
 
 
 def test_the_source_has_no_divergence_from_itself(checkpoint: Checkpoint, tokens: Tokens) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import case
 from models import DEMO_MODEL, pack
 from streaming import budget_for
 
@@ -68,20 +69,21 @@ def simulated(reads: list[float], computing: list[float], is_late: list[bool]) -
     return now
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_layer_waits_as_long_as_a_simulation_of_its_reads(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    m, h = int(rng.integers(0, 4)), int(rng.integers(0, 4))
-    compute, read = float(rng.uniform(0.1, 2)), rng.uniform(0.1, 2, m)
-    keys = np.arange(m + h)
-    ages = np.array([0] * m + [3] * h, np.int64)
-    seconds = np.zeros((MAX_AGE + 1, 1, max(m + h, 1)))
-    seconds[0, 0, :m] = read
-    fetching = Fetching(seconds, seconds, np.zeros_like(seconds))
-    found = Visits(1, np.zeros(m + h, np.int64), keys, ages)
-    table = np.full((1, max(m + h, 1)), compute)
-    end = simulated(read.tolist(), [compute] * (m + h), [True] * m + [False] * h)
-    assert waited(found, table, fetching, 0.0, 0.0) == pytest.approx(end - compute * (m + h), abs=1e-12)
+def test_a_layer_waits_as_long_as_a_simulation_of_its_reads() -> None:
+    for seed in range(20):
+        with case(seed):
+            rng = np.random.default_rng(seed)
+            m, h = int(rng.integers(0, 4)), int(rng.integers(0, 4))
+            compute, read = float(rng.uniform(0.1, 2)), rng.uniform(0.1, 2, m)
+            keys = np.arange(m + h)
+            ages = np.array([0] * m + [3] * h, np.int64)
+            seconds = np.zeros((MAX_AGE + 1, 1, max(m + h, 1)))
+            seconds[0, 0, :m] = read
+            fetching = Fetching(seconds, seconds, np.zeros_like(seconds))
+            found = Visits(1, np.zeros(m + h, np.int64), keys, ages)
+            table = np.full((1, max(m + h, 1)), compute)
+            end = simulated(read.tolist(), [compute] * (m + h), [True] * m + [False] * h)
+            assert waited(found, table, fetching, 0.0, 0.0) == pytest.approx(end - compute * (m + h), abs=1e-12)
 
 
 def test_what_is_all_foretold_waits_for_what_a_layer_does_not_hide() -> None:

@@ -19,7 +19,7 @@ from killing import (
     in_memory,
     nothing,
     quick_plan,
-    run_scenario,
+    run_scenarios,
 )
 from models import TinyMixtral, pack
 from profiles import Recorder
@@ -33,12 +33,6 @@ TABLES = ["config.json", "index.safetensors", "order.safetensors", "source.json"
 
 class StoppedError(Exception):
     """Ends a conversion from within, as Ctrl-C does."""
-
-
-@pytest.fixture
-def workplace() -> Iterator[Path]:
-    with in_memory() as folder:
-        yield folder
 
 
 @pytest.fixture
@@ -97,16 +91,23 @@ def assert_one_clear_line(message: str, *parts: str) -> None:
         assert part in message
 
 
-@pytest.fixture(scope="module")
-def each_step() -> list[Trial]:
+@pytest.fixture(
+    scope="module", params=[pytest.param(3, id="every third"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+)
+def scenarios(request: pytest.FixtureRequest) -> dict[str, list[Trial]]:
+    names = ("each_step", "torn_writes", "resumed_runs", "many_deaths", "power_cuts", "two_at_once")
     with in_memory() as folder:
-        return run_scenario("each_step", folder)
+        return run_scenarios(names, folder, every=request.param)
 
 
 @pytest.fixture(scope="module")
-def power_cuts() -> list[Trial]:
-    with in_memory() as folder:
-        return run_scenario("power_cuts", folder)
+def each_step(scenarios: dict[str, list[Trial]]) -> list[Trial]:
+    return scenarios["each_step"]
+
+
+@pytest.fixture(scope="module")
+def power_cuts(scenarios: dict[str, list[Trial]]) -> list[Trial]:
+    return scenarios["power_cuts"]
 
 
 def test_killed_at_any_step_and_resumed_it_writes_the_same_bytes(each_step: list[Trial]) -> None:
@@ -139,23 +140,25 @@ def test_killed_while_it_cleans_up_it_is_found_finished(each_step: list[Trial]) 
     assert {action for run in finished for action, _ in run.steps} == {"unlink", "fsync"}
 
 
-def test_a_write_torn_by_the_kill_is_made_good(workplace: Path) -> None:
-    trials = run_scenario("torn_writes", workplace)
+def test_a_write_torn_by_the_kill_is_made_good(scenarios: dict[str, list[Trial]]) -> None:
+    trials = scenarios["torn_writes"]
     assert [trial.what for trial in trials if not trial.runs[0].killed] == []
     assert faulty(trials) == []
     assert any(JOURNAL in trial.what for trial in trials)
 
 
-def test_killed_again_at_any_step_of_the_resumed_run_it_still_writes_the_same_bytes(workplace: Path) -> None:
-    trials = run_scenario("resumed_runs", workplace)
+def test_killed_again_at_any_step_of_the_resumed_run_it_still_writes_the_same_bytes(
+    scenarios: dict[str, list[Trial]],
+) -> None:
+    trials = scenarios["resumed_runs"]
     assert faulty(trials) == []
     died_at = [trial.runs[1].steps[-1] for trial in trials if trial.runs[1].killed]
     # From the torn line, which it cuts off, to the last cleaning.
     assert ("truncate", JOURNAL) in died_at and ("unlink", CLAIM) in died_at
 
 
-def test_killed_time_after_time_with_changing_workers_it_still_ends(workplace: Path) -> None:
-    trials = run_scenario("many_deaths", workplace)
+def test_killed_time_after_time_with_changing_workers_it_still_ends(scenarios: dict[str, list[Trial]]) -> None:
+    trials = scenarios["many_deaths"]
     assert faulty(trials) == []
     assert all(len(trial.runs) > 2 for trial in trials)
 
@@ -169,8 +172,10 @@ def test_losing_power_it_loses_at_most_the_item_that_was_being_written(power_cut
     assert written_again(power_cuts) == {0, 1}
 
 
-def test_a_second_conversion_into_the_folder_says_so_and_leaves_the_first_alone(workplace: Path) -> None:
-    trials = run_scenario("two_at_once", workplace)
+def test_a_second_conversion_into_the_folder_says_so_and_leaves_the_first_alone(
+    scenarios: dict[str, list[Trial]],
+) -> None:
+    trials = scenarios["two_at_once"]
     assert len(trials) == 3
     for trial in trials:
         first, second = trial.runs
@@ -179,9 +184,9 @@ def test_a_second_conversion_into_the_folder_says_so_and_leaves_the_first_alone(
         assert first.written and trial.different == [], trial.what
 
 
-@pytest.fixture
-def small_drive(tmp_path: Path) -> list[str]:
-    """The start of a command that runs the rest with a 2 MiB tmpfs on `tmp_path`.
+@pytest.fixture(scope="module")
+def small_drive(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trial]]:
+    """The scenarios of a drive too small, on a tmpfs of 2 MiB.
 
     It is mounted in a namespace of the command's own, and so goes with it, however it ends.
     """
@@ -189,17 +194,18 @@ def small_drive(tmp_path: Path) -> list[str]:
         pytest.skip("a small drive needs unshare, of util-linux")
     root = [] if os.geteuid() == 0 else ["--map-root-user"]
     script = 'mount -t tmpfs -o size=2m tmpfs "$0" && exec "$@"'
-    prefix = ["unshare", "--mount", *root, "sh", "-c", script, str(tmp_path)]
+    folder = tmp_path_factory.mktemp("small-drive")
+    prefix = ["unshare", "--mount", *root, "sh", "-c", script, str(folder)]
     tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {tried.stderr.strip()}")
-    return prefix
+    return run_scenarios(("full_from_the_start", "filling_up"), folder, *prefix)
 
 
 def test_a_drive_too_small_is_refused_before_any_large_write_and_resumes_with_room(
-    small_drive: list[str], tmp_path: Path
+    small_drive: dict[str, list[Trial]],
 ) -> None:
-    (trial,) = run_scenario("full_from_the_start", tmp_path, *small_drive)
+    (trial,) = small_drive["full_from_the_start"]
     refused, resumed = trial.runs
     assert_one_clear_line(
         refused.error, "more bytes, the drive has", "free; free some space, then run the same command again"
@@ -210,9 +216,9 @@ def test_a_drive_too_small_is_refused_before_any_large_write_and_resumes_with_ro
 
 
 def test_a_drive_that_fills_up_at_any_write_stops_the_conversion_which_resumes_with_room(
-    small_drive: list[str], tmp_path: Path
+    small_drive: dict[str, list[Trial]],
 ) -> None:
-    trials = run_scenario("filling_up", tmp_path, *small_drive)
+    trials = small_drive["filling_up"]
     assert faulty(trials) == []
     # Where the file's last page had room, the write did not need the drive's.
     stopped = [trial for trial in trials if trial.runs[0].error]

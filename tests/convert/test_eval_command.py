@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import case
 from click.testing import CliRunner, Result
 from models import BOOK, DEMO_MODEL, TinyMixtral, pack
 
@@ -140,18 +141,17 @@ def test_the_text_is_the_samples_end_which_profiles_do_not_see(source: Path) -> 
     assert len(everything) > len(seen) + 16
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_options_that_mean_nothing_are_wrong_usage(packed: Path) -> None:
+    cases = [
         (["--exact"], "--exact: runs the source; give the checkpoint with --against"),
         (["--keep-reference", "kept"], "--keep-reference: runs the source; give the checkpoint with --against"),
         (["--prices"], "--prices: are kept beside what the pack lost; say against what with --against"),
         (["--tokens", "100"], "Invalid value for '--tokens': 100 is not in the range x>=256."),
-    ],
-)
-def test_options_that_mean_nothing_are_wrong_usage(arguments: list[str], message: str, packed: Path) -> None:
-    result = run("eval", packed, *arguments)
-    assert result.exit_code == 2 and message in result.stderr
+    ]
+    for arguments, message in cases:
+        with case(arguments, message):
+            result = run("eval", packed, *arguments)
+            assert result.exit_code == 2 and message in result.stderr
 
 
 def test_a_reference_has_its_own_text(source: Path, packed: Path, tmp_path: Path) -> None:

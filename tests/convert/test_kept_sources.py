@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import case
 from click.testing import CliRunner, Result
 from coded import FP8_CONFIG, IN_BLOCKS, MXFP4_CONFIG, held_so, put_into_blocks, quantize_fp8
 from killing import different_files, files_in
@@ -96,23 +97,25 @@ def assert_experts_have_the_source_s_bits(pack: Pack, checkpoint: Checkpoint) ->
                 assert_same_bits(stored, original[torch.from_numpy(order[l, e])])
 
 
-@pytest.mark.parametrize("order", [None, shuffled()], ids=["source's order", "shuffled"])
-@pytest.mark.parametrize("selector", ["up", "both", "none"])
-@pytest.mark.parametrize("coded", ["fp8", "mxfp4"])
-def test_kept_weights_have_the_source_s_bits(
-    coded: str, selector: Selector, order: np.ndarray | None, tmp_path: Path, mxfp4_source: Callable[..., Path]
-) -> None:
-    checkpoint = Checkpoint(fp8_source(tmp_path / "s") if coded == "fp8" else mxfp4_source(tmp_path / "s"))
-    plan = kept_plan(checkpoint, selector)
-    convert(checkpoint, plan, tmp_path / "p", 1, order=order)
-    with Pack(tmp_path / "p") as pack:
-        audit(pack)
-        found = {part for layer in pack.index.experts for e in layer for part in (e.gate, e.up, e.down)}
-        assert found == ({FP8} if coded == "fp8" else {MXFP4, E5M2})
-        assert_experts_have_the_source_s_bits(pack, checkpoint)
-        assert all(error.mean == error.largest == 0 for error in compare_weights(pack, checkpoint))
-        assert compare_logits(pack, checkpoint, [5, 17, 3]).largest < 1e-5  # sums in the rows' order
-    checkpoint.close()
+def test_kept_weights_have_the_source_s_bits(new_folder: Callable[[], Path], mxfp4_source: Callable[..., Path]) -> None:
+    for order in [None, shuffled()]:
+        for selector in ["up", "both", "none"]:
+            for coded in ["fp8", "mxfp4"]:
+                with case(order, selector, coded):
+                    tmp_path = new_folder()
+                    checkpoint = Checkpoint(
+                        fp8_source(tmp_path / "s") if coded == "fp8" else mxfp4_source(tmp_path / "s")
+                    )
+                    plan = kept_plan(checkpoint, selector)
+                    convert(checkpoint, plan, tmp_path / "p", 1, order=order)
+                    with Pack(tmp_path / "p") as pack:
+                        audit(pack)
+                        found = {part for layer in pack.index.experts for e in layer for part in (e.gate, e.up, e.down)}
+                        assert found == ({FP8} if coded == "fp8" else {MXFP4, E5M2})
+                        assert_experts_have_the_source_s_bits(pack, checkpoint)
+                        assert all(error.mean == error.largest == 0 for error in compare_weights(pack, checkpoint))
+                        assert compare_logits(pack, checkpoint, [5, 17, 3]).largest < 1e-5  # sums in the rows' order
+                    checkpoint.close()
 
 
 def test_dense_matrices_in_fp8_have_the_source_s_bits(tmp_path: Path) -> None:
@@ -175,9 +178,10 @@ def test_killed_at_any_step_a_kept_pack_resumes_to_the_same_bytes(
 FP8_EIGHT = part_format(8, 64)
 
 
-@pytest.mark.parametrize(
-    ("coded", "bits", "expected"),
-    [
+def test_codes_are_kept_wherever_they_are_no_wider_than_what_is_asked_for(
+    new_folder: Callable[[], Path], mxfp4_source: Callable[..., Path]
+) -> None:
+    cases = [
         ("fp8", None, (FP8, FP8)),
         ("fp8", 16, (FP8, FP8)),
         ("fp8", 8, (FP8, FP8)),
@@ -190,37 +194,34 @@ FP8_EIGHT = part_format(8, 64)
         ("plain", None, (FOUR, FOUR)),
         ("plain", 8, (FP8_EIGHT, FP8_EIGHT)),
         ("plain", "source", (BF16, BF16)),
-    ],
-)
-def test_codes_are_kept_wherever_they_are_no_wider_than_what_is_asked_for(
-    coded: str,
-    bits: int | str | None,
-    expected: tuple[PartFormat, PartFormat],
-    tmp_path: Path,
-    mxfp4_source: Callable[..., Path],
-) -> None:
-    if coded == "mxfp4":
-        folder = mxfp4_source(tmp_path)
-    else:
-        folder = fp8_source(tmp_path) if coded == "fp8" else TinyMixtral(D, F, num_layers=2).write(tmp_path)
-    checkpoint = Checkpoint(folder)
-    asked = bits if isinstance(bits, int) else 16 if bits == "source" else 4
-    plan = uniform_plan(checkpoint.spec, "up", part_format(asked, 64), part_format(asked, 64))
-    kept = keep_source(checkpoint, plan, bits, bits, None)
-    assert {(e.gate, e.up, e.down) for layer in kept.experts for e in layer} == {(expected[0], *expected)}
-    checkpoint.close()
+    ]
+    for coded, bits, expected in cases:
+        with case(coded, bits, expected):
+            tmp_path = new_folder()
+            if coded == "mxfp4":
+                folder = mxfp4_source(tmp_path)
+            else:
+                folder = fp8_source(tmp_path) if coded == "fp8" else TinyMixtral(D, F, num_layers=2).write(tmp_path)
+            checkpoint = Checkpoint(folder)
+            asked = bits if isinstance(bits, int) else 16 if bits == "source" else 4
+            plan = uniform_plan(checkpoint.spec, "up", part_format(asked, 64), part_format(asked, 64))
+            kept = keep_source(checkpoint, plan, bits, bits, None)
+            assert {(e.gate, e.up, e.down) for layer in kept.experts for e in layer} == {(expected[0], *expected)}
+            checkpoint.close()
 
 
-@pytest.mark.parametrize(("bits", "kept"), [(None, True), ("source", True), (16, True), (8, True), (4, False)])
-def test_dense_fp8_is_kept_unless_fewer_bits_are_asked_for(bits: int | str | None, kept: bool, tmp_path: Path) -> None:
-    checkpoint = Checkpoint(fp8_source(tmp_path))
-    width = bits if isinstance(bits, int) else 16
-    dense = None if width == 16 else part_format(width, 64)
-    plan = keep_source(checkpoint, uniform_plan(checkpoint.spec, "up", FOUR, FOUR, dense), 4, 4, bits)
-    formats = {role.name: part for role, part in zip(dense_roles(checkpoint.spec), plan.dense, strict=True)}
-    assert formats["layers.0.attention.q"] == (None if kept else dense)
-    assert formats["embed"] == dense  # in 16 bit in the source
-    checkpoint.close()
+def test_dense_fp8_is_kept_unless_fewer_bits_are_asked_for(new_folder: Callable[[], Path]) -> None:
+    for bits, kept in [(None, True), ("source", True), (16, True), (8, True), (4, False)]:
+        with case(bits, kept):
+            tmp_path = new_folder()
+            checkpoint = Checkpoint(fp8_source(tmp_path))
+            width = bits if isinstance(bits, int) else 16
+            dense = None if width == 16 else part_format(width, 64)
+            plan = keep_source(checkpoint, uniform_plan(checkpoint.spec, "up", FOUR, FOUR, dense), 4, 4, bits)
+            formats = {role.name: part for role, part in zip(dense_roles(checkpoint.spec), plan.dense, strict=True)}
+            assert formats["layers.0.attention.q"] == (None if kept else dense)
+            assert formats["embed"] == dense  # in 16 bit in the source
+            checkpoint.close()
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "F16"), (torch.float32, "F32")])

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import case
 from killing import different_files, files_in, in_memory, nothing
 from models import TinyMixtral
 from numpy.typing import NDArray
@@ -234,22 +235,22 @@ def misordered(place: tuple[int, int, int], neuron: int) -> Order:
     return order
 
 
-@pytest.mark.parametrize(
-    ("order", "message"),
-    [
+def test_an_order_that_is_none_of_this_model_is_refused_before_anything_is_written(
+    new_folder: Callable[[], Path],
+) -> None:
+    cases = [
         (np.zeros((2, 2, 69), np.uint32), "shape [2, 2, 69], expected [2, 2, 70]: layers, experts and neurons"),
         (np.zeros((3, 2, 70), np.uint32), "shape [3, 2, 70], expected [2, 2, 70]: layers, experts and neurons"),
         (np.zeros((4, 70), np.uint32), "shape [4, 70], expected [2, 2, 70]: layers, experts and neurons"),
         (misordered((1, 1, 69), 0), "order of layer 1 expert 1 is no permutation of 70 neurons"),
         (misordered((0, 1, 0), 70), "order of layer 0 expert 1 is no permutation of 70 neurons"),
         (misordered((1, 0, 5), 2**32 - 1), "order of layer 1 expert 0 is no permutation of 70 neurons"),
-    ],
-)
-def test_an_order_that_is_none_of_this_model_is_refused_before_anything_is_written(
-    tmp_path: Path, order: Order, message: str
-) -> None:
-    source = SMALL.write(tmp_path / "source")
-    with pytest.raises(PlanError) as refused:
-        converted(source, tmp_path / "out", order)
-    assert str(refused.value) == f"order: {message}"
-    assert not (tmp_path / "out").exists()
+    ]
+    for order, message in cases:
+        with case(order, message):
+            tmp_path = new_folder()
+            source = SMALL.write(tmp_path / "source")
+            with pytest.raises(PlanError) as refused:
+                converted(source, tmp_path / "out", order)
+            assert str(refused.value) == f"order: {message}"
+            assert not (tmp_path / "out").exists()

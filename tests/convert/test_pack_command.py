@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from cases import case
 from click.testing import CliRunner, Result
 from models import DEMO_MODEL, TinyMixtral
 
@@ -21,9 +23,10 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments], prog_name="moe-pack")
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return TinyMixtral(num_layers=2, num_experts=3).write(tmp_path / "source")
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint; read only."""
+    return TinyMixtral(num_layers=2, num_experts=3).write(tmp_path_factory.mktemp("pack-command") / "source")
 
 
 def folder_bytes(folder: Path) -> int:
@@ -43,40 +46,57 @@ def test_without_options_convert_uses_4_bit_group_64_selector_up_hqq(source: Pat
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("selector", ["up", "gate", "both", "none"])
-def test_every_option_reaches_the_pack(selector: str, source: Path, tmp_path: Path) -> None:
-    options = "--selector-bits 2 --record-bits 3 --group-size 32 --scale-bits 8 --dense-bits 8 --quantizer nearest"
-    result = run("convert", source, "-o", tmp_path / "p", "--selector", selector, *options.split(), "--workers", 1)
-    assert result.exit_code == 0, result.stderr
-    facts = json.loads(run("inspect", tmp_path / "p", "--json").stdout)
-    selected = {"up": ["up"], "gate": ["gate"], "both": ["gate", "up"], "none": []}[selector]
-    for matrix in ("gate", "up", "down"):
-        width = 2 if matrix in selected else 3
-        assert facts["experts"][0][0][matrix] == f"{width} bit g32, byte scales"
-    assert facts["quantizer"] == "nearest"
-    assert facts["dense"]["embed"] == {"codec": "affine", "width": 8, "group": 32, "scale_bits": 8}
-    assert facts["features"] == ["affine", "byte_scales", "dense_rows"]
+def test_every_option_reaches_the_pack(source: Path, new_folder: Callable[[], Path]) -> None:
+    for selector in ["up", "gate", "both", "none"]:
+        with case(selector):
+            tmp_path = new_folder()
+            options = (
+                "--selector-bits 2 --record-bits 3 --group-size 32 --scale-bits 8 --dense-bits 8 --quantizer nearest"
+            )
+            result = run(
+                "convert", source, "-o", tmp_path / "p", "--selector", selector, *options.split(), "--workers", 1
+            )
+            assert result.exit_code == 0, result.stderr
+            facts = json.loads(run("inspect", tmp_path / "p", "--json").stdout)
+            selected = {"up": ["up"], "gate": ["gate"], "both": ["gate", "up"], "none": []}[selector]
+            for matrix in ("gate", "up", "down"):
+                width = 2 if matrix in selected else 3
+                assert facts["experts"][0][0][matrix] == f"{width} bit g32, byte scales"
+            assert facts["quantizer"] == "nearest"
+            assert facts["dense"]["embed"] == {"codec": "affine", "width": 8, "group": 32, "scale_bits": 8}
+            assert facts["features"] == ["affine", "byte_scales", "dense_rows"]
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 16])
-@pytest.mark.parametrize("group", ["16", "row"])
-def test_a_pack_has_the_size_its_manifest_gives_to_the_byte(
-    width: int, group: str, source: Path, tmp_path: Path
-) -> None:
-    options = ["--selector-bits", width, "--record-bits", width, "--group-size", group, "--quantizer", "nearest"]
-    assert run("convert", source, "-o", tmp_path / "p", *options).exit_code == 0
-    with Pack(tmp_path / "p") as held:
-        totals = held.manifest.totals
-    assert folder_bytes(tmp_path / "p") == totals.content + (tmp_path / "p" / "manifest.json").stat().st_size
-    neurons = 2 * 3 * 48
-    values, groups = 64 * width // 8, 0 if width == 16 else 64 // 16 if group == "16" else 1
-    part = values + 4 * groups
+def test_a_pack_has_the_size_its_manifest_gives_to_the_byte(source: Path, new_folder: Callable[[], Path]) -> None:
+    for width in [1, 2, 3, 4, 8, 16]:
+        for group in ["16", "row"]:
+            with case(width, group):
+                tmp_path = new_folder()
+                options = [
+                    "--selector-bits",
+                    width,
+                    "--record-bits",
+                    width,
+                    "--group-size",
+                    group,
+                    "--quantizer",
+                    "nearest",
+                ]
+                assert run("convert", source, "-o", tmp_path / "p", *options).exit_code == 0
+                with Pack(tmp_path / "p") as held:
+                    totals = held.manifest.totals
+                assert (
+                    folder_bytes(tmp_path / "p") == totals.content + (tmp_path / "p" / "manifest.json").stat().st_size
+                )
+                neurons = 2 * 3 * 48
+                values, groups = 64 * width // 8, 0 if width == 16 else 64 // 16 if group == "16" else 1
+                part = values + 4 * groups
 
-    def padded(num_bytes: int) -> int:
-        return -(-(num_bytes + 4) // 16) * 16
+                def padded(num_bytes: int) -> int:
+                    return -(-(num_bytes + 4) // 16) * 16
 
-    assert totals.selectors == neurons * padded(part)
-    assert totals.records == neurons * padded(2 * part)
+                assert totals.selectors == neurons * padded(part)
+                assert totals.records == neurons * padded(2 * part)
 
 
 def test_a_second_run_says_that_the_pack_is_there(source: Path, tmp_path: Path) -> None:
@@ -157,12 +177,14 @@ ERRORS: dict[str, tuple[TinyMixtral, list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_what_cannot_be_converted_ends_in_one_clear_line(name: str, tmp_path: Path) -> None:
-    shape, options, line = ERRORS[name]
-    result = run("convert", shape.write(tmp_path / "source"), "-o", tmp_path / "p", *options)
-    assert (result.exit_code, result.stderr) == (1, f"moe-pack: {line}\n")
-    assert not (tmp_path / "p").exists()
+def test_what_cannot_be_converted_ends_in_one_clear_line(new_folder: Callable[[], Path]) -> None:
+    for name in ERRORS:
+        with case(name):
+            tmp_path = new_folder()
+            shape, options, line = ERRORS[name]
+            result = run("convert", shape.write(tmp_path / "source"), "-o", tmp_path / "p", *options)
+            assert (result.exit_code, result.stderr) == (1, f"moe-pack: {line}\n")
+            assert not (tmp_path / "p").exists()
 
 
 def test_a_bin_checkpoint_is_told_how_to_become_safetensors(tmp_path: Path) -> None:
@@ -208,20 +230,19 @@ def test_ctrl_c_leaves_a_conversion_that_goes_on(tmp_path: Path) -> None:
     assert "of it from an earlier run" in resumed.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_wrong_usage_exits_with_2() -> None:
+    cases = [
         ["convert"],
         ["convert", "x", "-o", "y", "--record-bits", "5"],
         ["inspect"],
         ["melt"],
         ["--melt"],
-    ],
-)
-def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert "Usage: moe-pack" in result.stderr
+    ]
+    for arguments in cases:
+        with case(arguments):
+            result = run(*arguments)
+            assert result.exit_code == 2
+            assert "Usage: moe-pack" in result.stderr
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
@@ -229,9 +250,10 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert type(result.exception).__name__ == "PackError"
 
 
-@pytest.mark.parametrize("command", [[], ["convert"], ["inspect"], ["verify"]])
-def test_help_reads_well(command: list[str]) -> None:
-    shown = run(*command, "--help")
-    assert shown.exit_code == 0
-    assert all(len(line) <= 100 for line in shown.stdout.splitlines())
-    assert re.fullmatch(r"moe-pack \d+\.\d+\.\d+\n", run("--version").stdout)
+def test_help_reads_well() -> None:
+    for command in [[], ["convert"], ["inspect"], ["verify"]]:
+        with case(command):
+            shown = run(*command, "--help")
+            assert shown.exit_code == 0
+            assert all(len(line) <= 100 for line in shown.stdout.splitlines())
+            assert re.fullmatch(r"moe-pack \d+\.\d+\.\d+\n", run("--version").stdout)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import case
 from click.testing import CliRunner, Result
 from losses import random_losses
 from models import DEMO_MODEL
@@ -68,28 +69,29 @@ def fault(*arguments: object) -> str:
     return done.output.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", ["demo", *NAMES])
-def test_the_parts_sum_to_the_target_from_just_enough_to_all_in_memory(name: str) -> None:
+def test_the_parts_sum_to_the_target_from_just_enough_to_all_in_memory() -> None:
     """Thirty budgets of the CPU's, 4 bits; a card's are in test_card_budget."""
-    spec = model_spec(str(DEMO_MODEL) if name == "demo" else name)
-    part, context = part_format(4, 64), min(4096, spec.max_position_embeddings)
-    layout = pack_layout(spec, uniform_plan(spec, "up", part, part), ["BF16"] * len(dense_roles(spec)))
-    least, most = least_budget(layout, context, 1 << 20), whole_bytes(layout, context, 1 << 20)
-    for target in np.linspace(least, most, 30).astype(np.int64).tolist():
-        plan = divide_budget(layout, target, context, 1 << 20, AS_TARGET)
-        assert plan.dense + plan.cache + plan.workspace + plan.predictors + plan.arena + plan.left == target
-        assert plan.left >= 0 and plan.num_pages > 0
+    for name in ["demo", *NAMES]:
+        with case(name):
+            spec = model_spec(str(DEMO_MODEL) if name == "demo" else name)
+            part, context = part_format(4, 64), min(4096, spec.max_position_embeddings)
+            layout = pack_layout(spec, uniform_plan(spec, "up", part, part), ["BF16"] * len(dense_roles(spec)))
+            least, most = least_budget(layout, context, 1 << 20), whole_bytes(layout, context, 1 << 20)
+            for target in np.linspace(least, most, 30).astype(np.int64).tolist():
+                plan = divide_budget(layout, target, context, 1 << 20, AS_TARGET)
+                assert plan.dense + plan.cache + plan.workspace + plan.predictors + plan.arena + plan.left == target
+                assert plan.left >= 0 and plan.num_pages > 0
 
 
-@pytest.mark.parametrize(
-    "target", [Target(GIB * size // 4, device) for size in (3, 4, 8) for device in ("cpu", "cuda")]
-)
-def test_a_plans_parts_sum_to_the_target(target: Target) -> None:
-    spec = model_spec(NAME, 4)
-    dtypes = ("BF16",) * len(dense_roles(spec))
-    found = planner_for(target, spec, dtypes, random_losses(spec), None, None).plan(0.05)
-    assert sum(share.num_bytes for share in found.foretold.shares) == target.budget_bytes
-    assert all(share.num_bytes >= 0 for share in found.foretold.shares)
+def test_a_plans_parts_sum_to_the_target() -> None:
+    cases = [Target(GIB * size // 4, device) for size in (3, 4, 8) for device in ("cpu", "cuda")]
+    for target in cases:
+        with case(target):
+            spec = model_spec(NAME, 4)
+            dtypes = ("BF16",) * len(dense_roles(spec))
+            found = planner_for(target, spec, dtypes, random_losses(spec), None, None).plan(0.05)
+            assert sum(share.num_bytes for share in found.foretold.shares) == target.budget_bytes
+            assert all(share.num_bytes >= 0 for share in found.foretold.shares)
 
 
 def test_a_plan_without_a_profile_says_that_its_losses_are_assumed(small: Path) -> None:
@@ -217,9 +219,8 @@ def test_a_plan_file_holds_the_first_plan(small: Path, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_wrong_options_are_refused(small: Path) -> None:
+    cases = [
         ([], "Error: --target-vram: says what memory to plan for; give it, such as 11G"),
         (
             ["--target-vram", "1G", "--sparsity", "0.5"],
@@ -242,10 +243,10 @@ def test_a_plan_file_holds_the_first_plan(small: Path, tmp_path: Path) -> None:
             ["--target-vram", "1G", "-o", "/proc/none/plan.json"],
             "moe-pack: /proc/none/plan.json: cannot be written (No such file or directory)",
         ),
-    ],
-)
-def test_wrong_options_are_refused(small: Path, arguments: list[str], message: str) -> None:
-    assert fault(small, *arguments) == message
+    ]
+    for arguments, message in cases:
+        with case(arguments, message):
+            assert fault(small, *arguments) == message
 
 
 def test_a_profile_of_another_model_is_refused(profile: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import case
 from specs import GROUPED
 
 from moe_pack.convert import plan_file
@@ -47,14 +48,16 @@ def written(folder: Path, decision: Decision) -> Path:
     return path
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("theta", [None, 0.25])
-def test_a_decision_is_read_back_as_it_was_written(tmp_path: Path, selector: Selector, theta: float | None) -> None:
-    decision = mixed(selector, theta)
-    found = read_plan(written(tmp_path, decision), GROUPED)
-    assert found.plan == decision.plan
-    assert found.sparsity.tolist() == decision.sparsity.tolist()
-    assert found.theta == theta
+def test_a_decision_is_read_back_as_it_was_written(new_folder: Callable[[], Path]) -> None:
+    for selector in SELECTORS:
+        for theta in [None, 0.25]:
+            with case(selector, theta):
+                tmp_path = new_folder()
+                decision = mixed(selector, theta)
+                found = read_plan(written(tmp_path, decision), GROUPED)
+                assert found.plan == decision.plan
+                assert found.sparsity.tolist() == decision.sparsity.tolist()
+                assert found.theta == theta
 
 
 def test_where_all_neurons_run_no_shares_are_written(tmp_path: Path) -> None:
@@ -219,16 +222,18 @@ def changed(folder: Path, change: Change) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", REJECTED)
 def test_what_is_no_plan_for_this_model_is_refused_and_the_nearest_that_is_one_is_read(
-    tmp_path: Path, name: str
+    new_folder: Callable[[], Path],
 ) -> None:
-    change, message, nearest = REJECTED[name]
-    path = changed(tmp_path, change)
-    with pytest.raises(PlanError) as error:
-        read_plan(path, GROUPED)
-    assert str(error.value) == f"{path}: {message}"
-    read_plan(changed(tmp_path, nearest), GROUPED)
+    for name in REJECTED:
+        with case(name):
+            tmp_path = new_folder()
+            change, message, nearest = REJECTED[name]
+            path = changed(tmp_path, change)
+            with pytest.raises(PlanError) as error:
+                read_plan(path, GROUPED)
+            assert str(error.value) == f"{path}: {message}"
+            read_plan(changed(tmp_path, nearest), GROUPED)
 
 
 def test_text_that_is_no_json_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from cases import case
 from losses import random_losses
 from specs import GROUPED
 from tiers import DENSE_RATE, FETCH_RATE, RUN_RATE, FixedTier
@@ -30,7 +31,6 @@ from moe_pack.formats import (
     ExpertSpec,
     Plan,
     PlanError,
-    Quantizer,
     RunError,
     Selector,
     dense_roles,
@@ -69,16 +69,17 @@ def refusal(budget: int, max_loss: float) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize("max_loss", LIMITS)
-def test_a_plan_keeps_loss_and_budget_and_fits_the_model(search: SearchName, max_loss: float) -> None:
-    found = [(budget, planned(budget, max_loss, search)) for budget in BUDGETS]
-    assert found[-1][1] is not None
-    for budget, plan in found:
-        if plan is not None:
-            assert plan_fault(plan.decision.plan, SPEC) is None
-            assert plan.loss == pytest.approx(MODEL.loss(plan.decision)) and plan.loss <= max_loss
-            assert sum(share.num_bytes for share in plan.foretold.shares) <= budget
+def test_a_plan_keeps_loss_and_budget_and_fits_the_model() -> None:
+    for search in SEARCHES:
+        for max_loss in LIMITS:
+            with case(search, max_loss):
+                found = [(budget, planned(budget, max_loss, search)) for budget in BUDGETS]
+                assert found[-1][1] is not None
+                for budget, plan in found:
+                    if plan is not None:
+                        assert plan_fault(plan.decision.plan, SPEC) is None
+                        assert plan.loss == pytest.approx(MODEL.loss(plan.decision)) and plan.loss <= max_loss
+                        assert sum(share.num_bytes for share in plan.foretold.shares) <= budget
 
 
 def changed(decision: Decision, rng: np.random.Generator, others: list[Decision]) -> Decision:
@@ -111,25 +112,26 @@ def drawn(selector: Selector, rng: np.random.Generator, number: int) -> list[Dec
     return found
 
 
-@pytest.mark.parametrize(("budget", "max_loss"), [(75_000, 0.05), (120_000, 0.01), (120_000, 0.2), (600_000, 0.05)])
-def test_of_many_decisions_within_loss_and_budget_none_is_much_faster(budget: int, max_loss: float) -> None:
+def test_of_many_decisions_within_loss_and_budget_none_is_much_faster() -> None:
     """Drawn at random, and the plan itself with pieces of those. Much: the knapsack decides at prices of one turn, and
     of hundreds of choices an expert; both cost a little."""
-    best = planned(budget, max_loss)
-    assert best is not None
-    tier, rng, tried = tier_of(budget), np.random.default_rng(0), 0
-    for selector in SELECTORS:
-        others = drawn(selector, rng, 25)
-        same = best.decision if best.decision.plan.selector == selector else None
-        for decision in [*others, *(changed(same or other, rng, others) for other in others * 2)]:
-            try:
-                seconds = tier.foretell(MODEL.layout(decision.plan), decision.sparsity).seconds
-            except RunError:
-                continue
-            if MODEL.loss(decision) <= max_loss:
-                tried += 1
-                assert seconds >= 0.99 * best.foretold.seconds
-    assert tried > 10
+    for budget, max_loss in [(75_000, 0.05), (120_000, 0.01), (120_000, 0.2), (600_000, 0.05)]:
+        with case(budget, max_loss):
+            best = planned(budget, max_loss)
+            assert best is not None
+            tier, rng, tried = tier_of(budget), np.random.default_rng(0), 0
+            for selector in SELECTORS:
+                others = drawn(selector, rng, 25)
+                same = best.decision if best.decision.plan.selector == selector else None
+                for decision in [*others, *(changed(same or other, rng, others) for other in others * 2)]:
+                    try:
+                        seconds = tier.foretell(MODEL.layout(decision.plan), decision.sparsity).seconds
+                    except RunError:
+                        continue
+                    if MODEL.loss(decision) <= max_loss:
+                        tried += 1
+                        assert seconds >= 0.99 * best.foretold.seconds
+            assert tried > 10
 
 
 @pytest.mark.parametrize("search", SEARCHES)
@@ -206,11 +208,12 @@ def test_a_loss_that_nothing_keeps_is_refused() -> None:
     assert str(error.value) == "no plan loses less than 0.01 nats; allow more with --max-loss"
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_selector_kinds_may_be_restricted(selector: Selector) -> None:
-    for search in SEARCHES:
-        found = Planner(MODEL, tier_of(220_000), search, (selector,)).plan(0.2)
-        assert found.decision.plan.selector == selector
+def test_selector_kinds_may_be_restricted() -> None:
+    for selector in SELECTORS:
+        with case(selector):
+            for search in SEARCHES:
+                found = Planner(MODEL, tier_of(220_000), search, (selector,)).plan(0.2)
+                assert found.decision.plan.selector == selector
 
 
 def test_experts_without_a_gate_are_selected_by_up_or_not_at_all() -> None:
@@ -225,14 +228,15 @@ def test_experts_without_a_gate_are_selected_by_up_or_not_at_all() -> None:
     assert str(error.value) == "--selector gate: this model's experts have no gate matrix; use up or none"
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
-def test_formats_that_keep_a_source_lose_nothing_and_take_their_bytes(quantizer: Quantizer) -> None:
-    plan = uniform_plan(SPEC, "up", MXFP4, E5M2, FP8, quantizer)
-    sparsity = np.zeros((len(SPEC.moe_layers), SPEC.router.num_experts))
-    assert MODEL.loss(Decision(plan, sparsity)) == 0
-    expert = MODEL.layout(plan).experts[0][0]
-    # Up: 32 bytes of codes, 2 of scales; gate and down: 65 each. With a CRC and padding, 48 and 144.
-    assert expert.num_bytes == SPEC.expert.intermediate_size * (48 + 144)
+def test_formats_that_keep_a_source_lose_nothing_and_take_their_bytes() -> None:
+    for quantizer in QUANTIZERS:
+        with case(quantizer):
+            plan = uniform_plan(SPEC, "up", MXFP4, E5M2, FP8, quantizer)
+            sparsity = np.zeros((len(SPEC.moe_layers), SPEC.router.num_experts))
+            assert MODEL.loss(Decision(plan, sparsity)) == 0
+            expert = MODEL.layout(plan).experts[0][0]
+            # Up: 32 bytes of codes, 2 of scales; gate and down: 65 each. With a CRC and padding, 48 and 144.
+            assert expert.num_bytes == SPEC.expert.intermediate_size * (48 + 144)
 
 
 def test_a_uniform_plan_stores_all_experts_alike() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cases import case
 from losses import random_losses
 from specs import GROUPED
 
@@ -39,13 +40,14 @@ def refusal(name: PresetName, model: Model, sparsity: float | None = None) -> st
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", PRESET_NAMES)
-def test_every_preset_fits_the_model_and_leaves_dense_matrices_as_they_are(name: PresetName) -> None:
-    decision = preset_decision(name, MODEL)
-    assert plan_fault(decision.plan, GROUPED) is None
-    assert not any(decision.plan.dense)
-    assert decision.sparsity.shape == MODEL.losses.popularity.shape
-    assert MODEL.layout(decision.plan).experts
+def test_every_preset_fits_the_model_and_leaves_dense_matrices_as_they_are() -> None:
+    for name in PRESET_NAMES:
+        with case(name):
+            decision = preset_decision(name, MODEL)
+            assert plan_fault(decision.plan, GROUPED) is None
+            assert not any(decision.plan.dense)
+            assert decision.sparsity.shape == MODEL.losses.popularity.shape
+            assert MODEL.layout(decision.plan).experts
 
 
 def test_floe_stores_up_in_int2_and_what_it_selects_in_16_bit() -> None:
@@ -136,13 +138,14 @@ def by_steps(max_loss: float) -> np.ndarray:
     return widths
 
 
-@pytest.mark.parametrize("max_loss", [0.0, 1e-4, 0.005, 0.01, 0.02, 0.04, 0.1, 0.3, 0.5, 0.6, 10.0])
-def test_edgemoes_widths_are_those_of_its_steps(max_loss: float) -> None:
-    decision = edgemoe_decision(MODEL, max_loss, "none")
-    assert decision.plan.quantizer == "absmax" and not decision.sparsity.any()
-    found = widths_of(decision.plan.experts)
-    assert found.tolist() == by_steps(max_loss).tolist()
-    assert MODEL.loss(decision) == pytest.approx(edgemoe_loss(found)) and MODEL.loss(decision) <= max_loss
+def test_edgemoes_widths_are_those_of_its_steps() -> None:
+    for max_loss in [0.0, 1e-4, 0.005, 0.01, 0.02, 0.04, 0.1, 0.3, 0.5, 0.6, 10.0]:
+        with case(max_loss):
+            decision = edgemoe_decision(MODEL, max_loss, "none")
+            assert decision.plan.quantizer == "absmax" and not decision.sparsity.any()
+            found = widths_of(decision.plan.experts)
+            assert found.tolist() == by_steps(max_loss).tolist()
+            assert MODEL.loss(decision) == pytest.approx(edgemoe_loss(found)) and MODEL.loss(decision) <= max_loss
 
 
 def test_the_preset_edgemoe_allows_2_percent_of_perplexity() -> None:

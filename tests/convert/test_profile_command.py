@@ -1,11 +1,13 @@
 """The commands that calibrate, in-process: what they print, what they refuse, and what they leave behind."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import case
 from click.testing import CliRunner, Result
 from models import BOOK, TinyMixtral
 
@@ -86,22 +88,20 @@ def test_a_checkpoint_without_a_tokenizer_cannot_be_profiled(tmp_path: Path) -> 
     assert result.exit_code == 1 and "tokenizer.json" in result.stderr and result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "exit_code", "says"),
-    [
+def test_wrong_input_to_profile_ends_in_a_line(source: Path, new_folder: Callable[[], Path]) -> None:
+    cases = [
         (["--data", "no/such/file.txt"], 1, "no/such/file.txt"),
         (["--tokens", "100"], 2, "100 is not in the range"),
         (["--sensitivity", "some"], 2, "'some' is not one of"),
         (["--data", str(BOOK), "--field", "text"], 1, "--field"),
         (["--sequence-length", "129"], 1, "found 129, expected at most the 128 positions this model has"),
-    ],
-)
-def test_wrong_input_to_profile_ends_in_a_line(
-    source: Path, tmp_path: Path, arguments: list[str], exit_code: int, says: str
-) -> None:
-    result = run("profile", str(source), "-o", str(tmp_path / "p"), *arguments)
-    assert result.exit_code == exit_code and says in result.stderr.splitlines()[-1]
-    assert not (tmp_path / "p").exists()
+    ]
+    for arguments, exit_code, says in cases:
+        with case(arguments, exit_code, says):
+            tmp_path = new_folder()
+            result = run("profile", str(source), "-o", str(tmp_path / "p"), *arguments)
+            assert result.exit_code == exit_code and says in result.stderr.splitlines()[-1]
+            assert not (tmp_path / "p").exists()
 
 
 def test_a_pack_made_by_a_profile_has_its_hottest_neurons_first_and_its_sparsity(
@@ -183,19 +183,19 @@ def test_measured_thresholds_are_printed_by_layer_or_as_json(source: Path, tmp_p
     assert printed == kept
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
+def test_impossible_thresholds_are_refused(new_folder: Callable[[], Path]) -> None:
+    cases = [
         ([], "give one of the two"),
         (["--sparsity", "0.5", "--theta", "1"], "give one of the two"),
         (["--sparsity", "1"], "found 1.0, expected a share from 0 up to, but not, 1"),
         (["--sparsity", "nan"], "found nan"),
         (["--theta", "-1"], "found -1.0, expected a threshold from 0 up"),
-    ],
-)
-def test_impossible_thresholds_are_refused(tmp_path: Path, arguments: list[str], says: str) -> None:
-    result = run("thresholds", str(tmp_path), *arguments)
-    assert result.exit_code == 2 and says in result.stderr
+    ]
+    for arguments, says in cases:
+        with case(arguments, says):
+            tmp_path = new_folder()
+            result = run("thresholds", str(tmp_path), *arguments)
+            assert result.exit_code == 2 and says in result.stderr
 
 
 def test_a_profile_is_attached_to_a_pack_shown_and_kept_when_thresholds_change(

@@ -3,9 +3,11 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cases import case
 from click.testing import CliRunner, Result
 from models import TESTS, TinyMixtral
 from profiles import folder_bytes, profiled, random_tokens
@@ -123,15 +125,17 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_input_ends_in_a_line_that_says_what_to_do(name: str, config: Path, tmp_path: Path) -> None:
-    options, exit_code, line = WRONG[name]
-    arguments = options if options[0] == "synth" else ["synth", config, *options]
-    result = run(*arguments, "-o", tmp_path / "pack")
-    assert result.exit_code == exit_code
-    assert line in result.stderr
-    assert "Traceback" not in result.stderr
-    assert not (tmp_path / "pack").exists()
+def test_wrong_input_ends_in_a_line_that_says_what_to_do(config: Path, new_folder: Callable[[], Path]) -> None:
+    for name in WRONG:
+        with case(name):
+            tmp_path = new_folder()
+            options, exit_code, line = WRONG[name]
+            arguments = options if options[0] == "synth" else ["synth", config, *options]
+            result = run(*arguments, "-o", tmp_path / "pack")
+            assert result.exit_code == exit_code
+            assert line in result.stderr
+            assert "Traceback" not in result.stderr
+            assert not (tmp_path / "pack").exists()
 
 
 def test_a_plan_for_another_model_or_of_another_version_is_refused(config: Path, tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Synthetic packs: valid, the same bytes every time, sane when they run, and with the habits that were asked for."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cases import case
 from profiles import SMALLEST, Recorder, folder_bytes, profiled, random_tokens
 from second_reader import SecondReader
 from synthetic import CPU, character, made, plan_for, recall, run, shares, shrunk, small
@@ -56,31 +58,35 @@ class StoppedError(Exception):
     """Ends a run from within."""
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_pack_of_every_family_is_whole_and_runs_on_sane_numbers(name: str, tmp_path: Path) -> None:
-    spec = shrunk(name)
-    folder = made(spec, tmp_path / "pack")
-    with Pack(folder) as pack:
-        audit(pack)
-        assert pack.is_synthetic
-        assert pack.spec == spec
-    found = run(folder, 24)
-    assert all(0.1 < rms < 100 for rms in found.rms)
-    # A draw at temperature 1 then is from a good part of the vocabulary: a continuation is no loop.
-    assert 0.5 < float(found.logits.std(dim=1).mean()) < 2
-    assert (found.logits.argmax(dim=1).bincount() / len(found.logits)).max() < 0.5
+def test_a_pack_of_every_family_is_whole_and_runs_on_sane_numbers(new_folder: Callable[[], Path]) -> None:
+    for name in NAMES:
+        with case(name):
+            tmp_path = new_folder()
+            spec = shrunk(name)
+            folder = made(spec, tmp_path / "pack")
+            with Pack(folder) as pack:
+                audit(pack)
+                assert pack.is_synthetic
+                assert pack.spec == spec
+            found = run(folder, 24)
+            assert all(0.1 < rms < 100 for rms in found.rms)
+            # A draw at temperature 1 then is from a good part of the vocabulary: a continuation is no loop.
+            assert 0.5 < float(found.logits.std(dim=1).mean()) < 2
+            assert (found.logits.argmax(dim=1).bincount() / len(found.logits)).max() < 0.5
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 16])
-@pytest.mark.parametrize("group, scale_bits", [(16, 8), (0, 16)])
-def test_packs_of_every_format_run_on_sane_numbers(width: int, group: int, scale_bits: int, tmp_path: Path) -> None:
-    spec = small(num_layers=2, num_experts=4)
-    folder = made(spec, tmp_path / "pack", plan=plan_for(spec, "both", width, group, scale_bits))
-    with Pack(folder) as pack:
-        audit(pack)
-    found = run(folder, 24)
-    assert all(30 < rms < 35 for rms in found.rms)
-    assert 0.5 < float(found.logits.std(dim=1).mean()) < 2
+def test_packs_of_every_format_run_on_sane_numbers(new_folder: Callable[[], Path]) -> None:
+    for width in [1, 2, 3, 4, 8, 16]:
+        for group, scale_bits in [(16, 8), (0, 16)]:
+            with case(width, group, scale_bits):
+                tmp_path = new_folder()
+                spec = small(num_layers=2, num_experts=4)
+                folder = made(spec, tmp_path / "pack", plan=plan_for(spec, "both", width, group, scale_bits))
+                with Pack(folder) as pack:
+                    audit(pack)
+                found = run(folder, 24)
+                assert all(30 < rms < 35 for rms in found.rms)
+                assert 0.5 < float(found.logits.std(dim=1).mean()) < 2
 
 
 @pytest.mark.parametrize("part", [FP8, E5M2, MXFP4], ids=lambda part: part.codec)
@@ -99,37 +105,35 @@ def test_packs_in_the_codecs_of_sources_run_on_sane_numbers(part: PartFormat, tm
     assert 0.5 < float(found.logits.std(dim=1).mean()) < 2
 
 
-@pytest.mark.parametrize("part", [FP8, E5M2, MXFP4], ids=lambda part: part.codec)
-@pytest.mark.parametrize("mean", [0.0, 0.7])
-@pytest.mark.parametrize("deviation", [1e-4, 1.0, 30.0])
-def test_random_rows_of_a_source_s_codec_are_finite_and_spread_as_asked(
-    part: PartFormat, mean: float, deviation: float
-) -> None:
+def test_random_rows_of_a_source_s_codec_are_finite_and_spread_as_asked() -> None:
     """Numbers of E2M1 lie so far apart that the deviation of those nearest may be a tenth off."""
-    layout, spread = row_layout([("weight", part, False)], 576), Spread(mean * deviation, deviation)
-    rows = random_rows(layout, 700, {"weight": spread}, random_stream(3))  # more than are made at once
-    check_rows(layout, rows, "random rows")
-    (placed,) = layout.parts
-    weights = decode_part(part, 576, torch.from_numpy(rows[:, : placed.num_bytes].copy()))
-    assert bool(weights.isfinite().all())
-    near = 0.1 if part == MXFP4 else 0.03
-    assert float(weights.std()) == pytest.approx(deviation, rel=near)
-    assert float(weights.mean()) == pytest.approx(mean * deviation, abs=near * deviation)
+    for part in [FP8, E5M2, MXFP4]:
+        for mean in [0.0, 0.7]:
+            for deviation in [1e-4, 1.0, 30.0]:
+                with case(part, mean, deviation):
+                    layout, spread = row_layout([("weight", part, False)], 576), Spread(mean * deviation, deviation)
+                    rows = random_rows(layout, 700, {"weight": spread}, random_stream(3))  # more than are made at once
+                    check_rows(layout, rows, "random rows")
+                    (placed,) = layout.parts
+                    weights = decode_part(part, 576, torch.from_numpy(rows[:, : placed.num_bytes].copy()))
+                    assert bool(weights.isfinite().all())
+                    near = 0.1 if part == MXFP4 else 0.03
+                    assert float(weights.std()) == pytest.approx(deviation, rel=near)
+                    assert float(weights.mean()) == pytest.approx(mean * deviation, abs=near * deviation)
 
 
-@pytest.mark.parametrize("width", TRELLIS_WIDTHS)
-@pytest.mark.parametrize(("group", "scale_bits"), [(0, 16), (32, 8)])
-@pytest.mark.parametrize("mean", [0.0, 0.7])
-def test_random_rows_of_a_trellis_lie_about_zero_as_far_off_as_asked(
-    width: int, group: int, scale_bits: int, mean: float
-) -> None:
-    part = trellis_format(width, group, scale_bits)
-    layout = row_layout([("weight", part, False)], 576)
-    rows = random_rows(layout, 100, {"weight": Spread(mean, 1.0)}, random_stream(3))
-    check_rows(layout, rows, "random rows")
-    weights = decode_part(part, 576, torch.from_numpy(rows[:, : layout.parts[0].num_bytes].copy()))
-    assert float(weights.square().mean().sqrt()) == pytest.approx((1 + mean**2) ** 0.5, rel=0.03)
-    assert float(weights.mean()) == pytest.approx(0, abs=0.05)
+def test_random_rows_of_a_trellis_lie_about_zero_as_far_off_as_asked() -> None:
+    for width in TRELLIS_WIDTHS:
+        for group, scale_bits in [(0, 16), (32, 8)]:
+            for mean in [0.0, 0.7]:
+                with case(width, group, scale_bits, mean):
+                    part = trellis_format(width, group, scale_bits)
+                    layout = row_layout([("weight", part, False)], 576)
+                    rows = random_rows(layout, 100, {"weight": Spread(mean, 1.0)}, random_stream(3))
+                    check_rows(layout, rows, "random rows")
+                    weights = decode_part(part, 576, torch.from_numpy(rows[:, : layout.parts[0].num_bytes].copy()))
+                    assert float(weights.square().mean().sqrt()) == pytest.approx((1 + mean**2) ** 0.5, rel=0.03)
+                    assert float(weights.mean()) == pytest.approx(0, abs=0.05)
 
 
 def test_the_hidden_state_neither_grows_nor_vanishes_over_many_layers(tmp_path: Path) -> None:
@@ -151,31 +155,36 @@ def test_codes_are_all_as_likely_and_weights_have_the_deviation_that_keeps_activ
         assert abs(weights.mean()) * 256**0.5 < 0.05
 
 
-@pytest.mark.parametrize("selector", ["up", "gate", "both", "none"])
-@pytest.mark.parametrize("sparsity", [0.5, 0.9])
-def test_the_sparsity_that_comes_of_it_is_the_one_asked_for(selector: str, sparsity: float, tmp_path: Path) -> None:
-    spec = small(num_experts=8, intermediate_size=256)
-    plan = plan_for(spec, selector)  # type: ignore[arg-type]  # a selector's name
-    folder = made(spec, tmp_path / "pack", character(spec, sparsity), plan)
-    with Pack(folder) as pack:
-        found = realized_sparsity(pack, random_tokens(2, 128, spec.vocab_size), Recorder())
-    assert found.overall == pytest.approx(sparsity, abs=0.02)
+def test_the_sparsity_that_comes_of_it_is_the_one_asked_for(new_folder: Callable[[], Path]) -> None:
+    for selector in ["up", "gate", "both", "none"]:
+        for sparsity in [0.5, 0.9]:
+            with case(selector, sparsity):
+                tmp_path = new_folder()
+                spec = small(num_experts=8, intermediate_size=256)
+                plan = plan_for(spec, selector)  # type: ignore[arg-type]  # a selector's name
+                folder = made(spec, tmp_path / "pack", character(spec, sparsity), plan)
+                with Pack(folder) as pack:
+                    found = realized_sparsity(pack, random_tokens(2, 128, spec.vocab_size), Recorder())
+                assert found.overall == pytest.approx(sparsity, abs=0.02)
 
 
-@pytest.mark.parametrize("name, skew", [("", 0.0), ("", 0.8), ("phi-3.5-moe", 0.8), ("granite-3.0-1b-a400m", 0.5)])
-def test_experts_are_as_popular_as_was_asked_for(name: str, skew: float, tmp_path: Path) -> None:
-    spec = shrunk(name, hidden_size=256, vocab_size=4096) if name else small()
-    like = character(spec, skew=skew)
-    found = run(made(spec, tmp_path / "pack", like), 1500)
-    k = spec.router.num_experts_per_tok
-    for routes, asked in zip(found.routes, like.popularity, strict=True):
-        assert asked.sum() == pytest.approx(k)
-        # Half the sum of differences is the share of choices that went elsewhere.
-        assert np.abs(shares(routes, spec.router.num_experts) - asked).sum() / 2 / k < 0.05
-        if skew:
-            ordered = np.sort(asked)[::-1]
-            assert ordered[1] / ordered[15] == pytest.approx(8**skew)
-            assert np.argmax(shares(routes, spec.router.num_experts)) == np.argmax(asked)
+def test_experts_are_as_popular_as_was_asked_for(new_folder: Callable[[], Path]) -> None:
+    cases = [("", 0.0), ("", 0.8), ("phi-3.5-moe", 0.8), ("granite-3.0-1b-a400m", 0.5)]
+    for name, skew in cases:
+        with case(name, skew):
+            tmp_path = new_folder()
+            spec = shrunk(name, hidden_size=256, vocab_size=4096) if name else small()
+            like = character(spec, skew=skew)
+            found = run(made(spec, tmp_path / "pack", like), 1500)
+            k = spec.router.num_experts_per_tok
+            for routes, asked in zip(found.routes, like.popularity, strict=True):
+                assert asked.sum() == pytest.approx(k)
+                # Half the sum of differences is the share of choices that went elsewhere.
+                assert np.abs(shares(routes, spec.router.num_experts) - asked).sum() / 2 / k < 0.05
+                if skew:
+                    ordered = np.sort(asked)[::-1]
+                    assert ordered[1] / ordered[15] == pytest.approx(8**skew)
+                    assert np.argmax(shares(routes, spec.router.num_experts)) == np.argmax(asked)
 
 
 def test_an_expert_s_share_can_be_found_where_groups_compete_first() -> None:

@@ -7,6 +7,7 @@ import click
 import numpy as np
 import pytest
 import torch
+from cases import case
 from click.testing import CliRunner
 from losses import random_losses
 
@@ -68,12 +69,13 @@ def test_a_limit_is_of_perplexity_or_in_nats(text: str, limit: Limit, nats: floa
     assert parse_limit(limit.text().split()[0]) == limit
 
 
-@pytest.mark.parametrize("text", ["", "%", "0", "0%", "-1%", "inf", "nan", "nan%", "1 percent"])
-def test_what_is_no_limit_is_refused(text: str) -> None:
-    assert asked("--target-vram", "1G", "--max-loss", text) == (
-        f"Error: Invalid value for '--max-loss': found {text!r}, "
-        "expected a share of perplexity such as 1%, or nats such as 0.02"
-    )
+def test_what_is_no_limit_is_refused() -> None:
+    for text in ["", "%", "0", "0%", "-1%", "inf", "nan", "nan%", "1 percent"]:
+        with case(text):
+            assert asked("--target-vram", "1G", "--max-loss", text) == (
+                f"Error: Invalid value for '--max-loss': found {text!r}, "
+                "expected a share of perplexity such as 1%, or nats such as 0.02"
+            )
 
 
 def test_all_options_become_one_target() -> None:
@@ -85,11 +87,10 @@ def test_all_options_become_one_target() -> None:
     assert asked("--target-vram", "1G", "--device", "cuda", "--preset", "floe") == replace(CARD, preset="floe")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "fault"),
-    [
-        (["--ram", "2G"], "--ram: goes with --target-vram; give both"),
-        (["--max-loss", "1%"], "--max-loss: goes with --target-vram; give both"),
+def test_options_that_would_do_nothing_are_usage_errors() -> None:
+    cases = [
+        (["--ram", "2G"], "--ram: says how to plan for a memory; give --target-vram too"),
+        (["--max-loss", "1%"], "--max-loss: says how to plan for a memory; give --target-vram too"),
         (
             ["--target-vram", "1G", "--device", "cpu", "--gpu", "L4"],
             "--gpu: is of a card; leave it out with --device cpu",
@@ -99,10 +100,10 @@ def test_all_options_become_one_target() -> None:
             ["--target-vram", "1G", "--preset", "corm", "--search", "uniform"],
             "--search: preset corm decides by itself; leave it out",
         ),
-    ],
-)
-def test_options_that_would_do_nothing_are_usage_errors(arguments: list[str], fault: str) -> None:
-    assert asked(*arguments) == f"Error: {fault}"
+    ]
+    for arguments, fault in cases:
+        with case(arguments, fault):
+            assert asked(*arguments) == f"Error: {fault}"
 
 
 def test_a_card_that_torch_finds_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,12 +139,12 @@ def test_the_link_is_the_doctors_else_half_of_pcie_4_and_no_more_than_the_slot_h
     assert f"--link 11.7G: {unknown}" in defaults_text(replace(CARD, gpu="RTX 4060 Ti 16G"), SPEC, None)
 
 
-@pytest.mark.parametrize(
-    ("size", "name"), [(11, "RTX 3060 12G"), (16, "RTX 4060 Ti 16G"), (80, "A100 80G"), (500, "H200")]
-)
-def test_without_a_card_the_smallest_with_room_is_assumed(size: int, name: str) -> None:
-    lines = defaults_text(Target(size * GIB, "cuda"), SPEC, None)
-    assert any(line.startswith(f"--gpu {name}: assumed: ") for line in lines)
+def test_without_a_card_the_smallest_with_room_is_assumed() -> None:
+    cases = [(11, "RTX 3060 12G"), (16, "RTX 4060 Ti 16G"), (80, "A100 80G"), (500, "H200")]
+    for size, name in cases:
+        with case(size, name):
+            lines = defaults_text(Target(size * GIB, "cuda"), SPEC, None)
+            assert any(line.startswith(f"--gpu {name}: assumed: ") for line in lines)
 
 
 def test_a_context_beyond_the_models_is_refused_and_its_longest_is_not() -> None:

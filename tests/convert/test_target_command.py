@@ -2,9 +2,11 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cases import case
 from click.testing import CliRunner, Result
 from models import BOOK, TinyMixtral
 
@@ -89,10 +91,9 @@ def test_a_papers_pack_is_made_and_measured_whatever_it_loses(source: Path, prof
     assert set(map(tuple, rule["planned"])) == {(0.9,) * 4}
 
 
-@pytest.mark.parametrize(
-    ("options", "exit_code", "says"),
-    [
-        (["--max-loss", "2%"], 2, "--max-loss: goes with --target-vram; give both"),
+def test_wrong_wishes_end_in_a_line(source: Path, new_folder: Callable[[], Path]) -> None:
+    cases = [
+        (["--max-loss", "2%"], 2, "--max-loss: says how to plan for a memory; give --target-vram too"),
         (["--eval-tokens", "512"], 2, "--eval-tokens: is of --target-vram"),
         ([*CPU, "--record-bits", "4"], 2, "a plan is made that decides this; leave --record-bits out"),
         ([*CPU, "--sparsity", "0.5"], 2, "a plan is made that decides this; leave --sparsity out"),
@@ -100,15 +101,14 @@ def test_a_papers_pack_is_made_and_measured_whatever_it_loses(source: Path, prof
         ([*CPU, "--max-loss", "a bit"], 2, "found 'a bit', expected a share of perplexity such as 1%, or nats"),
         (["--target-vram", "lots"], 2, "found 'lots', expected a size such as 11G"),
         ([*CPU, "--profile", "/nowhere"], 1, "/nowhere: found no profile.json"),
-    ],
-)
-def test_wrong_wishes_end_in_a_line(
-    source: Path, tmp_path: Path, options: list[str], exit_code: int, says: str
-) -> None:
-    result = run("convert", str(source), "-o", str(tmp_path / "packed"), *options)
-    assert result.exit_code == exit_code, result.output
-    assert says in result.stderr.splitlines()[-1]
-    assert not (tmp_path / "packed").exists()
+    ]
+    for options, exit_code, says in cases:
+        with case(options, exit_code, says):
+            tmp_path = new_folder()
+            result = run("convert", str(source), "-o", str(tmp_path / "packed"), *options)
+            assert result.exit_code == exit_code, result.output
+            assert says in result.stderr.splitlines()[-1]
+            assert not (tmp_path / "packed").exists()
 
 
 def test_too_small_a_target_is_refused_before_anything_is_measured(source: Path, tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """What routers find in fast memory: the same as replay counts, and draws as popular as they should be."""
 
 import numpy as np
-import pytest
+from cases import case
 
 from moe_pack.convert.visits import MAX_AGE, Visits, drawn_passes, expected_misses, visits
-from moe_pack.runtime import PRESETS, CacheFacts, Passes, PolicyName, replay
+from moe_pack.runtime import PRESETS, CacheFacts, Passes, replay
 
 L, E, K = 3, 6, 2
 POPULARITY = np.random.default_rng(3).dirichlet(np.ones(E), L)
@@ -19,18 +19,19 @@ def passes() -> Passes:
     return drawn_passes(POPULARITY, K, 60, seed=1)
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
-@pytest.mark.parametrize("num_pages", [5, 12])
-def test_hits_and_bytes_are_those_that_replay_counts(name: PolicyName, num_pages: int) -> None:
-    preset, routed = PRESETS[name].alone(), passes()
-    extents = np.random.default_rng(5).integers(1000, 2000, (L, E))
-    found = visits(routed, facts(num_pages), preset, 0)
-    played = replay(routed, facts(num_pages), extents, preset).decode
-    # What a policy places is there from the start, and was brought in by nobody.
-    placed = name == "fiddler"
-    assert len(found.keys) == played.num_needed == 60 * L * K
-    assert placed or found.hit_rate == played.hit_rate
-    assert placed or int(extents.ravel()[found.keys[found.ages == 0]].sum()) == played.bytes_fetched
+def test_hits_and_bytes_are_those_that_replay_counts() -> None:
+    for name in sorted(PRESETS):
+        for num_pages in [5, 12]:
+            with case(name, num_pages):
+                preset, routed = PRESETS[name].alone(), passes()
+                extents = np.random.default_rng(5).integers(1000, 2000, (L, E))
+                found = visits(routed, facts(num_pages), preset, 0)
+                played = replay(routed, facts(num_pages), extents, preset).decode
+                # What a policy places is there from the start, and was brought in by nobody.
+                placed = name == "fiddler"
+                assert len(found.keys) == played.num_needed == 60 * L * K
+                assert placed or found.hit_rate == played.hit_rate
+                assert placed or int(extents.ravel()[found.keys[found.ages == 0]].sum()) == played.bytes_fetched
 
 
 def test_where_all_have_room_each_finds_what_has_long_been_there() -> None:

@@ -1,10 +1,12 @@
 """Every family: a tiny random checkpoint gives the original's logits and greedy text through a 16-bit pack."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from cases import case
 from close_configs import CLOSE, Close, refusal
 from families import (
     BASE,
@@ -35,25 +37,32 @@ def test_every_family_has_a_row() -> None:
     assert set(BASE) == set(FAMILIES)
 
 
-@pytest.mark.parametrize("tiny", TINY, ids=str)
-def test_a_16_bit_pack_is_the_original_model(tiny: Tiny, tmp_path: Path) -> None:
-    found = compare(tiny, tmp_path)
-    assert found.largest_logit > 0.5, "logits so small that the bound would prove nothing"
-    assert found.prefill < TOLERANCE
-    assert found.token_by_token < TOLERANCE
-    assert found.greedy_equal
+def test_a_16_bit_pack_is_the_original_model(new_folder: Callable[[], Path]) -> None:
+    for tiny in TINY:
+        with case(tiny):
+            tmp_path = new_folder()
+            found = compare(tiny, tmp_path)
+            assert found.largest_logit > 0.5, "logits so small that the bound would prove nothing"
+            assert found.prefill < TOLERANCE
+            assert found.token_by_token < TOLERANCE
+            assert found.greedy_equal
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_without_changes_these_configs_are_accepted(family: str, tmp_path: Path) -> None:
-    assert refusal(Close(family, {}, ""), tmp_path) is None
+def test_without_changes_these_configs_are_accepted(new_folder: Callable[[], Path]) -> None:
+    for family in FAMILIES:
+        with case(family):
+            tmp_path = new_folder()
+            assert refusal(Close(family, {}, ""), tmp_path) is None
 
 
-@pytest.mark.parametrize("close", CLOSE, ids=str)
-def test_a_config_close_to_a_known_one_is_refused_by_name(close: Close, tmp_path: Path) -> None:
-    assert (
-        str(refusal(close, tmp_path)).removeprefix("config.json: ").removeprefix("rope_parameters: ") == close.message
-    )
+def test_a_config_close_to_a_known_one_is_refused_by_name(new_folder: Callable[[], Path]) -> None:
+    for close in CLOSE:
+        with case(close):
+            tmp_path = new_folder()
+            assert (
+                str(refusal(close, tmp_path)).removeprefix("config.json: ").removeprefix("rope_parameters: ")
+                == close.message
+            )
 
 
 def test_up_to_the_original_context_transformers_own_longrope_is_the_published_one(tmp_path: Path) -> None:
@@ -66,33 +75,37 @@ def test_up_to_the_original_context_transformers_own_longrope_is_the_published_o
         assert (unchanged(ids).logits - original(source)(ids).logits).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("family", IN_TRANSFORMERS)
-def test_configs_of_transformers_4_and_5_describe_the_same_model(family: str, tmp_path: Path) -> None:
-    five = Checkpoint(write(Tiny(family, "five"), tmp_path / "five"))
-    four = Checkpoint(write(Tiny(family, "four", four=True), tmp_path / "four"))
-    five.close()
-    four.close()
-    written = json.loads((tmp_path / "four" / "config.json").read_text())
-    assert "rope_parameters" not in written and ("rope_theta" in written) == (five.spec.rope is not None)
-    assert four.spec == five.spec
+def test_configs_of_transformers_4_and_5_describe_the_same_model(new_folder: Callable[[], Path]) -> None:
+    for family in IN_TRANSFORMERS:
+        with case(family):
+            tmp_path = new_folder()
+            five = Checkpoint(write(Tiny(family, "five"), tmp_path / "five"))
+            four = Checkpoint(write(Tiny(family, "four", four=True), tmp_path / "four"))
+            five.close()
+            four.close()
+            written = json.loads((tmp_path / "four" / "config.json").read_text())
+            assert "rope_parameters" not in written and ("rope_theta" in written) == (five.spec.rope is not None)
+            assert four.spec == five.spec
 
 
-@pytest.mark.parametrize("four", [False, True], ids=["transformers 5", "transformers 4"])
-@pytest.mark.parametrize("family", IN_TRANSFORMERS)
-def test_a_key_that_is_missing_means_what_it_means_to_transformers(family: str, four: bool, tmp_path: Path) -> None:
+def test_a_key_that_is_missing_means_what_it_means_to_transformers(new_folder: Callable[[], Path]) -> None:
     """Each key is left out in turn: we refuse the config, or read of it what transformers makes of it."""
-    whole = write_config(Tiny(family, "whole"), tmp_path)
-    whole = as_transformers_4(whole) if four else whole
-    for key in whole.keys() - {"model_type"}:
-        values = {name: value for name, value in whole.items() if name != key}
-        try:
-            ours = read_spec(Config(values, "config.json"))[1]
-        except CheckpointError:
-            continue
-        theirs = AutoConfig.for_model(**(values | {"model_type": BUILT_AS.get(family, family)}))
-        theirs.save_pretrained(tmp_path)
-        filled = named(family, tmp_path)
-        assert ours == read_spec(Config(filled, "config.json"))[1], f"without {key}"
+    for four in [False, True]:
+        for family in IN_TRANSFORMERS:
+            with case(four, family):
+                tmp_path = new_folder()
+                whole = write_config(Tiny(family, "whole"), tmp_path)
+                whole = as_transformers_4(whole) if four else whole
+                for key in whole.keys() - {"model_type"}:
+                    values = {name: value for name, value in whole.items() if name != key}
+                    try:
+                        ours = read_spec(Config(values, "config.json"))[1]
+                    except CheckpointError:
+                        continue
+                    theirs = AutoConfig.for_model(**(values | {"model_type": BUILT_AS.get(family, family)}))
+                    theirs.save_pretrained(tmp_path)
+                    filled = named(family, tmp_path)
+                    assert ours == read_spec(Config(filled, "config.json"))[1], f"without {key}"
 
 
 @pytest.mark.parametrize("family", REFERENCES)

@@ -5,11 +5,13 @@ Experts here have clamped SwiGLU neurons and three biases, a router with one, si
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from cases import case
 from coded import MXFP4_CONFIG, random_mxfp4
 from families import Tiny, config_of, token_ids, write
 from models import pack
@@ -30,14 +32,13 @@ from moe_pack.formats import (
     Checkpoint,
     Pack,
     PackError,
-    Selector,
     audit,
     part_format,
     rewrite_thresholds,
     uniform_plan,
 )
-from moe_pack.runtime import TORCH, CheckpointWeights, Decoder, open_weights
-from moe_pack.runtime.engine import Engine, EngineOptions, KernelsName
+from moe_pack.runtime import CheckpointWeights, Decoder, PackWeights
+from moe_pack.runtime.engine import Engine, EngineOptions
 from moe_pack.runtime.streaming import StreamingWeights
 
 CPU = torch.device("cpu")
@@ -89,27 +90,31 @@ def test_a_checkpoint_in_blocks_is_what_transformers_makes_of_it(blocks: tuple[P
     assert (found - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("has_kernels", [True, False])
 def test_a_pack_that_keeps_the_blocks_is_what_transformers_makes_of_them(
-    selector: Selector, has_kernels: bool, blocks: tuple[Path, Tensor], tmp_path: Path
+    blocks: tuple[Path, Tensor], new_folder: Callable[[], Path]
 ) -> None:
-    source, expected = blocks
-    checkpoint = Checkpoint(source)
-    plan = uniform_plan(checkpoint.spec, selector, FOUR, FOUR, quantizer="nearest")
-    convert(checkpoint, keep_source(checkpoint, plan, "source", "source", None), tmp_path / "packed", 1)
-    checkpoint.close()
-    with Pack(tmp_path / "packed") as held:
-        audit(held)
-        assert {part for layer in held.index.experts for e in layer for part in (e.gate, e.up, e.down)} <= {
-            MXFP4,
-            E5M2,
-            BF16,
-        }
-        weights = open_weights(held, CPU, operations_limited_to("avx2") if has_kernels else TORCH)
-        decoder = Decoder(weights, 96, chunk_tokens=16)
-        found = torch.cat([decoder.logits(token_ids()[:50]), *(decoder.logits([token]) for token in token_ids()[50:])])
-    assert (found - expected).abs().max() < 1e-4
+    for selector in SELECTORS:
+        for has_kernels in [True, False]:
+            with case(selector, has_kernels):
+                tmp_path = new_folder()
+                source, expected = blocks
+                checkpoint = Checkpoint(source)
+                plan = uniform_plan(checkpoint.spec, selector, FOUR, FOUR, quantizer="nearest")
+                convert(checkpoint, keep_source(checkpoint, plan, "source", "source", None), tmp_path / "packed", 1)
+                checkpoint.close()
+                with Pack(tmp_path / "packed") as held:
+                    audit(held)
+                    assert {part for layer in held.index.experts for e in layer for part in (e.gate, e.up, e.down)} <= {
+                        MXFP4,
+                        E5M2,
+                        BF16,
+                    }
+                    weights = PackWeights(held, CPU, kernels_limited_to("avx2") if has_kernels else None)
+                    decoder = Decoder(weights, 96, chunk_tokens=16)
+                    found = torch.cat(
+                        [decoder.logits(token_ids()[:50]), *(decoder.logits([token]) for token in token_ids()[50:])]
+                    )
+                assert (found - expected).abs().max() < 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -130,23 +135,22 @@ def answers(engine: Engine) -> Tensor:
     return torch.stack([*found, *(engine.decoder.next_logits([token]) for token in ids[40:])])
 
 
-@pytest.mark.parametrize(("kernels", "cutover"), [("portable", 0.0), ("portable", 1.0), ("torch", 0.0)])
-@pytest.mark.parametrize("num_experts", [2, 7])
-def test_streaming_within_a_budget_gives_the_bits_that_memory_gives(
-    sparse_pack: Path, num_experts: int, kernels: KernelsName, cutover: float
-) -> None:
+def test_streaming_within_a_budget_gives_the_bits_that_memory_gives(sparse_pack: Path) -> None:
     """With a cutover of 1 rows come alone, and the bias of down with them."""
-    options = EngineOptions(kernels=kernels, chunk_tokens=16, read="map")
-    with Pack(sparse_pack) as held:
-        with Engine(held, options, 64) as engine:
-            whole = answers(engine)
-        budget = budget_for(held, num_experts, 64)
-        limited = replace(options, read="auto", budget_bytes=budget, cutover=cutover)
-        with Engine(held, limited, 64) as engine:
-            assert isinstance(engine.weights, StreamingWeights) and engine.decoder.cache.is_ring
-            assert torch.equal(answers(engine), whole)
-            assert (engine.weights.decode.in_part > 0) == (cutover == 1.0)
-    assert whole.isfinite().all()
+    for kernels, cutover in [("portable", 0.0), ("portable", 1.0), ("torch", 0.0)]:
+        for num_experts in [2, 7]:
+            with case(kernels, cutover, num_experts):
+                options = EngineOptions(kernels=kernels, chunk_tokens=16, read="map")
+                with Pack(sparse_pack) as held:
+                    with Engine(held, options, 64) as engine:
+                        whole = answers(engine)
+                    budget = budget_for(held, num_experts, 64)
+                    limited = replace(options, read="auto", budget_bytes=budget, cutover=cutover)
+                    with Engine(held, limited, 64) as engine:
+                        assert isinstance(engine.weights, StreamingWeights) and engine.decoder.cache.is_ring
+                        assert torch.equal(answers(engine), whole)
+                        assert (engine.weights.decode.in_part > 0) == (cutover == 1.0)
+                assert whole.isfinite().all()
 
 
 @pytest.mark.parametrize("cutover", [0.0, 1.0])

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from cases import case
 from click.testing import CliRunner, Result
 from families import Tiny, write
 from models import DEMO_MODEL
@@ -85,14 +86,15 @@ def test_the_pack_is_corms(packed: Path) -> None:
     assert json.loads((packed / "thresholds.json").read_text())["content"]["rule"]["theta"] == 0.25
 
 
-@pytest.mark.parametrize("policy", ["corm", "importance"])
-def test_experts_that_take_turns_say_what_all_in_memory_say(packed: Path, policy: str) -> None:
-    whole = run(packed)
-    few = run(packed, "--policy", policy, "--budget", small_budget(packed))
-    assert 0 < hits(few) < 100, "some stay, and some are read again"
-    assert re.search(rf"^policy +{policy}, ", few.stderr, re.MULTILINE)
-    assert "substituted" not in few.stderr
-    assert few.stdout == whole.stdout and len(whole.stdout.strip()) > 24
+def test_experts_that_take_turns_say_what_all_in_memory_say(packed: Path) -> None:
+    for policy in ["corm", "importance"]:
+        with case(policy):
+            whole = run(packed)
+            few = run(packed, "--policy", policy, "--budget", small_budget(packed))
+            assert 0 < hits(few) < 100, "some stay, and some are read again"
+            assert re.search(rf"^policy +{policy}, ", few.stderr, re.MULTILINE)
+            assert "substituted" not in few.stderr
+            assert few.stdout == whole.stdout and len(whole.stdout.strip()) > 24
 
 
 def test_importance_substitutes_only_where_it_is_told_to(packed: Path) -> None:

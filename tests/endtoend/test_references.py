@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import case
 from references import REFERENCES, SIZES, SMALLEST, SWITCHES, Values
 from references.fixtures import FIXTURES, TEXT, logits_of_shapes, shapes_of
 from references.plain import Weights
@@ -133,25 +134,27 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model_type", "values"), CASES)
-def test_a_transformers_class_that_comes_to_the_same_says_the_same(
-    model_type: str, values: Values, tmp_path: Path
-) -> None:
-    reference, (sibling, translated) = REFERENCES[model_type], SIBLINGS[model_type]
-    source = reference.write(values, tmp_path / "source")
-    weights = {name: held.float() for name, held in load_file(source / "model.safetensors").items()}
-    config, held = translated(reference.completed(values), weights)
-    AutoConfig.for_model(sibling, **config).save_pretrained(tmp_path / "sibling")
-    save_file({name: weight.contiguous() for name, weight in held.items()}, tmp_path / "sibling" / "model.safetensors")
-    model, loading = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "sibling", dtype=torch.float32, output_loading_info=True
-    )
-    assert not loading["unexpected_keys"] and set(loading["missing_keys"]) <= {"lm_head.weight"}
-    with torch.no_grad():
-        theirs = model.eval()(torch.tensor([IDS])).logits[0]
-    ours = reference.logits_of(source, IDS)
-    assert ours.abs().max() > 0.5, "logits so small that the bound would prove nothing"
-    assert (ours - theirs).abs().max() < 1e-4
+def test_a_transformers_class_that_comes_to_the_same_says_the_same(new_folder: Callable[[], Path]) -> None:
+    for model_type, values in CASES:
+        with case(model_type, values):
+            tmp_path = new_folder()
+            reference, (sibling, translated) = REFERENCES[model_type], SIBLINGS[model_type]
+            source = reference.write(values, tmp_path / "source")
+            weights = {name: held.float() for name, held in load_file(source / "model.safetensors").items()}
+            config, held = translated(reference.completed(values), weights)
+            AutoConfig.for_model(sibling, **config).save_pretrained(tmp_path / "sibling")
+            save_file(
+                {name: weight.contiguous() for name, weight in held.items()}, tmp_path / "sibling" / "model.safetensors"
+            )
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                tmp_path / "sibling", dtype=torch.float32, output_loading_info=True
+            )
+            assert not loading["unexpected_keys"] and set(loading["missing_keys"]) <= {"lm_head.weight"}
+            with torch.no_grad():
+                theirs = model.eval()(torch.tensor([IDS])).logits[0]
+            ours = reference.logits_of(source, IDS)
+            assert ours.abs().max() > 0.5, "logits so small that the bound would prove nothing"
+            assert (ours - theirs).abs().max() < 1e-4
 
 
 def test_the_fixtures_text_is_within_the_vocabulary_and_the_window() -> None:

@@ -1,10 +1,12 @@
 """What replay says of a run is what the run counted: every policy, foretelling or not, at several budgets."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cases import case
 from models import DEMO_MODEL, pack
 from native import operations_limited_to
 from streaming import budget_for
@@ -28,35 +30,45 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("policy", sorted(PRESETS))
-@pytest.mark.parametrize("foretells", [False, True])
-@pytest.mark.parametrize("num_experts", [1, 6, 17])
 def test_replay_gives_the_hits_that_the_engine_counted(
-    folder: Path, tmp_path: Path, policy: str, foretells: bool, num_experts: int
+    folder: Path, new_folder: Callable[[], Path]
 ) -> None:
-    ids = torch.randint(0, 4000, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
-    record = tmp_path / "routes.safetensors"
-    with Pack(folder) as held:
-        options = EngineOptions(
-            budget_bytes=budget_for(held, num_experts, CONTEXT),
-            policy=PRESETS[policy].name,
-            foretells=foretells,
-            record=record,
-            kernels="portable",
-        )
-        with Engine(held, options, CONTEXT) as engine:
-            engine.decoder.next_logits(ids[:NUM_PROMPT])
-            for token in ids[NUM_PROMPT:]:
-                engine.decoder.next_logits([token])
-            counted, plan = engine.weights, engine.plan
-        assert plan is not None
-        found = read_record(record)
-        facts = cache_facts(held, plan, Routing.open(held))
-        played = replay(found.passes, facts, held.index.size.astype(np.int64), PRESETS[policy], record=found)
-    assert (played.prefill.num_hits, played.prefill.num_needed) == (counted.prefill.hits, counted.prefill.needed)
-    assert (played.decode.num_hits, played.decode.num_needed) == (counted.decode.hits, counted.decode.needed)
-    assert counted.decode.needed == 2 * 4 * (CONTEXT - NUM_PROMPT)
-    assert found.hits.sum() == counted.prefill.hits + counted.decode.hits
+    for policy in sorted(PRESETS):
+        for foretells in [False, True]:
+            for num_experts in [1, 6, 17]:
+                with case(policy, foretells, num_experts):
+                    tmp_path = new_folder()
+                    ids = torch.randint(0, 4000, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
+                    record = tmp_path / "routes.safetensors"
+                    with Pack(folder) as held:
+                        options = EngineOptions(
+                            budget_bytes=budget_for(held, num_experts, CONTEXT),
+                            policy=PRESETS[policy].name,
+                            foretells=foretells,
+                            record=record,
+                            kernels="portable",
+                        )
+                        with Engine(held, options, CONTEXT) as engine:
+                            engine.decoder.next_logits(ids[:NUM_PROMPT])
+                            for token in ids[NUM_PROMPT:]:
+                                engine.decoder.next_logits([token])
+                            counted, plan = engine.weights, engine.plan
+                        assert plan is not None
+                        found = read_record(record)
+                        facts = cache_facts(held, plan, Routing.open(held))
+                        played = replay(
+                            found.passes, facts, held.index.size.astype(np.int64), PRESETS[policy], record=found
+                        )
+                    assert (played.prefill.num_hits, played.prefill.num_needed) == (
+                        counted.prefill.hits,
+                        counted.prefill.needed,
+                    )
+                    assert (played.decode.num_hits, played.decode.num_needed) == (
+                        counted.decode.hits,
+                        counted.decode.needed,
+                    )
+                    assert counted.decode.needed == 2 * 4 * (CONTEXT - NUM_PROMPT)
+                    assert found.hits.sum() == counted.prefill.hits + counted.decode.hits
 
 
 def test_a_record_has_the_routes_of_the_plain_decoder(folder: Path, tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import case
 from models import BOOK, DEMO_MODEL, PackMaker
 from transformers import MixtralForCausalLM
 
-from moe_pack.formats import SELECTORS, Pack, Selector
+from moe_pack.formats import SELECTORS, Pack
 from moe_pack.runtime import Decoder, PackWeights, Sampler, Text, generate
 
 # The project's bound on float32 logits; sums in another order differ by about 2e-5 here.
@@ -39,24 +40,24 @@ def decoder(folder: Path, context_tokens: int) -> tuple[Pack, Decoder]:
     return held, Decoder(PackWeights(held, torch.device("cpu")), context_tokens)
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_prefill_gives_the_logits_of_transformers(
-    selector: Selector, demo_pack: PackMaker, ids: list[int], expected: torch.Tensor
-) -> None:
-    held, model = decoder(demo_pack(selector, 16), NUM_TOKENS)
-    with held:
-        assert len(ids) == NUM_TOKENS
-        assert (model.logits(ids) - expected).abs().max() < TOLERANCE
+def test_prefill_gives_the_logits_of_transformers(demo_pack: PackMaker, ids: list[int], expected: torch.Tensor) -> None:
+    for selector in SELECTORS:
+        with case(selector):
+            held, model = decoder(demo_pack(selector, 16), NUM_TOKENS)
+            with held:
+                assert len(ids) == NUM_TOKENS
+                assert (model.logits(ids) - expected).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
 def test_token_by_token_gives_the_logits_of_transformers(
-    selector: Selector, demo_pack: PackMaker, ids: list[int], expected: torch.Tensor
+    demo_pack: PackMaker, ids: list[int], expected: torch.Tensor
 ) -> None:
-    held, model = decoder(demo_pack(selector, 16), NUM_TOKENS)
-    with held:
-        logits = torch.stack([model.next_logits([token]) for token in ids])
-    assert (logits - expected).abs().max() < TOLERANCE
+    for selector in SELECTORS:
+        with case(selector):
+            held, model = decoder(demo_pack(selector, 16), NUM_TOKENS)
+            with held:
+                logits = torch.stack([model.next_logits([token]) for token in ids])
+            assert (logits - expected).abs().max() < TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +74,14 @@ def greedy(original: MixtralForCausalLM, ids: list[int]) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
 def test_greedy_text_is_that_of_transformers_for_128_tokens(
-    selector: Selector, demo_pack: PackMaker, ids: list[int], greedy: list[int]
+    demo_pack: PackMaker, ids: list[int], greedy: list[int]
 ) -> None:
-    prompt = ids[:24]
-    held, model = decoder(demo_pack(selector, 16), 200)
-    with held:
-        made = list(generate(model, prompt, Sampler(0, 1, 0), 128, frozenset()))
-    assert len(made) == 128
-    assert made == greedy
+    for selector in SELECTORS:
+        with case(selector):
+            prompt = ids[:24]
+            held, model = decoder(demo_pack(selector, 16), 200)
+            with held:
+                made = list(generate(model, prompt, Sampler(0, 1, 0), 128, frozenset()))
+            assert len(made) == 128
+            assert made == greedy

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import case
 from models import DEMO_MODEL, Tensors, TinyMixtral, pack
 from reseal import safetensors_bytes
 from safetensors.torch import load_file, save_file
@@ -127,9 +128,8 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path) == f"{tmp_path}: config.json is missing; a checkpoint folder has one"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_a_config_that_is_no_config_is_refused(new_folder: Callable[[], Path]) -> None:
+    cases = [
         ("[]", "config.json: expected a JSON object"),
         ("{", "config.json: not valid JSON "
          "(Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
@@ -137,11 +137,12 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
         ('{"model_type": "mixtral", "rope_theta": NaN}', "config.json: found NaN, expected JSON numbers only"),
         ("{}", "config.json: key 'model_type' is missing, expected a string"),
         ('{"model_type": ["mixtral"]}', "config.json: model_type is ['mixtral'], expected a string"),
-    ],
-)  # fmt: skip
-def test_a_config_that_is_no_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    (TinyMixtral().write(tmp_path) / "config.json").write_text(text)
-    assert refusal(tmp_path) == message
+    ]  # fmt: skip
+    for text, message in cases:
+        with case(text, message):
+            tmp_path = new_folder()
+            (TinyMixtral().write(tmp_path) / "config.json").write_text(text)
+            assert refusal(tmp_path) == message
 
 
 def test_a_dense_model_is_refused_as_one(tmp_path: Path) -> None:
@@ -155,9 +156,8 @@ def test_an_unknown_architecture_is_refused_with_those_supported(tmp_path: Path)
     assert refusal(folder) == f"config.json: architecture 'jamba' is not supported; supported: {known}"
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_a_config_we_cannot_follow_is_refused_by_its_key(new_folder: Callable[[], Path]) -> None:
+    cases = [
         ({"quantization_config": {"quant_method": "gptq"}},
          "quantization_config: quant_method is 'gptq', supported: fp8, mxfp4; use the 16-bit original"),
         ({"qk_layernorm": True}, "key 'qk_layernorm' (True) is not one this family is known with"),
@@ -188,41 +188,45 @@ def test_an_unknown_architecture_is_refused_with_those_supported(tmp_path: Path)
         ({"rope_theta": -1}, "rope theta is -1.0, expected between 1 and 1e12"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', expected a number"),
         ({"tie_word_embeddings": 0}, "tie_word_embeddings is 0, expected true or false"),
-    ],
-)  # fmt: skip
-def test_a_config_we_cannot_follow_is_refused_by_its_key(tmp_path: Path, config: dict[str, Any], message: str) -> None:
-    assert refusal(configured(tmp_path, **config)) == f"config.json: {message}"
+    ]  # fmt: skip
+    for config, message in cases:
+        with case(config, message):
+            tmp_path = new_folder()
+            assert refusal(configured(tmp_path, **config)) == f"config.json: {message}"
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_the_nearest_legal_config_is_read(new_folder: Callable[[], Path]) -> None:
+    cases = [
         {"quantization_config": None, "rope_scaling": None},
         {"attention_dropout": 0.1, "use_cache": False, "router_aux_loss_coef": 0.5, "pad_token_id": 0},
         {"rope_theta": None, "rope_parameters": {"rope_theta": 10_000}},
         {"num_experts_per_tok": 1},
         {"rms_norm_eps": 0.5},
         {"head_dim": 32, "num_key_value_heads": 1},
-    ],
-)
-def test_the_nearest_legal_config_is_read(tmp_path: Path, config: dict[str, Any]) -> None:
-    folder = TinyMixtral().write(tmp_path)
-    edit_json(folder / "config.json", lambda values: values.update(config))  # null values stay, as in real configs
-    spec_of(folder)
+    ]
+    for config in cases:
+        with case(config):
+            tmp_path = new_folder()
+            folder = TinyMixtral().write(tmp_path)
+            edit_json(
+                folder / "config.json", lambda values: values.update(config)
+            )  # null values stay, as in real configs
+            spec_of(folder)
 
 
 # --- shards and index
 
 
-@pytest.mark.parametrize(
-    "name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth", "m.pt"]
-)
-def test_a_bin_checkpoint_is_refused_with_how_to_convert_it(tmp_path: Path, name: str) -> None:
-    (TinyMixtral().write(tmp_path) / "model.safetensors").rename(tmp_path / name)
-    assert refusal(tmp_path) == (
-        f"{tmp_path}: found .bin or .pt weights, expected safetensors; convert once with transformers: "
-        "AutoModelForCausalLM.from_pretrained(IN, dtype='auto').save_pretrained(OUT)"
-    )
+def test_a_bin_checkpoint_is_refused_with_how_to_convert_it(new_folder: Callable[[], Path]) -> None:
+    cases = ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth", "m.pt"]
+    for name in cases:
+        with case(name):
+            tmp_path = new_folder()
+            (TinyMixtral().write(tmp_path) / "model.safetensors").rename(tmp_path / name)
+            assert refusal(tmp_path) == (
+                f"{tmp_path}: found .bin or .pt weights, expected safetensors; convert once with transformers: "
+                "AutoModelForCausalLM.from_pretrained(IN, dtype='auto').save_pretrained(OUT)"
+            )
 
 
 def test_bin_files_beside_safetensors_are_left_alone(tmp_path: Path) -> None:
@@ -248,14 +252,14 @@ def name_in(folder: Path, shard: str) -> str:
     return next(name for name, held in weight_map.items() if held == shard)
 
 
-@pytest.mark.parametrize(
-    "shard", ["../x.safetensors", "/x.safetensors", "a/x.safetensors", "x.bin", "..", "", 3, None, ["x.safetensors"]]
-)
-def test_an_index_that_names_anything_but_a_shard_beside_it_is_refused(sharded: Path, shard: object) -> None:
+def test_an_index_that_names_anything_but_a_shard_beside_it_is_refused(sharded: Path) -> None:
     (sharded / "x.safetensors").write_bytes((sharded / SHARD_1).read_bytes())
     name = name_in(sharded, SHARD_1)
-    edit_json(sharded / INDEX, lambda index: index["weight_map"].update({name: shard}))
-    assert refusal(sharded) == f"{INDEX}: {shard!r} is no name of a shard beside it"
+    cases = ["../x.safetensors", "/x.safetensors", "a/x.safetensors", "x.bin", "..", "", 3, None, ["x.safetensors"]]
+    for shard in cases:
+        with case(shard):
+            edit_json(sharded / INDEX, lambda index: index["weight_map"].update({name: shard}))
+            assert refusal(sharded) == f"{INDEX}: {shard!r} is no name of a shard beside it"
 
 
 @pytest.mark.parametrize("shard", ["x\0.safetensors", "x\ud800.safetensors", "x" * 300 + ".safetensors"])
@@ -265,10 +269,12 @@ def test_an_index_that_names_no_possible_file_is_refused(sharded: Path, shard: s
     refusal(sharded)
 
 
-@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": null}'])
-def test_an_index_without_weight_map_is_refused(sharded: Path, index: str) -> None:
-    (sharded / INDEX).write_text(index)
-    assert refusal(sharded) == f"{INDEX}: weight_map is missing"
+def test_an_index_without_weight_map_is_refused(sharded: Path) -> None:
+    cases = ["[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": null}']
+    for index in cases:
+        with case(index):
+            (sharded / INDEX).write_text(index)
+            assert refusal(sharded) == f"{INDEX}: weight_map is missing"
 
 
 def test_an_index_that_is_no_json_is_refused(sharded: Path) -> None:
@@ -333,33 +339,33 @@ def changed(folder: Path, change: Callable[[Tensors], object]) -> Path:
     return TinyMixtral().write(folder, change)
 
 
-@pytest.mark.parametrize(
-    "name", ["model.norm.weight", "lm_head.weight", "model.layers.0.self_attn.k_proj.weight", GATE_0]
-)
-def test_a_missing_tensor_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    folder = changed(tmp_path, lambda tensors: tensors.pop(name))
-    assert refusal(folder) == f"checkpoint: tensor {name!r} is missing"
+def test_a_missing_tensor_is_refused_by_name(new_folder: Callable[[], Path]) -> None:
+    cases = ["model.norm.weight", "lm_head.weight", "model.layers.0.self_attn.k_proj.weight", GATE_0]
+    for name in cases:
+        with case(name):
+            tmp_path = new_folder()
+            folder = changed(tmp_path, lambda tensors: tensors.pop(name))
+            assert refusal(folder) == f"checkpoint: tensor {name!r} is missing"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_a_tensor_nobody_claims_is_refused_by_name(new_folder: Callable[[], Path]) -> None:
+    cases = [
         "model.layers.1.input_layernorm.weight",
         "model.layers.0.block_sparse_moe.experts.2.w1.weight",
         "model.layers.0.self_attn.q_proj.bias",
         "score.weight",
-    ],
-)
-def test_a_tensor_nobody_claims_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    folder = changed(tmp_path, lambda tensors: tensors.__setitem__(name, torch.ones(64)))
-    assert refusal(folder) == (
-        f"checkpoint: tensor {name!r} belongs to nothing the config describes; it would be lost in the pack"
-    )
+    ]
+    for name in cases:
+        with case(name):
+            tmp_path = new_folder()
+            folder = changed(tmp_path, lambda tensors: tensors.__setitem__(name, torch.ones(64)))
+            assert refusal(folder) == (
+                f"checkpoint: tensor {name!r} belongs to nothing the config describes; it would be lost in the pack"
+            )
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "expected"),
-    [
+def test_a_misshapen_tensor_is_refused_with_both_shapes(new_folder: Callable[[], Path]) -> None:
+    cases = [
         ("model.embed_tokens.weight", (97, 64), "[96, 64]"),
         ("model.norm.weight", (64, 1), "[64]"),
         ("model.layers.0.self_attn.k_proj.weight", (64, 64), "[32, 64]"),
@@ -368,25 +374,22 @@ def test_a_tensor_nobody_claims_is_refused_by_name(tmp_path: Path, name: str) ->
         (GATE_0.replace("w1", "w2"), (48, 64), "[64, 48]"),
         (GATE_0.replace("w1", "w3"), (48 * 64,), "[48, 64]"),
         ("lm_head.weight", (), "[96, 64]"),
-    ],
-)
-def test_a_misshapen_tensor_is_refused_with_both_shapes(
-    tmp_path: Path, name: str, shape: tuple[int, ...], expected: str
-) -> None:
-    folder = changed(tmp_path, lambda tensors: tensors.__setitem__(name, torch.ones(shape)))
-    assert refusal(folder) == f"checkpoint: tensor {name!r} has shape {list(shape)}, expected {expected}"
+    ]
+    for name, shape, expected in cases:
+        with case(name, shape, expected):
+            tmp_path = new_folder()
+            folder = changed(tmp_path, lambda tensors: tensors.__setitem__(name, torch.ones(shape)))
+            assert refusal(folder) == f"checkpoint: tensor {name!r} has shape {list(shape)}, expected {expected}"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "named"),
-    [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.float64, "F64"), (torch.float8_e4m3fn, "F8_E4M3")],
-)
-@pytest.mark.parametrize("name", ["model.norm.weight", GATE_0])
-def test_a_tensor_of_a_type_we_do_not_read_is_refused(
-    tmp_path: Path, name: str, dtype: torch.dtype, named: str
-) -> None:
-    folder = changed(tmp_path, lambda tensors: tensors.__setitem__(name, tensors[name].to(dtype)))
-    assert refusal(folder) == f"checkpoint: tensor {name!r} is {named}, expected one of BF16, F16, F32"
+def test_a_tensor_of_a_type_we_do_not_read_is_refused(new_folder: Callable[[], Path]) -> None:
+    cases = [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.float64, "F64"), (torch.float8_e4m3fn, "F8_E4M3")]
+    for dtype, named in cases:
+        for name in ["model.norm.weight", GATE_0]:
+            with case(dtype, named, name):
+                tmp_path = new_folder()
+                folder = changed(tmp_path, lambda tensors: tensors.__setitem__(name, tensors[name].to(dtype)))
+                assert refusal(folder) == f"checkpoint: tensor {name!r} is {named}, expected one of BF16, F16, F32"
 
 
 def test_tensors_of_the_three_types_we_read_may_stand_side_by_side(tmp_path: Path) -> None:
@@ -417,10 +420,9 @@ def conversion_refusal(folder: Path, **options: Any) -> str:
     return message
 
 
-@pytest.mark.parametrize(("value", "text"), [(float("nan"), "nan"), (float("inf"), "inf"), (-float("inf"), "-inf")])
-@pytest.mark.parametrize(
-    ("name", "position"),
-    [
+def test_a_weight_that_is_no_number_is_refused_with_shard_tensor_and_position(new_folder: Callable[[], Path]) -> None:
+    cases = [(float("nan"), "nan"), (float("inf"), "inf"), (-float("inf"), "-inf")]
+    others = [
         ("model.embed_tokens.weight", (17, 5)),
         ("lm_head.weight", (95, 63)),
         ("model.layers.0.self_attn.v_proj.weight", (0, 0)),
@@ -428,16 +430,18 @@ def conversion_refusal(folder: Path, **options: Any) -> str:
         (f"{EXPERT_1}.w1.weight", (3, 5)),
         (f"{EXPERT_1}.w2.weight", (63, 47)),
         (f"{EXPERT_1}.w3.weight", (47, 63)),
-    ],
-)
-def test_a_weight_that_is_no_number_is_refused_with_shard_tensor_and_position(
-    tmp_path: Path, name: str, position: tuple[int, int], value: float, text: str
-) -> None:
-    folder = TinyMixtral(num_shards=2).write(tmp_path, lambda tensors: tensors[name].__setitem__(position, value))
-    shard = json.loads((folder / INDEX).read_text())["weight_map"][name]
-    assert conversion_refusal(folder) == (
-        f"{shard}: tensor {name!r}: weight [{position[0]}, {position[1]}] is {text}, expected a number"
-    )
+    ]
+    for value, text in cases:
+        for name, position in others:
+            with case(value, text, name, position):
+                tmp_path = new_folder()
+                folder = TinyMixtral(num_shards=2).write(
+                    tmp_path, lambda tensors: tensors[name].__setitem__(position, value)
+                )
+                shard = json.loads((folder / INDEX).read_text())["weight_map"][name]
+                assert conversion_refusal(folder) == (
+                    f"{shard}: tensor {name!r}: weight [{position[0]}, {position[1]}] is {text}, expected a number"
+                )
 
 
 def test_a_norm_weight_that_is_no_number_is_refused(tmp_path: Path) -> None:
@@ -447,22 +451,26 @@ def test_a_norm_weight_that_is_no_number_is_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
-def test_a_weight_far_down_a_matrix_is_named_by_its_row_there(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
-    model = TinyMixtral(vocab_size=600, dtype=dtype)
-    folder = model.write(tmp_path, lambda tensors: tensors["lm_head.weight"].__setitem__((550, 9), value))
-    assert conversion_refusal(folder).startswith("model.safetensors: tensor 'lm_head.weight': weight [550, 9] is ")
+def test_a_weight_far_down_a_matrix_is_named_by_its_row_there(new_folder: Callable[[], Path]) -> None:
+    for value in [float("nan"), float("inf")]:
+        for dtype in [torch.float16, torch.float32, torch.bfloat16]:
+            with case(value, dtype):
+                tmp_path = new_folder()
+                model = TinyMixtral(vocab_size=600, dtype=dtype)
+                folder = model.write(tmp_path, lambda tensors: tensors["lm_head.weight"].__setitem__((550, 9), value))
+                assert conversion_refusal(folder).startswith(
+                    "model.safetensors: tensor 'lm_head.weight': weight [550, 9] is "
+                )
 
 
-@pytest.mark.parametrize("width", [16, 4])
-@pytest.mark.parametrize(("dtype", "largest"), [(torch.float16, 65504.0), (torch.bfloat16, 65280.0)])
-def test_large_weights_that_are_numbers_are_packed(
-    tmp_path: Path, dtype: torch.dtype, largest: float, width: int
-) -> None:
-    model = TinyMixtral(dtype=dtype)
-    folder = model.write(tmp_path, lambda tensors: tensors[f"{EXPERT_1}.w1.weight"].fill_(largest))
-    assert pack(folder, tmp_path / "packed", width=width).written
+def test_large_weights_that_are_numbers_are_packed(new_folder: Callable[[], Path]) -> None:
+    for width in [16, 4]:
+        for dtype, largest in [(torch.float16, 65504.0), (torch.bfloat16, 65280.0)]:
+            with case(width, dtype, largest):
+                tmp_path = new_folder()
+                model = TinyMixtral(dtype=dtype)
+                folder = model.write(tmp_path, lambda tensors: tensors[f"{EXPERT_1}.w1.weight"].fill_(largest))
+                assert pack(folder, tmp_path / "packed", width=width).written
 
 
 def test_a_sum_beyond_float32_of_weights_that_are_numbers_is_no_fault(tmp_path: Path) -> None:

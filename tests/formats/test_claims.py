@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import case
 from families import BASE, ROTARY, Tiny, write
 from models import Tensors, pack
 from safetensors.torch import load_file, save_file
@@ -191,9 +192,8 @@ def test_a_weight_that_is_no_number_is_named_by_its_row_among_all_experts(tmp_pa
     )
 
 
-@pytest.mark.parametrize(
-    ("half", "shape", "expected"),
-    [
+def test_a_tensor_of_all_experts_of_another_shape_is_refused(new_folder: Callable[[], Path]) -> None:
+    cases = [
         (0, (E, D, 2 * F), [E, 2 * F, D]),
         (0, (E, F, D), [E, 2 * F, D]),
         (0, (E - 1, 2 * F, D), [E, 2 * F, D]),
@@ -201,16 +201,17 @@ def test_a_weight_that_is_no_number_is_named_by_its_row_among_all_experts(tmp_pa
         (0, (E * 2 * F, D), [E, 2 * F, D]),
         (1, (E, F, D), [E, D, F]),
         (1, (E, D), [E, D, F]),
-    ],
-)
-@pytest.mark.parametrize("source", FUSED_SOURCES, ids=FUSED_IDS)
-def test_a_tensor_of_all_experts_of_another_shape_is_refused(
-    source: Source, half: int, shape: tuple[int, ...], expected: list[int], tmp_path: Path
-) -> None:
-    assert source.fused is not None
-    name = source.fused[half].format(i=0)
-    source.write(tmp_path, lambda tensors: tensors.__setitem__(name, torch.zeros(shape, dtype=torch.bfloat16)))
-    assert refusal(tmp_path) == f"{name!r} has shape {list(shape)}, expected {expected}"
+    ]
+    for half, shape, expected in cases:
+        for source in FUSED_SOURCES:
+            with case(half, shape, expected, source):
+                tmp_path = new_folder()
+                assert source.fused is not None
+                name = source.fused[half].format(i=0)
+                source.write(
+                    tmp_path, lambda tensors: tensors.__setitem__(name, torch.zeros(shape, dtype=torch.bfloat16))
+                )
+                assert refusal(tmp_path) == f"{name!r} has shape {list(shape)}, expected {expected}"
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -238,36 +239,34 @@ def test_a_tensor_of_all_experts_of_a_type_we_do_not_read_is_refused(half: int, 
 # --- what is missing, twice there, or nobody's
 
 
-@pytest.mark.parametrize(
-    ("source", "missing"),
-    [
+def test_a_missing_tensor_is_refused_by_its_name(new_folder: Callable[[], Path]) -> None:
+    cases = [
         (GRANITEMOE, GRANITE[1]),
         (MIXTRAL_FUSED, FUSED[1]),
         (MIXTRAL, MIXTRAL_APART["gate"].replace("{e}", "2")),
         (MIXTRAL, MIXTRAL_APART["down"].replace("{e}", "0")),
         (GRANITEMOE, "model.embed_tokens.weight"),
-    ],
-)
-def test_a_missing_tensor_is_refused_by_its_name(source: Source, missing: str, tmp_path: Path) -> None:
-    name = missing.format(i=0)
-    source.write(tmp_path, lambda tensors: tensors.pop(name))
-    assert refusal(tmp_path) == f"{name!r} is missing"
+    ]
+    for source, missing in cases:
+        with case(source, missing):
+            tmp_path = new_folder()
+            name = missing.format(i=0)
+            source.write(tmp_path, lambda tensors: tensors.pop(name))
+            assert refusal(tmp_path) == f"{name!r} is missing"
 
 
-@pytest.mark.parametrize(
-    ("source", "missing", "named"),
-    [
+def test_of_several_names_the_first_is_said_to_be_missing(new_folder: Callable[[], Path]) -> None:
+    cases = [
         (MIXTRAL, MIXTRAL.router, MIXTRAL.router),
         (MIXTRAL_FUSED, MIXTRAL_FUSED.router, MIXTRAL.router),
         (GRANITEMOE_FUSED, GRANITEMOE_FUSED.router, GRANITEMOE.router),
         (MIXTRAL_FUSED, FUSED[0], MIXTRAL_APART["gate"].replace("{e}", "0")),
-    ],
-)
-def test_of_several_names_the_first_is_said_to_be_missing(
-    source: Source, missing: str, named: str, tmp_path: Path
-) -> None:
-    source.write(tmp_path, lambda tensors: tensors.pop(missing.format(i=0)))
-    assert refusal(tmp_path) == f"{named.format(i=0)!r} is missing"
+    ]
+    for source, missing, named in cases:
+        with case(source, missing, named):
+            tmp_path = new_folder()
+            source.write(tmp_path, lambda tensors: tensors.pop(missing.format(i=0)))
+            assert refusal(tmp_path) == f"{named.format(i=0)!r} is missing"
 
 
 def test_experts_apart_and_in_one_tensor_side_by_side_are_refused(tmp_path: Path) -> None:
@@ -300,9 +299,8 @@ def test_two_spellings_of_a_router_side_by_side_are_refused(tmp_path: Path) -> N
     assert refusal(tmp_path) == unclaimed(second)
 
 
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
+def test_a_tensor_the_config_does_not_speak_of_is_refused(new_folder: Callable[[], Path]) -> None:
+    cases = [
         (GRANITEMOE, "model.layers.0.self_attn.q_proj.bias"),
         (GRANITEMOE, "model.layers.0.shared_mlp.input_linear.weight"),
         (GRANITEMOE, "model.layers.1.input_layernorm.weight"),
@@ -310,11 +308,12 @@ def test_two_spellings_of_a_router_side_by_side_are_refused(tmp_path: Path) -> N
         (MIXTRAL, "model.layers.0.self_attn.q_norm.weight"),
         (MIXTRAL, "model.layers.0.block_sparse_moe.gate.e_score_correction_bias"),
         (MIXTRAL, "lm_head.bias"),
-    ],
-)
-def test_a_tensor_the_config_does_not_speak_of_is_refused(source: Source, name: str, tmp_path: Path) -> None:
-    source.write(tmp_path, lambda tensors: tensors.__setitem__(name, torch.zeros(D)))
-    assert refusal(tmp_path) == unclaimed(name)
+    ]
+    for source, name in cases:
+        with case(source, name):
+            tmp_path = new_folder()
+            source.write(tmp_path, lambda tensors: tensors.__setitem__(name, torch.zeros(D)))
+            assert refusal(tmp_path) == unclaimed(name)
 
 
 def test_experts_in_a_layer_that_has_none_are_refused(tmp_path: Path) -> None:
@@ -365,23 +364,24 @@ def test_a_multi_token_prediction_layer_is_unused_with_its_reason(tmp_path: Path
     assert {fate for name, (fate, _) in found.items() if name not in names} == {"packed", "resident"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_a_tensor_beyond_the_multi_token_prediction_layer_is_refused(new_folder: Callable[[], Path]) -> None:
+    cases = [
         "model.layers.3.eh_proj.weight",
         "model.layers.20.eh_proj.weight",
         "model.layers.2",
         "model.layers.1.eh_proj.weight",
         "layers.2.eh_proj.weight",
-    ],
-)
-def test_a_tensor_beyond_the_multi_token_prediction_layer_is_refused(name: str, tmp_path: Path) -> None:
-    def change(tensors: Tensors) -> None:
-        with_router_bias(tensors)
-        tensors[name] = torch.zeros(D, D)
+    ]
+    for name in cases:
+        with case(name):
+            tmp_path = new_folder()
 
-    glm(num_nextn_predict_layers=1).write(tmp_path, change)
-    assert refusal(tmp_path) == unclaimed(name)
+            def change(tensors: Tensors) -> None:
+                with_router_bias(tensors)
+                tensors[name] = torch.zeros(D, D)
+
+            glm(num_nextn_predict_layers=1).write(tmp_path, change)
+            assert refusal(tmp_path) == unclaimed(name)
 
 
 def test_a_decoder_layer_beyond_the_config_s_count_is_no_prediction_layer(tmp_path: Path) -> None:
@@ -416,21 +416,23 @@ def assert_every_value_is_claimed_once(checkpoint: Checkpoint) -> None:
     assert not counts
 
 
-@pytest.mark.parametrize(
-    ("family", "fused"),
-    [(family, fused) for family in sorted(FAMILIES) for fused in (False, True) if not fused or family in ROTARY],
-)
-def test_every_row_of_every_tensor_is_accounted_for_once(family: str, fused: bool, tmp_path: Path) -> None:
-    assert family in BASE
-    checkpoint = Checkpoint(write(Tiny(family, "account", fused=fused), tmp_path))
-    assert_every_value_is_claimed_once(checkpoint)
-    packed = {tensor.name for tensor in checkpoint.account()[1] if tensor.fate == "packed"}
-    spec = checkpoint.spec
-    # Biases of gate and up lie in one tensor, as these do.
-    is_fused = fused or family in ("granitemoe", "gpt_oss")
-    of_each_layer = 2 + 2 * bool(spec.expert.bias) if is_fused else len(spec.expert.matrices) * spec.router.num_experts
-    assert len(packed) == of_each_layer * len(spec.moe_layers)
-    checkpoint.close()
+def test_every_row_of_every_tensor_is_accounted_for_once(new_folder: Callable[[], Path]) -> None:
+    cases = [(family, fused) for family in sorted(FAMILIES) for fused in (False, True) if not fused or family in ROTARY]
+    for family, fused in cases:
+        with case(family, fused):
+            tmp_path = new_folder()
+            assert family in BASE
+            checkpoint = Checkpoint(write(Tiny(family, "account", fused=fused), tmp_path))
+            assert_every_value_is_claimed_once(checkpoint)
+            packed = {tensor.name for tensor in checkpoint.account()[1] if tensor.fate == "packed"}
+            spec = checkpoint.spec
+            # Biases of gate and up lie in one tensor, as these do.
+            is_fused = fused or family in ("granitemoe", "gpt_oss")
+            of_each_layer = (
+                2 + 2 * bool(spec.expert.bias) if is_fused else len(spec.expert.matrices) * spec.router.num_experts
+            )
+            assert len(packed) == of_each_layer * len(spec.moe_layers)
+            checkpoint.close()
 
 
 def test_a_copy_of_the_embedding_that_is_none_is_refused(tmp_path: Path) -> None:

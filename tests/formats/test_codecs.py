@@ -5,11 +5,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from cases import case
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moe_pack.formats import BF16, E5M2, FP8, MXFP4, PartFormat, part_format
+from moe_pack.formats import BF16, E5M2, FP8, MXFP4, part_format
 from moe_pack.formats.codecs import Affine, Bf16, E5m2, Fp8, Mxfp4, affine, decode_part, pack_codes, unpack_codes
 
 with warnings.catch_warnings():
@@ -35,11 +36,11 @@ STAIRS_BYTES = "80 80 80 80 91 91 91 91 a2 a2 a2 a2 b3 b3 b3 b3 c4 c4 c4 c4 d5 d
 OCTAL = [low | high << 2 for low, high in zip(QUARTERS, RISING, strict=True)]
 
 BLOCKS = [
-    pytest.param(1, RISING, RISING_BYTES, id="1"),
-    pytest.param(2, QUARTERS, QUARTERS_BYTES, id="2"),
-    pytest.param(3, OCTAL, f"{QUARTERS_BYTES} {RISING_BYTES}", id="3"),
-    pytest.param(4, STAIRS, STAIRS_BYTES, id="4"),
-    pytest.param(8, [255 - 3 * j for j in range(64)], bytes(255 - 3 * j for j in range(64)).hex(" "), id="8"),
+    (1, RISING, RISING_BYTES),
+    (2, QUARTERS, QUARTERS_BYTES),
+    (3, OCTAL, f"{QUARTERS_BYTES} {RISING_BYTES}"),
+    (4, STAIRS, STAIRS_BYTES),
+    (8, [255 - 3 * j for j in range(64)], bytes(255 - 3 * j for j in range(64)).hex(" ")),
 ]
 
 
@@ -57,63 +58,69 @@ def bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.int32)
 
 
-@pytest.mark.parametrize(("width", "codes", "written"), BLOCKS)
-def test_a_block_of_codes_has_the_bytes_worked_out_by_hand(width: int, codes: list[int], written: str) -> None:
-    assert bytes(pack_codes(codes_of([codes]), width)[0].tolist()).hex(" ") == written
+def test_a_block_of_codes_has_the_bytes_worked_out_by_hand() -> None:
+    for width, codes, written in BLOCKS:
+        with case(width, codes, written):
+            assert bytes(pack_codes(codes_of([codes]), width)[0].tolist()).hex(" ") == written
 
 
-@pytest.mark.parametrize(("width", "codes", "written"), BLOCKS)
-def test_bytes_written_by_hand_give_their_block_of_codes(width: int, codes: list[int], written: str) -> None:
-    assert unpack_codes(codes_of([list(bytes.fromhex(written))]), width)[0].tolist() == codes
+def test_bytes_written_by_hand_give_their_block_of_codes() -> None:
+    for width, codes, written in BLOCKS:
+        with case(width, codes, written):
+            assert unpack_codes(codes_of([list(bytes.fromhex(written))]), width)[0].tolist() == codes
 
 
-@pytest.mark.parametrize(("width", "codes", "written"), BLOCKS)
-def test_blocks_of_a_row_follow_each_other_and_rows_share_nothing(width: int, codes: list[int], written: str) -> None:
-    zeros, empty = [0] * 64, "00 " * (8 * width)
-    packed = pack_codes(codes_of([codes + zeros, zeros + codes]), width)
-    assert [bytes(row).hex() for row in packed.tolist()] == [
-        (written + empty).replace(" ", ""),
-        (empty + written).replace(" ", ""),
-    ]
+def test_blocks_of_a_row_follow_each_other_and_rows_share_nothing() -> None:
+    for width, codes, written in BLOCKS:
+        with case(width, codes, written):
+            zeros, empty = [0] * 64, "00 " * (8 * width)
+            packed = pack_codes(codes_of([codes + zeros, zeros + codes]), width)
+            assert [bytes(row).hex() for row in packed.tolist()] == [
+                (written + empty).replace(" ", ""),
+                (empty + written).replace(" ", ""),
+            ]
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("cols", [64, 192, 448])
-def test_packed_codes_come_back(width: int, cols: int) -> None:
-    codes = random_codes(5, cols, width)
-    packed = pack_codes(codes, width)
-    assert packed.shape == (5, cols * width // 8)
-    assert torch.equal(unpack_codes(packed, width), codes)
+def test_packed_codes_come_back() -> None:
+    for width in WIDTHS:
+        for cols in [64, 192, 448]:
+            with case(width, cols):
+                codes = random_codes(5, cols, width)
+                packed = pack_codes(codes, width)
+                assert packed.shape == (5, cols * width // 8)
+                assert torch.equal(unpack_codes(packed, width), codes)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_codes_at_either_end_of_their_range_come_back(width: int) -> None:
-    codes = codes_of([[0] * 64, [2**width - 1] * 64])
-    assert torch.equal(unpack_codes(pack_codes(codes, width), width), codes)
+def test_codes_at_either_end_of_their_range_come_back() -> None:
+    for width in WIDTHS:
+        with case(width):
+            codes = codes_of([[0] * 64, [2**width - 1] * 64])
+            assert torch.equal(unpack_codes(pack_codes(codes, width), width), codes)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("group", [16, 32, 64, 128, 0])
-def test_affine_decoding_is_bit_equal_to_hqq(width: int, group: int) -> None:
-    rows, cols = 7, 384
-    part = part_format(width, group)
-    codec = affine(part, cols)
-    stored = random_scales(rows, codec.num_groups)
-    codes = random_codes(rows, cols, width)
-    scale, zero = (torch.from_numpy(half.numpy().view(np.float16).astype(np.float32)) for half in stored)
-    meta = {
-        "compute_dtype": torch.float32,
-        "packing": None,
-        "scale": scale.view(-1, 1),
-        "zero": zero.view(-1, 1),
-        "axis": 1,
-        "nbits": width,
-        "group_size": cols // codec.num_groups,
-        "shape": torch.Size((rows, cols)),
-    }
-    theirs = HqqQuantizer.dequantize(codes.view(rows * codec.num_groups, -1), meta)
-    ours = decode_part(part, cols, codec.encode(codes, *stored))
-    assert torch.equal(bits(ours), bits(theirs))
+def test_affine_decoding_is_bit_equal_to_hqq() -> None:
+    for width in WIDTHS:
+        for group in [16, 32, 64, 128, 0]:
+            with case(width, group):
+                rows, cols = 7, 384
+                part = part_format(width, group)
+                codec = affine(part, cols)
+                stored = random_scales(rows, codec.num_groups)
+                codes = random_codes(rows, cols, width)
+                scale, zero = (torch.from_numpy(half.numpy().view(np.float16).astype(np.float32)) for half in stored)
+                meta = {
+                    "compute_dtype": torch.float32,
+                    "packing": None,
+                    "scale": scale.view(-1, 1),
+                    "zero": zero.view(-1, 1),
+                    "axis": 1,
+                    "nbits": width,
+                    "group_size": cols // codec.num_groups,
+                    "shape": torch.Size((rows, cols)),
+                }
+                theirs = HqqQuantizer.dequantize(codes.view(rows * codec.num_groups, -1), meta)
+                ours = decode_part(part, cols, codec.encode(codes, *stored))
+                assert torch.equal(bits(ours), bits(theirs))
 
 
 def random_scales(rows: int, groups: int) -> tuple[Tensor, Tensor]:
@@ -139,13 +146,15 @@ def test_a_hand_worked_row_decodes_to_code_minus_zero_times_scale() -> None:
     assert decode_part(part_format(4, 32), 64, row)[0].tolist() == expected
 
 
-@pytest.mark.parametrize("part", [part_format(3, 16), part_format(4, 32, 8), part_format(8, 0), BF16, FP8, E5M2, MXFP4])
-def test_a_part_decodes_alike_from_the_middle_of_wider_rows(part: PartFormat) -> None:
-    size = part.part_bytes(64)
-    held = torch.randint(0, 120, (6, size), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    wider = torch.full((6, size + 13), 255, dtype=torch.uint8)
-    wider[:, 5 : 5 + size] = held
-    assert torch.equal(bits(decode_part(part, 64, wider[:, 5 : 5 + size])), bits(decode_part(part, 64, held)))
+def test_a_part_decodes_alike_from_the_middle_of_wider_rows() -> None:
+    cases = [part_format(3, 16), part_format(4, 32, 8), part_format(8, 0), BF16, FP8, E5M2, MXFP4]
+    for part in cases:
+        with case(part):
+            size = part.part_bytes(64)
+            held = torch.randint(0, 120, (6, size), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+            wider = torch.full((6, size + 13), 255, dtype=torch.uint8)
+            wider[:, 5 : 5 + size] = held
+            assert torch.equal(bits(decode_part(part, 64, wider[:, 5 : 5 + size])), bits(decode_part(part, 64, held)))
 
 
 def numpy_byte_scales(values: NDArray[np.float32], signed: bool) -> NDArray[np.uint8]:
@@ -170,33 +179,35 @@ def some_values(groups: int, signed: bool) -> NDArray[np.float32]:
     return values if signed else np.abs(values)
 
 
-@pytest.mark.parametrize("signed", [False, True], ids=["scales", "zeros"])
-@pytest.mark.parametrize("groups", [1, 4, 24])
-def test_byte_scales_are_stored_as_plain_numpy_stores_them(groups: int, signed: bool) -> None:
-    values = some_values(groups, signed)
-    other = np.ones_like(values)
-    scale, zero = (other, values) if signed else (values, other)
-    codec = Affine(part_format(4, 16, 8), 16 * groups)
-    stored = codec.store_scales(torch.from_numpy(scale), torch.from_numpy(zero))[signed]
-    assert np.array_equal(stored.numpy(), numpy_byte_scales(values, signed))
+def test_byte_scales_are_stored_as_plain_numpy_stores_them() -> None:
+    for signed in [False, True]:
+        for groups in [1, 4, 24]:
+            with case(signed, groups):
+                values = some_values(groups, signed)
+                other = np.ones_like(values)
+                scale, zero = (other, values) if signed else (values, other)
+                codec = Affine(part_format(4, 16, 8), 16 * groups)
+                stored = codec.store_scales(torch.from_numpy(scale), torch.from_numpy(zero))[signed]
+                assert np.array_equal(stored.numpy(), numpy_byte_scales(values, signed))
 
 
-@pytest.mark.parametrize("group", [16, 32, 64, 128, 0])
-def test_byte_scales_decode_as_plain_numpy_decodes_them(group: int) -> None:
-    rows, cols, part = 9, 384, part_format(4, group, 8)
-    codec = affine(part, cols)
-    scales = numpy_byte_scales(some_values(codec.num_groups, False), False)
-    zeros = numpy_byte_scales(some_values(codec.num_groups, True), True)
-    codes = random_codes(rows, cols, 4)
-    ours = decode_part(part, cols, codec.encode(codes, torch.from_numpy(scales), torch.from_numpy(zeros)))
-    expected = np.empty((rows, cols), np.float32)
-    for i in range(rows):
-        for j in range(cols):
-            k = j // (cols // codec.num_groups)
-            scale = np.float32(scales[i, 2 + k]) * np.float32(scales[i, :2].view(np.float16)[0])
-            zero = np.float32(zeros[i, 2 + k].view(np.int8)) * np.float32(zeros[i, :2].view(np.float16)[0])
-            expected[i, j] = (np.float32(codes[i, j].item()) - zero) * scale
-    assert torch.equal(bits(ours), bits(torch.from_numpy(expected)))
+def test_byte_scales_decode_as_plain_numpy_decodes_them() -> None:
+    for group in [16, 32, 64, 128, 0]:
+        with case(group):
+            rows, cols, part = 9, 384, part_format(4, group, 8)
+            codec = affine(part, cols)
+            scales = numpy_byte_scales(some_values(codec.num_groups, False), False)
+            zeros = numpy_byte_scales(some_values(codec.num_groups, True), True)
+            codes = random_codes(rows, cols, 4)
+            ours = decode_part(part, cols, codec.encode(codes, torch.from_numpy(scales), torch.from_numpy(zeros)))
+            expected = np.empty((rows, cols), np.float32)
+            for i in range(rows):
+                for j in range(cols):
+                    k = j // (cols // codec.num_groups)
+                    scale = np.float32(scales[i, 2 + k]) * np.float32(scales[i, :2].view(np.float16)[0])
+                    zero = np.float32(zeros[i, 2 + k].view(np.int8)) * np.float32(zeros[i, :2].view(np.float16)[0])
+                    expected[i, j] = (np.float32(codes[i, j].item()) - zero) * scale
+            assert torch.equal(bits(ours), bits(torch.from_numpy(expected)))
 
 
 def test_a_byte_scale_is_never_zero_so_that_every_group_can_hold_something() -> None:
@@ -260,15 +271,15 @@ def test_e5m2_codes_are_the_numbers_worked_out_by_hand() -> None:
     assert bits(found)[10] == -(2**31)
 
 
-@pytest.mark.parametrize(
-    ("byte", "scale"), [(0, 2.0**-127), (1, 2.0**-126), (127, 1.0), (130, 8.0), (254, 2.0**127), (255, float("nan"))]
-)
-def test_a_byte_of_scale_is_a_power_of_two(byte: int, scale: float) -> None:
-    ones = codes_of([[2] * 32 + [10] * 32])  # 1 and -1
-    found = decode_part(MXFP4, 64, Mxfp4(MXFP4, 64).encode(ones, codes_of([[byte, 127]])))[0]
-    np.testing.assert_array_equal(found.numpy(), np.array([scale] * 32 + [-1.0] * 32, np.float32))
-    row = E5m2(E5M2, 64).encode(codes_of([[0x3C] * 64]), codes_of([[byte]]))
-    np.testing.assert_array_equal(decode_part(E5M2, 64, row)[0].numpy(), np.array([scale] * 64, np.float32))
+def test_a_byte_of_scale_is_a_power_of_two() -> None:
+    cases = [(0, 2.0**-127), (1, 2.0**-126), (127, 1.0), (130, 8.0), (254, 2.0**127), (255, float("nan"))]
+    for byte, scale in cases:
+        with case(byte, scale):
+            ones = codes_of([[2] * 32 + [10] * 32])  # 1 and -1
+            found = decode_part(MXFP4, 64, Mxfp4(MXFP4, 64).encode(ones, codes_of([[byte, 127]])))[0]
+            np.testing.assert_array_equal(found.numpy(), np.array([scale] * 32 + [-1.0] * 32, np.float32))
+            row = E5m2(E5M2, 64).encode(codes_of([[0x3C] * 64]), codes_of([[byte]]))
+            np.testing.assert_array_equal(decode_part(E5M2, 64, row)[0].numpy(), np.array([scale] * 64, np.float32))
 
 
 def test_products_of_the_smallest_scale_are_exact() -> None:

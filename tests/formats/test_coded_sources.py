@@ -1,10 +1,12 @@
 """Checkpoints in FP8 and MXFP4: what their codes mean, which tensors they need, what is refused."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases import case
 from coded import (
     FP8_CONFIG,
     IN_BLOCKS,
@@ -191,9 +193,8 @@ def test_scales_in_bfloat16_are_read_exactly(tmp_path: Path) -> None:
     checkpoint.close()
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_another_quantization_is_refused_by_name(new_folder: Callable[[], Path]) -> None:
+    cases = [
         ({"weight_block_size": [64, 128]}, "weight_block_size is [64, 128], supported is [128, 128] only"),
         ({"weight_block_size": None}, "weight_block_size is [], supported is [128, 128] only"),
         ({"fmt": "e5m2"}, "fmt is 'e5m2', supported: e4m3"),
@@ -201,10 +202,13 @@ def test_scales_in_bfloat16_are_read_exactly(tmp_path: Path) -> None:
         ({"kv_cache_scheme": "fp8"}, "key 'kv_cache_scheme' ('fp8') is not one this family is known with"),
         ({"quant_method": "awq"}, "quant_method is 'awq', supported: fp8, mxfp4; use the 16-bit original"),
         ({"quant_method": None}, "quant_method is '', supported: fp8, mxfp4; use the 16-bit original"),
-    ],
-)
-def test_another_quantization_is_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
-    assert refusal(fp8_model(**config).write(tmp_path, in_fp8)) == f"config.json: quantization_config: {message}"
+    ]
+    for config, message in cases:
+        with case(config, message):
+            tmp_path = new_folder()
+            assert (
+                refusal(fp8_model(**config).write(tmp_path, in_fp8)) == f"config.json: quantization_config: {message}"
+            )
 
 
 @pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers"])
@@ -216,9 +220,8 @@ def test_what_was_not_converted_is_told_by_the_tensors(key: str, tmp_path: Path)
     checkpoint.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor", "message"),
-    [
+def test_blocks_and_their_scales_must_fit_the_model(new_folder: Callable[[], Path]) -> None:
+    cases = [
         ("gate_up_scales", None, "'model.layers.0.experts.gate_up_scales' is missing"),
         ("gate_up_scales", torch.zeros((2, 192, 3), dtype=torch.uint8),
          "'model.layers.0.experts.gate_up_scales' has shape [2, 192, 3], expected [2, 192, 2]"),
@@ -226,23 +229,22 @@ def test_what_was_not_converted_is_told_by_the_tensors(key: str, tmp_path: Path)
          "'model.layers.0.experts.down_scales' is F32, expected U8"),
         ("down_blocks", torch.zeros((2, 64, 3, 32), dtype=torch.uint8),
          "'model.layers.0.experts.down_blocks' has shape [2, 64, 3, 32], expected [2, 64, 3, 16]"),
-    ],
-)  # fmt: skip
-def test_blocks_and_their_scales_must_fit_the_model(
-    name: str, tensor: torch.Tensor | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(FAMILIES, "mixtral", held_so(IN_BLOCKS))
+    ]  # fmt: skip
+    for name, tensor, message in cases:
+        with case(name, tensor, message), pytest.MonkeyPatch.context() as monkeypatch:
+            tmp_path = new_folder()
+            monkeypatch.setitem(FAMILIES, "mixtral", held_so(IN_BLOCKS))
 
-    def change(tensors: Tensors) -> None:
-        put_into_blocks(tensors, 96, 64)
-        for layer in range(2):
-            place = f"model.layers.{layer}.experts.{name}"
-            if tensor is None:
-                del tensors[place]
-            else:
-                tensors[place] = tensor.clone()
+            def change(tensors: Tensors) -> None:
+                put_into_blocks(tensors, 96, 64)
+                for layer in range(2):
+                    place = f"model.layers.{layer}.experts.{name}"
+                    if tensor is None:
+                        del tensors[place]
+                    else:
+                        tensors[place] = tensor.clone()
 
-    assert refusal(mxfp4_model().write(tmp_path, change)) == f"checkpoint: tensor {message}"
+            assert refusal(mxfp4_model().write(tmp_path, change)) == f"checkpoint: tensor {message}"
 
 
 def test_blocks_that_the_config_does_not_speak_of_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from cases import case
 
 from moe_pack.formats import CheckpointError, LongRopeSpec, RopeSpec, YarnSpec
 from moe_pack.formats.families import Config
@@ -36,9 +37,8 @@ def refusal(read: Read, **values: Any) -> str:
 # --- typed reads
 
 
-@pytest.mark.parametrize(
-    ("read", "value", "found"),
-    [
+def test_a_value_of_the_right_type_is_read_and_null_is_the_default() -> None:
+    cases = [
         (lambda c: c.whole("a"), 1, 1),
         (lambda c: c.whole("a"), 2**31 - 1, 2**31 - 1),
         (lambda c: c.whole("a", 7), None, 7),
@@ -61,24 +61,24 @@ def refusal(read: Read, **values: Any) -> str:
         (lambda c: c.flag("a", True), None, True),
         (lambda c: c.choice("a", ("x", "y")), "y", "y"),
         (lambda c: c.choice("a", ("x", "y")), None, "x"),
-    ],
-)
-def test_a_value_of_the_right_type_is_read_and_null_is_the_default(read: Read, value: object, found: object) -> None:
-    given = config(a=value)
-    got = read(given)
-    assert got == found and type(got) is type(found)
-    given.refuse_unread()
+    ]
+    for read, value, found in cases:
+        with case(read, value, found):
+            given = config(a=value)
+            got = read(given)
+            assert got == found and type(got) is type(found)
+            given.refuse_unread()
 
 
-@pytest.mark.parametrize("name", ["whole", "count", "number", "text", "flag", "num_layers"])
-def test_a_missing_key_without_default_is_refused(name: str) -> None:
-    for values in ({}, {"a": None}):
-        assert refusal(lambda c: getattr(c, name)("a"), **values).startswith("key 'a' is missing, expected ")
+def test_a_missing_key_without_default_is_refused() -> None:
+    for name in ["whole", "count", "number", "text", "flag", "num_layers"]:
+        with case(name):
+            for values in ({}, {"a": None}):
+                assert refusal(lambda c: getattr(c, name)("a"), **values).startswith("key 'a' is missing, expected ")
 
 
-@pytest.mark.parametrize(
-    ("read", "value", "message"),
-    [
+def test_a_value_of_another_type_or_range_is_refused() -> None:
+    cases = [
         (lambda c: c.whole("a"), 0, "a is 0, expected 1 to 2^31 - 1"),
         (lambda c: c.whole("a"), 2**31, "a is 2147483648, expected 1 to 2^31 - 1"),
         (lambda c: c.whole("a"), True, "a is True, expected a whole number"),
@@ -108,38 +108,53 @@ def test_a_missing_key_without_default_is_refused(name: str) -> None:
         (lambda c: c.choice("a", ("x", "y")), 0, "a is 0, expected a string"),
         (lambda c: c.group("a"), [1], "a: expected a JSON object"),
         (lambda c: c.group("a"), False, "a: expected a JSON object"),
-    ],
-)
-def test_a_value_of_another_type_or_range_is_refused(read: Read, value: object, message: str) -> None:
-    assert refusal(read, a=value) == message
+    ]
+    for read, value, message in cases:
+        with case(read, value, message):
+            assert refusal(read, a=value) == message
 
 
-@pytest.mark.parametrize(
-    ("expected", "value"), [(False, False), (1, 1), (1, 1.0), (0.5, 0.5), ("silu", "silu"), (None, None), (2, None)]
-)
-def test_the_one_value_supported_or_none_at_all_is_accepted(expected: object, value: object) -> None:
-    for given in (config(a=value), config()):
-        given.only("a", expected)
-        given.refuse_unread()
+def test_the_one_value_supported_or_none_at_all_is_accepted() -> None:
+    cases = [(False, False), (1, 1), (1, 1.0), (0.5, 0.5), ("silu", "silu"), (None, None), (2, None)]
+    for expected, value in cases:
+        with case(expected, value):
+            for given in (config(a=value), config()):
+                given.only("a", expected)
+                given.refuse_unread()
 
 
-@pytest.mark.parametrize(
-    ("expected", "value"),
-    [(False, True), (False, 0), (True, 1), (1, True), (0, False), (1, 2), (None, False), (None, 8.0), ("silu", "gelu")],
-)
-def test_any_other_value_is_refused_and_true_is_no_1(expected: object, value: object) -> None:
-    message = f"a is {value!r}, supported is {expected!r} only"
-    assert refusal(lambda c: c.only("a", expected), a=value) == message
+def test_any_other_value_is_refused_and_true_is_no_1() -> None:
+    cases = [
+        (False, True),
+        (False, 0),
+        (True, 1),
+        (1, True),
+        (0, False),
+        (1, 2),
+        (None, False),
+        (None, 8.0),
+        ("silu", "gelu"),
+    ]
+    for expected, value in cases:
+        with case(expected, value):
+            message = f"a is {value!r}, supported is {expected!r} only"
+            assert refusal(lambda c: c.only("a", expected), a=value) == message
 
 
-@pytest.mark.parametrize(
-    ("values", "key"),
-    [({"a": 1}, "a"), ({"b": 1}, "b"), ({"a": 1, "b": 1}, "a"), ({"a": None, "b": 1}, "b"), ({}, "a"), ({"a": 0}, "a")],
-)
-def test_the_spelling_that_is_there_is_found_and_both_count_as_read(values: Values, key: str) -> None:
-    given = config(**values)
-    assert given.either("a", "b") == key
-    given.refuse_unread()
+def test_the_spelling_that_is_there_is_found_and_both_count_as_read() -> None:
+    cases = [
+        ({"a": 1}, "a"),
+        ({"b": 1}, "b"),
+        ({"a": 1, "b": 1}, "a"),
+        ({"a": None, "b": 1}, "b"),
+        ({}, "a"),
+        ({"a": 0}, "a"),
+    ]
+    for values, key in cases:
+        with case(values, key):
+            given = config(**values)
+            assert given.either("a", "b") == key
+            given.refuse_unread()
 
 
 def test_two_spellings_that_differ_are_refused() -> None:
@@ -176,32 +191,30 @@ def test_a_group_keeps_its_own_account_and_names_itself() -> None:
 # --- what families share
 
 
-@pytest.mark.parametrize(
-    ("values", "layers"),
-    [
+def test_layers_with_experts_come_after_the_first_dense_ones() -> None:
+    cases = [
         ({}, (1, 2, 3)),
         ({"first_k_dense_replace": None}, (1, 2, 3)),
         ({"first_k_dense_replace": 0}, (0, 1, 2, 3)),
         ({"first_k_dense_replace": 3}, (3,)),
         ({"first_k_dense_replace": 9}, ()),
-    ],
-)
-def test_layers_with_experts_come_after_the_first_dense_ones(values: Values, layers: tuple[int, ...]) -> None:
-    assert layers_after_dense(config(num_hidden_layers=4, **values), default=1) == layers
+    ]
+    for values, layers in cases:
+        with case(values, layers):
+            assert layers_after_dense(config(num_hidden_layers=4, **values), default=1) == layers
 
 
-@pytest.mark.parametrize(
-    ("values", "layers"),
-    [
+def test_layers_with_experts_come_at_every_step_but_those_named() -> None:
+    cases = [
         ({}, (0, 1, 2, 3, 4)),
         ({"decoder_sparse_step": 2}, (1, 3)),
         ({"mlp_only_layers": [0, 4, 7]}, (1, 2, 3)),
         ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1,)),
         ({"decoder_sparse_step": 6}, ()),
-    ],
-)
-def test_layers_with_experts_come_at_every_step_but_those_named(values: Values, layers: tuple[int, ...]) -> None:
-    assert layers_by_step(config(num_hidden_layers=5, **values)) == layers
+    ]
+    for values, layers in cases:
+        with case(values, layers):
+            assert layers_by_step(config(num_hidden_layers=5, **values)) == layers
 
 
 @pytest.mark.parametrize(
@@ -264,9 +277,8 @@ def yarn_of(scaling: Values) -> YarnSpec:
     return yarn
 
 
-@pytest.mark.parametrize(
-    ("four", "five", "rope"),
-    [
+def test_spellings_of_transformers_4_and_5_give_the_same_positions() -> None:
+    cases = [
         ({"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 500_000}, RopeSpec(5e5, 32, False, None)),
         ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_theta": 5e5}, RopeSpec(5e5, 32, False, None)),
         ({"partial_rotary_factor": 1.0, "rope_theta": 1e4},
@@ -277,10 +289,10 @@ def yarn_of(scaling: Values) -> YarnSpec:
         ({"rope_theta": 1e6, "rope_scaling": {"type": "longrope"} | LONG, "original_max_position_embeddings": 64},
          {"rope_type": "longrope", "rope_theta": 1e6, "original_max_position_embeddings": 64} | LONG,
          RopeSpec(1e6, 32, False, LongRopeSpec("longrope", 64, (1.0, 1.5), (2.0, 4.0), 1.1, 1.25))),
-    ],
-)  # fmt: skip
-def test_spellings_of_transformers_4_and_5_give_the_same_positions(four: Values, five: Values, rope: RopeSpec) -> None:
-    assert rope_of(four) == rope_of({"rope_parameters": five}) == rope
+    ]  # fmt: skip
+    for four, five, rope in cases:
+        with case(four, five, rope):
+            assert rope_of(four) == rope_of({"rope_parameters": five}) == rope
 
 
 def test_what_the_config_leaves_open_is_the_family_s() -> None:
@@ -291,11 +303,12 @@ def test_what_the_config_leaves_open_is_the_family_s() -> None:
     assert rope_of(four, **family) == rope_of({"rope_parameters": five}, **family) == RopeSpec(3e5, 8, True, None)
 
 
-@pytest.mark.parametrize("factor", [0.5, 0.999, 2.0, 0, -1, 1e30])
-def test_part_of_a_head_is_turned_only_in_families_that_do_so(factor: float) -> None:
-    message = f"partial_rotary_factor is {float(factor)}, supported is 1.0 only"
-    assert refusal(read_any_rope, partial_rotary_factor=factor) == message
-    assert refusal(read_any_rope, rope_parameters={"partial_rotary_factor": factor}) == message
+def test_part_of_a_head_is_turned_only_in_families_that_do_so() -> None:
+    for factor in [0.5, 0.999, 2.0, 0, -1, 1e30]:
+        with case(factor):
+            message = f"partial_rotary_factor is {float(factor)}, supported is 1.0 only"
+            assert refusal(read_any_rope, partial_rotary_factor=factor) == message
+            assert refusal(read_any_rope, rope_parameters={"partial_rotary_factor": factor}) == message
 
 
 def test_the_same_value_in_the_group_and_beside_it_is_one() -> None:
@@ -311,9 +324,8 @@ def test_the_original_context_is_all_positions_where_nothing_says_otherwise() ->
     assert yarn_of(YARN).original_max_position_embeddings == 1024
 
 
-@pytest.mark.parametrize(
-    ("scaling", "attention_factor"),
-    [
+def test_yarn_s_factor_of_cosine_and_sine_is_given_or_follows() -> None:
+    cases = [
         ({}, TURNS),
         ({"factor": 1.0}, 1.0),
         ({"factor": 0.5}, 1.0),
@@ -325,22 +337,21 @@ def test_the_original_context_is_all_positions_where_nothing_says_otherwise() ->
         ({"attention_factor": 1.5, "mscale": 0.5, "mscale_all_dim": 0.25}, 1.5),
         ({"mscale": 0.5, "mscale_all_dim": 0.25}, (0.05 * math.log(4) + 1) / (0.025 * math.log(4) + 1)),
         ({"mscale": 0.707, "mscale_all_dim": 0.707}, 1.0),
-    ],
-)
-def test_yarn_s_factor_of_cosine_and_sine_is_given_or_follows(scaling: Values, attention_factor: float) -> None:
-    assert yarn_of(YARN | scaling).attention_factor == pytest.approx(attention_factor, rel=1e-15)
+    ]
+    for scaling, attention_factor in cases:
+        with case(scaling, attention_factor):
+            assert yarn_of(YARN | scaling).attention_factor == pytest.approx(attention_factor, rel=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("mscale", "all_dim"),
-    [(0.5, 0), (0.5, None), (0, 0.5), (None, 0.5), (0, 1), (1, -1), (-1, 1), (1e6, 1), (1, 1e6)],
-)
-def test_one_mscale_without_the_other_or_out_of_range_is_refused(mscale: float | None, all_dim: float | None) -> None:
-    scaling = {"rope_type": "yarn", "mscale": mscale, "mscale_all_dim": all_dim} | YARN
-    assert refusal(read_any_rope, **POSITIONS, rope_scaling=scaling) == (
-        f"rope_scaling: mscale is {float(mscale or 0)}, mscale_all_dim {float(all_dim or 0)}; "
-        "supported are both above 0, or neither"
-    )
+def test_one_mscale_without_the_other_or_out_of_range_is_refused() -> None:
+    cases = [(0.5, 0), (0.5, None), (0, 0.5), (None, 0.5), (0, 1), (1, -1), (-1, 1), (1e6, 1), (1, 1e6)]
+    for mscale, all_dim in cases:
+        with case(mscale, all_dim):
+            scaling = {"rope_type": "yarn", "mscale": mscale, "mscale_all_dim": all_dim} | YARN
+            assert refusal(read_any_rope, **POSITIONS, rope_scaling=scaling) == (
+                f"rope_scaling: mscale is {float(mscale or 0)}, mscale_all_dim {float(all_dim or 0)}; "
+                "supported are both above 0, or neither"
+            )
 
 
 def test_yarn_s_bounds_are_read() -> None:
@@ -358,12 +369,13 @@ def test_yarn_scales_attention_by_the_square_of_its_mscale_for_all_dimensions() 
 KINDS = "rope_type {!r} is not supported; supported: {}"
 
 
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3", "su", "proportional", "YARN", ""])
-@pytest.mark.parametrize(("group", "key"), [("rope_scaling", "type"), ("rope_parameters", "rope_type")])
-def test_a_scaling_we_do_not_implement_is_refused_by_its_name(group: str, key: str, kind: str) -> None:
-    assert refusal(read_any_rope, **{group: {key: kind, "factor": 2.0}}) == KINDS.format(
-        kind, "default, yarn, longrope"
-    )
+def test_a_scaling_we_do_not_implement_is_refused_by_its_name() -> None:
+    for kind in ["linear", "dynamic", "llama3", "su", "proportional", "YARN", ""]:
+        for group, key in [("rope_scaling", "type"), ("rope_parameters", "rope_type")]:
+            with case(kind, group, key):
+                assert refusal(read_any_rope, **{group: {key: kind, "factor": 2.0}}) == KINDS.format(
+                    kind, "default, yarn, longrope"
+                )
 
 
 def test_a_scaling_that_only_other_families_have_is_refused_by_its_name() -> None:
@@ -375,9 +387,8 @@ def test_a_scaling_that_only_other_families_have_is_refused_by_its_name() -> Non
     assert rope_of({"rope_scaling": yarn}, scalings=("yarn",)) == rope_of({"rope_scaling": yarn})
 
 
-@pytest.mark.parametrize(
-    ("group", "message"),
-    [
+def test_a_group_with_a_key_unread_missing_or_of_another_type_is_refused() -> None:
+    cases = [
         ({"rope_theta": 1e4, "factor": 2.0}, "key 'factor' (2.0) is not one this family is known with"),
         ({"rope_type": "yarn", "low_freq_factor": 1.0} | YARN,
          "key 'low_freq_factor' (1.0) is not one this family is known with"),
@@ -393,15 +404,14 @@ def test_a_scaling_that_only_other_families_have_is_refused_by_its_name() -> Non
          "short_factor is [1, '2'], expected a list of numbers"),
         ({"rope_type": "yarn", "type": "longrope"}, "rope_type is 'yarn', type is 'longrope'; they mean the same"),
         ({"rope_theta": "1e4"}, "rope_theta is '1e4', expected a number"),
-    ],
-)  # fmt: skip
-def test_a_group_with_a_key_unread_missing_or_of_another_type_is_refused(group: Values, message: str) -> None:
-    assert refusal(read_any_rope, **POSITIONS, rope_parameters=group) == f"rope_parameters: {message}"
+    ]  # fmt: skip
+    for group, message in cases:
+        with case(group, message):
+            assert refusal(read_any_rope, **POSITIONS, rope_parameters=group) == f"rope_parameters: {message}"
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_values_that_contradict_each_other_are_refused() -> None:
+    cases = [
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e3}},
          "rope_theta is 10000.0, supported is 5000.0 only"),
         ({"partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.5}},
@@ -410,10 +420,10 @@ def test_a_group_with_a_key_unread_missing_or_of_another_type_is_refused(group: 
          "original_max_position_embeddings is 2048, supported is 1024 only"),
         ({"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_type": "default"}},
          "rope_parameters is {'rope_type': 'default'}, rope_scaling is {'type': 'default'}; they mean the same"),
-    ],
-)  # fmt: skip
-def test_values_that_contradict_each_other_are_refused(values: Values, message: str) -> None:
-    assert refusal(read_any_rope, **POSITIONS, **values) == message
+    ]  # fmt: skip
+    for values, message in cases:
+        with case(values, message):
+            assert refusal(read_any_rope, **POSITIONS, **values) == message
 
 
 @pytest.mark.parametrize("number", [10**400, 1e300, -1e38])

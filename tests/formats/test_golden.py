@@ -12,11 +12,12 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pytest
+from cases import case
 from models import TinyMixtral
 from numpy.typing import NDArray
 from second_reader import SecondReader
@@ -166,9 +167,11 @@ def digests_of_files(folder: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("golden", GOLDENS, ids=lambda golden: golden.selector)
-def test_the_bytes_of_a_pack_have_not_changed(golden: Golden, tmp_path: Path) -> None:
-    assert pack_digests(golden, tmp_path) == SHARED_DIGESTS | golden.digests
+def test_the_bytes_of_a_pack_have_not_changed(new_folder: Callable[[], Path]) -> None:
+    for golden in GOLDENS:
+        with case(golden):
+            tmp_path = new_folder()
+            assert pack_digests(golden, tmp_path) == SHARED_DIGESTS | golden.digests
 
 
 # -- What sources keep in few bits -------------------------------------------------------------------------------------

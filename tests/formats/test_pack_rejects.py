@@ -5,10 +5,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import case
 from reseal import Change, JsonObject, edit_byte, manifest_of, read_whole, refusal, reseal, sealed
 
 from moe_pack.formats import Pack, PackError
@@ -100,14 +102,14 @@ def test_a_manifest_with_another_digest_of_itself_is_refused(folder: Path) -> No
     assert refusal(folder) == "manifest.json: SHA-256 does not match its bytes; the file is damaged"
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [(b'"\n}\n', b'"\n}'), (b'"\n}\n', b'"\n}\n\n'), (b'"\n}\n', b'",\n "z": 1\n}\n'), (b'"\n}\n', b'" \n}\n')],
-)
-def test_a_manifest_that_does_not_end_with_its_digest_is_refused(folder: Path, old: bytes, new: bytes) -> None:
-    rewrite(folder, old, new)
-    expected = "manifest.json: does not end with its own digest; the file is cut or damaged"
-    assert refusal(folder) == expected
+def test_a_manifest_that_does_not_end_with_its_digest_is_refused(new_pack: Callable[[], Path]) -> None:
+    cases = [(b'"\n}\n', b'"\n}'), (b'"\n}\n', b'"\n}\n\n'), (b'"\n}\n', b'",\n "z": 1\n}\n'), (b'"\n}\n', b'" \n}\n')]
+    for old, new in cases:
+        with case(old, new):
+            folder = new_pack()
+            rewrite(folder, old, new)
+            expected = "manifest.json: does not end with its own digest; the file is cut or damaged"
+            assert refusal(folder) == expected
 
 
 def test_a_manifest_cut_anywhere_is_refused(folder: Path) -> None:
@@ -117,18 +119,18 @@ def test_a_manifest_cut_anywhere_is_refused(folder: Path) -> None:
         assert re.match(r"manifest\.json: (not valid JSON \(|does not end with its own digest)", refusal(folder))
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
+def test_a_manifest_that_is_no_strict_json_is_refused(new_pack: Callable[[], Path]) -> None:
+    cases = [
         (b'"eps": 1e-05', b'"eps": NaN', "found NaN, expected JSON numbers only"),
         (b'"eps": 1e-05', b'"eps": Infinity', "found Infinity, expected JSON numbers only"),
         (b'"vocab_size": 96', b'"vocab_size": 96, "vocab_size": 96', "key 'vocab_size' appears twice"),
         (b'"format": "moe-pack",', b'"format": "moe-pack", "format": "moe-pack",', "key 'format' appears twice"),
-    ],
-)
-def test_a_manifest_that_is_no_strict_json_is_refused(folder: Path, old: bytes, new: bytes, message: str) -> None:
-    rewrite(folder, old, new)
-    assert refusal(folder) == f"manifest.json: {message}"
+    ]
+    for old, new, message in cases:
+        with case(old, new, message):
+            folder = new_pack()
+            rewrite(folder, old, new)
+            assert refusal(folder) == f"manifest.json: {message}"
 
 
 def test_a_deeply_nested_manifest_is_refused(folder: Path) -> None:
@@ -136,12 +138,13 @@ def test_a_deeply_nested_manifest_is_refused(folder: Path) -> None:
     assert refusal(folder).startswith("manifest.json: not valid JSON (maximum recursion depth exceeded")
 
 
-@pytest.mark.parametrize(
-    "raw", [b"[]", b"null", b'"moe-pack"', b"{}", b'{"format": "gguf"}', b'{"format": ["moe-pack"]}']
-)
-def test_a_manifest_of_another_format_is_refused(folder: Path, raw: bytes) -> None:
-    (folder / "manifest.json").write_bytes(raw)
-    assert refusal(folder) == "manifest.json: found no format 'moe-pack'; this folder is no pack"
+def test_a_manifest_of_another_format_is_refused(new_pack: Callable[[], Path]) -> None:
+    cases = [b"[]", b"null", b'"moe-pack"', b"{}", b'{"format": "gguf"}', b'{"format": ["moe-pack"]}']
+    for raw in cases:
+        with case(raw):
+            folder = new_pack()
+            (folder / "manifest.json").write_bytes(raw)
+            assert refusal(folder) == "manifest.json: found no format 'moe-pack'; this folder is no pack"
 
 
 def test_a_manifest_of_exactly_the_largest_size_is_read(folder: Path) -> None:
@@ -182,9 +185,8 @@ LONGROPE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("fault", "legal", "message"),
-    [
+def test_a_manifest_with_a_fault_is_refused_and_without_it_read(new_pack: Callable[[], Path]) -> None:
+    cases = [
         (setting("moe-pack-2", "format"), setting("moe-pack", "format"),
          "found no format 'moe-pack'; this folder is no pack"),
         (setting(1, "version"), setting(2, "version"),
@@ -253,26 +255,26 @@ LONGROPE = {
         (setting(-1, "files", 0, "bytes"), AS_IT_WAS, "file 'config.json' has -1 bytes"),
         (setting(2**62, "expert_files", 0, "bytes"), AS_IT_WAS,
          f"file 'experts-000.safetensors' has {2**62} bytes"),
-    ],
-)  # fmt: skip
-def test_a_manifest_with_a_fault_is_refused_and_without_it_read(
-    folder: Path, fault: Change, legal: Change, message: str
-) -> None:
-    reseal(folder, after=legal)
-    read_whole(folder)
-    reseal(folder, after=fault)
-    assert refusal(folder) == f"manifest.json: {message}"
+    ]  # fmt: skip
+    for fault, legal, message in cases:
+        with case(fault, legal, message):
+            folder = new_pack()
+            reseal(folder, after=legal)
+            read_whole(folder)
+            reseal(folder, after=fault)
+            assert refusal(folder) == f"manifest.json: {message}"
 
 
-@pytest.mark.parametrize("feature", [[], {}, None, 3, ["affine"]])
-def test_a_feature_that_is_no_name_is_refused(folder: Path, feature: object) -> None:
-    reseal(folder, after=setting(["affine", feature], "features"))
-    assert refusal(folder).startswith("manifest.json: ")
+def test_a_feature_that_is_no_name_is_refused(new_pack: Callable[[], Path]) -> None:
+    for feature in [[], {}, None, 3, ["affine"]]:
+        with case(feature):
+            folder = new_pack()
+            reseal(folder, after=setting(["affine", feature], "features"))
+            assert refusal(folder).startswith("manifest.json: ")
 
 
-@pytest.mark.parametrize(
-    ("path", "wrong", "right", "message"),
-    [
+def test_a_model_that_cannot_be_is_refused(new_pack: Callable[[], Path]) -> None:
+    cases = [
         (("vocab_size",), 0, 96, "vocab_size is 0, expected 1 to 2^31 - 1"),
         (("max_position_embeddings",), 2**31, 2**31 - 1,
          "max_position_embeddings is 2147483648, expected 1 to 2^31 - 1"),
@@ -309,48 +311,51 @@ def test_a_feature_that_is_no_name_is_refused(folder: Path, feature: object) -> 
          "extra_floats is 0, expected 64: the bias of down, where there is one"),
         (("expert", "extra_floats"), -1, 0,
          "extra_floats is -1, expected 0: the bias of down, where there is one"),
-    ],
-)  # fmt: skip
-def test_a_model_that_cannot_be_is_refused(
-    folder: Path, path: tuple[str, ...], wrong: object, right: object, message: str
-) -> None:
-    reseal(folder, after=setting(right, "model", *path))
-    read_whole(folder)
-    reseal(folder, after=setting(wrong, "model", *path))
-    assert refusal(folder) == f"manifest.json: model: {message}"
+    ]  # fmt: skip
+    for path, wrong, right, message in cases:
+        with case(path, wrong, right, message):
+            folder = new_pack()
+            reseal(folder, after=setting(right, "model", *path))
+            read_whole(folder)
+            reseal(folder, after=setting(wrong, "model", *path))
+            assert refusal(folder) == f"manifest.json: model: {message}"
 
 
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
+def test_layers_with_experts_that_the_model_cannot_have_are_refused(new_pack: Callable[[], Path]) -> None:
+    cases = [
         ([1, 0], "moe_layers does not name decoder layers, at least one, in rising order"),
         ([], "moe_layers does not name decoder layers, at least one, in rising order"),
         ([0, 2], "moe_layers does not name decoder layers, at least one, in rising order"),
         ([0], "dense_intermediate_size is None with 1 layers without experts"),
-    ],
-)
-def test_layers_with_experts_that_the_model_cannot_have_are_refused(
-    folder: Path, layers: list[int], message: str
-) -> None:
-    held = (folder / "experts-000.safetensors").read_bytes()
+    ]
+    for layers, message in cases:
+        with case(layers, message):
+            folder = new_pack()
+            held = (folder / "experts-000.safetensors").read_bytes()
 
-    def change(values: JsonObject) -> None:
-        values["model"]["moe_layers"] = layers
-        values["expert_files"] = values["expert_files"][: len(layers)]
-        for file, layer in zip(values["expert_files"], layers, strict=True):
-            file["name"] = f"experts-{layer:03d}.safetensors"
-            (folder / file["name"]).write_bytes(held)
+            def change(values: JsonObject) -> None:
+                values["model"]["moe_layers"] = layers
+                values["expert_files"] = values["expert_files"][: len(layers)]
+                for file, layer in zip(values["expert_files"], layers, strict=True):
+                    file["name"] = f"experts-{layer:03d}.safetensors"
+                    (folder / file["name"]).write_bytes(held)
 
-    reseal(folder, before=change)
-    assert refusal(folder) == f"manifest.json: model: {message}"
+            reseal(folder, before=change)
+            assert refusal(folder) == f"manifest.json: model: {message}"
 
 
-@pytest.mark.parametrize("part", ["selectors", "records", "padding", "headers", "dense", "tables", "copied", "content"])
-def test_totals_that_do_not_add_up_are_refused(folder: Path, part: str) -> None:
-    listed = manifest_of(folder)["totals"]["content"]
-    reseal(folder, after=lambda values: values["totals"].update({part: values["totals"][part] + 1}))
-    content = listed + 1 if part == "content" else listed
-    assert refusal(folder) == f"manifest.json: totals give {content} bytes of content, the files listed have {listed}"
+def test_totals_that_do_not_add_up_are_refused(new_pack: Callable[[], Path]) -> None:
+    cases = ["selectors", "records", "padding", "headers", "dense", "tables", "copied", "content"]
+    for part in cases:
+        with case(part):
+            folder = new_pack()
+            listed = manifest_of(folder)["totals"]["content"]
+            reseal(folder, after=lambda values: values["totals"].update({part: values["totals"][part] + 1}))
+            content = listed + 1 if part == "content" else listed
+            assert (
+                refusal(folder)
+                == f"manifest.json: totals give {content} bytes of content, the files listed have {listed}"
+            )
 
 
 def test_a_negative_total_is_refused_even_where_the_sum_is_right(folder: Path) -> None:
@@ -371,14 +376,15 @@ def listing(name: str) -> Change:
     return lambda values: values["files"].append({"name": name, "bytes": 0, "sha256": ""})
 
 
-@pytest.mark.parametrize(
-    "name", ["notes.txt", "model.safetensors", "manifest.json", "conversion.json", "Config.json", ""]
-)
-def test_an_unknown_file_is_refused(folder: Path, name: str) -> None:
-    if name:
-        (folder / name).write_bytes((folder / "manifest.json").read_bytes())
-    reseal(folder, after=lambda values: values["files"].append({"name": name, "bytes": 0, "sha256": OTHER}))
-    assert refusal(folder) == f"manifest.json: unknown file {name!r}"
+def test_an_unknown_file_is_refused(new_pack: Callable[[], Path]) -> None:
+    cases = ["notes.txt", "model.safetensors", "manifest.json", "conversion.json", "Config.json", ""]
+    for name in cases:
+        with case(name):
+            folder = new_pack()
+            if name:
+                (folder / name).write_bytes((folder / "manifest.json").read_bytes())
+            reseal(folder, after=lambda values: values["files"].append({"name": name, "bytes": 0, "sha256": OTHER}))
+            assert refusal(folder) == f"manifest.json: unknown file {name!r}"
 
 
 def test_a_file_that_packs_may_have_is_read(folder: Path) -> None:
@@ -388,12 +394,15 @@ def test_a_file_that_packs_may_have_is_read(folder: Path) -> None:
         assert pack.read_file("vocab.json").tobytes() == b"{}"
 
 
-@pytest.mark.parametrize("name", ["../config.json", "./config.json", "sub/../config.json", "/etc/passwd"])
-def test_a_name_that_leads_elsewhere_is_refused(folder: Path, name: str) -> None:
-    (folder / "sub").mkdir()
-    (folder.parent / "config.json").write_text("{}")
-    reseal(folder, before=listing(name))
-    assert refusal(folder) == f"manifest.json: unknown file {name!r}"
+def test_a_name_that_leads_elsewhere_is_refused(new_pack: Callable[[], Path]) -> None:
+    cases = ["../config.json", "./config.json", "sub/../config.json", "/etc/passwd"]
+    for name in cases:
+        with case(name):
+            folder = new_pack()
+            (folder / "sub").mkdir()
+            (folder.parent / "config.json").write_text("{}")
+            reseal(folder, before=listing(name))
+            assert refusal(folder) == f"manifest.json: unknown file {name!r}"
 
 
 def test_a_name_of_experts_that_leads_elsewhere_is_refused(folder: Path) -> None:
@@ -404,10 +413,12 @@ def test_a_name_of_experts_that_leads_elsewhere_is_refused(folder: Path) -> None
     )
 
 
-@pytest.mark.parametrize("name", REQUIRED)
-def test_a_required_file_that_is_not_listed_is_refused(folder: Path, name: str) -> None:
-    reseal(folder, before=lambda v: v.update(files=[file for file in v["files"] if file["name"] != name]))
-    assert refusal(folder) == f"manifest.json: file {name!r} is not listed"
+def test_a_required_file_that_is_not_listed_is_refused(new_pack: Callable[[], Path]) -> None:
+    for name in REQUIRED:
+        with case(name):
+            folder = new_pack()
+            reseal(folder, before=lambda v: v.update(files=[file for file in v["files"] if file["name"] != name]))
+            assert refusal(folder) == f"manifest.json: file {name!r} is not listed"
 
 
 def test_a_copied_file_need_not_be_listed(folder: Path) -> None:
@@ -448,30 +459,36 @@ def test_expert_files_out_of_order_are_refused(folder: Path) -> None:
 # --- the files on the drive
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_refused(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-    assert refusal(folder) == f"{name}: file is missing"
+def test_a_missing_file_is_refused(new_pack: Callable[[], Path]) -> None:
+    for name in FILES:
+        with case(name):
+            folder = new_pack()
+            (folder / name).unlink()
+            assert refusal(folder) == f"{name}: file is missing"
 
 
-@pytest.mark.parametrize("extra", [-1, 1, 4096, None], ids=["shorter", "longer", "a page longer", "empty"])
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_of_another_size_is_refused(folder: Path, name: str, extra: int | None) -> None:
-    raw = (folder / name).read_bytes()
-    size = 0 if extra is None else len(raw) + extra
-    (folder / name).write_bytes((raw + bytes(4096))[:size])
-    assert refusal(folder) == f"{name}: {size} bytes, expected {len(raw)}; the file is cut or damaged"
+def test_a_file_of_another_size_is_refused(new_pack: Callable[[], Path]) -> None:
+    for extra in [-1, 1, 4096, None]:
+        for name in FILES:
+            with case(extra, name):
+                folder = new_pack()
+                raw = (folder / name).read_bytes()
+                size = 0 if extra is None else len(raw) + extra
+                (folder / name).write_bytes((raw + bytes(4096))[:size])
+                assert refusal(folder) == f"{name}: {size} bytes, expected {len(raw)}; the file is cut or damaged"
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if not name.startswith("experts")])
-@pytest.mark.parametrize("offset", [-1, 70])
-def test_a_changed_byte_is_refused_when_the_file_is_read(folder: Path, name: str, offset: int) -> None:
-    edit_byte(folder / name, offset)
-    message = refusal(folder)
-    assert message == f"{name}: SHA-256 does not match the manifest's; the file is damaged" or (
-        name == "dense.safetensors"
-        and message.startswith("dense.safetensors: ")  # its header is read before its digest
-    )
+def test_a_changed_byte_is_refused_when_the_file_is_read(new_pack: Callable[[], Path]) -> None:
+    for name in [name for name in FILES if not name.startswith("experts")]:
+        for offset in [-1, 70]:
+            with case(name, offset):
+                folder = new_pack()
+                edit_byte(folder / name, offset)
+                message = refusal(folder)
+                assert message == f"{name}: SHA-256 does not match the manifest's; the file is damaged" or (
+                    name == "dense.safetensors"
+                    and message.startswith("dense.safetensors: ")  # its header is read before its digest
+                )
 
 
 def test_a_changed_byte_of_an_expert_is_refused_before_it_is_used(folder: Path) -> None:

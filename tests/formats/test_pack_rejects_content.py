@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import case
 from numpy.typing import NDArray
 from reseal import (
     ELEMENT_BYTES,
@@ -78,12 +79,16 @@ def test_an_unknown_tensor_in_a_table_is_refused_and_padding_is_not(folder: Path
     assert refusal(folder) == f"{name}: unknown tensor 'spare'"
 
 
-@pytest.mark.parametrize("name", [THRESHOLDS, ORDER, INDEX, DENSE])
-def test_a_header_of_huge_length_is_refused_before_it_is_read(folder: Path, name: str) -> None:
-    raw = (folder / name).read_bytes()
-    (folder / name).write_bytes((1 << 62).to_bytes(8, "little") + raw[8:])
-    reseal(folder)
-    assert refusal(folder) == (f"{name}: header of {1 << 62} bytes in a file of {len(raw)}; the file is cut or damaged")
+def test_a_header_of_huge_length_is_refused_before_it_is_read(new_pack: Callable[[], Path]) -> None:
+    for name in [THRESHOLDS, ORDER, INDEX, DENSE]:
+        with case(name):
+            folder = new_pack()
+            raw = (folder / name).read_bytes()
+            (folder / name).write_bytes((1 << 62).to_bytes(8, "little") + raw[8:])
+            reseal(folder)
+            assert refusal(folder) == (
+                f"{name}: header of {1 << 62} bytes in a file of {len(raw)}; the file is cut or damaged"
+            )
 
 
 def test_a_tensor_of_huge_shape_is_refused_before_it_is_read(folder: Path) -> None:
@@ -102,23 +107,27 @@ def test_a_tensor_at_a_huge_offset_is_refused(folder: Path) -> None:
 # --- thresholds
 
 
-@pytest.mark.parametrize(("value", "text"), [(math.nan, "nan"), (-1.0, "-1.0"), (math.inf, "inf"), (-math.inf, "-inf")])
-def test_a_threshold_that_is_no_number_from_0_up_is_refused(folder: Path, value: float, text: str) -> None:
-    with_array(folder, THRESHOLDS, "threshold", putting(value, 1, 0))
-    assert refusal(folder) == (
-        f"thresholds.safetensors: threshold of layer 1 expert 0 is {text}, expected a number from 0 up"
-    )
+def test_a_threshold_that_is_no_number_from_0_up_is_refused(new_pack: Callable[[], Path]) -> None:
+    cases = [(math.nan, "nan"), (-1.0, "-1.0"), (math.inf, "inf"), (-math.inf, "-inf")]
+    for value, text in cases:
+        with case(value, text):
+            folder = new_pack()
+            with_array(folder, THRESHOLDS, "threshold", putting(value, 1, 0))
+            assert refusal(folder) == (
+                f"thresholds.safetensors: threshold of layer 1 expert 0 is {text}, expected a number from 0 up"
+            )
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, 3.4028235e38])
-def test_a_threshold_from_0_to_the_largest_float_is_read(folder: Path, value: float) -> None:
-    with_array(folder, THRESHOLDS, "threshold", putting(value, 1, 0))
-    read_whole(folder)
+def test_a_threshold_from_0_to_the_largest_float_is_read(new_pack: Callable[[], Path]) -> None:
+    for value in [0.0, -0.0, 1e-45, 3.4028235e38]:
+        with case(value):
+            folder = new_pack()
+            with_array(folder, THRESHOLDS, "threshold", putting(value, 1, 0))
+            read_whole(folder)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape"),
-    [
+def test_thresholds_of_another_shape_or_type_are_refused(new_pack: Callable[[], Path]) -> None:
+    cases = [
         ("F32", (2, 3)),
         ("F32", (3, 2)),
         ("F32", (4,)),
@@ -126,14 +135,15 @@ def test_a_threshold_from_0_to_the_largest_float_is_read(folder: Path, value: fl
         ("F32", ()),
         ("F64", (2, 2)),
         ("F16", (2, 2)),
-    ],
-)
-def test_thresholds_of_another_shape_or_type_are_refused(folder: Path, dtype: str, shape: tuple[int, ...]) -> None:
-    write_tensors(folder / THRESHOLDS, {"threshold": array_tensor(dtype, np.zeros(shape))})
-    reseal(folder)
-    assert refusal(folder) == (
-        f"thresholds.safetensors: tensor 'threshold' is {dtype} {list(shape)}, expected F32 [2, 2]"
-    )
+    ]
+    for dtype, shape in cases:
+        with case(dtype, shape):
+            folder = new_pack()
+            write_tensors(folder / THRESHOLDS, {"threshold": array_tensor(dtype, np.zeros(shape))})
+            reseal(folder)
+            assert refusal(folder) == (
+                f"thresholds.safetensors: tensor 'threshold' is {dtype} {list(shape)}, expected F32 [2, 2]"
+            )
 
 
 def test_missing_thresholds_are_refused(folder: Path) -> None:
@@ -155,21 +165,24 @@ def test_an_order_other_than_the_source_s_is_read(folder: Path) -> None:
     read_whole(folder)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape"), [("I32", (2, 2, 48)), ("U64", (2, 2, 48)), ("U32", (2, 2, 47)), ("U32", (4, 48))]
-)
-def test_an_order_of_another_shape_or_type_is_refused(folder: Path, dtype: str, shape: tuple[int, ...]) -> None:
-    write_tensors(folder / ORDER, {"order": array_tensor(dtype, np.broadcast_to(np.arange(shape[-1]), shape))})
-    reseal(folder)
-    assert refusal(folder) == f"order.safetensors: tensor 'order' is {dtype} {list(shape)}, expected U32 [2, 2, 48]"
+def test_an_order_of_another_shape_or_type_is_refused(new_pack: Callable[[], Path]) -> None:
+    cases = [("I32", (2, 2, 48)), ("U64", (2, 2, 48)), ("U32", (2, 2, 47)), ("U32", (4, 48))]
+    for dtype, shape in cases:
+        with case(dtype, shape):
+            folder = new_pack()
+            write_tensors(folder / ORDER, {"order": array_tensor(dtype, np.broadcast_to(np.arange(shape[-1]), shape))})
+            reseal(folder)
+            assert (
+                refusal(folder)
+                == f"order.safetensors: tensor 'order' is {dtype} {list(shape)}, expected U32 [2, 2, 48]"
+            )
 
 
 # --- index
 
 
-@pytest.mark.parametrize(
-    ("tensor", "value", "matrix", "message"),
-    [
+def test_a_format_we_do_not_read_is_refused(new_pack: Callable[[], Path]) -> None:
+    cases = [
         ("codec", 7, 0, "unknown codec 7 for gate"),
         ("codec", 255, 2, "unknown codec 255 for down"),
         ("codec", 0, 1, "unknown codec 0 for up"),
@@ -186,14 +199,15 @@ def test_an_order_of_another_shape_or_type_is_refused(folder: Path, dtype: str, 
         ("group", 128, 0, "format of gate: group size 128 does not divide rows of 64 values"),
         ("scale_bits", 4, 2, "format of down: scales of 4 bits, expected 8 or 16"),
         ("scale_bits", 0, 2, "format of down: scales of 0 bits, expected 8 or 16"),
-    ],
-)
-def test_a_format_we_do_not_read_is_refused(folder: Path, tensor: str, value: int, matrix: int, message: str) -> None:
-    held = np.frombuffer(read_tensors(folder / INDEX)[tensor].raw, np.uint16 if tensor == "group" else np.uint8)
-    with_array(folder, INDEX, tensor, putting(value, 1, 0, matrix))
-    assert refusal(folder) == f"index.safetensors: {message}"
-    with_array(folder, INDEX, tensor, putting(int(held.reshape(2, 2, 3)[1, 0, matrix]), 1, 0, matrix))
-    read_whole(folder)
+    ]
+    for tensor, value, matrix, message in cases:
+        with case(tensor, value, matrix, message):
+            folder = new_pack()
+            held = np.frombuffer(read_tensors(folder / INDEX)[tensor].raw, np.uint16 if tensor == "group" else np.uint8)
+            with_array(folder, INDEX, tensor, putting(value, 1, 0, matrix))
+            assert refusal(folder) == f"index.safetensors: {message}"
+            with_array(folder, INDEX, tensor, putting(int(held.reshape(2, 2, 3)[1, 0, matrix]), 1, 0, matrix))
+            read_whole(folder)
 
 
 def test_a_format_of_other_size_than_the_rows_is_refused(folder: Path) -> None:
@@ -202,9 +216,8 @@ def test_a_format_of_other_size_than_the_rows_is_refused(folder: Path) -> None:
     assert refusal(folder) == "index.safetensors: size of layer 0 expert 1 is 8448, expected 9984"
 
 
-@pytest.mark.parametrize(
-    ("tensor", "value", "expected"),
-    [
+def test_an_extent_that_lies_elsewhere_than_its_formats_say_is_refused(new_pack: Callable[[], Path]) -> None:
+    cases = [
         ("offset", 4096, 16384),  # where expert 0 lies
         ("offset", 8192, 16384),  # within expert 0
         ("offset", 16385, 16384),
@@ -217,26 +230,27 @@ def test_a_format_of_other_size_than_the_rows_is_refused(folder: Path) -> None:
         ("selector_row_bytes", 48, 64),
         ("selector_row_bytes", 0, 64),
         ("record_row_bytes", 2**32 - 16, 112),
-    ],
-)
-def test_an_extent_that_lies_elsewhere_than_its_formats_say_is_refused(
-    folder: Path, tensor: str, value: int, expected: int
-) -> None:
-    with_array(folder, INDEX, tensor, putting(value, 1, 1))
-    assert refusal(folder) == f"index.safetensors: {tensor} of layer 1 expert 1 is {value}, expected {expected}"
-    with_array(folder, INDEX, tensor, putting(expected, 1, 1))
-    read_whole(folder)
+    ]
+    for tensor, value, expected in cases:
+        with case(tensor, value, expected):
+            folder = new_pack()
+            with_array(folder, INDEX, tensor, putting(value, 1, 1))
+            assert refusal(folder) == f"index.safetensors: {tensor} of layer 1 expert 1 is {value}, expected {expected}"
+            with_array(folder, INDEX, tensor, putting(expected, 1, 1))
+            read_whole(folder)
 
 
-@pytest.mark.parametrize("name", ["offset", "size", "crc32", "group", "codec", "width", "scale_bits", "sha256"])
-def test_a_missing_array_is_refused(folder: Path, name: str) -> None:
-    with_tensors(folder, INDEX, lambda tensors: tensors.pop(name))
-    assert refusal(folder) == f"index.safetensors: tensor {name!r} is missing"
+def test_a_missing_array_is_refused(new_pack: Callable[[], Path]) -> None:
+    cases = ["offset", "size", "crc32", "group", "codec", "width", "scale_bits", "sha256"]
+    for name in cases:
+        with case(name):
+            folder = new_pack()
+            with_tensors(folder, INDEX, lambda tensors: tensors.pop(name))
+            assert refusal(folder) == f"index.safetensors: tensor {name!r} is missing"
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "shape", "expected"),
-    [
+def test_an_array_of_another_shape_or_type_is_refused(new_pack: Callable[[], Path]) -> None:
+    cases = [
         ("offset", "U32", (2, 2), "U64 [2, 2]"),
         ("offset", "U64", (2, 3), "U64 [2, 2]"),
         ("crc32", "U64", (2, 2), "U32 [2, 2]"),
@@ -244,13 +258,14 @@ def test_a_missing_array_is_refused(folder: Path, name: str) -> None:
         ("width", "U8", (2, 2, 4), "U8 [2, 2, 3]"),
         ("sha256", "U8", (2, 2, 31), "U8 [2, 2, 32]"),
         ("group", "U8", (2, 2, 3), "U16 [2, 2, 3]"),
-    ],
-)
-def test_an_array_of_another_shape_or_type_is_refused(
-    folder: Path, name: str, dtype: str, shape: tuple[int, ...], expected: str
-) -> None:
-    with_tensors(folder, INDEX, lambda tensors: tensors.update({name: array_tensor(dtype, np.ones(shape))}))
-    assert refusal(folder) == f"index.safetensors: tensor {name!r} is {dtype} {list(shape)}, expected {expected}"
+    ]
+    for name, dtype, shape, expected in cases:
+        with case(name, dtype, shape, expected):
+            folder = new_pack()
+            with_tensors(folder, INDEX, lambda tensors: tensors.update({name: array_tensor(dtype, np.ones(shape))}))
+            assert (
+                refusal(folder) == f"index.safetensors: tensor {name!r} is {dtype} {list(shape)}, expected {expected}"
+            )
 
 
 def test_another_crc_than_the_extent_s_is_refused_when_it_is_read(folder: Path) -> None:
@@ -271,23 +286,27 @@ def test_a_dense_tensor_that_is_missing_is_refused(folder: Path) -> None:
         write_tensors(folder / DENSE, tensors)
 
 
-@pytest.mark.parametrize("dtype", ["F64", "U8", "I8", "U16"])
-def test_a_dense_tensor_of_a_type_we_do_not_compute_with_is_refused(folder: Path, dtype: str) -> None:
-    tensors = read_tensors(folder / DENSE)
-    shape = tensors["norm"].shape
-    tensors["norm"] = HeldTensor(dtype, shape, bytes(ELEMENT_BYTES[dtype] * math.prod(shape)))
-    write_tensors(folder / DENSE, tensors)
-    reseal(folder)
-    assert refusal(folder) == f"dense.safetensors: tensor 'norm' is {dtype}, expected one of BF16, F16, F32"
+def test_a_dense_tensor_of_a_type_we_do_not_compute_with_is_refused(new_pack: Callable[[], Path]) -> None:
+    for dtype in ["F64", "U8", "I8", "U16"]:
+        with case(dtype):
+            folder = new_pack()
+            tensors = read_tensors(folder / DENSE)
+            shape = tensors["norm"].shape
+            tensors["norm"] = HeldTensor(dtype, shape, bytes(ELEMENT_BYTES[dtype] * math.prod(shape)))
+            write_tensors(folder / DENSE, tensors)
+            reseal(folder)
+            assert refusal(folder) == f"dense.safetensors: tensor 'norm' is {dtype}, expected one of BF16, F16, F32"
 
 
 HEADER_FAULT = "dense.safetensors: header is not the one its tensors have; the file is damaged"
 
 
-@pytest.mark.parametrize("shape", ["[64,96]", "[6144]", "[96,64,1]", "[48,128]"])
-def test_a_misshapen_dense_tensor_is_refused(folder: Path, shape: str) -> None:
-    with_header(folder, DENSE, b'"shape":[96,64]', b'"shape":' + shape.encode())
-    assert refusal(folder) == HEADER_FAULT
+def test_a_misshapen_dense_tensor_is_refused(new_pack: Callable[[], Path]) -> None:
+    for shape in ["[64,96]", "[6144]", "[96,64,1]", "[48,128]"]:
+        with case(shape):
+            folder = new_pack()
+            with_header(folder, DENSE, b'"shape":[96,64]', b'"shape":' + shape.encode())
+            assert refusal(folder) == HEADER_FAULT
 
 
 def test_a_dense_tensor_of_more_rows_than_the_model_s_is_refused(folder: Path) -> None:
@@ -317,9 +336,10 @@ def dense_entry(values: JsonObject, name: str = "embed") -> JsonObject:
 EIGHT = {"codec": "affine", "width": 8, "group": 16, "scale_bits": 16}
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
+def test_a_quantized_dense_matrix_that_is_not_what_the_manifest_says_is_refused(
+    new_dense_pack: Callable[[], Path],
+) -> None:
+    cases = [
         (lambda v: dense_entry(v).update(rows=97), "manifest.json: dense 'embed': shape [97, 64], expected [96, 64]"),
         (lambda v: dense_entry(v).update(cols=128), "manifest.json: dense 'embed': shape [96, 128], expected [96, 64]"),
         (lambda v: dense_entry(v)["format"].update(width=5),
@@ -348,13 +368,12 @@ EIGHT = {"codec": "affine", "width": 8, "group": 16, "scale_bits": 16}
          "manifest.json: dense 'layers.0.router': is never quantized"),
         (lambda v: v["dense"].append({"name": "norm", "rows": 1, "cols": 64, "format": EIGHT}),
          "manifest.json: dense 'norm': shape [1, 64], expected [64]"),
-    ],
-)  # fmt: skip
-def test_a_quantized_dense_matrix_that_is_not_what_the_manifest_says_is_refused(
-    dense_folder: Path, fault: Callable[[JsonObject], object], message: str
-) -> None:
-    reseal(dense_folder, after=fault)
-    assert refusal(dense_folder) == message
+    ]  # fmt: skip
+    for fault, message in cases:
+        with case(fault, message):
+            dense_folder = new_dense_pack()
+            reseal(dense_folder, after=fault)
+            assert refusal(dense_folder) == message
 
 
 def test_a_dense_matrix_listed_twice_is_refused(dense_folder: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from cases import case
 from specs import GROUPED
 
 from moe_pack.formats import (
@@ -58,9 +59,8 @@ def test_every_expert_may_have_formats_of_its_own() -> None:
     assert [expert.records.row_bytes for expert in layout.experts[0]] == [272, 112, 112]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_a_plan_for_another_model_is_refused() -> None:
+    cases = [
         ({"experts": PLAN.experts[:1]}, "plan: 1 layers planned, the model has 2 with experts"),
         (
             {"experts": (PLAN.experts[0], PLAN.experts[1][:2])},
@@ -86,15 +86,14 @@ def test_every_expert_may_have_formats_of_its_own() -> None:
             {"dense": (None, part_format(8, 64), *PLAN.dense[2:])},
             "plan: dense layers.0.attention_norm: is never quantized",
         ),
-    ],
-)
-def test_a_plan_for_another_model_is_refused(change: dict[str, object], message: str) -> None:
-    assert refusal(dataclasses.replace(PLAN, **change)) == message  # type: ignore[arg-type]  # one field each
+    ]
+    for change, message in cases:
+        with case(change, message):
+            assert refusal(dataclasses.replace(PLAN, **change)) == message  # type: ignore[arg-type]  # one field each
 
 
-@pytest.mark.parametrize(
-    ("part", "fault"),
-    [
+def test_a_format_that_no_codec_has_is_refused() -> None:
+    cases = [
         (PartFormat("affine", 4, 24, 16), "group size 24, expected one of 16, 32, 64, 128 or row"),
         (PartFormat("affine", 4, 64, 12), "scales of 12 bits, expected 8 or 16"),
         (PartFormat("bf16", 8, 0, 16), "bf16 has width 16 and no groups, found width 8, group 0"),
@@ -107,12 +106,12 @@ def test_a_plan_for_another_model_is_refused(change: dict[str, object], message:
         (PartFormat("mxfp4", 8, 32, 8), "mxfp4 has width 4 and groups of 32, found width 8, group 32"),
         (PartFormat("mxfp4", 4, 32, 16), "mxfp4 has scales of 8 bits, found 16"),
         (PartFormat("affine", 16, 64, 16), "width 16, expected one of 1, 2, 3, 4, 8 (or 16 for bf16)"),
-    ],
-)
-def test_a_format_that_no_codec_has_is_refused(part: PartFormat, fault: str) -> None:
-    with pytest.raises(PlanError, match=r"^--record-bits/--group-size: ") as caught:
-        uniform_plan(SPEC, "up", FOUR, part)
-    assert str(caught.value).endswith(fault)
+    ]
+    for part, fault in cases:
+        with case(part, fault):
+            with pytest.raises(PlanError, match=r"^--record-bits/--group-size: ") as caught:
+                uniform_plan(SPEC, "up", FOUR, part)
+            assert str(caught.value).endswith(fault)
 
 
 def test_experts_without_gate_have_no_gate_selector() -> None:

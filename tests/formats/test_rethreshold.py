@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import numpy as np
 import pytest
+from cases import case
 from killing import Drive, Files, different_files, files_in, in_memory, nothing
 from models import TinyMixtral, pack
 from numpy.typing import NDArray
@@ -303,28 +304,31 @@ def test_a_second_rewrite_and_a_conversion_are_refused_while_one_is_at_work(pack
 # --- refused
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(np.nan, "nan"), (np.inf, "inf"), (-np.inf, "-inf"), (-1e-30, "-1.0000000031710769e-30")]
-)
-def test_a_threshold_that_is_no_number_from_0_up_is_refused_by_layer_and_expert(
-    folder: Path, value: float, text: str
-) -> None:
-    before = files_in(folder)
-    thresholds = MEASURED.copy()
-    thresholds[1, 0] = value
-    with pytest.raises(PlanError) as refused:
-        rewrite_thresholds(folder, thresholds)
-    assert str(refused.value) == (f"thresholds: threshold of layer 1 expert 0 is {text}, expected a number from 0 up")
-    assert files_in(folder) == before
+def test_a_threshold_that_is_no_number_from_0_up_is_refused_by_layer_and_expert(new_pack: Callable[[], Path]) -> None:
+    cases = [(np.nan, "nan"), (np.inf, "inf"), (-np.inf, "-inf"), (-1e-30, "-1.0000000031710769e-30")]
+    for value, text in cases:
+        with case(value, text):
+            folder = new_pack()
+            before = files_in(folder)
+            thresholds = MEASURED.copy()
+            thresholds[1, 0] = value
+            with pytest.raises(PlanError) as refused:
+                rewrite_thresholds(folder, thresholds)
+            assert str(refused.value) == (
+                f"thresholds: threshold of layer 1 expert 0 is {text}, expected a number from 0 up"
+            )
+            assert files_in(folder) == before
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (3, 2), (4,), (2, 2, 1), ()])
-def test_thresholds_of_another_shape_are_refused(folder: Path, shape: tuple[int, ...]) -> None:
-    before = files_in(folder)
-    with pytest.raises(PlanError) as refused:
-        rewrite_thresholds(folder, np.zeros(shape, np.float32))
-    assert str(refused.value) == f"thresholds: shape {list(shape)}, expected [2, 2]: layers and experts"
-    assert files_in(folder) == before
+def test_thresholds_of_another_shape_are_refused(new_pack: Callable[[], Path]) -> None:
+    for shape in [(2, 3), (3, 2), (4,), (2, 2, 1), ()]:
+        with case(shape):
+            folder = new_pack()
+            before = files_in(folder)
+            with pytest.raises(PlanError) as refused:
+                rewrite_thresholds(folder, np.zeros(shape, np.float32))
+            assert str(refused.value) == f"thresholds: shape {list(shape)}, expected [2, 2]: layers and experts"
+            assert files_in(folder) == before
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-45, 3.4028235e38])

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from cases import case
 from numpy.typing import NDArray
 
 from moe_pack.formats import (
@@ -12,7 +13,6 @@ from moe_pack.formats import (
     ExpertSpec,
     PackError,
     RowLayout,
-    Selector,
     check_rows,
     expert_layout,
     part_format,
@@ -49,9 +49,8 @@ def written(layout: RowLayout, rows: int = 5) -> NDArray[np.uint8]:
     return out
 
 
-@pytest.mark.parametrize(
-    ("part", "cols", "num_bytes"),
-    [
+def test_a_part_takes_its_codes_its_scales_and_its_zeros() -> None:
+    cases = [
         (FOUR, 64, 48),
         (BYTE_SCALES, 64, 44),
         (THREE, 64, 28),
@@ -60,30 +59,27 @@ def written(layout: RowLayout, rows: int = 5) -> NDArray[np.uint8]:
         (part_format(2, 32), 448, 112 + 28 + 28),
         (part_format(1, 64, 8), 192, 24 + 5 + 5),
         (part_format(3, 128), 4096, 1536 + 64 + 64),
-    ],
-)
-def test_a_part_takes_its_codes_its_scales_and_its_zeros(part: object, cols: int, num_bytes: int) -> None:
-    layout = row_layout([("weight", part, False)], cols)  # type: ignore[list-item]  # a table of mixed parameters
-    assert layout.parts[0].num_bytes == num_bytes
+    ]
+    for part, cols, num_bytes in cases:
+        with case(part, cols, num_bytes):
+            layout = row_layout([("weight", part, False)], cols)  # type: ignore[list-item]  # a table of mixed parameters
+            assert layout.parts[0].num_bytes == num_bytes
 
 
-@pytest.mark.parametrize(
-    ("parts", "offsets", "crc_offset", "row_bytes"),
-    [
+def test_parts_lie_where_hand_computation_puts_them() -> None:
+    cases = [
         ([("up", FOUR, False)], [0], 48, 64),
         ([("gate", FOUR, False), ("down", FOUR, False)], [0, 48], 96, 112),
         ([("gate", FOUR, True), ("down", THREE, False)], [0, 52], 80, 96),
         ([("gate", THREE, True), ("up", BYTE_SCALES, True), ("down", BF16, True)], [0, 32, 80], 212, 224),
         ([("up", BYTE_SCALES, False)], [0], 44, 48),  # the CRC ends the row: no padding
         ([("up", THREE, False)], [0], 28, 32),
-    ],
-)
-def test_parts_lie_where_hand_computation_puts_them(
-    parts: list[tuple[str, object, bool]], offsets: list[int], crc_offset: int, row_bytes: int
-) -> None:
-    layout = row_layout(parts, 64)  # type: ignore[arg-type]  # a table of mixed parameters
-    assert [part.offset for part in layout.parts] == offsets
-    assert (layout.crc_offset, layout.row_bytes) == (crc_offset, row_bytes)
+    ]
+    for parts, offsets, crc_offset, row_bytes in cases:
+        with case(parts, offsets, crc_offset, row_bytes):
+            layout = row_layout(parts, 64)  # type: ignore[arg-type]  # a table of mixed parameters
+            assert [part.offset for part in layout.parts] == offsets
+            assert (layout.crc_offset, layout.row_bytes) == (crc_offset, row_bytes)
 
 
 def test_the_crc_here_is_the_usual_one() -> None:
@@ -113,17 +109,18 @@ def test_rows_as_written_are_accepted() -> None:
     check_rows(layout, written(layout), "experts-000.safetensors: expert 1: records")
 
 
-@pytest.mark.parametrize("byte", [0, 47, 48, 51, 79, 80, 83])
-def test_a_changed_bit_in_codes_scales_bias_or_crc_is_refused(byte: int) -> None:
-    layout = row_layout([("gate", FOUR, True), ("down", THREE, False)], 64)
-    rows = written(layout)
-    rows[2, byte] ^= 1
-    rows[4, byte] ^= 1
-    with pytest.raises(PackError) as refused:
-        check_rows(layout, rows, "experts-000.safetensors: expert 1: records")
-    assert str(refused.value) == (
-        "experts-000.safetensors: expert 1: records: row 2: CRC-32 does not match its bytes; the file is damaged"
-    )
+def test_a_changed_bit_in_codes_scales_bias_or_crc_is_refused() -> None:
+    for byte in [0, 47, 48, 51, 79, 80, 83]:
+        with case(byte):
+            layout = row_layout([("gate", FOUR, True), ("down", THREE, False)], 64)
+            rows = written(layout)
+            rows[2, byte] ^= 1
+            rows[4, byte] ^= 1
+            with pytest.raises(PackError) as refused:
+                check_rows(layout, rows, "experts-000.safetensors: expert 1: records")
+            assert str(refused.value) == (
+                "experts-000.safetensors: expert 1: records: row 2: CRC-32 does not match its bytes; the file is damaged"
+            )
 
 
 @pytest.mark.parametrize("byte", [84, 95])
@@ -144,32 +141,28 @@ GATED = ExpertSpec("silu", 48, ("gate", "up", "down"), (), 0)
 TWO_MATRICES = ExpertSpec("silu", 48, ("up", "down"), ("up",), 64)
 
 
-@pytest.mark.parametrize(
-    ("selector", "selected", "recorded"),
-    [
+def test_each_selector_kind_puts_its_matrices_into_selector_and_record() -> None:
+    cases = [
         ("up", ["up"], ["gate", "down"]),
         ("gate", ["gate"], ["up", "down"]),
         ("both", ["gate", "up"], ["down"]),
         ("none", [], ["gate", "up", "down"]),
-    ],
-)
-def test_each_selector_kind_puts_its_matrices_into_selector_and_record(
-    selector: Selector, selected: list[str], recorded: list[str]
-) -> None:
-    layout = expert_layout(ExpertFormat(FOUR, FOUR, FOUR), selector, GATED, 64)
-    assert [part.name for part in layout.selector.parts] if layout.selector else selected == []
-    assert [part.name for part in layout.records.parts] == recorded
+    ]
+    for selector, selected, recorded in cases:
+        with case(selector, selected, recorded):
+            layout = expert_layout(ExpertFormat(FOUR, FOUR, FOUR), selector, GATED, 64)
+            assert [part.name for part in layout.selector.parts] if layout.selector else selected == []
+            assert [part.name for part in layout.records.parts] == recorded
 
 
-@pytest.mark.parametrize(
-    ("selector", "selector_row", "record_row"),
-    [("up", 64, 112), ("gate", 64, 112), ("both", 112, 64), ("none", 0, 160)],
-)
-def test_an_extent_is_all_selectors_then_all_records(selector: Selector, selector_row: int, record_row: int) -> None:
-    layout = expert_layout(ExpertFormat(FOUR, FOUR, FOUR), selector, GATED, 64)
-    assert layout.selector_bytes == 48 * selector_row
-    assert layout.records_bytes == 48 * record_row
-    assert layout.num_bytes == 48 * (selector_row + record_row)
+def test_an_extent_is_all_selectors_then_all_records() -> None:
+    cases = [("up", 64, 112), ("gate", 64, 112), ("both", 112, 64), ("none", 0, 160)]
+    for selector, selector_row, record_row in cases:
+        with case(selector, selector_row, record_row):
+            layout = expert_layout(ExpertFormat(FOUR, FOUR, FOUR), selector, GATED, 64)
+            assert layout.selector_bytes == 48 * selector_row
+            assert layout.records_bytes == 48 * record_row
+            assert layout.num_bytes == 48 * (selector_row + record_row)
 
 
 def test_a_matrix_is_found_in_selector_or_records() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from cases import case
 from killing import files_in
 from reseal import JsonObject, edit_byte, manifest_of, sealed
 
@@ -126,18 +127,18 @@ def test_a_sidecar_cut_anywhere_is_refused(tmp_path: Path) -> None:
         assert re.match(r"quality\.json: (not valid JSON \(|does not end with its own digest)", refusal(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
+def test_a_file_that_is_no_sealed_object_is_refused(new_folder: Callable[[], Path]) -> None:
+    cases = [
         (b'{"root": "x"}\n', "quality.json: does not end with its own digest; the file is cut or damaged"),
         (b"[]", "quality.json: does not end with its own digest; the file is cut or damaged"),
         (b'{"a": 1, "a": 2}', "quality.json: key 'a' appears twice"),
         (b'{"a": NaN}', "quality.json: found NaN, expected JSON numbers only"),
-    ],
-)
-def test_a_file_that_is_no_sealed_object_is_refused(tmp_path: Path, raw: bytes, message: str) -> None:
-    (tmp_path / NAME).write_bytes(raw)
-    assert refusal(tmp_path) == message
+    ]
+    for raw, message in cases:
+        with case(raw, message):
+            tmp_path = new_folder()
+            (tmp_path / NAME).write_bytes(raw)
+            assert refusal(tmp_path) == message
 
 
 def test_another_digest_of_itself_is_refused(tmp_path: Path) -> None:
@@ -148,9 +149,8 @@ def test_another_digest_of_itself_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path) == "quality.json: SHA-256 does not match its bytes; the file is damaged"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_keys_and_types_are_exact(new_folder: Callable[[], Path]) -> None:
+    cases = [
         (lambda v: v.pop("content"), "quality.json: key 'content' is missing"),
         (lambda v: v.pop("root"), "quality.json: key 'root' is missing"),
         (lambda v: v.update(note="?"), "quality.json: unknown key 'note'"),
@@ -161,13 +161,14 @@ def test_another_digest_of_itself_is_refused(tmp_path: Path) -> None:
         (lambda v: v["content"].update(tokens=True), "quality.json: content: tokens: found True, expected int"),
         (lambda v: v["content"]["curves"][1].update(widths=[2, "4"]),
          "quality.json: content: curves[1]: widths[1]: found '4', expected int"),
-    ],
-)  # fmt: skip
-def test_keys_and_types_are_exact(tmp_path: Path, change: Callable[[JsonObject], object], message: str) -> None:
-    values: JsonObject = {"root": ROOT, "content": json.loads(json.dumps(CONTENT))}
-    change(values)
-    write_by_hand(tmp_path, values)
-    assert refusal(tmp_path) == message
+    ]  # fmt: skip
+    for change, message in cases:
+        with case(change, message):
+            tmp_path = new_folder()
+            values: JsonObject = {"root": ROOT, "content": json.loads(json.dumps(CONTENT))}
+            change(values)
+            write_by_hand(tmp_path, values)
+            assert refusal(tmp_path) == message
 
 
 def test_a_number_without_fraction_stands_for_a_float(tmp_path: Path) -> None:

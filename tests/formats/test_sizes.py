@@ -1,10 +1,9 @@
 """Sizes that follow from a spec, against sums made by hand."""
 
-import pytest
+from cases import case
 from specs import GROUPED, LATENT, changed
 
 from moe_pack.formats import (
-    ModelSpec,
     cache_values,
     cached_tokens,
     cached_values,
@@ -47,9 +46,8 @@ def test_a_windowed_layers_cache_holds_what_the_first_of_a_chunk_sees_and_the_ch
     assert cache_values(LATENT, 100, 10) == 100 * cached_values(LATENT)
 
 
-@pytest.mark.parametrize(
-    ("spec", "path", "value", "more"),
-    [
+def test_each_part_of_a_model_counts_its_weights() -> None:
+    cases = [
         (GROUPED, "tied_head", True, -EMBEDDING),
         (GROUPED, "head_bias", True, 96),
         (GROUPED, "norm kind", "layer", 7 * 64),
@@ -72,7 +70,7 @@ def test_a_windowed_layers_cache_holds_what_the_first_of_a_chunk_sees_and_the_ch
         (LATENT, "attention q_lora_rank", None, 2 * (96 * 64 - 40 * 64 - 40 - 96 * 40)),
         (LATENT, "attention kv_lora_rank", 25, 2 * (64 + 1 + 112)),
         (LATENT, "attention v_head_dim", 13, 2 * 4 * (24 + 64)),
-    ],
-)
-def test_each_part_of_a_model_counts_its_weights(spec: ModelSpec, path: str, value: object, more: int) -> None:
-    assert num_parameters(changed(spec, path, value)) == num_parameters(spec) + more
+    ]
+    for spec, path, value, more in cases:
+        with case(spec, path, value, more):
+            assert num_parameters(changed(spec, path, value)) == num_parameters(spec) + more

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from cases import case
 from specs import ANSWERING, GROUPED, LATENT, LONGROPE, YARN, Values, changed
 
 from moe_pack.formats import ModelSpec, dump
@@ -47,21 +48,22 @@ def test_the_specs_the_faults_start_from_can_be(spec: ModelSpec) -> None:
     assert spec_fault(spec) is None
 
 
-@pytest.mark.parametrize("size", [0, -1, MAX + 1])
-@pytest.mark.parametrize(("spec", "path", "name"), SIZES)
-def test_a_size_outside_1_to_31_bits_is_refused(spec: ModelSpec, path: str, name: str, size: int) -> None:
-    assert spec_fault(changed(spec, path, size)) == f"{name} {LARGE.format(size)}"
+def test_a_size_outside_1_to_31_bits_is_refused() -> None:
+    for size in [0, -1, MAX + 1]:
+        for spec, path, name in SIZES:
+            with case(size, spec, path, name):
+                assert spec_fault(changed(spec, path, size)) == f"{name} {LARGE.format(size)}"
 
 
-@pytest.mark.parametrize("path", ["vocab_size", "max_position_embeddings", "attention sliding_window"])
-@pytest.mark.parametrize("size", [1, MAX])
-def test_the_least_and_the_largest_size_are_allowed(path: str, size: int) -> None:
-    assert spec_fault(changed(GROUPED, path, size)) is None
+def test_the_least_and_the_largest_size_are_allowed() -> None:
+    for path in ["vocab_size", "max_position_embeddings", "attention sliding_window"]:
+        for size in [1, MAX]:
+            with case(path, size):
+                assert spec_fault(changed(GROUPED, path, size)) is None
 
 
-@pytest.mark.parametrize(
-    ("path", "wrong", "right", "message"),
-    [
+def test_layers_and_matrices_that_cannot_be_are_refused() -> None:
+    cases = [
         ("num_hidden_layers", 10_001, 10_000, "num_hidden_layers is 10001, at most 10000"),
         ("router num_experts", 500_002, 500_000, "2 layers of 500002 experts, at most 1000000 in all"),
         ("hidden_size", 2**24 + 64, 2**24, "expert matrices of 48 by 16777280 are too large"),
@@ -73,10 +75,10 @@ def test_the_least_and_the_largest_size_are_allowed(path: str, size: int) -> Non
         ("moe_layers", [-1, 1], [0], "moe_layers does not name decoder layers, at least one, in rising order"),
         ("moe_layers", [0, 1, 2], [2], "dense_intermediate_size is 80 with 0 layers without experts"),
         ("dense_intermediate_size", None, 1, "dense_intermediate_size is None with 1 layers without experts"),
-    ],
-)
-def test_layers_and_matrices_that_cannot_be_are_refused(path: str, wrong: object, right: object, message: str) -> None:
-    assert_refused_beside_legal(GROUPED, path, wrong, right, message)
+    ]
+    for path, wrong, right, message in cases:
+        with case(path, wrong, right, message):
+            assert_refused_beside_legal(GROUPED, path, wrong, right, message)
 
 
 def test_an_expert_s_matrix_of_more_than_2_to_the_40_weights_is_refused() -> None:
@@ -85,20 +87,19 @@ def test_an_expert_s_matrix_of_more_than_2_to_the_40_weights_is_refused() -> Non
     assert_refused_beside_legal(widest, "expert intermediate_size", 2**20 + 1, 2**20, message)
 
 
-@pytest.mark.parametrize(
-    ("spec", "path", "name"),
-    [
+def test_a_multiplier_that_is_not_between_0_and_a_million_is_refused() -> None:
+    cases = [
         (GROUPED, "embedding_multiplier", "embedding_multiplier"),
         (GROUPED, "residual_multiplier", "residual_multiplier"),
         (GROUPED, "logits_scaling", "logits_scaling"),
         (GROUPED, "attention scale", "attention scale"),
         (LATENT, "attention scale", "attention scale"),
         (GROUPED, "router scaling_factor", "router scaling_factor"),
-    ],
-)
-def test_a_multiplier_that_is_not_between_0_and_a_million_is_refused(spec: ModelSpec, path: str, name: str) -> None:
-    for wrong, right in ((0.0, 1e-12), (-1.0, 1.0), (1e6, 999_999.0)):
-        assert_refused_beside_legal(spec, path, wrong, right, f"{name} is {wrong}, expected between 0 and 1e6")
+    ]
+    for spec, path, name in cases:
+        with case(spec, path, name):
+            for wrong, right in ((0.0, 1e-12), (-1.0, 1.0), (1e6, 999_999.0)):
+                assert_refused_beside_legal(spec, path, wrong, right, f"{name} is {wrong}, expected between 0 and 1e6")
 
 
 @pytest.mark.parametrize(
@@ -112,22 +113,20 @@ def test_an_eps_that_is_not_between_0_and_1_is_refused(spec: ModelSpec, path: st
 BIAS = "attention bias names {}, expected some of ('q', 'k', 'v', 'o') in that order"
 
 
-@pytest.mark.parametrize(
-    ("path", "wrong", "right", "message"),
-    [
+def test_an_attention_that_cannot_be_is_refused() -> None:
+    cases = [
         ("attention num_kv_heads", 3, 4, "4 heads cannot share 3 keys and values"),
         ("attention num_kv_heads", 8, 1, "4 heads cannot share 8 keys and values"),
         ("attention bias", ["k", "q"], ["q", "k"], BIAS.format("('k', 'q')")),
         ("attention bias", ["q", "q"], ["q", "k", "v", "o"], BIAS.format("('q', 'q')")),
-    ],
-)
-def test_an_attention_that_cannot_be_is_refused(path: str, wrong: object, right: object, message: str) -> None:
-    assert_refused_beside_legal(GROUPED, path, wrong, right, message)
+    ]
+    for path, wrong, right, message in cases:
+        with case(path, wrong, right, message):
+            assert_refused_beside_legal(GROUPED, path, wrong, right, message)
 
 
-@pytest.mark.parametrize(
-    ("spec", "path", "wrong", "right", "message"),
-    [
+def test_rotary_positions_that_cannot_be_are_refused() -> None:
+    cases = [
         (GROUPED, "rope rotary_dim", 31, 30, "rotary_dim is 31, expected an even number up to 32"),
         (GROUPED, "rope rotary_dim", 34, 32, "rotary_dim is 34, expected an even number up to 32"),
         (GROUPED, "attention head_dim", 31, 33, "rotary_dim is 32, expected an even number up to 31"),
@@ -135,17 +134,14 @@ def test_an_attention_that_cannot_be_is_refused(path: str, wrong: object, right:
         (LATENT, "attention qk_rope_head_dim", 9, 8, "rotary_dim is 8, expected qk_rope_head_dim, 9"),
         (GROUPED, "rope theta", 1.0, 1.0001, "rope theta is 1.0, expected between 1 and 1e12"),
         (GROUPED, "rope theta", 1e12, 9.9e11, "rope theta is 1000000000000.0, expected between 1 and 1e12"),
-    ],
-)
-def test_rotary_positions_that_cannot_be_are_refused(
-    spec: ModelSpec, path: str, wrong: object, right: object, message: str
-) -> None:
-    assert_refused_beside_legal(spec, path, wrong, right, message)
+    ]
+    for spec, path, wrong, right, message in cases:
+        with case(spec, path, wrong, right, message):
+            assert_refused_beside_legal(spec, path, wrong, right, message)
 
 
-@pytest.mark.parametrize(
-    ("path", "wrong", "right", "message"),
-    [
+def test_an_encoder_or_relative_attention_that_cannot_be_is_refused() -> None:
+    cases = [
         ("attention num_buckets", 30, 28, "num_buckets is 30, expected a multiple of 4 up to 65536"),
         ("attention num_buckets", 65_540, 65_536, "num_buckets is 65540, expected a multiple of 4 up to 65536"),
         ("attention max_distance", 16, 17, "max_distance is 16, expected more than half of 32 buckets"),
@@ -155,13 +151,11 @@ def test_rotary_positions_that_cannot_be_are_refused(
         ("encoder num_layers", 4, 3, "an encoder of 4 layers out of 4, expected some, but not all"),
         ("encoder start_token", 96, 95, "start_token is 96, expected one of 96 tokens"),
         ("encoder start_token", -1, 0, "start_token is -1, expected one of 96 tokens"),
-    ],
-)
-def test_an_encoder_or_relative_attention_that_cannot_be_is_refused(
-    path: str, wrong: object, right: object, message: str
-) -> None:
-    spec = changed(ANSWERING, "attention max_distance", 2**20) if path == "attention num_buckets" else ANSWERING
-    assert_refused_beside_legal(spec, path, wrong, right, message)
+    ]
+    for path, wrong, right, message in cases:
+        with case(path, wrong, right, message):
+            spec = changed(ANSWERING, "attention max_distance", 2**20) if path == "attention num_buckets" else ANSWERING
+            assert_refused_beside_legal(spec, path, wrong, right, message)
 
 
 @pytest.mark.parametrize("spec", [GROUPED, LATENT], ids=["grouped_query", "latent"])
@@ -178,9 +172,8 @@ LONG_MSCALES = "longrope short_mscale {} or long_mscale {} is out of range"
 LENGTH = "original_max_position_embeddings is {}"
 
 
-@pytest.mark.parametrize(
-    ("scaling", "wrong", "right", "message"),
-    [
+def test_a_scaling_of_positions_that_cannot_be_is_refused() -> None:
+    cases = [
         (YARN, {"original_max_position_embeddings": 0}, {"original_max_position_embeddings": 1}, LENGTH.format(0)),
         (YARN, {"original_max_position_embeddings": MAX + 1}, {"original_max_position_embeddings": MAX},
          LENGTH.format(MAX + 1)),
@@ -206,12 +199,10 @@ LENGTH = "original_max_position_embeddings is {}"
         (LONGROPE, {"short_mscale": 1e6}, {"short_mscale": 999_999.0}, LONG_MSCALES.format(1e6, 1.2)),
         (LONGROPE, {"long_mscale": 0.0}, {"long_mscale": 0.1}, LONG_MSCALES.format(1.0, 0.0)),
         (LONGROPE, {"long_mscale": 1e6}, {"long_mscale": 999_999.0}, LONG_MSCALES.format(1.0, 1e6)),
-    ],
-)  # fmt: skip
-def test_a_scaling_of_positions_that_cannot_be_is_refused(
-    scaling: Values, wrong: Values, right: Values, message: str
-) -> None:
-    assert_refused_beside_legal(GROUPED, "rope scaling", scaling | wrong, scaling | right, message)
+    ]  # fmt: skip
+    for scaling, wrong, right, message in cases:
+        with case(scaling, wrong, right, message):
+            assert_refused_beside_legal(GROUPED, "rope scaling", scaling | wrong, scaling | right, message)
 
 
 CAPACITY = "router capacity is {}, which only softmax_topk with one expert a token has"
@@ -231,9 +222,8 @@ SOFT: dict[str, Any] = {
 TOPK, MIXER, SIGMA = (SOFT | {"kind": kind} for kind in ("topk_softmax", "sparsemixer", "sigmoid_topk"))
 
 
-@pytest.mark.parametrize(
-    ("router", "wrong", "right", "message"),
-    [
+def test_a_router_that_cannot_be_is_refused() -> None:
+    cases = [
         (SOFT, {"num_experts_per_tok": 7}, {"num_experts_per_tok": 6}, "7 experts a token out of 6"),
         (SOFT, {"n_group": 4}, {"n_group": 3}, "1 of 4 groups of 6 experts"),
         (SOFT, {"topk_group": 2}, {"n_group": 2, "topk_group": 2}, "2 of 1 groups of 6 experts"),
@@ -267,10 +257,10 @@ TOPK, MIXER, SIGMA = (SOFT | {"kind": kind} for kind in ("topk_softmax", "sparse
         (SIGMA | {"num_experts_per_tok": 1}, {"capacity": 8}, {"capacity": None}, CAPACITY.format(8)),
         (SOFT | {"num_experts_per_tok": 1}, {"capacity": 0}, {"capacity": 1},
          "router capacity is 0, expected 1 to 2^31 - 1"),
-    ],
-)  # fmt: skip
-def test_a_router_that_cannot_be_is_refused(router: Values, wrong: Values, right: Values, message: str) -> None:
-    assert_refused_beside_legal(GROUPED, "router", router | wrong, router | right, message)
+    ]  # fmt: skip
+    for router, wrong, right, message in cases:
+        with case(router, wrong, right, message):
+            assert_refused_beside_legal(GROUPED, "router", router | wrong, router | right, message)
 
 
 @pytest.mark.parametrize("router", [SOFT, SIGMA], ids=["softmax_topk", "sigmoid_topk"])
@@ -283,9 +273,8 @@ EXTRA = "extra_floats is {}, expected {}: the bias of down, where there is one"
 MATRICES = "expert matrices are {}, expected up and down, with or without gate, in that order"
 
 
-@pytest.mark.parametrize(
-    ("path", "wrong", "right", "message"),
-    [
+def test_an_expert_that_cannot_be_is_refused() -> None:
+    cases = [
         ("expert matrices", ["up", "gate", "down"], ["gate", "up", "down"], MATRICES.format("('up', 'gate', 'down')")),
         ("expert matrices", ["gate", "up"], ["up", "down"], MATRICES.format("('gate', 'up')")),
         ("expert matrices", ["gate", "down"], ["up", "down"], MATRICES.format("('gate', 'down')")),
@@ -296,10 +285,10 @@ MATRICES = "expert matrices are {}, expected up and down, with or without gate, 
         ("expert bias", ["down"], [], EXTRA.format(0, 64)),
         ("expert extra_floats", -1, 0, EXTRA.format(-1, 0)),
         ("expert extra_floats", 64, 0, EXTRA.format(64, 0)),
-    ],
-)  # fmt: skip
-def test_an_expert_that_cannot_be_is_refused(path: str, wrong: object, right: object, message: str) -> None:
-    assert_refused_beside_legal(GROUPED, path, wrong, right, message)
+    ]  # fmt: skip
+    for path, wrong, right, message in cases:
+        with case(path, wrong, right, message):
+            assert_refused_beside_legal(GROUPED, path, wrong, right, message)
 
 
 def test_a_bias_of_a_matrix_the_experts_lack_is_refused() -> None:
@@ -323,9 +312,10 @@ def test_a_neuron_function_of_gate_and_up_is_refused_without_a_gate() -> None:
 WINDOWED = "windowed_layers does not name some decoder layers, at least one and not all, in rising order"
 
 
-@pytest.mark.parametrize("wrong", [[], [0, 1, 2], [1, 0], [1, 1], [-1], [3]])
-def test_windowed_layers_that_cannot_be_are_refused(wrong: list[int]) -> None:
-    assert_refused_beside_legal(GROUPED, "attention windowed_layers", wrong, [0, 2], WINDOWED)
+def test_windowed_layers_that_cannot_be_are_refused() -> None:
+    for wrong in [[], [0, 1, 2], [1, 0], [1, 1], [-1], [3]]:
+        with case(wrong):
+            assert_refused_beside_legal(GROUPED, "attention windowed_layers", wrong, [0, 2], WINDOWED)
 
 
 def test_windowed_layers_without_a_window_are_refused() -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import pytest
+from cases import case
 
 from moe_pack.formats import CheckpointError, PackError, canonical, dump, parse
 from moe_pack.formats.strict_json import added, load
@@ -18,9 +19,8 @@ def refusal(raw: bytes) -> str:
     return message
 
 
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
+def test_damaged_json_is_refused_in_one_line() -> None:
+    cases = [
         (b'{"a": NaN}', "a.json: found NaN, expected JSON numbers only"),
         (b'{"a": Infinity}', "a.json: found Infinity, expected JSON numbers only"),
         (b'{"a": -Infinity}', "a.json: found -Infinity, expected JSON numbers only"),
@@ -34,26 +34,25 @@ def refusal(raw: bytes) -> str:
          "line 1 column 2 (char 1))"),
         (b"", "a.json: not valid JSON (Expecting value: line 1 column 1 (char 0))"),
         (b'"\xff"', "a.json: not valid JSON ('utf-8' codec can't decode byte 0xff in position 1: invalid start byte)"),
-    ],
-)  # fmt: skip
-def test_damaged_json_is_refused_in_one_line(raw: bytes, message: str) -> None:
-    assert refusal(raw) == message
+    ]  # fmt: skip
+    for raw, message in cases:
+        with case(raw, message):
+            assert refusal(raw) == message
 
 
-@pytest.mark.parametrize(
-    ("raw", "value"),
-    [
+def test_the_nearest_legal_json_is_read() -> None:
+    cases = [
         (b'{"a": -1.5e3}', {"a": -1500.0}),
         (b'{"a": 1, "b": 1}', {"a": 1, "b": 1}),
         (b'[{"x": {"b": 2}, "y": {"b": 3}}]', [{"x": {"b": 2}, "y": {"b": 3}}]),
         (b' {"a": 1} \n', {"a": 1}),
         ('"é"'.encode(), "é"),
         (b"[" * 200 + b"]" * 200, None),
-    ],
-)
-def test_the_nearest_legal_json_is_read(raw: bytes, value: object) -> None:
-    found = parse(raw, "a.json", PackError)
-    assert value is None or found == value
+    ]
+    for raw, value in cases:
+        with case(raw, value):
+            found = parse(raw, "a.json", PackError)
+            assert value is None or found == value
 
 
 @pytest.mark.parametrize("raw", [b"[" * 100_000, b'{"a":' * 100_000, b"[" * 100_000 + b"]" * 100_000])
@@ -102,9 +101,8 @@ def test_a_record_written_and_read_is_the_same() -> None:
     assert load(Tree, parse(canonical(dump(OAK)), "a.json", PackError), "a.json", PackError) == OAK
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_a_key_unknown_or_of_another_type_is_refused_by_name() -> None:
+    cases = [
         ({"colour": "green"}, "a.json: unknown key 'colour'"),
         ({"name": 3}, "a.json: name: found 3, expected str"),
         ({"name": None}, "a.json: name: found None, expected str"),
@@ -122,31 +120,35 @@ def test_a_record_written_and_read_is_the_same() -> None:
          "a.json: leaves[0]: kind: found 'flat', expected one of long, round"),
         ({"leaves": [{"size": 1, "kind": []}]}, "a.json: leaves[0]: kind: found [], expected one of long, round"),
         ({"name": ["x" * 100]}, f"a.json: name: found ['{'x' * 55}..., expected str"),
-    ],
-)  # fmt: skip
-def test_a_key_unknown_or_of_another_type_is_refused_by_name(change: dict[str, object], message: str) -> None:
-    with pytest.raises(PackError) as refused:
-        load(Tree, GOOD | change, "a.json", PackError)
-    assert str(refused.value) == message
+    ]  # fmt: skip
+    for change, message in cases:
+        with case(change, message):
+            with pytest.raises(PackError) as refused:
+                load(Tree, GOOD | change, "a.json", PackError)
+            assert str(refused.value) == message
 
 
-@pytest.mark.parametrize("key", sorted(GOOD))
-def test_a_missing_key_is_refused_by_name(key: str) -> None:
-    values = {name: value for name, value in GOOD.items() if name != key}
-    with pytest.raises(PackError, match=f"^a.json: key '{key}' is missing$"):
-        load(Tree, values, "a.json", PackError)
+def test_a_missing_key_is_refused_by_name() -> None:
+    for key in sorted(GOOD):
+        with case(key):
+            values = {name: value for name, value in GOOD.items() if name != key}
+            with pytest.raises(PackError, match=f"^a.json: key '{key}' is missing$"):
+                load(Tree, values, "a.json", PackError)
 
 
-@pytest.mark.parametrize("value", [None, [], "oak", 3])
-def test_a_record_is_only_read_from_an_object(value: object) -> None:
-    with pytest.raises(PackError) as refused:
-        load(Tree, value, "a.json", PackError)
-    assert str(refused.value) == f"a.json: found {value!r}, expected an object"
+def test_a_record_is_only_read_from_an_object() -> None:
+    for value in [None, [], "oak", 3]:
+        with case(value):
+            with pytest.raises(PackError) as refused:
+                load(Tree, value, "a.json", PackError)
+            assert str(refused.value) == f"a.json: found {value!r}, expected an object"
 
 
-@pytest.mark.parametrize("change", [{"height": 3}, {"age": 120}, {"leaves": []}, {"name": ""}, {"evergreen": True}])
-def test_the_nearest_legal_record_is_read(change: dict[str, object]) -> None:
-    assert isinstance(load(Tree, GOOD | change, "a.json", PackError), Tree)
+def test_the_nearest_legal_record_is_read() -> None:
+    cases = [{"height": 3}, {"age": 120}, {"leaves": []}, {"name": ""}, {"evergreen": True}]
+    for change in cases:
+        with case(change):
+            assert isinstance(load(Tree, GOOD | change, "a.json", PackError), Tree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +187,8 @@ def test_an_object_of_several_kinds_is_read_as_the_one_it_says_it_is(values: dic
     assert load(Twig, parse(canonical(dump(found)), "a.json", PackError), "a.json", PackError) == twig
 
 
-@pytest.mark.parametrize(
-    ("leaf", "message"),
-    [
+def test_an_object_that_is_none_of_its_kinds_is_refused() -> None:
+    cases = [
         ({"kind": "scale", "length": 2}, "leaf: kind: found 'scale', expected one of needle, blade"),
         ({"kind": None, "length": 2}, "leaf: kind: found None, expected one of needle, blade"),
         ({"kind": ["needle"], "length": 2}, "leaf: kind: found ['needle'], expected one of needle, blade"),
@@ -201,19 +202,20 @@ def test_an_object_of_several_kinds_is_read_as_the_one_it_says_it_is(values: dic
         ({"kind": "needle"}, "leaf: key 'length' is missing"),
         (NEEDLE | {"length": "2"}, "leaf: length: found '2', expected float"),
         (BLADE | {"edges": ["smooth", "torn"]}, "leaf: edges[1]: found 'torn', expected one of smooth, serrate"),
-    ],
-)
-def test_an_object_that_is_none_of_its_kinds_is_refused(leaf: object, message: str) -> None:
-    with pytest.raises(PackError) as refused:
-        load(Twig, {"leaf": leaf, "spare": None}, "a.json", PackError)
-    assert str(refused.value) == f"a.json: {message}"
+    ]
+    for leaf, message in cases:
+        with case(leaf, message):
+            with pytest.raises(PackError) as refused:
+                load(Twig, {"leaf": leaf, "spare": None}, "a.json", PackError)
+            assert str(refused.value) == f"a.json: {message}"
 
 
-@pytest.mark.parametrize("spare", [[], "", 0, False])
-def test_only_null_stands_for_an_object_that_may_be_missing(spare: object) -> None:
-    with pytest.raises(PackError) as refused:
-        load(Twig, {"leaf": NEEDLE, "spare": spare}, "a.json", PackError)
-    assert str(refused.value) == f"a.json: spare: found {spare!r}, expected an object"
+def test_only_null_stands_for_an_object_that_may_be_missing() -> None:
+    for spare in [[], "", 0, False]:
+        with case(spare):
+            with pytest.raises(PackError) as refused:
+                load(Twig, {"leaf": NEEDLE, "spare": spare}, "a.json", PackError)
+            assert str(refused.value) == f"a.json: spare: found {spare!r}, expected an object"
 
 
 def test_canonical_bytes_do_not_depend_on_the_order_of_keys() -> None:
@@ -234,9 +236,11 @@ def test_a_key_that_came_later_is_written_only_where_it_says_something() -> None
     assert dump([Grown("a", (1,), True)]) == [{"name": "a", "layers": [1], "is_new": True}]
 
 
-@pytest.mark.parametrize("record", [Grown("a"), Grown("a", ()), Grown("a", (2, 3)), Grown("a", None, True)])
-def test_a_record_with_keys_that_came_later_is_read_as_it_was_written(record: Grown) -> None:
-    assert load(Grown, parse(canonical(dump(record)), "a.json", PackError), "a.json", PackError) == record
+def test_a_record_with_keys_that_came_later_is_read_as_it_was_written() -> None:
+    cases = [Grown("a"), Grown("a", ()), Grown("a", (2, 3)), Grown("a", None, True)]
+    for record in cases:
+        with case(record):
+            assert load(Grown, parse(canonical(dump(record)), "a.json", PackError), "a.json", PackError) == record
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import case
 from reseal import safetensors_bytes
 from safetensors.torch import load_file, save_file
 
@@ -66,11 +67,12 @@ def test_a_file_shorter_than_the_header_length_is_refused(path: Path, length: in
     assert refusal(path, raw).endswith(f"bytes in a file of {length}; the file is cut or damaged")
 
 
-@pytest.mark.parametrize("length", [1 << 62, (1 << 64) - 1, 100_000_001, 300])
-def test_a_header_longer_than_the_file_is_refused_before_it_is_read(path: Path, length: int) -> None:
-    raw = length.to_bytes(8, "little") + safetensors_bytes(GOOD, bytes(32))[8:]
-    expected = f"x.safetensors: header of {length} bytes in a file of {len(raw)}; the file is cut or damaged"
-    assert refusal(path, raw) == expected
+def test_a_header_longer_than_the_file_is_refused_before_it_is_read(path: Path) -> None:
+    for length in [1 << 62, (1 << 64) - 1, 100_000_001, 300]:
+        with case(length):
+            raw = length.to_bytes(8, "little") + safetensors_bytes(GOOD, bytes(32))[8:]
+            expected = f"x.safetensors: header of {length} bytes in a file of {len(raw)}; the file is cut or damaged"
+            assert refusal(path, raw) == expected
 
 
 def test_a_header_that_fills_the_file_is_legal(path: Path) -> None:
@@ -88,9 +90,8 @@ def test_a_header_beyond_the_limit_is_refused_in_a_file_large_enough(path: Path)
     )
 
 
-@pytest.mark.parametrize(
-    ("header", "message"),
-    [
+def test_a_header_that_is_no_json_object_is_refused(path: Path) -> None:
+    cases = [
         (b"{", "header: not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
         (b"\xff{}", "header: not valid JSON ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)"),
         (b"[]", "header is not a JSON object"),
@@ -98,10 +99,10 @@ def test_a_header_beyond_the_limit_is_refused_in_a_file_large_enough(path: Path)
         (b'{"a": NaN}', "header: found NaN, expected JSON numbers only"),
         (b'{"a": {}, "a": {}}', "header: key 'a' appears twice"),
         (b"", "header: not valid JSON (Expecting value: line 1 column 1 (char 0))"),
-    ],
-)
-def test_a_header_that_is_no_json_object_is_refused(path: Path, header: bytes, message: str) -> None:
-    assert refusal(path, safetensors_bytes(header)) == f"x.safetensors: {message}"
+    ]
+    for header, message in cases:
+        with case(header, message):
+            assert refusal(path, safetensors_bytes(header)) == f"x.safetensors: {message}"
 
 
 def test_a_deeply_nested_header_is_refused(path: Path) -> None:
@@ -109,9 +110,8 @@ def test_a_deeply_nested_header_is_refused(path: Path) -> None:
     assert refusal(path, raw).startswith("x.safetensors: header: not valid JSON (maximum recursion depth exceeded")
 
 
-@pytest.mark.parametrize(
-    ("held", "message"),
-    [
+def test_a_faulty_entry_is_refused_by_name(path: Path) -> None:
+    cases = [
         (entry("F31", [6], 0, 24), "unknown dtype 'F31'"),
         (entry("f32", [6], 0, 24), "unknown dtype 'f32'"),
         ({"dtype": [], "shape": [6], "data_offsets": [0, 24]}, "unknown dtype []"),
@@ -139,15 +139,14 @@ def test_a_deeply_nested_header_is_refused(path: Path) -> None:
         (entry("F32", [6], 0, 24) | {"strides": [4]}, "expected exactly dtype, shape and data_offsets"),
         ([], "expected exactly dtype, shape and data_offsets"),
         (None, "expected exactly dtype, shape and data_offsets"),
-    ],
-)  # fmt: skip
-def test_a_faulty_entry_is_refused_by_name(path: Path, held: object, message: str) -> None:
-    assert refusal(path, safetensors_bytes({"a": held}, bytes(24))) == f"x.safetensors: tensor 'a': {message}"
+    ]  # fmt: skip
+    for held, message in cases:
+        with case(held, message):
+            assert refusal(path, safetensors_bytes({"a": held}, bytes(24))) == f"x.safetensors: tensor 'a': {message}"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape"),
-    [
+def test_an_entry_whose_shape_fills_its_bytes_is_read(path: Path) -> None:
+    cases = [
         ("F32", [6]),
         ("F32", [2, 3]),
         ("F32", [1, 6, 1]),
@@ -155,11 +154,11 @@ def test_a_faulty_entry_is_refused_by_name(path: Path, held: object, message: st
         ("BF16", [12]),
         ("F8_E4M3", [24]),
         ("BOOL", [24]),
-    ],
-)
-def test_an_entry_whose_shape_fills_its_bytes_is_read(path: Path, dtype: str, shape: list[int]) -> None:
-    raw = safetensors_bytes({"a": entry(dtype, shape, 0, 24)}, bytes(24))
-    assert accepted(path, raw) == [("a", dtype, tuple(shape), 24)]
+    ]
+    for dtype, shape in cases:
+        with case(dtype, shape):
+            raw = safetensors_bytes({"a": entry(dtype, shape, 0, 24)}, bytes(24))
+            assert accepted(path, raw) == [("a", dtype, tuple(shape), 24)]
 
 
 @pytest.mark.parametrize("shape", [[], [0], [0, 1 << 62]])
@@ -181,18 +180,17 @@ def test_a_shape_of_very_many_large_sizes_is_refused_at_once(path: Path) -> None
     assert message.startswith("x.safetensors: tensor 'a': ") and len(message) < 1000
 
 
-@pytest.mark.parametrize(
-    ("second", "message"),
-    [
+def test_overlaps_and_holes_are_refused(path: Path) -> None:
+    cases = [
         (entry("U8", [8], 23, 31), "overlaps the tensor before it (offset 23, expected 24)"),
         (entry("U8", [8], 0, 8), "tensor 'a' overlaps the tensor before it (offset 0, expected 8)"),
         (entry("U8", [8], 25, 33), "leaves a hole before it (offset 25, expected 24)"),
         (entry("U8", [8], 1 << 62, (1 << 62) + 8), f"leaves a hole before it (offset {1 << 62}, expected 24)"),
-    ],
-)
-def test_overlaps_and_holes_are_refused(path: Path, second: object, message: str) -> None:
-    expected = message if message.startswith("tensor") else f"tensor 'b' {message}"
-    assert refusal(path, safetensors_bytes(GOOD | {"b": second}, bytes(32))) == f"x.safetensors: {expected}"
+    ]
+    for second, message in cases:
+        with case(second, message):
+            expected = message if message.startswith("tensor") else f"tensor 'b' {message}"
+            assert refusal(path, safetensors_bytes(GOOD | {"b": second}, bytes(32))) == f"x.safetensors: {expected}"
 
 
 def test_data_that_begins_with_a_hole_is_refused(path: Path) -> None:
@@ -207,13 +205,14 @@ def test_the_order_of_names_in_the_header_does_not_matter(path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("extra", [-32, -1, 1, 4096])
-def test_a_file_cut_or_with_bytes_after_its_tensors_is_refused(path: Path, extra: int) -> None:
-    raw = safetensors_bytes(GOOD, bytes(32 + extra))
-    expected = len(raw) - extra
-    assert refusal(path, raw) == (
-        f"x.safetensors: file has {len(raw)} bytes, its header describes {expected}; the file is cut or damaged"
-    )
+def test_a_file_cut_or_with_bytes_after_its_tensors_is_refused(path: Path) -> None:
+    for extra in [-32, -1, 1, 4096]:
+        with case(extra):
+            raw = safetensors_bytes(GOOD, bytes(32 + extra))
+            expected = len(raw) - extra
+            assert refusal(path, raw) == (
+                f"x.safetensors: file has {len(raw)} bytes, its header describes {expected}; the file is cut or damaged"
+            )
 
 
 def test_a_file_written_by_the_safetensors_library_is_read(path: Path) -> None:

@@ -3,11 +3,13 @@
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from cases import case
 from reseal import edit_byte, manifest_of
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -147,11 +149,13 @@ def test_a_digest_known_from_before_is_not_computed_again_and_no_other_is_taken(
         TensorSidecar(tmp_path, NAME, "0" * 64)
 
 
-@pytest.mark.parametrize("metadata", [None, {"root": ROOT}, {"sha256": ROOT}, {"root": "AB" * 32}])
-def test_a_safetensors_file_of_others_is_refused(tmp_path: Path, metadata: dict[str, str] | None) -> None:
-    save_file({"counts": np.arange(6)}, tmp_path / NAME, metadata)
-    load_file(tmp_path / NAME)
-    assert refusal(tmp_path) == f"{NAME}: header does not begin with root and sha256; the file is damaged"
+def test_a_safetensors_file_of_others_is_refused(new_folder: Callable[[], Path]) -> None:
+    for metadata in [None, {"root": ROOT}, {"sha256": ROOT}, {"root": "AB" * 32}]:
+        with case(metadata):
+            tmp_path = new_folder()
+            save_file({"counts": np.arange(6)}, tmp_path / NAME, metadata)
+            load_file(tmp_path / NAME)
+            assert refusal(tmp_path) == f"{NAME}: header does not begin with root and sha256; the file is damaged"
 
 
 def test_an_empty_file_and_a_folder_are_refused(tmp_path: Path) -> None:

@@ -1,16 +1,10 @@
 """The trellis codec against a reader that shifts its stream bit by bit."""
 
-import hashlib
-import json
-import re
-from pathlib import Path
-
-import numpy as np
-import pytest
 import torch
+from cases import case
 from torch import Tensor
 
-from moe_pack.formats import ROW_GROUP, TRELLIS_WIDTHS, PartFormat, format_fault, format_text, trellis_format
+from moe_pack.formats import ROW_GROUP, TRELLIS_WIDTHS, PartFormat, format_fault, trellis_format
 from moe_pack.formats.codecs import Trellis, decode_part, trellis_steps, trellis_values
 from moe_pack.formats.trellis_tables import TRELLIS_TABLES, TRELLIS_UNITS
 
@@ -52,14 +46,15 @@ def read_slowly(part: PartFormat, num_cols: int, row: bytes) -> list[float]:
     return weights
 
 
-@pytest.mark.parametrize("part", FORMATS, ids=format_text)
-def test_rows_are_read_as_a_register_of_seven_bits_reads_them(part: PartFormat) -> None:
-    codec, codes = Trellis(part, 192), random_codes(4, 192, part.width)
-    scales = codec.store_scales(torch.rand(4, codec.num_groups, generator=torch.Generator().manual_seed(1)))
-    rows = codec.encode(codes, scales)
-    assert rows.shape == (4, part.part_bytes(192))
-    expected = torch.tensor([read_slowly(part, 192, bytes(row.tolist())) for row in rows])
-    assert torch.equal(decode_part(part, 192, rows), expected)
+def test_rows_are_read_as_a_register_of_seven_bits_reads_them() -> None:
+    for part in FORMATS:
+        with case(part):
+            codec, codes = Trellis(part, 192), random_codes(4, 192, part.width)
+            scales = codec.store_scales(torch.rand(4, codec.num_groups, generator=torch.Generator().manual_seed(1)))
+            rows = codec.encode(codes, scales)
+            assert rows.shape == (4, part.part_bytes(192))
+            expected = torch.tensor([read_slowly(part, 192, bytes(row.tolist())) for row in rows])
+            assert torch.equal(decode_part(part, 192, rows), expected)
 
 
 def test_bytes_are_those_of_a_stream_that_begins_with_the_lowest_bit() -> None:
@@ -89,31 +84,15 @@ def test_tables_hold_what_the_format_says() -> None:
         assert trellis_values(width).abs().max() == 127
 
 
-def test_the_specification_and_both_languages_have_the_same_tables() -> None:
-    documented = json.loads((ROOT / "docs" / "trellis-tables.json").read_text())
-    assert [int(width) for width in documented] == list(TRELLIS_WIDTHS)
-    stored = b"".join(np.array(tables, np.int8).tobytes() for tables in documented.values())
-    for width, tables in documented.items():
-        assert np.array(tables, np.int8).tobytes() == bytes.fromhex(TRELLIS_TABLES[int(width)]), width
-        assert {len(table) for table in tables} == {128}
-    assert hashlib.sha256(stored).hexdigest() in (ROOT / "docs" / "format.md").read_text()
-    (header,) = (ROOT / "runtime").rglob("trellis_tables.h")
-    tables_in_cpp = re.findall(r"\{ // width (\d)(.*?)\}", header.read_text(), re.DOTALL)
-    numbers = [int(number) for _, table in tables_in_cpp for number in re.findall(r"-?\d+", table)]
-    assert [width for width, _ in tables_in_cpp] == [width for width, tables in documented.items() for _ in tables]
-    assert np.array(numbers, np.int8).tobytes() == stored
-
-
-@pytest.mark.parametrize(
-    ("part", "fault"),
-    [
+def test_formats_that_rows_cannot_have_are_named() -> None:
+    cases = [
         (trellis_format(2, 64), "trellis of width 2, expected one of 3, 4, 5, 6, 7, 8"),
         (trellis_format(9, 64), "trellis of width 9, expected one of 3, 4, 5, 6, 7, 8"),
         (trellis_format(4, 48), "group size 48, expected one of 16, 32, 64, 128 or row"),
         (trellis_format(4, 64, 4), "scales of 4 bits, expected 8 or 16"),
         (trellis_format(4, 128), "group size 128 does not divide rows of 192 values"),
         (trellis_format(4, 64), None),
-    ],
-)
-def test_formats_that_rows_cannot_have_are_named(part: PartFormat, fault: str | None) -> None:
-    assert format_fault(part, 192) == fault
+    ]
+    for part, fault in cases:
+        with case(part, fault):
+            assert format_fault(part, 192) == fault

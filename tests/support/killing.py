@@ -1,6 +1,9 @@
 """Conversions that die at a chosen step, and what their folders become: a script, so that pytest itself never forks.
 
-    python killing.py SCENARIO WORKPLACE        prints a report, a JSON list of trials
+    python killing.py SCENARIO,... WORKPLACE EVERY    prints a report: a JSON list of trials for each scenario
+
+EVERY is 1 for a trial at each step; at a larger N, torn writes and power cuts are tried at
+every Nth alone.
 
 Each conversion runs in a child forked from a process that has loaded torch and runs one thread, so that killing one
 and resuming it takes hundredths of a second. A child tells of each step through a pipe before it makes it: what it
@@ -19,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,24 +89,24 @@ def different_files(found: Files, expected: Files) -> list[str]:
     return sorted(name for name in found | expected if found.get(name) != expected.get(name))
 
 
-def run_scenario(scenario: str, workplace: Path, *prefix: str) -> list[Trial]:
+def run_scenarios(scenarios: Sequence[str], workplace: Path, *prefix: str, every: int = 1) -> dict[str, list[Trial]]:
     """Runs this file in a process of its own (behind `prefix`, if given) and reads its report.
+
+    One process for several scenarios loads torch once.
 
     Raises:  AssertionError with what it wrote to standard error if it fails.
     """
-    command = [*prefix, sys.executable, __file__, scenario, str(workplace)]
+    command = [*prefix, sys.executable, __file__, ",".join(scenarios), str(workplace), str(every)]
     # numpy's own threads are not wanted in a process that forks.
     env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=MAX_SECONDS)
-    assert ended.returncode == 0, f"{scenario} failed:\n{ended.stderr}"
-    return [
-        Trial(
-            trial["what"],
-            [Run(**run | {"steps": [(action, path) for action, path in run["steps"]]}) for run in trial["runs"]],
-            trial["different"],
-        )
-        for trial in json.loads(ended.stdout)
-    ]
+    assert ended.returncode == 0, f"{', '.join(scenarios)} failed:\n{ended.stderr}"
+    return {name: [_read_trial(trial) for trial in trials] for name, trials in json.loads(ended.stdout).items()}
+
+
+def _read_trial(trial: dict[str, Any]) -> Trial:
+    runs = [Run(**run | {"steps": [(action, path) for action, path in run["steps"]]}) for run in trial["runs"]]
+    return Trial(trial["what"], runs, trial["different"])
 
 
 def die() -> NoReturn:
@@ -260,14 +263,14 @@ class Bench:
         return on_step
 
 
-def each_step(work: Path) -> Iterator[Trial]:
+def each_step(work: Path, every: int) -> Iterator[Trial]:
     """Dies at each step in turn, then resumes."""
     bench = Bench(work)
     for number, (action, path) in enumerate(bench.steps, 1):
         yield bench.trial(f"{number}: {action} {path}", bench.run(dies_at(number)), bench.resume())
 
 
-def torn_writes(work: Path) -> Iterator[Trial]:
+def torn_writes(work: Path, every: int) -> Iterator[Trial]:
     """Dies within each write and truncation, having made part of it or something else, then resumes."""
     bench = Bench(work)
     for number, (action, path) in enumerate(bench.steps, 1):
@@ -276,7 +279,7 @@ def torn_writes(work: Path) -> Iterator[Trial]:
             if path == JOURNAL
             else ("half", "noise")
         )
-        for way in ways if action == "write" else ():
+        for way in ways[number % every :: every] if action == "write" else ():
             tear = TornWrite(bench, number, way)
             yield bench.trial(f"{number}: {way} of write {path}", bench.run(tear), bench.resume())
         if action == "truncate":
@@ -330,7 +333,7 @@ def _half_truncation(bench: Bench, number: int) -> OnStep:
     return on_step
 
 
-def resumed_runs(work: Path) -> Iterator[Trial]:
+def resumed_runs(work: Path, every: int) -> Iterator[Trial]:
     """Dies within the first expert's line in the journal, then at each step of the resumed run."""
     bench = Bench(work)
     torn = [number for number, step in enumerate(bench.steps, 1) if step == ("write", JOURNAL)][-2]
@@ -343,7 +346,7 @@ def resumed_runs(work: Path) -> Iterator[Trial]:
         yield bench.trial(f"{second}: {action} {path}", *runs, bench.resume())
 
 
-def many_deaths(work: Path) -> Iterator[Trial]:
+def many_deaths(work: Path, every: int) -> Iterator[Trial]:
     """Dies at random steps, time after time, with one, two or three workers, until nothing is left to do."""
     bench = Bench(work)
     for seed in range(4):
@@ -401,19 +404,19 @@ class Drive:
             (self._folder / name).write_bytes(self._bytes.get(inode, b""))
 
 
-def power_cuts(work: Path) -> Iterator[Trial]:
+def power_cuts(work: Path, every: int) -> Iterator[Trial]:
     """Loses the power before each step but the first, and with it all that was not synced, then resumes."""
     bench = Bench(work)
     # What survives changes with these actions alone: after others the same would be lost again.
     losses = {"synced": ("fsync",), "ahead": ("fsync", "create", "rename", "unlink"), "removed": ("unlink",)}
     for names, changes in losses.items():
         for number, ((before, _), (action, path)) in enumerate(itertools.pairwise(bench.steps), 2):
-            if before in changes:
+            if before in changes and number % every == 0:
                 runs = [bench.run(Drive(bench.out, number, names)), bench.resume()]
                 yield bench.trial(f"{number}: {action} {path}, names {names}", *runs)
 
 
-def two_at_once(work: Path) -> Iterator[Trial]:
+def two_at_once(work: Path, every: int) -> Iterator[Trial]:
     """Holds one conversion still before a step; another comes; the first goes on. The second run is the other's."""
     bench = Bench(work)
     writes = [number for number, step in enumerate(bench.steps, 1) if step[0] == "write"]
@@ -437,7 +440,7 @@ def two_at_once(work: Path) -> Iterator[Trial]:
         os.close(going)
 
 
-def full_from_the_start(work: Path) -> Iterator[Trial]:
+def full_from_the_start(work: Path, every: int) -> Iterator[Trial]:
     """`work` is a small tmpfs: filled until too little is free, then freed. The report's second run is the resumed."""
     bench = Bench(work)
     needed = sum(len(raw) for name, raw in bench.whole.items() if _is_large(name))
@@ -449,7 +452,7 @@ def full_from_the_start(work: Path) -> Iterator[Trial]:
     yield bench.trial("too little room", full, bench.resume())
 
 
-def filling_up(work: Path) -> Iterator[Trial]:
+def filling_up(work: Path, every: int) -> Iterator[Trial]:
     """`work` is a small tmpfs that something else fills before each write in turn: fails, fails again, then resumes."""
     bench = Bench(work)
     filler = work / "filler"
@@ -480,7 +483,7 @@ def _fill(file: BinaryIO, leave: int = 0) -> None:
         assert leave == 0, "the drive is full already"
 
 
-SCENARIOS: dict[str, Callable[[Path], Iterator[Trial]]] = {
+SCENARIOS: dict[str, Callable[[Path, int], Iterator[Trial]]] = {
     scenario.__name__: scenario
     for scenario in (
         each_step,
@@ -497,5 +500,10 @@ SCENARIOS: dict[str, Callable[[Path], Iterator[Trial]]] = {
 if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.freeze()
-    report = [dataclasses.asdict(trial) for trial in SCENARIOS[sys.argv[1]](Path(sys.argv[2]))]
+    report = {}
+    for name in sys.argv[1].split(","):
+        work = Path(sys.argv[2]) / name
+        work.mkdir()
+        report[name] = [dataclasses.asdict(trial) for trial in SCENARIOS[name](work, int(sys.argv[3]))]
+        shutil.rmtree(work)
     sys.stdout.write(json.dumps(report))
