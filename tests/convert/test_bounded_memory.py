@@ -1,6 +1,7 @@
 """A checkpoint of Mixtral-8x7B's dimensions converts in bounded memory: the benchmark's own run, judged."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -9,14 +10,16 @@ from pathlib import Path
 import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bounded_memory.py"
-NEEDED_DISK_BYTES = 16 * 10**9  # source 6 GB, pack 2.5 GB, and room
+# One layer of experts is 2.8 GB, twice the anonymous memory allowed; two are 6 GB.
+LAYERS = os.environ.get("MOE_PACK_LAYERS", "1")
+NEEDED_DISK_BYTES = 8 * 10**9 * int(LAYERS)  # source 3 GB a layer, pack 1.3 GB, and some space
 
 
-@pytest.mark.slow  # some minutes, 9 GB of disk
+@pytest.mark.slow  # a minute or two, 5 GB of disk
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(("--quantizer", "hqq"), id="hqq, two layers"),
+        pytest.param(("--quantizer", "hqq", "--layers", LAYERS), id="hqq"),
         pytest.param(
             ("--quantizer", "calibrated", "--codec", "trellis", "--bits", "2", "--layers", "1", "--experts", "2"),
             id="calibrated, two experts at once",

@@ -1,8 +1,11 @@
 """The parts of a contest of plans at equal bytes: its bootstrap, its comparators, and what it judges."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,13 +19,14 @@ from memory_weights import MatrixQuantizer, MemoryWeights, Parts
 from models import BOOK, DEMO_MODEL
 from paired_bootstrap import paired_difference
 from pmq import PUBLISHED, RELEASED, Factors, measure_factors, pmq_widths
-from transformers import MixtralForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from moe_pack.calib import Tokens, read_tokens
 from moe_pack.convert import convert
 from moe_pack.formats import MATRICES, Checkpoint, ExpertFormat, Pack
 from moe_pack.runtime import CheckpointWeights, Decoder, FolderFiles, NeuronBlock, PackWeights, Text
+
+if TYPE_CHECKING:
+    from transformers import MixtralForCausalLM
 
 WIDTHS = (1, 2, 3)
 
@@ -101,6 +105,9 @@ def test_pmq_weighs_frequency_router_weight_and_error_by_the_published_exponents
 @pytest.fixture(scope="module")
 def oracle() -> MixtralForCausalLM:
     """The demo model in transformers."""
+    from transformers import MixtralForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
     disable_progress_bar()
     return MixtralForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32, local_files_only=True)
 

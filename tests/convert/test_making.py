@@ -121,14 +121,15 @@ def test_a_tightened_pack_is_the_one_converted_directly_with_its_plan(
     assert {name: made[name] for name in direct} == direct
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["every fourth", "all"])
 def test_stopped_before_any_step_it_ends_in_the_same_pack(
-    workplace: Workplace, losses: list[float], tmp_path: Path
+    workplace: Workplace, losses: list[float], tmp_path: Path, every: int
 ) -> None:
     allowed = (losses[0] + losses[1]) / 2
     steps = workplace.make(tmp_path / "whole", allowed)
     expected = folder_bytes(tmp_path / "whole")
     own = [n for n, step in enumerate(steps) if step.split()[0] not in ("write", "fsync", "open", "create", "truncate")]
-    chosen = sorted({*own, *range(0, len(steps), 11)})
+    chosen = sorted({*own[::every], own[-1], *range(0, len(steps), 11 * every)})
     assert len(own) > 15 and {"thresholds", "evaluate", "attach", "rename"} <= set(steps)
     for stop_at in chosen:
         out = tmp_path / "stopped" / "packed"

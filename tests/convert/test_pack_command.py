@@ -212,9 +212,7 @@ def test_a_float32_source_in_16_bit_is_told_what_it_loses(tmp_path: Path) -> Non
 
 
 def test_ctrl_c_leaves_a_conversion_that_goes_on(tmp_path: Path) -> None:
-    source = TinyMixtral(hidden_size=256, intermediate_size=1024, num_layers=3, num_experts=8).write(
-        tmp_path / "source"
-    )
+    source = TinyMixtral(hidden_size=256, intermediate_size=1024, num_experts=12).write(tmp_path / "source")
     command = [sys.executable, "-m", "moe_pack.convert.cli", "convert", str(source), "-o", str(tmp_path / "p")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     journal = tmp_path / "p" / "conversion.journal"

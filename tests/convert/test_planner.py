@@ -70,16 +70,15 @@ def refusal(budget: int, max_loss: float) -> str:
 
 
 def test_a_plan_keeps_loss_and_budget_and_fits_the_model() -> None:
-    for search in SEARCHES:
-        for max_loss in LIMITS:
-            with case(search, max_loss):
-                found = [(budget, planned(budget, max_loss, search)) for budget in BUDGETS]
-                assert found[-1][1] is not None
-                for budget, plan in found:
-                    if plan is not None:
-                        assert plan_fault(plan.decision.plan, SPEC) is None
-                        assert plan.loss == pytest.approx(MODEL.loss(plan.decision)) and plan.loss <= max_loss
-                        assert sum(share.num_bytes for share in plan.foretold.shares) <= budget
+    for search, max_loss in [*((SEARCHES[0], limit) for limit in LIMITS), *((name, 0.05) for name in SEARCHES[1:])]:
+        with case(search, max_loss):
+            found = [(budget, planned(budget, max_loss, search)) for budget in BUDGETS]
+            assert found[-1][1] is not None
+            for budget, plan in found:
+                if plan is not None:
+                    assert plan_fault(plan.decision.plan, SPEC) is None
+                    assert plan.loss == pytest.approx(MODEL.loss(plan.decision)) and plan.loss <= max_loss
+                    assert sum(share.num_bytes for share in plan.foretold.shares) <= budget
 
 
 def changed(decision: Decision, rng: np.random.Generator, others: list[Decision]) -> Decision:

@@ -17,7 +17,7 @@ from moe_pack.convert.plan_file import Decision, plan_bytes
 from moe_pack.formats import Pack, part_format, uniform_plan
 from moe_pack.formats.cli import size_text
 
-SMALL = ["--tokens", "512", "--sequence-length", "64"]
+SMALL = ["--tokens", "256", "--sequence-length", "64"]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_a_profile_says_what_it_does_what_it_cost_and_what_it_found(source: Path
     result = run("profile", str(source), "-o", str(tmp_path / "p"), *SMALL)
     assert result.exit_code == 0, result.output
     said = result.stderr.splitlines()
-    assert said[0].startswith("mixtral, 2 layers of 4 experts; 512 tokens in sequences of 64, from the sample")
+    assert said[0].startswith("mixtral, 2 layers of 4 experts; 256 tokens in sequences of 64, from the sample")
     assert [line.partition(":")[0] for line in said[1:]] == ["statistics", "sensitivity", "predictors"]
     assert "G multiplications, about" in said[1]
     kept = sum(path.stat().st_size for path in (tmp_path / "p").glob("inputs-*.safetensors"))

@@ -1,13 +1,14 @@
 """The parts of the benchmark of quality by size: what it finds fault with, and its picture."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 import pytest
 from comparators import edgemoe_plans, sizes, stored_bytes
 from contest import Contest, Line
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from models import TinyMixtral
 from paired_bootstrap import Difference
 from planned import foretold, single
@@ -17,6 +18,9 @@ from quality_picture import MOST_KL, SERIES, draw, plot
 
 from moe_pack.calib import Profile, ProfileOptions, losses_of
 from moe_pack.formats import QUANTIZERS, Checkpoint, format_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 TEXT = random_tokens(2, 512, 96)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -35,6 +39,7 @@ def curve(profile: Profile) -> Curve:
     return Curve(Contest(checkpoint, TEXT, profile), profile)
 
 
+@pytest.mark.slow
 def test_single_formats_are_foretold_to_lose_less_the_more_they_store(curve: Curve, profile: Profile) -> None:
     points = list(curve.single())
     sizes = [point.num_bytes for point in points]
@@ -84,6 +89,7 @@ def test_only_what_was_asked_for_is_measured(curve: Curve, tmp_path: Path) -> No
         assert point.facts()["is"] in point.row()
 
 
+@pytest.mark.slow
 def test_edgemoes_plans_are_at_hqqs_bytes_and_the_widths_are_its_importances(curve: Curve, tmp_path: Path) -> None:
     found = measure(curve, TEXT, 1, None, ("edgemoe",), tmp_path)
     assert {point.series for point in found} == {"EdgeMoE"} and len(found) == 2 * 5
@@ -111,6 +117,8 @@ def test_a_point_that_ours_is_not_below_is_a_fault() -> None:
 
 
 def plotted(points: list[tuple[str, str, float, float]]) -> Axes:
+    from matplotlib.figure import Figure
+
     axes = Figure().add_subplot()
     plot(axes, "model", points)
     return axes

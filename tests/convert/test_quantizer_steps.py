@@ -58,7 +58,7 @@ def test_steps_allow_the_formats_that_they_add() -> None:
     assert names("scales", "codebook") == [format_text(part) for part in (*affine, *trellises)]
 
 
-@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("width", [3, *(pytest.param(width, marks=pytest.mark.slow) for width in (2, 4))])
 def test_every_combination_of_steps_keeps_within_the_bytes_of_hqq(profile: Profile, width: int) -> None:
     spec, hqq = profile.spec, single(profile.spec, part_format(width, 64), "hqq")
     max_bytes, losses = stored_bytes(spec, hqq), foretold(profile, "hqq")
@@ -95,6 +95,7 @@ def test_every_pair_of_texts_is_measured_at_every_width(model: Path, tmp_path: P
     assert hqq["novels", 2] > hqq["novels", 3] > hqq["novels", 4] > 0
 
 
+@pytest.mark.slow
 def test_documents_of_python_are_its_reference_and_its_docstrings() -> None:
     documents = python_documents()
     assert documents == python_documents(), "always the same"
@@ -104,6 +105,7 @@ def test_documents_of_python_are_its_reference_and_its_docstrings() -> None:
         assert sum('assert_stmt ::= "assert" expression' in text for text in documents) == 1, "two topics have it"
 
 
+@pytest.mark.slow
 def test_no_paragraph_is_in_both_parts(tmp_path: Path) -> None:
     calibration, valid = (
         [json.loads(line)["text"] for line in path.read_text("utf-8").splitlines()]
@@ -118,6 +120,7 @@ def test_no_paragraph_is_in_both_parts(tmp_path: Path) -> None:
     assert not found & judged
 
 
+@pytest.mark.slow
 def test_both_kinds_have_the_tokens_to_calibrate_on_and_others_to_judge_on(tmp_path: Path) -> None:
     kinds = read_kinds(Text(FolderFiles(DEMO_MODEL)), BOOK, 32768, 16384, tmp_path)
     for kind in kinds.values():

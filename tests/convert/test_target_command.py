@@ -40,7 +40,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def profile(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("profiled") / "profile"
-    assert run("profile", str(source), "-o", str(folder), "--tokens", "1024", "--sequence-length", "64").exit_code == 0
+    assert run("profile", str(source), "-o", str(folder), "--tokens", "512", "--sequence-length", "64").exit_code == 0
     return folder
 
 

@@ -10,7 +10,8 @@ import pytest
 from models import BOOK, TinyMixtral
 from profiles import folder_bytes
 
-NUM_KILLS = 5
+NUM_KILLS = int(os.environ.get("MOE_PACK_KILLS", "3"))
+SEED = int(os.environ.get("MOE_PACK_SEED", "7"))
 
 pytestmark = pytest.mark.slow  # some ten processes that load torch, a minute or two
 
@@ -36,7 +37,8 @@ def test_killed_at_random_moments_it_ends_in_the_pack_of_a_whole_run(source: Pat
     for folder in folders:
         folder.mkdir()
     assert begin(source, folders[0]).wait() == 0, (tmp_path / "whole.log").read_text()
-    generator, kills = random.Random(7), 0
+    generator, kills = random.Random(SEED), 0
+    print(f"MOE_PACK_SEED={SEED} MOE_PACK_KILLS={NUM_KILLS}")  # noqa: T201  # pytest shows it with a failure
     while True:
         process = begin(source, folders[1])
         if kills == NUM_KILLS:

@@ -13,7 +13,7 @@ from moe_pack.formats import Pack
 from moe_pack.runtime import load
 
 TINY = Tiny("gpt_oss", "vocabulary of the demo's tokenizer", {"vocab_size": 4096, "num_hidden_layers": 2})
-TEXT = ["--eval-data", str(BOOK), "--eval-tokens", "512"]
+TEXT = ["--eval-data", str(BOOK), "--eval-tokens", "256"]
 CPU = ["--target-vram", "16M", "--device", "cpu", "--context", "64"]
 
 
@@ -34,7 +34,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def profile(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("profiled") / "profile"
-    run("profile", str(source), "-o", str(folder), "--tokens", "1024", "--sequence-length", "64")
+    run("profile", str(source), "-o", str(folder), "--tokens", "256", "--sequence-length", "64")
     return folder
 
 

@@ -22,7 +22,7 @@ SHAPE = Tiny(
 )
 MEMORY, CONTEXT = 20 << 20, 64
 CPU = ["--target-vram", str(MEMORY), "--device", "cpu", "--context", str(CONTEXT)]
-TEXT = ["--tokens", "1024", "--sequence-length", "64"]
+TEXT = ["--tokens", "512", "--sequence-length", "64"]
 
 
 def run(*arguments: str) -> Result:

@@ -8,10 +8,8 @@ import pytest
 import torch
 from answers import our_logits, start_token, their_answer
 from families import BASE, BUILT_AS, WITH_ENCODER, Tiny, oracle, original, token_ids, write_config, write_random
-from huggingface_hub.errors import StrictDataclassError
 from models import pack
 from references import REFERENCES
-from transformers import AutoConfig
 
 from moe_pack.formats import Checkpoint, CheckpointError, Pack
 from moe_pack.formats.families import Config, read_spec
@@ -43,6 +41,8 @@ def written(family: str, folder: Path) -> dict[str, Any]:
 
 def write(family: str, values: dict[str, Any], folder: Path) -> None:
     """Writes a checkpoint whose tensors are those that the original makes of a config, and the config as it is."""
+    from transformers import AutoConfig
+
     own = {key: value for key, value in values.items() if key != "model_type"}
     if family in REFERENCES:
         REFERENCES[family].write(own, folder)
@@ -72,6 +72,8 @@ def candidates(folder: Path) -> list[tuple[str, Any]]:
 
 def differs(family: str, values: dict[str, Any], folder: Path) -> float | None:
     """The largest difference of logits under this config, or None where either side refuses it."""
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         read_spec(Config(values, "config.json"))
         write(family, values, folder / "source")

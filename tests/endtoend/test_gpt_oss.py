@@ -19,8 +19,6 @@ from native import operations_limited_to
 from safetensors.torch import load_file, save_file
 from streaming import budget_for
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moe_pack.convert import convert
 from moe_pack.convert.source_formats import keep_source
@@ -53,6 +51,9 @@ FOUR = part_format(4, 64)
 
 def write_blocks(folder: Path) -> tuple[Path, Tensor]:
     """A checkpoint with experts in MXFP4 blocks, and transformers' logits over the same, dequantized by itself."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     config = config_of(TINY)
     write(TINY, folder / "plain")
     tensors = load_file(folder / "plain" / "model.safetensors")

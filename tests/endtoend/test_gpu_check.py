@@ -360,7 +360,11 @@ def bare_python(folder: Path, packages: list[str]) -> Path:
     return folder / "bin" / "python"
 
 
-@pytest.mark.slow  # all of it, by the interpreter: some six minutes
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.environ.get("MOE_PACK_REHEARSE") != "1",
+    reason="all of gpu-check by the interpreter takes six minutes: MOE_PACK_REHEARSE=1",
+)
 def test_every_part_runs_where_nothing_is_installed_but_what_the_page_names(tmp_path: Path) -> None:
     python = bare_python(tmp_path / "venv", list(gpu_preflight._PACKAGES))
     for missing in ("moe_pack", "pytest", "hqq", "datasets", "transformers"):

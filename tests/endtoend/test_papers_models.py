@@ -42,7 +42,11 @@ def done(*arguments: object) -> Result:
     return result
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda tiny: tiny.family)
+@pytest.fixture(
+    scope="module",
+    params=[*SHAPES[:2], *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[2:])],
+    ids=lambda tiny: tiny.family,
+)
 def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A profile, a plan by --preset corm, and the pack it makes."""
     folder = tmp_path_factory.mktemp(request.param.family)

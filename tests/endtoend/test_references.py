@@ -10,7 +10,6 @@ from references import REFERENCES, SIZES, SMALLEST, SWITCHES, Values
 from references.fixtures import FIXTURES, TEXT, logits_of_shapes, shapes_of
 from references.plain import Weights
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 Sibling = tuple[Values, Weights]  # the config and the tensors of a transformers class that comes to the same
 IDS = [(11 * i * i + 5 * i + 3) % 96 for i in range(32)]
@@ -135,6 +134,8 @@ CASES = [
 
 
 def test_a_transformers_class_that_comes_to_the_same_says_the_same(new_folder: Callable[[], Path]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     for model_type, values in CASES:
         with case(model_type, values):
             tmp_path = new_folder()

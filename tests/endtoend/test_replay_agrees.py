@@ -1,6 +1,7 @@
 """What replay says of a run is what the run counted: every policy, foretelling or not, at several budgets."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -30,45 +31,49 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.parametrize(
+    "runs",
+    [((False, 6), (True, 17)), pytest.param(tuple(product((False, True), (1, 6, 17))), marks=pytest.mark.slow)],
+    ids=["few", "all"],
+)
 def test_replay_gives_the_hits_that_the_engine_counted(
-    folder: Path, new_folder: Callable[[], Path]
+    folder: Path, new_folder: Callable[[], Path], runs: tuple[tuple[bool, int], ...]
 ) -> None:
     for policy in sorted(PRESETS):
-        for foretells in [False, True]:
-            for num_experts in [1, 6, 17]:
-                with case(policy, foretells, num_experts):
-                    tmp_path = new_folder()
-                    ids = torch.randint(0, 4000, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
-                    record = tmp_path / "routes.safetensors"
-                    with Pack(folder) as held:
-                        options = EngineOptions(
-                            budget_bytes=budget_for(held, num_experts, CONTEXT),
-                            policy=PRESETS[policy].name,
-                            foretells=foretells,
-                            record=record,
-                            kernels="portable",
-                        )
-                        with Engine(held, options, CONTEXT) as engine:
-                            engine.decoder.next_logits(ids[:NUM_PROMPT])
-                            for token in ids[NUM_PROMPT:]:
-                                engine.decoder.next_logits([token])
-                            counted, plan = engine.weights, engine.plan
-                        assert plan is not None
-                        found = read_record(record)
-                        facts = cache_facts(held, plan, Routing.open(held))
-                        played = replay(
-                            found.passes, facts, held.index.size.astype(np.int64), PRESETS[policy], record=found
-                        )
-                    assert (played.prefill.num_hits, played.prefill.num_needed) == (
-                        counted.prefill.hits,
-                        counted.prefill.needed,
+        for foretells, num_experts in runs:
+            with case(policy, foretells, num_experts):
+                tmp_path = new_folder()
+                ids = torch.randint(0, 4000, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
+                record = tmp_path / "routes.safetensors"
+                with Pack(folder) as held:
+                    options = EngineOptions(
+                        budget_bytes=budget_for(held, num_experts, CONTEXT),
+                        policy=PRESETS[policy].name,
+                        foretells=foretells,
+                        record=record,
+                        kernels="portable",
                     )
-                    assert (played.decode.num_hits, played.decode.num_needed) == (
-                        counted.decode.hits,
-                        counted.decode.needed,
+                    with Engine(held, options, CONTEXT) as engine:
+                        engine.decoder.next_logits(ids[:NUM_PROMPT])
+                        for token in ids[NUM_PROMPT:]:
+                            engine.decoder.next_logits([token])
+                        counted, plan = engine.weights, engine.plan
+                    assert plan is not None
+                    found = read_record(record)
+                    facts = cache_facts(held, plan, Routing.open(held))
+                    played = replay(
+                        found.passes, facts, held.index.size.astype(np.int64), PRESETS[policy], record=found
                     )
-                    assert counted.decode.needed == 2 * 4 * (CONTEXT - NUM_PROMPT)
-                    assert found.hits.sum() == counted.prefill.hits + counted.decode.hits
+                assert (played.prefill.num_hits, played.prefill.num_needed) == (
+                    counted.prefill.hits,
+                    counted.prefill.needed,
+                )
+                assert (played.decode.num_hits, played.decode.num_needed) == (
+                    counted.decode.hits,
+                    counted.decode.needed,
+                )
+                assert counted.decode.needed == 2 * 4 * (CONTEXT - NUM_PROMPT)
+                assert found.hits.sum() == counted.prefill.hits + counted.decode.hits
 
 
 def test_a_record_has_the_routes_of_the_plain_decoder(folder: Path, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from models import BOOK, DEMO_MODEL
 from numpy.typing import NDArray
 from profiles import StoppedError, StopsBefore, profiled
 from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM
 
 from moe_pack.calib import Tokens, read_tokens
 from moe_pack.runtime import FolderFiles, Text
@@ -53,6 +52,8 @@ def tokens() -> Tokens:
 
 @pytest.fixture(scope="module")
 def expected(tokens: Tokens) -> list[Seen]:
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     model.train(False)
     caught: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []

@@ -8,14 +8,9 @@ import torch
 from cases import case
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moe_pack.formats import BF16, E5M2, FP8, MXFP4, part_format
 from moe_pack.formats.codecs import Affine, Bf16, E5m2, Fp8, Mxfp4, affine, decode_part, pack_codes, unpack_codes
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when hqq compiles a function on import
-    from hqq.core.quantize import Quantizer as HqqQuantizer
 
 WIDTHS = (1, 2, 3, 4, 8)
 
@@ -99,6 +94,10 @@ def test_codes_at_either_end_of_their_range_come_back() -> None:
 
 
 def test_affine_decoding_is_bit_equal_to_hqq() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when hqq compiles a function on import
+        from hqq.core.quantize import Quantizer as HqqQuantizer
+
     for width in WIDTHS:
         for group in [16, 32, 64, 128, 0]:
             with case(width, group):
@@ -295,6 +294,8 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 def test_mxfp4_is_bit_equal_to_transformers() -> None:
     """Every pair of codes, with every scale but the one that is no number, which transformers takes for 2^128."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     generator = torch.Generator().manual_seed(0)
     scales = torch.arange(255, dtype=torch.uint8).view(-1, 1).repeat(1, 8)
     codes = torch.randint(0, 16, (255, 256), generator=generator, dtype=torch.uint8)

@@ -18,7 +18,6 @@ from coded import (
     random_mxfp4,
 )
 from models import Tensors, TinyMixtral
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moe_pack.formats import FAMILIES, Checkpoint, CheckpointError
 from moe_pack.formats.spec import Matrix
@@ -73,6 +72,8 @@ def test_fp8_matrices_mean_code_times_scale_of_their_block(tmp_path: Path) -> No
 
 
 def test_mxfp4_blocks_mean_what_transformers_makes_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     monkeypatch.setitem(FAMILIES, "mixtral", held_so(IN_BLOCKS))
     meant: Tensors = {}
     tensors: Tensors = {}

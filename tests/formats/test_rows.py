@@ -118,9 +118,8 @@ def test_a_changed_bit_in_codes_scales_bias_or_crc_is_refused() -> None:
             rows[4, byte] ^= 1
             with pytest.raises(PackError) as refused:
                 check_rows(layout, rows, "experts-000.safetensors: expert 1: records")
-            assert str(refused.value) == (
-                "experts-000.safetensors: expert 1: records: row 2: CRC-32 does not match its bytes; the file is damaged"
-            )
+            where = "experts-000.safetensors: expert 1: records: row 2"
+            assert str(refused.value) == f"{where}: CRC-32 does not match its bytes; the file is damaged"
 
 
 @pytest.mark.parametrize("byte", [84, 95])

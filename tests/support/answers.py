@@ -4,14 +4,19 @@ The text is read in one pass. The answer's tokens are given at once, and one by 
 capacity is exceeded the two differ, because it is counted over a pass.
 """
 
+from __future__ import annotations
+
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from moe_pack.runtime import Decoder, EncoderDecoder
 from moe_pack.runtime.weights import Weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def start_token(model: PreTrainedModel) -> int:

@@ -4,23 +4,26 @@ Families that transformers has no class for are made and run by a plain referenc
 is a family's test: tests/endtoend/test_families.py and `make families` run every one of them.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from answers import start_token, their_answer, their_greedy, their_logits_one_by_one
 from models import pack
 from references import REFERENCES, SIZES, SMALLEST, SWITCHES
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from moe_pack.formats import Pack
 from moe_pack.runtime import Decoder, EncoderDecoder, PackWeights, Sampler, generate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 Values = dict[str, Any]
 Oracle = Callable[[list[int]], torch.Tensor]
@@ -35,8 +38,14 @@ SMALL: Values = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped in transformers
-logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
+
+
+def quiet_transformers() -> None:
+    """Turns off what transformers prints; it is imported where it is used, for it takes seconds."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped in transformers
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # untyped in transformers
 
 
 @dataclass(frozen=True)
@@ -295,6 +304,9 @@ TINY: tuple[Tiny, ...] = (
 
 def config_of(tiny: Tiny) -> PreTrainedConfig:
     """transformers' config of a row."""
+    from transformers import AutoConfig
+
+    quiet_transformers()
     model_type = BUILT_AS.get(tiny.family, tiny.family)
     small = {} if tiny.family in WITH_ENCODER else SMALL
     config: PreTrainedConfig = AutoConfig.for_model(model_type, **(small | BASE[tiny.family] | tiny.config))
@@ -334,6 +346,9 @@ def write(tiny: Tiny, folder: Path) -> Path:
 
 def write_random(config: PreTrainedConfig, folder: Path, fused: bool = False) -> None:
     """Writes a checkpoint of random bfloat16 weights, none of which leaves a path unused or overwhelms another."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    quiet_transformers()
     torch.manual_seed(7)
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]  # untyped in transformers
@@ -376,6 +391,9 @@ def is_with_encoder(folder: Path) -> bool:
 
 def original(folder: Path) -> PreTrainedModel:
     """The checkpoint in transformers, float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    quiet_transformers()
     values = json.loads((folder / "config.json").read_text())
     model_type = BUILT_AS.get(values["model_type"])
     config = None if model_type is None else AutoConfig.for_model(**(values | {"model_type": model_type}))
