@@ -41,6 +41,7 @@ def test_a_table_says_what_was_measured_and_where_it_is_kept(tiny_pack: Path, ca
     assert "measurements, about " in result.stderr
 
 
+@pytest.mark.slow
 def test_as_json_it_is_what_is_kept(tiny_pack: Path, cache: Path) -> None:
     result = run(cache, "--path", str(tiny_pack), "--json")
     assert result.exit_code == 0, result.output

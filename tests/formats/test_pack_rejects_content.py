@@ -108,7 +108,7 @@ def test_a_tensor_at_a_huge_offset_is_refused(folder: Path) -> None:
 
 
 def test_a_threshold_that_is_no_number_from_0_up_is_refused(new_pack: Callable[[], Path]) -> None:
-    cases = [(math.nan, "nan"), (-1.0, "-1.0"), (math.inf, "inf"), (-math.inf, "-inf")]
+    cases = [(math.nan, "nan"), (-1.0, "-1.0"), (-0.5, "-0.5"), (math.inf, "inf"), (-math.inf, "-inf")]
     for value, text in cases:
         with case(value, text):
             folder = new_pack()
