@@ -126,7 +126,7 @@ SIBLINGS: dict[str, tuple[str, Callable[[Values, Weights], Sibling]]] = {
     "xverse": ("granitemoeshared", as_granitemoeshared),
 }
 CASES = [
-    pytest.param(model_type, values, id=f"{model_type}: {name}")
+    (model_type, name, values)
     for model_type in REFERENCES
     for name, values in shapes_of(model_type)
     if not (model_type == "deepseek" and values.get("attention_bias"))  # Qwen's o has no bias
@@ -136,16 +136,16 @@ CASES = [
 def test_a_transformers_class_that_comes_to_the_same_says_the_same(new_folder: Callable[[], Path]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    for model_type, values in CASES:
-        with case(model_type, values):
+    for model_type, name, values in CASES:
+        with case(model_type, name):
             tmp_path = new_folder()
             reference, (sibling, translated) = REFERENCES[model_type], SIBLINGS[model_type]
             source = reference.write(values, tmp_path / "source")
-            weights = {name: held.float() for name, held in load_file(source / "model.safetensors").items()}
+            weights = {key: held.float() for key, held in load_file(source / "model.safetensors").items()}
             config, held = translated(reference.completed(values), weights)
             AutoConfig.for_model(sibling, **config).save_pretrained(tmp_path / "sibling")
             save_file(
-                {name: weight.contiguous() for name, weight in held.items()}, tmp_path / "sibling" / "model.safetensors"
+                {key: weight.contiguous() for key, weight in held.items()}, tmp_path / "sibling" / "model.safetensors"
             )
             model, loading = AutoModelForCausalLM.from_pretrained(
                 tmp_path / "sibling", dtype=torch.float32, output_loading_info=True
