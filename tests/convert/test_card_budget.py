@@ -123,6 +123,7 @@ def test_what_is_held_is_what_a_greedy_choice_of_single_rows_holds() -> None:
     assert held == pytest.approx(best, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_more_memory_pulls_no_more_and_all_of_it_nothing() -> None:
     made = layout(model_spec("olmoe-1b-7b", 2))
     machine = machine_of_card(find_card("RTX 3090"), None, None)

@@ -122,6 +122,7 @@ def last_layer(oracle: MixtralForCausalLM, tokens: Tokens) -> torch.Tensor:
     return kept[0]
 
 
+@pytest.mark.slow
 def test_pmq_measures_how_the_layer_output_changes_when_one_expert_is_stored(
     checkpoint: Checkpoint, tokens: Tokens, oracle: MixtralForCausalLM
 ) -> None:
@@ -176,6 +177,7 @@ def test_the_importance_matrix_is_the_mean_square_of_what_each_column_is_multipl
     np.testing.assert_array_equal(np.load(tmp_path / "down.npy")[place], block.experts.down_proj.data[6].numpy())
 
 
+@pytest.mark.slow
 def test_the_weights_in_memory_predict_what_the_pack_does(
     checkpoint: Checkpoint, tokens: Tokens, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def test_inputs_are_left_out_where_that_is_asked_for(source: Path, tmp_path: Pat
     assert converted(source, tmp_path / "pack", "--profile", str(tmp_path / "p"), "--sparsity", "0.5").exit_code == 0
 
 
+@pytest.mark.slow
 def test_every_expert_alone_is_measured_where_that_is_asked_for(source: Path, tmp_path: Path) -> None:
     assert run("profile", str(source), "-o", str(tmp_path / "p"), *SMALL, "--sensitivity", "exact").exit_code == 0
     found = Profile(tmp_path / "p").exact()

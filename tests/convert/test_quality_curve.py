@@ -56,6 +56,7 @@ def test_single_formats_are_foretold_to_lose_less_the_more_they_store(curve: Cur
     assert points[-1].kl < points[0].kl / 4
 
 
+@pytest.mark.slow
 def test_a_format_throughout_is_foretold_to_lose_what_all_matrices_lose(profile: Profile) -> None:
     losses = losses_of(profile)
     for quantizer in QUANTIZERS:
@@ -65,6 +66,7 @@ def test_a_format_throughout_is_foretold_to_lose_what_all_matrices_lose(profile:
             assert found[part] == pytest.approx(sum(quantized[:, :, :, number].ravel().tolist()))
 
 
+@pytest.mark.slow
 def test_our_plans_fill_the_bytes_of_every_quarter_of_a_bit(curve: Curve) -> None:
     sizes = dict(curve.grid())
     assert list(sizes) == [1.75, 2, 2.25, 2.5, 2.75, 3, 3.25, 3.5, 3.75, 4, 4.25, 4.5]
@@ -77,6 +79,7 @@ def test_our_plans_fill_the_bytes_of_every_quarter_of_a_bit(curve: Curve) -> Non
     assert found[4.5].kl < found[4.0].kl < found[3.0].kl
 
 
+@pytest.mark.slow
 def test_only_what_was_asked_for_is_measured(curve: Curve, tmp_path: Path) -> None:
     found = measure(curve, TEXT, 1, None, ("plans", "hqq", "llama"), tmp_path)
     assert {point.series for point in found} == {"moe-pack, plans", "HQQ, groups of 64", "random half"}

@@ -58,7 +58,8 @@ def test_steps_allow_the_formats_that_they_add() -> None:
     assert names("scales", "codebook") == [format_text(part) for part in (*affine, *trellises)]
 
 
-@pytest.mark.parametrize("width", [3, *(pytest.param(width, marks=pytest.mark.slow) for width in (2, 4))])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [2, 3, 4])
 def test_every_combination_of_steps_keeps_within_the_bytes_of_hqq(profile: Profile, width: int) -> None:
     spec, hqq = profile.spec, single(profile.spec, part_format(width, 64), "hqq")
     max_bytes, losses = stored_bytes(spec, hqq), foretold(profile, "hqq")
@@ -85,6 +86,7 @@ def test_the_quantizer_that_is_judged_is_the_one_given(model: Path) -> None:
     assert not np.allclose(hqq["novels"], hqq["python"]), "each is judged on a text of its own"
 
 
+@pytest.mark.slow
 def test_every_pair_of_texts_is_measured_at_every_width(model: Path, tmp_path: Path) -> None:
     rows = list(measure(Checkpoint(model), {"novels": NOVEL, "python": MANUAL}, tmp_path))
     names = ("novels", "python")

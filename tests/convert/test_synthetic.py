@@ -169,7 +169,7 @@ def test_the_sparsity_that_comes_of_it_is_the_one_asked_for(new_folder: Callable
 
 
 def test_experts_are_as_popular_as_was_asked_for(new_folder: Callable[[], Path]) -> None:
-    cases = [("", 0.0), ("", 0.8), ("phi-3.5-moe", 0.8), ("granite-3.0-1b-a400m", 0.5)]
+    cases = [("", 0.0), ("phi-3.5-moe", 0.8)]
     for name, skew in cases:
         with case(name, skew):
             tmp_path = new_folder()

@@ -89,8 +89,8 @@ def test_all_options_become_one_target() -> None:
 
 def test_options_that_would_do_nothing_are_usage_errors() -> None:
     cases = [
-        (["--ram", "2G"], "--ram: says how to plan for a memory; give --target-vram too"),
-        (["--max-loss", "1%"], "--max-loss: says how to plan for a memory; give --target-vram too"),
+        (["--ram", "2G"], "--ram: goes with --target-vram; give both"),
+        (["--max-loss", "1%"], "--max-loss: goes with --target-vram; give both"),
         (
             ["--target-vram", "1G", "--device", "cpu", "--gpu", "L4"],
             "--gpu: is of a card; leave it out with --device cpu",

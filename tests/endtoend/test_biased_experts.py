@@ -38,6 +38,7 @@ def profile(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_pack_for_a_memory_is_made_from_a_profile_and_keeps_its_loss(
     source: Path, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,10 @@
 """The trellis codec against a reader that shifts its stream bit by bit."""
 
+import hashlib
+import json
+import numpy as np
+import re
+from pathlib import Path
 import torch
 from cases import case
 from torch import Tensor
@@ -82,6 +87,21 @@ def test_tables_hold_what_the_format_says() -> None:
     for width in TRELLIS_WIDTHS:
         assert len(bytes.fromhex(TRELLIS_TABLES[width])) == (256 if width % 2 else 128)
         assert trellis_values(width).abs().max() == 127
+
+
+def test_the_specification_and_both_languages_have_the_same_tables() -> None:
+    documented = json.loads((ROOT / "docs" / "trellis-tables.json").read_text())
+    assert [int(width) for width in documented] == list(TRELLIS_WIDTHS)
+    stored = b"".join(np.array(tables, np.int8).tobytes() for tables in documented.values())
+    for width, tables in documented.items():
+        assert np.array(tables, np.int8).tobytes() == bytes.fromhex(TRELLIS_TABLES[int(width)]), width
+        assert {len(table) for table in tables} == {128}
+    assert hashlib.sha256(stored).hexdigest() in (ROOT / "docs" / "format.md").read_text()
+    (header,) = (ROOT / "runtime").rglob("trellis_tables.h")
+    tables_in_cpp = re.findall(r"\{ // width (\d)(.*?)\}", header.read_text(), re.DOTALL)
+    numbers = [int(number) for _, table in tables_in_cpp for number in re.findall(r"-?\d+", table)]
+    assert [width for width, _ in tables_in_cpp] == [width for width, tables in documented.items() for _ in tables]
+    assert np.array(numbers, np.int8).tobytes() == stored
 
 
 def test_formats_that_rows_cannot_have_are_named() -> None:
