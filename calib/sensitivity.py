@@ -50,9 +50,9 @@ _FAST_TOKENS, _FULL_TOKENS = 256, 512  # of an expert, on which errors are measu
 _MOST_COPY_TOKENS, _LEAST_COPY_TOKENS = 2048, 512  # of a copy: fewer in deep models, where copies are many
 _TRIED_TOKENS = 512
 _HEAD_TOKENS = 256  # on which a rounded head is judged
-_CHANGES_BYTES = 128 << 20  # of changed outputs at once
-_DELTA_BYTES = 128 << 20  # of new copies' changes in memory
-_HELD_BYTES = MAX_HELD_BYTES - _CHANGES_BYTES - _DELTA_BYTES  # of a layer's arrays: they grow with the copies
+CHANGES_BYTES = 128 << 20  # of changed outputs at once
+DELTA_BYTES = 128 << 20  # of new copies' changes in memory
+ARRAY_BYTES = MAX_HELD_BYTES - CHANGES_BYTES - DELTA_BYTES  # of a layer's arrays: they grow with the copies
 _CHANGES_COST = 11  # `output_changes` multiplies about as much as this many runs of the expert
 
 
@@ -111,7 +111,7 @@ class SensitivityPass:
         num_sequences = self.num_base + len(embeddings) * self.num_copied
         first, answer = given.begun(embedded)
         self.states = LayerStates(
-            weights, first, num_sequences, S, folder, device, _HELD_BYTES, answer=answer, origin=origin
+            weights, first, num_sequences, S, folder, device, ARRAY_BYTES, answer=answer, origin=origin
         )
 
     @property
@@ -129,7 +129,7 @@ class SensitivityPass:
     def changed_tokens(self) -> int:
         """Tokens of an expert whose changed outputs are held at once."""
         one = 4 * (len(QUANTIZED) + len(SPARSE)) * self.spec.hidden_size  # bytes of all changes of a token's output
-        return max(1, _CHANGES_BYTES // one)
+        return max(1, CHANGES_BYTES // one)
 
     @property
     def compared_tokens(self) -> int:
@@ -174,7 +174,7 @@ class SensitivityPass:
 
     def _room_for_deltas(self, number: int) -> list[Tensor]:
         """Zeros float32 [copied tokens, d], so many of them; in mapped files where they would take much memory."""
-        mapped = 4 * number * self.num_copy_tokens * self.spec.hidden_size > _DELTA_BYTES
+        mapped = 4 * number * self.num_copy_tokens * self.spec.hidden_size > DELTA_BYTES
         return [self.states.room(f"delta-{i}", self.num_copy_tokens, mapped).zero_() for i in range(number)]
 
     def leave(self, layer: int) -> None:

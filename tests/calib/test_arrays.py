@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import case
 from numpy.typing import NDArray
 from safetensors.numpy import load as load_numpy
 from safetensors.torch import load as load_torch
@@ -72,16 +73,18 @@ def test_the_files_of_others_are_read_too(tmp_path: Path) -> None:
     assert {name: array.tolist() for name, array in found.items()} == {"a": [[1, 1], [1, 1]], "b": [0, 1, 2]}
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "kind"),
-    [("a", torch.bool, "BOOL"), ("a", torch.int32, "I32"), ("a", torch.int8, "I8"), ("a", torch.bfloat16, "BF16")],
-)
-def test_a_kind_that_profiles_have_not_is_refused(name: str, dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    save_file({name: torch.zeros(2, dtype=dtype)}, path)
-    with pytest.raises(PackError) as refused:
-        read_all_arrays(path)
-    assert str(refused.value) == f"x.safetensors: tensor 'a' is {kind}, which no profile has"
+def test_a_kind_that_profiles_have_not_is_refused(tmp_path: Path) -> None:
+    for number, (name, dtype, kind) in enumerate(
+        [("a", torch.bool, "BOOL"), ("a", torch.int32, "I32"), ("a", torch.int8, "I8"), ("a", torch.bfloat16, "BF16")]
+    ):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(name, dtype, kind):
+            path = case_folder / "x.safetensors"
+            save_file({name: torch.zeros(2, dtype=dtype)}, path)
+            with pytest.raises(PackError) as refused:
+                read_all_arrays(path)
+            assert str(refused.value) == f"x.safetensors: tensor 'a' is {kind}, which no profile has"
 
 
 def test_a_missing_and_a_cut_file_are_refused(tmp_path: Path) -> None:
@@ -117,9 +120,10 @@ FAULTS: list[tuple[dict[str, NDArray[Any] | None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "fault"), FAULTS, ids=[fault for _, fault in FAULTS])
-def test_other_arrays_are_refused_by_name(changes: dict[str, NDArray[Any] | None], fault: str) -> None:
-    arrays = {name: array for name, array in (legal() | changes).items() if array is not None}
-    with pytest.raises(PackError) as refused:
-        check_arrays(arrays, WANTED, "x.safetensors")
-    assert str(refused.value) == f"x.safetensors: {fault}"
+def test_other_arrays_are_refused_by_name() -> None:
+    for changes, fault in FAULTS:
+        with case(changes, fault):
+            arrays = {name: array for name, array in (legal() | changes).items() if array is not None}
+            with pytest.raises(PackError) as refused:
+                check_arrays(arrays, WANTED, "x.safetensors")
+            assert str(refused.value) == f"x.safetensors: {fault}"

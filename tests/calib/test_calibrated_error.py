@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import case
 from models import TinyMixtral
 from profiles import profiled, random_tokens
 from torch import Tensor
@@ -85,12 +86,13 @@ def test_formats_are_trellises_of_every_width_then_affine_codes() -> None:
     assert len(set(names)) == len(names) == 30
 
 
-@pytest.mark.parametrize("num_cols", [64, 128, 192, 7168])
-def test_every_format_holds_such_rows_and_has_more_than_one_group_of_bytes(num_cols: int) -> None:
-    parts = calibrated_formats(num_cols)
-    assert all(format_fault(part, num_cols) is None for part in parts)
-    assert all(part.scale_bits == 16 or part.num_groups(num_cols) > 1 for part in parts)
-    assert trellis_format(4, 0) in parts
+def test_every_format_holds_such_rows_and_has_more_than_one_group_of_bytes() -> None:
+    for num_cols in [64, 128, 192, 7168]:
+        with case(num_cols):
+            parts = calibrated_formats(num_cols)
+            assert all(format_fault(part, num_cols) is None for part in parts)
+            assert all(part.scale_bits == 16 or part.num_groups(num_cols) > 1 for part in parts)
+            assert trellis_format(4, 0) in parts
 
 
 def test_a_trellis_is_compared_with_the_width_next_above() -> None:
@@ -147,6 +149,7 @@ def test_large_experts_are_judged_on_some_rows_and_down_on_some_columns() -> Non
     assert (judged_rows(64, 48), judged_columns(64, 48)) == (48, 64)
 
 
+@pytest.mark.slow  # some 8 s: all formats of 600 neurons
 def test_of_a_larger_expert_some_rows_and_columns_are_judged() -> None:
     """600 neurons of 512 weights: gate and up on the first 256, down on the first 384 columns of all."""
     generator = torch.Generator().manual_seed(2)

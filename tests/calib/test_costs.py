@@ -10,7 +10,6 @@ import torch
 from models import DEMO_MODEL
 from specs import GROUPED, LATENT
 
-from moe_pack.calib import costs
 from moe_pack.calib.costs import (
     Cost,
     Trial,
@@ -32,13 +31,21 @@ EXPERT = 3 * 128 * 448
 
 
 @pytest.fixture(scope="module")
-def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
+def weights() -> Iterator[CheckpointWeights]:
     checkpoint = Checkpoint(DEMO_MODEL)
-    folder: Path = tmp_path_factory.mktemp("trial") / "states"
-    weights = CheckpointWeights(checkpoint)
-    states = LayerStates(weights, lambda number: torch.randn(S, 128), 1, S, folder, torch.device("cpu"))
-    yield Trial(weights, states)
+    yield CheckpointWeights(checkpoint)
     checkpoint.close()
+
+
+@pytest.fixture(scope="module")
+def states(weights: CheckpointWeights, tmp_path_factory: pytest.TempPathFactory) -> LayerStates:
+    folder: Path = tmp_path_factory.mktemp("trial") / "states"
+    return LayerStates(weights, lambda number: torch.randn(S, 128), 1, S, folder, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def trial(weights: CheckpointWeights, states: LayerStates) -> Trial:
+    return Trial(weights, states)
 
 
 def test_the_demo_model_is_counted_as_by_hand(trial: Trial) -> None:
@@ -117,17 +124,12 @@ def test_every_trial_finds_seconds_and_counts_what_it_stands_for(trial: Trial) -
     ],
 )
 def test_announced_is_the_median_of_tries_after_the_first(
-    tries: list[float], expected: float, monkeypatch: pytest.MonkeyPatch
+    tries: list[float], expected: float, trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, left = 0.0, iter(tries)
-
-    def work() -> None:
-        nonlocal now
-        now += next(left)
-
-    monkeypatch.setattr(costs.time, "perf_counter", lambda: now)
-    assert costs._seconds(work) == pytest.approx(expected)
-    assert not list(left)
+    times = iter([time for taken in tries for time in (0.0, taken)])  # before and after each try
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    assert trial.half(0).seconds == pytest.approx(expected)
+    assert not list(times)
 
 
 def test_more_tokens_than_are_tried_take_their_share_of_seconds(trial: Trial) -> None:
@@ -136,6 +138,6 @@ def test_more_tokens_than_are_tried_take_their_share_of_seconds(trial: Trial) ->
     assert cost.seconds > trial.plain(1).seconds
 
 
-def test_a_trial_leaves_the_states_where_they_were(trial: Trial) -> None:
+def test_a_trial_leaves_the_states_where_they_were(trial: Trial, states: LayerStates) -> None:
     trial.half(0)
-    assert trial._states.next_layer == 0
+    assert states.next_layer == 0

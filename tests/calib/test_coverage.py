@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from cases import case
 
 from moe_pack.calib.coverage import (
     MIN_TOKENS,
@@ -39,19 +40,20 @@ SHAPES = [  # T, L, k, E, drawn from
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_coactivation_counts_what_loops_count(shape: tuple[int, int, int, int, int]) -> None:
-    T, L, k, E, drawn = shape
-    routes = draw(T, L, k, E, drawn)
-    expected = np.zeros((L, E, E), np.uint32)
-    for token in routes.tolist():
-        for l, chosen in enumerate(token):
-            for a, b in itertools.product(chosen, chosen):
-                expected[l, a, b] += 1
-    found = coactivation(routes, E)
-    assert found.dtype == np.uint32
-    np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(np.diagonal(found, axis1=1, axis2=2), measure_coverage(routes, E).tokens)
+def test_coactivation_counts_what_loops_count() -> None:
+    for shape in SHAPES:
+        with case(shape):
+            T, L, k, E, drawn = shape
+            routes = draw(T, L, k, E, drawn)
+            expected = np.zeros((L, E, E), np.uint32)
+            for token in routes.tolist():
+                for l, chosen in enumerate(token):
+                    for a, b in itertools.product(chosen, chosen):
+                        expected[l, a, b] += 1
+            found = coactivation(routes, E)
+            assert found.dtype == np.uint32
+            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(np.diagonal(found, axis1=1, axis2=2), measure_coverage(routes, E).tokens)
 
 
 def test_coactivation_of_a_small_table_is_what_one_counts_by_hand() -> None:
@@ -59,19 +61,20 @@ def test_coactivation_of_a_small_table_is_what_one_counts_by_hand() -> None:
     assert coactivation(routes, 4).tolist() == [[[2, 2, 0, 0], [2, 3, 1, 0], [0, 1, 1, 0], [0, 0, 0, 0]]]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_coverage_counts_what_loops_count(shape: tuple[int, int, int, int, int]) -> None:
-    T, L, k, E, drawn = shape
-    routes = draw(T, L, k, E, drawn)
-    coverage = measure_coverage(routes, E)
-    counts = [Counter(e for token in routes.tolist() for e in token[l]) for l in range(L)]
-    assert coverage.num_tokens == T
-    assert coverage.tokens.tolist() == [[counts[l][e] for e in range(E)] for l in range(L)]
-    assert coverage.share.tolist() == [[counts[l][e] / T for e in range(E)] for l in range(L)]
-    assert coverage.unreached == tuple((l, e) for l in range(L) for e in range(E) if not counts[l][e])
-    assert coverage.scarce == tuple((l, e) for l in range(L) for e in range(E) if 0 < counts[l][e] < MIN_TOKENS)
-    assert (coverage.low <= coverage.share).all() and (coverage.share <= coverage.high).all()
-    assert (coverage.low >= 0).all() and (coverage.high <= 1).all()
+def test_coverage_counts_what_loops_count() -> None:
+    for shape in SHAPES:
+        with case(shape):
+            T, L, k, E, drawn = shape
+            routes = draw(T, L, k, E, drawn)
+            coverage = measure_coverage(routes, E)
+            counts = [Counter(e for token in routes.tolist() for e in token[l]) for l in range(L)]
+            assert coverage.num_tokens == T
+            assert coverage.tokens.tolist() == [[counts[l][e] for e in range(E)] for l in range(L)]
+            assert coverage.share.tolist() == [[counts[l][e] / T for e in range(E)] for l in range(L)]
+            assert coverage.unreached == tuple((l, e) for l in range(L) for e in range(E) if not counts[l][e])
+            assert coverage.scarce == tuple((l, e) for l in range(L) for e in range(E) if 0 < counts[l][e] < MIN_TOKENS)
+            assert (coverage.low <= coverage.share).all() and (coverage.share <= coverage.high).all()
+            assert (coverage.low >= 0).all() and (coverage.high <= 1).all()
 
 
 def test_an_expert_is_scarce_up_to_one_token_below_the_minimum() -> None:
@@ -80,16 +83,19 @@ def test_an_expert_is_scarce_up_to_one_token_below_the_minimum() -> None:
     assert coverage.scarce == ((0, 0), (0, 2)) and coverage.unreached == ((0, 3),)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "out_of", "low", "high"),
-    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
-)
-def test_intervals_are_those_newcombe_published(tokens: int, out_of: int, low: float, high: float) -> None:
-    # R. G. Newcombe, Statistics in Medicine 17 (1998), table I, method 3: four decimals, so half of the last is free.
-    found = wilson_interval(np.array([tokens, out_of - tokens], np.uint32), out_of)
-    assert [float(ends[0]) for ends in found] == pytest.approx([low, high], abs=0.5e-4)
-    mirrored = [1 - float(found[1][1]), 1 - float(found[0][1])]
-    assert mirrored == pytest.approx([float(ends[0]) for ends in found], abs=1e-15)  # rounding of 1 - x
+def test_intervals_are_those_newcombe_published() -> None:
+    for tokens, out_of, low, high in [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ]:
+        with case(tokens, out_of, low, high):
+            # R. G. Newcombe, Statistics in Medicine 17 (1998), table I, method 3: four decimals.
+            found = wilson_interval(np.array([tokens, out_of - tokens], np.uint32), out_of)
+            assert [float(ends[0]) for ends in found] == pytest.approx([low, high], abs=0.5e-4)
+            mirrored = [1 - float(found[1][1]), 1 - float(found[0][1])]
+            assert mirrored == pytest.approx([float(ends[0]) for ends in found], abs=1e-15)  # rounding of 1 - x
 
 
 def test_intervals_of_none_and_all_end_exactly_at_0_and_1() -> None:
@@ -98,9 +104,8 @@ def test_intervals_of_none_and_all_end_exactly_at_0_and_1() -> None:
         assert low[0] == 0 and high[1] == 1
 
 
-@pytest.mark.parametrize(
-    ("value", "freedom", "tail"),
-    [
+def test_chi_square_tails_are_those_of_the_tables() -> None:
+    for value, freedom, tail in [
         (3.841, 1, 0.05),
         (6.635, 1, 0.01),
         (10.828, 1, 0.001),
@@ -113,10 +118,11 @@ def test_intervals_of_none_and_all_end_exactly_at_0_and_1() -> None:
         (67.505, 50, 0.05),
         (124.342, 100, 0.05),
         (149.449, 100, 0.001),
-    ],
-)
-def test_chi_square_tails_are_those_of_the_tables(value: float, freedom: int, tail: float) -> None:
-    assert chi_square_tail(value, freedom) == pytest.approx(tail, rel=1e-3)  # tables round values to three decimals
+    ]:
+        with case(value, freedom, tail):
+            assert chi_square_tail(value, freedom) == pytest.approx(
+                tail, rel=1e-3
+            )  # tables round values to three decimals
 
 
 @pytest.mark.parametrize("value", [180.0, 255.0, 300.0])
@@ -133,12 +139,13 @@ def test_chi_square_tails_are_1_at_nothing_and_vanish_far_out() -> None:
     assert 0.999999 < chi_square_tail(1e-9, 9) <= 1.0
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_chi_square_is_on_average_its_degrees_of_freedom_where_sets_are_uniform(k: int) -> None:
-    # All pairs of tokens, each with any k of 5 experts: the expectation, exactly, not a sample of it.
-    sets = list(itertools.combinations(range(5), k))
-    tests = [compare_popularity(np.array([[a], [b]]), np.array([[a], [b]]), 5)[0] for a in sets for b in sets]
-    assert statistics.mean(test.chi_square for test in tests) == pytest.approx(4, rel=1e-12)  # float64 sums
+def test_chi_square_is_on_average_its_degrees_of_freedom_where_sets_are_uniform() -> None:
+    for k in [1, 2, 3, 4]:
+        with case(k):
+            # All pairs of tokens, each with any k of 5 experts: the expectation, exactly, not a sample of it.
+            sets = list(itertools.combinations(range(5), k))
+            tests = [compare_popularity(np.array([[a], [b]]), np.array([[a], [b]]), 5)[0] for a in sets for b in sets]
+            assert statistics.mean(test.chi_square for test in tests) == pytest.approx(4, rel=1e-12)  # float64 sums
 
 
 def test_chi_square_of_one_expert_a_token_is_pearsons_by_hand() -> None:
@@ -147,22 +154,23 @@ def test_chi_square_of_one_expert_a_token_is_pearsons_by_hand() -> None:
     assert test.chi_square == pytest.approx(6) and test.p_value == pytest.approx(math.exp(-3))
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] > 1])
-def test_popularity_is_compared_as_loops_compare_it(shape: tuple[int, int, int, int, int]) -> None:
-    T, L, k, E, drawn = shape
-    calibration, held_out = draw(T, L, k, E, drawn), draw(T + 3, L, k, E, drawn, seed=1)[:, :, ::-1]
-    for l, test in enumerate(compare_popularity(calibration, held_out, E)):
-        learned = Counter(e for token in calibration.tolist() for e in token[l])
-        choices = [e for token in held_out.tolist() for e in token[l]]
-        nats = [math.log((learned[e] + 1) / (T * k + E)) for e in choices]
-        best = sorted(range(E), key=lambda e: (-learned[e], e))[: math.ceil(E / 4)]
-        assert test.calibrated_nats == pytest.approx(statistics.mean(nats), rel=1e-12)  # float64 sums
-        assert test.uniform_nats == pytest.approx(-math.log(E))
-        assert test.quarter_share == pytest.approx(sum(e in best for e in choices) / len(choices), rel=1e-12)
-        assert test.quarter_uniform == len(best) / E
-        assert test.p_value == chi_square_tail(test.chi_square, E - 1)
-        expected = [learned[e] for e in range(E)], [choices.count(e) for e in range(E)]
-        assert test.spearman == spearman(*map(np.array, expected))
+def test_popularity_is_compared_as_loops_compare_it() -> None:
+    for shape in [shape for shape in SHAPES if shape[0] > 1]:
+        with case(shape):
+            T, L, k, E, drawn = shape
+            calibration, held_out = draw(T, L, k, E, drawn), draw(T + 3, L, k, E, drawn, seed=1)[:, :, ::-1]
+            for l, test in enumerate(compare_popularity(calibration, held_out, E)):
+                learned = Counter(e for token in calibration.tolist() for e in token[l])
+                choices = [e for token in held_out.tolist() for e in token[l]]
+                nats = [math.log((learned[e] + 1) / (T * k + E)) for e in choices]
+                best = sorted(range(E), key=lambda e: (-learned[e], e))[: math.ceil(E / 4)]
+                assert test.calibrated_nats == pytest.approx(statistics.mean(nats), rel=1e-12)  # float64 sums
+                assert test.uniform_nats == pytest.approx(-math.log(E))
+                assert test.quarter_share == pytest.approx(sum(e in best for e in choices) / len(choices), rel=1e-12)
+                assert test.quarter_uniform == len(best) / E
+                assert test.p_value == chi_square_tail(test.chi_square, E - 1)
+                expected = [learned[e] for e in range(E)], [choices.count(e) for e in range(E)]
+                assert test.spearman == spearman(*map(np.array, expected))
 
 
 def test_where_every_token_has_every_expert_nothing_can_differ_from_uniform() -> None:
@@ -199,16 +207,13 @@ def test_the_order_of_a_tokens_experts_changes_nothing() -> None:
     assert compare_popularity(routes, routes, 6) == compare_popularity(other, other, 6)
 
 
-@pytest.mark.parametrize(
-    ("routes", "fault"),
-    [
+def test_routes_that_no_router_gives_are_caught() -> None:
+    for routes, fault in [
         (np.zeros((2, 3), int), r"routes are \[T, L, k\] and not empty, not \(2, 3\)"),
         (np.zeros((0, 1, 1), int), r"routes are \[T, L, k\] and not empty, not \(0, 1, 1\)"),
         (np.array([[[4]]]), "routes name an expert that is none of 4"),
         (np.array([[[-1]]]), "routes name an expert that is none of 4"),
         (np.array([[[2, 2]]]), "a token's experts are distinct"),
-    ],
-)
-def test_routes_that_no_router_gives_are_caught(routes: Routes, fault: str) -> None:
-    with pytest.raises(AssertionError, match=fault):
-        coactivation(routes, 4)
+    ]:
+        with case(routes, fault), pytest.raises(AssertionError, match=fault):
+            coactivation(routes, 4)

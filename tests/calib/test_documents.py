@@ -6,11 +6,12 @@ import re
 import sys
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
+from cases import case
 from pyarrow import parquet
 
 from moe_pack.calib import documents
@@ -110,27 +111,27 @@ def test_a_long_document_comes_in_pieces_that_end_where_lines_do(tmp_path: Path)
     assert found[-1] == Piece("Next.", True)
 
 
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [
-        ("x" * PIECE_CHARS, [PIECE_CHARS]),
-        ("y\n" + "x" * (PIECE_CHARS - 2), [PIECE_CHARS]),
-        ("x" * (PIECE_CHARS + 1), [PIECE_CHARS, 1]),
-        ("x" * (PIECE_CHARS - 1) + "\n" + "y", [PIECE_CHARS, 1]),
-        ("x" * PIECE_CHARS + "\n", [PIECE_CHARS, 1]),
-        ("x" * (PIECE_CHARS - 3) + " yyyy", [PIECE_CHARS - 3, 5]),
-        (" " + "x" * PIECE_CHARS, [PIECE_CHARS, 1]),
-        ("é🦊" * PIECE_CHARS, [PIECE_CHARS, PIECE_CHARS]),
-    ],
-)
-def test_a_line_longer_than_a_piece_is_cut_before_a_blank_or_anywhere(
-    text: str, sizes: list[int], tmp_path: Path
-) -> None:
-    (tmp_path / "a.txt").write_text(text, "utf-8")
-    for path in (tmp_path / "a.txt", lines(tmp_path / "a.jsonl", {"text": text})):
-        found = pieces(path)
-        assert [len(piece.text) for piece in found] == sizes
-        assert "".join(piece.text for piece in found) == text
+def test_a_line_longer_than_a_piece_is_cut_before_a_blank_or_anywhere(tmp_path: Path) -> None:
+    for number, (text, sizes) in enumerate(
+        [
+            ("x" * PIECE_CHARS, [PIECE_CHARS]),
+            ("y\n" + "x" * (PIECE_CHARS - 2), [PIECE_CHARS]),
+            ("x" * (PIECE_CHARS + 1), [PIECE_CHARS, 1]),
+            ("x" * (PIECE_CHARS - 1) + "\n" + "y", [PIECE_CHARS, 1]),
+            ("x" * PIECE_CHARS + "\n", [PIECE_CHARS, 1]),
+            ("x" * (PIECE_CHARS - 3) + " yyyy", [PIECE_CHARS - 3, 5]),
+            (" " + "x" * PIECE_CHARS, [PIECE_CHARS, 1]),
+            ("é🦊" * PIECE_CHARS, [PIECE_CHARS, PIECE_CHARS]),
+        ]
+    ):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(text, sizes):
+            (case_folder / "a.txt").write_text(text, "utf-8")
+            for path in (case_folder / "a.txt", lines(case_folder / "a.jsonl", {"text": text})):
+                found = pieces(path)
+                assert [len(piece.text) for piece in found] == sizes
+                assert "".join(piece.text for piece in found) == text
 
 
 def test_the_sample_has_eight_parts_of_whole_chapters_in_order() -> None:
@@ -179,53 +180,57 @@ def test_a_field_of_what_has_none_is_refused(tmp_path: Path) -> None:
         open_documents(None, "text")
 
 
-@pytest.mark.parametrize(
-    ("raw", "found"),
-    [
-        (b"ab\xe9cd", "0xe9 at byte 2"),
-        ("é".encode("utf-16"), "0xff at byte 0"),
-        ("ab🦊".encode()[:-1], "0xf0 at byte 2"),
-        (b"x" * (PIECE_CHARS - 1) + "é".encode() + b"\xff", "0xff at byte 262,145"),
-        (b"x" * (PIECE_CHARS - 1) + b"\xc3\xff", "0xc3 at byte 262,143"),
-    ],
-)
-def test_a_text_file_that_is_not_utf_8_is_refused_at_the_byte(raw: bytes, found: str, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(raw)
-    assert said(tmp_path / "a.txt") == (
-        f"{tmp_path / 'a.txt'}: found {found}, expected UTF-8 text; convert the file with iconv"
-    )
+def test_a_text_file_that_is_not_utf_8_is_refused_at_the_byte(tmp_path: Path) -> None:
+    for number, (raw, found) in enumerate(
+        [
+            (b"ab\xe9cd", "0xe9 at byte 2"),
+            ("é".encode("utf-16"), "0xff at byte 0"),
+            ("ab🦊".encode()[:-1], "0xf0 at byte 2"),
+            (b"x" * (PIECE_CHARS - 1) + "é".encode() + b"\xff", "0xff at byte 262,145"),
+            (b"x" * (PIECE_CHARS - 1) + b"\xc3\xff", "0xc3 at byte 262,143"),
+        ]
+    ):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(raw, found):
+            (case_folder / "a.txt").write_bytes(raw)
+            assert said(case_folder / "a.txt") == (
+                f"{case_folder / 'a.txt'}: found {found}, expected UTF-8 text; convert the file with iconv"
+            )
 
 
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        (b'{"text": "\xe9"}', "found 0xe9 at byte 10, expected UTF-8 text; convert the file with iconv"),
-        (
-            b'{"text": "A"',
-            "not valid JSON (Expecting ',' delimiter, column 13); expected one object on each line",
-        ),
-        (
-            b"[",
-            "not valid JSON (Expecting value, column 2); expected one object on each line",
-        ),
-        (b'["A"]', "found ['A'], expected one object on each line"),
-        (b'{"body": "A", "n": 1}', "has no field 'text', found 'body', 'n'; name the text's with --field"),
-        (b"{}", "has no field 'text', found none; name the text's with --field"),
-        (b'{"text": null}', "field 'text' is None, expected text; name the text's with --field"),
-        (
-            b'{"text": ["A sentence of more than a line", 12345]}',
-            "field 'text' is ['A sentence of more than a line', 1234…, expected text; name the text's with --field",
-        ),
-        (
-            b'{"text": "A \\ud83d B"}',
-            r"field 'text' holds '\ud83d' at character 2, expected whole characters; remove it",
-        ),
-    ],
-)
-def test_a_json_line_that_is_unfit_is_refused_by_its_number(line: bytes, fault: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "Fit."}\n\n' + line + b"\n")
-    assert said(path) == f"{path}: line 3: {fault}"
+def test_a_json_line_that_is_unfit_is_refused_by_its_number(tmp_path: Path) -> None:
+    for number, (line, fault) in enumerate(
+        [
+            (b'{"text": "\xe9"}', "found 0xe9 at byte 10, expected UTF-8 text; convert the file with iconv"),
+            (
+                b'{"text": "A"',
+                "not valid JSON (Expecting ',' delimiter, column 13); expected one object on each line",
+            ),
+            (
+                b"[",
+                "not valid JSON (Expecting value, column 2); expected one object on each line",
+            ),
+            (b'["A"]', "found ['A'], expected one object on each line"),
+            (b'{"body": "A", "n": 1}', "has no field 'text', found 'body', 'n'; name the text's with --field"),
+            (b"{}", "has no field 'text', found none; name the text's with --field"),
+            (b'{"text": null}', "field 'text' is None, expected text; name the text's with --field"),
+            (
+                b'{"text": ["A sentence of more than a line", 12345]}',
+                "field 'text' is ['A sentence of more than a line', 1234…, expected text; name the text's with --field",
+            ),
+            (
+                b'{"text": "A \\ud83d B"}',
+                r"field 'text' holds '\ud83d' at character 2, expected whole characters; remove it",
+            ),
+        ]
+    ):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(line, fault):
+            path = case_folder / "a.jsonl"
+            path.write_bytes(b'{"text": "Fit."}\n\n' + line + b"\n")
+            assert said(path) == f"{path}: line 3: {fault}"
 
 
 def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
@@ -298,12 +303,14 @@ def test_a_folder_that_holds_no_data_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> datasets.Dataset:
+def saved(tmp_path: Path) -> Any:
+    import datasets
+
     datasets.disable_progress_bars()
     return datasets.Dataset.from_list(TWO)
 
 
-def test_a_saved_data_set_is_read(saved: datasets.Dataset, tmp_path: Path) -> None:
+def test_a_saved_data_set_is_read(saved: Any, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     saved.save_to_disk(folder)
     assert texts(folder) == texts(f"{folder}:") == ["One.", "Two."]
@@ -316,7 +323,9 @@ def test_a_saved_data_set_is_read(saved: datasets.Dataset, tmp_path: Path) -> No
     )
 
 
-def test_a_saved_data_set_of_several_splits_is_read(saved: datasets.Dataset, tmp_path: Path) -> None:
+def test_a_saved_data_set_of_several_splits_is_read(saved: Any, tmp_path: Path) -> None:
+    import datasets
+
     folder = tmp_path / "saved"
     other = saved.select([1])
     datasets.DatasetDict({"test": other, "train": saved}).save_to_disk(folder)

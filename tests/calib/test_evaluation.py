@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import case
 from models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
 from profiles import Recorder, StoppedError, random_tokens, tokens_of
 
@@ -156,16 +157,19 @@ def test_block_losses_add_up_to_the_summary_and_can_be_paired(source: Path, pack
         assert quality_of(held, TOKENS, losses) == evaluate(held, TOKENS, Recorder(), reference)
 
 
-@pytest.mark.parametrize("number", [0, 5, 10, 12, 20, 24])
-def test_stopped_it_goes_on_to_the_same_figures(number: int, source: Path, packed: Path, tmp_path: Path) -> None:
-    checkpoint = Checkpoint(source)
-    with Pack(packed) as held:
-        whole = evaluate(held, TOKENS, Recorder(), checkpoint)
-        with pytest.raises(StoppedError):
-            evaluate(held, TOKENS, Recorder(stop_at=number), checkpoint, folder=tmp_path / "work")
-        assert evaluate(held, TOKENS, Recorder(), checkpoint, folder=tmp_path / "work") == whole
-    checkpoint.close()
-    assert not (tmp_path / "work").exists()
+def test_stopped_it_goes_on_to_the_same_figures(source: Path, packed: Path, tmp_path: Path) -> None:
+    for number, number in enumerate([0, 5, 10, 12, 20, 24]):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(number):
+            checkpoint = Checkpoint(source)
+            with Pack(packed) as held:
+                whole = evaluate(held, TOKENS, Recorder(), checkpoint)
+                with pytest.raises(StoppedError):
+                    evaluate(held, TOKENS, Recorder(stop_at=number), checkpoint, folder=case_folder / "work")
+                assert evaluate(held, TOKENS, Recorder(), checkpoint, folder=case_folder / "work") == whole
+            checkpoint.close()
+            assert not (case_folder / "work").exists()
 
 
 def test_stopped_it_does_not_do_again_what_is_done(packed: Path, tmp_path: Path) -> None:
@@ -218,7 +222,7 @@ def test_a_text_of_two_tokens_is_one_prediction_without_a_half_width(packed: Pat
     assert found.num_tokens == 1 and found.perplexity.half_width is None
 
 
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("width", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_on_the_demo_model_the_compact_kl_is_within_two_percent_of_the_exact(
     width: int, demo_pack: PackMaker, tmp_path: Path
 ) -> None:

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
+from cases import case
 from torch import Tensor
 
 from moe_pack.calib.expert_error import (
@@ -93,25 +95,26 @@ def output(expert: Held, x: Tensor) -> Tensor:
     return run_expert(x, expert, "silu", "none", 0.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "quantizer"),
-    [*((name, "nearest") for name in EXPERTS), *((name, "hqq") for name in ("plain", "two matrices, bias"))],
-)
-def test_a_quantized_matrix_changes_what_the_whole_expert_with_it_gives(name: str, quantizer: Quantizer) -> None:
-    expert = EXPERTS[name]
-    x = inputs_of(expert)
-    found, _ = output_changes(expert, "silu", x, Rounding(quantizer), None)
-    assert len(found) == len(QUANTIZED) == len(MATRICES) * len(WIDTHS)
-    for change, held in zip(QUANTIZED, found, strict=True):
-        matrix = MATRICES[change.matrix_idx]
-        weights = getattr(expert, matrix)
-        if weights is None:
-            assert not held.any()
-            continue
-        changed = replace(expert, **{matrix: rounded(weights, change.width, quantizer)})
-        expected = output(changed, x) - output(expert, x)
-        torch.testing.assert_close(held, expected, atol=TOLERANCE, rtol=0)
-        assert change.width == 8 or expected.abs().max() > 100 * TOLERANCE, "there is something to compare"
+def test_a_quantized_matrix_changes_what_the_whole_expert_with_it_gives() -> None:
+    for name, quantizer in [
+        *((name, "nearest") for name in EXPERTS),
+        *((name, "hqq") for name in ("plain", "two matrices, bias")),
+    ]:
+        with case(name, quantizer):
+            expert = EXPERTS[name]
+            x = inputs_of(expert)
+            found, _ = output_changes(expert, "silu", x, Rounding(quantizer), None)
+            assert len(found) == len(QUANTIZED) == len(MATRICES) * len(WIDTHS)
+            for change, held in zip(QUANTIZED, found, strict=True):
+                matrix = MATRICES[change.matrix_idx]
+                weights = getattr(expert, matrix)
+                if weights is None:
+                    assert not held.any()
+                    continue
+                changed = replace(expert, **{matrix: rounded(weights, change.width, quantizer)})
+                expected = output(changed, x) - output(expert, x)
+                torch.testing.assert_close(held, expected, atol=TOLERANCE, rtol=0)
+                assert change.width == 8 or expected.abs().max() > 100 * TOLERANCE, "there is something to compare"
 
 
 @ALL_EXPERTS
@@ -166,13 +169,13 @@ def test_changes_are_listed_matrix_by_matrix_and_kind_by_kind() -> None:
     assert SPARSE[11] == Change(kind_idx=2, sparsity=0.9)
 
 
-@pytest.mark.parametrize("quantizer", [each for each in QUANTIZERS if each != "calibrated"])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_rounding_gives_what_a_pack_holds(quantizer: Quantizer, width: int) -> None:
-    weights = random(70, 128).bfloat16()
-    found = Rounding(quantizer)(weights, width)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, rounded(weights, width, quantizer))
+def test_rounding_gives_what_a_pack_holds() -> None:
+    for quantizer, width in product([each for each in QUANTIZERS if each != "calibrated"], WIDTHS):
+        with case(quantizer, width):
+            weights = random(70, 128).bfloat16()
+            found = Rounding(quantizer)(weights, width)
+            assert found.dtype == torch.float32
+            assert torch.equal(found, rounded(weights, width, quantizer))
 
 
 def test_rounding_leaves_torch_with_the_threads_it_had() -> None:
@@ -254,7 +257,7 @@ def test_smaller_groups_err_less() -> None:
         assert (by_group[0] < by_group[1]).all() and (by_group[1] < by_group[2]).all()
 
 
-@pytest.mark.parametrize("step", [100, 256, 1000])
+@pytest.mark.parametrize("step", [100, pytest.param(256, marks=pytest.mark.slow), 1000])
 def test_ratios_are_those_of_mean_squares_on_the_first_256_neurons(step: int) -> None:
     expert = replace(an_expert(f=300, d=128), step=step)
     weights, x = torch.tensor([0.1, 0.9, 0.4, 0.0, 1.0]), inputs_of(expert)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import case
 from families import Tiny, write
 from models import TinyMixtral
 from profiles import SMALLEST, profiled, random_tokens
@@ -107,37 +108,36 @@ FAULTS: list[tuple[Change, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "fault"), FAULTS, ids=[fault for _, fault in FAULTS])
-def test_files_of_something_else_are_refused(change: Change, fault: str, tmp_path: Path) -> None:
-    path = kept(made_up(random_routes(3 * S)), tmp_path)
-    held = load_file(path)
-    save_file(held, path)
-    ExpertInputs(path, SPEC, 3 * S).close()
-    change(held)
-    save_file(held, path)
-    with pytest.raises(PackError) as refused:
-        ExpertInputs(path, SPEC, 3 * S)
-    assert str(refused.value) == f"{path.name}: {fault}"
+def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
+    for number, (change, fault) in enumerate(FAULTS):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(change, fault):
+            path = kept(made_up(random_routes(3 * S)), case_folder)
+            held = load_file(path)
+            save_file(held, path)
+            ExpertInputs(path, SPEC, 3 * S).close()
+            change(held)
+            save_file(held, path)
+            with pytest.raises(PackError) as refused:
+                ExpertInputs(path, SPEC, 3 * S)
+            assert str(refused.value) == f"{path.name}: {fault}"
 
 
 # --- how many sequences
 
 
-@pytest.mark.parametrize(
-    ("num_experts", "num_chosen", "num_learned", "sequence_length", "expected"),
-    [
+def test_as_many_sequences_are_kept_as_give_an_expert_2048_tokens() -> None:
+    for num_experts, num_chosen, num_learned, sequence_length, expected in [
         (8, 2, 26, 512, 16),  # Mixtral: 8,192 tokens
         (8, 2, 10, 512, 10),  # all there are
         (256, 8, 1000, 512, 128),  # 65,536
         (60, 4, 1000, 500, 62),  # 30,720, in whole sequences
         (3, 2, 1, 8, 1),
-    ],
-)
-def test_as_many_sequences_are_kept_as_give_an_expert_2048_tokens(
-    num_experts: int, num_chosen: int, num_learned: int, sequence_length: int, expected: int
-) -> None:
-    router = replace(SPEC.router, num_experts=num_experts, num_experts_per_tok=num_chosen)
-    assert num_kept_sequences(replace(SPEC, router=router), num_learned, sequence_length) == expected
+    ]:
+        with case(num_experts, num_chosen, num_learned, sequence_length, expected):
+            router = replace(SPEC.router, num_experts=num_experts, num_experts_per_tok=num_chosen)
+            assert num_kept_sequences(replace(SPEC, router=router), num_learned, sequence_length) == expected
 
 
 # --- what an expert is calibrated on
@@ -177,23 +177,20 @@ def test_of_tokens_from_one_on_an_expert_has_what_a_file_of_these_alone_would_gi
     assert torch.equal(found.inputs, expected.inputs) and torch.equal(found.weights, expected.weights)
 
 
-@pytest.mark.parametrize(
-    ("sequences", "num_judged", "expected"),
-    [
+def test_tokens_judged_on_come_before_those_calibrated_on_and_leave_half_of_them() -> None:
+    for sequences, num_judged, expected in [
         ([0, 4, 8, 12], 10, (10, S)),  # of 6 tokens each: one and a part of none
         ([0, 1, 2, 3], 13, (12, 12)),  # half of all is left
         ([0, 1, 2], 100, (9, 9)),
         ([5, 6], 20, (20, 0)),  # none of what is judged was kept
         ([0], 100, (3, 3)),
-    ],
-)
-def test_tokens_judged_on_come_before_those_calibrated_on_and_leave_half_of_them(
-    sequences: list[int], num_judged: int, expected: tuple[int, int]
-) -> None:
-    def nothing(layer_idx: int) -> ExpertInputs:
-        raise AssertionError
+    ]:
+        with case(sequences, num_judged, expected):
 
-    assert KeptInputs(torch.tensor(sequences), S, nothing).split(num_judged) == expected
+            def nothing(layer_idx: int) -> ExpertInputs:
+                raise AssertionError
+
+            assert KeptInputs(torch.tensor(sequences), S, nothing).split(num_judged) == expected
 
 
 def test_an_expert_that_no_token_reached_has_its_layers_alone(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from cases import case as named_case
 from torch import Tensor
 
 from moe_pack.calib.expert_pass import (
@@ -93,69 +94,74 @@ def magnitudes(expert: HeldExpert, x: Tensor) -> Tensor:
     return torch.stack((up, gate, gate * up)).abs()
 
 
-@pytest.mark.parametrize("chunk_tokens", CHUNKS)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_activation_is_counted_once(case: Case, chunk_tokens: int) -> None:
-    expert, inputs, token_idx = case.draw()
-    found, _ = measured(expert, inputs, token_idx, chunk_tokens)
-    expected = magnitudes(expert, inputs[token_idx])
-    for kind in range(len(KINDS)):
-        assert found.histograms[kind].total() == case.num_tokens * case.f
-        ordered = np.sort(expected[kind].numpy(), axis=None)
-        places = [max(-(-level * len(ordered) // 20), 1) - 1 for level in range(21)]
-        # One rounding of the gate's activation beyond the histogram's bins.
-        np.testing.assert_allclose(found.histograms[kind].quantiles(LEVELS), ordered[places], RESOLUTION, 1e-12)
+def test_every_activation_is_counted_once() -> None:
+    for chunk_tokens, case in product(CHUNKS, CASES):
+        with named_case(chunk_tokens, case):
+            expert, inputs, token_idx = case.draw()
+            found, _ = measured(expert, inputs, token_idx, chunk_tokens)
+            expected = magnitudes(expert, inputs[token_idx])
+            for kind in range(len(KINDS)):
+                assert found.histograms[kind].total() == case.num_tokens * case.f
+                ordered = np.sort(expected[kind].numpy(), axis=None)
+                places = [max(-(-level * len(ordered) // 20), 1) - 1 for level in range(21)]
+                # One rounding of the gate's activation beyond the histogram's bins.
+                np.testing.assert_allclose(found.histograms[kind].quantiles(LEVELS), ordered[places], RESOLUTION, 1e-12)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_chunks_of_any_size_count_the_same(case: Case) -> None:
-    expert, inputs, token_idx = case.draw()
-    first, output = measured(expert, inputs, token_idx, CHUNKS[0])
-    for chunk_tokens in CHUNKS[1:]:
-        found, other = measured(expert, inputs, token_idx, chunk_tokens)
-        assert torch.equal(found.histograms[0].counts, first.histograms[0].counts)
-        assert np.array_equal(found.hot_thresholds, first.hot_thresholds)
-        assert torch.equal(found.hot[0], first.hot[0])
-        # Of the gate's activation and of h, the last bit may differ with the place in a vector register.
-        for kind, level in product((1, 2), range(len(HOT_SPARSITIES))):
-            assert (found.hot[kind, level] - first.hot[kind, level]).abs().max() <= 1
-        for kind in (1, 2):
-            quantiles = [held.histograms[kind].quantiles(LEVELS) for held in (found, first)]
-            np.testing.assert_allclose(*quantiles, 2 * RESOLUTION, 1e-12)
-        # Sums of f products in blocks, against the largest of them.
-        assert (other - output).abs().max() <= 1e-6 * output.abs().max()
+def test_chunks_of_any_size_count_the_same() -> None:
+    for case in CASES:
+        with named_case(case):
+            expert, inputs, token_idx = case.draw()
+            first, output = measured(expert, inputs, token_idx, CHUNKS[0])
+            for chunk_tokens in CHUNKS[1:]:
+                found, other = measured(expert, inputs, token_idx, chunk_tokens)
+                assert torch.equal(found.histograms[0].counts, first.histograms[0].counts)
+                assert np.array_equal(found.hot_thresholds, first.hot_thresholds)
+                assert torch.equal(found.hot[0], first.hot[0])
+                # Of the gate's activation and of h, the last bit may differ with the place in a vector register.
+                for kind, level in product((1, 2), range(len(HOT_SPARSITIES))):
+                    assert (found.hot[kind, level] - first.hot[kind, level]).abs().max() <= 1
+                for kind in (1, 2):
+                    quantiles = [held.histograms[kind].quantiles(LEVELS) for held in (found, first)]
+                    np.testing.assert_allclose(*quantiles, 2 * RESOLUTION, 1e-12)
+                # Sums of f products in blocks, against the largest of them.
+                assert (other - output).abs().max() <= 1e-6 * output.abs().max()
 
 
-@pytest.mark.parametrize("chunk_tokens", CHUNKS)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_outputs_are_those_of_the_reference(case: Case, chunk_tokens: int) -> None:
-    expert, inputs, token_idx = case.draw()
-    _, output = measured(expert, inputs, token_idx, chunk_tokens)
-    reference = run_expert(inputs[token_idx], expert, "silu", "none", 0.0)
-    assert (output - reference).abs().max() <= 1e-6 * reference.abs().max()  # sums of f products in another order
+def test_outputs_are_those_of_the_reference() -> None:
+    for chunk_tokens, case in product(CHUNKS, CASES):
+        with named_case(chunk_tokens, case):
+            expert, inputs, token_idx = case.draw()
+            _, output = measured(expert, inputs, token_idx, chunk_tokens)
+            reference = run_expert(inputs[token_idx], expert, "silu", "none", 0.0)
+            assert (
+                output - reference
+            ).abs().max() <= 1e-6 * reference.abs().max()  # sums of f products in another order
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_thresholds_for_heat_are_quantiles_of_evenly_spread_tokens(case: Case) -> None:
-    expert, inputs, token_idx = case.draw()
-    found, _ = measured(expert, inputs, token_idx)
-    number = min(case.num_tokens, HOT_SAMPLE_TOKENS)
-    sample = [place * case.num_tokens // number for place in range(number)]
-    ordered = np.sort(magnitudes(expert, inputs[token_idx[sample]]).flatten(1).numpy(), axis=1)
-    for level, tenths in enumerate((5, 7, 8, 9)):
-        place = -(-tenths * ordered.shape[1] // 10) - 1
-        np.testing.assert_allclose(found.hot_thresholds[:, level], ordered[:, place], RESOLUTION, 1e-12)
+def test_thresholds_for_heat_are_quantiles_of_evenly_spread_tokens() -> None:
+    for case in CASES:
+        with named_case(case):
+            expert, inputs, token_idx = case.draw()
+            found, _ = measured(expert, inputs, token_idx)
+            number = min(case.num_tokens, HOT_SAMPLE_TOKENS)
+            sample = [place * case.num_tokens // number for place in range(number)]
+            ordered = np.sort(magnitudes(expert, inputs[token_idx[sample]]).flatten(1).numpy(), axis=1)
+            for level, tenths in enumerate((5, 7, 8, 9)):
+                place = -(-tenths * ordered.shape[1] // 10) - 1
+                np.testing.assert_allclose(found.hot_thresholds[:, level], ordered[:, place], RESOLUTION, 1e-12)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_heat_counts_the_tokens_on_which_a_neuron_reaches_the_threshold(case: Case) -> None:
-    expert, inputs, token_idx = case.draw()
-    found, _ = measured(expert, inputs, token_idx, 7)
-    expected = magnitudes(expert, inputs[token_idx])
-    for kind, level in product(range(len(KINDS)), range(len(HOT_SPARSITIES))):
-        reached = (expected[kind] >= float(found.hot_thresholds[kind, level])).sum(dim=0)
-        slack = 0 if kind == 0 else 1  # sums are exact; an activation's last bit is not
-        assert (found.hot[kind, level] - reached).abs().max() <= slack
+def test_heat_counts_the_tokens_on_which_a_neuron_reaches_the_threshold() -> None:
+    for case in CASES:
+        with named_case(case):
+            expert, inputs, token_idx = case.draw()
+            found, _ = measured(expert, inputs, token_idx, 7)
+            expected = magnitudes(expert, inputs[token_idx])
+            for kind, level in product(range(len(KINDS)), range(len(HOT_SPARSITIES))):
+                reached = (expected[kind] >= float(found.hot_thresholds[kind, level])).sum(dim=0)
+                slack = 0 if kind == 0 else 1  # sums are exact; an activation's last bit is not
+                assert (found.hot[kind, level] - reached).abs().max() <= slack
 
 
 def test_an_expert_without_tokens_counts_nothing() -> None:
@@ -191,9 +197,14 @@ def test_biases_shift_activations() -> None:
     assert torch.equal(found.hot[0, 3], (ups >= float(found.hot_thresholds[0, 3])).sum(dim=0))
 
 
-@pytest.mark.parametrize(
-    ("num_places", "num_wanted", "expected"),
-    [(0, 4, []), (1, 4, [0]), (4, 4, [0, 1, 2, 3]), (5, 4, [0, 1, 2, 3]), (10, 4, [0, 2, 5, 7]), (9, 1, [0])],
-)
-def test_samples_are_evenly_spread(num_places: int, num_wanted: int, expected: list[int]) -> None:
-    assert sample_places(num_places, num_wanted).tolist() == expected
+def test_samples_are_evenly_spread() -> None:
+    for num_places, num_wanted, expected in [
+        (0, 4, []),
+        (1, 4, [0]),
+        (4, 4, [0, 1, 2, 3]),
+        (5, 4, [0, 1, 2, 3]),
+        (10, 4, [0, 2, 5, 7]),
+        (9, 1, [0]),
+    ]:
+        with named_case(num_places, num_wanted, expected):
+            assert sample_places(num_places, num_wanted).tolist() == expected

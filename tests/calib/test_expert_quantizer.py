@@ -1,7 +1,10 @@
 """Calibrated rounding: feedback against its definition, gains, what blocks and runs change, and that it pays."""
 
+from itertools import product
+
 import pytest
 import torch
+from cases import case
 from torch import Tensor
 
 from moe_pack.calib import RowQuantizer, UnholdableError
@@ -10,7 +13,7 @@ from moe_pack.calib.column_rounding import ColumnRun, gains, round_columns
 from moe_pack.calib.expert_quantizer import Calibration, ExpertQuantizer, ExpertTokens, Steps
 from moe_pack.calib.moments import feedback, second_moments
 from moe_pack.calib.neuron_rounding import round_neurons
-from moe_pack.formats import BF16, MATRICES, MXFP4, ExpertFormat, Matrix, PartFormat, part_format, trellis_format
+from moe_pack.formats import BF16, MATRICES, MXFP4, ExpertFormat, PartFormat, part_format, trellis_format
 from moe_pack.formats.codecs import affine, decode_part, unpack_codes
 from moe_pack.runtime import NeuronBlock, activations
 
@@ -24,7 +27,6 @@ PARTS = [
     trellis_format(4, 0),
     trellis_format(6, 32, 8),
 ]
-named = pytest.mark.parametrize("part", PARTS, ids=str)
 
 
 def random_values(rows: int, columns: int, seed: int) -> Tensor:
@@ -62,16 +64,17 @@ def lost_rows(errors: Tensor, moments: Tensor) -> float:
     return float((errors @ moments * errors).sum())
 
 
-@named
-def test_each_step_pays_on_tokens_not_seen(part: PartFormat) -> None:
-    seen, more, block = tokens_of(), tokens_of(2 * TOKENS), random_block()
-    unseen = ExpertTokens(more.inputs[TOKENS:], seen.weights)
-    whole, no_feedback, neither = (
-        lost(unseen, block, quantized(block, part, seen, steps))
-        for steps in (Steps(), Steps(feedback=False), Steps(importance=False, feedback=False))
-    )
-    assert whole < 0.85 * no_feedback
-    assert no_feedback < neither
+def test_each_step_pays_on_tokens_not_seen() -> None:
+    for part in PARTS:
+        with case(part):
+            seen, more, block = tokens_of(), tokens_of(2 * TOKENS), random_block()
+            unseen = ExpertTokens(more.inputs[TOKENS:], seen.weights)
+            whole, no_feedback, neither = (
+                lost(unseen, block, quantized(block, part, seen, steps))
+                for steps in (Steps(), Steps(feedback=False), Steps(importance=False, feedback=False))
+            )
+            assert whole < 0.85 * no_feedback
+            assert no_feedback < neither
 
 
 @pytest.mark.parametrize("width", [2, 4])
@@ -91,49 +94,58 @@ def test_codes_of_columns_are_those_of_the_recursion_written_out(width: int) -> 
         aims[:, j + 1 :] += errors[:, None] * found.factor[j, j + 1 :]
 
 
-@named
-def test_no_row_shrinks_in_the_direction_of_its_inputs(part: PartFormat) -> None:
-    weights, found = random_values(9, D, 0), feedback(second_moments(tokens_of().inputs, tokens_of().weights), 0.2)
-    runs = [ColumnRun(0, found.importance, found.factor)]
-    rounded = decode_part(part, D, round_columns(part, weights, runs))
-    torch.testing.assert_close(gains(weights, rounded, runs), torch.ones(9, 1), atol=2e-3, rtol=0)  # float16 scales
-    rows = decode_part(part, D, round_neurons(part, weights, None))
-    torch.testing.assert_close((weights * rows).sum(dim=1), weights.square().sum(dim=1), atol=0, rtol=2e-3)
+def test_no_row_shrinks_in_the_direction_of_its_inputs() -> None:
+    for part in PARTS:
+        with case(part):
+            weights, found = (
+                random_values(9, D, 0),
+                feedback(second_moments(tokens_of().inputs, tokens_of().weights), 0.2),
+            )
+            runs = [ColumnRun(0, found.importance, found.factor)]
+            rounded = decode_part(part, D, round_columns(part, weights, runs))
+            torch.testing.assert_close(
+                gains(weights, rounded, runs), torch.ones(9, 1), atol=2e-3, rtol=0
+            )  # float16 scales
+            rows = decode_part(part, D, round_neurons(part, weights, None))
+            torch.testing.assert_close((weights * rows).sum(dim=1), weights.square().sum(dim=1), atol=0, rtol=2e-3)
 
 
-@pytest.mark.parametrize("num_neurons", [1, 31, 32, 70])
-@pytest.mark.parametrize("part", [part_format(2, 64), trellis_format(4, 0)], ids=str)
-def test_later_neurons_make_up_for_the_errors_of_earlier_ones(part: PartFormat, num_neurons: int) -> None:
-    h, weights = random_values(200, 16, 3) @ random_values(16, num_neurons, 4), random_values(num_neurons, D, 5)
-    moments = second_moments(h, torch.ones(200))
-    alone, together = (
-        lost_rows((decode_part(part, D, round_neurons(part, weights, factor)) - weights).T, moments)
-        for factor in (None, feedback(moments, 0.2).factor)
-    )
-    assert together < 0.8 * alone if num_neurons > 1 else together == alone
+def test_later_neurons_make_up_for_the_errors_of_earlier_ones() -> None:
+    for num_neurons, part in product([1, 31, 32, 70], [part_format(2, 64), trellis_format(4, 0)]):
+        with case(num_neurons, part):
+            h, weights = random_values(200, 16, 3) @ random_values(16, num_neurons, 4), random_values(num_neurons, D, 5)
+            moments = second_moments(h, torch.ones(200))
+            alone, together = (
+                lost_rows((decode_part(part, D, round_neurons(part, weights, factor)) - weights).T, moments)
+                for factor in (None, feedback(moments, 0.2).factor)
+            )
+            assert together < 0.8 * alone if num_neurons > 1 else together == alone
 
 
-@named
-def test_what_is_no_block_of_usual_rows_stays_finite(part: PartFormat) -> None:
-    block = random_block(5)
-    assert block.gate is not None
-    block.gate[1], block.up[2], block.down[3] = 0.0, 0.25, 0.0
-    nobody = ExpertTokens(tokens_of(1).inputs, torch.zeros(1))
-    for tokens in (tokens_of(1), nobody, ExpertTokens(torch.zeros(3, D), torch.ones(3))):
-        rounded = quantized(block, part, tokens)
-        assert rounded.gate is not None and not rounded.gate[1].any()
-        assert all(torch.isfinite(matrix).all() for matrix in (rounded.gate, rounded.up, rounded.down))
-        assert not rounded.down[3].any() or tokens.inputs.any()
+def test_what_is_no_block_of_usual_rows_stays_finite() -> None:
+    for part in PARTS:
+        with case(part):
+            block = random_block(5)
+            assert block.gate is not None
+            block.gate[1], block.up[2], block.down[3] = 0.0, 0.25, 0.0
+            nobody = ExpertTokens(tokens_of(1).inputs, torch.zeros(1))
+            for tokens in (tokens_of(1), nobody, ExpertTokens(torch.zeros(3, D), torch.ones(3))):
+                rounded = quantized(block, part, tokens)
+                assert rounded.gate is not None and not rounded.gate[1].any()
+                assert all(torch.isfinite(matrix).all() for matrix in (rounded.gate, rounded.up, rounded.down))
+                assert not rounded.down[3].any() or tokens.inputs.any()
 
 
-@named
-@pytest.mark.parametrize("matrix", MATRICES)
-def test_a_row_beyond_float16_scales_is_named(part: PartFormat, matrix: Matrix) -> None:
-    block = random_block(40)
-    {"gate": block.gate, "up": block.up, "down": block.down}[matrix][34] = 1e9
-    quantizer = ExpertQuantizer(ExpertFormat(part, part, part), Calibration(tokens_of(9), "silu"), D)
-    with pytest.raises(UnholdableError, match=r"^row 34 has weights beyond float16 scales; store it in 16 bits$"):
-        quantizer.rows(matrix, block)
+def test_a_row_beyond_float16_scales_is_named() -> None:
+    for part, matrix in product(PARTS, MATRICES):
+        with case(part, matrix):
+            block = random_block(40)
+            {"gate": block.gate, "up": block.up, "down": block.down}[matrix][34] = 1e9
+            quantizer = ExpertQuantizer(ExpertFormat(part, part, part), Calibration(tokens_of(9), "silu"), D)
+            with pytest.raises(
+                UnholdableError, match=r"^row 34 has weights beyond float16 scales; store it in 16 bits$"
+            ):
+                quantizer.rows(matrix, block)
 
 
 def test_wide_formats_are_rounded_plainly_and_kept_ones_passed_over() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import case
 from torch import Tensor
 
 from moe_pack.calib.layer_inputs import InputFiles, Shares
@@ -28,28 +29,24 @@ def bytes_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("num_sequences", "sequence_length", "held_out", "learned", "judged"),
-    [
+def test_predictors_take_the_first_sequences_and_the_last_as_far_as_they_need() -> None:
+    for num_sequences, sequence_length, held_out, learned, judged in [
         (10, 5, 2, 8, 2),  # all of them
         (1, 5, 0, 1, 0),  # one sequence: nothing to be judged on
         (2, 5, 1, 1, 1),
         (100, 256, 20, 32, 16),  # 8192 tokens, 4096 tokens
         (100, 300, 20, 28, 14),  # as many, in whole sequences
         (3, 10_000, 1, 1, 1),
-    ],
-)
-def test_predictors_take_the_first_sequences_and_the_last_as_far_as_they_need(
-    num_sequences: int, sequence_length: int, held_out: int, learned: int, judged: int
-) -> None:
-    assert num_held_out(num_sequences) == held_out
-    shares = Shares.of(num_sequences, sequence_length, held_out)
-    assert shares == Shares(num_sequences, sequence_length, learned, judged)
-    first, last = shares.tokens()
-    total = num_sequences * sequence_length
-    assert (first.start, first.stop) == (0, learned * sequence_length)
-    assert (last.start, last.stop) == (total - judged * sequence_length, total)
-    assert first.stop <= total - held_out * sequence_length, "nothing that is held out is learned from"
+    ]:
+        with case(num_sequences, sequence_length, held_out, learned, judged):
+            assert num_held_out(num_sequences) == held_out
+            shares = Shares.of(num_sequences, sequence_length, held_out)
+            assert shares == Shares(num_sequences, sequence_length, learned, judged)
+            first, last = shares.tokens()
+            total = num_sequences * sequence_length
+            assert (first.start, first.stop) == (0, learned * sequence_length)
+            assert (last.start, last.stop) == (total - judged * sequence_length, total)
+            assert first.stop <= total - held_out * sequence_length, "nothing that is held out is learned from"
 
 
 def test_the_cosine_is_that_of_every_token_with_itself_a_layer_before(tmp_path: Path) -> None:

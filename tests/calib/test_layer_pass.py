@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from answers import runner
+from cases import case
 from families import TINY, Tiny, write
 from models import TinyMixtral
 from torch import Tensor
@@ -32,6 +33,7 @@ S, N = 24, 3
 CPU = torch.device("cpu")
 # Rows that differ from others in how their checkpoint is written make the same model.
 SHAPES = [tiny for tiny in TINY if not tiny.fused and not tiny.four]
+ONE_OF_EACH_FAMILY = list({tiny.family: tiny for tiny in SHAPES}.values())  # its last row
 MODEL = TinyMixtral(num_layers=3, num_experts=3, intermediate_size=16, vocab_size=64)
 
 
@@ -90,27 +92,31 @@ def is_close(found: Tensor, expected: Tensor) -> bool:
     return bool((found - expected).abs().max() <= 1e-5 * expected.abs().max())
 
 
-@pytest.mark.parametrize("tiny", SHAPES, ids=str)
-def test_hidden_states_are_the_decoders(tiny: Tiny, tmp_path: Path) -> None:
-    checkpoint = Checkpoint(write(tiny, tmp_path))
-    weights = CheckpointWeights(checkpoint)
-    given = Sequences.of(checkpoint.spec, sequences()[:2])
-    held = HeldWeights(weights)
-    first, answer = given.begun(lambda ids, number: embed(ids[number], held))
-    states = LayerStates(held, first, 2, given.length, tmp_path, CPU, answer=answer)
-    run(states, held)
-    decoder = runner(weights, S)
-    for number, sequence in enumerate(given.ids.tolist()):
-        decoder.reset()
-        if isinstance(decoder, EncoderDecoder):
-            decoder.encode(given.stacks[0][number].tolist())
-        expected = decoder.logits(sequence)
-        with torch.inference_mode():
-            found = head(states.before(number), held)
-        assert expected.abs().max() > 0.4, "logits so small that the bound would prove nothing"
-        # Routed, shared and residual parts are summed in another order; logits reach 1 to 10.
-        assert (found - expected).abs().max() < 1e-5
-    checkpoint.close()
+@pytest.mark.parametrize("shapes", [ONE_OF_EACH_FAMILY, pytest.param(SHAPES, marks=pytest.mark.slow)], ids=len)
+def test_hidden_states_are_the_decoders(shapes: list[Tiny], tmp_path: Path) -> None:
+    for number, tiny in enumerate(shapes):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(tiny):
+            checkpoint = Checkpoint(write(tiny, case_folder))
+            weights = CheckpointWeights(checkpoint)
+            given = Sequences.of(checkpoint.spec, sequences()[:2])
+            held = HeldWeights(weights)
+            first, answer = given.begun(lambda ids, number, held=held: embed(ids[number], held))
+            states = LayerStates(held, first, 2, given.length, case_folder, CPU, answer=answer)
+            run(states, held)
+            decoder = runner(weights, S)
+            for place, sequence in enumerate(given.ids.tolist()):
+                decoder.reset()
+                if isinstance(decoder, EncoderDecoder):
+                    decoder.encode(given.stacks[0][place].tolist())
+                expected = decoder.logits(sequence)
+                with torch.inference_mode():
+                    found = head(states.before(place), held)
+                assert expected.abs().max() > 0.4, "logits so small that the bound would prove nothing"
+                # Routed, shared and residual parts are summed in another order; logits reach 1 to 10.
+                assert (found - expected).abs().max() < 1e-5
+            checkpoint.close()
 
 
 def test_an_expert_beyond_its_capacity_has_not_the_token() -> None:

@@ -85,7 +85,7 @@ def test_without_edgemoes_own_measure_an_experts_importance_is_what_its_rows_los
 
 def test_edgemoes_own_measure_is_the_importance_where_it_was_made(tmp_path: Path) -> None:
     source = TinyMixtral(num_layers=1, num_experts=3).write(tmp_path / "source")
-    profile = profiled(source, tmp_path / "profile", TOKENS, ProfileOptions("exact"))
+    profile = profiled(source, tmp_path / "profile", TOKENS, ProfileOptions("exact", keeps_inputs=False))
     assert losses_of(profile).importance == pytest.approx(profile.exact()["losses"], rel=1e-6)
 
 
@@ -176,7 +176,7 @@ def test_an_embedding_that_is_the_head_too_loses_both(tmp_path: Path) -> None:
     checkpoint = Checkpoint(source)
     tied = checkpoint.spec.tied_head
     checkpoint.close()
-    profile = profiled(source, tmp_path / "profile", TOKENS, ProfileOptions("fast"))
+    profile = profiled(source, tmp_path / "profile", TOKENS, ProfileOptions("fast", keeps_inputs=False))
     effects = profile.effects()
     assert tied and effects.head.any() and effects.embedding.any()
     assert losses_of(profile).dense[0, 1:] == pytest.approx((effects.embedding + effects.head).tolist())

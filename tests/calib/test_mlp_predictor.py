@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from cases import case
 from torch import Tensor
 
 from moe_pack.calib.mlp_predictor import (
@@ -61,23 +63,23 @@ def held_out_recall(
 # Rules that can be learned
 
 
-@SHAPES
-@pytest.mark.parametrize("k", [1, 2, 4])
-def test_a_linear_rule_of_the_hidden_state_is_learned_exactly(shape: MLPShape, k: int) -> None:
+def test_a_linear_rule_of_the_hidden_state_is_learned_exactly() -> None:
     """A token lies near one of 8 orthogonal directions; its experts are that many from there on, in a circle."""
-    kind = torch.randint(8, (900,), generator=generator())
-    directions = torch.linalg.qr(torch.randn(16, 16, generator=generator(1))).Q[:8]
-    x = directions[kind] + 0.02 * torch.randn(900, 16, generator=generator(2))
-    targets = (kind[:, None] + torch.arange(k)) % 8
-    assert held_out_recall(shape, x, random_routes(900, 2, k, 8), targets, 8, Training(max_epochs=10)) == 1.0
+    for shape, k in product([ONE, TWO], [1, 2, 4]):
+        with case(shape, k):
+            kind = torch.randint(8, (900,), generator=generator())
+            directions = torch.linalg.qr(torch.randn(16, 16, generator=generator(1))).Q[:8]
+            x = directions[kind] + 0.02 * torch.randn(900, 16, generator=generator(2))
+            targets = (kind[:, None] + torch.arange(k)) % 8
+            assert held_out_recall(shape, x, random_routes(900, 2, k, 8), targets, 8, Training(max_epochs=10)) == 1.0
 
 
-@SHAPES
-@pytest.mark.parametrize("source", [0, 1])
-def test_a_rule_of_either_layers_routes_is_learned_exactly(shape: MLPShape, source: int) -> None:
+def test_a_rule_of_either_layers_routes_is_learned_exactly() -> None:
     """Expert e of the layer `source` is always followed by e + 3; the hidden state is noise."""
-    x, previous, _ = some_tokens(1000)
-    assert held_out_recall(shape, x, previous, (previous[:, source] + 3) % 6, 6) == 1.0
+    for shape, source in product([ONE, TWO], [0, 1]):
+        with case(shape, source):
+            x, previous, _ = some_tokens(1000)
+            assert held_out_recall(shape, x, previous, (previous[:, source] + 3) % 6, 6) == 1.0
 
 
 @SHAPES
@@ -311,12 +313,12 @@ def test_training_leaves_its_inputs_as_they_were() -> None:
 # Small and lopsided
 
 
-@SHAPES
-@pytest.mark.parametrize("num_tokens", [1, 7, 8, 9])
-def test_a_handful_of_tokens_is_enough(shape: MLPShape, num_tokens: int) -> None:
-    x, previous, targets = some_tokens(num_tokens)
-    scores = train(x, previous, targets, 6, shape, 0).scores(x, previous)
-    assert scores.shape == (num_tokens, 6) and bool(torch.isfinite(scores).all())
+def test_a_handful_of_tokens_is_enough() -> None:
+    for shape, num_tokens in product([ONE, TWO], [1, 7, 8, 9]):
+        with case(shape, num_tokens):
+            x, previous, targets = some_tokens(num_tokens)
+            scores = train(x, previous, targets, 6, shape, 0).scores(x, previous)
+            assert scores.shape == (num_tokens, 6) and bool(torch.isfinite(scores).all())
 
 
 @SHAPES
@@ -358,17 +360,16 @@ def test_no_tokens_are_refused() -> None:
     )
 
 
-@SHAPES
-@pytest.mark.parametrize("token", [3, 19], ids=["learned from", "validating"])
-@pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_hidden_states_that_are_no_numbers_are_refused(shape: MLPShape, token: int, wrong: float) -> None:
-    x, previous, targets = some_tokens(20)
-    x[token, 2] = wrong
-    with pytest.raises(RunError) as caught:
-        train(x, previous, targets, 6, shape, 0)
-    assert str(caught.value) == (
-        "predictor: hidden states are not numbers; the model's weights overflow or are damaged"
-    )
+def test_hidden_states_that_are_no_numbers_are_refused() -> None:
+    for shape, token, wrong in product([ONE, TWO], [3, 19], [math.nan, math.inf]):
+        with case(shape, token, wrong):
+            x, previous, targets = some_tokens(20)
+            x[token, 2] = wrong
+            with pytest.raises(RunError) as caught:
+                train(x, previous, targets, 6, shape, 0)
+            assert str(caught.value) == (
+                "predictor: hidden states are not numbers; the model's weights overflow or are damaged"
+            )
 
 
 # Sizes and cost
@@ -381,28 +382,27 @@ def test_the_sizes_are_those_of_the_paper() -> None:
     assert large.num_parameters(4096, 8) == (4096 + 16 + 1) * 480 + (480 + 1) * 8 == 1_978_088
 
 
-@pytest.mark.parametrize(
-    ("d", "num_experts", "hidden"), [(128, 8, 512), (1, 1, 512), (7168, 256, 248), (3800, 8, 512), (10**6, 8, 8)]
-)
-def test_the_larger_has_as_many_hidden_units_as_are_allowed(d: int, num_experts: int, hidden: int) -> None:
-    assert shapes_for(d, num_experts)[1].hidden == hidden
+def test_the_larger_has_as_many_hidden_units_as_are_allowed() -> None:
+    for d, num_experts, hidden in [(128, 8, 512), (1, 1, 512), (7168, 256, 248), (3800, 8, 512), (10**6, 8, 8)]:
+        with case(d, num_experts, hidden):
+            assert shapes_for(d, num_experts)[1].hidden == hidden
 
 
-@pytest.mark.parametrize("d", [64, 2048, 3886, 4096, 12288])
-@pytest.mark.parametrize("num_experts", [1, 8, 60, 512])
-def test_the_larger_keeps_within_two_million_and_wastes_less_than_eight_units(d: int, num_experts: int) -> None:
-    large = shapes_for(d, num_experts)[1]
-    assert large.num_parameters(d, num_experts) <= 2_000_000
-    wider = replace(large, hidden=large.hidden + 8)
-    assert large.hidden == 512 or wider.num_parameters(d, num_experts) > 2_000_000
+def test_the_larger_keeps_within_two_million_and_wastes_less_than_eight_units() -> None:
+    for d, num_experts in product([64, 2048, 3886, 4096, 12288], [1, 8, 60, 512]):
+        with case(d, num_experts):
+            large = shapes_for(d, num_experts)[1]
+            assert large.num_parameters(d, num_experts) <= 2_000_000
+            wider = replace(large, hidden=large.hidden + 8)
+            assert large.hidden == 512 or wider.num_parameters(d, num_experts) > 2_000_000
 
 
-@SHAPES
-@pytest.mark.parametrize("num_previous", [1, 2])
-def test_a_predictor_has_the_parameters_its_shape_says(shape: MLPShape, num_previous: int) -> None:
-    predictor = train(*some_tokens(20, num_previous=num_previous), 6, shape, 0, QUICK)
-    assert predictor.num_parameters == shape.num_parameters(8, 6, num_previous)
-    assert (predictor.hidden_size, predictor.num_previous, predictor.num_experts) == (8, num_previous, 6)
+def test_a_predictor_has_the_parameters_its_shape_says() -> None:
+    for shape, num_previous in product([ONE, TWO], [1, 2]):
+        with case(shape, num_previous):
+            predictor = train(*some_tokens(20, num_previous=num_previous), 6, shape, 0, QUICK)
+            assert predictor.num_parameters == shape.num_parameters(8, 6, num_previous)
+            assert (predictor.hidden_size, predictor.num_previous, predictor.num_experts) == (8, num_previous, 6)
 
 
 def test_the_cost_is_three_products_a_parameter_token_and_epoch() -> None:

@@ -1,9 +1,11 @@
 """Second moments against float64, feedback against the exact best of the columns left, damping on tokens not seen."""
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
+from cases import case
 from models import DEMO_MODEL
 from profiles import QUICK, Recorder
 from torch import Tensor
@@ -49,15 +51,16 @@ def best_columns_left(errors: Tensor, moments: Tensor) -> Tensor:
 # --- moments
 
 
-@pytest.mark.parametrize("num_tokens", [1, 5, 256, 257, 700])
-def test_moments_are_the_weighted_mean_of_the_products_of_columns(num_tokens: int) -> None:
-    values, weights = random_values(num_tokens, M), random_weights(num_tokens)
-    exact, shares = values.to(torch.float64), weights.to(torch.float64)
-    expected = torch.einsum("n,ni,nj->ij", shares, exact, exact) / shares.sum()
-    found = second_moments(values, weights)
-    assert found.dtype == torch.float32
-    sizes = expected.diagonal().sqrt()
-    assert ((found - expected).abs() <= 1e-6 * sizes[:, None] * sizes).all()  # float32 sums of 700 products
+def test_moments_are_the_weighted_mean_of_the_products_of_columns() -> None:
+    for num_tokens in [1, 5, 256, 257, 700]:
+        with case(num_tokens):
+            values, weights = random_values(num_tokens, M), random_weights(num_tokens)
+            exact, shares = values.to(torch.float64), weights.to(torch.float64)
+            expected = torch.einsum("n,ni,nj->ij", shares, exact, exact) / shares.sum()
+            found = second_moments(values, weights)
+            assert found.dtype == torch.float32
+            sizes = expected.diagonal().sqrt()
+            assert ((found - expected).abs() <= 1e-6 * sizes[:, None] * sizes).all()  # float32 sums of 700 products
 
 
 def test_tokens_without_weight_do_not_count() -> None:
@@ -86,19 +89,17 @@ def test_moments_of_some_columns_are_a_block_of_all() -> None:
 # --- damping
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_columns", "expected"),
-    [
+def test_damping_is_two_fifths_of_columns_over_tokens() -> None:
+    for num_tokens, num_columns, expected in [
         (1000, 500, 0.2),
         (1000, 2048, 0.8192),
         (1000, 250, USUAL_DAMPING),
         (1000, 40, USUAL_DAMPING),
         (100, 250, 1.0),
         (1, 14336, MOST_DAMPING),
-    ],
-)
-def test_damping_is_two_fifths_of_columns_over_tokens(num_tokens: int, num_columns: int, expected: float) -> None:
-    assert damping(torch.full((num_tokens,), 0.3), num_columns) == pytest.approx(expected)
+    ]:
+        with case(num_tokens, num_columns, expected):
+            assert damping(torch.full((num_tokens,), 0.3), num_columns) == pytest.approx(expected)
 
 
 def test_tokens_of_little_weight_count_as_few() -> None:
@@ -121,56 +122,56 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tensor, Ten
     checkpoint.close()
 
 
-@pytest.mark.parametrize("num_tokens", [32, 128, 512])
-@pytest.mark.parametrize("which", [0, 1], ids=["x", "h"])
-def test_damped_by_the_rule_a_real_experts_rows_lose_less_on_tokens_not_seen(
-    which: int, num_tokens: int, demo: tuple[Tensor, Tensor]
-) -> None:
-    values = demo[which]
-    seen = torch.arange(num_tokens) * len(values) // num_tokens  # evenly spread
-    unseen = torch.ones(len(values), dtype=torch.bool).index_fill_(0, seen, False)
-    moments, weights = second_moments(values[seen], torch.ones(num_tokens)), torch.ones(num_tokens)
-    other = second_moments(values[unseen], torch.ones(int(unseen.sum()))).to(torch.float64)
+def test_damped_by_the_rule_a_real_experts_rows_lose_less_on_tokens_not_seen(demo: tuple[Tensor, Tensor]) -> None:
+    for num_tokens, which in [(32, 0), (128, 1), (512, 0)]:
+        with case(num_tokens, which):
+            values = demo[which]
+            seen = torch.arange(num_tokens) * len(values) // num_tokens  # evenly spread
+            unseen = torch.ones(len(values), dtype=torch.bool).index_fill_(0, seen, False)
+            moments, weights = second_moments(values[seen], torch.ones(num_tokens)), torch.ones(num_tokens)
+            other = second_moments(values[unseen], torch.ones(int(unseen.sum()))).to(torch.float64)
 
-    def lost(share: float) -> float:
-        factor = feedback(moments, share).factor.to(torch.float64)
-        # Misses of aims are free of each other and of one size, errors are misses F^-1: the trace of F^-1 H F^-T.
-        errors = torch.linalg.solve_triangular(factor, torch.eye(len(factor), dtype=torch.float64), upper=True)
-        return float((errors @ other * errors).sum() / other.trace())
+            def lost(share: float, moments: Tensor = moments, other: Tensor = other) -> float:
+                factor = feedback(moments, share).factor.to(torch.float64)
+                # Misses of aims are independent and of one size, errors are misses F^-1: the trace of F^-1 H F^-T.
+                errors = torch.linalg.solve_triangular(factor, torch.eye(len(factor), dtype=torch.float64), upper=True)
+                return float((errors @ other * errors).sum() / other.trace())
 
-    by_rule = lost(damping(weights, values.shape[1]))
-    assert by_rule < lost(LEAST_DAMPING)
-    assert by_rule < 1, "more than is lost without feedback"
+            by_rule = lost(damping(weights, values.shape[1]))
+            assert by_rule < lost(LEAST_DAMPING)
+            assert by_rule < 1, "more than is lost without feedback"
 
 
 # --- feedback
 
 
-@pytest.mark.parametrize("share", [LEAST_DAMPING, 0.3])
-@pytest.mark.parametrize("num_columns", [1, 2, M, 65])
-def test_factor_and_importance_make_up_the_damped_moments(num_columns: int, share: float) -> None:
-    moments = second_moments(random_values(300, num_columns), random_weights(300))
-    found, expected = feedback(moments, share), damped(moments, share)
-    factor = found.factor.to(torch.float64)
-    assert found.factor.dtype == found.importance.dtype == torch.float32
-    assert torch.equal(factor, factor.triu()) and (factor.diagonal() == 1).all() and (found.importance > 0).all()
-    product = factor * found.importance @ factor.T
-    sizes = expected.diagonal().sqrt()
-    assert ((product - expected).abs() <= 1e-6 * sizes[:, None] * sizes).all()  # the factor is rounded to float32
+def test_factor_and_importance_make_up_the_damped_moments() -> None:
+    for share, num_columns in product([LEAST_DAMPING, 0.3], [1, 2, M, 65]):
+        with case(share, num_columns):
+            moments = second_moments(random_values(300, num_columns), random_weights(300))
+            found, expected = feedback(moments, share), damped(moments, share)
+            factor = found.factor.to(torch.float64)
+            assert found.factor.dtype == found.importance.dtype == torch.float32
+            assert torch.equal(factor, factor.triu()) and (factor.diagonal() == 1).all()
+            assert (found.importance > 0).all()
+            errors = (factor * found.importance @ factor.T - expected).abs()
+            sizes = expected.diagonal().sqrt()
+            assert (errors <= 1e-6 * sizes[:, None] * sizes).all()  # the factor is rounded to float32
 
 
-@pytest.mark.parametrize("num_fixed", range(1, M))
-def test_the_aim_of_a_column_is_the_exact_best_given_the_columns_before(num_fixed: int) -> None:
-    moments = second_moments(random_values(300, M), random_weights(300))
-    found, exact = feedback(moments), damped(moments)
-    weights = torch.randn(M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    rounded = weights.clone()
-    rounded[:num_fixed] = weights[:num_fixed].round()  # whatever they were fixed to
-    expected = weights[num_fixed:] - best_columns_left(weights[:num_fixed] - rounded[:num_fixed], exact)
-    for column in range(num_fixed, M):  # each set to what it aims at, all that are left are the best there are
-        errors = weights[:column] - rounded[:column]
-        rounded[column] = weights[column] + errors @ found.factor[:column, column].to(torch.float64)
-    torch.testing.assert_close(rounded[num_fixed:], expected, rtol=1e-5, atol=1e-5)
+def test_the_aim_of_a_column_is_the_exact_best_given_the_columns_before() -> None:
+    for num_fixed in range(1, M):
+        with case(num_fixed):
+            moments = second_moments(random_values(300, M), random_weights(300))
+            found, exact = feedback(moments), damped(moments)
+            weights = torch.randn(M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+            rounded = weights.clone()
+            rounded[:num_fixed] = weights[:num_fixed].round()  # whatever they were fixed to
+            expected = weights[num_fixed:] - best_columns_left(weights[:num_fixed] - rounded[:num_fixed], exact)
+            for column in range(num_fixed, M):  # each set to what it aims at, all that are left are the best there are
+                errors = weights[:column] - rounded[:column]
+                rounded[column] = weights[column] + errors @ found.factor[:column, column].to(torch.float64)
+            torch.testing.assert_close(rounded[num_fixed:], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_lost_is_the_importance_of_every_columns_miss_of_its_aim() -> None:
@@ -182,14 +183,15 @@ def test_what_is_lost_is_the_importance_of_every_columns_miss_of_its_aim() -> No
     assert float((importance * misses.square()).sum()) == pytest.approx(loss(errors, exact), rel=1e-5)
 
 
-@pytest.mark.parametrize("column", range(M))
-def test_importance_is_what_is_lost_when_all_later_columns_make_up_for_an_error(column: int) -> None:
-    moments = second_moments(random_values(300, M), random_weights(300))
-    exact = damped(moments)
-    errors = torch.zeros(M, dtype=torch.float64)
-    errors[column] = 1
-    errors[column + 1 :] = best_columns_left(errors[: column + 1], exact)
-    assert float(feedback(moments).importance[column]) == pytest.approx(loss(errors, exact), rel=1e-5)
+def test_importance_is_what_is_lost_when_all_later_columns_make_up_for_an_error() -> None:
+    for column in range(M):
+        with case(column):
+            moments = second_moments(random_values(300, M), random_weights(300))
+            exact = damped(moments)
+            errors = torch.zeros(M, dtype=torch.float64)
+            errors[column] = 1
+            errors[column + 1 :] = best_columns_left(errors[: column + 1], exact)
+            assert float(feedback(moments).importance[column]) == pytest.approx(loss(errors, exact), rel=1e-5)
 
 
 def test_rounding_with_feedback_loses_the_importances_where_plain_rounding_loses_the_diagonal() -> None:
@@ -229,9 +231,8 @@ def test_columns_that_were_always_zero_give_and_take_no_feedback() -> None:
     assert found.factor[1, 2] != 0
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
+def test_moments_of_low_rank_have_a_factor() -> None:
+    for values in [
         random_values(1, 400),
         torch.ones(1, 400),
         torch.full((300, 400), 1 / 3),
@@ -240,16 +241,14 @@ def test_columns_that_were_always_zero_give_and_take_no_feedback() -> None:
         torch.eye(400)[:1],
         torch.ones(2, 400) * 1e-12,
         torch.ones(2, 400) * 1e12,
-    ],
-    ids=["one token", "ones", "thirds", "one token often", "one large", "one column", "tiny", "huge"],
-)
-def test_moments_of_low_rank_have_a_factor(values: Tensor) -> None:
-    moments = second_moments(values, random_weights(len(values)) + 0.1)
-    found, expected = feedback(moments), damped(moments)
-    factor = found.factor.to(torch.float64)
-    assert factor.isfinite().all() and (found.importance > 0).all() and found.importance.isfinite().all()
-    product = factor * found.importance @ factor.T
-    assert (product - expected).abs().max() <= 1e-5 * expected.abs().max()
+    ]:
+        with case(values):
+            moments = second_moments(values, random_weights(len(values)) + 0.1)
+            found, expected = feedback(moments), damped(moments)
+            factor = found.factor.to(torch.float64)
+            assert factor.isfinite().all() and (found.importance > 0).all() and found.importance.isfinite().all()
+            product = factor * found.importance @ factor.T
+            assert (product - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_moments_that_are_all_zero_give_no_feedback() -> None:

@@ -3,10 +3,12 @@
 import itertools
 import math
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
+from cases import case as named_case
 from paths import CASES, EVERYTHING, HAND, Case, Plain, Sets
 
 from moe_pack.calib.paths import (
@@ -100,18 +102,19 @@ def test_pruned_statistics_answer_as_the_whole_do_where_they_still_hold_the_key(
         assert set(stage[~same].tolist()) <= {Stage.FACTORED}
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.k > 1], ids=str)
-def test_the_order_of_a_tokens_experts_changes_nothing(case: Case) -> None:
-    routes, held_out = case.draw(seed=1), case.draw(seed=2)
-    shuffle = np.random.default_rng(7).permuted
-    found, other = (learn_paths(r, case.E, EVERYTHING) for r in (routes, shuffle(routes, axis=2)))
-    for name, array in found.arrays().items():
-        np.testing.assert_array_equal(array, other.arrays()[name])
-    assert evaluate(found, held_out, 2) == evaluate(found, shuffle(held_out, axis=2), 2)
-    for l in range(case.L):
-        before = held_out[:, max(l - 2, 0) : l]
-        for a, b in zip(found.predict(l, before), found.predict(l, shuffle(before, axis=2)), strict=True):
-            np.testing.assert_array_equal(a, b)
+def test_the_order_of_a_tokens_experts_changes_nothing() -> None:
+    for case in [case for case in CASES if case.k > 1]:
+        with named_case(case):
+            routes, held_out = case.draw(seed=1), case.draw(seed=2)
+            shuffle = np.random.default_rng(7).permuted
+            found, other = (learn_paths(r, case.E, EVERYTHING) for r in (routes, shuffle(routes, axis=2)))
+            for name, array in found.arrays().items():
+                np.testing.assert_array_equal(array, other.arrays()[name])
+            assert evaluate(found, held_out, 2) == evaluate(found, shuffle(held_out, axis=2), 2)
+            for l in range(case.L):
+                before = held_out[:, max(l - 2, 0) : l]
+                for a, b in zip(found.predict(l, before), found.predict(l, shuffle(before, axis=2)), strict=True):
+                    np.testing.assert_array_equal(a, b)
 
 
 def test_counts_beyond_65535_tokens_take_32_bits() -> None:
@@ -135,24 +138,24 @@ def test_keys_ascend_by_number_where_indices_take_two_bytes() -> None:
     assert stages.tolist() == [Stage.EXACT] * 5 and ranked(probabilities, 1)[:, 0].tolist() == experts
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("num_predicted", [1, 2])
-def test_recall_is_what_loops_find(case: Case, num_predicted: int) -> None:
-    found, held_out = learn_paths(case.draw(seed=1), case.E, EVERYTHING), case.draw(seed=2)
-    results = evaluate(found, held_out, num_predicted)
-    assert len(results) == case.L
-    for l, result in enumerate(results):
-        probabilities, stages = found.predict(l, held_out[:, max(l - 2, 0) : l])
-        hits = [
-            [len(set(token[l]) & set(best(row, n))) / case.k for n in (num_predicted, 2 * num_predicted)]
-            for token, row in zip(held_out.tolist(), probabilities, strict=True)
-        ]
-        assert [result.recall, result.recall_doubled] == pytest.approx(np.mean(hits, axis=0).tolist())
-        for stage in Stage:
-            of_stage = [hit[0] for hit, s in zip(hits, stages.tolist(), strict=True) if s == stage]
-            assert result.stage_share[stage] == pytest.approx(len(of_stage) / case.T)
-            expected = sum(of_stage) / len(of_stage) if of_stage else None
-            assert result.stage_recall[stage] == (None if expected is None else pytest.approx(expected))
+def test_recall_is_what_loops_find() -> None:
+    for case, num_predicted in product(CASES, [1, 2]):
+        with named_case(case, num_predicted):
+            found, held_out = learn_paths(case.draw(seed=1), case.E, EVERYTHING), case.draw(seed=2)
+            results = evaluate(found, held_out, num_predicted)
+            assert len(results) == case.L
+            for l, result in enumerate(results):
+                probabilities, stages = found.predict(l, held_out[:, max(l - 2, 0) : l])
+                hits = [
+                    [len(set(token[l]) & set(best(row, n))) / case.k for n in (num_predicted, 2 * num_predicted)]
+                    for token, row in zip(held_out.tolist(), probabilities, strict=True)
+                ]
+                assert [result.recall, result.recall_doubled] == pytest.approx(np.mean(hits, axis=0).tolist())
+                for stage in Stage:
+                    of_stage = [hit[0] for hit, s in zip(hits, stages.tolist(), strict=True) if s == stage]
+                    assert result.stage_share[stage] == pytest.approx(len(of_stage) / case.T)
+                    expected = sum(of_stage) / len(of_stage) if of_stage else None
+                    assert result.stage_recall[stage] == (None if expected is None else pytest.approx(expected))
 
 
 def test_recall_does_not_depend_on_how_many_tokens_are_predicted_at_once() -> None:
@@ -163,18 +166,19 @@ def test_recall_does_not_depend_on_how_many_tokens_are_predicted_at_once() -> No
     assert evaluate(found, held_out, 1)[1].recall == hits.mean()
 
 
-@pytest.mark.parametrize("case", [*CASES, Case(30, 2, 2, 20, 18)], ids=str)
-def test_accumulated_frequencies_are_what_loops_find(case: Case) -> None:
-    found, held_out = learn_paths(case.draw(seed=1), case.E, EVERYTHING), case.draw(seed=2)
-    accumulated = accumulated_frequency(found, held_out)
-    n = min(case.E, ACCUMULATED_EXPERTS)
-    assert accumulated.shape == (3, case.L, n)
-    for num_known, l in itertools.product(range(3), range(case.L)):
-        probabilities, _ = found.predict(l, held_out[:, max(l - num_known, 0) : l])
-        hits = np.zeros(n)
-        for token, row in zip(held_out.tolist(), probabilities, strict=True):
-            hits += np.cumsum([e in token[l] for e in best(row, n)])
-        np.testing.assert_allclose(accumulated[num_known, l], hits / (case.T * case.k), rtol=1e-12)  # float64
+def test_accumulated_frequencies_are_what_loops_find() -> None:
+    for case in [*CASES, Case(30, 2, 2, 20, 18)]:
+        with named_case(case):
+            found, held_out = learn_paths(case.draw(seed=1), case.E, EVERYTHING), case.draw(seed=2)
+            accumulated = accumulated_frequency(found, held_out)
+            n = min(case.E, ACCUMULATED_EXPERTS)
+            assert accumulated.shape == (3, case.L, n)
+            for num_known, l in itertools.product(range(3), range(case.L)):
+                probabilities, _ = found.predict(l, held_out[:, max(l - num_known, 0) : l])
+                hits = np.zeros(n)
+                for token, row in zip(held_out.tolist(), probabilities, strict=True):
+                    hits += np.cumsum([e in token[l] for e in best(row, n)])
+                np.testing.assert_allclose(accumulated[num_known, l], hits / (case.T * case.k), rtol=1e-12)  # float64
 
 
 def test_knowing_more_layers_accumulates_faster_where_layers_follow_each_other() -> None:
@@ -185,20 +189,21 @@ def test_knowing_more_layers_accumulates_faster_where_layers_follow_each_other()
     assert accumulated[0, 2, 0] < 0.4 and accumulated[1, 2, 0] < 0.4 and accumulated[2, 2, 0] == 1
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_paths_are_counted_as_loops_count_them(case: Case) -> None:
-    routes = case.draw(seed=1)
-    length = case.L if case.k == 1 else min(3, case.L)
-    results = path_coverage(routes, case.E)
-    assert [result.first_layer for result in results] == list(range(case.L - length + 1))
-    for result in results:
-        l = result.first_layer
-        paths = Counter(tuple(frozenset(c) for c in token[l : l + length]) for token in routes.tolist())
-        counts = sorted(paths.values(), reverse=True)
-        assert result.num_layers == length and result.num_paths == len(counts)
-        assert result.frequencies.tolist() == counts
-        nums = [math.ceil(percent * len(counts) / 100) for percent in (1, 5, 10, 20, 50)]
-        assert result.covered == pytest.approx([sum(counts[:num]) / case.T for num in nums])
+def test_paths_are_counted_as_loops_count_them() -> None:
+    for case in CASES:
+        with named_case(case):
+            routes = case.draw(seed=1)
+            length = case.L if case.k == 1 else min(3, case.L)
+            results = path_coverage(routes, case.E)
+            assert [result.first_layer for result in results] == list(range(case.L - length + 1))
+            for result in results:
+                l = result.first_layer
+                paths = Counter(tuple(frozenset(c) for c in token[l : l + length]) for token in routes.tolist())
+                counts = sorted(paths.values(), reverse=True)
+                assert result.num_layers == length and result.num_paths == len(counts)
+                assert result.frequencies.tolist() == counts
+                nums = [math.ceil(percent * len(counts) / 100) for percent in (1, 5, 10, 20, 50)]
+                assert result.covered == pytest.approx([sum(counts[:num]) / case.T for num in nums])
 
 
 def test_whole_paths_of_one_expert_a_token_are_covered_as_worked_by_hand() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import case as named_case
 from models import TinyMixtral
 from torch import Tensor
 
@@ -243,23 +244,19 @@ def setting(name: str, array: Array) -> Callable[[Arrays], object]:
     return lambda arrays: arrays.update({name: array})
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_a_file_that_is_no_layers_predictors_is_refused_by_name(found: Found) -> None:
+    for change, message in [
         (without("bias"), r"found tensors \["),
         (without("neurons"), "tensor 'neurons' is missing"),
         (setting("more", np.zeros(1, np.float32)), "unknown tensor 'more'"),
         (setting("experts", np.zeros((5, 2), np.float32)), r"tensor 'experts' is F32 \[5, 2\], expected F32 \[5, 3\]"),
         (setting("best", np.asarray([5], np.uint8)), "best is predictor 5, expected less than 5"),
-    ],
-)
-def test_a_file_that_is_no_layers_predictors_is_refused_by_name(
-    change: Callable[[Arrays], object], message: str, found: Found
-) -> None:
-    arrays = found["none", 2].arrays()
-    change(arrays)
-    with pytest.raises(PackError, match=rf"^predictors-001: .*{message}"):
-        LayerPredictors.from_arrays(arrays, "predictors-001")
+    ]:
+        with named_case(change, message):
+            arrays = found["none", 2].arrays()
+            change(arrays)
+            with pytest.raises(PackError, match=rf"^predictors-001: .*{message}"):
+                LayerPredictors.from_arrays(arrays, "predictors-001")
 
 
 def test_the_last_predictor_may_be_the_best(found: Found) -> None:

@@ -45,7 +45,10 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prices(packed: Path) -> Prices:
-    return prices_of(packed)
+    before = contents(packed)
+    found = prices_of(packed)
+    assert contents(packed) == before, "nothing of the pack is changed, and nothing is left behind"
+    return found
 
 
 def rethresholded(packed: Path, folder: Path, sparsity: float) -> torch.Tensor:
@@ -113,13 +116,6 @@ def test_the_more_may_be_replaced_the_less_is_fetched(prices: Prices) -> None:
 def test_where_every_expert_is_chosen_none_can_be_replaced(tmp_path: Path) -> None:
     found = prices_of(packed_of(TinyMixtral(num_experts=2, vocab_size=300), tmp_path)).substitution
     assert [(price.replaced, price.kl.value) for price in found.prices] == [(0.0, 0.0)] * 3
-
-
-def test_nothing_of_the_pack_is_changed_and_nothing_is_left_behind(packed: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(packed, tmp_path / "packed")
-    before = contents(folder)
-    prices_of(folder)
-    assert contents(folder) == before
 
 
 @pytest.mark.parametrize("stage", ["thresholds", "predictions at 70% sparsity", "decoding with --substitute 0.3"])

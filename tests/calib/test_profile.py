@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import case
 from profiles import SMALLEST, copied, profiled, random_tokens, reseal
 from safetensors.numpy import load_file, save_file
 
@@ -128,10 +129,12 @@ UNSEALED: list[tuple[Callable[[Values], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), UNSEALED, ids=[f"{i}: {text}" for i, (_, text) in enumerate(UNSEALED)])
-def test_a_changed_profile_json_is_refused(change: Callable[[Values], object], message: str, folder: Path) -> None:
-    rewrite(folder, change)
-    assert refusal(folder) == message
+def test_a_changed_profile_json_is_refused(whole: Path, tmp_path: Path) -> None:
+    for number, (change, message) in enumerate(UNSEALED):
+        with case(number, message):
+            folder = copied(whole, tmp_path / str(number))
+            rewrite(folder, change)
+            assert refusal(folder) == message
 
 
 def test_json_of_the_same_values_in_another_layout_is_the_same_profile(folder: Path) -> None:
@@ -153,26 +156,20 @@ READS: list[tuple[str, Callable[[Profile], object]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "read"), READS, ids=[name for name, _ in READS])
-@pytest.mark.parametrize("offset", [0, 8, -1])
-def test_a_byte_that_changed_in_a_file_is_refused_when_it_is_read(
-    name: str, read: Callable[[Profile], object], offset: int, folder: Path
-) -> None:
-    assert read(Profile(folder)) is not None
-    raw = bytearray((folder / name).read_bytes())
-    raw[offset] ^= 1
-    (folder / name).write_bytes(raw)
-    assert refusal(folder, read) == f"{name}: SHA-256 does not match profile.json; profile the model anew"
-
-
-@pytest.mark.parametrize(("name", "read"), READS, ids=[name for name, _ in READS])
-def test_a_file_cut_longer_or_missing_is_refused(name: str, read: Callable[[Profile], object], folder: Path) -> None:
-    raw = (folder / name).read_bytes()
-    for changed in (raw[:-1], raw + b"\0", b""):
-        (folder / name).write_bytes(changed)
-        assert refusal(folder, read) == f"{name}: SHA-256 does not match profile.json; profile the model anew"
-    (folder / name).unlink()
-    assert refusal(folder, read) == f"{name}: file is missing"
+def test_a_file_changed_cut_longer_or_missing_is_refused_when_it_is_read(folder: Path) -> None:
+    for name, read in READS:
+        raw = (folder / name).read_bytes()
+        flipped = [bytearray(raw) for _ in range(3)]
+        for offset, changed in zip((0, 8, -1), flipped, strict=True):
+            changed[offset] ^= 1
+        for number, changed in enumerate((*flipped, raw[:-1], raw + b"\0", b"")):
+            with case(name, number):
+                (folder / name).write_bytes(changed)
+                assert refusal(folder, read) == f"{name}: SHA-256 does not match profile.json; profile the model anew"
+        (folder / name).unlink()
+        assert refusal(folder, read) == f"{name}: file is missing"
+        (folder / name).write_bytes(raw)
+        assert read(Profile(folder)) is not None
 
 
 def test_files_that_are_not_listed_are_not_read(folder: Path) -> None:
@@ -201,18 +198,17 @@ FAULTS: list[tuple[Callable[[Values], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "fault"), FAULTS, ids=[fault for _, fault in FAULTS])
-def test_arrays_that_are_not_the_models_are_refused_by_name(
-    change: Callable[[Values], object], fault: str, folder: Path
-) -> None:
-    arrays = load_file(folder / STATISTICS)
-    save_file(arrays, folder / STATISTICS)
-    reseal(folder, lambda values: None)
-    Profile(folder).statistics(1)
-    change(arrays)
-    save_file(arrays, folder / STATISTICS)
-    reseal(folder, lambda values: None)
-    assert refusal(folder, lambda profile: profile.statistics(1)) == f"{STATISTICS}: {fault}"
+def test_arrays_that_are_not_the_models_are_refused_by_name(whole: Path, folder: Path) -> None:
+    for change, fault in FAULTS:
+        with case(fault):
+            arrays = load_file(whole / STATISTICS)
+            save_file(arrays, folder / STATISTICS)
+            reseal(folder, lambda values: None)
+            Profile(folder).statistics(1)
+            change(arrays)
+            save_file(arrays, folder / STATISTICS)
+            reseal(folder, lambda values: None)
+            assert refusal(folder, lambda profile: profile.statistics(1)) == f"{STATISTICS}: {fault}"
 
 
 def test_paths_of_other_tokens_shape_are_refused(folder: Path) -> None:

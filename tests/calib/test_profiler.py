@@ -109,7 +109,7 @@ def test_killed_between_any_two_steps_it_ends_in_the_same_bytes(source: Path, tm
 
 
 def test_killed_while_it_measures_sensitivity_it_ends_in_the_same_bytes(smallest: Path, tmp_path: Path) -> None:
-    options = ProfileOptions("fast")
+    options = ProfileOptions("fast", keeps_inputs=False)
     taken, expected = snapshots(smallest, tmp_path / "whole", tmp_path / "killed", options, ("rename",))
     under_way = [folder for folder in taken if list(folder.glob("sensitivity-*.tmp")) or list(folder.glob("eff*.tmp"))]
     assert len(under_way) == 3

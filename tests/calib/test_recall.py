@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from cases import case
 
 from moe_pack.calib.recall import MaskCounts, mask_counts, recall_precision
 
@@ -44,18 +45,21 @@ def test_without_tokens_nothing_is_missed_and_nothing_wrong() -> None:
     assert recall_precision(torch.empty(0, 4), torch.empty(0, 2, dtype=torch.int64), 2) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize(("num_experts", "k", "num_predicted"), [(8, 2, 2), (8, 2, 4), (5, 1, 1), (64, 8, 16)])
-def test_recall_and_precision_are_those_of_sets(num_experts: int, k: int, num_predicted: int) -> None:
-    rng = random.Random(num_experts)
-    scores = [[rng.randrange(6) / 4 for _ in range(num_experts)] for _ in range(40)]  # few values: ties everywhere
-    actual = [rng.sample(range(num_experts), k) for _ in range(40)]
-    hits = 0
-    for row, chosen in zip(scores, actual, strict=True):
-        best = [e for _, e in sorted((-score, e) for e, score in enumerate(row))][:num_predicted]
-        hits += len(set(best) & set(chosen))
-    found = recall_precision(torch.tensor(scores), torch.tensor(actual), num_predicted)
-    assert found == (hits / (40 * k), hits / (40 * num_predicted))
-    assert (found[0] == found[1]) == (k == num_predicted)
+def test_recall_and_precision_are_those_of_sets() -> None:
+    for num_experts, k, num_predicted in [(8, 2, 2), (8, 2, 4), (5, 1, 1), (64, 8, 16)]:
+        with case(num_experts, k, num_predicted):
+            rng = random.Random(num_experts)
+            scores = [
+                [rng.randrange(6) / 4 for _ in range(num_experts)] for _ in range(40)
+            ]  # few values: ties everywhere
+            actual = [rng.sample(range(num_experts), k) for _ in range(40)]
+            hits = 0
+            for row, chosen in zip(scores, actual, strict=True):
+                best = [e for _, e in sorted((-score, e) for e, score in enumerate(row))][:num_predicted]
+                hits += len(set(best) & set(chosen))
+            found = recall_precision(torch.tensor(scores), torch.tensor(actual), num_predicted)
+            assert found == (hits / (40 * k), hits / (40 * num_predicted))
+            assert (found[0] == found[1]) == (k == num_predicted)
 
 
 def test_masks_are_counted_entry_by_entry() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import case
 from models import TinyMixtral
 from profiles import Recorder, StoppedError, random_tokens
 
@@ -106,14 +107,17 @@ def test_another_text_does_not_take_its_place(source: Path, made: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("number", [0, 3, 9, 12])
-def test_stopped_it_goes_on_to_the_same_bytes(number: int, source: Path, made: Path, tmp_path: Path) -> None:
-    with pytest.raises(StoppedError):
-        make(source, tmp_path, watcher=Recorder(stop_at=number))
-    assert not (tmp_path / REFERENCE_FILE).exists()
-    make(source, tmp_path)
-    assert (tmp_path / REFERENCE_FILE).read_bytes() == (made / REFERENCE_FILE).read_bytes()
-    assert [path.name for path in tmp_path.iterdir()] == [REFERENCE_FILE]
+def test_stopped_it_goes_on_to_the_same_bytes(source: Path, made: Path, tmp_path: Path) -> None:
+    for number, number in enumerate([0, 3, 9, 12]):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(number):
+            with pytest.raises(StoppedError):
+                make(source, case_folder, watcher=Recorder(stop_at=number))
+            assert not (case_folder / REFERENCE_FILE).exists()
+            make(source, case_folder)
+            assert (case_folder / REFERENCE_FILE).read_bytes() == (made / REFERENCE_FILE).read_bytes()
+            assert [path.name for path in case_folder.iterdir()] == [REFERENCE_FILE]
 
 
 def test_sequences_longer_than_the_models_positions_are_refused(source: Path, tmp_path: Path) -> None:
@@ -164,43 +168,49 @@ def test_rewritten_without_a_change_it_is_read(made: Path, tmp_path: Path) -> No
     assert read_reference(rewritten(made, tmp_path, lambda arrays: None)).facts == read_reference(made).facts
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (set_fact("format", "else"), "expected format 'moe-pack reference', version 1; make the reference anew"),
-        (set_fact("version", 2), "expected format 'moe-pack reference', version 1; make the reference anew"),
-        (set_fact("more", 1), "facts: unknown key 'more'"),
-        (set_fact("source", "0" * 64), "root is not the source of its facts; make the reference anew"),
-        (set_fact("sequence_length", 1), "facts: found impossible counts; make the reference anew"),
-        (set_fact("noise_floor", -1.0), "facts: found impossible counts; make the reference anew"),
-        (
-            set_fact("num_outcomes", 255),
-            "facts: found 255 outcomes and 32 drawn, expected 256 and 32; make the reference anew",
-        ),
-        (set_fact("num_sequences", 4), "tensor 'sequences' is U32 [3, 40], expected U32 [4, 40]"),
-        (set_fact("text_sha256", "0" * 64), "the tokens are not those of its facts; make the reference anew"),
-        (lambda arrays: arrays.pop("log_tail"), "tensor 'log_tail' is missing"),
-        (lambda arrays: arrays.update(other=arrays["log_tail"]), "unknown tensor 'other'"),
-        (
-            lambda arrays: arrays.update(log_tail=arrays["log_tail"].astype("<f8")),
-            "tensor 'log_tail' is F64 [3, 39], expected F32 [3, 39]",
-        ),
-        (set_value("ids", 300), "tensor 'ids' has a token beyond the vocabulary; make the reference anew"),
-        (set_value("drawn_ids", 300), "tensor 'drawn_ids' has a token beyond the vocabulary; make the reference anew"),
-        (set_value("log_probs", 0.1), "tensor 'log_probs' has what is no log-probability; make the reference anew"),
-        (set_value("log_tail", np.nan), "tensor 'log_tail' has what is no log-probability; make the reference anew"),
-        (
-            set_value("next_log_probs", -np.inf),
-            "tensor 'next_log_probs' has what is no log-probability; make the reference anew",
-        ),
-    ],
-)
-def test_what_no_reference_can_be_is_refused(
-    change: Callable[[Arrays], object], message: str, made: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(PackError) as refusal:
-        read_reference(rewritten(made, tmp_path, change))
-    assert str(refusal.value) == f"reference.safetensors: {message}"
+def test_what_no_reference_can_be_is_refused(made: Path, tmp_path: Path) -> None:
+    for number, (change, message) in enumerate(
+        [
+            (set_fact("format", "else"), "expected format 'moe-pack reference', version 1; make the reference anew"),
+            (set_fact("version", 2), "expected format 'moe-pack reference', version 1; make the reference anew"),
+            (set_fact("more", 1), "facts: unknown key 'more'"),
+            (set_fact("source", "0" * 64), "root is not the source of its facts; make the reference anew"),
+            (set_fact("sequence_length", 1), "facts: found impossible counts; make the reference anew"),
+            (set_fact("noise_floor", -1.0), "facts: found impossible counts; make the reference anew"),
+            (
+                set_fact("num_outcomes", 255),
+                "facts: found 255 outcomes and 32 drawn, expected 256 and 32; make the reference anew",
+            ),
+            (set_fact("num_sequences", 4), "tensor 'sequences' is U32 [3, 40], expected U32 [4, 40]"),
+            (set_fact("text_sha256", "0" * 64), "the tokens are not those of its facts; make the reference anew"),
+            (lambda arrays: arrays.pop("log_tail"), "tensor 'log_tail' is missing"),
+            (lambda arrays: arrays.update(other=arrays["log_tail"]), "unknown tensor 'other'"),
+            (
+                lambda arrays: arrays.update(log_tail=arrays["log_tail"].astype("<f8")),
+                "tensor 'log_tail' is F64 [3, 39], expected F32 [3, 39]",
+            ),
+            (set_value("ids", 300), "tensor 'ids' has a token beyond the vocabulary; make the reference anew"),
+            (
+                set_value("drawn_ids", 300),
+                "tensor 'drawn_ids' has a token beyond the vocabulary; make the reference anew",
+            ),
+            (set_value("log_probs", 0.1), "tensor 'log_probs' has what is no log-probability; make the reference anew"),
+            (
+                set_value("log_tail", np.nan),
+                "tensor 'log_tail' has what is no log-probability; make the reference anew",
+            ),
+            (
+                set_value("next_log_probs", -np.inf),
+                "tensor 'next_log_probs' has what is no log-probability; make the reference anew",
+            ),
+        ]
+    ):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(change, message):
+            with pytest.raises(PackError) as refusal:
+                read_reference(rewritten(made, case_folder, change))
+            assert str(refusal.value) == f"reference.safetensors: {message}"
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import case
 from report_pages import EXERCISE, HandMade, browse, held, needs_browser, unpacked
 
 from moe_pack.calib.arrays import Array
@@ -135,9 +136,10 @@ def test_the_reading_names_the_most_sensitive_layer(profile: Profile) -> None:
     assert f"{share} of what all layers cost together" in said
 
 
-@pytest.mark.parametrize(("share", "text"), [(0, "0%"), (0.125, "12.5%"), (0.9987, "99.87%"), (1, "100%")])
-def test_a_share_is_said_with_the_digits_it_needs(share: float, text: str) -> None:
-    assert percent(share) == text
+def test_a_share_is_said_with_the_digits_it_needs() -> None:
+    for share, text in [(0, "0%"), (0.125, "12.5%"), (0.9987, "99.87%"), (1, "100%")]:
+        with case(share, text):
+            assert percent(share) == text
 
 
 def test_runs_of_layers_are_joined() -> None:
@@ -213,20 +215,25 @@ class Broken(HandMade):
         return files
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ("expert", "statistics-000.safetensors: tensor 'routes' names no 2 experts a token; profile the model anew"),
-        ("twice", "statistics-000.safetensors: tensor 'routes' names no 2 experts a token; profile the model anew"),
-        ("best", "predictors-001.safetensors: best is predictor 5, expected less than 5"),
-        ("experts", "predictors-001.safetensors: tensor 'experts' is F32 [4, 3], expected F32 [5, 3]"),
-        ("sparse", "sensitivity-000.safetensors: tensor 'sparse' is F32 [6, 3, 3], expected F32 [6, 3, 4]"),
-    ],
-)
-def test_arrays_that_cannot_be_drawn_are_refused_by_name(wrong: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(PackError) as refusal:
-        report_html(Broken(wrong=wrong).write(tmp_path / "profile"))
-    assert str(refusal.value) == message
+def test_arrays_that_cannot_be_drawn_are_refused_by_name(tmp_path: Path) -> None:
+    for number, (wrong, message) in enumerate(
+        [
+            (
+                "expert",
+                "statistics-000.safetensors: tensor 'routes' names no 2 experts a token; profile the model anew",
+            ),
+            ("twice", "statistics-000.safetensors: tensor 'routes' names no 2 experts a token; profile the model anew"),
+            ("best", "predictors-001.safetensors: best is predictor 5, expected less than 5"),
+            ("experts", "predictors-001.safetensors: tensor 'experts' is F32 [4, 3], expected F32 [5, 3]"),
+            ("sparse", "sensitivity-000.safetensors: tensor 'sparse' is F32 [6, 3, 3], expected F32 [6, 3, 4]"),
+        ]
+    ):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(wrong, message):
+            with pytest.raises(PackError) as refusal:
+                report_html(Broken(wrong=wrong).write(case_folder / "profile"))
+            assert str(refusal.value) == message
 
 
 def test_a_text_of_no_tokens_is_refused(tmp_path: Path) -> None:

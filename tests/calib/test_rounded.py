@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import case
 from families import TINY, Tiny, write_config
 from specs import GROUPED, LATENT
 
@@ -102,19 +103,22 @@ def spec_of(tiny: Tiny, folder: Path) -> ModelSpec:
     return read_spec(Config(write_config(tiny, folder), "config.json"))[1]
 
 
-@pytest.mark.parametrize("tiny", [tiny for tiny in TINY if not (tiny.fused or tiny.four)], ids=str)
-def test_in_every_family_only_matrices_a_plan_may_quantize_are_rounded(tiny: Tiny, tmp_path: Path) -> None:
-    spec = spec_of(tiny, tmp_path)
-    by_name = {role.name: role for role in dense_roles(spec)}
-    layers = [roundable_roles(spec, layer) for layer in range(spec.num_hidden_layers)]
-    found = [*roundable_roles(spec, None), *(name for roles in layers for name in roles)]
-    assert len(set(found)) == len(found)
-    for name in found:
-        assert by_name[name].quantizable and len(by_name[name].shape) == 2 and by_name[name].shape[1] % 64 == 0
-        assert not any(word in name for word in ("router", "norm", "bias"))
-    for layer, roles in enumerate(layers):
-        assert all(name.startswith(f"layers.{layer}.") for name in roles)
-    missing = [role for name, role in by_name.items() if role.quantizable and name not in found]
-    assert all(role.shape[1] % 64 for role in missing)
-    assert any("attention" in name for name in found)
-    assert ("head" in found) == (not spec.tied_head)
+def test_in_every_family_only_matrices_a_plan_may_quantize_are_rounded(tmp_path: Path) -> None:
+    for number, tiny in enumerate([tiny for tiny in TINY if not (tiny.fused or tiny.four)]):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(tiny):
+            spec = spec_of(tiny, case_folder)
+            by_name = {role.name: role for role in dense_roles(spec)}
+            layers = [roundable_roles(spec, layer) for layer in range(spec.num_hidden_layers)]
+            found = [*roundable_roles(spec, None), *(name for roles in layers for name in roles)]
+            assert len(set(found)) == len(found)
+            for name in found:
+                assert by_name[name].quantizable and len(by_name[name].shape) == 2 and by_name[name].shape[1] % 64 == 0
+                assert not any(word in name for word in ("router", "norm", "bias"))
+            for layer, roles in enumerate(layers):
+                assert all(name.startswith(f"layers.{layer}.") for name in roles)
+            missing = [role for name, role in by_name.items() if role.quantizable and name not in found]
+            assert all(role.shape[1] % 64 for role in missing)
+            assert any("attention" in name for name in found)
+            assert ("head" in found) == (not spec.tied_head)

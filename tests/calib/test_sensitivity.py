@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import case
 from families import Tiny, original, write
 from models import Tensors, TinyMixtral, Unbiased
 from profiles import Recorder
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from moe_pack.calib.arrays import Array
 from moe_pack.calib.effects import Copy, Divergences, LayerErrors, Level, all_copies, copies_of
@@ -152,7 +152,7 @@ class Reference:
     """A checkpoint in transformers: logits, and what passes through its layers, with any matrix replaced meanwhile."""
 
     def __init__(self, source: Path, ids: Tensor = IDS) -> None:
-        self.model: PreTrainedModel = original(source)
+        self.model = original(source)
         self.layers: Any = self.model.model.layers
         self.ids = ids
         self.plain = self.logits()
@@ -472,21 +472,22 @@ class Changed:
         return float(thresholds(layer_idx, self.spec.router.num_experts)[expert][place(self._sparse)])
 
 
-@pytest.mark.parametrize(("name", "level"), [*((name, "fast") for name in SOURCES), ("mixtral", "full")])
 def test_an_expert_copys_divergence_is_that_of_a_model_with_its_experts_changed(
-    name: str, level: Level, passes: Passes, references: References
+    passes: Passes, references: References
 ) -> None:
-    ran, reference = passes[name, level], references[name]
-    quantizer: Quantizer = "hqq" if level == "full" else "nearest"
-    checkpoint = Checkpoint(ran.source)
-    weights = CheckpointWeights(checkpoint)
-    found = [(copy, kl) for copy, kl in ran.kl_of() if copy.kind == "experts"]
-    assert len(found) == len(ran.spec.moe_layers) * (13 if level == "full" else 2)
-    for copy, kl in found:
-        changed = Changed(weights, copy, ran, quantizer)
-        logits = torch.stack([Decoder(changed, 128).logits(sequence.tolist()) for sequence in IDS])
-        assert kl == pytest.approx(reference.kl(logits), **KL_TOLERANCE), copy
-    checkpoint.close()
+    for name, level in [*((name, "fast") for name in SOURCES), ("mixtral", "full")]:
+        with case(name, level):
+            ran, reference = passes[name, level], references[name]
+            quantizer: Quantizer = "hqq" if level == "full" else "nearest"
+            checkpoint = Checkpoint(ran.source)
+            weights = CheckpointWeights(checkpoint)
+            found = [(copy, kl) for copy, kl in ran.kl_of() if copy.kind == "experts"]
+            assert len(found) == len(ran.spec.moe_layers) * (13 if level == "full" else 2)
+            for copy, kl in found:
+                changed = Changed(weights, copy, ran, quantizer)
+                logits = torch.stack([Decoder(changed, 128).logits(sequence.tolist()) for sequence in IDS])
+                assert kl == pytest.approx(reference.kl(logits), **KL_TOLERANCE), copy
+            checkpoint.close()
 
 
 def test_a_single_change_is_that_of_a_checkpoint_written_with_it(

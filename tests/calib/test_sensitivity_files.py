@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from models import TinyMixtral
-from profiles import Recorder
+from profiles import Recorder, SMALLEST, random_tokens
 
-from moe_pack.calib import ProfileOptions, Tokens, make_profile, sensitivity
+from moe_pack.calib import ProfileOptions, make_profile, sensitivity
 from moe_pack.calib.held import HeldWeights
 from moe_pack.calib.sensitivity import SensitivityPass
 from moe_pack.formats import Checkpoint, Stage
@@ -39,12 +39,28 @@ def test_what_does_not_fit_in_memory_lies_in_mapped_files_and_gives_the_same(
 ) -> None:
     expected, none = run_pass(tmp_path / "held")
     assert none == [set()] * 3
-    monkeypatch.setattr(sensitivity, "_HELD_BYTES", 2 * 4 * NUM_SEQUENCES * 32 * MODEL.hidden_size)
-    monkeypatch.setattr(sensitivity, "_DELTA_BYTES", 0)
+    monkeypatch.setattr(sensitivity, "ARRAY_BYTES", 2 * 4 * NUM_SEQUENCES * 32 * MODEL.hidden_size)
+    monkeypatch.setattr(sensitivity, "DELTA_BYTES", 0)
     found, files = run_pass(tmp_path / "mapped")
     arrays, deltas = {"held-x.bin", "held-inputs.bin"}, {"held-delta-0.bin", "held-delta-1.bin"}  # two copies a layer
     assert files == [deltas, deltas | arrays, deltas | arrays]
     assert all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_changes_measured_in_pieces_are_those_measured_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of rounding are scaled by a ratio that the first piece alone gives: those of sparsity are compared."""
+
+    def sparse(folder: Path) -> list[np.ndarray]:
+        weights = HeldWeights(CheckpointWeights(Checkpoint(MODEL.write(folder / "m"))))
+        limits = np.full((4, 3, 4), 0.1, np.float32)
+        stage = SensitivityPass(weights, IDS, "fast", lambda layer_idx: limits, folder / "pass", torch.device("cpu"))
+        return [stage.layer(0).sparse, np.asarray(stage.changed_tokens)]
+
+    at_once, all_tokens = sparse(tmp_path / "whole")
+    monkeypatch.setattr(sensitivity, "CHANGES_BYTES", 7 * sensitivity.CHANGES_BYTES // int(all_tokens))
+    in_pieces, piece_tokens = sparse(tmp_path / "pieces")
+    assert 1 <= piece_tokens <= 7
+    np.testing.assert_allclose(in_pieces, at_once, rtol=1e-5)
 
 
 @dataclass
@@ -68,18 +84,18 @@ def test_hidden_states_that_statistics_left_are_not_taken_for_those_of_this_stag
     tmp_path: Path,
 ) -> None:
     """As a run leaves them that is killed after its last file of statistics, before it removes its hidden states."""
-    checkpoint = Checkpoint(MODEL.write(tmp_path / "m"))
-    text = Tokens("made up", IDS[:1].numpy().astype(np.int32), "0" * 64, ())
+    checkpoint, text = Checkpoint(SMALLEST.write(tmp_path / "m")), random_tokens(1, 16, SMALLEST.vocab_size)
+    options = ProfileOptions(keeps_inputs=False)
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     watcher = HiddenFiles(folder=killed, stop="sensitivity")
     with pytest.raises(KeyboardInterrupt):
-        make_profile(checkpoint, text, killed, ProfileOptions(), watcher)
+        make_profile(checkpoint, text, killed, options, watcher)
     assert len(watcher.last) == 1
     for path, raw in watcher.last.items():
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_bytes(raw)
     for folder in (killed, whole):
-        make_profile(checkpoint, text, folder, ProfileOptions(), HiddenFiles(folder=folder, stop="never"))
+        make_profile(checkpoint, text, folder, options, HiddenFiles(folder=folder, stop="never"))
     checkpoint.close()
     files = {path.name: path.read_bytes() for path in whole.iterdir()}
     assert {path.name: path.read_bytes() for path in killed.iterdir()} == files

@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cases import case
 from models import Tensors, TinyMixtral
 from numpy.typing import NDArray
 
@@ -108,17 +110,20 @@ def test_each_expert_is_told_of_with_its_tokens(weights: HeldWeights, tmp_path: 
     assert told == [(0, 20), (1, 0), (2, 40), (3, 20)]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("matrix", ["w1", "w3"])
-def test_weights_that_are_no_numbers_are_refused_by_expert(matrix: str, value: float, tmp_path: Path) -> None:
-    def spoil(tensors: Tensors) -> None:
-        tensors[f"model.layers.0.block_sparse_moe.experts.2.{matrix}.weight"][1, 3] = value
+def test_weights_that_are_no_numbers_are_refused_by_expert(tmp_path: Path) -> None:
+    for number, (value, matrix) in enumerate(product([math.nan, math.inf], ["w1", "w3"])):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(value, matrix):
 
-    checkpoint = Checkpoint(MODEL.write(tmp_path / "source", spoil))
-    with pytest.raises(CheckpointError) as refused:
-        measured(HeldWeights(CheckpointWeights(checkpoint)), made_up(), tmp_path)
-    assert str(refused.value) == "layer 0 expert 2: activations are not finite; is the checkpoint whole?"
-    checkpoint.close()
+            def spoil(tensors: Tensors, matrix: str = matrix, value: float = value) -> None:
+                tensors[f"model.layers.0.block_sparse_moe.experts.2.{matrix}.weight"][1, 3] = value
+
+            checkpoint = Checkpoint(MODEL.write(case_folder / "source", spoil))
+            with pytest.raises(CheckpointError) as refused:
+                measured(HeldWeights(CheckpointWeights(checkpoint)), made_up(), case_folder)
+            assert str(refused.value) == "layer 0 expert 2: activations are not finite; is the checkpoint whole?"
+            checkpoint.close()
 
 
 def test_large_weights_and_bad_ones_no_token_meets_are_not_refused(tmp_path: Path) -> None:
@@ -143,9 +148,8 @@ def shared() -> LayerStatistics:
     return LayerStatistics(counts, counts, small, np.zeros((5, 1), np.uint16), counts, quantile, thresholds, hot, small)
 
 
-@pytest.mark.parametrize(
-    ("sparsity", "expected"),
-    [
+def test_between_levels_heat_is_interpolated_and_beyond_scaled() -> None:
+    for sparsity, expected in [
         (0.0, [1, 1, 1]),
         (0.25, [1.0, 0.8, 0.6]),
         (0.5, [1.0, 0.6, 0.2]),
@@ -155,17 +159,17 @@ def shared() -> LayerStatistics:
         (0.9, [0.4, 0.1, 0.0]),
         (0.95, [0.2, 0.05, 0.0]),
         (1.0, [0.0, 0.0, 0.0]),
-    ],
-)
-def test_between_levels_heat_is_interpolated_and_beyond_scaled(sparsity: float, expected: list[float]) -> None:
-    found = shared().hot_share(1, sparsity)
-    assert found.dtype == np.float32
-    assert found[0] == pytest.approx(expected, abs=1e-5)  # stored in 65,535ths
+    ]:
+        with case(sparsity, expected):
+            found = shared().hot_share(1, sparsity)
+            assert found.dtype == np.float32
+            assert found[0] == pytest.approx(expected, abs=1e-5)  # stored in 65,535ths
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.5, 0.75, 0.95])
-def test_neurons_of_an_expert_without_tokens_are_all_as_hot(sparsity: float) -> None:
-    assert len(set(shared().hot_share(1, sparsity)[1].tolist())) == 1
+def test_neurons_of_an_expert_without_tokens_are_all_as_hot() -> None:
+    for sparsity in [0.0, 0.3, 0.5, 0.75, 0.95]:
+        with case(sparsity):
+            assert len(set(shared().hot_share(1, sparsity)[1].tolist())) == 1
 
 
 def test_quantiles_are_taken_out_by_level() -> None:
@@ -200,14 +204,15 @@ FAULTS: list[tuple[dict[str, Array | None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "fault"), FAULTS, ids=[fault for _, fault in FAULTS])
-def test_damaged_arrays_are_refused_by_name(
-    changes: dict[str, Array | None], fault: str, weights: HeldWeights, tmp_path: Path
-) -> None:
-    arrays = damaged(measured(weights, made_up(), tmp_path), **changes)
-    with pytest.raises(PackError) as refused:
-        LayerStatistics.from_arrays(arrays, "x.safetensors", weights.spec, S)
-    assert str(refused.value) == f"x.safetensors: {fault}"
+def test_damaged_arrays_are_refused_by_name(weights: HeldWeights, tmp_path: Path) -> None:
+    for number, (changes, fault) in enumerate(FAULTS):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(changes, fault):
+            arrays = damaged(measured(weights, made_up(), case_folder), **changes)
+            with pytest.raises(PackError) as refused:
+                LayerStatistics.from_arrays(arrays, "x.safetensors", weights.spec, S)
+            assert str(refused.value) == f"x.safetensors: {fault}"
 
 
 def test_undamaged_arrays_come_back(weights: HeldWeights, tmp_path: Path) -> None:

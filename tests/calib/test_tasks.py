@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import case
 from models import DEMO_MODEL, PackMaker
 from profiles import Recorder, StoppedError
-from transformers import MixtralForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from moe_pack.calib import TaskTokens, Tokens, read_tasks, task_score
 from moe_pack.calib.tasks import Choice, score
@@ -40,6 +39,9 @@ def written(folder: Path, tasks: list[dict[str, Any]]) -> Path:
 
 def by_transformers(text: Text) -> tuple[list[int], list[int]]:
     """The likeliest choice of each task, by sum and by sum over bytes; every choice run by itself, no padding."""
+    from transformers import MixtralForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
     disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it bare
     model = MixtralForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32, local_files_only=True)
     likeliest: tuple[list[int], list[int]] = ([], [])
@@ -119,43 +121,45 @@ def test_the_half_width_is_wilsons() -> None:
 GOOD = '{"prompt": "a", "choices": [" b", " c"], "answer": 1}'
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
-        ("[]", "found [], expected an object"),
-        ('{"prompt": "a", "choices": [" b", " c"]}', "key 'answer' is missing"),
-        ('{"prompt": "a", "choices": [" b", " c"], "answer": 1, "id": 3}', "unknown key 'id'"),
-        ('{"prompt": "a", "choices": [" b", 2], "answer": 1}', "choices[1]: found 2, expected str"),
-        ('{"prompt": "a", "choices": [" b", " c"], "answer": "b"}', "answer: found 'b', expected int"),
-        (
-            '{"prompt": "a", "choices": [" b"], "answer": 0}',
-            "found 1 choices and answer 0, expected two or more choices and the number of one of them, from 0",
-        ),
-        (
-            '{"prompt": "a", "choices": [" b", " c"], "answer": 2}',
-            "found 2 choices and answer 2, expected two or more choices and the number of one of them, from 0",
-        ),
-        (
-            '{"prompt": "a", "choices": [" b", ""], "answer": 0}',
-            "choices: the tokenizer makes no token of '' after the prompt",
-        ),
-        (
-            '{"prompt": "a", "choices": [" b", "\\ud800"], "answer": 0}',
-            "found half a character (a lone surrogate), expected text",
-        ),
-        (
-            json.dumps({"prompt": "a" + " a" * 300, "choices": [" b", " c"], "answer": 0}),
-            "prompt and choice are 303 tokens, the model has 128 positions",
-        ),
-    ],
-)
-def test_a_line_that_is_wrong_is_named(line: str, message: str, text: Text, tmp_path: Path) -> None:
-    path = tmp_path / "tasks.jsonl"
-    path.write_text(f"{GOOD}\n\n{line}\n{GOOD}\n")
-    with pytest.raises(RunError) as refusal:
-        read_tasks(path, text, 128)
-    assert str(refusal.value) == f"--tasks {path}: line 3: {message}"
+def test_a_line_that_is_wrong_is_named(text: Text, tmp_path: Path) -> None:
+    for number, (line, message) in enumerate(
+        [
+            ("{", "not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
+            ("[]", "found [], expected an object"),
+            ('{"prompt": "a", "choices": [" b", " c"]}', "key 'answer' is missing"),
+            ('{"prompt": "a", "choices": [" b", " c"], "answer": 1, "id": 3}', "unknown key 'id'"),
+            ('{"prompt": "a", "choices": [" b", 2], "answer": 1}', "choices[1]: found 2, expected str"),
+            ('{"prompt": "a", "choices": [" b", " c"], "answer": "b"}', "answer: found 'b', expected int"),
+            (
+                '{"prompt": "a", "choices": [" b"], "answer": 0}',
+                "found 1 choices and answer 0, expected two or more choices and the number of one of them, from 0",
+            ),
+            (
+                '{"prompt": "a", "choices": [" b", " c"], "answer": 2}',
+                "found 2 choices and answer 2, expected two or more choices and the number of one of them, from 0",
+            ),
+            (
+                '{"prompt": "a", "choices": [" b", ""], "answer": 0}',
+                "choices: the tokenizer makes no token of '' after the prompt",
+            ),
+            (
+                '{"prompt": "a", "choices": [" b", "\\ud800"], "answer": 0}',
+                "found half a character (a lone surrogate), expected text",
+            ),
+            (
+                json.dumps({"prompt": "a" + " a" * 300, "choices": [" b", " c"], "answer": 0}),
+                "prompt and choice are 303 tokens, the model has 128 positions",
+            ),
+        ]
+    ):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(line, message):
+            path = case_folder / "tasks.jsonl"
+            path.write_text(f"{GOOD}\n\n{line}\n{GOOD}\n")
+            with pytest.raises(RunError) as refusal:
+                read_tasks(path, text, 128)
+            assert str(refusal.value) == f"--tasks {path}: line 3: {message}"
 
 
 def test_blank_lines_are_passed_over(text: Text, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import case
 from models import BOOK, DEMO_MODEL
 
 from moe_pack.calib import documents
@@ -59,17 +60,18 @@ def test_a_text_file_is_tokenised_as_one_text(text: Text) -> None:
     assert flat(tokens) == text.encode(BOOK.read_text("utf-8")[:100_000])[:5000]
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "length", "shape"), [(1, 1, (1, 1)), (3, 1, (3, 1)), (1, 7, (1, 7)), (8, 7, (2, 7))]
-)
-def test_the_smallest_sizes_work(
-    num_tokens: int, length: int, shape: tuple[int, int], text: Text, tmp_path: Path
-) -> None:
-    tokens = read_tokens(of_two_tokens(tmp_path, 10), None, text, num_tokens, length)
-    letter = text.encode("a")[1]
-    assert tokens.sequences.shape == shape
-    assert flat(tokens) == ([BEGINNING, letter] * 10)[: shape[0] * shape[1]]
-    assert tokens.notes == ()
+def test_the_smallest_sizes_work(text: Text, tmp_path: Path) -> None:
+    for number, (num_tokens, length, shape) in enumerate(
+        [(1, 1, (1, 1)), (3, 1, (3, 1)), (1, 7, (1, 7)), (8, 7, (2, 7))]
+    ):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(num_tokens, length, shape):
+            tokens = read_tokens(of_two_tokens(case_folder, 10), None, text, num_tokens, length)
+            letter = text.encode("a")[1]
+            assert tokens.sequences.shape == shape
+            assert flat(tokens) == ([BEGINNING, letter] * 10)[: shape[0] * shape[1]]
+            assert tokens.notes == ()
 
 
 def test_the_digest_is_of_little_endian_bytes(text: Text, tmp_path: Path) -> None:
@@ -197,8 +199,7 @@ def test_a_token_that_the_model_has_no_row_for_is_refused(text: Text, tmp_path: 
     assert len(read_tokens(source, None, Text(FolderFiles(folder)), 8, 4).sequences) == 2
 
 
-@pytest.mark.parametrize(
-    ("num_sequences", "held_out"), [(0, 0), (1, 0), (2, 1), (3, 1), (5, 1), (9, 1), (10, 2), (14, 2), (64, 12)]
-)
-def test_a_fifth_is_held_out_and_at_least_one_of_two(num_sequences: int, held_out: int) -> None:
-    assert num_held_out(num_sequences) == held_out
+def test_a_fifth_is_held_out_and_at_least_one_of_two() -> None:
+    for num_sequences, held_out in [(0, 0), (1, 0), (2, 1), (3, 1), (5, 1), (9, 1), (10, 2), (14, 2), (64, 12)]:
+        with case(num_sequences, held_out):
+            assert num_held_out(num_sequences) == held_out

@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cases import case
 from models import TinyMixtral, pack
 from profiles import Recorder, StoppedError, random_tokens
 
@@ -93,24 +95,24 @@ def by_hand(folder: Path, selector: Selector, sparsity: float) -> Worked:
         return worked
 
 
-@pytest.mark.parametrize("selector", ["up", "gate", "both", "none"])
-@pytest.mark.parametrize("sparsity", [0.5, 0.9])
-def test_thresholds_are_quantiles_of_each_layer_after_those_before_it(
-    selector: Selector, sparsity: float, tmp_path: Path
-) -> None:
-    folder = tmp_path / "packed"
-    pack(SHAPE.write(tmp_path / "source"), folder, selector=selector)
-    worked = by_hand(folder, selector, sparsity)
-    found = measured(folder, ThresholdRule(sparsity=sparsity))
-    # A histogram knows a magnitude to one part in 1,024; the second layer sees the first's neurons drop a bit apart.
-    np.testing.assert_allclose(thresholds_of(folder)[0], worked.thresholds[0], rtol=2**-10)
-    np.testing.assert_allclose(thresholds_of(folder)[1], worked.thresholds[1], rtol=0.02)
-    assert found.learned.tokens[0] == tuple(number for number, _ in worked.tokens[0])
-    for part, realized in enumerate((found.learned, found.held_out)):
-        for expert, share in enumerate(realized.experts[0]):
-            number = worked.tokens[0][expert][part] * 48
-            assert share == pytest.approx(worked.dropped[0][expert][part] / number, abs=4 / number)
-    assert found.learned.overall == pytest.approx(sparsity, abs=0.005)
+def test_thresholds_are_quantiles_of_each_layer_after_those_before_it(tmp_path: Path) -> None:
+    for number, (selector, sparsity) in enumerate(product(["up", "gate", "both", "none"], [0.5, 0.9])):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(selector, sparsity):
+            folder = case_folder / "packed"
+            pack(SHAPE.write(case_folder / "source"), folder, selector=selector)
+            worked = by_hand(folder, selector, sparsity)
+            found = measured(folder, ThresholdRule(sparsity=sparsity))
+            # A histogram knows a magnitude to one part in 1,024; the second layer sees other neurons of the first drop.
+            np.testing.assert_allclose(thresholds_of(folder)[0], worked.thresholds[0], rtol=2**-10)
+            np.testing.assert_allclose(thresholds_of(folder)[1], worked.thresholds[1], rtol=0.02)
+            assert found.learned.tokens[0] == tuple(number for number, _ in worked.tokens[0])
+            for part, realized in enumerate((found.learned, found.held_out)):
+                for expert, share in enumerate(realized.experts[0]):
+                    number = worked.tokens[0][expert][part] * 48
+                    assert share == pytest.approx(worked.dropped[0][expert][part] / number, abs=4 / number)
+            assert found.learned.overall == pytest.approx(sparsity, abs=0.005)
 
 
 def test_planned_sparsities_are_each_experts_own_quantile(packed: Path, tmp_path: Path) -> None:
@@ -212,9 +214,8 @@ def test_an_expert_that_no_token_reached_gets_its_layers_quantile(tmp_path: Path
         assert min(others) <= thresholds[l, e] <= max(others)
 
 
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
+def test_an_impossible_rule_is_refused(packed: Path) -> None:
+    for rule, message in [
         (ThresholdRule(), "--sparsity/--theta: give one of the two"),
         (ThresholdRule(0.5, 0.5), "--sparsity/--theta: give one of the two"),
         (
@@ -223,9 +224,8 @@ def test_an_expert_that_no_token_reached_gets_its_layers_quantile(tmp_path: Path
         ),
         (ThresholdRule(sparsity=1.0), "--sparsity: found 1.0, expected a share from 0 up to, but not, 1"),
         (ThresholdRule(theta=float("inf")), "--theta: found inf, expected a threshold from 0 up"),
-    ],
-)
-def test_an_impossible_rule_is_refused(rule: ThresholdRule, message: str, packed: Path) -> None:
-    with pytest.raises(PlanError) as refusal:
-        measured(packed, rule)
-    assert str(refusal.value) == message
+    ]:
+        with case(rule, message):
+            with pytest.raises(PlanError) as refusal:
+                measured(packed, rule)
+            assert str(refusal.value) == message

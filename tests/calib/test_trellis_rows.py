@@ -1,7 +1,10 @@
 """Rows of weights as trellises, from the weights alone: errors, gains, and difficult rows."""
 
+from itertools import product
+
 import pytest
 import torch
+from cases import case
 from torch import Tensor
 
 from moe_pack.calib.quantize import RowQuantizer
@@ -51,13 +54,13 @@ def test_a_trellis_of_row_scales_loses_less_than_codes_of_groups(width: int, sha
     assert error(weights, stored(trellis_format(2 * width, ROW_GROUP), weights)) < share * error(weights, plain)
 
 
-@pytest.mark.parametrize("width", TRELLIS_WIDTHS)
-@pytest.mark.parametrize("scale_bits", [8, 16])
-def test_rows_are_stretched_until_they_are_as_long_as_they_were(width: int, scale_bits: int) -> None:
-    weights = random(16, 256, seed=width)
-    gain = unbiasing_gain(weights, stored(trellis_format(width, 64, scale_bits), weights))
-    # Scales are within 2^-11 of what they should be as float16; as bytes within half a step of some 200.
-    assert (gain - 1).abs().max() < (2.0**-11 if scale_bits == 16 else 0.0025)
+def test_rows_are_stretched_until_they_are_as_long_as_they_were() -> None:
+    for width, scale_bits in product(TRELLIS_WIDTHS, [8, 16]):
+        with case(width, scale_bits):
+            weights = random(16, 256, seed=width)
+            gain = unbiasing_gain(weights, stored(trellis_format(width, 64, scale_bits), weights))
+            # Scales are within 2^-11 of what they should be as float16; as bytes within half a step of some 200.
+            assert (gain - 1).abs().max() < (2.0**-11 if scale_bits == 16 else 0.0025)
 
 
 def test_a_stretched_row_errs_a_little_more_than_the_nearest() -> None:
@@ -78,25 +81,26 @@ def test_rows_with_outliers_have_larger_scales(part: PartFormat) -> None:
     assert grown[::2].mean() > 1.1 * grown[1::2].mean()
 
 
-@pytest.mark.parametrize("part", FORMATS)
-def test_zeros_are_read_as_zeros(part: PartFormat) -> None:
-    weights = random(6, 128)
-    weights[2] = 0
-    weights[4, :64] = 0
-    decoded = stored(part, weights)
-    assert torch.equal(decoded[2], torch.zeros(128))
-    assert error(weights, decoded) < 0.35
-    if part.num_groups(128) > 1:
-        assert torch.equal(decoded[4, :64], torch.zeros(64))
+def test_zeros_are_read_as_zeros() -> None:
+    for part in FORMATS:
+        with case(part):
+            weights = random(6, 128)
+            weights[2] = 0
+            weights[4, :64] = 0
+            decoded = stored(part, weights)
+            assert torch.equal(decoded[2], torch.zeros(128))
+            assert error(weights, decoded) < 0.35
+            if part.num_groups(128) > 1:
+                assert torch.equal(decoded[4, :64], torch.zeros(64))
 
 
-@pytest.mark.parametrize("part", FORMATS)
-@pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
-def test_errors_do_not_depend_on_how_large_weights_are(part: PartFormat, size: float) -> None:
-    weights = random(16, 128)
-    small = error(weights, stored(part, weights * size) / size)
-    # Scales below float16's normal numbers are multiples of 2^-24: these weights' of 13 of them.
-    assert small < (1.02 if size > 1e-3 else 1.3) * error(weights, stored(part, weights))
+def test_errors_do_not_depend_on_how_large_weights_are() -> None:
+    for part, size in product(FORMATS, [1e-3, 1.0, 1e4]):
+        with case(part, size):
+            weights = random(16, 128)
+            small = error(weights, stored(part, weights * size) / size)
+            # Scales below float16's normal numbers are multiples of 2^-24: these weights' of 13 of them.
+            assert small < (1.02 if size > 1e-3 else 1.3) * error(weights, stored(part, weights))
 
 
 def test_rows_do_not_depend_on_each_other() -> None:

@@ -1,9 +1,11 @@
 """The search for trellis codes: against all paths, against itself with other pieces, and against the extension."""
 
 import itertools
+from itertools import product
 
 import pytest
 import torch
+from cases import case
 from torch import Tensor
 
 from moe_pack.calib.trellis_search import Found, plain_search, search
@@ -45,75 +47,80 @@ def cost_of(found: Found, targets: Tensor, scales: Tensor, importance: Tensor) -
 
 def best_of_all(targets: Tensor, scales: Tensor, importance: Tensor, width: int, start: int) -> float:
     """The least cost of any codes of one row."""
-    best, tables = float("inf"), trellis_values(width).double()
+    best, tables = float("inf"), trellis_values(width).double().tolist()
     steps = [trellis_steps(width)[j % 2] for j in range(len(targets))]
+    columns = list(zip(targets.tolist(), scales.tolist(), importance.tolist(), strict=True))
     for codes in itertools.product(*(range(1 << k) for k in steps)):
         window, cost = start, 0.0
         for j, (k, code) in enumerate(zip(steps, codes, strict=True)):
             window = window >> k | code << (7 - k)
-            cost += float(importance[j] * (targets[j] - scales[j] * tables[j % 2, window]) ** 2)
+            target, scale, weight = columns[j]
+            cost += weight * (target - scale * tables[j % 2][window]) ** 2
         best = min(best, cost)
     return best
 
 
-@pytest.mark.parametrize("width", TRELLIS_WIDTHS)
-def test_no_codes_of_a_short_row_cost_less(width: int) -> None:
-    n = {3: 8, 4: 6, 5: 5, 6: 4, 7: 4, 8: 3}[width]
-    targets, scales = random(4, n, seed=width), TRELLIS_UNITS[width] * (1 + uniform(4, n))
-    importance, starts = uniform(4, n), torch.tensor([0, 1, 85, 127], dtype=torch.uint8)
-    found = search(targets, targets, scales, importance, width, starts=starts)
-    best = [
-        best_of_all(*(each[row].double() for each in (targets, scales, importance)), width, int(starts[row]))
-        for row in range(4)
-    ]
-    # Costs are float32 sums of up to eight terms.
-    assert cost_of(found, targets, scales, importance).tolist() == pytest.approx(best, rel=1e-5)
+def test_no_codes_of_a_short_row_cost_less() -> None:
+    for width in TRELLIS_WIDTHS:
+        with case(width):
+            n = {3: 8, 4: 6, 5: 5, 6: 4, 7: 4, 8: 3}[width]
+            targets, scales = random(4, n, seed=width), TRELLIS_UNITS[width] * (1 + uniform(4, n))
+            importance, starts = uniform(4, n), torch.tensor([0, 1, 85, 127], dtype=torch.uint8)
+            found = search(targets, targets, scales, importance, width, starts=starts)
+            best = [
+                best_of_all(*(each[row].double() for each in (targets, scales, importance)), width, int(starts[row]))
+                for row in range(4)
+            ]
+            # Costs are float32 sums of up to eight terms.
+            assert cost_of(found, targets, scales, importance).tolist() == pytest.approx(best, rel=1e-5)
 
 
-@pytest.mark.parametrize("width", TRELLIS_WIDTHS)
-def test_a_reader_of_the_codes_finds_the_values(width: int) -> None:
-    weights = random(5, 64, seed=width)
-    scales = torch.full((5, 64), float(torch.tensor(TRELLIS_UNITS[width]).half()))
-    found = search(weights, weights, scales, torch.ones(64), width)
-    codec = Trellis(trellis_format(width, ROW_GROUP), 64)
-    rows = codec.encode(found.codes, codec.store_scales(scales[:, :1]))
-    assert torch.equal(decode_part(codec.part, 64, rows), found.values * scales)
+def test_a_reader_of_the_codes_finds_the_values() -> None:
+    for width in TRELLIS_WIDTHS:
+        with case(width):
+            weights = random(5, 64, seed=width)
+            scales = torch.full((5, 64), float(torch.tensor(TRELLIS_UNITS[width]).half()))
+            found = search(weights, weights, scales, torch.ones(64), width)
+            codec = Trellis(trellis_format(width, ROW_GROUP), 64)
+            rows = codec.encode(found.codes, codec.store_scales(scales[:, :1]))
+            assert torch.equal(decode_part(codec.part, 64, rows), found.values * scales)
 
 
-@pytest.mark.parametrize("width", TRELLIS_WIDTHS)
-def test_errors_of_normal_rows_are_those_the_tables_were_made_for(width: int) -> None:
-    weights = random(24, 256, seed=width)
-    found = search(weights, weights, torch.full((24, 256), TRELLIS_UNITS[width]), torch.ones(256), width)
-    errors = (found.values * TRELLIS_UNITS[width] - weights).square().mean() / weights.square().mean()
-    assert float(errors) < 1.02 * GAUSS[width]
+def test_errors_of_normal_rows_are_those_the_tables_were_made_for() -> None:
+    for width in TRELLIS_WIDTHS:
+        with case(width):
+            weights = random(24, 256, seed=width)
+            found = search(weights, weights, torch.full((24, 256), TRELLIS_UNITS[width]), torch.ones(256), width)
+            errors = (found.values * TRELLIS_UNITS[width] - weights).square().mean() / weights.square().mean()
+            assert float(errors) < 1.02 * GAUSS[width]
 
 
-@pytest.mark.parametrize("with_factor", [False, True])
-@pytest.mark.parametrize("width", [3, 4, 7])
-def test_rows_alone_get_the_codes_they_get_together(width: int, with_factor: bool) -> None:
-    weights, targets = random(130, 76), random(130, 76, seed=1)
-    scales, importance = uniform(130, 76) * 0.05, uniform(130, 76)
-    factor = correlated(76)[1] if with_factor else None
-    together = search(weights, targets, scales, importance, width, factor=factor, num_kept=74)
-    for row in (0, 77, 129):
-        one = (each[row : row + 1] for each in (weights, targets, scales, importance))
-        alone = search(*one, width, factor=factor, num_kept=74)
-        assert torch.equal(alone.codes[0], together.codes[row])
-        assert torch.equal(alone.values[0], together.values[row])
-        assert alone.windows[0] == together.windows[row]
+def test_rows_alone_get_the_codes_they_get_together() -> None:
+    for with_factor, width in product([False, True], [3, 4, 7]):
+        with case(with_factor, width):
+            weights, targets = random(130, 76), random(130, 76, seed=1)
+            scales, importance = uniform(130, 76) * 0.05, uniform(130, 76)
+            factor = correlated(76)[1] if with_factor else None
+            together = search(weights, targets, scales, importance, width, factor=factor, num_kept=74)
+            for row in (0, 77, 129):
+                one = (each[row : row + 1] for each in (weights, targets, scales, importance))
+                alone = search(*one, width, factor=factor, num_kept=74)
+                assert torch.equal(alone.codes[0], together.codes[row])
+                assert torch.equal(alone.values[0], together.values[row])
+                assert alone.windows[0] == together.windows[row]
 
 
-@pytest.mark.parametrize("width", TRELLIS_WIDTHS)
-def test_feedback_loses_less_than_the_nearest_path(width: int) -> None:
+def test_feedback_loses_less_than_the_nearest_path() -> None:
     moments, factor, importance = correlated(128)
-    weights, scales = random(16, 128, seed=width), torch.full((16, 128), TRELLIS_UNITS[width])
-
-    def lost(found: Found) -> float:
-        errors = (weights - scales * found.values).double()
-        return float(((errors @ moments) * errors).sum())
-
-    nearest = lost(search(weights, weights, scales, importance, width))
-    assert lost(search(weights, weights, scales, importance, width, factor=factor)) < 0.8 * nearest
+    for width in TRELLIS_WIDTHS:
+        with case(width):
+            weights, scales = random(16, 128, seed=width), torch.full((16, 128), TRELLIS_UNITS[width])
+            losses = []
+            for feedback in (None, factor):
+                found = search(weights, weights, scales, importance, width, factor=feedback)
+                errors = (weights - scales * found.values).double()
+                losses.append(float(((errors @ moments) * errors).sum()))
+            assert losses[1] < 0.8 * losses[0]
 
 
 def test_a_factor_without_feedback_changes_nothing() -> None:
@@ -177,18 +184,21 @@ def hard_rows(width: int, n: int) -> TrellisRows:
     return TrellisRows(weights, targets, scales, importance, 0.3 * random(n, n, seed=5), starts)
 
 
+LIMITS: tuple[InstructionSet, ...] = ("portable", "avx2", "avx512")
+
+
 @pytest.mark.skipif(not is_available(), reason="the extension was not built")
-@pytest.mark.parametrize("limit", ["portable", "avx2", "avx512"])
 @pytest.mark.parametrize("with_factor", [False, True])
-@pytest.mark.parametrize("width", TRELLIS_WIDTHS)
-def test_the_extension_finds_what_torch_finds(width: int, with_factor: bool, limit: InstructionSet) -> None:
-    for n in (1, 2, 63, 64, 65, 136, 201):
+def test_the_extension_finds_what_torch_finds(with_factor: bool) -> None:
+    for width, n in product(TRELLIS_WIDTHS, (1, 2, 63, 64, 65, 136, 201)):
         rows = hard_rows(width, n)
         rows = rows if with_factor else rows._replace(factor=None)
         if n == 65:
             rows = rows._replace(importance=rows.importance[0])
         wanted = plain_search(*rows[:4], width, rows.factor, rows.starts, n - n // 3)
-        codes, values, windows = search_trellis(rows, width, trellis_values(width), n - n // 3, limit)
-        assert torch.equal(codes, wanted.codes), n
-        assert torch.equal(values, wanted.values), n
-        assert torch.equal(windows, wanted.windows), n
+        for limit in LIMITS:
+            with case(width, n, limit):
+                codes, values, windows = search_trellis(rows, width, trellis_values(width), n - n // 3, limit)
+                assert torch.equal(codes, wanted.codes)
+                assert torch.equal(values, wanted.values)
+                assert torch.equal(windows, wanted.windows)

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from cases import case as named_case
 from combinations import Combination, sample
 from native import INSTRUCTION_SETS, operations_limited_to
 from torch import Tensor
@@ -111,25 +113,29 @@ def native(request: pytest.FixtureRequest) -> NativeOperations:
     return operations_limited_to(request.param)
 
 
-@pytest.mark.parametrize("number", range(len(SAMPLE)), ids=name_of)
-def test_attention_is_torchs(number: int, native: NativeOperations) -> None:
-    held, expected, expected_cache = case(number)
-    y, cache = held.found(native)
-    assert_near(y, expected)
-    assert_near(cache.keys, expected_cache.keys)
-    assert torch.equal(cache.values, expected_cache.values)
-    start, stop = held.start, held.start + len(y)
-    for found, before in ((cache.keys, held.keys), (cache.values, held.values)):
-        assert torch.equal(found[:, :start], before[:, :start]) and torch.equal(found[:, stop:], before[:, stop:])
+def test_attention_is_torchs(native: NativeOperations) -> None:
+    for number in range(len(SAMPLE)):
+        with named_case(number):
+            held, expected, expected_cache = case(number)
+            y, cache = held.found(native)
+            assert_near(y, expected)
+            assert_near(cache.keys, expected_cache.keys)
+            assert torch.equal(cache.values, expected_cache.values)
+            start, stop = held.start, held.start + len(y)
+            for found, before in ((cache.keys, held.keys), (cache.values, held.values)):
+                assert torch.equal(found[:, :start], before[:, :start]) and torch.equal(
+                    found[:, stop:], before[:, stop:]
+                )
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 130])
-def test_what_lies_outside_the_window_or_later_is_not_seen(num_tokens: int, native: NativeOperations) -> None:
-    held = made(2, 3, 64, num_tokens, 300, window=7, room=20)
-    y, _ = held.found(native)
-    held.keys[:, :294], held.values[:, :294] = 1e30, 1e30
-    held.keys[:, 300 + num_tokens :], held.values[:, 300 + num_tokens :] = torch.nan, torch.nan
-    assert torch.equal(held.found(native)[0], y)
+def test_what_lies_outside_the_window_or_later_is_not_seen(native: NativeOperations) -> None:
+    for num_tokens in [1, 3, 130]:
+        with named_case(num_tokens):
+            held = made(2, 3, 64, num_tokens, 300, window=7, room=20)
+            y, _ = held.found(native)
+            held.keys[:, :294], held.values[:, :294] = 1e30, 1e30
+            held.keys[:, 300 + num_tokens :], held.values[:, 300 + num_tokens :] = torch.nan, torch.nan
+            assert torch.equal(held.found(native)[0], y)
 
 
 def scored(scores: Tensor) -> Case:
@@ -144,13 +150,14 @@ def scored(scores: Tensor) -> Case:
     )
 
 
-@pytest.mark.parametrize("highest", [0.0, -300.0, 2e4])
-def test_exponentials_are_as_precise_as_float32(highest: float, native: NativeOperations) -> None:
-    scores = highest + torch.cat([torch.linspace(-80, 0, 120), torch.linspace(-1, 0, 131), torch.tensor([0.0])])
-    y, _ = scored(scores).found(native)
-    expected = scores.double().softmax(dim=0)
-    # A unit in the last place of an exponential, and the roundings of a sum of 252.
-    assert ((y[0, : len(scores)] - expected) / expected).abs().max() < 1e-6
+def test_exponentials_are_as_precise_as_float32(native: NativeOperations) -> None:
+    for highest in [0.0, -300.0, 2e4]:
+        with named_case(highest):
+            scores = highest + torch.cat([torch.linspace(-80, 0, 120), torch.linspace(-1, 0, 131), torch.tensor([0.0])])
+            y, _ = scored(scores).found(native)
+            expected = scores.double().softmax(dim=0)
+            # A unit in the last place of an exponential, and the roundings of a sum of 252.
+            assert ((y[0, : len(scores)] - expected) / expected).abs().max() < 1e-6
 
 
 def test_scores_far_below_the_highest_count_for_nothing(native: NativeOperations) -> None:
@@ -158,13 +165,13 @@ def test_scores_far_below_the_highest_count_for_nothing(native: NativeOperations
     assert torch.equal(y[0, :5], torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0]))
 
 
-@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-@pytest.mark.parametrize("num_tokens", [1, 2, 130])
-def test_what_sees_a_score_that_is_no_number_is_none(num_tokens: int, wrong: float, native: NativeOperations) -> None:
-    held = made(2, 2, 64, num_tokens, 300)
-    held.keys[1, 20] = wrong
-    expected, (y, _) = held.found(TORCH)[0], held.found(native)
-    assert torch.equal(y.isnan(), expected.isnan()) and y.isnan().any() and not y.isnan().all()
+def test_what_sees_a_score_that_is_no_number_is_none(native: NativeOperations) -> None:
+    for wrong, num_tokens in product([torch.nan, torch.inf], [1, 2, 130]):
+        with named_case(wrong, num_tokens):
+            held = made(2, 2, 64, num_tokens, 300)
+            held.keys[1, 20] = wrong
+            expected, (y, _) = held.found(TORCH)[0], held.found(native)
+            assert torch.equal(y.isnan(), expected.isnan()) and y.isnan().any() and not y.isnan().all()
 
 
 def test_no_tokens_have_no_attention(native: NativeOperations) -> None:
@@ -173,12 +180,12 @@ def test_no_tokens_have_no_attention(native: NativeOperations) -> None:
     assert y.shape == (0, 256) and torch.equal(cache.keys, held.keys)
 
 
-@pytest.mark.parametrize("eps", [0.0, 1e-6, 1.0])
-@pytest.mark.parametrize(("num_rows", "n"), [(0, 8), (1, 1), (1, 2048), (3, 70), (33, 2880), (600, 64)])
-def test_norms_are_torchs(num_rows: int, n: int, eps: float, native: NativeOperations) -> None:
-    draw = torch.Generator().manual_seed(n)
-    x, weight = torch.randn(num_rows, n, generator=draw), torch.randn(n, generator=draw)
-    torch.testing.assert_close(native.rms_norm(x, weight, eps), TORCH.rms_norm(x, weight, eps), rtol=2e-6, atol=0)
+def test_norms_are_torchs(native: NativeOperations) -> None:
+    for eps, (num_rows, n) in product([0.0, 1e-6, 1.0], [(0, 8), (1, 1), (1, 2048), (3, 70), (33, 2880), (600, 64)]):
+        with named_case(eps, num_rows, n):
+            draw = torch.Generator().manual_seed(n)
+            x, weight = torch.randn(num_rows, n, generator=draw), torch.randn(n, generator=draw)
+            torch.testing.assert_close(native.rms_norm(x, weight, eps), TORCH.rms_norm(x, weight, eps), rtol=2e-6, atol=0)
 
 
 def test_norms_are_of_the_last_dimension_wherever_rows_lie(native: NativeOperations) -> None:
@@ -202,23 +209,26 @@ class LargestTensor(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("window", [None, 700])
-@pytest.mark.parametrize(("start", "has_sinks"), [(0, False), (1500, False), (1500, True)])
-def test_long_contexts_never_have_all_their_scores_in_memory(start: int, has_sinks: bool, window: int | None) -> None:
-    held = replace(made(4, 4, 8, 600, start, window), sinks=torch.randn(16) if has_sinks else None)
-    with sdpa_kernel(SDPBackend.MATH), LargestTensor() as largest:  # what a GPU runs for float32 with grouped heads
-        y, cache = held.found(TORCH)
-    assert largest.num_bytes <= MAX_SCORE_BYTES
-    if start and window is None:
-        assert 4 * 16 * 600 * (start + 600) > MAX_SCORE_BYTES, "the case needs more than one piece"
-    for begin in (0, 300, 599):  # of the first piece and of the last
-        few = slice(begin, begin + 1)
-        alone = replace(
-            held,
-            projected=tuple(each[few] for each in held.projected),  # type: ignore[arg-type]  # three
-            angles=(held.angles[0][few], held.angles[1][few]),
-            keys=cache.keys,
-            values=cache.values,
-            start=start + begin,
-        )
-        assert_near(y[few], alone.found(TORCH)[0])
+def test_long_contexts_never_have_all_their_scores_in_memory() -> None:
+    for window, (start, has_sinks) in product([None, 700], [(0, False), (1500, False), (1500, True)]):
+        with named_case(window, start, has_sinks):
+            held = replace(made(4, 4, 8, 600, start, window), sinks=torch.randn(16) if has_sinks else None)
+            with (
+                sdpa_kernel(SDPBackend.MATH),
+                LargestTensor() as largest,
+            ):  # what a GPU runs for float32 with grouped heads
+                y, cache = held.found(TORCH)
+            assert largest.num_bytes <= MAX_SCORE_BYTES
+            if start and window is None:
+                assert 4 * 16 * 600 * (start + 600) > MAX_SCORE_BYTES, "the case needs more than one piece"
+            for begin in (0, 300, 599):  # of the first piece and of the last
+                few = slice(begin, begin + 1)
+                alone = replace(
+                    held,
+                    projected=tuple(each[few] for each in held.projected),  # type: ignore[arg-type]  # three
+                    angles=(held.angles[0][few], held.angles[1][few]),
+                    keys=cache.keys,
+                    values=cache.values,
+                    start=start + begin,
+                )
+                assert_near(y[few], alone.found(TORCH)[0])

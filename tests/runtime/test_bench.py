@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from cases import case
 from click.testing import CliRunner, Result
 from models import PackMaker, TinyMixtral, pack
 
@@ -97,12 +98,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_input_ends_in_a_line_that_says_what_to_do(name: str, demo: Path) -> None:
-    options, exit_code, line = WRONG[name]
-    result = run(demo, *options)
-    assert (result.exit_code, result.stdout) == (exit_code, "")
-    assert line in result.stderr
+def test_wrong_input_ends_in_a_line_that_says_what_to_do(demo: Path) -> None:
+    for name in WRONG:
+        with case(name):
+            options, exit_code, line = WRONG[name]
+            result = run(demo, *options)
+            assert (result.exit_code, result.stdout) == (exit_code, "")
+            assert line in result.stderr
 
 
 def test_a_process_knows_what_it_takes() -> None:

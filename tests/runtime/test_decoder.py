@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import case
 from models import TinyMixtral, pack
-from transformers import MixtralForCausalLM
 
 from moe_pack.formats import Checkpoint, Pack, RunError
 from moe_pack.runtime import CheckpointWeights, Decoder, PackWeights
@@ -30,6 +30,8 @@ SHAPES = {
 
 
 def reference_logits(folder: Path, ids: list[int]) -> torch.Tensor:
+    from transformers import MixtralForCausalLM
+
     model = MixtralForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0]
@@ -40,19 +42,22 @@ def written(shape: TinyMixtral, folder: Path) -> Path:
     return shape.write(folder, lambda tensors: tensors.pop("lm_head.weight") if tied else None)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    source = written(SHAPES[name], tmp_path / "source")
-    ids = [(11 * i + 3) % 96 for i in range(40)]
-    expected = reference_logits(source, ids)
-    checkpoint = Checkpoint(source)
-    decoder = Decoder(CheckpointWeights(checkpoint), 64)
-    at_once = decoder.logits(ids)
-    decoder.reset()
-    one_by_one = torch.stack([decoder.next_logits([token]) for token in ids])
-    checkpoint.close()
-    assert (at_once - expected).abs().max() < TOLERANCE
-    assert (one_by_one - expected).abs().max() < TOLERANCE
+def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
+    for number, name in enumerate(SHAPES):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(name):
+            source = written(SHAPES[name], case_folder / "source")
+            ids = [(11 * i + 3) % 96 for i in range(40)]
+            expected = reference_logits(source, ids)
+            checkpoint = Checkpoint(source)
+            decoder = Decoder(CheckpointWeights(checkpoint), 64)
+            at_once = decoder.logits(ids)
+            decoder.reset()
+            one_by_one = torch.stack([decoder.next_logits([token]) for token in ids])
+            checkpoint.close()
+            assert (at_once - expected).abs().max() < TOLERANCE
+            assert (one_by_one - expected).abs().max() < TOLERANCE
 
 
 def test_a_prompt_longer_than_a_prefill_chunk_gives_the_same_logits(tmp_path: Path) -> None:
@@ -104,15 +109,16 @@ def test_a_token_outside_the_vocabulary_is_refused(token: int, tiny_pack: Path) 
         decoder.next_logits([95])
 
 
-@pytest.mark.parametrize(("group", "scale_bits"), [(64, 8), (64, 16), (0, 8), (16, 8)])
-def test_one_row_decodes_as_it_does_among_others(
-    group: int, scale_bits: int, tiny_source: Path, tmp_path: Path
-) -> None:
+def test_one_row_decodes_as_it_does_among_others(tiny_source: Path, tmp_path: Path) -> None:
     """Alone, a row's parts begin at odd bytes where scales are bytes of an odd number."""
-    pack(tiny_source, tmp_path / "packed", group=group, scale_bits=scale_bits, dense_width=3)
-    with Pack(tmp_path / "packed") as held:
-        embed = PackWeights(held, CPU).matrix("embed")
-        assert torch.equal(torch.cat([embed.rows(i, i + 1) for i in range(96)]), embed.rows(0, 96))
+    for number, (group, scale_bits) in enumerate([(64, 8), (64, 16), (0, 8), (16, 8)]):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(group, scale_bits):
+            pack(tiny_source, case_folder / "packed", group=group, scale_bits=scale_bits, dense_width=3)
+            with Pack(case_folder / "packed") as held:
+                embed = PackWeights(held, CPU).matrix("embed")
+                assert torch.equal(torch.cat([embed.rows(i, i + 1) for i in range(96)]), embed.rows(0, 96))
 
 
 def test_a_cache_of_float32_is_what_a_decoder_has_unless_asked(tmp_path: Path, tiny_source: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from answers import runner
+from cases import case
 from click.testing import CliRunner
 from families import Tiny, token_ids, write
 from models import pack
@@ -70,29 +71,31 @@ def greedy(made: EncoderDecoder) -> list[int]:
     return list(generate(made, token_ids(), Sampler(0, 1, 0), NUM_MADE, frozenset()))
 
 
-def expected(held: Pack) -> list[int]:
-    return greedy(EncoderDecoder(PackWeights(held, CPU), CONTEXT))
+@pytest.fixture(scope="module")
+def expected(packed: Path) -> list[int]:
+    """The text of the plain engine."""
+    with Pack(packed) as held:
+        return greedy(EncoderDecoder(PackWeights(held, CPU), CONTEXT))
 
 
 def least(layout: PackLayout) -> int:
     return least_budget(layout, CONTEXT, 0)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-@pytest.mark.parametrize("policy", ["lru", "fiddler", "corm", "edgemoe", "importance", "floe", "auto"])
-def test_experts_that_stream_inside_the_least_budget_give_the_same_text(
-    held: Pack, policy: PolicyName, kernels: str
-) -> None:
-    budget = least(held.layout)
-    options = EngineOptions(budget_bytes=budget, policy=policy, kernels=kernels)  # type: ignore[arg-type]  # literals
-    with Engine(held, options, CONTEXT) as engine:
-        assert isinstance(engine.decoder, EncoderDecoder)
-        assert greedy(engine.decoder) == expected(held)
-        stream = report(engine).stream
-        assert stream is not None and engine.plan is not None
-        assert engine.plan.cache == engine.decoder.cache.num_bytes + engine.decoder.read.num_bytes
-        assert engine.plan.left >= 0
-        assert (stream.prefill.tokens, stream.decode.tokens) == (len(token_ids()), NUM_MADE)
+def test_experts_that_stream_inside_the_least_budget_give_the_same_text(held: Pack, expected: list[int]) -> None:
+    policies: tuple[PolicyName, ...] = ("lru", "fiddler", "corm", "edgemoe", "importance", "floe", "auto")
+    for kernels, policy in [*(("auto", policy) for policy in policies), ("torch", "lru"), ("torch", "floe")]:
+        with case(kernels, policy):
+            budget = least(held.layout)
+            options = EngineOptions(budget_bytes=budget, policy=policy, kernels=kernels)  # type: ignore[arg-type]  # literals
+            with Engine(held, options, CONTEXT) as engine:
+                assert isinstance(engine.decoder, EncoderDecoder)
+                assert greedy(engine.decoder) == expected
+                stream = report(engine).stream
+                assert stream is not None and engine.plan is not None
+                assert engine.plan.cache == engine.decoder.cache.num_bytes + engine.decoder.read.num_bytes
+                assert engine.plan.left >= 0
+                assert (stream.prefill.tokens, stream.decode.tokens) == (len(token_ids()), NUM_MADE)
 
 
 def test_a_byte_less_than_the_least_budget_is_refused(held: Pack) -> None:
@@ -100,10 +103,10 @@ def test_a_byte_less_than_the_least_budget_is_refused(held: Pack) -> None:
         Engine(held, EngineOptions(budget_bytes=least(held.layout) - 1), CONTEXT)
 
 
-def test_experts_where_they_lie_in_mapped_files_give_the_same_text(held: Pack) -> None:
+def test_experts_where_they_lie_in_mapped_files_give_the_same_text(held: Pack, expected: list[int]) -> None:
     with Engine(held, EngineOptions(), CONTEXT) as engine:
         assert isinstance(engine.decoder, EncoderDecoder)
-        assert greedy(engine.decoder) == expected(held)
+        assert greedy(engine.decoder) == expected
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 95])

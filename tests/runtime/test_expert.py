@@ -3,10 +3,12 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from cases import case
 from specs import GROUPED
 
 from moe_pack.formats import SELECTORS, Matrix, Selector
@@ -53,25 +55,21 @@ def test_an_expert_is_the_sum_over_its_neurons() -> None:
     torch.testing.assert_close(y, torch.tensor(expected))
 
 
-@pytest.mark.parametrize(
-    ("selector", "threshold", "running"),
-    [
+def test_neurons_run_unless_their_activation_is_below_the_threshold() -> None:
+    for selector, threshold, running in [
         ("up", 2.0, [0]),  # |u| = 3, 1
         ("up", 1.0, [0, 1]),  # not below the threshold: runs
         ("gate", 1.0, [1]),  # silu(1) = 0.73, silu(2) = 1.76
         ("both", 2.0, [0]),  # |h| = 2.19, 1.76
         ("both", 2.5, []),
         ("none", 2.0, [0]),
-    ],
-)
-def test_neurons_run_unless_their_activation_is_below_the_threshold(
-    selector: Selector, threshold: float, running: list[int]
-) -> None:
-    h = [silu(1) * 3, -silu(2)]
-    down = HAND.down.tolist()
-    expected = [[sum(h[i] * down[i][column] for i in running) for column in (0, 1)]]
-    y = run_expert(X, HAND, "silu", selector, threshold)
-    torch.testing.assert_close(y, torch.tensor(expected, dtype=torch.float32))
+    ]:
+        with case(selector, threshold, running):
+            h = [silu(1) * 3, -silu(2)]
+            down = HAND.down.tolist()
+            expected = [[sum(h[i] * down[i][column] for i in running) for column in (0, 1)]]
+            y = run_expert(X, HAND, "silu", selector, threshold)
+            torch.testing.assert_close(y, torch.tensor(expected, dtype=torch.float32))
 
 
 def test_a_threshold_of_zero_drops_exactly_what_contributes_nothing() -> None:
@@ -80,28 +78,29 @@ def test_a_threshold_of_zero_drops_exactly_what_contributes_nothing() -> None:
     assert run_expert(X * 4, expert, "silu", "up", 0.0).tolist() == [[0, 0]]
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_a_nan_runs_and_is_seen(selector: Selector) -> None:
-    expert = Held(gate=rows([math.nan, 0]), up=rows([math.nan, 1]), down=rows([1, 1]))
-    assert run_expert(X, expert, "silu", selector, 1e9).isnan().all()
+def test_a_nan_runs_and_is_seen() -> None:
+    for selector in SELECTORS:
+        with case(selector):
+            expert = Held(gate=rows([math.nan, 0]), up=rows([math.nan, 1]), down=rows([1, 1]))
+            assert run_expert(X, expert, "silu", selector, 1e9).isnan().all()
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("num_tokens", [0, 1, 5])
-def test_an_expert_agrees_with_brute_force_whatever_the_blocks(selector: Selector, num_tokens: int) -> None:
-    random = np.random.default_rng(3)
-    gate, up, down = (random.normal(size=(13, 8)) * 0.3 for _ in range(3))
-    x = random.normal(size=(num_tokens, 8))
-    g, u = x @ gate.T, x @ up.T
-    active = g / (1 + np.exp(-g))
-    a = {"up": u, "gate": active, "both": active * u, "none": active * u}[selector]
-    threshold = 0.1
-    expected = np.where(abs(a) >= threshold, active * u, 0) @ down
-    for step in (1, 4, 13):
-        held = Held(*(torch.tensor(m, dtype=torch.float32) for m in (gate, up, down)), step)
-        y = run_expert(torch.tensor(x, dtype=torch.float32), held, "silu", selector, threshold)
-        # Sums of 13 float32 products of order 1: a few times 2^-24 each.
-        np.testing.assert_allclose(y.numpy(), expected, atol=1e-5)
+def test_an_expert_agrees_with_brute_force_whatever_the_blocks() -> None:
+    for selector, num_tokens in product(SELECTORS, [0, 1, 5]):
+        with case(selector, num_tokens):
+            random = np.random.default_rng(3)
+            gate, up, down = (random.normal(size=(13, 8)) * 0.3 for _ in range(3))
+            x = random.normal(size=(num_tokens, 8))
+            g, u = x @ gate.T, x @ up.T
+            active = g / (1 + np.exp(-g))
+            a = {"up": u, "gate": active, "both": active * u, "none": active * u}[selector]
+            threshold = 0.1
+            expected = np.where(abs(a) >= threshold, active * u, 0) @ down
+            for step in (1, 4, 13):
+                held = Held(*(torch.tensor(m, dtype=torch.float32) for m in (gate, up, down)), step)
+                y = run_expert(torch.tensor(x, dtype=torch.float32), held, "silu", selector, threshold)
+                # Sums of 13 float32 products of order 1: a few times 2^-24 each.
+                np.testing.assert_allclose(y.numpy(), expected, atol=1e-5)
 
 
 def test_an_expert_of_two_matrices_activates_up() -> None:

@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from cases import case
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import (
@@ -85,16 +86,18 @@ def simulated(found: DriveFacts, share: float, row_bytes: int, num_rows: int, mo
     return total
 
 
-@pytest.mark.parametrize("row_bytes", [528, 4096, 4624, 20000])
-@pytest.mark.parametrize("share", [0.01, 0.1, 0.3, 0.6, 0.9])
-def test_rows_take_as_long_as_simulated_reads_merged_in_the_best_way(share: float, row_bytes: int) -> None:
+def test_rows_take_as_long_as_simulated_reads_merged_in_the_best_way() -> None:
     """The mean of draws; the model takes reads of their mean size, which with this cost makes no difference."""
-    found, num_rows = drive_with_cost(20e-6, 1e-9), 1500
-    means = []
-    for most_gap in (0, 1, 3, 7, 15, 31, 63, 127, num_rows):
-        means.append(np.mean([simulated(found, share, row_bytes, num_rows, most_gap, seed) for seed in range(6)]))
-    # Interpolating between sizes costs a few percent, draws another one; rows that share a block do the rest.
-    assert found.seconds_for_rows(share, row_bytes, num_rows) == pytest.approx(min(means), rel=0.1)
+    for row_bytes, share in product([528, 4096, 4624, 20000], [0.01, 0.1, 0.3, 0.6, 0.9]):
+        with case(row_bytes, share):
+            found, num_rows = drive_with_cost(20e-6, 1e-9), 1500
+            means = []
+            for most_gap in (0, 1, 3, 7, 15, 31, 63, 127, num_rows):
+                means.append(
+                    np.mean([simulated(found, share, row_bytes, num_rows, most_gap, seed) for seed in range(6)])
+                )
+            # Interpolating between sizes costs a few percent, draws another one; rows that share a block do the rest.
+            assert found.seconds_for_rows(share, row_bytes, num_rows) == pytest.approx(min(means), rel=0.1)
 
 
 def test_rows_that_do_not_run_take_no_time() -> None:
@@ -184,27 +187,27 @@ def with_unknown_key(values: dict[str, Any]) -> None:
     values["facts"]["drive"]["colour"] = "red"
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (without_curve, "drive: curve: found sizes [], expected positive ones, rising"),
-        (with_sizes_falling, "drive: curve: found sizes [65536, 4096], expected positive ones, rising"),
-        (without_single_reads, "drive: alone: found sizes [], expected positive ones, rising"),
-        (with_time_gained, "found seconds of less than zero"),
-        (with_rate_zero, "found rates or threads of zero or less, expected positive ones"),
-        (with_unknown_key, "facts: drive: unknown key 'colour'"),
-    ],
-)
-def test_damaged_facts_are_refused_with_what_to_do(
-    tmp_path: Path, damage: Callable[[dict[str, Any]], None], message: str
-) -> None:
-    file = save_facts(facts(), tmp_path, tmp_path)
-    values = json.loads(file.read_bytes())
-    damage(values)
-    file.write_text(json.dumps(values))
-    expected = f"{file.name}: {message}; remove {file}, or run moe-pack doctor again"
-    with pytest.raises(RunError, match=f"^{re.escape(expected)}$"):
-        load_facts(tmp_path, tmp_path)
+def test_damaged_facts_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    for number, (damage, message) in enumerate(
+        [
+            (without_curve, "drive: curve: found sizes [], expected positive ones, rising"),
+            (with_sizes_falling, "drive: curve: found sizes [65536, 4096], expected positive ones, rising"),
+            (without_single_reads, "drive: alone: found sizes [], expected positive ones, rising"),
+            (with_time_gained, "found seconds of less than zero"),
+            (with_rate_zero, "found rates or threads of zero or less, expected positive ones"),
+            (with_unknown_key, "facts: drive: unknown key 'colour'"),
+        ]
+    ):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(damage, message):
+            file = save_facts(facts(), case_folder, case_folder)
+            values = json.loads(file.read_bytes())
+            damage(values)
+            file.write_text(json.dumps(values))
+            expected = f"{file.name}: {message}; remove {file}, or run moe-pack doctor again"
+            with pytest.raises(RunError, match=f"^{re.escape(expected)}$"):
+                load_facts(case_folder, case_folder)
 
 
 def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from answers import our_logits
+from cases import case
 from families import Tiny, write
 from models import DEMO_MODEL, pack
 from native import INSTRUCTION_SETS, operations_limited_to
@@ -77,30 +78,27 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max())
 
 
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-@pytest.mark.parametrize("selector", SELECTORS)
-def test_logits_are_those_without_kernels(
-    selector: Selector, instruction_set: str, packs: dict[Selector, Path]
-) -> None:
-    native = operations_limited_to(instruction_set)
-    with Pack(packs[selector]) as held:
-        expected = logits(PackWeights(held, CPU), IDS)
-        assert distance(logits(MappedPackWeights(held, native), IDS), expected) < TOLERANCE
-        assert distance(next_logits(MappedPackWeights(held, native), IDS), expected) < TOLERANCE
+def test_logits_are_those_without_kernels(packs: dict[Selector, Path]) -> None:
+    selectors: list[tuple[str, Selector]] = [("portable", selector) for selector in SELECTORS]
+    for instruction_set, selector in [*selectors, *((limit, "both") for limit in INSTRUCTION_SETS[1:])]:
+        with case(instruction_set, selector):
+            native = operations_limited_to(instruction_set)
+            with Pack(packs[selector]) as held:
+                expected = logits(PackWeights(held, CPU), IDS)
+                assert distance(logits(MappedPackWeights(held, native), IDS), expected) < TOLERANCE
+                assert distance(next_logits(MappedPackWeights(held, native), IDS), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize(("selector", "about"), [("up", 0.4), ("gate", 0.1), ("both", 0.02), ("none", 0.02)])
-def test_logits_are_those_without_kernels_where_neurons_are_left_out(
-    selector: Selector, about: float, packs: dict[Selector, Path]
-) -> None:
-    with Pack(packs[selector]) as held:
-        threshold = clear_threshold(held, about)
-        expected = logits(at_threshold(PackWeights(held, CPU), threshold), IDS)
-        assert distance(expected, logits(PackWeights(held, CPU), IDS)) > 0.1, "many are left out"
-        for native in (operations_limited_to("portable"), NativeOperations(Kernels(1))):
-            weights = at_threshold(MappedPackWeights(held, native), threshold)
-            assert distance(logits(weights, IDS), expected) < TOLERANCE
-            assert distance(next_logits(weights, IDS), expected) < TOLERANCE
+def test_logits_are_those_without_kernels_where_neurons_are_left_out(packs: dict[Selector, Path]) -> None:
+    for selector, about in [("up", 0.4), ("gate", 0.1), ("both", 0.02), ("none", 0.02)]:
+        with case(selector, about), Pack(packs[selector]) as held:
+            threshold = clear_threshold(held, about)
+            expected = logits(at_threshold(PackWeights(held, CPU), threshold), IDS)
+            assert distance(expected, logits(PackWeights(held, CPU), IDS)) > 0.1, "many are left out"
+            for native in (operations_limited_to("portable"), NativeOperations(Kernels(1))):
+                weights = at_threshold(MappedPackWeights(held, native), threshold)
+                assert distance(logits(weights, IDS), expected) < TOLERANCE
+                assert distance(next_logits(weights, IDS), expected) < TOLERANCE
 
 
 def test_the_packs_own_thresholds_are_used(copied: Path, native: NativeOperations) -> None:
@@ -112,26 +110,30 @@ def test_the_packs_own_thresholds_are_used(copied: Path, native: NativeOperation
         assert distance(logits(MappedPackWeights(held, native), IDS), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 8, 16])
-def test_logits_are_those_without_kernels_at_any_width(width: int, tmp_path: Path, native: NativeOperations) -> None:
+def test_logits_are_those_without_kernels_at_any_width(tmp_path: Path, native: NativeOperations) -> None:
     """Dense matrices at 8 bit, or as they are; more tokens than are taken at once."""
-    pack(DEMO_MODEL, tmp_path / "packed", width=width, scale_bits=8, dense_width=None if width == 16 else 8)
-    ids = [(7 * i * i + 3) % 4096 for i in range(100)]
-    with Pack(tmp_path / "packed") as held:
-        expected = logits(PackWeights(held, CPU), ids)
-        assert distance(logits(MappedPackWeights(held, native), ids), expected) < TOLERANCE
+    for number, width in enumerate([1, 3, 8, 16]):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(width):
+            pack(DEMO_MODEL, case_folder / "packed", width=width, scale_bits=8, dense_width=None if width == 16 else 8)
+            ids = [(7 * i * i + 3) % 4096 for i in range(100)]
+            with Pack(case_folder / "packed") as held:
+                expected = logits(PackWeights(held, CPU), ids)
+                assert distance(logits(MappedPackWeights(held, native), ids), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_other_families_are_those_without_kernels(
-    family: str, tmp_path: Path, native: NativeOperations
-) -> None:
-    pack(write(Tiny(family, "as it comes"), tmp_path / "source"), tmp_path / "packed", dense_width=8)
-    ids = [(7 * i * i + 3) % 96 for i in range(30)]
-    with Pack(tmp_path / "packed") as held:
-        expected = our_logits(PackWeights(held, CPU), ids)
-        assert distance(our_logits(MappedPackWeights(held, native), ids), expected) < TOLERANCE
-        assert distance(our_logits(MappedPackWeights(held, native), ids, one_by_one=True), expected) < TOLERANCE
+def test_logits_of_other_families_are_those_without_kernels(tmp_path: Path, native: NativeOperations) -> None:
+    for number, family in enumerate(FAMILIES):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(family):
+            pack(write(Tiny(family, "as it comes"), case_folder / "source"), case_folder / "packed", dense_width=8)
+            ids = [(7 * i * i + 3) % 96 for i in range(30)]
+            with Pack(case_folder / "packed") as held:
+                expected = our_logits(PackWeights(held, CPU), ids)
+                assert distance(our_logits(MappedPackWeights(held, native), ids), expected) < TOLERANCE
+                assert distance(our_logits(MappedPackWeights(held, native), ids, one_by_one=True), expected) < TOLERANCE
 
 
 def test_any_number_of_threads_gives_the_same_logits(packs: dict[Selector, Path]) -> None:

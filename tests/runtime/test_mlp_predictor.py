@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from cases import case
 from predictors import random_arrays, random_predictor
 from torch import Tensor
 
@@ -88,15 +89,16 @@ REJECTED: list[tuple[int, dict[str, Tensor | None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("num_layers", "change", "message"), REJECTED, ids=[row[2] for row in REJECTED])
-def test_arrays_that_are_no_predictor_are_refused(
-    num_layers: int, change: dict[str, Tensor | None], message: str
-) -> None:
-    arrays = {name: tensor for name, tensor in (random_arrays(num_layers) | change).items() if tensor is not None}
-    with pytest.raises(PackError) as caught:
-        Predictor.from_arrays(arrays, PLACE)
-    assert str(caught.value) == f"{PLACE}{message}; the predictor is damaged, train it again"
-    assert isinstance(caught.value, MoePackError)
+def test_arrays_that_are_no_predictor_are_refused() -> None:
+    for num_layers, change, message in REJECTED:
+        with case(num_layers, change, message):
+            arrays = {
+                name: tensor for name, tensor in (random_arrays(num_layers) | change).items() if tensor is not None
+            }
+            with pytest.raises(PackError) as caught:
+                Predictor.from_arrays(arrays, PLACE)
+            assert str(caught.value) == f"{PLACE}{message}; the predictor is damaged, train it again"
+            assert isinstance(caught.value, MoePackError)
 
 
 def test_the_smallest_arrays_are_a_predictor() -> None:

@@ -1,8 +1,11 @@
 """An expert's blocks from its bytes: biases, experts of two matrices, and blocks of any size."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
+from cases import case
 
 from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, Matrix, Selector, expert_layout, write_rows
 from moe_pack.runtime.operations import MAX_DECODED_BYTES, row_blocks
@@ -31,20 +34,20 @@ def packed(selector: Selector, matrices: tuple[Matrix, ...], bias: tuple[Matrix,
     return PackedExpert(layout, torch.from_numpy(extent)), {"weights": weights, "biases": biases}
 
 
-@pytest.mark.parametrize("selector", ["up", "gate", "both", "none"])
-@pytest.mark.parametrize("bias", [(), ("gate",), ("up",), ("gate", "up")])
-def test_weights_and_biases_come_back_from_wherever_they_lie(selector: Selector, bias: tuple[Matrix, ...]) -> None:
-    expert, expected = packed(selector, ("gate", "up", "down"), bias)
-    (block,) = expert.blocks()
-    assert block.gate is not None
-    for matrix, found in (("gate", block.gate), ("up", block.up), ("down", block.down)):
-        assert torch.equal(found, expected["weights"][matrix])
-    for matrix, found_bias in (("gate", block.gate_bias), ("up", block.up_bias)):
-        if matrix in bias:
-            assert found_bias is not None
-            assert torch.equal(found_bias, expected["biases"][matrix])
-        else:
-            assert found_bias is None
+def test_weights_and_biases_come_back_from_wherever_they_lie() -> None:
+    for selector, bias in product(["up", "gate", "both", "none"], [(), ("gate",), ("up",), ("gate", "up")]):
+        with case(selector, bias):
+            expert, expected = packed(selector, ("gate", "up", "down"), bias)
+            (block,) = expert.blocks()
+            assert block.gate is not None
+            for matrix, found in (("gate", block.gate), ("up", block.up), ("down", block.down)):
+                assert torch.equal(found, expected["weights"][matrix])
+            for matrix, found_bias in (("gate", block.gate_bias), ("up", block.up_bias)):
+                if matrix in bias:
+                    assert found_bias is not None
+                    assert torch.equal(found_bias, expected["biases"][matrix])
+                else:
+                    assert found_bias is None
 
 
 @pytest.mark.parametrize("selector", ["up", "none"])
@@ -56,11 +59,10 @@ def test_an_expert_of_two_matrices_has_no_gate(selector: Selector) -> None:
     assert torch.equal(block.down, expected["weights"]["down"])
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "num_cols", "parts"), [(14336, 4096, 3), (1, 64, 1), (5, 1 << 23, 1), (2049, 4096, 1)]
-)
-def test_blocks_cover_all_rows_within_16_mib(num_rows: int, num_cols: int, parts: int) -> None:
-    blocks = list(row_blocks(num_rows, num_cols, parts))
-    assert [row for start, stop in blocks for row in range(start, stop)] == list(range(num_rows))
-    for start, stop in blocks:
-        assert 4 * num_cols * parts * (stop - start) <= MAX_DECODED_BYTES or stop - start == 1
+def test_blocks_cover_all_rows_within_16_mib() -> None:
+    for num_rows, num_cols, parts in [(14336, 4096, 3), (1, 64, 1), (5, 1 << 23, 1), (2049, 4096, 1)]:
+        with case(num_rows, num_cols, parts):
+            blocks = list(row_blocks(num_rows, num_cols, parts))
+            assert [row for start, stop in blocks for row in range(start, stop)] == list(range(num_rows))
+            for start, stop in blocks:
+                assert 4 * num_cols * parts * (stop - start) <= MAX_DECODED_BYTES or stop - start == 1

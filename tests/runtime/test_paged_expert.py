@@ -1,10 +1,12 @@
 """An expert in pages gives what it gives in one piece, bit for bit; damage is found; what is missing is known."""
 
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from cases import case
 from hypothesis import given
 from hypothesis import strategies as st
 from native import INSTRUCTION_SETS, kernels_limited_to
@@ -46,34 +48,33 @@ def bring(arena: PageArena, held: PagedExpert, expert: RandomExpert, blocks: np.
 
 
 def scattered(arena: PageArena) -> None:
-    """Makes the pages that are taken next lie in no order."""
-    arena._free = np.random.default_rng(1).permutation(arena._free).tolist()
+    """Makes the pages that are taken next lie in no order; none is taken yet."""
+    for slot in np.random.default_rng(1).permutation(arena.take(arena.num_pages)):
+        arena.give(np.array([slot], np.int32))
 
 
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("num_tokens", [1, 3, 70])
-def test_pages_give_what_one_piece_gives(
-    arena: PageArena, instruction_set: str, selector: str, num_tokens: int
-) -> None:
-    kernels = kernels_limited_to(instruction_set)
-    expert = random_expert(Shape(num_rows=67, num_cols=256, selector=selector))
-    x = random_tokens(num_tokens, 256)
-    threshold = 0.0 if selector == "none" else threshold_at(kernels.select(x, expert.rows()).a, 0.5)
-    whole = expert.rows(threshold)
-    scattered(arena)
-    held = brought(arena, expert, threshold)
-    held.stitch(kernels)
-    tokens, weights = np.arange(num_tokens), np.linspace(0.1, 1, num_tokens, dtype=np.float32)
-    expected = kernels.experts(x, [(whole, tokens, weights)])
-    assert torch.equal(kernels.experts(x, [(held.rows, tokens, weights)]), expected)
+def test_pages_give_what_one_piece_gives(arena: PageArena) -> None:
+    for instruction_set, selector, num_tokens in product(INSTRUCTION_SETS, SELECTORS, [1, 3, 70]):
+        with case(instruction_set, selector, num_tokens):
+            kernels = kernels_limited_to(instruction_set)
+            expert = random_expert(Shape(num_rows=67, num_cols=256, selector=selector))
+            x = random_tokens(num_tokens, 256)
+            threshold = 0.0 if selector == "none" else threshold_at(kernels.select(x, expert.rows()).a, 0.5)
+            whole = expert.rows(threshold)
+            scattered(arena)
+            held = brought(arena, expert, threshold)
+            held.stitch(kernels)
+            tokens, weights = np.arange(num_tokens), np.linspace(0.1, 1, num_tokens, dtype=np.float32)
+            expected = kernels.experts(x, [(whole, tokens, weights)])
+            assert torch.equal(kernels.experts(x, [(held.rows, tokens, weights)]), expected)
 
-    selected, known = kernels.select(x, held.rows), kernels.select(x, whole)
-    assert torch.equal(selected.neurons, known.neurons) and torch.equal(selected.a, known.a)
-    h = kernels.neurons(x, held.rows, selected)
-    assert torch.equal(h, kernels.neurons(x, whole, known))
-    y = kernels.accumulate(h, held.rows, selected.neurons)
-    assert torch.equal(torch.from_numpy(weights)[:, None] * y, expected), "steps and one call: the same bits"
+            selected, known = kernels.select(x, held.rows), kernels.select(x, whole)
+            assert torch.equal(selected.neurons, known.neurons) and torch.equal(selected.a, known.a)
+            h = kernels.neurons(x, held.rows, selected)
+            assert torch.equal(h, kernels.neurons(x, whole, known))
+            y = kernels.accumulate(h, held.rows, selected.neurons)
+            assert torch.equal(torch.from_numpy(weights)[:, None] * y, expected), "steps and one call: the same bits"
+            held.close()
 
 
 def test_outputs_apart_add_up_to_the_sum_of_one_call(arena: PageArena) -> None:
@@ -157,9 +158,9 @@ def test_rows_that_run_alone_can_be_used_before_the_rest_is_there(arena: PageAre
     kernels = kernels_limited_to("portable")
     expert, x = random_expert(SHAPE), random_tokens(1, 256)
     threshold = threshold_at(kernels.select(x, expert.rows()).a, 0.9)
+    scattered(arena)
     held = PagedExpert(arena, SHAPE.layout, "up", SHAPE.function, threshold, OFFSET, NAME)
     arena.memory[:] = 0xAA
-    scattered(arena)
     bring(arena, held, expert, held.selector_blocks())
     held.stitch(kernels)
     selected = kernels.select(x, held.rows)

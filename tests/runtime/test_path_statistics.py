@@ -1,10 +1,12 @@
 """Path statistics against dictionaries and loops, a table worked by hand, and damaged arrays."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
+from cases import case as named_case
 from paths import CASES, EVERYTHING, HAND, Case, Plain, sets_before
 
 from moe_pack.calib.paths import learn_paths
@@ -12,34 +14,36 @@ from moe_pack.formats import PackError
 from moe_pack.runtime import PATH_MIN_SEEN, PathStatistics, Stage, ranked
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("num_known", [0, 1, 2])
-def test_predictions_are_those_of_dictionaries_and_loops(case: Case, num_known: int) -> None:
-    routes = case.draw(seed=1)
-    # Held-out tokens also choose experts that calibration never saw.
-    held_out = np.concatenate([case.draw(seed=2)[:20], case.draw(seed=3, drawn_from=case.E)[:20]])
-    found, plain = learn_paths(routes, case.E, EVERYTHING), Plain(routes, case.E)
-    for l in range(case.L):
-        probabilities, stages = found.predict(l, held_out[:, max(l - num_known, 0) : l])
-        assert probabilities.dtype == np.float32 and stages.dtype == np.uint8
-        expected = [plain.predict(l, sets_before(token, l, num_known)) for token in held_out.tolist()]
-        assert stages.tolist() == [stage for _, stage in expected]
-        # Rounding to float32 is 6e-8 relative; sums and logarithms before it are float64.
-        np.testing.assert_allclose(probabilities, [shares for shares, _ in expected], rtol=1e-6, atol=1e-12)
+def test_predictions_are_those_of_dictionaries_and_loops() -> None:
+    for case, num_known in product(CASES, [0, 1, 2]):
+        with named_case(case, num_known):
+            routes = case.draw(seed=1)
+            # Held-out tokens also choose experts that calibration never saw.
+            held_out = np.concatenate([case.draw(seed=2)[:20], case.draw(seed=3, drawn_from=case.E)[:20]])
+            found, plain = learn_paths(routes, case.E, EVERYTHING), Plain(routes, case.E)
+            for l in range(case.L):
+                probabilities, stages = found.predict(l, held_out[:, max(l - num_known, 0) : l])
+                assert probabilities.dtype == np.float32 and stages.dtype == np.uint8
+                expected = [plain.predict(l, sets_before(token, l, num_known)) for token in held_out.tolist()]
+                assert stages.tolist() == [stage for _, stage in expected]
+                # Rounding to float32 is 6e-8 relative; sums and logarithms before it are float64.
+                np.testing.assert_allclose(probabilities, [shares for shares, _ in expected], rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", [*CASES, Case(2000, 4, 4, 40, 36), Case(1000, 3, 8, 128, 120)], ids=str)
-@pytest.mark.parametrize("num_known", [0, 1, 2])
-def test_a_token_alone_is_told_what_it_is_told_among_others(case: Case, num_known: int) -> None:
-    found = learn_paths(case.draw(seed=1), case.E, EVERYTHING)
-    held_out = np.concatenate([case.draw(seed=2)[:15], case.draw(seed=3, drawn_from=case.E)[:15]])
-    for l in range(case.L):
-        before = held_out[:, max(l - num_known, 0) : l]
-        probabilities, stages = found.predict(l, np.concatenate([before, before[:1]]))  # two tokens at the least
-        for t in range(len(before)):
-            alone, stage = found.predict(l, before[t : t + 1])
-            np.testing.assert_array_equal(alone, probabilities[t : t + 1])
-            assert alone.dtype == np.float32 and stage.tolist() == [stages[t]] and stage.dtype == np.uint8
+def test_a_token_alone_is_told_what_it_is_told_among_others() -> None:
+    for case, num_known in product([*CASES, Case(2000, 4, 4, 40, 36), Case(1000, 3, 8, 128, 120)], [0, 1, 2]):
+        with named_case(case, num_known):
+            found = learn_paths(case.draw(seed=1), case.E, EVERYTHING)
+            held_out = np.concatenate([case.draw(seed=2)[:15], case.draw(seed=3, drawn_from=case.E)[:15]])
+            for l in range(case.L):
+                before = held_out[:, max(l - num_known, 0) : l]
+                probabilities, stages = found.predict(
+                    l, np.concatenate([before, before[:1]])
+                )  # two tokens at the least
+                for t in range(len(before)):
+                    alone, stage = found.predict(l, before[t : t + 1])
+                    np.testing.assert_array_equal(alone, probabilities[t : t + 1])
+                    assert alone.dtype == np.float32 and stage.tolist() == [stages[t]] and stage.dtype == np.uint8
 
 
 def test_the_cases_reach_every_stage_at_layers_with_two_before() -> None:
@@ -86,19 +90,19 @@ def test_equal_probabilities_rank_by_lowest_index() -> None:
     assert ranked(probabilities, 9).shape == (3, 4)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("size", [0, 400, EVERYTHING])
-def test_arrays_come_back_as_they_went(case: Case, size: int) -> None:
-    found = learn_paths(case.draw(seed=1), case.E, size)
-    raw = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in found.arrays().items()}
-    assert all(dtype in ("<u2", "<u4") for dtype, _, _ in raw.values())
-    read = {name: np.frombuffer(values, dtype).reshape(shape) for name, (dtype, shape, values) in raw.items()}
-    again = PathStatistics.from_arrays(read, "profile", case.L, case.E, case.k)
-    assert again.num_bytes == found.num_bytes
-    for l in range(case.L):
-        before = case.draw(seed=2)[:, max(l - 2, 0) : l]
-        for a, b in zip(found.predict(l, before), again.predict(l, before), strict=True):
-            np.testing.assert_array_equal(a, b)
+def test_arrays_come_back_as_they_went() -> None:
+    for case, size in product(CASES, [0, 400, EVERYTHING]):
+        with named_case(case, size):
+            found = learn_paths(case.draw(seed=1), case.E, size)
+            raw = {name: (array.dtype.str, array.shape, array.tobytes()) for name, array in found.arrays().items()}
+            assert all(dtype in ("<u2", "<u4") for dtype, _, _ in raw.values())
+            read = {name: np.frombuffer(values, dtype).reshape(shape) for name, (dtype, shape, values) in raw.items()}
+            again = PathStatistics.from_arrays(read, "profile", case.L, case.E, case.k)
+            assert again.num_bytes == found.num_bytes
+            for l in range(case.L):
+                before = case.draw(seed=2)[:, max(l - 2, 0) : l]
+                for a, b in zip(found.predict(l, before), again.predict(l, before), strict=True):
+                    np.testing.assert_array_equal(a, b)
 
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -185,11 +189,12 @@ def damaged(change: Change) -> Arrays:
     return arrays
 
 
-@pytest.mark.parametrize(("change", "name", "fault"), HOSTILE, ids=[name + fault for _, name, fault in HOSTILE])
-def test_damaged_arrays_are_refused_by_name(change: Change, name: str, fault: str) -> None:
-    with pytest.raises(PackError) as caught:
-        PathStatistics.from_arrays(damaged(change), "profile.safetensors", 3, 4, 2)
-    assert str(caught.value) == f"profile.safetensors: tensor {name!r}{fault}; profile the model anew"
+def test_damaged_arrays_are_refused_by_name() -> None:
+    for change, name, fault in HOSTILE:
+        with named_case(change, name, fault):
+            with pytest.raises(PackError) as caught:
+                PathStatistics.from_arrays(damaged(change), "profile.safetensors", 3, 4, 2)
+            assert str(caught.value) == f"profile.safetensors: tensor {name!r}{fault}; profile the model anew"
 
 
 def test_unknown_and_missing_arrays_are_refused_by_name() -> None:
@@ -216,7 +221,10 @@ def test_keys_of_a_later_layer_may_come_before_those_of_an_earlier() -> None:
     PathStatistics.from_arrays(found.arrays(), "profile", 4, 2, 1)
 
 
-@pytest.mark.parametrize("shape", [(4, 4, 2), (3, 5, 2), (3, 4, 1), (3, 4, 3)])
-def test_statistics_of_another_model_are_refused(shape: tuple[int, int, int]) -> None:
-    with pytest.raises(PackError, match=r"^profile: tensor '\w+'[:,] .*; profile the model anew$"):
-        PathStatistics.from_arrays(damaged(lambda arrays: None), "profile", *shape)
+def test_statistics_of_another_model_are_refused() -> None:
+    for shape in [(4, 4, 2), (3, 5, 2), (3, 4, 1), (3, 4, 3)]:
+        with (
+            named_case(shape),
+            pytest.raises(PackError, match=r"^profile: tensor '\w+'[:,] .*; profile the model anew$"),
+        ):
+            PathStatistics.from_arrays(damaged(lambda arrays: None), "profile", *shape)

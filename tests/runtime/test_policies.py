@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
-import pytest
+from cases import case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from residencies import Steps, dropped, facts_of, fetched, hits, random_steps, resident, walk_all
@@ -227,31 +227,28 @@ def four_passes(facts: CacheFacts) -> Eviction:
     return Importance(facts, num_passes=4)
 
 
-@pytest.mark.parametrize(
-    ("policy", "victim"),
-    [
+def test_a_policy_drops_what_its_slow_twin_drops() -> None:
+    for policy, victim in [
         (LRU, lru_victim),
         (LayerLRU, layer_lru_victim),
         (LFU, lfu_victim),
         (EdgeMoE, edgemoe_victim),
         (four_passes, importance_victim),
-    ],
-    ids=["lru", "layer_lru", "lfu", "edgemoe", "importance"],
-)
-def test_a_policy_drops_what_its_slow_twin_drops(policy: Callable[[CacheFacts], Eviction], victim: Victim) -> None:
-    facts = facts_of(SHAPE, 6)
-    for seed in range(12):
-        steps, held = random_steps(seed, SHAPE, 40), set[Key]()
-        residency, num_drops = Residency(facts, policy(facts)), 0
-        for step, (layer_idx, experts) in enumerate(steps):
-            key = Key(layer_idx, experts[0])
-            if key not in held and len(held) == facts.num_pages:
-                held.remove(victim(step, steps, held))
-                num_drops += 1
-            held.add(key)
-            list(residency.walk(layer_idx, experts))
-            assert resident(residency) == held, (seed, step)
-        assert num_drops > 5
+    ]:
+        with case(policy, victim):
+            facts = facts_of(SHAPE, 6)
+            for seed in range(12):
+                steps, held = random_steps(seed, SHAPE, 40), set[Key]()
+                residency, num_drops = Residency(facts, policy(facts)), 0
+                for step, (layer_idx, experts) in enumerate(steps):
+                    key = Key(layer_idx, experts[0])
+                    if key not in held and len(held) == facts.num_pages:
+                        held.remove(victim(step, steps, held))
+                        num_drops += 1
+                    held.add(key)
+                    list(residency.walk(layer_idx, experts))
+                    assert resident(residency) == held, (seed, step)
+                assert num_drops > 5
 
 
 def test_presets_say_what_their_papers_set() -> None:

@@ -1,12 +1,14 @@
 """Predictions: each against its rule written out, a model worked by hand, and what is said without a profile."""
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cases import case
 from models import TinyMixtral, pack
 from native import operations_limited_to
 from predictors import random_predictor
@@ -80,69 +82,63 @@ def held_bytes(network: Predictor, native: bool) -> int:
     return sum(tensor.nbytes for tensor in (*tensors.values(), *widened))
 
 
-EVERY = pytest.mark.parametrize("layer_idx", [1, 2, 3])
-TOKENS = pytest.mark.parametrize("num_tokens", [1, 7])
-
-
 # --- each against its rule
 
 
-@EVERY
-@TOKENS
-def test_popularity_says_the_same_of_every_token(weights: CheckpointWeights, layer_idx: int, num_tokens: int) -> None:
-    scores = scores_of(made("popularity", weights), layer_idx, observed(num_tokens, layer_idx))
-    assert scores.tolist() == [ROUTING.paths.popularity[layer_idx].tolist()] * num_tokens
+def test_popularity_says_the_same_of_every_token(weights: CheckpointWeights) -> None:
+    for layer_idx, num_tokens in product([1, 2, 3], [1, 7]):
+        with case(layer_idx, num_tokens):
+            scores = scores_of(made("popularity", weights), layer_idx, observed(num_tokens, layer_idx))
+            assert scores.tolist() == [ROUTING.paths.popularity[layer_idx].tolist()] * num_tokens
 
 
-@EVERY
-@TOKENS
-def test_paths_are_asked_with_the_routes_of_the_layers_before(
-    weights: CheckpointWeights, layer_idx: int, num_tokens: int
-) -> None:
-    seen = observed(num_tokens, layer_idx)
-    expected, _ = ROUTING.paths.predict(layer_idx, seen.routes)
-    np.testing.assert_array_equal(scores_of(made("paths", weights), layer_idx, seen), expected)
+def test_paths_are_asked_with_the_routes_of_the_layers_before(weights: CheckpointWeights) -> None:
+    for layer_idx, num_tokens in product([1, 2, 3], [1, 7]):
+        with case(layer_idx, num_tokens):
+            seen = observed(num_tokens, layer_idx)
+            expected, _ = ROUTING.paths.predict(layer_idx, seen.routes)
+            np.testing.assert_array_equal(scores_of(made("paths", weights), layer_idx, seen), expected)
 
 
-@EVERY
-@TOKENS
-def test_the_next_router_multiplies_the_input_before(
-    weights: CheckpointWeights, layer_idx: int, num_tokens: int
-) -> None:
-    seen = observed(num_tokens, layer_idx)
-    rows = SHAPE.tensors()[f"model.layers.{layer_idx}.block_sparse_moe.gate.weight"]
-    expected = seen.x.double() @ rows.double().T
-    # 64 products in float32
-    np.testing.assert_allclose(scores_of(made("router", weights), layer_idx, seen), expected, rtol=1e-4, atol=1e-5)
+def test_the_next_router_multiplies_the_input_before(weights: CheckpointWeights) -> None:
+    for layer_idx, num_tokens in product([1, 2, 3], [1, 7]):
+        with case(layer_idx, num_tokens):
+            seen = observed(num_tokens, layer_idx)
+            rows = SHAPE.tensors()[f"model.layers.{layer_idx}.block_sparse_moe.gate.weight"]
+            expected = seen.x.double() @ rows.double().T
+            # 64 products in float32
+            np.testing.assert_allclose(
+                scores_of(made("router", weights), layer_idx, seen), expected, rtol=1e-4, atol=1e-5
+            )
 
 
-@EVERY
-@TOKENS
-def test_a_partial_state_is_normed_and_routed(weights: CheckpointWeights, layer_idx: int, num_tokens: int) -> None:
-    prediction = made("partial", weights)
-    seen = observed(num_tokens, layer_idx, partial=True)
-    assert prediction.needs_partial and seen.partial is not None
-    rows = SHAPE.tensors()[f"model.layers.{layer_idx}.block_sparse_moe.gate.weight"]
-    hidden = seen.partial.double()
-    normed = hidden / (hidden.square().mean(dim=1, keepdim=True) + 1e-5).sqrt()
-    np.testing.assert_allclose(scores_of(prediction, layer_idx, seen), normed @ rows.double().T, rtol=1e-4, atol=1e-5)
-    assert prediction.scores(layer_idx, observed(num_tokens, layer_idx)) is None
+def test_a_partial_state_is_normed_and_routed(weights: CheckpointWeights) -> None:
+    for layer_idx, num_tokens in product([1, 2, 3], [1, 7]):
+        with case(layer_idx, num_tokens):
+            prediction = made("partial", weights)
+            seen = observed(num_tokens, layer_idx, partial=True)
+            assert prediction.needs_partial and seen.partial is not None
+            rows = SHAPE.tensors()[f"model.layers.{layer_idx}.block_sparse_moe.gate.weight"]
+            hidden = seen.partial.double()
+            normed = hidden / (hidden.square().mean(dim=1, keepdim=True) + 1e-5).sqrt()
+            np.testing.assert_allclose(
+                scores_of(prediction, layer_idx, seen), normed @ rows.double().T, rtol=1e-4, atol=1e-5
+            )
+            assert prediction.scores(layer_idx, observed(num_tokens, layer_idx)) is None
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("num_layers", [1, 2])
-@EVERY
-@TOKENS
-def test_a_network_scores_as_the_plain_one(native: bool, num_layers: int, layer_idx: int, num_tokens: int) -> None:
-    network = random_predictor(num_layers, D, E, min(layer_idx, 2), 8, seed=3)
-    operations = operations_limited_to("portable") if native else TORCH
-    prediction = LearnedPrediction({layer_idx: network}, operations)
-    seen = observed(num_tokens, layer_idx)
-    expected = network.scores(seen.x, torch.from_numpy(seen.routes))
-    # float32 sums of some 70 products in another order
-    np.testing.assert_allclose(scores_of(prediction, layer_idx, seen), expected, rtol=1e-4, atol=1e-5)
-    assert prediction.scores(layer_idx - 1, seen) is None
-    assert prediction.num_bytes == held_bytes(network, native)
+def test_a_network_scores_as_the_plain_one() -> None:
+    for native, num_layers, layer_idx, num_tokens in product([False, True], [1, 2], [1, 2, 3], [1, 7]):
+        with case(native, num_layers, layer_idx, num_tokens):
+            network = random_predictor(num_layers, D, E, min(layer_idx, 2), 8, seed=3)
+            operations = operations_limited_to("portable") if native else TORCH
+            prediction = LearnedPrediction({layer_idx: network}, operations)
+            seen = observed(num_tokens, layer_idx)
+            expected = network.scores(seen.x, torch.from_numpy(seen.routes))
+            # float32 sums of some 70 products in another order
+            np.testing.assert_allclose(scores_of(prediction, layer_idx, seen), expected, rtol=1e-4, atol=1e-5)
+            assert prediction.scores(layer_idx - 1, seen) is None
+            assert prediction.num_bytes == held_bytes(network, native)
 
 
 def test_the_best_of_each_layer_is_asked(weights: CheckpointWeights) -> None:

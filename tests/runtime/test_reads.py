@@ -11,11 +11,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from types import FrameType
 
 import numpy as np
 import pytest
+from cases import case
 from numpy.typing import NDArray
 
 from moe_pack.formats import DISK_BLOCK_BYTES, PackError, RunError
@@ -196,21 +198,22 @@ def test_a_promoted_request_is_read_all_the_same(opener: Opener, tmp_path: Path,
     assert np.array_equal(memory[100:9100], held)
 
 
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("left", [0, 5, DISK_BLOCK_BYTES, 2 * DISK_BLOCK_BYTES + 7])
-def test_a_file_cut_while_it_is_open_is_named(
-    opener: Opener, tmp_path: Path, memory: NDArray[np.uint8], left: int, direct: bool
-) -> None:
-    path, held = written(tmp_path, 4 * DISK_BLOCK_BYTES)
-    reads, file = opened_direct(opener, memory, path, direct)
-    os.truncate(path, left)
-    with pytest.raises(PackError) as fault:
-        reads.wait(reads.submit(file, numbers(0), numbers(0), numbers(4 * DISK_BLOCK_BYTES), True))
-    assert str(fault.value) == CUT
-    os.truncate(path, 0)
-    path.write_bytes(held.tobytes())
-    reads.wait(reads.submit(file, numbers(0), numbers(0), numbers(4 * DISK_BLOCK_BYTES), True))
-    assert np.array_equal(memory[: 4 * DISK_BLOCK_BYTES], held), "what follows a fault is as before"
+def test_a_file_cut_while_it_is_open_is_named(opener: Opener, tmp_path: Path, memory: NDArray[np.uint8]) -> None:
+    for number, (direct, left) in enumerate(product([False, True], [0, 5, DISK_BLOCK_BYTES, 2 * DISK_BLOCK_BYTES + 7])):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(direct, left):
+            memory[:] = 0
+            path, held = written(case_folder, 4 * DISK_BLOCK_BYTES)
+            reads, file = opened_direct(opener, memory, path, direct)
+            os.truncate(path, left)
+            with pytest.raises(PackError) as fault:
+                reads.wait(reads.submit(file, numbers(0), numbers(0), numbers(4 * DISK_BLOCK_BYTES), True))
+            assert str(fault.value) == CUT
+            os.truncate(path, 0)
+            path.write_bytes(held.tobytes())
+            reads.wait(reads.submit(file, numbers(0), numbers(0), numbers(4 * DISK_BLOCK_BYTES), True))
+            assert np.array_equal(memory[: 4 * DISK_BLOCK_BYTES], held), "what follows a fault is as before"
 
 
 def test_a_file_cut_behind_what_is_read_does_no_harm(opener: Opener, tmp_path: Path, memory: NDArray[np.uint8]) -> None:
@@ -245,40 +248,41 @@ def same_target(entry: Path, path: Path) -> bool:
 OUTSIDE_MEMORY, OUTSIDE_FILE = "pieces: a piece does not lie in memory", "pieces: a piece does not lie in the file"
 
 
-@pytest.mark.parametrize(
-    ("offset", "place", "size", "message"),
-    [
-        (0, 0, 0, "pieces: a piece has no bytes"),
-        (0, 0, -4096, "pieces: a piece has no bytes"),
-        (0, -4096, 4096, OUTSIDE_MEMORY),
-        (0, MEMORY_BYTES, 4096, OUTSIDE_MEMORY),
-        (0, MEMORY_BYTES - 4096, 8192, OUTSIDE_MEMORY),
-        (0, 2**63 - 4096, 4096, OUTSIDE_MEMORY),
-        (-4096, 0, 4096, OUTSIDE_FILE),
-        (12288, 0, 4096, OUTSIDE_FILE),
-        (8192, 0, 8192, OUTSIDE_FILE),
-        (2**63 - 4096, 0, 4096, OUTSIDE_FILE),
-    ],
-)
-def test_a_piece_outside_memory_or_file_is_refused(
-    opener: Opener, tmp_path: Path, memory: NDArray[np.uint8], offset: int, place: int, size: int, message: str
-) -> None:
-    reads = opener(memory, False)
-    file = reads.open(written(tmp_path, 10_000)[0])
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        reads.submit(file, numbers(0, offset), numbers(0, place), numbers(1, size), True)
-    reads.wait(reads.submit(file, numbers(8192), numbers(MEMORY_BYTES - 4096), numbers(4096), True))
-
-
-@pytest.mark.parametrize(("offset", "place", "size"), [(512, 0, 4096), (0, 512, 4096), (0, 0, 512)])
-def test_direct_reads_of_parts_of_blocks_are_refused(
-    opener: Opener, tmp_path: Path, memory: NDArray[np.uint8], offset: int, place: int, size: int
-) -> None:
-    reads, file = opened_direct(opener, memory, written(tmp_path, 20_000)[0], True)
-    with pytest.raises(
-        ValueError, match=r"^pieces: direct reads are of whole blocks of 4096 bytes, in the file and in"
+def test_a_piece_outside_memory_or_file_is_refused(opener: Opener, tmp_path: Path, memory: NDArray[np.uint8]) -> None:
+    for number, (offset, place, size, message) in enumerate(
+        [
+            (0, 0, 0, "pieces: a piece has no bytes"),
+            (0, 0, -4096, "pieces: a piece has no bytes"),
+            (0, -4096, 4096, OUTSIDE_MEMORY),
+            (0, MEMORY_BYTES, 4096, OUTSIDE_MEMORY),
+            (0, MEMORY_BYTES - 4096, 8192, OUTSIDE_MEMORY),
+            (0, 2**63 - 4096, 4096, OUTSIDE_MEMORY),
+            (-4096, 0, 4096, OUTSIDE_FILE),
+            (12288, 0, 4096, OUTSIDE_FILE),
+            (8192, 0, 8192, OUTSIDE_FILE),
+            (2**63 - 4096, 0, 4096, OUTSIDE_FILE),
+        ]
     ):
-        reads.submit(file, numbers(offset), numbers(place), numbers(size), True)
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(offset, place, size, message):
+            reads = opener(memory, False)
+            file = reads.open(written(case_folder, 10_000)[0])
+            with pytest.raises(ValueError, match=f"^{message}$"):
+                reads.submit(file, numbers(0, offset), numbers(0, place), numbers(1, size), True)
+            reads.wait(reads.submit(file, numbers(8192), numbers(MEMORY_BYTES - 4096), numbers(4096), True))
+
+
+def test_direct_reads_of_parts_of_blocks_are_refused(opener: Opener, tmp_path: Path, memory: NDArray[np.uint8]) -> None:
+    for number, (offset, place, size) in enumerate([(512, 0, 4096), (0, 512, 4096), (0, 0, 512)]):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(offset, place, size):
+            reads, file = opened_direct(opener, memory, written(case_folder, 20_000)[0], True)
+            with pytest.raises(
+                ValueError, match=r"^pieces: direct reads are of whole blocks of 4096 bytes, in the file and in"
+            ):
+                reads.submit(file, numbers(offset), numbers(place), numbers(size), True)
 
 
 def test_lists_of_different_lengths_and_unknown_files_are_refused(
@@ -295,21 +299,16 @@ def test_lists_of_different_lengths_and_unknown_files_are_refused(
             reads.submit(unknown, numbers(0), numbers(0), numbers(1), True)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_numbers_out_of_range_are_refused(opener: Opener, memory: NDArray[np.uint8]) -> None:
+    for options, message in [
         ({"num_threads": 0}, "threads: expected 1 to 1024"),
         ({"num_threads": 1025}, "threads: expected 1 to 1024"),
         ({"max_read_bytes": 0}, "max_read_bytes: expected a multiple of 4096, at most 2\\^30"),
         ({"max_read_bytes": 5000}, "max_read_bytes: expected a multiple of 4096, at most 2\\^30"),
         ({"max_read_bytes": (1 << 30) + 4096}, "max_read_bytes: expected a multiple of 4096, at most 2\\^30"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(
-    opener: Opener, memory: NDArray[np.uint8], options: dict[str, int], message: str
-) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        opener(memory, False, **options)
+    ]:
+        with case(options, message), pytest.raises(ValueError, match=f"^{message}$"):
+            opener(memory, False, **options)
 
 
 def test_direct_reads_need_aligned_memory(opener: Opener, memory: NDArray[np.uint8]) -> None:

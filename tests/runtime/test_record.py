@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import case
 from residencies import facts_of
 
 from moe_pack.formats import RunError, assemble, canonical, dump, read_header
@@ -161,48 +162,52 @@ def cut(name: str, place: object) -> Callable[[Arrays], None]:
 IMPOSSIBLE = "has values that no run gives"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda arrays: arrays.pop("routes"), "found no routes, chunks and popularity"),
-        (lambda arrays: arrays.pop("hits"), "tensor 'hits' is missing"),
-        (lambda arrays: arrays.update(more=arrays["hits"]), "tensor 'more' is unknown"),
-        (cast("routes", "<u4"), r"tensor 'routes' is U32 \[3, 2, 2\], expected U16 \[3, 2, 2\]"),
-        (cut("routes", np.s_[:, 0]), r"tensor 'routes' is U16 \[3, 2\], expected U16 \[3, 2, 2\]"),
-        (cut("routes", np.s_[:, :1]), r"tensor 'routes' is U16 \[3, 1, 2\], expected U16 \[3, 2, 2\]"),
-        (cut("popularity", 0), r"tensor 'routes' is U16 \[3, 2, 2\], expected U16 \[3, -1, 2\]"),
-        (cut("scores", np.s_[:1]), r"tensor 'scores' is F16 \[1, 2, 4\], expected F16 \[2, 2, 4\]"),
-        (cut("requests", 0), "tensor 'requests' is U32 .*, expected U32, a list"),
-        (put("routes", (0, 0, 0), 4), f"'routes' {IMPOSSIBLE}"),
-        (put("routes", (0, 0, 0), 1), f"'routes' {IMPOSSIBLE}"),
-        (put("chunks", 0, 1), f"'chunks' {IMPOSSIBLE}"),
-        (lambda arrays: arrays.update(chunks=np.array([3, 0], "<u4")), f"'chunks' {IMPOSSIBLE}"),
-        (put("hits", (0, 0), 3), f"'hits' {IMPOSSIBLE}"),
-        (put("needed", (0, 0), 5), f"'hits' {IMPOSSIBLE}"),
-        (put("scores", (0, 0, 0), np.nan), f"'scores' {IMPOSSIBLE}"),
-        (put("popularity", (0, 0), np.inf), f"'popularity' {IMPOSSIBLE}"),
-        (put("popularity", (0, 0), -1), f"'popularity' {IMPOSSIBLE}"),
-        (put("requests", (0, 0), 9), f"'requests' {IMPOSSIBLE}"),  # after the next request
-        (put("requests", (0, 2), 2), f"'requests' {IMPOSSIBLE}"),
-        (put("requests", (0, 3), 4), f"'requests' {IMPOSSIBLE}"),
-        (put("requests", (0, 4), 2), f"'requests' {IMPOSSIBLE}"),
-        (put("requests", (0, 5), 2), f"'requests' {IMPOSSIBLE}"),
-        (put("requests", (0, 2), 0), f"'requests' {IMPOSSIBLE}"),  # one request, two layers
-        (cut("requests", np.s_[:, :5]), f"'requests' {IMPOSSIBLE}"),
-        (facts(version=2), "expected format 'moe-pack record', version 1"),
-        (facts(num_pages="3"), "num_pages: found '3', expected int"),
-        (facts(more=1), "unknown key 'more'"),
-        (lambda arrays: arrays.update(facts=np.zeros(70000, "<u1")), "'facts' has 70000 bytes, at most 65536"),
-    ],
-)
-def test_what_no_run_gives_is_refused(tmp_path: Path, change: Callable[[Arrays], object], message: str) -> None:
-    arrays = arrays_of(small(), tmp_path / "r")
-    change(arrays)
-    raw = assemble((name, NAMES[a.dtype.str.replace("|", "<")], a.shape, a.tobytes()) for name, a in arrays.items())
-    (tmp_path / "r").write_bytes(raw)
-    with pytest.raises(RunError, match=message) as caught:
-        read_record(tmp_path / "r")
-    assert str(caught.value).startswith("r: ") and "\n" not in str(caught.value)
+def test_what_no_run_gives_is_refused(tmp_path: Path) -> None:
+    for number, (change, message) in enumerate(
+        [
+            (lambda arrays: arrays.pop("routes"), "found no routes, chunks and popularity"),
+            (lambda arrays: arrays.pop("hits"), "tensor 'hits' is missing"),
+            (lambda arrays: arrays.update(more=arrays["hits"]), "tensor 'more' is unknown"),
+            (cast("routes", "<u4"), r"tensor 'routes' is U32 \[3, 2, 2\], expected U16 \[3, 2, 2\]"),
+            (cut("routes", np.s_[:, 0]), r"tensor 'routes' is U16 \[3, 2\], expected U16 \[3, 2, 2\]"),
+            (cut("routes", np.s_[:, :1]), r"tensor 'routes' is U16 \[3, 1, 2\], expected U16 \[3, 2, 2\]"),
+            (cut("popularity", 0), r"tensor 'routes' is U16 \[3, 2, 2\], expected U16 \[3, -1, 2\]"),
+            (cut("scores", np.s_[:1]), r"tensor 'scores' is F16 \[1, 2, 4\], expected F16 \[2, 2, 4\]"),
+            (cut("requests", 0), "tensor 'requests' is U32 .*, expected U32, a list"),
+            (put("routes", (0, 0, 0), 4), f"'routes' {IMPOSSIBLE}"),
+            (put("routes", (0, 0, 0), 1), f"'routes' {IMPOSSIBLE}"),
+            (put("chunks", 0, 1), f"'chunks' {IMPOSSIBLE}"),
+            (lambda arrays: arrays.update(chunks=np.array([3, 0], "<u4")), f"'chunks' {IMPOSSIBLE}"),
+            (put("hits", (0, 0), 3), f"'hits' {IMPOSSIBLE}"),
+            (put("needed", (0, 0), 5), f"'hits' {IMPOSSIBLE}"),
+            (put("scores", (0, 0, 0), np.nan), f"'scores' {IMPOSSIBLE}"),
+            (put("popularity", (0, 0), np.inf), f"'popularity' {IMPOSSIBLE}"),
+            (put("popularity", (0, 0), -1), f"'popularity' {IMPOSSIBLE}"),
+            (put("requests", (0, 0), 9), f"'requests' {IMPOSSIBLE}"),  # after the next request
+            (put("requests", (0, 2), 2), f"'requests' {IMPOSSIBLE}"),
+            (put("requests", (0, 3), 4), f"'requests' {IMPOSSIBLE}"),
+            (put("requests", (0, 4), 2), f"'requests' {IMPOSSIBLE}"),
+            (put("requests", (0, 5), 2), f"'requests' {IMPOSSIBLE}"),
+            (put("requests", (0, 2), 0), f"'requests' {IMPOSSIBLE}"),  # one request, two layers
+            (cut("requests", np.s_[:, :5]), f"'requests' {IMPOSSIBLE}"),
+            (facts(version=2), "expected format 'moe-pack record', version 1"),
+            (facts(num_pages="3"), "num_pages: found '3', expected int"),
+            (facts(more=1), "unknown key 'more'"),
+            (lambda arrays: arrays.update(facts=np.zeros(70000, "<u1")), "'facts' has 70000 bytes, at most 65536"),
+        ]
+    ):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(change, message):
+            arrays = arrays_of(small(), case_folder / "r")
+            change(arrays)
+            raw = assemble(
+                (name, NAMES[a.dtype.str.replace("|", "<")], a.shape, a.tobytes()) for name, a in arrays.items()
+            )
+            (case_folder / "r").write_bytes(raw)
+            with pytest.raises(RunError, match=message) as caught:
+                read_record(case_folder / "r")
+            assert str(caught.value).startswith("r: ") and "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_none_and_one_that_is_cut_are_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from residencies import facts_of
@@ -54,13 +55,14 @@ def by_hand(passes: Passes, facts: CacheFacts, extents: Array, preset: Preset) -
     return tallies
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_replay_counts_what_the_residency_does(name: str) -> None:
-    passes = passes_of(1, [9, 1, 1, 4, *[1] * 30])
-    facts, extents = facts_for(passes, 11, seed=2), np.arange(1, 19).reshape(SHAPE) * 1000
-    played = replay(passes, facts, extents, PRESETS[name])
-    assert (played.prefill, played.decode) == by_hand(passes, facts, extents, PRESETS[name])
-    assert played.prefill.num_tokens == 13 and played.decode.num_tokens == 32
+def test_a_replay_counts_what_the_residency_does() -> None:
+    for name in PRESETS:
+        with case(name):
+            passes = passes_of(1, [9, 1, 1, 4, *[1] * 30])
+            facts, extents = facts_for(passes, 11, seed=2), np.arange(1, 19).reshape(SHAPE) * 1000
+            played = replay(passes, facts, extents, PRESETS[name])
+            assert (played.prefill, played.decode) == by_hand(passes, facts, extents, PRESETS[name])
+            assert played.prefill.num_tokens == 13 and played.decode.num_tokens == 32
 
 
 def run_and_record(passes: Passes, facts: CacheFacts, name: str, seed: int) -> tuple[Record, int]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from cases import case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from residencies import dropped, facts_of, fetched, hits, lru_residency, resident
@@ -107,14 +108,15 @@ def abandon_one(watched: Watched, layer_idx: int, foretold: Sequence[int]) -> No
             return
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_with_room_for_all_each_expert_is_fetched_once_for_good(name: str) -> None:
-    facts = facts_of((2, 3), 6, num_active=2)
-    watched = Watched(facts, residency_for(PRESETS[name], facts))
-    for _ in range(4):
-        for layer_idx in range(2):
-            watched.walk(layer_idx, [0, 2])
-    assert all(list(hits(list(watched.residency.walk(l, [0, 2])))) == [True, True] for l in range(2))
+def test_with_room_for_all_each_expert_is_fetched_once_for_good() -> None:
+    for name in PRESETS:
+        with case(name):
+            facts = facts_of((2, 3), 6, num_active=2)
+            watched = Watched(facts, residency_for(PRESETS[name], facts))
+            for _ in range(4):
+                for layer_idx in range(2):
+                    watched.walk(layer_idx, [0, 2])
+            assert all(list(hits(list(watched.residency.walk(l, [0, 2])))) == [True, True] for l in range(2))
 
 
 def test_with_everything_placed_no_room_is_kept_for_turns() -> None:

@@ -1,13 +1,13 @@
 """Rotary positions: scalings against transformers' own functions, turning by hand, and where longrope changes over."""
 
 import math
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from cases import case
 from families import Tiny, original, token_ids, write
-from transformers import Qwen3MoeConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moe_pack.formats import Checkpoint, LongRopeSpec, RopeSpec, RunError, YarnSpec
 from moe_pack.runtime import CheckpointWeights, Decoder, Expert
@@ -17,32 +17,33 @@ CPU = torch.device("cpu")
 POSITIONS = torch.tensor([0, 1, 17, 4095, 100_000])
 
 
-@pytest.mark.parametrize("original_context", [64, 4096, 32768])
-@pytest.mark.parametrize("factor", [1.0, 4.0, 40.0])
-@pytest.mark.parametrize("truncate", [True, False])
-@pytest.mark.parametrize("betas", [(32.0, 1.0), (8.0, 8.0)])
-def test_yarn_is_transformers_yarn(
-    original_context: int, factor: float, truncate: bool, betas: tuple[float, float]
-) -> None:
-    config = Qwen3MoeConfig(
-        head_dim=64,
-        max_position_embeddings=int(original_context * factor),
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": factor,
-            "original_max_position_embeddings": original_context,
-            "beta_fast": betas[0],
-            "beta_slow": betas[1],
-            "truncate": truncate,
-        },
-    )
-    frequencies, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config)
-    yarn = YarnSpec("yarn", factor, original_context, *betas, attention_factor, truncate)
-    cos, sin = Rope(RopeSpec(1e4, 64, False, yarn), CPU)(POSITIONS, 5)
-    angles = POSITIONS[:, None].float() * frequencies
-    torch.testing.assert_close(cos, angles.cos() * attention_factor)
-    torch.testing.assert_close(sin, angles.sin() * attention_factor)
+def test_yarn_is_transformers_yarn() -> None:
+    from transformers import Qwen3MoeConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for original_context, factor, truncate, betas in product(
+        [64, 4096, 32768], [1.0, 4.0, 40.0], [True, False], [(32.0, 1.0), (8.0, 8.0)]
+    ):
+        with case(original_context, factor, truncate, betas):
+            config = Qwen3MoeConfig(
+                head_dim=64,
+                max_position_embeddings=int(original_context * factor),
+                rope_parameters={
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": factor,
+                    "original_max_position_embeddings": original_context,
+                    "beta_fast": betas[0],
+                    "beta_slow": betas[1],
+                    "truncate": truncate,
+                },
+            )
+            frequencies, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config)
+            yarn = YarnSpec("yarn", factor, original_context, *betas, attention_factor, truncate)
+            cos, sin = Rope(RopeSpec(1e4, 64, False, yarn), CPU)(POSITIONS, 5)
+            angles = POSITIONS[:, None].float() * frequencies
+            torch.testing.assert_close(cos, angles.cos() * attention_factor)
+            torch.testing.assert_close(sin, angles.sin() * attention_factor)
 
 
 def test_pairs_are_turned_against_each_other_and_the_rest_stays() -> None:
@@ -65,22 +66,23 @@ def test_longrope_divides_by_its_factors_and_changes_over_beyond_the_original_co
     torch.testing.assert_close(rope(position, 9)[0], 2.5 * torch.tensor([[3 / 4, 3 / (8 * 10)]]).cos())
 
 
-@pytest.mark.parametrize("before", [1, 39, 40, 41, 60])
-def test_a_sequence_that_grows_beyond_the_original_context_is_what_it_would_be_at_once(
-    before: int, tmp_path: Path
-) -> None:
-    source = write(Tiny("phimoe", "as it comes"), tmp_path)
-    ids = token_ids()
-    with torch.no_grad():
-        expected = original(source)(torch.tensor([ids])).logits[0]
-    checkpoint = Checkpoint(source)
-    decoder = Decoder(CheckpointWeights(checkpoint), 96)
-    decoder.next_logits(ids[:before])
-    found = decoder.logits(ids[before:])
-    again = decoder.cache.num_tokens
-    checkpoint.close()
-    assert (len(found), again) == (96 - before, 96)
-    assert (found - expected[before:]).abs().max() < 1e-4
+def test_a_sequence_that_grows_beyond_the_original_context_is_what_it_would_be_at_once(tmp_path: Path) -> None:
+    for number, before in enumerate([1, 39, 40, 41, 60]):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(before):
+            source = write(Tiny("phimoe", "as it comes"), case_folder)
+            ids = token_ids()
+            with torch.no_grad():
+                expected = original(source)(torch.tensor([ids])).logits[0]
+            checkpoint = Checkpoint(source)
+            decoder = Decoder(CheckpointWeights(checkpoint), 96)
+            decoder.next_logits(ids[:before])
+            found = decoder.logits(ids[before:])
+            again = decoder.cache.num_tokens
+            checkpoint.close()
+            assert (len(found), again) == (96 - before, 96)
+            assert (found - expected[before:]).abs().max() < 1e-4
 
 
 class Failing(CheckpointWeights):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cases import case
 from native import operations_limited_to
 
 from moe_pack.formats import RouterSpec
@@ -120,29 +121,32 @@ def check(route: Route, router: RouterSpec, logits: list[list[float]], bias: lis
         torch.testing.assert_close(weights[token], torch.tensor([w for _, w in expected]), rtol=2e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("router", ROUTERS, ids=named)
-def test_random_scores_follow_the_rule(router: RouterSpec, route: Route) -> None:
-    rng = random.Random(3)
-    logits = [[rng.gauss(0, 1.5) for _ in range(router.num_experts)] for _ in range(200)]
-    # Quarters are exact in float32, so that rule and code see the same numbers.
-    check(route, router, logits, [rng.randrange(-8, 9) / 4 for _ in range(router.num_experts)])
+def test_random_scores_follow_the_rule(route: Route) -> None:
+    for router in ROUTERS:
+        with case(router):
+            rng = random.Random(3)
+            logits = [[rng.gauss(0, 1.5) for _ in range(router.num_experts)] for _ in range(200)]
+            # Quarters are exact in float32, so that rule and code see the same numbers.
+            check(route, router, logits, [rng.randrange(-8, 9) / 4 for _ in range(router.num_experts)])
 
 
-@pytest.mark.parametrize("router", ROUTERS, ids=named)
-def test_equal_scores_go_to_the_lowest_index(router: RouterSpec, route: Route) -> None:
+def test_equal_scores_go_to_the_lowest_index(route: Route) -> None:
     """Logits of two values only: nearly every comparison, of experts and of groups, is a tie."""
-    rng = random.Random(5)
-    logits = [[float(rng.randrange(2)) for _ in range(router.num_experts)] for _ in range(100)]
-    check(route, router, [*logits, [0.0] * router.num_experts], [0.0] * router.num_experts)
+    for router in ROUTERS:
+        with case(router):
+            rng = random.Random(5)
+            logits = [[float(rng.randrange(2)) for _ in range(router.num_experts)] for _ in range(100)]
+            check(route, router, [*logits, [0.0] * router.num_experts], [0.0] * router.num_experts)
 
 
-@pytest.mark.parametrize("router", [router for router in ROUTERS if router.bias], ids=named)
-def test_a_bias_decides_who_is_chosen_and_not_with_what_weight(router: RouterSpec, route: Route) -> None:
-    bias = torch.zeros(router.num_experts)
-    bias[-1] = 100.0
-    experts, weights = route(torch.zeros(1, router.num_experts), router, bias)
-    assert experts[0, 0] == router.num_experts - 1
-    assert weights.max() == weights.min(), "all scores are equal"
+def test_a_bias_decides_who_is_chosen_and_not_with_what_weight(route: Route) -> None:
+    for router in [router for router in ROUTERS if router.bias]:
+        with case(router):
+            bias = torch.zeros(router.num_experts)
+            bias[-1] = 100.0
+            experts, weights = route(torch.zeros(1, router.num_experts), router, bias)
+            assert experts[0, 0] == router.num_experts - 1
+            assert weights.max() == weights.min(), "all scores are equal"
 
 
 def test_of_many_equal_scores_the_first_are_chosen_where_topk_promises_no_order(route: Route) -> None:
@@ -192,14 +196,15 @@ def test_all_experts_and_one_expert_can_be_asked_for(route: Route) -> None:
     assert route(torch.tensor([[5.0]]), spec(1, 1))[1].tolist() == [[1.0]]
 
 
-@pytest.mark.parametrize("router", [router for router in ROUTERS if router.kind != "sparsemixer"], ids=named)
-def test_not_a_number_is_seen(router: RouterSpec, route: Route) -> None:
-    logits = torch.zeros(2, router.num_experts)
-    logits[1, -1] = math.nan
-    experts, weights = TORCH.route(logits, router, torch.zeros(router.num_experts) if router.bias else None)
-    assert weights[0].isfinite().all()
-    assert weights[1].isnan().any()
-    assert ((experts >= 0) & (experts < router.num_experts)).all()
+def test_not_a_number_is_seen(route: Route) -> None:
+    for router in [router for router in ROUTERS if router.kind != "sparsemixer"]:
+        with case(router):
+            logits = torch.zeros(2, router.num_experts)
+            logits[1, -1] = math.nan
+            experts, weights = TORCH.route(logits, router, torch.zeros(router.num_experts) if router.bias else None)
+            assert weights[0].isfinite().all()
+            assert weights[1].isnan().any()
+            assert ((experts >= 0) & (experts < router.num_experts)).all()
 
 
 def test_no_tokens_go_nowhere(route: Route) -> None:
@@ -207,24 +212,29 @@ def test_no_tokens_go_nowhere(route: Route) -> None:
     assert (experts.shape, weights.shape) == ((0, 3), (0, 3))
 
 
-@pytest.mark.parametrize("router", ROUTERS, ids=named)
-def test_weights_of_the_routers_own_experts_are_the_routers(router: RouterSpec) -> None:
-    torch.manual_seed(11)
-    logits, bias = torch.randn(50, router.num_experts), torch.randn(router.num_experts)
-    experts, weights = TORCH.route(logits, router, bias if router.bias else None)
-    assert torch.equal(routers.router_weights(logits, experts, router), weights)
+def test_weights_of_the_routers_own_experts_are_the_routers() -> None:
+    for router in ROUTERS:
+        with case(router):
+            torch.manual_seed(11)
+            logits, bias = torch.randn(50, router.num_experts), torch.randn(router.num_experts)
+            experts, weights = TORCH.route(logits, router, bias if router.bias else None)
+            assert torch.equal(routers.router_weights(logits, experts, router), weights)
 
 
-@pytest.mark.parametrize("router", ROUTERS, ids=named)
-def test_weights_of_other_experts_are_normalised_as_the_family_does(router: RouterSpec) -> None:
-    torch.manual_seed(12)
-    logits = torch.randn(40, router.num_experts)
-    experts = torch.stack([torch.randperm(router.num_experts)[: router.num_experts_per_tok] for _ in logits])
-    weights = routers.router_weights(logits, experts, router)
-    for token, row in enumerate(logits.tolist()):
-        torch.testing.assert_close(
-            weights[token], torch.tensor(weights_by_rule(row, experts[token].tolist(), router)), rtol=2e-5, atol=1e-7
-        )
+def test_weights_of_other_experts_are_normalised_as_the_family_does() -> None:
+    for router in ROUTERS:
+        with case(router):
+            torch.manual_seed(12)
+            logits = torch.randn(40, router.num_experts)
+            experts = torch.stack([torch.randperm(router.num_experts)[: router.num_experts_per_tok] for _ in logits])
+            weights = routers.router_weights(logits, experts, router)
+            for token, row in enumerate(logits.tolist()):
+                torch.testing.assert_close(
+                    weights[token],
+                    torch.tensor(weights_by_rule(row, experts[token].tolist(), router)),
+                    rtol=2e-5,
+                    atol=1e-7,
+                )
 
 
 def weights_by_rule(logits: list[float], experts: list[int], router: RouterSpec) -> list[float]:
@@ -259,13 +269,16 @@ def by_hand(experts: list[int], capacity: int) -> list[bool]:
     return [experts[:place].count(expert) < capacity for place, expert in enumerate(experts)]
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 5, 40])
-def test_tokens_beyond_an_expert_s_capacity_weigh_nothing(capacity: int) -> None:
-    logits = torch.randn((40, 4), generator=torch.Generator().manual_seed(1)) + torch.tensor([2.0, 0.0, 0.0, -9.0])
-    unlimited, limited = (RouterSpec("softmax_topk", 4, 1, False, capacity=c) for c in (None, capacity))
-    experts, weights = TORCH.route(logits, unlimited)
-    found, kept = TORCH.route(logits, limited)
-    within = torch.tensor(by_hand(experts[:, 0].tolist(), capacity))[:, None]
-    assert torch.equal(found, experts)
-    assert torch.equal(kept, torch.where(within, weights, 0.0))
-    assert bool(within.all()) == (capacity == 40)
+def test_tokens_beyond_an_expert_s_capacity_weigh_nothing() -> None:
+    for capacity in [1, 2, 5, 40]:
+        with case(capacity):
+            logits = torch.randn((40, 4), generator=torch.Generator().manual_seed(1)) + torch.tensor(
+                [2.0, 0.0, 0.0, -9.0]
+            )
+            unlimited, limited = (RouterSpec("softmax_topk", 4, 1, False, capacity=c) for c in (None, capacity))
+            experts, weights = TORCH.route(logits, unlimited)
+            found, kept = TORCH.route(logits, limited)
+            within = torch.tensor(by_hand(experts[:, 0].tolist(), capacity))[:, None]
+            assert torch.equal(found, experts)
+            assert torch.equal(kept, torch.where(within, weights, 0.0))
+            assert bool(within.all()) == (capacity == 40)

@@ -1,9 +1,10 @@
 """What ranks a layer's experts, as a prediction takes it: the order that its router chooses in."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 
-import pytest
 import torch
+from cases import case
 from specs import GROUPED
 from torch import Tensor
 
@@ -38,26 +39,26 @@ class Router:
         return self.bias
 
 
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize(
-    ("kind", "bias"),
-    [
-        ("softmax_topk", False),
-        ("softmax_topk", True),
-        ("sigmoid_topk", False),
-        ("sigmoid_topk", True),
-        ("topk_softmax", False),
-        ("sparsemixer", False),
-    ],
-)
-def test_a_routers_scores_rank_experts_as_it_chooses_them(kind: str, bias: bool, k: int) -> None:
-    spec = RouterSpec(kind, 8, k, normalize=False, bias=bias, jitter=0.1)  # type: ignore[arg-type]  # a Literal each
-    rows = torch.randn(8, D, generator=generator(1)) * 0.2
-    held = Router(replace(GROUPED, router=spec), rows, torch.randn(8, generator=generator(2)))
-    x = random_inputs(200, 3)
-    scores = router_scores(x, held, 1)  # type: ignore[arg-type]  # of a model's weights, no more is asked for
-    chosen, _ = TORCH.route(x @ rows.T, spec, held.bias if bias else None)
-    assert torch.equal(scores.argsort(dim=1, descending=True, stable=True)[:, :k], chosen)
-    if bias:
-        unbiased, _ = TORCH.route(x @ rows.T, spec, torch.zeros(8))
-        assert not torch.equal(chosen, unbiased)
+def test_a_routers_scores_rank_experts_as_it_chooses_them() -> None:
+    for k, (kind, bias) in product(
+        [1, 3],
+        [
+            ("softmax_topk", False),
+            ("softmax_topk", True),
+            ("sigmoid_topk", False),
+            ("sigmoid_topk", True),
+            ("topk_softmax", False),
+            ("sparsemixer", False),
+        ],
+    ):
+        with case(k, kind, bias):
+            spec = RouterSpec(kind, 8, k, normalize=False, bias=bias, jitter=0.1)  # type: ignore[arg-type]  # a Literal each
+            rows = torch.randn(8, D, generator=generator(1)) * 0.2
+            held = Router(replace(GROUPED, router=spec), rows, torch.randn(8, generator=generator(2)))
+            x = random_inputs(200, 3)
+            scores = router_scores(x, held, 1)  # type: ignore[arg-type]  # of a model's weights, no more is asked for
+            chosen, _ = TORCH.route(x @ rows.T, spec, held.bias if bias else None)
+            assert torch.equal(scores.argsort(dim=1, descending=True, stable=True)[:, :k], chosen)
+            if bias:
+                unbiased, _ = TORCH.route(x @ rows.T, spec, torch.zeros(8))
+                assert not torch.equal(chosen, unbiased)

@@ -2,9 +2,11 @@
 
 import math
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
+from cases import case
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import Sampler
@@ -36,22 +38,21 @@ def test_draws_follow_the_probabilities() -> None:
         assert abs(found[token] / 4000 - probability) < 5 * math.sqrt(probability * (1 - probability) / 4000)
 
 
-@pytest.mark.parametrize(
-    ("top_p", "kept"), [(0.4, {1}), (0.5, {1}), (0.6, {1, 3}), (0.8, {1, 2, 3}), (1.0, {0, 1, 2, 3})]
-)
-def test_top_p_keeps_the_smallest_set_with_that_mass(top_p: float, kept: set[int]) -> None:
-    assert set(draws(Sampler(1, top_p, 0), 500)) == kept
+def test_top_p_keeps_the_smallest_set_with_that_mass() -> None:
+    for top_p, kept in [(0.4, {1}), (0.5, {1}), (0.6, {1, 3}), (0.8, {1, 2, 3}), (1.0, {0, 1, 2, 3})]:
+        with case(top_p, kept):
+            assert set(draws(Sampler(1, top_p, 0), 500)) == kept
 
 
-@pytest.mark.parametrize("spread", [0.0, 1.0, 4.0, 12.0])  # 0: all alike; 12: a few have everything
-@pytest.mark.parametrize("size", [1, 2, 255, 256, 257, 5000])
-def test_the_nucleus_is_that_of_a_stable_sort_of_all_tokens(size: int, spread: float) -> None:
-    draw = torch.Generator().manual_seed(size)
-    scores = (spread * torch.randn(size, generator=draw).mul(4).round().div(4)).double().exp()  # with many ties
-    for top_p in (1e-9, 0.3, 0.9, 0.999):  # at 1 it hangs on rounding; all are kept without asking
-        ranked, tokens = scores.sort(descending=True, stable=True)
-        expected = tokens[ranked.cumsum(0) - ranked < top_p * scores.sum()].sort().values
-        assert torch.equal(nucleus(scores, top_p), expected), top_p
+def test_the_nucleus_is_that_of_a_stable_sort_of_all_tokens() -> None:
+    for spread, size in product([0.0, 1.0, 4.0, 12.0], [1, 2, 255, 256, 257, 5000]):
+        with case(spread, size):
+            draw = torch.Generator().manual_seed(size)
+            scores = (spread * torch.randn(size, generator=draw).mul(4).round().div(4)).double().exp()  # with many ties
+            for top_p in (1e-9, 0.3, 0.9, 0.999):  # at 1 it hangs on rounding; all are kept without asking
+                ranked, tokens = scores.sort(descending=True, stable=True)
+                expected = tokens[ranked.cumsum(0) - ranked < top_p * scores.sum()].sort().values
+                assert torch.equal(nucleus(scores, top_p), expected), top_p
 
 
 @pytest.mark.parametrize("spread", [1.0, 5.0])
@@ -81,11 +82,10 @@ def test_a_tiny_temperature_overflows_nothing() -> None:
     assert Sampler(1e-30, 1, 0).choose(LOGITS) == 1
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_are_refused(bad: float, temperature: float) -> None:
-    with pytest.raises(RunError, match="logits are not numbers"):
-        Sampler(temperature, 1, 0).choose(torch.tensor([1.0, bad]))
+def test_logits_that_are_no_numbers_are_refused() -> None:
+    for bad, temperature in product([math.nan, math.inf, -math.inf], [0.0, 1.0]):
+        with case(bad, temperature), pytest.raises(RunError, match="logits are not numbers"):
+            Sampler(temperature, 1, 0).choose(torch.tensor([1.0, bad]))
 
 
 @pytest.mark.parametrize("temperature", [-0.1, math.nan, math.inf])

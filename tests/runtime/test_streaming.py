@@ -167,7 +167,8 @@ def test_hits_and_misses_are_counted(dense_pack: Path) -> None:
         size = -(-held.layout.experts[0][0].num_bytes // 4096) * 4096
         assert bytes_read == misses * size, "all fit: each is read once"
         assert weights.prefill.asked_bytes + weights.decode.asked_bytes == bytes_read
-        assert weights.store.peak_pages == min(misses, weights.store._arena.num_pages), "a page each"
+        assert engine.plan is not None
+        assert weights.store.peak_pages == min(misses, engine.plan.num_pages), "a page each"
         assert (weights.prefill.tokens, weights.decode.tokens) == (NUM_PROMPT, len(IDS) - NUM_PROMPT)
         assert weights.prefill.hits == 0
         assert weights.decode.needed == 2 * num_layers * (len(IDS) - NUM_PROMPT)

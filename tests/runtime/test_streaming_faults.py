@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from cases import case
 from click.testing import CliRunner, Result
 from models import PackMaker
 from streaming import budget_for
@@ -194,16 +196,16 @@ def test_what_is_to_be_written_is_written_without_a_budget_too(option: str, shar
     assert_one_line(refused.stderr, f"{option}: is of experts that stream; leave --read map out")
 
 
-@pytest.mark.parametrize("option", ["--trace", "--record"])
-@pytest.mark.parametrize("place", PLACES)
-def test_a_place_that_cannot_be_written_is_refused_before_the_model_runs(
-    option: str, place: str, shared_demo: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("kept")
-    result = run(*options(shared_demo, 4), option, tmp_path / PLACES[place])
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert_one_line(result.stderr, "cannot be written")
-    assert names(tmp_path) == ["file"]
+def test_a_place_that_cannot_be_written_is_refused_before_the_model_runs(shared_demo: Path, tmp_path: Path) -> None:
+    for number, (option, place) in enumerate(product(["--trace", "--record"], PLACES)):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(option, place):
+            (case_folder / "file").write_text("kept")
+            result = run(*options(shared_demo, 4), option, case_folder / PLACES[place])
+            assert (result.exit_code, result.stdout) == (1, "")
+            assert_one_line(result.stderr, "cannot be written")
+            assert names(case_folder) == ["file"]
 
 
 def test_a_record_is_not_written_in_the_place_of_a_device(shared_demo: Path, tmp_path: Path) -> None:
@@ -293,18 +295,16 @@ def test_after_a_trace_was_refused_what_ends_goes_nowhere(small_disk: Path) -> N
     assert names(small_disk) == []
 
 
-@pytest.mark.parametrize(("stop", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_in_mid_token_ends_it_with_whole_files(
-    stop: signal.Signals, exit_code: int, shared_demo: Path, tmp_path: Path
-) -> None:
+def test_an_interruption_in_mid_token_ends_it_with_whole_files(shared_demo: Path, tmp_path: Path) -> None:
+    """A request to terminate is in test_run_command.py."""
     trace, record = tmp_path / "out.json", tmp_path / "out.record"
     process = started(*options(shared_demo, MANY_TOKENS), "--trace", trace, "--record", record)
     assert process.stdout is not None
     first = process.stdout.read(1)  # it is writing
     time.sleep(0.05)
-    process.send_signal(stop)
+    process.send_signal(signal.SIGINT)
     rest, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == exit_code
+    assert process.returncode == 130
     assert (first + rest).endswith("\n")
     assert errors.endswith(": interrupted\n")
     assert_one_line(errors, "interrupted")
@@ -314,8 +314,12 @@ def test_a_signal_in_mid_token_ends_it_with_whole_files(
 
 
 def test_two_processes_on_one_pack_answer_the_same(shared_demo: Path) -> None:
-    alone = run(*options(shared_demo, 40)).stdout
-    processes = [started(*options(shared_demo, 40)) for _ in range(2)]
-    for process in processes:
-        output, errors = process.communicate(timeout=TIMEOUT_S)
-        assert (process.returncode, output, errors) == (0, alone, "")
+    wished = options(shared_demo, 40)
+    other = started(*wished)
+    assert other.stdout is not None and other.stderr is not None
+    with other.stdout, other.stderr:
+        first = other.stdout.read(1)  # it is running
+        mine = run(*wished).stdout
+        assert first + other.stdout.read() == mine
+        assert other.stderr.read() == ""
+    assert other.wait(timeout=TIMEOUT_S) == 0

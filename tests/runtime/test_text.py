@@ -1,9 +1,11 @@
 """Tokens to text as they come, and what ends a text."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
+from cases import case
 from models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
 
 from moe_pack.formats import Pack, PackError, RunError
@@ -54,25 +56,25 @@ def test_the_end_of_text_comes_from_the_generation_config(text: Text) -> None:
     assert text.end_ids == {1}
 
 
-@pytest.mark.parametrize(
-    ("generation", "config", "expected"),
-    [
-        ('{"eos_token_id": [3, 5]}', {}, {3, 5}),
-        ('{"eos_token_id": null}', {"eos_token_id": 4}, {4}),
-        (None, {"eos_token_id": 4}, {4}),
-        (None, {}, set()),
-    ],
-)
-def test_the_end_of_text_may_be_many_one_or_none(
-    generation: str | None, config: dict[str, int], expected: set[int], tmp_path: Path
-) -> None:
-    source = TinyMixtral(config=dict(config)).write(tmp_path / "source")
-    (source / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
-    if generation:
-        (source / "generation_config.json").write_text(generation)
-    pack(source, tmp_path / "packed")
-    with Pack(tmp_path / "packed") as held:
-        assert Text(held).end_ids == expected
+def test_the_end_of_text_may_be_many_one_or_none(tmp_path: Path) -> None:
+    for number, (generation, config, expected) in enumerate(
+        [
+            ('{"eos_token_id": [3, 5]}', {}, {3, 5}),
+            ('{"eos_token_id": null}', {"eos_token_id": 4}, {4}),
+            (None, {"eos_token_id": 4}, {4}),
+            (None, {}, set()),
+        ]
+    ):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(generation, config, expected):
+            source = TinyMixtral(config=dict(config)).write(case_folder / "source")
+            (source / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
+            if generation:
+                (source / "generation_config.json").write_text(generation)
+            pack(source, case_folder / "packed")
+            with Pack(case_folder / "packed") as held:
+                assert Text(held).end_ids == expected
 
 
 def test_an_end_of_text_that_is_no_token_is_refused(tmp_path: Path) -> None:
@@ -97,31 +99,33 @@ def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
         Text(held)
 
 
-@pytest.mark.parametrize(
-    ("tokenizer_config", "begins"),
-    [
-        ({"add_bos_token": True, "bos_token": "<s>"}, True),
-        ({"add_bos_token": True, "bos_token": {"content": "<s>", "special": True}}, True),
-        ({"add_bos_token": False, "bos_token": "<s>"}, False),
-        ({"bos_token": "<s>"}, False),
-        ({"add_bos_token": True, "bos_token": None}, False),
-        ({}, False),
-    ],
-)
-@pytest.mark.parametrize("template", [True, False])
-def test_a_text_begins_as_the_tokenizer_s_config_says(
-    tokenizer_config: dict[str, object], begins: bool, template: bool, tmp_path: Path
-) -> None:
+def test_a_text_begins_as_the_tokenizer_s_config_says(tmp_path: Path) -> None:
     """Some tokenizers say in their config alone that texts have a beginning; it is put there once."""
-    source = TinyMixtral().write(tmp_path / "source")
-    tokenizer = json.loads((DEMO_MODEL / "tokenizer.json").read_text("utf-8"))
-    if not template:
-        tokenizer["post_processor"] = None
-    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (source / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    pack(source, tmp_path / "packed")
-    with Pack(tmp_path / "packed") as held:
-        text = Text(held)
-    plain = text.encode("It was", special_tokens=False)
-    assert 0 not in plain
-    assert text.encode("It was") == ([0, *plain] if begins or template else plain)
+    for number, ((tokenizer_config, begins), template) in enumerate(
+        product(
+            [
+                ({"add_bos_token": True, "bos_token": "<s>"}, True),
+                ({"add_bos_token": True, "bos_token": {"content": "<s>", "special": True}}, True),
+                ({"add_bos_token": False, "bos_token": "<s>"}, False),
+                ({"bos_token": "<s>"}, False),
+                ({"add_bos_token": True, "bos_token": None}, False),
+                ({}, False),
+            ],
+            [True, False],
+        )
+    ):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(tokenizer_config, begins, template):
+            source = TinyMixtral().write(case_folder / "source")
+            tokenizer = json.loads((DEMO_MODEL / "tokenizer.json").read_text("utf-8"))
+            if not template:
+                tokenizer["post_processor"] = None
+            (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+            (source / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+            pack(source, case_folder / "packed")
+            with Pack(case_folder / "packed") as held:
+                text = Text(held)
+            plain = text.encode("It was", special_tokens=False)
+            assert 0 not in plain
+            assert text.encode("It was") == ([0, *plain] if begins or template else plain)

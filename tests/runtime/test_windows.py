@@ -1,10 +1,12 @@
 """Windows in a ring of the cache, and attention sinks: against all positions kept, and a softmax written out."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from cases import case
 from families import Tiny, original, token_ids, write
 from models import pack
 from native import INSTRUCTION_SETS, operations_limited_to
@@ -71,51 +73,49 @@ def written_out(given: tuple[Tensor, Tensor, Tensor], window: int | None, sinks:
     return out.flatten(1)
 
 
-@pytest.mark.parametrize("instruction_set", WAYS)
-@pytest.mark.parametrize("chunk", [1, 3, 40])
-@pytest.mark.parametrize("window", [None, 1, 7])
-@pytest.mark.parametrize("has_sinks", [True, False])
-def test_attention_with_sinks_is_softmax_written_out(
-    instruction_set: str | None, chunk: int, window: int | None, has_sinks: bool
-) -> None:
-    given = tokens(40)
-    sinks = torch.tensor([0.5, -3.0, 4.0, -torch.inf]) if has_sinks else None
-    found = attended(given, chunk, 40, window, sinks, operations_of(instruction_set))
-    torch.testing.assert_close(found, written_out(given, window, sinks).float(), rtol=1e-5, atol=1e-5)
+def test_attention_with_sinks_is_softmax_written_out() -> None:
+    for instruction_set, chunk, window, has_sinks in product(WAYS, [1, 3, 40], [None, 1, 7], [True, False]):
+        with case(instruction_set, chunk, window, has_sinks):
+            given = tokens(40)
+            sinks = torch.tensor([0.5, -3.0, 4.0, -torch.inf]) if has_sinks else None
+            found = attended(given, chunk, 40, window, sinks, operations_of(instruction_set))
+            torch.testing.assert_close(found, written_out(given, window, sinks).float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("instruction_set", WAYS)
-@pytest.mark.parametrize(("chunk", "window"), [(1, 1), (1, 7), (3, 7), (7, 3), (40, 7), (64, 300), (130, 70)])
-def test_a_ring_gives_the_bits_that_all_positions_give(instruction_set: str | None, chunk: int, window: int) -> None:
-    operations, given, sinks = operations_of(instruction_set), tokens(700), torch.tensor([0.5, -3.0, 4.0, 0.0])
-    whole = attended(given, chunk, 700, window, sinks, operations)
-    for places in (window - 1 + chunk, window + chunk + 5):
-        assert torch.equal(attended(given, chunk, places, window, sinks, operations), whole)
+def test_a_ring_gives_the_bits_that_all_positions_give() -> None:
+    for instruction_set, (chunk, window) in product(
+        WAYS, [(1, 1), (1, 7), (3, 7), (7, 3), (40, 7), (64, 300), (130, 70)]
+    ):
+        with case(instruction_set, chunk, window):
+            operations, given, sinks = operations_of(instruction_set), tokens(450), torch.tensor([0.5, -3.0, 4.0, 0.0])
+            whole = attended(given, chunk, 450, window, sinks, operations)
+            for places in (window - 1 + chunk, window + chunk + 5):
+                assert torch.equal(attended(given, chunk, places, window, sinks, operations), whole)
 
 
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-def test_a_ring_too_small_for_what_is_seen_is_refused(instruction_set: str) -> None:
-    with pytest.raises(ValueError, match="what the new tokens see is not within the cache"):
-        attended(tokens(30), 3, 8, 7, None, operations_of(instruction_set))
+def test_a_ring_too_small_for_what_is_seen_is_refused() -> None:
+    for instruction_set in INSTRUCTION_SETS:
+        with case(instruction_set), pytest.raises(ValueError, match="what the new tokens see is not within the cache"):
+            attended(tokens(30), 3, 8, 7, None, operations_of(instruction_set))
 
 
-@pytest.mark.parametrize("has_kernels", [True, False])
-@pytest.mark.parametrize("tiny", [MIXED, ALL], ids=str)
-def test_a_text_far_beyond_the_window_is_transformers_in_chunks_of_any_size(
-    tiny: Tiny, has_kernels: bool, tmp_path: Path
-) -> None:
-    source, ids = write(tiny, tmp_path / "source"), token_ids()
-    pack(source, tmp_path / "packed", width=16)
-    with torch.no_grad():
-        expected = original(source)(torch.tensor([ids])).logits[0]
-    with Pack(tmp_path / "packed") as held:
-        weights = open_weights(held, CPU, operations_limited_to("portable") if has_kernels else TORCH)
-        for chunk in (1, 2, 5, 16, 40):
-            decoder = Decoder(weights, len(ids), chunk_tokens=chunk)
-            assert decoder.cache.is_ring
-            assert decoder.cache.num_bytes == 4 * cache_values(held.spec, len(ids), chunk)
-            found = torch.cat([decoder.logits(ids[:33]), decoder.logits(ids[33:])])
-            assert (found - expected).abs().max() < 1e-4
+def test_a_text_far_beyond_the_window_is_transformers_in_chunks_of_any_size(tmp_path: Path) -> None:
+    for number, (has_kernels, tiny) in enumerate(product([True, False], [MIXED, ALL])):
+        case_folder = tmp_path / str(number)
+        case_folder.mkdir()
+        with case(has_kernels, tiny):
+            source, ids = write(tiny, case_folder / "source"), token_ids()
+            pack(source, case_folder / "packed", width=16)
+            with torch.no_grad():
+                expected = original(source)(torch.tensor([ids])).logits[0]
+            with Pack(case_folder / "packed") as held:
+                weights = open_weights(held, CPU, operations_limited_to("portable") if has_kernels else TORCH)
+                for chunk in (1, 2, 5, 16, 40):
+                    decoder = Decoder(weights, len(ids), chunk_tokens=chunk)
+                    assert decoder.cache.is_ring
+                    assert decoder.cache.num_bytes == 4 * cache_values(held.spec, len(ids), chunk)
+                    found = torch.cat([decoder.logits(ids[:33]), decoder.logits(ids[33:])])
+                    assert (found - expected).abs().max() < 1e-4
 
 
 class Failing(CheckpointWeights):
