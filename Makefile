@@ -3,13 +3,13 @@
 # make soak   the slow tests: random kills, a 6 GB checkpoint in 3 GiB of memory, packs run in budgets
 # make families  every model family against transformers: the table of docs/families.md
 # make fuzz   the native kernels on random bytes under sanitizers, for FUZZ_SECONDS; FUZZ_SEED repeats
-# make ablate the papers' parts one after the other, by replay
-# make bench  the figures of docs/benchmarks.md; make bench-cpu  those of the native kernels alone;
-#             make bench-streaming  those of packs larger than memory, with 20 GB in BENCH_PACKS (as root: it makes
-#             memory cgroups and empties the page cache);
-#             each with LLAMA_PYTHON=python (one that has llama_cpp and gguf) beside llama.cpp; with SMALL_MODEL=folder
-#             (rows of multiples of 256 weights, which llama.cpp's types can hold) the quantizer's steps and quality by size
-#             for it too
+# make ablate the papers' parts one after the other and every cache policy, by replay
+# make bench  what docs/benchmarks.md says, measured again; make bench-cpu  the native kernels alone;
+#             make bench-streaming  packs larger than memory, with 20 GB in BENCH_PACKS (as root: it makes memory
+#             cgroups and empties the page cache);
+#             each with LLAMA_PYTHON=python (one that has llama_cpp and gguf) against llama.cpp too; with
+#             SMALL_MODEL=folder (rows of multiples of 256 weights, which llama.cpp's types can hold) the quantizers and
+#             quality by size for it too
 # make gpu-check  on a machine with a GPU: what only a GPU can show, in three calls of nine minutes (docs/gpu.md): CALL=1
 #             for one of them, PART=twins,demo for some parts, GPU_OPTIONS for more; needs no network and no installation
 # make gpu-report  the page and the picture of docs/benchmarks/gpu-*.json; GPU_FILES for other files
@@ -27,6 +27,8 @@ DEMO := build/demo-pack
 
 FUZZ_SECONDS ?= 60
 BENCH_PACKS ?= build/bench-packs
+BENCH := tests/bench
+LLAMA = $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 
 .PHONY: demo test check soak families fuzz ablate bench bench-cpu bench-streaming gpu-check gpu-report clean
 .DEFAULT_GOAL := test
@@ -46,76 +48,57 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy $(ROOMS:%=-p moe_pack.%)
-	$(BIN)/mypy benchmarks/*.py tests/support/*.py
+	$(BIN)/mypy $(BENCH)/*.py $(BENCH)/*/*.py tests/support/*.py
 	$(BIN)/pytest -n auto --dist loadfile
 
 soak: $(INSTALLED)
 	$(BIN)/pytest -m slow -n 2 --dist loadfile
 
 families: $(INSTALLED)
-	PYTHONPATH=tests/support $(BIN)/python benchmarks/family_table.py
+	$(BIN)/python $(BENCH)/family_table.py
 
 fuzz: $(INSTALLED)
 	$(MAKE) -C tests/native --no-print-directory -j $$(nproc) SECONDS=$(FUZZ_SECONDS) SEED=$(FUZZ_SEED) \
 	    PYTHON=$(abspath $(BIN)/python) run
 
 bench-cpu: $(INSTALLED)
-	$(BIN)/python benchmarks/cpu_kernels.py
-	$(BIN)/python benchmarks/evaluation_speed.py
-	$(BIN)/python benchmarks/decode_speed.py $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
+	$(BIN)/python $(BENCH)/kernels.py experts
+	$(BIN)/python $(BENCH)/kernels.py decode --folder $(BENCH_PACKS) $(LLAMA)
 
 ablate: $(INSTALLED)
-	$(BIN)/python benchmarks/ablate.py
+	$(BIN)/python $(BENCH)/policies.py parts
+	$(BIN)/python $(BENCH)/policies.py hits
 
 bench-streaming: $(INSTALLED)
-	$(BIN)/python benchmarks/streaming_speed.py --folder $(BENCH_PACKS) \
-	    $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON)) --json $(BENCH_PACKS)/streaming_speed.json
-	$(BIN)/python benchmarks/drive_limit.py --folder $(BENCH_PACKS) --json $(BENCH_PACKS)/drive_limit.json
-	$(BIN)/python benchmarks/soak.py --folder $(BENCH_PACKS) --json $(BENCH_PACKS)/soak.json
-	$(BIN)/python benchmarks/overlap.py --folder $(BENCH_PACKS) --json $(BENCH_PACKS)/overlap.json
+	$(BIN)/python $(BENCH)/offloading.py speed --folder $(BENCH_PACKS) $(LLAMA)
+	$(BIN)/python $(BENCH)/offloading.py disk --folder $(BENCH_PACKS)
+	$(BIN)/python $(BENCH)/offloading.py soak --folder $(BENCH_PACKS)
+	$(BIN)/python $(BENCH)/offloading.py overlap --folder $(BENCH_PACKS)
 
 bench: families bench-cpu bench-streaming ablate
-	$(BIN)/python benchmarks/quality.py
-	$(BIN)/python benchmarks/hqq_speed.py
-	$(BIN)/python benchmarks/bounded_memory.py
-	$(BIN)/python benchmarks/bounded_memory.py --bits 16
-	$(BIN)/python benchmarks/bounded_memory.py --quantizer calibrated --codec trellis --bits 2 --layers 1
 	mkdir -p $(BENCH_PACKS)
+	$(BIN)/python $(BENCH)/memory.py convert --folder $(BENCH_PACKS)
+	$(BIN)/python $(BENCH)/memory.py convert --folder $(BENCH_PACKS) --quantizer calibrated --codec trellis --bits 2 \
+	    --layers 1
 	for model in gpt-oss-120b deepseek-v3; do \
-	    $(BIN)/python benchmarks/coded_memory.py --model $$model --sensitivity none --folder $(BENCH_PACKS) && \
-	    $(BIN)/python benchmarks/coded_memory.py --model $$model --experts 4 --only profile --folder $(BENCH_PACKS) \
-	        || exit 1; \
+	    $(BIN)/python $(BENCH)/memory.py convert --model $$model --bits source --only plain --folder $(BENCH_PACKS) && \
+	    $(BIN)/python $(BENCH)/memory.py profile --model $$model --layers 2 --experts 4 --tokens 512 --only plain \
+	        --folder $(BENCH_PACKS) || exit 1; \
 	done
-	$(BIN)/python benchmarks/thresholds_hold.py
-	$(BIN)/python benchmarks/floe_orderings.py
-	$(BIN)/python benchmarks/added_sensitivities.py
-	$(BIN)/python benchmarks/grids.py
-	$(BIN)/python benchmarks/calibrated_speed.py
-	$(BIN)/python benchmarks/quantizer_steps.py
-	$(BIN)/python benchmarks/two_texts.py
-	$(if $(SMALL_MODEL),$(BIN)/python benchmarks/quantizer_steps.py --model $(SMALL_MODEL))
-	$(if $(SMALL_MODEL),$(BIN)/python benchmarks/two_texts.py --model $(SMALL_MODEL))
-	$(BIN)/python benchmarks/profile_speed.py
-	$(BIN)/python benchmarks/tolerance.py
-	$(BIN)/python benchmarks/cache_precision.py
-	$(BIN)/python benchmarks/preset_packs.py
-	$(BIN)/python benchmarks/solve_time.py
-	$(BIN)/python benchmarks/predicted_speed.py --folder $(BENCH_PACKS)
-	$(BIN)/python benchmarks/profile_memory.py
-	$(BIN)/python benchmarks/policy_table.py
-	$(BIN)/python benchmarks/policy_replay.py
-	$(BIN)/python benchmarks/price_of_trust.py
-	$(BIN)/python benchmarks/quality_curve.py $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON)) \
-	    --json $(BENCH_PACKS)/quality-tiny.json --svg $(BENCH_PACKS)/quality-tiny.svg
-	$(if $(SMALL_MODEL),$(BIN)/python benchmarks/quality_curve.py --model $(SMALL_MODEL) \
-	    $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON)) \
-	    --json $(BENCH_PACKS)/quality-small.json --svg $(BENCH_PACKS)/quality-small.svg)
+	$(BIN)/python $(BENCH)/memory.py profile --folder $(BENCH_PACKS)
+	$(BIN)/python $(BENCH)/profiling.py
+	$(BIN)/python $(BENCH)/plans.py predicted --folder $(BENCH_PACKS)
+	$(BIN)/python $(BENCH)/quantizers.py
+	$(BIN)/python $(BENCH)/quality.py $(LLAMA) --svg $(BENCH_PACKS)/quality-tiny.svg
+	$(if $(SMALL_MODEL),$(BIN)/python $(BENCH)/quantizers.py --model $(SMALL_MODEL))
+	$(if $(SMALL_MODEL),$(BIN)/python $(BENCH)/quality.py --model $(SMALL_MODEL) $(LLAMA) \
+	    --svg $(BENCH_PACKS)/quality-small.svg)
 
 gpu-check:
-	$(GPU_PYTHON) benchmarks/gpu_check.py $(if $(CALL),--call $(CALL)) $(if $(PART),--part $(PART)) $(GPU_OPTIONS)
+	$(GPU_PYTHON) $(BENCH)/gpu_check.py $(if $(CALL),--call $(CALL)) $(if $(PART),--part $(PART)) $(GPU_OPTIONS)
 
 gpu-report: $(INSTALLED)
-	$(BIN)/python benchmarks/gpu_report.py $(GPU_FILES) -o docs/benchmarks/gpu
+	$(BIN)/python $(BENCH)/gpu_report.py $(GPU_FILES) -o docs/benchmarks/gpu
 
 clean:
 	rm -rf build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """Losses for planning without a profile: those of a trained model, spread evenly over another's shape.
 
 Not a measurement, and every plan made from them has to say so (`Losses.origin`). The figures lie in
-`assumed_losses.json`, which `python benchmarks/assumed_losses.py` writes from a profile of the demo model.
+`assumed_losses.json`, which `python tests/bench/plans.py assumed-losses` writes from a profile of the demo model.
 """
 
 import math

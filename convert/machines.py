@@ -70,7 +70,7 @@ def machine_of_cpu(facts: MachineFacts) -> Machine:
 def assumed_cpu() -> Machine:
     """A CPU of two cores with AVX-512 and a drive of 1 GB/s, where nothing was measured.
 
-    Rates: docs/benchmarks.md, "Experts against memory" (machine A, two threads), rounded.
+    Rates: docs/benchmarks/cpu.md, "Experts against memory" (machine A, two threads), rounded.
     """
     rates = tuple(WidthRate(width, 1e9 * rate) for width, rate in ((2, 30), (3, 31), (4, 33), (8, 36), (16, 38)))
     fixed = FixedCosts(token_s=3e-4, layer_s=1.5e-4, expert_s=1e-5, miss_s=5e-5)

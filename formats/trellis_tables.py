@@ -1,7 +1,7 @@
 """The tables of the codec `trellis`: 128 signed bytes a table, as hexadecimal, by width (bits of two weights).
 
 Odd widths have two: for even columns, then for odd ones. Lloyd's algorithm made them from the best paths of random rows
-(benchmarks/trellis_tables.py). They are part of the format (docs/trellis-tables.json), and never change.
+(benchmarks/trellis_tables.py at commit f1fe26a). They are part of the format (docs/trellis-tables.json), and never change.
 """
 
 TRELLIS_TABLES: dict[int, str] = {

@@ -22,7 +22,7 @@ Foretelling = Literal["none", "recorded", "routes", "not replayable"]
 # Hit rates so near each other, as shares, that the simpler policy is taken.
 _TIE = 0.002
 # A layer's experts of one token, below which `auto` foretells nothing: foretelling takes longer than reading them. With
-# experts of 110 KB tokens took 7.5% longer (benchmarks/overlap.py, the demo model; Intel Xeon, 2026-11-22).
+# experts of 110 KB tokens took 7.5% longer (tests/bench/offloading.py overlap, the demo model; Intel Xeon, 2026-11-22).
 _FORETOLD_BYTES = 1 << 20
 # The fewer things a policy does, the earlier: what is preferred among equals.
 _SIMPLEST_FIRST: tuple[PolicyName, ...] = ("lru", "fiddler", "corm", "edgemoe", "importance", "floe")
@@ -120,7 +120,7 @@ def auto_preset(passes: Passes | None, facts: CacheFacts, extent_bytes: Array) -
     """What `--policy auto` runs: the policy that keeps best on such routes, and what foretells best.
 
     Without routes to choose by it keeps as EdgeMoE does: layers come in turn, and what was used longest ago is what the
-    next layers need. Measured on synthetic packs (docs/benchmarks.md, "Streaming").
+    next layers need. Measured on synthetic packs (docs/benchmarks/offloading.md).
     """
     name: PolicyName = "edgemoe" if passes is None else auto_policy(passes, facts, extent_bytes)[0]
     token_bytes = facts.num_active * int(extent_bytes.max())

@@ -273,7 +273,7 @@ def test_a_family_is_named_in_the_family_table_alone(family: str) -> None:
 
 def written_by_hand() -> list[Path]:
     """Every Python file of the repository's own."""
-    folders = [ROOT / name for name in (*ROOMS, "tests", "benchmarks")]
+    folders = [ROOT / name for name in (*ROOMS, "tests")]
     return sorted(path for folder in folders for path in folder.rglob("*.py"))
 
 

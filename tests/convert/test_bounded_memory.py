@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bounded_memory.py"
+BENCHMARK = Path(__file__).parents[2] / "tests" / "bench" / "memory.py"
 # One layer of experts is 2.8 GB, twice the anonymous memory allowed; two are 6 GB.
 LAYERS = os.environ.get("MOE_PACK_LAYERS", "1")
 NEEDED_DISK_BYTES = 8 * 10**9 * int(LAYERS)  # source 3 GB a layer, pack 1.3 GB, and some space
@@ -32,7 +32,7 @@ def test_a_checkpoint_of_mixtral_8x7bs_dimensions_converts_inside_3_gib_with_1_5
     free = shutil.disk_usage(tmp_path).free
     if free < NEEDED_DISK_BYTES:
         pytest.skip(f"{tmp_path} has {free:,} bytes free, {NEEDED_DISK_BYTES:,} are needed")
-    command = [sys.executable, str(BENCHMARK), "--only", "cgroup", "--workers", "2", *options]
+    command = [sys.executable, str(BENCHMARK), "convert", "--only", "cgroup", "--workers", "2", *options]
     ended = subprocess.run(
         [*command, "--folder", str(tmp_path), "--json"], capture_output=True, text=True, timeout=1800
     )

@@ -14,18 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import gpu_check
-import gpu_packs
-import gpu_preflight
-import gpu_twins
 import pytest
 import torch
 from click.testing import CliRunner
+from gpu import checks, engines
+from gpu.engines import EngineWanted
+from gpu.kernels import read_metrics
+from gpu.measuring import Clock, Results, setting
 from gpu_check import PARTS, Ended, main, run_call, run_part, table
-from gpu_clock import Clock
-from gpu_engine import EngineWanted
-from gpu_ncu import read_metrics
 from gpu_report import main as report
-from gpu_results import Results, setting
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
@@ -154,10 +151,10 @@ def test_unknown_parts_and_calls_are_refused_with_the_names_of_all(arguments: li
 
 
 def test_a_missing_package_ends_the_preflight_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_preflight, "_PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr(checks, "_PACKAGES", ("torch", "no-such-package"))
     results = new_results(tmp_path)
-    with pytest.raises(gpu_preflight.UnfitError, match=r"package no-such-package: .*; install no-such-package"):
-        gpu_preflight.run(results, Clock(CPU, True))
+    with pytest.raises(checks.UnfitError, match=r"package no-such-package: .*; install no-such-package"):
+        checks.preflight(results, Clock(CPU, True))
     assert "page-locking 1 GiB" in [row["name"] for row in results.rows], "all that is wrong is told at once"
 
 
@@ -170,15 +167,15 @@ def test_a_pack_lies_where_it_has_room(
 ) -> None:
     """A file system in memory may be much smaller than the memory: that it may be written to says nothing."""
     free = {tmp_path / "memory": in_memory << 30, tmp_path / "disk": on_disk << 30}
-    monkeypatch.setattr(gpu_packs, "_folders", lambda is_rehearsal: list(free))
+    monkeypatch.setattr(engines, "_folders", lambda is_rehearsal: list(free))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder]))
     if found is None:
         with pytest.raises(
             OSError, match=r"^mixtral: 21,474,836,480 bytes have no room; free are .*memory 8,589,934,592"
         ):
-            gpu_packs._folder_for("mixtral", 20 << 30, False)
+            engines._folder_for("mixtral", 20 << 30, False)
     else:
-        assert gpu_packs._folder_for("mixtral", 20 << 30, False) == tmp_path / found / "mixtral"
+        assert engines._folder_for("mixtral", 20 << 30, False) == tmp_path / found / "mixtral"
 
 
 def test_engines_are_told_how_much_host_memory_they_may_take() -> None:
@@ -205,9 +202,9 @@ for number in range(int(sys.argv[3]), 5):
 
 def test_a_kernel_that_ends_its_process_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cases.py").write_text(DYING)
-    monkeypatch.setattr(gpu_twins, "_CASES", tmp_path / "cases.py")
+    monkeypatch.setattr(checks, "_CASES", tmp_path / "cases.py")
     results = new_results(tmp_path)
-    gpu_twins.run(results, Clock(CPU, False))
+    checks.twins(results, Clock(CPU, False))
     assert [(row["case"], row["is_right"]) for row in results.rows] == [("0", True), ("1", False), ("4", True)]
     assert results.errors == {
         "kernel: 1": "differs from its twin by 1, allowed 0.5",
@@ -240,9 +237,9 @@ def test_what_compute_sanitizer_finds_is_told(is_clean: bool, tmp_path: Path, mo
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "cases.py").write_text(TWO_CASES)
-    monkeypatch.setattr(gpu_twins, "_CASES", tmp_path / "cases.py")
+    monkeypatch.setattr(checks, "_CASES", tmp_path / "cases.py")
     results = new_results(tmp_path)
-    gpu_twins.sanitize(results, Clock(CPU, False))
+    checks.sanitize(results, Clock(CPU, False))
     rows = {row["tool"]: row for row in results.rows}
     assert rows["none"]["cases"] == rows["memcheck"]["cases"] == 2
     assert {name for name in results.errors if "," in name} == {f"{tool}, kernel: wrong" for tool in rows}, (
@@ -366,7 +363,7 @@ def bare_python(folder: Path, packages: list[str]) -> Path:
     reason="all of gpu-check by the interpreter takes six minutes: MOE_PACK_REHEARSE=1",
 )
 def test_every_part_runs_where_nothing_is_installed_but_what_the_page_names(tmp_path: Path) -> None:
-    python = bare_python(tmp_path / "venv", list(gpu_preflight._PACKAGES))
+    python = bare_python(tmp_path / "venv", list(checks._PACKAGES))
     for missing in ("moe_pack", "pytest", "hqq", "datasets", "transformers"):
         done = subprocess.run([python, "-c", f"import {missing}"], capture_output=True, text=True, check=False)
         assert "ModuleNotFoundError" in done.stderr, missing

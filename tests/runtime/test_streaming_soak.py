@@ -9,7 +9,7 @@ import secrets
 import pytest
 from cases import case
 from models import PackMaker
-from soak import growth, soak
+from offloading import growth, soak
 
 from moe_pack.formats import Pack
 

@@ -1,0 +1,251 @@
+"""llama.cpp as a comparison: GGUFs of our packs, a process that decodes them, and experts in its types.
+
+A GGUF has its pack's routers, embedding, attention and norms, in Q4_0 where the pack has 4 bit, and random experts of
+the same size and deviation: tokens go to experts as in the pack, some often, some seldom. Of the experts that 24
+random tokens chose in each layer, 91 to 98% were the pack's own choices (llama-cpp-python 0.3.36).
+
+The importance matrix of experts is llama-imatrix's, by its definition: for each expert and column the mean square of
+what the matrix is multiplied with, over the tokens that go to that expert, of those sequences of the calibration text
+whose inputs a profile keeps; 1 where no token does.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.calib import Profile
+from moe_pack.formats import Checkpoint, DenseRole, GroupedQuerySpec, ModelSpec, Pack, dense_roles
+from moe_pack.runtime import CheckpointWeights, NeuronBlock, PackWeights, activations
+
+_SIDE = Path(__file__).with_name("llama_side.py")
+_ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}  # llama.cpp's, by our family
+# llama.cpp's names of what a decoder layer has, and of the rest.
+_LAYER_NAMES = {
+    "attention_norm": "attn_norm",
+    "attention.q": "attn_q",
+    "attention.k": "attn_k",
+    "attention.v": "attn_v",
+    "attention.o": "attn_output",
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "mlp_norm": "ffn_norm",
+    "router": "ffn_gate_inp",
+}
+_NAMES = {"embed": "token_embd", "norm": "output_norm", "head": "output"}
+
+
+# Weights a block of those of at most 4.5 bits a weight: rows are made of whole blocks. With Q4_0 and MXFP4, which are
+# there for rows that hold no blocks of 256.
+_BLOCKS = {
+    "IQ1_S": 256,
+    "IQ1_M": 256,
+    "IQ2_XXS": 256,
+    "IQ2_XS": 256,
+    "IQ2_S": 256,
+    "Q2_K": 256,
+    "IQ3_XXS": 256,
+    "IQ3_S": 256,
+    "Q3_K": 256,
+    "IQ4_XS": 256,
+    "MXFP4": 32,
+    "Q4_0": 32,
+    "IQ4_NL": 32,
+    "Q4_K": 256,
+}
+
+
+def llama_option(body: Any) -> Any:
+    """Adds `--llama-python` to a command."""
+    kind = click.Path(path_type=Path, exists=True, dir_okay=False)
+    text = "A Python with llama_cpp, gguf and numpy.  [default: llama.cpp is left out]"
+    return click.option("--llama-python", type=kind, help=text)(body)
+
+
+class Llama:
+    """The process of `llama_side.py serve`; ended by `close`."""
+
+    name = "llama.cpp"
+
+    def __init__(self, python: Path, gguf: Path, spec: ModelSpec, context: int) -> None:
+        command = llama_command(python, gguf, spec, context)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.facts: dict[str, Any] = json.loads(self._line())
+
+    def time(self, prompt: list[int], tokens: list[int], at_once: bool, threads: int) -> float:
+        """Seconds for `tokens` after `prompt`, by the clock of the process."""
+        asked = {"prompt": prompt, "tokens": tokens, "at_once": at_once, "threads": threads}
+        assert self._process.stdin is not None, "it is a pipe"
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        return float(json.loads(self._line())["seconds"])
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin is not None and self._process.stdout is not None, "they are pipes"
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None, "it is a pipe"
+        line = self._process.stdout.readline()
+        if not line:
+            raise click.ClickException(f"llama_side.py ended with {self._process.wait()}")
+        return line
+
+
+def llama_command(python: Path, gguf: Path, spec: ModelSpec, context: int, mapped: bool = False) -> list[str]:
+    """Returns the command line of `llama_side.py serve` on a GGUF of these dimensions."""
+    command = [str(python), str(_SIDE), "serve", str(gguf), "--dimensions", json.dumps(_dimensions(spec))]
+    return [*command, "--context", str(context), *(["--mapped"] if mapped else [])]
+
+
+def _dimensions(spec: ModelSpec) -> dict[str, object]:
+    """Returns what `llama_side.Dimensions` has."""
+    attention = spec.attention
+    assert isinstance(attention, GroupedQuerySpec), "both families have grouped queries"
+    return {
+        "arch": _ARCHITECTURES[spec.family],
+        "num_hidden_layers": spec.num_hidden_layers,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.expert.intermediate_size,
+        "num_experts": spec.router.num_experts,
+        "num_experts_per_tok": spec.router.num_experts_per_tok,
+        "num_heads": attention.num_heads,
+        "num_kv_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "vocab_size": spec.vocab_size,
+        "rms_norm_eps": spec.norm.eps,
+        "rope_theta": spec.rotation.theta,
+    }
+
+
+def make_gguf(pack: Path, llama_python: Path) -> Path:
+    """Returns a synthetic pack's GGUF, beside it, made unless it is there; the Python has gguf and numpy."""
+    path = pack.with_name(f"{pack.name}-Q4_0.gguf")
+    if path.exists():
+        return path
+    click.echo(f"making {path}", err=True)
+    given = path.with_suffix(".given")
+    shutil.rmtree(given, ignore_errors=True)
+    given.mkdir()
+    try:
+        with Pack(pack) as opened:
+            weights = PackWeights(opened, torch.device("cpu"))
+            _write_given(weights, given)
+            deviations = json.dumps(_deviations(weights))
+        command = [*llama_command(llama_python, path, opened.spec, 1), "--write-only"]
+        command += ["--given", str(given), "--deviations", deviations]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    finally:
+        shutil.rmtree(given)
+    return path
+
+
+def _write_given(weights: PackWeights, folder: Path) -> None:
+    """Every dense tensor in a file of llama.cpp's name."""
+    for role in dense_roles(weights.spec):
+        np.save(folder / f"{_llama_name(role)}.npy", _dense(weights, role))
+
+
+def _llama_name(role: DenseRole) -> str:
+    layer, _, name = role.name.removeprefix("layers.").partition(".")
+    return f"blk.{layer}.{_LAYER_NAMES[name]}.weight" if name else f"{_NAMES[role.name]}.weight"
+
+
+def _dense(weights: PackWeights, role: DenseRole) -> NDArray[np.floating]:
+    if len(role.shape) == 1:
+        return weights.vector(role.name).numpy()
+    values = weights.matrix(role.name).rows(0, role.shape[0])
+    name = role.name.rpartition(".")[2]
+    if weights.spec.family == "mixtral" and name in ("q", "k"):
+        values = _interleaved(values, weights.spec)
+    # float16 is wider than what the matrix was stored in
+    return values.half().numpy() if role.quantizable else values.float().numpy()
+
+
+def _interleaved(rows: Tensor, spec: ModelSpec) -> Tensor:
+    """Queries or keys [h * head_dim, d] as llama.cpp rotates them: neighbours, where ours are half a head apart."""
+    attention = spec.attention
+    assert isinstance(attention, GroupedQuerySpec), "of these families"
+    halves = rows.view(-1, 2, attention.head_dim // 2, rows.shape[1])  # [h, half, head_dim / 2, d]
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
+def _deviations(weights: PackWeights) -> dict[str, float]:
+    """Of the weights of experts, by llama.cpp's names: those of the first."""
+    blocks = list(weights.expert(0, 0).blocks())
+    gates = [block.gate for block in blocks if block.gate is not None]
+    matrices = {"gate": gates, "up": [block.up for block in blocks], "down": [block.down for block in blocks]}
+    return {f"ffn_{name}_exps": float(torch.cat(parts).std()) for name, parts in matrices.items()}
+
+
+def llama_types(spec: ModelSpec) -> tuple[str, ...]:
+    """Returns the types that can hold this model's rows, by rising size."""
+    rows = (spec.hidden_size, spec.expert.intermediate_size)
+    return tuple(kind for kind, block in _BLOCKS.items() if not any(columns % block for columns in rows))
+
+
+class LlamaExperts:
+    """A checkpoint's experts as llama.cpp stores them; matrices and importance lie in `folder`.
+
+    Args:    profile: of the calibration text, with the inputs of experts.   libggml: unless the Python has llama_cpp.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, profile: Profile, python: Path, libggml: Path | None, folder: Path
+    ) -> None:
+        self._spec, self._folder = checkpoint.spec, folder
+        self._command: list[str | Path] = [python, _SIDE, "quantize", folder]
+        self._options: list[str | Path] = ["--libggml", libggml] if libggml else []
+        self._write(CheckpointWeights(checkpoint), profile)
+
+    @torch.inference_mode()
+    def _write(self, weights: CheckpointWeights, profile: Profile) -> None:
+        """Writes matrices as llama.cpp has them, gate and up [f, d], down [d, f], and the importance of columns."""
+        function = self._spec.expert.function
+        files: dict[str, list[Tensor]] = {
+            f"{name}{kind}": [] for name in ("gate", "up", "down") for kind in ("", "-importance")
+        }
+        for layer_idx in range(len(self._spec.moe_layers)):
+            with profile.inputs(layer_idx) as inputs:
+                for expert in range(self._spec.router.num_experts):
+                    blocks = list(weights.expert(layer_idx, expert).blocks())
+                    gate = torch.cat([block.gate for block in blocks if block.gate is not None]).float()
+                    up, down = (
+                        torch.cat([getattr(block, name) for block in blocks]).float() for name in ("up", "down")
+                    )
+                    x = inputs.rows(
+                        torch.from_numpy(
+                            np.flatnonzero(((inputs.experts == expert) & (inputs.weights != 0)).any(axis=1))
+                        )
+                    )
+                    h = activations(x, NeuronBlock(gate, up, down), function).h
+                    of_x, of_h = (
+                        values.square().mean(dim=0) if len(values) else torch.ones(values.shape[1]) for values in (x, h)
+                    )
+                    for name, matrix, importance in (("gate", gate, of_x), ("up", up, of_x), ("down", down.T, of_h)):
+                        files[name].append(matrix)
+                        files[f"{name}-importance"].append(importance)
+        for name, tensors in files.items():
+            np.save(self._folder / f"{name}.npy", np.ascontiguousarray(torch.stack(tensors).numpy()))
+
+    def stored_as(self, kind: str) -> tuple[int, list[NeuronBlock]]:
+        """Returns the bytes of all experts in one of llama.cpp's types, and what they decode to, layer by layer."""
+        ended = subprocess.run([*self._command, kind, *self._options], stdout=subprocess.PIPE, stderr=sys.stderr)
+        if ended.returncode:
+            raise click.ClickException(f"{_SIDE.name} quantize {kind}: ended with {ended.returncode}")
+        gate, up, down = (
+            torch.from_numpy(np.load(self._folder / f"{name}-stored.npy")) for name in ("gate", "up", "down")
+        )
+        num_bytes: int = json.loads(ended.stdout)["bytes"]
+        return num_bytes, [NeuronBlock(*matrices) for matrices in zip(gate, up, down.transpose(1, 2), strict=True)]

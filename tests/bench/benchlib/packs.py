@@ -1,0 +1,54 @@
+"""The packs that offloading is measured on; made where they are not there.
+
+Two are synthetic, about 5 GB at 4 bit throughout: few large experts, many small ones. The third is the demo model's.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchlib import DEMO_MODEL, PACK_BITS, moe_pack
+from moe_pack.formats import Pack
+from moe_pack.runtime import divide_budget, expert_pages
+from moe_pack.runtime.budget import LEAST_PREFILL_TOKENS, workspace_bytes
+
+DEMO = "demo"  # the demo model's pack
+_BOUNDLESS = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticPack:
+    """Some layers of a published model. `path_correlation`: how far a token's experts follow from those before."""
+
+    model: str
+    layers: int
+    vocab: int | None = None
+    path_correlation: float | None = 0.5
+
+    def arguments(self) -> list[str]:
+        """Returns the arguments of `moe-pack synth`."""
+        vocab = [] if self.vocab is None else ["--vocab", str(self.vocab)]
+        paths = [] if self.path_correlation is None else ["--path-correlation", str(self.path_correlation)]
+        return [self.model, "--layers", str(self.layers), *vocab, *PACK_BITS, "--skew", "0.5", *paths]
+
+
+SYNTHETIC = {
+    "mixtral-6-layers": SyntheticPack("mixtral-8x7b", 6),
+    "qwen3-14-layers": SyntheticPack("qwen3-30b-a3b", 14, 32768),
+}
+
+
+def make_pack(name: str, folder: Path, synthetic: dict[str, SyntheticPack] = SYNTHETIC) -> Path:
+    """Returns the pack of this name in `folder`, made unless it is there; `DEMO` or one of `synthetic`."""
+    pack = folder / name
+    if not (pack / "manifest.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        asked = ["convert", DEMO_MODEL, *PACK_BITS] if name == DEMO else ["synth", *synthetic[name].arguments()]
+        moe_pack(*asked, "-o", pack)
+    return pack
+
+
+def budget_with(pack: Pack, num_experts: int, context_tokens: int) -> int:
+    """Returns the budget that has space for so many of the largest experts, and for short forward passes."""
+    plan = divide_budget(pack.layout, _BOUNDLESS, context_tokens, 0)
+    largest = int(expert_pages(pack.layout, plan.page_bytes).max()) * (plan.page_bytes + plan.head_bytes)
+    return plan.dense + plan.cache + workspace_bytes(pack.spec, LEAST_PREFILL_TOKENS) + num_experts * largest

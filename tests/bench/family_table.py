@@ -1,0 +1,170 @@
+"""Prints the family table: what was checked against transformers and with what result, sizes, what is refused.
+
+    python tests/bench/family_table.py
+
+Every tiny checkpoint of tests/support/families.py is made, packed in 16 bit and run beside transformers (prefill,
+token by token, 32 greedy tokens); every published config is read and counted; every config near a known one is tried.
+Exit code 1 if anything fails.
+"""
+
+import argparse
+import json
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import benchlib  # noqa: F401  # first: it puts tests/support on the path
+import torch
+from close_configs import CLOSE, Close, refusal
+from families import BASE, TINY, Comparison, compare, is_bounded
+from published import PUBLISHED, Published, active, agrees, spec_of, total
+from tqdm import tqdm
+
+from moe_pack.formats import FAMILIES, cached_values, num_active_parameters, num_parameters
+
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Row:
+    """A family's results: largest differences over its shapes, names of those that failed, models, refusals."""
+
+    family: str
+    num_shapes: int
+    failed: list[str]
+    prefill: float
+    token_by_token: float
+    models: list[dict[str, object]]
+    refused: list[str]
+    refused_wrongly: list[str]
+
+    @property
+    def passes(self) -> bool:
+        """Whether every shape, every refusal and every published figure is as it should be."""
+        return (
+            not self.failed
+            and not self.refused_wrongly
+            and bool(self.models)
+            and all(model["agrees"] for model in self.models)
+        )
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """An empty folder, removed afterwards."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def measure(family: str) -> Row:
+    """A family's row: all its shapes, refusals and published models, tried now."""
+    if family not in BASE:
+        raise SystemExit(f"{family}: has no shapes; add it to BASE in tests/support/families.py")
+    found: dict[str, Comparison] = {}
+    for tiny in tqdm([tiny for tiny in TINY if tiny.family == family], desc=family, disable=None, leave=False):
+        with folder() as path:
+            found[tiny.name] = compare(tiny, path)
+    refused: list[str] = []
+    unlike: list[str] = []
+    for close in [close for close in CLOSE if close.family == family]:
+        with folder() as path:
+            line = refusal(close, path)
+        if line is not None and line.endswith(close.message):
+            refused.append(written(close))
+        else:
+            unlike.append(f"{written(close)}: {'is accepted' if line is None else line}; expected: {close.message}")
+    return Row(
+        family=family,
+        num_shapes=len(found),
+        failed=[name for name, comparison in found.items() if not is_bounded(comparison, TOLERANCE)],
+        prefill=max(comparison.prefill for comparison in found.values()),
+        token_by_token=max(comparison.token_by_token for comparison in found.values()),
+        models=[sizes(model) for model in PUBLISHED if spec_of(model).family == family],
+        refused=refused,
+        refused_wrongly=unlike,
+    )
+
+
+def written(close: Close) -> str:
+    """What is unlike the family in a config: `key=value`, of an object its first value."""
+    values = {
+        key: next(iter(value.values())) if isinstance(value, dict) else value for key, value in close.changes.items()
+    }
+    return ", ".join(f"{key}={'...' if isinstance(value, list) else value}" for key, value in values.items())
+
+
+def sizes(published: Published) -> dict[str, object]:
+    """A published model's counts, and whether they agree with what its publisher prints."""
+    spec = spec_of(published)
+    cached = cached_values(spec)
+    return {
+        "model": published.name,
+        "parameters": num_parameters(spec),
+        "active_parameters": num_active_parameters(spec),
+        "kv_bytes_per_token_16_bit": 2 * cached,
+        "published": [published.total, published.active],
+        "published_counts": published.counted,
+        "agrees": agrees(total(published, spec), 1e9, published.total)
+        and agrees(active(published, spec), 1e9, published.active)
+        and (published.cached is None or agrees(cached, 1e3, published.cached)),
+    }
+
+
+def print_row(row: Row) -> None:
+    """Prints a family's line, the configs it refuses, and whatever failed."""
+    verdict = "pass" if row.passes else "FAIL"
+    equal = "equal" if not row.failed else "see below"
+    print(
+        f"{row.family:12} {verdict:5} {row.num_shapes:6} {row.prefill:9.1e} {row.token_by_token:9.1e} {equal:>9} "
+        f"{len(row.refused):8}"
+    )
+    for named in row.refused:
+        print(f"{'':12} refused: {named}")
+    missing = [] if row.models else ["no published model: add one to tests/support/published.py"]
+    for failed in [*row.failed, *row.refused_wrongly, *missing]:
+        print(f"{'':12} FAIL  {failed}")
+
+
+def print_models(rows: list[Row]) -> None:
+    """Prints the table of published models."""
+    print(f"\n{'model':22} {'parameters':>16} {'published':>9} {'active':>15} {'published':>9} {'KV bytes/token':>15}")
+    for row in rows:
+        for model in row.models:
+            published = model["published"]
+            assert isinstance(published, list), "two figures"
+            print(
+                f"{model['model']:22} {model['parameters']:>16,} {published[0] + ' B':>9} "
+                f"{model['active_parameters']:>15,} {published[1] + ' B':>9} {model['kv_bytes_per_token_16_bit']:>15,}"
+                f"{'' if model['agrees'] else '  DIFFERS'}"
+            )
+            if model["published_counts"]:
+                print(f"{'':22} published: {model['published_counts']}")
+
+
+def main() -> None:
+    """Measures and prints; exit code 1 if anything fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=sorted(FAMILIES), help="this one alone")
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if not options.json:
+        print(f"{'family':12} {'':5} {'shapes':>6} {'prefill':>9} {'by token':>9} {'greedy':>9} {'refused':>8}")
+    rows = []
+    for family in [options.family] if options.family else FAMILIES:
+        rows.append(measure(family))
+        if not options.json:
+            print_row(rows[-1])
+    if options.json:
+        print(json.dumps([asdict(row) | {"passes": row.passes} for row in rows], indent=2))
+    else:
+        print_models(rows)
+    raise SystemExit(0 if all(row.passes for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()

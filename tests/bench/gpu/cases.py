@@ -1,0 +1,553 @@
+"""Every kernel beside its twin in plain torch: one list of cases, for `make gpu-check`'s parts `twins` and `sanitizer`.
+
+A case makes its inputs on a device, launches a public operation, and compares what came with what plain torch computes
+on the CPU. Sizes are `real` (what a GPU runs) or `tiny` (for compute-sanitizer, which makes kernels a hundred times as
+slow, and for the interpreter).
+
+Run as a program (`cases.py DEVICE SIZE FIRST`), it runs the cases from number FIRST on and writes two lines of JSON
+for each: its name, then how it ended. From these the parent process knows which case ended this one, and starts another
+process with the case after it.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Literal, cast
+
+import torch
+from card_layers import random_selection, small_layer
+from gpu_layers import layer_of, random_layer
+from kernel_twins import admit_plain, pull_plain, reduce_twin
+from named_formats import Name, label, named_expert, named_format
+from random_experts import (
+    Shape,
+    magnitudes,
+    product_magnitudes,
+    random_expert,
+    random_rows,
+    random_tokens,
+    running,
+    threshold_at,
+    weight_magnitudes,
+)
+from torch import Tensor
+
+from moe_pack.formats import GroupedQuerySpec, LatentSpec, NeuronFunction, NormSpec, RouterSpec, Selector
+from moe_pack.runtime import activations, run_expert
+from moe_pack.runtime.expert import NEURONS
+from moe_pack.runtime.kernels.activate import activate
+from moe_pack.runtime.kernels.admit import admit
+from moe_pack.runtime.kernels.ahead import collected_launches, compile_ahead
+from moe_pack.runtime.kernels.attend import AttendRoom, attend
+from moe_pack.runtime.kernels.codes import part_of, stored_part
+from moe_pack.runtime.kernels.enter import QkNorms, enter
+from moe_pack.runtime.kernels.expert_many import expert_many, workspace_floats
+from moe_pack.runtime.kernels.gemm import gemm
+from moe_pack.runtime.kernels.gemv import gather_row, gemv
+from moe_pack.runtime.kernels.latent import HeldRows, enter_latent, leave_latent
+from moe_pack.runtime.kernels.neurons import neurons
+from moe_pack.runtime.kernels.norm import norm
+from moe_pack.runtime.kernels.pull import pull_records, pull_selectors
+from moe_pack.runtime.kernels.reduce import reduce
+from moe_pack.runtime.kernels.route import route as route_kernel
+from moe_pack.runtime.kernels.select import select
+from moe_pack.runtime.kernels.tables import SELECT_BLOCK, LayerTables, Selection
+from moe_pack.runtime.kv_cache import LayerCache
+from moe_pack.runtime.latent_attention import attend_latent
+from moe_pack.runtime.matrix import Matrix, RowMatrix, StoredMatrix, linear
+from moe_pack.runtime.operations import TORCH, HeadNorms
+from moe_pack.runtime.weights import Weights
+
+Size = Literal["real", "tiny"]
+SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
+FORMATS: dict[Size, tuple[Name, ...]] = {
+    "real": (1, 2, 3, 4, 8, 16, "fp8", "e5m2", "mxfp4", "t3", "t4", "t5", "t6", "t7", "t8"),
+    "tiny": (2, 3, 4, "mxfp4", "t4"),
+}
+_ALL_SELECTORS: dict[Size, tuple[Name, ...]] = {"real": (4, "mxfp4", "t4"), "tiny": (4,)}
+# A matrix's rows and columns; an expert's neurons: off every block.
+_ROWS: dict[Size, int] = {"real": 1003, "tiny": 19}
+_COLS: dict[Size, int] = {"real": 2048, "tiny": 128}
+_NEURONS: dict[Size, int] = {"real": 642, "tiny": 66}  # few enough that twins decode all at once
+# Bounds, of the sums of magnitudes behind a value: float32 products in another order. Tensor cores add products in 21
+# bits or more, and cut sums off: their bound is of the answer's root mean square.
+_FLOAT32, _TENSOR_CORES, _EXP = 1e-6, 3e-5, 1e-5
+_FAULT_LINES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest difference of a kernel's answer from its twin's, and what it may be."""
+
+    error: float
+    bound: float
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the kernel is right; a NaN is never small."""
+        return self.error <= self.bound
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A case with its inputs on a device: `launch` may be called again, `compare` follows it."""
+
+    launch: Callable[[], object]
+    compare: Callable[[], Difference]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """A public operation on one set of inputs. `kernels`: the jitted functions that it launches."""
+
+    kernels: str
+    name: str
+    prepare: Callable[[torch.device], Prepared]
+
+
+def cases(size: Size) -> Iterator[Case]:
+    """All of them, simple ones first."""
+    f, d = _NEURONS[size], _COLS[size]
+    for kind in ("rms", "layer"):
+        yield Case("norm", f"{kind} {d}", partial(_norm, NormSpec(kind, 1e-6), d))
+    for function in ("silu", "relu", "clamped_swiglu"):
+        yield Case("activate", function, partial(_activate, function, f))
+    for spec in _ROUTERS:
+        yield Case("route", f"{spec.kind}, {spec.num_experts} experts, {spec.n_group} groups", partial(_route, spec))
+    for name in FORMATS[size]:
+        yield Case("gemv", label(name), partial(_gemv, name, size))
+        yield Case("gather_row", label(name), partial(_gather, name, d))
+        for num_tokens in (3, 70) if size == "real" else (3,):
+            yield Case("gemm", f"{label(name)}, {num_tokens} tokens", partial(_gemm, name, num_tokens, size))
+    for name in FORMATS[size]:
+        for selector in SELECTORS if name in _ALL_SELECTORS[size] else SELECTORS[:1]:
+            named = f"{label(name)}, {selector}"
+            yield Case("select, neurons", named, partial(_token, name, selector, "silu", size))
+            for num_tokens in (5, 40) if size == "real" else (3,):
+                yield Case(
+                    "expert_many", f"{named}, {num_tokens} tokens", partial(_many, name, selector, num_tokens, f, d)
+                )
+    biased = "mxfp4, both, biases and clamped SwiGLU"
+    yield Case("select, neurons", biased, partial(_token, "mxfp4", "both", "clamped_swiglu", size))
+    yield Case("reduce", f"8 experts, 16 sums, {d}", partial(_reduce, 8, 16, d))
+    for shape in _ATTENTION[size]:
+        yield Case("enter, attend", str(shape), partial(_attention, shape))
+    for stored in ("BF16", 4, "t5") if size == "real" else (4,):
+        yield Case("enter_latent, attend, leave_latent", str(stored), partial(_latent, stored, size))
+    for keeps in (True, False):
+        for has_selector in (True, False):
+            named = f"pages {'kept' if keeps else 'shared'}, {'with' if has_selector else 'without'} a selector"
+            yield Case("admit, pull", named, partial(_cache, keeps, has_selector))
+
+
+# --- how answers are compared
+
+
+def _excess(found: Tensor, expected: Tensor, magnitude: Tensor) -> float:
+    """The largest error by its magnitude; infinite where one is no number and the other is."""
+    found, expected = found.cpu().double(), expected.cpu().double()
+    error = torch.where(found == expected, 0.0, (found - expected).abs() / magnitude.cpu().double())
+    error = torch.where(found.isnan() & expected.isnan(), 0.0, error)
+    return float(error.nan_to_num(nan=torch.inf).max()) if error.numel() else 0.0
+
+
+def _against_rms(found: Tensor, expected: Tensor) -> float:
+    return _excess(found, expected, expected.double().square().mean().sqrt().expand(expected.shape))
+
+
+def _exact(is_same: bool) -> Difference:
+    return Difference(0.0 if is_same else float("inf"), 0.0)
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _nans(like: Tensor | tuple[int, ...], device: torch.device) -> Tensor:
+    """Room for an answer, of which every value has to be written."""
+    return torch.full(tuple(like) if isinstance(like, tuple) else tuple(like.shape), torch.nan, device=device)
+
+
+# --- what lies between products
+
+
+def _norm(spec: NormSpec, d: int, device: torch.device) -> Prepared:
+    x, weight = 5 + _random(d), 1 + _random(d, seed=1) / 4
+    bias = _random(d, seed=2) if spec.kind == "layer" else None
+    given = [None if each is None else each.to(device) for each in (x, weight, bias)]
+    out = _nans(x, device)
+    expected = (
+        TORCH.rms_norm(x, weight, spec.eps)
+        if bias is None
+        else torch.nn.functional.layer_norm(x, (d,), weight, bias, spec.eps)
+    )
+    launch = partial(norm, given[0], given[1], given[2], spec, out)  # type: ignore[arg-type]  # two of them are there
+    return Prepared(launch, lambda: Difference(_excess(out, expected, 1 + expected.abs()), 4 * _FLOAT32))
+
+
+def _activate(function: NeuronFunction, f: int, device: torch.device) -> Prepared:
+    up, gate = 5 * _random(f), 5 * _random(f, seed=1)
+    there, out = [each.to(device) for each in (up, gate)], _nans(up, device)
+    expected = NEURONS[function].h(gate, up)
+    launch = partial(activate, there[0], there[1], out, function)
+    return Prepared(launch, lambda: Difference(_excess(out, expected, 1 + expected.abs()), 4 * _FLOAT32))
+
+
+_ROUTERS = (
+    RouterSpec("softmax_topk", 8, 2, True),
+    RouterSpec("softmax_topk", 128, 8, True),
+    RouterSpec("softmax_topk", 160, 6, False, n_group=8, topk_group=3, scaling_factor=16.0),
+    RouterSpec("sigmoid_topk", 256, 8, True, bias=True, n_group=8, topk_group=4, scaling_factor=2.5),
+    RouterSpec("topk_softmax", 40, 8, False),
+    RouterSpec("sparsemixer", 16, 2, False, jitter=0.01),
+)
+
+
+def _route(spec: RouterSpec, device: torch.device) -> Prepared:
+    k, logits = spec.num_experts_per_tok, _random(spec.num_experts)
+    bias = _random(spec.num_experts, seed=1) / 10 if spec.bias else None
+    experts, weights = torch.zeros(k, dtype=torch.int32, device=device), _nans((k,), device)
+    chosen, expected = TORCH.route(logits[None], spec, bias)
+    given = (logits.to(device), spec, None if bias is None else bias.to(device), experts, weights)
+
+    def compare() -> Difference:
+        if not torch.equal(experts.cpu().long(), chosen[0]):
+            return _exact(False)
+        return Difference(_excess(weights, expected[0], expected[0].abs()), _EXP)
+
+    return Prepared(partial(route_kernel, *given), compare)
+
+
+# --- dense matrices
+
+
+def _matrix(name: Name, num_rows: int, num_cols: int) -> tuple[Tensor, RowMatrix, Tensor]:
+    """Bytes of random rows, what they mean, and what errors of products are relative to."""
+    layout, raw = random_rows(named_format(name), num_rows, num_cols)
+    rows = torch.from_numpy(raw)
+    magnitude = weight_magnitudes(layout.parts[0].format, num_cols, raw[:, : layout.parts[0].num_bytes])
+    return rows, RowMatrix(layout, rows), magnitude
+
+
+def _part(name: Name, num_cols: int):  # type: ignore[no-untyped-def]  # a NamedTuple of an untyped module
+    return part_of(random_rows(named_format(name), 1, num_cols)[0], "weight")
+
+
+def _gemv(name: Name, size: Size, device: torch.device) -> Prepared:
+    n, d = _ROWS[size], _COLS[size]
+    rows, matrix, magnitude = _matrix(name, n, d)
+    x, out = random_tokens(1, d), _nans((n,), device)
+    there, held, part, expected = x[0].to(device), rows.to(device), _part(name, d), linear(x, matrix)[0]
+    bounds = product_magnitudes(x, magnitude)[0]
+    return Prepared(lambda: gemv(there, held, part, out), lambda: Difference(_excess(out, expected, bounds), _FLOAT32))
+
+
+def _gather(name: Name, d: int, device: torch.device) -> Prepared:
+    rows, matrix, magnitude = _matrix(name, 5, d)
+    row_id, out = torch.tensor([3], dtype=torch.int32, device=device), _nans((d,), device)
+    held, part, expected = rows.to(device), _part(name, d), 2 * matrix.rows(3, 4)[0]
+    return Prepared(
+        lambda: gather_row(held, part, row_id, out, scale=2.0),
+        lambda: Difference(_excess(out, expected, 2 * magnitude[3]), _FLOAT32),
+    )
+
+
+def _gemm(name: Name, num_tokens: int, size: Size, device: torch.device) -> Prepared:
+    n, d = _ROWS[size], _COLS[size]
+    rows, matrix, _ = _matrix(name, n, d)
+    x, out = _random(num_tokens, d), _nans((num_tokens, n), device)
+    there, held, part, expected = x.to(device), rows.to(device), _part(name, d), linear(x, matrix)
+    return Prepared(
+        lambda: gemm(there, held, part, held.shape[1] // 16, out),
+        lambda: Difference(_against_rms(out, expected), _TENSOR_CORES),
+    )
+
+
+# --- experts
+
+
+def _token(name: Name, selector: Selector, function: NeuronFunction, size: Size, device: torch.device) -> Prepared:
+    """One token through two experts of which 60% of the neurons do not run."""
+    f, d, stored = _NEURONS[size], _COLS[size], named_expert(name)
+    bias: tuple[str, ...] = ("gate", "up", "down") if function == "clamped_swiglu" else ()
+    shape = Shape(f, d, selector, stored.gate, stored.up, stored.down, bias, function)  # type: ignore[arg-type]
+    x, made = random_tokens(1, d), random_layer([shape] * 2, zero_rows=(0, 5, f - 1))
+    values = [activations(x, expert.block(), function) for expert in made.experts]
+    layer = layer_of(made.experts, thresholds=[threshold_at(each.of(selector), 0.6) for each in values])
+    tables, there = layer.tables_on(device), x[0].to(device)
+    selection, experts = Selection.room(2, f, device), torch.tensor([1, 0], dtype=torch.int32, device=device)
+    partials = _nans((2, 3, d), device)
+
+    def launch() -> None:
+        select(there, experts, tables, selection)
+        neurons(there, experts, tables, selection, partials)
+
+    def compare() -> Difference:
+        worst = 0.0
+        for place, e in enumerate((1, 0)):
+            expert, threshold = layer.experts[e], float(layer.tables.thresholds[e])
+            runs = running(values[e], selector, threshold)
+            bounds = magnitudes(x, expert, runs)
+            wanted = range(f) if selector == "none" else runs[0].nonzero()[:, 0].tolist()
+            if _listed(selection, place) != list(wanted):
+                return _exact(False)
+            y = run_expert(x, expert.packed(), function, selector, threshold)
+            worst = max(worst, _excess(partials[place].sum(0)[None], y, bounds.y))
+        return Difference(worst, _FLOAT32)
+
+    return Prepared(launch, compare)
+
+
+def _listed(selection: Selection, place: int) -> list[int]:
+    """The neurons that are listed for the expert in this place."""
+    blocks = torch.split(selection.neurons[place].cpu(), SELECT_BLOCK)
+    counts = selection.counts[place].tolist()
+    return [neuron for block, count in zip(blocks, counts, strict=True) for neuron in block[:count].tolist()]
+
+
+def _many(name: Name, selector: Selector, num_tokens: int, f: int, d: int, device: torch.device) -> Prepared:
+    """One expert for every other of some tokens."""
+    stored = named_expert(name)
+    expert = random_expert(Shape(f, d, selector, stored.gate, stored.up, stored.down), zero_rows=(0, 3))
+    x, tokens = _random(2 * num_tokens, d), torch.arange(2 * num_tokens - 1, 0, -2)
+    threshold = threshold_at(activations(x[tokens], expert.block(), "silu").of(selector), 0.6)
+    layer = layer_of([expert], thresholds=[threshold])
+    weights = torch.rand(num_tokens, generator=torch.Generator().manual_seed(3))
+    expected = torch.zeros_like(x)
+    expected[tokens] = weights[:, None] * run_expert(x[tokens], expert.packed(), "silu", selector, threshold)
+    tables: LayerTables = layer.tables_on(device)
+    y, workspace = torch.zeros_like(x, device=device), _nans((workspace_floats(num_tokens, f),), device)
+    given = (x.to(device), tokens.to(device, torch.int32), weights.to(device), tables, 0, tables.kinds[0], y, workspace)
+
+    def launch() -> None:
+        y.zero_()
+        expert_many(*given)
+
+    return Prepared(launch, lambda: Difference(_against_rms(y, expected), _TENSOR_CORES))
+
+
+def _reduce(k: int, num_partials: int, d: int, device: torch.device) -> Prepared:
+    partials, weights, residual = _random(k, num_partials, d), _random(k, seed=1), _random(d, seed=2)
+    expected = residual + 2.5 * reduce_twin(partials, weights)
+    given, out = [each.to(device) for each in (partials, weights, residual)], _nans(residual, device)
+    bounds = residual.abs() + 2.5 * reduce_twin(partials.abs(), weights.abs())
+    return Prepared(
+        lambda: reduce(given[0], given[1], out, residual=given[2], scale=2.5),
+        lambda: Difference(_excess(out, expected, bounds), _FLOAT32),
+    )
+
+
+# --- attention
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """A token's attention: sizes, the token's position, and how the cache keeps what was before."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    position: int
+    places: int
+    window: int | None = None
+    sinks: bool = False
+    is_bf16: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"{self.heads}/{self.kv_heads} heads of {self.head_dim}, position {self.position} of {self.places}"]
+        parts += [f"window {self.window}"] if self.window is not None else []
+        parts += [name for name, has in (("sinks", self.sinks), ("bf16", self.is_bf16)) if has]
+        return ", ".join(parts)
+
+
+_ATTENTION: dict[Size, tuple[AttentionShape, ...]] = {
+    "real": (
+        AttentionShape(32, 8, 128, 4095, 4096),
+        AttentionShape(32, 4, 128, 4095, 8192, is_bf16=True),
+        AttentionShape(32, 8, 128, 0, 4096),
+        AttentionShape(8, 8, 80, 300, 320),
+        AttentionShape(64, 8, 64, 5000, 640, window=128, sinks=True, is_bf16=True),
+    ),
+    "tiny": (AttentionShape(4, 2, 16, 70, 96), AttentionShape(4, 2, 16, 70, 40, window=24, sinks=True)),
+}
+
+
+def _attention(shape: AttentionShape, device: torch.device) -> Prepared:
+    """A token enters the cache and attends: heads normed and rotated."""
+    dim, widths = shape.head_dim, [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    spec = GroupedQuerySpec("grouped_query", shape.heads, shape.kv_heads, dim, shape.window, dim**-0.5, (), "head")
+    projected = [_random(width, seed=seed) for seed, width in enumerate(widths)]
+    norms = [1 + _random(dim, seed=seed) / 4 for seed in (3, 4)]
+    turns = 9 * _random(shape.position + 1, dim // 2, seed=5)
+    cos, sin = turns.cos(), turns.sin()
+    dtype = torch.bfloat16 if shape.is_bf16 else torch.float32
+    held = [_random(shape.kv_heads, shape.places, dim, seed=seed).to(dtype) for seed in (6, 7)]
+    sinks = _random(shape.heads, seed=8) if shape.sinks else None
+    at = slice(shape.position, shape.position + 1)
+    cache = LayerCache(held[0].clone(), held[1].clone(), shape.position)
+    expected = TORCH.attend(
+        (projected[0][None], projected[1][None], projected[2][None]),
+        HeadNorms(norms[0], norms[1], 1e-6), (cos[at], sin[at]), False, cache, spec, shape.window, sinks,
+    )  # fmt: skip
+    there = [each.to(device) for each in (*projected, cos, sin, *norms)]
+    keys, values = (each.to(device) for each in held)
+    position = torch.tensor([shape.position], dtype=torch.int32, device=device)
+    turned, out = _nans((shape.heads, dim), device), _nans((shape.heads, dim), device)
+    room = AttendRoom.room(shape.heads, shape.kv_heads, dim, shape.places, device)
+    on_device = None if sinks is None else sinks.to(device)
+    qk_norms = QkNorms(there[5], there[6], 1e-6)
+
+    def launch() -> None:
+        enter(
+            (there[0], there[1], there[2]),
+            qk_norms,
+            (there[3], there[4]),
+            False,
+            position,
+            spec,
+            turned,
+            (keys, values),
+        )
+        attend(turned, (keys, values), position, spec.scale, shape.window, room, out, on_device)
+
+    def compare() -> Difference:
+        error = _against_rms(out, expected.view(shape.heads, dim))
+        rounding = 2**-7 if shape.is_bf16 else 4 * _FLOAT32  # a GPU rounds to the nearest, the interpreter cuts off
+        if _excess(keys.float(), cache.keys.float(), 1 + cache.keys.float().abs()) > rounding:
+            return _exact(False)
+        return Difference(error, 0.02 if shape.is_bf16 else _TENSOR_CORES)
+
+    return Prepared(launch, compare)
+
+
+def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) -> Prepared:
+    """A token's multi-head latent attention, the absorbed way, against plain torch."""
+    heads, nope, rope, v, rank, places = (16, 128, 64, 128, 512, 700) if size == "real" else (2, 20, 8, 17, 128, 60)
+    spec = LatentSpec("latent", heads, None, rank, nope, rope, v, (nope + rope) ** -0.5, 1e-6)
+    num_rows, at, width = heads * (nope + v), places - 20, 16
+    matrix: Matrix
+    if stored == "BF16":
+        weight = _random(num_rows, rank).to(torch.bfloat16) / 8
+        matrix, kv_b = StoredMatrix(weight), HeldRows(weight.to(device), stored_part("BF16", rank))
+    else:
+        rows, matrix, _ = _matrix(stored, num_rows, rank)
+        kv_b = HeldRows(rows.to(device), _part(stored, rank))
+    matrices: dict[str, Matrix] = {
+        "q": StoredMatrix(_random(heads * (nope + rope), width)),
+        "kv_a": StoredMatrix(_random(rank + rope, width)),
+        "kv_b": matrix,
+        "o": StoredMatrix(torch.eye(heads * v)),
+    }
+    norm_weight, x, turns = 1 + _random(rank) / 4, _random(1, width), 9 * _random(at + 1, rope // 2)
+    cos, sin, keys = turns.cos(), turns.sin(), _random(1, places, rank + rope, seed=1)
+    weights = SimpleNamespace(
+        spec=SimpleNamespace(rotation=SimpleNamespace(interleaved=True)),
+        matrix=lambda role: matrices[role.rpartition(".")[2]],
+        vector=lambda role: norm_weight,
+        kernels=None,
+    )
+    cache = LayerCache(keys.clone(), keys[..., :rank], at)
+    expected = attend_latent(x, cast(Weights, weights), spec, 0, cache, (cos[at:], sin[at:]), None)[0]
+    given = [each.to(device) for each in (linear(x, matrices["q"])[0], linear(x, matrices["kv_a"])[0], norm_weight)]
+    there, angles = keys.to(device), (cos.to(device), sin.to(device))
+    position = torch.tensor([at], dtype=torch.int32, device=device)
+    moved, mixed, out = (_nans(shape, device) for shape in ((heads, rank + rope), (heads, rank), (heads * v,)))
+    room = AttendRoom.room(heads, 1, rank, places, device)
+
+    def launch() -> None:
+        enter_latent((given[0], given[1]), given[2], angles, True, position, spec, kv_b, moved, there)
+        attend(moved, (there, there[..., :rank]), position, spec.scale, None, room, mixed)
+        leave_latent(mixed, spec, kv_b, out)
+
+    return Prepared(launch, lambda: Difference(_against_rms(out, expected), _TENSOR_CORES))
+
+
+# --- pages and rows that come
+
+
+def _cache(keeps: bool, has_selector: bool, device: torch.device) -> Prepared:
+    """Three tokens' experts get pages and their rows; arena, tables and counts are the twin's, bit for bit."""
+    twin = small_layer(num_experts=7, num_active=2, more_pages=0, has_selector=has_selector, keeps=keeps)
+    layer = twin.copy().to(device)
+    steps = [
+        (torch.tensor(pair, dtype=torch.int32), random_selection(2, 150, 0.3, seed)) for seed, pair in enumerate(_PAIRS)
+    ]
+
+    def launch() -> None:
+        for chosen, selection in steps:
+            experts = chosen.to(device)
+            there = Selection(*(each.to(device) for each in (selection.a, selection.neurons, selection.counts)))
+            admit(experts, layer.state, layer.tables)
+            pull_selectors(experts, layer.tables, layer.state, layer.host)
+            pull_records(experts, there, layer.tables, layer.state, layer.host)
+
+    def compare() -> Difference:
+        for experts, selection in steps:
+            admit_plain(experts, twin.state, twin.tables)
+            for of_selector in (True, False):
+                chosen = None if of_selector else selection
+                pull_plain(experts, chosen, twin.tables, twin.state, twin.host, of_selector)
+        pairs = [(layer.tables.arena, twin.tables.arena), (layer.tables.record_at, twin.tables.record_at)]
+        pairs += [(layer.state.counters, twin.state.counters), (layer.state.last_used, twin.state.last_used)]
+        return _exact(all(torch.equal(found.cpu(), expected) for found, expected in pairs))
+
+    return Prepared(launch, compare)
+
+
+_PAIRS = ((0, 3), (5, 0), (2, 6))
+
+
+def main(device_name: str, size: Size, first: int) -> int:
+    """Runs the cases of a size from one on; a GPU whose memory was misused runs no more: then 3."""
+    device, found = torch.device(device_name), list(cases(size))[first:]
+    made = _compiled(found, device) if device.type == "cuda" and size == "real" else {}
+    for number, case in enumerate(found):
+        _tell({"kernels": case.kernels, "case": case.name})
+        start = time.perf_counter()
+        try:
+            prepared = made.pop(number, None) or case.prepare(device)
+            prepared.launch()
+            difference = prepared.compare()
+        except Exception as fault:  # the other cases are wanted, whatever it is
+            lines = traceback.format_exc().splitlines()[-_FAULT_LINES:]
+            _tell({"fault": "\n".join(lines), "seconds": time.perf_counter() - start})
+            if "CUDA error" in str(fault):
+                return 3
+        else:
+            _tell(asdict(difference) | {"is_right": difference.is_small, "seconds": time.perf_counter() - start})
+    return 0
+
+
+def _compiled(found: list[Case], device: torch.device) -> dict[int, Prepared]:
+    """Prepares all cases, and compiles what they launch by all cores; tells how long it took.
+
+    A case that cannot be prepared is not among them: it fails in its turn, and is told then.
+    """
+    start, processes, made = time.perf_counter(), len(os.sched_getaffinity(0)), dict[int, Prepared]()
+    with collected_launches() as jobs:
+        for number, case in enumerate(found):
+            with suppress(Exception):
+                made[number] = case.prepare(device)
+                made[number].launch()
+    prepared_s = time.perf_counter() - start
+    compiled = compile_ahead(list(jobs.values()), processes)
+    seconds = time.perf_counter() - start - prepared_s
+    counts = {"collected": len(jobs), "compiled": compiled, "processes": processes}
+    _tell(counts | {"prepared_s": prepared_s, "seconds": seconds})
+    return made
+
+
+def _tell(event: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(event) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], cast(Size, sys.argv[2]), int(sys.argv[3])))

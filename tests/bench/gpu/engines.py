@@ -1,0 +1,497 @@
+"""Engines on a GPU and the packs that they run.
+
+Packs are synthetic ones of a model's dimensions, and the demo model's. A borrowed machine has no network and little
+time: all cores make a pack on the spot, in memory where it fits, else on the disk, and it stays for the parts that need
+it again. Of an engine are measured prompt and continuation, what it pulled, what the driver charges, and each kernel's
+share of a token.
+"""
+
+import gc
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from models import DEMO_MODEL
+from synthetic import shrunk
+from torch import profiler
+
+from gpu.measuring import Clock, Results
+from moe_pack.convert.random_routers import skewed_popularity
+from moe_pack.convert.synthetic import Character, synthesize
+from moe_pack.formats import (
+    ExpertFormat,
+    GroupedQuerySpec,
+    ModelSpec,
+    Pack,
+    Plan,
+    dense_roles,
+    model_spec,
+    pack_layout,
+    part_format,
+    uniform_plan,
+)
+from moe_pack.formats.plan import uniform_dense
+from moe_pack.runtime import Decoder, EncoderDecoder, Engine, EngineOptions
+from moe_pack.runtime.bench import random_prompt
+from moe_pack.runtime.card_engine import Counting
+from moe_pack.runtime.card_placement import least_placement
+from moe_pack.runtime.graph_engine import GraphAtWork
+from moe_pack.runtime.host_arena import HostArena, host_bytes
+from moe_pack.runtime.run_report import report
+
+MEMORY = Path("/dev/shm")
+_GROUP = 64
+_SKEW, _CORRELATION = 0.5, 0.5
+_SPARE_BYTES = 2 << 30  # of a file system, that stays free
+_DEMO_BYTES = 10 << 20
+_TINY_VOCABULARY = 256
+_ROOT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True, slots=True)
+class PackMade:
+    """A pack that was made, or was there already: `seconds` is 0 then."""
+
+    name: str
+    folder: str
+    layers: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PackWanted:
+    """A synthetic pack. `model`: a published one's name.   `plan`: made for the model's spec."""
+
+    name: str
+    model: str
+    plan: Callable[[ModelSpec], Plan]
+    sparsity: float
+
+
+def mixed_plan(spec: ModelSpec) -> Plan:
+    """Selectors of 2 bits, records of 2 and 4 bits by turns, the dense part in 4."""
+    low, high = part_format(2, _GROUP), part_format(4, _GROUP)
+    formats = (ExpertFormat(low, low, low), ExpertFormat(high, low, high))
+    experts = tuple(
+        tuple(formats[(l + e) % 2] for e in range(spec.router.num_experts)) for l in range(len(spec.moe_layers))
+    )
+    return Plan("up", "nearest", experts, uniform_dense(spec, high))
+
+
+def even_plan(bits: int) -> Callable[[ModelSpec], Plan]:
+    """All parts in this width."""
+    part = part_format(bits, _GROUP)
+    return lambda spec: uniform_plan(spec, "up", part, part, part, "nearest")
+
+
+# Mixtral-8x7B with selectors of 2 bits, records of 2 and 4 by turns, 80% of the neurons not running; Qwen3-30B-A3B in 4
+# bits, all neurons running.
+MIXTRAL = PackWanted("mixtral-8x7b-mixed", "mixtral-8x7b", mixed_plan, 0.8)
+QWEN3 = PackWanted("qwen3-30b-a3b-4bit", "qwen3-30b-a3b", even_plan(4), 0.0)
+
+
+def make_synthetic(results: Results, wanted: PackWanted, is_tiny: bool = False) -> Path:
+    """The pack's folder; if tiny, and in a rehearsal, of a model of two narrow layers with the same parts."""
+    spec = _tiny(wanted.model) if is_tiny or results.is_rehearsal else model_spec(wanted.model, None)
+    plan = wanted.plan(spec)
+    files = pack_layout(spec, plan, ["BF16"] * len(dense_roles(spec))).files()
+    folder = _folder_for(wanted.name, sum(file.num_bytes for _, file in files), results.is_rehearsal)
+    start, was_there = time.perf_counter(), (folder / "manifest.json").exists()
+    if not was_there:
+        folder.mkdir(parents=True, exist_ok=True)
+        character = Character(wanted.sparsity, skewed_popularity(spec, _SKEW, 0), _CORRELATION, 0)
+        synthesize(spec, plan, character, folder, len(os.sched_getaffinity(0)))
+    seconds = 0.0 if was_there else time.perf_counter() - start
+    results.add(PackMade(wanted.name, str(folder), len(spec.moe_layers), pack_bytes(folder), seconds))
+    return folder
+
+
+def _tiny(model: str) -> ModelSpec:
+    """A published model with two narrow layers, eight experts, of which a token takes two, and four heads."""
+    spec = shrunk(model, 2, vocab_size=_TINY_VOCABULARY)
+    router = replace(spec.router, num_experts=8, num_experts_per_tok=2)
+    attention = spec.attention
+    assert isinstance(attention, GroupedQuerySpec), "as all models have it that are run here"
+    return replace(spec, router=router, attention=replace(attention, num_heads=4, num_kv_heads=2))
+
+
+def make_demo(results: Results, sparsity: float) -> Path:
+    """The demo model in 4 bits, with this share of its neurons below their thresholds."""
+    folder = _folder_for(f"demo-{sparsity:g}", _DEMO_BYTES, results.is_rehearsal)
+    start, was_there = time.perf_counter(), (folder / "manifest.json").exists()
+    if not was_there:
+        command = [sys.executable, "-m", "moe_pack.convert.cli", "convert", str(DEMO_MODEL), "--quantizer", "nearest"]
+        command += ["--selector-bits", "4", "--record-bits", "4", "--sparsity", str(sparsity), "-o", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{' '.join(command[2:])}: {done.stderr.strip()[-1000:]}"
+    seconds = 0.0 if was_there else time.perf_counter() - start
+    results.add(PackMade(folder.name, str(folder), 4, pack_bytes(folder), seconds))
+    return folder
+
+
+def pack_bytes(folder: Path) -> int:
+    """Bytes of a pack's files."""
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def remove_packs(is_rehearsal: bool, keep: tuple[str, ...] = ()) -> None:
+    """Removes all packs but those of these names."""
+    for folder in _folders(is_rehearsal):
+        for path in folder.iterdir() if folder.exists() else ():
+            if path.is_dir() and path.name not in keep:
+                shutil.rmtree(path)
+
+
+def _folders(is_rehearsal: bool) -> list[Path]:
+    """Where packs go, the best place first."""
+    on_disk = _ROOT / "build" / "gpu-packs"
+    has_memory = not is_rehearsal and os.access(MEMORY, os.W_OK)
+    return [*([MEMORY / f"moe-pack-gpu-{os.getuid()}"] if has_memory else []), on_disk]
+
+
+def _folder_for(name: str, num_bytes: int, is_rehearsal: bool) -> Path:
+    """A pack's folder: where it is already, else the first place with so much room.
+
+    A file system in memory may be much smaller than the memory.
+    Raises:  OSError if there is no room.
+    """
+    folders = _folders(is_rehearsal)
+    for folder in folders:
+        if (folder / name / "manifest.json").exists():
+            return folder / name
+    free = {}
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+        free[folder] = shutil.disk_usage(folder).free - _SPARE_BYTES
+        if free[folder] >= num_bytes:
+            return folder / name
+    listed = ", ".join(f"{folder} {max(room, 0):,}" for folder, room in free.items())
+    raise OSError(f"{name}: {num_bytes:,} bytes have no room; free are {listed}")
+
+
+EngineName = Literal["graph", "staged", "auto"]
+KvDtype = Literal["f32", "bf16"]
+_MIB = 1 << 20
+_REHEARSED_CHUNK = 16  # tokens of a forward pass
+_PROFILED_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWanted:
+    """How a pack is to be run.
+
+    `budget_bytes`: of the GPU, None for what is free.   `kv_dtype`: of keys and values, None for the engine's own.
+    """
+
+    engine: EngineName
+    policy: str = "auto"
+    budget_bytes: int | None = None
+    kv_dtype: KvDtype | None = None
+
+    def options(self, ram_bytes: int) -> EngineOptions:
+        """The engine's options, on a GPU.
+
+        Args:    ram_bytes: of the host, for experts; what a virtual machine has free may show only when it is used.
+        """
+        wanted: dict[str, Any] = {"device": "cuda", "policy": self.policy, "budget_bytes": self.budget_bytes}
+        return EngineOptions(engine=self.engine, ram_bytes=ram_bytes, kv_dtype=self.kv_dtype, **wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a run asked of its experts' cache since the start; bytes came over the link."""
+
+    needed: int
+    hits: int
+    num_bytes: int
+
+    def since(self, before: "Counters") -> "Counters":
+        """What was asked after `before`."""
+        return Counters(self.needed - before.needed, self.hits - before.hits, self.num_bytes - before.num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A prompt of random tokens, then tokens one by one; after each the likeliest next one is found.
+
+    What comes next is drawn at random all the same: synthetic weights would soon repeat one token, and so one route.
+    `hit_rate`, `bytes_per_token`: of decoding.   `link_share`: what the missing bytes take at the link's measured copy
+    rate, as a share of the time.   `driver_bytes`: that the driver says are taken of the GPU, by whomever.
+    """
+
+    pack: str
+    wanted: EngineWanted
+    prompt_tokens: int
+    decode_tokens: int
+    prefill_per_s: float
+    decode_per_s: float
+    median_token_ms: float
+    worst_token_ms: float
+    hit_rate: float
+    bytes_per_token: float
+    link_share: float
+    driver_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An engine that was opened, and what it says of itself."""
+
+    pack: str
+    wanted: EngineWanted
+    seconds: float
+    driver_bytes: int
+    facts: str
+    fallbacks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A pack's experts read into page-locked memory, once for all engines."""
+
+    pack: str
+    num_bytes: int
+    locked_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShare:
+    """A kernel in whole tokens: launches and microseconds a token, and its share of all kernels' time."""
+
+    pack: str
+    kernel: str
+    launches: float
+    us: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenProfile:
+    """Launches of a whole token, and microseconds of its kernels; `token_us`: of a token without the profiler."""
+
+    pack: str
+    wanted: EngineWanted
+    launches: float
+    kernels_us: float
+    token_us: float
+
+
+class Running(Protocol):
+    """An engine at work."""
+
+    @property
+    def fallbacks(self) -> Sequence[str]:
+        """What was asked for and could not be had."""
+        ...
+
+    @property
+    def decoder(self) -> Decoder | EncoderDecoder:
+        """What runs the pack."""
+        ...
+
+    def close(self) -> None:
+        """Gives all back."""
+        ...
+
+
+class Rehearsed:
+    """The graph engine over plain memory, its kernels by the interpreter. Owns all but the pack: `close` it."""
+
+    fallbacks: Sequence[str] = ()
+
+    def __init__(self, pack: Pack, context_tokens: int, host: HostArena | None) -> None:
+        device = torch.device("cpu")
+        room = 2 * least_placement(pack.layout).num_bytes
+        with ExitStack() as opened:
+            held = host or opened.enter_context(HostArena(pack, device))
+            built = GraphAtWork(pack, held, device, room, context_tokens, _REHEARSED_CHUNK)
+            opened.enter_context(closing(built))
+            built.prepare()
+            self.decoder: Decoder = built.decoder
+            self._opened = opened.pop_all()
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        self._opened.close()
+
+
+def open_engine(
+    pack: Pack, wanted: EngineWanted, context_tokens: int, is_rehearsal: bool, host: HostArena | None = None
+) -> Running:
+    """The engine asked for; in a rehearsal the graph engine by the interpreter, or the CPU's own."""
+    if not is_rehearsal:
+        return Engine(pack, wanted.options(host_bytes(pack)), context_tokens, host=host)
+    if wanted.engine == "graph":
+        return Rehearsed(pack, context_tokens, host)
+    options: dict[str, Any] = {"engine": wanted.engine, "policy": wanted.policy}
+    return Engine(pack, EngineOptions(**options), context_tokens)
+
+
+def link_rate(clock: Clock) -> float:
+    """Bytes a second of a copy of 256 MiB from page-locked memory to the GPU."""
+    num_bytes = _MIB if clock.is_rehearsal else 256 * _MIB
+    host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=not clock.is_rehearsal)
+    there = torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device)
+    rate = num_bytes / clock.direct(lambda: there.copy_(host, non_blocking=True))
+    if not clock.is_rehearsal:
+        del host, there
+        torch.cuda.empty_cache()  # what follows counts the driver's bytes
+    return rate
+
+
+def driver_bytes(clock: Clock) -> int:
+    """What is taken of the GPU, by the driver's count."""
+    if clock.is_rehearsal:
+        return 0
+    free, total = torch.cuda.mem_get_info(clock.device)
+    return total - free
+
+
+class EngineBench:
+    """A pack, its experts in host memory, and engines on it, one after the other. Owns pack and memory: `close` it."""
+
+    def __init__(self, results: Results, clock: Clock, folder: Path, rate: float) -> None:
+        """Reads and page-locks the experts. `rate`: `link_rate`, measured before."""
+        self._results, self._clock, self._rate, self.name = results, clock, rate, folder.name
+        with ExitStack() as opened:
+            self.pack = opened.enter_context(Pack(folder))
+            start = time.perf_counter()
+            self._host = opened.enter_context(HostArena(self.pack, clock.device))
+            seconds = time.perf_counter() - start
+            self._opened = opened.pop_all()
+        results.add(Filled(self.name, self._host.num_bytes, self._host.locked_bytes, seconds))
+
+    def close(self) -> None:
+        """Lets go of the memory, and closes the pack."""
+        self._opened.close()
+
+    def measure(self, wanted: EngineWanted, prompt_tokens: Sequence[int], decode_tokens: int) -> list[Speed]:
+        """Opens an engine and times prompts and continuations from an empty context; adds a row each.
+
+        The first also warms the engine up, and fills its cache: measure at least two.
+        """
+        with closing(self._open(wanted, max(prompt_tokens) + decode_tokens)) as engine:
+            return [
+                self._measure(engine, wanted, count, decode_tokens, seed) for seed, count in enumerate(prompt_tokens)
+            ]
+
+    def profile(self, wanted: EngineWanted, prompt_tokens: int) -> None:
+        """Opens an engine and adds a row for each kernel of its tokens, the costliest first."""
+        count = 1 if self._clock.is_rehearsal else _PROFILED_TOKENS
+        with closing(self._open(wanted, prompt_tokens + 3 * count)) as engine:
+            decoder, draws = engine.decoder, self._drawn(3 * count, 1)
+            decoder.reset()
+            decoder.next_logits(self._drawn(prompt_tokens, 0))
+            times = [self._timed(decoder, token) for token in draws[: 2 * count]]
+            activities = profiler.ProfilerActivity
+            activity = activities.CPU if self._clock.is_rehearsal else activities.CUDA
+            with profiler.profile(activities=[activity]) as profiled:
+                for token in draws[2 * count :]:
+                    decoder.next_logits([token])
+            self._add_profile(wanted, profiled, count, 1e6 * sorted(times)[len(times) // 2])
+
+    def _open(self, wanted: EngineWanted, context_tokens: int) -> "_Closing":
+        clock, start = self._clock, time.perf_counter()
+        engine = open_engine(self.pack, wanted, context_tokens, clock.is_rehearsal, self._host)
+        seconds, taken = time.perf_counter() - start, driver_bytes(clock)
+        facts = str(report(engine)) if isinstance(engine, Engine) else "a rehearsal"
+        self._results.add(Opened(self.name, wanted, seconds, taken, facts, tuple(engine.fallbacks)))
+        return _Closing(engine, clock)
+
+    def _measure(
+        self, engine: "_Closing", wanted: EngineWanted, prompt_tokens: int, decode_tokens: int, seed: int
+    ) -> Speed:
+        decoder, draws = engine.decoder, self._drawn(decode_tokens, 1000 + seed)
+        decoder.reset()
+        start = time.perf_counter()
+        int(decoder.next_logits(self._drawn(prompt_tokens, seed)).argmax())
+        prefill_s, before = time.perf_counter() - start, counters(engine.engine)
+        times = [self._timed(decoder, token) for token in draws]
+        asked, decode_s = counters(engine.engine).since(before), sum(times)
+        speed = Speed(
+            pack=self.name,
+            wanted=wanted,
+            prompt_tokens=prompt_tokens,
+            decode_tokens=decode_tokens,
+            prefill_per_s=prompt_tokens / prefill_s,
+            decode_per_s=decode_tokens / decode_s,
+            median_token_ms=1000 * sorted(times)[len(times) // 2],
+            worst_token_ms=1000 * max(times),
+            hit_rate=asked.hits / asked.needed if asked.needed else 1.0,
+            bytes_per_token=asked.num_bytes / decode_tokens,
+            link_share=asked.num_bytes / self._rate / decode_s,
+            driver_bytes=driver_bytes(self._clock),
+        )
+        self._results.add(speed)
+        return speed
+
+    def _timed(self, decoder: Decoder | EncoderDecoder, token: int) -> float:
+        """Seconds from a token to the likeliest next one."""
+        start = time.perf_counter()
+        int(decoder.next_logits([token]).argmax())
+        return time.perf_counter() - start
+
+    def _drawn(self, count: int, seed: int) -> list[int]:
+        spec = self.pack.spec
+        return random_prompt(count, spec.vocab_size, spec.max_position_embeddings, seed)
+
+    def _add_profile(self, wanted: EngineWanted, profiled: profiler.profile, num_tokens: int, token_us: float) -> None:
+        counts: dict[str, int] = defaultdict(int)
+        times: dict[str, float] = defaultdict(float)
+        for event in profiled.events() or ():  # type: ignore[no-untyped-call]  # torch has no types for it
+            us = event.cpu_time_total if self._clock.is_rehearsal else event.device_time_total
+            if us > 0:
+                counts[event.name] += 1
+                times[event.name] += us
+        total = sum(times.values())
+        launches, kernels_us = sum(counts.values()) / num_tokens, total / num_tokens
+        self._results.add(TokenProfile(self.name, wanted, launches, kernels_us, token_us))
+        for kernel in sorted(times, key=times.__getitem__, reverse=True):
+            row = KernelShare(
+                self.name, kernel, counts[kernel] / num_tokens, times[kernel] / num_tokens, times[kernel] / total
+            )
+            self._results.add(row)
+
+
+class _Closing:
+    """An engine that gives the GPU's memory back to the driver when it is closed."""
+
+    def __init__(self, engine: Running, clock: Clock) -> None:
+        self.engine, self.decoder, self._clock = engine, engine.decoder, clock
+
+    def close(self) -> None:
+        """Closes the engine."""
+        self.engine.close()
+        del self.engine, self.decoder
+        if not self._clock.is_rehearsal:
+            give_back_memory()
+
+
+def give_back_memory() -> None:
+    """Gives the GPU's memory that nothing refers to back to the driver."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def counters(engine: Running) -> Counters:
+    """What an engine's cache of experts was asked since the start."""
+    if isinstance(engine.decoder, Counting):  # the graph engine's are on the GPU
+        counts = engine.decoder.counts()
+        return Counters(counts.needed, counts.hits, counts.num_bytes)
+    stream = report(engine).stream if isinstance(engine, Engine) else None
+    if stream is None:
+        return Counters(0, 0, 0)
+    phases = (stream.prefill, stream.decode)
+    needed, hits = (sum(getattr(phase, name) for phase in phases) for name in ("experts_needed", "hits"))
+    return Counters(needed, hits, sum(phase.asked_bytes for phase in phases))

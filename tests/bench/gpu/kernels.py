@@ -1,0 +1,366 @@
+"""Parts `timings` and `ncu`: how fast the kernels are at real models' dimensions.
+
+`timings` compares the time of an operation with the bytes it must read: of the selector all rows, of the records those
+of neurons that run. Launches follow one another in a CUDA graph and read other copies of random experts each time, more
+than the L2 cache holds. `ncu` runs the five main kernels once each in a process of their own, in a known order, under
+NVIDIA's profiler; its report is read back as rows, a metric each. Run as a program (`kernels.py DEVICE MODEL`), this
+module launches them, and prints the order as JSON.
+"""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gpu.checks import find_tool
+from gpu.measuring import ByteClock, Clock, Results, Timed, copies_beyond
+from gpu.transfers import Experts, Model, Stored, make_experts, make_matrices, one_pull
+from moe_pack.formats import Selector
+from moe_pack.runtime.kernels.attend import AttendRoom, attend
+from moe_pack.runtime.kernels.expert_many import expert_many, workspace_floats
+from moe_pack.runtime.kernels.gemm import gemm
+from moe_pack.runtime.kernels.gemv import gemv
+from moe_pack.runtime.kernels.neurons import neurons
+from moe_pack.runtime.kernels.reduce import reduce
+from moe_pack.runtime.kernels.select import select
+from moe_pack.runtime.kernels.tables import Selection
+from moe_pack.runtime.kernels.tiles import num_partials
+
+MIXTRAL, QWEN3 = Model("Mixtral-8x7B", 4096, 14336, 2), Model("Qwen3-30B-A3B", 2048, 768, 8)
+_GPT_OSS, _TINY = Model("gpt-oss-120b", 2880, 2880, 4), Model("tiny", 128, 96, 2)
+_SPARSITIES = (0.0, 0.8)
+_TOKENS = (16, 128, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """A model's experts, and how they are stored."""
+
+    model: Model
+    selector: Selector
+    selector_bits: Stored
+    record_bits: Stored
+
+    def __str__(self) -> str:
+        return f"{self.model.name} x{self.model.k} {self.selector} {self.selector_bits}/{self.record_bits}"
+
+
+EXPERTS = (Stores(MIXTRAL, "up", 2, 4), Stores(QWEN3, "up", 4, 4), Stores(_GPT_OSS, "both", "mxfp4", "e5m2"))
+_REHEARSED = (Stores(_TINY, "up", 2, 4), Stores(_TINY, "both", "mxfp4", "e5m2"), Stores(_TINY, "up", "t4", "t7"))
+_MATRICES = ((4096, 4096, 4), (32000, 4096, 4), (4096, 4096, 16), (2048, 4096, 4), (151936, 2048, 4))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTime:
+    """An operation on a token's experts. `running`: share of the neurons."""
+
+    experts: str
+    sparsity: float
+    running: float
+    operation: str
+    timed: Timed
+
+
+@dataclass(frozen=True, slots=True)
+class DenseTime:
+    """A matrix [rows, cols] times so many vectors, or an expert of so many tokens. `tflops`: of its multiplications."""
+
+    operation: str
+    rows: int
+    cols: int
+    bits: Stored
+    tokens: int
+    tflops: float
+    timed: Timed
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTime:
+    """A token's attention over a cache of `context` tokens, all seen."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    cache: str
+    context: int
+    timed: Timed
+
+
+def timings(results: Results, clock: Clock) -> None:
+    """Runs every case apart, so that one that fails costs no other."""
+    timer, tiny = ByteClock(clock, clock.copy_rate()), clock.is_rehearsal
+    for stores in _REHEARSED if tiny else EXPERTS:
+        results.section(str(stores), partial(_token, results, timer, stores))
+    for rows, cols, bits in ((96, 128, 4), (96, 128, "t4")) if tiny else _MATRICES:
+        results.section(f"gemv {rows}x{cols} {bits}", partial(_gemv, results, timer, rows, cols, bits))
+    for rows, cols, bits in ((96, 128, 4),) if tiny else ((4096, 4096, 4), (4096, 4096, 16)):
+        results.section(f"gemm {rows}x{cols} {bits}", partial(_gemm, results, timer, rows, cols, bits))
+    for model in (_TINY,) if tiny else (MIXTRAL, QWEN3):
+        results.section(f"expert of many tokens, {model.name}", partial(_many, results, timer, model))
+    for heads, kv_heads in ((4, 2),) if tiny else ((32, 8), (32, 4)):
+        results.section(f"attention {heads}/{kv_heads}", partial(_attention, results, timer, heads, kv_heads))
+
+
+def _token(results: Results, timer: ByteClock, stores: Stores) -> None:
+    """`select`, `neurons`, `reduce`, and all three one after the other, at each sparsity."""
+    model, device = stores.model, timer.clock.device
+    experts = make_experts(timer.clock, model, stores.selector, stores.selector_bits, stores.record_bits)
+    x = torch.randn(model.d, generator=torch.Generator().manual_seed(0)).to(device)
+    chosen = Selection.room(model.k, model.f, device)
+    select(x, experts.batches[0], experts.tables, chosen)
+    a = chosen.a[0].abs()
+    for sparsity in _SPARSITIES:
+        experts.tables.thresholds.fill_(float(torch.quantile(a, sparsity)) if sparsity else 0.0)
+        select(x, experts.batches[0], experts.tables, chosen)
+        _times(results, timer, stores, sparsity, x, experts, chosen)
+
+
+def _times(
+    results: Results, timer: ByteClock, stores: Stores, sparsity: float, x: Tensor, experts: Experts, chosen: Selection
+) -> None:
+    model, device, running = stores.model, timer.clock.device, int(chosen.counts.sum())
+    partials = torch.zeros((model.k, num_partials(model.k, model.f, timer.clock.num_sms), model.d), device=device)
+    weights, out = torch.full((model.k,), 1 / model.k, device=device), torch.zeros(model.d, device=device)
+
+    def selects(batch: int) -> None:
+        select(x, experts.batches[batch], experts.tables, chosen)
+
+    def sums(batch: int) -> None:
+        neurons(x, experts.batches[batch], experts.tables, chosen, partials)
+
+    def reduces(batch: int) -> None:
+        reduce(partials, weights, out)
+
+    def everything(batch: int) -> None:
+        selects(batch)
+        sums(batch)
+        reduces(batch)
+
+    selected, recorded = model.k * experts.selector_bytes, running * experts.record_bytes
+    for operation, num_bytes, launch in (
+        ("select", selected, selects),
+        ("neurons", recorded, sums),
+        ("reduce", 4 * partials.numel(), reduces),
+        ("all", selected + recorded, everything),
+    ):
+        timed = timer.timed(num_bytes, launch, len(experts.batches))
+        results.add(ExpertTime(str(stores), sparsity, running / model.k / model.f, operation, timed))
+
+
+def _gemv(results: Results, timer: ByteClock, rows: int, cols: int, bits: Stored) -> None:
+    device, matrices = timer.clock.device, make_matrices(timer.clock, rows, cols, bits)
+    x, out, copies = torch.randn(cols).to(device), torch.zeros(rows, device=device), len(matrices.rows)
+    timed = timer.timed(matrices.num_bytes, lambda i: gemv(x, matrices.rows[i], matrices.part, out), copies)
+    results.add(DenseTime("gemv", rows, cols, bits, 1, _tflops(rows * cols, timed), timed))
+    if bits == 16:
+        half = x.to(torch.bfloat16)
+        timed = timer.timed(matrices.num_bytes, lambda i: torch.mv(matrices.rows[i], half), copies)
+        results.add(DenseTime("torch.mv, bf16", rows, cols, bits, 1, _tflops(rows * cols, timed), timed))
+
+
+def _gemm(results: Results, timer: ByteClock, rows: int, cols: int, bits: Stored) -> None:
+    matrices = make_matrices(timer.clock, rows, cols, bits)
+    copies = len(matrices.rows)
+    for tokens in (3,) if timer.clock.is_rehearsal else _TOKENS:
+        x = torch.randn(tokens, cols).to(timer.clock.device)
+        out, work = torch.zeros(tokens, rows, device=x.device), rows * cols * tokens
+
+        def product(i: int, x: Tensor = x, out: Tensor = out) -> None:
+            gemm(x, matrices.rows[i], matrices.part, matrices.row_units, out)
+
+        timed = timer.timed(matrices.num_bytes, product, copies)
+        results.add(DenseTime("gemm", rows, cols, bits, tokens, _tflops(work, timed), timed))
+        if bits == 16:
+            half = x.to(torch.bfloat16)
+            timed = timer.timed(matrices.num_bytes, lambda i, half=half: half @ matrices.rows[i].T, copies)  # type: ignore[misc] # a default
+            results.add(DenseTime("torch.matmul, bf16", rows, cols, bits, tokens, _tflops(work, timed), timed))
+
+
+def _many(results: Results, timer: ByteClock, model: Model) -> None:
+    device, experts = timer.clock.device, make_experts(timer.clock, model, "up", 2, 4)
+    # Activations are about normal, of deviation 1: 0.8 of them lie below this.
+    experts.tables.thresholds.fill_(1.28)
+    kind, num_bytes = experts.tables.kinds[0], experts.selector_bytes + model.f * experts.record_bytes
+    for tokens in (3,) if timer.clock.is_rehearsal else _TOKENS:
+        x, y = torch.randn(tokens, model.d).to(device), torch.zeros(tokens, model.d, device=device)
+        numbers = torch.arange(tokens, dtype=torch.int32, device=device)
+        weights, workspace = (
+            torch.full((tokens,), 0.5, device=device),
+            torch.zeros(workspace_floats(tokens, model.f), device=device),
+        )
+
+        def runs(
+            number: int, given: tuple[Tensor, ...] = (x, numbers, weights), y: Tensor = y, workspace: Tensor = workspace
+        ) -> None:
+            expert_many(given[0], given[1], given[2], experts.tables, number, kind, y, workspace)
+
+        timed = timer.timed(num_bytes, runs, len(experts.batches))
+        work = 3 * model.d * model.f * tokens
+        name = f"expert of many tokens, {model.name}"
+        results.add(DenseTime(name, model.f, model.d, "2/4", tokens, _tflops(work, timed), timed))
+
+
+def _attention(results: Results, timer: ByteClock, heads: int, kv_heads: int) -> None:
+    tiny, dtype = timer.clock.is_rehearsal, torch.bfloat16
+    head_dim = 16 if tiny else 128
+    for context in (48,) if tiny else (4096, 32768):
+        num_bytes = 2 * kv_heads * context * head_dim * dtype.itemsize
+        num_copies = copies_beyond(timer.clock.l2_bytes, num_bytes)
+        caches = torch.randn((num_copies, 2, kv_heads, context, head_dim), device=timer.clock.device).to(dtype)
+        timed = timer.timed(num_bytes, attends(caches, heads), num_copies)
+        results.add(AttentionTime(heads, kv_heads, head_dim, str(dtype), context, timed))
+
+
+def attends(caches: Tensor, heads: int) -> Callable[[int], None]:
+    """Attention of one token at the last position, over the copy [keys and values, heads, context, dim] of a number."""
+    _, _, kv_heads, context, head_dim = caches.shape
+    q, out = (torch.randn(heads, head_dim, device=caches.device) for _ in range(2))
+    position = torch.full((1,), context - 1, dtype=torch.int32, device=caches.device)
+    room = AttendRoom.room(heads, kv_heads, head_dim, context, caches.device)
+
+    def attend_once(number: int) -> None:
+        attend(q, (caches[number, 0], caches[number, 1]), position, head_dim**-0.5, None, room, out)
+
+    return attend_once
+
+
+def _tflops(multiplications: int, timed: Timed) -> float:
+    return 2 * multiplications / timed.us / 1e6
+
+
+_SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "LaunchStats", "Occupancy", "WarpStateStats", "InstructionStats")
+_MODELS = {"mixtral": MIXTRAL, "qwen3": QWEN3, "tiny": _TINY}
+_KERNELS = "regex:^(_select|_neurons|_gemv|_attend_kernel|_pull)$"
+_SECONDS = 90  # that a model's launches may take
+_SPARSITY = 0.8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """A launch of a kernel. `case`: what it works on.   `after`: makes another launch do the same again."""
+
+    kernel: str
+    case: str
+    launch: Callable[[], object]
+    after: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A figure of a kernel's launch, as ncu has it; numbers without their separators."""
+
+    model: str
+    kernel: str
+    case: str
+    metric: str
+    unit: str
+    value: str
+
+
+def count(results: Results, clock: Clock) -> None:
+    """Profiles each model's kernels apart."""
+    for name in ("tiny",) if clock.is_rehearsal else ("mixtral", "qwen3"):
+        results.section(name, partial(_profile, results, clock, name))
+
+
+def _profile(results: Results, clock: Clock, model: str) -> None:
+    command = [sys.executable, str(Path(__file__)), clock.device.type, model]
+    if clock.is_rehearsal:  # the launches are rehearsed, and that their order is told
+        told = json.loads(_output(command))
+        for kernel, case in told:
+            results.add(Metric(model, kernel, case, "rehearsed", "", ""))
+        return
+    tool = find_tool("ncu")
+    assert tool is not None, "ncu is not installed"
+    report = results.path.with_name(f"{results.path.stem}-{model}.ncu-rep")
+    sections = [word for section in _SECTIONS for word in ("--section", section)]
+    options = ["--profile-from-start", "off", "--clock-control", "none", "--target-processes", "all"]
+    options += ["--kernel-name", _KERNELS, "--force-overwrite"]
+    lines = _output([tool, *options, *sections, "--export", str(report), *command]).splitlines()
+    (told,) = (json.loads(line) for line in lines if line.startswith("[["))
+    page = _output([tool, "--import", str(report), "--csv", "--page", "details", "--print-units", "base"])
+    for metric in read_metrics(page, model, told):
+        results.add(metric)
+
+
+def read_metrics(page: str, model: str, launches: list[list[str]]) -> list[Metric]:
+    """The metrics of ncu's `details` page as CSV; the launches' kernels and cases, in their order.
+
+    Raises:  AssertionError if the report has other kernels, or in another order.
+    """
+    begin = page.index('"ID"')
+    rows = [row for row in csv.DictReader(io.StringIO(page[begin:])) if row["Metric Name"]]
+    names = {row["ID"]: row["Kernel Name"].partition("(")[0] for row in rows}
+    numbers, kernels = list(names), list(names.values())
+    assert kernels == [kernel for kernel, _ in launches], f"ncu saw {kernels}, launched were {launches}"
+    cases = {number: case for number, (_, case) in zip(numbers, launches, strict=True)}
+    return [
+        Metric(
+            model, names[row["ID"]], cases[row["ID"]], row["Metric Name"], row["Metric Unit"],
+            row["Metric Value"].replace(",", ""),
+        )
+        for row in rows
+    ]  # fmt: skip
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    said = (done.stdout + done.stderr)[-800:]
+    assert done.returncode == 0, f"{Path(command[0]).name} ended with {done.returncode}: {said}"
+    return done.stdout
+
+
+def launches(clock: Clock, model: Model) -> list[Launch]:
+    """The kernels' launches, in the order in which they are to run."""
+    device, is_tiny, is_mixtral = clock.device, model.name == _TINY.name, model.name == MIXTRAL.name
+    experts = make_experts(clock, model, "up", 2 if is_mixtral else 4, 4)
+    x, batch, tables = torch.randn(model.d).to(device), experts.batches[-1], experts.tables
+    chosen = Selection.room(model.k, model.f, device)
+    select(x, batch, tables, chosen)
+    tables.thresholds.fill_(float(torch.quantile(chosen.a[0].abs(), _SPARSITY)))
+    partials = torch.zeros((model.k, num_partials(model.k, model.f, clock.num_sms), model.d), device=device)
+    found = [
+        Launch("_select", model.name, lambda: select(x, batch, tables, chosen)),
+        Launch("_neurons", f"{model.name}, {_SPARSITY}", lambda: neurons(x, batch, tables, chosen, partials)),
+    ]
+    vocabulary = 32_000 if is_mixtral else 151_936
+    for rows, cols in ((96, 128),) if is_tiny else ((model.d, model.d), (vocabulary, model.d)):
+        matrices, out = make_matrices(clock, rows, cols, 4), torch.zeros(rows, device=device)
+        product = partial(gemv, torch.randn(cols).to(device), matrices.rows[-1], matrices.part, out)
+        found.append(Launch("_gemv", f"{rows}x{cols}, 4 bit", product))
+    heads, kv_heads, context, dim = (4, 2, 48, 16) if is_tiny else (32, 8 if is_mixtral else 4, 4096, 128)
+    caches = torch.randn((1, 2, kv_heads, context, dim), device=device).to(torch.bfloat16)
+    found.append(Launch("_attend_kernel", f"{heads}/{kv_heads}, {context} tokens", partial(attends(caches, heads), 0)))
+    pull, forget = one_pull(clock, replace(model, k=1), 4)
+    return [*found, Launch("_pull", f"{model.name}, a fifth of an expert's records", pull, forget)]
+
+
+def main(device_name: str, name: str) -> None:
+    """Launches everything once to compile it, then once for the profiler, and tells the order."""
+    device = torch.device(device_name)
+    clock = Clock(device, device.type == "cpu")
+    chosen = launches(clock, _MODELS[name])
+    for each in chosen:
+        each.launch()
+        each.after()
+    clock.synchronize()
+    if device.type == "cuda":
+        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]  # torch has no types for it
+    for each in chosen:
+        each.launch()
+    clock.synchronize()
+    if device.type == "cuda":
+        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]  # likewise
+    sys.stdout.write(json.dumps([[each.kernel, each.case] for each in chosen]) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

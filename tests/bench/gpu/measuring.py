@@ -1,0 +1,316 @@
+"""What a part of `make gpu-check` finds, and how it times launches.
+
+`Results` is a JSON file that is whole after every row, so that a cut leaves whole rows; when a call ends, the files of
+its parts become one. `Clock` times many launches in a CUDA graph, which it replays, by the device's own events.
+Operations that read much are compared with the rate at which the GPU copies its own memory. In a rehearsal everything
+runs once on the CPU, by Triton's interpreter, and the times mean nothing.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ERROR_LINES = 12
+_ROOT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """The GPU. `driver`: as nvidia-smi says it; `capability`: major and minor."""
+
+    name: str
+    num_sms: int
+    memory_bytes: int
+    l2_bytes: int
+    capability: tuple[int, int]
+    driver: str
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where and with what a part ran. `card`: None in a rehearsal."""
+
+    card: Card | None
+    cpu: str
+    cores: int
+    memory_bytes: int
+    versions: dict[str, str]
+    revision: str
+
+
+@dataclass(slots=True)
+class Results:
+    """A part's rows and how it ended; written to `path` at every change.
+
+    `state`: running, done, failed, stopped or died.   `errors`: what failed, by section, the last lines of each.
+    """
+
+    path: Path
+    part: str
+    is_rehearsal: bool
+    setting: Setting
+    command: list[str]
+    date: str
+    state: str = "running"
+    seconds: float = 0.0
+    errors: dict[str, str] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, row: Any) -> None:
+        """Adds a row, a dataclass; `kind` in the file is its class."""
+        self.rows.append({"kind": type(row).__name__} | asdict(row))
+        print(" ".join(f"{name}={_short(value)}" for name, value in self.rows[-1].items()), flush=True)
+        self.write()
+
+    def section(self, name: str, body: Callable[[], object]) -> None:
+        """Runs a section of a part; what it raises is kept, and the next goes on."""
+        try:
+            body()
+        except Exception:  # whatever it is, the other sections' figures are wanted
+            self.fail(name, "\n".join(traceback.format_exc().splitlines()[-_ERROR_LINES:]))
+
+    def fail(self, name: str, why: str) -> None:
+        """Takes note that a section failed."""
+        self.errors[name] = why
+        print(f"{name}: {why}", file=sys.stderr, flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Writes all to the file, beside and then in its place."""
+        beside = self.path.with_suffix(".partial")
+        beside.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+        beside.replace(self.path)
+
+    def as_json(self) -> dict[str, Any]:
+        """What the file holds."""
+        whole = {
+            "part": self.part,
+            "rehearsal": self.is_rehearsal,
+            "state": self.state,
+            "date": self.date,
+            "command": self.command,
+            "seconds": round(self.seconds, 1),
+            **asdict(self.setting),
+            "errors": self.errors,
+            "rows": self.rows,
+        }
+        return whole
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def now() -> str:
+    """The time, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def has_gpu() -> bool:
+    """Whether torch finds a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def combined(paths: list[Path]) -> dict[str, Any]:
+    """The parts of a call as one: what they have in common, then each part's own."""
+    parts = [json.loads(path.read_text()) for path in paths]
+    common = {name: parts[0][name] for name in ("rehearsal", *(each.name for each in fields(Setting)))}
+    return common | {"parts": [{name: part[name] for name in part if name not in common} for part in parts]}
+
+
+def setting(is_rehearsal: bool, revision: str = "") -> Setting:
+    """This machine. `revision`: of the code, where git cannot tell."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    names = ("torch", "triton", "numpy")
+    versions = {"python": platform.python_version()} | {name: _version(name) for name in names}
+    card = None if is_rehearsal else _card()
+    return Setting(card, _cpu(), len(os.sched_getaffinity(0)), memory, versions, _revision() or revision or "unknown")
+
+
+def card_slug(card: Card | None) -> str:
+    """The card's name as part of a file's."""
+    return "none" if card is None else "-".join(card.name.lower().replace("/", " ").split())
+
+
+def _card() -> Card:
+    facts = torch.cuda.get_device_properties(0)
+    capability = (facts.major, facts.minor)
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    l2_bytes = int(getattr(facts, "L2_cache_size", 0))
+    return Card(
+        facts.name, facts.multi_processor_count, facts.total_memory, l2_bytes, capability, _said(asked) or "unknown"
+    )
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _revision() -> str:
+    found = _said(["git", "-C", str(_ROOT), "rev-parse", "HEAD"])
+    changed = _said(["git", "-C", str(_ROOT), "status", "--porcelain", "-uno"])
+    return found + (", changed" if changed else "")
+
+
+def _said(command: list[str]) -> str:
+    """The first line a program writes; empty if it is not there or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip().partition("\n")[0] if done.returncode == 0 else ""
+
+
+Launch = Callable[[], object]
+_MIB = 1 << 20
+_LAUNCHES = 48  # in a graph, at least: starting one takes as long as a small kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Times what runs on `device`. `is_rehearsal`: run once, on the CPU."""
+
+    device: torch.device
+    is_rehearsal: bool
+
+    @property
+    def num_sms(self) -> int:
+        """Multiprocessors of the device."""
+        return 2 if self.is_rehearsal else torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    @property
+    def l2_bytes(self) -> int:
+        """What must be exceeded for every launch to read from memory."""
+        return 0 if self.is_rehearsal else int(torch.cuda.get_device_properties(self.device).L2_cache_size)
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if not self.is_rehearsal:
+            torch.cuda.synchronize(self.device)
+
+    def direct(self, launch: Launch, rounds: int = 10) -> float:
+        """Seconds of a launch as the host gives it, the median."""
+        return median(self.each(launch, rounds))
+
+    def each(self, launch: Launch, rounds: int) -> list[float]:
+        """Seconds of each of so many rounds, after one that warms up."""
+        if self.is_rehearsal:
+            return [self.once(launch)]
+        launch()
+        return [self.once(launch) for _ in range(rounds)]
+
+    def once(self, launch: Launch) -> float:
+        """Seconds of a launch, now."""
+        if self.is_rehearsal:
+            start = time.perf_counter()
+            launch()
+            return time.perf_counter() - start
+        begin, end = _event(), _event()
+        begin.record()
+        launch()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+    def captured(self, launch: Launch, before: Launch = lambda: None) -> Launch:
+        """What replays a graph of all that `launch` launches; it is run twice before, each time after `before`."""
+        if self.is_rehearsal:
+            return launch
+        before()
+        launch()  # compiles
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        before()
+        graph.replay()
+        return graph.replay
+
+    def graphed(self, launches: Sequence[Launch], rounds: int = 10) -> float:
+        """Seconds of one of these launches, which follow one another in a graph that is replayed; the median."""
+        replay = self.captured(lambda: [launch() for launch in launches])
+        return self.direct(replay, rounds) / len(launches)
+
+    def copy_rate(self) -> float:
+        """Bytes read and written a second by a copy inside the device's memory, 1 GiB each way."""
+        num_bytes = _MIB if self.is_rehearsal else 1024 * _MIB
+        source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(2))
+        return 2 * num_bytes / self.direct(lambda: target.copy_(source), 20)
+
+
+def host_seconds(action: Launch, rounds: int) -> float:
+    """Seconds that something takes the host, the median, after one round that warms up."""
+    times = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
+
+
+def copies_beyond(l2_bytes: int, num_bytes: int, least: int = 2) -> int:
+    """How many copies of so many bytes exceed the L2 cache four times."""
+    return max(least, -(-4 * l2_bytes // num_bytes))
+
+
+def repeated(rows: Tensor, times: int, device: torch.device) -> Tensor:
+    """Copies of bytes one after the other, on the device: u8 [times * n], each at a multiple of 128 bytes."""
+    flat = rows.reshape(-1)
+    padded = torch.zeros(-(-flat.numel() // 128) * 128, dtype=torch.uint8)
+    padded[: flat.numel()] = flat
+    return padded.to(device).repeat(times)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch has no types for it
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Microseconds of a launch and the bytes it must read. `share`: of the rate at which the GPU copies its memory."""
+
+    us: float
+    num_bytes: int
+    gb_a_second: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class ByteClock:
+    """Times operations that are bound by the bytes they read. `copy_rate`: of `clock`, in bytes a second."""
+
+    clock: Clock
+    copy_rate: float
+
+    def timed(self, num_bytes: int, launch: Callable[[int], object], num_copies: int) -> Timed:
+        """Times `launch` in a graph, with each copy's number in turn."""
+        launches: Sequence[Launch] = [partial(launch, number) for number in range(num_copies)]
+        if not self.clock.is_rehearsal:
+            launches = list(launches) * -(-_LAUNCHES // num_copies)
+        seconds = self.clock.graphed(launches)
+        rate = num_bytes / seconds
+        return Timed(1e6 * seconds, num_bytes, rate / 1e9, rate / self.copy_rate)

@@ -1,0 +1,384 @@
+"""How fast the native CPU kernels are: experts against the memory's rate, whole decode and prefill against llama.cpp.
+
+python tests/bench/kernels.py experts
+python tests/bench/kernels.py decode --llama-python PYTHON
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Literal, Protocol
+
+import click
+import numpy as np
+import torch
+from benchlib import PACK_BITS, Silent, figure, finish, folder_option, json_option, moe_pack, table
+from benchlib.checkpoints import Shape, generate
+from benchlib.llama import Llama, llama_option
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from moe_pack.calib import ThresholdRule, Tokens, measure_thresholds
+from moe_pack.convert.random_weights import Spread, random_rows, random_stream
+from moe_pack.formats import (
+    E5M2,
+    FP8,
+    MXFP4,
+    ROW_GROUP,
+    ExpertFormat,
+    ExpertSpec,
+    Pack,
+    PartFormat,
+    Selector,
+    expert_layout,
+    format_text,
+    part_format,
+    trellis_format,
+)
+from moe_pack.runtime import Decoder, ExpertRows, Kernels, PackWeights, expert_numbers, num_cpus
+
+_CPU = torch.device("cpu")
+_GROUP = 64
+_KIND: Selector = "up"
+_SOURCES = {"fp8": FP8, "e5m2": E5M2, "mxfp4": MXFP4}
+_SPARSITIES = (0.0, 0.5, 0.8, 0.9)
+_READ_BYTES = 1 << 29
+_COPIES_BYTES = 1 << 29  # of an expert: more than any cache holds
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    """Groups the measurements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Dimensions of an expert, and how many a token takes."""
+
+    name: str
+    d: int
+    f: int
+    experts: int
+
+
+_MODELS = (Model("Mixtral-8x7B", 4096, 14336, 2), Model("Qwen3-30B-A3B", 2048, 768, 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Median milliseconds of a token's experts, the bytes they must read, and the share of the memory's rate."""
+
+    model: str
+    stored_as: str
+    threads: int
+    sparsity: float
+    num_bytes: int
+    ms: float
+    gb_per_s: float
+    share: float
+
+
+class Experts:
+    """Copies of a random expert in more memory than caches hold, taken in turn."""
+
+    def __init__(self, model: Model, stored: PartFormat) -> None:
+        spec = ExpertSpec("silu", model.f, ("gate", "up", "down"), (), 0)
+        self.layout = expert_layout(ExpertFormat(stored, stored, stored), _KIND, spec, model.d)
+        spreads, stream = dict.fromkeys(("gate", "up", "down"), Spread(0.0, 0.02)), random_stream(0)
+        parts = [
+            random_rows(rows, model.f, spreads, stream) for rows in (self.layout.selector, self.layout.records) if rows
+        ]
+        extent = np.concatenate([part.reshape(-1) for part in parts])
+        self._rows = [self._as_rows(extent.copy()) for _ in range(max(2, _COPIES_BYTES // extent.nbytes))]
+        self._next = 0
+
+    def _as_rows(self, extent: NDArray[np.uint8]) -> ExpertRows:
+        begin, f = self.layout.selector_bytes, self.layout.num_rows
+        selector, records = extent[:begin].reshape(f, -1), extent[begin:].reshape(f, -1)
+        return ExpertRows(expert_numbers(self.layout, _KIND, "silu"), selector, records, 0.0)
+
+    def take(self, count: int, threshold: float) -> list[tuple[ExpertRows, NDArray[np.int64], NDArray[np.float32]]]:
+        """Returns the next `count` copies, all for the one token."""
+        self._next += count
+        token, weight = np.zeros(1, np.int64), np.ones(1, np.float32)
+        chosen = [self._rows[(self._next + number) % len(self._rows)] for number in range(count)]
+        return [(replace(rows, threshold=threshold), token, weight) for rows in chosen]
+
+
+def format_of(name: str) -> PartFormat:
+    """Returns the format of a name as `--formats` has it."""
+    if name.startswith("trellis"):
+        return trellis_format(round(2 * float(name.removeprefix("trellis"))), ROW_GROUP)
+    return _SOURCES.get(name) or part_format(int(name), _GROUP)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def measure_experts(
+    model: Model, stored: PartFormat, rounds: int, pools: dict[int, Kernels], spare: NDArray[np.uint8]
+) -> list[Figure]:
+    """Times all sparsities and numbers of threads of one format, interleaved; the first round warms up."""
+    experts, x = Experts(model, stored), torch.randn(1, model.d, generator=torch.Generator().manual_seed(0))
+    ((rows, _, _),) = experts.take(1, 0.0)
+    a = np.sort(next(iter(pools.values())).select(x, rows).a.abs().numpy().ravel())
+    thresholds = {s: float(a[round(s * model.f)]) if s else 0.0 for s in _SPARSITIES}  # exact for this token
+    times: dict[tuple[int, float], list[float]] = {case: [] for case in product(pools, _SPARSITIES)}
+    reads: dict[int, list[float]] = {threads: [] for threads in pools}
+    for number in range(rounds + 1):
+        for threads, kernels in pools.items():
+            reads[threads].append(_seconds(partial(kernels.read, spare)))
+            for sparsity in _SPARSITIES if number % 2 else reversed(_SPARSITIES):
+                works = experts.take(model.experts, thresholds[sparsity])
+                times[threads, sparsity].append(_seconds(partial(kernels.experts, x, works)))
+    figures = []
+    for (threads, sparsity), seconds in times.items():
+        running = model.f - round(sparsity * model.f)
+        num_bytes = model.experts * (experts.layout.selector_bytes + running * experts.layout.records.row_bytes)
+        taken, rate = median(seconds[1:]), spare.nbytes / median(reads[threads][1:])
+        case = (model.name, format_text(stored), threads, sparsity, num_bytes)
+        figures.append(Figure(*case, 1e3 * taken, num_bytes / taken / 1e9, num_bytes / taken / rate))
+    return figures
+
+
+@main.command("experts")
+@click.option("--rounds", default=9, show_default=True, type=click.IntRange(1), help="Runs of each case.")
+@click.option(
+    "--formats",
+    default="2,trellis2,3,trellis3,4,trellis4,mxfp4,8,fp8,e5m2,16",
+    show_default=True,
+    help="Bits a weight, trellisBITS (1.5 to 4), or a codec that keeps a source.",
+)
+@click.option("--threads", default=f"1,{min(2, num_cpus())}", show_default=True, help="Numbers of threads.")
+@click.option(
+    "--limit", type=click.Choice(["avx512vbmi", "avx512", "avx2", "portable"]), help="Best instruction set to use."
+)
+@json_option
+def experts_command(
+    rounds: int,
+    formats: str,
+    threads: str,
+    limit: Literal["avx512vbmi", "avx512", "avx2", "portable"] | None,
+    as_json: bool,
+) -> None:
+    """Times one token through experts of Mixtral's and Qwen3-30B-A3B's size.
+
+    For every format and sparsity: the bytes that must be read (all selector rows, the records of running neurons) a
+    second, as a share of the rate at which the same threads only read. Selector `up`, random weights; experts are taken
+    in turn from more memory than any cache holds, as many a call as the model takes for a token.
+    """
+    spare, figures = np.ones(_READ_BYTES, np.uint8), list[Figure]()
+    with ExitStack() as stack:
+        numbers = dict.fromkeys(int(number) for number in threads.split(","))
+        pools = {number: stack.enter_context(closing(Kernels(number, limit))) for number in numbers}
+        name = next(iter(pools.values())).instruction_set
+        for model, stored in tqdm(list(product(_MODELS, map(format_of, formats.split(",")))), disable=as_json):
+            figures += measure_experts(model, stored, rounds, pools, spare)
+    rows = [
+        (x.model, x.stored_as, x.threads, f"{x.sparsity:.0%}", f"{x.num_bytes / 1e6:.1f}", f"{x.ms:.2f}",
+         f"{x.gb_per_s:.1f}", f"{x.share:.0%}")
+        for x in figures
+    ]  # fmt: skip
+    text = table(("experts of", "stored as", "threads", "sparsity", "MB", "ms", "GB/s", "share"), rows)
+    finish({"instruction_set": name, "figures": [asdict(x) for x in figures]}, f"{name}\n{text}", as_json)
+
+
+# --- decode and prefill
+
+Task = Literal["decode", "prefill"]
+_TASKS: tuple[Task, ...] = ("decode", "prefill")
+_SHAPES = {"mixtral": Shape("mixtral-8x7b", 2), "qwen3": Shape("qwen3-30b-a3b", 4)}
+_THRESHOLD_SEQUENCES, _THRESHOLD_LENGTH = 32, 64
+_REST_SECONDS = 0.2  # before each timing: threads that wait for work spin for a while before they sleep
+
+
+class Program(Protocol):
+    """Something that runs one model, and forgets the sequence before each timing."""
+
+    name: str
+
+    def time(self, prompt: list[int], tokens: list[int], at_once: bool, threads: int) -> float:
+        """Returns the seconds for `tokens` after `prompt`: all at once with the last one's logits, or one by one."""
+        ...
+
+
+class Ours:
+    """An open pack with a decoder for each number of threads; `close` ends its kernels."""
+
+    def __init__(self, pack: Pack, name: str, threads: Sequence[int], context_tokens: int) -> None:
+        self.name = name
+        self._kernels = {number: Kernels(number) for number in threads}
+        self._decoders = {
+            number: Decoder(PackWeights(pack, _CPU, kernels), context_tokens, _CPU)
+            for number, kernels in self._kernels.items()
+        }
+
+    def close(self) -> None:
+        """Ends the kernels."""
+        for kernels in self._kernels.values():
+            kernels.close()
+
+    def time(self, prompt: list[int], tokens: list[int], at_once: bool, threads: int) -> float:
+        """Returns the seconds for `tokens` after `prompt`."""
+        torch.set_num_threads(1)  # as moe-run does
+        decoder = self._decoders[threads]
+        decoder.reset()
+        if prompt:
+            decoder.next_logits(prompt)
+        began = time.perf_counter()
+        for piece in [tokens] if at_once else [[token] for token in tokens]:
+            logits = decoder.next_logits(piece)
+        seconds = time.perf_counter() - began
+        assert bool(logits.isfinite().all()), f"{self.name}: logits are not finite"
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One program at one task: the seconds of each round, tokens a second of their median, times llama.cpp's."""
+
+    model: str
+    program: str
+    task: Task
+    threads: int
+    seconds: tuple[float, ...]
+    tokens_per_s: float
+    ratio: float | None
+
+
+def make_dense(shape: Shape, folder: Path) -> Path:
+    """Returns the pack in which all neurons run, made from a random checkpoint unless it is there."""
+    pack, source = folder / "pack-0", folder / "checkpoint"
+    if not (pack / "manifest.json").exists():
+        shutil.rmtree(source, ignore_errors=True)
+        click.echo(f"generating {source}: {shape.num_bytes():,} bytes", err=True)
+        generate(source, shape)
+        moe_pack("convert", source, "-o", pack, "--quantizer", "nearest", "--group-size", _GROUP, *PACK_BITS)
+        shutil.rmtree(source)
+    return pack
+
+
+def make_sparse(dense: Path, sparsity: float) -> Path:
+    """Returns a pack with thresholds for a sparsity and, by hard links, the same experts, unless it is there.
+
+    Thresholds and manifest are replaced by renaming, so that the files they are linked to stay as they were.
+    """
+    pack, partial_pack = dense.with_name(f"pack-{sparsity:g}"), dense.with_name("pack.partial")
+    if pack.exists():
+        return pack
+    shutil.rmtree(partial_pack, ignore_errors=True)
+    partial_pack.mkdir()
+    for path in dense.iterdir():
+        if path.is_file():
+            (partial_pack / path.name).hardlink_to(path)
+    with Pack(partial_pack) as opened:
+        shape = (_THRESHOLD_SEQUENCES, _THRESHOLD_LENGTH)
+        ids = np.random.default_rng(1).integers(opened.spec.vocab_size, size=shape, dtype=np.int32)
+        tokens = Tokens("random tokens", ids, sha256(ids.astype("<i4").tobytes()).hexdigest(), ())
+        measured = measure_thresholds(opened, tokens, ThresholdRule(sparsity), Silent())
+    click.echo(f"{pack}: sparsity {measured.held_out.overall:.4f} on random tokens held out", err=True)
+    partial_pack.rename(pack)
+    return pack
+
+
+def run_rounds(
+    programs: Sequence[Program], sizes: tuple[int, int, int], vocab: int, threads: Sequence[int], rounds: int
+) -> dict[tuple[str, Task, int], list[float]]:
+    """Returns seconds by program, task and threads, interleaved; a first round is not counted.
+
+    Args:    sizes: random tokens of a prompt, to decode after it, and to prefill.
+    """
+    generator, seconds = np.random.default_rng(2), dict[tuple[str, Task, int], list[float]]()
+    drawn = [[generator.integers(vocab, size=size).tolist() for size in sizes] for _ in range(rounds + 1)]
+    timings = list(product(threads, enumerate(drawn), _TASKS, programs))
+    for number, (round_idx, (prompt, decoded, prefilled)), task, program in tqdm(timings, disable=None):
+        time.sleep(_REST_SECONDS)
+        asked = (prompt, decoded, False) if task == "decode" else ([], prefilled, True)
+        taken = program.time(*asked, number)
+        if round_idx:
+            seconds.setdefault((program.name, task, number), []).append(taken)
+    return seconds
+
+
+@main.command("decode")
+@folder_option
+@llama_option
+@click.option("--model", "models", multiple=True, type=click.Choice(list(_SHAPES)), help="Which.  [default: all]")
+@click.option(
+    "--sparsity", "sparsities", multiple=True, type=click.FloatRange(0, 0.99), default=(0.0, 0.8), show_default=True
+)
+@click.option("--threads", multiple=True, default=(1, 2), show_default=True, type=click.IntRange(1))
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1))
+@click.option("--prompt-tokens", default=16, show_default=True, type=click.IntRange(1), help="Before decoding.")
+@click.option("--decode-tokens", default=32, show_default=True, type=click.IntRange(1))
+@click.option("--prefill-tokens", default=128, show_default=True, type=click.IntRange(1, 512))
+@click.option("--layers", type=click.IntRange(1), help="Decoder layers.  [default: mixtral 2, qwen3 4]")
+@click.option("--vocab", type=click.IntRange(64), help="Tokens known.  [default: the model's]")
+@json_option
+def decode_command(
+    folder: Path,
+    llama_python: Path | None,
+    models: tuple[str, ...],
+    sparsities: tuple[float, ...],
+    threads: tuple[int, ...],
+    rounds: int,
+    prompt_tokens: int,
+    decode_tokens: int,
+    prefill_tokens: int,
+    layers: int | None,
+    vocab: int | None,
+    as_json: bool,
+) -> None:
+    """Times decode and prefill of some layers of random weights, all in memory, against llama.cpp.
+
+    Our pack (nearest, selector `up`, 4 bit throughout, group 64) and a GGUF of the same layers, head and embedding in
+    Q4_0, both 4.5 bits a weight. Packs of a sparsity share their experts. One program works while the others wait; of
+    each round every program decodes and prefills the same random tokens. Of a prefill only the last token's logits are
+    asked for. Medians over rounds.
+    """
+    speeds, facts = list[Speed](), dict[str, object]()
+    for name in models or _SHAPES:
+        shape = replace(_SHAPES[name], layers=layers or _SHAPES[name].layers, vocab=vocab)
+        place = folder / f"decode-{name}-{shape.layers}-layers-{vocab or 'all'}-tokens"
+        place.mkdir(parents=True, exist_ok=True)
+        dense = make_dense(shape, place)
+        context = max(prompt_tokens + decode_tokens, prefill_tokens)
+        with ExitStack() as stack:
+            packs = {s: stack.enter_context(Pack(make_sparse(dense, s) if s else dense)) for s in sparsities}
+            programs: list[Program] = [
+                stack.enter_context(closing(Ours(pack, f"moe-pack, sparsity {s:g}", threads, context)))
+                for s, pack in packs.items()
+            ]
+            spec = next(iter(packs.values())).spec
+            if llama_python:
+                llama = Llama(llama_python, place / "model-Q4_0.gguf", spec, context)
+                stack.callback(llama.close)
+                programs.append(llama)
+                facts[name] = llama.facts
+            sizes = (prompt_tokens, decode_tokens, prefill_tokens)
+            seconds = run_rounds(programs, sizes, spec.vocab_size, threads, rounds)
+        tokens = {"decode": decode_tokens, "prefill": prefill_tokens}
+        rates = {key: tokens[key[1]] / median(taken) for key, taken in seconds.items()}
+        for (program, task, number), rate in sorted(rates.items(), key=lambda item: (item[0][1], item[0][2])):
+            theirs = rates.get((Llama.name, task, number))
+            taken = tuple(seconds[program, task, number])
+            speeds.append(Speed(name, program, task, number, taken, rate, rate / theirs if theirs else None))
+    rows = [(s.model, s.task, s.threads, s.program, f"{s.tokens_per_s:.2f}", figure(s.ratio)) for s in speeds]
+    text = table(("model", "task", "threads", "program", "tokens/s", "times llama.cpp"), rows)
+    load = f"load before {os.getloadavg()[0]:.2f}"
+    finish({"llama": facts, "speeds": [asdict(s) for s in speeds]}, f"{load}\n{text}", as_json)
+
+
+if __name__ == "__main__":
+    main()

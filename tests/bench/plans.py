@@ -1,0 +1,330 @@
+"""The planner: what it predicts against what runs, and the tables of what fits.
+
+python tests/bench/plans.py predicted
+python tests/bench/plans.py table
+python tests/bench/plans.py presets
+python tests/bench/plans.py assumed-losses
+"""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from math import expm1
+from pathlib import Path
+
+import click
+import numpy as np
+from benchlib import (
+    BOOK,
+    DEMO_MODEL,
+    ROOT,
+    SEQUENCE_LENGTH,
+    Silent,
+    finish,
+    folder_option,
+    json_option,
+    moe_pack,
+    table,
+)
+from benchlib.packs import DEMO, SyntheticPack, budget_with, make_pack
+
+from moe_pack.calib import (
+    Profile,
+    ProfileOptions,
+    assumed_figures,
+    assumed_losses,
+    losses_of,
+    make_profile,
+    read_tokens,
+)
+from moe_pack.convert.cost_model import Prediction, predict
+from moe_pack.convert.fixed_costs import measure_fixed_costs
+from moe_pack.convert.machines import machine_of_cpu
+from moe_pack.convert.plan_report import mean_sparsity
+from moe_pack.convert.planned import Model, Planned
+from moe_pack.convert.presets import PRESET_NAMES, PresetName, preset_decision
+from moe_pack.convert.random_routers import skewed_popularity
+from moe_pack.convert.target import Target, planner_for
+from moe_pack.convert.traffic import held_out_passes
+from moe_pack.formats import (
+    Checkpoint,
+    Pack,
+    RunError,
+    canonical,
+    dense_roles,
+    dump,
+    model_spec,
+    num_parameters,
+    size_text,
+)
+from moe_pack.formats.families import published_names
+from moe_pack.runtime import (
+    Engine,
+    EngineOptions,
+    FolderFiles,
+    MachineFacts,
+    Passes,
+    StreamingWeights,
+    Text,
+    divide_budget,
+    measure_machine,
+    routing_bytes,
+    whole_bytes,
+)
+
+_CONTEXT = 1024
+_SKEW = 0.5
+_SYNTHETIC = {  # no path through them is likelier than another
+    "mixtral-2-layers": SyntheticPack("mixtral-8x7b", 2, 8192, path_correlation=None),
+    "qwen3-3-layers": SyntheticPack("qwen3-30b-a3b", 3, 8192, path_correlation=None),
+}
+_SHARES = {DEMO: (0.25, 0.5, 0.75, 1.0), **dict.fromkeys(_SYNTHETIC, (0.5, 1.0))}
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    """Groups the measurements."""
+
+
+# --- predicted and measured
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A pack inside a budget: what was predicted, and what the runtime did, for a token."""
+
+    pack: str
+    share: float
+    budget_bytes: int
+    predicted: Prediction
+    measured_bytes: float
+    measured_hit_rate: float
+    measured_s: float
+
+    @property
+    def bytes_off(self) -> float:
+        """Predicted by measured, less 1; 0 where both are next to nothing."""
+        if max(self.predicted.fetched_bytes, self.measured_bytes) < 4096:
+            return 0.0
+        return self.predicted.fetched_bytes / max(self.measured_bytes, 1.0) - 1
+
+    @property
+    def time_off(self) -> float:
+        """Predicted tokens a second by measured, less 1."""
+        return self.measured_s / self.predicted.seconds.total - 1
+
+    def row(self) -> tuple[str, ...]:
+        """Returns the line of the table."""
+        found = self.predicted
+        return (
+            self.pack, f"{self.share:.0%}", found.policy, f"{found.hit_rate:.1%}", f"{self.measured_hit_rate:.1%}",
+            f"{found.fetched_bytes / 1e6:.3f}", f"{self.measured_bytes / 1e6:.3f}", f"{self.bytes_off:+.1%}",
+            f"{found.tokens_per_second:.2f}", f"{1 / self.measured_s:.2f}", f"{self.time_off:+.1%}",
+        )  # fmt: skip
+
+
+def make_profiled(name: str, folder: Path) -> Path:
+    """Returns a pack, made unless it is there; the demo model's at 4 bit has a profile's routing with it."""
+    if name != DEMO:
+        return make_pack(name, folder, _SYNTHETIC)
+    pack, profile = folder / "demo-profiled", folder / "demo-profile"
+    if not (profile / "profile.json").exists():
+        moe_pack("profile", DEMO_MODEL, "--tokens", 8192, "--sensitivity", "none", "-o", profile)
+    if not (pack / "manifest.json").exists():
+        bits = ("--selector-bits", 4, "--record-bits", 4, "--sparsity", 0)
+        moe_pack("convert", DEMO_MODEL, *bits, "--profile", profile, "-o", pack)
+    return pack
+
+
+def run_case(name: str, folder: Path, share: float, facts: MachineFacts, num_tokens: int, rounds: int) -> Case:
+    """Predicts, then runs."""
+    path = make_profiled(name, folder)
+    with Pack(path) as pack:
+        predictors = routing_bytes(path)
+        partly = budget_with(pack, int(share * pack.index.size.size), _CONTEXT) + predictors
+        budget = whole_bytes(pack.layout, _CONTEXT, predictors) if share == 1 else partly
+        plan = divide_budget(pack.layout, budget, _CONTEXT, predictors)
+        passes: Passes | None = held_out_passes(Profile(folder / "demo-profile")) if name == DEMO else None
+        popularity = passes.popularity if passes else skewed_popularity(pack.spec, _SKEW, 0)
+        # A synthetic model's layers change the hidden state little: the next router predicts nearly all.
+        recall, machine = (None if passes else 0.98), machine_of_cpu(facts)
+        sparsity, seen = np.zeros(pack.index.size.shape), num_tokens // 2
+        predicted = predict(pack.layout, plan, machine, popularity, sparsity, passes, recall, seen_tokens=seen)
+        num_ids = (2 + rounds) * num_tokens
+        if name == DEMO:
+            ids = Text(pack).encode(BOOK.read_text("utf-8")[: 20 * num_ids])[:num_ids]
+        else:
+            ids = np.random.default_rng(0).integers(0, pack.spec.vocab_size, num_ids).tolist()
+        with Engine(pack, EngineOptions(budget_bytes=budget, machine=facts), _CONTEXT) as engine:
+            return Case(name, share, budget, predicted, *run(engine, ids, num_tokens))
+
+
+def run(engine: Engine, ids: Sequence[int], num_tokens: int) -> tuple[float, float, float]:
+    """Returns bytes a token, hit rate and median seconds a token of rounds; a prompt and as many tokens go before."""
+    decoder, weights = engine.decoder, engine.weights
+    assert isinstance(weights, StreamingWeights), "a budget makes it stream"
+    decoder.next_logits(list(ids[:num_tokens]))
+    for token in ids[num_tokens : 2 * num_tokens]:
+        decoder.next_logits([token])
+    counts = weights.decode
+    before, times = (counts.asked_bytes, counts.needed, counts.hits), []
+    for start in range(2 * num_tokens, len(ids), num_tokens):
+        decoder.reset()  # each round from an empty context; the experts in memory stay
+        began = time.perf_counter()
+        for token in ids[start : start + num_tokens]:
+            decoder.next_logits([token])
+        times.append((time.perf_counter() - began) / num_tokens)
+    after = (counts.asked_bytes, counts.needed, counts.hits)
+    asked, needed, hits = (now - then for now, then in zip(after, before, strict=True))
+    return asked / (num_tokens * len(times)), hits / needed, float(np.median(times))
+
+
+@main.command("predicted")
+@folder_option
+@click.option(
+    "--pack", "packs", multiple=True, type=click.Choice(list(_SHARES)), default=tuple(_SHARES), show_default=True
+)
+@click.option("--tokens", default=512, show_default=True, type=click.IntRange(8, _CONTEXT // 2), help="Of a round.")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(1, 6))
+@click.option("--seconds", default=0.3, show_default=True, help="That each measurement of the machine takes.")
+@click.option("--bytes-off", default=0.1, show_default=True, help="What bytes may be off by, on the demo model.")
+@click.option("--time-off", default=0.2, show_default=True, help="What tokens a second may be off by.")
+@json_option
+def predicted_command(
+    folder: Path, packs: tuple[str, ...], tokens: int, rounds: int, seconds: float, bytes_off: float, time_off: float,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Compares the cost model's prediction with what the runtime does on this machine's CPU.
+
+    The demo model's pack with a profile of its own, on text that the profile has not seen; and two synthetic packs at 4
+    bit, few large experts and many small ones. The machine is measured first, as `moe-pack doctor` does. Tokens are
+    given one by one; the first fill the cache and are not counted. Exits with 1 where a figure is off by more than
+    allowed. Needs 3.5 GB in the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in packs:  # before anything is measured
+        make_profiled(name, folder)
+    facts = measure_machine(folder, lambda what, number, total: None, seconds)
+    facts, cases, faults = replace(facts, fixed=measure_fixed_costs(10 * seconds)), list[Case](), list[str]()
+    for name in packs:
+        for share in _SHARES[name]:
+            cases.append(run_case(name, folder, share, facts, tokens if name == DEMO else max(tokens // 16, 8), rounds))
+            click.echo(" ".join(cases[-1].row()), err=True)
+    for case in cases:
+        if case.pack == DEMO and abs(case.bytes_off) > bytes_off:
+            faults.append(f"{case.pack}, {case.share:.0%}: bytes a token off by {case.bytes_off:+.1%}")
+        if abs(case.time_off) > time_off:
+            faults.append(f"{case.pack}, {case.share:.0%}: tokens a second off by {case.time_off:+.1%}")
+    header = ("pack", "experts", "policy", "hits", "(was)", "MB a token", "(was)", "off", "tokens/s", "(was)", "off")
+    finish({"cases": [asdict(c) for c in cases]}, table(header, [c.row() for c in cases]), as_json, faults)
+
+
+# --- what fits: docs/plans.md and docs/papers.md
+
+_RAM = 64 << 30
+_SIZES = (8, 11, 16, 24)  # GiB
+_GPUS = {8: "RTX 3060 12G", 11: "RTX 3060 12G", 16: "RTX 4060 Ti 16G", 24: "RTX 4090"}
+# Each paper's models with the GPU it used, or the nearest known, and its GiB.
+_SETUPS: tuple[tuple[PresetName, str, int, str], ...] = (
+    ("floe", "mixtral-8x7b", 11, "RTX 3090"),
+    ("floe", "phi-3.5-moe", 11, "RTX 3090"),
+    ("floe", "deepseek-moe-16b", 11, "RTX 3090"),
+    ("floe", "qwen1.5-moe-a2.7b", 11, "RTX 3090"),
+    ("corm", "mixtral-8x7b", 24, "RTX 3090"),
+    ("corm", "deepseek-moe-16b", 24, "RTX 3090"),
+    ("corm", "deepseek-moe-16b", 12, "RTX 3060 12G"),  # setting S1 of Importance-Driven Expert Scheduling,
+    ("corm", "xverse-moe-a4.2b", 16, "RTX 4060 Ti 16G"),  # S2,
+    ("corm", "qwen2-57b-a14b", 24, "RTX 4090"),  # and S3, whose GPU had 48 GB
+    ("fiddler", "mixtral-8x7b", 24, "L4"),
+    ("edgemoe", "minicpm-moe-8x2b", 8, "RTX 3060 12G"),
+)
+_HELD = ("resident selectors", "hot rows", "pages of experts")
+
+
+def shares_of(planned: Planned) -> tuple[str, str]:
+    """Returns the bytes of dense weights, and of what stays of the experts."""
+    shares = {share.name: share.num_bytes for share in planned.foretold.shares}
+    return size_text(shares["dense weights"]), size_text(sum(shares.get(part, 0) for part in _HELD))
+
+
+def plan_row(name: str, gibibytes: int) -> tuple[str, ...]:
+    """Returns the plan of a model in so much memory, or why there is none."""
+    spec = model_spec(name)
+    losses, dtypes = assumed_losses(spec), ("BF16",) * len(dense_roles(spec))
+    target = Target(gibibytes << 30, "cuda", ram_bytes=_RAM, gpu=_GPUS[gibibytes])
+    if spec.encoder is not None:
+        name, target = f"{name} (CPU)", Target(gibibytes << 30, "cpu")
+    first = (name, size_text(2 * num_parameters(spec)), str(gibibytes))
+    try:
+        planned = planner_for(target, spec, dtypes, losses, None, None).plan(target.limit.nats(losses.nll_per_kl))
+    except RunError as fault:  # `--target-vram: 8.0 GiB, the least within this loss is ...; give more ...`
+        return (*first, str(fault).partition(", ")[2].partition(";")[0], *[""] * 9)
+    return (
+        *first, f"{planned.loss:.3f}", f"{expm1(losses.nll_per_kl * planned.loss):+.1%}", size_text(planned.pack_bytes),
+        f"{planned.bits_per_weight:.2f}", f"{mean_sparsity(planned, losses):.0%}", planned.decision.plan.selector,
+        *shares_of(planned), size_text(planned.foretold.fetched_bytes), f"{planned.foretold.tokens_per_second:.1f}",
+    )  # fmt: skip
+
+
+@main.command("table")
+@click.option("--model", "names", multiple=True, type=click.Choice(published_names()), help="Which.  [default: all]")
+@click.option("--size", "sizes", multiple=True, type=click.Choice(list(map(str, _SIZES))), help="GiB.  [default: all]")
+@json_option
+def table_command(names: tuple[str, ...], sizes: tuple[str, ...], as_json: bool) -> None:
+    """Prints what every published model comes to in 8, 11, 16 and 24 GiB of a GPU: docs/plans.md.
+
+    No weights: losses are assumed and routes drawn evenly, as `moe-pack plan NAME` does without a profile. Models with
+    an encoder do not run on GPUs: theirs is as much of a CPU's memory.
+    """
+    rows = [plan_row(name, int(size)) for name in names or published_names() for size in sizes or _SIZES]
+    header = ("model", "16 bit", "GiB", "loss: KL", "perplexity", "pack", "bits", "sparsity", "selector", "dense",
+              "experts in memory", "read a token", "tokens/s")  # fmt: skip
+    finish({"header": header, "rows": rows}, table(header, rows), as_json)
+
+
+@main.command("presets")
+@click.option("--preset", "presets", multiple=True, type=click.Choice(PRESET_NAMES), help="Which.  [default: all]")
+@json_option
+def presets_command(presets: tuple[PresetName, ...], as_json: bool) -> None:
+    """Prints the papers' packs at the dimensions of the models they measured: docs/papers.md.
+
+    No weights, as for `table`: nothing is predicted of what CORM's threshold leaves out.
+    """
+    rows = []
+    for preset, name, gibibytes, gpu in _SETUPS:
+        if presets and preset not in presets:
+            continue
+        spec = model_spec(name)
+        losses, dtypes = assumed_losses(spec), ("BF16",) * len(dense_roles(spec))
+        target = Target(gibibytes << 30, "cuda", ram_bytes=_RAM, gpu=gpu, preset=preset)
+        planner = planner_for(target, spec, dtypes, losses, None, None)
+        planned = planner.foretold(preset_decision(preset, Model(spec, dtypes, losses)))
+        rows.append((
+            preset, name, size_text(2 * num_parameters(spec)), gibibytes, size_text(planned.pack_bytes),
+            f"{planned.bits_per_weight:.2f}", *shares_of(planned), f"{planned.foretold.hit_rate:.1%}",
+            size_text(planned.foretold.fetched_bytes),
+        ))  # fmt: skip
+    header = ("preset", "model", "16 bit", "GiB", "pack", "bits", "dense", "experts in memory", "hits", "read a token")
+    finish({"header": header, "rows": rows}, table(header, rows), as_json)
+
+
+@main.command("assumed-losses")
+@click.option("--tokens", default=16384, show_default=True, help="Of the sample, to profile on.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=ROOT / "calib" / "assumed_losses.json")
+def assumed_losses_command(tokens: int, output: Path) -> None:
+    """Writes what plans of models without a profile assume: the demo model's losses in all, from a `fast` profile."""
+    sample = read_tokens(None, None, Text(FolderFiles(DEMO_MODEL)), tokens, SEQUENCE_LENGTH)
+    checkpoint = Checkpoint(DEMO_MODEL)
+    try:
+        with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
+            profile = make_profile(checkpoint, sample, Path(folder) / "p", ProfileOptions("fast"), Silent())
+            figures = assumed_figures(losses_of(profile), checkpoint.spec, DEMO_MODEL.name)
+    finally:
+        checkpoint.close()
+    output.write_bytes(canonical(dump(figures)))
+    click.echo(f"{output}: written")
+
+
+if __name__ == "__main__":
+    main()

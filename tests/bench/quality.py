@@ -1,0 +1,241 @@
+"""Quality by size: KL divergence from the source over stored bits an expert weight, against HQQ and llama.cpp.
+
+    python tests/bench/quality.py --llama-python PYTHON --svg PICTURE.svg
+
+Ours: the planner's plan at every quarter of a bit from 1.75 to 4.5, and all experts in one format, of the formats that
+a profile predicts to lose less than every smaller one. Against them: HQQ in groups of 64 at 2, 3 and 4 bits, and those
+of llama.cpp's types that the model's rows can hold, with an importance matrix; each is compared with our plan within
+its bytes. Bits a weight are all bytes of experts: codes, scales, CRCs, padding. Selector `none`, sparsity 0, the dense
+part as it is. All are calibrated on the shipped sample and judged on another text by the mean KL divergence in nats; a
+difference counts when its 95% interval, of a paired bootstrap over blocks of 128 tokens, excludes 0. Exits with 1 if
+our plan is not lower than another of at least 1.75 bits.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import click
+import matplotlib as mpl
+from benchlib import SEQUENCE_LENGTH, Silent, figure, finish, json_option, model_options, sample_and_unseen, table
+from benchlib.judging import (
+    Blocks,
+    Difference,
+    Judge,
+    num_expert_weights,
+    paired_difference,
+    planned,
+    predicted_losses,
+    stored_bytes,
+    uniform,
+)
+from benchlib.llama import LlamaExperts, llama_option, llama_types
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from moe_pack.calib import Profile, ProfileOptions, Sensitivity, make_profile
+from moe_pack.formats import Checkpoint, Plan, format_text, part_format
+from moe_pack.runtime import NeuronBlock
+
+LOW, HIGH = 1.75, 4.5  # bits a weight
+_STEP = 0.25
+_BEYOND = 0.25  # of single formats: how far outside these bounds they are still shown
+PARTS = ("plans", "formats", "hqq", "llama")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measurement. `our_kl`, `difference`: of our plan within its bytes, ours less it; None where it is ours."""
+
+    series: str
+    name: str
+    num_bytes: int
+    bits: float
+    kl: float
+    is_ours: bool
+    our_kl: float | None = None
+    difference: Difference | None = None
+
+    def fault(self) -> str | None:
+        """Returns what is not as it should be, or None."""
+        verdict = self.difference.verdict if self.difference else "no plan is so small"
+        if self.is_ours or self.bits < LOW or verdict == "lower":
+            return None
+        return f"{self.series}, {self.name}, {self.bits:.3f} bits: {verdict}, lower expected"
+
+
+class Curve:
+    """Collects the points of a checkpoint."""
+
+    def __init__(self, judge: Judge, profile: Profile) -> None:
+        self._judge, self._profile, self._spec = judge, profile, judge.spec
+        self._num_weights = num_expert_weights(judge.spec)
+
+    def plans(self) -> Iterator[Point]:
+        """Yields our plans at every quarter of a bit that has one."""
+        for quarter in tqdm(range(round(LOW / _STEP), round(HIGH / _STEP) + 1), desc="plans", disable=None):
+            plan = planned(self._profile, self._spec, int(quarter * _STEP * self._num_weights) // 8)
+            if plan is not None:
+                yield self._ours("moe-pack, plans", f"plan of {quarter * _STEP:g}", plan)
+
+    def formats(self) -> Iterator[Point]:
+        """Yields all experts in one of our formats."""
+        losses = predicted_losses(self._profile)
+        plans = [(uniform(self._spec, part, "calibrated"), loss, format_text(part)) for part, loss in losses.items()]
+        least = float("inf")
+        in_order = sorted(
+            ((stored_bytes(self._spec, plan), loss, name, plan) for plan, loss, name in plans), key=lambda one: one[:2]
+        )
+        for num_bytes, loss, name, plan in tqdm(in_order, desc="formats", disable=None):
+            if loss < least and LOW - _BEYOND <= self._bits(num_bytes) <= HIGH + _BEYOND:
+                yield self._ours("moe-pack, one format", name, plan)
+            least = min(least, loss)
+
+    def hqq(self) -> Iterator[Point]:
+        """Yields HQQ in groups of 64."""
+        for width in (2, 3, 4):
+            plan = uniform(self._spec, part_format(width, 64), "hqq")
+            name = f"{width} bit"
+            yield self._other("HQQ, groups of 64", name, stored_bytes(self._spec, plan), self._judge.plan(plan))
+
+    def llama(self, experts: LlamaExperts) -> Iterator[Point]:
+        """Yields llama.cpp's types."""
+        num_experts = self._spec.router.num_experts
+        for kind in tqdm(llama_types(self._spec), desc="llama.cpp", disable=None):
+            num_bytes, blocks = experts.stored_as(kind)
+            found = self._judge.experts(partial(_block, blocks, num_experts))
+            yield self._other("llama.cpp", kind, num_bytes, found)
+
+    def _bits(self, num_bytes: int) -> float:
+        return num_bytes * 8 / self._num_weights
+
+    def _ours(self, series: str, name: str, plan: Plan) -> Point:
+        num_bytes, kl = stored_bytes(self._spec, plan), float(self._judge.plan(plan).mean())
+        return Point(series, name, num_bytes, self._bits(num_bytes), kl, is_ours=True)
+
+    def _other(self, series: str, name: str, num_bytes: int, blocks: Blocks) -> Point:
+        plan = planned(self._profile, self._spec, num_bytes)
+        place = (series, name, num_bytes, self._bits(num_bytes), float(blocks.mean()), False)
+        if plan is None:
+            return Point(*place)
+        own = self._judge.plan(plan)
+        assert stored_bytes(self._spec, plan) <= num_bytes, "a plan keeps within its bytes"
+        return Point(*place, float(own.mean()), paired_difference(own, blocks))
+
+
+def _block(blocks: list[NeuronBlock], num_experts: int, layer_idx: int, expert: int) -> NeuronBlock:
+    return blocks[layer_idx * num_experts + expert]
+
+
+# --- the picture
+
+MOST_KL = 0.3  # nats: higher points are left out, as they would press the rest together
+_INCHES = (9.2, 6.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a series is drawn: as matplotlib names colours and markers; `joined` by a line, `named` point by point."""
+
+    colour: str
+    marker: str
+    joined: bool = False
+    named: bool = False
+
+
+SERIES = {  # from the back to the front
+    "HQQ, groups of 64": Look("#6b6b6b", "s", joined=True),
+    "moe-pack, one format": Look("#1f5fd0", "x"),
+    "llama.cpp": Look("#c9480c", "D", named=True),
+    "moe-pack, plans": Look("#1f5fd0", "o", joined=True),
+}
+
+
+def draw(model: str, points: list[Point], path: Path) -> None:
+    """Writes the picture as SVG: the same bytes for the same points and matplotlib."""
+    with mpl.rc_context({"svg.hashsalt": "moe-pack", "svg.fonttype": "none", "font.size": 9}):
+        picture = Figure(_INCHES, layout="constrained")
+        plot(picture.add_subplot(), model, points)
+        picture.savefig(path, format="svg", metadata={"Date": None})
+
+
+def plot(axes: Axes, model: str, points: list[Point]) -> None:
+    """Draws the picture in empty axes; of a joined series the lowest of equal bits, and no KL above `MOST_KL`."""
+    for series, look in SERIES.items():
+        dots = sorted((p.bits, p.kl, p.name) for p in points if p.series == series and p.kl <= MOST_KL)
+        if look.joined:
+            dots = [next(equal) for _, equal in groupby(dots, key=lambda dot: dot[0])]
+        if not dots:
+            continue
+        bits, kls, names = zip(*dots, strict=True)
+        line = "-" if look.joined else "none"
+        axes.plot(bits, kls, linestyle=line, marker=look.marker, color=look.colour, markersize=4.5, label=series)
+        for number, (at, kl, name) in enumerate(zip(bits, kls, names, strict=True)) if look.named else ():
+            # Names of equal bits stand left and right in turn, out of each other's way.
+            offset, side = ((6, 0), "left") if bits[:number].count(at) % 2 else ((-6, 0), "right")
+            axes.annotate(name, (at, kl), offset, textcoords="offset points", ha=side, va="center", color=look.colour)
+    axes.margins(x=0.07)
+    axes.set_yscale("log")
+    axes.set_xlabel("stored bits a weight")
+    axes.set_ylabel("KL divergence, nats a token")
+    axes.set_title(f"{model}: divergence from the 16-bit model by the size of its experts")
+    axes.grid(visible=True, which="both", color="#e3e3e3", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False)
+
+
+@click.command(help=__doc__)
+@model_options
+@click.option("--sensitivity", type=click.Choice(["fast", "full"]), default="fast", show_default=True)
+@click.option("--tokens-profiled", default=16384, show_default=True, help="Of the sample, to calibrate on.")
+@click.option("--tokens", default=16384, show_default=True, help="Of the text, to judge on.")
+@click.option("--only", type=click.Choice(PARTS), multiple=True, default=PARTS, help="What to measure; all by default.")
+@llama_option
+@click.option("--libggml", type=click.Path(path_type=Path, exists=True), help="The library, if llama_cpp is not there.")
+@click.option("--svg", type=click.Path(path_type=Path), help="Also draw the result here.")
+@json_option
+def main(
+    model: Path,
+    text: Path,
+    sensitivity: Sensitivity,
+    tokens_profiled: int,
+    tokens: int,
+    only: tuple[str, ...],
+    llama_python: Path | None,
+    libggml: Path | None,
+    svg: Path | None,
+    as_json: bool,
+) -> None:
+    """Profiles in a temporary folder, measures, prints, draws, and judges."""
+    sample, unseen = sample_and_unseen(model, tokens_profiled, tokens, text)
+    checkpoint, points = Checkpoint(model), list[Point]()
+    try:
+        with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
+            profile = make_profile(checkpoint, sample, Path(folder) / "p", ProfileOptions(sensitivity), Silent())
+            curve = Curve(Judge(checkpoint, unseen, profile), profile)
+            points += curve.plans() if "plans" in only else ()
+            points += curve.formats() if "formats" in only else ()
+            points += curve.hqq() if "hqq" in only else ()
+            if "llama" in only and llama_python:
+                points += curve.llama(LlamaExperts(checkpoint, profile, llama_python, libggml, Path(folder)))
+    finally:
+        checkpoint.close()
+    points.sort(key=lambda point: (point.num_bytes, point.series, point.name))
+    if svg:
+        draw(model.name, points, svg)
+    rows = [
+        (f"{p.bits:.3f}", p.series, p.name, f"{p.num_bytes:,}", f"{p.kl:.6f}", figure(p.our_kl, ".6f"), p.difference)
+        for p in points
+    ]
+    header = ("bits a weight", "series", "name", "bytes", "KL", "our plan's KL", "ours less it, 95%")
+    facts = {"model": model.name, "tokens_profiled": sample.sequences.size, "tokens": unseen.sequences.size}
+    facts |= {"sequence_length": SEQUENCE_LENGTH, "points": [asdict(point) for point in points]}
+    finish(facts, table(header, rows), as_json, [fault for point in points if (fault := point.fault())])
+
+
+if __name__ == "__main__":
+    main()
