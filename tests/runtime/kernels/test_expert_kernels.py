@@ -83,7 +83,7 @@ def with_thresholds(layer: RandomLayer, x: Tensor, sparsity: float) -> RandomLay
     return layer_of(layer.experts, thresholds=each)
 
 
-# In the fast suite each width, group and function meets one selector, and each selector some of each.
+# In the fast suite each width and group meets one selector, and each selector some of each.
 @in_turn("width", WIDTHS)
 def test_experts_of_any_width_and_selector_give_the_reference(
     selector: Selector, width: Name, kernel_device: torch.device
@@ -154,7 +154,8 @@ def test_experts_without_a_gate_give_the_reference(
     check(with_thresholds(layer, x, 0.2), x, [1, 0], kernel_device)
 
 
-@in_turn("function", ["relu", "clamped_swiglu", "relu", "clamped_swiglu"])
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("function", ["relu", "clamped_swiglu"])
 def test_every_neuron_function_gives_the_reference(
     selector: Selector, function: NeuronFunction, kernel_device: torch.device
 ) -> None:

@@ -73,7 +73,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     assert error <= tolerance * size, f"off by {error / size} of the reference's RMS"
 
 
-# In the fast suite each width and function meets one selector, and each selector some of each.
+# In the fast suite each width meets one selector, and each selector some of each.
 @in_turn("width", WIDTHS)
 def test_experts_of_every_width_and_selector_equal_their_twin(
     width: Name, selector: Selector, kernel_device: torch.device
@@ -126,7 +126,8 @@ def test_biases_are_added(selector: Selector, kernel_device: torch.device) -> No
     assert_equals_twin(random_expert(Shape(selector=selector, bias=("gate", "up"))), 2, kernel_device)
 
 
-@in_turn("function", ["relu", "clamped_swiglu", "relu", "clamped_swiglu"])
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("function", ["relu", "clamped_swiglu"])
 def test_every_neuron_function_equals_its_twin(
     selector: Selector, function: NeuronFunction, kernel_device: torch.device
 ) -> None:
