@@ -29,9 +29,9 @@ def packed_of(shape: TinyMixtral, folder: Path) -> Path:
     return folder / "packed"
 
 
-def prices_of(folder: Path, watcher: Recorder | None = None) -> Prices:
+def prices_of(folder: Path, progress: Recorder | None = None) -> Prices:
     with Pack(folder) as held:
-        return measure_prices(held, TOKENS, CALIBRATION, watcher or Recorder())
+        return measure_prices(held, TOKENS, CALIBRATION, progress or Recorder())
 
 
 def contents(folder: Path) -> dict[str, bytes]:

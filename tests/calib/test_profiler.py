@@ -79,11 +79,11 @@ def snapshots(
     source: Path, folder: Path, to: Path, options: ProfileOptions, steps: tuple[str, ...]
 ) -> tuple[list[Path], dict[str, bytes]]:
     """What a run would leave killed before any of these steps; and what it leaves when it is not killed."""
-    watcher = Snapshots(folder, to)
+    progress = Snapshots(folder, to)
 
     def watched(step: Callable[..., None]) -> Callable[..., None]:
         def stepped(*args: Any, **keywords: Any) -> None:
-            watcher.take()
+            progress.take()
             step(*args, **keywords)
 
         return stepped
@@ -91,8 +91,8 @@ def snapshots(
     with pytest.MonkeyPatch.context() as patched:
         for name in steps:
             patched.setattr(os, name, watched(getattr(os, name)))
-        profiled(source, folder, TOKENS, options, watcher)
-    return watcher.taken, folder_bytes(folder)
+        profiled(source, folder, TOKENS, options, progress)
+    return progress.taken, folder_bytes(folder)
 
 
 def test_killed_between_any_two_steps_it_ends_in_the_same_bytes(source: Path, tmp_path: Path) -> None:
@@ -133,34 +133,34 @@ def test_stopped_by_an_error_the_folder_is_free_and_ends_in_the_same_bytes(
     profiled(source, tmp_path / "whole", TOKENS)
     folder = tmp_path / "stopped"
     with pytest.raises(StoppedError):
-        profiled(source, folder, TOKENS, watcher=Recorder(stop_at))
+        profiled(source, folder, TOKENS, progress=Recorder(stop_at))
     profiled(source, folder, TOKENS)
     assert folder_bytes(folder) == folder_bytes(tmp_path / "whole")
 
 
 def test_stages_and_work_are_told_in_order(source: Path, tmp_path: Path) -> None:
-    watcher = Recorder()
-    profiled(source, tmp_path / "profile", TOKENS, watcher=watcher)
+    progress = Recorder()
+    profiled(source, tmp_path / "profile", TOKENS, progress=progress)
     experts = [[f"layer {layer} expert {expert}" for expert in range(3)] for layer in range(3)]
     counted = ["layer 0", *experts[0], "layer 1", *experts[1], "layer 2", *experts[2], "layer 3"]
-    assert watcher.events == ["statistics", *counted, "predictors", "layer 1", "layer 2"]
+    assert progress.events == ["statistics", *counted, "predictors", "layer 1", "layer 2"]
 
 
 def test_what_is_done_is_not_done_again(source: Path, tmp_path: Path) -> None:
     with pytest.raises(StoppedError):
-        profiled(source, tmp_path / "profile", TOKENS, watcher=StopsBefore("predictors"))
-    watcher = Recorder()
-    profiled(source, tmp_path / "profile", TOKENS, watcher=watcher)
-    assert watcher.events == ["predictors", "layer 1", "layer 2"]
+        profiled(source, tmp_path / "profile", TOKENS, progress=StopsBefore("predictors"))
+    progress = Recorder()
+    profiled(source, tmp_path / "profile", TOKENS, progress=progress)
+    assert progress.events == ["predictors", "layer 1", "layer 2"]
 
 
 def test_repeating_a_finished_profile_does_nothing(smallest: Path, tmp_path: Path) -> None:
     folder = tmp_path / "profile"
     profiled(smallest, folder, TOKENS)
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    watcher = Recorder()
-    again = profiled(smallest, folder, TOKENS, watcher=watcher)
-    assert watcher.events == [] and again.num_tokens == 24
+    progress = Recorder()
+    again = profiled(smallest, folder, TOKENS, progress=progress)
+    assert progress.events == [] and again.num_tokens == 24
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
@@ -186,7 +186,7 @@ def test_a_finished_profile_of_other_text_options_or_model_is_refused(smallest: 
 def test_an_unfinished_profile_of_another_text_is_refused(smallest: Path, tmp_path: Path) -> None:
     folder = tmp_path / "profile"
     with pytest.raises(StoppedError):
-        profiled(smallest, folder, TOKENS, watcher=Recorder(3))
+        profiled(smallest, folder, TOKENS, progress=Recorder(3))
     with pytest.raises(ConversionError, match="holds an unfinished profile of another model, text or options"):
         profiled(smallest, folder, random_tokens(3, 8, VOCAB, seed=1))
 
@@ -243,9 +243,9 @@ def test_sensitivity_is_measured_when_asked_for(sensitivity: Any, smallest: Path
 
 
 def test_of_one_sequence_nothing_is_held_out_and_no_predictor_judged(smallest: Path, tmp_path: Path) -> None:
-    watcher = Recorder()
-    profile = profiled(smallest, tmp_path / "profile", random_tokens(1, 8, VOCAB), watcher=watcher)
-    assert profile.num_held_out_tokens == 0 and "predictors" not in watcher.events
+    progress = Recorder()
+    profile = profiled(smallest, tmp_path / "profile", random_tokens(1, 8, VOCAB), progress=progress)
+    assert profile.num_held_out_tokens == 0 and "predictors" not in progress.events
     assert not profile.statistics(0).held_out_tokens.any()
     assert profile.paths().popularity.sum() == 2 * 2 * 8
     assert not profile.has("predictors-001.safetensors")

@@ -41,10 +41,10 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make(source: Path, folder: Path, tokens: Tokens = TOKENS, watcher: Recorder | None = None) -> Reference:
+def make(source: Path, folder: Path, tokens: Tokens = TOKENS, progress: Recorder | None = None) -> Reference:
     checkpoint = Checkpoint(source)
     try:
-        return make_reference(checkpoint, tokens, folder, watcher or Recorder())
+        return make_reference(checkpoint, tokens, folder, progress or Recorder())
     finally:
         checkpoint.close()
 
@@ -94,9 +94,9 @@ def test_a_small_vocabulary_is_kept_whole(tmp_path: Path) -> None:
 
 
 def test_made_again_it_is_read(source: Path, made: Path) -> None:
-    watcher = Recorder()
-    assert make(source, made, watcher=watcher).facts == read_reference(made).facts
-    assert not watcher.events
+    progress = Recorder()
+    assert make(source, made, progress=progress).facts == read_reference(made).facts
+    assert not progress.events
 
 
 def test_another_text_does_not_take_its_place(source: Path, made: Path) -> None:
@@ -113,7 +113,7 @@ def test_stopped_it_goes_on_to_the_same_bytes(source: Path, made: Path, tmp_path
         case_folder.mkdir()
         with case(number):
             with pytest.raises(StoppedError):
-                make(source, case_folder, watcher=Recorder(stop_at=number))
+                make(source, case_folder, progress=Recorder(stop_at=number))
             assert not (case_folder / REFERENCE_FILE).exists()
             make(source, case_folder)
             assert (case_folder / REFERENCE_FILE).read_bytes() == (made / REFERENCE_FILE).read_bytes()

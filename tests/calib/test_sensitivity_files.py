@@ -87,11 +87,11 @@ def test_hidden_states_that_statistics_left_are_not_taken_for_those_of_this_stag
     checkpoint, text = Checkpoint(SMALLEST.write(tmp_path / "m")), random_tokens(1, 16, SMALLEST.vocab_size)
     options = ProfileOptions(keeps_inputs=False)
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    watcher = HiddenFiles(folder=killed, stop="sensitivity")
+    progress = HiddenFiles(folder=killed, stop="sensitivity")
     with pytest.raises(KeyboardInterrupt):
-        make_profile(checkpoint, text, killed, options, watcher)
-    assert len(watcher.last) == 1
-    for path, raw in watcher.last.items():
+        make_profile(checkpoint, text, killed, options, progress)
+    assert len(progress.last) == 1
+    for path, raw in progress.last.items():
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_bytes(raw)
     for folder in (killed, whole):

@@ -160,9 +160,9 @@ def test_only_thresholds_and_manifest_change(packed: Path) -> None:
 def test_measured_again_for_the_same_nothing_is_done(packed: Path) -> None:
     first = measured(packed, ThresholdRule(sparsity=0.5))
     with Pack(packed) as held:
-        watcher = Recorder()
-        assert measure_thresholds(held, TOKENS, ThresholdRule(sparsity=0.5), watcher) == first
-    assert not watcher.events
+        progress = Recorder()
+        assert measure_thresholds(held, TOKENS, ThresholdRule(sparsity=0.5), progress) == first
+    assert not progress.events
 
 
 def test_a_sidecar_of_other_thresholds_is_not_believed(packed: Path) -> None:

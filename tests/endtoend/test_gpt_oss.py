@@ -35,7 +35,7 @@ from moe_pack.formats import (
     rewrite_thresholds,
     uniform_plan,
 )
-from moe_pack.runtime import CheckpointWeights, Decoder, TORCH, open_weights
+from moe_pack.runtime import TORCH, CheckpointWeights, Decoder, open_weights
 from moe_pack.runtime.engine import Engine, EngineOptions
 from moe_pack.runtime.streaming import StreamingWeights
 

@@ -83,7 +83,7 @@ def found(tokens: Tokens, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a profile whose predictors are left out: they take longest."""
     folder = tmp_path_factory.mktemp("statistics") / "profile"
     with pytest.raises(StoppedError):
-        profiled(DEMO_MODEL, folder, tokens, watcher=StopsBefore("predictors"))
+        profiled(DEMO_MODEL, folder, tokens, progress=StopsBefore("predictors"))
     return folder
 
 

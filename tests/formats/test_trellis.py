@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-import numpy as np
 import re
 from pathlib import Path
+
+import numpy as np
 import torch
 from cases import case
 from torch import Tensor

@@ -185,7 +185,9 @@ def test_norms_are_torchs(native: NativeOperations) -> None:
         with named_case(eps, num_rows, n):
             draw = torch.Generator().manual_seed(n)
             x, weight = torch.randn(num_rows, n, generator=draw), torch.randn(n, generator=draw)
-            torch.testing.assert_close(native.rms_norm(x, weight, eps), TORCH.rms_norm(x, weight, eps), rtol=2e-6, atol=0)
+            torch.testing.assert_close(
+                native.rms_norm(x, weight, eps), TORCH.rms_norm(x, weight, eps), rtol=2e-6, atol=0
+            )
 
 
 def test_norms_are_of_the_last_dimension_wherever_rows_lie(native: NativeOperations) -> None:

@@ -21,7 +21,6 @@ from moe_pack.formats import Pack, RunError, rewrite_thresholds
 from moe_pack.runtime import Decoder, MappedPackWeights
 from moe_pack.runtime.policies import PRESETS
 from moe_pack.runtime.replay import replay
-from moe_pack.runtime.staged_ops import TritonOps
 from moe_pack.runtime.staged_weights import plan_staged
 from moe_pack.runtime.streaming import Trust
 

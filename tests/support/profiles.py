@@ -80,12 +80,12 @@ def random_tokens(num_sequences: int, sequence_length: int, vocab_size: int, see
 
 
 def profiled(
-    source: Path, folder: Path, tokens: Tokens, options: ProfileOptions = QUICK, watcher: Recorder | None = None
+    source: Path, folder: Path, tokens: Tokens, options: ProfileOptions = QUICK, progress: Recorder | None = None
 ) -> Profile:
     """Profiles the checkpoint in a folder."""
     checkpoint = Checkpoint(source)
     try:
-        return make_profile(checkpoint, tokens, folder, options, watcher or Recorder())
+        return make_profile(checkpoint, tokens, folder, options, progress or Recorder())
     finally:
         checkpoint.close()
 
