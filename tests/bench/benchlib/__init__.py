@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ SEQUENCE_LENGTH = 512
 PACK_BITS = ("--selector-bits", "4", "--record-bits", "4", "--dense-bits", "4")
 
 sys.path.append(str(ROOT / "tests" / "support"))  # after all else: some commands use what tests have
+
+_NUMBER = re.compile(r"[+-]?[\d.,]+( GiB| MiB|%|$| \[)")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -87,7 +90,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
     widths = [max(3, *(len(row[idx]) for row in [list(header), *cells])) for idx in range(len(header))]
     is_text = [
-        not any(row[idx][:1].isdigit() or row[idx][:1] in "+-" for row in cells if row[idx])
+        not all(_NUMBER.match(row[idx]) for row in cells if row[idx]) or not any(row[idx] for row in cells)
         for idx in range(len(header))
     ]
     rule = ["-" * width if text else "-" * (width - 1) + ":" for width, text in zip(widths, is_text, strict=True)]
