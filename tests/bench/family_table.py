@@ -2,7 +2,7 @@
 
     python tests/bench/family_table.py
 
-Every tiny checkpoint of tests/support/families.py is made, packed in 16 bit and run beside transformers (prefill,
+Every tiny checkpoint of tests/support/families.py is made, packed in 16 bit and run against transformers (prefill,
 token by token, 32 greedy tokens); every published config is read and counted; every config near a known one is tried.
 Exit code 1 if anything fails.
 """

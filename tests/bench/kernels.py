@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 import click
 import numpy as np
 import torch
-from benchlib import PACK_BITS, Silent, figure, finish, folder_option, json_option, moe_pack, table
+from benchlib import PACK_BITS, figure, finish, folder_option, json_option, moe_pack, table
 from benchlib.checkpoints import Shape, generate
 from benchlib.llama import Llama, llama_option
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from moe_pack.formats import (
     E5M2,
     FP8,
     MXFP4,
+    NO_PROGRESS,
     ROW_GROUP,
     ExpertFormat,
     ExpertSpec,
@@ -43,7 +44,7 @@ from moe_pack.formats import (
     part_format,
     trellis_format,
 )
-from moe_pack.runtime import Decoder, ExpertRows, Kernels, PackWeights, expert_numbers, num_cpus
+from moe_pack.runtime import Decoder, ExpertRows, Kernels, MappedPackWeights, NativeOperations, expert_numbers, num_cpus
 
 _CPU = torch.device("cpu")
 _GROUP = 64
@@ -220,7 +221,7 @@ class Ours:
         self.name = name
         self._kernels = {number: Kernels(number) for number in threads}
         self._decoders = {
-            number: Decoder(PackWeights(pack, _CPU, kernels), context_tokens, _CPU)
+            number: Decoder(MappedPackWeights(pack, NativeOperations(kernels)), context_tokens, _CPU)
             for number, kernels in self._kernels.items()
         }
 
@@ -286,7 +287,7 @@ def make_sparse(dense: Path, sparsity: float) -> Path:
         shape = (_THRESHOLD_SEQUENCES, _THRESHOLD_LENGTH)
         ids = np.random.default_rng(1).integers(opened.spec.vocab_size, size=shape, dtype=np.int32)
         tokens = Tokens("random tokens", ids, sha256(ids.astype("<i4").tobytes()).hexdigest(), ())
-        measured = measure_thresholds(opened, tokens, ThresholdRule(sparsity), Silent())
+        measured = measure_thresholds(opened, tokens, ThresholdRule(sparsity), NO_PROGRESS)
     click.echo(f"{pack}: sparsity {measured.held_out.overall:.4f} on random tokens held out", err=True)
     partial_pack.rename(pack)
     return pack

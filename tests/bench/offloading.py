@@ -129,8 +129,8 @@ class Case:
             if fault := run.fault():
                 yield f"{self.pack}, {self.share:.0%}: {fault}"
             if run.measured.peak_bytes > self.budget_bytes + SPARE_BYTES:
-                held = f"{run.measured.peak_bytes:,} bytes anonymous with a budget of {self.budget_bytes:,}"
-                yield f"{self.pack}, {self.share:.0%}: {held}"
+                taken = f"{run.measured.peak_bytes:,} bytes anonymous with a budget of {self.budget_bytes:,}"
+                yield f"{self.pack}, {self.share:.0%}: {taken}"
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         """Yields a line of the table for each program."""

@@ -20,7 +20,6 @@ from benchlib import (
     DEMO_MODEL,
     ROOT,
     SEQUENCE_LENGTH,
-    Silent,
     finish,
     folder_option,
     json_option,
@@ -48,6 +47,7 @@ from moe_pack.convert.random_routers import skewed_popularity
 from moe_pack.convert.target import Target, planner_for
 from moe_pack.convert.traffic import held_out_passes
 from moe_pack.formats import (
+    NO_PROGRESS,
     Checkpoint,
     Pack,
     RunError,
@@ -205,7 +205,7 @@ def predicted_command(
     folder.mkdir(parents=True, exist_ok=True)
     for name in packs:  # before anything is measured
         make_profiled(name, folder)
-    facts = measure_machine(folder, lambda what, number, total: None, seconds)
+    facts = measure_machine(folder, NO_PROGRESS, seconds)
     facts, cases, faults = replace(facts, fixed=measure_fixed_costs(10 * seconds)), list[Case](), list[str]()
     for name in packs:
         for share in _SHARES[name]:
@@ -318,7 +318,7 @@ def assumed_losses_command(tokens: int, output: Path) -> None:
     checkpoint = Checkpoint(DEMO_MODEL)
     try:
         with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
-            profile = make_profile(checkpoint, sample, Path(folder) / "p", ProfileOptions("fast"), Silent())
+            profile = make_profile(checkpoint, sample, Path(folder) / "p", ProfileOptions("fast"), NO_PROGRESS)
             figures = assumed_figures(losses_of(profile), checkpoint.spec, DEMO_MODEL.name)
     finally:
         checkpoint.close()

@@ -9,6 +9,7 @@ windows of 512, each begun from an empty context with a prompt of 64, then token
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,14 +29,15 @@ from moe_pack.runtime import (
     CacheFacts,
     Decoder,
     Kernels,
-    PackWeights,
+    MappedPackWeights,
+    NativeOperations,
     Passes,
     PathShares,
-    kernels_for,
     linear,
     optimum,
     replay,
 )
+from moe_pack.runtime.experts import PartialState
 from moe_pack.runtime.policies import (
     LRU,
     PRESETS,
@@ -72,31 +74,38 @@ class DemoRoutes:
     packed_share: float
 
     def facts(self, num_experts: int) -> CacheFacts:
-        """Room for so many experts, a page each."""
+        """Returns a cache for so many experts, a page each."""
         popularity = self.passes.popularity
         pages, num_active = np.ones(popularity.shape, np.int64), self.passes.routes.shape[2]
         return CacheFacts(pages, num_experts, num_active, popularity)
 
 
-class _Watched(PackWeights):
+class _Watched(MappedPackWeights):
     """Weights that keep what each layer's routers chose, and would have chosen a layer before."""
 
-    def __init__(self, pack: Pack, kernels: Kernels | None) -> None:
-        super().__init__(pack, torch.device("cpu"), kernels)
+    def __init__(self, pack: Pack, kernels: Kernels) -> None:
+        super().__init__(pack, NativeOperations(kernels))
         self.seen: list[tuple[Tensor, Tensor, Tensor | None]] = []  # routes, logits, the next router's logits
 
-    def run_experts(self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor) -> Tensor | None:
+    def run_experts(
+        self,
+        layer_idx: int,
+        x: Tensor,
+        experts: Tensor,
+        router_weights: Tensor,
+        partial_state: PartialState | None = None,
+    ) -> Tensor:
         layers = self.spec.moe_layers
         own, *following = (
             linear(x, self.matrix(f"layers.{layer}.router")) for layer in layers[layer_idx : layer_idx + 2]
         )
         self.seen.append((experts.clone(), own, following[0] if following else None))
-        return super().run_experts(layer_idx, x, experts, router_weights)
+        return super().run_experts(layer_idx, x, experts, router_weights, partial_state)
 
 
 def demo_routes(num_learned: int, num_played: int) -> DemoRoutes:
     """Converts the demo model to 4 bit and runs it over its text."""
-    with tempfile.TemporaryDirectory() as folder, kernels_for(torch.device("cpu")) as kernels:
+    with tempfile.TemporaryDirectory() as folder, closing(Kernels()) as kernels:
         checkpoint = Checkpoint(DEMO_MODEL)
         part = part_format(4, 64, 16)
         convert(
@@ -146,13 +155,13 @@ def _taken(
     seen, weights.seen = weights.seen, []
     passes = [seen[start : start + L] for start in range(0, len(seen), L)]
     routes = np.concatenate([torch.stack([r for r, _, _ in layers], dim=1).numpy() for layers in passes])
-    held = [torch.stack([expert_scores(own, router) for _, own, _ in layers], dim=1) for layers in passes]
+    scored = [torch.stack([expert_scores(own, router) for _, own, _ in layers], dim=1) for layers in passes]
     before = [
         torch.stack([torch.zeros_like(layers[0][1]), *(n for _, _, n in layers if n is not None)], dim=1)
         for layers in passes
     ]
-    means = np.stack([scores.mean(dim=0).numpy() for scores in held]).astype("<f2")
-    return routes.astype("<u2"), torch.cat(held).numpy(), torch.cat(before).numpy(), means
+    means = np.stack([scores.mean(dim=0).numpy() for scores in scored]).astype("<f2")
+    return routes.astype("<u2"), torch.cat(scored).numpy(), torch.cat(before).numpy(), means
 
 
 @dataclass(slots=True)
@@ -272,9 +281,9 @@ class Part:
 
 
 def _in_passing(facts: CacheFacts) -> Residency:
-    """Nothing kept once it was used: two layers' worth of room, for what is predicted beside what runs."""
-    room = CacheFacts(facts.pages, 2 * facts.num_active, facts.num_active, facts.popularity)
-    return Residency(room, LRU(room), keeps=False)
+    """Returns a cache that keeps nothing once it was used: two layers fit, the one that runs and the predicted one."""
+    small = CacheFacts(facts.pages, 2 * facts.num_active, facts.num_active, facts.popularity)
+    return Residency(small, LRU(small), keeps=False)
 
 
 def corm(demo: DemoRoutes, facts: CacheFacts, running: float) -> Iterator[Part]:
@@ -360,7 +369,7 @@ _HOT = (0.25, 0.5, 0.75)
 
 
 def rows_of(demo: DemoRoutes, facts: CacheFacts) -> Iterator[tuple[str, Tally]]:
-    """Each policy with this room, in decoding."""
+    """Yields each policy with this cache, in decoding."""
     extents = facts.pages
     variants = {name: preset for name, preset in PRESETS.items() if name != "floe"}  # alone, as lru
     variants |= {f"hot set {share:.0%}, lru": Preset("lru", "lru", placed_share=share) for share in _HOT}

@@ -27,8 +27,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from moe_pack.calib import Cost, ProfileOptions, Sensitivity, Tokens, make_profile, read_tokens
-from moe_pack.formats import Checkpoint
+from moe_pack.calib import ProfileOptions, Sensitivity, Tokens, make_profile, read_tokens
+from moe_pack.formats import Checkpoint, Stage
 from moe_pack.runtime import FolderFiles, Text, available_bytes
 
 _LEAST_TOKENS = 2 * SEQUENCE_LENGTH  # of one sequence nothing is held out, and no predictor is learned
@@ -41,26 +41,29 @@ class _EnoughError(Exception):
 
 
 class _Stopwatch:
-    """A watcher that times stages and keeps what they announce; it ends the run before the predictors."""
+    """Progress that times stages and keeps what they announce; it ends the run before the predictors."""
 
     def __init__(self) -> None:
-        self.taken: dict[str, tuple[float, Cost]] = {}
-        self._begun: tuple[str, float, Cost] | None = None
+        self.taken: dict[str, tuple[float, Stage]] = {}
+        self._begun: tuple[float, Stage] | None = None
 
-    def begin(self, stage: str, cost: Cost) -> None:
+    def begin(self, stage: Stage) -> None:
         """A stage begins."""
-        self._begun = stage, time.perf_counter(), cost
-        if stage == "predictors":
+        self._begun = time.perf_counter(), stage
+        if stage.name == "predictors":
             raise _EnoughError
 
-    def advance(self, multiplications: int, what: str) -> None:
-        """So many multiplications more are done."""
+    def advance(self, amount: int, what: str = "") -> None:
+        """More of the stage is done."""
 
     def end(self) -> None:
         """The stage is done."""
         assert self._begun is not None, "it has begun"
-        stage, began, cost = self._begun
-        self.taken[stage] = time.perf_counter() - began, cost
+        began, stage = self._begun
+        self.taken[stage.name] = time.perf_counter() - began, stage
+
+    def say(self, line: str) -> None:
+        """A line is nothing to time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class Speed:
     ratio: float
 
 
-def timed_profile(folder: Path, tokens: Tokens, sensitivity: Sensitivity) -> dict[str, tuple[float, Cost]]:
+def timed_profile(folder: Path, tokens: Tokens, sensitivity: Sensitivity) -> dict[str, tuple[float, Stage]]:
     """Returns the seconds and the announced cost of each stage of a profile, up to the predictors."""
     watch, checkpoint = _Stopwatch(), Checkpoint(folder)
     try:
@@ -161,8 +164,8 @@ def main(tokens: int, rounds: int, large_tokens: int, large_rounds: int, levels:
     announced = []
     chosen: tuple[Sensitivity, ...] = ("fast", "full")
     for level in (level for level in chosen if level in levels.split(",")):
-        seconds, cost = timed_profile(DEMO_MODEL, sample, level)["sensitivity"]
-        announced.append((level, cost.seconds, seconds, seconds / cost.seconds))
+        seconds, stage = timed_profile(DEMO_MODEL, sample, level)["sensitivity"]
+        announced.append((level, stage.seconds, seconds, seconds / stage.seconds))
     faults = [f"{s.model}: {s.ratio:.2f} of transformers' speed" for s in speeds if s.ratio < _LEAST_RATIO]
     wrong = [one for one in announced if not 1 / _MOST_OFF <= one[3] <= _MOST_OFF]
     faults += [f"sensitivity {level}: {ratio:.2f} times the seconds announced" for level, _, _, ratio in wrong]

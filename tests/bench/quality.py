@@ -20,7 +20,7 @@ from pathlib import Path
 
 import click
 import matplotlib as mpl
-from benchlib import SEQUENCE_LENGTH, Silent, figure, finish, json_option, model_options, sample_and_unseen, table
+from benchlib import SEQUENCE_LENGTH, figure, finish, json_option, model_options, sample_and_unseen, table
 from benchlib.judging import (
     Blocks,
     Difference,
@@ -38,7 +38,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from moe_pack.calib import Profile, ProfileOptions, Sensitivity, make_profile
-from moe_pack.formats import Checkpoint, Plan, format_text, part_format
+from moe_pack.formats import NO_PROGRESS, Checkpoint, Plan, format_text, part_format
 from moe_pack.runtime import NeuronBlock
 
 LOW, HIGH = 1.75, 4.5  # bits a weight
@@ -215,7 +215,7 @@ def main(
     checkpoint, points = Checkpoint(model), list[Point]()
     try:
         with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
-            profile = make_profile(checkpoint, sample, Path(folder) / "p", ProfileOptions(sensitivity), Silent())
+            profile = make_profile(checkpoint, sample, Path(folder) / "p", ProfileOptions(sensitivity), NO_PROGRESS)
             curve = Curve(Judge(checkpoint, unseen, profile), profile)
             points += curve.plans() if "plans" in only else ()
             points += curve.formats() if "formats" in only else ()

@@ -15,12 +15,21 @@ from pathlib import Path
 from typing import get_args
 
 import click
-from benchlib import Silent, finish, json_option, model_options, sample_and_unseen, table
+from benchlib import finish, json_option, model_options, sample_and_unseen, table
 from benchlib.judging import Difference, Judge, num_expert_weights, paired_difference, stored_bytes, uniform
 from tqdm import tqdm
 
 from moe_pack.calib import ProfileOptions, make_profile
-from moe_pack.formats import ROW_GROUP, Checkpoint, PartFormat, Quantizer, format_text, part_format, trellis_format
+from moe_pack.formats import (
+    NO_PROGRESS,
+    ROW_GROUP,
+    Checkpoint,
+    PartFormat,
+    Quantizer,
+    format_text,
+    part_format,
+    trellis_format,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +82,7 @@ def main(
     checkpoint, rows = Checkpoint(model), list[Row]()
     try:
         with tempfile.TemporaryDirectory(prefix="moe-pack-") as folder:
-            profile = make_profile(checkpoint, calibration, Path(folder) / "p", ProfileOptions("none"), Silent())
+            profile = make_profile(checkpoint, calibration, Path(folder) / "p", ProfileOptions("none"), NO_PROGRESS)
             judge = Judge(checkpoint, unseen, profile)
             for part in tqdm([format_of(name) for name in formats.split(",")], disable=None):
                 plans = {quantizer: uniform(checkpoint.spec, part, quantizer) for quantizer in quantizers}

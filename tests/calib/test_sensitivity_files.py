@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from models import TinyMixtral
-from profiles import Recorder, SMALLEST, random_tokens
+from profiles import SMALLEST, Recorder, random_tokens
 
 from moe_pack.calib import ProfileOptions, make_profile, sensitivity
 from moe_pack.calib.held import HeldWeights

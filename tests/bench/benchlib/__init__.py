@@ -14,7 +14,7 @@ import click
 import numpy as np
 import torch
 
-from moe_pack.calib import Cost, Tokens, read_tokens
+from moe_pack.calib import Tokens, read_tokens
 from moe_pack.runtime import FolderFiles, Text
 
 ROOT = Path(__file__).parents[3]
@@ -28,19 +28,6 @@ sys.path.append(str(ROOT / "tests" / "support"))  # after all else: some command
 _NUMBER = re.compile(r"[+-]?[\d.,]+( GiB| MiB|%|$| \[)")
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Silent:
-    """A watcher of long work that prints nothing."""
-
-    def begin(self, stage: str, cost: Cost) -> None:
-        """A stage begins."""
-
-    def advance(self, multiplications: int, what: str) -> None:
-        """So many multiplications more are done."""
-
-    def end(self) -> None:
-        """The stage is done."""
 
 
 def sample_and_unseen(

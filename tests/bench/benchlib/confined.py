@@ -244,11 +244,11 @@ def back_free_memory(num_bytes: int) -> None:
     """
     free = available_bytes()
     wanted = num_bytes if free is None else min(num_bytes, free // 2)
-    with mmap.mmap(-1, wanted, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
+    with mmap.mmap(-1, wanted, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as touched:
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            held.madvise(mmap.MADV_HUGEPAGE)
+            touched.madvise(mmap.MADV_HUGEPAGE)
         for start in range(0, wanted, mmap.PAGESIZE):
-            held[start] = 1
+            touched[start] = 1
 
 
 @dataclass(frozen=True, slots=True)

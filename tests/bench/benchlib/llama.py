@@ -130,7 +130,7 @@ def _dimensions(spec: ModelSpec) -> dict[str, object]:
 
 
 def make_gguf(pack: Path, llama_python: Path) -> Path:
-    """Returns a synthetic pack's GGUF, beside it, made unless it is there; the Python has gguf and numpy."""
+    """Returns a synthetic pack's GGUF in the same folder, made unless it is there; the Python has gguf and numpy."""
     path = pack.with_name(f"{pack.name}-Q4_0.gguf")
     if path.exists():
         return path

@@ -105,9 +105,9 @@ class Given:
 
 
 def write_gguf(path: Path, model: Dimensions, given: Given) -> None:
-    """Writes the file beside its place, a tensor in memory at a time, and renames it."""
-    beside = path.with_suffix(".tmp")
-    writer = gguf.GGUFWriter(beside, model.arch)
+    """Writes a temporary file, one tensor in memory at a time, and renames it."""
+    temporary = path.with_suffix(".tmp")
+    writer = gguf.GGUFWriter(temporary, model.arch)
     _add_facts(writer, model)
     plain = gguf.GGMLQuantizationType.F32
     for name, shape, is_quantized in model.tensors():
@@ -133,7 +133,7 @@ def write_gguf(path: Path, model: Dimensions, given: Given) -> None:
             values = generator.standard_normal(shape, np.float32) * np.float32(_STANDARD_DEVIATION)
             writer.write_tensor_data(values + np.float32(name.endswith("norm.weight")))
     writer.close()
-    beside.rename(path)
+    temporary.rename(path)
 
 
 def _add_facts(writer: gguf.GGUFWriter, model: Dimensions) -> None:
