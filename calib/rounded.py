@@ -6,7 +6,8 @@ from torch import Tensor
 
 from moe_pack.calib.expert_error import Rounding
 from moe_pack.formats import ModelSpec, Selector, dense_roles
-from moe_pack.runtime import Expert, Matrix, NeuronBlock, Operations, Weights
+from moe_pack.runtime import Expert, NeuronBlock, Operations, Weights
+from moe_pack.runtime import Matrix as DenseMatrix
 
 
 class RoundedDense:
@@ -25,7 +26,7 @@ class RoundedDense:
         """A norm's weight or a bias, float32 [n]."""
         return self._source.vector(role)
 
-    def matrix(self, role: str) -> Matrix:
+    def matrix(self, role: str) -> DenseMatrix:
         """A dense matrix by its role."""
         matrix = self._source.matrix(role)
         return _RoundedMatrix(matrix, self._width, self._rounding) if role in self._roles else matrix
@@ -40,7 +41,7 @@ class RoundedDense:
 
 
 class _RoundedMatrix:
-    def __init__(self, matrix: Matrix, width: int, rounding: Rounding) -> None:
+    def __init__(self, matrix: DenseMatrix, width: int, rounding: Rounding) -> None:
         self._matrix = matrix
         self._width = width
         self._rounding = rounding
@@ -65,7 +66,7 @@ class RoundedExperts:
         """A norm's weight or a bias, float32 [n]."""
         return self._source.vector(role)
 
-    def matrix(self, role: str) -> Matrix:
+    def matrix(self, role: str) -> DenseMatrix:
         """A dense matrix, as it is."""
         return self._source.matrix(role)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_pack.calib import Losses
-from moe_pack.convert.choices import Choices, Floats, Ints, expert_choices
-from moe_pack.convert.knapsack import Solution, Table, solve
+from moe_pack.convert.choices import Choices, Ints, expert_choices
+from moe_pack.convert.knapsack import Floats, Solution, Table, solve
 from moe_pack.convert.plan_file import Decision
 from moe_pack.formats import (
     ExpertFormat,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_pack.convert.allocation import DENSE_GROUP, Prices
-from moe_pack.convert.choices import Choices, Floats, expert_choices
+from moe_pack.convert.choices import Choices, expert_choices
+from moe_pack.convert.knapsack import Floats
 from moe_pack.convert.planned import Model, Planned
 from moe_pack.convert.tier import Tier
 from moe_pack.formats import (

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from specs import GROUPED
+from torch_ops import TorchOps
 
 from moe_pack.formats import BF16, Pack, PackLayout, RunError, dense_roles, model_spec, pack_layout, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.runtime.budget import FixedParts, MemoryNeeds, best_page_bytes, divide, divide_budget, least_budget
 from moe_pack.runtime.card_budget import divide_card, least_card
 from moe_pack.runtime.card_placement import least_placement, place_experts, usual_heat
-from moe_pack.runtime.staged_ops import TorchOps
 from moe_pack.runtime.staged_weights import plan_staged
 
 MIB, GIB = 1 << 20, 1 << 30
