@@ -22,7 +22,7 @@ INSTALLED := .venv/installed
 ROOMS := formats runtime calib convert
 # Tests and type checker see the rooms as installed, linked file by file: a new file needs a new link.
 # The extension is built when that is done: other C++, another extension.
-FILES := $(shell (git ls-files -co --exclude-standard $(ROOMS) | sort; cat setup.py runtime/native/*) | cksum | tr -d ' ')
+FILES := $(shell (git ls-files -co --exclude-standard $(ROOMS) | sort; cat setup.py runtime/cpu/native/*) | cksum | tr -d ' ')
 DEMO := build/demo-pack
 
 FUZZ_SECONDS ?= 60

@@ -1,11 +1,11 @@
-"""The native kernels of `runtime/`: optional, so that a machine without a compiler installs the rest.
+"""The native kernels of `runtime/cpu/`: optional, so that a machine without a compiler installs the rest.
 
 Everything else about the package is in pyproject.toml.
 """
 
 from setuptools import Extension, setup
 
-FOLDER = "runtime/native"
+FOLDER = "runtime/cpu/native"
 SOURCES = (
     "module",
     "module_layers",
@@ -41,7 +41,7 @@ SOURCES = (
 setup(
     ext_modules=[
         Extension(
-            "moe_pack.runtime._native",
+            "moe_pack.runtime.cpu._native",
             [f"{FOLDER}/{name}.cpp" for name in SOURCES],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             # No contraction: what is decoded is exactly what the codec says. Files for one instruction set say so

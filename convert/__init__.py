@@ -1,22 +1,78 @@
-"""Turns checkpoints into packs: quantizes, writes, checks. `moe-pack` is its command."""
+"""Turns checkpoints into packs."""
 
-from moe_pack.convert.compare import LogitsError, MatrixError, compare_logits, compare_weights, logits_error
-from moe_pack.convert.edgemoe_widths import EDGEMOE_WIDTHS, edgemoe_plan, widths_for_bytes, widths_for_loss
+from moe_pack.convert.account import check_calibration
+from moe_pack.convert.autopack import Made, Maker, Wish, threshold_rule
+from moe_pack.convert.fixed_costs import measure_fixed_costs
 from moe_pack.convert.hub import find_checkpoint
-from moe_pack.convert.pipeline import Conversion, convert, layout_for
+from moe_pack.convert.matrix_bytes import SOURCE, keep_source, kept_text, lossless_formats, with_kept
+from moe_pack.convert.pipeline import MEMORY_BYTES, Conversion, convert, layout_for, memory_line
+from moe_pack.convert.synthetic import (
+    Character,
+    link_memory_folder,
+    profiled_popularity,
+    skewed_popularity,
+    synthesize,
+    synthetic_layout,
+)
+from moe_pack.convert.verify import (
+    Check,
+    Limits,
+    LogitsError,
+    MatrixError,
+    bits_per_weight,
+    budget,
+    compare_logits,
+    compare_weights,
+    describe,
+    digests,
+    format_runs,
+    junit_xml,
+    losses,
+    num_bytes,
+    opened,
+    same_tensors,
+    tensors,
+)
 
 __all__ = [
-    "EDGEMOE_WIDTHS",
+    "MEMORY_BYTES",
+    "SOURCE",
+    "Character",
+    "Check",
     "Conversion",
+    "Limits",
     "LogitsError",
+    "Made",
+    "Maker",
     "MatrixError",
+    "Wish",
+    "bits_per_weight",
+    "budget",
+    "check_calibration",
     "compare_logits",
     "compare_weights",
     "convert",
-    "edgemoe_plan",
+    "describe",
+    "digests",
     "find_checkpoint",
+    "format_runs",
+    "junit_xml",
+    "keep_source",
+    "kept_text",
     "layout_for",
-    "logits_error",
-    "widths_for_bytes",
-    "widths_for_loss",
+    "link_memory_folder",
+    "losses",
+    "lossless_formats",
+    "measure_fixed_costs",
+    "memory_line",
+    "num_bytes",
+    "opened",
+    "profiled_popularity",
+    "same_tensors",
+    "skewed_popularity",
+    "synthesize",
+    "synthetic_layout",
+    "tensors",
+    "threshold_rule",
+    "with_kept",
 ]

@@ -1,4 +1,7 @@
-"""What a pack says of itself: the digest that tells its making from others, its small tables, its manifest."""
+"""What a pack is made from: everything that decides its bytes, in one hand.
+
+What a pack says of itself: the digest that tells its making from others, its small tables, its manifest.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -9,42 +12,82 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.calib import needs_inputs
-from moe_pack.convert.recipe import Recipe
-from moe_pack.formats import (
+from moe_pack.calib.profile import Profile, check_same_source
+from moe_pack.calib.quantize import needs_inputs
+from moe_pack.formats import CheckpointError, ModelSpec, PackLayout, Plan, PlanError, RangeReader, canonical, dump
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, experts_file
+from moe_pack.formats.manifest import (
     COPIED_FILES,
-    DENSE_FILE,
     FORMAT,
     INDEX_FILE,
     ORDER_FILE,
     SOURCE_FILE,
     THRESHOLDS_FILE,
-    UNUSED_FILE,
     VERSION,
-    CheckpointError,
     ContentFile,
     ExpertFile,
     Manifest,
     PackageVersion,
-    PackLayout,
-    PackWriter,
-    Plan,
-    PlanError,
     QuantizedDense,
-    RangeReader,
     Totals,
     account_bytes,
-    canonical,
-    dense_quantizer,
-    dump,
-    experts_file,
     index_bytes,
-    installed_version,
     manifest_bytes,
     order_bytes,
+    order_fault,
     root_digest,
     thresholds_bytes,
 )
+from moe_pack.formats.plan import dense_quantizer
+from moe_pack.formats.version import installed_version
+from moe_pack.formats.writer import PackWriter
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A checkpoint, the plan for it, the layout that follows, and the neuron order: u32 [L, E, f], or the source's.
+
+    `calibration`: the profile whose inputs a calibrated plan rounds by; None for other plans.
+    """
+
+    checkpoint: Checkpoint
+    plan: Plan
+    layout: PackLayout
+    order: NDArray[np.uint32] | None
+    calibration: Profile | None = None
+
+
+def check_calibration(checkpoint: Checkpoint, plan: Plan, profile: Profile | None) -> None:
+    """Checks that there is what a calibrated plan rounds by.
+
+    Raises:  PlanError without a profile, for one that kept no inputs, or for one of another checkpoint.
+    """
+    if plan.quantizer != "calibrated":
+        return
+    if profile is None:
+        raise PlanError("calibrated rounding: found no profile to go by; give --profile, made by moe-pack profile")
+    if not profile.has_inputs:
+        raise PlanError(
+            f"--profile {profile.folder}: keeps no inputs of experts, which calibrated rounding goes by; profile the "
+            "model anew, without --no-inputs"
+        )
+    check_same_source(profile, checkpoint)
+
+
+def check_order(order: NDArray[np.uint32], spec: ModelSpec) -> None:
+    """Checks that a neuron order is one for this model.
+
+    Raises:  PlanError for another shape, or an expert whose order is no permutation.
+    """
+    assert order.dtype == np.uint32, order.dtype
+    shape = (len(spec.moe_layers), spec.router.num_experts, spec.expert.intermediate_size)
+    if order.shape != shape:
+        raise PlanError(f"order: shape {list(order.shape)}, expected {list(shape)}: layers, experts and neurons")
+    fault = order_fault(order)
+    if fault:
+        raise PlanError(f"order: {fault}")
+
 
 _MAX_COPIED_BYTES = 256 << 20
 

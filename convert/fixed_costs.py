@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_pack.convert.random_routers import skewed_popularity
-from moe_pack.convert.synthetic import Character, synthesize
+from moe_pack.convert.synthetic import Character, skewed_popularity, synthesize
 from moe_pack.formats import (
     MATRICES,
     ExpertSpec,
@@ -20,20 +19,13 @@ from moe_pack.formats import (
     ModelSpec,
     NormSpec,
     Pack,
-    RopeSpec,
     RouterSpec,
     part_format,
     uniform_plan,
 )
-from moe_pack.runtime import (
-    Engine,
-    EngineOptions,
-    FixedCosts,
-    StreamingWeights,
-    divide_budget,
-    expert_pages,
-    whole_bytes,
-)
+from moe_pack.formats.spec import RopeSpec
+from moe_pack.runtime import Engine, EngineOptions, FixedCosts
+from moe_pack.runtime.offload import StreamingWeights, divide_budget, expert_pages, whole_bytes
 
 _NUM_EXPERTS, _FEW_LAYERS, _MANY_LAYERS, _FEW_ACTIVE, _MANY_ACTIVE = 16, 2, 10, 2, 8
 _CONTEXT = 256

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from moe_pack.formats import SHORT_NAMES, CheckpointError
+from moe_pack.formats import CheckpointError
+from moe_pack.formats.families import SHORT_NAMES
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors"]

@@ -1,44 +1,277 @@
-"""The conversion: a checkpoint and a plan become a pack, item by item, several at once, in bounded memory.
+"""Takes from a finished pack what another plan for the same checkpoint stores alike: bytes copied, not made again.
+
+One item's bytes: reads what it needs of the source, quantizes, lays out. Runs in a worker thread; writes nothing.
+
+The conversion: a checkpoint and a plan become a pack, item by item, several at once, in bounded memory.
 
 Workers are threads: what they run (reading, torch, digests) releases the interpreter, and a process killed at any
 moment leaves nobody behind who could still write. Items are written in one order whatever the number of workers.
 """
 
+import hashlib
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
+from types import TracebackType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.calib import Profile
-from moe_pack.convert.account import Account, recipe_account
-from moe_pack.convert.expert_job import item_bytes, job_bytes
-from moe_pack.convert.recipe import Recipe, check_calibration, check_order
-from moe_pack.convert.reuse import Earlier
-from moe_pack.convert.source_formats import check_kept
+from moe_pack.calib.profile import Profile
+from moe_pack.calib.quantize import check_finite, needs_inputs
+from moe_pack.convert.account import Account, Recipe, check_calibration, check_order, recipe_account
+from moe_pack.convert.matrix_bytes import (
+    Bytes2D,
+    PartBytes,
+    calibrated_bytes,
+    calibrated_rows,
+    check_kept,
+    held_bytes,
+    next_rows,
+    read_checked,
+)
 from moe_pack.formats import (
+    MATRICES,
     NO_PROGRESS,
-    Checkpoint,
-    Digests,
-    Item,
+    CheckpointError,
+    ExpertFormat,
+    ExpertLayout,
+    Matrix,
+    Pack,
+    PackError,
     PackLayout,
-    PackWriter,
     Plan,
     Progress,
-    Stage,
-    State,
-    Step,
+    RowLayout,
     dense_roles,
-    digests_of,
-    pack_layout,
     size_text,
 )
+from moe_pack.formats.commands import Stage
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, Item, pack_layout, seal_rows, write_rows
+from moe_pack.formats.manifest import SOURCE_FILE, Digests
+from moe_pack.formats.plan import dense_quantizer
+from moe_pack.formats.writer import PackWriter, State, Step, digests_of
+from moe_pack.runtime.model import read_vector
+
+
+class Earlier:
+    """An earlier pack, and which of a recipe's items it holds already. Owns the open pack: `close` it.
+
+    An expert is held where selector kind, quantizer, all formats and the neuron order are the same, a dense tensor
+    where its format and quantizer are. Nothing is where the account of the source or a version is another. That the
+    source's weights are the same is not checked: the caller made the earlier pack of this checkpoint.
+    Raises:  PackError if the folder holds no sound pack.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe) -> None:
+        self._pack = Pack(folder)
+        self._recipe = recipe
+        held, plan = self._pack.manifest, recipe.plan
+        origin = recipe_account(recipe).origin
+        same_source = self._pack.read_file(SOURCE_FILE).tobytes() == origin.source and held.model == recipe.layout.spec
+        self._is_alike = same_source and (held.made_with, held.quantizer) == (origin.made_with, plan.quantizer)
+        self._order = self._pack.read_order() if self._is_alike else None
+        self._dense = {dense.role.name: dense for dense in self._pack.layout.dense}
+        self._checked: set[str] = set()
+
+    def __enter__(self) -> "Earlier":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the earlier pack."""
+        self._pack.close()
+
+    def holds(self, item: Item) -> bool:
+        """Whether the item's bytes are there."""
+        if not self._is_alike:
+            return False
+        if item.kind == "unused":
+            return True
+        return self._holds_dense(item) if item.kind == "dense" else self._holds_expert(item)
+
+    def item_bytes(self, item: Item) -> NDArray[np.uint8]:
+        """The bytes of an item that is held, checked against their digest: u8 [item.num_bytes], own memory.
+
+        Raises:  PackError if they are damaged.
+        """
+        assert self.holds(item), item
+        if item.kind == "unused":
+            return self._unused_bytes(item)
+        if item.kind == "dense":
+            return self._dense_bytes(item)
+        raw = self._pack.read_extent(item.layer, item.expert)
+        if hashlib.sha256(raw.data).digest() != self._pack.index.sha256[item.layer, item.expert].tobytes():
+            raise PackError(f"{self._pack.folder}: {item.file}: expert {item.expert}: SHA-256 does not match its bytes")
+        return raw
+
+    def _holds_expert(self, item: Item) -> bool:
+        recipe, place = self._recipe, (item.layer, item.expert)
+        assert self._order is not None, "the earlier pack is alike"
+        kept = self._order[place]
+        wanted = np.arange(len(kept), dtype=np.uint32) if recipe.order is None else recipe.order[place]
+        formats = self._pack.index.experts[item.layer][item.expert]
+        same_kind = self._pack.manifest.selector == recipe.plan.selector
+        return same_kind and formats == recipe.plan.experts[item.layer][item.expert] and np.array_equal(kept, wanted)
+
+    def _holds_dense(self, item: Item) -> bool:
+        wanted = next(dense for dense in self._recipe.layout.dense if dense.role.name == item.role)
+        held = self._dense[item.role]
+        return (held.dtype, held.rows) == (wanted.dtype, wanted.rows)
+
+    def _dense_bytes(self, item: Item) -> NDArray[np.uint8]:
+        self._check(DENSE_FILE)
+        entry = self._dense[item.role].entry
+        num_rows = item.num_bytes * entry.shape[0] // entry.num_bytes
+        return self._pack.read_dense(entry, item.first_row, item.first_row + num_rows)
+
+    def _unused_bytes(self, item: Item) -> NDArray[np.uint8]:
+        self._check(UNUSED_FILE)
+        return self._pack.read_unused(item.offset, item.num_bytes)
+
+    def _check(self, file: str) -> None:
+        """Checks a whole file's digest, once."""
+        if file not in self._checked:
+            self._pack.check_file(file)
+            self._checked.add(file)
+
+
+def item_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
+    """All bytes of an item but a header: u8 [item.num_bytes].
+
+    Raises:  CheckpointError for a weight that is no number, or that the plan's codec cannot hold;
+             StoppedError soon after `stop` is set.
+    """
+    if item.kind == "unused":
+        return recipe.checkpoint.raw(item.role, item.start, item.num_bytes)
+    return _dense_bytes(recipe, item, stop) if item.kind == "dense" else _expert_bytes(recipe, item, stop)
+
+
+def job_bytes(checkpoint: Checkpoint, plan: Plan, item: Item) -> int:
+    """What `item_bytes` holds at its peak: the item, what lies across of an expert, transposed, and what calibrates it.
+
+    Blocks of what is quantized plainly are not counted.
+    """
+    if item.kind != "expert":
+        return item.num_bytes
+    formats = plan.experts[item.layer][item.expert]
+    if is_calibrated(plan, formats):
+        return calibrated_bytes(checkpoint, (item.layer, item.expert), formats, item.num_bytes)
+    parts = [(matrix, part) for matrix in checkpoint.spec.expert.matrices if (part := formats.of(matrix))]
+    sources = [(checkpoint.expert_source(item.layer, item.expert, matrix), part) for matrix, part in parts]
+    return item.num_bytes + sum(held_bytes(checkpoint, source, part) for source, part in sources)
+
+
+def _dense_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
+    checkpoint, layout = recipe.checkpoint, recipe.layout
+    dense = next(dense for dense in layout.dense if dense.role.name == item.role)
+    source, rows = checkpoint.dense_source(item.role), dense.rows
+    row_bytes = dense.entry.num_bytes // source.num_rows
+    out = np.empty((item.num_bytes // row_bytes, row_bytes), np.uint8)
+    held = None
+    if rows is not None:
+        quantizer = dense_quantizer(recipe.plan.quantizer)
+        held = PartBytes(checkpoint, source, rows.parts[0].format, quantizer, stop)
+    for start, end in next_rows(len(out), stop):
+        first, last = item.first_row + start, item.first_row + end
+        if held is None or rows is None:
+            weights = read_checked(checkpoint, source, first, last)
+            out[start:end] = weights.view(torch.uint8).view(end - start, -1).numpy()
+        else:
+            write_rows(rows, {"weight": held.rows(first, last)}, out[start:end])
+    return out.reshape(-1)
+
+
+def _expert_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
+    """An extent, its neurons read and quantized in the source's order whatever the stored one is.
+
+    So a neuron's bytes are the same in every order, though hqq solves some rows together, and no order costs memory.
+    """
+    layout = recipe.layout
+    expert, spec = layout.experts[item.layer][item.expert], layout.spec.expert
+    biases = {m: _bias(recipe.checkpoint, item, m) for m in spec.bias}
+    extent = np.zeros(item.num_bytes, np.uint8)
+    if expert.extra is not None:  # the bias of down, no neuron's: it lies behind the rows
+        extra = extent[-expert.extra_bytes :].reshape(1, -1)
+        extra[:, : expert.extra.crc_offset] = biases.pop("down").reshape(1, -1)
+        seal_rows(expert.extra, extra)
+    halves = _halves(expert, extent)
+    places = _places(recipe, item)
+    for first, end, made_parts in _neurons(recipe, item, biases, stop):
+        sections = {
+            matrix: np.concatenate((made, biases[matrix][first:end]), axis=1) if matrix in biases else made
+            for matrix, made in made_parts.items()
+        }
+        for rows, out in halves:
+            made = np.empty((end - first, rows.row_bytes), np.uint8)
+            write_rows(rows, {str(matrix): held for matrix, held in sections.items()}, made)
+            out[places[first:end]] = made
+    return extent
+
+
+def is_calibrated(plan: Plan, formats: ExpertFormat) -> bool:
+    """Whether how an expert of this plan is rounded depends on its inputs."""
+    parts = (formats.of(matrix) for matrix in MATRICES)
+    return plan.quantizer == "calibrated" and any(part is not None and needs_inputs(part) for part in parts)
+
+
+def _neurons(
+    recipe: Recipe, item: Item, biases: Mapping[Matrix, Bytes2D], stop: Event
+) -> Iterator[tuple[int, int, dict[Matrix, Bytes2D]]]:
+    """(first, end) of consecutive neurons, and the bytes of each matrix's rows."""
+    checkpoint, plan = recipe.checkpoint, recipe.plan
+    formats, spec = plan.experts[item.layer][item.expert], recipe.layout.spec.expert
+    if is_calibrated(plan, formats):
+        assert recipe.calibration is not None, "a calibrated plan comes with a profile"
+        place = (item.layer, item.expert)
+        yield from calibrated_rows(checkpoint, recipe.calibration, place, formats, biases, stop)
+        return
+    quantizer = dense_quantizer(plan.quantizer)  # of what is not calibrated, whatever it is
+    sources = {m: checkpoint.expert_source(item.layer, item.expert, m) for m in spec.matrices}
+    parts = {
+        m: PartBytes(checkpoint, source, part, quantizer, stop)
+        for m, source in sources.items()
+        if (part := formats.of(m))
+    }
+    for first, end in next_rows(spec.intermediate_size, stop):
+        yield first, end, {matrix: part.rows(first, end) for matrix, part in parts.items()}
+
+
+def _halves(expert: ExpertLayout, extent: NDArray[np.uint8]) -> list[tuple[RowLayout, NDArray[np.uint8]]]:
+    """Selector, where there is one, and records: their layout and their rows in the extent, u8 [f, row_bytes]."""
+    records = extent[expert.selector_bytes : expert.selector_bytes + expert.records_bytes]
+    halves = [(expert.records, records.reshape(expert.num_rows, -1))]
+    if expert.selector is not None:
+        halves.append((expert.selector, extent[: expert.selector_bytes].reshape(expert.num_rows, -1)))
+    return halves
+
+
+def _places(recipe: Recipe, item: Item) -> NDArray[np.intp]:
+    """The row in which each of the source's neurons will lie: [f]."""
+    f = recipe.layout.spec.expert.intermediate_size
+    places = np.arange(f)
+    if recipe.order is not None:
+        places[recipe.order[item.layer, item.expert]] = np.arange(f)
+    return places
+
+
+def _bias(checkpoint: Checkpoint, item: Item, matrix: Matrix) -> NDArray[np.uint8]:
+    """The bias of a matrix in float32, as bytes: u8 [n, 4]."""
+    source = checkpoint.bias_source(item.layer, item.expert, matrix)
+    values = read_vector(checkpoint, source).unsqueeze(1)
+    check_finite(values, checkpoint.place(source), CheckpointError, source.number)
+    return values.view(torch.uint8).numpy()
+
 
 MEMORY_BYTES = 1 << 30  # that items at work at once hold between them, if nothing else is asked for
 

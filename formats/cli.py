@@ -19,10 +19,8 @@ import click
 from click.core import ParameterSource
 from tqdm import tqdm
 
-from moe_pack.formats.command_options import Option, option_of
+from moe_pack.formats.commands import Option, Stage, option_of
 from moe_pack.formats.errors import MoePackError, UsageError
-from moe_pack.formats.progress import Stage
-from moe_pack.formats.sizes import size_text as size_text
 from moe_pack.formats.version import VERSION
 
 NOISE = "synthetic: its weights are random, its text is noise"  # what every command says of a synthetic pack

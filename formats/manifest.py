@@ -1,22 +1,246 @@
-"""`manifest.json`: what the pack is, which files it has, and the digests that prove them. Specified in docs/format.md.
+"""`index.safetensors`: the facts of every expert as arrays `[L, E]`, and the thresholds and order beside it.
+
+L counts MoE layers, E experts a layer. Formats are stored for gate, up and down in this order. Every array is
+checked as a whole; offsets and sizes must be those that follow from the formats (`layout`).
+
+`manifest.json`: what the pack is, which files it has, and the digests that prove them. Specified in docs/format.md.
 
 Deterministic: no time, host, worker count or measurement.
+
+`source.json`: what became of every tensor of the checkpoint.
 """
 
 import hashlib
+import math
 import re
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from moe_pack.formats import strict_json
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats import json_files as strict_json
 from moe_pack.formats.errors import PackError
-from moe_pack.formats.index import INDEX_FILE, ORDER_FILE, THRESHOLDS_FILE
-from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, experts_file
-from moe_pack.formats.plan import PartFormat, Quantizer
-from moe_pack.formats.seal import check_seal, sealed
-from moe_pack.formats.spec import ModelSpec, Selector
-from moe_pack.formats.spec_check import spec_fault
+from moe_pack.formats.json_files import check_seal, sealed
+from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, PackLayout, experts_file
+from moe_pack.formats.plan import Codec, ExpertFormat, PartFormat, Plan, Quantizer, format_fault
+from moe_pack.formats.safetensors import DTYPE_BYTES, assemble
+from moe_pack.formats.spec import MATRICES, ModelSpec, Selector, spec_fault
+
+INDEX_FILE = "index.safetensors"
+THRESHOLDS_FILE = "thresholds.safetensors"
+NEW_THRESHOLDS_FILE = f"{THRESHOLDS_FILE}.new"  # while they are rewritten: `rethreshold`
+ORDER_FILE = "order.safetensors"
+
+NO_PART = 0  # codec of a matrix the expert does not have
+_CODEC_IDS: dict[Codec, int] = {"bf16": 1, "affine": 2, "fp8": 3, "e5m2": 4, "mxfp4": 5, "trellis": 6}
+_CODEC_NAMES = {number: name for name, number in _CODEC_IDS.items()}
+_NUMPY_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F32": "<f4"}
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """What proves an extent's bytes: CRC-32 for use, SHA-256 for `verify`."""
+
+    crc32: int
+    sha256: bytes
+
+
+# Name, dtype and shape beyond [L, E] of each array of the index.
+_INDEX_ARRAYS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+    ("offset", "U64", ()),
+    ("size", "U64", ()),
+    ("selector_row_bytes", "U32", ()),
+    ("record_row_bytes", "U32", ()),
+    ("crc32", "U32", ()),
+    ("group", "U16", (3,)),
+    ("codec", "U8", (3,)),
+    ("width", "U8", (3,)),
+    ("scale_bits", "U8", (3,)),
+    ("sha256", "U8", (32,)),
+)
+
+
+def index_bytes(layout: PackLayout, plan: Plan, digests: Mapping[tuple[int, int], Digests]) -> bytes:
+    """The whole `index.safetensors` of a pack.
+
+    Args:    digests: for each (MoE layer index, expert).
+    """
+    L, E = len(layout.experts), layout.spec.router.num_experts
+    arrays = {name: np.zeros((L, E, *tail), _NUMPY_DTYPES[dtype]) for name, dtype, tail in _INDEX_ARRAYS}
+    for l in range(L):
+        for e in range(E):
+            expert = layout.experts[l][e]
+            arrays["offset"][l, e] = layout.offsets[l][e]
+            arrays["size"][l, e] = expert.num_bytes
+            arrays["selector_row_bytes"][l, e] = expert.selector.row_bytes if expert.selector else 0
+            arrays["record_row_bytes"][l, e] = expert.records.row_bytes
+            arrays["crc32"][l, e] = digests[l, e].crc32
+            arrays["sha256"][l, e] = np.frombuffer(digests[l, e].sha256, np.uint8)
+            for m, matrix in enumerate(MATRICES):
+                part = plan.experts[l][e].of(matrix)
+                if part is not None:
+                    arrays["codec"][l, e, m] = _CODEC_IDS[part.codec]
+                    arrays["width"][l, e, m] = part.width
+                    arrays["group"][l, e, m] = part.group
+                    arrays["scale_bits"][l, e, m] = part.scale_bits
+    return assemble((name, dtype, arrays[name].shape, arrays[name].tobytes()) for name, dtype, _ in _INDEX_ARRAYS)
+
+
+def thresholds_bytes(thresholds: NDArray[np.float32]) -> bytes:
+    """The whole `thresholds.safetensors` for thresholds `[L, E]`."""
+    return assemble([("threshold", "F32", thresholds.shape, thresholds.astype("<f4").tobytes())])
+
+
+def order_bytes(order: NDArray[np.uint32]) -> bytes:
+    """The whole `order.safetensors`: `order[l, e, j]` is the source's neuron in row `j`, `[L, E, f]`."""
+    return assemble([("order", "U32", order.shape, order.astype("<u4").tobytes())])
+
+
+def read_arrays(
+    raw: bytes, entries: Mapping[str, Any], place: str, wanted: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> dict[str, Array]:
+    """The arrays of a small safetensors file, exactly those wanted.
+
+    Args:    entries: the file's `TensorEntry` by name.   wanted: dtype and shape by name.
+    Raises:  PackError for one missing, unknown, or of another dtype or shape.
+    """
+    for name in entries:
+        if name not in wanted and not name.startswith("pad."):
+            raise PackError(f"{place}: unknown tensor {name!r}")
+    arrays = {}
+    for name, (dtype, shape) in wanted.items():
+        entry = entries.get(name)
+        if entry is None:
+            raise PackError(f"{place}: tensor {name!r} is missing")
+        if entry.dtype != dtype or entry.shape != shape:
+            raise PackError(
+                f"{place}: tensor {name!r} is {entry.dtype} {list(entry.shape)}, expected {dtype} {list(shape)}"
+            )
+        flat = np.frombuffer(raw, _NUMPY_DTYPES[dtype], entry.num_bytes // DTYPE_BYTES[dtype], entry.offset)
+        arrays[name] = flat.reshape(shape)
+    return arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The checked index of a pack: arrays `[L, E]`, and `experts[l][e]` as formats."""
+
+    offset: Array
+    size: Array
+    crc32: Array
+    sha256: Array
+    experts: tuple[tuple[ExpertFormat, ...], ...]
+    _row_bytes: tuple[Array, Array]
+
+    def check_layout(self, layout: PackLayout) -> None:
+        """Checks that offsets and sizes are those the formats give.
+
+        Raises:  PackError naming the first expert where they differ.
+        """
+        experts = layout.experts
+        wanted = {
+            "offset": (self.offset, [list(layer) for layer in layout.offsets]),
+            "size": (self.size, [[e.num_bytes for e in layer] for layer in experts]),
+            "selector_row_bytes": (
+                self._row_bytes[0],
+                [[e.selector.row_bytes if e.selector else 0 for e in layer] for layer in experts],
+            ),
+            "record_row_bytes": (self._row_bytes[1], [[e.records.row_bytes for e in layer] for layer in experts]),
+        }
+        for name, (found, expected) in wanted.items():
+            wrong = np.argwhere(found != np.array(expected, found.dtype))
+            if wrong.size:
+                l, e = (int(number) for number in wrong[0])
+                raise PackError(
+                    f"{INDEX_FILE}: {name} of layer {l} expert {e} is {found[l, e]}, expected {expected[l][e]}"
+                )
+
+
+def read_index(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> Index:
+    """The index in the bytes of `index.safetensors`, its formats checked against the model.
+
+    Raises:  PackError for arrays that are missing or misshapen, unknown codecs, widths or groups.
+    """
+    shape = (len(spec.moe_layers), spec.router.num_experts)
+    wanted = {name: (dtype, (*shape, *tail)) for name, dtype, tail in _INDEX_ARRAYS}
+    arrays = read_arrays(raw, entries, INDEX_FILE, wanted)
+    facts = np.stack([arrays[name].astype(np.int64) for name in ("codec", "width", "group", "scale_bits")], axis=3)
+    distinct, numbers = np.unique(facts.reshape(-1, 3, 4), axis=0, return_inverse=True)
+    formats = [_expert_format(row, spec) for row in distinct.tolist()]
+    experts = tuple(tuple(formats[n] for n in layer) for layer in numbers.reshape(shape).tolist())
+    rows = (arrays["selector_row_bytes"], arrays["record_row_bytes"])
+    return Index(arrays["offset"], arrays["size"], arrays["crc32"], arrays["sha256"], experts, rows)
+
+
+def _expert_format(facts: list[list[int]], spec: ModelSpec) -> ExpertFormat:
+    parts: dict[str, PartFormat | None] = {}
+    for matrix, (codec, width, group, scale_bits) in zip(MATRICES, facts, strict=True):
+        if codec == NO_PART and matrix not in spec.expert.matrices:
+            parts[matrix] = None
+            continue
+        name = _CODEC_NAMES.get(codec)
+        if name is None or matrix not in spec.expert.matrices:
+            raise PackError(f"{INDEX_FILE}: unknown codec {codec} for {matrix}")
+        part = PartFormat(name, width, group, scale_bits)
+        fault = format_fault(part, spec.hidden_size)
+        if fault:
+            raise PackError(f"{INDEX_FILE}: format of {matrix}: {fault}")
+        parts[matrix] = part
+    up, down = parts["up"], parts["down"]
+    assert up is not None and down is not None, "every expert has up and down"
+    return ExpertFormat(parts["gate"], up, down)
+
+
+def read_thresholds(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> NDArray[np.float32]:
+    """Thresholds `[L, E]`, all finite and not negative.
+
+    Raises:  PackError naming the first that is not.
+    """
+    shape = (len(spec.moe_layers), spec.router.num_experts)
+    thresholds = read_arrays(raw, entries, THRESHOLDS_FILE, {"threshold": ("F32", shape)})["threshold"]
+    fault = thresholds_fault(thresholds)
+    if fault:
+        raise PackError(f"{THRESHOLDS_FILE}: {fault}")
+    return thresholds
+
+
+def thresholds_fault(thresholds: NDArray[np.float32]) -> str:
+    """What is wrong with the first threshold of `[L, E]` that is none; empty if all are."""
+    wrong = np.argwhere(~(np.isfinite(thresholds) & (thresholds >= 0)))
+    if not wrong.size:
+        return ""
+    l, e = wrong[0]
+    return f"threshold of layer {l} expert {e} is {thresholds[l, e]}, expected a number from 0 up"
+
+
+def read_order(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> NDArray[np.uint32]:
+    """The neuron order `[L, E, f]`, each expert's a permutation.
+
+    Raises:  PackError naming the first expert whose order is none.
+    """
+    f = spec.expert.intermediate_size
+    shape = (len(spec.moe_layers), spec.router.num_experts, f)
+    order = read_arrays(raw, entries, ORDER_FILE, {"order": ("U32", shape)})["order"]
+    fault = order_fault(order)
+    if fault:
+        raise PackError(f"{ORDER_FILE}: {fault}")
+    return order
+
+
+def order_fault(order: NDArray[np.uint32]) -> str:
+    """Which expert of `[L, E, f]` is the first whose order is no permutation; empty if all are."""
+    f = order.shape[2]
+    for l, layer in enumerate(order):  # a layer at a time: sorting copies it
+        wrong = np.flatnonzero((np.sort(layer, axis=1) != np.arange(f, dtype=np.uint32)).any(axis=1))
+        if wrong.size:
+            return f"order of layer {l} expert {wrong[0]} is no permutation of {f} neurons"
+    return ""
+
 
 MANIFEST_FILE = "manifest.json"
 SOURCE_FILE = "source.json"
@@ -209,3 +433,61 @@ def _check_meaning(manifest: Manifest) -> None:
     listed = sum(file.bytes for file in manifest.files) + sum(file.bytes for file in manifest.expert_files)
     if content != listed or content != sum(totals.values()):
         raise PackError(f"{MANIFEST_FILE}: totals give {content} bytes of content, the files listed have {listed}")
+
+
+Fate = Literal["packed", "resident", "scales", "unused", "dropped"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A shard: its size, and the SHA-256 of its safetensors header."""
+
+    name: str
+    bytes: int
+    header_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """A tensor and its fate; `reason` is empty unless it is unused or was dropped."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    fate: Fate
+    reason: str
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of the model in it: none in scales; MXFP4 codes are two a byte."""
+        if self.fate not in ("packed", "resident"):
+            return 0
+        return math.prod(self.shape) * (2 if self.dtype == "U8" else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceAccount:
+    """All shards and all tensors, each sorted by name."""
+
+    files: tuple[SourceFile, ...]
+    tensors: tuple[SourceTensor, ...]
+
+
+def account_bytes(files: Iterable[SourceFile], tensors: Iterable[SourceTensor]) -> bytes:
+    """The whole `source.json`."""
+    account = SourceAccount(
+        tuple(sorted(files, key=lambda file: file.name)), tuple(sorted(tensors, key=lambda tensor: tensor.name))
+    )
+    return strict_json.canonical(strict_json.dump(account))
+
+
+# The account of a synthetic pack, which was made of no checkpoint: its weights are random.
+NO_SOURCE = account_bytes((), ())
+
+
+def read_account(raw: bytes) -> SourceAccount:
+    """The account in the bytes of `source.json`.
+
+    Raises:  PackError if it is not one.
+    """
+    return strict_json.load(SourceAccount, strict_json.parse(raw, SOURCE_FILE, PackError), SOURCE_FILE, PackError)

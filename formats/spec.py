@@ -2,12 +2,29 @@
 
 Each family's file turns a `config.json` into a `ModelSpec`; the manifest holds it; the decoder follows it.
 docs/format.md, section 11, says what each value means; `spec_check` says which values can be.
+
+The names dense tensors carry in a pack, and the shapes a `ModelSpec` gives them.
+
+`layers.{i}` is a layer; where there is an encoder, its layers come first. Families map these roles to the source's
+names; the runtime asks for them.
+
+How large a model is, from its spec alone: parameters, those one token uses, and what its cache holds a token.
+
+Also how sizes are written by people, and for them.
+
+Which specs describe a model that can run: sizes in range, heads and groups that divide, layers that exist.
+
+The same check guards a foreign `config.json` and a pack's manifest; docs/format.md lists it in section 12.
 """
 
+import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
-from moe_pack.formats.strict_json import added
+from moe_pack.formats.json_files import added
 
 Matrix = Literal["gate", "up", "down"]
 MATRICES: tuple[Matrix, ...] = ("gate", "up", "down")
@@ -271,3 +288,407 @@ def record_matrices(selector: Selector, matrices: tuple[Matrix, ...]) -> tuple[M
     """Which of an expert's `matrices` a neuron record holds, in the order gate, up, down."""
     selected = selector_matrices(selector, matrices)
     return tuple(matrix for matrix in MATRICES if matrix in matrices and matrix not in selected)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseRole:
+    """A dense tensor: its name in the pack, its shape (matrices `[out, in]`), and whether it may be quantized."""
+
+    name: str
+    shape: tuple[int, ...]
+    quantizable: bool
+
+
+def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
+    """Every dense tensor the model runs, in the order of `dense.safetensors`."""
+    roles = [DenseRole("embed", (spec.vocab_size, spec.hidden_size), True)]
+    moe_layers = frozenset(spec.moe_layers)
+    num_encoding = 0 if spec.encoder is None else spec.encoder.num_layers
+    for i in range(spec.num_hidden_layers):
+        layer = _layer(spec, i in moe_layers, is_crossing=spec.encoder is not None and i >= num_encoding)
+        roles += [DenseRole(f"layers.{i}.{role.name}", role.shape, role.quantizable) for role in layer]
+    if isinstance(spec.attention, RelativeSpec):
+        table = (spec.attention.num_buckets, spec.attention.num_heads)
+        stacks = ("",) if spec.encoder is None else ("encoder_", "")
+        roles += [DenseRole(f"{stack}position_bias", table, False) for stack in stacks]
+    if spec.encoder is not None:
+        roles += _norm(spec, "encoder_norm")
+    roles += _norm(spec, "norm")
+    if not spec.tied_head:
+        roles.append(DenseRole("head", (spec.vocab_size, spec.hidden_size), True))
+    if spec.head_bias:
+        roles.append(DenseRole("head_bias", (spec.vocab_size,), False))
+    return tuple(roles)
+
+
+def _layer(spec: ModelSpec, has_experts: bool, is_crossing: bool) -> Iterator[DenseRole]:
+    yield from _norm(spec, "attention_norm")
+    if isinstance(spec.attention, GroupedQuerySpec):
+        yield from _grouped_query(spec.attention, spec.hidden_size)
+    elif isinstance(spec.attention, LatentSpec):
+        yield from _latent(spec.attention, spec.hidden_size)
+    else:
+        yield from _relative(spec.attention, spec.hidden_size, "attention")
+        if is_crossing:
+            yield from _norm(spec, "cross_norm")
+            yield from _relative(spec.attention, spec.hidden_size, "cross")
+    yield from _norm(spec, "mlp_norm")
+    if not has_experts:
+        assert spec.dense_intermediate_size is not None, "a checked spec"
+        yield from _mlp(spec, "mlp", spec.dense_intermediate_size)
+        return
+    yield DenseRole("router", (spec.router.num_experts, spec.hidden_size), False)
+    if spec.router.logit_bias:
+        yield DenseRole("router_logit_bias", (spec.router.num_experts,), False)
+    if spec.router.bias:
+        yield DenseRole("router_bias", (spec.router.num_experts,), False)
+    if spec.shared_expert is not None:
+        yield from _mlp(spec, "shared", spec.shared_expert.intermediate_size)
+        if spec.shared_expert.gated:
+            yield DenseRole("shared_router", (1, spec.hidden_size), False)
+
+
+def _norm(spec: ModelSpec, name: str) -> list[DenseRole]:
+    weight = DenseRole(name, (spec.hidden_size,), False)
+    return [weight] if spec.norm.kind == "rms" else [weight, DenseRole(f"{name}_bias", (spec.hidden_size,), False)]
+
+
+def _mlp(spec: ModelSpec, name: str, intermediate_size: int) -> Iterator[DenseRole]:
+    d, f = spec.hidden_size, intermediate_size
+    for matrix in spec.expert.matrices:
+        yield DenseRole(f"{name}.{matrix}", (d, f) if matrix == "down" else (f, d), True)
+
+
+def _grouped_query(attention: GroupedQuerySpec, d: int) -> Iterator[DenseRole]:
+    q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    shapes = {"q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q)}
+    for name, shape in shapes.items():
+        yield DenseRole(f"attention.{name}", shape, True)
+        if name in attention.bias:
+            yield DenseRole(f"attention.{name}_bias", shape[:1], False)
+    if attention.sinks:
+        yield DenseRole("attention.sinks", (attention.num_heads,), False)
+    if attention.qk_norm != "none":
+        whole = attention.qk_norm == "projection"
+        yield DenseRole("attention.q_norm", (q if whole else attention.head_dim,), False)
+        yield DenseRole("attention.k_norm", (kv if whole else attention.head_dim,), False)
+
+
+def _latent(attention: LatentSpec, d: int) -> Iterator[DenseRole]:
+    num_heads, rank, rope = attention.num_heads, attention.kv_lora_rank, attention.qk_rope_head_dim
+    q = num_heads * (attention.qk_nope_head_dim + rope)
+    if attention.q_lora_rank is None:
+        yield DenseRole("attention.q", (q, d), True)
+    else:
+        yield DenseRole("attention.q_a", (attention.q_lora_rank, d), True)
+        yield DenseRole("attention.q_a_norm", (attention.q_lora_rank,), False)
+        yield DenseRole("attention.q_b", (q, attention.q_lora_rank), True)
+    yield DenseRole("attention.kv_a", (rank + rope, d), True)
+    yield DenseRole("attention.kv_a_norm", (rank,), False)
+    yield DenseRole("attention.kv_b", (num_heads * (attention.qk_nope_head_dim + attention.v_head_dim), rank), True)
+    yield DenseRole("attention.o", (d, num_heads * attention.v_head_dim), True)
+
+
+def _relative(attention: RelativeSpec, d: int, name: str) -> Iterator[DenseRole]:
+    width = attention.num_heads * attention.head_dim
+    for projection in ("q", "k", "v"):
+        yield DenseRole(f"{name}.{projection}", (width, d), True)
+    yield DenseRole(f"{name}.o", (d, width), True)
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_UNITS = ("", "K", "M", "G", "T")
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """All weights: dense ones (a tied head counted once) and every routed expert's."""
+    return _dense_parameters(spec) + len(spec.moe_layers) * spec.router.num_experts * _expert_parameters(spec)
+
+
+def num_active_parameters(spec: ModelSpec) -> int:
+    """The weights that one token uses: all dense ones, embedding and head whole, and `k` experts a MoE layer."""
+    return _dense_parameters(spec) + len(spec.moe_layers) * spec.router.num_experts_per_tok * _expert_parameters(spec)
+
+
+def cached_values(spec: ModelSpec) -> int:
+    """Values the key-value cache gets for each token, all layers together; those with a window keep only the last.
+
+    With an encoder, for each token of the text and each of the answer: decoder layers keep keys and values of both.
+    """
+    if spec.encoder is not None:
+        return 2 * (spec.num_hidden_layers - spec.encoder.num_layers) * _layer_values(spec)
+    return spec.num_hidden_layers * _layer_values(spec)
+
+
+def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
+    """Values a key-value cache holds for so many tokens, of which at most `chunk_tokens` enter at once."""
+    if spec.encoder is not None:
+        return context_tokens * cached_values(spec)
+    places = [cached_tokens(spec, layer, context_tokens, chunk_tokens) for layer in range(spec.num_hidden_layers)]
+    return sum(places) * _layer_values(spec)
+
+
+def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int) -> int:
+    """How many tokens a decoder layer's cache has places for: all, or what the first of a chunk sees and the chunk."""
+    window = _window(spec, layer)
+    return context_tokens if window is None else min(context_tokens, window - 1 + chunk_tokens)
+
+
+def _window(spec: ModelSpec, layer: int) -> int | None:
+    return spec.attention.window(layer) if isinstance(spec.attention, GroupedQuerySpec) else None
+
+
+def _layer_values(spec: ModelSpec) -> int:
+    attention = spec.attention
+    if isinstance(attention, GroupedQuerySpec):
+        return 2 * attention.num_kv_heads * attention.head_dim
+    if isinstance(attention, LatentSpec):
+        return attention.kv_lora_rank + attention.qk_rope_head_dim
+    return 2 * attention.num_heads * attention.head_dim
+
+
+def _dense_parameters(spec: ModelSpec) -> int:
+    return sum(math.prod(role.shape) for role in dense_roles(spec))
+
+
+def _expert_parameters(spec: ModelSpec) -> int:
+    expert = spec.expert
+    neuron = spec.hidden_size * len(expert.matrices) + len(expert.row_bias)
+    return expert.intermediate_size * neuron + expert.extra_floats
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes as a person reads them: 1023 B, 4.2 KiB, 26.1 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"
+
+
+def parse_size(text: str) -> int | None:
+    """The bytes in a text as 11G, 1.5 GiB or 800m, units being powers of 1024; None if it is no size."""
+    found = _SIZE.fullmatch(text.strip())
+    return None if found is None else int(float(found[1]) * 1024 ** _UNITS.index(found[2].upper()))
+
+
+def read_size(text: str) -> int:
+    """Returns the bytes that `11G`, `512M`, `1.5g`, `64K` or `1048576` stand for: G is 2^30.
+
+    Raises:  ValueError if it is none of these.
+    """
+    num_bytes = parse_size(text)
+    if not num_bytes:
+        raise ValueError(f"found {text!r}, expected a size such as 11G, 1.5G or 512M")
+    return num_bytes
+
+
+MAX_LAYERS = 10_000  # with MAX_EXPERTS keeps what a hostile config makes us enumerate small;
+MAX_EXPERTS = 1_000_000  # the largest published model has 31k experts in 128 layers
+MAX_HIDDEN_SIZE = 2**24  # bytes of a row fit 32 bits,
+MAX_MATRIX_WEIGHTS = 2**40  # bytes of an expert 64
+MAX_BUCKETS = 2**16
+
+
+def spec_fault(spec: ModelSpec) -> str | None:
+    """Why `spec` describes no model that can run, or None."""
+    return (
+        _sizes_fault(spec)
+        or _layers_fault(spec)
+        or _numbers_fault(spec)
+        or _attention_fault(spec)
+        or _encoder_fault(spec)
+        or _rope_fault(spec.rope, spec.attention)
+        or _router_fault(spec.router)
+        or _expert_fault(spec.expert, spec.hidden_size)
+    )
+
+
+def _sizes_fault(spec: ModelSpec) -> str | None:
+    sizes = {
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "num_hidden_layers": spec.num_hidden_layers,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "dense_intermediate_size": spec.dense_intermediate_size,
+        "rotary_dim": spec.rope.rotary_dim if spec.rope else None,
+        "num_experts": spec.router.num_experts,
+        "num_experts_per_tok": spec.router.num_experts_per_tok,
+        "n_group": spec.router.n_group,
+        "topk_group": spec.router.topk_group,
+        "router capacity": spec.router.capacity,
+        "intermediate_size": spec.expert.intermediate_size,
+        "shared intermediate_size": spec.shared_expert.intermediate_size if spec.shared_expert else None,
+    } | _attention_sizes(spec)
+    for name, size in sizes.items():
+        if size is not None and not 0 < size < 2**31:
+            return f"{name} is {size}, expected 1 to 2^31 - 1"
+    if spec.num_hidden_layers > MAX_LAYERS:
+        return f"num_hidden_layers is {spec.num_hidden_layers}, at most {MAX_LAYERS}"
+    if len(spec.moe_layers) * spec.router.num_experts > MAX_EXPERTS:
+        return f"{len(spec.moe_layers)} layers of {spec.router.num_experts} experts, at most {MAX_EXPERTS} in all"
+    if spec.hidden_size > MAX_HIDDEN_SIZE or spec.hidden_size * spec.expert.intermediate_size > MAX_MATRIX_WEIGHTS:
+        return f"expert matrices of {spec.expert.intermediate_size} by {spec.hidden_size} are too large"
+    if spec.hidden_size % 64:
+        return f"hidden_size is {spec.hidden_size}, expected a multiple of 64 (codes lie in blocks of 64)"
+    return None
+
+
+def _attention_sizes(spec: ModelSpec) -> dict[str, int | None]:
+    attention = spec.attention
+    names: tuple[str, ...]
+    if isinstance(attention, GroupedQuerySpec):
+        names = ("num_heads", "num_kv_heads", "head_dim", "sliding_window")
+    elif isinstance(attention, RelativeSpec):
+        names = ("num_heads", "head_dim", "num_buckets", "max_distance")
+    else:
+        names = ("num_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return {name: getattr(attention, name) for name in names}
+
+
+def _layers_fault(spec: ModelSpec) -> str | None:
+    if not spec.moe_layers or not _are_layers(spec.moe_layers, spec.num_hidden_layers):
+        return "moe_layers does not name decoder layers, at least one, in rising order"
+    dense = spec.num_hidden_layers - len(spec.moe_layers)
+    if (dense > 0) != (spec.dense_intermediate_size is not None):
+        return f"dense_intermediate_size is {spec.dense_intermediate_size} with {dense} layers without experts"
+    return None
+
+
+def _are_layers(layers: tuple[int, ...], num_layers: int) -> bool:
+    return all(low < high for low, high in pairwise((-1, *layers, num_layers)))
+
+
+def _numbers_fault(spec: ModelSpec) -> str | None:
+    if not 0 < spec.norm.eps < 1:
+        return f"norm eps is {spec.norm.eps}, expected between 0 and 1"
+    if isinstance(spec.attention, LatentSpec) and not 0 < spec.attention.lora_norm_eps < 1:
+        return f"lora_norm_eps is {spec.attention.lora_norm_eps}, expected between 0 and 1"
+    positive = {
+        "embedding_multiplier": spec.embedding_multiplier,
+        "residual_multiplier": spec.residual_multiplier,
+        "logits_scaling": spec.logits_scaling,
+        "attention scale": spec.attention.scale,
+        "router scaling_factor": spec.router.scaling_factor,
+    }
+    for name, number in positive.items():
+        if not 0 < number < 1e6:
+            return f"{name} is {number}, expected between 0 and 1e6"
+    return None
+
+
+def _attention_fault(spec: ModelSpec) -> str | None:
+    attention = spec.attention
+    if isinstance(attention, LatentSpec):
+        return None
+    if isinstance(attention, RelativeSpec):
+        return _relative_fault(attention)
+    if attention.num_heads % attention.num_kv_heads:
+        return f"{attention.num_heads} heads cannot share {attention.num_kv_heads} keys and values"
+    if attention.bias != tuple(name for name in PROJECTIONS if name in attention.bias):
+        return f"attention bias names {attention.bias}, expected some of {PROJECTIONS} in that order"
+    windowed = attention.windowed_layers
+    if windowed is None:
+        return None
+    if attention.sliding_window is None:
+        return "windowed_layers is given without a sliding_window"
+    if not windowed or not _are_layers(windowed, spec.num_hidden_layers) or len(windowed) == spec.num_hidden_layers:
+        return "windowed_layers does not name some decoder layers, at least one and not all, in rising order"
+    return None
+
+
+def _relative_fault(attention: RelativeSpec) -> str | None:
+    # Half of the buckets are for distances of their own, and there are two directions: the rest grow to max_distance.
+    if attention.num_buckets % 4 or attention.num_buckets > MAX_BUCKETS:
+        return f"num_buckets is {attention.num_buckets}, expected a multiple of 4 up to {MAX_BUCKETS}"
+    if attention.max_distance <= attention.num_buckets // 2:
+        return f"max_distance is {attention.max_distance}, expected more than half of {attention.num_buckets} buckets"
+    return None
+
+
+def _encoder_fault(spec: ModelSpec) -> str | None:
+    encoder = spec.encoder
+    if encoder is None:
+        return None
+    if not isinstance(spec.attention, RelativeSpec):
+        return f"an encoder with {spec.attention.kind} attention, expected relative"
+    if not 0 < encoder.num_layers < spec.num_hidden_layers:
+        return f"an encoder of {encoder.num_layers} layers out of {spec.num_hidden_layers}, expected some, but not all"
+    if not 0 <= encoder.start_token < spec.vocab_size:
+        return f"start_token is {encoder.start_token}, expected one of {spec.vocab_size} tokens"
+    return None
+
+
+def _rope_fault(rope: RopeSpec | None, attention: AttentionSpec) -> str | None:
+    if isinstance(attention, RelativeSpec) or rope is None:
+        fits = isinstance(attention, RelativeSpec) and rope is None
+        return None if fits else f"{attention.kind} attention {'without' if rope is None else 'with'} rope"
+    width = attention.head_dim if isinstance(attention, GroupedQuerySpec) else attention.qk_rope_head_dim
+    if rope.rotary_dim % 2 or rope.rotary_dim > width:
+        return f"rotary_dim is {rope.rotary_dim}, expected an even number up to {width}"
+    if isinstance(attention, LatentSpec) and rope.rotary_dim != width:
+        return f"rotary_dim is {rope.rotary_dim}, expected qk_rope_head_dim, {width}"
+    if not 1 < rope.theta < 1e12:
+        return f"rope theta is {rope.theta}, expected between 1 and 1e12"
+    if isinstance(rope.scaling, YarnSpec):
+        return _yarn_fault(rope.scaling)
+    if isinstance(rope.scaling, LongRopeSpec):
+        return _longrope_fault(rope.scaling, rope.rotary_dim)
+    return None
+
+
+def _yarn_fault(yarn: YarnSpec) -> str | None:
+    if not 0 < yarn.original_max_position_embeddings < 2**31:
+        return f"original_max_position_embeddings is {yarn.original_max_position_embeddings}"
+    if not 1 <= yarn.factor < 1e6 or not 0 < yarn.attention_factor < 1e6:
+        return f"yarn factor {yarn.factor} or attention_factor {yarn.attention_factor} is out of range"
+    if not 0 < yarn.beta_slow <= yarn.beta_fast < 1e6:
+        return f"yarn beta_slow {yarn.beta_slow} and beta_fast {yarn.beta_fast} are no range"
+    return None
+
+
+def _longrope_fault(longrope: LongRopeSpec, rotary_dim: int) -> str | None:
+    if not 0 < longrope.original_max_position_embeddings < 2**31:
+        return f"original_max_position_embeddings is {longrope.original_max_position_embeddings}"
+    for name, factors in (("short_factor", longrope.short_factor), ("long_factor", longrope.long_factor)):
+        if len(factors) != rotary_dim // 2 or not all(0 < factor < 1e6 for factor in factors):
+            return f"longrope {name} is not {rotary_dim // 2} numbers between 0 and 1e6"
+    if not 0 < longrope.short_mscale < 1e6 or not 0 < longrope.long_mscale < 1e6:
+        return f"longrope short_mscale {longrope.short_mscale} or long_mscale {longrope.long_mscale} is out of range"
+    return None
+
+
+def _router_fault(router: RouterSpec) -> str | None:
+    if router.num_experts_per_tok > router.num_experts:
+        return f"{router.num_experts_per_tok} experts a token out of {router.num_experts}"
+    if router.num_experts % router.n_group or router.topk_group > router.n_group:
+        return f"{router.topk_group} of {router.n_group} groups of {router.num_experts} experts"
+    group_size = router.num_experts // router.n_group
+    if router.num_experts_per_tok > router.topk_group * group_size:
+        return f"{router.num_experts_per_tok} experts a token out of {router.topk_group} groups of {group_size}"
+    grouped = router.kind in ("softmax_topk", "sigmoid_topk")
+    if not grouped and (router.n_group > 1 or router.bias or router.normalize):
+        return f"a {router.kind} router has no groups, no bias, and weights that are normal already"
+    if router.kind == "sigmoid_topk" and router.n_group > 1 and group_size < 2:
+        return f"{router.n_group} groups of one expert, where the two best of each decide"
+    if router.capacity is not None and (router.kind != "softmax_topk" or router.num_experts_per_tok > 1):
+        return f"router capacity is {router.capacity}, which only softmax_topk with one expert a token has"
+    if not 0 <= router.jitter < 1 or (router.jitter > 0 and router.kind != "sparsemixer"):
+        return f"router jitter is {router.jitter} with {router.kind}"
+    if not 0 <= router.least_sum < 1 or (router.least_sum > 0 and not router.normalize):
+        return f"router least_sum is {router.least_sum} with normalize {router.normalize}"
+    return None
+
+
+def _expert_fault(expert: ExpertSpec, hidden_size: int) -> str | None:
+    ordered = tuple(matrix for matrix in MATRICES if matrix in expert.matrices)
+    if expert.matrices != ordered or "up" not in ordered or "down" not in ordered:
+        return f"expert matrices are {expert.matrices}, expected up and down, with or without gate, in that order"
+    if expert.function == "clamped_swiglu" and "gate" not in ordered:
+        return f"expert function {expert.function} needs a gate"
+    if expert.bias != tuple(m for m in MATRICES if m in expert.bias and m in ordered):
+        return f"expert bias names {expert.bias}, expected a part of {expert.matrices}"
+    expected = hidden_size if "down" in expert.bias else 0
+    if expert.extra_floats != expected:
+        return f"extra_floats is {expert.extra_floats}, expected {expected}: the bias of down, where there is one"
+    return None

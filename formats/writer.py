@@ -1,32 +1,302 @@
-"""Writes a pack so that it can be killed at any moment: a machine of named states and numbered steps.
+r"""The journal of an unfinished pack: which items are on the drive, one line each, written after the item's fsync.
+
+A line is `item crc32 sha256 check`; `check` is the CRC-32 of what stands before it. What follows the first line that
+is not whole was being written when the process died, and is dropped.
+
+A folder changed step by step: each mkdir, open, truncate, write, fsync, rename and unlink is announced, then made.
+
+What writes packs is built of these steps, so that tests can stop it before any of them. Which step may follow which,
+so that nothing is lost in between, is for the callers to know: `writer`, `rethreshold`, `sidecar`.
+
+Rewrites the thresholds of a finished pack, which lie outside its experts, so that it can be killed at any moment.
+
+Two files change, the thresholds and the manifest that has their digest, and only one rename is atomic: the manifest's
+is the commit. The new thresholds lie beside their place before it, whole and on the drive, and readers take from there
+what the manifest lists (`Pack`); after it they are renamed to their place. Specified in docs/format.md.
+
+Writes a pack so that it can be killed at any moment: a machine of named states and numbered steps.
 
     CLOSED --open--> WRITING --seal--> SEALED
-                 \\-> SEALED    (the folder already holds this very pack)
+                 \-> SEALED    (the folder already holds this very pack)
 
 Every mkdir, truncate, write, fsync, rename and unlink is a step, announced to `on_step` before it is done. An item is
 journaled after its bytes are on the drive; the manifest comes last: without one the folder is no pack, and the same
 conversion started again goes on from the journal. Specified in docs/format.md.
 """
 
+import errno
+import fcntl
 import hashlib
+import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import strict_json
-from moe_pack.formats.errors import ConversionError, PackError
-from moe_pack.formats.index import Digests
-from moe_pack.formats.journal import decode_lines, encode_line
+from moe_pack.formats import json_files as strict_json
+from moe_pack.formats.errors import ConversionError, PackError, PlanError
 from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, Item, PackLayout
-from moe_pack.formats.manifest import MANIFEST_FILE, ContentFile, Manifest, read_manifest
-from moe_pack.formats.ranges import RangeReader
-from moe_pack.formats.rethreshold import finish_rewrite
-from moe_pack.formats.steps import Step, SteppedFolder, pass_step
-from moe_pack.formats.tensor_file import split_bytes
+from moe_pack.formats.manifest import (
+    MANIFEST_FILE,
+    NEW_THRESHOLDS_FILE,
+    THRESHOLDS_FILE,
+    ContentFile,
+    Digests,
+    Manifest,
+    manifest_bytes,
+    read_manifest,
+    root_digest,
+    thresholds_bytes,
+    thresholds_fault,
+)
+from moe_pack.formats.pack import Pack, is_listed
+from moe_pack.formats.safetensors import RangeReader, split_bytes
+from moe_pack.formats.spec import ModelSpec
+
+
+def encode_line(item: int, digests: Digests) -> bytes:
+    """The journal's line for an item that is safe on the drive."""
+    text = f"{item} {digests.crc32:08x} {digests.sha256.hex()}"
+    return f"{text} {zlib.crc32(text.encode('ascii')):08x}\n".encode("ascii")
+
+
+def decode_lines(raw: bytes) -> tuple[dict[int, Digests], int]:
+    """The items in a journal's bytes, and how many of the bytes are whole lines."""
+    done: dict[int, Digests] = {}
+    end = 0
+    for line in raw.splitlines(keepends=True):
+        text, _, check = line.rpartition(b" ")
+        if check != f"{zlib.crc32(text):08x}\n".encode("ascii") or text.count(b" ") != 2:
+            break
+        item, crc32, sha256 = text.decode("ascii").split(" ")
+        done[int(item)] = Digests(int(crc32, 16), bytes.fromhex(sha256))
+        end += len(line)
+    return done, end
+
+
+_READ_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change to the drive, about to be made."""
+
+    number: int
+    action: str
+    path: str
+
+
+def pass_step(step: Step) -> None:
+    """The `on_step` of those who do not ask."""
+
+
+class SteppedFolder:
+    """A folder under one process's lock. Owns the lock and the files opened here: `close` it.
+
+    Args:    on_step: called before each step.
+    Raises:  ConversionError, from every method, if the drive refuses a step.
+    """
+
+    def __init__(self, folder: Path, on_step: Callable[[Step], None]) -> None:
+        self.folder = folder
+        self._on_step = on_step
+        self._num_steps = 0
+        self._lock_fd = -1
+        self._fds: dict[str, int] = {}
+
+    def make(self) -> None:
+        """Makes the folder if it is missing."""
+        if not self.folder.exists():
+            self._do("mkdir", str(self.folder), lambda: self.folder.mkdir(parents=True, exist_ok=True))
+            self._do("fsync", str(self.folder.parent), lambda: _sync_folder(self.folder.parent))
+
+    def lock(self, busy: str) -> None:
+        """Takes the folder for this process alone, until `close` or the process's end.
+
+        Raises:  ConversionError with `busy` if another one has it.
+        """
+        try:
+            self._lock_fd = os.open(self.folder, _READ_FOLDER)
+        except OSError as fault:
+            raise ConversionError(f"{self.folder}: cannot be used as output folder ({fault.strerror})") from fault
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however it ends
+        except BlockingIOError as fault:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+            raise ConversionError(f"{self.folder}: {busy}") from fault
+
+    def close(self) -> None:
+        """Closes all files and gives the folder up."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def free_bytes(self) -> int:
+        """What the folder's drive has room for."""
+        drive = os.fstatvfs(self._lock_fd)
+        return drive.f_bavail * drive.f_frsize
+
+    def open(self, name: str) -> None:
+        """Opens a file for writing, made empty if it is missing."""
+        path = self.folder / name
+        self._open("open" if path.exists() else "create", name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+
+    def num_bytes(self, name: str) -> int:
+        """The size of an open file."""
+        return os.fstat(self._fds[name]).st_size
+
+    def read(self, name: str) -> bytes:
+        """All bytes of an open file, a small one."""
+        return os.pread(self._fds[name], self.num_bytes(name), 0)
+
+    def write(self, name: str, view: memoryview, offset: int) -> None:
+        """Writes all of `view` at a place of an open file."""
+
+        def whole() -> None:
+            done = 0
+            while done < len(view):
+                done += os.pwrite(self._fds[name], view[done:], offset + done)
+
+        self._do("write", name, whole)
+
+    def truncate(self, name: str, num_bytes: int) -> None:
+        """Gives an open file another size; what is added reads as zeros."""
+        self._do("truncate", name, lambda: os.ftruncate(self._fds[name], num_bytes))
+
+    def sync(self, name: str) -> None:
+        """Brings an open file's bytes to the drive."""
+        self._do("fsync", name, lambda: os.fsync(self._fds[name]))
+
+    def sync_folder(self) -> None:
+        """Brings the folder's names to the drive."""
+        self._do("fsync", ".", lambda: os.fsync(self._lock_fd))
+
+    def write_file(self, name: str, raw: bytes) -> None:
+        """Writes a whole small file and brings its bytes, not its name, to the drive."""
+        self._open("create", name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
+        try:
+            self.write(name, memoryview(raw), 0)
+            self.sync(name)
+        finally:
+            os.close(self._fds.pop(name))
+
+    def rename(self, name: str, target: str) -> None:
+        """Puts a file in the place of another, for good."""
+        self._do("rename", target, lambda: (self.folder / name).rename(self.folder / target))
+        self.sync_folder()
+
+    def replace(self, name: str, raw: bytes) -> None:
+        """Writes a small file beside its place, then renames it there."""
+        self.write_file(f"{name}.tmp", raw)
+        self.rename(f"{name}.tmp", name)
+
+    def unlink(self, name: str) -> None:
+        """Removes a file; its name may come back until the folder is synced."""
+        self._do("unlink", name, (self.folder / name).unlink)
+
+    def _open(self, action: str, name: str, flags: int) -> None:
+        def opened() -> None:
+            self._fds[name] = os.open(self.folder / name, flags, 0o644)
+
+        self._do(action, name, opened)
+
+    def _do(self, action: str, path: str, change: Callable[[], object]) -> None:
+        self._num_steps += 1
+        self._on_step(Step(self._num_steps, action, path))
+        try:
+            change()
+        except OSError as fault:
+            advice = "give another output folder" if action == "mkdir" else "mend that, then run the same command again"
+            if fault.errno == errno.ENOSPC:
+                advice = "free some space, then run the same command again"
+            raise ConversionError(f"{self.folder}: {action} {path} failed ({fault.strerror}); {advice}") from fault
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, _READ_FOLDER)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def rewrite_thresholds(
+    folder: Path, thresholds: NDArray[np.float32], on_step: Callable[[Step], None] = pass_step
+) -> str:
+    """Gives a pack these thresholds and returns its new root digest; nothing changes if it has them already.
+
+    Killed at any moment it leaves a pack with all of the old or all of the new ones. `conversion` stays: it tells what
+    the experts are, and the same `convert` command still finds its pack.
+
+    Args:    thresholds: [L, E].   on_step: called before each change to the drive.
+    Raises:  PlanError for a threshold that is negative or no number, or another shape; PackError if the folder holds
+             no sound pack; ConversionError if it is in use, or its drive refuses.
+    """
+    assert thresholds.dtype == np.float32, thresholds.dtype
+    drive = SteppedFolder(folder, on_step)
+    drive.lock("a conversion or another change of thresholds is writing here; wait for it, or stop it")
+    try:
+        with Pack(folder) as pack:  # all but the experts' bytes is checked before anything changes
+            manifest = pack.manifest
+        _check(thresholds, manifest.model)
+        finish_rewrite(drive, manifest)
+        raw = thresholds_bytes(thresholds)
+        changed = _with_thresholds(manifest, raw)
+        if changed.root != manifest.root:
+            drive.write_file(NEW_THRESHOLDS_FILE, raw)
+            drive.sync_folder()
+            drive.replace(MANIFEST_FILE, manifest_bytes(changed))  # from here on the new ones are the pack's
+            drive.rename(NEW_THRESHOLDS_FILE, THRESHOLDS_FILE)
+        return changed.root
+    finally:
+        drive.close()
+
+
+def finish_rewrite(drive: SteppedFolder, manifest: Manifest) -> None:
+    """Ends what a killed rewrite left in a locked pack: in place what its manifest lists, else removed.
+
+    Nothing is done, not even a step, where nothing is left.
+    """
+    if is_listed(drive.folder / NEW_THRESHOLDS_FILE, _listed(manifest)):
+        drive.rename(NEW_THRESHOLDS_FILE, THRESHOLDS_FILE)
+    for name in (NEW_THRESHOLDS_FILE, f"{MANIFEST_FILE}.tmp"):
+        if (drive.folder / name).is_file():
+            drive.unlink(name)  # not synced: should its name come back, no reader cares
+
+
+def _listed(manifest: Manifest) -> ContentFile:
+    return next(file for file in manifest.files if file.name == THRESHOLDS_FILE)
+
+
+def _with_thresholds(manifest: Manifest, raw: bytes) -> Manifest:
+    """The manifest of the same pack with these bytes as its thresholds."""
+    old, new = _listed(manifest), ContentFile(THRESHOLDS_FILE, len(raw), hashlib.sha256(raw).hexdigest())
+    files = tuple(new if file == old else file for file in manifest.files)
+    grown, totals = new.bytes - old.bytes, manifest.totals  # not 0 where another program laid the old ones out
+    return replace(
+        manifest,
+        files=files,
+        totals=replace(totals, tables=totals.tables + grown, content=totals.content + grown),
+        root=root_digest(files, manifest.expert_files),
+    )
+
+
+def _check(thresholds: NDArray[np.float32], spec: ModelSpec) -> None:
+    shape = (len(spec.moe_layers), spec.router.num_experts)
+    if thresholds.shape != shape:
+        raise PlanError(f"thresholds: shape {list(thresholds.shape)}, expected {list(shape)}: layers and experts")
+    fault = thresholds_fault(thresholds)
+    if fault:
+        raise PlanError(f"thresholds: {fault}")
+
 
 JOURNAL_FILE = "conversion.journal"
 CONVERSION_FILE = "conversion.json"

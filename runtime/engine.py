@@ -17,39 +17,53 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, audit, given, option, read_size, size_text
-from moe_pack.runtime.budget import (
+from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, option, size_text
+from moe_pack.formats.commands import given
+from moe_pack.formats.pack import audit
+from moe_pack.formats.spec import read_size
+from moe_pack.runtime.cpu import Kernels, is_available, num_cpus, open_kernels, why_unavailable
+from moe_pack.runtime.gpu.device import CardMemory, HostArena, host_bytes
+from moe_pack.runtime.gpu.fit import AtWork, CardAsked, CardUse, fit_to_card
+from moe_pack.runtime.gpu.placement import least_placement
+from moe_pack.runtime.machine import MachineFacts, available_bytes
+from moe_pack.runtime.model import (
+    PREFILL_TOKENS,
+    TORCH,
+    Decoder,
+    EncoderDecoder,
+    NativeOperations,
+    Operations,
+    PackWeights,
+    open_weights,
+)
+from moe_pack.runtime.offload import (
+    NO_TRUST,
+    PRESETS,
     BudgetPlan,
+    CacheFacts,
+    Foreteller,
+    Passes,
+    PolicyName,
+    Preset,
+    Reads,
+    Recorder,
+    Residency,
+    Routing,
+    StreamingWeights,
+    Trust,
+    auto_preset,
     divide_budget,
     expert_pages,
+    open_reads,
+    recorded_residency_for,
+    residency_for,
     routing_bytes,
     whole_bytes,
 )
-from moe_pack.runtime.card_engine import AtWork, CardAsked, CardUse, fit_to_card
-from moe_pack.runtime.card_memory import CardMemory
-from moe_pack.runtime.card_placement import least_placement
-from moe_pack.runtime.decoder import Decoder
-from moe_pack.runtime.encoder_decoder import EncoderDecoder
-from moe_pack.runtime.expert_store import USUAL_GAP_BYTES, ExpertStore
-from moe_pack.runtime.foretelling import Foreteller
-from moe_pack.runtime.host_arena import HostArena, host_bytes
-from moe_pack.runtime.layer import PREFILL_TOKENS
-from moe_pack.runtime.machine import MachineFacts
-from moe_pack.runtime.memory import available_bytes
-from moe_pack.runtime.native_kernels import Kernels, is_available, num_cpus, open_kernels, why_unavailable
-from moe_pack.runtime.native_operations import NativeOperations
-from moe_pack.runtime.operations import TORCH, Operations
-from moe_pack.runtime.pack_weights import PackWeights, open_weights
-from moe_pack.runtime.policies import PRESETS, PolicyName, Preset, residency_for
-from moe_pack.runtime.prediction import Prediction, make_prediction
-from moe_pack.runtime.reads import NUM_THREADS, Reads, open_reads, reads_directly
-from moe_pack.runtime.record import Passes, check_place
-from moe_pack.runtime.recording import Recorder, recorded_residency_for
-from moe_pack.runtime.replay import auto_preset
-from moe_pack.runtime.residency import CacheFacts, Residency
-from moe_pack.runtime.routing import Routing
-from moe_pack.runtime.streaming import NO_TRUST, StreamingWeights, Trust
-from moe_pack.runtime.trace import Trace
+from moe_pack.runtime.offload.disk import NUM_THREADS, reads_directly
+from moe_pack.runtime.offload.expert_store import USUAL_GAP_BYTES, ExpertStore, Trace
+from moe_pack.runtime.offload.prefetch import Prediction, make_prediction
+from moe_pack.runtime.offload.record import check_place
 
 ReadMode = Literal["auto", "direct", "pread", "map"]
 Verify = Literal["lazy", "full", "off"]
@@ -320,8 +334,8 @@ class Engine:
 
     def _fit_graph(self, memory: CardMemory, asked: CardAsked, host: HostArena) -> tuple[AtWork, CardUse]:
         # Here, as they need triton.
-        from moe_pack.runtime.graph_engine import GraphAtWork
-        from moe_pack.runtime.kernels.ahead import collected_launches, compile_ahead
+        from moe_pack.runtime.gpu.graph_engine import GraphAtWork
+        from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
 
         pack, device, context = self._pack, self.device, asked.context_tokens
         least = least_placement(pack.layout).num_bytes
@@ -341,9 +355,9 @@ class Engine:
         self, memory: CardMemory, asked: CardAsked, host: HostArena | None, ram: int
     ) -> tuple[AtWork, CardUse]:
         # Here, as they need triton, which comes with torch for GPUs alone.
-        from moe_pack.runtime.device import CudaDevice
-        from moe_pack.runtime.staged_engine import Decided, StagedAsked, StagedAtWork, least_staged_bytes
-        from moe_pack.runtime.staged_ops import TritonOps
+        from moe_pack.runtime.gpu.device import CudaDevice
+        from moe_pack.runtime.gpu.staged import TritonOps
+        from moe_pack.runtime.gpu.staged_engine import Decided, StagedAsked, StagedAtWork, least_staged_bytes
 
         pack, options, ops = self._pack, self.options, TritonOps()
         routing, context, dtype = Routing.open(pack), asked.context_tokens, asked.cache_dtype

@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 
 from moe_pack.formats import size_text
-from moe_pack.runtime.budget import BudgetPlan
-from moe_pack.runtime.card_engine import CardCounts, CardUse, Counting
+from moe_pack.runtime.cpu import is_available, num_cpus, why_unavailable
 from moe_pack.runtime.engine import Engine
-from moe_pack.runtime.memory import anonymous_bytes
-from moe_pack.runtime.native_kernels import is_available, num_cpus, why_unavailable
-from moe_pack.runtime.native_operations import NativeOperations
-from moe_pack.runtime.reads import ReadStats
-from moe_pack.runtime.streaming import PhaseCounts, StreamingWeights
+from moe_pack.runtime.gpu.fit import CardCounts, CardUse, Counting
+from moe_pack.runtime.machine import anonymous_bytes
+from moe_pack.runtime.model import NativeOperations
+from moe_pack.runtime.offload import BudgetPlan, PhaseCounts, StreamingWeights
+from moe_pack.runtime.offload.disk import ReadStats
 
 
 @dataclass(frozen=True, slots=True)

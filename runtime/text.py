@@ -1,7 +1,13 @@
-"""Text to tokens and back, with the tokenizer of a pack or of a checkpoint's folder."""
+"""The small files of a checkpoint's folder (tokenizer, configs), read whole; never its weights.
+
+Text to tokens and back, with the tokenizer of a pack or of a checkpoint's folder.
+
+The pack's own chat template, rendered in jinja2's sandbox. Source: the conventions of transformers' templates.
+"""
 
 import json
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,7 +16,37 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from moe_pack.formats import CheckpointError, MoePackError, Pack, PackError, RunError, parse
+from moe_pack.formats import CheckpointError, Pack, PackError, RangeReader, RunError, parse
+from moe_pack.formats.errors import MoePackError
+
+_MAX_FILE_BYTES = 64 << 20  # the largest published tokenizer.json has 33 MB
+
+
+class FolderFiles:
+    """A folder's files by name, as `Text` asks for them. Holds nothing open; a file is read anew each time.
+
+    Raises:  CheckpointError if there is no such folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder")
+        self.folder = folder
+
+    def has(self, name: str) -> bool:
+        """Whether the folder has this file."""
+        return (self.folder / name).exists()
+
+    def read_file(self, name: str) -> NDArray[np.uint8]:
+        """All bytes of a file: u8, own memory.
+
+        Raises:  CheckpointError if it is larger than such files are, or cannot be read.
+        """
+        with RangeReader(self.folder / name, CheckpointError) as reader:
+            if reader.num_bytes > _MAX_FILE_BYTES:
+                raise CheckpointError(f"{name}: {reader.num_bytes} bytes, at most {_MAX_FILE_BYTES}")
+            return reader.read(0, reader.num_bytes)
+
 
 _SENTINEL = re.compile(r"<extra_id_\d+>")
 
@@ -163,3 +199,63 @@ def _end_ids(files: TextFiles) -> frozenset[int]:
         if ids:
             return frozenset(ids)
     return frozenset()
+
+
+def chat_prompt(pack: Pack, message: str) -> str:
+    """The text that asks the model to answer `message`, special tokens written out.
+
+    Raises:  RunError if the pack has no template, jinja2 is not installed, or the template fails.
+    """
+    config = _tokenizer_config(pack)
+    template = _template(pack, config)
+    try:
+        from jinja2 import TemplateError
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ModuleNotFoundError as fault:
+        raise RunError("--chat: the jinja2 package is not installed; pip install 'moe-pack[chat]'") from fault
+
+    def raise_exception(text: str) -> None:
+        raise TemplateError(text)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # templates that say the date
+    try:
+        return environment.from_string(template).render(
+            messages=[{"role": "user", "content": message}],
+            tools=None,
+            documents=None,
+            add_generation_prompt=True,
+            bos_token=_token(config, "bos_token"),
+            eos_token=_token(config, "eos_token"),
+        )
+    except (TemplateError, TypeError, ValueError, ArithmeticError) as fault:
+        raise RunError(f"--chat: the pack's template failed ({fault})") from fault
+
+
+def _tokenizer_config(pack: Pack) -> dict[str, Any]:
+    if not pack.has("tokenizer_config.json"):
+        return {}
+    values = parse(pack.read_file("tokenizer_config.json").tobytes(), "tokenizer_config.json", PackError)
+    return values if isinstance(values, dict) else {}
+
+
+def _template(pack: Pack, config: dict[str, Any]) -> str:
+    if pack.has("chat_template.jinja"):
+        return pack.read_file("chat_template.jinja").tobytes().decode("utf-8", "replace")
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
+    if not isinstance(found, str):
+        raise RunError("--chat: this pack has no chat template (its model may not be one to chat with); leave it out")
+    return found
+
+
+def _token(config: dict[str, Any], key: str) -> str:
+    found = config.get(key)
+    if isinstance(found, dict):
+        found = found.get("content")
+    return found if isinstance(found, str) else ""

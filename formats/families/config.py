@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from moe_pack.formats.errors import CheckpointError
-from moe_pack.formats.spec_check import MAX_LAYERS
+from moe_pack.formats import CheckpointError
+from moe_pack.formats.spec import MAX_LAYERS
 
 _MAX_NUMBER = 1e38
 # Keys that say nothing of inference: training, who wrote the file, token ids (generation_config.json holds those).

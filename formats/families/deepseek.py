@@ -3,8 +3,10 @@
 transformers has no class for it; tests/support/references/deepseek.py stands in for one.
 """
 
+from moe_pack.formats import ModelSpec, RouterSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.decoder import (
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.readers import (
     DENSE_NAMES,
     EXPERT_NAMES,
     attention_bias,
@@ -14,8 +16,6 @@ from moe_pack.formats.families.decoder import (
     read_llama_attention,
     read_llama_rope,
 )
-from moe_pack.formats.families.family import Family
-from moe_pack.formats.spec import ModelSpec, RouterSpec, SharedExpertSpec
 
 
 def _read_config(config: Config) -> ModelSpec:

@@ -1,17 +1,18 @@
 """DeepSeek-V2 and V2-Lite. Source: transformers, models/deepseek_v2; DeepSeek-V2 (2405.04434)."""
 
+from moe_pack.formats import ModelSpec, RouterSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.decoder import (
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.readers import (
     DENSE_NAMES,
     EXPERT_NAMES,
     FUSED_EXPERT_NAMES,
+    LATENT_NAMES,
     layers_after_dense,
     read_decoder,
+    read_latent,
+    read_rope,
 )
-from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.latent import LATENT_NAMES, read_latent
-from moe_pack.formats.families.rope import read_rope
-from moe_pack.formats.spec import ModelSpec, RouterSpec, SharedExpertSpec
 
 
 def _read_config(config: Config) -> ModelSpec:

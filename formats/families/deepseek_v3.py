@@ -5,20 +5,21 @@ Source: transformers, models/deepseek_v3; DeepSeek-V3 (2412.19437); Kimi K2 (250
 
 from dataclasses import replace
 
+from moe_pack.formats import ModelSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.decoder import (
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.readers import (
     DENSE_NAMES,
     EXPERT_NAMES,
     FUSED_EXPERT_NAMES,
+    LATENT_NAMES,
     PREDICTION_LAYER,
     layers_after_dense,
     read_decoder,
+    read_latent,
+    read_rope,
     read_sigmoid_router,
 )
-from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.latent import LATENT_NAMES, read_latent
-from moe_pack.formats.families.rope import read_rope
-from moe_pack.formats.spec import ModelSpec, SharedExpertSpec
 
 
 def _read_config(config: Config) -> ModelSpec:

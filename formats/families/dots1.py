@@ -1,7 +1,9 @@
 """dots.llm1. Source: transformers, models/dots1; dots.llm1 technical report (2506.05767)."""
 
+from moe_pack.formats import ModelSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.decoder import (
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.readers import (
     DENSE_NAMES,
     EXPERT_NAMES,
     FUSED_EXPERT_NAMES,
@@ -9,12 +11,10 @@ from moe_pack.formats.families.decoder import (
     layers_after_dense,
     read_decoder,
     read_grouped_query,
+    read_rope,
     read_sigmoid_router,
     refuse_mixed_layers,
 )
-from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.rope import read_rope
-from moe_pack.formats.spec import ModelSpec, SharedExpertSpec
 
 
 def _read_config(config: Config) -> ModelSpec:

@@ -1,7 +1,9 @@
 """GLM-4.5 and GLM-4.5-Air. Source: transformers, models/glm4_moe; GLM-4.5 (2508.06471)."""
 
+from moe_pack.formats import ModelSpec, NormSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.decoder import (
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.readers import (
     DENSE_NAMES,
     EXPERT_NAMES,
     FUSED_EXPERT_NAMES,
@@ -10,11 +12,9 @@ from moe_pack.formats.families.decoder import (
     layers_after_dense,
     read_decoder,
     read_grouped_query,
+    read_rope,
     read_sigmoid_router,
 )
-from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.rope import read_rope
-from moe_pack.formats.spec import ModelSpec, NormSpec, SharedExpertSpec
 
 
 def _read_config(config: Config) -> ModelSpec:

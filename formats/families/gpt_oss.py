@@ -2,23 +2,20 @@
 
 from dataclasses import replace
 
-from moe_pack.formats.errors import CheckpointError
-from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.decoder import DENSE_NAMES, read_decoder, read_grouped_query
-from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.families.rope import read_rope
-from moe_pack.formats.spec import (
+from moe_pack.formats import (
     MATRICES,
-    PROJECTIONS,
+    CheckpointError,
     ExpertSpec,
     GroupedQuerySpec,
     Matrix,
     ModelSpec,
     NormSpec,
-    RopeSpec,
     RouterSpec,
-    YarnSpec,
 )
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import ExpertNames, Family
+from moe_pack.formats.families.readers import DENSE_NAMES, read_decoder, read_grouped_query, read_rope
+from moe_pack.formats.spec import PROJECTIONS, RopeSpec, YarnSpec
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 

@@ -1,10 +1,9 @@
 """Granite 3 MoE, 1B-A400M and 3B-A800M. Source: transformers, models/granitemoe; Granite 3.0 (IBM, 2024)."""
 
+from moe_pack.formats import ModelSpec, RouterSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.decoder import DENSE_NAMES, attention_bias, read_decoder, read_grouped_query
 from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.families.rope import read_rope
-from moe_pack.formats.spec import ModelSpec, RouterSpec
+from moe_pack.formats.families.readers import DENSE_NAMES, attention_bias, read_decoder, read_grouped_query, read_rope
 
 
 def _read_config(config: Config) -> ModelSpec:

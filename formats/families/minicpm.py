@@ -5,8 +5,10 @@ transformers has no class for it; tests/support/references/minicpm.py stands in 
 
 import math
 
+from moe_pack.formats import ModelSpec, RouterSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.decoder import (
+from moe_pack.formats.families.family import ExpertNames, Family
+from moe_pack.formats.families.readers import (
     DENSE_NAMES,
     attention_bias,
     read_decoder,
@@ -14,8 +16,6 @@ from moe_pack.formats.families.decoder import (
     read_llama_attention,
     read_llama_rope,
 )
-from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.spec import ModelSpec, RouterSpec
 
 
 def _read_config(config: Config) -> ModelSpec:

@@ -1,10 +1,15 @@
 """Mixtral 8x7B and 8x22B. Source: transformers, models/mixtral; Jiang et al., "Mixtral of Experts" (2401.04088)."""
 
+from moe_pack.formats import ModelSpec, NormSpec, RouterSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.decoder import DENSE_NAMES, FUSED_EXPERT_NAMES, read_decoder, read_grouped_query
 from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.families.rope import read_rope
-from moe_pack.formats.spec import ModelSpec, NormSpec, RouterSpec
+from moe_pack.formats.families.readers import (
+    DENSE_NAMES,
+    FUSED_EXPERT_NAMES,
+    read_decoder,
+    read_grouped_query,
+    read_rope,
+)
 
 
 def _read_config(config: Config) -> ModelSpec:

@@ -1,17 +1,17 @@
 """OLMoE-1B-7B. Source: transformers, models/olmoe; Muennighoff et al., "OLMoE" (2409.02060)."""
 
+from moe_pack.formats import ModelSpec, NormSpec, RouterSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.decoder import (
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.readers import (
     DENSE_NAMES,
     EXPERT_NAMES,
     FUSED_EXPERT_NAMES,
     attention_bias,
     read_decoder,
     read_grouped_query,
+    read_rope,
 )
-from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.rope import read_rope
-from moe_pack.formats.spec import ModelSpec, NormSpec, RouterSpec
 
 
 def _read_config(config: Config) -> ModelSpec:

@@ -1,16 +1,16 @@
 """Phi-3.5-MoE. Source: transformers, models/phimoe; sparsemixer: GRIN (2409.12136); long positions: 2402.13753."""
 
+from moe_pack.formats import ModelSpec, NormSpec, RouterSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.decoder import (
+from moe_pack.formats.families.family import ExpertNames, Family
+from moe_pack.formats.families.readers import (
     DENSE_NAMES,
     FUSED_EXPERT_NAMES,
     attention_bias,
     read_decoder,
     read_grouped_query,
+    read_rope,
 )
-from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.families.rope import read_rope
-from moe_pack.formats.spec import ModelSpec, NormSpec, RouterSpec
 
 
 def _read_config(config: Config) -> ModelSpec:

@@ -6,8 +6,7 @@ configs/README.md says where each comes from.
 from importlib.resources import files
 from typing import Any
 
-from moe_pack.formats.errors import CheckpointError
-from moe_pack.formats.strict_json import parse
+from moe_pack.formats import CheckpointError, parse
 
 _SUFFIX = ".json"
 

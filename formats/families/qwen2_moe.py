@@ -1,18 +1,18 @@
 """Qwen1.5-MoE-A2.7B and Qwen2-57B-A14B. Source: transformers, models/qwen2_moe; Qwen2 technical report (2407.10671)."""
 
+from moe_pack.formats import ModelSpec, RouterSpec, SharedExpertSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.decoder import (
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.readers import (
     DENSE_NAMES,
     EXPERT_NAMES,
     FUSED_EXPERT_NAMES,
     layers_by_step,
     read_decoder,
     read_grouped_query,
+    read_rope,
     refuse_mixed_layers,
 )
-from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.rope import read_rope
-from moe_pack.formats.spec import ModelSpec, RouterSpec, SharedExpertSpec
 
 
 def _read_config(config: Config) -> ModelSpec:

@@ -1,7 +1,9 @@
 """Qwen3-30B-A3B and Qwen3-235B-A22B. Source: transformers, models/qwen3_moe; Qwen3 technical report (2505.09388)."""
 
+from moe_pack.formats import ModelSpec, RouterSpec
 from moe_pack.formats.families.config import Config
-from moe_pack.formats.families.decoder import (
+from moe_pack.formats.families.family import Family
+from moe_pack.formats.families.readers import (
     DENSE_NAMES,
     EXPERT_NAMES,
     FUSED_EXPERT_NAMES,
@@ -9,11 +11,9 @@ from moe_pack.formats.families.decoder import (
     layers_by_step,
     read_decoder,
     read_grouped_query,
+    read_rope,
     window_if_used,
 )
-from moe_pack.formats.families.family import Family
-from moe_pack.formats.families.rope import read_rope
-from moe_pack.formats.spec import ModelSpec, RouterSpec
 
 
 def _read_config(config: Config) -> ModelSpec:

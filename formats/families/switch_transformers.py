@@ -1,8 +1,9 @@
 """Switch Transformers: base-8 to base-256, large-128. Source: transformers, models/switch_transformers; 2101.03961."""
 
+from moe_pack.formats import ExpertSpec, ModelSpec, NormSpec, RouterSpec
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family, LeftOut
-from moe_pack.formats.spec import PROJECTIONS, EncoderSpec, ExpertSpec, ModelSpec, NormSpec, RelativeSpec, RouterSpec
+from moe_pack.formats.spec import PROJECTIONS, EncoderSpec, RelativeSpec
 
 _NO_LIMIT = 2**31 - 1  # of positions: beyond max_distance all have one bias
 

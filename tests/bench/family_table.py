@@ -23,7 +23,8 @@ from families import BASE, TINY, Comparison, compare, is_bounded
 from published import PUBLISHED, Published, active, agrees, spec_of, total
 from tqdm import tqdm
 
-from moe_pack.formats import FAMILIES, cached_values, num_active_parameters, num_parameters
+from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.spec import cached_values, num_active_parameters, num_parameters
 
 TOLERANCE = 1e-4
 

@@ -35,8 +35,8 @@ _OBJECTS = _ROOT / "build" / "native"
 def build_native() -> None:
     """Compiles what is not newer than its sources, and links it into runtime/."""
     extension = _extension()
-    target = _ROOT / "runtime" / "_native.abi3.so"
-    native = [*(_ROOT / "runtime" / "native").iterdir(), _ROOT / "setup.py"]
+    target = _ROOT / "runtime" / "cpu" / "_native.abi3.so"
+    native = [*(_ROOT / "runtime" / "cpu" / "native").iterdir(), _ROOT / "setup.py"]
     if target.exists() and target.stat().st_mtime > max(path.stat().st_mtime for path in native):
         return
     _OBJECTS.mkdir(parents=True, exist_ok=True)

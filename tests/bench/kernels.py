@@ -26,12 +26,10 @@ from benchlib.llama import Llama, llama_option
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from moe_pack.calib import ThresholdRule, Tokens, measure_thresholds
-from moe_pack.convert.random_weights import Spread, random_rows, random_stream
+from moe_pack.calib.evaluate import ThresholdRule, measure_thresholds
+from moe_pack.calib.forward import Tokens
+from moe_pack.convert.synthetic import Spread, random_rows, random_stream
 from moe_pack.formats import (
-    E5M2,
-    FP8,
-    MXFP4,
     NO_PROGRESS,
     ROW_GROUP,
     ExpertFormat,
@@ -39,12 +37,14 @@ from moe_pack.formats import (
     Pack,
     PartFormat,
     Selector,
-    expert_layout,
-    format_text,
     part_format,
     trellis_format,
 )
-from moe_pack.runtime import Decoder, ExpertRows, Kernels, MappedPackWeights, NativeOperations, expert_numbers, num_cpus
+from moe_pack.formats.layout import expert_layout
+from moe_pack.formats.plan import E5M2, FP8, MXFP4, format_text
+from moe_pack.runtime.cpu import ExpertRows, Kernels, expert_numbers, num_cpus
+from moe_pack.runtime.model import Decoder, NativeOperations
+from moe_pack.runtime.model.pack_weights import MappedPackWeights
 
 _CPU = torch.device("cpu")
 _GROUP = 64

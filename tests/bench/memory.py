@@ -21,17 +21,10 @@ from benchlib import F, figure, finish, json_option, moe_pack, moe_pack_command,
 from benchlib.checkpoints import MODELS, Shape, generate
 from benchlib.confined import MemoryCgroup, NoCgroupError, drop_page_cache, measure, tree_anonymous_bytes
 
-from moe_pack.calib import Profile
+from moe_pack.calib.profile import Profile
 from moe_pack.convert import layout_for
-from moe_pack.formats import (
-    ROW_GROUP,
-    Checkpoint,
-    Pack,
-    Quantizer,
-    part_format,
-    trellis_format,
-    uniform_plan,
-)
+from moe_pack.formats import ROW_GROUP, Pack, Quantizer, part_format, trellis_format, uniform_plan
+from moe_pack.formats.families import Checkpoint
 
 _GIB = 1 << 30
 _MOST_GROWTH = 1.05  # of a profile's memory with more layers

@@ -36,9 +36,10 @@ from benchlib.llama import llama_option, make_gguf
 from benchlib.packs import DEMO, SYNTHETIC, budget_with, make_pack
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Engine, EngineOptions, Sampler, Text, generate, num_cpus
-from moe_pack.runtime.memory import anonymous_bytes
-from moe_pack.runtime.policies import PRESETS, PolicyName
+from moe_pack.runtime import Engine, EngineOptions, Sampler, Text, generate
+from moe_pack.runtime.cpu import num_cpus
+from moe_pack.runtime.machine import anonymous_bytes
+from moe_pack.runtime.offload import PRESETS, PolicyName
 
 OURS, MAPPED, LLAMA = "moe-run", "moe-run, mapped", "llama.cpp"
 

@@ -28,50 +28,21 @@ from benchlib import (
 )
 from benchlib.packs import DEMO, SyntheticPack, budget_with, make_pack
 
-from moe_pack.calib import (
-    Profile,
-    ProfileOptions,
-    assumed_figures,
-    assumed_losses,
-    losses_of,
-    make_profile,
-    read_tokens,
-)
-from moe_pack.convert.cost_model import Prediction, predict
-from moe_pack.convert.fixed_costs import measure_fixed_costs
-from moe_pack.convert.machines import machine_of_cpu
-from moe_pack.convert.plan_report import mean_sparsity
-from moe_pack.convert.planned import Model, Planned
-from moe_pack.convert.presets import PRESET_NAMES, PresetName, preset_decision
-from moe_pack.convert.random_routers import skewed_popularity
-from moe_pack.convert.target import Target, planner_for
-from moe_pack.convert.traffic import held_out_passes
-from moe_pack.formats import (
-    NO_PROGRESS,
-    Checkpoint,
-    Pack,
-    RunError,
-    canonical,
-    dense_roles,
-    dump,
-    model_spec,
-    num_parameters,
-    size_text,
-)
-from moe_pack.formats.families import published_names
-from moe_pack.runtime import (
-    Engine,
-    EngineOptions,
-    FolderFiles,
-    MachineFacts,
-    Passes,
-    StreamingWeights,
-    Text,
-    divide_budget,
-    measure_machine,
-    routing_bytes,
-    whole_bytes,
-)
+from moe_pack.calib.forward import read_tokens
+from moe_pack.calib.profile import Profile, ProfileOptions, assumed_losses, losses_of, make_profile
+from moe_pack.calib.profile.losses import assumed_figures
+from moe_pack.convert import measure_fixed_costs, skewed_popularity
+from moe_pack.convert.plan import Model, Planned, Target, held_out_passes, planner_for, preset_decision
+from moe_pack.convert.plan.machines import machine_of_cpu
+from moe_pack.convert.plan.papers import PRESET_NAMES, PresetName
+from moe_pack.convert.plan.planned import mean_sparsity
+from moe_pack.convert.plan.speed import Prediction, predict
+from moe_pack.formats import NO_PROGRESS, Pack, RunError, canonical, dense_roles, dump, size_text
+from moe_pack.formats.families import Checkpoint, model_spec
+from moe_pack.formats.families.published import published_names
+from moe_pack.formats.spec import num_parameters
+from moe_pack.runtime import Engine, EngineOptions, FolderFiles, MachineFacts, Text, measure_machine
+from moe_pack.runtime.offload import Passes, StreamingWeights, divide_budget, routing_bytes, whole_bytes
 
 _CONTEXT = 1024
 _SKEW = 0.5

@@ -22,37 +22,29 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from tqdm import tqdm
 
-from moe_pack.calib.paths import learn_paths
+from moe_pack.calib.statistics import learn_paths
 from moe_pack.convert import convert
-from moe_pack.formats import Checkpoint, Pack, part_format, uniform_plan
-from moe_pack.runtime import (
+from moe_pack.formats import Pack, part_format, uniform_plan
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.cpu import Kernels
+from moe_pack.runtime.model import Decoder, NativeOperations, PartialState, linear
+from moe_pack.runtime.model.pack_weights import MappedPackWeights
+from moe_pack.runtime.model.router import expert_scores
+from moe_pack.runtime.offload import (
+    PRESETS,
     CacheFacts,
-    Decoder,
-    Kernels,
-    MappedPackWeights,
-    NativeOperations,
     Passes,
-    PathShares,
-    linear,
-    optimum,
+    Preset,
+    Record,
+    Recorder,
+    Residency,
+    recorded_residency_for,
     replay,
 )
-from moe_pack.runtime.experts import PartialState
-from moe_pack.runtime.policies import (
-    LRU,
-    PRESETS,
-    EdgeMoE,
-    Importance,
-    LayerLRU,
-    Preset,
-    placed_by_popularity,
-    substitute,
-)
-from moe_pack.runtime.record import Record
-from moe_pack.runtime.recording import Recorder, recorded_residency_for
-from moe_pack.runtime.replay import Tally
-from moe_pack.runtime.residency import Compute, Fetch, Residency
-from moe_pack.runtime.router import expert_scores
+from moe_pack.runtime.offload.cache import Compute, Fetch
+from moe_pack.runtime.offload.eviction import LRU, EdgeMoE, Importance, LayerLRU, placed_by_popularity
+from moe_pack.runtime.offload.replay import PathShares, Tally, optimum
+from moe_pack.runtime.offload.split import substitute
 
 WINDOW_TOKENS, PROMPT_TOKENS = 512, 64
 _PATHS_BYTES = 1 << 20

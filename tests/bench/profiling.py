@@ -27,8 +27,11 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from moe_pack.calib import ProfileOptions, Sensitivity, Tokens, make_profile, read_tokens
-from moe_pack.formats import Checkpoint, Stage
+from moe_pack.calib.forward import Tokens, read_tokens
+from moe_pack.calib.profile import ProfileOptions, make_profile
+from moe_pack.calib.profile.profile import Sensitivity
+from moe_pack.formats.commands import Stage
+from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime import FolderFiles, Text, available_bytes
 
 _LEAST_TOKENS = 2 * SEQUENCE_LENGTH  # of one sequence nothing is held out, and no predictor is learned

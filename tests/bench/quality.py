@@ -37,9 +37,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from moe_pack.calib import Profile, ProfileOptions, Sensitivity, make_profile
-from moe_pack.formats import NO_PROGRESS, Checkpoint, Plan, format_text, part_format
-from moe_pack.runtime import NeuronBlock
+from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
+from moe_pack.calib.profile.profile import Sensitivity
+from moe_pack.formats import NO_PROGRESS, Plan, part_format
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.plan import format_text
+from moe_pack.runtime.model import NeuronBlock
 
 LOW, HIGH = 1.75, 4.5  # bits a weight
 _STEP = 0.25

@@ -19,17 +19,10 @@ from benchlib import finish, json_option, model_options, sample_and_unseen, tabl
 from benchlib.judging import Difference, Judge, num_expert_weights, paired_difference, stored_bytes, uniform
 from tqdm import tqdm
 
-from moe_pack.calib import ProfileOptions, make_profile
-from moe_pack.formats import (
-    NO_PROGRESS,
-    ROW_GROUP,
-    Checkpoint,
-    PartFormat,
-    Quantizer,
-    format_text,
-    part_format,
-    trellis_format,
-)
+from moe_pack.calib.profile import ProfileOptions, make_profile
+from moe_pack.formats import NO_PROGRESS, ROW_GROUP, PartFormat, Quantizer, part_format, trellis_format
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.plan import format_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from models import TinyMixtral
 from profiles import profiled, random_tokens
 from specs import GROUPED
 
-from moe_pack.calib import ProfileOptions, assumed_figures, assumed_losses, losses_of
-from moe_pack.calib.assumed import spread
-from moe_pack.calib.expert_error import quantized_formats
+from moe_pack.calib.profile import ProfileOptions, assumed_losses, losses_of
+from moe_pack.calib.profile.losses import assumed_figures, spread
+from moe_pack.calib.sensitivity import quantized_formats
 from moe_pack.formats import BF16, ROW_GROUP, ModelSpec, dense_roles, part_format
 
 

@@ -12,29 +12,25 @@ from predictors import random_predictor
 from profiles import profiled, random_tokens
 from routings import random_routes
 
-from moe_pack.calib import Profile, attach, most_routing_bytes, routing_of
-from moe_pack.calib.mlp_predictor import shapes_for
-from moe_pack.calib.paths import learn_paths
-from moe_pack.calib.profiler import PATH_BYTES
-from moe_pack.calib.recall import recall_precision
-from moe_pack.formats import Checkpoint, Pack, PlanError
-from moe_pack.runtime import (
-    MAX_ROUTED_TOKENS,
-    NO_PREDICTOR,
-    ROUTING_FILE,
+from moe_pack.calib.profile import Profile, attach, most_routing_bytes, routing_of
+from moe_pack.calib.profile.profiler import PATH_BYTES
+from moe_pack.calib.statistics import learn_paths, shapes_for
+from moe_pack.calib.statistics.predictors import recall_precision
+from moe_pack.formats import Pack, PlanError
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.model import (
     CheckpointWeights,
     KVCache,
-    Observed,
     Rope,
-    Routing,
     add_attention,
     embed,
-    make_prediction,
     mlp_input,
     route_tokens,
-    routing_file_bytes,
+    run_experts,
 )
-from moe_pack.runtime.experts import run_experts
+from moe_pack.runtime.offload import ROUTING_FILE, Routing
+from moe_pack.runtime.offload.prefetch import Observed, make_prediction
+from moe_pack.runtime.offload.routing_file import MAX_ROUTED_TOKENS, NO_PREDICTOR, routing_file_bytes
 
 SHAPE = TinyMixtral(intermediate_size=16, num_layers=4, num_experts=5, vocab_size=32)
 NUM_SEQUENCES, LENGTH, NUM_HELD_OUT = 10, 32, 2

@@ -12,29 +12,15 @@ from models import TinyMixtral
 from profiles import profiled, random_tokens
 from torch import Tensor
 
-from moe_pack.calib import Profile, ProfileOptions, losses_of
-from moe_pack.calib.calibrated_error import (
-    base_width,
-    calibrated_formats,
-    calibrated_ratios,
-    judged_columns,
-    judged_rows,
-)
-from moe_pack.calib.expert_error import Rounding
-from moe_pack.calib.expert_quantizer import Calibration, ExpertQuantizer, ExpertTokens
-from moe_pack.formats import (
-    BF16,
-    MATRICES,
-    Checkpoint,
-    ExpertFormat,
-    Matrix,
-    format_fault,
-    format_text,
-    part_format,
-    trellis_format,
-)
+from moe_pack.calib.profile import Profile, ProfileOptions, losses_of
+from moe_pack.calib.quantize import Calibration, ExpertQuantizer, ExpertTokens
+from moe_pack.calib.sensitivity import base_width, calibrated_formats
+from moe_pack.calib.sensitivity.errors import Rounding, calibrated_ratios, judged_columns, judged_rows
+from moe_pack.formats import BF16, MATRICES, ExpertFormat, Matrix, part_format, trellis_format
 from moe_pack.formats.codecs import decode_part
-from moe_pack.runtime import CheckpointWeights, NeuronBlock, activations
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.plan import format_fault, format_text
+from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, activations
 
 D, F = 128, 20
 

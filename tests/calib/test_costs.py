@@ -10,7 +10,8 @@ import torch
 from models import DEMO_MODEL
 from specs import GROUPED, LATENT
 
-from moe_pack.calib.costs import (
+from moe_pack.calib.forward import LayerStates
+from moe_pack.calib.sensitivity import (
     Cost,
     Trial,
     expert_multiplications,
@@ -19,10 +20,9 @@ from moe_pack.calib.costs import (
     kinds_of_layers,
     prediction_cost,
 )
-from moe_pack.calib.expert_error import Rounding
-from moe_pack.calib.layer_pass import LayerStates
-from moe_pack.formats import Checkpoint
-from moe_pack.runtime import CheckpointWeights
+from moe_pack.calib.sensitivity.errors import Rounding
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.model import CheckpointWeights
 
 S = 10
 # The demo model: d = 128, f = 448, 8 experts; 4 heads of 32, 2 of keys and values; 4096 words.

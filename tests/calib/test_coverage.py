@@ -9,16 +9,8 @@ import numpy as np
 import pytest
 from cases import case
 
-from moe_pack.calib.coverage import (
-    MIN_TOKENS,
-    Routes,
-    chi_square_tail,
-    coactivation,
-    compare_popularity,
-    measure_coverage,
-    spearman,
-    wilson_interval,
-)
+from moe_pack.calib.statistics import MIN_TOKENS, compare_popularity, measure_coverage
+from moe_pack.calib.statistics.popularity import Routes, chi_square_tail, coactivation, spearman, wilson_interval
 
 
 def draw(T: int, L: int, k: int, num_experts: int, drawn_from: int, seed: int = 0) -> Routes:

@@ -14,8 +14,8 @@ import pytest
 from cases import case
 from pyarrow import parquet
 
-from moe_pack.calib import documents
-from moe_pack.calib.documents import PIECE_CHARS, Piece, open_documents, sample_parts
+from moe_pack.calib.forward import text as documents
+from moe_pack.calib.forward.text import PIECE_CHARS, Piece, open_documents, sample_parts
 from moe_pack.formats import RunError
 
 TWO = [{"text": "One.", "n": 1}, {"text": "Two.", "n": 2}]

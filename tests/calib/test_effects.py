@@ -6,20 +6,19 @@ import numpy as np
 import pytest
 from specs import GROUPED, LATENT
 
-from moe_pack.calib.arrays import Array
-from moe_pack.calib.effects import (
+from moe_pack.calib.forward import Array
+from moe_pack.calib.sensitivity import (
     DENSE_WIDTHS,
-    Copy,
-    Divergences,
     Effects,
     LayerErrors,
     Level,
     all_copies,
     copies_of,
     factors,
+    roundable_roles,
 )
-from moe_pack.calib.expert_error import QUANTIZED, SPARSE, Change
-from moe_pack.calib.rounded import roundable_roles
+from moe_pack.calib.sensitivity.effects import Copy, Divergences
+from moe_pack.calib.sensitivity.errors import QUANTIZED, SPARSE, Change
 from moe_pack.formats import GroupedQuerySpec, ModelSpec
 
 LEVELS = pytest.mark.parametrize("level", ["fast", "full"])

@@ -17,39 +17,19 @@ from models import pack
 from profiles import QUICK, Recorder, StoppedError, folder_bytes, profiled, random_tokens
 from torch import Tensor
 
-from moe_pack.calib import (
-    ProfileOptions,
-    ThresholdRule,
-    attach,
-    evaluate,
-    losses_of,
-    make_reference,
-    measure_thresholds,
-    read_reference,
-    realized_sparsity,
-    report_html,
-)
-from moe_pack.calib.arrays import Array
-from moe_pack.calib.effects import Copy, LayerErrors, all_copies
-from moe_pack.calib.exact import ExactPass
-from moe_pack.calib.expert_error import Change, Rounding
-from moe_pack.calib.held import HeldWeights
-from moe_pack.calib.layer_pass import LayerStates
-from moe_pack.calib.rounded import RoundedDense, roundable_roles
-from moe_pack.calib.sensitivity import SensitivityPass
-from moe_pack.calib.sequences import Sequences
-from moe_pack.formats import ROW_GROUP, Checkpoint, Pack
-from moe_pack.runtime import (
-    CheckpointWeights,
-    EncoderDecoder,
-    Expert,
-    NeuronBlock,
-    PackWeights,
-    Routing,
-    Weights,
-    embed,
-    make_prediction,
-)
+from moe_pack.calib.evaluate import ThresholdRule, evaluate, make_reference, measure_thresholds, read_reference
+from moe_pack.calib.evaluate.thresholds import realized_sparsity
+from moe_pack.calib.forward import Array, HeldWeights, LayerStates, Sequences
+from moe_pack.calib.profile import ProfileOptions, attach, losses_of
+from moe_pack.calib.report import report_html
+from moe_pack.calib.sensitivity import ExactPass, LayerErrors, SensitivityPass, all_copies, roundable_roles
+from moe_pack.calib.sensitivity.effects import Copy
+from moe_pack.calib.sensitivity.errors import Change, RoundedDense, Rounding
+from moe_pack.formats import ROW_GROUP, Pack
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.model import CheckpointWeights, EncoderDecoder, Expert, NeuronBlock, PackWeights, Weights, embed
+from moe_pack.runtime.offload import Routing
+from moe_pack.runtime.offload.prefetch import make_prediction
 
 CPU = torch.device("cpu")
 CAPACITY = 5

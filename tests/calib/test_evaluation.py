@@ -11,21 +11,15 @@ from cases import case
 from models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
 from profiles import Recorder, StoppedError, random_tokens, tokens_of
 
-from moe_pack.calib import (
-    Quality,
-    Reference,
-    ThresholdRule,
-    Tokens,
-    block_losses,
-    evaluate,
-    make_reference,
-    measure_thresholds,
-    quality_of,
-    read_tokens,
-    realized_sparsity,
-)
-from moe_pack.formats import Checkpoint, ConversionError, Pack, PlanError, Stage
-from moe_pack.runtime import CheckpointWeights, Decoder, FolderFiles, PackWeights, Text, Weights
+from moe_pack.calib.evaluate import Quality, Reference, ThresholdRule, evaluate, make_reference, measure_thresholds
+from moe_pack.calib.evaluate.evaluation import block_losses, quality_of
+from moe_pack.calib.evaluate.thresholds import realized_sparsity
+from moe_pack.calib.forward import Tokens, read_tokens
+from moe_pack.formats import ConversionError, Pack, PlanError
+from moe_pack.formats.commands import Stage
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime import FolderFiles, Text
+from moe_pack.runtime.model import CheckpointWeights, Decoder, PackWeights, Weights
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=300)
 TOKENS = random_tokens(4, 100, SHAPE.vocab_size)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from models import TinyMixtral
 
-from moe_pack.calib.exact import ExactPass
-from moe_pack.calib.expert_error import Rounding
-from moe_pack.calib.held import HeldWeights
-from moe_pack.formats import ROW_GROUP, Checkpoint
-from moe_pack.runtime import CheckpointWeights, Decoder, Expert, NeuronBlock
+from moe_pack.calib.forward import HeldWeights
+from moe_pack.calib.sensitivity import ExactPass
+from moe_pack.calib.sensitivity.errors import Rounding
+from moe_pack.formats import ROW_GROUP
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.model import CheckpointWeights, Decoder, Expert, NeuronBlock
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=3)
 IDS = torch.randint(SHAPE.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -9,25 +9,23 @@ import torch
 from cases import case
 from torch import Tensor
 
-from moe_pack.calib.expert_error import (
+from moe_pack.calib.forward import KINDS
+from moe_pack.calib.quantize import RowQuantizer
+from moe_pack.calib.sensitivity import SPARSITIES, WIDTHS, compared_formats, quantized_formats
+from moe_pack.calib.sensitivity.errors import (
     QUANTIZED,
     SPARSE,
-    SPARSITIES,
-    WIDTHS,
     Change,
     Rounding,
-    compared_formats,
     format_ratios,
     mean_square,
     output_changes,
-    quantized_formats,
     ratios_of_widths,
 )
-from moe_pack.calib.expert_pass import KINDS
-from moe_pack.calib.quantize import RowQuantizer
-from moe_pack.formats import MATRICES, QUANTIZERS, Matrix, PartFormat, Quantizer, format_text, part_format
+from moe_pack.formats import MATRICES, Matrix, PartFormat, Quantizer, part_format
 from moe_pack.formats.codecs import decode_part
-from moe_pack.runtime import NeuronBlock, run_expert
+from moe_pack.formats.plan import QUANTIZERS, format_text
+from moe_pack.runtime.model import NeuronBlock, run_expert
 
 # Outputs here are sums of up to 90 float32 products of order 1, in another order than brute force has them.
 TOLERANCE = 1e-5

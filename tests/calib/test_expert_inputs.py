@@ -14,20 +14,22 @@ from safetensors.torch import load_file, save_file
 from specs import GROUPED
 from torch import Tensor
 
-from moe_pack.calib.expert_inputs import (
-    OTHERS_COUNT,
+from moe_pack.calib.forward import (
     ExpertInputs,
+    HeldWeights,
     KeptInputs,
+    LayerStates,
+    LayerTokens,
+    Sequences,
     input_bytes,
     input_pieces,
     num_kept_sequences,
 )
-from moe_pack.calib.expert_quantizer import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
-from moe_pack.calib.held import HeldWeights
-from moe_pack.calib.layer_pass import LayerStates, LayerTokens
-from moe_pack.calib.sequences import Sequences
-from moe_pack.formats import Checkpoint, ModelSpec, PackError
-from moe_pack.runtime import CheckpointWeights, embed, run_expert
+from moe_pack.calib.forward.experts import OTHERS_COUNT
+from moe_pack.calib.quantize import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
+from moe_pack.formats import ModelSpec, PackError
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.model import CheckpointWeights, embed, run_expert
 
 S, D, E, K = 6, 16, 5, 2
 SPEC = replace(GROUPED, hidden_size=D, router=replace(GROUPED.router, num_experts=E, num_experts_per_tok=K))

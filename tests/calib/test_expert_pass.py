@@ -10,16 +10,9 @@ import torch
 from cases import case as named_case
 from torch import Tensor
 
-from moe_pack.calib.expert_pass import (
-    HOT_SAMPLE_TOKENS,
-    HOT_SPARSITIES,
-    KINDS,
-    ExpertActivity,
-    measure_expert,
-    sample_places,
-)
-from moe_pack.calib.histogram import RESOLUTION
-from moe_pack.runtime import NeuronBlock, run_expert
+from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, ExpertActivity, measure_expert, sample_places
+from moe_pack.calib.forward.experts import HOT_SAMPLE_TOKENS, RESOLUTION
+from moe_pack.runtime.model import NeuronBlock, run_expert
 
 D = 8
 CHUNKS = (1, 7, 4096)

@@ -7,15 +7,14 @@ import torch
 from cases import case
 from torch import Tensor
 
-from moe_pack.calib import RowQuantizer, UnholdableError
-from moe_pack.calib.affine_scales import affine_pairs, stored_pairs
-from moe_pack.calib.column_rounding import ColumnRun, gains, round_columns
-from moe_pack.calib.expert_quantizer import Calibration, ExpertQuantizer, ExpertTokens, Steps
-from moe_pack.calib.moments import feedback, second_moments
-from moe_pack.calib.neuron_rounding import round_neurons
-from moe_pack.formats import BF16, MATRICES, MXFP4, ExpertFormat, PartFormat, part_format, trellis_format
+from moe_pack.calib.quantize import Calibration, ExpertQuantizer, ExpertTokens, RowQuantizer, UnholdableError
+from moe_pack.calib.quantize.experts import Steps
+from moe_pack.calib.quantize.gptq import ColumnRun, feedback, gains, round_columns, round_neurons, second_moments
+from moe_pack.calib.quantize.plain import affine_pairs, stored_pairs
+from moe_pack.formats import BF16, MATRICES, ExpertFormat, PartFormat, part_format, trellis_format
 from moe_pack.formats.codecs import affine, decode_part, unpack_codes
-from moe_pack.runtime import NeuronBlock, activations
+from moe_pack.formats.plan import MXFP4
+from moe_pack.runtime.model import NeuronBlock, activations
 
 D, N, TOKENS = 128, 24, 300
 PARTS = [

@@ -7,9 +7,9 @@ import torch
 from specs import GROUPED
 from torch import Tensor
 
-from moe_pack.calib.held import HeldWeights
+from moe_pack.calib.forward import HeldWeights
 from moe_pack.formats import Selector
-from moe_pack.runtime import TORCH, Expert, StoredMatrix
+from moe_pack.runtime.model import TORCH, Expert, StoredMatrix
 
 
 class Counted:

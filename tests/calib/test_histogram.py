@@ -9,7 +9,8 @@ import torch
 from cases import case
 from numpy.typing import NDArray
 
-from moe_pack.calib.histogram import NUM_BINS, RESOLUTION, Histogram
+from moe_pack.calib.forward import NUM_BINS, Histogram
+from moe_pack.calib.forward.experts import RESOLUTION
 
 LEVELS = (0.0, 0.01, 0.07, 0.29, 0.5, 0.57, 0.8, 0.9, 0.99, 0.995, 0.999, 1.0)
 DENORMAL_STEP = 2.0**-136  # below 2^-126 floats, and so bins, are evenly spaced

@@ -9,8 +9,8 @@ import torch
 from cases import case
 from torch import Tensor
 
-from moe_pack.calib.layer_inputs import InputFiles, Shares
-from moe_pack.calib.text import num_held_out
+from moe_pack.calib.forward import num_held_out
+from moe_pack.calib.statistics import InputFiles, Shares
 
 D, S = 8, 5
 

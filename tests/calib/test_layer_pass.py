@@ -12,11 +12,10 @@ from families import TINY, Tiny, write
 from models import TinyMixtral
 from torch import Tensor
 
-from moe_pack.calib.held import HeldWeights
-from moe_pack.calib.layer_pass import MAX_HELD_BYTES, LayerStates, LayerTokens
-from moe_pack.calib.sequences import Sequences
-from moe_pack.formats import Checkpoint, ModelSpec, Selector
-from moe_pack.runtime import (
+from moe_pack.calib.forward import MAX_HELD_BYTES, HeldWeights, LayerStates, LayerTokens, Sequences
+from moe_pack.formats import ModelSpec, Selector
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.model import (
     TORCH,
     CheckpointWeights,
     Decoder,

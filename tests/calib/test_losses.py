@@ -9,12 +9,12 @@ import pytest
 from models import Tensors, TinyMixtral
 from profiles import profiled, random_tokens
 
-from moe_pack.calib import Losses, Profile, ProfileOptions, losses_of
-from moe_pack.calib.expert_error import SPARSITIES, WIDTHS, quantized_formats
-from moe_pack.calib.expert_pass import KINDS
-from moe_pack.calib.losses import falling
-from moe_pack.calib.rounded import roundable_roles
-from moe_pack.formats import BF16, Checkpoint, PackError, PlanError, Selector, dense_roles, part_format
+from moe_pack.calib.forward import KINDS
+from moe_pack.calib.profile import Losses, Profile, ProfileOptions, losses_of
+from moe_pack.calib.profile.losses import falling
+from moe_pack.calib.sensitivity import SPARSITIES, WIDTHS, quantized_formats, roundable_roles
+from moe_pack.formats import BF16, PackError, PlanError, Selector, dense_roles, part_format
+from moe_pack.formats.families import Checkpoint
 
 MODEL = TinyMixtral(num_layers=2, num_experts=5)
 TOKENS = random_tokens(4, 24, 96)

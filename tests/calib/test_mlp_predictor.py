@@ -9,21 +9,18 @@ import torch
 from cases import case
 from torch import Tensor
 
-from moe_pack.calib.mlp_predictor import (
-    USUAL_TRAINING,
+from moe_pack.calib.statistics import USUAL_TRAINING, cost, shapes_for, train
+from moe_pack.calib.statistics.predictors import (
     Adam,
     MLPShape,
-    Predictor,
     Standard,
     Training,
-    cost,
     folded,
-    shapes_for,
+    recall_precision,
     standard_of,
-    train,
 )
-from moe_pack.calib.recall import recall_precision
 from moe_pack.formats import RunError
+from moe_pack.runtime.offload import Predictor
 
 ONE = MLPShape(1, 0)
 TWO = MLPShape(2, 32)

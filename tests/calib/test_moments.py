@@ -10,10 +10,12 @@ from models import DEMO_MODEL
 from profiles import QUICK, Recorder
 from torch import Tensor
 
-from moe_pack.calib import make_profile, read_tokens
-from moe_pack.calib.moments import LEAST_DAMPING, MOST_DAMPING, USUAL_DAMPING, damping, feedback, second_moments
-from moe_pack.formats import Checkpoint
-from moe_pack.runtime import CheckpointWeights, FolderFiles, Text, activations
+from moe_pack.calib.forward import read_tokens
+from moe_pack.calib.profile import make_profile
+from moe_pack.calib.quantize.gptq import LEAST_DAMPING, MOST_DAMPING, USUAL_DAMPING, damping, feedback, second_moments
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime import FolderFiles, Text
+from moe_pack.runtime.model import CheckpointWeights, activations
 
 M = 12
 

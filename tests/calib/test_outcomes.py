@@ -5,7 +5,7 @@ import torch
 from cases import case
 from torch import Tensor
 
-from moe_pack.calib.outcomes import NUM_DRAWN, NUM_OUTCOMES, distances, kept_outcomes, whole_divergence
+from moe_pack.calib.evaluate.reference import NUM_DRAWN, NUM_OUTCOMES, distances, kept_outcomes, whole_divergence
 
 VOCABULARY = 1000
 

@@ -11,14 +11,10 @@ import pytest
 from cases import case as named_case
 from paths import CASES, EVERYTHING, HAND, Case, Plain, Sets
 
-from moe_pack.calib.paths import (
-    ACCUMULATED_EXPERTS,
-    accumulated_frequency,
-    evaluate,
-    learn_paths,
-    path_coverage,
-)
-from moe_pack.runtime import PathStatistics, Stage, ranked
+from moe_pack.calib.statistics import accumulated_frequency, evaluate, learn_paths, path_coverage
+from moe_pack.calib.statistics.paths import ACCUMULATED_EXPERTS
+from moe_pack.runtime.offload import PathStatistics
+from moe_pack.runtime.offload.paths import Stage, ranked
 
 
 def best(probabilities: np.ndarray[Any, Any], count: int) -> list[int]:

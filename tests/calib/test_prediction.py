@@ -11,17 +11,14 @@ from cases import case as named_case
 from models import TinyMixtral
 from torch import Tensor
 
-from moe_pack.calib.arrays import Array, read_all_arrays, write_arrays
-from moe_pack.calib.expert_pass import HOT_SPARSITIES, KINDS
-from moe_pack.calib.paths import learn_paths
-from moe_pack.calib.prediction import (
-    LayerInputs,
-    LayerPredictors,
-    predict_layer,
-)
-from moe_pack.calib.recall import recall_precision
-from moe_pack.formats import Checkpoint, PackError
-from moe_pack.runtime import PREDICTORS, CheckpointWeights, PathStatistics
+from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, Array, read_all_arrays
+from moe_pack.calib.forward.store import write_arrays
+from moe_pack.calib.statistics import LayerInputs, LayerPredictors, learn_paths, predict_layer
+from moe_pack.calib.statistics.predictors import recall_precision
+from moe_pack.formats import PackError
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.model import CheckpointWeights
+from moe_pack.runtime.offload import PREDICTORS, PathStatistics
 
 CPU = torch.device("cpu")
 E, D, F, LAYERS = 6, 64, 20, 3

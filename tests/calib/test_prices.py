@@ -9,12 +9,14 @@ import torch
 from models import TinyMixtral, pack
 from profiles import Recorder, StoppedError, random_tokens
 
-from moe_pack.calib import Prices, ThresholdRule, measure_prices, measure_thresholds
-from moe_pack.calib.price_of_substitution import ALPHAS, POLICY, budget_with_room
-from moe_pack.calib.prices import first_tokens
-from moe_pack.calib.thresholds import find_thresholds
-from moe_pack.formats import Pack, Stage
-from moe_pack.runtime import Decoder, Engine, EngineOptions, PackWeights, Trust, divide_budget, expert_pages
+from moe_pack.calib.evaluate import Prices, ThresholdRule, measure_prices, measure_thresholds
+from moe_pack.calib.evaluate.prices import ALPHAS, POLICY, budget_with_room, first_tokens
+from moe_pack.calib.evaluate.thresholds import find_thresholds
+from moe_pack.formats import Pack
+from moe_pack.formats.commands import Stage
+from moe_pack.runtime import Engine, EngineOptions
+from moe_pack.runtime.model import Decoder, PackWeights
+from moe_pack.runtime.offload import Trust, divide_budget, expert_pages
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=6, vocab_size=300)
 TOKENS = random_tokens(3, 64, SHAPE.vocab_size)

@@ -12,8 +12,8 @@ from cases import case
 from profiles import SMALLEST, copied, profiled, random_tokens, reseal
 from safetensors.numpy import load_file, save_file
 
-from moe_pack.calib import Profile, ProfileOptions
-from moe_pack.calib.expert_quantizer import ExpertTokens
+from moe_pack.calib.profile import Profile, ProfileOptions
+from moe_pack.calib.quantize import ExpertTokens
 from moe_pack.formats import PackError
 
 TOKENS = random_tokens(3, 16, SMALLEST.vocab_size)

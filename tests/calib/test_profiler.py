@@ -24,8 +24,8 @@ from profiles import (
 )
 from safetensors.numpy import load_file
 
-from moe_pack.calib import ProfileOptions
-from moe_pack.calib.histogram import RESOLUTION
+from moe_pack.calib.forward.experts import RESOLUTION
+from moe_pack.calib.profile import ProfileOptions
 from moe_pack.calib.statistics import QUANTILE_LEVELS
 from moe_pack.formats import CheckpointError, ConversionError
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import case
 
-from moe_pack.calib.recall import MaskCounts, mask_counts, recall_precision
+from moe_pack.calib.statistics.predictors import MaskCounts, mask_counts, recall_precision
 
 # Worked by hand. Token 0: experts 1, 2 and 3 are equal, so 1 then 2 come first. Token 1: 3, then 0 and 1 are equal.
 SCORES = torch.tensor([[0.1, 0.5, 0.5, 0.5], [0.2, 0.2, 0.1, 0.9]])

@@ -13,17 +13,12 @@ from cases import case
 from models import TinyMixtral
 from profiles import Recorder, StoppedError, random_tokens
 
-from moe_pack.calib import REFERENCE_FILE, Reference, Tokens, make_reference, read_reference
-from moe_pack.formats import (
-    Checkpoint,
-    ConversionError,
-    PackError,
-    RunError,
-    TensorSidecar,
-    canonical,
-    write_tensor_sidecar,
-)
-from moe_pack.runtime import CheckpointWeights, Decoder
+from moe_pack.calib.evaluate import REFERENCE_FILE, Reference, make_reference, read_reference
+from moe_pack.calib.forward import Tokens
+from moe_pack.formats import ConversionError, PackError, RunError, canonical
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.sidecar import TensorSidecar, write_tensor_sidecar
+from moe_pack.runtime.model import CheckpointWeights, Decoder
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=300)
 TOKENS = random_tokens(3, 40, SHAPE.vocab_size)

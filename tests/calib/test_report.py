@@ -13,14 +13,15 @@ import pytest
 from cases import case
 from report_pages import EXERCISE, HandMade, browse, held, needs_browser, unpacked
 
-from moe_pack.calib.arrays import Array
-from moe_pack.calib.profile import Profile, facts_bytes, layer_file
+from moe_pack.calib.forward import Array
+from moe_pack.calib.profile import Profile
+from moe_pack.calib.profile.profile import facts_bytes, layer_file
 from moe_pack.calib.report import report_html
-from moe_pack.calib.report_figures import THINNED_LEVELS
-from moe_pack.calib.report_readings import percent, ranges
+from moe_pack.calib.report.figures import THINNED_LEVELS
+from moe_pack.calib.report.readings import percent, ranges
 from moe_pack.calib.statistics import QUANTILE_LEVELS
 from moe_pack.formats import ModelSpec, PackError
-from moe_pack.runtime import PREDICTORS
+from moe_pack.runtime.offload import PREDICTORS
 
 
 @pytest.fixture(scope="module")

@@ -15,23 +15,23 @@ from models import Tensors, TinyMixtral, Unbiased
 from profiles import Recorder
 from torch import Tensor
 
-from moe_pack.calib.arrays import Array
-from moe_pack.calib.effects import Copy, Divergences, LayerErrors, Level, all_copies, copies_of
-from moe_pack.calib.expert_error import (
-    QUANTIZED,
-    SPARSE,
+from moe_pack.calib.forward import KINDS, Array, HeldWeights
+from moe_pack.calib.sensitivity import (
     SPARSITIES,
     WIDTHS,
-    Change,
-    Rounding,
+    LayerErrors,
+    Level,
+    SensitivityPass,
+    all_copies,
     compared_formats,
+    copies_of,
+    roundable_roles,
 )
-from moe_pack.calib.expert_pass import KINDS
-from moe_pack.calib.held import HeldWeights
-from moe_pack.calib.rounded import roundable_roles
-from moe_pack.calib.sensitivity import SensitivityPass
-from moe_pack.formats import MATRICES, Checkpoint, ModelSpec, PartFormat, Quantizer, Selector, part_format
-from moe_pack.runtime import CheckpointWeights, Decoder, Expert, Matrix, NeuronBlock
+from moe_pack.calib.sensitivity.effects import Copy, Divergences
+from moe_pack.calib.sensitivity.errors import QUANTIZED, SPARSE, Change, Rounding
+from moe_pack.formats import MATRICES, ModelSpec, PartFormat, Quantizer, Selector, part_format
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.model import CheckpointWeights, Decoder, Expert, Matrix, NeuronBlock
 
 CPU = torch.device("cpu")
 # A divergence is a sum of float32 differences: of about 1e-7 where copy and original are alike.

@@ -9,11 +9,13 @@ import torch
 from models import TinyMixtral
 from profiles import SMALLEST, Recorder, random_tokens
 
-from moe_pack.calib import ProfileOptions, make_profile, sensitivity
-from moe_pack.calib.held import HeldWeights
+from moe_pack.calib.forward import HeldWeights
+from moe_pack.calib.profile import ProfileOptions, make_profile
 from moe_pack.calib.sensitivity import SensitivityPass
-from moe_pack.formats import Checkpoint, Stage
-from moe_pack.runtime import CheckpointWeights
+from moe_pack.calib.sensitivity import stage as sensitivity
+from moe_pack.formats.commands import Stage
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.model import CheckpointWeights
 
 MODEL = TinyMixtral(num_layers=3, num_experts=4)
 IDS = torch.randint(96, (4, 32), generator=torch.Generator().manual_seed(7))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from specs import ANSWERING, GROUPED
 
-from moe_pack.calib.sequences import Sequences, check_length, stack_of, stack_tokens
+from moe_pack.calib.forward import Sequences, check_length, stack_of, stack_tokens
 from moe_pack.formats import RunError
 
 TOKENS = torch.arange(1, 15).view(2, 7)

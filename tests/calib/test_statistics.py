@@ -13,12 +13,12 @@ from cases import case
 from models import Tensors, TinyMixtral
 from numpy.typing import NDArray
 
-from moe_pack.calib.held import HeldWeights
-from moe_pack.calib.histogram import RESOLUTION
-from moe_pack.calib.layer_pass import LayerStates, LayerTokens
+from moe_pack.calib.forward import HeldWeights, LayerStates, LayerTokens
+from moe_pack.calib.forward.experts import RESOLUTION
 from moe_pack.calib.statistics import QUANTILE_LEVELS, LayerStatistics, measure_layer
-from moe_pack.formats import Checkpoint, CheckpointError, ModelSpec, PackError
-from moe_pack.runtime import CheckpointWeights, activations, run_expert
+from moe_pack.formats import CheckpointError, ModelSpec, PackError
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.model import CheckpointWeights, activations, run_expert
 
 Array = NDArray[Any]
 S, F = 40, 24

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from profiles import folder_bytes
 
-from moe_pack.calib.arrays import read_all_arrays
-from moe_pack.calib.store import ProfileStore
+from moe_pack.calib.forward import ProfileStore, read_all_arrays
 from moe_pack.formats import ConversionError
 
 IDENTITY_FILE = "profile.unfinished.json"

@@ -11,9 +11,11 @@ from cases import case
 from models import DEMO_MODEL, PackMaker
 from profiles import Recorder, StoppedError
 
-from moe_pack.calib import TaskTokens, Tokens, read_tasks, task_score
-from moe_pack.calib.tasks import Choice, score
-from moe_pack.formats import Checkpoint, Pack, RunError
+from moe_pack.calib.evaluate import TaskTokens, read_tasks, task_score
+from moe_pack.calib.evaluate.tasks import Choice, score
+from moe_pack.calib.forward import Tokens
+from moe_pack.formats import Pack, RunError
+from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime import FolderFiles, Text
 
 BEGINNING = 0  # the demo tokenizer puts it before every text

@@ -12,11 +12,10 @@ import pytest
 from cases import case
 from models import BOOK, DEMO_MODEL
 
-from moe_pack.calib import documents
-from moe_pack.calib.text import Tokens, num_held_out, read_tokens
+from moe_pack.calib.forward import Tokens, num_held_out, read_tokens
+from moe_pack.calib.forward import text as documents
 from moe_pack.formats import RunError
-from moe_pack.runtime import Text
-from moe_pack.runtime.folder_files import FolderFiles
+from moe_pack.runtime import FolderFiles, Text
 
 BEGINNING = 0  # the demo tokenizer puts it before every text
 

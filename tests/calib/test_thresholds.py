@@ -12,16 +12,11 @@ from cases import case
 from models import TinyMixtral, pack
 from profiles import Recorder, StoppedError, random_tokens
 
-from moe_pack.calib import (
-    MeasuredThresholds,
-    ThresholdRule,
-    Tokens,
-    measure_thresholds,
-    num_held_out,
-    realized_sparsity,
-)
+from moe_pack.calib.evaluate import MeasuredThresholds, ThresholdRule, measure_thresholds
+from moe_pack.calib.evaluate.thresholds import realized_sparsity
+from moe_pack.calib.forward import Tokens, num_held_out
 from moe_pack.formats import Pack, PlanError, Selector
-from moe_pack.runtime import (
+from moe_pack.runtime.model import (
     KVCache,
     PackWeights,
     Rope,

@@ -7,21 +7,11 @@ import torch
 from cases import case
 from torch import Tensor
 
-from moe_pack.calib.quantize import RowQuantizer
-from moe_pack.calib.trellis_rows import unbiasing_gain
-from moe_pack.calib.trellis_search import search
-from moe_pack.calib.unholdable import UnholdableError
-from moe_pack.formats import (
-    QUANTIZERS,
-    ROW_GROUP,
-    TRELLIS_WIDTHS,
-    PartFormat,
-    PlanError,
-    Quantizer,
-    part_format,
-    trellis_format,
-)
+from moe_pack.calib.quantize import RowQuantizer, UnholdableError
+from moe_pack.calib.quantize.trellis import search, unbiasing_gain
+from moe_pack.formats import ROW_GROUP, PartFormat, PlanError, Quantizer, part_format, trellis_format
 from moe_pack.formats.codecs import Trellis, decode_part, trellis_unit
+from moe_pack.formats.plan import QUANTIZERS, TRELLIS_WIDTHS
 
 FORMATS = [trellis_format(4, ROW_GROUP), trellis_format(4, 64, 8), trellis_format(5, 16, 16), trellis_format(3, 128, 8)]
 

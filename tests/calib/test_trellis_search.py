@@ -8,12 +8,12 @@ import torch
 from cases import case
 from torch import Tensor
 
-from moe_pack.calib.trellis_search import Found, plain_search, search
-from moe_pack.formats import ROW_GROUP, TRELLIS_WIDTHS, trellis_format
-from moe_pack.formats.codecs import Trellis, decode_part, trellis_steps, trellis_values
-from moe_pack.formats.trellis_tables import TRELLIS_UNITS
-from moe_pack.runtime import TrellisRows, is_available, search_trellis
-from moe_pack.runtime.native_kernels import InstructionSet
+from moe_pack.calib.quantize.trellis import Found, plain_search, search
+from moe_pack.formats import ROW_GROUP, trellis_format
+from moe_pack.formats.codecs import TRELLIS_UNITS, Trellis, decode_part, trellis_steps, trellis_values
+from moe_pack.formats.plan import TRELLIS_WIDTHS
+from moe_pack.runtime.cpu import TrellisRows, is_available, search_trellis
+from moe_pack.runtime.cpu.kernels import InstructionSet
 
 # Mean squared error of rows of 256 from a normal distribution of unit variance, by width, and 2% beyond what was
 # measured when the tables were made: how many rows there are here moves it by 1%.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from specs import GROUPED
 
-from moe_pack.calib.workers import in_order, num_workers
+from moe_pack.calib.forward import in_order, num_workers
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

@@ -8,20 +8,13 @@ from cases import case
 from losses import calibrated_losses, random_losses
 from specs import GROUPED
 
-from moe_pack.convert.allocation import Prices, least_loss, least_time
-from moe_pack.convert.choices import expert_choices
-from moe_pack.convert.plan_file import Decision
-from moe_pack.convert.planned import Model
-from moe_pack.formats import (
-    SELECTORS,
-    Plan,
-    RouterSpec,
-    dense_roles,
-    pack_layout,
-    part_format,
-    uniform_dense,
-    uniform_plan,
-)
+from moe_pack.convert.plan import Decision, Model
+from moe_pack.convert.plan.search import Prices, least_loss, least_time
+from moe_pack.convert.plan.tiers import expert_choices
+from moe_pack.formats import Plan, RouterSpec, dense_roles, part_format, uniform_plan
+from moe_pack.formats.layout import pack_layout
+from moe_pack.formats.plan import uniform_dense
+from moe_pack.formats.spec import SELECTORS
 
 SPEC = dataclasses.replace(
     GROUPED,

@@ -17,33 +17,32 @@ from models import Tensors, TinyMixtral
 from numpy.typing import NDArray
 from profiles import QUICK, profiled, random_tokens
 
-from moe_pack.calib import Calibration, ExpertQuantizer, Profile, calibration_bytes
-from moe_pack.convert import convert, pipeline
-from moe_pack.convert.cli import main
-from moe_pack.convert.expert_job import item_bytes, job_bytes
-from moe_pack.convert.pipeline import layout_for, memory_line
-from moe_pack.convert.recipe import Recipe
-from moe_pack.convert.source_formats import keep_source
+from moe_pack.calib.profile import Profile
+from moe_pack.calib.quantize import Calibration, ExpertQuantizer, calibration_bytes
+from moe_pack.convert import convert, keep_source, layout_for, memory_line, pipeline
+from moe_pack.convert.account import Recipe
+from moe_pack.convert.cli.main import main
+from moe_pack.convert.pipeline import item_bytes, job_bytes
 from moe_pack.formats import (
     BF16,
-    FAMILIES,
     MATRICES,
-    Checkpoint,
     CheckpointError,
     ConversionError,
     ExpertFormat,
-    Item,
     Pack,
     PartFormat,
     Plan,
     PlanError,
-    Step,
     part_format,
     trellis_format,
     uniform_plan,
 )
 from moe_pack.formats.codecs import decode_part
-from moe_pack.runtime import CheckpointWeights, NeuronBlock, PackWeights
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.layout import Item
+from moe_pack.formats.writer import Step
+from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, PackWeights
 
 D, F, E = 64, 1088, 2  # more neurons than are rounded at once
 MODEL = TinyMixtral(D, F, num_layers=2, vocab_size=96)

@@ -7,11 +7,14 @@ import pytest
 from cases import case
 from published import PUBLISHED
 
-from moe_pack.convert.cards import CARDS, find_card, machine_of_card
-from moe_pack.convert.cost_model import best_card_plan, predict_on_card
-from moe_pack.formats import BF16, ModelSpec, PackLayout, RunError, dense_roles, model_spec, pack_layout, part_format
+from moe_pack.convert.plan.machines import CARDS, find_card, machine_of_card
+from moe_pack.convert.plan.speed import best_card_plan, predict_on_card
+from moe_pack.formats import BF16, ModelSpec, PackLayout, RunError, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
-from moe_pack.runtime import CARD_PAGE_BYTES, CardPlan, divide_card, expert_compression
+from moe_pack.formats.families import model_spec
+from moe_pack.formats.layout import pack_layout
+from moe_pack.runtime.offload import CARD_PAGE_BYTES, CardPlan
+from moe_pack.runtime.offload.budget import divide_card, expert_compression
 
 GIB = 1 << 30
 CONTEXT = 4096

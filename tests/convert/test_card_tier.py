@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from cases import case
 
-from moe_pack.convert.card_tier import CardTier
-from moe_pack.convert.cards import CARDS, machine_of_card
-from moe_pack.convert.heats import Heats
-from moe_pack.convert.machine_tier import Traffic
-from moe_pack.convert.visits import drawn_passes
-from moe_pack.formats import PackLayout, RunError, Selector, dense_roles, model_spec, pack_layout, part_format
+from moe_pack.convert.plan.machines import CARDS, machine_of_card
+from moe_pack.convert.plan.speed import drawn_passes
+from moe_pack.convert.plan.tiers import CardTier, Heats, Traffic
+from moe_pack.formats import PackLayout, RunError, Selector, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
+from moe_pack.formats.families import model_spec
+from moe_pack.formats.layout import pack_layout
 
 SPEC = model_spec("olmoe-1b-7b", 3)
 MIB = 1 << 20

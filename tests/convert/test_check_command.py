@@ -12,9 +12,9 @@ from click.testing import CliRunner, Result
 from models import DEMO_MODEL, TinyMixtral, pack
 from reseal import reseal
 
-from moe_pack.calib import Estimate, Quality, SourceQuality
-from moe_pack.convert.check import Check, Limits, junit_xml, losses
-from moe_pack.convert.cli import main
+from moe_pack.calib.evaluate import Estimate, Quality, SourceQuality
+from moe_pack.convert import Check, Limits, junit_xml, losses
+from moe_pack.convert.cli.main import main
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096)
 NAMES = ["schema", "digests", "tensors", "kl", "perplexity", "bytes", "budget"]

@@ -9,18 +9,12 @@ from cases import case
 from losses import calibrated_losses, random_losses
 from specs import GROUPED
 
-from moe_pack.calib import assumed_losses
-from moe_pack.convert.choices import LEAST_CHOICES, MAX_CHOICES, expert_choices
-from moe_pack.formats import (
-    BF16,
-    SELECTORS,
-    ExpertFormat,
-    ExpertSpec,
-    PartFormat,
-    expert_layout,
-    model_spec,
-    part_format,
-)
+from moe_pack.calib.profile import assumed_losses
+from moe_pack.convert.plan.tiers import LEAST_CHOICES, MAX_CHOICES, expert_choices
+from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, PartFormat, part_format
+from moe_pack.formats.families import model_spec
+from moe_pack.formats.layout import expert_layout
+from moe_pack.formats.spec import SELECTORS
 
 LOSSES = random_losses(GROUPED)
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from models import TinyMixtral, pack
 
-from moe_pack.convert import compare_logits, compare_weights, logits_error
-from moe_pack.convert.compare import same_tensors
-from moe_pack.formats import Checkpoint, Pack, PackError
+from moe_pack.convert import compare_logits, compare_weights, same_tensors
+from moe_pack.convert.verify import logits_error
+from moe_pack.formats import Pack, PackError
+from moe_pack.formats.families import Checkpoint
 
 SHAPE = TinyMixtral(num_layers=2, intermediate_size=80)
 

@@ -10,33 +10,25 @@ from cases import case
 from models import DEMO_MODEL, pack
 from streaming import budget_for
 
-from moe_pack.convert.cost_model import Fetching, dense_seconds, expert_seconds, fetched_from_drive, predict, waited
-from moe_pack.convert.machines import Machine, steady_drive
-from moe_pack.convert.visits import MAX_AGE, Visits
-from moe_pack.formats import (
-    BF16,
-    E5M2,
-    FP8,
-    MXFP4,
-    Pack,
-    PackLayout,
-    cached_values,
-    dense_roles,
-    model_spec,
-    pack_layout,
-    part_format,
+from moe_pack.convert.plan.machines import Machine, steady_drive
+from moe_pack.convert.plan.speed import (
+    MAX_AGE,
+    Fetching,
+    Visits,
+    dense_seconds,
+    expert_seconds,
+    fetched_from_drive,
+    predict,
+    waited,
 )
+from moe_pack.formats import BF16, Pack, PackLayout, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
-from moe_pack.runtime import (
-    Engine,
-    EngineOptions,
-    FixedCosts,
-    Passes,
-    StreamingWeights,
-    WidthRate,
-    divide_budget,
-    read_record,
-)
+from moe_pack.formats.families import model_spec
+from moe_pack.formats.layout import pack_layout
+from moe_pack.formats.plan import E5M2, FP8, MXFP4
+from moe_pack.formats.spec import cached_values
+from moe_pack.runtime import Engine, EngineOptions, FixedCosts, WidthRate
+from moe_pack.runtime.offload import Passes, StreamingWeights, divide_budget, read_record
 
 FREE = FixedCosts(0.0, 0.0, 0.0, 0.0)
 

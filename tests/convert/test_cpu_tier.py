@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from models import DEMO_MODEL
 
-from moe_pack.convert.cpu_tier import CpuTier
-from moe_pack.convert.machine_tier import Traffic
-from moe_pack.convert.machines import assumed_cpu
-from moe_pack.formats import PackLayout, RunError, Selector, dense_roles, model_spec, pack_layout, part_format
+from moe_pack.convert.plan.machines import assumed_cpu
+from moe_pack.convert.plan.tiers import CpuTier, Traffic
+from moe_pack.formats import PackLayout, RunError, Selector, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
-from moe_pack.runtime import divide_budget
+from moe_pack.formats.families import model_spec
+from moe_pack.formats.layout import pack_layout
+from moe_pack.runtime.offload import divide_budget
 
 CONTEXT = 256
 POPULARITY = np.random.default_rng(0).dirichlet(np.ones(8), 4) * 2

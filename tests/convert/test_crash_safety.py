@@ -25,7 +25,10 @@ from profiles import Recorder
 from safetensors.torch import save_file
 
 from moe_pack.convert import Conversion, convert, layout_for
-from moe_pack.formats import Checkpoint, ConversionError, Quantizer, Stage, Step
+from moe_pack.formats import ConversionError, Quantizer
+from moe_pack.formats.commands import Stage
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.writer import Step
 
 TABLES = ["config.json", "index.safetensors", "order.safetensors", "source.json", "thresholds.safetensors"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from moe_pack.convert.cli import main
+from moe_pack.convert.cli.main import main
 from moe_pack.formats import dump
 from moe_pack.runtime import load_facts
 

@@ -8,9 +8,10 @@ from click.testing import CliRunner, Result
 from families import Tiny, config_of, write
 from models import pack
 
-from moe_pack.convert.cli import main
-from moe_pack.convert.compare import compare_logits
-from moe_pack.formats import Checkpoint, Pack
+from moe_pack.convert import compare_logits
+from moe_pack.convert.cli.main import main
+from moe_pack.formats import Pack
+from moe_pack.formats.families import Checkpoint
 
 TINY = Tiny("switch_transformers", "as it comes")
 

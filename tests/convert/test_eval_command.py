@@ -10,20 +10,11 @@ from cases import case
 from click.testing import CliRunner, Result
 from models import BOOK, DEMO_MODEL, TinyMixtral, pack
 
-from moe_pack.calib import (
-    REFERENCE_FILE,
-    Estimate,
-    Prices,
-    Quality,
-    SparsityPrice,
-    Substitution,
-    SubstitutionPrice,
-    read_reference,
-    read_tokens,
-    unseen_tokens,
-)
-from moe_pack.convert.cli import main
-from moe_pack.convert.eval_cli import quality_lines
+from moe_pack.calib.evaluate import REFERENCE_FILE, Estimate, Prices, Quality, read_reference
+from moe_pack.calib.evaluate.prices import SparsityPrice, Substitution, SubstitutionPrice
+from moe_pack.calib.forward import read_tokens, unseen_tokens
+from moe_pack.convert.cli.eval import quality_lines
+from moe_pack.convert.cli.main import main
 from moe_pack.runtime import FolderFiles, Text
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096)

@@ -5,10 +5,13 @@ import pytest
 from models import BOOK, DEMO_MODEL
 from profiles import profiled
 
-from moe_pack.calib import Losses, ProfileOptions, losses_of, read_tokens
-from moe_pack.convert.allocation import least_loss
-from moe_pack.convert.choices import Choices, expert_choices
-from moe_pack.formats import ModelSpec, expert_layout, model_spec, part_format, uniform_plan
+from moe_pack.calib.forward import read_tokens
+from moe_pack.calib.profile import Losses, ProfileOptions, losses_of
+from moe_pack.convert.plan.search import least_loss
+from moe_pack.convert.plan.tiers import Choices, expert_choices
+from moe_pack.formats import ModelSpec, part_format, uniform_plan
+from moe_pack.formats.families import model_spec
+from moe_pack.formats.layout import expert_layout
 from moe_pack.runtime import FolderFiles, Text
 
 pytestmark = pytest.mark.slow  # the demo model is profiled

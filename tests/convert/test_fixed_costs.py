@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from moe_pack.convert.fixed_costs import measure_fixed_costs
-from moe_pack.convert.machines import assumed_cpu, machine_of_cpu, rate_of, steady_drive
+from moe_pack.convert import measure_fixed_costs
+from moe_pack.convert.plan.machines import assumed_cpu, machine_of_cpu, rate_of, steady_drive
 from moe_pack.formats import RunError, part_format, trellis_format
-from moe_pack.runtime import CpuFacts, FixedCosts, MachineFacts, WidthRate
+from moe_pack.runtime import FixedCosts, MachineFacts, WidthRate
+from moe_pack.runtime.machine import CpuFacts
 
 
 def test_tokens_layers_and_experts_cost_time_and_no_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from profiles import SMALLEST, profiled, random_tokens
 
-from moe_pack.calib import HOT_SPARSITIES, KINDS, Profile
-from moe_pack.convert.heats import NUM_SLICES, Heats
+from moe_pack.calib.forward import HOT_SPARSITIES, KINDS
+from moe_pack.calib.profile import Profile
+from moe_pack.convert.plan.tiers import NUM_SLICES, Heats
 
 
 @pytest.fixture(scope="module")

@@ -15,17 +15,11 @@ from losses import random_losses
 from models import BOOK, Tensors, TinyMixtral
 from safetensors.torch import load_file, save_file
 
-from moe_pack.convert import compare_logits, compare_weights, convert
-from moe_pack.convert.choices import expert_choices
-from moe_pack.convert.cli import main
-from moe_pack.convert.source_formats import keep_source, lossless_formats, with_kept
+from moe_pack.convert import compare_logits, compare_weights, convert, keep_source, lossless_formats, with_kept
+from moe_pack.convert.cli.main import main
+from moe_pack.convert.plan.tiers import expert_choices
 from moe_pack.formats import (
     BF16,
-    E5M2,
-    FAMILIES,
-    FP8,
-    MXFP4,
-    Checkpoint,
     CheckpointError,
     ExpertFormat,
     Pack,
@@ -34,13 +28,16 @@ from moe_pack.formats import (
     Plan,
     PlanError,
     Selector,
-    Step,
-    audit,
     dense_roles,
     part_format,
     uniform_plan,
 )
-from moe_pack.runtime import PackWeights, read_neurons, read_rows
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.pack import audit
+from moe_pack.formats.plan import E5M2, FP8, MXFP4
+from moe_pack.formats.writer import Step
+from moe_pack.runtime.model import PackWeights, read_neurons, read_rows
 
 D, F, E = 192, 576, 2  # more neurons than are read at once; neither is a multiple of 128
 CODED = ("_proj.weight", "w1.weight", "w2.weight", "w3.weight")

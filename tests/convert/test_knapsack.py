@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from cases import case
 
-from moe_pack.convert import knapsack
-from moe_pack.convert.knapsack import Table, solve
+from moe_pack.convert.plan import search as knapsack
+from moe_pack.convert.plan.search import Table, solve
 
 
 def random_table(seed: int, num_items: int, num_choices: int) -> Table:

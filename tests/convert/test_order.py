@@ -12,21 +12,12 @@ from models import TinyMixtral
 from numpy.typing import NDArray
 from second_reader import SecondReader
 
-from moe_pack.convert import Conversion, compare_logits, compare_weights, convert
-from moe_pack.convert.compare import same_tensors
-from moe_pack.formats import (
-    Checkpoint,
-    ConversionError,
-    Pack,
-    PlanError,
-    Quantizer,
-    Selector,
-    Step,
-    audit,
-    part_format,
-    uniform_plan,
-)
-from moe_pack.runtime import Decoder, PackWeights
+from moe_pack.convert import Conversion, compare_logits, compare_weights, convert, same_tensors
+from moe_pack.formats import ConversionError, Pack, PlanError, Quantizer, Selector, part_format, uniform_plan
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.pack import audit
+from moe_pack.formats.writer import Step
+from moe_pack.runtime.model import Decoder, PackWeights
 
 NUM_NEURONS = 520  # more than are read at once, and no multiple of a quantizer's block
 SHAPE = TinyMixtral(num_layers=2, num_experts=2, intermediate_size=NUM_NEURONS)

@@ -15,8 +15,9 @@ from cases import case
 from click.testing import CliRunner, Result
 from models import DEMO_MODEL, TinyMixtral
 
-from moe_pack.convert.cli import main
-from moe_pack.formats import FAMILIES, Pack
+from moe_pack.convert.cli.main import main
+from moe_pack.formats import Pack
+from moe_pack.formats.families.registry import FAMILIES
 
 
 def run(*arguments: object) -> Result:

@@ -15,14 +15,17 @@ from losses import random_losses
 from models import DEMO_MODEL, TinyMixtral
 from published import CONFIGS, PUBLISHED
 
-from moe_pack.calib import Profile, losses_of
-from moe_pack.convert.allocation import least_loss
-from moe_pack.convert.cli import main
-from moe_pack.convert.plan_file import read_plan
-from moe_pack.convert.target import Target, planner_for
-from moe_pack.formats import Pack, dense_roles, model_spec, pack_layout, part_format, size_text, uniform_plan
-from moe_pack.runtime import AS_TARGET, Engine, EngineOptions, divide_budget, expert_pages, least_budget, whole_bytes
-from moe_pack.runtime.cli import main as moe_run
+from moe_pack.calib.profile import Profile, losses_of
+from moe_pack.convert.cli.main import main
+from moe_pack.convert.plan import Target, planner_for, read_plan
+from moe_pack.convert.plan.search import least_loss
+from moe_pack.formats import Pack, dense_roles, part_format, size_text, uniform_plan
+from moe_pack.formats.families import model_spec
+from moe_pack.formats.layout import pack_layout
+from moe_pack.runtime import Engine, EngineOptions
+from moe_pack.runtime.cli.main import main as moe_run
+from moe_pack.runtime.offload import divide_budget, expert_pages, least_budget, whole_bytes
+from moe_pack.runtime.offload.budget import AS_TARGET
 
 GIB = 1 << 30
 NAME = "granite-3.0-1b-a400m"

@@ -11,20 +11,10 @@ import pytest
 from cases import case
 from specs import GROUPED
 
-from moe_pack.convert import plan_file
-from moe_pack.convert.plan_file import Decision, plan_bytes, read_plan
-from moe_pack.formats import (
-    BF16,
-    SELECTORS,
-    ExpertFormat,
-    Plan,
-    PlanError,
-    Selector,
-    dense_roles,
-    part_format,
-    uniform_dense,
-    uniform_plan,
-)
+from moe_pack.convert.plan import Decision, plan_bytes, plan_file, read_plan
+from moe_pack.formats import BF16, ExpertFormat, Plan, PlanError, Selector, dense_roles, part_format, uniform_plan
+from moe_pack.formats.plan import uniform_dense
+from moe_pack.formats.spec import SELECTORS
 
 Values = dict[str, Any]
 

@@ -12,22 +12,13 @@ from losses import random_losses
 from specs import GROUPED
 from tiers import DENSE_RATE, FETCH_RATE, RUN_RATE, FixedTier
 
-from moe_pack.convert.choices import expert_choices
-from moe_pack.convert.cpu_tier import CpuTier
-from moe_pack.convert.machine_tier import Traffic
-from moe_pack.convert.machines import assumed_cpu
-from moe_pack.convert.plan_file import Decision
-from moe_pack.convert.planned import Model, Planned
-from moe_pack.convert.planner import SEARCHES, Planner, SearchName
-from moe_pack.convert.pricing import menu_of, price
-from moe_pack.convert.tier import Tier
+from moe_pack.convert.plan import Decision, Model, Planned, Planner
+from moe_pack.convert.plan.machines import assumed_cpu
+from moe_pack.convert.plan.planner import SEARCHES, SearchName
+from moe_pack.convert.plan.search import menu_of, price
+from moe_pack.convert.plan.tiers import CpuTier, Tier, Traffic, expert_choices
 from moe_pack.formats import (
     BF16,
-    E5M2,
-    FP8,
-    MXFP4,
-    QUANTIZERS,
-    SELECTORS,
     ExpertSpec,
     Plan,
     PlanError,
@@ -35,10 +26,11 @@ from moe_pack.formats import (
     Selector,
     dense_roles,
     part_format,
-    plan_fault,
     size_text,
     uniform_plan,
 )
+from moe_pack.formats.plan import E5M2, FP8, MXFP4, QUANTIZERS, plan_fault
+from moe_pack.formats.spec import SELECTORS
 
 SPEC = replace(
     GROUPED, num_hidden_layers=2, dense_intermediate_size=None, router=replace(GROUPED.router, num_experts=8)

@@ -9,20 +9,11 @@ from cases import case
 from losses import random_losses
 from specs import GROUPED
 
-from moe_pack.convert.edgemoe_widths import edgemoe_decision
-from moe_pack.convert.planned import Model
-from moe_pack.convert.presets import PRESET_NAMES, PresetName, preset_decision
-from moe_pack.formats import (
-    BF16,
-    ExpertFormat,
-    ExpertSpec,
-    ModelSpec,
-    PlanError,
-    dense_roles,
-    pack_layout,
-    part_format,
-    plan_fault,
-)
+from moe_pack.convert.plan import Model, preset_decision
+from moe_pack.convert.plan.papers import PRESET_NAMES, PresetName, edgemoe_decision
+from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, ModelSpec, PlanError, dense_roles, part_format
+from moe_pack.formats.layout import pack_layout
+from moe_pack.formats.plan import plan_fault
 
 
 def model_of(spec: ModelSpec) -> Model:

@@ -11,11 +11,10 @@ from cases import case
 from click.testing import CliRunner, Result
 from models import BOOK, TinyMixtral
 
-from moe_pack.calib import Profile
-from moe_pack.convert.cli import main
-from moe_pack.convert.plan_file import Decision, plan_bytes
-from moe_pack.formats import Pack, part_format, uniform_plan
-from moe_pack.formats.cli import size_text
+from moe_pack.calib.profile import Profile
+from moe_pack.convert.cli.main import main
+from moe_pack.convert.plan import Decision, plan_bytes
+from moe_pack.formats import Pack, part_format, size_text, uniform_plan
 
 SMALL = ["--tokens", "256", "--sequence-length", "64"]
 

@@ -26,10 +26,12 @@ from transformers import MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.utils.logging import disable_progress_bar
 
-from moe_pack.calib import Profile, ProfileOptions, losses_of
+from moe_pack.calib.profile import Profile, ProfileOptions, losses_of
 from moe_pack.convert import convert
-from moe_pack.formats import QUANTIZERS, Checkpoint, Pack, format_text, part_format
-from moe_pack.runtime import CheckpointWeights, Decoder
+from moe_pack.formats import Pack, part_format
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.plan import QUANTIZERS, format_text
+from moe_pack.runtime.model import CheckpointWeights, Decoder
 
 TEXT = random_tokens(2, 512, 96)
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,12 +11,19 @@ from click.testing import CliRunner, Result
 from models import DEMO_MODEL, PackMaker, TinyMixtral, pack
 from profiles import profiled, random_tokens
 
-from moe_pack.convert.cli import main
+from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack, RunError
-from moe_pack.runtime import CacheFacts, divide_budget, expert_pages, read_record
-from moe_pack.runtime.policies import PRESETS
-from moe_pack.runtime.record import Record, write_record
-from moe_pack.runtime.recording import Recorder, recorded_residency_for
+from moe_pack.runtime.offload import (
+    PRESETS,
+    CacheFacts,
+    Record,
+    Recorder,
+    divide_budget,
+    expert_pages,
+    read_record,
+    recorded_residency_for,
+)
+from moe_pack.runtime.offload.record import write_record
 
 BUDGET, CONTEXT = 11 << 20, 64  # of the demo pack's 32 experts, each a page, some two thirds have room
 NUM_EXPERTS = 8

@@ -12,10 +12,10 @@ from click.testing import CliRunner, Result
 from models import TESTS, TinyMixtral
 from profiles import folder_bytes, profiled, random_tokens
 
-from moe_pack.convert.cli import main
-from moe_pack.convert.memory_files import link_memory_folder
+from moe_pack.convert import link_memory_folder
+from moe_pack.convert.cli.main import main
 from moe_pack.formats import ConversionError, Pack
-from moe_pack.runtime.cli import main as moe_run
+from moe_pack.runtime.cli.main import main as moe_run
 
 NOISE = "synthetic: its weights are random, its text is noise"
 CONFIG = TinyMixtral(num_layers=3, num_experts=4, vocab_size=128)

@@ -13,31 +13,25 @@ from profiles import SMALLEST, Recorder, folder_bytes, profiled, random_tokens
 from second_reader import SecondReader
 from synthetic import CPU, character, made, plan_for, recall, run, shares, shrunk, small
 
-from moe_pack.calib import realized_sparsity
-from moe_pack.convert import convert, layout_for
-from moe_pack.convert.random_routers import popular_logits, profiled_popularity, skewed_popularity
-from moe_pack.convert.random_weights import Spread, random_rows, random_stream
-from moe_pack.convert.synthetic import Character, synthesize, synthetic_layout
-from moe_pack.formats import (
-    E5M2,
-    FP8,
-    MXFP4,
-    TRELLIS_WIDTHS,
-    Checkpoint,
-    ConversionError,
-    Pack,
-    PartFormat,
-    PlanError,
-    RouterSpec,
-    Step,
-    audit,
-    check_rows,
-    row_layout,
-    trellis_format,
-    uniform_plan,
+from moe_pack.calib.evaluate.thresholds import realized_sparsity
+from moe_pack.convert import (
+    Character,
+    convert,
+    layout_for,
+    profiled_popularity,
+    skewed_popularity,
+    synthesize,
+    synthetic_layout,
 )
+from moe_pack.convert.synthetic import Spread, popular_logits, random_rows, random_stream
+from moe_pack.formats import ConversionError, Pack, PartFormat, PlanError, RouterSpec, trellis_format, uniform_plan
 from moe_pack.formats.codecs import decode_part
-from moe_pack.runtime import TORCH, Decoder, open_weights, operations_for
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.layout import check_rows, row_layout
+from moe_pack.formats.pack import audit
+from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
+from moe_pack.formats.writer import Step
+from moe_pack.runtime.model import TORCH, Decoder, open_weights, operations_for
 
 # One of each family.
 NAMES = (

@@ -11,11 +11,14 @@ from cases import case
 from click.testing import CliRunner
 from losses import random_losses
 
-from moe_pack.convert.machines import assumed_cpu
-from moe_pack.convert.target import Limit, Target, context_of, defaults_text, parse_limit, planner_for
-from moe_pack.formats import RunError, dense_roles, model_spec
+from moe_pack.convert.plan import Limit, Target, defaults_text, planner_for
+from moe_pack.convert.plan.machines import assumed_cpu
+from moe_pack.convert.plan.target import context_of, parse_limit
+from moe_pack.formats import RunError, dense_roles
 from moe_pack.formats.cli import options_from
-from moe_pack.runtime import CpuFacts, LinkFacts, MachineFacts, SizedRate, total_bytes
+from moe_pack.formats.families import model_spec
+from moe_pack.runtime import MachineFacts, SizedRate, total_bytes
+from moe_pack.runtime.machine import CpuFacts, LinkFacts
 
 GIB = 1 << 30
 SPEC = model_spec("granite-3.0-1b-a400m", 2)

@@ -10,10 +10,10 @@ from cases import case
 from click.testing import CliRunner, Result
 from models import BOOK, TinyMixtral
 
-from moe_pack.convert.cli import main
-from moe_pack.convert.making import work_folder
+from moe_pack.convert.autopack import work_folder
+from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack
-from moe_pack.runtime import divide_budget, routing_bytes
+from moe_pack.runtime.offload import divide_budget, routing_bytes
 
 TEXT = ["--eval-data", str(BOOK), "--eval-tokens", "512"]
 CPU = ["--target-vram", "16M", "--device", "cpu", "--context", "64"]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from cases import case
 
-from moe_pack.convert.tightening import MAX_ATTEMPTS, Attempt, best_of, next_nats
+from moe_pack.convert.autopack import MAX_ATTEMPTS, Attempt, best_of, next_nats
 
 
 def played(lost: Callable[[float], float], allowed: float, first: float) -> list[Attempt]:

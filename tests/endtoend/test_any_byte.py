@@ -11,8 +11,8 @@ from cases import case
 from click.testing import CliRunner
 from models import DEMO_MODEL, TinyMixtral, pack
 
-from moe_pack.convert.cli import main as moe_pack
-from moe_pack.runtime.cli import main as moe_run
+from moe_pack.convert.cli.main import main as moe_pack
+from moe_pack.runtime.cli.main import main as moe_run
 
 FILES = [
     "manifest.json",

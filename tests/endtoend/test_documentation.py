@@ -9,8 +9,8 @@ from cases import case
 from click.testing import CliRunner
 from models import DEMO_MODEL, TESTS
 
-from moe_pack.convert.cli import main as moe_pack
-from moe_pack.runtime.cli import main as moe_run
+from moe_pack.convert.cli.main import main as moe_pack
+from moe_pack.runtime.cli.main import main as moe_run
 
 ROOT = TESTS.parent
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("moe-pack.md", "moe-run.md", "streaming.md", "ci.md"))]

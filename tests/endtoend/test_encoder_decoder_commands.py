@@ -9,10 +9,10 @@ from click.testing import CliRunner, Result
 from families import Tiny, write
 from models import BOOK, DEMO_MODEL
 
-from moe_pack.convert.cli import main
+from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack
-from moe_pack.runtime import divide_budget, routing_bytes
-from moe_pack.runtime.cli import main as run_main
+from moe_pack.runtime.cli.main import main as run_main
+from moe_pack.runtime.offload import divide_budget, routing_bytes
 
 # The demo model's tokenizer takes a vocabulary of 4,096.
 SHAPE = Tiny(

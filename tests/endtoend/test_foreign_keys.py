@@ -11,9 +11,11 @@ from families import BASE, BUILT_AS, WITH_ENCODER, Tiny, oracle, original, token
 from models import pack
 from references import REFERENCES
 
-from moe_pack.formats import Checkpoint, CheckpointError, Pack
-from moe_pack.formats.families import Config, read_spec
-from moe_pack.runtime import PackWeights
+from moe_pack.formats import CheckpointError, Pack
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.registry import read_spec
+from moe_pack.runtime.model import PackWeights
 
 # Values beyond those of the tiny configs, for keys that these do not switch on.
 MORE: dict[str, list[Any]] = {

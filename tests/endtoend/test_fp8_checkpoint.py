@@ -11,22 +11,16 @@ from families import Tiny, config_of, original, token_ids, write_random
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe_pack.convert import convert
-from moe_pack.convert.cli import main
-from moe_pack.convert.source_formats import keep_source
-from moe_pack.formats import (
-    BF16,
-    FP8,
-    UNUSED_FILE,
-    Checkpoint,
-    Pack,
-    PackError,
-    audit,
-    num_parameters,
-    read_account,
-    uniform_plan,
-)
-from moe_pack.runtime import Decoder, PackWeights
+from moe_pack.convert import convert, keep_source
+from moe_pack.convert.cli.main import main
+from moe_pack.formats import BF16, Pack, PackError, uniform_plan
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.layout import UNUSED_FILE
+from moe_pack.formats.manifest import read_account
+from moe_pack.formats.pack import audit
+from moe_pack.formats.plan import FP8
+from moe_pack.formats.spec import num_parameters
+from moe_pack.runtime.model import Decoder, PackWeights
 
 # The project's bound on float32 logits; see test_families.py.
 TOLERANCE = 1e-4

@@ -20,24 +20,16 @@ from safetensors.torch import load_file, save_file
 from streaming import budget_for
 from torch import Tensor
 
-from moe_pack.convert import convert
-from moe_pack.convert.source_formats import keep_source
-from moe_pack.formats import (
-    BF16,
-    E5M2,
-    MXFP4,
-    SELECTORS,
-    Checkpoint,
-    Pack,
-    PackError,
-    audit,
-    part_format,
-    rewrite_thresholds,
-    uniform_plan,
-)
-from moe_pack.runtime import TORCH, CheckpointWeights, Decoder, open_weights
-from moe_pack.runtime.engine import Engine, EngineOptions
-from moe_pack.runtime.streaming import StreamingWeights
+from moe_pack.convert import convert, keep_source
+from moe_pack.formats import BF16, Pack, PackError, part_format, uniform_plan
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.pack import audit
+from moe_pack.formats.plan import E5M2, MXFP4
+from moe_pack.formats.spec import SELECTORS
+from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.runtime import Engine, EngineOptions
+from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, open_weights
+from moe_pack.runtime.offload import StreamingWeights
 
 CPU = torch.device("cpu")
 TINY = Tiny(

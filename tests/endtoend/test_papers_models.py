@@ -11,10 +11,10 @@ from click.testing import CliRunner, Result
 from families import Tiny, write
 from models import DEMO_MODEL
 
-from moe_pack.convert.cli import main as moe_pack
+from moe_pack.convert.cli.main import main as moe_pack
 from moe_pack.formats import Pack
-from moe_pack.runtime import least_budget, routing_bytes
-from moe_pack.runtime.cli import main as moe_run
+from moe_pack.runtime.cli.main import main as moe_run
+from moe_pack.runtime.offload import least_budget, routing_bytes
 
 WORDS = {"vocab_size": 4096}  # of the demo model's tokenizer
 # CORM §5: Mixtral 8x7B, DeepSeekMoE 16B. Importance-driven scheduling, Table 1: deepseek-moe-16b, XVERSE-MoE-A4.2B,

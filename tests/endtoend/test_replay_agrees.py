@@ -13,11 +13,11 @@ from native import operations_limited_to
 from streaming import budget_for
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Decoder, Engine, EngineOptions, MappedPackWeights, read_record, replay
+from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.engine import cache_facts
-from moe_pack.runtime.experts import PartialState
-from moe_pack.runtime.policies import PRESETS
-from moe_pack.runtime.routing import Routing
+from moe_pack.runtime.model import Decoder, PartialState
+from moe_pack.runtime.model.pack_weights import MappedPackWeights
+from moe_pack.runtime.offload import PRESETS, Routing, read_record, replay
 
 CONTEXT = 80
 NUM_PROMPT = 30

@@ -10,8 +10,10 @@ import torch
 from cases import case
 from models import BOOK, DEMO_MODEL, PackMaker
 
-from moe_pack.formats import SELECTORS, Pack
-from moe_pack.runtime import Decoder, PackWeights, Sampler, Text, generate
+from moe_pack.formats import Pack
+from moe_pack.formats.spec import SELECTORS
+from moe_pack.runtime import Sampler, Text, generate
+from moe_pack.runtime.model import Decoder, PackWeights
 
 if TYPE_CHECKING:
     from transformers import MixtralForCausalLM

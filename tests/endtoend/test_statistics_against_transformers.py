@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from profiles import StoppedError, StopsBefore, profiled
 from safetensors.numpy import load_file
 
-from moe_pack.calib import Tokens, read_tokens
+from moe_pack.calib.forward import Tokens, read_tokens
 from moe_pack.runtime import FolderFiles, Text
 
 Array = NDArray[Any]

@@ -6,7 +6,9 @@ import pytest
 from models import BOOK, DEMO_MODEL, pack
 from profiles import Recorder
 
-from moe_pack.calib import ThresholdRule, measure_thresholds, read_tokens, realized_sparsity
+from moe_pack.calib.evaluate import ThresholdRule, measure_thresholds
+from moe_pack.calib.evaluate.thresholds import realized_sparsity
+from moe_pack.calib.forward import read_tokens
 from moe_pack.formats import Pack, Selector
 from moe_pack.runtime import Text
 

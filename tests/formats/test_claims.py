@@ -15,7 +15,9 @@ from families import BASE, ROTARY, Tiny, write
 from models import Tensors, pack
 from safetensors.torch import load_file, save_file
 
-from moe_pack.formats import FAMILIES, Checkpoint, CheckpointError, Matrix, canonical
+from moe_pack.formats import CheckpointError, Matrix, canonical
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.families.registry import FAMILIES
 
 D, F, E, VOCAB = 64, 5, 3, 96
 LAYER = "model.layers.{i}."

@@ -19,9 +19,10 @@ from coded import (
 )
 from models import Tensors, TinyMixtral
 
-from moe_pack.formats import FAMILIES, Checkpoint, CheckpointError
-from moe_pack.formats.spec import Matrix
-from moe_pack.runtime import CheckpointWeights, Decoder, read_neurons, read_rows
+from moe_pack.formats import CheckpointError, Matrix
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.runtime.model import CheckpointWeights, Decoder, read_neurons, read_rows
 
 D, F = 192, 320  # neither is a multiple of 128
 IDS = [5, 17, 3, 90, 41]

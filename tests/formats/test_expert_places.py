@@ -9,11 +9,12 @@ import torch
 from coded import held_so
 from models import Tensors, TinyMixtral, pack
 
-from moe_pack.convert.compare import compare_weights
-from moe_pack.formats import FAMILIES, Checkpoint, CheckpointError, Pack, PackError
+from moe_pack.convert import compare_weights
+from moe_pack.formats import CheckpointError, Matrix, Pack, PackError
+from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.families.family import ExpertNames
-from moe_pack.formats.spec import Matrix
-from moe_pack.runtime import CheckpointWeights, Decoder, PackWeights
+from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.runtime.model import CheckpointWeights, Decoder, PackWeights
 
 MODEL = TinyMixtral(num_layers=2, num_experts=3, intermediate_size=20)
 E, D, F = 3, 64, 20

@@ -7,16 +7,18 @@ from typing import Any
 import pytest
 from cases import case
 
-from moe_pack.formats import CheckpointError, LongRopeSpec, RopeSpec, YarnSpec
-from moe_pack.formats.families import Config
-from moe_pack.formats.families.decoder import (
+from moe_pack.formats import CheckpointError
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.readers import (
     attention_bias,
     layers_after_dense,
     layers_by_step,
     read_grouped_query,
+    read_rope,
     window_if_used,
+    yarn_scale,
 )
-from moe_pack.formats.families.rope import read_rope, yarn_scale
+from moe_pack.formats.spec import LongRopeSpec, RopeSpec, YarnSpec
 
 Values = dict[str, Any]
 Read = Callable[[Config], object]

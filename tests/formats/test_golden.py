@@ -26,25 +26,13 @@ from specs import GROUPED
 from moe_pack.convert import convert
 from moe_pack.convert.account import Account, Origin
 from moe_pack.convert.pipeline import Work, write_pack
-from moe_pack.formats import (
-    BF16,
-    E5M2,
-    FP8,
-    MXFP4,
-    NO_SOURCE,
-    Checkpoint,
-    Item,
-    Pack,
-    PackageVersion,
-    PackLayout,
-    PackWriter,
-    PartFormat,
-    Selector,
-    audit,
-    pack_layout,
-    uniform_plan,
-    write_rows,
-)
+from moe_pack.formats import BF16, Pack, PackLayout, PartFormat, Selector, uniform_plan
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.layout import Item, pack_layout, write_rows
+from moe_pack.formats.manifest import NO_SOURCE, PackageVersion
+from moe_pack.formats.pack import audit
+from moe_pack.formats.plan import E5M2, FP8, MXFP4
+from moe_pack.formats.writer import PackWriter
 
 MODEL = TinyMixtral(intermediate_size=20, num_layers=2, num_experts=3)
 

@@ -10,8 +10,9 @@ from cases import case
 from models import DEMO_MODEL, TinyMixtral
 from published import PUBLISHED, spec_of
 
-from moe_pack.formats import SHORT_NAMES, Checkpoint, CheckpointError, GroupedQuerySpec, model_spec
-from moe_pack.formats.families import published_names
+from moe_pack.formats import CheckpointError, GroupedQuerySpec
+from moe_pack.formats.families import SHORT_NAMES, Checkpoint, model_spec
+from moe_pack.formats.families.published import published_names
 
 
 def test_every_published_model_is_known_by_its_name_to_convert_too() -> None:

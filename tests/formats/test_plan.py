@@ -8,9 +8,6 @@ from specs import GROUPED
 
 from moe_pack.formats import (
     BF16,
-    E5M2,
-    FP8,
-    MXFP4,
     ExpertFormat,
     ExpertSpec,
     ModelSpec,
@@ -19,12 +16,11 @@ from moe_pack.formats import (
     PlanError,
     RouterSpec,
     dense_roles,
-    format_fault,
-    format_text,
-    pack_layout,
     part_format,
     uniform_plan,
 )
+from moe_pack.formats.layout import pack_layout
+from moe_pack.formats.plan import E5M2, FP8, MXFP4, format_fault, format_text
 
 # Two layers of three experts.
 SPEC = dataclasses.replace(

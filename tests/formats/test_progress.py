@@ -2,8 +2,9 @@
 
 import pytest
 
-from moe_pack.formats import NO_PROGRESS, Progress, Stage
+from moe_pack.formats import NO_PROGRESS, Progress
 from moe_pack.formats.cli import TerminalProgress
+from moe_pack.formats.commands import Stage
 
 
 def work(progress: Progress) -> None:

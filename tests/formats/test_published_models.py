@@ -10,15 +10,9 @@ from families import BUILT_AS, quiet_transformers
 from published import CONFIGS, PUBLISHED, Published, active, agrees, spec_of, total
 from references import REFERENCES
 
-from moe_pack.formats import (
-    FAMILIES,
-    MATRICES,
-    GroupedQuerySpec,
-    LongRopeSpec,
-    YarnSpec,
-    cached_values,
-    num_parameters,
-)
+from moe_pack.formats import MATRICES, GroupedQuerySpec
+from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.spec import LongRopeSpec, YarnSpec, cached_values, num_parameters
 
 
 def by_name(name: str) -> Published:

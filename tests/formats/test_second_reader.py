@@ -17,23 +17,12 @@ from numpy.typing import NDArray
 from reseal import JsonObject, edit_array, reseal
 from second_reader import TABLES, BadPackError, Part, Rows, SecondReader
 
-from moe_pack.formats import (
-    E5M2,
-    FP8,
-    MXFP4,
-    ROW_GROUP,
-    SELECTORS,
-    Pack,
-    PackError,
-    PartFormat,
-    Selector,
-    check_rows,
-    part_format,
-    row_layout,
-    trellis_format,
-)
+from moe_pack.formats import ROW_GROUP, Pack, PackError, PartFormat, Selector, part_format, trellis_format
 from moe_pack.formats.codecs import decode_part
-from moe_pack.runtime import PackWeights
+from moe_pack.formats.layout import check_rows, row_layout
+from moe_pack.formats.plan import E5M2, FP8, MXFP4
+from moe_pack.formats.spec import SELECTORS
+from moe_pack.runtime.model import PackWeights
 
 ROOT = Path(__file__).parents[2]
 WIDTHS = (1, 2, 3, 4, 8, 16)

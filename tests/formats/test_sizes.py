@@ -3,13 +3,7 @@
 from cases import case
 from specs import GROUPED, LATENT, changed
 
-from moe_pack.formats import (
-    cache_values,
-    cached_tokens,
-    cached_values,
-    num_active_parameters,
-    num_parameters,
-)
+from moe_pack.formats.spec import cache_values, cached_tokens, cached_values, num_active_parameters, num_parameters
 
 EXPERT = 3 * 48 * 64  # gate, up and down of each routed expert below
 EMBEDDING = 96 * 64

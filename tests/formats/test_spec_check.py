@@ -7,7 +7,7 @@ from cases import case
 from specs import ANSWERING, GROUPED, LATENT, LONGROPE, YARN, Values, changed
 
 from moe_pack.formats import ModelSpec, dump
-from moe_pack.formats.spec_check import spec_fault
+from moe_pack.formats.spec import spec_fault
 
 MAX = 2**31 - 1
 

@@ -7,8 +7,8 @@ from typing import Literal
 import pytest
 from cases import case
 
-from moe_pack.formats import CheckpointError, PackError, canonical, dump, parse
-from moe_pack.formats.strict_json import added, load
+from moe_pack.formats import CheckpointError, PackError, canonical, dump, load, parse
+from moe_pack.formats.json_files import added
 
 
 def refusal(raw: bytes) -> str:

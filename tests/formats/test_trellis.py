@@ -10,9 +10,9 @@ import torch
 from cases import case
 from torch import Tensor
 
-from moe_pack.formats import ROW_GROUP, TRELLIS_WIDTHS, PartFormat, format_fault, trellis_format
-from moe_pack.formats.codecs import Trellis, decode_part, trellis_steps, trellis_values
-from moe_pack.formats.trellis_tables import TRELLIS_TABLES, TRELLIS_UNITS
+from moe_pack.formats import ROW_GROUP, PartFormat, trellis_format
+from moe_pack.formats.codecs import TRELLIS_TABLES, TRELLIS_UNITS, Trellis, decode_part, trellis_steps, trellis_values
+from moe_pack.formats.plan import TRELLIS_WIDTHS, format_fault
 
 ROOT = Path(__file__).parents[2]
 FORMATS = [trellis_format(width, group, bits) for width in TRELLIS_WIDTHS for group, bits in ((ROW_GROUP, 16), (16, 8))]

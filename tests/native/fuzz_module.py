@@ -1,4 +1,4 @@
-"""Random right and wrong arguments for the extension of runtime/native, built with sanitizers (`make fuzz`).
+"""Random right and wrong arguments for the extension of runtime/cpu/native, built with sanitizers (`make fuzz`).
 
     fuzz_module.py EXTENSION [--seconds N] [--cases N] [--seed S]
 

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe_pack.formats import GroupedQuerySpec
-from moe_pack.runtime.kv_cache import LayerCache
-from moe_pack.runtime.native_operations import NativeOperations
-from moe_pack.runtime.operations import MAX_SCORE_BYTES, TORCH, HeadNorms, Operations
+from moe_pack.runtime.model import TORCH, NativeOperations, Operations
+from moe_pack.runtime.model.kv_cache import LayerCache
+from moe_pack.runtime.model.operations import MAX_SCORE_BYTES, HeadNorms
 
 # Float32 sums of up to 256 values, and softmax over up to 900, in another order.
 TOLERANCE = 3e-6

@@ -10,9 +10,9 @@ from click.testing import CliRunner, Result
 from models import PackMaker, TinyMixtral, pack
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.bench import BenchTimes, peak_resident_bytes, random_prompt
-from moe_pack.runtime.cli import main
-from moe_pack.runtime.memory import anonymous_bytes
+from moe_pack.runtime import BenchTimes, peak_resident_bytes, random_prompt
+from moe_pack.runtime.cli.main import main
+from moe_pack.runtime.machine import anonymous_bytes
 
 
 def run(*arguments: object) -> Result:

@@ -8,7 +8,7 @@ from benchlib.confined import SPARE_BYTES, MemoryCgroup, NoCgroupError, Task, ru
 from benchlib.confined import measure as measured
 from benchlib.packs import SyntheticPack
 
-from moe_pack.convert.cli import main as moe_pack
+from moe_pack.convert.cli.main import main as moe_pack
 
 PACK = SyntheticPack("qwen3-30b-a3b", layers=3, vocab=4096)  # 384 experts, 1 GB
 TASK = Task(prompt_tokens=512, decode_tokens=16, threads=2, seed=0, decode_limit_s=float("inf"))

@@ -10,21 +10,12 @@ import torch
 from card_layers import CPU, random_selection
 from synthetic import made, plan_for, small
 
-from moe_pack.formats import (
-    BF16,
-    Pack,
-    Plan,
-    RunError,
-    Selector,
-    dense_roles,
-    model_spec,
-    pack_layout,
-    part_format,
-    uniform_plan,
-)
-from moe_pack.runtime.card_cache import CardCache, CardLayer
-from moe_pack.runtime.card_placement import page_bytes_for, place_experts, usual_heat
-from moe_pack.runtime.host_arena import HostArena
+from moe_pack.formats import BF16, Pack, Plan, RunError, Selector, dense_roles, part_format, uniform_plan
+from moe_pack.formats.families import model_spec
+from moe_pack.formats.layout import pack_layout
+from moe_pack.runtime.gpu.device import HostArena
+from moe_pack.runtime.gpu.placement import page_bytes_for, place_experts, usual_heat
+from moe_pack.runtime.gpu.weights import CardCache, CardLayer
 
 NUM_ROWS = 96
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from moe_pack.formats import Pack, RunError
-from moe_pack.runtime import Decoder, Engine, EngineOptions, PackWeights
-from moe_pack.runtime.card_engine import CardAsked, fit_to_card
+from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.engine import check_capability
+from moe_pack.runtime.gpu.fit import CardAsked, fit_to_card
+from moe_pack.runtime.model import Decoder, PackWeights
 
 CPU = torch.device("cpu")
 CONTEXT_BYTES, WORKING_BYTES, LEAST_BYTES, ROUNDING = 300 << 20, 50 << 20, 10 << 20, 4 << 20

@@ -8,8 +8,9 @@ from cards import CPU, TOLERANCE, graph_decoder, graph_logits
 from gpt_oss_pack import CHUNK, IDS, PROMPT, WINDOW, packed_gpt_oss
 from staged_card import staged_logits
 
-from moe_pack.formats import E5M2, MXFP4, Pack, Selector
-from moe_pack.runtime import Decoder, PackWeights
+from moe_pack.formats import Pack, Selector
+from moe_pack.formats.plan import E5M2, MXFP4
+from moe_pack.runtime.model import Decoder, PackWeights
 
 
 def reference(folder: Path) -> torch.Tensor:

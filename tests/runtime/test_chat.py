@@ -9,7 +9,7 @@ from cases import case
 from models import DEMO_MODEL, TinyMixtral, pack
 
 from moe_pack.formats import Pack, RunError
-from moe_pack.runtime.chat import chat_prompt
+from moe_pack.runtime import chat_prompt
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}\n"

@@ -7,8 +7,9 @@ import torch
 from cases import case
 from models import TinyMixtral, pack
 
-from moe_pack.formats import Checkpoint, Pack, RunError
-from moe_pack.runtime import CheckpointWeights, Decoder, PackWeights
+from moe_pack.formats import Pack, RunError
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.model import CheckpointWeights, Decoder, PackWeights
 
 CPU = torch.device("cpu")
 # Float32 sums in another order over d = 64 and 4 layers differ by about 1e-6; the project's bound is 1e-4.

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_pack.formats import PackError, RunError, Stage
-from moe_pack.runtime import MachineFacts, measure_machine
-from moe_pack.runtime.doctor import READ_SIZES, Measured, Run, drive_facts
-from moe_pack.runtime.machine import ReadMode, SizedRate
-from moe_pack.runtime.native_kernels import is_available, num_cpus
+from moe_pack.formats import PackError, RunError
+from moe_pack.formats.commands import Stage
+from moe_pack.runtime import MachineFacts, SizedRate, measure_machine
+from moe_pack.runtime.cpu import is_available, num_cpus
+from moe_pack.runtime.machine import READ_SIZES, Measured, ReadMode, Run, drive_facts
 
 INSTANT = 0.0005  # seconds a measurement
 FOUR_MIB = 4 << 20
@@ -150,7 +150,7 @@ def test_what_is_chosen_comes_nearest_to_the_best_over_all_sizes() -> None:
 # The extension is as good as not built where its import finds nothing.
 WITHOUT_EXTENSION = """
 import sys
-sys.modules["moe_pack.runtime._native"] = None
+sys.modules["moe_pack.runtime.cpu._native"] = None
 from pathlib import Path
 from moe_pack.runtime import is_available, measure_machine
 assert not is_available()

@@ -16,21 +16,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
-from moe_pack.formats import Pack, PackLayout, RunError, cached_values
-from moe_pack.runtime import (
-    EncoderDecoder,
-    Engine,
-    EngineOptions,
-    PackWeights,
-    PolicyName,
-    Sampler,
-    generate,
-    least_budget,
-    load,
-)
-from moe_pack.runtime.cli import main
-from moe_pack.runtime.pack_weights import tokens_by_expert
-from moe_pack.runtime.run_report import report
+from moe_pack.formats import Pack, PackLayout, RunError
+from moe_pack.formats.spec import cached_values
+from moe_pack.runtime import Engine, EngineOptions, Sampler, generate, report
+from moe_pack.runtime.cli.main import main
+from moe_pack.runtime.load import load
+from moe_pack.runtime.model import EncoderDecoder, PackWeights, tokens_by_expert
+from moe_pack.runtime.offload import PolicyName, least_budget
 
 CPU, CONTEXT, NUM_MADE = torch.device("cpu"), 96, 32
 SHAPE = Tiny(
@@ -178,7 +170,7 @@ def test_moe_run_answers_a_text_and_shows_sentinels(held: Pack, packed: Path) ->
 
 
 def test_sentinels_are_shown_and_other_special_tokens_are_not(held: Pack) -> None:
-    from moe_pack.runtime.text import Text
+    from moe_pack.runtime import Text
 
     stream = Text(held).stream([])
     assert "".join([stream.push(token) for token in (0, 2, 7, 1)] + [stream.finish()]).split() == ["<extra_id_0>", "w7"]

@@ -11,11 +11,10 @@ import torch
 from cases import case
 from specs import GROUPED
 
-from moe_pack.formats import SELECTORS, Matrix, Selector
-from moe_pack.runtime import NeuronBlock
-from moe_pack.runtime.expert import activations, run_expert
-from moe_pack.runtime.layer import run_dense_expert
-from moe_pack.runtime.matrix import StoredMatrix
+from moe_pack.formats import Matrix, Selector
+from moe_pack.formats.spec import SELECTORS
+from moe_pack.runtime.model import NeuronBlock, StoredMatrix, activations, run_expert
+from moe_pack.runtime.model.layer import run_dense_expert
 
 
 @dataclass

@@ -8,8 +8,7 @@ import pytest
 from models import BOOK, DEMO_MODEL, TinyMixtral, pack
 
 from moe_pack.formats import CheckpointError, Pack, RunError
-from moe_pack.runtime import Text
-from moe_pack.runtime.folder_files import FolderFiles
+from moe_pack.runtime import FolderFiles, Text
 
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 MIB = 1 << 20

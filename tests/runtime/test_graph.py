@@ -11,20 +11,14 @@ from cards import CPU, IDS, PROMPT, TOLERANCE, graph_decoder, graph_logits, refe
 from models import TinyMixtral, pack
 
 from moe_pack.convert import convert
-from moe_pack.formats import (
-    Checkpoint,
-    ExpertFormat,
-    Pack,
-    Plan,
-    Selector,
-    part_format,
-    rewrite_thresholds,
-    uniform_dense,
-)
-from moe_pack.runtime import Decoder, PackWeights
-from moe_pack.runtime.card_engine import run_everything
-from moe_pack.runtime.graph_engine import GraphAtWork
-from moe_pack.runtime.host_arena import HostArena
+from moe_pack.formats import ExpertFormat, Pack, Plan, Selector, part_format
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.plan import uniform_dense
+from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.runtime.gpu.device import HostArena
+from moe_pack.runtime.gpu.fit import run_everything
+from moe_pack.runtime.gpu.graph_engine import GraphAtWork
+from moe_pack.runtime.model import Decoder, PackWeights
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, config={"num_experts_per_tok": 2})
 

@@ -14,8 +14,9 @@ from click.testing import CliRunner, Result
 from models import DEMO_MODEL, pack
 from native import INSTRUCTION_SETS, kernels_limited_to
 
-from moe_pack.runtime.cli import main
-from moe_pack.runtime.native_kernels import InstructionSet, Kernels, is_available, open_kernels
+from moe_pack.runtime.cli.main import main
+from moe_pack.runtime.cpu import Kernels, is_available, open_kernels
+from moe_pack.runtime.cpu.kernels import InstructionSet
 
 PROMPT = ["--prompt", "It was a dark night", "--max-tokens", "12", "--temperature", "0"]
 
@@ -42,7 +43,7 @@ def run(*arguments: object) -> Result:
 # cannot be imported.
 WITHOUT = """
 import json, sys
-sys.modules["moe_pack.runtime._native"] = None
+sys.modules["moe_pack.runtime.cpu._native"] = None
 import torch
 from click.testing import CliRunner
 from moe_pack.runtime.cli import main

@@ -7,9 +7,10 @@ import pytest
 import torch
 from families import FULL_V2, NUM_TOKENS, Tiny, token_ids, write
 
-from moe_pack.formats import Checkpoint, LatentSpec, cached_values
-from moe_pack.runtime import CheckpointWeights, Decoder, latent_attention
-from moe_pack.runtime.kv_cache import KVCache
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.spec import LatentSpec, cached_values
+from moe_pack.runtime.model import CheckpointWeights, Decoder, KVCache
+from moe_pack.runtime.model import attention as latent_attention
 
 LITE = LatentSpec("latent", 16, None, 512, 128, 64, 128, 192**-0.5, 1e-6)  # DeepSeek-V2-Lite's
 

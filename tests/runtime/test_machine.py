@@ -12,17 +12,16 @@ from cases import case
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import (
-    CpuFacts,
     DriveFacts,
     FixedCosts,
-    LinkFacts,
     MachineFacts,
     ReadRate,
+    SizedRate,
     WidthRate,
     load_facts,
     save_facts,
 )
-from moe_pack.runtime.machine import SizedRate, facts_file
+from moe_pack.runtime.machine import CpuFacts, LinkFacts, facts_file
 
 SIZES = [4096 << i for i in range(13)]
 

@@ -15,10 +15,13 @@ from models import DEMO_MODEL, pack
 from native import INSTRUCTION_SETS, operations_limited_to
 from torch import Tensor
 
-from moe_pack.formats import FAMILIES, SELECTORS, Pack, PackError, Selector, rewrite_thresholds
-from moe_pack.runtime import TORCH, Decoder, MappedPackWeights, NativeOperations, PackWeights, open_weights
-from moe_pack.runtime.native_kernels import Kernels
-from moe_pack.runtime.packed_expert import MappedExpert, PackedExpert
+from moe_pack.formats import Pack, PackError, Selector
+from moe_pack.formats.families.registry import FAMILIES
+from moe_pack.formats.spec import SELECTORS
+from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.runtime.cpu import Kernels
+from moe_pack.runtime.model import TORCH, Decoder, NativeOperations, PackedExpert, PackWeights, open_weights
+from moe_pack.runtime.model.pack_weights import MappedExpert, MappedPackWeights
 
 CPU = torch.device("cpu")
 # The project's bound. Logits of the demo model reach 20; float32 sums in another order move them by about 1e-5.

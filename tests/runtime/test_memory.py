@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_pack.runtime.memory import anonymous_bytes, available_bytes, give_back_freed
+from moe_pack.runtime import available_bytes, give_back_freed
+from moe_pack.runtime.machine import anonymous_bytes
 
 GROUPS = Path("/sys/fs/cgroup/memory")
 MIB = 1 << 20

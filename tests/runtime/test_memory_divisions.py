@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from specs import GROUPED
 from torch_ops import TorchOps
 
-from moe_pack.formats import BF16, Pack, PackLayout, RunError, dense_roles, model_spec, pack_layout, part_format
+from moe_pack.formats import BF16, Pack, PackLayout, RunError, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
-from moe_pack.runtime.budget import FixedParts, MemoryNeeds, best_page_bytes, divide, divide_budget, least_budget
-from moe_pack.runtime.card_budget import divide_card, least_card
-from moe_pack.runtime.card_placement import least_placement, place_experts, usual_heat
-from moe_pack.runtime.staged_weights import plan_staged
+from moe_pack.formats.families import model_spec
+from moe_pack.formats.layout import pack_layout
+from moe_pack.runtime.gpu.placement import least_placement, place_experts, usual_heat
+from moe_pack.runtime.gpu.staged_engine import plan_staged
+from moe_pack.runtime.offload import FixedParts, MemoryNeeds, best_page_bytes, divide, divide_budget, least_budget
+from moe_pack.runtime.offload.budget import divide_card, least_card
 
 MIB, GIB = 1 << 20, 1 << 30
 

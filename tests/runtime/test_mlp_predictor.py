@@ -9,8 +9,9 @@ from cases import case
 from predictors import random_arrays, random_predictor
 from torch import Tensor
 
-from moe_pack.formats import MoePackError, PackError
-from moe_pack.runtime import Predictor
+from moe_pack.formats import PackError
+from moe_pack.formats.errors import MoePackError
+from moe_pack.runtime.offload import Predictor
 
 LAYERS = pytest.mark.parametrize("num_layers", [1, 2])
 

@@ -8,10 +8,12 @@ from cases import case
 from click.testing import CliRunner
 from models import TESTS, PackMaker
 
-from moe_pack.formats import MoePackError, Pack, PackError, RunError
-from moe_pack.runtime import EngineOptions, load
-from moe_pack.runtime.budget import divide_budget
-from moe_pack.runtime.cli import main
+from moe_pack.formats import Pack, PackError, RunError
+from moe_pack.formats.errors import MoePackError
+from moe_pack.runtime import EngineOptions
+from moe_pack.runtime.cli.main import main
+from moe_pack.runtime.load import load
+from moe_pack.runtime.offload import divide_budget
 
 PROMPT = "It was a dark night"
 CONTEXT = 64

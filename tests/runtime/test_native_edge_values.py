@@ -21,19 +21,10 @@ from random_experts import weight_magnitudes as magnitudes
 from sweep import sweep
 from torch import Tensor
 
-from moe_pack.formats import (
-    BF16,
-    E5M2,
-    FP8,
-    MXFP4,
-    TRELLIS_WIDTHS,
-    PartFormat,
-    RowLayout,
-    format_text,
-    trellis_format,
-)
+from moe_pack.formats import BF16, PartFormat, RowLayout, trellis_format
 from moe_pack.formats.codecs import decode_part
-from moe_pack.runtime.native_kernels import Kernels, row_numbers
+from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS, format_text
+from moe_pack.runtime.cpu import Kernels, row_numbers
 
 Bytes = NDArray[np.uint8]
 SOURCES = [FP8, E5M2, MXFP4]

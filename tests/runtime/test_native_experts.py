@@ -22,21 +22,11 @@ from random_experts import (
 from sweep import random_seed, sweep
 from torch import Tensor
 
-from moe_pack.formats import (
-    BF16,
-    E5M2,
-    FP8,
-    MXFP4,
-    SELECTORS,
-    TRELLIS_WIDTHS,
-    ExpertFormat,
-    PartFormat,
-    Selector,
-    part_format,
-    trellis_format,
-)
-from moe_pack.runtime import Activations, NeuronBlock, activations, run_expert
-from moe_pack.runtime.native_kernels import Kernels, Selected
+from moe_pack.formats import BF16, ExpertFormat, PartFormat, Selector, part_format, trellis_format
+from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
+from moe_pack.formats.spec import SELECTORS
+from moe_pack.runtime.cpu import Kernels, Selected
+from moe_pack.runtime.model import Activations, NeuronBlock, activations, run_expert
 
 TRELLISES = {f"trellis {width}": width for width in TRELLIS_WIDTHS}
 SOURCES = {"fp8": FP8, "e5m2": E5M2, "mxfp4": MXFP4}  # each in its one format

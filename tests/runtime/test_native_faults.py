@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from models import DEMO_MODEL, pack
 
-_native = pytest.importorskip("moe_pack.runtime._native", reason="native kernels were not built: no C++ compiler")
+_native = pytest.importorskip("moe_pack.runtime.cpu._native", reason="native kernels were not built: no C++ compiler")
 
 CUT = "experts-001.safetensors: was cut while it was in use; bring the file back and start again"
 COMMAND = [sys.executable, "-m", "moe_pack.runtime.cli"]

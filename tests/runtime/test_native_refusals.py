@@ -15,9 +15,12 @@ from random_experts import FOUR_BIT, Shape, random_expert, random_rows
 from sweep import sweep
 
 from moe_pack.formats import BF16, RunError
-from moe_pack.runtime.native_kernels import InstructionSet, Kernels, row_numbers
+from moe_pack.runtime.cpu import Kernels, row_numbers
+from moe_pack.runtime.cpu.kernels import InstructionSet
 
-native: Any = pytest.importorskip("moe_pack.runtime._native", reason="native kernels were not built: no C++ compiler")
+native: Any = pytest.importorskip(
+    "moe_pack.runtime.cpu._native", reason="native kernels were not built: no C++ compiler"
+)
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments], object]

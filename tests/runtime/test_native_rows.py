@@ -21,22 +21,12 @@ from random_experts import (
 from sweep import sweep
 from torch import Tensor
 
-from moe_pack.formats import (
-    BF16,
-    E5M2,
-    FP8,
-    MXFP4,
-    TRELLIS_WIDTHS,
-    PartFormat,
-    RowLayout,
-    format_text,
-    part_format,
-    trellis_format,
-)
+from moe_pack.formats import BF16, PartFormat, RowLayout, part_format, trellis_format
 from moe_pack.formats.codecs import decode_part
-from moe_pack.formats.rows import row_crcs
-from moe_pack.runtime.matrix import TORCH_DTYPES
-from moe_pack.runtime.native_kernels import Kernels, row_numbers, stored_numbers
+from moe_pack.formats.layout import row_crcs
+from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS, format_text
+from moe_pack.runtime.cpu import Kernels, row_numbers, stored_numbers
+from moe_pack.runtime.model.matrix import TORCH_DTYPES
 
 Bytes = NDArray[np.uint8]
 SOURCES = [FP8, E5M2, MXFP4]

@@ -13,9 +13,11 @@ from random_experts import FOUR_BIT, RandomExpert, Shape, random_expert, random_
 from sweep import sweep
 from torch import Tensor
 
-from moe_pack.formats import BF16, SELECTORS, GroupedQuerySpec, RunError, Selector, part_format
-from moe_pack.runtime import activations
-from moe_pack.runtime.native_kernels import InstructionSet, Kernels, Selected, num_cpus, open_kernels, row_numbers
+from moe_pack.formats import BF16, GroupedQuerySpec, RunError, Selector, part_format
+from moe_pack.formats.spec import SELECTORS
+from moe_pack.runtime.cpu import Kernels, Selected, num_cpus, open_kernels, row_numbers
+from moe_pack.runtime.cpu.kernels import InstructionSet
+from moe_pack.runtime.model import activations
 
 Operation = Callable[[Kernels], Tensor]
 D, F = 320, 700  # a record has 0.5 KiB: more than the 64 KiB that one thread does alone

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from native import INSTRUCTION_SETS, kernels_limited_to
 from random_experts import RandomExpert, Shape, random_expert, random_tokens, threshold_at
 
-from moe_pack.formats import DISK_BLOCK_BYTES, SELECTORS, PackError
-from moe_pack.runtime.arena import PageArena
-from moe_pack.runtime.native_kernels import Kernels
-from moe_pack.runtime.paged_expert import PagedExpert
+from moe_pack.formats import DISK_BLOCK_BYTES, PackError
+from moe_pack.formats.spec import SELECTORS
+from moe_pack.runtime.cpu import Kernels
+from moe_pack.runtime.offload.disk import PageArena
+from moe_pack.runtime.offload.expert_store import PagedExpert
 
 SHAPE = Shape(num_rows=67, num_cols=256)
 OFFSET = 12_288

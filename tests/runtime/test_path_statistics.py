@@ -9,9 +9,10 @@ import pytest
 from cases import case as named_case
 from paths import CASES, EVERYTHING, HAND, Case, Plain, sets_before
 
-from moe_pack.calib.paths import learn_paths
+from moe_pack.calib.statistics import learn_paths
 from moe_pack.formats import PackError
-from moe_pack.runtime import PATH_MIN_SEEN, PathStatistics, Stage, ranked
+from moe_pack.runtime.offload import PathStatistics
+from moe_pack.runtime.offload.paths import PATH_MIN_SEEN, Stage, ranked
 
 
 def test_predictions_are_those_of_dictionaries_and_loops() -> None:

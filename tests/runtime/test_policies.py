@@ -13,19 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from residencies import Steps, dropped, facts_of, fetched, hits, random_steps, resident, walk_all
 
-from moe_pack.runtime.policies import (
-    LFU,
-    LRU,
-    PRESETS,
-    Belady,
-    EdgeMoE,
-    Importance,
-    LayerLRU,
-    Preset,
-    placed_by_popularity,
-    residency_for,
-)
-from moe_pack.runtime.residency import CacheFacts, Eviction, Key, Residency
+from moe_pack.runtime.offload import PRESETS, CacheFacts, Key, Preset, Residency, residency_for
+from moe_pack.runtime.offload.cache import Eviction
+from moe_pack.runtime.offload.eviction import LFU, LRU, Belady, EdgeMoE, Importance, LayerLRU, placed_by_popularity
 
 SHAPE = (3, 4)
 Victim = Callable[[int, Steps, set[Key]], Key]  # step, all steps, what may go: what goes

@@ -14,30 +14,32 @@ from native import operations_limited_to
 from predictors import random_predictor
 from routings import random_routing
 
-from moe_pack.formats import Checkpoint, Pack, RunError
-from moe_pack.runtime import (
-    NO_PREDICTOR,
-    PREDICTION_NAMES,
+from moe_pack.formats import Pack, RunError
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.model import (
     TORCH,
     CheckpointWeights,
     KVCache,
-    Observed,
     PackWeights,
-    Prediction,
-    PredictionName,
-    Predictor,
     Rope,
-    Routing,
     StoredMatrix,
     add_attention,
     embed,
-    make_prediction,
     mlp_input,
-    ranked,
     route_tokens,
+    run_experts,
 )
-from moe_pack.runtime.experts import run_experts
-from moe_pack.runtime.prediction import LearnedPrediction
+from moe_pack.runtime.offload import Predictor, Routing
+from moe_pack.runtime.offload.paths import ranked
+from moe_pack.runtime.offload.prefetch import (
+    PREDICTION_NAMES,
+    LearnedPrediction,
+    Observed,
+    Prediction,
+    PredictionName,
+    make_prediction,
+)
+from moe_pack.runtime.offload.routing_file import NO_PREDICTOR
 
 L, E, K, D = 4, 6, 2, 64
 SHAPE = TinyMixtral(intermediate_size=16, num_layers=L, num_experts=E, dtype=torch.float32)

@@ -21,8 +21,9 @@ from cases import case
 from numpy.typing import NDArray
 
 from moe_pack.formats import DISK_BLOCK_BYTES, PackError, RunError
-from moe_pack.runtime.native_kernels import is_available
-from moe_pack.runtime.reads import BlockingReads, NativeReads, ReadStats, open_reads
+from moe_pack.runtime.cpu import is_available
+from moe_pack.runtime.offload import open_reads
+from moe_pack.runtime.offload.disk import BlockingReads, NativeReads, ReadStats
 
 KINDS = (NativeReads, BlockingReads)
 AnyReads = NativeReads | BlockingReads

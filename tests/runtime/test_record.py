@@ -11,11 +11,10 @@ import pytest
 from cases import case
 from residencies import facts_of
 
-from moe_pack.formats import RunError, assemble, canonical, dump, read_header
-from moe_pack.runtime.policies import PRESETS
-from moe_pack.runtime.record import Passes, Record, RecordFacts, Request, read_record, write_record
-from moe_pack.runtime.recording import Recorder, recorded_residency_for
-from moe_pack.runtime.residency import Key
+from moe_pack.formats import RunError, canonical, dump
+from moe_pack.formats.safetensors import assemble, read_header
+from moe_pack.runtime.offload import PRESETS, Key, Passes, Record, Recorder, read_record, recorded_residency_for
+from moe_pack.runtime.offload.record import RecordFacts, Request, write_record
 
 Arrays = dict[str, Any]
 FACTS = RecordFacts("moe-pack record", 1, "ab" * 32, "lru", 10**6, 64, 3)

@@ -6,8 +6,8 @@ import torch
 from cases import case
 from torch import Tensor
 
-from moe_pack.formats import RelativeSpec
-from moe_pack.runtime.relative_attention import PositionBias, distance_buckets
+from moe_pack.formats.spec import RelativeSpec
+from moe_pack.runtime.model.attention import PositionBias, distance_buckets
 
 
 def reference_buckets(distances: Tensor, is_mutual: bool, spec: RelativeSpec) -> Tensor:

@@ -12,11 +12,22 @@ from hypothesis import strategies as st
 from residencies import facts_of
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.policies import PRESETS, Preset, residency_for
-from moe_pack.runtime.record import Passes, Record, Request, read_record, write_record
-from moe_pack.runtime.recording import Recorder, recorded_residency_for
-from moe_pack.runtime.replay import Played, Tally, auto_policy, optimum, replay
-from moe_pack.runtime.residency import Array, CacheFacts, Compute, Fetch, Key
+from moe_pack.runtime.offload import (
+    PRESETS,
+    CacheFacts,
+    Key,
+    Passes,
+    Preset,
+    Record,
+    Recorder,
+    read_record,
+    recorded_residency_for,
+    replay,
+    residency_for,
+)
+from moe_pack.runtime.offload.cache import Array, Compute, Fetch
+from moe_pack.runtime.offload.record import Request, write_record
+from moe_pack.runtime.offload.replay import Played, Tally, auto_policy, optimum
 
 SHAPE = (3, 6)
 

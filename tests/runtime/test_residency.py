@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from residencies import dropped, facts_of, fetched, hits, lru_residency, resident
 
-from moe_pack.runtime.policies import LRU, PRESETS, Preset, residency_for
-from moe_pack.runtime.policies.preset import EvictionName
-from moe_pack.runtime.residency import CacheFacts, Compute, Drop, Event, Fetch, Key, Residency
+from moe_pack.runtime.offload import PRESETS, CacheFacts, Key, Preset, Residency, residency_for
+from moe_pack.runtime.offload.cache import Compute, Drop, Event, Fetch
+from moe_pack.runtime.offload.eviction import LRU
+from moe_pack.runtime.offload.presets import EvictionName
 
 EVICTIONS: tuple[EvictionName, ...] = ("lru", "layer_lru", "lfu", "edgemoe", "importance", "none")
 SHAPE = (3, 4)

@@ -10,8 +10,8 @@ from cases import case
 from native import operations_limited_to
 
 from moe_pack.formats import RouterSpec
-from moe_pack.runtime import TORCH
-from moe_pack.runtime import router as routers
+from moe_pack.runtime.model import TORCH
+from moe_pack.runtime.model import router as routers
 
 Chosen = list[tuple[int, float]]  # experts and weights, best first
 Route = Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -9,7 +9,7 @@ from specs import GROUPED
 from torch import Tensor
 
 from moe_pack.formats import ModelSpec, RouterSpec
-from moe_pack.runtime import TORCH, StoredMatrix, router_scores
+from moe_pack.runtime.model import TORCH, StoredMatrix, router_scores
 
 D = 64
 

@@ -12,15 +12,12 @@ from models import TinyMixtral, pack
 from predictors import random_predictor
 from routings import random_routing
 
-from moe_pack.formats import (
-    Pack,
-    PackError,
-    TensorSidecar,
-    rewrite_thresholds,
-    root_without_thresholds,
-    write_tensor_sidecar,
-)
-from moe_pack.runtime import MAX_ROUTED_TOKENS, NO_PREDICTOR, ROUTING_FILE, Routing, routing_file_bytes, write_routing
+from moe_pack.formats import Pack, PackError
+from moe_pack.formats.manifest import root_without_thresholds
+from moe_pack.formats.sidecar import TensorSidecar, write_tensor_sidecar
+from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.runtime.offload import ROUTING_FILE, Routing
+from moe_pack.runtime.offload.routing_file import MAX_ROUTED_TOKENS, NO_PREDICTOR, routing_file_bytes, write_routing
 
 SHAPE = TinyMixtral(intermediate_size=16, num_layers=4, num_experts=4)
 ROUTING = random_routing(4, 4, 2, 64, best=(3, 1, 4))

@@ -13,7 +13,7 @@ from cases import case
 from click.testing import CliRunner, Result
 from models import BOOK, DEMO_MODEL, PackMaker, TinyMixtral, pack
 
-from moe_pack.runtime.cli import main
+from moe_pack.runtime.cli.main import main
 
 
 def run(*arguments: object, text: str | None = None) -> Result:

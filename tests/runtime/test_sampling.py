@@ -10,7 +10,7 @@ from cases import case
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import Sampler
-from moe_pack.runtime.sampling import nucleus
+from moe_pack.runtime.generate import nucleus
 
 LOGITS = torch.log(torch.tensor([0.1, 0.5, 0.15, 0.25]))
 

@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from moe_pack.runtime.policies import Split, balanced, fastest
+from moe_pack.runtime.offload.split import Split, balanced, fastest
 
 
 def test_two_pointers_load_what_has_most_tokens_and_compute_what_has_fewest() -> None:

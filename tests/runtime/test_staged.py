@@ -17,12 +17,12 @@ from staged import AtWork, Staged, staged
 from torch import Tensor
 from torch_ops import TorchOps
 
-from moe_pack.formats import Pack, RunError, rewrite_thresholds
-from moe_pack.runtime import Decoder, MappedPackWeights
-from moe_pack.runtime.policies import PRESETS
-from moe_pack.runtime.replay import replay
-from moe_pack.runtime.staged_weights import plan_staged
-from moe_pack.runtime.streaming import Trust
+from moe_pack.formats import Pack, RunError
+from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.runtime.gpu.staged_engine import plan_staged
+from moe_pack.runtime.model import Decoder
+from moe_pack.runtime.model.pack_weights import MappedPackWeights
+from moe_pack.runtime.offload import PRESETS, Trust, replay
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000]
 NUM_PROMPT = 6

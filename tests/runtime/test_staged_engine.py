@@ -8,8 +8,8 @@ from models import TinyMixtral, pack
 from staged_card import staged_logits
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Decoder, PackWeights
-from moe_pack.runtime.policies import PolicyName
+from moe_pack.runtime.model import Decoder, PackWeights
+from moe_pack.runtime.offload import PolicyName
 
 TOLERANCE = 1e-4  # the project's bound on logits, maximum absolute
 IDS = [(37 * i + 5) % 96 for i in range(3)]

@@ -8,10 +8,8 @@ import torch
 from families import Tiny, write
 from models import TinyMixtral, pack
 
-from moe_pack.formats import Pack, PackError
-from moe_pack.formats.roles import dense_roles
-from moe_pack.runtime import Decoder, PackWeights, StreamedPackWeights
-from moe_pack.runtime.expert import activations
+from moe_pack.formats import Pack, PackError, dense_roles
+from moe_pack.runtime.model import Decoder, PackWeights, StreamedPackWeights, activations
 
 CPU = torch.device("cpu")
 

@@ -14,17 +14,13 @@ from native import operations_limited_to
 from streaming import budget_for
 from torch import Tensor
 
-from moe_pack.formats import Pack, PackError, RunError, rewrite_thresholds
-from moe_pack.runtime import Decoder, MappedPackWeights, PackWeights
-from moe_pack.runtime.budget import (
-    Asked,
-    divide_budget,
-    expert_pages,
-    whole_bytes,
-)
-from moe_pack.runtime.engine import Engine, EngineOptions
-from moe_pack.runtime.policies import PRESETS
-from moe_pack.runtime.streaming import StreamingWeights
+from moe_pack.formats import Pack, PackError, RunError
+from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.runtime import Engine, EngineOptions
+from moe_pack.runtime.model import Decoder, PackWeights
+from moe_pack.runtime.model.pack_weights import MappedPackWeights
+from moe_pack.runtime.offload import PRESETS, StreamingWeights, divide_budget, expert_pages, whole_bytes
+from moe_pack.runtime.offload.budget import Asked
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000, 8, 9, 10, 11, 12, 2, 5, 4000]
 NUM_PROMPT = 14

@@ -21,10 +21,10 @@ from models import PackMaker
 from streaming import budget_for
 
 from moe_pack.formats import DISK_BLOCK_BYTES, Pack, PackError, RunError
-from moe_pack.runtime.cli import main
-from moe_pack.runtime.engine import Engine, EngineOptions
-from moe_pack.runtime.record import read_record
-from moe_pack.runtime.trace import Trace
+from moe_pack.runtime import Engine, EngineOptions
+from moe_pack.runtime.cli.main import main
+from moe_pack.runtime.offload import read_record
+from moe_pack.runtime.offload.expert_store import Trace
 
 PROMPT = [1, 540, 33, 7, 2048, 19]
 MANY_TOKENS = 2000

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_pack.runtime.policies import substitute
+from moe_pack.runtime.offload.split import substitute
 
 Row = list[float]
 

@@ -16,11 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe_pack.formats import Pack
-from moe_pack.runtime.graph_engine import GraphAtWork
-from moe_pack.runtime.host_arena import HostArena
-from moe_pack.runtime.rope import Rope
-from moe_pack.runtime.token_layers import TokenLayers
-from moe_pack.runtime.token_step import TokenStep
+from moe_pack.runtime.gpu.decoder import TokenLayers, TokenStep
+from moe_pack.runtime.gpu.device import HostArena
+from moe_pack.runtime.gpu.graph_engine import GraphAtWork
+from moe_pack.runtime.model import Rope
 
 CONTEXT = 8
 TRITON = str(Path(find_spec("triton").origin).parent)  # type: ignore[union-attr, arg-type]  # it is installed

@@ -13,16 +13,29 @@ from numpy.typing import NDArray
 from streaming import budget_for
 from torch import Tensor
 
-from moe_pack.formats import Pack, rewrite_thresholds
-from moe_pack.runtime import Decoder, EngineOptions, MappedPackWeights, PackWeights, divide_budget, linear
+from moe_pack.formats import Pack
+from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.runtime import EngineOptions
 from moe_pack.runtime.engine import cache_facts
-from moe_pack.runtime.expert_store import ExpertStore
-from moe_pack.runtime.foretelling import Foreteller
-from moe_pack.runtime.policies import PRESETS, PolicyName, residency_for
-from moe_pack.runtime.prediction import NextRouterPrediction
-from moe_pack.runtime.reads import BlockingReads
-from moe_pack.runtime.residency import Key
-from moe_pack.runtime.streaming import NO_TRUST, Job, LayerRun, PhaseCounts, StreamingWeights, Trust
+from moe_pack.runtime.model import Decoder, PackWeights, linear
+from moe_pack.runtime.model.pack_weights import MappedPackWeights
+from moe_pack.runtime.offload import (
+    NO_TRUST,
+    PRESETS,
+    Foreteller,
+    Job,
+    Key,
+    PhaseCounts,
+    PolicyName,
+    StreamingWeights,
+    Trust,
+    divide_budget,
+    residency_for,
+)
+from moe_pack.runtime.offload.disk import BlockingReads
+from moe_pack.runtime.offload.expert_store import ExpertStore
+from moe_pack.runtime.offload.experts import LayerRun
+from moe_pack.runtime.offload.prefetch import NextRouterPrediction
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000]
 CONTEXT, NUM_EXPERTS = 32, 8

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moe_pack.runtime import Decoder, EncoderDecoder
-from moe_pack.runtime.weights import Weights
+from moe_pack.runtime.model import Decoder, EncoderDecoder, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

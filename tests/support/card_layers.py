@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from moe_pack.formats import ExpertLayout, part_format, row_layout
-from moe_pack.runtime.kernels.admit import CacheState
-from moe_pack.runtime.kernels.pull import HostRows
-from moe_pack.runtime.kernels.tables import SELECT_BLOCK, LayerTables, Selection, kind_of
+from moe_pack.formats import ExpertLayout, part_format
+from moe_pack.formats.layout import row_layout
+from moe_pack.runtime.gpu.kernels.cache import SELECT_BLOCK, CacheState, HostRows, LayerTables, Selection, kind_of
 
 CPU = torch.device("cpu")
 

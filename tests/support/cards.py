@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Decoder, PackWeights
-from moe_pack.runtime.card_placement import least_placement
-from moe_pack.runtime.graph import GraphDecoder
-from moe_pack.runtime.graph_engine import GraphAtWork
-from moe_pack.runtime.host_arena import HostArena
+from moe_pack.runtime.gpu.device import HostArena
+from moe_pack.runtime.gpu.graph_engine import GraphAtWork, GraphDecoder
+from moe_pack.runtime.gpu.placement import least_placement
+from moe_pack.runtime.model import Decoder, PackWeights
 
 CPU = torch.device("cpu")
 # The project's bound on logits, maximum absolute; sums in another order differ by some 1e-6.

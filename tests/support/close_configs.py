@@ -7,7 +7,8 @@ from pathlib import Path
 from families import BASE, LONGROPE, ROTARY, YARN, Tiny, Values, write_config
 from references import REFERENCES
 
-from moe_pack.formats import Checkpoint, CheckpointError
+from moe_pack.formats import CheckpointError
+from moe_pack.formats.families import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from models import Tensors
 
-from moe_pack.formats import FAMILIES
-from moe_pack.formats.families import Config
+from moe_pack.formats import Matrix, ModelSpec
+from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import ExpertNames, Family
-from moe_pack.formats.spec import Matrix, ModelSpec
+from moe_pack.formats.families.registry import FAMILIES
 
 FP8_CONFIG: dict[str, Any] = {
     "quant_method": "fp8",

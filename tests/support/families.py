@@ -20,7 +20,8 @@ from models import pack
 from references import REFERENCES, SIZES, SMALLEST, SWITCHES
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Decoder, EncoderDecoder, PackWeights, Sampler, generate
+from moe_pack.runtime import Sampler, generate
+from moe_pack.runtime.model import Decoder, EncoderDecoder, PackWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

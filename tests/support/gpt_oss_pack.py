@@ -6,9 +6,9 @@ from pathlib import Path
 from coded import MXFP4_CONFIG, put_gpt_oss_into_blocks
 from safetensors.torch import load_file, save_file
 
-from moe_pack.convert import convert
-from moe_pack.convert.source_formats import keep_source
-from moe_pack.formats import Checkpoint, Selector, part_format, uniform_plan
+from moe_pack.convert import convert, keep_source
+from moe_pack.formats import Selector, part_format, uniform_plan
+from moe_pack.formats.families import Checkpoint
 
 WINDOW, CHUNK = 2, 2  # a ring of three places
 IDS = [(37 * i + 5) % 96 for i in range(6)]  # goes round it twice

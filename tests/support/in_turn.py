@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from moe_pack.formats import SELECTORS, Selector
+from moe_pack.formats import Selector
+from moe_pack.formats.spec import SELECTORS
 
 
 def in_turn(name: str, choices: Sequence[object]) -> pytest.MarkDecorator:

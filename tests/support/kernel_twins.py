@@ -4,10 +4,18 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import RowLayout
-from moe_pack.runtime.kernels.admit import BYTES, HITS, NEEDED, ROWS, CacheState
-from moe_pack.runtime.kernels.pull import HostRows
-from moe_pack.runtime.kernels.tables import SELECT_BLOCK, LayerTables, Selection
-from moe_pack.runtime.matrix import RowMatrix, StoredMatrix, linear
+from moe_pack.runtime.gpu.kernels.cache import (
+    BYTES,
+    HITS,
+    NEEDED,
+    ROWS,
+    SELECT_BLOCK,
+    CacheState,
+    HostRows,
+    LayerTables,
+    Selection,
+)
+from moe_pack.runtime.model import RowMatrix, StoredMatrix, linear
 
 
 def gemv_twin(x: Tensor, rows: Tensor, layout: RowLayout | None) -> Tensor:

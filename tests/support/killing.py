@@ -33,7 +33,11 @@ from models import TinyMixtral
 from profiles import Recorder
 
 from moe_pack.convert import convert, layout_for
-from moe_pack.formats import Checkpoint, ConversionError, Item, Plan, Stage, Step, part_format, uniform_plan
+from moe_pack.formats import ConversionError, Plan, part_format, uniform_plan
+from moe_pack.formats.commands import Stage
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.layout import Item
+from moe_pack.formats.writer import Step
 
 JOURNAL = "conversion.journal"
 CLAIM = "conversion.json"

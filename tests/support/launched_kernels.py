@@ -32,11 +32,11 @@ def main() -> None:
     from triton.runtime.driver import driver
 
     from moe_pack.formats import Pack
-    from moe_pack.runtime.card_engine import run_everything
-    from moe_pack.runtime.card_placement import least_placement
-    from moe_pack.runtime.graph_engine import GraphAtWork
-    from moe_pack.runtime.host_arena import HostArena
-    from moe_pack.runtime.kernels.ahead import collected_launches
+    from moe_pack.runtime.gpu.device import HostArena
+    from moe_pack.runtime.gpu.fit import run_everything
+    from moe_pack.runtime.gpu.graph_engine import GraphAtWork
+    from moe_pack.runtime.gpu.kernels.ahead import collected_launches
+    from moe_pack.runtime.gpu.placement import least_placement
 
     driver.set_active(RecordingDriver(90))
     counts, cpu = {}, torch.device("cpu")

@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from moe_pack.calib import Losses
-from moe_pack.calib.calibrated_error import calibrated_formats
+from moe_pack.calib.profile import Losses
+from moe_pack.calib.sensitivity import calibrated_formats
 from moe_pack.calib.statistics import QUANTILE_LEVELS
-from moe_pack.formats import BF16, ModelSpec, PartFormat, dense_roles, format_fault, part_format
+from moe_pack.formats import BF16, ModelSpec, PartFormat, dense_roles, part_format
+from moe_pack.formats.plan import format_fault
 
 
 def calibrated_losses(spec: ModelSpec, seed: int = 0, most: int | None = None) -> Losses:

@@ -6,11 +6,12 @@ from functools import partial
 import torch
 from named_formats import Name, gpt_oss_layout, label, named_expert, named_format
 
-from moe_pack.formats import ExpertLayout, ExpertSpec, NeuronFunction, Selector, expert_layout, row_layout
-from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
-from moe_pack.runtime.kernels.expert_many import expert_many, workspace_floats
-from moe_pack.runtime.kernels.gemm import gemm
-from moe_pack.runtime.kernels.tables import LayerTables, kind_of
+from moe_pack.formats import ExpertLayout, ExpertSpec, NeuronFunction, Selector
+from moe_pack.formats.layout import expert_layout, row_layout
+from moe_pack.runtime.gpu.kernels.cache import LayerTables, kind_of
+from moe_pack.runtime.gpu.kernels.experts import expert_many, workspace_floats
+from moe_pack.runtime.gpu.kernels.matmul import gemm
+from moe_pack.runtime.gpu.kernels.rows import Part, part_of, stored_part
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from moe_pack.convert import Conversion, convert
-from moe_pack.formats import Checkpoint, Quantizer, Selector, part_format, uniform_plan
+from moe_pack.formats import Quantizer, Selector, part_format, uniform_plan
+from moe_pack.formats.families import Checkpoint
 
 TESTS = Path(__file__).parents[1]
 DEMO_MODEL = TESTS / "models" / "tiny-mixtral"

@@ -1,20 +1,17 @@
 """Formats by a short name: the bits of codes in groups of 64, a trellis, or a codec that has one format."""
 
 from moe_pack.formats import (
-    E5M2,
-    FP8,
     MATRICES,
-    MXFP4,
-    TRELLIS_WIDTHS,
     ExpertFormat,
     ExpertLayout,
     ExpertSpec,
     PartFormat,
     Selector,
-    expert_layout,
     part_format,
     trellis_format,
 )
+from moe_pack.formats.layout import expert_layout
+from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 
 Name = int | str
 CODECS = {"fp8": FP8, "mxfp4": MXFP4, "e5m2": E5M2}

@@ -8,8 +8,9 @@ import pytest
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.runtime.native_kernels import ExpertRows, InstructionSet, Kernels, is_available
-from moe_pack.runtime.native_operations import NativeOperations
+from moe_pack.runtime.cpu import ExpertRows, Kernels, is_available
+from moe_pack.runtime.cpu.kernels import InstructionSet
+from moe_pack.runtime.model import NativeOperations
 
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = ("portable", "avx2", "avx512", "avx512vbmi")
 

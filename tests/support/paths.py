@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moe_pack.calib.coverage import Routes
-from moe_pack.runtime import Stage
+from moe_pack.calib.statistics.popularity import Routes
+from moe_pack.runtime.offload.paths import Stage
 
 EVERYTHING = 2**30
 Sets = tuple[frozenset[int], ...]

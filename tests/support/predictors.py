@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from moe_pack.runtime import Predictor
+from moe_pack.runtime.offload import Predictor
 
 
 def random_arrays(

@@ -12,8 +12,10 @@ import numpy as np
 from models import TinyMixtral
 from numpy.typing import NDArray
 
-from moe_pack.calib import Profile, ProfileOptions, Tokens, make_profile
-from moe_pack.formats import Checkpoint, Stage
+from moe_pack.calib.forward import Tokens
+from moe_pack.calib.profile import Profile, ProfileOptions, make_profile
+from moe_pack.formats.commands import Stage
+from moe_pack.formats.families import Checkpoint
 
 QUICK = ProfileOptions("none")
 SMALLEST = TinyMixtral(intermediate_size=16, num_layers=2, num_experts=3, vocab_size=32)

@@ -4,8 +4,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.formats import E5M2, FP8, MXFP4, PartFormat, RowLayout, row_layout, trellis_format, write_rows
+from moe_pack.formats import PartFormat, RowLayout, trellis_format
 from moe_pack.formats.codecs import pack_codes
+from moe_pack.formats.layout import row_layout, write_rows
+from moe_pack.formats.plan import E5M2, FP8, MXFP4
 
 NUMBERS = (FP8, E5M2, MXFP4)
 

@@ -10,10 +10,7 @@ from torch import Tensor
 
 from moe_pack.formats import (
     BF16,
-    E5M2,
-    FP8,
     MATRICES,
-    MXFP4,
     ExpertFormat,
     ExpertLayout,
     ExpertSpec,
@@ -22,17 +19,13 @@ from moe_pack.formats import (
     PartFormat,
     RowLayout,
     Selector,
-    expert_layout,
     part_format,
-    row_layout,
-    seal_rows,
-    write_rows,
 )
-from moe_pack.formats.codecs import Trellis, affine, decode_part, pack_codes, powers_of_two, unpack_codes
-from moe_pack.formats.trellis_tables import TRELLIS_UNITS
-from moe_pack.runtime import Activations, NeuronBlock, activations
-from moe_pack.runtime.native_kernels import ExpertRows, extent_rows
-from moe_pack.runtime.packed_expert import PackedExpert
+from moe_pack.formats.codecs import TRELLIS_UNITS, Trellis, affine, decode_part, pack_codes, powers_of_two, unpack_codes
+from moe_pack.formats.layout import expert_layout, row_layout, seal_rows, write_rows
+from moe_pack.formats.plan import E5M2, FP8, MXFP4
+from moe_pack.runtime.cpu import ExpertRows, extent_rows
+from moe_pack.runtime.model import Activations, NeuronBlock, PackedExpert, activations
 
 Bytes = NDArray[np.uint8]
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_pack.runtime.device import Mark, Queue, Reason
+from moe_pack.runtime.gpu.device import Mark, Queue, Reason
 
 What = Literal["device memory", "host memory", "copy", "wait", "synchronize"]
 

@@ -17,16 +17,17 @@ import pytest
 import torch
 from models import TinyMixtral
 
-from moe_pack.calib.arrays import Array, write_arrays
-from moe_pack.calib.coverage import coactivation
-from moe_pack.calib.effects import all_copies, copies_of
-from moe_pack.calib.expert_error import compared_formats
-from moe_pack.calib.paths import learn_paths
-from moe_pack.calib.prediction import LayerPredictors
-from moe_pack.calib.profile import FORMAT, VERSION, Profile, ProfileFacts, TextFacts, facts_bytes, layer_file
-from moe_pack.calib.rounded import roundable_roles
-from moe_pack.formats import Checkpoint, ContentFile, ModelSpec, PackageVersion
-from moe_pack.runtime import Predictor
+from moe_pack.calib.forward import Array
+from moe_pack.calib.forward.store import write_arrays
+from moe_pack.calib.profile import Profile
+from moe_pack.calib.profile.profile import FORMAT, VERSION, ProfileFacts, TextFacts, facts_bytes, layer_file
+from moe_pack.calib.sensitivity import all_copies, compared_formats, copies_of, roundable_roles
+from moe_pack.calib.statistics import LayerPredictors, learn_paths
+from moe_pack.calib.statistics.popularity import coactivation
+from moe_pack.formats import ModelSpec
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.manifest import ContentFile, PackageVersion
+from moe_pack.runtime.offload import Predictor
 
 Values = dict[str, Any]
 

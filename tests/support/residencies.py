@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_pack.runtime.policies import LRU
-from moe_pack.runtime.residency import CacheFacts, Compute, Drop, Event, Eviction, Fetch, Key, Residency
+from moe_pack.runtime.offload import CacheFacts, Key, Residency
+from moe_pack.runtime.offload.cache import Compute, Drop, Event, Eviction, Fetch
+from moe_pack.runtime.offload.eviction import LRU
 
 Steps = list[tuple[int, list[int]]]  # a layer and the experts it needs, rising
 

@@ -3,8 +3,9 @@
 import numpy as np
 from predictors import random_predictor
 
-from moe_pack.calib.paths import learn_paths
-from moe_pack.runtime import NO_PREDICTOR, PREDICTORS, Predictor, Routing
+from moe_pack.calib.statistics import learn_paths
+from moe_pack.runtime.offload import PREDICTORS, Predictor, Routing
+from moe_pack.runtime.offload.routing_file import NO_PREDICTOR
 
 
 def random_routes(

@@ -6,13 +6,13 @@ from functools import partial
 import torch
 from named_formats import Name, gpt_oss_layout, label, named_expert, named_format
 
-from moe_pack.formats import ExpertLayout, ExpertSpec, NeuronFunction, Selector, expert_layout, row_layout
-from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
-from moe_pack.runtime.kernels.gemv import gather_row, gemv
-from moe_pack.runtime.kernels.neurons import neurons
-from moe_pack.runtime.kernels.reduce import reduce
-from moe_pack.runtime.kernels.select import select
-from moe_pack.runtime.kernels.tables import LayerTables, Selection, kind_of
+from moe_pack.formats import ExpertLayout, ExpertSpec, NeuronFunction, Selector
+from moe_pack.formats.layout import expert_layout, row_layout
+from moe_pack.runtime.gpu.kernels.cache import LayerTables, Selection, kind_of
+from moe_pack.runtime.gpu.kernels.elementwise import reduce
+from moe_pack.runtime.gpu.kernels.experts import neurons, select
+from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemv
+from moe_pack.runtime.gpu.kernels.rows import Part, part_of, stored_part
 
 SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
 

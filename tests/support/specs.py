@@ -5,22 +5,19 @@ from typing import Any
 
 from moe_pack.formats import (
     MATRICES,
-    EncoderSpec,
     ExpertSpec,
     GroupedQuerySpec,
-    LatentSpec,
     ModelSpec,
     NormSpec,
     PackError,
-    RelativeSpec,
-    RopeSpec,
     RouterSpec,
     SharedExpertSpec,
     canonical,
     dump,
+    load,
     parse,
 )
-from moe_pack.formats.strict_json import load
+from moe_pack.formats.spec import EncoderSpec, LatentSpec, RelativeSpec, RopeSpec
 
 Values = dict[str, Any]
 

@@ -11,23 +11,31 @@ from recording_device import RecordingDevice
 from torch_ops import TorchOps
 
 from moe_pack.formats import Pack
-from moe_pack.runtime import Decoder
-from moe_pack.runtime.chunk_ring import ChunkRing
-from moe_pack.runtime.foretelling import Foreteller
-from moe_pack.runtime.host_arena import HostArena
-from moe_pack.runtime.policies import PRESETS
-from moe_pack.runtime.policies.split import balanced
-from moe_pack.runtime.prediction import make_prediction
-from moe_pack.runtime.reads import open_reads
-from moe_pack.runtime.record import Record
-from moe_pack.runtime.recording import Recorder, recorded_residency_for
-from moe_pack.runtime.residency import CacheFacts
-from moe_pack.runtime.staged_host import DriveExperts, HostExperts, arena_experts
-from moe_pack.runtime.staged_ops import TritonOps
-from moe_pack.runtime.staged_pages import staged_page_bytes
-from moe_pack.runtime.staged_store import DeviceStore, pages_of
-from moe_pack.runtime.staged_weights import CpuShare, StagedWeights
-from moe_pack.runtime.streaming import NO_TRUST, Trust
+from moe_pack.runtime.gpu.device import ChunkRing, HostArena
+from moe_pack.runtime.gpu.staged import TritonOps
+from moe_pack.runtime.gpu.staged_engine import CpuShare, StagedWeights
+from moe_pack.runtime.gpu.staged_store import (
+    DeviceStore,
+    DriveExperts,
+    HostExperts,
+    arena_experts,
+    pages_of,
+    staged_page_bytes,
+)
+from moe_pack.runtime.model import Decoder
+from moe_pack.runtime.offload import (
+    NO_TRUST,
+    PRESETS,
+    CacheFacts,
+    Foreteller,
+    Record,
+    Recorder,
+    Trust,
+    open_reads,
+    recorded_residency_for,
+)
+from moe_pack.runtime.offload.prefetch import make_prediction
+from moe_pack.runtime.offload.split import balanced
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,11 @@ from native import kernels_limited_to
 from recording_device import RecordingDevice
 
 from moe_pack.formats import Pack
-from moe_pack.runtime.card_engine import run_everything
-from moe_pack.runtime.host_arena import HostArena
-from moe_pack.runtime.policies import PRESETS, PolicyName, residency_for
-from moe_pack.runtime.reads import open_reads
-from moe_pack.runtime.staged_engine import Decided, StagedAsked, StagedAtWork, least_staged_bytes
-from moe_pack.runtime.staged_ops import TritonOps
-from moe_pack.runtime.streaming import NO_TRUST
+from moe_pack.runtime.gpu.device import HostArena
+from moe_pack.runtime.gpu.fit import run_everything
+from moe_pack.runtime.gpu.staged import TritonOps
+from moe_pack.runtime.gpu.staged_engine import Decided, StagedAsked, StagedAtWork, least_staged_bytes
+from moe_pack.runtime.offload import NO_TRUST, PRESETS, PolicyName, open_reads, residency_for
 
 
 def staged_logits(

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.convert.random_routers import skewed_popularity
-from moe_pack.convert.synthetic import Character, synthesize
-from moe_pack.formats import GroupedQuerySpec, ModelSpec, Pack, Plan, Selector, model_spec, part_format, uniform_plan
-from moe_pack.runtime import (
+from moe_pack.convert import Character, skewed_popularity, synthesize
+from moe_pack.formats import GroupedQuerySpec, ModelSpec, Pack, Plan, Selector, part_format, uniform_plan
+from moe_pack.formats.families import model_spec
+from moe_pack.runtime.model import (
     KVCache,
     Rope,
     add_attention,
@@ -20,9 +20,9 @@ from moe_pack.runtime import (
     open_weights,
     operations_for,
     route_tokens,
-    run_unrouted,
+    run_experts,
 )
-from moe_pack.runtime.experts import run_experts
+from moe_pack.runtime.model.layer import run_unrouted
 
 CPU = torch.device("cpu")
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.calib import Losses
-from moe_pack.convert.tier import Foretold
+from moe_pack.calib.profile import Losses
+from moe_pack.convert.plan.tiers import Foretold
 from moe_pack.formats import ExpertLayout, PackLayout, RunError
-from moe_pack.runtime import MemoryPart
+from moe_pack.runtime.offload.budget import MemoryPart
 
 RUN_RATE, FETCH_RATE, DENSE_RATE = 1e9, 1e8, 1e9  # bytes a second
 FIXED_S = 1e-5

@@ -6,26 +6,31 @@ from typing import Literal
 
 import torch
 
-from moe_pack.formats import (
-    ExpertFormat,
-    ExpertSpec,
-    GroupedQuerySpec,
-    LatentSpec,
-    RouterSpec,
-    expert_layout,
-    part_format,
-    row_layout,
+from moe_pack.formats import ExpertFormat, ExpertSpec, GroupedQuerySpec, RouterSpec, part_format
+from moe_pack.formats.layout import expert_layout, row_layout
+from moe_pack.formats.spec import LatentSpec
+from moe_pack.runtime.gpu.kernels.attention import (
+    AttendRoom,
+    HeldRows,
+    QkNorms,
+    attend,
+    enter,
+    enter_latent,
+    leave_latent,
 )
-from moe_pack.runtime.kernels.activate import activate
-from moe_pack.runtime.kernels.admit import CacheState, admit
-from moe_pack.runtime.kernels.attend import AttendRoom, attend
-from moe_pack.runtime.kernels.codes import part_of, stored_part
-from moe_pack.runtime.kernels.enter import QkNorms, enter
-from moe_pack.runtime.kernels.latent import HeldRows, enter_latent, leave_latent
-from moe_pack.runtime.kernels.norm import layer_norm, rms_norm
-from moe_pack.runtime.kernels.pull import HostRows, pull_records, pull_selectors
-from moe_pack.runtime.kernels.route import route
-from moe_pack.runtime.kernels.tables import LayerTables, Selection, kind_of
+from moe_pack.runtime.gpu.kernels.cache import (
+    CacheState,
+    HostRows,
+    LayerTables,
+    Selection,
+    admit,
+    kind_of,
+    pull_records,
+    pull_selectors,
+)
+from moe_pack.runtime.gpu.kernels.elementwise import activate, layer_norm, rms_norm
+from moe_pack.runtime.gpu.kernels.experts import route
+from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
 
 Call = tuple[str, Callable[[], None]]
 

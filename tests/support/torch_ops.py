@@ -3,14 +3,13 @@
 import torch
 from torch import Tensor
 
-from moe_pack.formats import DenseLayout
 from moe_pack.formats.codecs import decode_part
-from moe_pack.runtime.expert import NEURONS, running
-from moe_pack.runtime.kernels.codes import Part
-from moe_pack.runtime.kernels.tables import SELECT_BLOCK, ExpertKind, Held, LayerTables, Selection
-from moe_pack.runtime.matrix import Matrix
-from moe_pack.runtime.pack_weights import held_matrix
-from moe_pack.runtime.staged_ops import TritonOps
+from moe_pack.formats.layout import DenseLayout
+from moe_pack.runtime.gpu.kernels.cache import SELECT_BLOCK, ExpertKind, Held, LayerTables, Selection
+from moe_pack.runtime.gpu.kernels.rows import Part
+from moe_pack.runtime.gpu.staged import TritonOps
+from moe_pack.runtime.model import NEURONS, Matrix, running
+from moe_pack.runtime.model.pack_weights import held_matrix
 
 
 class TorchOps(TritonOps):

@@ -14,7 +14,7 @@ import click
 import numpy as np
 import torch
 
-from moe_pack.calib import Tokens, read_tokens
+from moe_pack.calib.forward import Tokens, read_tokens
 from moe_pack.runtime import FolderFiles, Text
 
 ROOT = Path(__file__).parents[3]

@@ -15,21 +15,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.calib import Profile, Tokens, losses_of
+from moe_pack.calib.forward import Tokens
+from moe_pack.calib.profile import Profile, losses_of
 from moe_pack.convert import convert
-from moe_pack.convert.allocation import least_loss
-from moe_pack.formats import (
-    Checkpoint,
-    ExpertFormat,
-    ModelSpec,
-    Pack,
-    PartFormat,
-    Plan,
-    Quantizer,
-    expert_layout,
-    uniform_dense,
-)
-from moe_pack.runtime import CheckpointWeights, Decoder, Expert, NeuronBlock, PackWeights
+from moe_pack.convert.plan.search import least_loss
+from moe_pack.formats import ExpertFormat, ModelSpec, Pack, PartFormat, Plan, Quantizer
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.layout import expert_layout
+from moe_pack.formats.plan import uniform_dense
+from moe_pack.runtime.model import CheckpointWeights, Decoder, Expert, NeuronBlock, PackWeights
 
 BLOCK_TOKENS = 128
 RESAMPLES = 10_000

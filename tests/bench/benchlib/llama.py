@@ -22,9 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_pack.calib import Profile
-from moe_pack.formats import Checkpoint, DenseRole, GroupedQuerySpec, ModelSpec, Pack, dense_roles
-from moe_pack.runtime import CheckpointWeights, NeuronBlock, PackWeights, activations
+from moe_pack.calib.profile import Profile
+from moe_pack.formats import GroupedQuerySpec, ModelSpec, Pack, dense_roles
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.spec import DenseRole
+from moe_pack.runtime.model import CheckpointWeights, NeuronBlock, PackWeights, activations
 
 _SIDE = Path(__file__).with_name("llama_side.py")
 _ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}  # llama.cpp's, by our family

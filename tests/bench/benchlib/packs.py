@@ -8,8 +8,8 @@ from pathlib import Path
 
 from benchlib import DEMO_MODEL, PACK_BITS, moe_pack
 from moe_pack.formats import Pack
-from moe_pack.runtime import divide_budget, expert_pages
-from moe_pack.runtime.budget import LEAST_PREFILL_TOKENS, workspace_bytes
+from moe_pack.runtime.offload import divide_budget, expert_pages
+from moe_pack.runtime.offload.budget import LEAST_PREFILL_TOKENS, workspace_bytes
 
 DEMO = "demo"  # the demo model's pack
 _BOUNDLESS = 1 << 60

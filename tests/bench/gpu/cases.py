@@ -39,31 +39,38 @@ from random_experts import (
 )
 from torch import Tensor
 
-from moe_pack.formats import GroupedQuerySpec, LatentSpec, NeuronFunction, NormSpec, RouterSpec, Selector
-from moe_pack.runtime import activations, run_expert
-from moe_pack.runtime.expert import NEURONS
-from moe_pack.runtime.kernels.activate import activate
-from moe_pack.runtime.kernels.admit import admit
-from moe_pack.runtime.kernels.ahead import collected_launches, compile_ahead
-from moe_pack.runtime.kernels.attend import AttendRoom, attend
-from moe_pack.runtime.kernels.codes import part_of, stored_part
-from moe_pack.runtime.kernels.enter import QkNorms, enter
-from moe_pack.runtime.kernels.expert_many import expert_many, workspace_floats
-from moe_pack.runtime.kernels.gemm import gemm
-from moe_pack.runtime.kernels.gemv import gather_row, gemv
-from moe_pack.runtime.kernels.latent import HeldRows, enter_latent, leave_latent
-from moe_pack.runtime.kernels.neurons import neurons
-from moe_pack.runtime.kernels.norm import norm
-from moe_pack.runtime.kernels.pull import pull_records, pull_selectors
-from moe_pack.runtime.kernels.reduce import reduce
-from moe_pack.runtime.kernels.route import route as route_kernel
-from moe_pack.runtime.kernels.select import select
-from moe_pack.runtime.kernels.tables import SELECT_BLOCK, LayerTables, Selection
-from moe_pack.runtime.kv_cache import LayerCache
-from moe_pack.runtime.latent_attention import attend_latent
-from moe_pack.runtime.matrix import Matrix, RowMatrix, StoredMatrix, linear
-from moe_pack.runtime.operations import TORCH, HeadNorms
-from moe_pack.runtime.weights import Weights
+from moe_pack.formats import GroupedQuerySpec, NeuronFunction, NormSpec, RouterSpec, Selector
+from moe_pack.formats.spec import LatentSpec
+from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
+from moe_pack.runtime.gpu.kernels.attention import (
+    AttendRoom,
+    HeldRows,
+    QkNorms,
+    attend,
+    enter,
+    enter_latent,
+    leave_latent,
+)
+from moe_pack.runtime.gpu.kernels.cache import SELECT_BLOCK, LayerTables, Selection, admit, pull_records, pull_selectors
+from moe_pack.runtime.gpu.kernels.elementwise import activate, norm, reduce
+from moe_pack.runtime.gpu.kernels.experts import expert_many, neurons, select, workspace_floats
+from moe_pack.runtime.gpu.kernels.experts import route as route_kernel
+from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemm, gemv
+from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
+from moe_pack.runtime.model import (
+    NEURONS,
+    TORCH,
+    Matrix,
+    RowMatrix,
+    StoredMatrix,
+    Weights,
+    activations,
+    linear,
+    run_expert,
+)
+from moe_pack.runtime.model.attention import attend_latent
+from moe_pack.runtime.model.kv_cache import LayerCache
+from moe_pack.runtime.model.operations import HeadNorms
 
 Size = Literal["real", "tiny"]
 SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")

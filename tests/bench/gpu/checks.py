@@ -29,8 +29,8 @@ import torch
 
 from gpu.engines import MEMORY
 from gpu.measuring import Clock, Results
+from moe_pack.runtime.cpu import is_available, why_unavailable
 from moe_pack.runtime.engine import LEAST_CAPABILITY
-from moe_pack.runtime.native_kernels import is_available, why_unavailable
 
 _GIB = 1 << 30
 _PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "click", "tqdm")

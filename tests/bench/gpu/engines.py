@@ -25,8 +25,7 @@ from synthetic import shrunk
 from torch import profiler
 
 from gpu.measuring import Clock, Results
-from moe_pack.convert.random_routers import skewed_popularity
-from moe_pack.convert.synthetic import Character, synthesize
+from moe_pack.convert import Character, skewed_popularity, synthesize
 from moe_pack.formats import (
     ExpertFormat,
     GroupedQuerySpec,
@@ -34,19 +33,18 @@ from moe_pack.formats import (
     Pack,
     Plan,
     dense_roles,
-    model_spec,
-    pack_layout,
     part_format,
     uniform_plan,
 )
+from moe_pack.formats.families import model_spec
+from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.plan import uniform_dense
-from moe_pack.runtime import Decoder, EncoderDecoder, Engine, EngineOptions
-from moe_pack.runtime.bench import random_prompt
-from moe_pack.runtime.card_engine import Counting
-from moe_pack.runtime.card_placement import least_placement
-from moe_pack.runtime.graph_engine import GraphAtWork
-from moe_pack.runtime.host_arena import HostArena, host_bytes
-from moe_pack.runtime.run_report import report
+from moe_pack.runtime import Engine, EngineOptions, random_prompt, report
+from moe_pack.runtime.gpu.device import HostArena, host_bytes
+from moe_pack.runtime.gpu.fit import Counting
+from moe_pack.runtime.gpu.graph_engine import GraphAtWork
+from moe_pack.runtime.gpu.placement import least_placement
+from moe_pack.runtime.model import Decoder, EncoderDecoder
 
 MEMORY = Path("/dev/shm")
 _GROUP = 64

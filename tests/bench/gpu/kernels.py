@@ -24,15 +24,12 @@ from gpu.checks import find_tool
 from gpu.measuring import ByteClock, Clock, Results, Timed, copies_beyond
 from gpu.transfers import Experts, Model, Stored, make_experts, make_matrices, one_pull
 from moe_pack.formats import Selector
-from moe_pack.runtime.kernels.attend import AttendRoom, attend
-from moe_pack.runtime.kernels.expert_many import expert_many, workspace_floats
-from moe_pack.runtime.kernels.gemm import gemm
-from moe_pack.runtime.kernels.gemv import gemv
-from moe_pack.runtime.kernels.neurons import neurons
-from moe_pack.runtime.kernels.reduce import reduce
-from moe_pack.runtime.kernels.select import select
-from moe_pack.runtime.kernels.tables import Selection
-from moe_pack.runtime.kernels.tiles import num_partials
+from moe_pack.runtime.gpu.kernels.attention import AttendRoom, attend
+from moe_pack.runtime.gpu.kernels.cache import Selection
+from moe_pack.runtime.gpu.kernels.elementwise import reduce
+from moe_pack.runtime.gpu.kernels.experts import expert_many, neurons, select, workspace_floats
+from moe_pack.runtime.gpu.kernels.matmul import gemm, gemv
+from moe_pack.runtime.gpu.kernels.rows import num_partials
 
 MIXTRAL, QWEN3 = Model("Mixtral-8x7B", 4096, 14336, 2), Model("Qwen3-30B-A3B", 2048, 768, 8)
 _GPT_OSS, _TINY = Model("gpt-oss-120b", 2880, 2880, 4), Model("tiny", 128, 96, 2)

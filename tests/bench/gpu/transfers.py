@@ -24,29 +24,33 @@ from torch import Tensor
 from gpu.checks import cudart
 from gpu.engines import link_rate
 from gpu.measuring import Clock, Results, copies_beyond, repeated
-from moe_pack.convert.random_weights import Spread, even_values, random_rows, random_stream
+from moe_pack.convert.synthetic import Spread, even_values, random_rows, random_stream
 from moe_pack.formats import (
-    E5M2,
-    FP8,
-    MXFP4,
-    TRELLIS_WIDTHS,
     ExpertFormat,
     ExpertLayout,
     ExpertSpec,
     PartFormat,
     RowLayout,
     Selector,
-    expert_layout,
     part_format,
     trellis_format,
 )
-from moe_pack.formats import row_layout as layout_of_rows
-from moe_pack.runtime.chunk_ring import CHUNK_BYTES, ChunkRing, Piece
-from moe_pack.runtime.device import CudaDevice, Device
-from moe_pack.runtime.kernels.admit import CacheState, admit
-from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
-from moe_pack.runtime.kernels.pull import NUM_PROGRAMS, HostRows, pull_records
-from moe_pack.runtime.kernels.tables import SELECT_BLOCK, LayerTables, Selection, kind_of
+from moe_pack.formats.layout import expert_layout
+from moe_pack.formats.layout import row_layout as layout_of_rows
+from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
+from moe_pack.runtime.gpu.device import CHUNK_BYTES, ChunkRing, CudaDevice, Device, Piece
+from moe_pack.runtime.gpu.kernels.cache import (
+    NUM_PROGRAMS,
+    SELECT_BLOCK,
+    CacheState,
+    HostRows,
+    LayerTables,
+    Selection,
+    admit,
+    kind_of,
+    pull_records,
+)
+from moe_pack.runtime.gpu.kernels.rows import Part, part_of, stored_part
 
 _GROUP = 64
 Stored = int | str  # bits of codes in groups of 64; `t4`: a trellis of that width; or a codec that keeps a source

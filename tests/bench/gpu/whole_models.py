@@ -34,10 +34,11 @@ from gpu.engines import (
     remove_packs,
 )
 from gpu.measuring import Clock, Results, host_seconds
-from moe_pack.formats import E5M2, MXFP4, ExpertFormat, ModelSpec, Pack, Plan, part_format, uniform_dense, uniform_plan
+from moe_pack.formats import ExpertFormat, ModelSpec, Pack, Plan, part_format, uniform_plan
+from moe_pack.formats.plan import E5M2, MXFP4, uniform_dense
 from moe_pack.runtime import Engine, EngineOptions, Sampler, Text
-from moe_pack.runtime.graph import GraphDecoder
-from moe_pack.runtime.host_arena import host_bytes
+from moe_pack.runtime.gpu.device import host_bytes
+from moe_pack.runtime.gpu.graph_engine import GraphDecoder
 
 _PROMPT, _FORCED, _GREEDY = 48, 80, 48  # tokens
 _CONTEXT = _PROMPT + _FORCED + _GREEDY

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from moe_pack.formats import NeuronFunction
-from moe_pack.runtime.expert import NEURONS
-from moe_pack.runtime.kernels.activate import activate
+from moe_pack.runtime.gpu.kernels.elementwise import activate
+from moe_pack.runtime.model import NEURONS
 
 EDGES = [-30.0, -7.1, -7.0, -6.9, -1.0, -0.0, 0.0, 1.0, 6.9, 7.0, 7.1, 30.0, torch.nan]
 

@@ -6,7 +6,7 @@ import torch
 from card_layers import CPU, SmallLayer, small_layer
 from kernel_twins import admit_plain
 
-from moe_pack.runtime.kernels.admit import HITS, NEEDED, admit
+from moe_pack.runtime.gpu.kernels.cache import HITS, NEEDED, admit
 
 
 def drawn(layer: SmallLayer, seed: int, num_steps: int = 12) -> list[torch.Tensor]:

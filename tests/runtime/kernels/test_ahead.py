@@ -12,8 +12,9 @@ import pytest
 from launched_kernels import launched
 from models import TinyMixtral
 
-from moe_pack.convert.synthetic import Character, synthesize
-from moe_pack.formats import ExpertFormat, Plan, model_spec, part_format, uniform_plan
+from moe_pack.convert import Character, synthesize
+from moe_pack.formats import ExpertFormat, Plan, part_format, uniform_plan
+from moe_pack.formats.families import model_spec
 
 LOW, HIGH = part_format(2, 64), part_format(4, 64)
 SHAPE = TinyMixtral(

@@ -6,11 +6,10 @@ from combinations import Combination, sample
 from torch import Tensor
 
 from moe_pack.formats import GroupedQuerySpec
-from moe_pack.runtime import TORCH
-from moe_pack.runtime.kernels.attend import AttendRoom, attend
-from moe_pack.runtime.kernels.enter import QkNorms, enter
-from moe_pack.runtime.kv_cache import LayerCache
-from moe_pack.runtime.operations import HeadNorms
+from moe_pack.runtime.gpu.kernels.attention import AttendRoom, QkNorms, attend, enter
+from moe_pack.runtime.model import TORCH
+from moe_pack.runtime.model.kv_cache import LayerCache
+from moe_pack.runtime.model.operations import HeadNorms
 
 CPU = torch.device("cpu")
 Cache = tuple[Tensor, Tensor]

@@ -10,22 +10,12 @@ from random_experts import assert_near, product_magnitudes, random_section, rand
 from sweep import sweep
 from torch import Tensor
 
-from moe_pack.formats import (
-    BF16,
-    E5M2,
-    MXFP4,
-    TRELLIS_WIDTHS,
-    PartFormat,
-    format_text,
-    part_format,
-    row_layout,
-    trellis_format,
-    write_rows,
-)
+from moe_pack.formats import BF16, PartFormat, part_format, trellis_format
 from moe_pack.formats.codecs import decode_part
-from moe_pack.runtime.kernels.codes import Part, part_of
-from moe_pack.runtime.kernels.gemm import gemm
-from moe_pack.runtime.kernels.gemv import gather_row, gemv
+from moe_pack.formats.layout import row_layout, write_rows
+from moe_pack.formats.plan import E5M2, MXFP4, TRELLIS_WIDTHS, format_text
+from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemm, gemv
+from moe_pack.runtime.gpu.kernels.rows import Part, part_of
 
 # The interpreter's numpy warns of what becomes infinite or no number, as it does for the codec.
 NO_NUMBERS = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")

@@ -11,12 +11,12 @@ from named_formats import Name, named_expert, named_format
 from random_experts import FOUR_BIT, Shape, assert_near, magnitudes, random_expert, random_tokens, running, threshold_at
 from torch import Tensor
 
-from moe_pack.formats import BF16, SELECTORS, NeuronFunction, PartFormat, Selector, part_format, trellis_format
-from moe_pack.runtime import Activations, activations, run_expert
-from moe_pack.runtime.kernels.neurons import neurons
-from moe_pack.runtime.kernels.reduce import reduce
-from moe_pack.runtime.kernels.select import select
-from moe_pack.runtime.kernels.tables import SELECT_BLOCK, Selection
+from moe_pack.formats import BF16, NeuronFunction, PartFormat, Selector, part_format, trellis_format
+from moe_pack.formats.spec import SELECTORS
+from moe_pack.runtime.gpu.kernels.cache import SELECT_BLOCK, Selection
+from moe_pack.runtime.gpu.kernels.elementwise import reduce
+from moe_pack.runtime.gpu.kernels.experts import neurons, select
+from moe_pack.runtime.model import Activations, activations, run_expert
 
 WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4", "t3", "t5", "t8")
 

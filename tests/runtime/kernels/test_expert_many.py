@@ -7,12 +7,13 @@ from named_formats import Name, named_expert
 from random_experts import RandomExpert, Shape, random_expert, random_tokens, threshold_at
 from torch import Tensor
 
-from moe_pack.formats import FP8, SELECTORS, NeuronFunction, Selector, part_format, trellis_format
-from moe_pack.runtime import activations
-from moe_pack.runtime.expert import run_expert
-from moe_pack.runtime.kernels import expert_many as under_test
-from moe_pack.runtime.kernels.expert_many import expert_many, workspace_floats
-from moe_pack.runtime.kernels.tables import LayerTables, kind_of
+from moe_pack.formats import NeuronFunction, Selector, part_format, trellis_format
+from moe_pack.formats.plan import FP8
+from moe_pack.formats.spec import SELECTORS
+from moe_pack.runtime.gpu.kernels import experts as under_test
+from moe_pack.runtime.gpu.kernels.cache import LayerTables, kind_of
+from moe_pack.runtime.gpu.kernels.experts import expert_many, workspace_floats
+from moe_pack.runtime.model import activations, run_expert
 
 # The same products in float32, summed in another order than torch's, codes and zeros apart.
 TOLERANCE = 1e-5  # of the reference's RMS

@@ -7,10 +7,11 @@ from random_experts import random_rows, random_tokens
 from sweep import sweep
 from torch import Tensor
 
-from moe_pack.formats import BF16, TRELLIS_WIDTHS, PartFormat, format_text, part_format, trellis_format
-from moe_pack.runtime.kernels.codes import part_of, stored_part
-from moe_pack.runtime.kernels.gemm import gemm
-from moe_pack.runtime.matrix import RowMatrix, StoredMatrix, linear
+from moe_pack.formats import BF16, PartFormat, part_format, trellis_format
+from moe_pack.formats.plan import TRELLIS_WIDTHS, format_text
+from moe_pack.runtime.gpu.kernels.matmul import gemm
+from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
+from moe_pack.runtime.model import RowMatrix, StoredMatrix, linear
 
 # The same products in float32, summed in another order than torch's, codes and zeros apart; 2e-6 is the most seen.
 TOLERANCE = 1e-5  # of the reference's RMS

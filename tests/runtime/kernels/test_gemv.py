@@ -8,11 +8,12 @@ from random_experts import assert_near, product_magnitudes, random_rows, random_
 from sweep import sweep
 from torch import Tensor
 
-from moe_pack.formats import TRELLIS_WIDTHS, PartFormat, format_text, part_format, trellis_format
-from moe_pack.runtime.kernels import gemv as module
-from moe_pack.runtime.kernels.codes import Part, part_of, stored_part
-from moe_pack.runtime.kernels.gemv import gather_row, gemv
-from moe_pack.runtime.matrix import RowMatrix
+from moe_pack.formats import PartFormat, part_format, trellis_format
+from moe_pack.formats.plan import TRELLIS_WIDTHS, format_text
+from moe_pack.runtime.gpu.kernels import matmul as module
+from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemv
+from moe_pack.runtime.gpu.kernels.rows import Part, part_of, stored_part
+from moe_pack.runtime.model import RowMatrix
 
 STORED = [(width, group, scale_bits) for width in (1, 2, 3, 4, 8) for group, scale_bits in ((64, 16), (0, 16))]
 STORED += [(2, 16, 16), (3, 32, 16), (4, 128, 16), (2, 64, 8), (3, 64, 8), (8, 64, 8), (16, 0, 16)]

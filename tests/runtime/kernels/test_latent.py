@@ -10,14 +10,13 @@ from named_formats import named_format
 from random_experts import random_rows
 from torch import Tensor
 
-from moe_pack.formats import LatentSpec, part_format
-from moe_pack.runtime.kernels.attend import AttendRoom, attend
-from moe_pack.runtime.kernels.codes import part_of, stored_part
-from moe_pack.runtime.kernels.latent import HeldRows, enter_latent, leave_latent
-from moe_pack.runtime.kv_cache import LayerCache
-from moe_pack.runtime.latent_attention import attend_latent
-from moe_pack.runtime.matrix import Matrix, RowMatrix, StoredMatrix, linear
-from moe_pack.runtime.weights import Weights
+from moe_pack.formats import part_format
+from moe_pack.formats.spec import LatentSpec
+from moe_pack.runtime.gpu.kernels.attention import AttendRoom, HeldRows, attend, enter_latent, leave_latent
+from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
+from moe_pack.runtime.model import Matrix, RowMatrix, StoredMatrix, Weights, linear
+from moe_pack.runtime.model.attention import attend_latent
+from moe_pack.runtime.model.kv_cache import LayerCache
 
 TOLERANCE = 1e-5  # float32 sums in another order, one after the other: four products and a softmax
 CARD_TOLERANCE = 3e-5  # and on a card, sums that tensor cores cut off; see test_attend

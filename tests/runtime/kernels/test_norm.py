@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from moe_pack.formats import NormSpec
-from moe_pack.runtime import TORCH
-from moe_pack.runtime.kernels.norm import norm
+from moe_pack.runtime.gpu.kernels.elementwise import norm
+from moe_pack.runtime.model import TORCH
 
 WIDTHS = [1, 8, 63, 64, 320, 2048]
 TOLERANCE = 2e-6  # float32 sums of up to 2,048 squares in another order

@@ -8,9 +8,7 @@ import torch
 from card_layers import SmallLayer, random_selection, small_layer
 from kernel_twins import admit_plain, pull_plain
 
-from moe_pack.runtime.kernels.admit import BYTES, ROWS, admit
-from moe_pack.runtime.kernels.pull import pull_records, pull_selectors
-from moe_pack.runtime.kernels.tables import Selection
+from moe_pack.runtime.gpu.kernels.cache import BYTES, ROWS, Selection, admit, pull_records, pull_selectors
 
 Ids = Callable[..., torch.Tensor]
 

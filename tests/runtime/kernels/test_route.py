@@ -6,8 +6,8 @@ from sweep import sweep
 from torch import Tensor
 
 from moe_pack.formats import RouterSpec
-from moe_pack.runtime import TORCH
-from moe_pack.runtime.kernels.route import route
+from moe_pack.runtime.gpu.kernels.experts import route
+from moe_pack.runtime.model import TORCH
 
 SPECS = [
     RouterSpec("softmax_topk", 8, 2, True),

@@ -1,0 +1,330 @@
+"""How good a pack is on a text: perplexity, and against its source KL divergence, agreement and what perplexity grew.
+
+The pack runs as it is stored, layer by layer in bounded memory, so that packs larger than memory are judged; killed, it
+goes on after the last whole layer. Against a compact `Reference` of the source, or, over the whole vocabulary, against
+the source itself, which then runs beside it.
+"""
+
+import shutil
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.calib.evaluate.model_pass import ModelPass
+from moe_pack.calib.evaluate.prices import Prices
+from moe_pack.calib.evaluate.reference import (
+    Estimate,
+    Reference,
+    block_sums,
+    check_reference,
+    distances,
+    exponential,
+    kept_outcomes,
+    mean,
+    next_log_probs,
+    noise_floor,
+    num_kept,
+    seeded,
+    whole_divergence,
+)
+from moe_pack.calib.forward import (
+    Array,
+    HeldWeights,
+    ProfileStore,
+    Tokens,
+    check_length,
+    packed_source_digest,
+    source_digest,
+)
+from moe_pack.formats import NO_PROGRESS, Pack, PlanError, Progress, canonical
+from moe_pack.formats.families import Checkpoint
+from moe_pack.runtime.model import TORCH, CheckpointWeights, Operations, StreamedPackWeights
+
+QUALITY_FILE = "quality.json"
+_WORK_FOLDER = "quality.work"
+
+Sums = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceQuality:
+    """A pack beside its source, KL in nats.
+
+    `source`: the checkpoint's digest.   `is_exact`: whether `kl` is over the whole vocabulary for every token; else its
+    tail is estimated from tokens drawn from it (`outcomes`).   `kl_bound`: over the `num_outcomes` likeliest tokens and
+    the tail as one more outcome, a lower bound.   `noise_floor`: KL between the source and itself where only rounding
+    differs: what is not above it means nothing.   `perplexity_increase`: relative, 0.01 for 1%.   `agreement`: share of
+    tokens with the same likeliest next token.   `source_tail`, `pack_tail`: mean mass outside those outcomes.
+    """
+
+    source: str
+    is_exact: bool
+    num_outcomes: int
+    kl: Estimate
+    kl_bound: Estimate
+    noise_floor: float
+    source_perplexity: Estimate
+    perplexity_increase: Estimate
+    agreement: Estimate
+    source_tail: float
+    pack_tail: float
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """The sidecar `quality.json`: what was measured of a pack on a text; half-widths are of 95% intervals.
+
+    `num_tokens`: that were predicted.   `sparsity`: share of neurons that did not run; None if no token reached any.
+    `prices`: of more sparsity and of substitution, where they were asked for; `evaluate` does not measure them.
+    """
+
+    text: str
+    text_sha256: str
+    num_sequences: int
+    sequence_length: int
+    num_tokens: int
+    content_bytes: int
+    sparsity: float | None
+    perplexity: Estimate
+    against: SourceQuality | None
+    prices: Prices | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourceLosses:
+    """Sums over blocks beside the source, float64 [B] each: see `SourceQuality`. `nll`: of the source, in nats."""
+
+    source: str
+    is_exact: bool
+    num_outcomes: int
+    noise_floor: float
+    nll: Sums
+    kl: Sums
+    kl_bound: Sums
+    agreeing: Sums
+    source_tail: Sums
+    pack_tail: Sums
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockLosses:
+    """Sums over blocks of consecutive predicted tokens (`estimate`): `num_tokens` int64, `nll` float64 [B], in nats.
+
+    Two packs on the same text have the same blocks, so that their differences can be resampled.
+    """
+
+    num_tokens: NDArray[np.int64]
+    nll: Sums
+    sparsity: float | None
+    against: SourceLosses | None
+
+
+def evaluate(
+    pack: Pack,
+    tokens: Tokens,
+    progress: Progress = NO_PROGRESS,
+    reference: Reference | Checkpoint | None = None,
+    device: torch.device | None = None,
+    operations: Operations = TORCH,
+    folder: Path | None = None,
+) -> Quality:
+    """How good a pack is on a text; arguments and errors are those of `block_losses`. Writes no `quality.json`."""
+    losses = block_losses(pack, tokens, progress, reference, device, operations, folder)
+    return quality_of(pack, tokens, losses)
+
+
+def quality_of(pack: Pack, tokens: Tokens, losses: BlockLosses) -> Quality:
+    """The summary of a pack's losses on a text."""
+    num_sequences, S = tokens.sequences.shape
+    return Quality(
+        tokens.name,
+        tokens.sha256,
+        num_sequences,
+        S,
+        int(losses.num_tokens.sum()),
+        pack.manifest.totals.content,
+        losses.sparsity,
+        exponential(mean(losses.nll, losses.num_tokens)),
+        None if losses.against is None else _source_quality(losses, losses.against),
+    )
+
+
+def block_losses(
+    pack: Pack,
+    tokens: Tokens,
+    progress: Progress = NO_PROGRESS,
+    reference: Reference | Checkpoint | None = None,
+    device: torch.device | None = None,
+    operations: Operations = TORCH,
+    folder: Path | None = None,
+) -> BlockLosses:
+    """A pack's losses on a text by blocks of tokens. Resumable by layer.
+
+    Operations decode rows and multiply large dense matrices.
+    Args:    reference: what to compare with; a checkpoint is run beside the pack, and KL is over the whole vocabulary.
+             folder: to work in; in the pack's own if None. It is removed at the end.
+    Raises:  PlanError if the reference is of another model or text; ConversionError if the folder is in use or cannot
+             be written; RunError for sequences longer than the model's positions.
+    """
+    check_length(pack.spec, tokens.sequences.shape[1])
+    source = _source_of(pack, tokens, reference)
+    kind = "exact" if isinstance(reference, Checkpoint) else "compact"
+    facts = {"root": pack.manifest.root, "text": tokens.sha256, "source": source, "kind": kind}
+    work = folder or pack.folder / _WORK_FOLDER
+    store = ProfileStore(work, sha256(canonical(facts)).hexdigest(), starts_anew=True)
+    where = device or torch.device("cpu")
+    try:
+        packed = ModelPass(HeldWeights(StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where)
+        packed.run("predictions of the pack", progress)
+        beside: _Beside | None = None
+        if isinstance(reference, Checkpoint):
+            beside = _Source(reference, tokens, store, progress, where)
+        elif reference is not None:
+            beside = _Kept(reference, where)
+        losses = _losses(packed, tokens, beside, source, progress)
+    finally:
+        store.close()
+    shutil.rmtree(work)
+    return losses
+
+
+def check_source(pack: Pack, checkpoint: Checkpoint) -> str:
+    """The digest of the checkpoint that a pack was made from, which this must be.
+
+    Raises:  PlanError if it is another: its tensors or routers differ.
+    """
+    source = packed_source_digest(pack)
+    if source_digest(checkpoint) != source:
+        raise PlanError(f"--against {checkpoint.folder}: is another checkpoint than the one packed in {pack.folder}")
+    return source
+
+
+def _source_of(pack: Pack, tokens: Tokens, reference: Reference | Checkpoint | None) -> str:
+    """The digest of the source that a pack is compared with; none without one.
+
+    Raises:  PlanError if it is not the pack's.
+    """
+    if isinstance(reference, Checkpoint):
+        return check_source(pack, reference)
+    if reference is None:
+        return ""
+    source = packed_source_digest(pack)
+    check_reference(reference, tokens, source, "--against")
+    return source
+
+
+class _Beside(Protocol):
+    """What a pack is compared with."""
+
+    is_exact: bool
+    num_outcomes: int
+
+    def noise_floor(self) -> float:
+        """See `SourceQuality`."""
+        ...
+
+    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: Array) -> Tensor:
+        """Its losses and the pack's distances at some tokens of a sequence, float64 [6, n].
+
+        Args:    log_probs: the pack's predictions, float32 [n, V].
+        """
+        ...
+
+
+class _Kept:
+    """A compact reference."""
+
+    is_exact = False
+
+    def __init__(self, reference: Reference, device: torch.device) -> None:
+        self.num_outcomes = reference.facts.num_outcomes
+        self._reference = reference
+        self._device = device
+
+    def noise_floor(self) -> float:
+        return self._reference.facts.noise_floor
+
+    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: Array) -> Tensor:
+        expected = self._reference.outcomes(number, rows, self._device)
+        nll = -torch.from_numpy(self._reference.next_log_probs[number, rows]).to(self._device)
+        found = distances(expected, log_probs)
+        agreeing = log_probs.argmax(dim=1) == expected.ids[:, 0]
+        return _stack(nll, found.estimate, found.bound, agreeing, expected.log_tail.double().exp(), found.tail)
+
+
+class _Source:
+    """The source itself, run on the same text."""
+
+    is_exact = True
+
+    def __init__(
+        self, checkpoint: Checkpoint, tokens: Tokens, store: ProfileStore, progress: Progress, device: torch.device
+    ) -> None:
+        self.num_outcomes, _ = num_kept(checkpoint.spec.vocab_size)
+        weights = HeldWeights(CheckpointWeights(checkpoint, device))
+        self._pass = ModelPass(weights, tokens, store, "source", device, with_twin=True)
+        self._pass.run("predictions of the source", progress)
+
+    def noise_floor(self) -> float:
+        return noise_floor(self._pass)
+
+    def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: Array) -> Tensor:
+        expected = self._pass.predictions(number, rows)
+        outcomes = kept_outcomes(expected, seeded(number))
+        found = distances(outcomes, log_probs)
+        agreeing = log_probs.argmax(dim=1) == expected.argmax(dim=1)
+        nll, kl = -next_log_probs(expected, sequence, rows), whole_divergence(expected, log_probs)
+        return _stack(nll, kl, found.bound, agreeing, outcomes.log_tail.double().exp(), found.tail)
+
+
+def _stack(*losses: Tensor) -> Tensor:
+    """In the order of the sums of `SourceLosses`: float64 [6, n]."""
+    return torch.stack([held.double() for held in losses])
+
+
+@torch.inference_mode()
+def _losses(packed: ModelPass, tokens: Tokens, beside: _Beside | None, source: str, progress: Progress) -> BlockLosses:
+    """The losses, once all layers are done."""
+    cost = packed.prediction_cost() * (2 if beside is not None and beside.is_exact else 1)
+    progress.begin(cost.stage("predictions"))
+    nll, compared = [], []
+    for number, sequence in enumerate(packed.predicted):
+        for rows in packed.pieces():
+            log_probs = packed.predictions(number, rows)
+            nll.append(-next_log_probs(log_probs, sequence, rows).double())
+            if beside is not None:
+                compared.append(beside.compare(number, rows, log_probs, sequence))
+        progress.advance(cost.multiplications // len(tokens.sequences), f"sequence {number}")
+    against = None
+    if beside is not None:
+        sums = [block_sums(losses.cpu().numpy()) for losses in torch.cat(compared, dim=1)]
+        against = SourceLosses(source, beside.is_exact, beside.num_outcomes, beside.noise_floor(), *sums)
+    progress.end()
+    found = torch.cat(nll).cpu().numpy()
+    return BlockLosses(
+        block_sums(np.ones(len(found))).astype(np.int64), block_sums(found), packed.sparsity().overall, against
+    )
+
+
+def _source_quality(losses: BlockLosses, against: SourceLosses) -> SourceQuality:
+    number = losses.num_tokens
+    total = int(number.sum())
+    return SourceQuality(
+        source=against.source,
+        is_exact=against.is_exact,
+        num_outcomes=against.num_outcomes,
+        kl=mean(against.kl, number),
+        kl_bound=mean(against.kl_bound, number),
+        noise_floor=against.noise_floor,
+        source_perplexity=exponential(mean(against.nll, number)),
+        perplexity_increase=exponential(mean(losses.nll - against.nll, number), less=1.0),
+        agreement=mean(against.agreeing, number),
+        source_tail=float(against.source_tail.sum()) / total,
+        pack_tail=float(against.pack_tail.sum()) / total,
+    )

@@ -1,0 +1,170 @@
+"""The sparsity that thresholds really give: neurons that did not run, over tokens, by layer and expert.
+
+A text through all layers of a model, a pack or a checkpoint, as it is stored; then its predictions.
+
+Layer by layer in bounded memory, resumable after any layer; the neurons that did not run are counted on the way.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.calib.forward import (
+    Array,
+    HeldWeights,
+    LayerStates,
+    LayerTokens,
+    ProfileStore,
+    Sequences,
+    Tokens,
+    check_length,
+    read_all_arrays,
+    run_counted,
+)
+from moe_pack.calib.sensitivity import (
+    Cost,
+    Trial,
+    expert_multiplications,
+    half_multiplications,
+    head_pieces,
+    kind_of,
+    kinds_of_layers,
+    log_probabilities,
+)
+from moe_pack.formats import Progress
+from moe_pack.runtime.model import embed
+
+
+@dataclass(frozen=True, slots=True)
+class RealizedSparsity:
+    """The share of neurons that do not run, of all experts' tokens and by MoE layer and expert; None without tokens.
+
+    `tokens`: how many tokens each expert's share is taken over.
+    """
+
+    overall: float | None
+    experts: tuple[tuple[float | None, ...], ...]
+    tokens: tuple[tuple[int, ...], ...]
+
+
+def realized(counts: Iterable[tuple[Array, Array]], num_neurons: int) -> RealizedSparsity:
+    """The sparsity of neurons dropped, over tokens: int64 [E] each, for every MoE layer."""
+    layers = [(dropped.tolist(), number.tolist()) for dropped, number in counts]
+    total = sum(sum(number) for _, number in layers)
+    return RealizedSparsity(
+        overall=sum(sum(dropped) for dropped, _ in layers) / (total * num_neurons) if total else None,
+        experts=tuple(
+            tuple(d / (n * num_neurons) if n else None for d, n in zip(dropped, number, strict=True))
+            for dropped, number in layers
+        ),
+        tokens=tuple(tuple(number) for _, number in layers),
+    )
+
+
+class ModelPass:
+    """The sequences of a text on their way through a model.
+
+    `predicted` int64 [N, n]: the tokens of each that are predicted, all but the first, from those before.
+    Args:    store: where it keeps what a killed pass goes on from.   name: of its files there.
+             with_twin: the first sequence goes through once more, its embedding changed in the last bit of each value:
+             what it then predicts otherwise is rounding alone. It is the sequence after all others. With an encoder,
+             the embeddings of both stacks are changed.
+    Raises:  RunError for sequences longer than the model's positions.
+    """
+
+    def __init__(
+        self,
+        weights: HeldWeights,
+        tokens: Tokens,
+        store: ProfileStore,
+        name: str,
+        device: torch.device,
+        with_twin: bool = False,
+    ) -> None:
+        check_length(weights.spec, tokens.sequences.shape[1])
+        given = Sequences.of(weights.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
+        self.num_sequences, self.sequence_length = given.ids.shape
+        self.predicted: Array = given.ids.numpy()
+
+        def embedded(ids: Tensor, number: int) -> Tensor:
+            if number < len(ids):
+                return embed(ids[number], weights)
+            x = embed(ids[0], weights)
+            return torch.nextafter(x, torch.full_like(x, torch.inf))
+
+        self._weights = weights
+        self._spec = weights.spec
+        self._store = store
+        self._name = name
+        self._device = device
+        first, answer = given.begun(embedded)
+        number, folder = self.num_sequences + with_twin, store.work / name
+        self._states = LayerStates(weights, first, number, self.sequence_length, folder, device, answer=answer)
+
+    @torch.inference_mode()
+    def run(self, stage: str, progress: Progress) -> None:
+        """Takes all sequences through the layers that are left."""
+        states, spec = self._states, self._spec
+        layers = range(states.next_layer, spec.num_hidden_layers)
+        progress.begin(self._cost(layers).stage(stage))
+        for layer in layers:
+            tokens = states.enter(layer)
+            progress.advance(half_multiplications(spec, layer, self.sequence_length) * len(tokens.x), f"layer {layer}")
+            if layer in spec.moe_layers:
+                self._store.write(self._file(layer), self._layer(tokens, layer, progress))
+            states.leave(layer, tokens)
+            del tokens  # or there would be two layers' while the next is entered
+        progress.end()
+
+    def sparsity(self) -> RealizedSparsity:
+        """The share of neurons that did not run, once all layers are done; of a twin's tokens too."""
+        found = [read_all_arrays(self._store.folder / self._file(layer)) for layer in self._spec.moe_layers]
+        return realized(((held["dropped"], held["tokens"]) for held in found), self._spec.expert.intermediate_size)
+
+    def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[slice]:
+        """Tokens of a sequence, so many at once as predictions are made for; all that another follows, if not given."""
+        return head_pieces(start, self.sequence_length - 1 if stop is None else stop, self._spec.vocab_size)
+
+    @torch.inference_mode()
+    def predictions(self, number: int, rows: slice) -> Tensor:
+        """Log-probabilities of the next token after some of a sequence's, float32 [n, V], once all layers are done."""
+        return log_probabilities(self._states.before(number)[rows], self._weights, self._device)
+
+    def prediction_cost(self) -> Cost:
+        """What the predictions of all sequences cost."""
+        num_tokens = self._states.num_sequences * (self.sequence_length - 1)
+        return Trial(self._weights, self._states).predicted(num_tokens)
+
+    def _cost(self, layers: range) -> Cost:
+        if not layers:
+            return Cost()
+        spec, trial, number = self._spec, Trial(self._weights, self._states), self._states.num_sequences
+        router = spec.router
+        tokens_an_expert = number * self.sequence_length * router.num_experts_per_tok / router.num_experts
+        halves = {kind: trial.half(kind) * number for kind in kinds_of_layers(spec)}
+        plain = trial.plain(tokens_an_expert) * router.num_experts
+        return sum(
+            (halves[kind_of(spec, l)] + (plain if l in spec.moe_layers else Cost()) for l in layers), start=Cost()
+        )
+
+    def _file(self, layer: int) -> str:
+        return f"{self._name}-{layer:03d}.safetensors"
+
+    def _layer(self, tokens: LayerTokens, layer: int, progress: Progress) -> dict[str, Array]:
+        """Runs a layer's routed experts: neurons dropped, and tokens, int64 [E] each."""
+        layer_idx, one = self._spec.moe_layers.index(layer), expert_multiplications(self._spec)
+        dropped, number = (np.zeros(self._spec.router.num_experts, np.int64) for _ in range(2))
+        for expert in range(self._spec.router.num_experts):
+            threshold, place = self._weights.threshold(layer_idx, expert), f"layer {layer} expert {expert}"
+
+            def on_tokens(num_tokens: int, place: str = place) -> None:
+                progress.advance(one * num_tokens, place)
+
+            token_idx, left = run_counted(
+                self._states, tokens, self._weights, (layer_idx, expert), threshold, on_tokens
+            )
+            dropped[expert], number[expert] = int(left.sum()), len(token_idx)
+        return {"dropped": dropped, "tokens": number}

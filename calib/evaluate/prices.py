@@ -1,0 +1,331 @@
+"""What leaving out more neurons would cost a finished pack: measured on it, in memory, nothing of it rewritten.
+
+Thresholds for each sparsity are found as `measure_thresholds` finds them; then another text goes through the pack with
+them, and through the pack of which all neurons run, whose predictions they are judged by.
+
+What `moe-run --substitute` costs a finished pack: a text decoded token by token, with room for some of the experts.
+
+Against the same pack without. Nothing is read ahead: what is foretold in time hangs on the drive, and with it what is
+in memory when a token comes; so figures are the same each time.
+
+What lossy choices that can be made of a finished pack cost it: thresholds of more sparsity, substitution of experts.
+
+Measured on few tokens, each against the same pack without: what a choice adds to what the pack has lost already.
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.calib.evaluate.model_pass import ModelPass
+from moe_pack.calib.evaluate.reference import Estimate, block_sums, exponential, mean, next_log_probs, whole_divergence
+from moe_pack.calib.evaluate.thresholds import ThresholdRule, find_thresholds
+from moe_pack.calib.forward import Array, HeldWeights, ProfileStore, Sequences, Tokens, stack_tokens
+from moe_pack.calib.sensitivity import SPARSITIES, Cost, expert_multiplications, half_multiplications
+from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, canonical
+from moe_pack.runtime import Engine, EngineOptions, available_bytes
+from moe_pack.runtime.model import TORCH, EncoderDecoder, Operations, StreamedPackWeights
+from moe_pack.runtime.offload import PolicyName, StreamingWeights, Trust, divide_budget, expert_pages, routing_bytes
+from moe_pack.runtime.offload.budget import page_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class SparsityPrice:
+    """What a pack loses at a sparsity against itself with all neurons running: KL in nats, perplexity relative.
+
+    `realized`: the share of neurons that did not run on the text judged on; None if no token reached an expert.
+    """
+
+    sparsity: float
+    realized: float | None
+    kl: Estimate
+    perplexity_increase: Estimate
+
+
+def sparsity_prices(
+    pack: Pack,
+    tokens: Tokens,
+    calibration: Tokens,
+    progress: Progress,
+    folder: Path,
+    device: torch.device | None = None,
+    operations: Operations = TORCH,
+) -> tuple[SparsityPrice, ...]:
+    """The price of each of `SPARSITIES`. Resumable by layer.
+
+    Args:    tokens: to judge on.   calibration: to find thresholds on.   folder: to work in; the caller removes it.
+    Raises:  ConversionError if the folder is in use or cannot be written; PackError if the pack is damaged.
+    """
+    where = device or torch.device("cpu")
+    every = [np.zeros(pack.thresholds.shape, np.float32)]
+    for sparsity in SPARSITIES:
+        work = folder / f"thresholds-{sparsity:g}"
+        every.append(find_thresholds(pack, calibration, ThresholdRule(sparsity), progress, work, where, operations))
+    facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": tokens.sha256}
+    store = ProfileStore(folder / "passes", sha256(canonical(facts)).hexdigest(), starts_anew=True)
+    try:
+        passes = []
+        for sparsity, thresholds in zip((0.0, *SPARSITIES), every, strict=True):
+            weights = HeldWeights(_Rethresholded(pack, thresholds, where, operations))
+            passes.append(ModelPass(weights, tokens, store, f"at-{sparsity:g}", where))
+            passes[-1].run(f"predictions at {sparsity:.0%} sparsity", progress)
+        return _judged(passes, tokens, progress)
+    finally:
+        store.close()
+
+
+class _Rethresholded(StreamedPackWeights):
+    """A pack's weights with other thresholds, float32 [L, E]."""
+
+    def __init__(
+        self, pack: Pack, thresholds: NDArray[np.float32], device: torch.device, operations: Operations
+    ) -> None:
+        super().__init__(pack, device, operations)
+        self._thresholds = thresholds
+
+    def threshold(self, layer_idx: int, expert: int) -> float:
+        """The expert's threshold on `abs(a)`."""
+        return float(self._thresholds[layer_idx, expert])
+
+
+@torch.inference_mode()
+def _judged(passes: list[ModelPass], tokens: Tokens, progress: Progress) -> tuple[SparsityPrice, ...]:
+    """The prices, once all layers are done; the first pass is the one that all others are judged by."""
+    first, others = passes[0], passes[1:]
+    cost = first.prediction_cost() * len(passes)
+    progress.begin(cost.stage("predictions"))
+    found: list[list[Tensor]] = [[] for _ in others]  # float64 [2, n]: KL, and likelihood lost
+    for number, sequence in enumerate(first.predicted):
+        for rows in first.pieces():
+            expected = first.predictions(number, rows)
+            likely = next_log_probs(expected, sequence, rows)
+            for held, other in zip(found, others, strict=True):
+                log_probs = other.predictions(number, rows)
+                lost = likely - next_log_probs(log_probs, sequence, rows)
+                held.append(torch.stack([whole_divergence(expected, log_probs), lost.double()]))
+        progress.advance(cost.multiplications // len(tokens.sequences), f"sequence {number}")
+    progress.end()
+    return tuple(
+        SparsityPrice(sparsity, other.sparsity().overall, *estimates(torch.cat(held, dim=1)))
+        for sparsity, other, held in zip(SPARSITIES, others, found, strict=True)
+    )
+
+
+def estimates(losses: Tensor) -> tuple[Estimate, Estimate]:
+    """KL, and how much perplexity grows, from nats float64 [2, n]: each token's KL and the likelihood it loses."""
+    kl, lost = (block_sums(row) for row in losses.cpu().numpy())
+    number = block_sums(np.ones(losses.shape[1])).astype(np.int64)
+    return mean(kl, number), exponential(mean(lost, number), less=1.0)
+
+
+ALPHAS = (0.1, 0.3, 0.5)
+ROOM = 0.5  # of the experts
+POLICY: PolicyName = "importance"  # of the paper that substitution is from
+_SHARE_OF_MEMORY = 0.75  # of what is available, at most
+_COMPARED_TOKENS = 128  # at once: bounds what predictions take
+
+
+@dataclass(frozen=True, slots=True)
+class SubstitutionPrice:
+    """What a pack loses with `--substitute alpha` against itself without: KL in nats, perplexity relative.
+
+    `replaced`: of the experts that routers chose.   `fetched`: of those run, that were not in memory.
+    """
+
+    alpha: float
+    replaced: float
+    fetched: float
+    kl: Estimate
+    perplexity_increase: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Substitution:
+    """The prices, at one room and policy. `room`: share of all experts' memory.   `fetched`: without substitution."""
+
+    policy: str
+    room: float
+    fetched: float
+    prices: tuple[SubstitutionPrice, ...]
+
+
+def substitution(pack: Pack, tokens: Tokens, progress: Progress, folder: Path) -> Substitution:
+    """The price of each of `ALPHAS`, with room for half of the experts, or what the machine has. On the CPU.
+
+    Args:    folder: for the predictions without, as long as it takes: 4 bytes a token and word of the vocabulary.
+    Raises:  RunError if the machine has no memory for this; PackError if the pack is damaged.
+    """
+    given = _given(pack, tokens)
+    N, S = given.ids.shape  # sequences, their length
+    free = available_bytes()
+    budget = budget_with_room(pack, ROOM, S)
+    if free is not None:
+        budget = min(budget, int(_SHARE_OF_MEMORY * free))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "predictions.f32"
+    with _same_threads():
+        expected = np.memmap(path, np.float32, "w+", shape=(N, S - 1, pack.spec.vocab_size))
+        with _engine(pack, budget, None, S) as engine:
+            for number, found in _decoded(engine, given, progress, "decoding"):
+                expected[number] = found.numpy()
+            assert engine.plan is not None, "it has a budget"
+            room = engine.plan.num_pages / int(expert_pages(pack.layout, engine.plan.page_bytes).sum())
+            fetched, _ = _shares(engine)
+        prices = tuple(_price(pack, given, expected, alpha, budget, progress) for alpha in ALPHAS)
+    path.unlink()
+    return Substitution(POLICY, room, fetched, prices)
+
+
+def _given(pack: Pack, tokens: Tokens) -> Sequences:
+    return Sequences.of(pack.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
+
+
+def _price(
+    pack: Pack, given: Sequences, expected: NDArray[np.float32], alpha: float, budget: int, progress: Progress
+) -> SubstitutionPrice:
+    losses = []
+    with _engine(pack, budget, alpha, given.length) as engine:
+        for number, found in _decoded(engine, given, progress, f"decoding with --substitute {alpha:g}"):
+            losses.append(_losses(torch.from_numpy(expected[number]), found, given.ids[number].numpy()))
+        fetched, replaced = _shares(engine)
+    return SubstitutionPrice(alpha, replaced, fetched, *estimates(torch.cat(losses, dim=1)))
+
+
+def _engine(pack: Pack, budget: int, alpha: float | None, context_tokens: int) -> Engine:
+    options = EngineOptions(budget_bytes=budget, policy=POLICY, foretells=False, trust=Trust(substitute=alpha))
+    return Engine(pack, options, context_tokens)
+
+
+def _shares(engine: Engine) -> tuple[float, float]:
+    """Of the experts run, those that were fetched, and those that took another's place."""
+    assert isinstance(engine.weights, StreamingWeights), "it has a budget"
+    counts = engine.weights.decode
+    return 1 - counts.hits / counts.needed, counts.substituted / counts.needed
+
+
+def _losses(expected: Tensor, found: Tensor, sequence: Array) -> Tensor:
+    """Nats float64 [2, n] of a sequence's predictions float32 [n, V]: KL, and likelihood lost."""
+    pieces = []
+    for start in range(0, len(found), _COMPARED_TOKENS):
+        rows = slice(start, min(start + _COMPARED_TOKENS, len(found)))
+        one, other = expected[rows], found[rows]
+        lost = next_log_probs(one, sequence, rows) - next_log_probs(other, sequence, rows)
+        pieces.append(torch.stack([whole_divergence(one, other), lost.double()]))
+    return torch.cat(pieces, dim=1)
+
+
+def _decoded(engine: Engine, given: Sequences, progress: Progress, stage: str) -> Iterator[tuple[int, Tensor]]:
+    """Each sequence's number and the log-probabilities after all its tokens but the last, float32 [S - 1, V]."""
+    spec, (N, S) = engine.decoder.spec, given.ids.shape
+    layers = sum(half_multiplications(spec, layer, S) for layer in range(spec.num_hidden_layers))
+    experts = len(spec.moe_layers) * spec.router.num_experts_per_tok * expert_multiplications(spec)
+    one = layers + experts + spec.vocab_size * spec.hidden_size
+    progress.begin(Cost(one * N * (S - 1)).stage(stage))
+    for number, stacks in enumerate(zip(*given.stacks, strict=True)):
+        found = torch.empty((S - 1, spec.vocab_size))
+        *text, ids = (held.tolist() for held in stacks)
+        for place, logits in enumerate(fed_singly(engine, ids[:-1], *text)):
+            found[place] = logits.log_softmax(dim=0)
+            progress.advance(one, f"sequence {number} token {place}")
+        yield number, found
+    progress.end()
+
+
+def fed_singly(engine: Engine, ids: list[int], text: list[int] | None = None) -> Iterator[Tensor]:
+    """The logits float32 [V] after each token, each fed alone, from an empty context.
+
+    Args:    text: what an encoder reads before, where there is one.
+    """
+    engine.decoder.reset()
+    if isinstance(engine.decoder, EncoderDecoder):
+        assert text is not None, "an encoder reads something"
+        engine.decoder.encode(text)
+    for token in ids:
+        yield engine.decoder.next_logits([token])
+
+
+def budget_with_room(pack: Pack, share: float, context_tokens: int) -> int:
+    """The least budget with room for this share of the pack's experts, each as large as the largest; for one at least.
+
+    Not checked: whether the machine has so much.
+    """
+    page_bytes, head_bytes = page_sizes(pack.layout)
+    pages, predictors = expert_pages(pack.layout, page_bytes), routing_bytes(pack.folder)
+    wanted = int(pages.max()) * max(round(share * pages.size), 1)
+    wanted = min(wanted, int(pages.sum()))
+    least = pack.layout.dense_file.num_bytes + wanted * (page_bytes + head_bytes)
+    # From there in pages: with room for more, longer forward passes take of it.
+    while True:
+        try:
+            if divide_budget(pack.layout, least, context_tokens, predictors).num_pages >= wanted:
+                return least
+        except RunError:
+            pass  # less than the rest of the model needs
+        least += page_bytes + head_bytes
+
+
+@contextmanager
+def _same_threads() -> Iterator[None]:
+    """Torch has as many threads afterwards as before: an engine leaves it those it wants itself."""
+    number = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
+
+
+NUM_CALIBRATION_TOKENS = 2048  # to find thresholds on
+NUM_TOKENS = 1024  # to judge sparsity on, and to decode
+_WORK_FOLDER = "prices.work"
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """On the first `num_tokens` predicted tokens of a text. `calibration`: the text that thresholds were found on."""
+
+    num_tokens: int
+    calibration: str
+    sparsity: tuple[SparsityPrice, ...]
+    substitution: Substitution
+
+
+def measure_prices(
+    pack: Pack,
+    tokens: Tokens,
+    calibration: Tokens,
+    progress: Progress = NO_PROGRESS,
+    device: torch.device | None = None,
+    operations: Operations = TORCH,
+) -> Prices:
+    """The prices of a pack on the first `NUM_TOKENS` of a text, in whole sequences; nothing of it is changed.
+
+    Killed, it goes on after the last whole layer; decoding begins again.
+    Args:    device: of sparsity; decoding is on the CPU.
+    Raises:  ConversionError if its folder cannot be written; RunError if there is no memory to decode in; PackError if
+             the pack is damaged.
+    """
+    judged, folder = first_tokens(tokens, NUM_TOKENS), pack.folder / _WORK_FOLDER
+    facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": judged.sha256}
+    store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), starts_anew=True)
+    try:
+        sparsity = sparsity_prices(pack, judged, calibration, progress, store.work, device, operations)
+        replaced = substitution(pack, judged, progress, store.work)
+    finally:
+        store.close()
+    shutil.rmtree(folder)
+    N, S = judged.sequences.shape
+    return Prices(N * (stack_tokens(pack.spec, S) - 1), calibration.name, sparsity, replaced)
+
+
+def first_tokens(tokens: Tokens, number: int) -> Tokens:
+    """The first sequences of a text with at least so many tokens, or all it has."""
+    kept = tokens.sequences[: -(-number // tokens.sequences.shape[1])]
+    return replace(tokens, sequences=kept, sha256=sha256(kept.astype("<i4").tobytes()).hexdigest())

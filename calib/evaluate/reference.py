@@ -1,0 +1,465 @@
+"""Means over tokens with their 95% half-widths, from sums over blocks of consecutive tokens.
+
+Neighbouring tokens err together, blocks of 128 hardly: so the scatter of blocks, not that of tokens, tells how far a
+mean over another stretch of such text may be off.
+
+What is kept of a prediction over a large vocabulary, and how far another is from it: KL divergences in nats.
+
+    kept of p:  its K likeliest tokens with log p;  log of the tail's mass;  m tokens drawn from the tail, with log p
+    bound       KL over K + 1 outcomes, the tail as one: what is lumped together can only come closer
+    estimate    sum over the K likeliest of g(p, q)  +  tail mass of p * mean over tokens drawn of g(p, q) / p
+                g(p, q) = p log(p / q) - p + q,  whose sum over all tokens is KL; without a tail it is exact
+
+No term of g is negative, and it is of second order in the difference: so rounding of log-probabilities and of what
+they add up to hardly shows, and few tokens drawn tell the tail's share. Its mean over draws is the tail's true one.
+
+The compact reference: what is kept of a model's predictions on a text, so that packs of it can be judged without it.
+
+One file, `reference.safetensors`: of each prediction the `outcomes` that are kept, and the log-probability of the token
+that came; beside them the tokens, and the noise floor. Made layer by layer, so that the model need not fit memory;
+2.3 kB a token. Specified in docs/moe-pack.md.
+"""
+
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.calib.evaluate.model_pass import ModelPass
+from moe_pack.calib.forward import Array, HeldWeights, ProfileStore, Tokens, check_arrays, check_length, source_digest
+from moe_pack.formats import (
+    NO_PROGRESS,
+    ConversionError,
+    ModelSpec,
+    PackError,
+    PlanError,
+    Progress,
+    canonical,
+    dump,
+    load,
+    parse,
+)
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.json_files import added
+from moe_pack.formats.sidecar import TensorSidecar, write_tensor_sidecar
+from moe_pack.runtime.model import CheckpointWeights
+
+BLOCK_TOKENS = 128
+_NORMAL = 1.959963984540054  # the 97.5% quantile of the normal distribution
+_MOST_LOG = 700.0  # of what exp() takes: a perplexity beyond is as good as infinite, which JSON has no number for
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure and half the width of its 95% confidence interval; None where there are less than two blocks."""
+
+    value: float
+    half_width: float | None
+
+    @property
+    def upper(self) -> float | None:
+        """The upper end of the interval."""
+        return None if self.half_width is None else self.value + self.half_width
+
+
+def block_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sums over blocks of `BLOCK_TOKENS` consecutive tokens, the last one perhaps shorter, of values float64 [T]."""
+    return np.add.reduceat(values, np.arange(0, len(values), BLOCK_TOKENS))
+
+
+def mean(sums: NDArray[np.float64], num_tokens: NDArray[np.int64]) -> Estimate:
+    """The mean over tokens from sums over B blocks: a ratio of two sums, its half-width by Student's t.
+
+    Meaning: m = sum s / sum n;  variance B / (B - 1) * sum (s - m n)^2 / (sum n)^2;  t of B - 1 degrees of freedom.
+    """
+    number, total = len(sums), int(num_tokens.sum())
+    m = float(sums.sum()) / total
+    if number < 2:
+        return Estimate(m, None)
+    variance = number / (number - 1) * float(np.square(sums - m * num_tokens).sum()) / total**2
+    return Estimate(m, student_t(number - 1) * math.sqrt(variance))
+
+
+def exponential(estimate: Estimate, less: float = 0.0) -> Estimate:
+    """exp of an estimate, minus `less`; the half-width is the interval's upper half, which is the longer one."""
+    value = math.exp(min(estimate.value, _MOST_LOG))
+    if estimate.half_width is None:
+        return Estimate(value - less, None)
+    upper = math.exp(min(estimate.value + estimate.half_width, _MOST_LOG))
+    return Estimate(value - less, upper - value)
+
+
+def share(num_true: int, number: int) -> Estimate:
+    """The share of so many independent cases, with half the width of Wilson's interval, which is never nothing."""
+    p, z2 = num_true / number, _NORMAL**2
+    return Estimate(p, math.sqrt(z2 * p * (1 - p) / number + (z2 / (2 * number)) ** 2) / (1 + z2 / number))
+
+
+def student_t(degrees: int) -> float:
+    """The 97.5% quantile of Student's t, to 0.2%: exact for 1 and 2 degrees of freedom, else expanded in 1 / degrees.
+
+    Source: Abramowitz and Stegun 26.7.5.
+    """
+    if degrees < 3:
+        return {1: math.tan(0.475 * math.pi), 2: 0.95 * math.sqrt(2 / (1 - 0.95**2))}[degrees]
+    z = _NORMAL
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return sum(term / float(degrees) ** power for power, term in enumerate(terms))
+
+
+NUM_OUTCOMES = 256  # likeliest tokens that are kept
+NUM_DRAWN = 32  # of the tail's tokens
+_ROWS_AT_ONCE = 32  # of a vocabulary's length: bounds what temporaries take
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """What is kept of n predictions.
+
+    `ids` int64, `log_probs` float32 [n, K]: the likeliest tokens, falling.   `log_tail` float32 [n]: of the mass of all
+    others, -inf where there are none.   `drawn_ids` int64, `drawn_log_probs` float32 [n, m]: of those others.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+    log_tail: Tensor
+    drawn_ids: Tensor
+    drawn_log_probs: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Distances:
+    """How far predictions are from n others, float64 [n] each; `tail`: their own mass outside the K outcomes."""
+
+    bound: Tensor
+    estimate: Tensor
+    tail: Tensor
+
+
+def num_kept(vocab_size: int) -> tuple[int, int]:
+    """K and m for a vocabulary."""
+    return (vocab_size, 0) if vocab_size <= NUM_OUTCOMES else (NUM_OUTCOMES, NUM_DRAWN)
+
+
+def kept_outcomes(log_probs: Tensor, generator: torch.Generator) -> Outcomes:
+    """What is kept of log-probabilities float32 [n, V]; `generator`, the CPU's, draws from the tail."""
+    pieces = [_kept(piece, generator) for piece in torch.split(log_probs, _ROWS_AT_ONCE)]
+    names = ("ids", "log_probs", "log_tail", "drawn_ids", "drawn_log_probs")
+    return Outcomes(*(torch.cat([getattr(piece, name) for piece in pieces]) for name in names))
+
+
+def distances(expected: Outcomes, log_probs: Tensor) -> Distances:
+    """How far log-probabilities float32 [n, V] are from the outcomes expected."""
+    tops, tails, bounds, drawn = [], [], [], []
+    for start in range(0, len(log_probs), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        found, ids = log_probs[rows], expected.ids[rows]
+        top = _terms(expected.log_probs[rows], found.gather(1, ids)).sum(dim=1, dtype=torch.float64)
+        log_tail = _without(found, ids).logsumexp(dim=1)
+        tops.append(top)
+        tails.append(log_tail.double().exp())
+        if found.shape[1] > ids.shape[1]:
+            bounds.append(top + _terms(expected.log_tail[rows].double(), log_tail.double()))
+            ratio = (expected.drawn_log_probs[rows] - found.gather(1, expected.drawn_ids[rows])).double()
+            share = expected.log_tail[rows].double().exp()
+            drawn.append(share * (ratio + (-ratio).expm1()).mean(dim=1))
+    top, tail = torch.cat(tops), torch.cat(tails)
+    if not bounds:
+        return Distances(top, top, tail)
+    return Distances(torch.cat(bounds), top + torch.cat(drawn), tail)
+
+
+def whole_divergence(expected: Tensor, found: Tensor) -> Tensor:
+    """The KL divergence of log-probabilities float32 [n, V] from those expected, over all tokens: float64 [n]."""
+    pieces = zip(torch.split(expected, _ROWS_AT_ONCE), torch.split(found, _ROWS_AT_ONCE), strict=True)
+    return torch.cat([_terms(one, other).sum(dim=1, dtype=torch.float64) for one, other in pieces])
+
+
+def _kept(log_probs: Tensor, generator: torch.Generator) -> Outcomes:
+    number, drawn = num_kept(log_probs.shape[1])
+    likeliest = log_probs.topk(number, dim=1)
+    others = _without(log_probs, likeliest.indices)
+    drawn_ids = likeliest.indices[:, :0]
+    if drawn:
+        # softmax: a tail of little mass is no zeros
+        drawn_ids = torch.multinomial(others.softmax(dim=1).cpu(), drawn, replacement=True, generator=generator)
+    drawn_ids = drawn_ids.to(log_probs.device)
+    return Outcomes(
+        likeliest.indices, likeliest.values, others.logsumexp(dim=1), drawn_ids, log_probs.gather(1, drawn_ids)
+    )
+
+
+def _without(log_probs: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities with nothing left to these tokens."""
+    return log_probs.scatter(1, ids, -torch.inf)
+
+
+def _terms(expected: Tensor, found: Tensor) -> Tensor:
+    """g(p, q) of log-probabilities; for close ones by log p - log q, where p and q would cancel."""
+    ratio, p = expected - found, expected.exp()
+    near = ratio.clamp(-1, 1)
+    return torch.where(ratio.abs() < 1, p * (near + (-near).expm1()), p * ratio - p + found.exp())
+
+
+REFERENCE_FILE = "reference.safetensors"
+FORMAT: Literal["moe-pack reference"] = "moe-pack reference"
+VERSION = 1
+_WORK_FOLDER = "reference.work"
+_MAX_FACTS_BYTES = 1 << 16
+_ROUNDING = 1e-3  # by which the log of a probability may be above 0
+# What is kept of a prediction, by the dtype it is stored in.
+_KEPT = {
+    "ids": "U32",
+    "log_probs": "F32",
+    "log_tail": "F32",
+    "drawn_ids": "U32",
+    "drawn_log_probs": "F32",
+    "next_log_probs": "F32",
+}
+_NUMPY = {"U32": "<u4", "F32": "<f4"}
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceFacts:
+    """What a reference is of. `source`: the checkpoint's digest; `text_sha256`: of the tokens as little-endian int32.
+
+    `num_outcomes`, `num_drawn`: K and m of `Outcomes`.   `noise_floor`: mean KL in nats between the model and itself
+    where only the rounding of float32 differs: its first sequence once more, each value of the embedding one bit off.
+    `start_token`: of a model with an encoder, which reads half of each sequence (`Sequences`); null without one.
+    """
+
+    format: Literal["moe-pack reference"]
+    version: int
+    source: str
+    text: str
+    text_sha256: str
+    num_sequences: int
+    sequence_length: int
+    vocab_size: int
+    num_outcomes: int
+    num_drawn: int
+    noise_floor: float
+    start_token: int | None = added(None)  # a field, whose default is None
+
+    @property
+    def num_predicted(self) -> int:
+        """Predictions of a sequence: of every token but the first; with an encoder, of the half that it does not read.
+
+        See `Sequences.ids`.
+        """
+        return (self.sequence_length if self.start_token is None else self.sequence_length // 2) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """A model's predictions on a text of N sequences of S tokens, p of each (`ReferenceFacts.num_predicted`).
+
+    `sequences` u32 [N, S]; of each prediction, [N, p, ...]: `ids` u32, `log_probs` f32 [K], `log_tail` f32,
+    `drawn_ids` u32, `drawn_log_probs` f32 [m] as `Outcomes` has them; `next_log_probs` f32: of the token that came.
+    """
+
+    facts: ReferenceFacts
+    sequences: Array
+    ids: Array
+    log_probs: Array
+    log_tail: Array
+    drawn_ids: Array
+    drawn_log_probs: Array
+    next_log_probs: Array
+
+    def tokens(self) -> Tokens:
+        """The text it was made on."""
+        return Tokens(self.facts.text, self.sequences.astype(np.int32), self.facts.text_sha256, ())
+
+    def outcomes(self, number: int, rows: slice, device: torch.device) -> Outcomes:
+        """What is kept of some predictions of a sequence."""
+        ids, drawn_ids = (torch.from_numpy(held[number, rows].astype(np.int64)) for held in (self.ids, self.drawn_ids))
+        log_probs, log_tail, drawn = (
+            torch.from_numpy(held[number, rows]).to(device)
+            for held in (self.log_probs, self.log_tail, self.drawn_log_probs)
+        )
+        return Outcomes(ids.to(device), log_probs, log_tail, drawn_ids.to(device), drawn)
+
+
+def make_reference(
+    checkpoint: Checkpoint,
+    tokens: Tokens,
+    folder: Path,
+    progress: Progress = NO_PROGRESS,
+    device: torch.device | None = None,
+    replaces: bool = False,
+) -> Reference:
+    """The reference of a checkpoint's predictions on a text, kept in `folder`; read from there if it is there already.
+
+    A killed run goes on after the last whole layer.
+    Args:    replaces: a reference there of another model or text is replaced, not refused.
+    Raises:  ConversionError if the folder holds another reference, or cannot be written; CheckpointError for weights
+             that are no numbers; RunError for sequences longer than the model's positions.
+    """
+    check_length(checkpoint.spec, tokens.sequences.shape[1])
+    source = source_digest(checkpoint)
+    if (folder / REFERENCE_FILE).exists():
+        found = read_reference(folder)
+        if (found.facts.source, found.facts.text_sha256) == (source, tokens.sha256):
+            return found
+        if not replaces:
+            raise ConversionError(
+                f"{folder}: holds the reference of another model or text; give another folder, or remove it"
+            )
+    identity = sha256(canonical({"source": source, "text": tokens.sha256})).hexdigest()
+    store = ProfileStore(folder / _WORK_FOLDER, identity, starts_anew=True)
+    where = device or torch.device("cpu")
+    try:
+        weights = HeldWeights(CheckpointWeights(checkpoint, where))
+        source_pass = ModelPass(weights, tokens, store, "source", where, with_twin=True)
+        source_pass.run("predictions of the source", progress)
+        made = _predicted(source_pass, tokens, _facts(tokens, source, checkpoint.spec), progress)
+    finally:
+        store.close()
+    write_tensor_sidecar(folder, REFERENCE_FILE, _stored(made), source)
+    shutil.rmtree(store.folder)
+    return made
+
+
+def check_reference(reference: Reference, tokens: Tokens, source: str, place: str) -> None:
+    """Refuses a reference of another model or another text.
+
+    Args:    source: the digest of the checkpoint that the pack was made from.   place: what messages call it.
+    Raises:  PlanError.
+    """
+    if reference.facts.source != source:
+        raise PlanError(f"{place}: is the reference of another model; give one of the checkpoint that was packed")
+    if reference.facts.text_sha256 != tokens.sha256:
+        raise PlanError(f"{place}: was made on other text ({reference.facts.text}); leave out the options for text")
+
+
+@torch.inference_mode()
+def noise_floor(source_pass: ModelPass) -> float:
+    """The mean KL in nats of a pass's twin from its first sequence."""
+    twin = source_pass.num_sequences
+    found = torch.cat(
+        [
+            whole_divergence(source_pass.predictions(0, rows), source_pass.predictions(twin, rows))
+            for rows in source_pass.pieces()
+        ]
+    )
+    return max(float(found.mean()), 0.0)  # rounding may leave a sum of nearly nothing below 0
+
+
+def next_log_probs(log_probs: Tensor, sequence: Array, rows: slice) -> Tensor:
+    """The log-probabilities float32 [n] of the tokens that came, from those of all, [n, V], after tokens `rows`."""
+    came = torch.from_numpy(sequence[rows.start + 1 : rows.stop + 1].astype(np.int64)).to(log_probs.device)
+    return log_probs.gather(1, came[:, None])[:, 0]
+
+
+def seeded(number: int) -> torch.Generator:
+    """What draws for a sequence, the same whenever it is done."""
+    return torch.Generator().manual_seed(number)
+
+
+@torch.inference_mode()
+def _predicted(source_pass: ModelPass, tokens: Tokens, facts: ReferenceFacts, progress: Progress) -> Reference:
+    """The reference, once all layers are done."""
+    cost = source_pass.prediction_cost()
+    progress.begin(cost.stage("predictions"))
+    kept: dict[str, list[Array]] = {name: [] for name in _KEPT}
+    for number in range(facts.num_sequences):
+        generator = seeded(number)
+        for rows in source_pass.pieces():
+            log_probs = source_pass.predictions(number, rows)
+            outcomes = kept_outcomes(log_probs, generator)
+            came = next_log_probs(log_probs, source_pass.predicted[number], rows)
+            for name, dtype in _KEPT.items():
+                held: Tensor = came if name == "next_log_probs" else getattr(outcomes, name)
+                kept[name].append(held.cpu().numpy().astype(_NUMPY[dtype]))
+        progress.advance(cost.multiplications // facts.num_sequences, f"sequence {number}")
+    predicted = (facts.num_sequences, facts.num_predicted)
+    arrays = {name: np.concatenate(pieces).reshape(*predicted, *pieces[0].shape[1:]) for name, pieces in kept.items()}
+    facts = replace(facts, noise_floor=noise_floor(source_pass))
+    progress.end()
+    return Reference(facts, tokens.sequences.astype("<u4"), **arrays)
+
+
+def _facts(tokens: Tokens, source: str, spec: ModelSpec) -> ReferenceFacts:
+    """What is known of a reference before it is made."""
+    (N, S), (K, m), V = tokens.sequences.shape, num_kept(spec.vocab_size), spec.vocab_size
+    start_token = None if spec.encoder is None else spec.encoder.start_token
+    return ReferenceFacts(FORMAT, VERSION, source, tokens.name, tokens.sha256, N, S, V, K, m, 0.0, start_token)
+
+
+def _stored(reference: Reference) -> Iterator[tuple[str, str, Array]]:
+    yield "facts", "U8", np.frombuffer(canonical(dump(reference.facts)), "<u1")
+    yield "sequences", "U32", reference.sequences
+    for name, dtype in _KEPT.items():
+        yield name, dtype, getattr(reference, name)
+
+
+def read_reference(path: Path) -> Reference:
+    """A reference, checked whole.
+
+    Args:    path: the file, or a folder that holds `reference.safetensors`.
+    Raises:  PackError if it is missing, damaged or foreign.
+    """
+    file = path / REFERENCE_FILE if path.is_dir() else path
+    place = file.name
+    with TensorSidecar(file.parent, place) as held:
+        entry = held.entries.get("facts")
+        if entry is None or entry.num_bytes > _MAX_FACTS_BYTES:
+            raise PackError(f"{place}: is no reference (of moe-pack eval --keep-reference); it has no facts")
+        values = parse(held.read("facts").tobytes(), f"{place}: facts", PackError)
+        if not isinstance(values, dict) or values.get("format") != FORMAT or values.get("version") != VERSION:
+            raise PackError(f"{place}: expected format {FORMAT!r}, version {VERSION}; make the reference anew")
+        facts = load(ReferenceFacts, values, f"{place}: facts", PackError)
+        if held.root != facts.source:
+            raise PackError(f"{place}: root is not the source of its facts; make the reference anew")
+        _check_facts(facts, place)
+        arrays = {name: held.read(name) for name in held.entries if name != "facts"}
+    _check_arrays(arrays, facts, place)
+    return Reference(facts, **arrays)
+
+
+def _check_facts(facts: ReferenceFacts, place: str) -> None:
+    if min(facts.num_sequences, facts.vocab_size, facts.num_predicted) < 1 or facts.noise_floor < 0:
+        raise PackError(f"{place}: facts: found impossible counts; make the reference anew")
+    if (facts.num_outcomes, facts.num_drawn) != num_kept(facts.vocab_size):
+        raise PackError(
+            f"{place}: facts: found {facts.num_outcomes} outcomes and {facts.num_drawn} drawn, expected "
+            "{} and {}; make the reference anew".format(*num_kept(facts.vocab_size))
+        )
+
+
+def _check_arrays(arrays: dict[str, Array], facts: ReferenceFacts, place: str) -> None:
+    predicted = (facts.num_sequences, facts.num_predicted)
+    wanted: dict[str, tuple[str, tuple[int, ...]]] = {
+        "sequences": ("U32", (facts.num_sequences, facts.sequence_length)),
+        "ids": ("U32", (*predicted, facts.num_outcomes)),
+        "log_probs": ("F32", (*predicted, facts.num_outcomes)),
+        "log_tail": ("F32", predicted),
+        "drawn_ids": ("U32", (*predicted, facts.num_drawn)),
+        "drawn_log_probs": ("F32", (*predicted, facts.num_drawn)),
+        "next_log_probs": ("F32", predicted),
+    }
+    check_arrays(arrays, wanted, place)
+    for name in ("sequences", "ids", "drawn_ids"):
+        if arrays[name].size and int(arrays[name].max()) >= facts.vocab_size:
+            raise PackError(f"{place}: tensor {name!r} has a token beyond the vocabulary; make the reference anew")
+    for name in ("log_probs", "log_tail", "drawn_log_probs", "next_log_probs"):
+        has_tail = facts.num_outcomes < facts.vocab_size or name != "log_tail"
+        if has_tail and not (np.isfinite(arrays[name]).all() and (arrays[name] < _ROUNDING).all()):
+            raise PackError(f"{place}: tensor {name!r} has what is no log-probability; make the reference anew")
+    if sha256(arrays["sequences"].astype("<i4").tobytes()).hexdigest() != facts.text_sha256:
+        raise PackError(f"{place}: the tokens are not those of its facts; make the reference anew")

@@ -1,0 +1,314 @@
+"""Thresholds measured on a pack itself, layer by layer, every earlier layer as stored and with its new thresholds.
+
+Of each layer first the distribution of abs(a) over an expert's tokens, then its outputs with the threshold taken from
+it. The last fifth of the text is not looked at for thresholds: it tells what sparsity they give on text unseen.
+"""
+
+import shutil
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.calib.evaluate.model_pass import ModelPass, RealizedSparsity, realized
+from moe_pack.calib.forward import (
+    HeldWeights,
+    Histogram,
+    LayerStates,
+    LayerTokens,
+    ProfileStore,
+    Sequences,
+    Tokens,
+    check_length,
+    input_chunks,
+    num_held_out,
+    read_all_arrays,
+    run_counted,
+)
+from moe_pack.calib.sensitivity import (
+    Cost,
+    Trial,
+    expert_multiplications,
+    half_multiplications,
+    kind_of,
+    kinds_of_layers,
+)
+from moe_pack.formats import NO_PROGRESS, Pack, PlanError, Progress, canonical, dump
+from moe_pack.formats.sidecar import read_sidecar, write_sidecar
+from moe_pack.formats.writer import rewrite_thresholds
+from moe_pack.runtime.model import TORCH, Operations, StreamedPackWeights, activations, embed
+
+SIDECAR = "thresholds.json"
+_WORK_FOLDER = "thresholds.work"
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdRule:
+    """How thresholds are found, by one of three.
+
+    `sparsity`: each expert's quantile of abs(a) there (FloE Eq. 6).   `theta`: one for all (CORM).   `planned`: a
+    sparsity for each expert, by MoE layer.
+    """
+
+    sparsity: float | None = None
+    theta: float | None = None
+    planned: tuple[tuple[float, ...], ...] | None = None
+
+    def fault(self) -> str | None:
+        """What is wrong with it, or None."""
+        if (self.sparsity, self.theta, self.planned).count(None) != 2:
+            return "--sparsity/--theta: give one of the two"
+        if self.sparsity is not None and not 0 <= self.sparsity < 1:
+            return f"--sparsity: found {self.sparsity}, expected a share from 0 up to, but not, 1"
+        if self.theta is not None and not 0 <= self.theta < 1e30:
+            return f"--theta: found {self.theta}, expected a threshold from 0 up"
+        wrong = next((s for layer in self.planned or () for s in layer if not 0 <= s < 1), None)
+        return None if wrong is None else f"planned sparsity: found {wrong}, expected a share from 0 up to, but not, 1"
+
+    def sparsities(self, layer_idx: int, num_experts: int) -> tuple[float, ...]:
+        """What each of a layer's experts shall leave out; not for `theta`."""
+        assert self.theta is None, "one threshold for all leaves out what it does"
+        return (self.sparsity or 0.0,) * num_experts if self.planned is None else self.planned[layer_idx]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredThresholds:
+    """The sidecar `thresholds.json`: the rule, the text, and the sparsity that came of it.
+
+    `learned`: on the tokens that thresholds were taken from; `held_out`: on those that they were not.
+    """
+
+    rule: ThresholdRule
+    text: str
+    text_sha256: str
+    num_sequences: int
+    sequence_length: int
+    num_held_out: int
+    learned: RealizedSparsity
+    held_out: RealizedSparsity
+
+
+def measure_thresholds(
+    pack: Pack,
+    tokens: Tokens,
+    rule: ThresholdRule,
+    progress: Progress = NO_PROGRESS,
+    device: torch.device | None = None,
+    operations: Operations = TORCH,
+) -> MeasuredThresholds:
+    """Measures the thresholds of a pack, and rewrites them in place; no expert is touched. Resumable by layer.
+
+    Operations decode rows and multiply large dense matrices.
+    The open pack keeps its old thresholds: open it anew. Measured before for the same rule and text, nothing is done.
+    Raises:  PlanError for an impossible rule; ConversionError if the folder is in use or cannot be written.
+    """
+    fault = rule.fault()
+    if fault:
+        raise PlanError(fault)
+    assert rule.planned is None or list(map(len, rule.planned)) == list(map(len, pack.index.experts)), "of this model"
+    check_length(pack.spec, tokens.sequences.shape[1])
+    known = read_sidecar(pack.folder, SIDECAR, MeasuredThresholds, pack.manifest.root)
+    if known is not None and (known.rule, known.text_sha256) == (rule, tokens.sha256):
+        return known
+    folder = pack.folder / _WORK_FOLDER
+    found, measured = _measured(pack, tokens, rule, progress, folder, device, operations)
+    root = rewrite_thresholds(pack.folder, found)
+    write_sidecar(pack.folder, SIDECAR, measured, root)
+    shutil.rmtree(folder)
+    return measured
+
+
+def find_thresholds(
+    pack: Pack,
+    tokens: Tokens,
+    rule: ThresholdRule,
+    progress: Progress,
+    folder: Path,
+    device: torch.device | None = None,
+    operations: Operations = TORCH,
+) -> NDArray[np.float32]:
+    """The thresholds [L, E] that `measure_thresholds` would give a pack, which keeps its own. Resumable by layer.
+
+    Args:    folder: to work in; the caller removes it.
+    """
+    return _measured(pack, tokens, rule, progress, folder, device, operations)[0]
+
+
+def _measured(
+    pack: Pack,
+    tokens: Tokens,
+    rule: ThresholdRule,
+    progress: Progress,
+    folder: Path,
+    device: torch.device | None,
+    operations: Operations,
+) -> tuple[NDArray[np.float32], MeasuredThresholds]:
+    """Thresholds [L, E], and what they give."""
+    facts = {"conversion": pack.manifest.conversion, "rule": dump(rule), "text": tokens.sha256}
+    store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), starts_anew=True)
+    try:
+        run = _Run(pack, tokens, rule, store, progress, device or torch.device("cpu"), operations)
+        found = run.measure()
+    finally:
+        store.close()
+    return np.stack([layer["thresholds"] for layer in found]), run.summary(found)
+
+
+def realized_sparsity(
+    pack: Pack,
+    tokens: Tokens,
+    progress: Progress = NO_PROGRESS,
+    device: torch.device | None = None,
+    operations: Operations = TORCH,
+) -> RealizedSparsity:
+    """The share of neurons that the pack's own thresholds keep from running on some text, held out or not."""
+    folder = pack.folder / _WORK_FOLDER
+    facts = {"root": pack.manifest.root, "text": tokens.sha256}
+    store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), starts_anew=True)
+    where = device or torch.device("cpu")
+    try:
+        run = ModelPass(HeldWeights(StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where)
+        run.run("sparsity", progress)
+        found = run.sparsity()
+    finally:
+        store.close()
+    shutil.rmtree(folder)
+    return found
+
+
+class _Run:
+    """One measurement under way."""
+
+    def __init__(
+        self,
+        pack: Pack,
+        tokens: Tokens,
+        rule: ThresholdRule,
+        store: ProfileStore,
+        progress: Progress,
+        device: torch.device,
+        operations: Operations,
+    ) -> None:
+        self._spec = pack.spec
+        self._tokens = tokens
+        self._rule = rule
+        self._store = store
+        self._progress = progress
+        self._device = device
+        self._weights = HeldWeights(StreamedPackWeights(pack, device, operations))
+        self._given = Sequences.of(pack.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
+        num_sequences, S = self._given.ids.shape
+        self._num_held_out = num_held_out(num_sequences)
+        self._num_learned_tokens = (num_sequences - self._num_held_out) * S
+
+    @torch.inference_mode()
+    def measure(self) -> list[dict[str, NDArray[np.generic]]]:
+        """For each MoE layer `thresholds` f32 [E]; `dropped` and `tokens` i64 [E, 2], learned from and held out."""
+        spec, (num_sequences, S) = self._spec, self._given.ids.shape
+        first, answer = self._given.begun(lambda ids, number: embed(ids[number], self._weights))
+        folder = self._store.work / "pass"
+        states = LayerStates(self._weights, first, num_sequences, S, folder, self._device, answer=answer)
+        layers = range(states.next_layer, spec.num_hidden_layers)
+        self._progress.begin((self._cost(Trial(self._weights, states), layers)).stage("thresholds"))
+        for layer in layers:
+            tokens = states.enter(layer)
+            self._progress.advance(half_multiplications(spec, layer, S) * len(tokens.x), f"layer {layer}")
+            if layer in spec.moe_layers:
+                self._store.write(self._file(layer), self._layer(states, tokens, layer))
+            states.leave(layer, tokens)
+            del tokens  # or there would be two layers' while the next is entered
+        self._progress.end()
+        return [read_all_arrays(self._store.folder / self._file(layer)) for layer in spec.moe_layers]
+
+    def _cost(self, trial: Trial, layers: range) -> Cost:
+        """Of the layers left: each expert's activations are seen twice, for its threshold and for its outputs."""
+        spec, (num_sequences, S) = self._spec, self._given.ids.shape
+        router, num_tokens = spec.router, num_sequences * S
+        halves = {kind: trial.half(kind) * num_sequences for kind in kinds_of_layers(spec)}
+        plain = trial.plain(num_tokens * router.num_experts_per_tok / router.num_experts) * (2 * router.num_experts)
+        return sum(
+            (halves[kind_of(spec, l)] + (plain if l in spec.moe_layers else Cost()) for l in layers), start=Cost()
+        )
+
+    def summary(self, found: list[dict[str, NDArray[np.generic]]]) -> MeasuredThresholds:
+        """What was measured, for people and programs."""
+        f = self._spec.expert.intermediate_size
+        learned, held_out = (
+            realized([(layer["dropped"][:, part], layer["tokens"][:, part]) for layer in found], f) for part in (0, 1)
+        )
+        num_sequences, S = self._tokens.sequences.shape
+        return MeasuredThresholds(
+            self._rule, self._tokens.name, self._tokens.sha256, num_sequences, S, self._num_held_out, learned, held_out
+        )
+
+    def _file(self, layer: int) -> str:
+        return f"thresholds-{layer:03d}.safetensors"
+
+    def _layer(self, states: LayerStates, tokens: LayerTokens, layer: int) -> dict[str, NDArray[np.generic]]:
+        layer_idx, E = self._spec.moe_layers.index(layer), self._spec.router.num_experts
+        thresholds = self._thresholds(tokens, layer_idx)
+        counts = [self._run_expert(states, tokens, layer_idx, expert, float(thresholds[expert])) for expert in range(E)]
+        return {
+            "thresholds": thresholds,
+            "dropped": np.asarray([dropped for dropped, _ in counts], np.int64),
+            "tokens": np.asarray([number for _, number in counts], np.int64),
+        }
+
+    def _thresholds(self, tokens: LayerTokens, layer_idx: int) -> NDArray[np.float32]:
+        """A layer's thresholds by the rule, f32 [E]; an expert without tokens gets its layer's quantile."""
+        E = self._spec.router.num_experts
+        if self._rule.theta is not None:
+            return np.full(E, self._rule.theta, np.float32)
+        sparsities = self._rule.sparsities(layer_idx, E)
+        found, pooled = np.zeros(E, np.float32), Histogram()
+        unreached = []
+        if not any(sparsities):
+            return found
+        for expert, sparsity in enumerate(sparsities):
+            token_idx, _ = tokens.of_expert(expert)
+            histogram = self._histogram(tokens, layer_idx, expert, token_idx[token_idx < self._num_learned_tokens])
+            pooled.counts += histogram.counts
+            found[expert] = _quantile(histogram, sparsity)
+            if not histogram.total():
+                unreached.append(expert)
+        for expert in unreached:
+            found[expert] = _quantile(pooled, sparsities[expert])
+        return found
+
+    def _histogram(self, tokens: LayerTokens, layer_idx: int, expert: int, token_idx: Tensor) -> Histogram:
+        histogram = Histogram()
+        for x, _ in input_chunks(tokens, token_idx, self._device):
+            for block in self._weights.expert(layer_idx, expert).blocks():
+                values = activations(x, block, self._spec.expert.function)
+                histogram.add(values.of(self._weights.selector).abs())
+            self._progress.advance(expert_multiplications(self._spec) * len(x), self._place(layer_idx, expert))
+        return histogram
+
+    def _run_expert(
+        self, states: LayerStates, tokens: LayerTokens, layer_idx: int, expert: int, threshold: float
+    ) -> tuple[list[int], list[int]]:
+        """Adds an expert's outputs; neurons that did not run, and tokens: learned from, and held out."""
+        one, place = expert_multiplications(self._spec), self._place(layer_idx, expert)
+        token_idx, left = run_counted(
+            states,
+            tokens,
+            self._weights,
+            (layer_idx, expert),
+            threshold,
+            lambda num_tokens: self._progress.advance(one * num_tokens, place),
+        )
+        held_out = token_idx >= self._num_learned_tokens
+        parts = (~held_out, held_out)
+        return [int(left[part].sum()) for part in parts], [int(part.sum()) for part in parts]
+
+    def _place(self, layer_idx: int, expert: int) -> str:
+        return f"layer {self._spec.moe_layers[layer_idx]} expert {expert}"
+
+
+def _quantile(histogram: Histogram, sparsity: float) -> float:
+    """The threshold that leaves out such a share; none does 0, whose quantile would be the least activation."""
+    return float(histogram.quantiles((sparsity,))[0]) if sparsity else 0.0

@@ -1,0 +1,493 @@
+"""Several things computed at once, handed back in order: threads of Python, each with torch threads of its own.
+
+Products of small matrices gain nothing from torch's threads, which only wait for each other; whole experts and whole
+sequences side by side do. Large experts are left to torch's threads: side by side they would take too much memory.
+
+What a model is given of sequences of S tokens: all of each; or, with an encoder, a half to each of its stacks.
+
+    encoder   the first n = S // 2 tokens
+    decoder   its start token, then the next n - 1
+
+So every layer sees n tokens of a sequence, and the decoder predicts, from half a text, the n - 1 tokens that follow.
+Specified in docs/profile.md.
+
+A model's weights as passes over its layers need them: one layer's dense matrices in memory, and no other's.
+
+The embedding and the head, unless they are small, and the experts are read as they are used. Bounded by the largest
+layer's attention.
+
+The attention of a layer for whole sequences of one length, each from an empty context: of both kinds of models.
+
+Sequences on their way through a model, one layer at a time: bounded memory, and resumable after any layer.
+
+    for layer in layers:
+        tokens = states.enter(layer)         attention, shared and dense experts, routes; for all sequences
+        states.add(...)                      the caller runs the routed experts and adds their outputs
+        states.leave(layer, tokens)          hidden states go to a file, from which a killed pass goes on
+
+Between layers hidden states are in a file (of which the system keeps in memory what it has room for); within a layer
+two float32 values a token and hidden dimension, in memory up to a bound, in a mapped file beyond. What an encoder has
+read stays in a file of its own as long as decoder layers attend to it, and is read a sequence at a time.
+"""
+
+import itertools
+import shutil
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from threading import Lock
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.formats import CheckpointError, ModelSpec, RunError, Selector
+from moe_pack.runtime.model import (
+    Expert,
+    KVCache,
+    Matrix,
+    Operations,
+    Rope,
+    StoredMatrix,
+    Weights,
+    add_attention,
+    mlp_input,
+    route_tokens,
+)
+from moe_pack.runtime.model.encoder_decoder import add_cross_attention, add_own_attention, enter_text, position_bias
+from moe_pack.runtime.model.layer import run_unrouted
+from moe_pack.runtime.model.weights import norm
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_SIDE_BY_SIDE_BYTES = 64 << 20  # of experts in float32 at once
+
+
+def num_workers(spec: ModelSpec) -> int:
+    """How many experts of a model are computed side by side: as torch has threads, while they fit the bound."""
+    expert_bytes = 4 * len(spec.expert.matrices) * spec.hidden_size * spec.expert.intermediate_size
+    return max(1, min(torch.get_num_threads(), _SIDE_BY_SIDE_BYTES // expert_bytes))
+
+
+def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+    """`work` of each item, in their order, `workers` of them at once and one done that waits.
+
+    In inference mode, as the caller is. With one worker nothing but a loop.
+    """
+    if workers == 1:
+        yield from map(work, items)
+        return
+
+    def job(item: Item) -> Result:
+        with torch.inference_mode():
+            return work(item)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // workers))
+    try:
+        with ThreadPoolExecutor(workers, "calib") as pool:
+            left = iter(items)
+            started: deque[Future[Result]] = deque(
+                pool.submit(job, item) for item in itertools.islice(left, workers + 1)
+            )
+            while started:
+                result = started.popleft().result()
+                started.extend(pool.submit(job, item) for item in itertools.islice(left, 1))
+                yield result
+                del result
+    finally:
+        torch.set_num_threads(threads)
+
+
+Beginning = Callable[[int], Tensor]  # a sequence's hidden states before a stack's first layer, by its number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequences:
+    """`stacks`: what each stack is given, the encoder's first where there is one: int64 [N, n] each."""
+
+    stacks: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, spec: ModelSpec, tokens: Tensor) -> "Sequences":
+        """What a model is given of sequences int64 [N, S]."""
+        if spec.encoder is None:
+            return cls((tokens,))
+        n = stack_tokens(spec, tokens.shape[1])
+        start = torch.full((len(tokens), 1), spec.encoder.start_token)
+        return cls((tokens[:, :n], torch.cat((start, tokens[:, n : 2 * n - 1]), dim=1)))
+
+    @property
+    def ids(self) -> Tensor:
+        """What the decoder is given, int64 [N, n]: each token but the first is predicted from those before."""
+        return self.stacks[-1]
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence in each stack, n."""
+        return self.ids.shape[1]
+
+    def begun(self, embedded: Callable[[Tensor, int], Tensor]) -> tuple[Beginning, Beginning | None]:
+        """How sequences begin in the first stack, and in the second, if there is one.
+
+        Args:    embedded: hidden states float32 [n, d] of a sequence, from what a stack is given of all, int64 [N, n],
+                 and its number.
+        """
+        first, *second = (lambda number, ids=ids: embedded(ids, number) for ids in self.stacks)
+        return first, second[0] if second else None
+
+
+def stack_tokens(spec: ModelSpec, sequence_length: int) -> int:
+    """How many tokens of a sequence each layer of a model sees."""
+    return sequence_length if spec.encoder is None else sequence_length // 2
+
+
+def stack_of(spec: ModelSpec, layer: int) -> int:
+    """Which stack a layer is of: 0 of the first, 1 of a decoder after an encoder."""
+    return int(spec.encoder is not None and layer >= spec.encoder.num_layers)
+
+
+def check_length(spec: ModelSpec, sequence_length: int) -> None:
+    """Refuses sequences longer than the model's positions, or too short for a prediction in each half.
+
+    Raises:  RunError.
+    """
+    if sequence_length > spec.max_position_embeddings:
+        raise RunError(
+            f"--sequence-length: found {sequence_length}, expected at most the "
+            f"{spec.max_position_embeddings} positions this model has"
+        )
+    if spec.encoder is not None and stack_tokens(spec, sequence_length) < 2:
+        raise RunError(
+            f"--sequence-length: found {sequence_length}, expected at least 4: this model's encoder reads the first "
+            "half, and its decoder predicts tokens of the second"
+        )
+
+
+_SMALL_BYTES = 16 << 20  # in float32: matrices of no more are held so, the embedding and the head too
+
+
+class Source(Weights, Protocol):
+    """Weights that can be streamed, or brought to memory whole."""
+
+    def load(self, role: str) -> Matrix:
+        """A dense matrix in memory, in the bytes it is stored in."""
+        ...
+
+
+class HeldWeights:
+    """The weights of `source`; what belongs to the layer last asked for stays in memory. For several threads."""
+
+    def __init__(self, source: Source) -> None:
+        self.spec: ModelSpec = source.spec
+        self.selector: Selector = source.selector
+        self.operations: Operations = source.operations
+        self._source = source
+        self._layer = ""
+        self._matrices: dict[str, Matrix] = {}
+        self._vectors: dict[str, Tensor] = {}
+        self._lock = Lock()
+
+    def vector(self, role: str) -> Tensor:
+        """A norm's weight or a bias, float32 [n]."""
+        with self._lock:
+            self._turn_to(role)
+            if role not in self._vectors:
+                self._vectors[role] = self._source.vector(role)
+            return self._vectors[role]
+
+    def matrix(self, role: str) -> Matrix:
+        """A dense matrix by its role."""
+        if not role.startswith("layers."):
+            matrix = self._source.matrix(role)
+            if 4 * matrix.num_rows * matrix.num_cols > _SMALL_BYTES:
+                return matrix
+        with self._lock:
+            self._turn_to(role)
+            if role not in self._matrices:
+                matrix = self._source.load(role)
+                if 4 * matrix.num_rows * matrix.num_cols <= _SMALL_BYTES:
+                    matrix = StoredMatrix(matrix.rows(0, matrix.num_rows))  # in float32: converted once
+                self._matrices[role] = matrix
+            return self._matrices[role]
+
+    def expert(self, layer_idx: int, expert: int) -> Expert:
+        """An expert, read as its blocks are asked for."""
+        return self._source.expert(layer_idx, expert)
+
+    def threshold(self, layer_idx: int, expert: int) -> float:
+        """The expert's threshold on `abs(a)`."""
+        return self._source.threshold(layer_idx, expert)
+
+    def _turn_to(self, role: str) -> None:
+        """Lets go of the layer before, once a role is another layer's."""
+        parts = role.split(".")
+        if parts[0] == "layers" and parts[1] != self._layer:
+            self._layer = parts[1]
+            self._matrices.clear()
+            self._vectors.clear()
+
+
+class SequenceAttention:
+    """The first half of layers.
+
+    Args:    sequence_length: tokens of a sequence in a stack, n.
+    """
+
+    def __init__(self, weights: Weights, sequence_length: int, device: torch.device) -> None:
+        self._spec = weights.spec
+        self._sequence_length = sequence_length
+        self._device = device
+        if weights.spec.encoder is None:
+            positions = torch.arange(sequence_length, device=device)
+            self._angles = Rope(weights.spec.rotation, device)(positions, sequence_length)
+        else:
+            self._biases = tuple(position_bias(weights, sequence_length, is_encoder) for is_encoder in (True, False))
+
+    def added(self, x: Tensor, weights: Weights, layer: int, text: Tensor | None) -> Tensor:
+        """Hidden states float32 [n, d] with a layer's attention added.
+
+        Args:    text: what a layer of a decoder after an encoder attends to, the encoder's output float32 [n, d].
+        """
+        cache = self._cache().layer(0)
+        if self._spec.encoder is None:
+            return add_attention(x, weights, layer, cache, self._angles)
+        x = add_own_attention(x, weights, layer, cache, self._biases[stack_of(self._spec, layer)])
+        if text is None:
+            return x
+        read = self._cache().layer(0)
+        enter_text(text, weights, layer, read, len(text))
+        return add_cross_attention(x, weights, layer, replace(read, num_tokens=len(text)))
+
+    def _cache(self) -> KVCache:
+        return KVCache(self._spec, self._sequence_length, self._device, num_layers=1)
+
+
+MAX_HELD_BYTES = 1 << 29  # of what a pass holds for its tokens in memory
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTokens:
+    """All tokens inside a layer, T = sequences times their length, in order.
+
+    `x` float32 [T, d]: hidden states, attention and what every token gets added.   `inputs` float32 [T, d]: what
+    router and experts see.   `experts` int64 [T, k], `weights` float32 [T, k]: routes; empty [T, 0] in a layer without.
+    An expert that is beyond its capacity has the weight 0, and does not run for that token.
+    """
+
+    x: Tensor
+    inputs: Tensor
+    experts: Tensor
+    weights: Tensor
+
+    def of_expert(self, expert: int) -> tuple[Tensor, Tensor]:
+        """The tokens that an expert runs for, rising int64 [n], and the weight of each, float32 [n]."""
+        token_idx, place = torch.where((self.experts == expert) & (self.weights != 0))
+        return token_idx, self.weights[token_idx, place]
+
+
+class LayerStates:
+    """The hidden states of sequences of S tokens between layers. Owns `folder`.
+
+    Args:    first: the hidden states float32 [S, d] of a sequence before layer 0, by its number.
+             sequence_length: of what each stack is given; the caller has checked it.
+             folder: made if missing; if a killed pass left its hidden states there, `next_layer` is where to go on.
+             held_bytes: of a layer's two arrays in memory; larger ones lie in a mapped file.
+             answer: with an encoder, the hidden states before the decoder's first layer, likewise.
+             origin: with an encoder, the sequence that a later one branched off from, by its number: both are of one
+             text. Where some do.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        first: Beginning,
+        num_sequences: int,
+        sequence_length: int,
+        folder: Path,
+        device: torch.device,
+        held_bytes: int = MAX_HELD_BYTES,
+        answer: Beginning | None = None,
+        origin: Callable[[int], int] | None = None,
+    ) -> None:
+        self.spec = weights.spec
+        self.num_sequences = self._num_first = num_sequences
+        self.sequence_length = sequence_length
+        self._weights = weights
+        self._first = first
+        self._folder = folder
+        self._held_bytes = held_bytes
+        self._answer = answer
+        self._origin = origin
+        assert (answer is None) == (self.spec.encoder is None), "a decoder after an encoder begins anew"
+        self._turn = 0 if self.spec.encoder is None else self.spec.encoder.num_layers  # the layer before which it does
+        self.device = device
+        folder.mkdir(exist_ok=True)
+        self._attention = SequenceAttention(weights, sequence_length, device)
+        self.next_layer = self._resume()
+
+    @torch.inference_mode()
+    def enter(self, layer: int, branches: Sequence[tuple[Weights, int]] = ()) -> LayerTokens:
+        """All tokens as layer `layer` (the next one) has them before its routed experts.
+
+        Args:    branches: other weights for this layer, and how many of the first sequences go through it with them
+                 too; from here on these are sequences of their own, after all others.
+        """
+        assert layer == self.next_layer, (layer, self.next_layer)
+        k = self.spec.router.num_experts_per_tok if layer in self.spec.moe_layers else 0
+        ways = [(number, self._weights) for number in range(self.num_sequences)]
+        ways += [(number, weights) for weights, number_of in branches for number in range(number_of)]
+        num_tokens = len(ways) * self.sequence_length
+        mapped = 2 * 4 * num_tokens * self.spec.hidden_size > self._held_bytes
+        tokens = LayerTokens(
+            x=self.room("x", num_tokens, mapped),
+            inputs=self.room("inputs", num_tokens, mapped),
+            experts=torch.empty((num_tokens, k), dtype=torch.int64),
+            weights=torch.empty((num_tokens, k)),
+        )
+
+        def place_sequence(place: int) -> None:
+            number, weights = ways[place]
+            rows = slice(place * self.sequence_length, (place + 1) * self.sequence_length)
+            x, inputs = self.half(layer, number, weights)
+            tokens.x[rows], tokens.inputs[rows] = x.cpu(), inputs.cpu()
+            if k:
+                experts, router_weights = route_tokens(inputs, self._weights, layer)
+                tokens.experts[rows], tokens.weights[rows] = experts.cpu(), router_weights.cpu()
+
+        for _ in in_order(place_sequence, range(len(ways)), num_workers(self.spec)):
+            pass
+        self.num_sequences = len(ways)
+        return tokens
+
+    @torch.inference_mode()
+    def half(self, layer: int, number: int, weights: Weights) -> tuple[Tensor, Tensor]:
+        """A sequence's `x` and `inputs` (`LayerTokens`) in layer `layer`, float32 [S, d] each, with these weights."""
+        text = self._text(number) if stack_of(self.spec, layer) else None
+        return self.half_of(layer, self.before(number), text, weights)
+
+    @torch.inference_mode()
+    def half_of(self, layer: int, x: Tensor, text: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor]:
+        """The same of hidden states float32 [S, d].
+
+        Args:    text: for a layer of a decoder after an encoder, the encoder's output float32 [S, d].
+        """
+        text = None if text is None else text.to(self.device)
+        x = self._attention.added(x.to(self.device), weights, layer, text)
+        inputs = mlp_input(x, weights, layer)
+        unrouted = run_unrouted(inputs, weights, layer)
+        return x if unrouted is None else x + unrouted * self.spec.residual_multiplier, inputs
+
+    def add(self, tokens: LayerTokens, token_idx: Tensor, weights: Tensor, output: Tensor) -> None:
+        """Adds an expert's output float32 [n, d], weighted, to the hidden states of its tokens."""
+        output = output.to("cpu") * (weights * self.spec.residual_multiplier)[:, None]
+        tokens.x.index_add_(0, token_idx, output)
+
+    def leave(self, layer: int, tokens: LayerTokens, more: Iterable[Tensor] = ()) -> None:
+        """Ends layer `layer`: its hidden states replace those before it on the drive.
+
+        Args:    more: hidden states float32 [n S, d] of sequences that begin here, after all others.
+        Raises:  CheckpointError if they are not all numbers.
+        """
+        # A sum in float64 is a number if and only if all terms are; of pieces, because torch converts them whole.
+        if not all(piece.sum(dtype=torch.float64).isfinite() for piece in torch.split(tokens.x, self.sequence_length)):
+            raise CheckpointError(f"layer {layer}: hidden states are not finite; is the checkpoint whole?")
+        crc32 = num_tokens = 0
+        beside = self._folder / "hidden.tmp"
+        with beside.open("wb") as file:
+            for held in chain((tokens.x,), more):
+                raw = held.numpy().reshape(-1).view(np.uint8)
+                raw.tofile(file)
+                crc32 = zlib.crc32(raw.data, crc32)
+                num_tokens += len(held)
+        path = self._folder / f"hidden-{layer + 1:03d}-{crc32:08x}.bin"
+        beside.rename(path)
+        if layer + 1 == self._turn:
+            self._text_path = path
+        kept = (path, self._text_path if layer + 1 > self._turn > 0 else path)
+        for other in self._folder.glob("hidden-*"):
+            if other not in kept:
+                other.unlink()
+        self._path = path
+        self.num_sequences = num_tokens // self.sequence_length
+        self.next_layer = layer + 1
+
+    def before(self, number: int) -> Tensor:
+        """A sequence's hidden states before the next layer, or after the last: float32 [S, d]."""
+        if self.next_layer == 0:
+            return self._first(number)
+        if self.next_layer == self._turn:
+            assert self._answer is not None, "a layer at which a decoder begins"
+            return self._answer(self._root(number, self._num_first))
+        return self._stored(self._path, number)
+
+    def _text(self, number: int) -> Tensor:
+        """The encoder's output for a sequence, float32 [S, d]."""
+        num_read = self._text_path.stat().st_size // self._sequence_bytes
+        read = self._stored(self._text_path, self._root(number, num_read)).to(self.device)
+        return norm(read, self._weights, "encoder_norm")
+
+    def _root(self, number: int, num_sequences: int) -> int:
+        """Of the first `num_sequences` that one from which a sequence branched off, or itself."""
+        while number >= num_sequences:
+            assert self._origin is not None, "sequences branch off where the caller says from which"
+            number = self._origin(number)
+        return number
+
+    def _stored(self, path: Path, number: int) -> Tensor:
+        with path.open("rb") as file:
+            file.seek(number * self._sequence_bytes)
+            raw = np.fromfile(file, np.float32, self._sequence_bytes // 4)
+        return torch.from_numpy(raw).view(self.sequence_length, -1)
+
+    def room(self, name: str, num_tokens: int, mapped: bool) -> Tensor:
+        """Room for float32 [num_tokens, d] until the next call with this name, not set to anything."""
+        shape = (num_tokens, self.spec.hidden_size)
+        if not mapped:
+            return torch.empty(shape)
+        path = self._folder / f"held-{name}.bin"
+        path.unlink(missing_ok=True)  # what an earlier layer still has mapped stays its own
+        return torch.from_numpy(np.memmap(path, np.float32, "w+", shape=shape))
+
+    def close(self) -> None:
+        """Removes the folder."""
+        shutil.rmtree(self._folder)
+
+    @property
+    def _sequence_bytes(self) -> int:
+        return 4 * self.sequence_length * self.spec.hidden_size
+
+    def _resume(self) -> int:
+        """The layer to begin with: after the one whose hidden states are whole on the drive, else the first."""
+        for path in sorted(self._folder.glob("hidden-*.bin"), reverse=True):
+            layer = int(path.stem.split("-")[1])
+            if not _is_whole(path):
+                continue
+            if layer >= self._turn > 0:
+                text = next(filter(_is_whole, self._folder.glob(f"hidden-{self._turn:03d}-*.bin")), None)
+                if text is None:
+                    continue
+                self._text_path = text
+            self._path = path
+            self.num_sequences = path.stat().st_size // self._sequence_bytes
+            return layer
+        return 0
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file of hidden states has the checksum in its name."""
+    return _crc32(path) == int(path.stem.split("-")[2], 16)
+
+
+def _crc32(path: Path) -> int:
+    crc32 = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            crc32 = zlib.crc32(piece, crc32)
+    return crc32

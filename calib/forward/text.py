@@ -1,0 +1,482 @@
+"""The documents that `--data` names, in pieces of bounded size: our sample, a file, a saved data set, one of the hub.
+
+Nothing here knows tokens. A source is read as far as its pieces are taken; what lies beyond is not checked.
+The packages datasets and pyarrow (the extra `convert`) are imported here, when they are needed, and nowhere else.
+
+Calibration text: the documents that `--data` names as sequences of tokens, and which of those are held out.
+
+Specified in the design's section on calibration. What documents are and where they lie is `documents`.
+"""
+
+import codecs
+import hashlib
+import json
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats import RunError
+from moe_pack.runtime import Text
+
+DEFAULT_FIELD = "text"
+NUM_SAMPLE_PARTS = 8
+PIECE_CHARS = 1 << 18  # a third of a second of a tokenizer's time: little is lost where a few thousand tokens will do
+MAX_LINE_BYTES = 64 << 20
+
+_BATCH_ROWS = 64
+_BUFFER_BYTES = 1 << 20
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_INSTALL = "pip install 'moe-pack[convert]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A document or, where it has more than `PIECE_CHARS` characters, a stretch of it that ends where a line does.
+
+    `begins`: whether a document begins with it.
+    """
+
+    text: str
+    begins: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """What a source holds.
+
+    `name`: what is read, for people.   `place`: what messages call it.
+    `parts`: the documents' pieces in order. The sample has several parts, tuples; any other source has one, which can
+    be gone through once.
+    """
+
+    name: str
+    place: str
+    parts: tuple[Iterable[Piece], ...]
+
+
+def open_documents(data: str | None, field: str | None) -> Documents:
+    """The documents of `data`; those of white space alone are left out.
+
+    Args:    data: None for the sample; a .txt (one document), .jsonl or .json (an object a line) or .parquet file; a
+             folder that datasets' save_to_disk wrote, or any other it can load; else a data set's name on the hub,
+             read as a stream. Folder and name may go on `:CONFIG:SPLIT`, either left empty; `train` is the default.
+             field: where an object or row has its text, `DEFAULT_FIELD` if None; must be None for what has no fields.
+    Raises:  RunError, here or while pieces are taken, if there is no such source, it cannot be read, or that field
+             holds something else than text.
+    """
+    if data is None:
+        _refuse_field(field, "the sample")
+        sample = files("moe_pack.calib.forward").joinpath("sample.txt").read_text("utf-8")
+        return Documents("the sample: chapters of public-domain novels", "the sample", sample_parts(sample))
+    path, place = Path(data), f"--data {data}"
+    if path.is_dir() or not (path.exists() or path.suffix in _FILE_READERS):
+        texts = _data_set_texts(_data_set(data, place), field or DEFAULT_FIELD)
+        return Documents(data, place, (_all_pieces(texts),))
+    return Documents(data, place, (_file_reader(path, place)(path, field),))
+
+
+def sample_parts(sample: str) -> tuple[tuple[Piece, ...], ...]:
+    """A text's chapters, each a document, in contiguous parts of about the same length.
+
+    Meaning: chapters lie between empty lines; each belongs to the eighth of the text in which it begins, so that the
+             heads of the parts show every stretch of the text.
+    """
+    parts: list[list[Piece]] = [[] for _ in range(NUM_SAMPLE_PARTS)]
+    offset = 0
+    for chapter in sample.split("\n\n"):
+        if chapter:
+            parts[offset * NUM_SAMPLE_PARTS // len(sample)].extend(_pieces(_blocks(chapter)))
+        offset += len(chapter) + 2
+    return tuple(tuple(part) for part in parts if part)
+
+
+def _refuse_field(field: str | None, place: str) -> None:
+    if field is not None:
+        raise RunError(f"--field {field}: {place} is plain text without fields; leave --field out")
+
+
+def _pieces(blocks: Iterable[str]) -> Iterator[Piece]:
+    """The pieces of one document, which comes in blocks of any size; none if it is white space alone."""
+    held, begins = "", True
+    for block in blocks:
+        held += block
+        while len(held) > PIECE_CHARS:
+            end = _piece_end(held)
+            yield Piece(held[:end], begins)
+            held, begins = held[end:], False
+    if held.strip() or (held and not begins):
+        yield Piece(held, begins)
+
+
+def _piece_end(text: str) -> int:
+    """Behind the last line end that a piece can hold, else before its last blank (words' tokens begin with theirs)."""
+    line_end = text.rfind("\n", 0, PIECE_CHARS) + 1
+    return line_end or max(text.rfind(" ", 0, PIECE_CHARS), 0) or PIECE_CHARS
+
+
+def _blocks(text: str) -> Iterator[str]:
+    return (text[start : start + PIECE_CHARS] for start in range(0, len(text), PIECE_CHARS))
+
+
+def _all_pieces(texts: Iterable[str]) -> Iterator[Piece]:
+    for text in texts:
+        yield from _pieces(_blocks(text))
+
+
+def _file_reader(path: Path, place: str) -> "_FileReader":
+    expected = f"{', '.join(_FILE_READERS)} or a folder"
+    if not path.exists():
+        raise RunError(f"{place}: no such file")
+    if not path.is_file():
+        raise RunError(f"{place}: is no regular file, expected {expected}")
+    if path.suffix not in _FILE_READERS:
+        raise RunError(f"{place}: found {path.suffix or 'no suffix'}, expected {expected}; convert or rename it")
+    return _FILE_READERS[path.suffix]
+
+
+def _plain_pieces(path: Path, field: str | None) -> Iterator[Piece]:
+    _refuse_field(field, str(path))
+    return _pieces(_decoded(path))
+
+
+def _json_pieces(path: Path, field: str | None) -> Iterator[Piece]:
+    return _all_pieces(_json_texts(path, field or DEFAULT_FIELD))
+
+
+def _parquet_pieces(path: Path, field: str | None) -> Iterator[Piece]:
+    return _all_pieces(_parquet_texts(path, field or DEFAULT_FIELD))
+
+
+_FileReader = Callable[[Path, str | None], Iterator[Piece]]
+_FILE_READERS: dict[str, _FileReader] = {
+    ".txt": _plain_pieces,
+    ".jsonl": _json_pieces,
+    ".json": _json_pieces,
+    ".parquet": _parquet_pieces,
+}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as fault:
+        raise RunError(f"{path}: cannot be read ({fault.strerror})") from fault
+
+
+def _decoded(path: Path) -> Iterator[str]:
+    """A file's text in blocks, without a byte order mark."""
+    decoder, num_read = codecs.getincrementaldecoder("utf-8")(), 0
+    with _opened(path) as file:
+        while True:
+            raw = file.read(PIECE_CHARS)
+            start = num_read - len(decoder.getstate()[0])  # a character's first bytes wait for its last
+            try:
+                text = decoder.decode(raw, final=not raw)
+            except UnicodeDecodeError as fault:
+                raise RunError(f"{path}: {_wrong_byte(fault, start)}") from fault
+            yield text if num_read else text.removeprefix("\ufeff")
+            if not raw:
+                return
+            num_read += len(raw)
+
+
+def _wrong_byte(fault: UnicodeDecodeError, start: int = 0) -> str:
+    found = f"0x{fault.object[fault.start]:02x} at byte {start + fault.start:,}"
+    return f"found {found}, expected UTF-8 text; convert the file with iconv"
+
+
+def _json_texts(path: Path, field: str) -> Iterator[str]:
+    with _opened(path) as file:
+        for number in count(1):
+            line, place = file.readline(MAX_LINE_BYTES + 1), f"{path}: line {number:,}"
+            if not line:
+                return
+            if len(line) > MAX_LINE_BYTES:
+                raise RunError(f"{place}: more than {MAX_LINE_BYTES:,} bytes; break the document into several lines")
+            if line.strip():
+                yield _text_of(_json_object(line.rstrip(), place), field, place)
+
+
+def _json_object(line: bytes, place: str) -> dict[str, object]:
+    try:
+        value: object = json.loads(line.decode("utf-8-sig"))  # Windows programs begin files with a byte order mark
+    except UnicodeDecodeError as fault:
+        raise RunError(f"{place}: {_wrong_byte(fault)}") from fault
+    except (ValueError, RecursionError) as fault:
+        why = f"{fault.msg}, column {fault.colno}" if isinstance(fault, json.JSONDecodeError) else _first_line(fault)
+        raise RunError(f"{place}: not valid JSON ({why}); expected one object on each line") from fault
+    if not isinstance(value, dict):
+        raise RunError(f"{place}: found {_short(value)}, expected one object on each line")
+    return value
+
+
+def _parquet_texts(path: Path, field: str) -> Iterator[str]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError as fault:
+        raise RunError(f"--data {path}: takes the package pyarrow to read; {_INSTALL}") from fault
+    # Without buffer size and pre_buffer, the column of a row group is read whole.
+    with (
+        _named(f"{path}: pyarrow cannot read it", (OSError, ArrowException)),
+        ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file,
+    ):
+        _check_field(field, file.schema_arrow.names, str(path))
+        values = (v for batch in file.iter_batches(_BATCH_ROWS, columns=[field]) for v in batch.column(0).to_pylist())
+        for number, value in enumerate(values, 1):
+            yield _checked(value, field, f"{path}: row {number:,}")
+
+
+@dataclass(frozen=True, slots=True)
+class _DataSet:
+    """A data set's name or folder, its configuration and split where they are given, and what messages call it."""
+
+    name: str
+    config: str | None
+    split: str | None
+    place: str
+
+
+def _data_set(data: str, place: str) -> _DataSet:
+    if Path(data).is_dir():
+        return _DataSet(data, None, None, place)
+    name, config, split, *more = *data.split(":"), "", ""
+    if any(more) or not (Path(name).is_dir() or _NAME.fullmatch(name)):
+        raise RunError(f"{place}: no such file or folder, nor a data set's name (NAME, NAME:CONFIG, NAME:CONFIG:SPLIT)")
+    return _DataSet(name, config or None, split or None, place)
+
+
+def _data_set_texts(data_set: _DataSet, field: str) -> Iterator[str]:
+    place = data_set.place if Path(data_set.name).is_dir() else f"{data_set.place}: no such file or folder"
+    try:
+        import datasets
+        from pyarrow import ArrowException
+    except ModuleNotFoundError as fault:
+        raise RunError(f"{place}; to read data sets, {_INSTALL}") from fault
+    # The first three are how datasets fails, the next two how it meets a state.json that is something else's.
+    broken = (OSError, ValueError, RuntimeError, LookupError, TypeError)
+    faults = (*broken, datasets.exceptions.DatasetsError, ArrowException)
+    with _named(f"{place}; reading it as a data set failed", faults):
+        rows = _saved(datasets, data_set) if _is_saved(data_set) else _streamed(datasets, data_set)
+        if rows.column_names is not None:
+            _check_field(field, rows.column_names, data_set.place)
+            rows = rows.select_columns([field])  # others may be costly to decode: pictures, sound
+        for number, row in enumerate(rows, 1):
+            yield _text_of(row, field, f"{data_set.place}: row {number:,}")
+
+
+def _is_saved(data_set: _DataSet) -> bool:
+    """Whether save_to_disk wrote it."""
+    return any((Path(data_set.name) / marker).exists() for marker in ("state.json", "dataset_dict.json"))
+
+
+def _saved(datasets: Any, data_set: _DataSet) -> Any:
+    found = datasets.load_from_disk(data_set.name)
+    splits = list(found) if isinstance(found, datasets.DatasetDict) else []
+    split = data_set.split or ("train" if splits else None)
+    if data_set.config is not None:
+        raise RunError(f"{data_set.place}: a saved data set has no configurations; write {data_set.name}::SPLIT")
+    if split is not None and split not in splits:
+        raise RunError(
+            f"{data_set.place}: has no split {split!r}, found {', '.join(map(repr, splits)) or 'no splits'}; "
+            f"write {data_set.name}{'::SPLIT' if splits else ''}"
+        )
+    return found if split is None else found[split]
+
+
+def _streamed(datasets: Any, data_set: _DataSet) -> Any:
+    return datasets.load_dataset(data_set.name, data_set.config, split=data_set.split or "train", streaming=True)
+
+
+@contextmanager
+def _named(place: str, faults: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Turns the faults of a package into one clear line."""
+    try:
+        yield
+    except faults as fault:
+        raise RunError(f"{place} ({_first_line(fault)})") from fault
+
+
+def _check_field(field: str, names: Iterable[str], place: str) -> None:
+    names = list(names)
+    if field not in names:
+        listed = ", ".join(map(repr, names[:10])) + (", …" if len(names) > 10 else "")
+        raise RunError(f"{place}: has no field {field!r}, found {listed or 'none'}; name the text's with --field")
+
+
+def _text_of(row: dict[str, object], field: str, place: str) -> str:
+    _check_field(field, row, place)
+    return _checked(row[field], field, place)
+
+
+def _checked(value: object, field: str, place: str) -> str:
+    if not isinstance(value, str):
+        raise RunError(f"{place}: field {field!r} is {_short(value)}, expected text; name the text's with --field")
+    try:
+        value.encode()
+    except UnicodeEncodeError as fault:  # JSON can write half a surrogate pair; no tokenizer takes it
+        found = f"{value[fault.start]!a} at character {fault.start:,}"
+        raise RunError(f"{place}: field {field!r} holds {found}, expected whole characters; remove it") from fault
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"
+
+
+def _first_line(fault: Exception) -> str:
+    lines = str(fault).strip().splitlines()
+    return lines[0][:200] if lines else type(fault).__name__
+
+
+MIN_TOKENS = 256  # fewer measure nothing: of 64 experts, an average one sees a handful
+HELD_OUT_SHARE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Sequences of a text's tokens.
+
+    `name`: what was read, for people.   `sequences`: int32 [N, S].
+    `sha256`: hex digest of the sequences as little-endian int32.   `notes`: what a user should be told.
+    """
+
+    name: str
+    sequences: NDArray[np.int32]
+    sha256: str
+    notes: tuple[str, ...]
+
+
+def read_tokens(source: str | None, field: str | None, text: Text, num_tokens: int, sequence_length: int) -> Tokens:
+    """At least `num_tokens` tokens of a source in whole sequences, or all whole sequences if it has fewer.
+
+    Meaning: documents one after the other, each with the tokenizer's special tokens (a beginning), cut every S tokens;
+             the first ceil(num_tokens / S) sequences; what is left is dropped.
+             Of the sample, sequence i is the next of its part i mod 8, so that few tokens come from all its books;
+             if the parts have too few whole sequences, it is read in order.
+             Documents are tokenised in pieces (`documents.PIECE_CHARS`): where two pieces of a long one meet, a token
+             or two may differ from those of the whole, and tokens that end a text stand after the first piece.
+    Args:    source: --data, None for the sample.   field: --field, None for the default.
+    Raises:  RunError if the source cannot be read; if it has less than a sequence or `MIN_TOKENS`, and is used up; if
+             the tokenizer makes tokens the model has no row for.
+    """
+    assert num_tokens > 0 and sequence_length > 0, f"{num_tokens} tokens in sequences of {sequence_length}"
+    documents = open_documents(source, field)
+    wanted = -(-num_tokens // sequence_length)
+    found = _Found.take(documents.parts, text, wanted, sequence_length)
+    if len(found.sequences) < wanted and len(documents.parts) > 1:
+        found = _Found.take((chain(*documents.parts),), text, wanted, sequence_length)
+    notes = () if len(found.sequences) == wanted else (_shortage(documents, found, num_tokens, sequence_length),)
+    return _tokens(documents.name, found.sequences, notes)
+
+
+def unseen_tokens(text: Text, num_tokens: int, sequence_length: int) -> Tokens:
+    """At least `num_tokens` tokens of the sample from its end, in whole sequences: text that no profile of few sees.
+
+    Meaning: all sequences of the sample in the order in which `read_tokens` takes them; the last ceil(num_tokens / S).
+    Raises:  RunError as `read_tokens`.
+    """
+    documents = open_documents(None, None)
+    wanted = -(-num_tokens // sequence_length)
+    found = _Found.take(documents.parts, text, None, sequence_length)
+    notes = () if len(found.sequences) >= wanted else (_shortage(documents, found, num_tokens, sequence_length),)
+    return _tokens(f"the end of {documents.name}", found.sequences[-wanted:], notes)
+
+
+def num_held_out(num_sequences: int) -> int:
+    """How many of the sequences, the last ones, are kept for checking: a fifth, at least one if there are two."""
+    return max(num_sequences // HELD_OUT_SHARE, 1) if num_sequences > 1 else 0
+
+
+def _tokens(name: str, found: list[NDArray[np.int32]], notes: tuple[str, ...]) -> Tokens:
+    sequences = np.stack(found)  # [N, S]
+    return Tokens(name, sequences, hashlib.sha256(sequences.astype("<i4").tobytes()).hexdigest(), notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The sequences taken, int32 [S] each, and the tokens of all that was read to its end."""
+
+    sequences: list[NDArray[np.int32]]
+    num_tokens: int
+
+    @classmethod
+    def take(cls, parts: tuple[Iterable[Piece], ...], text: Text, wanted: int | None, sequence_length: int) -> "_Found":
+        cutters = [_Cutter(_token_ids(part, text), sequence_length) for part in parts]
+        sequences = list(islice(_in_turn(cutters), wanted))
+        num_tokens = len(sequences) * sequence_length + sum(len(cutter.left) for cutter in cutters)
+        return cls(sequences, num_tokens)
+
+
+class _Cutter:
+    """Cuts a stream of tokens into sequences; `left` are those that no sequence holds yet."""
+
+    def __init__(self, ids: Iterator[NDArray[np.int32]], sequence_length: int) -> None:
+        self.left = np.empty(0, np.int32)
+        self._ids = ids
+        self._sequence_length = sequence_length
+
+    def next(self) -> NDArray[np.int32] | None:
+        """The next whole sequence, or None if the stream ends before."""
+        while len(self.left) < self._sequence_length:
+            more = next(self._ids, None)
+            if more is None:
+                return None
+            self.left = np.concatenate([self.left, more])
+        sequence, self.left = np.split(self.left, [self._sequence_length])
+        return sequence
+
+
+def _in_turn(cutters: Iterable[_Cutter]) -> Iterator[NDArray[np.int32]]:
+    """A sequence of each in turn; one that has no more drops out."""
+    turn = deque(cutters)
+    while turn:
+        cutter = turn.popleft()
+        sequence = cutter.next()
+        if sequence is not None:
+            yield sequence
+            turn.append(cutter)
+
+
+def _token_ids(pieces: Iterable[Piece], text: Text) -> Iterator[NDArray[np.int32]]:
+    vocab_size = text.vocab_size
+    for piece in pieces:
+        ids = np.array(text.encode(piece.text, special_tokens=piece.begins), np.int64)
+        if ids.size and ids.max() >= vocab_size:
+            raise RunError(
+                f"tokenizer.json: makes token {ids.max():,}, expected less than config.json's vocab_size "
+                f"{vocab_size:,}; take the tokenizer that belongs to this model"
+            )
+        yield ids.astype(np.int32)
+
+
+def _shortage(documents: Documents, found: _Found, num_tokens: int, sequence_length: int) -> str:
+    """The note that a source has less than was asked for.
+
+    Raises:  RunError if it has too little to measure anything.
+    """
+    place, least = documents.place, max(sequence_length, MIN_TOKENS)
+    if not found.num_tokens:
+        raise RunError(f"{place}: found no text; give some")
+    if found.num_tokens < least:
+        raise RunError(
+            f"{place}: found {found.num_tokens:,} tokens, expected at least {least:,} "
+            f"(sequences have {sequence_length:,}); give more text"
+        )
+    num_used = len(found.sequences) * sequence_length
+    return (
+        f"{place}: found {found.num_tokens:,} tokens, --tokens asks for {num_tokens:,}; "
+        f"the {num_used:,} of its whole sequences are used"
+    )

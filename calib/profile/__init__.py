@@ -1,0 +1,19 @@
+"""The profile: what calibration measured of a model, as a folder."""
+
+from moe_pack.calib.profile.losses import Losses, assumed_losses, losses_of
+from moe_pack.calib.profile.profile import Profile, check_same_source, hottest_first
+from moe_pack.calib.profile.profiler import ProfileOptions, attach, make_profile, most_routing_bytes, routing_of
+
+__all__ = [
+    "Losses",
+    "Profile",
+    "ProfileOptions",
+    "assumed_losses",
+    "attach",
+    "check_same_source",
+    "hottest_first",
+    "losses_of",
+    "make_profile",
+    "most_routing_bytes",
+    "routing_of",
+]

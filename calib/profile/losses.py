@@ -1,0 +1,401 @@
+"""What a profile foretells of every choice a plan can make, as one table of losses: a plan's loss is their sum.
+
+All in nats of KL divergence from the original, a token. Nothing is measured here; what a profile measured is scaled to
+every format that a plan may choose, and made safe to choose by. docs/profile.md says how far losses add up.
+
+Losses for planning without a profile: those of a trained model, spread evenly over another's shape.
+
+Not a measurement, and every plan made from them has to say so (`Losses.origin`). The figures lie in
+`assumed_losses.json`, which `python tests/bench/plans.py assumed-losses` writes from a profile of the demo model.
+"""
+
+import math
+from dataclasses import dataclass
+from importlib.resources import files
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.calib.forward import KINDS, Array
+from moe_pack.calib.profile.profile import EXACT_FILE, Profile
+from moe_pack.calib.sensitivity import (
+    ABSMAX_FORMATS,
+    DENSE_WIDTHS,
+    GROUP,
+    SPARSITIES,
+    WIDTHS,
+    Effects,
+    LayerErrors,
+    base_width,
+    calibrated_formats,
+    compared_formats,
+    quantized_formats,
+    roundable_roles,
+)
+from moe_pack.calib.statistics import QUANTILE_LEVELS
+from moe_pack.formats import (
+    BF16,
+    MATRICES,
+    ROW_GROUP,
+    ModelSpec,
+    PackError,
+    PartFormat,
+    PlanError,
+    Quantizer,
+    Selector,
+    dense_roles,
+    load,
+    parse,
+    part_format,
+)
+from moe_pack.formats.spec import DenseRole
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Losses:
+    """Nats of KL divergence for each choice; E experts in each of L MoE layers.
+
+    `quantizer`: how plans made from these round experts.
+    `formats`: F formats of expert matrices, what the model's rows allow, bfloat16 last, whose loss is 0.
+    `quantized` [L, E, 3, F]: gate, up, down of each expert, rounded as conversion does it with hqq; 0 for a gate the
+    family has not.   `calibrated_formats`, `calibrated` [L, E, 3, C]: the same by calibrated rounding; bfloat16 alone
+    where nothing was measured of it.
+    `absmax` [L, E, 3, 4]: the same at 2, 4 and 8 bits by absmax, a scale a row, and bfloat16.
+    `importance` [L, E]: of an expert at 2 bits, as EdgeMoE orders them.   `kinds`: of selectors, as `sparse` has them
+    (`none` drops what `both` does).   `sparsities`: 0 first, whose loss is 0.   `sparse` [L, E, kinds, sparsities].
+    `dense_widths`: 16 first, whose loss is 0.   `dense` [roles, widths], in the order of `dense_roles`, of groups of
+    64; infinite for what cannot be quantized.   `popularity` [L, E]: the share of tokens that choose the expert; the
+    sum over a layer's is k.   `nll_per_kl`: how much ln(perplexity) grows for a nat.   `quantiles` float32
+    [L, E, kinds, 103]: of abs(a) at `QUANTILE_LEVELS`; None where no text was run.   `origin`: what all this rests on.
+    """
+
+    quantizer: Quantizer
+    formats: tuple[PartFormat, ...]
+    quantized: Floats
+    calibrated_formats: tuple[PartFormat, ...]
+    calibrated: Floats
+    absmax: Floats
+    importance: Floats
+    kinds: tuple[Selector, ...]
+    sparsities: tuple[float, ...]
+    sparse: Floats
+    dense_widths: tuple[int, ...]
+    dense: Floats
+    popularity: Floats
+    nll_per_kl: float
+    quantiles: Array | None
+    origin: str
+
+    def of(self, quantizer: Quantizer) -> tuple[tuple[PartFormat, ...], Floats]:
+        """The formats a quantizer's losses are known of, and those, float64 [L, E, 3, formats]; bfloat16 last."""
+        if quantizer == "hqq":
+            return self.formats, self.quantized
+        if quantizer == "calibrated":
+            return self.calibrated_formats, self.calibrated
+        if quantizer == "absmax":
+            return (*ABSMAX_FORMATS, BF16), self.absmax
+        return (BF16,), np.zeros_like(self.quantized[..., -1:])
+
+    def sparsity_at(self, theta: float, selector: Selector) -> Floats:
+        """The share of each expert's neurons that one threshold for all keeps from running: [L, E], less than 1.
+
+        Meaning: the level at which theta is the quantile of abs(a), between levels interpolated.
+        Raises:  PlanError if no quantiles are known.
+        """
+        if self.quantiles is None:
+            raise PlanError(f"theta {theta:g}: what it leaves out is not known without a profile; give --profile")
+        kind_idx = self.kinds.index("both" if selector == "none" else selector)
+        levels = np.minimum(QUANTILE_LEVELS, QUANTILE_LEVELS[-2])
+        shares = [[np.interp(theta, expert[kind_idx], levels) for expert in layer] for layer in self.quantiles]
+        return np.array(shares, np.float64)
+
+
+def losses_of(profile: Profile) -> Losses:
+    """The losses that a profile foretells.
+
+    Meaning: error(expert, matrix, width) of groups of 64 * ratio(layer, matrix, format) * effect(layer, matrix, width);
+             never more in more bits of the same codec and groups, nor at a lesser sparsity. Calibrated formats count as
+             the width they were compared with (`base_width`). An expert that no token reached
+             where errors were measured loses its share of what its layer loses in all, as if one token at least had
+             chosen it: 0 would have it stored in the fewest bits for nothing.
+             Dense matrices were rounded plainly: hqq's lose somewhat less.
+    Raises:  PackError if the profile has no sensitivity, or is damaged.
+    """
+    spec, effects = profile.spec, profile.effects()
+    layers = [profile.errors(layer) for layer in range(spec.num_hidden_layers)]
+    with_experts = [layers[layer] for layer in spec.moe_layers]
+    statistics = [profile.statistics(layer_idx) for layer_idx in range(len(with_experts))]
+    tokens = np.stack([layer.tokens for layer in statistics])
+    text = profile.facts.text.name
+    quantized, absmax = _quantized(with_experts, effects, tokens, spec)
+    is_calibrated = profile.has_inputs
+    calibrated = calibrated_formats(spec.hidden_size) if is_calibrated else ()
+    return Losses(
+        quantizer="calibrated" if is_calibrated else "hqq",
+        formats=(*quantized_formats(spec.hidden_size), BF16),
+        quantized=quantized,
+        calibrated_formats=(*calibrated, BF16),
+        calibrated=_calibrated(calibrated, with_experts, effects, tokens, spec),
+        absmax=absmax,
+        importance=_importance(profile, absmax),
+        kinds=KINDS,
+        sparsities=(0.0, *SPARSITIES),
+        sparse=_sparse(with_experts, effects, tokens),
+        dense_widths=(16, *DENSE_WIDTHS),
+        dense=_dense(layers, effects, spec),
+        popularity=np.stack([layer.chosen() for layer in statistics]).astype(np.float64) / profile.num_tokens,
+        nll_per_kl=float(effects.nll_per_kl[0]),
+        quantiles=np.stack([layer.quantiles for layer in statistics]),
+        origin=f"profile of {text}, {profile.num_tokens:,} tokens",
+    )
+
+
+def _quantized(layers: list[LayerErrors], effects: Effects, tokens: Array, spec: ModelSpec) -> tuple[Floats, Floats]:
+    """Losses [L, E, 3, formats] of hqq and of absmax, each with bfloat16's."""
+    formats = tuple(part for _, part in compared_formats(spec.hidden_size))
+    num_solved = len(quantized_formats(spec.hidden_size))
+    ratios = np.stack([layer.ratios for layer in layers]).astype(np.float64)  # [L, 3, F]
+    found = _foretold(ratios, [part.width for part in formats], layers, effects, tokens, spec)
+    solved, absmax = slice(num_solved), slice(num_solved, None)
+    return _with_bf16(falling(found[..., solved], formats[solved])), _with_bf16(
+        falling(found[..., absmax], formats[absmax])
+    )
+
+
+def _calibrated(
+    formats: tuple[PartFormat, ...], layers: list[LayerErrors], effects: Effects, tokens: Array, spec: ModelSpec
+) -> Floats:
+    """Losses [L, E, 3, formats] of calibrated rounding, with bfloat16's; of no formats, bfloat16's alone."""
+    if not formats:
+        return np.zeros((*tokens.shape, len(MATRICES), 1))
+    ratios = np.stack([layer.calibrated for layer in layers]).astype(np.float64)  # [L, 3, C]
+    found = _foretold(ratios, [base_width(part) for part in formats], layers, effects, tokens, spec)
+    return _with_bf16(falling(found, formats))
+
+
+def _foretold(
+    ratios: Floats, widths: list[int], layers: list[LayerErrors], effects: Effects, tokens: Array, spec: ModelSpec
+) -> Floats:
+    """Losses [L, E, 3, F] by ratios [L, 3, F] to what was measured at `widths`."""
+    width_idx = [WIDTHS.index(width) for width in widths]
+    errors = np.stack([layer.quantized for layer in layers]).astype(np.float64)  # [L, E, 3, widths]
+    errors *= np.maximum(effects.quantized, 0.0)[:, None]
+    solved = quantized_formats(spec.hidden_size)
+    base_idx = [solved.index(part_format(width, GROUP)) for width in widths]
+    base = np.stack([layer.ratios for layer in layers]).astype(np.float64)[:, :, base_idx]  # that errors hold already
+    scale = np.divide(ratios, base, out=np.ones_like(ratios), where=base > 0)
+    return _reached(errors[..., width_idx] * scale[:, None], tokens)
+
+
+def _importance(profile: Profile, absmax: Floats) -> Floats:
+    """EdgeMoE's own measure where the profile has it; else what the expert's matrices lose at 2 bits."""
+    if profile.has(EXACT_FILE):
+        return profile.exact()["losses"].astype(np.float64)
+    return np.asarray(absmax[..., 0].sum(axis=2))
+
+
+def _sparse(layers: list[LayerErrors], effects: Effects, tokens: Array) -> Floats:
+    """Losses [L, E, kinds, sparsities] with sparsity 0's."""
+    found = np.stack([layer.sparse for layer in layers]) * np.maximum(effects.sparse, 0.0)[:, None].astype(np.float64)
+    found = np.maximum.accumulate(_reached(found, tokens), axis=3)
+    return np.concatenate([np.zeros_like(found[..., :1]), found], axis=3)
+
+
+def _dense(layers: list[LayerErrors], effects: Effects, spec: ModelSpec) -> Floats:
+    """Losses [roles, widths]; of an embedding that is the head too, both."""
+    known: dict[str, Array] = {}
+    for layer, errors in enumerate(layers):
+        known |= zip(roundable_roles(spec, layer), errors.dense * effects.dense[layer], strict=True)
+    for name in roundable_roles(spec, None):
+        known[name] = effects.head if name == "head" else effects.embedding + effects.head * spec.tied_head
+    return np.stack([_dense_role(role, known) for role in dense_roles(spec)])
+
+
+def _dense_role(role: DenseRole, known: dict[str, Array]) -> Floats:
+    found = known.get(role.name, np.full(len(DENSE_WIDTHS), np.inf))
+    return np.concatenate([[0.0], np.maximum.accumulate(np.maximum(found.astype(np.float64), 0.0))])
+
+
+def _reached(losses: Floats, tokens: Array) -> Floats:
+    """Losses [L, E, ...] with those of experts that lose nothing anywhere by `tokens` [L, E] that chose them."""
+    L, E = losses.shape[:2]
+    nothing = ~losses.reshape(L, E, -1).any(axis=2)
+    shares = np.maximum(tokens, 1) / np.maximum(tokens.sum(axis=1, keepdims=True), 1)  # [L, E]
+    in_all = losses.sum(axis=1, keepdims=True)  # [L, 1, ...]
+    extra = (1,) * (losses.ndim - 2)
+    return np.where(nothing.reshape(L, E, *extra), shares.reshape(L, E, *extra) * in_all, losses)
+
+
+def falling(losses: Floats, formats: tuple[PartFormat, ...]) -> Floats:
+    """Losses [..., F] of which none is more than one in fewer bits of the same codec, groups and scales."""
+    found, least = losses.copy(), dict[tuple[str, int, int], Floats]()
+    for place in sorted(range(len(formats)), key=lambda place: formats[place].bits):
+        groups = formats[place].codec, formats[place].group, formats[place].scale_bits
+        found[..., place] = np.minimum(found[..., place], least.get(groups, np.inf))
+        least[groups] = found[..., place]
+    return found
+
+
+def _with_bf16(losses: Floats) -> Floats:
+    return np.concatenate([losses, np.zeros_like(losses[..., :1])], axis=-1)
+
+
+FILE = "assumed_losses.json"
+_DENSE_WIDTHS = (16, *DENSE_WIDTHS)
+
+
+@dataclass(frozen=True, slots=True)
+class FormatLoss:
+    """What all experts' gates, ups and downs lose in a format of `width` bits: nats."""
+
+    width: int
+    group: int
+    scale_bits: int
+    gate: float
+    up: float
+    down: float
+
+
+@dataclass(frozen=True, slots=True)
+class KindLoss:
+    """What all experts lose at each sparsity of a profile, by a selector kind."""
+
+    kind: str
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AssumedLosses:
+    """The JSON: nats that a whole model loses.
+
+    `formats`: by hqq.   `absmax`: by absmax, a scale for each 128 weights.   `layers`, `embed`, `head`: dense matrices,
+    at 8 and 4 bits.
+    """
+
+    origin: str
+    formats: tuple[FormatLoss, ...]
+    absmax: tuple[FormatLoss, ...]
+    sparse: tuple[KindLoss, ...]
+    layers: tuple[float, ...]
+    embed: tuple[float, ...]
+    head: tuple[float, ...]
+    nll_per_kl: float
+
+
+def assumed_figures(losses: Losses, spec: ModelSpec, name: str) -> AssumedLosses:
+    """What a model, whose head is not its embedding, loses in all: three digits of each figure. Not of hqq's rows.
+
+    Its hidden size is 128: all groups are there, and a row is one of them.
+    """
+    totals = losses.quantized.sum(axis=(0, 1))  # [3, F]
+    held = [
+        FormatLoss(part.width, part.group, part.scale_bits, *_digits(column))
+        for part, column in zip(losses.formats, totals.T, strict=True)
+        if part != BF16 and part.group != ROW_GROUP
+    ]
+    absmax = [
+        FormatLoss(part.width, spec.hidden_size, part.scale_bits, *_digits(column))
+        for part, column in zip(ABSMAX_FORMATS, losses.absmax[..., :-1].sum(axis=(0, 1)).T, strict=True)
+    ]
+    sparse = losses.sparse.sum(axis=(0, 1))[:, 1:]  # [kinds, sparsities]
+    dense = {role.name: losses.dense[idx, 1:] for idx, role in enumerate(dense_roles(spec))}
+    layers = sum((dense[n] for l in range(spec.num_hidden_layers) for n in roundable_roles(spec, l)), np.zeros(2))
+    return AssumedLosses(
+        origin=f"{name}: {losses.origin}",
+        formats=tuple(held),
+        absmax=tuple(absmax),
+        sparse=tuple(KindLoss(kind, _digits(row)) for kind, row in zip(losses.kinds, sparse, strict=True)),
+        layers=_digits(layers),
+        embed=_digits(dense["embed"]),
+        head=_digits(dense["head"]),
+        nll_per_kl=_digits(np.asarray([losses.nll_per_kl]))[0],
+    )
+
+
+def assumed_losses(spec: ModelSpec) -> Losses:
+    """The losses of a model of this shape if it loses in all what a trained model does, every expert alike.
+
+    Meaning: an expert's matrix has 1 / (L E) of what all such matrices lose; a dense matrix the share of its
+             parameters; tokens choose experts evenly. A row as one group goes on as hqq's groups of 64 and 128
+             begin, by absmax too: loss(d) = loss(128) * (d / 128)^log2(hqq(128) / hqq(64)).
+    """
+    place = files("moe_pack.calib.profile").joinpath(FILE)
+    return spread(load(AssumedLosses, parse(place.read_bytes(), FILE, PackError), FILE, PackError), spec)
+
+
+def spread(assumed: AssumedLosses, spec: ModelSpec) -> Losses:
+    """The losses of a whole model, over this shape."""
+    L, router = len(spec.moe_layers), spec.router
+    E = router.num_experts
+    formats = quantized_formats(spec.hidden_size)
+    known = {(f.width, f.group, f.scale_bits): np.asarray([f.gate, f.up, f.down]) for f in assumed.formats}
+    quantized = _spread([_loss(known, part, spec.hidden_size) for part in formats], formats, spec)
+    rows = [np.asarray([f.gate, f.up, f.down]) * _growth(known, f.width, spec.hidden_size) for f in assumed.absmax]
+    absmax = _spread(rows, ABSMAX_FORMATS, spec)
+    by_kind = {held.kind: (0.0, *held.losses) for held in assumed.sparse}
+    sparse = np.asarray([by_kind[kind] for kind in KINDS])
+    return Losses(
+        quantizer="hqq",
+        formats=(*formats, BF16),
+        quantized=quantized,
+        calibrated_formats=(BF16,),
+        calibrated=np.zeros_like(quantized[..., -1:]),
+        absmax=absmax,
+        importance=absmax[..., 0].sum(axis=2),
+        kinds=KINDS,
+        sparsities=(0.0, *SPARSITIES),
+        sparse=np.tile(sparse / (L * E), (L, E, 1, 1)),
+        dense_widths=_DENSE_WIDTHS,
+        dense=_assumed_dense(assumed, spec),
+        popularity=np.full((L, E), router.num_experts_per_tok / E),
+        nll_per_kl=assumed.nll_per_kl,
+        quantiles=None,
+        origin=f"assumed: every expert alike, in all what another model loses ({assumed.origin})",
+    )
+
+
+def _spread(in_all: list[Floats], formats: tuple[PartFormat, ...], spec: ModelSpec) -> Floats:
+    """What each expert loses, [L, E, 3, formats and bfloat16], if all gates, ups and downs [3] lose this in all."""
+    L, E = len(spec.moe_layers), spec.router.num_experts
+    totals = np.concatenate([falling(np.stack(in_all, axis=1), formats), np.zeros((len(MATRICES), 1))], axis=1)
+    totals[[matrix not in spec.expert.matrices for matrix in MATRICES]] = 0
+    return np.tile(totals / (L * E), (L, E, 1, 1))
+
+
+def _loss(known: dict[tuple[int, int, int], Floats], part: PartFormat, num_cols: int) -> Floats:
+    """Of gate, up and down in a format of hqq, [3]."""
+    if part.group != ROW_GROUP:
+        return known[part.width, part.group, part.scale_bits]
+    return known[part.width, 128, part.scale_bits] * _growth(known, part.width, num_cols)
+
+
+def _growth(known: dict[tuple[int, int, int], Floats], width: int, num_cols: int) -> Floats:
+    """How much more than groups of 128 a row loses as one group, [3]."""
+    half, whole = known[width, 64, 16], known[width, 128, 16]
+    growth = np.log2(np.divide(whole, half, out=np.ones_like(whole), where=half > 0))
+    return np.asarray((num_cols / 128) ** growth)
+
+
+def _assumed_dense(assumed: AssumedLosses, spec: ModelSpec) -> Floats:
+    """Losses [roles, widths]."""
+    roles = dense_roles(spec)
+    of_layers = {name for layer in range(spec.num_hidden_layers) for name in roundable_roles(spec, layer)}
+    ends = {"embed": np.asarray(assumed.embed), "head": np.asarray(assumed.head)}
+    if spec.tied_head:
+        ends = {"embed": ends["embed"] + ends["head"]}
+    num_all = sum(math.prod(role.shape) for role in roles if role.name in of_layers)
+    found = np.full((len(roles), len(_DENSE_WIDTHS)), np.inf)
+    found[:, 0] = 0
+    for idx, role in enumerate(roles):
+        if role.name in of_layers:
+            found[idx, 1:] = np.asarray(assumed.layers) * (math.prod(role.shape) / num_all)
+        elif role.name in roundable_roles(spec, None):
+            found[idx, 1:] = ends[role.name]
+    return found
+
+
+def _digits(values: Floats) -> tuple[float, ...]:
+    """Three digits of each."""
+    return tuple(float(f"{value:.3g}") for value in values.tolist())

@@ -1,0 +1,307 @@
+"""A profile: a folder of JSON and safetensors that says what calibration measured of a model. Written by `profiler`.
+
+`profile.json` names every other file with its size and SHA-256; one file a layer and stage, so that large models are
+read layer by layer. Specified in docs/profile.md.
+
+The order of neurons in a pack: those that run most often first, so that fast memory can hold a part of an expert.
+"""
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.calib.forward import (
+    KINDS,
+    PROFILE_FILE,
+    Array,
+    ExpertInputs,
+    Tokens,
+    check_arrays,
+    read_all_arrays,
+    source_digest,
+    stack_tokens,
+)
+from moe_pack.calib.sensitivity import (
+    DENSE_WIDTHS,
+    SPARSITIES,
+    WIDTHS,
+    Effects,
+    LayerErrors,
+    Level,
+    all_copies,
+    calibrated_formats,
+    compared_formats,
+    copies_of,
+    roundable_roles,
+)
+from moe_pack.calib.statistics import LayerPredictors, LayerStatistics
+from moe_pack.formats import (
+    MATRICES,
+    ModelSpec,
+    PackError,
+    PlanError,
+    RangeReader,
+    Selector,
+    canonical,
+    dump,
+    load,
+    parse,
+)
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.manifest import ContentFile, PackageVersion
+from moe_pack.runtime.offload import PathStatistics
+
+VERSION = 4
+FORMAT: Literal["moe-pack profile"] = "moe-pack profile"
+TOKENS_FILE = "tokens.safetensors"
+PATHS_FILE = "paths.safetensors"
+EFFECTS_FILE = "effects.safetensors"
+EXACT_FILE = "exact.safetensors"
+_MAX_JSON_BYTES = 16_000_000
+
+Sensitivity = Literal["none", "fast", "full", "exact"]
+
+
+def layer_file(stage: Literal["statistics", "inputs", "sensitivity", "predictors"], layer: int) -> str:
+    """The name of the file that holds a stage's result for decoder layer `layer`."""
+    return f"{stage}-{layer:03d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class TextFacts:
+    """The text a profile was measured on: `num_sequences` of `sequence_length` tokens, the last ones held out.
+
+    `num_kept`: of how many, evenly spread over those not held out, what experts were given is kept.
+    `sha256`: of the tokens as little-endian int32.
+    """
+
+    name: str
+    sha256: str
+    num_sequences: int
+    sequence_length: int
+    num_held_out: int
+    num_kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFacts:
+    """`profile.json`. `source`: digest of the checkpoint's account of files and tensors."""
+
+    format: Literal["moe-pack profile"]
+    version: int
+    model: ModelSpec
+    source: str
+    text: TextFacts
+    sensitivity: Sensitivity
+    made_with: tuple[PackageVersion, ...]
+    files: tuple[ContentFile, ...]
+    sha256: str
+
+
+def facts_bytes(facts: ProfileFacts) -> bytes:
+    """The bytes of `profile.json`, with the digest of everything else in it filled in."""
+    return canonical(dump(dataclasses.replace(facts, sha256=_digest(facts))))
+
+
+def _digest(facts: ProfileFacts) -> str:
+    return hashlib.sha256(canonical(dump(dataclasses.replace(facts, sha256="")))).hexdigest()
+
+
+class Profile:
+    """A profile, open for reading; every file is checked against its digest when it is read.
+
+    Raises:  PackError if it is missing, unfinished, damaged or of another version.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / PROFILE_FILE
+        if not path.is_file():
+            raise PackError(
+                f"{folder}: found no {PROFILE_FILE}; not a profile, or one that is not finished: "
+                "repeat the moe-pack profile command"
+            )
+        with RangeReader(path, PackError) as reader:
+            raw = reader.read(0, min(reader.num_bytes, _MAX_JSON_BYTES + 1)).tobytes()
+        if len(raw) > _MAX_JSON_BYTES:
+            raise PackError(f"{PROFILE_FILE}: more than {_MAX_JSON_BYTES:,} bytes")
+        values = parse(raw, PROFILE_FILE, PackError)
+        if not isinstance(values, dict) or values.get("format") != FORMAT or values.get("version") != VERSION:
+            raise PackError(f"{PROFILE_FILE}: expected format {FORMAT!r}, version {VERSION}; profile the model anew")
+        self.facts = load(ProfileFacts, values, PROFILE_FILE, PackError)
+        if self.facts.sha256 != _digest(self.facts):
+            raise PackError(f"{PROFILE_FILE}: SHA-256 does not match its values; profile the model anew")
+        text = self.facts.text
+        some = min(text.num_sequences, text.sequence_length) >= 1 and 0 <= text.num_held_out < text.num_sequences
+        if not some or not 0 <= text.num_kept <= text.num_sequences - text.num_held_out:
+            raise PackError(f"{PROFILE_FILE}: text: found impossible counts; profile the model anew")
+        self.spec = self.facts.model
+        self._files = {file.name: file for file in self.facts.files}
+        self._checked: set[str] = set()
+
+    @property
+    def layer_tokens(self) -> int:
+        """Tokens of a sequence that each layer saw: all, or half of them where there is an encoder."""
+        return stack_tokens(self.spec, self.facts.text.sequence_length)
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens that each layer saw, held out or not."""
+        return self.facts.text.num_sequences * self.layer_tokens
+
+    @property
+    def num_held_out_tokens(self) -> int:
+        """Those of them at the end that predictors have not learned from."""
+        return self.facts.text.num_held_out * self.layer_tokens
+
+    @property
+    def _level(self) -> Level:
+        return "fast" if self.facts.sensitivity == "fast" else "full"
+
+    def has(self, name: str) -> bool:
+        """Whether the profile lists this file."""
+        return name in self._files
+
+    def tokens(self) -> Tokens:
+        """The tokens it was measured on."""
+        text, arrays = self.facts.text, self._read(TOKENS_FILE)
+        check_arrays(arrays, {"tokens": ("U32", (text.num_sequences, text.sequence_length))}, TOKENS_FILE)
+        return Tokens(text.name, arrays["tokens"].astype(np.int32), text.sha256, ())
+
+    def statistics(self, layer_idx: int) -> LayerStatistics:
+        """What was counted in the `layer_idx`-th MoE layer."""
+        name = layer_file("statistics", self.spec.moe_layers[layer_idx])
+        return LayerStatistics.from_arrays(self._read(name), name, self.spec, self.num_tokens)
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether it keeps what experts were given of some of the text."""
+        return self.facts.text.num_kept > 0
+
+    def inputs(self, layer_idx: int) -> ExpertInputs:
+        """What the experts of the `layer_idx`-th MoE layer were given, open for reading; close it.
+
+        The file is checked against its digest when it is asked for first, not again by this profile.
+        """
+        name = layer_file("inputs", self.spec.moe_layers[layer_idx])
+        if name not in self._checked:
+            self._check(name)
+            self._checked.add(name)
+        return ExpertInputs(self.folder / name, self.spec, self.facts.text.num_kept * self.layer_tokens)
+
+    def inputs_digest(self) -> str:
+        """SHA-256 of the digests of all files of inputs: what calibrated rounding goes by."""
+        digest = hashlib.sha256()
+        for layer in self.spec.moe_layers:
+            listed = self._files.get(layer_file("inputs", layer))
+            digest.update(b"" if listed is None else bytes.fromhex(listed.sha256))
+        return digest.hexdigest()
+
+    def paths(self) -> PathStatistics:
+        """The path statistics, learned on all tokens but those held out."""
+        router = self.spec.router
+        shape = (len(self.spec.moe_layers), router.num_experts, router.num_experts_per_tok)
+        return PathStatistics.from_arrays(self._read(PATHS_FILE), PATHS_FILE, *shape)
+
+    def errors(self, layer: int) -> LayerErrors:
+        """The squared errors measured in a decoder layer."""
+        spec, name = self.spec, layer_file("sensitivity", layer)
+        E, with_experts = spec.router.num_experts, layer in spec.moe_layers
+        wanted: dict[str, tuple[str, tuple[int, ...]]] = {
+            "dense": ("F32", (len(roundable_roles(spec, layer)), len(DENSE_WIDTHS))),
+            "copies": ("F32", (len(copies_of(spec, self._level, layer)),)),
+            "quantized": ("F32", (E, len(MATRICES), len(WIDTHS)) if with_experts else (0,)),
+            "sparse": ("F32", (E, len(KINDS), len(SPARSITIES)) if with_experts else (0,)),
+            "ratios": ("F32", (len(MATRICES), len(compared_formats(spec.hidden_size))) if with_experts else (0,)),
+            "calibrated": (
+                "F32",
+                (len(MATRICES), len(calibrated_formats(spec.hidden_size)))
+                if with_experts and self.has_inputs
+                else (0,),
+            ),
+        }
+        arrays = self._read(name)
+        check_arrays(arrays, wanted, name)
+        return LayerErrors(**arrays)
+
+    def effects(self) -> Effects:
+        """What those errors cost."""
+        shape = (len(self.spec.moe_layers), len(MATRICES), len(WIDTHS))
+        wanted: dict[str, tuple[str, tuple[int, ...]]] = {
+            "quantized": ("F32", shape),
+            "sparse": ("F32", (*shape[:2], len(SPARSITIES))),
+            "dense": ("F32", (self.spec.num_hidden_layers,)),
+            "embedding": ("F32", (len(DENSE_WIDTHS),)),
+            "head": ("F32", (len(DENSE_WIDTHS),)),
+            "copies": ("F32", (len(all_copies(self.spec, self._level)), 2)),
+            "nll_per_kl": ("F32", (1,)),
+        }
+        arrays = self._read(EFFECTS_FILE)
+        check_arrays(arrays, wanted, EFFECTS_FILE)
+        return Effects(**arrays)
+
+    def has_predictors(self, layer_idx: int) -> bool:
+        """Whether predictors of the `layer_idx`-th MoE layer were judged."""
+        return self.has(layer_file("predictors", self.spec.moe_layers[layer_idx]))
+
+    def predictors(self, layer_idx: int) -> LayerPredictors:
+        """How the `layer_idx`-th MoE layer can be foretold; not the first of a stack."""
+        name = layer_file("predictors", self.spec.moe_layers[layer_idx])
+        return LayerPredictors.from_arrays(self._read(name), name)
+
+    def exact(self) -> dict[str, Array]:
+        """EdgeMoE's own measure: the arrays of `ExactPass.losses`."""
+        arrays = self._read(EXACT_FILE)
+        shape = (len(self.spec.moe_layers), self.spec.router.num_experts)
+        check_arrays(arrays, {"losses": ("F32", shape), "base": ("F32", (1,))}, EXACT_FILE)
+        return arrays
+
+    def _read(self, name: str) -> dict[str, Array]:
+        self._check(name)
+        return read_all_arrays(self.folder / name)
+
+    def _check(self, name: str) -> None:
+        """Refuses a file that is not listed, or is not as it was written."""
+        listed = self._files.get(name)
+        if listed is None:
+            raise PackError(f"{self.folder}: has no {name}; profile the model with the options that measure it")
+        with RangeReader(self.folder / name, PackError) as reader:
+            if reader.num_bytes != listed.bytes or reader.sha256() != listed.sha256:
+                raise PackError(f"{name}: SHA-256 does not match {PROFILE_FILE}; profile the model anew")
+
+
+def check_same_source(profile: Profile, checkpoint: Checkpoint) -> None:
+    """Checks that a profile is of this checkpoint.
+
+    Raises:  PlanError if it is of another.
+    """
+    if (profile.spec, profile.facts.source) != (checkpoint.spec, source_digest(checkpoint)):
+        raise PlanError(f"--profile {profile.folder}: is of another checkpoint; profile this one")
+
+
+def hottest_first(
+    profile: Profile, checkpoint: Checkpoint, selector: Selector, sparsity: NDArray[np.float64]
+) -> NDArray[np.uint32]:
+    """The order of every expert's neurons: `order[l, e, j]` is the source's neuron for row `j`, u32 [L, E, f].
+
+    Meaning: falling share of calibration tokens on which the neuron runs at this selector and the expert's sparsity;
+             ties by number.
+    Args:    sparsity: float64 [L, E].
+    Raises:  PlanError if the profile is of another checkpoint.
+    """
+    check_same_source(profile, checkpoint)
+    kind_idx = KINDS.index("both" if selector == "none" else selector)
+    shape = (*sparsity.shape, profile.spec.expert.intermediate_size)
+    orders = np.empty(shape, np.uint32)
+    for layer_idx, layer in enumerate(sparsity):
+        statistics = profile.statistics(layer_idx)
+        for share in np.unique(layer).tolist():
+            held = layer == share
+            shares = statistics.hot_share(kind_idx, share)[held]  # [experts with this sparsity, f]
+            orders[layer_idx, held] = np.argsort(-shares, axis=1, kind="stable")
+    return orders

@@ -1,0 +1,28 @@
+"""From weights to codes."""
+
+from moe_pack.calib.quantize.experts import (
+    BLOCK_NEURONS,
+    MAX_OTHER_TOKENS,
+    MAX_OWN_TOKENS,
+    Calibration,
+    ExpertQuantizer,
+    ExpertTokens,
+    calibration_bytes,
+    needs_inputs,
+)
+from moe_pack.calib.quantize.plain import RowQuantizer, check_finite
+from moe_pack.calib.quantize.trellis import UnholdableError
+
+__all__ = [
+    "BLOCK_NEURONS",
+    "MAX_OTHER_TOKENS",
+    "MAX_OWN_TOKENS",
+    "Calibration",
+    "ExpertQuantizer",
+    "ExpertTokens",
+    "RowQuantizer",
+    "UnholdableError",
+    "calibration_bytes",
+    "check_finite",
+    "needs_inputs",
+]

@@ -1,0 +1,67 @@
+"""What storing weights in fewer bits costs."""
+
+from moe_pack.calib.sensitivity.costs import (
+    Cost,
+    Trial,
+    expert_multiplications,
+    half_multiplications,
+    kind_of,
+    kinds_of_layers,
+    prediction_cost,
+    time_text,
+)
+from moe_pack.calib.sensitivity.effects import (
+    DENSE_WIDTHS,
+    Effects,
+    LayerErrors,
+    Level,
+    all_copies,
+    copies_of,
+    factors,
+    head_pieces,
+    log_probabilities,
+)
+from moe_pack.calib.sensitivity.errors import (
+    ABSMAX_FORMATS,
+    GROUP,
+    SPARSITIES,
+    WIDTHS,
+    base_width,
+    calibrated_formats,
+    compared_formats,
+    quantized_formats,
+    roundable_roles,
+)
+from moe_pack.calib.sensitivity.exact import ExactPass
+from moe_pack.calib.sensitivity.stage import SensitivityPass
+
+__all__ = [
+    "ABSMAX_FORMATS",
+    "DENSE_WIDTHS",
+    "GROUP",
+    "SPARSITIES",
+    "WIDTHS",
+    "Cost",
+    "Effects",
+    "ExactPass",
+    "LayerErrors",
+    "Level",
+    "SensitivityPass",
+    "Trial",
+    "all_copies",
+    "base_width",
+    "calibrated_formats",
+    "compared_formats",
+    "copies_of",
+    "expert_multiplications",
+    "factors",
+    "half_multiplications",
+    "head_pieces",
+    "kind_of",
+    "kinds_of_layers",
+    "log_probabilities",
+    "prediction_cost",
+    "quantized_formats",
+    "roundable_roles",
+    "time_text",
+]

@@ -1,0 +1,235 @@
+"""What a stage costs: multiplications, and seconds on this machine, told before it begins.
+
+A multiplication is not as long as another: short rows, rounding and counting take their own time. So each kind of work
+is tried, on random inputs and the model's own weights, and its time multiplied by how often it will be done.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from moe_pack.calib.forward import LayerStates, measure_expert, stack_of
+from moe_pack.calib.quantize import MAX_OTHER_TOKENS, MAX_OWN_TOKENS, ExpertTokens
+from moe_pack.calib.sensitivity.effects import divergence, head_tokens, log_probabilities
+from moe_pack.calib.sensitivity.errors import (
+    COMPARED_NEURONS,
+    QUANTIZED,
+    SPARSE,
+    WIDTHS,
+    Rounding,
+    calibrated_multiplications,
+    calibrated_ratios,
+    compared_formats,
+    format_ratios,
+    output_changes,
+)
+from moe_pack.calib.statistics import USUAL_TRAINING, shapes_for, train
+from moe_pack.calib.statistics import cost as training_cost
+from moe_pack.formats import ModelSpec, NeuronFunction, dense_roles, size_text
+from moe_pack.formats.commands import Stage
+from moe_pack.runtime.model import Weights, run_expert
+
+_TRIED_TOKENS = 512
+_LONG_SECONDS = 1.0  # what takes this long need not be tried twice
+_MOST_TRIES, _ENOUGH_SECONDS = 5, 0.2  # of what is tried again: single tries scatter by a factor of two
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Multiplications, seconds as foretold, and the bytes that a stage leaves on the drive where they are many."""
+
+    multiplications: int = 0
+    seconds: float = 0.0
+    kept_bytes: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.multiplications + other.multiplications,
+            self.seconds + other.seconds,
+            self.kept_bytes + other.kept_bytes,
+        )
+
+    def __mul__(self, number: float) -> "Cost":
+        return Cost(round(self.multiplications * number), self.seconds * number, round(self.kept_bytes * number))
+
+    def stage(self, name: str) -> Stage:
+        """Returns a stage that takes this much, and announces it."""
+        estimate = f", about {time_text(self.seconds)}" if self.seconds else ""
+        kept = f", {size_text(self.kept_bytes)} of experts' inputs to keep" if self.kept_bytes else ""
+        note = f"{self.multiplications / 1e9:,.1f} G multiplications{estimate}{kept}"
+        return Stage(name, self.multiplications, "mul", seconds=self.seconds, note=note)
+
+
+def time_text(seconds: float) -> str:
+    """Seconds as a person reads them: 0.4 s, 12 s, 3 min, 2.5 h."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def half_multiplications(spec: ModelSpec, layer: int, sequence_length: int) -> int:
+    """Multiplications a token of all but the routed experts in a layer; attention to half of a sequence.
+
+    In an encoder to all of it; in the decoder after one to all of what that read, too.
+    """
+    matrices = [r for r in dense_roles(spec) if r.name.startswith(f"layers.{layer}.") and len(r.shape) == 2]
+    attended = 1 if spec.encoder is None else 2 + stack_of(spec, layer)  # halves of a sequence
+    return sum(role.shape[0] * role.shape[1] for role in matrices) + attended * sequence_length * spec.hidden_size
+
+
+def expert_multiplications(spec: ModelSpec) -> int:
+    """Multiplications of one expert for one token."""
+    return len(spec.expert.matrices) * spec.hidden_size * spec.expert.intermediate_size
+
+
+def compared_multiplications(spec: ModelSpec, num_tokens: int) -> int:
+    """Multiplications of comparing formats on this many tokens: five products of an expert's matrices a format."""
+    num_compared = len(compared_formats(spec.hidden_size)) + len(WIDTHS)
+    neurons = min(COMPARED_NEURONS, spec.expert.intermediate_size)
+    return 5 * num_compared * num_tokens * spec.hidden_size * neurons
+
+
+def prediction_cost(spec: ModelSpec, num_tokens: int) -> Cost:
+    """One layer's predictors, learned from this many tokens: at most, for training ends when it gains no more.
+
+    Nearly all of it are the networks; an epoch of each is tried on random tokens.
+    """
+    d, E, k = spec.hidden_size, spec.router.num_experts, spec.router.num_experts_per_tok
+    tried = min(num_tokens, _TRIED_TOKENS)
+    x, routes = torch.randn(tried, d), torch.rand(tried, E).argsort(dim=1)[:, :k]
+    total = Cost()
+    for shape in shapes_for(d, E):
+        once = replace(USUAL_TRAINING, max_epochs=1)
+        seconds = _seconds(lambda shape=shape, once=once: train(x, routes[:, None], routes, E, shape, 0, once))  # type: ignore[misc]  # bound early
+        epochs = USUAL_TRAINING.max_epochs * num_tokens / tried
+        total += Cost(training_cost(shape, num_tokens, d, E), seconds * epochs)
+    return total
+
+
+def kind_of(spec: ModelSpec, layer: int) -> int:
+    """The first layer that costs what this one does: with experts or without, of the same stack."""
+
+    def kind(layer: int) -> tuple[bool, int]:
+        return layer in spec.moe_layers, stack_of(spec, layer)
+
+    return next(l for l in range(spec.num_hidden_layers) if kind(l) == kind(layer))
+
+
+def kinds_of_layers(spec: ModelSpec) -> set[int]:
+    """One layer of each cost."""
+    return {kind_of(spec, layer) for layer in range(spec.num_hidden_layers)}
+
+
+class Trial:
+    """The cost of each kind of work, its seconds measured.
+
+    Args:    states: before their first layer; their first sequence is tried.
+    """
+
+    def __init__(self, weights: Weights, states: LayerStates) -> None:
+        self._weights = weights
+        self._spec = weights.spec
+        self._states = states
+
+    @torch.inference_mode()
+    def half(self, layer: int) -> Cost:
+        """A sequence through a layer, its routed experts apart."""
+        S, x = self._states.sequence_length, self._states.before(0)
+        text = x if stack_of(self._spec, layer) else None  # what an encoder has read takes as long, whatever it is
+        seconds = _seconds(lambda: self._states.half_of(layer, x, text, self._weights))
+        return Cost(half_multiplications(self._spec, layer, S) * S, seconds)
+
+    @torch.inference_mode()
+    def counted(self, num_tokens: float) -> Cost:
+        """An expert that is run and counted, for this many tokens."""
+        number, f = self._tried(num_tokens), self._spec.expert.intermediate_size
+        x, idx = self._random(number), torch.arange(number)
+
+        def work() -> None:
+            measure_expert(
+                self._weights.expert(0, 0), self._function, x, idx, f, lambda places, output: None, device=x.device
+            )
+
+        return self._cost(num_tokens, _seconds(work) * num_tokens / number)
+
+    @torch.inference_mode()
+    def plain(self, num_tokens: float) -> Cost:
+        """An expert that is run, for this many tokens."""
+        number = self._tried(num_tokens)
+        x, held = self._random(number), self._weights.expert(0, 0)
+        seconds = _seconds(lambda: run_expert(x, held, self._function, "none", 0.0))
+        return self._cost(num_tokens, seconds * num_tokens / number)
+
+    @torch.inference_mode()
+    def changed(self, num_tokens: int, rounding: Rounding) -> Cost:
+        """An expert whose changes are measured on this many tokens under this rounding."""
+        x, held = self._random(num_tokens), self._weights.expert(0, 0)
+        thresholds = torch.zeros((3, 4), device=x.device)
+        seconds = _seconds(lambda: output_changes(held, self._function, x, rounding, thresholds))
+        products = 2 + sum(1 if change.matrix_idx == 2 else 2 for change in QUANTIZED) + len(SPARSE)
+        one = self._spec.hidden_size * self._spec.expert.intermediate_size
+        return Cost(products * one * num_tokens, seconds)
+
+    @torch.inference_mode()
+    def compared(self, num_tokens: int, rounding: Rounding) -> Cost:
+        """An expert whose errors in every format are compared with this rounding's, on this many tokens."""
+        x, held = self._random(num_tokens), self._weights.expert(0, 0)
+        weights = torch.ones(num_tokens, device=x.device)
+        seconds = _seconds(lambda: format_ratios(held, self._function, x, weights, rounding))
+        return Cost(compared_multiplications(self._spec, num_tokens), seconds)
+
+    @torch.inference_mode()
+    def calibrated(self, num_tokens: int, rounding: Rounding) -> Cost:
+        """The same of calibrated rounding, which is calibrated on as many tokens as it may be."""
+        x, held = self._random(num_tokens), self._weights.expert(0, 0)
+        number = MAX_OWN_TOKENS + MAX_OTHER_TOKENS
+        tokens = ExpertTokens(self._random(number).cpu(), torch.ones(number))
+        weights = torch.ones(num_tokens, device=x.device)
+        seconds = _seconds(lambda: calibrated_ratios(held, self._function, x, weights, rounding, tokens))
+        return Cost(calibrated_multiplications(self._spec, num_tokens), seconds)
+
+    @torch.inference_mode()
+    def rounded(self, weights: Weights) -> Cost:
+        """Bringing one expert of these weights to memory, rounded as they are."""
+        return Cost(0, _seconds(lambda: [None for _ in weights.expert(0, 0).blocks()]))
+
+    @torch.inference_mode()
+    def predicted(self, num_tokens: int) -> Cost:
+        """Predictions of this many tokens, from hidden states, compared with others."""
+        num_tried = head_tokens(self._spec.vocab_size)
+        x = self._random(num_tried)
+        others = log_probabilities(x, self._weights, x.device)
+        seconds = _seconds(lambda: divergence(others, log_probabilities(x, self._weights, x.device)))
+        seconds *= num_tokens / num_tried
+        return Cost(num_tokens * self._spec.hidden_size * self._spec.vocab_size, seconds)
+
+    @property
+    def _function(self) -> NeuronFunction:
+        return self._spec.expert.function
+
+    def _random(self, num_tokens: int) -> Tensor:
+        return torch.randn(num_tokens, self._spec.hidden_size, device=self._states.device)
+
+    def _tried(self, num_tokens: float) -> int:
+        return max(1, min(round(num_tokens), _TRIED_TOKENS))
+
+    def _cost(self, num_tokens: float, seconds: float) -> Cost:
+        return Cost(round(expert_multiplications(self._spec) * num_tokens), seconds)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The median time of some tries after a first, which brings weights to memory; of what takes long, of few."""
+    tries: list[float] = []
+    while len(tries) <= _MOST_TRIES and sum(tries[1:]) < _ENOUGH_SECONDS:
+        began = time.perf_counter()
+        work()
+        tries.append(time.perf_counter() - began)
+        if tries[0] > _LONG_SECONDS:
+            return tries[0]
+    return median(tries[1:])

@@ -1,0 +1,140 @@
+"""EdgeMoE's own measure of an expert's importance: the model's loss with that expert at 2 bits, all others at 4.
+
+A pass that carries the original, the model with all experts at 4 bits, and of the latter one copy for each expert, in
+which that one is at 2 bits. EdgeMoE takes a task's accuracy for the loss; here it is the KL divergence of predictions
+from the original's, which needs no task. Quantization is the paper's: symmetric, one scale a row.
+Source: EdgeMoE §III-B, "Profiling expert importance", Fig. 7a.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.calib.forward import CHUNK_TOKENS, Array, HeldWeights, LayerStates, LayerTokens, Sequences
+from moe_pack.calib.sensitivity.costs import (
+    Cost,
+    Trial,
+    expert_multiplications,
+    half_multiplications,
+    kind_of,
+    kinds_of_layers,
+)
+from moe_pack.calib.sensitivity.effects import divergence, head_pieces, log_probabilities
+from moe_pack.calib.sensitivity.errors import RoundedExperts, Rounding
+from moe_pack.formats import NO_PROGRESS, ROW_GROUP, Progress
+from moe_pack.runtime.model import Weights, embed, run_expert
+
+_COPY_TOKENS = 512
+_TRIED_TOKENS = 512
+
+
+class ExactPass:
+    """Runs the measure layer by layer; a killed pass goes on in `folder`.
+
+    Args:    ids: int64 [N, S], sequences of which the first are used.
+    """
+
+    def __init__(self, weights: HeldWeights, ids: Tensor, folder: Path, device: torch.device) -> None:
+        self._weights = weights
+        self._spec = weights.spec
+        self._device = device
+        rounding = Rounding("absmax", ROW_GROUP)
+        self._at_4, self._at_2 = (RoundedExperts(weights, width, rounding) for width in (4, 2))
+        given = Sequences.of(weights.spec, ids)
+        self.num_copied = number = min(len(ids), -(-_COPY_TOKENS // given.length))  # sequences
+        first, answer = given.begun(lambda ids, place: embed(ids[place % number], weights))
+
+        def origin(branched: int) -> int:
+            return number + branched % number
+
+        # Twice the same to begin with: the original, and what has all experts at 4 bits, which copies branch off from.
+        self.states = LayerStates(
+            weights, first, 2 * number, given.length, folder, device, answer=answer, origin=origin
+        )
+        self._num_tokens = number * given.length
+
+    @torch.inference_mode()
+    def layer(self, layer: int, progress: Progress = NO_PROGRESS) -> None:
+        """Takes all sequences through the next layer, where a copy for each of its experts begins."""
+        states, spec = self.states, self._spec
+        tokens = states.enter(layer)
+        progress.advance(half_multiplications(spec, layer, states.sequence_length) * len(tokens.x), f"layer {layer}")
+        changes: list[tuple[Tensor, Tensor]] = []
+        if layer in spec.moe_layers:
+            layer_idx, one = spec.moe_layers.index(layer), expert_multiplications(spec)
+            for expert in range(spec.router.num_experts):
+                changes.append(self._run_expert(tokens, layer_idx, expert))
+                done = len(tokens.of_expert(expert)[0])
+                progress.advance(one * done, f"layer {layer} expert {expert}")
+        states.leave(layer, tokens, self._copies(tokens, changes))
+
+    @torch.inference_mode()
+    def losses(self, progress: Progress = NO_PROGRESS) -> dict[str, Array]:
+        """`losses` f32 [L, E]: KL in nats with this expert at 2 bits, all others at 4; `base` f32 [1]: all at 4."""
+        shape = (len(self._spec.moe_layers), self._spec.router.num_experts)
+        num_copies = 1 + shape[0] * shape[1]
+        sums = np.zeros(num_copies)
+        for number in range(self.num_copied):
+            original = self.states.before(number)
+            for rows in head_pieces(0, len(original), self._spec.vocab_size):
+                expected = self._log_probabilities(original[rows])
+                for copy in range(num_copies):
+                    hidden = self.states.before((1 + copy) * self.num_copied + number)[rows]
+                    found = self._log_probabilities(hidden)
+                    sums[copy] += divergence(expected, found)
+            done = len(original) * (1 + num_copies) * self._spec.hidden_size * self._spec.vocab_size
+            progress.advance(done, "predictions")
+        kls = (sums / self._num_tokens).astype(np.float32)
+        return {"losses": kls[1:].reshape(shape), "base": kls[:1]}
+
+    def cost(self, layers: range) -> Cost:
+        """What these layers cost, and the losses after them."""
+        spec, trial = self._spec, Trial(self._weights, self.states)
+        E, k, S = spec.router.num_experts, spec.router.num_experts_per_tok, self.states.sequence_length
+        halves = {kind: trial.half(kind) for kind in kinds_of_layers(spec)}
+        plain = trial.plain(_TRIED_TOKENS)
+        rounded = trial.rounded(self._at_4)  # beside the products, whatever their number
+        total, num_sequences = Cost(), self.states.num_sequences
+        for layer in layers:
+            total += halves[kind_of(spec, layer)] * num_sequences
+            if layer in spec.moe_layers:
+                total += plain * (num_sequences * S * k / _TRIED_TOKENS) + rounded * (2 * E)
+                num_sequences += self.num_copied * E
+        return total + trial.predicted(self._num_tokens) * (2 + len(spec.moe_layers) * E)
+
+    def _run_expert(self, tokens: LayerTokens, layer_idx: int, expert: int) -> tuple[Tensor, Tensor]:
+        """Adds outputs of one expert; places among the copied tokens, and what 2 bits change there: [n], [n, d]."""
+        token_idx, weights = tokens.of_expert(expert)
+        original = token_idx < self._num_tokens
+        base = ~original & (token_idx < 2 * self._num_tokens)
+        self._add(tokens, token_idx[original], weights[original], self._weights, layer_idx, expert)
+        self._add(tokens, token_idx[~original], weights[~original], self._at_4, layer_idx, expert)
+        at_4, at_2 = (
+            self._output(tokens, token_idx[base], held, layer_idx, expert) for held in (self._at_4, self._at_2)
+        )
+        change = (at_2 - at_4).cpu() * (weights[base] * self._spec.residual_multiplier)[:, None]
+        return token_idx[base] - self._num_tokens, change
+
+    def _add(
+        self, tokens: LayerTokens, token_idx: Tensor, weights: Tensor, held: Weights, layer_idx: int, expert: int
+    ) -> None:
+        for start in range(0, len(token_idx), CHUNK_TOKENS):
+            chunk = slice(start, start + CHUNK_TOKENS)
+            output = self._output(tokens, token_idx[chunk], held, layer_idx, expert)
+            self.states.add(tokens, token_idx[chunk], weights[chunk], output)
+
+    def _output(self, tokens: LayerTokens, token_idx: Tensor, held: Weights, layer_idx: int, expert: int) -> Tensor:
+        x = tokens.inputs[token_idx].to(self._device)
+        return run_expert(x, held.expert(layer_idx, expert), self._spec.expert.function, "none", 0.0)
+
+    def _copies(self, tokens: LayerTokens, changes: list[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+        """The hidden states of one copy after the other, float32 [n, d]."""
+        base = tokens.x[self._num_tokens : 2 * self._num_tokens]
+        for places, change in changes:
+            yield base.index_add(0, places, change)
+
+    def _log_probabilities(self, hidden: Tensor) -> Tensor:
+        return log_probabilities(hidden, self._weights, self._device)

@@ -1,0 +1,57 @@
+"""What routers and neurons do on text."""
+
+from moe_pack.calib.statistics.paths import (
+    COVERED_PERCENTS,
+    LayerRecall,
+    PathCoverage,
+    accumulated_frequency,
+    evaluate,
+    learn_paths,
+    path_coverage,
+)
+from moe_pack.calib.statistics.popularity import (
+    MIN_TOKENS,
+    QUANTILE_LEVELS,
+    LayerStatistics,
+    PopularityTest,
+    compare_popularity,
+    measure_coverage,
+    measure_layer,
+)
+from moe_pack.calib.statistics.predictors import (
+    USUAL_TRAINING,
+    InputFiles,
+    LayerInputs,
+    LayerPredictors,
+    Shares,
+    cost,
+    predict_layer,
+    shapes_for,
+    train,
+)
+
+__all__ = [
+    "COVERED_PERCENTS",
+    "MIN_TOKENS",
+    "QUANTILE_LEVELS",
+    "USUAL_TRAINING",
+    "InputFiles",
+    "LayerInputs",
+    "LayerPredictors",
+    "LayerRecall",
+    "LayerStatistics",
+    "PathCoverage",
+    "PopularityTest",
+    "Shares",
+    "accumulated_frequency",
+    "compare_popularity",
+    "cost",
+    "evaluate",
+    "learn_paths",
+    "measure_coverage",
+    "measure_layer",
+    "path_coverage",
+    "predict_layer",
+    "shapes_for",
+    "train",
+]

@@ -1,0 +1,271 @@
+"""What calibration learns of the paths that tokens take, how well it foretells, and how paths spread.
+
+What answers is `moe_pack.runtime.PathStatistics`. Here T counts tokens, L MoE layers, E experts a layer, k experts a
+token; a *choice* is one expert of one token. The file of a profile that holds the arrays is its writer's affair.
+
+Source:  EdgeMoE (2308.14352) §III-C1. Its dictionary holds probabilities for pairs of layers, one expert a token; with
+         k > 1 most sets of experts are seen once, so a key must be seen PATH_MIN_SEEN times, and two rougher stages
+         follow.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.calib.statistics.popularity import Routes, as_sets, count_pairs, count_tokens
+from moe_pack.runtime.offload import PathStatistics
+from moe_pack.runtime.offload.paths import PATH_MEMORY, PATH_MIN_SEEN, Stage, ranked, rows_as_keys
+
+Array = NDArray[Any]
+
+ACCUMULATED_EXPERTS = 16  # as far as EdgeMoE's Fig. 8 could be read for models of many experts
+COVERED_PERCENTS = (1, 5, 10, 20, 50)  # of the distinct paths, most frequent first
+_CHUNK_TOKENS = 4096  # predicted at once in `evaluate`: bounds its memory to some [4096, E] arrays
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """Exact keys: `keys` [K, w], each seen `seen` times; `lengths` of them follow in `experts` and `counts`."""
+
+    keys: NDArray[np.uint16]
+    seen: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    experts: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    def only(self, kept: NDArray[np.bool_]) -> "_Keys":
+        """Those of a mask [K]."""
+        entries = np.repeat(kept, self.lengths)
+        return _Keys(self.keys[kept], self.seen[kept], self.lengths[kept], self.experts[entries], self.counts[entries])
+
+
+def learn_paths(
+    routes: Routes, num_experts: int, size_bytes: int, first_layers: Collection[int] = (0,)
+) -> PathStatistics:
+    """The statistics of calibration routes that take at most `size_bytes`, as `num_bytes` counts them.
+
+    Tables and popularity are always kept: 4 L E + about 2 L E² counts bytes, even where they alone exceed the size.
+    What room they leave goes to exact keys, most seen first (equals: earlier layer, then lower key), up to the first
+    that does not fit.
+
+    Args:    routes: [T, L, k], what the router chose; the order within a token's k does not matter.
+             first_layers: those that begin a stack. No path crosses into one, since its tokens are others: there are no
+             keys, and counts are 0.
+    """
+    ordered = as_sets(routes, num_experts)
+    T, L, k = ordered.shape
+    known = _num_known(L, first_layers)
+    count = np.dtype("<u2" if T < 2**16 else "<u4")
+    popularity = count_tokens(ordered, num_experts).astype("<u4")
+    after_one, after_two = (_learn_table(ordered, back, num_experts, count, known) for back in (1, 2))
+    found = [_learn_keys(ordered, l, num_experts, is_whole=known[l] == min(l, PATH_MEMORY)) for l in range(1, L)]
+    tables_bytes = popularity.nbytes + after_one.nbytes + after_two.nbytes
+    starts_bytes = 4 * (L + 1) + 4
+    kept = _prune(found, size_bytes - tables_bytes - starts_bytes, count.itemsize)
+    return PathStatistics(
+        popularity=popularity,
+        after_one=after_one,
+        after_two=after_two,
+        key_starts=_starts([0, *(len(layer.keys) for layer in kept)]),
+        keys_one=np.concatenate([np.empty((0, k)), *(layer.keys for layer in kept[:1])]).astype("<u2"),
+        keys_two=np.concatenate([np.empty((0, 2 * k)), *(layer.keys for layer in kept[1:])]).astype("<u2"),
+        keys_seen=_joined([layer.seen for layer in kept], count),
+        successor_starts=_starts(_joined([layer.lengths for layer in kept], np.dtype("<u4"))),
+        successor_experts=_joined([layer.experts for layer in kept], np.dtype("<u2")),
+        successor_counts=_joined([layer.counts for layer in kept], count),
+    )
+
+
+def _num_known(num_layers: int, first_layers: Collection[int]) -> list[int]:
+    """How many layers before each tell of its choices: those of its stack, at most PATH_MEMORY."""
+    begins = [max(first for first in first_layers if first <= l) for l in range(num_layers)]
+    return [min(l - begin, PATH_MEMORY) for l, begin in enumerate(begins)]
+
+
+def _learn_table(
+    ordered: NDArray[np.uint16], back: int, num_experts: int, dtype: np.dtype[Any], known: list[int]
+) -> Array:
+    L = ordered.shape[1]
+    table = np.zeros((max(L - back, 0), num_experts, num_experts), dtype)
+    for l in range(back, L):
+        if known[l] >= back:
+            table[l - back] = count_pairs(ordered[:, l - back], ordered[:, l], num_experts)
+    return table
+
+
+def _learn_keys(ordered: NDArray[np.uint16], l: int, num_experts: int, is_whole: bool) -> _Keys:
+    """What layer `l` chose after each key that was seen PATH_MIN_SEEN times or more, keys ascending.
+
+    Args:    is_whole: all layers of a key are of its stack; else there is none.
+    """
+    T = len(ordered)
+    rows = ordered[:, max(l - PATH_MEMORY, 0) : l].reshape(T, -1)  # [T, p, k] -> [T, p k]
+    _, firsts, places, seen = np.unique(rows_as_keys(rows), return_index=True, return_inverse=True, return_counts=True)
+    often = (seen >= PATH_MIN_SEEN) & is_whole
+    numbers = np.cumsum(often) - 1  # of the keys that stay
+    of_token = places.reshape(T)
+    stays = often[of_token]
+    cells, counts = np.unique(
+        numbers[of_token[stays], None] * num_experts + ordered[stays, l], return_counts=True
+    )  # [tokens, k] cells of [K, E]
+    key_of, experts = np.divmod(cells, num_experts)
+    lengths = np.bincount(key_of, minlength=int(often.sum()))
+    return _Keys(rows[firsts[often]], seen[often], lengths, experts, counts)
+
+
+def _prune(found: list[_Keys], room_bytes: int, count_bytes: int) -> list[_Keys]:
+    """The keys that fit, most seen first, in their old order."""
+    if not found:
+        return []
+    seen = np.concatenate([layer.seen for layer in found])
+    costs = np.concatenate([_key_bytes(layer, count_bytes) for layer in found])
+    order = np.argsort(-seen, kind="stable")
+    kept = np.zeros(len(seen), bool)
+    kept[order[np.cumsum(costs[order]) <= room_bytes]] = True
+    ends = np.cumsum([0, *(len(layer.keys) for layer in found)])
+    return [layer.only(kept[a:b]) for layer, (a, b) in zip(found, pairwise(ends), strict=True)]
+
+
+def _key_bytes(layer: _Keys, count_bytes: int) -> NDArray[np.int64]:
+    """Stored bytes of each key: its experts, times seen and start; its successors and their counts."""
+    costs: NDArray[np.int64] = 2 * layer.keys.shape[1] + count_bytes + 4 + layer.lengths * (2 + count_bytes)
+    return costs
+
+
+def _starts(lengths: Any) -> Array:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype("<u4")
+
+
+def _joined(parts: list[NDArray[np.int64]], dtype: np.dtype[Any]) -> Array:
+    return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecall:
+    """How well one layer's experts were foretold.
+
+    `recall`: share of the truly chosen experts among the n ranked first; `recall_doubled`: among the first 2n.
+    `stage_share`: share of the tokens each Stage answered; `stage_recall`: recall among those, None where none.
+    """
+
+    recall: float
+    recall_doubled: float
+    stage_share: tuple[float, float, float]
+    stage_recall: tuple[float | None, float | None, float | None]
+
+
+def evaluate(
+    statistics: PathStatistics, routes: Routes, num_predicted: int, first_layers: Collection[int] = (0,)
+) -> tuple[LayerRecall, ...]:
+    """For each MoE layer, how much of what was chosen lay among the `num_predicted` experts ranked first.
+
+    Args:    routes: [T, L, k], of held-out text: on calibration's own the figures flatter.   first_layers: of stacks.
+    """
+    assert num_predicted >= 1, "nothing predicted recalls nothing"
+    ordered = as_sets(routes, statistics.popularity.shape[1])
+    known = _num_known(ordered.shape[1], first_layers)
+    return tuple(_evaluate_layer(statistics, ordered, l, known[l], num_predicted) for l in range(ordered.shape[1]))
+
+
+def _evaluate_layer(
+    statistics: PathStatistics, ordered: Routes, l: int, num_known: int, num_predicted: int
+) -> LayerRecall:
+    hits, stages = _hits(statistics, ordered, l, num_known, 2 * num_predicted)
+    k = ordered.shape[2]
+    first = hits[:, min(num_predicted, hits.shape[1]) - 1]
+    answered = [stages == stage for stage in Stage]
+    exact, factored, popularity = (float(first[mask].mean()) / k if mask.any() else None for mask in answered)
+    share_exact, share_factored, share_popularity = (float(mask.mean()) for mask in answered)
+    return LayerRecall(
+        recall=float(first.mean()) / k,
+        recall_doubled=float(hits[:, -1].mean()) / k,
+        stage_share=(share_exact, share_factored, share_popularity),
+        stage_recall=(exact, factored, popularity),
+    )
+
+
+def _hits(
+    statistics: PathStatistics, ordered: Routes, l: int, num_known: int, num_predicted: int
+) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """How many of each token's experts lie among the first 1, 2, ... predicted, [T, n], n at most E; and the Stage.
+
+    The prediction knows the experts at `num_known` layers before `l`, or as many as there are.
+    """
+    hits, stages = [], []
+    for start in range(0, len(ordered), _CHUNK_TOKENS):
+        tokens = ordered[start : start + _CHUNK_TOKENS]
+        probabilities, stage = statistics.predict(l, tokens[:, max(l - num_known, 0) : l])
+        chosen = np.zeros(probabilities.shape, bool)
+        np.put_along_axis(chosen, tokens[:, l].astype(np.int64), True, axis=1)
+        hits.append(np.take_along_axis(chosen, ranked(probabilities, num_predicted), axis=1).cumsum(axis=1))
+        stages.append(stage)
+    return np.concatenate(hits), np.concatenate(stages)
+
+
+def accumulated_frequency(
+    statistics: PathStatistics, routes: Routes, first_layers: Collection[int] = (0,)
+) -> NDArray[np.float64]:
+    """How much of each layer's choices falls on the n experts held likeliest, knowing 0, 1 or 2 layers before.
+
+    Args:    routes: [T, L, k]; of calibration's own text this is what EdgeMoE shows, of held-out text what it is worth.
+             first_layers: of stacks.
+    Returns: [3, L, n] by how many layers are known (where fewer come before, those), n up to E, at most 16.
+    Source:  EdgeMoE Fig. 8 (right).
+    """
+    ordered = as_sets(routes, statistics.popularity.shape[1])
+    _, L, k = ordered.shape
+    known = _num_known(L, first_layers)
+    return np.array(
+        [
+            [_hits(statistics, ordered, l, min(n, known[l]), ACCUMULATED_EXPERTS)[0].mean(axis=0) / k for l in range(L)]
+            for n in range(PATH_MEMORY + 1)
+        ]
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PathCoverage:
+    """How unevenly tokens spread over the paths through `num_layers` MoE layers from `first_layer` on.
+
+    `frequencies`: tokens of each distinct path, most frequent first. `covered`: share of all tokens on the most
+    frequent 1, 5, 10, 20 and 50% of the distinct paths (COVERED_PERCENTS; rounded up to whole paths).
+    """
+
+    first_layer: int
+    num_layers: int
+    frequencies: NDArray[np.uint32]
+    covered: tuple[float, ...]
+
+    @property
+    def num_paths(self) -> int:
+        """Distinct paths."""
+        return len(self.frequencies)
+
+
+def path_coverage(routes: Routes, num_experts: int, first_layers: Collection[int] = (0,)) -> tuple[PathCoverage, ...]:
+    """The spread over whole paths where a token has one expert, else over each three successive layers' sets.
+
+    Args:    routes: [T, L, k]; with k > 1 and fewer than three layers, all of them are one path.   first_layers: of
+             stacks, none of whose paths leads into another.
+    Source:  EdgeMoE Fig. 4, whose models have k = 1; of more experts whole paths would all be distinct.
+    """
+    ordered = as_sets(routes, num_experts)
+    T, L, k = ordered.shape
+    found = []
+    for begin, end in pairwise([*sorted(first_layers), L]):
+        length = end - begin if k == 1 else min(3, end - begin)
+        windows = range(begin, end - length + 1)
+        found += [_cover(l, length, ordered[:, l : l + length].reshape(T, -1)) for l in windows]  # [T, length k]
+    return tuple(found)
+
+
+def _cover(first_layer: int, num_layers: int, paths: Routes) -> PathCoverage:
+    _, counts = np.unique(rows_as_keys(paths), return_counts=True)
+    frequencies = np.sort(counts)[::-1].astype(np.uint32)
+    taken = np.cumsum(frequencies, dtype=np.int64)
+    nums = [-(-percent * len(counts) // 100) for percent in COVERED_PERCENTS]
+    return PathCoverage(first_layer, num_layers, frequencies, tuple(float(taken[n - 1] / len(paths)) for n in nums))

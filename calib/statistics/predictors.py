@@ -1,0 +1,570 @@
+"""How good a prediction was: recall and precision of predicted experts, and of predicted neurons.
+
+Only counting: what is predicted, and from what, is for the predictors.
+
+Training of FloE's learned predictor, `moe_pack.runtime.Predictor`: what it is, and what it takes, stands there.
+
+A network of one layer (about 32K parameters where d = 4096 and E = 8) or two (up to 2M), trained per MoE layer on
+calibration tokens. Trained in float32, kept with bfloat16 weights: every score is that of the weights kept. What the
+paper leaves open (loss, width, schedule) was chosen by recall on held-out text.
+
+The predictors stage: how well a MoE layer's experts and neurons can be told from what its token did before.
+
+From the inputs of two successive MoE layers on some tokens, learned from and held out, and all tokens' routes:
+popularity, path statistics (EdgeMoE), the next router on this layer's input (CORM), a learned network (FloE), and for
+neurons the next layer's selector on this layer's input (FloE, CORM). Every figure is on held-out tokens.
+
+The inputs of MoE layers, kept in files for what looks at two layers at once: cosines, and predictors.
+
+All tokens' of the last layer; for predictors, those of some sequences of every layer.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_pack.calib.forward import HOT_SPARSITIES, KINDS, Array, check_arrays, sample_places
+from moe_pack.formats import NeuronFunction, PackError, RunError
+from moe_pack.runtime.model import Expert, Weights, activations, router_scores
+from moe_pack.runtime.offload import MAX_PREVIOUS, PREDICTORS, PathStatistics, Predictor
+from moe_pack.runtime.offload.routing_file import multi_hot, network_logits
+
+
+@dataclass(frozen=True, slots=True)
+class MaskCounts:
+    """How many entries were predicted, how many came true, and how many were both; counts of blocks add up.
+
+    Meaning: recall is the share of what came true that was predicted, 1 where nothing did; precision is the share of
+             what was predicted that came true, 1 where nothing was.
+    """
+
+    num_both: int = 0
+    num_predicted: int = 0
+    num_actual: int = 0
+
+    def __add__(self, other: "MaskCounts") -> "MaskCounts":
+        """The counts of both blocks together."""
+        return MaskCounts(
+            self.num_both + other.num_both,
+            self.num_predicted + other.num_predicted,
+            self.num_actual + other.num_actual,
+        )
+
+    @property
+    def recall(self) -> float:
+        """The share of what came true that was predicted."""
+        return self.num_both / self.num_actual if self.num_actual else 1.0
+
+    @property
+    def precision(self) -> float:
+        """The share of what was predicted that came true."""
+        return self.num_both / self.num_predicted if self.num_predicted else 1.0
+
+
+def mask_counts(predicted: Tensor, actual: Tensor) -> MaskCounts:
+    """The counts of one block: of neurons that were said to run and neurons that ran.
+
+    Args:    predicted, actual: bool [T, n].
+    Source:  FloE §3.3.2, CORM §4.2, which reuse the next layer's selector on this layer's hidden state.
+    """
+    assert predicted.shape == actual.shape, "masks of different neurons"
+    assert predicted.dtype == actual.dtype == torch.bool, "masks are bool: & of other types is bitwise"
+    return MaskCounts(int((predicted & actual).sum()), int(predicted.sum()), int(actual.sum()))
+
+
+def recall_precision(scores: Tensor, actual: Tensor, num_predicted: int) -> tuple[float, float]:
+    """Recall and precision of predicting, for each token, the `num_predicted` experts with the largest scores.
+
+    Where `num_predicted` is k they are the same number; all experts are predicted where it is E or more. Among equal
+    scores the lower index is predicted. That scores are numbers is not checked: a NaN counts as largest.
+
+    Args:    scores: [T, E].   actual: int64 [T, k], the experts chosen, different ones in each row.
+    Returns: recall, precision; both 1 where there are no tokens.
+    """
+    # A stable sort keeps the lower index first among equals; topk promises no order.
+    best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :num_predicted]
+    nothing = torch.zeros(scores.shape, dtype=torch.bool)
+    counts = mask_counts(nothing.scatter(1, best, True), nothing.scatter(1, actual, True))
+    return counts.recall, counts.precision
+
+
+MAX_PARAMETERS = 2_000_000  # FloE's larger predictor
+MAX_HIDDEN = 512  # wider gained nothing: 256, 512, 1024 lie within 0.002 of recall (two small Mixtrals, 8192 tokens)
+VALIDATION_SHARE = 8  # one token of so many; the last ones, because neighbours in a text tell on each other
+BLOCK_TOKENS = 1024  # bounds memory where nothing is learned
+LEAST_SCALE = 1e-3  # of the usual column's; a column that moves less is not blown up to move like the others
+BETAS = (0.9, 0.999)  # Adam's, as published; the next too
+EPSILON = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class MLPShape:
+    """One layer, or two with `hidden` units between; `hidden` is 0 where there is one."""
+
+    num_layers: Literal[1, 2]
+    hidden: int
+
+    def __post_init__(self) -> None:
+        assert (self.hidden > 0) == (self.num_layers == 2), "one layer has no hidden units, two have some"
+
+    def num_parameters(self, d: int, num_experts: int, num_previous: int = MAX_PREVIOUS) -> int:
+        """Weights and biases, for hidden states of size d and the routes of `num_previous` layers."""
+        num_inputs = d + num_previous * num_experts
+        if self.num_layers == 1:
+            return (num_inputs + 1) * num_experts
+        return (num_inputs + 1) * self.hidden + (self.hidden + 1) * num_experts
+
+
+def shapes_for(d: int, num_experts: int) -> tuple[MLPShape, MLPShape]:
+    """The smaller and the larger predictor for hidden states of size d.
+
+    Meaning: smaller: one layer, d E + 2 E E + E parameters.   larger: two layers, with as many hidden units, in
+             eights, as 2,000,000 parameters allow (8 where they allow fewer), at most 512.
+    Source:  FloE §3.3.1, which gives the sizes 32K and 2M.
+    """
+    allowed = (MAX_PARAMETERS - num_experts) // (d + (MAX_PREVIOUS + 1) * num_experts + 1)
+    return MLPShape(1, 0), MLPShape(2, max(8, min(MAX_HIDDEN, allowed) // 8 * 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How to learn: at most `max_epochs` over the tokens, fewer after `patience` epochs without a better one.
+
+    A step takes a 32nd of the tokens, at least 16 (so that few tokens still give many steps), at most `batch_tokens`.
+    """
+
+    max_epochs: int = 20
+    patience: int = 5
+    batch_tokens: int = 256
+
+
+USUAL_TRAINING = Training()
+
+
+def cost(shape: MLPShape, num_tokens: int, d: int, num_experts: int, training: Training = USUAL_TRAINING) -> int:
+    """The multiplications that training takes at most.
+
+    Meaning: each parameter three times a token and epoch: once forward, twice back. Validating takes less than that.
+    """
+    return 3 * training.max_epochs * num_tokens * shape.num_parameters(d, num_experts)
+
+
+def train(
+    x: Tensor,
+    previous: Tensor,
+    targets: Tensor,
+    num_experts: int,
+    shape: MLPShape,
+    seed: int,
+    training: Training = USUAL_TRAINING,
+) -> Predictor:
+    """A predictor of the experts of one MoE layer.
+
+    Meaning: x is standardised by its columns' mean and scale; Adam with a cosine schedule lowers the binary cross
+             entropy of the experts' logits, minibatch by minibatch; the last eighth of the tokens is not learned from
+             but validates, and the epoch with the best recall of k experts there is kept, of equals that with the least
+             loss there. Epoch 0 is popularity: biases start at each expert's log-odds, the last layer's weights at 0.
+             In the end mean and scale are folded into the first layer. Of fewer than 8 tokens, all are learned from and
+             all validate. Same arguments, machine and number of threads: same bits; global random state is not touched.
+    Args:    x: float32 [T, d]; may be mapped from a file: minibatches and blocks of it are copied, never all of it.
+             previous: int64 [T, P, k'], P 1 or 2, as for `Predictor.scores`.   targets: int64 [T, k].
+    Raises:  RunError if there are no tokens, or if x is not all numbers.
+    Source:  FloE §3.3.1, which leaves loss and training open. Over two small Mixtrals, 8192 tokens each, softmax cross
+             entropy over the k chosen had 0.015 (one layer) and 0.006 (two) less recall on held-out text than this
+             loss, and keeping the epoch of least loss 0.0015 less than keeping that of best recall.
+    """
+    assert len(x) == len(previous) == len(targets), "as many routes as hidden states"
+    if not len(x):
+        raise RunError("predictor: found no tokens to learn from, expected at least 1; calibrate on longer text")
+    # Under a caller's inference mode, or without gradients, nothing could be learned: this turns both off. Tensors made
+    # in inference mode can still be read.
+    with torch.inference_mode(False):
+        return _Trainer(x, previous, targets, num_experts, shape, seed, training).train()
+
+
+@dataclass(frozen=True, slots=True)
+class Standard:
+    """The mean and scale of each column of the hidden states, float32 [d] both."""
+
+    mean: Tensor
+    scale: Tensor
+
+    def of(self, x: Tensor) -> Tensor:
+        """Columns of about mean 0 and deviation 1."""
+        return (x - self.mean) / self.scale
+
+
+def standard_of(x: Tensor) -> Standard:
+    """Mean and standard deviation of the columns of x, float32 [T, d]; columns that hardly move get the usual scale.
+
+    Raises:  RunError if x is not all numbers.
+    """
+    mean = sum((block.double().sum(0) for block in torch.split(x, BLOCK_TOKENS)), torch.zeros(())) / len(x)
+    if not torch.isfinite(mean).all():
+        raise _no_numbers()
+    squares = ((block.double() - mean).square().sum(0) for block in torch.split(x, BLOCK_TOKENS))
+    scale = (sum(squares, torch.zeros(())) / len(x)).sqrt()
+    usual = scale.square().mean().sqrt()  # 0 if no column moves: then there is nothing to scale
+    usual = usual if usual > 0 else torch.ones_like(usual)
+    return Standard(mean.float(), torch.where(scale > LEAST_SCALE * usual, scale, usual).float())
+
+
+def folded(layers: list[Tensor], standard: Standard, num_experts: int) -> Predictor:
+    """The predictor that gives to x what these layers give to `standard.of(x)`, up to bfloat16 weights.
+
+    Args:    layers: float32, first layer's x weights [h, d], route weights [h, P E], bias [h]; a second's if any.
+    """
+    x_weight = (layers[0] / standard.scale).bfloat16()
+    # By the rounded weights, so that a large mean cancels whole, and in float64, because it may be large.
+    shift = x_weight.double() @ standard.mean.double()
+    bias = (layers[2].double() - shift).float()
+    route_weight = layers[1].bfloat16().reshape(len(bias), -1, num_experts)  # [h, P E] -> [h, P, E]
+    if len(layers) == 3:
+        return Predictor(x_weight, route_weight, bias)
+    return Predictor(x_weight, route_weight, bias, layers[3].bfloat16(), layers[4])
+
+
+class Adam:
+    """Adam (1412.6980), with the rate given at each step. torch 2.13's own loads its compiler first: 2 s, 70 MB."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._means = [torch.zeros_like(tensor) for tensor in tensors]
+        self._squares = [torch.zeros_like(tensor) for tensor in tensors]
+        self._num_steps = 0
+
+    @torch.no_grad()
+    def step(self, gradients: tuple[Tensor, ...], rate: float) -> None:
+        """Moves every tensor against its gradient."""
+        self._num_steps += 1
+        mean_share, square_share = (1 - beta**self._num_steps for beta in BETAS)  # of a full average seen so far
+        for tensor, gradient, mean, square in zip(self._tensors, gradients, self._means, self._squares, strict=True):
+            mean.lerp_(gradient, 1 - BETAS[0])
+            square.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+            deviation = (square / square_share).sqrt_().add_(EPSILON)
+            tensor.addcdiv_(mean, deviation, value=-rate / mean_share)
+
+
+class _Trainer:
+    """One predictor in the making: its tokens, what is known of them, and its layers as they are."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        previous: Tensor,
+        targets: Tensor,
+        num_experts: int,
+        shape: MLPShape,
+        seed: int,
+        training: Training,
+    ) -> None:
+        num_validating = len(x) // VALIDATION_SHARE
+        num_learned = len(x) - num_validating
+        first = num_learned if num_validating else 0
+        self._learned = (x[:num_learned], previous[:num_learned], targets[:num_learned])
+        self._validating = (x[first:], previous[first:], targets[first:])
+        self._num_experts = num_experts
+        self._training = training
+        self._generator = torch.Generator().manual_seed(seed)
+        self._standard = standard_of(self._learned[0])
+        self._layers = self._first_layers(shape)
+        # In one layer each step moves a logit by up to the rate times the inputs, of which there can be thousands.
+        num_inputs = self._layers[0].shape[1] + self._layers[1].shape[1]
+        self._rate = 0.002 if shape.num_layers == 2 else 0.01 * min(1.0, 256 / num_inputs)
+
+    def train(self) -> Predictor:
+        """Learns until epochs or patience are used up; returns the best epoch's, as it will be kept."""
+        adam = Adam(self._layers)
+        best_result, best_epoch, best = self._validate(), 0, _copies(self._layers)
+        for epoch in range(1, self._training.max_epochs + 1):
+            self._learn(adam, epoch)
+            result = self._validate()
+            if result > best_result:
+                best_result, best_epoch, best = result, epoch, _copies(self._layers)
+            if epoch - best_epoch >= self._training.patience:
+                break
+        return folded(best, self._standard, self._num_experts)
+
+    def _first_layers(self, shape: MLPShape) -> list[Tensor]:
+        """Layers that answer popularity, whatever they are asked."""
+        x, previous, targets = self._learned
+        chosen = torch.bincount(targets.flatten(), minlength=self._num_experts)
+        share = (chosen + 0.5) / (len(targets) + 1.0)  # off 0 and 1, which have no log-odds
+        sizes = (x.shape[1], previous.shape[1] * self._num_experts)
+        if shape.num_layers == 1:
+            layers = [torch.zeros(self._num_experts, size) for size in sizes] + [share.logit()]
+        else:
+            deviation = 1 / math.sqrt(sum(sizes))
+            layers = [torch.randn(shape.hidden, size, generator=self._generator) * deviation for size in sizes]
+            layers += [torch.zeros(shape.hidden), torch.zeros(self._num_experts, shape.hidden), share.logit()]
+        return [layer.requires_grad_() for layer in layers]
+
+    def _learn(self, adam: Adam, epoch: int) -> None:
+        """One epoch: every token once, in random order."""
+        x, previous, targets = self._learned
+        order = torch.randperm(len(x), generator=self._generator)
+        batches = torch.split(order, min(self._training.batch_tokens, max(16, len(x) // 32)))
+        for number, batch in enumerate(batches):
+            done = (epoch - 1 + number / len(batches)) / self._training.max_epochs
+            rate = self._rate * (1 + math.cos(math.pi * done)) / 2
+            logits = network_logits(
+                self._layers, self._standard.of(x[batch]), multi_hot(previous[batch], self._num_experts)
+            )
+            loss = _loss(logits, targets[batch])
+            adam.step(torch.autograd.grad(loss, self._layers), rate)
+
+    @torch.no_grad()
+    def _validate(self) -> tuple[float, float]:
+        """Recall and, negative, loss on the tokens not learned from: the larger the better.
+
+        Raises:  RunError if the hidden states there are not all numbers, which is first seen here.
+        """
+        x, previous, targets = self._validating
+        logits = _in_blocks(self._layers, x, previous, self._num_experts, self._standard)
+        loss = float(_loss(logits, targets))
+        if not math.isfinite(loss):
+            raise _no_numbers()
+        return recall_precision(logits, targets, targets.shape[1])[0], -loss
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(logits, multi_hot(targets[:, None], logits.shape[1]))
+
+
+def _in_blocks(layers: list[Tensor], x: Tensor, previous: Tensor, num_experts: int, standard: Standard) -> Tensor:
+    """`network_logits` over blocks of tokens: float32 [T, E]."""
+    blocks = zip(torch.split(x, BLOCK_TOKENS), torch.split(previous, BLOCK_TOKENS), strict=True)
+    return torch.cat(
+        [
+            network_logits(layers, standard.of(x) if standard else x, multi_hot(routes, num_experts))
+            for x, routes in blocks
+        ]
+    )
+
+
+def _copies(layers: list[Tensor]) -> list[Tensor]:
+    return [layer.detach().clone() for layer in layers]
+
+
+def _no_numbers() -> RunError:
+    return RunError("predictor: hidden states are not numbers; the model's weights overflow or are damaged")
+
+
+MAX_LEARNED_TOKENS = 8192  # twice as many raised recall by less than a point on the small models
+MAX_JUDGED_TOKENS = 4096
+_NEURON_TOKENS = 256  # of an expert
+_SEED = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerPredictors:
+    """How the experts and neurons of one MoE layer can be foretold, on held-out tokens.
+
+    `experts` f32 [5, 3]: for each of `PREDICTORS`, the recall of as many predicted experts as are chosen (its precision
+    too), and recall and precision of twice as many.   `neurons` f32 [3, 4, 2]: recall and precision of the neurons that
+    run, by selector kind (up, gate, both) and sparsity; NaN where no held-out token came.   `best` u8 [1]: of
+    PREDICTORS.   The better network's weights (`Predictor.arrays`) stand beside.
+    """
+
+    experts: Array
+    neurons: Array
+    best: Array
+    network: Predictor
+
+    def arrays(self) -> dict[str, Array]:
+        """All by name, as stored."""
+        held = {"experts": self.experts, "neurons": self.neurons, "best": self.best}
+        return held | self.network.stored()
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, Array], place: str) -> "LayerPredictors":
+        """The predictors in a layer's file.
+
+        Raises:  PackError if an array is missing, unknown, or of another dtype or shape; if the network is none.
+        """
+        wanted: dict[str, tuple[str, tuple[int, ...]]] = {
+            "experts": ("F32", (len(PREDICTORS), 3)),
+            "neurons": ("F32", (len(KINDS), len(HOT_SPARSITIES), 2)),
+            "best": ("U8", (1,)),
+        }
+        network = {name: array for name, array in arrays.items() if name.endswith(("weight", "bias"))}
+        check_arrays({name: array for name, array in arrays.items() if name not in network}, wanted, place)
+        if arrays["best"][0] >= len(PREDICTORS):
+            raise PackError(f"{place}: best is predictor {arrays['best'][0]}, expected less than {len(PREDICTORS)}")
+        held = {name: arrays[name] for name in wanted}
+        return cls(**held, network=Predictor.from_stored(network, place))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerInputs:
+    """A MoE layer's inputs float32 [T, d] and routes int64 [T, k], of tokens learned from and of held-out ones."""
+
+    learned: Tensor
+    judged: Tensor
+    learned_routes: Tensor
+    judged_routes: Tensor
+
+
+def predict_layer(
+    weights: Weights,
+    layer_idx: int,
+    history: list[LayerInputs],
+    paths: PathStatistics,
+    thresholds: Array,
+    device: torch.device,
+) -> LayerPredictors:
+    """Judges every predictor of the `layer_idx`-th MoE layer (1 or more), and trains the network.
+
+    Args:    history: the layers before it, at most two, and itself, in order.   paths: learned from no held-out token.
+             thresholds: float32 [E, kinds, sparsities], on abs(a).
+    """
+    before, own = history[:-1], history[-1]
+    found: list[tuple[float, float, float]] = []
+    k = own.judged_routes.shape[1]
+    shares = np.tile(paths.popularity[layer_idx].astype(np.float32), (len(own.judged_routes), 1))
+    told, _ = paths.predict(layer_idx, np.stack([held.judged_routes.numpy() for held in before], axis=1))
+    networks = _train(before, own, weights.spec.router.num_experts)
+    previous = torch.stack([held.judged_routes for held in before], dim=1)
+    scores = [
+        torch.from_numpy(shares),
+        torch.from_numpy(told),
+        router_scores(before[-1].judged.to(device), weights, weights.spec.moe_layers[layer_idx]).cpu(),
+        *(network.scores(before[-1].judged, previous) for network in networks),
+    ]
+    for held in scores:
+        recall, _ = recall_precision(held, own.judged_routes, k)
+        found.append((recall, *recall_precision(held, own.judged_routes, 2 * k)))
+    experts = np.asarray(found, np.float32)
+    best_network = networks[int(experts[-2:, 0].argmax())]
+    return LayerPredictors(
+        experts=experts,
+        neurons=_judge_neurons(weights, layer_idx, before[-1], own, thresholds, device),
+        best=np.asarray([experts[:, 0].argmax()], np.uint8),
+        network=best_network,
+    )
+
+
+def _train(before: list[LayerInputs], own: LayerInputs, num_experts: int) -> list[Predictor]:
+    x = before[-1].learned
+    previous = torch.stack([held.learned_routes for held in before], dim=1)  # [T, P, k]
+    shapes = shapes_for(x.shape[1], num_experts)
+    return [train(x, previous, own.learned_routes, num_experts, shape, _SEED) for shape in shapes]
+
+
+@torch.inference_mode()
+def _judge_neurons(
+    weights: Weights, layer_idx: int, before: LayerInputs, own: LayerInputs, thresholds: Array, device: torch.device
+) -> Array:
+    counts = [[MaskCounts() for _ in HOT_SPARSITIES] for _ in KINDS]
+    for expert in range(weights.spec.router.num_experts):
+        token_idx = (own.judged_routes == expert).any(dim=1).nonzero().flatten()
+        token_idx = token_idx[sample_places(len(token_idx), _NEURON_TOKENS)]
+        if len(token_idx):
+            inputs = [held.judged[token_idx].to(device) for held in (before, own)]
+            _count(weights.expert(layer_idx, expert), weights.spec.expert.function, inputs, thresholds[expert], counts)
+    return np.asarray(
+        [[(c.recall, c.precision) if c.num_actual else (np.nan, np.nan) for c in row] for row in counts], np.float32
+    )
+
+
+def _count(
+    expert: Expert, function: NeuronFunction, inputs: list[Tensor], thresholds: Array, counts: list[list[MaskCounts]]
+) -> None:
+    """Adds the masks of one expert: its selector on the layer before's inputs, and on its own."""
+    for block in expert.blocks():
+        told, own = (activations(x, block, function) for x in inputs)
+        for kind, selector in enumerate(KINDS):
+            predicted, actual = told.of(selector).abs(), own.of(selector).abs()
+            for level, threshold in enumerate(thresholds[kind].tolist()):
+                counts[kind][level] += mask_counts(predicted >= threshold, actual >= threshold)
+
+
+_PIECE_TOKENS = 2048  # compared at once
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Which sequences predictors learn from and are judged on: the first `num_learned`, the last `num_judged`."""
+
+    num_sequences: int
+    sequence_length: int
+    num_learned: int
+    num_judged: int
+
+    @classmethod
+    def of(cls, num_sequences: int, sequence_length: int, num_held_out: int) -> "Shares":
+        """As many as predictors take, none of them held out that are learned from."""
+        learned = min(num_sequences - num_held_out, -(-MAX_LEARNED_TOKENS // sequence_length))
+        return cls(num_sequences, sequence_length, learned, min(num_held_out, -(-MAX_JUDGED_TOKENS // sequence_length)))
+
+    def tokens(self) -> tuple[slice, slice]:
+        """The tokens of both, among all."""
+        S, end = self.sequence_length, self.num_sequences * self.sequence_length
+        return slice(0, self.num_learned * S), slice(end - self.num_judged * S, end)
+
+
+class InputFiles:
+    """Files `inputs-*` in `folder`, float32 rows of `hidden_size`.
+
+    Args:    first_layers: the MoE layers that begin a stack: tokens there are others than in the layer before.
+    """
+
+    def __init__(self, folder: Path, hidden_size: int, shares: Shares, first_layers: Collection[int] = (0,)) -> None:
+        self._first_layers = first_layers
+        self.shares = shares
+        self._folder = folder
+        self._hidden_size = hidden_size
+
+    def keep(self, layer_idx: int, inputs: Tensor) -> tuple[float, float]:
+        """Keeps a MoE layer's inputs float32 [T, d].
+
+        Returns: mean and deviation over tokens of the cosine with the layer before's; NaN for the first of a stack.
+        """
+        learned, judged = self.shares.tokens()
+        _write(self._sample(layer_idx), inputs[learned], inputs[judged])
+        cosine = (math.nan, math.nan) if layer_idx in self._first_layers else self._cosine(layer_idx, inputs)
+        _write(self._whole(layer_idx), inputs)
+        if layer_idx > 1:
+            self._whole(layer_idx - 2).unlink(missing_ok=True)  # the one before this is needed if this is done again
+        return cosine
+
+    def read(self, layer_idx: int, routes: Tensor) -> LayerInputs:
+        """What predictors learn from and are judged on, mapped from the file; `routes` int64 [T, k] are all tokens'."""
+        # Copied where it is written to, which nobody does: torch takes no array that forbids it.
+        mapped = np.memmap(self._sample(layer_idx), np.float32, "c")
+        rows = torch.from_numpy(mapped).view(-1, self._hidden_size)
+        learned, judged = self.shares.tokens()
+        number = learned.stop - learned.start
+        return LayerInputs(rows[:number], rows[number:], routes[learned], routes[judged])
+
+    def _cosine(self, layer_idx: int, inputs: Tensor) -> tuple[float, float]:
+        cosines = []
+        with self._whole(layer_idx - 1).open("rb") as file:
+            for piece in torch.split(inputs, _PIECE_TOKENS):
+                before = torch.from_numpy(np.fromfile(file, np.float32, piece.numel())).view_as(piece)
+                product = (piece * before).sum(dim=1)  # [n]
+                lengths = (piece.square().sum(dim=1) * before.square().sum(dim=1)).sqrt()
+                cosines.append(product / lengths.clamp(min=torch.finfo(torch.float32).tiny))
+        all_cosines = torch.cat(cosines).to(torch.float64)
+        return float(all_cosines.mean()), float(all_cosines.std(correction=0))
+
+    def _sample(self, layer_idx: int) -> Path:
+        return self._folder / f"inputs-{layer_idx:03d}.bin"
+
+    def _whole(self, layer_idx: int) -> Path:
+        return self._folder / f"inputs-whole-{layer_idx:03d}.bin"
+
+
+def _write(path: Path, *parts: Tensor) -> None:
+    beside = path.with_suffix(".tmp")
+    with beside.open("wb") as file:
+        for part in parts:
+            part.numpy().tofile(file)
+    beside.rename(path)

@@ -1,0 +1,1 @@
+"""The command `moe-pack`: one file a command."""

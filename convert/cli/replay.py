@@ -1,0 +1,241 @@
+"""The command `moe-pack replay`: a record's routes against policies and budgets."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from moe_pack.calib.profile import Profile
+from moe_pack.convert.plan import held_out_passes
+from moe_pack.formats import ModelSpec, Pack, RunError, option, size_text
+from moe_pack.formats.cli import command_errors, options_from
+from moe_pack.formats.spec import read_size
+from moe_pack.runtime.offload import (
+    PRESETS,
+    BudgetPlan,
+    CacheFacts,
+    Passes,
+    PolicyName,
+    Record,
+    Routing,
+    divide_budget,
+    expert_pages,
+    read_record,
+    replay,
+    routing_bytes,
+)
+from moe_pack.runtime.offload.replay import PathShares, Played, best_of, optimum
+
+_PROFILE_CONTEXT = 4096  # tokens of cache that a budget has to hold where no run says so
+_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What is replayed: routes, the run they come from if one was recorded, and what foretells from routes."""
+
+    place: str
+    passes: Passes
+    record: Record | None
+    paths: PathShares | None
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a budget's pages come to: by policy alone and with what it foretells, and with the future known.
+
+    `best`: of several policies the one that `auto` takes.
+    """
+
+    plan: BudgetPlan
+    num_pages: int
+    alone: dict[PolicyName, Played]
+    foretelling: dict[PolicyName, Played]
+    optimum: Played
+    best: PolicyName | None
+
+
+def _budgets(text: str) -> tuple[int, ...]:
+    return tuple(read_size(one) for one in text.split(","))
+
+
+def _policies(text: str) -> tuple[PolicyName, ...]:
+    if text == "all":
+        return _NAMES
+    for name in text.split(","):
+        if name not in PRESETS:
+            raise ValueError(f"found {name!r}, expected all, or some of {', '.join(PRESETS)}")
+    return tuple(PRESETS[name].name for name in text.split(","))
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What `replay` was asked for."""
+
+    pack: Path = field(metadata=option("--pack", help="The pack that was run."))
+    budgets: tuple[int, ...] = field(
+        metadata=option("--budget", parse=_budgets, metavar="SIZE,...", help="Memory to suppose: 1G,512M.")
+    )
+    policies: tuple[PolicyName, ...] = field(
+        default=_NAMES,
+        metadata=option(
+            "--policy",
+            parse=_policies,
+            default_text="all",
+            metavar="NAME,...",
+            help=f"all, or some of {', '.join(PRESETS)}.",
+        ),
+    )
+    read_rate: int | None = field(
+        default=None,
+        metadata=option(
+            "--read-rate",
+            parse=read_size,
+            metavar="SIZE",
+            help="Bytes that the drive reads a second, such as 1.5G: says how many tokens a second that is, reading "
+            "alone.",
+        ),
+    )
+    as_json: bool = field(default=False, metadata=option("--json", help="Print everything as JSON."))
+
+
+@click.command("replay", short_help="Play a run's routes against policies and budgets.")
+@click.argument("record", type=click.Path(path_type=Path))
+@options_from(ReplayOptions)
+@command_errors(interrupted="interrupted")
+def replay_command(record: Path, options: ReplayOptions) -> None:
+    """Play RECORD (a run's, by moe-run --record; or a profile, whose held-out text counts as decoded token by token)
+    against policies and budgets: how many experts would have been in memory when they were needed, and how many bytes
+    read. Belady's optimum, which knows the future, stands beside.
+    """
+    with Pack(options.pack) as pack:
+        traffic = find_traffic(record, pack)
+        outcomes = [play(traffic, pack, budget, options.policies) for budget in options.budgets]
+        total = int(pack.index.size.sum())
+    if options.as_json:
+        click.echo(json.dumps([_as_json(outcome) for outcome in outcomes], indent=2))
+        return
+    for line in _lines(traffic, outcomes, total, options.read_rate):
+        click.echo(line)
+
+
+def find_traffic(path: Path, pack: Pack) -> Traffic:
+    """The routes of a record, or of a profile's held-out text.
+
+    Raises:  RunError or PackError if they are not of this pack's model.
+    """
+    if path.is_dir():
+        profile = Profile(path)
+        if (profile.spec.router, profile.spec.moe_layers) != (pack.spec.router, pack.spec.moe_layers):
+            raise RunError(f"{path}: is a profile of another model; profile the one that was packed")
+        context = min(_PROFILE_CONTEXT, pack.spec.max_position_embeddings)
+        return Traffic(str(path), held_out_passes(profile), None, profile.paths(), context)
+    record = read_record(path)
+    if record.facts.root != pack.manifest.root:
+        raise RunError(f"{path}: was recorded with another pack, or before its thresholds changed; record the run anew")
+    _check_shape(path, record.passes, pack.spec)
+    routing = Routing.open(pack)
+    return Traffic(str(path), record.passes, record, routing.paths if routing else None, record.facts.context_tokens)
+
+
+def _check_shape(path: Path, passes: Passes, spec: ModelSpec) -> None:
+    shape = (len(spec.moe_layers), spec.router.num_experts, spec.router.num_experts_per_tok)
+    found = (passes.routes.shape[1], passes.num_experts, passes.routes.shape[2])
+    if found != shape:
+        raise RunError(f"{path}: found layers, experts and experts a token {found}, expected {shape}: the pack's")
+
+
+def play(traffic: Traffic, pack: Pack, budget_bytes: int, names: Sequence[PolicyName]) -> Outcome:
+    """Replays against each policy with the pages that a budget has room for, or a run of that budget had.
+
+    Raises:  RunError if it has room for too few.
+    """
+    run = traffic.record
+    plan = divide_budget(pack.layout, budget_bytes, traffic.context_tokens, routing_bytes(pack.folder))
+    of_run = run is not None and run.facts.budget_bytes == budget_bytes
+    num_pages = run.facts.num_pages if run is not None and of_run else plan.num_pages
+    pages, extents, passes = expert_pages(pack.layout, plan.page_bytes), pack.index.size, traffic.passes
+    if num_pages < pages.max():
+        raise RunError(
+            f"{traffic.place}: found {num_pages} pages, expected {pages.max()} at least; record the run anew"
+        )
+    facts = CacheFacts(pages, num_pages, pack.spec.router.num_experts_per_tok, passes.popularity)
+    alone = {name: replay(passes, facts, extents, PRESETS[name].alone()) for name in names}
+    tried = {name: replay(passes, facts, extents, PRESETS[name], run, traffic.paths) for name in names}
+    foretelling = {name: played for name, played in tried.items() if played.foretelling in ("recorded", "routes")}
+    judged = {name: played for name, played in alone.items() if name != "importance" or passes.scores is not None}
+    best = best_of(judged) if len(judged) > 1 else None
+    return Outcome(plan, num_pages, alone, foretelling, optimum(passes, facts, extents), best)
+
+
+def _lines(traffic: Traffic, outcomes: list[Outcome], total_bytes: int, read_rate: int | None) -> Iterator[str]:
+    chunks = traffic.passes.chunks
+    prompts = chunks[chunks > 1]
+    yield (
+        f"{traffic.place}: {int(prompts.sum()):,} tokens of prompts in {len(prompts)} passes, "
+        f"{len(chunks) - len(prompts):,} decoded"
+    )
+    if traffic.record is not None:
+        yield _as_run(traffic.record)
+    if traffic.passes.scores is None:
+        yield "scores are not known: importance goes by how often experts were chosen"
+    for outcome in outcomes:
+        yield ""
+        share = outcome.num_pages * outcome.plan.page_bytes / total_bytes
+        yield (
+            f"budget {size_text(outcome.plan.budget)}: {outcome.num_pages} pages of "
+            f"{size_text(outcome.plan.page_bytes)}, room for {min(share, 1):.0%} of the experts"
+        )
+        rate = "" if read_rate is None else f" {'tokens/s':>9}"
+        yield f"  {'policy':<11} {'in prompts':>10} {'hits':>6} {'read a token':>13}{rate}  foretelling"
+        for name, played in outcome.alone.items():
+            yield _line(name, played, outcome.foretelling.get(name), read_rate)
+        yield _line("optimum", outcome.optimum, None, read_rate)
+        if outcome.best is not None:
+            yield f"  best: {outcome.best}"
+
+
+def _line(name: str, played: Played, foretelling: Played | None, read_rate: int | None) -> str:
+    decode = played.decode
+    prompts = f"{played.prefill.hit_rate:.1%}" if played.prefill.num_needed else "-"
+    rate = "" if read_rate is None else f" {decode.tokens_per_second(read_rate):9.1f}"
+    told = "-"
+    if foretelling is not None:
+        by = "as the run did" if foretelling.foretelling == "recorded" else "from paths"
+        told = f"{foretelling.decode.hit_rate:.1%}, {size_text(foretelling.decode.bytes_per_token)}, {by}"
+    return f"  {name:<11} {prompts:>10} {decode.hit_rate:>6.1%} {size_text(decode.bytes_per_token):>13}{rate}  {told}"
+
+
+def _as_run(record: Record) -> str:
+    is_decoding = record.passes.chunks == 1
+    needed = max(int(record.needed[is_decoding].sum()), 1)
+    facts = record.facts
+    return (
+        f"run with {facts.policy} in {size_text(facts.budget_bytes)} ({facts.num_pages} pages): "
+        f"{int(record.hits[is_decoding].sum()) / needed:.1%} hits in decoding"
+    )
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "budget_bytes": outcome.plan.budget,
+        "num_pages": outcome.num_pages,
+        "page_bytes": outcome.plan.page_bytes,
+        "alone": {name: _played_json(played) for name, played in outcome.alone.items()},
+        "foretelling": {name: _played_json(played) for name, played in outcome.foretelling.items()},
+        "optimum": _played_json(outcome.optimum),
+        "best": outcome.best,
+    }
+
+
+def _played_json(played: Played) -> dict[str, Any]:
+    parts = {"prefill": played.prefill, "decode": played.decode}
+    rates = {
+        name: asdict(tally) | {"hit_rate": tally.hit_rate, "bytes_per_token": tally.bytes_per_token}
+        for name, tally in parts.items()
+    }
+    return rates | {"foretelling": played.foretelling}

@@ -1,0 +1,459 @@
+"""The bytes of one matrix's rows in a pack: quantized from what the source holds, or the source's own codes kept.
+
+Kept codes are moved, never computed with: `fp8` and `mxfp4` side by side as the source has them, with the scales of
+their blocks given to each row; MXFP4 blocks that lie across the neurons as `e5m2` (`E5M2_SPAN`).
+
+The rows of an expert some of whose matrices are calibrated: quantized by what a profile says they are given.
+
+All three matrices of a block of neurons are in memory at once, for what down is rounded by follows from gate and up.
+
+Which formats keep what a checkpoint's matrices are in, and the plan that keeps them where it would not be wider.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from threading import Event
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.calib.profile import Losses, Profile
+from moe_pack.calib.quantize import (
+    BLOCK_NEURONS,
+    Calibration,
+    ExpertQuantizer,
+    RowQuantizer,
+    UnholdableError,
+    calibration_bytes,
+    check_finite,
+)
+from moe_pack.formats import (
+    BF16,
+    MATRICES,
+    CheckpointError,
+    ExpertFormat,
+    Matrix,
+    PartFormat,
+    Plan,
+    PlanError,
+    Quantizer,
+    dense_roles,
+)
+from moe_pack.formats.codecs import E5m2, Fp8, Mxfp4, decode_part, e2m1_values
+from moe_pack.formats.families import Checkpoint, SourceMatrix
+from moe_pack.formats.plan import E5M2, FP8, MXFP4, format_text
+from moe_pack.formats.spec import selector_matrices
+from moe_pack.runtime.model import NeuronBlock, read_rows
+from moe_pack.runtime.model.checkpoint_weights import read_codes, read_scales, weights_dtype
+
+_ROWS_AT_ONCE = 512  # rows of a matrix in memory at once, a multiple of every quantizer block and of every scale's
+_MXFP4_BLOCK = 32
+# E5M2 holds six doublings of E2M1's largest value, 6 * 2^13, and of its smallest, 0.5 * 2^-15: exponents of a neuron
+# that lie so far apart have a power of two with which all its weights are exact.
+_E5M2_TOP, E5M2_SPAN = 13, 28
+_NO_NUMBER = 255  # of E8M0
+
+
+class StoppedError(Exception):
+    """The conversion is ending: whoever waits for this item no longer does."""
+
+
+def next_rows(num_rows: int, stop: Event, at_once: int = _ROWS_AT_ONCE) -> Iterator[tuple[int, int]]:
+    """(first, end) of consecutive runs of rows, `at_once` each.
+
+    Raises:  StoppedError once `stop` is set.
+    """
+    for start in range(0, num_rows, at_once):
+        if stop.is_set():
+            raise StoppedError
+        yield start, min(start + at_once, num_rows)
+
+
+class MatrixRows:
+    """The weights of a matrix of the source: a row an output, or an expert's neuron.
+
+    Args:    stop: ends what is read at once.
+    Raises:  CheckpointError as `weights`; StoppedError.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, source: SourceMatrix, stop: Event) -> None:
+        self._checkpoint = checkpoint
+        self._source = source
+        self._across: Tensor | None = None
+        self.num_cols = source.num_cols
+        if source.neurons == "columns":
+            self._across = _transposed(read_checked, weights_dtype(checkpoint, source), checkpoint, source, stop)
+            self.num_cols = source.num_rows
+
+    def weights(self, first: int, end: int) -> Tensor:
+        """Some rows, in a float dtype: [end - first, num_cols].
+
+        Raises:  CheckpointError for a weight that is no number.
+        """
+        if self._across is not None:
+            return self._across[first:end]
+        return read_checked(self._checkpoint, self._source, first, end)
+
+    def unholdable(self, first: int, fault: UnholdableError) -> CheckpointError:
+        """That a row counted from `first` is more than a format holds."""
+        row, col = _numbered(self._source, first)(fault.row, 0)
+        line = f"column {col}" if self._across is not None else f"row {row}"
+        return CheckpointError(f"{self._checkpoint.place(self._source)}: {line} has {fault.advice}")
+
+
+class PartBytes:
+    """A matrix of the source as rows of one part of a pack.
+
+    Args:    part: the format; one that keeps a source only where the source is in these codes.
+             quantizer: how scales are found otherwise.   stop: ends what is read at once.
+    Raises:  CheckpointError as `rows`; StoppedError.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, source: SourceMatrix, part: PartFormat, quantizer: Quantizer, stop: Event
+    ) -> None:
+        self._quantized: tuple[MatrixRows, RowQuantizer] | None = None
+        if part.keeps_source:
+            self._kept = KeptRows(checkpoint, source, part, stop)
+        else:
+            rows = MatrixRows(checkpoint, source, stop)
+            self._quantized = rows, RowQuantizer(part, rows.num_cols, quantizer)
+
+    def rows(self, first: int, end: int) -> NDArray[np.uint8]:
+        """The bytes of some rows: u8 [end - first, part_bytes].
+
+        Raises:  CheckpointError for a weight that is no number, or that the format cannot hold.
+        """
+        if self._quantized is None:
+            return self._kept.rows(first, end)
+        rows, quantizer = self._quantized
+        try:
+            return quantizer.encode(rows.weights(first, end)).numpy()
+        except UnholdableError as fault:
+            raise rows.unholdable(first, fault) from fault
+
+
+class KeptRows:
+    """A matrix whose codes are kept, as rows of the part that keeps them.
+
+    Raises:  CheckpointError for exponents that `e5m2` does not hold; StoppedError.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, source: SourceMatrix, part: PartFormat, stop: Event) -> None:
+        self._checkpoint = checkpoint
+        self._source = source
+        self._part = part
+        self._across: Tensor | None = None
+        if source.neurons == "columns":
+            self._across = _transposed(read_codes, torch.uint8, checkpoint, source, stop)
+            self._across_scales = _scales_across(checkpoint, source)
+            if part.codec == "e5m2" and (span := exponent_span(checkpoint, source)) > E5M2_SPAN:
+                raise CheckpointError(
+                    f"{checkpoint.place(source)}: exponents of a column lie {span} apart, e5m2 holds {E5M2_SPAN}; "
+                    "store it in bf16"
+                )
+
+    def rows(self, first: int, end: int) -> NDArray[np.uint8]:
+        """The bytes of some rows: u8 [end - first, part_bytes].
+
+        Raises:  CheckpointError for a weight that is no number.
+        """
+        source, num_cols = self._source, self._source.num_cols
+        if self._across is not None:
+            num_cols = source.num_rows
+            codes, scales = self._across[first:end], self._across_scales[torch.arange(first, end) // self._block]
+        else:
+            codes = read_codes(self._checkpoint, source, first, end)
+            scales = read_scales(self._checkpoint, source, first, end)
+        kept = _encoded(self._part, num_cols, codes, scales)
+        weights = decode_part(self._part, num_cols, kept)
+        check_finite(weights, self._checkpoint.place(source), CheckpointError, _numbered(source, first))
+        return kept.numpy()
+
+    @property
+    def _block(self) -> int:
+        """Neurons that share scales where neurons lie across."""
+        return 128 if self._source.codec == "fp8" else _MXFP4_BLOCK
+
+
+def _numbered(source: SourceMatrix, first: int) -> Callable[[int, int], tuple[int, int]]:
+    """Where in the tensor the weights of rows from `first` on lie."""
+    number = source.number
+    if source.neurons == "columns":
+        return lambda row, col: number(col, first + row)
+    return lambda row, col: number(first + row, col)
+
+
+def held_bytes(checkpoint: Checkpoint, source: SourceMatrix, part: PartFormat) -> int:
+    """What `PartBytes` holds of a matrix, blocks apart: one that lies across, transposed."""
+    if source.neurons == "rows":
+        return 0
+    value_bytes = 1 if part.keeps_source else weights_dtype(checkpoint, source).itemsize
+    return source.num_rows * source.num_cols * value_bytes
+
+
+def read_checked(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: int) -> Tensor:
+    """Rows of a matrix as it lies, all of them numbers.
+
+    Raises:  CheckpointError naming the first weight that is none.
+    """
+    weights = read_rows(checkpoint, source, start, stop)
+    check_finite(weights, checkpoint.place(source), CheckpointError, lambda row, col: source.number(start + row, col))
+    return weights
+
+
+def exponent_span(checkpoint: Checkpoint, source: SourceMatrix) -> int:
+    """How far the exponents of a neuron of MXFP4 blocks that lie across are apart, at most of all neurons."""
+    scales = checkpoint.scales(source, 0, source.num_rows)  # [d, f / 32]
+    return int((scales.max(axis=0).astype(np.int64) - scales.min(axis=0)).max())
+
+
+def _transposed(
+    read: Callable[[Checkpoint, SourceMatrix, int, int], Tensor],
+    dtype: torch.dtype,
+    checkpoint: Checkpoint,
+    source: SourceMatrix,
+    stop: Event,
+) -> Tensor:
+    """A matrix whose neurons are columns, `[d, f]`, as `[f, d]`: made some rows at a time."""
+    out = torch.empty((source.num_cols, source.num_rows), dtype=dtype)
+    for first, end in next_rows(source.num_rows, stop):
+        out[:, first:end] = read(checkpoint, source, first, end).T
+    return out
+
+
+def _scales_across(checkpoint: Checkpoint, source: SourceMatrix) -> Tensor:
+    """The scales of codes whose neurons are columns, a row for each block of neurons: of FP8 one for 128 rows."""
+    scales = read_scales(checkpoint, source, 0, source.num_rows)
+    return (scales[::128] if source.codec == "fp8" else scales).T.contiguous()
+
+
+def _e5m2(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """E2M1 codes with a scale each, u8 [n, d], as E5M2 codes with one scale a row."""
+    exponents = scales.to(torch.int64)
+    row = (exponents.amax(dim=1, keepdim=True) - _E5M2_TOP).clamp_(min=0)
+    values = e2m1_values(codes).mul_(torch.pow(2.0, (exponents - row).to(torch.float32)))
+    values.masked_fill_(exponents == _NO_NUMBER, torch.nan)
+    return values.to(torch.float8_e5m2).view(torch.uint8), row.to(torch.uint8)
+
+
+def _encoded(part: PartFormat, num_cols: int, codes: Tensor, scales: Tensor) -> Tensor:
+    """A part's bytes of codes u8 [n, num_cols] and scales as the source has them."""
+    if part.codec == "fp8":
+        return Fp8(part, num_cols).encode(codes, scales)
+    if part.codec == "mxfp4":
+        return Mxfp4(part, num_cols).encode(codes, scales)
+    return E5m2(part, num_cols).encode(*_e5m2(codes, scales))
+
+
+Bytes2D = NDArray[np.uint8]
+
+
+def calibrated_rows(
+    checkpoint: Checkpoint,
+    profile: Profile,
+    place: tuple[int, int],
+    formats: ExpertFormat,
+    biases: Mapping[Matrix, Bytes2D],
+    stop: Event,
+) -> Iterator[tuple[int, int, dict[Matrix, Bytes2D]]]:
+    """(first, end) of consecutive neurons, and for each matrix its rows' bytes, u8 [end - first, part_bytes].
+
+    Args:    place: MoE layer and expert.   biases: of gate and up, float32 as bytes, u8 [f, 4].
+    Raises:  CheckpointError for a weight that is no number, or that a format cannot hold; PackError if the profile is
+             damaged; StoppedError.
+    """
+    spec = checkpoint.spec
+    with profile.inputs(place[0]) as inputs:
+        calibration = Calibration(inputs.of_expert(place[1]), spec.expert.function)
+    quantizer = ExpertQuantizer(formats, calibration, spec.hidden_size)
+    sources = {matrix: checkpoint.expert_source(*place, matrix) for matrix in spec.expert.matrices}
+    if any(matrix != "down" for matrix in quantizer.matrices):
+        _ = calibration.runs  # before matrices are held: making them takes the most memory
+    rows = {matrix: MatrixRows(checkpoint, source, stop) for matrix, source in sources.items()}
+    kept = {
+        matrix: KeptRows(checkpoint, source, part, stop)
+        for matrix, source in sources.items()
+        if (part := formats.of(matrix)) is not None and part.keeps_source
+    }
+    for first, end in next_rows(spec.expert.intermediate_size, stop, BLOCK_NEURONS):
+        block = _block(rows, biases, first, end)
+        made = {matrix: held.rows(first, end) for matrix, held in kept.items()}
+        for matrix in quantizer.matrices:
+            if stop.is_set():
+                raise StoppedError
+            try:
+                made[matrix] = quantizer.rows(matrix, block).numpy()
+            except UnholdableError as fault:
+                raise rows[matrix].unholdable(first, fault) from fault
+        yield first, end, made
+
+
+def calibrated_bytes(checkpoint: Checkpoint, place: tuple[int, int], formats: ExpertFormat, num_bytes: int) -> int:
+    """What `calibrated_rows` holds of an expert at its peak, with the `num_bytes` that are made of it."""
+    spec, total = checkpoint.spec, num_bytes
+    for matrix in spec.expert.matrices:
+        source, part = checkpoint.expert_source(*place, matrix), formats.of(matrix)
+        total += held_bytes(checkpoint, source, BF16)
+        if part is not None and part.keeps_source:
+            total += held_bytes(checkpoint, source, part)
+    return calibration_bytes(spec.hidden_size, spec.expert.intermediate_size, total)
+
+
+def _block(rows: Mapping[Matrix, MatrixRows], biases: Mapping[Matrix, Bytes2D], first: int, end: int) -> NeuronBlock:
+    weights = {matrix: held.weights(first, end).to(torch.float32) for matrix, held in rows.items()}
+    offsets = {matrix: torch.from_numpy(bias[first:end].view(np.float32)[:, 0]) for matrix, bias in biases.items()}
+    return NeuronBlock(weights.get("gate"), weights["up"], weights["down"], offsets.get("gate"), offsets.get("up"))
+
+
+Floats = NDArray[np.float64]
+Bits = float | None | str  # of a weight; None: none was given; "source": what the source is in
+SOURCE = "source"
+_Kept = Callable[[int, int, Matrix, PartFormat], PartFormat]
+
+
+def kept_format(checkpoint: Checkpoint, source: SourceMatrix) -> PartFormat | None:
+    """The format in which a matrix's rows are the source's to the bit; None where there is none (F16, F32).
+
+    Neurons that MXFP4 blocks lie across are in `e5m2`, or in `bf16` if the exponents of one are too far apart.
+    """
+    found = _codes_format(source)
+    if found is None:
+        return BF16 if checkpoint.dtype(source) == "BF16" else None
+    return BF16 if found == E5M2 and exponent_span(checkpoint, source) > E5M2_SPAN else found
+
+
+def keep_source(checkpoint: Checkpoint, plan: Plan, selector: Bits, record: Bits, dense: Bits) -> Plan:
+    """The plan with the source's own codes in the place of formats that are not narrower.
+
+    Meaning: `source` keeps what the source is in, whatever it is; no width keeps it where it is in FP8 or MXFP4; a
+             width keeps it where it is in codes of no more bits. All else is as planned.
+    Args:    selector, record, dense: what was asked for.
+    Raises:  PlanError where `source` is asked for, and no format keeps it.
+    """
+    spec = checkpoint.spec
+    selected = selector_matrices(plan.selector, spec.expert.matrices)
+
+    def kept(layer_idx: int, expert: int, matrix: Matrix, planned: PartFormat) -> PartFormat:
+        flag, bits = ("--selector-bits", selector) if matrix in selected else ("--record-bits", record)
+        source = checkpoint.expert_source(layer_idx, expert, matrix)
+        if bits != SOURCE and source.codec == "plain":
+            return planned
+        found = kept_format(checkpoint, source)
+        if found is None:
+            raise PlanError(
+                f"{flag} source: {checkpoint.place(source)} is {checkpoint.dtype(source)}, which no format of experts "
+                "keeps; give a width (16 is bfloat16)"
+            )
+        return found if not isinstance(bits, float | int) or found.width <= bits else planned
+
+    experts = tuple(
+        tuple(_expert(layer_idx, e, expert, kept) for e, expert in enumerate(layer))
+        for layer_idx, layer in enumerate(plan.experts)
+    )
+    return replace(plan, experts=experts, dense=_kept_dense(checkpoint, plan.dense, dense))
+
+
+def lossless_formats(checkpoint: Checkpoint) -> dict[Matrix, PartFormat]:
+    """The format that keeps a matrix in all experts, of those that are in codes: gate, up and down apart."""
+    spec, found = checkpoint.spec, dict[Matrix, PartFormat]()
+    experts = list(product(range(len(spec.moe_layers)), range(spec.router.num_experts)))
+    for matrix in spec.expert.matrices:
+        sources = [checkpoint.expert_source(layer_idx, e, matrix) for layer_idx, e in experts]
+        if all(source.codec != "plain" for source in sources):
+            kept = {kept_format(checkpoint, source) for source in sources}
+            if len(kept) == 1 and (part := kept.pop()) is not None and part.keeps_source:
+                found[matrix] = part
+    return found
+
+
+def with_kept(losses: Losses, kept: Mapping[Matrix, PartFormat]) -> Losses:
+    """The losses with these formats among them: nothing is lost by one where it keeps the source, all elsewhere."""
+    added = tuple(dict.fromkeys(kept.values()))
+    shape = losses.quantized.shape[:3]
+    lost = [np.full(shape, np.inf) for _ in added]
+    for matrix, part in kept.items():
+        lost[added.index(part)][:, :, MATRICES.index(matrix)] = 0.0
+
+    def widened(formats: tuple[PartFormat, ...], known: Floats) -> tuple[tuple[PartFormat, ...], Floats]:
+        columns = (known[..., :-1], *(held[..., None] for held in lost), known[..., -1:])
+        return (*formats[:-1], *added, formats[-1]), np.concatenate(columns, axis=3)  # bfloat16 stays the last
+
+    formats, quantized = widened(losses.formats, losses.quantized)
+    calibrated_formats, calibrated = widened(losses.calibrated_formats, losses.calibrated)
+    return replace(
+        losses,
+        formats=formats,
+        quantized=quantized,
+        calibrated_formats=calibrated_formats,
+        calibrated=calibrated,
+    )
+
+
+def check_kept(checkpoint: Checkpoint, plan: Plan) -> None:
+    """Checks that what a plan keeps in the source's codes is in these codes there.
+
+    Raises:  PlanError naming the first matrix that is not.
+    """
+    for layer_idx, layer in enumerate(plan.experts):
+        for e, expert in enumerate(layer):
+            for matrix in checkpoint.spec.expert.matrices:
+                part = expert.of(matrix)
+                if part is not None and part.keeps_source:
+                    _check_kept(checkpoint, checkpoint.expert_source(layer_idx, e, matrix), part)
+    for role, part in zip(dense_roles(checkpoint.spec), plan.dense, strict=True):
+        if part is not None and part.keeps_source:
+            _check_kept(checkpoint, checkpoint.dense_source(role.name), part)
+
+
+def kept_text(plan: Plan, checkpoint: Checkpoint) -> str | None:
+    """What of experts' matrices a plan keeps in the source's codes, as a line for people; None: nothing."""
+    kept: Counter[tuple[Matrix, str]] = Counter()
+    for layer_idx, layer in enumerate(plan.experts):
+        for e, expert in enumerate(layer):
+            for matrix in checkpoint.spec.expert.matrices:
+                coded = checkpoint.expert_source(layer_idx, e, matrix).codec != "plain"
+                part = expert.of(matrix)
+                if part is not None and coded and part.codec not in ("affine", "trellis"):
+                    kept[matrix, format_text(part)] += 1
+    if not kept:
+        return None
+    texts = [f"{matrix} {codec} ({number:,} experts)" for (matrix, codec), number in sorted(kept.items())]
+    return f"kept as the source has it: {', '.join(texts)}"
+
+
+def _expert(layer_idx: int, e: int, expert: ExpertFormat, kept: _Kept) -> ExpertFormat:
+    gate = None if expert.gate is None else kept(layer_idx, e, "gate", expert.gate)
+    return ExpertFormat(gate, kept(layer_idx, e, "up", expert.up), kept(layer_idx, e, "down", expert.down))
+
+
+def _codes_format(source: SourceMatrix) -> PartFormat | None:
+    """The format that a matrix's codes are kept in; None where it is in none."""
+    if source.codec == "mxfp4":
+        return MXFP4 if source.neurons == "rows" else E5M2
+    return FP8 if source.codec == "fp8" else None
+
+
+def _kept_dense(
+    checkpoint: Checkpoint, planned: tuple[PartFormat | None, ...], bits: Bits
+) -> tuple[PartFormat | None, ...]:
+    """Formats of dense tensors; None keeps what the source is in."""
+    if not isinstance(bits, float | int):
+        return (None,) * len(planned)
+    sources = [checkpoint.dense_source(role.name) for role in dense_roles(checkpoint.spec)]
+    return tuple(
+        None if source.codec == "fp8" and bits >= FP8.width else part
+        for source, part in zip(sources, planned, strict=True)
+    )
+
+
+def _check_kept(checkpoint: Checkpoint, source: SourceMatrix, part: PartFormat) -> None:
+    if _codes_format(source) != part:
+        raise PlanError(
+            f"plan: {checkpoint.place(source)} cannot be kept as {part.codec}: it is {checkpoint.dtype(source)} there; "
+            "make the plan for this checkpoint"
+        )

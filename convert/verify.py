@@ -1,0 +1,572 @@
+"""A pack beside the checkpoint it was made from: every weight, and the logits of some text.
+
+What a pack holds, as facts for a table or for JSON: the model, bytes by part, formats by layer and expert.
+
+Checks of a finished pack: is it whole, is it of its source, and does it keep the limits that were set.
+
+A check that fails says what was found and what was allowed; one that cannot be made is skipped, with the reason.
+"""
+
+import math
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.calib.evaluate import QUALITY_FILE, Estimate, Quality, check_source
+from moe_pack.convert.account import totals
+from moe_pack.formats import (
+    MATRICES,
+    NO_PROGRESS,
+    ExpertFormat,
+    Matrix,
+    Pack,
+    PackError,
+    PartFormat,
+    PlanError,
+    Progress,
+    RunError,
+    dump,
+    option,
+    size_text,
+)
+from moe_pack.formats.commands import Stage
+from moe_pack.formats.families import Checkpoint
+from moe_pack.formats.layout import UNUSED_FILE, DenseLayout
+from moe_pack.formats.manifest import SOURCE_FILE, read_account
+from moe_pack.formats.pack import audit
+from moe_pack.formats.plan import format_text
+from moe_pack.formats.sidecar import read_sidecar
+from moe_pack.formats.spec import cached_values, num_active_parameters, num_parameters, read_size
+from moe_pack.runtime.model import (
+    TORCH,
+    CheckpointWeights,
+    Decoder,
+    EncoderDecoder,
+    Operations,
+    PackWeights,
+    Weights,
+    read_neurons,
+    read_rows,
+    read_vector,
+)
+from moe_pack.runtime.offload import PREDICTORS, ROUTING_FILE, Routing, divide_budget, expert_pages, routing_bytes
+
+# Least cosine between stored weights and the source's. From 2 bit up it is 0.8 and more. One-bit hqq over long rows
+# keeps little (0.07 at 4,096 weights a row); an unrelated matrix of n weights stays within 6 / sqrt(n) all the same.
+_RELATED = 0.4
+_UNRELATED_DEVIATIONS = 6
+_ROWS_AT_ONCE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixError:
+    """How far stored weights of one kind are from the source's: `mean`, `largest`; `relative` is mean over mean |w|."""
+
+    matrix: str
+    stored_as: str
+    num_weights: int
+    mean: float
+    relative: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsError:
+    """How far the pack's predictions are from the source's over `num_tokens` tokens.
+
+    `kl`: mean KL divergence of the pack's distribution from the source's, in nats. `agreement`: share of tokens with
+    the same likeliest next token.
+    """
+
+    num_tokens: int
+    largest: float
+    kl: float
+    agreement: float
+
+
+def same_tensors(pack: Pack, checkpoint: Checkpoint) -> None:
+    """Checks that the checkpoint has the tensors the pack's account names.
+
+    Raises:  PackError naming the first that differs.
+    """
+    _, tensors = checkpoint.account()
+    account = read_account(pack.read_file("source.json").tobytes())
+    theirs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in account.tensors}
+    ours = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
+    for name in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(name) != ours.get(name):
+            raise PackError(
+                f"--against {checkpoint.folder}: tensor {name!r} is {_described(ours.get(name))} there, "
+                f"the pack was made from {_described(theirs.get(name))}; it is another checkpoint"
+            )
+
+
+def compare_weights(
+    pack: Pack,
+    checkpoint: Checkpoint,
+    progress: Progress = NO_PROGRESS,
+    operations: Operations = TORCH,
+) -> list[MatrixError]:
+    """The errors of every kind of matrix, by name and format.
+
+    Raises:  PackError if what was stored without loss differs, or a matrix is unrelated to the source's.
+    """
+    weights = PackWeights(pack, torch.device("cpu"), operations)
+    sums: dict[tuple[str, str], _Sums] = {}
+    progress.begin(Stage("comparing", pack.manifest.totals.content, "B"))
+    for dense in pack.layout.dense:
+        _compare_dense(weights, checkpoint, dense, sums)
+        progress.advance(dense.entry.num_bytes)
+    order = pack.read_order()
+    for layer_idx, layer in enumerate(pack.layout.experts):
+        for expert, layout in enumerate(layer):
+            formats = pack.index.experts[layer_idx][expert]
+            rows = torch.from_numpy(order[layer_idx, expert].astype(np.int64))
+            _compare_expert(weights, checkpoint, (layer_idx, expert), formats, rows, sums)
+            progress.advance(layout.num_bytes)
+    _compare_unused(pack, checkpoint)
+    progress.end()
+    return [held.result(matrix, stored_as) for (matrix, stored_as), held in sorted(sums.items())]
+
+
+def compare_logits(pack: Pack, checkpoint: Checkpoint, ids: list[int], operations: Operations = TORCH) -> LogitsError:
+    """The distance between both models' predictions of each next token of `ids`.
+
+    With an encoder it reads `ids`, and the predictions are those of the same tokens as answer.
+    """
+    source = _logits(CheckpointWeights(checkpoint), ids)
+    return logits_error(source, _logits(PackWeights(pack, torch.device("cpu"), operations), ids))
+
+
+def _logits(weights: Weights, ids: list[int]) -> Tensor:
+    encoder = weights.spec.encoder
+    if encoder is None:
+        return Decoder(weights, len(ids)).logits(ids)
+    answering = EncoderDecoder(weights, len(ids))
+    answering.encode(ids)
+    return answering.logits([encoder.start_token, *ids[:-1]])
+
+
+def logits_error(source: Tensor, packed: Tensor) -> LogitsError:
+    """The distance between two sets of logits, float32 [T, vocabulary] each."""
+    expected, found = source.to(torch.float64).log_softmax(1), packed.to(torch.float64).log_softmax(1)
+    return LogitsError(
+        num_tokens=len(source),
+        largest=float((source - packed).abs().max()),
+        kl=float((expected.exp() * (expected - found)).sum(1).mean()),
+        agreement=float((source.argmax(1) == packed.argmax(1)).to(torch.float64).mean()),
+    )
+
+
+class _Sums:
+    """Sums over all matrices of a kind."""
+
+    def __init__(self) -> None:
+        self.num_weights = 0
+        self.error = 0.0
+        self.weight = 0.0
+        self.largest = 0.0
+
+    def add(self, source: Tensor, stored: Tensor, part: PartFormat | None) -> bool:
+        """Adds rows in float32; tells whether they are the source's, as nearly as the format has them.
+
+        Only what was quantized may differ at all; None is what keeps the source's bytes.
+        """
+        difference = (source - stored).abs()
+        error, weight = float(difference.sum(dtype=torch.float64)), float(source.abs().sum(dtype=torch.float64))
+        self.num_weights += source.numel()
+        self.error += error
+        self.weight += weight
+        self.largest = max(self.largest, float(difference.max()))
+        if error == 0 or part is None or part.codec not in ("affine", "trellis"):
+            return error == 0
+        chance = _UNRELATED_DEVIATIONS / math.sqrt(source.numel())
+        return _cosine(source, stored) > (min(_RELATED, chance) if part.bits == 1 else _RELATED)
+
+    def result(self, matrix: str, stored_as: str) -> MatrixError:
+        """The mean over all that was added."""
+        relative = self.error / self.weight if self.weight else 0.0
+        return MatrixError(matrix, stored_as, self.num_weights, self.error / self.num_weights, relative, self.largest)
+
+
+def _cosine(x: Tensor, y: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(x.flatten().double(), y.flatten().double(), dim=0))
+
+
+def _compare_dense(
+    weights: PackWeights, checkpoint: Checkpoint, dense: DenseLayout, sums: dict[tuple[str, str], _Sums]
+) -> None:
+    role, place_in_source = dense.role.name, checkpoint.dense_source(dense.role.name)
+    place = f"dense.safetensors: {role}"
+    if len(dense.role.shape) == 1:
+        if not torch.equal(read_vector(checkpoint, place_in_source), weights.vector(role)):
+            raise PackError(f"{place}: differs from the checkpoint's {place_in_source.tensor!r}")
+        return
+    part = None if dense.rows is None else dense.rows.parts[0].format
+    stored_as = dense.dtype.lower() if part is None else format_text(part)
+    held = sums.setdefault(("dense", stored_as), _Sums())
+    for start in range(0, dense.role.shape[0], _ROWS_AT_ONCE):
+        stop = min(start + _ROWS_AT_ONCE, dense.role.shape[0])
+        source = read_rows(checkpoint, place_in_source, start, stop).to(torch.float32)
+        if not held.add(source, weights.matrix(role).rows(start, stop), part):
+            raise PackError(
+                f"{place}: rows {start} to {stop} are not those of the checkpoint's {place_in_source.tensor!r}"
+            )
+
+
+def _compare_unused(pack: Pack, checkpoint: Checkpoint) -> None:
+    for item in pack.layout.items():
+        if item.kind == "unused":
+            stored = pack.read_unused(item.offset, item.num_bytes)
+            if not np.array_equal(stored, checkpoint.raw(item.role, item.start, item.num_bytes)):
+                raise PackError(f"{UNUSED_FILE}: {item.role!r} is not the checkpoint's")
+
+
+def _compare_expert(
+    weights: PackWeights,
+    checkpoint: Checkpoint,
+    number: tuple[int, int],
+    formats: ExpertFormat,
+    order: Tensor,
+    sums: dict[tuple[str, str], _Sums],
+) -> None:
+    """Compares an expert's matrices; `order` int64 [f] tells which of the source's neurons each row is."""
+    layer_idx, expert = number
+    places = {matrix: checkpoint.expert_source(layer_idx, expert, matrix) for matrix in checkpoint.spec.expert.matrices}
+    sources = {matrix: read_neurons(checkpoint, place) for matrix, place in places.items()}
+    biased = checkpoint.spec.expert.bias
+    biases = {m: read_vector(checkpoint, checkpoint.bias_source(layer_idx, expert, m)) for m in biased}
+    held = weights.expert(layer_idx, expert)
+    _check_bias(number, "down", held.down_bias(), biases.pop("down", None))
+    start = 0
+    for block in held.blocks():
+        rows = order[start : start + len(block.up)]
+        start += len(rows)
+        for matrix, source in sources.items():
+            part = formats.of(matrix)
+            stored = {"gate": block.gate, "up": block.up, "down": block.down}[matrix]
+            assert part is not None and stored is not None, f"{matrix} is one of the family's matrices"
+            if matrix in biases:
+                _check_bias(
+                    number, matrix, block.gate_bias if matrix == "gate" else block.up_bias, biases[matrix][rows]
+                )
+            expected = (source[rows].to(torch.bfloat16) if part.codec == "bf16" else source[rows]).to(torch.float32)
+            if not sums.setdefault((matrix, format_text(part)), _Sums()).add(expected, stored, part):
+                raise PackError(
+                    f"layer {layer_idx} expert {expert}: {matrix} is not the checkpoint's {places[matrix].tensor!r}"
+                )
+
+
+def _check_bias(number: tuple[int, int], matrix: Matrix, stored: Tensor | None, source: Tensor | None) -> None:
+    assert (stored is None) == (source is None), "the spec says which matrices have one"
+    if stored is not None and source is not None and not torch.equal(stored, source):
+        raise PackError(f"layer {number[0]} expert {number[1]}: the bias of {matrix} is not the checkpoint's")
+
+
+def _described(tensor: tuple[str, tuple[int, ...]] | None) -> str:
+    return "missing" if tensor is None else f"{tensor[0]} {list(tensor[1])}"
+
+
+@dataclass(frozen=True, slots=True)
+class FormatRun:
+    """Consecutive layers and experts stored alike; `num_bytes` is one expert's extent."""
+
+    layers: tuple[int, int]
+    experts: tuple[int, int]
+    formats: ExpertFormat
+    num_bytes: int
+
+
+def describe(pack: Pack) -> dict[str, Any]:
+    """Everything `inspect --json` prints: manifest facts, and format and bytes of each expert, `[layer][expert]`."""
+    manifest = pack.manifest
+    quality = read_sidecar(pack.folder, QUALITY_FILE, Quality, manifest.root)
+    return {
+        "format": manifest.format,
+        "version": manifest.version,
+        "features": list(manifest.features),
+        "synthetic": pack.is_synthetic,
+        "model": dump(manifest.model),
+        "parameters": num_parameters(pack.spec),
+        "active_parameters": num_active_parameters(pack.spec),
+        "kv_values_per_token": cached_values(pack.spec),
+        "selector": manifest.selector,
+        "quantizer": manifest.quantizer,
+        "made_with": {package.name: package.version for package in manifest.made_with},
+        "root": manifest.root,
+        "bytes": dump(manifest.totals),
+        "experts": [
+            [
+                {
+                    **{matrix: _part(formats, matrix) for matrix in MATRICES},
+                    "bytes": pack.layout.experts[layer][expert].num_bytes,
+                    "threshold": float(pack.thresholds[layer, expert]),
+                }
+                for expert, formats in enumerate(experts)
+            ]
+            for layer, experts in enumerate(pack.index.experts)
+        ],
+        "dense": {dense.name: dump(dense.format) for dense in manifest.dense},
+        "routing": _routing(pack),
+        "quality": None if quality is None else dump(quality),
+    }
+
+
+def format_runs(pack: Pack) -> list[FormatRun]:
+    """All experts, consecutive ones stored alike taken together, then consecutive layers."""
+    runs: list[FormatRun] = []
+    for layer, experts in enumerate(pack.index.experts):
+        row = _expert_runs(pack, layer, experts)
+        before = [run for run in runs if run.layers[1] == layer - 1]
+        if [(run.experts, run.formats) for run in before] == [(run.experts, run.formats) for run in row]:
+            runs[len(runs) - len(before) :] = [
+                FormatRun((run.layers[0], layer), run.experts, run.formats, run.num_bytes) for run in before
+            ]
+        else:
+            runs += row
+    return runs
+
+
+def bits_per_weight(pack: Pack) -> float:
+    """Bytes of selectors, records and extra, in bits for each of the experts' weights."""
+    spec, totals = pack.spec, pack.manifest.totals
+    num_experts = len(spec.moe_layers) * spec.router.num_experts
+    num_weights = num_experts * spec.expert.intermediate_size * spec.hidden_size * len(spec.expert.matrices)
+    return 8 * (totals.selectors + totals.records + totals.extra) / num_weights
+
+
+def _expert_runs(pack: Pack, layer: int, experts: tuple[ExpertFormat, ...]) -> list[FormatRun]:
+    runs: list[FormatRun] = []
+    for expert, formats in enumerate(experts):
+        if runs and runs[-1].formats == formats:
+            runs[-1] = FormatRun((layer, layer), (runs[-1].experts[0], expert), formats, runs[-1].num_bytes)
+        else:
+            num_bytes = pack.layout.experts[layer][expert].num_bytes
+            runs.append(FormatRun((layer, layer), (expert, expert), formats, num_bytes))
+    return runs
+
+
+def _routing(pack: Pack) -> dict[str, Any] | None:
+    """What a profile put beside the pack: the best predictor of each MoE layer and its recall; None where none was."""
+    routing = Routing.open(pack)
+    if routing is None:
+        return None
+    judged, layers = routing.judged_layers, range(len(pack.spec.moe_layers))
+    return {
+        "bytes": (pack.folder / ROUTING_FILE).stat().st_size,
+        "held_out_tokens": len(routing.routes),
+        "recall": routing.best_recall,
+        "predictors": [PREDICTORS[routing.best[l]] if l in judged else None for l in layers],
+        "recalls": [float(routing.recalls[l, routing.best[l], 0]) if l in judged else None for l in layers],
+    }
+
+
+def _part(formats: ExpertFormat, matrix: Matrix) -> str | None:
+    part = formats.of(matrix)
+    return None if part is None else format_text(part)
+
+
+_USUAL_CONTEXT = 4096  # tokens, where the model has as many positions: what moe-run takes
+_NO_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters that XML 1.0 cannot hold
+
+Status = Literal["passed", "failed", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check, and how it came out, for people."""
+
+    name: str
+    status: Status
+    found: str
+    allowed: str = ""
+
+
+def _percentage(text: str) -> float:
+    """Returns the share that `1%` stands for.
+
+    Raises:  ValueError if it is no percentage from 0 up.
+    """
+    try:
+        found = float(text.removesuffix("%")) / 100
+    except ValueError:
+        found = -1.0
+    if not text.endswith("%") or not 0 <= found < float("inf"):
+        raise ValueError(f"found {text!r}, expected a percentage such as 1% or 0.5%")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a pack may lose, weigh and need; None: no limit. `max_ppl_increase` is relative, 0.01 for 1%."""
+
+    max_kl: float | None = field(
+        default=None,
+        metadata=option("--max-kl", least=0, metavar="X", help="KL divergence from the source, in nats a token."),
+    )
+    max_ppl_increase: float | None = field(
+        default=None,
+        metadata=option(
+            "--max-ppl-increase", parse=_percentage, metavar="P%", help="Perplexity above the source's: 1%."
+        ),
+    )
+    max_bytes: int | None = field(
+        default=None,
+        metadata=option("--max-bytes", parse=read_size, metavar="B", help="Bytes of the pack, such as 26G."),
+    )
+    budget_bytes: int | None = field(
+        default=None,
+        metadata=option("--budget", parse=read_size, metavar="SIZE", help="Memory that it must run in, such as 11G."),
+    )
+
+    @property
+    def of_loss(self) -> bool:
+        """Whether loss has to be known."""
+        return self.max_kl is not None or self.max_ppl_increase is not None
+
+
+def opened(folder: Path) -> tuple[Pack | None, Check]:
+    """The pack, the caller's to close, and the check of its schema; None if it is no sound pack."""
+    try:
+        pack = Pack(folder)
+    except PackError as fault:
+        return None, Check("schema", "failed", str(fault), "a sound pack")
+    manifest = pack.manifest
+    listed = f"format {manifest.version}, {len(manifest.files) + len(manifest.expert_files)} files"
+    return pack, Check("schema", "passed", listed, "a sound pack")
+
+
+def digests(pack: Pack, progress: Progress = NO_PROGRESS) -> Check:
+    """Whether every byte is the one that was written."""
+
+    def work() -> str:
+        audit(pack, progress)
+        return f"{pack.manifest.totals.content:,} bytes, root {pack.manifest.root[:16]}"
+
+    return _faultless("digests", "as written", work)
+
+
+def tensors(pack: Pack, checkpoint: Checkpoint | None) -> Check:
+    """Whether every tensor of the source is accounted for, and every byte of the pack.
+
+    Meaning: the weights that `source.json` says were packed or kept are as many as the model has; what was dropped has
+             a reason; bytes by part are those of the layout. With the checkpoint: it has these tensors and routers.
+    """
+    if pack.is_synthetic:
+        return Check("tensors", "skipped", "a synthetic pack is made of no checkpoint")
+
+    def work() -> str:
+        if checkpoint is not None:
+            same_tensors(pack, checkpoint)
+            check_source(pack, checkpoint)
+        return _accounted(pack)
+
+    return _faultless("tensors", "as in the source" if checkpoint else "all accounted for", work)
+
+
+def _accounted(pack: Pack) -> str:
+    held = read_account(pack.read_file(SOURCE_FILE).tobytes()).tensors
+    kept = sum(tensor.num_weights for tensor in held)
+    if kept != num_parameters(pack.spec):
+        raise PackError(
+            f"{SOURCE_FILE}: found {kept:,} weights packed and resident, the model has {num_parameters(pack.spec):,}"
+        )
+    unexplained = [tensor.name for tensor in held if (tensor.fate in ("unused", "dropped")) != bool(tensor.reason)]
+    if unexplained:
+        raise PackError(f"{SOURCE_FILE}: tensor {unexplained[0]!r}: left out without a reason, or run with one")
+    if totals(pack.layout, pack.manifest.files) != pack.manifest.totals:
+        raise PackError("manifest.json: totals are not those of the files")
+    counts = {fate: sum(tensor.fate == fate for tensor in held) for fate in ("unused", "dropped")}
+    return f"{len(held)} tensors, {kept:,} weights" + "".join(
+        f"; {number} tensors {fate}" for fate, number in counts.items() if number
+    )
+
+
+def losses(quality: Quality | None, limits: Limits, where: str) -> list[Check]:
+    """Whether loss is within limits: an estimate plus the half-width of its 95% interval.
+
+    Args:    where: what `quality` is from; without one, why there is none.
+    """
+    beside = None if quality is None else quality.against
+    if beside is None:
+        return [Check(name, "skipped", where) for name in ("kl", "perplexity")]
+    return [
+        _within("kl", beside.kl, limits.max_kl, lambda x: f"{x:.4g}", " nats", where),
+        _within("perplexity", beside.perplexity_increase, limits.max_ppl_increase, lambda x: f"{x:+.3%}", "", where),
+    ]
+
+
+def _within(
+    name: str, found: Estimate, allowed: float | None, text: Callable[[float], str], unit: str, where: str
+) -> Check:
+    if found.upper is None or found.half_width is None:
+        words = f"{text(found.value)}{unit}; too few tokens for an interval ({where})"
+    else:
+        words = f"{text(found.value)}{unit}, at 95% up to {text(found.upper)} ({where})"
+    if allowed is None:
+        return Check(name, "skipped", words, "no limit")
+    held = found.upper is not None and found.upper <= allowed
+    return Check(name, "passed" if held else "failed", words, f"{text(allowed)}{unit}")
+
+
+def num_bytes(pack: Pack, limits: Limits) -> Check:
+    """Whether the pack is small enough."""
+    content = pack.manifest.totals.content
+    if limits.max_bytes is None:
+        return Check("bytes", "skipped", f"{content:,}", "no limit")
+    return Check(
+        "bytes", "passed" if content <= limits.max_bytes else "failed", f"{content:,}", f"{limits.max_bytes:,}"
+    )
+
+
+def budget(pack: Pack, limits: Limits) -> Check:
+    """Whether it runs in a budget, with a context of 4,096 tokens or the model's positions."""
+    if limits.budget_bytes is None:
+        return Check("budget", "skipped", "", "no limit")
+    allowed = size_text(limits.budget_bytes)
+    context = min(_USUAL_CONTEXT, pack.spec.max_position_embeddings)
+    try:
+        plan = divide_budget(pack.layout, limits.budget_bytes, context, routing_bytes(pack.folder))
+    except RunError as fault:
+        return Check("budget", "failed", str(fault), allowed)
+    most = int(expert_pages(pack.layout, plan.page_bytes).sum())
+    return Check(
+        "budget", "passed", f"room for {plan.num_pages / most:.0%} of experts beside {context} tokens", allowed
+    )
+
+
+def junit_xml(checks: list[Check], suite: str) -> bytes:
+    """The checks as JUnit XML, one test case each."""
+    counts = {status: sum(check.status == status for check in checks) for status in ("failed", "skipped")}
+    facts = {"tests": str(len(checks)), "failures": str(counts["failed"]), "skipped": str(counts["skipped"])}
+    root = ET.Element("testsuites", facts)
+    held = ET.SubElement(root, "testsuite", {"name": _xml_text(suite), **facts, "errors": "0"})
+    for check in checks:
+        case = ET.SubElement(held, "testcase", {"classname": "moe-pack.check", "name": check.name})
+        message = _xml_text(f"found {check.found}" + (f", allowed {check.allowed}" if check.allowed else ""))
+        if check.status == "failed":
+            ET.SubElement(case, "failure", {"message": message}).text = message
+        elif check.status == "skipped":
+            ET.SubElement(case, "skipped", {"message": message})
+        else:
+            ET.SubElement(case, "system-out").text = message
+    ET.indent(root)
+    return b"<?xml version='1.0' encoding='utf-8'?>\n" + ET.tostring(root, encoding="unicode").encode() + b"\n"
+
+
+def _xml_text(text: str) -> str:
+    return _NO_XML.sub("?", text)
+
+
+def _faultless(name: str, allowed: str, work: Callable[[], str]) -> Check:
+    try:
+        return Check(name, "passed", work(), allowed)
+    except (PackError, PlanError) as fault:
+        return Check(name, "failed", str(fault), allowed)

@@ -1,0 +1,289 @@
+"""A Hugging Face checkpoint folder: config, tensors in one or many safetensors shards, read range by range.
+
+Never holds a tensor: `rows` reads what is asked for. Structure is checked in full; of values, whether copies are equal.
+
+A model by its name or its `config.json` alone: what its spec is, without any weights.
+"""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats import CheckpointError, Matrix, ModelSpec, RangeReader
+from moe_pack.formats import json_files as strict_json
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import SCALE_BLOCK, Claims, SourceMatrix, claim_tensors
+from moe_pack.formats.families.published import published_config, published_names
+from moe_pack.formats.families.registry import SHORT_NAMES, read_spec
+from moe_pack.formats.manifest import Fate, SourceFile, SourceTensor
+from moe_pack.formats.safetensors import DTYPE_BYTES, TensorEntry, read_header
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_SHARD = re.compile(r"[A-Za-z0-9_][\w.-]{0,200}\.safetensors", re.ASCII)
+_MAX_JSON_BYTES = 64 << 20
+_COMPARED_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    shard: str
+    entry: TensorEntry
+
+
+class Checkpoint:
+    """An open checkpoint. Owns the shards' descriptors: `close` it.
+
+    Raises:  CheckpointError if files are missing or damaged, the architecture is unknown, or tensors do not fit it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._readers: dict[str, RangeReader] = {}
+        self._held: dict[str, _Held] = {}
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder")
+        config = Config(read_json(folder, "config.json"), "config.json")
+        self.family, self.spec, codec = read_spec(config)
+        try:
+            self._open_shards()
+            shapes = {name: (held.entry.dtype, held.entry.shape) for name, held in self._held.items()}
+            self.claims: Claims = claim_tensors(self.family, self.spec, shapes, codec)
+            for name, original in self.claims.copies.items():
+                self._check_copy(name, original)
+        except CheckpointError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes all shards."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+    def dense_source(self, role: str) -> SourceMatrix:
+        """Where the dense tensor with this role lies."""
+        return self.claims.dense[role]
+
+    def expert_source(self, layer_idx: int, expert: int, matrix: Matrix) -> SourceMatrix:
+        """Where a matrix of an expert in the `layer_idx`-th MoE layer lies."""
+        return self.claims.experts[self.spec.moe_layers[layer_idx], expert, matrix]
+
+    def bias_source(self, layer_idx: int, expert: int, matrix: Matrix) -> SourceMatrix:
+        """Where the bias of a matrix of an expert lies, a vector; of the matrices that the spec says have one."""
+        return self.claims.expert_biases[self.spec.moe_layers[layer_idx], expert, matrix]
+
+    def dtype(self, source: SourceMatrix) -> str:
+        """The safetensors dtype of a matrix: BF16, F16 or F32; of codes F8_E4M3, or U8 for MXFP4."""
+        return self._held[source.tensor].entry.dtype
+
+    def scale_dtype(self, source: SourceMatrix) -> str:
+        """The safetensors dtype of the scales of a matrix of codes."""
+        assert source.scales is not None, f"{source}: has no scales"
+        return self._held[source.scales].entry.dtype
+
+    def num_bytes(self, source: SourceMatrix) -> int:
+        """A matrix's bytes in the source, its scales apart."""
+        return source.num_rows * source.num_cols * self._value_bits(source) // 8
+
+    def rows(self, source: SourceMatrix, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of rows `start` to `stop` of a matrix (elements, of a vector), as it lies: u8, own memory.
+
+        Raises:  CheckpointError if the shard is cut short or cannot be read.
+        """
+        assert 0 <= start <= stop <= source.num_rows, f"{source}: rows {start} to {stop}"
+        bits, step = self._value_bits(source), source.row_step
+        first = source.first_row + start * step
+        read = self._strided(source.tensor, first, stop - start, step, source.row_size * bits // 8)
+        if source.num_cols == source.row_size:
+            return read.reshape(-1)
+        last_col = source.first_col + source.num_cols * source.col_step
+        values = read.reshape(stop - start, source.row_size, bits // 8)
+        return values[:, source.first_col : last_col : source.col_step].reshape(-1)
+
+    def scales(self, source: SourceMatrix, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of the scales of rows `start` to `stop` of a matrix of codes: u8 [rows, bytes], own memory.
+
+        With `fp8` a row of scales is for 128 rows of codes: those that have a row from `start` to `stop`.
+        Raises:  CheckpointError as `rows`.
+        """
+        assert source.scales is not None and 0 <= start <= stop <= source.num_rows, f"{source}: rows {start} to {stop}"
+        entry = self._held[source.scales].entry
+        row_bytes = entry.shape[-1] * DTYPE_BYTES[entry.dtype]
+        if source.codec == "fp8":
+            first = start // SCALE_BLOCK
+            return self._strided(source.scales, first, -(-stop // SCALE_BLOCK) - first, 1, row_bytes)
+        step = source.row_step
+        return self._strided(source.scales, source.first_row + start * step, stop - start, step, row_bytes)
+
+    def _strided(self, tensor: str, first: int, count: int, step: int, row_bytes: int) -> NDArray[np.uint8]:
+        """Every `step`-th row of a tensor from `first` on: u8 [count, row_bytes]."""
+        held = self._held[tensor]
+        span = max(0, (count - 1) * step + 1)  # rows of the tensor from the first to the last
+        read = self._readers[held.shard].read(held.entry.offset + first * row_bytes, span * row_bytes)
+        return read.reshape(span, row_bytes)[::step]
+
+    def _value_bits(self, source: SourceMatrix) -> int:
+        return 4 if source.codec == "mxfp4" else 8 * DTYPE_BYTES[self.dtype(source)]
+
+    def place(self, source: SourceMatrix) -> str:
+        """Shard and tensor, for messages; of a tensor of many matrices, the rows that are this one's."""
+        held = self._held[source.tensor]
+        last = source.first_row + (source.num_rows - 1) * source.row_step
+        rows = f", rows {source.first_row} to {last}" if len(held.entry.shape) > 2 else ""
+        return f"{held.shard}: tensor {source.tensor!r}{rows}"
+
+    def unused(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, dtype and shape of the tensors that a pack keeps though nothing runs them, sorted."""
+        entries = [self._held[name].entry for name in sorted(self.claims.unused)]
+        return [(entry.name, entry.dtype, entry.shape) for entry in entries]
+
+    def raw(self, tensor: str, start: int, num_bytes: int) -> NDArray[np.uint8]:
+        """Some bytes of a whole tensor, from `start` on: u8, own memory.
+
+        Raises:  CheckpointError as `rows`.
+        """
+        held = self._held[tensor]
+        assert 0 <= start <= start + num_bytes <= held.entry.num_bytes, (tensor, start, num_bytes)
+        return self._readers[held.shard].read(held.entry.offset + start, num_bytes)
+
+    def account(self) -> tuple[list[SourceFile], list[SourceTensor]]:
+        """Every shard and the fate of every tensor."""
+        files = []
+        for shard in sorted({held.shard for held in self._held.values()}):
+            reader = self._readers[shard]
+            length = int.from_bytes(reader.read(0, 8).tobytes(), "little")
+            header = reader.read(0, 8 + length)
+            files.append(SourceFile(shard, reader.num_bytes, hashlib.sha256(header.data).hexdigest()))
+        experts = (*self.claims.experts.values(), *self.claims.expert_biases.values())
+        packed = {source.tensor for source in experts}
+        scales = {source.scales for source in (*experts, *self.claims.dense.values())}
+        tensors = []
+        for name, held in self._held.items():
+            fate: Fate = "packed" if name in packed else "scales" if name in scales else "resident"
+            reason = ""
+            if name in self.claims.unused:
+                fate, reason = "unused", self.claims.unused[name]
+            elif name in self.claims.dropped:
+                fate, reason = "dropped", self.claims.dropped[name]
+            tensors.append(SourceTensor(name, held.entry.dtype, held.entry.shape, fate, reason))
+        return files, tensors
+
+    def stamp(self) -> str:
+        """A digest of the shards' sizes and modification times: tells a source that changed between two runs."""
+        paths = sorted(self.folder / shard for shard in self._readers)
+        facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def _check_copy(self, name: str, original: str) -> None:
+        copy, held = self._held[name], self._held[original]
+        is_equal = (copy.entry.dtype, copy.entry.shape) == (held.entry.dtype, held.entry.shape)
+        for start in range(0, copy.entry.num_bytes if is_equal else 0, _COMPARED_BYTES):
+            size = min(_COMPARED_BYTES, copy.entry.num_bytes - start)
+            one = self._readers[copy.shard].read(copy.entry.offset + start, size)
+            is_equal &= np.array_equal(one, self._readers[held.shard].read(held.entry.offset + start, size))
+        if not is_equal:
+            raise CheckpointError(
+                f"{copy.shard}: tensor {name!r} is not equal to {original!r}, of which it should be a copy; a model "
+                "where they differ is not supported"
+            )
+
+    def _open_shards(self) -> None:
+        weight_map = _weight_map(self.folder)
+        for shard in sorted(set(weight_map.values())) if weight_map is not None else [_SINGLE]:
+            path = self.folder / shard
+            for entry in read_header(path, CheckpointError):
+                if entry.name in self._held:
+                    raise CheckpointError(f"{shard}: tensor {entry.name!r} is in {self._held[entry.name].shard} too")
+                self._held[entry.name] = _Held(shard, entry)
+            self._readers[shard] = RangeReader(path, CheckpointError)
+        for name, shard in (weight_map or {}).items():
+            if name not in self._held or self._held[name].shard != shard:
+                raise CheckpointError(f"{_INDEX}: tensor {name!r} is not in {shard}")
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """Tensor names and their shards, or None for a checkpoint of one file."""
+    if (folder / _INDEX).exists():
+        index = read_json(folder, _INDEX)
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{_INDEX}: weight_map is missing")
+        for shard in weight_map.values():
+            if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
+                raise CheckpointError(f"{_INDEX}: {shard!r} is no name of a shard beside it")
+        return weight_map
+    if (folder / _SINGLE).exists():
+        return None
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        raise CheckpointError(
+            f"{folder}: found .bin or .pt weights, expected safetensors; convert once with transformers: "
+            "AutoModelForCausalLM.from_pretrained(IN, dtype='auto').save_pretrained(OUT)"
+        )
+    raise CheckpointError(f"{folder}: found neither {_SINGLE} nor {_INDEX}; is the download complete?")
+
+
+def read_json(folder: Path, name: str) -> object:
+    """The value in a JSON file of a checkpoint.
+
+    Raises:  CheckpointError if it is missing, too long or no JSON.
+    """
+    if not (folder / name).exists():
+        raise CheckpointError(f"{folder}: {name} is missing; a checkpoint folder has one")
+    with RangeReader(folder / name, CheckpointError) as reader:
+        if reader.num_bytes > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{name}: {reader.num_bytes} bytes, at most {_MAX_JSON_BYTES}")
+        return strict_json.parse(reader.read(0, reader.num_bytes).tobytes(), name, CheckpointError)
+
+
+def model_spec(source: str, num_layers: int | None = None, vocab_size: int | None = None) -> ModelSpec:
+    """The spec of the model that `source` names, cut to its first layers and tokens where that is asked for.
+
+    Args:    source: a `config.json`, a folder that has one, or the name of a published model; files come first.
+             num_layers: of the decoder.   vocab_size: tokens that embedding and head keep.
+    Raises:  CheckpointError for an unknown name, a config that we cannot read, or more layers or tokens than there are.
+    """
+    values, place = _config(source)
+    if isinstance(values, dict):
+        _cut(values, "num_hidden_layers", num_layers, f"--layers: found {num_layers}")
+        _cut(values, "vocab_size", vocab_size, f"--vocab: found {vocab_size}")
+        kinds = values.get("layer_types")
+        if num_layers is not None and isinstance(kinds, list):
+            values["layer_types"] = kinds[:num_layers]
+    try:
+        return read_spec(Config(values, place))[1]
+    except CheckpointError as fault:
+        if num_layers is None:
+            raise
+        raise CheckpointError(f"{fault} (with --layers {num_layers}; its first layers may have no experts)") from fault
+
+
+def _cut(values: dict[str, Any], key: str, wanted: int | None, found: str) -> None:
+    if wanted is None:
+        return
+    held = values.get(key)
+    if type(held) is int and not 0 < wanted <= held:
+        raise CheckpointError(f"{found}, this model's {key} is {held}; give a number from 1 to that")
+    values[key] = wanted
+
+
+def _config(source: str) -> tuple[Any, str]:
+    """The values of a config, and where they are from."""
+    path = Path(source)
+    if path.is_dir():
+        return read_json(path, "config.json"), "config.json"
+    if path.exists():
+        return read_json(path.parent, path.name), path.name
+    names = published_names()
+    hub_id = SHORT_NAMES.get(source.lower())
+    name = next((name for name in names if name == source.lower() or SHORT_NAMES[name] == hub_id), None)
+    if name is None:
+        raise CheckpointError(
+            f"{source}: no such file or folder, nor a model whose dimensions are known ({', '.join(names)})"
+        )
+    return published_config(name), f"{name}'s config.json"

@@ -1,0 +1,411 @@
+"""Rotary positions as configs describe them: `rope_theta` and `rope_scaling` of transformers 4, `rope_parameters` of 5.
+
+Scalings known: none, yarn, and Phi-3.5-MoE's longrope with its two mscales; others (linear, dynamic, llama3, ...) are
+refused by name.
+Source: transformers, modeling_rope_utils.py.
+
+What nearly all decoder-only families say alike in `config.json`, read once; families add what is particular.
+
+Multi-head latent attention as DeepSeek's configs and checkpoints spell it. Source: DeepSeek-V2 (2405.04434).
+
+`quantization_config` of a `config.json`: which codes some tensors are in. Which tensors, they say themselves.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from moe_pack.formats import (
+    MATRICES,
+    CheckpointError,
+    ExpertSpec,
+    GroupedQuerySpec,
+    ModelSpec,
+    NormSpec,
+    RouterSpec,
+    SharedExpertSpec,
+)
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.family import SCALE_BLOCK, ExpertNames, LeftOut, SourceCodec
+from moe_pack.formats.spec import PROJECTIONS, AttentionSpec, LatentSpec, LongRopeSpec, Projection, RopeSpec, YarnSpec
+
+Scaling = Literal["yarn", "longrope"]
+
+
+def read_rope(
+    config: Config,
+    head_dim: int,
+    default_theta: float = 1e4,
+    interleaved: bool = False,
+    partial_rotary_factor: float | None = None,
+    scalings: tuple[Scaling, ...] = ("yarn",),
+) -> RopeSpec:
+    """The rotary positions of a model whose heads (or their rotated part) have `head_dim` values.
+
+    Args:    default_theta, partial_rotary_factor: the family's, where the config has none; a family without a partial
+             factor turns whole heads, and the key is refused (most of transformers' models pass over it).
+             scalings: those the family has, besides none.
+    Raises:  CheckpointError for a scaling we do not implement, or a key of one that nobody reads.
+    """
+    group = _group(config)
+    theta = _agreed(config, group, "rope_theta", default_theta)
+    factor = _agreed(config, group, "partial_rotary_factor", partial_rotary_factor or 1.0)
+    if partial_rotary_factor is None and factor != 1:
+        raise CheckpointError(f"{config.place}: partial_rotary_factor is {factor}, supported is 1.0 only")
+    kind = "default" if group is None else group.text(group.either("rope_type", "type"), "default")
+    if kind not in ("default", *scalings):
+        known = ", ".join(("default", *scalings))
+        raise CheckpointError(f"{config.place}: rope_type {kind!r} is not supported; supported: {known}")
+    scaling: YarnSpec | LongRopeSpec | None = None
+    if group is not None and kind == "yarn":
+        scaling = _yarn(config, group)
+    elif group is not None and kind == "longrope":
+        scaling = _longrope(config, group)
+    if group is not None:
+        group.refuse_unread()
+    return RopeSpec(theta, int(head_dim * factor), interleaved, scaling)
+
+
+def yarn_scale(config: Config) -> float:
+    """What multiplies the scale of attention where yarn has an `mscale_all_dim`; 1 elsewhere.
+
+    Source: DeepSeek-V2's modeling code, softmax_scale.
+    """
+    group = _group(config)
+    if group is None or not group.number("mscale_all_dim", 0):
+        return 1.0
+    return _mscale(group.number("factor"), group.number("mscale_all_dim")) ** 2
+
+
+def _group(config: Config) -> Config | None:
+    return config.group(config.either("rope_parameters", "rope_scaling"))
+
+
+def _agreed(config: Config, group: Config | None, key: str, default: float) -> float:
+    """A number that may stand in the group, beside it, or in both alike."""
+    if group is None or not group.has(key):
+        return config.number(key, default)
+    value = group.number(key)
+    config.only(key, value)
+    return value
+
+
+def _original(config: Config, group: Config) -> int:
+    """The context a model was first trained for: in the group, beside it, or all its positions."""
+    key = "original_max_position_embeddings"
+    if not group.has(key):
+        return config.whole(key, config.whole("max_position_embeddings"))
+    value = group.whole(key)
+    config.only(key, value)
+    return value
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _yarn(config: Config, group: Config) -> YarnSpec:
+    factor, mscale, all_dim = group.number("factor"), group.number("mscale", 0), group.number("mscale_all_dim", 0)
+    together = bool(mscale) == bool(all_dim) or (mscale, all_dim) == (1, 0)
+    if not together or not 0 <= mscale < 1e6 or not 0 <= all_dim < 1e6:
+        # With one of them DeepSeek's code and transformers' take different factors.
+        raise CheckpointError(
+            f"{group.place}: mscale is {mscale}, mscale_all_dim {all_dim}; supported are both above 0, or neither"
+        )
+    natural = _mscale(factor, mscale) / _mscale(factor, all_dim) if all_dim else None
+    return YarnSpec(
+        kind="yarn",
+        factor=factor,
+        original_max_position_embeddings=_original(config, group),
+        beta_fast=group.number("beta_fast", 32),
+        beta_slow=group.number("beta_slow", 1),
+        attention_factor=group.number("attention_factor", natural or _mscale(factor, 1)),
+        truncate=group.flag("truncate", True),
+    )
+
+
+def _longrope(config: Config, group: Config) -> LongRopeSpec:
+    return LongRopeSpec(
+        kind="longrope",
+        original_max_position_embeddings=_original(config, group),
+        short_factor=group.numbers("short_factor"),
+        long_factor=group.numbers("long_factor"),
+        short_mscale=group.number("short_mscale"),
+        long_mscale=group.number("long_mscale"),
+    )
+
+
+# The names of tensors that most families share; roles are those of `dense_roles`.
+DENSE_NAMES: Mapping[str, str] = {
+    "embed": "model.embed_tokens.weight",
+    "layers.{i}.attention_norm": "model.layers.{i}.input_layernorm.weight",
+    "layers.{i}.attention.q": "model.layers.{i}.self_attn.q_proj.weight",
+    "layers.{i}.attention.k": "model.layers.{i}.self_attn.k_proj.weight",
+    "layers.{i}.attention.v": "model.layers.{i}.self_attn.v_proj.weight",
+    "layers.{i}.attention.o": "model.layers.{i}.self_attn.o_proj.weight",
+    "layers.{i}.attention.q_bias": "model.layers.{i}.self_attn.q_proj.bias",
+    "layers.{i}.attention.k_bias": "model.layers.{i}.self_attn.k_proj.bias",
+    "layers.{i}.attention.v_bias": "model.layers.{i}.self_attn.v_proj.bias",
+    "layers.{i}.attention.o_bias": "model.layers.{i}.self_attn.o_proj.bias",
+    "layers.{i}.attention.q_norm": "model.layers.{i}.self_attn.q_norm.weight",
+    "layers.{i}.attention.k_norm": "model.layers.{i}.self_attn.k_norm.weight",
+    "layers.{i}.mlp_norm": "model.layers.{i}.post_attention_layernorm.weight",
+    "layers.{i}.mlp.gate": "model.layers.{i}.mlp.gate_proj.weight",
+    "layers.{i}.mlp.up": "model.layers.{i}.mlp.up_proj.weight",
+    "layers.{i}.mlp.down": "model.layers.{i}.mlp.down_proj.weight",
+    "layers.{i}.router": "model.layers.{i}.mlp.gate.weight",
+    "layers.{i}.router_bias": "model.layers.{i}.mlp.gate.e_score_correction_bias",
+    "layers.{i}.shared.gate": "model.layers.{i}.mlp.shared_experts.gate_proj.weight",
+    "layers.{i}.shared.up": "model.layers.{i}.mlp.shared_experts.up_proj.weight",
+    "layers.{i}.shared.down": "model.layers.{i}.mlp.shared_experts.down_proj.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+EXPERT_NAMES = ExpertNames(
+    {
+        "gate": "model.layers.{i}.mlp.experts.{e}.gate_proj.weight",
+        "up": "model.layers.{i}.mlp.experts.{e}.up_proj.weight",
+        "down": "model.layers.{i}.mlp.experts.{e}.down_proj.weight",
+    }
+)
+# As transformers 5 holds them in memory, and writes them with save_original_format=False.
+FUSED_EXPERT_NAMES = ExpertNames(
+    {
+        "gate": "model.layers.{i}.mlp.experts.gate_up_proj",
+        "up": "model.layers.{i}.mlp.experts.gate_up_proj",
+        "down": "model.layers.{i}.mlp.experts.down_proj",
+    }
+)
+
+
+# A layer behind the last one of the decoder, with a tensor that a decoder layer has not.
+PREDICTION_LAYER = LeftOut(
+    "model.layers.{n}.*",
+    "a multi-token-prediction layer, which plain decoding does not run",
+    sign="model.layers.{n}.eh_proj.weight",
+)
+
+
+def read_decoder(
+    config: Config,
+    family: str,
+    attention: AttentionSpec,
+    rope: RopeSpec,
+    router: RouterSpec,
+    intermediate_size: int,
+    *,
+    moe_layers: tuple[int, ...] | None = None,
+    dense_size_key: str | None = "intermediate_size",
+    shared_expert: SharedExpertSpec | None = None,
+    norm: NormSpec | None = None,
+    head_bias: bool = False,
+    tied_head: bool | None = None,
+    embedding_multiplier: float = 1.0,
+    residual_multiplier: float = 1.0,
+    logits_scaling: float = 1.0,
+) -> ModelSpec:
+    """A decoder of silu-gated experts, with everything not given read under its usual key.
+
+    Args:    intermediate_size: an expert's.   moe_layers: None for all.
+             dense_size_key: the key of the size of layers without experts; passed over if there are none.
+             norm: rms with `rms_norm_eps` (1e-6 where the config has none) unless given.
+             tied_head: as `tie_word_embeddings` says (false where the config has none) unless given.
+    """
+    config.only("hidden_act", "silu")
+    num_layers = config.num_layers()
+    moe_layers = tuple(range(num_layers)) if moe_layers is None else moe_layers
+    dense_size = None
+    if dense_size_key is not None and len(moe_layers) < num_layers:
+        dense_size = config.whole(dense_size_key)
+    elif dense_size_key is not None:
+        config.ignore(dense_size_key)
+    return ModelSpec(
+        family=family,
+        hidden_size=config.whole("hidden_size"),
+        vocab_size=config.whole("vocab_size"),
+        num_hidden_layers=num_layers,
+        moe_layers=moe_layers,
+        dense_intermediate_size=dense_size,
+        max_position_embeddings=config.whole("max_position_embeddings"),
+        norm=norm or NormSpec("rms", config.number("rms_norm_eps", 1e-6)),
+        tied_head=config.flag("tie_word_embeddings", False) if tied_head is None else tied_head,
+        head_bias=head_bias,
+        embedding_multiplier=embedding_multiplier,
+        residual_multiplier=residual_multiplier,
+        logits_scaling=logits_scaling,
+        attention=attention,
+        rope=rope,
+        router=router,
+        expert=ExpertSpec("silu", intermediate_size, MATRICES, bias=(), extra_floats=0),
+        shared_expert=shared_expert,
+    )
+
+
+def read_grouped_query(
+    config: Config,
+    *,
+    bias: tuple[Projection, ...] = (),
+    qk_norm: Literal["none", "head", "projection"] = "none",
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    own_keys: bool = False,
+) -> GroupedQuerySpec:
+    """Grouped-query attention with heads and their size under the usual keys.
+
+    Args:    scale: 1 / sqrt(head_dim) if None.
+             own_keys: where `num_key_value_heads` is missing, each head has keys of its own; else it must be there.
+    """
+    num_heads = config.whole("num_attention_heads")
+    head_dim = config.whole("head_dim", max(config.whole("hidden_size") // num_heads, 1))
+    return GroupedQuerySpec(
+        kind="grouped_query",
+        num_heads=num_heads,
+        num_kv_heads=config.whole("num_key_value_heads", num_heads if own_keys else None),
+        head_dim=head_dim,
+        sliding_window=sliding_window,
+        scale=head_dim**-0.5 if scale is None else scale,
+        bias=bias,
+        qk_norm=qk_norm,
+    )
+
+
+def read_llama_attention(config: Config, bias: tuple[Projection, ...]) -> GroupedQuerySpec:
+    """Attention of the classes that models ship as Python files of their own, after Llama's of transformers 4.3x.
+
+    Heads share the hidden size whatever `head_dim` says, which these classes never read.
+    """
+    config.only("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
+    return read_grouped_query(config, bias=bias, own_keys=True)
+
+
+def read_llama_rope(config: Config, head_dim: int) -> RopeSpec:
+    """The rotary positions of such a class: `rope_theta` and `rope_scaling`, never `rope_parameters`.
+
+    What scalings they know, linear and dynamic, no published model of theirs uses, and we do not implement.
+    """
+    config.only("rope_parameters", None)
+    return read_rope(config, head_dim, scalings=())
+
+
+def read_expert_count(config: Config, key: str) -> int:
+    """How many experts a layer has, in a family whose `model_type` dense models have too: those lack the key."""
+    if not config.has(key):
+        raise dense_model(config)
+    return config.whole(key)
+
+
+def dense_model(config: Config) -> CheckpointError:
+    """The refusal of a model that has no experts."""
+    model_type = config.text("model_type")
+    return CheckpointError(f"{config.place}: {model_type!r} is a dense model without experts; there is nothing to pack")
+
+
+def read_sigmoid_router(config: Config, num_experts_per_tok: int | None, normalize: bool) -> RouterSpec:
+    """The router of DeepSeek-V3's kind: sigmoids, a bias that corrects the choice, groups.
+
+    Args:    num_experts_per_tok, normalize: the family's defaults; None where the config must say.
+    """
+    return RouterSpec(
+        "sigmoid_topk",
+        config.whole(config.either("n_routed_experts", "num_local_experts")),
+        config.whole("num_experts_per_tok", num_experts_per_tok),
+        config.flag("norm_topk_prob", normalize),
+        bias=True,
+        n_group=config.whole("n_group", 1),
+        topk_group=config.whole("topk_group", 1),
+        scaling_factor=config.number("routed_scaling_factor", 1),
+    )
+
+
+def attention_bias(config: Config, names: tuple[Projection, ...] = PROJECTIONS) -> tuple[Projection, ...]:
+    """The projections that have a bias: `names` if the config says `attention_bias`, else none."""
+    return names if config.flag("attention_bias", False) else ()
+
+
+def layers_after_dense(config: Config, default: int) -> tuple[int, ...]:
+    """The MoE layers of a model whose first `first_k_dense_replace` layers have none."""
+    return tuple(range(config.num_layers()))[config.count("first_k_dense_replace", default) :]
+
+
+def layers_by_step(config: Config) -> tuple[int, ...]:
+    """The MoE layers of a model that has them at every `decoder_sparse_step`, but not in `mlp_only_layers`."""
+    step, without = config.whole("decoder_sparse_step", 1), config.counts("mlp_only_layers")
+    return tuple(i for i in range(config.num_layers()) if (i + 1) % step == 0 and i not in without)
+
+
+def window_if_used(config: Config) -> int | None:
+    """`sliding_window` where `use_sliding_window` says so; passed over otherwise, like `max_window_layers` always."""
+    config.ignore("sliding_window", "max_window_layers")
+    return config.whole("sliding_window") if config.flag("use_sliding_window", False) else None
+
+
+def refuse_mixed_layers(config: Config) -> None:
+    """Refuses `layer_types` other than full attention everywhere."""
+    kinds = set(config.texts("layer_types"))
+    if kinds - {"full_attention"}:
+        raise CheckpointError(f"{config.place}: layer_types has {sorted(kinds)}, supported is 'full_attention' only")
+
+
+LATENT_NAMES: Mapping[str, str] = {
+    "layers.{i}.attention.q_a": "model.layers.{i}.self_attn.q_a_proj.weight",
+    "layers.{i}.attention.q_a_norm": "model.layers.{i}.self_attn.q_a_layernorm.weight",
+    "layers.{i}.attention.q_b": "model.layers.{i}.self_attn.q_b_proj.weight",
+    "layers.{i}.attention.kv_a": "model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight",
+    "layers.{i}.attention.kv_a_norm": "model.layers.{i}.self_attn.kv_a_layernorm.weight",
+    "layers.{i}.attention.kv_b": "model.layers.{i}.self_attn.kv_b_proj.weight",
+}
+
+
+def read_latent(config: Config) -> LatentSpec:
+    """Latent attention, its scale with what yarn's `mscale_all_dim` says."""
+    config.only("attention_bias", False)
+    nope, rope, num_heads = (
+        config.whole(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "num_attention_heads")
+    )
+    config.only("num_key_value_heads", num_heads)
+    config.only("qk_head_dim", nope + rope)
+    config.only("head_dim", rope)
+    config.require("q_lora_rank")  # null says that queries have no latent; missing, transformers takes 1536
+    return LatentSpec(
+        kind="latent",
+        num_heads=num_heads,
+        q_lora_rank=config.whole("q_lora_rank") if config.has("q_lora_rank") else None,
+        kv_lora_rank=config.whole("kv_lora_rank"),
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=config.whole("v_head_dim"),
+        scale=(nope + rope) ** -0.5 * yarn_scale(config),
+        lora_norm_eps=1e-6,  # whatever rms_norm_eps says
+    )
+
+
+_KEY = "quantization_config"
+
+
+def read_quantization(config: Config) -> SourceCodec:
+    """What a checkpoint's quantized tensors are in; `plain` where its config speaks of none.
+
+    How activations would be rounded (`activation_scheme`) is passed over: here they stay in float32.
+    Raises:  CheckpointError for any other quantization.
+    """
+    group = config.group(_KEY)
+    if group is None:
+        return "plain"
+    codec: SourceCodec
+    if (method := group.text("quant_method", "")) == "fp8":
+        group.choice("fmt", ("e4m3",))
+        group.choice("activation_scheme", ("dynamic",))
+        group.choice("scale_fmt", ("float", "ue8m0"))  # of activations; those of weights are stored as they are
+        size, wanted = group.counts("weight_block_size"), [SCALE_BLOCK, SCALE_BLOCK]
+        if list(size) != wanted:
+            raise CheckpointError(f"{group.place}: weight_block_size is {list(size)}, supported is {wanted} only")
+        codec = "fp8"
+    elif method == "mxfp4":
+        codec = "mxfp4"
+    else:
+        raise CheckpointError(
+            f"{group.place}: quant_method is {method!r}, supported: fp8, mxfp4; use the 16-bit original"
+        )
+    group.ignore("modules_to_not_convert", "ignored_layers", "dequantize")
+    group.refuse_unread()
+    return codec

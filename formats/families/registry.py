@@ -1,0 +1,91 @@
+"""The family table: which `model_type` we know, and how its checkpoint becomes a `ModelSpec` and named tensors.
+
+A family is data, one file a `model_type`. Everything beyond this folder speaks of specs and roles, never of families.
+"""
+
+from moe_pack.formats import CheckpointError, ModelSpec
+from moe_pack.formats.families.config import Config
+from moe_pack.formats.families.deepseek import DEEPSEEK
+from moe_pack.formats.families.deepseek_v2 import DEEPSEEK_V2
+from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from moe_pack.formats.families.dots1 import DOTS1
+from moe_pack.formats.families.family import SCALE_BLOCK, Claims, Family, SourceCodec, SourceMatrix, claim_tensors
+from moe_pack.formats.families.glm4_moe import GLM4_MOE
+from moe_pack.formats.families.gpt_oss import GPT_OSS
+from moe_pack.formats.families.granitemoe import GRANITEMOE
+from moe_pack.formats.families.minicpm import MINICPM
+from moe_pack.formats.families.mixtral import MIXTRAL
+from moe_pack.formats.families.olmoe import OLMOE
+from moe_pack.formats.families.phimoe import PHIMOE
+from moe_pack.formats.families.published import published_config, published_names
+from moe_pack.formats.families.qwen2_moe import QWEN2_MOE
+from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
+from moe_pack.formats.families.readers import dense_model, read_quantization
+from moe_pack.formats.families.switch_transformers import SWITCH_TRANSFORMERS
+from moe_pack.formats.families.xverse import XVERSE
+from moe_pack.formats.spec import spec_fault
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        MIXTRAL,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        DEEPSEEK,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        KIMI_K2,
+        PHIMOE,
+        OLMOE,
+        GRANITEMOE,
+        GLM4_MOE,
+        DOTS1,
+        GPT_OSS,
+        MINICPM,
+        XVERSE,
+        SWITCH_TRANSFORMERS,
+    )
+}
+SHORT_NAMES: dict[str, str] = {
+    short: hub_id for family in FAMILIES.values() for short, hub_id in family.short_names.items()
+}
+
+# Keys under which checkpoints say how many experts they have: a config with none of them is a dense model's.
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+
+
+def read_spec(config: Config) -> tuple[Family, ModelSpec, SourceCodec]:
+    """The family of a `config.json`, the model it describes, and the codes its quantized tensors are in.
+
+    Raises:  CheckpointError for a dense model, an unknown architecture, or a key whose effect we do not implement.
+    """
+    model_type = config.text("model_type")
+    family = FAMILIES.get(model_type)
+    if family is None:
+        if not any(config.has(key) for key in _EXPERT_COUNTS):
+            raise dense_model(config)
+        known = ", ".join(sorted(FAMILIES))
+        raise CheckpointError(f"{config.place}: architecture {model_type!r} is not supported; supported: {known}")
+    codec = read_quantization(config)
+    spec = family.read_config(config)
+    config.refuse_unread(family.ignored_keys)
+    fault = spec_fault(spec)
+    if fault:
+        raise CheckpointError(f"{config.place}: {fault}")
+    return family, spec, codec
+
+
+__all__ = [
+    "FAMILIES",
+    "SCALE_BLOCK",
+    "SHORT_NAMES",
+    "Claims",
+    "Config",
+    "Family",
+    "SourceCodec",
+    "SourceMatrix",
+    "claim_tensors",
+    "published_config",
+    "published_names",
+    "read_spec",
+]

@@ -1,0 +1,179 @@
+"""Our own JSON files, to and from frozen dataclasses: nothing unknown, nothing missing, nothing of another type.
+
+Not for foreign files (config.json): those are read key by key in `families`.
+
+JSON files that end with the SHA-256 of themselves: the manifest and the sidecars. Specified in docs/format.md.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import types
+import typing
+from typing import Any, TypeVar, cast
+
+from moe_pack.formats.errors import MoePackError, PackError
+
+T = TypeVar("T")
+_ADDED = "added"  # in a field's metadata
+
+
+def added(default: T) -> T:
+    """A dataclass field that its kind of file got later: the key is written only where its value is not `default`.
+
+    So what was written before stays readable, byte for byte the same, and older readers refuse what they do not know.
+    """
+    return dataclasses.field(default=default, metadata={_ADDED: True})
+
+
+def parse(raw: bytes, place: str, error: type[MoePackError]) -> Any:
+    """The JSON value in `raw`; duplicate keys, NaN, infinities and deep nesting are refused.
+
+    Args:    place: the file's name, for messages.   error: what to raise.
+    Raises:  `error` if `raw` is not UTF-8 JSON.
+    """
+
+    def refuse_constant(text: str) -> Any:
+        raise error(f"{place}: found {text}, expected JSON numbers only")
+
+    def finite(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            raise error(f"{place}: number {text[:40]} is too large")
+        return value
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise error(f"{place}: key {twice!r} appears twice")
+        return found
+
+    try:
+        return json.loads(
+            raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant, parse_float=finite
+        )
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, ValueError) as fault:
+        raise error(f"{place}: not valid JSON ({_first_line(fault)})") from fault
+
+
+def load(kind: type[T], value: Any, place: str, error: type[MoePackError]) -> T:
+    """The dataclass `kind` held in the parsed JSON `value`.
+
+    Fields may be str, int, bool, float, Literal, another dataclass, `tuple[X, ...]`, or any of these `| None`; also a
+    union of dataclasses whose field `kind`, a Literal of its own in each, tells them apart. Keys of `added` fields may
+    be missing, no others.
+    Raises:  `error` naming the key, if one is unknown, missing or of another type.
+    """
+    return cast(T, _load(kind, value, place, error))
+
+
+def dump(record: Any) -> Any:
+    """What `load` reads back once it has been JSON: plain dicts, sequences and scalars."""
+    if dataclasses.is_dataclass(record) and not isinstance(record, type):
+        pairs = ((field, getattr(record, field.name)) for field in dataclasses.fields(record))
+        return {
+            field.name: dump(value)
+            for field, value in pairs
+            if not (field.metadata.get(_ADDED) and value == field.default)
+        }
+    return [dump(value) for value in record] if isinstance(record, (tuple, list)) else record
+
+
+def canonical(value: Any) -> bytes:
+    """`value` as the one byte string that stands for it in digests and files: sorted keys, one-space indent."""
+    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=True, allow_nan=False) + "\n").encode("ascii")
+
+
+def _load(kind: Any, value: Any, place: str, error: type[MoePackError]) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return _load_union(arguments, value, place, error)
+    if origin is typing.Literal:
+        if type(value) is not str or value not in arguments:
+            raise error(f"{place}: found {_short(value)}, expected one of {', '.join(arguments)}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise error(f"{place}: found {_short(value)}, expected a list")
+        return tuple(_load(arguments[0], item, f"{place}[{i}]", error) for i, item in enumerate(value))
+    if dataclasses.is_dataclass(kind):
+        return _load_record(kind, value, place, error)
+    if kind is float and type(value) is int and abs(value) < 2**1000:
+        return float(value)
+    if type(value) is not kind:
+        raise error(f"{place}: found {_short(value)}, expected {kind.__name__}")
+    return value
+
+
+def _load_union(members: tuple[Any, ...], value: Any, place: str, error: type[MoePackError]) -> Any:
+    if value is None and type(None) in members:
+        return None
+    known = [member for member in members if member is not type(None)]
+    if len(known) == 1:
+        return _load(known[0], value, place, error)
+    if not isinstance(value, dict):
+        raise error(f"{place}: found {_short(value)}, expected an object")
+    if "kind" not in value:
+        raise error(f"{place}: key 'kind' is missing")
+    by_kind = {typing.get_args(typing.get_type_hints(member)["kind"])[0]: member for member in known}
+    member = by_kind.get(value["kind"]) if isinstance(value["kind"], str) else None
+    if member is None:
+        raise error(f"{place}: kind: found {_short(value['kind'])}, expected one of {', '.join(by_kind)}")
+    return _load_record(member, value, place, error)
+
+
+def _load_record(kind: Any, value: Any, place: str, error: type[MoePackError]) -> Any:
+    if not isinstance(value, dict):
+        raise error(f"{place}: found {_short(value)}, expected an object")
+    hints = typing.get_type_hints(kind)
+    for key in value:
+        if key not in hints:
+            raise error(f"{place}: unknown key {key!r}")
+    may_lack = {field.name for field in dataclasses.fields(kind) if field.metadata.get(_ADDED)}
+    for key in hints:
+        if key not in value and key not in may_lack:
+            raise error(f"{place}: key {key!r} is missing")
+    given = {key: hint for key, hint in hints.items() if key in value}
+    return kind(**{key: _load(hint, value[key], f"{place}: {key}", error) for key, hint in given.items()})
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _first_line(fault: Exception) -> str:
+    return str(fault).splitlines()[0][:120] if str(fault) else type(fault).__name__
+
+
+_ZERO_DIGEST = "0" * 64
+
+
+def _tail(digest: str) -> bytes:
+    return f',\n "sha256": "{digest}"\n}}\n'.encode("ascii")
+
+
+def sealed(values: dict[str, Any]) -> bytes:
+    """Canonical JSON of an object, with one more and last key `sha256`: the file's digest, taken with it as zeros."""
+    body = canonical(values)
+    assert body.endswith(b"\n}\n"), "canonical JSON of an object that has keys"
+    body = body.removesuffix(b"\n}\n")
+    return body + _tail(hashlib.sha256(body + _tail(_ZERO_DIGEST)).hexdigest())
+
+
+def check_seal(raw: bytes, place: str) -> None:
+    """Checks that a file ends with the digest of itself.
+
+    Args:    place: the file's name, for messages.
+    Raises:  PackError if it does not.
+    """
+    length = len(_tail(_ZERO_DIGEST))
+    found = re.fullmatch(r',\n "sha256": "([0-9a-f]{64})"\n}\n', raw[-length:].decode("ascii", "replace"))
+    if found is None:
+        raise PackError(f"{place}: does not end with its own digest; the file is cut or damaged")
+    if hashlib.sha256(raw[:-length] + _tail(_ZERO_DIGEST)).hexdigest() != found[1]:
+        raise PackError(f"{place}: SHA-256 does not match its bytes; the file is damaged")

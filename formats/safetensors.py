@@ -1,0 +1,264 @@
+"""Reading ranges of files by `pread`, whole or not at all; and mapping them, for who can bear that they are cut.
+
+Safetensors files, read and laid out without loading them: header, bounds, offsets.
+
+Not a tensor library: bytes in, bytes out. The format is the one of the safetensors project
+(8 bytes of little-endian header length, a JSON header, then the tensors' bytes without holes).
+"""
+
+import hashlib
+import json
+import math
+import mmap
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats import json_files as strict_json
+from moe_pack.formats.errors import MoePackError
+
+_HASH_CHUNK_BYTES = 8 << 20
+
+
+class RangeReader:
+    """One file, open for reading. Owns its descriptor: `close` it, or use it in a `with`.
+
+    Args:    path: the file.   error: what to raise.
+    Raises:  `error` if the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, error: type[MoePackError]) -> None:
+        self._place = path.name
+        self._error = error
+        try:
+            # Not blocking: a pipe in a file's place would otherwise be waited for.
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError as fault:
+            raise error(f"{self._place}: file is missing") from fault
+        except OSError as fault:
+            raise error(f"{self._place}: cannot be opened ({fault.strerror})") from fault
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            os.close(self._fd)
+            raise error(f"{self._place}: is no regular file")
+
+    @property
+    def num_bytes(self) -> int:
+        """The file's size now."""
+        return os.fstat(self._fd).st_size
+
+    def read(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+        """A range of the file, in memory of its own: u8 [num_bytes].
+
+        Raises:  the reader's error if the file ends before the range does, or the drive fails.
+        """
+        out = np.empty(num_bytes, np.uint8)
+        view, done = out.data, 0
+        while done < num_bytes:
+            try:
+                got = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as fault:
+                raise self._error(f"{self._place}: read failed at byte {offset + done} ({fault.strerror})") from fault
+            if not got:
+                raise self._error(f"{self._place}: ends at byte {offset + done}, expected {offset + num_bytes}")
+            done += got
+        return out
+
+    def map(self) -> NDArray[np.uint8]:
+        """The whole file, mapped for reading: u8 [num_bytes]; valid as long as it is referred to.
+
+        Where the file is cut meanwhile, reading what it no longer has is a SIGBUS: leave that to who guards against it.
+        Raises:  the reader's error if the file is empty or cannot be mapped.
+        """
+        try:
+            return np.frombuffer(mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ), np.uint8)
+        except (OSError, ValueError) as fault:
+            raise self._error(f"{self._place}: cannot be mapped ({fault})") from fault
+
+    def sha256(self) -> str:
+        """SHA-256 of the whole file, in hexadecimal."""
+        digest, offset, size = hashlib.sha256(), 0, self.num_bytes
+        while offset < size:
+            chunk = self.read(offset, min(_HASH_CHUNK_BYTES, size - offset))
+            digest.update(chunk.data)
+            offset += len(chunk)
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Closes the file; reading afterwards is an error of the caller's."""
+        os.close(self._fd)
+
+    def __enter__(self) -> "RangeReader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+METADATA_KEY = "__metadata__"  # what the format keeps strings under, beside the tensors
+_MAX_DIMENSIONS = 16
+MAX_HEADER_BYTES = 100_000_000  # the limit the safetensors library sets
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies: `offset` counts from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+def read_header(path: Path, error: type[MoePackError]) -> tuple[TensorEntry, ...]:
+    """The tensors of the file at `path`, in the order of their offsets, after checking all of the structure.
+
+    Raises:  `error` if the file is missing, cut short, or its header is not one that covers the file
+             exactly, without overlap and without holes.
+    """
+    place = path.name
+    with RangeReader(path, error) as reader:
+        file_bytes = reader.num_bytes
+        length = int.from_bytes(reader.read(0, 8).tobytes(), "little") if file_bytes >= 8 else 0
+        if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
+            raise error(f"{place}: header of {length} bytes in a file of {file_bytes}; the file is cut or damaged")
+        raw = reader.read(8, length).tobytes()
+    header = strict_json.parse(raw, f"{place}: header", error)
+    return _check_entries(header, place, 8 + length, file_bytes, error)
+
+
+def _check_entries(
+    header: Any, place: str, start: int, file_bytes: int, error: type[MoePackError]
+) -> tuple[TensorEntry, ...]:
+    if not isinstance(header, dict):
+        raise error(f"{place}: header is not a JSON object")
+    entries = [_entry(name, value, place, start, error) for name, value in header.items() if name != METADATA_KEY]
+    entries.sort(key=lambda entry: (entry.offset, entry.num_bytes))
+    end = start
+    for entry in entries:
+        if entry.offset != end:
+            kind = "overlaps the tensor before it" if entry.offset < end else "leaves a hole before it"
+            raise error(
+                f"{place}: tensor {entry.name!r} {kind} (offset {entry.offset - start}, expected {end - start})"
+            )
+        end += entry.num_bytes
+    if end != file_bytes:
+        raise error(f"{place}: file has {file_bytes} bytes, its header describes {end}; the file is cut or damaged")
+    return tuple(entries)
+
+
+def _entry(name: str, value: Any, place: str, start: int, error: type[MoePackError]) -> TensorEntry:
+    def fault(text: str) -> MoePackError:
+        return error(f"{place}: tensor {name!r}: {text}")
+
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise fault("expected exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise fault(f"unknown dtype {dtype!r}")
+    if not _whole_numbers(shape):
+        raise fault("shape is not a list of whole numbers")
+    if len(shape) > _MAX_DIMENSIONS:
+        raise fault(f"{len(shape)} dimensions, at most {_MAX_DIMENSIONS}")
+    if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise fault("data_offsets is not a pair of rising whole numbers")
+    num_bytes = DTYPE_BYTES[dtype] * math.prod(shape)
+    if num_bytes != offsets[1] - offsets[0]:
+        raise fault(f"{dtype} {shape} needs {num_bytes} bytes, data_offsets give {offsets[1] - offsets[0]}")
+    return TensorEntry(name, dtype, tuple(shape), start + offsets[0], num_bytes)
+
+
+def _whole_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFileLayout:
+    """A safetensors file before it is written: its header's bytes and where every tensor will lie."""
+
+    header: bytes
+    entries: tuple[TensorEntry, ...]
+    num_bytes: int
+
+    def by_name(self) -> dict[str, TensorEntry]:
+        """The entries, pads included, under their names."""
+        return {entry.name: entry for entry in self.entries}
+
+
+def lay_out(
+    groups: Iterable[Sequence[tuple[str, str, tuple[int, ...]]]], align: int, metadata: Mapping[str, str] | None = None
+) -> TensorFileLayout:
+    """The file that holds the tensors of `groups` in order, each group beginning on a boundary of `align` bytes.
+
+    Within a group tensors follow each other directly. Gaps become explicit tensors `pad.N` of zero bytes, so that
+    the file has no holes; the data begins on a multiple of `align` because the header is padded with spaces, and
+    ends on one.
+
+    Args:    groups: name, dtype and shape of each tensor.   align: bytes, a power of two.   metadata: strings that
+             begin the header, under `__metadata__`.
+    """
+    placed: list[TensorEntry] = []
+    end = num_pads = 0
+    for group in [*groups, ()]:  # the empty last group pads the file's end
+        gap = -end % align
+        if gap:
+            placed.append(TensorEntry(f"pad.{num_pads}", "U8", (gap,), end, gap))
+            num_pads += 1
+        end += gap
+        for name, dtype, shape in group:
+            num_bytes = DTYPE_BYTES[dtype] * math.prod(shape)
+            placed.append(TensorEntry(name, dtype, shape, end, num_bytes))
+            end += num_bytes
+    header = _encode_header(placed, align, metadata)
+    start = len(header)
+    entries = tuple(TensorEntry(t.name, t.dtype, t.shape, t.offset + start, t.num_bytes) for t in placed)
+    return TensorFileLayout(header, entries, start + end)
+
+
+def _encode_header(placed: list[TensorEntry], align: int, metadata: Mapping[str, str] | None) -> bytes:
+    fields: dict[str, Any] = {} if metadata is None else {METADATA_KEY: dict(metadata)}
+    fields |= {
+        t.name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.offset, t.offset + t.num_bytes]}
+        for t in placed
+    }
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+    padded = text + b" " * (-(8 + len(text)) % align)
+    return len(padded).to_bytes(8, "little") + padded
+
+
+def assemble(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes]], align: int = 64) -> bytes:
+    """A whole small safetensors file in memory: name, dtype, shape and bytes of each tensor."""
+    held = list(tensors)
+    layout = lay_out([[(name, dtype, shape)] for name, dtype, shape, _ in held], align)
+    places = layout.by_name()
+    out = bytearray(layout.num_bytes)
+    out[: len(layout.header)] = layout.header
+    for name, _, _, raw in held:
+        entry = places[name]
+        assert entry.num_bytes == len(raw), f"{name}: {len(raw)} bytes for a tensor of {entry.num_bytes}"
+        out[entry.offset : entry.offset + entry.num_bytes] = raw
+    return bytes(out)
+
+
+def split_bytes(offset: int, num_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    """Consecutive (offset, size) pieces of a range, none larger than `chunk_bytes`."""
+    end = offset + num_bytes
+    while offset < end:
+        size = min(chunk_bytes, end - offset)
+        yield offset, size
+        offset += size

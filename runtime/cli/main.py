@@ -1,0 +1,285 @@
+"""`moe-run --bench`: its options, and how its result is shown.
+
+The command `moe-run`: options, one call, text on standard output.
+"""
+
+import json
+import secrets
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TextIO
+
+import click
+
+from moe_pack.formats import Pack, RunError, UsageError, dump, option, size_text
+from moe_pack.formats.cli import NOISE, TerminalProgress, cache_folder, command_errors, common_options, options_from
+from moe_pack.formats.commands import given
+from moe_pack.runtime import (
+    BenchTimes,
+    Engine,
+    EngineOptions,
+    RunReport,
+    Sampler,
+    Text,
+    chat_prompt,
+    context_for,
+    generate,
+    load_facts,
+    measure,
+    peak_resident_bytes,
+    random_prompt,
+    report,
+    report_lines,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What `--bench` was asked for."""
+
+    is_asked: bool = field(
+        default=False,
+        metadata=option(
+            "--bench", help="Measure speed: a prompt of random tokens, and 64 more that no end of text cuts short."
+        ),
+    )
+    prompt_tokens: int | None = field(
+        default=None,
+        metadata=option(
+            "--prompt-tokens", least=1, metavar="N", help="With --bench: length of the prompt.  [default: 128]"
+        ),
+    )
+    as_json: bool = field(default=False, metadata=option("--json", help="With --bench: print the result as JSON."))
+
+    def check(self) -> None:
+        """Refuses options of a benchmark that is not asked for.
+
+        Raises:  UsageError.
+        """
+        if not self.is_asked and (others := given(self)):
+            raise UsageError(f"{others[-1]}: goes with --bench; give both")
+
+
+def show_bench(as_json: bool, times: BenchTimes, is_synthetic: bool, facts: RunReport, seed: int) -> None:
+    """Prints a result on standard output."""
+    peak = peak_resident_bytes()
+    if as_json:
+        values = {
+            "synthetic": is_synthetic,
+            "prompt_tokens": times.num_prompt_tokens,
+            "prefill_s": times.prefill_s,
+            "prefill_tokens_per_s": times.prefill_rate,
+            "generated_tokens": times.num_tokens,
+            "decode_s": times.decode_s,
+            "decode_tokens_per_s": times.decode_rate,
+            "median_token_ms": times.median_token_ms,
+            "peak_resident_bytes": peak,
+            "seed": seed,
+        }
+        click.echo(json.dumps(values | dump(facts)))
+        return
+    decode = "no token after the first"
+    if times.decode_rate is not None:
+        decode = (
+            f"{len(times.tokens_s)} tokens, {times.decode_rate:.1f} tokens/s, median {times.median_token_ms:.1f} ms"
+        )
+    lines = [
+        *([("pack", NOISE)] if is_synthetic else []),
+        ("prefill", f"{times.num_prompt_tokens} tokens, {times.prefill_rate:.1f} tokens/s"),
+        ("decode", decode),
+        *report_lines(facts),
+        ("resident", f"{size_text(peak)} at most, mapped files too"),
+        ("seed", str(seed)),
+    ]
+    for name, value in lines:
+        click.echo(f"{name:16} {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What was asked for on the command line."""
+
+    prompt: str | None = field(default=None, metadata=option("--prompt", "-p", help="The text to continue."))
+    prompt_file: TextIO | None = field(
+        default=None, metadata=option("--prompt-file", help="Read the prompt from a file; - is stdin.")
+    )
+    chat: bool = field(
+        default=False, metadata=option("--chat", help="Ask the prompt as a chat message, in the pack's own template.")
+    )
+    bench: BenchOptions = field(default_factory=BenchOptions)
+    max_tokens: int | None = field(
+        default=None,
+        metadata=option("--max-tokens", "-n", least=1, help="Stop after N tokens.  [default: 256; 64 with --bench]"),
+    )
+    temperature: float = field(
+        default=0.8, metadata=option("--temperature", help="0 always takes the likeliest token.")
+    )
+    top_p: float = field(
+        default=0.95, metadata=option("--top-p", help="Draw from the likeliest tokens of this mass only.")
+    )
+    seed: int | None = field(
+        default=None,
+        metadata=option("--seed", least=0, most=2**63 - 1, help="Repeat a draw; without it, every run differs."),
+    )
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    stats: bool = field(
+        default=False, metadata=option("--stats", help="Report speed and memory on standard error at the end.")
+    )
+
+    def check(self) -> None:
+        """Refuses options that do not go together.
+
+        Raises:  UsageError.
+        """
+        if not self.bench.is_asked:
+            if (self.prompt is None) == (self.prompt_file is None):
+                raise UsageError("give the text to continue with --prompt or --prompt-file, one of them")
+            return
+        if self.stats:
+            raise UsageError("--bench: reports all that --stats does; leave --stats out")
+        if self.prompt is not None or self.prompt_file is not None or self.chat:
+            raise UsageError("--bench: makes its own prompt; leave --prompt, --prompt-file and --chat out")
+
+    @property
+    def num_tokens(self) -> int:
+        """The most tokens to generate."""
+        return self.max_tokens or (64 if self.bench.is_asked else 256)
+
+    def text(self) -> str:
+        """Reads the text to continue.
+
+        Raises:  RunError if it is empty or no UTF-8 text.
+        """
+        text = _read(self.prompt_file) if self.prompt is None else self.prompt
+        if not text:
+            raise RunError("--prompt: is empty; give at least one character")
+        return text
+
+
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="""\b
+Examples:
+  moe-run packed/ --prompt "It was a dark night"
+  moe-run packed/ --prompt "Why is the sky blue?" --chat --temperature 0
+  moe-run packed/ --prompt-file chapter.txt --max-tokens 500 --seed 7 --stats
+  moe-run packed/ --prompt "It was a dark night" --budget 2G --stats
+  moe-run packed/ --bench""",
+)
+@click.argument("pack", type=click.Path(path_type=Path))
+@options_from(RunOptions)
+@common_options
+@command_errors(interrupted="interrupted")
+def main(pack: Path, options: RunOptions, debug: bool) -> None:
+    """Continue a text with the model in PACK, a folder that moe-pack convert made.
+
+    The continuation alone goes to standard output, as it is generated; everything else goes to standard error.
+    Generation ends at the model's own end of text, after --max-tokens, or when the context is full.
+    """
+    chosen_seed = secrets.randbits(32) if options.seed is None else options.seed
+    sampler = Sampler(options.temperature, options.top_p, chosen_seed)
+    if options.bench.is_asked:
+        _bench(pack, options, sampler)
+    else:
+        _continue(pack, options, options.text(), sampler)
+
+
+def _continue(folder: Path, options: RunOptions, words: str, sampler: Sampler) -> None:
+    """Opens the pack, continues the prompt on standard output, and reports."""
+    with ExitStack() as stack:
+        pack = stack.enter_context(Pack(folder))
+        text = Text(pack)
+        prompt_ids = _encoded(pack, text, words, options.chat)
+        engine = stack.enter_context(_opened(pack, options, len(prompt_ids)))
+        clock = _Clock()
+        stream = text.stream(prompt_ids if pack.spec.encoder is None else [])
+        last = ""
+        try:
+            for token in generate(engine.decoder, prompt_ids, sampler, options.num_tokens, text.end_ids):
+                clock.tick()
+                piece = stream.push(token)
+                last = piece or last
+                click.echo(piece, nl=False)
+            piece = stream.finish()
+            last = piece or last
+            click.echo(piece, nl=False)
+        finally:
+            if clock.num_tokens and not last.endswith("\n"):
+                click.echo()
+            if options.stats:
+                _report(sampler, engine, clock, len(prompt_ids))
+
+
+def _bench(folder: Path, options: RunOptions, sampler: Sampler) -> None:
+    """Opens the pack, measures how fast it is on random tokens, and prints that."""
+    with ExitStack() as stack:
+        pack = stack.enter_context(Pack(folder))
+        spec, number = pack.spec, options.bench.prompt_tokens or 128
+        prompt_ids = random_prompt(number, spec.vocab_size, spec.max_position_embeddings, sampler.seed)
+        engine = stack.enter_context(_opened(pack, options, number))
+        times = measure(engine.decoder, prompt_ids, sampler, options.num_tokens)
+        show_bench(options.bench.as_json, times, pack.is_synthetic, report(engine), sampler.seed)
+
+
+def _opened(pack: Pack, options: RunOptions, num_prompt_tokens: int) -> Engine:
+    """The engine; bars show experts on their way to the memory that a card reads, and kernels that are compiled."""
+    spec = pack.spec
+    context_tokens = context_for(
+        num_prompt_tokens, options.num_tokens, spec.max_position_embeddings, spec.encoder is not None
+    )
+    chosen = replace(options.engine, machine=load_facts(cache_folder(), pack.folder))
+    with TerminalProgress() as progress:
+        return Engine(pack, chosen, context_tokens, progress)
+
+
+def _encoded(pack: Pack, text: Text, words: str, chat: bool) -> list[int]:
+    if chat and pack.spec.encoder is not None:
+        raise RunError("--chat: a model with an encoder answers one text; leave it out")
+    prompt_ids = text.encode(chat_prompt(pack, words) if chat else words, special_tokens=not chat)
+    if not prompt_ids:
+        raise RunError("--prompt: the tokenizer makes no token of it")
+    return prompt_ids
+
+
+class _Clock:
+    """Seconds to the first token, and from there to the last."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self.num_tokens = 0
+        self.prefill_s = 0.0
+        self.decode_s = 0.0
+
+    def tick(self) -> None:
+        """A token is there."""
+        elapsed = time.perf_counter() - self._start
+        if self.num_tokens == 0:
+            self.prefill_s = elapsed
+        self.decode_s = elapsed - self.prefill_s
+        self.num_tokens += 1
+
+
+def _report(sampler: Sampler, engine: Engine, clock: _Clock, num_prompt_tokens: int) -> None:
+    made = clock.num_tokens
+    lines = [
+        ("prompt", f"{num_prompt_tokens} tokens, {_rate(num_prompt_tokens, clock.prefill_s)}"),
+        ("generated", f"{made} tokens, {_rate(made - 1, clock.decode_s)}"),
+        *report_lines(report(engine)),
+        ("seed", str(sampler.seed) if sampler.temperature else "none: greedy"),
+    ]
+    for name, value in lines:
+        click.echo(f"{name:16} {value}", err=True)
+
+
+def _rate(num_tokens: int, seconds: float) -> str:
+    return f"{num_tokens / seconds:.1f} tokens/s" if num_tokens > 0 and seconds > 0 else "no rate"
+
+
+def _read(file: TextIO | None) -> str:
+    assert file is not None, "one of the two is given"
+    try:
+        return file.read()
+    except UnicodeDecodeError as fault:
+        raise RunError(f"--prompt-file: {file.name} is not UTF-8 text (byte {fault.start})") from fault

@@ -1,0 +1,37 @@
+"""The native CPU kernels and their one face."""
+
+from moe_pack.runtime.cpu.kernels import (
+    ExpertRows,
+    Kernels,
+    MapCutError,
+    PagedRows,
+    Selected,
+    TrellisRows,
+    expert_numbers,
+    extent_rows,
+    is_available,
+    num_cpus,
+    open_kernels,
+    row_numbers,
+    search_trellis,
+    stored_numbers,
+    why_unavailable,
+)
+
+__all__ = [
+    "ExpertRows",
+    "Kernels",
+    "MapCutError",
+    "PagedRows",
+    "Selected",
+    "TrellisRows",
+    "expert_numbers",
+    "extent_rows",
+    "is_available",
+    "num_cpus",
+    "open_kernels",
+    "row_numbers",
+    "search_trellis",
+    "stored_numbers",
+    "why_unavailable",
+]

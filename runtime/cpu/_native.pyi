@@ -1,0 +1,45 @@
+"""The extension of runtime/cpu/native/: `kernels` gives it buffers and numbers (runtime/cpu/native/module.cpp)."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+class MapCutError(Exception):
+    """A page that was read is no longer in its file."""
+
+def open_pool(threads: int, limit: str | None, /) -> object: ...
+def instruction_set(pool: object, /) -> str: ...
+def stitch(rows: tuple[object, ...], num_rows: int, row_bytes: int, /) -> None: ...
+def search_trellis(
+    limit: str | None,
+    columns: int,
+    kept: int,
+    width: int,
+    weights: NDArray[np.float32],
+    targets: NDArray[np.float32],
+    scales: NDArray[np.float32],
+    importance: NDArray[np.float32],
+    factor: NDArray[np.float32] | None,
+    tables: NDArray[np.float32],
+    starts: NDArray[np.uint8],
+    codes: NDArray[np.uint8],
+    values: NDArray[np.float32],
+    windows: NDArray[np.uint8],
+    /,
+) -> None: ...
+def open_reader(memory: NDArray[np.uint8], threads: int, direct: bool, max_read_bytes: int, /) -> object: ...
+def add_file(reader: object, descriptor: int, /) -> tuple[int, int]: ...
+def submit_reads(
+    reader: object,
+    file: int,
+    offsets: NDArray[np.int64],
+    places: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    urgent: bool,
+    /,
+) -> int: ...
+def wait_reads(reader: object, ticket: int, /) -> tuple[int, int, int] | None: ...
+def are_read(reader: object, ticket: int, /) -> bool: ...
+def promote_reads(reader: object, ticket: int, /) -> None: ...
+def cancel_reads(reader: object, ticket: int, /) -> bool: ...
+def read_stats(reader: object, /) -> tuple[int, int, int, int]: ...
+def close_reader(reader: object, /) -> None: ...

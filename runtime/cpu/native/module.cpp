@@ -1,0 +1,512 @@
+// The Python face of the kernels: the module, and the operations on rows. Those of layers are in module_layers.cpp, the
+// reading of files in module_reads.cpp, and the search for codes in module_search.cpp.
+#include <cstring>
+
+#include "arguments.h"
+#include "extent.h"
+#include "guard.h"
+#include "module_layers.h"
+#include "module_reads.h"
+#include "module_search.h"
+#include "rows.h"
+
+namespace moe_pack {
+
+PyObject* cut_error;
+
+}  // namespace moe_pack
+
+namespace {
+
+using namespace moe_pack;
+
+constexpr int kMaxThreads = 1024;
+constexpr size_t kMaxExperts = 1 << 20;
+
+bool take_layout(PyObject* from, ExpertLayout* layout) {
+    Copied<int32_t> numbers;
+    if (!numbers.take(from, "layout")) return false;
+    const char* fault = read_expert_layout(numbers.values(), numbers.size(), layout);
+    return fault == nullptr || refuse("layout", fault) != nullptr;
+}
+
+// ---- pool ---------------------------------------------------------------------------------------------------------
+
+void free_pool(PyObject* capsule) { delete static_cast<Pool*>(PyCapsule_GetPointer(capsule, kPoolName)); }
+
+PyObject* open_pool(PyObject*, PyObject* arguments) {
+    int threads;
+    const char* limit;
+    if (!PyArg_ParseTuple(arguments, "iz:open_pool", &threads, &limit)) return nullptr;
+    if (threads < 1 || threads > kMaxThreads) return refuse("threads", "expected 1 to 1024");
+    const Kernels* kernels = best_kernels(limit);
+    if (kernels == nullptr) return refuse("instruction set", "expected portable, avx2, avx512 or avx512vbmi");
+    Pool* pool = new (std::nothrow) Pool(threads, *kernels);
+    if (pool == nullptr) return PyErr_NoMemory();
+    PyObject* capsule = PyCapsule_New(pool, kPoolName, free_pool);
+    if (capsule == nullptr) delete pool;
+    return capsule;
+}
+
+PyObject* instruction_set(PyObject*, PyObject* capsule) {
+    Pool* pool = pool_of(capsule);
+    return pool == nullptr ? nullptr : PyUnicode_FromString(pool->kernels().name);
+}
+
+// ---- rows in one piece or in pages --------------------------------------------------------------------------------
+
+// Rows that Python gives: a buffer of them, or `(arena, slots, slot_bytes, head_bytes, page_bytes, begin)` where they
+// lie in pages: page p of the extent from `head_bytes` on in slot `slots[p]` of the arena, row 0 at byte `begin`.
+class HeldRows {
+  public:
+    bool take(PyObject* from, const char* name, size_t row_bytes) {
+        if (!PyTuple_Check(from)) {
+            if (!bytes_.take(from, name)) return false;
+            rows_ = Rows(bytes_.values());
+            row_bytes_ = row_bytes;
+            num_rows_ = row_bytes ? bytes_.size() / row_bytes : 0;
+            return true;
+        }
+        PyObject *arena, *slot_idx;
+        Py_ssize_t slot_bytes, head_bytes, page_bytes, begin;
+        Copied<int32_t> slots;
+        if (!PyArg_ParseTuple(from, "OOnnnn:pages", &arena, &slot_idx, &slot_bytes, &head_bytes, &page_bytes, &begin) ||
+            !bytes_.take(arena, "arena") || !slots.take(slot_idx, "slots"))
+            return false;
+        constexpr Py_ssize_t most = (Py_ssize_t)1 << 24;  // of a page; an extent of 2^40 bytes has exact places then
+        if (page_bytes < 2 || page_bytes > most) return refuse("page_bytes", "expected 2 to 16 MiB") != nullptr;
+        if (head_bytes < (Py_ssize_t)row_bytes || page_bytes < (Py_ssize_t)row_bytes || row_bytes == 0)
+            return refuse(name, "a row is longer than a page or the room before it") != nullptr;
+        if (head_bytes > most || slot_bytes < head_bytes + page_bytes || slot_bytes > 2 * most)
+            return refuse("slot_bytes", "less than a page and the room before it") != nullptr;
+        if (begin < 0 || begin > ((Py_ssize_t)1 << 40) || slots.size() > ((size_t)1 << 40) / page_bytes)
+            return refuse("slots", "an extent has 2^40 bytes at most") != nullptr;
+        size_t slots_there = bytes_.size() / slot_bytes, size = slots.size() * (size_t)page_bytes;
+        if (!all_below("slots", slots.values(), slots.size(), slots_there)) return false;
+        for (size_t i = 0; i < slots.size(); i++)
+            pages_.push_back(bytes_.values() + (size_t)slots.values()[i] * slot_bytes + head_bytes);
+        rows_ = Rows(pages_.data(), page_bytes, begin);
+        num_rows_ = (size_t)begin < size ? (size - begin) / row_bytes : 0;
+        return true;
+    }
+    const Rows& rows() const { return rows_; }
+    size_t num_rows() const { return num_rows_; }
+    bool are_whole(const char* name) const {
+        return rows_.pages != nullptr || (row_bytes_ && bytes_.size() % row_bytes_ == 0) ||
+               refuse(name, "expected whole rows") != nullptr;
+    }
+    bool has(const char* name, size_t wanted) const {
+        if (rows_.pages == nullptr) return has_size(name, bytes_.size(), wanted * row_bytes_);
+        if (num_rows_ >= wanted) return true;
+        PyErr_Format(PyExc_ValueError, "%s: %zu rows, expected %zu", name, num_rows_, wanted);
+        return false;
+    }
+
+  private:
+    Buffer<const uint8_t> bytes_;
+    std::vector<const uint8_t*> pages_;
+    Rows rows_;
+    size_t num_rows_ = 0, row_bytes_ = 0;
+};
+
+// The selector's rows: none where its kind has none.
+bool take_selector(HeldRows& rows, PyObject* from, const ExpertLayout& layout) {
+    size_t row_bytes = layout.selector == Selector::none ? 0 : layout.selector_row_bytes;
+    if (row_bytes == 0 && from == Py_None) return true;
+    return rows.take(from, "selector", row_bytes) && rows.has("selector", layout.num_rows);
+}
+
+// The one row of extra values: none where the layout has none.
+bool take_extra(HeldRows& rows, PyObject* from, const ExpertLayout& layout) {
+    if (layout.extra_row_bytes == 0) return from == Py_None || refuse("extra", "the layout has none") != nullptr;
+    return rows.take(from, "extra", layout.extra_row_bytes) && rows.has("extra", 1);
+}
+
+// ---- experts ------------------------------------------------------------------------------------------------------
+
+// One expert of a call, with what it borrows.
+struct GivenExpert {
+    ExpertLayout layout;
+    HeldRows selector, records, extra;
+    Copied<int64_t> tokens, outputs;
+    Buffer<const float> weights;
+    float threshold;
+
+    bool take(PyObject* tuple, size_t num_tokens, size_t num_outputs, int32_t d) {
+        PyObject *layout_numbers, *selector_rows, *record_rows, *extra_row, *token_idx, *router_weights;
+        PyObject* output_idx = Py_None;
+        if (!PyArg_ParseTuple(tuple, "OOOOfOO|O:expert", &layout_numbers, &selector_rows, &record_rows, &extra_row,
+                              &threshold, &token_idx, &router_weights, &output_idx))
+            return false;
+        if (!take_layout(layout_numbers, &layout) || !take_selector(selector, selector_rows, layout) ||
+            !records.take(record_rows, "records", layout.record_row_bytes) || !take_extra(extra, extra_row, layout) ||
+            !tokens.take(token_idx, "tokens") || !weights.take(router_weights, "weights") ||
+            !outputs.take(output_idx == Py_None ? token_idx : output_idx, "outputs"))
+            return false;
+        if (layout.num_cols != d) return refuse("layout", "its rows are not as long as x's") != nullptr;
+        if (!records.has("records", layout.num_rows) || !has_size("weights", weights.size(), tokens.size()) ||
+            !has_size("outputs", outputs.size(), tokens.size()))
+            return false;
+        if (tokens.size() > kMaxTokens) return refuse("tokens", "too many") != nullptr;
+        return are_below("tokens", tokens, num_tokens, "one is not in x") &&
+               are_below("outputs", outputs, num_outputs, "one is not in y");
+    }
+    static bool are_below(const char* name, const Copied<int64_t>& places, size_t limit, const char* fault) {
+        for (size_t i = 0; i < places.size(); i++)
+            if (places.values()[i] < 0 || (uint64_t)places.values()[i] >= limit) return refuse(name, fault) != nullptr;
+        return true;
+    }
+    ExpertWork work() const {
+        return {&layout,         selector.rows(), records.rows(), threshold, (int32_t)tokens.size(),
+                tokens.values(), weights.values(), outputs.values(), extra.rows()};
+    }
+};
+
+PyObject* experts(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *given, *inputs, *outputs;
+    int d, apart = 0;  // apart: y has rows of its own, which every expert names
+    if (!PyArg_ParseTuple(arguments, "OO!OOi|p:experts", &capsule, &PyList_Type, &given, &inputs, &outputs, &d, &apart))
+        return nullptr;
+    Pool* pool = pool_of(capsule);
+    Buffer<const float> x;
+    Buffer<float> y;
+    if (pool == nullptr || !x.take(inputs, "x") || !y.take(outputs, "y", true)) return nullptr;
+    if (d < 1 || x.size() % d) return refuse("x", "expected whole tokens");
+    int32_t num_tokens;
+    if (!count_tokens("x", x.size(), d, &num_tokens) || (!apart && !has_size("y", y.size(), x.size()))) return nullptr;
+    if (y.size() % d) return refuse("y", "expected whole tokens");
+    size_t count = PyList_Size(given);
+    if (count > kMaxExperts) return refuse("experts", "too many");
+    std::vector<GivenExpert> held(count);
+    std::vector<ExpertWork> works(count);
+    for (size_t i = 0; i < count; i++) {
+        PyObject* tuple = PyList_GetItem(given, i);
+        if (tuple == nullptr || !PyTuple_Check(tuple)) return refuse("experts", "expected tuples");
+        // Ours while it is read: numbers may be objects whose conversion changes the list.
+        Py_INCREF(tuple);
+        bool taken = held[i].take(tuple, num_tokens, y.size() / d, d);
+        Py_DECREF(tuple);
+        if (!taken) return nullptr;
+        works[i] = held[i].work();
+    }
+    return unlocked([&] { return run_experts(*pool, works.data(), (int32_t)count, x.values(), y.values()); });
+}
+
+PyObject* select(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *numbers, *rows, *inputs, *a_out, *runs_out, *neurons_out;
+    float threshold;
+    if (!PyArg_ParseTuple(arguments, "OOOfOOOO:select", &capsule, &numbers, &rows, &threshold, &inputs, &a_out,
+                          &runs_out, &neurons_out))
+        return nullptr;
+    Pool* pool = pool_of(capsule);
+    ExpertLayout layout;
+    HeldRows selector;
+    Buffer<const float> x;
+    Buffer<float> a;
+    Buffer<uint8_t> runs;
+    Buffer<int32_t> neurons;
+    if (pool == nullptr || !take_layout(numbers, &layout) || !take_selector(selector, rows, layout) || !x.take(inputs, "x") ||
+        !a.take(a_out, "a", true) || !runs.take(runs_out, "runs", true) || !neurons.take(neurons_out, "neurons", true))
+        return nullptr;
+    size_t f = layout.num_rows;
+    int32_t tokens, count = 0;
+    if (!count_tokens("x", x.size(), layout.num_cols, &tokens) ||
+        !has_size("a", a.size(), tokens * f) ||
+        !has_size("runs", runs.size(), tokens * f) || !has_size("neurons", neurons.size(), f + 1))
+        return nullptr;
+    PyObject* done = unlocked([&] {
+        return select_neurons(*pool, layout, selector.rows(), threshold, tokens, x.values(), a.values(),
+                              runs.values(), neurons.values(), &count);
+    });
+    if (done == nullptr) return nullptr;
+    Py_DECREF(done);
+    return PyLong_FromLong(count);
+}
+
+// What both steps after selection are given.
+struct GivenNeurons {
+    ExpertLayout layout;
+    HeldRows records;
+    Copied<int32_t> neurons, places;
+
+    bool take(PyObject* numbers, PyObject* record_rows, PyObject* neuron_idx, PyObject* place_idx) {
+        if (!take_layout(numbers, &layout) || !records.take(record_rows, "records", layout.record_row_bytes) ||
+            !neurons.take(neuron_idx, "neurons") || !places.take(place_idx, "places") || !records.are_whole("records"))
+            return false;
+        if (neurons.size() > (size_t)layout.num_rows) return refuse("neurons", "more than the expert has") != nullptr;
+        return has_size("places", places.size(), neurons.size()) &&
+               all_below("neurons", neurons.values(), neurons.size(), layout.num_rows) &&
+               all_below("places", places.values(), places.size(), records.num_rows());
+    }
+    NeuronsWork work(float threshold, int32_t num_tokens) const {
+        return {&layout,          records.rows(), threshold, num_tokens, (int32_t)neurons.size(),
+                neurons.values(), places.values()};
+    }
+};
+
+PyObject* neurons(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *numbers, *rows, *neuron_idx, *place_idx, *inputs, *a_in, *runs_in, *h_out;
+    float threshold;
+    if (!PyArg_ParseTuple(arguments, "OOOOOfOOOO:neurons", &capsule, &numbers, &rows, &neuron_idx, &place_idx,
+                          &threshold, &inputs, &a_in, &runs_in, &h_out))
+        return nullptr;
+    Pool* pool = pool_of(capsule);
+    GivenNeurons given;
+    Buffer<const float> x, a;
+    Buffer<const uint8_t> runs;
+    Buffer<float> h;
+    if (pool == nullptr || !given.take(numbers, rows, neuron_idx, place_idx) || !x.take(inputs, "x") ||
+        !a.take(a_in, "a") || !runs.take(runs_in, "runs") || !h.take(h_out, "h", true))
+        return nullptr;
+    size_t f = given.layout.selector == Selector::none ? 0 : given.layout.num_rows;
+    int32_t tokens;
+    if (!count_tokens("x", x.size(), given.layout.num_cols, &tokens) || !has_size("a", a.size(), tokens * f) ||
+        !has_size("runs", runs.size(), tokens * f) || !has_size("h", h.size(), tokens * given.neurons.size()))
+        return nullptr;
+    return unlocked([&] {
+        return run_neurons(*pool, given.work(threshold, tokens), x.values(), a.values(), runs.values(), h.values());
+    });
+}
+
+PyObject* accumulate(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *numbers, *rows, *neuron_idx, *place_idx, *extra_row, *h_in, *outputs;
+    if (!PyArg_ParseTuple(arguments, "OOOOOOOO:accumulate", &capsule, &numbers, &rows, &neuron_idx, &place_idx,
+                          &extra_row, &h_in, &outputs))
+        return nullptr;
+    Pool* pool = pool_of(capsule);
+    GivenNeurons given;
+    HeldRows extra;
+    Buffer<const float> h;
+    Buffer<float> y;
+    if (pool == nullptr || !given.take(numbers, rows, neuron_idx, place_idx) ||
+        !take_extra(extra, extra_row, given.layout) || !h.take(h_in, "h") || !y.take(outputs, "y", true))
+        return nullptr;
+    int32_t tokens;
+    if (!count_tokens("y", y.size(), given.layout.num_cols, &tokens) ||
+        !has_size("h", h.size(), tokens * given.neurons.size()))
+        return nullptr;
+    NeuronsWork work = given.work(0.0f, tokens);
+    work.extra = extra.rows();
+    return unlocked([&] { return add_neurons(*pool, work, h.values(), y.values()); });
+}
+
+// ---- rows ---------------------------------------------------------------------------------------------------------
+
+// Rows of one part.
+struct GivenRows {
+    Copied<int32_t> numbers;
+    Buffer<const uint8_t> rows;
+    RowsLayout layout;
+    size_t num_rows;
+
+    bool take(PyObject* layout_numbers, PyObject* held_rows) {
+        if (!numbers.take(layout_numbers, "layout") || !rows.take(held_rows, "rows")) return false;
+        if (const char* fault = read_rows_layout(numbers.values(), numbers.size(), &layout))
+            return refuse("layout", fault) != nullptr;
+        num_rows = rows.size() / layout.row_bytes;
+        if (num_rows > (size_t)kMaxRows) return refuse("rows", "too many") != nullptr;
+        return has_size("rows", rows.size(), num_rows * layout.row_bytes);
+    }
+};
+
+PyObject* dense(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *numbers, *held_rows, *inputs, *outputs;
+    if (!PyArg_ParseTuple(arguments, "OOOOO:dense", &capsule, &numbers, &held_rows, &inputs, &outputs)) return nullptr;
+    Pool* pool = pool_of(capsule);
+    GivenRows given;
+    Buffer<const float> x;
+    Buffer<float> out;
+    if (pool == nullptr || !given.take(numbers, held_rows) || !x.take(inputs, "x") || !out.take(outputs, "out", true))
+        return nullptr;
+    int32_t tokens;
+    if (!count_tokens("x", x.size(), given.layout.part.part.num_cols, &tokens) ||
+        !has_size("out", out.size(), tokens * given.num_rows))
+        return nullptr;
+    return unlocked([&] {
+        return multiply(*pool, given.layout, given.rows.values(), (int32_t)given.num_rows, x.values(),
+                        tokens, out.values());
+    });
+}
+
+PyObject* decode_rows(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *numbers, *held_rows, *outputs;
+    if (!PyArg_ParseTuple(arguments, "OOOO:decode", &capsule, &numbers, &held_rows, &outputs)) return nullptr;
+    Pool* pool = pool_of(capsule);
+    GivenRows given;
+    Buffer<float> out;
+    if (pool == nullptr || !given.take(numbers, held_rows) || !out.take(outputs, "out", true) ||
+        !has_size("out", out.size(), given.num_rows * given.layout.part.part.num_cols))
+        return nullptr;
+    return unlocked([&] {
+        return decode(*pool, given.layout, given.rows.values(), (int32_t)given.num_rows, out.values());
+    });
+}
+
+// A number for bytes in one piece.
+template <class Number, Outcome (*find)(Pool&, const uint8_t*, size_t, Number*)>
+PyObject* of_bytes(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *held;
+    if (!PyArg_ParseTuple(arguments, "OO", &capsule, &held)) return nullptr;
+    Pool* pool = pool_of(capsule);
+    Buffer<const uint8_t> bytes;
+    if (pool == nullptr || !bytes.take(held, "bytes")) return nullptr;
+    Number found = 0;
+    PyObject* done = unlocked([&] { return find(*pool, bytes.values(), bytes.size(), &found); });
+    if (done == nullptr) return nullptr;
+    Py_DECREF(done);
+    return PyLong_FromUnsignedLongLong(found);
+}
+
+PyObject* row_checksums(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *held, *outputs;
+    Py_ssize_t row_bytes, num_bytes;
+    if (!PyArg_ParseTuple(arguments, "OOnnO:row_checksums", &capsule, &held, &row_bytes, &num_bytes, &outputs))
+        return nullptr;
+    Pool* pool = pool_of(capsule);
+    Buffer<const uint8_t> rows;
+    Buffer<uint32_t> out;
+    if (pool == nullptr || !rows.take(held, "rows") || !out.take(outputs, "out", true)) return nullptr;
+    if (row_bytes < 1 || num_bytes < 0 || num_bytes > row_bytes) return refuse("num_bytes", "expected 0 to row_bytes");
+    size_t count = rows.size() / row_bytes;
+    if (count > (size_t)kMaxRows) return refuse("rows", "too many");
+    if (!has_size("rows", rows.size(), count * row_bytes) || !has_size("out", out.size(), count)) return nullptr;
+    return unlocked([&] {
+        return checksum_rows(*pool, rows.values(), (int32_t)count, row_bytes, num_bytes, out.values());
+    });
+}
+
+// Of an extent in pages: its first `num_bytes`.
+PyObject* checksum_pages_of(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *held;
+    Py_ssize_t num_bytes;
+    if (!PyArg_ParseTuple(arguments, "OO!n:checksum_pages", &capsule, &PyTuple_Type, &held, &num_bytes)) return nullptr;
+    Pool* pool = pool_of(capsule);
+    HeldRows extent;
+    if (pool == nullptr || !extent.take(held, "extent", 1)) return nullptr;
+    if (num_bytes < 0 || (size_t)num_bytes > extent.num_rows()) return refuse("num_bytes", "more than the pages hold");
+    uint32_t found = 0;
+    PyObject* done = unlocked([&] { return checksum_pages(*pool, extent.rows(), num_bytes, &found); });
+    if (done == nullptr) return nullptr;
+    Py_DECREF(done);
+    return PyLong_FromUnsignedLong(found);
+}
+
+// The arena is written, where no row lies whole: a buffer that may be written is asked for to say so.
+PyObject* stitch_rows(PyObject*, PyObject* arguments) {
+    PyObject* held;
+    Py_ssize_t num_rows, row_bytes;
+    if (!PyArg_ParseTuple(arguments, "O!nn:stitch", &PyTuple_Type, &held, &num_rows, &row_bytes)) return nullptr;
+    if (row_bytes < 1 || num_rows < 0) return refuse("row_bytes", "expected at least 1");
+    HeldRows rows;
+    Buffer<uint8_t> arena;
+    PyObject* memory = PyTuple_GetItem(held, 0);
+    if (memory == nullptr || !arena.take(memory, "arena", true) || !rows.take(held, "rows", row_bytes) ||
+        !rows.has("rows", num_rows))
+        return nullptr;
+    stitch(rows.rows(), num_rows, row_bytes);
+    Py_RETURN_NONE;
+}
+
+PyObject* damaged_row_of(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *held, *row_idx;
+    Py_ssize_t row_bytes, crc_offset;
+    if (!PyArg_ParseTuple(arguments, "OOOnn:damaged_row", &capsule, &held, &row_idx, &row_bytes, &crc_offset))
+        return nullptr;
+    if (row_bytes < 4 || crc_offset < 0 || crc_offset > row_bytes - 4)
+        return refuse("crc_offset", "expected it within a row");
+    Pool* pool = pool_of(capsule);
+    HeldRows rows;
+    Copied<int32_t> wanted;
+    if (pool == nullptr || !rows.take(held, "rows", row_bytes) || !wanted.take(row_idx, "wanted") ||
+        !all_below("wanted", wanted.values(), wanted.size(), rows.num_rows()))
+        return nullptr;
+    int32_t found = -1;
+    PyObject* done = unlocked([&] {
+        return find_damaged(*pool, rows.rows(), wanted.values(), (int32_t)wanted.size(), row_bytes, crc_offset, &found);
+    });
+    if (done == nullptr) return nullptr;
+    Py_DECREF(done);
+    return PyLong_FromLong(found);
+}
+
+PyObject* gather_rows(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *held, *place_idx, *outputs;
+    Py_ssize_t row_bytes;
+    if (!PyArg_ParseTuple(arguments, "OOnOO:gather", &capsule, &held, &row_bytes, &place_idx, &outputs)) return nullptr;
+    Pool* pool = pool_of(capsule);
+    Buffer<const uint8_t> rows;
+    Copied<int32_t> places;
+    Buffer<uint8_t> out;
+    if (pool == nullptr || !rows.take(held, "rows") || !places.take(place_idx, "places") ||
+        !out.take(outputs, "out", true))
+        return nullptr;
+    if (row_bytes < 1) return refuse("row_bytes", "expected at least 1");
+    size_t count = rows.size() / row_bytes, num_bytes;
+    if (places.size() > kMaxTokens || __builtin_mul_overflow(places.size(), (size_t)row_bytes, &num_bytes))
+        return refuse("places", "too many");
+    if (!has_size("rows", rows.size(), count * row_bytes) || !has_size("out", out.size(), num_bytes) ||
+        !all_below("places", places.values(), places.size(), count))
+        return nullptr;
+    return unlocked([&] {
+        return gather(*pool, rows.values(), row_bytes, places.values(), (int32_t)places.size(), out.values());
+    });
+}
+
+PyMethodDef methods[] = {
+    {"open_pool", caught<open_pool>, METH_VARARGS, "open_pool(threads, limit) -> capsule"},
+    {"instruction_set", caught<instruction_set>, METH_O, "instruction_set(pool) -> str"},
+    {"experts", caught<experts>, METH_VARARGS,
+     "experts(pool, [(layout, selector, records, extra, threshold, tokens, weights[, outputs])], x, y, d, apart=False)"},
+    {"select", caught<select>, METH_VARARGS, "select(pool, layout, selector, threshold, x, a, runs, neurons) -> int"},
+    {"neurons", caught<neurons>, METH_VARARGS,
+     "neurons(pool, layout, records, neurons, places, threshold, x, a, runs, h)"},
+    {"accumulate", caught<accumulate>, METH_VARARGS, "accumulate(pool, layout, records, neurons, places, extra, h, y)"},
+    {"dense", caught<dense>, METH_VARARGS, "dense(pool, layout, rows, x, out)"},
+    {"decode", caught<decode_rows>, METH_VARARGS, "decode(pool, layout, rows, out)"},
+    {"checksum", caught<of_bytes<uint32_t, checksum>>, METH_VARARGS, "checksum(pool, bytes) -> int"},
+    {"read", caught<of_bytes<uint64_t, read_only>>, METH_VARARGS, "read(pool, bytes) -> int"},
+    {"row_checksums", caught<row_checksums>, METH_VARARGS, "row_checksums(pool, rows, row_bytes, num_bytes, out)"},
+    {"checksum_pages", caught<checksum_pages_of>, METH_VARARGS, "checksum_pages(pool, extent, num_bytes) -> int"},
+    {"stitch", caught<stitch_rows>, METH_VARARGS, "stitch(rows, num_rows, row_bytes)"},
+    {"damaged_row", caught<damaged_row_of>, METH_VARARGS,
+     "damaged_row(pool, rows, wanted, row_bytes, crc_offset) -> int, -1 if none is"},
+    {"gather", caught<gather_rows>, METH_VARARGS, "gather(pool, rows, row_bytes, places, out)"},
+    {"attend", caught<attend_heads>, METH_VARARGS,
+     "attend(pool, q, k, v, q_norm, k_norm, cosines, sines, keys, values, sinks, out, num_heads, num_kv_heads, head_dim, "
+     "start, window, scale, eps, interleaved)"},
+    {"route", caught<route_tokens>, METH_VARARGS,
+     "route(pool, logits, bias, experts, weights, kind, num_experts, chosen, groups, chosen_groups, least_sum, factor, "
+     "jitter)"},
+    {"rms_norm", caught<norm_rows>, METH_VARARGS, "rms_norm(pool, x, weight, eps, out)"},
+    {"search_trellis", caught<search_codes>, METH_VARARGS,
+     "search_trellis(limit, columns, kept, width, weights, targets, scales, importance, factor, tables, starts, codes, "
+     "values, windows)"},
+    {"open_reader", caught<open_reader>, METH_VARARGS,
+     "open_reader(memory, threads, direct, max_read_bytes) -> capsule"},
+    {"add_file", caught<add_file>, METH_VARARGS, "add_file(reader, descriptor) -> (file, bytes)"},
+    {"submit_reads", caught<submit_reads>, METH_VARARGS,
+     "submit_reads(reader, file, offsets, places, sizes, urgent) -> ticket"},
+    {"wait_reads", caught<wait_reads>, METH_VARARGS, "wait_reads(reader, ticket) -> None | (file, at, error)"},
+    {"are_read", caught<are_read>, METH_VARARGS, "are_read(reader, ticket) -> bool"},
+    {"promote_reads", caught<promote_reads>, METH_VARARGS, "promote_reads(reader, ticket)"},
+    {"cancel_reads", caught<cancel_reads>, METH_VARARGS, "cancel_reads(reader, ticket) -> bool"},
+    {"read_stats", caught<read_stats>, METH_VARARGS,
+     "read_stats(reader) -> (bytes_urgent, bytes_ahead, num_reads, busy_ns)"},
+    {"close_reader", caught<close_reader>, METH_VARARGS, "close_reader(reader)"},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__native() {
+    PyObject* module = PyModule_Create(&definition);
+    if (module == nullptr) return nullptr;
+    cut_error = PyErr_NewException("moe_pack.runtime.cpu._native.MapCutError", nullptr, nullptr);
+    if (cut_error == nullptr || PyModule_AddObjectRef(module, "MapCutError", cut_error) != 0) {
+        Py_DECREF(module);
+        return nullptr;
+    }
+    return module;
+}

@@ -1,0 +1,1 @@
+"""The engines on a GPU. None has run on one yet."""

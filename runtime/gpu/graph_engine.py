@@ -1,0 +1,104 @@
+"""The graph engine: a token is one CUDA graph, in which the GPU pulls what it lacks from host memory.
+
+The host says which token stands where, replays the graph, and waits once, for the logits; with them come the experts
+that the token went to and the counts of what was pulled. Importing this needs triton.
+
+The graph engine put together: experts' cache, weights and decoder. Importing this needs triton.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_pack.formats import Pack
+from moe_pack.runtime.gpu.decoder import TokenDecoder, TokenStep
+from moe_pack.runtime.gpu.device import HostArena
+from moe_pack.runtime.gpu.fit import CardCounts
+from moe_pack.runtime.gpu.kernels.cache import BYTES, HITS, NEEDED, ROWS
+from moe_pack.runtime.gpu.placement import place_experts, usual_heat
+from moe_pack.runtime.gpu.weights import CardCache, CardWeights
+from moe_pack.runtime.offload import Routing
+
+
+class GraphDecoder(TokenDecoder):
+    """A model at work by the graph engine; arguments as of `TokenDecoder`."""
+
+    def __init__(
+        self,
+        weights: CardWeights,
+        context_tokens: int,
+        device: torch.device,
+        chunk_tokens: int,
+        cache_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(weights, context_tokens, device, chunk_tokens, cache_dtype)
+        self._card = weights
+        self._step = TokenStep(weights, self._layers, self._num_sms())
+        self._routes, self._counters = self._on_host(self._layers.routes), self._on_host(weights.cache.counters)
+        self._run: Callable[[], None] = self._launch
+
+    def prepare(self) -> None:
+        """Captures a token's graph."""
+        self._run = self._captured(self._launch)
+        self._card.cache.counters.zero_()  # what ran until now was no token that anybody asked for
+
+    @property
+    def routes(self) -> Tensor:
+        """The experts of the last token that was run alone, int32 [L, k]."""
+        return self._routes
+
+    def counts(self) -> CardCounts:
+        """What was needed and pulled until now; waits for the card."""
+        total = self._card.cache.counters.sum(dim=0).tolist()
+        return CardCounts(total[NEEDED], total[HITS], total[ROWS], total[BYTES])
+
+    def _run_token(self) -> None:
+        self._run()
+
+    def _launch(self) -> None:
+        layers = self._layers
+        layers.control.copy_(self._control, non_blocking=True)
+        self._step.run()
+        self._logits.copy_(layers.logits, non_blocking=True)
+        self._routes.copy_(layers.routes, non_blocking=True)
+        self._counters.copy_(self._card.cache.counters, non_blocking=True)
+
+
+class GraphAtWork:
+    """A pack at work by the graph engine; see `AtWork`. Owns all but pack and host memory: `close` it.
+
+    Args:    room_bytes: of the device, for experts.   chunk_tokens: of a forward pass, at most.
+    Raises:  RunError if one token's experts have no room.
+    """
+
+    def __init__(
+        self,
+        pack: Pack,
+        host: HostArena,
+        device: torch.device,
+        room_bytes: int,
+        context_tokens: int,
+        chunk_tokens: int,
+        cache_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        routing = Routing.open(pack)
+        popularity = None if routing is None else np.asarray(routing.popularity, np.float64)
+        placement = place_experts(pack.layout, room_bytes, popularity, usual_heat(pack.layout, pack.thresholds))
+        with ExitStack() as opened:
+            self.cache = opened.enter_context(closing(CardCache(pack, placement, host, device)))
+            self.weights = CardWeights(pack, device, self.cache, chunk_tokens)
+            self.decoder = GraphDecoder(self.weights, context_tokens, device, chunk_tokens, cache_dtype)
+            self.expert_bytes, self.pages_bytes = self.cache.num_bytes, placement.pages_bytes
+            self._opened = opened.pop_all()
+
+    def prepare(self) -> None:
+        """Captures a token's graph."""
+        self.decoder.prepare()
+
+    def close(self) -> None:
+        """Lets go of the device's memory."""
+        self._opened.close()
+        del self.decoder, self.weights, self.cache

@@ -1,0 +1,1 @@
+"""The Triton kernels. Every module but `ahead` needs Triton."""

@@ -1,0 +1,529 @@
+"""A token enters attention: heads normed and rotated, keys and values written where the cache keeps its position.
+
+With fewer places than positions the cache is a ring, and the token takes the place of one that nobody sees any more.
+
+One program a head of queries, keys or values. The twin is `Operations.attend` up to its product.
+
+One token's queries over the cache: the positions it sees in splits, each a program's, whose results are combined.
+
+Up to 16 query heads that share keys stand in one tile. Positions are divided evenly whatever their number, so that
+nothing depends on host values; splits that get none leave at once. In latent attention the values are the first
+columns of the keys. A layer whose window is shorter than the context may keep its positions in a ring, and a head may
+have a sink, a logit that no value belongs to. Products are 3xTF32 on a GPU, which lose no more than float32 sums do.
+The twin is torch's own attention, as in `runtime.attention`; `runtime.latent_attention` for latents.
+
+One token's latent attention beside `attend`: queries move into the latent's space, mixes of latents out of it.
+
+Both read `kv_b`'s rows, stored or in the row layout, as they lie: for each head `nope` rows of W_k, then those of W_v.
+A token is `enter_latent`, `attend`, `leave_latent`. The twin is `runtime.latent_attention`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_pack.formats import GroupedQuerySpec
+from moe_pack.formats.spec import LatentSpec
+from moe_pack.runtime.gpu.kernels.products import add_part, dot_part, load_part, load_x_part, store_part, zero_part
+from moe_pack.runtime.gpu.kernels.rows import Part, lookup_for
+from moe_pack.runtime.model import Angles
+
+_NORMS = {"none": 0, "head": 1, "projection": 2}
+
+
+class QkNorms(NamedTuple):
+    """Weights of the norms of queries and keys: float32 [head_dim], or of the whole projection."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+def enter(
+    projected: tuple[Tensor, Tensor, Tensor],
+    norms: QkNorms | None,
+    angles: Angles,
+    interleaved: bool,
+    position: Tensor,
+    spec: GroupedQuerySpec,
+    turned: Tensor,
+    cache: tuple[Tensor, Tensor],
+) -> None:
+    """Writes one token's rotated queries to `turned`, its rotated keys and its values to the cache at `position`.
+
+    Args:    projected: queries, keys and values, float32 [heads * head_dim].
+             norms: where the spec's `qk_norm` is not none.
+             angles: of all positions, float32 [positions, rotary_dim / 2] each, from `Rope`.
+             position: int32 [1]; its place in the cache is that modulo `places`.
+             turned: float32 [num_heads, head_dim].
+             cache: keys and values, float32 or bfloat16 [num_kv_heads, places, head_dim], contiguous.
+    """
+    q, k, v = projected
+    keys, values = cache
+    cos, sin = angles
+    assert (norms is None) == (spec.qk_norm == "none"), "norms are there where the spec has them"
+    q_norm, k_norm, eps = (q, k, 0.0) if norms is None else norms  # unread where there are none
+    num_heads, num_kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    _enter_kernel[(num_heads + 2 * num_kv_heads,)](
+        q, k, v, q_norm, k_norm, cos, sin, position, turned, keys, values, keys.shape[1], eps,
+        num_heads, num_kv_heads, head_dim, cos.shape[1], interleaved, _NORMS[spec.qk_norm],
+        triton.next_power_of_2(head_dim), triton.next_power_of_2(num_heads * head_dim),
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _enter_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    turned_ptr,
+    keys_ptr,
+    values_ptr,
+    num_places,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_ALL: tl.constexpr,
+):
+    head = tl.program_id(0)
+    position = tl.load(position_ptr).to(tl.int64)
+    cos_ptr += position * HALF
+    sin_ptr += position * HALF
+    place = position % num_places
+    c = tl.arange(0, BLOCK)
+    if head < HEADS:
+        q = _turned_head(
+            q_ptr, head, q_norm_ptr, cos_ptr, sin_ptr, eps, HEADS, DIM, HALF, INTERLEAVED, NORM, BLOCK, BLOCK_ALL
+        )
+        tl.store(turned_ptr + head * DIM + c, q, mask=c < DIM)
+    elif head < HEADS + KV_HEADS:
+        head -= HEADS
+        k = _turned_head(
+            k_ptr, head, k_norm_ptr, cos_ptr, sin_ptr, eps, KV_HEADS, DIM, HALF, INTERLEAVED, NORM, BLOCK, BLOCK_ALL
+        )
+        tl.store(keys_ptr + (head * num_places + place) * DIM + c, k, mask=c < DIM)
+    else:
+        head -= HEADS + KV_HEADS
+        v = tl.load(v_ptr + head * DIM + c, mask=c < DIM)
+        tl.store(values_ptr + (head * num_places + place) * DIM + c, v, mask=c < DIM)
+
+
+@triton.jit
+def _turned_head(
+    x_ptr,
+    head,
+    norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    eps,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_ALL: tl.constexpr,
+):
+    """One head normed and rotated, float32 [BLOCK]."""
+    c = tl.arange(0, BLOCK)
+    other = partner(c, HALF, INTERLEAVED)
+    x = tl.load(x_ptr + head * DIM + c, mask=c < DIM, other=0.0)
+    x_other = tl.load(x_ptr + head * DIM + other, mask=c < DIM, other=0.0)
+    if NORM:
+        if NORM == 1:
+            factor = tl.rsqrt(tl.sum(x * x) / DIM + eps)
+        else:  # each head's program sums all of the projection: 16 KiB at most, and no launch more
+            norm_ptr += head * DIM
+            all_c = tl.arange(0, BLOCK_ALL)
+            whole = tl.load(x_ptr + all_c, mask=all_c < HEADS * DIM, other=0.0)
+            factor = tl.rsqrt(tl.sum(whole * whole) / (HEADS * DIM) + eps)
+        x = x * factor * tl.load(norm_ptr + c, mask=c < DIM, other=0.0)
+        x_other = x_other * factor * tl.load(norm_ptr + other, mask=c < DIM, other=0.0)
+    return turn(x, x_other, c, cos_ptr, sin_ptr, HALF, INTERLEAVED)
+
+
+@triton.jit
+def partner(c, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The column that each column `c` is turned against; itself past the `2 HALF` that turn."""
+    other = c ^ 1 if INTERLEAVED else tl.where(c < HALF, c + HALF, c - HALF)
+    return tl.where(c < 2 * HALF, other, c)
+
+
+@triton.jit
+def turn(x, x_other, c, cos_ptr, sin_ptr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Values `x` of columns `c` turned against `x_other` of their partners, by a position's angles."""
+    if INTERLEAVED:
+        angle, is_first = c // 2, c % 2 == 0
+    else:
+        angle, is_first = c % HALF, c < HALF
+    turns = c < 2 * HALF
+    cos = tl.load(cos_ptr + angle, mask=turns, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=turns, other=0.0)
+    return x * cos + tl.where(is_first, -x_other, x_other) * sin
+
+
+_BLOCK_H = 16  # the fewest rows a product of tiles has
+_USUAL_WIDTH = 128  # other keys beyond a piece are multiplied piece by piece, lest the registers overflow
+_PIECE = 64
+_PROGRAMS = 256  # about two for each multiprocessor of a large card
+_MAX_SPLITS = 64  # what combining them costs grows with them
+_COMBINED = 16  # splits read at once
+
+
+def _interpreted_range(*bounds: Any) -> Iterable[int]:
+    """What the interpreter's own range is for numpy before 2.4: its scalars are arrays of one."""
+    return range(*(int(bound.handle.data.item()) if isinstance(bound, tl.tensor) else bound for bound in bounds))
+
+
+_range = _interpreted_range if triton.knobs.runtime.interpret else tl.range
+
+
+def _block_s(width: int) -> int:
+    """Positions of a tile."""
+    return 32 if width <= _USUAL_WIDTH else 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendRoom:
+    """Room for what each split finds, made once, on the device.
+
+    `sums`: float32 [2, splits, heads], the largest score and the sum of powers.   `mixed`: float32 [splits, heads,
+    width], values times powers.
+    """
+
+    sums: Tensor
+    mixed: Tensor
+
+    @classmethod
+    def room(
+        cls, num_heads: int, num_kv_heads: int, width: int, context_tokens: int, device: torch.device
+    ) -> "AttendRoom":
+        """Room for values of `width` and as many splits as a cache of `context_tokens` is worth: a power of two."""
+        tiles = num_kv_heads * -(-num_heads // num_kv_heads // _BLOCK_H)
+        most = min(_MAX_SPLITS, max(1, _PROGRAMS // tiles), -(-context_tokens // _block_s(width)))
+        splits = 1 << (most.bit_length() - 1)
+        sums = torch.zeros((2, splits, num_heads), device=device)
+        return cls(sums, torch.zeros((splits, num_heads, width), device=device))
+
+
+def attend(
+    q: Tensor,
+    cache: tuple[Tensor, Tensor],
+    position: Tensor,
+    scale: float,
+    window: int | None,
+    room: AttendRoom,
+    out: Tensor,
+    sinks: Tensor | None = None,
+) -> None:
+    """Writes each head's mix of the values at positions up to `position`, of the last `window` where there is one.
+
+    Args:    q: float32 [heads, width], rotated.
+             cache: keys and values, float32 or bfloat16 [kv heads, places, width]; keys contiguous, and values
+             either contiguous too or the first columns of the keys. A position's place is it modulo `places`.
+             position: int32 [1], this token's, already in the cache, as is all that it sees.
+             out: float32 [heads, values' width].   sinks: float32 [heads].
+    """
+    keys, values = cache
+    (num_heads, width), (num_kv_heads, num_places, value_width) = q.shape, values.shape
+    group, splits = num_heads // num_kv_heads, room.sums.shape[1]
+    tiles = -(-group // _BLOCK_H)
+    block_c = width if width == _USUAL_WIDTH else min(_PIECE, triton.next_power_of_2(width))
+    block_s, block_v = _block_s(value_width), max(16, triton.next_power_of_2(value_width))
+    _attend_kernel[(num_kv_heads * tiles, splits)](
+        q, keys, values, position, sinks, room.sums, room.mixed, out, num_places, scale,
+        num_heads, group, tiles, width, value_width, keys.stride(1), values.stride(1), window or 0, splits,
+        _BLOCK_H, block_s, max(16, block_c), block_v,
+        num_warps=4 if width <= _USUAL_WIDTH else 8, num_stages=2, enable_fp_fusion=True,
+    )  # fmt: skip
+    if splits > 1:
+        _combine_kernel[(num_heads,)](
+            position, sinks, room.sums, room.mixed, out, num_heads, value_width, window or 0, splits,
+            block_s, _COMBINED, block_v, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+
+
+@triton.jit
+def _seen(position_ptr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
+    """The first position seen, the one after the last, and how many a split takes."""
+    stop = tl.load(position_ptr) + 1
+    start = stop * 0
+    if WINDOW:
+        start = tl.maximum(stop - WINDOW, 0)
+    share = tl.cdiv(tl.cdiv(stop - start, BLOCK_S), SPLITS) * BLOCK_S
+    return start, stop, share
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    position_ptr,
+    sinks_ptr,
+    sums_ptr,
+    mixed_ptr,
+    out_ptr,
+    num_places,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    stride_ks: tl.constexpr,
+    stride_vs: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    kv_head, tile, split = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
+    in_group = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_head = in_group < GROUP
+    heads = kv_head * GROUP + in_group
+    start, stop, share = _seen(position_ptr, WINDOW, SPLITS, BLOCK_S)
+    begin = start + split * share
+    if begin >= stop:
+        return
+    end = tl.minimum(begin + share, stop)
+    cv = tl.arange(0, BLOCK_V)
+    first = kv_head.to(tl.int64) * num_places
+    before = begin - begin % num_places  # what is seen goes past the ring's end once at most
+    top = tl.full([BLOCK_H], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    mixed = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
+    for tile_begin in _range(begin, end, BLOCK_S):
+        s = tile_begin + tl.arange(0, BLOCK_S)
+        is_seen = s < end
+        place = s - before
+        place = first + tl.where(place < num_places, place, place - num_places)
+        k_rows = keys_ptr + place * stride_ks
+        v_rows = values_ptr + place * stride_vs
+        scores = tl.zeros([BLOCK_H, BLOCK_S], tl.float32)
+        for c_begin in range(0, WIDTH, BLOCK_C):
+            c = c_begin + tl.arange(0, BLOCK_C)
+            is_c = c < WIDTH
+            q = tl.load(q_ptr + heads[:, None] * WIDTH + c[None, :], mask=is_head[:, None] & is_c[None, :], other=0.0)
+            k = tl.load(k_rows[:, None] + c[None, :], mask=is_seen[:, None] & is_c[None, :], other=0.0)
+            scores = tl.dot(q, tl.trans(k.to(tl.float32)), scores, input_precision="tf32x3")
+        v = tl.load(v_rows[:, None] + cv[None, :], mask=is_seen[:, None] & (cv < VALUE_WIDTH)[None, :], other=0.0)
+        scores = tl.where(is_seen[None, :], scores * scale, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        powers = tl.exp(scores - new_top[:, None])
+        shrink = tl.exp(top - new_top)
+        total = total * shrink + tl.sum(powers, 1)
+        mixed = tl.dot(powers, v.to(tl.float32), mixed * shrink[:, None], input_precision="tf32x3")
+        top = new_top
+    stored = is_head[:, None] & (cv < VALUE_WIDTH)[None, :]
+    if SPLITS == 1:
+        if sinks_ptr is not None:
+            sinks = tl.load(sinks_ptr + heads, mask=is_head, other=0.0)
+            new_top = tl.maximum(top, sinks)
+            shrink = tl.exp(top - new_top)
+            total = total * shrink + tl.exp(sinks - new_top)
+            mixed *= shrink[:, None]
+        tl.store(out_ptr + heads[:, None] * VALUE_WIDTH + cv[None, :], mixed / total[:, None], mask=stored)
+    else:
+        places = split * HEADS + heads
+        tl.store(sums_ptr + places, top, mask=is_head)
+        tl.store(sums_ptr + SPLITS * HEADS + places, total, mask=is_head)
+        tl.store(mixed_ptr + places[:, None] * VALUE_WIDTH + cv[None, :], mixed, mask=stored)
+
+
+@triton.jit
+def _combine_kernel(
+    position_ptr,
+    sinks_ptr,
+    sums_ptr,
+    mixed_ptr,
+    out_ptr,
+    HEADS: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    COMBINED: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    head = tl.program_id(0)
+    start, stop, share = _seen(position_ptr, WINDOW, SPLITS, BLOCK_S)
+    used = tl.cdiv(stop - start, share)  # the others wrote nothing
+    splits = tl.arange(0, SPLITS)
+    tops = tl.load(sums_ptr + splits * HEADS + head, mask=splits < used, other=-float("inf"))
+    totals = tl.load(sums_ptr + (SPLITS + splits) * HEADS + head, mask=splits < used, other=0.0)
+    top = tl.max(tops)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head)
+        top = tl.maximum(top, sink)
+    total = tl.sum(tl.exp(tops - top) * totals)
+    if sinks_ptr is not None:
+        total += tl.exp(sink - top)
+    cv = tl.arange(0, BLOCK_V)
+    y = tl.zeros([BLOCK_V], tl.float32)
+    for first in _range(0, used, COMBINED):
+        split = first + tl.arange(0, COMBINED)
+        powers = tl.exp(tl.load(sums_ptr + split * HEADS + head, mask=split < used, other=-float("inf")) - top)
+        places = (split * HEADS + head)[:, None] * VALUE_WIDTH + cv[None, :]
+        mixed = tl.load(mixed_ptr + places, mask=(split < used)[:, None] & (cv < VALUE_WIDTH)[None, :], other=0.0)
+        y += tl.sum(mixed * powers[:, None], 0)
+    tl.store(out_ptr + head * VALUE_WIDTH + cv, y / total, mask=cv < VALUE_WIDTH)
+
+
+_ROWS = 16  # rows read at once
+
+
+class HeldRows(NamedTuple):
+    """A matrix's rows as they lie, [rows, values or bytes], contiguous, each a multiple of 16 bytes; and their part."""
+
+    rows: Tensor
+    part: Part
+
+
+def enter_latent(
+    projected: tuple[Tensor, Tensor],
+    norm: Tensor,
+    angles: Angles,
+    interleaved: bool,
+    position: Tensor,
+    spec: LatentSpec,
+    kv_b: HeldRows,
+    moved: Tensor,
+    keys: Tensor,
+) -> None:
+    """Writes one token's queries in the latent's space to `moved`, its latent and rotated key to the cache.
+
+    Args:    projected: queries, float32 [num_heads * (nope + rope)], not rotated; `kv_a`'s product, float32
+             [rank + rope].   norm: float32 [rank], of the latent.
+             angles: of all positions, float32 [positions, rope / 2] each, from `Rope`.
+             position: int32 [1]; not checked against the cache's room.   kv_b: of rank columns.
+             moved: float32 [num_heads, rank + rope].
+             keys: float32 or bfloat16 [1, context, rank + rope], contiguous.
+    """
+    q, kv = projected
+    cos, sin = angles
+    held, part = kv_b.rows.view(torch.uint8), kv_b.part
+    rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
+    _enter_latent_kernel[(spec.num_heads + 1,)](
+        q, kv, norm, cos, sin, position, held, moved, keys, lookup_for(q.device, part), spec.lora_norm_eps,
+        spec.num_heads, spec.qk_nope_head_dim, spec.v_head_dim, rank, rope, cos.shape[1], interleaved,
+        held.shape[1] // 16, part, part.num_words, _ROWS, triton.next_power_of_2(rank), triton.next_power_of_2(rope),
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def leave_latent(mixed: Tensor, spec: LatentSpec, kv_b: HeldRows, out: Tensor) -> None:
+    """Writes each head's values, W_v times its mix of latents.
+
+    Args:    mixed: float32 [num_heads, rank], from `attend`.   out: float32 [num_heads * v].
+    """
+    held, part = kv_b.rows.view(torch.uint8), kv_b.part
+    _leave_latent_kernel[(spec.num_heads, triton.cdiv(spec.v_head_dim, _ROWS))](
+        mixed, held, out, lookup_for(mixed.device, part), spec.qk_nope_head_dim, spec.v_head_dim, spec.kv_lora_rank,
+        held.shape[1] // 16, part, part.num_words, _ROWS, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _enter_latent_kernel(
+    q_ptr,
+    kv_ptr,
+    norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    kv_b_ptr,
+    moved_ptr,
+    keys_ptr,
+    lookup_ptr,
+    eps,
+    HEADS: tl.constexpr,
+    NOPE: tl.constexpr,
+    V: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    UNITS: tl.constexpr,
+    PART: tl.constexpr,
+    NW: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+):
+    head = tl.program_id(0)
+    position = tl.load(position_ptr).to(tl.int64)
+    cos_ptr += position * HALF
+    sin_ptr += position * HALF
+    c = tl.arange(0, BLOCK_ROPE)
+    other = partner(c, HALF, INTERLEAVED)
+    if head < HEADS:
+        q_ptr += head * (NOPE + ROPE)
+        moved_ptr += head * (RANK + ROPE)
+        y, less, y_high = zero_part(PART, NW)
+        for begin in range(0, NOPE, ROWS):
+            row = begin + tl.arange(0, ROWS)
+            live = row < NOPE
+            units = (head * (NOPE + V) + row).to(tl.int64) * UNITS
+            weights = tl.load(q_ptr + row, mask=live, other=0.0)
+            words, high = load_part(kv_b_ptr, units, live, PART, NW)
+            y, less, y_high = add_part(
+                y, less, y_high, kv_b_ptr, units, live, words, high, weights, lookup_ptr, PART, NW
+            )
+        store_part(moved_ptr, y, less, y_high, PART, NW)
+        x_ptr, out_ptr = q_ptr + NOPE, moved_ptr + RANK
+        x = tl.load(x_ptr + c, mask=c < ROPE, other=0.0)
+        x = turn(x, tl.load(x_ptr + other, mask=c < ROPE, other=0.0), c, cos_ptr, sin_ptr, HALF, INTERLEAVED)
+        tl.store(out_ptr + c, x, mask=c < ROPE)
+    else:
+        keys_ptr += position * (RANK + ROPE)
+        all_c = tl.arange(0, BLOCK)
+        latent = tl.load(kv_ptr + all_c, mask=all_c < RANK, other=0.0)
+        weight = tl.load(norm_ptr + all_c, mask=all_c < RANK, other=0.0)
+        latent = latent * tl.rsqrt(tl.sum(latent * latent) / RANK + eps) * weight
+        tl.store(keys_ptr + all_c, latent, mask=all_c < RANK)
+        x = tl.load(kv_ptr + RANK + c, mask=c < ROPE, other=0.0)
+        x = turn(x, tl.load(kv_ptr + RANK + other, mask=c < ROPE, other=0.0), c, cos_ptr, sin_ptr, HALF, INTERLEAVED)
+        tl.store(keys_ptr + RANK + c, x, mask=c < ROPE)
+
+
+@triton.jit
+def _leave_latent_kernel(
+    mixed_ptr,
+    kv_b_ptr,
+    out_ptr,
+    lookup_ptr,
+    NOPE: tl.constexpr,
+    V: tl.constexpr,
+    RANK: tl.constexpr,
+    UNITS: tl.constexpr,
+    PART: tl.constexpr,
+    NW: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    head = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    live = row < V
+    units = (head * (NOPE + V) + NOPE + row).to(tl.int64) * UNITS
+    x, x_sums, x_high = load_x_part(mixed_ptr + head * RANK, PART, NW)
+    words, high = load_part(kv_b_ptr, units, live, PART, NW)
+    y = dot_part(kv_b_ptr, units, live, words, high, x, x_sums, x_high, lookup_ptr, PART, NW)
+    tl.store(out_ptr + head * V + row, y, mask=live)

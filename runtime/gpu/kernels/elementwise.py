@@ -1,0 +1,191 @@
+"""Neuron functions: `h(g, u) = act(g) * factor(u)`, or `act(u)` without a gate. The twin is `runtime.expert`.
+
+A number that is none stays none, whatever is clamped.
+
+The neuron function of dense experts, of one token.
+
+Norms over the last dimension, one program a vector; `runtime.norm` and torch's layer norm are their twins.
+
+The output of a token's experts: their partial sums, added in a fixed order, times the router's weights.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_pack.formats import NeuronFunction, NormSpec
+
+SILU, RELU, CLAMPED_SWIGLU = (tl.constexpr(number) for number in range(3))
+FUNCTIONS = {"silu": SILU.value, "relu": RELU.value, "clamped_swiglu": CLAMPED_SWIGLU.value}
+_LIMIT, _STEEPNESS = tl.constexpr(7.0), tl.constexpr(1.702)  # of the clamped SwiGLU
+
+
+@triton.jit
+def act(g, FUNCTION: tl.constexpr):
+    """What the gate's product makes, or up's where there is no gate."""
+    if FUNCTION == RELU:
+        active = tl.where(g < 0, 0.0, g)
+    elif FUNCTION == CLAMPED_SWIGLU:
+        clamped = tl.where(g > _LIMIT, _LIMIT, g)
+        active = clamped / (1.0 + tl.exp(-_STEEPNESS * clamped))
+    else:
+        active = g / (1.0 + tl.exp(-g))
+    return active
+
+
+@triton.jit
+def factor(u, FUNCTION: tl.constexpr):
+    """What up's product multiplies the gate's activation by."""
+    if FUNCTION == CLAMPED_SWIGLU:
+        u = tl.where(u > _LIMIT, _LIMIT, tl.where(u < -_LIMIT, -_LIMIT, u)) + 1.0
+    return u
+
+
+_BLOCK = 1024
+
+
+def activate(up: Tensor, gate: Tensor | None, out: Tensor, function: NeuronFunction) -> None:
+    """`out = act(gate) * factor(up)`, or act(up) where there is no gate: float32 [f] all; `out` may be one of them."""
+    n = len(up)
+    _activate[(triton.cdiv(n, _BLOCK),)](
+        up,
+        gate,
+        out,
+        n,
+        FUNCTION=FUNCTIONS[function],
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit
+def _activate(up_ptr, gate_ptr, out_ptr, n, FUNCTION: tl.constexpr):
+    i = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    u = tl.load(up_ptr + i, mask=i < n, other=0.0)
+    if gate_ptr is None:
+        h = act(u, FUNCTION)
+    else:
+        h = act(tl.load(gate_ptr + i, mask=i < n, other=0.0), FUNCTION) * factor(u, FUNCTION)
+    tl.store(out_ptr + i, h, mask=i < n)
+
+
+_WARPS = 8  # 32 values a thread of the widest hidden states, 8,192
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """Writes `x / rms(x) * weight` to `out`, which may be `x`.
+
+    Args:    x, out: float32 [d] or [T, d], contiguous.   weight: float32 [d].
+    """
+    d = x.shape[-1]
+    grid, block = (x.numel() // d,), triton.next_power_of_2(d)
+    _rms_norm_kernel[grid](x, weight, out, eps, d, block, num_warps=_WARPS, enable_fp_fusion=True)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor) -> None:
+    """Writes `(x - mean) / deviation * weight + bias` to `out`, which may be `x`.
+
+    Args:    x, out: float32 [d] or [T, d], contiguous.   weight, bias: float32 [d].
+    """
+    d = x.shape[-1]
+    grid, block = (x.numel() // d,), triton.next_power_of_2(d)
+    _layer_norm_kernel[grid](x, weight, bias, out, eps, d, block, num_warps=_WARPS, enable_fp_fusion=True)
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, out: Tensor) -> None:
+    """Writes `x` normed as the model does to `out`, which may be `x`; shapes as above, bias with layer norms only."""
+    if spec.kind == "rms":
+        rms_norm(x, weight, spec.eps, out)
+    else:
+        assert bias is not None, "a layer norm has a bias"
+        layer_norm(x, weight, bias, spec.eps, out)
+
+
+@triton.jit
+def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * D
+    c = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row + c, mask=c < D, other=0.0)
+    weight = tl.load(weight_ptr + c, mask=c < D, other=0.0)
+    y = x * tl.rsqrt(tl.sum(x * x) / D + eps) * weight
+    tl.store(out_ptr + row + c, y, mask=c < D)
+
+
+@triton.jit
+def _layer_norm_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * D
+    c = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row + c, mask=c < D, other=0.0)
+    weight = tl.load(weight_ptr + c, mask=c < D, other=0.0)
+    bias = tl.load(bias_ptr + c, mask=c < D, other=0.0)
+    x = tl.where(c < D, x - tl.sum(x) / D, 0.0)
+    y = x * tl.rsqrt(tl.sum(x * x) / D + eps) * weight + bias
+    tl.store(out_ptr + row + c, y, mask=c < D)
+
+
+_COLUMNS = 32  # of a program: a line of 128 bytes
+
+
+def reduce(
+    partials: Tensor,
+    weights: Tensor,
+    out: Tensor,
+    *,
+    residual: Tensor | None = None,
+    also: Tensor | None = None,
+    scale: float = 1.0,
+) -> None:
+    """`out = residual + scale * (also + sum over k of weights_k * sum over P of partials_kp)`.
+
+    Args:    partials: float32 [k, P, d].   weights: float32 [k].   out: float32 [d]; may be `residual` or `also`.
+             residual, also: float32 [d]; `also` is the shared experts' output.
+    """
+    k, num_partials, d = partials.shape
+    _reduce[(triton.cdiv(d, _COLUMNS),)](
+        partials,
+        weights,
+        out if also is None else also,
+        out if residual is None else residual,
+        out,
+        scale,
+        D=d,
+        K=k,
+        P=num_partials,
+        P_POW2=triton.next_power_of_2(num_partials),
+        COLUMNS=_COLUMNS,
+        HAS_ALSO=also is not None,
+        HAS_RESIDUAL=residual is not None,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit
+def _reduce(
+    partials_ptr,
+    weights_ptr,
+    also_ptr,
+    residual_ptr,
+    out_ptr,
+    scale,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    P: tl.constexpr,
+    P_POW2: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_ALSO: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    partial = tl.arange(0, P_POW2)[:, None]
+    is_there = (partial < P) & (column < D)[None, :]
+    total = tl.zeros([COLUMNS], tl.float32)
+    for place in range(K):
+        terms = tl.load(partials_ptr + (place * P + partial) * D + column[None, :], mask=is_there, other=0.0)
+        total += tl.load(weights_ptr + place) * tl.sum(terms, 0)
+    if HAS_ALSO:
+        total = tl.load(also_ptr + column, mask=column < D, other=0.0) + total
+    total *= scale
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + column, mask=column < D, other=0.0)
+    tl.store(out_ptr + column, total, mask=column < D)

@@ -1,0 +1,333 @@
+"""A dense matrix on a device, multiplied by Triton kernels as it is stored. Importing this needs triton.
+
+What a pack's experts add to their outputs whichever neurons run, for tables that a device has of all of them.
+
+A card's memory for experts: what is always there, and pages for the rest, each layer with its own.
+
+Owns the arena on the device; host memory (`HostArena`) is the caller's. Needs triton: imported by engines on a card
+alone. What is always there `card_placement` decides, who has pages `kernels.admit`, `kernels.pull` brings rows.
+
+A pack's weights on a card: the dense part in one piece, experts in a `CardCache`. Importing this needs triton.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_pack.formats import Pack, RunError, size_text
+from moe_pack.formats.layout import DenseLayout, check_rows
+from moe_pack.runtime.gpu.device import LINE_BYTES, HostArena
+from moe_pack.runtime.gpu.kernels.cache import (
+    NUM_PROGRAMS,
+    CacheState,
+    ExpertKind,
+    HostRows,
+    LayerTables,
+    Selection,
+    admit,
+    kind_of,
+    pull_records,
+    pull_selectors,
+)
+from moe_pack.runtime.gpu.kernels.experts import expert_many, workspace_floats
+from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemm, gemv
+from moe_pack.runtime.gpu.kernels.rows import Part, part_of, stored_part
+from moe_pack.runtime.gpu.placement import CardPlacement
+from moe_pack.runtime.model import (
+    ExpertRunner,
+    Matrix,
+    PackWeights,
+    PartialState,
+    RowMatrix,
+    StoredMatrix,
+    tokens_by_expert,
+)
+from moe_pack.runtime.model.matrix import TORCH_DTYPES, InMemoryMatrix
+
+
+class DeviceMatrix(InMemoryMatrix):
+    """A matrix [num_rows, num_cols] in rows of the row layout, or in plain values; see `Matrix`.
+
+    Args:    raw: u8, all its bytes, on the device.
+    """
+
+    def __init__(self, dense: DenseLayout, raw: Tensor) -> None:
+        self.num_rows, self.num_cols = dense.role.shape
+        self._plain: RowMatrix | StoredMatrix
+        if dense.rows is not None:
+            self._held = raw.view(-1, dense.rows.row_bytes)
+            self.part: Part = part_of(dense.rows, dense.rows.parts[0].name)
+            self._plain = RowMatrix(dense.rows, self._held)
+        else:
+            self._held = raw.view(TORCH_DTYPES[dense.dtype]).view(-1, self.num_cols)
+            self.part = stored_part(dense.dtype, self.num_cols)
+            self._plain = StoredMatrix(self._held)
+
+    @property
+    def held(self) -> Tensor:
+        """Its rows as they are stored: u8 [num_rows, row bytes], or values [num_rows, num_cols]."""
+        return self._held
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop`, float32 [stop - start, num_cols]."""
+        return self._plain.rows(start, stop)
+
+    def take(self, ids: Tensor) -> Tensor:
+        """The rows with these numbers, float32 [n, num_cols]."""
+        return self._plain.take(ids)
+
+    def product(self, x: Tensor) -> Tensor:
+        """`x @ matrix.T`, float32 [T, num_rows], for x float32 [T, num_cols]."""
+        out = torch.empty((len(x), self.num_rows), device=x.device)
+        if len(x) == 1:
+            gemv(x[0].contiguous(), self._held, self.part, out[0])
+        else:
+            row_units = self._held.stride(0) * self._held.element_size() // 16
+            gemm(x.contiguous(), self._held.view(torch.uint8), self.part, row_units, out)
+        return out
+
+    def times(
+        self, x: Tensor, out: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, scale: float = 1.0
+    ) -> None:
+        """Writes `residual + scale * (matrix @ x + bias)` to `out`, float32 [num_rows], for x float32 [num_cols]."""
+        gemv(x, self._held, self.part, out, bias=bias, residual=residual, scale=scale)
+
+    def gather(self, row_id: Tensor, out: Tensor, scale: float) -> None:
+        """Writes the row whose number is in `row_id`, int32 [1], times `scale` to `out`, float32 [num_cols]."""
+        gather_row(self._held, self.part, row_id, out, scale=scale)
+
+
+def down_biases(pack: Pack, layer_idx: int) -> Tensor | None:
+    """The biases of down of a layer's experts, float32 [E, d] in host memory; None where the family has none.
+
+    Raises:  PackError if they are damaged or cannot be read.
+    """
+    extra = pack.layout.experts[layer_idx][0].extra
+    if extra is None:
+        return None
+    entries = {entry.name: entry for entry in pack.layout.expert_files[layer_idx].entries}
+    place, num_experts = pack.manifest.expert_files[layer_idx].name, len(pack.layout.experts[layer_idx])
+    rows = np.stack([pack.read_range(layer_idx, entries[f"{expert}.extra"]) for expert in range(num_experts)])
+    check_rows(extra, rows, f"{place}: biases of down")
+    return torch.from_numpy(rows[:, : extra.crc_offset].copy()).view(torch.float32)
+
+
+NUM_COUNTERS = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CardLayer:
+    """A layer's experts on the device: `tables` for the kernels that compute, `state` and `host` for what comes.
+
+    `kind_of`: each expert's kind, as the host knows it.
+    Where layers share their pages (`state.keeps` is False), what is pulled is there until another layer's `admit`.
+    `has_dynamic_selectors`, `has_dynamic_records`: whether any have to be pulled, ever.
+    """
+
+    tables: LayerTables
+    state: CacheState
+    host: HostRows
+    kind_of: tuple[ExpertKind, ...]
+    has_dynamic_selectors: bool
+    has_dynamic_records: bool
+
+    def admit(self, experts: Tensor) -> None:
+        """Gives these experts their pages, where they take any, and counts hits; see `kernels.admit`. Launches only.
+
+        Args:    experts: int32 [n], each once, on the device; n at most k.
+        """
+        admit(experts, self.state, self.tables)
+
+    def pull_selectors(self, experts: Tensor, num_programs: int = NUM_PROGRAMS) -> None:
+        """Brings their selector rows that are not there, after `admit`. Launches only, nothing where all are there."""
+        if self.has_dynamic_selectors:
+            pull_selectors(experts, self.tables, self.state, self.host, num_programs)
+
+    def pull_records(self, experts: Tensor, selection: Selection | None, num_programs: int = NUM_PROGRAMS) -> None:
+        """Brings their selected records (all, for None) that are not there, after `admit`. Launches only."""
+        if self.has_dynamic_records:
+            pull_records(experts, selection, self.tables, self.state, self.host, num_programs)
+
+
+class CardCache:
+    """All layers' experts on a device, in one allocation. Owns it: `close` it.
+
+    `layers`: one for each MoE layer.   `placement`: what it was made by.   `counters`: int64 [L, 4] on the device:
+    NEEDED, HITS, ROWS, BYTES of `kernels.admit`, summed since the start.   `num_bytes`: what is allocated: the
+    placement's `num_bytes`.
+    """
+
+    def __init__(self, pack: Pack, placement: CardPlacement, host: HostArena, device: torch.device) -> None:
+        """Allocates, copies what is always there, and fills the tables.
+
+        Args:    placement: of `place_experts`.   host: all experts' extents; locked, for a card that lacks some.
+        Raises:  RunError if the device has not so much memory, or host memory is not locked that it would read.
+        """
+        if device.type == "cuda" and placement.num_pages.any() and not host.is_locked:
+            raise RunError(
+                f"--engine graph: {size_text(host.locked_bytes)} of {size_text(host.num_bytes)} of host memory could "
+                "be page-locked, and the card reads all of it; take --engine staged"
+            )
+        memory = _Memory(placement.num_bytes, device)
+        num_layers = len(placement.num_pages)
+        self.placement, self.num_bytes = placement, placement.num_bytes
+        self.counters = memory.put(torch.zeros((num_layers, NUM_COUNTERS), dtype=torch.int64))
+        shared = memory.take(placement.pages_bytes) if placement.is_shared else None
+        self.layers: tuple[CardLayer, ...] = tuple(
+            _layer(pack, l, placement, host, memory, shared, self.counters[l]) for l in range(num_layers)
+        )
+
+    def close(self) -> None:
+        """Lets go of the device's memory, which goes with the last tensor that refers to it."""
+        self.layers = ()
+        self.counters = torch.empty(0, dtype=torch.int64)
+
+
+class _Memory:
+    """One allocation, given out from its beginning on, in pieces that begin on a line."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        try:
+            self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as fault:
+            raise RunError(f"--budget: {size_text(num_bytes)} of the card cannot be had") from fault
+        self._bytes = self._bytes[-self._bytes.data_ptr() % LINE_BYTES :]  # a host's memory begins anywhere
+        self._end = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """A piece, u8, zeros."""
+        begin, self._end = self._end, -(-(self._end + num_bytes) // LINE_BYTES) * LINE_BYTES
+        assert begin + num_bytes <= len(self._bytes), "the placement counts all that is taken"
+        return self._bytes[begin : begin + num_bytes]
+
+    def around(self, piece: Tensor) -> tuple[Tensor, int]:
+        """All the memory, and where a piece begins in it."""
+        return self._bytes, piece.data_ptr() - self._bytes.data_ptr()
+
+    def put(self, values: Tensor) -> Tensor:
+        """A copy of a tensor."""
+        return self.take(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
+
+
+def _layer(
+    pack: Pack,
+    l: int,
+    placement: CardPlacement,
+    host: HostArena,
+    memory: _Memory,
+    shared: Tensor | None,
+    counters: Tensor,
+) -> CardLayer:
+    layouts, num_pages = pack.layout.experts[l], int(placement.num_pages[l])
+    is_dynamic, first = placement.selector_is_dynamic[l], placement.first_dynamic[l]
+    resident = int(placement.resident_bytes[l])
+    if shared is None:
+        arena, begin, pages_begin = memory.take(resident + num_pages * placement.page_bytes), 0, resident
+    else:  # the shared pages lie before what is always there of any layer
+        arena, begin = memory.around(memory.take(resident))
+        pages_begin = memory.around(shared)[1]
+    selector_at, record_at = _keep(pack, l, placement, host, arena, begin)
+    kinds, biases = list(dict.fromkeys(layouts)), down_biases(pack, l)
+    tables = LayerTables(
+        arena,
+        memory.put(torch.from_numpy(selector_at)) if layouts[0].selector is not None else None,
+        memory.put(torch.from_numpy(record_at)),
+        memory.put(torch.tensor([kinds.index(layout) for layout in layouts], dtype=torch.int32)),
+        memory.put(torch.from_numpy(pack.thresholds[l].copy())),
+        tuple(kind_of(layout, pack.manifest.selector, pack.spec.expert.function) for layout in kinds),
+        None if biases is None else memory.put(biases),
+    )
+    kind = tuple(tables.kinds[kinds.index(layout)] for layout in layouts)
+    pages_of, dynamic, first_dynamic = (
+        torch.from_numpy(values.astype(np.int32)) for values in (placement.num_pages_of[l], is_dynamic, first)
+    )
+    state = CacheState.empty(
+        pages_of,
+        dynamic,
+        first_dynamic,
+        num_pages,
+        pages_begin // 16,
+        placement.page_bytes // 16,
+        placement.num_active,
+        keeps=not placement.is_shared,
+    )
+    state = state.put(memory.put, counters)
+    rows = HostRows(host.rows(l), memory.put(torch.from_numpy(host.extent_at[l] // 16)))
+    has_dynamic_records = bool((first < layouts[0].num_rows).any())
+    return CardLayer(tables, state, rows, kind, bool(is_dynamic.any()), has_dynamic_records)
+
+
+def _keep(
+    pack: Pack, l: int, placement: CardPlacement, host: HostArena, arena: Tensor, begin: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Copies what is always there of a layer to the arena, from `begin` on; its rows' places, as for `LayerTables`."""
+    layouts, source = pack.layout.experts[l], host.rows(l)
+    f = layouts[0].num_rows
+    selector_at, record_at = (np.full((len(layouts), f), -1, np.int32) for _ in range(2))
+    for e, layout in enumerate(layouts):
+        # Of an expert it is one piece of its extent: the selector, and the records after it.
+        is_dynamic, first = bool(placement.selector_is_dynamic[l, e]), int(placement.first_dynamic[l, e])
+        start = layout.selector_bytes if is_dynamic else 0
+        stop = layout.selector_bytes + first * layout.records.row_bytes
+        extent = int(host.extent_at[l][e])
+        arena[begin : begin + stop - start].copy_(source[extent + start : extent + stop])
+        if layout.selector is not None and not is_dynamic:
+            selector_at[e] = (begin + np.arange(f) * layout.selector.row_bytes) // 16
+        records = begin + layout.selector_bytes - start
+        record_at[e, :first] = (records + np.arange(first) * layout.records.row_bytes) // 16
+        begin += -(-(stop - start) // LINE_BYTES) * LINE_BYTES
+    return selector_at, record_at
+
+
+class CardWeights(PackWeights, ExpertRunner):
+    """The weights of an open pack on a device; the cache of its experts stays the caller's.
+
+    Many tokens are run here, one expert after the other, made whole first; one token by `TokenStep`, without the host.
+    Args:    chunk_tokens: of a forward pass, at most.
+    """
+
+    def __init__(self, pack: Pack, device: torch.device, cache: CardCache, chunk_tokens: int) -> None:
+        super().__init__(pack, device)
+        self.cache = cache
+        self._numbers = torch.arange(pack.spec.router.num_experts, dtype=torch.int32, device=device)
+        floats = workspace_floats(chunk_tokens, pack.spec.expert.intermediate_size)
+        self._workspace = torch.empty(floats, device=device)
+
+    def _keep(self, held: Tensor) -> None:
+        super()._keep(held.to(self._device))  # one allocation: what is there is what is counted
+
+    def _matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
+        return DeviceMatrix(dense, raw)
+
+    def run_experts(
+        self,
+        layer_idx: int,
+        x: Tensor,
+        experts: Tensor,
+        router_weights: Tensor,
+        partial_state: PartialState | None = None,
+    ) -> Tensor:
+        """The routed experts of a layer over tokens x float32 [T, d], weighted and added up.
+
+        Args:    experts, router_weights: int64 and float32 [T, k].
+        """
+        layer, y = self.cache.layers[layer_idx], torch.zeros_like(x)
+        # The host has to know which experts have tokens: one wait a layer.
+        jobs = list(tokens_by_expert(experts.cpu(), router_weights.cpu()))
+        tokens = torch.from_numpy(np.concatenate([job[1] for job in jobs]).astype(np.int32)).to(self._device)
+        weights = torch.from_numpy(np.concatenate([job[2] for job in jobs])).to(self._device)
+        first = 0
+        for number, of_expert, _ in jobs:
+            some = slice(first, first + len(of_expert))
+            one = self._numbers[number : number + 1]
+            layer.admit(one)
+            layer.pull_selectors(one)
+            layer.pull_records(one, None)
+            kind = layer.kind_of[number]
+            expert_many(x, tokens[some], weights[some], layer.tables, number, kind, y, self._workspace)
+            self.bytes_read += self._pack.layout.experts[layer_idx][number].num_bytes
+            first = some.stop
+        return y

@@ -1,1 +1,0 @@
-"""Triton kernels: one operation a file, each with its twin in plain torch. Importing them needs triton."""

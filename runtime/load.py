@@ -1,0 +1,113 @@
+"""A pack from Python, in three lines: load it, generate, close it.
+
+with load("packed/", budget="2G") as model:
+    for piece in model.generate("It was a dark night"):
+        print(piece, end="")
+"""
+
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from moe_pack.formats import Pack, RunError
+from moe_pack.formats.spec import parse_size
+from moe_pack.runtime.engine import Engine, EngineOptions
+from moe_pack.runtime.generate import Sampler, context_for, generate
+from moe_pack.runtime.run_report import RunReport, report
+from moe_pack.runtime.text import Text
+
+_USUAL_CONTEXT = 4096  # tokens, where the model has as many positions
+
+
+def load(
+    folder: str | Path,
+    budget: str | int | None = None,
+    *,
+    context_tokens: int | None = None,
+    options: EngineOptions | None = None,
+) -> "Model":
+    """A pack, ready to generate. Owns what it opens: `close` it, or use it in a `with`.
+
+    Args:    folder: what moe-pack convert made.   budget: memory for weights, cache and what computing needs, in bytes
+             or as "11G"; None: as much as the machine has free.   context_tokens: prompt and continuation together at
+             most; 4096, or all the model's positions, if not given.   options: everything else; `budget` goes before
+             theirs.
+    Raises:  PackError if the pack is damaged; RunError if it has no tokenizer, or cannot be run like this.
+    """
+    chosen = options or EngineOptions()
+    if budget is not None:
+        num_bytes = budget if isinstance(budget, int) else parse_size(budget)
+        if num_bytes is None or num_bytes < 1:
+            raise RunError(f"budget: found {budget!r}, expected a size as '11G', '1.5G' or '800M'")
+        chosen = replace(chosen, budget_bytes=num_bytes)
+    with ExitStack() as stack:
+        pack = stack.enter_context(Pack(Path(folder)))
+        text = Text(pack)
+        most = pack.spec.max_position_embeddings
+        engine = stack.enter_context(Engine(pack, chosen, context_tokens or min(_USUAL_CONTEXT, most)))
+        return Model(engine, text, stack.pop_all())
+
+
+class Model:
+    """A pack at work, and its tokenizer. One text at a time."""
+
+    def __init__(self, engine: Engine, text: Text, opened: ExitStack) -> None:
+        """`opened`: what `close` closes."""
+        self._engine, self._text, self._opened = engine, text, opened
+        self._is_open = True
+
+    def __enter__(self) -> "Model":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives memory, threads and files back. The model cannot be used any more."""
+        self._is_open = False
+        self._opened.close()
+
+    def generate(
+        self,
+        prompt: str,
+        max_tokens: int = 256,
+        *,
+        temperature: float = 0.8,
+        top_p: float = 0.95,
+        seed: int | None = None,
+    ) -> Iterator[str]:
+        """The text that follows a prompt, in pieces of one token or of as many as make whole characters.
+
+        Ends at the model's own end of text, after `max_tokens`, or when the context is full. What an earlier call has
+        made is forgotten, and that call can go on no more.
+        Args:    temperature: 0 always takes the likeliest token.   top_p: draw from the likeliest tokens of this mass.
+                 seed: repeats a draw; None: every call differs.
+        Raises:  RunError if the prompt is empty, too long, or the model is closed; PackError if a file is damaged.
+        """
+        if not self._is_open:
+            raise RunError("the model is closed; load it again")
+        ids = self._text.encode(prompt)
+        if not ids:
+            raise RunError("prompt: the tokenizer makes no token of it; give at least one character")
+        decoder = self._engine.decoder
+        context_for(len(ids), max_tokens, decoder.cache.context_tokens, decoder.spec.encoder is not None)
+        sampler = Sampler(temperature, top_p, secrets.randbits(32) if seed is None else seed)
+        return self._pieces(ids, sampler, max_tokens)
+
+    def report(self) -> RunReport:
+        """What has really run since the model was loaded."""
+        return report(self._engine)
+
+    def _pieces(self, ids: list[int], sampler: Sampler, max_tokens: int) -> Iterator[str]:
+        self._engine.decoder.reset()
+        stream = self._text.stream(ids if self._engine.decoder.spec.encoder is None else [])
+        for token in generate(self._engine.decoder, ids, sampler, max_tokens, self._text.end_ids):
+            if piece := stream.push(token):
+                yield piece
+        if piece := stream.finish():
+            yield piece

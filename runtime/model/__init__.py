@@ -1,0 +1,72 @@
+"""What a pack means: the forward pass over a seam of operations, plain torch by default, native where built."""
+
+from moe_pack.runtime.model.checkpoint_weights import CheckpointWeights, read_neurons, read_rows, read_vector
+from moe_pack.runtime.model.decoder import Decoder
+from moe_pack.runtime.model.encoder_decoder import EncoderDecoder
+from moe_pack.runtime.model.expert import NEURONS, Activations, Expert, NeuronBlock, activations, run_expert, running
+from moe_pack.runtime.model.kv_cache import Angles, KVCache, Rope
+from moe_pack.runtime.model.layer import (
+    PREFILL_TOKENS,
+    ExpertRunner,
+    PartialState,
+    add_attention,
+    embed,
+    head,
+    mlp_input,
+    route_tokens,
+    router_scores,
+    run_experts,
+)
+from moe_pack.runtime.model.matrix import Matrix, RowMatrix, StoredMatrix, linear
+from moe_pack.runtime.model.operations import TORCH, NativeOperations, Operations, operations_for
+from moe_pack.runtime.model.pack_weights import (
+    PackedExpert,
+    PackWeights,
+    StreamedPackWeights,
+    open_weights,
+    tokens_by_expert,
+)
+from moe_pack.runtime.model.weights import Weights
+
+__all__ = [
+    "NEURONS",
+    "PREFILL_TOKENS",
+    "TORCH",
+    "Activations",
+    "Angles",
+    "CheckpointWeights",
+    "Decoder",
+    "EncoderDecoder",
+    "Expert",
+    "ExpertRunner",
+    "KVCache",
+    "Matrix",
+    "NativeOperations",
+    "NeuronBlock",
+    "Operations",
+    "PackWeights",
+    "PackedExpert",
+    "PartialState",
+    "Rope",
+    "RowMatrix",
+    "StoredMatrix",
+    "StreamedPackWeights",
+    "Weights",
+    "activations",
+    "add_attention",
+    "embed",
+    "head",
+    "linear",
+    "mlp_input",
+    "open_weights",
+    "operations_for",
+    "read_neurons",
+    "read_rows",
+    "read_vector",
+    "route_tokens",
+    "router_scores",
+    "run_expert",
+    "run_experts",
+    "running",
+    "tokens_by_expert",
+]

@@ -1,0 +1,228 @@
+"""Attention over a key-value cache: one function a kind. This file has grouped queries; latent_attention the other.
+
+Multi-head latent attention over a cache of latents: the same answer in two ways, whichever multiplies less.
+
+A head's keys and values are `kv_b` times the latent. *Expanded*: they are computed for all positions, as the model is
+written. *Absorbed*: `q . (W_k c) = (W_k^T q) . c`, so that queries move into the latent's space, all heads attend to
+the one cached vector a position, and `W_v` is applied to the weighted latents; nothing of the past is expanded.
+Source: DeepSeek-V2 (2405.04434), section 2.1.2 and appendix C.
+
+Attention by relative position: a bias a head and distance, no rotation; and attention to an encoder's output.
+
+Plain torch between the projections, which are the weights' own. Positions are those of one stack.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from moe_pack.formats import GroupedQuerySpec
+from moe_pack.formats.spec import LatentSpec, RelativeSpec
+from moe_pack.runtime.model.kv_cache import Angles, LayerCache, rotate
+from moe_pack.runtime.model.matrix import linear
+from moe_pack.runtime.model.operations import MAX_DECODED_BYTES, HeadNorms, seen_positions
+from moe_pack.runtime.model.weights import Weights
+
+
+def attend(x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: Angles) -> Tensor:
+    """One layer's attention for new tokens; their keys and values enter the cache after those already there.
+
+    Args:    x: float32 [T, d], normed.   angles: of the T positions, from `Rope`.
+    Returns: float32 [T, d].
+    """
+    spec = weights.spec.attention
+    if isinstance(spec, GroupedQuerySpec):
+        return _attend_grouped(x, weights, spec, layer, cache, angles)
+    assert isinstance(spec, LatentSpec), "with relative attention encoder_decoder runs"
+    seen = seen_positions(None, 0, cache.num_tokens, len(x), x.device)
+    return attend_latent(x, weights, spec, layer, cache, angles, seen)
+
+
+def _attend_grouped(
+    x: Tensor, weights: Weights, spec: GroupedQuerySpec, layer: int, cache: LayerCache, angles: Angles
+) -> Tensor:
+    role, eps, operations = f"layers.{layer}.attention", weights.spec.norm.eps, weights.operations
+
+    def project(name: str, inputs: Tensor) -> Tensor:
+        bias = weights.vector(f"{role}.{name}_bias") if name in spec.bias else None
+        return linear(inputs, weights.matrix(f"{role}.{name}"), bias)
+
+    q, k, v = (project(name, x) for name in "qkv")
+    norms = None
+    if spec.qk_norm != "none":
+        norms = HeadNorms(weights.vector(f"{role}.q_norm"), weights.vector(f"{role}.k_norm"), eps)
+    if norms is not None and spec.qk_norm == "projection":
+        q, k = (operations.rms_norm(each, norm, eps) for each, norm in ((q, norms.q), (k, norms.k)))
+        norms = None
+    sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
+    interleaved = weights.spec.rotation.interleaved
+    mixed = operations.attend((q, k, v), norms, angles, interleaved, cache, spec, spec.window(layer), sinks)
+    return project("o", mixed)
+
+
+def attend_latent(
+    x: Tensor, weights: Weights, spec: LatentSpec, layer: int, cache: LayerCache, angles: Angles, mask: Tensor | None
+) -> Tensor:
+    """One layer's attention for new tokens; latents and rotated keys enter the cache after those already there.
+
+    Args:    x: float32 [T, d], normed.   mask: bool [T, S], what each new token sees of S positions; None: all.
+    Returns: float32 [T, d].
+    """
+    role, start, stop = f"layers.{layer}.attention", cache.num_tokens, cache.num_tokens + len(x)
+    rope_dim, interleaved = spec.qk_rope_head_dim, weights.spec.rotation.interleaved
+    q = _queries(x, weights, spec, role)
+    q_nope, q_rope = torch.split(q, [spec.qk_nope_head_dim, rope_dim], dim=-1)
+    q = torch.cat((q_nope, rotate(q_rope, angles, interleaved)), dim=-1)
+    latent, key = torch.split(linear(x, weights.matrix(f"{role}.kv_a")), [spec.kv_lora_rank, rope_dim], dim=-1)
+    latent = weights.operations.rms_norm(latent, weights.vector(f"{role}.kv_a_norm"), spec.lora_norm_eps)
+    cache.keys[0, start:stop] = torch.cat((latent, rotate(key[None], angles, interleaved)[0]), dim=-1)
+    attend = _absorbed if absorbs(len(x), stop, spec) else _expanded
+    mixed = torch.cat(list(attend(q, weights, spec, role, cache.keys[0, :stop].float(), mask)))  # [heads, T, v]
+    return linear(mixed.transpose(0, 1).flatten(1), weights.matrix(f"{role}.o"))
+
+
+def absorbs(num_new: int, num_seen: int, spec: LatentSpec) -> bool:
+    """Whether the absorbed way takes fewer multiplications, for `num_new` tokens that see up to `num_seen`."""
+    rank, nope, rope, v = spec.kv_lora_rank, spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim
+    absorbed = num_new * (nope + v) * rank + num_new * num_seen * (2 * rank + rope)
+    expanded = num_seen * (nope + v) * rank + num_new * num_seen * (nope + rope + v)
+    return absorbed <= expanded
+
+
+def _queries(x: Tensor, weights: Weights, spec: LatentSpec, role: str) -> Tensor:
+    """[heads, T, nope + rope], not yet rotated."""
+    if spec.q_lora_rank is None:
+        q = linear(x, weights.matrix(f"{role}.q"))
+    else:
+        latent = linear(x, weights.matrix(f"{role}.q_a"))
+        latent = weights.operations.rms_norm(latent, weights.vector(f"{role}.q_a_norm"), spec.lora_norm_eps)
+        q = linear(latent, weights.matrix(f"{role}.q_b"))
+    return q.view(len(x), spec.num_heads, -1).transpose(0, 1)
+
+
+def _up_projections(
+    weights: Weights, spec: LatentSpec, role: str, head_bytes: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Some heads at a time: which, W_k [heads, nope, rank] and W_v [heads, v, rank], float32.
+
+    As many as keep `kv_b`'s rows and `head_bytes` of work a head within `MAX_DECODED_BYTES`; one at least.
+    """
+    nope, rank = spec.qk_nope_head_dim, spec.kv_lora_rank
+    width = nope + spec.v_head_dim
+    step = max(1, MAX_DECODED_BYTES // max(4 * width * rank, head_bytes))
+    matrix = weights.matrix(f"{role}.kv_b")
+    for first in range(0, spec.num_heads, step):
+        last = min(first + step, spec.num_heads)
+        rows = matrix.rows(first * width, last * width).view(last - first, width, rank)
+        yield slice(first, last), rows[:, :nope], rows[:, nope:]
+
+
+def _absorbed(
+    q: Tensor, weights: Weights, spec: LatentSpec, role: str, cached: Tensor, mask: Tensor | None
+) -> Iterator[Tensor]:
+    """Heads' outputs [heads, T, v]; `cached` [S, rank + rope]."""
+    nope = spec.qk_nope_head_dim
+    for heads, w_k, w_v in _up_projections(weights, spec, role, 4 * q.shape[1] * len(cached)):
+        moved = torch.cat((q[heads, :, :nope] @ w_k, q[heads, :, nope:]), dim=-1)  # [heads, T, rank + rope]
+        scores = moved @ cached.T * spec.scale
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        yield scores.softmax(dim=-1) @ cached[:, : spec.kv_lora_rank] @ w_v.transpose(1, 2)
+
+
+def _expanded(
+    q: Tensor, weights: Weights, spec: LatentSpec, role: str, cached: Tensor, mask: Tensor | None
+) -> Iterator[Tensor]:
+    """Heads' outputs [heads, T, v]; `cached` [S, rank + rope]."""
+    latent, rope = torch.split(cached, [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
+    width = spec.qk_nope_head_dim + spec.qk_rope_head_dim + spec.v_head_dim
+    for heads, w_k, w_v in _up_projections(weights, spec, role, 4 * len(cached) * width):
+        nope = latent @ w_k.transpose(1, 2)  # [heads, S, nope]
+        keys = torch.cat((nope, rope.expand(len(nope), -1, -1)), dim=-1)
+        yield torch.nn.functional.scaled_dot_product_attention(
+            q[heads], keys, latent @ w_v.transpose(1, 2), attn_mask=mask, scale=spec.scale
+        )
+
+
+def distance_buckets(spec: RelativeSpec, num_distances: int, is_mutual: bool) -> Tensor:
+    """The bucket of each distance from 0 up, of keys that do not come later, int64 [num_distances].
+
+    Meaning: of n buckets (half as many where keys may come later: `is_mutual`) the first half are one distance each,
+             the others grow by powers up to `max_distance`; what is farther is in the last.
+    Source:  transformers, models/switch_transformers, _relative_position_bucket, in its order of float32 operations:
+             a logarithm that is rounded otherwise would put a distance into another bucket.
+    """
+    num_buckets = spec.num_buckets // 2 if is_mutual else spec.num_buckets
+    num_exact = num_buckets // 2
+    distances = torch.arange(num_distances)
+    grown = torch.log(distances.clamp(min=1).float() / num_exact) / math.log(spec.max_distance / num_exact)
+    far = (num_exact + (grown * (num_buckets - num_exact)).to(torch.long)).clamp(max=num_buckets - 1)
+    return torch.where(distances < num_exact, distances, far)
+
+
+class PositionBias:
+    """What a stack adds to scores, by distance: its table laid out over all distances of `context_tokens` positions.
+
+    Args:    table: float32 [num_buckets, heads].   is_mutual: whether positions see those after them; else these get
+             minus infinity.
+    """
+
+    def __init__(self, spec: RelativeSpec, table: Tensor, context_tokens: int, is_mutual: bool) -> None:
+        buckets = distance_buckets(spec, context_tokens, is_mutual).to(table.device)
+        before = table[buckets].T  # [heads, N], distance rising
+        if is_mutual:
+            after = table[buckets[1:] + spec.num_buckets // 2].T
+        else:
+            after = torch.full((table.shape[1], context_tokens - 1), -torch.inf, device=table.device)
+        # Where key - query is -(N - 1) to N - 1: a query's biases are one run of it.
+        self._line = torch.cat((before.flip(1), after), dim=1).contiguous()
+        self._context_tokens = context_tokens
+        self.num_bytes = self._line.nbytes
+
+    def rows(self, start: int, stop: int, num_keys: int) -> Tensor:
+        """The biases of queries at positions `start` to `stop` to the first `num_keys`: float32 [heads, T, keys]."""
+        runs = self._line.unfold(1, num_keys, 1)  # [heads, first distance, num_keys], a view
+        last = self._context_tokens - 1
+        return runs[:, last - stop + 1 : last - start + 1].flip(1)
+
+
+def enter_keys(x: Tensor, weights: Weights, spec: RelativeSpec, role: str, cache: LayerCache, start: int) -> None:
+    """Writes keys and values of tokens x float32 [T, d] into a cache, the first at position `start`."""
+    for name, held in (("k", cache.keys), ("v", cache.values)):
+        projected = linear(x, weights.matrix(f"{role}.{name}")).view(len(x), spec.num_heads, spec.head_dim)
+        held[:, start : start + len(x)] = projected.transpose(0, 1)  # [heads, T, head_dim]
+
+
+def attend_keys(
+    x: Tensor,
+    weights: Weights,
+    spec: RelativeSpec,
+    role: str,
+    cache: LayerCache,
+    bias: PositionBias | None,
+    start: int = 0,
+) -> Tensor:
+    """Attention of tokens x float32 [T, d], normed, to the `num_tokens` keys that the cache holds: float32 [T, d].
+
+    Args:    role: of the projections (`layers.{i}.attention`, `layers.{i}.cross`).   bias: None: none, and all is seen.
+             start: the position of the first token, where there is a bias.
+    """
+    q = linear(x, weights.matrix(f"{role}.q")).view(len(x), spec.num_heads, spec.head_dim).transpose(0, 1)
+    keys, values = cache.keys[None, :, : cache.num_tokens], cache.values[None, :, : cache.num_tokens]
+    mixed = []
+    for first, last in _query_blocks(len(x), spec.num_heads * cache.num_tokens):
+        mask = None if bias is None else bias.rows(start + first, start + last, cache.num_tokens)[None]
+        block = torch.nn.functional.scaled_dot_product_attention(
+            q[None, :, first:last], keys, values, attn_mask=mask, scale=spec.scale
+        )  # [1, heads, block, head_dim]
+        mixed.append(block[0].transpose(0, 1).flatten(1))
+    return linear(mixed[0] if len(mixed) == 1 else torch.cat(mixed), weights.matrix(f"{role}.o"))
+
+
+def _query_blocks(num_tokens: int, scores_each: int) -> Iterator[tuple[int, int]]:
+    """(first, last) of queries whose scores and biases together stay within `MAX_DECODED_BYTES`."""
+    step = max(1, MAX_DECODED_BYTES // (8 * scores_each))
+    for first in range(0, num_tokens, step):
+        yield first, min(first + step, num_tokens)

@@ -1,0 +1,171 @@
+"""What a checkpoint's tensors hold: values in 16 or 32 bit, or codes with their scales, and what these mean.
+
+`weight = code * scale` in float32, exactly what the source means; nothing is rounded.
+
+A checkpoint's weights, read anew whenever asked for: the original to compare a pack with, in bounded memory.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from moe_pack.formats import ModelSpec, Selector
+from moe_pack.formats.codecs import e2m1_values, powers_of_two
+from moe_pack.formats.families import SCALE_BLOCK, Checkpoint, SourceMatrix
+from moe_pack.runtime.model.expert import Expert, NeuronBlock
+from moe_pack.runtime.model.matrix import TORCH_DTYPES, Matrix, StoredMatrix
+from moe_pack.runtime.model.operations import TORCH, row_blocks
+
+_MXFP4_GROUP = 32  # values that share a scale
+
+
+def read_codes(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: int) -> Tensor:
+    """The codes of rows of a matrix that is in codes, one a byte: u8 [stop - start, num_cols], E4M3 or E2M1."""
+    held = torch.from_numpy(checkpoint.rows(source, start, stop))
+    if source.codec == "mxfp4":  # byte j holds the codes of values 2 j and 2 j + 1
+        held = torch.stack((held & 15, held >> 4), dim=1)
+    return held.view(stop - start, source.num_cols)
+
+
+def read_scales(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: int) -> Tensor:
+    """The scales of rows of a matrix that is in codes, each row with its own.
+
+    Returns: `fp8`: float32 [stop - start, groups of 128].   `mxfp4`: E8M0 bytes, u8 [stop - start, groups of 32].
+    """
+    held = torch.from_numpy(checkpoint.scales(source, start, stop))
+    if source.codec == "mxfp4":
+        return held
+    blocks = held.view(TORCH_DTYPES[checkpoint.scale_dtype(source)]).to(torch.float32)
+    return blocks[torch.arange(start, stop) // SCALE_BLOCK - start // SCALE_BLOCK]
+
+
+def read_rows(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: int) -> Tensor:
+    """Rows of a source matrix as it lies, [stop - start, columns]; of a vector, one column.
+
+    Returns: the source's dtype; of FP8 codes float32, of MXFP4 codes bfloat16, which are exact.
+    """
+    if source.codec == "plain":
+        raw = torch.from_numpy(checkpoint.rows(source, start, stop))
+        return raw.view(TORCH_DTYPES[checkpoint.dtype(source)]).view(stop - start, source.num_cols)
+    codes, scales = (read(checkpoint, source, start, stop) for read in (read_codes, read_scales))
+    return _weights(source, codes, scales)
+
+
+def weights_dtype(checkpoint: Checkpoint, source: SourceMatrix) -> torch.dtype:
+    """The dtype of what `read_rows` returns."""
+    exact = {"fp8": torch.float32, "mxfp4": torch.bfloat16}
+    return exact.get(source.codec) or TORCH_DTYPES[checkpoint.dtype(source)]
+
+
+def read_neurons(checkpoint: Checkpoint, source: SourceMatrix) -> Tensor:
+    """The whole of an expert's matrix, a row a neuron: `[f, d]` in `read_rows`'s dtype, not always contiguous."""
+    held = read_rows(checkpoint, source, 0, source.num_rows)
+    return held.T if source.neurons == "columns" else held
+
+
+def read_vector(checkpoint: Checkpoint, source: SourceMatrix) -> Tensor:
+    """A vector of the source: float32 [n]."""
+    return read_rows(checkpoint, source, 0, source.num_rows).flatten().to(torch.float32)
+
+
+def load_matrix(checkpoint: Checkpoint, source: SourceMatrix, device: torch.device) -> Matrix:
+    """A whole matrix in memory, in the bytes it has in the source."""
+    if source.codec == "plain":
+        return StoredMatrix(read_rows(checkpoint, source, 0, source.num_rows).to(device))
+    codes, scales = (read(checkpoint, source, 0, source.num_rows) for read in (read_codes, read_scales))
+    return _CodedMatrix(source, codes.to(device), scales.to(device))
+
+
+class _CodedMatrix:
+    """A matrix held in codes, decoded some rows at a time."""
+
+    def __init__(self, source: SourceMatrix, codes: Tensor, scales: Tensor) -> None:
+        self._source = source
+        self._codes = codes
+        self._scales = scales
+        self.num_rows, self.num_cols = source.num_rows, source.num_cols
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return _weights(self._source, self._codes[start:stop], self._scales[start:stop]).to(torch.float32)
+
+
+def _weights(source: SourceMatrix, codes: Tensor, scales: Tensor) -> Tensor:
+    """What codes [n, columns] and scales [n, groups] mean."""
+    num_cols = source.num_cols
+    if source.codec == "fp8":
+        weights = codes.view(torch.float8_e4m3fn).to(torch.float32)
+        for group, start in enumerate(range(0, num_cols, SCALE_BLOCK)):
+            weights[:, start : start + SCALE_BLOCK].mul_(scales[:, group : group + 1])
+        return weights
+    grouped = e2m1_values(codes).view(-1, num_cols // _MXFP4_GROUP, _MXFP4_GROUP)  # [n, groups, 32]
+    return grouped.mul_(powers_of_two(scales).unsqueeze(2)).view(len(codes), num_cols).to(torch.bfloat16)
+
+
+class CheckpointWeights:
+    """The weights of an open checkpoint, every neuron running; the checkpoint stays the caller's to close."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device | None = None) -> None:
+        self.spec: ModelSpec = checkpoint.spec
+        self.selector: Selector = "none"
+        self.operations = TORCH
+        self._checkpoint = checkpoint
+        self._device = device or torch.device("cpu")
+
+    def vector(self, role: str) -> Tensor:
+        """A norm's weight or a bias, float32 [n]."""
+        return read_vector(self._checkpoint, self._checkpoint.dense_source(role)).to(self._device)
+
+    def matrix(self, role: str) -> Matrix:
+        """A dense matrix by its role."""
+        return _SourceMatrix(self._checkpoint, self._checkpoint.dense_source(role), self._device)
+
+    def load(self, role: str) -> Matrix:
+        """A dense matrix in memory, in the bytes it has in the source."""
+        return load_matrix(self._checkpoint, self._checkpoint.dense_source(role), self._device)
+
+    def expert(self, layer_idx: int, expert: int) -> Expert:
+        """An expert, read as its blocks are asked for."""
+        return _SourceExpert(self._checkpoint, layer_idx, expert, self._device)
+
+    def threshold(self, layer_idx: int, expert: int) -> float:
+        """Zero: the original drops nothing."""
+        return 0.0
+
+
+class _SourceMatrix:
+    def __init__(self, checkpoint: Checkpoint, source: SourceMatrix, device: torch.device) -> None:
+        self._checkpoint = checkpoint
+        self._source = source
+        self._device = device
+        self.num_rows, self.num_cols = source.num_rows, source.num_cols
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return read_rows(self._checkpoint, self._source, start, stop).to(self._device, torch.float32)
+
+
+class _SourceExpert:
+    def __init__(self, checkpoint: Checkpoint, layer_idx: int, expert: int, device: torch.device) -> None:
+        self._checkpoint = checkpoint
+        self._device = device
+        spec = checkpoint.spec.expert
+        self._sources = {m: checkpoint.expert_source(layer_idx, expert, m) for m in spec.matrices}
+        self._biases = {m: checkpoint.bias_source(layer_idx, expert, m) for m in spec.bias}
+
+    def blocks(self) -> Iterator[NeuronBlock]:
+        spec = self._checkpoint.spec
+        # What lies across is read whole, in the source's dtype: a neuron has a value in every row of it.
+        whole = {m: read_neurons(self._checkpoint, s) for m, s in self._sources.items() if s.neurons == "columns"}
+        biases = {m: read_vector(self._checkpoint, s).to(self._device) for m, s in self._biases.items()}
+        for start, stop in row_blocks(spec.expert.intermediate_size, spec.hidden_size, len(self._sources)):
+            held = {
+                m: (whole[m][start:stop] if m in whole else read_rows(self._checkpoint, s, start, stop)).to(
+                    self._device, torch.float32
+                )
+                for m, s in self._sources.items()
+            }
+            gate_bias, up_bias = (biases[m][start:stop] if m in biases else None for m in ("gate", "up"))
+            yield NeuronBlock(held.get("gate"), held["up"], held["down"], gate_bias, up_bias)
+
+    def down_bias(self) -> Tensor | None:
+        return read_vector(self._checkpoint, self._biases["down"]).to(self._device) if "down" in self._biases else None

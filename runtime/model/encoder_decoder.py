@@ -1,0 +1,230 @@
+"""Encoder and decoder: a text is read whole by the one stack, and answered token by token by the other.
+
+    x = embed(text);    each encoder layer: x += attention(norm(x)),  x += mlp(norm(x));    read = norm(x)
+    x = embed(answer);  each decoder layer: x += attention(norm(x)),  x += cross(norm(x), read),  x += mlp(norm(x))
+
+Beside `decoder`, which has one stack. A pass goes through a layer with all its tokens, because an expert's capacity is
+counted over a pass, and because each expert is then brought once; what is large is computed in pieces.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moe_pack.formats import RunError
+from moe_pack.formats.spec import RelativeSpec
+from moe_pack.runtime.model.attention import PositionBias, attend_keys, enter_keys
+from moe_pack.runtime.model.kv_cache import KVCache, LayerCache
+from moe_pack.runtime.model.layer import (
+    PREFILL_TOKENS,
+    PartialState,
+    embed,
+    head,
+    mlp_input,
+    route_tokens,
+    run_experts,
+    run_unrouted,
+    scaled,
+)
+from moe_pack.runtime.model.operations import row_blocks
+from moe_pack.runtime.model.weights import Weights, norm
+
+
+def add_own_attention(
+    x: Tensor, weights: Weights, layer: int, cache: LayerCache, bias: PositionBias, chunk_tokens: int = PREFILL_TOKENS
+) -> Tensor:
+    """Hidden states float32 [T, d] with a layer's attention to their own stack added; their keys enter the cache.
+
+    Args:    cache: what it holds goes before.   chunk_tokens: of queries at a time.
+    """
+    spec, role, start = _attention(weights), f"layers.{layer}.attention", cache.num_tokens
+    normed = torch.split(norm(x, weights, f"layers.{layer}.attention_norm"), chunk_tokens)
+    firsts = range(start, start + len(x), chunk_tokens)
+    for piece, first in zip(normed, firsts, strict=True):
+        enter_keys(piece, weights, spec, role, cache, first)
+    held = replace(cache, num_tokens=start + len(x))
+    pieces = [attend_keys(p, weights, spec, role, held, bias, first) for p, first in zip(normed, firsts, strict=True)]
+    return x + scaled(_joined(pieces), weights.spec.residual_multiplier)
+
+
+def add_cross_attention(
+    x: Tensor, weights: Weights, layer: int, read: LayerCache, chunk_tokens: int = PREFILL_TOKENS
+) -> Tensor:
+    """Hidden states float32 [T, d] with a decoder layer's attention to the text added, whose keys `read` holds."""
+    spec, role = _attention(weights), f"layers.{layer}.cross"
+    normed = torch.split(norm(x, weights, f"layers.{layer}.cross_norm"), chunk_tokens)
+    pieces = [attend_keys(piece, weights, spec, role, read, None) for piece in normed]
+    return x + scaled(_joined(pieces), weights.spec.residual_multiplier)
+
+
+def enter_text(encoded: Tensor, weights: Weights, layer: int, read: LayerCache, chunk_tokens: int) -> None:
+    """Writes what a decoder layer will see of the text: its keys and values of the encoder's output float32 [S, d]."""
+    for first in range(0, len(encoded), chunk_tokens):
+        piece = encoded[first : first + chunk_tokens]
+        enter_keys(piece, weights, _attention(weights), f"layers.{layer}.cross", read, first)
+
+
+def position_bias(weights: Weights, context_tokens: int, is_encoder: bool) -> PositionBias:
+    """The biases by position of a stack."""
+    table = weights.matrix("encoder_position_bias" if is_encoder else "position_bias")
+    return PositionBias(_attention(weights), table.rows(0, table.num_rows), context_tokens, is_mutual=is_encoder)
+
+
+def _attention(weights: Weights) -> RelativeSpec:
+    spec = weights.spec.attention
+    assert isinstance(spec, RelativeSpec), "a checked spec: with an encoder attention is relative"
+    return spec
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+class EncoderDecoder:
+    """A model with an encoder at work: weights, one text that was read, and the caches of its answer.
+
+    `cache` holds the answer's keys and values, `read` those that the decoder has of the text; each has room for
+    `context_tokens`. A new instance has read nothing.
+    Args:    chunk_tokens: computed at a time where each token stands alone.
+    Raises:  RunError if the context is more than the model's positions.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        context_tokens: int,
+        device: torch.device | None = None,
+        chunk_tokens: int = PREFILL_TOKENS,
+    ) -> None:
+        spec = weights.spec
+        assert spec.encoder is not None, "Decoder runs models without one"
+        if not 0 < context_tokens <= spec.max_position_embeddings:
+            raise RunError(
+                f"context of {context_tokens} tokens; this model has {spec.max_position_embeddings} positions"
+            )
+        self.spec = spec
+        self.device = device or torch.device("cpu")
+        self._num_encoding = spec.encoder.num_layers
+        self._start_token = spec.encoder.start_token
+        num_decoding = spec.num_hidden_layers - self._num_encoding
+        self.cache = KVCache(spec, context_tokens, self.device, num_decoding)
+        self.read = KVCache(spec, context_tokens, self.device, num_decoding)
+        self._weights = weights
+        self._chunk_tokens = chunk_tokens
+        self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}
+        self._encoder_bias = position_bias(weights, context_tokens, is_encoder=True)
+        self._decoder_bias = position_bias(weights, context_tokens, is_encoder=False)
+
+    def reset(self) -> None:
+        """Forgets text and answer; the caches stay allocated."""
+        self.cache.num_tokens = self.read.num_tokens = 0
+
+    def begin(self, text_ids: list[int]) -> Tensor:
+        """Reads a text; returns the prediction of its answer's first token, float32 [vocabulary]."""
+        self.encode(text_ids)
+        return self.next_logits([self._start_token])
+
+    @torch.inference_mode()
+    def encode(self, text_ids: list[int]) -> None:
+        """Reads a text in one pass, in the place of one that was read before, and of its answer.
+
+        Raises:  RunError if it is longer than the context, empty, or has a token that is not in the vocabulary.
+        """
+        self.reset()
+        if not 0 < len(text_ids) <= self.read.context_tokens:
+            raise RunError(f"a text of {len(text_ids)} tokens, expected 1 to {self.read.context_tokens}, the context")
+        self._check_vocabulary(text_ids)
+        x = embed(torch.tensor(text_ids), self._weights)
+        # Decoder layer 0's keys of the text are made last: until then their place holds those of the encoder's layer.
+        scratch = replace(self.read.layer(0), num_tokens=0)
+        for layer in range(self._num_encoding):
+            x = self._attend_text(x, layer, scratch)
+            attend = partial(self._attend_text, scratch=scratch)
+            x = self._add_mlp(x, layer, self._partial_state(x, layer, self._num_encoding, attend))
+        encoded = norm(x, self._weights, "encoder_norm")
+        for idx in range(self.spec.num_hidden_layers - self._num_encoding):
+            layer = self._num_encoding + idx
+            enter_text(encoded, self._weights, layer, self.read.layer(idx), self._chunk_tokens)
+        self.read.num_tokens = len(text_ids)
+
+    def logits(self, ids: list[int]) -> Tensor:
+        """Appends tokens to the answer; returns each one's prediction of the next, float32 [T, vocabulary].
+
+        An answer begins with the model's `start_token`. All tokens are one pass.
+        Raises:  RunError if no text was read, the context is full, or a token is not in the vocabulary.
+        """
+        return self._head(self._decode(ids))
+
+    def next_logits(self, ids: list[int]) -> Tensor:
+        """Appends tokens to the answer; returns the prediction after the last, float32 [vocabulary]."""
+        assert ids, "at least one token"
+        return self._head(self._decode(ids)[-1:])[0]
+
+    @torch.inference_mode()
+    def _decode(self, ids: list[int]) -> Tensor:
+        """The hidden states of new tokens of the answer after the last layer, float32 [T, d]."""
+        if not self.read.num_tokens:
+            raise RunError("no text was read that could be answered; encode one first")
+        if self.cache.num_tokens + len(ids) > self.cache.context_tokens:
+            raise RunError(f"context is full: {self.cache.context_tokens} tokens")
+        self._check_vocabulary(ids)
+        x = embed(torch.tensor(ids), self._weights)
+        for layer in range(self._num_encoding, self.spec.num_hidden_layers):
+            x = self._attend_answer(x, layer)
+            last = self.spec.num_hidden_layers
+            x = self._add_mlp(x, layer, self._partial_state(x, layer, last, self._attend_answer))
+        self.cache.num_tokens += len(ids)
+        return x
+
+    def _attend_text(self, x: Tensor, layer: int, scratch: LayerCache) -> Tensor:
+        return add_own_attention(x, self._weights, layer, scratch, self._encoder_bias, self._chunk_tokens)
+
+    def _attend_answer(self, x: Tensor, layer: int) -> Tensor:
+        weights, chunk, idx = self._weights, self._chunk_tokens, layer - self._num_encoding
+        x = add_own_attention(x, weights, layer, self.cache.layer(idx), self._decoder_bias, chunk)
+        return add_cross_attention(x, weights, layer, self.read.layer(idx), chunk)
+
+    def _partial_state(
+        self, x: Tensor, layer: int, end: int, attend: Callable[[Tensor, int], Tensor]
+    ) -> PartialState | None:
+        """As in `Decoder`, within a stack, whose layers are those before `end`."""
+        weights, after = self._weights, layer + 1
+        if after == end or after not in self._layer_idx:
+            return None
+
+        def partial_state(y: Tensor) -> Tensor:
+            normed = mlp_input(x, weights, layer)
+            unrouted = self._in_pieces(normed, lambda piece: run_unrouted(piece, weights, layer))
+            some = x + scaled(y if unrouted is None else y + unrouted, self.spec.residual_multiplier)
+            return attend(some, after)
+
+        return partial_state
+
+    def _check_vocabulary(self, ids: list[int]) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self.spec.vocab_size:
+            raise RunError(f"token {max(ids)} is not in the model's vocabulary of {self.spec.vocab_size}")
+
+    def _add_mlp(self, x: Tensor, layer: int, partial_state: PartialState | None) -> Tensor:
+        """Hidden states float32 [T, d] with the layer's experts added, or its dense expert."""
+        weights, normed = self._weights, mlp_input(x, self._weights, layer)
+        unrouted = self._in_pieces(normed, lambda piece: run_unrouted(piece, weights, layer))
+        if layer in self._layer_idx:
+            experts, router_weights = route_tokens(normed, weights, layer)
+            y = run_experts(normed, experts, router_weights, weights, self._layer_idx[layer], partial_state)
+            unrouted = y if unrouted is None else y + unrouted
+        assert unrouted is not None, "a layer without experts is dense"
+        return x + scaled(unrouted, self.spec.residual_multiplier)
+
+    def _in_pieces(self, x: Tensor, operation: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+        found = [operation(piece) for piece in torch.split(x, self._chunk_tokens)]
+        pieces = [piece for piece in found if piece is not None]
+        return _joined(pieces) if pieces else None
+
+    @torch.inference_mode()
+    def _head(self, hidden: Tensor) -> Tensor:
+        spec = self.spec
+        pieces = [head(hidden[first:last], self._weights) for first, last in row_blocks(len(hidden), spec.vocab_size)]
+        return _joined(pieces)

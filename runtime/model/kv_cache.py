@@ -1,0 +1,163 @@
+"""Rotary positions: the angles of given positions under each scaling, and the turning of vectors by them.
+
+What attention keeps of earlier tokens, allocated once.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_pack.formats import GroupedQuerySpec, ModelSpec
+from moe_pack.formats.spec import LatentSpec, LongRopeSpec, RopeSpec, YarnSpec, cached_tokens
+
+Angles = tuple[Tensor, Tensor]  # cosine and sine, float32 [T, rotary_dim / 2] each
+
+
+class Rope:
+    """Rotary angles for given positions.
+
+    Source: transformers, modeling_rope_utils.py; for longrope Phi-3.5-MoE's own code, which takes the long factors
+    for a whole sequence once it is longer than the original context (transformers 5.23 takes the long mscale there,
+    but keeps the short factors).
+    """
+
+    def __init__(self, spec: RopeSpec, device: torch.device) -> None:
+        exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32, device=device) / spec.rotary_dim
+        powers = spec.theta**exponents
+        self._factor = self._long_factor = 1.0
+        self._limit: int | None = None
+        if isinstance(spec.scaling, YarnSpec):
+            self._frequencies = self._long = _yarn(powers, spec.scaling, spec)
+            self._factor = self._long_factor = spec.scaling.attention_factor
+        elif isinstance(spec.scaling, LongRopeSpec):
+            self._limit = spec.scaling.original_max_position_embeddings
+            self._frequencies, self._long = (
+                1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * powers)
+                for factors in (spec.scaling.short_factor, spec.scaling.long_factor)
+            )
+            self._factor, self._long_factor = spec.scaling.short_mscale, spec.scaling.long_mscale
+        else:
+            self._frequencies = self._long = 1.0 / powers
+
+    def is_long(self, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` has other angles, at every position, than a short one."""
+        return self._limit is not None and num_tokens > self._limit
+
+    def __call__(self, positions: Tensor, num_tokens: int) -> Angles:
+        """The angles at positions [T] of a sequence of `num_tokens`."""
+        is_long = self.is_long(num_tokens)
+        angles = positions.to(torch.float32)[:, None] * (self._long if is_long else self._frequencies)
+        factor = self._long_factor if is_long else self._factor
+        return angles.cos() * factor, angles.sin() * factor
+
+
+def _yarn(powers: Tensor, yarn: YarnSpec, spec: RopeSpec) -> Tensor:
+    """Frequencies that turn often in the original context are kept, rare ones divided, those between mixed."""
+
+    def bound(turns: float) -> float:
+        """The dimension whose frequency makes this many turns in the original context."""
+        length = yarn.original_max_position_embeddings
+        return spec.rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = bound(yarn.beta_fast), bound(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
+    if low == high:
+        high += 0.001
+    steps = torch.arange(len(powers), dtype=torch.float32, device=powers.device)
+    kept = 1 - ((steps - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (yarn.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def rotate(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
+    """`x` [heads, T, n] with its first `rotary_dim` values turned by the angles of its positions."""
+    cos, sin = angles
+    half = cos.shape[1]
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = turned[..., :half], turned[..., half:]
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    both = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return both if rest.shape[-1] == 0 else torch.cat((both, rest), dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """A layer's keys and values [heads, places, width], after `num_tokens` positions.
+
+    Position `p` lies in place `p % places`: with fewer places than positions it is a ring, and the last are held.
+    """
+
+    keys: Tensor
+    values: Tensor
+    num_tokens: int
+
+    def enter(self, keys: Tensor, values: Tensor) -> None:
+        """Puts in the keys and values [heads, T, width] of new tokens, no more than there are places."""
+        places = self._places(self.num_tokens, self.num_tokens + keys.shape[1])
+        self.keys[:, places], self.values[:, places] = keys.to(self.keys.dtype), values.to(self.values.dtype)
+
+    def held(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions `start` to `stop`, float32 [heads, stop - start, width]: copies or views."""
+        places = self._places(start, stop)
+        return self.keys[:, places].float(), self.values[:, places].float()
+
+    def _places(self, start: int, stop: int) -> slice | Tensor:
+        num_places = self.keys.shape[1]
+        assert stop - start <= num_places, f"positions {start} to {stop} in {num_places} places"
+        first = start % num_places
+        if first + stop - start <= num_places:
+            return slice(first, first + stop - start)
+        return torch.arange(start, stop, device=self.keys.device) % num_places
+
+
+class KVCache:
+    """Keys and values of every layer [heads, places, width], float32 or bfloat16, allocated whole.
+
+    Each layer has `cached_tokens` places: the whole context, or what its sliding window needs. Latent attention keeps
+    one vector a token and layer: the latent, then the rotated key; the latent is the value of its one head, so that
+    `values` are views of `keys`. `is_ring`: some layer keeps less than the whole context.
+
+    Args:    context_tokens: the most positions it will ever hold.   chunk_tokens: the most that enter at once; None:
+             any number.   num_layers: the model's, unless given: then so many, which keep the whole context.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        context_tokens: int,
+        device: torch.device,
+        num_layers: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        chunk = context_tokens if chunk_tokens is None else chunk_tokens
+        if num_layers is None:
+            places = [cached_tokens(spec, layer, context_tokens, chunk) for layer in range(spec.num_hidden_layers)]
+        else:
+            places = [context_tokens] * num_layers
+        self.device, self.dtype = device, dtype
+        attention = spec.attention
+        if isinstance(attention, LatentSpec):
+            width = attention.kv_lora_rank + attention.qk_rope_head_dim
+            self.keys = tuple(torch.zeros((1, number, width), dtype=dtype, device=device) for number in places)
+            self.values = tuple(held[..., : attention.kv_lora_rank] for held in self.keys)
+            self.num_bytes = sum(held.nbytes for held in self.keys)
+        else:
+            heads = attention.num_kv_heads if isinstance(attention, GroupedQuerySpec) else attention.num_heads
+            shapes = [(heads, number, attention.head_dim) for number in places]
+            self.keys = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+            self.values = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+            self.num_bytes = sum(held.nbytes for held in (*self.keys, *self.values))
+        self.is_ring = min(places) < context_tokens
+        self.context_tokens = context_tokens
+        self.num_tokens = 0
+
+    def layer(self, idx: int) -> LayerCache:
+        """A layer's share, into which its attention writes."""
+        return LayerCache(self.keys[idx], self.values[idx], self.num_tokens)

@@ -1,0 +1,270 @@
+"""The operations of a forward pass: what computes, while `layer`, `attention` and the weights say what is computed.
+
+`Operations` is plain torch on any device, and the reference; what is faster overrides it and is tested against it.
+Routers' formulas are in `router`, those of an expert in `expert`.
+
+The operations of a forward pass by the native kernels, on the CPU.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moe_pack.formats import GroupedQuerySpec, RouterSpec, RowLayout
+from moe_pack.formats.codecs import decode_part
+from moe_pack.formats.layout import Part
+from moe_pack.runtime.cpu import Kernels, open_kernels, row_numbers, stored_numbers
+from moe_pack.runtime.model.kv_cache import Angles, LayerCache, rotate
+from moe_pack.runtime.model.router import choose, least_sum, limit_to_capacity
+
+MAX_DECODED_BYTES = 16 << 20  # no operation dequantizes more than this at once
+# On a GPU torch has no fused attention for float32 with grouped heads: it makes all scores, and several copies of them.
+# Queries go through it in pieces whose scores take so much: 512 queries of 32 heads would take 512 MiB at 8,192 tokens.
+MAX_SCORE_BYTES = 64 << 20
+
+Product = Callable[[Tensor], Tensor]  # x float32 [T, columns] to x @ rows.T, float32 [T, rows]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """The rms norms of each head's query and key: weights float32 [head_dim], and eps."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+class Operations:
+    """The operations in plain torch, on any device."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Returns `x / rms(x) * weight` over the last dimension of x float32 [..., n], for weight float32 [n]."""
+        return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+    def route(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns the experts of each token, int64 [T, k], best first, and their weights, float32 [T, k].
+
+        A weight of zero is that of an expert beyond its capacity.
+        Args:    logits: float32 [T, E].   bias: float32 [E], added for choosing only; where the spec has one.
+        """
+        experts, weights = self._choose(logits, spec, bias)
+        return experts, limit_to_capacity(experts, weights, spec)
+
+    def _choose(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        return choose(logits, spec, bias)
+
+    def attend(
+        self,
+        projected: tuple[Tensor, Tensor, Tensor],
+        norms: HeadNorms | None,
+        angles: Angles,
+        interleaved: bool,
+        cache: LayerCache,
+        spec: GroupedQuerySpec,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Returns the attention of each query head; keys and values of new tokens enter the cache.
+
+        Args:    projected: queries, keys and values, float32 [T, heads * head_dim], neither normed by head nor rotated.
+                 window: how many positions one sees at most; None: all before it.   sinks: float32 [num_heads], logits
+                 that no value belongs to.
+        Returns: float32 [T, num_heads * head_dim].
+        """
+        # Each [heads, T, head_dim].
+        q, k, v = (each.view(len(each), -1, spec.head_dim).transpose(0, 1) for each in projected)
+        if norms is not None:
+            q, k = self.rms_norm(q, norms.q, norms.eps), self.rms_norm(k, norms.k, norms.eps)
+        start, num_tokens = cache.num_tokens, q.shape[1]
+        first = _first_seen(window, start)
+        cache.enter(rotate(k, angles, interleaved), v)
+        q, (keys, values) = rotate(q, angles, interleaved), cache.held(first, start + num_tokens)
+        step = max(1, MAX_SCORE_BYTES // (4 * spec.num_heads * max(keys.shape[1], 1)))
+        mixed = []
+        for begin in range(0, max(num_tokens, 1), step):
+            piece, at = q[:, begin : begin + step], start + begin
+            piece_first = _first_seen(window, at)
+            seen = slice(piece_first - first, at + piece.shape[1] - first)
+            mixed.append(
+                _attend_piece(piece, keys[:, seen], values[:, seen], at, piece_first, spec.scale, window, sinks)
+            )
+        whole = mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)  # [heads, T, head_dim]
+        return whole.transpose(0, 1).flatten(1)
+
+    def stored_product(self, weight: Tensor) -> Product:
+        """Returns the product with rows that are values of 16 or 32 bits, [rows, columns]."""
+        num_rows, num_cols = weight.shape
+
+        def rows(start: int, stop: int) -> Tensor:
+            return weight[start:stop].to(torch.float32)
+
+        return lambda x: product_by_blocks(x, num_rows, num_cols, rows)
+
+    def row_product(self, layout: RowLayout, rows: Tensor) -> Product:
+        """Returns the product with the one part of rows in the row layout, u8 [rows, row bytes]."""
+        (part,) = layout.parts
+
+        def decoded(start: int, stop: int) -> Tensor:
+            return self.decode(layout, part, rows[start:stop])
+
+        return lambda x: product_by_blocks(x, len(rows), layout.num_cols, decoded)
+
+    def decode(self, layout: RowLayout, part: Part, rows: Tensor) -> Tensor:
+        """Returns a part of rows u8 [rows, row bytes] in float32 [rows, columns], the same bits whatever computes."""
+        return decode_part(part.format, layout.num_cols, rows[:, part.offset : part.offset + part.num_bytes])
+
+    def fastest_stored(self, weight: Tensor) -> Tensor:
+        """Returns a weight of 16 or 32 bits as `stored_product` multiplies it fastest, token by token.
+
+        Torch would make float32 of 16 bits every time, which takes twice as long.
+        """
+        return weight.float()
+
+
+TORCH = Operations()
+
+
+def row_blocks(num_rows: int, num_cols: int, parts: int = 1) -> Iterator[tuple[int, int]]:
+    """(start, stop) of consecutive blocks of rows; `parts` matrices of a block fit `MAX_DECODED_BYTES` together."""
+    step = max(1, MAX_DECODED_BYTES // (4 * num_cols * parts))
+    for start in range(0, num_rows, step):
+        yield start, min(start + step, num_rows)
+
+
+def product_by_blocks(x: Tensor, num_rows: int, num_cols: int, rows: Callable[[int, int], Tensor]) -> Tensor:
+    """Returns `x @ matrix.T`, float32 [T, num_rows], from `rows(start, stop)`, float32, a block of rows at a time."""
+    # Nothing small may outlive a block's rows: it would lie in their memory, and the next rows would need new memory.
+    y = x.new_empty((len(x), num_rows))
+    for start, stop in row_blocks(num_rows, num_cols):
+        y[:, start:stop] = x @ rows(start, stop).T
+    return y
+
+
+def seen_positions(window: int | None, first: int, start: int, num_tokens: int, device: torch.device) -> Tensor | None:
+    """Which of the positions from `first` on each of `num_tokens` new ones, the first at `start`, sees.
+
+    Returns: bool [T, start + T - first]; None: all.
+    """
+    if num_tokens == 1 and (window is None or window > start - first):
+        return None
+    query = torch.arange(start, start + num_tokens, device=device)[:, None]
+    key = torch.arange(first, start + num_tokens, device=device)[None, :]
+    seen = key <= query
+    return seen if window is None else seen & (key > query - window)
+
+
+def _first_seen(window: int | None, start: int) -> int:
+    """The first position that a token at position `start` sees."""
+    return 0 if window is None else max(0, start + 1 - window)
+
+
+def _attend_piece(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    start: int,
+    first: int,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The attention of queries [heads, T, head_dim] at positions `start` and on, over keys of `first` to their last.
+
+    Returns: float32 [heads, T, head_dim].
+    """
+    stop = start + q.shape[1]
+    is_causal = start == 0 and (window is None or window >= stop)  # a whole sequence: torch needs no mask
+    seen = None if is_causal and sinks is None else seen_positions(window, first, start, q.shape[1], q.device)
+    if sinks is not None:
+        least = torch.finfo(torch.float32).min  # minus infinity times a key's 0 would be no number
+        q, keys, values = _with_sinks(q, keys, values, (sinks / scale).clamp(min=least))
+        seen = None if seen is None else torch.nn.functional.pad(seen, (0, 1), value=True)
+    mixed: Tensor = torch.nn.functional.scaled_dot_product_attention(
+        q[None],
+        keys[None],
+        values[None],
+        attn_mask=seen,
+        is_causal=is_causal and sinks is None,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return mixed[0]
+
+
+def _with_sinks(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [heads, positions, head_dim] with one more position, that all see: it scores `sinks`.
+
+    Queries have one dimension more, which holds their head's sink, and in which only the new key, 1 there and 0
+    elsewhere, is not 0. The new value is 0.
+    """
+    pad = torch.nn.functional.pad
+    q = torch.cat((q, sinks[:, None, None].expand(*q.shape[:2], 1)), dim=-1)
+    keys = pad(keys, (0, 1, 0, 1))  # [heads, S + 1, head_dim + 1]
+    keys[:, -1, -1] = 1
+    return q, keys, pad(values, (0, 0, 0, 1))
+
+
+class NativeOperations(Operations):
+    """The operations by kernels, which stay the caller's to close. All tensors are on the CPU."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Returns `x / rms(x) * weight` over the last dimension of x float32 [..., n]."""
+        return self.kernels.rms_norm(x, weight, eps)
+
+    def _choose(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self.kernels.route(logits, spec, bias, least_sum(spec))
+
+    def attend(
+        self,
+        projected: tuple[Tensor, Tensor, Tensor],
+        norms: HeadNorms | None,
+        angles: Angles,
+        interleaved: bool,
+        cache: LayerCache,
+        spec: GroupedQuerySpec,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Returns the attention of each query head, float32 [T, num_heads * head_dim]."""
+        head_norms, eps = (None, 0.0) if norms is None else ((norms.q, norms.k), norms.eps)
+        cached = cache.keys, cache.values
+        return self.kernels.attend(
+            projected, head_norms, eps, angles, interleaved, cached, cache.num_tokens, spec, window, sinks
+        )
+
+    def stored_product(self, weight: Tensor) -> Product:
+        """Returns the product with rows of values, which are multiplied as they lie."""
+        held = weight.contiguous().view(torch.uint8).numpy()
+        return partial(self.kernels.product, layout=stored_numbers(weight.dtype, weight.shape[1]), rows=held)
+
+    def row_product(self, layout: RowLayout, rows: Tensor) -> Product:
+        """Returns the product with rows of codes, which are multiplied as they lie."""
+        return partial(self.kernels.product, layout=row_numbers(layout, layout.parts[0].name), rows=rows.numpy())
+
+    def decode(self, layout: RowLayout, part: Part, rows: Tensor) -> Tensor:
+        """Returns a part of rows in float32 [rows, columns]."""
+        return self.kernels.decode(row_numbers(layout, part.name), rows.numpy())
+
+    def fastest_stored(self, weight: Tensor) -> Tensor:
+        """Returns the weight itself: 16 bits are multiplied in half the time of 32."""
+        return weight
+
+
+@contextmanager
+def operations_for(device: torch.device, threads: int | None = None) -> Iterator[Operations]:
+    """Operations on a device, closed at the end: native ones on the CPU where the extension was built, else torch."""
+    kernels = open_kernels(threads) if device.type == "cpu" else None
+    if kernels is None:
+        yield TORCH
+        return
+    try:
+        yield NativeOperations(kernels)
+    finally:
+        kernels.close()

@@ -1,0 +1,397 @@
+"""Fast memory without a GPU: one anonymous mapping in pages, which experts' extents are read into.
+
+Page p of an extent holds `page_bytes` of it, behind room for the beginning of a row that ends in it, so that every row
+can be had in one piece (`Kernels.stitch`). Nothing is allocated after the arena is.
+
+Reads of files into memory that stays the caller's, several in flight, by threads that never hold the interpreter up.
+
+`open_reads` gives the native ones (runtime/cpu/native/reader.h). Where the extension was not built, it gives their
+plain twin, which reads when it is waited for, so that nothing overlaps.
+"""
+
+import errno
+import mmap
+import os
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats import DISK_BLOCK_BYTES, PackError, RunError
+from moe_pack.formats.layout import whole_blocks
+from moe_pack.runtime.cpu import PagedRows, is_available
+from moe_pack.runtime.model.pack_weights import cut_error
+
+
+class PageArena:
+    """`num_pages` pages of `page_bytes` each, with `head_bytes` of room before each; both whole disk blocks.
+
+    `memory` is all of it, u8.   `peak_pages`: the most that were taken at once.
+    Raises:  RunError if there is not so much memory.
+    """
+
+    def __init__(self, num_pages: int, page_bytes: int, head_bytes: int) -> None:
+        assert num_pages > 0 and head_bytes > 0, "pages, and heads"
+        assert page_bytes % DISK_BLOCK_BYTES == head_bytes % DISK_BLOCK_BYTES == 0, "whole blocks"
+        self.num_pages, self.page_bytes, self.head_bytes = num_pages, page_bytes, head_bytes
+        self.slot_bytes = page_bytes + head_bytes
+        try:
+            pages = mmap.mmap(-1, num_pages * self.slot_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as fault:
+            raise RunError(f"--budget: {num_pages * self.slot_bytes:,} bytes cannot be had ({fault})") from fault
+        # Huge pages are not asked for: a virtual machine may take seconds a gigabyte to get them back from its host.
+        self.memory: NDArray[np.uint8] = np.frombuffer(pages, np.uint8)
+        self._free = list(range(num_pages - 1, -1, -1))
+        self.peak_pages = 0  # that were taken at once
+
+    def take(self, count: int) -> NDArray[np.int32]:
+        """The slots of `count` pages, which are the caller's until given back: int32 [count]."""
+        assert count <= len(self._free), "the budget is kept by whoever asks"
+        taken = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        self.peak_pages = max(self.peak_pages, self.num_pages - len(self._free))
+        return np.array(taken[::-1], np.int32)
+
+    def give(self, slots: NDArray[np.int32]) -> None:
+        """Takes pages back."""
+        self._free += slots[::-1].tolist()
+
+    def rows(self, slots: NDArray[np.int32], begin: int) -> PagedRows:
+        """Rows from byte `begin` on of the extent in these pages, as the kernels see them."""
+        return PagedRows(self.memory, slots, self.slot_bytes, self.head_bytes, self.page_bytes, begin)
+
+    def places(self, slots: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Where in `memory` pages' bytes begin: int64 [n]."""
+        return slots.astype(np.int64) * self.slot_bytes + self.head_bytes
+
+    def close(self) -> None:
+        """Lets go of the memory, which goes with the last array that refers to it."""
+        self.memory = np.empty(0, np.uint8)
+
+
+if is_available():
+    import moe_pack.runtime.cpu._native as _native
+
+NUM_THREADS = 8
+MAX_READ_BYTES = 1 << 20  # that one call reads at most
+_LARGEST_READ_BYTES, _MAX_THREADS = 1 << 30, 1024
+
+Bytes = NDArray[np.uint8]
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStats:
+    """What has been read: bytes of urgent requests and of others, calls, time with at least one read in flight."""
+
+    bytes_urgent: int = 0
+    bytes_ahead: int = 0
+    num_reads: int = 0
+    busy_ns: int = 0
+
+
+class Reads(Protocol):
+    """Reads of files into one piece of memory. `close` it, which ends its threads and closes its files.
+
+    A request is known by its ticket until it has been waited for or cancelled. Urgent requests go before others, each
+    kind in the order of asking; what is being read delays them by `max_read_bytes` a thread at most.
+    """
+
+    def open(self, path: Path) -> int:
+        """Opens a file; its number.
+
+        Raises:  PackError if it is missing, unreadable or no regular file; RunError if its file system refuses direct
+                 reads and `direct` asks for them.
+        """
+        ...
+
+    def submit(self, file: int, offsets: Numbers, places: Numbers, sizes: Numbers, urgent: bool) -> int:
+        """Asks for pieces of a file: `sizes[i]` bytes from `offsets[i]` on, into `memory[places[i]:]`; the ticket.
+
+        Pieces that follow one another in the file are read together, `max_read_bytes` a call. The last may reach beyond
+        the end of the file, up to the next multiple of 4096: what lies there is left as it is or set to anything. That
+        pieces do not overlap in memory, and that nobody uses it meanwhile, is not checked.
+        Args:    offsets, places, sizes: int64 [n]; multiples of 4096 where reads are direct.
+        Raises:  ValueError if a piece lies outside memory or file, or not on whole blocks as direct reads need it.
+        """
+        ...
+
+    def wait(self, ticket: int) -> None:
+        """Waits until all pieces are there, and forgets the ticket. A signal's exception ends it; the ticket stays.
+
+        Raises:  PackError, which names the file, if it was cut meanwhile or cannot be read: the request's first fault.
+        """
+        ...
+
+    def is_done(self, ticket: int) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        ...
+
+    def promote(self, ticket: int) -> None:
+        """Makes a request urgent: it overtakes all that are not."""
+        ...
+
+    def cancel(self, ticket: int) -> bool:
+        """Drops what has not begun, waits for what has, and forgets the ticket; the memory may be used afterwards.
+
+        Returns: whether all its pieces are there all the same.
+        """
+        ...
+
+    def stats(self) -> ReadStats:
+        """What has been read until now."""
+        ...
+
+    def close(self) -> None:
+        """Drops what has not begun, waits for what has, ends threads and closes files."""
+        ...
+
+
+class NativeReads:
+    """Reads by threads of the extension.
+
+    Args:    memory: u8 [n], writable, in one piece, referred to until `close`; aligned to 4096 bytes where `direct`.
+             direct: past the system's cache (O_DIRECT).   max_read_bytes: what one call reads at most.
+    Raises:  ValueError if memory or numbers do not fit.
+    """
+
+    def __init__(
+        self, memory: Bytes, direct: bool, num_threads: int = NUM_THREADS, max_read_bytes: int = MAX_READ_BYTES
+    ) -> None:
+        self._direct = direct
+        self._names: list[str] = []
+        self._reader: object | None = _native.open_reader(memory, num_threads, direct, max_read_bytes)
+
+    def open(self, path: Path) -> int:
+        """Opens a file; see `Reads`."""
+        descriptor = _opened(path, self._direct)
+        try:
+            number, _ = _native.add_file(self._held(), descriptor)  # has a descriptor of its own
+        finally:
+            os.close(descriptor)
+        self._names.append(path.name)
+        return number
+
+    def submit(self, file: int, offsets: Numbers, places: Numbers, sizes: Numbers, urgent: bool) -> int:
+        """Asks for pieces of a file; see `Reads`."""
+        return _native.submit_reads(self._held(), file, offsets, places, sizes, urgent)
+
+    def wait(self, ticket: int) -> None:
+        """Waits for a request; see `Reads`."""
+        fault = _native.wait_reads(self._held(), ticket)
+        if fault is not None:
+            file, at, error = fault
+            raise _fault(self._names[file], at, error)
+
+    def is_done(self, ticket: int) -> bool:
+        """Whether `wait` would return at once."""
+        return _native.are_read(self._held(), ticket)
+
+    def promote(self, ticket: int) -> None:
+        """Makes a request urgent."""
+        _native.promote_reads(self._held(), ticket)
+
+    def cancel(self, ticket: int) -> bool:
+        """Drops a request; see `Reads`."""
+        return _native.cancel_reads(self._held(), ticket)
+
+    def stats(self) -> ReadStats:
+        """What has been read until now."""
+        return ReadStats(*_native.read_stats(self._held()))
+
+    def close(self) -> None:
+        """Ends threads and files; may be called again."""
+        if self._reader is not None:
+            _native.close_reader(self._reader)
+            self._reader = None
+
+    def _held(self) -> object:
+        assert self._reader is not None, "reads are open"
+        return self._reader
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    name: str
+    descriptor: int
+    num_bytes: int  # when it was opened
+
+
+@dataclass(slots=True)
+class _Request:
+    file: _File
+    pieces: list[tuple[int, int, int]]  # offset, place, size
+    urgent: bool
+
+
+class BlockingReads:
+    """The same in Python alone: a request is read when it is waited for, by the caller. Arguments as `NativeReads`."""
+
+    def __init__(
+        self, memory: Bytes, direct: bool, num_threads: int = NUM_THREADS, max_read_bytes: int = MAX_READ_BYTES
+    ) -> None:
+        if not 1 <= num_threads <= _MAX_THREADS:
+            raise ValueError("threads: expected 1 to 1024")
+        if not DISK_BLOCK_BYTES <= max_read_bytes <= _LARGEST_READ_BYTES or max_read_bytes % DISK_BLOCK_BYTES:
+            raise ValueError("max_read_bytes: expected a multiple of 4096, at most 2^30")
+        if direct and memory.ctypes.data % DISK_BLOCK_BYTES:
+            raise ValueError("memory: direct reads need it aligned to 4096 bytes")
+        self._memory = memory.data.cast("B")
+        self._direct = direct
+        self._max_read_bytes = max_read_bytes
+        self._files: list[_File] = []
+        self._requests: dict[int, _Request] = {}
+        self._next_ticket = 1
+        self._stats = ReadStats(0, 0, 0, 0)
+        self._is_open = True
+
+    def open(self, path: Path) -> int:
+        """Opens a file; see `Reads`."""
+        assert self._is_open, "reads are open"
+        descriptor = _opened(path, self._direct)
+        self._files.append(_File(path.name, descriptor, os.fstat(descriptor).st_size))
+        return len(self._files) - 1
+
+    def submit(self, file: int, offsets: Numbers, places: Numbers, sizes: Numbers, urgent: bool) -> int:
+        """Asks for pieces of a file; see `Reads`."""
+        assert self._is_open, "reads are open"
+        if not 0 <= file < len(self._files):
+            raise ValueError("pieces: no such file")
+        for name, values in (("places", places), ("sizes", sizes)):
+            if len(values) != len(offsets):
+                raise ValueError(f"{name}: {len(values)} values, expected {len(offsets)}")
+        pieces = list(zip(offsets.tolist(), places.tolist(), sizes.tolist(), strict=True))
+        for piece in pieces:
+            if fault := self._fault_of(*piece, self._files[file].num_bytes):
+                raise ValueError(f"pieces: {fault}")
+        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+        self._requests[ticket] = _Request(self._files[file], pieces, urgent)
+        return ticket
+
+    def wait(self, ticket: int) -> None:
+        """Reads a request; see `Reads`."""
+        request = self._known(ticket)
+        began = time.perf_counter_ns()
+        num_bytes = num_reads = 0
+        try:
+            for offset, place, size in request.pieces:
+                for start in range(0, size, self._max_read_bytes):
+                    part = min(self._max_read_bytes, size - start)
+                    got, calls = self._read(request.file, offset + start, place + start, part)
+                    num_bytes, num_reads = num_bytes + got, num_reads + calls
+        except PackError:
+            del self._requests[ticket]
+            raise
+        finally:
+            self._count(request.urgent, num_bytes, num_reads, time.perf_counter_ns() - began)
+        del self._requests[ticket]
+
+    def is_done(self, ticket: int) -> bool:
+        """Whether `wait` would return at once: there is nothing to read."""
+        return not self._known(ticket).pieces
+
+    def promote(self, ticket: int) -> None:
+        """Makes a request urgent: it is counted as such."""
+        self._known(ticket).urgent = True
+
+    def cancel(self, ticket: int) -> bool:
+        """Drops a request; see `Reads`."""
+        done = self.is_done(ticket)
+        del self._requests[ticket]
+        return done
+
+    def stats(self) -> ReadStats:
+        """What has been read until now."""
+        return self._stats
+
+    def close(self) -> None:
+        """Closes files; may be called again."""
+        for file in self._files:
+            os.close(file.descriptor)
+        self._files.clear()
+        self._requests.clear()
+        self._is_open = False
+
+    def _known(self, ticket: int) -> _Request:
+        assert self._is_open, "reads are open"
+        if ticket not in self._requests:
+            raise ValueError("ticket: there is none, or it was waited for or cancelled before")
+        return self._requests[ticket]
+
+    def _fault_of(self, offset: int, place: int, size: int, num_bytes: int) -> str | None:
+        if size < 1:
+            return "a piece has no bytes"
+        if place < 0 or place + size > len(self._memory):
+            return "a piece does not lie in memory"
+        if not 0 <= offset < num_bytes or offset + size > whole_blocks(num_bytes):
+            return "a piece does not lie in the file"
+        if self._direct and any(number % DISK_BLOCK_BYTES for number in (offset, place, size)):
+            return "direct reads are of whole blocks of 4096 bytes, in the file and in memory"
+        return None
+
+    def _read(self, file: _File, offset: int, place: int, size: int) -> tuple[int, int]:
+        """Reads what one call may ask for: how many bytes the file has of it, and in how many calls."""
+        expected, done, num_reads = min(size, file.num_bytes - offset), 0, 0
+        while done < expected:
+            try:
+                got = os.preadv(file.descriptor, [self._memory[place + done : place + size]], offset + done)
+            except OSError as fault:
+                raise _fault(file.name, offset + done, fault.errno or errno.EIO) from fault
+            done, num_reads = done + got, num_reads + 1
+            # Direct reads end within a unit only where the file does, and none can begin there.
+            if not got or (self._direct and done % DISK_BLOCK_BYTES and done < expected):
+                raise _fault(file.name, offset + done, 0)
+        return max(expected, 0), num_reads
+
+    def _count(self, urgent: bool, num_bytes: int, num_reads: int, busy_ns: int) -> None:
+        before = self._stats
+        self._stats = ReadStats(
+            before.bytes_urgent + (num_bytes if urgent else 0),
+            before.bytes_ahead + (0 if urgent else num_bytes),
+            before.num_reads + num_reads,
+            before.busy_ns + busy_ns,
+        )
+
+
+def open_reads(
+    memory: Bytes, direct: bool, num_threads: int = NUM_THREADS, max_read_bytes: int = MAX_READ_BYTES
+) -> NativeReads | BlockingReads:
+    """Reads into this memory, by the extension where it was built; arguments as `NativeReads`."""
+    kind = NativeReads if is_available() else BlockingReads
+    return kind(memory, direct, num_threads, max_read_bytes)
+
+
+def reads_directly(path: Path) -> bool:
+    """Whether a file's system has direct reads."""
+    try:
+        os.close(_opened(path, direct=True))
+    except RunError:
+        return False
+    return True
+
+
+def _opened(path: Path, direct: bool) -> int:
+    """A descriptor of a regular file."""
+    # Not blocking: a pipe in a file's place would otherwise be waited for.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_DIRECT if direct else 0)
+    try:
+        descriptor = os.open(path, flags)
+    except FileNotFoundError as fault:
+        raise PackError(f"{path.name}: file is missing") from fault
+    except OSError as fault:
+        if direct and fault.errno == errno.EINVAL:
+            raise RunError(f"{path.name}: its file system has no direct reads; read it without") from fault
+        raise PackError(f"{path.name}: cannot be opened ({fault.strerror})") from fault
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise PackError(f"{path.name}: is no regular file")
+    return descriptor
+
+
+def _fault(name: str, at: int, error: int) -> PackError:
+    """A read that failed at a byte; without an error number, the file ended there."""
+    return PackError(f"{name}: read failed at byte {at} ({os.strerror(error)})") if error else cut_error(name)

@@ -1,0 +1,380 @@
+"""Records of runs: what the routers chose, pass by pass, and what was foretold; written by `recording`, for `replay`.
+
+A safetensors file, of which nothing is trusted. Not to be confused with the records of neurons. Described in
+docs/moe-pack.md.
+
+Writing down a run: a residency that notes what is asked of it, and what collects it into a record.
+"""
+
+import os
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from moe_pack.formats import RangeReader, RunError, canonical, dump, load, parse
+from moe_pack.formats.safetensors import assemble, read_header
+from moe_pack.runtime.offload.cache import Array, CacheFacts, Compute, Event, Eviction, Key, Residency
+from moe_pack.runtime.offload.presets import Preset, eviction_of, placed_by
+
+FORMAT: Literal["moe-pack record"] = "moe-pack record"
+VERSION = 1
+_MAX_FACTS_BYTES = 1 << 16
+_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "F16": "<f2", "F32": "<f4"}
+_NAMES = {np.dtype(code): name for name, code in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFacts:
+    """What a record was made with: the root digest of the pack, the preset's name, the budget and its pages."""
+
+    format: Literal["moe-pack record"]
+    version: int
+    root: str
+    policy: str
+    budget_bytes: int
+    context_tokens: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passes:
+    """What routers chose in C forward passes of N tokens in all.
+
+    `routes` u16 [N, L, k].   `chunks` u32 [C]: tokens of each pass.   `scores` f16 [C, L, E]: each pass's mean scores
+    of all experts, as policies were told them; None where they are not known.   `popularity` f32 [L, E]: what was
+    known before, as in `CacheFacts`.
+    """
+
+    routes: Array
+    chunks: Array
+    scores: Array | None
+    popularity: Array
+
+    @property
+    def num_experts(self) -> int:
+        """Experts a layer."""
+        return int(self.popularity.shape[1])
+
+    def needed(self) -> Iterator[list[list[int]]]:
+        """For each pass and layer the experts it needs, rising, each once."""
+        ends = np.cumsum(self.chunks, dtype=np.int64)
+        for start, end in zip((ends - self.chunks).tolist(), ends.tolist(), strict=True):
+            if end - start == 1:
+                yield np.sort(self.routes[start], axis=1).tolist()
+            else:
+                yield [np.unique(layer).tolist() for layer in self.routes[start:end].swapaxes(0, 1)]
+
+
+class Request(NamedTuple):
+    """What an engine asked of a residency beside its walks: to bring experts ahead, likeliest first, or abandon one.
+
+    `after`: how many events all walks had given before, each walk's end counted as one.
+    """
+
+    after: int
+    layer_idx: int
+    experts: tuple[int, ...]
+    during: int
+    is_abandoned: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """A record: `passes` as above, `requests` in their order; `hits`, `needed` u32 [C, L] as the run counted them."""
+
+    facts: RecordFacts
+    passes: Passes
+    requests: tuple[Request, ...]
+    hits: Array
+    needed: Array
+
+
+def check_place(path: Path) -> None:
+    """Checks, before a run, that its record can be written at `path`; whether there is room for it, nobody knows yet.
+
+    Raises:  RunError if it cannot.
+    """
+    beside = _beside(path)
+    try:
+        if path.exists() and not path.is_file():
+            raise RunError(f"{path}: is no regular file; give another place")
+        with beside.open("wb"):
+            beside.unlink()
+    except OSError as fault:
+        raise RunError(f"{path}: cannot be written ({fault.strerror}); give another place") from fault
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp")
+
+
+def write_record(record: Record, path: Path) -> None:
+    """Writes a record beside its place and renames it there.
+
+    Raises:  RunError if the drive refuses.
+    """
+    passes = record.passes
+    arrays: dict[str, Array] = {
+        "facts": np.frombuffer(canonical(dump(record.facts)), "<u1"),
+        "routes": passes.routes,
+        "chunks": passes.chunks,
+        "popularity": passes.popularity,
+        "hits": record.hits,
+        "needed": record.needed,
+        "requests": _rows_of(record.requests),
+    }
+    if passes.scores is not None:
+        arrays["scores"] = passes.scores
+    raw = assemble((name, _NAMES[array.dtype], array.shape, array.tobytes()) for name, array in arrays.items())
+    beside = _beside(path)
+    try:
+        try:
+            with beside.open("wb") as file:
+                file.write(raw)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        except BaseException:  # a signal's exception too
+            beside.unlink(missing_ok=True)
+            raise
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as fault:
+        raise RunError(f"{path}: cannot be written ({fault.strerror}); give another place") from fault
+
+
+def _rows_of(requests: Sequence[Request]) -> Array:
+    """One row an expert: after, number of the request, layer_idx, expert, during, whether it is abandoned."""
+    rows = [
+        (r.after, number, r.layer_idx, expert, r.during, int(r.is_abandoned))
+        for number, r in enumerate(requests)
+        for expert in r.experts
+    ]
+    return np.array(rows, "<u4").reshape(-1, 6)
+
+
+def read_record(path: Path) -> Record:
+    """The record at `path`, all of it checked.
+
+    Raises:  RunError with the first fault found.
+    """
+    arrays, place = _read_arrays(path), path.name
+    raw = arrays["facts"].tobytes()
+    if len(raw) > _MAX_FACTS_BYTES:
+        raise RunError(f"{place}: tensor 'facts' has {len(raw)} bytes, at most {_MAX_FACTS_BYTES}")
+    values = parse(raw, f"{place}: facts", RunError)
+    if not isinstance(values, dict) or values.get("format") != FORMAT or values.get("version") != VERSION:
+        raise RunError(f"{place}: expected format {FORMAT!r}, version {VERSION}; record the run anew")
+    facts = load(RecordFacts, values, f"{place}: facts", RunError)
+    _check_values(arrays, place)
+    passes = Passes(arrays["routes"], arrays["chunks"], arrays.get("scores"), arrays["popularity"])
+    return Record(facts, passes, _requests_of(arrays, place), arrays["hits"], arrays["needed"])
+
+
+def _read_arrays(path: Path) -> dict[str, Array]:
+    """The file's tensors, exactly those that a record has, of fitting dtypes and shapes."""
+    place, found = path.name, read_header(path, RunError)
+    entries = {entry.name: entry for entry in found if not entry.name.startswith("pad.")}
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    if "routes" not in shapes or "chunks" not in shapes or "popularity" not in shapes:
+        raise RunError(f"{place}: found no routes, chunks and popularity, which records of runs have")
+    N, C = (shapes[name][0] if shapes[name] else -1 for name in ("routes", "chunks"))
+    L, E = shapes["popularity"] if len(shapes["popularity"]) == 2 else (-1, -1)
+    k = shapes["routes"][-1] if shapes["routes"] else -1
+    wanted: dict[str, tuple[str, tuple[int, ...] | None]] = {
+        "facts": ("U8", None),
+        "routes": ("U16", (N, L, k)),
+        "chunks": ("U32", (C,)),
+        "popularity": ("F32", (L, E)),
+        "hits": ("U32", (C, L)),
+        "needed": ("U32", (C, L)),
+        "requests": ("U32", None),
+    }
+    if "scores" in entries:
+        wanted["scores"] = ("F16", (C, L, E))
+    for name in [*wanted, *entries]:
+        if name not in wanted or name not in entries:
+            raise RunError(f"{place}: tensor {name!r} is {'unknown' if name in entries else 'missing'}")
+        dtype, shape = wanted[name]
+        entry = entries[name]
+        fits = entry.shape == shape if shape else len(entry.shape) == (2 if name == "requests" else 1)
+        if entry.dtype != dtype or not fits:
+            expected = f"{dtype} {list(shape)}" if shape else f"{dtype}, a list"
+            raise RunError(f"{place}: tensor {name!r} is {entry.dtype} {list(entry.shape)}, expected {expected}")
+    with RangeReader(path, RunError) as reader:
+        return {
+            name: reader.read(entry.offset, entry.num_bytes).view(_DTYPES[entry.dtype]).reshape(entry.shape)
+            for name, entry in entries.items()
+        }
+
+
+def _check_values(arrays: Mapping[str, Array], place: str) -> None:
+    routes, chunks, popularity = arrays["routes"], arrays["chunks"], arrays["popularity"]
+    E, scores = popularity.shape[1], arrays.get("scores")
+    ordered = np.sort(routes, axis=2)
+    faults = {
+        "popularity": not popularity.size or not np.isfinite(popularity).all() or (popularity < 0).any(),
+        "routes": not routes.shape[2] or (ordered >= E).any() or (ordered[..., 1:] == ordered[..., :-1]).any(),
+        "chunks": (chunks == 0).any() or int(chunks.sum(dtype=np.int64)) != len(routes),
+        "hits": (arrays["hits"] > arrays["needed"]).any() or (arrays["needed"] > E).any(),
+        "scores": scores is not None and not np.isfinite(scores).all(),
+    }
+    for name, is_wrong in faults.items():
+        if is_wrong:
+            raise RunError(f"{place}: tensor {name!r} has values that no run gives; record the run anew")
+
+
+def _requests_of(arrays: Mapping[str, Array], place: str) -> tuple[Request, ...]:
+    rows, (L, E) = arrays["requests"], arrays["popularity"].shape
+    fits = rows.shape[1] == 6 and bool(
+        (np.diff(rows[:, :2].astype(np.int64), axis=0) >= 0).all()
+        and (rows[:, [2, 4]] < L).all()
+        and (rows[:, 3] < E).all()
+        and (rows[:, 5] <= 1).all()
+    )
+    requests = []
+    if fits:
+        for _, group in groupby(rows.tolist(), key=lambda row: row[1]):
+            held = list(group)
+            after, _, layer_idx, _, during, is_abandoned = held[0]
+            fits &= all(row[:3] + row[4:] == held[0][:3] + held[0][4:] for row in held)
+            requests.append(Request(after, layer_idx, tuple(row[3] for row in held), during, bool(is_abandoned)))
+    if not fits:
+        raise RunError(f"{place}: tensor 'requests' has values that no run gives; record the run anew")
+    return tuple(requests)
+
+
+class Recorder:
+    """Collects a run in memory: 2 L k bytes a token, 8 L a pass and, with scores, 2 L E a pass; 24 an expert foretold.
+
+    Args:    facts: what was known of the experts.   root: the pack's root digest.   policy: the preset's name.
+             budget_bytes, context_tokens: what the pages come from.
+             keeps_scores: whether mean scores are written down too; `Importance` needs them to be replayed.
+    """
+
+    def __init__(
+        self,
+        facts: CacheFacts,
+        root: str,
+        policy: str,
+        budget_bytes: int,
+        context_tokens: int,
+        keeps_scores: bool,
+    ) -> None:
+        self._facts = RecordFacts(FORMAT, VERSION, root, policy, budget_bytes, context_tokens, facts.num_pages)
+        self._popularity = facts.popularity
+        self._num_active = facts.num_active
+        self._keeps_scores = keeps_scores
+        self._routes: list[Array] = []  # [T, k], layer by layer
+        self._scores: list[Array] = []  # [E], likewise
+        self._hits: list[int] = []
+        self._needed: list[int] = []
+        self._requests: list[Request] = []
+        self._num_events = 0
+        self._whole = (0, 0)  # events and requests by the end of the last whole pass
+
+    def routed(self, layer_idx: int, routes: Array) -> None:
+        """The router of a layer has chosen; to be told before its walk begins. routes: [T, k], whole numbers.
+
+        A pass that was broken off, as by an error, is forgotten once the next begins.
+        """
+        if layer_idx == 0:
+            self._forget_broken_pass()
+        self._routes.append(routes.astype("<u2"))
+
+    def walked(self, num_hits: int, num_needed: int, scores: Array | None) -> None:
+        """A walk has come to its end."""
+        self._hits.append(num_hits)
+        self._needed.append(num_needed)
+        if self._keeps_scores:
+            assert scores is not None, "scores of every pass, or of none"
+            self._scores.append(scores.astype("<f2"))
+        if len(self._hits) % len(self._popularity) == 0:
+            self._whole = (self._num_events, len(self._requests))
+
+    def happened(self) -> None:
+        """A walk gives an event, or ends."""
+        self._num_events += 1
+
+    def asked(self, layer_idx: int, experts: Sequence[int], during: int, is_abandoned: bool) -> None:
+        """The engine asks for something beside walks."""
+        self._requests.append(Request(self._num_events, layer_idx, tuple(experts), during, is_abandoned))
+
+    def record(self) -> Record:
+        """All whole forward passes so far."""
+        self._forget_broken_pass()
+        L, E = self._popularity.shape
+        num_passes = len(self._hits) // L
+        of_passes = [self._routes[start : start + L] for start in range(0, num_passes * L, L)]
+        empty = np.empty((0, L, self._num_active), "<u2")
+        passes = Passes(
+            routes=np.concatenate([empty, *(np.stack(layers, axis=1) for layers in of_passes)]),
+            chunks=np.array([len(layers[0]) for layers in of_passes], "<u4"),
+            scores=np.array(self._scores, "<f2").reshape(num_passes, L, E) if self._keeps_scores else None,
+            popularity=self._popularity.astype("<f4"),
+        )
+        hits, needed = (np.array(counts, "<u4").reshape(num_passes, L) for counts in (self._hits, self._needed))
+        return Record(self._facts, passes, tuple(self._requests), hits, needed)
+
+    def _forget_broken_pass(self) -> None:
+        num_walks = len(self._hits) // len(self._popularity) * len(self._popularity)
+        if len(self._routes) > num_walks:
+            for walks in (self._routes, self._scores, self._hits, self._needed):
+                del walks[num_walks:]
+            self._num_events = self._whole[0]
+            del self._requests[self._whole[1] :]
+
+    def write(self, path: Path) -> None:
+        """Writes the record, in the place of a file that is there.
+
+        Raises:  RunError if the drive refuses.
+        """
+        write_record(self.record(), path)
+
+
+class RecordedResidency(Residency):
+    """A residency that writes down what is asked of it. The engine tells the recorder `routed` before each walk."""
+
+    def __init__(
+        self,
+        facts: CacheFacts,
+        eviction: Eviction,
+        recorder: Recorder,
+        placed: Iterable[Key] = (),
+        keeps: bool = True,
+    ) -> None:
+        super().__init__(facts, eviction, placed, keeps)
+        self._recorder = recorder
+
+    def walk(self, layer_idx: int, experts: Sequence[int], scores: Array | None = None) -> Generator[Event, None, None]:
+        """As `Residency.walk`."""
+        num_hits = 0
+        for event in super().walk(layer_idx, experts, scores):
+            num_hits += isinstance(event, Compute) and event.is_hit
+            self._recorder.happened()
+            yield event
+        self._recorder.happened()
+        self._recorder.walked(num_hits, len(experts), scores)
+
+    def ahead(self, layer_idx: int, experts: Sequence[int], during: int) -> Generator[Event, None, None]:
+        """As `Residency.ahead`; to be taken to its end before the walk goes on."""
+        self._recorder.asked(layer_idx, experts, during, False)
+        yield from super().ahead(layer_idx, experts, during)
+
+    def abandon(self, key: Key) -> None:
+        """As `Residency.abandon`."""
+        self._recorder.asked(key.layer_idx, (key.expert,), key.layer_idx, True)
+        super().abandon(key)
+
+
+def recorded_residency_for(preset: Preset, facts: CacheFacts, recorder: Recorder) -> RecordedResidency:
+    """As `residency_for`, written down."""
+    placed = placed_by(preset, facts)
+    return RecordedResidency(facts, eviction_of(preset, facts), recorder, placed, preset.keeps)

@@ -1,0 +1,103 @@
+"""Which missing experts are loaded, and which are computed where they lie, when both happen at the same time.
+
+Loading takes as long however many tokens an expert has; computing in the slow place takes its time for each token.
+
+Substitution: of a token's experts, those that hardly count give way to ones in fast memory that count about as much.
+
+It changes the answer, and is off unless asked for. Whether experts resemble each other is judged by their scores alone.
+
+Source:  Importance-Driven Expert Scheduling §5.1 and Algorithm 1. As printed, the algorithm counts the expert of rank
+         k + 1 (score beta) among the active ones, so that k + 1 are returned; it replaces low-score experts that are
+         in fast memory, which the text keeps; and a score of exactly (1 + alpha) beta belongs nowhere. Read as in
+         `substitute`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Places in the list of missing experts: those to load, and those to compute where they lie."""
+
+    loaded: tuple[int, ...]
+    computed: tuple[int, ...]
+
+    def seconds(self, num_tokens: Sequence[int], token_seconds: float, load_seconds: float) -> float:
+        """How long it takes: the longer of the two."""
+        return max(sum(num_tokens[i] for i in self.computed) * token_seconds, len(self.loaded) * load_seconds)
+
+
+def balanced(num_tokens: Sequence[int], token_seconds: float, load_seconds: float) -> Split:
+    """From both ends: while loading has cost no more than computing, the one with most tokens is loaded, else the one
+    with fewest is computed. Equals: the earlier counts as having more.
+
+    Args:    num_tokens: of each missing expert.   token_seconds: to compute one token.   load_seconds: for an expert.
+    Source:  Importance-Driven Expert Scheduling, Algorithm 2.
+    """
+    order = _most_first(num_tokens)
+    loaded, computed = list[int](), list[int]()
+    load_cost = compute_cost = 0.0
+    while order:
+        if load_cost <= compute_cost:
+            load_cost += load_seconds
+            loaded.append(order.pop(0))
+        else:
+            compute_cost += num_tokens[order[-1]] * token_seconds
+            computed.append(order.pop())
+    return Split(tuple(loaded), tuple(computed))
+
+
+def fastest(num_tokens: Sequence[int], token_seconds: float, load_seconds: float) -> Split:
+    """The split that takes least time; of several, the one that loads least.
+
+    Meaning: arg min over m of max(tokens of the m experts with fewest * token_seconds, (n - m) * load_seconds): of all
+             ways to compute m experts that one is fastest.
+    Args:    as for `balanced`.
+    Source:  Fiddler §3.2, prefill, whose arg min is over all subsets.
+    """
+    order = _most_first(num_tokens)
+    splits = (Split(tuple(order[:m]), tuple(reversed(order[m:]))) for m in range(len(order) + 1))
+    return min(splits, key=lambda split: split.seconds(num_tokens, token_seconds, load_seconds))
+
+
+def _most_first(num_tokens: Sequence[int]) -> list[int]:
+    return sorted(range(len(num_tokens)), key=lambda place: -num_tokens[place])
+
+
+def substitute(
+    scores: NDArray[np.float32], chosen: NDArray[np.int64], is_resident: NDArray[np.bool_], alpha: float
+) -> NDArray[np.int64]:
+    """The experts to run in place of those chosen, k different ones a token.
+
+    Meaning: beta = a token's (k+1)-th score. Its top experts have more than (1 + alpha) beta; `top` holds those of all
+             tokens. Of its others, those resident or in `top` stay; the rest, lowest first, are each replaced by the
+             best expert not chosen that is resident or in `top` and has at least (1 - alpha) beta, while there is one.
+             Equals: of those chosen the later index goes first, of the others the earlier comes first.
+    Args:    scores: [T, E], the routers', of all experts; not negative.   chosen: [T, k].   is_resident: [E].
+             alpha: 0 to 1.
+    Returns: [T, k]; what is replaced has its successor in its place.
+    """
+    assert 0 <= alpha <= 1, "alpha is a share"
+    num_experts, k = scores.shape[1], chosen.shape[1]
+    if k == num_experts:
+        return chosen
+    beta = np.partition(scores, num_experts - k - 1, axis=1)[:, num_experts - k - 1]
+    of_chosen = np.take_along_axis(scores, chosen, axis=1)  # [T, k]
+    is_top = of_chosen > (1 + alpha) * beta[:, None]
+    is_free = is_resident.copy()  # costs nothing to run
+    is_free[chosen[is_top]] = True
+    replaced = chosen.copy()
+    for token in np.flatnonzero((~is_top & ~is_free[chosen]).any(axis=1)).tolist():
+        row, token_scores = replaced[token], scores[token]
+        fits = is_free & (token_scores >= (1 - alpha) * beta[token])
+        fits[row] = False
+        successors = sorted(np.flatnonzero(fits).tolist(), key=lambda expert: (-token_scores[expert], expert))
+        leaving = [place for place in range(k) if not (is_top[token, place] or is_free[row[place]])]
+        leaving.sort(key=lambda place: (of_chosen[token, place], -row[place]))
+        for place, expert in zip(leaving, successors, strict=False):
+            row[place] = expert
+    return replaced
