@@ -1,13 +1,13 @@
 """Turns checkpoints into packs."""
 
 from moe_pack.convert.account import check_calibration
-from moe_pack.convert.autopack import Made, Maker, Wish, threshold_rule
+from moe_pack.convert.autopack import AutoPacker, AutoPackResult, PackGoal, threshold_rule
 from moe_pack.convert.fixed_costs import measure_fixed_costs
 from moe_pack.convert.hub import find_checkpoint
 from moe_pack.convert.matrix_bytes import SOURCE, keep_source, kept_text, lossless_formats, with_kept
-from moe_pack.convert.pipeline import MEMORY_BYTES, Conversion, convert, layout_for, memory_line
+from moe_pack.convert.pipeline import MEMORY_BYTES, ConversionResult, convert, layout_for, memory_line
 from moe_pack.convert.synthetic import (
-    Character,
+    SyntheticTraits,
     link_memory_folder,
     profiled_popularity,
     skewed_popularity,
@@ -15,8 +15,8 @@ from moe_pack.convert.synthetic import (
     synthetic_layout,
 )
 from moe_pack.convert.verify import (
-    Check,
-    Limits,
+    CheckLimits,
+    CheckResult,
     LogitsError,
     MatrixError,
     bits_per_weight,
@@ -37,15 +37,15 @@ from moe_pack.convert.verify import (
 __all__ = [
     "MEMORY_BYTES",
     "SOURCE",
-    "Character",
-    "Check",
-    "Conversion",
-    "Limits",
+    "AutoPackResult",
+    "AutoPacker",
+    "CheckLimits",
+    "CheckResult",
+    "ConversionResult",
     "LogitsError",
-    "Made",
-    "Maker",
     "MatrixError",
-    "Wish",
+    "PackGoal",
+    "SyntheticTraits",
     "bits_per_weight",
     "budget",
     "check_calibration",

@@ -93,7 +93,7 @@ _MAX_COPIED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class PackOrigin:
     """Where a pack comes from: its whole `source.json`, the files it copies, the packages that decide its bytes.
 
     `decisions`: digests by name of what else decides them.
@@ -105,7 +105,7 @@ class Origin:
     decisions: Mapping[str, str]
 
 
-def recipe_account(recipe: Recipe) -> "Account":
+def recipe_account(recipe: Recipe) -> "PackRecord":
     """The account of what is made from a checkpoint. Thresholds are zero: no neuron is dropped.
 
     Raises:  PlanError if the quantizer's package is missing; CheckpointError if a file to copy cannot be read.
@@ -115,12 +115,12 @@ def recipe_account(recipe: Recipe) -> "Account":
     decisions = {} if order is None else {"order": hashlib.sha256(order_bytes(order)).hexdigest()}
     if recipe.calibration is not None:
         decisions["inputs"] = recipe.calibration.inputs_digest()
-    origin = Origin(account_bytes(*checkpoint.account()), tuple(copied), _versions(recipe.plan), decisions)
+    origin = PackOrigin(account_bytes(*checkpoint.account()), tuple(copied), _versions(recipe.plan), decisions)
     shape = (len(checkpoint.spec.moe_layers), checkpoint.spec.router.num_experts)
-    return Account(recipe.layout, recipe.plan, origin, np.zeros(shape, np.float32), order)
+    return PackRecord(recipe.layout, recipe.plan, origin, np.zeros(shape, np.float32), order)
 
 
-class Account:
+class PackRecord:
     """The facts of one pack beside its large files; `conversion` tells its making from others.
 
     Args:    thresholds: float32 [L, E].   order: u32 [L, E, f]; the source's without one.
@@ -130,7 +130,7 @@ class Account:
         self,
         layout: PackLayout,
         plan: Plan,
-        origin: Origin,
+        origin: PackOrigin,
         thresholds: NDArray[np.float32],
         order: NDArray[np.uint32] | None = None,
     ) -> None:

@@ -47,7 +47,7 @@ _MOST_LOOSER, _MOST_TIGHTER, _LEAST_TIGHTER = 4.0, 0.2, 0.93
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class MeasuredAttempt:
     """A plan made into a pack and measured.
 
     `nats`: that were planned for.   `measured`: what counts against what is allowed, in the same unit: the upper end
@@ -58,13 +58,13 @@ class Attempt:
     measured: float
 
 
-def best_of(attempts: Sequence[Attempt], allowed: float) -> int | None:
+def best_of(attempts: Sequence[MeasuredAttempt], allowed: float) -> int | None:
     """Which attempt holds and was planned with the most nats; None where none holds."""
     holding = [number for number, attempt in enumerate(attempts) if attempt.measured <= allowed]
     return max(holding, key=lambda number: attempts[number].nats, default=None)
 
 
-def next_nats(attempts: Sequence[Attempt], allowed: float, first: float) -> float | None:
+def next_nats(attempts: Sequence[MeasuredAttempt], allowed: float, first: float) -> float | None:
     """The nats to plan for next; None where the best attempt so far is the pack to keep.
 
     Args:    first: for the first attempt.
@@ -91,7 +91,7 @@ _WISH_FILE = "wish.json"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wish:
+class PackGoal:
     """What a pack shall be, and how it is told whether it is.
 
     `identity`: digests and values of all that decides the pack.   `decide`: the decision for so many nats of loss.
@@ -108,7 +108,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
+class Attempt:
     """A plan and what its pack lost, as the sidecar `made.json` lists them."""
 
     nats: float
@@ -117,16 +117,16 @@ class Tried:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class AutoPackResult:
     """The sidecar `made.json` of a pack made for a target: all attempts, and which one it is."""
 
     wish: tuple[tuple[str, ...], ...]
-    attempts: tuple[Tried, ...]
+    attempts: tuple[Attempt, ...]
     taken: int
     quality: Quality
 
 
-class Maker:
+class AutoPacker:
     """Makes one pack. Owns the work folder's lock while it runs.
 
     Args:    tokens: text to measure on, not used for calibration.   on_step: called before each change of its own to
@@ -139,7 +139,7 @@ class Maker:
         profile: Profile,
         tokens: Tokens,
         output: Path,
-        wish: Wish,
+        wish: PackGoal,
         workers: int,
         progress: Progress = NO_PROGRESS,
         operations: Operations = TORCH,
@@ -160,7 +160,7 @@ class Maker:
         self._drive = SteppedFolder(self._work, lambda step: on_step(f"{step.action} {step.path}"))
         self._identity = tuple(sorted((name, value) for name, value in wish.identity.items()))
 
-    def make(self) -> Made:
+    def make(self) -> AutoPackResult:
         """The pack in its output folder; what was there of it already is not made again.
 
         Raises:  ConversionError if the folder holds something else, or no pack within the loss was found; what making
@@ -179,14 +179,14 @@ class Maker:
         finally:
             self._drive.close()
 
-    def _finished(self) -> Made | None:
+    def _finished(self) -> AutoPackResult | None:
         """What the output folder holds, if it was made for this wish."""
         if not (self._output / MANIFEST_FILE).exists():
             if self._output.exists() and (not self._output.is_dir() or any(self._output.iterdir())):
                 raise ConversionError(f"{self._output}: holds something else; give a new or empty folder")
             return None
         with Pack(self._output) as pack:
-            found = read_sidecar(self._output, MADE_FILE, Made, pack.manifest.root)
+            found = read_sidecar(self._output, MADE_FILE, AutoPackResult, pack.manifest.root)
         if found is None or found.wish != self._identity:
             raise ConversionError(
                 f"{self._output}: holds a pack made otherwise; give another output folder, or remove this one"
@@ -203,9 +203,9 @@ class Maker:
                 "or remove the folder"
             )
 
-    def _attempts(self, reference: Reference) -> list[Tried]:
+    def _attempts(self, reference: Reference) -> list[Attempt]:
         """All attempts, those of earlier runs among them, until one holds."""
-        wish, tried = self._wish, list[Tried]()
+        wish, tried = self._wish, list[Attempt]()
         if wish.allowed is None:
             return [self._attempt(0, wish.first_nats, reference)]
         while (nats := next_nats(_measures(tried), wish.allowed, wish.first_nats)) is not None:
@@ -230,17 +230,17 @@ class Maker:
         plans = (self._work / f"plan-{earlier}.json" for earlier in range(number))
         return next((earlier for earlier, plan in enumerate(plans) if plan.read_bytes() == decided), None)
 
-    def _attempt(self, number: int, nats: float, reference: Reference) -> Tried:
+    def _attempt(self, number: int, nats: float, reference: Reference) -> Attempt:
         """Plans, converts and measures; what an earlier run has done of it is read."""
         record = self._work / f"attempt-{number}.json"
         if record.exists():
-            return load(Tried, parse(record.read_bytes(), record.name, ConversionError), record.name, ConversionError)
+            return load(Attempt, parse(record.read_bytes(), record.name, ConversionError), record.name, ConversionError)
         decision = self._decision(number, nats)
         folder = self._folder(number)
         self._progress.say(f"attempt {number + 1}: planned to lose {nats:.4g} nats")
         self._convert(decision, folder, self._earlier(number))
         quality = self._measured(decision, folder, reference)
-        found = Tried(nats, self._wish.measure(quality), quality.content_bytes)
+        found = Attempt(nats, self._wish.measure(quality), quality.content_bytes)
         self._progress.say(self._wish.verdict(quality))
         self._drive.replace(record.name, canonical(dump(found)))
         return found
@@ -293,7 +293,7 @@ class Maker:
             write_sidecar(folder, QUALITY_FILE, found, pack.manifest.root)
         return found
 
-    def _drop_superseded(self, tried: list[Tried]) -> None:
+    def _drop_superseded(self, tried: list[Attempt]) -> None:
         """Removes the packs that are neither the best nor the last one, which the next is copied from."""
         assert self._wish.allowed is not None, "one attempt supersedes nothing"
         best = best_of(_measures(tried), self._wish.allowed)
@@ -301,7 +301,7 @@ class Maker:
             if number != best:
                 self._remove(self._folder(number))
 
-    def _finish(self, tried: list[Tried]) -> Made:
+    def _finish(self, tried: list[Attempt]) -> AutoPackResult:
         taken = 0 if self._wish.allowed is None else best_of(_measures(tried), self._wish.allowed)
         assert taken is not None, "attempts end with one that holds"
         folder = self._folder(taken)
@@ -311,7 +311,7 @@ class Maker:
             attach(pack, self._profile)
         quality = read_sidecar(folder, QUALITY_FILE, Quality, root)
         assert quality is not None, "every attempt was measured"
-        made = Made(self._identity, tuple(tried), taken, quality)
+        made = AutoPackResult(self._identity, tuple(tried), taken, quality)
         self._on_step(MADE_FILE)
         write_sidecar(folder, MADE_FILE, made, root)
         self._on_step("rename")
@@ -348,5 +348,5 @@ def threshold_rule(decision: Decision) -> ThresholdRule | None:
     return ThresholdRule(planned=tuple(map(tuple, decision.sparsity.tolist())))
 
 
-def _measures(tried: list[Tried]) -> list[Attempt]:
-    return [Attempt(one.nats, one.measured) for one in tried]
+def _measures(tried: list[Attempt]) -> list[MeasuredAttempt]:
+    return [MeasuredAttempt(one.nats, one.measured) for one in tried]

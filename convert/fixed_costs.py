@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_pack.convert.synthetic import Character, skewed_popularity, synthesize
+from moe_pack.convert.synthetic import SyntheticTraits, skewed_popularity, synthesize
 from moe_pack.formats import (
     MATRICES,
     ExpertSpec,
@@ -25,7 +25,7 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.spec import RopeSpec
 from moe_pack.runtime import Engine, EngineOptions, FixedCosts
-from moe_pack.runtime.offload import StreamingWeights, divide_budget, expert_pages, whole_bytes
+from moe_pack.runtime.offload import OffloadedWeights, divide_budget, expert_pages, whole_bytes
 
 _NUM_EXPERTS, _FEW_LAYERS, _MANY_LAYERS, _FEW_ACTIVE, _MANY_ACTIVE = 16, 2, 10, 2, 8
 _CONTEXT = 256
@@ -80,7 +80,7 @@ class _Run:
             options = EngineOptions(budget_bytes=budget, policy="lru", read="pread")
             engine = stack.enter_context(Engine(pack, options, _CONTEXT))
             self._decoder, weights = engine.decoder, engine.weights
-            assert isinstance(weights, StreamingWeights), "a budget makes it stream"
+            assert isinstance(weights, OffloadedWeights), "a budget makes it stream"
             self._counts = weights.decode
             self._num_tokens = 0
             for _ in range(_WARM_TURNS):
@@ -134,6 +134,6 @@ def _tiny_spec(num_layers: int, num_active: int) -> ModelSpec:
 
 def _tiny_pack(folder: Path, num_layers: int, num_active: int) -> Path:
     spec, part = _tiny_spec(num_layers, num_active), part_format(4, 64)
-    character = Character(0.0, skewed_popularity(spec, 0.0, 0), 0.0, 0)
+    character = SyntheticTraits(0.0, skewed_popularity(spec, 0.0, 0), 0.0, 0)
     synthesize(spec, uniform_plan(spec, "none", part, part, part, "nearest"), character, folder, 1)
     return folder

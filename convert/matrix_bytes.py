@@ -27,7 +27,7 @@ from moe_pack.calib.quantize import (
     Calibration,
     ExpertQuantizer,
     RowQuantizer,
-    UnholdableError,
+    UnrepresentableError,
     calibration_bytes,
     check_finite,
 )
@@ -98,14 +98,14 @@ class MatrixRows:
             return self._across[first:end]
         return read_checked(self._checkpoint, self._source, first, end)
 
-    def unholdable(self, first: int, fault: UnholdableError) -> CheckpointError:
+    def unholdable(self, first: int, fault: UnrepresentableError) -> CheckpointError:
         """That a row counted from `first` is more than a format holds."""
         row, col = _numbered(self._source, first)(fault.row, 0)
         line = f"column {col}" if self._across is not None else f"row {row}"
         return CheckpointError(f"{self._checkpoint.place(self._source)}: {line} has {fault.advice}")
 
 
-class PartBytes:
+class EncodedRows:
     """A matrix of the source as rows of one part of a pack.
 
     Args:    part: the format; one that keeps a source only where the source is in these codes.
@@ -118,7 +118,7 @@ class PartBytes:
     ) -> None:
         self._quantized: tuple[MatrixRows, RowQuantizer] | None = None
         if part.keeps_source:
-            self._kept = KeptRows(checkpoint, source, part, stop)
+            self._kept = CopiedRows(checkpoint, source, part, stop)
         else:
             rows = MatrixRows(checkpoint, source, stop)
             self._quantized = rows, RowQuantizer(part, rows.num_cols, quantizer)
@@ -133,11 +133,11 @@ class PartBytes:
         rows, quantizer = self._quantized
         try:
             return quantizer.encode(rows.weights(first, end)).numpy()
-        except UnholdableError as fault:
+        except UnrepresentableError as fault:
             raise rows.unholdable(first, fault) from fault
 
 
-class KeptRows:
+class CopiedRows:
     """A matrix whose codes are kept, as rows of the part that keeps them.
 
     Raises:  CheckpointError for exponents that `e5m2` does not hold; StoppedError.
@@ -189,7 +189,7 @@ def _numbered(source: SourceMatrix, first: int) -> Callable[[int, int], tuple[in
 
 
 def held_bytes(checkpoint: Checkpoint, source: SourceMatrix, part: PartFormat) -> int:
-    """What `PartBytes` holds of a matrix, blocks apart: one that lies across, transposed."""
+    """What `EncodedRows` holds of a matrix, blocks apart: one that lies across, transposed."""
     if source.neurons == "rows":
         return 0
     value_bytes = 1 if part.keeps_source else weights_dtype(checkpoint, source).itemsize
@@ -276,7 +276,7 @@ def calibrated_rows(
         _ = calibration.runs  # before matrices are held: making them takes the most memory
     rows = {matrix: MatrixRows(checkpoint, source, stop) for matrix, source in sources.items()}
     kept = {
-        matrix: KeptRows(checkpoint, source, part, stop)
+        matrix: CopiedRows(checkpoint, source, part, stop)
         for matrix, source in sources.items()
         if (part := formats.of(matrix)) is not None and part.keeps_source
     }
@@ -288,7 +288,7 @@ def calibrated_rows(
                 raise StoppedError
             try:
                 made[matrix] = quantizer.rows(matrix, block).numpy()
-            except UnholdableError as fault:
+            except UnrepresentableError as fault:
                 raise rows[matrix].unholdable(first, fault) from fault
         yield first, end, made
 

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from moe_pack.calib.profile import Profile
 from moe_pack.calib.quantize import check_finite, needs_inputs
-from moe_pack.convert.account import Account, Recipe, check_calibration, check_order, recipe_account
+from moe_pack.convert.account import PackRecord, Recipe, check_calibration, check_order, recipe_account
 from moe_pack.convert.matrix_bytes import (
     Bytes2D,
-    PartBytes,
+    EncodedRows,
     calibrated_bytes,
     calibrated_rows,
     check_kept,
@@ -60,7 +60,7 @@ from moe_pack.formats.writer import PackWriter, State, Step, digests_of
 from moe_pack.runtime.model import read_vector
 
 
-class Earlier:
+class EarlierPack:
     """An earlier pack, and which of a recipe's items it holds already. Owns the open pack: `close` it.
 
     An expert is held where selector kind, quantizer, all formats and the neuron order are the same, a dense tensor
@@ -80,7 +80,7 @@ class Earlier:
         self._dense = {dense.role.name: dense for dense in self._pack.layout.dense}
         self._checked: set[str] = set()
 
-    def __enter__(self) -> "Earlier":
+    def __enter__(self) -> "EarlierPack":
         return self
 
     def __exit__(
@@ -181,7 +181,7 @@ def _dense_bytes(recipe: Recipe, item: Item, stop: Event) -> NDArray[np.uint8]:
     held = None
     if rows is not None:
         quantizer = dense_quantizer(recipe.plan.quantizer)
-        held = PartBytes(checkpoint, source, rows.parts[0].format, quantizer, stop)
+        held = EncodedRows(checkpoint, source, rows.parts[0].format, quantizer, stop)
     for start, end in next_rows(len(out), stop):
         first, last = item.first_row + start, item.first_row + end
         if held is None or rows is None:
@@ -239,7 +239,7 @@ def _neurons(
     quantizer = dense_quantizer(plan.quantizer)  # of what is not calibrated, whatever it is
     sources = {m: checkpoint.expert_source(item.layer, item.expert, m) for m in spec.matrices}
     parts = {
-        m: PartBytes(checkpoint, source, part, quantizer, stop)
+        m: EncodedRows(checkpoint, source, part, quantizer, stop)
         for m, source in sources.items()
         if (part := formats.of(m))
     }
@@ -277,7 +277,7 @@ MEMORY_BYTES = 1 << 30  # that items at work at once hold between them, if nothi
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ItemWork:
     """How items get their bytes: `make`, in a worker thread, soon ends once its event is set.
 
     `held_bytes`: what `make` holds of an item at its peak.
@@ -291,7 +291,7 @@ _Finished = tuple[Item, NDArray[np.uint8], Digests]
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
+class ConversionResult:
     """What a finished conversion did: `resumed_bytes` were there before, `written` is False if the whole pack was."""
 
     layout: PackLayout
@@ -316,7 +316,7 @@ def convert(
     earlier: Path | None = None,
     calibration: Profile | None = None,
     memory_bytes: int = MEMORY_BYTES,
-) -> Conversion:
+) -> ConversionResult:
     """Writes the pack that `plan` makes of `checkpoint` into `folder`, going on where a killed run stopped.
 
     Args:    workers: threads, one torch thread each (torch's own are set to one for the whole process).
@@ -338,12 +338,12 @@ def convert(
     account = recipe_account(recipe)
     writer = PackWriter(folder, layout, account.conversion, checkpoint.stamp(), on_step)
     with ExitStack() as stack:
-        held = None if earlier is None else stack.enter_context(Earlier(earlier, recipe))
+        held = None if earlier is None else stack.enter_context(EarlierPack(earlier, recipe))
 
         def make(item: Item, stop: Event) -> NDArray[np.uint8]:
             return held.item_bytes(item) if held is not None and held.holds(item) else item_bytes(recipe, item, stop)
 
-        work = Work(make, lambda item: job_bytes(checkpoint, plan, item))
+        work = ItemWork(make, lambda item: job_bytes(checkpoint, plan, item))
         return write_pack(writer, layout, account, work, workers, progress, memory_bytes)
 
 
@@ -366,12 +366,12 @@ def memory_line(checkpoint: Checkpoint, plan: Plan, layout: PackLayout, workers:
 def write_pack(
     writer: PackWriter,
     layout: PackLayout,
-    account: Account,
-    work: Work,
+    account: PackRecord,
+    work: ItemWork,
     workers: int,
     progress: Progress = NO_PROGRESS,
     memory_bytes: int = MEMORY_BYTES,
-) -> Conversion:
+) -> ConversionResult:
     """Writes a whole pack, going on where a killed run stopped, and closes the writer.
 
     Args:    workers, progress, memory_bytes: as `convert` takes them.
@@ -382,7 +382,7 @@ def write_pack(
     try:
         writer.open()
         if writer.state is State.SEALED:
-            return Conversion(layout, writer.resumed_bytes, written=False)
+            return ConversionResult(layout, writer.resumed_bytes, written=False)
         pending = writer.pending()
         done = total - sum(item.num_bytes for item in pending)
         progress.begin(Stage("packing", total, "B", done))
@@ -393,12 +393,12 @@ def write_pack(
                 progress.advance(item.num_bytes, _name(item))
         progress.end()
         writer.seal(account.tables(writer), account.manifest)
-        return Conversion(layout, writer.resumed_bytes, written=True)
+        return ConversionResult(layout, writer.resumed_bytes, written=True)
     finally:
         writer.close()
 
 
-def _in_order(work: Work, pending: list[Item], workers: int, memory_bytes: int) -> Generator[_Finished, None, None]:
+def _in_order(work: ItemWork, pending: list[Item], workers: int, memory_bytes: int) -> Generator[_Finished, None, None]:
     """Each pending item with its bytes, in order; `workers` of them in the making, and one that waits its turn."""
     stop = Event()
 

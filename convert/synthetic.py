@@ -39,8 +39,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.calib.profile import Profile
-from moe_pack.convert.account import Account, Origin
-from moe_pack.convert.pipeline import Conversion, Work, write_pack
+from moe_pack.convert.account import PackOrigin, PackRecord
+from moe_pack.convert.pipeline import ConversionResult, ItemWork, write_pack
 from moe_pack.formats import (
     NO_PROGRESS,
     ConversionError,
@@ -80,7 +80,7 @@ _ROWS_AT_ONCE = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class WeightDistribution:
     """How random weights lie: evenly about `mean`, with this standard deviation."""
 
     mean: float
@@ -92,31 +92,35 @@ def random_stream(*key: int) -> np.random.BitGenerator:
     return np.random.SFC64(np.random.SeedSequence(key))
 
 
-def expert_spreads(spec: ModelSpec) -> dict[str, Spread]:
+def expert_spreads(spec: ModelSpec) -> dict[str, WeightDistribution]:
     """How the weights of gate, up and down lie."""
     router = spec.router
     # Weights of sigmoids that nobody divides by their sum add up to the number of experts at most.
     weight = router.scaling_factor * (
         router.num_experts_per_tok if router.kind == "sigmoid_topk" and not router.normalize else 1
     )
-    rows = Spread(0.0, spec.hidden_size**-0.5)
+    rows = WeightDistribution(0.0, spec.hidden_size**-0.5)
     return {"gate": rows, "up": rows, "down": _down(spec, spec.expert.intermediate_size, weight)}
 
 
-def dense_spread(spec: ModelSpec, role: DenseRole) -> Spread:
+def dense_spread(spec: ModelSpec, role: DenseRole) -> WeightDistribution:
     """How the weights of a dense matrix lie; routers are not made here."""
     name, num_cols = role.name.rpartition(".")[2], role.shape[1]
     if role.name == "embed":
         size = _HIDDEN_RMS / spec.embedding_multiplier
         # A norm of kind layer takes the mean away: there `dense_vector` gives the constant.
-        return Spread(size * CONSTANT, size * OWN) if spec.norm.kind == "rms" else Spread(0.0, size)
+        return (
+            WeightDistribution(size * CONSTANT, size * OWN)
+            if spec.norm.kind == "rms"
+            else WeightDistribution(0.0, size)
+        )
     if role.name == "head":
-        return Spread(0.0, spec.logits_scaling * num_cols**-0.5)
+        return WeightDistribution(0.0, spec.logits_scaling * num_cols**-0.5)
     if name == "down":
         return _down(spec, num_cols, 1.0)
     if name == "o":
-        return Spread(0.0, _branch(spec) * num_cols**-0.5)
-    return Spread(0.0, num_cols**-0.5)
+        return WeightDistribution(0.0, _branch(spec) * num_cols**-0.5)
+    return WeightDistribution(0.0, num_cols**-0.5)
 
 
 def dense_vector(spec: ModelSpec, role: DenseRole, stream: np.random.BitGenerator) -> NDArray[np.float32]:
@@ -147,12 +151,14 @@ def _branch(spec: ModelSpec) -> float:
     return _HIDDEN_RMS * _TURN / math.sqrt(2 * spec.num_hidden_layers) / spec.residual_multiplier
 
 
-def _down(spec: ModelSpec, num_neurons: int, weight: float) -> Spread:
-    return Spread(0.0, _branch(spec) / (weight * _ACTIVE_RMS[spec.expert.function] * math.sqrt(num_neurons)))
+def _down(spec: ModelSpec, num_neurons: int, weight: float) -> WeightDistribution:
+    return WeightDistribution(
+        0.0, _branch(spec) / (weight * _ACTIVE_RMS[spec.expert.function] * math.sqrt(num_neurons))
+    )
 
 
 def random_rows(
-    layout: RowLayout, num_rows: int, spreads: Mapping[str, Spread], stream: np.random.BitGenerator
+    layout: RowLayout, num_rows: int, spreads: Mapping[str, WeightDistribution], stream: np.random.BitGenerator
 ) -> NDArray[np.uint8]:
     """Whole rows, CRCs and all: u8 [num_rows, row_bytes].
 
@@ -185,7 +191,9 @@ def random_rows(
     return rows
 
 
-def random_matrix(num_rows: int, num_cols: int, spread: Spread, stream: np.random.BitGenerator) -> NDArray[np.uint8]:
+def random_matrix(
+    num_rows: int, num_cols: int, spread: WeightDistribution, stream: np.random.BitGenerator
+) -> NDArray[np.uint8]:
     """A matrix in bfloat16: u8 [num_rows, 2 num_cols]."""
     values = even_values(spread)
     out = np.empty((num_rows, num_cols), np.uint16)
@@ -198,18 +206,18 @@ def random_matrix(num_rows: int, num_cols: int, spread: Spread, stream: np.rando
     return out.view(np.uint8)
 
 
-def even_values(spread: Spread) -> NDArray[np.uint16]:
+def even_values(spread: WeightDistribution) -> NDArray[np.uint16]:
     """What each of 256 random bytes stands for, as the bits of bfloat16: [256], evenly spread."""
     return bf16_bits(_even(spread, 256))
 
 
-def _even(spread: Spread, count: int) -> NDArray[np.float64]:
+def _even(spread: WeightDistribution, count: int) -> NDArray[np.float64]:
     """So many values, evenly spread."""
     steps = (np.arange(count) - (count - 1) / 2) / math.sqrt((count**2 - 1) / 12)
     return np.asarray(spread.mean + spread.deviation * steps)
 
 
-def nearest_codes(part: PartFormat, spread: Spread) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def nearest_codes(part: PartFormat, spread: WeightDistribution) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """What each of 256 random bytes is replaced by in a format that keeps sources, [256]; and a scale's bytes.
 
     Meaning: the codes nearest to values evenly spread, the largest of which the scale makes the largest code.
@@ -237,14 +245,14 @@ def bf16_bits(values: NDArray[np.floating]) -> NDArray[np.uint16]:
     return np.ascontiguousarray(rounded.view(torch.uint16).numpy().astype("<u2"))
 
 
-def trellis_scales(part: PartFormat, num_cols: int, spread: Spread) -> NDArray[np.uint8]:
+def trellis_scales(part: PartFormat, num_cols: int, spread: WeightDistribution) -> NDArray[np.uint8]:
     """The bytes that end a trellis's row, u8 [scale_bytes]: weights about 0, of the rms that was asked for."""
     codec, rms = Trellis(part, num_cols), float(trellis_values(part.width).square().mean().sqrt())
     scale = math.hypot(spread.mean, spread.deviation) / rms
     return codec.store_scales(torch.full((1, codec.num_groups), scale))[0].numpy()
 
 
-def scales_and_zeros(part: PartFormat, num_cols: int, spread: Spread) -> NDArray[np.uint8]:
+def scales_and_zeros(part: PartFormat, num_cols: int, spread: WeightDistribution) -> NDArray[np.uint8]:
     """The bytes that end a part's row, u8 [2 * scale_bytes], for codes that are all as likely."""
     codec, top = affine(part, num_cols), 2**part.width - 1
     scale = spread.deviation / math.sqrt((4**part.width - 1) / 12)
@@ -438,7 +446,7 @@ _SAMPLE_TOKENS, _SAMPLE_NEURONS = 64, 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Character:
+class SyntheticTraits:
     """What a synthetic model does beside having dimensions.
 
     `sparsity`: share of an expert's neurons that shall not run.   `popularity`: float64 [L, E], the share of tokens
@@ -462,12 +470,12 @@ def synthetic_layout(spec: ModelSpec, plan: Plan) -> PackLayout:
 def synthesize(
     spec: ModelSpec,
     plan: Plan,
-    character: Character,
+    character: SyntheticTraits,
     folder: Path,
     workers: int,
     progress: Progress = NO_PROGRESS,
     on_step: Callable[[Step], None] = lambda step: None,
-) -> Conversion:
+) -> ConversionResult:
     """Writes a synthetic pack into `folder`, going on where a killed run stopped; same arguments, same bytes.
 
     Args:    workers: threads, one torch thread each (torch's own are set to one for the whole process).
@@ -479,10 +487,10 @@ def synthesize(
     model = _SyntheticModel(layout, character)
     account = _account(layout, plan, character)
     writer = PackWriter(folder, layout, account.conversion, stamp="", on_step=on_step)
-    return write_pack(writer, layout, account, Work(model.item_bytes, lambda i: 2 * i.num_bytes), workers, progress)
+    return write_pack(writer, layout, account, ItemWork(model.item_bytes, lambda i: 2 * i.num_bytes), workers, progress)
 
 
-def _account(layout: PackLayout, plan: Plan, character: Character) -> Account:
+def _account(layout: PackLayout, plan: Plan, character: SyntheticTraits) -> PackRecord:
     spec, seed = layout.spec, character.seed
     decisions = {
         "sparsity": repr(character.sparsity),
@@ -492,13 +500,13 @@ def _account(layout: PackLayout, plan: Plan, character: Character) -> Account:
     }
     made_with = tuple(PackageVersion(name, installed_version(name)) for name in ("moe-pack", "numpy", "torch"))
     thresholds = _thresholds(spec, plan, character.sparsity, seed)
-    return Account(layout, plan, Origin(NO_SOURCE, (), made_with, decisions), thresholds)
+    return PackRecord(layout, plan, PackOrigin(NO_SOURCE, (), made_with, decisions), thresholds)
 
 
 class _SyntheticModel:
     """Makes the bytes of a synthetic pack's items, each from a random stream of its own."""
 
-    def __init__(self, layout: PackLayout, character: Character) -> None:
+    def __init__(self, layout: PackLayout, character: SyntheticTraits) -> None:
         spec = layout.spec
         self._layout = layout
         self._seed = character.seed

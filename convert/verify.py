@@ -380,7 +380,7 @@ Status = Literal["passed", "failed", "skipped"]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckResult:
     """One check, and how it came out, for people."""
 
     name: str
@@ -404,7 +404,7 @@ def _percentage(text: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CheckLimits:
     """What a pack may lose, weigh and need; None: no limit. `max_ppl_increase` is relative, 0.01 for 1%."""
 
     max_kl: float | None = field(
@@ -432,18 +432,18 @@ class Limits:
         return self.max_kl is not None or self.max_ppl_increase is not None
 
 
-def opened(folder: Path) -> tuple[Pack | None, Check]:
+def opened(folder: Path) -> tuple[Pack | None, CheckResult]:
     """The pack, the caller's to close, and the check of its schema; None if it is no sound pack."""
     try:
         pack = Pack(folder)
     except PackError as fault:
-        return None, Check("schema", "failed", str(fault), "a sound pack")
+        return None, CheckResult("schema", "failed", str(fault), "a sound pack")
     manifest = pack.manifest
     listed = f"format {manifest.version}, {len(manifest.files) + len(manifest.expert_files)} files"
-    return pack, Check("schema", "passed", listed, "a sound pack")
+    return pack, CheckResult("schema", "passed", listed, "a sound pack")
 
 
-def digests(pack: Pack, progress: Progress = NO_PROGRESS) -> Check:
+def digests(pack: Pack, progress: Progress = NO_PROGRESS) -> CheckResult:
     """Whether every byte is the one that was written."""
 
     def work() -> str:
@@ -453,14 +453,14 @@ def digests(pack: Pack, progress: Progress = NO_PROGRESS) -> Check:
     return _faultless("digests", "as written", work)
 
 
-def tensors(pack: Pack, checkpoint: Checkpoint | None) -> Check:
+def tensors(pack: Pack, checkpoint: Checkpoint | None) -> CheckResult:
     """Whether every tensor of the source is accounted for, and every byte of the pack.
 
     Meaning: the weights that `source.json` says were packed or kept are as many as the model has; what was dropped has
              a reason; bytes by part are those of the layout. With the checkpoint: it has these tensors and routers.
     """
     if pack.is_synthetic:
-        return Check("tensors", "skipped", "a synthetic pack is made of no checkpoint")
+        return CheckResult("tensors", "skipped", "a synthetic pack is made of no checkpoint")
 
     def work() -> str:
         if checkpoint is not None:
@@ -489,14 +489,14 @@ def _accounted(pack: Pack) -> str:
     )
 
 
-def losses(quality: Quality | None, limits: Limits, where: str) -> list[Check]:
+def losses(quality: Quality | None, limits: CheckLimits, where: str) -> list[CheckResult]:
     """Whether loss is within limits: an estimate plus the half-width of its 95% interval.
 
     Args:    where: what `quality` is from; without one, why there is none.
     """
     beside = None if quality is None else quality.against
     if beside is None:
-        return [Check(name, "skipped", where) for name in ("kl", "perplexity")]
+        return [CheckResult(name, "skipped", where) for name in ("kl", "perplexity")]
     return [
         _within("kl", beside.kl, limits.max_kl, lambda x: f"{x:.4g}", " nats", where),
         _within("perplexity", beside.perplexity_increase, limits.max_ppl_increase, lambda x: f"{x:+.3%}", "", where),
@@ -505,44 +505,44 @@ def losses(quality: Quality | None, limits: Limits, where: str) -> list[Check]:
 
 def _within(
     name: str, found: Estimate, allowed: float | None, text: Callable[[float], str], unit: str, where: str
-) -> Check:
+) -> CheckResult:
     if found.upper is None or found.half_width is None:
         words = f"{text(found.value)}{unit}; too few tokens for an interval ({where})"
     else:
         words = f"{text(found.value)}{unit}, at 95% up to {text(found.upper)} ({where})"
     if allowed is None:
-        return Check(name, "skipped", words, "no limit")
+        return CheckResult(name, "skipped", words, "no limit")
     held = found.upper is not None and found.upper <= allowed
-    return Check(name, "passed" if held else "failed", words, f"{text(allowed)}{unit}")
+    return CheckResult(name, "passed" if held else "failed", words, f"{text(allowed)}{unit}")
 
 
-def num_bytes(pack: Pack, limits: Limits) -> Check:
+def num_bytes(pack: Pack, limits: CheckLimits) -> CheckResult:
     """Whether the pack is small enough."""
     content = pack.manifest.totals.content
     if limits.max_bytes is None:
-        return Check("bytes", "skipped", f"{content:,}", "no limit")
-    return Check(
+        return CheckResult("bytes", "skipped", f"{content:,}", "no limit")
+    return CheckResult(
         "bytes", "passed" if content <= limits.max_bytes else "failed", f"{content:,}", f"{limits.max_bytes:,}"
     )
 
 
-def budget(pack: Pack, limits: Limits) -> Check:
+def budget(pack: Pack, limits: CheckLimits) -> CheckResult:
     """Whether it runs in a budget, with a context of 4,096 tokens or the model's positions."""
     if limits.budget_bytes is None:
-        return Check("budget", "skipped", "", "no limit")
+        return CheckResult("budget", "skipped", "", "no limit")
     allowed = size_text(limits.budget_bytes)
     context = min(_USUAL_CONTEXT, pack.spec.max_position_embeddings)
     try:
         plan = divide_budget(pack.layout, limits.budget_bytes, context, routing_bytes(pack.folder))
     except RunError as fault:
-        return Check("budget", "failed", str(fault), allowed)
+        return CheckResult("budget", "failed", str(fault), allowed)
     most = int(expert_pages(pack.layout, plan.page_bytes).sum())
-    return Check(
+    return CheckResult(
         "budget", "passed", f"room for {plan.num_pages / most:.0%} of experts beside {context} tokens", allowed
     )
 
 
-def junit_xml(checks: list[Check], suite: str) -> bytes:
+def junit_xml(checks: list[CheckResult], suite: str) -> bytes:
     """The checks as JUnit XML, one test case each."""
     counts = {status: sum(check.status == status for check in checks) for status in ("failed", "skipped")}
     facts = {"tests": str(len(checks)), "failures": str(counts["failed"]), "skipped": str(counts["skipped"])}
@@ -565,8 +565,8 @@ def _xml_text(text: str) -> str:
     return _NO_XML.sub("?", text)
 
 
-def _faultless(name: str, allowed: str, work: Callable[[], str]) -> Check:
+def _faultless(name: str, allowed: str, work: Callable[[], str]) -> CheckResult:
     try:
-        return Check(name, "passed", work(), allowed)
+        return CheckResult(name, "passed", work(), allowed)
     except (PackError, PlanError) as fault:
-        return Check(name, "failed", str(fault), allowed)
+        return CheckResult(name, "failed", str(fault), allowed)

@@ -11,7 +11,7 @@ from moe_pack.runtime.generate import (
     random_prompt,
 )
 from moe_pack.runtime.machine import (
-    DriveFacts,
+    DiskFacts,
     FixedCosts,
     MachineFacts,
     ReadRate,
@@ -30,7 +30,7 @@ from moe_pack.runtime.text import FolderFiles, Text, chat_prompt
 __all__ = [
     "DEVICE_OPTION",
     "BenchTimes",
-    "DriveFacts",
+    "DiskFacts",
     "Engine",
     "EngineOptions",
     "FixedCosts",

@@ -22,8 +22,8 @@ from moe_pack.formats.commands import given
 from moe_pack.formats.pack import audit
 from moe_pack.formats.spec import read_size
 from moe_pack.runtime.cpu import Kernels, is_available, num_cpus, open_kernels, why_unavailable
-from moe_pack.runtime.gpu.device import CardMemory, HostArena, host_bytes
-from moe_pack.runtime.gpu.fit import AtWork, CardAsked, CardUse, fit_to_card
+from moe_pack.runtime.gpu.device import GpuMemory, HostArena, host_bytes
+from moe_pack.runtime.gpu.fit import BuiltEngine, GpuMemoryUse, GpuRequest, fit_to_gpu
 from moe_pack.runtime.gpu.placement import least_placement
 from moe_pack.runtime.machine import MachineFacts, available_bytes
 from moe_pack.runtime.model import (
@@ -37,26 +37,26 @@ from moe_pack.runtime.model import (
     open_weights,
 )
 from moe_pack.runtime.offload import (
-    NO_TRUST,
+    EXACT,
     PRESETS,
+    Approximations,
     BudgetPlan,
     CacheFacts,
-    Foreteller,
+    ExpertCache,
+    OffloadedWeights,
     Passes,
     PolicyName,
+    Prefetcher,
     Preset,
     Reads,
     Recorder,
-    Residency,
     Routing,
-    StreamingWeights,
-    Trust,
     auto_preset,
     divide_budget,
+    expert_cache_for,
     expert_pages,
     open_reads,
-    recorded_residency_for,
-    residency_for,
+    recorded_expert_cache_for,
     routing_bytes,
     whole_bytes,
 )
@@ -159,7 +159,7 @@ class EngineOptions:
             "--verify", help="Check experts when they are first read, all files before the first token, or not at all."
         ),
     )
-    trust: Trust = NO_TRUST
+    trust: Approximations = EXACT
     threads: int | None = field(
         default=None,
         metadata=option(
@@ -244,8 +244,8 @@ class Engine:
         self.reads: Reads | None = None
         self.is_direct = False
         self.engine: Literal["graph", "staged"] = "staged"
-        self.use: CardUse | None = None
-        self.card_memory: CardMemory | None = None
+        self.use: GpuMemoryUse | None = None
+        self.card_memory: GpuMemory | None = None
         self.host = host
         self._recorder: Recorder | None = None
         self._pack, self._stack = pack, ExitStack()
@@ -286,13 +286,13 @@ class Engine:
             if is_given:
                 raise RunError(f"{name}: is of --device cpu; leave it out")
         _check_triton()
-        memory = self.card_memory = CardMemory(self.device)  # before anything else uses the card
+        memory = self.card_memory = GpuMemory(self.device)  # before anything else uses the card
         facts = torch.cuda.get_device_properties(self.device)
         check_capability(facts.name, (facts.major, facts.minor))
         ram = options.ram_bytes or _usual_ram()
         engine = self._card_engine(ram)
         cache_dtype = torch.float32 if options.kv_dtype == "f32" else torch.bfloat16
-        asked = CardAsked(options.budget_bytes, context_tokens, options.chunk_tokens, cache_dtype)
+        asked = GpuRequest(options.budget_bytes, context_tokens, options.chunk_tokens, cache_dtype)
         if self.host is None and host_bytes(pack) <= ram:
             self.host = self._stack.enter_context(
                 HostArena(pack, self.device, self._progress, verify=options.verify == "lazy")
@@ -332,9 +332,9 @@ class Engine:
             "--engine staged, which streams from the drive"
         )
 
-    def _fit_graph(self, memory: CardMemory, asked: CardAsked, host: HostArena) -> tuple[AtWork, CardUse]:
+    def _fit_graph(self, memory: GpuMemory, asked: GpuRequest, host: HostArena) -> tuple[BuiltEngine, GpuMemoryUse]:
         # Here, as they need triton.
-        from moe_pack.runtime.gpu.graph_engine import GraphAtWork
+        from moe_pack.runtime.gpu.graph_engine import GraphEngine
         from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
 
         pack, device, context = self._pack, self.device, asked.context_tokens
@@ -345,46 +345,46 @@ class Engine:
                 run()
             compile_ahead(list(jobs.values()), num_cpus(), self._progress)
 
-        return fit_to_card(
+        return fit_to_gpu(
             pack, device, memory, asked, least,
-            lambda room, chunk: GraphAtWork(pack, host, device, room, context, chunk, asked.cache_dtype),
+            lambda room, chunk: GraphEngine(pack, host, device, room, context, chunk, asked.cache_dtype),
             ahead,
         )  # fmt: skip
 
     def _fit_staged(
-        self, memory: CardMemory, asked: CardAsked, host: HostArena | None, ram: int
-    ) -> tuple[AtWork, CardUse]:
+        self, memory: GpuMemory, asked: GpuRequest, host: HostArena | None, ram: int
+    ) -> tuple[BuiltEngine, GpuMemoryUse]:
         # Here, as they need triton, which comes with torch for GPUs alone.
         from moe_pack.runtime.gpu.device import CudaDevice
         from moe_pack.runtime.gpu.staged import TritonOps
-        from moe_pack.runtime.gpu.staged_engine import Decided, StagedAsked, StagedAtWork, least_staged_bytes
+        from moe_pack.runtime.gpu.staged_engine import CachePolicy, StagedEngine, StagedInputs, least_staged_bytes
 
         pack, options, ops = self._pack, self.options, TritonOps()
         routing, context, dtype = Routing.open(pack), asked.context_tokens, asked.cache_dtype
 
-        def decide(facts: CacheFacts) -> Decided:
+        def decide(facts: CacheFacts) -> CachePolicy:
             self.preset = preset = self._preset(facts, routing)
             residency = self._residency(preset, facts, asked.budget_bytes or 0, context)
             # What doctor measured is the drive's cutover; over a link it is the policy's.
             rows_below = preset.rows_below if options.cutover is None else options.cutover
-            return Decided(preset, residency, self._recorder, rows_below)
+            return CachePolicy(preset, residency, self._recorder, rows_below)
 
-        def foretell(preset: Preset, weights: StreamingWeights) -> Foreteller | None:
+        def foretell(preset: Preset, weights: OffloadedWeights) -> Prefetcher | None:
             return self._foreteller(preset, weights, routing)
 
-        given = StagedAsked(
+        given = StagedInputs(
             pack, CudaDevice(self.device.index or 0), ops, host, ram, self._open_reads, decide, foretell,
             self._kernels_beside_card(), options.trust, options.verify == "lazy", _shares(pack, routing),
             torch.cuda.get_device_properties(self.device).multi_processor_count,
         )  # fmt: skip
         least = least_staged_bytes(given, asked.chunk_tokens or PREFILL_TOKENS)
-        return fit_to_card(
+        return fit_to_gpu(
             pack,
             self.device,
             memory,
             asked,
             least,
-            lambda room, chunk: StagedAtWork(given, room, context, chunk, dtype),
+            lambda room, chunk: StagedEngine(given, room, context, chunk, dtype),
         )
 
     def __enter__(self) -> "Engine":
@@ -466,7 +466,7 @@ class Engine:
     def _mapped(self) -> PackWeights:
         return open_weights(self._pack, self.device, self.operations)
 
-    def _streaming(self, budget: int, context_tokens: int) -> StreamingWeights:
+    def _streaming(self, budget: int, context_tokens: int) -> OffloadedWeights:
         pack, options = self._pack, self.options
         routing = Routing.open(pack)
         self.plan = divide_budget(pack.layout, budget, context_tokens, routing_bytes(pack.folder))
@@ -486,7 +486,7 @@ class Engine:
             trace=trace,
         )
         self.store = self._stack.enter_context(closing(store))
-        weights = StreamingWeights(
+        weights = OffloadedWeights(
             pack,
             self.operations,
             store,
@@ -500,23 +500,23 @@ class Engine:
         weights.foreteller = self._foreteller(preset, weights, routing)
         return weights
 
-    def _residency(self, preset: Preset, facts: CacheFacts, budget: int, context_tokens: int) -> Residency:
+    def _residency(self, preset: Preset, facts: CacheFacts, budget: int, context_tokens: int) -> ExpertCache:
         """Fast memory as the preset keeps it, recorded where that is asked for."""
         path = self.options.record
         if path is None:
-            return residency_for(preset, facts)
+            return expert_cache_for(preset, facts)
         check_place(path)
         root = self._pack.manifest.root
         self._recorder = Recorder(facts, root, preset.name, budget, context_tokens, keeps_scores=True)
-        return recorded_residency_for(preset, facts, self._recorder)
+        return recorded_expert_cache_for(preset, facts, self._recorder)
 
-    def _foreteller(self, preset: Preset, weights: StreamingWeights, routing: Routing | None) -> Foreteller | None:
+    def _foreteller(self, preset: Preset, weights: OffloadedWeights, routing: Routing | None) -> Prefetcher | None:
         if not self.options.foretells:
             return None
         prediction = self._prediction(preset, weights, routing)
         router = self._pack.spec.router
         num_ahead = preset.num_foretold(router.num_experts_per_tok)
-        return Foreteller(prediction, router.num_experts, router.num_experts_per_tok, num_ahead)
+        return Prefetcher(prediction, router.num_experts, router.num_experts_per_tok, num_ahead)
 
     def _cutover(self, preset: Preset) -> float:
         """The share of running neurons below which their rows alone are read."""
@@ -536,7 +536,7 @@ class Engine:
             passes = Passes(routing.routes, chunks, None, facts.popularity)
         return auto_preset(passes, facts, self._pack.index.size)
 
-    def _prediction(self, preset: Preset, weights: StreamingWeights, routing: Routing | None) -> Prediction | None:
+    def _prediction(self, preset: Preset, weights: OffloadedWeights, routing: Routing | None) -> Prediction | None:
         needs_profile = preset.prediction in ("popularity", "paths", "mlp")
         if needs_profile and routing is None:
             self._fall_back(

@@ -190,7 +190,7 @@ MAX_GAP_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class DriveFacts:
+class DiskFacts:
     """A drive, as it was measured on files of `file_bytes`: scattered reads, nothing in the system's cache.
 
     `best`: by mode and size.   `mode` and `threads`: what comes nearest to the best over all sizes; `curve`, rising in
@@ -318,7 +318,7 @@ class MachineFacts:
     """
 
     date: str
-    drive: DriveFacts
+    drive: DiskFacts
     cpu: CpuFacts
     link: LinkFacts | None
     fixed: FixedCosts | None = None
@@ -443,7 +443,7 @@ _WEIGHT_BYTES = 160 << 20  # of experts or of a dense matrix: more than caches h
 _BETWEEN = 0.05  # seconds, to open files and to have the system forget them
 
 
-class Run(NamedTuple):
+class ReadTrial(NamedTuple):
     """One measurement of a drive."""
 
     mode: ReadMode
@@ -452,10 +452,10 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ReadMeasurement:
     """What came of it, in bytes a second."""
 
-    run: Run
+    run: ReadTrial
     rate: float
 
 
@@ -535,16 +535,16 @@ def _write_random(descriptor: int, num_bytes: int) -> None:
     os.fsync(descriptor)
 
 
-def _runs(files: Sequence[_File]) -> list[Run]:
+def _runs(files: Sequence[_File]) -> list[ReadTrial]:
     """What to measure: every size that a file has room for."""
     sizes = [size for size in READ_SIZES if size <= max(file.num_bytes for file in files)]
     if not sizes:
         raise RunError(f"{files[0].path.name}: found no file of {READ_SIZES[0]} bytes; give a folder that is no pack")
     modes: list[ReadMode] = ["direct"] if _has_direct(files[0].path) else []
     threads = READ_THREADS if is_available() else (1,)
-    runs = [Run(mode, number, size) for size in sizes for mode in (*modes, "pread") for number in threads]
+    runs = [ReadTrial(mode, number, size) for size in sizes for mode in (*modes, "pread") for number in threads]
     # Only the kernels bear that a mapped file is cut.
-    return runs + ([Run("map", 1, size) for size in sizes] if is_available() else [])
+    return runs + ([ReadTrial("map", 1, size) for size in sizes] if is_available() else [])
 
 
 def _has_direct(path: Path) -> bool:
@@ -557,19 +557,19 @@ def _has_direct(path: Path) -> bool:
 
 
 def _measure_drive(
-    files: Sequence[_File], runs: Sequence[Run], name: str | None, steps: _Steps, seconds: float
-) -> DriveFacts:
+    files: Sequence[_File], runs: Sequence[ReadTrial], name: str | None, steps: _Steps, seconds: float
+) -> DiskFacts:
     measured, arena = [], _arena(_ARENA_BYTES)
     for run in runs:
         steps.next(f"{run.mode} {run.size >> 10} KiB, {run.threads} thread{'s' if run.threads > 1 else ''}")
         rate = _map_rate(files, run.size, seconds) if run.mode == "map" else _read_rate(files, run, arena, seconds)
-        measured.append(Measured(run, rate))
+        measured.append(ReadMeasurement(run, rate))
     return drive_facts(measured, name, sum(file.num_bytes for file in files))
 
 
-def drive_facts(measured: Sequence[Measured], name: str | None, file_bytes: int) -> DriveFacts:
+def drive_facts(measured: Sequence[ReadMeasurement], name: str | None, file_bytes: int) -> DiskFacts:
     """The best of each mode and size; and the mode and number of threads nearest to the best over all sizes."""
-    best: dict[tuple[ReadMode, int], Measured] = {}
+    best: dict[tuple[ReadMode, int], ReadMeasurement] = {}
     for one in measured:
         key = one.run.mode, one.run.size
         if key not in best or one.rate > best[key].rate:
@@ -586,10 +586,10 @@ def drive_facts(measured: Sequence[Measured], name: str | None, file_bytes: int)
     (mode, threads), curve = max(curves.items(), key=lambda entry: nearness(entry[1]))
     alone = tuple(curves.get((mode, 1), curve))
     rates = tuple(ReadRate(one.run.mode, one.run.size, one.run.threads, one.rate) for one in best.values())
-    return DriveFacts(name, file_bytes, mode, threads, tuple(curve), alone, rates)
+    return DiskFacts(name, file_bytes, mode, threads, tuple(curve), alone, rates)
 
 
-def _read_rate(files: Sequence[_File], run: Run, arena: NDArray[np.uint8], seconds: float) -> float:
+def _read_rate(files: Sequence[_File], run: ReadTrial, arena: NDArray[np.uint8], seconds: float) -> float:
     """Bytes a second of time in which something was read."""
     with closing(open_reads(arena, run.mode == "direct", run.threads)) as reads:
         numbers = [reads.open(file.path) for file in files]

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from moe_pack.formats import size_text
 from moe_pack.runtime.cpu import is_available, num_cpus, why_unavailable
 from moe_pack.runtime.engine import Engine
-from moe_pack.runtime.gpu.fit import CardCounts, CardUse, Counting
+from moe_pack.runtime.gpu.fit import CountsCache, GpuCacheCounts, GpuMemoryUse
 from moe_pack.runtime.machine import anonymous_bytes
 from moe_pack.runtime.model import NativeOperations
-from moe_pack.runtime.offload import BudgetPlan, PhaseCounts, StreamingWeights
+from moe_pack.runtime.offload import BudgetPlan, OffloadedWeights, PhaseCounts
 from moe_pack.runtime.offload.disk import ReadStats
 
 
@@ -48,17 +48,17 @@ class StreamReport:
 
 
 @dataclass(frozen=True, slots=True)
-class CardReport:
+class GpuReport:
     """A run on a card. `used_bytes`: what the driver charged at the end.   `locked_bytes`: of host memory for experts.
 
     `pulled`: what the graph engine was asked and pulled; None where experts are staged.
     """
 
     engine: str
-    use: CardUse
+    use: GpuMemoryUse
     used_bytes: int
     locked_bytes: int
-    pulled: CardCounts | None
+    pulled: GpuCacheCounts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class RunReport:
     experts_asked_for_bytes: int
     anonymous_bytes: int | None
     stream: StreamReport | None
-    card: CardReport | None
+    card: GpuReport | None
     fallbacks: tuple[str, ...]
 
 
@@ -97,7 +97,7 @@ def report(engine: Engine) -> RunReport:
 
 def _stream(engine: Engine) -> StreamReport | None:
     weights = engine.weights
-    if not isinstance(weights, StreamingWeights):
+    if not isinstance(weights, OffloadedWeights):
         return None
     assert engine.preset is not None, "what streams has one"
     stats = ReadStats() if engine.reads is None else engine.reads.stats()
@@ -116,12 +116,12 @@ def _stream(engine: Engine) -> StreamReport | None:
     )
 
 
-def _card(engine: Engine) -> CardReport | None:
+def _card(engine: Engine) -> GpuReport | None:
     if engine.card_memory is None or engine.use is None:
         return None
-    pulled = engine.decoder.counts() if isinstance(engine.decoder, Counting) else None
+    pulled = engine.decoder.counts() if isinstance(engine.decoder, CountsCache) else None
     locked = 0 if engine.host is None else engine.host.locked_bytes
-    return CardReport(engine.engine, engine.use, engine.card_memory.used_bytes(), locked, pulled)
+    return GpuReport(engine.engine, engine.use, engine.card_memory.used_bytes(), locked, pulled)
 
 
 def _phase(counts: PhaseCounts) -> PhaseReport:
@@ -154,7 +154,7 @@ def report_lines(facts: RunReport) -> list[tuple[str, str]]:
     return lines + [("fallback", what) for what in facts.fallbacks]
 
 
-def _card_lines(card: CardReport) -> list[tuple[str, str]]:
+def _card_lines(card: GpuReport) -> list[tuple[str, str]]:
     use = card.use
     lines = [
         ("engine", card.engine),

@@ -35,7 +35,7 @@ from moe_pack.calib.evaluate.reference import (
 )
 from moe_pack.calib.forward import (
     Array,
-    HeldWeights,
+    LayerwiseWeights,
     ProfileStore,
     Tokens,
     check_length,
@@ -180,13 +180,13 @@ def block_losses(
     store = ProfileStore(work, sha256(canonical(facts)).hexdigest(), starts_anew=True)
     where = device or torch.device("cpu")
     try:
-        packed = ModelPass(HeldWeights(StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where)
+        packed = ModelPass(LayerwiseWeights(StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where)
         packed.run("predictions of the pack", progress)
         beside: _Beside | None = None
         if isinstance(reference, Checkpoint):
             beside = _Source(reference, tokens, store, progress, where)
         elif reference is not None:
-            beside = _Kept(reference, where)
+            beside = _KeptReference(reference, where)
         losses = _losses(packed, tokens, beside, source, progress)
     finally:
         store.close()
@@ -237,7 +237,7 @@ class _Beside(Protocol):
         ...
 
 
-class _Kept:
+class _KeptReference:
     """A compact reference."""
 
     is_exact = False
@@ -267,7 +267,7 @@ class _Source:
         self, checkpoint: Checkpoint, tokens: Tokens, store: ProfileStore, progress: Progress, device: torch.device
     ) -> None:
         self.num_outcomes, _ = num_kept(checkpoint.spec.vocab_size)
-        weights = HeldWeights(CheckpointWeights(checkpoint, device))
+        weights = LayerwiseWeights(CheckpointWeights(checkpoint, device))
         self._pass = ModelPass(weights, tokens, store, "source", device, with_twin=True)
         self._pass.run("predictions of the source", progress)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moe_pack.calib.forward import (
     Array,
-    HeldWeights,
     LayerStates,
     LayerTokens,
+    LayerwiseWeights,
     ProfileStore,
     Sequences,
     Tokens,
@@ -77,7 +77,7 @@ class ModelPass:
 
     def __init__(
         self,
-        weights: HeldWeights,
+        weights: LayerwiseWeights,
         tokens: Tokens,
         store: ProfileStore,
         name: str,

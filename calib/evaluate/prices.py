@@ -28,12 +28,19 @@ from torch import Tensor
 from moe_pack.calib.evaluate.model_pass import ModelPass
 from moe_pack.calib.evaluate.reference import Estimate, block_sums, exponential, mean, next_log_probs, whole_divergence
 from moe_pack.calib.evaluate.thresholds import ThresholdRule, find_thresholds
-from moe_pack.calib.forward import Array, HeldWeights, ProfileStore, Sequences, Tokens, stack_tokens
+from moe_pack.calib.forward import Array, LayerwiseWeights, ProfileStore, Sequences, Tokens, stack_tokens
 from moe_pack.calib.sensitivity import SPARSITIES, Cost, expert_multiplications, half_multiplications
 from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, canonical
 from moe_pack.runtime import Engine, EngineOptions, available_bytes
 from moe_pack.runtime.model import TORCH, EncoderDecoder, Operations, StreamedPackWeights
-from moe_pack.runtime.offload import PolicyName, StreamingWeights, Trust, divide_budget, expert_pages, routing_bytes
+from moe_pack.runtime.offload import (
+    Approximations,
+    OffloadedWeights,
+    PolicyName,
+    divide_budget,
+    expert_pages,
+    routing_bytes,
+)
 from moe_pack.runtime.offload.budget import page_sizes
 
 
@@ -74,7 +81,7 @@ def sparsity_prices(
     try:
         passes = []
         for sparsity, thresholds in zip((0.0, *SPARSITIES), every, strict=True):
-            weights = HeldWeights(_Rethresholded(pack, thresholds, where, operations))
+            weights = LayerwiseWeights(_Rethresholded(pack, thresholds, where, operations))
             passes.append(ModelPass(weights, tokens, store, f"at-{sparsity:g}", where))
             passes[-1].run(f"predictions at {sparsity:.0%} sparsity", progress)
         return _judged(passes, tokens, progress)
@@ -200,13 +207,13 @@ def _price(
 
 
 def _engine(pack: Pack, budget: int, alpha: float | None, context_tokens: int) -> Engine:
-    options = EngineOptions(budget_bytes=budget, policy=POLICY, foretells=False, trust=Trust(substitute=alpha))
+    options = EngineOptions(budget_bytes=budget, policy=POLICY, foretells=False, trust=Approximations(substitute=alpha))
     return Engine(pack, options, context_tokens)
 
 
 def _shares(engine: Engine) -> tuple[float, float]:
     """Of the experts run, those that were fetched, and those that took another's place."""
-    assert isinstance(engine.weights, StreamingWeights), "it has a budget"
+    assert isinstance(engine.weights, OffloadedWeights), "it has a budget"
     counts = engine.weights.decode
     return 1 - counts.hits / counts.needed, counts.substituted / counts.needed
 

@@ -34,7 +34,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_pack.calib.evaluate.model_pass import ModelPass
-from moe_pack.calib.forward import Array, HeldWeights, ProfileStore, Tokens, check_arrays, check_length, source_digest
+from moe_pack.calib.forward import (
+    Array,
+    LayerwiseWeights,
+    ProfileStore,
+    Tokens,
+    check_arrays,
+    check_length,
+    source_digest,
+)
 from moe_pack.formats import (
     NO_PROGRESS,
     ConversionError,
@@ -324,7 +332,7 @@ def make_reference(
     store = ProfileStore(folder / _WORK_FOLDER, identity, starts_anew=True)
     where = device or torch.device("cpu")
     try:
-        weights = HeldWeights(CheckpointWeights(checkpoint, where))
+        weights = LayerwiseWeights(CheckpointWeights(checkpoint, where))
         source_pass = ModelPass(weights, tokens, store, "source", where, with_twin=True)
         source_pass.run("predictions of the source", progress)
         made = _predicted(source_pass, tokens, _facts(tokens, source, checkpoint.spec), progress)

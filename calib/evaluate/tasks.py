@@ -16,7 +16,7 @@ import torch
 
 from moe_pack.calib.evaluate.model_pass import ModelPass
 from moe_pack.calib.evaluate.reference import Estimate, next_log_probs, share
-from moe_pack.calib.forward import HeldWeights, ProfileStore, Tokens, source_digest
+from moe_pack.calib.forward import LayerwiseWeights, ProfileStore, Tokens, source_digest
 from moe_pack.calib.sensitivity import Cost
 from moe_pack.formats import NO_PROGRESS, ModelSpec, Pack, Progress, RunError, canonical, load, parse
 from moe_pack.formats.families import Checkpoint
@@ -134,7 +134,7 @@ def task_score(
             if isinstance(model, Pack)
             else CheckpointWeights(model, where)
         )
-        model_pass = ModelPass(HeldWeights(weights), tasks.tokens, store, "tasks", where)
+        model_pass = ModelPass(LayerwiseWeights(weights), tasks.tokens, store, "tasks", where)
         model_pass.run(f"tasks by the {'pack' if packed else 'source'}", progress)
         sums = _log_likelihoods(model_pass, tasks, progress)
     finally:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from moe_pack.calib.evaluate.model_pass import ModelPass, RealizedSparsity, realized
 from moe_pack.calib.forward import (
-    HeldWeights,
     Histogram,
     LayerStates,
     LayerTokens,
+    LayerwiseWeights,
     ProfileStore,
     Sequences,
     Tokens,
@@ -171,7 +171,7 @@ def realized_sparsity(
     store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), starts_anew=True)
     where = device or torch.device("cpu")
     try:
-        run = ModelPass(HeldWeights(StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where)
+        run = ModelPass(LayerwiseWeights(StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where)
         run.run("sparsity", progress)
         found = run.sparsity()
     finally:
@@ -199,7 +199,7 @@ class _Run:
         self._store = store
         self._progress = progress
         self._device = device
-        self._weights = HeldWeights(StreamedPackWeights(pack, device, operations))
+        self._weights = LayerwiseWeights(StreamedPackWeights(pack, device, operations))
         self._given = Sequences.of(pack.spec, torch.from_numpy(tokens.sequences.astype(np.int64)))
         num_sequences, S = self._given.ids.shape
         self._num_held_out = num_held_out(num_sequences)

@@ -19,9 +19,9 @@ from moe_pack.calib.forward.experts import (
 )
 from moe_pack.calib.forward.layers import (
     MAX_HELD_BYTES,
-    HeldWeights,
     LayerStates,
     LayerTokens,
+    LayerwiseWeights,
     Sequences,
     check_length,
     in_order,
@@ -52,11 +52,11 @@ __all__ = [
     "Array",
     "ExpertActivity",
     "ExpertInputs",
-    "HeldWeights",
     "Histogram",
     "KeptInputs",
     "LayerStates",
     "LayerTokens",
+    "LayerwiseWeights",
     "ProfileStore",
     "Sequences",
     "Tokens",

@@ -181,7 +181,7 @@ class Source(Weights, Protocol):
         ...
 
 
-class HeldWeights:
+class LayerwiseWeights:
     """The weights of `source`; what belongs to the layer last asked for stays in memory. For several threads."""
 
     def __init__(self, source: Source) -> None:

@@ -27,10 +27,10 @@ from moe_pack.calib.forward import (
     PROFILE_FILE,
     Array,
     ExpertInputs,
-    HeldWeights,
     KeptInputs,
     LayerStates,
     LayerTokens,
+    LayerwiseWeights,
     ProfileStore,
     Sequences,
     Tokens,
@@ -189,7 +189,7 @@ class _Run:
         device: torch.device,
     ) -> None:
         self._spec = checkpoint.spec
-        self._weights = HeldWeights(CheckpointWeights(checkpoint, device))
+        self._weights = LayerwiseWeights(CheckpointWeights(checkpoint, device))
         self._ids = torch.from_numpy(tokens.sequences.astype(np.int64))
         self._store = store
         self._options = options

@@ -11,7 +11,7 @@ from moe_pack.calib.quantize.experts import (
     needs_inputs,
 )
 from moe_pack.calib.quantize.plain import RowQuantizer, check_finite
-from moe_pack.calib.quantize.trellis import UnholdableError
+from moe_pack.calib.quantize.trellis import UnrepresentableError
 
 __all__ = [
     "BLOCK_NEURONS",
@@ -21,7 +21,7 @@ __all__ = [
     "ExpertQuantizer",
     "ExpertTokens",
     "RowQuantizer",
-    "UnholdableError",
+    "UnrepresentableError",
     "calibration_bytes",
     "check_finite",
     "needs_inputs",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_pack.calib.quantize.gptq import (
     ColumnRun,
-    Feedback,
+    GptqFactor,
     damping,
     feedback,
     round_columns,
@@ -22,7 +22,7 @@ from moe_pack.calib.quantize.gptq import (
     second_moments,
 )
 from moe_pack.calib.quantize.plain import RowQuantizer
-from moe_pack.calib.quantize.trellis import UnholdableError
+from moe_pack.calib.quantize.trellis import UnrepresentableError
 from moe_pack.formats import MATRICES, ExpertFormat, Matrix, NeuronFunction, PartFormat
 from moe_pack.runtime.model import NeuronBlock, activations
 
@@ -121,7 +121,7 @@ class Calibration:
                 importance, factor = squares + share * squares.mean(), None
             yield ColumnRun(first, importance if self._steps.importance else torch.ones_like(importance), factor)
 
-    def _feedback(self, values: Tensor) -> Feedback:
+    def _feedback(self, values: Tensor) -> GptqFactor:
         weights = self._tokens.weights
         return feedback(second_moments(values, weights), damping(weights, values.shape[1]))
 
@@ -178,6 +178,6 @@ class ExpertQuantizer:
         for first in range(0, len(weights), _PIECE_ROWS):
             try:
                 made.append(round_columns(part, weights[first : first + _PIECE_ROWS], self._calibration.runs))
-            except UnholdableError as fault:
-                raise UnholdableError(first + fault.row, fault.advice) from fault
+            except UnrepresentableError as fault:
+                raise UnrepresentableError(first + fault.row, fault.advice) from fault
         return torch.cat(made)

@@ -6,7 +6,7 @@ A row of weights `w` is rounded to `q`; over tokens `v` with weights `s` the squ
     sum over columns j of D[j] (t[j] - q[j])^2,    t[j] = w[j] + sum over i < j of (w[i] - q[i]) U[i, j]
 
 so rounding the columns in their order, each to what is nearest to `t[j]`, makes up for the errors before as far as
-columns to come can (GPTQ, LDLQ). `U` and `D` are `Feedback.factor` and `Feedback.importance`.
+columns to come can (GPTQ, LDLQ). `U` and `D` are `GptqFactor.factor` and `GptqFactor.importance`.
 
 Rows of down are summed, not multiplied: there `v` is `h` of all neurons, and feedback goes from neuron to neuron.
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from moe_pack.calib.quantize.plain import affine_pairs, check_holdable, code_values, nearest_codes, stored_pairs
-from moe_pack.calib.quantize.trellis import TrellisRounding, UnholdableError, search
+from moe_pack.calib.quantize.trellis import TrellisRounding, UnrepresentableError, search
 from moe_pack.formats import PartFormat
 from moe_pack.formats.codecs import Trellis, affine, trellis_unit
 
@@ -77,7 +77,7 @@ def damping(weights: Tensor, num_columns: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Feedback:
+class GptqFactor:
     """How errors of columns are made up for by later ones.
 
     `factor` float32 [m, m]: upper triangular with ones on its diagonal; rounding column j aims at
@@ -90,7 +90,7 @@ class Feedback:
 
 
 @torch.no_grad()
-def feedback(moments: Tensor, share: float = LEAST_DAMPING) -> Feedback:
+def feedback(moments: Tensor, share: float = LEAST_DAMPING) -> GptqFactor:
     """The factor and importance of columns in their order, from their second moments, damped.
 
     Meaning: H + share * mean of its diagonal = U D U^T. So damped, moments of any values have a factor in float64:
@@ -111,7 +111,7 @@ def feedback(moments: Tensor, share: float = LEAST_DAMPING) -> Feedback:
     del turned, diagonal
     steps = root.diagonal().clone()  # [m], sqrt(D) turned
     root /= steps  # columns by their diagonal
-    return Feedback(root.to(torch.float32).flip(0, 1), steps.flip(0).square().to(torch.float32))
+    return GptqFactor(root.to(torch.float32).flip(0, 1), steps.flip(0).square().to(torch.float32))
 
 
 # Columns rounded between two products that carry their errors on: the factor among these stays in cache, where that
@@ -262,8 +262,8 @@ def round_neurons(part: PartFormat, weights: Tensor, factor: Tensor | None) -> T
         end = min(first + _BLOCK_NEURONS, len(weights))
         try:
             scales = rows.scales(aims[first:end])
-        except UnholdableError as fault:
-            raise UnholdableError(first + fault.row, fault.advice) from fault
+        except UnrepresentableError as fault:
+            raise UnrepresentableError(first + fault.row, fault.advice) from fault
         if factor is None:
             made.append(rows.encode(aims[first:end], scales)[0])
             continue

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_pack.calib.quantize.trellis import TrellisRounding, UnholdableError
+from moe_pack.calib.quantize.trellis import TrellisRounding, UnrepresentableError
 from moe_pack.formats import PartFormat, PlanError, Quantizer
 from moe_pack.formats.codecs import Affine, Bf16, affine
 from moe_pack.formats.errors import MoePackError
@@ -83,7 +83,7 @@ class RowQuantizer:
         if isinstance(self._codec, Bf16):
             rounded = weights.to(torch.bfloat16)
             if rounded is not weights and rounded.isinf().any():
-                raise UnholdableError(_first(rounded.isinf()), "weights beyond bfloat16")
+                raise UnrepresentableError(_first(rounded.isinf()), "weights beyond bfloat16")
             return self._codec.encode(rounded)
         step = block_rows(self._num_cols)
         return torch.cat([self._block(weights[i : i + step], i) for i in range(0, len(weights), step)])
@@ -108,8 +108,8 @@ class RowQuantizer:
     def _trellis_block(self, rounding: TrellisRounding, weights: Tensor, first_row: int) -> Tensor:
         try:
             return rounding.encode(weights, rounding.scales(weights))[0]
-        except UnholdableError as fault:
-            raise UnholdableError(first_row + fault.row, fault.advice) from fault
+        except UnrepresentableError as fault:
+            raise UnrepresentableError(first_row + fault.row, fault.advice) from fault
 
 
 def check_holdable(scale: Tensor, zero: Tensor, first_row: int = 0) -> None:
@@ -119,7 +119,7 @@ def check_holdable(scale: Tensor, zero: Tensor, first_row: int = 0) -> None:
     """
     held = scale.isfinite() & zero.isfinite()
     if not held.all():
-        raise UnholdableError(first_row + _first(~held), "weights beyond float16 scales; store it in 16 bits")
+        raise UnrepresentableError(first_row + _first(~held), "weights beyond float16 scales; store it in 16 bits")
 
 
 def _first(rows: Tensor) -> int:

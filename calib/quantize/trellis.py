@@ -29,7 +29,7 @@ from moe_pack.formats.codecs import Trellis, trellis_steps, trellis_unit, trelli
 from moe_pack.runtime.cpu import TrellisRows, is_available, search_trellis
 
 
-class UnholdableError(ValueError):
+class UnrepresentableError(ValueError):
     """A row has weights its codec cannot express; `row` counts from the first that was given, `advice` says why."""
 
     def __init__(self, row: int, advice: str) -> None:
@@ -218,7 +218,7 @@ class TrellisRounding:
             held = codec.load_scales(codec.store_scales(tried * _MOST_GAIN)).isfinite().all(dim=1, keepdim=True)
             if factor == SCALE_FACTORS[0] and not held.all():
                 row = int((~held).nonzero()[0, 0])
-                raise UnholdableError(row, "weights beyond float16 scales; store it in 16 bits")
+                raise UnrepresentableError(row, "weights beyond float16 scales; store it in 16 bits")
             error = (self._each(tried).mul_(self._found(rows, tried).values) - rows).square().sum(dim=1, keepdim=True)
             better = held & (error < least)
             best, least = torch.where(better, tried, best), torch.where(better, error, least)

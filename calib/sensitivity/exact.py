@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_pack.calib.forward import CHUNK_TOKENS, Array, HeldWeights, LayerStates, LayerTokens, Sequences
+from moe_pack.calib.forward import CHUNK_TOKENS, Array, LayerStates, LayerTokens, LayerwiseWeights, Sequences
 from moe_pack.calib.sensitivity.costs import (
     Cost,
     Trial,
@@ -37,7 +37,7 @@ class ExactPass:
     Args:    ids: int64 [N, S], sequences of which the first are used.
     """
 
-    def __init__(self, weights: HeldWeights, ids: Tensor, folder: Path, device: torch.device) -> None:
+    def __init__(self, weights: LayerwiseWeights, ids: Tensor, folder: Path, device: torch.device) -> None:
         self._weights = weights
         self._spec = weights.spec
         self._device = device

@@ -18,10 +18,10 @@ from moe_pack.calib.forward import (
     CHUNK_TOKENS,
     MAX_HELD_BYTES,
     Array,
-    HeldWeights,
     KeptInputs,
     LayerStates,
     LayerTokens,
+    LayerwiseWeights,
     Sequences,
     sample_places,
 )
@@ -85,7 +85,7 @@ class SensitivityPass:
 
     def __init__(
         self,
-        weights: HeldWeights,
+        weights: LayerwiseWeights,
         ids: Tensor,
         level: Level,
         thresholds: Callable[[int], Array],
@@ -270,7 +270,7 @@ class SensitivityPass:
                 found[idx] += divergence(expected, self._log_probabilities(hidden[rows], rounded)) / len(hidden)
         return found
 
-    def _log_probabilities(self, hidden: Tensor, weights: HeldWeights | RoundedDense) -> Tensor:
+    def _log_probabilities(self, hidden: Tensor, weights: LayerwiseWeights | RoundedDense) -> Tensor:
         return log_probabilities(hidden, weights, self.device)
 
     def _dense_error(self, layer: int, originals: list[Tensor], role: str, width: int) -> float:

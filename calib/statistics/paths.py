@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from moe_pack.calib.statistics.popularity import Routes, as_sets, count_pairs, count_tokens
 from moe_pack.runtime.offload import PathStatistics
-from moe_pack.runtime.offload.paths import PATH_MEMORY, PATH_MIN_SEEN, Stage, ranked, rows_as_keys
+from moe_pack.runtime.offload.paths import PATH_MEMORY, PATH_MIN_SEEN, BackoffLevel, ranked, rows_as_keys
 
 Array = NDArray[Any]
 
@@ -177,7 +177,7 @@ def _evaluate_layer(
     hits, stages = _hits(statistics, ordered, l, num_known, 2 * num_predicted)
     k = ordered.shape[2]
     first = hits[:, min(num_predicted, hits.shape[1]) - 1]
-    answered = [stages == stage for stage in Stage]
+    answered = [stages == stage for stage in BackoffLevel]
     exact, factored, popularity = (float(first[mask].mean()) / k if mask.any() else None for mask in answered)
     share_exact, share_factored, share_popularity = (float(mask.mean()) for mask in answered)
     return LayerRecall(

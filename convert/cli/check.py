@@ -9,8 +9,8 @@ import click
 
 from moe_pack.calib.evaluate import QUALITY_FILE, Quality
 from moe_pack.convert import (
-    Check,
-    Limits,
+    CheckLimits,
+    CheckResult,
     budget,
     digests,
     find_checkpoint,
@@ -39,7 +39,7 @@ class CheckOptions:
             help="The checkpoint it was made from, or a reference kept of it (eval).",
         ),
     )
-    limits: Limits = field(default_factory=Limits)
+    limits: CheckLimits = field(default_factory=CheckLimits)
     sample: int | None = field(
         default=None,
         metadata=option(
@@ -94,19 +94,21 @@ def check_command(pack: Path, options: CheckOptions) -> None:
         click.get_current_context().exit(1)
 
 
-def check_lines(checks: list[Check]) -> list[str]:
+def check_lines(checks: list[CheckResult]) -> list[str]:
     """The checks as a table for people."""
     width = max(len(check.allowed) for check in checks)
     lines = [f"{'check':10} {'':7} {'allowed':{width}} found"]
     return lines + [f"{c.name:10} {c.status:7} {c.allowed:{width}} {c.found}".rstrip() for c in checks]
 
 
-def _checked(folder: Path, options: CheckOptions, stack: ExitStack) -> tuple[list[Check], Quality | None, str | None]:
+def _checked(
+    folder: Path, options: CheckOptions, stack: ExitStack
+) -> tuple[list[CheckResult], Quality | None, str | None]:
     """All checks, what was measured, and the pack's root."""
     pack, schema = opened(folder)
     if pack is None:
         names = ("digests", "tensors", "kl", "perplexity", "bytes", "budget")
-        return [schema, *(Check(name, "skipped", "no sound pack") for name in names)], None, None
+        return [schema, *(CheckResult(name, "skipped", "no sound pack") for name in names)], None, None
     stack.callback(pack.close)
     kept = _kept(pack, options)
     checkpoint = None

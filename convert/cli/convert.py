@@ -17,10 +17,10 @@ from moe_pack.calib.evaluate import Quality, ThresholdRule
 from moe_pack.calib.forward import Tokens, read_tokens, unseen_tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, attach, hottest_first, losses_of, make_profile
 from moe_pack.convert import (
-    Conversion,
-    Made,
-    Maker,
-    Wish,
+    AutoPacker,
+    AutoPackResult,
+    ConversionResult,
+    PackGoal,
     bits_per_weight,
     check_calibration,
     convert,
@@ -43,9 +43,9 @@ from moe_pack.convert.cli.profile import (
 )
 from moe_pack.convert.plan import (
     Decision,
-    Limit,
-    Model,
+    LossLimit,
     Planner,
+    PlanningModel,
     Target,
     check_room,
     defaults_text,
@@ -64,7 +64,7 @@ from moe_pack.runtime.model import operations_for
 def make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOptions) -> None:
     """Makes the pack, or goes on with it, and says what it came to.
 
-    Raises:  what profiling, planning and `Maker.make` raise.
+    Raises:  what profiling, planning and `AutoPacker.make` raise.
     """
     check_room(target, checkpoint.spec, dense_dtypes(checkpoint))
     text = Text(FolderFiles(checkpoint.folder))
@@ -74,19 +74,19 @@ def make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpti
         progress = opened.enter_context(TerminalProgress())
         operations = opened.enter_context(operations_for(torch.device("cpu")))
         profile = _profile(checkpoint, text, options, progress, length)
-        model = Model(
+        model = PlanningModel(
             checkpoint.spec, dense_dtypes(checkpoint), with_kept(losses_of(profile), lossless_formats(checkpoint))
         )
         wish = _wish(model, _planner(model, profile, target, options.output), profile, tokens, target)
-        maker = Maker(
+        maker = AutoPacker(
             checkpoint,
             profile,
             tokens,
             options.output,
             wish,
             options.workers,
-            operations,
             progress,
+            operations,
             memory_bytes=options.memory_bytes,
         )
         made = maker.make()
@@ -111,7 +111,7 @@ def _profile(checkpoint: Checkpoint, text: Text, options: ConvertOptions, progre
     return make_profile(checkpoint, tokens, folder, ProfileOptions(), progress)
 
 
-def _planner(model: Model, profile: Profile, target: Target, output: Path) -> Planner:
+def _planner(model: PlanningModel, profile: Profile, target: Target, output: Path) -> Planner:
     facts = known_facts(output)
     for line in defaults_text(target, model.spec, facts):
         click.echo(f"by default {line}", err=True)
@@ -123,7 +123,7 @@ def dense_dtypes(checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(checkpoint.dtype(checkpoint.dense_source(role.name)) for role in dense_roles(checkpoint.spec))
 
 
-def _wish(model: Model, planner: Planner, profile: Profile, tokens: Tokens, target: Target) -> Wish:
+def _wish(model: PlanningModel, planner: Planner, profile: Profile, tokens: Tokens, target: Target) -> PackGoal:
     def decide(nats: float) -> Decision:
         if target.preset is not None:
             return preset_decision(target.preset, model, target.sparsity)
@@ -137,7 +137,7 @@ def _wish(model: Model, planner: Planner, profile: Profile, tokens: Tokens, targ
         "target": canonical(dump(target)).decode(),
         **{name: installed_version(name) for name in ("moe-pack", "hqq", "torch")},
     }
-    return Wish(
+    return PackGoal(
         identity,
         decide,
         limit.nats(model.losses.nll_per_kl),
@@ -147,7 +147,7 @@ def _wish(model: Model, planner: Planner, profile: Profile, tokens: Tokens, targ
     )
 
 
-def measured_loss(quality: Quality, limit: Limit) -> float:
+def measured_loss(quality: Quality, limit: LossLimit) -> float:
     """What counts against a limit, in nats: the upper end of the 95% interval; of perplexity, its logarithm's."""
     found = quality.against
     assert found is not None, "measured against the source"
@@ -167,7 +167,7 @@ def verdict(quality: Quality) -> str:
     )
 
 
-def made_lines(made: Made, output: Path, target: Target) -> list[str]:
+def made_lines(made: AutoPackResult, output: Path, target: Target) -> list[str]:
     """What was made, as lines for people."""
     lines = [f"{output}: {verdict(made.quality)}"]
     if len(made.attempts) > 1:
@@ -294,7 +294,7 @@ def _measure_thresholds(output: Path, tokens: Tokens, rule: ThresholdRule) -> No
         click.echo(line)
 
 
-def _say_converted(done: Conversion, output: Path, seconds: float, source_bytes: int) -> None:
+def _say_converted(done: ConversionResult, output: Path, seconds: float, source_bytes: int) -> None:
     if not done.written:
         click.echo(f"{output}: holds the pack of this checkpoint with these options already; nothing to do")
         return

@@ -10,7 +10,7 @@ from moe_pack.convert import measure_fixed_costs
 from moe_pack.formats import dump, option, size_text
 from moe_pack.formats.cli import TerminalProgress, cache_folder, command_errors, options_from
 from moe_pack.formats.manifest import MANIFEST_FILE
-from moe_pack.runtime import DriveFacts, MachineFacts, ReadRate, WidthRate, measure_machine, save_facts
+from moe_pack.runtime import DiskFacts, MachineFacts, ReadRate, WidthRate, measure_machine, save_facts
 
 # What the table's example has: gate and down of 4096 weights each, at 4 bit, group 64.
 _ROWS, _ROW_BYTES = 14336, 4624
@@ -64,7 +64,7 @@ def doctor_command(options: DoctorOptions) -> None:
         click.echo(line)
 
 
-def _drive_lines(drive: DriveFacts, path: Path, from_pack: bool) -> list[str]:
+def _drive_lines(drive: DiskFacts, path: Path, from_pack: bool) -> list[str]:
     of = "of this pack" if from_pack else "written for it"
     lines = [f"drive {drive.name or 'without a name'}, at {path.resolve()}: {size_text(drive.file_bytes)} {of}"]
     lines += ["", "scattered reads, MB/s (threads)", f"{'size':>8} {'direct':>14} {'pread':>14} {'map':>14}"]

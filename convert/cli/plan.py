@@ -13,10 +13,10 @@ from moe_pack.convert import find_checkpoint, lossless_formats, with_kept
 from moe_pack.convert.cli.convert import dense_dtypes
 from moe_pack.convert.cli.options import known_facts
 from moe_pack.convert.plan import (
-    Model,
-    Offer,
-    Planned,
+    EstimatedPlan,
     Planner,
+    PlanningModel,
+    PlanOption,
     Target,
     compression_text,
     decision_lines,
@@ -53,12 +53,12 @@ _BOTH_STACKS = "tokens/s are of tokens that go through encoder and decoder; thos
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
+class PlanRequest:
     """What is planned, all of it: where the model is, and what is known of it."""
 
     name: str
     target: Target
-    model: Model
+    model: PlanningModel
     profile: Profile | None
     defaults: list[str]
 
@@ -149,13 +149,13 @@ def plan_command(path: str, options: PlanCommandOptions) -> None:
         click.echo(f"\n{options.output}: the first plan; moe-pack convert {path} --plan {options.output} makes it")
 
 
-def _wanted(path: str, folder: Path | None, target: Target, facts: MachineFacts | None) -> Wanted:
+def _wanted(path: str, folder: Path | None, target: Target, facts: MachineFacts | None) -> PlanRequest:
     spec, dtypes, kept = _model(path)
     profile = None if folder is None else Profile(folder)
     if profile is not None and profile.spec != spec:
         raise PlanError(f"--profile {folder}: is of another model; profile {path}")
     losses = with_kept(assumed_losses(spec) if profile is None else losses_of(profile), kept)
-    return Wanted(path, target, Model(spec, dtypes, losses), profile, defaults_text(target, spec, facts))
+    return PlanRequest(path, target, PlanningModel(spec, dtypes, losses), profile, defaults_text(target, spec, facts))
 
 
 def _model(path: str) -> tuple[ModelSpec, tuple[str, ...], dict[Matrix, PartFormat]]:
@@ -175,7 +175,7 @@ def _model(path: str) -> tuple[ModelSpec, tuple[str, ...], dict[Matrix, PartForm
     return spec, ("BF16",) * len(dense_roles(spec)), {}
 
 
-def _offers(planner: Planner, wanted: Wanted) -> Iterator[Offer]:
+def _offers(planner: Planner, wanted: PlanRequest) -> Iterator[PlanOption]:
     """The plan asked for, and two beside it; of a paper's pack, that one alone.
 
     Raises:  PlanError or RunError if there is none as asked.
@@ -183,22 +183,22 @@ def _offers(planner: Planner, wanted: Wanted) -> Iterator[Offer]:
     target, losses = wanted.target, wanted.model.losses
     if target.preset is not None:
         decision = preset_decision(target.preset, wanted.model, target.sparsity)
-        yield Offer(f"preset {target.preset}", planner.foretold(decision))
+        yield PlanOption(f"preset {target.preset}", planner.foretold(decision))
         return
     nats = target.limit.nats(losses.nll_per_kl)
-    yield Offer(f"asked: {target.limit.text()}", planner.plan(nats))
+    yield PlanOption(f"asked: {target.limit.text()}", planner.plan(nats))
     for factor, name in _OTHERS:
         yield _other(planner, target.limit.times(factor).nats(losses.nll_per_kl), name)
 
 
-def _other(planner: Planner, nats: float, name: str) -> Offer:
+def _other(planner: Planner, nats: float, name: str) -> PlanOption:
     try:
-        return Offer(name, planner.plan(nats))
+        return PlanOption(name, planner.plan(nats))
     except MoePackError as fault:  # the plan that was asked for is there all the same
-        return Offer(name, None, str(fault))
+        return PlanOption(name, None, str(fault))
 
 
-def _lines(wanted: Wanted, offers: list[Offer], taken: Planned) -> Iterator[str]:
+def _lines(wanted: PlanRequest, offers: list[PlanOption], taken: EstimatedPlan) -> Iterator[str]:
     target, losses = wanted.target, wanted.model.losses
     yield model_text(wanted.model.spec, wanted.name)
     yield wanted.origin
@@ -222,7 +222,7 @@ def _lines(wanted: Wanted, offers: list[Offer], taken: Planned) -> Iterator[str]
         yield _BOTH_STACKS
 
 
-def _as_json(wanted: Wanted, offers: list[Offer]) -> dict[str, Any]:
+def _as_json(wanted: PlanRequest, offers: list[PlanOption]) -> dict[str, Any]:
     return {
         "model": wanted.name,
         "origin": wanted.model.losses.origin,

@@ -27,14 +27,14 @@ from moe_pack.runtime.offload import (
     replay,
     routing_bytes,
 )
-from moe_pack.runtime.offload.replay import PathShares, Played, best_of, optimum
+from moe_pack.runtime.offload.replay import PathShares, ReplayResult, best_of, optimum
 
 _PROFILE_CONTEXT = 4096  # tokens of cache that a budget has to hold where no run says so
 _NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class ReplayInput:
     """What is replayed: routes, the run they come from if one was recorded, and what foretells from routes."""
 
     place: str
@@ -45,7 +45,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayComparison:
     """What a budget's pages come to: by policy alone and with what it foretells, and with the future known.
 
     `best`: of several policies the one that `auto` takes.
@@ -53,9 +53,9 @@ class Outcome:
 
     plan: BudgetPlan
     num_pages: int
-    alone: dict[PolicyName, Played]
-    foretelling: dict[PolicyName, Played]
-    optimum: Played
+    alone: dict[PolicyName, ReplayResult]
+    foretelling: dict[PolicyName, ReplayResult]
+    optimum: ReplayResult
     best: PolicyName | None
 
 
@@ -123,7 +123,7 @@ def replay_command(record: Path, options: ReplayOptions) -> None:
         click.echo(line)
 
 
-def find_traffic(path: Path, pack: Pack) -> Traffic:
+def find_traffic(path: Path, pack: Pack) -> ReplayInput:
     """The routes of a record, or of a profile's held-out text.
 
     Raises:  RunError or PackError if they are not of this pack's model.
@@ -133,13 +133,15 @@ def find_traffic(path: Path, pack: Pack) -> Traffic:
         if (profile.spec.router, profile.spec.moe_layers) != (pack.spec.router, pack.spec.moe_layers):
             raise RunError(f"{path}: is a profile of another model; profile the one that was packed")
         context = min(_PROFILE_CONTEXT, pack.spec.max_position_embeddings)
-        return Traffic(str(path), held_out_passes(profile), None, profile.paths(), context)
+        return ReplayInput(str(path), held_out_passes(profile), None, profile.paths(), context)
     record = read_record(path)
     if record.facts.root != pack.manifest.root:
         raise RunError(f"{path}: was recorded with another pack, or before its thresholds changed; record the run anew")
     _check_shape(path, record.passes, pack.spec)
     routing = Routing.open(pack)
-    return Traffic(str(path), record.passes, record, routing.paths if routing else None, record.facts.context_tokens)
+    return ReplayInput(
+        str(path), record.passes, record, routing.paths if routing else None, record.facts.context_tokens
+    )
 
 
 def _check_shape(path: Path, passes: Passes, spec: ModelSpec) -> None:
@@ -149,7 +151,7 @@ def _check_shape(path: Path, passes: Passes, spec: ModelSpec) -> None:
         raise RunError(f"{path}: found layers, experts and experts a token {found}, expected {shape}: the pack's")
 
 
-def play(traffic: Traffic, pack: Pack, budget_bytes: int, names: Sequence[PolicyName]) -> Outcome:
+def play(traffic: ReplayInput, pack: Pack, budget_bytes: int, names: Sequence[PolicyName]) -> ReplayComparison:
     """Replays against each policy with the pages that a budget has room for, or a run of that budget had.
 
     Raises:  RunError if it has room for too few.
@@ -169,10 +171,12 @@ def play(traffic: Traffic, pack: Pack, budget_bytes: int, names: Sequence[Policy
     foretelling = {name: played for name, played in tried.items() if played.foretelling in ("recorded", "routes")}
     judged = {name: played for name, played in alone.items() if name != "importance" or passes.scores is not None}
     best = best_of(judged) if len(judged) > 1 else None
-    return Outcome(plan, num_pages, alone, foretelling, optimum(passes, facts, extents), best)
+    return ReplayComparison(plan, num_pages, alone, foretelling, optimum(passes, facts, extents), best)
 
 
-def _lines(traffic: Traffic, outcomes: list[Outcome], total_bytes: int, read_rate: int | None) -> Iterator[str]:
+def _lines(
+    traffic: ReplayInput, outcomes: list[ReplayComparison], total_bytes: int, read_rate: int | None
+) -> Iterator[str]:
     chunks = traffic.passes.chunks
     prompts = chunks[chunks > 1]
     yield (
@@ -199,7 +203,7 @@ def _lines(traffic: Traffic, outcomes: list[Outcome], total_bytes: int, read_rat
             yield f"  best: {outcome.best}"
 
 
-def _line(name: str, played: Played, foretelling: Played | None, read_rate: int | None) -> str:
+def _line(name: str, played: ReplayResult, foretelling: ReplayResult | None, read_rate: int | None) -> str:
     decode = played.decode
     prompts = f"{played.prefill.hit_rate:.1%}" if played.prefill.num_needed else "-"
     rate = "" if read_rate is None else f" {decode.tokens_per_second(read_rate):9.1f}"
@@ -220,7 +224,7 @@ def _as_run(record: Record) -> str:
     )
 
 
-def _as_json(outcome: Outcome) -> dict[str, Any]:
+def _as_json(outcome: ReplayComparison) -> dict[str, Any]:
     return {
         "budget_bytes": outcome.plan.budget,
         "num_pages": outcome.num_pages,
@@ -232,7 +236,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _played_json(played: Played) -> dict[str, Any]:
+def _played_json(played: ReplayResult) -> dict[str, Any]:
     parts = {"prefill": played.prefill, "decode": played.decode}
     rates = {
         name: asdict(tally) | {"hit_rate": tally.hit_rate, "bytes_per_token": tally.bytes_per_token}

@@ -10,8 +10,8 @@ import click
 from moe_pack.calib.evaluate import ThresholdRule
 from moe_pack.calib.profile import Profile
 from moe_pack.convert import (
-    Character,
-    Conversion,
+    ConversionResult,
+    SyntheticTraits,
     bits_per_weight,
     link_memory_folder,
     profiled_popularity,
@@ -130,7 +130,7 @@ def _synthesize(spec: ModelSpec, plan: Plan, options: SynthOptions) -> None:
         popularity = skewed_popularity(spec, options.skew, options.seed)
     else:
         popularity = profiled_popularity(spec, Profile(options.profile))
-    character = Character(options.sparsity, popularity, options.path_correlation, options.seed)
+    character = SyntheticTraits(options.sparsity, popularity, options.path_correlation, options.seed)
     model = f"{spec.family}, {len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
     click.echo(f"{model}: about {size_text(large_bytes(layout))}; {NOISE}", err=True)
     start = time.perf_counter()
@@ -142,7 +142,7 @@ def _synthesize(spec: ModelSpec, plan: Plan, options: SynthOptions) -> None:
         click.echo(f"in memory, and gone after a restart; to have the memory back: rm -r {folder} {output}")
 
 
-def _say_done(done: Conversion, layout: PackLayout, output: Path, seconds: float) -> None:
+def _say_done(done: ConversionResult, layout: PackLayout, output: Path, seconds: float) -> None:
     if not done.written:
         click.echo(f"{output}: holds the pack of this model with these options already; nothing to do; {NOISE}")
         return

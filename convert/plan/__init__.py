@@ -3,9 +3,9 @@
 from moe_pack.convert.plan.papers import preset_decision
 from moe_pack.convert.plan.plan_file import Decision, plan_bytes, read_plan
 from moe_pack.convert.plan.planned import (
-    Model,
-    Offer,
-    Planned,
+    EstimatedPlan,
+    PlanningModel,
+    PlanOption,
     compression_text,
     decision_lines,
     gap_text,
@@ -15,15 +15,15 @@ from moe_pack.convert.plan.planned import (
     share_lines,
 )
 from moe_pack.convert.plan.planner import Planner
-from moe_pack.convert.plan.target import Limit, Target, check_room, defaults_text, held_out_passes, planner_for
+from moe_pack.convert.plan.target import LossLimit, Target, check_room, defaults_text, held_out_passes, planner_for
 
 __all__ = [
     "Decision",
-    "Limit",
-    "Model",
-    "Offer",
-    "Planned",
+    "EstimatedPlan",
+    "LossLimit",
+    "PlanOption",
     "Planner",
+    "PlanningModel",
     "Target",
     "check_room",
     "compression_text",

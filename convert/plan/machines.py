@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from moe_pack.formats import DISK_BLOCK_BYTES, PartFormat, RunError
-from moe_pack.runtime import DriveFacts, FixedCosts, MachineFacts, ReadRate, SizedRate, WidthRate
+from moe_pack.runtime import DiskFacts, FixedCosts, MachineFacts, ReadRate, SizedRate, WidthRate
 
 USUAL_LINK_RATE = 16e9  # bytes a second: half of PCIe 4.0 x16, or what 3.0 x16 has at most
 USUAL_DRIVE_RATE = 1e9
@@ -38,7 +38,7 @@ class Machine:
     row_s: float
     memory_rate: float
     fixed: FixedCosts
-    drive: DriveFacts
+    drive: DiskFacts
     link_rate: float | None = None
     ram_bytes: int | None = None
     trellis_rates: tuple[WidthRate, ...] = ()
@@ -84,15 +84,15 @@ def assumed_cpu() -> Machine:
     """
     rates = tuple(WidthRate(width, 1e9 * rate) for width, rate in ((2, 30), (3, 31), (4, 33), (8, 36), (16, 38)))
     fixed = FixedCosts(token_s=3e-4, layer_s=1.5e-4, expert_s=1e-5, miss_s=5e-5)
-    drive = steady_drive(USUAL_DRIVE_RATE)
+    drive = steady_disk(USUAL_DRIVE_RATE)
     return Machine("cpu", "a CPU of 2 cores, assumed", rates, rates, 0.0, 4e10, fixed, drive)
 
 
-def steady_drive(rate: float) -> DriveFacts:
+def steady_disk(rate: float) -> DiskFacts:
     """A drive that reads at this rate, whatever is asked: where none was measured."""
     point = SizedRate(DISK_BLOCK_BYTES, rate)
     # A read of less than a block takes as long as one of a block, above the rate stays.
-    return DriveFacts(None, 0, "pread", 1, (point,), (point,), (ReadRate("pread", DISK_BLOCK_BYTES, 1, rate),))
+    return DiskFacts(None, 0, "pread", 1, (point,), (point,), (ReadRate("pread", DISK_BLOCK_BYTES, 1, rate),))
 
 
 def rate_of(rates: tuple[WidthRate, ...], width: int) -> float:
@@ -109,7 +109,7 @@ _COPY_BYTES, _COPIES = 256 << 20, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class Gpu:
     """A card: bytes, bytes a second and operations a second, all as its maker says, or as measured.
 
     `link_rate`: in one direction.   `flops`: float32, multiplications and additions counted apart.
@@ -122,12 +122,12 @@ class Card:
     flops: float
 
 
-def _card(name: str, gibibytes: float, gb_s: float, pcie: tuple[int, int], teraflops: float) -> Card:
+def _card(name: str, gibibytes: float, gb_s: float, pcie: tuple[int, int], teraflops: float) -> Gpu:
     generation, lanes = pcie
-    return Card(name, int(gibibytes * 2**30), gb_s * 1e9, lanes * _LANE_RATES[generation], teraflops * 1e12)
+    return Gpu(name, int(gibibytes * 2**30), gb_s * 1e9, lanes * _LANE_RATES[generation], teraflops * 1e12)
 
 
-CARDS = {
+GPUS = {
     card.name: card
     for card in (
         _card("RTX 3060 12G", 12, 360, (4, 16), 12.7),
@@ -143,29 +143,29 @@ CARDS = {
 }
 
 
-def find_card(name: str) -> Card:
+def find_gpu(name: str) -> Gpu:
     """The card of this name, however it is spelled, or this machine's under `measure`.
 
     Raises:  RunError if there is no such card, or none here to measure.
     """
     if name == MEASURE:
         return measure_card()
-    card = known_card(name)
+    card = known_gpu(name)
     if card is not None:
         return card
-    raise RunError(f"--gpu: found {name!r}, expected one of {', '.join(CARDS)}, or {MEASURE}")
+    raise RunError(f"--gpu: found {name!r}, expected one of {', '.join(GPUS)}, or {MEASURE}")
 
 
-def known_card(name: str) -> Card | None:
+def known_gpu(name: str) -> Gpu | None:
     """The card of this name, however it is spelled, or the only one with this in its name; None if there is none."""
     wanted = _plain(name).removeprefix("geforce")
-    exact = [card for card in CARDS.values() if _plain(card.name) == wanted]
-    like = [card for card in CARDS.values() if wanted and wanted in _plain(card.name)]
+    exact = [card for card in GPUS.values() if _plain(card.name) == wanted]
+    like = [card for card in GPUS.values() if wanted and wanted in _plain(card.name)]
     return exact[0] if exact else like[0] if len(like) == 1 else None
 
 
-def machine_of_card(
-    card: Card, link_rate: float | None, ram_bytes: int | None, drive: DriveFacts | None = None
+def machine_of_gpu(
+    card: Gpu, link_rate: float | None, ram_bytes: int | None, drive: DiskFacts | None = None
 ) -> Machine:
     """The machine that a card makes with its host.
 
@@ -183,27 +183,27 @@ def machine_of_card(
         0.0,
         read,
         _CARD_FIXED,
-        drive or steady_drive(USUAL_DRIVE_RATE),
+        drive or steady_disk(USUAL_DRIVE_RATE),
         LINK_SHARE * card.link_rate if link_rate is None else link_rate,
         ram_bytes,
     )
 
 
-def measure_card() -> Card:
+def measure_card() -> Gpu:
     """This machine's first card: memory by copies within it, link by copies from page-locked memory.
 
-    Its rates are as programs see them: given so that `machine_of_card` comes to what was measured. `flops` are
+    Its rates are as programs see them: given so that `machine_of_gpu` comes to what was measured. `flops` are
     unbounded.
     Raises:  RunError if torch finds none.
     """
     if not torch.cuda.is_available():
-        raise RunError(f"--gpu {MEASURE}: torch finds no CUDA device here; name a card: {', '.join(CARDS)}")
+        raise RunError(f"--gpu {MEASURE}: torch finds no CUDA device here; name a card: {', '.join(GPUS)}")
     found = torch.cuda.get_device_properties(0)
     host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     source, target = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     within = 2 * _copy_rate(target, source)  # each byte is read and written
     link = _copy_rate(target, host)
-    return Card(found.name, found.total_memory, within / BANDWIDTH_SHARE, link / LINK_SHARE, float("inf"))
+    return Gpu(found.name, found.total_memory, within / BANDWIDTH_SHARE, link / LINK_SHARE, float("inf"))
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:

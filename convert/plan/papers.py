@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from moe_pack.calib.sensitivity import ABSMAX_FORMATS
 from moe_pack.convert.plan.plan_file import Decision
-from moe_pack.convert.plan.planned import Model
+from moe_pack.convert.plan.planned import PlanningModel
 from moe_pack.formats import (
     BF16,
     ROW_GROUP,
@@ -96,7 +96,7 @@ def edgemoe_plan(spec: ModelSpec, widths: Widths, selector: Selector) -> Plan:
     return Plan(selector, "absmax", experts, uniform_dense(spec, None))
 
 
-def edgemoe_decision(model: Model, max_loss: float, selector: Selector) -> Decision:
+def edgemoe_decision(model: PlanningModel, max_loss: float, selector: Selector) -> Decision:
     """The smallest pack of the paper's steps that is expected to lose at most so many nats.
 
     Its measure of a model's loss is here what a profile foretells of these widths; every neuron runs, and dense
@@ -137,7 +137,7 @@ _INT2, _INT2_FINE, _INT4 = part_format(2, 64), part_format(2, 16, 8), part_forma
 Shares = NDArray[np.float64]  # [L, E]
 
 
-def preset_decision(name: PresetName, model: Model, sparsity: float | None = None) -> Decision:
+def preset_decision(name: PresetName, model: PlanningModel, sparsity: float | None = None) -> Decision:
     """What a paper would store.
 
     Args:    sparsity: of FloE's, in place of its 90%; None: the paper's.
@@ -151,14 +151,14 @@ def preset_decision(name: PresetName, model: Model, sparsity: float | None = Non
     return _PRESETS[name](model, sparsity)
 
 
-def _floe(model: Model, sparsity: float | None) -> Decision:
+def _floe(model: PlanningModel, sparsity: float | None) -> Decision:
     """FloE §3.2: `up` in HQQ's INT2 decides what runs, gate columns and down rows in 16 bit."""
     _check_rows("floe", model.spec, _INT2)
     plan = uniform_plan(model.spec, "up", _INT2, BF16)
     return Decision(plan, np.full(model.losses.popularity.shape, FLOE_SPARSITY if sparsity is None else sparsity))
 
 
-def _corm(model: Model, sparsity: float | None) -> Decision:
+def _corm(model: PlanningModel, sparsity: float | None) -> Decision:
     """CORM §4.1, §4.4, appendix: `gate` decides at one threshold; popular experts in INT4 g64, the rest in INT2 g16.
 
     Its "scale groups", which keep scales in 8 bits, are our byte scales. What the threshold leaves out is foretold
@@ -176,19 +176,19 @@ def _corm(model: Model, sparsity: float | None) -> Decision:
     return Decision(Plan("gate", "hqq", experts, uniform_dense(spec, None)), left_out, CORM_THETA)
 
 
-def _fiddler(model: Model, sparsity: float | None) -> Decision:
+def _fiddler(model: PlanningModel, sparsity: float | None) -> Decision:
     """Fiddler §4.1: the original's 16 bit; what it plans is where experts lie (`moe-run --policy fiddler`)."""
     plan = uniform_plan(model.spec, "none", BF16, BF16)
     return Decision(plan, np.zeros(model.losses.popularity.shape))
 
 
-def _edgemoe(model: Model, sparsity: float | None) -> Decision:
+def _edgemoe(model: PlanningModel, sparsity: float | None) -> Decision:
     """EdgeMoE §III-B: INT2, INT4 or INT8 by importance, within 2% of loss; experts are read whole."""
     _check_rows("edgemoe", model.spec, *ABSMAX_FORMATS)
     return edgemoe_decision(model, math.log(1 + EDGEMOE_LOSS) / model.losses.nll_per_kl, "none")
 
 
-_PRESETS: dict[PresetName, Callable[[Model, float | None], Decision]] = {
+_PRESETS: dict[PresetName, Callable[[PlanningModel, float | None], Decision]] = {
     "floe": _floe,
     "corm": _corm,
     "fiddler": _fiddler,

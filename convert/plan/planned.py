@@ -13,7 +13,7 @@ import numpy as np
 
 from moe_pack.calib.profile import Losses
 from moe_pack.convert.plan.plan_file import Decision
-from moe_pack.convert.plan.tiers import Foretold
+from moe_pack.convert.plan.tiers import SpeedEstimate
 from moe_pack.formats import BF16, MATRICES, ExpertFormat, ModelSpec, PackLayout, Plan, size_text
 from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.plan import E5M2, FP8, MXFP4, format_text
@@ -22,7 +22,7 @@ from moe_pack.runtime.offload.budget import expert_compression
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Model:
+class PlanningModel:
     """What is planned for: dimensions, the dtype of each dense tensor in the source, and what choices lose."""
 
     spec: ModelSpec
@@ -78,7 +78,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Planned:
+class EstimatedPlan:
     """A plan and what is foretold of it.
 
     `loss`: nats of KL a token.   `gap`: what a better choice could save at most at this plan's prices, as a share of
@@ -89,7 +89,7 @@ class Planned:
     layout: PackLayout
     loss: float
     gap: float | None
-    foretold: Foretold
+    foretold: SpeedEstimate
 
     @property
     def pack_bytes(self) -> int:
@@ -114,11 +114,11 @@ _LAYER_GROUPS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Offer:
+class PlanOption:
     """One of the plans to choose from: what it was asked for, and the plan; or, where there is none, why."""
 
     name: str
-    planned: Planned | None
+    planned: EstimatedPlan | None
     fault: str | None = None
 
 
@@ -131,7 +131,7 @@ def model_text(spec: ModelSpec, name: str) -> str:
     )
 
 
-def offer_lines(offers: Sequence[Offer], losses: Losses) -> Iterator[str]:
+def offer_lines(offers: Sequence[PlanOption], losses: Losses) -> Iterator[str]:
     """A table, one plan a line; under it why there is none where there is none."""
     yield (
         f"{'plan':28} {'KL':>8} {'perplexity':>11} {'pack':>10} {'bits':>5} {'sparsity':>8} {'selector':>8} "
@@ -147,7 +147,7 @@ def offer_lines(offers: Sequence[Offer], losses: Losses) -> Iterator[str]:
             yield f"{offer.name}: {offer.fault}"
 
 
-def _offer_cells(planned: Planned, losses: Losses) -> str:
+def _offer_cells(planned: EstimatedPlan, losses: Losses) -> str:
     foretold, loss = planned.foretold, planned.loss
     lost = f"{'not':>8} {'foretold':>11}" if isnan(loss) else f"{loss:8.4f} {_grown(planned, losses):>+11.2%}"
     sparsity = mean_sparsity(planned, losses)
@@ -158,16 +158,16 @@ def _offer_cells(planned: Planned, losses: Losses) -> str:
     )
 
 
-def _grown(planned: Planned, losses: Losses) -> float:
+def _grown(planned: EstimatedPlan, losses: Losses) -> float:
     return expm1(losses.nll_per_kl * planned.loss)
 
 
-def mean_sparsity(planned: Planned, losses: Losses) -> float:
+def mean_sparsity(planned: EstimatedPlan, losses: Losses) -> float:
     """The share of neurons that do not run, over the experts that tokens choose."""
     return float(np.average(planned.decision.sparsity, weights=losses.popularity))
 
 
-def share_lines(planned: Planned) -> Iterator[str]:
+def share_lines(planned: EstimatedPlan) -> Iterator[str]:
     """How the memory is divided, to the byte."""
     shares = planned.foretold.shares
     total = sum(share.num_bytes for share in shares)
@@ -177,7 +177,7 @@ def share_lines(planned: Planned) -> Iterator[str]:
     yield f"{'total':20} {total:>17,} {1:7.1%}"
 
 
-def decision_lines(planned: Planned) -> Iterator[str]:
+def decision_lines(planned: EstimatedPlan) -> Iterator[str]:
     """What is stored how, in a few lines."""
     plan, sparsity = planned.decision.plan, planned.decision.sparsity
     counts = Counter(expert for layer in plan.experts for expert in layer)
@@ -205,7 +205,7 @@ def expert_text(formats: ExpertFormat) -> str:
     return " / ".join("-" if part is None else format_text(part) for part in parts)
 
 
-def dense_text(planned: Planned) -> str:
+def dense_text(planned: EstimatedPlan) -> str:
     """How many dense matrices are stored how, by what they take."""
     counted: Counter[str] = Counter()
     taken: Counter[str] = Counter()
@@ -217,14 +217,14 @@ def dense_text(planned: Planned) -> str:
     return ", ".join(f"{counted[name]} in {name} ({size_text(num_bytes)})" for name, num_bytes in taken.most_common())
 
 
-def gap_text(planned: Planned) -> str | None:
+def gap_text(planned: EstimatedPlan) -> str | None:
     """How far the choice may be from the best."""
     if planned.gap is None:
         return None
     return f"no choice of formats costs less by more than {planned.gap:.4%} at this plan's prices (duality gap)"
 
 
-def compression_text(planned: Planned) -> str:
+def compression_text(planned: EstimatedPlan) -> str:
     """How much less of an expert is moved than of its 16-bit weights."""
     expert, sparsity = planned.layout.experts[0][0], float(planned.decision.sparsity[0, 0])
     found = expert_compression(expert, sparsity)
@@ -234,7 +234,7 @@ def compression_text(planned: Planned) -> str:
     )
 
 
-def offer_json(offer: Offer, losses: Losses) -> dict[str, Any]:
+def offer_json(offer: PlanOption, losses: Losses) -> dict[str, Any]:
     """A plan's figures; only its name and what is wrong where there is none."""
     if offer.planned is None:
         return {"name": offer.name, "fault": offer.fault}

@@ -14,9 +14,9 @@ import numpy as np
 
 from moe_pack.convert.plan.papers import edgemoe_decision
 from moe_pack.convert.plan.plan_file import Decision
-from moe_pack.convert.plan.planned import Model, Planned
-from moe_pack.convert.plan.search import Menu, least_time, menu_of, price
-from moe_pack.convert.plan.tiers import Tier
+from moe_pack.convert.plan.planned import EstimatedPlan, PlanningModel
+from moe_pack.convert.plan.search import CostedFormats, least_time, menu_of, price
+from moe_pack.convert.plan.tiers import MemoryTier
 from moe_pack.formats import PackLayout, PartFormat, PlanError, RunError, Selector, part_format, size_text, uniform_plan
 from moe_pack.formats.plan import format_fault
 from moe_pack.formats.spec import SELECTORS
@@ -38,7 +38,11 @@ class Planner:
     """
 
     def __init__(
-        self, model: Model, tier: Tier, search: SearchName = "knapsack", selectors: Sequence[Selector] = SELECTORS
+        self,
+        model: PlanningModel,
+        tier: MemoryTier,
+        search: SearchName = "knapsack",
+        selectors: Sequence[Selector] = SELECTORS,
     ) -> None:
         has_gate = "gate" in model.spec.expert.matrices
         self._selectors: list[Selector] = [kind for kind in selectors if has_gate or kind in ("up", "none")]
@@ -47,11 +51,11 @@ class Planner:
         self._model = model
         self._tier = tier
         self._search = {"knapsack": self._by_knapsack, "edgemoe": self._by_edgemoe, "uniform": self._uniform}[search]
-        self._menus: dict[Selector, Menu] = {}
-        self._settled: dict[Selector, Planned] = {}  # whose prices the next plan, for another loss, begins with
+        self._menus: dict[Selector, CostedFormats] = {}
+        self._settled: dict[Selector, EstimatedPlan] = {}  # whose prices the next plan, for another loss, begins with
         self._refused: list[PackLayout] = []  # of plans within the loss that had no room
 
-    def plan(self, max_loss: float) -> Planned:
+    def plan(self, max_loss: float) -> EstimatedPlan:
         """The fastest plan found that is expected to lose at most so many nats of KL.
 
         Raises:  RunError if no plan within the loss fits the budget; it says the least that does, and what would have
@@ -66,7 +70,7 @@ class Planner:
             raise PlanError(f"no plan loses less than {max_loss:.2g} nats; allow more with --max-loss")
         raise RunError(self._too_small())
 
-    def foretold(self, decision: Decision, gap: float | None = None, is_rough: bool = False) -> Planned:
+    def foretold(self, decision: Decision, gap: float | None = None, is_rough: bool = False) -> EstimatedPlan:
         """What a decision would come to.
 
         Args:    is_rough: sooner, and less exactly.
@@ -75,9 +79,9 @@ class Planner:
         layout = self._model.layout(decision.plan)
         loss = self._model.loss(decision)
         foretold = self._tier.foretell(layout, decision.sparsity, is_rough=is_rough)
-        return Planned(decision, layout, loss, gap, foretold)
+        return EstimatedPlan(decision, layout, loss, gap, foretold)
 
-    def _fitting(self, decision: Decision, gap: float | None) -> Planned | None:
+    def _fitting(self, decision: Decision, gap: float | None) -> EstimatedPlan | None:
         """The same; None where it does not fit the budget."""
         try:
             return self.foretold(decision, gap, is_rough=True)
@@ -85,8 +89,8 @@ class Planner:
             self._refused.append(self._model.layout(decision.plan))
             return None
 
-    def _by_knapsack(self, max_loss: float) -> Iterator[Planned]:
-        best: Planned | None = None
+    def _by_knapsack(self, max_loss: float) -> Iterator[EstimatedPlan]:
+        best: EstimatedPlan | None = None
         for selector in self._selectors:
             settled = self._settled.get(selector)
             for found in self._turns(selector, max_loss, settled, _FIRST_TURNS if settled is None else 1):
@@ -96,7 +100,9 @@ class Planner:
         if best is not None:
             yield from self._turns(best.decision.plan.selector, max_loss, best, _MORE_TURNS)
 
-    def _turns(self, selector: Selector, max_loss: float, last: Planned | None, num_turns: int) -> Iterator[Planned]:
+    def _turns(
+        self, selector: Selector, max_loss: float, last: EstimatedPlan | None, num_turns: int
+    ) -> Iterator[EstimatedPlan]:
         """Plans of one selector kind, each decided at the prices that the one before came to."""
         model, menu = self._model, self._menu(selector)
         dearer, turns = iter(_DEARER), 0
@@ -113,19 +119,19 @@ class Planner:
             turns, last = turns + 1, planned
             yield planned
 
-    def _menu(self, selector: Selector) -> Menu:
+    def _menu(self, selector: Selector) -> CostedFormats:
         if selector not in self._menus:
             self._menus[selector] = menu_of(self._tier, self._model, selector)
         return self._menus[selector]
 
-    def _by_edgemoe(self, max_loss: float) -> Iterator[Planned]:
+    def _by_edgemoe(self, max_loss: float) -> Iterator[EstimatedPlan]:
         """EdgeMoE's widths, under each selector kind."""
         for selector in self._selectors:
             found = self._fitting(edgemoe_decision(self._model, max_loss, selector), None)
             if found is not None:
                 yield found
 
-    def _uniform(self, max_loss: float) -> Iterator[Planned]:
+    def _uniform(self, max_loss: float) -> Iterator[EstimatedPlan]:
         """Plans that store all experts alike: of those within the loss, the ones that take the fewest bytes to run."""
         losses, held = self._model.losses, list[tuple[float, Decision]]()
         formats, _ = losses.of(losses.quantizer)
@@ -165,6 +171,6 @@ class Planner:
         )
 
 
-def _fastest(plans: Sequence[Planned]) -> Planned:
+def _fastest(plans: Sequence[EstimatedPlan]) -> EstimatedPlan:
     """The fastest; of those as fast, the one that loses less."""
     return min(plans, key=lambda planned: (planned.foretold.seconds, planned.loss))

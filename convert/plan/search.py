@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from moe_pack.calib.profile import Losses
 from moe_pack.convert.plan.plan_file import Decision
-from moe_pack.convert.plan.planned import Model, Planned
-from moe_pack.convert.plan.tiers import Choices, Ints, Tier, expert_choices
+from moe_pack.convert.plan.planned import EstimatedPlan, PlanningModel
+from moe_pack.convert.plan.tiers import FormatChoices, Ints, MemoryTier, expert_choices
 from moe_pack.formats import ExpertFormat, ModelSpec, PartFormat, Plan, RunError, Selector, dense_roles, part_format
 from moe_pack.formats.layout import expert_layout, row_layout
 from moe_pack.formats.plan import FP8, uniform_dense
@@ -61,7 +61,7 @@ class Solution:
         return max(self.cost - self.bound, 0.0) / self.cost if self.cost > 0 else 0.0
 
 
-class Table:
+class KnapsackProblem:
     """Cost and weight of every choice of every item.
 
     Args:    cost, weight: float64 [N, C], not negative; a choice that an item does not have costs infinity.
@@ -92,7 +92,7 @@ class Table:
         return choice, float(priced[self._items, choice].sum())
 
 
-def solve(table: Table, limit: float, *, search: bool = False) -> Solution | None:
+def solve(table: KnapsackProblem, limit: float, *, search: bool = False) -> Solution | None:
     """The cheapest choices found that weigh no more than `limit` in all; None where even the lightest weigh more.
 
     Args:    search: of few items for better ones than the greedy, milliseconds to a second: not for many questions.
@@ -123,7 +123,7 @@ def solve(table: Table, limit: float, *, search: bool = False) -> Solution | Non
     return Solution(choice, cost, weight, cost if is_best else min(bound, cost), price)
 
 
-def _spend(table: Table, choice: KnapsackChoices, left: float, enough: float) -> KnapsackChoices:
+def _spend(table: KnapsackProblem, choice: KnapsackChoices, left: float, enough: float) -> KnapsackChoices:
     """Spends what is left of the limit: again and again each item's best saving, the best for its weight first.
 
     Args:    enough: a cost at which it ends.
@@ -146,7 +146,9 @@ def _spend(table: Table, choice: KnapsackChoices, left: float, enough: float) ->
     return choice
 
 
-def _searched(table: Table, choice: KnapsackChoices, price: float, limit: float) -> tuple[KnapsackChoices, bool]:
+def _searched(
+    table: KnapsackProblem, choice: KnapsackChoices, price: float, limit: float
+) -> tuple[KnapsackChoices, bool]:
     """The cheapest choices within the limit that dynamic programming finds, or these where none are cheaper; and
     whether there are none cheaper at all.
 
@@ -202,7 +204,7 @@ DENSE_GROUP = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prices:
+class StorageCosts:
     """What storing something costs, in seconds a token.
 
     `runs`, `misses`: float64 [L * E], how often a token runs an expert, and finds it missing.   `run`, `fetch`:
@@ -242,14 +244,16 @@ def least_loss(
     choices = expert_choices(spec, selector, losses, allowed)
     lost = choices.losses(losses)
     weights = np.broadcast_to(choices.extent_bytes.astype(np.float64), lost.shape)
-    found = solve(Table(lost, weights), max_expert_bytes, search=True)
+    found = solve(KnapsackProblem(lost, weights), max_expert_bytes, search=True)
     if found is None:
         return None
     plan = Plan(selector, choices.quantizer, _experts(choices, found.choice, spec), uniform_dense(spec, None))
     return Allocation(Decision(plan, np.zeros(losses.popularity.shape)), found.cost, found)
 
 
-def least_time(spec: ModelSpec, losses: Losses, max_loss: float, prices: Prices, choices: Choices) -> Allocation | None:
+def least_time(
+    spec: ModelSpec, losses: Losses, max_loss: float, prices: StorageCosts, choices: FormatChoices
+) -> Allocation | None:
     """The formats, sparsities and dense widths that cost least at these prices and lose at most so many nats.
 
     Returns: None where even what loses least loses more.
@@ -258,7 +262,7 @@ def least_time(spec: ModelSpec, losses: Losses, max_loss: float, prices: Prices,
     dense = _dense_table(losses, prices)
     width = max(experts[0].shape[1], dense[0].shape[1])
     cost, lost = (np.concatenate([_widened(e, width), _widened(d, width)]) for e, d in zip(experts, dense, strict=True))
-    found = solve(Table(cost, lost), max_loss)
+    found = solve(KnapsackProblem(cost, lost), max_loss)
     if found is None:
         return None
     num_experts, num_sparsities = losses.popularity.size, len(losses.sparsities)
@@ -273,7 +277,7 @@ def least_time(spec: ModelSpec, losses: Losses, max_loss: float, prices: Prices,
     return Allocation(Decision(plan, sparsity), found.weight, found)
 
 
-def _expert_table(losses: Losses, prices: Prices, choices: Choices) -> tuple[Floats, Floats]:
+def _expert_table(losses: Losses, prices: StorageCosts, choices: FormatChoices) -> tuple[Floats, Floats]:
     """Cost and loss of each choice with each sparsity, sparsities side by side: [L * E, C * sparsities] each."""
     kind_idx = losses.kinds.index("both" if choices.selector == "none" else choices.selector)
     held = np.repeat(prices.hold * choices.extent_bytes, len(losses.sparsities))
@@ -283,7 +287,7 @@ def _expert_table(losses: Losses, prices: Prices, choices: Choices) -> tuple[Flo
     return cost, lost.reshape(len(cost), -1)
 
 
-def _dense_table(losses: Losses, prices: Prices) -> tuple[Floats, Floats]:
+def _dense_table(losses: Losses, prices: StorageCosts) -> tuple[Floats, Floats]:
     """Cost and loss of each dense tensor at each width: [roles, widths] each; infinite where it cannot be so stored."""
     possible = np.isfinite(losses.dense)
     return np.where(possible, prices.dense, np.inf), np.where(possible, losses.dense, 0.0)
@@ -295,7 +299,7 @@ def _dense_formats(spec: ModelSpec, losses: Losses, width_idx: list[int]) -> tup
     return tuple(None if width == 16 else part_format(width, DENSE_GROUP) for width in widths)
 
 
-def _experts(choices: Choices, choice: Ints, spec: ModelSpec) -> tuple[tuple[ExpertFormat, ...], ...]:
+def _experts(choices: FormatChoices, choice: Ints, spec: ModelSpec) -> tuple[tuple[ExpertFormat, ...], ...]:
     E = spec.router.num_experts
     numbers = choice.tolist()
     return tuple(tuple(choices.formats[n] for n in numbers[at : at + E]) for at in range(0, len(numbers), E))
@@ -311,15 +315,15 @@ _FIRST_MISSES = 0.5  # of runs, before anything was foretold
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Menu:
+class CostedFormats:
     """Choices of one selector kind with what they take: `run`, `fetch` float64 [C, sparsities], seconds each."""
 
-    choices: Choices
+    choices: FormatChoices
     run: Floats
     fetch: Floats
 
 
-def menu_of(tier: Tier, model: Model, selector: Selector) -> Menu:
+def menu_of(tier: MemoryTier, model: PlanningModel, selector: Selector) -> CostedFormats:
     """The choices for experts under a selector kind, and their seconds on a tier."""
     spec, losses = model.spec, model.losses
     choices = expert_choices(spec, selector, losses)
@@ -328,12 +332,16 @@ def menu_of(tier: Tier, model: Model, selector: Selector) -> Menu:
         np.array([[seconds(layout, sparsity) for sparsity in losses.sparsities] for layout in layouts])
         for seconds in (tier.run_seconds, tier.fetch_seconds)
     )
-    return Menu(choices, run, fetch)
+    return CostedFormats(choices, run, fetch)
 
 
 def price(
-    tier: Tier, model: Model, menu: Menu, last: Planned | None, dearer: tuple[float, float] = (1.0, 1.0)
-) -> Prices:
+    tier: MemoryTier,
+    model: PlanningModel,
+    menu: CostedFormats,
+    last: EstimatedPlan | None,
+    dearer: tuple[float, float] = (1.0, 1.0),
+) -> StorageCosts:
     """The prices at a plan; before any, those of a cache that half of the experts are missing from.
 
     Args:    dearer: what memory is worth to dense matrices, and to experts, is multiplied by it; above 1, and memory
@@ -343,7 +351,7 @@ def price(
     misses = _FIRST_MISSES * runs if last is None else last.foretold.misses.ravel()
     room, whole = _room_price(tier, last), float((runs * run.max()).sum() + (misses * fetch.max()).sum())
     dense, held = (room if factor == 1 else max(room, whole / tier.budget_bytes) * factor for factor in dearer)
-    return Prices(
+    return StorageCosts(
         runs,
         misses,
         run,
@@ -353,7 +361,7 @@ def price(
     )
 
 
-def _room_price(tier: Tier, last: Planned | None) -> float:
+def _room_price(tier: MemoryTier, last: EstimatedPlan | None) -> float:
     """What a byte of fast memory is worth, seconds a token: found with a budget that is a little smaller."""
     if last is None:
         return 0.0
@@ -365,12 +373,12 @@ def _room_price(tier: Tier, last: Planned | None) -> float:
     return max(smaller.seconds - last.foretold.seconds, 0.0) / less
 
 
-def _held_share(tier: Tier, last: Planned | None) -> float:
+def _held_share(tier: MemoryTier, last: EstimatedPlan | None) -> float:
     """How much of an expert's bytes takes room: all where all have room, less where they take turns."""
     return 1.0 if last is None else min(1.0, tier.budget_bytes / max(last.expert_bytes, 1))
 
 
-def _dense_prices(tier: Tier, model: Model, room: float) -> Floats:
+def _dense_prices(tier: MemoryTier, model: PlanningModel, room: float) -> Floats:
     """What each dense tensor costs at each width: [roles, widths]; of the embedding one row is read, or all as head."""
     spec, losses = model.spec, model.losses
     prices = np.zeros(losses.dense.shape)

@@ -22,22 +22,22 @@ from moe_pack.convert.plan.machines import Machine, rate_of
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, PackLayout, RowLayout
 from moe_pack.formats.layout import whole_blocks
 from moe_pack.formats.spec import cache_values
-from moe_pack.runtime import DriveFacts
+from moe_pack.runtime import DiskFacts
 from moe_pack.runtime.offload import (
-    CARD_PAGE_BYTES,
+    GPU_PAGE_BYTES,
     BudgetPlan,
     CacheFacts,
-    CardPlan,
+    ExpertCache,
+    GpuMemoryPlan,
     Passes,
     PolicyName,
     Preset,
-    Residency,
     auto_preset,
+    expert_cache_for,
     expert_pages,
-    residency_for,
 )
-from moe_pack.runtime.offload.budget import divide_card
-from moe_pack.runtime.offload.cache import Compute, Fetch
+from moe_pack.runtime.offload.budget import best_gpu_plan
+from moe_pack.runtime.offload.cache import ComputeEvent, FetchEvent
 
 Array = NDArray[Any]
 
@@ -76,7 +76,7 @@ def visits(passes: Passes, facts: CacheFacts, preset: Preset, num_warm: int, is_
         steps = np.repeat(np.arange(len(warm) * L), routes.shape[2])
         keys = (warm + E * np.arange(L)[:, None]).ravel()
         return Visits(len(warm), steps, keys, np.full(len(keys), MAX_AGE))
-    residency = residency_for(preset, facts)
+    residency = expert_cache_for(preset, facts)
     ages = np.zeros((L, E), np.int64)
     if is_filled:
         _fill(residency, facts)
@@ -85,9 +85,9 @@ def visits(passes: Passes, facts: CacheFacts, preset: Preset, num_warm: int, is_
     for token, layers in enumerate(routes.tolist()):
         for l, experts in enumerate(layers):
             for event in residency.walk(l, experts):
-                if isinstance(event, Fetch):
+                if isinstance(event, FetchEvent):
                     ages[event.key] = 0
-                elif isinstance(event, Compute):
+                elif isinstance(event, ComputeEvent):
                     if token >= num_warm:
                         found.append(((token - num_warm) * L + l, l * E + event.key.expert, int(ages[event.key])))
                     ages[event.key] += 1
@@ -95,7 +95,7 @@ def visits(passes: Passes, facts: CacheFacts, preset: Preset, num_warm: int, is_
     return Visits(max(len(routes) - num_warm, 0), columns[0], columns[1], np.minimum(columns[2], MAX_AGE))
 
 
-def _fill(residency: Residency, facts: CacheFacts) -> None:
+def _fill(residency: ExpertCache, facts: CacheFacts) -> None:
     """Brings in experts by falling popularity while there is room, as if they had been foretold."""
     order = np.argsort(-facts.popularity, axis=None, kind="stable").tolist()
     for layer_idx, expert in (divmod(place, facts.pages.shape[1]) for place in order):
@@ -153,7 +153,7 @@ class TokenSeconds:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prediction:
+class TokenEstimate:
     """A decoded token: `fetched_bytes` from the drive or over the link, `read_bytes` of weights in fast memory.
 
     `hit_rate`: of experts that were there when their router spoke, nothing foretold.   `misses`: float64 [L, E], how
@@ -174,7 +174,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fetching:
+class FetchCosts:
     """What visits fetch, by age and expert: float64 [MAX_AGE + 1, L, E].
 
     `num_bytes`; `seconds` where others are fetched too; `alone`: the least that it takes, were it the only one.
@@ -195,7 +195,7 @@ def predict(
     recall: float | None = None,
     seen_tokens: int = 0,
     is_rough: bool = False,
-) -> Prediction:
+) -> TokenEstimate:
     """How fast a pack of this layout decodes on the CPU inside a budget.
 
     Args:    popularity: [L, E], any unit.   sparsity: [L, E], the share of neurons that do not run.   passes: routes to
@@ -235,18 +235,18 @@ def _routed(layout: PackLayout, popularity: Array, passes: Passes | None, is_rou
 
 def predict_on_card(
     layout: PackLayout,
-    plan: CardPlan,
+    plan: GpuMemoryPlan,
     machine: Machine,
     popularity: Array,
     heat: Array,
     passes: Passes | None = None,
     seen_tokens: int = 0,
     is_rough: bool = False,
-) -> Prediction:
+) -> TokenEstimate:
     """How fast a pack of this layout decodes on a card whose memory is divided so, rows pulled over the link.
 
     What host memory cannot hold is read from the drive. No engine that works so was measured yet.
-    Args:    heat: [L, E, H], as in `divide_card`; the others as in `predict`.
+    Args:    heat: [L, E, H], as in `best_gpu_plan`; the others as in `predict`.
     """
     assert machine.kind == "cuda", "of a card"
     if layout.experts[0][0].selector is None:
@@ -276,14 +276,14 @@ def best_card_plan(
     passes: Passes | None = None,
     is_rough: bool = False,
     page_shares: Sequence[float] = PAGE_SHARES,
-) -> tuple[CardPlan, Prediction]:
+) -> tuple[GpuMemoryPlan, TokenEstimate]:
     """The division of a card's memory that decodes fastest, of a few shares for pages; and how fast.
 
     Args:    page_shares: to try, of what experts have.
-    Raises:  RunError as `divide_card`.
+    Raises:  RunError as `best_gpu_plan`.
     """
     plans = [
-        divide_card(layout, target_bytes, context_tokens, predictor_bytes, popularity, heat, share)
+        best_gpu_plan(layout, target_bytes, context_tokens, predictor_bytes, popularity, heat, share)
         for share in page_shares
     ]
     tried = [
@@ -293,7 +293,7 @@ def best_card_plan(
     return min(tried, key=lambda one: one[1].seconds.total)
 
 
-def fetched_over_link(layout: PackLayout, plan: CardPlan, heat: Array, machine: Machine) -> Fetching:
+def fetched_over_link(layout: PackLayout, plan: GpuMemoryPlan, heat: Array, machine: Machine) -> FetchCosts:
     """What a card pulls: of selectors what it does not hold, and running rows that have not come since.
 
     Meaning: row i, where it is not held, is pulled at the n-th visit with probability heat_i * (1 - heat_i)^n.
@@ -308,10 +308,10 @@ def fetched_over_link(layout: PackLayout, plan: CardPlan, heat: Array, machine: 
     num_bytes[0] += (1 - plan.selector_share) * selector_bytes
     total = sum(expert.num_bytes for layer in layout.experts for expert in layer)
     seconds = num_bytes * link_seconds(machine, total, plan.page_bytes)
-    return Fetching(num_bytes, seconds, np.zeros_like(seconds))
+    return FetchCosts(num_bytes, seconds, np.zeros_like(seconds))
 
 
-def link_seconds(machine: Machine, total_bytes: int, read_bytes: int = CARD_PAGE_BYTES) -> float:
+def link_seconds(machine: Machine, total_bytes: int, read_bytes: int = GPU_PAGE_BYTES) -> float:
     """What a byte of experts takes to come to a card, where they take so many bytes in all, read so many at a time.
 
     What host memory cannot hold comes from the drive.
@@ -322,7 +322,7 @@ def link_seconds(machine: Machine, total_bytes: int, read_bytes: int = CARD_PAGE
     return (1 - on_drive) / machine.link_rate + on_drive / from_drive
 
 
-def _missing_bytes(layout: PackLayout, plan: CardPlan) -> Array:
+def _missing_bytes(layout: PackLayout, plan: GpuMemoryPlan) -> Array:
     """What of each expert is not held, int64 [L, E]: it comes and goes."""
     selectors = np.array([[e.selector_bytes for e in layer] for layer in layout.experts])
     records = np.array([[e.records_bytes for e in layer] for layer in layout.experts])
@@ -371,7 +371,7 @@ def dense_seconds(layout: PackLayout, machine: Machine, seen_tokens: int) -> tup
     return seconds + cached / machine.memory_rate, num_bytes + cached
 
 
-def fetched_from_drive(layout: PackLayout, running: Array, drive: DriveFacts, page_bytes: int) -> Fetching:
+def fetched_from_drive(layout: PackLayout, running: Array, drive: DiskFacts, page_bytes: int) -> FetchCosts:
     """What the engine reads of experts: whole, or selectors and running rows where those pay (`Engine`'s cutover).
 
     Args:    running: [L, E], the share of neurons that run.   page_bytes: the longest read.
@@ -380,7 +380,7 @@ def fetched_from_drive(layout: PackLayout, running: Array, drive: DriveFacts, pa
     cutover = min(drive.cutover(*kind) for kind in kinds)
     gap_blocks = drive.gap_bytes() // DISK_BLOCK_BYTES
     shape = (MAX_AGE + 1, *running.shape)
-    fetching = Fetching(np.zeros(shape), np.zeros(shape), np.zeros(shape))
+    fetching = FetchCosts(np.zeros(shape), np.zeros(shape), np.zeros(shape))
     known: dict[tuple[int, float, bool], Array] = {}  # experts stored alike are one object, told apart at once
     for l, layer in enumerate(layout.experts):
         by_rows = bool(running[l].mean() < cutover)
@@ -393,7 +393,7 @@ def fetched_from_drive(layout: PackLayout, running: Array, drive: DriveFacts, pa
     return fetching
 
 
-def _whole(expert: ExpertLayout, drive: DriveFacts, page_bytes: int) -> Array:
+def _whole(expert: ExpertLayout, drive: DiskFacts, page_bytes: int) -> Array:
     """Bytes, seconds and seconds alone at each age, [3, ages], of an expert that is read as it is."""
     num_bytes = whole_blocks(expert.num_bytes)
     size = min(num_bytes, page_bytes)
@@ -402,7 +402,7 @@ def _whole(expert: ExpertLayout, drive: DriveFacts, page_bytes: int) -> Array:
     return table
 
 
-def _by_rows(expert: ExpertLayout, share: float, drive: DriveFacts, gap_blocks: int) -> Array:
+def _by_rows(expert: ExpertLayout, share: float, drive: DiskFacts, gap_blocks: int) -> Array:
     """The same of one whose selector comes first, and at each visit the rows that run and are not there yet.
 
     Meaning: neurons run independently; rows that n visits have asked for are 1 - (1 - share)^n of all.
@@ -441,11 +441,11 @@ def _prediction(
     running: Array,
     popularity: Array,
     found: Visits,
-    fetching: Fetching,
+    fetching: FetchCosts,
     foretold: float,
     policy: PolicyName,
     seen_tokens: int,
-) -> Prediction:
+) -> TokenEstimate:
     L = len(layout.experts)
     computing, reading = _expert_table(layout, running, machine)
     dense_s, dense_bytes = dense_seconds(layout, machine, seen_tokens)
@@ -456,7 +456,7 @@ def _prediction(
     beside = fixed.layer_s + dense_s / num_layers  # between a layer's experts and the next one's
     waiting = waited(found, computing + fixed.expert_s, fetching, foretold, beside)
     fetched = float(fetching.num_bytes.reshape(MAX_AGE + 1, -1)[found.ages, found.keys].sum()) / num_tokens
-    return Prediction(
+    return TokenEstimate(
         policy=policy,
         hit_rate=found.hit_rate,
         misses=expected_misses(found, popularity * (k / popularity.sum(axis=1, keepdims=True))),
@@ -485,7 +485,7 @@ def _expert_table(layout: PackLayout, running: Array, machine: Machine) -> tuple
     return computing, reading
 
 
-def waited(found: Visits, computing: Array, fetching: Fetching, foretold: float, beside: float) -> float:
+def waited(found: Visits, computing: Array, fetching: FetchCosts, foretold: float, beside: float) -> float:
     """Seconds that all tokens together wait for what they fetch.
 
     Meaning: of a layer's m reads, R seconds together, the i-th has come after i R / m; what was there is computed

@@ -13,22 +13,22 @@ import torch
 
 from moe_pack.calib.profile import Losses, Profile, most_routing_bytes, routing_of
 from moe_pack.convert.plan.machines import (
-    CARDS,
+    GPUS,
     LINK_SHARE,
     MEASURE,
     USUAL_LINK_RATE,
-    Card,
+    Gpu,
     Machine,
     assumed_cpu,
-    find_card,
-    known_card,
-    machine_of_card,
+    find_gpu,
+    known_gpu,
     machine_of_cpu,
+    machine_of_gpu,
 )
 from moe_pack.convert.plan.papers import PresetName
-from moe_pack.convert.plan.planned import Model
+from moe_pack.convert.plan.planned import PlanningModel
 from moe_pack.convert.plan.planner import Planner, SearchName
-from moe_pack.convert.plan.tiers import CardTier, CpuTier, Heats, Tier, Traffic
+from moe_pack.convert.plan.tiers import CpuTier, GpuTier, MemoryTier, RoutingFacts, RowHeat
 from moe_pack.formats import (
     BF16,
     ROW_GROUP,
@@ -51,16 +51,16 @@ from moe_pack.runtime.offload import Passes, least_budget
 from moe_pack.runtime.offload.routing_file import routing_file_bytes
 
 
-def traffic_of(profile: Profile, losses: Losses) -> Traffic:
+def traffic_of(profile: Profile, losses: Losses) -> RoutingFacts:
     """The routes that a plan replays, and what foretells experts: as `convert` puts it beside the pack."""
     routing = routing_of(profile)
-    found = Traffic(losses.popularity, None, routing.best_recall, routing_file_bytes(routing))
+    found = RoutingFacts(losses.popularity, None, routing.best_recall, routing_file_bytes(routing))
     return replace(found, passes=held_out_passes(profile)) if profile.num_held_out_tokens else found
 
 
-def assumed_traffic(spec: ModelSpec, losses: Losses) -> Traffic:
+def assumed_traffic(spec: ModelSpec, losses: Losses) -> RoutingFacts:
     """The same without a profile: routes drawn by the losses' popularity, and the most that a profile may take."""
-    return Traffic(losses.popularity, predictor_bytes=most_routing_bytes(spec))
+    return RoutingFacts(losses.popularity, predictor_bytes=most_routing_bytes(spec))
 
 
 def held_out_passes(profile: Profile) -> Passes:
@@ -85,7 +85,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class LossLimit:
     """The most that a pack may lose: growth of perplexity as a share, or nats of KL divergence a token."""
 
     kind: Literal["perplexity", "kl"]
@@ -98,7 +98,7 @@ class Limit:
         """
         return math.log1p(self.value) / nll_per_kl if self.kind == "perplexity" else self.value
 
-    def times(self, factor: float) -> "Limit":
+    def times(self, factor: float) -> "LossLimit":
         """A limit so many times as large."""
         return replace(self, value=factor * self.value)
 
@@ -107,17 +107,17 @@ class Limit:
         return f"{100 * self.value:g}% of perplexity" if self.kind == "perplexity" else f"{self.value:g} nats"
 
 
-USUAL_LIMIT = Limit("perplexity", 0.01)
+USUAL_LIMIT = LossLimit("perplexity", 0.01)
 
 
-def _read_limit(text: str) -> Limit:
+def _read_limit(text: str) -> LossLimit:
     found = parse_limit(text)
     if found is None:
         raise ValueError(f"found {text!r}, expected a share of perplexity such as 1%, or nats such as 0.02")
     return found
 
 
-def parse_limit(text: str) -> Limit | None:
+def parse_limit(text: str) -> LossLimit | None:
     """The limit that `1%` (of perplexity) or `0.02` (nats) stands for; None if it is none."""
     try:
         number = float(text.strip().removesuffix("%"))
@@ -125,7 +125,7 @@ def parse_limit(text: str) -> Limit | None:
         return None
     if not 0 < number < math.inf:
         return None
-    return Limit("perplexity", number / 100) if text.strip().endswith("%") else Limit("kl", number)
+    return LossLimit("perplexity", number / 100) if text.strip().endswith("%") else LossLimit("kl", number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Target:
             help="What shall compute; auto: a card if there is one here, or --gpu or --link says so.",
         ),
     )
-    limit: Limit = field(
+    limit: LossLimit = field(
         default=USUAL_LIMIT,
         metadata=option(
             "--max-loss",
@@ -177,7 +177,7 @@ class Target:
             "--gpu",
             metavar="NAME",
             mark="card",
-            help=f"The card: {', '.join(CARDS)}, or {MEASURE} for this machine's.",
+            help=f"The card: {', '.join(GPUS)}, or {MEASURE} for this machine's.",
         ),
     )
     link_rate: float | None = field(
@@ -256,12 +256,12 @@ def planner_for(
     Raises:  RunError if the context, the card or its memory are not to be had; PlanError as `Planner`.
     """
     tier = tier_for(target, spec, losses, profile, facts)
-    return Planner(Model(spec, dense_dtypes, losses), tier, target.search, target.selectors)
+    return Planner(PlanningModel(spec, dense_dtypes, losses), tier, target.search, target.selectors)
 
 
 def tier_for(
     target: Target, spec: ModelSpec, losses: Losses, profile: Profile | None, facts: MachineFacts | None
-) -> Tier:
+) -> MemoryTier:
     """The memory that is planned for; arguments and errors as `planner_for`."""
     context = context_of(target, spec)
     traffic = assumed_traffic(spec, losses) if profile is None else traffic_of(profile, losses)
@@ -269,7 +269,7 @@ def tier_for(
         raise RunError("--device cuda: models with an encoder are not run on cards; plan with --device cpu")
     if target.device == "cpu":
         return CpuTier(_cpu(facts), traffic, target.budget_bytes, context)
-    return CardTier(_card(target, facts), traffic, Heats(profile), target.budget_bytes, context)
+    return GpuTier(_card(target, facts), traffic, RowHeat(profile), target.budget_bytes, context)
 
 
 def defaults_text(target: Target, spec: ModelSpec, facts: MachineFacts | None) -> list[str]:
@@ -291,7 +291,7 @@ def _defaults(target: Target, spec: ModelSpec, facts: MachineFacts | None) -> It
         yield f"--gpu {name}: {why}"
     if target.link_rate is None and name != MEASURE:
         how = "no link was measured; moe-pack doctor measures it" if _measured_link(facts) is None else "as measured"
-        yield f"--link {(_link_rate(target, facts, find_card(name)) or 0) / 2**30:.1f}G: bytes a second; {how}"
+        yield f"--link {(_link_rate(target, facts, find_gpu(name)) or 0) / 2**30:.1f}G: bytes a second; {how}"
     if target.ram_bytes is None:
         ram = _ram_bytes(target)
         yield "--ram: as much as the pack takes" if ram is None else f"--ram {size_text(ram)}: 75% of this machine's"
@@ -309,14 +309,14 @@ def _is_measured(facts: MachineFacts) -> bool:
 
 
 def _card(target: Target, facts: MachineFacts | None) -> Machine:
-    card = find_card(_gpu(target)[0])
+    card = find_gpu(_gpu(target)[0])
     if target.budget_bytes > card.memory_bytes:
         raise RunError(
             f"--target-vram: found {size_text(target.budget_bytes)}, {card.name} has {size_text(card.memory_bytes)}; "
             "ask for less, or name another card with --gpu"
         )
     drive = None if facts is None else facts.drive
-    return machine_of_card(card, _link_rate(target, facts, card), _ram_bytes(target), drive)
+    return machine_of_gpu(card, _link_rate(target, facts, card), _ram_bytes(target), drive)
 
 
 def _gpu(target: Target) -> tuple[str, str]:
@@ -326,16 +326,16 @@ def _gpu(target: Target) -> tuple[str, str]:
     if torch.cuda.is_available():
         here = torch.cuda.get_device_name(0)
         return (
-            (here, "this machine's") if known_card(here) else (MEASURE, f"this machine's {here}, which we do not know")
+            (here, "this machine's") if known_gpu(here) else (MEASURE, f"this machine's {here}, which we do not know")
         )
-    large = [card for card in CARDS.values() if card.memory_bytes >= target.budget_bytes]
+    large = [card for card in GPUS.values() if card.memory_bytes >= target.budget_bytes]
     if not large:
-        most = max(CARDS.values(), key=lambda card: card.memory_bytes)
+        most = max(GPUS.values(), key=lambda card: card.memory_bytes)
         return most.name, "assumed: the largest that we know"
     return min(large, key=lambda card: card.memory_bytes).name, "assumed: the smallest we know with so much memory"
 
 
-def _link_rate(target: Target, facts: MachineFacts | None, card: Card) -> float | None:
+def _link_rate(target: Target, facts: MachineFacts | None, card: Gpu) -> float | None:
     """Bytes a second; None: what the card measured."""
     if target.link_rate is not None or _gpu(target)[0] == MEASURE:
         return target.link_rate

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from moe_pack.calib.forward import HOT_SPARSITIES, KINDS
 from moe_pack.calib.profile import Losses, Profile
 from moe_pack.convert.plan.machines import Machine, rate_of
-from moe_pack.convert.plan.speed import Prediction, best_card_plan, expert_seconds, link_seconds, predict
+from moe_pack.convert.plan.speed import TokenEstimate, best_card_plan, expert_seconds, link_seconds, predict
 from moe_pack.formats import (
     MATRICES,
     ExpertFormat,
@@ -42,8 +42,8 @@ from moe_pack.formats import (
 )
 from moe_pack.formats.layout import CRC_BYTES, ROW_ALIGN, extra_layout
 from moe_pack.formats.spec import record_matrices, selector_matrices
-from moe_pack.runtime.offload import BudgetPlan, CardPlan, Passes, divide_budget, least_budget
-from moe_pack.runtime.offload.budget import AS_TARGET, MemoryPart, least_card
+from moe_pack.runtime.offload import BudgetPlan, GpuMemoryPlan, Passes, divide_budget, least_budget
+from moe_pack.runtime.offload.budget import AS_TARGET, MemoryPart, least_gpu_budget
 
 MAX_CHOICES, LEAST_CHOICES = 320, 64
 _MOST_CELLS = 600_000  # of all experts' choices: more experts need fewer each, they mix finely enough
@@ -54,7 +54,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choices:
+class FormatChoices:
     """C ways to store an expert under a selector kind, rounded by `quantizer`, by rising bytes.
 
     `parts`: int64 [C, 3], gate's, up's and down's format as a number in the losses' formats of this quantizer.
@@ -80,7 +80,7 @@ class Choices:
 
 def expert_choices(
     spec: ModelSpec, selector: Selector, losses: Losses, allowed: tuple[PartFormat, ...] | None = None
-) -> Choices:
+) -> FormatChoices:
     """The combinations worth weighing for a selector kind, of the quantizer that the losses name.
 
     Args:    allowed: the formats to choose from; all that losses are known of by default.
@@ -101,7 +101,7 @@ def expert_choices(
     num_experts = len(spec.moe_layers) * spec.router.num_experts
     kept = _near_the_best(extent, lost, max(LEAST_CHOICES, min(_MOST_CELLS // num_experts, MAX_CHOICES)))
     formats = tuple(_format(row, spec, known) for row in parts[kept].tolist())
-    return Choices(
+    return FormatChoices(
         selector, losses.quantizer, formats, parts[kept], selector_bytes[kept], record_bytes[kept], extent[kept]
     )
 
@@ -155,7 +155,7 @@ def _near_the_best(sizes: Ints, lost: Floats, most: int) -> Ints:
 NUM_SLICES = 16
 
 
-class Heats:
+class RowHeat:
     """The heat of slices of rows as they lie in a pack, hottest first; read from the profile when it is asked for.
 
     Args:    profile: None: all neurons run as often.
@@ -204,7 +204,7 @@ class Heats:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Foretold:
+class SpeedEstimate:
     """A pack inside a budget, before it exists: the steady state of decoding token by token.
 
     `shares` of the budget sum to no more than it.   `seconds` a token.   `fetched_bytes`, `read_bytes` a token: from
@@ -226,12 +226,14 @@ class Foretold:
         return 1 / self.seconds
 
 
-class Tier(Protocol):
+class MemoryTier(Protocol):
     """Fast memory of so many bytes over a slower tier."""
 
     budget_bytes: int
 
-    def foretell(self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False) -> Foretold:
+    def foretell(
+        self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
+    ) -> SpeedEstimate:
         """What a pack of this layout, so sparse [L, E], would do; in a budget smaller by some bytes, if given.
 
         Args:    is_rough: sooner, and less exactly: for a search.
@@ -257,7 +259,7 @@ class Tier(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Traffic:
+class RoutingFacts:
     """What is known of routes. `popularity`: float64 [L, E].
 
     `passes`: routes of text not used for calibration, to replay; None: independent draws.   `recall`: how many of the
@@ -272,9 +274,9 @@ class Traffic:
 
 
 class MachineTier:
-    """A budget of a machine's fast memory: the part of a `Tier` that does not depend on what lies below."""
+    """A budget of a machine's fast memory: the part of a `MemoryTier` that does not depend on what lies below."""
 
-    def __init__(self, machine: Machine, traffic: Traffic, budget_bytes: int, context_tokens: int) -> None:
+    def __init__(self, machine: Machine, traffic: RoutingFacts, budget_bytes: int, context_tokens: int) -> None:
         self.budget_bytes = budget_bytes
         self._machine = machine
         self._traffic = traffic
@@ -289,12 +291,12 @@ class MachineTier:
         return num_bytes / rate_of(self._machine.dense_rates, width)
 
 
-def foretold(shares: tuple[MemoryPart, ...], found: Prediction, misses: Floats) -> Foretold:
+def speed_estimate(shares: tuple[MemoryPart, ...], found: TokenEstimate, misses: Floats) -> SpeedEstimate:
     """A prediction as planners take it, with the shares of the budget it was made for.
 
     Args:    misses: [L, E], of whole experts.
     """
-    return Foretold(
+    return SpeedEstimate(
         shares, found.seconds.total, found.fetched_bytes, found.read_bytes, found.hit_rate, misses, found.policy
     )
 
@@ -305,7 +307,9 @@ _SEEN_TOKENS = 512  # in the cache, where the context is no shorter
 class CpuTier(MachineTier):
     """A budget of memory on this machine, or one of the same rates."""
 
-    def foretell(self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False) -> Foretold:
+    def foretell(
+        self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
+    ) -> SpeedEstimate:
         """What a pack of this layout, so sparse [L, E], would do; in a budget smaller by some bytes, if given.
 
         Args:    is_rough: sooner, and less exactly: for a search.
@@ -315,7 +319,7 @@ class CpuTier(MachineTier):
         plan = self._divided(layout, self.budget_bytes - less_bytes)
         routes, recall, seen = traffic.passes, traffic.recall, min(self._context_tokens // 2, _SEEN_TOKENS)
         found = predict(layout, plan, self._machine, traffic.popularity, sparsity, routes, recall, seen, is_rough)
-        return foretold(plan.parts, found, found.misses)
+        return speed_estimate(plan.parts, found, found.misses)
 
     def least_bytes(self, layout: PackLayout) -> int:
         """The smallest budget that a pack of this layout runs in."""
@@ -337,17 +341,19 @@ class CpuTier(MachineTier):
 _ROUGH_PAGE_SHARES = (0.25,)  # of what experts have: with it alone plans are told apart
 
 
-class CardTier(MachineTier):
+class GpuTier(MachineTier):
     """A budget of a card's memory; what it cannot hold comes from host memory, and what that cannot from the drive."""
 
     def __init__(
-        self, machine: Machine, traffic: Traffic, heats: Heats, budget_bytes: int, context_tokens: int
+        self, machine: Machine, traffic: RoutingFacts, heats: RowHeat, budget_bytes: int, context_tokens: int
     ) -> None:
         assert machine.link_rate is not None, "a card has a link"
         super().__init__(machine, traffic, budget_bytes, context_tokens)
         self._heats = heats
 
-    def foretell(self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False) -> Foretold:
+    def foretell(
+        self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
+    ) -> SpeedEstimate:
         """What a pack of this layout, so sparse [L, E], would do; in a budget smaller by some bytes, if given.
 
         Args:    is_rough: sooner, and less exactly: for a search.
@@ -366,11 +372,11 @@ class CardTier(MachineTier):
             is_rough,
             *((_ROUGH_PAGE_SHARES,) if is_rough else ()),
         )
-        return foretold(plan.parts, found, found.misses * _missing_share(layout, plan, heat))
+        return speed_estimate(plan.parts, found, found.misses * _missing_share(layout, plan, heat))
 
     def least_bytes(self, layout: PackLayout) -> int:
         """The smallest budget that a pack of this layout runs in."""
-        return least_card(layout, self._context_tokens, self._traffic.predictor_bytes)
+        return least_gpu_budget(layout, self._context_tokens, self._traffic.predictor_bytes)
 
     def fetch_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
         """What pulling an expert takes of which nothing is held: its selector and running rows, or all of it."""
@@ -387,7 +393,7 @@ def _selector_of(layout: PackLayout) -> Selector:
     return "both" if len(names) == 2 else "gate" if "gate" in names else "up"
 
 
-def _missing_share(layout: PackLayout, plan: CardPlan, heat: Floats) -> Floats:
+def _missing_share(layout: PackLayout, plan: GpuMemoryPlan, heat: Floats) -> Floats:
     """Of what a token reads of each expert, the share that is not always there: float64 [L, E]."""
     selectors, records = (
         np.array([[getattr(expert, name) for expert in layer] for layer in layout.experts], np.float64)

@@ -94,7 +94,7 @@ class ExpertRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Selected:
+class SelectedNeurons:
     """What a selector tells: `a` float32 [T, f]; `runs` bool [T, f]; `neurons` int32 [n]: any token's, rising."""
 
     a: Tensor
@@ -152,7 +152,7 @@ class Kernels:
         ]
         self._call("experts", given, _array(x), out, x.shape[1], True)
 
-    def select(self, x: Tensor, rows: ExpertRows) -> Selected:
+    def select(self, x: Tensor, rows: ExpertRows) -> SelectedNeurons:
         """Which neurons of an expert run for tokens float32 [T, d], by its selector; all, where it has none."""
         f, x = int(rows.layout[1]), x.contiguous()
         a, runs = torch.zeros((len(x), f)), torch.zeros((len(x), f), dtype=torch.uint8)
@@ -160,9 +160,9 @@ class Kernels:
         count = self._call(
             "select", rows.layout, rows.selector, rows.threshold, x.numpy(), a.numpy(), runs.numpy(), neurons.numpy()
         )
-        return Selected(a, runs.view(torch.bool), neurons[:count])
+        return SelectedNeurons(a, runs.view(torch.bool), neurons[:count])
 
-    def neurons(self, x: Tensor, rows: ExpertRows, selected: Selected, places: Tensor | None = None) -> Tensor:
+    def neurons(self, x: Tensor, rows: ExpertRows, selected: SelectedNeurons, places: Tensor | None = None) -> Tensor:
         """What selected neurons do: h float32 [T, n], zero where one does not run.
 
         Args:    x: float32 [T, d].   places: int32 [n], the row of `rows.records` that each neuron's record lies in;

@@ -24,9 +24,9 @@ from torch import Tensor
 from moe_pack.formats import GroupedQuerySpec
 from moe_pack.formats.spec import LatentSpec
 from moe_pack.runtime.gpu.kernels.attention import (
-    AttendRoom,
-    HeldRows,
+    AttentionWorkspace,
     QkNorms,
+    StoredRows,
     attend,
     enter,
     enter_latent,
@@ -36,7 +36,7 @@ from moe_pack.runtime.gpu.kernels.cache import Selection
 from moe_pack.runtime.gpu.kernels.elementwise import activate, norm, reduce, rms_norm
 from moe_pack.runtime.gpu.kernels.experts import neurons, route, select
 from moe_pack.runtime.gpu.kernels.rows import num_partials
-from moe_pack.runtime.gpu.weights import CardWeights, DeviceMatrix
+from moe_pack.runtime.gpu.weights import DeviceMatrix, GpuWeights
 from moe_pack.runtime.model import Angles, Decoder, KVCache, PackWeights
 
 
@@ -72,7 +72,9 @@ class GroupedAttention:
         self._q, self._k, self._v = (torch.zeros(width, device=device) for width in (queries, keys, keys))
         self._turned = torch.zeros((spec.num_heads, spec.head_dim), device=device)
         self._mixed = torch.zeros_like(self._turned)
-        self._room = AttendRoom.room(spec.num_heads, spec.num_kv_heads, spec.head_dim, cache.context_tokens, device)
+        self._room = AttentionWorkspace.room(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, cache.context_tokens, device
+        )
 
     def run(self, layer: int, normed: Tensor, x: Tensor, position: Tensor) -> None:
         """See `TokenAttention`."""
@@ -116,7 +118,7 @@ class LatentAttention:
         self._moved = torch.zeros((heads, rank + rope), device=device)
         self._mixed = torch.zeros((heads, rank), device=device)
         self._values = torch.zeros(heads * spec.v_head_dim, device=device)
-        self._room = AttendRoom.room(heads, 1, rank, cache.context_tokens, device)
+        self._room = AttentionWorkspace.room(heads, 1, rank, cache.context_tokens, device)
 
     def run(self, layer: int, normed: Tensor, x: Tensor, position: Tensor) -> None:
         """See `TokenAttention`."""
@@ -128,7 +130,7 @@ class LatentAttention:
             rms_norm(self._low, weights.vector(f"{role}.q_a_norm"), spec.lora_norm_eps, self._low)
             on_device(weights, f"{role}.q_b").times(self._low, self._q)
         on_device(weights, f"{role}.kv_a").times(normed, self._kv)
-        kv_b = HeldRows(on_device(weights, f"{role}.kv_b").held, on_device(weights, f"{role}.kv_b").part)
+        kv_b = StoredRows(on_device(weights, f"{role}.kv_b").held, on_device(weights, f"{role}.kv_b").part)
         norm, interleaved = weights.vector(f"{role}.kv_a_norm"), weights.spec.rotation.interleaved
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         projected = (self._q, self._kv)
@@ -336,7 +338,7 @@ class TokenStep:
     Args:    num_sms: multiprocessors of the card, which say how work is divided.
     """
 
-    def __init__(self, weights: CardWeights, layers: TokenLayers, num_sms: int) -> None:
+    def __init__(self, weights: GpuWeights, layers: TokenLayers, num_sms: int) -> None:
         spec, device = weights.spec, layers.x.device
         self._weights, self._layers = weights, layers
         f, k = spec.expert.intermediate_size, spec.router.num_experts_per_tok

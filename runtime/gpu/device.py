@@ -37,7 +37,7 @@ from moe_pack.formats.commands import Stage
 _NAME_BYTES = 96  # of a card's UUID, as the library writes it
 
 
-class CardMemory:
+class GpuMemory:
     """A card's memory in use by this process. Make it before anything else uses the card.
 
     What was in use before is others'. Where that cannot be told (the driver's management library is missing, or this
@@ -71,7 +71,7 @@ class _MemoryInfo(ctypes.Structure):
 
 
 @dataclass(slots=True)
-class _Card:
+class _NvmlGpu:
     """A card as the driver's management library knows it. `before_bytes`: in use when it was found."""
 
     library: ctypes.CDLL
@@ -87,7 +87,7 @@ class _Card:
         return int(held.used)
 
 
-def _cards() -> list[_Card]:
+def _cards() -> list[_NvmlGpu]:
     """All cards; none where the library is missing."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
@@ -102,7 +102,7 @@ def _cards() -> list[_Card]:
         if library.nvmlDeviceGetHandleByIndex_v2(idx, ctypes.byref(handle)):
             continue  # a card that this process may not use
         if not library.nvmlDeviceGetUUID(handle, name, _NAME_BYTES):
-            card = _Card(library, handle, name.value.decode())
+            card = _NvmlGpu(library, handle, name.value.decode())
             card.before_bytes = card.used_bytes()
             found.append(card)
     return found
@@ -114,7 +114,7 @@ Reason = Literal["routes", "neurons", "foretold neurons", "host memory is reused
 _NUM_EVENTS = 4096  # a queue's marks that are told apart; older ones count as what was marked so much later
 
 
-class Mark(NamedTuple):
+class StreamMark(NamedTuple):
     """A point in a queue: all that had been asked of it by then."""
 
     queue: Queue
@@ -147,19 +147,19 @@ class Device(Protocol):
         """
         ...
 
-    def record(self, queue: Queue) -> Mark:
+    def record(self, queue: Queue) -> StreamMark:
         """Marks the point that a queue has been asked to by now."""
         ...
 
-    def wait(self, queue: Queue, mark: Mark) -> None:
+    def wait(self, queue: Queue, mark: StreamMark) -> None:
         """Lets a queue go on only when the other's mark is reached; the host does not wait."""
         ...
 
-    def is_done(self, mark: Mark) -> bool:
+    def is_done(self, mark: StreamMark) -> bool:
         """Whether a mark is reached."""
         ...
 
-    def synchronize(self, mark: Mark, reason: Reason) -> None:
+    def synchronize(self, mark: StreamMark, reason: Reason) -> None:
         """The host waits until a mark is reached."""
         ...
 
@@ -192,31 +192,31 @@ class CudaDevice:
         with torch.cuda.stream(self._stream(queue)):
             to.copy_(source, non_blocking=True)
 
-    def record(self, queue: Queue) -> Mark:
+    def record(self, queue: Queue) -> StreamMark:
         """Marks a point; see `Device`."""
         events, number = self._events[queue], self._numbers[queue]
         if len(events) < _NUM_EVENTS:
             events.append(torch.cuda.Event())  # type: ignore[no-untyped-call]  # likewise
         events[number % _NUM_EVENTS].record(self._stream(queue))
         self._numbers[queue] = number + 1
-        return Mark(queue, number)
+        return StreamMark(queue, number)
 
-    def wait(self, queue: Queue, mark: Mark) -> None:
+    def wait(self, queue: Queue, mark: StreamMark) -> None:
         """Lets a queue wait; see `Device`."""
         self._stream(queue).wait_event(self._event(mark))
 
-    def is_done(self, mark: Mark) -> bool:
+    def is_done(self, mark: StreamMark) -> bool:
         """Whether a mark is reached; see `Device`."""
         return bool(self._event(mark).query())  # type: ignore[no-untyped-call]  # likewise
 
-    def synchronize(self, mark: Mark, reason: Reason) -> None:
+    def synchronize(self, mark: StreamMark, reason: Reason) -> None:
         """Waits for a mark; see `Device`."""
         self._event(mark).synchronize()
 
     def _stream(self, queue: Queue) -> torch.cuda.Stream:
         return self._copy if queue == "copy" else torch.cuda.current_stream(self.device)
 
-    def _event(self, mark: Mark) -> torch.cuda.Event:
+    def _event(self, mark: StreamMark) -> torch.cuda.Event:
         # Where it has been recorded anew since, that was later in the same queue: whoever waits, waits long enough.
         return self._events[mark.queue][mark.number % _NUM_EVENTS]
 
@@ -228,7 +228,7 @@ CHUNK_BYTES = 1 << 20
 Bytes = NDArray[np.uint8]
 
 
-class Piece(NamedTuple):
+class RowRange(NamedTuple):
     """Rows `first` to `stop` of those that are sent, and where on the device they go: u8 [rows * row bytes]."""
 
     first: int
@@ -252,7 +252,7 @@ class ChunkRing:
     ) -> None:
         self._device = device
         self._chunks = device.on_host(num_chunks * chunk_bytes).view(num_chunks, -1)
-        self._marks: list[Mark | None] = [None] * num_chunks
+        self._marks: list[StreamMark | None] = [None] * num_chunks
         self._next = 0
         self._threads = ThreadPoolExecutor(num_threads, "gather")
 
@@ -266,13 +266,13 @@ class ChunkRing:
         assert num_rows > 0, f"a row of {row_bytes} bytes, in chunks of {self._chunks.shape[1]}"
         return num_rows
 
-    def send(self, rows: Bytes, neurons: NDArray[np.int32], pieces: Sequence[Piece]) -> None:
+    def send(self, rows: Bytes, neurons: NDArray[np.int32], pieces: Sequence[RowRange]) -> None:
         """Copies some rows to the device, in the copy queue's turn; by when, a mark after it tells.
 
         Args:    rows: u8 [f, row bytes].   neurons: int32 [n], which.   pieces: all n in order, at most
                  `rows_per_chunk` each.
         """
-        filling = deque[tuple[int, Piece, Future[object]]]()
+        filling = deque[tuple[int, RowRange, Future[object]]]()
         for piece in pieces:
             if len(filling) == len(self._chunks):
                 self._copy(*filling.popleft())
@@ -287,7 +287,7 @@ class ChunkRing:
         while filling:
             self._copy(*filling.popleft())
 
-    def _copy(self, chunk: int, piece: Piece, gathered: Future[object]) -> None:
+    def _copy(self, chunk: int, piece: RowRange, gathered: Future[object]) -> None:
         gathered.result()
         self._device.copy(piece.target, self._chunks[chunk, : len(piece.target)], "copy")
         self._marks[chunk] = self._device.record("copy")

@@ -15,7 +15,7 @@ import torch
 
 from moe_pack.formats import ExpertLayout, Pack, RunError, size_text
 from moe_pack.runtime.model import Decoder, PackWeights, linear, run_experts
-from moe_pack.runtime.offload.budget import AS_BUDGET, CardCosts, divide_gpu, gpu_needs
+from moe_pack.runtime.offload.budget import AS_BUDGET, GpuCosts, divide_gpu, gpu_needs
 
 _ROUNDING_BYTES = 4 << 20  # the driver gives memory in pieces of 2 MiB
 # Left free where no budget was asked for: a card may drive a display, and its next allocation is not to fail.
@@ -27,7 +27,7 @@ _OWN_PIECE_BYTES, _SHARED_PIECE_BYTES = 10 << 20, 20 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class CardAsked:
+class GpuRequest:
     """What was asked for: `budget_bytes` of the card for everything, None for all that is free.
 
     `chunk_tokens`: of a forward pass of a prompt, at most; None: as the budget allows.   `cache_dtype`: of keys and
@@ -41,7 +41,7 @@ class CardAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class CardUse:
+class GpuMemoryUse:
     """What a card's memory is spent on, in bytes. `overhead`: measured, all that is none of the others.
 
     `pages`: of `experts`, what comes and goes; the rest of it is always there.
@@ -61,7 +61,7 @@ class CardUse:
 
 
 @dataclass(frozen=True, slots=True)
-class CardCounts:
+class GpuCacheCounts:
     """What the cache of experts was asked since the start: `needed` experts of which `hits` had their pages.
 
     `rows`, `num_bytes`: that were pulled from host memory.
@@ -74,10 +74,10 @@ class CardCounts:
 
 
 @runtime_checkable
-class Counting(Protocol):
+class CountsCache(Protocol):
     """A decoder that counts what it needed and pulled."""
 
-    def counts(self) -> CardCounts:
+    def counts(self) -> GpuCacheCounts:
         """What was needed and pulled until now; waits for the card."""
         ...
 
@@ -94,7 +94,7 @@ class DriverMemory(Protocol):
         ...
 
 
-class AtWork(Protocol):
+class BuiltEngine(Protocol):
     """An engine put together: `expert_bytes` of the card are experts', `pages_bytes` of these come and go."""
 
     expert_bytes: int
@@ -119,15 +119,15 @@ class AtWork(Protocol):
         ...
 
 
-def fit_to_card(
+def fit_to_gpu(
     pack: Pack,
     device: torch.device,
     memory: DriverMemory,
-    asked: CardAsked,
+    asked: GpuRequest,
     least_bytes: int,
-    build: Callable[[int, int], AtWork],
+    build: Callable[[int, int], BuiltEngine],
     compile_ahead: Callable[[Callable[[], None]], object] = lambda run: None,
-) -> tuple[AtWork, CardUse]:
+) -> tuple[BuiltEngine, GpuMemoryUse]:
     """An engine whose experts have what the budget leaves them.
 
     Args:    least_bytes: that experts can run in.   build: an engine with so many bytes for experts, whose forward
@@ -157,12 +157,12 @@ def fit_to_card(
     built.prepare()
     dense = pack.manifest.totals.dense
     rest = overhead - dense - cache_bytes
-    return built, CardUse(budget, dense, cache_bytes, built.expert_bytes, built.pages_bytes, rest)
+    return built, GpuMemoryUse(budget, dense, cache_bytes, built.expert_bytes, built.pages_bytes, rest)
 
 
-def _chunk_tokens(pack: Pack, asked: CardAsked, budget: int, context_bytes: int) -> int:
+def _chunk_tokens(pack: Pack, asked: GpuRequest, budget: int, context_bytes: int) -> int:
     """How many tokens a forward pass may have, before anything is measured."""
-    costs = CardCosts(torch.empty((), dtype=asked.cache_dtype).element_size(), context_bytes)
+    costs = GpuCosts(torch.empty((), dtype=asked.cache_dtype).element_size(), context_bytes)
     needs = gpu_needs(pack.layout, asked.context_tokens, 0, costs)
     most = divide_gpu(needs, budget, asked.context_tokens, AS_BUDGET).chunk_tokens
     return min(asked.chunk_tokens or most, most, asked.context_tokens)
@@ -173,7 +173,7 @@ def usual_budget(available_bytes: int) -> int:
     return available_bytes - max(_LEFT_FREE_BYTES, int(_LEFT_FREE_SHARE * available_bytes))
 
 
-def run_everything(pack: Pack, built: AtWork, chunk_tokens: int) -> None:
+def run_everything(pack: Pack, built: BuiltEngine, chunk_tokens: int) -> None:
     """Runs every kernel that the engine can launch, and its longest passes.
 
     After it, no prompt and no token loads another kernel or takes more memory. Which kernel multiplies depends on the

@@ -16,10 +16,10 @@ from torch import Tensor
 from moe_pack.formats import Pack
 from moe_pack.runtime.gpu.decoder import TokenDecoder, TokenStep
 from moe_pack.runtime.gpu.device import HostArena
-from moe_pack.runtime.gpu.fit import CardCounts
+from moe_pack.runtime.gpu.fit import GpuCacheCounts
 from moe_pack.runtime.gpu.kernels.cache import BYTES, HITS, NEEDED, ROWS
 from moe_pack.runtime.gpu.placement import place_experts, usual_heat
-from moe_pack.runtime.gpu.weights import CardCache, CardWeights
+from moe_pack.runtime.gpu.weights import GpuExpertCache, GpuWeights
 from moe_pack.runtime.offload import Routing
 
 
@@ -28,7 +28,7 @@ class GraphDecoder(TokenDecoder):
 
     def __init__(
         self,
-        weights: CardWeights,
+        weights: GpuWeights,
         context_tokens: int,
         device: torch.device,
         chunk_tokens: int,
@@ -50,10 +50,10 @@ class GraphDecoder(TokenDecoder):
         """The experts of the last token that was run alone, int32 [L, k]."""
         return self._routes
 
-    def counts(self) -> CardCounts:
+    def counts(self) -> GpuCacheCounts:
         """What was needed and pulled until now; waits for the card."""
         total = self._card.cache.counters.sum(dim=0).tolist()
-        return CardCounts(total[NEEDED], total[HITS], total[ROWS], total[BYTES])
+        return GpuCacheCounts(total[NEEDED], total[HITS], total[ROWS], total[BYTES])
 
     def _run_token(self) -> None:
         self._run()
@@ -67,7 +67,7 @@ class GraphDecoder(TokenDecoder):
         self._counters.copy_(self._card.cache.counters, non_blocking=True)
 
 
-class GraphAtWork:
+class GraphEngine:
     """A pack at work by the graph engine; see `AtWork`. Owns all but pack and host memory: `close` it.
 
     Args:    room_bytes: of the device, for experts.   chunk_tokens: of a forward pass, at most.
@@ -88,8 +88,8 @@ class GraphAtWork:
         popularity = None if routing is None else np.asarray(routing.popularity, np.float64)
         placement = place_experts(pack.layout, room_bytes, popularity, usual_heat(pack.layout, pack.thresholds))
         with ExitStack() as opened:
-            self.cache = opened.enter_context(closing(CardCache(pack, placement, host, device)))
-            self.weights = CardWeights(pack, device, self.cache, chunk_tokens)
+            self.cache = opened.enter_context(closing(GpuExpertCache(pack, placement, host, device)))
+            self.weights = GpuWeights(pack, device, self.cache, chunk_tokens)
             self.decoder = GraphDecoder(self.weights, context_tokens, device, chunk_tokens, cache_dtype)
             self.expert_bytes, self.pages_bytes = self.cache.num_bytes, placement.pages_bytes
             self._opened = opened.pop_all()

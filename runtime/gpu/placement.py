@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from moe_pack.formats import ExpertLayout, PackLayout, RunError, size_text
 from moe_pack.runtime.gpu.device import LINE_BYTES
-from moe_pack.runtime.offload import CARD_PAGE_BYTES, FixedParts, MemoryNeeds, best_page_bytes, divide
-from moe_pack.runtime.offload.budget import hold
+from moe_pack.runtime.offload import GPU_PAGE_BYTES, FixedParts, MemoryNeeds, best_page_bytes, divide
+from moe_pack.runtime.offload.budget import with_kept_bytes
 
 Array = NDArray[Any]
 
@@ -28,7 +28,7 @@ _FEWEST_PAGES = 4  # of the smallest expert: larger pages would waste more
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CardPlacement:
+class GpuPlacement:
     """Where experts are to be; L layers of E experts of f neurons.
 
     `selector_is_dynamic` bool [L, E]; `first_dynamic` int64 [L, E]: the records before it, the hottest, are always
@@ -79,7 +79,7 @@ def place_experts(
     popularity: Array | None = None,
     heat: Array | None = None,
     page_share: float = PAGE_SHARE,
-) -> CardPlacement:
+) -> GpuPlacement:
     """How so much room on a card is used for experts.
 
     Meaning: all of them, where they fit. Else each layer has pages of its own, `page_share` of the room and what one
@@ -93,7 +93,7 @@ def place_experts(
     shape = (len(layout.experts), len(layout.experts[0]))
     popularity = np.ones(shape) if popularity is None else popularity
     heat = np.ones((*shape, 1)) if heat is None else np.minimum.accumulate(heat, axis=2)  # hottest first
-    sizes = _Sizes.of(layout)
+    sizes = _ExpertSizes.of(layout)
     whole, least = sizes.whole(), sizes.least(is_shared=True)
     needs = sizes.needs(whole, least)
     room = divide(room_bytes, needs).experts
@@ -124,13 +124,13 @@ def usual_heat(layout: PackLayout, thresholds: Array) -> Array:
     return np.where(drops[:, :, None], falling, 1.0)
 
 
-def least_placement(layout: PackLayout) -> CardPlacement:
+def least_placement(layout: PackLayout) -> GpuPlacement:
     """Nothing always there, and pages for what one token needs: the least room that experts can run in."""
-    return _Sizes.of(layout).least(is_shared=True)
+    return _ExpertSizes.of(layout).least(is_shared=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Sizes:
+class _ExpertSizes:
     """Experts' sizes, [L, E] in bytes, and what follows from what is held of them."""
 
     selector_rows: Array
@@ -141,7 +141,7 @@ class _Sizes:
     extra_bytes: int
 
     @classmethod
-    def of(cls, layout: PackLayout) -> "_Sizes":
+    def of(cls, layout: PackLayout) -> "_ExpertSizes":
         rows = _row_sizes(layout)
         num_rows = layout.experts[0][0].num_rows
         page_bytes = page_bytes_for(rows.reshape(-1, 2), num_rows)
@@ -162,23 +162,23 @@ class _Sizes:
         lists = 8 * L * E * max(most_pages, 1)
         return int(offsets + lists + others + self.extra_bytes * L * E)
 
-    def needs(self, whole: CardPlacement, least: CardPlacement) -> MemoryNeeds:
+    def needs(self, whole: GpuPlacement, least: GpuPlacement) -> MemoryNeeds:
         """What the engine needs of its room for experts: tables, and one token's experts of a layer at least."""
         tables = FixedParts(tables=self.other_bytes)
         largest, all_experts = least.num_bytes - self.other_bytes, whole.num_bytes - self.other_bytes
         return MemoryNeeds(lambda _: tables, 1, 1, largest, all_experts, usual_share=1)
 
-    def whole(self) -> CardPlacement:
+    def whole(self) -> GpuPlacement:
         """All experts always there."""
         shape = self.record_rows.shape
         return self.placement(np.zeros(shape, bool), np.full(shape, self.num_rows), is_shared=False)
 
-    def least(self, is_shared: bool) -> CardPlacement:
+    def least(self, is_shared: bool) -> GpuPlacement:
         """Nothing always there."""
         return self.placement(self.selector_rows > 0, np.zeros_like(self.selector_rows), is_shared)
 
-    def held(self, selector_share: Array, row_shares: Array, is_shared: bool) -> CardPlacement:
-        """What `hold` found, in whole selectors and in records from the first on."""
+    def held(self, selector_share: Array, row_shares: Array, is_shared: bool) -> GpuPlacement:
+        """What `with_kept_bytes` found, in whole selectors and in records from the first on."""
         H = row_shares.shape[2]
         edges = np.diff(np.linspace(0, self.num_rows, H + 1).astype(np.int64))
         records = np.rint(row_shares * edges).astype(np.int64)
@@ -187,14 +187,14 @@ class _Sizes:
         first = (records * before).sum(axis=2)
         return self.placement((selector_share < 1) & (self.selector_rows > 0), first, is_shared)
 
-    def placement(self, selector_is_dynamic: Array, first_dynamic: Array, is_shared: bool) -> CardPlacement:
+    def placement(self, selector_is_dynamic: Array, first_dynamic: Array, is_shared: bool) -> GpuPlacement:
         """With as many pages as a token needs at most."""
         f = self.num_rows
         num_pages_of = np.where(selector_is_dynamic, _pages(self.selector_rows, f, self.page_bytes), 0)
         num_pages_of += _pages(self.record_rows, f - first_dynamic, self.page_bytes)
         resident = np.where(selector_is_dynamic, 0, self.selector_rows * f) + first_dynamic * self.record_rows
         num_pages = np.sort(num_pages_of, axis=1)[:, -self.num_active :].sum(axis=1)
-        return CardPlacement(
+        return GpuPlacement(
             selector_is_dynamic,
             first_dynamic,
             num_pages_of,
@@ -206,13 +206,13 @@ class _Sizes:
             is_shared,
         )
 
-    def shared_pages(self, layout: PackLayout, room: int, popularity: Array, heat: Array) -> CardPlacement:
+    def shared_pages(self, layout: PackLayout, room: int, popularity: Array, heat: Array) -> GpuPlacement:
         """With one token's pages, which all layers use in turn."""
         return self._hottest(layout, room, self.least(is_shared=True).pages_bytes, popularity, heat, True)
 
     def own_pages(
         self, layout: PackLayout, room: int, popularity: Array, heat: Array, page_share: float
-    ) -> CardPlacement | None:
+    ) -> GpuPlacement | None:
         """With pages of each layer's own; None where one token's experts of each have no room."""
         least = self.least(is_shared=False)
         if least.num_bytes > room:
@@ -224,14 +224,14 @@ class _Sizes:
 
     def _hottest(
         self, layout: PackLayout, room: int, pages: int, popularity: Array, heat: Array, is_shared: bool
-    ) -> CardPlacement:
+    ) -> GpuPlacement:
         """What is read most beside so many bytes of pages."""
         L, E = self.record_rows.shape
-        # `hold` leaves room for biases itself.
+        # `with_kept_bytes` leaves room for biases itself.
         slack = LINE_BYTES * L * E + self.other_bytes - self.extra_bytes * L * E
-        return self.held(*hold(layout, popularity, heat, max(room - slack - pages, 0))[:2], is_shared)
+        return self.held(*with_kept_bytes(layout, popularity, heat, max(room - slack - pages, 0))[:2], is_shared)
 
-    def shared_out(self, held: CardPlacement, room: int) -> CardPlacement:
+    def shared_out(self, held: GpuPlacement, room: int) -> GpuPlacement:
         """With the pages of the room that is left, too."""
         more = held.num_pages_of.sum(axis=1) - held.num_pages
         num_more = min(room // self.page_bytes, int(more.sum()))
@@ -247,7 +247,7 @@ def page_bytes_for(row_bytes: Array, num_rows: int) -> int:
     """
     kinds, counts = np.unique(row_bytes, axis=0, return_counts=True)
     least = -(-max(int(kinds.max()), _LEAST_PAGE_BYTES) // _PAGE_STEP) * _PAGE_STEP
-    most = min(CARD_PAGE_BYTES, int(kinds.sum(axis=1).min()) * num_rows // _FEWEST_PAGES)
+    most = min(GPU_PAGE_BYTES, int(kinds.sum(axis=1).min()) * num_rows // _FEWEST_PAGES)
     sizes = np.arange(least, max(most, least) + 1, _PAGE_STEP)[::-1]
     costs = [int((_pages(kinds, num_rows, size).sum(axis=1) * counts).sum()) * size for size in sizes.tolist()]
     return best_page_bytes(sizes, np.array(costs), tolerance=1.01)  # smaller pages make longer lists

@@ -19,15 +19,15 @@ from torch import Tensor
 from moe_pack.formats import ModelSpec
 from moe_pack.formats.layout import DenseLayout
 from moe_pack.runtime.cpu import ExpertRows, Kernels
-from moe_pack.runtime.gpu.device import Device, Mark
+from moe_pack.runtime.gpu.device import Device, StreamMark
 from moe_pack.runtime.gpu.kernels.cache import SELECT_BLOCK, ExpertKind, LayerTables, Selection
 from moe_pack.runtime.gpu.kernels.elementwise import reduce
 from moe_pack.runtime.gpu.kernels.experts import expert_many, neurons, select, workspace_floats
-from moe_pack.runtime.gpu.staged_store import DeviceExpert, DeviceStore
+from moe_pack.runtime.gpu.staged_store import GpuExpert, GpuExpertStore
 from moe_pack.runtime.gpu.weights import DeviceMatrix
 from moe_pack.runtime.model import Matrix
-from moe_pack.runtime.offload import Job, Key, PhaseCounts, Trust
-from moe_pack.runtime.offload.cache import Drop
+from moe_pack.runtime.offload import Approximations, ExpertJob, ExpertKey, PhaseCounts
+from moe_pack.runtime.offload.cache import EvictEvent
 from moe_pack.runtime.offload.experts import count_rows
 
 
@@ -76,7 +76,7 @@ Neurons = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Room:
+class Workspace:
     """Memory that layers work in, one after the other; taken once. What begins with `host_` is page-locked.
 
     `numbers`, `host_numbers`: int32 [3, N], for N = chunk_tokens * k: experts or tokens; where outputs stand, in two
@@ -100,9 +100,9 @@ class Room:
     host_y: Tensor
 
 
-def make_room(
+def allocate_workspace(
     spec: ModelSpec, device: Device, ops: TritonOps, chunk_tokens: int, num_partials: int, has_cpu: bool
-) -> Room:
+) -> Workspace:
     """Room for forward passes of so many tokens, and partial sums of one token's experts."""
     d, f, k = spec.hidden_size, spec.expert.intermediate_size, spec.router.num_experts_per_tok
     N, blocks = chunk_tokens * k, -(-f // SELECT_BLOCK)
@@ -116,7 +116,7 @@ def make_room(
     def host(dtype: torch.dtype, *shape: int) -> Tensor:
         return device.on_host(4 * prod(shape)).view(dtype).view(shape)
 
-    return Room(
+    return Workspace(
         numbers=whole(3, N),
         host_numbers=host(torch.int32, 3, N),
         weights=floats(2, N),
@@ -133,8 +133,8 @@ def make_room(
     )
 
 
-def room_bytes(spec: ModelSpec, ops: TritonOps, chunk_tokens: int, num_partials: int) -> int:
-    """What `make_room` takes on the device, and passes of several tokens beside it, for outputs that stand apart."""
+def workspace_size(spec: ModelSpec, ops: TritonOps, chunk_tokens: int, num_partials: int) -> int:
+    """Returns the bytes that `allocate_workspace` takes on the device, and those of outputs that stand apart."""
     d, f, k = spec.hidden_size, spec.expert.intermediate_size, spec.router.num_experts_per_tok
     N, blocks = chunk_tokens * k, -(-f // SELECT_BLOCK)
     few = 2 * k * num_partials * d + 2 * d + k * (2 * f + blocks)
@@ -143,14 +143,14 @@ def room_bytes(spec: ModelSpec, ops: TritonOps, chunk_tokens: int, num_partials:
 
 
 @dataclass(frozen=True, slots=True)
-class CpuExperts:
+class CpuWorker:
     """What computes some of a layer's experts on the host meanwhile: kernels, and a thread that calls them."""
 
     kernels: Kernels
     thread: ThreadPoolExecutor
 
 
-class DeviceRun:
+class GpuLayerRun:
     """A layer's experts on x float32 [T, d] on the device.
 
     Args:    jobs: all of the layer's, rising.   on_cpu: those that the CPU computes, by their rows in host memory; they
@@ -159,24 +159,24 @@ class DeviceRun:
 
     def __init__(
         self,
-        store: DeviceStore,
+        store: GpuExpertStore,
         ops: TritonOps,
-        room: Room,
+        room: Workspace,
         layer_idx: int,
         x: Tensor,
-        jobs: dict[int, Job],
+        jobs: dict[int, ExpertJob],
         counts: PhaseCounts,
-        predicted: dict[Key, Neurons],
-        trust: Trust,
+        predicted: dict[ExpertKey, Neurons],
+        trust: Approximations,
     ) -> None:
         self._store, self._device, self._ops, self._room = store, store.device, ops, room
         self._tables: LayerTables = store.tables[layer_idx]
         self._x, self._jobs, self._counts = x, jobs, counts
         self._predicted, self._trust = predicted, trust
-        self._whole: list[tuple[Job, DeviceExpert]] = []
-        self._in_part: list[tuple[Job, DeviceExpert]] = []
-        self._late: list[Job] = []
-        self._on_cpu: dict[Key, Job] = {}  # what the CPU computes, where it has been told to
+        self._whole: list[tuple[ExpertJob, GpuExpert]] = []
+        self._in_part: list[tuple[ExpertJob, GpuExpert]] = []
+        self._late: list[ExpertJob] = []
+        self._on_cpu: dict[ExpertKey, ExpertJob] = {}  # what the CPU computes, where it has been told to
         self._cpu: Future[None] | None = None
         self._places: list[int] = []  # of those computed for one token, as they stand in `partials`
         self._num_sums = 0
@@ -184,7 +184,7 @@ class DeviceRun:
         if len(x) > 1:
             self._prepare_many()
 
-    def compute_on_cpu(self, cpu: CpuExperts, rows: dict[Key, ExpertRows]) -> None:
+    def compute_on_cpu(self, cpu: CpuWorker, rows: dict[ExpertKey, ExpertRows]) -> None:
         """Begins to compute these experts on the CPU; their pages are never filled."""
         self._on_cpu = {job.key: job for job in self._jobs.values() if job.key in rows}
         out = self._room.host_y
@@ -197,12 +197,12 @@ class DeviceRun:
         x = self._room.host_x[: len(self._x)]
         self._cpu = cpu.thread.submit(cpu.kernels.experts_apart, x, works, out.numpy())
 
-    def fetch(self, key: Key) -> None:
+    def fetch(self, key: ExpertKey) -> None:
         """Copies an expert that has got its pages, where it is not the CPU's."""
         if key not in self._on_cpu:
             self._store.fetch(key, urgent=True)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: ExpertJob) -> None:
         """An expert to run: with the others that are there, or once it comes."""
         if job.key in self._on_cpu:
             return
@@ -211,7 +211,7 @@ class DeviceRun:
         else:
             self._late.append(job)
 
-    def drop(self, event: Drop) -> None:
+    def drop(self, event: EvictEvent) -> None:
         """An expert's pages are wanted: before, it is launched, if it was to be."""
         if event.key in self._on_cpu:
             return
@@ -243,7 +243,7 @@ class DeviceRun:
         return self._one_added_up() if len(self._x) == 1 else self._many_added_up()
 
     @property
-    def keys_on_cpu(self) -> list[Key]:
+    def keys_on_cpu(self) -> list[ExpertKey]:
         """The experts that the CPU computes."""
         return list(self._on_cpu)
 
@@ -257,7 +257,7 @@ class DeviceRun:
                 self.add(job)
             self.compute_gathered()
 
-    def _gather(self, job: Job) -> None:
+    def _gather(self, job: ExpertJob) -> None:
         """Takes an expert in that is there, or that the device is to wait for."""
         held = self._store.arrive(job.key)
         if not held.is_whole and len(self._x) > 1:
@@ -266,7 +266,7 @@ class DeviceRun:
             held = self._store.arrive(job.key)
         (self._whole if held.is_whole else self._in_part).append((job, held))
 
-    def _run_one(self, whole: list[tuple[Job, DeviceExpert]], in_part: list[tuple[Job, DeviceExpert]]) -> None:
+    def _run_one(self, whole: list[tuple[ExpertJob, GpuExpert]], in_part: list[tuple[ExpertJob, GpuExpert]]) -> None:
         """Launches experts of one token: selectors of those in part first, so that their rows are on their way soon."""
         ops, room, x, first = self._ops, self._room, self._x[0], len(self._places)
         middle, end = first + len(in_part), first + len(in_part) + len(whole)
@@ -287,7 +287,7 @@ class DeviceRun:
                 self._bring_rows(job, held, place)
             ops.neurons(x, room.numbers[0, first:middle], self._tables, of_part, room.partials[first:middle])
 
-    def _bring_rows(self, job: Job, held: DeviceExpert, place: int) -> None:
+    def _bring_rows(self, job: ExpertJob, held: GpuExpert, place: int) -> None:
         """Has the rows of the neurons that run copied; what is launched from now on has them."""
         room = self._room
         neurons = listed_neurons(room, place)
@@ -325,7 +325,7 @@ class DeviceRun:
         self._ops.reduce(partials, room.weights[turn, :n], out[0])
         return out
 
-    def _take_from_cpu(self, job: Job) -> None:
+    def _take_from_cpu(self, job: ExpertJob) -> None:
         room, first = self._room, int(job.places[0])
         if len(self._x) > 1:
             mine = slice(first, first + len(job.places))
@@ -352,7 +352,7 @@ class DeviceRun:
         self._device.copy(room.weights[0, :n], room.host_weights[0, :n], "compute")
         self._outputs = torch.zeros((n, self._x.shape[1]), device=self._x.device)
 
-    def _run_many(self, job: Job) -> None:
+    def _run_many(self, job: ExpertJob) -> None:
         room, first, n = self._room, int(job.places[0]), len(job.places)
         mine = slice(first, first + n)
         x = self._x.index_select(0, room.numbers[0, mine])  # [n, d]
@@ -373,14 +373,14 @@ def _slice(selection: Selection, first: int, end: int) -> Selection:
     return Selection(selection.a[first:end], selection.neurons[first:end], selection.counts[first:end])
 
 
-def seen_neurons(device: Device, room: Room, first: int, end: int) -> Mark:
+def seen_neurons(device: Device, room: Workspace, first: int, end: int) -> StreamMark:
     """Asks for the host's copies of what was selected; the mark after which they are there."""
     device.copy(room.host_neurons[first:end], room.selection.neurons[first:end], "compute")
     device.copy(room.host_counts[first:end], room.selection.counts[first:end], "compute")
     return device.record("compute")
 
 
-def listed_neurons(room: Room, place: int) -> Neurons:
+def listed_neurons(room: Workspace, place: int) -> Neurons:
     """The neurons that a selection lists for its `place`-th expert, rising: from the host's copies."""
     neurons, counts = room.host_neurons[place].numpy(), room.host_counts[place].numpy()
     within = np.arange(len(neurons)) % SELECT_BLOCK
@@ -388,7 +388,7 @@ def listed_neurons(room: Room, place: int) -> Neurons:
     return listed
 
 
-def list_neurons(room: Room, place: int, neurons: Neurons) -> None:
+def list_neurons(room: Workspace, place: int, neurons: Neurons) -> None:
     """Writes a list of neurons (rising) into the host's copies of a selection."""
     listed, counts = room.host_neurons[place].numpy(), room.host_counts[place].numpy()
     blocks = neurons // SELECT_BLOCK

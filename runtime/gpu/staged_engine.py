@@ -30,14 +30,21 @@ from moe_pack.runtime.cpu import ExpertRows, Kernels, extent_rows
 from moe_pack.runtime.gpu.decoder import TokenDecoder
 from moe_pack.runtime.gpu.device import CHUNK_BYTES, ChunkRing, Device, HostArena
 from moe_pack.runtime.gpu.kernels.rows import num_partials
-from moe_pack.runtime.gpu.staged import CpuExperts, DeviceRun, TritonOps, listed_neurons, make_room, seen_neurons
-from moe_pack.runtime.gpu.staged import room_bytes as room_bytes_of
+from moe_pack.runtime.gpu.staged import (
+    CpuWorker,
+    GpuLayerRun,
+    TritonOps,
+    allocate_workspace,
+    listed_neurons,
+    seen_neurons,
+)
+from moe_pack.runtime.gpu.staged import workspace_size as room_bytes_of
 from moe_pack.runtime.gpu.staged_store import (
-    DeviceStore,
-    DriveExperts,
+    DiskExperts,
+    GpuExpertStore,
     HostExperts,
     arena_experts,
-    drive_slot_bytes,
+    disk_slot_bytes,
     most_pages,
     pages_of,
     staged_page_bytes,
@@ -45,30 +52,30 @@ from moe_pack.runtime.gpu.staged_store import (
 )
 from moe_pack.runtime.model import TORCH, Matrix, PartialState
 from moe_pack.runtime.offload import (
-    NO_TRUST,
+    EXACT,
+    Approximations,
     CacheFacts,
+    ExpertCache,
+    ExpertJob,
+    ExpertKey,
     FixedParts,
-    Foreteller,
-    Job,
-    Key,
     MemoryNeeds,
+    OffloadedWeights,
     PhaseCounts,
+    Prefetcher,
     Preset,
     Reads,
     Recorder,
-    Residency,
-    StreamingWeights,
-    Trust,
     divide,
 )
-from moe_pack.runtime.offload.experts import Run
-from moe_pack.runtime.offload.split import Split, balanced, fastest
+from moe_pack.runtime.offload.experts import LayerRun
+from moe_pack.runtime.offload.split import LoadOrCompute, balanced, fastest
 
 NUM_PARTIALS = 32  # sums that a token's expert is computed in, side by side
 
 
 @dataclass(frozen=True, slots=True)
-class CpuShare:
+class CpuOffload:
     """Misses that the CPU computes while the link brings the others.
 
     `kernels`: the caller's to close.   `split`: from the tokens of each missing expert, which; `balanced` or `fastest`
@@ -76,11 +83,11 @@ class CpuShare:
     """
 
     kernels: Kernels
-    split: Callable[[Sequence[int]], Split]
+    split: Callable[[Sequence[int]], LoadOrCompute]
 
 
 @dataclass(frozen=True, slots=True)
-class StagedPlan:
+class StagedMemoryPlan:
     """What the device's memory for experts is spent on, in bytes, but for `num_pages`; `fixed`: tables, workspace."""
 
     page_bytes: int
@@ -90,7 +97,7 @@ class StagedPlan:
 
 def plan_staged(
     pack: Pack, room_bytes: int, chunk_tokens: int, ops: TritonOps, num_partials: int = NUM_PARTIALS
-) -> StagedPlan:
+) -> StagedMemoryPlan:
     """Divides the device's memory that is left for experts, besides dense weights, cache and the driver's own.
 
     All of it is pages: which experts have them is the host's decision, as on the CPU.
@@ -105,7 +112,7 @@ def plan_staged(
             f"{size_text(needs.least_budget)}; give more, or a shorter context with --max-tokens"
         )
     num_pages = min(min(division.experts, needs.all_experts) // page_bytes, most_pages(page_bytes))
-    return StagedPlan(page_bytes, num_pages, division.fixed.num_bytes)
+    return StagedMemoryPlan(page_bytes, num_pages, division.fixed.num_bytes)
 
 
 def staged_needs(
@@ -118,7 +125,7 @@ def staged_needs(
     return MemoryNeeds(lambda _: fixed, chunk_tokens, chunk_tokens, int(pages.max()), int(pages.sum()), usual_share=1)
 
 
-class StagedWeights(StreamingWeights):
+class StagedWeights(OffloadedWeights):
     """A pack's weights, dense ones on the device, experts in the pages of `store`. Owns threads: `close` it.
 
     Pack, store, trace and recorder stay the caller's.
@@ -130,16 +137,16 @@ class StagedWeights(StreamingWeights):
     def __init__(
         self,
         pack: Pack,
-        store: DeviceStore,
-        residency: Residency,
+        store: GpuExpertStore,
+        residency: ExpertCache,
         ops: TritonOps,
         chunk_tokens: int,
         *,
-        cpu: CpuShare | None = None,
+        cpu: CpuOffload | None = None,
         num_partials: int = NUM_PARTIALS,
         scores_matter: bool = False,
         reuses_selector: bool = False,
-        trust: Trust = NO_TRUST,
+        trust: Approximations = EXACT,
         recorder: Recorder | None = None,
     ) -> None:
         assert cpu is None or store.host.holds_all, "the CPU computes from memory"
@@ -155,7 +162,7 @@ class StagedWeights(StreamingWeights):
             trust=trust,
             recorder=recorder,
         )
-        self._room = make_room(self.spec, store.device, ops, chunk_tokens, num_partials, cpu is not None)
+        self._room = allocate_workspace(self.spec, store.device, ops, chunk_tokens, num_partials, cpu is not None)
         k = self.spec.router.num_experts_per_tok
         self._host_experts = store.device.on_host(8 * chunk_tokens * k).view(torch.int64).view(chunk_tokens, k)
         self._host_weights = store.device.on_host(4 * chunk_tokens * k).view(torch.float32).view(chunk_tokens, k)
@@ -182,14 +189,14 @@ class StagedWeights(StreamingWeights):
         device.synchronize(device.record("compute"), "routes")
         return self._host_experts[:T], self._host_weights[:T]
 
-    def _new_run(self, layer_idx: int, x: Tensor, jobs: dict[int, Job], counts: PhaseCounts) -> Run:
-        run = DeviceRun(
+    def _new_run(self, layer_idx: int, x: Tensor, jobs: dict[int, ExpertJob], counts: PhaseCounts) -> LayerRun:
+        run = GpuLayerRun(
             self._device_store, self._ops, self._room, layer_idx, x, jobs, counts, self.predicted, self.trust
         )
         if self._cpu is not None and self._thread is not None:
             rows = self._rows_for_cpu(self._cpu, jobs)
             if rows:
-                run.compute_on_cpu(CpuExperts(self._cpu.kernels, self._thread), rows)
+                run.compute_on_cpu(CpuWorker(self._cpu.kernels, self._thread), rows)
         return run
 
     def _walk(
@@ -198,29 +205,29 @@ class StagedWeights(StreamingWeights):
         x: Tensor,
         experts: Tensor,
         scores: NDArray[np.float32] | None,
-        jobs: dict[int, Job],
-        run: Run,
+        jobs: dict[int, ExpertJob],
+        run: LayerRun,
         counts: PhaseCounts,
         partial_state: PartialState | None,
     ) -> None:
         super()._walk(layer_idx, x, experts, scores, jobs, run, counts, partial_state)
-        assert isinstance(run, DeviceRun), "its own"
+        assert isinstance(run, GpuLayerRun), "its own"
         for key in run.keys_on_cpu:
             if self._residency.is_resident[key]:  # in name only
                 self._residency.abandon(key)
 
-    def _rows_for_cpu(self, cpu: CpuShare, jobs: dict[int, Job]) -> dict[Key, ExpertRows]:
+    def _rows_for_cpu(self, cpu: CpuOffload, jobs: dict[int, ExpertJob]) -> dict[ExpertKey, ExpertRows]:
         """The misses that the CPU computes, where they lie in host memory."""
         missing = [job for job in jobs.values() if not self._residency.is_resident[job.key]]
         chosen = cpu.split([len(job.tokens) for job in missing]).computed
         return {missing[number].key: self._host_rows(missing[number].key) for number in sorted(chosen)}
 
-    def _host_rows(self, key: Key) -> ExpertRows:
+    def _host_rows(self, key: ExpertKey) -> ExpertRows:
         layout = self._pack.layout.experts[key.layer_idx][key.expert]
         held = self._device_store.host.extent(key).numpy()
         return extent_rows(layout, self.selector, self.spec.expert.function, self.threshold(*key), held)
 
-    def _neurons_ahead(self, x: Tensor, keys: Sequence[Key]) -> list[tuple[Key, NDArray[np.int32]]]:
+    def _neurons_ahead(self, x: Tensor, keys: Sequence[ExpertKey]) -> list[tuple[ExpertKey, NDArray[np.int32]]]:
         store, room = self._device_store, self._room
         wanted = [key for key in keys if not store.arrive(key).is_whole][: len(room.host_neurons)]
         if not wanted:
@@ -312,20 +319,20 @@ _LEAST_SLOTS = 2  # one expert is read while another is copied
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class CachePolicy:
     """What decides on experts: policies, who has which pages, and what is written down of it.
 
     `rows_below`: the share of running neurons below which their rows alone are brought.
     """
 
     preset: Preset
-    residency: Residency
+    residency: ExpertCache
     recorder: Recorder | None
     rows_below: float
 
 
 @dataclass(frozen=True, slots=True)
-class StagedAsked:
+class StagedInputs:
     """What the staged engine is given beside room.
 
     `host`: all experts in page-locked memory; None: they come from the drive, through `ram_bytes` of it, by
@@ -340,16 +347,16 @@ class StagedAsked:
     host: HostArena | None
     ram_bytes: int
     open_reads: Callable[[NDArray[np.uint8]], Reads]
-    decide: Callable[[CacheFacts], Decided]
-    foretell: Callable[[Preset, StreamingWeights], Foreteller | None]
+    decide: Callable[[CacheFacts], CachePolicy]
+    foretell: Callable[[Preset, OffloadedWeights], Prefetcher | None]
     kernels: Kernels | None
-    trust: Trust
+    trust: Approximations
     verify: bool
     shares: NDArray[np.float32]
     num_sms: int
 
 
-class StagedAtWork:
+class StagedEngine:
     """A pack at work by the staged engine; see `AtWork`. Owns all but what it was given: `close` it.
 
     `decided`: the policies at work.
@@ -358,7 +365,7 @@ class StagedAtWork:
     """
 
     def __init__(
-        self, asked: StagedAsked, room_bytes: int, context_tokens: int, chunk_tokens: int, cache_dtype: torch.dtype
+        self, asked: StagedInputs, room_bytes: int, context_tokens: int, chunk_tokens: int, cache_dtype: torch.dtype
     ) -> None:
         pack, device = asked.pack, asked.device
         partials = _num_partials(asked)
@@ -369,7 +376,7 @@ class StagedAtWork:
         with ExitStack() as opened:
             host = _host(asked, opened)
             ring = opened.enter_context(closing(ChunkRing(device, max(CHUNK_BYTES, _most_row_bytes(pack)))))
-            store = DeviceStore(pack, host, device, plan.num_pages, plan.page_bytes, decided.rows_below, ring)
+            store = GpuExpertStore(pack, host, device, plan.num_pages, plan.page_bytes, decided.rows_below, ring)
             self.weights = StagedWeights(
                 pack,
                 store,
@@ -400,25 +407,25 @@ class StagedAtWork:
         del self.decoder, self.weights, self.store
 
 
-def least_staged_bytes(asked: StagedAsked, chunk_tokens: int) -> int:
+def least_staged_bytes(asked: StagedInputs, chunk_tokens: int) -> int:
     """The least room for experts that the engine runs in: the largest one, tables, and room to work in."""
     pack = asked.pack
     page_bytes = staged_page_bytes(pack.layout)
     return staged_needs(pack, page_bytes, chunk_tokens, asked.ops, _num_partials(asked)).least_budget
 
 
-def _num_partials(asked: StagedAsked) -> int:
+def _num_partials(asked: StagedInputs) -> int:
     spec = asked.pack.spec
     return num_partials(spec.router.num_experts_per_tok, spec.expert.intermediate_size, asked.num_sms)
 
 
-def _host(asked: StagedAsked, opened: ExitStack) -> HostExperts:
+def _host(asked: StagedInputs, opened: ExitStack) -> HostExperts:
     if asked.host is not None:
         return arena_experts(asked.pack, asked.host)
     # PyTorch's allocator takes the next power of two of page-locked memory: what is asked for stays below one.
     room = (1 << asked.ram_bytes.bit_length() - 1) - DISK_BLOCK_BYTES
-    slots = min(max(_LEAST_SLOTS, room // drive_slot_bytes(asked.pack)), asked.pack.index.size.size)
-    drive = DriveExperts(asked.pack, asked.device, asked.open_reads, slots, asked.verify)
+    slots = min(max(_LEAST_SLOTS, room // disk_slot_bytes(asked.pack)), asked.pack.index.size.size)
+    drive = DiskExperts(asked.pack, asked.device, asked.open_reads, slots, asked.verify)
     return opened.enter_context(closing(drive))
 
 
@@ -427,16 +434,16 @@ def _most_row_bytes(pack: Pack) -> int:
     return max(row.row_bytes for row in rows if row is not None)
 
 
-def _cpu_share(asked: StagedAsked, preset: Preset) -> CpuShare | None:
+def _cpu_share(asked: StagedInputs, preset: Preset) -> CpuOffload | None:
     """Whose misses the CPU shares in, as the paper of the policy splits them, by rates measured here and now."""
     if asked.kernels is None or asked.host is None or preset.name not in ("fiddler", "importance"):
         return None
     split = fastest if preset.name == "fiddler" else balanced
     load_s, token_s = _load_seconds(asked), _token_seconds(asked, asked.kernels)
-    return CpuShare(asked.kernels, lambda tokens: split(tokens, token_s, load_s))
+    return CpuOffload(asked.kernels, lambda tokens: split(tokens, token_s, load_s))
 
 
-def _load_seconds(asked: StagedAsked) -> float:
+def _load_seconds(asked: StagedInputs) -> float:
     """What bringing an expert over the link takes."""
     assert asked.host is not None, "the link is from host memory"
     source = asked.host.rows(0)[: asked.pack.layout.experts[0][0].num_bytes]
@@ -449,7 +456,7 @@ def _load_seconds(asked: StagedAsked) -> float:
     return _median_seconds(bring)
 
 
-def _token_seconds(asked: StagedAsked, kernels: Kernels) -> float:
+def _token_seconds(asked: StagedInputs, kernels: Kernels) -> float:
     """What an expert takes the CPU for one token."""
     assert asked.host is not None, "the CPU computes from host memory"
     pack, layout = asked.pack, asked.pack.layout.experts[0][0]

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from moe_pack.formats import DISK_BLOCK_BYTES, ExpertLayout, Pack, PackError, PackLayout
 from moe_pack.formats.layout import whole_blocks
-from moe_pack.runtime.gpu.device import ChunkRing, Device, HostArena, Mark, Piece
+from moe_pack.runtime.gpu.device import ChunkRing, Device, HostArena, RowRange, StreamMark
 from moe_pack.runtime.gpu.kernels.cache import ExpertKind, LayerTables, kind_of
 from moe_pack.runtime.gpu.weights import down_biases
-from moe_pack.runtime.offload import Key, Reads, best_page_bytes
+from moe_pack.runtime.offload import ExpertKey, Reads, best_page_bytes
 
 UNIT_BYTES = 16  # what rows are found in units of
 _LEAST_PAGE_BYTES, _MOST_PAGE_BYTES = 64 << 10, 4 << 20
@@ -37,7 +37,7 @@ _MOST_UNITS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PagePlan:
+class RowPlacement:
     """Where an extent's rows come to lie: page p holds its bytes `begins[p]` to `ends[p]`.
 
     `selector`, `records`: int64 [f] (`selector` int64 [0] where none is stored), where each row lies if the expert's
@@ -51,7 +51,7 @@ class PagePlan:
 
 
 @lru_cache(maxsize=64)
-def page_plan(layout: ExpertLayout, page_bytes: int) -> PagePlan:
+def page_plan(layout: ExpertLayout, page_bytes: int) -> RowPlacement:
     """How experts of this layout lie in pages of so many bytes, as many rows in each as fit."""
     sizes = np.repeat(
         [layout.selector_bytes // layout.num_rows, layout.records.row_bytes],
@@ -69,7 +69,7 @@ def page_plan(layout: ExpertLayout, page_bytes: int) -> PagePlan:
         ends.append(int(row_ends[stop - 1]))
         first = stop
     num_selector = len(sizes) - layout.num_rows
-    return PagePlan(np.array(begins), np.array(ends), places[:num_selector], places[num_selector:])
+    return RowPlacement(np.array(begins), np.array(ends), places[:num_selector], places[num_selector:])
 
 
 def staged_pages(layout: PackLayout, page_bytes: int) -> NDArray[np.int64]:
@@ -100,7 +100,7 @@ class HostExperts(Protocol):
 
     holds_all: bool
 
-    def begin(self, key: Key, urgent: bool) -> None:
+    def begin(self, key: ExpertKey, urgent: bool) -> None:
         """Asks for an expert's bytes; to be called where there `has_room`."""
         ...
 
@@ -108,27 +108,27 @@ class HostExperts(Protocol):
         """Whether one more expert can be asked for before another is given back."""
         ...
 
-    def promote(self, key: Key) -> None:
+    def promote(self, key: ExpertKey) -> None:
         """Makes what was asked for urgent."""
         ...
 
-    def is_there(self, key: Key) -> bool:
+    def is_there(self, key: ExpertKey) -> bool:
         """Whether `extent` would not wait."""
         ...
 
-    def extent(self, key: Key) -> Tensor:
+    def extent(self, key: ExpertKey) -> Tensor:
         """The bytes of an expert that was asked for, u8 [num_bytes], once they are there; the memory stays the host's.
 
         Raises:  PackError if they are damaged or cannot be read.
         """
         ...
 
-    def give_back(self, key: Key, mark: Mark | None) -> None:
+    def give_back(self, key: ExpertKey, mark: StreamMark | None) -> None:
         """Takes note that an expert's bytes are not needed once a mark is reached; None: not at all."""
         ...
 
 
-class ArenaExperts:
+class HostArenaExperts:
     """All experts in one place: `layers[l]` u8, an extent of layer l beginning at byte `offsets[l][e]` of it.
 
     The memory stays the caller's, who has checked what lies in it; page-locked, if copies are to overlap.
@@ -142,36 +142,36 @@ class ArenaExperts:
     ) -> None:
         self._layers, self._offsets, self._sizes = layers, offsets, sizes
 
-    def begin(self, key: Key, urgent: bool) -> None:
+    def begin(self, key: ExpertKey, urgent: bool) -> None:
         """Nothing: all are there."""
 
     def has_room(self) -> bool:
         """Always."""
         return True
 
-    def promote(self, key: Key) -> None:
+    def promote(self, key: ExpertKey) -> None:
         """Nothing."""
 
-    def is_there(self, key: Key) -> bool:
+    def is_there(self, key: ExpertKey) -> bool:
         """Always."""
         return True
 
-    def extent(self, key: Key) -> Tensor:
+    def extent(self, key: ExpertKey) -> Tensor:
         """An expert's bytes where they lie."""
         begin = int(self._offsets[key.layer_idx][key.expert])
         return self._layers[key.layer_idx][begin : begin + int(self._sizes[key])]
 
-    def give_back(self, key: Key, mark: Mark | None) -> None:
+    def give_back(self, key: ExpertKey, mark: StreamMark | None) -> None:
         """Nothing."""
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PendingRead:
     slot: int
     ticket: int | None  # None once it is there
 
 
-class DriveExperts:
+class DiskExperts:
     """Experts read from the pack's files into slots of a ring, each as large as the largest; whole ones alone.
 
     Args:    open_reads: into this memory; `close` ends them.   verify: whether experts are checked when they are first
@@ -189,12 +189,12 @@ class DriveExperts:
         verify: bool,
     ) -> None:
         self._pack, self._device, self._verify = pack, device, verify
-        self._slot_bytes = drive_slot_bytes(pack)
+        self._slot_bytes = disk_slot_bytes(pack)
         memory = device.on_host(num_slots * self._slot_bytes + DISK_BLOCK_BYTES)
         first = -memory.data_ptr() % DISK_BLOCK_BYTES  # direct reads begin on whole units
         self._memory = memory[first : first + num_slots * self._slot_bytes]
-        self._free: list[tuple[int, Mark | None]] = [(slot, None) for slot in range(num_slots)]
-        self._asked: dict[Key, _Asked] = {}
+        self._free: list[tuple[int, StreamMark | None]] = [(slot, None) for slot in range(num_slots)]
+        self._asked: dict[ExpertKey, _PendingRead] = {}
         self._checked = np.zeros(pack.index.size.shape, bool)
         self._reads = open_reads(self._memory.numpy())
         self._files = [self._reads.open(pack.folder / file.name) for file in pack.manifest.expert_files]
@@ -203,7 +203,7 @@ class DriveExperts:
         """Ends the reads."""
         self._reads.close()
 
-    def begin(self, key: Key, urgent: bool) -> None:
+    def begin(self, key: ExpertKey, urgent: bool) -> None:
         """Begins to read an expert."""
         slot, mark = self._free.pop(0)
         if mark is not None and not self._device.is_done(mark):
@@ -212,24 +212,24 @@ class DriveExperts:
         offset = self._pack.layout.offsets[key.layer_idx][key.expert]
         offsets, places, sizes = np.array([[offset], [slot * self._slot_bytes], [num_bytes]], np.int64)
         ticket = self._reads.submit(self._files[key.layer_idx], offsets, places, sizes, urgent)
-        self._asked[key] = _Asked(slot, ticket)
+        self._asked[key] = _PendingRead(slot, ticket)
 
     def has_room(self) -> bool:
         """Whether a slot is free, or soon is."""
         return bool(self._free)
 
-    def promote(self, key: Key) -> None:
+    def promote(self, key: ExpertKey) -> None:
         """Reads an expert before all that is not needed yet."""
         ticket = self._asked[key].ticket
         if ticket is not None:
             self._reads.promote(ticket)
 
-    def is_there(self, key: Key) -> bool:
+    def is_there(self, key: ExpertKey) -> bool:
         """Whether an expert has been read."""
         ticket = self._asked[key].ticket
         return ticket is None or self._reads.is_done(ticket)
 
-    def extent(self, key: Key) -> Tensor:
+    def extent(self, key: ExpertKey) -> Tensor:
         """An expert's bytes, once they have been read."""
         asked = self._asked[key]
         begin = asked.slot * self._slot_bytes
@@ -240,14 +240,14 @@ class DriveExperts:
             self._check(key, held)
         return held
 
-    def give_back(self, key: Key, mark: Mark | None) -> None:
+    def give_back(self, key: ExpertKey, mark: StreamMark | None) -> None:
         """Frees an expert's slot; its read ends."""
         asked = self._asked.pop(key)
         if asked.ticket is not None:
             self._reads.cancel(asked.ticket)
         self._free.append((asked.slot, mark))
 
-    def _check(self, key: Key, held: Tensor) -> None:
+    def _check(self, key: ExpertKey, held: Tensor) -> None:
         if not self._verify or self._checked[key]:
             return
         if zlib.crc32(held.numpy().data) != int(self._pack.index.crc32[key]):
@@ -256,22 +256,22 @@ class DriveExperts:
         self._checked[key] = True
 
 
-def drive_slot_bytes(pack: Pack) -> int:
-    """The bytes of a slot of `DriveExperts`: of the largest expert, in whole units of reading."""
+def disk_slot_bytes(pack: Pack) -> int:
+    """The bytes of a slot of `DiskExperts`: of the largest expert, in whole units of reading."""
     return whole_blocks(int(pack.index.size.max()))
 
 
-def arena_experts(pack: Pack, arena: HostArena) -> ArenaExperts:
+def arena_experts(pack: Pack, arena: HostArena) -> HostArenaExperts:
     """A pack's experts in an arena, which stays the caller's."""
     layers = [arena.rows(layer_idx) for layer_idx in range(len(pack.layout.experts))]
-    return ArenaExperts(layers, arena.extent_at, pack.index.size)
+    return HostArenaExperts(layers, arena.extent_at, pack.index.size)
 
 
 _SHARE_MEMORY = 0.9  # as in `expert_store`
 
 
 @dataclass(slots=True, eq=False)
-class DeviceExpert:
+class GpuExpert:
     """An expert in pages of the device, which begin at bytes `pages` int64 [n] of the arena.
 
     `record_at`: int32 [f], the host's copy of its row of the table.   `num_records`: that are there or on their
@@ -279,12 +279,12 @@ class DeviceExpert:
     """
 
     layout: ExpertLayout
-    plan: PagePlan
+    plan: RowPlacement
     pages: NDArray[np.int64]
     record_at: NDArray[np.int32]
     num_records: int = 0
     is_asked: bool = True
-    mark: Mark | None = None
+    mark: StreamMark | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -297,7 +297,7 @@ class DeviceExpert:
         return there
 
 
-class DeviceStore:
+class GpuExpertStore:
     """Pages of the device, tables of what lies where, and copies. Memory is taken once, here.
 
     `tables`: by layer.   `asked_bytes`: that were to be copied.   `stall_ns`: how long the host waited for its own
@@ -324,25 +324,25 @@ class DeviceStore:
         self._pack, self._ring, self._num_pages = pack, ring, num_pages
         self._rows_below = rows_below if host.holds_all else 0.0
         self._share_running = np.zeros(len(pack.layout.experts))
-        self._held: dict[Key, DeviceExpert] = {}
-        self._asked: dict[Key, DeviceExpert] = {}  # of these, whose bytes have not been sent yet
+        self._held: dict[ExpertKey, GpuExpert] = {}
+        self._asked: dict[ExpertKey, GpuExpert] = {}  # of these, whose bytes have not been sent yet
         self._arena = device.on_device(num_pages * page_bytes)
         self._free = list(range(num_pages - 1, -1, -1))
-        self._freed_at: list[Mark | None] = [None] * num_pages
+        self._freed_at: list[StreamMark | None] = [None] * num_pages
         self.tables, self._mirrors = _make_tables(pack, device, self._arena)
         self._kind_numbers = [tables.kind.tolist() for tables in self.tables]
-        self._tables_at: dict[Key, Mark] = {}
-        self._dropped_at: dict[Key, Mark] = {}
+        self._tables_at: dict[ExpertKey, StreamMark] = {}
+        self._dropped_at: dict[ExpertKey, StreamMark] = {}
         device.wait("copy", device.record("compute"))  # tables are made before they are written to
 
-    def fetch(self, key: Key, urgent: bool) -> None:
+    def fetch(self, key: ExpertKey, urgent: bool) -> None:
         """Gives an expert its pages and begins to copy it: whole, or its selector where few of its neurons will run."""
         layout = self._pack.layout.experts[key.layer_idx][key.expert]
         plan = page_plan(layout, self.page_bytes)
         self._wait_for_tables(key)
         record_at = self._mirrors[key.layer_idx][1][key.expert].numpy()
         record_at.fill(-1)
-        held = self._held[key] = DeviceExpert(layout, plan, self._take(key, len(plan.begins)), record_at)
+        held = self._held[key] = GpuExpert(layout, plan, self._take(key, len(plan.begins)), record_at)
         while not self.host.has_room():
             self._send(next(iter(self._asked)))
         self.host.begin(key, urgent)
@@ -354,7 +354,7 @@ class DeviceStore:
         for key in [key for key in self._asked if self.host.is_there(key)]:
             self._send(key)
 
-    def drop(self, key: Key) -> None:
+    def drop(self, key: ExpertKey) -> None:
         """Takes an expert's pages back; what has been asked to compute with it still does."""
         held = self._held.pop(key)
         if held.is_asked:
@@ -365,21 +365,21 @@ class DeviceStore:
             self._freed_at[page] = mark
             self._free.append(page)
 
-    def stop(self, key: Key) -> None:
+    def stop(self, key: ExpertKey) -> None:
         """Nothing: rows on their way stay on it."""
 
-    def promote(self, key: Key) -> None:
+    def promote(self, key: ExpertKey) -> None:
         """Reads an expert, whose turn it was not, before all that is not needed yet; copies keep their order."""
         if self._held[key].is_asked:
             self.host.promote(key)
 
-    def is_here(self, key: Key) -> bool:
+    def is_here(self, key: ExpertKey) -> bool:
         """Whether all that was asked for of an expert has been copied."""
         self.send_what_came()
         held = self._held[key]
         return not held.is_asked and (held.mark is None or self.device.is_done(held.mark))
 
-    def arrive(self, key: Key) -> DeviceExpert:
+    def arrive(self, key: ExpertKey) -> GpuExpert:
         """The expert; what is launched from now on has all that was asked for of it.
 
         Raises:  PackError if it is damaged or cannot be read.
@@ -393,17 +393,17 @@ class DeviceStore:
                 held.mark = None
         return held
 
-    def kind(self, key: Key) -> ExpertKind:
+    def kind(self, key: ExpertKey) -> ExpertKind:
         """How an expert is stored and run, which the host knows without asking the device."""
         kind: ExpertKind = self.tables[key.layer_idx].kinds[self._kind_numbers[key.layer_idx][key.expert]]
         return kind
 
-    def running(self, key: Key, share: float) -> None:
+    def running(self, key: ExpertKey, share: float) -> None:
         """Takes note of the share of an expert's neurons that ran."""
         mean = self._share_running[key.layer_idx]
         self._share_running[key.layer_idx] = _SHARE_MEMORY * mean + (1 - _SHARE_MEMORY) * share
 
-    def fetch_records(self, key: Key, neurons: NDArray[np.int32], urgent: bool) -> None:
+    def fetch_records(self, key: ExpertKey, neurons: NDArray[np.int32], urgent: bool) -> None:
         """Begins to copy the records of some neurons (rising) of an expert whose selector is there, or all it lacks."""
         held = self._held[key]
         assert not held.is_asked, "its selector first"
@@ -425,7 +425,7 @@ class DeviceStore:
         held.num_records += len(missing)
         self._send_table(key, held, with_selector=False)
 
-    def _send(self, key: Key) -> None:
+    def _send(self, key: ExpertKey) -> None:
         """Copies what has been asked of the host, once it is there: whole, or the selector alone."""
         held = self._held[key]
         started = time.perf_counter_ns()
@@ -448,7 +448,7 @@ class DeviceStore:
         self._send_table(key, held, with_selector=selector_at is not None)
         self.host.give_back(key, held.mark)
 
-    def _send_table(self, key: Key, held: DeviceExpert, with_selector: bool) -> None:
+    def _send_table(self, key: ExpertKey, held: GpuExpert, with_selector: bool) -> None:
         tables, (selector_at, record_at) = self.tables[key.layer_idx], self._mirrors[key.layer_idx]
         if with_selector:
             assert tables.selector_at is not None and selector_at is not None, "asked only then"
@@ -456,13 +456,13 @@ class DeviceStore:
         self.device.copy(tables.record_at[key.expert], record_at[key.expert], "copy")
         held.mark = self._tables_at[key] = self.device.record("copy")
 
-    def _wait_for_tables(self, key: Key) -> None:
+    def _wait_for_tables(self, key: ExpertKey) -> None:
         """Lets the host write an expert's tables anew: the last copy of them has read them."""
         mark = self._tables_at.get(key)
         if mark is not None and not self.device.is_done(mark):
             self.device.synchronize(mark, "host memory is reused")
 
-    def _take(self, key: Key, count: int) -> NDArray[np.int64]:
+    def _take(self, key: ExpertKey, count: int) -> NDArray[np.int64]:
         """Pages, which copies asked for from now on may write to, as they may to the expert's tables."""
         assert count <= len(self._free), "the residency keeps to the pages there are"
         pages = [self._free.pop() for _ in range(count)]
@@ -475,22 +475,22 @@ class DeviceStore:
             self._freed_at[page] = None
         return np.array(pages, np.int64) * self.page_bytes
 
-    def _places(self, held: DeviceExpert, laid: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _places(self, held: GpuExpert, laid: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where in the arena rows lie, by where they would if the expert's pages were laid one after the other."""
         places: NDArray[np.int64] = held.pages[laid // self.page_bytes] + laid % self.page_bytes
         return places
 
-    def _pieces(self, places: NDArray[np.int64], row_bytes: int, most_rows: int) -> list[Piece]:
+    def _pieces(self, places: NDArray[np.int64], row_bytes: int, most_rows: int) -> list[RowRange]:
         """Rows at these places of the arena in pieces that lie in a row, `most_rows` each at most."""
         breaks = [0, *(np.flatnonzero(np.diff(places) != row_bytes) + 1).tolist(), len(places)]
         pieces = []
         for run, end in pairwise(breaks):
             for first in range(run, end, most_rows):
                 stop, begin = min(first + most_rows, end), int(places[first])
-                pieces.append(Piece(first, stop, self._arena[begin : begin + (stop - first) * row_bytes]))
+                pieces.append(RowRange(first, stop, self._arena[begin : begin + (stop - first) * row_bytes]))
         return pieces
 
-    def _by_rows(self, key: Key, held: DeviceExpert) -> bool:
+    def _by_rows(self, key: ExpertKey, held: GpuExpert) -> bool:
         has_threshold = self._pack.thresholds[key] > 0 and held.layout.selector is not None
         return bool(has_threshold and self._share_running[key.layer_idx] < self._rows_below)
 

@@ -7,7 +7,7 @@ A card's memory for experts: what is always there, and pages for the rest, each 
 Owns the arena on the device; host memory (`HostArena`) is the caller's. Needs triton: imported by engines on a card
 alone. What is always there `card_placement` decides, who has pages `kernels.admit`, `kernels.pull` brings rows.
 
-A pack's weights on a card: the dense part in one piece, experts in a `CardCache`. Importing this needs triton.
+A pack's weights on a card: the dense part in one piece, experts in a `GpuExpertCache`. Importing this needs triton.
 """
 
 from dataclasses import dataclass
@@ -27,15 +27,15 @@ from moe_pack.runtime.gpu.kernels.cache import (
     HostRows,
     LayerTables,
     Selection,
-    admit,
+    gather_records_from_host,
+    gather_selectors_from_host,
     kind_of,
-    pull_records,
-    pull_selectors,
+    lru_update,
 )
 from moe_pack.runtime.gpu.kernels.experts import expert_many, workspace_floats
 from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemm, gemv
-from moe_pack.runtime.gpu.kernels.rows import Part, part_of, stored_part
-from moe_pack.runtime.gpu.placement import CardPlacement
+from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
+from moe_pack.runtime.gpu.placement import GpuPlacement
 from moe_pack.runtime.model import (
     ExpertRunner,
     Matrix,
@@ -59,7 +59,7 @@ class DeviceMatrix(InMemoryMatrix):
         self._plain: RowMatrix | StoredMatrix
         if dense.rows is not None:
             self._held = raw.view(-1, dense.rows.row_bytes)
-            self.part: Part = part_of(dense.rows, dense.rows.parts[0].name)
+            self.part: RowPart = part_of(dense.rows, dense.rows.parts[0].name)
             self._plain = RowMatrix(dense.rows, self._held)
         else:
             self._held = raw.view(TORCH_DTYPES[dense.dtype]).view(-1, self.num_cols)
@@ -119,11 +119,11 @@ NUM_COUNTERS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CardLayer:
+class GpuCacheLayer:
     """A layer's experts on the device: `tables` for the kernels that compute, `state` and `host` for what comes.
 
     `kind_of`: each expert's kind, as the host knows it.
-    Where layers share their pages (`state.keeps` is False), what is pulled is there until another layer's `admit`.
+    Where layers share their pages (`state.keeps` is False), what is pulled is there until another layer's `lru_update`.
     `has_dynamic_selectors`, `has_dynamic_records`: whether any have to be pulled, ever.
     """
 
@@ -134,25 +134,27 @@ class CardLayer:
     has_dynamic_selectors: bool
     has_dynamic_records: bool
 
-    def admit(self, experts: Tensor) -> None:
+    def lru_update(self, experts: Tensor) -> None:
         """Gives these experts their pages, where they take any, and counts hits; see `kernels.admit`. Launches only.
 
         Args:    experts: int32 [n], each once, on the device; n at most k.
         """
-        admit(experts, self.state, self.tables)
+        lru_update(experts, self.state, self.tables)
 
-    def pull_selectors(self, experts: Tensor, num_programs: int = NUM_PROGRAMS) -> None:
-        """Brings their selector rows that are not there, after `admit`. Launches only, nothing where all are there."""
+    def gather_selectors_from_host(self, experts: Tensor, num_programs: int = NUM_PROGRAMS) -> None:
+        """Brings the selector rows that are missing, after `lru_update`. Launches only; brings nothing if none is missing."""
         if self.has_dynamic_selectors:
-            pull_selectors(experts, self.tables, self.state, self.host, num_programs)
+            gather_selectors_from_host(experts, self.tables, self.state, self.host, num_programs)
 
-    def pull_records(self, experts: Tensor, selection: Selection | None, num_programs: int = NUM_PROGRAMS) -> None:
-        """Brings their selected records (all, for None) that are not there, after `admit`. Launches only."""
+    def gather_records_from_host(
+        self, experts: Tensor, selection: Selection | None, num_programs: int = NUM_PROGRAMS
+    ) -> None:
+        """Brings their selected records (all, for None) that are not there, after `lru_update`. Launches only."""
         if self.has_dynamic_records:
-            pull_records(experts, selection, self.tables, self.state, self.host, num_programs)
+            gather_records_from_host(experts, selection, self.tables, self.state, self.host, num_programs)
 
 
-class CardCache:
+class GpuExpertCache:
     """All layers' experts on a device, in one allocation. Owns it: `close` it.
 
     `layers`: one for each MoE layer.   `placement`: what it was made by.   `counters`: int64 [L, 4] on the device:
@@ -160,7 +162,7 @@ class CardCache:
     placement's `num_bytes`.
     """
 
-    def __init__(self, pack: Pack, placement: CardPlacement, host: HostArena, device: torch.device) -> None:
+    def __init__(self, pack: Pack, placement: GpuPlacement, host: HostArena, device: torch.device) -> None:
         """Allocates, copies what is always there, and fills the tables.
 
         Args:    placement: of `place_experts`.   host: all experts' extents; locked, for a card that lacks some.
@@ -176,7 +178,7 @@ class CardCache:
         self.placement, self.num_bytes = placement, placement.num_bytes
         self.counters = memory.put(torch.zeros((num_layers, NUM_COUNTERS), dtype=torch.int64))
         shared = memory.take(placement.pages_bytes) if placement.is_shared else None
-        self.layers: tuple[CardLayer, ...] = tuple(
+        self.layers: tuple[GpuCacheLayer, ...] = tuple(
             _layer(pack, l, placement, host, memory, shared, self.counters[l]) for l in range(num_layers)
         )
 
@@ -215,12 +217,12 @@ class _Memory:
 def _layer(
     pack: Pack,
     l: int,
-    placement: CardPlacement,
+    placement: GpuPlacement,
     host: HostArena,
     memory: _Memory,
     shared: Tensor | None,
     counters: Tensor,
-) -> CardLayer:
+) -> GpuCacheLayer:
     layouts, num_pages = pack.layout.experts[l], int(placement.num_pages[l])
     is_dynamic, first = placement.selector_is_dynamic[l], placement.first_dynamic[l]
     resident = int(placement.resident_bytes[l])
@@ -257,11 +259,11 @@ def _layer(
     state = state.put(memory.put, counters)
     rows = HostRows(host.rows(l), memory.put(torch.from_numpy(host.extent_at[l] // 16)))
     has_dynamic_records = bool((first < layouts[0].num_rows).any())
-    return CardLayer(tables, state, rows, kind, bool(is_dynamic.any()), has_dynamic_records)
+    return GpuCacheLayer(tables, state, rows, kind, bool(is_dynamic.any()), has_dynamic_records)
 
 
 def _keep(
-    pack: Pack, l: int, placement: CardPlacement, host: HostArena, arena: Tensor, begin: int
+    pack: Pack, l: int, placement: GpuPlacement, host: HostArena, arena: Tensor, begin: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Copies what is always there of a layer to the arena, from `begin` on; its rows' places, as for `LayerTables`."""
     layouts, source = pack.layout.experts[l], host.rows(l)
@@ -282,14 +284,14 @@ def _keep(
     return selector_at, record_at
 
 
-class CardWeights(PackWeights, ExpertRunner):
+class GpuWeights(PackWeights, ExpertRunner):
     """The weights of an open pack on a device; the cache of its experts stays the caller's.
 
     Many tokens are run here, one expert after the other, made whole first; one token by `TokenStep`, without the host.
     Args:    chunk_tokens: of a forward pass, at most.
     """
 
-    def __init__(self, pack: Pack, device: torch.device, cache: CardCache, chunk_tokens: int) -> None:
+    def __init__(self, pack: Pack, device: torch.device, cache: GpuExpertCache, chunk_tokens: int) -> None:
         super().__init__(pack, device)
         self.cache = cache
         self._numbers = torch.arange(pack.spec.router.num_experts, dtype=torch.int32, device=device)

@@ -149,19 +149,19 @@ def most_chunk_tokens(context_tokens: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BudgetOptionNames:
     """The options that a budget and a context were asked for with."""
 
     budget: str
     context: str
 
 
-AS_BUDGET = Asked("--budget", "--max-tokens")
-AS_TARGET = Asked("--target-vram", "--context")
+AS_BUDGET = BudgetOptionNames("--budget", "--max-tokens")
+AS_TARGET = BudgetOptionNames("--target-vram", "--context")
 
 
 def divide_or_refuse(
-    budget_bytes: int, needs: MemoryNeeds, context_tokens: int, asked_as: Asked, advice: str = "give more"
+    budget_bytes: int, needs: MemoryNeeds, context_tokens: int, asked_as: BudgetOptionNames, advice: str = "give more"
 ) -> Division:
     """Divides the budget of a whole engine.
 
@@ -253,7 +253,11 @@ def cpu_needs(layout: PackLayout, pages: tuple[int, int], context_tokens: int, p
 
 
 def divide_budget(
-    layout: PackLayout, budget_bytes: int, context_tokens: int, predictor_bytes: int, asked_as: Asked = AS_BUDGET
+    layout: PackLayout,
+    budget_bytes: int,
+    context_tokens: int,
+    predictor_bytes: int,
+    asked_as: BudgetOptionNames = AS_BUDGET,
 ) -> BudgetPlan:
     """Divides the budget of the CPU's memory for running a pack, which need not exist yet: all that is left is pages.
 
@@ -358,12 +362,12 @@ Array = NDArray[Any]
 
 OVERHEAD_BYTES = 500_000_000  # of the driver's context and the libraries' kernels; assumed where none is measured
 STAGING_BYTES = 32 << 20  # two copies of 16 MiB on their way
-CARD_PAGE_BYTES = 256 << 10
+GPU_PAGE_BYTES = 256 << 10
 BF16_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CardPlan:
+class GpuMemoryPlan:
     """A GPU's memory, divided, in bytes but for the last four.
 
     `selectors`, `hot_rows`: that are always there; `pages`: for what comes and goes.   `chunk_tokens`: of a forward
@@ -414,14 +418,14 @@ class CardPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Compression:
+class LinkCompression:
     """How many times less of an expert crosses the link than its 16-bit weights: codes alone, and as stored."""
 
     codes: float
     stored: float
 
 
-def expert_compression(expert: ExpertLayout, sparsity: float) -> Compression:
+def expert_compression(expert: ExpertLayout, sparsity: float) -> LinkCompression:
     """What an expert's selector and running records come to, by its three matrices in 16 bit.
 
     `codes` leaves out scales, zeros, CRC and padding.
@@ -431,11 +435,11 @@ def expert_compression(expert: ExpertLayout, sparsity: float) -> Compression:
     num_cols, num_parts = expert.records.num_cols, sum(len(rows.parts) for rows, _ in halves)
     source = 2 * num_parts * num_cols
     codes = sum(share * part.format.code_bytes(num_cols) for rows, share in halves for part in rows.parts)
-    return Compression(source / codes, source / sum(share * rows.row_bytes for rows, share in halves))
+    return LinkCompression(source / codes, source / sum(share * rows.row_bytes for rows, share in halves))
 
 
 @dataclass(frozen=True, slots=True)
-class CardCosts:
+class GpuCosts:
     """What a GPU spends whatever lies in the pack.
 
     `value_bytes`: of a number in the key-value cache.   `overhead_bytes`: what the driver charges a process that has
@@ -446,15 +450,15 @@ class CardCosts:
     overhead_bytes: int = OVERHEAD_BYTES
 
 
-PLANNED_COSTS = CardCosts()
+PLANNED_COSTS = GpuCosts()
 
 
 def gpu_needs(
-    layout: PackLayout, context_tokens: int, predictor_bytes: int, costs: CardCosts = PLANNED_COSTS
+    layout: PackLayout, context_tokens: int, predictor_bytes: int, costs: GpuCosts = PLANNED_COSTS
 ) -> MemoryNeeds:
     """Returns what an engine of a GPU needs, before anything is measured."""
     dense, spec, sizes = layout.dense_file.num_bytes, layout.spec, extent_bytes(layout)
-    largest = -(-int(sizes.max()) // CARD_PAGE_BYTES) * CARD_PAGE_BYTES
+    largest = -(-int(sizes.max()) // GPU_PAGE_BYTES) * GPU_PAGE_BYTES
 
     def fixed(chunk_tokens: int) -> FixedParts:
         cache = costs.value_bytes * cache_values(spec, context_tokens, chunk_tokens)
@@ -465,7 +469,9 @@ def gpu_needs(
     return MemoryNeeds(fixed, longest, LEAST_PREFILL_TOKENS, largest, int(sizes.sum()), usual_share=8)
 
 
-def divide_gpu(needs: MemoryNeeds, budget_bytes: int, context_tokens: int, asked_as: Asked = AS_TARGET) -> Division:
+def divide_gpu(
+    needs: MemoryNeeds, budget_bytes: int, context_tokens: int, asked_as: BudgetOptionNames = AS_TARGET
+) -> Division:
     """Divides a GPU's memory into fixed parts and what is left for experts.
 
     Args:    needs: of `gpu_needs` for as many tokens.
@@ -475,7 +481,7 @@ def divide_gpu(needs: MemoryNeeds, budget_bytes: int, context_tokens: int, asked
     return divide_or_refuse(budget_bytes, needs, context_tokens, asked_as, advice)
 
 
-def divide_card(
+def best_gpu_plan(
     layout: PackLayout,
     budget_bytes: int,
     context_tokens: int,
@@ -483,8 +489,8 @@ def divide_card(
     popularity: Array,
     heat: Array,
     page_share: float,
-    costs: CardCosts = PLANNED_COSTS,
-) -> CardPlan:
+    costs: GpuCosts = PLANNED_COSTS,
+) -> GpuMemoryPlan:
     """Divides a GPU's memory, as a plan of a pack expects it.
 
     Where all experts fit after the fixed parts, all of them stay. Otherwise `page_share` of the experts' bytes, and the
@@ -499,30 +505,32 @@ def divide_card(
     division = divide_gpu(needs, budget_bytes, context_tokens)
     room, pages = division.experts, 0
     if needs.all_experts > room:
-        pages = max(needs.largest, int(page_share * room) // CARD_PAGE_BYTES * CARD_PAGE_BYTES)
-    selector_share, row_shares, selectors, rows = hold(layout, popularity, heat, room - pages)
-    return CardPlan(
+        pages = max(needs.largest, int(page_share * room) // GPU_PAGE_BYTES * GPU_PAGE_BYTES)
+    selector_share, row_shares, selectors, rows = with_kept_bytes(layout, popularity, heat, room - pages)
+    return GpuMemoryPlan(
         budget_bytes,
         division.fixed,
         selectors,
         rows,
         pages,
         division.chunk_tokens,
-        CARD_PAGE_BYTES,
+        GPU_PAGE_BYTES,
         selector_share,
         row_shares,
     )
 
 
-def least_card(layout: PackLayout, context_tokens: int, predictor_bytes: int, costs: CardCosts = PLANNED_COSTS) -> int:
-    """Returns the smallest budget that `divide_card` divides."""
+def least_gpu_budget(
+    layout: PackLayout, context_tokens: int, predictor_bytes: int, costs: GpuCosts = PLANNED_COSTS
+) -> int:
+    """Returns the smallest budget that `best_gpu_plan` divides."""
     return gpu_needs(layout, context_tokens, predictor_bytes, costs).least_budget
 
 
-def hold(layout: PackLayout, popularity: Array, heat: Array, room: int) -> tuple[Array, Array, int, int]:
+def with_kept_bytes(layout: PackLayout, popularity: Array, heat: Array, room: int) -> tuple[Array, Array, int, int]:
     """The shares of selectors [L, E] and of slices [L, E, H] to hold in so many bytes, and what both come to.
 
-    Args:    popularity, heat: as `divide_card` takes them.
+    Args:    popularity, heat: as `best_gpu_plan` takes them.
     """
     L, E, H = heat.shape
     row_bytes = np.array([[[e.selector.row_bytes if e.selector else 0, e.records.row_bytes] for e in layer]

@@ -16,33 +16,33 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 
-class Key(NamedTuple):
+class ExpertKey(NamedTuple):
     """An expert of the `layer_idx`-th MoE layer."""
 
     layer_idx: int
     expert: int
 
 
-class Fetch(NamedTuple):
+class FetchEvent(NamedTuple):
     """Bring this expert in; it has been given its pages."""
 
-    key: Key
+    key: ExpertKey
 
 
-class Drop(NamedTuple):
+class EvictEvent(NamedTuple):
     """This expert's pages are free from now on."""
 
-    key: Key
+    key: ExpertKey
 
 
-class Compute(NamedTuple):
+class ComputeEvent(NamedTuple):
     """Run this expert for its tokens. `is_hit`: it was there, or on its way, when the router spoke."""
 
-    key: Key
+    key: ExpertKey
     is_hit: bool
 
 
-Event = Fetch | Drop | Compute
+Event = FetchEvent | EvictEvent | ComputeEvent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,15 +70,15 @@ class Eviction(Protocol):
         """
         ...
 
-    def used(self, key: Key) -> None:
+    def used(self, key: ExpertKey) -> None:
         """An expert has been computed."""
         ...
 
-    def fetched(self, key: Key) -> None:
+    def fetched(self, key: ExpertKey) -> None:
         """An expert is being brought in, foretold or needed."""
         ...
 
-    def dropped(self, key: Key) -> None:
+    def dropped(self, key: ExpertKey) -> None:
         """An expert is out again."""
         ...
 
@@ -90,14 +90,16 @@ class Eviction(Protocol):
         ...
 
 
-class Residency:
+class ExpertCache:
     """The experts in fast memory. `placed` are in from the start and stay.
 
     `is_resident`, `is_locked` bool [L, E]: locked ones are needed before the forward pass leaves its layer.
     `num_waiting`: experts that the layer needs and for which there has been no room yet.
     """
 
-    def __init__(self, facts: CacheFacts, eviction: Eviction, placed: Iterable[Key] = (), keeps: bool = True) -> None:
+    def __init__(
+        self, facts: CacheFacts, eviction: Eviction, placed: Iterable[ExpertKey] = (), keeps: bool = True
+    ) -> None:
         """`keeps`: whether experts that were needed stay; without, only the placed ones do."""
         self.facts = facts
         self.is_resident = np.zeros(facts.pages.shape, bool)
@@ -120,7 +122,7 @@ class Residency:
         this layer still needs. Each is computed once. The caller carries out every event before it takes the next.
         """
         self._eviction.routed(layer_idx, experts, scores)
-        keys = [Key(layer_idx, expert) for expert in experts]
+        keys = [ExpertKey(layer_idx, expert) for expert in experts]
         hits = [key for key in keys if self.is_resident[key]]
         waiting = deque(key for key in keys if not self.is_resident[key])
         order = [(key, True) for key in hits] + [(key, False) for key in waiting]
@@ -132,7 +134,7 @@ class Residency:
                     yield from self._bring(waiting.popleft(), layer_idx)
                 self.num_waiting = len(waiting)
                 assert self.is_resident[key], "whatever came before is unlocked, so that there is room"
-                yield Compute(key, is_hit)
+                yield ComputeEvent(key, is_hit)
                 self._eviction.used(key)
                 self.is_locked[key] = False
                 if not (self._keeps or self.is_placed[key]):
@@ -147,7 +149,7 @@ class Residency:
 
         What that layer needs, and what is foretold and in, is not dropped for it; once there is no room, it ends.
         """
-        keys = [Key(layer_idx, expert) for expert in experts]
+        keys = [ExpertKey(layer_idx, expert) for expert in experts]
         held = [key for key in keys if self.is_resident[key] and not self.is_locked[key]]
         for key in held:
             self.is_locked[key] = True
@@ -163,38 +165,38 @@ class Residency:
             for key in held:
                 self.is_locked[key] = False
 
-    def abandon(self, key: Key) -> None:
+    def abandon(self, key: ExpertKey) -> None:
         """A foretold expert that was not chosen, and of which not all has arrived, is out again."""
         assert self.is_resident[key] and not (self.is_locked[key] or self.is_placed[key]), "it is not needed now"
         self._drop(key)
 
-    def _bring(self, key: Key, layer_idx: int) -> Iterator[Event]:
+    def _bring(self, key: ExpertKey, layer_idx: int) -> Iterator[Event]:
         while self.free_pages < self.facts.pages[key]:
             yield self._drop(self._least(self._eviction.worth(layer_idx)))
         self._take(key)
         self.is_locked[key] = True
         self._eviction.fetched(key)
-        yield Fetch(key)
+        yield FetchEvent(key)
 
     def _evictable(self) -> Array:
         evictable: Array = self.is_resident & ~self.is_locked & ~self.is_placed
         return evictable
 
-    def _fits(self, key: Key, layer_idx: int) -> bool:
+    def _fits(self, key: ExpertKey, layer_idx: int) -> bool:
         needed = self.facts.pages[key] - self.free_pages
         return bool(needed <= 0 or self.facts.pages[self._evictable()].sum() >= needed)
 
-    def _least(self, worth: Array) -> Key:
+    def _least(self, worth: Array) -> ExpertKey:
         place = int(np.argmin(np.where(self._evictable(), worth, np.inf)))
-        return Key(*divmod(place, worth.shape[1]))
+        return ExpertKey(*divmod(place, worth.shape[1]))
 
-    def _take(self, key: Key) -> None:
+    def _take(self, key: ExpertKey) -> None:
         assert not self.is_resident[key] and self.free_pages >= self.facts.pages[key], "what fits is brought in once"
         self.free_pages -= int(self.facts.pages[key])
         self.is_resident[key] = True
 
-    def _drop(self, key: Key) -> Drop:
+    def _drop(self, key: ExpertKey) -> EvictEvent:
         self.free_pages += int(self.facts.pages[key])
         self.is_resident[key] = self.is_locked[key] = False
         self._eviction.dropped(key)
-        return Drop(key)
+        return EvictEvent(key)

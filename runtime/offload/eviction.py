@@ -32,7 +32,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_pack.runtime.offload.cache import Array, CacheFacts, Key
+from moe_pack.runtime.offload.cache import Array, CacheFacts, ExpertKey
 
 
 class LRU:
@@ -45,16 +45,16 @@ class LRU:
     def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
         """Nothing: what is chosen is used soon."""
 
-    def used(self, key: Key) -> None:
+    def used(self, key: ExpertKey) -> None:
         """It is the latest now."""
         self._clock += 1
         self._last[key] = self._clock
 
-    def fetched(self, key: Key) -> None:
+    def fetched(self, key: ExpertKey) -> None:
         """It is the latest now: foretold, it is needed soon."""
         self.used(key)
 
-    def dropped(self, key: Key) -> None:
+    def dropped(self, key: ExpertKey) -> None:
         """Nothing: when it was used stays true."""
 
     def worth(self, layer_idx: int) -> Array:
@@ -75,12 +75,12 @@ class LayerLRU(LRU):
         self._share = facts.num_pages / len(facts.pages)
         self._held = np.zeros(len(facts.pages), np.int64)  # pages by layer; what is placed is not in them
 
-    def fetched(self, key: Key) -> None:
+    def fetched(self, key: ExpertKey) -> None:
         """It is the latest now, and takes of its layer's share."""
         super().fetched(key)
         self._held[key.layer_idx] += self._pages[key]
 
-    def dropped(self, key: Key) -> None:
+    def dropped(self, key: ExpertKey) -> None:
         """It takes no more of its layer's share."""
         self._held[key.layer_idx] -= self._pages[key]
 
@@ -104,16 +104,16 @@ class LFU:
     def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
         """Nothing: what is chosen is used soon."""
 
-    def used(self, key: Key) -> None:
+    def used(self, key: ExpertKey) -> None:
         """Once more, and the latest now."""
         self._clock += 1
         self._uses[key] += 1
         self._last[key] = self._clock
 
-    def fetched(self, key: Key) -> None:
+    def fetched(self, key: ExpertKey) -> None:
         """Nothing: it counts when it is used."""
 
-    def dropped(self, key: Key) -> None:
+    def dropped(self, key: ExpertKey) -> None:
         """Nothing: uses are counted whether it is in or not."""
 
     def worth(self, layer_idx: int) -> Array:
@@ -137,13 +137,13 @@ class EdgeMoE:
         """Those chosen are chosen once more."""
         self._frequency[layer_idx, experts] += 1
 
-    def used(self, key: Key) -> None:
+    def used(self, key: ExpertKey) -> None:
         """Nothing: it was counted when it was chosen."""
 
-    def fetched(self, key: Key) -> None:
+    def fetched(self, key: ExpertKey) -> None:
         """Nothing."""
 
-    def dropped(self, key: Key) -> None:
+    def dropped(self, key: ExpertKey) -> None:
         """Nothing."""
 
     def worth(self, layer_idx: int) -> Array:
@@ -180,13 +180,13 @@ class Importance:
         self._sums[layer_idx] += held
         self._num_passes[layer_idx] += 1
 
-    def used(self, key: Key) -> None:
+    def used(self, key: ExpertKey) -> None:
         """Nothing: it was counted with all others."""
 
-    def fetched(self, key: Key) -> None:
+    def fetched(self, key: ExpertKey) -> None:
         """Nothing."""
 
-    def dropped(self, key: Key) -> None:
+    def dropped(self, key: ExpertKey) -> None:
         """Nothing."""
 
     def worth(self, layer_idx: int) -> Array:
@@ -196,24 +196,24 @@ class Importance:
         return worth
 
 
-def placed_by_popularity(facts: CacheFacts, num_pages: int) -> list[Key]:
+def placed_by_popularity(facts: CacheFacts, num_pages: int) -> list[ExpertKey]:
     """The experts to place in so many pages, most popular first, over all layers.
 
     What fits no more is passed over for what does. Unless all are placed, room is left in which the others take turns:
     for the largest expert. Among equals the lower layer, then the lower expert comes first.
     """
     if facts.pages.sum() <= num_pages:
-        return [Key(*divmod(place, facts.pages.shape[1])) for place in range(facts.pages.size)]
+        return [ExpertKey(*divmod(place, facts.pages.shape[1])) for place in range(facts.pages.size)]
     room, placed = min(num_pages, facts.num_pages - int(facts.pages.max())), []
     for place in np.argsort(-facts.popularity.ravel(), kind="stable").tolist():
-        key = Key(*divmod(place, facts.pages.shape[1]))
+        key = ExpertKey(*divmod(place, facts.pages.shape[1]))
         if facts.pages[key] <= room:
             room -= int(facts.pages[key])
             placed.append(key)
     return placed
 
 
-class Static:
+class NoEviction:
     """Nothing is worth more than another: for those that place experts and keep none beside."""
 
     def __init__(self, facts: CacheFacts) -> None:
@@ -222,13 +222,13 @@ class Static:
     def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
         """Nothing."""
 
-    def used(self, key: Key) -> None:
+    def used(self, key: ExpertKey) -> None:
         """Nothing."""
 
-    def fetched(self, key: Key) -> None:
+    def fetched(self, key: ExpertKey) -> None:
         """Nothing."""
 
-    def dropped(self, key: Key) -> None:
+    def dropped(self, key: ExpertKey) -> None:
         """Nothing."""
 
     def worth(self, layer_idx: int) -> Array:
@@ -259,13 +259,13 @@ class Belady:
         self._num_done += 1
         self._worth[layer_idx, experts] = self._next.pop()
 
-    def used(self, key: Key) -> None:
+    def used(self, key: ExpertKey) -> None:
         """Nothing: what comes is known."""
 
-    def fetched(self, key: Key) -> None:
+    def fetched(self, key: ExpertKey) -> None:
         """Nothing."""
 
-    def dropped(self, key: Key) -> None:
+    def dropped(self, key: ExpertKey) -> None:
         """Nothing."""
 
     def worth(self, layer_idx: int) -> Array:

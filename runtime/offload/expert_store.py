@@ -38,10 +38,10 @@ from moe_pack.formats import (
     RunError,
     Selector,
 )
-from moe_pack.runtime.cpu import ExpertRows, Kernels, PagedRows, Selected, expert_numbers
+from moe_pack.runtime.cpu import ExpertRows, Kernels, PagedRows, SelectedNeurons, expert_numbers
 from moe_pack.runtime.model import NativeOperations, NeuronBlock, Operations, PackedExpert, run_expert
 from moe_pack.runtime.offload.budget import BudgetPlan
-from moe_pack.runtime.offload.cache import Key
+from moe_pack.runtime.offload.cache import ExpertKey
 from moe_pack.runtime.offload.disk import PageArena, Reads
 
 _EVENTS_AT_ONCE = 1000  # kept in memory between two writes
@@ -353,11 +353,11 @@ class NativePagedOperations(PagedOperations):
         """Checks the records of some neurons. Raises PackError naming the first that is damaged."""
         expert.check_rows(self._kernels, neurons, number)
 
-    def select(self, x: Tensor, expert: PagedExpert) -> Selected:
+    def select(self, x: Tensor, expert: PagedExpert) -> SelectedNeurons:
         """Returns which neurons of an expert run for tokens float32 [T, d], by its selector."""
         return self._kernels.select(x, expert.rows)
 
-    def run_rows(self, x: Tensor, expert: PagedExpert, selected: Selected) -> Tensor:
+    def run_rows(self, x: Tensor, expert: PagedExpert, selected: SelectedNeurons) -> Tensor:
         """Returns the output float32 [T, d] of an expert of which the selected neurons' records are there."""
         h = self._kernels.neurons(x, expert.rows, selected)
         return self._kernels.accumulate(h, expert.rows, selected.neurons)
@@ -396,7 +396,7 @@ class ExpertStore:
     ) -> None:
         self.stall_ns = self.asked_bytes = 0
         self._trace = trace
-        self._traced: dict[Key, int] = {}
+        self._traced: dict[ExpertKey, int] = {}
         self._pack, self._verify = pack, verify
         self.operations = paged_operations(operations, pack.spec.expert.function, pack.manifest.selector)
         self.by_rows = self.operations if isinstance(self.operations, NativePagedOperations) else None
@@ -404,8 +404,8 @@ class ExpertStore:
         self._rows_below = 0.0 if self.by_rows is None else rows_below
         self._share_running = np.zeros(len(pack.layout.experts))
         self._checked = np.zeros(pack.index.size.shape, bool)
-        self._held: dict[Key, PagedExpert] = {}
-        self._reading: dict[Key, Blocks] = {}
+        self._held: dict[ExpertKey, PagedExpert] = {}
+        self._reading: dict[ExpertKey, Blocks] = {}
         self._arena = PageArena(plan.num_pages, plan.page_bytes, plan.head_bytes)
         with ExitStack() as opened:
             opened.callback(self._arena.close)
@@ -425,7 +425,7 @@ class ExpertStore:
         """The most pages that experts had at once."""
         return self._arena.peak_pages
 
-    def fetch(self, key: Key, urgent: bool) -> None:
+    def fetch(self, key: ExpertKey, urgent: bool) -> None:
         """Gives an expert its pages and begins to read it: whole, or its selector where few of its neurons will run."""
         layer_idx, expert = key
         layout = self._pack.layout.experts[layer_idx][expert]
@@ -441,12 +441,12 @@ class ExpertStore:
         self._held[key] = held
         self._begin(key, held.selector_blocks() if self._by_rows(key, held) else held.all_blocks(), urgent)
 
-    def drop(self, key: Key) -> None:
+    def drop(self, key: ExpertKey) -> None:
         """Takes an expert's pages back, and ends its read."""
         self.stop(key)
         self._held.pop(key).close()
 
-    def stop(self, key: Key) -> None:
+    def stop(self, key: ExpertKey) -> None:
         """Ends what is being read of an expert, which stays with what it has."""
         held = self._held[key]
         if held.ticket is None:
@@ -456,18 +456,18 @@ class ExpertStore:
         del self._reading[key]
         self._read_ended(key)
 
-    def promote(self, key: Key) -> None:
+    def promote(self, key: ExpertKey) -> None:
         """Reads an expert, whose turn it was not, before all that is not needed yet."""
         held = self._held[key]
         if held.ticket is not None:
             self._reads.promote(held.ticket)
 
-    def is_here(self, key: Key) -> bool:
+    def is_here(self, key: ExpertKey) -> bool:
         """Whether nothing of what was asked for of an expert is still to come."""
         held = self._held[key]
         return held.ticket is None or self._reads.is_done(held.ticket)
 
-    def arrive(self, key: Key) -> PagedExpert:
+    def arrive(self, key: ExpertKey) -> PagedExpert:
         """The expert, once what was asked for of it is there: checked, and every row in one piece.
 
         Raises:  PackError if it is damaged or cannot be read.
@@ -487,12 +487,12 @@ class ExpertStore:
         self._check(key, held)
         return held
 
-    def running(self, key: Key, share: float) -> None:
+    def running(self, key: ExpertKey, share: float) -> None:
         """Takes note of the share of an expert's neurons that ran."""
         mean = self._share_running[key.layer_idx]
         self._share_running[key.layer_idx] = _SHARE_MEMORY * mean + (1 - _SHARE_MEMORY) * share
 
-    def fetch_records(self, key: Key, neurons: NDArray[np.int32], urgent: bool) -> None:
+    def fetch_records(self, key: ExpertKey, neurons: NDArray[np.int32], urgent: bool) -> None:
         """Begins to read the records of some neurons of an expert that is there in part, or all it lacks."""
         held = self._held[key]
         assert held.ticket is None, "one read of an expert at a time"
@@ -503,7 +503,7 @@ class ExpertStore:
         if len(blocks):
             self._begin(key, blocks, urgent)
 
-    def check_records(self, key: Key, neurons: NDArray[np.int32]) -> None:
+    def check_records(self, key: ExpertKey, neurons: NDArray[np.int32]) -> None:
         """Checks the records of some neurons, where they have not been.
 
         Raises:  PackError naming a row that is damaged.
@@ -516,11 +516,11 @@ class ExpertStore:
         self._reads.wait(ticket)
         self.stall_ns += time.perf_counter_ns() - started
 
-    def _read_ended(self, key: Key) -> None:
+    def _read_ended(self, key: ExpertKey) -> None:
         if self._trace is not None:
             self._trace.read_ends(_name(key), self._traced.pop(key))
 
-    def _begin(self, key: Key, blocks: Blocks, urgent: bool) -> None:
+    def _begin(self, key: ExpertKey, blocks: Blocks, urgent: bool) -> None:
         held = self._held[key]
         if self._trace is not None:
             self._traced[key] = self._trace.read_begins(_name(key), len(blocks) * DISK_BLOCK_BYTES, urgent)
@@ -528,11 +528,11 @@ class ExpertStore:
         held.ticket = self._reads.submit(self._files[key.layer_idx], *held.pieces(blocks), urgent)
         self._reading[key] = blocks
 
-    def _by_rows(self, key: Key, held: PagedExpert) -> bool:
+    def _by_rows(self, key: ExpertKey, held: PagedExpert) -> bool:
         has_threshold = self._pack.thresholds[key] > 0 and held.layout.selector is not None
         return bool(has_threshold and self._share_running[key.layer_idx] < self._rows_below)
 
-    def _check(self, key: Key, held: PagedExpert) -> None:
+    def _check(self, key: ExpertKey, held: PagedExpert) -> None:
         """Checks an extent the first time it is there whole, selector rows as often as they come alone."""
         if not self._verify or self._checked[key]:
             return
@@ -547,7 +547,7 @@ class ExpertStore:
             self.by_rows.check_selector(held, key.expert)
 
 
-def _name(key: Key) -> str:
+def _name(key: ExpertKey) -> str:
     return f"layer {key.layer_idx} expert {key.expert}"
 
 

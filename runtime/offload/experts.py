@@ -1,6 +1,6 @@
-"""The staged engine: experts stream from the drive into pages, as routers ask for them or are foretold to.
+"""The loop that offloads: experts come from the disk into pages when routers choose them, or are predicted to.
 
-`Residency` decides, `ExpertStore` moves bytes, its operations compute; here the one's decisions are carried out by the
+`ExpertCache` decides, `ExpertStore` moves bytes, its operations compute; here the one's decisions are carried out by the
 others. Reads of what this layer needs go first, those of what the next will need fill the rest of the drive's time,
 both while what is there is computed. Each expert's output is kept apart, and they are added up in the order of experts:
 the answer is the same, bit for bit, whatever was where and came when.
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from moe_pack.formats import Pack, option
 from moe_pack.formats.spec import first_moe_layers
-from moe_pack.runtime.cpu import Selected
+from moe_pack.runtime.cpu import SelectedNeurons
 from moe_pack.runtime.model import ExpertRunner, Operations, PackWeights, PartialState, tokens_by_expert
 from moe_pack.runtime.model.layer import router_logits
 from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.model.router import router_weights as weights_of
-from moe_pack.runtime.offload.cache import Compute, Drop, Fetch, Key, Residency
+from moe_pack.runtime.offload.cache import ComputeEvent, EvictEvent, ExpertCache, ExpertKey, FetchEvent
 from moe_pack.runtime.offload.expert_store import ExpertStore, PagedExpert, PagedWork, Trace
-from moe_pack.runtime.offload.prefetch import Foreteller, Observed
+from moe_pack.runtime.offload.prefetch import PredictionInput, Prefetcher
 from moe_pack.runtime.offload.record import Recorder
 from moe_pack.runtime.offload.split import substitute
 
@@ -58,17 +58,17 @@ class PhaseCounts:
 
 
 @dataclass(slots=True)
-class Job:
+class ExpertJob:
     """An expert of the layer that runs: its tokens, their weights, and the rows that its outputs stand in."""
 
-    key: Key
+    key: ExpertKey
     tokens: NDArray[np.int64]
     weights: NDArray[np.float32]
     places: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Trust:
+class Approximations:
     """What changes answers, and is off unless asked for.
 
     `substitute`: alpha of importance Algorithm 1: experts that hardly count give way to ones in fast memory.
@@ -96,11 +96,11 @@ class Trust:
     )
 
 
-NO_TRUST = Trust()
+EXACT = Approximations()
 _CPU = torch.device("cpu")
 
 
-class Store(Protocol):
+class ExpertStorage(Protocol):
     """Experts in pages of fast memory, or on their way: `ExpertStore`, or a device's."""
 
     stall_ns: int
@@ -111,43 +111,43 @@ class Store(Protocol):
         """The most pages that experts had at once."""
         ...
 
-    def fetch(self, key: Key, urgent: bool) -> None:
+    def fetch(self, key: ExpertKey, urgent: bool) -> None:
         """Gives an expert its pages and begins to bring it."""
         ...
 
-    def drop(self, key: Key) -> None:
+    def drop(self, key: ExpertKey) -> None:
         """Takes an expert's pages back."""
         ...
 
-    def stop(self, key: Key) -> None:
+    def stop(self, key: ExpertKey) -> None:
         """Ends what is on its way of an expert, which stays with what it has."""
         ...
 
-    def promote(self, key: Key) -> None:
+    def promote(self, key: ExpertKey) -> None:
         """Brings an expert, whose turn it was not, before all that is not needed yet."""
         ...
 
-    def is_here(self, key: Key) -> bool:
+    def is_here(self, key: ExpertKey) -> bool:
         """Whether nothing of what was asked for of an expert is still to come."""
         ...
 
-    def fetch_records(self, key: Key, neurons: NDArray[np.int32], urgent: bool) -> None:
+    def fetch_records(self, key: ExpertKey, neurons: NDArray[np.int32], urgent: bool) -> None:
         """Begins to bring the records of some neurons, or all it lacks."""
         ...
 
 
-class Run(Protocol):
+class LayerRun(Protocol):
     """A layer's experts at work: gathered, so that those that are there are computed together."""
 
-    def fetch(self, key: Key) -> None:
+    def fetch(self, key: ExpertKey) -> None:
         """An expert of this layer is needed that has just got its pages."""
         ...
 
-    def add(self, job: Job) -> None:
+    def add(self, job: ExpertJob) -> None:
         """An expert to run: once all have been added, or its pages are wanted."""
         ...
 
-    def drop(self, event: Drop) -> None:
+    def drop(self, event: EvictEvent) -> None:
         """An expert's pages are wanted: before, it is computed, if it was to be."""
         ...
 
@@ -164,7 +164,7 @@ class Run(Protocol):
         ...
 
 
-class StreamingWeights(PackWeights, ExpertRunner):
+class OffloadedWeights(PackWeights, ExpertRunner):
     """A pack's weights inside a budget: the dense part held, experts in the pages of `store`.
 
     `prefill`, `decode` count what happened. Pack, operations, store and trace stay the caller's.
@@ -177,34 +177,34 @@ class StreamingWeights(PackWeights, ExpertRunner):
         self,
         pack: Pack,
         operations: Operations,
-        store: Store,
-        residency: Residency,
+        store: ExpertStorage,
+        residency: ExpertCache,
         *,
         device: torch.device = _CPU,
         scores_matter: bool = False,
         reuses_selector: bool = False,
-        trust: Trust = NO_TRUST,
+        trust: Approximations = EXACT,
         recorder: Recorder | None = None,
         trace: Trace | None = None,
     ) -> None:
         super().__init__(pack, device, operations)
         self.prefill, self.decode = PhaseCounts(), PhaseCounts()
-        self.foreteller: Foreteller | None = None  # a prediction may want these weights, so that it comes later
+        self.foreteller: Prefetcher | None = None  # a prediction may want these weights, so that it comes later
         self.store, self.trace, self.trust = store, trace, trust
         self._residency, self._recorder = residency, recorder
         self._scores_matter = scores_matter
         self._reuses_selector = reuses_selector
-        self._ahead: set[Key] = set()  # foretold, and their layer has not run since
-        self._rows_wanted: list[Key] = []  # foretold, and their rows can be once their selectors are there
-        self._rows_ahead: dict[Key, NDArray[np.int32]] = {}  # likewise, where only rows were: which
-        self.predicted: dict[Key, NDArray[np.int32]] = {}  # of the layer that runs: rows that were foretold
+        self._ahead: set[ExpertKey] = set()  # foretold, and their layer has not run since
+        self._rows_wanted: list[ExpertKey] = []  # foretold, and their rows can be once their selectors are there
+        self._rows_ahead: dict[ExpertKey, NDArray[np.int32]] = {}  # likewise, where only rows were: which
+        self.predicted: dict[ExpertKey, NDArray[np.int32]] = {}  # of the layer that runs: rows that were foretold
         self._routes: list[NDArray[np.int64]] = []  # of the last layers
         self._last_layer_idx = len(pack.layout.experts) - 1
         self._first_layers = frozenset(
             first_moe_layers(self.spec)
         )  # of a stack; the stack before tells nothing of them
         for layer_idx, expert in np.argwhere(residency.is_placed).tolist():
-            store.fetch(Key(layer_idx, expert), urgent=False)
+            store.fetch(ExpertKey(layer_idx, expert), urgent=False)
 
     def run_experts(
         self,
@@ -243,9 +243,9 @@ class StreamingWeights(PackWeights, ExpertRunner):
         """What the router chose, on the host."""
         return experts, router_weights
 
-    def _new_run(self, layer_idx: int, x: Tensor, jobs: dict[int, Job], counts: PhaseCounts) -> Run:
+    def _new_run(self, layer_idx: int, x: Tensor, jobs: dict[int, ExpertJob], counts: PhaseCounts) -> LayerRun:
         assert isinstance(self.store, ExpertStore), "the host's"
-        return LayerRun(self, self.store, x, jobs, counts)
+        return CpuLayerRun(self, self.store, x, jobs, counts)
 
     def _walk(
         self,
@@ -253,8 +253,8 @@ class StreamingWeights(PackWeights, ExpertRunner):
         x: Tensor,
         experts: Tensor,
         scores: NDArray[np.float32] | None,
-        jobs: dict[int, Job],
-        run: Run,
+        jobs: dict[int, ExpertJob],
+        run: LayerRun,
         counts: PhaseCounts,
         partial_state: PartialState | None,
     ) -> None:
@@ -270,17 +270,17 @@ class StreamingWeights(PackWeights, ExpertRunner):
             if waits_for_hits and partial_state is not None:
                 run.compute_gathered()
                 partial = partial_state(run.added_up())
-            self._look_ahead(layer_idx, Observed(x, self._last_routes(layer_idx, experts), partial), run, counts)
+            self._look_ahead(layer_idx, PredictionInput(x, self._last_routes(layer_idx, experts), partial), run, counts)
             return True
 
         with closing(self._residency.walk(layer_idx, list(jobs), scores)) as events:
             for event in events:
-                if isinstance(event, Compute):
+                if isinstance(event, ComputeEvent):
                     has_looked = look(event.is_hit)
                     counts.hits += event.is_hit
                     run.add(jobs[event.key.expert])
                     self._look_for_rows(x)
-                elif isinstance(event, Fetch):
+                elif isinstance(event, FetchEvent):
                     run.fetch(event.key)
                 else:
                     run.drop(event)
@@ -305,7 +305,7 @@ class StreamingWeights(PackWeights, ExpertRunner):
                 router_weights = weights_of(logits, experts.to(logits.device), spec).cpu()
         return experts, router_weights, scores.mean(axis=0)
 
-    def _settle(self, layer_idx: int, jobs: dict[int, Job], counts: PhaseCounts) -> None:
+    def _settle(self, layer_idx: int, jobs: dict[int, ExpertJob], counts: PhaseCounts) -> None:
         """Of what was foretold for this layer: what is chosen goes first, what is neither chosen nor there goes."""
         self._rows_wanted.clear()
         for key in sorted(key for key in self._ahead if key.layer_idx == layer_idx):
@@ -338,20 +338,20 @@ class StreamingWeights(PackWeights, ExpertRunner):
         self._routes = [routes for routes in before if len(routes) == len(experts)] + [experts.numpy()]
         return np.stack(self._routes, axis=1)
 
-    def _look_ahead(self, layer_idx: int, observed: Observed, run: Run, counts: PhaseCounts) -> None:
+    def _look_ahead(self, layer_idx: int, observed: PredictionInput, run: LayerRun, counts: PhaseCounts) -> None:
         assert self.foreteller is not None, "asked only then"
         foretold = self.foreteller.foretold(layer_idx + 1, observed)
         if not len(foretold):
             return
         for event in self._residency.ahead(layer_idx + 1, foretold, during=layer_idx):
-            if isinstance(event, Drop):
+            if isinstance(event, EvictEvent):
                 run.drop(event)
-            elif isinstance(event, Fetch):
+            elif isinstance(event, FetchEvent):
                 self.store.fetch(event.key, urgent=False)
                 self._ahead.add(event.key)
                 counts.foretold += 1
         if self._reuses_selector and len(observed.x) == 1:
-            keys = [Key(layer_idx + 1, expert) for expert in foretold]
+            keys = [ExpertKey(layer_idx + 1, expert) for expert in foretold]
             self._rows_wanted = [key for key in keys if self._residency.is_resident[key]]
 
     def _look_for_rows(self, x: Tensor) -> None:
@@ -367,7 +367,7 @@ class StreamingWeights(PackWeights, ExpertRunner):
             self.store.fetch_records(key, neurons, urgent=False)
             self._rows_ahead[key] = neurons
 
-    def _neurons_ahead(self, x: Tensor, keys: Sequence[Key]) -> list[tuple[Key, NDArray[np.int32]]]:
+    def _neurons_ahead(self, x: Tensor, keys: Sequence[ExpertKey]) -> list[tuple[ExpertKey, NDArray[np.int32]]]:
         """Of experts whose selectors have come, and not all else: which neurons would run on x."""
         assert isinstance(self.store, ExpertStore), "the host's"
         found = []
@@ -379,34 +379,34 @@ class StreamingWeights(PackWeights, ExpertRunner):
         return found
 
 
-class LayerRun:
+class CpuLayerRun:
     """A layer's experts at work on x [T, d]: gathered, so that those that are there take one call.
 
     Each expert adds to rows of its own in `outputs`, float32 [rows, d].
     """
 
     def __init__(
-        self, weights: StreamingWeights, store: ExpertStore, x: Tensor, jobs: dict[int, Job], counts: PhaseCounts
+        self, weights: OffloadedWeights, store: ExpertStore, x: Tensor, jobs: dict[int, ExpertJob], counts: PhaseCounts
     ) -> None:
         num_outputs = sum(len(job.tokens) for job in jobs.values())
         self.outputs = np.zeros((num_outputs, x.shape[1]), np.float32)
         self._weights, self._store, self._x, self._jobs, self._counts = weights, store, x, jobs, counts
-        self._whole: list[tuple[Job, PagedExpert]] = []
-        self._in_part: list[tuple[Job, Selected]] = []
-        self._late: list[Job] = []  # were not there yet
+        self._whole: list[tuple[ExpertJob, PagedExpert]] = []
+        self._in_part: list[tuple[ExpertJob, SelectedNeurons]] = []
+        self._late: list[ExpertJob] = []  # were not there yet
 
-    def fetch(self, key: Key) -> None:
+    def fetch(self, key: ExpertKey) -> None:
         """An expert that has got its pages: it is read before all that is not needed yet."""
         self._store.fetch(key, urgent=True)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: ExpertJob) -> None:
         """An expert to run: once all have been added, or its pages are wanted; those that are there first."""
         if self._store.is_here(job.key):
             self._gather(job)
         else:
             self._late.append(job)
 
-    def _gather(self, job: Job) -> None:
+    def _gather(self, job: ExpertJob) -> None:
         """Takes an expert in that is there, or waits for it."""
         held = self._store.arrive(job.key)
         if held.is_whole:
@@ -419,12 +419,12 @@ class LayerRun:
         foretold = self._weights.predicted.get(job.key)
         count_rows(self._counts, neurons, foretold)
         if self._weights.trust.is_predicted_enough and foretold is not None:
-            selected = Selected(selected.a, selected.runs, torch.from_numpy(held.present(neurons)))
+            selected = SelectedNeurons(selected.a, selected.runs, torch.from_numpy(held.present(neurons)))
         else:
             self._store.fetch_records(job.key, neurons, urgent=True)
         self._in_part.append((job, selected))
 
-    def drop(self, event: Drop) -> None:
+    def drop(self, event: EvictEvent) -> None:
         """An expert's pages are wanted: before, it is computed, if it was to be."""
         if any(job.key == event.key for job in (*self._late, *(job for job, _ in (*self._whole, *self._in_part)))):
             self.flush()
@@ -459,7 +459,7 @@ class LayerRun:
         for job, selected in in_part:
             self._run_in_part(job, selected)
 
-    def _run_in_part(self, job: Job, selected: Selected) -> None:
+    def _run_in_part(self, job: ExpertJob, selected: SelectedNeurons) -> None:
         assert self._store.by_rows is not None, "experts are read whole"
         held = self._store.arrive(job.key)
         self._store.check_records(job.key, selected.neurons.numpy())
@@ -474,12 +474,12 @@ class LayerRun:
         return torch.from_numpy(y)
 
 
-def _jobs(layer_idx: int, experts: Tensor, router_weights: Tensor) -> dict[int, Job]:
+def _jobs(layer_idx: int, experts: Tensor, router_weights: Tensor) -> dict[int, ExpertJob]:
     """What each expert has to do, rising; its outputs stand after those of the experts before it."""
     jobs, first = {}, 0
     for number, tokens, weights in tokens_by_expert(experts, router_weights):
         places = np.arange(first, first + len(tokens))
-        jobs[number] = Job(Key(layer_idx, number), tokens, weights, places)
+        jobs[number] = ExpertJob(ExpertKey(layer_idx, number), tokens, weights, places)
         first += len(tokens)
     return jobs
 

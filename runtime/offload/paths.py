@@ -146,7 +146,7 @@ SMOOTHING = 1
 PATH_MEMORY = 2  # how many layers back the statistics look
 
 
-class Stage(IntEnum):
+class BackoffLevel(IntEnum):
     """Which statistics answered a query."""
 
     EXACT = 0
@@ -226,20 +226,20 @@ class PathStatistics:
             return self._predict_one(l, ordered)
         share = self._share(l)
         shares = np.tile(share.astype(np.float32), (len(ordered), 1))
-        stages = np.full(len(ordered), Stage.POPULARITY, np.uint8)
+        stages = np.full(len(ordered), BackoffLevel.POPULARITY, np.uint8)
         keys = self._find(l, ordered)
         exact = keys >= 0
-        shares[exact], stages[exact] = self._exact(keys[exact]), Stage.EXACT
+        shares[exact], stages[exact] = self._exact(keys[exact]), BackoffLevel.EXACT
         rest = np.flatnonzero(~exact)
         factored, known = self._factored(l, ordered[rest])
-        shares[rest[known]], stages[rest[known]] = factored, Stage.FACTORED
+        shares[rest[known]], stages[rest[known]] = factored, BackoffLevel.FACTORED
         return shares, stages
 
     def _predict_one(self, l: int, ordered: Routes) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
         """The same for one token, in a fraction of the time: a runtime asks so for every layer of every token."""
         keys = self._find(l, ordered)
         if keys[0] >= 0:
-            return self._exact(keys), np.full(1, Stage.EXACT, np.uint8)
+            return self._exact(keys), np.full(1, BackoffLevel.EXACT, np.uint8)
         share, smoothing = self._share(l), SMOOTHING * self.popularity.shape[1]
         tables = ((self.after_one, self.after_two)[back - 1][l - back] for back in range(1, ordered.shape[1] + 1))
         rows = [table[ordered[0, -back]] for back, table in enumerate(tables, start=1)]
@@ -247,14 +247,14 @@ class PathStatistics:
         totals = counts.sum(axis=1, keepdims=True, dtype=np.int64)
         known = totals[:, 0] > 0
         if not known.any():
-            return share.astype(np.float32)[None], np.full(1, Stage.POPULARITY, np.uint8)
+            return share.astype(np.float32)[None], np.full(1, BackoffLevel.POPULARITY, np.uint8)
         if not known.all():
             counts, totals = counts[known], totals[known]
         with np.errstate(divide="ignore"):  # an expert that no token chose has the logarithm -inf throughout
             logs = np.log((counts + smoothing * share) / (totals + smoothing))
         mean = logs.sum(axis=0) / len(logs)
         weights = np.exp(mean - mean.max())
-        return (weights / weights.sum()).astype(np.float32)[None], np.full(1, Stage.FACTORED, np.uint8)
+        return (weights / weights.sum()).astype(np.float32)[None], np.full(1, BackoffLevel.FACTORED, np.uint8)
 
     def _share(self, l: int) -> NDArray[np.float64]:
         share: NDArray[np.float64] = self.popularity[l] / self.popularity[l].sum()

@@ -35,7 +35,7 @@ Scores = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Observed:
+class PredictionInput:
     """What is known of T tokens when the experts of a MoE layer are foretold; "before" counts MoE layers.
 
     x: float32 [T, d], the input of the layer before, after its norm.
@@ -55,7 +55,7 @@ class Prediction(Protocol):
 
     @property
     def needs_partial(self) -> bool:
-        """Whether `Observed.partial` is looked at: it costs an attention."""
+        """Whether `PredictionInput.partial` is looked at: it costs an attention."""
         ...
 
     @property
@@ -63,7 +63,7 @@ class Prediction(Protocol):
         """What it holds in memory of its own, beside weights and routing."""
         ...
 
-    def scores(self, layer_idx: int, observed: Observed) -> Scores | None:
+    def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
         """How likely each expert of MoE layer `layer_idx`, 1 or more, is: [T, E], the larger the likelier.
 
         Rank them with `ranked`. None where it has no say. May be a view of what is asked for again: not to be changed.
@@ -80,7 +80,7 @@ class PopularityPrediction:
         self._counts = paths.popularity.astype(np.float32)
         self.num_bytes = self._counts.nbytes
 
-    def scores(self, layer_idx: int, observed: Observed) -> Scores:
+    def scores(self, layer_idx: int, observed: PredictionInput) -> Scores:
         """Counts of tokens, the same for every token."""
         row = self._counts[layer_idx]
         return np.broadcast_to(row, (len(observed.routes), len(row)))
@@ -95,7 +95,7 @@ class PathPrediction:
     def __init__(self, paths: PathStatistics) -> None:
         self._paths = paths
 
-    def scores(self, layer_idx: int, observed: Observed) -> Scores:
+    def scores(self, layer_idx: int, observed: PredictionInput) -> Scores:
         """Probabilities."""
         return self._paths.predict(layer_idx, observed.routes)[0]
 
@@ -109,7 +109,7 @@ class NextRouterPrediction:
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
 
-    def scores(self, layer_idx: int, observed: Observed) -> Scores:
+    def scores(self, layer_idx: int, observed: PredictionInput) -> Scores:
         """The router's scores."""
         return _array(router_scores(observed.x, self._weights, self._weights.spec.moe_layers[layer_idx]))
 
@@ -126,7 +126,7 @@ class PartialPrediction:
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
 
-    def scores(self, layer_idx: int, observed: Observed) -> Scores | None:
+    def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
         """The router's scores; None where no partial hidden state is given."""
         if observed.partial is None:
             return None
@@ -141,10 +141,10 @@ class LearnedPrediction:
 
     def __init__(self, networks: Mapping[int, Predictor], operations: Operations = TORCH) -> None:
         """`networks`: by the MoE layer that each foretells."""
-        self._networks = {layer_idx: _HeldNetwork(network, operations) for layer_idx, network in networks.items()}
+        self._networks = {layer_idx: _LoadedNetwork(network, operations) for layer_idx, network in networks.items()}
         self.num_bytes = sum(held.num_bytes for held in self._networks.values())
 
-    def scores(self, layer_idx: int, observed: Observed) -> Scores | None:
+    def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
         """The network's logits; None for a layer without one."""
         held = self._networks.get(layer_idx)
         return None if held is None else held.scores(observed)
@@ -161,7 +161,7 @@ class BestPrediction:
         held = {id(each): each for each in (*self._chosen.values(), otherwise)}
         self.num_bytes = sum(each.num_bytes for each in held.values())
 
-    def scores(self, layer_idx: int, observed: Observed) -> Scores | None:
+    def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
         """Those of the layer's own prediction."""
         return self._chosen.get(layer_idx, self._otherwise).scores(layer_idx, observed)
 
@@ -218,7 +218,7 @@ def _best(weights: Weights, routing: Routing | None) -> BestPrediction:
     return BestPrediction({layer_idx: by_name[name] for layer_idx, name in names.items()}, router)
 
 
-class _HeldNetwork:
+class _LoadedNetwork:
     """A network ready for single tokens: matrices that multiply fast, a row of the first layer for each route.
 
     Sums are float32 as `Predictor.scores` has them, in another order.
@@ -240,7 +240,7 @@ class _HeldNetwork:
         held = (x_weight, self._by_route, self._bias, out_weight, self._out_bias)
         self.num_bytes = sum(tensor.nbytes for tensor in held if tensor is not None)
 
-    def scores(self, observed: Observed) -> Scores:
+    def scores(self, observed: PredictionInput) -> Scores:
         places = (torch.from_numpy(observed.routes) + self._first_of).flatten(1)  # [T, P, k] -> [T, P k]
         routed = self._by_route[places].float().sum(dim=1)  # [T, P k, h] -> [T, h]
         first = linear(observed.x.cpu(), self._x_weight, self._bias) + routed
@@ -257,7 +257,7 @@ def _array(scores: Tensor) -> Scores:
 _NEARLY_ALL = 0.9  # of a layer's experts: a chunk that is expected to need so many is not worth a prediction
 
 
-class Foreteller:
+class Prefetcher:
     """Says which experts of a layer to read ahead, likeliest first.
 
     Args:    prediction: None where only chunks that need nearly all experts are foretold.   num_ahead: experts for one
@@ -270,10 +270,10 @@ class Foreteller:
 
     @property
     def needs_partial(self) -> bool:
-        """Whether `Observed.partial` is looked at."""
+        """Whether `PredictionInput.partial` is looked at."""
         return self._prediction is not None and self._prediction.needs_partial
 
-    def foretold(self, layer_idx: int, observed: Observed) -> Sequence[int]:
+    def foretold(self, layer_idx: int, observed: PredictionInput) -> Sequence[int]:
         """The experts of MoE layer `layer_idx` to read ahead."""
         num_tokens = len(observed.x)
         if self.expects_nearly_all(num_tokens):

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from moe_pack.runtime.offload.cache import CacheFacts, Eviction, Key, Residency
-from moe_pack.runtime.offload.eviction import LFU, LRU, EdgeMoE, Importance, LayerLRU, Static, placed_by_popularity
+from moe_pack.runtime.offload.cache import CacheFacts, Eviction, ExpertCache, ExpertKey
+from moe_pack.runtime.offload.eviction import LFU, LRU, EdgeMoE, Importance, LayerLRU, NoEviction, placed_by_popularity
 from moe_pack.runtime.offload.prefetch import PredictionName
 
 PolicyName = Literal["lru", "floe", "corm", "fiddler", "edgemoe", "importance"]
@@ -68,11 +68,11 @@ _EVICTIONS: dict[EvictionName, Callable[[CacheFacts], Eviction]] = {
     "lfu": LFU,
     "edgemoe": EdgeMoE,
     "importance": Importance,
-    "none": Static,
+    "none": NoEviction,
 }
 
 
-def placed_by(preset: Preset, facts: CacheFacts) -> list[Key]:
+def placed_by(preset: Preset, facts: CacheFacts) -> list[ExpertKey]:
     """The experts that the preset places."""
     return placed_by_popularity(facts, int(preset.placed_share * facts.num_pages))
 
@@ -82,6 +82,6 @@ def eviction_of(preset: Preset, facts: CacheFacts) -> Eviction:
     return _EVICTIONS[preset.eviction](facts)
 
 
-def residency_for(preset: Preset, facts: CacheFacts) -> Residency:
+def expert_cache_for(preset: Preset, facts: CacheFacts) -> ExpertCache:
     """Fast memory as the preset keeps it, with what it places already in."""
-    return Residency(facts, eviction_of(preset, facts), placed_by(preset, facts), preset.keeps)
+    return ExpertCache(facts, eviction_of(preset, facts), placed_by(preset, facts), preset.keeps)

@@ -17,7 +17,7 @@ import numpy as np
 
 from moe_pack.formats import RangeReader, RunError, canonical, dump, load, parse
 from moe_pack.formats.safetensors import assemble, read_header
-from moe_pack.runtime.offload.cache import Array, CacheFacts, Compute, Event, Eviction, Key, Residency
+from moe_pack.runtime.offload.cache import Array, CacheFacts, ComputeEvent, Event, Eviction, ExpertCache, ExpertKey
 from moe_pack.runtime.offload.presets import Preset, eviction_of, placed_by
 
 FORMAT: Literal["moe-pack record"] = "moe-pack record"
@@ -69,7 +69,7 @@ class Passes:
                 yield [np.unique(layer).tolist() for layer in self.routes[start:end].swapaxes(0, 1)]
 
 
-class Request(NamedTuple):
+class PrefetchRequest(NamedTuple):
     """What an engine asked of a residency beside its walks: to bring experts ahead, likeliest first, or abandon one.
 
     `after`: how many events all walks had given before, each walk's end counted as one.
@@ -88,7 +88,7 @@ class Record:
 
     facts: RecordFacts
     passes: Passes
-    requests: tuple[Request, ...]
+    requests: tuple[PrefetchRequest, ...]
     hits: Array
     needed: Array
 
@@ -150,7 +150,7 @@ def write_record(record: Record, path: Path) -> None:
         raise RunError(f"{path}: cannot be written ({fault.strerror}); give another place") from fault
 
 
-def _rows_of(requests: Sequence[Request]) -> Array:
+def _rows_of(requests: Sequence[PrefetchRequest]) -> Array:
     """One row an expert: after, number of the request, layer_idx, expert, during, whether it is abandoned."""
     rows = [
         (r.after, number, r.layer_idx, expert, r.during, int(r.is_abandoned))
@@ -231,7 +231,7 @@ def _check_values(arrays: Mapping[str, Array], place: str) -> None:
             raise RunError(f"{place}: tensor {name!r} has values that no run gives; record the run anew")
 
 
-def _requests_of(arrays: Mapping[str, Array], place: str) -> tuple[Request, ...]:
+def _requests_of(arrays: Mapping[str, Array], place: str) -> tuple[PrefetchRequest, ...]:
     rows, (L, E) = arrays["requests"], arrays["popularity"].shape
     fits = rows.shape[1] == 6 and bool(
         (np.diff(rows[:, :2].astype(np.int64), axis=0) >= 0).all()
@@ -245,7 +245,9 @@ def _requests_of(arrays: Mapping[str, Array], place: str) -> tuple[Request, ...]
             held = list(group)
             after, _, layer_idx, _, during, is_abandoned = held[0]
             fits &= all(row[:3] + row[4:] == held[0][:3] + held[0][4:] for row in held)
-            requests.append(Request(after, layer_idx, tuple(row[3] for row in held), during, bool(is_abandoned)))
+            requests.append(
+                PrefetchRequest(after, layer_idx, tuple(row[3] for row in held), during, bool(is_abandoned))
+            )
     if not fits:
         raise RunError(f"{place}: tensor 'requests' has values that no run gives; record the run anew")
     return tuple(requests)
@@ -276,7 +278,7 @@ class Recorder:
         self._scores: list[Array] = []  # [E], likewise
         self._hits: list[int] = []
         self._needed: list[int] = []
-        self._requests: list[Request] = []
+        self._requests: list[PrefetchRequest] = []
         self._num_events = 0
         self._whole = (0, 0)  # events and requests by the end of the last whole pass
 
@@ -305,7 +307,7 @@ class Recorder:
 
     def asked(self, layer_idx: int, experts: Sequence[int], during: int, is_abandoned: bool) -> None:
         """The engine asks for something beside walks."""
-        self._requests.append(Request(self._num_events, layer_idx, tuple(experts), during, is_abandoned))
+        self._requests.append(PrefetchRequest(self._num_events, layer_idx, tuple(experts), during, is_abandoned))
 
     def record(self) -> Record:
         """All whole forward passes so far."""
@@ -339,7 +341,7 @@ class Recorder:
         write_record(self.record(), path)
 
 
-class RecordedResidency(Residency):
+class RecordedExpertCache(ExpertCache):
     """A residency that writes down what is asked of it. The engine tells the recorder `routed` before each walk."""
 
     def __init__(
@@ -347,34 +349,34 @@ class RecordedResidency(Residency):
         facts: CacheFacts,
         eviction: Eviction,
         recorder: Recorder,
-        placed: Iterable[Key] = (),
+        placed: Iterable[ExpertKey] = (),
         keeps: bool = True,
     ) -> None:
         super().__init__(facts, eviction, placed, keeps)
         self._recorder = recorder
 
     def walk(self, layer_idx: int, experts: Sequence[int], scores: Array | None = None) -> Generator[Event, None, None]:
-        """As `Residency.walk`."""
+        """As `ExpertCache.walk`."""
         num_hits = 0
         for event in super().walk(layer_idx, experts, scores):
-            num_hits += isinstance(event, Compute) and event.is_hit
+            num_hits += isinstance(event, ComputeEvent) and event.is_hit
             self._recorder.happened()
             yield event
         self._recorder.happened()
         self._recorder.walked(num_hits, len(experts), scores)
 
     def ahead(self, layer_idx: int, experts: Sequence[int], during: int) -> Generator[Event, None, None]:
-        """As `Residency.ahead`; to be taken to its end before the walk goes on."""
+        """As `ExpertCache.ahead`; to be taken to its end before the walk goes on."""
         self._recorder.asked(layer_idx, experts, during, False)
         yield from super().ahead(layer_idx, experts, during)
 
-    def abandon(self, key: Key) -> None:
-        """As `Residency.abandon`."""
+    def abandon(self, key: ExpertKey) -> None:
+        """As `ExpertCache.abandon`."""
         self._recorder.asked(key.layer_idx, (key.expert,), key.layer_idx, True)
         super().abandon(key)
 
 
-def recorded_residency_for(preset: Preset, facts: CacheFacts, recorder: Recorder) -> RecordedResidency:
+def recorded_expert_cache_for(preset: Preset, facts: CacheFacts, recorder: Recorder) -> RecordedExpertCache:
     """As `residency_for`, written down."""
     placed = placed_by(preset, facts)
-    return RecordedResidency(facts, eviction_of(preset, facts), recorder, placed, preset.keeps)
+    return RecordedExpertCache(facts, eviction_of(preset, facts), recorder, placed, preset.keeps)

@@ -1,6 +1,6 @@
 """Replay: routes played against a policy and a number of pages, without weights; Belady's optimum beside.
 
-The decisions are the engine's own (`Residency`), so that hits are the same where nothing is foretold, and where what
+The decisions are the engine's own (`ExpertCache`), so that hits are the same where nothing is foretold, and where what
 was foretold is recorded. Time is not played: what is foretold arrives.
 """
 
@@ -12,11 +12,11 @@ from typing import Literal, Protocol
 import numpy as np
 
 from moe_pack.formats import RunError
-from moe_pack.runtime.offload.cache import Array, CacheFacts, Compute, Event, Fetch, Key, Residency
+from moe_pack.runtime.offload.cache import Array, CacheFacts, ComputeEvent, Event, ExpertCache, ExpertKey, FetchEvent
 from moe_pack.runtime.offload.eviction import Belady
 from moe_pack.runtime.offload.prefetch import PredictionName
-from moe_pack.runtime.offload.presets import PRESETS, PolicyName, Preset, residency_for
-from moe_pack.runtime.offload.record import Passes, Record, Request
+from moe_pack.runtime.offload.presets import PRESETS, PolicyName, Preset, expert_cache_for
+from moe_pack.runtime.offload.record import Passes, PrefetchRequest, Record
 
 Foretelling = Literal["none", "recorded", "routes", "not replayable"]
 
@@ -38,7 +38,7 @@ class PathShares(Protocol):
 
 
 @dataclass(slots=True)
-class Tally:
+class ReplayCounts:
     """What some passes came to. `bytes_fetched` counts what was foretold too; `bytes_ahead` that alone."""
 
     num_tokens: int = 0
@@ -65,14 +65,14 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ReplayResult:
     """What came of a replay: passes of several tokens, and those of one.
 
     `foretelling`: where what was foretold came from; `not replayable`: the policy foretells, and nothing here can.
     """
 
-    prefill: Tally = field(default_factory=Tally)
-    decode: Tally = field(default_factory=Tally)
+    prefill: ReplayCounts = field(default_factory=ReplayCounts)
+    decode: ReplayCounts = field(default_factory=ReplayCounts)
     foretelling: Foretelling = "none"
 
 
@@ -83,7 +83,7 @@ def replay(
     preset: Preset,
     record: Record | None = None,
     paths: PathShares | None = None,
-) -> Played:
+) -> ReplayResult:
     """Plays routes against a preset.
 
     What is foretold is taken from `record` where the run had this policy and these pages: all that it asked for. Else,
@@ -93,20 +93,22 @@ def replay(
     """
     assert facts.pages.shape == (passes.routes.shape[1], passes.num_experts), "routes of this model"
     foretelling, prophet = _prophet(passes, facts, preset, record, paths)
-    played = Played(foretelling=foretelling)
-    _play(passes, residency_for(preset, facts), extent_bytes, played, prophet)
+    played = ReplayResult(foretelling=foretelling)
+    _play(passes, expert_cache_for(preset, facts), extent_bytes, played, prophet)
     return played
 
 
-def optimum(passes: Passes, facts: CacheFacts, extent_bytes: Array) -> Played:
+def optimum(passes: Passes, facts: CacheFacts, extent_bytes: Array) -> ReplayResult:
     """The same with Belady's eviction, nothing placed and nothing foretold."""
     steps = [step for layers in passes.needed() for step in enumerate(layers)]
-    played = Played()
-    _play(passes, Residency(facts, Belady(facts, steps)), extent_bytes, played, _Silent())
+    played = ReplayResult()
+    _play(passes, ExpertCache(facts, Belady(facts, steps)), extent_bytes, played, _NoPrefetch())
     return played
 
 
-def auto_policy(passes: Passes, facts: CacheFacts, extent_bytes: Array) -> tuple[PolicyName, dict[PolicyName, Played]]:
+def auto_policy(
+    passes: Passes, facts: CacheFacts, extent_bytes: Array
+) -> tuple[PolicyName, dict[PolicyName, ReplayResult]]:
     """The policy to take for such routes, by `best_of`, and what all of them come to without foretelling.
 
     Foretelling is left out because most of it cannot be judged by routes, and what it brings is read all the same.
@@ -129,46 +131,46 @@ def auto_preset(passes: Passes | None, facts: CacheFacts, extent_bytes: Array) -
     return replace(PRESETS[name], prediction=prediction, num_ahead=None, rows_below=0.0, reuse_selector=False)
 
 
-def best_of(table: Mapping[PolicyName, Played]) -> PolicyName:
+def best_of(table: Mapping[PolicyName, ReplayResult]) -> PolicyName:
     """The policy with the highest hit rate on tokens decoded one by one; within 0.2 points the simplest."""
     best = max(played.decode.hit_rate for played in table.values())
     return next(name for name in _SIMPLEST_FIRST if name in table and table[name].decode.hit_rate >= best - _TIE)
 
 
-class _Silent:
+class _NoPrefetch:
     """Foretells nothing."""
 
-    def begin(self, residency: Residency, pass_idx: int) -> Iterable[Event]:
+    def begin(self, residency: ExpertCache, pass_idx: int) -> Iterable[Event]:
         """What is asked for before a pass; carried out as it is taken."""
         return ()
 
-    def speak(self, residency: Residency, layer_idx: int, is_over: bool) -> Iterable[Event]:
+    def speak(self, residency: ExpertCache, layer_idx: int, is_over: bool) -> Iterable[Event]:
         """What is asked for after an event of a layer's walk, or after its end; carried out as it is taken."""
         return ()
 
 
-class _Recorded(_Silent):
+class _Recorded(_NoPrefetch):
     """Asks what a run asked, when it did."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[PrefetchRequest]) -> None:
         self._requests = deque(requests)
         self._num_events = 0
 
-    def begin(self, residency: Residency, pass_idx: int) -> Iterator[Event]:
+    def begin(self, residency: ExpertCache, pass_idx: int) -> Iterator[Event]:
         """All that is due: something only before the first pass, which no event precedes."""
         while self._requests and self._requests[0].after <= self._num_events:
             request = self._requests.popleft()
             if request.is_abandoned:
-                self._abandon(residency, Key(request.layer_idx, request.experts[0]))
+                self._abandon(residency, ExpertKey(request.layer_idx, request.experts[0]))
             else:
                 yield from residency.ahead(request.layer_idx, request.experts, request.during)
 
-    def speak(self, residency: Residency, layer_idx: int, is_over: bool) -> Iterator[Event]:
+    def speak(self, residency: ExpertCache, layer_idx: int, is_over: bool) -> Iterator[Event]:
         """All that came after as many events."""
         self._num_events += 1
         return self.begin(residency, layer_idx)
 
-    def _abandon(self, residency: Residency, key: Key) -> None:
+    def _abandon(self, residency: ExpertCache, key: ExpertKey) -> None:
         if not residency.is_resident[key] or residency.is_locked[key] or residency.is_placed[key]:
             raise RunError(
                 f"record: abandons expert {key.expert} of MoE layer {key.layer_idx}, which was not on its way; "
@@ -177,7 +179,7 @@ class _Recorded(_Silent):
         residency.abandon(key)
 
 
-class _FromRoutes(_Silent):
+class _FromRoutes(_NoPrefetch):
     """Asks for the likeliest experts of the next layer, judged by the routes of the pass."""
 
     def __init__(self, passes: Passes, num_ahead: int, paths: PathShares | None) -> None:
@@ -187,12 +189,12 @@ class _FromRoutes(_Silent):
         self._starts = np.cumsum(passes.chunks, dtype=np.int64) - passes.chunks
         self._token: int | None = None
 
-    def begin(self, residency: Residency, pass_idx: int) -> Iterable[Event]:
+    def begin(self, residency: ExpertCache, pass_idx: int) -> Iterable[Event]:
         """Nothing; only passes of one token are foretold."""
         self._token = int(self._starts[pass_idx]) if self._passes.chunks[pass_idx] == 1 else None
         return ()
 
-    def speak(self, residency: Residency, layer_idx: int, is_over: bool) -> Iterable[Event]:
+    def speak(self, residency: ExpertCache, layer_idx: int, is_over: bool) -> Iterable[Event]:
         """The next layer's, once a layer is over."""
         if not is_over or self._token is None or layer_idx + 1 == self._passes.routes.shape[1]:
             return ()
@@ -211,20 +213,22 @@ class _FromRoutes(_Silent):
 
 def _prophet(
     passes: Passes, facts: CacheFacts, preset: Preset, record: Record | None, paths: PathShares | None
-) -> tuple[Foretelling, _Silent]:
+) -> tuple[Foretelling, _NoPrefetch]:
     num_ahead = preset.num_foretold(facts.num_active)
     if record is not None and (record.facts.policy, record.facts.num_pages) == (preset.name, facts.num_pages):
-        return ("recorded", _Recorded(record.requests)) if record.requests else ("none", _Silent())
+        return ("recorded", _Recorded(record.requests)) if record.requests else ("none", _NoPrefetch())
     if num_ahead == 0:
-        return "none", _Silent()
+        return "none", _NoPrefetch()
     if preset.prediction == "popularity":
         return "routes", _FromRoutes(passes, num_ahead, None)
     if preset.prediction == "paths" and paths is not None:
         return "routes", _FromRoutes(passes, num_ahead, paths)
-    return "not replayable", _Silent()
+    return "not replayable", _NoPrefetch()
 
 
-def _play(passes: Passes, residency: Residency, extent_bytes: Array, played: Played, prophet: _Silent) -> None:
+def _play(
+    passes: Passes, residency: ExpertCache, extent_bytes: Array, played: ReplayResult, prophet: _NoPrefetch
+) -> None:
     scores = passes.scores
     for pass_idx, layers in enumerate(passes.needed()):
         tally = played.decode if passes.chunks[pass_idx] == 1 else played.prefill
@@ -233,17 +237,17 @@ def _play(passes: Passes, residency: Residency, extent_bytes: Array, played: Pla
         for layer_idx, experts in enumerate(layers):
             told = None if scores is None else scores[pass_idx, layer_idx]
             for event in residency.walk(layer_idx, experts, told):
-                if isinstance(event, Compute):
+                if isinstance(event, ComputeEvent):
                     tally.num_needed += 1
                     tally.num_hits += event.is_hit
-                elif isinstance(event, Fetch):
+                elif isinstance(event, FetchEvent):
                     tally.bytes_fetched += int(extent_bytes[event.key])
                 _count_ahead(prophet.speak(residency, layer_idx, False), extent_bytes, tally)
             _count_ahead(prophet.speak(residency, layer_idx, True), extent_bytes, tally)
 
 
-def _count_ahead(events: Iterable[Event], extent_bytes: Array, tally: Tally) -> None:
+def _count_ahead(events: Iterable[Event], extent_bytes: Array, tally: ReplayCounts) -> None:
     for event in events:
-        if isinstance(event, Fetch):
+        if isinstance(event, FetchEvent):
             tally.bytes_fetched += int(extent_bytes[event.key])
             tally.bytes_ahead += int(extent_bytes[event.key])

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class LoadOrCompute:
     """Places in the list of missing experts: those to load, and those to compute where they lie."""
 
     loaded: tuple[int, ...]
@@ -31,7 +31,7 @@ class Split:
         return max(sum(num_tokens[i] for i in self.computed) * token_seconds, len(self.loaded) * load_seconds)
 
 
-def balanced(num_tokens: Sequence[int], token_seconds: float, load_seconds: float) -> Split:
+def balanced(num_tokens: Sequence[int], token_seconds: float, load_seconds: float) -> LoadOrCompute:
     """From both ends: while loading has cost no more than computing, the one with most tokens is loaded, else the one
     with fewest is computed. Equals: the earlier counts as having more.
 
@@ -48,10 +48,10 @@ def balanced(num_tokens: Sequence[int], token_seconds: float, load_seconds: floa
         else:
             compute_cost += num_tokens[order[-1]] * token_seconds
             computed.append(order.pop())
-    return Split(tuple(loaded), tuple(computed))
+    return LoadOrCompute(tuple(loaded), tuple(computed))
 
 
-def fastest(num_tokens: Sequence[int], token_seconds: float, load_seconds: float) -> Split:
+def fastest(num_tokens: Sequence[int], token_seconds: float, load_seconds: float) -> LoadOrCompute:
     """The split that takes least time; of several, the one that loads least.
 
     Meaning: arg min over m of max(tokens of the m experts with fewest * token_seconds, (n - m) * load_seconds): of all
@@ -60,7 +60,7 @@ def fastest(num_tokens: Sequence[int], token_seconds: float, load_seconds: float
     Source:  Fiddler §3.2, prefill, whose arg min is over all subsets.
     """
     order = _most_first(num_tokens)
-    splits = (Split(tuple(order[:m]), tuple(reversed(order[m:]))) for m in range(len(order) + 1))
+    splits = (LoadOrCompute(tuple(order[:m]), tuple(reversed(order[m:]))) for m in range(len(order) + 1))
     return min(splits, key=lambda split: split.seconds(num_tokens, token_seconds, load_seconds))
 
 

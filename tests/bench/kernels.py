@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from moe_pack.calib.evaluate import ThresholdRule, measure_thresholds
 from moe_pack.calib.forward import Tokens
-from moe_pack.convert.synthetic import Spread, random_rows, random_stream
+from moe_pack.convert.synthetic import WeightDistribution, random_rows, random_stream
 from moe_pack.formats import (
     NO_PROGRESS,
     ROW_GROUP,
@@ -93,7 +93,7 @@ class Experts:
     def __init__(self, model: Model, stored: PartFormat) -> None:
         spec = ExpertSpec("silu", model.f, ("gate", "up", "down"), (), 0)
         self.layout = expert_layout(ExpertFormat(stored, stored, stored), _KIND, spec, model.d)
-        spreads, stream = dict.fromkeys(("gate", "up", "down"), Spread(0.0, 0.02)), random_stream(0)
+        spreads, stream = dict.fromkeys(("gate", "up", "down"), WeightDistribution(0.0, 0.02)), random_stream(0)
         parts = [
             random_rows(rows, model.f, spreads, stream) for rows in (self.layout.selector, self.layout.records) if rows
         ]

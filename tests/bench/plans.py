@@ -32,17 +32,17 @@ from moe_pack.calib.forward import read_tokens
 from moe_pack.calib.profile import Profile, ProfileOptions, assumed_losses, losses_of, make_profile
 from moe_pack.calib.profile.losses import assumed_figures
 from moe_pack.convert import measure_fixed_costs, skewed_popularity
-from moe_pack.convert.plan import Model, Planned, Target, held_out_passes, planner_for, preset_decision
+from moe_pack.convert.plan import EstimatedPlan, PlanningModel, Target, held_out_passes, planner_for, preset_decision
 from moe_pack.convert.plan.machines import machine_of_cpu
 from moe_pack.convert.plan.papers import PRESET_NAMES, PresetName
 from moe_pack.convert.plan.planned import mean_sparsity
-from moe_pack.convert.plan.speed import Prediction, predict
+from moe_pack.convert.plan.speed import TokenEstimate, predict
 from moe_pack.formats import NO_PROGRESS, Pack, RunError, canonical, dense_roles, dump, size_text
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.families.published import published_names
 from moe_pack.formats.spec import num_parameters
 from moe_pack.runtime import Engine, EngineOptions, FolderFiles, MachineFacts, Text, measure_machine
-from moe_pack.runtime.offload import Passes, StreamingWeights, divide_budget, routing_bytes, whole_bytes
+from moe_pack.runtime.offload import OffloadedWeights, Passes, divide_budget, routing_bytes, whole_bytes
 
 _CONTEXT = 1024
 _SKEW = 0.5
@@ -68,7 +68,7 @@ class Case:
     pack: str
     share: float
     budget_bytes: int
-    predicted: Prediction
+    predicted: TokenEstimate
     measured_bytes: float
     measured_hit_rate: float
     measured_s: float
@@ -134,7 +134,7 @@ def run_case(name: str, folder: Path, share: float, facts: MachineFacts, num_tok
 def run(engine: Engine, ids: Sequence[int], num_tokens: int) -> tuple[float, float, float]:
     """Returns bytes a token, hit rate and median seconds a token of rounds; a prompt and as many tokens go before."""
     decoder, weights = engine.decoder, engine.weights
-    assert isinstance(weights, StreamingWeights), "a budget makes it stream"
+    assert isinstance(weights, OffloadedWeights), "a budget makes it stream"
     decoder.next_logits(list(ids[:num_tokens]))
     for token in ids[num_tokens : 2 * num_tokens]:
         decoder.next_logits([token])
@@ -213,7 +213,7 @@ _SETUPS: tuple[tuple[PresetName, str, int, str], ...] = (
 _HELD = ("resident selectors", "hot rows", "pages of experts")
 
 
-def shares_of(planned: Planned) -> tuple[str, str]:
+def shares_of(planned: EstimatedPlan) -> tuple[str, str]:
     """Returns the bytes of dense weights, and of what stays of the experts."""
     shares = {share.name: share.num_bytes for share in planned.foretold.shares}
     return size_text(shares["dense weights"]), size_text(sum(shares.get(part, 0) for part in _HELD))
@@ -270,7 +270,7 @@ def presets_command(presets: tuple[PresetName, ...], as_json: bool) -> None:
         losses, dtypes = assumed_losses(spec), ("BF16",) * len(dense_roles(spec))
         target = Target(gibibytes << 30, "cuda", ram_bytes=_RAM, gpu=gpu, preset=preset)
         planner = planner_for(target, spec, dtypes, losses, None, None)
-        planned = planner.foretold(preset_decision(preset, Model(spec, dtypes, losses)))
+        planned = planner.foretold(preset_decision(preset, PlanningModel(spec, dtypes, losses)))
         rows.append((
             preset, name, size_text(2 * num_parameters(spec)), gibibytes, size_text(planned.pack_bytes),
             f"{planned.bits_per_weight:.2f}", *shares_of(planned), f"{planned.foretold.hit_rate:.1%}",

@@ -33,17 +33,17 @@ from moe_pack.runtime.model.router import expert_scores
 from moe_pack.runtime.offload import (
     PRESETS,
     CacheFacts,
+    ExpertCache,
     Passes,
     Preset,
     Record,
     Recorder,
-    Residency,
-    recorded_residency_for,
+    recorded_expert_cache_for,
     replay,
 )
-from moe_pack.runtime.offload.cache import Compute, Fetch
+from moe_pack.runtime.offload.cache import ComputeEvent, FetchEvent
 from moe_pack.runtime.offload.eviction import LRU, EdgeMoE, Importance, LayerLRU, placed_by_popularity
-from moe_pack.runtime.offload.replay import PathShares, Tally, optimum
+from moe_pack.runtime.offload.replay import PathShares, ReplayCounts, optimum
 from moe_pack.runtime.offload.split import substitute
 
 WINDOW_TOKENS, PROMPT_TOKENS = 512, 64
@@ -177,7 +177,7 @@ class Counted:
 
 def count_run(
     demo: DemoRoutes,
-    residency: Residency,
+    residency: ExpertCache,
     predict: Predict | None = None,
     alpha: float | None = None,
     recorder: Recorder | None = None,
@@ -203,22 +203,22 @@ def count_run(
             told = None if passes.scores is None else passes.scores[pass_idx, layer_idx]
             may_ask = predict is not None and is_decoding and layer_idx < last
             for event in residency.walk(layer_idx, experts, told):
-                if may_ask and isinstance(event, Compute) and not residency.num_waiting:
+                if may_ask and isinstance(event, ComputeEvent) and not residency.num_waiting:
                     may_ask = False
                     assert predict is not None, "asked only where there is one"
                     brought = residency.ahead(layer_idx + 1, predict(pass_idx, layer_idx + 1), during=layer_idx)
-                    tally.read += sum(isinstance(event, Fetch) for event in brought)
-                tally.needed += isinstance(event, Compute)
-                tally.hits += isinstance(event, Compute) and event.is_hit
-                tally.read += isinstance(event, Fetch)
-                tally.late += isinstance(event, Fetch)
+                    tally.read += sum(isinstance(event, FetchEvent) for event in brought)
+                tally.needed += isinstance(event, ComputeEvent)
+                tally.hits += isinstance(event, ComputeEvent) and event.is_hit
+                tally.read += isinstance(event, FetchEvent)
+                tally.late += isinstance(event, FetchEvent)
     return counted
 
 
 def run_recorded(demo: DemoRoutes, facts: CacheFacts, preset: Preset, predict: Predict | None) -> Record:
     """The same, written down."""
     recorder = Recorder(facts, "", preset.name, 0, 0, keeps_scores=demo.passes.scores is not None)
-    count_run(demo, recorded_residency_for(preset, facts, recorder), predict, recorder=recorder)
+    count_run(demo, recorded_expert_cache_for(preset, facts, recorder), predict, recorder=recorder)
     return recorder.record()
 
 
@@ -272,10 +272,10 @@ class Part:
         return self.run.late * self.bytes_share / self.run.num_tokens
 
 
-def _in_passing(facts: CacheFacts) -> Residency:
+def _in_passing(facts: CacheFacts) -> ExpertCache:
     """Returns a cache that keeps nothing once it was used: two layers fit, the one that runs and the predicted one."""
     small = CacheFacts(facts.pages, 2 * facts.num_active, facts.num_active, facts.popularity)
-    return Residency(small, LRU(small), keeps=False)
+    return ExpertCache(small, LRU(small), keeps=False)
 
 
 def corm(demo: DemoRoutes, facts: CacheFacts, running: float) -> Iterator[Part]:
@@ -286,7 +286,7 @@ def corm(demo: DemoRoutes, facts: CacheFacts, running: float) -> Iterator[Part]:
     yield Part(name, "B: 4 bit, read when needed", alone, demo.packed_share, "1 / 1")
     yield Part(name, "+S: running rows", alone, rows, "1.25 / 1.40")
     yield Part(name, "+P: predicted by the next router", predicted, rows, "1.59 / 1.84")
-    cached = count_run(demo, Residency(facts, LayerLRU(facts)), ahead)
+    cached = count_run(demo, ExpertCache(facts, LayerLRU(facts)), ahead)
     yield Part(name, "+C: experts kept, by last use in each layer", cached, rows, "2.07 / 2.14")
 
 
@@ -297,7 +297,7 @@ def edgemoe(demo: DemoRoutes, facts: CacheFacts, running: float) -> Iterator[Par
     yield Part(name, "16 bit, read when needed", alone, 1.0, "1")
     yield Part(name, "+Q: 4 bit", alone, demo.packed_share, "2.01")
     yield Part(name, "+P: predicted from paths", predicted, demo.packed_share, "2.59")
-    cached = count_run(demo, Residency(facts, EdgeMoE(facts)), ahead)
+    cached = count_run(demo, ExpertCache(facts, EdgeMoE(facts)), ahead)
     yield Part(name, "+C: experts kept, by frequency over distance", cached, demo.packed_share, "3.22")
 
 
@@ -305,10 +305,10 @@ def importance(demo: DemoRoutes, facts: CacheFacts, running: float) -> Iterator[
     """Fig. 16's text, three models: time down by 8%, 20%, 14%, of the part before each. +BA needs two processors."""
     ahead, name = by_router(demo, PRESETS["importance"].num_foretold(facts.num_active)), "importance, Fig. 16"
 
-    def kept() -> Residency:
-        return Residency(facts, Importance(facts))
+    def kept() -> ExpertCache:
+        return ExpertCache(facts, Importance(facts))
 
-    fixed = Residency(facts, LRU(facts), placed_by_popularity(facts, facts.num_pages), keeps=False)
+    fixed = ExpertCache(facts, LRU(facts), placed_by_popularity(facts, facts.num_pages), keeps=False)
     yield Part(name, "some experts placed", count_run(demo, fixed), demo.packed_share, "1")
     yield Part(name, "+CE: kept by mean score", count_run(demo, kept()), demo.packed_share, "1.09")
     replaced = count_run(demo, kept(), alpha=_ALPHA)
@@ -360,7 +360,7 @@ _SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
 _HOT = (0.25, 0.5, 0.75)
 
 
-def rows_of(demo: DemoRoutes, facts: CacheFacts) -> Iterator[tuple[str, Tally]]:
+def rows_of(demo: DemoRoutes, facts: CacheFacts) -> Iterator[tuple[str, ReplayCounts]]:
     """Yields each policy with this cache, in decoding."""
     extents = facts.pages
     variants = {name: preset for name, preset in PRESETS.items() if name != "floe"}  # alone, as lru

@@ -29,7 +29,7 @@ from moe_pack.runtime.model import (
     run_experts,
 )
 from moe_pack.runtime.offload import ROUTING_FILE, Routing
-from moe_pack.runtime.offload.prefetch import Observed, make_prediction
+from moe_pack.runtime.offload.prefetch import PredictionInput, make_prediction
 from moe_pack.runtime.offload.routing_file import MAX_ROUTED_TOKENS, NO_PREDICTOR, routing_file_bytes
 
 SHAPE = TinyMixtral(intermediate_size=16, num_layers=4, num_experts=5, vocab_size=32)
@@ -111,7 +111,7 @@ def test_the_runtimes_predictions_recall_what_the_profile_measured(source: Path,
     one_token = 1.01 / (len(x) * 2)
     for layer_idx in (1, 2, 3):
         before = routes[:, max(layer_idx - 2, 0) : layer_idx]
-        seen = Observed(x[:, layer_idx - 1], before.numpy())
+        seen = PredictionInput(x[:, layer_idx - 1], before.numpy())
         measured = routing.recalls[layer_idx]
         expected = {
             "popularity": measured[0],

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_pack.calib.evaluate import ThresholdRule, evaluate, make_reference, measure_thresholds, read_reference
 from moe_pack.calib.evaluate.thresholds import realized_sparsity
-from moe_pack.calib.forward import Array, HeldWeights, LayerStates, Sequences
+from moe_pack.calib.forward import Array, LayerStates, LayerwiseWeights, Sequences
 from moe_pack.calib.profile import ProfileOptions, attach, losses_of
 from moe_pack.calib.report import report_html
 from moe_pack.calib.sensitivity import ExactPass, LayerErrors, SensitivityPass, all_copies, roundable_roles
@@ -121,7 +121,7 @@ def test_a_16_bit_pack_loses_nothing_against_source_and_reference(
 
 
 def states_of(checkpoint: Checkpoint, folder: Path) -> LayerStates:
-    weights = HeldWeights(CheckpointWeights(checkpoint))
+    weights = LayerwiseWeights(CheckpointWeights(checkpoint))
     given = Sequences.of(checkpoint.spec, torch.from_numpy(TOKENS.sequences.astype(np.int64)))
     first, answer = given.begun(lambda ids, number: embed(ids[number], weights))
     return LayerStates(weights, first, len(TOKENS.sequences), given.length, folder, CPU, answer=answer)
@@ -323,7 +323,9 @@ def run_pass(checkpoint: Checkpoint, folder: Path, anew: bool = False) -> Ran:
     ids = torch.from_numpy(TOKENS.sequences.astype(np.int64))
 
     def stage() -> SensitivityPass:
-        return SensitivityPass(HeldWeights(CheckpointWeights(checkpoint)), ids, "full", lambda l: limits, folder, CPU)
+        return SensitivityPass(
+            LayerwiseWeights(CheckpointWeights(checkpoint)), ids, "full", lambda l: limits, folder, CPU
+        )
 
     running, errors = stage(), []
     running.cost(range(checkpoint.spec.num_hidden_layers))
@@ -411,7 +413,7 @@ def test_each_expert_at_2_bits_alone_costs_what_the_whole_model_loses(checkpoint
     ids, rounding = torch.from_numpy(TOKENS.sequences.astype(np.int64)), Rounding("absmax", ROW_GROUP)
 
     def stage() -> ExactPass:
-        return ExactPass(HeldWeights(CheckpointWeights(checkpoint)), ids, tmp_path / "pass", CPU)
+        return ExactPass(LayerwiseWeights(CheckpointWeights(checkpoint)), ids, tmp_path / "pass", CPU)
 
     for layer in range(checkpoint.spec.num_hidden_layers):
         stage().layer(layer)

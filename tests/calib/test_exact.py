@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import TinyMixtral
 
-from moe_pack.calib.forward import HeldWeights
+from moe_pack.calib.forward import LayerwiseWeights
 from moe_pack.calib.sensitivity import ExactPass
 from moe_pack.calib.sensitivity.errors import Rounding
 from moe_pack.formats import ROW_GROUP
@@ -54,11 +54,11 @@ def losses(
     """The whole pass; if it `stops`, begun anew after every layer."""
     checkpoint = Checkpoint(source)
     try:
-        stage = ExactPass(HeldWeights(CheckpointWeights(checkpoint)), IDS, folder, torch.device("cpu"))
+        stage = ExactPass(LayerwiseWeights(CheckpointWeights(checkpoint)), IDS, folder, torch.device("cpu"))
         for layer in range(2):
             stage.layer(layer)
             if stops:
-                stage = ExactPass(HeldWeights(CheckpointWeights(checkpoint)), IDS, folder, torch.device("cpu"))
+                stage = ExactPass(LayerwiseWeights(CheckpointWeights(checkpoint)), IDS, folder, torch.device("cpu"))
                 assert stage.states.next_layer == layer + 1
         return stage.losses()
     finally:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from moe_pack.calib.forward import (
     ExpertInputs,
-    HeldWeights,
     KeptInputs,
     LayerStates,
     LayerTokens,
+    LayerwiseWeights,
     Sequences,
     input_bytes,
     input_pieces,
@@ -224,7 +224,7 @@ def test_a_token_beyond_an_experts_capacity_is_one_of_the_others(tmp_path: Path)
 
 def layers_of(source: Path, ids: Tensor, folder: Path) -> tuple[ModelSpec, list[LayerTokens]]:
     """Every MoE layer's tokens, of a pass of its own over all sequences."""
-    weights = HeldWeights(CheckpointWeights(Checkpoint(source)))
+    weights = LayerwiseWeights(CheckpointWeights(Checkpoint(source)))
     spec, given = weights.spec, Sequences.of(weights.spec, ids)
     first, answer = given.begun(lambda ids, number: embed(ids[number], weights))
     states = LayerStates(weights, first, *given.ids.shape, folder, torch.device("cpu"), answer=answer)

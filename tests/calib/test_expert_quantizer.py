@@ -7,7 +7,7 @@ import torch
 from cases import case
 from torch import Tensor
 
-from moe_pack.calib.quantize import Calibration, ExpertQuantizer, ExpertTokens, RowQuantizer, UnholdableError
+from moe_pack.calib.quantize import Calibration, ExpertQuantizer, ExpertTokens, RowQuantizer, UnrepresentableError
 from moe_pack.calib.quantize.experts import Steps
 from moe_pack.calib.quantize.gptq import ColumnRun, feedback, gains, round_columns, round_neurons, second_moments
 from moe_pack.calib.quantize.plain import affine_pairs, stored_pairs
@@ -142,7 +142,7 @@ def test_a_row_beyond_float16_scales_is_named() -> None:
             {"gate": block.gate, "up": block.up, "down": block.down}[matrix][34] = 1e9
             quantizer = ExpertQuantizer(ExpertFormat(part, part, part), Calibration(tokens_of(9), "silu"), D)
             with pytest.raises(
-                UnholdableError, match=r"^row 34 has weights beyond float16 scales; store it in 16 bits$"
+                UnrepresentableError, match=r"^row 34 has weights beyond float16 scales; store it in 16 bits$"
             ):
                 quantizer.rows(matrix, block)
 

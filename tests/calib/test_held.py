@@ -7,7 +7,7 @@ import torch
 from specs import GROUPED
 from torch import Tensor
 
-from moe_pack.calib.forward import HeldWeights
+from moe_pack.calib.forward import LayerwiseWeights
 from moe_pack.formats import Selector
 from moe_pack.runtime.model import TORCH, Expert, StoredMatrix
 
@@ -52,7 +52,7 @@ Q, K, OTHER, TENTH = (
 
 def test_a_layers_matrix_is_brought_once() -> None:
     source = Counted()
-    held = HeldWeights(source)
+    held = LayerwiseWeights(source)
     first = held.matrix(Q)
     for _ in range(3):
         assert held.matrix(Q) is first
@@ -63,7 +63,7 @@ def test_a_layers_matrix_is_brought_once() -> None:
 @pytest.mark.parametrize("other", [OTHER, TENTH])
 def test_another_layers_matrix_lets_go_of_the_layer_before(other: str) -> None:
     source = Counted()
-    held = HeldWeights(source)
+    held = LayerwiseWeights(source)
     for role in (Q, K, other, Q, Q):
         held.matrix(role)
     assert source.asked == {("load", Q): 2, ("load", K): 1, ("load", other): 1}
@@ -74,7 +74,7 @@ def test_another_layers_matrix_lets_go_of_the_layer_before(other: str) -> None:
 
 def test_another_layers_vector_lets_go_too() -> None:
     source = Counted()
-    held = HeldWeights(source)
+    held = LayerwiseWeights(source)
     held.matrix(Q)
     held.vector("layers.1.mlp_norm")
     held.vector("layers.0.mlp_norm")
@@ -88,7 +88,7 @@ def test_another_layers_vector_lets_go_too() -> None:
 @pytest.mark.parametrize("role", ["embed", "head"])
 def test_a_large_embedding_or_head_is_never_held_and_lets_go_of_nothing(role: str) -> None:
     source = Counted(num_cols=(16 << 20) // 4 + 1)
-    held = HeldWeights(source)
+    held = LayerwiseWeights(source)
     first = held.matrix(Q)
     for _ in range(2):
         held.matrix(role)
@@ -98,14 +98,14 @@ def test_a_large_embedding_or_head_is_never_held_and_lets_go_of_nothing(role: st
 
 def test_a_small_embedding_is_held_in_float32() -> None:
     source = Counted(num_cols=(16 << 20) // 4)
-    held = HeldWeights(source)
+    held = LayerwiseWeights(source)
     first = held.matrix("embed")
     assert held.matrix("embed") is first and source.asked["load", "embed"] == 1
 
 
 def test_a_vector_is_brought_once() -> None:
     source = Counted()
-    held = HeldWeights(source)
+    held = LayerwiseWeights(source)
     for _ in range(3):
         held.vector("layers.1.mlp_norm")
         held.vector("norm")
@@ -114,7 +114,7 @@ def test_a_vector_is_brought_once() -> None:
 
 def test_experts_and_thresholds_are_the_sources() -> None:
     source = Counted()
-    held = HeldWeights(source)
+    held = LayerwiseWeights(source)
     for _ in range(2):
         held.expert(1, 5)
     assert source.asked == {("expert", "1.5"): 2}

@@ -12,7 +12,7 @@ from families import TINY, Tiny, write
 from models import TinyMixtral
 from torch import Tensor
 
-from moe_pack.calib.forward import MAX_HELD_BYTES, HeldWeights, LayerStates, LayerTokens, Sequences
+from moe_pack.calib.forward import MAX_HELD_BYTES, LayerStates, LayerTokens, LayerwiseWeights, Sequences
 from moe_pack.formats import ModelSpec, Selector
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.model import (
@@ -42,7 +42,7 @@ def sequences(vocab_size: int = 64) -> Tensor:
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    return HeldWeights(CheckpointWeights(Checkpoint(MODEL.write(tmp_path_factory.mktemp("mixtral")))))
+    return LayerwiseWeights(CheckpointWeights(Checkpoint(MODEL.write(tmp_path_factory.mktemp("mixtral")))))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_hidden_states_are_the_decoders(shapes: list[Tiny], tmp_path: Path) -> N
             checkpoint = Checkpoint(write(tiny, case_folder))
             weights = CheckpointWeights(checkpoint)
             given = Sequences.of(checkpoint.spec, sequences()[:2])
-            held = HeldWeights(weights)
+            held = LayerwiseWeights(weights)
             first, answer = given.begun(lambda ids, number, held=held: embed(ids[number], held))
             states = LayerStates(held, first, 2, given.length, case_folder, CPU, answer=answer)
             run(states, held)

@@ -14,7 +14,7 @@ from paths import CASES, EVERYTHING, HAND, Case, Plain, Sets
 from moe_pack.calib.statistics import accumulated_frequency, evaluate, learn_paths, path_coverage
 from moe_pack.calib.statistics.paths import ACCUMULATED_EXPERTS
 from moe_pack.runtime.offload import PathStatistics
-from moe_pack.runtime.offload.paths import Stage, ranked
+from moe_pack.runtime.offload.paths import BackoffLevel, ranked
 
 
 def best(probabilities: np.ndarray[Any, Any], count: int) -> list[int]:
@@ -82,7 +82,7 @@ def test_tables_are_kept_where_they_alone_exceed_the_size() -> None:
     assert len(least.keys_seen) == 0 < len(whole.keys_seen)
     for name in ("popularity", "after_one", "after_two"):
         np.testing.assert_array_equal(getattr(least, name), getattr(whole, name))
-    assert Stage.EXACT not in least.predict(2, routes[:, :2])[1]
+    assert BackoffLevel.EXACT not in least.predict(2, routes[:, :2])[1]
 
 
 def test_pruned_statistics_answer_as_the_whole_do_where_they_still_hold_the_key() -> None:
@@ -95,7 +95,7 @@ def test_pruned_statistics_answer_as_the_whole_do_where_they_still_hold_the_key(
         same = stage == wide_stage
         assert same.any() and (l == 1 or not same.all())
         np.testing.assert_array_equal(narrow[same], wide[same])
-        assert set(stage[~same].tolist()) <= {Stage.FACTORED}
+        assert set(stage[~same].tolist()) <= {BackoffLevel.FACTORED}
 
 
 def test_the_order_of_a_tokens_experts_changes_nothing() -> None:
@@ -131,7 +131,7 @@ def test_keys_ascend_by_number_where_indices_take_two_bytes() -> None:
     assert found.keys_one[:, 0].tolist() == experts
     PathStatistics.from_arrays(found.arrays(), "profile", 2, 513, 1)
     probabilities, stages = found.predict(1, routes[::8, :1])
-    assert stages.tolist() == [Stage.EXACT] * 5 and ranked(probabilities, 1)[:, 0].tolist() == experts
+    assert stages.tolist() == [BackoffLevel.EXACT] * 5 and ranked(probabilities, 1)[:, 0].tolist() == experts
 
 
 def test_recall_is_what_loops_find() -> None:
@@ -147,7 +147,7 @@ def test_recall_is_what_loops_find() -> None:
                     for token, row in zip(held_out.tolist(), probabilities, strict=True)
                 ]
                 assert [result.recall, result.recall_doubled] == pytest.approx(np.mean(hits, axis=0).tolist())
-                for stage in Stage:
+                for stage in BackoffLevel:
                     of_stage = [hit[0] for hit, s in zip(hits, stages.tolist(), strict=True) if s == stage]
                     assert result.stage_share[stage] == pytest.approx(len(of_stage) / case.T)
                     expected = sum(of_stage) / len(of_stage) if of_stage else None

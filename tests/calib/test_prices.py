@@ -16,7 +16,7 @@ from moe_pack.formats import Pack
 from moe_pack.formats.commands import Stage
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.model import Decoder, PackWeights
-from moe_pack.runtime.offload import Trust, divide_budget, expert_pages
+from moe_pack.runtime.offload import Approximations, divide_budget, expert_pages
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=6, vocab_size=300)
 TOKENS = random_tokens(3, 64, SHAPE.vocab_size)
@@ -101,7 +101,7 @@ def test_substitution_costs_what_an_engine_that_substitutes_loses_against_the_ma
         whole = decoded(held, EngineOptions(read="map"))
         for price in prices.substitution.prices:
             budget = budget_with_room(held, 0.5, TOKENS.sequences.shape[1])
-            trust = Trust(substitute=price.alpha)
+            trust = Approximations(substitute=price.alpha)
             other = decoded(held, EngineOptions(budget_bytes=budget, policy=POLICY, foretells=False, trust=trust))
             kl = float((whole.exp() * (whole - other)).sum(1).mean())
             assert price.kl.value == pytest.approx(kl, rel=1e-3, abs=1e-9)

@@ -15,7 +15,7 @@ from models import Tensors, TinyMixtral, Unbiased
 from profiles import Recorder
 from torch import Tensor
 
-from moe_pack.calib.forward import KINDS, Array, HeldWeights
+from moe_pack.calib.forward import KINDS, Array, LayerwiseWeights
 from moe_pack.calib.sensitivity import (
     SPARSITIES,
     WIDTHS,
@@ -106,7 +106,7 @@ def run_pass(
     spec, recorder = checkpoint.spec, Recorder()
 
     def stage() -> SensitivityPass:
-        weights = HeldWeights(CheckpointWeights(checkpoint))
+        weights = LayerwiseWeights(CheckpointWeights(checkpoint))
         return SensitivityPass(weights, ids, level, lambda l: thresholds(l, spec.router.num_experts), folder, CPU)
 
     running = stage()

@@ -9,7 +9,7 @@ import torch
 from models import TinyMixtral
 from profiles import SMALLEST, Recorder, random_tokens
 
-from moe_pack.calib.forward import HeldWeights
+from moe_pack.calib.forward import LayerwiseWeights
 from moe_pack.calib.profile import ProfileOptions, make_profile
 from moe_pack.calib.sensitivity import SensitivityPass
 from moe_pack.calib.sensitivity import stage as sensitivity
@@ -24,7 +24,7 @@ NUM_SEQUENCES = 4 + 2 * 4 + 4  # in layer 0: the original's, the embedding's two
 
 def run_pass(folder: Path) -> tuple[list[np.ndarray], list[set[str]]]:
     """All that is measured, and the files each layer's arrays lie in."""
-    weights = HeldWeights(CheckpointWeights(Checkpoint(MODEL.write(folder / "m"))))
+    weights = LayerwiseWeights(CheckpointWeights(Checkpoint(MODEL.write(folder / "m"))))
     limits = np.full((4, 3, 4), 0.1, np.float32)
     stage = SensitivityPass(weights, IDS, "fast", lambda layer_idx: limits, folder / "pass", torch.device("cpu"))
     found, files = [], []
@@ -53,7 +53,7 @@ def test_changes_measured_in_pieces_are_those_measured_at_once(tmp_path: Path, m
     """Errors of rounding are scaled by a ratio that the first piece alone gives: those of sparsity are compared."""
 
     def sparse(folder: Path) -> list[np.ndarray]:
-        weights = HeldWeights(CheckpointWeights(Checkpoint(MODEL.write(folder / "m"))))
+        weights = LayerwiseWeights(CheckpointWeights(Checkpoint(MODEL.write(folder / "m"))))
         limits = np.full((4, 3, 4), 0.1, np.float32)
         stage = SensitivityPass(weights, IDS, "fast", lambda layer_idx: limits, folder / "pass", torch.device("cpu"))
         return [stage.layer(0).sparse, np.asarray(stage.changed_tokens)]

@@ -13,7 +13,7 @@ from cases import case
 from models import Tensors, TinyMixtral
 from numpy.typing import NDArray
 
-from moe_pack.calib.forward import HeldWeights, LayerStates, LayerTokens
+from moe_pack.calib.forward import LayerStates, LayerTokens, LayerwiseWeights
 from moe_pack.calib.forward.experts import RESOLUTION
 from moe_pack.calib.statistics import QUANTILE_LEVELS, LayerStatistics, measure_layer
 from moe_pack.formats import CheckpointError, ModelSpec, PackError
@@ -29,8 +29,8 @@ ROUTES = torch.tensor([[2, 0]] * 20 + [[2, 3]] * 20)
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> HeldWeights:
-    return HeldWeights(CheckpointWeights(Checkpoint(MODEL.write(tmp_path_factory.mktemp("source")))))
+def weights(tmp_path_factory: pytest.TempPathFactory) -> LayerwiseWeights:
+    return LayerwiseWeights(CheckpointWeights(Checkpoint(MODEL.write(tmp_path_factory.mktemp("source")))))
 
 
 def made_up(routes: torch.Tensor = ROUTES) -> LayerTokens:
@@ -39,12 +39,12 @@ def made_up(routes: torch.Tensor = ROUTES) -> LayerTokens:
     return LayerTokens(x, inputs, routes, torch.rand(routes.shape, generator=generator))
 
 
-def measured(weights: HeldWeights, tokens: LayerTokens, folder: Path, num_held_out: int = 10) -> LayerStatistics:
+def measured(weights: LayerwiseWeights, tokens: LayerTokens, folder: Path, num_held_out: int = 10) -> LayerStatistics:
     states = LayerStates(weights, lambda number: torch.zeros(S, 64), 1, S, folder, torch.device("cpu"))
     return measure_layer(states, tokens, weights, 0, COSINE, num_held_out)
 
 
-def test_tokens_are_counted_by_expert(weights: HeldWeights, tmp_path: Path) -> None:
+def test_tokens_are_counted_by_expert(weights: LayerwiseWeights, tmp_path: Path) -> None:
     tokens = made_up()
     found = measured(weights, tokens, tmp_path)
     assert found.tokens.tolist() == [20, 0, 40, 20]
@@ -56,11 +56,11 @@ def test_tokens_are_counted_by_expert(weights: HeldWeights, tmp_path: Path) -> N
     assert found.mass == pytest.approx(np.array(mass), rel=1e-6)  # stored in float32
 
 
-def test_without_held_out_tokens_none_are_counted(weights: HeldWeights, tmp_path: Path) -> None:
+def test_without_held_out_tokens_none_are_counted(weights: LayerwiseWeights, tmp_path: Path) -> None:
     assert measured(weights, made_up(), tmp_path, 0).held_out_tokens.tolist() == [0, 0, 0, 0]
 
 
-def test_hidden_states_get_the_weighted_outputs(weights: HeldWeights, tmp_path: Path) -> None:
+def test_hidden_states_get_the_weighted_outputs(weights: LayerwiseWeights, tmp_path: Path) -> None:
     tokens = made_up()
     expected = tokens.x.clone()
     for token, (experts, router_weights) in enumerate(zip(ROUTES.tolist(), tokens.weights, strict=True)):
@@ -72,7 +72,7 @@ def test_hidden_states_get_the_weighted_outputs(weights: HeldWeights, tmp_path: 
     assert (tokens.x - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def magnitudes(weights: HeldWeights, x: torch.Tensor, expert: int) -> Array:
+def magnitudes(weights: LayerwiseWeights, x: torch.Tensor, expert: int) -> Array:
     """abs(a), float32 [kinds, n f]."""
     (block,) = weights.expert(0, expert).blocks()
     values = activations(x, block, "silu")
@@ -85,7 +85,7 @@ def quantiles(values: Array) -> Array:
     return ordered[:, places]
 
 
-def test_an_expert_without_tokens_has_its_layers_pooled_quantiles(weights: HeldWeights, tmp_path: Path) -> None:
+def test_an_expert_without_tokens_has_its_layers_pooled_quantiles(weights: LayerwiseWeights, tmp_path: Path) -> None:
     tokens = made_up()
     found = measured(weights, tokens, tmp_path)
     own = {e: magnitudes(weights, tokens.inputs[(e == ROUTES).any(dim=1)], e) for e in (0, 2, 3)}
@@ -97,13 +97,13 @@ def test_an_expert_without_tokens_has_its_layers_pooled_quantiles(weights: HeldW
     assert found.hot[[0, 2, 3]].any(axis=(1, 2, 3)).all()
 
 
-def test_all_tokens_may_go_to_the_same_experts(weights: HeldWeights, tmp_path: Path) -> None:
+def test_all_tokens_may_go_to_the_same_experts(weights: LayerwiseWeights, tmp_path: Path) -> None:
     found = measured(weights, made_up(torch.tensor([[1, 0]] * S)), tmp_path)
     assert found.tokens.tolist() == [S, S, 0, 0]
     assert np.array_equal(found.quantiles[2], found.quantiles[3])
 
 
-def test_each_expert_is_told_of_with_its_tokens(weights: HeldWeights, tmp_path: Path) -> None:
+def test_each_expert_is_told_of_with_its_tokens(weights: LayerwiseWeights, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     states = LayerStates(weights, lambda number: torch.zeros(S, 64), 1, S, tmp_path, torch.device("cpu"))
     measure_layer(states, made_up(), weights, 0, COSINE, 10, lambda expert, number: told.append((expert, number)))
@@ -121,7 +121,7 @@ def test_weights_that_are_no_numbers_are_refused_by_expert(tmp_path: Path) -> No
 
             checkpoint = Checkpoint(MODEL.write(case_folder / "source", spoil))
             with pytest.raises(CheckpointError) as refused:
-                measured(HeldWeights(CheckpointWeights(checkpoint)), made_up(), case_folder)
+                measured(LayerwiseWeights(CheckpointWeights(checkpoint)), made_up(), case_folder)
             assert str(refused.value) == "layer 0 expert 2: activations are not finite; is the checkpoint whole?"
             checkpoint.close()
 
@@ -132,7 +132,7 @@ def test_large_weights_and_bad_ones_no_token_meets_are_not_refused(tmp_path: Pat
         tensors["model.layers.0.block_sparse_moe.experts.1.w3.weight"][1, 3] = math.nan
 
     checkpoint = Checkpoint(MODEL.write(tmp_path / "source", spoil))
-    found = measured(HeldWeights(CheckpointWeights(checkpoint)), made_up(), tmp_path)
+    found = measured(LayerwiseWeights(CheckpointWeights(checkpoint)), made_up(), tmp_path)
     assert np.isfinite(found.quantiles).all()
     checkpoint.close()
 
@@ -204,7 +204,7 @@ FAULTS: list[tuple[dict[str, Array | None], str]] = [
 ]
 
 
-def test_damaged_arrays_are_refused_by_name(weights: HeldWeights, tmp_path: Path) -> None:
+def test_damaged_arrays_are_refused_by_name(weights: LayerwiseWeights, tmp_path: Path) -> None:
     for number, (changes, fault) in enumerate(FAULTS):
         case_folder = tmp_path / str(number)
         case_folder.mkdir()
@@ -215,13 +215,13 @@ def test_damaged_arrays_are_refused_by_name(weights: HeldWeights, tmp_path: Path
             assert str(refused.value) == f"x.safetensors: {fault}"
 
 
-def test_undamaged_arrays_come_back(weights: HeldWeights, tmp_path: Path) -> None:
+def test_undamaged_arrays_come_back(weights: LayerwiseWeights, tmp_path: Path) -> None:
     found = measured(weights, made_up(), tmp_path)
     again = LayerStatistics.from_arrays(found.arrays(), "x.safetensors", weights.spec, S)
     assert all(np.array_equal(array, again.arrays()[name]) for name, array in found.arrays().items())
 
 
-def test_statistics_of_another_model_are_refused(weights: HeldWeights, tmp_path: Path) -> None:
+def test_statistics_of_another_model_are_refused(weights: LayerwiseWeights, tmp_path: Path) -> None:
     arrays = measured(weights, made_up(), tmp_path).arrays()
     other: ModelSpec = replace(weights.spec, router=replace(weights.spec.router, num_experts=5))
     with pytest.raises(PackError, match=r"^x.safetensors: tensor 'tokens' is U32 \[4\], expected U32 \[5\]$"):

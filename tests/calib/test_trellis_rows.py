@@ -7,7 +7,7 @@ import torch
 from cases import case
 from torch import Tensor
 
-from moe_pack.calib.quantize import RowQuantizer, UnholdableError
+from moe_pack.calib.quantize import RowQuantizer, UnrepresentableError
 from moe_pack.calib.quantize.trellis import search, unbiasing_gain
 from moe_pack.formats import ROW_GROUP, PartFormat, PlanError, Quantizer, part_format, trellis_format
 from moe_pack.formats.codecs import Trellis, decode_part, trellis_unit
@@ -113,7 +113,7 @@ def test_weights_beyond_float16_scales_are_refused(scale_bits: int) -> None:
     weights[131] *= 1e5  # a deviation of 1e5 is a scale of 3839
     assert stored(part, weights).isfinite().all()
     weights[131] *= 1e4
-    with pytest.raises(UnholdableError, match="row 131 has weights beyond float16 scales; store it in 16 bits"):
+    with pytest.raises(UnrepresentableError, match="row 131 has weights beyond float16 scales; store it in 16 bits"):
         stored(part, weights)
 
 

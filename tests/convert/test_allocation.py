@@ -8,8 +8,8 @@ from cases import case
 from losses import calibrated_losses, random_losses
 from specs import GROUPED
 
-from moe_pack.convert.plan import Decision, Model
-from moe_pack.convert.plan.search import Prices, least_loss, least_time
+from moe_pack.convert.plan import Decision, PlanningModel
+from moe_pack.convert.plan.search import StorageCosts, least_loss, least_time
 from moe_pack.convert.plan.tiers import expert_choices
 from moe_pack.formats import Plan, RouterSpec, dense_roles, part_format, uniform_plan
 from moe_pack.formats.layout import pack_layout
@@ -26,7 +26,7 @@ SPEC = dataclasses.replace(
 )
 LOSSES = random_losses(SPEC)
 DTYPES = ("BF16",) * len(dense_roles(SPEC))
-MODEL = Model(SPEC, DTYPES, LOSSES)
+MODEL = PlanningModel(SPEC, DTYPES, LOSSES)
 
 
 def expert_bytes(plan: Plan) -> int:
@@ -73,13 +73,13 @@ def test_there_is_no_plan_below_the_smallest_formats_bytes() -> None:
     assert least_loss(SPEC, "up", LOSSES, 1000) is None
 
 
-def prices(choices_count: int, *, hold: float, run: float = 0.0) -> Prices:
+def prices(choices_count: int, *, hold: float, run: float = 0.0) -> StorageCosts:
     """Of choices that cost what running them does, the more sparse the less."""
     sparse = 1 - np.array(LOSSES.sparsities)
     runs = LOSSES.popularity.ravel()
     table = run * np.linspace(1, 2, choices_count)[:, None] * sparse
     dense = np.where(np.isfinite(LOSSES.dense), np.array([4.0, 2.0, 1.0]), 0.0)
-    return Prices(runs, 0 * runs, table, 0 * table, hold, dense * 1e-6)
+    return StorageCosts(runs, 0 * runs, table, 0 * table, hold, dense * 1e-6)
 
 
 def test_least_time_keeps_the_loss_and_counts_it_as_the_model_does() -> None:
@@ -133,4 +133,4 @@ def test_the_knapsack_over_calibrated_formats_is_as_good_as_the_best_of_all_plan
         best = float(nats[every <= limit].min())
         assert found.solution.bound <= best * (1 + 1e-9)
         assert best <= found.loss * (1 + 1e-9) <= 1.1 * best
-        assert Model(spec, DTYPES, losses).loss(found.decision) == pytest.approx(found.loss)
+        assert PlanningModel(spec, DTYPES, losses).loss(found.decision) == pytest.approx(found.loss)

@@ -7,14 +7,14 @@ import pytest
 from cases import case
 from published import PUBLISHED
 
-from moe_pack.convert.plan.machines import CARDS, find_card, machine_of_card
+from moe_pack.convert.plan.machines import GPUS, find_gpu, machine_of_gpu
 from moe_pack.convert.plan.speed import best_card_plan, predict_on_card
 from moe_pack.formats import BF16, ModelSpec, PackLayout, RunError, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
-from moe_pack.runtime.offload import CARD_PAGE_BYTES, CardPlan
-from moe_pack.runtime.offload.budget import divide_card, expert_compression
+from moe_pack.runtime.offload import GPU_PAGE_BYTES, GpuMemoryPlan
+from moe_pack.runtime.offload.budget import best_gpu_plan, expert_compression
 
 GIB = 1 << 30
 CONTEXT = 4096
@@ -35,8 +35,8 @@ def popularity_of(made: PackLayout) -> np.ndarray:
     return np.random.default_rng(0).dirichlet(np.ones(len(made.experts[0])), len(made.experts))
 
 
-def divided(made: PackLayout, target: int, context: int, page_share: float = 0.25) -> CardPlan:
-    return divide_card(made, target, context, 8 << 20, popularity_of(made), heat_of(made), page_share)
+def divided(made: PackLayout, target: int, context: int, page_share: float = 0.25) -> GpuMemoryPlan:
+    return best_gpu_plan(made, target, context, 8 << 20, popularity_of(made), heat_of(made), page_share)
 
 
 NAMES = [model.name for model in PUBLISHED if not model.name.startswith("switch")]  # a GPU runs no encoder
@@ -67,7 +67,7 @@ def test_the_least_that_is_named_is_enough_and_less_is_not() -> None:
     made = layout(model_spec("olmoe-1b-7b"))
     plan = divided(made, 8 * GIB, CONTEXT)
     fixed = plan.spent - plan.selectors - plan.hot_rows - plan.pages
-    largest = -(-made.experts[0][0].num_bytes // CARD_PAGE_BYTES) * CARD_PAGE_BYTES
+    largest = -(-made.experts[0][0].num_bytes // GPU_PAGE_BYTES) * GPU_PAGE_BYTES
     short = divided(made, fixed, CONTEXT)  # prompts go in shorter passes then
     least = short.spent - short.selectors - short.hot_rows - short.pages + largest
     assert divided(made, least, CONTEXT).pages == largest
@@ -82,7 +82,7 @@ def test_the_least_that_is_named_is_enough_and_less_is_not() -> None:
 def test_floe_fits_mixtral_into_eleven_gibibytes_with_all_selectors_there() -> None:
     """INT2 `up` resident, 16-bit records, a tenth of which run; experts alike in popularity."""
     made = layout(model_spec("mixtral-8x7b"))
-    plan = divide_card(made, 11 * GIB, CONTEXT, 8 << 20, np.ones((32, 8)), heat_of(made), 0.25)
+    plan = best_gpu_plan(made, 11 * GIB, CONTEXT, 8 << 20, np.ones((32, 8)), heat_of(made), 0.25)
     assert plan.spent <= 11 * GIB
     assert (plan.selector_share == 1).all() and plan.selectors == 256 * 14336 * 1296
     assert plan.hot_rows > 0 and plan.pages > 0
@@ -129,7 +129,7 @@ def test_what_is_held_is_what_a_greedy_choice_of_single_rows_holds() -> None:
 @pytest.mark.slow
 def test_more_memory_pulls_no_more_and_all_of_it_nothing() -> None:
     made = layout(model_spec("olmoe-1b-7b", 2))
-    machine = machine_of_card(find_card("RTX 3090"), None, None)
+    machine = machine_of_gpu(find_gpu("RTX 3090"), None, None)
     popularity, heat = popularity_of(made), heat_of(made)
     found = [
         best_card_plan(made, target * GIB // 8, CONTEXT, 0, machine, popularity, heat)[1] for target in (9, 10, 80)
@@ -146,7 +146,7 @@ def test_what_memory_cannot_hold_costs_the_drive() -> None:
     popularity, heat = popularity_of(made), heat_of(made)
     plan = divided(made, GIB * 5 // 4, CONTEXT, 1.0)
     waiting = [
-        predict_on_card(made, plan, machine_of_card(find_card("L4"), 16e9, ram_bytes), popularity, heat).seconds.waiting
+        predict_on_card(made, plan, machine_of_gpu(find_gpu("L4"), 16e9, ram_bytes), popularity, heat).seconds.waiting
         for ram_bytes in (None, total, total // 2)
     ]
     assert waiting[0] == waiting[1] > 0
@@ -156,7 +156,7 @@ def test_what_memory_cannot_hold_costs_the_drive() -> None:
 def test_without_a_selector_every_row_is_pulled_and_computed() -> None:
     spec, part = model_spec("olmoe-1b-7b", 2), part_format(4, 64)
     made = pack_layout(spec, plan_of(spec, "none", part, part), ["BF16"] * len(dense_roles(spec)))
-    machine, popularity, heat = machine_of_card(find_card("L4"), None, None), popularity_of(made), heat_of(made)
+    machine, popularity, heat = machine_of_gpu(find_gpu("L4"), None, None), popularity_of(made), heat_of(made)
     plan = divided(made, GIB * 5 // 4, CONTEXT, 1.0)
     few, all_rows = (predict_on_card(made, plan, machine, popularity, given) for given in (heat, np.ones_like(heat)))
     assert few.fetched_bytes == all_rows.fetched_bytes > 0
@@ -166,16 +166,16 @@ def test_without_a_selector_every_row_is_pulled_and_computed() -> None:
 def test_a_card_is_found_however_it_is_spelled() -> None:
     for name in ["RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090", "rtx-4090"]:
         with case(name):
-            assert find_card(name) == CARDS["RTX 4090"]
+            assert find_gpu(name) == GPUS["RTX 4090"]
 
 
 def test_a_card_that_is_not_known_names_those_that_are() -> None:
     with pytest.raises(RunError, match=r"^--gpu: found 'Voodoo 2', expected one of RTX 3060 12G, .*, or measure$"):
-        find_card("Voodoo 2")
+        find_gpu("Voodoo 2")
 
 
 def test_a_link_is_what_the_slot_gives_unless_it_is_said() -> None:
-    card = CARDS["RTX 4060 Ti 16G"]
+    card = GPUS["RTX 4060 Ti 16G"]
     assert card.link_rate == pytest.approx(15.75e9, rel=0.01)  # PCIe 4.0 x8
-    assert machine_of_card(card, 10e9, None).link_rate == 10e9
-    assert machine_of_card(card, None, None).link_rate == pytest.approx(12.6e9, rel=0.01)
+    assert machine_of_gpu(card, 10e9, None).link_rate == 10e9
+    assert machine_of_gpu(card, None, None).link_rate == pytest.approx(12.6e9, rel=0.01)

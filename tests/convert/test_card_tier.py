@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from cases import case
 
-from moe_pack.convert.plan.machines import CARDS, machine_of_card
+from moe_pack.convert.plan.machines import GPUS, machine_of_gpu
 from moe_pack.convert.plan.speed import drawn_passes
-from moe_pack.convert.plan.tiers import CardTier, Heats, Traffic
+from moe_pack.convert.plan.tiers import GpuTier, RoutingFacts, RowHeat
 from moe_pack.formats import PackLayout, RunError, Selector, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
@@ -25,11 +25,11 @@ def layout(selector: Selector = "up") -> PackLayout:
     return pack_layout(SPEC, plan_of(SPEC, selector, part, part), ["BF16"] * len(dense_roles(SPEC)))
 
 
-def tier(budget_bytes: int, ram_bytes: int | None = None) -> CardTier:
+def tier(budget_bytes: int, ram_bytes: int | None = None) -> GpuTier:
     popularity = np.random.default_rng(0).dirichlet(np.full(64, 0.5), 3) * 8
-    machine = machine_of_card(CARDS["L4"], LINK, ram_bytes)
-    traffic = Traffic(popularity, drawn_passes(popularity, 8, 100), None, MIB)
-    return CardTier(machine, traffic, Heats(None), budget_bytes, 256)
+    machine = machine_of_gpu(GPUS["L4"], LINK, ram_bytes)
+    traffic = RoutingFacts(popularity, drawn_passes(popularity, 8, 100), None, MIB)
+    return GpuTier(machine, traffic, RowHeat(None), budget_bytes, 256)
 
 
 def test_the_least_runs_and_a_byte_less_does_not() -> None:

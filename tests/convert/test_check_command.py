@@ -13,7 +13,7 @@ from models import DEMO_MODEL, TinyMixtral, pack
 from reseal import reseal
 
 from moe_pack.calib.evaluate import Estimate, Quality, SourceQuality
-from moe_pack.convert import Check, Limits, junit_xml, losses
+from moe_pack.convert import CheckLimits, CheckResult, junit_xml, losses
 from moe_pack.convert.cli.main import main
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096)
@@ -202,7 +202,7 @@ def beside(kl: Estimate) -> Quality:
 def test_the_upper_end_of_the_interval_must_be_within_the_limit(
     value: float, half_width: float | None, status: str
 ) -> None:
-    kl, _ = losses(beside(Estimate(value, half_width)), Limits(max_kl=0.05), "here")
+    kl, _ = losses(beside(Estimate(value, half_width)), CheckLimits(max_kl=0.05), "here")
     assert kl.status == status
 
 
@@ -224,7 +224,7 @@ def test_junit_has_a_case_a_check(made: Path, tmp_path: Path) -> None:
 
 
 def test_junit_holds_characters_that_xml_cannot() -> None:
-    raw = junit_xml([Check("schema", "failed", "a\x00b\x1b<&\ud800", "c")], "s")
+    raw = junit_xml([CheckResult("schema", "failed", "a\x00b\x1b<&\ud800", "c")], "s")
     failure = ET.fromstring(raw)[0][0][0]
     assert failure.get("message") == "found a?b?<&?, allowed c"
 

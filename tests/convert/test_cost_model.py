@@ -10,10 +10,10 @@ from cases import case
 from models import DEMO_MODEL, pack
 from streaming import budget_for
 
-from moe_pack.convert.plan.machines import Machine, steady_drive
+from moe_pack.convert.plan.machines import Machine, steady_disk
 from moe_pack.convert.plan.speed import (
     MAX_AGE,
-    Fetching,
+    FetchCosts,
     Visits,
     dense_seconds,
     expert_seconds,
@@ -28,14 +28,14 @@ from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.plan import E5M2, FP8, MXFP4
 from moe_pack.formats.spec import cached_values
 from moe_pack.runtime import Engine, EngineOptions, FixedCosts, WidthRate
-from moe_pack.runtime.offload import Passes, StreamingWeights, divide_budget, read_record
+from moe_pack.runtime.offload import OffloadedWeights, Passes, divide_budget, read_record
 
 FREE = FixedCosts(0.0, 0.0, 0.0, 0.0)
 
 
 def machine(fixed: FixedCosts = FREE, row_s: float = 0.0, drive_rate: float = 1e9) -> Machine:
     rates = (WidthRate(2, 2e9), WidthRate(4, 4e9), WidthRate(16, 16e9))
-    return Machine("cpu", "made up", rates, rates, row_s, 1e10, fixed, steady_drive(drive_rate))
+    return Machine("cpu", "made up", rates, rates, row_s, 1e10, fixed, steady_disk(drive_rate))
 
 
 def layout(selector_width: int = 4, record_width: int = 4) -> PackLayout:
@@ -71,7 +71,7 @@ def test_a_layer_waits_as_long_as_a_simulation_of_its_reads() -> None:
             ages = np.array([0] * m + [3] * h, np.int64)
             seconds = np.zeros((MAX_AGE + 1, 1, max(m + h, 1)))
             seconds[0, 0, :m] = read
-            fetching = Fetching(seconds, seconds, np.zeros_like(seconds))
+            fetching = FetchCosts(seconds, seconds, np.zeros_like(seconds))
             found = Visits(1, np.zeros(m + h, np.int64), keys, ages)
             table = np.full((1, max(m + h, 1)), compute)
             end = simulated(read.tolist(), [compute] * (m + h), [True] * m + [False] * h)
@@ -81,7 +81,7 @@ def test_a_layer_waits_as_long_as_a_simulation_of_its_reads() -> None:
 def test_what_is_all_foretold_waits_for_what_a_layer_does_not_hide() -> None:
     seconds = np.zeros((MAX_AGE + 1, 1, 2))
     seconds[0] = 5.0
-    fetching = Fetching(seconds, seconds, seconds)
+    fetching = FetchCosts(seconds, seconds, seconds)
     found = Visits(1, np.zeros(2, np.int64), np.arange(2), np.zeros(2, np.int64))
     assert waited(found, np.full((1, 2), 1.5), fetching, 1.0, 2.0) == pytest.approx(10 - (3 + 2))
     assert waited(found, np.full((1, 2), 1.5), fetching, 1.0, 20.0) == 0
@@ -90,7 +90,7 @@ def test_what_is_all_foretold_waits_for_what_a_layer_does_not_hide() -> None:
 def test_one_read_takes_no_less_than_it_takes_alone() -> None:
     shape = (MAX_AGE + 1, 1, 1)
     found = Visits(1, np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
-    fetching = Fetching(np.full(shape, 8.0), np.full(shape, 1.0), np.full(shape, 4.0))
+    fetching = FetchCosts(np.full(shape, 8.0), np.full(shape, 1.0), np.full(shape, 4.0))
     assert waited(found, np.zeros((1, 1)), fetching, 0.0, 0.0) == 4.0
 
 
@@ -101,7 +101,7 @@ def test_running_rows_read_as_many_blocks_as_draws_of_them_at_the_first_visit_an
     expert, num_blocks = made.experts[0][0], made.experts[0][0].records_bytes // 4096
     running = np.full((4, 8), share)
     # A drive on which every read costs its bytes alone: rows pay, gaps do not.
-    fetching = fetched_from_drive(made, running, steady_drive(1e9), 1 << 20)
+    fetching = fetched_from_drive(made, running, steady_disk(1e9), 1 << 20)
     rng, row_bytes = np.random.default_rng(0), expert.records.row_bytes
     read = np.zeros(3)
     for _ in range(400):
@@ -120,7 +120,7 @@ def test_running_rows_read_as_many_blocks_as_draws_of_them_at_the_first_visit_an
 
 def test_what_all_runs_is_read_whole_and_once() -> None:
     made = layout()
-    fetching = fetched_from_drive(made, np.ones((4, 8)), steady_drive(1e9), 1 << 20)
+    fetching = fetched_from_drive(made, np.ones((4, 8)), steady_disk(1e9), 1 << 20)
     whole = -(-made.experts[0][0].num_bytes // 4096) * 4096
     assert set(fetching.num_bytes[0].ravel().tolist()) == {whole}
     assert not fetching.num_bytes[1:].any()
@@ -174,7 +174,7 @@ def test_bytes_of_a_token_are_those_that_the_engine_counted_on_the_same_routes(p
         options = EngineOptions(budget_bytes=budget, record=record, kernels="portable")
         with Engine(held, options, 160) as engine:
             counts = engine.weights
-            assert isinstance(counts, StreamingWeights)
+            assert isinstance(counts, OffloadedWeights)
             for token in ids[:40]:
                 engine.decoder.next_logits([token])
             before = counts.decode.asked_bytes

@@ -7,7 +7,7 @@ import pytest
 from models import DEMO_MODEL
 
 from moe_pack.convert.plan.machines import assumed_cpu
-from moe_pack.convert.plan.tiers import CpuTier, Traffic
+from moe_pack.convert.plan.tiers import CpuTier, RoutingFacts
 from moe_pack.formats import PackLayout, RunError, Selector, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
@@ -16,7 +16,7 @@ from moe_pack.runtime.offload import divide_budget
 
 CONTEXT = 256
 POPULARITY = np.random.default_rng(0).dirichlet(np.ones(8), 4) * 2
-TRAFFIC = Traffic(POPULARITY)
+TRAFFIC = RoutingFacts(POPULARITY)
 MIB = 1 << 20
 
 
@@ -29,7 +29,7 @@ MADE = layout()
 EXPERT = MADE.experts[0][0]
 
 
-def tier_of(budget: int, traffic: Traffic = TRAFFIC) -> CpuTier:
+def tier_of(budget: int, traffic: RoutingFacts = TRAFFIC) -> CpuTier:
     return CpuTier(assumed_cpu(), traffic, budget, CONTEXT)
 
 

@@ -24,7 +24,7 @@ from models import TinyMixtral, pack
 from profiles import Recorder
 from safetensors.torch import save_file
 
-from moe_pack.convert import Conversion, convert, layout_for
+from moe_pack.convert import ConversionResult, convert, layout_for
 from moe_pack.formats import ConversionError, Quantizer
 from moe_pack.formats.commands import Stage
 from moe_pack.formats.families import Checkpoint
@@ -42,7 +42,7 @@ def source(tmp_path: Path) -> Path:
     return TinyMixtral().write(tmp_path / "source")
 
 
-def converted(source: Path, out: Path, on_step: OnStep = nothing) -> Conversion:
+def converted(source: Path, out: Path, on_step: OnStep = nothing) -> ConversionResult:
     checkpoint = Checkpoint(source)
     try:
         return convert(checkpoint, quick_plan(checkpoint), out, 1, on_step=on_step)

@@ -8,7 +8,7 @@ from profiles import profiled
 from moe_pack.calib.forward import read_tokens
 from moe_pack.calib.profile import Losses, ProfileOptions, losses_of
 from moe_pack.convert.plan.search import least_loss
-from moe_pack.convert.plan.tiers import Choices, expert_choices
+from moe_pack.convert.plan.tiers import FormatChoices, expert_choices
 from moe_pack.formats import ModelSpec, part_format, uniform_plan
 from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import expert_layout
@@ -28,7 +28,7 @@ def spec() -> ModelSpec:
     return model_spec(str(DEMO_MODEL))
 
 
-def least_of_all(choices: Choices, losses: Losses, max_bytes: int) -> float:
+def least_of_all(choices: FormatChoices, losses: Losses, max_bytes: int) -> float:
     """The least that any choice for each expert loses within so many bytes: dynamic programming, no expert after
     another forgotten, bytes in units of their greatest common divisor."""
     unit = int(np.gcd.reduce(choices.extent_bytes))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moe_pack.convert import measure_fixed_costs
-from moe_pack.convert.plan.machines import assumed_cpu, machine_of_cpu, rate_of, steady_drive
+from moe_pack.convert.plan.machines import assumed_cpu, machine_of_cpu, rate_of, steady_disk
 from moe_pack.formats import RunError, part_format, trellis_format
 from moe_pack.runtime import FixedCosts, MachineFacts, WidthRate
 from moe_pack.runtime.machine import CpuFacts
@@ -22,7 +22,7 @@ def test_tokens_layers_and_experts_cost_time_and_no_file_stays(tmp_path: Path, m
 
 
 def test_without_measured_experts_no_cpu_is_planned_for() -> None:
-    facts = MachineFacts("2026-11-22", steady_drive(1e9), CpuFacts(2, None, None, None, (), (), None), None)
+    facts = MachineFacts("2026-11-22", steady_disk(1e9), CpuFacts(2, None, None, None, (), (), None), None)
     with pytest.raises(RunError, match=r"^doctor: how fast experts are computed was not measured; run moe-pack doctor"):
         machine_of_cpu(facts)
 
@@ -46,11 +46,11 @@ def test_a_trellis_goes_by_trellises_measured_else_by_affine_codes_of_no_fewer_b
 def test_the_machine_of_a_cpu_has_its_trellises_rates() -> None:
     one = (WidthRate(4, 1e10),)
     cpu = CpuFacts(2, "avx2", 1e10, 1e10, one, one, 0.0, (WidthRate(3, 2e9),))
-    facts = MachineFacts("2026-11-22", steady_drive(1e9), cpu, None, FixedCosts(0.0, 0.0, 0.0, 0.0))
+    facts = MachineFacts("2026-11-22", steady_disk(1e9), cpu, None, FixedCosts(0.0, 0.0, 0.0, 0.0))
     assert machine_of_cpu(facts).expert_rate(trellis_format(3, 0)) == 2e9
 
 
 def test_a_steady_drive_reads_at_one_rate_whatever_is_asked() -> None:
-    drive = steady_drive(2e9)
+    drive = steady_disk(2e9)
     assert drive.seconds(3, 1 << 20) == pytest.approx(3 * 2**20 / 2e9)
     assert drive.seconds_for_few(1, 1 << 20) == pytest.approx(2**20 / 2e9)

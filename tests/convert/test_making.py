@@ -11,7 +11,7 @@ from profiles import Recorder, StoppedError, folder_bytes, profiled, random_toke
 
 from moe_pack.calib.evaluate import Quality, measure_thresholds
 from moe_pack.calib.profile import Profile, ProfileOptions, hottest_first
-from moe_pack.convert import Made, Maker, Wish, convert, threshold_rule
+from moe_pack.convert import AutoPacker, AutoPackResult, PackGoal, convert, threshold_rule
 from moe_pack.convert.autopack import MADE_FILE, work_folder
 from moe_pack.convert.plan import Decision
 from moe_pack.formats import ConversionError, Pack, part_format, uniform_plan
@@ -39,9 +39,9 @@ class Workplace:
                 raise StoppedError(step)
 
         checkpoint = Checkpoint(self.source)
-        wish = Wish({"name": name}, self.decide, 0.1, allowed, kl_of, lambda quality: "measured")
+        wish = PackGoal({"name": name}, self.decide, 0.1, allowed, kl_of, lambda quality: "measured")
         try:
-            Maker(checkpoint, self.profile, TEXT, output, wish, 1, Recorder(), on_step=on_step).make()
+            AutoPacker(checkpoint, self.profile, TEXT, output, wish, 1, Recorder(), on_step=on_step).make()
         finally:
             checkpoint.close()
         return steps
@@ -82,9 +82,9 @@ def losses(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> li
     return found
 
 
-def made_of(output: Path) -> Made:
+def made_of(output: Path) -> AutoPackResult:
     with Pack(output) as pack:
-        found = read_sidecar(output, MADE_FILE, Made, pack.manifest.root)
+        found = read_sidecar(output, MADE_FILE, AutoPackResult, pack.manifest.root)
     assert found is not None
     return found
 

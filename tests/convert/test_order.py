@@ -12,7 +12,7 @@ from models import TinyMixtral
 from numpy.typing import NDArray
 from second_reader import SecondReader
 
-from moe_pack.convert import Conversion, compare_logits, compare_weights, convert, same_tensors
+from moe_pack.convert import ConversionResult, compare_logits, compare_weights, convert, same_tensors
 from moe_pack.formats import ConversionError, Pack, PlanError, Quantizer, Selector, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.pack import audit
@@ -52,7 +52,7 @@ def converted(
     quantizer: Quantizer = "nearest",
     workers: int = 1,
     on_step: Callable[[Step], None] = nothing,
-) -> Conversion:
+) -> ConversionResult:
     checkpoint = Checkpoint(source)
     try:
         part = part_format(width, 16)

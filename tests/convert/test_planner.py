@@ -12,11 +12,11 @@ from losses import random_losses
 from specs import GROUPED
 from tiers import DENSE_RATE, FETCH_RATE, RUN_RATE, FixedTier
 
-from moe_pack.convert.plan import Decision, Model, Planned, Planner
+from moe_pack.convert.plan import Decision, EstimatedPlan, Planner, PlanningModel
 from moe_pack.convert.plan.machines import assumed_cpu
 from moe_pack.convert.plan.planner import SEARCHES, SearchName
 from moe_pack.convert.plan.search import menu_of, price
-from moe_pack.convert.plan.tiers import CpuTier, Tier, Traffic, expert_choices
+from moe_pack.convert.plan.tiers import CpuTier, MemoryTier, RoutingFacts, expert_choices
 from moe_pack.formats import (
     BF16,
     ExpertSpec,
@@ -37,17 +37,17 @@ SPEC = replace(
 )
 DENSE_FORMATS = (None, part_format(8, 64), part_format(4, 64))
 DTYPES = ("BF16",) * len(dense_roles(SPEC))
-MODEL = Model(SPEC, DTYPES, random_losses(SPEC))
+MODEL = PlanningModel(SPEC, DTYPES, random_losses(SPEC))
 BUDGETS = (75_000, 90_000, 120_000, 220_000, 600_000)
 LIMITS = (0.01, 0.05, 0.2)
 
 
-def tier_of(budget: int, model: Model = MODEL) -> FixedTier:
+def tier_of(budget: int, model: PlanningModel = MODEL) -> FixedTier:
     return FixedTier(model.losses, budget)
 
 
 @cache
-def planned(budget: int, max_loss: float, search: SearchName = "knapsack") -> Planned | None:
+def planned(budget: int, max_loss: float, search: SearchName = "knapsack") -> EstimatedPlan | None:
     """None where nothing within the loss fits."""
     try:
         return Planner(MODEL, tier_of(budget), search).plan(max_loss)
@@ -209,7 +209,7 @@ def test_selector_kinds_may_be_restricted() -> None:
 
 def test_experts_without_a_gate_are_selected_by_up_or_not_at_all() -> None:
     spec = replace(SPEC, expert=ExpertSpec("relu2", 48, ("up", "down"), bias=(), extra_floats=0))
-    model = Model(spec, ("BF16",) * len(dense_roles(spec)), random_losses(spec))
+    model = PlanningModel(spec, ("BF16",) * len(dense_roles(spec)), random_losses(spec))
     for search in SEARCHES:
         found = Planner(model, tier_of(220_000, model), search).plan(0.05)
         assert found.decision.plan.selector in ("up", "none")
@@ -245,11 +245,11 @@ def test_the_knapsack_is_faster_than_what_papers_search() -> None:
 
 
 def test_the_cpus_tier_is_planned_for_within_its_budget_and_the_faster_the_larger_it_is() -> None:
-    traffic, seconds = Traffic(MODEL.losses.popularity), []
+    traffic, seconds = RoutingFacts(MODEL.losses.popularity), []
     bf16 = uniform_plan(SPEC, "none", BF16, BF16)
     least = CpuTier(assumed_cpu(), traffic, 1, 32).least_bytes(MODEL.layout(bf16))
     for more in (0, 50_000, 10_000_000):
-        tier: Tier = CpuTier(assumed_cpu(), traffic, least + more, 32)
+        tier: MemoryTier = CpuTier(assumed_cpu(), traffic, least + more, 32)
         found = Planner(MODEL, tier).plan(0.05)
         assert found.loss <= 0.05
         assert sum(share.num_bytes for share in found.foretold.shares) <= least + more

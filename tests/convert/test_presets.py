@@ -9,15 +9,15 @@ from cases import case
 from losses import random_losses
 from specs import GROUPED
 
-from moe_pack.convert.plan import Model, preset_decision
+from moe_pack.convert.plan import PlanningModel, preset_decision
 from moe_pack.convert.plan.papers import PRESET_NAMES, PresetName, edgemoe_decision
 from moe_pack.formats import BF16, ExpertFormat, ExpertSpec, ModelSpec, PlanError, dense_roles, part_format
 from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.plan import plan_fault
 
 
-def model_of(spec: ModelSpec) -> Model:
-    return Model(spec, ("BF16",) * len(dense_roles(spec)), random_losses(spec))
+def model_of(spec: ModelSpec) -> PlanningModel:
+    return PlanningModel(spec, ("BF16",) * len(dense_roles(spec)), random_losses(spec))
 
 
 MODEL = model_of(GROUPED)
@@ -25,7 +25,7 @@ TWO_MATRICES = model_of(replace(GROUPED, expert=ExpertSpec("relu2", 48, ("up", "
 ODD_ROWS = model_of(replace(GROUPED, hidden_size=96))
 
 
-def refusal(name: PresetName, model: Model, sparsity: float | None = None) -> str:
+def refusal(name: PresetName, model: PlanningModel, sparsity: float | None = None) -> str:
     with pytest.raises(PlanError) as error:
         preset_decision(name, model, sparsity)
     return str(error.value)

@@ -21,7 +21,7 @@ from moe_pack.runtime.offload import (
     divide_budget,
     expert_pages,
     read_record,
-    recorded_residency_for,
+    recorded_expert_cache_for,
 )
 from moe_pack.runtime.offload.record import write_record
 
@@ -48,7 +48,7 @@ def routes(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     popularity = rng.dirichlet(np.ones(NUM_EXPERTS), len(pages)).astype(np.float32)
     facts = CacheFacts(pages, plan.num_pages, 2, popularity)
     recorder = Recorder(facts, root, "corm", BUDGET, CONTEXT, keeps_scores=True)
-    residency = recorded_residency_for(PRESETS["corm"], facts, recorder)
+    residency = recorded_expert_cache_for(PRESETS["corm"], facts, recorder)
     for num_tokens in [6] + [1] * 40:
         for layer_idx, shares in enumerate(popularity.astype(np.float64)):
             drawn = [rng.choice(NUM_EXPERTS, 2, replace=False, p=shares / shares.sum()) for _ in range(num_tokens)]

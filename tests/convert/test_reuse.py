@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from moe_pack.convert import convert, layout_for
 from moe_pack.convert.account import Recipe
-from moe_pack.convert.pipeline import Earlier
+from moe_pack.convert.pipeline import EarlierPack
 from moe_pack.formats import PackError, Plan, dense_roles, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import Item
@@ -35,7 +35,7 @@ def plans(checkpoint: Checkpoint) -> tuple[Plan, Plan]:
 def taken(checkpoint: Checkpoint, plan: Plan, earlier: Path, order: NDArray[np.uint32] | None = None) -> set[Item]:
     """The items but headers that an earlier pack holds of a plan."""
     layout = layout_for(checkpoint, plan)
-    with Earlier(earlier, Recipe(checkpoint, plan, layout, order)) as held:
+    with EarlierPack(earlier, Recipe(checkpoint, plan, layout, order)) as held:
         return {item for item in layout.items() if item.kind != "header" and held.holds(item)}
 
 

@@ -15,7 +15,7 @@ from synthetic import CPU, character, made, plan_for, recall, run, shares, shrun
 
 from moe_pack.calib.evaluate.thresholds import realized_sparsity
 from moe_pack.convert import (
-    Character,
+    SyntheticTraits,
     convert,
     layout_for,
     profiled_popularity,
@@ -23,7 +23,7 @@ from moe_pack.convert import (
     synthesize,
     synthetic_layout,
 )
-from moe_pack.convert.synthetic import Spread, popular_logits, random_rows, random_stream
+from moe_pack.convert.synthetic import WeightDistribution, popular_logits, random_rows, random_stream
 from moe_pack.formats import ConversionError, Pack, PartFormat, PlanError, RouterSpec, trellis_format, uniform_plan
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.families import Checkpoint
@@ -105,7 +105,10 @@ def test_random_rows_of_a_source_s_codec_are_finite_and_spread_as_asked() -> Non
         for mean in [0.0, 0.7]:
             for deviation in [1e-4, 1.0, 30.0]:
                 with case(part, mean, deviation):
-                    layout, spread = row_layout([("weight", part, False)], 576), Spread(mean * deviation, deviation)
+                    layout, spread = (
+                        row_layout([("weight", part, False)], 576),
+                        WeightDistribution(mean * deviation, deviation),
+                    )
                     rows = random_rows(layout, 700, {"weight": spread}, random_stream(3))  # more than are made at once
                     check_rows(layout, rows, "random rows")
                     (placed,) = layout.parts
@@ -123,7 +126,7 @@ def test_random_rows_of_a_trellis_lie_about_zero_as_far_off_as_asked() -> None:
                 with case(width, group, scale_bits, mean):
                     part = trellis_format(width, group, scale_bits)
                     layout = row_layout([("weight", part, False)], 576)
-                    rows = random_rows(layout, 100, {"weight": Spread(mean, 1.0)}, random_stream(3))
+                    rows = random_rows(layout, 100, {"weight": WeightDistribution(mean, 1.0)}, random_stream(3))
                     check_rows(layout, rows, "random rows")
                     weights = decode_part(part, 576, torch.from_numpy(rows[:, : layout.parts[0].num_bytes].copy()))
                     assert float(weights.square().mean().sqrt()) == pytest.approx((1 + mean**2) ** 0.5, rel=0.03)
@@ -223,7 +226,7 @@ def test_popularity_can_be_that_of_a_profile(tmp_path: Path) -> None:
     counted = np.stack([profile.statistics(l).tokens for l in range(2)])
     assert asked.sum(axis=1) == pytest.approx([2, 2])
     assert np.argsort(asked, axis=1, kind="stable").tolist() == np.argsort(counted, axis=1, kind="stable").tolist()
-    found = run(made(spec, tmp_path / "pack", Character(0.0, asked, 0.0, 0)), 1500)
+    found = run(made(spec, tmp_path / "pack", SyntheticTraits(0.0, asked, 0.0, 0)), 1500)
     for routes, wanted in zip(found.routes, asked, strict=True):
         assert np.abs(shares(routes, 6) - wanted).sum() / 2 / 2 < 0.05
     with pytest.raises(PlanError, match="--profile: found 2 layers of 6 experts, expected 3 of 16; give a profile of"):

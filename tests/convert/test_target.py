@@ -11,7 +11,7 @@ from cases import case
 from click.testing import CliRunner
 from losses import random_losses
 
-from moe_pack.convert.plan import Limit, Target, defaults_text, planner_for
+from moe_pack.convert.plan import LossLimit, Target, defaults_text, planner_for
 from moe_pack.convert.plan.machines import assumed_cpu
 from moe_pack.convert.plan.target import context_of, parse_limit
 from moe_pack.formats import RunError, dense_roles
@@ -59,12 +59,12 @@ def asked(*arguments: str) -> Target | str | None:
 @pytest.mark.parametrize(
     ("text", "limit", "nats"),
     [
-        ("1%", Limit("perplexity", 0.01), 0.0199),
-        ("0.02", Limit("kl", 0.02), 0.02),
-        (" 5 %", Limit("perplexity", 0.05), 0.0976),
+        ("1%", LossLimit("perplexity", 0.01), 0.0199),
+        ("0.02", LossLimit("kl", 0.02), 0.02),
+        (" 5 %", LossLimit("perplexity", 0.05), 0.0976),
     ],
 )
-def test_a_limit_is_of_perplexity_or_in_nats(text: str, limit: Limit, nats: float) -> None:
+def test_a_limit_is_of_perplexity_or_in_nats(text: str, limit: LossLimit, nats: float) -> None:
     """ln(1.01) / 0.5 and ln(1.05) / 0.5, by hand."""
     found = parse_limit(text)
     assert found == limit
@@ -130,7 +130,7 @@ def test_every_default_is_said_and_nothing_that_was_asked_for() -> None:
         "--link",
         "--ram:" if total_bytes() is None else "--ram",
     ]
-    whole = Target(GIB, "cuda", Limit("kl", 0.1), 16, "L4", 1e9, GIB)
+    whole = Target(GIB, "cuda", LossLimit("kl", 0.1), 16, "L4", 1e9, GIB)
     assert defaults_text(whole, SPEC, None) == []
 
 

@@ -29,7 +29,7 @@ from moe_pack.formats.spec import SELECTORS
 from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.model import TORCH, CheckpointWeights, Decoder, open_weights
-from moe_pack.runtime.offload import StreamingWeights
+from moe_pack.runtime.offload import OffloadedWeights
 
 CPU = torch.device("cpu")
 TINY = Tiny(
@@ -139,7 +139,7 @@ def test_streaming_within_a_budget_gives_the_bits_that_memory_gives(sparse_pack:
                 budget = budget_for(held, num_experts, 64)
                 limited = replace(options, read="auto", budget_bytes=budget, cutover=cutover)
                 with Engine(held, limited, 64) as engine:
-                    assert isinstance(engine.weights, StreamingWeights) and engine.decoder.cache.is_ring
+                    assert isinstance(engine.weights, OffloadedWeights) and engine.decoder.cache.is_ring
                     assert torch.equal(answers(engine), whole)
                     assert (engine.weights.decode.in_part > 0) == (cutover == 1.0)
             assert whole.isfinite().all()

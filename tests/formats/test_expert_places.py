@@ -124,7 +124,7 @@ def test_biases_reach_the_rows_and_the_answer(
     folder = MODEL.write(tmp_path / "source", change)
     pack(folder, tmp_path / "packed", selector="gate", width=16)
     checkpoint, packed = Checkpoint(folder), Pack(tmp_path / "packed")
-    weights = PackWeights(packed, torch.device("cpu"), None)
+    weights = PackWeights(packed, torch.device("cpu"))
     gate, up = held[0]
     for e in range(E):
         block = next(iter(weights.expert(1, e).blocks()))

@@ -24,8 +24,8 @@ from second_reader import SecondReader
 from specs import GROUPED
 
 from moe_pack.convert import convert
-from moe_pack.convert.account import Account, Origin
-from moe_pack.convert.pipeline import Work, write_pack
+from moe_pack.convert.account import PackOrigin, PackRecord
+from moe_pack.convert.pipeline import ItemWork, write_pack
 from moe_pack.formats import BF16, Pack, PackLayout, PartFormat, Selector, uniform_plan
 from moe_pack.formats.families import Checkpoint
 from moe_pack.formats.layout import Item, pack_layout, write_rows
@@ -222,9 +222,9 @@ def test_the_bytes_of_a_pack_that_keeps_few_bits_have_not_changed(tmp_path: Path
     plan = dataclasses.replace(plan, experts=experts)
     layout = pack_layout(spec, plan, ["BF16"] * len(plan.dense))
     zeros = np.zeros((len(experts), len(experts[0])), np.float32)
-    account = Account(layout, plan, Origin(NO_SOURCE, (), (PackageVersion("moe-pack", "0"),), {}), zeros)
+    account = PackRecord(layout, plan, PackOrigin(NO_SOURCE, (), (PackageVersion("moe-pack", "0"),), {}), zeros)
     writer = PackWriter(tmp_path / "pack", layout, account.conversion, stamp="", on_step=lambda step: None)
-    work = Work(lambda item, stop: kept_item(layout, item), lambda item: item.num_bytes)
+    work = ItemWork(lambda item, stop: kept_item(layout, item), lambda item: item.num_bytes)
     write_pack(writer, layout, account, work, 1)
     with Pack(tmp_path / "pack") as pack:
         audit(pack)

@@ -15,7 +15,7 @@ from moe_pack.formats.families import model_spec
 from moe_pack.formats.layout import pack_layout
 from moe_pack.runtime.gpu.device import HostArena
 from moe_pack.runtime.gpu.placement import page_bytes_for, place_experts, usual_heat
-from moe_pack.runtime.gpu.weights import CardCache, CardLayer
+from moe_pack.runtime.gpu.weights import GpuCacheLayer, GpuExpertCache
 
 NUM_ROWS = 96
 
@@ -60,7 +60,7 @@ def least(pack: Pack) -> int:
     return low
 
 
-def check_row(pack: Pack, layer: CardLayer, l: int, e: int, neuron: int, of_selector: bool) -> None:
+def check_row(pack: Pack, layer: GpuCacheLayer, l: int, e: int, neuron: int, of_selector: bool) -> None:
     layout = pack.layout.experts[l][e]
     at = layer.tables.selector_at if of_selector else layer.tables.record_at
     rows = layout.selector if of_selector else layout.records
@@ -74,7 +74,7 @@ def check_row(pack: Pack, layer: CardLayer, l: int, e: int, neuron: int, of_sele
 
 def test_where_all_fits_all_is_there_and_nothing_is_pulled(opened: tuple[Pack, HostArena]) -> None:
     pack, host = opened
-    cache = CardCache(pack, place_experts(pack.layout, whole(pack)), host, CPU)
+    cache = GpuExpertCache(pack, place_experts(pack.layout, whole(pack)), host, CPU)
     for l, layer in enumerate(cache.layers):
         assert not (layer.has_dynamic_selectors or layer.has_dynamic_records)
         layer.admit(torch.tensor([1, 4], dtype=torch.int32))
@@ -89,7 +89,7 @@ def test_rows_that_a_token_needs_are_the_packs_in_every_budget(opened: tuple[Pac
     pack, host = opened
     room = int(least(pack) + part * (whole(pack) - least(pack)))
     placement = place_experts(pack.layout, room)
-    cache = CardCache(pack, placement, host, CPU)
+    cache = GpuExpertCache(pack, placement, host, CPU)
     assert cache.num_bytes <= room
     assert part not in (0.0, 0.95) or placement.is_shared == (part == 0.0)
     draw = np.random.default_rng(0)
@@ -110,7 +110,7 @@ def test_rows_that_a_token_needs_are_the_packs_in_every_budget(opened: tuple[Pac
 def test_rows_whose_places_are_entered_at_the_start_are_the_packs(opened: tuple[Pack, HostArena]) -> None:
     pack, host = opened
     placement = place_experts(pack.layout, int(0.75 * whole(pack)))
-    cache = CardCache(pack, placement, host, CPU)
+    cache = GpuExpertCache(pack, placement, host, CPU)
     assert placement.first_dynamic.any() and (placement.first_dynamic < NUM_ROWS).any()
     for l, layer in enumerate(cache.layers):
         for e in range(6):

@@ -10,7 +10,7 @@ import torch
 from moe_pack.formats import Pack, RunError
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.engine import check_capability
-from moe_pack.runtime.gpu.fit import CardAsked, fit_to_card
+from moe_pack.runtime.gpu.fit import GpuRequest, fit_to_gpu
 from moe_pack.runtime.model import Decoder, PackWeights
 
 CPU = torch.device("cpu")
@@ -53,8 +53,8 @@ class Work:
 def fitted(folder: Path, driver: Driver, budget: int | None) -> int:
     """The room that experts get."""
     with Pack(folder) as pack:
-        asked = CardAsked(budget, 64, None, torch.float32)
-        built, use = fit_to_card(
+        asked = GpuRequest(budget, 64, None, torch.float32)
+        built, use = fit_to_gpu(
             pack,
             CPU,
             driver,
@@ -123,11 +123,11 @@ def test_newer_cards_are_taken(capability: tuple[int, int]) -> None:
 def test_a_budget_that_leaves_experts_too_little_is_refused_with_what_is_needed(tiny_pack: Path) -> None:
     budget = CONTEXT_BYTES + (55 << 20)
     with pytest.raises(RunError) as fault, Pack(tiny_pack) as pack:
-        fit_to_card(
+        fit_to_gpu(
             pack,
             CPU,
             driver := Driver(),
-            CardAsked(budget, 64, None, torch.float32),
+            GpuRequest(budget, 64, None, torch.float32),
             LEAST_BYTES,
             lambda room, chunk: Work(pack, driver, room),
         )

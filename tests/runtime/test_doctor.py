@@ -12,7 +12,7 @@ from moe_pack.formats import PackError, RunError
 from moe_pack.formats.commands import Stage
 from moe_pack.runtime import MachineFacts, SizedRate, measure_machine
 from moe_pack.runtime.cpu import is_available, num_cpus
-from moe_pack.runtime.machine import READ_SIZES, Measured, ReadMode, Run, drive_facts
+from moe_pack.runtime.machine import READ_SIZES, ReadMeasurement, ReadMode, ReadTrial, drive_facts
 
 INSTANT = 0.0005  # seconds a measurement
 FOUR_MIB = 4 << 20
@@ -124,8 +124,10 @@ def test_a_folder_that_takes_no_files_is_refused() -> None:
         measure_machine(Path("/proc"), seconds=INSTANT)
 
 
-def runs(mode: ReadMode, threads: int, rates: list[float]) -> list[Measured]:
-    return [Measured(Run(mode, threads, size), rate) for size, rate in zip((4096, 16384), rates, strict=True)]
+def runs(mode: ReadMode, threads: int, rates: list[float]) -> list[ReadMeasurement]:
+    return [
+        ReadMeasurement(ReadTrial(mode, threads, size), rate) for size, rate in zip((4096, 16384), rates, strict=True)
+    ]
 
 
 def test_the_best_number_of_threads_is_kept_for_each_mode_and_size() -> None:

@@ -17,7 +17,7 @@ from moe_pack.formats.plan import uniform_dense
 from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime.gpu.device import HostArena
 from moe_pack.runtime.gpu.fit import run_everything
-from moe_pack.runtime.gpu.graph_engine import GraphAtWork
+from moe_pack.runtime.gpu.graph_engine import GraphEngine
 from moe_pack.runtime.model import Decoder, PackWeights
 
 SHAPE = TinyMixtral(num_layers=2, num_experts=4, config={"num_experts_per_tok": 2})
@@ -83,7 +83,7 @@ def test_logits_are_the_same_after_everything_was_run_to_be_measured(tmp_path: P
     with ExitStack() as stack:
         held = stack.enter_context(Pack(folder))
         host = stack.enter_context(HostArena(held, CPU))
-        built = stack.enter_context(closing(GraphAtWork(held, host, CPU, room_for(held, 0.3), 64, 16)))
+        built = stack.enter_context(closing(GraphEngine(held, host, CPU, room_for(held, 0.3), 64, 16)))
         run_everything(held, built, 16)
         built.prepare()
         found = built.decoder.logits(IDS)

@@ -12,7 +12,7 @@ from cases import case
 
 from moe_pack.formats import RunError
 from moe_pack.runtime import (
-    DriveFacts,
+    DiskFacts,
     FixedCosts,
     MachineFacts,
     ReadRate,
@@ -30,14 +30,14 @@ CPU = CpuFacts(8, "avx2", 1e10, 3e10, (WidthRate(2, 1e10), WidthRate(4, 2e10)), 
 FIXED = FixedCosts(1e-4, 2e-4, 3e-5, 4e-5)
 
 
-def drive(curve: list[tuple[int, float]]) -> DriveFacts:
+def drive(curve: list[tuple[int, float]]) -> DiskFacts:
     points = tuple(SizedRate(size, rate) for size, rate in curve)
     alone = tuple(SizedRate(size, rate / 4) for size, rate in curve)
     best = tuple(ReadRate("pread", size, 4, rate) for size, rate in curve)
-    return DriveFacts("vda", 1 << 30, "pread", 4, points, alone, best)
+    return DiskFacts("vda", 1 << 30, "pread", 4, points, alone, best)
 
 
-def drive_with_cost(read_seconds: float, byte_seconds: float) -> DriveFacts:
+def drive_with_cost(read_seconds: float, byte_seconds: float) -> DiskFacts:
     """A drive on which a read of s bytes takes `read_seconds + s * byte_seconds`."""
     return drive([(size, size / (read_seconds + size * byte_seconds)) for size in SIZES])
 
@@ -71,7 +71,7 @@ def test_the_smallest_efficient_read_has_half_of_the_best_rate() -> None:
     assert drive([(4096, 10.0)]).smallest_efficient_bytes == 4096
 
 
-def simulated(found: DriveFacts, share: float, row_bytes: int, num_rows: int, most_gap: int, seed: int) -> float:
+def simulated(found: DiskFacts, share: float, row_bytes: int, num_rows: int, most_gap: int, seed: int) -> float:
     """Seconds for the rows that run by chance, those with at most so many between them read together."""
     random = np.random.default_rng(seed)
     running = np.flatnonzero(random.random(num_rows) < share)

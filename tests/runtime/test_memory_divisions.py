@@ -17,7 +17,7 @@ from moe_pack.formats.layout import pack_layout
 from moe_pack.runtime.gpu.placement import least_placement, place_experts, usual_heat
 from moe_pack.runtime.gpu.staged_engine import plan_staged
 from moe_pack.runtime.offload import FixedParts, MemoryNeeds, best_page_bytes, divide, divide_budget, least_budget
-from moe_pack.runtime.offload.budget import divide_card, least_card
+from moe_pack.runtime.offload.budget import best_gpu_plan, least_gpu_budget
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -38,7 +38,7 @@ def cpu(made: PackLayout, budget: int) -> tuple[int, ...]:
 def planned_gpu(made: PackLayout, budget: int) -> tuple[int, ...]:
     shape = (len(made.experts), len(made.experts[0]))
     popularity, heat = np.arange(1.0, 1 + shape[0] * shape[1]).reshape(shape), np.array([0.25, 0.1, 0.04, 0.01])
-    plan = divide_card(made, budget, 4096, 8 * MIB, popularity, np.broadcast_to(heat, (*shape, 4)), 0.25)
+    plan = best_gpu_plan(made, budget, 4096, 8 * MIB, popularity, np.broadcast_to(heat, (*shape, 4)), 0.25)
     fixed = plan.experts - plan.selectors - plan.hot_rows - plan.pages
     return (plan.selectors, plan.hot_rows, plan.pages, plan.chunk_tokens, fixed)
 
@@ -103,7 +103,7 @@ def test_the_least_that_is_named_is_divided_and_a_byte_less_is_not() -> None:
     least = least_placement(made).num_bytes
     for engine, budget in (
         (cpu, least_budget(made, 4096, 8 * MIB)),
-        (planned_gpu, least_card(made, 4096, 8 * MIB)),
+        (planned_gpu, least_gpu_budget(made, 4096, 8 * MIB)),
         (graph, least),
     ):
         engine(made, budget)

@@ -25,7 +25,7 @@ from torch import Tensor
 from moe_pack.formats import BF16, ExpertFormat, PartFormat, Selector, part_format, trellis_format
 from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
 from moe_pack.formats.spec import SELECTORS
-from moe_pack.runtime.cpu import Kernels, Selected
+from moe_pack.runtime.cpu import Kernels, SelectedNeurons
 from moe_pack.runtime.model import Activations, NeuronBlock, activations, run_expert
 
 TRELLISES = {f"trellis {width}": width for width in TRELLIS_WIDTHS}
@@ -126,7 +126,7 @@ def check_at_once(held: Case, kernels: Kernels, slack: float) -> None:
     assert_near(kernels.experts(held.x, [everyone]), held.y, slack * held.errors.y)
 
 
-def check_selection(held: Case, kernels: Kernels, slack: float) -> Selected:
+def check_selection(held: Case, kernels: Kernels, slack: float) -> SelectedNeurons:
     found = kernels.select(held.x, held.expert.rows(held.threshold))
     if held.expert.rows().selector is None:
         assert not found.a.any() and found.runs.all() and found.neurons.tolist() == list(range(held.runs.shape[1]))
@@ -139,7 +139,7 @@ def check_selection(held: Case, kernels: Kernels, slack: float) -> Selected:
     return found
 
 
-def check_neurons(held: Case, kernels: Kernels, selected: Selected, slack: float) -> None:
+def check_neurons(held: Case, kernels: Kernels, selected: SelectedNeurons, slack: float) -> None:
     found, chosen = kernels.neurons(held.x, held.expert.rows(held.threshold), selected), selected.neurons.long()
     runs = (held.runs if held.expert.rows().selector is None else selected.runs)[:, chosen]
     assert not found[~runs].any(), "only neurons that run"
@@ -291,7 +291,7 @@ def test_a_threshold_is_the_least_activation_that_runs(kernels: Kernels) -> None
         for selector, num_tokens in product(SELECTORS, (1, 8)):
             expert, x = mixed(7, 65, selector), random_tokens(num_tokens, 192)
             all_run = torch.ones(num_tokens, 65, dtype=torch.bool)
-            everything = Selected(torch.zeros(num_tokens, 65), all_run, torch.arange(65, dtype=torch.int32))
+            everything = SelectedNeurons(torch.zeros(num_tokens, 65), all_run, torch.arange(65, dtype=torch.int32))
             rows = expert.rows()
             a = kernels.neurons(x, rows, everything) if selector == "none" else kernels.select(x, rows).a
             exact = a.abs()[0, 30]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_pack.formats import BF16, GroupedQuerySpec, RunError, Selector, part_format
 from moe_pack.formats.spec import SELECTORS
-from moe_pack.runtime.cpu import Kernels, Selected, num_cpus, open_kernels, row_numbers
+from moe_pack.runtime.cpu import Kernels, SelectedNeurons, num_cpus, open_kernels, row_numbers
 from moe_pack.runtime.cpu.kernels import InstructionSet
 from moe_pack.runtime.model import activations
 
@@ -27,7 +27,7 @@ def made(selector: Selector = "up") -> RandomExpert:
     return random_expert(Shape(F, D, selector, FOUR_BIT, part_format(3, 32, 8), part_format(2, 16, 8)))
 
 
-def selected(kernels: Kernels, expert: RandomExpert, num_tokens: int, threshold: float) -> Selected:
+def selected(kernels: Kernels, expert: RandomExpert, num_tokens: int, threshold: float) -> SelectedNeurons:
     return kernels.select(random_tokens(num_tokens, D), expert.rows(threshold))
 
 

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from residencies import Steps, dropped, facts_of, fetched, hits, random_steps, resident, walk_all
 
-from moe_pack.runtime.offload import PRESETS, CacheFacts, Key, Preset, Residency, residency_for
+from moe_pack.runtime.offload import PRESETS, CacheFacts, ExpertCache, ExpertKey, Preset, expert_cache_for
 from moe_pack.runtime.offload.cache import Eviction
 from moe_pack.runtime.offload.eviction import LFU, LRU, Belady, EdgeMoE, Importance, LayerLRU, placed_by_popularity
 
 SHAPE = (3, 4)
-Victim = Callable[[int, Steps, set[Key]], Key]  # step, all steps, what may go: what goes
+Victim = Callable[[int, Steps, set[ExpertKey]], ExpertKey]  # step, all steps, what may go: what goes
 
 
-def use(residency: Residency, *keys: tuple[int, int]) -> None:
+def use(residency: ExpertCache, *keys: tuple[int, int]) -> None:
     for layer_idx, expert in keys:
         list(residency.walk(layer_idx, [expert]))
 
@@ -29,40 +29,40 @@ def use(residency: Residency, *keys: tuple[int, int]) -> None:
 def test_lru_drops_what_was_used_longest_ago_in_whatever_layer() -> None:
     """Room for 3: 0.0, 0.1, 1.0 are in; 0.0 is used again. The oldest is 0.1, then 1.0, then 0.0."""
     facts = facts_of((2, 4), 3)
-    residency = Residency(facts, LRU(facts))
+    residency = ExpertCache(facts, LRU(facts))
     use(residency, (0, 0), (0, 1), (1, 0), (0, 0))
     events = walk_all(residency, [(1, [1]), (1, [2]), (1, [3])])
-    assert dropped(events) == [Key(0, 1), Key(1, 0), Key(0, 0)]
+    assert dropped(events) == [ExpertKey(0, 1), ExpertKey(1, 0), ExpertKey(0, 0)]
 
 
 def test_layers_apart_give_up_their_own_and_take_back_what_others_hold_beyond_their_share() -> None:
     """Room for 4 in 2 layers: 2 each. Layer 0 borrows a third page; layer 1 has the free one, then takes 0's oldest."""
     facts = facts_of((2, 4), 4)
-    residency = Residency(facts, LayerLRU(facts))
+    residency = ExpertCache(facts, LayerLRU(facts))
     events = walk_all(residency, [(0, [0]), (0, [1]), (0, [2]), (1, [0])])
     assert dropped(events) == []
-    assert dropped(walk_all(residency, [(1, [1])])) == [Key(0, 0)]
-    assert dropped(walk_all(residency, [(0, [0])])) == [Key(0, 1)]
-    assert dropped(walk_all(residency, [(1, [2])])) == [Key(1, 0)]
+    assert dropped(walk_all(residency, [(1, [1])])) == [ExpertKey(0, 0)]
+    assert dropped(walk_all(residency, [(0, [0])])) == [ExpertKey(0, 1)]
+    assert dropped(walk_all(residency, [(1, [2])])) == [ExpertKey(1, 0)]
 
 
 def test_lfu_drops_what_was_used_least_and_among_equals_the_older() -> None:
     """Uses: 0.0 three, 0.1 one, 1.0 one and later. First 0.1 goes; then 1.0 is as often used as 1.1, and older."""
     facts = facts_of((2, 4), 3)
-    residency = Residency(facts, LFU(facts))
+    residency = ExpertCache(facts, LFU(facts))
     use(residency, (0, 0), (0, 1), (0, 0), (1, 0), (0, 0))
     events = walk_all(residency, [(1, [1]), (1, [2])])
-    assert dropped(events) == [Key(0, 1), Key(1, 0)]
+    assert dropped(events) == [ExpertKey(0, 1), ExpertKey(1, 0)]
 
 
 def test_lfu_counts_what_it_has_dropped() -> None:
     """0.0 was used twice and dropped for neither of 0.1 (3) and 0.2 (2, later); back again it has 3 and 0.2 goes."""
     facts = facts_of((1, 4), 2)
-    residency = Residency(facts, LFU(facts))
+    residency = ExpertCache(facts, LFU(facts))
     use(residency, (0, 0), (0, 0), (0, 1), (0, 1), (0, 1), (0, 2))
-    assert resident(residency) == {Key(0, 1), Key(0, 2)}
+    assert resident(residency) == {ExpertKey(0, 1), ExpertKey(0, 2)}
     use(residency, (0, 2), (0, 0))
-    assert resident(residency) == {Key(0, 1), Key(0, 0)}
+    assert resident(residency) == {ExpertKey(0, 1), ExpertKey(0, 0)}
 
 
 def test_edgemoe_weighs_how_often_against_how_far_ahead() -> None:
@@ -117,35 +117,35 @@ def test_placing_passes_over_what_does_not_fit() -> None:
 
 def test_fiddler_fetches_what_is_not_placed_each_time() -> None:
     facts = facts_of((1, 4), 3, popularity=[[0.1, 0.4, 0.3, 0.2]])
-    residency = residency_for(PRESETS["fiddler"], facts)
+    residency = expert_cache_for(PRESETS["fiddler"], facts)
     events = walk_all(residency, [(0, [1]), (0, [0]), (0, [0]), (0, [2])])
     assert hits(events) == [True, False, False, True]
-    assert fetched(events) == dropped(events) == [Key(0, 0)] * 2
+    assert fetched(events) == dropped(events) == [ExpertKey(0, 0)] * 2
 
 
 def test_a_protected_share_stays_and_the_rest_goes_by_last_use() -> None:
     """Room for 4, half of it placed: 0.1 and 0.2. The other two pages see 0.0, 0.3, 0.4."""
     facts = facts_of((1, 5), 4, popularity=[[0.1, 0.4, 0.3, 0.1, 0.1]])
-    residency = residency_for(Preset("lru", "lru", placed_share=0.5), facts)
-    assert dropped(walk_all(residency, [(0, [0]), (0, [3]), (0, [4])])) == [Key(0, 0)]
-    assert {Key(0, 1), Key(0, 2)} <= resident(residency)
+    residency = expert_cache_for(Preset("lru", "lru", placed_share=0.5), facts)
+    assert dropped(walk_all(residency, [(0, [0]), (0, [3]), (0, [4])])) == [ExpertKey(0, 0)]
+    assert {ExpertKey(0, 1), ExpertKey(0, 2)} <= resident(residency)
 
 
 def test_belady_drops_what_is_needed_last() -> None:
     """Room for 2; 0, 1, 2, 0, 1: at 2, expert 1 is needed later than 0; at the last 1, either may go: never again."""
     facts = facts_of((1, 3), 2)
     steps: Steps = [(0, [expert]) for expert in (0, 1, 2, 0, 1)]
-    residency = Residency(facts, Belady(facts, steps))
+    residency = ExpertCache(facts, Belady(facts, steps))
     events = walk_all(residency, steps)
-    assert dropped(events) == [Key(0, 1), Key(0, 0)] and hits(events) == [False, False, False, True, False]
+    assert dropped(events) == [ExpertKey(0, 1), ExpertKey(0, 0)] and hits(events) == [False, False, False, True, False]
 
 
 def fewest_misses(steps: Steps, room: int) -> int:
     """The least over all that might be dropped, by trying all of it."""
-    keys = [Key(layer_idx, experts[0]) for layer_idx, experts in steps]
+    keys = [ExpertKey(layer_idx, experts[0]) for layer_idx, experts in steps]
 
     @cache
-    def least(step: int, held: frozenset[Key]) -> int:
+    def least(step: int, held: frozenset[ExpertKey]) -> int:
         if step == len(keys):
             return 0
         if keys[step] in held:
@@ -163,50 +163,50 @@ def fewest_misses(steps: Steps, room: int) -> int:
 def test_no_way_of_dropping_misses_less_than_belady(seed: int, room: int) -> None:
     steps = random_steps(seed, (2, 3), 7)
     facts = facts_of((2, 3), room)
-    residency = Residency(facts, Belady(facts, steps))
+    residency = ExpertCache(facts, Belady(facts, steps))
     assert hits(walk_all(residency, steps)).count(False) == fewest_misses(steps, room)
 
 
 # Slow twins: who goes, from all that has happened, one expert a step and a page each.
 
 
-def keys_of(steps: Steps) -> list[Key]:
-    return [Key(layer_idx, experts[0]) for layer_idx, experts in steps]
+def keys_of(steps: Steps) -> list[ExpertKey]:
+    return [ExpertKey(layer_idx, experts[0]) for layer_idx, experts in steps]
 
 
-def last_use(step: int, steps: Steps, key: Key) -> int:
+def last_use(step: int, steps: Steps, key: ExpertKey) -> int:
     return max(i for i, used in enumerate(keys_of(steps[:step])) if used == key)
 
 
-def lru_victim(step: int, steps: Steps, held: set[Key]) -> Key:
+def lru_victim(step: int, steps: Steps, held: set[ExpertKey]) -> ExpertKey:
     return min(held, key=lambda key: last_use(step, steps, key))
 
 
-def layer_lru_victim(step: int, steps: Steps, held: set[Key], room: int = 6) -> Key:
+def layer_lru_victim(step: int, steps: Steps, held: set[ExpertKey], room: int = 6) -> ExpertKey:
     share, own = room / SHAPE[0], {key for key in held if key.layer_idx == steps[step][0]}
     counts = Counter(key.layer_idx for key in held)
     over = {key for key in held if counts[key.layer_idx] > share}
     return lru_victim(step, steps, (own if len(own) + 1 > share else over) or held)
 
 
-def lfu_victim(step: int, steps: Steps, held: set[Key]) -> Key:
+def lfu_victim(step: int, steps: Steps, held: set[ExpertKey]) -> ExpertKey:
     uses = Counter(keys_of(steps[:step]))
     return min(held, key=lambda key: (uses[key], last_use(step, steps, key)))
 
 
-def edgemoe_victim(step: int, steps: Steps, held: set[Key]) -> Key:
+def edgemoe_victim(step: int, steps: Steps, held: set[ExpertKey]) -> ExpertKey:
     uses, current = Counter(keys_of(steps[: step + 1])), steps[step][0]
     ahead = {key: (key.layer_idx - current - 1) % SHAPE[0] + 1 for key in held}  # layers from now to its own
     return min(sorted(held), key=lambda key: (uses[key] + 1 / SHAPE[1]) / ahead[key])
 
 
-def importance_victim(step: int, steps: Steps, held: set[Key]) -> Key:
+def importance_victim(step: int, steps: Steps, held: set[ExpertKey]) -> ExpertKey:
     """Scores unknown: choices among the layer's last four passes, this one included."""
     past = defaultdict(list)
     for layer_idx, expert in keys_of(steps[: step + 1]):
         past[layer_idx].append(expert)
 
-    def share(key: Key) -> float:
+    def share(key: ExpertKey) -> float:
         recent = past[key.layer_idx][-4:]
         return recent.count(key.expert) / max(len(recent), 1)
 
@@ -228,10 +228,10 @@ def test_a_policy_drops_what_its_slow_twin_drops() -> None:
         with case(policy, victim):
             facts = facts_of(SHAPE, 6)
             for seed in range(12):
-                steps, held = random_steps(seed, SHAPE, 40), set[Key]()
-                residency, num_drops = Residency(facts, policy(facts)), 0
+                steps, held = random_steps(seed, SHAPE, 40), set[ExpertKey]()
+                residency, num_drops = ExpertCache(facts, policy(facts)), 0
                 for step, (layer_idx, experts) in enumerate(steps):
-                    key = Key(layer_idx, experts[0])
+                    key = ExpertKey(layer_idx, experts[0])
                     if key not in held and len(held) == facts.num_pages:
                         held.remove(victim(step, steps, held))
                         num_drops += 1
@@ -256,6 +256,6 @@ def test_every_eviction_by_its_name_drops_in_an_order_of_its_own() -> None:
     facts = facts_of((4, 8), 12, popularity=[[rng.random() for _ in range(8)] for _ in range(4)], num_active=2)
     steps, gone = random_steps(5, (4, 8), 50, k=2), {}
     for eviction in ("lru", "layer_lru", "lfu", "edgemoe", "importance"):
-        gone[eviction] = dropped(walk_all(residency_for(Preset("lru", eviction), facts), steps))
+        gone[eviction] = dropped(walk_all(expert_cache_for(Preset("lru", eviction), facts), steps))
     for one, other in itertools.combinations(gone, 2):
         assert gone[one] != gone[other], (one, other)

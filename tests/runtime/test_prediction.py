@@ -34,8 +34,8 @@ from moe_pack.runtime.offload.paths import ranked
 from moe_pack.runtime.offload.prefetch import (
     PREDICTION_NAMES,
     LearnedPrediction,
-    Observed,
     Prediction,
+    PredictionInput,
     PredictionName,
     make_prediction,
 )
@@ -58,11 +58,11 @@ def weights(source: Path) -> Iterator[CheckpointWeights]:
     checkpoint.close()
 
 
-def observed(num_tokens: int, layer_idx: int, seed: int = 0, partial: bool = False) -> Observed:
+def observed(num_tokens: int, layer_idx: int, seed: int = 0, partial: bool = False) -> PredictionInput:
     generator = torch.Generator().manual_seed(seed)
     x, hidden = torch.randn(2, num_tokens, D, generator=generator)
     routes = torch.rand(num_tokens, min(layer_idx, 2), E, generator=generator).argsort(-1)[..., :K]
-    return Observed(x, routes.numpy(), hidden if partial else None)
+    return PredictionInput(x, routes.numpy(), hidden if partial else None)
 
 
 def made(name: PredictionName, weights: Any, routing: Routing | None = ROUTING) -> Prediction:
@@ -71,7 +71,7 @@ def made(name: PredictionName, weights: Any, routing: Routing | None = ROUTING) 
     return prediction
 
 
-def scores_of(prediction: Prediction, layer_idx: int, seen: Observed) -> np.ndarray[Any, Any]:
+def scores_of(prediction: Prediction, layer_idx: int, seen: PredictionInput) -> np.ndarray[Any, Any]:
     scores = prediction.scores(layer_idx, seen)
     assert scores is not None and scores.dtype == np.float32 and scores.shape == (len(seen.x), E)
     return scores
@@ -181,7 +181,7 @@ def test_a_model_worked_by_hand_is_foretold_as_worked() -> None:
             assert role == "layers.1.router"
             return StoredMatrix(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
 
-    seen = Observed(torch.tensor([[1.0, 2.0]]), np.array([[[2]]]))
+    seen = PredictionInput(torch.tensor([[1.0, 2.0]]), np.array([[[2]]]))
     router = made("router", Rows(), None).scores(1, seen)
     assert router is not None and router.tolist() == [[1.0, 2.0, 3.0]] and ranked(router, 2).tolist() == [[2, 1]]
     routed = torch.zeros(3, 1, 3)
@@ -209,7 +209,7 @@ def test_with_every_expert_in_fast_memory_a_partial_state_foretells_the_truth(so
             inputs = mlp_input(x, weights, layer)
             experts, router_weights = route_tokens(inputs, weights, layer)
             if layer:
-                seen = Observed(inputs * 0, torch.stack(routes[-2:], dim=1).numpy(), x)
+                seen = PredictionInput(inputs * 0, torch.stack(routes[-2:], dim=1).numpy(), x)
                 assert ranked(scores_of(prediction, layer, seen), K).tolist() == experts.tolist()
             routes.append(experts)
             x = x + run_experts(inputs, experts, router_weights, weights, layer)

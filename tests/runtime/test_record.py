@@ -13,8 +13,16 @@ from residencies import facts_of
 
 from moe_pack.formats import RunError, canonical, dump
 from moe_pack.formats.safetensors import assemble, read_header
-from moe_pack.runtime.offload import PRESETS, Key, Passes, Record, Recorder, read_record, recorded_residency_for
-from moe_pack.runtime.offload.record import RecordFacts, Request, write_record
+from moe_pack.runtime.offload import (
+    PRESETS,
+    ExpertKey,
+    Passes,
+    Record,
+    Recorder,
+    read_record,
+    recorded_expert_cache_for,
+)
+from moe_pack.runtime.offload.record import PrefetchRequest, RecordFacts, write_record
 
 Arrays = dict[str, Any]
 FACTS = RecordFacts("moe-pack record", 1, "ab" * 32, "lru", 10**6, 64, 3)
@@ -26,7 +34,7 @@ def small(with_scores: bool = True) -> Record:
     routes = np.array([[[0, 1], [2, 3]], [[1, 0], [0, 2]], [[3, 1], [1, 2]]], "<u2")
     scores = np.full((2, 2, 4), 0.25, "<f2") if with_scores else None
     passes = Passes(routes, np.array([2, 1], "<u4"), scores, np.full((2, 4), 0.25, "<f4"))
-    requests = (Request(3, 1, (2, 0), 0, False), Request(7, 1, (0,), 1, True))
+    requests = (PrefetchRequest(3, 1, (2, 0), 0, False), PrefetchRequest(7, 1, (0,), 1, True))
     return Record(FACTS, passes, requests, np.array([[0, 1], [1, 2]], "<u4"), np.array([[2, 3], [2, 2]], "<u4"))
 
 
@@ -68,14 +76,14 @@ def test_a_run_is_written_down_as_it_happened() -> None:
     """Room for 2 of 1 + 1 layers. Layer 1's expert 3 is foretold after the first event of layer 0, and abandoned."""
     facts = facts_of((2, 4), 2)
     recorder = Recorder(facts, "cd" * 32, "lru", 123, 64, keeps_scores=True)
-    residency = recorded_residency_for(PRESETS["lru"], facts, recorder)
+    residency = recorded_expert_cache_for(PRESETS["lru"], facts, recorder)
     scores = np.array([0.5, 0.25, 0.125, 0.125], np.float32)
     recorder.routed(0, np.array([[1]]))
     walk = residency.walk(0, [1], scores)
     next(walk)
     list(residency.ahead(1, [3, 1], during=0))
     list(walk)
-    residency.abandon(Key(1, 3))
+    residency.abandon(ExpertKey(1, 3))
     recorder.routed(1, np.array([[2]]))
     list(residency.walk(1, [2], scores))
     record = recorder.record()
@@ -83,14 +91,14 @@ def test_a_run_is_written_down_as_it_happened() -> None:
     assert record.passes.routes.tolist() == [[[1], [2]]] and record.passes.chunks.tolist() == [1]
     assert record.passes.scores is not None and record.passes.scores.tolist() == [[scores.tolist()] * 2]
     # Layer 0 gives Fetch and Compute; its end is the third event.
-    assert record.requests == (Request(1, 1, (3, 1), 0, False), Request(3, 1, (3,), 1, True))
+    assert record.requests == (PrefetchRequest(1, 1, (3, 1), 0, False), PrefetchRequest(3, 1, (3,), 1, True))
     assert (record.hits.tolist(), record.needed.tolist()) == ([[0, 0]], [[1, 1]])
 
 
 def test_a_pass_that_was_broken_off_is_left_out() -> None:
     facts = facts_of((2, 4), 3)
     recorder = Recorder(facts, "", "lru", 0, 64, keeps_scores=False)
-    residency = recorded_residency_for(PRESETS["lru"], facts, recorder)
+    residency = recorded_expert_cache_for(PRESETS["lru"], facts, recorder)
 
     def layer(layer_idx: int, expert: int) -> None:
         recorder.routed(layer_idx, np.array([[expert]]))

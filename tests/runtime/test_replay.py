@@ -15,19 +15,19 @@ from moe_pack.formats import RunError
 from moe_pack.runtime.offload import (
     PRESETS,
     CacheFacts,
-    Key,
+    ExpertKey,
     Passes,
     Preset,
     Record,
     Recorder,
+    expert_cache_for,
     read_record,
-    recorded_residency_for,
+    recorded_expert_cache_for,
     replay,
-    residency_for,
 )
-from moe_pack.runtime.offload.cache import Array, Compute, Fetch
-from moe_pack.runtime.offload.record import Request, write_record
-from moe_pack.runtime.offload.replay import Played, Tally, auto_policy, optimum
+from moe_pack.runtime.offload.cache import Array, ComputeEvent, FetchEvent
+from moe_pack.runtime.offload.record import PrefetchRequest, write_record
+from moe_pack.runtime.offload.replay import ReplayCounts, ReplayResult, auto_policy, optimum
 
 SHAPE = (3, 6)
 
@@ -49,9 +49,9 @@ def facts_for(passes: Passes, num_pages: int, seed: int | None = None) -> CacheF
     return replace(facts_of(SHAPE, num_pages, pages, num_active=2), popularity=passes.popularity)
 
 
-def by_hand(passes: Passes, facts: CacheFacts, extents: Array, preset: Preset) -> tuple[Tally, Tally]:
+def by_hand(passes: Passes, facts: CacheFacts, extents: Array, preset: Preset) -> tuple[ReplayCounts, ReplayCounts]:
     """Prefill and decode counted without `replay`: through the residency, pass by pass, from the routes themselves."""
-    residency, tallies, start = residency_for(preset, facts), (Tally(), Tally()), 0
+    residency, tallies, start = expert_cache_for(preset, facts), (ReplayCounts(), ReplayCounts()), 0
     for number, length in enumerate(passes.chunks.tolist()):
         tally = tallies[length == 1]
         tally.num_tokens += length
@@ -59,9 +59,9 @@ def by_hand(passes: Passes, facts: CacheFacts, extents: Array, preset: Preset) -
             experts = sorted({int(e) for e in passes.routes[start : start + length, l].ravel()})
             told = None if passes.scores is None else passes.scores[number, l].astype(np.float32)
             for event in residency.walk(l, experts, told):
-                tally.num_needed += isinstance(event, Compute)
-                tally.num_hits += isinstance(event, Compute) and event.is_hit
-                tally.bytes_fetched += int(extents[event.key]) if isinstance(event, Fetch) else 0
+                tally.num_needed += isinstance(event, ComputeEvent)
+                tally.num_hits += isinstance(event, ComputeEvent) and event.is_hit
+                tally.bytes_fetched += int(extents[event.key]) if isinstance(event, FetchEvent) else 0
         start += length
     return tallies
 
@@ -79,10 +79,10 @@ def test_a_replay_counts_what_the_residency_does() -> None:
 def run_and_record(passes: Passes, facts: CacheFacts, name: str, seed: int) -> tuple[Record, int]:
     """A run that foretells at random moments what it likes and abandons some of it; and how many were fetched late."""
     rng, recorder = random.Random(seed), Recorder(facts, "", name, 0, 64, keeps_scores=True)
-    residency, num_late, start = recorded_residency_for(PRESETS[name], facts, recorder), 0, 0
+    residency, num_late, start = recorded_expert_cache_for(PRESETS[name], facts, recorder), 0, 0
     assert passes.scores is not None
     for number, length in enumerate(passes.chunks.tolist()):
-        ahead: list[Key] = []
+        ahead: list[ExpertKey] = []
         for l in range(SHAPE[0]):
             routes = passes.routes[start : start + length, l]
             for key in ahead:
@@ -91,10 +91,10 @@ def run_and_record(passes: Passes, facts: CacheFacts, name: str, seed: int) -> t
             ahead = []
             recorder.routed(l, routes)
             for event in residency.walk(l, np.unique(routes).tolist(), passes.scores[number, l].astype(np.float32)):
-                num_late += isinstance(event, Fetch)
+                num_late += isinstance(event, FetchEvent)
                 if l + 1 < SHAPE[0] and rng.random() < 0.4:
                     brought = list(residency.ahead(l + 1, rng.sample(range(SHAPE[1]), 2), during=l))
-                    ahead += [event.key for event in brought if isinstance(event, Fetch)]
+                    ahead += [event.key for event in brought if isinstance(event, FetchEvent)]
         start += length
     return recorder.record(), num_late
 
@@ -129,7 +129,7 @@ def test_a_request_that_no_run_could_make_is_an_error_of_the_record() -> None:
     passes = passes_of(5, [1])
     facts = facts_for(passes, 9)
     record, _ = run_and_record(passes, facts, "floe", 5)
-    broken = replace(record, requests=(Request(1, 2, (5,), 2, True),))
+    broken = replace(record, requests=(PrefetchRequest(1, 2, (5,), 2, True),))
     with pytest.raises(RunError, match="abandons expert 5 of MoE layer 2, which was not on its way; record the run"):
         replay(passes, facts, np.ones(SHAPE, np.int64), PRESETS["floe"], broken)
 
@@ -214,9 +214,9 @@ def test_auto_leaves_importance_out_where_scores_are_not_known() -> None:
 
 def test_rates_of_nothing_are_no_error_and_seconds_add_up() -> None:
     """10 tokens, 40 experts, 2,000 bytes: 200 bytes a token at 1,000 a second, 4 experts of 0.05 s: 0.4 s."""
-    empty = Played()
+    empty = ReplayResult()
     assert (empty.decode.hit_rate, empty.decode.bytes_per_token) == (1.0, 0.0)
     assert empty.decode.tokens_per_second(1e9) == float("inf")
-    tally = Tally(num_tokens=10, num_needed=40, num_hits=30, bytes_fetched=2000)
+    tally = ReplayCounts(num_tokens=10, num_needed=40, num_hits=30, bytes_fetched=2000)
     assert tally.hit_rate == 0.75 and tally.tokens_per_second(1000.0, 0.05) == pytest.approx(2.5)
     assert tally.tokens_per_second(1000.0) == pytest.approx(5.0)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from residencies import dropped, facts_of, fetched, hits, lru_residency, resident
 
-from moe_pack.runtime.offload import PRESETS, CacheFacts, Key, Preset, Residency, residency_for
-from moe_pack.runtime.offload.cache import Compute, Drop, Event, Fetch
+from moe_pack.runtime.offload import PRESETS, CacheFacts, ExpertCache, ExpertKey, Preset, expert_cache_for
+from moe_pack.runtime.offload.cache import ComputeEvent, Event, EvictEvent, FetchEvent
 from moe_pack.runtime.offload.eviction import LRU
 from moe_pack.runtime.offload.presets import EvictionName
 
@@ -22,18 +22,18 @@ SHAPE = (3, 4)
 class Watched:
     """Carries events out on sets of its own, and objects to what may not happen."""
 
-    def __init__(self, facts: CacheFacts, residency: Residency) -> None:
+    def __init__(self, facts: CacheFacts, residency: ExpertCache) -> None:
         self.facts = facts
         self.residency = residency
         self.held = resident(residency)
         self.placed = set(self.held)
-        self.needed: set[Key] = set()  # by the running layer, and not computed yet
+        self.needed: set[ExpertKey] = set()  # by the running layer, and not computed yet
 
     def carry_out(self, event: Event) -> None:
-        if isinstance(event, Fetch):
+        if isinstance(event, FetchEvent):
             assert event.key not in self.held, "what is in is not fetched"
             self.held.add(event.key)
-        elif isinstance(event, Drop):
+        elif isinstance(event, EvictEvent):
             assert event.key in self.held and event.key not in self.placed | self.needed
             self.held.remove(event.key)
         else:
@@ -45,14 +45,14 @@ class Watched:
 
     def walk(self, layer_idx: int, experts: list[int], foretold: list[int] | None = None) -> None:
         """A layer; foretold experts of the next are asked for once it has begun."""
-        keys = [Key(layer_idx, expert) for expert in experts]
+        keys = [ExpertKey(layer_idx, expert) for expert in experts]
         expected = {key: key in self.held for key in keys}
         self.needed = set(keys)
         computed, events = [], list[Event]()
         for event in self.residency.walk(layer_idx, experts):
             self.carry_out(event)
             events.append(event)
-            if isinstance(event, Compute):
+            if isinstance(event, ComputeEvent):
                 assert event.is_hit == expected[event.key], "a hit was there when the router spoke"
                 computed.append(event.key)
             if foretold:
@@ -63,9 +63,9 @@ class Watched:
         assert not self.residency.is_locked.any()
 
     def ahead(self, layer_idx: int, foretold: list[int], during: int) -> None:
-        before = {Key(layer_idx, expert) for expert in foretold} & self.held
+        before = {ExpertKey(layer_idx, expert) for expert in foretold} & self.held
         for event in self.residency.ahead(layer_idx, foretold, during):
-            assert not isinstance(event, Compute)
+            assert not isinstance(event, ComputeEvent)
             assert event.key not in before, "what is foretold and in stays"
             self.carry_out(event)
 
@@ -91,7 +91,7 @@ def test_pages_locks_and_hits_are_right_with_any_policy_and_any_room(
 ) -> None:
     rng = random.Random(seed)
     facts = random_facts(rng, equal)
-    watched = Watched(facts, residency_for(Preset("lru", eviction, placed_share, keeps), facts))
+    watched = Watched(facts, expert_cache_for(Preset("lru", eviction, placed_share, keeps), facts))
     for _ in range(12):
         for layer_idx in range(SHAPE[0]):
             experts = sorted(rng.sample(range(SHAPE[1]), rng.randint(1, SHAPE[1])))
@@ -102,7 +102,7 @@ def test_pages_locks_and_hits_are_right_with_any_policy_and_any_room(
 
 
 def abandon_one(watched: Watched, layer_idx: int, foretold: Sequence[int]) -> None:
-    for key in (Key(layer_idx, expert) for expert in foretold):
+    for key in (ExpertKey(layer_idx, expert) for expert in foretold):
         if key in watched.held - watched.placed:
             watched.residency.abandon(key)
             watched.held.remove(key)
@@ -113,7 +113,7 @@ def test_with_room_for_all_each_expert_is_fetched_once_for_good() -> None:
     for name in PRESETS:
         with case(name):
             facts = facts_of((2, 3), 6, num_active=2)
-            watched = Watched(facts, residency_for(PRESETS[name], facts))
+            watched = Watched(facts, expert_cache_for(PRESETS[name], facts))
             for _ in range(4):
                 for layer_idx in range(2):
                     watched.walk(layer_idx, [0, 2])
@@ -122,7 +122,7 @@ def test_with_room_for_all_each_expert_is_fetched_once_for_good() -> None:
 
 def test_with_everything_placed_no_room_is_kept_for_turns() -> None:
     facts = facts_of((2, 3), 6)
-    residency = residency_for(PRESETS["fiddler"], facts)
+    residency = expert_cache_for(PRESETS["fiddler"], facts)
     assert residency.is_placed.all() and residency.free_pages == 0
     assert hits(list(residency.walk(1, [0, 1, 2]))) == [True] * 3
 
@@ -132,33 +132,33 @@ def test_what_is_in_is_computed_first_while_the_others_are_fetched() -> None:
     residency = lru_residency(facts_of((1, 4), 3))
     list(residency.walk(0, [1, 2]))
     assert list(residency.walk(0, [0, 1, 3])) == [
-        Fetch(Key(0, 0)),
-        Drop(Key(0, 2)),
-        Fetch(Key(0, 3)),
-        Compute(Key(0, 1), True),
-        Compute(Key(0, 0), False),
-        Compute(Key(0, 3), False),
+        FetchEvent(ExpertKey(0, 0)),
+        EvictEvent(ExpertKey(0, 2)),
+        FetchEvent(ExpertKey(0, 3)),
+        ComputeEvent(ExpertKey(0, 1), True),
+        ComputeEvent(ExpertKey(0, 0), False),
+        ComputeEvent(ExpertKey(0, 3), False),
     ]
 
 
 def test_with_room_for_one_each_is_dropped_for_the_next() -> None:
     residency = lru_residency(facts_of((1, 4), 1))
     assert list(residency.walk(0, [0, 3])) == [
-        Fetch(Key(0, 0)),
-        Compute(Key(0, 0), False),
-        Drop(Key(0, 0)),
-        Fetch(Key(0, 3)),
-        Compute(Key(0, 3), False),
+        FetchEvent(ExpertKey(0, 0)),
+        ComputeEvent(ExpertKey(0, 0), False),
+        EvictEvent(ExpertKey(0, 0)),
+        FetchEvent(ExpertKey(0, 3)),
+        ComputeEvent(ExpertKey(0, 3), False),
     ]
 
 
 def test_what_is_not_kept_is_dropped_once_it_has_run_and_what_is_placed_stays() -> None:
-    residency = lru_residency(facts_of((1, 4), 3), [Key(0, 1)], keeps=False)
+    residency = lru_residency(facts_of((1, 4), 3), [ExpertKey(0, 1)], keeps=False)
     assert list(residency.walk(0, [0, 1])) == [
-        Fetch(Key(0, 0)),
-        Compute(Key(0, 1), True),
-        Compute(Key(0, 0), False),
-        Drop(Key(0, 0)),
+        FetchEvent(ExpertKey(0, 0)),
+        ComputeEvent(ExpertKey(0, 1), True),
+        ComputeEvent(ExpertKey(0, 0), False),
+        EvictEvent(ExpertKey(0, 0)),
     ]
 
 
@@ -166,18 +166,18 @@ def test_foretelling_ends_where_only_what_the_running_layer_needs_is_left() -> N
     """Room for 3, layer 0 needs 0 and 1: of what is foretold likeliest first, one finds room."""
     residency = lru_residency(facts_of((2, 4), 3))
     walk = residency.walk(0, [0, 1])
-    assert [next(walk), next(walk)] == [Fetch(Key(0, 0)), Fetch(Key(0, 1))]
-    assert list(residency.ahead(1, [3, 2], during=0)) == [Fetch(Key(1, 3))]
+    assert [next(walk), next(walk)] == [FetchEvent(ExpertKey(0, 0)), FetchEvent(ExpertKey(0, 1))]
+    assert list(residency.ahead(1, [3, 2], during=0)) == [FetchEvent(ExpertKey(1, 3))]
     assert fetched(list(walk)) == []
 
 
 def test_an_abandoned_expert_is_out_and_gives_its_pages_back() -> None:
     residency = lru_residency(facts_of((2, 4), 3))
     list(residency.ahead(1, [2], during=0))
-    residency.abandon(Key(1, 2))
+    residency.abandon(ExpertKey(1, 2))
     assert residency.free_pages == 3 and not residency.is_resident.any()
     with pytest.raises(AssertionError, match="not needed now"):
-        residency.abandon(Key(1, 2))
+        residency.abandon(ExpertKey(1, 2))
 
 
 def test_room_for_less_than_the_largest_expert_is_refused() -> None:
@@ -188,24 +188,24 @@ def test_room_for_less_than_the_largest_expert_is_refused() -> None:
 
 def test_drops_are_told_to_the_policy() -> None:
     """Layers apart, two pages each. Layer 0 has its two; layer 1 fills and then gives up its own, not layer 0's."""
-    residency = residency_for(Preset("corm", "layer_lru"), facts_of((2, 4), 4))
+    residency = expert_cache_for(Preset("corm", "layer_lru"), facts_of((2, 4), 4))
     for layer_idx, expert in [(0, 0), (0, 1), (1, 0), (1, 1)]:
         assert dropped(list(residency.walk(layer_idx, [expert]))) == []
-    assert dropped(list(residency.walk(1, [2]))) == [Key(1, 0)]
-    assert dropped(list(residency.walk(1, [3]))) == [Key(1, 1)]
+    assert dropped(list(residency.walk(1, [2]))) == [ExpertKey(1, 0)]
+    assert dropped(list(residency.walk(1, [3]))) == [ExpertKey(1, 1)]
 
 
 def test_a_walk_or_a_look_ahead_that_is_broken_off_leaves_nothing_locked() -> None:
     facts = CacheFacts(np.ones((2, 4), np.int64), 3, 2, np.full((2, 4), 0.25, np.float32))
-    held = Residency(facts, LRU(facts))
+    held = ExpertCache(facts, LRU(facts))
     walk = held.walk(0, [0, 1, 2, 3])
     events = [next(walk) for _ in range(3)]
-    assert all(isinstance(event, Fetch) for event in events) and held.is_locked.any()
+    assert all(isinstance(event, FetchEvent) for event in events) and held.is_locked.any()
     walk.close()
     assert not held.is_locked.any() and held.num_waiting == 0
     ahead = held.ahead(1, [0, 1], during=0)
     next(ahead)
     ahead.close()
     assert not held.is_locked.any()
-    computed = [event.key.expert for event in held.walk(1, [0, 3]) if isinstance(event, Compute)]
+    computed = [event.key.expert for event in held.walk(1, [0, 3]) if isinstance(event, ComputeEvent)]
     assert computed == [0, 3]

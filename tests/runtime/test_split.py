@@ -3,39 +3,39 @@
 import itertools
 import random
 
-from moe_pack.runtime.offload.split import Split, balanced, fastest
+from moe_pack.runtime.offload.split import LoadOrCompute, balanced, fastest
 
 
 def test_two_pointers_load_what_has_most_tokens_and_compute_what_has_fewest() -> None:
     """Tokens 9, 1, 4, 2; 1 s a token, 3 s a load. Load 9 (3 against 0), compute 1, 2 (1, 3), load 4 (3 <= 3)."""
     split = balanced([9, 1, 4, 2], 1.0, 3.0)
-    assert split == Split(loaded=(0, 2), computed=(1, 3))
+    assert split == LoadOrCompute(loaded=(0, 2), computed=(1, 3))
     assert split.seconds([9, 1, 4, 2], 1.0, 3.0) == 6.0
 
 
 def test_two_pointers_begin_with_a_load_even_where_computing_is_quicker() -> None:
     """Both costs are 0 at first, and line 5 loads where they are equal."""
-    assert balanced([1], 1.0, 100.0) == Split(loaded=(0,), computed=())
-    assert balanced([1, 1, 1], 1.0, 100.0) == Split(loaded=(0,), computed=(2, 1))
+    assert balanced([1], 1.0, 100.0) == LoadOrCompute(loaded=(0,), computed=())
+    assert balanced([1, 1, 1], 1.0, 100.0) == LoadOrCompute(loaded=(0,), computed=(2, 1))
 
 
 def test_the_fastest_split_computes_a_lone_token_that_loading_would_delay() -> None:
-    assert fastest([1], 1.0, 100.0) == Split(loaded=(), computed=(0,))
+    assert fastest([1], 1.0, 100.0) == LoadOrCompute(loaded=(), computed=(0,))
 
 
 def test_the_fastest_split_worked_by_hand() -> None:
     """Tokens 9, 1, 4, 2; 1 s a token, 3 s a load. m = 2: max(3, 6) = 6; m = 3: max(7, 3) = 7; m = 1: 9; m = 0: 12."""
     split = fastest([9, 1, 4, 2], 1.0, 3.0)
-    assert split == Split(loaded=(0, 2), computed=(1, 3))
+    assert split == LoadOrCompute(loaded=(0, 2), computed=(1, 3))
 
 
 def test_of_equally_fast_splits_the_one_that_loads_least_is_taken() -> None:
     """Tokens 2, 2 at 1 s, loads 4 s: both computed 4 s, one of each 4 s."""
-    assert fastest([2, 2], 1.0, 4.0) == Split(loaded=(), computed=(1, 0))
+    assert fastest([2, 2], 1.0, 4.0) == LoadOrCompute(loaded=(), computed=(1, 0))
 
 
 def test_nothing_missing_splits_into_nothing() -> None:
-    assert balanced([], 1.0, 1.0) == fastest([], 1.0, 1.0) == Split((), ())
+    assert balanced([], 1.0, 1.0) == fastest([], 1.0, 1.0) == LoadOrCompute((), ())
 
 
 def test_no_subset_is_faster_and_the_two_pointers_take_every_expert_once() -> None:

@@ -22,7 +22,7 @@ from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime.gpu.staged_engine import plan_staged
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.offload import PRESETS, Trust, replay
+from moe_pack.runtime.offload import PRESETS, Approximations, replay
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000]
 NUM_PROMPT = 6
@@ -214,11 +214,11 @@ def test_what_the_cpu_computes_is_not_copied(packs: dict[str, Path]) -> None:
 
 
 def test_trusted_predictions_and_substitutes_run_and_are_counted(packs: dict[str, Path]) -> None:
-    options = Staged("floe", 6, prediction="router", trust=Trust(substitute=0.5, is_predicted_enough=True))
+    options = Staged("floe", 6, prediction="router", trust=Approximations(substitute=0.5, is_predicted_enough=True))
     with staged(packs["sparse"], options, CONTEXT) as at_work:
         assert torch.isfinite(answers(at_work.decoder)).all()
         assert at_work.weights.decode.substituted > 0 and at_work.weights.decode.rows_foretold > 0
-    with staged(packs["sparse"], replace(options, trust=Trust()), CONTEXT) as at_work:
+    with staged(packs["sparse"], replace(options, trust=Approximations()), CONTEXT) as at_work:
         answers(at_work.decoder)
         assert at_work.weights.decode.substituted == 0
 

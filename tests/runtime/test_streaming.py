@@ -19,8 +19,8 @@ from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.model import Decoder, PackWeights
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.offload import PRESETS, StreamingWeights, divide_budget, expert_pages, whole_bytes
-from moe_pack.runtime.offload.budget import Asked
+from moe_pack.runtime.offload import PRESETS, OffloadedWeights, divide_budget, expert_pages, whole_bytes
+from moe_pack.runtime.offload.budget import BudgetOptionNames
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000, 8, 9, 10, 11, 12, 2, 5, 4000]
 NUM_PROMPT = 14
@@ -67,7 +67,7 @@ def streamed(folder: Path, options: EngineOptions, num_experts: int) -> Tensor:
     with Pack(folder) as held:
         budget = budget_for(held, num_experts, CONTEXT)
         with Engine(held, _with(options, budget_bytes=budget), CONTEXT) as engine:
-            assert isinstance(engine.weights, StreamingWeights)
+            assert isinstance(engine.weights, OffloadedWeights)
             # Where there is much room, forward passes are longer, and the difference goes to them.
             assert engine.plan is not None and num_experts - 4 <= engine.plan.num_pages <= num_experts
             return answers(engine)
@@ -156,7 +156,7 @@ def test_hits_and_misses_are_counted(dense_pack: Path) -> None:
         with Engine(held, options, CONTEXT) as engine:
             answers(engine)
             weights = engine.weights
-            assert isinstance(weights, StreamingWeights)
+            assert isinstance(weights, OffloadedWeights)
             assert engine.reads is not None
             bytes_read, num_layers = engine.reads.stats().bytes_urgent, len(held.spec.moe_layers)
         misses = weights.prefill.needed - weights.prefill.hits + weights.decode.needed - weights.decode.hits
@@ -221,7 +221,7 @@ def test_a_budget_that_is_too_small_says_what_is_needed(dense_pack: Path) -> Non
 def test_what_foretells_counts_and_is_named_where_a_budget_is_too_small(dense_pack: Path) -> None:
     with Pack(dense_pack) as held:
         needed = budget_for(held, 1, CONTEXT)
-        asked_as = Asked("--target", "--context")
+        asked_as = BudgetOptionNames("--target", "--context")
         with pytest.raises(RunError, match=r"^--target: .*, 1.0 MiB of what foretells .* context with --context$"):
             divide_budget(held.layout, needed, CONTEXT, MIB, asked_as)
         assert divide_budget(held.layout, needed + MIB, CONTEXT, MIB, asked_as).num_pages == 1

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from moe_pack.formats import Pack
 from moe_pack.runtime.gpu.decoder import TokenLayers, TokenStep
 from moe_pack.runtime.gpu.device import HostArena
-from moe_pack.runtime.gpu.graph_engine import GraphAtWork
+from moe_pack.runtime.gpu.graph_engine import GraphEngine
 from moe_pack.runtime.model import Rope
 
 CONTEXT = 8
@@ -61,7 +61,7 @@ def token_step(folder: Path) -> Iterator[tuple[TokenLayers, TokenStep]]:
     with ExitStack() as stack:
         opened = stack.enter_context(Pack(folder))
         host = stack.enter_context(HostArena(opened, CPU))
-        built = stack.enter_context(closing(GraphAtWork(opened, host, CPU, room_for(opened, 0.3), CONTEXT, 1)))
+        built = stack.enter_context(closing(GraphEngine(opened, host, CPU, room_for(opened, 0.3), CONTEXT, 1)))
         angles = Rope(opened.spec.rope, CPU)(torch.arange(CONTEXT), 1)
         layers = TokenLayers(built.weights, built.decoder.cache, angles)
         yield layers, TokenStep(built.weights, layers, 1)

@@ -20,21 +20,21 @@ from moe_pack.runtime.engine import cache_facts
 from moe_pack.runtime.model import Decoder, PackWeights, linear
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import (
-    NO_TRUST,
+    EXACT,
     PRESETS,
-    Foreteller,
-    Job,
-    Key,
+    Approximations,
+    ExpertJob,
+    ExpertKey,
+    OffloadedWeights,
     PhaseCounts,
     PolicyName,
-    StreamingWeights,
-    Trust,
+    Prefetcher,
     divide_budget,
-    residency_for,
+    expert_cache_for,
 )
 from moe_pack.runtime.offload.disk import BlockingReads
 from moe_pack.runtime.offload.expert_store import ExpertStore
-from moe_pack.runtime.offload.experts import LayerRun
+from moe_pack.runtime.offload.experts import CpuLayerRun
 from moe_pack.runtime.offload.prefetch import NextRouterPrediction
 
 IDS = [1, 540, 33, 7, 2048, 19, 4095, 600, 600, 3, 77, 1000]
@@ -89,8 +89,8 @@ def sparse_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def streaming(
-    folder: Path, policy: PolicyName, trust: Trust = NO_TRUST, num_experts: int = 24
-) -> Iterator[StreamingWeights]:
+    folder: Path, policy: PolicyName, trust: Approximations = EXACT, num_experts: int = 24
+) -> Iterator[OffloadedWeights]:
     """Weights on a prompt drive; rows alone are read where not all neurons run, foretold where the policy does."""
     operations = operations_limited_to("portable")
     preset = PRESETS[policy]
@@ -101,12 +101,12 @@ def streaming(
             held, operations, plan, lambda memory: PromptReads(memory, False), verify=True, rows_below=1.0, gap_bytes=0
         )
         try:
-            residency = residency_for(preset, facts)
-            weights = StreamingWeights(
+            residency = expert_cache_for(preset, facts)
+            weights = OffloadedWeights(
                 held, operations, store, residency, reuses_selector=preset.reuse_selector, trust=trust
             )
             if preset.reuse_selector:
-                weights.foreteller = Foreteller(NextRouterPrediction(weights), NUM_EXPERTS, 2, 2)
+                weights.foreteller = Prefetcher(NextRouterPrediction(weights), NUM_EXPERTS, 2, 2)
             yield weights
         finally:
             store.close()
@@ -123,11 +123,11 @@ def mapped(folder: Path) -> Tensor:
 
 
 def test_nothing_that_changes_answers_is_on_unless_asked_for() -> None:
-    assert EngineOptions().trust == Trust(substitute=None, is_predicted_enough=False)
+    assert EngineOptions().trust == Approximations(substitute=None, is_predicted_enough=False)
 
 
 def test_with_alpha_0_only_equal_scores_could_change_places(dense_pack: Path) -> None:
-    with streaming(dense_pack, "lru", Trust(substitute=0.0), num_experts=5) as weights:
+    with streaming(dense_pack, "lru", Approximations(substitute=0.0), num_experts=5) as weights:
         assert torch.equal(answers(weights), mapped(dense_pack))
         assert weights.decode.substituted == 0
 
@@ -145,7 +145,7 @@ def substituted_by_hand(scores: list[float], chosen: list[int], resident: set[in
 def test_who_comes_is_in_memory_and_weights_are_the_familys_own(dense_pack: Path) -> None:
     """Mixtral's weights: the softmax of the logits of the experts that run."""
     generator, resident, num_replaced = torch.Generator().manual_seed(3), {0, 1, 2, 3}, 0
-    with Pack(dense_pack) as held, streaming(dense_pack, "lru", Trust(substitute=0.5)) as weights:
+    with Pack(dense_pack) as held, streaming(dense_pack, "lru", Approximations(substitute=0.5)) as weights:
         plain = MappedPackWeights(held, operations_limited_to("portable"))
         d = held.spec.hidden_size
         two = torch.tensor([[0, 1], [2, 3]])
@@ -178,15 +178,15 @@ def test_rows_are_foretold_of_experts_whose_selectors_come_in_time(sparse_pack: 
 def test_foretold_rows_change_no_answer_unless_they_are_trusted(sparse_pack: Path) -> None:
     with streaming(sparse_pack, "floe") as weights:
         assert torch.equal(answers(weights), mapped(sparse_pack))
-    with streaming(sparse_pack, "floe", Trust(is_predicted_enough=True)) as trusting:
+    with streaming(sparse_pack, "floe", Approximations(is_predicted_enough=True)) as trusting:
         assert not torch.equal(answers(trusting), mapped(sparse_pack))
         assert trusting.decode.rows_foretold > 0
 
 
 def test_of_a_trusted_expert_the_neurons_run_whose_records_are_there(sparse_pack: Path) -> None:
-    key = Key(1, 3)
+    key = ExpertKey(1, 3)
     x = torch.randn(1, 128, generator=torch.Generator().manual_seed(0))
-    with streaming(sparse_pack, "corm", Trust(is_predicted_enough=True)) as weights:
+    with streaming(sparse_pack, "corm", Approximations(is_predicted_enough=True)) as weights:
         store = weights.store
         assert isinstance(store, ExpertStore) and store.by_rows is not None
         store.fetch(key, urgent=True)
@@ -195,8 +195,8 @@ def test_of_a_trusted_expert_the_neurons_run_whose_records_are_there(sparse_pack
         running = selected.neurons.numpy()
         store.fetch_records(key, running[:3], urgent=False)
         weights.predicted[key] = running[:3]
-        job = Job(key, np.zeros(1, np.int64), np.ones(1, np.float32), np.zeros(1, np.int64))
-        run = LayerRun(weights, store, x, {key.expert: job}, PhaseCounts())
+        job = ExpertJob(key, np.zeros(1, np.int64), np.ones(1, np.float32), np.zeros(1, np.int64))
+        run = CpuLayerRun(weights, store, x, {key.expert: job}, PhaseCounts())
         run.add(job)
         run.flush()
         first, size = held.layout.selector_bytes, held.layout.records.row_bytes

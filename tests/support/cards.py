@@ -8,7 +8,7 @@ import torch
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.gpu.device import HostArena
-from moe_pack.runtime.gpu.graph_engine import GraphAtWork, GraphDecoder
+from moe_pack.runtime.gpu.graph_engine import GraphDecoder, GraphEngine
 from moe_pack.runtime.gpu.placement import least_placement
 from moe_pack.runtime.model import Decoder, PackWeights
 
@@ -38,7 +38,7 @@ def graph_decoder(
     """A pack at work in so much room; see `room_for`."""
     with Pack(folder) as pack, HostArena(pack, device) as host:
         room = room_for(pack, share)
-        with closing(GraphAtWork(pack, host, device, room, context_tokens, chunk_tokens, cache_dtype)) as built:
+        with closing(GraphEngine(pack, host, device, room, context_tokens, chunk_tokens, cache_dtype)) as built:
             built.prepare()
             yield built.decoder
 

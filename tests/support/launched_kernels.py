@@ -34,7 +34,7 @@ def main() -> None:
     from moe_pack.formats import Pack
     from moe_pack.runtime.gpu.device import HostArena
     from moe_pack.runtime.gpu.fit import run_everything
-    from moe_pack.runtime.gpu.graph_engine import GraphAtWork
+    from moe_pack.runtime.gpu.graph_engine import GraphEngine
     from moe_pack.runtime.gpu.kernels.ahead import collected_launches
     from moe_pack.runtime.gpu.placement import least_placement
 
@@ -42,10 +42,10 @@ def main() -> None:
     counts, cpu = {}, torch.device("cpu")
     with Pack(Path(sys.argv[1])) as pack, HostArena(pack, cpu) as host, collected_launches() as jobs:
         room = least_placement(pack.layout).num_bytes
-        with closing(GraphAtWork(pack, host, cpu, room, CONTEXT, CHUNK)) as built:
+        with closing(GraphEngine(pack, host, cpu, room, CONTEXT, CHUNK)) as built:
             run_everything(pack, built, CHUNK)
         counts["everything"] = len(jobs)
-        with closing(GraphAtWork(pack, host, cpu, room, CONTEXT, CHUNK)) as built:
+        with closing(GraphEngine(pack, host, cpu, room, CONTEXT, CHUNK)) as built:
             for length in (1, 2, *range(3, CONTEXT, 19)):
                 ids = torch.randint(pack.spec.vocab_size, (length,), generator=torch.Generator().manual_seed(length))
                 built.decoder.reset()

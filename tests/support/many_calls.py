@@ -11,7 +11,7 @@ from moe_pack.formats.layout import expert_layout, row_layout
 from moe_pack.runtime.gpu.kernels.cache import LayerTables, kind_of
 from moe_pack.runtime.gpu.kernels.experts import expert_many, workspace_floats
 from moe_pack.runtime.gpu.kernels.matmul import gemm
-from moe_pack.runtime.gpu.kernels.rows import Part, part_of, stored_part
+from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -43,7 +43,7 @@ def _coded(d: int, width: Name) -> None:
     _gemm(rows, part_of(layout, "weight"), layout.row_bytes // 16)
 
 
-def _gemm(rows: torch.Tensor, part: Part, row_units: int) -> None:
+def _gemm(rows: torch.Tensor, part: RowPart, row_units: int) -> None:
     for num_tokens in (8, 512):
         gemm(torch.empty(num_tokens, part.num_cols), rows, part, row_units, torch.empty(num_tokens, len(rows)))
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from moe_pack.convert import Conversion, convert
+from moe_pack.convert import ConversionResult, convert
 from moe_pack.formats import Quantizer, Selector, part_format, uniform_plan
 from moe_pack.formats.families import Checkpoint
 
@@ -134,7 +134,7 @@ def pack(
     dense_width: int | None = None,
     quantizer: Quantizer = "nearest",
     workers: int = 1,
-) -> Conversion:
+) -> ConversionResult:
     """Converts a checkpoint with every part alike; `nearest` by default, because it is quick."""
     checkpoint = Checkpoint(source)
     part = part_format(width, group, scale_bits)

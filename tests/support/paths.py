@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_pack.calib.statistics.popularity import Routes
-from moe_pack.runtime.offload.paths import Stage
+from moe_pack.runtime.offload.paths import BackoffLevel
 
 EVERYTHING = 2**30
 Sets = tuple[frozenset[int], ...]
@@ -75,17 +75,17 @@ class Plain:
         count = sum(e in token[l] for token in those)
         return (count + self.E * self.popularity(l, e)) / (len(those) * self.k + self.E) if those else None
 
-    def predict(self, l: int, before: Sets) -> tuple[list[float], Stage]:
+    def predict(self, l: int, before: Sets) -> tuple[list[float], BackoffLevel]:
         seen = self.seen[l, before]
         if seen >= 8 and len(before) == min(l, 2):
-            return [self.after[l, before, e] / (seen * self.k) for e in range(self.E)], Stage.EXACT
+            return [self.after[l, before, e] / (seen * self.k) for e in range(self.E)], BackoffLevel.EXACT
         pairs = [(l - len(before) + i, e) for i, chosen in enumerate(before) for e in chosen]
         factors = [[self.given(l, e, *pair) for pair in pairs] for e in range(self.E)]
         known = [[factor for factor in row if factor is not None] for row in factors]
         if not known[0]:
-            return [self.popularity(l, e) for e in range(self.E)], Stage.POPULARITY
+            return [self.popularity(l, e) for e in range(self.E)], BackoffLevel.POPULARITY
         means = [math.prod(row) ** (1 / len(row)) for row in known]
-        return [mean / sum(means) for mean in means], Stage.FACTORED
+        return [mean / sum(means) for mean in means], BackoffLevel.FACTORED
 
 
 def sets_before(token: list[list[int]], l: int, num_known: int = 2) -> Sets:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moe_pack.runtime.gpu.device import Mark, Queue, Reason
+from moe_pack.runtime.gpu.device import Queue, Reason, StreamMark
 
 What = Literal["device memory", "host memory", "copy", "wait", "synchronize"]
 
@@ -30,7 +30,7 @@ class Asked:
     queue: Queue | None = None
     begin: int = 0
     reason: Reason | None = None
-    mark: Mark | None = None
+    mark: StreamMark | None = None
 
 
 class RecordingDevice:
@@ -78,29 +78,29 @@ class RecordingDevice:
         else:
             to.copy_(source)
 
-    def record(self, queue: Queue) -> Mark:
+    def record(self, queue: Queue) -> StreamMark:
         """Marks a point; see `Device`."""
-        return Mark(queue, self._asked[queue])
+        return StreamMark(queue, self._asked[queue])
 
-    def wait(self, queue: Queue, mark: Mark) -> None:
+    def wait(self, queue: Queue, mark: StreamMark) -> None:
         """Lets a queue wait; see `Device`."""
         self.log.append(Asked("wait", queue=queue, mark=mark))
         if mark.queue == "copy":
             self._copy_to(mark)
 
-    def is_done(self, mark: Mark) -> bool:
+    def is_done(self, mark: StreamMark) -> bool:
         """Whether a mark is reached; see `Device`."""
         late = self._late[mark.queue]
         if late and self._random.random() < 0.5:
-            self._copy_to(Mark(mark.queue, late[0][0]))
+            self._copy_to(StreamMark(mark.queue, late[0][0]))
         return not late or late[0][0] > mark.number
 
-    def synchronize(self, mark: Mark, reason: Reason) -> None:
+    def synchronize(self, mark: StreamMark, reason: Reason) -> None:
         """Waits for a mark; see `Device`."""
         self.log.append(Asked("synchronize", reason=reason, mark=mark))
         self._copy_to(mark)
 
-    def _copy_to(self, mark: Mark) -> None:
+    def _copy_to(self, mark: StreamMark) -> None:
         late = self._late[mark.queue]
         while late and late[0][0] <= mark.number:
             _, to, source = late.popleft()

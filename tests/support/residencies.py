@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_pack.runtime.offload import CacheFacts, Key, Residency
-from moe_pack.runtime.offload.cache import Compute, Drop, Event, Eviction, Fetch
+from moe_pack.runtime.offload import CacheFacts, ExpertCache, ExpertKey
+from moe_pack.runtime.offload.cache import ComputeEvent, Event, EvictEvent, Eviction, FetchEvent
 from moe_pack.runtime.offload.eviction import LRU
 
 Steps = list[tuple[int, list[int]]]  # a layer and the experts it needs, rising
@@ -43,27 +43,27 @@ def random_steps(seed: int, shape: tuple[int, int], num_passes: int, k: int = 1)
     return steps
 
 
-def walk_all(residency: Residency, steps: Steps) -> list[Event]:
+def walk_all(residency: ExpertCache, steps: Steps) -> list[Event]:
     """All that happens."""
     return [event for layer_idx, experts in steps for event in residency.walk(layer_idx, experts)]
 
 
-def fetched(events: Sequence[Event]) -> list[Key]:
-    return [event.key for event in events if isinstance(event, Fetch)]
+def fetched(events: Sequence[Event]) -> list[ExpertKey]:
+    return [event.key for event in events if isinstance(event, FetchEvent)]
 
 
-def dropped(events: Sequence[Event]) -> list[Key]:
-    return [event.key for event in events if isinstance(event, Drop)]
+def dropped(events: Sequence[Event]) -> list[ExpertKey]:
+    return [event.key for event in events if isinstance(event, EvictEvent)]
 
 
 def hits(events: Sequence[Event]) -> list[bool]:
-    return [event.is_hit for event in events if isinstance(event, Compute)]
+    return [event.is_hit for event in events if isinstance(event, ComputeEvent)]
 
 
-def resident(residency: Residency) -> set[Key]:
-    return {Key(int(l), int(e)) for l, e in np.argwhere(residency.is_resident)}
+def resident(residency: ExpertCache) -> set[ExpertKey]:
+    return {ExpertKey(int(l), int(e)) for l, e in np.argwhere(residency.is_resident)}
 
 
-def lru_residency(facts: CacheFacts, placed: Sequence[Key] = (), keeps: bool = True) -> Residency:
+def lru_residency(facts: CacheFacts, placed: Sequence[ExpertKey] = (), keeps: bool = True) -> ExpertCache:
     eviction: Eviction = LRU(facts)
-    return Residency(facts, eviction, placed, keeps)
+    return ExpertCache(facts, eviction, placed, keeps)

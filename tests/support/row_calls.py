@@ -12,7 +12,7 @@ from moe_pack.runtime.gpu.kernels.cache import LayerTables, Selection, kind_of
 from moe_pack.runtime.gpu.kernels.elementwise import reduce
 from moe_pack.runtime.gpu.kernels.experts import neurons, select
 from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemv
-from moe_pack.runtime.gpu.kernels.rows import Part, part_of, stored_part
+from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
 
 SELECTORS: tuple[Selector, ...] = ("up", "gate", "both", "none")
 
@@ -30,7 +30,7 @@ def dense_calls(widths: tuple[Name, ...], dims: tuple[int, ...]) -> Iterator[tup
                 yield f"dense {name} d{d}", partial(_dense, d, plain, stored_part(name, d))
 
 
-def _dense(d: int, rows: torch.Tensor, part: Part) -> None:
+def _dense(d: int, rows: torch.Tensor, part: RowPart) -> None:
     x, out = torch.empty(d), torch.empty(64)
     gemv(x, rows, part, out)
     gather_row(rows, part, torch.zeros(1, dtype=torch.int32), x)

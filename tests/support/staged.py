@@ -13,10 +13,10 @@ from torch_ops import TorchOps
 from moe_pack.formats import Pack
 from moe_pack.runtime.gpu.device import ChunkRing, HostArena
 from moe_pack.runtime.gpu.staged import TritonOps
-from moe_pack.runtime.gpu.staged_engine import CpuShare, StagedWeights
+from moe_pack.runtime.gpu.staged_engine import CpuOffload, StagedWeights
 from moe_pack.runtime.gpu.staged_store import (
-    DeviceStore,
-    DriveExperts,
+    DiskExperts,
+    GpuExpertStore,
     HostExperts,
     arena_experts,
     pages_of,
@@ -24,15 +24,15 @@ from moe_pack.runtime.gpu.staged_store import (
 )
 from moe_pack.runtime.model import Decoder
 from moe_pack.runtime.offload import (
-    NO_TRUST,
+    EXACT,
     PRESETS,
+    Approximations,
     CacheFacts,
-    Foreteller,
+    Prefetcher,
     Record,
     Recorder,
-    Trust,
     open_reads,
-    recorded_residency_for,
+    recorded_expert_cache_for,
 )
 from moe_pack.runtime.offload.prefetch import make_prediction
 from moe_pack.runtime.offload.split import balanced
@@ -49,7 +49,7 @@ class Staged:
     prediction: str | None = None
     load_seconds: float | None = None  # of an expert, where a token of one takes the CPU a second
     drive_slots: int | None = None
-    trust: Trust = NO_TRUST
+    trust: Approximations = EXACT
     seed: int = 0
     ops: TritonOps = field(default_factory=TorchOps)
     make_device: Callable[[int], RecordingDevice] = RecordingDevice
@@ -62,7 +62,7 @@ class AtWork:
     decoder: Decoder
     weights: StagedWeights
     device: RecordingDevice
-    store: DeviceStore
+    store: GpuExpertStore
     facts: CacheFacts
     recorder: Recorder
 
@@ -85,22 +85,22 @@ def staged(folder: Path, options: Staged, context_tokens: int) -> Iterator[AtWor
         arena = stack.enter_context(HostArena(pack, device.device))
         host: HostExperts = arena_experts(pack, arena)
         if options.drive_slots is not None:
-            drive = DriveExperts(pack, device, lambda memory: open_reads(memory, False, 2), options.drive_slots, True)
+            drive = DiskExperts(pack, device, lambda memory: open_reads(memory, False, 2), options.drive_slots, True)
             host = stack.enter_context(closing(drive))
         rows = [
             rows.row_bytes for layer in pack.layout.experts for e in layer for rows in (e.selector, e.records) if rows
         ]
         ring = stack.enter_context(closing(ChunkRing(device, 7 * max(rows), 3, 2)))
         rows_below = preset.rows_below if options.rows_below is None else options.rows_below
-        store = DeviceStore(pack, host, device, facts.num_pages, page_bytes, rows_below, ring)
+        store = GpuExpertStore(pack, host, device, facts.num_pages, page_bytes, rows_below, ring)
         cpu = None
         if options.load_seconds is not None:
             seconds = options.load_seconds
-            cpu = CpuShare(kernels_limited_to("portable"), lambda tokens: balanced(tokens, 1.0, seconds))
+            cpu = CpuOffload(kernels_limited_to("portable"), lambda tokens: balanced(tokens, 1.0, seconds))
         weights = StagedWeights(
             pack,
             store,
-            recorded_residency_for(preset, facts, recorder),
+            recorded_expert_cache_for(preset, facts, recorder),
             options.ops,
             options.chunk_tokens,
             cpu=cpu,
@@ -113,6 +113,6 @@ def staged(folder: Path, options: Staged, context_tokens: int) -> Iterator[AtWor
         stack.enter_context(closing(weights))
         if options.prediction is not None:
             prediction = make_prediction(options.prediction, weights, None)  # type: ignore[arg-type]  # its name
-            weights.foreteller = Foreteller(prediction, spec.num_experts, spec.num_experts_per_tok, 2)
+            weights.foreteller = Prefetcher(prediction, spec.num_experts, spec.num_experts_per_tok, 2)
         decoder = Decoder(weights, context_tokens, device.device, options.chunk_tokens)
         yield AtWork(decoder, weights, device, store, facts, recorder)

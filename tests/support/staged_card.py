@@ -13,8 +13,8 @@ from moe_pack.formats import Pack
 from moe_pack.runtime.gpu.device import HostArena
 from moe_pack.runtime.gpu.fit import run_everything
 from moe_pack.runtime.gpu.staged import TritonOps
-from moe_pack.runtime.gpu.staged_engine import Decided, StagedAsked, StagedAtWork, least_staged_bytes
-from moe_pack.runtime.offload import NO_TRUST, PRESETS, PolicyName, open_reads, residency_for
+from moe_pack.runtime.gpu.staged_engine import CachePolicy, StagedEngine, StagedInputs, least_staged_bytes
+from moe_pack.runtime.offload import EXACT, PRESETS, PolicyName, expert_cache_for, open_reads
 
 
 def staged_logits(
@@ -33,23 +33,23 @@ def staged_logits(
     with Pack(folder) as held, ExitStack() as stack:
         preset, ops, device = PRESETS[policy], TritonOps(), RecordingDevice()
         shares = np.full(held.index.size.shape, 1 / held.index.size.shape[1], np.float32)
-        asked = StagedAsked(
+        asked = StagedInputs(
             held,
             device,
             ops,
             stack.enter_context(HostArena(held, CPU)) if has_memory else None,
             1 << 20,
             lambda memory: open_reads(memory, False, 2),
-            lambda facts: Decided(preset, residency_for(preset, facts), None, preset.rows_below),
+            lambda facts: CachePolicy(preset, expert_cache_for(preset, facts), None, preset.rows_below),
             lambda preset, weights: None,
             kernels_limited_to("portable"),
-            NO_TRUST,
+            EXACT,
             True,
             shares,
             1,
         )
         room = least_staged_bytes(asked, chunk_tokens)
-        with closing(StagedAtWork(asked, room, 64, chunk_tokens, torch.float32)) as built:
+        with closing(StagedEngine(asked, room, 64, chunk_tokens, torch.float32)) as built:
             if measured:
                 run_everything(held, built, chunk_tokens)
             built.prepare()

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moe_pack.convert import Character, skewed_popularity, synthesize
+from moe_pack.convert import SyntheticTraits, skewed_popularity, synthesize
 from moe_pack.formats import GroupedQuerySpec, ModelSpec, Pack, Plan, Selector, part_format, uniform_plan
 from moe_pack.formats.families import model_spec
 from moe_pack.runtime.model import (
@@ -76,11 +76,13 @@ def plan_for(
     return uniform_plan(spec, selector, part, part, part if dense and width < 16 else None, "nearest")
 
 
-def character(spec: ModelSpec, sparsity: float = 0.0, skew: float = 0.0, path: float = 0.0, seed: int = 0) -> Character:
-    return Character(sparsity, skewed_popularity(spec, skew, seed), path, seed)
+def character(
+    spec: ModelSpec, sparsity: float = 0.0, skew: float = 0.0, path: float = 0.0, seed: int = 0
+) -> SyntheticTraits:
+    return SyntheticTraits(sparsity, skewed_popularity(spec, skew, seed), path, seed)
 
 
-def made(spec: ModelSpec, folder: Path, like: Character | None = None, plan: Plan | None = None) -> Path:
+def made(spec: ModelSpec, folder: Path, like: SyntheticTraits | None = None, plan: Plan | None = None) -> Path:
     """A synthetic pack in a folder."""
     synthesize(spec, plan or plan_for(spec), like or character(spec), folder, workers=1)
     return folder

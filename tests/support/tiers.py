@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_pack.calib.profile import Losses
-from moe_pack.convert.plan.tiers import Foretold
+from moe_pack.convert.plan.tiers import SpeedEstimate
 from moe_pack.formats import ExpertLayout, PackLayout, RunError
 from moe_pack.runtime.offload.budget import MemoryPart
 
@@ -25,7 +25,7 @@ class FixedTier:
 
     def foretell(
         self, layout: PackLayout, sparsity: NDArray[np.float64], less_bytes: int = 0, is_rough: bool = False
-    ) -> Foretold:
+    ) -> SpeedEstimate:
         """By the formula."""
         dense, budget = layout.dense_file.num_bytes, self.budget_bytes - less_bytes
         if budget < self.least_bytes(layout):
@@ -42,7 +42,7 @@ class FixedTier:
         seconds = FIXED_S + dense / DENSE_RATE + float((self.losses.popularity * run + misses * fetch).sum())
         fetched = float((misses * fetch).sum()) * FETCH_RATE
         shares = (MemoryPart("dense", dense), MemoryPart("experts", budget - dense))
-        return Foretold(shares, seconds, fetched, dense, held, misses, "none")
+        return SpeedEstimate(shares, seconds, fetched, dense, held, misses, "none")
 
     def least_bytes(self, layout: PackLayout) -> int:
         """The dense part and one expert."""

@@ -10,9 +10,9 @@ from moe_pack.formats import ExpertFormat, ExpertSpec, GroupedQuerySpec, RouterS
 from moe_pack.formats.layout import expert_layout, row_layout
 from moe_pack.formats.spec import LatentSpec
 from moe_pack.runtime.gpu.kernels.attention import (
-    AttendRoom,
-    HeldRows,
+    AttentionWorkspace,
     QkNorms,
+    StoredRows,
     attend,
     enter,
     enter_latent,
@@ -23,10 +23,10 @@ from moe_pack.runtime.gpu.kernels.cache import (
     HostRows,
     LayerTables,
     Selection,
-    admit,
+    gather_records_from_host,
+    gather_selectors_from_host,
     kind_of,
-    pull_records,
-    pull_selectors,
+    lru_update,
 )
 from moe_pack.runtime.gpu.kernels.elementwise import activate, layer_norm, rms_norm
 from moe_pack.runtime.gpu.kernels.experts import route
@@ -87,7 +87,7 @@ def _attend(
     has_sinks: bool = False,
 ) -> None:
     keys = torch.empty((kv_heads, num_places, width), dtype=dtype)
-    room = AttendRoom.room(heads, kv_heads, width, num_places, CPU)
+    room = AttentionWorkspace.room(heads, kv_heads, width, num_places, CPU)
     attend(
         torch.empty(heads, width),
         (keys, torch.empty_like(keys)),
@@ -136,15 +136,15 @@ def _latent(heads: int, width: int, dtype: torch.dtype) -> None:
     spec = LatentSpec("latent", heads, None, rank, nope, rope, v, 0.1, 1e-6)
     num_rows = heads * (nope + v)
     if width == 16:
-        kv_b = HeldRows(torch.empty((num_rows, rank), dtype=BF16), stored_part("BF16", rank))
+        kv_b = StoredRows(torch.empty((num_rows, rank), dtype=BF16), stored_part("BF16", rank))
     else:
         layout = row_layout([("weight", part_format(width, 64), False)], rank)
-        kv_b = HeldRows(torch.empty((num_rows, layout.row_bytes), dtype=torch.uint8), part_of(layout, "weight"))
+        kv_b = StoredRows(torch.empty((num_rows, layout.row_bytes), dtype=torch.uint8), part_of(layout, "weight"))
     projected = torch.empty(heads * (nope + rope)), torch.empty(rank + rope)
     angles = torch.empty(CONTEXT, rope // 2), torch.empty(CONTEXT, rope // 2)
     keys, moved = torch.empty((1, CONTEXT, rank + rope), dtype=dtype), torch.empty(heads, rank + rope)
     enter_latent(projected, torch.empty(rank), angles, True, POSITION, spec, kv_b, moved, keys)
-    mixed, room = torch.empty(heads, rank), AttendRoom.room(heads, 1, rank, CONTEXT, CPU)
+    mixed, room = torch.empty(heads, rank), AttentionWorkspace.room(heads, 1, rank, CONTEXT, CPU)
     attend(moved, (keys, keys[..., :rank]), POSITION, spec.scale, None, room, mixed)
     leave_latent(mixed, spec, kv_b, torch.empty(heads * v))
 
@@ -168,7 +168,7 @@ def _cache(d: int, width: int) -> None:
         experts, selection = torch.zeros(k, dtype=torch.int32), Selection.room(k, f, CPU)
         for keeps in (True, False):
             state = CacheState.empty(5 * each, each, each, 5 * k, 8, PAGE_BYTES // 16, k, keeps)
-            admit(experts, state, tables)
-        pull_selectors(experts, tables, state, host)
-        pull_records(experts, selection, tables, state, host)
-        pull_records(experts[:1], None, tables, state, host)
+            lru_update(experts, state, tables)
+        gather_selectors_from_host(experts, tables, state, host)
+        gather_records_from_host(experts, selection, tables, state, host)
+        gather_records_from_host(experts[:1], None, tables, state, host)

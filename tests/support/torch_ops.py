@@ -5,8 +5,8 @@ from torch import Tensor
 
 from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.layout import DenseLayout
-from moe_pack.runtime.gpu.kernels.cache import SELECT_BLOCK, ExpertKind, Held, LayerTables, Selection
-from moe_pack.runtime.gpu.kernels.rows import Part
+from moe_pack.runtime.gpu.kernels.cache import SELECT_BLOCK, ExpertKind, LayerTables, Selection, StoredPart
+from moe_pack.runtime.gpu.kernels.rows import RowPart
 from moe_pack.runtime.gpu.staged import TritonOps
 from moe_pack.runtime.model import NEURONS, Matrix, running
 from moe_pack.runtime.model.pack_weights import held_matrix
@@ -105,7 +105,9 @@ class TorchOps(TritonOps):
         return found
 
 
-def _weights(tables: LayerTables, expert: int, held: Held, rows: Tensor, kind: ExpertKind) -> tuple[Tensor, Tensor]:
+def _weights(
+    tables: LayerTables, expert: int, held: StoredPart, rows: Tensor, kind: ExpertKind
+) -> tuple[Tensor, Tensor]:
     """A matrix's rows float32 [n, d] and biases float32 [n]; zeros where it has none."""
     at = tables.selector_at if held.in_selector else tables.record_at
     assert at is not None, "a matrix in selector rows has their table"
@@ -118,7 +120,7 @@ def _weights(tables: LayerTables, expert: int, held: Held, rows: Tensor, kind: E
     return decode_part(held.format, part.num_cols, held_bytes), _biases(found, part)
 
 
-def _biases(found: Tensor, part: Part) -> Tensor:
+def _biases(found: Tensor, part: RowPart) -> Tensor:
     if part.bias < 0:
         return torch.zeros(len(found), device=found.device)
     return found[:, part.bias : part.bias + 4].clone().view(torch.float32)[:, 0]

@@ -30,7 +30,7 @@ from torch import Tensor
 from moe_pack.formats import GroupedQuerySpec
 from moe_pack.formats.spec import LatentSpec
 from moe_pack.runtime.gpu.kernels.products import add_part, dot_part, load_part, load_x_part, store_part, zero_part
-from moe_pack.runtime.gpu.kernels.rows import Part, lookup_for
+from moe_pack.runtime.gpu.kernels.rows import RowPart, lookup_for
 from moe_pack.runtime.model import Angles
 
 _NORMS = {"none": 0, "head": 1, "projection": 2}
@@ -200,7 +200,7 @@ def _block_s(width: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AttendRoom:
+class AttentionWorkspace:
     """Room for what each split finds, made once, on the device.
 
     `sums`: float32 [2, splits, heads], the largest score and the sum of powers.   `mixed`: float32 [splits, heads,
@@ -213,7 +213,7 @@ class AttendRoom:
     @classmethod
     def room(
         cls, num_heads: int, num_kv_heads: int, width: int, context_tokens: int, device: torch.device
-    ) -> "AttendRoom":
+    ) -> "AttentionWorkspace":
         """Room for values of `width` and as many splits as a cache of `context_tokens` is worth: a power of two."""
         tiles = num_kv_heads * -(-num_heads // num_kv_heads // _BLOCK_H)
         most = min(_MAX_SPLITS, max(1, _PROGRAMS // tiles), -(-context_tokens // _block_s(width)))
@@ -228,7 +228,7 @@ def attend(
     position: Tensor,
     scale: float,
     window: int | None,
-    room: AttendRoom,
+    room: AttentionWorkspace,
     out: Tensor,
     sinks: Tensor | None = None,
 ) -> None:
@@ -391,11 +391,11 @@ def _combine_kernel(
 _ROWS = 16  # rows read at once
 
 
-class HeldRows(NamedTuple):
+class StoredRows(NamedTuple):
     """A matrix's rows as they lie, [rows, values or bytes], contiguous, each a multiple of 16 bytes; and their part."""
 
     rows: Tensor
-    part: Part
+    part: RowPart
 
 
 def enter_latent(
@@ -405,7 +405,7 @@ def enter_latent(
     interleaved: bool,
     position: Tensor,
     spec: LatentSpec,
-    kv_b: HeldRows,
+    kv_b: StoredRows,
     moved: Tensor,
     keys: Tensor,
 ) -> None:
@@ -430,7 +430,7 @@ def enter_latent(
     )  # fmt: skip
 
 
-def leave_latent(mixed: Tensor, spec: LatentSpec, kv_b: HeldRows, out: Tensor) -> None:
+def leave_latent(mixed: Tensor, spec: LatentSpec, kv_b: StoredRows, out: Tensor) -> None:
     """Writes each head's values, W_v times its mix of latents.
 
     Args:    mixed: float32 [num_heads, rank], from `attend`.   out: float32 [num_heads * v].

@@ -9,7 +9,7 @@ brings those that are wanted.
 Rows that a layer needs and has not: copied by the device itself from page-locked host memory into their pages.
 
 It is the only kernel that touches host memory, and one program alone loads each byte. What is copied is entered in the
-tables, so that it crosses the link once while its expert keeps its pages (`admit`).
+tables, so that it crosses the link once while its expert keeps its pages (`lru_update`).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.formats import ExpertLayout, Matrix, NeuronFunction, PartFormat, Selector
-from moe_pack.runtime.gpu.kernels.rows import INTERPRETED, Part, part_of
+from moe_pack.runtime.gpu.kernels.rows import INTERPRETED, RowPart, part_of
 
 SELECT_BLOCK = 64  # neurons that are selected, and listed, together
 # Arguments that differ from one layer to the next, for which Triton must not compile a kernel each: a layer's routes
@@ -30,11 +30,11 @@ SELECT_BLOCK = 64  # neurons that are selected, and listed, together
 PER_LAYER = ("experts_ptr", "kind_number", "max_pages", "pages_begin")
 
 
-class Held(NamedTuple):
+class StoredPart(NamedTuple):
     """A matrix of an expert: in selector rows, or in records; where in such a row, and how it is stored."""
 
     in_selector: bool
-    part: Part
+    part: RowPart
     format: PartFormat
 
 
@@ -48,9 +48,9 @@ class ExpertKind:
 
     selector: Selector
     function: NeuronFunction
-    gate: Held | None
-    up: Held
-    down: Held
+    gate: StoredPart | None
+    up: StoredPart
+    down: StoredPart
     num_rows: int
     num_cols: int
     selector_units: int
@@ -60,9 +60,13 @@ class ExpertKind:
 def kind_of(layout: ExpertLayout, selector: Selector, function: NeuronFunction) -> ExpertKind:
     """The kind of an expert of this layout."""
 
-    def held(matrix: Matrix) -> Held | None:
+    def held(matrix: Matrix) -> StoredPart | None:
         found = layout.find(matrix)
-        return None if found is None else Held(found[0] is layout.selector, part_of(found[0], matrix), found[1].format)
+        return (
+            None
+            if found is None
+            else StoredPart(found[0] is layout.selector, part_of(found[0], matrix), found[1].format)
+        )
 
     up, down = held("up"), held("down")
     assert up is not None and down is not None, "every expert has up and down"
@@ -213,7 +217,7 @@ class CacheState:
         )
 
 
-def admit(experts: Tensor, state: CacheState, tables: LayerTables) -> None:
+def lru_update(experts: Tensor, state: CacheState, tables: LayerTables) -> None:
     """Gives pages to those of these experts that have none; the least recently used others lose theirs.
 
     Among equals the lowest goes first. Rows of who loses its pages are -1 in the tables; rows of who gets some still
@@ -400,7 +404,7 @@ class HostRows:
     extent_at: Tensor
 
 
-def pull_selectors(
+def gather_selectors_from_host(
     experts: Tensor, tables: LayerTables, state: CacheState, host: HostRows, num_programs: int = NUM_PROGRAMS
 ) -> None:
     """Brings all selector rows of these experts that are not there; they have their pages.
@@ -411,7 +415,7 @@ def pull_selectors(
         _launch(experts, None, tables, state, host, num_programs, of_selector=True)
 
 
-def pull_records(
+def gather_records_from_host(
     experts: Tensor,
     selection: Selection | None,
     tables: LayerTables,

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_pack.formats import RouterSpec
-from moe_pack.runtime.gpu.kernels.cache import PER_LAYER, SELECT_BLOCK, ExpertKind, Held, LayerTables, Selection
+from moe_pack.runtime.gpu.kernels.cache import PER_LAYER, SELECT_BLOCK, ExpertKind, LayerTables, Selection, StoredPart
 from moe_pack.runtime.gpu.kernels.elementwise import FUNCTIONS, act, factor
 from moe_pack.runtime.gpu.kernels.matmul import MAX_TOKENS_IN_TWO, blocks, num_warps
 from moe_pack.runtime.gpu.kernels.products import (
@@ -41,7 +41,7 @@ from moe_pack.runtime.gpu.kernels.products import (
 from moe_pack.runtime.gpu.kernels.rows import (
     AFFINE,
     UNITS,
-    Part,
+    RowPart,
     dot_tile,
     has_scales,
     load_bias,
@@ -230,7 +230,7 @@ def _launch(x: Tensor, experts: Tensor, tables: LayerTables, number: int, kind: 
     )
 
 
-def _part_in_selector(held: Held | None):
+def _part_in_selector(held: StoredPart | None):
     return held.part if held is not None and held.in_selector else None
 
 
@@ -353,7 +353,7 @@ def neurons(x: Tensor, experts: Tensor, tables: LayerTables, selection: Selectio
         )
 
 
-def _part_in_record(held: Held | None) -> Part | None:
+def _part_in_record(held: StoredPart | None) -> RowPart | None:
     return held.part if held is not None and not held.in_selector else None
 
 
@@ -525,7 +525,7 @@ def _down_of_piece(
     h: Tensor, tokens: Tensor, weights: Tensor, tables: LayerTables, expert: int, kind: ExpertKind, y: Tensor
 ) -> None:
     """Adds weights * (h @ down + bias) to the tokens' rows of y."""
-    part: Part = kind.down.part
+    part: RowPart = kind.down.part
     num_tokens, cols = tokens.shape[0], tile_cols(part)
     block_tokens, _ = blocks(num_tokens, part.num_cols)
     _down[triton.cdiv(part.num_cols, cols), triton.cdiv(num_tokens, block_tokens)](

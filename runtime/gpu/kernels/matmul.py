@@ -19,7 +19,7 @@ from moe_pack.runtime.gpu.kernels.products import (
     tile_cols,
     zero_part,
 )
-from moe_pack.runtime.gpu.kernels.rows import F32, TRELLIS, Part, dot_tile, lookup_for, sum_tile
+from moe_pack.runtime.gpu.kernels.rows import F32, TRELLIS, RowPart, dot_tile, lookup_for, sum_tile
 
 MAX_TOKENS = 64  # of a program
 MAX_TOKENS_IN_TWO = (
@@ -28,7 +28,7 @@ MAX_TOKENS_IN_TWO = (
 _MANY_PROGRAMS = 256  # with fewer, smaller blocks of rows keep more of a card's processors busy
 
 
-def gemm(x: Tensor, rows: Tensor, part: Part, row_units: int, out: Tensor, *, bias: Tensor | None = None) -> None:
+def gemm(x: Tensor, rows: Tensor, part: RowPart, row_units: int, out: Tensor, *, bias: Tensor | None = None) -> None:
     """Writes `x @ W.T + bias` to `out`, in float32 products and sums; W is decoded in registers only.
 
     Args:    x: float32 [T, d], contiguous.   rows: u8 [n, row bytes], or bf16, f16 or float32 [n, d]; contiguous, from
@@ -105,7 +105,7 @@ MANY_PROGRAMS = 1024  # beyond, a program takes several blocks of rows: it reads
 def gemv(
     x: Tensor,
     rows: Tensor,
-    part: Part,
+    part: RowPart,
     out: Tensor,
     *,
     bias: Tensor | None = None,
@@ -142,7 +142,7 @@ def gemv(
     )
 
 
-def gather_row(rows: Tensor, part: Part, row_id: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
+def gather_row(rows: Tensor, part: RowPart, row_id: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
     """One row of a matrix, times `scale`: the embedding of a token.
 
     Args:    rows, part: as of `gemv`.   row_id: int32 [1].   out: float32 [d].

@@ -26,7 +26,7 @@ from moe_pack.runtime.gpu.kernels.rows import (
     FACTORS,
     TRELLIS,
     UNITS,
-    Part,
+    RowPart,
     columns,
     has_scales,
     is_word,
@@ -49,31 +49,31 @@ _DROP = tl.constexpr(2.0**63)  # of sums: 2^149 / 2^86
 
 
 @triton.constexpr_function
-def has_two_planes(part: Part) -> bool:
+def has_two_planes(part: RowPart) -> bool:
     """Whether a part's codes are of 3 bits."""
     return part[0] == 0 and part[1] == 3
 
 
 @triton.constexpr_function
-def _are_lifted(part: Part) -> bool:
+def _are_lifted(part: RowPart) -> bool:
     """Whether codes are taken as subnormals, and have zeros."""
     return part[0] in (0, 7)
 
 
 @triton.constexpr_function
-def _chunk(part: Part, plane: int) -> int:
+def _chunk(part: RowPart, plane: int) -> int:
     """Words side by side that have one scale and are loaded together; of 64 codes at most."""
     return 1 if plane or part[0] == 7 else 2 if part[1] in (1, 3) else 4
 
 
 @triton.constexpr_function
-def _factor(part: Part, plane: int) -> float:
+def _factor(part: RowPart, plane: int) -> float:
     """What sums of products with `_taken` codes are to be multiplied by."""
     return float(FACTORS.value[plane] * _DROP.value if part[0] in (0, 7) else UNITS.value[part[0]])
 
 
 @triton.constexpr_function
-def _scales(part: Part, bits: int) -> int:
+def _scales(part: RowPart, bits: int) -> int:
     """How many scales the codes of a word have."""
     return 8 // bits if part[2] % 64 and part[0] != 7 else 1
 
@@ -247,7 +247,7 @@ def runs(a, threshold):
     return tl.where(tl.abs(a) < threshold, 0.0, a) != 0.0
 
 
-def tile_cols(*parts: Part) -> int:
+def tile_cols(*parts: RowPart) -> int:
     """Columns of tiles of these parts: a block of codes, or as many as have one scale."""
     return min(64, *(part.group for part in parts if part.group), 64)
 

@@ -10,8 +10,8 @@ among threads: words come first in loads, so that a thread has all columns of it
 
 How kernels read a row of a pack: words of 32 bits whose codes, shifted and masked, stand in known columns.
 
-A part is given to a kernel as a tuple of constants (`Part`). Its words are read as they lie, 128 bits a thread, and its
-codes are never put in order: the other factor of a product is read in theirs. Word `w` holds `SQ` codes; code `sq` of
+A part is given to a kernel as a tuple of constants (`RowPart`). Its words are read as they lie, 128 bits a thread, and
+its codes are never put in order: the other factor of a product is read in theirs. Word `w` holds `SQ` codes; code `sq` of
 it belongs to column `columns(...)[sq, w]`. Codes of 3 bits lie in two planes, of 2 bits and of 1, read as two parts.
 Codes that are floating-point numbers of 8 or 4 bits become float16 by shifts and masks, two at a time, which any GPU
 makes float32: no hardware for float8 is needed. E4M3 and E2M1 keep their exponents' bits there, so that they come out
@@ -102,7 +102,7 @@ _KINDS = {"BF16": BF16.value, "F16": F16.value, "F32": F32.value}
 _CODECS = {"affine": AFFINE.value, "fp8": FP8.value, "e5m2": E5M2.value, "mxfp4": MXFP4.value, "trellis": TRELLIS.value}
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """A part of a row, as kernels take it: all constants.
 
     `kind`: codes with scales, or 16- or 32-bit values.   `bits`: of a code or value; of two codes of a trellis.
@@ -135,42 +135,42 @@ class Part(NamedTuple):
         return int(places(self, 0))
 
 
-def part_of(rows: RowLayout, name: str) -> Part:
+def part_of(rows: RowLayout, name: str) -> RowPart:
     """A part of rows in the row layout."""
     part = rows.part(name)
     assert part is not None, f"rows have no part {name}"
     form: PartFormat = part.format
     bias = part.offset + part.num_bytes if part.has_bias else -1
     if form.codec == "bf16":
-        return Part(BF16.value, 16, 0, 0, part.offset, rows.num_cols, bias)
+        return RowPart(BF16.value, 16, 0, 0, part.offset, rows.num_cols, bias)
     group = form.group or rows.num_cols
-    return Part(_CODECS[form.codec], form.width, group, form.scale_bits, part.offset, rows.num_cols, bias)
+    return RowPart(_CODECS[form.codec], form.width, group, form.scale_bits, part.offset, rows.num_cols, bias)
 
 
-def lookup_for(device: torch.device, *parts: Part | None) -> Tensor | None:
+def lookup_for(device: torch.device, *parts: RowPart | None) -> Tensor | None:
     """What kernels look the values of these parts up in; None where none is a trellis."""
     return lookup(device) if any(part is not None and part.kind == TRELLIS.value for part in parts) else None
 
 
-def stored_part(dtype: str, num_cols: int) -> Part:
+def stored_part(dtype: str, num_cols: int) -> RowPart:
     """Rows of plain values, by their dtype's name in safetensors: BF16, F16 or F32."""
-    return Part(_KINDS[dtype], 32 if dtype == "F32" else 16, 0, 0, 0, num_cols, -1)
+    return RowPart(_KINDS[dtype], 32 if dtype == "F32" else 16, 0, 0, 0, num_cols, -1)
 
 
 @triton.constexpr_function
-def plane_bits(part: Part, plane: int) -> int:
+def plane_bits(part: RowPart, plane: int) -> int:
     """Bits of a code of this plane: 3-bit codes are 2 bits in plane 0 and 1 in plane 1."""
     return part[1] if part[0] or part[1] != 3 else 1 if plane else 2
 
 
 @triton.constexpr_function
-def places(part: Part, plane: int) -> int:
+def places(part: RowPart, plane: int) -> int:
     """SQ: how many codes or values of this plane a word holds."""
     return int(codes_of_word(part[1]) if part[0] == 7 else 32 // plane_bits(part, plane))
 
 
 @triton.constexpr_function
-def has_scales(part: Part) -> bool:
+def has_scales(part: RowPart) -> bool:
     """Whether a part is of codes with scales."""
     return part[2] > 0
 
@@ -391,14 +391,14 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def dot_tile(parts: tuple[Part, ...]) -> Tile:
+def dot_tile(parts: tuple[RowPart, ...]) -> Tile:
     """For products with x, whose values stay in registers."""
     # What is looked up for a row stands in as many registers as it has columns.
     rows = 2 if any(part.kind == TRELLIS.value for part in parts) else 4
     return _tile(max(parts, key=lambda part: part.num_words // _thread_words(part)), rows)
 
 
-def sum_tile(parts: tuple[Part, ...]) -> Tile:
+def sum_tile(parts: tuple[RowPart, ...]) -> Tile:
     """For a record whose last part is summed up: its values' sums stay in registers beside x."""
     least = min(part.bits for part in parts)  # of 1 bit two rows would be 128 columns a thread: registers spill (sm_80)
     has_many = least < 4 or len(parts) > 2 or any(part.offset % 4 for part in parts)  # loads between words are many
@@ -407,7 +407,7 @@ def sum_tile(parts: tuple[Part, ...]) -> Tile:
     return _tile(parts[-1], 2 if has_many else 4)
 
 
-def _tile(part: Part, rows: int) -> Tile:
+def _tile(part: RowPart, rows: int) -> Tile:
     """So many warps that a thread takes `_thread_words` of a row; more rows where one is short."""
     words = 32 * _thread_words(part)  # that a warp loads
     num_warps = max(1, min(8, part.num_words // words))
@@ -416,7 +416,7 @@ def _tile(part: Part, rows: int) -> Tile:
     return Tile(max(1, min(64, rows * words * num_warps // part.num_words)), num_warps)
 
 
-def _thread_words(part: Part) -> int:
+def _thread_words(part: RowPart) -> int:
     """Words of a row that a thread takes: 128 bits, 64 of codes of 1 bit and 3; of a trellis 32 columns."""
     if part.kind == TRELLIS.value:
         return 32 // part.codes_of_word

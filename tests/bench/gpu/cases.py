@@ -43,15 +43,22 @@ from moe_pack.formats import GroupedQuerySpec, NeuronFunction, NormSpec, RouterS
 from moe_pack.formats.spec import LatentSpec
 from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
 from moe_pack.runtime.gpu.kernels.attention import (
-    AttendRoom,
-    HeldRows,
+    AttentionWorkspace,
     QkNorms,
+    StoredRows,
     attend,
     enter,
     enter_latent,
     leave_latent,
 )
-from moe_pack.runtime.gpu.kernels.cache import SELECT_BLOCK, LayerTables, Selection, admit, pull_records, pull_selectors
+from moe_pack.runtime.gpu.kernels.cache import (
+    SELECT_BLOCK,
+    LayerTables,
+    Selection,
+    gather_records_from_host,
+    gather_selectors_from_host,
+    lru_update,
+)
 from moe_pack.runtime.gpu.kernels.elementwise import activate, norm, reduce
 from moe_pack.runtime.gpu.kernels.experts import expert_many, neurons, select, workspace_floats
 from moe_pack.runtime.gpu.kernels.experts import route as route_kernel
@@ -407,7 +414,7 @@ def _attention(shape: AttentionShape, device: torch.device) -> Prepared:
     keys, values = (each.to(device) for each in held)
     position = torch.tensor([shape.position], dtype=torch.int32, device=device)
     turned, out = _nans((shape.heads, dim), device), _nans((shape.heads, dim), device)
-    room = AttendRoom.room(shape.heads, shape.kv_heads, dim, shape.places, device)
+    room = AttentionWorkspace.room(shape.heads, shape.kv_heads, dim, shape.places, device)
     on_device = None if sinks is None else sinks.to(device)
     qk_norms = QkNorms(there[5], there[6], 1e-6)
 
@@ -442,10 +449,10 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
     matrix: Matrix
     if stored == "BF16":
         weight = _random(num_rows, rank).to(torch.bfloat16) / 8
-        matrix, kv_b = StoredMatrix(weight), HeldRows(weight.to(device), stored_part("BF16", rank))
+        matrix, kv_b = StoredMatrix(weight), StoredRows(weight.to(device), stored_part("BF16", rank))
     else:
         rows, matrix, _ = _matrix(stored, num_rows, rank)
-        kv_b = HeldRows(rows.to(device), _part(stored, rank))
+        kv_b = StoredRows(rows.to(device), _part(stored, rank))
     matrices: dict[str, Matrix] = {
         "q": StoredMatrix(_random(heads * (nope + rope), width)),
         "kv_a": StoredMatrix(_random(rank + rope, width)),
@@ -466,7 +473,7 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
     there, angles = keys.to(device), (cos.to(device), sin.to(device))
     position = torch.tensor([at], dtype=torch.int32, device=device)
     moved, mixed, out = (_nans(shape, device) for shape in ((heads, rank + rope), (heads, rank), (heads * v,)))
-    room = AttendRoom.room(heads, 1, rank, places, device)
+    room = AttentionWorkspace.room(heads, 1, rank, places, device)
 
     def launch() -> None:
         enter_latent((given[0], given[1]), given[2], angles, True, position, spec, kv_b, moved, there)
@@ -491,9 +498,9 @@ def _cache(keeps: bool, has_selector: bool, device: torch.device) -> Prepared:
         for chosen, selection in steps:
             experts = chosen.to(device)
             there = Selection(*(each.to(device) for each in (selection.a, selection.neurons, selection.counts)))
-            admit(experts, layer.state, layer.tables)
-            pull_selectors(experts, layer.tables, layer.state, layer.host)
-            pull_records(experts, there, layer.tables, layer.state, layer.host)
+            lru_update(experts, layer.state, layer.tables)
+            gather_selectors_from_host(experts, layer.tables, layer.state, layer.host)
+            gather_records_from_host(experts, there, layer.tables, layer.state, layer.host)
 
     def compare() -> Difference:
         for experts, selection in steps:

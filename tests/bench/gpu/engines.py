@@ -25,7 +25,7 @@ from synthetic import shrunk
 from torch import profiler
 
 from gpu.measuring import Clock, Results
-from moe_pack.convert import Character, skewed_popularity, synthesize
+from moe_pack.convert import SyntheticTraits, skewed_popularity, synthesize
 from moe_pack.formats import (
     ExpertFormat,
     GroupedQuerySpec,
@@ -41,8 +41,8 @@ from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.plan import uniform_dense
 from moe_pack.runtime import Engine, EngineOptions, random_prompt, report
 from moe_pack.runtime.gpu.device import HostArena, host_bytes
-from moe_pack.runtime.gpu.fit import Counting
-from moe_pack.runtime.gpu.graph_engine import GraphAtWork
+from moe_pack.runtime.gpu.fit import CountsCache
+from moe_pack.runtime.gpu.graph_engine import GraphEngine
 from moe_pack.runtime.gpu.placement import least_placement
 from moe_pack.runtime.model import Decoder, EncoderDecoder
 
@@ -107,7 +107,7 @@ def make_synthetic(results: Results, wanted: PackWanted, is_tiny: bool = False) 
     start, was_there = time.perf_counter(), (folder / "manifest.json").exists()
     if not was_there:
         folder.mkdir(parents=True, exist_ok=True)
-        character = Character(wanted.sparsity, skewed_popularity(spec, _SKEW, 0), _CORRELATION, 0)
+        character = SyntheticTraits(wanted.sparsity, skewed_popularity(spec, _SKEW, 0), _CORRELATION, 0)
         synthesize(spec, plan, character, folder, len(os.sched_getaffinity(0)))
     seconds = 0.0 if was_there else time.perf_counter() - start
     results.add(PackMade(wanted.name, str(folder), len(spec.moe_layers), pack_bytes(folder), seconds))
@@ -313,7 +313,7 @@ class Rehearsed:
         room = 2 * least_placement(pack.layout).num_bytes
         with ExitStack() as opened:
             held = host or opened.enter_context(HostArena(pack, device))
-            built = GraphAtWork(pack, held, device, room, context_tokens, _REHEARSED_CHUNK)
+            built = GraphEngine(pack, held, device, room, context_tokens, _REHEARSED_CHUNK)
             opened.enter_context(closing(built))
             built.prepare()
             self.decoder: Decoder = built.decoder
@@ -484,7 +484,7 @@ def give_back_memory() -> None:
 
 def counters(engine: Running) -> Counters:
     """What an engine's cache of experts was asked since the start."""
-    if isinstance(engine.decoder, Counting):  # the graph engine's are on the GPU
+    if isinstance(engine.decoder, CountsCache):  # the graph engine's are on the GPU
         counts = engine.decoder.counts()
         return Counters(counts.needed, counts.hits, counts.num_bytes)
     stream = report(engine).stream if isinstance(engine, Engine) else None

@@ -24,7 +24,7 @@ from gpu.checks import find_tool
 from gpu.measuring import ByteClock, Clock, Results, Timed, copies_beyond
 from gpu.transfers import Experts, Model, Stored, make_experts, make_matrices, one_pull
 from moe_pack.formats import Selector
-from moe_pack.runtime.gpu.kernels.attention import AttendRoom, attend
+from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, attend
 from moe_pack.runtime.gpu.kernels.cache import Selection
 from moe_pack.runtime.gpu.kernels.elementwise import reduce
 from moe_pack.runtime.gpu.kernels.experts import expert_many, neurons, select, workspace_floats
@@ -221,7 +221,7 @@ def attends(caches: Tensor, heads: int) -> Callable[[int], None]:
     _, _, kv_heads, context, head_dim = caches.shape
     q, out = (torch.randn(heads, head_dim, device=caches.device) for _ in range(2))
     position = torch.full((1,), context - 1, dtype=torch.int32, device=caches.device)
-    room = AttendRoom.room(heads, kv_heads, head_dim, context, caches.device)
+    room = AttentionWorkspace.room(heads, kv_heads, head_dim, context, caches.device)
 
     def attend_once(number: int) -> None:
         attend(q, (caches[number, 0], caches[number, 1]), position, head_dim**-0.5, None, room, out)

@@ -24,7 +24,7 @@ from torch import Tensor
 from gpu.checks import cudart
 from gpu.engines import link_rate
 from gpu.measuring import Clock, Results, copies_beyond, repeated
-from moe_pack.convert.synthetic import Spread, even_values, random_rows, random_stream
+from moe_pack.convert.synthetic import WeightDistribution, even_values, random_rows, random_stream
 from moe_pack.formats import (
     ExpertFormat,
     ExpertLayout,
@@ -38,7 +38,7 @@ from moe_pack.formats import (
 from moe_pack.formats.layout import expert_layout
 from moe_pack.formats.layout import row_layout as layout_of_rows
 from moe_pack.formats.plan import E5M2, FP8, MXFP4, TRELLIS_WIDTHS
-from moe_pack.runtime.gpu.device import CHUNK_BYTES, ChunkRing, CudaDevice, Device, Piece
+from moe_pack.runtime.gpu.device import CHUNK_BYTES, ChunkRing, CudaDevice, Device, RowRange
 from moe_pack.runtime.gpu.kernels.cache import (
     NUM_PROGRAMS,
     SELECT_BLOCK,
@@ -46,11 +46,11 @@ from moe_pack.runtime.gpu.kernels.cache import (
     HostRows,
     LayerTables,
     Selection,
-    admit,
+    gather_records_from_host,
     kind_of,
-    pull_records,
+    lru_update,
 )
-from moe_pack.runtime.gpu.kernels.rows import Part, part_of, stored_part
+from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
 
 _GROUP = 64
 Stored = int | str  # bits of codes in groups of 64; `t4`: a trellis of that width; or a codec that keeps a source
@@ -97,7 +97,9 @@ def _format(stored: Stored) -> PartFormat:
 def random_extent(layout: ExpertLayout) -> NDArray[np.uint8]:
     """An expert's selector and records: u8 [bytes]; activations of rms 1 for hidden states of rms 1."""
     d = layout.records.num_cols
-    spreads = {name: Spread(0.0, d**-0.5) for name in ("gate", "up")} | {"down": Spread(0.0, layout.num_rows**-0.5)}
+    spreads = {name: WeightDistribution(0.0, d**-0.5) for name in ("gate", "up")} | {
+        "down": WeightDistribution(0.0, layout.num_rows**-0.5)
+    }
     stream = random_stream(1)
     halves = [random_rows(rows, layout.num_rows, spreads, stream) for rows in (layout.selector, layout.records) if rows]
     return np.concatenate([half.reshape(-1) for half in halves])
@@ -134,7 +136,7 @@ class Matrices:
     """Copies of a random dense matrix. `rows`: u8 [n, row bytes], or bf16 [n, d].   `num_bytes`: of one's parts."""
 
     rows: tuple[Tensor, ...]
-    part: Part
+    part: RowPart
     layout: RowLayout | None
     row_units: int
     num_bytes: int
@@ -142,7 +144,7 @@ class Matrices:
 
 def make_matrices(clock: Clock, num_rows: int, num_cols: int, bits: Stored) -> Matrices:
     """So many copies that they exceed the L2 cache four times; of 16 bits they are plain bf16 values."""
-    spread = Spread(0.0, num_cols**-0.5)
+    spread = WeightDistribution(0.0, num_cols**-0.5)
     if bits == 16:
         drawn = np.random.default_rng(0).integers(0, 256, (num_rows, num_cols), np.uint8)
         values = torch.from_numpy(even_values(spread)[drawn]).view(torch.bfloat16).to(clock.device)
@@ -378,7 +380,7 @@ class _Bench:
         row, count = self._host.row_bytes, len(self._neurons)
         size = ring.rows_per_chunk(row)
         pieces = [
-            Piece(first, min(first + size, count), target[first * row : min(first + size, count) * row])
+            RowRange(first, min(first + size, count), target[first * row : min(first + size, count) * row])
             for first in range(0, count, size)
         ]
         times = []
@@ -421,7 +423,7 @@ class _Pulls:
         self._experts = [torch.full((1,), e, dtype=torch.int32, device=device) for e in range(E)]
         self._selection = _selection(neurons, f, device)
         for expert in self._experts:
-            admit(expert, self._state, self._tables)
+            lru_update(expert, self._state, self._tables)
 
     def seconds(self, num_programs: int) -> float:
         """Seconds of an expert's pull."""
@@ -439,7 +441,9 @@ class _Pulls:
 
     def pull(self, number: int, num_programs: int = NUM_PROGRAMS) -> None:
         """Pulls an expert's rows that are not there."""
-        pull_records(self._experts[number], self._selection, self._tables, self._state, self._host, num_programs)
+        gather_records_from_host(
+            self._experts[number], self._selection, self._tables, self._state, self._host, num_programs
+        )
 
     def forget(self) -> None:
         """Makes all rows missing again."""

@@ -6,7 +6,7 @@ import torch
 from card_layers import CPU, SmallLayer, small_layer
 from kernel_twins import admit_plain
 
-from moe_pack.runtime.gpu.kernels.cache import HITS, NEEDED, admit
+from moe_pack.runtime.gpu.kernels.cache import HITS, NEEDED, lru_update
 
 
 def drawn(layer: SmallLayer, seed: int, num_steps: int = 12) -> list[torch.Tensor]:
@@ -55,7 +55,7 @@ def test_steps_do_what_the_twin_does(
     twin = small_layer(num_experts=7, more_pages=more_pages, has_selector=has_selector, num_active=3, seed=seed)
     layer = twin.copy().to(kernel_device)
     for experts in drawn(layer, seed):
-        admit(experts, layer.state, layer.tables)
+        lru_update(experts, layer.state, layer.tables)
         admit_plain(experts.cpu(), twin.state, twin.tables)
         same(layer, twin)
         fill(layer)
@@ -69,7 +69,7 @@ def test_the_least_recently_used_goes_and_the_lowest_among_equals(seed: int, ker
     free, used, step = len(layer.state.free), {}, 0
     hits = needed = 0
     for experts in drawn(layer, seed):
-        admit(experts, layer.state, layer.tables)
+        lru_update(experts, layer.state, layer.tables)
         step += 1
         chosen = experts.tolist()
         used |= {e: step for e in chosen if e in used}
@@ -91,7 +91,7 @@ def test_the_least_recently_used_goes_and_the_lowest_among_equals(seed: int, ker
 def test_no_page_is_two_experts_at_once(kernel_device: torch.device) -> None:
     layer = small_layer(num_experts=8, num_active=3, seed=1).to(kernel_device)
     for experts in drawn(layer, 1):
-        admit(experts, layer.state, layer.tables)
+        lru_update(experts, layer.state, layer.tables)
         held = [
             page
             for e in torch.nonzero(layer.state.is_in)[:, 0].tolist()
@@ -105,7 +105,7 @@ def test_who_loses_its_pages_keeps_what_is_always_there(kernel_device: torch.dev
     layer = small_layer(num_experts=8, num_active=2, more_pages=0, seed=2).to(kernel_device)
     before = layer.tables.record_at.clone()
     for experts in drawn(layer, 2):
-        admit(experts, layer.state, layer.tables)
+        lru_update(experts, layer.state, layer.tables)
         fill(layer)
     out = layer.state.is_in == 0
     assert out.any()
@@ -120,7 +120,7 @@ def test_with_pages_that_other_layers_use_nothing_is_left_of_the_step_before(
     layer = twin.copy().to(kernel_device)
     before = layer.tables.record_at.clone()
     for experts in drawn(layer, 3):
-        admit(experts, layer.state, layer.tables)
+        lru_update(experts, layer.state, layer.tables)
         admit_plain(experts.cpu(), twin.state, twin.tables)
         same(layer, twin)
         assert torch.equal(layer.tables.record_at, before)
@@ -132,4 +132,4 @@ def test_with_pages_that_other_layers_use_nothing_is_left_of_the_step_before(
 def test_more_experts_than_the_pages_hold_are_refused() -> None:
     layer = small_layer(num_active=2)
     with pytest.raises(AssertionError, match="hold no more"):
-        admit(torch.arange(3, dtype=torch.int32), layer.state, layer.tables)
+        lru_update(torch.arange(3, dtype=torch.int32), layer.state, layer.tables)

@@ -12,7 +12,7 @@ import pytest
 from launched_kernels import launched
 from models import TinyMixtral
 
-from moe_pack.convert import Character, synthesize
+from moe_pack.convert import SyntheticTraits, synthesize
 from moe_pack.formats import ExpertFormat, Plan, part_format, uniform_plan
 from moe_pack.formats.families import model_spec
 
@@ -59,7 +59,7 @@ def synthetic(folder: Path, plan_is_mixed: bool) -> Path:
         formats = (ExpertFormat(LOW, LOW, LOW), ExpertFormat(HIGH, LOW, HIGH))
         plan = replace(plan, experts=tuple(tuple(formats[(l + e) % 2] for e in range(8)) for l in range(4)))
     popularity = np.ones((4, 8))
-    synthesize(spec, plan, Character(0.5, popularity, 0.5, 0), folder / "packed", 1)
+    synthesize(spec, plan, SyntheticTraits(0.5, popularity, 0.5, 0), folder / "packed", 1)
     return folder / "packed"
 
 

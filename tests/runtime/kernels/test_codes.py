@@ -15,7 +15,7 @@ from moe_pack.formats.codecs import decode_part
 from moe_pack.formats.layout import row_layout, write_rows
 from moe_pack.formats.plan import E5M2, MXFP4, TRELLIS_WIDTHS, format_text
 from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemm, gemv
-from moe_pack.runtime.gpu.kernels.rows import Part, part_of
+from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of
 
 # The interpreter's numpy warns of what becomes infinite or no number, as it does for the codec.
 NO_NUMBERS = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
@@ -23,14 +23,14 @@ TRELLISES = [trellis_format(width, group, bits) for width in TRELLIS_WIDTHS for 
 PARTS = [*NUMBERS, BF16, part_format(3, 64), part_format(4, 64, 8), *TRELLISES]
 
 
-def gathered(rows: Tensor, part: Part, row: int, device: torch.device) -> Tensor:
+def gathered(rows: Tensor, part: RowPart, row: int, device: torch.device) -> Tensor:
     """A row as `gather_row` reads it, on the host."""
     out = torch.full((part.num_cols,), torch.inf, device=device)
     gather_row(rows.to(device), part, torch.tensor([row], dtype=torch.int32, device=device), out)
     return out.cpu()
 
 
-def multiplied(x: Tensor, rows: Tensor, part: Part, device: torch.device) -> tuple[Tensor, Tensor]:
+def multiplied(x: Tensor, rows: Tensor, part: RowPart, device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows times the first of tokens as `gemv` has them, times all as `gemm` does; on the host."""
     one, many = torch.full((len(rows),), torch.inf), torch.full((len(x), len(rows)), torch.inf)
     one, many, x, rows = one.to(device), many.to(device), x.to(device), rows.to(device)

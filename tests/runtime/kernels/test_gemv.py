@@ -12,7 +12,7 @@ from moe_pack.formats import PartFormat, part_format, trellis_format
 from moe_pack.formats.plan import TRELLIS_WIDTHS, format_text
 from moe_pack.runtime.gpu.kernels import matmul as module
 from moe_pack.runtime.gpu.kernels.matmul import gather_row, gemv
-from moe_pack.runtime.gpu.kernels.rows import Part, part_of, stored_part
+from moe_pack.runtime.gpu.kernels.rows import RowPart, part_of, stored_part
 from moe_pack.runtime.model import RowMatrix
 
 STORED = [(width, group, scale_bits) for width in (1, 2, 3, 4, 8) for group, scale_bits in ((64, 16), (0, 16))]
@@ -23,7 +23,7 @@ FORMATS = [*(part_format(*stored) for stored in STORED), *NUMBERS, *TRELLISES]
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
-def quantized(form: PartFormat, num_rows: int, num_cols: int) -> tuple[Tensor, Part, Tensor, Tensor]:
+def quantized(form: PartFormat, num_rows: int, num_cols: int) -> tuple[Tensor, RowPart, Tensor, Tensor]:
     """Bytes and part of a random matrix; its values in float32, and what errors of products are relative to."""
     layout, held = random_rows(form, num_rows, num_cols)
     rows = torch.from_numpy(held)
@@ -32,14 +32,14 @@ def quantized(form: PartFormat, num_rows: int, num_cols: int) -> tuple[Tensor, P
     return rows, part_of(layout, "weight"), values, magnitude
 
 
-def product(x: Tensor, rows: Tensor, part: Part, device: torch.device) -> Tensor:
+def product(x: Tensor, rows: Tensor, part: RowPart, device: torch.device) -> Tensor:
     """The kernel's, on the host."""
     out = torch.full((len(rows),), torch.nan, device=device)
     gemv(x.to(device), rows.to(device), part, out)
     return out.cpu()
 
 
-def gathered(rows: Tensor, part: Part, row: int, num_cols: int, device: torch.device, scale: float = 1.0) -> Tensor:
+def gathered(rows: Tensor, part: RowPart, row: int, num_cols: int, device: torch.device, scale: float = 1.0) -> Tensor:
     """The kernel's, on the host."""
     out = torch.full((num_cols,), torch.nan, device=device)
     gather_row(rows.to(device), part, torch.tensor([row], dtype=torch.int32, device=device), out, scale=scale)

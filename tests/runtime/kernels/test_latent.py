@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moe_pack.formats import part_format
 from moe_pack.formats.spec import LatentSpec
-from moe_pack.runtime.gpu.kernels.attention import AttendRoom, HeldRows, attend, enter_latent, leave_latent
+from moe_pack.runtime.gpu.kernels.attention import AttentionWorkspace, StoredRows, attend, enter_latent, leave_latent
 from moe_pack.runtime.gpu.kernels.rows import part_of, stored_part
-from moe_pack.runtime.model import Matrix, RowMatrix, StoredMatrix, Weights, linear
+from moe_pack.runtime.model import TORCH, Matrix, RowMatrix, StoredMatrix, Weights, linear
 from moe_pack.runtime.model.attention import attend_latent
 from moe_pack.runtime.model.kv_cache import LayerCache
 
@@ -43,16 +43,16 @@ class Case:
         scale = (self.nope + self.rope) ** -0.5
         return LatentSpec("latent", self.heads, None, self.rank, self.nope, self.rope, self.v, scale, 1e-6)
 
-    def kv_b(self) -> tuple[Matrix, HeldRows]:
+    def kv_b(self) -> tuple[Matrix, StoredRows]:
         """As torch multiplies it, and as kernels do."""
         num_rows = self.heads * (self.nope + self.v)
         if self.stored in DTYPES:
             weight = random(num_rows, self.rank).to(DTYPES[self.stored])
-            return StoredMatrix(weight), HeldRows(weight, stored_part(str(self.stored), self.rank))
+            return StoredMatrix(weight), StoredRows(weight, stored_part(str(self.stored), self.rank))
         form = named_format(self.stored) if isinstance(self.stored, str) else part_format(*self.stored)
         layout, held = random_rows(form, num_rows, self.rank)
         rows = torch.from_numpy(held)
-        return RowMatrix(layout, rows), HeldRows(rows, part_of(layout, "weight"))
+        return RowMatrix(layout, rows), StoredRows(rows, part_of(layout, "weight"))
 
 
 CASES = [
@@ -93,13 +93,13 @@ def test_a_token_attends_as_in_torch(case: Case, kernel_device: torch.device) ->
         spec=SimpleNamespace(rotation=SimpleNamespace(interleaved=case.interleaved)),
         matrix=lambda role: matrices[role.rpartition(".")[2]],
         vector=lambda role: norm,
-        kernels=None,
+        operations=TORCH,
     )
     cache = LayerCache(keys.clone(), keys[..., : case.rank], at)
     angles = (cos[at:], sin[at:])
     expected = attend_latent(x, cast(Weights, weights), spec, 0, cache, angles, None)
 
-    there = HeldRows(kv_b.rows.to(kernel_device), kv_b.part)
+    there = StoredRows(kv_b.rows.to(kernel_device), kv_b.part)
     q, kv, norm, cos, sin, keys = (
         each.to(kernel_device)
         for each in (linear(x, matrices["q"])[0], linear(x, matrices["kv_a"])[0], norm, cos, sin, keys)
@@ -112,7 +112,7 @@ def test_a_token_attends_as_in_torch(case: Case, kernel_device: torch.device) ->
     moved = nans(spec.num_heads, case.rank + case.rope)
     enter_latent((q, kv), norm, (cos, sin), case.interleaved, position, spec, there, moved, keys)
     assert_near(keys, cache.keys)
-    room = AttendRoom.room(spec.num_heads, 1, case.rank, keys.shape[1], kernel_device)
+    room = AttentionWorkspace.room(spec.num_heads, 1, case.rank, keys.shape[1], kernel_device)
     mixed, out = nans(spec.num_heads, case.rank), nans(spec.num_heads * case.v)
     attend(moved, (keys, keys[..., : case.rank]), position, spec.scale, None, room, mixed)
     leave_latent(mixed, spec, there, out)

@@ -8,7 +8,14 @@ import torch
 from card_layers import SmallLayer, random_selection, small_layer
 from kernel_twins import admit_plain, pull_plain
 
-from moe_pack.runtime.gpu.kernels.cache import BYTES, ROWS, Selection, admit, pull_records, pull_selectors
+from moe_pack.runtime.gpu.kernels.cache import (
+    BYTES,
+    ROWS,
+    Selection,
+    gather_records_from_host,
+    gather_selectors_from_host,
+    lru_update,
+)
 
 Ids = Callable[..., torch.Tensor]
 
@@ -55,11 +62,11 @@ def test_steps_do_what_the_twin_does_and_bring_the_packs_bytes(
     for step in range(3):
         experts = ids(*draw.permutation(6)[:2].tolist())
         selection = random_selection(2, 150, share, step)
-        admit(experts, layer.state, layer.tables)
+        lru_update(experts, layer.state, layer.tables)
         admit_plain(experts.cpu(), twin.state, twin.tables)
-        pull_selectors(experts, layer.tables, layer.state, layer.host, num_programs)
+        gather_selectors_from_host(experts, layer.tables, layer.state, layer.host, num_programs)
         there = on(kernel_device, selection)
-        pull_records(experts, there, layer.tables, layer.state, layer.host, num_programs)
+        gather_records_from_host(experts, there, layer.tables, layer.state, layer.host, num_programs)
         for of_selector in (True, False):
             chosen = None if of_selector else selection
             pull_plain(experts.cpu(), chosen, twin.tables, twin.state, twin.host, of_selector)
@@ -76,8 +83,8 @@ def test_rows_that_are_there_are_not_copied_again(ids: Ids, kernel_device: torch
     layer = small_layer(num_experts=4, num_active=2).to(kernel_device)
     experts, selection = ids(0, 1), random_selection(2, 150, 0.3, 5)
     for _ in range(2):
-        admit(experts, layer.state, layer.tables)
-        pull_records(experts, on(kernel_device, selection), layer.tables, layer.state, layer.host, 4)
+        lru_update(experts, layer.state, layer.tables)
+        gather_records_from_host(experts, on(kernel_device, selection), layer.tables, layer.state, layer.host, 4)
         counted = layer.state.counters[[ROWS, BYTES]].tolist()
     first = layer.state.first_dynamic.tolist()
     expected = [
@@ -92,8 +99,8 @@ def test_rows_that_are_there_are_not_copied_again(ids: Ids, kernel_device: torch
 def test_without_a_selection_all_records_come(ids: Ids, kernel_device: torch.device) -> None:
     layer = small_layer(num_experts=4, num_active=2).to(kernel_device)
     for e in range(4):
-        admit(ids(e), layer.state, layer.tables)
-        pull_records(ids(e), None, layer.tables, layer.state, layer.host, 4)
+        lru_update(ids(e), layer.state, layer.tables)
+        gather_records_from_host(ids(e), None, layer.tables, layer.state, layer.host, 4)
         check(layer, e, list(range(150)), of_selector=False)
 
 
@@ -101,9 +108,9 @@ def test_without_a_selection_all_records_come(ids: Ids, kernel_device: torch.dev
 def test_sizes_off_the_block_and_one_neuron(num_rows: int, ids: Ids, kernel_device: torch.device) -> None:
     layer = small_layer(num_experts=3, num_rows=num_rows, num_active=1).to(kernel_device)
     for e in range(3):
-        admit(ids(e), layer.state, layer.tables)
-        pull_selectors(ids(e), layer.tables, layer.state, layer.host, 4)
-        pull_records(ids(e), None, layer.tables, layer.state, layer.host, 4)
+        lru_update(ids(e), layer.state, layer.tables)
+        gather_selectors_from_host(ids(e), layer.tables, layer.state, layer.host, 4)
+        gather_records_from_host(ids(e), None, layer.tables, layer.state, layer.host, 4)
         check(layer, e, list(range(num_rows)), of_selector=False)
         check(layer, e, list(range(num_rows)), of_selector=True)
 
@@ -112,14 +119,14 @@ def test_rows_longer_than_a_tile_come_whole(ids: Ids, kernel_device: torch.devic
     layer = small_layer(num_experts=2, num_rows=5, num_cols=16384, num_active=1, page_bytes=32768).to(kernel_device)
     assert layer.layouts[0].records.row_bytes > 8192 or layer.layouts[1].records.row_bytes > 8192
     for e in range(2):
-        admit(ids(e), layer.state, layer.tables)
-        pull_records(ids(e), None, layer.tables, layer.state, layer.host, 4)
+        lru_update(ids(e), layer.state, layer.tables)
+        gather_records_from_host(ids(e), None, layer.tables, layer.state, layer.host, 4)
         check(layer, e, list(range(5)), of_selector=False)
 
 
 def test_an_empty_selection_brings_nothing(ids: Ids, kernel_device: torch.device) -> None:
     layer = small_layer().to(kernel_device)
     before = layer.tables.record_at.clone()
-    admit(ids(0), layer.state, layer.tables)
-    pull_records(ids(0), Selection.room(1, 150, kernel_device), layer.tables, layer.state, layer.host, 4)
+    lru_update(ids(0), layer.state, layer.tables)
+    gather_records_from_host(ids(0), Selection.room(1, 150, kernel_device), layer.tables, layer.state, layer.host, 4)
     assert torch.equal(layer.tables.record_at, before)
