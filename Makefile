@@ -1,6 +1,7 @@
 # make demo   converts the model in the repository and writes English from it
 # make test   linter, type checker, every test but the slow ones
 # make soak   the slow tests: random kills, a 6 GB checkpoint in 3 GiB of memory, packs run in budgets
+# make messages  every message of the product into tests/data/messages.txt, to read what a change says
 # make families  every model family against transformers: the table of docs/families.md
 # make fuzz   the native kernels on random bytes under sanitizers, for FUZZ_SECONDS; FUZZ_SEED repeats
 # make ablate the papers' parts one after the other and every cache policy, by replay
@@ -50,6 +51,9 @@ check: $(INSTALLED)
 	$(BIN)/mypy $(ROOMS:%=-p moe_pack.%)
 	$(BIN)/mypy $(BENCH)/*.py $(BENCH)/*/*.py tests/support/*.py
 	$(BIN)/pytest -n auto --dist loadfile
+
+messages: $(INSTALLED)
+	$(BIN)/python tests/support/messages.py
 
 soak: $(INSTALLED)
 	$(BIN)/pytest -m slow -n 2 --dist loadfile

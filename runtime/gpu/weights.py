@@ -142,7 +142,7 @@ class GpuCacheLayer:
         lru_update(experts, self.state, self.tables)
 
     def gather_selectors_from_host(self, experts: Tensor, num_programs: int = NUM_PROGRAMS) -> None:
-        """Brings the selector rows that are missing, after `lru_update`. Launches only; brings nothing if none is missing."""
+        """Brings the selector rows that are missing, after `lru_update`. Only launches a kernel."""
         if self.has_dynamic_selectors:
             gather_selectors_from_host(experts, self.tables, self.state, self.host, num_programs)
 

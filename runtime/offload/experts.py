@@ -1,7 +1,6 @@
 """The loop that offloads: experts come from the disk into pages when routers choose them, or are predicted to.
 
-`ExpertCache` decides, `ExpertStore` moves bytes, its operations compute; here the one's decisions are carried out by the
-others. Reads of what this layer needs go first, those of what the next will need fill the rest of the drive's time,
+`ExpertCache` decides, `ExpertStore` moves bytes, its operations compute; this file carries out the decisions. Reads of what this layer needs go first, those of what the next will need fill the rest of the drive's time,
 both while what is there is computed. Each expert's output is kept apart, and they are added up in the order of experts:
 the answer is the same, bit for bit, whatever was where and came when.
 """

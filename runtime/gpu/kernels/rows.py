@@ -11,8 +11,8 @@ among threads: words come first in loads, so that a thread has all columns of it
 How kernels read a row of a pack: words of 32 bits whose codes, shifted and masked, stand in known columns.
 
 A part is given to a kernel as a tuple of constants (`RowPart`). Its words are read as they lie, 128 bits a thread, and
-its codes are never put in order: the other factor of a product is read in theirs. Word `w` holds `SQ` codes; code `sq` of
-it belongs to column `columns(...)[sq, w]`. Codes of 3 bits lie in two planes, of 2 bits and of 1, read as two parts.
+its codes are never put in order: the other factor of a product is read in their order. Word `w` has `SQ` codes; code
+`sq` of it belongs to column `columns(...)[sq, w]`. Codes of 3 bits lie in two planes, of 2 bits and of 1, read as two parts.
 Codes that are floating-point numbers of 8 or 4 bits become float16 by shifts and masks, two at a time, which any GPU
 makes float32: no hardware for float8 is needed. E4M3 and E2M1 keep their exponents' bits there, so that they come out
 smaller by a power of two, which `UNITS` gives back. Values of a trellis are looked up (`trellis`), for which what reads
