@@ -10,6 +10,7 @@ from moe_pack.runtime.generate import (
     peak_resident_bytes,
     random_prompt,
 )
+from moe_pack.runtime.loaded_model import Model, load
 from moe_pack.runtime.machine import (
     DiskFacts,
     FixedCosts,
@@ -36,6 +37,7 @@ __all__ = [
     "FixedCosts",
     "FolderFiles",
     "MachineFacts",
+    "Model",
     "ReadRate",
     "RunReport",
     "Sampler",
@@ -47,6 +49,7 @@ __all__ = [
     "context_for",
     "generate",
     "give_back_freed",
+    "load",
     "load_facts",
     "measure",
     "measure_machine",

@@ -365,8 +365,8 @@ class TokenStep:
         """The partial sums of the experts that the token goes to, of which what is not there is pulled."""
         layers, held = self._layers, self._weights.cache.layers[layer_idx]
         experts = layers.routes[layer_idx]
-        held.admit(experts)
-        held.pull_selectors(experts)
+        held.lru_update(experts)
+        held.gather_selectors_from_host(experts)
         select(layers.normed, experts, held.tables, self._selection)
-        held.pull_records(experts, self._selection)
+        held.gather_records_from_host(experts, self._selection)
         neurons(layers.normed, experts, held.tables, self._selection, self._partials)

@@ -325,9 +325,9 @@ class GpuWeights(PackWeights, ExpertRunner):
         for number, of_expert, _ in jobs:
             some = slice(first, first + len(of_expert))
             one = self._numbers[number : number + 1]
-            layer.admit(one)
-            layer.pull_selectors(one)
-            layer.pull_records(one, None)
+            layer.lru_update(one)
+            layer.gather_selectors_from_host(one)
+            layer.gather_records_from_host(one, None)
             kind = layer.kind_of[number]
             expert_many(x, tokens[some], weights[some], layer.tables, number, kind, y, self._workspace)
             self.bytes_read += self._pack.layout.experts[layer_idx][number].num_bytes

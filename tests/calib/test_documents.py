@@ -135,7 +135,7 @@ def test_a_line_longer_than_a_piece_is_cut_before_a_blank_or_anywhere(tmp_path: 
 
 
 def test_the_sample_has_eight_parts_of_whole_chapters_in_order() -> None:
-    sample = files("moe_pack.calib").joinpath("sample.txt").read_text("utf-8")
+    sample = files("moe_pack.calib.forward").joinpath("sample.txt").read_text("utf-8")
     parts = open_documents(None, None).parts
     chapters = [piece for part in parts for piece in part]
     assert all(piece.begins for piece in chapters)

@@ -105,7 +105,7 @@ def test_a_document_of_several_pieces_has_one_beginning(
 @pytest.fixture(scope="module")
 def chapters(text: Text) -> list[list[int]]:
     """The tokens of the sample's chapters."""
-    sample = files("moe_pack.calib").joinpath("sample.txt").read_text("utf-8")
+    sample = files("moe_pack.calib.forward").joinpath("sample.txt").read_text("utf-8")
     return [text.encode(chapter) for chapter in sample.split("\n\n")]
 
 

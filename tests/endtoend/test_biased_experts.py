@@ -10,7 +10,7 @@ from models import BOOK, DEMO_MODEL
 
 from moe_pack.convert.cli.main import main
 from moe_pack.formats import Pack
-from moe_pack.runtime.load import load
+from moe_pack.runtime.loaded_model import load
 
 TINY = Tiny("gpt_oss", "vocabulary of the demo's tokenizer", {"vocab_size": 4096, "num_hidden_layers": 2})
 TEXT = ["--eval-data", str(BOOK), "--eval-tokens", "256"]

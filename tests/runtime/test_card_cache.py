@@ -77,7 +77,7 @@ def test_where_all_fits_all_is_there_and_nothing_is_pulled(opened: tuple[Pack, H
     cache = GpuExpertCache(pack, place_experts(pack.layout, whole(pack)), host, CPU)
     for l, layer in enumerate(cache.layers):
         assert not (layer.has_dynamic_selectors or layer.has_dynamic_records)
-        layer.admit(torch.tensor([1, 4], dtype=torch.int32))
+        layer.lru_update(torch.tensor([1, 4], dtype=torch.int32))
         for e in range(6):
             for neuron in (0, 1, NUM_ROWS - 1):
                 check_row(pack, layer, l, e, neuron, False)
@@ -97,9 +97,9 @@ def test_rows_that_a_token_needs_are_the_packs_in_every_budget(opened: tuple[Pac
         for l, layer in enumerate(cache.layers):
             experts = torch.tensor(draw.permutation(6)[:2].astype(np.int32))
             selection = random_selection(2, NUM_ROWS, 0.3, step)
-            layer.admit(experts)
-            layer.pull_selectors(experts, 2)
-            layer.pull_records(experts, None if pack.manifest.selector == "none" else selection, 2)
+            layer.lru_update(experts)
+            layer.gather_selectors_from_host(experts, 2)
+            layer.gather_records_from_host(experts, None if pack.manifest.selector == "none" else selection, 2)
             for place, e in enumerate(experts.tolist()):
                 if pack.manifest.selector != "none":
                     check_row(pack, layer, l, e, step, True)

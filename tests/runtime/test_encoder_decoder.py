@@ -20,7 +20,7 @@ from moe_pack.formats import Pack, PackLayout, RunError
 from moe_pack.formats.spec import cached_values
 from moe_pack.runtime import Engine, EngineOptions, Sampler, generate, report
 from moe_pack.runtime.cli.main import main
-from moe_pack.runtime.load import load
+from moe_pack.runtime.loaded_model import load
 from moe_pack.runtime.model import EncoderDecoder, PackWeights, tokens_by_expert
 from moe_pack.runtime.offload import PolicyName, least_budget
 

@@ -12,7 +12,7 @@ from moe_pack.formats import Pack, PackError, RunError
 from moe_pack.formats.errors import MoePackError
 from moe_pack.runtime import EngineOptions
 from moe_pack.runtime.cli.main import main
-from moe_pack.runtime.load import load
+from moe_pack.runtime.loaded_model import load
 from moe_pack.runtime.offload import divide_budget
 
 PROMPT = "It was a dark night"

@@ -451,7 +451,7 @@ FORKED = """
 import mmap, os, sys
 from pathlib import Path
 import numpy as np
-from moe_pack.runtime.reads import NativeReads
+from moe_pack.runtime.offload.disk import NativeReads
 
 memory = np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)
 reads = NativeReads(memory, direct=False)

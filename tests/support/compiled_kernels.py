@@ -205,7 +205,7 @@ def _function_at(module: str, line: int) -> str:
 
 @cache
 def _functions(module: str) -> list[tuple[str, int, int]]:
-    from moe_pack.runtime import kernels
+    from moe_pack.runtime.gpu import kernels
 
     path = Path(kernels.__file__).parent / f"{module}.py"
     if not path.exists():

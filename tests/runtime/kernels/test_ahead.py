@@ -31,7 +31,7 @@ from compiled_kernels import RecordingDriver
 from profiles import Recorder
 from row_calls import dense_calls, expert_calls
 from triton.runtime.driver import driver
-from moe_pack.runtime.kernels.ahead import collected_launches, compile_ahead
+from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
 
 if __name__ == "__main__":
     driver.set_active(RecordingDriver(90))

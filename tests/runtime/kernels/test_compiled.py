@@ -8,7 +8,7 @@ import pytest
 from compiled_kernels import DIMS, WIDTHS, Compiled, compiled, loads_by_function
 from named_formats import TRELLISES, Name
 
-from moe_pack.runtime import kernels
+from moe_pack.runtime.gpu import kernels
 
 # Bytes of codes a thread loads at once. Blocks of 3-bit codes are 24 bytes, of which one thread takes 8 of the first
 # plane and the same columns, 4, of the second; 16 bytes of 1-bit codes are 128 columns, too many for its registers.
@@ -88,10 +88,10 @@ def test_kernels_of_four_bits_compile_without_spills_and_load_128_bits() -> None
 
 
 def test_loads_are_those_of_the_function_in_whose_lines_they_stand() -> None:
-    lines = Path(str(kernels.__path__[0]), "codes.py").read_text().splitlines()
+    lines = Path(str(kernels.__path__[0]), "rows.py").read_text().splitlines()
     at = next(i for i, line in enumerate(lines, 1) if "words = tl.load(words_ptr" in line)
     ptx = f"""
-        .loc 2 {at} 24 // codes.py:{at}:24 @[ gemv.py:1:1 ]
+        .loc 2 {at} 24 // rows.py:{at}:24 @[ matmul.py:1:1 ]
         @%p1 ld.global.v4.b32 {{ %r1, %r2, %r3, %r4 }}, [ %rd1 + 0 ];
         @%p1 ld.global.L1::evict_first.v2.b64 {{ %rd3, %rd4 }}, [ %rd1 + 0 ];
         cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, 0x10;
