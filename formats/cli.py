@@ -258,10 +258,11 @@ def _is_left_out(group: list[_Spelled], values: dict[str, Any]) -> bool:
     decisive = next(one for one in group if one.default is MISSING)
     if values[decisive.place] is not None:
         return False
+    needed = decisive.option.name
     source = click.get_current_context().get_parameter_source
     for one in group:
         if source(one.place) is ParameterSource.COMMANDLINE:
-            raise UsageError(f"{one.option.name}: goes with {decisive.option.name}; give both")
+            raise UsageError(f"{one.option.name} needs {needed}; add {needed} or remove {one.option.name}")
     return True
 
 

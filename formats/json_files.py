@@ -36,7 +36,7 @@ def parse(raw: bytes, place: str, error: type[MoePackError]) -> Any:
     """
 
     def refuse_constant(text: str) -> Any:
-        raise error(f"{place}: found {text}, expected JSON numbers only")
+        raise error(f"{place}: found {text}, which is not a JSON number")
 
     def finite(text: str) -> float:
         value = float(text)

@@ -215,7 +215,7 @@ def thresholds_fault(thresholds: NDArray[np.float32]) -> str:
     if not wrong.size:
         return ""
     l, e = wrong[0]
-    return f"threshold of layer {l} expert {e} is {thresholds[l, e]}, expected a number from 0 up"
+    return f"threshold of layer {l} expert {e} is {thresholds[l, e]}, expected a number of 0 or more"
 
 
 def read_order(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> NDArray[np.uint32]:
@@ -238,7 +238,7 @@ def order_fault(order: NDArray[np.uint32]) -> str:
     for l, layer in enumerate(order):  # a layer at a time: sorting copies it
         wrong = np.flatnonzero((np.sort(layer, axis=1) != np.arange(f, dtype=np.uint32)).any(axis=1))
         if wrong.size:
-            return f"order of layer {l} expert {wrong[0]} is no permutation of {f} neurons"
+            return f"order of layer {l} expert {wrong[0]} is not a permutation of {f} neurons"
     return ""
 
 
@@ -371,7 +371,7 @@ def read_manifest(raw: bytes) -> Manifest:
         raise PackError(f"{MANIFEST_FILE}: {len(raw)} bytes, at most {MAX_MANIFEST_BYTES}")
     values = strict_json.parse(raw, MANIFEST_FILE, PackError)
     if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise PackError(f"{MANIFEST_FILE}: found no format 'moe-pack'; this folder is no pack")
+        raise PackError(f"{MANIFEST_FILE}: found no format 'moe-pack'; this folder is not a pack")
     if values.get("version") != VERSION:
         raise PackError(
             f"{MANIFEST_FILE}: format version {values.get('version')!r}, this program reads {VERSION}; "
@@ -380,7 +380,9 @@ def read_manifest(raw: bytes) -> Manifest:
     features = values.get("features")
     for feature in features if isinstance(features, list) else []:
         if not isinstance(feature, str) or feature not in FEATURES:
-            raise PackError(f"{MANIFEST_FILE}: requires feature {feature!r}, unknown here; use a newer moe-pack")
+            raise PackError(
+                f"{MANIFEST_FILE}: requires feature {feature!r}, which this version does not know; use a newer moe-pack"
+            )
     check_seal(raw, MANIFEST_FILE)
     manifest = strict_json.load(Manifest, values, MANIFEST_FILE, PackError)
     _check_files(manifest)
@@ -406,12 +408,15 @@ def _check_files(manifest: Manifest) -> None:
             raise PackError(f"{MANIFEST_FILE}: found expert file {expert_file.name!r}, expected {name!r}")
         _check_size_and_digest(expert_file.name, expert_file.bytes, expert_file.header_sha256)
     if len(manifest.expert_files) != len(expected):
-        raise PackError(f"{MANIFEST_FILE}: {len(manifest.expert_files)} expert files for {len(expected)} layers")
+        raise PackError(
+            f"{MANIFEST_FILE}: {len(manifest.expert_files)} expert files, expected {len(expected)}: one for each "
+            "MoE layer"
+        )
 
 
 def _check_size_and_digest(name: str, num_bytes: int, digest: str) -> None:
     if not 0 <= num_bytes < 2**62:
-        raise PackError(f"{MANIFEST_FILE}: file {name!r} has {num_bytes} bytes")
+        raise PackError(f"{MANIFEST_FILE}: file {name!r} has {num_bytes} bytes, expected 0 to 2^62 - 1")
     if not _HEX.fullmatch(digest):
         raise PackError(f"{MANIFEST_FILE}: digest of {name!r} is not 64 hexadecimal digits")
 
@@ -429,7 +434,7 @@ def _check_meaning(manifest: Manifest) -> None:
     content = totals.pop("content")
     for name, num_bytes in totals.items():
         if num_bytes < 0:
-            raise PackError(f"{MANIFEST_FILE}: totals: {name} is {num_bytes}")
+            raise PackError(f"{MANIFEST_FILE}: totals: {name} is {num_bytes}, expected 0 or more")
     listed = sum(file.bytes for file in manifest.files) + sum(file.bytes for file in manifest.expert_files)
     if content != listed or content != sum(totals.values()):
         raise PackError(f"{MANIFEST_FILE}: totals give {content} bytes of content, the files listed have {listed}")

@@ -66,7 +66,9 @@ class Pack:
         if not folder.is_dir():
             raise PackError(f"{folder}: no such folder")
         if not (folder / MANIFEST_FILE).exists():
-            raise PackError(f"{folder}: found no {MANIFEST_FILE}; not a pack, or a conversion that has not finished")
+            raise PackError(
+                f"{folder}: found no {MANIFEST_FILE}; this is not a pack, or its conversion has not finished"
+            )
         try:
             self._open()
         except PackError:
@@ -227,7 +229,7 @@ class Pack:
             if entry is None:
                 raise PackError(f"{DENSE_FILE}: tensor {role.name!r} is missing")
             if stored is not None:
-                fault = format_fault(stored.format, role.shape[-1]) if role.quantizable else "is never quantized"
+                fault = format_fault(stored.format, role.shape[-1]) if role.quantizable else "must not be quantized"
                 if (stored.rows, stored.cols) != role.shape:
                     fault = f"shape {[stored.rows, stored.cols]}, expected {list(role.shape)}"
                 if fault:
@@ -236,7 +238,7 @@ class Pack:
                 raise PackError(f"{DENSE_FILE}: tensor {role.name!r} is {entry.dtype}, expected one of BF16, F16, F32")
             formats.append((entry.dtype, stored.format if stored else None))
         if quantized:
-            raise PackError(f"{MANIFEST_FILE}: dense {next(iter(quantized))!r} is no tensor of this model")
+            raise PackError(f"{MANIFEST_FILE}: dense {next(iter(quantized))!r} is not a tensor of this model")
         experts = tuple(
             tuple(expert_layout(e, self.manifest.selector, self.spec.expert, self.spec.hidden_size) for e in layer)
             for layer in self.index.experts
@@ -245,15 +247,15 @@ class Pack:
         if layout.unused_file is not None:
             header = layout.unused_file.header
             if self._reader(UNUSED_FILE).read(0, len(header)).tobytes() != header:
-                raise PackError(f"{UNUSED_FILE}: header is not the one its tensors have; the file is damaged")
+                raise PackError(f"{UNUSED_FILE}: header does not match its tensors; the file is damaged")
         if self._reader(DENSE_FILE).read(0, len(layout.dense_file.header)).tobytes() != layout.dense_file.header:
-            raise PackError(f"{DENSE_FILE}: header is not the one its tensors have; the file is damaged")
+            raise PackError(f"{DENSE_FILE}: header does not match its tensors; the file is damaged")
         return layout
 
     def _unused(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Name, dtype and shape of what nothing runs; the feature and the file go together."""
         if self.has(UNUSED_FILE) != ("unused" in self.manifest.features):
-            raise PackError(f"{MANIFEST_FILE}: feature 'unused' and the file {UNUSED_FILE!r} go together")
+            raise PackError(f"{MANIFEST_FILE}: feature 'unused' and file {UNUSED_FILE!r} must be present together")
         if not self.has(UNUSED_FILE):
             return []
         entries = read_header(self.folder / UNUSED_FILE, PackError)
@@ -264,11 +266,11 @@ class Pack:
         if (listed.bytes, listed.header_bytes) != (file.num_bytes, len(file.header)):
             raise PackError(
                 f"{MANIFEST_FILE}: {listed.name} has {listed.bytes} bytes, {listed.header_bytes} of them header; "
-                f"its index gives {file.num_bytes} and {len(file.header)}"
+                f"the index gives {file.num_bytes} and {len(file.header)}"
             )
         if listed.header_sha256 != hashlib.sha256(file.header).hexdigest():
             raise PackError(
-                f"{MANIFEST_FILE}: header digest of {listed.name} is not that of the header its index gives"
+                f"{MANIFEST_FILE}: header digest of {listed.name} does not match the header that the index gives"
             )
         if self._reader(listed.name).read(0, len(file.header)).tobytes() != file.header:
             raise PackError(f"{listed.name}: header does not match the index; the file is damaged")

@@ -215,7 +215,7 @@ def uniform_plan(
 def plan_fault(plan: Plan, spec: ModelSpec) -> str | None:
     """Why `plan` does not fit `spec`, or None."""
     if len(plan.experts) != len(spec.moe_layers):
-        return f"{len(plan.experts)} layers planned, the model has {len(spec.moe_layers)} with experts"
+        return f"{len(plan.experts)} layers planned, but the model has {len(spec.moe_layers)} with experts"
     if fault := _dense_fault(plan.dense, spec):
         return fault
     needed = (
@@ -224,7 +224,7 @@ def plan_fault(plan: Plan, spec: ModelSpec) -> str | None:
     )
     for layer, experts in enumerate(plan.experts):
         if len(experts) != spec.router.num_experts:
-            return f"layer {layer}: {len(experts)} experts planned, the model has {spec.router.num_experts}"
+            return f"layer {layer}: {len(experts)} experts planned, but the model has {spec.router.num_experts}"
         for number, expert in enumerate(experts):
             for matrix in MATRICES:
                 part = expert.of(matrix)
@@ -238,10 +238,10 @@ def plan_fault(plan: Plan, spec: ModelSpec) -> str | None:
 def _dense_fault(dense: tuple[PartFormat | None, ...], spec: ModelSpec) -> str | None:
     roles = dense_roles(spec)
     if len(dense) != len(roles):
-        return f"formats of {len(dense)} dense tensors, the model has {len(roles)}"
+        return f"formats given for {len(dense)} dense tensors, but the model has {len(roles)}"
     for role, part in zip(roles, dense, strict=True):
         if part is not None:
-            fault = format_fault(part, role.shape[-1]) if role.quantizable else "is never quantized"
+            fault = format_fault(part, role.shape[-1]) if role.quantizable else "must not be quantized"
             if fault:
                 return f"dense {role.name}: {fault}"
     return None

@@ -46,7 +46,7 @@ class RangeReader:
             raise error(f"{self._place}: cannot be opened ({fault.strerror})") from fault
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             os.close(self._fd)
-            raise error(f"{self._place}: is no regular file")
+            raise error(f"{self._place}: is not a regular file")
 
     @property
     def num_bytes(self) -> int:

@@ -51,7 +51,7 @@ def locked_for(folder: Path, name: str) -> Iterator[SteppedFolder]:
     """
     assert name not in (MANIFEST_FILE, *REQUIRED_FILES, *COPIED_FILES), f"{name} is content"
     drive = SteppedFolder(folder, pass_step)
-    drive.lock(f"another command is writing here; wait for it, or stop it, before {name} is written")
+    drive.lock(f"another command is writing in this folder; wait for it or stop it, then write {name} again")
     try:
         yield drive
     finally:
@@ -149,7 +149,7 @@ class TensorSidecar:
         if entry is None:
             raise PackError(f"{self._name}: tensor {name!r} is missing")
         if entry.dtype not in _DTYPES:
-            raise PackError(f"{self._name}: tensor {name!r} is {entry.dtype}, which no sidecar has")
+            raise PackError(f"{self._name}: tensor {name!r} is {entry.dtype}, a dtype that sidecars do not have")
         raw = self._reader.read(entry.offset, entry.num_bytes)
         return raw.view(_DTYPES[entry.dtype]).reshape(entry.shape)
 

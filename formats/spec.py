@@ -548,10 +548,10 @@ def _attention_sizes(spec: ModelSpec) -> dict[str, int | None]:
 
 def _layers_fault(spec: ModelSpec) -> str | None:
     if not spec.moe_layers or not _are_layers(spec.moe_layers, spec.num_hidden_layers):
-        return "moe_layers does not name decoder layers, at least one, in rising order"
+        return "moe_layers must list decoder layers, at least one, in rising order"
     dense = spec.num_hidden_layers - len(spec.moe_layers)
     if (dense > 0) != (spec.dense_intermediate_size is not None):
-        return f"dense_intermediate_size is {spec.dense_intermediate_size} with {dense} layers without experts"
+        return f"dense_intermediate_size is {spec.dense_intermediate_size}, but {dense} layers have no experts"
     return None
 
 
@@ -586,14 +586,14 @@ def _attention_fault(spec: ModelSpec) -> str | None:
     if attention.num_heads % attention.num_kv_heads:
         return f"{attention.num_heads} heads cannot share {attention.num_kv_heads} keys and values"
     if attention.bias != tuple(name for name in PROJECTIONS if name in attention.bias):
-        return f"attention bias names {attention.bias}, expected some of {PROJECTIONS} in that order"
+        return f"attention bias names {attention.bias}, expected some of {PROJECTIONS} in this order"
     windowed = attention.windowed_layers
     if windowed is None:
         return None
     if attention.sliding_window is None:
         return "windowed_layers is given without a sliding_window"
     if not windowed or not _are_layers(windowed, spec.num_hidden_layers) or len(windowed) == spec.num_hidden_layers:
-        return "windowed_layers does not name some decoder layers, at least one and not all, in rising order"
+        return "windowed_layers must list some decoder layers, but not all, in rising order"
     return None
 
 
@@ -611,18 +611,18 @@ def _encoder_fault(spec: ModelSpec) -> str | None:
     if encoder is None:
         return None
     if not isinstance(spec.attention, RelativeSpec):
-        return f"an encoder with {spec.attention.kind} attention, expected relative"
+        return f"attention is {spec.attention.kind}, but a model with an encoder needs relative"
     if not 0 < encoder.num_layers < spec.num_hidden_layers:
-        return f"an encoder of {encoder.num_layers} layers out of {spec.num_hidden_layers}, expected some, but not all"
+        return f"the encoder has {encoder.num_layers} of {spec.num_hidden_layers} layers, expected some, but not all"
     if not 0 <= encoder.start_token < spec.vocab_size:
-        return f"start_token is {encoder.start_token}, expected one of {spec.vocab_size} tokens"
+        return f"start_token is {encoder.start_token}, expected 0 to {spec.vocab_size - 1}"
     return None
 
 
 def _rope_fault(rope: RopeSpec | None, attention: AttentionSpec) -> str | None:
     if isinstance(attention, RelativeSpec) or rope is None:
         fits = isinstance(attention, RelativeSpec) and rope is None
-        return None if fits else f"{attention.kind} attention {'without' if rope is None else 'with'} rope"
+        return None if fits else f"{attention.kind} attention {'needs' if rope is None else 'cannot have'} rope"
     width = attention.head_dim if isinstance(attention, GroupedQuerySpec) else attention.qk_rope_head_dim
     if rope.rotary_dim % 2 or rope.rotary_dim > width:
         return f"rotary_dim is {rope.rotary_dim}, expected an even number up to {width}"
@@ -639,20 +639,22 @@ def _rope_fault(rope: RopeSpec | None, attention: AttentionSpec) -> str | None:
 
 def _yarn_fault(yarn: YarnSpec) -> str | None:
     if not 0 < yarn.original_max_position_embeddings < 2**31:
-        return f"original_max_position_embeddings is {yarn.original_max_position_embeddings}"
+        return f"original_max_position_embeddings is {yarn.original_max_position_embeddings}, expected 1 to 2^31 - 1"
     if not 1 <= yarn.factor < 1e6 or not 0 < yarn.attention_factor < 1e6:
         return f"yarn factor {yarn.factor} or attention_factor {yarn.attention_factor} is out of range"
     if not 0 < yarn.beta_slow <= yarn.beta_fast < 1e6:
-        return f"yarn beta_slow {yarn.beta_slow} and beta_fast {yarn.beta_fast} are no range"
+        return f"yarn beta_slow {yarn.beta_slow} and beta_fast {yarn.beta_fast} must satisfy 0 < beta_slow <= beta_fast"
     return None
 
 
 def _longrope_fault(longrope: LongRopeSpec, rotary_dim: int) -> str | None:
     if not 0 < longrope.original_max_position_embeddings < 2**31:
-        return f"original_max_position_embeddings is {longrope.original_max_position_embeddings}"
+        return (
+            f"original_max_position_embeddings is {longrope.original_max_position_embeddings}, expected 1 to 2^31 - 1"
+        )
     for name, factors in (("short_factor", longrope.short_factor), ("long_factor", longrope.long_factor)):
         if len(factors) != rotary_dim // 2 or not all(0 < factor < 1e6 for factor in factors):
-            return f"longrope {name} is not {rotary_dim // 2} numbers between 0 and 1e6"
+            return f"longrope {name} must be {rotary_dim // 2} numbers between 0 and 1e6"
     if not 0 < longrope.short_mscale < 1e6 or not 0 < longrope.long_mscale < 1e6:
         return f"longrope short_mscale {longrope.short_mscale} or long_mscale {longrope.long_mscale} is out of range"
     return None
@@ -660,35 +662,46 @@ def _longrope_fault(longrope: LongRopeSpec, rotary_dim: int) -> str | None:
 
 def _router_fault(router: RouterSpec) -> str | None:
     if router.num_experts_per_tok > router.num_experts:
-        return f"{router.num_experts_per_tok} experts a token out of {router.num_experts}"
+        return (
+            f"num_experts_per_tok is {router.num_experts_per_tok}, expected at most num_experts, {router.num_experts}"
+        )
     if router.num_experts % router.n_group or router.topk_group > router.n_group:
-        return f"{router.topk_group} of {router.n_group} groups of {router.num_experts} experts"
+        return (
+            f"n_group is {router.n_group} and topk_group is {router.topk_group}; "
+            f"{router.num_experts} experts must divide into n_group groups, and topk_group must not exceed n_group"
+        )
     group_size = router.num_experts // router.n_group
     if router.num_experts_per_tok > router.topk_group * group_size:
-        return f"{router.num_experts_per_tok} experts a token out of {router.topk_group} groups of {group_size}"
+        return (
+            f"num_experts_per_tok is {router.num_experts_per_tok}, "
+            f"but topk_group leaves only {router.topk_group * group_size} experts"
+        )
     grouped = router.kind in ("softmax_topk", "sigmoid_topk")
     if not grouped and (router.n_group > 1 or router.bias or router.normalize):
-        return f"a {router.kind} router has no groups, no bias, and weights that are normal already"
+        return f"a {router.kind} router cannot have n_group, bias or normalize"
     if router.kind == "sigmoid_topk" and router.n_group > 1 and group_size < 2:
-        return f"{router.n_group} groups of one expert, where the two best of each decide"
+        return f"n_group is {router.n_group}, but sigmoid_topk needs at least two experts in each group"
     if router.capacity is not None and (router.kind != "softmax_topk" or router.num_experts_per_tok > 1):
-        return f"router capacity is {router.capacity}, which only softmax_topk with one expert a token has"
+        return f"router capacity is {router.capacity}; only softmax_topk with one expert a token can have a capacity"
     if not 0 <= router.jitter < 1 or (router.jitter > 0 and router.kind != "sparsemixer"):
-        return f"router jitter is {router.jitter} with {router.kind}"
+        return f"router jitter is {router.jitter} with {router.kind}, expected 0, or less than 1 with sparsemixer"
     if not 0 <= router.least_sum < 1 or (router.least_sum > 0 and not router.normalize):
-        return f"router least_sum is {router.least_sum} with normalize {router.normalize}"
+        return (
+            f"router least_sum is {router.least_sum} with normalize {router.normalize}, "
+            "expected 0, or less than 1 with normalize True"
+        )
     return None
 
 
 def _expert_fault(expert: ExpertSpec, hidden_size: int) -> str | None:
     ordered = tuple(matrix for matrix in MATRICES if matrix in expert.matrices)
     if expert.matrices != ordered or "up" not in ordered or "down" not in ordered:
-        return f"expert matrices are {expert.matrices}, expected up and down, with or without gate, in that order"
+        return f"expert matrices are {expert.matrices}, expected ('gate', 'up', 'down') or ('up', 'down')"
     if expert.function == "clamped_swiglu" and "gate" not in ordered:
         return f"expert function {expert.function} needs a gate"
     if expert.bias != tuple(m for m in MATRICES if m in expert.bias and m in ordered):
-        return f"expert bias names {expert.bias}, expected a part of {expert.matrices}"
+        return f"expert bias names {expert.bias}, expected some of {expert.matrices} in this order"
     expected = hidden_size if "down" in expert.bias else 0
     if expert.extra_floats != expected:
-        return f"extra_floats is {expert.extra_floats}, expected {expected}: the bias of down, where there is one"
+        return f"extra_floats is {expert.extra_floats}, expected {expected}, the number of values in the bias of down"
     return None

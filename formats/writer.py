@@ -214,7 +214,7 @@ class SteppedFolder:
         try:
             change()
         except OSError as fault:
-            advice = "give another output folder" if action == "mkdir" else "mend that, then run the same command again"
+            advice = "give another output folder" if action == "mkdir" else "fix this, then run the same command again"
             if fault.errno == errno.ENOSPC:
                 advice = "free some space, then run the same command again"
             raise ConversionError(f"{self.folder}: {action} {path} failed ({fault.strerror}); {advice}") from fault
@@ -242,7 +242,7 @@ def rewrite_thresholds(
     """
     assert thresholds.dtype == np.float32, thresholds.dtype
     drive = SteppedFolder(folder, on_step)
-    drive.lock("a conversion or another change of thresholds is writing here; wait for it, or stop it")
+    drive.lock("a conversion or another change of thresholds is writing in this folder; wait for it or stop it")
     try:
         with Pack(folder) as pack:  # all but the experts' bytes is checked before anything changes
             manifest = pack.manifest
@@ -292,7 +292,7 @@ def _with_thresholds(manifest: Manifest, raw: bytes) -> Manifest:
 def _check(thresholds: NDArray[np.float32], spec: ModelSpec) -> None:
     shape = (len(spec.moe_layers), spec.router.num_experts)
     if thresholds.shape != shape:
-        raise PlanError(f"thresholds: shape {list(thresholds.shape)}, expected {list(shape)}: layers and experts")
+        raise PlanError(f"thresholds: shape {list(thresholds.shape)}, expected {list(shape)} (MoE layers, experts)")
     fault = thresholds_fault(thresholds)
     if fault:
         raise PlanError(f"thresholds: {fault}")
@@ -349,7 +349,7 @@ class PackWriter:
         """
         assert self.state is State.CLOSED, self.state
         self._drive.make()
-        self._drive.lock("another conversion is writing here; wait for it, or stop it")
+        self._drive.lock("another conversion is writing in this folder; wait for it or stop it")
         try:
             complete = self._complete()
             if complete is not None:
@@ -431,7 +431,9 @@ class PackWriter:
         with RangeReader(path, PackError) as reader:
             found = read_manifest(reader.read(0, min(reader.num_bytes, 2_000_000)).tobytes())
         if found.conversion != self._identity:
-            raise ConversionError(f"{self.folder}: holds another pack; give another output folder, or remove this one")
+            raise ConversionError(
+                f"{self.folder}: contains another pack; give another output folder, or remove this one"
+            )
         return found
 
     def _claim_folder(self) -> None:
@@ -439,14 +441,15 @@ class PackWriter:
         if path.exists():
             if path.read_bytes() != self._conversion:
                 raise ConversionError(
-                    f"{self.folder}: holds an unfinished conversion of another source or with other options; "
+                    f"{self.folder}: contains an unfinished conversion of another source or with other options; "
                     "repeat that command, or remove the folder"
                 )
             return
-        for held in sorted(self.folder.iterdir()):
-            if held.name != f"{CONVERSION_FILE}.tmp":
+        for path in sorted(self.folder.iterdir()):
+            if path.name != f"{CONVERSION_FILE}.tmp":
                 raise ConversionError(
-                    f"{self.folder}: holds {held.name!r}, which is no conversion; give a new or empty folder"
+                    f"{self.folder}: contains {path.name!r}, which is not part of a conversion; give a new or "
+                    "empty folder"
                 )
         self._drive.replace(CONVERSION_FILE, self._conversion)
 
@@ -464,7 +467,7 @@ class PackWriter:
         free = self._drive.free_bytes()
         if free < needed:
             raise ConversionError(
-                f"{self.folder}: needs {needed:,} more bytes, the drive has {free:,} free; "
+                f"{self.folder}: needs {needed:,} more bytes, the disk has {free:,} free; "
                 "free some space, then run the same command again"
             )
 

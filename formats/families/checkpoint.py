@@ -189,8 +189,8 @@ class Checkpoint:
             is_equal &= np.array_equal(one, self._readers[held.shard].read(held.entry.offset + start, size))
         if not is_equal:
             raise CheckpointError(
-                f"{copy.shard}: tensor {name!r} is not equal to {original!r}, of which it should be a copy; a model "
-                "where they differ is not supported"
+                f"{copy.shard}: tensor {name!r} differs from {original!r}, but must be a copy of it; models where "
+                "the two differ are not supported"
             )
 
     def _open_shards(self) -> None:
@@ -199,7 +199,10 @@ class Checkpoint:
             path = self.folder / shard
             for entry in read_header(path, CheckpointError):
                 if entry.name in self._held:
-                    raise CheckpointError(f"{shard}: tensor {entry.name!r} is in {self._held[entry.name].shard} too")
+                    raise CheckpointError(
+                        f"{shard}: tensor {entry.name!r} is also in {self._held[entry.name].shard}; each tensor "
+                        "must be in one shard"
+                    )
                 self._held[entry.name] = _Held(shard, entry)
             self._readers[shard] = RangeReader(path, CheckpointError)
         for name, shard in (weight_map or {}).items():
@@ -216,7 +219,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
             raise CheckpointError(f"{_INDEX}: weight_map is missing")
         for shard in weight_map.values():
             if not isinstance(shard, str) or not _SHARD.fullmatch(shard):
-                raise CheckpointError(f"{_INDEX}: {shard!r} is no name of a shard beside it")
+                raise CheckpointError(f"{_INDEX}: {shard!r} is not the name of a safetensors file in the same folder")
         return weight_map
     if (folder / _SINGLE).exists():
         return None
@@ -250,8 +253,8 @@ def model_spec(source: str, num_layers: int | None = None, vocab_size: int | Non
     """
     values, place = _config(source)
     if isinstance(values, dict):
-        _cut(values, "num_hidden_layers", num_layers, f"--layers: found {num_layers}")
-        _cut(values, "vocab_size", vocab_size, f"--vocab: found {vocab_size}")
+        _cut(values, "num_hidden_layers", num_layers, "--layers")
+        _cut(values, "vocab_size", vocab_size, "--vocab")
         kinds = values.get("layer_types")
         if num_layers is not None and isinstance(kinds, list):
             values["layer_types"] = kinds[:num_layers]
@@ -260,15 +263,17 @@ def model_spec(source: str, num_layers: int | None = None, vocab_size: int | Non
     except CheckpointError as fault:
         if num_layers is None:
             raise
-        raise CheckpointError(f"{fault} (with --layers {num_layers}; its first layers may have no experts)") from fault
+        raise CheckpointError(
+            f"{fault} (with --layers {num_layers}; the model's first layers may have no experts)"
+        ) from fault
 
 
-def _cut(values: dict[str, Any], key: str, wanted: int | None, found: str) -> None:
+def _cut(values: dict[str, Any], key: str, wanted: int | None, option: str) -> None:
     if wanted is None:
         return
-    held = values.get(key)
-    if type(held) is int and not 0 < wanted <= held:
-        raise CheckpointError(f"{found}, this model's {key} is {held}; give a number from 1 to that")
+    size = values.get(key)
+    if type(size) is int and not 0 < wanted <= size:
+        raise CheckpointError(f"{option} is {wanted}, but this model's {key} is {size}; give a number from 1 to {size}")
     values[key] = wanted
 
 
@@ -284,6 +289,6 @@ def _config(source: str) -> tuple[Any, str]:
     name = next((name for name in names if name == source.lower() or SHORT_NAMES[name] == hub_id), None)
     if name is None:
         raise CheckpointError(
-            f"{source}: no such file or folder, nor a model whose dimensions are known ({', '.join(names)})"
+            f"{source}: found no file, folder or known model with this name; known models: {', '.join(names)}"
         )
     return published_config(name), f"{name}'s config.json"

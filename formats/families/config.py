@@ -108,7 +108,7 @@ class Config:
             if self._values[key] != self._values[there[0]]:
                 raise CheckpointError(
                     f"{self.place}: {there[0]} is {_shown(self._values[there[0]])}, "
-                    f"{key} is {_shown(self._values[key])}; they mean the same"
+                    f"{key} is {_shown(self._values[key])}; these keys must be equal"
                 )
         return there[0] if there else keys[0]
 
@@ -142,7 +142,7 @@ class Config:
         self._read.add(key)
         value = self._values.get(key)
         if value is not None and (value != expected or isinstance(value, bool) != isinstance(expected, bool)):
-            raise CheckpointError(f"{self.place}: {key} is {_shown(value)}, supported is {expected!r} only")
+            raise CheckpointError(f"{self.place}: {key} is {_shown(value)}; only {expected!r} is supported")
 
     def ignore(self, *keys: str) -> None:
         """Passes over keys that change nothing, given what else the config says."""
@@ -156,12 +156,15 @@ class Config:
         for key, value in self._values.items():
             if key not in self._read and key not in _BOOKKEEPING and key not in ignored and value is not None:
                 raise CheckpointError(
-                    f"{self.place}: key {key!r} ({_shown(value)}) is not one this family is known with"
+                    f"{self.place}: key {key!r} ({_shown(value)}) is unknown for this family and may change the "
+                    "arithmetic"
                 )
 
     def _float(self, key: str, number: int | float) -> float:
         if not abs(number) < _MAX_NUMBER:
-            raise CheckpointError(f"{self.place}: {key} is {_shown(number)}, expected less than {_MAX_NUMBER:g}")
+            raise CheckpointError(
+                f"{self.place}: {key} is {_shown(number)}, expected a magnitude below {_MAX_NUMBER:g}"
+            )
         return float(number)
 
     def _items(self, key: str, kinds: tuple[type, ...], wanted: str) -> list[Any]:

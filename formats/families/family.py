@@ -284,7 +284,7 @@ def _why_dropped(family: Family, spec: ModelSpec, name: str, tensors: Tensors) -
     found = _first((_CONSTANT, *family.dropped), spec, name, tensors)
     if found is None:
         raise CheckpointError(
-            f"checkpoint: tensor {name!r} belongs to nothing the config describes; it would be lost in the pack"
+            f"checkpoint: tensor {name!r} has no role in the model that config.json describes; the pack would lose it"
         )
     return found
 
@@ -316,13 +316,14 @@ def _check_matrix(source: SourceMatrix, shape: tuple[int, ...], tensors: Tensors
         return
     if codec != "mxfp4":
         raise CheckpointError(
-            f"checkpoint: tensor {source.tensor!r} is in MXFP4 blocks, and config.json has no "
-            "quantization_config of them"
+            f"checkpoint: tensor {source.tensor!r} is in MXFP4 blocks, but config.json has no "
+            "quantization_config for them"
         )
     if shape[-1] % MXFP4_BLOCK:
         raise CheckpointError(
-            f"checkpoint: tensor {source.tensor!r} would have rows of {shape[-1]} values, expected a multiple of "
-            f"{MXFP4_BLOCK}"
+            f"checkpoint: tensor {source.tensor!r}: config.json gives it rows of {shape[-1]} values, expected a "
+            "multiple "
+            f"of {MXFP4_BLOCK}"
         )
     assert source.scales is not None, "a matrix in blocks has scales"
     blocks = (*shape[:-1], shape[-1] // MXFP4_BLOCK)

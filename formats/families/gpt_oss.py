@@ -64,10 +64,10 @@ def _windowed_layers(config: Config) -> tuple[int, ...]:
         return tuple(range(0, num_layers, 2))
     if set(kinds) - {_SLIDING, _FULL}:
         raise CheckpointError(
-            f"{config.place}: layer_types has {sorted(set(kinds))}, supported are {_FULL!r} and {_SLIDING!r}"
+            f"{config.place}: layer_types has {sorted(set(kinds))}; only {_FULL!r} and {_SLIDING!r} are supported"
         )
     if len(kinds) != num_layers:
-        raise CheckpointError(f"{config.place}: layer_types has {len(kinds)} layers, the model has {num_layers}")
+        raise CheckpointError(f"{config.place}: layer_types lists {len(kinds)} layers, but the model has {num_layers}")
     return tuple(layer for layer, kind in enumerate(kinds) if kind == _SLIDING)
 
 

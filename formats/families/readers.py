@@ -51,7 +51,7 @@ def read_rope(
     theta = _agreed(config, group, "rope_theta", default_theta)
     factor = _agreed(config, group, "partial_rotary_factor", partial_rotary_factor or 1.0)
     if partial_rotary_factor is None and factor != 1:
-        raise CheckpointError(f"{config.place}: partial_rotary_factor is {factor}, supported is 1.0 only")
+        raise CheckpointError(f"{config.place}: partial_rotary_factor is {factor}; only 1.0 is supported")
     kind = "default" if group is None else group.text(group.either("rope_type", "type"), "default")
     if kind not in ("default", *scalings):
         known = ", ".join(("default", *scalings))
@@ -110,7 +110,7 @@ def _yarn(config: Config, group: Config) -> YarnSpec:
     if not together or not 0 <= mscale < 1e6 or not 0 <= all_dim < 1e6:
         # With one of them DeepSeek's code and transformers' take different factors.
         raise CheckpointError(
-            f"{group.place}: mscale is {mscale}, mscale_all_dim {all_dim}; supported are both above 0, or neither"
+            f"{group.place}: mscale is {mscale} and mscale_all_dim is {all_dim}; both must be above 0, or neither"
         )
     natural = _mscale(factor, mscale) / _mscale(factor, all_dim) if all_dim else None
     return YarnSpec(
@@ -343,7 +343,7 @@ def refuse_mixed_layers(config: Config) -> None:
     """Refuses `layer_types` other than full attention everywhere."""
     kinds = set(config.texts("layer_types"))
     if kinds - {"full_attention"}:
-        raise CheckpointError(f"{config.place}: layer_types has {sorted(kinds)}, supported is 'full_attention' only")
+        raise CheckpointError(f"{config.place}: layer_types has {sorted(kinds)}; only 'full_attention' is supported")
 
 
 LATENT_NAMES: Mapping[str, str] = {
@@ -398,7 +398,7 @@ def read_quantization(config: Config) -> SourceCodec:
         group.choice("scale_fmt", ("float", "ue8m0"))  # of activations; those of weights are stored as they are
         size, wanted = group.counts("weight_block_size"), [SCALE_BLOCK, SCALE_BLOCK]
         if list(size) != wanted:
-            raise CheckpointError(f"{group.place}: weight_block_size is {list(size)}, supported is {wanted} only")
+            raise CheckpointError(f"{group.place}: weight_block_size is {list(size)}; only {wanted} is supported")
         codec = "fp8"
     elif method == "mxfp4":
         codec = "mxfp4"

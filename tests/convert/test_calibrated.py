@@ -190,7 +190,7 @@ def test_inputs_of_another_text_are_another_conversion(
     plan = plan_of(checkpoint)
     convert(checkpoint, plan, tmp_path / "p", 1, calibration=profile)
     other = profiled(source, tmp_path / "other", random_tokens(6, 32, 96, seed=1))
-    with pytest.raises(ConversionError, match="holds another pack"):
+    with pytest.raises(ConversionError, match="contains another pack"):
         convert(checkpoint, plan, tmp_path / "p", 1, calibration=other)
     plain = dataclasses.replace(plan, quantizer="nearest")
     convert(checkpoint, plain, tmp_path / "plain", 1, calibration=profile)

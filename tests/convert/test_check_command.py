@@ -146,7 +146,7 @@ def test_a_damaged_byte_fails_and_loss_is_not_measured(source: Path, packed: Pat
 def test_what_is_no_pack_fails_and_nothing_else_is_looked_at(tmp_path: Path) -> None:
     found = checked(tmp_path, exit_code=1)
     assert statuses(found) == "fssssss" and found["root"] is None
-    assert found["schema"]["found"].endswith("not a pack, or a conversion that has not finished")
+    assert found["schema"]["found"].endswith("this is not a pack, or its conversion has not finished")
 
 
 def test_another_checkpoint_fails_the_account_of_tensors(made: Path, tmp_path: Path) -> None:

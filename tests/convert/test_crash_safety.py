@@ -181,7 +181,7 @@ def test_a_second_conversion_into_the_folder_says_so_and_leaves_the_first_alone(
     assert len(trials) == 3
     for trial in trials:
         first, second = trial.runs
-        assert_one_clear_line(second.error, "out: another conversion is writing here; wait for it, or stop it")
+        assert_one_clear_line(second.error, "out: another conversion is writing in this folder; wait for it or stop it")
         assert second.steps == []
         assert first.written and trial.different == [], trial.what
 
@@ -210,7 +210,7 @@ def test_a_drive_too_small_is_refused_before_any_large_write_and_resumes_with_ro
     (trial,) = small_drive["full_from_the_start"]
     refused, resumed = trial.runs
     assert_one_clear_line(
-        refused.error, "more bytes, the drive has", "free; free some space, then run the same command again"
+        refused.error, "more bytes, the disk has", "free; free some space, then run the same command again"
     )
     assert refused.large_writes == 0
     assert resumed.written
@@ -285,7 +285,9 @@ def test_a_folder_that_holds_something_else_is_refused(source: Path, tmp_path: P
     out.mkdir()
     (out / "letters.txt").write_text("dear reader")
     message = refusal(source, out)
-    assert_one_clear_line(message, "out: holds 'letters.txt', which is no conversion; give a new or empty folder")
+    assert_one_clear_line(
+        message, "out: holds 'letters.txt', which is not part of a conversion; give a new or empty folder"
+    )
 
 
 def test_an_empty_folder_is_taken(source: Path, tmp_path: Path) -> None:
@@ -306,14 +308,14 @@ def test_a_file_in_the_place_of_the_folder_is_refused(source: Path, tmp_path: Pa
 def test_a_folder_with_a_pack_of_other_options_is_refused(source: Path, tmp_path: Path) -> None:
     pack(source, tmp_path / "out", width=8)
     message = refusal(source, tmp_path / "out")
-    assert_one_clear_line(message, "out: holds another pack; give another output folder, or remove this one")
+    assert_one_clear_line(message, "out: contains another pack; give another output folder, or remove this one")
 
 
 def test_a_folder_with_a_pack_of_another_checkpoint_is_refused(source: Path, tmp_path: Path) -> None:
     other = TinyMixtral(num_experts=3).write(tmp_path / "other")
     converted(other, tmp_path / "out")
     message = refusal(source, tmp_path / "out")
-    assert_one_clear_line(message, "out: holds another pack; give another output folder, or remove this one")
+    assert_one_clear_line(message, "out: contains another pack; give another output folder, or remove this one")
 
 
 def test_an_unfinished_conversion_with_other_options_is_refused(source: Path, tmp_path: Path) -> None:
@@ -323,7 +325,7 @@ def test_an_unfinished_conversion_with_other_options_is_refused(source: Path, tm
         pack(source, out, width=8)
     assert files_in(out) == before
     assert_one_clear_line(
-        str(caught.value), "out: holds an unfinished conversion of another source or with other options", "repeat"
+        str(caught.value), "out: contains an unfinished conversion of another source or with other options", "repeat"
     )
 
 
@@ -332,7 +334,7 @@ def test_an_unfinished_conversion_whose_source_was_written_again_is_refused(sour
     shard = source / "model.safetensors"
     was = shard.stat()
     os.utime(shard, ns=(was.st_atime_ns, was.st_mtime_ns + 1))
-    assert_one_clear_line(refusal(source, out), "out: holds an unfinished conversion of another source")
+    assert_one_clear_line(refusal(source, out), "out: contains an unfinished conversion of another source")
     os.utime(shard, ns=(was.st_atime_ns, was.st_mtime_ns))
     assert converted(source, out).written
 
@@ -344,14 +346,14 @@ def test_an_unfinished_conversion_whose_source_has_another_size_is_refused(sourc
     save_file(TinyMixtral().tensors(), shard, {"note": "the same weights, a longer header"})
     os.utime(shard, ns=(was.st_atime_ns, was.st_mtime_ns))
     assert shard.stat().st_size != was.st_size
-    assert_one_clear_line(refusal(source, out), "out: holds an unfinished conversion of another source")
+    assert_one_clear_line(refusal(source, out), "out: contains an unfinished conversion of another source")
 
 
 def test_an_unfinished_conversion_whose_tokenizer_has_changed_is_refused(source: Path, tmp_path: Path) -> None:
     (source / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True}))
     out = unfinished(source, tmp_path / "out")
     (source / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
-    assert_one_clear_line(refusal(source, out), "out: holds an unfinished conversion of another source")
+    assert_one_clear_line(refusal(source, out), "out: contains an unfinished conversion of another source")
 
 
 def test_an_unfinished_conversion_that_lost_a_file_is_refused(source: Path, tmp_path: Path) -> None:

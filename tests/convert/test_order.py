@@ -208,11 +208,11 @@ def test_another_order_is_another_conversion(tmp_path: Path, begun: int | None, 
     out = tmp_path / "out"
     stopped(source, out, first, 60)
     before = files_in(out)
-    with pytest.raises(ConversionError, match="out: holds an unfinished conversion of another source or with other"):
+    with pytest.raises(ConversionError, match="out: contains an unfinished conversion of another source or with other"):
         converted(source, out, other)
     assert files_in(out) == before
     converted(source, out, first)
-    with pytest.raises(ConversionError, match="out: holds another pack; give another output folder"):
+    with pytest.raises(ConversionError, match="out: contains another pack; give another output folder"):
         converted(source, out, other)
     assert not converted(source, out, first).written
 
@@ -233,9 +233,9 @@ def test_an_order_that_is_none_of_this_model_is_refused_before_anything_is_writt
         (np.zeros((2, 2, 69), np.uint32), "shape [2, 2, 69], expected [2, 2, 70]: layers, experts and neurons"),
         (np.zeros((3, 2, 70), np.uint32), "shape [3, 2, 70], expected [2, 2, 70]: layers, experts and neurons"),
         (np.zeros((4, 70), np.uint32), "shape [4, 70], expected [2, 2, 70]: layers, experts and neurons"),
-        (misordered((1, 1, 69), 0), "order of layer 1 expert 1 is no permutation of 70 neurons"),
-        (misordered((0, 1, 0), 70), "order of layer 0 expert 1 is no permutation of 70 neurons"),
-        (misordered((1, 0, 5), 2**32 - 1), "order of layer 1 expert 0 is no permutation of 70 neurons"),
+        (misordered((1, 1, 69), 0), "order of layer 1 expert 1 is not a permutation of 70 neurons"),
+        (misordered((0, 1, 0), 70), "order of layer 0 expert 1 is not a permutation of 70 neurons"),
+        (misordered((1, 0, 5), 2**32 - 1), "order of layer 1 expert 0 is not a permutation of 70 neurons"),
     ]
     for order, message in cases:
         with case(order, message):

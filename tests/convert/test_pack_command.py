@@ -108,7 +108,7 @@ def test_a_second_run_says_that_the_pack_is_there(source: Path, tmp_path: Path) 
     )
     other = run("convert", source, "-o", tmp_path / "p", "--quantizer", "absmax")
     assert other.exit_code == 1
-    assert "holds another pack" in other.stderr
+    assert "contains another pack" in other.stderr
 
 
 def test_inspect_prints_model_bytes_and_formats(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ ERRORS: dict[str, tuple[TinyMixtral, list[str], str]] = {
     "two thetas": (
         TinyMixtral(config={"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 5e3}}),
         [],
-        "config.json: rope_theta is 10000.0, supported is 5000.0 only",
+        "config.json: rope_theta is 10000.0; only 5000.0 is supported",
     ),
     "group": (
         TinyMixtral(),
@@ -202,7 +202,7 @@ def test_an_output_folder_that_holds_something_else_is_refused(source: Path, tmp
     result = run("convert", source, "-o", tmp_path / "p")
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1] == (
-        f"moe-pack: {tmp_path}/p: holds 'thesis.tex', which is no conversion; give a new or empty folder"
+        f"moe-pack: {tmp_path}/p: holds 'thesis.tex', which is not part of a conversion; give a new or empty folder"
     )
 
 

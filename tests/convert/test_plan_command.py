@@ -281,7 +281,9 @@ def test_a_profile_of_another_model_is_refused(profile: Path) -> None:
 
 
 def test_an_unknown_model_lists_those_that_are_known() -> None:
-    assert "nor a model whose dimensions are known (" in fault("mixtrall", "--target-vram", "1G")
+    assert "found no file, folder or known model with this name; known models: " in fault(
+        "mixtrall", "--target-vram", "1G"
+    )
 
 
 def test_too_small_a_memory_says_the_least_that_would_do(small: Path) -> None:

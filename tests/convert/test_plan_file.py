@@ -128,12 +128,12 @@ REJECTED: dict[str, tuple[Change, str, Change]] = {
     ),
     "too few layers": (
         lambda v: v["experts"].pop(),
-        "1 layers planned, the model has 2 with experts",
+        "1 layers planned, but the model has 2 with experts",
         lambda v: None,
     ),
     "too few experts": (
         lambda v: v["experts"][1].pop(),
-        "layer 1: 5 experts planned, the model has 6",
+        "layer 1: 5 experts planned, but the model has 6",
         lambda v: None,
     ),
     "one bit by absmax": (
@@ -161,9 +161,9 @@ REJECTED: dict[str, tuple[Change, str, Change]] = {
         "dense: the model has no 'layers.9.attention.q'",
         lambda v: v.update(dense=[{**v["dense"][0], "name": "layers.1.attention.q"}]),
     ),
-    "a dense tensor that is never quantized": (
+    "a dense tensor that must not be quantized": (
         lambda v: v["dense"][0].update(name="layers.0.router"),
-        "dense layers.0.router: is never quantized",
+        "dense layers.0.router: must not be quantized",
         lambda v: v["dense"][0].update(name="embed"),
     ),
     "shares of too few layers": (

@@ -112,7 +112,7 @@ def test_experts_can_be_as_popular_as_in_a_profile(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "unknown model": (["synth", "gpt-4"], 1, "moe-pack: gpt-4: no such file or folder, nor a model whose dimensions"),
+    "unknown model": (["synth", "gpt-4"], 1, "moe-pack: gpt-4: found no file, folder or known model with this name"),
     "plan and bits": (["--plan", "p", "--dense-bits", "8"], 2, "--plan: says all of a plan; leave --dense-bits out"),
     "profile and skew": (["--profile", "p", "--skew", "1"], 2, "--profile: says how popular experts are; leave --skew"),
     "skew": (["--skew", "nan"], 2, "--skew: found nan, expected a number from 0 to 4"),
@@ -121,7 +121,7 @@ WRONG = {
     "group": (["--group-size", "128"], 1, "group size 128 does not divide rows of 64 values"),
     "no plan": (["--plan", "/nowhere/plan.json"], 1, "moe-pack: plan.json: file is missing"),
     "no profile": (["--profile", "/nowhere"], 1, "moe-pack: /nowhere: found no profile.json"),
-    "layers": (["--layers", "4"], 1, "--layers: found 4, this model's num_hidden_layers is 3"),
+    "layers": (["--layers", "4"], 1, "--layers is 4, but this model's num_hidden_layers is 3"),
 }
 
 
@@ -143,7 +143,7 @@ def test_a_plan_for_another_model_or_of_another_version_is_refused(config: Path,
     held = {"format": "moe-pack plan", "version": 1, "selector": "up", "quantizer": "nearest"}
     path.write_text(json.dumps({**held, "formats": [], "experts": [], "dense": [], "sparsity": [], "theta": None}))
     result = run("synth", config, "-o", tmp_path / "pack", "--plan", path)
-    assert result.stderr == f"moe-pack: {path}: 0 layers planned, the model has 3 with experts\n"
+    assert result.stderr == f"moe-pack: {path}: 0 layers planned, but the model has 3 with experts\n"
     path.write_text(json.dumps({**held, "version": 2}))
     result = run("synth", config, "-o", tmp_path / "pack", "--plan", path)
     assert result.stderr == (
@@ -157,7 +157,7 @@ def test_a_folder_that_holds_something_else_is_refused(config: Path, tmp_path: P
     (out / "notes.txt").write_text("mine")
     result = run("synth", config, "-o", out)
     assert result.exit_code == 1
-    assert "holds 'notes.txt', which is no conversion; give a new or empty folder" in result.stderr
+    assert "holds 'notes.txt', which is not part of a conversion; give a new or empty folder" in result.stderr
 
 
 def test_a_pack_in_memory_is_a_link_that_says_how_to_remove_it(config: Path, tmp_path: Path) -> None:

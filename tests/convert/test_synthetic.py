@@ -284,7 +284,7 @@ def test_a_folder_with_another_pack_is_refused(tmp_path: Path) -> None:
     spec = small(num_layers=1, num_experts=4, hidden_size=64)
     made(spec, tmp_path / "pack")
     for like in (character(spec, 0.5), character(spec, skew=0.5), character(spec, path=0.5), character(spec, seed=1)):
-        with pytest.raises(ConversionError, match="holds another pack"):
+        with pytest.raises(ConversionError, match="contains another pack"):
             made(spec, tmp_path / "pack", like)
 
 

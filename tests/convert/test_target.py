@@ -92,8 +92,8 @@ def test_all_options_become_one_target() -> None:
 
 def test_options_that_would_do_nothing_are_usage_errors() -> None:
     cases = [
-        (["--ram", "2G"], "--ram: goes with --target-vram; give both"),
-        (["--max-loss", "1%"], "--max-loss: goes with --target-vram; give both"),
+        (["--ram", "2G"], "--ram needs --target-vram; add --target-vram or remove --ram"),
+        (["--max-loss", "1%"], "--max-loss needs --target-vram; add --target-vram or remove --max-loss"),
         (
             ["--target-vram", "1G", "--device", "cpu", "--gpu", "L4"],
             "--gpu: is of a card; leave it out with --device cpu",

@@ -93,7 +93,7 @@ def test_a_papers_pack_is_made_and_measured_whatever_it_loses(source: Path, prof
 
 def test_wrong_wishes_end_in_a_line(source: Path, new_folder: Callable[[], Path]) -> None:
     cases = [
-        (["--max-loss", "2%"], 2, "--max-loss: goes with --target-vram; give both"),
+        (["--max-loss", "2%"], 2, "--max-loss needs --target-vram; add --target-vram or remove --max-loss"),
         (["--eval-tokens", "512"], 2, "--eval-tokens: is of --target-vram"),
         ([*CPU, "--record-bits", "4"], 2, "a plan is made that decides this; leave --record-bits out"),
         ([*CPU, "--sparsity", "0.5"], 2, "a plan is made that decides this; leave --sparsity out"),

@@ -136,7 +136,7 @@ def test_a_config_that_is_no_config_is_refused(new_folder: Callable[[], Path]) -
         ("{", "config.json: not valid JSON "
          "(Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
         ('{"model_type": "mixtral", "model_type": "mixtral"}', "config.json: key 'model_type' appears twice"),
-        ('{"model_type": "mixtral", "rope_theta": NaN}', "config.json: found NaN, expected JSON numbers only"),
+        ('{"model_type": "mixtral", "rope_theta": NaN}', "config.json: found NaN, which is not a JSON number"),
         ("{}", "config.json: key 'model_type' is missing, expected a string"),
         ('{"model_type": ["mixtral"]}', "config.json: model_type is ['mixtral'], expected a string"),
     ]  # fmt: skip
@@ -162,16 +162,16 @@ def test_a_config_we_cannot_follow_is_refused_by_its_key(new_folder: Callable[[]
     cases = [
         ({"quantization_config": {"quant_method": "gptq"}},
          "quantization_config: quant_method is 'gptq', supported: fp8, mxfp4; use the 16-bit original"),
-        ({"qk_layernorm": True}, "key 'qk_layernorm' (True) is not one this family is known with"),
-        ({"logit_scale": 0}, "key 'logit_scale' (0) is not one this family is known with"),
+        ({"qk_layernorm": True}, "key 'qk_layernorm' (True) is unknown for this family and may change the arithmetic"),
+        ({"logit_scale": 0}, "key 'logit_scale' (0) is unknown for this family and may change the arithmetic"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}},
          "rope_type 'linear' is not supported; supported: default, yarn"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}},
          "rope_type 'llama3' is not supported; supported: default, yarn"),
         ({"rope_theta": None, "rope_parameters": {"rope_theta": 1e6, "factor": 2.0}},
-         "rope_parameters: key 'factor' (2.0) is not one this family is known with"),
+         "rope_parameters: key 'factor' (2.0) is unknown for this family and may change the arithmetic"),
         ({"rope_parameters": [1e6]}, "rope_parameters: expected a JSON object"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported is 'silu' only"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
         ({"hidden_size": None}, "key 'hidden_size' is missing, expected a whole number"),
         ({"hidden_size": "64"}, "hidden_size is '64', expected a whole number"),
         ({"hidden_size": 64.0}, "hidden_size is 64.0, expected a whole number"),
@@ -185,7 +185,7 @@ def test_a_config_we_cannot_follow_is_refused_by_its_key(new_folder: Callable[[]
         ({"hidden_size": 96}, "hidden_size is 96, expected a multiple of 64 (codes lie in blocks of 64)"),
         ({"num_key_value_heads": 3}, "2 heads cannot share 3 keys and values"),
         ({"head_dim": 31}, "rotary_dim is 31, expected an even number up to 31"),
-        ({"num_experts_per_tok": 3}, "3 experts a token out of 2"),
+        ({"num_experts_per_tok": 3}, "num_experts_per_tok is 3, expected at most num_experts, 2"),
         ({"rms_norm_eps": 0}, "norm eps is 0.0, expected between 0 and 1"),
         ({"rope_theta": -1}, "rope theta is -1.0, expected between 1 and 1e12"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', expected a number"),
@@ -261,7 +261,7 @@ def test_an_index_that_names_anything_but_a_shard_beside_it_is_refused(sharded: 
     for shard in cases:
         with case(shard):
             edit_json(sharded / INDEX, lambda index: index["weight_map"].update({name: shard}))
-            assert refusal(sharded) == f"{INDEX}: {shard!r} is no name of a shard beside it"
+            assert refusal(sharded) == f"{INDEX}: {shard!r} is not the name of a safetensors file in the same folder"
 
 
 @pytest.mark.parametrize("shard", ["x\0.safetensors", "x\ud800.safetensors", "x" * 300 + ".safetensors"])
@@ -304,7 +304,7 @@ def test_a_tensor_in_two_shards_is_refused(sharded: Path) -> None:
     name = name_in(sharded, SHARD_1)
     twice = load_file(sharded / SHARD_1)[name]
     save_file(load_file(sharded / SHARD_2) | {name: twice}, sharded / SHARD_2)
-    assert refusal(sharded) == f"{SHARD_2}: tensor {name!r} is in {SHARD_1} too"
+    assert refusal(sharded) == f"{SHARD_2}: tensor {name!r} is also in {SHARD_1}; each tensor must be in one shard"
 
 
 def test_shards_under_other_names_are_read(sharded: Path) -> None:
@@ -362,7 +362,8 @@ def test_a_tensor_nobody_claims_is_refused_by_name(new_folder: Callable[[], Path
             tmp_path = new_folder()
             folder = changed(tmp_path, lambda tensors: tensors.__setitem__(name, torch.ones(64)))
             assert refusal(folder) == (
-                f"checkpoint: tensor {name!r} belongs to nothing the config describes; it would be lost in the pack"
+                f"checkpoint: tensor {name!r} has no role in the model that config.json describes; the pack would "
+                "lose it"
             )
 
 

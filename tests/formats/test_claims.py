@@ -134,7 +134,7 @@ def fates(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def unclaimed(name: str) -> str:
-    return f"{name!r} belongs to nothing the config describes; it would be lost in the pack"
+    return f"{name!r} has no role in the model that config.json describes; the pack would lose it"
 
 
 # --- experts in one tensor
@@ -445,5 +445,5 @@ def test_a_copy_of_the_embedding_that_is_none_is_refused(tmp_path: Path) -> None
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["decoder.embed_tokens.weight"][-1, -1] += 1
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"'decoder.embed_tokens.weight' is not equal to 'shared.weight'"):
+    with pytest.raises(CheckpointError, match=r"'decoder.embed_tokens.weight' differs from 'shared.weight'"):
         Checkpoint(tmp_path)

@@ -164,7 +164,7 @@ def test_scales_of_a_matrix_that_is_in_16_bits_belong_to_nothing(tmp_path: Path)
     name = f"{GATE}_scale_inv"
     fp8_model().write(tmp_path, lambda tensors: tensors.update({name: torch.ones(3, 2)}))
     assert refusal(tmp_path) == (
-        f"checkpoint: tensor {name!r} belongs to nothing the config describes; it would be lost in the pack"
+        f"checkpoint: tensor {name!r} has no role in the model that config.json describes; the pack would lose it"
     )
 
 
@@ -197,11 +197,14 @@ def test_scales_in_bfloat16_are_read_exactly(tmp_path: Path) -> None:
 
 def test_another_quantization_is_refused_by_name(new_folder: Callable[[], Path]) -> None:
     cases = [
-        ({"weight_block_size": [64, 128]}, "weight_block_size is [64, 128], supported is [128, 128] only"),
-        ({"weight_block_size": None}, "weight_block_size is [], supported is [128, 128] only"),
+        ({"weight_block_size": [64, 128]}, "weight_block_size is [64, 128]; only [128, 128] is supported"),
+        ({"weight_block_size": None}, "weight_block_size is []; only [128, 128] is supported"),
         ({"fmt": "e5m2"}, "fmt is 'e5m2', supported: e4m3"),
         ({"activation_scheme": "static"}, "activation_scheme is 'static', supported: dynamic"),
-        ({"kv_cache_scheme": "fp8"}, "key 'kv_cache_scheme' ('fp8') is not one this family is known with"),
+        (
+            {"kv_cache_scheme": "fp8"},
+            "key 'kv_cache_scheme' ('fp8') is unknown for this family and may change the arithmetic",
+        ),
         ({"quant_method": "awq"}, "quant_method is 'awq', supported: fp8, mxfp4; use the 16-bit original"),
         ({"quant_method": None}, "quant_method is '', supported: fp8, mxfp4; use the 16-bit original"),
     ]
@@ -253,6 +256,6 @@ def test_blocks_that_the_config_does_not_speak_of_are_refused(tmp_path: Path, mo
     monkeypatch.setitem(FAMILIES, "mixtral", held_so(IN_BLOCKS))
     folder = mxfp4_model(quantization_config=None).write(tmp_path, lambda tensors: put_into_blocks(tensors, 96, 64))
     assert refusal(folder) == (
-        "checkpoint: tensor 'model.layers.0.experts.gate_up_blocks' is in MXFP4 blocks, and config.json has no "
-        "quantization_config of them"
+        "checkpoint: tensor 'model.layers.0.experts.gate_up_blocks' is in MXFP4 blocks, but config.json has no "
+        "quantization_config for them"
     )

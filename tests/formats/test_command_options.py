@@ -81,7 +81,7 @@ def test_every_kind_of_field_takes_its_value() -> None:
         (["--out", "o", "--width", "9"], "'9' is not one of '8', '16'"),
         (["--out", "o", "--number", "0"], "0 is not in the range x>=1"),
         (["--out", "o", "--limit", "much"], "'--limit': found 'much', expected a size such as 11G"),
-        (["--out", "o", "--share", "0.5"], "--share: goes with --size; give both"),
+        (["--out", "o", "--share", "0.5"], "--share needs --size; add --size or remove --share"),
         (["--out", "o", "--number", "13"], "--number: 13 brings bad luck; take another"),
         (["--out", "o", "--number", "14"], "--number: 14 is too much"),
     ],

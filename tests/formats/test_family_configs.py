@@ -139,7 +139,7 @@ def test_any_other_value_is_refused_and_true_is_no_1() -> None:
     ]
     for expected, value in cases:
         with case(expected, value):
-            message = f"a is {value!r}, supported is {expected!r} only"
+            message = f"a is {value!r}; only {expected!r} is supported"
             assert refusal(lambda c: c.only("a", expected), a=value) == message
 
 
@@ -160,7 +160,7 @@ def test_the_spelling_that_is_there_is_found_and_both_count_as_read() -> None:
 
 
 def test_two_spellings_that_differ_are_refused() -> None:
-    message = "a is 1, b is 2; they mean the same"
+    message = "a is 1, b is 2; these keys must be equal"
     assert refusal(lambda c: c.either("a", "b"), a=1, b=2) == message
     assert refusal(lambda c: c.either("x", "a", "b"), a=1, b=2) == message
 
@@ -170,7 +170,7 @@ def test_a_key_nobody_read_is_refused_unless_it_is_null_ignored_or_bookkeeping()
     given.whole("read")
     given.ignore("passed")
     given.refuse_unread(frozenset({"ignored"}))
-    message = "key 'ignored' (1) is not one this family is known with"
+    message = "key 'ignored' (1) is unknown for this family and may change the arithmetic"
     assert refusal(lambda c: c.refuse_unread(), none=None, ignored=1) == message
 
 
@@ -186,7 +186,9 @@ def test_a_group_keeps_its_own_account_and_names_itself() -> None:
     given.refuse_unread()
     with pytest.raises(CheckpointError) as refused:
         inner.refuse_unread()
-    assert str(refused.value) == "config.json: inner: key 'y' (2) is not one this family is known with"
+    assert (
+        str(refused.value) == "config.json: inner: key 'y' (2) is unknown for this family and may change the arithmetic"
+    )
     assert config().group("inner") is None and config(inner=None).group("inner") is None
 
 
@@ -308,7 +310,7 @@ def test_what_the_config_leaves_open_is_the_family_s() -> None:
 def test_part_of_a_head_is_turned_only_in_families_that_do_so() -> None:
     for factor in [0.5, 0.999, 2.0, 0, -1, 1e30]:
         with case(factor):
-            message = f"partial_rotary_factor is {float(factor)}, supported is 1.0 only"
+            message = f"partial_rotary_factor is {float(factor)}; only 1.0 is supported"
             assert refusal(read_any_rope, partial_rotary_factor=factor) == message
             assert refusal(read_any_rope, rope_parameters={"partial_rotary_factor": factor}) == message
 
@@ -351,8 +353,8 @@ def test_one_mscale_without_the_other_or_out_of_range_is_refused() -> None:
         with case(mscale, all_dim):
             scaling = {"rope_type": "yarn", "mscale": mscale, "mscale_all_dim": all_dim} | YARN
             assert refusal(read_any_rope, **POSITIONS, rope_scaling=scaling) == (
-                f"rope_scaling: mscale is {float(mscale or 0)}, mscale_all_dim {float(all_dim or 0)}; "
-                "supported are both above 0, or neither"
+                f"rope_scaling: mscale is {float(mscale or 0)} and mscale_all_dim is {float(all_dim or 0)}; "
+                "both must be above 0, or neither"
             )
 
 
@@ -391,12 +393,16 @@ def test_a_scaling_that_only_other_families_have_is_refused_by_its_name() -> Non
 
 def test_a_group_with_a_key_unread_missing_or_of_another_type_is_refused() -> None:
     cases = [
-        ({"rope_theta": 1e4, "factor": 2.0}, "key 'factor' (2.0) is not one this family is known with"),
+        ({"rope_theta": 1e4, "factor": 2.0},
+        "key 'factor' (2.0) is unknown for this family and may change the "
+        "arithmetic"),
         ({"rope_type": "yarn", "low_freq_factor": 1.0} | YARN,
-         "key 'low_freq_factor' (1.0) is not one this family is known with"),
-        ({"rope_type": "longrope", "factor": 32.0} | LONG, "key 'factor' (32.0) is not one this family is known with"),
+         "key 'low_freq_factor' (1.0) is unknown for this family and may change the arithmetic"),
+        ({"rope_type": "longrope", "factor": 32.0} | LONG,
+        "key 'factor' (32.0) is unknown for this family and "
+        "may change the arithmetic"),
         ({"full_attention": {"rope_theta": 1e4}},
-         "key 'full_attention' ({'rope_theta': 10000.0}) is not one this family is known with"),
+         "key 'full_attention' ({'rope_theta': 10000.0}) is unknown for this family and may change the arithmetic"),
         ({"rope_type": "yarn"}, "key 'factor' is missing, expected a number"),
         ({"rope_type": "yarn", "truncate": 1} | YARN, "truncate is 1, expected true or false"),
         ({"rope_type": "yarn"} | YARN | {"original_max_position_embeddings": 1024.0},
@@ -404,7 +410,9 @@ def test_a_group_with_a_key_unread_missing_or_of_another_type_is_refused() -> No
         ({"rope_type": "longrope"} | LONG | {"long_mscale": None}, "key 'long_mscale' is missing, expected a number"),
         ({"rope_type": "longrope"} | LONG | {"short_factor": [1, "2"]},
          "short_factor is [1, '2'], expected a list of numbers"),
-        ({"rope_type": "yarn", "type": "longrope"}, "rope_type is 'yarn', type is 'longrope'; they mean the same"),
+        ({"rope_type": "yarn", "type": "longrope"},
+        "rope_type is 'yarn', type is 'longrope'; these keys must be "
+        "equal"),
         ({"rope_theta": "1e4"}, "rope_theta is '1e4', expected a number"),
     ]  # fmt: skip
     for group, message in cases:
@@ -415,13 +423,13 @@ def test_a_group_with_a_key_unread_missing_or_of_another_type_is_refused() -> No
 def test_values_that_contradict_each_other_are_refused() -> None:
     cases = [
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e3}},
-         "rope_theta is 10000.0, supported is 5000.0 only"),
+         "rope_theta is 10000.0; only 5000.0 is supported"),
         ({"partial_rotary_factor": 1.0, "rope_parameters": {"partial_rotary_factor": 0.5}},
-         "partial_rotary_factor is 1.0, supported is 0.5 only"),
+         "partial_rotary_factor is 1.0; only 0.5 is supported"),
         ({"original_max_position_embeddings": 2048, "rope_scaling": {"type": "yarn"} | YARN},
-         "original_max_position_embeddings is 2048, supported is 1024 only"),
+         "original_max_position_embeddings is 2048; only 1024 is supported"),
         ({"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_type": "default"}},
-         "rope_parameters is {'rope_type': 'default'}, rope_scaling is {'type': 'default'}; they mean the same"),
+         "rope_parameters is {'rope_type': 'default'}, rope_scaling is {'type': 'default'}; these keys must be equal"),
     ]  # fmt: skip
     for values, message in cases:
         with case(values, message):
@@ -431,6 +439,6 @@ def test_values_that_contradict_each_other_are_refused() -> None:
 @pytest.mark.parametrize("number", [10**400, 1e300, -1e38])
 def test_a_number_that_float32_cannot_hold_is_refused_in_a_short_line(number: float) -> None:
     line = refusal(lambda held: held.number("eps"), eps=number)
-    assert line.startswith("eps is ") and line.endswith(", expected less than 1e+38")
+    assert line.startswith("eps is ") and line.endswith(", expected a magnitude below 1e+38")
     assert len(line) < 150
     assert config(eps=1e37).number("eps") == 1e37

@@ -53,10 +53,16 @@ def test_the_first_layers_and_tokens_alone_leave_all_else_as_it_was() -> None:
 REFUSED = {
     "no such model": (
         ("gpt-4", None, None),
-        r"gpt-4: no such file or folder, nor a model .* \(deepseek-moe-16b, .*-a4.2b\)",
+        r"gpt-4: found no file, folder or known model with this name; known models: deepseek-moe-16b, .*-a4.2b",
     ),
-    "too many layers": (("mixtral", 33, None), r"--layers: found 33, this model's num_hidden_layers is 32; give a .*"),
-    "too many tokens": (("mixtral", None, 32001), r"--vocab: found 32001, this model's vocab_size is 32000; give a .*"),
+    "too many layers": (
+        ("mixtral", 33, None),
+        r"--layers is 33, but this model's num_hidden_layers is 32; give a number from 1 to 32",
+    ),
+    "too many tokens": (
+        ("mixtral", None, 32001),
+        r"--vocab is 32001, but this model's vocab_size is 32000; give a number from 1 to 32000",
+    ),
     "no layer with experts": (
         ("glm-4.5-air", 1, None),
         r"glm-4.5-air's config.json: moe_layers .* \(with --layers 1; .*",

@@ -71,14 +71,14 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_without_manifest_is_refused(folder: Path) -> None:
     (folder / "manifest.json").unlink()
-    expected = f"{folder}: found no manifest.json; not a pack, or a conversion that has not finished"
+    expected = f"{folder}: found no manifest.json; this is not a pack, or its conversion has not finished"
     assert refusal(folder) == expected
 
 
 def test_a_folder_in_place_of_the_manifest_is_refused(folder: Path) -> None:
     (folder / "manifest.json").unlink()
     (folder / "manifest.json").mkdir()
-    assert refusal(folder) == "manifest.json: is no regular file"
+    assert refusal(folder) == "manifest.json: is not a regular file"
 
 
 # --- the manifest's text and its own digest
@@ -121,8 +121,8 @@ def test_a_manifest_cut_anywhere_is_refused(folder: Path) -> None:
 
 def test_a_manifest_that_is_no_strict_json_is_refused(new_pack: Callable[[], Path]) -> None:
     cases = [
-        (b'"eps": 1e-05', b'"eps": NaN', "found NaN, expected JSON numbers only"),
-        (b'"eps": 1e-05', b'"eps": Infinity', "found Infinity, expected JSON numbers only"),
+        (b'"eps": 1e-05', b'"eps": NaN', "found NaN, which is not a JSON number"),
+        (b'"eps": 1e-05', b'"eps": Infinity', "found Infinity, which is not a JSON number"),
         (b'"vocab_size": 96', b'"vocab_size": 96, "vocab_size": 96', "key 'vocab_size' appears twice"),
         (b'"format": "moe-pack",', b'"format": "moe-pack", "format": "moe-pack",', "key 'format' appears twice"),
     ]
@@ -144,7 +144,7 @@ def test_a_manifest_of_another_format_is_refused(new_pack: Callable[[], Path]) -
         with case(raw):
             folder = new_pack()
             (folder / "manifest.json").write_bytes(raw)
-            assert refusal(folder) == "manifest.json: found no format 'moe-pack'; this folder is no pack"
+            assert refusal(folder) == "manifest.json: found no format 'moe-pack'; this folder is not a pack"
 
 
 def test_a_manifest_of_exactly_the_largest_size_is_read(folder: Path) -> None:
@@ -188,7 +188,7 @@ LONGROPE = {
 def test_a_manifest_with_a_fault_is_refused_and_without_it_read(new_pack: Callable[[], Path]) -> None:
     cases = [
         (setting("moe-pack-2", "format"), setting("moe-pack", "format"),
-         "found no format 'moe-pack'; this folder is no pack"),
+         "found no format 'moe-pack'; this folder is not a pack"),
         (setting(1, "version"), setting(2, "version"),
          "format version 1, this program reads 2; use the version of moe-pack that wrote it, or convert again"),
         (setting(3, "version"), setting(2, "version"),
@@ -197,7 +197,7 @@ def test_a_manifest_with_a_fault_is_refused_and_without_it_read(new_pack: Callab
          "format version '2', this program reads 2; use the version of moe-pack that wrote it, or convert again"),
         (setting(2.0, "version"), setting(2, "version"), "version: found 2.0, expected int"),
         (setting(["affine", "lattice"], "features"), setting(["affine", "bf16"], "features"),
-         "requires feature 'lattice', unknown here; use a newer moe-pack"),
+         "requires feature 'lattice', which this version does not know; use a newer moe-pack"),
         (setting("affine", "features"), setting([], "features"), "features: found 'affine', expected a list"),
         (setting("today", "date"), setting("hqq", "quantizer"), "unknown key 'date'"),
         (setting(1, "model", "attention", "window"), setting(64, "model", "attention", "sliding_window"),
@@ -252,9 +252,9 @@ def test_a_manifest_with_a_fault_is_refused_and_without_it_read(new_pack: Callab
          "digest of 'config.json' is not 64 hexadecimal digits"),
         (setting("a" * 63, "expert_files", 1, "header_sha256"), AS_IT_WAS,
          "digest of 'experts-001.safetensors' is not 64 hexadecimal digits"),
-        (setting(-1, "files", 0, "bytes"), AS_IT_WAS, "file 'config.json' has -1 bytes"),
+        (setting(-1, "files", 0, "bytes"), AS_IT_WAS, "file 'config.json' has -1 bytes, expected 0 to 2^62 - 1"),
         (setting(2**62, "expert_files", 0, "bytes"), AS_IT_WAS,
-         f"file 'experts-000.safetensors' has {2**62} bytes"),
+         f"file 'experts-000.safetensors' has {2**62} bytes, expected 0 to 2^62 - 1"),
     ]  # fmt: skip
     for fault, legal, message in cases:
         with case(fault, legal, message):
@@ -286,31 +286,36 @@ def test_a_model_that_cannot_be_is_refused(new_pack: Callable[[], Path]) -> None
         (("rope", "scaling"), YARN | {"factor": 0.5}, YARN | {"factor": 1},
          "yarn factor 0.5 or attention_factor 1.0 is out of range"),
         (("rope", "scaling"), LONGROPE | {"long_factor": [2.0] * 15}, LONGROPE,
-         "longrope long_factor is not 16 numbers between 0 and 1e6"),
+         "longrope long_factor must be 16 numbers between 0 and 1e6"),
         (("attention", "scale"), 0.0, 0.125, "attention scale is 0.0, expected between 0 and 1e6"),
         (("residual_multiplier",), 1e6, 999_999, "residual_multiplier is 1000000.0, expected between 0 and 1e6"),
         (("dense_intermediate_size",), 48, None,
-         "dense_intermediate_size is 48 with 0 layers without experts"),
+         "dense_intermediate_size is 48, but 0 layers have no experts"),
         (("num_hidden_layers",), 10_001, 2, "num_hidden_layers is 10001, at most 10000"),
-        (("router", "n_group"), 3, 1, "1 of 3 groups of 2 experts"),
-        (("router", "jitter"), 0.1, 0.0, "router jitter is 0.1 with softmax_topk"),
-        (("router", "least_sum"), 1.0, 0.999, "router least_sum is 1.0 with normalize True"),
+        (("router", "n_group"), 3, 1, "n_group is 3 and topk_group is 1; "
+         "2 experts must divide into n_group groups, and topk_group must not exceed n_group"),
+        (("router", "jitter"), 0.1, 0.0,
+        "router jitter is 0.1 with softmax_topk, expected 0, or less than 1 "
+        "with sparsemixer"),
+        (("router", "least_sum"), 1.0, 0.999,
+        "router least_sum is 1.0 with normalize True, expected 0, or less "
+        "than 1 with normalize True"),
         (("shared_expert",), {"intermediate_size": 0, "gated": True}, None,
          "shared intermediate_size is 0, expected 1 to 2^31 - 1"),
-        (("router", "num_experts_per_tok"), 3, 1, "3 experts a token out of 2"),
+        (("router", "num_experts_per_tok"), 3, 1, "num_experts_per_tok is 3, expected at most num_experts, 2"),
         (("router", "num_experts"), 500_001, 2, "2 layers of 500001 experts, at most 1000000 in all"),
         (("norm", "eps"), 0.0, 1e-12, "norm eps is 0.0, expected between 0 and 1"),
         (("rope", "theta"), 1.0, 1.5, "rope theta is 1.0, expected between 1 and 1e12"),
         (("expert", "matrices"), ["up", "gate", "down"], ["gate", "up", "down"],
-         "expert matrices are ('up', 'gate', 'down'), expected up and down, with or without gate, in that order"),
+         "expert matrices are ('up', 'gate', 'down'), expected ('gate', 'up', 'down') or ('up', 'down')"),
         (("expert", "matrices"), ["gate", "up"], ["gate", "up", "down"],
-         "expert matrices are ('gate', 'up'), expected up and down, with or without gate, in that order"),
+         "expert matrices are ('gate', 'up'), expected ('gate', 'up', 'down') or ('up', 'down')"),
         (("expert", "bias"), ["up", "gate"], [],
-         "expert bias names ('up', 'gate'), expected a part of ('gate', 'up', 'down')"),
+         "expert bias names ('up', 'gate'), expected some of ('gate', 'up', 'down') in this order"),
         (("expert", "bias"), ["down"], [],
-         "extra_floats is 0, expected 64: the bias of down, where there is one"),
+         "extra_floats is 0, expected 64, the number of values in the bias of down"),
         (("expert", "extra_floats"), -1, 0,
-         "extra_floats is -1, expected 0: the bias of down, where there is one"),
+         "extra_floats is -1, expected 0, the number of values in the bias of down"),
     ]  # fmt: skip
     for path, wrong, right, message in cases:
         with case(path, wrong, right, message):
@@ -323,10 +328,10 @@ def test_a_model_that_cannot_be_is_refused(new_pack: Callable[[], Path]) -> None
 
 def test_layers_with_experts_that_the_model_cannot_have_are_refused(new_pack: Callable[[], Path]) -> None:
     cases = [
-        ([1, 0], "moe_layers does not name decoder layers, at least one, in rising order"),
-        ([], "moe_layers does not name decoder layers, at least one, in rising order"),
-        ([0, 2], "moe_layers does not name decoder layers, at least one, in rising order"),
-        ([0], "dense_intermediate_size is None with 1 layers without experts"),
+        ([1, 0], "moe_layers must list decoder layers, at least one, in rising order"),
+        ([], "moe_layers must list decoder layers, at least one, in rising order"),
+        ([0, 2], "moe_layers must list decoder layers, at least one, in rising order"),
+        ([0], "dense_intermediate_size is None, but 1 layers have no experts"),
     ]
     for layers, message in cases:
         with case(layers, message):
@@ -365,7 +370,7 @@ def test_a_negative_total_is_refused_even_where_the_sum_is_right(folder: Path) -
         totals["padding"] = -1
 
     reseal(folder, after=change)
-    assert refusal(folder) == "manifest.json: totals: padding is -1"
+    assert refusal(folder) == "manifest.json: totals: padding is -1, expected 0 or more"
 
 
 # --- the files listed
@@ -440,14 +445,14 @@ def test_an_expert_file_listed_twice_is_refused(folder: Path) -> None:
 
 def test_a_layer_without_expert_file_is_refused(folder: Path) -> None:
     reseal(folder, before=removing("expert_files", 1))
-    assert refusal(folder) == "manifest.json: 1 expert files for 2 layers"
+    assert refusal(folder) == "manifest.json: 1 expert files, expected 2: one for each MoE layer"
 
 
 def test_an_expert_file_for_no_layer_is_refused(folder: Path) -> None:
     (folder / "experts-002.safetensors").write_bytes((folder / "experts-001.safetensors").read_bytes())
     more = {"name": "experts-002.safetensors"}
     reseal(folder, before=lambda values: values["expert_files"].append(values["expert_files"][1] | more))
-    assert refusal(folder) == "manifest.json: 3 expert files for 2 layers"
+    assert refusal(folder) == "manifest.json: 3 expert files, expected 2: one for each MoE layer"
 
 
 def test_expert_files_out_of_order_are_refused(folder: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_threshold_that_is_no_number_from_0_up_is_refused(new_pack: Callable[[
             folder = new_pack()
             with_array(folder, THRESHOLDS, "threshold", putting(value, 1, 0))
             assert refusal(folder) == (
-                f"thresholds.safetensors: threshold of layer 1 expert 0 is {text}, expected a number from 0 up"
+                f"thresholds.safetensors: threshold of layer 1 expert 0 is {text}, expected a number of 0 or more"
             )
 
 
@@ -157,7 +157,7 @@ def test_missing_thresholds_are_refused(folder: Path) -> None:
 @pytest.mark.parametrize("value", [5, 48, 2**32 - 1])
 def test_an_order_that_is_no_permutation_is_refused(folder: Path, value: int) -> None:
     with_array(folder, ORDER, "order", putting(value, 1, 1, 47))
-    assert refusal(folder) == "order.safetensors: order of layer 1 expert 1 is no permutation of 48 neurons"
+    assert refusal(folder) == "order.safetensors: order of layer 1 expert 1 is not a permutation of 48 neurons"
 
 
 def test_an_order_other_than_the_source_s_is_read(folder: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_dense_tensor_of_a_type_we_do_not_compute_with_is_refused(new_pack: Ca
             assert refusal(folder) == f"dense.safetensors: tensor 'norm' is {dtype}, expected one of BF16, F16, F32"
 
 
-HEADER_FAULT = "dense.safetensors: header is not the one its tensors have; the file is damaged"
+HEADER_FAULT = "dense.safetensors: header does not match its tensors; the file is damaged"
 
 
 def test_a_misshapen_dense_tensor_is_refused(new_pack: Callable[[], Path]) -> None:
@@ -363,9 +363,9 @@ def test_a_quantized_dense_matrix_that_is_not_what_the_manifest_says_is_refused(
         (lambda v: v["dense"].remove(dense_entry(v)),
          "dense.safetensors: tensor 'embed' is U8, expected one of BF16, F16, F32"),
         (lambda v: v["dense"].append({"name": "layers.9.attention.q", "rows": 64, "cols": 64, "format": EIGHT}),
-         "manifest.json: dense 'layers.9.attention.q' is no tensor of this model"),
+         "manifest.json: dense 'layers.9.attention.q' is not a tensor of this model"),
         (lambda v: v["dense"].append({"name": "layers.0.router", "rows": 2, "cols": 64, "format": EIGHT}),
-         "manifest.json: dense 'layers.0.router': is never quantized"),
+         "manifest.json: dense 'layers.0.router': must not be quantized"),
         (lambda v: v["dense"].append({"name": "norm", "rows": 1, "cols": 64, "format": EIGHT}),
          "manifest.json: dense 'norm': shape [1, 64], expected [64]"),
     ]  # fmt: skip
@@ -396,7 +396,7 @@ def test_an_expert_header_that_changed_is_refused(folder: Path) -> None:
 def test_another_expert_header_is_refused_even_where_the_manifest_agrees(folder: Path) -> None:
     with_header(folder, EXPERTS, b'"0.selector"', b'"0.selectors"')
     assert refusal(folder) == (
-        "manifest.json: header digest of experts-000.safetensors is not that of the header its index gives"
+        "manifest.json: header digest of experts-000.safetensors does not match the header that the index gives"
     )
 
 
@@ -406,7 +406,7 @@ def test_an_expert_file_longer_than_its_extents_is_refused_even_where_the_manife
     reseal(folder)
     assert refusal(folder) == (
         f"manifest.json: experts-000.safetensors has {len(raw) + 4096} bytes, 4096 of them header; "
-        f"its index gives {len(raw)} and 4096"
+        f"the index gives {len(raw)} and 4096"
     )
 
 

@@ -57,10 +57,10 @@ def test_every_expert_may_have_formats_of_its_own() -> None:
 
 def test_a_plan_for_another_model_is_refused() -> None:
     cases = [
-        ({"experts": PLAN.experts[:1]}, "plan: 1 layers planned, the model has 2 with experts"),
+        ({"experts": PLAN.experts[:1]}, "plan: 1 layers planned, but the model has 2 with experts"),
         (
             {"experts": (PLAN.experts[0], PLAN.experts[1][:2])},
-            "plan: layer 1: 2 experts planned, the model has 3",
+            "plan: layer 1: 2 experts planned, but the model has 3",
         ),
         (
             {"experts": (PLAN.experts[0], (ExpertFormat(None, FOUR, FOUR),) * 3)},
@@ -76,11 +76,11 @@ def test_a_plan_for_another_model_is_refused() -> None:
         ),
         (
             {"dense": PLAN.dense[1:]},
-            f"plan: formats of {len(PLAN.dense) - 1} dense tensors, the model has {len(PLAN.dense)}",
+            f"plan: formats given for {len(PLAN.dense) - 1} dense tensors, but the model has {len(PLAN.dense)}",
         ),
         (
             {"dense": (None, part_format(8, 64), *PLAN.dense[2:])},
-            "plan: dense layers.0.attention_norm: is never quantized",
+            "plan: dense layers.0.attention_norm: must not be quantized",
         ),
     ]
     for change, message in cases:

@@ -278,7 +278,7 @@ def test_the_same_conversion_ends_a_rewrite_that_was_killed(packed: Path, sound_
 
 def test_another_conversion_leaves_a_rewrite_that_was_killed_as_it_is(packed: Path, sound_pack: Path) -> None:
     before = files_in(in_between(packed))
-    with pytest.raises(ConversionError, match="holds another pack"):
+    with pytest.raises(ConversionError, match="contains another pack"):
         pack(sound_pack.parent / "source", packed, width=8)
     assert files_in(packed) == before
 
@@ -291,13 +291,13 @@ def test_a_second_rewrite_and_a_conversion_are_refused_while_one_is_at_work(pack
             return
         with pytest.raises(ConversionError) as second:
             rewrite_thresholds(packed, OTHERS)
-        with pytest.raises(ConversionError, match="another conversion is writing here"):
+        with pytest.raises(ConversionError, match="another conversion is writing in this folder"):
             pack(sound_pack.parent / "source", packed)
         refused.append(str(second.value))
 
     root = rewrite_thresholds(packed, MEASURED, meanwhile)
     assert refused == [
-        f"{packed}: a conversion or another change of thresholds is writing here; wait for it, or stop it"
+        f"{packed}: a conversion or another change of thresholds is writing in this folder; wait for it or stop it"
     ]
     assert_pack_of(packed, {root: MEASURED})
     assert rewrite_thresholds(packed, OTHERS) != root  # the lock is given back
@@ -317,7 +317,7 @@ def test_a_threshold_that_is_no_number_from_0_up_is_refused_by_layer_and_expert(
             with pytest.raises(PlanError) as refused:
                 rewrite_thresholds(folder, thresholds)
             assert str(refused.value) == (
-                f"thresholds: threshold of layer 1 expert 0 is {text}, expected a number from 0 up"
+                f"thresholds: threshold of layer 1 expert 0 is {text}, expected a number of 0 or more"
             )
             assert files_in(folder) == before
 
@@ -329,7 +329,7 @@ def test_thresholds_of_another_shape_are_refused(new_pack: Callable[[], Path]) -
             before = files_in(folder)
             with pytest.raises(PlanError) as refused:
                 rewrite_thresholds(folder, np.zeros(shape, np.float32))
-            assert str(refused.value) == f"thresholds: shape {list(shape)}, expected [2, 2]: layers and experts"
+            assert str(refused.value) == f"thresholds: shape {list(shape)}, expected [2, 2] (MoE layers, experts)"
             assert files_in(folder) == before
 
 
@@ -341,7 +341,7 @@ def test_a_threshold_from_0_to_the_largest_float_is_taken(folder: Path, value: f
 
 def test_a_folder_without_a_pack_is_refused(folder: Path, tmp_path: Path) -> None:
     (folder / MANIFEST).unlink()
-    with pytest.raises(PackError, match=r"found no manifest\.json; not a pack"):
+    with pytest.raises(PackError, match=r"found no manifest\.json; this is not a pack"):
         rewrite_thresholds(folder, MEASURED)
     with pytest.raises(ConversionError, match=r"none: cannot be used as output folder \(No such file"):
         rewrite_thresholds(tmp_path / "none", MEASURED)
@@ -353,5 +353,5 @@ def test_a_drive_that_refuses_a_step_is_one_clear_line(folder: Path) -> None:
     with pytest.raises(ConversionError) as refused:
         rewrite_thresholds(folder, MEASURED)
     assert str(refused.value) == (
-        f"{folder}: create {NEW} failed ({os.strerror(21)}); mend that, then run the same command again"
+        f"{folder}: create {NEW} failed ({os.strerror(21)}); fix this, then run the same command again"
     )

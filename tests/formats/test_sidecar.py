@@ -134,7 +134,7 @@ def test_a_file_that_is_no_sealed_object_is_refused(new_folder: Callable[[], Pat
         (b'{"root": "x"}\n', "quality.json: does not end with its own digest; the file is cut or damaged"),
         (b"[]", "quality.json: does not end with its own digest; the file is cut or damaged"),
         (b'{"a": 1, "a": 2}', "quality.json: key 'a' appears twice"),
-        (b'{"a": NaN}', "quality.json: found NaN, expected JSON numbers only"),
+        (b'{"a": NaN}', "quality.json: found NaN, which is not a JSON number"),
     ]
     for raw, message in cases:
         with case(raw, message):
@@ -199,7 +199,7 @@ def test_a_sidecar_beyond_16_mb_is_neither_read_nor_written(tmp_path: Path) -> N
 
 def test_a_folder_in_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / NAME).mkdir()
-    assert refusal(tmp_path) == "quality.json: is no regular file"
+    assert refusal(tmp_path) == "quality.json: is not a regular file"
 
 
 def test_a_missing_folder_or_one_in_use_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_missing_folder_or_one_in_use_is_refused(folder: Path, tmp_path: Path)
         with pytest.raises(ConversionError) as refused:
             write_sidecar(folder, NAME, VALUES, ROOT)
         assert str(refused.value) == (
-            f"{folder}: another command is writing here; wait for it, or stop it, before {NAME} is written"
+            f"{folder}: another command is writing in this folder; wait for it or stop it, then write {NAME} again"
         )
 
     rewrite_thresholds(folder, changed, meanwhile)

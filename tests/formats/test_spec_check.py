@@ -68,13 +68,13 @@ def test_layers_and_matrices_that_cannot_be_are_refused() -> None:
         ("router num_experts", 500_002, 500_000, "2 layers of 500002 experts, at most 1000000 in all"),
         ("hidden_size", 2**24 + 64, 2**24, "expert matrices of 48 by 16777280 are too large"),
         ("hidden_size", 96, 128, "hidden_size is 96, expected a multiple of 64 (codes lie in blocks of 64)"),
-        ("moe_layers", [], [0, 1], "moe_layers does not name decoder layers, at least one, in rising order"),
-        ("moe_layers", [1, 0], [0, 1], "moe_layers does not name decoder layers, at least one, in rising order"),
-        ("moe_layers", [1, 1], [0, 2], "moe_layers does not name decoder layers, at least one, in rising order"),
-        ("moe_layers", [1, 3], [1, 2], "moe_layers does not name decoder layers, at least one, in rising order"),
-        ("moe_layers", [-1, 1], [0], "moe_layers does not name decoder layers, at least one, in rising order"),
-        ("moe_layers", [0, 1, 2], [2], "dense_intermediate_size is 80 with 0 layers without experts"),
-        ("dense_intermediate_size", None, 1, "dense_intermediate_size is None with 1 layers without experts"),
+        ("moe_layers", [], [0, 1], "moe_layers must list decoder layers, at least one, in rising order"),
+        ("moe_layers", [1, 0], [0, 1], "moe_layers must list decoder layers, at least one, in rising order"),
+        ("moe_layers", [1, 1], [0, 2], "moe_layers must list decoder layers, at least one, in rising order"),
+        ("moe_layers", [1, 3], [1, 2], "moe_layers must list decoder layers, at least one, in rising order"),
+        ("moe_layers", [-1, 1], [0], "moe_layers must list decoder layers, at least one, in rising order"),
+        ("moe_layers", [0, 1, 2], [2], "dense_intermediate_size is 80, but 0 layers have no experts"),
+        ("dense_intermediate_size", None, 1, "dense_intermediate_size is None, but 1 layers have no experts"),
     ]
     for path, wrong, right, message in cases:
         with case(path, wrong, right, message):
@@ -110,7 +110,7 @@ def test_an_eps_that_is_not_between_0_and_1_is_refused(spec: ModelSpec, path: st
         assert_refused_beside_legal(spec, path, wrong, right, f"{name} is {wrong}, expected between 0 and 1")
 
 
-BIAS = "attention bias names {}, expected some of ('q', 'k', 'v', 'o') in that order"
+BIAS = "attention bias names {}, expected some of ('q', 'k', 'v', 'o') in this order"
 
 
 def test_an_attention_that_cannot_be_is_refused() -> None:
@@ -146,11 +146,11 @@ def test_an_encoder_or_relative_attention_that_cannot_be_is_refused() -> None:
         ("attention num_buckets", 65_540, 65_536, "num_buckets is 65540, expected a multiple of 4 up to 65536"),
         ("attention max_distance", 16, 17, "max_distance is 16, expected more than half of 32 buckets"),
         ("attention num_heads", 0, 1, "num_heads is 0, expected 1 to 2^31 - 1"),
-        ("rope", dump(GROUPED.rope), None, "relative attention with rope"),
-        ("encoder num_layers", 0, 1, "an encoder of 0 layers out of 4, expected some, but not all"),
-        ("encoder num_layers", 4, 3, "an encoder of 4 layers out of 4, expected some, but not all"),
-        ("encoder start_token", 96, 95, "start_token is 96, expected one of 96 tokens"),
-        ("encoder start_token", -1, 0, "start_token is -1, expected one of 96 tokens"),
+        ("rope", dump(GROUPED.rope), None, "relative attention cannot have rope"),
+        ("encoder num_layers", 0, 1, "the encoder has 0 of 4 layers, expected some, but not all"),
+        ("encoder num_layers", 4, 3, "the encoder has 4 of 4 layers, expected some, but not all"),
+        ("encoder start_token", 96, 95, "start_token is 96, expected 0 to 95"),
+        ("encoder start_token", -1, 0, "start_token is -1, expected 0 to 95"),
     ]
     for path, wrong, right, message in cases:
         with case(path, wrong, right, message):
@@ -161,15 +161,18 @@ def test_an_encoder_or_relative_attention_that_cannot_be_is_refused() -> None:
 @pytest.mark.parametrize("spec", [GROUPED, LATENT], ids=["grouped_query", "latent"])
 def test_rotary_attention_has_a_rope_and_no_encoder(spec: ModelSpec) -> None:
     kind = spec.attention.kind
-    assert spec_fault(changed(spec, "rope", None)) == f"{kind} attention without rope"
+    assert spec_fault(changed(spec, "rope", None)) == f"{kind} attention needs rope"
     encoder = {"num_layers": 1, "start_token": 0}
-    assert spec_fault(changed(spec, "encoder", encoder)) == f"an encoder with {kind} attention, expected relative"
+    assert (
+        spec_fault(changed(spec, "encoder", encoder))
+        == f"attention is {kind}, but a model with an encoder needs relative"
+    )
 
 
 YARN_FACTORS = "yarn factor {} or attention_factor {} is out of range"
-YARN_BETAS = "yarn beta_slow {} and beta_fast {} are no range"
+YARN_BETAS = "yarn beta_slow {} and beta_fast {} must satisfy 0 < beta_slow <= beta_fast"
 LONG_MSCALES = "longrope short_mscale {} or long_mscale {} is out of range"
-LENGTH = "original_max_position_embeddings is {}"
+LENGTH = "original_max_position_embeddings is {}, expected 1 to 2^31 - 1"
 
 
 def test_a_scaling_of_positions_that_cannot_be_is_refused() -> None:
@@ -188,13 +191,13 @@ def test_a_scaling_of_positions_that_cannot_be_is_refused() -> None:
         (LONGROPE, {"original_max_position_embeddings": MAX + 1}, {"original_max_position_embeddings": MAX},
          LENGTH.format(MAX + 1)),
         (LONGROPE, {"short_factor": [1.0] * 15}, {"short_factor": [1.0] * 16},
-         "longrope short_factor is not 16 numbers between 0 and 1e6"),
+         "longrope short_factor must be 16 numbers between 0 and 1e6"),
         (LONGROPE, {"short_factor": [1.0] * 15 + [0.0]}, {"short_factor": [1.0] * 15 + [0.5]},
-         "longrope short_factor is not 16 numbers between 0 and 1e6"),
+         "longrope short_factor must be 16 numbers between 0 and 1e6"),
         (LONGROPE, {"long_factor": [1.0] * 17}, {"long_factor": [9.0] * 16},
-         "longrope long_factor is not 16 numbers between 0 and 1e6"),
+         "longrope long_factor must be 16 numbers between 0 and 1e6"),
         (LONGROPE, {"long_factor": [1e6] + [1.0] * 15}, {"long_factor": [999_999.0] + [1.0] * 15},
-         "longrope long_factor is not 16 numbers between 0 and 1e6"),
+         "longrope long_factor must be 16 numbers between 0 and 1e6"),
         (LONGROPE, {"short_mscale": 0.0}, {"short_mscale": 0.1}, LONG_MSCALES.format(0.0, 1.2)),
         (LONGROPE, {"short_mscale": 1e6}, {"short_mscale": 999_999.0}, LONG_MSCALES.format(1e6, 1.2)),
         (LONGROPE, {"long_mscale": 0.0}, {"long_mscale": 0.1}, LONG_MSCALES.format(1.0, 0.0)),
@@ -205,8 +208,14 @@ def test_a_scaling_of_positions_that_cannot_be_is_refused() -> None:
             assert_refused_beside_legal(GROUPED, "rope scaling", scaling | wrong, scaling | right, message)
 
 
-CAPACITY = "router capacity is {}, which only softmax_topk with one expert a token has"
-NORMAL_ALREADY = "a {} router has no groups, no bias, and weights that are normal already"
+CAPACITY = "router capacity is {}; only softmax_topk with one expert a token can have a capacity"
+NORMAL_ALREADY = "a {} router cannot have n_group, bias or normalize"
+GROUPS = (
+    "n_group is {} and topk_group is {}; {} experts must divide into n_group groups, "
+    "and topk_group must not exceed n_group"
+)
+JITTER = ", expected 0, or less than 1 with sparsemixer"
+LEAST_SUM = ", expected 0, or less than 1 with normalize True"
 SOFT: dict[str, Any] = {
     "kind": "softmax_topk",
     "num_experts": 6,
@@ -224,19 +233,23 @@ TOPK, MIXER, SIGMA = (SOFT | {"kind": kind} for kind in ("topk_softmax", "sparse
 
 def test_a_router_that_cannot_be_is_refused() -> None:
     cases = [
-        (SOFT, {"num_experts_per_tok": 7}, {"num_experts_per_tok": 6}, "7 experts a token out of 6"),
-        (SOFT, {"n_group": 4}, {"n_group": 3}, "1 of 4 groups of 6 experts"),
-        (SOFT, {"topk_group": 2}, {"n_group": 2, "topk_group": 2}, "2 of 1 groups of 6 experts"),
-        (SOFT, {"n_group": 6}, {"n_group": 6, "topk_group": 2}, "2 experts a token out of 1 groups of 1"),
+        (SOFT, {"num_experts_per_tok": 7}, {"num_experts_per_tok": 6},
+        "num_experts_per_tok is 7, expected at "
+        "most num_experts, 6"),
+        (SOFT, {"n_group": 4}, {"n_group": 3}, GROUPS.format(4, 1, 6)),
+        (SOFT, {"topk_group": 2}, {"n_group": 2, "topk_group": 2}, GROUPS.format(1, 2, 6)),
+        (SOFT, {"n_group": 6}, {"n_group": 6, "topk_group": 2},
+        "num_experts_per_tok is 2, but topk_group leaves "
+        "only 1 experts"),
         (SOFT, {"n_group": 3, "num_experts_per_tok": 3}, {"n_group": 2, "num_experts_per_tok": 3},
-         "3 experts a token out of 1 groups of 2"),
+         "num_experts_per_tok is 3, but topk_group leaves only 2 experts"),
         (SIGMA, {"n_group": 6, "topk_group": 2}, {"n_group": 3, "topk_group": 2},
-         "6 groups of one expert, where the two best of each decide"),
+         "n_group is 6, but sigmoid_topk needs at least two experts in each group"),
         (SIGMA, {"num_experts": 2, "num_experts_per_tok": 1, "n_group": 2},
          {"num_experts": 4, "num_experts_per_tok": 1, "n_group": 2},
-         "2 groups of one expert, where the two best of each decide"),
+         "n_group is 2, but sigmoid_topk needs at least two experts in each group"),
         (SIGMA, {"num_experts": 1, "num_experts_per_tok": 1, "n_group": 2},
-         {"num_experts": 1, "num_experts_per_tok": 1}, "1 of 2 groups of 1 experts"),
+         {"num_experts": 1, "num_experts_per_tok": 1}, GROUPS.format(2, 1, 1)),
         (TOPK, {"n_group": 2}, {"n_group": 1}, NORMAL_ALREADY.format("topk_softmax")),
         (TOPK, {"bias": True}, {"bias": False}, NORMAL_ALREADY.format("topk_softmax")),
         (TOPK, {"normalize": True}, {"normalize": False}, NORMAL_ALREADY.format("topk_softmax")),
@@ -244,15 +257,15 @@ def test_a_router_that_cannot_be_is_refused() -> None:
         (MIXER, {"bias": True}, {"bias": False}, NORMAL_ALREADY.format("sparsemixer")),
         (MIXER, {"normalize": True}, {"normalize": False}, NORMAL_ALREADY.format("sparsemixer")),
         (SOFT | {"normalize": True}, {"least_sum": 1.0}, {"least_sum": 0.999},
-         "router least_sum is 1.0 with normalize True"),
+         "router least_sum is 1.0 with normalize True" + LEAST_SUM),
         (SIGMA | {"normalize": True}, {"least_sum": -1e-6}, {"least_sum": 1e-6},
-         "router least_sum is -1e-06 with normalize True"),
-        (SOFT, {"least_sum": 1e-6}, {"least_sum": 0.0}, "router least_sum is 1e-06 with normalize False"),
-        (MIXER, {"jitter": 1.0}, {"jitter": 0.999}, "router jitter is 1.0 with sparsemixer"),
-        (MIXER, {"jitter": -0.1}, {"jitter": 0.0}, "router jitter is -0.1 with sparsemixer"),
-        (SOFT, {"jitter": 0.01}, {"jitter": 0.0}, "router jitter is 0.01 with softmax_topk"),
-        (TOPK, {"jitter": 0.01}, {"jitter": 0.0}, "router jitter is 0.01 with topk_softmax"),
-        (SIGMA, {"jitter": 0.01}, {"jitter": 0.0}, "router jitter is 0.01 with sigmoid_topk"),
+         "router least_sum is -1e-06 with normalize True" + LEAST_SUM),
+        (SOFT, {"least_sum": 1e-6}, {"least_sum": 0.0}, "router least_sum is 1e-06 with normalize False" + LEAST_SUM),
+        (MIXER, {"jitter": 1.0}, {"jitter": 0.999}, "router jitter is 1.0 with sparsemixer" + JITTER),
+        (MIXER, {"jitter": -0.1}, {"jitter": 0.0}, "router jitter is -0.1 with sparsemixer" + JITTER),
+        (SOFT, {"jitter": 0.01}, {"jitter": 0.0}, "router jitter is 0.01 with softmax_topk" + JITTER),
+        (TOPK, {"jitter": 0.01}, {"jitter": 0.0}, "router jitter is 0.01 with topk_softmax" + JITTER),
+        (SIGMA, {"jitter": 0.01}, {"jitter": 0.0}, "router jitter is 0.01 with sigmoid_topk" + JITTER),
         (SOFT, {"capacity": 8}, {"capacity": 8, "num_experts_per_tok": 1}, CAPACITY.format(8)),
         (SIGMA | {"num_experts_per_tok": 1}, {"capacity": 8}, {"capacity": None}, CAPACITY.format(8)),
         (SOFT | {"num_experts_per_tok": 1}, {"capacity": 0}, {"capacity": 1},
@@ -269,8 +282,8 @@ def test_routers_with_scores_for_all_may_have_groups_bias_and_normalized_weights
     assert spec_fault(changed(GROUPED, "router", rich)) is None
 
 
-EXTRA = "extra_floats is {}, expected {}: the bias of down, where there is one"
-MATRICES = "expert matrices are {}, expected up and down, with or without gate, in that order"
+EXTRA = "extra_floats is {}, expected {}, the number of values in the bias of down"
+MATRICES = "expert matrices are {}, expected ('gate', 'up', 'down') or ('up', 'down')"
 
 
 def test_an_expert_that_cannot_be_is_refused() -> None:
@@ -279,9 +292,9 @@ def test_an_expert_that_cannot_be_is_refused() -> None:
         ("expert matrices", ["gate", "up"], ["up", "down"], MATRICES.format("('gate', 'up')")),
         ("expert matrices", ["gate", "down"], ["up", "down"], MATRICES.format("('gate', 'down')")),
         ("expert bias", ["up", "gate"], ["gate", "up"],
-         "expert bias names ('up', 'gate'), expected a part of ('gate', 'up', 'down')"),
+         "expert bias names ('up', 'gate'), expected some of ('gate', 'up', 'down') in this order"),
         ("expert bias", ["up", "up"], ["up"],
-         "expert bias names ('up', 'up'), expected a part of ('gate', 'up', 'down')"),
+         "expert bias names ('up', 'up'), expected some of ('gate', 'up', 'down') in this order"),
         ("expert bias", ["down"], [], EXTRA.format(0, 64)),
         ("expert extra_floats", -1, 0, EXTRA.format(-1, 0)),
         ("expert extra_floats", 64, 0, EXTRA.format(64, 0)),
@@ -293,7 +306,7 @@ def test_an_expert_that_cannot_be_is_refused() -> None:
 
 def test_a_bias_of_a_matrix_the_experts_lack_is_refused() -> None:
     two = changed(GROUPED, "expert matrices", ["up", "down"])
-    message = "expert bias names ('gate',), expected a part of ('up', 'down')"
+    message = "expert bias names ('gate',), expected some of ('up', 'down') in this order"
     assert_refused_beside_legal(two, "expert bias", ["gate"], ["up"], message)
 
 
@@ -309,7 +322,7 @@ def test_a_neuron_function_of_gate_and_up_is_refused_without_a_gate() -> None:
     assert_refused_beside_legal(two, "expert function", "clamped_swiglu", "relu", message)
 
 
-WINDOWED = "windowed_layers does not name some decoder layers, at least one and not all, in rising order"
+WINDOWED = "windowed_layers must list some decoder layers, but not all, in rising order"
 
 
 def test_windowed_layers_that_cannot_be_are_refused() -> None:

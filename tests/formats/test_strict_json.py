@@ -21,9 +21,9 @@ def refusal(raw: bytes) -> str:
 
 def test_damaged_json_is_refused_in_one_line() -> None:
     cases = [
-        (b'{"a": NaN}', "a.json: found NaN, expected JSON numbers only"),
-        (b'{"a": Infinity}', "a.json: found Infinity, expected JSON numbers only"),
-        (b'{"a": -Infinity}', "a.json: found -Infinity, expected JSON numbers only"),
+        (b'{"a": NaN}', "a.json: found NaN, which is not a JSON number"),
+        (b'{"a": Infinity}', "a.json: found Infinity, which is not a JSON number"),
+        (b'{"a": -Infinity}', "a.json: found -Infinity, which is not a JSON number"),
         (b'{"a": 1, "b": 2, "a": 1}', "a.json: key 'a' appears twice"),
         (b'[{"x": {"b": 2, "b": 3}}]', "a.json: key 'b' appears twice"),
         (b'{"a": 1', "a.json: not valid JSON (Expecting ',' delimiter: line 1 column 8 (char 7))"),

@@ -57,7 +57,7 @@ def test_a_missing_file_is_refused(path: Path) -> None:
 
 def test_a_folder_in_place_of_the_file_is_refused(path: Path) -> None:
     path.mkdir()
-    with pytest.raises(PackError, match=r"^x\.safetensors: is no regular file$"):
+    with pytest.raises(PackError, match=r"^x\.safetensors: is not a regular file$"):
         read_header(path, PackError)
 
 
@@ -96,7 +96,7 @@ def test_a_header_that_is_no_json_object_is_refused(path: Path) -> None:
         (b"\xff{}", "header: not valid JSON ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)"),
         (b"[]", "header is not a JSON object"),
         (b"null", "header is not a JSON object"),
-        (b'{"a": NaN}', "header: found NaN, expected JSON numbers only"),
+        (b'{"a": NaN}', "header: found NaN, which is not a JSON number"),
         (b'{"a": {}, "a": {}}', "header: key 'a' appears twice"),
         (b"", "header: not valid JSON (Expecting value: line 1 column 1 (char 0))"),
     ]

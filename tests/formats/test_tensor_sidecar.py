@@ -157,7 +157,7 @@ def test_an_empty_file_and_a_folder_are_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path) == f"{NAME}: header does not begin with root and sha256; the file is damaged"
     (tmp_path / NAME).unlink()
     (tmp_path / NAME).mkdir()
-    assert refusal(tmp_path) == f"{NAME}: is no regular file"
+    assert refusal(tmp_path) == f"{NAME}: is not a regular file"
 
 
 def test_a_file_beyond_4_gib_is_refused_unread(tmp_path: Path) -> None:
@@ -184,7 +184,9 @@ def test_a_tensor_that_is_not_there_or_of_no_arrays_dtype_is_refused_by_name(tmp
     (tmp_path / NAME).write_bytes(raw.replace(digest[1], hashlib.sha256(zeroed).hexdigest().encode()))
     with (
         opened(tmp_path) as found,
-        pytest.raises(PackError, match=rf"^{re.escape(NAME)}: tensor 'turned' is BOOL, which no sidecar has$"),
+        pytest.raises(
+            PackError, match=rf"^{re.escape(NAME)}: tensor 'turned' is BOOL, a dtype that sidecars do not have$"
+        ),
     ):
         found.read("turned")
 
@@ -197,7 +199,7 @@ def test_a_folder_in_use_is_refused(folder: Path) -> None:
         with pytest.raises(ConversionError) as refused:
             written(folder)
         assert str(refused.value) == (
-            f"{folder}: another command is writing here; wait for it, or stop it, before {NAME} is written"
+            f"{folder}: another command is writing in this folder; wait for it or stop it, then write {NAME} again"
         )
 
     rewrite_thresholds(folder, changed, meanwhile)

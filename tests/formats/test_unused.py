@@ -10,7 +10,7 @@ from moe_pack.formats.safetensors import lay_out
 
 NAME = "unused-000.safetensors"
 TENSOR = ("model.layers.2.eh_proj.weight", "BF16", (2, 3))
-TOGETHER = f"manifest.json: feature 'unused' and the file {NAME!r} go together"
+TOGETHER = f"manifest.json: feature 'unused' and file {NAME!r} must be present together"
 
 
 def listed(values: JsonObject) -> None:
@@ -62,4 +62,4 @@ def test_a_header_that_is_not_the_one_its_tensors_have_is_refused(beside: Path) 
     assert raw[7 + length : 8 + length] == b" ", "the header ends in spaces"
     (beside / NAME).write_bytes((length - 1).to_bytes(8, "little") + raw[8 : 7 + length] + raw[8 + length :])
     reseal(beside, both)
-    assert refusal(beside) == f"{NAME}: header is not the one its tensors have; the file is damaged"
+    assert refusal(beside) == f"{NAME}: header does not match its tensors; the file is damaged"

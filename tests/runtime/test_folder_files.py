@@ -89,7 +89,7 @@ def test_a_damaged_file_of_a_checkpoint_is_the_checkpoint_s_fault(
 def test_a_folder_in_a_file_s_place_is_refused(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").mkdir()
-    with pytest.raises(CheckpointError, match=r"^tokenizer\.json: is no regular file$"):
+    with pytest.raises(CheckpointError, match=r"^tokenizer\.json: is not a regular file$"):
         Text(FolderFiles(folder))
 
 

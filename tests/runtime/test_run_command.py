@@ -105,7 +105,7 @@ def test_a_folder_that_is_no_pack_is_refused(tmp_path: Path) -> None:
     missing, empty = run(tmp_path / "none", "--prompt", "x"), run(tmp_path, "--prompt", "x")
     assert missing.stderr == f"moe-run: {tmp_path}/none: no such folder\n"
     assert empty.stderr == (
-        f"moe-run: {tmp_path}: found no manifest.json; not a pack, or a conversion that has not finished\n"
+        f"moe-run: {tmp_path}: found no manifest.json; this is not a pack, or its conversion has not finished\n"
     )
 
 

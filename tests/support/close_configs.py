@@ -83,7 +83,7 @@ CLOSE: tuple[Close, ...] = (
         Close(
             family,
             {"attn_logit_softcapping": 50.0},
-            "key 'attn_logit_softcapping' (50.0) is not one this family is known with",
+            "key 'attn_logit_softcapping' (50.0) is unknown for this family and may change the arithmetic",
         )
         for family in BASE
     ),
@@ -111,27 +111,28 @@ CLOSE: tuple[Close, ...] = (
     Close("deepseek_v3", {"attention_bias": True}, "attention_bias is True, " + _ONLY("False")),
     Close("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2, " + _ONLY("1")),
     Close("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2, " + _ONLY("4")),
-    Close("deepseek_v3", {"n_group": 3, "topk_group": 1}, "1 of 3 groups of 8 experts"),
+    Close("deepseek_v3", {"n_group": 3, "topk_group": 1}, "n_group is 3 and topk_group is 1; 8 experts must divide"),
     Close("deepseek_v3", {"n_group": None}, "key 'n_group' is missing, expected a value or null"),
     Close("phimoe", {"num_experts_per_tok": 4}, "num_experts_per_tok is 4, " + _ONLY("2")),
     Close("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, " + _ONLY("None")),
     Close(
         "granitemoe",
         {"shared_intermediate_size": 64},
-        "key 'shared_intermediate_size' (64) is not one this family is known with",
+        "key 'shared_intermediate_size' (64) is unknown for this family and may change the arithmetic",
     ),
-    Close("glm4_moe", {"n_group": 3, "topk_group": 1}, "1 of 3 groups of 8 experts"),
+    Close("glm4_moe", {"n_group": 3, "topk_group": 1}, "n_group is 3 and topk_group is 1; 8 experts must divide"),
     Close("gpt_oss", {"swiglu_limit": 10.0}, "swiglu_limit is 10.0, " + _ONLY("7.0")),
     Close("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0, " + _ONLY("1.702")),
     Close("gpt_oss", {"experts_per_token": 4}, "experts_per_token is 4, " + _ONLY("2")),
     Close("gpt_oss", {"initial_context_length": 4096}, "initial_context_length is 4096, " + _ONLY("32")),
     Close("gpt_oss", {"head_dim": None}, "key 'head_dim' is missing, expected a value or null"),
     Close("gpt_oss", {"sliding_window": None}, "key 'sliding_window' is missing, expected a value or null"),
-    Close("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types has 1 layers, the model has 3"),
+    Close("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types lists 1 layers, but the model has 3"),
     Close(
         "gpt_oss",
         {"layer_types": ["full_attention", "odd_attention", "full_attention"]},
-        "layer_types has ['full_attention', 'odd_attention'], supported are 'full_attention' and 'sliding_attention'",
+        "layer_types has ['full_attention', 'odd_attention']; only 'full_attention' and 'sliding_attention' are "
+        "supported",
     ),
     Close(
         "gpt_oss",
@@ -157,7 +158,7 @@ CLOSE: tuple[Close, ...] = (
     Close(
         "minicpm",
         {"sparse_config": {"topk": 64}},
-        "key 'sparse_config' ({'topk': 64}) is not one this family is known with",
+        "key 'sparse_config' ({'topk': 64}) is unknown for this family and may change the arithmetic",
     ),
     Close("xverse", {"num_shared_experts": None}, "key 'num_shared_experts' is missing, expected a value or null"),
     Close("xverse", {"num_shared_experts": 0}, "num_shared_experts is 0, expected 1 to 2^31 - 1"),
@@ -187,7 +188,7 @@ CLOSE: tuple[Close, ...] = (
             "num_sparse_decoder_layers": 4,
             "decoder_sparse_step": 0,
         },
-        "moe_layers does not name decoder layers, at least one, in rising order",
+        "moe_layers must list decoder layers, at least one, in rising order",
     ),
     Close(
         "switch_transformers",
