@@ -1,4 +1,4 @@
-"""What lies on disk: model specifications, checkpoints, and packs, which it reads and writes. No forward pass."""
+"""Packs and checkpoints on disk: model specifications, the pack format, its readers and its writers."""
 
 from moe_pack.formats.commands import NO_PROGRESS, Progress, option
 from moe_pack.formats.errors import CheckpointError, ConversionError, PackError, PlanError, RunError, UsageError

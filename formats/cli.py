@@ -1,6 +1,6 @@
-"""What every command of the project shares: how an error is shown, how signals end it, --version and --debug.
+"""Command-line code that all commands share: error messages, signals, options from dataclasses, progress bars.
 
-Not imported by the room's face, so that reading packs from Python needs no click.
+The face of this folder does not import this file, so that Python code can read packs without click.
 """
 
 import errno
@@ -23,7 +23,7 @@ from moe_pack.formats.commands import Option, Stage, option_of
 from moe_pack.formats.errors import MoePackError, UsageError
 from moe_pack.formats.version import VERSION
 
-NOISE = "synthetic: its weights are random, its text is noise"  # what every command says of a synthetic pack
+NOISE = "synthetic: its weights are random, its text is noise"  # every command says this about a synthetic pack
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -31,7 +31,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 class _Failure(click.ClickException):
-    """One line on standard error, then exit code 1."""
+    """An error that prints one line on standard error and exits with 1."""
 
     exit_code = 1
 
@@ -44,31 +44,31 @@ class _Failure(click.ClickException):
 
 
 class _Interruption(_Failure):
-    """The same for Ctrl-C, with the exit code shells give it."""
+    """The end of a command by Ctrl-C, with the exit code that shells use for it."""
 
     exit_code = 128 + signal.SIGINT
 
 
 class _Ended(_Failure):
-    """The same for SIGTERM."""
+    """The end of a command by SIGTERM."""
 
     exit_code = 128 + signal.SIGTERM
 
 
 class _Termination(KeyboardInterrupt):
-    """SIGTERM: whatever cleans up after Ctrl-C cleans up after it too."""
+    """SIGTERM as an exception. Code that cleans up after Ctrl-C also cleans up after it."""
 
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Within it, a first SIGTERM raises, as Ctrl-C does; further ones change nothing while what is open is closed."""
+    """Makes the first SIGTERM raise `_Termination`; later ones are ignored while the command cleans up."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield  # only the main thread may set handlers; whoever set one before, or ignores the signal, decides
+        yield  # only the main thread may set handlers; a handler that is already there stays
         return
-    own = os.getpid()
+    process_id = os.getpid()
 
     def end(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != own:  # a forked child inherits this handler, and not what it is for
+        if os.getpid() != process_id:  # a forked child inherits this handler, but has nothing to clean up
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -83,9 +83,9 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def command_errors(interrupted: str) -> Callable[[C], C]:
-    """Wraps a command's body: errors of ours become one line and exit code 1, Ctrl-C one line and 130, SIGTERM 143.
+    """Wraps a command's body: our errors print one line and exit with 1, Ctrl-C exits with 130, SIGTERM with 143.
 
-    Args:    interrupted: what is said on Ctrl-C and SIGTERM.
+    Args:    interrupted: the line that Ctrl-C and SIGTERM print.
     """
 
     def wrap(body: C) -> C:
@@ -103,7 +103,7 @@ def command_errors(interrupted: str) -> Callable[[C], C]:
                     raise
                 raise _Failure(program, str(fault)) from fault
             except OSError as fault:
-                # Of files of ours errors are of our tree; click itself ends quietly where nobody reads on.
+                # Errors of our own files are MoePackErrors. If the reader of a pipe ends, click ends quietly.
                 if root.params.get("debug") or fault.filename is not None or fault.errno not in _FULL:
                     raise
                 raise _Failure(program, f"standard output: cannot be written ({fault.strerror})") from fault
@@ -117,41 +117,41 @@ def command_errors(interrupted: str) -> Callable[[C], C]:
 
 
 def common_options(body: C) -> C:
-    """Adds --version and --debug; use on a root command."""
+    """Adds --version and --debug to a root command."""
     body = click.option("--debug", is_flag=True, help="On an error, show the whole traceback.")(body)
     return click.version_option(VERSION, message="%(prog)s %(version)s")(body)
 
 
 def options_from(kind: type[Any]) -> Callable[[C], C]:
-    """Adds the options that the fields of a dataclass spell (`command_options`); the body gets it as `options`.
+    """Adds the options of a dataclass's fields (`formats/commands.py`); the body gets the dataclass as `options`.
 
-    Usage errors: an option of a group whose required option is missing; what the classes' `check` raises.
+    Raises:  click.UsageError for an option of a group whose required option is missing, and for errors of `check`.
     """
-    spelled = list(_spelled(kind))
+    command_options = list(_command_options(kind))
 
     def add(body: C) -> C:
         @functools.wraps(body)
         def gathered(*args: Any, **values: Any) -> Any:
-            own = {one.place: values.pop(one.place) for one in spelled}
+            own = {one.place: values.pop(one.place) for one in command_options}
             try:
                 options = _gathered(kind, own)
             except UsageError as fault:
                 raise click.UsageError(str(fault)) from fault
             return body(*args, options=options, **values)
 
-        for one in reversed(spelled):
+        for one in reversed(command_options):
             one.click_option()(gathered)
-        return gathered  # type: ignore[return-value]  # click calls it with the options it has added
+        return gathered  # type: ignore[return-value]  # click calls it with the options that were added
 
     return add
 
 
 @dataclass(frozen=True, slots=True)
-class _Spelled:
-    """An option of a dataclass or of one nested in it.
+class _CommandOption:
+    """An option of a dataclass or of a dataclass nested in it.
 
-    `place`: the name of its parameter.   `hint`: the field's type less None.   `default`: MISSING if it is required.
-    `is_grouped`: it is of a nested dataclass that may be None.
+    `place`: the name of its parameter.   `hint`: the field's type without None.   `default`: MISSING if it is required.
+    `is_grouped`: whether it belongs to a nested dataclass that may be None.
     """
 
     place: str
@@ -161,7 +161,7 @@ class _Spelled:
     is_grouped: bool
 
     def click_option(self) -> Callable[[C], C]:
-        """Returns click's decorator for it."""
+        """Returns the click decorator that adds the option."""
         option, default = self.option, self.default
         has_default = default is not MISSING and default is not None
         if self._is_flag:
@@ -179,7 +179,7 @@ class _Spelled:
 
     @property
     def _choices(self) -> dict[str, Any]:
-        """The values that a text stands for, where only some texts are allowed."""
+        """The allowed texts and their values; empty if any text is allowed."""
         if self.option.choices:
             return {text: text for text in self.option.choices}
         return {str(value): value for value in _literals(self.hint)}
@@ -202,15 +202,15 @@ class _Spelled:
         return click.IntRange(least, most)
 
     def _default(self) -> Any:
-        """The default as it would be written."""
+        """Returns the default as a user would type it."""
         if self.option.default_text is not None:
             return self.option.default_text
         return str(self.default) if self._choices else self.default
 
     def _value(self, context: click.Context, parameter: click.Parameter, value: Any) -> Any:
-        """The field's value of what click has read."""
+        """Returns the field's value for the value that click has read."""
         if self._is_flag:
-            return value != (self.default is True)  # a flag turns the default around
+            return value != (self.default is True)  # a flag inverts the default
         if value is None:
             return None
         if self.option.parse is None:
@@ -221,44 +221,46 @@ class _Spelled:
             raise click.BadParameter(str(fault)) from fault
 
 
-def _spelled(kind: type[Any], before: str = "", is_grouped: bool = False) -> Iterator[_Spelled]:
-    """The options of a dataclass and of those nested in it, in the order of their fields."""
+def _command_options(kind: type[Any], before: str = "", is_grouped: bool = False) -> Iterator[_CommandOption]:
+    """Yields the options of a dataclass and of its nested dataclasses, in the order of their fields."""
     hints = get_type_hints(kind)
     for field in fields(kind):
         hint, may_be_none = _without_none(hints[field.name])
         option, place = option_of(field), f"{before}{field.name}"
         if option is not None:
-            yield _Spelled(place, option, hint, field.default, is_grouped)
+            yield _CommandOption(place, option, hint, field.default, is_grouped)
         elif is_dataclass(hint) and isinstance(hint, type):
-            yield from _spelled(hint, f"{place}_of_", is_grouped or may_be_none)
+            yield from _command_options(hint, f"{place}_of_", is_grouped or may_be_none)
 
 
 def _gathered(kind: type[Any], values: dict[str, Any], before: str = "") -> Any:
-    """The dataclass with the values of its options; its other fields have their defaults."""
+    """Returns the dataclass with the values of its options; its other fields get their defaults."""
     hints, chosen = get_type_hints(kind), {}
     for field in fields(kind):
         hint, may_be_none = _without_none(hints[field.name])
         place = f"{before}{field.name}"
         if option_of(field) is not None:
             chosen[field.name] = values[place]
-        elif own := list(_spelled(hint, f"{place}_of_")) if is_dataclass(hint) and isinstance(hint, type) else []:
-            is_left_out = may_be_none and _is_left_out(own, values)
-            chosen[field.name] = None if is_left_out else _gathered(hint, values, f"{place}_of_")
-    made = kind(**chosen)
-    if hasattr(made, "check"):
-        made.check()
-    return made
+        elif is_dataclass(hint) and isinstance(hint, type):
+            group = list(_command_options(hint, f"{place}_of_"))
+            if group:
+                is_left_out = may_be_none and _is_left_out(group, values)
+                chosen[field.name] = None if is_left_out else _gathered(hint, values, f"{place}_of_")
+    options = kind(**chosen)
+    if hasattr(options, "check"):
+        options.check()
+    return options
 
 
-def _is_left_out(group: list[_Spelled], values: dict[str, Any]) -> bool:
-    """Whether a group's required option is missing.
+def _is_left_out(group: list[_CommandOption], values: dict[str, Any]) -> bool:
+    """Returns whether the required option of a group is missing.
 
-    Raises:  UsageError if it is, and another of the group is given.
+    Raises:  UsageError if it is missing, but another option of the group is given.
     """
-    decisive = next(one for one in group if one.default is MISSING)
-    if values[decisive.place] is not None:
+    required = next(one for one in group if one.default is MISSING)
+    if values[required.place] is not None:
         return False
-    needed = decisive.option.name
+    needed = required.option.name
     source = click.get_current_context().get_parameter_source
     for one in group:
         if source(one.place) is ParameterSource.COMMANDLINE:
@@ -267,14 +269,14 @@ def _is_left_out(group: list[_Spelled], values: dict[str, Any]) -> bool:
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
-    """A type less None, and whether it had that."""
+    """Returns a type without None, and whether None was part of it."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kept = tuple(part for part in parts if part is not NoneType)
     return (Union[kept] if len(kept) > 1 else kept[0]), len(kept) < len(parts)  # noqa: UP007  # of a tuple
 
 
 def _literals(hint: Any) -> tuple[Any, ...]:
-    """The values of a Literal, or of a union of some; none of another type."""
+    """Returns the values of a Literal or of a union of Literals; no values for other types."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
@@ -282,13 +284,13 @@ def _literals(hint: Any) -> tuple[Any, ...]:
 
 
 def cache_folder() -> Path:
-    """Where the user's caches of ours are: `moe-pack` in XDG_CACHE_HOME, or in ~/.cache; it need not be there yet."""
+    """Returns the folder of our caches: `moe-pack` in XDG_CACHE_HOME or ~/.cache. It may not exist yet."""
     named = os.environ.get("XDG_CACHE_HOME")
     return (Path(named) if named else Path.home() / ".cache") / "moe-pack"
 
 
 class TerminalProgress:
-    """Shows progress on standard error: lines, and on a terminal a bar with the time left. Use it in a `with`."""
+    """Progress on standard error: lines and, on a terminal, a bar with the time left. A `with` removes the bar."""
 
     def __init__(self) -> None:
         self._bar: tqdm[None] | None = None
@@ -300,7 +302,7 @@ class TerminalProgress:
         self.end()
 
     def begin(self, stage: Stage) -> None:
-        """Announces the stage and shows its bar."""
+        """Prints the stage's note and shows its bar."""
         self.end()
         if stage.note:
             click.echo(f"{stage.name}: {stage.note}", err=True)

@@ -1,12 +1,14 @@
-"""How the options of commands are spelled: once, as fields of the dataclass that carries them.
+"""Options of commands as dataclass fields, and the protocol by which long work reports its progress.
 
-A field says its option in its metadata, `field(default=0.8, metadata=option("--temperature", help="..."))`; its type
-and its default are those of the option. `formats/cli.py` derives the command line from them, so this needs no click.
+An option is spelled once: as a field of the dataclass that carries it. The field's metadata describes the option:
+`field(default=0.8, metadata=option("--temperature", help="..."))`. The field's type and default are the option's.
+`formats/cli.py` derives the command line from these fields; this file does not import click.
 
-A field whose type is another dataclass with options contributes these; if it may be None, it is None unless an option
-without a default is given. A class that has a method `check` gets it called once all its options are read.
+If a field's type is another dataclass with options, the command gets these options too. If such a field may be None, it
+is None unless the user gives its option without a default. A class may have a method `check`, which is called once all
+its options are read.
 
-How long work tells how far it is: in stages, one after another, each of a known size.
+Long work reports its progress in stages, one after another, each of a known size.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +20,7 @@ _KEY = "option"
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of a command line; `option` says what its values mean."""
+    """An option of a command line; the function `option` documents the fields."""
 
     flags: tuple[str, ...]
     help: str
@@ -33,7 +35,7 @@ class Option:
 
     @property
     def name(self) -> str:
-        """The flag that messages name: the first long one."""
+        """The flag that messages name: the first long flag."""
         long = next(flag for flag in self.flags if flag.startswith("--"))
         return long.partition("/")[0]
 
@@ -56,10 +58,10 @@ def option(
     is a UTF-8 file or `-`. Help shows the default, unless it is None or `help` has "[default: ...]" itself.
 
     Args:    flags: `--output`, `-o`, or `--inputs/--no-inputs`.   least, most: bounds of a number, both allowed.
-             choices: the texts allowed, where the field's type does not list them.   parse: makes the field's value of
-             the text; raises ValueError with what was expected.   default_text: how the default is written, where
-             `parse` makes it of a text.   path: what a path may lead to, if it exists.   mark: a word that `given`
-             selects options by.
+             choices: the allowed texts, if the field's type does not list them.   parse: makes the field's value from
+             the text; raises ValueError with a message that says what it expects.   default_text: the default as a
+             user would type it, if there is a `parse`.   path: what a path may lead to, if it exists.
+             mark: a word by which `given` selects options.
     """
     return {_KEY: Option(flags, help, metavar, least, most, choices, parse, default_text, path, mark)}
 
@@ -75,24 +77,25 @@ def given(options: object, mark: str | None = None) -> list[str]:
     Args:    mark: restricts the list to options that carry this mark.
     """
     assert is_dataclass(options), "options are fields of a dataclass"
-    found: list[str] = []
+    names: list[str] = []
     for field in fields(options):
         value, spelled = getattr(options, field.name), option_of(field)
         if spelled is not None:
             differs = field.default is MISSING or value != field.default
             if differs and mark in (None, spelled.mark):
-                found.append(spelled.name)
+                names.append(spelled.name)
         elif is_dataclass(value):
-            found += given(value, mark)
-    return found
+            names += given(value, mark)
+    return names
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """A part of long work.
 
-    `total`: how much there is to do, in `unit` ("B" for bytes; empty: things).   `done`: of it by an earlier run.
-    `seconds`: an estimate for what is left; 0: there is none.   `note`: what to announce of the stage; empty: nothing.
+    `total`: its size, in `unit` ("B" for bytes; empty for things that are counted).   `done`: how much of it an earlier
+    run has done.   `seconds`: an estimate of the time that is left; 0 if there is none.   `note`: a line that announces
+    the stage; empty for none.
     """
 
     name: str
@@ -104,16 +107,16 @@ class Stage:
 
 
 class Progress(Protocol):
-    """What long work tells how far it is."""
+    """The receiver of progress reports from long work."""
 
     def begin(self, stage: Stage) -> None:
-        """Begins a stage; the one before has ended."""
+        """Begins a stage. The stage before must have ended."""
         ...
 
     def advance(self, amount: int, what: str = "") -> None:
-        """Adds to what is done of the stage. Called by one thread at a time.
+        """Adds `amount`, in the stage's unit, to the work that is done. Only one thread may call it at a time.
 
-        Args:    what: was done, in a few words.
+        Args:    what: the work that was done, in a few words.
         """
         ...
 
@@ -122,12 +125,12 @@ class Progress(Protocol):
         ...
 
     def say(self, line: str) -> None:
-        """Says a line, within a stage or between two."""
+        """Shows a line, within a stage or between two."""
         ...
 
 
 class _NoProgress:
-    """Progress that nobody sees."""
+    """Progress that is not shown."""
 
     def begin(self, stage: Stage) -> None: ...
 

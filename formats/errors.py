@@ -1,23 +1,23 @@
-"""Every error a user can meet, in one tree.
+"""The errors that a user can meet, in one tree.
 
-    MoePackError                anything we raise on purpose; the command line prints it as one line, exit code 1
-    ├── CheckpointError         the source: missing or damaged files, unknown architecture, tensors that do not fit
-    ├── PackError               the pack: damaged, foreign, unfinished
-    ├── PlanError               what was asked for cannot be built: widths, groups, selector kinds
-    ├── ConversionError         the output folder: taken, in use, full
-    ├── RunError                what was asked of the runtime: prompt, context, device, template
-    └── UsageError              options that do not go together; the command line ends with exit code 2
+    MoePackError                any error of ours; the command line prints it as one line and exits with 1
+    ├── CheckpointError         the checkpoint: missing or damaged files, unknown architecture, wrong tensors
+    ├── PackError               the pack: damaged, unfinished, or of another version
+    ├── PlanError               the plan: widths, groups or selector kinds that the format or the model does not allow
+    ├── ConversionError         the output folder: not empty, in use, or full
+    ├── RunError                the run: prompt, context, device, template
+    └── UsageError              options that contradict each other or miss one; the command line exits with 2
 
-Messages read *place: found X, expected Y; what to do*, in one line.
+A message is one line: *place: what is wrong, found X, expected Y; what to do*.
 """
 
 
 class MoePackError(Exception):
-    """Root of the tree: caught once, at the command line."""
+    """The root of the tree. Only the command line catches it."""
 
 
 class CheckpointError(MoePackError):
-    """The checkpoint cannot be read, or is not one we know how to pack."""
+    """The checkpoint cannot be read, or is of a kind that we cannot pack."""
 
 
 class PackError(MoePackError):
@@ -25,7 +25,7 @@ class PackError(MoePackError):
 
 
 class PlanError(MoePackError):
-    """The options ask for something the format or the model does not allow."""
+    """The plan asks for something that the format or the model does not allow."""
 
 
 class ConversionError(MoePackError):
@@ -33,8 +33,8 @@ class ConversionError(MoePackError):
 
 
 class RunError(MoePackError):
-    """The runtime was asked for something it cannot do."""
+    """The run asks for something that the runtime cannot do."""
 
 
 class UsageError(MoePackError):
-    """Options of a command do not go together, or lack one that they need."""
+    """Options of a command contradict each other, or an option that they need is missing."""

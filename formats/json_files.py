@@ -1,8 +1,7 @@
-"""Our own JSON files, to and from frozen dataclasses: nothing unknown, nothing missing, nothing of another type.
+"""Our own JSON files, read into frozen dataclasses and written from them; the SHA-256 at the end of such a file.
 
-Not for foreign files (config.json): those are read key by key in `families`.
-
-JSON files that end with the SHA-256 of themselves: the manifest and the sidecars. Specified in docs/format.md.
+A file with an unknown key, a missing key or a value of another type is refused. Foreign files (config.json) are read
+key by key in `families/config.py`. docs/format.md specifies both the JSON and the digest.
 """
 
 import dataclasses
@@ -21,17 +20,17 @@ _ADDED = "added"  # in a field's metadata
 
 
 def added(default: T) -> T:
-    """A dataclass field that its kind of file got later: the key is written only where its value is not `default`.
+    """Declares a dataclass field that a later version added: its key is written only if the value is not `default`.
 
-    So what was written before stays readable, byte for byte the same, and older readers refuse what they do not know.
+    Older files stay readable and are written with the same bytes; older readers refuse the new key.
     """
     return dataclasses.field(default=default, metadata={_ADDED: True})
 
 
 def parse(raw: bytes, place: str, error: type[MoePackError]) -> Any:
-    """The JSON value in `raw`; duplicate keys, NaN, infinities and deep nesting are refused.
+    """Returns the JSON value in `raw`. Refuses duplicate keys, NaN, infinities and deep nesting.
 
-    Args:    place: the file's name, for messages.   error: what to raise.
+    Args:    place: the file's name, for messages.   error: the class of the errors.
     Raises:  `error` if `raw` is not UTF-8 JSON.
     """
 
@@ -45,12 +44,12 @@ def parse(raw: bytes, place: str, error: type[MoePackError]) -> Any:
         return value
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        values = dict(pairs)
+        if len(values) != len(pairs):
             keys = [key for key, _ in pairs]
             twice = next(key for key in keys if keys.count(key) > 1)
             raise error(f"{place}: key {twice!r} appears twice")
-        return found
+        return values
 
     try:
         return json.loads(
@@ -61,18 +60,17 @@ def parse(raw: bytes, place: str, error: type[MoePackError]) -> Any:
 
 
 def load(kind: type[T], value: Any, place: str, error: type[MoePackError]) -> T:
-    """The dataclass `kind` held in the parsed JSON `value`.
+    """Returns the dataclass `kind` with the values of the parsed JSON `value`.
 
     Fields may be str, int, bool, float, Literal, another dataclass, `tuple[X, ...]`, or any of these `| None`; also a
-    union of dataclasses whose field `kind`, a Literal of its own in each, tells them apart. Keys of `added` fields may
-    be missing, no others.
+    union of dataclasses, each with its own Literal in a field `kind`. Only keys of `added` fields may be missing.
     Raises:  `error` naming the key, if one is unknown, missing or of another type.
     """
     return cast(T, _load(kind, value, place, error))
 
 
 def dump(record: Any) -> Any:
-    """What `load` reads back once it has been JSON: plain dicts, sequences and scalars."""
+    """Returns a dataclass as JSON dicts, lists and scalars, which `load` reads back."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
         pairs = ((field, getattr(record, field.name)) for field in dataclasses.fields(record))
         return {
@@ -84,7 +82,7 @@ def dump(record: Any) -> Any:
 
 
 def canonical(value: Any) -> bytes:
-    """`value` as the one byte string that stands for it in digests and files: sorted keys, one-space indent."""
+    """Returns the canonical JSON of `value` for digests and files: sorted keys, indented by one space."""
     return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=True, allow_nan=False) + "\n").encode("ascii")
 
 
@@ -158,7 +156,7 @@ def _tail(digest: str) -> bytes:
 
 
 def sealed(values: dict[str, Any]) -> bytes:
-    """Canonical JSON of an object, with one more and last key `sha256`: the file's digest, taken with it as zeros."""
+    """Returns canonical JSON of an object with `sha256` as its last key: the file's digest, with zeros in its place."""
     body = canonical(values)
     assert body.endswith(b"\n}\n"), "canonical JSON of an object that has keys"
     body = body.removesuffix(b"\n}\n")
@@ -166,14 +164,14 @@ def sealed(values: dict[str, Any]) -> bytes:
 
 
 def check_seal(raw: bytes, place: str) -> None:
-    """Checks that a file ends with the digest of itself.
+    """Checks that a file ends with its own SHA-256.
 
     Args:    place: the file's name, for messages.
-    Raises:  PackError if it does not.
+    Raises:  PackError if the digest is missing or wrong.
     """
     length = len(_tail(_ZERO_DIGEST))
-    found = re.fullmatch(r',\n "sha256": "([0-9a-f]{64})"\n}\n', raw[-length:].decode("ascii", "replace"))
-    if found is None:
+    match = re.fullmatch(r',\n "sha256": "([0-9a-f]{64})"\n}\n', raw[-length:].decode("ascii", "replace"))
+    if match is None:
         raise PackError(f"{place}: does not end with its own digest; the file is cut or damaged")
-    if hashlib.sha256(raw[:-length] + _tail(_ZERO_DIGEST)).hexdigest() != found[1]:
+    if hashlib.sha256(raw[:-length] + _tail(_ZERO_DIGEST)).hexdigest() != match[1]:
         raise PackError(f"{place}: SHA-256 does not match its bytes; the file is damaged")

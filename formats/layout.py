@@ -1,12 +1,11 @@
-"""The row layout: parts side by side, then a CRC-32, padded to 16 bytes. One for selectors, records, dense matrices.
+"""The layout of a pack before its bytes exist: each file's size, each extent's place, each row's parts.
 
-A row is all that one neuron (or one output of a dense matrix) needs, and depends on no other row's bytes.
-Specified in docs/format.md.
+The layout follows from the model's spec and the plan alone. So sizes are known before the conversion, and the writer
+and the reader compute the same places.
 
-A pack before its bytes exist: every file's size, every extent's place, every item to write.
-
-All of it follows from the model's spec and the plan, so that sizes are promised before conversion and writer and
-reader agree without talking.
+A row is all that one neuron (or one output of a dense matrix) needs, and depends on no other row's bytes: its parts,
+one after another, then a CRC-32, padded to 16 bytes. Selectors, records and dense matrices have the same kind of rows.
+docs/format.md specifies them.
 """
 
 import zlib
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from moe_pack.formats.errors import PackError, PlanError
 from moe_pack.formats.plan import FP8, ExpertFormat, PartFormat, Plan, format_fault, plan_fault
-from moe_pack.formats.safetensors import TensorEntry, TensorFileLayout, lay_out, split_bytes
+from moe_pack.formats.safetensors import StoredTensor, TensorEntry, TensorFileLayout, lay_out, split_bytes
 from moe_pack.formats.spec import (
     MATRICES,
     DenseRole,
@@ -38,7 +37,7 @@ Bytes2D = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One matrix's share of a row: `offset` and `num_bytes` of codes, scales and zeros, then its bias if it has one."""
+    """A matrix's bytes in a row: codes, scales and zeros in `num_bytes` from `offset` on, then its bias, if any."""
 
     name: str
     format: PartFormat
@@ -49,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Where everything lies in a row for `num_cols` weights a part; `row_bytes` includes CRC and padding."""
+    """The places in a row with `num_cols` weights a part; `row_bytes` includes CRC and padding."""
 
     parts: tuple[Part, ...]
     num_cols: int
@@ -57,12 +56,12 @@ class RowLayout:
     row_bytes: int
 
     def part(self, name: str) -> Part | None:
-        """The part called `name`, or None."""
+        """Returns the part called `name`, or None."""
         return next((part for part in self.parts if part.name == name), None)
 
 
 def row_layout(parts: list[tuple[str, PartFormat, bool]], num_cols: int) -> RowLayout:
-    """The layout of rows with these parts: name, format, whether a float32 bias follows."""
+    """Returns the layout of rows with these parts: name, format, whether a float32 bias follows."""
     placed, end = [], 0
     for name, part_format, has_bias in parts:
         num_bytes = part_format.part_bytes(num_cols)
@@ -72,7 +71,7 @@ def row_layout(parts: list[tuple[str, PartFormat, bool]], num_cols: int) -> RowL
 
 
 def extra_layout(num_floats: int) -> RowLayout | None:
-    """The layout of a row that is float32 values alone, and what ends a row; None where there are no values."""
+    """Returns the layout of a row of `num_floats` float32 values, CRC and padding; None for no values."""
     return RowLayout((), num_floats, 4 * num_floats, _row_bytes(4 * num_floats)) if num_floats else None
 
 
@@ -82,7 +81,7 @@ def _row_bytes(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """One expert's extent: `f` selector rows (where the kind has any), `f` records, then a row of float32 extras."""
+    """One expert's extent: `f` selector rows (if the kind has any), `f` records, then a row of float32 extras."""
 
     selector: RowLayout | None
     records: RowLayout
@@ -91,30 +90,30 @@ class ExpertLayout:
 
     @property
     def selector_bytes(self) -> int:
-        """Bytes of all selector rows."""
+        """The bytes of all selector rows."""
         return self.num_rows * self.selector.row_bytes if self.selector else 0
 
     @property
     def records_bytes(self) -> int:
-        """Bytes of all records."""
+        """The bytes of all records."""
         return self.num_rows * self.records.row_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the extent: selector, records, extra."""
+        """The bytes of the extent: selector, records, extra."""
         return self.selector_bytes + self.records_bytes + self.extra_bytes
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of the row of extras."""
+        """The bytes of the row of extras."""
         return self.extra.row_bytes if self.extra else 0
 
     def rows(self) -> tuple[RowLayout, ...]:
-        """The kinds of rows that there are."""
+        """Returns the layouts of the rows that the extent has."""
         return tuple(rows for rows in (self.selector, self.records, self.extra) if rows is not None)
 
     def find(self, matrix: Matrix) -> tuple[RowLayout, Part, int] | None:
-        """The rows that hold `matrix`, its part in them, and where these rows begin in the extent; None if nowhere."""
+        """Returns the rows with `matrix`, its part in them, and their offset in the extent; None without the matrix."""
         if self.selector is not None and (part := self.selector.part(matrix)) is not None:
             return self.selector, part, 0
         part = self.records.part(matrix)
@@ -122,7 +121,7 @@ class ExpertLayout:
 
 
 def expert_layout(expert: ExpertFormat, selector: Selector, spec: ExpertSpec, hidden_size: int) -> ExpertLayout:
-    """The layout of an expert stored as `expert` says, for this selector kind."""
+    """Returns the layout of an expert with the formats `expert` and this selector kind."""
 
     def rows(matrices: tuple[Matrix, ...]) -> RowLayout:
         parts = [
@@ -140,9 +139,9 @@ def expert_layout(expert: ExpertFormat, selector: Selector, spec: ExpertSpec, hi
 
 
 def write_rows(layout: RowLayout, sections: Mapping[str, Bytes2D], out: Bytes2D) -> None:
-    """Puts the parts' bytes side by side into rows, with CRC and zero padding.
+    """Writes the parts' bytes into rows, one part after another, with CRC and zero padding.
 
-    Args:    sections: for each part, u8 [rows, part's bytes and bias].   out: u8 [rows, row_bytes], overwritten.
+    Args:    sections: for each part, u8 [rows, bytes of part and bias].   out: u8 [rows, row_bytes], overwritten.
     """
     for part in layout.parts:
         section = sections[part.name]
@@ -151,7 +150,7 @@ def write_rows(layout: RowLayout, sections: Mapping[str, Bytes2D], out: Bytes2D)
 
 
 def seal_rows(layout: RowLayout, out: Bytes2D) -> None:
-    """Puts into rows whose parts are there what ends each: its CRC, and zero padding.
+    """Writes the CRC and the zero padding of rows whose parts are already written.
 
     Args:    out: u8 [rows, row_bytes].
     """
@@ -161,18 +160,19 @@ def seal_rows(layout: RowLayout, out: Bytes2D) -> None:
 
 
 def row_crcs(layout: RowLayout, rows: Bytes2D) -> NDArray[np.uint32]:
-    """CRC-32 (zlib's polynomial) of each row's bytes before its CRC field: u32 [rows]."""
-    held = np.ascontiguousarray(rows).data.cast("B")
+    """Returns the CRC-32 (zlib's polynomial) of each row's bytes before its CRC field: u32 [rows]."""
+    raw = np.ascontiguousarray(rows).data.cast("B")
     size, end = rows.shape[1], layout.crc_offset
     return np.fromiter(
-        (zlib.crc32(held[start : start + end]) for start in range(0, len(held), size)), np.uint32, rows.shape[0]
+        (zlib.crc32(raw[start : start + end]) for start in range(0, len(raw), size)), np.uint32, rows.shape[0]
     )
 
 
 def check_rows(layout: RowLayout, rows: Bytes2D, place: str) -> None:
     """Checks every row's CRC and that its padding is zero.
 
-    Raises:  PackError naming the first damaged row.
+    Args:    rows: u8 [rows, row_bytes].   place: what they are, for messages.
+    Raises:  PackError that names the first damaged row.
     """
     stored = np.ascontiguousarray(rows[:, layout.crc_offset : layout.crc_offset + 4]).view("<u4")[:, 0]
     wrong = np.flatnonzero(row_crcs(layout, rows) != stored)
@@ -183,25 +183,24 @@ def check_rows(layout: RowLayout, rows: Bytes2D, place: str) -> None:
         raise PackError(f"{place}: row {padded[0]}: padding is not zero")
 
 
-StoredTensor = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
-# What disks are read in: offsets, sizes and addresses of direct reads are multiples of it, so experts begin on one.
+# Offsets, sizes and addresses of direct reads are multiples of a disk block, so experts begin on one.
 DISK_BLOCK_BYTES = 4096
 DENSE_ALIGN = 64  # one cache line
 DENSE_FILE = "dense.safetensors"
 UNUSED_FILE = "unused-000.safetensors"
-# Larger dense tensors are written in pieces of whole rows: nobody need hold one. Rows are a multiple of what any
-# quantizer solves together, so that pieces change no byte.
+# Larger dense tensors are written in pieces of whole rows, so that none is in memory whole. The number of rows is a
+# multiple of the rows that any quantizer solves together, so that pieces change no byte.
 _PIECE_BYTES, _PIECE_ROWS = 128 << 20, 512
 
 
 def experts_file(layer: int) -> str:
-    """The name of the file that holds decoder layer `layer`'s experts."""
+    """Returns the name of the file with the experts of decoder layer `layer`."""
     return f"experts-{layer:03d}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class DenseLayout:
-    """A dense tensor as it will be stored: rows of the row layout where `rows` is set, else the source's bytes."""
+    """A dense tensor as it will be stored: in rows if `rows` is set, else as the source's bytes."""
 
     role: DenseRole
     dtype: str
@@ -211,10 +210,10 @@ class DenseLayout:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A range of a file that is written, and journaled, as one.
+    """A range of a file that is written, and entered in the journal, at once.
 
-    A header, an expert's extent, rows of a dense tensor from `first_row` on, bytes of an unused one from `start` on;
-    `role` is the tensor's name in its file.
+    It is a header, an expert's extent, rows of a dense tensor from `first_row` on, or bytes of an unused tensor from
+    `start` on. `role` is the tensor's name in its file.
     """
 
     kind: Literal["header", "expert", "dense", "unused"]
@@ -230,9 +229,9 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class PackLayout:
-    """Files and extents of a pack. `experts[l][e]` and `expert_files[l]` count MoE layers, not decoder layers.
+    """The files and extents of a pack. In `experts[l][e]` and `expert_files[l]`, `l` counts MoE layers.
 
-    `offsets[l][e]` is where the expert's extent begins in its layer's file, in bytes.
+    `offsets[l][e]` is the offset of the expert's extent in its layer's file, in bytes.
     """
 
     spec: ModelSpec
@@ -244,7 +243,7 @@ class PackLayout:
     unused_file: TensorFileLayout | None = None
 
     def files(self) -> Iterator[tuple[str, TensorFileLayout]]:
-        """The large files, which are laid out before they are written."""
+        """Yields name and layout of each large file: those that are laid out before they are written."""
         yield DENSE_FILE, self.dense_file
         for layer, file in zip(self.spec.moe_layers, self.expert_files, strict=True):
             yield experts_file(layer), file
@@ -252,7 +251,7 @@ class PackLayout:
             yield UNUSED_FILE, self.unused_file
 
     def items(self) -> Iterator[Item]:
-        """Everything to write into the large files, in order."""
+        """Yields all ranges of the large files, in the order of writing."""
         yield Item("header", DENSE_FILE, 0, len(self.dense_file.header))
         for dense in self.dense:
             yield from _dense_items(dense.entry)
@@ -285,11 +284,12 @@ def _unused_items(entry: TensorEntry) -> Iterator[Item]:
 def pack_layout(
     spec: ModelSpec, plan: Plan, dense_dtypes: Sequence[str], unused: Sequence[StoredTensor] = ()
 ) -> PackLayout:
-    """The layout of the pack that `plan` makes of a model.
+    """Returns the layout of the pack of a model with `plan`.
 
-    Args:    dense_dtypes: safetensors dtype of each dense tensor in the source, in the order of `dense_roles`. What is
-             F8_E4M3, and is not quantized, is in rows of `fp8`.   unused: what is kept but not run.
-    Raises:  PlanError if the plan is for another model, or asks for what its rows cannot hold.
+    Args:    dense_dtypes: safetensors dtype of each dense tensor in the source, in the order of `dense_roles`. F8_E4M3
+             tensors that are not quantized are stored in rows of `fp8`.   unused: tensors that the pack keeps, but that
+             are not run.
+    Raises:  PlanError if the plan is for another model, or has formats that its rows do not allow.
     """
     fault = plan_fault(plan, spec)
     if fault:
@@ -305,9 +305,9 @@ def pack_layout(
 
 
 def _kept(role: DenseRole, dtype: str) -> tuple[str, PartFormat | None]:
-    """How a dense tensor is stored that keeps the source's values: as it lies there, or FP8 in rows.
+    """Returns dtype and format of a dense tensor that keeps the source's values: its own dtype, or FP8 in rows.
 
-    FP8 whose rows are no multiple of 64 values is stored as what it means, in float32.
+    FP8 is decoded to float32 if a row is not a multiple of 64 values.
     """
     if dtype != "F8_E4M3":
         return dtype, None
@@ -320,7 +320,11 @@ def layout_of(
     dense_formats: Sequence[tuple[str, PartFormat | None]],
     unused: Sequence[StoredTensor] = (),
 ) -> PackLayout:
-    """The layout for experts and dense tensors stored as given: dtype in the source, or the rows' format."""
+    """Returns the layout of a pack.
+
+    Args:    experts: [MoE layer][expert].   dense_formats: for each of `dense_roles`, the dtype in the source and the
+             format of its rows; None stores the source's bytes.   unused: tensors that are kept, but not run.
+    """
     roles = dense_roles(spec)
     rows = [
         row_layout([("weight", part, False)], role.shape[1]) if part else None
@@ -348,9 +352,9 @@ def whole_blocks(num_bytes: int) -> int:
 
 
 def _expert_file(layer: Sequence[ExpertLayout]) -> TensorFileLayout:
-    groups: list[list[tuple[str, str, tuple[int, ...]]]] = []
+    groups: list[list[StoredTensor]] = []
     for number, expert in enumerate(layer):
-        group: list[tuple[str, str, tuple[int, ...]]] = []
+        group: list[StoredTensor] = []
         if expert.selector is not None:
             group.append((f"{number}.selector", "U8", (expert.num_rows, expert.selector.row_bytes)))
         group.append((f"{number}.records", "U8", (expert.num_rows, expert.records.row_bytes)))

@@ -1,13 +1,12 @@
-"""`index.safetensors`: the facts of every expert as arrays `[L, E]`, and the thresholds and order beside it.
+"""The tables of a pack: `index.safetensors`, thresholds, order, `manifest.json` and `source.json`.
 
-L counts MoE layers, E experts a layer. Formats are stored for gate, up and down in this order. Every array is
-checked as a whole; offsets and sizes must be those that follow from the formats (`layout`).
+The index has the facts of every expert as arrays `[L, E]`: L MoE layers of E experts. Formats are stored in the order
+gate, up, down. Every array is checked as a whole; offsets and sizes must be those that follow from the formats
+(`layout`).
 
-`manifest.json`: what the pack is, which files it has, and the digests that prove them. Specified in docs/format.md.
-
-Deterministic: no time, host, worker count or measurement.
-
-`source.json`: what became of every tensor of the checkpoint.
+The manifest says what the pack is, which files it has, and the digests that prove them. It has no time, host, number of
+workers or measurement, so that the same conversion makes the same bytes. `source.json` says what became of every tensor
+of the checkpoint. docs/format.md specifies all of them.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import json_files as strict_json
+from moe_pack.formats import json_files
 from moe_pack.formats.errors import PackError
 from moe_pack.formats.json_files import check_seal, sealed
 from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, PackLayout, experts_file
@@ -31,10 +30,10 @@ from moe_pack.formats.spec import MATRICES, ModelSpec, Selector, spec_fault
 
 INDEX_FILE = "index.safetensors"
 THRESHOLDS_FILE = "thresholds.safetensors"
-NEW_THRESHOLDS_FILE = f"{THRESHOLDS_FILE}.new"  # while they are rewritten: `rethreshold`
+NEW_THRESHOLDS_FILE = f"{THRESHOLDS_FILE}.new"  # during a rewrite (`writer`)
 ORDER_FILE = "order.safetensors"
 
-NO_PART = 0  # codec of a matrix the expert does not have
+NO_PART = 0  # codec of a matrix that the expert does not have
 _CODEC_IDS: dict[Codec, int] = {"bf16": 1, "affine": 2, "fp8": 3, "e5m2": 4, "mxfp4": 5, "trellis": 6}
 _CODEC_NAMES = {number: name for name, number in _CODEC_IDS.items()}
 _NUMPY_DTYPES = {"U8": "<u1", "U16": "<u2", "U32": "<u4", "U64": "<u8", "F32": "<f4"}
@@ -44,13 +43,13 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """What proves an extent's bytes: CRC-32 for use, SHA-256 for `verify`."""
+    """The digests of an extent's bytes: CRC-32 for running, SHA-256 for `verify`."""
 
     crc32: int
     sha256: bytes
 
 
-# Name, dtype and shape beyond [L, E] of each array of the index.
+# Name and dtype of each array of the index, and its dimensions after [L, E].
 _INDEX_ARRAYS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
     ("offset", "U64", ()),
     ("size", "U64", ()),
@@ -66,9 +65,9 @@ _INDEX_ARRAYS: tuple[tuple[str, str, tuple[int, ...]], ...] = (
 
 
 def index_bytes(layout: PackLayout, plan: Plan, digests: Mapping[tuple[int, int], Digests]) -> bytes:
-    """The whole `index.safetensors` of a pack.
+    """Returns the bytes of a pack's `index.safetensors`.
 
-    Args:    digests: for each (MoE layer index, expert).
+    Args:    digests: by MoE layer index and expert.
     """
     L, E = len(layout.experts), layout.spec.router.num_experts
     arrays = {name: np.zeros((L, E, *tail), _NUMPY_DTYPES[dtype]) for name, dtype, tail in _INDEX_ARRAYS}
@@ -92,22 +91,22 @@ def index_bytes(layout: PackLayout, plan: Plan, digests: Mapping[tuple[int, int]
 
 
 def thresholds_bytes(thresholds: NDArray[np.float32]) -> bytes:
-    """The whole `thresholds.safetensors` for thresholds `[L, E]`."""
+    """Returns the bytes of `thresholds.safetensors` for thresholds `[L, E]`."""
     return assemble([("threshold", "F32", thresholds.shape, thresholds.astype("<f4").tobytes())])
 
 
 def order_bytes(order: NDArray[np.uint32]) -> bytes:
-    """The whole `order.safetensors`: `order[l, e, j]` is the source's neuron in row `j`, `[L, E, f]`."""
+    """Returns the bytes of `order.safetensors`: in `[L, E, f]`, `order[l, e, j]` is the source's neuron in row `j`."""
     return assemble([("order", "U32", order.shape, order.astype("<u4").tobytes())])
 
 
 def read_arrays(
     raw: bytes, entries: Mapping[str, Any], place: str, wanted: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> dict[str, Array]:
-    """The arrays of a small safetensors file, exactly those wanted.
+    """Returns the arrays of a small safetensors file, which must be exactly those of `wanted`.
 
     Args:    entries: the file's `TensorEntry` by name.   wanted: dtype and shape by name.
-    Raises:  PackError for one missing, unknown, or of another dtype or shape.
+    Raises:  PackError for an array that is missing, unknown, or of another dtype or shape.
     """
     for name in entries:
         if name not in wanted and not name.startswith("pad."):
@@ -138,9 +137,9 @@ class Index:
     _row_bytes: tuple[Array, Array]
 
     def check_layout(self, layout: PackLayout) -> None:
-        """Checks that offsets and sizes are those the formats give.
+        """Checks that offsets and sizes are those that follow from the formats.
 
-        Raises:  PackError naming the first expert where they differ.
+        Raises:  PackError that names the first expert where they differ.
         """
         experts = layout.experts
         wanted = {
@@ -152,19 +151,19 @@ class Index:
             ),
             "record_row_bytes": (self._row_bytes[1], [[e.records.row_bytes for e in layer] for layer in experts]),
         }
-        for name, (found, expected) in wanted.items():
-            wrong = np.argwhere(found != np.array(expected, found.dtype))
+        for name, (stored, expected) in wanted.items():
+            wrong = np.argwhere(stored != np.array(expected, stored.dtype))
             if wrong.size:
                 l, e = (int(number) for number in wrong[0])
                 raise PackError(
-                    f"{INDEX_FILE}: {name} of layer {l} expert {e} is {found[l, e]}, expected {expected[l][e]}"
+                    f"{INDEX_FILE}: {name} of layer {l} expert {e} is {stored[l, e]}, expected {expected[l][e]}"
                 )
 
 
 def read_index(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> Index:
-    """The index in the bytes of `index.safetensors`, its formats checked against the model.
+    """Reads the bytes of `index.safetensors` and checks its formats against the model.
 
-    Raises:  PackError for arrays that are missing or misshapen, unknown codecs, widths or groups.
+    Raises:  PackError for arrays that are missing or have another shape, and for unknown codecs, widths or groups.
     """
     shape = (len(spec.moe_layers), spec.router.num_experts)
     wanted = {name: (dtype, (*shape, *tail)) for name, dtype, tail in _INDEX_ARRAYS}
@@ -197,9 +196,9 @@ def _expert_format(facts: list[list[int]], spec: ModelSpec) -> ExpertFormat:
 
 
 def read_thresholds(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> NDArray[np.float32]:
-    """Thresholds `[L, E]`, all finite and not negative.
+    """Reads thresholds `[L, E]`, which must be finite and not negative.
 
-    Raises:  PackError naming the first that is not.
+    Raises:  PackError that names the first wrong one.
     """
     shape = (len(spec.moe_layers), spec.router.num_experts)
     thresholds = read_arrays(raw, entries, THRESHOLDS_FILE, {"threshold": ("F32", shape)})["threshold"]
@@ -210,7 +209,7 @@ def read_thresholds(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> 
 
 
 def thresholds_fault(thresholds: NDArray[np.float32]) -> str:
-    """What is wrong with the first threshold of `[L, E]` that is none; empty if all are."""
+    """Returns what is wrong with the first wrong threshold of `[L, E]`; empty if all are right."""
     wrong = np.argwhere(~(np.isfinite(thresholds) & (thresholds >= 0)))
     if not wrong.size:
         return ""
@@ -219,9 +218,9 @@ def thresholds_fault(thresholds: NDArray[np.float32]) -> str:
 
 
 def read_order(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> NDArray[np.uint32]:
-    """The neuron order `[L, E, f]`, each expert's a permutation.
+    """Reads the neuron order `[L, E, f]`: a permutation for each expert.
 
-    Raises:  PackError naming the first expert whose order is none.
+    Raises:  PackError that names the first expert whose order is not a permutation.
     """
     f = spec.expert.intermediate_size
     shape = (len(spec.moe_layers), spec.router.num_experts, f)
@@ -233,7 +232,7 @@ def read_order(raw: bytes, entries: Mapping[str, Any], spec: ModelSpec) -> NDArr
 
 
 def order_fault(order: NDArray[np.uint32]) -> str:
-    """Which expert of `[L, E, f]` is the first whose order is no permutation; empty if all are."""
+    """Returns which expert of `[L, E, f]` is the first without a permutation; empty if all have one."""
     f = order.shape[2]
     for l, layer in enumerate(order):  # a layer at a time: sorting copies it
         wrong = np.flatnonzero((np.sort(layer, axis=1) != np.arange(f, dtype=np.uint32)).any(axis=1))
@@ -267,7 +266,7 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class ContentFile:
-    """A file checked as a whole: its size and SHA-256."""
+    """A file with one digest for all its bytes."""
 
     name: str
     bytes: int
@@ -276,7 +275,7 @@ class ContentFile:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFile:
-    """A layer's experts. The digest is that of the header alone; the index has one for each extent."""
+    """The file of a layer's experts. The digest is of its header; the index has a digest for each extent."""
 
     name: str
     bytes: int
@@ -296,7 +295,7 @@ class QuantizedDense:
 
 @dataclass(frozen=True, slots=True)
 class PackageVersion:
-    """A package that took part in making the bytes."""
+    """A package that decided some of the bytes."""
 
     name: str
     version: str
@@ -304,10 +303,10 @@ class PackageVersion:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Bytes by part. `content` counts every file but the manifest; the parts named before it add up to it.
+    """The bytes of a pack by part. `content` counts all files but the manifest; the other parts add up to it.
 
-    `headers` are those of expert files, `padding` what keeps extents on their boundaries, `tables` index, thresholds,
-    order and source account, `copied` the source's own small files, `unused` what nothing runs.
+    `headers`: of the expert files.   `padding`: between extents.   `tables`: index, thresholds, order, source account.
+    `copied`: the source's small files.   `unused`: tensors that are not run.
     """
 
     selectors: int
@@ -319,12 +318,12 @@ class Totals:
     tables: int
     copied: int
     content: int
-    unused: int = strict_json.added(0)
+    unused: int = json_files.added(0)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The whole manifest; `conversion` is the digest of source, plan and versions, `root` that of the content."""
+    """The manifest. `conversion`: the digest of source, plan and versions.   `root`: the digest of the content."""
 
     format: Literal["moe-pack"]
     version: int
@@ -343,33 +342,33 @@ class Manifest:
 
 
 def root_digest(files: tuple[ContentFile, ...], expert_files: tuple[ExpertFile, ...]) -> str:
-    """SHA-256 of one line a file, sorted by name: digest (of the header, for experts), bytes, name."""
+    """Returns the SHA-256 of one line a file, sorted by name: digest (of the header, for experts), bytes, name."""
     lines = [(file.name, f"{file.sha256} {file.bytes} {file.name}\n") for file in files]
     lines += [(file.name, f"{file.header_sha256} {file.bytes} {file.name}\n") for file in expert_files]
     return hashlib.sha256("".join(line for _, line in sorted(lines)).encode("ascii")).hexdigest()
 
 
 def root_without_thresholds(manifest: Manifest) -> str:
-    """The root digest as it would be if there were no thresholds: it stays when they are rewritten."""
+    """Returns the root digest of all files but the thresholds. It stays the same when thresholds are rewritten."""
     files = tuple(file for file in manifest.files if file.name != THRESHOLDS_FILE)
     return root_digest(files, manifest.expert_files)
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
-    """The manifest's file, with the digest of itself filled in: canonical JSON, `sha256` as its last key."""
-    values = strict_json.dump(manifest)
+    """Returns the bytes of `manifest.json`: canonical JSON with its own digest in the last key, `sha256`."""
+    values = json_files.dump(manifest)
     del values["sha256"]
     return sealed(values)
 
 
 def read_manifest(raw: bytes) -> Manifest:
-    """The manifest in the bytes of its file, checked: digest, version, features, names, totals, root.
+    """Reads the bytes of `manifest.json` and checks digest, version, features, names, totals and root.
 
-    Raises:  PackError with the first fault.
+    Raises:  PackError for the first fault.
     """
     if len(raw) > MAX_MANIFEST_BYTES:
         raise PackError(f"{MANIFEST_FILE}: {len(raw)} bytes, at most {MAX_MANIFEST_BYTES}")
-    values = strict_json.parse(raw, MANIFEST_FILE, PackError)
+    values = json_files.parse(raw, MANIFEST_FILE, PackError)
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise PackError(f"{MANIFEST_FILE}: found no format 'moe-pack'; this folder is not a pack")
     if values.get("version") != VERSION:
@@ -384,7 +383,7 @@ def read_manifest(raw: bytes) -> Manifest:
                 f"{MANIFEST_FILE}: requires feature {feature!r}, which this version does not know; use a newer moe-pack"
             )
     check_seal(raw, MANIFEST_FILE)
-    manifest = strict_json.load(Manifest, values, MANIFEST_FILE, PackError)
+    manifest = json_files.load(Manifest, values, MANIFEST_FILE, PackError)
     _check_files(manifest)
     _check_meaning(manifest)
     return manifest
@@ -430,7 +429,7 @@ def _check_meaning(manifest: Manifest) -> None:
         raise PackError(f"{MANIFEST_FILE}: dense: a name is listed twice")
     if manifest.root != root_digest(manifest.files, manifest.expert_files):
         raise PackError(f"{MANIFEST_FILE}: root digest does not match the files listed")
-    totals = strict_json.dump(manifest.totals)
+    totals = json_files.dump(manifest.totals)
     content = totals.pop("content")
     for name, num_bytes in totals.items():
         if num_bytes < 0:
@@ -454,7 +453,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor and its fate; `reason` is empty unless it is unused or was dropped."""
+    """A tensor and its fate. `reason` says why it is unused or dropped, and is empty for other fates."""
 
     name: str
     dtype: str
@@ -464,7 +463,7 @@ class SourceTensor:
 
     @property
     def num_weights(self) -> int:
-        """Weights of the model in it: none in scales; MXFP4 codes are two a byte."""
+        """The number of the model's weights in it: none in scales, two a byte in MXFP4 codes."""
         if self.fate not in ("packed", "resident"):
             return 0
         return math.prod(self.shape) * (2 if self.dtype == "U8" else 1)
@@ -472,27 +471,27 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class SourceAccount:
-    """All shards and all tensors, each sorted by name."""
+    """All shards and all tensors of a checkpoint, each sorted by name."""
 
     files: tuple[SourceFile, ...]
     tensors: tuple[SourceTensor, ...]
 
 
 def account_bytes(files: Iterable[SourceFile], tensors: Iterable[SourceTensor]) -> bytes:
-    """The whole `source.json`."""
+    """Returns the bytes of `source.json`."""
     account = SourceAccount(
         tuple(sorted(files, key=lambda file: file.name)), tuple(sorted(tensors, key=lambda tensor: tensor.name))
     )
-    return strict_json.canonical(strict_json.dump(account))
+    return json_files.canonical(json_files.dump(account))
 
 
-# The account of a synthetic pack, which was made of no checkpoint: its weights are random.
+# The account of a synthetic pack: it has no checkpoint, its weights are random.
 NO_SOURCE = account_bytes((), ())
 
 
 def read_account(raw: bytes) -> SourceAccount:
-    """The account in the bytes of `source.json`.
+    """Reads the bytes of `source.json`.
 
-    Raises:  PackError if it is not one.
+    Raises:  PackError if they are not a source account.
     """
-    return strict_json.load(SourceAccount, strict_json.parse(raw, SOURCE_FILE, PackError), SOURCE_FILE, PackError)
+    return json_files.load(SourceAccount, json_files.parse(raw, SOURCE_FILE, PackError), SOURCE_FILE, PackError)

@@ -1,9 +1,9 @@
-"""A pack, open for reading: everything checked before it is used.
+"""A pack, open for reading, and the audit of all its bytes.
 
-`Pack` checks manifest, sizes, headers, index and thresholds when it is opened, every other file when it is read, and
-an expert's extent by its CRC-32 when it is first read. It never decodes weights.
+`Pack` checks everything before use: manifest, sizes, headers, index and thresholds when it opens, every other file when
+it is read, and an expert's extent by its CRC-32 at its first read. It never decodes weights.
 
-`verify` without a source: every byte of a pack proved, by SHA-256 and row CRCs, with nothing decoded.
+`audit` checks every byte of a pack, by SHA-256 and the CRCs of rows, without its source and without decoding.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from moe_pack.formats.manifest import (
     read_thresholds,
 )
 from moe_pack.formats.plan import PartFormat, format_fault
-from moe_pack.formats.safetensors import RangeReader, TensorEntry, read_header
+from moe_pack.formats.safetensors import RangeReader, StoredTensor, TensorEntry, read_header
 from moe_pack.formats.spec import dense_roles
 
 _DENSE_DTYPES = ("BF16", "F16", "F32")
@@ -43,7 +43,7 @@ _NO_SOURCE_SHA256 = hashlib.sha256(NO_SOURCE).hexdigest()
 
 
 def is_listed(path: Path, listed: ContentFile) -> bool:
-    """Whether a file is there and has the size and SHA-256 that a manifest lists."""
+    """Returns whether a file exists and has the size and SHA-256 that a manifest lists."""
     if not path.is_file():
         return False
     with RangeReader(path, PackError) as reader:
@@ -53,14 +53,14 @@ def is_listed(path: Path, listed: ContentFile) -> bool:
 class Pack:
     """An open pack. Owns its files' descriptors: `close` it, or use it in a `with`.
 
-    `manifest`, `spec`, `layout`, `index` are checked facts; `thresholds` f32 [L, E].
-    Raises:  PackError with the first fault found; nothing of a faulty pack is handed out.
+    `manifest`, `spec`, `layout`, `index`: checked facts.   `thresholds`: f32 [L, E].
+    Raises:  PackError for the first fault.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._readers: dict[str, RangeReader] = {}
-        self._paths: dict[str, Path] = {}  # of files that do not lie under their names
+        self._paths: dict[str, Path] = {}  # of files with another path than their name
         self._maps: dict[int, NDArray[np.uint8]] = {}  # of the experts' files, by layer_idx
         self._checked: set[tuple[int, int]] = set()
         if not folder.is_dir():
@@ -92,15 +92,15 @@ class Pack:
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether it was made of no checkpoint: its weights are random, and its text is noise."""
+        """Whether it was made without a checkpoint: its weights are random, and its text is noise."""
         return self._files[SOURCE_FILE].sha256 == _NO_SOURCE_SHA256
 
     def has(self, name: str) -> bool:
-        """Whether the pack has this file."""
+        """Returns whether the pack has this file."""
         return name in self._files
 
     def read_file(self, name: str) -> NDArray[np.uint8]:
-        """All bytes of a file other than the experts', checked against its SHA-256: u8, own memory.
+        """Reads all bytes of a file, but not of experts, and checks its SHA-256: u8, own memory.
 
         Raises:  PackError if they differ from what the manifest says.
         """
@@ -111,29 +111,30 @@ class Pack:
         return raw
 
     def check_file(self, name: str) -> None:
-        """Checks a file other than the experts' against its SHA-256, some bytes at a time.
+        """Checks the SHA-256 of a file, but not of experts, some bytes at a time.
 
-        Raises:  PackError if it differs.
+        Raises:  PackError if it differs from the manifest's.
         """
         if self._reader(name).sha256() != self._files[name].sha256:
             raise PackError(f"{name}: SHA-256 does not match the manifest's; the file is damaged")
 
     def read_extent(self, layer_idx: int, expert: int) -> NDArray[np.uint8]:
-        """All bytes of an expert, checked by CRC-32 the first time: u8, own memory.
+        """Reads all bytes of an expert and checks their CRC-32 the first time: u8, own memory.
 
         Raises:  PackError if they are damaged.
         """
         reader = self._reader(self.manifest.expert_files[layer_idx].name)
         raw = reader.read(self.layout.offsets[layer_idx][expert], self.layout.experts[layer_idx][expert].num_bytes)
-        self._check_extent(layer_idx, expert, raw, lambda held: zlib.crc32(held.data))
+        self._check_extent(layer_idx, expert, raw, lambda extent: zlib.crc32(extent.data))
         return raw
 
     def map_extent(
         self, layer_idx: int, expert: int, checksum: Callable[[NDArray[np.uint8]], int]
     ) -> NDArray[np.uint8]:
-        """All bytes of an expert where they lie in the mapped file, u8; nothing is read but by `checksum`, once.
+        """Returns all bytes of an expert, u8, in the mapped file. Only `checksum` reads them, and only the first time.
 
-        Args:    checksum: the CRC-32 of mapped bytes. It must bear that the file is cut, and so must who reads on.
+        Args:    checksum: computes the CRC-32 of mapped bytes. Both it and later readers must catch the SIGBUS of a
+                 file that is cut (`RangeReader.map`).
         Raises:  PackError if they are damaged, or the file cannot be mapped.
         """
         name = self.manifest.expert_files[layer_idx].name
@@ -147,39 +148,39 @@ class Pack:
         return mapped
 
     def is_cut(self, layer_idx: int) -> bool:
-        """Whether a layer's file of experts is shorter than it was: of a page cut in two, the rest reads as zeros."""
+        """Returns whether a layer's file is now too short. Its map hides that: a cut page ends in zeros."""
         listed = self.manifest.expert_files[layer_idx]
         return self._reader(listed.name).num_bytes < listed.bytes
 
     def _check_extent(
-        self, layer_idx: int, expert: int, held: NDArray[np.uint8], checksum: Callable[[NDArray[np.uint8]], int]
+        self, layer_idx: int, expert: int, extent: NDArray[np.uint8], checksum: Callable[[NDArray[np.uint8]], int]
     ) -> None:
         if (layer_idx, expert) in self._checked:
             return
-        if checksum(held) != self.index.crc32[layer_idx, expert]:
+        if checksum(extent) != self.index.crc32[layer_idx, expert]:
             name = self.manifest.expert_files[layer_idx].name
             raise PackError(f"{name}: expert {expert}: CRC-32 does not match its bytes; the file is damaged")
         self._checked.add((layer_idx, expert))
 
     def read_order(self) -> NDArray[np.uint32]:
-        """The neuron order [L, E, f]: `order[l, e, j]` is the source's neuron in row `j`."""
+        """Reads the neuron order [L, E, f]: `order[l, e, j]` is the source's neuron in row `j`."""
         return read_order(*self._table(ORDER_FILE), self.spec)
 
     def padding(self, layer_idx: int) -> list[TensorEntry]:
-        """The padding between the extents of a layer."""
+        """Returns the padding between the extents of a layer."""
         return [e for e in self.layout.expert_files[layer_idx].entries if e.name.startswith("pad.")]
 
     def read_range(self, layer_idx: int, entry: TensorEntry) -> NDArray[np.uint8]:
-        """The bytes of any tensor of a layer's file, unchecked."""
+        """Reads the bytes of any tensor of a layer's file, unchecked."""
         return self._reader(self.manifest.expert_files[layer_idx].name).read(entry.offset, entry.num_bytes)
 
     def read_dense(self, entry: TensorEntry, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of rows `start` to `stop` of a tensor of the dense file, unchecked (`check_file` checks them)."""
+        """Reads rows `start` to `stop` of a tensor of the dense file, unchecked (`check_file` checks the file)."""
         row_bytes = entry.num_bytes // entry.shape[0]
         return self._reader(DENSE_FILE).read(entry.offset + start * row_bytes, (stop - start) * row_bytes)
 
     def read_unused(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        """A range of the file of what nothing runs, unchecked (`check_file` checks it)."""
+        """Reads a range of the file of unused tensors, unchecked (`check_file` checks the file)."""
         return self._reader(UNUSED_FILE).read(offset, num_bytes)
 
     def _open(self) -> None:
@@ -191,9 +192,9 @@ class Pack:
         self._find_thresholds()
         sizes = [(file.name, file.bytes) for file in self.manifest.files]
         for name, num_bytes in [*sizes, *((file.name, file.bytes) for file in self.manifest.expert_files)]:
-            found = self._reader(name).num_bytes
-            if found != num_bytes:
-                raise PackError(f"{name}: {found} bytes, expected {num_bytes}; the file is cut or damaged")
+            actual_bytes = self._reader(name).num_bytes
+            if actual_bytes != num_bytes:
+                raise PackError(f"{name}: {actual_bytes} bytes, expected {num_bytes}; the file is cut or damaged")
         self.index = read_index(*self._table(INDEX_FILE), self.spec)
         self.layout = self._layout()
         self.index.check_layout(self.layout)
@@ -202,7 +203,7 @@ class Pack:
         self.thresholds = read_thresholds(*self._table(THRESHOLDS_FILE), self.spec)
 
     def _find_thresholds(self) -> None:
-        """Takes the thresholds from beside their place where a rewrite of them was killed after the manifest's."""
+        """Finds the thresholds in their new file if a rewrite was killed between the manifest and the last rename."""
         new = self.folder / NEW_THRESHOLDS_FILE
         if is_listed(new, self._files[THRESHOLDS_FILE]):
             self._paths[THRESHOLDS_FILE] = new
@@ -220,7 +221,7 @@ class Pack:
         return raw, {entry.name: entry for entry in read_header(self._path(name), PackError)}
 
     def _layout(self) -> PackLayout:
-        """The layout that manifest and index describe; `dense.safetensors` must follow it."""
+        """Returns the layout that manifest and index describe, and checks that `dense.safetensors` follows it."""
         entries = {entry.name: entry for entry in read_header(self.folder / DENSE_FILE, PackError)}
         quantized = {dense.name: dense for dense in self.manifest.dense}
         formats: list[tuple[str, PartFormat | None]] = []
@@ -252,8 +253,8 @@ class Pack:
             raise PackError(f"{DENSE_FILE}: header does not match its tensors; the file is damaged")
         return layout
 
-    def _unused(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype and shape of what nothing runs; the feature and the file go together."""
+    def _unused(self) -> list[StoredTensor]:
+        """Returns the unused tensors; checks that the feature and the file are present together."""
         if self.has(UNUSED_FILE) != ("unused" in self.manifest.features):
             raise PackError(f"{MANIFEST_FILE}: feature 'unused' and file {UNUSED_FILE!r} must be present together")
         if not self.has(UNUSED_FILE):
@@ -277,22 +278,22 @@ class Pack:
 
 
 def audit(pack: Pack, progress: Progress = NO_PROGRESS) -> None:
-    """Checks everything that opening a pack and running it leave unchecked.
+    """Checks everything that opening and running a pack leave unchecked.
 
-    Whole files by SHA-256; each extent by CRC-32 and SHA-256, each of its rows by CRC-32, row padding, and the padding
-    between extents; the neuron order; the source account; rows of quantized dense matrices.
+    These are: whole files by SHA-256; each extent by CRC-32 and SHA-256; each row by CRC-32, and its padding; the
+    padding between extents; the neuron order; the source account; the rows of quantized dense matrices.
 
-    Raises:  PackError with the first fault.
+    Raises:  PackError for the first fault.
     """
     progress.begin(Stage("checking", pack.manifest.totals.content, "B"))
-    for file in pack.manifest.files:
-        pack.check_file(file.name)
-        progress.advance(file.bytes)
+    for listed in pack.manifest.files:
+        pack.check_file(listed.name)
+        progress.advance(listed.bytes)
     pack.read_order()
     read_account(pack.read_file(SOURCE_FILE).tobytes())
     _check_dense_rows(pack)
-    for layer_idx, held in enumerate(pack.layout.expert_files):
-        progress.advance(len(held.header))
+    for layer_idx, file in enumerate(pack.layout.expert_files):
+        progress.advance(len(file.header))
         for expert, layout in enumerate(pack.layout.experts[layer_idx]):
             _check_expert(pack, layer_idx, expert)
             progress.advance(layout.num_bytes)
@@ -322,8 +323,8 @@ def _check_dense_rows(pack: Pack) -> None:
     quantized = [dense for dense in pack.layout.dense if dense.rows is not None]
     if not quantized:
         return
-    held = pack.read_file(DENSE_FILE)
+    content = pack.read_file(DENSE_FILE)
     for dense in quantized:
         assert dense.rows is not None, "filtered above"
-        raw = held[dense.entry.offset : dense.entry.offset + dense.entry.num_bytes]
+        raw = content[dense.entry.offset : dense.entry.offset + dense.entry.num_bytes]
         check_rows(dense.rows, raw.reshape(dense.entry.shape), f"{DENSE_FILE}: {dense.role.name}")

@@ -1,6 +1,6 @@
-"""What was decided before conversion: the selector kind, and for every matrix its codec, width and group.
+"""The plan of a pack: the selector kind and, for every matrix, its codec, width and group.
 
-Pure facts and byte counts; `codecs` turns weights into these bytes, `rows` puts them side by side.
+This file has facts and counts of bytes. `codecs` turns weights into these bytes, `layout` puts them into rows.
 """
 
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ class PartFormat:
     `bf16`: 16-bit values (width 16, no groups, no scales). `affine`: `w = (code - zero) * scale`, codes of `width`
     bits, one scale and zero for each `group` values along the row (0: the whole row), kept as float16
     (`scale_bits` 16) or as one byte each with one float16 multiplier a row for scales and one for zeros (8).
-    `trellis`: `w = value * scale`, values looked up by the last 7 bits of a stream to which every two weights add
-    `width` bits; scales as `affine` has them, no zeros.
-    The others keep what sources of few bits hold, `w = code * scale`, each with the one format named below: `fp8`:
-    E4M3 and one float32 scale for 128 values; `mxfp4`: E2M1 and one E8M0 for 32; `e5m2`: E5M2 and one E8M0 a row.
+    `trellis`: `w = value * scale`, values selected by the last 7 bits of a stream to which every two weights
+    add `width` bits; scales as in `affine`, no zeros.
+    The other codecs keep the codes of quantized checkpoints, `w = code * scale`, each in one format: `fp8`: E4M3 and a
+    float32 scale for 128 values; `mxfp4`: E2M1 and an E8M0 scale for 32; `e5m2`: E5M2 and an E8M0 scale a row.
     """
 
     codec: Codec
@@ -38,42 +38,42 @@ class PartFormat:
     scale_bits: int
 
     def num_groups(self, num_cols: int) -> int:
-        """Groups in a row of `num_cols` values; the last may be shorter."""
+        """Returns the number of groups in a row of `num_cols` values; the last may be shorter."""
         if self.codec == "bf16":
             return 0
         return 1 if self.group == ROW_GROUP else -(-num_cols // self.group)
 
     def code_bytes(self, num_cols: int) -> int:
-        """Bytes of a row's codes."""
+        """Returns the bytes of a row's codes."""
         return int(num_cols * self.bits) // 8
 
     def scale_bytes(self, num_cols: int) -> int:
-        """Bytes of a row's scales."""
+        """Returns the bytes of a row's scales."""
         groups = self.num_groups(num_cols)
         multiplier = 2 if self.has_byte_scales else 0
         return groups * self.scale_bits // 8 + multiplier
 
     def zero_bytes(self, num_cols: int) -> int:
-        """Bytes of a row's zeros."""
+        """Returns the bytes of a row's zeros."""
         return self.scale_bytes(num_cols) if self.codec == "affine" else 0
 
     def part_bytes(self, num_cols: int) -> int:
-        """Bytes of a row's codes, scales and zeros."""
+        """Returns the bytes of a row's codes, scales and zeros."""
         return self.code_bytes(num_cols) + self.scale_bytes(num_cols) + self.zero_bytes(num_cols)
 
     @property
     def bits(self) -> float:
-        """Bits of a weight's code; a trellis's width is that of two."""
+        """The bits of a weight's code; a trellis's width counts two weights."""
         return self.width / 2 if self.codec == "trellis" else self.width
 
     @property
     def keeps_source(self) -> bool:
-        """Whether it holds what a source has in few bits, as it is: nothing is quantized to it."""
+        """Whether it keeps a quantized source's codes; weights are never quantized to it."""
         return self.codec in ("fp8", "e5m2", "mxfp4")
 
     @property
     def has_byte_scales(self) -> bool:
-        """Whether scales (and zeros) are one byte each, with a float16 multiplier a row for either."""
+        """Whether scales (and zeros) are bytes, with a float16 multiplier a row for each of the two."""
         return self.codec in ("affine", "trellis") and self.scale_bits == 8
 
 
@@ -81,11 +81,11 @@ BF16 = PartFormat("bf16", 16, ROW_GROUP, 16)
 FP8 = PartFormat("fp8", 8, 128, 32)
 E5M2 = PartFormat("e5m2", 8, ROW_GROUP, 8)
 MXFP4 = PartFormat("mxfp4", 4, 32, 8)
-_ONLY = {part.codec: part for part in (BF16, FP8, E5M2, MXFP4)}  # codecs of one format
+_ONLY = {part.codec: part for part in (BF16, FP8, E5M2, MXFP4)}  # the codecs that have one format
 
 
 def format_fault(part: PartFormat, num_cols: int) -> str | None:
-    """Why rows of `num_cols` values cannot be stored as `part`, or None."""
+    """Returns why rows of `num_cols` values cannot be stored as `part`, or None."""
     if part != _ONLY.get(part.codec, part):
         return _only_fault(part, _ONLY[part.codec])
     if part == BF16:
@@ -107,7 +107,7 @@ def format_fault(part: PartFormat, num_cols: int) -> str | None:
 
 
 def quantizer_fault(part: PartFormat, quantizer: Quantizer) -> str | None:
-    """Why weights cannot be quantized to `part` so, or None."""
+    """Returns why the quantizer has no method for `part`, or None."""
     if part.codec == "affine" and part.width == 1 and quantizer == "absmax":
         return "width 1 has no absmax quantization; use hqq or nearest"
     if part.codec == "trellis" and quantizer in ("hqq", "absmax"):
@@ -116,7 +116,7 @@ def quantizer_fault(part: PartFormat, quantizer: Quantizer) -> str | None:
 
 
 def dense_quantizer(quantizer: Quantizer) -> Quantizer:
-    """How a plan's dense matrices are quantized: as its experts are, or by HQQ, for only experts' inputs are kept."""
+    """Returns the quantizer of dense matrices: the experts', or HQQ for `calibrated`, which needs experts' inputs."""
     return "hqq" if quantizer == "calibrated" else quantizer
 
 
@@ -128,17 +128,17 @@ def _only_fault(part: PartFormat, expected: PartFormat) -> str:
 
 
 def part_format(width: int, group: int, scale_bits: int = 16) -> PartFormat:
-    """The format for a width as a person gives it: 16 is bf16, less is affine."""
+    """Returns the format for a width in bits: bf16 for 16, affine for less."""
     return BF16 if width == 16 else PartFormat("affine", width, group, scale_bits)
 
 
 def trellis_format(width: int, group: int, scale_bits: int = 16) -> PartFormat:
-    """The trellis in which two weights take `width` bits."""
+    """Returns the trellis format in which two weights have `width` bits."""
     return PartFormat("trellis", width, group, scale_bits)
 
 
 def format_text(part: PartFormat) -> str:
-    """A format as tables name it: `bf16`, `4 bit g64`, `2 bit row, byte scales`, `2.5 bit trellis row`."""
+    """Returns the name of a format in tables: `bf16`, `4 bit g64`, `2 bit row, byte scales`, `2.5 bit trellis row`."""
     if part.codec not in ("affine", "trellis"):
         return part.codec
     kind = " trellis" if part.codec == "trellis" else ""
@@ -148,20 +148,20 @@ def format_text(part: PartFormat) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFormat:
-    """The formats of one expert's matrices; `gate` is None where the family has none."""
+    """The formats of one expert's matrices; `gate` is None if the family has none."""
 
     gate: PartFormat | None
     up: PartFormat
     down: PartFormat
 
     def of(self, matrix: Matrix) -> PartFormat | None:
-        """The format of the matrix named, or None where the expert has no such matrix."""
+        """Returns the format of a matrix, or None if the expert does not have it."""
         return {"gate": self.gate, "up": self.up, "down": self.down}[matrix]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All decisions of a conversion: `experts[l][e]` for the l-th MoE layer; `dense` in the order of `dense_roles`.
+    """The formats of a pack: `experts[l][e]` for the l-th MoE layer; `dense` in the order of `dense_roles`.
 
     A dense tensor whose format is None keeps the source's bytes.
     """
@@ -173,7 +173,7 @@ class Plan:
 
 
 def uniform_dense(spec: ModelSpec, part: PartFormat | None) -> tuple[PartFormat | None, ...]:
-    """The format of every dense tensor where all that can be stored as `part` are; None: none is."""
+    """Returns the formats of all dense tensors if those that allow `part` are stored so; None stores none so."""
     return tuple(
         part if part is not None and role.quantizable and not format_fault(part, role.shape[1]) else None
         for role in dense_roles(spec)
@@ -188,23 +188,23 @@ def uniform_plan(
     dense: PartFormat | None = None,
     quantizer: Quantizer = "hqq",
 ) -> Plan:
-    """The plan that stores every expert alike.
+    """Returns the plan that gives every expert the same formats.
 
-    Raises:  PlanError if the formats cannot hold this model's rows, or the model has no such selector.
+    Raises:  PlanError if this model's rows do not allow the formats, or the model has no such selector.
     """
-    held = selector_matrices(selector, spec.expert.matrices)
+    selected = selector_matrices(selector, spec.expert.matrices)
     if selector != "none" and "gate" not in spec.expert.matrices and selector != "up":
         raise PlanError(f"--selector {selector}: this model's experts have no gate matrix; use up or none")
     checked = [("--record-bits/--group-size", record_format, quantizer)]
-    if held:
+    if selected:
         checked.append(("--selector-bits/--group-size", selector_format, quantizer))
     if dense is not None:
         checked.append(("--dense-bits/--group-size", dense, dense_quantizer(quantizer)))
-    for flag, part, how in checked:
-        fault = format_fault(part, spec.hidden_size) or quantizer_fault(part, how)
+    for flag, part, method in checked:
+        fault = format_fault(part, spec.hidden_size) or quantizer_fault(part, method)
         if fault:
             raise PlanError(f"{flag}: {fault}")
-    formats = {m: selector_format if m in held else record_format for m in MATRICES}
+    formats = {m: selector_format if m in selected else record_format for m in MATRICES}
     expert = ExpertFormat(
         gate=formats["gate"] if "gate" in spec.expert.matrices else None, up=formats["up"], down=formats["down"]
     )
@@ -213,7 +213,7 @@ def uniform_plan(
 
 
 def plan_fault(plan: Plan, spec: ModelSpec) -> str | None:
-    """Why `plan` does not fit `spec`, or None."""
+    """Returns why `plan` does not fit `spec`, or None."""
     if len(plan.experts) != len(spec.moe_layers):
         return f"{len(plan.experts)} layers planned, but the model has {len(spec.moe_layers)} with experts"
     if fault := _dense_fault(plan.dense, spec):

@@ -1,9 +1,7 @@
-"""Reading ranges of files by `pread`, whole or not at all; and mapping them, for who can bear that they are cut.
+"""Safetensors files, read and laid out without loading them; ranges of files by `pread`, and maps of files.
 
-Safetensors files, read and laid out without loading them: header, bounds, offsets.
-
-Not a tensor library: bytes in, bytes out. The format is the one of the safetensors project
-(8 bytes of little-endian header length, a JSON header, then the tensors' bytes without holes).
+This is not a tensor library: it reads and returns bytes. The format is that of the safetensors project: 8 bytes of
+little-endian header length, a JSON header, then the tensors' bytes without holes.
 """
 
 import hashlib
@@ -21,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import json_files as strict_json
+from moe_pack.formats import json_files
 from moe_pack.formats.errors import MoePackError
 
 _HASH_CHUNK_BYTES = 8 << 20
@@ -30,7 +28,7 @@ _HASH_CHUNK_BYTES = 8 << 20
 class RangeReader:
     """One file, open for reading. Owns its descriptor: `close` it, or use it in a `with`.
 
-    Args:    path: the file.   error: what to raise.
+    Args:    path: the file.   error: the class of the errors.
     Raises:  `error` if the file cannot be opened.
     """
 
@@ -38,7 +36,7 @@ class RangeReader:
         self._place = path.name
         self._error = error
         try:
-            # Not blocking: a pipe in a file's place would otherwise be waited for.
+            # Not blocking: otherwise opening a pipe would wait for a writer.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError as fault:
             raise error(f"{self._place}: file is missing") from fault
@@ -54,26 +52,27 @@ class RangeReader:
         return os.fstat(self._fd).st_size
 
     def read(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        """A range of the file, in memory of its own: u8 [num_bytes].
+        """Returns a range of the file, in memory of its own: u8 [num_bytes].
 
-        Raises:  the reader's error if the file ends before the range does, or the drive fails.
+        Raises:  the reader's error if the file ends before the range does, or the disk fails.
         """
         out = np.empty(num_bytes, np.uint8)
         view, done = out.data, 0
         while done < num_bytes:
             try:
-                got = os.preadv(self._fd, [view[done:]], offset + done)
+                num_read = os.preadv(self._fd, [view[done:]], offset + done)
             except OSError as fault:
                 raise self._error(f"{self._place}: read failed at byte {offset + done} ({fault.strerror})") from fault
-            if not got:
+            if not num_read:
                 raise self._error(f"{self._place}: ends at byte {offset + done}, expected {offset + num_bytes}")
-            done += got
+            done += num_read
         return out
 
     def map(self) -> NDArray[np.uint8]:
-        """The whole file, mapped for reading: u8 [num_bytes]; valid as long as it is referred to.
+        """Maps the whole file for reading: u8 [num_bytes], valid as long as the array exists.
 
-        Where the file is cut meanwhile, reading what it no longer has is a SIGBUS: leave that to who guards against it.
+        If the file is cut later, reading bytes that it no longer has raises SIGBUS. Only code that catches SIGBUS (the
+        native kernels) may read the map.
         Raises:  the reader's error if the file is empty or cannot be mapped.
         """
         try:
@@ -82,7 +81,7 @@ class RangeReader:
             raise self._error(f"{self._place}: cannot be mapped ({fault})") from fault
 
     def sha256(self) -> str:
-        """SHA-256 of the whole file, in hexadecimal."""
+        """Returns the SHA-256 of the whole file, in hexadecimal."""
         digest, offset, size = hashlib.sha256(), 0, self.num_bytes
         while offset < size:
             chunk = self.read(offset, min(_HASH_CHUNK_BYTES, size - offset))
@@ -91,7 +90,7 @@ class RangeReader:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Closes the file; reading afterwards is an error of the caller's."""
+        """Closes the file. The caller must not read afterwards."""
         os.close(self._fd)
 
     def __enter__(self) -> "RangeReader":
@@ -109,14 +108,15 @@ DTYPE_BYTES = {
     "U32": 4, "I32": 4, "F32": 4,
     "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
-METADATA_KEY = "__metadata__"  # what the format keeps strings under, beside the tensors
+METADATA_KEY = "__metadata__"  # the header's key for strings; all other keys are tensors
 _MAX_DIMENSIONS = 16
-MAX_HEADER_BYTES = 100_000_000  # the limit the safetensors library sets
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+StoredTensor = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies: `offset` counts from the start of the file."""
+    """The place of a tensor; `offset` counts from the start of the file."""
 
     name: str
     dtype: str
@@ -126,10 +126,10 @@ class TensorEntry:
 
 
 def read_header(path: Path, error: type[MoePackError]) -> tuple[TensorEntry, ...]:
-    """The tensors of the file at `path`, in the order of their offsets, after checking all of the structure.
+    """Returns the tensors of the file at `path`, in the order of their offsets; checks the whole structure.
 
-    Raises:  `error` if the file is missing, cut short, or its header is not one that covers the file
-             exactly, without overlap and without holes.
+    Raises:  `error` if the file is missing or cut short, or if its tensors do not cover it exactly, without overlaps
+             and holes.
     """
     place = path.name
     with RangeReader(path, error) as reader:
@@ -138,7 +138,7 @@ def read_header(path: Path, error: type[MoePackError]) -> tuple[TensorEntry, ...
         if file_bytes < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
             raise error(f"{place}: header of {length} bytes in a file of {file_bytes}; the file is cut or damaged")
         raw = reader.read(8, length).tobytes()
-    header = strict_json.parse(raw, f"{place}: header", error)
+    header = json_files.parse(raw, f"{place}: header", error)
     return _check_entries(header, place, 8 + length, file_bytes, error)
 
 
@@ -189,25 +189,25 @@ def _whole_numbers(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TensorFileLayout:
-    """A safetensors file before it is written: its header's bytes and where every tensor will lie."""
+    """A safetensors file before it is written: its header's bytes and every tensor's place."""
 
     header: bytes
     entries: tuple[TensorEntry, ...]
     num_bytes: int
 
     def by_name(self) -> dict[str, TensorEntry]:
-        """The entries, pads included, under their names."""
+        """Returns the entries by name, pads included."""
         return {entry.name: entry for entry in self.entries}
 
 
 def lay_out(
-    groups: Iterable[Sequence[tuple[str, str, tuple[int, ...]]]], align: int, metadata: Mapping[str, str] | None = None
+    groups: Iterable[Sequence[StoredTensor]], align: int, metadata: Mapping[str, str] | None = None
 ) -> TensorFileLayout:
-    """The file that holds the tensors of `groups` in order, each group beginning on a boundary of `align` bytes.
+    """Returns the layout of a file with the tensors of `groups` in order; each group begins on a multiple of `align`.
 
-    Within a group tensors follow each other directly. Gaps become explicit tensors `pad.N` of zero bytes, so that
-    the file has no holes; the data begins on a multiple of `align` because the header is padded with spaces, and
-    ends on one.
+    Within a group, tensors follow each other directly. Gaps become explicit tensors `pad.N` of zero bytes, so that
+    the file has no holes. The data begins on a multiple of `align`, because the header is padded with spaces, and ends
+    on one.
 
     Args:    groups: name, dtype and shape of each tensor.   align: bytes, a power of two.   metadata: strings that
              begin the header, under `__metadata__`.
@@ -242,13 +242,16 @@ def _encode_header(placed: list[TensorEntry], align: int, metadata: Mapping[str,
 
 
 def assemble(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes]], align: int = 64) -> bytes:
-    """A whole small safetensors file in memory: name, dtype, shape and bytes of each tensor."""
-    held = list(tensors)
-    layout = lay_out([[(name, dtype, shape)] for name, dtype, shape, _ in held], align)
+    """Returns a small safetensors file, whole.
+
+    Args:    tensors: name, dtype, shape and bytes of each.   align: bytes, a power of two.
+    """
+    stored = list(tensors)
+    layout = lay_out([[(name, dtype, shape)] for name, dtype, shape, _ in stored], align)
     places = layout.by_name()
     out = bytearray(layout.num_bytes)
     out[: len(layout.header)] = layout.header
-    for name, _, _, raw in held:
+    for name, _, _, raw in stored:
         entry = places[name]
         assert entry.num_bytes == len(raw), f"{name}: {len(raw)} bytes for a tensor of {entry.num_bytes}"
         out[entry.offset : entry.offset + entry.num_bytes] = raw
@@ -256,7 +259,7 @@ def assemble(tensors: Iterable[tuple[str, str, tuple[int, ...], bytes]], align: 
 
 
 def split_bytes(offset: int, num_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-    """Consecutive (offset, size) pieces of a range, none larger than `chunk_bytes`."""
+    """Yields consecutive (offset, size) pieces of a range, none larger than `chunk_bytes`."""
     end = offset + num_bytes
     while offset < end:
         size = min(chunk_bytes, end - offset)

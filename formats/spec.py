@@ -1,20 +1,17 @@
-"""What a model is, in the words of its arithmetic: all the runtime knows, whatever family the checkpoint is of.
+"""What a model computes, in one dataclass: the runtime knows models only as a `ModelSpec`, whatever their family.
 
-Each family's file turns a `config.json` into a `ModelSpec`; the manifest holds it; the decoder follows it.
-docs/format.md, section 11, says what each value means; `spec_check` says which values can be.
+A family's file turns a `config.json` into a `ModelSpec`, the manifest stores it, and the decoder follows it.
+docs/format.md, section 11, says what each value means.
 
-The names dense tensors carry in a pack, and the shapes a `ModelSpec` gives them.
+The file also has what follows from a spec alone:
 
-`layers.{i}` is a layer; where there is an encoder, its layers come first. Families map these roles to the source's
-names; the runtime asks for them.
+- the names and shapes of the dense tensors in a pack. Families map these roles to the source's names. `layers.{i}` is a
+  layer; if there is an encoder, its layers come first;
+- the size of a model: parameters, parameters that one token uses, values in the key-value cache;
+- `spec_fault`, which says whether a spec describes a model that can run. It guards foreign `config.json` files and
+  manifests alike; docs/format.md lists its rules in section 12.
 
-How large a model is, from its spec alone: parameters, those one token uses, and what its cache holds a token.
-
-Also how sizes are written by people, and for them.
-
-Which specs describe a model that can run: sizes in range, heads and groups that divide, layers that exist.
-
-The same check guards a foreign `config.json` and a pack's manifest; docs/format.md lists it in section 12.
+Sizes in bytes are formatted and parsed here too.
 """
 
 import math
@@ -51,7 +48,7 @@ class GroupedQuerySpec:
     query times key. `bias` names the projections that have one. `qk_norm`: queries and keys are normed (rms, the
     model's eps) each head on its own, or the whole projection at once, before they are rotated.
     `windowed_layers`: the layers, rising, to which the window applies; null means all. `sinks`: each query head has a
-    logit of its own that takes part in its softmax, and that no value belongs to.
+    logit of its own in its softmax, to which no value belongs.
     Source of the sinks: gpt-oss model card (2508.10925), section 2.3; transformers, models/gpt_oss.
     """
 
@@ -67,7 +64,7 @@ class GroupedQuerySpec:
     sinks: bool = added(False)
 
     def window(self, layer: int) -> int | None:
-        """How many positions one sees at most in a decoder layer, itself included; None: all before it."""
+        """Returns how many positions a decoder layer sees at most, the current one included; None for all."""
         return self.sliding_window if self.windowed_layers is None or layer in self.windowed_layers else None
 
 
@@ -75,9 +72,9 @@ class GroupedQuerySpec:
 class LatentSpec:
     """Multi-head latent attention: keys and values of all heads come from one latent vector a position.
 
-    The cache holds that latent (`kv_lora_rank` values, normed) and one rotated key (`qk_rope_head_dim`) for all heads.
-    Queries come from a latent of their own, of `q_lora_rank`, unless that is null. Both latents' norms are rms with
-    `lora_norm_eps`.
+    The cache has this latent (`kv_lora_rank` values, normed) and one rotated key (`qk_rope_head_dim`) for all heads.
+    Queries come from a latent of their own, of `q_lora_rank`, unless that is null. The norms of both latents are rms
+    with `lora_norm_eps`.
     Source: DeepSeek-V2 (2405.04434), section 2.1.
     """
 
@@ -96,9 +93,9 @@ class LatentSpec:
 class RelativeSpec:
     """Attention of `num_heads` heads of `head_dim`, each with keys of its own, and no rotation.
 
-    A learned bias a head, one of `num_buckets`, is added to `scale` times query times key: which one, follows from how
-    far the key is from the query, in buckets that grow towards `max_distance`, beyond which there is one. A stack's
-    layers share one table. Attention of a decoder layer to the encoder's output has no such bias.
+    A learned bias is added to `scale` times query times key. Each head has `num_buckets` of them; the distance from
+    query to key selects one. Buckets grow with the distance; all distances beyond `max_distance` share one. The layers
+    of a stack share one table. Attention of a decoder layer to the encoder's output has no such bias.
     Source: T5 (1910.10683), section 2.1; transformers, models/switch_transformers, _relative_position_bucket.
     """
 
@@ -134,7 +131,7 @@ class YarnSpec:
 class LongRopeSpec:
     """Frequency `j` is divided by `short_factor[j]`, cosine and sine multiplied by `short_mscale`.
 
-    In sequences longer than `original_max_position_embeddings` it is the long factors, at every position.
+    In sequences longer than `original_max_position_embeddings`, the long values are used at every position.
     Source: LongRoPE (2402.13753).
     """
 
@@ -148,9 +145,9 @@ class LongRopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding of the first `rotary_dim` values of a head, base `theta`; the others stay.
+    """Rotary position embedding of the first `rotary_dim` values of a head, base `theta`; the other values stay.
 
-    Value `j` is turned against value `j + rotary_dim / 2`; if `interleaved`, `2 j` against `2 j + 1`.
+    Value `j` is rotated with value `j + rotary_dim / 2`; if `interleaved`, `2 j` with `2 j + 1`.
     """
 
     theta: float
@@ -163,14 +160,14 @@ class RopeSpec:
 class RouterSpec:
     """How a token's experts and their weights follow from the router's logits; ties go to the lowest index.
 
-    `softmax_topk`: softmax over all, the `num_experts_per_tok` largest. `topk_softmax`: the largest logits, softmax
-    over those. `sigmoid_topk`: each logit's sigmoid, the largest. `sparsemixer`: one after the other the largest, its
-    weight the softmax over those left that lie within `2 jitter` of it.
-    `bias`: a bias an expert is added to scores for choosing, not to weights. `n_group` groups of equal size compete
-    first, and `topk_group` of them stay (a group's score is its best expert's; with `sigmoid_topk` its two best's
-    sum). `normalize`: weights are divided by their sum, to which `least_sum` is added before. `scaling_factor`
+    `softmax_topk`: softmax over all logits, then the `num_experts_per_tok` largest. `topk_softmax`: the largest logits,
+    then softmax over these. `sigmoid_topk`: the sigmoid of each logit, then the largest. `sparsemixer`: the largest
+    logit, again and again; the weight is the softmax over the remaining logits within `2 jitter` of it.
+    `bias`: each expert's bias is added to its score for the choice, but not to its weight. `n_group` groups of equal
+    size compete first, and `topk_group` of them stay (a group's score is that of its best expert; with `sigmoid_topk`
+    the sum of its two best). `normalize`: weights are divided by their sum plus `least_sum`. `scaling_factor`
     multiplies weights last. `logit_bias`: the router's linear map has a bias, a part of the logits. `capacity`: an
-    expert runs for that many tokens of a forward pass, the first in order; later ones get nothing of it. Null: for all.
+    expert runs for so many tokens of a forward pass, the first in order, and not for later ones; null: for all.
     """
 
     kind: Literal["softmax_topk", "topk_softmax", "sigmoid_topk", "sparsemixer"]
@@ -191,11 +188,12 @@ class RouterSpec:
 class ExpertSpec:
     """An expert: its neuron function, intermediate size, the matrices it has and which of them have a bias.
 
-    A neuron's `h(g, u)` is `act(g) * factor(u)`, with `g` and `u` what its gate and up rows give; without a gate it is
-    `act(u)`. `silu` and `relu` are `act`, and `factor(u) = u`. `clamped_swiglu`, which needs a gate:
+    A neuron's `h(g, u)` is `act(g) * factor(u)`; `g` and `u` are the products of its gate and up rows with the input.
+    Without a gate, `h` is `act(u)`. `silu` and `relu` are `act`, and `factor(u) = u`. `clamped_swiglu` needs a gate:
     `act(g) = c * sigmoid(1.702 c)` with `c = min(g, 7)`, `factor(u) = clamp(u, -7, 7) + 1`.
-    `bias` names matrices. That of gate or up has one value a neuron, in the neuron's row. That of down has `d`, which
-    an expert that is chosen adds to its output whichever neurons run: its `extra_floats` float32 values, else 0.
+    `bias` lists the matrices with a bias. The bias of gate or up is one value a neuron, in the neuron's row. The bias
+    of down is `d` float32 values, which a chosen expert adds to its output whichever neurons run. `extra_floats` is
+    their number, or 0.
     Source: `clamped_swiglu`: transformers, models/gpt_oss, GptOssExperts.
     """
 
@@ -213,9 +211,10 @@ class ExpertSpec:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpertSpec:
-    """What runs for every token beside the routed experts (several shared experts lie side by side as one).
+    """The shared expert, which runs for every token (several shared experts are stored as one).
 
-    Same neuron function and matrices as theirs. `gated`: its output is multiplied by the sigmoid of one logit a token.
+    It has the neuron function and the matrices of the routed experts. `gated`: its output is multiplied by the sigmoid
+    of one logit a token.
     """
 
     intermediate_size: int
@@ -226,8 +225,8 @@ class SharedExpertSpec:
 class EncoderSpec:
     """The stack that reads a text before a decoder answers it: the model's first `num_layers` layers.
 
-    In it a position sees all others. The decoder's layers, which come after, also attend to its output. What the
-    decoder says begins after `start_token`.
+    In it, each position sees all others. The decoder's layers come after it and also attend to its output. An answer
+    begins after `start_token`.
     """
 
     num_layers: int
@@ -238,10 +237,10 @@ class EncoderSpec:
 class ModelSpec:
     """A mixture-of-experts model. `moe_layers` are the layers that have routed experts.
 
-    Layers without them have one dense expert of `dense_intermediate_size` for every token (null if there are none).
-    `encoder`: null where all layers are a decoder's. `rope`: null where attention is not rotary.
-    The embedding is multiplied by `embedding_multiplier`, what each half of a layer adds by `residual_multiplier`, and
-    logits are divided by `logits_scaling`.
+    The other layers have one dense expert of `dense_intermediate_size` for every token (null if there are none).
+    `encoder`: null if all layers are a decoder's. `rope`: null if attention is not rotary.
+    The embedding is multiplied by `embedding_multiplier`, the output of each half of a layer by `residual_multiplier`,
+    and logits are divided by `logits_scaling`.
     """
 
     family: str
@@ -266,26 +265,27 @@ class ModelSpec:
 
     @property
     def rotation(self) -> RopeSpec:
-        """The rotation of a model whose attention is rotary."""
+        """The rotary positions, if attention is rotary."""
         assert self.rope is not None, "a checked spec: grouped and latent attention rotate"
         return self.rope
 
 
 def first_moe_layers(spec: ModelSpec) -> tuple[int, ...]:
-    """Which of the MoE layers, counted from 0, is the first of its stack: nothing before tells what it chooses."""
+    """Returns the MoE layers, counted from 0, that are the first of their stack: no layer predicts their experts."""
     begins = (0,) if spec.encoder is None else (0, spec.encoder.num_layers)
     stacks = [sum(layer >= begin for begin in begins) for layer in spec.moe_layers]
     return tuple(idx for idx, stack in enumerate(stacks) if idx == 0 or stack != stacks[idx - 1])
 
 
 def selector_matrices(selector: Selector, matrices: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
-    """Which of an expert's `matrices` the selector holds, in the order gate, up, down."""
-    held: dict[Selector, tuple[Matrix, ...]] = {"up": ("up",), "gate": ("gate",), "both": ("gate", "up"), "none": ()}
-    return tuple(matrix for matrix in MATRICES if matrix in held[selector] and matrix in matrices)
+    """Returns those of an expert's `matrices` that are in the selector, in the order gate, up, down."""
+    selected: dict[Selector, tuple[Matrix, ...]]
+    selected = {"up": ("up",), "gate": ("gate",), "both": ("gate", "up"), "none": ()}
+    return tuple(matrix for matrix in MATRICES if matrix in selected[selector] and matrix in matrices)
 
 
 def record_matrices(selector: Selector, matrices: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
-    """Which of an expert's `matrices` a neuron record holds, in the order gate, up, down."""
+    """Returns those of an expert's `matrices` that are in the records, in the order gate, up, down."""
     selected = selector_matrices(selector, matrices)
     return tuple(matrix for matrix in MATRICES if matrix in matrices and matrix not in selected)
 
@@ -300,7 +300,7 @@ class DenseRole:
 
 
 def dense_roles(spec: ModelSpec) -> tuple[DenseRole, ...]:
-    """Every dense tensor the model runs, in the order of `dense.safetensors`."""
+    """Returns every dense tensor that the model runs, in the order of `dense.safetensors`."""
     roles = [DenseRole("embed", (spec.vocab_size, spec.hidden_size), True)]
     moe_layers = frozenset(spec.moe_layers)
     num_encoding = 0 if spec.encoder is None else spec.encoder.num_layers
@@ -401,19 +401,19 @@ _UNITS = ("", "K", "M", "G", "T")
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """All weights: dense ones (a tied head counted once) and every routed expert's."""
+    """Returns the number of all weights: dense (a tied head counts once) and of all experts."""
     return _dense_parameters(spec) + len(spec.moe_layers) * spec.router.num_experts * _expert_parameters(spec)
 
 
 def num_active_parameters(spec: ModelSpec) -> int:
-    """The weights that one token uses: all dense ones, embedding and head whole, and `k` experts a MoE layer."""
+    """Returns the number of weights that one token uses: all dense weights, and `k` experts a MoE layer."""
     return _dense_parameters(spec) + len(spec.moe_layers) * spec.router.num_experts_per_tok * _expert_parameters(spec)
 
 
 def cached_values(spec: ModelSpec) -> int:
-    """Values the key-value cache gets for each token, all layers together; those with a window keep only the last.
+    """Returns the values that a token adds to the key-value cache, in all layers (those with a window drop old ones).
 
-    With an encoder, for each token of the text and each of the answer: decoder layers keep keys and values of both.
+    With an encoder, each token of the text and each token of the answer adds so many to the decoder's layers.
     """
     if spec.encoder is not None:
         return 2 * (spec.num_hidden_layers - spec.encoder.num_layers) * _layer_values(spec)
@@ -421,7 +421,7 @@ def cached_values(spec: ModelSpec) -> int:
 
 
 def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
-    """Values a key-value cache holds for so many tokens, of which at most `chunk_tokens` enter at once."""
+    """Returns the values of a key-value cache for so many tokens, of which at most `chunk_tokens` enter at once."""
     if spec.encoder is not None:
         return context_tokens * cached_values(spec)
     places = [cached_tokens(spec, layer, context_tokens, chunk_tokens) for layer in range(spec.num_hidden_layers)]
@@ -429,7 +429,7 @@ def cache_values(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int
 
 
 def cached_tokens(spec: ModelSpec, layer: int, context_tokens: int, chunk_tokens: int) -> int:
-    """How many tokens a decoder layer's cache has places for: all, or what the first of a chunk sees and the chunk."""
+    """Returns the tokens that a decoder layer caches: all, or with a window the chunk and what its first token sees."""
     window = _window(spec, layer)
     return context_tokens if window is None else min(context_tokens, window - 1 + chunk_tokens)
 
@@ -458,7 +458,7 @@ def _expert_parameters(spec: ModelSpec) -> int:
 
 
 def size_text(num_bytes: float) -> str:
-    """Bytes as a person reads them: 1023 B, 4.2 KiB, 26.1 GiB."""
+    """Returns bytes as text: 1023 B, 4.2 KiB, 26.1 GiB."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -467,9 +467,9 @@ def size_text(num_bytes: float) -> str:
 
 
 def parse_size(text: str) -> int | None:
-    """The bytes in a text as 11G, 1.5 GiB or 800m, units being powers of 1024; None if it is no size."""
-    found = _SIZE.fullmatch(text.strip())
-    return None if found is None else int(float(found[1]) * 1024 ** _UNITS.index(found[2].upper()))
+    """Returns the bytes in a text such as 11G, 1.5 GiB or 800m (powers of 1024); None if it is not a size."""
+    match = _SIZE.fullmatch(text.strip())
+    return None if match is None else int(float(match[1]) * 1024 ** _UNITS.index(match[2].upper()))
 
 
 def read_size(text: str) -> int:
@@ -483,15 +483,17 @@ def read_size(text: str) -> int:
     return num_bytes
 
 
-MAX_LAYERS = 10_000  # with MAX_EXPERTS keeps what a hostile config makes us enumerate small;
-MAX_EXPERTS = 1_000_000  # the largest published model has 31k experts in 128 layers
-MAX_HIDDEN_SIZE = 2**24  # bytes of a row fit 32 bits,
-MAX_MATRIX_WEIGHTS = 2**40  # bytes of an expert 64
+# Limits, so that a hostile config cannot make us enumerate much. The largest published model has 31k experts in 128
+# layers. With these sizes, the bytes of a row fit 32 bits, and those of an expert 64.
+MAX_LAYERS = 10_000
+MAX_EXPERTS = 1_000_000
+MAX_HIDDEN_SIZE = 2**24
+MAX_MATRIX_WEIGHTS = 2**40
 MAX_BUCKETS = 2**16
 
 
 def spec_fault(spec: ModelSpec) -> str | None:
-    """Why `spec` describes no model that can run, or None."""
+    """Returns why `spec` does not describe a model that can run, or None."""
     return (
         _sizes_fault(spec)
         or _layers_fault(spec)
@@ -598,7 +600,7 @@ def _attention_fault(spec: ModelSpec) -> str | None:
 
 
 def _relative_fault(attention: RelativeSpec) -> str | None:
-    # Half of the buckets are for distances of their own, and there are two directions: the rest grow to max_distance.
+    # There are two directions. In each, half of the buckets have one distance; the others grow up to max_distance.
     if attention.num_buckets % 4 or attention.num_buckets > MAX_BUCKETS:
         return f"num_buckets is {attention.num_buckets}, expected a multiple of 4 up to {MAX_BUCKETS}"
     if attention.max_distance <= attention.num_buckets // 2:

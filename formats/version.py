@@ -1,4 +1,4 @@
-"""The version of moe-pack, and those of the packages it works with."""
+"""The versions of moe-pack and of the packages that it uses."""
 
 from importlib.metadata import version
 
@@ -6,7 +6,7 @@ VERSION = "0.1.0"  # pyproject.toml reads it here
 
 
 def installed_version(package: str) -> str:
-    """Returns a package's version; moe-pack's own also where it runs from its source folders, not installed.
+    """Returns a package's version; moe-pack's own also if it runs from source and is not installed.
 
     Raises:  PackageNotFoundError if the package is not installed.
     """

@@ -1,27 +1,23 @@
-r"""The journal of an unfinished pack: which items are on the drive, one line each, written after the item's fsync.
+r"""Writes a pack so that it can be killed at any moment and go on later; rewrites its thresholds in the same way.
 
-A line is `item crc32 sha256 check`; `check` is the CRC-32 of what stands before it. What follows the first line that
-is not whole was being written when the process died, and is dropped.
-
-A folder changed step by step: each mkdir, open, truncate, write, fsync, rename and unlink is announced, then made.
-
-What writes packs is built of these steps, so that tests can stop it before any of them. Which step may follow which,
-so that nothing is lost in between, is for the callers to know: `writer`, `rethreshold`, `sidecar`.
-
-Rewrites the thresholds of a finished pack, which lie outside its experts, so that it can be killed at any moment.
-
-Two files change, the thresholds and the manifest that has their digest, and only one rename is atomic: the manifest's
-is the commit. The new thresholds lie beside their place before it, whole and on the drive, and readers take from there
-what the manifest lists (`Pack`); after it they are renamed to their place. Specified in docs/format.md.
-
-Writes a pack so that it can be killed at any moment: a machine of named states and numbered steps.
+A conversion is a machine of named states:
 
     CLOSED --open--> WRITING --seal--> SEALED
-                 \-> SEALED    (the folder already holds this very pack)
+                 \-> SEALED    (the folder already has this pack)
 
-Every mkdir, truncate, write, fsync, rename and unlink is a step, announced to `on_step` before it is done. An item is
-journaled after its bytes are on the drive; the manifest comes last: without one the folder is no pack, and the same
-conversion started again goes on from the journal. Specified in docs/format.md.
+`SteppedFolder` changes the disk in numbered steps: every mkdir, open, truncate, write, fsync, rename and unlink is
+announced to `on_step` before it is made, so that tests can stop it there. Its callers decide which step may follow
+which, so that nothing is lost in between.
+
+The journal says which items are on the disk. A line is `item crc32 sha256 check`, written after the item's fsync;
+`check` is the CRC-32 of the text before it. Everything from the first incomplete line on was being written when the
+process died, and is dropped. The manifest comes last: without it the folder is no pack, and the same conversion,
+started again, continues from the journal.
+
+Rewriting the thresholds changes two files, the thresholds and the manifest with their digest, but only one rename is
+atomic. The rename of the manifest is the commit. Before it, the new thresholds are in a file of their own, whole and on
+the disk, and readers take the file that the manifest lists (`Pack`); after it they are renamed to their place.
+docs/format.md specifies both procedures.
 """
 
 import errno
@@ -37,11 +33,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import json_files as strict_json
+from moe_pack.formats import json_files
 from moe_pack.formats.errors import ConversionError, PackError, PlanError
 from moe_pack.formats.layout import DENSE_FILE, UNUSED_FILE, Item, PackLayout
 from moe_pack.formats.manifest import (
     MANIFEST_FILE,
+    MAX_MANIFEST_BYTES,
     NEW_THRESHOLDS_FILE,
     THRESHOLDS_FILE,
     ContentFile,
@@ -59,13 +56,13 @@ from moe_pack.formats.spec import ModelSpec
 
 
 def encode_line(item: int, digests: Digests) -> bytes:
-    """The journal's line for an item that is safe on the drive."""
+    """Returns the journal's line for an item whose bytes are on the disk."""
     text = f"{item} {digests.crc32:08x} {digests.sha256.hex()}"
     return f"{text} {zlib.crc32(text.encode('ascii')):08x}\n".encode("ascii")
 
 
 def decode_lines(raw: bytes) -> tuple[dict[int, Digests], int]:
-    """The items in a journal's bytes, and how many of the bytes are whole lines."""
+    """Returns the items in a journal's bytes, and the number of bytes of its complete lines."""
     done: dict[int, Digests] = {}
     end = 0
     for line in raw.splitlines(keepends=True):
@@ -83,7 +80,7 @@ _READ_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One change to the drive, about to be made."""
+    """A change of the disk that is about to be made."""
 
     number: int
     action: str
@@ -91,14 +88,14 @@ class Step:
 
 
 def pass_step(step: Step) -> None:
-    """The `on_step` of those who do not ask."""
+    """The `on_step` that does nothing."""
 
 
 class SteppedFolder:
     """A folder under one process's lock. Owns the lock and the files opened here: `close` it.
 
     Args:    on_step: called before each step.
-    Raises:  ConversionError, from every method, if the drive refuses a step.
+    Raises:  ConversionError, from every method, if a step fails.
     """
 
     def __init__(self, folder: Path, on_step: Callable[[Step], None]) -> None:
@@ -109,29 +106,29 @@ class SteppedFolder:
         self._fds: dict[str, int] = {}
 
     def make(self) -> None:
-        """Makes the folder if it is missing."""
+        """Creates the folder if it is missing."""
         if not self.folder.exists():
             self._do("mkdir", str(self.folder), lambda: self.folder.mkdir(parents=True, exist_ok=True))
             self._do("fsync", str(self.folder.parent), lambda: _sync_folder(self.folder.parent))
 
     def lock(self, busy: str) -> None:
-        """Takes the folder for this process alone, until `close` or the process's end.
+        """Locks the folder for this process, until `close` or the process's end.
 
-        Raises:  ConversionError with `busy` if another one has it.
+        Raises:  ConversionError with the message `busy` if another process has locked it.
         """
         try:
             self._lock_fd = os.open(self.folder, _READ_FOLDER)
         except OSError as fault:
             raise ConversionError(f"{self.folder}: cannot be used as output folder ({fault.strerror})") from fault
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however it ends
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the end of the process unlocks it
         except BlockingIOError as fault:
             os.close(self._lock_fd)
             self._lock_fd = -1
             raise ConversionError(f"{self.folder}: {busy}") from fault
 
     def close(self) -> None:
-        """Closes all files and gives the folder up."""
+        """Closes all files and unlocks the folder."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
@@ -140,12 +137,12 @@ class SteppedFolder:
             self._lock_fd = -1
 
     def free_bytes(self) -> int:
-        """What the folder's drive has room for."""
-        drive = os.fstatvfs(self._lock_fd)
-        return drive.f_bavail * drive.f_frsize
+        """Returns the free bytes of the folder's disk."""
+        disk = os.fstatvfs(self._lock_fd)
+        return disk.f_bavail * disk.f_frsize
 
     def open(self, name: str) -> None:
-        """Opens a file for writing, made empty if it is missing."""
+        """Opens a file for writing; creates it if it is missing."""
         path = self.folder / name
         self._open("open" if path.exists() else "create", name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
 
@@ -154,11 +151,11 @@ class SteppedFolder:
         return os.fstat(self._fds[name]).st_size
 
     def read(self, name: str) -> bytes:
-        """All bytes of an open file, a small one."""
+        """Reads all bytes of a small open file."""
         return os.pread(self._fds[name], self.num_bytes(name), 0)
 
     def write(self, name: str, view: memoryview, offset: int) -> None:
-        """Writes all of `view` at a place of an open file."""
+        """Writes all of `view` into an open file, from byte `offset` on."""
 
         def whole() -> None:
             done = 0
@@ -168,19 +165,19 @@ class SteppedFolder:
         self._do("write", name, whole)
 
     def truncate(self, name: str, num_bytes: int) -> None:
-        """Gives an open file another size; what is added reads as zeros."""
+        """Changes the size of an open file; added bytes read as zeros."""
         self._do("truncate", name, lambda: os.ftruncate(self._fds[name], num_bytes))
 
     def sync(self, name: str) -> None:
-        """Brings an open file's bytes to the drive."""
+        """Flushes an open file's bytes to the disk."""
         self._do("fsync", name, lambda: os.fsync(self._fds[name]))
 
     def sync_folder(self) -> None:
-        """Brings the folder's names to the drive."""
+        """Flushes the folder's names to the disk."""
         self._do("fsync", ".", lambda: os.fsync(self._lock_fd))
 
     def write_file(self, name: str, raw: bytes) -> None:
-        """Writes a whole small file and brings its bytes, not its name, to the drive."""
+        """Writes a small file and flushes its bytes, but not its name, to the disk."""
         self._open("create", name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
         try:
             self.write(name, memoryview(raw), 0)
@@ -189,17 +186,17 @@ class SteppedFolder:
             os.close(self._fds.pop(name))
 
     def rename(self, name: str, target: str) -> None:
-        """Puts a file in the place of another, for good."""
+        """Renames a file, replaces another by it, and flushes the names to the disk."""
         self._do("rename", target, lambda: (self.folder / name).rename(self.folder / target))
         self.sync_folder()
 
     def replace(self, name: str, raw: bytes) -> None:
-        """Writes a small file beside its place, then renames it there."""
+        """Writes a small file under a temporary name, then renames it."""
         self.write_file(f"{name}.tmp", raw)
         self.rename(f"{name}.tmp", name)
 
     def unlink(self, name: str) -> None:
-        """Removes a file; its name may come back until the folder is synced."""
+        """Removes a file. After a crash its name may be back unless the folder was synced."""
         self._do("unlink", name, (self.folder / name).unlink)
 
     def _open(self, action: str, name: str, flags: int) -> None:
@@ -231,45 +228,45 @@ def _sync_folder(folder: Path) -> None:
 def rewrite_thresholds(
     folder: Path, thresholds: NDArray[np.float32], on_step: Callable[[Step], None] = pass_step
 ) -> str:
-    """Gives a pack these thresholds and returns its new root digest; nothing changes if it has them already.
+    """Writes thresholds into a pack and returns its new root digest. Changes nothing if it already has them.
 
-    Killed at any moment it leaves a pack with all of the old or all of the new ones. `conversion` stays: it tells what
-    the experts are, and the same `convert` command still finds its pack.
+    If it is killed, the pack has either all of the old or all of the new thresholds. `conversion` stays: it identifies
+    the experts, and the same `convert` command still recognizes its pack.
 
-    Args:    thresholds: [L, E].   on_step: called before each change to the drive.
-    Raises:  PlanError for a threshold that is negative or no number, or another shape; PackError if the folder holds
-             no sound pack; ConversionError if it is in use, or its drive refuses.
+    Args:    thresholds: f32 [L, E].   on_step: called before each change of the disk.
+    Raises:  PlanError for a threshold that is negative or not finite, or another shape; PackError if the folder has no
+             intact pack; ConversionError if it is in use, or the disk fails.
     """
     assert thresholds.dtype == np.float32, thresholds.dtype
-    drive = SteppedFolder(folder, on_step)
-    drive.lock("a conversion or another change of thresholds is writing in this folder; wait for it or stop it")
+    disk = SteppedFolder(folder, on_step)
+    disk.lock("a conversion or another change of thresholds is writing in this folder; wait for it or stop it")
     try:
-        with Pack(folder) as pack:  # all but the experts' bytes is checked before anything changes
+        with Pack(folder) as pack:  # checks all but the experts' bytes before anything changes
             manifest = pack.manifest
         _check(thresholds, manifest.model)
-        finish_rewrite(drive, manifest)
+        finish_rewrite(disk, manifest)
         raw = thresholds_bytes(thresholds)
         changed = _with_thresholds(manifest, raw)
         if changed.root != manifest.root:
-            drive.write_file(NEW_THRESHOLDS_FILE, raw)
-            drive.sync_folder()
-            drive.replace(MANIFEST_FILE, manifest_bytes(changed))  # from here on the new ones are the pack's
-            drive.rename(NEW_THRESHOLDS_FILE, THRESHOLDS_FILE)
+            disk.write_file(NEW_THRESHOLDS_FILE, raw)
+            disk.sync_folder()
+            disk.replace(MANIFEST_FILE, manifest_bytes(changed))  # the commit
+            disk.rename(NEW_THRESHOLDS_FILE, THRESHOLDS_FILE)
         return changed.root
     finally:
-        drive.close()
+        disk.close()
 
 
-def finish_rewrite(drive: SteppedFolder, manifest: Manifest) -> None:
-    """Ends what a killed rewrite left in a locked pack: in place what its manifest lists, else removed.
+def finish_rewrite(disk: SteppedFolder, manifest: Manifest) -> None:
+    """Ends a killed rewrite in a locked pack: renames new thresholds that the manifest lists, and removes others.
 
-    Nothing is done, not even a step, where nothing is left.
+    Makes no step if there was no killed rewrite.
     """
-    if is_listed(drive.folder / NEW_THRESHOLDS_FILE, _listed(manifest)):
-        drive.rename(NEW_THRESHOLDS_FILE, THRESHOLDS_FILE)
+    if is_listed(disk.folder / NEW_THRESHOLDS_FILE, _listed(manifest)):
+        disk.rename(NEW_THRESHOLDS_FILE, THRESHOLDS_FILE)
     for name in (NEW_THRESHOLDS_FILE, f"{MANIFEST_FILE}.tmp"):
-        if (drive.folder / name).is_file():
-            drive.unlink(name)  # not synced: should its name come back, no reader cares
+        if (disk.folder / name).is_file():
+            disk.unlink(name)  # not synced: if the name comes back, readers ignore it
 
 
 def _listed(manifest: Manifest) -> ContentFile:
@@ -277,10 +274,10 @@ def _listed(manifest: Manifest) -> ContentFile:
 
 
 def _with_thresholds(manifest: Manifest, raw: bytes) -> Manifest:
-    """The manifest of the same pack with these bytes as its thresholds."""
+    """Returns the manifest of the same pack with these bytes as its thresholds."""
     old, new = _listed(manifest), ContentFile(THRESHOLDS_FILE, len(raw), hashlib.sha256(raw).hexdigest())
     files = tuple(new if file == old else file for file in manifest.files)
-    grown, totals = new.bytes - old.bytes, manifest.totals  # not 0 where another program laid the old ones out
+    grown, totals = new.bytes - old.bytes, manifest.totals  # not 0 if another program laid out the old thresholds
     return replace(
         manifest,
         files=files,
@@ -304,7 +301,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 class State(Enum):
-    """Where the writer stands."""
+    """The state of a `PackWriter`."""
 
     CLOSED = "closed"
     WRITING = "writing"
@@ -312,15 +309,16 @@ class State(Enum):
 
 
 def digests_of(extent: NDArray[np.uint8]) -> Digests:
-    """CRC-32 and SHA-256 of an item's bytes."""
+    """Returns CRC-32 and SHA-256 of an item's bytes."""
     return Digests(zlib.crc32(extent.data), hashlib.sha256(extent.data).digest())
 
 
 class PackWriter:
-    """The one writer of an output folder, from `open` to `close`; a second one is refused while it lives.
+    """The only writer of an output folder, from `open` to `close`: the folder is locked.
 
-    Args:    folder: made if missing.   layout: what will be written.   conversion: hex digest of source, plan and
-             versions.   stamp: tells a source that changed since.   on_step: called before each step.
+    `resumed_bytes`: the bytes of items that an earlier run has written.
+    Args:    folder: created if missing.   layout: of the pack.   conversion: hex digest of source, plan and versions.
+             stamp: changes when the source's files change.   on_step: called before each step.
     """
 
     def __init__(
@@ -336,24 +334,24 @@ class PackWriter:
         self._layout = layout
         self._items = list(layout.items())
         self._numbers = {item: number for number, item in enumerate(self._items)}
-        self._conversion = strict_json.canonical({"conversion": conversion, "source_stamp": stamp})
+        self._conversion = json_files.canonical({"conversion": conversion, "source_stamp": stamp})
         self._identity = conversion
-        self._drive = SteppedFolder(folder, on_step)
+        self._disk = SteppedFolder(folder, on_step)
         self._done: dict[int, Digests] = {}
-        self.resumed_bytes = 0  # in items that an earlier run has written
+        self.resumed_bytes = 0
 
     def open(self) -> None:
-        """Locks the folder and starts or resumes the conversion; headers are written here.
+        """Locks the folder, starts or resumes the conversion, and writes the headers.
 
-        Raises:  ConversionError if the folder holds something else, is in use, or its drive is too full.
+        Raises:  ConversionError if the folder has other files, is in use, or the disk is too full.
         """
         assert self.state is State.CLOSED, self.state
-        self._drive.make()
-        self._drive.lock("another conversion is writing in this folder; wait for it or stop it")
+        self._disk.make()
+        self._disk.lock("another conversion is writing in this folder; wait for it or stop it")
         try:
             complete = self._complete()
             if complete is not None:
-                finish_rewrite(self._drive, complete)
+                finish_rewrite(self._disk, complete)
                 self._clean()
                 self.state = State.SEALED
                 self.resumed_bytes = sum(item.num_bytes for item in self._items)
@@ -374,67 +372,68 @@ class PackWriter:
                 self.write(item, raw, digests_of(raw))
 
     def pending(self) -> list[Item]:
-        """The items not yet written, in order."""
+        """Returns the items that are not yet written, in order."""
         return [item for item in self._items if self._numbers[item] not in self._done]
 
     def write(self, item: Item, extent: NDArray[np.uint8], digests: Digests) -> None:
-        """Writes an item's bytes to the drive, then journals it.
+        """Writes an item's bytes to the disk, then its line in the journal.
 
         Args:    extent: u8 [item.num_bytes].   digests: of these bytes.
         """
         assert self.state is State.WRITING and len(extent) == item.num_bytes, (self.state, item, len(extent))
         for offset, size in split_bytes(0, item.num_bytes, _CHUNK_BYTES):
-            self._drive.write(item.file, extent.data[offset : offset + size], item.offset + offset)
-        self._drive.sync(item.file)
+            self._disk.write(item.file, extent.data[offset : offset + size], item.offset + offset)
+        self._disk.sync(item.file)
         number = self._numbers[item]
         line = memoryview(encode_line(number, digests))
-        self._drive.write(JOURNAL_FILE, line, self._drive.num_bytes(JOURNAL_FILE))
-        self._drive.sync(JOURNAL_FILE)
+        self._disk.write(JOURNAL_FILE, line, self._disk.num_bytes(JOURNAL_FILE))
+        self._disk.sync(JOURNAL_FILE)
         self._done[number] = digests
 
     def expert_digests(self) -> Mapping[tuple[int, int], Digests]:
-        """The digests of all extents, by MoE layer index and expert."""
+        """Returns the digests of all extents, by MoE layer index and expert."""
         assert not self.pending(), "every item is written"
         return {
             (item.layer, item.expert): self._done[self._numbers[item]] for item in self._items if item.kind == "expert"
         }
 
     def seal(self, tables: Iterable[tuple[str, bytes]], manifest: Callable[[tuple[ContentFile, ...]], bytes]) -> None:
-        """Writes the small files and, last, the manifest; then the folder is a pack.
+        """Writes the small files and, last, the manifest, which makes the folder a pack.
 
-        Args:    tables: names and bytes.   manifest: makes its bytes from the account of all other files but experts.
+        Args:    tables: names and bytes.   manifest: returns the manifest's bytes for the list of all other files
+                 except the experts'.
         """
         assert self.state is State.WRITING and not self.pending(), (self.state, "every item is written")
         files = []
         for name, raw in tables:
-            self._drive.replace(name, raw)
+            self._disk.replace(name, raw)
             files.append(ContentFile(name, len(raw), hashlib.sha256(raw).hexdigest()))
         whole = (DENSE_FILE,) if self._layout.unused_file is None else (DENSE_FILE, UNUSED_FILE)
         for name in whole:
             with RangeReader(self.folder / name, ConversionError) as file:
                 files.append(ContentFile(name, file.num_bytes, file.sha256()))
-        self._drive.replace(MANIFEST_FILE, manifest(tuple(sorted(files, key=lambda file: file.name))))
+        self._disk.replace(MANIFEST_FILE, manifest(tuple(sorted(files, key=lambda file: file.name))))
         self.state = State.SEALED
         self._clean()
 
     def close(self) -> None:
-        """Releases the folder; what is journaled stays for the next run."""
-        self._drive.close()
+        """Unlocks the folder. The next run continues from the journal."""
+        self._disk.close()
         if self.state is State.WRITING:
             self.state = State.CLOSED
 
     def _complete(self) -> Manifest | None:
-        """The manifest of this very pack, if the folder has it."""
+        """Returns the manifest of this pack if the folder already has it, else None."""
         path = self.folder / MANIFEST_FILE
         if not path.exists():
             return None
         with RangeReader(path, PackError) as reader:
-            found = read_manifest(reader.read(0, min(reader.num_bytes, 2_000_000)).tobytes())
-        if found.conversion != self._identity:
+            manifest = read_manifest(reader.read(0, min(reader.num_bytes, MAX_MANIFEST_BYTES + 1)).tobytes())
+        if manifest.conversion != self._identity:
             raise ConversionError(
                 f"{self.folder}: contains another pack; give another output folder, or remove this one"
             )
-        return found
+        return manifest
 
     def _claim_folder(self) -> None:
         path = self.folder / CONVERSION_FILE
@@ -451,20 +450,20 @@ class PackWriter:
                     f"{self.folder}: contains {path.name!r}, which is not part of a conversion; give a new or "
                     "empty folder"
                 )
-        self._drive.replace(CONVERSION_FILE, self._conversion)
+        self._disk.replace(CONVERSION_FILE, self._conversion)
 
     def _open_journal(self) -> None:
-        self._drive.open(JOURNAL_FILE)
-        raw = self._drive.read(JOURNAL_FILE)
+        self._disk.open(JOURNAL_FILE)
+        raw = self._disk.read(JOURNAL_FILE)
         lines, whole = decode_lines(raw)
         self._done = {number: digests for number, digests in lines.items() if number < len(self._items)}
         if whole != len(raw):
-            self._drive.truncate(JOURNAL_FILE, whole)
+            self._disk.truncate(JOURNAL_FILE, whole)
 
     def _check_space(self) -> None:
-        """Refuses to start what cannot end: better now than after hours."""
+        """Refuses a conversion for which the disk has not enough free space."""
         needed = sum(item.num_bytes for item in self.pending())
-        free = self._drive.free_bytes()
+        free = self._disk.free_bytes()
         if free < needed:
             raise ConversionError(
                 f"{self.folder}: needs {needed:,} more bytes, the disk has {free:,} free; "
@@ -478,17 +477,17 @@ class PackWriter:
                 raise ConversionError(
                     f"{self.folder}: {name} was removed from an unfinished conversion; remove the folder"
                 )
-            self._drive.open(name)
-            if self._drive.num_bytes(name) != file.num_bytes:
+            self._disk.open(name)
+            if self._disk.num_bytes(name) != file.num_bytes:
                 if name in done_files:
                     raise ConversionError(f"{self.folder}: {name} has changed its size; remove the folder")
-                # Sets all padding to zero without writing it: what is never written reads as zeros.
-                self._drive.truncate(name, file.num_bytes)
-                self._drive.sync(name)
-        self._drive.sync_folder()
+                # Sets the padding to zero: bytes that are never written read as zeros.
+                self._disk.truncate(name, file.num_bytes)
+                self._disk.sync(name)
+        self._disk.sync_folder()
 
     def _clean(self) -> None:
         for name in (JOURNAL_FILE, CONVERSION_FILE):
             if (self.folder / name).exists():
-                self._drive.unlink(name)
-        self._drive.sync_folder()
+                self._disk.unlink(name)
+        self._disk.sync_folder()

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_pack.formats import CheckpointError, Matrix, ModelSpec, RangeReader
-from moe_pack.formats import json_files as strict_json
+from moe_pack.formats import CheckpointError, Matrix, ModelSpec, RangeReader, json_files
 from moe_pack.formats.families.config import Config
 from moe_pack.formats.families.family import SCALE_BLOCK, Claims, SourceMatrix, claim_tensors
 from moe_pack.formats.families.published import published_config, published_names
@@ -241,7 +240,7 @@ def read_json(folder: Path, name: str) -> object:
     with RangeReader(folder / name, CheckpointError) as reader:
         if reader.num_bytes > _MAX_JSON_BYTES:
             raise CheckpointError(f"{name}: {reader.num_bytes} bytes, at most {_MAX_JSON_BYTES}")
-        return strict_json.parse(reader.read(0, reader.num_bytes).tobytes(), name, CheckpointError)
+        return json_files.parse(reader.read(0, reader.num_bytes).tobytes(), name, CheckpointError)
 
 
 def model_spec(source: str, num_layers: int | None = None, vocab_size: int | None = None) -> ModelSpec:

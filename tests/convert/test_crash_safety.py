@@ -286,7 +286,7 @@ def test_a_folder_that_holds_something_else_is_refused(source: Path, tmp_path: P
     (out / "letters.txt").write_text("dear reader")
     message = refusal(source, out)
     assert_one_clear_line(
-        message, "out: holds 'letters.txt', which is not part of a conversion; give a new or empty folder"
+        message, "out: contains 'letters.txt', which is not part of a conversion; give a new or empty folder"
     )
 
 

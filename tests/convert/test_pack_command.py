@@ -202,7 +202,7 @@ def test_an_output_folder_that_holds_something_else_is_refused(source: Path, tmp
     result = run("convert", source, "-o", tmp_path / "p")
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1] == (
-        f"moe-pack: {tmp_path}/p: holds 'thesis.tex', which is not part of a conversion; give a new or empty folder"
+        f"moe-pack: {tmp_path}/p: contains 'thesis.tex', which is not part of a conversion; give a new or empty folder"
     )
 
 

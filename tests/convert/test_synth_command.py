@@ -157,7 +157,7 @@ def test_a_folder_that_holds_something_else_is_refused(config: Path, tmp_path: P
     (out / "notes.txt").write_text("mine")
     result = run("synth", config, "-o", out)
     assert result.exit_code == 1
-    assert "holds 'notes.txt', which is not part of a conversion; give a new or empty folder" in result.stderr
+    assert "contains 'notes.txt', which is not part of a conversion; give a new or empty folder" in result.stderr
 
 
 def test_a_pack_in_memory_is_a_link_that_says_how_to_remove_it(config: Path, tmp_path: Path) -> None:

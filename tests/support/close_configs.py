@@ -23,9 +23,9 @@ class Close:
         return f"{self.family}: {', '.join(self.changes)}"
 
 
-_ONLY = "supported is {} only".format
+_ONLY = "only {} is supported".format
 CLOSE: tuple[Close, ...] = (
-    *(Close(family, {"hidden_act": "gelu"}, "hidden_act is 'gelu', " + _ONLY("'silu'")) for family in ROTARY),
+    *(Close(family, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; " + _ONLY("'silu'")) for family in ROTARY),
     *(
         Close(
             family,
@@ -57,17 +57,17 @@ CLOSE: tuple[Close, ...] = (
         Close(
             family,
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}},
-            "rope_parameters is {'rope_type': 'default', 'rope_theta': 100000.0}, " + _ONLY("None"),
+            "rope_parameters is {'rope_type': 'default', 'rope_theta': 100000.0}; " + _ONLY("None"),
         )
         for family in REFERENCES
     ),
-    *(Close(family, {"head_dim": 32}, "head_dim is 32, " + _ONLY("16")) for family in REFERENCES),
+    *(Close(family, {"head_dim": 32}, "head_dim is 32; " + _ONLY("16")) for family in REFERENCES),
     *(
         Close(family, {key: None}, f"'{family}' is a dense model without experts; there is nothing to pack")
         for family, key in (("deepseek", "n_routed_experts"), ("minicpm", "num_experts"), ("xverse", "num_experts"))
     ),
     *(
-        Close(family, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, " + _ONLY("1.0"))
+        Close(family, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; " + _ONLY("1.0"))
         for family in ROTARY
         if family != "glm4_moe"
     ),
@@ -87,44 +87,44 @@ CLOSE: tuple[Close, ...] = (
         )
         for family in BASE
     ),
-    Close("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window is True, " + _ONLY("False")),
+    Close("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window is True; " + _ONLY("False")),
     Close(
         "qwen2_moe",
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-        "layer_types has ['full_attention', 'sliding_attention'], " + _ONLY("'full_attention'"),
+        "layer_types has ['full_attention', 'sliding_attention']; " + _ONLY("'full_attention'"),
     ),
     Close(
         "qwen2_moe",
         {"shared_expert_intermediate_size": 0},
         "shared_expert_intermediate_size is 0, expected 1 to 2^31 - 1",
     ),
-    Close("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True, " + _ONLY("False")),
-    Close("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid', " + _ONLY("'softmax'")),
+    Close("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True; " + _ONLY("False")),
+    Close("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; " + _ONLY("'softmax'")),
     Close(
         "deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc', supported: greedy, group_limited_greedy"
     ),
-    Close("deepseek_v2", {"attention_bias": True}, "attention_bias is True, " + _ONLY("False")),
-    Close("deepseek_v2", {"mlp_bias": True}, "mlp_bias is True, " + _ONLY("False")),
-    Close("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq is 2, " + _ONLY("1")),
-    Close("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax', " + _ONLY("'sigmoid'")),
-    Close("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy', " + _ONLY("'noaux_tc'")),
-    Close("deepseek_v3", {"attention_bias": True}, "attention_bias is True, " + _ONLY("False")),
-    Close("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2, " + _ONLY("1")),
-    Close("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2, " + _ONLY("4")),
+    Close("deepseek_v2", {"attention_bias": True}, "attention_bias is True; " + _ONLY("False")),
+    Close("deepseek_v2", {"mlp_bias": True}, "mlp_bias is True; " + _ONLY("False")),
+    Close("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq is 2; " + _ONLY("1")),
+    Close("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; " + _ONLY("'sigmoid'")),
+    Close("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy'; " + _ONLY("'noaux_tc'")),
+    Close("deepseek_v3", {"attention_bias": True}, "attention_bias is True; " + _ONLY("False")),
+    Close("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2; " + _ONLY("1")),
+    Close("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2; " + _ONLY("4")),
     Close("deepseek_v3", {"n_group": 3, "topk_group": 1}, "n_group is 3 and topk_group is 1; 8 experts must divide"),
     Close("deepseek_v3", {"n_group": None}, "key 'n_group' is missing, expected a value or null"),
-    Close("phimoe", {"num_experts_per_tok": 4}, "num_experts_per_tok is 4, " + _ONLY("2")),
-    Close("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, " + _ONLY("None")),
+    Close("phimoe", {"num_experts_per_tok": 4}, "num_experts_per_tok is 4; " + _ONLY("2")),
+    Close("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0; " + _ONLY("None")),
     Close(
         "granitemoe",
         {"shared_intermediate_size": 64},
         "key 'shared_intermediate_size' (64) is unknown for this family and may change the arithmetic",
     ),
     Close("glm4_moe", {"n_group": 3, "topk_group": 1}, "n_group is 3 and topk_group is 1; 8 experts must divide"),
-    Close("gpt_oss", {"swiglu_limit": 10.0}, "swiglu_limit is 10.0, " + _ONLY("7.0")),
-    Close("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0, " + _ONLY("1.702")),
-    Close("gpt_oss", {"experts_per_token": 4}, "experts_per_token is 4, " + _ONLY("2")),
-    Close("gpt_oss", {"initial_context_length": 4096}, "initial_context_length is 4096, " + _ONLY("32")),
+    Close("gpt_oss", {"swiglu_limit": 10.0}, "swiglu_limit is 10.0; " + _ONLY("7.0")),
+    Close("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0; " + _ONLY("1.702")),
+    Close("gpt_oss", {"experts_per_token": 4}, "experts_per_token is 4; " + _ONLY("2")),
+    Close("gpt_oss", {"initial_context_length": 4096}, "initial_context_length is 4096; " + _ONLY("32")),
     Close("gpt_oss", {"head_dim": None}, "key 'head_dim' is missing, expected a value or null"),
     Close("gpt_oss", {"sliding_window": None}, "key 'sliding_window' is missing, expected a value or null"),
     Close("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types lists 1 layers, but the model has 3"),
@@ -139,22 +139,22 @@ CLOSE: tuple[Close, ...] = (
         {"rope_parameters": None},
         "rope_parameters and rope_scaling are missing, expected one of them",
     ),
-    Close("dots1", {"scoring_func": "softmax"}, "scoring_func is 'softmax', " + _ONLY("'sigmoid'")),
-    Close("dots1", {"topk_method": "greedy"}, "topk_method is 'greedy', " + _ONLY("'noaux_tc'")),
-    Close("dots1", {"moe_layer_freq": 2}, "moe_layer_freq is 2, " + _ONLY("1")),
+    Close("dots1", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; " + _ONLY("'sigmoid'")),
+    Close("dots1", {"topk_method": "greedy"}, "topk_method is 'greedy'; " + _ONLY("'noaux_tc'")),
+    Close("dots1", {"moe_layer_freq": 2}, "moe_layer_freq is 2; " + _ONLY("1")),
     Close("dots1", {"n_shared_experts": 0}, "n_shared_experts is 0, expected 1 to 2^31 - 1"),
-    Close("dots1", {"use_sliding_window": True}, "use_sliding_window is True, " + _ONLY("False")),
+    Close("dots1", {"use_sliding_window": True}, "use_sliding_window is True; " + _ONLY("False")),
     Close(
         "dots1",
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-        "layer_types has ['full_attention', 'sliding_attention'], " + _ONLY("'full_attention'"),
+        "layer_types has ['full_attention', 'sliding_attention']; " + _ONLY("'full_attention'"),
     ),
-    Close("dots1", {"layer_types": None, "max_window_layers": 1}, "sliding_window is 4096, " + _ONLY("None")),
-    Close("deepseek", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid', " + _ONLY("'softmax'")),
+    Close("dots1", {"layer_types": None, "max_window_layers": 1}, "sliding_window is 4096; " + _ONLY("None")),
+    Close("deepseek", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'; " + _ONLY("'softmax'")),
     Close("deepseek", {"n_shared_experts": 0}, "n_shared_experts is 0, expected 1 to 2^31 - 1"),
     Close("deepseek", {"moe_layer_freq": 0}, "moe_layer_freq is 0, expected 1 to 2^31 - 1"),
     Close("deepseek", {"num_key_value_heads": None}, "key 'num_key_value_heads' is missing, expected a value or null"),
-    Close("minicpm", {"pretraining_tp": 2}, "pretraining_tp is 2, " + _ONLY("1")),
+    Close("minicpm", {"pretraining_tp": 2}, "pretraining_tp is 2; " + _ONLY("1")),
     Close(
         "minicpm",
         {"sparse_config": {"topk": 64}},
@@ -166,15 +166,15 @@ CLOSE: tuple[Close, ...] = (
     Close(
         "switch_transformers",
         {"feed_forward_proj": "gated-gelu"},
-        "feed_forward_proj is 'gated-gelu', " + _ONLY("'relu'"),
+        "feed_forward_proj is 'gated-gelu'; " + _ONLY("'relu'"),
     ),
-    Close("switch_transformers", {"is_gated_act": True}, "is_gated_act is True, " + _ONLY("False")),
-    Close("switch_transformers", {"router_bias": True}, "router_bias is True, " + _ONLY("False")),
-    Close("switch_transformers", {"router_dtype": "bfloat16"}, "router_dtype is 'bfloat16', " + _ONLY("'float32'")),
-    Close("switch_transformers", {"num_selected_experts": 2}, "num_selected_experts is 2, " + _ONLY("1")),
-    Close("switch_transformers", {"is_encoder_decoder": False}, "is_encoder_decoder is False, " + _ONLY("True")),
-    Close("switch_transformers", {"is_decoder": True}, "is_decoder is True, " + _ONLY("False")),
-    Close("switch_transformers", {"encoder_sparse_step": 1}, "encoder_sparse_step is 1, " + _ONLY("2")),
+    Close("switch_transformers", {"is_gated_act": True}, "is_gated_act is True; " + _ONLY("False")),
+    Close("switch_transformers", {"router_bias": True}, "router_bias is True; " + _ONLY("False")),
+    Close("switch_transformers", {"router_dtype": "bfloat16"}, "router_dtype is 'bfloat16'; " + _ONLY("'float32'")),
+    Close("switch_transformers", {"num_selected_experts": 2}, "num_selected_experts is 2; " + _ONLY("1")),
+    Close("switch_transformers", {"is_encoder_decoder": False}, "is_encoder_decoder is False; " + _ONLY("True")),
+    Close("switch_transformers", {"is_decoder": True}, "is_decoder is True; " + _ONLY("False")),
+    Close("switch_transformers", {"encoder_sparse_step": 1}, "encoder_sparse_step is 1; " + _ONLY("2")),
     Close(
         "switch_transformers",
         {"decoder_start_token_id": None},
