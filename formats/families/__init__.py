@@ -1,4 +1,4 @@
-"""Model families: how each one's config.json and tensor names are read. One file a `model_type`."""
+"""Model families, one file a `model_type`: how their config.json and tensor names are read; and checkpoints."""
 
 from moe_pack.formats.families.checkpoint import Checkpoint, model_spec
 from moe_pack.formats.families.family import SCALE_BLOCK, SourceMatrix

@@ -1,8 +1,8 @@
-"""A Hugging Face checkpoint folder: config, tensors in one or many safetensors shards, read range by range.
+"""A Hugging Face checkpoint folder, read range by range; and model specs by name or by `config.json` alone.
 
-Never holds a tensor: `rows` reads what is asked for. Structure is checked in full; of values, whether copies are equal.
-
-A model by its name or its `config.json` alone: what its spec is, without any weights.
+`Checkpoint` reads the config and the headers of one or many safetensors shards, and checks the structure in full; it
+compares the values only of tensors that must be copies of each other. It never reads a tensor whole: `rows` reads the
+rows that its caller wants. `model_spec` needs no weights.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from moe_pack.formats.families.family import SCALE_BLOCK, Claims, SourceMatrix, 
 from moe_pack.formats.families.published import published_config, published_names
 from moe_pack.formats.families.registry import SHORT_NAMES, read_spec
 from moe_pack.formats.manifest import Fate, SourceFile, SourceTensor
-from moe_pack.formats.safetensors import DTYPE_BYTES, TensorEntry, read_header
+from moe_pack.formats.safetensors import DTYPE_BYTES, StoredTensor, TensorEntry, read_header, split_bytes
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -30,7 +30,9 @@ _COMPARED_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _ShardTensor:
+    """A tensor and the shard that it is in."""
+
     shard: str
     entry: TensorEntry
 
@@ -44,14 +46,14 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._readers: dict[str, RangeReader] = {}
-        self._held: dict[str, _Held] = {}
+        self._tensors: dict[str, _ShardTensor] = {}
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder")
         config = Config(read_json(folder, "config.json"), "config.json")
         self.family, self.spec, codec = read_spec(config)
         try:
             self._open_shards()
-            shapes = {name: (held.entry.dtype, held.entry.shape) for name, held in self._held.items()}
+            shapes = {name: (tensor.entry.dtype, tensor.entry.shape) for name, tensor in self._tensors.items()}
             self.claims: Claims = claim_tensors(self.family, self.spec, shapes, codec)
             for name, original in self.claims.copies.items():
                 self._check_copy(name, original)
@@ -66,32 +68,32 @@ class Checkpoint:
         self._readers.clear()
 
     def dense_source(self, role: str) -> SourceMatrix:
-        """Where the dense tensor with this role lies."""
+        """Returns the place of the dense tensor with this role."""
         return self.claims.dense[role]
 
     def expert_source(self, layer_idx: int, expert: int, matrix: Matrix) -> SourceMatrix:
-        """Where a matrix of an expert in the `layer_idx`-th MoE layer lies."""
+        """Returns the place of a matrix of an expert in the `layer_idx`-th MoE layer."""
         return self.claims.experts[self.spec.moe_layers[layer_idx], expert, matrix]
 
     def bias_source(self, layer_idx: int, expert: int, matrix: Matrix) -> SourceMatrix:
-        """Where the bias of a matrix of an expert lies, a vector; of the matrices that the spec says have one."""
+        """Returns the place of the bias, a vector, of an expert's matrix that has one by the spec."""
         return self.claims.expert_biases[self.spec.moe_layers[layer_idx], expert, matrix]
 
     def dtype(self, source: SourceMatrix) -> str:
-        """The safetensors dtype of a matrix: BF16, F16 or F32; of codes F8_E4M3, or U8 for MXFP4."""
-        return self._held[source.tensor].entry.dtype
+        """Returns the safetensors dtype of a matrix: BF16, F16, F32, or of codes F8_E4M3, or U8 (MXFP4)."""
+        return self._tensors[source.tensor].entry.dtype
 
     def scale_dtype(self, source: SourceMatrix) -> str:
-        """The safetensors dtype of the scales of a matrix of codes."""
+        """Returns the safetensors dtype of the scales of a matrix of codes."""
         assert source.scales is not None, f"{source}: has no scales"
-        return self._held[source.scales].entry.dtype
+        return self._tensors[source.scales].entry.dtype
 
     def num_bytes(self, source: SourceMatrix) -> int:
-        """A matrix's bytes in the source, its scales apart."""
+        """Returns a matrix's bytes in the source, without its scales."""
         return source.num_rows * source.num_cols * self._value_bits(source) // 8
 
     def rows(self, source: SourceMatrix, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of rows `start` to `stop` of a matrix (elements, of a vector), as it lies: u8, own memory.
+        """Reads rows `start` to `stop` of a matrix (or elements of a vector) in the source's bytes: u8, own memory.
 
         Raises:  CheckpointError if the shard is cut short or cannot be read.
         """
@@ -106,13 +108,13 @@ class Checkpoint:
         return values[:, source.first_col : last_col : source.col_step].reshape(-1)
 
     def scales(self, source: SourceMatrix, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of the scales of rows `start` to `stop` of a matrix of codes: u8 [rows, bytes], own memory.
+        """Reads the scales of rows `start` to `stop` of a matrix of codes: u8 [rows, bytes], own memory.
 
-        With `fp8` a row of scales is for 128 rows of codes: those that have a row from `start` to `stop`.
+        With `fp8`, a row of scales belongs to 128 rows of codes; all that overlap `start` to `stop` are read.
         Raises:  CheckpointError as `rows`.
         """
         assert source.scales is not None and 0 <= start <= stop <= source.num_rows, f"{source}: rows {start} to {stop}"
-        entry = self._held[source.scales].entry
+        entry = self._tensors[source.scales].entry
         row_bytes = entry.shape[-1] * DTYPE_BYTES[entry.dtype]
         if source.codec == "fp8":
             first = start // SCALE_BLOCK
@@ -121,40 +123,38 @@ class Checkpoint:
         return self._strided(source.scales, source.first_row + start * step, stop - start, step, row_bytes)
 
     def _strided(self, tensor: str, first: int, count: int, step: int, row_bytes: int) -> NDArray[np.uint8]:
-        """Every `step`-th row of a tensor from `first` on: u8 [count, row_bytes]."""
-        held = self._held[tensor]
+        """Reads every `step`-th row of a tensor from `first` on: u8 [count, row_bytes]."""
         span = max(0, (count - 1) * step + 1)  # rows of the tensor from the first to the last
-        read = self._readers[held.shard].read(held.entry.offset + first * row_bytes, span * row_bytes)
-        return read.reshape(span, row_bytes)[::step]
+        return self.raw(tensor, first * row_bytes, span * row_bytes).reshape(span, row_bytes)[::step]
 
     def _value_bits(self, source: SourceMatrix) -> int:
         return 4 if source.codec == "mxfp4" else 8 * DTYPE_BYTES[self.dtype(source)]
 
     def place(self, source: SourceMatrix) -> str:
-        """Shard and tensor, for messages; of a tensor of many matrices, the rows that are this one's."""
-        held = self._held[source.tensor]
+        """Returns shard and tensor for messages, and the matrix's rows if the tensor has many matrices."""
+        tensor = self._tensors[source.tensor]
         last = source.first_row + (source.num_rows - 1) * source.row_step
-        rows = f", rows {source.first_row} to {last}" if len(held.entry.shape) > 2 else ""
-        return f"{held.shard}: tensor {source.tensor!r}{rows}"
+        rows = f", rows {source.first_row} to {last}" if len(tensor.entry.shape) > 2 else ""
+        return f"{tensor.shard}: tensor {source.tensor!r}{rows}"
 
-    def unused(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype and shape of the tensors that a pack keeps though nothing runs them, sorted."""
-        entries = [self._held[name].entry for name in sorted(self.claims.unused)]
+    def unused(self) -> list[StoredTensor]:
+        """Returns the tensors that a pack keeps although they are not run, sorted by name."""
+        entries = [self._tensors[name].entry for name in sorted(self.claims.unused)]
         return [(entry.name, entry.dtype, entry.shape) for entry in entries]
 
     def raw(self, tensor: str, start: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Some bytes of a whole tensor, from `start` on: u8, own memory.
+        """Reads `num_bytes` of a tensor, from byte `start` on: u8, own memory.
 
         Raises:  CheckpointError as `rows`.
         """
-        held = self._held[tensor]
-        assert 0 <= start <= start + num_bytes <= held.entry.num_bytes, (tensor, start, num_bytes)
-        return self._readers[held.shard].read(held.entry.offset + start, num_bytes)
+        place = self._tensors[tensor]
+        assert 0 <= start <= start + num_bytes <= place.entry.num_bytes, (tensor, start, num_bytes)
+        return self._readers[place.shard].read(place.entry.offset + start, num_bytes)
 
     def account(self) -> tuple[list[SourceFile], list[SourceTensor]]:
-        """Every shard and the fate of every tensor."""
+        """Returns every shard and the fate of every tensor."""
         files = []
-        for shard in sorted({held.shard for held in self._held.values()}):
+        for shard in sorted({tensor.shard for tensor in self._tensors.values()}):
             reader = self._readers[shard]
             length = int.from_bytes(reader.read(0, 8).tobytes(), "little")
             header = reader.read(0, 8 + length)
@@ -163,29 +163,27 @@ class Checkpoint:
         packed = {source.tensor for source in experts}
         scales = {source.scales for source in (*experts, *self.claims.dense.values())}
         tensors = []
-        for name, held in self._held.items():
+        for name, tensor in self._tensors.items():
             fate: Fate = "packed" if name in packed else "scales" if name in scales else "resident"
             reason = ""
             if name in self.claims.unused:
                 fate, reason = "unused", self.claims.unused[name]
             elif name in self.claims.dropped:
                 fate, reason = "dropped", self.claims.dropped[name]
-            tensors.append(SourceTensor(name, held.entry.dtype, held.entry.shape, fate, reason))
+            tensors.append(SourceTensor(name, tensor.entry.dtype, tensor.entry.shape, fate, reason))
         return files, tensors
 
     def stamp(self) -> str:
-        """A digest of the shards' sizes and modification times: tells a source that changed between two runs."""
+        """Returns a digest of the shards' sizes and modification times, which shows that a source has changed."""
         paths = sorted(self.folder / shard for shard in self._readers)
         facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def _check_copy(self, name: str, original: str) -> None:
-        copy, held = self._held[name], self._held[original]
-        is_equal = (copy.entry.dtype, copy.entry.shape) == (held.entry.dtype, held.entry.shape)
-        for start in range(0, copy.entry.num_bytes if is_equal else 0, _COMPARED_BYTES):
-            size = min(_COMPARED_BYTES, copy.entry.num_bytes - start)
-            one = self._readers[copy.shard].read(copy.entry.offset + start, size)
-            is_equal &= np.array_equal(one, self._readers[held.shard].read(held.entry.offset + start, size))
+        copy, entry = self._tensors[name], self._tensors[original].entry
+        is_equal = (copy.entry.dtype, copy.entry.shape) == (entry.dtype, entry.shape)
+        for start, size in split_bytes(0, entry.num_bytes if is_equal else 0, _COMPARED_BYTES):
+            is_equal &= np.array_equal(self.raw(name, start, size), self.raw(original, start, size))
         if not is_equal:
             raise CheckpointError(
                 f"{copy.shard}: tensor {name!r} differs from {original!r}, but must be a copy of it; models where "
@@ -197,20 +195,20 @@ class Checkpoint:
         for shard in sorted(set(weight_map.values())) if weight_map is not None else [_SINGLE]:
             path = self.folder / shard
             for entry in read_header(path, CheckpointError):
-                if entry.name in self._held:
+                if entry.name in self._tensors:
                     raise CheckpointError(
-                        f"{shard}: tensor {entry.name!r} is also in {self._held[entry.name].shard}; each tensor "
+                        f"{shard}: tensor {entry.name!r} is also in {self._tensors[entry.name].shard}; each tensor "
                         "must be in one shard"
                     )
-                self._held[entry.name] = _Held(shard, entry)
+                self._tensors[entry.name] = _ShardTensor(shard, entry)
             self._readers[shard] = RangeReader(path, CheckpointError)
         for name, shard in (weight_map or {}).items():
-            if name not in self._held or self._held[name].shard != shard:
+            if name not in self._tensors or self._tensors[name].shard != shard:
                 raise CheckpointError(f"{_INDEX}: tensor {name!r} is not in {shard}")
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
-    """Tensor names and their shards, or None for a checkpoint of one file."""
+    """Returns each tensor's shard, or None for a checkpoint of one file."""
     if (folder / _INDEX).exists():
         index = read_json(folder, _INDEX)
         weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -231,9 +229,9 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def read_json(folder: Path, name: str) -> object:
-    """The value in a JSON file of a checkpoint.
+    """Reads a JSON file of a checkpoint.
 
-    Raises:  CheckpointError if it is missing, too long or no JSON.
+    Raises:  CheckpointError if it is missing, too long or not JSON.
     """
     if not (folder / name).exists():
         raise CheckpointError(f"{folder}: {name} is missing; a checkpoint folder has one")
@@ -244,11 +242,11 @@ def read_json(folder: Path, name: str) -> object:
 
 
 def model_spec(source: str, num_layers: int | None = None, vocab_size: int | None = None) -> ModelSpec:
-    """The spec of the model that `source` names, cut to its first layers and tokens where that is asked for.
+    """Returns the spec of the model that `source` names, with fewer layers or tokens if these are given.
 
-    Args:    source: a `config.json`, a folder that has one, or the name of a published model; files come first.
-             num_layers: of the decoder.   vocab_size: tokens that embedding and head keep.
-    Raises:  CheckpointError for an unknown name, a config that we cannot read, or more layers or tokens than there are.
+    Args:    source: a `config.json`, a folder with one, or the name of a published model; files come first.
+             num_layers: the first layers of the decoder.   vocab_size: the first tokens of embedding and head.
+    Raises:  CheckpointError for an unknown name, an unsupported config, or more layers or tokens than the model has.
     """
     values, place = _config(source)
     if isinstance(values, dict):
@@ -277,7 +275,7 @@ def _cut(values: dict[str, Any], key: str, wanted: int | None, option: str) -> N
 
 
 def _config(source: str) -> tuple[Any, str]:
-    """The values of a config, and where they are from."""
+    """Returns the values of a config, and their file's name for messages."""
     path = Path(source)
     if path.is_dir():
         return read_json(path, "config.json"), "config.json"

@@ -6,7 +6,8 @@ from moe_pack.formats import CheckpointError
 from moe_pack.formats.spec import MAX_LAYERS
 
 _MAX_NUMBER = 1e38
-# Keys that say nothing of inference: training, who wrote the file, token ids (generation_config.json holds those).
+# Keys without effect on inference: training, tools that wrote the file, token ids (these are read from
+# generation_config.json).
 _BOOKKEEPING = frozenset(
     {
         "_attn_implementation_autoset",
@@ -43,7 +44,7 @@ _BOOKKEEPING = frozenset(
 
 
 class Config:
-    """A parsed `config.json` that remembers what was read of it.
+    """A parsed `config.json` that remembers which keys were read.
 
     Args:    values: the JSON object.   place: its file name, for messages.
     """
@@ -56,102 +57,103 @@ class Config:
         self._read: set[str] = set()
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """Returns whether the key exists and is not null."""
         return self._values.get(key) is not None
 
     def require(self, key: str) -> None:
-        """Asserts that the key is there, if only as null."""
+        """Checks that the key exists; it may be null."""
         if key not in self._values:
             raise CheckpointError(f"{self.place}: key {key!r} is missing, expected a value or null")
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number from 1 to 2^31 - 1; `default` where the key is missing or null."""
+        """Reads a whole number from 1 to 2^31 - 1; `default` if the key is missing or null."""
         value = int(self._typed(key, (int,), "a whole number", default))
         if not 0 < value < 2**31:
             raise CheckpointError(f"{self.place}: {key} is {value}, expected 1 to 2^31 - 1")
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number from 0 to 2^31 - 1; `default` where the key is missing or null."""
+        """Reads a whole number from 0 to 2^31 - 1; `default` if the key is missing or null."""
         value = int(self._typed(key, (int,), "a whole number", default))
         if not 0 <= value < 2**31:
             raise CheckpointError(f"{self.place}: {key} is {value}, expected 0 to 2^31 - 1")
         return value
 
     def num_layers(self, key: str = "num_hidden_layers") -> int:
-        """How many decoder layers there are (at most `MAX_LAYERS`)."""
+        """Reads the number of decoder layers (at most `MAX_LAYERS`)."""
         num_layers = self.whole(key)
         if num_layers > MAX_LAYERS:
             raise CheckpointError(f"{self.place}: {key} is {num_layers}, expected at most {MAX_LAYERS}")
         return num_layers
 
     def counts(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers from 0 up; empty where the key is missing or null."""
+        """Reads a list of whole numbers, 0 or more each; empty if the key is missing or null."""
         return tuple(self._items(key, (int,), "whole numbers"))
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of numbers; empty where the key is missing or null."""
+        """Reads a list of numbers; empty if the key is missing or null."""
         return tuple(self._float(key, number) for number in self._items(key, (int, float), "numbers"))
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings; empty where the key is missing or null."""
+        """Reads a list of strings; empty if the key is missing or null."""
         return tuple(self._items(key, (str,), "strings"))
 
     def either(self, *keys: str) -> str:
-        """The one of several spellings of a key that is there (the first if none is): for the read that follows.
+        """Returns that of several spellings of a key which the config has (the first if it has none).
 
-        Raises:  CheckpointError if two are there and differ.
+        Raises:  CheckpointError if it has two with different values.
         """
-        there = [key for key in keys if self.has(key)]
+        spellings = [key for key in keys if self.has(key)]
         self._read.update(keys)
-        for key in there[1:]:
-            if self._values[key] != self._values[there[0]]:
+        for key in spellings[1:]:
+            if self._values[key] != self._values[spellings[0]]:
                 raise CheckpointError(
-                    f"{self.place}: {there[0]} is {_shown(self._values[there[0]])}, "
+                    f"{self.place}: {spellings[0]} is {_shown(self._values[spellings[0]])}, "
                     f"{key} is {_shown(self._values[key])}; these keys must be equal"
                 )
-        return there[0] if there else keys[0]
+        return spellings[0] if spellings else keys[0]
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number that float32 can hold; `default` where the key is missing or null."""
+        """Reads a number within float32's range; `default` if the key is missing or null."""
         return self._float(key, self._typed(key, (int, float), "a number", default))
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string; `default` where the key is missing or null."""
+        """Reads a string; `default` if the key is missing or null."""
         return str(self._typed(key, (str,), "a string", default))
 
     def choice(self, key: str, choices: tuple[str, ...]) -> str:
-        """One of `choices`; the first where the key is missing or null."""
+        """Reads one of `choices`; the first of them if the key is missing or null."""
         value = self.text(key, choices[0])
         if value not in choices:
             raise CheckpointError(f"{self.place}: {key} is {_shown(value)}, supported: {', '.join(choices)}")
         return value
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        """True or false; `default` where the key is missing or null."""
+        """Reads true or false; `default` if the key is missing or null."""
         return bool(self._typed(key, (bool,), "true or false", default))
 
     def group(self, key: str) -> "Config | None":
-        """The object under `key` with its own account of reads, or None where it is missing or null."""
+        """Reads the object under `key`, which remembers its own reads; None if it is missing or null."""
         self._read.add(key)
         value = self._values.get(key)
         return None if value is None else Config(value, f"{self.place}: {key}")
 
     def only(self, key: str, expected: object) -> None:
-        """Asserts that `key` is missing, null or `expected`: the one value whose arithmetic we implement."""
+        """Checks that `key` is missing, null or `expected`: the only value whose arithmetic we implement."""
         self._read.add(key)
         value = self._values.get(key)
         if value is not None and (value != expected or isinstance(value, bool) != isinstance(expected, bool)):
             raise CheckpointError(f"{self.place}: {key} is {_shown(value)}; only {expected!r} is supported")
 
     def ignore(self, *keys: str) -> None:
-        """Passes over keys that change nothing, given what else the config says."""
+        """Accepts keys that, given the other keys, change nothing."""
         self._read.update(keys)
 
     def refuse_unread(self, ignored: frozenset[str] = frozenset()) -> None:
-        """Refuses keys that nobody read and that may change the arithmetic.
+        """Refuses keys that were not read and may change the arithmetic.
 
-        Raises:  CheckpointError naming the first such key.
+        Args:    ignored: keys that change nothing in this family.
+        Raises:  CheckpointError that names the first such key.
         """
         for key, value in self._values.items():
             if key not in self._read and key not in _BOOKKEEPING and key not in ignored and value is not None:
@@ -186,6 +188,6 @@ class Config:
 
 
 def _shown(value: object) -> str:
-    """A value of a foreign file as a message shows it: whole, unless it is long."""
+    """Returns a value of a foreign file for a message: whole, unless it is long."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

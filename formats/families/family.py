@@ -1,6 +1,7 @@
-"""What a family says of its checkpoints: how to read the config, and which source tensor plays which role.
+"""A family's facts about its checkpoints, and the account of a checkpoint by these facts.
 
-The account of a checkpoint: which source tensor is what, where each matrix lies in it, and what is left out.
+`Family` says how to read the config, and which source tensor has which role. `claim_tensors` applies that to the
+tensors of one checkpoint: it finds the place of every matrix, and refuses tensors that have no role.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,8 +17,8 @@ from moe_pack.formats.families.config import Config
 class LeftOut:
     """Source tensors that are not run: a pattern of names (`*` for anything), and the reason.
 
-    `sign` is the name of a tensor without which they are something else, and claimed by nobody. `{n}` in either is
-    the number of layers. `copy_of` is the name of a tensor that they must be equal to.
+    The pattern applies only if the checkpoint has the tensor `sign` (None: always). `{n}` in either is the number of
+    layers. `copy_of` is the name of a tensor that they must be equal to.
     """
 
     pattern: str
@@ -28,13 +29,13 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """One way in which checkpoints of a family hold their experts.
+    """One way in which checkpoints of a family name and store their experts.
 
     `matrices` has the tensors' names, with `{i}` for the layer and `{e}` for the expert; a name without `{e}` is that
-    of a tensor of all experts of the layer, `[E, rows, columns]`. A matrix lies as `[out, in]` (gate and up
-    `[f, d]`, down `[d, f]`), or as `[in, out]` if `transposed`. Where gate and up have the same name, the neurons of
-    gate come first, or the two take turns if `interleaved`. `biases` has the names of the bias of a matrix, which lie
-    alike: `[f]` for gate and up, `[d]` for down. `scales` names the scales of matrices that are in MXFP4 blocks.
+    of a tensor of all experts of the layer, `[E, rows, columns]`. A matrix is stored as `[out, in]` (gate and up
+    `[f, d]`, down `[d, f]`), or as `[in, out]` if `transposed`. If gate and up have the same name, the neurons of
+    gate come first, or the two alternate if `interleaved`. `biases` has the names of biases, which are stored in the
+    same way: `[f]` for gate and up, `[d]` for down. `scales` names the scales of matrices in MXFP4 blocks.
     """
 
     matrices: Mapping[Matrix, str]
@@ -48,11 +49,11 @@ class ExpertNames:
 class Family:
     """One `model_type`.
 
-    `dense_names` maps roles to source names, with `{i}` for the layer; where a role has several names, a checkpoint has
-    one of them. Of several `expert_names` a checkpoint follows one. Where there is an encoder, the roles of its layers
-    begin with `encoder.{i}` here, `encoder_expert_names` is its experts', and both stacks' layers count from 0.
-    `dropped` says what is not packed, `unused` what the pack keeps though nothing runs it. `ignored_keys` of the config
-    change nothing at inference.
+    `dense_names` maps roles to source names, with `{i}` for the layer; if a role has several names, a checkpoint has
+    one of them. A checkpoint follows one of the `expert_names`. For an encoder, the roles of its layers begin with
+    `encoder.{i}` here, its experts follow `encoder_expert_names`, and the layers of both stacks count from 0.
+    `dropped`: tensors that are not packed. `unused`: tensors that the pack keeps although they are not run.
+    `ignored_keys`: keys of the config that change nothing at inference.
     """
 
     model_type: str
@@ -82,14 +83,14 @@ _TIED = LeftOut("", "tied: the embedding is the head")
 
 @dataclass(frozen=True, slots=True)
 class SourceMatrix:
-    """Where a matrix (or a vector: one column) lies in the source, as `[num_rows, num_cols]`.
+    """The place of a matrix (or of a vector: one column) in the source, as `[num_rows, num_cols]`.
 
-    Its rows are rows `first_row`, `first_row + row_step`, ... of a tensor, counted flat, of `row_size` values each;
-    its columns the values `first_col`, `first_col + col_step`, ... of these. `neurons` tells what an expert's neurons
-    are in it: rows, or columns (always as `[f, d]` or `[d, f]`).
+    Its rows are rows `first_row`, `first_row + row_step`, ... of a tensor, counted flat, of `row_size` values each; its
+    columns are the values `first_col`, `first_col + col_step`, ... of these. `neurons` says whether an expert's neurons
+    are its rows (`[f, d]`) or its columns (`[d, f]`).
 
-    `codec`: what the tensor's values are in, themselves or codes. `scales` is then the tensor of their scales: one for
-    128 rows by 128 columns with `fp8`, one for 32 columns with `mxfp4`.
+    `codec`: the encoding of the tensor's values. `scales`: for codes, the tensor of their scales: one for 128 rows by
+    128 columns with `fp8`, one for 32 columns with `mxfp4`.
     """
 
     tensor: str
@@ -105,11 +106,11 @@ class SourceMatrix:
     scales: str | None = None
 
     def tensors(self) -> tuple[str, ...]:
-        """The tensors it lies in: its own, and that of its scales."""
+        """Returns the names of its tensor and, for codes, of the tensor of its scales."""
         return (self.tensor,) if self.scales is None else (self.tensor, self.scales)
 
     def number(self, row: int, col: int) -> tuple[int, int]:
-        """The row and the column of the tensor, counted flat, that hold this value of the matrix."""
+        """Returns row and column, in the tensor counted flat, of a value of the matrix."""
         return self.first_row + row * self.row_step, self.first_col + col * self.col_step
 
 
@@ -118,11 +119,11 @@ ExpertSources = dict[tuple[int, int, Matrix], SourceMatrix]
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """The account of a checkpoint: where each role and each expert's matrix lies, and which tensors are not run.
+    """The account of a checkpoint: the place of each role and each expert's matrix, and the tensors that are not run.
 
-    `experts`, and `expert_biases` for the matrices that have one, have layer, expert and matrix as their key.
-    `unused` and `dropped` give a reason for each: the former are kept in the pack. `copies` names, for some of those
-    that are dropped, the tensor that each must be equal to.
+    Keys of `experts`, and of `expert_biases` for matrices with a bias, are decoder layer, expert and matrix. `unused`
+    (kept in the pack) and `dropped` give the reason for each tensor. `copies` names, for some dropped tensors, the
+    tensor that each must be equal to.
     """
 
     dense: Mapping[str, SourceMatrix]
@@ -136,8 +137,8 @@ class Claims:
 def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, codec: SourceCodec = "plain") -> Claims:
     """Accounts for every source tensor.
 
-    Args:    codec: what the config says that some of them are in.
-    Raises:  CheckpointError for a tensor that is missing, misshapen, of a type we cannot read, or claimed by nobody.
+    Args:    tensors: dtype and shape by name.   codec: the encoding of some of them by the config.
+    Raises:  CheckpointError for a tensor that is missing, has another shape or an unknown dtype, or has no role.
     """
     dense = {}
     for role in dense_roles(spec):
@@ -149,7 +150,7 @@ def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, codec: Sour
         _check_tensor(name, role.shape, tensors, source.codec)
         dense[role.name] = source
     experts, biases = _claim_experts(family, spec, tensors, codec)
-    claimed = {name for held in (dense, experts, biases) for source in held.values() for name in source.tensors()}
+    claimed = {name for sources in (dense, experts, biases) for source in sources.values() for name in source.tensors()}
     unused, dropped, copies = dict[str, str](), dict[str, str](), dict[str, str]()
     for name in tensors:
         if name in claimed:
@@ -158,21 +159,21 @@ def claim_tensors(family: Family, spec: ModelSpec, tensors: Tensors, codec: Sour
         if kept is not None:
             unused[name] = kept.reason
             continue
-        found = _why_dropped(family, spec, name, tensors)
-        dropped[name] = found.reason
-        if found.copy_of is not None:
-            copies[name] = found.copy_of
+        left_out = _why_dropped(family, spec, name, tensors)
+        dropped[name] = left_out.reason
+        if left_out.copy_of is not None:
+            copies[name] = left_out.copy_of
     return Claims(dense, experts, biases, unused, dropped, copies)
 
 
 def _in_stack(spec: ModelSpec, layer: int) -> tuple[bool, int]:
-    """Whether a layer is the encoder's, and its number in its stack."""
+    """Returns whether a layer is the encoder's, and its number in its stack."""
     num_encoding = 0 if spec.encoder is None else spec.encoder.num_layers
     return layer < num_encoding, layer if layer < num_encoding else layer - num_encoding
 
 
 def _names(family: Family, spec: ModelSpec, role: str) -> tuple[str, ...]:
-    """The source's names of the dense tensor with this role."""
+    """Returns the names that the dense tensor with this role may have in the source."""
     first, _, rest = role.partition(".")
     number, _, name = rest.partition(".")
     key, layer = role, 0
@@ -185,7 +186,7 @@ def _names(family: Family, spec: ModelSpec, role: str) -> tuple[str, ...]:
 
 
 def _present(names: Iterable[str], tensors: Tensors) -> str:
-    """The first of `names` that is there, or else the first."""
+    """Returns the first of `names` that the source has, or the first if it has none."""
     names = tuple(names)
     return next((name for name in names if name in tensors), names[0])
 
@@ -193,7 +194,7 @@ def _present(names: Iterable[str], tensors: Tensors) -> str:
 def _claim_experts(
     family: Family, spec: ModelSpec, tensors: Tensors, codec: SourceCodec
 ) -> tuple[ExpertSources, ExpertSources]:
-    """The experts' matrices, and their biases."""
+    """Returns the places of the experts' matrices, and of their biases."""
     matrices: ExpertSources = {}
     biases: ExpertSources = {}
     for layer in spec.moe_layers:
@@ -206,7 +207,7 @@ def _claim_experts(
 
 
 def _spelling(family: Family, spec: ModelSpec, tensors: Tensors, layer: int) -> ExpertNames:
-    """The names that a layer's stack follows, as its first layer with experts shows."""
+    """Returns the names of experts in a layer's stack, found by the stack's first layer with experts."""
     is_encoding, _ = _in_stack(spec, layer)
     known = family.encoder_expert_names if is_encoding else family.expert_names
     first = next(number for other in spec.moe_layers for at, number in [_in_stack(spec, other)] if at == is_encoding)
@@ -216,7 +217,7 @@ def _spelling(family: Family, spec: ModelSpec, tensors: Tensors, layer: int) -> 
 def _claim_matrix(
     spec: ModelSpec, tensors: Tensors, spelling: ExpertNames, matrix: Matrix, layer: int, codec: SourceCodec
 ) -> ExpertSources:
-    """The places of a matrix of all experts of a layer."""
+    """Returns the places of a matrix of all experts of a layer."""
     template, claims = spelling.matrices[matrix], ExpertSources()
     fused, num_experts, (_, number) = "{e}" not in template, spec.router.num_experts, _in_stack(spec, layer)
     for expert in range(num_experts):
@@ -234,7 +235,7 @@ def _claim_matrix(
 
 
 def _claim_bias(spec: ModelSpec, tensors: Tensors, spelling: ExpertNames, matrix: Matrix, layer: int) -> ExpertSources:
-    """The places of the bias of a matrix of all experts of a layer."""
+    """Returns the places of the bias of a matrix of all experts of a layer."""
     template, claims = spelling.biases[matrix], ExpertSources()
     fused, num_experts, (_, number) = "{e}" not in template, spec.router.num_experts, _in_stack(spec, layer)
     for expert in range(num_experts):
@@ -249,7 +250,7 @@ def _claim_bias(spec: ModelSpec, tensors: Tensors, spelling: ExpertNames, matrix
 def _matrix_place(
     spec: ModelSpec, spelling: ExpertNames, matrix: Matrix, name: str, slot: int
 ) -> tuple[SourceMatrix, tuple[int, int]]:
-    """Where an expert's matrix lies in a tensor whose `slot`-th matrix is its own, and that matrix's shape."""
+    """Returns the place of an expert's matrix, the `slot`-th of a tensor, and the shape of each of these matrices."""
     d, f = spec.hidden_size, spec.expert.intermediate_size
     first, step, size = _turn(spec, spelling, spelling.matrices, matrix, f)
     if (matrix == "down") == spelling.transposed:
@@ -261,7 +262,7 @@ def _matrix_place(
 def _bias_place(
     spec: ModelSpec, spelling: ExpertNames, matrix: Matrix, name: str, slot: int
 ) -> tuple[SourceMatrix, tuple[int]]:
-    """Where an expert's bias lies, as `_matrix_place` has it for a matrix."""
+    """Returns the place of an expert's bias, and its shape, as `_matrix_place` does for a matrix."""
     num_values = spec.hidden_size if matrix == "down" else spec.expert.intermediate_size
     first, step, size = _turn(spec, spelling, spelling.biases, matrix, num_values)
     return SourceMatrix(name, slot * size + first, num_values, 1, 1, row_step=step), (size,)
@@ -270,7 +271,7 @@ def _bias_place(
 def _turn(
     spec: ModelSpec, spelling: ExpertNames, names: Mapping[Matrix, str], matrix: Matrix, count: int
 ) -> tuple[int, int, int]:
-    """First and step of `count` neurons among those of all matrices in one tensor, and how many these are."""
+    """Returns first and step of a matrix's `count` neurons among those of its tensor, and the number of these."""
     sharing = [other for other in spec.expert.matrices if names.get(other) == names[matrix]]
     place, num_sharing = sharing.index(matrix), len(sharing)
     first, step = (place, num_sharing) if spelling.interleaved else (place * count, 1)
@@ -278,29 +279,32 @@ def _turn(
 
 
 def _why_dropped(family: Family, spec: ModelSpec, name: str, tensors: Tensors) -> LeftOut:
-    """Why a tensor that nobody claims is not packed."""
+    """Returns why a tensor without a role is not packed.
+
+    Raises:  CheckpointError if there is no reason.
+    """
     if spec.tied_head and name in _names(family, spec, "head"):
         return _TIED
-    found = _first((_CONSTANT, *family.dropped), spec, name, tensors)
-    if found is None:
+    left_out = _first((_CONSTANT, *family.dropped), spec, name, tensors)
+    if left_out is None:
         raise CheckpointError(
             f"checkpoint: tensor {name!r} has no role in the model that config.json describes; the pack would lose it"
         )
-    return found
+    return left_out
 
 
 def _first(left_out: tuple[LeftOut, ...], spec: ModelSpec, name: str, tensors: Tensors) -> LeftOut | None:
-    """The first pattern that a name follows, or None."""
+    """Returns the first whose pattern a name follows, or None."""
     n = spec.num_hidden_layers
-    for found in left_out:
-        is_there = found.sign is None or found.sign.format(n=n) in tensors
-        if is_there and fnmatchcase(name, found.pattern.format(n=n)):
-            return found
+    for candidate in left_out:
+        applies = candidate.sign is None or candidate.sign.format(n=n) in tensors
+        if applies and fnmatchcase(name, candidate.pattern.format(n=n)):
+            return candidate
     return None
 
 
 def _with_scales(source: SourceMatrix, tensors: Tensors, codec: SourceCodec) -> SourceMatrix:
-    """A whole tensor's matrix as FP8 where the config says that some are, and this one is; its scales are checked."""
+    """Returns the matrix of a whole tensor with its FP8 scales, which are checked, if config and tensor are FP8."""
     if codec != "fp8" or tensors.get(source.tensor, ("",))[0] != "F8_E4M3":
         return source
     scales = f"{source.tensor}_scale_inv"
@@ -310,7 +314,7 @@ def _with_scales(source: SourceMatrix, tensors: Tensors, codec: SourceCodec) -> 
 
 
 def _check_matrix(source: SourceMatrix, shape: tuple[int, ...], tensors: Tensors, codec: SourceCodec) -> None:
-    """Checks the tensor of `shape` that an expert's matrix lies in, and of MXFP4 blocks that of the scales."""
+    """Checks that the tensor of an expert's matrix has `shape`; for MXFP4 blocks, also the tensor of their scales."""
     if source.codec != "mxfp4":
         _check_tensor(source.tensor, shape, tensors, source.codec)
         return

@@ -1,6 +1,6 @@
 """The `config.json` of published models, shipped with the package: dimensions without a download.
 
-configs/README.md says where each comes from.
+configs/README.md names the source of each.
 """
 
 from importlib.resources import files
@@ -12,13 +12,13 @@ _SUFFIX = ".json"
 
 
 def published_names() -> tuple[str, ...]:
-    """The names of the models whose `config.json` is here, sorted."""
+    """Returns the names of the models whose `config.json` is in the package, sorted."""
     names = (file.name for file in files("moe_pack.formats.families").joinpath("configs").iterdir())
     return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
 
 
 def published_config(name: str) -> dict[str, Any]:
-    """The values of a published `config.json`.
+    """Returns the values of a published `config.json`.
 
     Args:    name: one of `published_names`.
     """

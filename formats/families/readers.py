@@ -1,14 +1,11 @@
-"""Rotary positions as configs describe them: `rope_theta` and `rope_scaling` of transformers 4, `rope_parameters` of 5.
+"""Readers for the keys of `config.json` that many families share; a family's file reads the keys of its own.
 
-Scalings known: none, yarn, and Phi-3.5-MoE's longrope with its two mscales; others (linear, dynamic, llama3, ...) are
-refused by name.
-Source: transformers, modeling_rope_utils.py.
-
-What nearly all decoder-only families say alike in `config.json`, read once; families add what is particular.
-
-Multi-head latent attention as DeepSeek's configs and checkpoints spell it. Source: DeepSeek-V2 (2405.04434).
-
-`quantization_config` of a `config.json`: which codes some tensors are in. Which tensors, they say themselves.
+- Rotary positions: `rope_theta` and `rope_scaling` of transformers 4, `rope_parameters` of 5. Known scalings: none,
+  yarn, and Phi-3.5-MoE's longrope with two mscales; others (linear, dynamic, llama3, ...) are refused by name. Source:
+  transformers, modeling_rope_utils.py.
+- Decoders: the `ModelSpec` of nearly all decoder-only families, their tensor names, grouped-query attention, routers.
+- Multi-head latent attention in DeepSeek's configs and checkpoints. Source: DeepSeek-V2 (2405.04434).
+- `quantization_config`: the codec of the quantized tensors. The dtype of each tensor shows whether it is quantized.
 """
 
 import math
@@ -40,12 +37,12 @@ def read_rope(
     partial_rotary_factor: float | None = None,
     scalings: tuple[Scaling, ...] = ("yarn",),
 ) -> RopeSpec:
-    """The rotary positions of a model whose heads (or their rotated part) have `head_dim` values.
+    """Reads the rotary positions of a model whose heads (or their rotated part) have `head_dim` values.
 
-    Args:    default_theta, partial_rotary_factor: the family's, where the config has none; a family without a partial
-             factor turns whole heads, and the key is refused (most of transformers' models pass over it).
-             scalings: those the family has, besides none.
-    Raises:  CheckpointError for a scaling we do not implement, or a key of one that nobody reads.
+    Args:    default_theta, partial_rotary_factor: the family's, if the config has none; a family without a partial
+             factor rotates whole heads, and refuses the key (most of transformers' models ignore it).
+             scalings: those that the family has, in addition to none.
+    Raises:  CheckpointError for a scaling that we do not implement, or an unknown key of a scaling.
     """
     group = _group(config)
     theta = _agreed(config, group, "rope_theta", default_theta)
@@ -67,7 +64,7 @@ def read_rope(
 
 
 def yarn_scale(config: Config) -> float:
-    """What multiplies the scale of attention where yarn has an `mscale_all_dim`; 1 elsewhere.
+    """Returns the factor on the scale of attention: from yarn's `mscale_all_dim` if it has one, else 1.
 
     Source: DeepSeek-V2's modeling code, softmax_scale.
     """
@@ -82,7 +79,7 @@ def _group(config: Config) -> Config | None:
 
 
 def _agreed(config: Config, group: Config | None, key: str, default: float) -> float:
-    """A number that may stand in the group, beside it, or in both alike."""
+    """Reads a number that may be in the group, next to it, or in both with the same value."""
     if group is None or not group.has(key):
         return config.number(key, default)
     value = group.number(key)
@@ -91,7 +88,7 @@ def _agreed(config: Config, group: Config | None, key: str, default: float) -> f
 
 
 def _original(config: Config, group: Config) -> int:
-    """The context a model was first trained for: in the group, beside it, or all its positions."""
+    """Reads the context of the first training: in the group, next to it, or all positions."""
     key = "original_max_position_embeddings"
     if not group.has(key):
         return config.whole(key, config.whole("max_position_embeddings"))
@@ -106,9 +103,9 @@ def _mscale(factor: float, mscale: float) -> float:
 
 def _yarn(config: Config, group: Config) -> YarnSpec:
     factor, mscale, all_dim = group.number("factor"), group.number("mscale", 0), group.number("mscale_all_dim", 0)
-    together = bool(mscale) == bool(all_dim) or (mscale, all_dim) == (1, 0)
-    if not together or not 0 <= mscale < 1e6 or not 0 <= all_dim < 1e6:
-        # With one of them DeepSeek's code and transformers' take different factors.
+    is_consistent = bool(mscale) == bool(all_dim) or (mscale, all_dim) == (1, 0)
+    if not is_consistent or not 0 <= mscale < 1e6 or not 0 <= all_dim < 1e6:
+        # With only one of them, DeepSeek's code and transformers' use different factors.
         raise CheckpointError(
             f"{group.place}: mscale is {mscale} and mscale_all_dim is {all_dim}; both must be above 0, or neither"
         )
@@ -168,7 +165,7 @@ EXPERT_NAMES = ExpertNames(
         "down": "model.layers.{i}.mlp.experts.{e}.down_proj.weight",
     }
 )
-# As transformers 5 holds them in memory, and writes them with save_original_format=False.
+# The names in transformers 5's memory, which it also writes with save_original_format=False.
 FUSED_EXPERT_NAMES = ExpertNames(
     {
         "gate": "model.layers.{i}.mlp.experts.gate_up_proj",
@@ -178,7 +175,7 @@ FUSED_EXPERT_NAMES = ExpertNames(
 )
 
 
-# A layer behind the last one of the decoder, with a tensor that a decoder layer has not.
+# A layer after the last layer of the decoder, recognized by a tensor that no decoder layer has.
 PREDICTION_LAYER = LeftOut(
     "model.layers.{n}.*",
     "a multi-token-prediction layer, which plain decoding does not run",
@@ -204,12 +201,12 @@ def read_decoder(
     residual_multiplier: float = 1.0,
     logits_scaling: float = 1.0,
 ) -> ModelSpec:
-    """A decoder of silu-gated experts, with everything not given read under its usual key.
+    """Reads a decoder of silu-gated experts; values that are not given are read from their usual keys.
 
-    Args:    intermediate_size: an expert's.   moe_layers: None for all.
-             dense_size_key: the key of the size of layers without experts; passed over if there are none.
-             norm: rms with `rms_norm_eps` (1e-6 where the config has none) unless given.
-             tied_head: as `tie_word_embeddings` says (false where the config has none) unless given.
+    Args:    intermediate_size: of an expert.   moe_layers: None for all.
+             dense_size_key: the key of the size of layers without experts; ignored if there are none.
+             norm: None for rms with `rms_norm_eps` (1e-6 if the config has none).
+             tied_head: None for `tie_word_embeddings` (false if the config has none).
     """
     config.only("hidden_act", "silu")
     num_layers = config.num_layers()
@@ -250,10 +247,10 @@ def read_grouped_query(
     sliding_window: int | None = None,
     own_keys: bool = False,
 ) -> GroupedQuerySpec:
-    """Grouped-query attention with heads and their size under the usual keys.
+    """Reads grouped-query attention with heads and their size under the usual keys.
 
-    Args:    scale: 1 / sqrt(head_dim) if None.
-             own_keys: where `num_key_value_heads` is missing, each head has keys of its own; else it must be there.
+    Args:    scale: None for 1 / sqrt(head_dim).
+             own_keys: a missing `num_key_value_heads` means that each head has its own keys; else it is required.
     """
     num_heads = config.whole("num_attention_heads")
     head_dim = config.whole("head_dim", max(config.whole("hidden_size") // num_heads, 1))
@@ -270,40 +267,40 @@ def read_grouped_query(
 
 
 def read_llama_attention(config: Config, bias: tuple[Projection, ...]) -> GroupedQuerySpec:
-    """Attention of the classes that models ship as Python files of their own, after Llama's of transformers 4.3x.
+    """Reads the attention of published modeling files that derive from Llama's of transformers 4.3x.
 
-    Heads share the hidden size whatever `head_dim` says, which these classes never read.
+    Heads divide the hidden size; these files never read `head_dim`.
     """
     config.only("head_dim", config.whole("hidden_size") // config.whole("num_attention_heads"))
     return read_grouped_query(config, bias=bias, own_keys=True)
 
 
 def read_llama_rope(config: Config, head_dim: int) -> RopeSpec:
-    """The rotary positions of such a class: `rope_theta` and `rope_scaling`, never `rope_parameters`.
+    """Reads the rotary positions of such a modeling file: `rope_theta` and `rope_scaling`, not `rope_parameters`.
 
-    What scalings they know, linear and dynamic, no published model of theirs uses, and we do not implement.
+    No published model of these uses the scalings that the files know (linear, dynamic), and we do not implement them.
     """
     config.only("rope_parameters", None)
     return read_rope(config, head_dim, scalings=())
 
 
 def read_expert_count(config: Config, key: str) -> int:
-    """How many experts a layer has, in a family whose `model_type` dense models have too: those lack the key."""
+    """Reads the number of experts in a family that shares its `model_type` with dense models, which lack the key."""
     if not config.has(key):
         raise dense_model(config)
     return config.whole(key)
 
 
 def dense_model(config: Config) -> CheckpointError:
-    """The refusal of a model that has no experts."""
+    """Returns the error for a model without experts."""
     model_type = config.text("model_type")
     return CheckpointError(f"{config.place}: {model_type!r} is a dense model without experts; there is nothing to pack")
 
 
 def read_sigmoid_router(config: Config, num_experts_per_tok: int | None, normalize: bool) -> RouterSpec:
-    """The router of DeepSeek-V3's kind: sigmoids, a bias that corrects the choice, groups.
+    """Reads a router of DeepSeek-V3's kind: sigmoids, a bias that corrects the choice, groups.
 
-    Args:    num_experts_per_tok, normalize: the family's defaults; None where the config must say.
+    Args:    num_experts_per_tok, normalize: the family's defaults; None if the config must have the key.
     """
     return RouterSpec(
         "sigmoid_topk",
@@ -318,23 +315,23 @@ def read_sigmoid_router(config: Config, num_experts_per_tok: int | None, normali
 
 
 def attention_bias(config: Config, names: tuple[Projection, ...] = PROJECTIONS) -> tuple[Projection, ...]:
-    """The projections that have a bias: `names` if the config says `attention_bias`, else none."""
+    """Reads which projections have a bias: `names` if `attention_bias` is true, else none."""
     return names if config.flag("attention_bias", False) else ()
 
 
 def layers_after_dense(config: Config, default: int) -> tuple[int, ...]:
-    """The MoE layers of a model whose first `first_k_dense_replace` layers have none."""
+    """Reads the MoE layers of a model whose first `first_k_dense_replace` layers have no experts."""
     return tuple(range(config.num_layers()))[config.count("first_k_dense_replace", default) :]
 
 
 def layers_by_step(config: Config) -> tuple[int, ...]:
-    """The MoE layers of a model that has them at every `decoder_sparse_step`, but not in `mlp_only_layers`."""
+    """Reads the MoE layers of a model: every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
     step, without = config.whole("decoder_sparse_step", 1), config.counts("mlp_only_layers")
     return tuple(i for i in range(config.num_layers()) if (i + 1) % step == 0 and i not in without)
 
 
 def window_if_used(config: Config) -> int | None:
-    """`sliding_window` where `use_sliding_window` says so; passed over otherwise, like `max_window_layers` always."""
+    """Reads `sliding_window` if `use_sliding_window` is true; else ignores it. Always ignores `max_window_layers`."""
     config.ignore("sliding_window", "max_window_layers")
     return config.whole("sliding_window") if config.flag("use_sliding_window", False) else None
 
@@ -357,7 +354,7 @@ LATENT_NAMES: Mapping[str, str] = {
 
 
 def read_latent(config: Config) -> LatentSpec:
-    """Latent attention, its scale with what yarn's `mscale_all_dim` says."""
+    """Reads latent attention; its scale includes `yarn_scale`."""
     config.only("attention_bias", False)
     nope, rope, num_heads = (
         config.whole(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "num_attention_heads")
@@ -375,7 +372,7 @@ def read_latent(config: Config) -> LatentSpec:
         qk_rope_head_dim=rope,
         v_head_dim=config.whole("v_head_dim"),
         scale=(nope + rope) ** -0.5 * yarn_scale(config),
-        lora_norm_eps=1e-6,  # whatever rms_norm_eps says
+        lora_norm_eps=1e-6,  # transformers does not read rms_norm_eps here
     )
 
 
@@ -383,9 +380,9 @@ _KEY = "quantization_config"
 
 
 def read_quantization(config: Config) -> SourceCodec:
-    """What a checkpoint's quantized tensors are in; `plain` where its config speaks of none.
+    """Reads the codec of a checkpoint's quantized tensors; `plain` without a `quantization_config`.
 
-    How activations would be rounded (`activation_scheme`) is passed over: here they stay in float32.
+    `activation_scheme` is ignored: activations stay in float32.
     Raises:  CheckpointError for any other quantization.
     """
     group = config.group(_KEY)

@@ -1,6 +1,6 @@
-"""The family table: which `model_type` we know, and how its checkpoint becomes a `ModelSpec` and named tensors.
+"""The table of families: the known `model_type`s, and the step from a `config.json` to a `ModelSpec`.
 
-A family is data, one file a `model_type`. Everything beyond this folder speaks of specs and roles, never of families.
+A family is data, one file a `model_type`. Code outside this folder knows specs and roles, but never families.
 """
 
 from moe_pack.formats import CheckpointError, ModelSpec
@@ -9,7 +9,7 @@ from moe_pack.formats.families.deepseek import DEEPSEEK
 from moe_pack.formats.families.deepseek_v2 import DEEPSEEK_V2
 from moe_pack.formats.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from moe_pack.formats.families.dots1 import DOTS1
-from moe_pack.formats.families.family import SCALE_BLOCK, Claims, Family, SourceCodec, SourceMatrix, claim_tensors
+from moe_pack.formats.families.family import Family, SourceCodec
 from moe_pack.formats.families.glm4_moe import GLM4_MOE
 from moe_pack.formats.families.gpt_oss import GPT_OSS
 from moe_pack.formats.families.granitemoe import GRANITEMOE
@@ -17,7 +17,6 @@ from moe_pack.formats.families.minicpm import MINICPM
 from moe_pack.formats.families.mixtral import MIXTRAL
 from moe_pack.formats.families.olmoe import OLMOE
 from moe_pack.formats.families.phimoe import PHIMOE
-from moe_pack.formats.families.published import published_config, published_names
 from moe_pack.formats.families.qwen2_moe import QWEN2_MOE
 from moe_pack.formats.families.qwen3_moe import QWEN3_MOE
 from moe_pack.formats.families.readers import dense_model, read_quantization
@@ -50,12 +49,12 @@ SHORT_NAMES: dict[str, str] = {
     short: hub_id for family in FAMILIES.values() for short, hub_id in family.short_names.items()
 }
 
-# Keys under which checkpoints say how many experts they have: a config with none of them is a dense model's.
+# The keys for the number of experts in all known checkpoints. A config without any of them is that of a dense model.
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 
 
 def read_spec(config: Config) -> tuple[Family, ModelSpec, SourceCodec]:
-    """The family of a `config.json`, the model it describes, and the codes its quantized tensors are in.
+    """Returns the family of a `config.json`, the model that it describes, and the codec of its quantized tensors.
 
     Raises:  CheckpointError for a dense model, an unknown architecture, or a key whose effect we do not implement.
     """
@@ -73,19 +72,3 @@ def read_spec(config: Config) -> tuple[Family, ModelSpec, SourceCodec]:
     if fault:
         raise CheckpointError(f"{config.place}: {fault}")
     return family, spec, codec
-
-
-__all__ = [
-    "FAMILIES",
-    "SCALE_BLOCK",
-    "SHORT_NAMES",
-    "Claims",
-    "Config",
-    "Family",
-    "SourceCodec",
-    "SourceMatrix",
-    "claim_tensors",
-    "published_config",
-    "published_names",
-    "read_spec",
-]

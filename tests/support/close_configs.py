@@ -24,6 +24,10 @@ class Close:
 
 
 _ONLY = "only {} is supported".format
+_GROUPS = (
+    "n_group is 3 and topk_group is 1; "
+    "8 experts must divide into n_group groups, and topk_group must not exceed n_group"
+)
 CLOSE: tuple[Close, ...] = (
     *(Close(family, {"hidden_act": "gelu"}, "hidden_act is 'gelu'; " + _ONLY("'silu'")) for family in ROTARY),
     *(
@@ -111,7 +115,7 @@ CLOSE: tuple[Close, ...] = (
     Close("deepseek_v3", {"attention_bias": True}, "attention_bias is True; " + _ONLY("False")),
     Close("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2; " + _ONLY("1")),
     Close("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2; " + _ONLY("4")),
-    Close("deepseek_v3", {"n_group": 3, "topk_group": 1}, "n_group is 3 and topk_group is 1; 8 experts must divide"),
+    Close("deepseek_v3", {"n_group": 3, "topk_group": 1}, _GROUPS),
     Close("deepseek_v3", {"n_group": None}, "key 'n_group' is missing, expected a value or null"),
     Close("phimoe", {"num_experts_per_tok": 4}, "num_experts_per_tok is 4; " + _ONLY("2")),
     Close("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0; " + _ONLY("None")),
@@ -120,7 +124,7 @@ CLOSE: tuple[Close, ...] = (
         {"shared_intermediate_size": 64},
         "key 'shared_intermediate_size' (64) is unknown for this family and may change the arithmetic",
     ),
-    Close("glm4_moe", {"n_group": 3, "topk_group": 1}, "n_group is 3 and topk_group is 1; 8 experts must divide"),
+    Close("glm4_moe", {"n_group": 3, "topk_group": 1}, _GROUPS),
     Close("gpt_oss", {"swiglu_limit": 10.0}, "swiglu_limit is 10.0; " + _ONLY("7.0")),
     Close("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0; " + _ONLY("1.702")),
     Close("gpt_oss", {"experts_per_token": 4}, "experts_per_token is 4; " + _ONLY("2")),
