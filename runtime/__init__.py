@@ -1,6 +1,6 @@
 """Runs packs: the engine, its text, and what it reports."""
 
-from moe_pack.runtime.engine import DEVICE_OPTION, Engine, EngineOptions
+from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.generate import (
     BenchTimes,
     Sampler,
@@ -25,6 +25,7 @@ from moe_pack.runtime.machine import (
     save_facts,
     total_bytes,
 )
+from moe_pack.runtime.options import DEVICE_OPTION, EngineOptions
 from moe_pack.runtime.run_report import RunReport, report, report_lines
 from moe_pack.runtime.text import FolderFiles, Text, chat_prompt
 

@@ -1,31 +1,33 @@
-"""Everything that runs a pack, put together for what was asked: kernels, budget, policy, weights, decoder.
+"""The engine: it builds everything that runs a pack, as the options say, and owns it.
 
-Where the pack fits memory, no budget is set, and no trace or record is wished, experts are used where they lie in their
-mapped files; else they stream through an arena. What was wished and could not be had is a *fallback*, with a name.
+There are four ways to run a pack, and `Engine` has a method that builds each:
+
+    mapped      CPU: kernels use experts in their mapped files; the system decides what stays in memory
+    offloaded   CPU: experts are read from the disk into pages within a budget, by a policy
+    graph       GPU: a token is one CUDA graph, which copies missing rows from host memory
+    staged      GPU: layer by layer, the host brings experts to pages on the GPU, by a policy
+
+If something that the options ask for is not possible, the engine does something else and lists it as a fallback.
 """
 
 import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, option, size_text
-from moe_pack.formats.commands import given
+from moe_pack.formats import NO_PROGRESS, Pack, Progress, RunError, size_text
 from moe_pack.formats.pack import audit
-from moe_pack.formats.spec import read_size
-from moe_pack.runtime.cpu import Kernels, is_available, num_cpus, open_kernels, why_unavailable
+from moe_pack.runtime.choices import OffloadChoices, cache_facts, popularity_shares
+from moe_pack.runtime.cpu import Kernels, num_cpus, open_kernels, why_unavailable
 from moe_pack.runtime.gpu.device import GpuMemory, HostArena, host_bytes
 from moe_pack.runtime.gpu.fit import BuiltEngine, GpuMemoryUse, GpuRequest, fit_to_gpu
 from moe_pack.runtime.gpu.placement import least_placement
-from moe_pack.runtime.machine import MachineFacts, available_bytes
+from moe_pack.runtime.machine import available_bytes
 from moe_pack.runtime.model import (
     PREFILL_TOKENS,
     TORCH,
@@ -37,195 +39,40 @@ from moe_pack.runtime.model import (
     open_weights,
 )
 from moe_pack.runtime.offload import (
-    EXACT,
-    PRESETS,
-    Approximations,
     BudgetPlan,
     CacheFacts,
-    ExpertCache,
     OffloadedWeights,
-    Passes,
-    PolicyName,
-    Prefetcher,
-    Preset,
-    Reads,
-    Recorder,
-    Routing,
-    auto_preset,
     divide_budget,
-    expert_cache_for,
-    expert_pages,
-    open_reads,
-    recorded_expert_cache_for,
     routing_bytes,
     whole_bytes,
 )
-from moe_pack.runtime.offload.disk import NUM_THREADS, reads_directly
-from moe_pack.runtime.offload.expert_store import USUAL_GAP_BYTES, ExpertStore, Trace
-from moe_pack.runtime.offload.prefetch import Prediction, make_prediction
-from moe_pack.runtime.offload.record import check_place
+from moe_pack.runtime.offload.expert_store import ExpertStore, Trace
+from moe_pack.runtime.options import EngineOptions
 
-ReadMode = Literal["auto", "direct", "pread", "map"]
-Verify = Literal["lazy", "full", "off"]
-KernelsName = Literal["auto", "avx512vbmi", "avx512", "avx2", "portable", "torch"]
-EngineName = Literal["auto", "graph", "staged"]
-KvDtype = Literal["f32", "bf16"]
-DEVICE_OPTION = option("--device", help="Where to compute.")
-LEAST_CAPABILITY = (8, 0)
-_SHARE_OF_MEMORY = 0.75  # of what is available, where no budget is set and the pack does not fit
+LEAST_CAPABILITY = (8, 0)  # compute capability of the first GPUs with tensor cores for bfloat16 and tf32
+_SHARE_OF_FREE_MEMORY = 0.75  # that a run takes if no option says how much
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How a pack is to be run; the options' help says what the fields mean.
+class _GpuRun:
+    """What both GPU engines are built for. `ram_bytes`: host memory for experts."""
 
-    `policy`: a preset, or the one that replay finds best.   `foretells`: whether experts are read ahead at all.
-    `trust`: what may change answers.   `trace`, `record`: experts stream then.   `chunk_tokens`: of a forward pass at
-    most; None: as the budget allows.   `machine`: what was measured of it.
-    """
-
-    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
-    budget_bytes: int | None = field(
-        default=None,
-        metadata=option(
-            "--budget",
-            parse=read_size,
-            metavar="SIZE",
-            help="Memory for weights, key-value cache and what computing needs, as 11G or 800M: of the card with "
-            "--device cuda, all that the driver charges included; experts that do not fit stream.  [default: as much "
-            "as is free]",
-        ),
-    )
-    engine: EngineName = field(
-        default="auto",
-        metadata=option(
-            "--engine",
-            help="With --device cuda: graph runs a token as one CUDA graph, which pulls what the card lacks from host "
-            "memory; staged brings experts layer by layer, by any policy, from the drive too; auto: graph where it "
-            "can.",
-        ),
-    )
-    ram_bytes: int | None = field(
-        default=None,
-        metadata=option(
-            "--ram",
-            parse=read_size,
-            metavar="SIZE",
-            mark="card",
-            help="With --device cuda: host memory for experts; those of a larger pack come from the drive.  "
-            "[default: three quarters of what is free]",
-        ),
-    )
-    kv_dtype: KvDtype | None = field(
-        default=None,
-        metadata=option(
-            "--kv-dtype",
-            help="Keys and values in 32 or 16 bit.  [default: f32 on the CPU, which has no other, bf16 on a card]",
-        ),
-    )
-    policy: Literal["auto"] | PolicyName = field(
-        default="auto",
-        metadata=option(
-            "--policy",
-            help="Which experts stay in memory and which are read ahead; auto keeps as the policy does that hits most "
-            "on the profile's routes, where the pack has them, and foretells by what the profile found best.",
-        ),
-    )
-    foretells: bool = field(
-        default=True, metadata=option("--no-prefetch", help="Read no expert before its router has chosen it.")
-    )
-    cutover: float | None = field(
-        default=None,
-        metadata=option(
-            "--cutover",
-            least=0,
-            most=1,
-            metavar="SHARE",
-            mark="streaming",
-            help="Read single rows of an expert where less than this share of its neurons runs.  [default: where it "
-            "pays, once moe-pack doctor has measured the drive; else the policy's]",
-        ),
-    )
-    read: ReadMode = field(
-        default="auto",
-        metadata=option(
-            "--read",
-            help="direct: past the system's cache; pread: through it; map: use mapped files, which keeps to no budget.",
-        ),
-    )
-    verify: Verify = field(
-        default="lazy",
-        metadata=option(
-            "--verify", help="Check experts when they are first read, all files before the first token, or not at all."
-        ),
-    )
-    trust: Approximations = EXACT
-    threads: int | None = field(
-        default=None,
-        metadata=option(
-            "--threads", "-t", least=1, most=1024, help="CPU threads at work; all that may be used if not given."
-        ),
-    )
-    kernels: KernelsName = field(
-        default="auto",
-        metadata=option(
-            "--kernels",
-            help="What computes on the CPU: the best native kernels for this machine, certain ones, or plain torch.",
-        ),
-    )
-    is_strict: bool = field(
-        default=False,
-        metadata=option("--strict", help="End with an error where something would fall back on another way."),
-    )
-    trace: Path | None = field(
-        default=None,
-        metadata=option(
-            "--trace",
-            path="file",
-            metavar="FILE",
-            mark="streaming",
-            help="Write what happened when, to be opened in ui.perfetto.dev.",
-        ),
-    )
-    record: Path | None = field(
-        default=None,
-        metadata=option(
-            "--record",
-            path="file",
-            metavar="FILE",
-            mark="streaming",
-            help="Write what the routers chose, for moe-pack replay.",
-        ),
-    )
-    chunk_tokens: int | None = None
-    machine: MachineFacts | None = None
-
-    def of_card_alone(self) -> list[str]:
-        """Lists those that were given and have a meaning on a card alone."""
-        wanted = {"--engine graph": self.engine == "graph", "--kv-dtype bf16": self.kv_dtype == "bf16"}
-        return given(self, mark="card") + [name for name, is_wanted in wanted.items() if is_wanted]
-
-    def of_streams_alone(self) -> list[str]:
-        """Lists the options that were given and have a meaning for experts that stream alone."""
-        return given(self, mark="streaming")
-
-    def of_staged_alone(self) -> list[str]:
-        """Lists those that were given and, on a card, the staged engine alone can do."""
-        names = given(replace(self, trace=None), mark="streaming")
-        return names + ([f"--policy {self.policy}"] if self.policy not in ("auto", "lru") else [])
+    memory: GpuMemory
+    request: GpuRequest
+    ram_bytes: int
 
 
 class Engine:
-    """A pack at work. Owns all but the pack: `close` it, or use it in a `with`.
+    """A pack that is ready to run. It owns everything except the pack: `close` it, or use it in a `with`.
 
-    `decoder` runs it, with room for `context_tokens`.   `plan`: what the budget is spent on, None where experts are
-    mapped, or on a card.   `use`: on a card, what its memory is spent on, by `engine`.   `preset`: the policies of
-    experts that stream by the host's decisions.   `is_direct`: whether reads go past the system's
-    cache.   `fallbacks`: what was wished and could not be had.
-    Args:    host: the pack's experts in page-locked memory, for a card; stays the caller's. None: they are read where
-             they fit.
-    Raises:  RunError if the budget is too small, something asked for is not to be had, or a fallback would be needed
-             and `is_strict`; PackError if the pack is damaged.
+    `decoder` runs the pack, with a context of `context_tokens`.   `plan`: how the budget is divided; None unless
+    experts are offloaded on the CPU.   `choices`: policy, cache and reads; None with the mapped and the graph engine.
+    `engine`: which engine runs on a GPU.   `gpu_memory`, `gpu_use`: a GPU's memory and its use; None on the CPU.
+    `fallbacks`: what the engine does because something else was not possible.
+    Args:    host: the pack's experts in page-locked memory, for a GPU; the caller closes it. None: the engine reads
+             them where they fit.
+    Raises:  RunError if the budget is too small, an option cannot be followed, or `is_strict` and there is a fallback;
+             PackError if the pack is damaged.
     """
 
     def __init__(
@@ -236,156 +83,26 @@ class Engine:
         progress: Progress = NO_PROGRESS,
         host: HostArena | None = None,
     ) -> None:
-        self._progress = progress
-        self.options, self.fallbacks = options, list[str]()
+        self.options, self.host, self.device = options, host, _device(options.device)
+        self.fallbacks: list[str] = []
         self.plan: BudgetPlan | None = None
-        self.preset: Preset | None = None
-        self.store: ExpertStore | None = None
-        self.reads: Reads | None = None
-        self.is_direct = False
+        self.choices: OffloadChoices | None = None
         self.engine: Literal["graph", "staged"] = "staged"
-        self.use: GpuMemoryUse | None = None
-        self.card_memory: GpuMemory | None = None
-        self.host = host
-        self._recorder: Recorder | None = None
-        self._pack, self._stack = pack, ExitStack()
-        self.device = _device(options.device)
+        self.gpu_memory: GpuMemory | None = None
+        self.gpu_use: GpuMemoryUse | None = None
+        self.weights: PackWeights
+        self.decoder: Decoder | EncoderDecoder
+        self._pack, self._progress, self._context_tokens = pack, progress, context_tokens
         if options.verify == "full":
             audit(pack, progress)
-        try:
+        with ExitStack() as stack:
+            self._stack = stack
             self.operations = self._open_operations()
-            self.weights: PackWeights
-            self.decoder: Decoder | EncoderDecoder
             if self.device.type == "cuda":
-                self._open_card(context_tokens)
+                self._build_for_gpu()
             else:
-                self._open_cpu(context_tokens)
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def _open_cpu(self, context_tokens: int) -> None:
-        options, has_encoder = self.options, self._pack.spec.encoder is not None
-        if has_encoder and options.record is not None:
-            raise RunError("--record: a pass of a model with an encoder is of one stack, records have whole ones")
-        if names := options.of_card_alone():
-            raise RunError(f"{names[0]}: is of --device cuda; leave it out, or add that")
-        budget = self._budget(context_tokens)
-        self.weights = self._mapped() if budget is None else self._streaming(budget, context_tokens)
-        most = self.plan.chunk_tokens if self.plan else PREFILL_TOKENS
-        chunk = min(options.chunk_tokens or most, most)
-        runner = EncoderDecoder if has_encoder else Decoder
-        self.decoder = runner(self.weights, context_tokens, self.device, chunk)
-
-    def _open_card(self, context_tokens: int) -> None:
-        """The engine on a card that was asked for, or that can do what was."""
-        options, pack = self.options, self._pack
-        if pack.spec.encoder is not None:
-            raise RunError("--device cuda: models with an encoder are not run on cards; take --device cpu")
-        for name, is_given in {"--read map": options.read == "map", "--trace": options.trace is not None}.items():
-            if is_given:
-                raise RunError(f"{name}: is of --device cpu; leave it out")
-        _check_triton()
-        memory = self.card_memory = GpuMemory(self.device)  # before anything else uses the card
-        facts = torch.cuda.get_device_properties(self.device)
-        check_capability(facts.name, (facts.major, facts.minor))
-        ram = options.ram_bytes or _usual_ram()
-        engine = self._card_engine(ram)
-        cache_dtype = torch.float32 if options.kv_dtype == "f32" else torch.bfloat16
-        asked = GpuRequest(options.budget_bytes, context_tokens, options.chunk_tokens, cache_dtype)
-        if self.host is None and host_bytes(pack) <= ram:
-            self.host = self._stack.enter_context(
-                HostArena(pack, self.device, self._progress, verify=options.verify == "lazy")
-            )
-        host = self.host
-        if host is not None and not host.is_locked:
-            self._fall_back(
-                f"{size_text(host.locked_bytes)} of {size_text(host.num_bytes)} of host memory could be "
-                "page-locked; copies from the rest are slower, and the graph engine cannot read it"
-            )
-            engine = "staged" if options.engine == "auto" else engine
-        if engine == "graph":
-            assert host is not None, "it was chosen because there is room"
-            built, self.use = self._fit_graph(memory, asked, host)
-        else:
-            built, self.use = self._fit_staged(memory, asked, host, ram)
-        self.engine, self.decoder, self.weights = engine, built.decoder, built.weights
-        self._stack.enter_context(closing(built))
-
-    def _card_engine(self, ram: int) -> Literal["graph", "staged"]:
-        """The engine that was asked for, or graph where it can do what was.
-
-        Raises:  RunError if that is graph, and it cannot.
-        """
-        options, needed = self.options, host_bytes(self._pack)
-        if options.engine == "staged":
-            return "staged"
-        alone = options.of_staged_alone()
-        if not alone and (self.host is not None or needed <= ram):
-            return "graph"
-        if options.engine == "auto":
-            return "staged"
-        if alone:
-            raise RunError(f"{alone[0]}: is beyond --engine graph, where the GPU decides; take --engine staged")
-        raise RunError(
-            f"--engine graph: experts are {size_text(needed)}, --ram has {size_text(ram)} for them; give more, or take "
-            "--engine staged, which streams from the drive"
-        )
-
-    def _fit_graph(self, memory: GpuMemory, asked: GpuRequest, host: HostArena) -> tuple[BuiltEngine, GpuMemoryUse]:
-        # Here, as they need triton.
-        from moe_pack.runtime.gpu.graph_engine import GraphEngine
-        from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
-
-        pack, device, context = self._pack, self.device, asked.context_tokens
-        least = least_placement(pack.layout).num_bytes
-
-        def ahead(run: Callable[[], None]) -> None:
-            with collected_launches() as jobs:
-                run()
-            compile_ahead(list(jobs.values()), num_cpus(), self._progress)
-
-        return fit_to_gpu(
-            pack, device, memory, asked, least,
-            lambda room, chunk: GraphEngine(pack, host, device, room, context, chunk, asked.cache_dtype),
-            ahead,
-        )  # fmt: skip
-
-    def _fit_staged(
-        self, memory: GpuMemory, asked: GpuRequest, host: HostArena | None, ram: int
-    ) -> tuple[BuiltEngine, GpuMemoryUse]:
-        # Here, as they need triton, which comes with torch for GPUs alone.
-        from moe_pack.runtime.gpu.device import CudaDevice
-        from moe_pack.runtime.gpu.staged import TritonOps
-        from moe_pack.runtime.gpu.staged_engine import CachePolicy, StagedEngine, StagedInputs, least_staged_bytes
-
-        pack, options, ops = self._pack, self.options, TritonOps()
-        routing, context, dtype = Routing.open(pack), asked.context_tokens, asked.cache_dtype
-
-        def decide(facts: CacheFacts) -> CachePolicy:
-            self.preset = preset = self._preset(facts, routing)
-            residency = self._residency(preset, facts, asked.budget_bytes or 0, context)
-            # What doctor measured is the drive's cutover; over a link it is the policy's.
-            rows_below = preset.rows_below if options.cutover is None else options.cutover
-            return CachePolicy(preset, residency, self._recorder, rows_below)
-
-        def foretell(preset: Preset, weights: OffloadedWeights) -> Prefetcher | None:
-            return self._foreteller(preset, weights, routing)
-
-        given = StagedInputs(
-            pack, CudaDevice(self.device.index or 0), ops, host, ram, self._open_reads, decide, foretell,
-            self._kernels_beside_card(), options.trust, options.verify == "lazy", _shares(pack, routing),
-            torch.cuda.get_device_properties(self.device).multi_processor_count,
-        )  # fmt: skip
-        least = least_staged_bytes(given, asked.chunk_tokens or PREFILL_TOKENS)
-        return fit_to_gpu(
-            pack,
-            self.device,
-            memory,
-            asked,
-            least,
-            lambda room, chunk: StagedEngine(given, room, context, chunk, dtype),
-        )
+                self._build_for_cpu()
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> "Engine":
         return self
@@ -398,214 +115,250 @@ class Engine:
         except RunError as later:
             if fault is None:
                 raise
-            fault.add_note(str(later))  # what ended the run is what is to be told
+            fault.add_note(str(later))  # the first error is the cause, so it stays the message
 
     def close(self) -> None:
-        """Ends reads and threads, gives all memory back, writes what is to be written.
+        """Ends reads and threads, frees all memory, and writes the trace and the recording.
 
-        Raises:  RunError if a trace or a record cannot be written.
+        Raises:  RunError if one of them cannot be written.
         """
-        recorder, self._recorder = self._recorder, None
         try:
             self._stack.close()
         finally:
-            if recorder is not None and self.options.record is not None:
-                recorder.write(self.options.record)
+            if self.choices is not None:
+                self.choices.write_record()
+
+    # ---- operations and fallbacks -----------------------------------------------------------------------------------
 
     def _fall_back(self, what: str) -> None:
+        """Notes a fallback; with `--strict` it is an error."""
         if self.options.is_strict:
             raise RunError(f"--strict: {what}")
         self.fallbacks.append(what)
 
     def _open_operations(self) -> Operations:
-        """What computes on the CPU as asked for, else torch, which also computes small things on a GPU."""
-        options, threads = self.options, self.options.threads or num_cpus()
-        wanted = options.kernels
-        if wanted == "torch" or options.device != "cpu":
+        """Opens what computes on the CPU; with a GPU it is torch, which computes small things there."""
+        threads = self.options.threads or num_cpus()
+        if self.options.kernels == "torch" or self.device.type != "cpu":
             torch.set_num_threads(threads)
             return TORCH
-        kernels = open_kernels(threads) if wanted == "auto" else Kernels(threads, wanted)
+        kernels = self._open_kernels(threads)
         if kernels is None:
             self._fall_back(f"torch computes: native kernels {why_unavailable()}")
             torch.set_num_threads(threads)
             return TORCH
-        self._stack.enter_context(closing(kernels))
-        if wanted not in ("auto", kernels.instruction_set):
-            raise RunError(f"--kernels {wanted}: this machine has {kernels.instruction_set} at most")
-        # Beside the kernels torch has small things to do: threads of its own would only wait, and wait spinning.
+        if self.options.kernels not in ("auto", kernels.instruction_set):
+            raise RunError(f"--kernels {self.options.kernels}: this machine has {kernels.instruction_set} at most")
+        # Next to the kernels torch has little to compute: its own threads would only wait, and spin while they wait.
         torch.set_num_threads(1)
         return NativeOperations(kernels)
 
-    def _kernels_beside_card(self) -> Kernels | None:
-        """The CPU's kernels, for what it shares in; None where there are none."""
-        threads, wanted = self.options.threads or num_cpus(), self.options.kernels
-        if wanted == "torch":
-            return None
+    def _open_kernels(self, threads: int) -> Kernels | None:
+        """Opens the kernels of `--kernels`, and closes them with the engine; None for `auto` where there are none."""
+        wanted = self.options.kernels
+        assert wanted != "torch", "torch is no kernel"
         kernels = open_kernels(threads) if wanted == "auto" else Kernels(threads, wanted)
         return None if kernels is None else self._stack.enter_context(closing(kernels))
 
-    def _budget(self, context_tokens: int) -> int | None:
-        """The budget to keep to; None where experts are mapped."""
+    # ---- the engines on the CPU -------------------------------------------------------------------------------------
+
+    def _build_for_cpu(self) -> None:
+        self.options.check_cpu(has_encoder=self._pack.spec.encoder is not None)
+        budget_bytes = self._cpu_budget()
+        if budget_bytes is None:
+            self._build_mapped()
+        else:
+            self._build_offloaded(budget_bytes)
+
+    def _cpu_budget(self) -> int | None:
+        """Returns the budget of offloaded experts; None if experts are mapped."""
         options = self.options
-        wishes = options.of_streams_alone()
-        if wishes and options.read == "map":
-            raise RunError(f"{wishes[0]}: is of experts that stream; leave --read map out")
         if options.read == "map":
             if options.budget_bytes is not None:
                 self._fall_back("mapped files are kept in memory by the system, whatever the budget")
             return None
         if options.budget_bytes is not None:
             return options.budget_bytes
-        predictors = routing_bytes(self._pack.folder)
-        free, needed = available_bytes(), whole_bytes(self._pack.layout, context_tokens, predictors)
-        most = None if free is None else int(_SHARE_OF_MEMORY * free)
-        if most is None or needed <= most:
-            return needed if wishes or options.policy != "auto" or options.read != "auto" else None
-        return most
+        needed = whole_bytes(self._pack.layout, self._context_tokens, routing_bytes(self._pack.folder))
+        free = available_bytes()
+        most = None if free is None else int(_SHARE_OF_FREE_MEMORY * free)
+        if most is not None and needed > most:
+            return most
+        asks_for_offload = options.offload_only() or options.policy != "auto" or options.read != "auto"
+        return needed if asks_for_offload else None
 
-    def _mapped(self) -> PackWeights:
-        return open_weights(self._pack, self.device, self.operations)
+    def _build_mapped(self) -> None:
+        self.weights = open_weights(self._pack, self.device, self.operations)
+        self.decoder = self._cpu_decoder(PREFILL_TOKENS)
 
-    def _streaming(self, budget: int, context_tokens: int) -> OffloadedWeights:
+    def _build_offloaded(self, budget_bytes: int) -> None:
         pack, options = self._pack, self.options
-        routing = Routing.open(pack)
-        self.plan = divide_budget(pack.layout, budget, context_tokens, routing_bytes(pack.folder))
-        facts = cache_facts(pack, self.plan, routing)
-        self.preset = preset = self._preset(facts, routing)
-        scores_matter = preset.eviction == "importance" or options.record is not None
+        choices = self.choices = OffloadChoices(pack, options, self._fall_back)
+        self.plan = divide_budget(pack.layout, budget_bytes, self._context_tokens, routing_bytes(pack.folder))
+        facts = cache_facts(pack, self.plan, choices.routing)
+        preset = choices.choose_preset(facts)
         trace = self._stack.enter_context(Trace(options.trace)) if options.trace else None
-        residency = self._residency(preset, facts, budget, context_tokens)
+        cache = choices.open_cache(preset, facts, budget_bytes, self._context_tokens)
         store = ExpertStore(
             pack,
             self.operations,
             self.plan,
-            self._open_reads,
+            choices.open_reads,
             verify=options.verify == "lazy",
-            rows_below=self._cutover(preset),
-            gap_bytes=USUAL_GAP_BYTES if options.machine is None else options.machine.drive.gap_bytes(),
+            rows_below=choices.cutover(preset),
+            gap_bytes=choices.gap_bytes(),
             trace=trace,
         )
-        self.store = self._stack.enter_context(closing(store))
         weights = OffloadedWeights(
             pack,
             self.operations,
-            store,
-            residency,
-            scores_matter=scores_matter,
-            reuses_selector=preset.reuse_selector and options.foretells,
-            trust=options.trust,
-            recorder=self._recorder,
+            self._stack.enter_context(closing(store)),
+            cache,
+            scores_matter=choices.needs_scores(preset),
+            reuses_selector=preset.reuse_selector and options.prefetches,
+            trust=options.approximations,
+            recorder=choices.recorder,
             trace=trace,
         )
-        weights.foreteller = self._foreteller(preset, weights, routing)
-        return weights
+        weights.foreteller = choices.prefetcher(preset, weights)
+        self.weights = weights
+        self.decoder = self._cpu_decoder(self.plan.chunk_tokens)
 
-    def _residency(self, preset: Preset, facts: CacheFacts, budget: int, context_tokens: int) -> ExpertCache:
-        """Fast memory as the preset keeps it, recorded where that is asked for."""
-        path = self.options.record
-        if path is None:
-            return expert_cache_for(preset, facts)
-        check_place(path)
-        root = self._pack.manifest.root
-        self._recorder = Recorder(facts, root, preset.name, budget, context_tokens, keeps_scores=True)
-        return recorded_expert_cache_for(preset, facts, self._recorder)
+    def _cpu_decoder(self, most_tokens: int) -> Decoder | EncoderDecoder:
+        """Returns the decoder of the model, whose passes have at most `most_tokens`."""
+        chunk_tokens = min(self.options.chunk_tokens or most_tokens, most_tokens)
+        decoder = Decoder if self._pack.spec.encoder is None else EncoderDecoder
+        return decoder(self.weights, self._context_tokens, self.device, chunk_tokens)
 
-    def _foreteller(self, preset: Preset, weights: OffloadedWeights, routing: Routing | None) -> Prefetcher | None:
-        if not self.options.foretells:
-            return None
-        prediction = self._prediction(preset, weights, routing)
-        router = self._pack.spec.router
-        num_ahead = preset.num_foretold(router.num_experts_per_tok)
-        return Prefetcher(prediction, router.num_experts, router.num_experts_per_tok, num_ahead)
+    # ---- the engines on a GPU ---------------------------------------------------------------------------------------
 
-    def _cutover(self, preset: Preset) -> float:
-        """The share of running neurons below which their rows alone are read."""
-        options, layout = self.options, self._pack.layout
-        if options.cutover is not None or options.machine is None:
-            return preset.rows_below if options.cutover is None else options.cutover
-        kinds = {(e.records.row_bytes, e.num_rows, e.records_bytes) for layer in layout.experts for e in layer}
-        return min(options.machine.drive.cutover(*kind) for kind in kinds)
-
-    def _preset(self, facts: CacheFacts, routing: Routing | None) -> Preset:
-        """The policies asked for; of `auto` those that suit the profile's routes, where the pack has them."""
-        if self.options.policy != "auto":
-            return PRESETS[self.options.policy]
-        passes = None
-        if routing is not None and len(routing.routes):
-            chunks = np.ones(len(routing.routes), np.uint32)
-            passes = Passes(routing.routes, chunks, None, facts.popularity)
-        return auto_preset(passes, facts, self._pack.index.size)
-
-    def _prediction(self, preset: Preset, weights: OffloadedWeights, routing: Routing | None) -> Prediction | None:
-        needs_profile = preset.prediction in ("popularity", "paths", "mlp")
-        if needs_profile and routing is None:
+    def _build_for_gpu(self) -> None:
+        self.options.check_gpu(has_encoder=self._pack.spec.encoder is not None)
+        run = self._open_gpu()
+        takes_graph = self._takes_graph(run.ram_bytes)
+        if self.host is None and host_bytes(self._pack) <= run.ram_bytes:
+            arena = HostArena(self._pack, self.device, self._progress, verify=self.options.verify == "lazy")
+            self.host = self._stack.enter_context(arena)
+        if self.host is not None and not self.host.is_locked:
+            locked, needed = size_text(self.host.locked_bytes), size_text(self.host.num_bytes)
             self._fall_back(
-                f"next router instead of {preset.prediction}: no profile's routing lies beside the pack "
-                "(moe-pack attach)"
+                f"only {locked} of {needed} of host memory are page-locked: copies from the rest are slower, and the "
+                "graph engine cannot read it"
             )
-            return make_prediction("router", weights, None)
-        return make_prediction(preset.prediction, weights, routing)
+            takes_graph = takes_graph and self.options.engine == "graph"
+        self.engine = "graph" if takes_graph else "staged"
+        built, self.gpu_use = self._build_graph(run) if takes_graph else self._build_staged(run)
+        self._stack.enter_context(closing(built))
+        self.decoder, self.weights = built.decoder, built.weights
 
-    def _open_reads(self, memory: NDArray[np.uint8]) -> Reads:
-        self.is_direct = self._reads_directly()
-        machine = self.options.machine
-        num_threads = NUM_THREADS if machine is None else machine.drive.threads
-        self.reads = open_reads(memory, self.is_direct, num_threads)
-        if not is_available():
-            self._fall_back("reads wait for one another: native reads were not built")
-        return self.reads
+    def _open_gpu(self) -> _GpuRun:
+        """Opens the GPU and says what is asked of it.
 
-    def _reads_directly(self) -> bool:
-        mode = self.options.read
-        machine = self.options.machine
-        if mode == "pread" or (mode == "auto" and machine is not None and machine.drive.mode == "pread"):
+        Raises:  RunError if Triton is not installed or the GPU is too old.
+        """
+        options = self.options
+        if importlib.util.find_spec("triton") is None:
+            raise RunError("--device cuda needs triton, which comes with torch for GPUs; pip install triton")
+        self.gpu_memory = GpuMemory(self.device)  # before anything else uses the GPU
+        facts = torch.cuda.get_device_properties(self.device)
+        check_capability(facts.name, (facts.major, facts.minor))
+        cache_dtype = torch.float32 if options.kv_dtype == "f32" else torch.bfloat16
+        request = GpuRequest(options.budget_bytes, self._context_tokens, options.chunk_tokens, cache_dtype)
+        return _GpuRun(self.gpu_memory, request, options.ram_bytes or _usual_ram_bytes())
+
+    def _takes_graph(self, ram_bytes: int) -> bool:
+        """Whether to build the graph engine: if asked for, or for `auto` where it can follow all options.
+
+        Raises:  RunError if `--engine graph` cannot follow them, or `--ram` is too small for it.
+        """
+        if self.options.engine == "staged":
             return False
-        if reads_directly(self._pack.folder / self._pack.manifest.expert_files[0].name):
+        staged_only, needed = self.options.staged_only(), host_bytes(self._pack)
+        fits_ram = self.host is not None or needed <= ram_bytes
+        if not staged_only and fits_ram:
             return True
-        if mode == "direct":
-            raise RunError("--read direct: the pack's file system has no direct reads; use --read pread or auto")
-        self._fall_back("reads go through the system's cache: the file system has no direct reads")
-        return False
+        if self.options.engine == "auto":
+            return False
+        if staged_only:
+            raise RunError(f"{staged_only[0]} does not work with --engine graph; use --engine staged")
+        raise RunError(
+            f"--engine graph needs {size_text(needed)} of host memory for experts, --ram is {size_text(ram_bytes)}; "
+            "give more, or use --engine staged, which reads experts from the disk"
+        )
+
+    def _build_graph(self, run: _GpuRun) -> tuple[BuiltEngine, GpuMemoryUse]:
+        # Imported here, because they need triton, which comes with torch for GPUs only.
+        from moe_pack.runtime.gpu.graph_engine import GraphEngine
+        from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
+
+        pack, host, device, request = self._pack, self.host, self.device, run.request
+        assert host is not None, "the graph engine is taken only if experts are in host memory"
+
+        def build(expert_bytes: int, chunk_tokens: int) -> GraphEngine:
+            return GraphEngine(
+                pack, host, device, expert_bytes, request.context_tokens, chunk_tokens, request.cache_dtype
+            )
+
+        def compile_kernels(launch_all: Callable[[], None]) -> None:
+            with collected_launches() as jobs:
+                launch_all()
+            compile_ahead(list(jobs.values()), num_cpus(), self._progress)
+
+        least_bytes = least_placement(pack.layout).num_bytes
+        return fit_to_gpu(pack, device, run.memory, request, least_bytes, build, compile_kernels)
+
+    def _build_staged(self, run: _GpuRun) -> tuple[BuiltEngine, GpuMemoryUse]:
+        # Imported here, because they need triton, which comes with torch for GPUs only.
+        from moe_pack.runtime.gpu.device import CudaDevice
+        from moe_pack.runtime.gpu.staged import TritonOps
+        from moe_pack.runtime.gpu.staged_engine import CachePolicy, StagedEngine, StagedInputs, least_staged_bytes
+
+        pack, options, request = self._pack, self.options, run.request
+        choices = self.choices = OffloadChoices(pack, options, self._fall_back)
+
+        def decide(facts: CacheFacts) -> CachePolicy:
+            preset = choices.choose_preset(facts)
+            cache = choices.open_cache(preset, facts, request.budget_bytes or 0, request.context_tokens)
+            return CachePolicy(preset, cache, choices.recorder, choices.link_cutover(preset))
+
+        inputs = StagedInputs(
+            pack, CudaDevice(self.device.index or 0), TritonOps(), self.host, run.ram_bytes, choices.open_reads,
+            decide, choices.prefetcher, self._helping_kernels(), options.approximations, options.verify == "lazy",
+            popularity_shares(pack, choices.routing),
+            torch.cuda.get_device_properties(self.device).multi_processor_count,
+        )  # fmt: skip
+
+        def build(expert_bytes: int, chunk_tokens: int) -> StagedEngine:
+            return StagedEngine(inputs, expert_bytes, request.context_tokens, chunk_tokens, request.cache_dtype)
+
+        least_bytes = least_staged_bytes(inputs, request.chunk_tokens or PREFILL_TOKENS)
+        return fit_to_gpu(pack, self.device, run.memory, request, least_bytes, build)
+
+    def _helping_kernels(self) -> Kernels | None:
+        """Opens kernels with which the CPU computes some missing experts; None where there are none."""
+        return None if self.options.kernels == "torch" else self._open_kernels(self.options.threads or num_cpus())
 
 
-def cache_facts(pack: Pack, plan: BudgetPlan, routing: Routing | None) -> CacheFacts:
-    """What a policy knows of a pack inside a budget."""
-    pages = expert_pages(pack.layout, plan.page_bytes)
-    return CacheFacts(pages, plan.num_pages, pack.spec.router.num_experts_per_tok, _shares(pack, routing))
+def _device(name: Literal["cpu", "cuda"]) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RunError("--device cuda: torch finds no CUDA device; use --device cpu")
+    return torch.device(name)
 
 
-def _shares(pack: Pack, routing: Routing | None) -> NDArray[np.float32]:
-    """How popular a layer's experts are: float32 [L, E], shares of a layer."""
-    counts = np.ones(pack.index.size.shape) if routing is None else routing.popularity
-    shares: NDArray[np.float32] = (counts / counts.sum(axis=1, keepdims=True)).astype(np.float32)
-    return shares
-
-
-def _usual_ram() -> int:
-    """Host memory for experts, where nobody has said how much."""
+def _usual_ram_bytes() -> int:
+    """Returns the host memory for experts if `--ram` does not say how much."""
     free = available_bytes()
-    return sys.maxsize if free is None else int(_SHARE_OF_MEMORY * free)
-
-
-def _check_triton() -> None:
-    if importlib.util.find_spec("triton") is None:
-        raise RunError("--device cuda: needs triton, which comes with torch for GPUs; pip install triton")
+    return sys.maxsize if free is None else int(_SHARE_OF_FREE_MEMORY * free)
 
 
 def check_capability(name: str, capability: tuple[int, int]) -> None:
-    """Refuses a card that the kernels are not made for.
+    """Refuses a GPU for which the kernels are not made.
 
-    Raises:  RunError if it has no tensor cores for bfloat16 and tf32.
+    Raises:  RunError if the GPU has no tensor cores for bfloat16 and tf32.
     """
     if capability < LEAST_CAPABILITY:
-        have, need = (".".join(map(str, found)) for found in (capability, LEAST_CAPABILITY))
+        have, need = (".".join(map(str, version)) for version in (capability, LEAST_CAPABILITY))
         raise RunError(
             f"--device cuda: {name} has compute capability {have}; the kernels need {need} or later "
             "(A100, RTX 30 series and newer); use --device cpu"
         )
-
-
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise RunError("--device cuda: torch finds no CUDA device here; use --device cpu")
-    return torch.device(name)

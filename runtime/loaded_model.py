@@ -14,8 +14,9 @@ from types import TracebackType
 
 from moe_pack.formats import Pack, RunError
 from moe_pack.formats.spec import parse_size
-from moe_pack.runtime.engine import Engine, EngineOptions
+from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.generate import Sampler, context_for, generate
+from moe_pack.runtime.options import EngineOptions
 from moe_pack.runtime.run_report import RunReport, report
 from moe_pack.runtime.text import Text
 

@@ -1,4 +1,7 @@
-"""What really ran: figures of a run as facts, for people and for programs."""
+"""The report of a run: what really ran, as figures for programs and as lines for people.
+
+`moe-run --bench --json` prints the fields of `RunReport` under their names; docs/moe-run.md describes each.
+"""
 
 from dataclasses import dataclass
 
@@ -14,14 +17,19 @@ from moe_pack.runtime.offload.disk import ReadStats
 
 @dataclass(frozen=True, slots=True)
 class PhaseReport:
-    """Prefill, or decoding: see `PhaseCounts`. `stall_s`: seconds waited for reads."""
+    """Offload in prefill, or in decode.
+
+    `hits`: needed experts that were resident or on their way.   `predicted`: prefetched experts, of which
+    `predicted_right` were chosen and `predicted_abandoned` dropped.   `stall_s`: seconds in which the computation
+    waited for bytes.   `asked_bytes`: bytes of all requested reads.
+    """
 
     tokens: int
     experts_needed: int
     hits: int
-    foretold: int
-    foretold_right: int
-    foretold_abandoned: int
+    predicted: int
+    predicted_right: int
+    predicted_abandoned: int
     substituted: int
     stall_s: float
     asked_bytes: int
@@ -29,9 +37,11 @@ class PhaseReport:
 
 @dataclass(frozen=True, slots=True)
 class StreamReport:
-    """Experts that stream by the host's decisions. Sizes in bytes; `read_s`: while at least one read was under way.
+    """Offload by the host's decisions.
 
-    `plan`: of the budget; None on a card.   `peak_pages`: of the plan's, that experts had at once.
+    `plan`: how the budget is divided; None on a GPU.   `read_needed`, `read_ahead`: bytes that were read after a router
+    chose them, and before.   `read_s`: seconds in which at least one read was in progress.   `peak_pages`: the most
+    pages that experts had at once.
     """
 
     policy: str
@@ -49,9 +59,10 @@ class StreamReport:
 
 @dataclass(frozen=True, slots=True)
 class GpuReport:
-    """A run on a card. `used_bytes`: what the driver charged at the end.   `locked_bytes`: of host memory for experts.
+    """A run on a GPU.
 
-    `pulled`: what the graph engine was asked and pulled; None where experts are staged.
+    `used_bytes`: GPU memory that the driver counts at the end.   `locked_bytes`: page-locked host memory for experts.
+    `pulled`: what the graph engine needed and copied from host memory; None with the staged engine.
     """
 
     engine: str
@@ -63,9 +74,11 @@ class GpuReport:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """`stream`: None where the host does not decide on experts.   `anonymous_bytes`: None where not known.
+    """What an engine has done since it was built.
 
-    `card`: None on the CPU.
+    `experts_asked_for_bytes`: bytes of the needed experts, in memory or not.   `anonymous_bytes`: the process's own
+    memory; None where the system does not report it.   `stream`: None unless the host decides which experts to bring.
+    `gpu`: None on the CPU.
     """
 
     computed_by: str
@@ -75,12 +88,12 @@ class RunReport:
     experts_asked_for_bytes: int
     anonymous_bytes: int | None
     stream: StreamReport | None
-    card: GpuReport | None
+    gpu: GpuReport | None
     fallbacks: tuple[str, ...]
 
 
 def report(engine: Engine) -> RunReport:
-    """What an engine has done until now."""
+    """Reports what an engine has done until now."""
     cache = engine.decoder.cache
     return RunReport(
         computed_by=_computed_by(engine),
@@ -90,21 +103,33 @@ def report(engine: Engine) -> RunReport:
         experts_asked_for_bytes=engine.weights.bytes_read,
         anonymous_bytes=anonymous_bytes(),
         stream=_stream(engine),
-        card=_card(engine),
+        gpu=_gpu(engine),
         fallbacks=tuple(engine.fallbacks),
     )
 
 
+def _computed_by(engine: Engine) -> str:
+    num_threads = engine.options.threads or num_cpus()
+    threads = f"{num_threads} thread{'s' if num_threads > 1 else ''}"
+    if isinstance(engine.operations, NativeOperations):
+        return f"native kernels, {engine.operations.kernels.instruction_set}, {threads}"
+    if engine.options.device != "cpu":
+        return f"Triton kernels on {engine.options.device}"
+    if not is_available():
+        return f"torch, {threads}; native kernels {why_unavailable()}"
+    return f"torch on cpu, {threads}"
+
+
 def _stream(engine: Engine) -> StreamReport | None:
-    weights = engine.weights
-    if not isinstance(weights, OffloadedWeights):
+    weights, choices = engine.weights, engine.choices
+    if choices is None:
         return None
-    assert engine.preset is not None, "what streams has one"
-    stats = ReadStats() if engine.reads is None else engine.reads.stats()
+    assert isinstance(weights, OffloadedWeights) and choices.preset is not None, "as every engine that offloads has"
+    stats = ReadStats() if choices.reads is None else choices.reads.stats()
     return StreamReport(
-        policy=engine.preset.name,
-        prediction=engine.preset.prediction if engine.options.foretells else "none",
-        direct=engine.is_direct,
+        policy=choices.preset.name,
+        prediction=choices.preset.prediction if engine.options.prefetches else "none",
+        direct=choices.is_direct,
         plan=engine.plan,
         prefill=_phase(weights.prefill),
         decode=_phase(weights.decode),
@@ -114,14 +139,6 @@ def _stream(engine: Engine) -> StreamReport | None:
         read_s=stats.busy_ns / 1e9,
         peak_pages=weights.store.peak_pages,
     )
-
-
-def _card(engine: Engine) -> GpuReport | None:
-    if engine.card_memory is None or engine.use is None:
-        return None
-    pulled = engine.decoder.counts() if isinstance(engine.decoder, CountsCache) else None
-    locked = 0 if engine.host is None else engine.host.locked_bytes
-    return GpuReport(engine.engine, engine.use, engine.card_memory.used_bytes(), locked, pulled)
 
 
 def _phase(counts: PhaseCounts) -> PhaseReport:
@@ -138,63 +155,65 @@ def _phase(counts: PhaseCounts) -> PhaseReport:
     )
 
 
+def _gpu(engine: Engine) -> GpuReport | None:
+    if engine.gpu_memory is None or engine.gpu_use is None:
+        return None
+    pulled = engine.decoder.counts() if isinstance(engine.decoder, CountsCache) else None
+    locked_bytes = 0 if engine.host is None else engine.host.locked_bytes
+    return GpuReport(engine.engine, engine.gpu_use, engine.gpu_memory.used_bytes(), locked_bytes, pulled)
+
+
 def report_lines(facts: RunReport) -> list[tuple[str, str]]:
-    """A report as names and values, for people."""
+    """Returns a report as names and values, for people."""
     cache = f"{size_text(facts.kv_cache_bytes)} for {facts.context_tokens} tokens"
     lines = [("dense weights", size_text(facts.dense_bytes)), ("key-value cache", cache)]
-    if facts.card is not None:
-        lines += _card_lines(facts.card)
+    if facts.gpu is not None:
+        lines += _gpu_lines(facts.gpu)
     if facts.stream is not None:
         lines += _stream_lines(facts.stream)
-    elif facts.card is None:
-        lines.insert(0, ("experts used", f"{size_text(facts.experts_asked_for_bytes)}, where they lie in mapped files"))
+    elif facts.gpu is None:
+        lines.insert(0, ("experts used", f"{size_text(facts.experts_asked_for_bytes)}, in the mapped files"))
     if facts.anonymous_bytes is not None:
-        lines.append(("memory", f"{size_text(facts.anonymous_bytes)} of the process's own, libraries' too"))
+        lines.append(("memory", f"{size_text(facts.anonymous_bytes)} of the process's own, with its libraries"))
     lines.append(("computed by", facts.computed_by))
     return lines + [("fallback", what) for what in facts.fallbacks]
 
 
-def _card_lines(card: GpuReport) -> list[tuple[str, str]]:
-    use = card.use
+def _gpu_lines(gpu: GpuReport) -> list[tuple[str, str]]:
+    use, pulled = gpu.use, gpu.pulled
     lines = [
-        ("engine", card.engine),
-        ("budget", f"{size_text(use.budget)} of the card, {size_text(card.used_bytes)} in use"),
-        ("for experts", f"{size_text(use.experts)}, {size_text(use.pages)} of it for those that come and go"),
-        ("overhead", f"{size_text(use.overhead)}, measured: the driver's, kernels, room to work in"),
-        ("page-locked", f"{size_text(card.locked_bytes)} of host memory"),
+        ("engine", gpu.engine),
+        ("budget", f"{size_text(use.budget)} of GPU memory, {size_text(gpu.used_bytes)} in use"),
+        ("for experts", f"{size_text(use.experts)}, {size_text(use.pages)} of it for experts that come and go"),
+        ("overhead", f"{size_text(use.overhead)}, as measured: driver, kernels and workspace"),
+        ("page-locked", f"{size_text(gpu.locked_bytes)} of host memory"),
     ]
-    if card.pulled is not None and card.pulled.needed:
-        pulled = card.pulled
-        lines.append(
-            (
-                "experts",
-                f"{pulled.hits / pulled.needed:.1%} of {pulled.needed} had their pages; {size_text(pulled.num_bytes)} "
-                f"pulled, {pulled.rows} rows",
-            )
-        )
+    if pulled is not None and pulled.needed:
+        resident = f"{pulled.hits / pulled.needed:.1%} of {pulled.needed} were resident"
+        lines.append(("experts", f"{resident}; {size_text(pulled.num_bytes)} copied, {pulled.rows} rows"))
     return lines
 
 
 def _stream_lines(stream: StreamReport) -> list[tuple[str, str]]:
     read = stream.read_needed + stream.read_ahead
     rate = f", {read / stream.read_s / 1e6:,.0f} MB/s" if stream.read_s else ""
-    way = "past the system's cache" if stream.direct else "through the system's cache"
+    way = "bypassing the system's cache" if stream.direct else "through the system's cache"
     lines = [
         *_plan_lines(stream),
-        ("policy", stream.policy + ("" if stream.prediction == "none" else f", foretelling by {stream.prediction}")),
+        ("policy", stream.policy + ("" if stream.prediction == "none" else f", predicting by {stream.prediction}")),
         ("prefill", _phase_text(stream.prefill)),
         ("decode", _phase_text(stream.decode)),
-        ("experts read", f"{size_text(read)}, {size_text(stream.read_ahead)} of it ahead{rate}, {way}"),
+        ("experts read", f"{size_text(read)}, {size_text(stream.read_ahead)} of it prefetched{rate}, {way}"),
     ]
-    foretold = stream.prefill.foretold + stream.decode.foretold
-    if foretold:
-        right = stream.prefill.foretold_right + stream.decode.foretold_right
-        lines.append(("foretold", f"{foretold} experts, {right / foretold:.0%} of them chosen"))
+    predicted = stream.prefill.predicted + stream.decode.predicted
+    if predicted:
+        right = stream.prefill.predicted_right + stream.decode.predicted_right
+        lines.append(("predicted", f"{predicted} experts, {right / predicted:.0%} of them chosen"))
     if stream.decode.substituted:
-        lines.append(("substituted", f"{stream.decode.substituted} experts: another answer than the pack's"))
+        lines.append(("substituted", f"{stream.decode.substituted} experts: the answer is not the pack's"))
     if stream.read_s:
         hidden = 1 - (stream.prefill.stall_s + stream.decode.stall_s) / stream.read_s
-        lines.append(("read time", f"{stream.read_s:.2f} s, {max(hidden, 0):.0%} of it behind computation"))
+        lines.append(("read time", f"{stream.read_s:.2f} s, {max(hidden, 0):.0%} of it without a stall"))
     return lines
 
 
@@ -203,8 +222,8 @@ def _plan_lines(stream: StreamReport) -> list[tuple[str, str]]:
     if plan is None:
         return []
     return [
-        ("budget", f"{size_text(plan.budget)}, {size_text(plan.spent)} spent"),
-        ("for experts", f"{size_text(plan.arena)}, {stream.peak_pages / plan.num_pages:.0%} of it at most in use"),
+        ("budget", f"{size_text(plan.budget)}, {size_text(plan.spent)} of it used"),
+        ("for experts", f"{size_text(plan.arena)}, {stream.peak_pages / plan.num_pages:.0%} of it in use at most"),
     ]
 
 
@@ -214,18 +233,6 @@ def _phase_text(phase: PhaseReport) -> str:
     rate = phase.hits / phase.experts_needed
     read = size_text(phase.asked_bytes / phase.tokens)
     return (
-        f"{rate:.1%} of {phase.experts_needed} experts were there or on their way; {read} read a token, "
-        f"waited {phase.stall_s:.2f} s"
+        f"{rate:.1%} of {phase.experts_needed} experts were resident or on their way; {read} read for a token, "
+        f"{phase.stall_s:.2f} s stalled"
     )
-
-
-def _computed_by(engine: Engine) -> str:
-    threads = engine.options.threads or num_cpus()
-    counted = f"{threads} thread{'s' if threads > 1 else ''}"
-    if isinstance(engine.operations, NativeOperations):
-        return f"native kernels, {engine.operations.kernels.instruction_set}, {counted}"
-    if engine.options.device != "cpu":
-        return f"Triton kernels on {engine.options.device}"
-    if not is_available():
-        return f"torch, {counted}; native kernels {why_unavailable()}"
-    return f"torch on cpu, {counted}"

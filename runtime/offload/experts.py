@@ -81,7 +81,7 @@ class Approximations:
             least=0,
             most=1,
             metavar="ALPHA",
-            mark="streaming",
+            mark="offload",
             help="CHANGES THE ANSWER: experts that hardly count give way to similar ones in memory.  [default: off]",
         ),
     )
@@ -89,7 +89,7 @@ class Approximations:
         default=False,
         metadata=option(
             "--trust-prediction",
-            mark="streaming",
+            mark="offload",
             help="CHANGES THE ANSWER: where single rows are read, only those that were foretold run.",
         ),
     )

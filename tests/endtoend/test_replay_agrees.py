@@ -14,7 +14,7 @@ from streaming import budget_for
 
 from moe_pack.formats import Pack
 from moe_pack.runtime import Engine, EngineOptions
-from moe_pack.runtime.engine import cache_facts
+from moe_pack.runtime.choices import cache_facts
 from moe_pack.runtime.model import Decoder, PartialState
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import PRESETS, Routing, read_record, replay
@@ -49,7 +49,7 @@ def test_replay_gives_the_hits_that_the_engine_counted(
                     options = EngineOptions(
                         budget_bytes=budget_for(held, num_experts, CONTEXT),
                         policy=PRESETS[policy].name,
-                        foretells=foretells,
+                        prefetches=foretells,
                         record=record,
                         kernels="portable",
                     )

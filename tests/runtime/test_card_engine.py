@@ -147,6 +147,6 @@ def test_a_budget_that_leaves_experts_too_little_is_refused_with_what_is_needed(
 def test_what_is_of_a_card_is_refused_on_the_cpu(options: EngineOptions, name: str, tiny_pack: Path) -> None:
     with (
         Pack(tiny_pack) as pack,
-        pytest.raises(RunError, match=f"^{name}: is of --device cuda; leave it out, or add that$"),
+        pytest.raises(RunError, match=f"^{name} needs --device cuda; remove it or add --device cuda$"),
     ):
         Engine(pack, options, 64)

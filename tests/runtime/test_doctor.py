@@ -154,8 +154,8 @@ WITHOUT_EXTENSION = """
 import sys
 sys.modules["moe_pack.runtime.cpu._native"] = None
 from pathlib import Path
-from moe_pack.runtime.cpu import is_available
 from moe_pack.runtime import measure_machine
+from moe_pack.runtime.cpu import is_available
 assert not is_available()
 facts = measure_machine(Path(sys.argv[1]), seconds=0.0005, most_bytes=1 << 20)
 print(facts.cpu.instruction_set, sorted({one.mode for one in facts.drive.best} - {"direct"}), facts.drive.threads)

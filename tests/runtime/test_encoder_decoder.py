@@ -142,7 +142,7 @@ def test_texts_and_answers_that_do_not_fit_are_refused(held: Pack) -> None:
 
 
 def test_a_record_is_refused(held: Pack, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="--record: a pass of a model with an encoder is of one stack"):
+    with pytest.raises(RunError, match="--record does not support models with an encoder"):
         Engine(held, EngineOptions(record=tmp_path / "record"), CONTEXT)
 
 

@@ -103,7 +103,7 @@ def reference(dense_pack: Path, sparse_pack: Path) -> dict[tuple[str, int], Tens
     threads=st.sampled_from([1, 2]),
     chunk=st.sampled_from([1, 5, 16]),
     read=st.sampled_from(["auto", "pread"]),
-    foretells=st.booleans(),
+    prefetches=st.booleans(),
 )
 def test_no_budget_policy_cutover_chunk_or_thread_changes_a_bit(
     dense_pack: Path,
@@ -116,7 +116,7 @@ def test_no_budget_policy_cutover_chunk_or_thread_changes_a_bit(
     threads: int,
     chunk: int,
     read: str,
-    foretells: bool,
+    prefetches: bool,
 ) -> None:
     options = EngineOptions(
         kernels="portable",
@@ -125,7 +125,7 @@ def test_no_budget_policy_cutover_chunk_or_thread_changes_a_bit(
         threads=threads,
         chunk_tokens=chunk,
         read=read,
-        foretells=foretells,
+        prefetches=prefetches,
     )
     found = streamed({"dense": dense_pack, "sparse": sparse_pack}[kind], options, num_experts)
     assert torch.equal(found, reference[kind, chunk])
@@ -144,21 +144,21 @@ def test_rows_alone_are_read_where_few_run(sparse_pack: Path) -> None:
             options = EngineOptions(budget_bytes=budget_for(held, 2, CONTEXT), cutover=cutover, kernels="portable")
             with Engine(held, options, CONTEXT) as engine:
                 answers(engine)
-                assert engine.reads is not None
-                return engine.reads.stats().bytes_urgent
+                assert engine.choices is not None and engine.choices.reads is not None
+                return engine.choices.reads.stats().bytes_urgent
 
     assert bytes_read(1.0) < bytes_read(0.0)
 
 
 def test_hits_and_misses_are_counted(dense_pack: Path) -> None:
     with Pack(dense_pack) as held:
-        options = EngineOptions(budget_bytes=budget_for(held, 32, CONTEXT), foretells=False, kernels="portable")
+        options = EngineOptions(budget_bytes=budget_for(held, 32, CONTEXT), prefetches=False, kernels="portable")
         with Engine(held, options, CONTEXT) as engine:
             answers(engine)
             weights = engine.weights
             assert isinstance(weights, OffloadedWeights)
-            assert engine.reads is not None
-            bytes_read, num_layers = engine.reads.stats().bytes_urgent, len(held.spec.moe_layers)
+            assert engine.choices is not None and engine.choices.reads is not None
+            bytes_read, num_layers = engine.choices.reads.stats().bytes_urgent, len(held.spec.moe_layers)
         misses = weights.prefill.needed - weights.prefill.hits + weights.decode.needed - weights.decode.hits
         size = -(-held.layout.experts[0][0].num_bytes // 4096) * 4096
         assert bytes_read == misses * size, "all fit: each is read once"
@@ -269,5 +269,5 @@ def test_what_has_a_meaning_for_streams_alone_makes_experts_stream(dense_pack: P
             with Engine(held, options, CONTEXT) as engine:
                 assert engine.plan is not None and engine.plan.num_pages == 32, "with room for all"
         refused = EngineOptions(read="map", record=tmp_path / "routes")
-        with pytest.raises(RunError, match=r"^--record: is of experts that stream; leave --read map out$"):
+        with pytest.raises(RunError, match=r"^--record needs offloaded experts; remove --read map$"):
             Engine(held, refused, CONTEXT)

@@ -193,7 +193,7 @@ def test_what_is_to_be_written_is_written_without_a_budget_too(option: str, shar
     (tmp_path / "out").unlink()
     refused = run(*wished, "--read", "map")
     assert (refused.exit_code, refused.stdout, names(tmp_path)) == (1, "", [])
-    assert_one_line(refused.stderr, f"{option}: is of experts that stream; leave --read map out")
+    assert_one_line(refused.stderr, f"{option} needs offloaded experts; remove --read map")
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_model_runs(shared_demo: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_pack.formats import Pack
 from moe_pack.formats.writer import rewrite_thresholds
 from moe_pack.runtime import EngineOptions
-from moe_pack.runtime.engine import cache_facts
+from moe_pack.runtime.choices import cache_facts
 from moe_pack.runtime.model import Decoder, PackWeights, linear
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
 from moe_pack.runtime.offload import (
@@ -123,7 +123,7 @@ def mapped(folder: Path) -> Tensor:
 
 
 def test_nothing_that_changes_answers_is_on_unless_asked_for() -> None:
-    assert EngineOptions().trust == Approximations(substitute=None, is_predicted_enough=False)
+    assert EngineOptions().approximations == Approximations(substitute=None, is_predicted_enough=False)
 
 
 def test_with_alpha_0_only_equal_scores_could_change_places(dense_pack: Path) -> None:

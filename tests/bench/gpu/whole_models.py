@@ -159,8 +159,8 @@ def _compare(
             return open_engine(pack, wanted, context_tokens, clock.is_rehearsal)
 
         def at_end(engine: Running) -> None:
-            if isinstance(engine, Engine) and engine.card_memory is not None and engine.use is not None:
-                used[0], budget[0] = engine.card_memory.used_bytes(), engine.use.budget
+            if isinstance(engine, Engine) and engine.gpu_memory is not None and engine.gpu_use is not None:
+                used[0], budget[0] = engine.gpu_memory.used_bytes(), engine.gpu_use.budget
 
         found = _answers(open_it, expected.ids, clock, at_end)
     off = (found.forced - expected.forced).abs().amax(1)

@@ -1,0 +1,171 @@
+"""The choices of a run that offloads experts: policy, expert cache, prefetcher, reads and recording.
+
+Two engines need them, the offloaded engine on the CPU and the staged engine on a GPU: there the host decides, layer by
+layer, which experts to bring. If a choice needs something that is missing, there is another choice, and the engine
+lists it as a fallback.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_pack.formats import Pack, RunError
+from moe_pack.runtime.cpu import is_available
+from moe_pack.runtime.offload import (
+    PRESETS,
+    BudgetPlan,
+    CacheFacts,
+    ExpertCache,
+    OffloadedWeights,
+    Passes,
+    Prefetcher,
+    Preset,
+    Reads,
+    Recorder,
+    Routing,
+    auto_preset,
+    expert_cache_for,
+    expert_pages,
+    open_reads,
+    recorded_expert_cache_for,
+)
+from moe_pack.runtime.offload.disk import NUM_THREADS, reads_directly
+from moe_pack.runtime.offload.expert_store import USUAL_GAP_BYTES
+from moe_pack.runtime.offload.prefetch import Prediction, make_prediction
+from moe_pack.runtime.offload.record import check_place
+from moe_pack.runtime.options import EngineOptions
+
+
+class OffloadChoices:
+    """Chooses what decides on the experts of a run, as the options say; the engine asks for one part after the other.
+
+    `preset`: the policies, None until `choose_preset`.   `reads`: None until `open_reads`.   `is_direct`: whether reads
+    bypass the system's cache.   `recorder`: None without `--record`.
+    Args:    fall_back: notes a fallback; may raise RunError.
+    """
+
+    def __init__(self, pack: Pack, options: EngineOptions, fall_back: Callable[[str], None]) -> None:
+        self.routing = Routing.open(pack)
+        self.preset: Preset | None = None
+        self.reads: Reads | None = None
+        self.is_direct = False
+        self.recorder: Recorder | None = None
+        self._pack, self._options, self._fall_back = pack, options, fall_back
+
+    def choose_preset(self, facts: CacheFacts) -> Preset:
+        """Returns the policies of `--policy`; for `auto` those with the most hits on the profile's routes."""
+        if self._options.policy != "auto":
+            self.preset = PRESETS[self._options.policy]
+        else:
+            self.preset = auto_preset(self._profile_passes(facts), facts, self._pack.index.size)
+        return self.preset
+
+    def _profile_passes(self, facts: CacheFacts) -> Passes | None:
+        """Returns the profile's routes as passes of one token each; None if there are none."""
+        if self.routing is None or not len(self.routing.routes):
+            return None
+        pass_tokens = np.ones(len(self.routing.routes), np.uint32)
+        return Passes(self.routing.routes, pass_tokens, None, facts.popularity)
+
+    def open_cache(self, preset: Preset, facts: CacheFacts, budget_bytes: int, context_tokens: int) -> ExpertCache:
+        """Returns an empty expert cache that follows a preset; with `--record`, one that `recorder` writes down.
+
+        Args:    budget_bytes, context_tokens: of the run; the recording names them.
+        Raises:  RunError if the recording cannot be written where `--record` says.
+        """
+        path = self._options.record
+        if path is None:
+            return expert_cache_for(preset, facts)
+        check_place(path)
+        root = self._pack.manifest.root
+        self.recorder = Recorder(facts, root, preset.name, budget_bytes, context_tokens, keeps_scores=True)
+        return recorded_expert_cache_for(preset, facts, self.recorder)
+
+    def write_record(self) -> None:
+        """Writes the recording, once, if there is one.
+
+        Raises:  RunError if it cannot be written.
+        """
+        recorder, self.recorder = self.recorder, None
+        if recorder is not None and self._options.record is not None:
+            recorder.write(self._options.record)
+
+    def needs_scores(self, preset: Preset) -> bool:
+        """Whether the policy or the recording uses the routers' scores of all experts."""
+        return preset.eviction == "importance" or self._options.record is not None
+
+    def prefetcher(self, preset: Preset, weights: OffloadedWeights) -> Prefetcher | None:
+        """Returns what prefetches experts for these weights by the preset's prediction; None with `--no-prefetch`."""
+        if not self._options.prefetches:
+            return None
+        router = self._pack.spec.router
+        num_ahead = preset.num_foretold(router.num_experts_per_tok)
+        prediction = self._prediction(preset, weights)
+        return Prefetcher(prediction, router.num_experts, router.num_experts_per_tok, num_ahead)
+
+    def _prediction(self, preset: Preset, weights: OffloadedWeights) -> Prediction | None:
+        if preset.prediction in ("popularity", "paths", "mlp") and self.routing is None:
+            self._fall_back(
+                f"next router instead of {preset.prediction}: the pack has no profile's routing (moe-pack attach adds "
+                "it)"
+            )
+            return make_prediction("router", weights, None)
+        return make_prediction(preset.prediction, weights, self.routing)
+
+    def cutover(self, preset: Preset) -> float:
+        """Returns the share of running neurons below which single rows are read from the disk."""
+        options, layout = self._options, self._pack.layout
+        if options.cutover is not None:
+            return options.cutover
+        if options.machine is None:
+            return preset.rows_below
+        kinds = {(e.records.row_bytes, e.num_rows, e.records_bytes) for layer in layout.experts for e in layer}
+        return min(options.machine.drive.cutover(*kind) for kind in kinds)
+
+    def link_cutover(self, preset: Preset) -> float:
+        """Returns the share of running neurons below which single rows come over the link to the GPU.
+
+        What doctor measured is the disk's and says nothing about a link.
+        """
+        return preset.rows_below if self._options.cutover is None else self._options.cutover
+
+    def gap_bytes(self) -> int:
+        """Returns the most bytes between two rows that one read covers."""
+        return USUAL_GAP_BYTES if self._options.machine is None else self._options.machine.drive.gap_bytes()
+
+    def open_reads(self, arena: NDArray[np.uint8]) -> Reads:
+        """Opens the reads of this run, which fill an arena u8 [bytes]; the caller closes them.
+
+        Raises:  RunError if `--read direct` is not possible.
+        """
+        machine = self._options.machine
+        self.is_direct = self._can_read_directly()
+        self.reads = open_reads(arena, self.is_direct, NUM_THREADS if machine is None else machine.drive.threads)
+        if not is_available():
+            self._fall_back("reads wait for one another: native reads were not built")
+        return self.reads
+
+    def _can_read_directly(self) -> bool:
+        mode, machine = self._options.read, self._options.machine
+        if mode == "pread" or (mode == "auto" and machine is not None and machine.drive.mode == "pread"):
+            return False
+        if reads_directly(self._pack.folder / self._pack.manifest.expert_files[0].name):
+            return True
+        if mode == "direct":
+            raise RunError("--read direct: the pack's file system has no direct reads; use --read pread or auto")
+        self._fall_back("reads go through the system's cache: the file system has no direct reads")
+        return False
+
+
+def cache_facts(pack: Pack, plan: BudgetPlan, routing: Routing | None) -> CacheFacts:
+    """Returns what a policy knows about a pack inside a budget."""
+    pages = expert_pages(pack.layout, plan.page_bytes)
+    return CacheFacts(pages, plan.num_pages, pack.spec.router.num_experts_per_tok, popularity_shares(pack, routing))
+
+
+def popularity_shares(pack: Pack, routing: Routing | None) -> NDArray[np.float32]:
+    """Returns the share of a layer's tokens that each expert gets, float32 [L, E]; equal shares without a profile."""
+    counts = np.ones(pack.index.size.shape) if routing is None else routing.popularity
+    shares: NDArray[np.float32] = (counts / counts.sum(axis=1, keepdims=True)).astype(np.float32)
+    return shares

@@ -1,0 +1,198 @@
+"""The options of a run: one frozen object, from which the command line is derived.
+
+Some options have a meaning on a GPU only, some only where experts are offloaded. The checks at the end refuse an option
+where it would have no effect. What the options mean together, the engine decides.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from moe_pack.formats import RunError, option
+from moe_pack.formats.commands import given
+from moe_pack.formats.spec import read_size
+from moe_pack.runtime.machine import MachineFacts
+from moe_pack.runtime.offload import EXACT, Approximations, PolicyName
+
+ReadOption = Literal["auto", "direct", "pread", "map"]
+VerifyOption = Literal["lazy", "full", "off"]
+KernelsOption = Literal["auto", "avx512vbmi", "avx512", "avx2", "portable", "torch"]
+EngineOption = Literal["auto", "graph", "staged"]
+KvDtype = Literal["f32", "bf16"]
+
+_GPU, _OFFLOAD = "gpu", "offload"  # marks: where an option has a meaning
+DEVICE_OPTION = option("--device", help="Where to compute.")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How to run a pack; the help of each option says what its field means.
+
+    `approximations`: options that may change the answer.   `chunk_tokens`: the most tokens of a forward pass; None: as
+    many as the budget allows.   `machine`: what `moe-pack doctor` measured; None if it did not.
+    """
+
+    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
+    budget_bytes: int | None = field(
+        default=None,
+        metadata=option(
+            "--budget",
+            parse=read_size,
+            metavar="SIZE",
+            help="Memory for weights, key-value cache and workspace, as 11G or 800M; experts that do not fit are "
+            "offloaded. With --device cuda: GPU memory, with everything that the driver counts.  [default: the free "
+            "memory]",
+        ),
+    )
+    engine: EngineOption = field(
+        default="auto",
+        metadata=option(
+            "--engine",
+            help="With --device cuda: graph runs a token as one CUDA graph, which copies missing rows from host "
+            "memory; with staged the host brings experts layer by layer, by any policy, from the disk too; auto takes "
+            "graph where it can do what you ask for.",
+        ),
+    )
+    ram_bytes: int | None = field(
+        default=None,
+        metadata=option(
+            "--ram",
+            parse=read_size,
+            metavar="SIZE",
+            mark=_GPU,
+            help="With --device cuda: host memory for experts; if the pack is larger, experts come from the disk.  "
+            "[default: three quarters of the free memory]",
+        ),
+    )
+    kv_dtype: KvDtype | None = field(
+        default=None,
+        metadata=option(
+            "--kv-dtype",
+            help="Keys and values in 32 or 16 bit; the CPU has f32 only.  [default: f32; on a GPU bf16]",
+        ),
+    )
+    policy: Literal["auto"] | PolicyName = field(
+        default="auto",
+        metadata=option(
+            "--policy",
+            help="Which experts stay in memory and which are prefetched. auto evicts by the policy that has the most "
+            "hits on the routes of the attached profile, and predicts by the method that is best in the profile.",
+        ),
+    )
+    prefetches: bool = field(
+        default=True,
+        metadata=option("--no-prefetch", help="Read an expert only after its router has chosen it."),
+    )
+    cutover: float | None = field(
+        default=None,
+        metadata=option(
+            "--cutover",
+            least=0,
+            most=1,
+            metavar="SHARE",
+            mark=_OFFLOAD,
+            help="Read single rows of an expert if less than this share of its neurons runs.  [default: what moe-pack "
+            "doctor measured to be faster, else the policy's]",
+        ),
+    )
+    read: ReadOption = field(
+        default="auto",
+        metadata=option(
+            "--read",
+            help="direct bypasses the system's cache; pread reads through it; auto takes direct where the file system "
+            "supports it, unless moe-pack doctor found pread faster; map uses mapped files, which keep to no budget.",
+        ),
+    )
+    verify: VerifyOption = field(
+        default="lazy",
+        metadata=option(
+            "--verify",
+            help="lazy checks each expert when it is first read; full checks every byte of the pack before the first "
+            "token; off does not check offloaded experts.",
+        ),
+    )
+    approximations: Approximations = EXACT
+    threads: int | None = field(
+        default=None,
+        metadata=option(
+            "--threads",
+            "-t",
+            least=1,
+            most=1024,
+            help="Number of CPU threads that compute.  [default: all CPUs that the process may use]",
+        ),
+    )
+    kernels: KernelsOption = field(
+        default="auto",
+        metadata=option(
+            "--kernels",
+            help="What computes on the CPU: the best native kernels for this machine (auto), those for one instruction "
+            "set, or plain torch.",
+        ),
+    )
+    is_strict: bool = field(
+        default=False,
+        metadata=option("--strict", help="Turn a fallback into an error."),
+    )
+    trace: Path | None = field(
+        default=None,
+        metadata=option(
+            "--trace",
+            path="file",
+            metavar="FILE",
+            mark=_OFFLOAD,
+            help="Write what happened when, for ui.perfetto.dev.",
+        ),
+    )
+    record: Path | None = field(
+        default=None,
+        metadata=option(
+            "--record",
+            path="file",
+            metavar="FILE",
+            mark=_OFFLOAD,
+            help="Write what the routers chose, for moe-pack replay.",
+        ),
+    )
+    chunk_tokens: int | None = None
+    machine: MachineFacts | None = None
+
+    def offload_only(self) -> list[str]:
+        """Lists the given options that have a meaning for offloaded experts only."""
+        return given(self, mark=_OFFLOAD)
+
+    def staged_only(self) -> list[str]:
+        """Lists the given options that, on a GPU, only the staged engine can follow."""
+        names = self.offload_only()
+        if self.policy not in ("auto", "lru"):
+            names.append(f"--policy {self.policy}")
+        return names
+
+    def check_cpu(self, has_encoder: bool) -> None:
+        """Refuses options that have no effect on the CPU, or that a model with an encoder cannot follow.
+
+        Raises:  RunError.
+        """
+        if has_encoder and self.record is not None:
+            raise RunError("--record does not support models with an encoder; remove it")
+        names = given(self, mark=_GPU)
+        if self.engine == "graph":
+            names.append("--engine graph")
+        if self.kv_dtype == "bf16":
+            names.append("--kv-dtype bf16")
+        if names:
+            raise RunError(f"{names[0]} needs --device cuda; remove it or add --device cuda")
+        if self.read == "map" and (names := self.offload_only()):
+            raise RunError(f"{names[0]} needs offloaded experts; remove --read map")
+
+    def check_gpu(self, has_encoder: bool) -> None:
+        """Refuses options that have no effect on a GPU, and models that GPUs do not run.
+
+        Raises:  RunError.
+        """
+        if has_encoder:
+            raise RunError("--device cuda does not support models with an encoder; use --device cpu")
+        if self.read == "map":
+            raise RunError("--read map needs --device cpu; remove one of them")
+        if self.trace is not None:
+            raise RunError("--trace needs --device cpu; remove one of them")
