@@ -1,5 +1,6 @@
 """Runs packs: the engine, its text, and what it reports."""
 
+from moe_pack.runtime.doctor import measure_machine
 from moe_pack.runtime.engine import Engine
 from moe_pack.runtime.generate import (
     BenchTimes,
@@ -21,7 +22,6 @@ from moe_pack.runtime.machine import (
     available_bytes,
     give_back_freed,
     load_facts,
-    measure_machine,
     save_facts,
     total_bytes,
 )

@@ -12,7 +12,8 @@ from moe_pack.formats import PackError, RunError
 from moe_pack.formats.commands import Stage
 from moe_pack.runtime import MachineFacts, SizedRate, measure_machine
 from moe_pack.runtime.cpu import is_available, num_cpus
-from moe_pack.runtime.machine import READ_SIZES, ReadMeasurement, ReadMode, ReadTrial, drive_facts
+from moe_pack.runtime.doctor import READ_SIZES, ReadMeasurement, ReadTrial, disk_facts
+from moe_pack.runtime.machine import ReadMode
 
 INSTANT = 0.0005  # seconds a measurement
 FOUR_MIB = 4 << 20
@@ -114,13 +115,13 @@ def test_a_damaged_pack_is_refused(tiny_pack: Path, tmp_path: Path) -> None:
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for name in ("missing", "file"):
-        with pytest.raises(RunError, match=rf"{name}: found no such folder; give one on the drive to measure$"):
+        with pytest.raises(RunError, match=rf"{name}: there is no such folder; give a folder on the disk to measure$"):
             measure_machine(tmp_path / name, Watched(tmp_path), INSTANT)
 
 
 def test_a_folder_that_takes_no_files_is_refused() -> None:
     """The kernel's own, which has no free space either."""
-    with pytest.raises(RunError, match=r"^/proc: found less than 4 MiB of free space, expected more"):
+    with pytest.raises(RunError, match=r"^/proc: less than 4 MiB are free"):
         measure_machine(Path("/proc"), seconds=INSTANT)
 
 
@@ -131,7 +132,7 @@ def runs(mode: ReadMode, threads: int, rates: list[float]) -> list[ReadMeasureme
 
 
 def test_the_best_number_of_threads_is_kept_for_each_mode_and_size() -> None:
-    found = drive_facts([*runs("direct", 1, [5, 8]), *runs("direct", 4, [9, 7]), *runs("map", 1, [1, 2])], "sda", 9)
+    found = disk_facts([*runs("direct", 1, [5, 8]), *runs("direct", 4, [9, 7]), *runs("map", 1, [1, 2])], "sda", 9)
     assert [(one.mode, one.size, one.threads, one.rate) for one in found.best] == [
         ("direct", 4096, 4, 9),
         ("direct", 16384, 1, 8),
@@ -144,7 +145,7 @@ def test_the_best_number_of_threads_is_kept_for_each_mode_and_size() -> None:
 def test_what_is_chosen_comes_nearest_to_the_best_over_all_sizes() -> None:
     """The best are 10 and 100, maps left out: pread has 1.0 + 0.2 with 1 thread, 0.6 + 0.9 with 8; direct 0.4 + 1.0."""
     pread = [*runs("pread", 1, [10, 20]), *runs("pread", 8, [6, 90])]
-    found = drive_facts([*runs("direct", 2, [4, 100]), *pread, *runs("map", 1, [1, 5000])], None, 9)
+    found = disk_facts([*runs("direct", 2, [4, 100]), *pread, *runs("map", 1, [1, 5000])], None, 9)
     assert (found.mode, found.threads) == ("pread", 8)
     assert found.curve == (SizedRate(4096, 6), SizedRate(16384, 90))
 

@@ -152,7 +152,7 @@ def test_paths_of_one_file_system_share_their_facts_and_others_do_not(tmp_path: 
 
 
 def test_a_path_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"missing: found no such folder or file \(No such file or directory\)$"):
+    with pytest.raises(RunError, match=r"missing: cannot be found \(No such file or directory\)$"):
         load_facts(tmp_path, tmp_path / "missing")
 
 
@@ -189,11 +189,11 @@ def with_unknown_key(values: dict[str, Any]) -> None:
 def test_damaged_facts_are_refused_with_what_to_do(tmp_path: Path) -> None:
     for number, (damage, message) in enumerate(
         [
-            (without_curve, "drive: curve: found sizes [], expected positive ones, rising"),
-            (with_sizes_falling, "drive: curve: found sizes [65536, 4096], expected positive ones, rising"),
-            (without_single_reads, "drive: alone: found sizes [], expected positive ones, rising"),
-            (with_time_gained, "found seconds of less than zero"),
-            (with_rate_zero, "found rates or threads of zero or less, expected positive ones"),
+            (without_curve, "drive: curve: sizes are [], expected positive sizes in rising order"),
+            (with_sizes_falling, "drive: curve: sizes are [65536, 4096], expected positive sizes in rising order"),
+            (without_single_reads, "drive: alone: sizes are [], expected positive sizes in rising order"),
+            (with_time_gained, "some seconds are negative"),
+            (with_rate_zero, "some rates or threads are not positive"),
             (with_unknown_key, "facts: drive: unknown key 'colour'"),
         ]
     ):
