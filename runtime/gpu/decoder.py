@@ -285,7 +285,7 @@ class TokenDecoder(Decoder):
 
     @torch.inference_mode()
     def _one(self, token: int) -> Tensor:
-        self._check_room([token])
+        self._check_ids([token])
         before = self.cache.num_tokens
         self._take_angles(self._rope.is_long(before + 1))
         self._control[0], self._control[1] = token, before

@@ -1,15 +1,16 @@
-"""Attention over a key-value cache: one function a kind. This file has grouped queries; latent_attention the other.
+"""Attention, one function for each kind: grouped queries, multi-head latent attention, and relative positions.
 
-Multi-head latent attention over a cache of latents: the same answer in two ways, whichever multiplies less.
+Grouped queries are an operation, because kernels compute them whole. The other kinds are written here in torch, between
+projections that the weights compute.
 
-A head's keys and values are `kv_b` times the latent. *Expanded*: they are computed for all positions, as the model is
-written. *Absorbed*: `q . (W_k c) = (W_k^T q) . c`, so that queries move into the latent's space, all heads attend to
-the one cached vector a position, and `W_v` is applied to the weighted latents; nothing of the past is expanded.
-Source: DeepSeek-V2 (2405.04434), section 2.1.2 and appendix C.
+*Multi-head latent attention* caches one latent c for each position; a head's keys and values are `kv_b` times c. There
+are two ways to compute it, with the same result, and each pass takes the one that multiplies less. Expanded: keys and
+values of all positions are computed, as the model is written. Absorbed: since `q . (W_k c) = (W_k^T q) . c`, queries
+move into the latent's space instead, all heads attend to the cached vectors, and `W_v` is applied to the weighted
+latents. Source: DeepSeek-V2 (2405.04434), section 2.1.2 and appendix C.
 
-Attention by relative position: a bias a head and distance, no rotation; and attention to an encoder's output.
-
-Plain torch between the projections, which are the weights' own. Positions are those of one stack.
+*Relative positions* add a bias for each head and distance to the scores, in place of a rotation; so does an encoder.
+A decoder also attends to the encoder's output, without a bias.
 """
 
 import math
@@ -27,7 +28,7 @@ from moe_pack.runtime.model.weights import Weights
 
 
 def attend(x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: Angles) -> Tensor:
-    """One layer's attention for new tokens; their keys and values enter the cache after those already there.
+    """Returns a layer's attention for new tokens; their keys and values are appended to the cache.
 
     Args:    x: float32 [T, d], normed.   angles: of the T positions, from `Rope`.
     Returns: float32 [T, d].
@@ -35,7 +36,7 @@ def attend(x: Tensor, weights: Weights, layer: int, cache: LayerCache, angles: A
     spec = weights.spec.attention
     if isinstance(spec, GroupedQuerySpec):
         return _attend_grouped(x, weights, spec, layer, cache, angles)
-    assert isinstance(spec, LatentSpec), "with relative attention encoder_decoder runs"
+    assert isinstance(spec, LatentSpec), "models with relative positions are run by encoder_decoder"
     seen = seen_positions(None, 0, cache.num_tokens, len(x), x.device)
     return attend_latent(x, weights, spec, layer, cache, angles, seen)
 
@@ -65,9 +66,9 @@ def _attend_grouped(
 def attend_latent(
     x: Tensor, weights: Weights, spec: LatentSpec, layer: int, cache: LayerCache, angles: Angles, mask: Tensor | None
 ) -> Tensor:
-    """One layer's attention for new tokens; latents and rotated keys enter the cache after those already there.
+    """Returns a layer's latent attention for new tokens; their latents and rotated keys are appended to the cache.
 
-    Args:    x: float32 [T, d], normed.   mask: bool [T, S], what each new token sees of S positions; None: all.
+    Args:    x: float32 [T, d], normed.   mask: bool [T, S], which of S positions each new token sees; None: all.
     Returns: float32 [T, d].
     """
     role, start, stop = f"layers.{layer}.attention", cache.num_tokens, cache.num_tokens + len(x)
@@ -84,7 +85,7 @@ def attend_latent(
 
 
 def absorbs(num_new: int, num_seen: int, spec: LatentSpec) -> bool:
-    """Whether the absorbed way takes fewer multiplications, for `num_new` tokens that see up to `num_seen`."""
+    """Whether the absorbed way multiplies less, for `num_new` tokens that see up to `num_seen` positions."""
     rank, nope, rope, v = spec.kv_lora_rank, spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim
     absorbed = num_new * (nope + v) * rank + num_new * num_seen * (2 * rank + rope)
     expanded = num_seen * (nope + v) * rank + num_new * num_seen * (nope + rope + v)
@@ -92,7 +93,7 @@ def absorbs(num_new: int, num_seen: int, spec: LatentSpec) -> bool:
 
 
 def _queries(x: Tensor, weights: Weights, spec: LatentSpec, role: str) -> Tensor:
-    """[heads, T, nope + rope], not yet rotated."""
+    """Returns the queries of tokens x, [heads, T, nope + rope], not yet rotated."""
     if spec.q_lora_rank is None:
         q = linear(x, weights.matrix(f"{role}.q"))
     else:
@@ -105,9 +106,10 @@ def _queries(x: Tensor, weights: Weights, spec: LatentSpec, role: str) -> Tensor
 def _up_projections(
     weights: Weights, spec: LatentSpec, role: str, head_bytes: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Some heads at a time: which, W_k [heads, nope, rank] and W_v [heads, v, rank], float32.
+    """Yields some heads at a time: which heads, W_k [heads, nope, rank] and W_v [heads, v, rank], float32.
 
-    As many as keep `kv_b`'s rows and `head_bytes` of work a head within `MAX_DECODED_BYTES`; one at least.
+    The rows of `kv_b` of these heads, and `head_bytes` of workspace for each, stay within `MAX_DECODED_BYTES`; there is
+    one head at least.
     """
     nope, rank = spec.qk_nope_head_dim, spec.kv_lora_rank
     width = nope + spec.v_head_dim
@@ -122,7 +124,7 @@ def _up_projections(
 def _absorbed(
     q: Tensor, weights: Weights, spec: LatentSpec, role: str, cached: Tensor, mask: Tensor | None
 ) -> Iterator[Tensor]:
-    """Heads' outputs [heads, T, v]; `cached` [S, rank + rope]."""
+    """Yields outputs of some heads, [heads, T, v], in the latent's space; `cached` is [S, rank + rope]."""
     nope = spec.qk_nope_head_dim
     for heads, w_k, w_v in _up_projections(weights, spec, role, 4 * q.shape[1] * len(cached)):
         moved = torch.cat((q[heads, :, :nope] @ w_k, q[heads, :, nope:]), dim=-1)  # [heads, T, rank + rope]
@@ -135,7 +137,7 @@ def _absorbed(
 def _expanded(
     q: Tensor, weights: Weights, spec: LatentSpec, role: str, cached: Tensor, mask: Tensor | None
 ) -> Iterator[Tensor]:
-    """Heads' outputs [heads, T, v]; `cached` [S, rank + rope]."""
+    """Yields outputs of some heads, [heads, T, v], with expanded keys and values; `cached` is [S, rank + rope]."""
     latent, rope = torch.split(cached, [spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
     width = spec.qk_nope_head_dim + spec.qk_rope_head_dim + spec.v_head_dim
     for heads, w_k, w_v in _up_projections(weights, spec, role, 4 * len(cached) * width):
@@ -147,52 +149,52 @@ def _expanded(
 
 
 def distance_buckets(spec: RelativeSpec, num_distances: int, is_mutual: bool) -> Tensor:
-    """The bucket of each distance from 0 up, of keys that do not come later, int64 [num_distances].
+    """Returns the bucket of each distance from 0 up to a key that does not come later, int64 [num_distances].
 
-    Meaning: of n buckets (half as many where keys may come later: `is_mutual`) the first half are one distance each,
-             the others grow by powers up to `max_distance`; what is farther is in the last.
+    The first half of the buckets have one distance each, the others grow by powers up to `max_distance`, and the last
+    has everything beyond. If keys may come later (`is_mutual`), half of the buckets are for those.
     Source:  transformers, models/switch_transformers, _relative_position_bucket, in its order of float32 operations:
-             a logarithm that is rounded otherwise would put a distance into another bucket.
+             another rounding of the logarithm would put a distance into another bucket.
     """
     num_buckets = spec.num_buckets // 2 if is_mutual else spec.num_buckets
     num_exact = num_buckets // 2
     distances = torch.arange(num_distances)
-    grown = torch.log(distances.clamp(min=1).float() / num_exact) / math.log(spec.max_distance / num_exact)
-    far = (num_exact + (grown * (num_buckets - num_exact)).to(torch.long)).clamp(max=num_buckets - 1)
+    growth = torch.log(distances.clamp(min=1).float() / num_exact) / math.log(spec.max_distance / num_exact)
+    far = (num_exact + (growth * (num_buckets - num_exact)).to(torch.long)).clamp(max=num_buckets - 1)
     return torch.where(distances < num_exact, distances, far)
 
 
 class PositionBias:
-    """What a stack adds to scores, by distance: its table laid out over all distances of `context_tokens` positions.
+    """The bias that a stack adds to scores by distance, laid out for all distances within `context_tokens` positions.
 
-    Args:    table: float32 [num_buckets, heads].   is_mutual: whether positions see those after them; else these get
-             minus infinity.
+    Args:    table: float32 [num_buckets, heads].   is_mutual: whether a position sees later positions; if not, their
+             bias is minus infinity.
     """
 
     def __init__(self, spec: RelativeSpec, table: Tensor, context_tokens: int, is_mutual: bool) -> None:
         buckets = distance_buckets(spec, context_tokens, is_mutual).to(table.device)
-        before = table[buckets].T  # [heads, N], distance rising
+        before = table[buckets].T  # [heads, N], in rising order of distances
         if is_mutual:
             after = table[buckets[1:] + spec.num_buckets // 2].T
         else:
             after = torch.full((table.shape[1], context_tokens - 1), -torch.inf, device=table.device)
-        # Where key - query is -(N - 1) to N - 1: a query's biases are one run of it.
+        # By key - query, from -(N - 1) to N - 1: the biases of a query are consecutive.
         self._line = torch.cat((before.flip(1), after), dim=1).contiguous()
         self._context_tokens = context_tokens
         self.num_bytes = self._line.nbytes
 
     def rows(self, start: int, stop: int, num_keys: int) -> Tensor:
-        """The biases of queries at positions `start` to `stop` to the first `num_keys`: float32 [heads, T, keys]."""
-        runs = self._line.unfold(1, num_keys, 1)  # [heads, first distance, num_keys], a view
+        """Returns the biases of queries `start` to `stop` for the first `num_keys` keys, float32 [heads, T, keys]."""
+        windows = self._line.unfold(1, num_keys, 1)  # [heads, first distance, num_keys], a view
         last = self._context_tokens - 1
-        return runs[:, last - stop + 1 : last - start + 1].flip(1)
+        return windows[:, last - stop + 1 : last - start + 1].flip(1)
 
 
 def enter_keys(x: Tensor, weights: Weights, spec: RelativeSpec, role: str, cache: LayerCache, start: int) -> None:
     """Writes keys and values of tokens x float32 [T, d] into a cache, the first at position `start`."""
-    for name, held in (("k", cache.keys), ("v", cache.values)):
+    for name, cached in (("k", cache.keys), ("v", cache.values)):
         projected = linear(x, weights.matrix(f"{role}.{name}")).view(len(x), spec.num_heads, spec.head_dim)
-        held[:, start : start + len(x)] = projected.transpose(0, 1)  # [heads, T, head_dim]
+        cached[:, start : start + len(x)] = projected.transpose(0, 1)  # [heads, T, head_dim]
 
 
 def attend_keys(
@@ -204,10 +206,10 @@ def attend_keys(
     bias: PositionBias | None,
     start: int = 0,
 ) -> Tensor:
-    """Attention of tokens x float32 [T, d], normed, to the `num_tokens` keys that the cache holds: float32 [T, d].
+    """Returns the attention of tokens x float32 [T, d], normed, to the `num_tokens` keys of a cache: float32 [T, d].
 
-    Args:    role: of the projections (`layers.{i}.attention`, `layers.{i}.cross`).   bias: None: none, and all is seen.
-             start: the position of the first token, where there is a bias.
+    Args:    role: of the projections (`layers.{i}.attention`, `layers.{i}.cross`).   bias: None: every token sees all
+             keys, without a bias.   start: the position of the first token; only the bias uses it.
     """
     q = linear(x, weights.matrix(f"{role}.q")).view(len(x), spec.num_heads, spec.head_dim).transpose(0, 1)
     keys, values = cache.keys[None, :, : cache.num_tokens], cache.values[None, :, : cache.num_tokens]
@@ -222,7 +224,7 @@ def attend_keys(
 
 
 def _query_blocks(num_tokens: int, scores_each: int) -> Iterator[tuple[int, int]]:
-    """(first, last) of queries whose scores and biases together stay within `MAX_DECODED_BYTES`."""
+    """Yields (first, last) of queries whose scores and biases stay within `MAX_DECODED_BYTES` together."""
     step = max(1, MAX_DECODED_BYTES // (8 * scores_each))
     for first in range(0, num_tokens, step):
         yield first, min(first + step, num_tokens)

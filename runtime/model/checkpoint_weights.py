@@ -1,8 +1,7 @@
-"""What a checkpoint's tensors hold: values in 16 or 32 bit, or codes with their scales, and what these mean.
+"""The weights of a checkpoint: the original with which packs are compared, read in bounded memory.
 
-`weight = code * scale` in float32, exactly what the source means; nothing is rounded.
-
-A checkpoint's weights, read anew whenever asked for: the original to compare a pack with, in bounded memory.
+A checkpoint's matrix has values in 16 or 32 bit, or codes with scales: `weight = code * scale` in float32, which is
+exact. Every matrix is read each time it is needed.
 """
 
 from collections.abc import Iterator
@@ -21,29 +20,29 @@ _MXFP4_GROUP = 32  # values that share a scale
 
 
 def read_codes(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: int) -> Tensor:
-    """The codes of rows of a matrix that is in codes, one a byte: u8 [stop - start, num_cols], E4M3 or E2M1."""
-    held = torch.from_numpy(checkpoint.rows(source, start, stop))
-    if source.codec == "mxfp4":  # byte j holds the codes of values 2 j and 2 j + 1
-        held = torch.stack((held & 15, held >> 4), dim=1)
-    return held.view(stop - start, source.num_cols)
+    """Returns the codes of rows of a coded matrix, one in a byte: u8 [stop - start, num_cols], E4M3 or E2M1."""
+    codes = torch.from_numpy(checkpoint.rows(source, start, stop))
+    if source.codec == "mxfp4":  # byte j has the codes of values 2 j and 2 j + 1
+        codes = torch.stack((codes & 15, codes >> 4), dim=1)
+    return codes.view(stop - start, source.num_cols)
 
 
 def read_scales(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: int) -> Tensor:
-    """The scales of rows of a matrix that is in codes, each row with its own.
+    """Returns the scales of rows of a coded matrix, for each row its own.
 
     Returns: `fp8`: float32 [stop - start, groups of 128].   `mxfp4`: E8M0 bytes, u8 [stop - start, groups of 32].
     """
-    held = torch.from_numpy(checkpoint.scales(source, start, stop))
+    scales = torch.from_numpy(checkpoint.scales(source, start, stop))
     if source.codec == "mxfp4":
-        return held
-    blocks = held.view(TORCH_DTYPES[checkpoint.scale_dtype(source)]).to(torch.float32)
+        return scales
+    blocks = scales.view(TORCH_DTYPES[checkpoint.scale_dtype(source)]).to(torch.float32)
     return blocks[torch.arange(start, stop) // SCALE_BLOCK - start // SCALE_BLOCK]
 
 
 def read_rows(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: int) -> Tensor:
-    """Rows of a source matrix as it lies, [stop - start, columns]; of a vector, one column.
+    """Reads rows of a source matrix, [stop - start, columns]; a vector has one column.
 
-    Returns: the source's dtype; of FP8 codes float32, of MXFP4 codes bfloat16, which are exact.
+    Returns: the source's dtype; float32 for FP8 codes and bfloat16 for MXFP4 codes, both exact.
     """
     if source.codec == "plain":
         raw = torch.from_numpy(checkpoint.rows(source, start, stop))
@@ -53,24 +52,24 @@ def read_rows(checkpoint: Checkpoint, source: SourceMatrix, start: int, stop: in
 
 
 def weights_dtype(checkpoint: Checkpoint, source: SourceMatrix) -> torch.dtype:
-    """The dtype of what `read_rows` returns."""
+    """Returns the dtype of the tensors that `read_rows` returns."""
     exact = {"fp8": torch.float32, "mxfp4": torch.bfloat16}
     return exact.get(source.codec) or TORCH_DTYPES[checkpoint.dtype(source)]
 
 
 def read_neurons(checkpoint: Checkpoint, source: SourceMatrix) -> Tensor:
-    """The whole of an expert's matrix, a row a neuron: `[f, d]` in `read_rows`'s dtype, not always contiguous."""
-    held = read_rows(checkpoint, source, 0, source.num_rows)
-    return held.T if source.neurons == "columns" else held
+    """Reads a matrix of an expert with a row for each neuron: [f, d] in the dtype of `read_rows`, maybe transposed."""
+    matrix = read_rows(checkpoint, source, 0, source.num_rows)
+    return matrix.T if source.neurons == "columns" else matrix
 
 
 def read_vector(checkpoint: Checkpoint, source: SourceMatrix) -> Tensor:
-    """A vector of the source: float32 [n]."""
+    """Reads a vector of the source, float32 [n]."""
     return read_rows(checkpoint, source, 0, source.num_rows).flatten().to(torch.float32)
 
 
 def load_matrix(checkpoint: Checkpoint, source: SourceMatrix, device: torch.device) -> Matrix:
-    """A whole matrix in memory, in the bytes it has in the source."""
+    """Reads a whole matrix into memory, in the source's bytes."""
     if source.codec == "plain":
         return StoredMatrix(read_rows(checkpoint, source, 0, source.num_rows).to(device))
     codes, scales = (read(checkpoint, source, 0, source.num_rows) for read in (read_codes, read_scales))
@@ -78,7 +77,7 @@ def load_matrix(checkpoint: Checkpoint, source: SourceMatrix, device: torch.devi
 
 
 class _CodedMatrix:
-    """A matrix held in codes, decoded some rows at a time."""
+    """A coded matrix in memory; some rows are decoded at a time."""
 
     def __init__(self, source: SourceMatrix, codes: Tensor, scales: Tensor) -> None:
         self._source = source
@@ -91,7 +90,7 @@ class _CodedMatrix:
 
 
 def _weights(source: SourceMatrix, codes: Tensor, scales: Tensor) -> Tensor:
-    """What codes [n, columns] and scales [n, groups] mean."""
+    """Returns the weights of codes [n, columns] and scales [n, groups]."""
     num_cols = source.num_cols
     if source.codec == "fp8":
         weights = codes.view(torch.float8_e4m3fn).to(torch.float32)
@@ -103,7 +102,7 @@ def _weights(source: SourceMatrix, codes: Tensor, scales: Tensor) -> Tensor:
 
 
 class CheckpointWeights:
-    """The weights of an open checkpoint, every neuron running; the checkpoint stays the caller's to close."""
+    """The weights of an open checkpoint, in which all neurons run; the caller closes the checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device | None = None) -> None:
         self.spec: ModelSpec = checkpoint.spec
@@ -113,23 +112,23 @@ class CheckpointWeights:
         self._device = device or torch.device("cpu")
 
     def vector(self, role: str) -> Tensor:
-        """A norm's weight or a bias, float32 [n]."""
+        """Reads a norm's weight or a bias, float32 [n]."""
         return read_vector(self._checkpoint, self._checkpoint.dense_source(role)).to(self._device)
 
     def matrix(self, role: str) -> Matrix:
-        """A dense matrix by its role."""
+        """Returns a dense matrix by its role, which reads its rows when they are needed."""
         return _SourceMatrix(self._checkpoint, self._checkpoint.dense_source(role), self._device)
 
     def load(self, role: str) -> Matrix:
-        """A dense matrix in memory, in the bytes it has in the source."""
+        """Reads a dense matrix into memory, in the source's bytes."""
         return load_matrix(self._checkpoint, self._checkpoint.dense_source(role), self._device)
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """An expert, read as its blocks are asked for."""
+        """Returns an expert, which reads its blocks when they are needed."""
         return _SourceExpert(self._checkpoint, layer_idx, expert, self._device)
 
     def threshold(self, layer_idx: int, expert: int) -> float:
-        """Zero: the original drops nothing."""
+        """Returns zero: in the original all neurons run."""
         return 0.0
 
 
@@ -154,18 +153,18 @@ class _SourceExpert:
 
     def blocks(self) -> Iterator[NeuronBlock]:
         spec = self._checkpoint.spec
-        # What lies across is read whole, in the source's dtype: a neuron has a value in every row of it.
+        # A matrix with neurons in columns is read whole, in the source's dtype: every row has a value of each neuron.
         whole = {m: read_neurons(self._checkpoint, s) for m, s in self._sources.items() if s.neurons == "columns"}
         biases = {m: read_vector(self._checkpoint, s).to(self._device) for m, s in self._biases.items()}
         for start, stop in row_blocks(spec.expert.intermediate_size, spec.hidden_size, len(self._sources)):
-            held = {
+            rows = {
                 m: (whole[m][start:stop] if m in whole else read_rows(self._checkpoint, s, start, stop)).to(
                     self._device, torch.float32
                 )
                 for m, s in self._sources.items()
             }
             gate_bias, up_bias = (biases[m][start:stop] if m in biases else None for m in ("gate", "up"))
-            yield NeuronBlock(held.get("gate"), held["up"], held["down"], gate_bias, up_bias)
+            yield NeuronBlock(rows.get("gate"), rows["up"], rows["down"], gate_bias, up_bias)
 
     def down_bias(self) -> Tensor | None:
         return read_vector(self._checkpoint, self._biases["down"]).to(self._device) if "down" in self._biases else None

@@ -1,10 +1,11 @@
-"""Encoder and decoder: a text is read whole by the one stack, and answered token by token by the other.
+"""Models with an encoder: the encoder reads a whole text, and the decoder answers it token by token.
 
     x = embed(text);    each encoder layer: x += attention(norm(x)),  x += mlp(norm(x));    read = norm(x)
     x = embed(answer);  each decoder layer: x += attention(norm(x)),  x += cross(norm(x), read),  x += mlp(norm(x))
 
-Beside `decoder`, which has one stack. A pass goes through a layer with all its tokens, because an expert's capacity is
-counted over a pass, and because each expert is then brought once; what is large is computed in pieces.
+`decoder` is for models with one stack. Here all tokens of a pass go through a layer together, because the capacity of
+an expert counts the tokens of a pass, and because each expert is then brought once. Attention and everything that runs
+for each token alone are computed in pieces, which bounds their memory.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from moe_pack.runtime.model.kv_cache import KVCache, LayerCache
 from moe_pack.runtime.model.layer import (
     PREFILL_TOKENS,
     PartialState,
+    check_context,
+    check_vocabulary,
     embed,
     head,
     mlp_input,
@@ -36,24 +39,24 @@ from moe_pack.runtime.model.weights import Weights, norm
 def add_own_attention(
     x: Tensor, weights: Weights, layer: int, cache: LayerCache, bias: PositionBias, chunk_tokens: int = PREFILL_TOKENS
 ) -> Tensor:
-    """Hidden states float32 [T, d] with a layer's attention to their own stack added; their keys enter the cache.
+    """Returns hidden states float32 [T, d] with a layer's attention to its own stack added; keys enter the cache.
 
-    Args:    cache: what it holds goes before.   chunk_tokens: of queries at a time.
+    Args:    cache: has the keys and values of the tokens before.   chunk_tokens: queries that are computed at a time.
     """
     spec, role, start = _attention(weights), f"layers.{layer}.attention", cache.num_tokens
     normed = torch.split(norm(x, weights, f"layers.{layer}.attention_norm"), chunk_tokens)
     firsts = range(start, start + len(x), chunk_tokens)
     for piece, first in zip(normed, firsts, strict=True):
         enter_keys(piece, weights, spec, role, cache, first)
-    held = replace(cache, num_tokens=start + len(x))
-    pieces = [attend_keys(p, weights, spec, role, held, bias, first) for p, first in zip(normed, firsts, strict=True)]
+    seen = replace(cache, num_tokens=start + len(x))
+    pieces = [attend_keys(p, weights, spec, role, seen, bias, first) for p, first in zip(normed, firsts, strict=True)]
     return x + scaled(_joined(pieces), weights.spec.residual_multiplier)
 
 
 def add_cross_attention(
     x: Tensor, weights: Weights, layer: int, read: LayerCache, chunk_tokens: int = PREFILL_TOKENS
 ) -> Tensor:
-    """Hidden states float32 [T, d] with a decoder layer's attention to the text added, whose keys `read` holds."""
+    """Returns hidden states float32 [T, d] with a decoder layer's attention to the text added; `read` has its keys."""
     spec, role = _attention(weights), f"layers.{layer}.cross"
     normed = torch.split(norm(x, weights, f"layers.{layer}.cross_norm"), chunk_tokens)
     pieces = [attend_keys(piece, weights, spec, role, read, None) for piece in normed]
@@ -61,14 +64,14 @@ def add_cross_attention(
 
 
 def enter_text(encoded: Tensor, weights: Weights, layer: int, read: LayerCache, chunk_tokens: int) -> None:
-    """Writes what a decoder layer will see of the text: its keys and values of the encoder's output float32 [S, d]."""
+    """Writes a decoder layer's keys and values of the text into `read`; `encoded` is float32 [S, d]."""
     for first in range(0, len(encoded), chunk_tokens):
         piece = encoded[first : first + chunk_tokens]
         enter_keys(piece, weights, _attention(weights), f"layers.{layer}.cross", read, first)
 
 
 def position_bias(weights: Weights, context_tokens: int, is_encoder: bool) -> PositionBias:
-    """The biases by position of a stack."""
+    """Returns the position biases of the encoder, or of the decoder."""
     table = weights.matrix("encoder_position_bias" if is_encoder else "position_bias")
     return PositionBias(_attention(weights), table.rows(0, table.num_rows), context_tokens, is_mutual=is_encoder)
 
@@ -84,12 +87,12 @@ def _joined(pieces: list[Tensor]) -> Tensor:
 
 
 class EncoderDecoder:
-    """A model with an encoder at work: weights, one text that was read, and the caches of its answer.
+    """A model with an encoder that runs: weights, one encoded text, and the caches of its answer.
 
-    `cache` holds the answer's keys and values, `read` those that the decoder has of the text; each has room for
-    `context_tokens`. A new instance has read nothing.
-    Args:    chunk_tokens: computed at a time where each token stands alone.
-    Raises:  RunError if the context is more than the model's positions.
+    `cache` has the keys and values of the answer, `read` those of the text; both are for `context_tokens`. `encode`
+    comes first.
+    Args:    chunk_tokens: the most tokens that are computed at a time where tokens do not depend on each other.
+    Raises:  RunError if the context is longer than the model's.
     """
 
     def __init__(
@@ -99,19 +102,15 @@ class EncoderDecoder:
         device: torch.device | None = None,
         chunk_tokens: int = PREFILL_TOKENS,
     ) -> None:
-        spec = weights.spec
+        self.spec = spec = weights.spec
         assert spec.encoder is not None, "Decoder runs models without one"
-        if not 0 < context_tokens <= spec.max_position_embeddings:
-            raise RunError(
-                f"context of {context_tokens} tokens; this model has {spec.max_position_embeddings} positions"
-            )
-        self.spec = spec
+        check_context(context_tokens, spec)
         self.device = device or torch.device("cpu")
-        self._num_encoding = spec.encoder.num_layers
+        self._num_encoder_layers = spec.encoder.num_layers
         self._start_token = spec.encoder.start_token
-        num_decoding = spec.num_hidden_layers - self._num_encoding
-        self.cache = KVCache(spec, context_tokens, self.device, num_decoding)
-        self.read = KVCache(spec, context_tokens, self.device, num_decoding)
+        num_decoder_layers = spec.num_hidden_layers - self._num_encoder_layers
+        self.cache = KVCache(spec, context_tokens, self.device, num_decoder_layers)
+        self.read = KVCache(spec, context_tokens, self.device, num_decoder_layers)
         self._weights = weights
         self._chunk_tokens = chunk_tokens
         self._layer_idx = {layer: idx for idx, layer in enumerate(spec.moe_layers)}
@@ -119,60 +118,60 @@ class EncoderDecoder:
         self._decoder_bias = position_bias(weights, context_tokens, is_encoder=False)
 
     def reset(self) -> None:
-        """Forgets text and answer; the caches stay allocated."""
+        """Forgets the text and its answer; the caches stay allocated."""
         self.cache.num_tokens = self.read.num_tokens = 0
 
     def begin(self, text_ids: list[int]) -> Tensor:
-        """Reads a text; returns the prediction of its answer's first token, float32 [vocabulary]."""
+        """Encodes a text; returns the logits of the first token of its answer, float32 [vocabulary]."""
         self.encode(text_ids)
         return self.next_logits([self._start_token])
 
     @torch.inference_mode()
     def encode(self, text_ids: list[int]) -> None:
-        """Reads a text in one pass, in the place of one that was read before, and of its answer.
+        """Encodes a text in one pass; it replaces the text before and its answer.
 
-        Raises:  RunError if it is longer than the context, empty, or has a token that is not in the vocabulary.
+        Raises:  RunError if the text is longer than the context, empty, or has a token that is not in the vocabulary.
         """
         self.reset()
         if not 0 < len(text_ids) <= self.read.context_tokens:
-            raise RunError(f"a text of {len(text_ids)} tokens, expected 1 to {self.read.context_tokens}, the context")
-        self._check_vocabulary(text_ids)
+            raise RunError(f"the text has {len(text_ids)} tokens; give 1 to {self.read.context_tokens}, the context")
+        check_vocabulary(text_ids, self.spec)
         x = embed(torch.tensor(text_ids), self._weights)
-        # Decoder layer 0's keys of the text are made last: until then their place holds those of the encoder's layer.
+        # The encoder's layers need keys for a moment only: they take the place of decoder layer 0's, which come last.
         scratch = replace(self.read.layer(0), num_tokens=0)
-        for layer in range(self._num_encoding):
+        for layer in range(self._num_encoder_layers):
             x = self._attend_text(x, layer, scratch)
             attend = partial(self._attend_text, scratch=scratch)
-            x = self._add_mlp(x, layer, self._partial_state(x, layer, self._num_encoding, attend))
+            x = self._add_mlp(x, layer, self._partial_state(x, layer, self._num_encoder_layers, attend))
         encoded = norm(x, self._weights, "encoder_norm")
-        for idx in range(self.spec.num_hidden_layers - self._num_encoding):
-            layer = self._num_encoding + idx
+        for idx in range(self.spec.num_hidden_layers - self._num_encoder_layers):
+            layer = self._num_encoder_layers + idx
             enter_text(encoded, self._weights, layer, self.read.layer(idx), self._chunk_tokens)
         self.read.num_tokens = len(text_ids)
 
     def logits(self, ids: list[int]) -> Tensor:
-        """Appends tokens to the answer; returns each one's prediction of the next, float32 [T, vocabulary].
+        """Appends tokens to the answer in one pass; returns the logits after each of them, float32 [T, vocabulary].
 
-        An answer begins with the model's `start_token`. All tokens are one pass.
-        Raises:  RunError if no text was read, the context is full, or a token is not in the vocabulary.
+        An answer begins with the model's `start_token`.
+        Raises:  RunError if no text is encoded, the context is full, or a token is not in the vocabulary.
         """
         return self._head(self._decode(ids))
 
     def next_logits(self, ids: list[int]) -> Tensor:
-        """Appends tokens to the answer; returns the prediction after the last, float32 [vocabulary]."""
+        """Appends tokens to the answer; returns the logits of the token after the last, float32 [vocabulary]."""
         assert ids, "at least one token"
         return self._head(self._decode(ids)[-1:])[0]
 
     @torch.inference_mode()
     def _decode(self, ids: list[int]) -> Tensor:
-        """The hidden states of new tokens of the answer after the last layer, float32 [T, d]."""
+        """Returns the hidden states of new tokens of the answer after the last layer, float32 [T, d]."""
         if not self.read.num_tokens:
-            raise RunError("no text was read that could be answered; encode one first")
+            raise RunError("there is no text to answer; encode one first")
         if self.cache.num_tokens + len(ids) > self.cache.context_tokens:
-            raise RunError(f"context is full: {self.cache.context_tokens} tokens")
-        self._check_vocabulary(ids)
+            raise RunError(f"the context of {self.cache.context_tokens} tokens is full")
+        check_vocabulary(ids, self.spec)
         x = embed(torch.tensor(ids), self._weights)
-        for layer in range(self._num_encoding, self.spec.num_hidden_layers):
+        for layer in range(self._num_encoder_layers, self.spec.num_hidden_layers):
             x = self._attend_answer(x, layer)
             last = self.spec.num_hidden_layers
             x = self._add_mlp(x, layer, self._partial_state(x, layer, last, self._attend_answer))
@@ -183,14 +182,17 @@ class EncoderDecoder:
         return add_own_attention(x, self._weights, layer, scratch, self._encoder_bias, self._chunk_tokens)
 
     def _attend_answer(self, x: Tensor, layer: int) -> Tensor:
-        weights, chunk, idx = self._weights, self._chunk_tokens, layer - self._num_encoding
+        weights, chunk, idx = self._weights, self._chunk_tokens, layer - self._num_encoder_layers
         x = add_own_attention(x, weights, layer, self.cache.layer(idx), self._decoder_bias, chunk)
         return add_cross_attention(x, weights, layer, self.read.layer(idx), chunk)
 
     def _partial_state(
         self, x: Tensor, layer: int, end: int, attend: Callable[[Tensor, int], Tensor]
     ) -> PartialState | None:
-        """As in `Decoder`, within a stack, whose layers are those before `end`."""
+        """Returns the `PartialState` of the next layer; None if it has no experts, or `layer` is the stack's last.
+
+        Args:    end: the stack's layers are those before it.   attend: adds a layer's attention.
+        """
         weights, after = self._weights, layer + 1
         if after == end or after not in self._layer_idx:
             return None
@@ -198,29 +200,25 @@ class EncoderDecoder:
         def partial_state(y: Tensor) -> Tensor:
             normed = mlp_input(x, weights, layer)
             unrouted = self._in_pieces(normed, lambda piece: run_unrouted(piece, weights, layer))
-            some = x + scaled(y if unrouted is None else y + unrouted, self.spec.residual_multiplier)
-            return attend(some, after)
+            partial_x = x + scaled(y if unrouted is None else y + unrouted, self.spec.residual_multiplier)
+            return attend(partial_x, after)
 
         return partial_state
 
-    def _check_vocabulary(self, ids: list[int]) -> None:
-        if ids and not 0 <= min(ids) <= max(ids) < self.spec.vocab_size:
-            raise RunError(f"token {max(ids)} is not in the model's vocabulary of {self.spec.vocab_size}")
-
     def _add_mlp(self, x: Tensor, layer: int, partial_state: PartialState | None) -> Tensor:
-        """Hidden states float32 [T, d] with the layer's experts added, or its dense expert."""
+        """Returns hidden states float32 [T, d] with the output of the layer's experts added, or of its dense expert."""
         weights, normed = self._weights, mlp_input(x, self._weights, layer)
-        unrouted = self._in_pieces(normed, lambda piece: run_unrouted(piece, weights, layer))
+        y = self._in_pieces(normed, lambda piece: run_unrouted(piece, weights, layer))
         if layer in self._layer_idx:
             experts, router_weights = route_tokens(normed, weights, layer)
-            y = run_experts(normed, experts, router_weights, weights, self._layer_idx[layer], partial_state)
-            unrouted = y if unrouted is None else y + unrouted
-        assert unrouted is not None, "a layer without experts is dense"
-        return x + scaled(unrouted, self.spec.residual_multiplier)
+            routed = run_experts(normed, experts, router_weights, weights, self._layer_idx[layer], partial_state)
+            y = routed if y is None else routed + y
+        assert y is not None, "a layer without experts is dense"
+        return x + scaled(y, self.spec.residual_multiplier)
 
     def _in_pieces(self, x: Tensor, operation: Callable[[Tensor], Tensor | None]) -> Tensor | None:
-        found = [operation(piece) for piece in torch.split(x, self._chunk_tokens)]
-        pieces = [piece for piece in found if piece is not None]
+        outputs = [operation(piece) for piece in torch.split(x, self._chunk_tokens)]
+        pieces = [output for output in outputs if output is not None]
         return _joined(pieces) if pieces else None
 
     @torch.inference_mode()

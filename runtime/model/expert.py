@@ -1,11 +1,18 @@
-"""The reference semantics of an expert (docs/format.md, "What a pack means"): the answer every faster path must give.
+"""The reference semantics of an expert (docs/format.md, "What a pack means"): every faster path gives this answer.
+
+For a hidden state x, an expert adds up the down rows of the neurons that run:
 
     y = bias of down + sum over running neurons i of  h(gate_i . x, up_i . x) * down_i
 
-with h(g, u) = act(g) * factor(u), or act(u) without a gate, as the neuron function says; few experts have a bias.
+    h(g, u) = act(g) * factor(u)    the neuron function; without a gate h(u) = act(u)
 
-Neuron i runs when `a_i != 0 and not (abs(a_i) < t)`: a threshold of zero drops exactly what contributes nothing, and a
-NaN runs and is seen. `a` is what the selector kind makes known before the record is read.
+A neuron runs if its activation a is not zero and not below the expert's threshold t:
+
+    neuron i runs  if  a_i != 0 and not (abs(a_i) < t)
+
+The selector kind of the pack says what a is, so that it is known before the neuron's record is read: `up` takes
+factor(u), `gate` takes act(g), `both` and `none` take h itself. With t = 0 only neurons that add nothing do not run. A
+neuron whose activation is NaN runs, so that the error shows in the output.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,14 +24,50 @@ from torch import Tensor
 
 from moe_pack.formats import NeuronFunction, Selector
 
-_LIMIT, _STEEPNESS = 7.0, 1.702  # of the clamped SwiGLU
+# ---- the neuron functions -------------------------------------------------------------------------------------------
+
+_CLAMP_LIMIT, _SWISH_STEEPNESS = 7.0, 1.702  # of clamped_swiglu
+
+
+@dataclass(frozen=True, slots=True)
+class Neuron:
+    """A neuron function: `h(g, u) = act(g) * factor(u)`; without a gate `h(u) = act(u)`."""
+
+    act: Callable[[Tensor], Tensor]
+    factor: Callable[[Tensor], Tensor]
+
+    def h(self, gate: Tensor | None, up: Tensor) -> Tensor:
+        """Returns h of `gate_i . x` and `up_i . x`, all in one shape; `gate` is None in families without one."""
+        return self.act(up) if gate is None else self.act(gate) * self.factor(up)
+
+
+def _identity(up: Tensor) -> Tensor:
+    return up
+
+
+def _clamped_swish(gate: Tensor) -> Tensor:
+    clamped = gate.clamp(max=_CLAMP_LIMIT)
+    return clamped * torch.sigmoid(_SWISH_STEEPNESS * clamped)
+
+
+def _clamped_plus_one(up: Tensor) -> Tensor:
+    return up.clamp(-_CLAMP_LIMIT, _CLAMP_LIMIT) + 1
+
+
+NEURONS: dict[NeuronFunction, Neuron] = {
+    "silu": Neuron(torch.nn.functional.silu, _identity),
+    "relu": Neuron(torch.relu, _identity),
+    "clamped_swiglu": Neuron(_clamped_swish, _clamped_plus_one),
+}
+
+# ---- the weights of an expert ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class NeuronBlock:
-    """Some neurons of an expert, dequantized: float32 [n, d] each, gate None in families without one.
+    """Dequantized rows of some neurons of an expert: float32 [n, d] each; `gate` is None in families without one.
 
-    Biases are float32 [n], where the family has them.
+    Biases are float32 [n]; None in families without them.
     """
 
     gate: Tensor | None
@@ -35,93 +78,56 @@ class NeuronBlock:
 
 
 class Expert(Protocol):
-    """An expert whose neurons come in blocks of bounded size."""
+    """The weights of an expert, which come in blocks of neurons of bounded size."""
 
     def blocks(self) -> Iterator[NeuronBlock]:
-        """All neurons once, in stored order."""
+        """Yields every neuron once, in stored order."""
         ...
 
     def down_bias(self) -> Tensor | None:
-        """What is added to the output of a token that comes here, float32 [d]; None where the family has none."""
+        """Returns the bias of the output, float32 [d]; None in families without one."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Neuron:
-    """A neuron function: `h(g, u) = act(g) * factor(u)`; without a gate `act(u)`."""
-
-    act: Callable[[Tensor], Tensor]
-    factor: Callable[[Tensor], Tensor]
-
-    def h(self, gate: Tensor | None, up: Tensor) -> Tensor:
-        """What neurons add to an expert's output, in their down rows, from what their gate and up rows give."""
-        return self.act(up) if gate is None else self.act(gate) * self.factor(up)
-
-
-def _same(up: Tensor) -> Tensor:
-    return up
-
-
-def _clamped_swish(gate: Tensor) -> Tensor:
-    clamped = gate.clamp(max=_LIMIT)
-    return clamped * torch.sigmoid(_STEEPNESS * clamped)
-
-
-def _clamped_plus_one(up: Tensor) -> Tensor:
-    return up.clamp(-_LIMIT, _LIMIT) + 1
-
-
-NEURONS: dict[NeuronFunction, Neuron] = {
-    "silu": Neuron(torch.nn.functional.silu, _same),
-    "relu": Neuron(torch.relu, _same),
-    "clamped_swiglu": Neuron(_clamped_swish, _clamped_plus_one),
-}
+# ---- an expert runs -------------------------------------------------------------------------------------------------
 
 
 def run_expert(x: Tensor, expert: Expert, function: NeuronFunction, selector: Selector, threshold: float) -> Tensor:
-    """The output of an expert for some tokens.
+    """Returns the output of an expert for tokens, by the formula at the top.
 
-    Args:    x: float32 [T, d].   function: the neuron function's name.   threshold: on `abs(a)`.
+    Args:    x: float32 [T, d].   threshold: t, on `abs(a)`.
     Returns: float32 [T, d].
-    Source:  FloE Eq. 6 and CORM §4.2 for `up` and `gate`; `both` tests h itself.
+    Source:  FloE Eq. 6 and CORM §4.2 for `up` and `gate`; `both` compares h itself.
     """
     y = resting_output(x, expert)
     for block in expert.blocks():
         values = activations(x, block, function)
-        h, a = values.h, values.of(selector)
-        y += torch.where(running(a, threshold), h, 0.0) @ block.down
+        is_running = running(values.of(selector), threshold)
+        y += torch.where(is_running, values.h, 0.0) @ block.down
     return y
 
 
-def running(a: Tensor, threshold: float | Tensor) -> Tensor:
-    """Returns which neurons run, bool in the shape of `a`: `a != 0 and not (abs(a) < threshold)`."""
-    return (a != 0) & ~(a.abs() < threshold)
-
-
 def resting_output(x: Tensor, expert: Expert) -> Tensor:
-    """The output of an expert for tokens float32 [T, d] of which none has a neuron that runs: [T, d], to add to."""
+    """Returns the output for tokens x float32 [T, d] of which no neuron runs: the bias or zeros, float32 [T, d]."""
     bias = expert.down_bias()
     return torch.zeros_like(x) if bias is None else bias.repeat(len(x), 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What some neurons do for some tokens, float32 [T, n] each: up's factor, the gate's activation, and `h` itself."""
+    """What n neurons compute for T tokens, float32 [T, n] each: `up` is factor(u), `gate` is act(g), `h` is h(g, u)."""
 
     up: Tensor
     gate: Tensor
     h: Tensor
 
     def of(self, selector: Selector) -> Tensor:
-        """`a` of this selector kind: what a threshold is compared with."""
+        """Returns the activation a of a selector kind, which a threshold is compared with."""
         return {"up": self.up, "gate": self.gate, "both": self.h, "none": self.h}[selector]
 
 
 def activations(x: Tensor, block: NeuronBlock, function: NeuronFunction) -> Activations:
-    """The activations of a block's neurons for tokens float32 [T, d].
-
-    An expert of two matrices has one activation, that of up: it stands for all three.
-    """
+    """Returns what a block's neurons compute for tokens x float32 [T, d]; without a gate all three are h."""
     neuron = NEURONS[function]
     u = x @ block.up.T
     if block.up_bias is not None:
@@ -132,5 +138,10 @@ def activations(x: Tensor, block: NeuronBlock, function: NeuronFunction) -> Acti
     g = x @ block.gate.T
     if block.gate_bias is not None:
         g = g + block.gate_bias
-    active, factor = neuron.act(g), neuron.factor(u)
-    return Activations(factor, active, active * factor)
+    act, factor = neuron.act(g), neuron.factor(u)
+    return Activations(up=factor, gate=act, h=act * factor)
+
+
+def running(a: Tensor, threshold: float | Tensor) -> Tensor:
+    """Returns which neurons run, bool in the shape of `a`: `a != 0 and not (abs(a) < threshold)`."""
+    return (a != 0) & ~(a.abs() < threshold)

@@ -1,6 +1,7 @@
-"""Rotary positions: the angles of given positions under each scaling, and the turning of vectors by them.
+"""The key-value cache, and the rotary positions of the keys in it.
 
-What attention keeps of earlier tokens, allocated once.
+`Rope` gives the angles of positions under each scaling, and `rotate` turns queries and keys by them. `KVCache` keeps
+the keys and values of earlier tokens; it is allocated once.
 """
 
 import math
@@ -16,11 +17,11 @@ Angles = tuple[Tensor, Tensor]  # cosine and sine, float32 [T, rotary_dim / 2] e
 
 
 class Rope:
-    """Rotary angles for given positions.
+    """Rotary angles of positions.
 
-    Source: transformers, modeling_rope_utils.py; for longrope Phi-3.5-MoE's own code, which takes the long factors
-    for a whole sequence once it is longer than the original context (transformers 5.23 takes the long mscale there,
-    but keeps the short factors).
+    Source: transformers, modeling_rope_utils.py; for longrope Phi-3.5-MoE's own code, which takes the long factors for
+    the whole sequence once it is longer than the original context (transformers 5.23 then takes the long mscale, but
+    keeps the short factors).
     """
 
     def __init__(self, spec: RopeSpec, device: torch.device) -> None:
@@ -42,11 +43,11 @@ class Rope:
             self._frequencies = self._long = 1.0 / powers
 
     def is_long(self, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` has other angles, at every position, than a short one."""
+        """Whether every position of a sequence of `num_tokens` has other angles than in a short sequence."""
         return self._limit is not None and num_tokens > self._limit
 
     def __call__(self, positions: Tensor, num_tokens: int) -> Angles:
-        """The angles at positions [T] of a sequence of `num_tokens`."""
+        """Returns the angles at positions [T] of a sequence of `num_tokens`."""
         is_long = self.is_long(num_tokens)
         angles = positions.to(torch.float32)[:, None] * (self._long if is_long else self._frequencies)
         factor = self._long_factor if is_long else self._factor
@@ -54,10 +55,10 @@ class Rope:
 
 
 def _yarn(powers: Tensor, yarn: YarnSpec, spec: RopeSpec) -> Tensor:
-    """Frequencies that turn often in the original context are kept, rare ones divided, those between mixed."""
+    """Returns YaRN's frequencies: high ones stay, low ones are divided by the factor, those between are mixed."""
 
     def bound(turns: float) -> float:
-        """The dimension whose frequency makes this many turns in the original context."""
+        """Returns the dimension whose frequency makes this many turns in the original context."""
         length = yarn.original_max_position_embeddings
         return spec.rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
 
@@ -73,7 +74,7 @@ def _yarn(powers: Tensor, yarn: YarnSpec, spec: RopeSpec) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
-    """`x` [heads, T, n] with its first `rotary_dim` values turned by the angles of its positions."""
+    """Returns x [heads, T, n] with its first `rotary_dim` values turned by the angles of its positions."""
     cos, sin = angles
     half = cos.shape[1]
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]
@@ -88,22 +89,22 @@ def rotate(x: Tensor, angles: Angles, interleaved: bool) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """A layer's keys and values [heads, places, width], after `num_tokens` positions.
+    """A layer's keys and values [heads, places, width] of a sequence of `num_tokens`.
 
-    Position `p` lies in place `p % places`: with fewer places than positions it is a ring, and the last are held.
+    Position p is in place `p % places`. With fewer places than positions it is a ring, which has the last positions.
     """
 
     keys: Tensor
     values: Tensor
     num_tokens: int
 
-    def enter(self, keys: Tensor, values: Tensor) -> None:
-        """Puts in the keys and values [heads, T, width] of new tokens, no more than there are places."""
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Writes the keys and values [heads, T, width] of new tokens, at most as many as there are places."""
         places = self._places(self.num_tokens, self.num_tokens + keys.shape[1])
         self.keys[:, places], self.values[:, places] = keys.to(self.keys.dtype), values.to(self.values.dtype)
 
-    def held(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of positions `start` to `stop`, float32 [heads, stop - start, width]: copies or views."""
+    def between(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of positions `start` to `stop`, float32 [heads, stop - start, width]."""
         places = self._places(start, stop)
         return self.keys[:, places].float(), self.values[:, places].float()
 
@@ -117,14 +118,14 @@ class LayerCache:
 
 
 class KVCache:
-    """Keys and values of every layer [heads, places, width], float32 or bfloat16, allocated whole.
+    """The keys and values of all layers, [heads, places, width] each, float32 or bfloat16.
 
-    Each layer has `cached_tokens` places: the whole context, or what its sliding window needs. Latent attention keeps
-    one vector a token and layer: the latent, then the rotated key; the latent is the value of its one head, so that
-    `values` are views of `keys`. `is_ring`: some layer keeps less than the whole context.
+    A layer has a place for every position of the context, or fewer with a sliding window (`cached_tokens`). With latent
+    attention the key of a token is its latent and then its rotated key, for one head, and the latent is its value too:
+    `values` are views of `keys`. `is_ring`: whether some layer has fewer places than positions.
 
-    Args:    context_tokens: the most positions it will ever hold.   chunk_tokens: the most that enter at once; None:
-             any number.   num_layers: the model's, unless given: then so many, which keep the whole context.
+    Args:    context_tokens: the most positions of a sequence.   chunk_tokens: the most tokens that are appended at
+             once; None: any number.   num_layers: None: the model's; else layers that keep the whole context.
     """
 
     def __init__(
@@ -146,18 +147,18 @@ class KVCache:
         if isinstance(attention, LatentSpec):
             width = attention.kv_lora_rank + attention.qk_rope_head_dim
             self.keys = tuple(torch.zeros((1, number, width), dtype=dtype, device=device) for number in places)
-            self.values = tuple(held[..., : attention.kv_lora_rank] for held in self.keys)
-            self.num_bytes = sum(held.nbytes for held in self.keys)
+            self.values = tuple(keys[..., : attention.kv_lora_rank] for keys in self.keys)
+            self.num_bytes = sum(keys.nbytes for keys in self.keys)
         else:
             heads = attention.num_kv_heads if isinstance(attention, GroupedQuerySpec) else attention.num_heads
             shapes = [(heads, number, attention.head_dim) for number in places]
             self.keys = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
             self.values = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
-            self.num_bytes = sum(held.nbytes for held in (*self.keys, *self.values))
+            self.num_bytes = sum(layer.nbytes for layer in (*self.keys, *self.values))
         self.is_ring = min(places) < context_tokens
         self.context_tokens = context_tokens
         self.num_tokens = 0
 
     def layer(self, idx: int) -> LayerCache:
-        """A layer's share, into which its attention writes."""
+        """Returns the cache of a layer, in which its attention reads and writes."""
         return LayerCache(self.keys[idx], self.values[idx], self.num_tokens)

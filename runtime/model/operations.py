@@ -1,9 +1,8 @@
-"""The operations of a forward pass: what computes, while `layer`, `attention` and the weights say what is computed.
+"""The operations of a forward pass, in plain torch and by native kernels.
 
-`Operations` is plain torch on any device, and the reference; what is faster overrides it and is tested against it.
-Routers' formulas are in `router`, those of an expert in `expert`.
-
-The operations of a forward pass by the native kernels, on the CPU.
+`layer`, `attention` and the weights say what is computed; operations say how. `Operations` is plain torch on any device
+and the reference. Faster operations override its methods and are tested against it; `NativeOperations` are those of the
+C++ kernels on the CPU. The formulas of routers are in `router`, those of experts in `expert`.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,17 +20,17 @@ from moe_pack.runtime.cpu import Kernels, open_kernels, row_numbers, stored_numb
 from moe_pack.runtime.model.kv_cache import Angles, LayerCache, rotate
 from moe_pack.runtime.model.router import choose, least_sum, limit_to_capacity
 
-MAX_DECODED_BYTES = 16 << 20  # no operation dequantizes more than this at once
-# On a GPU torch has no fused attention for float32 with grouped heads: it makes all scores, and several copies of them.
-# Queries go through it in pieces whose scores take so much: 512 queries of 32 heads would take 512 MiB at 8,192 tokens.
+MAX_DECODED_BYTES = 16 << 20  # the most that an operation dequantizes at once
+# The most scores that attention computes at once. On a GPU torch has no fused attention for float32 with grouped heads:
+# it stores all scores, in several copies, and 512 queries of 32 heads would take 512 MiB at 8,192 tokens.
 MAX_SCORE_BYTES = 64 << 20
 
-Product = Callable[[Tensor], Tensor]  # x float32 [T, columns] to x @ rows.T, float32 [T, rows]
+Product = Callable[[Tensor], Tensor]  # from x float32 [T, columns] to x @ rows.T, float32 [T, rows]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """The rms norms of each head's query and key: weights float32 [head_dim], and eps."""
+    """The RMS norms of each head's queries and keys: weights float32 [head_dim] and eps."""
 
     q: Tensor
     k: Tensor
@@ -48,8 +47,8 @@ class Operations:
     def route(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the experts of each token, int64 [T, k], best first, and their weights, float32 [T, k].
 
-        A weight of zero is that of an expert beyond its capacity.
-        Args:    logits: float32 [T, E].   bias: float32 [E], added for choosing only; where the spec has one.
+        The weight is zero if the token is beyond the expert's capacity.
+        Args:    logits: float32 [T, E].   bias: float32 [E], added for the choice only; None if the spec has none.
         """
         experts, weights = self._choose(logits, spec, bias)
         return experts, limit_to_capacity(experts, weights, spec)
@@ -68,11 +67,11 @@ class Operations:
         window: int | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Returns the attention of each query head; keys and values of new tokens enter the cache.
+        """Returns the output of each query head; the keys and values of new tokens enter the cache.
 
         Args:    projected: queries, keys and values, float32 [T, heads * head_dim], neither normed by head nor rotated.
-                 window: how many positions one sees at most; None: all before it.   sinks: float32 [num_heads], logits
-                 that no value belongs to.
+                 window: the most positions that a token sees; None: all before it.   sinks: float32 [num_heads],
+                 logits without a value.
         Returns: float32 [T, num_heads * head_dim].
         """
         # Each [heads, T, head_dim].
@@ -81,8 +80,8 @@ class Operations:
             q, k = self.rms_norm(q, norms.q, norms.eps), self.rms_norm(k, norms.k, norms.eps)
         start, num_tokens = cache.num_tokens, q.shape[1]
         first = _first_seen(window, start)
-        cache.enter(rotate(k, angles, interleaved), v)
-        q, (keys, values) = rotate(q, angles, interleaved), cache.held(first, start + num_tokens)
+        cache.append(rotate(k, angles, interleaved), v)
+        q, (keys, values) = rotate(q, angles, interleaved), cache.between(first, start + num_tokens)
         step = max(1, MAX_SCORE_BYTES // (4 * spec.num_heads * max(keys.shape[1], 1)))
         mixed = []
         for begin in range(0, max(num_tokens, 1), step):
@@ -96,7 +95,7 @@ class Operations:
         return whole.transpose(0, 1).flatten(1)
 
     def stored_product(self, weight: Tensor) -> Product:
-        """Returns the product with rows that are values of 16 or 32 bits, [rows, columns]."""
+        """Returns the product with a matrix of 16- or 32-bit values, [rows, columns]."""
         num_rows, num_cols = weight.shape
 
         def rows(start: int, stop: int) -> Tensor:
@@ -105,7 +104,7 @@ class Operations:
         return lambda x: product_by_blocks(x, num_rows, num_cols, rows)
 
     def row_product(self, layout: RowLayout, rows: Tensor) -> Product:
-        """Returns the product with the one part of rows in the row layout, u8 [rows, row bytes]."""
+        """Returns the product with rows in a row layout of one part, u8 [rows, row bytes]."""
         (part,) = layout.parts
 
         def decoded(start: int, stop: int) -> Tensor:
@@ -114,13 +113,13 @@ class Operations:
         return lambda x: product_by_blocks(x, len(rows), layout.num_cols, decoded)
 
     def decode(self, layout: RowLayout, part: Part, rows: Tensor) -> Tensor:
-        """Returns a part of rows u8 [rows, row bytes] in float32 [rows, columns], the same bits whatever computes."""
+        """Returns a part of rows u8 [rows, row bytes] as float32 [rows, columns]; all operations give the same bits."""
         return decode_part(part.format, layout.num_cols, rows[:, part.offset : part.offset + part.num_bytes])
 
     def fastest_stored(self, weight: Tensor) -> Tensor:
-        """Returns a weight of 16 or 32 bits as `stored_product` multiplies it fastest, token by token.
+        """Returns a weight of 16 or 32 bits in the dtype in which `stored_product` multiplies one token fastest.
 
-        Torch would make float32 of 16 bits every time, which takes twice as long.
+        Torch would convert 16 bits to float32 for every product, which takes twice as long.
         """
         return weight.float()
 
@@ -129,7 +128,7 @@ TORCH = Operations()
 
 
 def row_blocks(num_rows: int, num_cols: int, parts: int = 1) -> Iterator[tuple[int, int]]:
-    """(start, stop) of consecutive blocks of rows; `parts` matrices of a block fit `MAX_DECODED_BYTES` together."""
+    """Yields (start, stop) of consecutive blocks of rows; a block of `parts` matrices fits `MAX_DECODED_BYTES`."""
     step = max(1, MAX_DECODED_BYTES // (4 * num_cols * parts))
     for start in range(0, num_rows, step):
         yield start, min(start + step, num_rows)
@@ -137,7 +136,8 @@ def row_blocks(num_rows: int, num_cols: int, parts: int = 1) -> Iterator[tuple[i
 
 def product_by_blocks(x: Tensor, num_rows: int, num_cols: int, rows: Callable[[int, int], Tensor]) -> Tensor:
     """Returns `x @ matrix.T`, float32 [T, num_rows], from `rows(start, stop)`, float32, a block of rows at a time."""
-    # Nothing small may outlive a block's rows: it would lie in their memory, and the next rows would need new memory.
+    # The output is allocated first: allocated between two blocks, it would lie in the memory of the first block's rows,
+    # and the next block would need new memory.
     y = x.new_empty((len(x), num_rows))
     for start, stop in row_blocks(num_rows, num_cols):
         y[:, start:stop] = x @ rows(start, stop).T
@@ -145,9 +145,9 @@ def product_by_blocks(x: Tensor, num_rows: int, num_cols: int, rows: Callable[[i
 
 
 def seen_positions(window: int | None, first: int, start: int, num_tokens: int, device: torch.device) -> Tensor | None:
-    """Which of the positions from `first` on each of `num_tokens` new ones, the first at `start`, sees.
+    """Returns which positions from `first` on each of `num_tokens` tokens from position `start` on sees.
 
-    Returns: bool [T, start + T - first]; None: all.
+    Returns: bool [T, start + T - first]; None if one token sees all.
     """
     if num_tokens == 1 and (window is None or window > start - first):
         return None
@@ -158,7 +158,7 @@ def seen_positions(window: int | None, first: int, start: int, num_tokens: int, 
 
 
 def _first_seen(window: int | None, start: int) -> int:
-    """The first position that a token at position `start` sees."""
+    """Returns the first position that a token at position `start` sees."""
     return 0 if window is None else max(0, start + 1 - window)
 
 
@@ -172,15 +172,15 @@ def _attend_piece(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The attention of queries [heads, T, head_dim] at positions `start` and on, over keys of `first` to their last.
+    """Returns the attention of queries [heads, T, head_dim] from position `start` on, over keys from `first` on.
 
     Returns: float32 [heads, T, head_dim].
     """
     stop = start + q.shape[1]
-    is_causal = start == 0 and (window is None or window >= stop)  # a whole sequence: torch needs no mask
+    is_causal = start == 0 and (window is None or window >= stop)  # a whole sequence; torch needs no mask
     seen = None if is_causal and sinks is None else seen_positions(window, first, start, q.shape[1], q.device)
     if sinks is not None:
-        least = torch.finfo(torch.float32).min  # minus infinity times a key's 0 would be no number
+        least = torch.finfo(torch.float32).min  # minus infinity times 0 is NaN
         q, keys, values = _with_sinks(q, keys, values, (sinks / scale).clamp(min=least))
         seen = None if seen is None else torch.nn.functional.pad(seen, (0, 1), value=True)
     mixed: Tensor = torch.nn.functional.scaled_dot_product_attention(
@@ -196,10 +196,10 @@ def _attend_piece(
 
 
 def _with_sinks(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [heads, positions, head_dim] with one more position, that all see: it scores `sinks`.
+    """Returns queries, keys and values [heads, positions, head_dim] with one more position, the sink, which all see.
 
-    Queries have one dimension more, which holds their head's sink, and in which only the new key, 1 there and 0
-    elsewhere, is not 0. The new value is 0.
+    Its score is the head's number in `sinks`: queries get one more dimension with that number, in which the sink's key
+    is 1 and all other keys are 0. The sink's value is 0.
     """
     pad = torch.nn.functional.pad
     q = torch.cat((q, sinks[:, None, None].expand(*q.shape[:2], 1)), dim=-1)
@@ -209,7 +209,7 @@ def _with_sinks(q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor) -> tuple
 
 
 class NativeOperations(Operations):
-    """The operations by kernels, which stay the caller's to close. All tensors are on the CPU."""
+    """The operations by native kernels; all tensors are on the CPU. The caller closes the kernels."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -240,12 +240,12 @@ class NativeOperations(Operations):
         )
 
     def stored_product(self, weight: Tensor) -> Product:
-        """Returns the product with rows of values, which are multiplied as they lie."""
-        held = weight.contiguous().view(torch.uint8).numpy()
-        return partial(self.kernels.product, layout=stored_numbers(weight.dtype, weight.shape[1]), rows=held)
+        """Returns the product with a matrix of 16- or 32-bit values, without a copy in float32."""
+        rows = weight.contiguous().view(torch.uint8).numpy()
+        return partial(self.kernels.product, layout=stored_numbers(weight.dtype, weight.shape[1]), rows=rows)
 
     def row_product(self, layout: RowLayout, rows: Tensor) -> Product:
-        """Returns the product with rows of codes, which are multiplied as they lie."""
+        """Returns the product with rows of codes, which the kernel decodes as it multiplies."""
         return partial(self.kernels.product, layout=row_numbers(layout, layout.parts[0].name), rows=rows.numpy())
 
     def decode(self, layout: RowLayout, part: Part, rows: Tensor) -> Tensor:
@@ -253,13 +253,13 @@ class NativeOperations(Operations):
         return self.kernels.decode(row_numbers(layout, part.name), rows.numpy())
 
     def fastest_stored(self, weight: Tensor) -> Tensor:
-        """Returns the weight itself: 16 bits are multiplied in half the time of 32."""
+        """Returns the weight itself: the kernel multiplies 16 bits in half the time of 32."""
         return weight
 
 
 @contextmanager
 def operations_for(device: torch.device, threads: int | None = None) -> Iterator[Operations]:
-    """Operations on a device, closed at the end: native ones on the CPU where the extension was built, else torch."""
+    """Yields the operations for a device and closes them: on the CPU native ones if they were built, else torch."""
     kernels = open_kernels(threads) if device.type == "cpu" else None
     if kernels is None:
         yield TORCH

@@ -1,6 +1,8 @@
-"""An expert in the bytes of a pack: decoded block by block, or used as it is by the native kernels.
+"""The weights of a pack.
 
-A pack's weights: the dense part on the device, or read as it is used; experts' bytes brought when asked for.
+`PackWeights` keeps the dense part on the device and reads an expert whenever it is needed; `PackedExpert` decodes it
+block by block. `MappedPackWeights` leaves experts in their mapped files, where native kernels use them as they are.
+`StreamedPackWeights` keeps nothing, so that packs can be measured that fit no memory.
 """
 
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ from moe_pack.runtime.model.operations import TORCH, NativeOperations, Operation
 
 @contextmanager
 def named_if_cut(place: str) -> Iterator[None]:
-    """Names the file whose map was cut while it was read.
+    """Names the file if its map was cut while it was read.
 
     Raises:  PackError for MapCutError.
     """
@@ -35,12 +37,12 @@ def named_if_cut(place: str) -> Iterator[None]:
 
 
 def cut_error(place: str) -> PackError:
-    """What is said of a file that was cut while it was in use."""
-    return PackError(f"{place}: was cut while it was in use; bring the file back and start again")
+    """Returns the error for a file that was truncated while it was in use."""
+    return PackError(f"{place}: was truncated while it was in use; restore the file and start again")
 
 
 class PackedExpert:
-    """An expert's extent, u8 on any device; blocks of its neurons are dequantized as they are asked for."""
+    """An expert in the bytes of its extent, u8 on any device; its neurons are dequantized block by block."""
 
     def __init__(self, layout: ExpertLayout, extent: Tensor, operations: Operations = TORCH) -> None:
         self._layout = layout
@@ -48,7 +50,7 @@ class PackedExpert:
         self._operations = operations
 
     def blocks(self) -> Iterator[NeuronBlock]:
-        """All neurons once, in stored order."""
+        """Yields every neuron once, in stored order."""
         layout = self._layout
         num_parts = len(layout.records.parts) + (len(layout.selector.parts) if layout.selector else 0)
         for start, stop in row_blocks(layout.num_rows, layout.records.num_cols, num_parts):
@@ -59,7 +61,7 @@ class PackedExpert:
             yield NeuronBlock(gate, up, down, gate_bias, up_bias)
 
     def down_bias(self) -> Tensor | None:
-        """What is added to the output of a token that comes here, float32 [d]; None where the family has none."""
+        """Returns the bias of the output, float32 [d]; None in families without one."""
         extra = self._layout.extra
         if extra is None:
             return None
@@ -67,21 +69,23 @@ class PackedExpert:
         return self._extent[start : start + extra.crc_offset].clone().view(torch.float32)
 
     def _part(self, matrix: MatrixName, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
-        found = self._layout.find(matrix)
-        if found is None:
+        """Returns rows of a matrix, float32 [stop - start, d], and its biases, float32 [stop - start], or None."""
+        place = self._layout.find(matrix)
+        if place is None:
             return None, None
-        rows, part, base = found
-        held = self._extent[base + start * rows.row_bytes : base + stop * rows.row_bytes].view(-1, rows.row_bytes)
-        weights = self._operations.decode(rows, part, held)
+        layout, part, base = place
+        first, last = base + start * layout.row_bytes, base + stop * layout.row_bytes
+        rows = self._extent[first:last].view(-1, layout.row_bytes)
+        weights = self._operations.decode(layout, part, rows)
         end = part.offset + part.num_bytes
-        bias = held[:, end : end + 4].clone().view(torch.float32)[:, 0] if part.has_bias else None
+        bias = rows[:, end : end + 4].clone().view(torch.float32)[:, 0] if part.has_bias else None
         return weights, bias
 
 
 class MappedExpert:
-    """An expert's extent where it lies in a mapped file, u8; native operations alone read it: they bear a cut.
+    """An expert in its mapped file, u8. Only native operations read it, because they survive it if the file is cut.
 
-    `rows` is the expert as the kernels see it.   `place`: its file.
+    `rows`: the expert as the kernels see it.   `place`: the file's name.
     """
 
     def __init__(
@@ -102,13 +106,13 @@ class MappedExpert:
         self.rows = extent_rows(layout, selector, function, threshold, mapped)
 
     def blocks(self) -> Iterator[NeuronBlock]:
-        """All neurons once, in stored order; biases are copied by the kernels too."""
+        """Yields every neuron once, in stored order; the kernels copy the extent first."""
         with named_if_cut(self._place):
             copied = self._operations.kernels.gather(self._mapped.reshape(1, -1), np.zeros(1, np.int32)).reshape(-1)
         yield from PackedExpert(self._layout, torch.from_numpy(copied), self._operations).blocks()
 
     def down_bias(self) -> Tensor | None:
-        """What is added to the output of a token that comes here, float32 [d]; None where the family has none."""
+        """Returns the bias of the output, float32 [d]; None in families without one."""
         if self._layout.extra is None:
             return None
         extra = self._mapped[-self._layout.extra_bytes :].reshape(1, -1)
@@ -121,11 +125,11 @@ _FIRST_TOKEN = np.zeros(1, np.int64)
 
 
 class PackWeights:
-    """The weights of an open pack; the pack stays the caller's to close.
+    """The weights of an open pack, with the dense part on the device; the caller closes the pack.
 
-    The bytes of an expert are brought to the device whenever it is asked for. `bytes_read` counts them; `dense_bytes`
-    are those of the dense part.
-    Raises:  PackError if the dense part is damaged; later, when an expert is that is asked for.
+    An expert is read and copied to the device each time it is needed; `bytes_read` counts these bytes. `dense_bytes`:
+    size of the dense part.
+    Raises:  PackError if the dense part is damaged; later, if a needed expert is.
     """
 
     def __init__(self, pack: Pack, device: torch.device, operations: Operations = TORCH) -> None:
@@ -140,42 +144,43 @@ class PackWeights:
         self._vectors: dict[str, Tensor] = {}
         self._keep(torch.from_numpy(pack.read_file(DENSE_FILE)))
 
-    def _keep(self, held: Tensor) -> None:
+    def _keep(self, file: Tensor) -> None:
+        """Keeps all vectors and matrices of the dense part's file, u8 [bytes]."""
         for dense in self._pack.layout.dense:
             entry = dense.entry
-            raw = held[entry.offset : entry.offset + entry.num_bytes].to(self._device)
+            raw = file[entry.offset : entry.offset + entry.num_bytes].to(self._device)
             if len(entry.shape) == 1:
                 self._vectors[dense.role.name] = _vector(dense, raw)
             else:
                 self._dense[dense.role.name] = self._matrix(dense, raw)
 
     def _matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
-        return held_matrix(dense, raw, self.operations)
+        return stored_matrix(dense, raw, self.operations)
 
     def vector(self, role: str) -> Tensor:
-        """A norm's weight or a bias, float32 [n]."""
+        """Returns a norm's weight or a bias, float32 [n]."""
         return self._vectors[role]
 
     def matrix(self, role: str) -> Matrix:
-        """A dense matrix by its role."""
+        """Returns a dense matrix by its role."""
         return self._dense[role]
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """An expert, read from the pack and checked."""
+        """Reads an expert from the pack and checks it."""
         layout = self._pack.layout.experts[layer_idx][expert]
         self.bytes_read += layout.num_bytes
         raw = torch.from_numpy(self._pack.read_extent(layer_idx, expert)).to(self._device)
         return PackedExpert(layout, raw, self.operations)
 
     def threshold(self, layer_idx: int, expert: int) -> float:
-        """The expert's threshold on `abs(a)`."""
+        """Returns the expert's threshold on `abs(a)`."""
         return float(self._pack.thresholds[layer_idx, expert])
 
 
 class MappedPackWeights(PackWeights, ExpertRunner):
-    """The weights of an open pack on the CPU: native operations use experts where they lie in their mapped files.
+    """The weights of an open pack on the CPU, whose experts native operations use in their mapped files.
 
-    An expert is checked when it is first asked for.
+    An expert is checked when it is first needed.
     """
 
     operations: NativeOperations
@@ -186,21 +191,21 @@ class MappedPackWeights(PackWeights, ExpertRunner):
         self._mapped: dict[tuple[int, int], MappedExpert] = {}
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """An expert where it lies, checked when it is first asked for."""
+        """Returns an expert in its mapped file; it is checked the first time."""
         self.bytes_read += self._pack.layout.experts[layer_idx][expert].num_bytes
         return self._mapped_expert(layer_idx, expert)
 
     def _mapped_expert(self, layer_idx: int, expert: int) -> MappedExpert:
-        held = self._mapped.get((layer_idx, expert))
-        if held is None:
+        mapped_expert = self._mapped.get((layer_idx, expert))
+        if mapped_expert is None:
             place = self._pack.manifest.expert_files[layer_idx].name
             with named_if_cut(place):
                 mapped = self._pack.map_extent(layer_idx, expert, self.operations.kernels.checksum)
             layout, threshold = self._pack.layout.experts[layer_idx][expert], self.threshold(layer_idx, expert)
-            held = self._mapped[layer_idx, expert] = MappedExpert(
+            mapped_expert = self._mapped[layer_idx, expert] = MappedExpert(
                 layout, self.selector, self.spec.expert.function, threshold, mapped, self.operations, place
             )
-        return held
+        return mapped_expert
 
     def run_experts(
         self,
@@ -210,17 +215,16 @@ class MappedPackWeights(PackWeights, ExpertRunner):
         router_weights: Tensor,
         partial_state: PartialState | None = None,
     ) -> Tensor:
-        """The routed experts of a layer over tokens x float32 [T, d], weighted and added up.
+        """Returns the outputs of a layer's routed experts for x float32 [T, d], weighted and added up.
 
         Args:    experts, router_weights: int64 and float32 [T, k].
-        Raises:  PackError if an expert is damaged or its file is cut meanwhile; with the last layer, if any file is
-                 shorter than it was.
+        Raises:  PackError if an expert is damaged or its file is truncated; with the last layer, if any file is.
         """
         works = []
         for number, tokens, weights in tokens_by_expert(experts, router_weights):
-            held = self._mapped_expert(layer_idx, number)
-            works.append((held.rows, tokens, weights))
-            self.bytes_read += held.num_bytes
+            expert = self._mapped_expert(layer_idx, number)
+            works.append((expert.rows, tokens, weights))
+            self.bytes_read += expert.num_bytes
         try:
             y = self.operations.kernels.experts(x, works)
         except MapCutError as fault:
@@ -230,23 +234,23 @@ class MappedPackWeights(PackWeights, ExpertRunner):
         return y
 
     def _check_files(self) -> None:
-        """Finds files that were cut within a page, whose rest reads as zeros: at once, which is faster than singly."""
+        """Refuses files that were cut within a page, the rest of which reads as zeros; all at once, which is faster."""
         for layer_idx, listed in enumerate(self._pack.manifest.expert_files):
             if self._pack.is_cut(layer_idx):
                 raise cut_error(listed.name)
 
 
 def open_weights(pack: Pack, device: torch.device, operations: Operations = TORCH) -> PackWeights:
-    """Returns a pack's weights as its experts can be used best: mapped by native operations, brought by others."""
+    """Returns a pack's weights: native operations use experts in mapped files, others read them."""
     if isinstance(operations, NativeOperations):
         return MappedPackWeights(pack, operations)
     return PackWeights(pack, device, operations)
 
 
 def tokens_by_expert(experts: Tensor, weights: Tensor) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.float32]]]:
-    """Each expert that is chosen, rising, so that sums are made in one order; its tokens and their weights.
+    """Yields each chosen expert with its tokens and their weights, in rising order, so that sums have one order.
 
-    Tokens of weight zero, which are beyond its capacity, are left out, unless it has no others.
+    Tokens beyond an expert's capacity have weight zero; they are left out, unless the expert has no others.
     Args:    experts, weights: int64 and float32 [T, k].
     """
     chosen, flat, (num_tokens, k) = experts.ravel().tolist(), weights.numpy().ravel(), experts.shape
@@ -256,10 +260,10 @@ def tokens_by_expert(experts: Tensor, weights: Tensor) -> Iterator[tuple[int, ND
             yield chosen[place], _FIRST_TOKEN, flat[place : place + 1]
         return
     tokens, flat, start = np.array(order, np.int64) // k, flat[order], 0
-    all_count = bool(flat.all())
+    none_is_zero = bool(flat.all())
     for number, places in groupby(order, key=chosen.__getitem__):
         stop = start + len(list(places))
-        counting = slice(start, stop) if all_count else start + np.flatnonzero(flat[start:stop])
+        counting = slice(start, stop) if none_is_zero else start + np.flatnonzero(flat[start:stop])
         if not len(tokens[counting]):
             counting = slice(start, stop)
         yield number, tokens[counting], flat[counting]
@@ -267,9 +271,9 @@ def tokens_by_expert(experts: Tensor, weights: Tensor) -> Iterator[tuple[int, ND
 
 
 class StreamedPackWeights:
-    """The weights of an open pack, every matrix read anew whenever asked for: what fits no memory can be measured.
+    """The weights of an open pack, of which every matrix is read each time it is needed; the caller closes the pack.
 
-    Raises:  PackError if the dense part is damaged; later, when an expert is that is asked for.
+    Raises:  PackError if the dense part is damaged; later, if a needed expert is.
     """
 
     def __init__(self, pack: Pack, device: torch.device, operations: Operations = TORCH) -> None:
@@ -282,29 +286,29 @@ class StreamedPackWeights:
         self._dense = {dense.role.name: dense for dense in pack.layout.dense}
 
     def vector(self, role: str) -> Tensor:
-        """A norm's weight or a bias, float32 [n]."""
+        """Returns a norm's weight or a bias, float32 [n]."""
         return _vector(self._dense[role], self._rows(role, 0, self._dense[role].entry.shape[0]))
 
     def matrix(self, role: str) -> Matrix:
-        """A dense matrix by its role, its rows read as they are asked for."""
+        """Returns a dense matrix by its role, which reads its rows when they are needed."""
         return _StreamedMatrix(self, role, self._dense[role])
 
     def load(self, role: str) -> Matrix:
-        """A dense matrix in memory, as it is stored."""
+        """Reads a dense matrix into memory, in its stored bytes."""
         dense = self._dense[role]
-        return held_matrix(dense, self._rows(role, 0, dense.role.shape[0]), self.operations)
+        return stored_matrix(dense, self._rows(role, 0, dense.role.shape[0]), self.operations)
 
     def rows(self, role: str, start: int, stop: int) -> Tensor:
-        """Rows of a dense matrix, float32 [stop - start, columns]."""
-        return held_matrix(self._dense[role], self._rows(role, start, stop), self.operations).rows(0, stop - start)
+        """Reads rows of a dense matrix, float32 [stop - start, columns]."""
+        return stored_matrix(self._dense[role], self._rows(role, start, stop), self.operations).rows(0, stop - start)
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """An expert, read from the pack and checked."""
+        """Reads an expert from the pack and checks it."""
         raw = torch.from_numpy(self._pack.read_extent(layer_idx, expert)).to(self._device)
         return PackedExpert(self._pack.layout.experts[layer_idx][expert], raw, self.operations)
 
     def threshold(self, layer_idx: int, expert: int) -> float:
-        """The expert's threshold on `abs(a)`."""
+        """Returns the expert's threshold on `abs(a)`."""
         return float(self._pack.thresholds[layer_idx, expert])
 
     def _rows(self, role: str, start: int, stop: int) -> Tensor:
@@ -325,8 +329,8 @@ def _vector(dense: DenseLayout, raw: Tensor) -> Tensor:
     return raw.view(TORCH_DTYPES[dense.dtype]).to(torch.float32)
 
 
-def held_matrix(dense: DenseLayout, raw: Tensor, operations: Operations = TORCH) -> Matrix:
-    """The matrix in the bytes of some of its rows, u8."""
+def stored_matrix(dense: DenseLayout, raw: Tensor, operations: Operations = TORCH) -> Matrix:
+    """Returns a matrix of some rows, given as their stored bytes, u8."""
     if dense.rows is not None:
         return RowMatrix(dense.rows, raw.view(-1, dense.rows.row_bytes), operations)
     return StoredMatrix(raw.view(TORCH_DTYPES[dense.dtype]).view(-1, dense.role.shape[1]), operations)

@@ -1,4 +1,7 @@
-"""Routers: which experts a token goes to, and with what weight. One function a kind, ties to the lowest index."""
+"""Routers: the experts that a token goes to, and their weights, one function for each kind of router.
+
+Experts with equal scores are taken in the order of their numbers.
+"""
 
 from collections.abc import Callable
 
@@ -9,9 +12,9 @@ from moe_pack.formats import RouterSpec
 
 
 def choose(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Chooses the experts of each token, best first, and weighs them, whatever their capacity.
+    """Returns the experts of each token, best first, and their weights, without regard to capacity.
 
-    Args:    logits: float32 [T, E].   bias: float32 [E], added for choosing only; where the spec has one.
+    Args:    logits: float32 [T, E].   bias: float32 [E], added for the choice only; None if the spec has none.
     Returns: int64 [T, k] and float32 [T, k].
     """
     experts = _CHOICES[spec.kind](logits, spec, bias)
@@ -19,18 +22,18 @@ def choose(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> tuple[Tenso
 
 
 def limit_to_capacity(experts: Tensor, weights: Tensor, spec: RouterSpec) -> Tensor:
-    """Returns the weights float32 [T, k] with zero for a token that is beyond its expert's capacity."""
+    """Returns the weights float32 [T, k], with zero for tokens that are beyond their expert's capacity."""
     if spec.capacity is None or len(experts) <= spec.capacity:
         return weights
     return weights.masked_fill(~_within(spec.capacity, experts), 0.0)
 
 
 def _within(capacity: int, experts: Tensor) -> Tensor:
-    """Whether each token is among the first `capacity` of its expert, bool [T, 1]; the rest it will not run for.
+    """Returns whether each token is among the first `capacity` tokens of its expert, bool [T, 1].
 
     Source: transformers, models/switch_transformers, SwitchTransformersTop1Router.
     """
-    order = torch.sort(experts[:, 0], stable=True)  # an expert's tokens side by side, first ones first
+    order = torch.sort(experts[:, 0], stable=True)  # the tokens of an expert are consecutive, in their order
     places = torch.arange(len(experts), device=experts.device)
     firsts = torch.searchsorted(order.values, order.values)
     within = torch.empty(len(experts), dtype=torch.bool, device=experts.device)
@@ -39,10 +42,10 @@ def _within(capacity: int, experts: Tensor) -> Tensor:
 
 
 def router_weights(logits: Tensor, experts: Tensor, spec: RouterSpec) -> Tensor:
-    """The weights that given experts have for their tokens, chosen by `choose` or not: normalised as the family does.
+    """Returns the weights of given experts for their tokens, normalised as the family does.
 
     Args:    logits: float32 [T, E].   experts: int64 [T, k], different ones in each row.
-    Returns: float32 [T, k]; what `choose` gives where the experts are its own.
+    Returns: float32 [T, k]; for the experts of `choose` the same weights as `choose`.
     """
     weights = _WEIGHTS[spec.kind](logits, experts, spec)
     if spec.normalize:
@@ -51,20 +54,20 @@ def router_weights(logits: Tensor, experts: Tensor, spec: RouterSpec) -> Tensor:
 
 
 def expert_scores(logits: Tensor, spec: RouterSpec) -> Tensor:
-    """How much each expert counts for each token, chosen or not, from 0 to 1: float32 [T, E].
+    """Returns a score from 0 to 1 of every expert for each token, chosen or not: float32 [T, E].
 
-    Sigmoids where the family has them, else their softmax, whatever the family does besides.
+    It is the sigmoid of the logits if the family has that, else their softmax.
     """
     return torch.sigmoid(logits) if spec.kind == "sigmoid_topk" else torch.softmax(logits, dim=-1)
 
 
 def least_sum(spec: RouterSpec) -> float:
-    """What is added to sums of weights, as in the reference: sigmoids that all vanish have no sum to divide by."""
+    """Returns what is added to a sum of weights before dividing by it; the sum of vanishing sigmoids would be zero."""
     return max(spec.least_sum, 1e-20 if spec.kind == "sigmoid_topk" else 0.0)
 
 
 def _softmax_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """Softmax over all experts, the largest kept; a group is as good as its best expert.
+    """Chooses the largest of the softmax over all experts; a group's score is that of its best expert.
 
     Source: transformers, models/mixtral, MixtralTopKRouter; models/deepseek_v2, DeepseekV2TopkRouter.
     """
@@ -73,12 +76,12 @@ def _softmax_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tens
 
 
 def _topk_softmax(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """The largest logits, softmax over those. Source: transformers, models/granitemoe, GraniteMoeTopKRouter."""
+    """Chooses the largest logits. Source: transformers, models/granitemoe, GraniteMoeTopKRouter."""
     return _largest(logits, spec.num_experts_per_tok)
 
 
 def _sigmoid_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """Each expert's own sigmoid, the largest kept; a group is as good as its two best experts together.
+    """Chooses the largest sigmoids; a group's score is the sum of its two best experts' scores.
 
     Source: transformers, models/glm4_moe, Glm4MoeTopkRouter; DeepSeek-V3 (2412.19437), section 2.1.2.
     """
@@ -87,46 +90,46 @@ def _sigmoid_topk(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tens
 
 
 def _sparsemixer(logits: Tensor, spec: RouterSpec, bias: Tensor | None) -> Tensor:
-    """The largest, then the largest of the rest, ...; of equals the first.
+    """Chooses the largest logit, then the largest of the rest, and so on; of equal logits the first.
 
     Source: GRIN (2409.12136); transformers, models/phimoe, sparsemixer at inference.
     """
-    running, experts = logits, []
+    remaining, experts = logits, []
     for _ in range(spec.num_experts_per_tok):
-        experts.append(running.argmax(dim=-1, keepdim=True))  # the first of equals, as torch documents for argmax
-        running = running.scatter(1, experts[-1], -torch.inf)
+        experts.append(remaining.argmax(dim=-1, keepdim=True))  # the first of equals, as torch documents for argmax
+        remaining = remaining.scatter(1, experts[-1], -torch.inf)
     return torch.cat(experts, dim=-1)
 
 
 def _shares_near(logits: Tensor, experts: Tensor, spec: RouterSpec) -> Tensor:
-    """Each one's share among those near it, one after the other: sparsemixer's weights.
+    """Returns sparsemixer's weights: each chosen expert's share of a softmax over the logits near its own.
 
-    Near a logit m are those still in the running whose distance below m is at most `2 jitter` times the larger of m
+    Near a logit m are the logits, not chosen before, whose distance below m is at most `2 jitter` times the larger of m
     and their own magnitude.
     """
-    running, weights = logits, []
+    remaining, weights = logits, []
     for place in range(experts.shape[1]):
         chosen = experts[:, place : place + 1]
-        largest = running.gather(1, chosen)
+        largest = remaining.gather(1, chosen)
         far = (largest - logits) / logits.abs().clamp(min=largest) > 2 * spec.jitter
-        near = running.masked_fill(far, -torch.inf)
+        near = remaining.masked_fill(far, -torch.inf)
         weights.append(near.softmax(dim=-1).gather(1, chosen))
-        running = running.scatter(1, chosen, -torch.inf)
+        remaining = remaining.scatter(1, chosen, -torch.inf)
     return torch.cat(weights, dim=-1)
 
 
 def _choose(scores: Tensor, spec: RouterSpec, best_of_group: int) -> Tensor:
-    """The experts with the largest scores in the best groups, int64 [T, k]."""
+    """Returns the experts with the largest scores in the best groups, int64 [T, k]."""
     if spec.n_group > 1:
         grouped = scores.view(len(scores), spec.n_group, -1)  # [T, groups, experts a group]
         best = grouped.sort(dim=-1, descending=True).values[..., :best_of_group].sum(dim=-1)
-        stays = torch.zeros_like(best, dtype=torch.bool).scatter(1, _largest(best, spec.topk_group), True)
-        scores = grouped.masked_fill(~stays[..., None], -torch.inf).flatten(1)
+        is_in_best = torch.zeros_like(best, dtype=torch.bool).scatter(1, _largest(best, spec.topk_group), True)
+        scores = grouped.masked_fill(~is_in_best[..., None], -torch.inf).flatten(1)
     return _largest(scores, spec.num_experts_per_tok)
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """Where the `count` largest of each row are, best first."""
+    """Returns the columns of the `count` largest scores of each row, best first."""
     # A stable sort keeps the lower index first among equals; topk promises no order.
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :count]
 

@@ -1,6 +1,6 @@
-"""Where the decoder's weights come from: one face, two sources (a pack; a checkpoint, for comparison).
+"""What a forward pass asks of a model's weights, whether they come from a pack or from a checkpoint.
 
-Norms over the last dimension, float32, as the model has them.
+Weights also bring the operations that compute with them. `norm` stands here because its parameters are weights.
 """
 
 from typing import Protocol
@@ -15,35 +15,35 @@ from moe_pack.runtime.model.operations import Operations
 
 
 class Weights(Protocol):
-    """All weights of a model. `selector` and `threshold` decide which neurons run."""
+    """All weights of a model. `selector` and `threshold` decide which neurons of an expert run."""
 
     spec: ModelSpec
     selector: Selector
 
     @property
     def operations(self) -> Operations:
-        """What computes with these weights."""
+        """The operations that compute with these weights."""
         ...
 
     def vector(self, role: str) -> Tensor:
-        """A norm's weight or a bias, float32 [n]."""
+        """Returns a norm's weight or a bias, float32 [n]."""
         ...
 
     def matrix(self, role: str) -> Matrix:
-        """A dense matrix by its role (`moe_pack.formats.dense_roles`)."""
+        """Returns a dense matrix by its role (`moe_pack.formats.dense_roles`)."""
         ...
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """An expert of the `layer_idx`-th MoE layer."""
+        """Returns an expert of the `layer_idx`-th MoE layer."""
         ...
 
     def threshold(self, layer_idx: int, expert: int) -> float:
-        """The expert's threshold on `abs(a)`."""
+        """Returns the expert's threshold on `abs(a)`."""
         ...
 
 
 def norm(x: Tensor, weights: Weights, role: str) -> Tensor:
-    """`x` [T, d] normed as the model does, with the weight (and bias) of this role."""
+    """Returns x float32 [T, d] after the model's norm over the last dimension, with the weight (and bias) of a role."""
     spec: NormSpec = weights.spec.norm
     if spec.kind == "rms":
         return weights.operations.rms_norm(x, weights.vector(role), spec.eps)

@@ -89,14 +89,14 @@ def test_a_context_that_is_full_is_refused(tiny_pack: Path) -> None:
     with Pack(tiny_pack) as held:
         decoder = Decoder(PackWeights(held, CPU), 4)
         decoder.next_logits([1, 2, 3, 4])
-        with pytest.raises(RunError, match=r"^context is full: 4 tokens$"):
+        with pytest.raises(RunError, match=r"^the context of 4 tokens is full$"):
             decoder.next_logits([5])
 
 
 def test_a_context_beyond_the_models_positions_is_refused(tiny_pack: Path) -> None:
     with Pack(tiny_pack) as held:
         weights = PackWeights(held, CPU)
-        with pytest.raises(RunError, match=r"^context of 129 tokens; this model has 128 positions$"):
+        with pytest.raises(RunError, match=r"^a context of 129 tokens is not possible; this model has 128 positions$"):
             Decoder(weights, 129)
         Decoder(weights, 128)
 

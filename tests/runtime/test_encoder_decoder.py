@@ -128,16 +128,16 @@ def test_caches_hold_text_and_answer_of_the_decoder_s_layers_alone(held: Pack) -
 
 def test_texts_and_answers_that_do_not_fit_are_refused(held: Pack) -> None:
     made = EncoderDecoder(PackWeights(held, CPU), 8)
-    with pytest.raises(RunError, match="no text was read that could be answered; encode one first"):
+    with pytest.raises(RunError, match="there is no text to answer; encode one first"):
         made.next_logits([0])
     for text in ([], [3] * 9):
-        with pytest.raises(RunError, match=f"a text of {len(text)} tokens, expected 1 to 8, the context"):
+        with pytest.raises(RunError, match=f"the text has {len(text)} tokens; give 1 to 8, the context"):
             made.encode(text)
     with pytest.raises(RunError, match="token 96 is not in the model's vocabulary of 96"):
         made.encode([96])
     made.encode([3] * 8)
     made.logits([0] * 8)
-    with pytest.raises(RunError, match="context is full: 8 tokens"):
+    with pytest.raises(RunError, match="the context of 8 tokens is full"):
         made.next_logits([0])
 
 
@@ -179,7 +179,7 @@ def test_sentinels_are_shown_and_other_special_tokens_are_not(held: Pack) -> Non
 def test_chat_is_refused(packed: Path) -> None:
     result = CliRunner().invoke(main, [str(packed), "--prompt", "w7", "--chat"])
     assert result.exit_code == 1
-    assert "--chat: a model with an encoder answers one text; leave it out" in result.stderr
+    assert "--chat does not support models with an encoder; remove it" in result.stderr
 
 
 def test_bench_runs(packed: Path) -> None:

@@ -13,7 +13,7 @@ from models import DEMO_MODEL, pack
 
 _native = pytest.importorskip("moe_pack.runtime.cpu._native", reason="native kernels were not built: no C++ compiler")
 
-CUT = "experts-001.safetensors: was cut while it was in use; bring the file back and start again"
+CUT = "experts-001.safetensors: was truncated while it was in use; restore the file and start again"
 COMMAND = [sys.executable, "-m", "moe_pack.runtime.cli"]
 
 

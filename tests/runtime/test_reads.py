@@ -29,7 +29,7 @@ KINDS = (NativeReads, BlockingReads)
 AnyReads = NativeReads | BlockingReads
 Opener = Callable[..., AnyReads]
 MEMORY_BYTES = 1 << 20
-CUT = "file.bin: was cut while it was in use; bring the file back and start again"
+CUT = "file.bin: was truncated while it was in use; restore the file and start again"
 
 
 def numbers(*values: int) -> NDArray[np.int64]:

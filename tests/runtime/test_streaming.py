@@ -205,7 +205,7 @@ def test_a_file_cut_while_it_is_used_ends_in_one_line(dense_pack: Path, tmp_path
             name = held.manifest.expert_files[2].name
             with (folder / name).open("r+b") as file:
                 file.truncate(held.layout.offsets[2][0])
-            with pytest.raises(PackError, match=rf"^{name}: was cut while it was in use"):
+            with pytest.raises(PackError, match=rf"^{name}: was truncated while it was in use"):
                 answers(engine)
 
 

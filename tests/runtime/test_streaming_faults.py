@@ -124,7 +124,7 @@ def test_an_expert_file_cut_while_running_is_named_and_nothing_stays_open(
         pass  # what torch starts once and keeps
     with (
         nothing_stays_open(),
-        pytest.raises(PackError, match=r"^experts-\d+.safetensors: was cut while it was in use; "),
+        pytest.raises(PackError, match=r"^experts-\d+.safetensors: was truncated while it was in use; "),
         running(demo, read=read, trace=trace, record=record) as engine,
     ):
         for path in demo.glob("experts*"):

@@ -9,14 +9,14 @@ from moe_pack.runtime.gpu.kernels.cache import SELECT_BLOCK, ExpertKind, LayerTa
 from moe_pack.runtime.gpu.kernels.rows import RowPart
 from moe_pack.runtime.gpu.staged import TritonOps
 from moe_pack.runtime.model import NEURONS, Matrix, running
-from moe_pack.runtime.model.pack_weights import held_matrix
+from moe_pack.runtime.model.pack_weights import stored_matrix
 
 
 class TorchOps(TritonOps):
     """All of it in plain torch, on any device."""
 
     def matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
-        return held_matrix(dense, raw)
+        return stored_matrix(dense, raw)
 
     def select(self, x: Tensor, experts: Tensor, tables: LayerTables, out: Selection) -> None:
         """Finds the neurons that run; each block's stand at its beginning, rising."""
