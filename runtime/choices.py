@@ -107,8 +107,8 @@ class OffloadChoices:
     def _prediction(self, preset: Preset, weights: OffloadedWeights) -> Prediction | None:
         if preset.prediction in ("popularity", "paths", "mlp") and self.routing is None:
             self._fall_back(
-                f"next router instead of {preset.prediction}: the pack has no profile's routing (moe-pack attach adds "
-                "it)"
+                f"the next layer's router predicts, not {preset.prediction}: the pack has no routing of a profile; "
+                "moe-pack attach adds it"
             )
             return make_prediction("router", weights, None)
         return make_prediction(preset.prediction, weights, self.routing)

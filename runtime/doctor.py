@@ -118,9 +118,9 @@ class _Steps:
 
 
 def _repeated(work: Callable[[], object], num_bytes: int, seconds: float) -> float:
-    """Returns the bytes a second of work on `num_bytes`, which is repeated for some seconds.
+    """Returns the bytes a second of work on `num_bytes`, repeated for some seconds after a first time.
 
-    The first time does not count. The rate is that of the lower quartile of the times, because other work on the machine only makes them longer.
+    The rate is that of the lower quartile of the times, because other work on the machine only makes them longer.
     """
     work()
     end, times = time.perf_counter() + seconds, list[float]()
@@ -164,7 +164,7 @@ class _File:
 def _files_of(folder: Path, most_bytes: int, progress: Progress) -> Iterator[list[_File]]:
     """Yields the files to read: the expert files of a pack, or a new file."""
     if not folder.is_dir():
-        raise RunError(f"{folder}: there is no such folder; give a folder on the disk to measure")
+        raise RunError(f"{folder}: no such folder; give a folder on the disk to measure")
     if (folder / MANIFEST_FILE).exists():
         with Pack(folder) as pack:
             yield [_File(folder / listed.name, listed.bytes) for listed in pack.manifest.expert_files]
@@ -273,7 +273,7 @@ def _read_rate(files: Sequence[_File], trial: ReadTrial, arena: NDArray[np.uint8
 
 
 def _submit(reads: Reads, file: int, offsets: NDArray[np.int64], size: int, arena_bytes: int) -> list[int]:
-    """Requests reads at these offsets, and returns their tickets; nobody uses the bytes, so reads overwrite each other."""
+    """Requests reads at these offsets and returns their tickets; no one uses the bytes, so reads may overlap."""
     at_once = 4 if isinstance(reads, BlockingReads) else len(offsets)  # a blocking request cannot be stopped
     places = np.arange(len(offsets)) % (arena_bytes // size) * size
     sizes = np.full(len(offsets), size)

@@ -147,17 +147,18 @@ class Engine:
             self._fall_back(f"torch computes: native kernels {why_unavailable()}")
             torch.set_num_threads(threads)
             return TORCH
-        if self.options.kernels not in ("auto", kernels.instruction_set):
-            raise RunError(f"--kernels {self.options.kernels}: this machine has {kernels.instruction_set} at most")
+        best = kernels.instruction_set
+        if self.options.kernels not in ("auto", best):
+            raise RunError(f"--kernels {self.options.kernels}: this machine has {best} at most; use --kernels auto")
         # Next to the kernels torch has little to compute: its own threads would only wait, and spin while they wait.
         torch.set_num_threads(1)
         return NativeOperations(kernels)
 
     def _open_kernels(self, threads: int) -> Kernels | None:
         """Opens the kernels of `--kernels`, and closes them with the engine; None for `auto` where there are none."""
-        wanted = self.options.kernels
-        assert wanted != "torch", "torch is no kernel"
-        kernels = open_kernels(threads) if wanted == "auto" else Kernels(threads, wanted)
+        name = self.options.kernels
+        assert name != "torch", "torch is no kernel"
+        kernels = open_kernels(threads) if name == "auto" else Kernels(threads, name)
         return None if kernels is None else self._stack.enter_context(closing(kernels))
 
     # ---- the engines on the CPU -------------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ class Engine:
         options = self.options
         if options.read == "map":
             if options.budget_bytes is not None:
-                self._fall_back("mapped files are kept in memory by the system, whatever the budget")
+                self._fall_back("the system keeps mapped files in memory, whatever the budget")
             return None
         if options.budget_bytes is not None:
             return options.budget_bytes
@@ -252,7 +253,7 @@ class Engine:
         self.decoder, self.weights = built.decoder, built.weights
 
     def _open_gpu(self) -> _GpuRun:
-        """Opens the GPU and says what is asked of it.
+        """Opens the GPU, and returns what its engine is built for.
 
         Raises:  RunError if Triton is not installed or the GPU is too old.
         """

@@ -30,13 +30,12 @@ def load(
     context_tokens: int | None = None,
     options: EngineOptions | None = None,
 ) -> "Model":
-    """A pack, ready to generate. Owns what it opens: `close` it, or use it in a `with`.
+    """Opens a pack, ready to generate; `close` the model, or use it in a `with`.
 
-    Args:    folder: what moe-pack convert made.   budget: memory for weights, cache and what computing needs, in bytes
-             or as "11G"; None: as much as the machine has free.   context_tokens: prompt and continuation together at
-             most; 4096, or all the model's positions, if not given.   options: everything else; `budget` goes before
-             theirs.
-    Raises:  PackError if the pack is damaged; RunError if it has no tokenizer, or cannot be run like this.
+    Args:    folder: a pack.   budget: memory for weights, key-value cache and workspace, in bytes or as "11G"; None:
+             the free memory.   context_tokens: the most tokens of prompt and continuation together; None: 4096, or all
+             positions of the model if it has fewer.   options: everything else; `budget` replaces theirs.
+    Raises:  PackError if the pack is damaged; RunError if it has no tokenizer, or cannot run with these options.
     """
     chosen = options or EngineOptions()
     if budget is not None:
@@ -53,10 +52,10 @@ def load(
 
 
 class Model:
-    """A pack at work, and its tokenizer. One text at a time."""
+    """A pack that is ready to generate text; one text at a time."""
 
     def __init__(self, engine: Engine, text: Text, opened: ExitStack) -> None:
-        """`opened`: what `close` closes."""
+        """Takes an engine, its tokenizer, and the stack that closes both."""
         self._engine, self._text, self._opened = engine, text, opened
         self._is_open = True
 
@@ -69,7 +68,7 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Gives memory, threads and files back. The model cannot be used any more."""
+        """Frees memory, threads and files; afterwards the model cannot be used."""
         self._is_open = False
         self._opened.close()
 
@@ -82,26 +81,26 @@ class Model:
         top_p: float = 0.95,
         seed: int | None = None,
     ) -> Iterator[str]:
-        """The text that follows a prompt, in pieces of one token or of as many as make whole characters.
+        """Yields the text that follows a prompt, in pieces of whole characters.
 
-        Ends at the model's own end of text, after `max_tokens`, or when the context is full. What an earlier call has
-        made is forgotten, and that call can go on no more.
-        Args:    temperature: 0 always takes the likeliest token.   top_p: draw from the likeliest tokens of this mass.
-                 seed: repeats a draw; None: every call differs.
+        It ends at the model's end of text, after `max_tokens`, or when the context is full. A new call ends the text of
+        an earlier one.
+        Args:    temperature: 0 always takes the likeliest token.   top_p: draws come from the smallest set of tokens
+                 with this probability.   seed: repeats a draw; None: every call differs.
         Raises:  RunError if the prompt is empty, too long, or the model is closed; PackError if a file is damaged.
         """
         if not self._is_open:
             raise RunError("the model is closed; load it again")
         ids = self._text.encode(prompt)
         if not ids:
-            raise RunError("prompt: the tokenizer makes no token of it; give at least one character")
+            raise RunError("the tokenizer finds no token in the prompt; give at least one character")
         decoder = self._engine.decoder
         context_for(len(ids), max_tokens, decoder.cache.context_tokens, decoder.spec.encoder is not None)
         sampler = Sampler(temperature, top_p, secrets.randbits(32) if seed is None else seed)
         return self._pieces(ids, sampler, max_tokens)
 
     def report(self) -> RunReport:
-        """What has really run since the model was loaded."""
+        """Reports what really ran since the model was loaded."""
         return report(self._engine)
 
     def _pieces(self, ids: list[int], sampler: Sampler, max_tokens: int) -> Iterator[str]:

@@ -199,7 +199,7 @@ class DiskFacts:
         return num_reads * size / self.rate(size) if num_reads and size else 0.0
 
     def seconds_for_few(self, num_reads: float, size: float) -> float:
-        """Estimates the same for reads that may be too few to keep the disk busy: at least the time of one read alone."""
+        """Estimates the same for reads that may be too few to keep the disk busy: at least as for one read alone."""
         return max(self.seconds(num_reads, size), size / _rate_at(self.alone, size) if num_reads and size else 0.0)
 
     def seconds_for_rows(self, share: float, row_bytes: int, num_rows: int) -> float:

@@ -36,7 +36,7 @@ class PhaseReport:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamReport:
+class OffloadReport:
     """Offload by the host's decisions.
 
     `plan`: how the budget is divided; None on a GPU.   `read_needed`, `read_ahead`: bytes that were read after a router
@@ -87,7 +87,7 @@ class RunReport:
     context_tokens: int
     experts_asked_for_bytes: int
     anonymous_bytes: int | None
-    stream: StreamReport | None
+    stream: OffloadReport | None
     gpu: GpuReport | None
     fallbacks: tuple[str, ...]
 
@@ -102,7 +102,7 @@ def report(engine: Engine) -> RunReport:
         context_tokens=cache.context_tokens,
         experts_asked_for_bytes=engine.weights.bytes_read,
         anonymous_bytes=anonymous_bytes(),
-        stream=_stream(engine),
+        stream=_offload(engine),
         gpu=_gpu(engine),
         fallbacks=tuple(engine.fallbacks),
     )
@@ -120,13 +120,13 @@ def _computed_by(engine: Engine) -> str:
     return f"torch on cpu, {threads}"
 
 
-def _stream(engine: Engine) -> StreamReport | None:
+def _offload(engine: Engine) -> OffloadReport | None:
     weights, choices = engine.weights, engine.choices
     if choices is None:
         return None
     assert isinstance(weights, OffloadedWeights) and choices.preset is not None, "as every engine that offloads has"
     stats = ReadStats() if choices.reads is None else choices.reads.stats()
-    return StreamReport(
+    return OffloadReport(
         policy=choices.preset.name,
         prediction=choices.preset.prediction if engine.options.prefetches else "none",
         direct=choices.is_direct,
@@ -143,15 +143,15 @@ def _stream(engine: Engine) -> StreamReport | None:
 
 def _phase(counts: PhaseCounts) -> PhaseReport:
     return PhaseReport(
-        counts.tokens,
-        counts.needed,
-        counts.hits,
-        counts.foretold,
-        counts.right,
-        counts.abandoned,
-        counts.substituted,
-        counts.stall_ns / 1e9,
-        counts.asked_bytes,
+        tokens=counts.tokens,
+        experts_needed=counts.needed,
+        hits=counts.hits,
+        predicted=counts.foretold,
+        predicted_right=counts.right,
+        predicted_abandoned=counts.abandoned,
+        substituted=counts.substituted,
+        stall_s=counts.stall_ns / 1e9,
+        asked_bytes=counts.asked_bytes,
     )
 
 
@@ -170,7 +170,7 @@ def report_lines(facts: RunReport) -> list[tuple[str, str]]:
     if facts.gpu is not None:
         lines += _gpu_lines(facts.gpu)
     if facts.stream is not None:
-        lines += _stream_lines(facts.stream)
+        lines += _offload_lines(facts.stream)
     elif facts.gpu is None:
         lines.insert(0, ("experts used", f"{size_text(facts.experts_asked_for_bytes)}, in the mapped files"))
     if facts.anonymous_bytes is not None:
@@ -194,36 +194,36 @@ def _gpu_lines(gpu: GpuReport) -> list[tuple[str, str]]:
     return lines
 
 
-def _stream_lines(stream: StreamReport) -> list[tuple[str, str]]:
-    read = stream.read_needed + stream.read_ahead
-    rate = f", {read / stream.read_s / 1e6:,.0f} MB/s" if stream.read_s else ""
-    way = "bypassing the system's cache" if stream.direct else "through the system's cache"
+def _offload_lines(offload: OffloadReport) -> list[tuple[str, str]]:
+    read = offload.read_needed + offload.read_ahead
+    rate = f", {read / offload.read_s / 1e6:,.0f} MB/s" if offload.read_s else ""
+    way = "bypassing the system's cache" if offload.direct else "through the system's cache"
     lines = [
-        *_plan_lines(stream),
-        ("policy", stream.policy + ("" if stream.prediction == "none" else f", predicting by {stream.prediction}")),
-        ("prefill", _phase_text(stream.prefill)),
-        ("decode", _phase_text(stream.decode)),
-        ("experts read", f"{size_text(read)}, {size_text(stream.read_ahead)} of it prefetched{rate}, {way}"),
+        *_plan_lines(offload),
+        ("policy", offload.policy + ("" if offload.prediction == "none" else f", predicting by {offload.prediction}")),
+        ("prefill", _phase_text(offload.prefill)),
+        ("decode", _phase_text(offload.decode)),
+        ("experts read", f"{size_text(read)}, {size_text(offload.read_ahead)} of it prefetched{rate}, {way}"),
     ]
-    predicted = stream.prefill.predicted + stream.decode.predicted
+    predicted = offload.prefill.predicted + offload.decode.predicted
     if predicted:
-        right = stream.prefill.predicted_right + stream.decode.predicted_right
+        right = offload.prefill.predicted_right + offload.decode.predicted_right
         lines.append(("predicted", f"{predicted} experts, {right / predicted:.0%} of them chosen"))
-    if stream.decode.substituted:
-        lines.append(("substituted", f"{stream.decode.substituted} experts: the answer is not the pack's"))
-    if stream.read_s:
-        hidden = 1 - (stream.prefill.stall_s + stream.decode.stall_s) / stream.read_s
-        lines.append(("read time", f"{stream.read_s:.2f} s, {max(hidden, 0):.0%} of it without a stall"))
+    if offload.decode.substituted:
+        lines.append(("substituted", f"{offload.decode.substituted} experts: the answer is not the pack's"))
+    if offload.read_s:
+        hidden = 1 - (offload.prefill.stall_s + offload.decode.stall_s) / offload.read_s
+        lines.append(("read time", f"{offload.read_s:.2f} s, {max(hidden, 0):.0%} of it without a stall"))
     return lines
 
 
-def _plan_lines(stream: StreamReport) -> list[tuple[str, str]]:
-    plan = stream.plan
+def _plan_lines(offload: OffloadReport) -> list[tuple[str, str]]:
+    plan = offload.plan
     if plan is None:
         return []
     return [
         ("budget", f"{size_text(plan.budget)}, {size_text(plan.spent)} of it used"),
-        ("for experts", f"{size_text(plan.arena)}, {stream.peak_pages / plan.num_pages:.0%} of it in use at most"),
+        ("for experts", f"{size_text(plan.arena)}, {offload.peak_pages / plan.num_pages:.0%} of it in use at most"),
     ]
 
 

@@ -1,6 +1,6 @@
-"""`moe-run --bench`: its options, and how its result is shown.
+"""The command `moe-run`: it continues a text, or with `--bench` measures speed.
 
-The command `moe-run`: options, one call, text on standard output.
+The text goes to standard output; everything else goes to standard error.
 """
 
 import json
@@ -37,12 +37,12 @@ from moe_pack.runtime import (
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What `--bench` was asked for."""
+    """The options of `moe-run --bench`."""
 
-    is_asked: bool = field(
+    is_given: bool = field(
         default=False,
         metadata=option(
-            "--bench", help="Measure speed: a prompt of random tokens, and 64 more that no end of text cuts short."
+            "--bench", help="Measure speed: a prompt of random tokens, then new tokens that no end of text stops."
         ),
     )
     prompt_tokens: int | None = field(
@@ -54,16 +54,16 @@ class BenchOptions:
     as_json: bool = field(default=False, metadata=option("--json", help="With --bench: print the result as JSON."))
 
     def check(self) -> None:
-        """Refuses options of a benchmark that is not asked for.
+        """Refuses options of `--bench` without it.
 
         Raises:  UsageError.
         """
-        if not self.is_asked and (others := given(self)):
-            raise UsageError(f"{others[-1]}: goes with --bench; give both")
+        if not self.is_given and (others := given(self)):
+            raise UsageError(f"{others[-1]} needs --bench; remove it or add --bench")
 
 
 def show_bench(as_json: bool, times: BenchTimes, is_synthetic: bool, facts: RunReport, seed: int) -> None:
-    """Prints a result on standard output."""
+    """Prints the result of `--bench` on standard output."""
     peak = peak_resident_bytes()
     if as_json:
         values = {
@@ -90,7 +90,7 @@ def show_bench(as_json: bool, times: BenchTimes, is_synthetic: bool, facts: RunR
         ("prefill", f"{times.num_prompt_tokens} tokens, {times.prefill_rate:.1f} tokens/s"),
         ("decode", decode),
         *report_lines(facts),
-        ("resident", f"{size_text(peak)} at most, mapped files too"),
+        ("resident", f"{size_text(peak)} at most, including mapped files"),
         ("seed", str(seed)),
     ]
     for name, value in lines:
@@ -99,14 +99,14 @@ def show_bench(as_json: bool, times: BenchTimes, is_synthetic: bool, facts: RunR
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What was asked for on the command line."""
+    """The options of `moe-run`."""
 
     prompt: str | None = field(default=None, metadata=option("--prompt", "-p", help="The text to continue."))
     prompt_file: TextIO | None = field(
-        default=None, metadata=option("--prompt-file", help="Read the prompt from a file; - is stdin.")
+        default=None, metadata=option("--prompt-file", help="Read the prompt from a file; - is standard input.")
     )
     chat: bool = field(
-        default=False, metadata=option("--chat", help="Ask the prompt as a chat message, in the pack's own template.")
+        default=False, metadata=option("--chat", help="Send the prompt as a chat message, in the pack's own template.")
     )
     bench: BenchOptions = field(default_factory=BenchOptions)
     max_tokens: int | None = field(
@@ -117,15 +117,15 @@ class RunOptions:
         default=0.8, metadata=option("--temperature", help="0 always takes the likeliest token.")
     )
     top_p: float = field(
-        default=0.95, metadata=option("--top-p", help="Draw from the likeliest tokens of this mass only.")
+        default=0.95, metadata=option("--top-p", help="Draw from the smallest set of tokens that has this probability.")
     )
     seed: int | None = field(
         default=None,
-        metadata=option("--seed", least=0, most=2**63 - 1, help="Repeat a draw; without it, every run differs."),
+        metadata=option("--seed", least=0, most=2**63 - 1, help="Repeat a draw.  [default: a new seed]"),
     )
     engine: EngineOptions = field(default_factory=EngineOptions)
     stats: bool = field(
-        default=False, metadata=option("--stats", help="Report speed and memory on standard error at the end.")
+        default=False, metadata=option("--stats", help="Print to standard error at the end what really ran.")
     )
 
     def check(self) -> None:
@@ -133,19 +133,19 @@ class RunOptions:
 
         Raises:  UsageError.
         """
-        if not self.bench.is_asked:
+        if not self.bench.is_given:
             if (self.prompt is None) == (self.prompt_file is None):
-                raise UsageError("give the text to continue with --prompt or --prompt-file, one of them")
+                raise UsageError("give the text to continue, with either --prompt or --prompt-file")
             return
         if self.stats:
-            raise UsageError("--bench: reports all that --stats does; leave --stats out")
+            raise UsageError("--bench reports everything that --stats does; remove --stats")
         if self.prompt is not None or self.prompt_file is not None or self.chat:
-            raise UsageError("--bench: makes its own prompt; leave --prompt, --prompt-file and --chat out")
+            raise UsageError("--bench has its own prompt; remove --prompt, --prompt-file and --chat")
 
     @property
     def num_tokens(self) -> int:
-        """The most tokens to generate."""
-        return self.max_tokens or (64 if self.bench.is_asked else 256)
+        """The most tokens to generate, with the default."""
+        return self.max_tokens or (64 if self.bench.is_given else 256)
 
     def text(self) -> str:
         """Reads the text to continue.
@@ -154,7 +154,7 @@ class RunOptions:
         """
         text = _read(self.prompt_file) if self.prompt is None else self.prompt
         if not text:
-            raise RunError("--prompt: is empty; give at least one character")
+            raise RunError("--prompt is empty; give at least one character")
         return text
 
 
@@ -173,14 +173,14 @@ Examples:
 @common_options
 @command_errors(interrupted="interrupted")
 def main(pack: Path, options: RunOptions, debug: bool) -> None:
-    """Continue a text with the model in PACK, a folder that moe-pack convert made.
+    """Continue a text with the model in PACK, a folder that moe-pack convert wrote.
 
     The continuation alone goes to standard output, as it is generated; everything else goes to standard error.
-    Generation ends at the model's own end of text, after --max-tokens, or when the context is full.
+    The continuation ends at the model's end of text, after --max-tokens, or when the context is full.
     """
     chosen_seed = secrets.randbits(32) if options.seed is None else options.seed
     sampler = Sampler(options.temperature, options.top_p, chosen_seed)
-    if options.bench.is_asked:
+    if options.bench.is_given:
         _bench(pack, options, sampler)
     else:
         _continue(pack, options, options.text(), sampler)
@@ -192,7 +192,7 @@ def _continue(folder: Path, options: RunOptions, words: str, sampler: Sampler) -
         pack = stack.enter_context(Pack(folder))
         text = Text(pack)
         prompt_ids = _encoded(pack, text, words, options.chat)
-        engine = stack.enter_context(_opened(pack, options, len(prompt_ids)))
+        engine = stack.enter_context(_open_engine(pack, options, len(prompt_ids)))
         clock = _Clock()
         stream = text.stream(prompt_ids if pack.spec.encoder is None else [])
         last = ""
@@ -218,13 +218,13 @@ def _bench(folder: Path, options: RunOptions, sampler: Sampler) -> None:
         pack = stack.enter_context(Pack(folder))
         spec, number = pack.spec, options.bench.prompt_tokens or 128
         prompt_ids = random_prompt(number, spec.vocab_size, spec.max_position_embeddings, sampler.seed)
-        engine = stack.enter_context(_opened(pack, options, number))
+        engine = stack.enter_context(_open_engine(pack, options, number))
         times = measure(engine.decoder, prompt_ids, sampler, options.num_tokens)
         show_bench(options.bench.as_json, times, pack.is_synthetic, report(engine), sampler.seed)
 
 
-def _opened(pack: Pack, options: RunOptions, num_prompt_tokens: int) -> Engine:
-    """The engine; bars show experts on their way to the memory that a card reads, and kernels that are compiled."""
+def _open_engine(pack: Pack, options: RunOptions, num_prompt_tokens: int) -> Engine:
+    """Builds the engine; bars show the experts that are read into host memory for a GPU, and the compiled kernels."""
     spec = pack.spec
     context_tokens = context_for(
         num_prompt_tokens, options.num_tokens, spec.max_position_embeddings, spec.encoder is not None
@@ -236,15 +236,15 @@ def _opened(pack: Pack, options: RunOptions, num_prompt_tokens: int) -> Engine:
 
 def _encoded(pack: Pack, text: Text, words: str, chat: bool) -> list[int]:
     if chat and pack.spec.encoder is not None:
-        raise RunError("--chat: a model with an encoder answers one text; leave it out")
+        raise RunError("--chat does not support models with an encoder; remove it")
     prompt_ids = text.encode(chat_prompt(pack, words) if chat else words, special_tokens=not chat)
     if not prompt_ids:
-        raise RunError("--prompt: the tokenizer makes no token of it")
+        raise RunError("--prompt: the tokenizer finds no token in it; give another text")
     return prompt_ids
 
 
 class _Clock:
-    """Seconds to the first token, and from there to the last."""
+    """A clock for the seconds to the first token (`prefill_s`), and from there to the last (`decode_s`)."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -253,7 +253,7 @@ class _Clock:
         self.decode_s = 0.0
 
     def tick(self) -> None:
-        """A token is there."""
+        """Notes that there is a new token."""
         elapsed = time.perf_counter() - self._start
         if self.num_tokens == 0:
             self.prefill_s = elapsed
@@ -262,10 +262,9 @@ class _Clock:
 
 
 def _report(sampler: Sampler, engine: Engine, clock: _Clock, num_prompt_tokens: int) -> None:
-    made = clock.num_tokens
     lines = [
         ("prompt", f"{num_prompt_tokens} tokens, {_rate(num_prompt_tokens, clock.prefill_s)}"),
-        ("generated", f"{made} tokens, {_rate(made - 1, clock.decode_s)}"),
+        ("generated", f"{clock.num_tokens} tokens, {_rate(clock.num_tokens - 1, clock.decode_s)}"),
         *report_lines(report(engine)),
         ("seed", str(sampler.seed) if sampler.temperature else "none: greedy"),
     ]
@@ -278,7 +277,7 @@ def _rate(num_tokens: int, seconds: float) -> str:
 
 
 def _read(file: TextIO | None) -> str:
-    assert file is not None, "one of the two is given"
+    assert file is not None, "there is either --prompt or --prompt-file"
     try:
         return file.read()
     except UnicodeDecodeError as fault:

@@ -52,6 +52,6 @@ def test_as_json_it_is_what_is_kept(tiny_pack: Path, cache: Path) -> None:
 def test_a_folder_that_is_missing_is_one_line_and_nothing_is_kept(tmp_path: Path, cache: Path) -> None:
     result = run(cache, "--path", str(tmp_path / "missing"))
     assert result.exit_code == 1
-    expected = f"moe-pack: {tmp_path / 'missing'}: there is no such folder; give a folder on the disk to measure\n"
+    expected = f"moe-pack: {tmp_path / 'missing'}: no such folder; give a folder on the disk to measure\n"
     assert result.stderr == expected
     assert not cache.exists()

@@ -64,8 +64,8 @@ def test_a_prompt_is_refused_because_such_a_pack_has_no_text(config: Path, tmp_p
     result = CliRunner().invoke(moe_run, [str(out), "--prompt", "It was"], prog_name="moe-run")
     assert result.exit_code == 1
     assert result.stderr == (
-        f"moe-run: {out}: is a synthetic pack: its weights are random, so it has no tokenizer and no text; "
-        "moe-run --bench measures how fast it runs\n"
+        f"moe-run: {out}: is a synthetic pack with random weights and no tokenizer, so it has no text; "
+        "moe-run --bench measures its speed\n"
     )
 
 

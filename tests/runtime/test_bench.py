@@ -61,7 +61,7 @@ def test_without_options_it_is_128_tokens_and_64_more(demo: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert re.search(r"^prefill +128 tokens, [\d.]+ tokens/s$", result.stdout, re.MULTILINE)
     assert re.search(r"^decode +63 tokens, [\d.]+ tokens/s, median [\d.]+ ms$", result.stdout, re.MULTILINE)
-    for fact in ("experts used", "key-value cache", "at most, mapped files too", "computed by", "seed"):
+    for fact in ("experts used", "key-value cache", "at most, including mapped files", "computed by", "seed"):
         assert fact in result.stdout
     assert "noise" not in result.stdout
     assert result.stderr == ""
@@ -89,11 +89,11 @@ def test_one_token_has_no_rate_of_decoding(demo: Path) -> None:
 
 
 WRONG = {
-    "prompt": (["--bench", "--prompt", "x"], 2, "--bench: makes its own prompt; leave --prompt, --prompt-file and"),
-    "chat": (["--bench", "--chat"], 2, "--bench: makes its own prompt"),
-    "stats": (["--bench", "--stats"], 2, "--bench: reports all that --stats does; leave --stats out"),
-    "json": (["--prompt", "x", "--json"], 2, "--json: goes with --bench; give both"),
-    "tokens": (["--prompt", "x", "--prompt-tokens", "4"], 2, "--prompt-tokens: goes with --bench; give both"),
+    "prompt": (["--bench", "--prompt", "x"], 2, "--bench has its own prompt; remove --prompt, --prompt-file and"),
+    "chat": (["--bench", "--chat"], 2, "--bench has its own prompt"),
+    "stats": (["--bench", "--stats"], 2, "--bench reports everything that --stats does; remove --stats"),
+    "json": (["--prompt", "x", "--json"], 2, "--json needs --bench; remove it or add --bench"),
+    "tokens": (["--prompt", "x", "--prompt-tokens", "4"], 2, "--prompt-tokens needs --bench; remove it or add --bench"),
     "context": (["--bench", "--prompt-tokens", "2048"], 1, "--prompt-tokens: found 2048, this model's context is 2048"),
 }
 

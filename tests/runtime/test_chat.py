@@ -67,7 +67,7 @@ def test_templates_that_ask_for_tools_or_the_date_find_what_transformers_gives(t
 def test_a_pack_without_template_is_refused(tmp_path: Path) -> None:
     with (
         packed(tmp_path, tokenizer_config__json=config(None)) as held,
-        pytest.raises(RunError, match="no chat template"),
+        pytest.raises(RunError, match=r"^--chat needs a chat template, and this pack has none; remove --chat$"),
     ):
         chat_prompt(held, "Hello")
 

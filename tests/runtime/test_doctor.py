@@ -115,7 +115,7 @@ def test_a_damaged_pack_is_refused(tiny_pack: Path, tmp_path: Path) -> None:
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for name in ("missing", "file"):
-        with pytest.raises(RunError, match=rf"{name}: there is no such folder; give a folder on the disk to measure$"):
+        with pytest.raises(RunError, match=rf"{name}: no such folder; give a folder on the disk to measure$"):
             measure_machine(tmp_path / name, Watched(tmp_path), INSTANT)
 
 

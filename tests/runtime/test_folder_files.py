@@ -64,7 +64,7 @@ def test_a_checkpoint_without_tokenizer_is_told_how_to_get_one(folder: Path) -> 
     with pytest.raises(RunError) as caught:
         Text(FolderFiles(folder))
     assert str(caught.value) == (
-        f"{folder}: has no tokenizer.json, so it cannot read text; download it, or make it with transformers: "
+        f"{folder}: has no tokenizer.json, so it cannot read text; download it, or create it with transformers: "
         "AutoTokenizer.from_pretrained(IN).save_pretrained(OUT)"
     )
 
@@ -72,8 +72,8 @@ def test_a_checkpoint_without_tokenizer_is_told_how_to_get_one(folder: Path) -> 
 @pytest.mark.parametrize(
     ("name", "content", "fault"),
     [
-        ("tokenizer.json", '{"version": "1.0"}', r"^tokenizer\.json: not one that tokenizers can read \("),
-        ("tokenizer.json", "", r"^tokenizer\.json: not one that tokenizers can read \("),
+        ("tokenizer.json", '{"version": "1.0"}', r"^tokenizer\.json: the tokenizers library cannot read it \("),
+        ("tokenizer.json", "", r"^tokenizer\.json: the tokenizers library cannot read it \("),
         ("tokenizer_config.json", "{", r"^tokenizer_config\.json: not valid JSON"),
         ("generation_config.json", '{"eos_token_id": "</s>"}', r"^generation_config\.json: eos_token_id is '</s>'"),
     ],

@@ -48,6 +48,7 @@ import torch
 from click.testing import CliRunner
 from moe_pack.runtime.cli.main import main
 from moe_pack.runtime.cpu import is_available, open_kernels
+from moe_pack.runtime.cpu.kernels import is_available, open_kernels
 
 torch.set_num_threads(1)
 found = {"available": is_available(), "opened": repr(open_kernels())}
@@ -127,7 +128,10 @@ def test_instructions_that_the_machine_lacks_are_refused(instruction_set: Instru
         assert result.exit_code == 0
     else:
         assert result.exit_code == 1
-        assert result.stderr == f"moe-run: --kernels {instruction_set}: this machine has {found} at most\n"
+        assert (
+            result.stderr
+            == f"moe-run: --kernels {instruction_set}: this machine has {found} at most; use --kernels auto\n"
+        )
 
 
 def test_an_installation_without_kernels_has_none(without: dict[str, Any]) -> None:

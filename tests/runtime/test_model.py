@@ -129,7 +129,7 @@ def test_a_model_that_is_closed_generates_no_more(demo: Path) -> None:
 
 def test_what_cannot_run_is_refused_before_the_first_token(demo: Path, tmp_path: Path) -> None:
     with load(demo, context_tokens=8) as model:
-        with pytest.raises(RunError, match=r"has \d+ tokens, this model's context is 8"):
+        with pytest.raises(RunError, match=r"has \d+ tokens, and this model's context is 8"):
             model.generate(PROMPT * 3)
         assert list(model.generate("She", 2, seed=0)), "a refusal leaves the model as it was"
     with pytest.raises(MoePackError, match="no such folder"):

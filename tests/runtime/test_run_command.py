@@ -66,12 +66,13 @@ def test_a_prompt_longer_than_the_context_is_refused(demo: Path) -> None:
     result = run(demo, "--prompt", BOOK.read_text("utf-8")[:20_000])
     assert result.exit_code == 1
     assert re.fullmatch(
-        r"moe-run: --prompt: has \d+ tokens, this model's context is 2048; shorten it to at most 2047\n", result.stderr
+        r"moe-run: --prompt has \d+ tokens, and this model's context is 2048; shorten it to at most 2047\n",
+        result.stderr,
     )
 
 
 ERRORS = {
-    "empty prompt": (["--prompt", ""], 1, "moe-run: --prompt: is empty; give at least one character\n"),
+    "empty prompt": (["--prompt", ""], 1, "moe-run: --prompt is empty; give at least one character\n"),
     "temperature": (
         ["--prompt", "x", "--temperature", "-1"],
         1,
@@ -82,8 +83,8 @@ ERRORS = {
         1,
         "moe-run: --top-p: found 0.0, expected more than 0 and at most 1\n",
     ),
-    "chat": (["--prompt", "x", "--chat"], 1, "moe-run: --chat: this pack has no chat template"),
-    "no prompt": ([], 2, "give the text to continue with --prompt or --prompt-file"),
+    "chat": (["--prompt", "x", "--chat"], 1, "moe-run: --chat needs a chat template, and this pack has none"),
+    "no prompt": ([], 2, "give the text to continue, with either --prompt or --prompt-file"),
     "two prompts": (["--prompt", "x", "--prompt-file", "-"], 2, "give the text to continue"),
     "no tokens": (["--prompt", "x", "--max-tokens", "0"], 2, "--max-tokens"),
     "unknown option": (["--prompt", "x", "--pages", "1"], 2, "No such option"),
@@ -117,7 +118,7 @@ def test_weights_that_overflow_give_an_error_and_no_text(tmp_path: Path) -> None
     pack(source, tmp_path / "packed")
     result = run(tmp_path / "packed", "--prompt", "x")
     assert result.exit_code == 1
-    assert "logits are not numbers" in result.stderr
+    assert "logits are NaN or infinite" in result.stderr
     assert result.stdout == ""
 
 

@@ -84,7 +84,7 @@ def test_a_tiny_temperature_overflows_nothing() -> None:
 
 def test_logits_that_are_no_numbers_are_refused() -> None:
     for bad, temperature in product([math.nan, math.inf, -math.inf], [0.0, 1.0]):
-        with case(bad, temperature), pytest.raises(RunError, match="logits are not numbers"):
+        with case(bad, temperature), pytest.raises(RunError, match="logits are NaN or infinite"):
             Sampler(temperature, 1, 0).choose(torch.tensor([1.0, bad]))
 
 

@@ -248,8 +248,8 @@ def test_a_budget_beside_a_map_is_a_fallback(dense_pack: Path) -> None:
     options = EngineOptions(read="map", budget_bytes=100 * MIB, kernels="portable")
     with Pack(dense_pack) as held:
         with Engine(held, options, CONTEXT) as engine:
-            assert engine.fallbacks == ["mapped files are kept in memory by the system, whatever the budget"]
-        with pytest.raises(RunError, match=r"^--strict: mapped files are kept in memory by the system"):
+            assert engine.fallbacks == ["the system keeps mapped files in memory, whatever the budget"]
+        with pytest.raises(RunError, match=r"^--strict: the system keeps mapped files in memory"):
             Engine(held, _with(options, is_strict=True), CONTEXT)
 
 
