@@ -207,8 +207,9 @@ def _price(
 
 
 def _engine(pack: Pack, budget: int, alpha: float | None, context_tokens: int) -> Engine:
-    approximations = Approximations(substitute=alpha)
-    options = EngineOptions(budget_bytes=budget, policy=POLICY, prefetches=False, approximations=approximations)
+    options = EngineOptions(
+        budget_bytes=budget, policy=POLICY, prefetches=False, trust=Approximations(substitute=alpha)
+    )
     return Engine(pack, options, context_tokens)
 
 

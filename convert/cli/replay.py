@@ -19,11 +19,11 @@ from moe_pack.runtime.offload import (
     CacheFacts,
     Passes,
     PolicyName,
-    Record,
+    Recording,
     Routing,
     divide_budget,
     expert_pages,
-    read_record,
+    read_recording,
     replay,
     routing_bytes,
 )
@@ -35,18 +35,18 @@ _NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 @dataclass(frozen=True, slots=True)
 class ReplayInput:
-    """What is replayed: routes, the run they come from if one was recorded, and what foretells from routes."""
+    """What is replayed: routes, the run they come from if one was recorded, and what predicts from routes."""
 
     place: str
     passes: Passes
-    record: Record | None
+    record: Recording | None
     paths: PathShares | None
     context_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayComparison:
-    """What a budget's pages come to: by policy alone and with what it foretells, and with the future known.
+    """What a budget's pages come to: by policy alone and with its predictions, and with the future known.
 
     `best`: of several policies the one that `auto` takes.
     """
@@ -54,7 +54,7 @@ class ReplayComparison:
     plan: BudgetPlan
     num_pages: int
     alone: dict[PolicyName, ReplayResult]
-    foretelling: dict[PolicyName, ReplayResult]
+    predicting: dict[PolicyName, ReplayResult]
     optimum: ReplayResult
     best: PolicyName | None
 
@@ -134,7 +134,7 @@ def find_traffic(path: Path, pack: Pack) -> ReplayInput:
             raise RunError(f"{path}: is a profile of another model; profile the one that was packed")
         context = min(_PROFILE_CONTEXT, pack.spec.max_position_embeddings)
         return ReplayInput(str(path), held_out_passes(profile), None, profile.paths(), context)
-    record = read_record(path)
+    record = read_recording(path)
     if record.facts.root != pack.manifest.root:
         raise RunError(f"{path}: was recorded with another pack, or before its thresholds changed; record the run anew")
     _check_shape(path, record.passes, pack.spec)
@@ -166,12 +166,12 @@ def play(traffic: ReplayInput, pack: Pack, budget_bytes: int, names: Sequence[Po
             f"{traffic.place}: found {num_pages} pages, expected {pages.max()} at least; record the run anew"
         )
     facts = CacheFacts(pages, num_pages, pack.spec.router.num_experts_per_tok, passes.popularity)
-    alone = {name: replay(passes, facts, extents, PRESETS[name].alone()) for name in names}
+    alone = {name: replay(passes, facts, extents, PRESETS[name].without_prediction()) for name in names}
     tried = {name: replay(passes, facts, extents, PRESETS[name], run, traffic.paths) for name in names}
-    foretelling = {name: played for name, played in tried.items() if played.foretelling in ("recorded", "routes")}
+    predicting = {name: played for name, played in tried.items() if played.prediction in ("recorded", "routes")}
     judged = {name: played for name, played in alone.items() if name != "importance" or passes.scores is not None}
     best = best_of(judged) if len(judged) > 1 else None
-    return ReplayComparison(plan, num_pages, alone, foretelling, optimum(passes, facts, extents), best)
+    return ReplayComparison(plan, num_pages, alone, predicting, optimum(passes, facts, extents), best)
 
 
 def _lines(
@@ -195,26 +195,28 @@ def _lines(
             f"{size_text(outcome.plan.page_bytes)}, room for {min(share, 1):.0%} of the experts"
         )
         rate = "" if read_rate is None else f" {'tokens/s':>9}"
-        yield f"  {'policy':<11} {'in prompts':>10} {'hits':>6} {'read a token':>13}{rate}  foretelling"
+        yield f"  {'policy':<11} {'in prompts':>10} {'hits':>6} {'read a token':>13}{rate}  with prediction"
         for name, played in outcome.alone.items():
-            yield _line(name, played, outcome.foretelling.get(name), read_rate)
+            yield _line(name, played, outcome.predicting.get(name), read_rate)
         yield _line("optimum", outcome.optimum, None, read_rate)
         if outcome.best is not None:
             yield f"  best: {outcome.best}"
 
 
-def _line(name: str, played: ReplayResult, foretelling: ReplayResult | None, read_rate: int | None) -> str:
+def _line(name: str, played: ReplayResult, predicting: ReplayResult | None, read_rate: int | None) -> str:
     decode = played.decode
     prompts = f"{played.prefill.hit_rate:.1%}" if played.prefill.num_needed else "-"
     rate = "" if read_rate is None else f" {decode.tokens_per_second(read_rate):9.1f}"
-    told = "-"
-    if foretelling is not None:
-        by = "as the run did" if foretelling.foretelling == "recorded" else "from paths"
-        told = f"{foretelling.decode.hit_rate:.1%}, {size_text(foretelling.decode.bytes_per_token)}, {by}"
-    return f"  {name:<11} {prompts:>10} {decode.hit_rate:>6.1%} {size_text(decode.bytes_per_token):>13}{rate}  {told}"
+    predicted = "-"
+    if predicting is not None:
+        by = "as the run did" if predicting.prediction == "recorded" else "from paths"
+        predicted = f"{predicting.decode.hit_rate:.1%}, {size_text(predicting.decode.bytes_per_token)}, {by}"
+    return (
+        f"  {name:<11} {prompts:>10} {decode.hit_rate:>6.1%} {size_text(decode.bytes_per_token):>13}{rate}  {predicted}"
+    )
 
 
-def _as_run(record: Record) -> str:
+def _as_run(record: Recording) -> str:
     is_decoding = record.passes.chunks == 1
     needed = max(int(record.needed[is_decoding].sum()), 1)
     facts = record.facts
@@ -230,7 +232,7 @@ def _as_json(outcome: ReplayComparison) -> dict[str, Any]:
         "num_pages": outcome.num_pages,
         "page_bytes": outcome.plan.page_bytes,
         "alone": {name: _played_json(played) for name, played in outcome.alone.items()},
-        "foretelling": {name: _played_json(played) for name, played in outcome.foretelling.items()},
+        "predicting": {name: _played_json(played) for name, played in outcome.predicting.items()},
         "optimum": _played_json(outcome.optimum),
         "best": outcome.best,
     }
@@ -242,4 +244,4 @@ def _played_json(played: ReplayResult) -> dict[str, Any]:
         name: asdict(tally) | {"hit_rate": tally.hit_rate, "bytes_per_token": tally.bytes_per_token}
         for name, tally in parts.items()
     }
-    return rates | {"foretelling": played.foretelling}
+    return rates | {"prediction": played.prediction}

@@ -76,15 +76,15 @@ def visits(passes: Passes, facts: CacheFacts, preset: Preset, num_warm: int, is_
         steps = np.repeat(np.arange(len(warm) * L), routes.shape[2])
         keys = (warm + E * np.arange(L)[:, None]).ravel()
         return Visits(len(warm), steps, keys, np.full(len(keys), MAX_AGE))
-    residency = expert_cache_for(preset, facts)
+    expert_cache = expert_cache_for(preset, facts)
     ages = np.zeros((L, E), np.int64)
     if is_filled:
-        _fill(residency, facts)
-        ages[residency.is_resident] = MAX_AGE
+        _fill(expert_cache, facts)
+        ages[expert_cache.is_resident] = MAX_AGE
     found: list[tuple[int, int, int]] = []
     for token, layers in enumerate(routes.tolist()):
         for l, experts in enumerate(layers):
-            for event in residency.walk(l, experts):
+            for event in expert_cache.schedule(l, experts):
                 if isinstance(event, FetchEvent):
                     ages[event.key] = 0
                 elif isinstance(event, ComputeEvent):
@@ -95,12 +95,12 @@ def visits(passes: Passes, facts: CacheFacts, preset: Preset, num_warm: int, is_
     return Visits(max(len(routes) - num_warm, 0), columns[0], columns[1], np.minimum(columns[2], MAX_AGE))
 
 
-def _fill(residency: ExpertCache, facts: CacheFacts) -> None:
+def _fill(expert_cache: ExpertCache, facts: CacheFacts) -> None:
     """Brings in experts by falling popularity while there is room, as if they had been foretold."""
     order = np.argsort(-facts.popularity, axis=None, kind="stable").tolist()
     for layer_idx, expert in (divmod(place, facts.pages.shape[1]) for place in order):
-        if facts.pages[layer_idx, expert] <= residency.free_pages:
-            for _ in residency.ahead(layer_idx, [expert], during=layer_idx):
+        if facts.pages[layer_idx, expert] <= expert_cache.free_pages:
+            for _ in expert_cache.prefetch(layer_idx, [expert], during=layer_idx):
                 pass  # nothing is carried out
 
 

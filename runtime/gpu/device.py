@@ -109,7 +109,7 @@ def _cards() -> list[_NvmlGpu]:
 
 
 Queue = Literal["compute", "copy"]
-Reason = Literal["routes", "neurons", "foretold neurons", "host memory is reused", "reading", "measuring"]
+Reason = Literal["routes", "neurons", "predicted neurons", "host memory is reused", "reading", "measuring"]
 
 _NUM_EVENTS = 4096  # a queue's marks that are told apart; older ones count as what was marked so much later
 

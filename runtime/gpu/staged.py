@@ -154,7 +154,7 @@ class GpuLayerRun:
     """A layer's experts on x float32 [T, d] on the device.
 
     Args:    jobs: all of the layer's, rising.   on_cpu: those that the CPU computes, by their rows in host memory; they
-             begin at once.   predicted: rows that were foretold, by expert.
+             begin at once.   predicted: rows that were predicted, by expert.
     """
 
     def __init__(
@@ -167,12 +167,12 @@ class GpuLayerRun:
         jobs: dict[int, ExpertJob],
         counts: PhaseCounts,
         predicted: dict[ExpertKey, Neurons],
-        trust: Approximations,
+        approximations: Approximations,
     ) -> None:
         self._store, self._device, self._ops, self._room = store, store.device, ops, room
         self._tables: LayerTables = store.tables[layer_idx]
         self._x, self._jobs, self._counts = x, jobs, counts
-        self._predicted, self._trust = predicted, trust
+        self._predicted, self._approximations = predicted, approximations
         self._whole: list[tuple[ExpertJob, GpuExpert]] = []
         self._in_part: list[tuple[ExpertJob, GpuExpert]] = []
         self._late: list[ExpertJob] = []
@@ -211,13 +211,13 @@ class GpuLayerRun:
         else:
             self._late.append(job)
 
-    def drop(self, event: EvictEvent) -> None:
+    def evict(self, event: EvictEvent) -> None:
         """An expert's pages are wanted: before, it is launched, if it was to be."""
         if event.key in self._on_cpu:
             return
         if any(job.key == event.key for job in (*self._late, *(job for job, _ in (*self._whole, *self._in_part)))):
             self._launch_all()
-        self._store.drop(event.key)
+        self._store.evict(event.key)
 
     def flush(self) -> None:
         """Launches all that has been added, and takes in what the CPU has computed."""
@@ -292,9 +292,9 @@ class GpuLayerRun:
         room = self._room
         neurons = listed_neurons(room, place)
         self._store.running(job.key, len(neurons) / held.layout.num_rows)
-        foretold = self._predicted.get(job.key)
-        count_rows(self._counts, neurons, foretold)
-        if self._trust.is_predicted_enough and foretold is not None:
+        predicted = self._predicted.get(job.key)
+        count_rows(self._counts, neurons, predicted)
+        if self._approximations.is_predicted_enough and predicted is not None:
             list_neurons(room, place, held.present(neurons))
             self._device.copy(room.selection.neurons[place], room.host_neurons[place], "compute")
             self._device.copy(room.selection.counts[place], room.host_counts[place], "compute")

@@ -1,7 +1,7 @@
 """The staged engine on a device: experts' pages in its memory, decisions on the host, which sees every layer's routes.
 
 The host waits for the device once a layer ("routes"), once more where rows of some experts come alone ("neurons"), once
-for each foretold group of these ("foretold neurons"), and where memory that it would fill anew is still being copied
+for each predicted group of these ("predicted neurons"), and where memory that it would fill anew is still being copied
 ("host memory is reused"). Routers' scores, where a policy wants them, are one more wait.
 
 The staged engine's decoder on a card: of a token, what lies between two layers' experts is one CUDA graph.
@@ -138,7 +138,7 @@ class StagedWeights(OffloadedWeights):
         self,
         pack: Pack,
         store: GpuExpertStore,
-        residency: ExpertCache,
+        expert_cache: ExpertCache,
         ops: TritonOps,
         chunk_tokens: int,
         *,
@@ -146,7 +146,7 @@ class StagedWeights(OffloadedWeights):
         num_partials: int = NUM_PARTIALS,
         scores_matter: bool = False,
         reuses_selector: bool = False,
-        trust: Approximations = EXACT,
+        approximations: Approximations = EXACT,
         recorder: Recorder | None = None,
     ) -> None:
         assert cpu is None or store.host.holds_all, "the CPU computes from memory"
@@ -155,11 +155,11 @@ class StagedWeights(OffloadedWeights):
             pack,
             TORCH,
             store,
-            residency,
+            expert_cache,
             device=store.device.device,
             scores_matter=scores_matter,
             reuses_selector=reuses_selector,
-            trust=trust,
+            approximations=approximations,
             recorder=recorder,
         )
         self._room = allocate_workspace(self.spec, store.device, ops, chunk_tokens, num_partials, cpu is not None)
@@ -191,7 +191,7 @@ class StagedWeights(OffloadedWeights):
 
     def _new_run(self, layer_idx: int, x: Tensor, jobs: dict[int, ExpertJob], counts: PhaseCounts) -> LayerRun:
         run = GpuLayerRun(
-            self._device_store, self._ops, self._room, layer_idx, x, jobs, counts, self.predicted, self.trust
+            self._device_store, self._ops, self._room, layer_idx, x, jobs, counts, self.predicted, self.approximations
         )
         if self._cpu is not None and self._thread is not None:
             rows = self._rows_for_cpu(self._cpu, jobs)
@@ -213,12 +213,12 @@ class StagedWeights(OffloadedWeights):
         super()._walk(layer_idx, x, experts, scores, jobs, run, counts, partial_state)
         assert isinstance(run, GpuLayerRun), "its own"
         for key in run.keys_on_cpu:
-            if self._residency.is_resident[key]:  # in name only
-                self._residency.abandon(key)
+            if self._expert_cache.is_resident[key]:  # in name only
+                self._expert_cache.abandon(key)
 
     def _rows_for_cpu(self, cpu: CpuOffload, jobs: dict[int, ExpertJob]) -> dict[ExpertKey, ExpertRows]:
         """The misses that the CPU computes, where they lie in host memory."""
-        missing = [job for job in jobs.values() if not self._residency.is_resident[job.key]]
+        missing = [job for job in jobs.values() if not self._expert_cache.is_resident[job.key]]
         chosen = cpu.split([len(job.tokens) for job in missing]).computed
         return {missing[number].key: self._host_rows(missing[number].key) for number in sorted(chosen)}
 
@@ -240,7 +240,7 @@ class StagedWeights(OffloadedWeights):
         selection = room.selection
         first = type(selection)(selection.a[:n], selection.neurons[:n], selection.counts[:n])
         self._ops.select(x[0], room.numbers[2, :n], store.tables[wanted[0].layer_idx], first)
-        store.device.synchronize(seen_neurons(store.device, room, 0, n), "foretold neurons")
+        store.device.synchronize(seen_neurons(store.device, room, 0, n), "predicted neurons")
         return [(key, listed_neurons(room, place).copy()) for place, key in enumerate(wanted)]
 
 
@@ -267,9 +267,9 @@ class StagedDecoder(TokenDecoder):
         self._segments = [self._captured(launch) for launch in self._launches()]
 
     def _is_alone(self, ids: list[int]) -> bool:
-        foreteller = self._staged.foreteller
-        # What foretells from a part of the experts looks into the next layer, which is launched whole here.
-        return super()._is_alone(ids) and (foreteller is None or not foreteller.needs_partial)
+        prefetcher = self._staged.prefetcher
+        # A prediction from a part of the experts looks into the next layer, which is launched whole here.
+        return super()._is_alone(ids) and (prefetcher is None or not prefetcher.needs_partial)
 
     def _run_token(self) -> None:
         layers, weights = self._layers, self._staged
@@ -326,7 +326,7 @@ class CachePolicy:
     """
 
     preset: Preset
-    residency: ExpertCache
+    expert_cache: ExpertCache
     recorder: Recorder | None
     rows_below: float
 
@@ -336,7 +336,7 @@ class StagedInputs:
     """What the staged engine is given beside room.
 
     `host`: all experts in page-locked memory; None: they come from the drive, through `ram_bytes` of it, by
-    `open_reads`.   `decide`: for a cache of experts.   `foretell`: what foretells for these weights, None for nothing.
+    `open_reads`.   `decide`: for a cache of experts.   `prefetcher_for`: the prefetcher of these weights, or None.
     `kernels`: the CPU's, where it may compute.   `verify`: whether experts from the drive are checked.   `shares`:
     float32 [L, E], how popular experts are.   `num_sms`: multiprocessors, which say how work is divided.
     """
@@ -348,9 +348,9 @@ class StagedInputs:
     ram_bytes: int
     open_reads: Callable[[NDArray[np.uint8]], Reads]
     decide: Callable[[CacheFacts], CachePolicy]
-    foretell: Callable[[Preset, OffloadedWeights], Prefetcher | None]
+    prefetcher_for: Callable[[Preset, OffloadedWeights], Prefetcher | None]
     kernels: Kernels | None
-    trust: Approximations
+    approximations: Approximations
     verify: bool
     shares: NDArray[np.float32]
     num_sms: int
@@ -380,18 +380,18 @@ class StagedEngine:
             self.weights = StagedWeights(
                 pack,
                 store,
-                decided.residency,
+                decided.expert_cache,
                 asked.ops,
                 chunk_tokens,
                 cpu=_cpu_share(asked, decided.preset),
                 num_partials=partials,
                 scores_matter=decided.preset.eviction == "importance" or decided.recorder is not None,
                 reuses_selector=decided.preset.reuse_selector,
-                trust=asked.trust,
+                approximations=asked.approximations,
                 recorder=decided.recorder,
             )
             opened.enter_context(closing(self.weights))
-            self.weights.foreteller = asked.foretell(decided.preset, self.weights)
+            self.weights.prefetcher = asked.prefetcher_for(decided.preset, self.weights)
             self.decoder = StagedDecoder(self.weights, context_tokens, device.device, chunk_tokens, cache_dtype)
             self.expert_bytes = self.pages_bytes = plan.num_pages * plan.page_bytes
             self.store = store

@@ -354,7 +354,7 @@ class GpuExpertStore:
         for key in [key for key in self._asked if self.host.is_there(key)]:
             self._send(key)
 
-    def drop(self, key: ExpertKey) -> None:
+    def evict(self, key: ExpertKey) -> None:
         """Takes an expert's pages back; what has been asked to compute with it still does."""
         held = self._held.pop(key)
         if held.is_asked:

@@ -20,7 +20,7 @@ from moe_pack.runtime.offload.experts import EXACT, Approximations, ExpertJob, O
 from moe_pack.runtime.offload.paths import PathStatistics
 from moe_pack.runtime.offload.prefetch import Prefetcher
 from moe_pack.runtime.offload.presets import PRESETS, PolicyName, Preset, expert_cache_for
-from moe_pack.runtime.offload.record import Passes, Record, Recorder, read_record, recorded_expert_cache_for
+from moe_pack.runtime.offload.record import Passes, Recorder, Recording, read_recording, recorded_expert_cache_for
 from moe_pack.runtime.offload.replay import auto_preset, replay
 from moe_pack.runtime.offload.routing_file import MAX_PREVIOUS, PREDICTORS, ROUTING_FILE, Predictor, Routing
 
@@ -49,8 +49,8 @@ __all__ = [
     "Prefetcher",
     "Preset",
     "Reads",
-    "Record",
     "Recorder",
+    "Recording",
     "Routing",
     "auto_preset",
     "best_page_bytes",
@@ -60,7 +60,7 @@ __all__ = [
     "expert_pages",
     "least_budget",
     "open_reads",
-    "read_record",
+    "read_recording",
     "recorded_expert_cache_for",
     "replay",
     "routing_bytes",

@@ -1,8 +1,8 @@
-"""Which experts are in fast memory: bookkeeping alone. The engine moves bytes by it, and replay counts by it.
+"""The expert cache: which experts are in fast memory. It decides; the engine moves the bytes, and replay counts.
 
-An expert is in or out as a whole, and takes a number of pages. Nothing here depends on time: the same routes, and the
-same foretold experts, give the same decisions. How they are carried out is the engine's affair (`streaming`), what is
-worth keeping the policy's (`policies`).
+An expert is resident as a whole or not at all, and takes a number of pages. Nothing here depends on time: the same
+routes and the same predictions give the same decisions. experts.py carries the decisions out, and the policies in
+eviction.py say how much each expert is worth keeping.
 """
 
 from collections import deque
@@ -24,33 +24,34 @@ class ExpertKey(NamedTuple):
 
 
 class FetchEvent(NamedTuple):
-    """Bring this expert in; it has been given its pages."""
+    """Fetch this expert: it has its pages now."""
 
     key: ExpertKey
 
 
 class EvictEvent(NamedTuple):
-    """This expert's pages are free from now on."""
+    """Free this expert's pages."""
 
     key: ExpertKey
 
 
 class ComputeEvent(NamedTuple):
-    """Run this expert for its tokens. `is_hit`: it was there, or on its way, when the router spoke."""
+    """Run this expert for its tokens. `is_hit`: it was resident or on its way when the router chose it."""
 
     key: ExpertKey
     is_hit: bool
 
 
 Event = FetchEvent | EvictEvent | ComputeEvent
+Events = Generator[Event, None, None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheFacts:
-    """What there is to place: `pages` int64 [L, E], what each expert takes; `num_pages` of fast memory.
+    """What a policy knows before a run. `pages` int64 [L, E]: of each expert; `num_pages`: of fast memory.
 
-    `num_active`: experts a token.   `popularity` float32 [L, E]: each expert's share of its layer's choices, as a
-    profile measured it; uniform where there is none.
+    `num_active`: experts a token.   `popularity` float32 [L, E]: each expert's share of its layer's choices in the
+    profile; uniform without a profile.
     """
 
     pages: Array
@@ -60,47 +61,47 @@ class CacheFacts:
 
 
 class Eviction(Protocol):
-    """What is worth keeping: told of everything that happens, asked when room is needed."""
+    """An eviction policy: it observes all events, and says how much each expert is worth keeping."""
 
     def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
-        """The router of a layer has chosen these experts for the tokens of a forward pass.
+        """Takes note that the router of a layer has chosen these experts for the tokens of a forward pass.
 
-        Args:    experts: rising, each once.   scores: float32 [E], its mean scores over the tokens; None where they are
-                 not known.
+        Args:    experts: ascending, each once.   scores: float32 [E], the router's mean scores over the tokens; None if
+                 they are not known.
         """
         ...
 
     def used(self, key: ExpertKey) -> None:
-        """An expert has been computed."""
+        """Takes note that an expert has been computed."""
         ...
 
     def fetched(self, key: ExpertKey) -> None:
-        """An expert is being brought in, foretold or needed."""
+        """Takes note that an expert is being fetched, because it is needed or predicted."""
         ...
 
-    def dropped(self, key: ExpertKey) -> None:
-        """An expert is out again."""
+    def evicted(self, key: ExpertKey) -> None:
+        """Takes note that an expert is no longer resident."""
         ...
 
     def worth(self, layer_idx: int) -> Array:
-        """How much each expert is worth keeping while `layer_idx` runs: [L, E]; the least goes first.
+        """Returns how much each expert is worth keeping while `layer_idx` runs: [L, E].
 
-        Among equals the first does: of the lowest layer, then the lowest expert.
+        The expert with the least is evicted first; among equals that of the lowest layer, then the lowest expert.
         """
         ...
 
 
 class ExpertCache:
-    """The experts in fast memory. `placed` are in from the start and stay.
+    """The experts in fast memory. Placed experts are resident for the whole run.
 
-    `is_resident`, `is_locked` bool [L, E]: locked ones are needed before the forward pass leaves its layer.
-    `num_waiting`: experts that the layer needs and for which there has been no room yet.
+    `is_resident`, `is_locked`, `is_placed` bool [L, E]: locked experts are needed before the forward pass leaves its
+    layer.   `num_waiting`: experts that the running layer needs and that have no pages yet.
     """
 
     def __init__(
         self, facts: CacheFacts, eviction: Eviction, placed: Iterable[ExpertKey] = (), keeps: bool = True
     ) -> None:
-        """`keeps`: whether experts that were needed stay; without, only the placed ones do."""
+        """`keeps`: whether experts stay after they have run; otherwise only the placed ones do."""
         self.facts = facts
         self.is_resident = np.zeros(facts.pages.shape, bool)
         self.is_locked = np.zeros(facts.pages.shape, bool)
@@ -113,13 +114,14 @@ class ExpertCache:
             self._take(key)
             self.is_placed[key] = True
         largest = int(facts.pages.max(initial=0, where=~self.is_placed))
-        assert self.free_pages >= largest, "what is not placed takes turns in room for its largest at least"
+        assert self.free_pages >= largest, "the other experts need pages for the largest of them"
 
-    def walk(self, layer_idx: int, experts: Sequence[int], scores: Array | None = None) -> Generator[Event, None, None]:
-        """What happens when the router of a layer has chosen `experts` (rising, each once), in this order.
+    def schedule(self, layer_idx: int, experts: Sequence[int], scores: Array | None = None) -> Events:
+        """Yields what to do, in order, after the router of a layer has chosen `experts` (ascending, each once).
 
-        Those that are in come first; meanwhile the others are fetched, as many at once as there is room beside what
-        this layer still needs. Each is computed once. The caller carries out every event before it takes the next.
+        Resident experts are computed first. Meanwhile the others are fetched, as many at once as fit next to the
+        experts that the layer still needs. Each is computed once. The caller carries out an event before it takes the
+        next.
         """
         self._eviction.routed(layer_idx, experts, scores)
         keys = [ExpertKey(layer_idx, expert) for expert in experts]
@@ -131,27 +133,28 @@ class ExpertCache:
         try:
             for key, is_hit in order:
                 while waiting and self._fits(waiting[0], layer_idx):
-                    yield from self._bring(waiting.popleft(), layer_idx)
+                    yield from self._fetch(waiting.popleft(), layer_idx)
                 self.num_waiting = len(waiting)
-                assert self.is_resident[key], "whatever came before is unlocked, so that there is room"
+                assert self.is_resident[key], "the experts before it are unlocked, so that it fits"
                 yield ComputeEvent(key, is_hit)
                 self._eviction.used(key)
                 self.is_locked[key] = False
                 if not (self._keeps or self.is_placed[key]):
-                    yield self._drop(key)
-        finally:  # an error, or Ctrl-C, may end it before its time
+                    yield self._evict(key)
+        finally:  # an error or Ctrl-C may close the generator early
             self.num_waiting = 0
             for key in keys:
                 self.is_locked[key] = False
 
-    def ahead(self, layer_idx: int, experts: Sequence[int], during: int) -> Generator[Event, None, None]:
-        """What happens to bring in foretold `experts` of a layer, likeliest first, while the layer `during` runs.
+    def prefetch(self, layer_idx: int, experts: Sequence[int], during: int) -> Events:
+        """Yields what to do to prefetch predicted `experts` of a layer, likeliest first, while layer `during` runs.
 
-        What that layer needs, and what is foretold and in, is not dropped for it; once there is no room, it ends.
+        Neither the experts that the running layer needs nor predicted experts that are resident are evicted for it. It
+        ends at the first expert that does not fit.
         """
         keys = [ExpertKey(layer_idx, expert) for expert in experts]
-        held = [key for key in keys if self.is_resident[key] and not self.is_locked[key]]
-        for key in held:
+        locked = [key for key in keys if self.is_resident[key] and not self.is_locked[key]]
+        for key in locked:
             self.is_locked[key] = True
         try:
             for key in keys:
@@ -159,20 +162,20 @@ class ExpertCache:
                     continue
                 if not self._fits(key, during):
                     break
-                held.append(key)
-                yield from self._bring(key, during)
+                locked.append(key)
+                yield from self._fetch(key, during)
         finally:
-            for key in held:
+            for key in locked:
                 self.is_locked[key] = False
 
     def abandon(self, key: ExpertKey) -> None:
-        """A foretold expert that was not chosen, and of which not all has arrived, is out again."""
+        """Evicts a predicted expert that was not chosen and has not arrived completely."""
         assert self.is_resident[key] and not (self.is_locked[key] or self.is_placed[key]), "it is not needed now"
-        self._drop(key)
+        self._evict(key)
 
-    def _bring(self, key: ExpertKey, layer_idx: int) -> Iterator[Event]:
+    def _fetch(self, key: ExpertKey, layer_idx: int) -> Iterator[Event]:
         while self.free_pages < self.facts.pages[key]:
-            yield self._drop(self._least(self._eviction.worth(layer_idx)))
+            yield self._evict(self._least(self._eviction.worth(layer_idx)))
         self._take(key)
         self.is_locked[key] = True
         self._eviction.fetched(key)
@@ -191,12 +194,12 @@ class ExpertCache:
         return ExpertKey(*divmod(place, worth.shape[1]))
 
     def _take(self, key: ExpertKey) -> None:
-        assert not self.is_resident[key] and self.free_pages >= self.facts.pages[key], "what fits is brought in once"
+        assert not self.is_resident[key] and self.free_pages >= self.facts.pages[key], "it is fetched once, and fits"
         self.free_pages -= int(self.facts.pages[key])
         self.is_resident[key] = True
 
-    def _drop(self, key: ExpertKey) -> EvictEvent:
+    def _evict(self, key: ExpertKey) -> EvictEvent:
         self.free_pages += int(self.facts.pages[key])
         self.is_resident[key] = self.is_locked[key] = False
-        self._eviction.dropped(key)
+        self._eviction.evicted(key)
         return EvictEvent(key)

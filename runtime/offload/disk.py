@@ -89,7 +89,7 @@ class ReadStats:
     """What has been read: bytes of urgent requests and of others, calls, time with at least one read in flight."""
 
     bytes_urgent: int = 0
-    bytes_ahead: int = 0
+    bytes_prefetched: int = 0
     num_reads: int = 0
     busy_ns: int = 0
 
@@ -351,7 +351,7 @@ class BlockingReads:
         before = self._stats
         self._stats = ReadStats(
             before.bytes_urgent + (num_bytes if urgent else 0),
-            before.bytes_ahead + (0 if urgent else num_bytes),
+            before.bytes_prefetched + (0 if urgent else num_bytes),
             before.num_reads + num_reads,
             before.busy_ns + busy_ns,
         )

@@ -1,31 +1,15 @@
-"""Least recently used: over all layers at once, or each layer in its own share of the pages.
+"""The eviction policies: how much each expert is worth keeping, and which experts are placed for the whole run.
 
-Source:  CORM §4.3: "a fixed storage space ... to cache a fixed number of experts", by LRU; §1: "an expert cache for
-         each MoE layer". Over all layers at once is what others call LRU.
+To add an eviction policy, change two files:
 
-Least frequently used: one of the classic policies that EdgeMoE is compared with (EdgeMoE §III-C2, Fig. 14).
+1. eviction.py (this file): write a class with the five methods of `Eviction` (cache.py); `worth` returns the decision,
+   and the other four observe. Derive from `EvictionBase`, which ignores the four, and override what the policy needs.
+2. presets.py: give it a name in `EvictionName` and `_EVICTIONS`, and use it in a `Preset`. A preset of its own also has
+   a name in `PolicyName` and a place in `SIMPLEST_FIRST`; `--policy`, replay and `auto` then know it.
 
-EdgeMoE's eviction: how often an expert is chosen, over how far ahead its layer is.
-
-Source:  EdgeMoE (2308.14352) §III-C2, its eviction score L = -f / ((S - i + I) mod S), where the highest goes first.
-         As printed the denominator is 0 in the current layer and largest in the next, whose experts would go first,
-         against the sentence before it ("whose layers are farther away from the current block"). Read as
-         D = (i - I) mod S, and S in the current layer, which comes round again last.
-
-Eviction by importance: the mean score over the last n passes, of experts that were not chosen too.
-
-Source:  Importance-Driven Expert Scheduling §5.3. Its shield for what the running layer needs is `Residency`'s lock.
-         The paper gives no n.
-
-What is in fast memory from the start and stays: the most popular experts, some or as many as there is room for.
-
-Source:  Fiddler (2402.07033) §3.2: "as many experts as the memory capacity permits in order of popularity".
-
-Belady's optimum: what is needed again last goes first. It knows the future, so only replay can have it.
-
-Source:  L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5 (1966).
-         Optimal where every expert takes as many pages and what is missing is always brought in; where sizes differ,
-         a good figure to measure by and no bound.
+A policy knows no time and moves no bytes, so that replay makes the decisions of the run. It gets the number of pages of
+each expert and a profile's popularity (`CacheFacts`). tests/runtime/test_residency.py checks the cache with every
+policy that has a name, and tests/runtime/test_policies.py has hand-made cases for each.
 """
 
 from collections.abc import Sequence
@@ -35,96 +19,119 @@ import numpy as np
 from moe_pack.runtime.offload.cache import Array, CacheFacts, ExpertKey
 
 
-class LRU:
-    """What was used last is worth most."""
+class EvictionBase:
+    """The four observations, each ignored: a policy overrides those that it needs."""
+
+    def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
+        """Ignores what a router chose."""
+
+    def used(self, key: ExpertKey) -> None:
+        """Ignores that an expert was computed."""
+
+    def fetched(self, key: ExpertKey) -> None:
+        """Ignores that an expert is being fetched."""
+
+    def evicted(self, key: ExpertKey) -> None:
+        """Ignores that an expert was evicted."""
+
+
+class NoEviction(EvictionBase):
+    """Every expert is worth the same: for policies that place experts and keep no others."""
+
+    def __init__(self, facts: CacheFacts) -> None:
+        self._worth = np.zeros(facts.pages.shape)
+
+    def worth(self, layer_idx: int) -> Array:
+        """Returns zeros [L, E]."""
+        return self._worth
+
+
+class LRU(EvictionBase):
+    """Least recently used, over all layers at once: the expert that was used last is worth most."""
 
     def __init__(self, facts: CacheFacts) -> None:
         self._last = np.zeros(facts.pages.shape)
         self._clock = 0
 
-    def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
-        """Nothing: what is chosen is used soon."""
-
     def used(self, key: ExpertKey) -> None:
-        """It is the latest now."""
+        """Makes the expert the last used."""
         self._clock += 1
         self._last[key] = self._clock
 
     def fetched(self, key: ExpertKey) -> None:
-        """It is the latest now: foretold, it is needed soon."""
+        """Counts as a use: a predicted expert is needed soon."""
         self.used(key)
 
-    def dropped(self, key: ExpertKey) -> None:
-        """Nothing: when it was used stays true."""
-
     def worth(self, layer_idx: int) -> Array:
-        """When each was used last."""
+        """Returns the time of each expert's last use [L, E]."""
         return self._last
 
 
 class LayerLRU(LRU):
-    """The same, every layer in its share of the pages, all alike.
+    """Least recently used of a layer; each layer has the same share of the pages.
 
-    A layer whose share is full gives up its own. One whose share is not takes from those that hold more than theirs,
-    as they may until others come: a share need not be a whole number of experts.
+    A layer with a full share evicts its own experts. Another layer evicts from layers that have more than their share.
+    That happens, because a share need not be a whole number of experts, and pages are not left free.
+    Source:  CORM §4.3: "a fixed storage space ... to cache a fixed number of experts", by LRU; §1: "an expert cache for
+             each MoE layer".
     """
 
     def __init__(self, facts: CacheFacts) -> None:
         super().__init__(facts)
         self._pages = facts.pages
         self._share = facts.num_pages / len(facts.pages)
-        self._held = np.zeros(len(facts.pages), np.int64)  # pages by layer; what is placed is not in them
+        self._layer_pages = np.zeros(len(facts.pages), np.int64)  # without those of placed experts
 
     def fetched(self, key: ExpertKey) -> None:
-        """It is the latest now, and takes of its layer's share."""
+        """Makes the expert the last used, and counts its pages to its layer's share."""
         super().fetched(key)
-        self._held[key.layer_idx] += self._pages[key]
+        self._layer_pages[key.layer_idx] += self._pages[key]
 
-    def dropped(self, key: ExpertKey) -> None:
-        """It takes no more of its layer's share."""
-        self._held[key.layer_idx] -= self._pages[key]
+    def evicted(self, key: ExpertKey) -> None:
+        """Takes the expert's pages from its layer's share."""
+        self._layer_pages[key.layer_idx] -= self._pages[key]
 
     def worth(self, layer_idx: int) -> Array:
-        """When each was used last, those of layers that have to give before all others."""
-        if self._held[layer_idx] + self._pages[layer_idx].max() > self._share:
-            gives = np.arange(len(self._held)) == layer_idx
+        """Returns the time of each expert's last use; less than all others for layers that have to give pages."""
+        if self._layer_pages[layer_idx] + self._pages[layer_idx].max() > self._share:
+            gives = np.arange(len(self._layer_pages)) == layer_idx
         else:
-            gives = self._held > self._share
+            gives = self._layer_pages > self._share
         return np.where(gives[:, None], self._last - self._clock - 1, self._last)
 
 
-class LFU:
-    """What was used most often is worth most; among equals, what was used last."""
+class LFU(EvictionBase):
+    """Least frequently used; of equally frequent experts the one that was used last is worth more.
+
+    Source:  one of the classic policies that EdgeMoE is compared with (EdgeMoE §III-C2, Fig. 14).
+    """
 
     def __init__(self, facts: CacheFacts) -> None:
         self._uses = np.zeros(facts.pages.shape)
         self._last = np.zeros(facts.pages.shape)
         self._clock = 0
 
-    def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
-        """Nothing: what is chosen is used soon."""
-
     def used(self, key: ExpertKey) -> None:
-        """Once more, and the latest now."""
+        """Counts a use."""
         self._clock += 1
         self._uses[key] += 1
         self._last[key] = self._clock
 
-    def fetched(self, key: ExpertKey) -> None:
-        """Nothing: it counts when it is used."""
-
-    def dropped(self, key: ExpertKey) -> None:
-        """Nothing: uses are counted whether it is in or not."""
-
     def worth(self, layer_idx: int) -> Array:
-        """How often each was used; below a whole use, how lately."""
+        """Returns each expert's number of uses plus a fraction below 1 that grows with the time of the last use."""
         return self._uses + self._last / (self._clock + 1)
 
 
-class EdgeMoE:
-    """Worth f / D. f: how many forward passes chose the expert, begun with one token's choices as popularity has them.
+class EdgeMoE(EvictionBase):
+    """The frequency of an expert over the distance to its layer.
 
-    The paper does not say whether f is measured before or during the run: popularity stands in until there is more.
+    Meaning: worth = f / D. f: the forward passes that chose the expert, plus one token's choices by popularity.
+             D = (i - I) mod S layers from the current layer I to the expert's layer i of S, and S if that is 0, because
+             the current layer is the last to run again. The paper does not say whether f is measured before the run or
+             during it: popularity stands in until the run has counts.
+    Source:  EdgeMoE (2308.14352) §III-C2, its eviction score L = -f / ((S - i + I) mod S), where the highest is evicted
+             first. As printed the denominator is 0 in the current layer and largest in the next, whose experts would go
+             first, against the sentence before it ("whose layers are farther away from the current block").
     """
 
     def __init__(self, facts: CacheFacts) -> None:
@@ -134,118 +141,65 @@ class EdgeMoE:
         self._distance = np.where(distance == 0, len(layers), distance)
 
     def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
-        """Those chosen are chosen once more."""
+        """Counts a pass for each chosen expert."""
         self._frequency[layer_idx, experts] += 1
 
-    def used(self, key: ExpertKey) -> None:
-        """Nothing: it was counted when it was chosen."""
-
-    def fetched(self, key: ExpertKey) -> None:
-        """Nothing."""
-
-    def dropped(self, key: ExpertKey) -> None:
-        """Nothing."""
-
     def worth(self, layer_idx: int) -> Array:
-        """f / D."""
+        """Returns f / D for each expert [L, E]."""
         worth: Array = self._frequency / self._distance[layer_idx][:, None]
         return worth
 
 
-# The least that is a mean. On the demo model's routes more hit less, 512 by four points; one alone hits up to four
-# more, and keeps no history (docs/papers.md).
+# The smallest number that is a mean. On the demo model's routes more passes have fewer hits, 512 four points fewer; one
+# pass alone has up to four points more and keeps no history (docs/papers.md).
 NUM_PASSES = 2
 
 
-class Importance:
-    """Worth the mean of an expert's scores over the last `num_passes` forward passes through its layer.
+class Importance(EvictionBase):
+    """The mean of an expert's scores over the last `num_passes` passes through its layer, chosen or not.
 
-    Scores are kept as float16, as records of routes have them, so that replay decides as the run did. Where they are
-    not known, each chosen expert counts 1 and each other 0.
+    Scores are kept as float16, as in recordings, so that replay decides as the run did. If scores are not known, each
+    chosen expert counts 1 and each other expert 0.
+    Source:  Importance-Driven Expert Scheduling §5.3; the paper gives no number of passes. The experts that it protects
+             because the running layer needs them are locked by `ExpertCache`.
     """
 
     def __init__(self, facts: CacheFacts, num_passes: int = NUM_PASSES) -> None:
         self._last: Array = np.zeros((len(facts.pages), num_passes, facts.pages.shape[1]), np.float16)
-        self._sums: Array = np.zeros(facts.pages.shape)  # exact: float64 holds sums of some thousand float16
+        self._sums: Array = np.zeros(facts.pages.shape)  # exact: float64 is, for sums of some thousand float16
         self._num_passes = np.zeros(len(facts.pages), np.int64)
 
     def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
-        """The pass's scores take the place of the oldest."""
+        """Puts the scores of the pass in the place of the oldest."""
         if scores is None:
             scores = np.zeros(self._sums.shape[1], np.float16)
             scores[list(experts)] = 1
-        held = self._last[layer_idx, self._num_passes[layer_idx] % self._last.shape[1]]
-        self._sums[layer_idx] -= held
-        held[:] = scores
-        self._sums[layer_idx] += held
+        oldest = self._last[layer_idx, self._num_passes[layer_idx] % self._last.shape[1]]
+        self._sums[layer_idx] -= oldest
+        oldest[:] = scores
+        self._sums[layer_idx] += oldest
         self._num_passes[layer_idx] += 1
 
-    def used(self, key: ExpertKey) -> None:
-        """Nothing: it was counted with all others."""
-
-    def fetched(self, key: ExpertKey) -> None:
-        """Nothing."""
-
-    def dropped(self, key: ExpertKey) -> None:
-        """Nothing."""
-
     def worth(self, layer_idx: int) -> Array:
-        """The mean scores; 0 in layers that no pass has reached."""
-        seen = np.clip(self._num_passes, 1, self._last.shape[1])
-        worth: Array = self._sums / seen[:, None]
+        """Returns the mean scores [L, E]; 0 in layers that no pass has reached."""
+        num_known = np.clip(self._num_passes, 1, self._last.shape[1])
+        worth: Array = self._sums / num_known[:, None]
         return worth
 
 
-def placed_by_popularity(facts: CacheFacts, num_pages: int) -> list[ExpertKey]:
-    """The experts to place in so many pages, most popular first, over all layers.
+class Belady(EvictionBase):
+    """Belady's optimum: the expert that is needed again last is evicted first. Only replay knows the future.
 
-    What fits no more is passed over for what does. Unless all are placed, room is left in which the others take turns:
-    for the largest expert. Among equals the lower layer, then the lower expert comes first.
-    """
-    if facts.pages.sum() <= num_pages:
-        return [ExpertKey(*divmod(place, facts.pages.shape[1])) for place in range(facts.pages.size)]
-    room, placed = min(num_pages, facts.num_pages - int(facts.pages.max())), []
-    for place in np.argsort(-facts.popularity.ravel(), kind="stable").tolist():
-        key = ExpertKey(*divmod(place, facts.pages.shape[1]))
-        if facts.pages[key] <= room:
-            room -= int(facts.pages[key])
-            placed.append(key)
-    return placed
-
-
-class NoEviction:
-    """Nothing is worth more than another: for those that place experts and keep none beside."""
-
-    def __init__(self, facts: CacheFacts) -> None:
-        self._worth = np.zeros(facts.pages.shape)
-
-    def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
-        """Nothing."""
-
-    def used(self, key: ExpertKey) -> None:
-        """Nothing."""
-
-    def fetched(self, key: ExpertKey) -> None:
-        """Nothing."""
-
-    def dropped(self, key: ExpertKey) -> None:
-        """Nothing."""
-
-    def worth(self, layer_idx: int) -> Array:
-        """All alike."""
-        return self._worth
-
-
-class Belady:
-    """Worth the less the later it is needed again.
-
-    Args:    steps: what is going to be routed, in order: the layer and its experts.
+    Args:    steps: all steps to come, in order: a layer and its experts.
+    Source:  L. A. Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5
+             (1966). Optimal if every expert takes equally many pages and every miss is fetched; if sizes differ, a good
+             figure for comparison and no bound.
     """
 
     def __init__(self, facts: CacheFacts, steps: Sequence[tuple[int, Sequence[int]]]) -> None:
         never = float(len(steps) + 1)
         self._worth = np.full(facts.pages.shape, -never)  # of each expert: minus the step that needs it next
-        self._next: list[Array] = []  # of each step: what its experts are worth once it is over
+        self._next: list[Array] = []  # of each step, last first: the worth of its experts after it
         for number in range(len(steps) - 1, -1, -1):
             layer_idx, experts = steps[number]
             self._next.append(self._worth[layer_idx, experts])  # a copy
@@ -254,20 +208,30 @@ class Belady:
         self._num_done = 0
 
     def routed(self, layer_idx: int, experts: Sequence[int], scores: Array | None) -> None:
-        """The step that comes now."""
-        assert self._steps[self._num_done] == (layer_idx, experts), "the future is as it was foretold"
+        """Goes on to the next step, which must be this one."""
+        assert self._steps[self._num_done] == (layer_idx, experts), "the steps are those that were given"
         self._num_done += 1
         self._worth[layer_idx, experts] = self._next.pop()
 
-    def used(self, key: ExpertKey) -> None:
-        """Nothing: what comes is known."""
-
-    def fetched(self, key: ExpertKey) -> None:
-        """Nothing."""
-
-    def dropped(self, key: ExpertKey) -> None:
-        """Nothing."""
-
     def worth(self, layer_idx: int) -> Array:
-        """Minus the step at which each is needed next."""
+        """Returns minus the step that needs each expert next [L, E]."""
         return self._worth
+
+
+def placed_by_popularity(facts: CacheFacts, num_pages: int) -> list[ExpertKey]:
+    """Returns the experts to place in `num_pages` pages, most popular first, over all layers.
+
+    An expert that does not fit is skipped, and a smaller one may follow. Unless all experts are placed, pages for the
+    largest expert stay free, which the other experts take in turn. Of equally popular experts, the lower layer comes
+    first, then the lower expert.
+    Source:  Fiddler (2402.07033) §3.2: "as many experts as the memory capacity permits in order of popularity".
+    """
+    if facts.pages.sum() <= num_pages:
+        return [ExpertKey(*divmod(place, facts.pages.shape[1])) for place in range(facts.pages.size)]
+    free_pages, placed = min(num_pages, facts.num_pages - int(facts.pages.max())), []
+    for place in np.argsort(-facts.popularity.ravel(), kind="stable").tolist():
+        key = ExpertKey(*divmod(place, facts.pages.shape[1]))
+        if facts.pages[key] <= free_pages:
+            free_pages -= int(facts.pages[key])
+            placed.append(key)
+    return placed

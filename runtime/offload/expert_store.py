@@ -441,7 +441,7 @@ class ExpertStore:
         self._held[key] = held
         self._begin(key, held.selector_blocks() if self._by_rows(key, held) else held.all_blocks(), urgent)
 
-    def drop(self, key: ExpertKey) -> None:
+    def evict(self, key: ExpertKey) -> None:
         """Takes an expert's pages back, and ends its read."""
         self.stop(key)
         self._held.pop(key).close()

@@ -34,21 +34,21 @@ class PhaseCounts:
     """What happened in prefill, or in decoding: `needed` experts of which `hits` were there or on their way.
 
     `foretold` experts were read ahead of their layer; `right` of them were then chosen, `abandoned` dropped half read.
-    `in_part`: chosen, and not all was there or asked for; for `rows_foretold` of these rows were foretold. Where that
-    did not bring all, of the `running` neurons `running_foretold` were foretold.   `substituted`: that gave way to
+    `in_part`: chosen, and not all was there or asked for; for `rows_prefetched` of these rows were foretold. Where that
+    did not bring all, of the `running` neurons `running_predicted` were foretold.   `substituted`: that gave way to
     others.   `stall_ns`: how long was waited for reads.   `asked_bytes`: of blocks that were to be read, whole ones.
     `tokens`, `layers`: that were run.
     """
 
     needed: int = 0
     hits: int = 0
-    foretold: int = 0
-    right: int = 0
-    abandoned: int = 0
+    prefetched: int = 0
+    prefetched_chosen: int = 0
+    prefetched_abandoned: int = 0
     in_part: int = 0
-    rows_foretold: int = 0
+    rows_prefetched: int = 0
     running: int = 0
-    running_foretold: int = 0
+    running_predicted: int = 0
     substituted: int = 0
     stall_ns: int = 0
     asked_bytes: int = 0
@@ -114,7 +114,7 @@ class ExpertStorage(Protocol):
         """Gives an expert its pages and begins to bring it."""
         ...
 
-    def drop(self, key: ExpertKey) -> None:
+    def evict(self, key: ExpertKey) -> None:
         """Takes an expert's pages back."""
         ...
 
@@ -146,7 +146,7 @@ class LayerRun(Protocol):
         """An expert to run: once all have been added, or its pages are wanted."""
         ...
 
-    def drop(self, event: EvictEvent) -> None:
+    def evict(self, event: EvictEvent) -> None:
         """An expert's pages are wanted: before, it is computed, if it was to be."""
         ...
 
@@ -168,7 +168,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
 
     `prefill`, `decode` count what happened. Pack, operations, store and trace stay the caller's.
     Args:    reuses_selector: whether the next layer's selectors foretell, on this layer's input, which neurons run.
-             scores_matter: whether the residency, or its recorder, wants routers' scores.
+             scores_matter: whether the expert_cache, or its recorder, wants routers' scores.
     Raises:  PackError, later, when an expert is damaged, its file is cut or its drive fails.
     """
 
@@ -177,20 +177,20 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         pack: Pack,
         operations: Operations,
         store: ExpertStorage,
-        residency: ExpertCache,
+        expert_cache: ExpertCache,
         *,
         device: torch.device = _CPU,
         scores_matter: bool = False,
         reuses_selector: bool = False,
-        trust: Approximations = EXACT,
+        approximations: Approximations = EXACT,
         recorder: Recorder | None = None,
         trace: Trace | None = None,
     ) -> None:
         super().__init__(pack, device, operations)
         self.prefill, self.decode = PhaseCounts(), PhaseCounts()
-        self.foreteller: Prefetcher | None = None  # a prediction may want these weights, so that it comes later
-        self.store, self.trace, self.trust = store, trace, trust
-        self._residency, self._recorder = residency, recorder
+        self.prefetcher: Prefetcher | None = None  # a prediction may want these weights, so that it comes later
+        self.store, self.trace, self.approximations = store, trace, approximations
+        self._expert_cache, self._recorder = expert_cache, recorder
         self._scores_matter = scores_matter
         self._reuses_selector = reuses_selector
         self._ahead: set[ExpertKey] = set()  # foretold, and their layer has not run since
@@ -202,7 +202,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         self._first_layers = frozenset(
             first_moe_layers(self.spec)
         )  # of a stack; the stack before tells nothing of them
-        for layer_idx, expert in np.argwhere(residency.is_placed).tolist():
+        for layer_idx, expert in np.argwhere(expert_cache.is_placed).tolist():
             store.fetch(ExpertKey(layer_idx, expert), urgent=False)
 
     def run_experts(
@@ -222,7 +222,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         stalled, asked = self.store.stall_ns, self.store.asked_bytes
         experts, router_weights = self._told(x, experts, router_weights)
         scores = None
-        if self._scores_matter or self.trust.substitute is not None:
+        if self._scores_matter or self.approximations.substitute is not None:
             experts, router_weights, scores = self._scored(layer_idx, x, experts, router_weights, counts)
         jobs = _jobs(layer_idx, experts, router_weights)
         if self._recorder is not None:
@@ -257,13 +257,13 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         counts: PhaseCounts,
         partial_state: PartialState | None,
     ) -> None:
-        """Carries out what the residency decides, and looks ahead once all that this layer needs is on its way."""
-        waits_for_hits = self.foreteller is not None and self.foreteller.needs_partial
+        """Carries out what the expert_cache decides, and looks ahead once all that this layer needs is on its way."""
+        waits_for_hits = self.prefetcher is not None and self.prefetcher.needs_partial
         is_last = layer_idx == self._last_layer_idx or layer_idx + 1 in self._first_layers
-        has_looked = self.foreteller is None or is_last
+        has_looked = self.prefetcher is None or is_last
 
         def look(is_hit: bool) -> bool:
-            if has_looked or self._residency.num_waiting or (is_hit and waits_for_hits):
+            if has_looked or self._expert_cache.num_waiting or (is_hit and waits_for_hits):
                 return has_looked
             partial = None
             if waits_for_hits and partial_state is not None:
@@ -272,7 +272,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
             self._look_ahead(layer_idx, PredictionInput(x, self._last_routes(layer_idx, experts), partial), run, counts)
             return True
 
-        with closing(self._residency.walk(layer_idx, list(jobs), scores)) as events:
+        with closing(self._expert_cache.schedule(layer_idx, list(jobs), scores)) as events:
             for event in events:
                 if isinstance(event, ComputeEvent):
                     has_looked = look(event.is_hit)
@@ -282,7 +282,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
                 elif isinstance(event, FetchEvent):
                     run.fetch(event.key)
                 else:
-                    run.drop(event)
+                    run.evict(event)
         look(is_hit=False)
         run.flush()
         self._look_for_rows(x)
@@ -294,9 +294,9 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         spec = self.spec.router
         logits = router_logits(x, self, self.spec.moe_layers[layer_idx])
         scores = expert_scores(logits, spec).cpu().numpy()
-        alpha = self.trust.substitute
+        alpha = self.approximations.substitute
         if alpha is not None and len(x) == 1:
-            chosen = substitute(scores, experts.numpy(), self._residency.is_resident[layer_idx], alpha)
+            chosen = substitute(scores, experts.numpy(), self._expert_cache.is_resident[layer_idx], alpha)
             num_replaced = int((chosen != experts.numpy()).sum())
             counts.substituted += num_replaced
             if num_replaced:  # else the weights stay the router's own, to the bit
@@ -309,24 +309,24 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         self._rows_wanted.clear()
         for key in sorted(key for key in self._ahead if key.layer_idx == layer_idx):
             self._ahead.discard(key)
-            if not self._residency.is_resident[key]:
+            if not self._expert_cache.is_resident[key]:
                 continue
             if key.expert in jobs:
-                counts.right += 1
+                counts.prefetched_chosen += 1
                 self.store.promote(key)
             elif key not in self._rows_ahead and not self.store.is_here(key):
-                counts.abandoned += 1
-                self._residency.abandon(key)
-                self.store.drop(key)
+                counts.prefetched_abandoned += 1
+                self._expert_cache.abandon(key)
+                self.store.evict(key)
         self.predicted.clear()
         for key in sorted(key for key in self._rows_ahead if key.layer_idx == layer_idx):
             neurons = self._rows_ahead.pop(key)
-            if not self._residency.is_resident[key]:
+            if not self._expert_cache.is_resident[key]:
                 continue
             if key.expert in jobs:
                 self.predicted[key] = neurons
                 counts.in_part += 1
-                counts.rows_foretold += 1
+                counts.rows_prefetched += 1
                 self.store.promote(key)
             elif not self.store.is_here(key):
                 self.store.stop(key)
@@ -338,20 +338,20 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         return np.stack(self._routes, axis=1)
 
     def _look_ahead(self, layer_idx: int, observed: PredictionInput, run: LayerRun, counts: PhaseCounts) -> None:
-        assert self.foreteller is not None, "asked only then"
-        foretold = self.foreteller.foretold(layer_idx + 1, observed)
+        assert self.prefetcher is not None, "asked only then"
+        foretold = self.prefetcher.foretold(layer_idx + 1, observed)
         if not len(foretold):
             return
-        for event in self._residency.ahead(layer_idx + 1, foretold, during=layer_idx):
+        for event in self._expert_cache.prefetch(layer_idx + 1, foretold, during=layer_idx):
             if isinstance(event, EvictEvent):
-                run.drop(event)
+                run.evict(event)
             elif isinstance(event, FetchEvent):
                 self.store.fetch(event.key, urgent=False)
                 self._ahead.add(event.key)
-                counts.foretold += 1
+                counts.prefetched += 1
         if self._reuses_selector and len(observed.x) == 1:
             keys = [ExpertKey(layer_idx + 1, expert) for expert in foretold]
-            self._rows_wanted = [key for key in keys if self._residency.is_resident[key]]
+            self._rows_wanted = [key for key in keys if self._expert_cache.is_resident[key]]
 
     def _look_for_rows(self, x: Tensor) -> None:
         """Reads ahead the rows that foretold experts, of which not all is there, would run on this layer's input.
@@ -417,17 +417,17 @@ class CpuLayerRun:
         self._store.running(job.key, len(neurons) / held.layout.num_rows)
         foretold = self._weights.predicted.get(job.key)
         count_rows(self._counts, neurons, foretold)
-        if self._weights.trust.is_predicted_enough and foretold is not None:
+        if self._weights.approximations.is_predicted_enough and foretold is not None:
             selected = SelectedNeurons(selected.a, selected.runs, torch.from_numpy(held.present(neurons)))
         else:
             self._store.fetch_records(job.key, neurons, urgent=True)
         self._in_part.append((job, selected))
 
-    def drop(self, event: EvictEvent) -> None:
+    def evict(self, event: EvictEvent) -> None:
         """An expert's pages are wanted: before, it is computed, if it was to be."""
         if any(job.key == event.key for job in (*self._late, *(job for job, _ in (*self._whole, *self._in_part)))):
             self.flush()
-        self._store.drop(event.key)
+        self._store.evict(event.key)
 
     def flush(self) -> None:
         """Computes what has been added: what is there, then what comes, as much at once as has come."""
@@ -489,4 +489,4 @@ def count_rows(counts: PhaseCounts, neurons: NDArray[np.int32], foretold: NDArra
         counts.in_part += 1
         return
     counts.running += len(neurons)
-    counts.running_foretold += len(np.intersect1d(neurons, foretold, assume_unique=True))
+    counts.running_predicted += len(np.intersect1d(neurons, foretold, assume_unique=True))

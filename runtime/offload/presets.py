@@ -1,7 +1,10 @@
-"""Presets: each paper's system as a combination of policies, by name. What each policy is, its own page says.
+"""Presets: the system of each paper as a combination of policies, by name.
 
-A preset is what its paper sets, read for one fast tier over one slow one: RAM over the drive, or VRAM over RAM.
-Where that reading is ours, it stands at the preset; docs/papers.md has what it changes.
+A preset has the settings of its paper, read for one fast level above one slow level: host memory above the disk, or GPU
+memory above host memory. Comments mark our own readings; docs/papers.md says what they change.
+
+A new preset is a name in `PolicyName`, a `Preset` in `PRESETS` and a place in `SIMPLEST_FIRST`. A new eviction policy
+is a class in eviction.py, a name in `EvictionName` and a line in `_EVICTIONS`.
 """
 
 from collections.abc import Callable
@@ -18,12 +21,13 @@ EvictionName = Literal["lru", "layer_lru", "lfu", "edgemoe", "importance", "none
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A system's policies.
+    """The policies of a system.
 
-    `placed_share`: of the pages, for the most popular experts, from the start and for good.   `keeps`: whether others
-    stay once they were needed.   `num_ahead`: experts foretold a layer; None: as many as are chosen.   `rows_below`:
-    a miss brings the running rows alone where a smaller share of them runs; 0: always the whole expert.
-    `reuse_selector`: neurons are foretold by the next layer's selector on this hidden state (FloE §3.3.2, CORM §4.2).
+    `placed_share`: the share of the pages for the most popular experts, which stay for the whole run.   `keeps`:
+    whether other experts stay after they have run.   `max_predicted`: experts predicted for a layer; None: as many as
+    a token uses.   `rows_below`: the cutover, a share of neurons: if fewer of an expert's neurons run, a miss brings
+    only their rows; 0: always the whole expert.   `reuse_selector`: the next layer's selector predicts neurons from
+    this hidden state (FloE §3.3.2, CORM §4.2).
     """
 
     name: PolicyName
@@ -31,36 +35,39 @@ class Preset:
     placed_share: float = 0.0
     keeps: bool = True
     prediction: PredictionName = "none"
-    num_ahead: int | None = None
+    max_predicted: int | None = None
     rows_below: float = 0.0
     reuse_selector: bool = False
 
-    def alone(self) -> "Preset":
-        """The same without foretelling."""
+    def without_prediction(self) -> "Preset":
+        """Returns the same preset without prediction of experts and neurons."""
         return replace(self, prediction="none", reuse_selector=False)
 
-    def num_foretold(self, num_active: int) -> int:
-        """How many experts a layer are foretold, where a token has `num_active`."""
+    def num_predicted(self, num_active: int) -> int:
+        """Returns how many experts are predicted for a layer if a token uses `num_active`."""
         if self.prediction == "none":
             return 0
-        return num_active if self.num_ahead is None else self.num_ahead
+        return num_active if self.max_predicted is None else self.max_predicted
 
 
 _LRU = Preset("lru", "lru")
-# FloE moves running rows only, foretold by its networks and the next layer's selector (§3.3, §3.4). Of what stays in
-# fast memory it says that more memory holds "more MoE layers" (Fig. 8). Our reading: the last used of all layers.
+# FloE moves only running rows, predicted by its networks and by the next layer's selector (§3.3, §3.4). About fast
+# memory it says only that more of it has "more MoE layers" (Fig. 8). Our reading: the last used of all layers stay.
 _FLOE = Preset("floe", "lru", prediction="mlp", rows_below=1.0, reuse_selector=True)
 # CORM §4.2, §4.3; whole experts above 75% of running neurons: Fig. 9.
 _CORM = Preset("corm", "layer_lru", prediction="router", rows_below=0.75, reuse_selector=True)
-# Fiddler computes a missing expert where it lies (§3.2, decode). Our reading with a drive below: it is read, used once
-# and not kept.
+# Fiddler computes a missing expert in the memory where it is (§3.2, decode). Our reading for an expert on a disk: it is
+# read, used once and not kept.
 _FIDDLER = Preset("fiddler", "none", placed_share=1.0, keeps=False)
-# EdgeMoE §III-C: "can preload 1-3 experts in each layer"; likeliest first, until the router has spoken.
-_EDGEMOE = Preset("edgemoe", "edgemoe", prediction="paths", num_ahead=3)
-# Importance §5.2 (the best k by foretold score), §5.3. Substitution (§5.1) changes answers and is asked for apart.
+# EdgeMoE §III-C: "can preload 1-3 experts in each layer"; likeliest first, until the router has chosen.
+_EDGEMOE = Preset("edgemoe", "edgemoe", prediction="paths", max_predicted=3)
+# Importance §5.2 (the best k by predicted score), §5.3. Substitution (§5.1) changes answers and has an option of its
+# own.
 _IMPORTANCE = Preset("importance", "importance", prediction="partial")
 
 PRESETS: dict[str, Preset] = {preset.name: preset for preset in (_LRU, _FLOE, _CORM, _FIDDLER, _EDGEMOE, _IMPORTANCE)}
+# The fewer things a policy does, the earlier: among policies that hit equally often, `auto` takes the first of these.
+SIMPLEST_FIRST: tuple[PolicyName, ...] = ("lru", "fiddler", "corm", "edgemoe", "importance", "floe")
 
 _EVICTIONS: dict[EvictionName, Callable[[CacheFacts], Eviction]] = {
     "lru": LRU,
@@ -73,15 +80,15 @@ _EVICTIONS: dict[EvictionName, Callable[[CacheFacts], Eviction]] = {
 
 
 def placed_by(preset: Preset, facts: CacheFacts) -> list[ExpertKey]:
-    """The experts that the preset places."""
+    """Returns the experts that the preset places for the whole run."""
     return placed_by_popularity(facts, int(preset.placed_share * facts.num_pages))
 
 
 def eviction_of(preset: Preset, facts: CacheFacts) -> Eviction:
-    """The preset's eviction, new."""
+    """Returns a new instance of the preset's eviction policy."""
     return _EVICTIONS[preset.eviction](facts)
 
 
 def expert_cache_for(preset: Preset, facts: CacheFacts) -> ExpertCache:
-    """Fast memory as the preset keeps it, with what it places already in."""
+    """Returns a cache under the preset's policies; the experts that it places are resident."""
     return ExpertCache(facts, eviction_of(preset, facts), placed_by(preset, facts), preset.keeps)

@@ -3,11 +3,11 @@
 A safetensors file, of which nothing is trusted. Not to be confused with the records of neurons. Described in
 docs/moe-pack.md.
 
-Writing down a run: a residency that notes what is asked of it, and what collects it into a record.
+Writing down a run: a expert_cache that notes what is asked of it, and what collects it into a record.
 """
 
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 
 from moe_pack.formats import RangeReader, RunError, canonical, dump, load, parse
 from moe_pack.formats.safetensors import assemble, read_header
-from moe_pack.runtime.offload.cache import Array, CacheFacts, ComputeEvent, Event, Eviction, ExpertCache, ExpertKey
+from moe_pack.runtime.offload.cache import Array, CacheFacts, ComputeEvent, Events, Eviction, ExpertCache, ExpertKey
 from moe_pack.runtime.offload.presets import Preset, eviction_of, placed_by
 
 FORMAT: Literal["moe-pack record"] = "moe-pack record"
@@ -28,7 +28,7 @@ _NAMES = {np.dtype(code): name for name, code in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class RecordFacts:
+class RecordingFacts:
     """What a record was made with: the root digest of the pack, the preset's name, the budget and its pages."""
 
     format: Literal["moe-pack record"]
@@ -70,7 +70,7 @@ class Passes:
 
 
 class PrefetchRequest(NamedTuple):
-    """What an engine asked of a residency beside its walks: to bring experts ahead, likeliest first, or abandon one.
+    """What an engine asked of a expert_cache beside its walks: to bring experts ahead, likeliest first, or abandon one.
 
     `after`: how many events all walks had given before, each walk's end counted as one.
     """
@@ -83,17 +83,17 @@ class PrefetchRequest(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Record:
+class Recording:
     """A record: `passes` as above, `requests` in their order; `hits`, `needed` u32 [C, L] as the run counted them."""
 
-    facts: RecordFacts
+    facts: RecordingFacts
     passes: Passes
     requests: tuple[PrefetchRequest, ...]
     hits: Array
     needed: Array
 
 
-def check_place(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Checks, before a run, that its record can be written at `path`; whether there is room for it, nobody knows yet.
 
     Raises:  RunError if it cannot.
@@ -112,7 +112,7 @@ def _beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp")
 
 
-def write_record(record: Record, path: Path) -> None:
+def write_recording(record: Recording, path: Path) -> None:
     """Writes a record beside its place and renames it there.
 
     Raises:  RunError if the drive refuses.
@@ -160,7 +160,7 @@ def _rows_of(requests: Sequence[PrefetchRequest]) -> Array:
     return np.array(rows, "<u4").reshape(-1, 6)
 
 
-def read_record(path: Path) -> Record:
+def read_recording(path: Path) -> Recording:
     """The record at `path`, all of it checked.
 
     Raises:  RunError with the first fault found.
@@ -172,10 +172,10 @@ def read_record(path: Path) -> Record:
     values = parse(raw, f"{place}: facts", RunError)
     if not isinstance(values, dict) or values.get("format") != FORMAT or values.get("version") != VERSION:
         raise RunError(f"{place}: expected format {FORMAT!r}, version {VERSION}; record the run anew")
-    facts = load(RecordFacts, values, f"{place}: facts", RunError)
+    facts = load(RecordingFacts, values, f"{place}: facts", RunError)
     _check_values(arrays, place)
     passes = Passes(arrays["routes"], arrays["chunks"], arrays.get("scores"), arrays["popularity"])
-    return Record(facts, passes, _requests_of(arrays, place), arrays["hits"], arrays["needed"])
+    return Recording(facts, passes, _requests_of(arrays, place), arrays["hits"], arrays["needed"])
 
 
 def _read_arrays(path: Path) -> dict[str, Array]:
@@ -270,7 +270,7 @@ class Recorder:
         context_tokens: int,
         keeps_scores: bool,
     ) -> None:
-        self._facts = RecordFacts(FORMAT, VERSION, root, policy, budget_bytes, context_tokens, facts.num_pages)
+        self._facts = RecordingFacts(FORMAT, VERSION, root, policy, budget_bytes, context_tokens, facts.num_pages)
         self._popularity = facts.popularity
         self._num_active = facts.num_active
         self._keeps_scores = keeps_scores
@@ -309,7 +309,7 @@ class Recorder:
         """The engine asks for something beside walks."""
         self._requests.append(PrefetchRequest(self._num_events, layer_idx, tuple(experts), during, is_abandoned))
 
-    def record(self) -> Record:
+    def record(self) -> Recording:
         """All whole forward passes so far."""
         self._forget_broken_pass()
         L, E = self._popularity.shape
@@ -323,7 +323,7 @@ class Recorder:
             popularity=self._popularity.astype("<f4"),
         )
         hits, needed = (np.array(counts, "<u4").reshape(num_passes, L) for counts in (self._hits, self._needed))
-        return Record(self._facts, passes, tuple(self._requests), hits, needed)
+        return Recording(self._facts, passes, tuple(self._requests), hits, needed)
 
     def _forget_broken_pass(self) -> None:
         num_walks = len(self._hits) // len(self._popularity) * len(self._popularity)
@@ -338,11 +338,11 @@ class Recorder:
 
         Raises:  RunError if the drive refuses.
         """
-        write_record(self.record(), path)
+        write_recording(self.record(), path)
 
 
 class RecordedExpertCache(ExpertCache):
-    """A residency that writes down what is asked of it. The engine tells the recorder `routed` before each walk."""
+    """A expert_cache that writes down what is asked of it. The engine tells the recorder `routed` before each walk."""
 
     def __init__(
         self,
@@ -355,20 +355,20 @@ class RecordedExpertCache(ExpertCache):
         super().__init__(facts, eviction, placed, keeps)
         self._recorder = recorder
 
-    def walk(self, layer_idx: int, experts: Sequence[int], scores: Array | None = None) -> Generator[Event, None, None]:
-        """As `ExpertCache.walk`."""
+    def schedule(self, layer_idx: int, experts: Sequence[int], scores: Array | None = None) -> Events:
+        """As `ExpertCache.schedule`."""
         num_hits = 0
-        for event in super().walk(layer_idx, experts, scores):
+        for event in super().schedule(layer_idx, experts, scores):
             num_hits += isinstance(event, ComputeEvent) and event.is_hit
             self._recorder.happened()
             yield event
         self._recorder.happened()
         self._recorder.walked(num_hits, len(experts), scores)
 
-    def ahead(self, layer_idx: int, experts: Sequence[int], during: int) -> Generator[Event, None, None]:
-        """As `ExpertCache.ahead`; to be taken to its end before the walk goes on."""
+    def prefetch(self, layer_idx: int, experts: Sequence[int], during: int) -> Events:
+        """As `ExpertCache.prefetch`; to be taken to its end before the walk goes on."""
         self._recorder.asked(layer_idx, experts, during, False)
-        yield from super().ahead(layer_idx, experts, during)
+        yield from super().prefetch(layer_idx, experts, during)
 
     def abandon(self, key: ExpertKey) -> None:
         """As `ExpertCache.abandon`."""

@@ -1,7 +1,8 @@
-"""Replay: routes played against a policy and a number of pages, without weights; Belady's optimum beside.
+"""Replay: recorded routes run against a policy and a number of pages, without weights.
 
-The decisions are the engine's own (`ExpertCache`), so that hits are the same where nothing is foretold, and where what
-was foretold is recorded. Time is not played: what is foretold arrives.
+The decisions are those of `ExpertCache`, which a run uses too. Therefore the hits are those of the run where nothing is
+predicted, and where the predictions were recorded. Replay knows no time: every prefetch arrives. Belady's optimum, for
+comparison, knows the future.
 """
 
 from collections import deque
@@ -15,31 +16,29 @@ from moe_pack.formats import RunError
 from moe_pack.runtime.offload.cache import Array, CacheFacts, ComputeEvent, Event, ExpertCache, ExpertKey, FetchEvent
 from moe_pack.runtime.offload.eviction import Belady
 from moe_pack.runtime.offload.prefetch import PredictionName
-from moe_pack.runtime.offload.presets import PRESETS, PolicyName, Preset, expert_cache_for
-from moe_pack.runtime.offload.record import Passes, PrefetchRequest, Record
+from moe_pack.runtime.offload.presets import PRESETS, SIMPLEST_FIRST, PolicyName, Preset, expert_cache_for
+from moe_pack.runtime.offload.record import Passes, PrefetchRequest, Recording
 
-Foretelling = Literal["none", "recorded", "routes", "not replayable"]
+PredictionSource = Literal["none", "recorded", "routes", "not replayable"]
 
-# Hit rates so near each other, as shares, that the simpler policy is taken.
+# Two hit rates, as shares, that differ by no more than this count as equal: the simpler policy is taken.
 _TIE = 0.002
-# A layer's experts of one token, below which `auto` foretells nothing: foretelling takes longer than reading them. With
+# If a token's experts of a layer have fewer bytes, `auto` predicts nothing: predicting takes longer than reading. With
 # experts of 110 KB tokens took 7.5% longer (tests/bench/offloading.py overlap, the demo model; Intel Xeon, 2026-11-22).
-_FORETOLD_BYTES = 1 << 20
-# The fewer things a policy does, the earlier: what is preferred among equals.
-_SIMPLEST_FIRST: tuple[PolicyName, ...] = ("lru", "fiddler", "corm", "edgemoe", "importance", "floe")
+_LEAST_PREDICTED_BYTES = 1 << 20
 
 
 class PathShares(Protocol):
     """Path statistics: how likely experts are after those of the layers before."""
 
     def predict(self, l: int, before: Array) -> tuple[Array, Array]:
-        """For tokens [N, p, k], the p <= 2 layers before l, oldest first: shares [N, E]; and what else is known."""
+        """Returns shares [N, E] for tokens [N, p, k], the p <= 2 layers before l, oldest first; and one more array."""
         ...
 
 
 @dataclass(slots=True)
 class ReplayCounts:
-    """What some passes came to. `bytes_fetched` counts what was foretold too; `bytes_ahead` that alone."""
+    """The counts of some passes. `bytes_fetched` includes prefetches; `bytes_ahead` is of prefetches alone."""
 
     num_tokens: int = 0
     num_needed: int = 0
@@ -49,7 +48,7 @@ class ReplayCounts:
 
     @property
     def hit_rate(self) -> float:
-        """The share of experts that were in, or on their way, when their router spoke; 1 where none was needed."""
+        """The share of needed experts that were resident or on their way; 1 if no expert was needed."""
         return self.num_hits / self.num_needed if self.num_needed else 1.0
 
     @property
@@ -58,7 +57,7 @@ class ReplayCounts:
         return self.bytes_fetched / self.num_tokens if self.num_tokens else 0.0
 
     def tokens_per_second(self, read_rate: float, expert_seconds: float = 0.0) -> float:
-        """Tokens a second where nothing overlaps: reading, at so many bytes a second, then computing each expert."""
+        """Returns tokens a second without overlap: first reading, at `read_rate` bytes a second, then each expert."""
         needed = self.num_needed / self.num_tokens if self.num_tokens else 0.0
         seconds = self.bytes_per_token / read_rate + needed * expert_seconds
         return 1 / seconds if seconds else float("inf")
@@ -66,14 +65,14 @@ class ReplayCounts:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What came of a replay: passes of several tokens, and those of one.
+    """The counts of a replay: of passes of several tokens, and of passes of one.
 
-    `foretelling`: where what was foretold came from; `not replayable`: the policy foretells, and nothing here can.
+    `prediction`: where predictions came from; `not replayable`: the policy predicts from what routes do not tell.
     """
 
     prefill: ReplayCounts = field(default_factory=ReplayCounts)
     decode: ReplayCounts = field(default_factory=ReplayCounts)
-    foretelling: Foretelling = "none"
+    prediction: PredictionSource = "none"
 
 
 def replay(
@@ -81,125 +80,125 @@ def replay(
     facts: CacheFacts,
     extent_bytes: Array,
     preset: Preset,
-    record: Record | None = None,
+    record: Recording | None = None,
     paths: PathShares | None = None,
 ) -> ReplayResult:
-    """Plays routes against a preset.
+    """Replays routes against a preset.
 
-    What is foretold is taken from `record` where the run had this policy and these pages: all that it asked for. Else,
-    in passes of one token, from the routes so far where the preset's prediction needs no more; it is then asked for
-    once the layer before has all it needs.
-    Args:    extent_bytes: int64 [L, E], what bringing each expert reads.   paths: for predictions from paths.
+    If the recorded run had this policy and these pages, all its prefetches are replayed. Otherwise experts are
+    predicted from the routes so far, in passes of one token, if the preset's prediction needs no more than routes; they
+    are then prefetched at the end of the layer before.
+    Args:    extent_bytes: int64 [L, E], the bytes that fetching each expert reads.   paths: for prediction by paths.
     """
     assert facts.pages.shape == (passes.routes.shape[1], passes.num_experts), "routes of this model"
-    foretelling, prophet = _prophet(passes, facts, preset, record, paths)
-    played = ReplayResult(foretelling=foretelling)
-    _play(passes, expert_cache_for(preset, facts), extent_bytes, played, prophet)
-    return played
+    source, prefetches = _prefetches(passes, facts, preset, record, paths)
+    result = ReplayResult(prediction=source)
+    _replay(passes, expert_cache_for(preset, facts), extent_bytes, result, prefetches)
+    return result
 
 
 def optimum(passes: Passes, facts: CacheFacts, extent_bytes: Array) -> ReplayResult:
-    """The same with Belady's eviction, nothing placed and nothing foretold."""
+    """Replays routes against Belady's eviction, without placement and without prediction."""
     steps = [step for layers in passes.needed() for step in enumerate(layers)]
-    played = ReplayResult()
-    _play(passes, ExpertCache(facts, Belady(facts, steps)), extent_bytes, played, _NoPrefetch())
-    return played
+    result = ReplayResult()
+    _replay(passes, ExpertCache(facts, Belady(facts, steps)), extent_bytes, result, _NoPrefetch())
+    return result
 
 
 def auto_policy(
     passes: Passes, facts: CacheFacts, extent_bytes: Array
 ) -> tuple[PolicyName, dict[PolicyName, ReplayResult]]:
-    """The policy to take for such routes, by `best_of`, and what all of them come to without foretelling.
+    """Returns the best policy for such routes, by `best_of`, and the result of each policy without prediction.
 
-    Foretelling is left out because most of it cannot be judged by routes, and what it brings is read all the same.
+    Prediction is left out because routes alone do not tell most predictions, and because it reads no fewer bytes.
     `importance` is left out where scores are not known.
     """
-    names = [name for name in _SIMPLEST_FIRST if name != "importance" or passes.scores is not None]
-    table = {name: replay(passes, facts, extent_bytes, PRESETS[name].alone()) for name in names}
+    names = [name for name in SIMPLEST_FIRST if name != "importance" or passes.scores is not None]
+    table = {name: replay(passes, facts, extent_bytes, PRESETS[name].without_prediction()) for name in names}
     return best_of(table), table
 
 
 def auto_preset(passes: Passes | None, facts: CacheFacts, extent_bytes: Array) -> Preset:
-    """What `--policy auto` runs: the policy that keeps best on such routes, and what foretells best.
+    """Returns the preset of `--policy auto`: the eviction with the most hits on such routes, and the best prediction.
 
-    Without routes to choose by it keeps as EdgeMoE does: layers come in turn, and what was used longest ago is what the
-    next layers need. Measured on synthetic packs (docs/benchmarks/offloading.md).
+    Without routes it evicts as EdgeMoE does: layers come in turn, and the layer that ran longest ago is needed next.
+    Measured on synthetic packs (docs/benchmarks/offloading.md).
     """
     name: PolicyName = "edgemoe" if passes is None else auto_policy(passes, facts, extent_bytes)[0]
     token_bytes = facts.num_active * int(extent_bytes.max())
-    prediction: PredictionName = "best" if token_bytes >= _FORETOLD_BYTES else "none"
-    return replace(PRESETS[name], prediction=prediction, num_ahead=None, rows_below=0.0, reuse_selector=False)
+    prediction: PredictionName = "best" if token_bytes >= _LEAST_PREDICTED_BYTES else "none"
+    return replace(PRESETS[name], prediction=prediction, max_predicted=None, rows_below=0.0, reuse_selector=False)
 
 
 def best_of(table: Mapping[PolicyName, ReplayResult]) -> PolicyName:
-    """The policy with the highest hit rate on tokens decoded one by one; within 0.2 points the simplest."""
-    best = max(played.decode.hit_rate for played in table.values())
-    return next(name for name in _SIMPLEST_FIRST if name in table and table[name].decode.hit_rate >= best - _TIE)
+    """Returns the policy with the highest hit rate in decode; of those within 0.2 points of it, the simplest."""
+    best = max(result.decode.hit_rate for result in table.values())
+    return next(name for name in SIMPLEST_FIRST if name in table and table[name].decode.hit_rate >= best - _TIE)
 
 
 class _NoPrefetch:
-    """Foretells nothing."""
+    """Prefetches nothing. The other sources of prefetches override both methods.
 
-    def begin(self, residency: ExpertCache, pass_idx: int) -> Iterable[Event]:
-        """What is asked for before a pass; carried out as it is taken."""
+    Both yield events of the cache, which has carried out an event before it gives the next.
+    """
+
+    def before_pass(self, cache: ExpertCache, pass_idx: int) -> Iterable[Event]:
+        """Prefetches before a pass."""
         return ()
 
-    def speak(self, residency: ExpertCache, layer_idx: int, is_over: bool) -> Iterable[Event]:
-        """What is asked for after an event of a layer's walk, or after its end; carried out as it is taken."""
+    def after_event(self, cache: ExpertCache, layer_idx: int, is_over: bool) -> Iterable[Event]:
+        """Prefetches after an event of a layer's schedule, or after its end (`is_over`)."""
         return ()
 
 
-class _Recorded(_NoPrefetch):
-    """Asks what a run asked, when it did."""
+class _RecordedPrefetch(_NoPrefetch):
+    """Repeats the requests of a run, each after as many events as in the run."""
 
     def __init__(self, requests: Sequence[PrefetchRequest]) -> None:
         self._requests = deque(requests)
         self._num_events = 0
 
-    def begin(self, residency: ExpertCache, pass_idx: int) -> Iterator[Event]:
-        """All that is due: something only before the first pass, which no event precedes."""
+    def before_pass(self, cache: ExpertCache, pass_idx: int) -> Iterator[Event]:
+        """Repeats the requests that are due: before the first pass, those that no event precedes."""
         while self._requests and self._requests[0].after <= self._num_events:
             request = self._requests.popleft()
             if request.is_abandoned:
-                self._abandon(residency, ExpertKey(request.layer_idx, request.experts[0]))
+                self._abandon(cache, ExpertKey(request.layer_idx, request.experts[0]))
             else:
-                yield from residency.ahead(request.layer_idx, request.experts, request.during)
+                yield from cache.prefetch(request.layer_idx, request.experts, request.during)
 
-    def speak(self, residency: ExpertCache, layer_idx: int, is_over: bool) -> Iterator[Event]:
-        """All that came after as many events."""
+    def after_event(self, cache: ExpertCache, layer_idx: int, is_over: bool) -> Iterator[Event]:
         self._num_events += 1
-        return self.begin(residency, layer_idx)
+        return self.before_pass(cache, layer_idx)
 
-    def _abandon(self, residency: ExpertCache, key: ExpertKey) -> None:
-        if not residency.is_resident[key] or residency.is_locked[key] or residency.is_placed[key]:
+    def _abandon(self, cache: ExpertCache, key: ExpertKey) -> None:
+        if not cache.is_resident[key] or cache.is_locked[key] or cache.is_placed[key]:
             raise RunError(
-                f"record: abandons expert {key.expert} of MoE layer {key.layer_idx}, which was not on its way; "
-                "record the run anew"
+                f"recording: it abandons expert {key.expert} of MoE layer {key.layer_idx}, which was not on its way; "
+                "record the run again"
             )
-        residency.abandon(key)
+        cache.abandon(key)
 
 
-class _FromRoutes(_NoPrefetch):
-    """Asks for the likeliest experts of the next layer, judged by the routes of the pass."""
+class _RoutePrefetch(_NoPrefetch):
+    """Prefetches the likeliest experts of the next layer, by the routes of the pass; only in passes of one token."""
 
-    def __init__(self, passes: Passes, num_ahead: int, paths: PathShares | None) -> None:
+    def __init__(self, passes: Passes, num_predicted: int, paths: PathShares | None) -> None:
         self._passes = passes
-        self._num_ahead = num_ahead
+        self._num_predicted = num_predicted
         self._paths = paths
         self._starts = np.cumsum(passes.chunks, dtype=np.int64) - passes.chunks
         self._token: int | None = None
 
-    def begin(self, residency: ExpertCache, pass_idx: int) -> Iterable[Event]:
-        """Nothing; only passes of one token are foretold."""
+    def before_pass(self, cache: ExpertCache, pass_idx: int) -> Iterable[Event]:
         self._token = int(self._starts[pass_idx]) if self._passes.chunks[pass_idx] == 1 else None
         return ()
 
-    def speak(self, residency: ExpertCache, layer_idx: int, is_over: bool) -> Iterable[Event]:
-        """The next layer's, once a layer is over."""
+    def after_event(self, cache: ExpertCache, layer_idx: int, is_over: bool) -> Iterable[Event]:
         if not is_over or self._token is None or layer_idx + 1 == self._passes.routes.shape[1]:
             return ()
-        best = np.argsort(-self._shares(layer_idx + 1, self._token), kind="stable")[: self._num_ahead]
-        return residency.ahead(layer_idx + 1, best.tolist(), during=layer_idx)
+        best = np.argsort(-self._shares(layer_idx + 1, self._token), kind="stable")[: self._num_predicted]
+        return cache.prefetch(layer_idx + 1, best.tolist(), during=layer_idx)
 
     def _shares(self, layer_idx: int, token: int) -> Array:
         if self._paths is None:
@@ -211,43 +210,43 @@ class _FromRoutes(_NoPrefetch):
         return likeliest
 
 
-def _prophet(
-    passes: Passes, facts: CacheFacts, preset: Preset, record: Record | None, paths: PathShares | None
-) -> tuple[Foretelling, _NoPrefetch]:
-    num_ahead = preset.num_foretold(facts.num_active)
+def _prefetches(
+    passes: Passes, facts: CacheFacts, preset: Preset, record: Recording | None, paths: PathShares | None
+) -> tuple[PredictionSource, _NoPrefetch]:
+    num_predicted = preset.num_predicted(facts.num_active)
     if record is not None and (record.facts.policy, record.facts.num_pages) == (preset.name, facts.num_pages):
-        return ("recorded", _Recorded(record.requests)) if record.requests else ("none", _NoPrefetch())
-    if num_ahead == 0:
+        return ("recorded", _RecordedPrefetch(record.requests)) if record.requests else ("none", _NoPrefetch())
+    if num_predicted == 0:
         return "none", _NoPrefetch()
     if preset.prediction == "popularity":
-        return "routes", _FromRoutes(passes, num_ahead, None)
+        return "routes", _RoutePrefetch(passes, num_predicted, None)
     if preset.prediction == "paths" and paths is not None:
-        return "routes", _FromRoutes(passes, num_ahead, paths)
+        return "routes", _RoutePrefetch(passes, num_predicted, paths)
     return "not replayable", _NoPrefetch()
 
 
-def _play(
-    passes: Passes, residency: ExpertCache, extent_bytes: Array, played: ReplayResult, prophet: _NoPrefetch
+def _replay(
+    passes: Passes, cache: ExpertCache, extent_bytes: Array, result: ReplayResult, prefetches: _NoPrefetch
 ) -> None:
     scores = passes.scores
     for pass_idx, layers in enumerate(passes.needed()):
-        tally = played.decode if passes.chunks[pass_idx] == 1 else played.prefill
-        tally.num_tokens += int(passes.chunks[pass_idx])
-        _count_ahead(prophet.begin(residency, pass_idx), extent_bytes, tally)
+        counts = result.decode if passes.chunks[pass_idx] == 1 else result.prefill
+        counts.num_tokens += int(passes.chunks[pass_idx])
+        _count_prefetches(prefetches.before_pass(cache, pass_idx), extent_bytes, counts)
         for layer_idx, experts in enumerate(layers):
-            told = None if scores is None else scores[pass_idx, layer_idx]
-            for event in residency.walk(layer_idx, experts, told):
+            layer_scores = None if scores is None else scores[pass_idx, layer_idx]
+            for event in cache.schedule(layer_idx, experts, layer_scores):
                 if isinstance(event, ComputeEvent):
-                    tally.num_needed += 1
-                    tally.num_hits += event.is_hit
+                    counts.num_needed += 1
+                    counts.num_hits += event.is_hit
                 elif isinstance(event, FetchEvent):
-                    tally.bytes_fetched += int(extent_bytes[event.key])
-                _count_ahead(prophet.speak(residency, layer_idx, False), extent_bytes, tally)
-            _count_ahead(prophet.speak(residency, layer_idx, True), extent_bytes, tally)
+                    counts.bytes_fetched += int(extent_bytes[event.key])
+                _count_prefetches(prefetches.after_event(cache, layer_idx, False), extent_bytes, counts)
+            _count_prefetches(prefetches.after_event(cache, layer_idx, True), extent_bytes, counts)
 
 
-def _count_ahead(events: Iterable[Event], extent_bytes: Array, tally: ReplayCounts) -> None:
+def _count_prefetches(events: Iterable[Event], extent_bytes: Array, counts: ReplayCounts) -> None:
     for event in events:
         if isinstance(event, FetchEvent):
-            tally.bytes_fetched += int(extent_bytes[event.key])
-            tally.bytes_ahead += int(extent_bytes[event.key])
+            counts.bytes_fetched += int(extent_bytes[event.key])
+            counts.bytes_ahead += int(extent_bytes[event.key])

@@ -340,8 +340,8 @@ def overlap_command(
             rows.append((
                 name, policy if ahead else f"{policy}, no prefetch", f"{decode_tokens / decode_s[policy, ahead]:.2f}",
                 f"{median(c['hits'] / c['experts_needed'] for c in counts):.1%}",
-                f"{median(map(hidden_share, done)):.1%}", f"{median(c['predicted'] for c in counts):,.0f}",
-                f"{median(c['predicted_right'] for c in counts):,.0f}", figure(ratio, ".3f"),
+                f"{median(map(hidden_share, done)):.1%}", f"{median(c['prefetched'] for c in counts):,.0f}",
+                f"{median(c['prefetched_chosen'] for c in counts):,.0f}", figure(ratio, ".3f"),
             ))  # fmt: skip
     header = ("pack", "policy", "tokens/s", "hits", "hidden", "predicted", "right", "time by that without")
     finish({"runs": [dict(zip(header, row, strict=True)) for row in rows]}, table(header, rows), as_json, faults)

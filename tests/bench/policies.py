@@ -202,11 +202,11 @@ def count_run(
                 recorder.routed(layer_idx, chosen)
             told = None if passes.scores is None else passes.scores[pass_idx, layer_idx]
             may_ask = predict is not None and is_decoding and layer_idx < last
-            for event in residency.walk(layer_idx, experts, told):
+            for event in residency.schedule(layer_idx, experts, told):
                 if may_ask and isinstance(event, ComputeEvent) and not residency.num_waiting:
                     may_ask = False
                     assert predict is not None, "asked only where there is one"
-                    brought = residency.ahead(layer_idx + 1, predict(pass_idx, layer_idx + 1), during=layer_idx)
+                    brought = residency.prefetch(layer_idx + 1, predict(pass_idx, layer_idx + 1), during=layer_idx)
                     tally.read += sum(isinstance(event, FetchEvent) for event in brought)
                 tally.needed += isinstance(event, ComputeEvent)
                 tally.hits += isinstance(event, ComputeEvent) and event.is_hit
@@ -281,7 +281,7 @@ def _in_passing(facts: CacheFacts) -> ExpertCache:
 def corm(demo: DemoRoutes, facts: CacheFacts, running: float) -> Iterator[Part]:
     """Fig. 8, Mixtral 8x7B and DeepSeekMoE 16B: B, +S, +P, +C. S: gate whole, of up and down the running rows."""
     rows = demo.packed_share * (1 + 2 * running) / 3
-    ahead, name = by_router(demo, PRESETS["corm"].num_foretold(facts.num_active)), "CORM, Fig. 8"
+    ahead, name = by_router(demo, PRESETS["corm"].num_predicted(facts.num_active)), "CORM, Fig. 8"
     alone, predicted = count_run(demo, _in_passing(facts)), count_run(demo, _in_passing(facts), ahead)
     yield Part(name, "B: 4 bit, read when needed", alone, demo.packed_share, "1 / 1")
     yield Part(name, "+S: running rows", alone, rows, "1.25 / 1.40")
@@ -292,7 +292,7 @@ def corm(demo: DemoRoutes, facts: CacheFacts, running: float) -> Iterator[Part]:
 
 def edgemoe(demo: DemoRoutes, facts: CacheFacts, running: float) -> Iterator[Part]:
     """Fig. 18 and its text, Switch base-8 on a Jetson TX2: 0.789, 0.392, 0.305, 0.245 s a token."""
-    ahead, name = by_paths(demo, PRESETS["edgemoe"].num_foretold(facts.num_active)), "EdgeMoE, Fig. 18"
+    ahead, name = by_paths(demo, PRESETS["edgemoe"].num_predicted(facts.num_active)), "EdgeMoE, Fig. 18"
     alone, predicted = count_run(demo, _in_passing(facts)), count_run(demo, _in_passing(facts), ahead)
     yield Part(name, "16 bit, read when needed", alone, 1.0, "1")
     yield Part(name, "+Q: 4 bit", alone, demo.packed_share, "2.01")
@@ -303,7 +303,7 @@ def edgemoe(demo: DemoRoutes, facts: CacheFacts, running: float) -> Iterator[Par
 
 def importance(demo: DemoRoutes, facts: CacheFacts, running: float) -> Iterator[Part]:
     """Fig. 16's text, three models: time down by 8%, 20%, 14%, of the part before each. +BA needs two processors."""
-    ahead, name = by_router(demo, PRESETS["importance"].num_foretold(facts.num_active)), "importance, Fig. 16"
+    ahead, name = by_router(demo, PRESETS["importance"].num_predicted(facts.num_active)), "importance, Fig. 16"
 
     def kept() -> ExpertCache:
         return ExpertCache(facts, Importance(facts))
@@ -372,7 +372,9 @@ def rows_of(demo: DemoRoutes, facts: CacheFacts) -> Iterator[tuple[str, ReplayCo
     yield "optimum", optimum(demo.passes, facts, extents).decode
     for name in ("floe", "corm", "edgemoe", "importance"):
         preset = PRESETS[name]
-        predict = (by_paths if preset.prediction == "paths" else by_router)(demo, preset.num_foretold(facts.num_active))
+        predict = (by_paths if preset.prediction == "paths" else by_router)(
+            demo, preset.num_predicted(facts.num_active)
+        )
         record = run_recorded(demo, facts, preset, predict)
         yield f"{name}, with prediction", replay(demo.passes, facts, extents, preset, record).decode
 

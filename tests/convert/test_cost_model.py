@@ -28,7 +28,7 @@ from moe_pack.formats.layout import pack_layout
 from moe_pack.formats.plan import E5M2, FP8, MXFP4
 from moe_pack.formats.spec import cached_values
 from moe_pack.runtime import Engine, EngineOptions, FixedCosts, WidthRate
-from moe_pack.runtime.offload import OffloadedWeights, Passes, divide_budget, read_record
+from moe_pack.runtime.offload import OffloadedWeights, Passes, divide_budget, read_recording
 
 FREE = FixedCosts(0.0, 0.0, 0.0, 0.0)
 
@@ -181,7 +181,7 @@ def test_bytes_of_a_token_are_those_that_the_engine_counted_on_the_same_routes(p
             for token in ids[40:]:
                 engine.decoder.next_logits([token])
             asked = (counts.decode.asked_bytes - before) / 120
-        run = read_record(record).passes
+        run = read_recording(record).passes
         plan = divide_budget(held.layout, budget, 160, 0)
         popularity = np.ones((4, 8))
         alike = Passes(run.routes, run.chunks, None, np.ones((4, 8), "<f4"))

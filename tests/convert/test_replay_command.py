@@ -16,14 +16,14 @@ from moe_pack.formats import Pack, RunError
 from moe_pack.runtime.offload import (
     PRESETS,
     CacheFacts,
-    Record,
     Recorder,
+    Recording,
     divide_budget,
     expert_pages,
-    read_record,
+    read_recording,
     recorded_expert_cache_for,
 )
-from moe_pack.runtime.offload.record import write_record
+from moe_pack.runtime.offload.record import write_recording
 
 BUDGET, CONTEXT = 11 << 20, 64  # of the demo pack's 32 experts, each a page, some two thirds have room
 NUM_EXPERTS = 8
@@ -53,9 +53,11 @@ def routes(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for layer_idx, shares in enumerate(popularity.astype(np.float64)):
             drawn = [rng.choice(NUM_EXPERTS, 2, replace=False, p=shares / shares.sum()) for _ in range(num_tokens)]
             recorder.routed(layer_idx, np.array(drawn))
-            for number, _ in enumerate(residency.walk(layer_idx, np.unique(drawn).tolist(), shares)):
+            for number, _ in enumerate(residency.schedule(layer_idx, np.unique(drawn).tolist(), shares)):
                 if number == 0 and layer_idx + 1 < len(pages):
-                    list(residency.ahead(layer_idx + 1, rng.choice(NUM_EXPERTS, 2, replace=False).tolist(), layer_idx))
+                    list(
+                        residency.prefetch(layer_idx + 1, rng.choice(NUM_EXPERTS, 2, replace=False).tolist(), layer_idx)
+                    )
     path = tmp_path_factory.mktemp("routes") / "routes.safetensors"
     recorder.write(path)
     return path
@@ -78,12 +80,12 @@ def test_every_policy_stands_under_every_budget_with_the_optimum_beside(demo: Pa
 def test_the_recorded_policy_is_replayed_with_what_was_foretold_hit_for_hit(demo: Path, routes: Path) -> None:
     result = run("replay", routes, "--pack", demo, "--budget", "11M", "--policy", "corm,lru", "--json")
     (outcome,) = json.loads(result.stdout)
-    record = read_record(routes)
-    corm, alone = outcome["foretelling"]["corm"], outcome["alone"]
-    assert corm["foretelling"] == "recorded" and corm["decode"]["bytes_ahead"] > 0
+    record = read_recording(routes)
+    corm, alone = outcome["predicting"]["corm"], outcome["alone"]
+    assert corm["prediction"] == "recorded" and corm["decode"]["bytes_ahead"] > 0
     assert corm["decode"]["num_hits"] == record.hits[1:].sum() and corm["prefill"]["num_hits"] == record.hits[0].sum()
     assert corm["decode"]["num_tokens"] == 40 and corm["decode"]["num_needed"] == 40 * 4 * 2
-    assert list(outcome["foretelling"]) == ["corm"] and list(alone) == ["corm", "lru"]
+    assert list(outcome["predicting"]) == ["corm"] and list(alone) == ["corm", "lru"]
     rates = {name: alone[name]["decode"]["hit_rate"] for name in alone}
     assert max(rates.values()) <= outcome["optimum"]["decode"]["hit_rate"] and outcome["best"] == max(
         rates, key=rates.get
@@ -99,9 +101,9 @@ def test_a_profile_is_replayed_by_its_held_out_text_and_foretells_by_its_paths(t
     result = run("replay", tmp_path / "profile", "--pack", tmp_path / "packed", "--budget", "7M", "--json")
     assert result.exit_code == 0, result.output
     (outcome,) = json.loads(result.stdout)
-    edgemoe = outcome["foretelling"]["edgemoe"]
-    assert edgemoe["foretelling"] == "routes" and edgemoe["decode"]["num_tokens"] == 64
-    assert list(outcome["foretelling"]) == ["edgemoe"] and outcome["alone"]["edgemoe"]["decode"]["bytes_ahead"] == 0
+    edgemoe = outcome["predicting"]["edgemoe"]
+    assert edgemoe["prediction"] == "routes" and edgemoe["decode"]["num_tokens"] == 64
+    assert list(outcome["predicting"]) == ["edgemoe"] and outcome["alone"]["edgemoe"]["decode"]["bytes_ahead"] == 0
     shown = run("replay", tmp_path / "profile", "--pack", tmp_path / "packed", "--budget", "7M", "--policy", "edgemoe")
     assert "scores are not known" in shown.stdout and "best:" not in shown.stdout and "from paths" in shown.stdout
 
@@ -118,9 +120,9 @@ def test_paths_beside_the_pack_foretell_where_a_record_has_nothing_foretold(
 
 
 def changed(routes: Path, tmp_path: Path, **facts: object) -> Path:
-    record = read_record(routes)
-    broken: Record = replace(record, facts=replace(record.facts, **facts))
-    write_record(broken, tmp_path / "changed")
+    record = read_recording(routes)
+    broken: Recording = replace(record, facts=replace(record.facts, **facts))
+    write_recording(broken, tmp_path / "changed")
     return tmp_path / "changed"
 
 
@@ -130,9 +132,9 @@ def test_a_record_of_another_pack_is_refused(demo: Path, routes: Path, tmp_path:
 
 
 def test_a_record_of_another_shape_is_refused(demo: Path, routes: Path, tmp_path: Path) -> None:
-    record = read_record(routes)
+    record = read_recording(routes)
     passes = replace(record.passes, routes=record.passes.routes[:, :, :1])
-    write_record(replace(record, passes=passes), tmp_path / "narrow")
+    write_recording(replace(record, passes=passes), tmp_path / "narrow")
     result = run("replay", tmp_path / "narrow", "--pack", demo, "--budget", "11M")
     assert result.exit_code == 1 and "found layers, experts and experts a token (4, 8, 1), expected" in result.stderr
 
@@ -171,4 +173,4 @@ def test_a_record_that_is_missing_is_one_line(demo: Path, tmp_path: Path) -> Non
     result = run("replay", tmp_path / "none", "--pack", demo, "--budget", "11M")
     assert (result.exit_code, result.stderr) == (1, "moe-pack: none: file is missing\n")
     with pytest.raises(RunError):
-        read_record(tmp_path / "none")
+        read_recording(tmp_path / "none")

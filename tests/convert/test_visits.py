@@ -23,7 +23,7 @@ def test_hits_and_bytes_are_those_that_replay_counts() -> None:
     for name in sorted(PRESETS):
         for num_pages in [5, 12]:
             with case(name, num_pages):
-                preset, routed = PRESETS[name].alone(), passes()
+                preset, routed = PRESETS[name].without_prediction(), passes()
                 extents = np.random.default_rng(5).integers(1000, 2000, (L, E))
                 found = visits(routed, facts(num_pages), preset, 0)
                 played = replay(routed, facts(num_pages), extents, preset).decode

@@ -17,7 +17,7 @@ from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.choices import cache_facts
 from moe_pack.runtime.model import Decoder, PartialState
 from moe_pack.runtime.model.pack_weights import MappedPackWeights
-from moe_pack.runtime.offload import PRESETS, Routing, read_record, replay
+from moe_pack.runtime.offload import PRESETS, Routing, read_recording, replay
 
 CONTEXT = 80
 NUM_PROMPT = 30
@@ -40,8 +40,8 @@ def test_replay_gives_the_hits_that_the_engine_counted(
     folder: Path, new_folder: Callable[[], Path], runs: tuple[tuple[bool, int], ...]
 ) -> None:
     for policy in sorted(PRESETS):
-        for foretells, num_experts in runs:
-            with case(policy, foretells, num_experts):
+        for prefetches, num_experts in runs:
+            with case(policy, prefetches, num_experts):
                 tmp_path = new_folder()
                 ids = torch.randint(0, 4000, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
                 record = tmp_path / "routes.safetensors"
@@ -49,7 +49,7 @@ def test_replay_gives_the_hits_that_the_engine_counted(
                     options = EngineOptions(
                         budget_bytes=budget_for(held, num_experts, CONTEXT),
                         policy=PRESETS[policy].name,
-                        prefetches=foretells,
+                        prefetches=prefetches,
                         record=record,
                         kernels="portable",
                     )
@@ -59,7 +59,7 @@ def test_replay_gives_the_hits_that_the_engine_counted(
                             engine.decoder.next_logits([token])
                         counted, plan = engine.weights, engine.plan
                     assert plan is not None
-                    found = read_record(record)
+                    found = read_recording(record)
                     facts = cache_facts(held, plan, Routing.open(held))
                     played = replay(
                         found.passes, facts, held.index.size.astype(np.int64), PRESETS[policy], record=found
@@ -101,4 +101,4 @@ def test_a_record_has_the_routes_of_the_plain_decoder(folder: Path, tmp_path: Pa
         plain = Decoder(Watched(held, operations_limited_to("portable")), CONTEXT)
         for token in ids:
             plain.next_logits([token])
-    assert read_record(record).passes.routes.reshape(-1, 2).tolist() == routes
+    assert read_recording(record).passes.routes.reshape(-1, 2).tolist() == routes

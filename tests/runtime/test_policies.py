@@ -23,7 +23,7 @@ Victim = Callable[[int, Steps, set[ExpertKey]], ExpertKey]  # step, all steps, w
 
 def use(residency: ExpertCache, *keys: tuple[int, int]) -> None:
     for layer_idx, expert in keys:
-        list(residency.walk(layer_idx, [expert]))
+        list(residency.schedule(layer_idx, [expert]))
 
 
 def test_lru_drops_what_was_used_longest_ago_in_whatever_layer() -> None:
@@ -236,7 +236,7 @@ def test_a_policy_drops_what_its_slow_twin_drops() -> None:
                         held.remove(victim(step, steps, held))
                         num_drops += 1
                     held.add(key)
-                    list(residency.walk(layer_idx, experts))
+                    list(residency.schedule(layer_idx, experts))
                     assert resident(residency) == held, (seed, step)
                 assert num_drops > 5
 
@@ -246,8 +246,8 @@ def test_presets_say_what_their_papers_set() -> None:
     assert all(preset.name == name for name, preset in PRESETS.items())
     corm, fiddler = PRESETS["corm"], PRESETS["fiddler"]
     assert (corm.eviction, corm.rows_below, corm.reuse_selector) == ("layer_lru", 0.75, True)
-    assert (fiddler.placed_share, fiddler.keeps, fiddler.num_foretold(2)) == (1.0, False, 0)
-    assert (PRESETS["edgemoe"].num_foretold(8), PRESETS["importance"].num_foretold(8)) == (3, 8)
+    assert (fiddler.placed_share, fiddler.keeps, fiddler.num_predicted(2)) == (1.0, False, 0)
+    assert (PRESETS["edgemoe"].num_predicted(8), PRESETS["importance"].num_predicted(8)) == (3, 8)
 
 
 def test_every_eviction_by_its_name_drops_in_an_order_of_its_own() -> None:

@@ -167,7 +167,11 @@ def test_what_was_read_is_counted_by_kind(opener: Opener, tmp_path: Path, memory
     reads.wait(reads.submit(file, numbers(0), numbers(0), numbers(3 * DISK_BLOCK_BYTES), True))
     reads.wait(reads.submit(file, numbers(0), numbers(0), numbers(DISK_BLOCK_BYTES + 1), False))
     found = reads.stats()
-    assert (found.bytes_urgent, found.bytes_ahead, found.num_reads) == (3 * DISK_BLOCK_BYTES, DISK_BLOCK_BYTES + 1, 5)
+    assert (found.bytes_urgent, found.bytes_prefetched, found.num_reads) == (
+        3 * DISK_BLOCK_BYTES,
+        DISK_BLOCK_BYTES + 1,
+        5,
+    )
     assert found.busy_ns > 0
 
 
@@ -409,7 +413,7 @@ def test_who_waits_hears_that_the_request_was_dropped(endless: tuple[NativeReads
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    while not reads.stats().bytes_ahead:
+    while not reads.stats().bytes_prefetched:
         pass
     if end == "cancel":
         assert not reads.cancel(ticket)

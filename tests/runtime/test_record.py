@@ -17,28 +17,28 @@ from moe_pack.runtime.offload import (
     PRESETS,
     ExpertKey,
     Passes,
-    Record,
     Recorder,
-    read_record,
+    Recording,
+    read_recording,
     recorded_expert_cache_for,
 )
-from moe_pack.runtime.offload.record import PrefetchRequest, RecordFacts, write_record
+from moe_pack.runtime.offload.record import PrefetchRequest, RecordingFacts, write_recording
 
 Arrays = dict[str, Any]
-FACTS = RecordFacts("moe-pack record", 1, "ab" * 32, "lru", 10**6, 64, 3)
+FACTS = RecordingFacts("moe-pack record", 1, "ab" * 32, "lru", 10**6, 64, 3)
 NAMES = {"<u1": "U8", "<u2": "U16", "<u4": "U32", "<f2": "F16", "<f4": "F32"}
 
 
-def small(with_scores: bool = True) -> Record:
+def small(with_scores: bool = True) -> Recording:
     """Two passes, of 2 tokens and of 1, through 2 layers of 4 experts, 2 a token."""
     routes = np.array([[[0, 1], [2, 3]], [[1, 0], [0, 2]], [[3, 1], [1, 2]]], "<u2")
     scores = np.full((2, 2, 4), 0.25, "<f2") if with_scores else None
     passes = Passes(routes, np.array([2, 1], "<u4"), scores, np.full((2, 4), 0.25, "<f4"))
     requests = (PrefetchRequest(3, 1, (2, 0), 0, False), PrefetchRequest(7, 1, (0,), 1, True))
-    return Record(FACTS, passes, requests, np.array([[0, 1], [1, 2]], "<u4"), np.array([[2, 3], [2, 2]], "<u4"))
+    return Recording(FACTS, passes, requests, np.array([[0, 1], [1, 2]], "<u4"), np.array([[2, 3], [2, 2]], "<u4"))
 
 
-def assert_equal(found: Record, expected: Record) -> None:
+def assert_equal(found: Recording, expected: Recording) -> None:
     assert found.facts == expected.facts and found.requests == expected.requests
     np.testing.assert_array_equal(found.hits, expected.hits)
     np.testing.assert_array_equal(found.needed, expected.needed)
@@ -48,23 +48,23 @@ def assert_equal(found: Record, expected: Record) -> None:
 
 @pytest.mark.parametrize("with_scores", [True, False])
 def test_a_record_is_read_back_as_it_was_written(tmp_path: Path, with_scores: bool) -> None:
-    write_record(small(with_scores), tmp_path / "routes.safetensors")
-    assert_equal(read_record(tmp_path / "routes.safetensors"), small(with_scores))
+    write_recording(small(with_scores), tmp_path / "routes.safetensors")
+    assert_equal(read_recording(tmp_path / "routes.safetensors"), small(with_scores))
     assert os.listdir(tmp_path) == ["routes.safetensors"]
 
 
 def test_a_record_takes_the_place_of_one_that_is_there(tmp_path: Path) -> None:
-    write_record(small(), tmp_path / "r")
-    write_record(small(False), tmp_path / "r")
-    assert read_record(tmp_path / "r").passes.scores is None
+    write_recording(small(), tmp_path / "r")
+    write_recording(small(False), tmp_path / "r")
+    assert read_recording(tmp_path / "r").passes.scores is None
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"missing/r: cannot be written \(No such file"):
-        write_record(small(), tmp_path / "missing" / "r")
+        write_recording(small(), tmp_path / "missing" / "r")
     (tmp_path / "folder").mkdir()
     with pytest.raises(RunError, match="cannot be written"):
-        write_record(small(), tmp_path / "folder")
+        write_recording(small(), tmp_path / "folder")
     assert os.listdir(tmp_path) == ["folder"], "nothing is left beside"
 
 
@@ -79,15 +79,15 @@ def test_a_run_is_written_down_as_it_happened() -> None:
     residency = recorded_expert_cache_for(PRESETS["lru"], facts, recorder)
     scores = np.array([0.5, 0.25, 0.125, 0.125], np.float32)
     recorder.routed(0, np.array([[1]]))
-    walk = residency.walk(0, [1], scores)
+    walk = residency.schedule(0, [1], scores)
     next(walk)
-    list(residency.ahead(1, [3, 1], during=0))
+    list(residency.prefetch(1, [3, 1], during=0))
     list(walk)
     residency.abandon(ExpertKey(1, 3))
     recorder.routed(1, np.array([[2]]))
-    list(residency.walk(1, [2], scores))
+    list(residency.schedule(1, [2], scores))
     record = recorder.record()
-    assert record.facts == RecordFacts("moe-pack record", 1, "cd" * 32, "lru", 123, 64, 2)
+    assert record.facts == RecordingFacts("moe-pack record", 1, "cd" * 32, "lru", 123, 64, 2)
     assert record.passes.routes.tolist() == [[[1], [2]]] and record.passes.chunks.tolist() == [1]
     assert record.passes.scores is not None and record.passes.scores.tolist() == [[scores.tolist()] * 2]
     # Layer 0 gives Fetch and Compute; its end is the third event.
@@ -102,11 +102,11 @@ def test_a_pass_that_was_broken_off_is_left_out() -> None:
 
     def layer(layer_idx: int, expert: int) -> None:
         recorder.routed(layer_idx, np.array([[expert]]))
-        list(residency.walk(layer_idx, [expert]))
+        list(residency.schedule(layer_idx, [expert]))
 
     layer(0, 0), layer(1, 1)
     layer(0, 2)
-    list(residency.ahead(1, [0], during=0))
+    list(residency.prefetch(1, [0], during=0))
     recorder.routed(1, np.array([[3]]))  # and no walk: here it broke
     layer(0, 3), layer(1, 3)
     record = recorder.record()
@@ -118,15 +118,15 @@ def test_a_pass_that_was_broken_off_is_left_out() -> None:
 
 def test_a_recorder_that_has_seen_nothing_gives_a_record_that_can_be_read(tmp_path: Path) -> None:
     Recorder(facts_of((2, 4), 2, num_active=2), "", "lru", 0, 64, keeps_scores=True).write(tmp_path / "r")
-    passes = read_record(tmp_path / "r").passes
+    passes = read_recording(tmp_path / "r").passes
     assert passes.routes.shape == (0, 2, 2) and list(passes.needed()) == []
 
 
 # What files may not hold. The nearest legal file is `small`, which is read above.
 
 
-def arrays_of(record: Record, path: Path) -> Arrays:
-    write_record(record, path)
+def arrays_of(record: Recording, path: Path) -> Arrays:
+    write_recording(record, path)
     raw = path.read_bytes()
     dtypes = {name: code for code, name in NAMES.items()}
     return {
@@ -213,16 +213,16 @@ def test_what_no_run_gives_is_refused(tmp_path: Path) -> None:
             )
             (case_folder / "r").write_bytes(raw)
             with pytest.raises(RunError, match=message) as caught:
-                read_record(case_folder / "r")
+                read_recording(case_folder / "r")
             assert str(caught.value).startswith("r: ") and "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_none_and_one_that_is_cut_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="r: file is missing"):
-        read_record(tmp_path / "r")
-    write_record(replace(small(), requests=()), tmp_path / "r")
+        read_recording(tmp_path / "r")
+    write_recording(replace(small(), requests=()), tmp_path / "r")
     raw = (tmp_path / "r").read_bytes()
     for length in (0, 7, 100, len(raw) - 1):
         (tmp_path / "r").write_bytes(raw[:length])
         with pytest.raises(RunError, match="cut or damaged"):
-            read_record(tmp_path / "r")
+            read_recording(tmp_path / "r")

@@ -18,15 +18,15 @@ from moe_pack.runtime.offload import (
     ExpertKey,
     Passes,
     Preset,
-    Record,
     Recorder,
+    Recording,
     expert_cache_for,
-    read_record,
+    read_recording,
     recorded_expert_cache_for,
     replay,
 )
 from moe_pack.runtime.offload.cache import Array, ComputeEvent, FetchEvent
-from moe_pack.runtime.offload.record import PrefetchRequest, write_record
+from moe_pack.runtime.offload.record import PrefetchRequest, write_recording
 from moe_pack.runtime.offload.replay import ReplayCounts, ReplayResult, auto_policy, optimum
 
 SHAPE = (3, 6)
@@ -58,7 +58,7 @@ def by_hand(passes: Passes, facts: CacheFacts, extents: Array, preset: Preset) -
         for l in range(SHAPE[0]):
             experts = sorted({int(e) for e in passes.routes[start : start + length, l].ravel()})
             told = None if passes.scores is None else passes.scores[number, l].astype(np.float32)
-            for event in residency.walk(l, experts, told):
+            for event in residency.schedule(l, experts, told):
                 tally.num_needed += isinstance(event, ComputeEvent)
                 tally.num_hits += isinstance(event, ComputeEvent) and event.is_hit
                 tally.bytes_fetched += int(extents[event.key]) if isinstance(event, FetchEvent) else 0
@@ -76,7 +76,7 @@ def test_a_replay_counts_what_the_residency_does() -> None:
             assert played.prefill.num_tokens == 13 and played.decode.num_tokens == 32
 
 
-def run_and_record(passes: Passes, facts: CacheFacts, name: str, seed: int) -> tuple[Record, int]:
+def run_and_record(passes: Passes, facts: CacheFacts, name: str, seed: int) -> tuple[Recording, int]:
     """A run that foretells at random moments what it likes and abandons some of it; and how many were fetched late."""
     rng, recorder = random.Random(seed), Recorder(facts, "", name, 0, 64, keeps_scores=True)
     residency, num_late, start = recorded_expert_cache_for(PRESETS[name], facts, recorder), 0, 0
@@ -90,10 +90,10 @@ def run_and_record(passes: Passes, facts: CacheFacts, name: str, seed: int) -> t
                     residency.abandon(key)
             ahead = []
             recorder.routed(l, routes)
-            for event in residency.walk(l, np.unique(routes).tolist(), passes.scores[number, l].astype(np.float32)):
+            for event in residency.schedule(l, np.unique(routes).tolist(), passes.scores[number, l].astype(np.float32)):
                 num_late += isinstance(event, FetchEvent)
                 if l + 1 < SHAPE[0] and rng.random() < 0.4:
-                    brought = list(residency.ahead(l + 1, rng.sample(range(SHAPE[1]), 2), during=l))
+                    brought = list(residency.prefetch(l + 1, rng.sample(range(SHAPE[1]), 2), during=l))
                     ahead += [event.key for event in brought if isinstance(event, FetchEvent)]
         start += length
     return recorder.record(), num_late
@@ -106,7 +106,7 @@ def test_what_was_foretold_in_a_run_is_replayed_hit_for_hit(seed: int, name: str
     facts = facts_for(passes, random.Random(seed).randint(4, 30), seed)
     record, num_late = run_and_record(passes, facts, name, seed)
     played = replay(record.passes, facts, np.ones(SHAPE, np.int64), PRESETS[name], record)
-    assert played.foretelling == "recorded"
+    assert played.prediction == "recorded"
     assert played.prefill.num_hits == record.hits[0].sum() and played.decode.num_hits == record.hits[1:].sum()
     tallies = (played.prefill, played.decode)
     assert sum(tally.num_needed for tally in tallies) == record.needed.sum()
@@ -117,8 +117,8 @@ def test_a_run_is_replayed_from_its_file(tmp_path: Path) -> None:
     passes = passes_of(5, [4, *[1] * 10])
     facts = facts_for(passes, 9)
     record, _ = run_and_record(passes, facts, "importance", 5)
-    write_record(record, tmp_path / "r")
-    read = read_record(tmp_path / "r")
+    write_recording(record, tmp_path / "r")
+    read = read_recording(tmp_path / "r")
     extents = np.ones(SHAPE, np.int64)
     assert replay(read.passes, facts, extents, PRESETS["importance"], read) == replay(
         record.passes, facts, extents, PRESETS["importance"], record
@@ -138,10 +138,10 @@ def test_other_pages_or_another_policy_are_not_replayed_with_what_a_run_foretold
     passes = passes_of(5, [1] * 9)
     facts, extents = facts_for(passes, 9), np.ones(SHAPE, np.int64)
     record, _ = run_and_record(passes, facts, "floe", 5)
-    assert replay(passes, facts, extents, PRESETS["floe"], record).foretelling == "recorded"
-    assert replay(passes, replace(facts, num_pages=8), extents, PRESETS["floe"], record).foretelling == "not replayable"
-    assert replay(passes, facts, extents, PRESETS["corm"], record).foretelling == "not replayable"
-    assert replay(passes, facts, extents, PRESETS["lru"], record).foretelling == "none"
+    assert replay(passes, facts, extents, PRESETS["floe"], record).prediction == "recorded"
+    assert replay(passes, replace(facts, num_pages=8), extents, PRESETS["floe"], record).prediction == "not replayable"
+    assert replay(passes, facts, extents, PRESETS["corm"], record).prediction == "not replayable"
+    assert replay(passes, facts, extents, PRESETS["lru"], record).prediction == "none"
 
 
 class Oracle:
@@ -165,7 +165,7 @@ def test_experts_foretold_right_from_routes_are_hits_in_every_layer_but_the_firs
     facts, extents = facts_for(passes, 4), np.full(SHAPE, 10)
     played = replay(passes, facts, extents, PRESETS["edgemoe"], paths=Oracle(passes))
     without = replay(passes, facts, extents, PRESETS["edgemoe"])
-    assert (played.foretelling, without.foretelling) == ("routes", "not replayable")
+    assert (played.prediction, without.prediction) == ("routes", "not replayable")
     assert played.decode.num_needed == 30 and played.decode.num_hits >= 20 > without.decode.num_hits
     assert played.decode.bytes_ahead > 0 == without.decode.bytes_ahead
 
@@ -177,7 +177,7 @@ def test_popularity_foretells_the_same_experts_for_every_token() -> None:
     passes = Passes(routes, np.ones(6, "<u4"), None, popularity)
     preset = Preset("lru", "lru", prediction="popularity")
     played = replay(passes, facts_for(passes, 4), np.ones(SHAPE, np.int64), preset)
-    assert played.foretelling == "routes" and played.decode.num_hits == 24
+    assert played.prediction == "routes" and played.decode.num_hits == 24
     assert played.decode.bytes_fetched == 36 and played.decode.bytes_ahead == 24
 
 
@@ -200,7 +200,7 @@ def test_auto_takes_the_best_and_of_near_equals_the_simplest() -> None:
     for num_pages in (4, 7, 11):
         chosen, table = auto_policy(passes, facts_for(passes, num_pages), extents)
         rates = {name: played.decode.hit_rate for name, played in table.items()}
-        assert all(played.foretelling == "none" for played in table.values()), "judged by what they keep"
+        assert all(played.prediction == "none" for played in table.values()), "judged by what they keep"
         assert rates[chosen] >= max(rates.values()) - 0.002
         assert list(table) == ["lru", "fiddler", "corm", "edgemoe", "importance", "floe"]
     repeated = replace(passes, routes=np.repeat(passes.routes[:1], 60, axis=0))

@@ -49,7 +49,7 @@ class Watched:
         expected = {key: key in self.held for key in keys}
         self.needed = set(keys)
         computed, events = [], list[Event]()
-        for event in self.residency.walk(layer_idx, experts):
+        for event in self.residency.schedule(layer_idx, experts):
             self.carry_out(event)
             events.append(event)
             if isinstance(event, ComputeEvent):
@@ -64,7 +64,7 @@ class Watched:
 
     def ahead(self, layer_idx: int, foretold: list[int], during: int) -> None:
         before = {ExpertKey(layer_idx, expert) for expert in foretold} & self.held
-        for event in self.residency.ahead(layer_idx, foretold, during):
+        for event in self.residency.prefetch(layer_idx, foretold, during):
             assert not isinstance(event, ComputeEvent)
             assert event.key not in before, "what is foretold and in stays"
             self.carry_out(event)
@@ -117,21 +117,21 @@ def test_with_room_for_all_each_expert_is_fetched_once_for_good() -> None:
             for _ in range(4):
                 for layer_idx in range(2):
                     watched.walk(layer_idx, [0, 2])
-            assert all(list(hits(list(watched.residency.walk(l, [0, 2])))) == [True, True] for l in range(2))
+            assert all(list(hits(list(watched.residency.schedule(l, [0, 2])))) == [True, True] for l in range(2))
 
 
 def test_with_everything_placed_no_room_is_kept_for_turns() -> None:
     facts = facts_of((2, 3), 6)
     residency = expert_cache_for(PRESETS["fiddler"], facts)
     assert residency.is_placed.all() and residency.free_pages == 0
-    assert hits(list(residency.walk(1, [0, 1, 2]))) == [True] * 3
+    assert hits(list(residency.schedule(1, [0, 1, 2]))) == [True] * 3
 
 
 def test_what_is_in_is_computed_first_while_the_others_are_fetched() -> None:
     """Room for 3. 1 and 2 are in; 0, 1, 3 are needed: 1 is run, 0 takes the free page, 3 takes 2's."""
     residency = lru_residency(facts_of((1, 4), 3))
-    list(residency.walk(0, [1, 2]))
-    assert list(residency.walk(0, [0, 1, 3])) == [
+    list(residency.schedule(0, [1, 2]))
+    assert list(residency.schedule(0, [0, 1, 3])) == [
         FetchEvent(ExpertKey(0, 0)),
         EvictEvent(ExpertKey(0, 2)),
         FetchEvent(ExpertKey(0, 3)),
@@ -143,7 +143,7 @@ def test_what_is_in_is_computed_first_while_the_others_are_fetched() -> None:
 
 def test_with_room_for_one_each_is_dropped_for_the_next() -> None:
     residency = lru_residency(facts_of((1, 4), 1))
-    assert list(residency.walk(0, [0, 3])) == [
+    assert list(residency.schedule(0, [0, 3])) == [
         FetchEvent(ExpertKey(0, 0)),
         ComputeEvent(ExpertKey(0, 0), False),
         EvictEvent(ExpertKey(0, 0)),
@@ -154,7 +154,7 @@ def test_with_room_for_one_each_is_dropped_for_the_next() -> None:
 
 def test_what_is_not_kept_is_dropped_once_it_has_run_and_what_is_placed_stays() -> None:
     residency = lru_residency(facts_of((1, 4), 3), [ExpertKey(0, 1)], keeps=False)
-    assert list(residency.walk(0, [0, 1])) == [
+    assert list(residency.schedule(0, [0, 1])) == [
         FetchEvent(ExpertKey(0, 0)),
         ComputeEvent(ExpertKey(0, 1), True),
         ComputeEvent(ExpertKey(0, 0), False),
@@ -165,15 +165,15 @@ def test_what_is_not_kept_is_dropped_once_it_has_run_and_what_is_placed_stays() 
 def test_foretelling_ends_where_only_what_the_running_layer_needs_is_left() -> None:
     """Room for 3, layer 0 needs 0 and 1: of what is foretold likeliest first, one finds room."""
     residency = lru_residency(facts_of((2, 4), 3))
-    walk = residency.walk(0, [0, 1])
+    walk = residency.schedule(0, [0, 1])
     assert [next(walk), next(walk)] == [FetchEvent(ExpertKey(0, 0)), FetchEvent(ExpertKey(0, 1))]
-    assert list(residency.ahead(1, [3, 2], during=0)) == [FetchEvent(ExpertKey(1, 3))]
+    assert list(residency.prefetch(1, [3, 2], during=0)) == [FetchEvent(ExpertKey(1, 3))]
     assert fetched(list(walk)) == []
 
 
 def test_an_abandoned_expert_is_out_and_gives_its_pages_back() -> None:
     residency = lru_residency(facts_of((2, 4), 3))
-    list(residency.ahead(1, [2], during=0))
+    list(residency.prefetch(1, [2], during=0))
     residency.abandon(ExpertKey(1, 2))
     assert residency.free_pages == 3 and not residency.is_resident.any()
     with pytest.raises(AssertionError, match="not needed now"):
@@ -181,7 +181,7 @@ def test_an_abandoned_expert_is_out_and_gives_its_pages_back() -> None:
 
 
 def test_room_for_less_than_the_largest_expert_is_refused() -> None:
-    with pytest.raises(AssertionError, match="room for its largest"):
+    with pytest.raises(AssertionError, match="pages for the largest"):
         lru_residency(facts_of((1, 2), 3, [[1, 4]]))
     lru_residency(facts_of((1, 2), 4, [[1, 4]]))
 
@@ -190,22 +190,22 @@ def test_drops_are_told_to_the_policy() -> None:
     """Layers apart, two pages each. Layer 0 has its two; layer 1 fills and then gives up its own, not layer 0's."""
     residency = expert_cache_for(Preset("corm", "layer_lru"), facts_of((2, 4), 4))
     for layer_idx, expert in [(0, 0), (0, 1), (1, 0), (1, 1)]:
-        assert dropped(list(residency.walk(layer_idx, [expert]))) == []
-    assert dropped(list(residency.walk(1, [2]))) == [ExpertKey(1, 0)]
-    assert dropped(list(residency.walk(1, [3]))) == [ExpertKey(1, 1)]
+        assert dropped(list(residency.schedule(layer_idx, [expert]))) == []
+    assert dropped(list(residency.schedule(1, [2]))) == [ExpertKey(1, 0)]
+    assert dropped(list(residency.schedule(1, [3]))) == [ExpertKey(1, 1)]
 
 
 def test_a_walk_or_a_look_ahead_that_is_broken_off_leaves_nothing_locked() -> None:
     facts = CacheFacts(np.ones((2, 4), np.int64), 3, 2, np.full((2, 4), 0.25, np.float32))
     held = ExpertCache(facts, LRU(facts))
-    walk = held.walk(0, [0, 1, 2, 3])
+    walk = held.schedule(0, [0, 1, 2, 3])
     events = [next(walk) for _ in range(3)]
     assert all(isinstance(event, FetchEvent) for event in events) and held.is_locked.any()
     walk.close()
     assert not held.is_locked.any() and held.num_waiting == 0
-    ahead = held.ahead(1, [0, 1], during=0)
+    ahead = held.prefetch(1, [0, 1], during=0)
     next(ahead)
     ahead.close()
     assert not held.is_locked.any()
-    computed = [event.key.expert for event in held.walk(1, [0, 3]) if isinstance(event, ComputeEvent)]
+    computed = [event.key.expert for event in held.schedule(1, [0, 3]) if isinstance(event, ComputeEvent)]
     assert computed == [0, 3]

@@ -217,7 +217,7 @@ def test_trusted_predictions_and_substitutes_run_and_are_counted(packs: dict[str
     options = Staged("floe", 6, prediction="router", trust=Approximations(substitute=0.5, is_predicted_enough=True))
     with staged(packs["sparse"], options, CONTEXT) as at_work:
         assert torch.isfinite(answers(at_work.decoder)).all()
-        assert at_work.weights.decode.substituted > 0 and at_work.weights.decode.rows_foretold > 0
+        assert at_work.weights.decode.substituted > 0 and at_work.weights.decode.rows_prefetched > 0
     with staged(packs["sparse"], replace(options, trust=Approximations()), CONTEXT) as at_work:
         answers(at_work.decoder)
         assert at_work.weights.decode.substituted == 0

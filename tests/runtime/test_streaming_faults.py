@@ -23,7 +23,7 @@ from streaming import budget_for
 from moe_pack.formats import DISK_BLOCK_BYTES, Pack, PackError, RunError
 from moe_pack.runtime import Engine, EngineOptions
 from moe_pack.runtime.cli.main import main
-from moe_pack.runtime.offload import read_record
+from moe_pack.runtime.offload import read_recording
 from moe_pack.runtime.offload.expert_store import Trace
 
 PROMPT = [1, 540, 33, 7, 2048, 19]
@@ -131,7 +131,7 @@ def test_an_expert_file_cut_while_running_is_named_and_nothing_stays_open(
             os.truncate(path, DISK_BLOCK_BYTES)
         answers(engine)
     assert len(events(trace)) > 2
-    assert len(read_record(record).passes.chunks) == 1  # the prompt; the token that failed is no whole pass
+    assert len(read_recording(record).passes.chunks) == 1  # the prompt; the token that failed is no whole pass
     assert names(tmp_path) == ["out.json", "out.record", "packed"]
 
 
@@ -189,7 +189,7 @@ PLACES = {
 def test_what_is_to_be_written_is_written_without_a_budget_too(option: str, shared_demo: Path, tmp_path: Path) -> None:
     wished = [shared_demo, "--prompt", TEXT, "-n", 2, option, tmp_path / "out"]
     assert run(*wished).exit_code == 0
-    assert events(tmp_path / "out") if option == "--trace" else read_record(tmp_path / "out")
+    assert events(tmp_path / "out") if option == "--trace" else read_recording(tmp_path / "out")
     (tmp_path / "out").unlink()
     refused = run(*wished, "--read", "map")
     assert (refused.exit_code, refused.stdout, names(tmp_path)) == (1, "", [])
@@ -269,7 +269,7 @@ def test_a_full_disk_for_the_trace_does_not_cost_the_record(
         (small_disk / "filler").write_bytes(bytes(28 << 10))
         answers(e)
         answers(e)
-    assert len(read_record(record).passes.chunks) > 1
+    assert len(read_recording(record).passes.chunks) > 1
     assert names(small_disk) == ["filler"]
 
 
@@ -309,7 +309,7 @@ def test_an_interruption_in_mid_token_ends_it_with_whole_files(shared_demo: Path
     assert errors.endswith(": interrupted\n")
     assert_one_line(errors, "interrupted")
     assert {event["name"] for event in events(trace)} > {"experts", "thread_name"}
-    assert len(read_record(record).passes.chunks) >= 1
+    assert len(read_recording(record).passes.chunks) >= 1
     assert names(tmp_path) == ["out.json", "out.record"]
 
 

@@ -103,10 +103,10 @@ def streaming(
         try:
             residency = expert_cache_for(preset, facts)
             weights = OffloadedWeights(
-                held, operations, store, residency, reuses_selector=preset.reuse_selector, trust=trust
+                held, operations, store, residency, reuses_selector=preset.reuse_selector, approximations=trust
             )
             if preset.reuse_selector:
-                weights.foreteller = Prefetcher(NextRouterPrediction(weights), NUM_EXPERTS, 2, 2)
+                weights.prefetcher = Prefetcher(NextRouterPrediction(weights), NUM_EXPERTS, 2, 2)
             yield weights
         finally:
             store.close()
@@ -169,10 +169,10 @@ def test_rows_are_foretold_of_experts_whose_selectors_come_in_time(sparse_pack: 
     with streaming(sparse_pack, "corm") as weights:
         Decoder(weights, CONTEXT).next_logits(IDS[:1])
         counts = weights.decode
-        assert counts.hits == counts.right > 0, "nothing was there but what was foretold"
-        assert counts.rows_foretold == counts.right
+        assert counts.hits == counts.prefetched_chosen > 0, "nothing was there but what was foretold"
+        assert counts.rows_prefetched == counts.prefetched_chosen
         assert counts.in_part == counts.needed
-        assert 0 < counts.running_foretold < counts.running
+        assert 0 < counts.running_predicted < counts.running
 
 
 def test_foretold_rows_change_no_answer_unless_they_are_trusted(sparse_pack: Path) -> None:
@@ -180,7 +180,7 @@ def test_foretold_rows_change_no_answer_unless_they_are_trusted(sparse_pack: Pat
         assert torch.equal(answers(weights), mapped(sparse_pack))
     with streaming(sparse_pack, "floe", Approximations(is_predicted_enough=True)) as trusting:
         assert not torch.equal(answers(trusting), mapped(sparse_pack))
-        assert trusting.decode.rows_foretold > 0
+        assert trusting.decode.rows_prefetched > 0
 
 
 def test_of_a_trusted_expert_the_neurons_run_whose_records_are_there(sparse_pack: Path) -> None:

@@ -45,7 +45,7 @@ def random_steps(seed: int, shape: tuple[int, int], num_passes: int, k: int = 1)
 
 def walk_all(residency: ExpertCache, steps: Steps) -> list[Event]:
     """All that happens."""
-    return [event for layer_idx, experts in steps for event in residency.walk(layer_idx, experts)]
+    return [event for layer_idx, experts in steps for event in residency.schedule(layer_idx, experts)]
 
 
 def fetched(events: Sequence[Event]) -> list[ExpertKey]:

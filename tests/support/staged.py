@@ -107,12 +107,12 @@ def staged(folder: Path, options: Staged, context_tokens: int) -> Iterator[AtWor
             num_partials=4,
             scores_matter=True,
             reuses_selector=preset.reuse_selector and options.prediction is not None,
-            trust=options.trust,
+            approximations=options.trust,
             recorder=recorder,
         )
         stack.enter_context(closing(weights))
         if options.prediction is not None:
             prediction = make_prediction(options.prediction, weights, None)  # type: ignore[arg-type]  # its name
-            weights.foreteller = Prefetcher(prediction, spec.num_experts, spec.num_experts_per_tok, 2)
+            weights.prefetcher = Prefetcher(prediction, spec.num_experts, spec.num_experts_per_tok, 2)
         decoder = Decoder(weights, context_tokens, device.device, options.chunk_tokens)
         yield AtWork(decoder, weights, device, store, facts, recorder)
