@@ -179,7 +179,7 @@ class StagedWeights(OffloadedWeights):
     def _matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
         return self._ops.matrix(dense, raw)
 
-    def _told(self, x: Tensor, experts: Tensor, router_weights: Tensor) -> tuple[Tensor, Tensor]:
+    def _on_host(self, x: Tensor, experts: Tensor, router_weights: Tensor) -> tuple[Tensor, Tensor]:
         device, T = self._device_store.device, len(x)
         device.copy(self._host_experts[:T], experts.contiguous(), "compute")
         device.copy(self._host_weights[:T], router_weights.contiguous(), "compute")
@@ -199,7 +199,7 @@ class StagedWeights(OffloadedWeights):
                 run.compute_on_cpu(CpuWorker(self._cpu.kernels, self._thread), rows)
         return run
 
-    def _walk(
+    def _run_schedule(
         self,
         layer_idx: int,
         x: Tensor,
@@ -210,7 +210,7 @@ class StagedWeights(OffloadedWeights):
         counts: PhaseCounts,
         partial_state: PartialState | None,
     ) -> None:
-        super()._walk(layer_idx, x, experts, scores, jobs, run, counts, partial_state)
+        super()._run_schedule(layer_idx, x, experts, scores, jobs, run, counts, partial_state)
         assert isinstance(run, GpuLayerRun), "its own"
         for key in run.keys_on_cpu:
             if self._expert_cache.is_resident[key]:  # in name only
@@ -227,7 +227,7 @@ class StagedWeights(OffloadedWeights):
         held = self._device_store.host.extent(key).numpy()
         return extent_rows(layout, self.selector, self.spec.expert.function, self.threshold(*key), held)
 
-    def _neurons_ahead(self, x: Tensor, keys: Sequence[ExpertKey]) -> list[tuple[ExpertKey, NDArray[np.int32]]]:
+    def _predict_neurons(self, x: Tensor, keys: Sequence[ExpertKey]) -> list[tuple[ExpertKey, NDArray[np.int32]]]:
         store, room = self._device_store, self._room
         wanted = [key for key in keys if not store.arrive(key).is_whole][: len(room.host_neurons)]
         if not wanted:

@@ -1,8 +1,9 @@
-"""The loop that offloads: experts come from the disk into pages when routers choose them, or are predicted to.
+"""The loop that offloads: experts come from the disk into pages when a router chooses them, or when they are predicted.
 
-`ExpertCache` decides, `ExpertStore` moves bytes, its operations compute; this file carries out the decisions. Reads of what this layer needs go first, those of what the next will need fill the rest of the drive's time,
-both while what is there is computed. Each expert's output is kept apart, and they are added up in the order of experts:
-the answer is the same, bit for bit, whatever was where and came when.
+`ExpertCache` decides, `ExpertStore` moves bytes, its operations compute; this file carries out the decisions. Reads
+that the running layer needs go first, and prefetches for the next layer fill the rest of the disk's time; resident
+experts are computed meanwhile. Each expert's output has rows of its own, which are added up in the order of experts. Therefore
+the answer is the same to the bit, whatever was resident and whenever the rest came.
 """
 
 from collections.abc import Sequence
@@ -31,12 +32,14 @@ from moe_pack.runtime.offload.split import substitute
 
 @dataclass(slots=True)
 class PhaseCounts:
-    """What happened in prefill, or in decoding: `needed` experts of which `hits` were there or on their way.
+    """The counts of prefill, or of decode.
 
-    `foretold` experts were read ahead of their layer; `right` of them were then chosen, `abandoned` dropped half read.
-    `in_part`: chosen, and not all was there or asked for; for `rows_prefetched` of these rows were foretold. Where that
-    did not bring all, of the `running` neurons `running_predicted` were foretold.   `substituted`: that gave way to
-    others.   `stall_ns`: how long was waited for reads.   `asked_bytes`: of blocks that were to be read, whole ones.
+    `needed`: experts that routers chose; `hits`: of these, the ones that were resident or on their way.
+    `prefetched`: experts that were fetched before their layer; `prefetched_chosen`: of these, the ones that the router
+    chose; `prefetched_abandoned`: the ones that were evicted half read.   `in_part`: chosen experts of which not
+    everything was resident or requested; for `rows_prefetched` of them, predicted rows were. If more rows than these
+    ran: `running` neurons ran, of which `running_predicted` were predicted.   `substituted`: experts that were replaced
+    by others.   `stall_ns`: time that the computation waited for reads.   `asked_bytes`: bytes of requested blocks.
     `tokens`, `layers`: that were run.
     """
 
@@ -58,7 +61,7 @@ class PhaseCounts:
 
 @dataclass(slots=True)
 class ExpertJob:
-    """An expert of the layer that runs: its tokens, their weights, and the rows that its outputs stand in."""
+    """An expert to run: its tokens int64 [n], their weights float32 [n], and the rows int64 [n] of its outputs."""
 
     key: ExpertKey
     tokens: NDArray[np.int64]
@@ -68,10 +71,11 @@ class ExpertJob:
 
 @dataclass(frozen=True, slots=True)
 class Approximations:
-    """What changes answers, and is off unless asked for.
+    """The options that make a run faster and change its answer; all are off by default.
 
-    `substitute`: alpha of importance Algorithm 1: experts that hardly count give way to ones in fast memory.
-    `is_predicted_enough`: of an expert whose rows were foretold only those run that are there when they have come.
+    `substitute`: alpha of Algorithm 1 of Importance-Driven Expert Scheduling; resident experts replace missing ones
+    with low scores.   `is_predicted_enough`: if rows of an expert were predicted, only the neurons run whose rows are
+    resident when the prefetch is complete.
     """
 
     substitute: float | None = field(
@@ -81,16 +85,16 @@ class Approximations:
             least=0,
             most=1,
             metavar="ALPHA",
-            mark="offload",
-            help="CHANGES THE ANSWER: experts that hardly count give way to similar ones in memory.  [default: off]",
+            mark="streaming",
+            help="CHANGES THE ANSWER: runs resident experts in place of missing ones with low scores.  [default: off]",
         ),
     )
     is_predicted_enough: bool = field(
         default=False,
         metadata=option(
             "--trust-prediction",
-            mark="offload",
-            help="CHANGES THE ANSWER: where single rows are read, only those that were foretold run.",
+            mark="streaming",
+            help="CHANGES THE ANSWER: where single rows are read, runs only the predicted neurons.",
         ),
     )
 
@@ -100,7 +104,7 @@ _CPU = torch.device("cpu")
 
 
 class ExpertStorage(Protocol):
-    """Experts in pages of fast memory, or on their way: `ExpertStore`, or a device's."""
+    """Experts in pages of fast memory, or on their way: of the CPU (`ExpertStore`) or of a GPU."""
 
     stall_ns: int
     asked_bytes: int
@@ -111,65 +115,65 @@ class ExpertStorage(Protocol):
         ...
 
     def fetch(self, key: ExpertKey, urgent: bool) -> None:
-        """Gives an expert its pages and begins to bring it."""
+        """Gives an expert its pages and begins to fetch it."""
         ...
 
     def evict(self, key: ExpertKey) -> None:
-        """Takes an expert's pages back."""
+        """Takes an expert's pages away and ends its fetch."""
         ...
 
     def stop(self, key: ExpertKey) -> None:
-        """Ends what is on its way of an expert, which stays with what it has."""
+        """Ends the fetch of an expert, which stays resident with the bytes that it has."""
         ...
 
     def promote(self, key: ExpertKey) -> None:
-        """Brings an expert, whose turn it was not, before all that is not needed yet."""
+        """Makes the fetch of a prefetched expert urgent: it overtakes all prefetches."""
         ...
 
     def is_here(self, key: ExpertKey) -> bool:
-        """Whether nothing of what was asked for of an expert is still to come."""
+        """Returns whether an expert has all bytes that were requested."""
         ...
 
     def fetch_records(self, key: ExpertKey, neurons: NDArray[np.int32], urgent: bool) -> None:
-        """Begins to bring the records of some neurons, or all it lacks."""
+        """Begins to fetch the records of some neurons, or all missing bytes."""
         ...
 
 
 class LayerRun(Protocol):
-    """A layer's experts at work: gathered, so that those that are there are computed together."""
+    """The experts of a layer at work: gathered, so that resident ones are computed together."""
 
     def fetch(self, key: ExpertKey) -> None:
-        """An expert of this layer is needed that has just got its pages."""
+        """Fetches an expert of this layer, which has just got its pages, before all prefetches."""
         ...
 
     def add(self, job: ExpertJob) -> None:
-        """An expert to run: once all have been added, or its pages are wanted."""
+        """Adds an expert to run, at the latest when all have been added or its pages are taken."""
         ...
 
     def evict(self, event: EvictEvent) -> None:
-        """An expert's pages are wanted: before, it is computed, if it was to be."""
+        """Evicts an expert; if it is to be computed, that happens before."""
         ...
 
     def compute_gathered(self) -> None:
-        """Computes what has been added and was there."""
+        """Computes the added experts that were resident."""
         ...
 
     def flush(self) -> None:
-        """Computes all that has been added."""
+        """Computes all added experts."""
         ...
 
     def added_up(self) -> Tensor:
-        """What has been computed: y float32 [T, d], each token's outputs in the order of experts."""
+        """Returns y float32 [T, d]: the computed outputs of each token, added in the order of experts."""
         ...
 
 
 class OffloadedWeights(PackWeights, ExpertRunner):
-    """A pack's weights inside a budget: the dense part held, experts in the pages of `store`.
+    """A pack's weights inside a budget: the dense part in memory, experts in the pages of `store`.
 
-    `prefill`, `decode` count what happened. Pack, operations, store and trace stay the caller's.
-    Args:    reuses_selector: whether the next layer's selectors foretell, on this layer's input, which neurons run.
-             scores_matter: whether the expert_cache, or its recorder, wants routers' scores.
-    Raises:  PackError, later, when an expert is damaged, its file is cut or its drive fails.
+    `prefill`, `decode`: the counts so far. The caller owns pack, operations, store and trace.
+    Args:    scores_matter: whether the cache's policy or its recorder needs the routers' scores.   reuses_selector:
+             whether the next layer's selectors predict, from this layer's input, which neurons run.
+    Raises:  PackError, later, if an expert is damaged, its file is truncated or its disk fails.
     """
 
     def __init__(
@@ -188,20 +192,19 @@ class OffloadedWeights(PackWeights, ExpertRunner):
     ) -> None:
         super().__init__(pack, device, operations)
         self.prefill, self.decode = PhaseCounts(), PhaseCounts()
-        self.prefetcher: Prefetcher | None = None  # a prediction may want these weights, so that it comes later
+        self.prefetcher: Prefetcher | None = None  # set later: a prediction may need these weights
         self.store, self.trace, self.approximations = store, trace, approximations
         self._expert_cache, self._recorder = expert_cache, recorder
         self._scores_matter = scores_matter
         self._reuses_selector = reuses_selector
-        self._ahead: set[ExpertKey] = set()  # foretold, and their layer has not run since
-        self._rows_wanted: list[ExpertKey] = []  # foretold, and their rows can be once their selectors are there
-        self._rows_ahead: dict[ExpertKey, NDArray[np.int32]] = {}  # likewise, where only rows were: which
-        self.predicted: dict[ExpertKey, NDArray[np.int32]] = {}  # of the layer that runs: rows that were foretold
+        self._prefetched: set[ExpertKey] = set()  # since the last run of their layer
+        self._rows_pending: list[ExpertKey] = []  # predicted: their rows will be once their selectors are resident
+        self._prefetched_rows: dict[ExpertKey, NDArray[np.int32]] = {}  # since the last run of their layer
+        self.predicted: dict[ExpertKey, NDArray[np.int32]] = {}  # the predicted rows of the layer that runs
         self._routes: list[NDArray[np.int64]] = []  # of the last layers
         self._last_layer_idx = len(pack.layout.experts) - 1
-        self._first_layers = frozenset(
-            first_moe_layers(self.spec)
-        )  # of a stack; the stack before tells nothing of them
+        # The first layer of a stack is not predicted: the stack before says nothing about it.
+        self._first_layers = frozenset(first_moe_layers(self.spec))
         for layer_idx, expert in np.argwhere(expert_cache.is_placed).tolist():
             store.fetch(ExpertKey(layer_idx, expert), urgent=False)
 
@@ -213,14 +216,14 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         router_weights: Tensor,
         partial_state: PartialState | None = None,
     ) -> Tensor:
-        """The routed experts of a layer over tokens x float32 [T, d], weighted and added up.
+        """Returns the sum of the routed experts of a layer, weighted: float32 [T, d] for x float32 [T, d].
 
         Args:    experts, router_weights: int64 and float32 [T, k].
         Raises:  PackError if an expert is damaged, or cannot be read.
         """
         counts = self.decode if len(x) == 1 else self.prefill
         stalled, asked = self.store.stall_ns, self.store.asked_bytes
-        experts, router_weights = self._told(x, experts, router_weights)
+        experts, router_weights = self._on_host(x, experts, router_weights)
         scores = None
         if self._scores_matter or self.approximations.substitute is not None:
             experts, router_weights, scores = self._scored(layer_idx, x, experts, router_weights, counts)
@@ -229,7 +232,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
             self._recorder.routed(layer_idx, experts.numpy())
         self._settle(layer_idx, jobs, counts)
         run = self._new_run(layer_idx, x, jobs, counts)
-        self._walk(layer_idx, x, experts, scores, jobs, run, counts, partial_state)
+        self._run_schedule(layer_idx, x, experts, scores, jobs, run, counts, partial_state)
         counts.needed += len(jobs)
         self.bytes_read += sum(self._pack.layout.experts[layer_idx][number].num_bytes for number in jobs)
         counts.layers += 1
@@ -238,15 +241,15 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         counts.asked_bytes += self.store.asked_bytes - asked
         return run.added_up()
 
-    def _told(self, x: Tensor, experts: Tensor, router_weights: Tensor) -> tuple[Tensor, Tensor]:
-        """What the router chose, on the host."""
+    def _on_host(self, x: Tensor, experts: Tensor, router_weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns experts and weights in host memory."""
         return experts, router_weights
 
     def _new_run(self, layer_idx: int, x: Tensor, jobs: dict[int, ExpertJob], counts: PhaseCounts) -> LayerRun:
-        assert isinstance(self.store, ExpertStore), "the host's"
+        assert isinstance(self.store, ExpertStore), "the CPU's store"
         return CpuLayerRun(self, self.store, x, jobs, counts)
 
-    def _walk(
+    def _run_schedule(
         self,
         layer_idx: int,
         x: Tensor,
@@ -257,40 +260,42 @@ class OffloadedWeights(PackWeights, ExpertRunner):
         counts: PhaseCounts,
         partial_state: PartialState | None,
     ) -> None:
-        """Carries out what the expert_cache decides, and looks ahead once all that this layer needs is on its way."""
+        """Carries out the cache's decisions, and prefetches once everything that this layer needs is on its way."""
         waits_for_hits = self.prefetcher is not None and self.prefetcher.needs_partial
         is_last = layer_idx == self._last_layer_idx or layer_idx + 1 in self._first_layers
-        has_looked = self.prefetcher is None or is_last
+        is_prefetch_done = self.prefetcher is None or is_last
 
-        def look(is_hit: bool) -> bool:
-            if has_looked or self._expert_cache.num_waiting or (is_hit and waits_for_hits):
-                return has_looked
+        def prefetch(is_hit: bool) -> bool:
+            if is_prefetch_done or self._expert_cache.num_waiting or (is_hit and waits_for_hits):
+                return is_prefetch_done
             partial = None
             if waits_for_hits and partial_state is not None:
                 run.compute_gathered()
                 partial = partial_state(run.added_up())
-            self._look_ahead(layer_idx, PredictionInput(x, self._last_routes(layer_idx, experts), partial), run, counts)
+            self._prefetch_experts(
+                layer_idx, PredictionInput(x, self._last_routes(layer_idx, experts), partial), run, counts
+            )
             return True
 
         with closing(self._expert_cache.schedule(layer_idx, list(jobs), scores)) as events:
             for event in events:
                 if isinstance(event, ComputeEvent):
-                    has_looked = look(event.is_hit)
+                    is_prefetch_done = prefetch(event.is_hit)
                     counts.hits += event.is_hit
                     run.add(jobs[event.key.expert])
-                    self._look_for_rows(x)
+                    self._prefetch_rows(x)
                 elif isinstance(event, FetchEvent):
                     run.fetch(event.key)
                 else:
                     run.evict(event)
-        look(is_hit=False)
+        prefetch(is_hit=False)
         run.flush()
-        self._look_for_rows(x)
+        self._prefetch_rows(x)
 
     def _scored(
         self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor, counts: PhaseCounts
     ) -> tuple[Tensor, Tensor, NDArray[np.float32]]:
-        """Experts and weights, with substitutes for a single token where that is asked for; mean scores float32 [E]."""
+        """Returns experts and weights, for a single token with substitutes if asked for; and mean scores float32 [E]."""
         spec = self.spec.router
         logits = router_logits(x, self, self.spec.moe_layers[layer_idx])
         scores = expert_scores(logits, spec).cpu().numpy()
@@ -299,28 +304,28 @@ class OffloadedWeights(PackWeights, ExpertRunner):
             chosen = substitute(scores, experts.numpy(), self._expert_cache.is_resident[layer_idx], alpha)
             num_replaced = int((chosen != experts.numpy()).sum())
             counts.substituted += num_replaced
-            if num_replaced:  # else the weights stay the router's own, to the bit
+            if num_replaced:  # otherwise the weights stay the router's, to the bit
                 experts = torch.from_numpy(chosen)
                 router_weights = weights_of(logits, experts.to(logits.device), spec).cpu()
         return experts, router_weights, scores.mean(axis=0)
 
     def _settle(self, layer_idx: int, jobs: dict[int, ExpertJob], counts: PhaseCounts) -> None:
-        """Of what was foretold for this layer: what is chosen goes first, what is neither chosen nor there goes."""
-        self._rows_wanted.clear()
-        for key in sorted(key for key in self._ahead if key.layer_idx == layer_idx):
-            self._ahead.discard(key)
+        """Ends the prefetches of this layer: those of chosen experts become urgent, the other unfinished ones end."""
+        self._rows_pending.clear()
+        for key in sorted(key for key in self._prefetched if key.layer_idx == layer_idx):
+            self._prefetched.discard(key)
             if not self._expert_cache.is_resident[key]:
                 continue
             if key.expert in jobs:
                 counts.prefetched_chosen += 1
                 self.store.promote(key)
-            elif key not in self._rows_ahead and not self.store.is_here(key):
+            elif key not in self._prefetched_rows and not self.store.is_here(key):
                 counts.prefetched_abandoned += 1
                 self._expert_cache.abandon(key)
                 self.store.evict(key)
         self.predicted.clear()
-        for key in sorted(key for key in self._rows_ahead if key.layer_idx == layer_idx):
-            neurons = self._rows_ahead.pop(key)
+        for key in sorted(key for key in self._prefetched_rows if key.layer_idx == layer_idx):
+            neurons = self._prefetched_rows.pop(key)
             if not self._expert_cache.is_resident[key]:
                 continue
             if key.expert in jobs:
@@ -332,56 +337,56 @@ class OffloadedWeights(PackWeights, ExpertRunner):
                 self.store.stop(key)
 
     def _last_routes(self, layer_idx: int, experts: Tensor) -> NDArray[np.int64]:
-        """The routes int64 [T, p, k] of this layer and, where it has one, the layer before."""
+        """Returns the routes int64 [T, p, k] of this layer and, if it has one, of the layer before."""
         before = [] if layer_idx in self._first_layers else self._routes[-1:]
         self._routes = [routes for routes in before if len(routes) == len(experts)] + [experts.numpy()]
         return np.stack(self._routes, axis=1)
 
-    def _look_ahead(self, layer_idx: int, observed: PredictionInput, run: LayerRun, counts: PhaseCounts) -> None:
-        assert self.prefetcher is not None, "asked only then"
-        foretold = self.prefetcher.foretold(layer_idx + 1, observed)
-        if not len(foretold):
+    def _prefetch_experts(self, layer_idx: int, observed: PredictionInput, run: LayerRun, counts: PhaseCounts) -> None:
+        assert self.prefetcher is not None, "called only if there is one"
+        predicted = self.prefetcher.predict(layer_idx + 1, observed)
+        if not len(predicted):
             return
-        for event in self._expert_cache.prefetch(layer_idx + 1, foretold, during=layer_idx):
+        for event in self._expert_cache.prefetch(layer_idx + 1, predicted, during=layer_idx):
             if isinstance(event, EvictEvent):
                 run.evict(event)
             elif isinstance(event, FetchEvent):
                 self.store.fetch(event.key, urgent=False)
-                self._ahead.add(event.key)
+                self._prefetched.add(event.key)
                 counts.prefetched += 1
         if self._reuses_selector and len(observed.x) == 1:
-            keys = [ExpertKey(layer_idx + 1, expert) for expert in foretold]
-            self._rows_wanted = [key for key in keys if self._expert_cache.is_resident[key]]
+            keys = [ExpertKey(layer_idx + 1, expert) for expert in predicted]
+            self._rows_pending = [key for key in keys if self._expert_cache.is_resident[key]]
 
-    def _look_for_rows(self, x: Tensor) -> None:
-        """Reads ahead the rows that foretold experts, of which not all is there, would run on this layer's input.
+    def _prefetch_rows(self, x: Tensor) -> None:
+        """Prefetches the rows that predicted experts, if only in part resident, would run on this layer's input.
 
-        Their selectors may be on their way: those that have come since are looked at each time.
+        Their selectors may be on their way; each call takes those that have arrived since the last.
         """
-        keys = [key for key in self._rows_wanted if self.store.is_here(key)]
+        keys = [key for key in self._rows_pending if self.store.is_here(key)]
         if not keys:
             return
-        self._rows_wanted = [key for key in self._rows_wanted if key not in keys]
-        for key, neurons in self._neurons_ahead(x, keys):
+        self._rows_pending = [key for key in self._rows_pending if key not in keys]
+        for key, neurons in self._predict_neurons(x, keys):
             self.store.fetch_records(key, neurons, urgent=False)
-            self._rows_ahead[key] = neurons
+            self._prefetched_rows[key] = neurons
 
-    def _neurons_ahead(self, x: Tensor, keys: Sequence[ExpertKey]) -> list[tuple[ExpertKey, NDArray[np.int32]]]:
-        """Of experts whose selectors have come, and not all else: which neurons would run on x."""
-        assert isinstance(self.store, ExpertStore), "the host's"
-        found = []
+    def _predict_neurons(self, x: Tensor, keys: Sequence[ExpertKey]) -> list[tuple[ExpertKey, NDArray[np.int32]]]:
+        """Returns the neurons that would run on x, of experts with all selector rows and not all records."""
+        assert isinstance(self.store, ExpertStore), "the CPU's store"
+        predicted = []
         for key in keys:
-            held = self.store.arrive(key)
-            if not held.is_whole:
+            expert = self.store.arrive(key)
+            if not expert.is_whole:
                 assert self.store.by_rows is not None, "experts are read whole"
-                found.append((key, self.store.by_rows.select(x, held).neurons.numpy()))
-        return found
+                predicted.append((key, self.store.by_rows.select(x, expert).neurons.numpy()))
+        return predicted
 
 
 class CpuLayerRun:
-    """A layer's experts at work on x [T, d]: gathered, so that those that are there take one call.
+    """The experts of a layer at work on x float32 [T, d]: gathered, so that resident ones take one call.
 
-    Each expert adds to rows of its own in `outputs`, float32 [rows, d].
+    Each expert writes rows of its own in `outputs`, float32 [rows, d].
     """
 
     def __init__(
@@ -392,45 +397,45 @@ class CpuLayerRun:
         self._weights, self._store, self._x, self._jobs, self._counts = weights, store, x, jobs, counts
         self._whole: list[tuple[ExpertJob, PagedExpert]] = []
         self._in_part: list[tuple[ExpertJob, SelectedNeurons]] = []
-        self._late: list[ExpertJob] = []  # were not there yet
+        self._late: list[ExpertJob] = []  # not all bytes had arrived
 
     def fetch(self, key: ExpertKey) -> None:
-        """An expert that has got its pages: it is read before all that is not needed yet."""
+        """Reads an expert of this layer, which has just got its pages, before all prefetches."""
         self._store.fetch(key, urgent=True)
 
     def add(self, job: ExpertJob) -> None:
-        """An expert to run: once all have been added, or its pages are wanted; those that are there first."""
+        """Adds an expert to run: with the next that are computed if it is resident, else after them."""
         if self._store.is_here(job.key):
             self._gather(job)
         else:
             self._late.append(job)
 
     def _gather(self, job: ExpertJob) -> None:
-        """Takes an expert in that is there, or waits for it."""
-        held = self._store.arrive(job.key)
-        if held.is_whole:
-            self._whole.append((job, held))
+        """Adds an expert to the next call; waits for its bytes."""
+        expert = self._store.arrive(job.key)
+        if expert.is_whole:
+            self._whole.append((job, expert))
             return
         assert self._store.by_rows is not None, "experts are read whole"
-        selected = self._store.by_rows.select(self._x[torch.from_numpy(job.tokens)], held)
+        selected = self._store.by_rows.select(self._x[torch.from_numpy(job.tokens)], expert)
         neurons = selected.neurons.numpy()
-        self._store.running(job.key, len(neurons) / held.layout.num_rows)
-        foretold = self._weights.predicted.get(job.key)
-        count_rows(self._counts, neurons, foretold)
-        if self._weights.approximations.is_predicted_enough and foretold is not None:
-            selected = SelectedNeurons(selected.a, selected.runs, torch.from_numpy(held.present(neurons)))
+        self._store.running(job.key, len(neurons) / expert.layout.num_rows)
+        predicted = self._weights.predicted.get(job.key)
+        count_rows(self._counts, neurons, predicted)
+        if self._weights.approximations.is_predicted_enough and predicted is not None:
+            selected = SelectedNeurons(selected.a, selected.runs, torch.from_numpy(expert.present(neurons)))
         else:
             self._store.fetch_records(job.key, neurons, urgent=True)
         self._in_part.append((job, selected))
 
     def evict(self, event: EvictEvent) -> None:
-        """An expert's pages are wanted: before, it is computed, if it was to be."""
+        """Evicts an expert; if it is to be computed, that happens before."""
         if any(job.key == event.key for job in (*self._late, *(job for job, _ in (*self._whole, *self._in_part)))):
             self.flush()
         self._store.evict(event.key)
 
     def flush(self) -> None:
-        """Computes what has been added: what is there, then what comes, as much at once as has come."""
+        """Computes all added experts: the resident ones, then the others as they arrive."""
         self.compute_gathered()
         while self._late:
             first, *others = self._late
@@ -441,7 +446,7 @@ class CpuLayerRun:
             self.compute_gathered()
 
     def compute_gathered(self) -> None:
-        """Computes what has been added and was there."""
+        """Computes the added experts that were resident."""
         if not (self._whole or self._in_part):
             return
         trace = self._weights.trace
@@ -453,20 +458,20 @@ class CpuLayerRun:
         whole, self._whole = self._whole, []
         in_part, self._in_part = self._in_part, []
         if whole:
-            works = [PagedWork(held, job.tokens, job.weights, job.places) for job, held in whole]
+            works = [PagedWork(expert, job.tokens, job.weights, job.places) for job, expert in whole]
             self._store.operations.run(self._x, works, self.outputs)
         for job, selected in in_part:
             self._run_in_part(job, selected)
 
     def _run_in_part(self, job: ExpertJob, selected: SelectedNeurons) -> None:
         assert self._store.by_rows is not None, "experts are read whole"
-        held = self._store.arrive(job.key)
+        expert = self._store.arrive(job.key)
         self._store.check_records(job.key, selected.neurons.numpy())
-        y = self._store.by_rows.run_rows(self._x[torch.from_numpy(job.tokens)], held, selected)
+        y = self._store.by_rows.run_rows(self._x[torch.from_numpy(job.tokens)], expert, selected)
         self.outputs[job.places] = job.weights[:, None] * y.numpy()
 
     def added_up(self) -> Tensor:
-        """y float32 [T, d]: each token's outputs so far, in the order of experts."""
+        """Returns y float32 [T, d]: the computed outputs of each token, added in the order of experts."""
         y = np.zeros((len(self._x), self.outputs.shape[1]), np.float32)
         for job in self._jobs.values():
             y[job.tokens] += self.outputs[job.places]  # no token has an expert twice
@@ -474,7 +479,7 @@ class CpuLayerRun:
 
 
 def _jobs(layer_idx: int, experts: Tensor, router_weights: Tensor) -> dict[int, ExpertJob]:
-    """What each expert has to do, rising; its outputs stand after those of the experts before it."""
+    """Returns the job of each expert, ascending; its output rows follow those of the experts before it."""
     jobs, first = {}, 0
     for number, tokens, weights in tokens_by_expert(experts, router_weights):
         places = np.arange(first, first + len(tokens))
@@ -483,10 +488,10 @@ def _jobs(layer_idx: int, experts: Tensor, router_weights: Tensor) -> dict[int, 
     return jobs
 
 
-def count_rows(counts: PhaseCounts, neurons: NDArray[np.int32], foretold: NDArray[np.int32] | None) -> None:
-    """Counts an expert that was there in part, whose `neurons` run; None foretold: none of its rows were."""
-    if foretold is None:
+def count_rows(counts: PhaseCounts, neurons: NDArray[np.int32], predicted: NDArray[np.int32] | None) -> None:
+    """Counts an expert that was resident in part and runs `neurons`; `predicted`: its predicted rows, or None."""
+    if predicted is None:
         counts.in_part += 1
         return
     counts.running += len(neurons)
-    counts.running_predicted += len(np.intersect1d(neurons, foretold, assume_unique=True))
+    counts.running_predicted += len(np.intersect1d(neurons, predicted, assume_unique=True))

@@ -273,7 +273,7 @@ class Prefetcher:
         """Whether `PredictionInput.partial` is looked at."""
         return self._prediction is not None and self._prediction.needs_partial
 
-    def foretold(self, layer_idx: int, observed: PredictionInput) -> Sequence[int]:
+    def predict(self, layer_idx: int, observed: PredictionInput) -> Sequence[int]:
         """The experts of MoE layer `layer_idx` to read ahead."""
         num_tokens = len(observed.x)
         if self.expects_nearly_all(num_tokens):
