@@ -1,16 +1,8 @@
-"""What happened when, for Perfetto (ui.perfetto.dev) or chrome://tracing: one event a line, as it happens.
+"""The expert store of the CPU: experts in pages of the arena, fetched whole or by rows, checked when they first arrive.
 
-Source:  the Trace Event Format of Chromium's catapult: `X` has a duration; `b` and `e` begin and end what may overlap.
-
-An expert's extent in pages of the arena: which of its blocks are there, and what can be computed from them.
-
-Blocks are what drives are read in, DISK_BLOCK_BYTES of the extent each. Nothing is read here: `streaming` does that.
-
-What computes with experts in pages: plain torch with a copy of each; native kernels where they lie, by rows too.
-
-The experts that are in pages, or on their way: fetched whole or by rows, checked when they first arrive.
-
-What is fetched and dropped is `Residency`'s to decide; what is computed, `streaming`'s.
+From the bottom up: `Trace` writes the events of a run, `PagedExpert` is an expert's extent in pages, `PagedOperations`
+compute with experts in pages, and `ExpertStore` owns pages and reads. `ExpertCache` decides what is fetched and
+evicted, and experts.py what is computed.
 """
 
 import json
@@ -44,14 +36,17 @@ from moe_pack.runtime.offload.budget import BudgetPlan
 from moe_pack.runtime.offload.cache import ExpertKey
 from moe_pack.runtime.offload.disk import PageArena, Reads
 
-_EVENTS_AT_ONCE = 1000  # kept in memory between two writes
+_MAX_EVENTS = 1000  # in memory between two writes
 
 
 class Trace:
-    """A trace's file, in the place of one that is there. `close` it: what was not written is.
+    """The file of `--trace`, for Perfetto (ui.perfetto.dev) or chrome://tracing; it replaces a file of that name.
 
-    It is whole JSON once closed, whatever ended the run. Where the drive refuses, the file goes: it would be none.
+    `close` writes the rest; the file is then whole JSON, however the run ended. If a write fails, the file is deleted,
+    because it would not be JSON.
     Raises:  RunError if the file cannot be written, now or later.
+    Source:  the Trace Event Format of Chromium's catapult: `X` has a duration; `b` and `e` begin and end events that
+             may overlap. One event a line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -67,7 +62,7 @@ class Trace:
             {"name": "thread_name", "ph": "M", "ts": 0, "pid": 1, "tid": track, "args": {"name": name}}
             for track, name in enumerate(("computing", "waiting for reads"))
         )
-        # Written now: a drive that refuses says so before the model runs, and each later line can stand alone.
+        # Written now: a disk error comes before the model runs, and each later line is complete in itself.
         self._put('{"displayTimeUnit": "ms", "traceEvents": [\n' + ",\n".join(map(json.dumps, tracks)))
 
     def __enter__(self) -> "Trace":
@@ -80,27 +75,27 @@ class Trace:
 
     @contextmanager
     def computing(self, name: str, **facts: object) -> Iterator[None]:
-        """Something computed."""
+        """Records the time of a computation."""
         yield from self._during(0, name, facts)
 
     @contextmanager
     def waiting(self, name: str, **facts: object) -> Iterator[None]:
-        """Something waited for."""
+        """Records the time of a stall."""
         yield from self._during(1, name, facts)
 
     def read_begins(self, name: str, num_bytes: int, is_urgent: bool) -> int:
-        """A read was asked for; its number."""
+        """Records that a read was requested; returns its number."""
         self._num_reads += 1
         facts = {"bytes": num_bytes, "urgent": is_urgent}
         self._add({"name": name, "cat": "read", "ph": "b", "id": self._num_reads, "tid": 2, "args": facts})
         return self._num_reads
 
     def read_ends(self, name: str, number: int) -> None:
-        """A read has come, as far as it was waited for, or was dropped."""
+        """Records that a read has been waited for, or has been cancelled."""
         self._add({"name": name, "cat": "read", "ph": "e", "id": number, "tid": 2})
 
     def close(self) -> None:
-        """Writes what is left, and ends the file."""
+        """Writes the rest and ends the file."""
         if self._file.closed:
             return
         self._write()
@@ -121,10 +116,10 @@ class Trace:
         return (time.perf_counter_ns() - self._start_ns) / 1000
 
     def _add(self, event: dict[str, Any]) -> None:
-        if self._file.closed:  # the drive has refused: what ends now has no place
+        if self._file.closed:  # a write has failed: events that end now are lost
             return
         self._lines.append(",\n" + json.dumps({"ts": self._now(), "pid": 1} | event))
-        if len(self._lines) > _EVENTS_AT_ONCE:
+        if len(self._lines) > _MAX_EVENTS:
             self._write()
 
     def _write(self) -> None:
@@ -139,24 +134,26 @@ class Trace:
             raise self._failed(fault) from fault
 
     def _failed(self, fault: OSError) -> RunError:
-        """Gives the file up."""
-        with suppress(OSError):  # of what could not be written, again; the descriptor is closed all the same
+        """Closes and deletes the file; returns the error to raise."""
+        with suppress(OSError):  # the failed write fails again; the descriptor is closed anyway
             self._file.close()
         if self._path.is_file():  # not a device or a pipe
             self._path.unlink()
         return self._error(fault)
 
     def _error(self, fault: OSError) -> RunError:
-        return RunError(f"--trace: {self._path}: cannot be written ({fault.strerror}); give another place")
+        return RunError(f"--trace: {self._path}: cannot be written ({fault.strerror}); give another path")
 
 
 Blocks = NDArray[np.int64]
 
 
 class PagedExpert:
-    """An expert whose extent begins at `offset` of its file and lies, as far as it is there, in pages of its own.
+    """An expert's extent in pages of the arena: which blocks have arrived, and the rows that kernels compute with.
 
-    `has_block` bool [blocks]; `ticket`: the read under way, None where there is none. Owns its pages: `close` it.
+    Disks are read in blocks of DISK_BLOCK_BYTES of the extent, which begins at `offset` of its file. `has_block` bool
+    [blocks]: those that have arrived; `ticket`: the read under way, or None. `ExpertStore` reads. Owns its pages:
+    `close` it.
     """
 
     def __init__(
@@ -188,16 +185,16 @@ class PagedExpert:
         self._arena.give(self._slots)
 
     def missing(self, blocks: Blocks) -> Blocks:
-        """Those of some blocks that are not there, rising."""
+        """Returns those of `blocks` that have not arrived, ascending."""
         absent: Blocks = blocks[~self.has_block[blocks]]
         return absent
 
     def all_blocks(self) -> Blocks:
-        """Every block."""
+        """Returns every block."""
         return np.arange(self.num_blocks)
 
     def selector_blocks(self) -> Blocks:
-        """Those that are wanted whichever neurons run: they hold selector rows, and what is added to outputs."""
+        """Returns the blocks that are needed whichever neurons run: of the selector rows and of the bias of down."""
         selector = np.arange(-(-self.layout.selector_bytes // DISK_BLOCK_BYTES))
         if self.layout.extra is None:
             return selector
@@ -205,25 +202,28 @@ class PagedExpert:
         return np.union1d(selector, extra)
 
     def record_blocks(self, neurons: NDArray[np.int32]) -> Blocks:
-        """Those that hold the records of some neurons, rising."""
+        """Returns the blocks with the records of some neurons, ascending."""
         row_bytes = self.layout.records.row_bytes
         begin = self.layout.selector_bytes + neurons.astype(np.int64) * row_bytes
         first, last = begin // DISK_BLOCK_BYTES, (begin + row_bytes - 1) // DISK_BLOCK_BYTES
         most = int((last - first).max(initial=0)) + 1
-        held = first[:, None] + np.arange(most)
-        return np.unique(held[held <= last[:, None]])
+        blocks = first[:, None] + np.arange(most)
+        return np.unique(blocks[blocks <= last[:, None]])
 
     def present(self, neurons: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Those of some neurons whose records are there."""
+        """Returns those of some neurons whose records have arrived."""
         row_bytes = self.layout.records.row_bytes
         begin = self.layout.selector_bytes + neurons.astype(np.int64) * row_bytes
-        num_there = np.concatenate([[0], np.cumsum(self.has_block)])
+        num_before = np.concatenate([[0], np.cumsum(self.has_block)])
         first, end = begin // DISK_BLOCK_BYTES, (begin + row_bytes - 1) // DISK_BLOCK_BYTES + 1
-        there: NDArray[np.int32] = neurons[num_there[end] - num_there[first] == end - first]
-        return there
+        present: NDArray[np.int32] = neurons[num_before[end] - num_before[first] == end - first]
+        return present
 
     def pieces(self, blocks: Blocks) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Where blocks (rising) lie in the file, where in the arena, and how many bytes: one piece a run in a page."""
+        """Returns the pieces to read for `blocks` (ascending): offsets in the file, places in the arena, sizes.
+
+        A piece is a run of blocks in one page.
+        """
         page_blocks = self._arena.page_bytes // DISK_BLOCK_BYTES
         follows = (np.diff(blocks, prepend=-2) == 1) & (blocks % page_blocks != 0)
         starts = np.flatnonzero(~follows)
@@ -233,34 +233,36 @@ class PagedExpert:
         return self.offset + first * DISK_BLOCK_BYTES, places, lengths * DISK_BLOCK_BYTES
 
     def arrived(self, blocks: Blocks) -> None:
-        """Blocks have been read."""
+        """Takes note that blocks have been read."""
         self.has_block[blocks] = True
         self.is_whole = bool(self.has_block.all())
 
     def stitch(self, kernels: Kernels) -> None:
-        """Makes rows whole that cross from page to page: after each arrival, before anything is computed."""
+        """Copies rows together that cross from page to page: after each arrival, before anything is computed."""
         if self.layout.selector and self.rows.selector is not None:
-            assert isinstance(self.rows.selector, PagedRows), "an arena's"
+            assert isinstance(self.rows.selector, PagedRows), "rows of an arena"
             kernels.stitch(self.rows.selector, self.layout.selector, self.layout.num_rows)
         kernels.stitch(self.records, self.layout.records, self.layout.num_rows)
         if self.layout.extra and self.extra is not None:
             kernels.stitch(self.extra, self.layout.extra, 1)
 
     def check_rows(self, kernels: Kernels, rows: NDArray[np.int32], number: int) -> None:
-        """Checks those records of some neurons that have not been checked.
+        """Checks the records of some neurons that have not been checked before.
 
-        Raises:  PackError naming the first that is damaged.
+        Raises:  PackError, which names the first damaged row.
         """
         unchecked = rows[~self._row_is_checked[rows]]
         self._check(kernels, self.records, self.layout.records, unchecked, number)
         self._row_is_checked[unchecked] = True
 
     def check_selector(self, kernels: Kernels, number: int) -> None:
-        """Checks every selector row, and what is added to outputs.
+        """Checks every selector row and the bias of down.
 
-        Raises:  PackError naming the first that is damaged.
+        Raises:  PackError, which names the first damaged row.
         """
-        assert self.layout.selector is not None and isinstance(self.rows.selector, PagedRows), "a kind with a selector"
+        assert self.layout.selector is not None and isinstance(self.rows.selector, PagedRows), (
+            "an expert with a selector"
+        )
         every = np.arange(self.layout.num_rows, dtype=np.int32)
         self._check(kernels, self.rows.selector, self.layout.selector, every, number)
         if self.layout.extra and self.extra is not None:
@@ -268,16 +270,16 @@ class PagedExpert:
         self.is_selector_checked = True
 
     def _check(
-        self, kernels: Kernels, rows: PagedRows, layout: RowLayout, wanted: NDArray[np.int32], number: int
+        self, kernels: Kernels, rows: PagedRows, layout: RowLayout, neurons: NDArray[np.int32], number: int
     ) -> None:
-        found = kernels.damaged_row(rows, layout, wanted)
-        if found is not None:
+        damaged = kernels.damaged_row(rows, layout, neurons)
+        if damaged is not None:
             raise PackError(
-                f"{self.place}: expert {number}: CRC-32 of row {found} does not match its bytes; the file is damaged"
+                f"{self.place}: expert {number}: CRC-32 of row {damaged} does not match its bytes; the file is damaged"
             )
 
     def extent(self) -> Tensor:
-        """All bytes in one piece, u8, in memory of their own: for what cannot use them where they are."""
+        """Returns a copy of all bytes in one piece, u8: for operations that cannot use pages."""
         page_bytes, places = self._arena.page_bytes, self._arena.places(self._slots)
         out = np.empty(len(places) * page_bytes, np.uint8)
         for page, place in enumerate(places.tolist()):
@@ -285,11 +287,11 @@ class PagedExpert:
         return torch.from_numpy(out[: self.layout.num_bytes])
 
     def blocks(self) -> Iterator[NeuronBlock]:
-        """All neurons once, in stored order, dequantized."""
+        """Yields all neurons once, in stored order, dequantized."""
         return PackedExpert(self.layout, self.extent()).blocks()
 
     def down_bias(self) -> Tensor | None:
-        """What is added to the output of a token that comes here, float32 [d]; None where the family has none."""
+        """Returns the bias of down, float32 [d]; None if the family has none."""
         return PackedExpert(self.layout, self.extent()).down_bias()
 
 
@@ -304,21 +306,21 @@ class PagedWork:
 
 
 class PagedOperations:
-    """Experts are used whole, and copied into one piece for that."""
+    """Computes in plain torch with a copy of each expert, which must be resident whole."""
 
     def __init__(self, function: NeuronFunction, selector: Selector) -> None:
         self._function: NeuronFunction = function
         self._selector: Selector = selector
 
     def stitch(self, expert: PagedExpert) -> None:
-        """Makes rows whole that cross from page to page, after each arrival."""
+        """Copies rows together that cross from page to page, after each arrival; here, experts are copied anyway."""
 
     def checksum(self, expert: PagedExpert) -> int:
-        """Returns the CRC-32 of an expert that is there whole."""
+        """Returns the CRC-32 of an expert that is resident whole."""
         return zlib.crc32(expert.extent().numpy().data)
 
     def run(self, x: Tensor, works: Sequence[PagedWork], outputs: NDArray[np.float32]) -> None:
-        """Runs experts that are there whole over x float32 [T, d]; each fills its rows of `outputs`, weighted."""
+        """Runs whole experts over x float32 [T, d]; each writes its rows of `outputs`, weighted."""
         for work in works:
             some, threshold = x[torch.from_numpy(work.tokens)], work.expert.rows.threshold
             y = run_expert(some, work.expert, self._function, self._selector, threshold)
@@ -326,14 +328,14 @@ class PagedOperations:
 
 
 class NativePagedOperations(PagedOperations):
-    """Experts are used where they lie; of one with a selector the rows of running neurons are enough."""
+    """Computes with native kernels on the pages; with a selector, the rows of running neurons suffice."""
 
     def __init__(self, function: NeuronFunction, selector: Selector, kernels: Kernels) -> None:
         super().__init__(function, selector)
         self._kernels = kernels
 
     def stitch(self, expert: PagedExpert) -> None:
-        """Makes rows whole in the memory that each page has before it."""
+        """Copies the beginning of a row that crosses pages into the head of its last page."""
         expert.stitch(self._kernels)
 
     def checksum(self, expert: PagedExpert) -> int:
@@ -341,16 +343,16 @@ class NativePagedOperations(PagedOperations):
         return self._kernels.checksum_pages(expert.records, expert.layout.num_bytes)
 
     def run(self, x: Tensor, works: Sequence[PagedWork], outputs: NDArray[np.float32]) -> None:
-        """Runs experts that are there whole, all of them in one call."""
-        given = [(work.expert.rows, work.tokens, work.weights, work.places) for work in works]
-        self._kernels.experts_apart(x, given, outputs)
+        """Runs whole experts, all in one call."""
+        jobs = [(work.expert.rows, work.tokens, work.weights, work.places) for work in works]
+        self._kernels.experts_apart(x, jobs, outputs)
 
     def check_selector(self, expert: PagedExpert, number: int) -> None:
-        """Checks every selector row. Raises PackError naming the first that is damaged."""
+        """Checks every selector row. Raises PackError, which names the first damaged row."""
         expert.check_selector(self._kernels, number)
 
     def check_rows(self, expert: PagedExpert, neurons: NDArray[np.int32], number: int) -> None:
-        """Checks the records of some neurons. Raises PackError naming the first that is damaged."""
+        """Checks the records of some neurons. Raises PackError, which names the first damaged row."""
         expert.check_rows(self._kernels, neurons, number)
 
     def select(self, x: Tensor, expert: PagedExpert) -> SelectedNeurons:
@@ -358,29 +360,31 @@ class NativePagedOperations(PagedOperations):
         return self._kernels.select(x, expert.rows)
 
     def run_rows(self, x: Tensor, expert: PagedExpert, selected: SelectedNeurons) -> Tensor:
-        """Returns the output float32 [T, d] of an expert of which the selected neurons' records are there."""
+        """Returns the output float32 [T, d] of an expert that has the records of the selected neurons."""
         h = self._kernels.neurons(x, expert.rows, selected)
         return self._kernels.accumulate(h, expert.rows, selected.neurons)
 
 
 def paged_operations(operations: Operations, function: NeuronFunction, selector: Selector) -> PagedOperations:
-    """Returns what computes with experts in pages where these operations compute the rest."""
+    """Returns the operations on experts in pages that go with the `operations` of the dense part."""
     if isinstance(operations, NativeOperations):
         return NativePagedOperations(function, selector, operations.kernels)
     return PagedOperations(function, selector)
 
 
-USUAL_GAP_BYTES = 32 << 10  # what a drive reads in the time that one more read costs, where nobody has measured it
-_SHARE_MEMORY = 0.9  # of what a layer's experts ran before, in the running mean of the share that runs
+USUAL_GAP_BYTES = 32 << 10  # a usual disk reads so much in the time that one more read costs
+_SHARE_MEMORY = 0.9  # the weight of the past in a layer's running mean of the share of neurons that run
 
 
 class ExpertStore:
-    """Pages and reads of a pack's experts. Owns both: `close` it.
+    """Experts of a pack in pages of the arena, and their reads. Owns both: `close` it.
 
-    `stall_ns`: how long was waited for reads.   `asked_bytes`: of whole blocks that were to be read.
-    `operations`: what computes with experts.   `by_rows`: what computes with some rows of one; None: all are read.
-    `rows_below`: where fewer of an expert's neurons run, their rows are read instead of all; 0 for never.
-    `gap_bytes`: what is read over between two rows rather than read apart.
+    `stall_ns`: time that the computation waited for reads.   `asked_bytes`: bytes of requested blocks.
+    `operations`: compute with experts.   `by_rows`: the same object if it can compute with some rows of an expert;
+    None: experts are read whole.
+    Args:    verify: whether experts are checked when they first arrive.   rows_below: the cutover, a share of neurons:
+             if fewer of an expert's neurons run, only their rows are read; 0 for never.   gap_bytes: two rows are read
+             together if no more bytes are between them.
     """
 
     def __init__(
@@ -404,20 +408,20 @@ class ExpertStore:
         self._rows_below = 0.0 if self.by_rows is None else rows_below
         self._share_running = np.zeros(len(pack.layout.experts))
         self._checked = np.zeros(pack.index.size.shape, bool)
-        self._held: dict[ExpertKey, PagedExpert] = {}
+        self._experts: dict[ExpertKey, PagedExpert] = {}
         self._reading: dict[ExpertKey, Blocks] = {}
         self._arena = PageArena(plan.num_pages, plan.page_bytes, plan.head_bytes)
         with ExitStack() as opened:
             opened.callback(self._arena.close)
             self._reads = open_reads(self._arena.memory)
-            opened.callback(self._reads.close)  # first, as threads may not read into pages that are gone
+            opened.callback(self._reads.close)  # closed first: threads must not read into freed pages
             self._files = [self._reads.open(pack.folder / file.name) for file in pack.manifest.expert_files]
             opened.pop_all()
 
     def close(self) -> None:
         """Ends the reads and gives the pages back."""
         self._reads.close()
-        self._held.clear()
+        self._experts.clear()
         self._arena.close()
 
     @property
@@ -426,66 +430,66 @@ class ExpertStore:
         return self._arena.peak_pages
 
     def fetch(self, key: ExpertKey, urgent: bool) -> None:
-        """Gives an expert its pages and begins to read it: whole, or its selector where few of its neurons will run."""
-        layer_idx, expert = key
-        layout = self._pack.layout.experts[layer_idx][expert]
-        held = PagedExpert(
+        """Gives an expert its pages and begins to read it: whole, or its selector if few neurons probably run."""
+        layer_idx = key.layer_idx
+        layout = self._pack.layout.experts[layer_idx][key.expert]
+        expert = PagedExpert(
             self._arena,
             layout,
             self._pack.manifest.selector,
             self._pack.spec.expert.function,
             float(self._pack.thresholds[key]),
-            self._pack.layout.offsets[layer_idx][expert],
+            self._pack.layout.offsets[layer_idx][key.expert],
             self._pack.manifest.expert_files[layer_idx].name,
         )
-        self._held[key] = held
-        self._begin(key, held.selector_blocks() if self._by_rows(key, held) else held.all_blocks(), urgent)
+        self._experts[key] = expert
+        self._begin(key, expert.selector_blocks() if self._by_rows(key, expert) else expert.all_blocks(), urgent)
 
     def evict(self, key: ExpertKey) -> None:
-        """Takes an expert's pages back, and ends its read."""
+        """Ends an expert's read and takes its pages away."""
         self.stop(key)
-        self._held.pop(key).close()
+        self._experts.pop(key).close()
 
     def stop(self, key: ExpertKey) -> None:
-        """Ends what is being read of an expert, which stays with what it has."""
-        held = self._held[key]
-        if held.ticket is None:
+        """Ends the read of an expert, which stays resident with the bytes that it has."""
+        expert = self._experts[key]
+        if expert.ticket is None:
             return
-        self._reads.cancel(held.ticket)
-        held.ticket = None
+        self._reads.cancel(expert.ticket)
+        expert.ticket = None
         del self._reading[key]
         self._read_ended(key)
 
     def promote(self, key: ExpertKey) -> None:
-        """Reads an expert, whose turn it was not, before all that is not needed yet."""
-        held = self._held[key]
-        if held.ticket is not None:
-            self._reads.promote(held.ticket)
+        """Makes the read of a prefetched expert urgent: it overtakes all prefetches."""
+        expert = self._experts[key]
+        if expert.ticket is not None:
+            self._reads.promote(expert.ticket)
 
     def is_here(self, key: ExpertKey) -> bool:
-        """Whether nothing of what was asked for of an expert is still to come."""
-        held = self._held[key]
-        return held.ticket is None or self._reads.is_done(held.ticket)
+        """Returns whether an expert has all bytes that were requested."""
+        expert = self._experts[key]
+        return expert.ticket is None or self._reads.is_done(expert.ticket)
 
     def arrive(self, key: ExpertKey) -> PagedExpert:
-        """The expert, once what was asked for of it is there: checked, and every row in one piece.
+        """Waits for the requested bytes of an expert and returns it, checked and with every row in one piece.
 
         Raises:  PackError if it is damaged or cannot be read.
         """
-        held = self._held[key]
-        if held.ticket is None:
-            return held
-        if self._trace is not None and not self._reads.is_done(held.ticket):
+        expert = self._experts[key]
+        if expert.ticket is None:
+            return expert
+        if self._trace is not None and not self._reads.is_done(expert.ticket):
             with self._trace.waiting(_name(key)):
-                self._wait(held.ticket)
+                self._wait(expert.ticket)
         else:
-            self._wait(held.ticket)
+            self._wait(expert.ticket)
         self._read_ended(key)
-        held.ticket = None
-        held.arrived(self._reading.pop(key))
-        self.operations.stitch(held)
-        self._check(key, held)
-        return held
+        expert.ticket = None
+        expert.arrived(self._reading.pop(key))
+        self.operations.stitch(expert)
+        self._check(key, expert)
+        return expert
 
     def running(self, key: ExpertKey, share: float) -> None:
         """Takes note of the share of an expert's neurons that ran."""
@@ -493,23 +497,23 @@ class ExpertStore:
         self._share_running[key.layer_idx] = _SHARE_MEMORY * mean + (1 - _SHARE_MEMORY) * share
 
     def fetch_records(self, key: ExpertKey, neurons: NDArray[np.int32], urgent: bool) -> None:
-        """Begins to read the records of some neurons of an expert that is there in part, or all it lacks."""
-        held = self._held[key]
-        assert held.ticket is None, "one read of an expert at a time"
-        if len(neurons) < self._rows_below * held.layout.num_rows:
-            blocks = held.missing(_bridged(held.record_blocks(neurons), self._gap_blocks))
+        """Begins to read the records of some neurons of an expert, or all its missing blocks."""
+        expert = self._experts[key]
+        assert expert.ticket is None, "one read of an expert at a time"
+        if len(neurons) < self._rows_below * expert.layout.num_rows:
+            blocks = expert.missing(_bridged(expert.record_blocks(neurons), self._gap_blocks))
         else:
-            blocks = held.missing(held.all_blocks())
+            blocks = expert.missing(expert.all_blocks())
         if len(blocks):
             self._begin(key, blocks, urgent)
 
     def check_records(self, key: ExpertKey, neurons: NDArray[np.int32]) -> None:
-        """Checks the records of some neurons, where they have not been.
+        """Checks the records of some neurons that have not been checked before.
 
-        Raises:  PackError naming a row that is damaged.
+        Raises:  PackError, which names the first damaged row.
         """
         if self._verify and not self._checked[key] and self.by_rows is not None:
-            self.by_rows.check_rows(self._held[key], neurons, key.expert)
+            self.by_rows.check_rows(self._experts[key], neurons, key.expert)
 
     def _wait(self, ticket: int) -> None:
         started = time.perf_counter_ns()
@@ -521,30 +525,30 @@ class ExpertStore:
             self._trace.read_ends(_name(key), self._traced.pop(key))
 
     def _begin(self, key: ExpertKey, blocks: Blocks, urgent: bool) -> None:
-        held = self._held[key]
+        expert = self._experts[key]
         if self._trace is not None:
             self._traced[key] = self._trace.read_begins(_name(key), len(blocks) * DISK_BLOCK_BYTES, urgent)
         self.asked_bytes += len(blocks) * DISK_BLOCK_BYTES
-        held.ticket = self._reads.submit(self._files[key.layer_idx], *held.pieces(blocks), urgent)
+        expert.ticket = self._reads.submit(self._files[key.layer_idx], *expert.pieces(blocks), urgent)
         self._reading[key] = blocks
 
-    def _by_rows(self, key: ExpertKey, held: PagedExpert) -> bool:
-        has_threshold = self._pack.thresholds[key] > 0 and held.layout.selector is not None
+    def _by_rows(self, key: ExpertKey, expert: PagedExpert) -> bool:
+        has_threshold = self._pack.thresholds[key] > 0 and expert.layout.selector is not None
         return bool(has_threshold and self._share_running[key.layer_idx] < self._rows_below)
 
-    def _check(self, key: ExpertKey, held: PagedExpert) -> None:
-        """Checks an extent the first time it is there whole, selector rows as often as they come alone."""
+    def _check(self, key: ExpertKey, expert: PagedExpert) -> None:
+        """Checks an extent when it is whole for the first time, and selector rows whenever they come alone."""
         if not self._verify or self._checked[key]:
             return
         expected = int(self._pack.index.crc32[key])
-        if held.is_whole:
-            if self.operations.checksum(held) != expected:
+        if expert.is_whole:
+            if self.operations.checksum(expert) != expected:
                 raise PackError(
-                    f"{held.place}: expert {key.expert}: CRC-32 does not match its bytes; the file is damaged"
+                    f"{expert.place}: expert {key.expert}: CRC-32 does not match its bytes; the file is damaged"
                 )
             self._checked[key] = True
-        elif self.by_rows is not None and not held.is_selector_checked:
-            self.by_rows.check_selector(held, key.expert)
+        elif self.by_rows is not None and not expert.is_selector_checked:
+            self.by_rows.check_selector(expert, key.expert)
 
 
 def _name(key: ExpertKey) -> str:
@@ -552,7 +556,7 @@ def _name(key: ExpertKey) -> str:
 
 
 def _bridged(blocks: Blocks, gap_blocks: int) -> Blocks:
-    """Blocks (rising) with those between that are read over, where they are few."""
+    """Returns `blocks` (ascending) with the blocks of every gap of at most `gap_blocks`."""
     gaps = np.diff(blocks) - 1
     over = np.flatnonzero((gaps > 0) & (gaps <= gap_blocks))
     between = [np.arange(blocks[place] + 1, blocks[place + 1]) for place in over.tolist()]

@@ -2,8 +2,8 @@
 
 `ExpertCache` decides, `ExpertStore` moves bytes, its operations compute; this file carries out the decisions. Reads
 that the running layer needs go first, and prefetches for the next layer fill the rest of the disk's time; resident
-experts are computed meanwhile. Each expert's output has rows of its own, which are added up in the order of experts. Therefore
-the answer is the same to the bit, whatever was resident and whenever the rest came.
+experts are computed meanwhile. Each expert's output has rows of its own, which are added up in the order of experts.
+Therefore the answer is the same to the bit, whatever was resident and whenever the rest came.
 """
 
 from collections.abc import Sequence
@@ -295,7 +295,7 @@ class OffloadedWeights(PackWeights, ExpertRunner):
     def _scored(
         self, layer_idx: int, x: Tensor, experts: Tensor, router_weights: Tensor, counts: PhaseCounts
     ) -> tuple[Tensor, Tensor, NDArray[np.float32]]:
-        """Returns experts and weights, for a single token with substitutes if asked for; and mean scores float32 [E]."""
+        """Returns experts, weights and mean scores float32 [E]; with substitutes for a single token if asked for."""
         spec = self.spec.router
         logits = router_logits(x, self, self.spec.moe_layers[layer_idx])
         scores = expert_scores(logits, spec).cpu().numpy()

@@ -1,9 +1,7 @@
-"""Records of runs: what the routers chose, pass by pass, and what was foretold; written by `recording`, for `replay`.
+"""Recordings of runs: the routers' choices, pass by pass, and the prefetches; `--record` writes them for replay.
 
-A safetensors file, of which nothing is trusted. Not to be confused with the records of neurons. Described in
-docs/moe-pack.md.
-
-Writing down a run: a expert_cache that notes what is asked of it, and what collects it into a record.
+The file is a safetensors file, described in docs/moe-pack.md; nothing in it is trusted. `Recording` is its content,
+`Recorder` collects one in memory, and `RecordedExpertCache` is a cache that tells the recorder what it is asked.
 """
 
 import os
@@ -29,7 +27,7 @@ _NAMES = {np.dtype(code): name for name, code in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class RecordingFacts:
-    """What a record was made with: the root digest of the pack, the preset's name, the budget and its pages."""
+    """How a recording was made: the root digest of the pack, the preset's name, the budget and its pages."""
 
     format: Literal["moe-pack record"]
     version: int
@@ -42,11 +40,10 @@ class RecordingFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passes:
-    """What routers chose in C forward passes of N tokens in all.
+    """The routes of C forward passes with N tokens together.
 
-    `routes` u16 [N, L, k].   `chunks` u32 [C]: tokens of each pass.   `scores` f16 [C, L, E]: each pass's mean scores
-    of all experts, as policies were told them; None where they are not known.   `popularity` f32 [L, E]: what was
-    known before, as in `CacheFacts`.
+    `routes` u16 [N, L, k].   `chunks` u32 [C]: tokens of each pass.   `scores` f16 [C, L, E]: the mean scores of all
+    experts that policies got in each pass; None if they are not known.   `popularity` f32 [L, E]: as in `CacheFacts`.
     """
 
     routes: Array
@@ -60,7 +57,7 @@ class Passes:
         return int(self.popularity.shape[1])
 
     def needed(self) -> Iterator[list[list[int]]]:
-        """For each pass and layer the experts it needs, rising, each once."""
+        """Yields for each pass the experts that each layer needs, ascending, each once."""
         ends = np.cumsum(self.chunks, dtype=np.int64)
         for start, end in zip((ends - self.chunks).tolist(), ends.tolist(), strict=True):
             if end - start == 1:
@@ -70,9 +67,9 @@ class Passes:
 
 
 class PrefetchRequest(NamedTuple):
-    """What an engine asked of a expert_cache beside its walks: to bring experts ahead, likeliest first, or abandon one.
+    """A call of an engine to its cache: to prefetch experts, likeliest first, or to abandon one.
 
-    `after`: how many events all walks had given before, each walk's end counted as one.
+    `after`: the number of events of all schedules before it; the end of a schedule counts as an event.
     """
 
     after: int
@@ -84,7 +81,7 @@ class PrefetchRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recording:
-    """A record: `passes` as above, `requests` in their order; `hits`, `needed` u32 [C, L] as the run counted them."""
+    """A recorded run: its routes, its requests in order, and `hits`, `needed` u32 [C, L] as the run counted them."""
 
     facts: RecordingFacts
     passes: Passes
@@ -94,52 +91,52 @@ class Recording:
 
 
 def check_writable(path: Path) -> None:
-    """Checks, before a run, that its record can be written at `path`; whether there is room for it, nobody knows yet.
+    """Checks, before a run, that its recording can be written at `path`; the disk may still be full later.
 
-    Raises:  RunError if it cannot.
+    Raises:  RunError if it cannot be written.
     """
-    beside = _beside(path)
+    temporary = _temporary(path)
     try:
         if path.exists() and not path.is_file():
-            raise RunError(f"{path}: is no regular file; give another place")
-        with beside.open("wb"):
-            beside.unlink()
+            raise RunError(f"{path}: is no regular file; give another path")
+        with temporary.open("wb"):
+            temporary.unlink()
     except OSError as fault:
-        raise RunError(f"{path}: cannot be written ({fault.strerror}); give another place") from fault
+        raise RunError(f"{path}: cannot be written ({fault.strerror}); give another path") from fault
 
 
-def _beside(path: Path) -> Path:
+def _temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp")
 
 
-def write_recording(record: Recording, path: Path) -> None:
-    """Writes a record beside its place and renames it there.
+def write_recording(recording: Recording, path: Path) -> None:
+    """Writes a recording into a temporary file in the same folder and renames it.
 
-    Raises:  RunError if the drive refuses.
+    Raises:  RunError if it cannot be written.
     """
-    passes = record.passes
+    passes = recording.passes
     arrays: dict[str, Array] = {
-        "facts": np.frombuffer(canonical(dump(record.facts)), "<u1"),
+        "facts": np.frombuffer(canonical(dump(recording.facts)), "<u1"),
         "routes": passes.routes,
         "chunks": passes.chunks,
         "popularity": passes.popularity,
-        "hits": record.hits,
-        "needed": record.needed,
-        "requests": _rows_of(record.requests),
+        "hits": recording.hits,
+        "needed": recording.needed,
+        "requests": _rows_of(recording.requests),
     }
     if passes.scores is not None:
         arrays["scores"] = passes.scores
     raw = assemble((name, _NAMES[array.dtype], array.shape, array.tobytes()) for name, array in arrays.items())
-    beside = _beside(path)
+    temporary = _temporary(path)
     try:
         try:
-            with beside.open("wb") as file:
+            with temporary.open("wb") as file:
                 file.write(raw)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(path)
+            temporary.replace(path)
         except BaseException:  # a signal's exception too
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -147,11 +144,11 @@ def write_recording(record: Recording, path: Path) -> None:
         finally:
             os.close(folder)
     except OSError as fault:
-        raise RunError(f"{path}: cannot be written ({fault.strerror}); give another place") from fault
+        raise RunError(f"{path}: cannot be written ({fault.strerror}); give another path") from fault
 
 
 def _rows_of(requests: Sequence[PrefetchRequest]) -> Array:
-    """One row an expert: after, number of the request, layer_idx, expert, during, whether it is abandoned."""
+    """Returns one row an expert: after, number of the request, layer_idx, expert, during, is_abandoned."""
     rows = [
         (r.after, number, r.layer_idx, expert, r.during, int(r.is_abandoned))
         for number, r in enumerate(requests)
@@ -161,17 +158,19 @@ def _rows_of(requests: Sequence[PrefetchRequest]) -> Array:
 
 
 def read_recording(path: Path) -> Recording:
-    """The record at `path`, all of it checked.
+    """Reads a recording and checks all of it.
 
-    Raises:  RunError with the first fault found.
+    Raises:  RunError, which says the first fault.
     """
     arrays, place = _read_arrays(path), path.name
     raw = arrays["facts"].tobytes()
     if len(raw) > _MAX_FACTS_BYTES:
-        raise RunError(f"{place}: tensor 'facts' has {len(raw)} bytes, at most {_MAX_FACTS_BYTES}")
+        raise RunError(
+            f"{place}: tensor 'facts' has {len(raw)} bytes, expected at most {_MAX_FACTS_BYTES}; record the run again"
+        )
     values = parse(raw, f"{place}: facts", RunError)
     if not isinstance(values, dict) or values.get("format") != FORMAT or values.get("version") != VERSION:
-        raise RunError(f"{place}: expected format {FORMAT!r}, version {VERSION}; record the run anew")
+        raise RunError(f"{place}: expected format {FORMAT!r}, version {VERSION}; record the run again")
     facts = load(RecordingFacts, values, f"{place}: facts", RunError)
     _check_values(arrays, place)
     passes = Passes(arrays["routes"], arrays["chunks"], arrays.get("scores"), arrays["popularity"])
@@ -179,16 +178,16 @@ def read_recording(path: Path) -> Recording:
 
 
 def _read_arrays(path: Path) -> dict[str, Array]:
-    """The file's tensors, exactly those that a record has, of fitting dtypes and shapes."""
-    place, found = path.name, read_header(path, RunError)
-    entries = {entry.name: entry for entry in found if not entry.name.startswith("pad.")}
+    """Reads the tensors of a recording: exactly those that it has, with fitting dtypes and shapes."""
+    place = path.name
+    entries = {entry.name: entry for entry in read_header(path, RunError) if not entry.name.startswith("pad.")}
     shapes = {name: entry.shape for name, entry in entries.items()}
     if "routes" not in shapes or "chunks" not in shapes or "popularity" not in shapes:
-        raise RunError(f"{place}: found no routes, chunks and popularity, which records of runs have")
+        raise RunError(f"{place}: routes, chunks or popularity are missing; give a file of moe-run --record")
     N, C = (shapes[name][0] if shapes[name] else -1 for name in ("routes", "chunks"))
     L, E = shapes["popularity"] if len(shapes["popularity"]) == 2 else (-1, -1)
     k = shapes["routes"][-1] if shapes["routes"] else -1
-    wanted: dict[str, tuple[str, tuple[int, ...] | None]] = {
+    expected_forms: dict[str, tuple[str, tuple[int, ...] | None]] = {
         "facts": ("U8", None),
         "routes": ("U16", (N, L, k)),
         "chunks": ("U32", (C,)),
@@ -198,11 +197,13 @@ def _read_arrays(path: Path) -> dict[str, Array]:
         "requests": ("U32", None),
     }
     if "scores" in entries:
-        wanted["scores"] = ("F16", (C, L, E))
-    for name in [*wanted, *entries]:
-        if name not in wanted or name not in entries:
-            raise RunError(f"{place}: tensor {name!r} is {'unknown' if name in entries else 'missing'}")
-        dtype, shape = wanted[name]
+        expected_forms["scores"] = ("F16", (C, L, E))
+    for name in [*expected_forms, *entries]:
+        if name not in expected_forms or name not in entries:
+            raise RunError(
+                f"{place}: tensor {name!r} is {'unknown' if name in entries else 'missing'}; record the run again"
+            )
+        dtype, shape = expected_forms[name]
         entry = entries[name]
         fits = entry.shape == shape if shape else len(entry.shape) == (2 if name == "requests" else 1)
         if entry.dtype != dtype or not fits:
@@ -228,7 +229,7 @@ def _check_values(arrays: Mapping[str, Array], place: str) -> None:
     }
     for name, is_wrong in faults.items():
         if is_wrong:
-            raise RunError(f"{place}: tensor {name!r} has values that no run gives; record the run anew")
+            raise RunError(f"{place}: tensor {name!r} has values that a run cannot have; record the run again")
 
 
 def _requests_of(arrays: Mapping[str, Array], place: str) -> tuple[PrefetchRequest, ...]:
@@ -242,23 +243,23 @@ def _requests_of(arrays: Mapping[str, Array], place: str) -> tuple[PrefetchReque
     requests = []
     if fits:
         for _, group in groupby(rows.tolist(), key=lambda row: row[1]):
-            held = list(group)
-            after, _, layer_idx, _, during, is_abandoned = held[0]
-            fits &= all(row[:3] + row[4:] == held[0][:3] + held[0][4:] for row in held)
-            requests.append(
-                PrefetchRequest(after, layer_idx, tuple(row[3] for row in held), during, bool(is_abandoned))
-            )
+            of_request = list(group)
+            after, _, layer_idx, _, during, is_abandoned = of_request[0]
+            fits &= all(row[:3] + row[4:] == of_request[0][:3] + of_request[0][4:] for row in of_request)
+            experts = tuple(row[3] for row in of_request)
+            requests.append(PrefetchRequest(after, layer_idx, experts, during, bool(is_abandoned)))
     if not fits:
-        raise RunError(f"{place}: tensor 'requests' has values that no run gives; record the run anew")
+        raise RunError(f"{place}: tensor 'requests' has values that a run cannot have; record the run again")
     return tuple(requests)
 
 
 class Recorder:
-    """Collects a run in memory: 2 L k bytes a token, 8 L a pass and, with scores, 2 L E a pass; 24 an expert foretold.
+    """Collects a run in memory.
 
-    Args:    facts: what was known of the experts.   root: the pack's root digest.   policy: the preset's name.
-             budget_bytes, context_tokens: what the pages come from.
-             keeps_scores: whether mean scores are written down too; `Importance` needs them to be replayed.
+    It takes 2 L k bytes a token, 8 L a pass, 2 L E a pass with scores, and 24 for each prefetched expert.
+    Args:    facts: of the run's cache.   root: the pack's root digest.   policy: the preset's name.   budget_bytes,
+             context_tokens: as the run had them.   keeps_scores: whether mean scores are recorded too; a replay of
+             `Importance` needs them.
     """
 
     def __init__(
@@ -280,37 +281,37 @@ class Recorder:
         self._needed: list[int] = []
         self._requests: list[PrefetchRequest] = []
         self._num_events = 0
-        self._whole = (0, 0)  # events and requests by the end of the last whole pass
+        self._whole = (0, 0)  # events and requests until the end of the last whole pass
 
     def routed(self, layer_idx: int, routes: Array) -> None:
-        """The router of a layer has chosen; to be told before its walk begins. routes: [T, k], whole numbers.
+        """Records the routes [T, k], of any integer dtype, of a layer, before its schedule begins.
 
-        A pass that was broken off, as by an error, is forgotten once the next begins.
+        A pass that was broken off, for example by an error, is forgotten when the next begins.
         """
         if layer_idx == 0:
             self._forget_broken_pass()
         self._routes.append(routes.astype("<u2"))
 
-    def walked(self, num_hits: int, num_needed: int, scores: Array | None) -> None:
-        """A walk has come to its end."""
+    def layer_ended(self, num_hits: int, num_needed: int, scores: Array | None) -> None:
+        """Records the counts of a layer at the end of its schedule."""
         self._hits.append(num_hits)
         self._needed.append(num_needed)
         if self._keeps_scores:
-            assert scores is not None, "scores of every pass, or of none"
+            assert scores is not None, "scores of every pass or of none"
             self._scores.append(scores.astype("<f2"))
         if len(self._hits) % len(self._popularity) == 0:
             self._whole = (self._num_events, len(self._requests))
 
-    def happened(self) -> None:
-        """A walk gives an event, or ends."""
+    def event_happened(self) -> None:
+        """Counts an event or the end of a schedule."""
         self._num_events += 1
 
-    def asked(self, layer_idx: int, experts: Sequence[int], during: int, is_abandoned: bool) -> None:
-        """The engine asks for something beside walks."""
+    def requested(self, layer_idx: int, experts: Sequence[int], during: int, is_abandoned: bool) -> None:
+        """Records a prefetch, or that an expert was abandoned."""
         self._requests.append(PrefetchRequest(self._num_events, layer_idx, tuple(experts), during, is_abandoned))
 
-    def record(self) -> Recording:
-        """All whole forward passes so far."""
+    def recording(self) -> Recording:
+        """Returns all whole forward passes so far."""
         self._forget_broken_pass()
         L, E = self._popularity.shape
         num_passes = len(self._hits) // L
@@ -326,23 +327,23 @@ class Recorder:
         return Recording(self._facts, passes, tuple(self._requests), hits, needed)
 
     def _forget_broken_pass(self) -> None:
-        num_walks = len(self._hits) // len(self._popularity) * len(self._popularity)
-        if len(self._routes) > num_walks:
-            for walks in (self._routes, self._scores, self._hits, self._needed):
-                del walks[num_walks:]
+        num_layers = len(self._hits) // len(self._popularity) * len(self._popularity)
+        if len(self._routes) > num_layers:
+            for values in (self._routes, self._scores, self._hits, self._needed):
+                del values[num_layers:]
             self._num_events = self._whole[0]
             del self._requests[self._whole[1] :]
 
     def write(self, path: Path) -> None:
-        """Writes the record, in the place of a file that is there.
+        """Writes the recording; it replaces a file of that name.
 
-        Raises:  RunError if the drive refuses.
+        Raises:  RunError if it cannot be written.
         """
-        write_recording(self.record(), path)
+        write_recording(self.recording(), path)
 
 
 class RecordedExpertCache(ExpertCache):
-    """A expert_cache that writes down what is asked of it. The engine tells the recorder `routed` before each walk."""
+    """A cache that records its calls. The engine calls the recorder's `routed` before each schedule."""
 
     def __init__(
         self,
@@ -356,27 +357,27 @@ class RecordedExpertCache(ExpertCache):
         self._recorder = recorder
 
     def schedule(self, layer_idx: int, experts: Sequence[int], scores: Array | None = None) -> Events:
-        """As `ExpertCache.schedule`."""
+        """Yields the events of `ExpertCache.schedule`, and counts them."""
         num_hits = 0
         for event in super().schedule(layer_idx, experts, scores):
             num_hits += isinstance(event, ComputeEvent) and event.is_hit
-            self._recorder.happened()
+            self._recorder.event_happened()
             yield event
-        self._recorder.happened()
-        self._recorder.walked(num_hits, len(experts), scores)
+        self._recorder.event_happened()
+        self._recorder.layer_ended(num_hits, len(experts), scores)
 
     def prefetch(self, layer_idx: int, experts: Sequence[int], during: int) -> Events:
-        """As `ExpertCache.prefetch`; to be taken to its end before the walk goes on."""
-        self._recorder.asked(layer_idx, experts, during, False)
+        """Yields the events of `ExpertCache.prefetch`; take all of them before the schedule goes on."""
+        self._recorder.requested(layer_idx, experts, during, False)
         yield from super().prefetch(layer_idx, experts, during)
 
     def abandon(self, key: ExpertKey) -> None:
-        """As `ExpertCache.abandon`."""
-        self._recorder.asked(key.layer_idx, (key.expert,), key.layer_idx, True)
+        """Evicts a predicted expert that was not chosen, and records that."""
+        self._recorder.requested(key.layer_idx, (key.expert,), key.layer_idx, True)
         super().abandon(key)
 
 
 def recorded_expert_cache_for(preset: Preset, facts: CacheFacts, recorder: Recorder) -> RecordedExpertCache:
-    """As `residency_for`, written down."""
+    """Returns a cache like `expert_cache_for` that records its calls."""
     placed = placed_by(preset, facts)
     return RecordedExpertCache(facts, eviction_of(preset, facts), recorder, placed, preset.keeps)

@@ -219,7 +219,7 @@ def run_recorded(demo: DemoRoutes, facts: CacheFacts, preset: Preset, predict: P
     """The same, written down."""
     recorder = Recorder(facts, "", preset.name, 0, 0, keeps_scores=demo.passes.scores is not None)
     count_run(demo, recorded_expert_cache_for(preset, facts, recorder), predict, recorder=recorder)
-    return recorder.record()
+    return recorder.recording()
 
 
 def by_router(demo: DemoRoutes, num_ahead: int) -> Predict:

@@ -86,7 +86,7 @@ def test_a_run_is_written_down_as_it_happened() -> None:
     residency.abandon(ExpertKey(1, 3))
     recorder.routed(1, np.array([[2]]))
     list(residency.schedule(1, [2], scores))
-    record = recorder.record()
+    record = recorder.recording()
     assert record.facts == RecordingFacts("moe-pack record", 1, "cd" * 32, "lru", 123, 64, 2)
     assert record.passes.routes.tolist() == [[[1], [2]]] and record.passes.chunks.tolist() == [1]
     assert record.passes.scores is not None and record.passes.scores.tolist() == [[scores.tolist()] * 2]
@@ -109,11 +109,11 @@ def test_a_pass_that_was_broken_off_is_left_out() -> None:
     list(residency.prefetch(1, [0], during=0))
     recorder.routed(1, np.array([[3]]))  # and no walk: here it broke
     layer(0, 3), layer(1, 3)
-    record = recorder.record()
+    record = recorder.recording()
     assert record.passes.routes.tolist() == [[[0], [1]], [[3], [3]]] and record.requests == ()
     assert record.needed.shape == (2, 2)
     recorder.routed(0, np.array([[0]]))
-    assert len(recorder.record().passes.routes) == 2
+    assert len(recorder.recording().passes.routes) == 2
 
 
 def test_a_recorder_that_has_seen_nothing_gives_a_record_that_can_be_read(tmp_path: Path) -> None:
@@ -166,13 +166,13 @@ def cut(name: str, place: object) -> Callable[[Arrays], None]:
     return change
 
 
-IMPOSSIBLE = "has values that no run gives"
+IMPOSSIBLE = "has values that a run cannot have"
 
 
 def test_what_no_run_gives_is_refused(tmp_path: Path) -> None:
     for number, (change, message) in enumerate(
         [
-            (lambda arrays: arrays.pop("routes"), "found no routes, chunks and popularity"),
+            (lambda arrays: arrays.pop("routes"), "routes, chunks or popularity are missing"),
             (lambda arrays: arrays.pop("hits"), "tensor 'hits' is missing"),
             (lambda arrays: arrays.update(more=arrays["hits"]), "tensor 'more' is unknown"),
             (cast("routes", "<u4"), r"tensor 'routes' is U32 \[3, 2, 2\], expected U16 \[3, 2, 2\]"),
@@ -200,7 +200,10 @@ def test_what_no_run_gives_is_refused(tmp_path: Path) -> None:
             (facts(version=2), "expected format 'moe-pack record', version 1"),
             (facts(num_pages="3"), "num_pages: found '3', expected int"),
             (facts(more=1), "unknown key 'more'"),
-            (lambda arrays: arrays.update(facts=np.zeros(70000, "<u1")), "'facts' has 70000 bytes, at most 65536"),
+            (
+                lambda arrays: arrays.update(facts=np.zeros(70000, "<u1")),
+                "'facts' has 70000 bytes, expected at most 65536",
+            ),
         ]
     ):
         case_folder = tmp_path / str(number)

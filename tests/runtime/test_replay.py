@@ -96,7 +96,7 @@ def run_and_record(passes: Passes, facts: CacheFacts, name: str, seed: int) -> t
                     brought = list(residency.prefetch(l + 1, rng.sample(range(SHAPE[1]), 2), during=l))
                     ahead += [event.key for event in brought if isinstance(event, FetchEvent)]
         start += length
-    return recorder.record(), num_late
+    return recorder.recording(), num_late
 
 
 @given(seed=st.integers(0, 10**6), name=st.sampled_from(["floe", "corm", "edgemoe", "importance"]))

@@ -213,7 +213,7 @@ def test_a_record_is_not_written_in_the_place_of_a_device(shared_demo: Path, tmp
     os.mkfifo(pipe)
     result = run(*options(shared_demo, 4), "--record", pipe)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert_one_line(result.stderr, "pipe: is no regular file; give another place")
+    assert_one_line(result.stderr, "pipe: is no regular file; give another path")
     assert pipe.is_fifo()
     assert names(tmp_path) == ["pipe"]
 
@@ -257,7 +257,7 @@ def test_a_disk_that_fills_up_ends_it_in_a_line_and_leaves_no_file(
 ) -> None:
     result = run(*options(shared_demo, 400), option, small_disk / "out")
     assert result.exit_code == 1
-    assert_one_line(result.stderr, "out: cannot be written (No space left on device); give another place")
+    assert_one_line(result.stderr, "out: cannot be written (No space left on device); give another path")
     assert names(small_disk) == []
 
 

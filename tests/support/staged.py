@@ -68,7 +68,7 @@ class AtWork:
 
     def record(self) -> Record:
         """The run so far."""
-        return self.recorder.record()
+        return self.recorder.recording()
 
 
 @contextmanager
