@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from moe_pack.formats import ExpertLayout, PackLayout, RunError, size_text
 from moe_pack.runtime.gpu.device import LINE_BYTES
 from moe_pack.runtime.offload import GPU_PAGE_BYTES, FixedParts, MemoryNeeds, best_page_bytes, divide
-from moe_pack.runtime.offload.budget import with_kept_bytes
+from moe_pack.runtime.offload.budget import resident_rows
 
 Array = NDArray[Any]
 
@@ -178,7 +178,7 @@ class _ExpertSizes:
         return self.placement(self.selector_rows > 0, np.zeros_like(self.selector_rows), is_shared)
 
     def held(self, selector_share: Array, row_shares: Array, is_shared: bool) -> GpuPlacement:
-        """What `with_kept_bytes` found, in whole selectors and in records from the first on."""
+        """What `resident_rows` found, in whole selectors and in records from the first on."""
         H = row_shares.shape[2]
         edges = np.diff(np.linspace(0, self.num_rows, H + 1).astype(np.int64))
         records = np.rint(row_shares * edges).astype(np.int64)
@@ -227,9 +227,9 @@ class _ExpertSizes:
     ) -> GpuPlacement:
         """What is read most beside so many bytes of pages."""
         L, E = self.record_rows.shape
-        # `with_kept_bytes` leaves room for biases itself.
+        # `resident_rows` leaves room for biases itself.
         slack = LINE_BYTES * L * E + self.other_bytes - self.extra_bytes * L * E
-        return self.held(*with_kept_bytes(layout, popularity, heat, max(room - slack - pages, 0))[:2], is_shared)
+        return self.held(*resident_rows(layout, popularity, heat, max(room - slack - pages, 0))[:2], is_shared)
 
     def shared_out(self, held: GpuPlacement, room: int) -> GpuPlacement:
         """With the pages of the room that is left, too."""

@@ -1,21 +1,17 @@
-"""The division of a memory budget: fixed parts first, the rest for experts; and the search for the size of their pages.
+"""The division of a memory budget, in bytes: fixed parts first, the rest for experts. Nothing is allocated here.
 
     budget = dense weights + key-value cache + workspace + predictors + ... + experts + left over
 
-Every engine describes what it needs as `MemoryNeeds`, and `divide` is the one division. What engines do with the bytes
-that experts get is their own rule: the CPU's is here (`divide_budget`: all of it is pages), a GPU's is in `card_budget`
-and `card_placement` (the hottest rows stay, the rest comes and goes in pages) and in `staged_weights` (all pages).
-
-What a GPU's memory is spent on: fixed parts, what is read most, and pages for the rest.
-
-Rows are ordered by heat, so that what to keep is a fractional knapsack: of selectors and rows those that a token reads
-with the highest probability come first; they all cost their bytes. Nothing here allocates; parts are in bytes.
+Every engine describes its needs as `MemoryNeeds`, and `divide` is the one division. Each engine has its own rule for
+the bytes that experts get. On the CPU all of them are pages (`divide_budget`). On a GPU the graph engine keeps the most
+read rows resident and has pages for the rest, as `best_gpu_plan` estimates and placement.py decides, and the staged
+engine has pages only (staged_engine.py). `best_page_bytes` is the one search for a page size.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,16 +32,16 @@ from moe_pack.runtime.model import PREFILL_TOKENS
 from moe_pack.runtime.model.operations import MAX_DECODED_BYTES
 from moe_pack.runtime.offload.routing_file import ROUTING_FILE
 
-LEAST_PREFILL_TOKENS = 16  # below, a prompt would read every expert again and again
+LEAST_PREFILL_TOKENS = 16  # with shorter passes a prompt would read every expert again and again
 MAX_PAGE_BYTES = 1 << 20
-LEAST_PAGE_BYTES = 64 << 10  # smaller pages lose more to the room before each; experts of less than four have smaller
-# Of the kernels' own (runtime/native): unfinished sums of many tokens, of few; what threads decode rows into.
+LEAST_PAGE_BYTES = 64 << 10  # smaller pages lose more to their heads; smaller only if an expert has less than four
+# Workspace of the kernels (runtime/cpu/native): partial sums of many tokens and of few; the threads' decoded rows.
 _MANY_TOKENS, _MANY_SUMS, _FEW_SUMS, _MOST_FEW_BYTES, _THREADS_BYTES = 64, 19, 96, 16 << 20, 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """A part of a budget, in bytes, under the name that people read."""
+    """A part of a budget, in bytes, under the name in reports."""
 
     name: str
     num_bytes: int
@@ -53,10 +49,10 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True)
 class FixedParts:
-    """What a budget is spent on before experts get any, in bytes; 0 for a part that an engine does not have.
+    """The parts of a budget other than experts, in bytes; 0 for a part that an engine does not have.
 
-    `workspace`: hidden states, scores, outputs and what the kernels need.   `predictors`: of experts.   `staging`:
-    copies on their way to a GPU.   `overhead`: the driver's own.   `tables`: where experts' rows lie.
+    `workspace`: hidden states, scores, outputs and the kernels' buffers.   `predictors`: of experts.   `staging`:
+    copies on their way to a GPU.   `overhead`: of the GPU's driver.   `tables`: the places of experts' rows.
     """
 
     dense: int = 0
@@ -69,7 +65,7 @@ class FixedParts:
 
     @property
     def num_bytes(self) -> int:
-        """All parts together."""
+        """The sum of all parts."""
         before = self.dense + self.cache + self.workspace + self.predictors
         return before + self.staging + self.overhead + self.tables
 
@@ -84,18 +80,18 @@ class Division:
 
     @property
     def experts(self) -> int:
-        """Bytes that are left for experts; negative where the fixed parts alone are more than the budget."""
+        """The bytes left for experts; negative if the fixed parts alone are more than the budget."""
         return self.budget - self.fixed.num_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """What an engine needs of a memory, whatever the budget.
+    """The memory that an engine needs, whatever the budget.
 
-    `fixed`: the fixed parts for forward passes of so many tokens at most.   `longest_chunk`, `shortest_chunk`: the
-    tokens of a pass, where memory suffices and where it is short.   `largest`: bytes of the pages that must be there at
-    once.   `all_experts`: bytes of all experts, where all are always there.   `usual_share`: passes are made shorter
-    where experts would get less than the budget divided by it.
+    `fixed`: returns the fixed parts for forward passes of at most so many tokens.   `longest_chunk`, `shortest_chunk`:
+    the tokens of a pass if there is enough memory, and if there is little.   `largest`: bytes of the largest expert's
+    pages.   `all_experts`: bytes with all experts resident.   `usual_share`: passes are made shorter if experts would
+    get less than the budget divided by it.
     """
 
     fixed: Callable[[int], FixedParts]
@@ -107,20 +103,20 @@ class MemoryNeeds:
 
     @property
     def least_experts(self) -> int:
-        """The least bytes that experts run in."""
+        """The least bytes with which experts can run."""
         return min(self.largest, self.all_experts)
 
     @property
     def least_budget(self) -> int:
-        """The smallest budget that can be divided: shortest forward passes, and the least that experts run in."""
+        """The smallest budget that can be divided: the shortest passes and the least bytes for experts."""
         return self.fixed(self.shortest_chunk).num_bytes + self.least_experts
 
 
 def divide(budget_bytes: int, needs: MemoryNeeds) -> Division:
-    """Divides a budget into fixed parts and what is left for experts.
+    """Divides a budget into fixed parts and the rest for experts.
 
     Passes are halved until experts get their usual share and the largest of them fits, but not below the shortest. The
-    caller compares `experts` with `needs.least_experts`, and says in its own words what is missing.
+    caller compares `experts` with `needs.least_experts` and raises its own error.
     """
     chunk = needs.longest_chunk
     while True:
@@ -132,25 +128,25 @@ def divide(budget_bytes: int, needs: MemoryNeeds) -> Division:
 
 
 def best_page_bytes(sizes: NDArray[np.int64], costs: NDArray[np.int64], tolerance: float = 1.0) -> int:
-    """Returns the first size of a page that costs at most `tolerance` times the least: the search of every engine.
+    """Returns the first page size that costs at most `tolerance` times the least. All engines search in this way.
 
-    Engines differ in what they give to it, because their pages are filled in different ways. The CPU reads disk blocks
-    into pages and lets rows straddle them, so that an expert takes `ceil(bytes / page)` pages, each with a head. The
-    staged engine copies whole rows, and a copy costs as much as moving so many bytes. The graph engine keeps selectors
-    and records in pages apart, and takes a larger page that costs a hundredth more, for shorter lists.
-    Args:    sizes: [n], the preferred ones first.   costs: [n], bytes of all experts in pages of this size.
+    Engines give different costs, because they fill their pages in different ways. The CPU reads disk blocks into pages
+    and lets rows cross from page to page, so that an expert takes `ceil(bytes / page)` pages, each with a head. The
+    staged engine copies whole rows, and a copy costs as much as moving some bytes. The graph engine has separate pages
+    for selectors and for records, and accepts a cost that is 1% higher for larger pages, which make shorter lists.
+    Args:    sizes: [n], preferred ones first.   costs: [n], bytes of all experts in pages of each size.
     """
     return int(sizes[np.argmax(costs <= tolerance * costs.min())])
 
 
 def most_chunk_tokens(context_tokens: int) -> int:
-    """Returns how many tokens a forward pass has where there is memory for it."""
+    """Returns the tokens of a forward pass if there is enough memory."""
     return min(PREFILL_TOKENS, max(context_tokens, LEAST_PREFILL_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetOptionNames:
-    """The options that a budget and a context were asked for with."""
+    """The options that set a budget and a context, for messages."""
 
     budget: str
     context: str
@@ -161,12 +157,12 @@ AS_TARGET = BudgetOptionNames("--target-vram", "--context")
 
 
 def divide_or_refuse(
-    budget_bytes: int, needs: MemoryNeeds, context_tokens: int, asked_as: BudgetOptionNames, advice: str = "give more"
+    budget_bytes: int, needs: MemoryNeeds, context_tokens: int, options: BudgetOptionNames, advice: str = "raise it"
 ) -> Division:
     """Divides the budget of a whole engine.
 
-    Args:    advice: what helps beside a shorter context.
-    Raises:  RunError if experts would get too little; it says what is needed, and for what.
+    Args:    advice: for the message: what helps, apart from a shorter context.
+    Raises:  RunError if experts would get too little; it says how much is needed, and for what.
     """
     division = divide(budget_bytes, needs)
     if division.experts >= needs.least_experts:
@@ -175,25 +171,25 @@ def divide_or_refuse(
     parts = [
         f"{size_text(fixed.dense)} of dense weights",
         f"{size_text(fixed.cache)} of key-value cache for {context_tokens} tokens",
-        f"{size_text(fixed.workspace + fixed.staging)} to work in",
+        f"{size_text(fixed.workspace + fixed.staging)} of workspace",
     ]
     if fixed.predictors:
-        parts.append(f"{size_text(fixed.predictors)} of what foretells experts")
+        parts.append(f"{size_text(fixed.predictors)} of predictors")
     if fixed.overhead:
-        parts.append(f"{size_text(fixed.overhead)} of the driver's")
+        parts.append(f"{size_text(fixed.overhead)} for the GPU's driver")
     raise RunError(
-        f"{asked_as.budget}: {size_text(budget_bytes)}, needed are at least {size_text(needs.least_budget)}: "
-        f"{', '.join(parts)}, and {size_text(needs.largest)} for experts; {advice}, or a shorter context with "
-        f"{asked_as.context}"
+        f"{options.budget}: {size_text(budget_bytes)} is too little; the model needs at least "
+        f"{size_text(needs.least_budget)}: {', '.join(parts)} and {size_text(needs.largest)} for experts; {advice} or "
+        f"shorten the context with {options.context}"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetPlan:
-    """What a budget of the CPU's memory is spent on, in bytes, but for `num_pages` and `chunk_tokens`.
+    """A division of a budget of host memory, in bytes except for `num_pages` and `chunk_tokens`.
 
-    `workspace`, `predictors`: as in `FixedParts`.   `page_bytes`: of a page, each behind `head_bytes`.
-    `chunk_tokens`: of a forward pass, at most.
+    `workspace`, `predictors`: as in `FixedParts`.   `page_bytes`: of a page without the `head_bytes` before it.
+    `chunk_tokens`: the most tokens of a forward pass.
     """
 
     budget: int
@@ -208,22 +204,22 @@ class BudgetPlan:
 
     @property
     def arena(self) -> int:
-        """Bytes of all pages."""
+        """The bytes of all pages with their heads."""
         return self.num_pages * (self.page_bytes + self.head_bytes)
 
     @property
     def spent(self) -> int:
-        """All parts together: never more than the budget."""
+        """The sum of all parts; never more than the budget."""
         return self.dense + self.cache + self.workspace + self.predictors + self.arena
 
     @property
     def left(self) -> int:
-        """Bytes that are not spent: less than a page, or all experts have theirs."""
+        """The bytes that are not spent: less than a page, unless all experts have their pages."""
         return self.budget - self.spent
 
     @property
     def parts(self) -> tuple[MemoryPart, ...]:
-        """The parts by name; they sum to the budget."""
+        """The parts with their names; their sum is the budget."""
         return (
             MemoryPart("dense weights", self.dense),
             MemoryPart("key-value cache", self.cache),
@@ -234,15 +230,21 @@ class BudgetPlan:
         )
 
 
-def cpu_needs(layout: PackLayout, pages: tuple[int, int], context_tokens: int, predictor_bytes: int) -> MemoryNeeds:
-    """Returns what the engine needs that streams experts into the CPU's memory.
+class PageSizes(NamedTuple):
+    """The bytes of a page, and of the head before it, where a row that ends in the page begins."""
+
+    page_bytes: int
+    head_bytes: int
+
+
+def cpu_needs(layout: PackLayout, pages: PageSizes, context_tokens: int, predictor_bytes: int) -> MemoryNeeds:
+    """Returns the memory that the CPU's engine needs to offload experts to a disk.
 
     Args:    pages: of `page_sizes`.   predictor_bytes: `routing_bytes` of a pack, or `routing_file_bytes` of the file
-             that the pack will have.
+             that a pack will have.
     """
     dense, spec = layout.dense_file.num_bytes, layout.spec
-    page_bytes, head_bytes = pages
-    experts = expert_pages(layout, page_bytes) * (page_bytes + head_bytes)
+    experts = expert_pages(layout, pages.page_bytes) * (pages.page_bytes + pages.head_bytes)
 
     def fixed(chunk_tokens: int) -> FixedParts:
         workspace = workspace_bytes(spec, chunk_tokens) + whole_pass_bytes(spec, chunk_tokens, context_tokens)
@@ -257,16 +259,16 @@ def divide_budget(
     budget_bytes: int,
     context_tokens: int,
     predictor_bytes: int,
-    asked_as: BudgetOptionNames = AS_BUDGET,
+    options: BudgetOptionNames = AS_BUDGET,
 ) -> BudgetPlan:
-    """Divides the budget of the CPU's memory for running a pack, which need not exist yet: all that is left is pages.
+    """Divides a budget of host memory for a pack, which need not exist yet: all bytes for experts are pages.
 
-    Args:    predictor_bytes: as in `cpu_needs`.   asked_as: the options that a person can change, for the message.
-    Raises:  RunError if the largest expert would have no room; it says what is needed, and for what.
+    Args:    predictor_bytes: as in `cpu_needs`.   options: the options that set the budget, for the message.
+    Raises:  RunError if the largest expert does not fit; it says how much is needed, and for what.
     """
     page_bytes, head_bytes = pages = page_sizes(layout)
     needs = cpu_needs(layout, pages, context_tokens, predictor_bytes)
-    division = divide_or_refuse(budget_bytes, needs, context_tokens, asked_as)
+    division = divide_or_refuse(budget_bytes, needs, context_tokens, options)
     num_pages = min(division.experts, needs.all_experts) // (page_bytes + head_bytes)
     fixed, chunk = division.fixed, division.chunk_tokens
     return BudgetPlan(
@@ -288,26 +290,26 @@ def least_budget(layout: PackLayout, context_tokens: int, predictor_bytes: int) 
 
 
 def whole_bytes(layout: PackLayout, context_tokens: int, predictor_bytes: int) -> int:
-    """Returns the least budget that holds all experts, and the longest forward passes."""
+    """Returns the smallest budget with all experts resident and the longest forward passes."""
     needs = cpu_needs(layout, page_sizes(layout), context_tokens, predictor_bytes)
     return needs.fixed(PREFILL_TOKENS).num_bytes + needs.all_experts
 
 
 def expert_pages(layout: PackLayout, page_bytes: int) -> NDArray[np.int64]:
-    """Returns how many pages each expert takes: int64 [L, E]."""
+    """Returns the number of pages of each expert: int64 [L, E]."""
     return -(-extent_bytes(layout) // page_bytes)
 
 
 def routing_bytes(folder: Path) -> int:
-    """What the routing beside a pack takes, all of it in memory; 0 where there is none."""
+    """Returns the bytes of the routing file in a pack's folder, which is in memory as a whole; 0 without one."""
     routing = folder / ROUTING_FILE
     return routing.stat().st_size if routing.exists() else 0
 
 
-def page_sizes(layout: PackLayout) -> tuple[int, int]:
-    """Returns the bytes of a page and of the head before it that waste least over a pack's experts.
+def page_sizes(layout: PackLayout) -> PageSizes:
+    """Returns the page size that wastes least over a pack's experts; of equally good ones the largest.
 
-    Both are whole blocks, the head as long as the longest row at least. Of equally good ones, the largest page.
+    Both sizes are whole blocks, and the head is at least as long as the longest row.
     """
     sizes, counts = np.unique(extent_bytes(layout), return_counts=True)
     head = whole_blocks(max(rows.row_bytes for layer in layout.experts for expert in layer for rows in expert.rows()))
@@ -315,16 +317,16 @@ def page_sizes(layout: PackLayout) -> tuple[int, int]:
     least = max(head, min(LEAST_PAGE_BYTES, quarter), DISK_BLOCK_BYTES)
     pages = np.arange(least, max(MAX_PAGE_BYTES, least) + 1, DISK_BLOCK_BYTES)[::-1]
     costs = ((-(-sizes[None] // pages[:, None])) * counts).sum(axis=1) * (pages + head)
-    return best_page_bytes(pages, costs), head
+    return PageSizes(best_page_bytes(pages, costs), head)
 
 
 def cache_bytes(spec: ModelSpec, context_tokens: int, chunk_tokens: int) -> int:
-    """What the key-value cache takes, in float32, for forward passes of so many tokens at most."""
+    """Returns the bytes of the key-value cache, in float32, for passes of at most `chunk_tokens` tokens."""
     return 4 * cache_values(spec, context_tokens, chunk_tokens)
 
 
 def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
-    """What a forward pass of so many tokens holds beside weights and cache, at most."""
+    """Returns the most bytes that a pass of `chunk_tokens` tokens needs besides weights and cache."""
     d, k, E = spec.hidden_size, spec.router.num_experts_per_tok, spec.router.num_experts
     attention = spec.attention
     if isinstance(attention, GroupedQuerySpec):
@@ -342,36 +344,36 @@ def workspace_bytes(spec: ModelSpec, chunk_tokens: int) -> int:
 
 
 def whole_pass_bytes(spec: ModelSpec, chunk_tokens: int, context_tokens: int) -> int:
-    """What a model with an encoder holds besides, because a layer has all tokens of a pass before the next begins."""
+    """Returns the additional bytes of a model with an encoder: a layer runs for all tokens before the next begins."""
     attention = spec.attention
     if spec.encoder is None or not isinstance(attention, RelativeSpec):
         return 0
-    # Hidden states, normed, halves' outputs in pieces and whole, experts' outputs apart; routers' logits and scores.
-    held = context_tokens * (6 * spec.hidden_size + 3 * spec.router.num_experts)
+    # Hidden states, normed ones, halves' outputs in pieces and whole, experts' outputs; routers' logits and scores.
+    states = context_tokens * (6 * spec.hidden_size + 3 * spec.router.num_experts)
     biases = 2 * attention.num_heads * 2 * context_tokens
     scores = min(12 * attention.num_heads * chunk_tokens * context_tokens, 2 * MAX_DECODED_BYTES)
-    return 4 * (held + biases) + scores
+    return 4 * (states + biases) + scores
 
 
 def extent_bytes(layout: PackLayout) -> NDArray[np.int64]:
-    """Returns what each expert takes as it is stored: int64 [L, E]."""
+    """Returns the bytes of each expert's extent: int64 [L, E]."""
     return np.array([[expert.num_bytes for expert in layer] for layer in layout.experts], np.int64)
 
 
 Array = NDArray[Any]
 
-OVERHEAD_BYTES = 500_000_000  # of the driver's context and the libraries' kernels; assumed where none is measured
-STAGING_BYTES = 32 << 20  # two copies of 16 MiB on their way
+OVERHEAD_BYTES = 500_000_000  # of the driver's context and the libraries' kernels, if it is not measured
+STAGING_BYTES = 32 << 20  # for two copies of 16 MiB at a time
 GPU_PAGE_BYTES = 256 << 10
 BF16_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuMemoryPlan:
-    """A GPU's memory, divided, in bytes but for the last four.
+    """A division of a GPU's memory, in bytes except for `chunk_tokens` and the shares.
 
-    `selectors`, `hot_rows`: that are always there; `pages`: for what comes and goes.   `chunk_tokens`: of a forward
-    pass, at most.   `selector_share` float64 [L, E]: of each selector's rows that are there; `row_shares` [L, E, H]: of
+    `selectors`, `hot_rows`: resident for the whole run; `pages`: for all others.   `chunk_tokens`: the most tokens of a
+    forward pass.   `selector_share` float64 [L, E], `row_shares` [L, E, H]: the resident share of each selector and of
     each slice of an expert's records.
     """
 
@@ -387,22 +389,22 @@ class GpuMemoryPlan:
 
     @property
     def spent(self) -> int:
-        """All parts together: never more than the budget."""
+        """The sum of all parts; never more than the budget."""
         return self.fixed.num_bytes + self.selectors + self.hot_rows + self.pages
 
     @property
     def experts(self) -> int:
-        """What is left for experts."""
+        """The bytes for experts."""
         return self.budget - self.fixed.num_bytes
 
     @property
     def num_pages(self) -> int:
-        """Pages for what comes and goes."""
+        """The number of pages."""
         return self.pages // self.page_bytes
 
     @property
     def parts(self) -> tuple[MemoryPart, ...]:
-        """The parts by name; they sum to the budget."""
+        """The parts with their names; their sum is the budget."""
         return (
             MemoryPart("dense weights", self.fixed.dense),
             MemoryPart("key-value cache", self.fixed.cache),
@@ -419,17 +421,17 @@ class GpuMemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class LinkCompression:
-    """How many times less of an expert crosses the link than its 16-bit weights: codes alone, and as stored."""
+    """How many times fewer bytes cross the link than an expert has in 16 bit: codes alone, and as stored."""
 
     codes: float
     stored: float
 
 
 def expert_compression(expert: ExpertLayout, sparsity: float) -> LinkCompression:
-    """What an expert's selector and running records come to, by its three matrices in 16 bit.
+    """Returns the size of an expert's matrices in 16 bit over that of its selector and running records.
 
     `codes` leaves out scales, zeros, CRC and padding.
-    Source:  FloE §1 and §4.3, whose 9.3 for Mixtral at 90% is of codes; theirs of 2 bits for up, 16 for the rest.
+    Source:  FloE §1 and §4.3: 9.3 for Mixtral at 90% sparsity counts codes alone, 2 bits for up and 16 for the rest.
     """
     halves = [(rows, share) for rows, share in ((expert.selector, 1.0), (expert.records, 1 - sparsity)) if rows]
     num_cols, num_parts = expert.records.num_cols, sum(len(rows.parts) for rows, _ in halves)
@@ -440,10 +442,10 @@ def expert_compression(expert: ExpertLayout, sparsity: float) -> LinkCompression
 
 @dataclass(frozen=True, slots=True)
 class GpuCosts:
-    """What a GPU spends whatever lies in the pack.
+    """The costs of a GPU that do not depend on the pack.
 
     `value_bytes`: of a number in the key-value cache.   `overhead_bytes`: what the driver charges a process that has
-    allocated nothing yet; measured where there is a GPU.
+    allocated nothing yet; measured if there is a GPU.
     """
 
     value_bytes: int = BF16_BYTES
@@ -456,7 +458,7 @@ PLANNED_COSTS = GpuCosts()
 def gpu_needs(
     layout: PackLayout, context_tokens: int, predictor_bytes: int, costs: GpuCosts = PLANNED_COSTS
 ) -> MemoryNeeds:
-    """Returns what an engine of a GPU needs, before anything is measured."""
+    """Returns the memory that an engine of a GPU needs, before anything is measured."""
     dense, spec, sizes = layout.dense_file.num_bytes, layout.spec, extent_bytes(layout)
     largest = -(-int(sizes.max()) // GPU_PAGE_BYTES) * GPU_PAGE_BYTES
 
@@ -470,15 +472,15 @@ def gpu_needs(
 
 
 def divide_gpu(
-    needs: MemoryNeeds, budget_bytes: int, context_tokens: int, asked_as: BudgetOptionNames = AS_TARGET
+    needs: MemoryNeeds, budget_bytes: int, context_tokens: int, options: BudgetOptionNames = AS_TARGET
 ) -> Division:
-    """Divides a GPU's memory into fixed parts and what is left for experts.
+    """Divides a GPU's memory into fixed parts and the rest for experts.
 
-    Args:    needs: of `gpu_needs` for as many tokens.
-    Raises:  RunError if the largest expert would have no room; it says what is needed, and for what.
+    Args:    needs: of `gpu_needs` for `context_tokens`.
+    Raises:  RunError if the largest expert does not fit; it says how much is needed, and for what.
     """
-    advice = "give more, fewer bits for dense weights"
-    return divide_or_refuse(budget_bytes, needs, context_tokens, asked_as, advice)
+    advice = "raise it, give dense weights fewer bits"
+    return divide_or_refuse(budget_bytes, needs, context_tokens, options, advice)
 
 
 def best_gpu_plan(
@@ -491,32 +493,32 @@ def best_gpu_plan(
     page_share: float,
     costs: GpuCosts = PLANNED_COSTS,
 ) -> GpuMemoryPlan:
-    """Divides a GPU's memory, as a plan of a pack expects it.
+    """Estimates the division of a GPU's memory for a plan of a pack.
 
-    Where all experts fit after the fixed parts, all of them stay. Otherwise `page_share` of the experts' bytes, and the
-    largest expert at least, goes to pages, and the rest to what is read most per byte: a selector with its expert's
-    popularity, a row with that times its heat. The CPU's division differs: its rows are read from disk by whole blocks,
-    so that everything is in pages.
-    Args:    popularity: [L, E], any unit.   heat: [L, E, H], the share of its tokens for which a row runs, of H equal
-             slices of an expert's rows, hottest first.
-    Raises:  RunError if the largest expert would have no room; it says what is needed, and for what.
+    If all experts fit after the fixed parts, all of them are resident. Otherwise `page_share` of the experts' bytes,
+    and at least the largest expert, goes to pages. The rest goes to the parts that are read most often for their bytes:
+    a selector with its expert's popularity, a row with that times its heat. On the CPU everything is in pages, because
+    rows are read from the disk in whole blocks.
+    Args:    popularity: [L, E], any unit.   heat: [L, E, H], the share of its tokens for which a row runs, in each of H
+             equal slices of an expert's rows, hottest first.
+    Raises:  RunError if the largest expert does not fit; it says how much is needed, and for what.
     """
     needs = gpu_needs(layout, context_tokens, predictor_bytes, costs)
     division = divide_gpu(needs, budget_bytes, context_tokens)
-    room, pages = division.experts, 0
-    if needs.all_experts > room:
-        pages = max(needs.largest, int(page_share * room) // GPU_PAGE_BYTES * GPU_PAGE_BYTES)
-    selector_share, row_shares, selectors, rows = with_kept_bytes(layout, popularity, heat, room - pages)
+    expert_bytes, pages = division.experts, 0
+    if needs.all_experts > expert_bytes:
+        pages = max(needs.largest, int(page_share * expert_bytes) // GPU_PAGE_BYTES * GPU_PAGE_BYTES)
+    resident = resident_rows(layout, popularity, heat, expert_bytes - pages)
     return GpuMemoryPlan(
         budget_bytes,
         division.fixed,
-        selectors,
-        rows,
+        resident.selector_bytes,
+        resident.row_bytes,
         pages,
         division.chunk_tokens,
         GPU_PAGE_BYTES,
-        selector_share,
-        row_shares,
+        resident.selector_share,
+        resident.row_shares,
     )
 
 
@@ -527,10 +529,24 @@ def least_gpu_budget(
     return gpu_needs(layout, context_tokens, predictor_bytes, costs).least_budget
 
 
-def with_kept_bytes(layout: PackLayout, popularity: Array, heat: Array, room: int) -> tuple[Array, Array, int, int]:
-    """The shares of selectors [L, E] and of slices [L, E, H] to hold in so many bytes, and what both come to.
+class ResidentRows(NamedTuple):
+    """The rows that are resident for the whole run.
 
-    Args:    popularity, heat: as `best_gpu_plan` takes them.
+    `selector_share` float64 [L, E], `row_shares` float64 [L, E, H]: shares of selectors and of slices of records.
+    `selector_bytes`, `row_bytes`: the bytes of both.
+    """
+
+    selector_share: Array
+    row_shares: Array
+    selector_bytes: int
+    row_bytes: int
+
+
+def resident_rows(layout: PackLayout, popularity: Array, heat: Array, num_bytes: int) -> ResidentRows:
+    """Chooses the selectors and rows to keep in `num_bytes`: those that a token reads with the highest probability.
+
+    A fractional knapsack: every item is worth its probability for each of its bytes.
+    Args:    popularity, heat: as in `best_gpu_plan`.
     """
     L, E, H = heat.shape
     row_bytes = np.array([[[e.selector.row_bytes if e.selector else 0, e.records.row_bytes] for e in layer]
@@ -538,19 +554,19 @@ def with_kept_bytes(layout: PackLayout, popularity: Array, heat: Array, room: in
     num_rows = layout.experts[0][0].num_rows
     edges = np.linspace(0, num_rows, H + 1).astype(np.int64)
     chances = (popularity / popularity.sum(axis=1, keepdims=True))[:, :, None]
-    # Of each expert: its selector's rows, with the few extra values, then its slices.
+    # [L, E, 1 + H]: of each expert its selector's rows, then the slices of its records.
     counts = np.concatenate([np.full((L, E, 1), num_rows), np.broadcast_to(np.diff(edges), (L, E, H))], axis=2)
     sizes = np.concatenate([row_bytes[:, :, :1], np.repeat(row_bytes[:, :, 1:], H, axis=2)], axis=2)
     worth = np.concatenate([np.broadcast_to(chances, (L, E, 1)), chances * heat], axis=2)
     extra = layout.experts[0][0].extra_bytes * L * E
     order = np.argsort(-worth.ravel(), kind="stable")
-    num_bytes = (counts * sizes).ravel()[order]
-    before = np.cumsum(num_bytes) - num_bytes
-    left = np.clip(max(room - extra, 0) - before, 0, num_bytes)
-    held: Array = np.zeros(counts.size, np.int64)
-    held[order] = left // np.maximum(sizes.ravel()[order], 1)  # whole rows
-    held = held.reshape(counts.shape)
-    shares = np.where(sizes > 0, held / np.maximum(counts, 1), 1.0)
-    spent = held * sizes
-    selectors = int(spent[:, :, 0].sum()) + (extra if room >= extra else 0)
-    return shares[:, :, 0], shares[:, :, 1:], selectors, int(spent[:, :, 1:].sum())
+    item_bytes = (counts * sizes).ravel()[order]
+    before = np.cumsum(item_bytes) - item_bytes
+    left = np.clip(max(num_bytes - extra, 0) - before, 0, item_bytes)
+    resident: Array = np.zeros(counts.size, np.int64)  # whole rows
+    resident[order] = left // np.maximum(sizes.ravel()[order], 1)
+    resident = resident.reshape(counts.shape)
+    shares = np.where(sizes > 0, resident / np.maximum(counts, 1), 1.0)
+    spent = resident * sizes
+    selector_bytes = int(spent[:, :, 0].sum()) + (extra if num_bytes >= extra else 0)
+    return ResidentRows(shares[:, :, 0], shares[:, :, 1:], selector_bytes, int(spent[:, :, 1:].sum()))

@@ -106,7 +106,7 @@ def test_the_size_allowed_is_the_last_that_passes(made: Path) -> None:
 
 
 def test_a_budget_that_is_too_small_says_what_is_needed(made: Path) -> None:
-    assert "needed are at least" in checked(made, "--budget", "1K", exit_code=1)["budget"]["found"]
+    assert "the model needs at least" in checked(made, "--budget", "1K", exit_code=1)["budget"]["found"]
 
 
 def test_loss_measured_before_is_taken_from_beside_the_pack_and_said_to_be(source: Path, packed: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_record_with_too_few_pages_is_refused(demo: Path, routes: Path, tmp_pa
 
 def test_a_budget_without_room_for_an_expert_is_refused(demo: Path, routes: Path) -> None:
     result = run("replay", routes, "--pack", demo, "--budget", "5M")
-    assert result.exit_code == 1 and "--budget: 5.0 MiB, needed are at least" in result.stderr
+    assert result.exit_code == 1 and "--budget: 5.0 MiB is too little; the model needs at least" in result.stderr
 
 
 def test_a_profile_of_another_model_is_refused(demo: Path, tmp_path: Path) -> None:

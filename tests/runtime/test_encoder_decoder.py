@@ -91,7 +91,7 @@ def test_experts_that_stream_inside_the_least_budget_give_the_same_text(held: Pa
 
 
 def test_a_byte_less_than_the_least_budget_is_refused(held: Pack) -> None:
-    with pytest.raises(RunError, match=r"--budget: .*, needed are at least"):
+    with pytest.raises(RunError, match=r"--budget: .* the model needs at least"):
         Engine(held, EngineOptions(budget_bytes=least(held.layout) - 1), CONTEXT)
 
 

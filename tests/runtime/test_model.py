@@ -134,7 +134,7 @@ def test_what_cannot_run_is_refused_before_the_first_token(demo: Path, tmp_path:
         assert list(model.generate("She", 2, seed=0)), "a refusal leaves the model as it was"
     with pytest.raises(MoePackError, match="no such folder"):
         load(tmp_path / "none")
-    with pytest.raises(RunError, match="needed are at least"):
+    with pytest.raises(RunError, match="the model needs at least"):
         load(demo, "1M")
 
 

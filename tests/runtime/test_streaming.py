@@ -214,7 +214,7 @@ def test_a_budget_that_is_too_small_says_what_is_needed(dense_pack: Path) -> Non
         needed = budget_for(held, 1, CONTEXT)
         plan = divide_budget(held.layout, needed, CONTEXT, 0)
         assert plan.num_pages == 1
-        with pytest.raises(RunError, match=r"^--budget: 1.0 MiB, needed are at least .* of dense weights"):
+        with pytest.raises(RunError, match=r"^--budget: 1.0 MiB is too little; .* needs at least .* of dense weights"):
             divide_budget(held.layout, MIB, CONTEXT, 0)
 
 
@@ -222,7 +222,7 @@ def test_what_foretells_counts_and_is_named_where_a_budget_is_too_small(dense_pa
     with Pack(dense_pack) as held:
         needed = budget_for(held, 1, CONTEXT)
         asked_as = BudgetOptionNames("--target", "--context")
-        with pytest.raises(RunError, match=r"^--target: .*, 1.0 MiB of what foretells .* context with --context$"):
+        with pytest.raises(RunError, match=r"^--target: .*, 1.0 MiB of predictors.* context with --context$"):
             divide_budget(held.layout, needed, CONTEXT, MIB, asked_as)
         assert divide_budget(held.layout, needed + MIB, CONTEXT, MIB, asked_as).num_pages == 1
 
