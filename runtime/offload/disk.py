@@ -1,12 +1,12 @@
-"""Fast memory without a GPU: one anonymous mapping in pages, which experts' extents are read into.
+"""The arena, which is the CPU's fast memory for experts, and reads of files into it.
 
-Page p of an extent holds `page_bytes` of it, behind room for the beginning of a row that ends in it, so that every row
-can be had in one piece (`Kernels.stitch`). Nothing is allocated after the arena is.
+`PageArena` is one anonymous mapping, divided into pages; nothing is allocated after it. Page p of an extent has
+`page_bytes` of it. Before each page is a head for the beginning of a row that ends in the page, so that kernels have
+every row in one piece (`Kernels.stitch`).
 
-Reads of files into memory that stays the caller's, several in flight, by threads that never hold the interpreter up.
-
-`open_reads` gives the native ones (runtime/cpu/native/reader.h). Where the extension was not built, it gives their
-plain twin, which reads when it is waited for, so that nothing overlaps.
+`Reads` has several reads in flight, by threads that never hold the interpreter's lock. `open_reads` gives the native
+ones (runtime/cpu/native/reader.h). Without the extension it gives their plain twin, which reads when somebody waits, so
+that nothing overlaps.
 """
 
 import errno
@@ -28,10 +28,10 @@ from moe_pack.runtime.model.pack_weights import cut_error
 
 
 class PageArena:
-    """`num_pages` pages of `page_bytes` each, with `head_bytes` of room before each; both whole disk blocks.
+    """`num_pages` pages of `page_bytes`, each after a head of `head_bytes`; both are whole disk blocks.
 
-    `memory` is all of it, u8.   `peak_pages`: the most that were taken at once.
-    Raises:  RunError if there is not so much memory.
+    `memory`: all of it, u8.   `peak_pages`: the most pages that were taken at once.
+    Raises:  RunError if the memory cannot be allocated.
     """
 
     def __init__(self, num_pages: int, page_bytes: int, head_bytes: int) -> None:
@@ -42,34 +42,36 @@ class PageArena:
         try:
             pages = mmap.mmap(-1, num_pages * self.slot_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as fault:
-            raise RunError(f"--budget: {num_pages * self.slot_bytes:,} bytes cannot be had ({fault})") from fault
-        # Huge pages are not asked for: a virtual machine may take seconds a gigabyte to get them back from its host.
+            raise RunError(
+                f"--budget: cannot allocate {num_pages * self.slot_bytes:,} bytes ({fault}); give a smaller budget"
+            ) from fault
+        # No huge pages: a virtual machine may need seconds for each gigabyte that it gets back from its host.
         self.memory: NDArray[np.uint8] = np.frombuffer(pages, np.uint8)
         self._free = list(range(num_pages - 1, -1, -1))
-        self.peak_pages = 0  # that were taken at once
+        self.peak_pages = 0
 
     def take(self, count: int) -> NDArray[np.int32]:
-        """The slots of `count` pages, which are the caller's until given back: int32 [count]."""
-        assert count <= len(self._free), "the budget is kept by whoever asks"
+        """Returns the slots of `count` pages, int32 [count], which belong to the caller until `give`."""
+        assert count <= len(self._free), "the cache evicts before it fetches"
         taken = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]
         self.peak_pages = max(self.peak_pages, self.num_pages - len(self._free))
         return np.array(taken[::-1], np.int32)
 
     def give(self, slots: NDArray[np.int32]) -> None:
-        """Takes pages back."""
+        """Gives pages back to the arena."""
         self._free += slots[::-1].tolist()
 
     def rows(self, slots: NDArray[np.int32], begin: int) -> PagedRows:
-        """Rows from byte `begin` on of the extent in these pages, as the kernels see them."""
+        """Returns the rows from byte `begin` of the extent in these pages, for the kernels."""
         return PagedRows(self.memory, slots, self.slot_bytes, self.head_bytes, self.page_bytes, begin)
 
     def places(self, slots: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Where in `memory` pages' bytes begin: int64 [n]."""
+        """Returns the positions in `memory` where pages begin: int64 [n]."""
         return slots.astype(np.int64) * self.slot_bytes + self.head_bytes
 
     def close(self) -> None:
-        """Lets go of the memory, which goes with the last array that refers to it."""
+        """Drops the memory, which is freed with the last array that refers to it."""
         self.memory = np.empty(0, np.uint8)
 
 
@@ -77,7 +79,7 @@ if is_available():
     import moe_pack.runtime.cpu._native as _native
 
 NUM_THREADS = 8
-MAX_READ_BYTES = 1 << 20  # that one call reads at most
+MAX_READ_BYTES = 1 << 20  # of one call
 _LARGEST_READ_BYTES, _MAX_THREADS = 1 << 30, 1024
 
 Bytes = NDArray[np.uint8]
@@ -86,7 +88,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ReadStats:
-    """What has been read: bytes of urgent requests and of others, calls, time with at least one read in flight."""
+    """The reads so far: bytes of urgent requests and of prefetches, calls, time with at least one read in flight."""
 
     bytes_urgent: int = 0
     bytes_prefetched: int = 0
@@ -95,14 +97,14 @@ class ReadStats:
 
 
 class Reads(Protocol):
-    """Reads of files into one piece of memory. `close` it, which ends its threads and closes its files.
+    """Reads of files into one piece of memory. `close` it: that ends its threads and closes its files.
 
-    A request is known by its ticket until it has been waited for or cancelled. Urgent requests go before others, each
-    kind in the order of asking; what is being read delays them by `max_read_bytes` a thread at most.
+    A request has a ticket until somebody has waited for it or cancelled it. Urgent requests come before others, each
+    kind in the order of the requests; a read under way delays them by at most `max_read_bytes` for each thread.
     """
 
     def open(self, path: Path) -> int:
-        """Opens a file; its number.
+        """Opens a file and returns its number.
 
         Raises:  PackError if it is missing, unreadable or no regular file; RunError if its file system refuses direct
                  reads and `direct` asks for them.
@@ -110,53 +112,53 @@ class Reads(Protocol):
         ...
 
     def submit(self, file: int, offsets: Numbers, places: Numbers, sizes: Numbers, urgent: bool) -> int:
-        """Asks for pieces of a file: `sizes[i]` bytes from `offsets[i]` on, into `memory[places[i]:]`; the ticket.
+        """Requests pieces of a file, `sizes[i]` bytes from `offsets[i]` into `memory[places[i]:]`; returns a ticket.
 
         Pieces that follow one another in the file are read together, `max_read_bytes` a call. The last may reach beyond
-        the end of the file, up to the next multiple of 4096: what lies there is left as it is or set to anything. That
-        pieces do not overlap in memory, and that nobody uses it meanwhile, is not checked.
-        Args:    offsets, places, sizes: int64 [n]; multiples of 4096 where reads are direct.
-        Raises:  ValueError if a piece lies outside memory or file, or not on whole blocks as direct reads need it.
+        the end of the file, up to the next multiple of 4096; the memory there then has any content. The caller sees to
+        it that pieces do not overlap in memory and that nobody uses it meanwhile.
+        Args:    offsets, places, sizes: int64 [n]; multiples of 4096 for direct reads.
+        Raises:  ValueError if a piece is outside of memory or file, or not of whole blocks for direct reads.
         """
         ...
 
     def wait(self, ticket: int) -> None:
-        """Waits until all pieces are there, and forgets the ticket. A signal's exception ends it; the ticket stays.
+        """Waits until all pieces are read, and forgets the ticket. A signal's exception ends it; the ticket stays.
 
-        Raises:  PackError, which names the file, if it was cut meanwhile or cannot be read: the request's first fault.
+        Raises:  PackError, which names the file, if it was truncated or cannot be read: the request's first fault.
         """
         ...
 
     def is_done(self, ticket: int) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return, or raise, at once."""
         ...
 
     def promote(self, ticket: int) -> None:
-        """Makes a request urgent: it overtakes all that are not."""
+        """Makes a request urgent: it overtakes all that are not urgent."""
         ...
 
     def cancel(self, ticket: int) -> bool:
-        """Drops what has not begun, waits for what has, and forgets the ticket; the memory may be used afterwards.
+        """Cancels the reads that have not begun, waits for the others, and forgets the ticket; the memory is free then.
 
-        Returns: whether all its pieces are there all the same.
+        Returns: whether all pieces were read anyway.
         """
         ...
 
     def stats(self) -> ReadStats:
-        """What has been read until now."""
+        """Returns the counts so far."""
         ...
 
     def close(self) -> None:
-        """Drops what has not begun, waits for what has, ends threads and closes files."""
+        """Cancels the reads that have not begun, waits for the others, ends threads and closes files."""
         ...
 
 
 class NativeReads:
     """Reads by threads of the extension.
 
-    Args:    memory: u8 [n], writable, in one piece, referred to until `close`; aligned to 4096 bytes where `direct`.
-             direct: past the system's cache (O_DIRECT).   max_read_bytes: what one call reads at most.
-    Raises:  ValueError if memory or numbers do not fit.
+    Args:    memory: u8 [n], writable, in one piece, kept until `close`; aligned to 4096 bytes for direct reads.
+             direct: past the system's cache (O_DIRECT).   max_read_bytes: the most bytes of one call.
+    Raises:  ValueError if memory or numbers are not like that.
     """
 
     def __init__(
@@ -167,41 +169,41 @@ class NativeReads:
         self._reader: object | None = _native.open_reader(memory, num_threads, direct, max_read_bytes)
 
     def open(self, path: Path) -> int:
-        """Opens a file; see `Reads`."""
+        """Opens a file and returns its number."""
         descriptor = _opened(path, self._direct)
         try:
-            number, _ = _native.add_file(self._held(), descriptor)  # has a descriptor of its own
+            number, _ = _native.add_file(self._opened_reader(), descriptor)  # duplicates the descriptor
         finally:
             os.close(descriptor)
         self._names.append(path.name)
         return number
 
     def submit(self, file: int, offsets: Numbers, places: Numbers, sizes: Numbers, urgent: bool) -> int:
-        """Asks for pieces of a file; see `Reads`."""
-        return _native.submit_reads(self._held(), file, offsets, places, sizes, urgent)
+        """Requests pieces of a file; returns a ticket."""
+        return _native.submit_reads(self._opened_reader(), file, offsets, places, sizes, urgent)
 
     def wait(self, ticket: int) -> None:
-        """Waits for a request; see `Reads`."""
-        fault = _native.wait_reads(self._held(), ticket)
+        """Waits until all pieces of a request are read."""
+        fault = _native.wait_reads(self._opened_reader(), ticket)
         if fault is not None:
             file, at, error = fault
             raise _fault(self._names[file], at, error)
 
     def is_done(self, ticket: int) -> bool:
-        """Whether `wait` would return at once."""
-        return _native.are_read(self._held(), ticket)
+        """Returns whether `wait` would return at once."""
+        return _native.are_read(self._opened_reader(), ticket)
 
     def promote(self, ticket: int) -> None:
         """Makes a request urgent."""
-        _native.promote_reads(self._held(), ticket)
+        _native.promote_reads(self._opened_reader(), ticket)
 
     def cancel(self, ticket: int) -> bool:
-        """Drops a request; see `Reads`."""
-        return _native.cancel_reads(self._held(), ticket)
+        """Cancels a request; returns whether all pieces were read anyway."""
+        return _native.cancel_reads(self._opened_reader(), ticket)
 
     def stats(self) -> ReadStats:
-        """What has been read until now."""
-        return ReadStats(*_native.read_stats(self._held()))
+        """Returns the counts so far."""
+        return ReadStats(*_native.read_stats(self._opened_reader()))
 
     def close(self) -> None:
         """Ends threads and files; may be called again."""
@@ -209,7 +211,7 @@ class NativeReads:
             _native.close_reader(self._reader)
             self._reader = None
 
-    def _held(self) -> object:
+    def _opened_reader(self) -> object:
         assert self._reader is not None, "reads are open"
         return self._reader
 
@@ -218,7 +220,7 @@ class NativeReads:
 class _File:
     name: str
     descriptor: int
-    num_bytes: int  # when it was opened
+    num_bytes: int  # at opening
 
 
 @dataclass(slots=True)
@@ -229,7 +231,7 @@ class _Request:
 
 
 class BlockingReads:
-    """The same in Python alone: a request is read when it is waited for, by the caller. Arguments as `NativeReads`."""
+    """The plain twin in Python: `wait` reads the request in the caller's thread. Arguments as for `NativeReads`."""
 
     def __init__(
         self, memory: Bytes, direct: bool, num_threads: int = NUM_THREADS, max_read_bytes: int = MAX_READ_BYTES
@@ -250,14 +252,14 @@ class BlockingReads:
         self._is_open = True
 
     def open(self, path: Path) -> int:
-        """Opens a file; see `Reads`."""
+        """Opens a file and returns its number."""
         assert self._is_open, "reads are open"
         descriptor = _opened(path, self._direct)
         self._files.append(_File(path.name, descriptor, os.fstat(descriptor).st_size))
         return len(self._files) - 1
 
     def submit(self, file: int, offsets: Numbers, places: Numbers, sizes: Numbers, urgent: bool) -> int:
-        """Asks for pieces of a file; see `Reads`."""
+        """Requests pieces of a file; returns a ticket."""
         assert self._is_open, "reads are open"
         if not 0 <= file < len(self._files):
             raise ValueError("pieces: no such file")
@@ -273,7 +275,7 @@ class BlockingReads:
         return ticket
 
     def wait(self, ticket: int) -> None:
-        """Reads a request; see `Reads`."""
+        """Reads all pieces of a request."""
         request = self._known(ticket)
         began = time.perf_counter_ns()
         num_bytes = num_reads = 0
@@ -291,21 +293,21 @@ class BlockingReads:
         del self._requests[ticket]
 
     def is_done(self, ticket: int) -> bool:
-        """Whether `wait` would return at once: there is nothing to read."""
+        """Returns whether there is nothing to read."""
         return not self._known(ticket).pieces
 
     def promote(self, ticket: int) -> None:
-        """Makes a request urgent: it is counted as such."""
+        """Makes a request urgent: its bytes count as urgent."""
         self._known(ticket).urgent = True
 
     def cancel(self, ticket: int) -> bool:
-        """Drops a request; see `Reads`."""
+        """Cancels a request; returns whether all pieces were read anyway."""
         done = self.is_done(ticket)
         del self._requests[ticket]
         return done
 
     def stats(self) -> ReadStats:
-        """What has been read until now."""
+        """Returns the counts so far."""
         return self._stats
 
     def close(self) -> None:
@@ -334,7 +336,7 @@ class BlockingReads:
         return None
 
     def _read(self, file: _File, offset: int, place: int, size: int) -> tuple[int, int]:
-        """Reads what one call may ask for: how many bytes the file has of it, and in how many calls."""
+        """Reads one part of a piece; returns its bytes within the file, and the number of calls."""
         expected, done, num_reads = min(size, file.num_bytes - offset), 0, 0
         while done < expected:
             try:
@@ -342,7 +344,7 @@ class BlockingReads:
             except OSError as fault:
                 raise _fault(file.name, offset + done, fault.errno or errno.EIO) from fault
             done, num_reads = done + got, num_reads + 1
-            # Direct reads end within a unit only where the file does, and none can begin there.
+            # A direct read ends within a block only at the end of the file, and none can begin there.
             if not got or (self._direct and done % DISK_BLOCK_BYTES and done < expected):
                 raise _fault(file.name, offset + done, 0)
         return max(expected, 0), num_reads
@@ -360,13 +362,13 @@ class BlockingReads:
 def open_reads(
     memory: Bytes, direct: bool, num_threads: int = NUM_THREADS, max_read_bytes: int = MAX_READ_BYTES
 ) -> NativeReads | BlockingReads:
-    """Reads into this memory, by the extension where it was built; arguments as `NativeReads`."""
+    """Returns reads into this memory, native if the extension was built; arguments as for `NativeReads`."""
     kind = NativeReads if is_available() else BlockingReads
     return kind(memory, direct, num_threads, max_read_bytes)
 
 
 def reads_directly(path: Path) -> bool:
-    """Whether a file's system has direct reads."""
+    """Returns whether the file system of a file supports direct reads."""
     try:
         os.close(_opened(path, direct=True))
     except RunError:
@@ -375,8 +377,8 @@ def reads_directly(path: Path) -> bool:
 
 
 def _opened(path: Path, direct: bool) -> int:
-    """A descriptor of a regular file."""
-    # Not blocking: a pipe in a file's place would otherwise be waited for.
+    """Opens a regular file and returns its descriptor."""
+    # Non-blocking: otherwise, opening a pipe would wait for its writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_DIRECT if direct else 0)
     try:
         descriptor = os.open(path, flags)
@@ -384,7 +386,7 @@ def _opened(path: Path, direct: bool) -> int:
         raise PackError(f"{path.name}: file is missing") from fault
     except OSError as fault:
         if direct and fault.errno == errno.EINVAL:
-            raise RunError(f"{path.name}: its file system has no direct reads; read it without") from fault
+            raise RunError(f"{path.name}: its file system does not support direct reads; take --read pread") from fault
         raise PackError(f"{path.name}: cannot be opened ({fault.strerror})") from fault
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -393,5 +395,5 @@ def _opened(path: Path, direct: bool) -> int:
 
 
 def _fault(name: str, at: int, error: int) -> PackError:
-    """A read that failed at a byte; without an error number, the file ended there."""
+    """Returns the error of a read that failed at a byte; with error 0, the file ended there."""
     return PackError(f"{name}: read failed at byte {at} ({os.strerror(error)})") if error else cut_error(name)

@@ -1,14 +1,12 @@
-"""The checks of path statistics that come out of a file: arrays that could not have been counted are refused.
+"""Path statistics: predict the experts of a MoE layer from those that the token chose in the two layers before.
 
-Path statistics: the experts of a MoE layer foretold from those its token chose at the two layers before.
+Calibration counts them (`moe_pack.calib`), and a profile and a pack's routing file have them; `PathChecks` refuses
+arrays of a file that cannot be counts. T is the number of tokens, L of MoE layers, E of experts a layer, k of experts a
+token; a *choice* is one expert of one token.
 
-Not a predictor that reads hidden states. Learned by calibration (`moe_pack.calib.paths`), read from a profile or from
-the routing sidecar of a pack; what is read is checked in `path_checks`. Here T counts tokens, L MoE layers, E experts a
-layer, k experts a token; a *choice* is one expert of one token.
-
-Source:  EdgeMoE (2308.14352) §III-C1. Its dictionary holds probabilities for pairs of layers, one expert a token; with
-         k > 1 most sets of experts are seen once, so a key must be seen PATH_MIN_SEEN times, and two rougher stages
-         follow.
+Source:  EdgeMoE (2308.14352) §III-C1. Its dictionary has probabilities for pairs of layers, with one expert a token.
+         With k > 1, calibration sees most sets of experts once; therefore a key must be seen PATH_MIN_SEEN times, and
+         two rougher stages follow.
 """
 
 from collections.abc import Mapping
@@ -23,11 +21,11 @@ from moe_pack.formats import PackError
 
 Array = NDArray[Any]
 
-PATH_MIN_SEEN = 8  # how often calibration must have seen an exact key for it to be used
+PATH_MIN_SEEN = 8  # the fewest tokens of an exact key
 
 
 def slices(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """All positions of the slices one after another, and for each the slice it is of."""
+    """Returns all positions of the slices, one slice after another, and the slice of each position."""
     lengths = ends - starts
     rows = np.repeat(np.arange(len(starts)), lengths)
     return np.arange(len(rows)) + (starts - (np.cumsum(lengths) - lengths))[rows], rows
@@ -35,25 +33,27 @@ def slices(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[NDArray[
 
 @dataclass(frozen=True, slots=True)
 class PathChecks:
-    """The arrays of path statistics out of a file, checked one by one: size before meaning, what others rest on first.
+    """The checks of path statistics from a file: sizes before values, and first the arrays that others refer to.
 
-    For `L` MoE layers of `E` experts, `k` a token; `place` is the file, for messages.
+    For `L` MoE layers of `E` experts, `k` a token; `place`: the file, for messages.
     """
 
-    found: Mapping[str, Array]
+    arrays: Mapping[str, Array]
     place: str
     L: int
     E: int
     k: int
 
     def check(self) -> None:
-        """Raises PackError for the first array that cannot be."""
-        found, L, E, k = self.found, self.L, self.E, self.k
+        """Checks all arrays. Raises PackError, which names the first array that cannot be right."""
+        arrays, L, E, k = self.arrays, self.L, self.E, self.k
         self._form("popularity", "<u4", (L, E))
-        choices, most = found["popularity"].sum(axis=1, dtype=np.int64), found["popularity"].max(axis=1)
+        choices, most = arrays["popularity"].sum(axis=1, dtype=np.int64), arrays["popularity"].max(axis=1)
         T = int(choices[0]) // k
         fits = np.equal(choices, max(T, 1) * k)
-        self._all("popularity", fits, "layer", choices, f"{k} choices of each token, of equally many at every layer")
+        self._all(
+            "popularity", fits, "layer", choices, f"{k} choices of each token, and equally many tokens in every layer"
+        )
         self._all("popularity", most <= T, "layer", most, f"at most all {T} tokens")
         count = "<u2" if T < 2**16 else "<u4"
         for back, name in enumerate(("after_one", "after_two"), start=1):
@@ -63,74 +63,74 @@ class PathChecks:
         self._check_successors(count)
 
     def _check_table(self, name: str, back: int) -> None:
-        table, popularity = self.found[name], self.found["popularity"].astype(np.int64) * self.k
+        table, popularity = self.arrays[name], self.arrays["popularity"].astype(np.int64) * self.k
         before, after = popularity[: max(self.L - back, 0)], popularity[back:]
         wrong = (table.sum(axis=2, dtype=np.int64) != before) | (table.sum(axis=1, dtype=np.int64) != after)
-        is_counted = (table > 0).any(axis=(1, 2))  # else no path leads there, from another stack's layer
+        is_counted = (table > 0).any(axis=(1, 2))  # otherwise the layer before is of another stack
         num_wrong = wrong.sum(axis=1) * is_counted
-        self._all(name, num_wrong == 0, "table", num_wrong, "no expert whose counts do not add up to its popularity")
+        self._all(name, num_wrong == 0, "table", num_wrong, "0 experts whose counts do not add up to their popularity")
 
     def _check_keys(self, T: int, count: str) -> None:
-        found, k = self.found, self.k
+        arrays, k = self.arrays, self.k
         starts = self._starts("key_starts", self.L + 1)
-        self._all("key_starts", starts[:2] == 0, "position", starts, "0: layer 0 has none before it")
+        self._all("key_starts", starts[:2] == 0, "position", starts, "0: no layer is before layer 0")
         in_one = int(starts[min(2, self.L)])
         self._form("keys_one", "<u2", (in_one, k))
         self._form("keys_two", "<u2", (int(starts[-1]) - in_one, 2 * k))
         self._form("keys_seen", count, (int(starts[-1]),))
         for name, first in (("keys_one", 0), ("keys_two", in_one)):
-            keys: Any = found[name]
+            keys: Any = arrays[name]
             sets = keys.reshape(len(keys), keys.shape[1] // k, k)  # [K, p k] -> [K, p, k]
             fits = (keys < self.E).all(axis=1) & (sets[..., 1:] > sets[..., :-1]).all(axis=(1, 2))
             self._all(name, fits, "key", keys, f"sets of ascending experts below {self.E}")
             rises = np.ones(len(keys), bool)
             rises[1:] = _above(keys[1:], keys[:-1])
-            rises[starts[(starts >= first) & (starts < first + len(keys))] - first] = True  # a layer begins anew
-            self._all(name, rises, "key", keys, "one above that before it")
-        fits = (found["keys_seen"] >= PATH_MIN_SEEN) & (found["keys_seen"] <= T)
-        self._all("keys_seen", fits, "key", found["keys_seen"], f"from {PATH_MIN_SEEN} to {T} tokens")
+            rises[starts[(starts >= first) & (starts < first + len(keys))] - first] = True  # the first key of a layer
+            self._all(name, rises, "key", keys, "keys in ascending order")
+        fits = (arrays["keys_seen"] >= PATH_MIN_SEEN) & (arrays["keys_seen"] <= T)
+        self._all("keys_seen", fits, "key", arrays["keys_seen"], f"from {PATH_MIN_SEEN} to {T} tokens")
 
     def _check_successors(self, count: str) -> None:
-        found, k = self.found, self.k
-        starts = self._starts("successor_starts", len(found["keys_seen"]) + 1)
+        arrays, k = self.arrays, self.k
+        starts = self._starts("successor_starts", len(arrays["keys_seen"]) + 1)
         self._form("successor_experts", "<u2", (int(starts[-1]),))
         self._form("successor_counts", count, (int(starts[-1]),))
-        experts, counts = found["successor_experts"], found["successor_counts"]
-        seen = found["keys_seen"].astype(np.int64)
+        experts, counts = arrays["successor_experts"], arrays["successor_counts"]
+        seen = arrays["keys_seen"].astype(np.int64)
         _, rows = slices(starts[:-1], starts[1:])
         fits = experts < self.E
         fits[1:] &= (experts[1:] > experts[:-1]) | (rows[1:] != rows[:-1])
         self._all("successor_experts", fits, "position", experts, f"ascending experts below {self.E}")
         fits = (counts > 0) & (counts <= seen[rows])
-        self._all("successor_counts", fits, "position", counts, "at least 1 and at most what its key was seen")
+        self._all("successor_counts", fits, "position", counts, "at least 1 and at most the count of its key")
         totals = np.bincount(rows, counts, minlength=len(seen)).astype(np.int64)  # as float64: exact to 2^53
         self._all("successor_counts", totals == seen * k, "key", totals, f"{k} choices of each token")
 
     def _starts(self, name: str, length: int) -> NDArray[np.int64]:
         self._form(name, "<u4", (length,))
-        starts: NDArray[np.int64] = self.found[name].astype(np.int64)
+        starts: NDArray[np.int64] = self.arrays[name].astype(np.int64)
         rises = starts == np.maximum.accumulate(starts)
         rises[0] &= starts[0] == 0
-        self._all(name, rises, "position", starts, "numbers that rise from 0")
+        self._all(name, rises, "position", starts, "ascending numbers from 0")
         return starts
 
     def _form(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-        array = self.found[name]
+        array = self.arrays[name]
         if array.dtype != np.dtype(dtype) or array.shape != shape:
             found, expected = (f"{np.dtype(d).str} {list(s)}" for d, s in ((array.dtype, array.shape), (dtype, shape)))
             raise PackError(
-                f"{self.place}: tensor {name!r}: found {found}, expected {expected}; profile the model anew"
+                f"{self.place}: tensor {name!r}: found {found}, expected {expected}; profile the model again"
             )
 
     def _all(self, name: str, fits: NDArray[np.bool_], where: str, values: Array, expected: str) -> None:
         wrong = np.flatnonzero(~fits)
         if wrong.size:
             place = f"{self.place}: tensor {name!r}, {where} {wrong[0]}"
-            raise PackError(f"{place}: found {values[wrong[0]].tolist()}, expected {expected}; profile the model anew")
+            raise PackError(f"{place}: found {values[wrong[0]].tolist()}, expected {expected}; profile the model again")
 
 
 def _above(keys: Array, others: Array) -> NDArray[np.bool_]:
-    """Whether each row comes after the other's: [N, w] and [N, w] give [N]."""
+    """Returns whether each row comes after that of `others`: bool [N] for [N, w] and [N, w]."""
     differs = keys != others
     column = differs.argmax(axis=1)
     rows = np.arange(len(keys))
@@ -140,14 +140,14 @@ def _above(keys: Array, others: Array) -> NDArray[np.bool_]:
 
 Routes = NDArray[np.integer[Any]]
 
-# Choices, for each expert of a layer, by which counts lean towards popularity. On the demo model's routes of 16,384
-# tokens anything from 0.25 to 4 recalls the same; of 512 tokens 16 and more recalls less.
+# Additional choices for each expert of a layer, distributed by popularity, that smooth the counts. On the demo model's
+# routes of 16,384 tokens the recall is the same from 0.25 to 4; on 512 tokens it falls from 16 on.
 SMOOTHING = 1
-PATH_MEMORY = 2  # how many layers back the statistics look
+PATH_MEMORY = 2  # layers before the predicted one
 
 
 class BackoffLevel(IntEnum):
-    """Which statistics answered a query."""
+    """The statistics that answered a query."""
 
     EXACT = 0
     FACTORED = 1
@@ -156,14 +156,14 @@ class BackoffLevel(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PathStatistics:
-    """What calibration saw of the paths through L layers of E experts, as stored: counts of tokens.
+    """Counts of calibration tokens on the paths through L layers of E experts, as stored.
 
     `popularity` u32 [L, E]. `after_one[l-1, e', e]`, `after_two[l-2, e', e]`: tokens that chose e at l and e' one or
-    two layers before; all 0 where that layer is of another stack. Exact keys, layer by layer, ascending: those of
+    two layers before; all 0 if that layer is of another stack. Exact keys, layer by layer, ascending: those of
     layer l are `key_starts[l]` to `key_starts[l+1]`; `keys_one` [K1, k] holds layer 1's, the set at layer 0;
     `keys_two` [K2, 2k] all others, the set at l-2 and that at l-1; both u16, starts u32. A key was seen `keys_seen`
     times and followed by `successor_experts` (u16), each `successor_counts` times, from `successor_starts[key]` to
-    `successor_starts[key + 1]`. Counts but for popularity are u16 where T < 65536, else u32.
+    `successor_starts[key + 1]`. All counts except popularity are u16 if T < 65536, else u32.
     """
 
     popularity: Array
@@ -179,49 +179,49 @@ class PathStatistics:
 
     @property
     def experts_per_token(self) -> int:
-        """The k of the routes learned from."""
+        """The k of the counted routes."""
         return int(self.keys_one.shape[1])
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays, in memory as in a file (whose header comes on top)."""
+        """The bytes of all arrays, in memory and in a file, whose header is not counted."""
         return sum(int(array.nbytes) for array in self.arrays().values())
 
     def arrays(self) -> dict[str, Array]:
-        """Everything, as little-endian arrays by name: what `from_arrays` reads."""
+        """Returns all arrays by name, little-endian, as `from_arrays` takes them."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_arrays(
         cls, arrays: Mapping[str, Array], place: str, num_layers: int, num_experts: int, experts_per_token: int
     ) -> "PathStatistics":
-        """The statistics that `arrays()` gave, for a model of this shape; nothing in them is trusted.
+        """Returns the statistics with these arrays, for a model of this shape, after all checks.
 
-        Args:    place: the file they come from, for messages.
-        Raises:  PackError naming the array that is missing, unknown, of another dtype or shape, or whose values
-                 cannot be counts of T tokens. Not checked: that exact keys agree with the tables.
+        Args:    place: the file of the arrays, for messages.
+        Raises:  PackError, which names an array that is missing, unknown, of another dtype or shape, or with values
+                 that cannot be counts of T tokens. It does not check that exact keys agree with the tables.
         """
         known = [field.name for field in fields(cls)]
         for name in (*arrays, *known):
             if name not in known or name not in arrays:
                 state = "unknown" if name in arrays else "missing"
-                raise PackError(f"{place}: tensor {name!r} is {state}; profile the model anew")
+                raise PackError(f"{place}: tensor {name!r} is {state}; profile the model again")
         PathChecks(arrays, place, num_layers, num_experts, experts_per_token).check()
         return cls(**{name: arrays[name] for name in known})
 
     def predict(self, l: int, before: Routes) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-        """How likely each expert of layer `l` is, for N tokens, and the Stage that says so.
+        """Returns how likely each expert of layer `l` is, for N tokens, and the `BackoffLevel` that says so.
 
         Meaning: the probability that one choice falls on the expert, summing to 1 over a layer's experts.
                  EXACT: key = the sets at l-2 and l-1 (layer 1: at 0): count after key / (k * times key seen).
-                 FACTORED: geometric mean over the e' before that calibration saw, of P(e | e') =
-                 (count[e', e] + s * popularity_e) / (sum_e count[e', e] + s), s = SMOOTHING * E, normalised.
-                 POPULARITY: tokens / (k T), where no layer before is given or none of its experts was ever seen.
-        Args:    before: [N, p, k], as sets, the p layers just before l, oldest first; p at most 2. With fewer layers
-                 than l has before it, exact keys are passed over. Expert indices are not checked.
+                 FACTORED: geometric mean, over the e' before that calibration has seen, of P(e | e') =
+                 (count[e', e] + s * popularity_e) / (sum_e count[e', e] + s), s = SMOOTHING * E, normalized.
+                 POPULARITY: tokens / (k T), if no layer before is given or calibration saw none of its experts.
+        Args:    before: [N, p, k], as sets, the p <= 2 layers just before l, oldest first. If p is less than the number
+                 of layers before l, there are no exact keys. Expert indices are not checked.
         Returns: [N, E], and [N] u8; rank the first with `ranked`.
         """
-        ordered = np.sort(before, axis=2)  # the same sums in the same order, however a token's experts are listed
+        ordered = np.sort(before, axis=2)  # the order of a token's experts does not change the sums
         if len(ordered) == 1:
             return self._predict_one(l, ordered)
         share = self._share(l)
@@ -236,7 +236,7 @@ class PathStatistics:
         return shares, stages
 
     def _predict_one(self, l: int, ordered: Routes) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-        """The same for one token, in a fraction of the time: a runtime asks so for every layer of every token."""
+        """Does the same for one token in a fraction of the time: a run does this for every layer of every token."""
         keys = self._find(l, ordered)
         if keys[0] >= 0:
             return self._exact(keys), np.full(1, BackoffLevel.EXACT, np.uint8)
@@ -261,19 +261,19 @@ class PathStatistics:
         return share
 
     def _find(self, l: int, ordered: Routes) -> NDArray[np.int64]:
-        """The exact key of each token, -1 for none: [N, p, k] gives [N]."""
+        """Returns the exact key of each token, -1 for none: [N] for [N, p, k]."""
         first, end = (int(start) for start in self.key_starts[l : l + 2])
         if first == end or ordered.shape[1] != min(l, PATH_MEMORY):
             return np.full(len(ordered), -1)
         in_one = len(self.keys_one)
         stored = rows_as_keys(self.keys_one if l == 1 else self.keys_two[first - in_one : end - in_one])
-        wanted = rows_as_keys(ordered.reshape(len(ordered), stored.dtype.itemsize // 2))  # [N, p, k] -> [N, p k]
-        places = np.searchsorted(stored, wanted)
-        there = stored[np.minimum(places, end - first - 1)] == wanted
-        return np.where(there, first + places, -1)
+        keys = rows_as_keys(ordered.reshape(len(ordered), stored.dtype.itemsize // 2))  # [N, p, k] -> [N, p k]
+        places = np.searchsorted(stored, keys)
+        is_stored = stored[np.minimum(places, end - first - 1)] == keys
+        return np.where(is_stored, first + places, -1)
 
     def _exact(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
-        """What followed each key, as shares of choices: [N] gives [N, E]."""
+        """Returns the shares of choices after each key: float32 [N, E] for [N]."""
         starts, ends = (self.successor_starts[places].astype(np.int64) for places in (keys, keys + 1))
         entries, rows = slices(starts, ends)
         shares = np.zeros((len(keys), self.popularity.shape[1]), np.float32)
@@ -282,7 +282,7 @@ class PathStatistics:
         return shares
 
     def _factored(self, l: int, ordered: Routes) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """The second stage for those tokens [N] of which some expert was seen before, and which those are."""
+        """Returns the second stage for the tokens that have an expert with counts, and which of the N these are."""
         share, smoothing = self._share(l), SMOOTHING * self.popularity.shape[1]
         logs = np.zeros((len(ordered), len(share)))
         num_known = np.zeros(len(ordered), np.int64)
@@ -305,11 +305,11 @@ class PathStatistics:
 
 
 def rows_as_keys(keys: Routes) -> Array:
-    """Rows of expert indices as one value each, ordered as the rows are: [N, w] gives [N]."""
+    """Returns one value for each row of expert indices, in the same order as the rows: [N] for [N, w]."""
     big_endian = np.ascontiguousarray(keys, dtype=">u2")
     return big_endian.view(np.dtype((np.void, 2 * keys.shape[1])))[:, 0]
 
 
 def ranked(probabilities: NDArray[np.float32], num_predicted: int) -> NDArray[np.int64]:
-    """The likeliest experts of each row, best first, equals by lowest index: [N, E] gives [N, num_predicted]."""
+    """Returns the likeliest experts of each row, best first, equals by index: [N, num_predicted] for [N, E]."""
     return np.argsort(-probabilities, axis=1, kind="stable")[:, :num_predicted].astype(np.int64, copy=False)

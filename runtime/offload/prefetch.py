@@ -1,16 +1,16 @@
-"""Predictions: the experts of the next MoE layer foretold while this one runs, each paper's way behind one face.
+"""Prediction of the experts of the next MoE layer while this one runs: the method of each paper behind one interface.
 
-A prediction changes no answer: what is foretold is read ahead, and the router decides. Asked once a layer and token, so
-that everything that could be made beforehand is.
+A prediction changes no answer: predicted experts are prefetched, and the router decides. It runs once for each layer
+and token; therefore everything that can be prepared is.
 
-    popularity   always the experts chosen most often
+    popularity   always the experts that calibration tokens chose most often
     paths        path statistics: EdgeMoE §III-C
     router       the next layer's router on this layer's input: CORM §4.2
     mlp          a learned network on this layer's input and the last routes: FloE §3.3.1
     partial      the next layer's router on the hidden state as far as it is known: importance §5.2
-    best         for each layer what recalled best in the profile; the next router without one
+    best         for each layer the prediction with the best recall in the profile; without a profile the next router
 
-From predictions to what is read ahead: which experts of the next layer, for one token or for a whole chunk.
+`Prefetcher` turns predictions into the experts to prefetch, for one token or for a whole pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,13 +36,13 @@ Scores = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PredictionInput:
-    """What is known of T tokens when the experts of a MoE layer are foretold; "before" counts MoE layers.
+    """The inputs of a prediction for T tokens; "before" counts MoE layers.
 
     x: float32 [T, d], the input of the layer before, after its norm.
-    routes: int64 [T, p, k], what the p <= 2 layers just before chose, oldest first.
-    partial: float32 [T, d], what the foretold layer's own norm would take, as far as it can be computed now: of the
-        layer before only the shared experts and those in fast memory have been added, then the layers up to this one's
-        attention, whose keys and values the true ones will replace. None where nobody has computed it.
+    routes: int64 [T, p, k], the routes of the p <= 2 layers just before, oldest first.
+    partial: float32 [T, d], the predicted layer's input before its norm, as far as it can be computed now. The layer
+        before has added only its shared experts and its resident ones; the layers in between and the predicted layer's
+        attention have run on that, and the true keys and values will replace theirs. None if it was not computed.
     """
 
     x: Tensor
@@ -51,28 +51,28 @@ class PredictionInput:
 
 
 class Prediction(Protocol):
-    """Foretells the experts of the next MoE layer from what tokens did up to this one."""
+    """A prediction of the experts of the next MoE layer from what is known at this one."""
 
     @property
     def needs_partial(self) -> bool:
-        """Whether `PredictionInput.partial` is looked at: it costs an attention."""
+        """Whether the prediction uses `PredictionInput.partial`, which costs an attention."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """What it holds in memory of its own, beside weights and routing."""
+        """The bytes of its own tensors, besides weights and routing."""
         ...
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
-        """How likely each expert of MoE layer `layer_idx`, 1 or more, is: [T, E], the larger the likelier.
+        """Returns scores [T, E] of the experts of MoE layer `layer_idx`, 1 or more; a likelier expert has a larger one.
 
-        Rank them with `ranked`. None where it has no say. May be a view of what is asked for again: not to be changed.
+        Rank them with `ranked`. None if it cannot predict this layer. The array may be shared: do not change it.
         """
         ...
 
 
 class PopularityPrediction:
-    """The experts that most calibration tokens chose, whatever the token."""
+    """Predicts the experts that most calibration tokens chose, the same for every token."""
 
     needs_partial = False
 
@@ -81,13 +81,13 @@ class PopularityPrediction:
         self.num_bytes = self._counts.nbytes
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores:
-        """Counts of tokens, the same for every token."""
+        """Returns counts of calibration tokens."""
         row = self._counts[layer_idx]
         return np.broadcast_to(row, (len(observed.routes), len(row)))
 
 
 class PathPrediction:
-    """Path statistics on the routes of the two layers before. Source: EdgeMoE §III-C1."""
+    """Predicts by path statistics from the routes of the two layers before. Source: EdgeMoE §III-C1."""
 
     needs_partial = False
     num_bytes = 0
@@ -96,12 +96,12 @@ class PathPrediction:
         self._paths = paths
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores:
-        """Probabilities."""
+        """Returns probabilities."""
         return self._paths.predict(layer_idx, observed.routes)[0]
 
 
 class NextRouterPrediction:
-    """The next layer's own router, on the input of the layer before. Source: CORM §4.2."""
+    """Predicts by the next layer's router on the input of the layer before. Source: CORM §4.2."""
 
     needs_partial = False
     num_bytes = 0
@@ -110,14 +110,14 @@ class NextRouterPrediction:
         self._weights = weights
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores:
-        """The router's scores."""
+        """Returns the router's scores."""
         return _array(router_scores(observed.x, self._weights, self._weights.spec.moe_layers[layer_idx]))
 
 
 class PartialPrediction:
-    """The next layer's norm and router, on the hidden state without the experts that are still to come.
+    """Predicts by the next layer's norm and router on the hidden state without the missing experts.
 
-    Source:  importance §5.2 and Fig. 10: the more score the experts in fast memory carry, the closer to the truth.
+    Source:  importance §5.2 and Fig. 10: the larger the scores of the resident experts, the better the prediction.
     """
 
     needs_partial = True
@@ -127,7 +127,7 @@ class PartialPrediction:
         self._weights = weights
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
-        """The router's scores; None where no partial hidden state is given."""
+        """Returns the router's scores; None without a partial hidden state."""
         if observed.partial is None:
             return None
         layer = self._weights.spec.moe_layers[layer_idx]
@@ -135,42 +135,42 @@ class PartialPrediction:
 
 
 class LearnedPrediction:
-    """A network for each layer that has one. Source: FloE §3.3.1."""
+    """Predicts by a network for each layer that has one. Source: FloE §3.3.1."""
 
     needs_partial = False
 
     def __init__(self, networks: Mapping[int, Predictor], operations: Operations = TORCH) -> None:
-        """`networks`: by the MoE layer that each foretells."""
+        """`networks`: by the MoE layer that each predicts."""
         self._networks = {layer_idx: _LoadedNetwork(network, operations) for layer_idx, network in networks.items()}
-        self.num_bytes = sum(held.num_bytes for held in self._networks.values())
+        self.num_bytes = sum(network.num_bytes for network in self._networks.values())
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
-        """The network's logits; None for a layer without one."""
-        held = self._networks.get(layer_idx)
-        return None if held is None else held.scores(observed)
+        """Returns the network's logits; None for a layer without one."""
+        network = self._networks.get(layer_idx)
+        return None if network is None else network.scores(observed)
 
 
 class BestPrediction:
-    """For each layer one of several predictions; `otherwise` for layers that `chosen` has not."""
+    """Predicts each layer by its entry in `chosen`, and layers without one by `otherwise`."""
 
     needs_partial = False
 
     def __init__(self, chosen: Mapping[int, Prediction], otherwise: Prediction) -> None:
         self._chosen = dict(chosen)
         self._otherwise = otherwise
-        held = {id(each): each for each in (*self._chosen.values(), otherwise)}
-        self.num_bytes = sum(each.num_bytes for each in held.values())
+        predictions = {id(each): each for each in (*self._chosen.values(), otherwise)}  # each once
+        self.num_bytes = sum(each.num_bytes for each in predictions.values())
 
     def scores(self, layer_idx: int, observed: PredictionInput) -> Scores | None:
-        """Those of the layer's own prediction."""
+        """Returns the scores of the layer's prediction."""
         return self._chosen.get(layer_idx, self._otherwise).scores(layer_idx, observed)
 
 
 def make_prediction(name: PredictionName, weights: Weights, routing: Routing | None) -> Prediction | None:
-    """The prediction of this name; None for `none`. Networks are read here, once for all.
+    """Returns the prediction of this name; None for `none`. Reads the networks that it needs.
 
-    Args:    routing: what lies beside the pack, if anything does.
-    Raises:  RunError if the prediction needs a profile and there is none, or one that judged no predictors; PackError
+    Args:    routing: of the pack's folder, if there is one.
+    Raises:  RunError if the prediction needs a profile's routing and there is none, or one without networks; PackError
              if a network is damaged.
     """
     plain: dict[str, Callable[[], Prediction | None]] = {
@@ -184,7 +184,7 @@ def make_prediction(name: PredictionName, weights: Weights, routing: Routing | N
         return _best(weights, routing)
     if routing is None:
         raise RunError(
-            f"prediction {name!r}: found no profile's routing beside the pack, which it needs; "
+            f"prediction {name!r}: the pack has no routing of a profile, which it needs; "
             "run moe-pack attach PACK --profile DIR, or predict by router"
         )
     if name == "mlp":
@@ -195,8 +195,8 @@ def make_prediction(name: PredictionName, weights: Weights, routing: Routing | N
 def _learned(layers: tuple[int, ...], weights: Weights, routing: Routing) -> LearnedPrediction:
     if not layers:
         raise RunError(
-            "prediction 'mlp': found no networks in the profile beside the pack: its text was too short to hold any "
-            "out; profile longer text and attach that, or predict by paths"
+            "prediction 'mlp': the pack's profile has no networks, because its text was too short to hold any out; "
+            "profile longer text and attach that, or predict by paths"
         )
     return LearnedPrediction({layer_idx: routing.network(layer_idx) for layer_idx in layers}, weights.operations)
 
@@ -219,9 +219,9 @@ def _best(weights: Weights, routing: Routing | None) -> BestPrediction:
 
 
 class _LoadedNetwork:
-    """A network ready for single tokens: matrices that multiply fast, a row of the first layer for each route.
+    """A network that is fast for single tokens: it adds a row of the first layer for each route.
 
-    Sums are float32 as `Predictor.scores` has them, in another order.
+    Sums are float32 as in `Predictor.scores`, in another order.
     """
 
     def __init__(self, network: Predictor, operations: Operations) -> None:
@@ -230,15 +230,15 @@ class _LoadedNetwork:
             None if weight is None else operations.fastest_stored(weight)
             for weight in (network.x_weight, network.out_weight)
         )
-        assert x_weight is not None, "every network takes hidden states"
+        assert x_weight is not None, "every network has weights for hidden states"
         self._x_weight = StoredMatrix(x_weight, operations)
         self._by_route = network.route_weight.reshape(h, P * E).T.contiguous()  # [h, P, E] -> [P E, h]
-        self._first_of = torch.arange(P)[:, None] * E  # [P, 1]: where a layer's rows begin
+        self._first_of = torch.arange(P)[:, None] * E  # [P, 1]: the first row of a layer
         self._bias = network.bias
         self._out_weight = None if out_weight is None else StoredMatrix(out_weight, operations)
         self._out_bias = network.out_bias
-        held = (x_weight, self._by_route, self._bias, out_weight, self._out_bias)
-        self.num_bytes = sum(tensor.nbytes for tensor in held if tensor is not None)
+        tensors = (x_weight, self._by_route, self._bias, out_weight, self._out_bias)
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def scores(self, observed: PredictionInput) -> Scores:
         places = (torch.from_numpy(observed.routes) + self._first_of).flatten(1)  # [T, P, k] -> [T, P k]
@@ -254,45 +254,45 @@ def _array(scores: Tensor) -> Scores:
     return array
 
 
-_NEARLY_ALL = 0.9  # of a layer's experts: a chunk that is expected to need so many is not worth a prediction
+_NEARLY_ALL = 0.9  # if a pass probably needs this share of a layer's experts, all of them are prefetched
 
 
 class Prefetcher:
-    """Says which experts of a layer to read ahead, likeliest first.
+    """Chooses the experts of a layer to prefetch, likeliest first.
 
-    Args:    prediction: None where only chunks that need nearly all experts are foretold.   num_ahead: experts for one
-             token; of more tokens every one that any of them is foretold to choose, the most chosen first.
+    Args:    prediction: None if there are prefetches only for passes that need nearly all experts.   num_predicted:
+             experts for one token. For several tokens, all experts predicted for any of them, the most chosen first.
     """
 
-    def __init__(self, prediction: Prediction | None, num_experts: int, num_active: int, num_ahead: int) -> None:
+    def __init__(self, prediction: Prediction | None, num_experts: int, num_active: int, num_predicted: int) -> None:
         self._prediction = prediction
-        self._num_experts, self._num_active, self._num_ahead = num_experts, num_active, num_ahead
+        self._num_experts, self._num_active, self._num_predicted = num_experts, num_active, num_predicted
 
     @property
     def needs_partial(self) -> bool:
-        """Whether `PredictionInput.partial` is looked at."""
+        """Whether the prediction uses `PredictionInput.partial`."""
         return self._prediction is not None and self._prediction.needs_partial
 
     def predict(self, layer_idx: int, observed: PredictionInput) -> Sequence[int]:
-        """The experts of MoE layer `layer_idx` to read ahead."""
+        """Returns the experts of MoE layer `layer_idx` to prefetch."""
         num_tokens = len(observed.x)
         if self.expects_nearly_all(num_tokens):
-            return range(self._num_experts)  # as they lie in their file
+            return range(self._num_experts)  # in the order of the file
         scores = self._prediction.scores(layer_idx, observed) if self._prediction else None
         if scores is None:
             return ()
         if num_tokens == 1:
-            likeliest: list[int] = ranked(scores, self._num_ahead)[0].tolist()
+            likeliest: list[int] = ranked(scores, self._num_predicted)[0].tolist()
             return likeliest
         return _most_chosen(ranked(scores, self._num_active), self._num_experts)
 
     def expects_nearly_all(self, num_tokens: int) -> bool:
-        """Whether so many tokens, were their choices independent and even, would choose nearly all experts."""
+        """Returns whether so many tokens would choose nearly all experts if choices were independent and uniform."""
         return num_tokens > 1 and 1 - (1 - self._num_active / self._num_experts) ** num_tokens > _NEARLY_ALL
 
 
 def _most_chosen(chosen: Array, num_experts: int) -> list[int]:
-    """The experts of choices [T, k], those of most tokens first."""
+    """Returns the experts in the choices [T, k], those of most tokens first."""
     counts = np.bincount(chosen.ravel(), minlength=num_experts)
     order: list[int] = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)].tolist()
     return order

@@ -1,19 +1,15 @@
-"""The checks of the arrays of `routing.safetensors`: one of another form, or that nothing could have given, is refused.
+"""`routing.safetensors`: the routing data of a profile, next to a pack, to place experts and to predict them.
 
-Path statistics have checks of their own (`path_checks`), and networks (`mlp_predictor`).
+It does not change a model's answers. `moe-pack convert` and `moe-pack attach` write it from a profile; it belongs to
+the pack's content except the thresholds, which may change without it. Specified in docs/format.md.
 
-FloE's learned predictor: the experts of the next MoE layer from this layer's hidden state and the last routes.
+`RoutingChecks` checks the arrays of the file, but for path statistics (paths.py) and networks. `Predictor` is such a
+network, FloE's: it predicts the experts of the next MoE layer from this layer's hidden state and the last routes. For
+each MoE layer it has one layer or two. It takes the input of MoE layer l, after its norm, and the experts chosen at
+l - 1 and l (at l = 0 only those), and gives each expert of layer l + 1 a score. Calibration trains it
+(`moe_pack.calib`); its weights are bfloat16. `Routing` is the content of the file.
 
-A network of one layer or two for each MoE layer. It sees the input of MoE layer l, after its norm, and the experts
-chosen at l - 1 and l (at l = 0 only there), and gives each expert of layer l + 1 a score. Trained by calibration
-(`moe_pack.calib.mlp_predictor`), kept with bfloat16 weights.
-
-Source:  FloE §3.3.1.
-
-`routing.safetensors`: what a profile found of a model's routes, beside the pack, to place experts and foretell them.
-
-Nothing of it decides what a model answers. Written from a profile by `moe-pack convert` and `moe-pack attach`; it
-belongs to the pack's content but for the thresholds, which may change without it. Specified in docs/format.md.
+Source:  FloE §3.3.1, for the network.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,9 +33,9 @@ Array = NDArray[Any]
 
 
 class RoutingChecks:
-    """Reads the arrays of a sidecar for a model of L MoE layers of E experts, k a token, each checked.
+    """A reader of a sidecar's arrays that checks each, for a model of L MoE layers of E experts, k a token.
 
-    Raises:  PackError, from every method, naming the array that is missing or cannot be.
+    Raises:  PackError, from every method, which names the array that is missing or cannot be right.
     """
 
     def __init__(self, sidecar: TensorSidecar, place: str, num_layers: int, num_experts: int, num_chosen: int) -> None:
@@ -49,32 +45,32 @@ class RoutingChecks:
         self._left = set(sidecar.entries)
 
     def popularity(self, name: str) -> Array:
-        """Tokens that chose each expert, u32 [L, E]: k choices of each token, equally many tokens at every layer."""
+        """Returns the tokens that chose each expert, u32 [L, E]: k choices a token, the same tokens in every layer."""
         counts = self._form(name, "U32", (self._L, self._E))
         choices = counts.sum(axis=1, dtype=np.int64)
         T = int(choices[0]) // self._k
         if T < 1 or (choices != T * self._k).any() or counts.max() > T:
-            raise self._fault(name, "counts that no tokens give", f"{self._k} experts of each token at every layer")
+            raise self._fault(name, "impossible counts", f"{self._k} experts of each token in every layer")
         return counts
 
     def mass(self, name: str) -> Array:
-        """Sums of router weights, f32 [L, E]."""
+        """Returns sums of router weights, f32 [L, E]."""
         sums = self._form(name, "F32", (self._L, self._E))
         if not (np.isfinite(sums) & (sums >= 0)).all():
-            raise self._fault(name, "a negative sum or no number", "sums of weights")
+            raise self._fault(name, "a negative or infinite sum", "sums of weights")
         return sums
 
     def recalls(self, name: str, num_predictors: int) -> Array:
-        """What was judged of each predictor, f32 [L, predictors, 3]: shares, or all NaN for a layer without."""
+        """Returns the recalls of each predictor, f32 [L, predictors, 3]: shares, or all NaN for a layer without."""
         shares = self._form(name, "F32", (self._L, num_predictors, 3))
         judged: Array = np.asarray(~np.isnan(shares).all(axis=(1, 2)))
         are_shares: Array = np.asarray(((shares >= 0) & (shares <= 1)).all(axis=(1, 2)))
         if judged[0] or (judged & ~are_shares).any():
-            raise self._fault(name, "no shares", "shares from 0 to 1, or all NaN, as in layer 0")
+            raise self._fault(name, "other values", "shares from 0 to 1, or all NaN, as in layer 0")
         return shares
 
     def best(self, name: str, recalls: Array, none: int) -> Array:
-        """The first predictor of largest recall in each layer, u8 [L]; `none` where none was judged."""
+        """Returns the first predictor with the largest recall of each layer, u8 [L]; `none` if it has no recalls."""
         best = self._form(name, "U8", (self._L,))
         recall = np.where(np.isnan(recalls[:, :, 0]), -1, recalls[:, :, 0])
         expected = np.where(np.isnan(recalls[:, 0, 0]), none, recall.argmax(axis=1))
@@ -83,14 +79,14 @@ class RoutingChecks:
         return best
 
     def sequence_length(self, name: str, most: int) -> int:
-        """Tokens of a sequence, u32 [1]."""
+        """Returns the tokens of a sequence, stored as u32 [1]."""
         length = int(self._form(name, "U32", (1,))[0])
         if not 0 < length <= most:
             raise self._fault(name, f"{length}", f"from 1 to {most} tokens")
         return length
 
     def routes(self, name: str, sequence_length: int, most: int) -> Array:
-        """The experts of tokens, u16 [T, L, k]: T whole sequences, a token's experts different ones of a layer's."""
+        """Returns routes u16 [T, L, k] of whole sequences; the k experts of a token in a layer are different."""
         shape = self._shape(name)
         T = shape[0] if shape else 0
         if most < T or T % sequence_length:
@@ -98,20 +94,20 @@ class RoutingChecks:
         routes = self._form(name, "U16", (T, self._L, self._k))
         ordered = np.sort(routes, axis=2)
         if T and (ordered.max() >= self._E or (ordered[..., 1:] == ordered[..., :-1]).any()):
-            raise self._fault(name, "no routes", f"{self._k} different experts below {self._E}")
+            raise self._fault(name, "other values", f"{self._k} different experts below {self._E}")
         return routes
 
     def read(self, name: str) -> Array:
-        """An array that is checked elsewhere."""
+        """Returns an array that is checked elsewhere."""
         self._left.discard(name)
         return self._sidecar.read(name)
 
     def leave(self, prefix: str) -> None:
-        """Arrays of these names are checked when they are read."""
+        """Leaves the arrays with this prefix for later; they are checked when they are read."""
         self._left = {name for name in self._left if not name.startswith(prefix)}
 
     def nothing_else(self) -> None:
-        """All arrays of the file have been read, or left for later."""
+        """Checks that every array of the file has been read or left for later."""
         if self._left:
             raise PackError(f"{self._place}: unknown tensor {min(self._left)!r}; attach the profile again")
 
@@ -120,7 +116,7 @@ class RoutingChecks:
         return () if entry is None else entry.shape
 
     def _form(self, name: str, dtype: str, shape: tuple[int, ...]) -> Array:
-        """Size before anything is read: of another form nothing is allocated."""
+        """Reads an array after a check of dtype and shape; nothing is allocated for another one."""
         entry = self._sidecar.entries.get(name)
         if entry is not None and (entry.dtype, entry.shape) != (dtype, shape):
             raise self._fault(name, f"{entry.dtype} {list(entry.shape)}", f"{dtype} {list(shape)}")
@@ -135,19 +131,19 @@ class RoutingChecks:
 MAX_PREVIOUS = 2  # FloE's trajectory: the two layers before the predicted one
 _BLOCK_TOKENS = 1024  # bounds memory
 
-# The axes of each tensor kept; `h` is E where there is one layer.
+# The axes of each stored tensor; `h` is E if there is one layer.
 _AXES = {"x_weight": "hd", "route_weight": "hPE", "bias": "h", "out_weight": "Eh", "out_bias": "E"}
 _ONE_LAYER = ("x_weight", "route_weight", "bias")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictor:
-    """A trained predictor; it takes hidden states as they are: the standardising of its training lies in its weights.
+    """A trained network; its weights include the standardization of training, so that it takes hidden states directly.
 
-    Below, h is E where there is one layer, else the number of hidden units.
+    Below, h is E if there is one layer, else the number of hidden units.
 
     x_weight: bfloat16 [h, d].   route_weight: bfloat16 [h, P, E], the layer further back first.   bias: float32 [h].
-    out_weight: bfloat16 [E, h].   out_bias: float32 [E].   Both None where there is one layer.
+    out_weight: bfloat16 [E, h].   out_bias: float32 [E].   Both are None if there is one layer.
     """
 
     x_weight: Tensor
@@ -173,15 +169,14 @@ class Predictor:
 
     @property
     def num_parameters(self) -> int:
-        """Weights and biases."""
+        """The number of weights and biases."""
         return sum(tensor.numel() for tensor in self.arrays().values())
 
     def scores(self, x: Tensor, previous: Tensor) -> Tensor:
-        """How likely each expert of the next layer is: logits, the larger the likelier.
+        """Returns logits of the next layer's experts, float32 [T, E]; a likelier expert has a larger one.
 
         Args:    x: float32 [T, d], the input of the MoE layer, after its norm.   previous: int64 [T, P, k], the
                  experts chosen at the P layers before the predicted one, the layer further back first.
-        Returns: float32 [T, E].
         """
         layers = [tensor.float() for tensor in self.arrays().values()]
         layers[1] = layers[1].flatten(1)  # [h, P, E] -> [h, P E]
@@ -192,15 +187,15 @@ class Predictor:
             )
 
     def arrays(self) -> dict[str, Tensor]:
-        """Its tensors by name, as a sidecar keeps them."""
+        """Returns its tensors by name, as in a sidecar."""
         tensors = (self.x_weight, self.route_weight, self.bias, self.out_weight, self.out_bias)
         return {name: tensor for name, tensor in zip(_AXES, tensors, strict=True) if tensor is not None}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Tensor], place: str) -> "Predictor":
-        """The predictor that these tensors are.
+        """Returns the predictor with these tensors.
 
-        Args:    place: the file and layer they come from, for errors.
+        Args:    place: the file and layer of the tensors, for errors.
         Raises:  PackError if a tensor is missing, unknown, of another type or shape, or not all numbers.
         """
         names = set(_ONE_LAYER if "out_weight" not in arrays else _AXES)
@@ -215,23 +210,23 @@ class Predictor:
         return cls(**arrays)
 
     def stored(self) -> dict[str, NDArray[Any]]:
-        """Its tensors as files keep them: little-endian arrays, bfloat16 as the u16 of its bits."""
+        """Returns its tensors as stored: little-endian arrays, bfloat16 as the u16 of its bits."""
         return {name: _stored(tensor) for name, tensor in self.arrays().items()}
 
     @classmethod
     def from_stored(cls, arrays: Mapping[str, NDArray[Any]], place: str) -> "Predictor":
-        """The predictor whose `stored()` these arrays are; raises as `from_arrays` does."""
+        """Returns the predictor with these arrays of `stored`; raises as `from_arrays` does."""
         return cls.from_arrays({name: _loaded(array) for name, array in arrays.items()}, place)
 
 
 def network_logits(layers: list[Tensor], x: Tensor, routes: Tensor) -> Tensor:
-    """Logits, float32 [T, E], of x [T, d] and the multi-hot routes [T, P E]."""
+    """Returns logits float32 [T, E] for x [T, d] and the multi-hot routes [T, P E]."""
     first = functional.linear(x, layers[0], layers[2]) + functional.linear(routes, layers[1])
     return first if len(layers) == 3 else functional.linear(functional.relu(first), layers[3], layers[4])
 
 
 def multi_hot(experts: Tensor, num_experts: int) -> Tensor:
-    """From int64 [T, P, k] to float32 [T, P E]: 1 where an expert was chosen."""
+    """Returns float32 [T, P E] for routes int64 [T, P, k]: 1 for each chosen expert."""
     places = torch.zeros(*experts.shape[:2], num_experts)
     return places.scatter_(2, experts, 1.0).flatten(1)
 
@@ -250,7 +245,7 @@ def _loaded(array: NDArray[Any]) -> Tensor:
 
 
 def _check_array(place: str, tensor: Tensor, is_weight: bool, axes: str, sizes: dict[str, int]) -> None:
-    """Refuses a tensor of another type or shape; `sizes` holds the axes known so far and takes in new ones."""
+    """Refuses a tensor of another type or shape; `sizes` has the known axes and gets the new ones."""
     dtype = torch.bfloat16 if is_weight else torch.float32
     if tensor.dtype != dtype:
         raise _damaged(place, f"found {tensor.dtype}", f"{dtype}")
@@ -260,7 +255,7 @@ def _check_array(place: str, tensor: Tensor, is_weight: bool, axes: str, sizes: 
         known = ", ".join(f"{axis} = {sizes[axis]}" if axis in sizes else axis for axis in axes)
         raise _damaged(place, f"found shape {shape}", f"[{known}]")
     if not torch.isfinite(tensor).all():
-        raise _damaged(place, "found NaN or infinity", "numbers")
+        raise _damaged(place, "found NaN or infinity", "finite numbers")
 
 
 def _damaged(place: str, found: str, expected: str) -> PackError:
@@ -268,23 +263,23 @@ def _damaged(place: str, found: str, expected: str) -> PackError:
 
 
 ROUTING_FILE = "routing.safetensors"
-MAX_ROUTED_TOKENS = 4096  # held-out tokens whose routes are kept: policies are compared on them
+MAX_ROUTED_TOKENS = 4096  # held-out tokens with stored routes, for the comparison of policies
 PREDICTORS = ("popularity", "paths", "next router", "MLP of one layer", "MLP of two layers")
-NO_PREDICTOR = 255  # the `best` of a layer for which none was judged
+NO_PREDICTOR = 255  # the `best` of a layer without recalls
 _PATHS, _NETWORK = "paths.", "network."
 _DTYPES = {np.dtype("<u1"): "U8", np.dtype("<u2"): "U16", np.dtype("<u4"): "U32", np.dtype("<f4"): "F32"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """What is known of the routes of a model with L MoE layers of E experts, k a token.
+    """The routing data of a model with L MoE layers of E experts, k a token.
 
     `popularity` u32 [L, E]: tokens that chose the expert; `mass` f32 [L, E]: the sum of their router weights for it.
-    `paths`: learned from tokens that were not held out.   `recalls` f32 [L, 5, 3]: on held-out tokens, for each of
-    PREDICTORS, the recall of the k experts ranked first, and recall and precision of the first 2k; NaN where none was
-    judged.   `best` u8 [L]: the predictor of largest recall, or NO_PREDICTOR.   `routes` u16 [T, L, k]: of held-out
-    tokens, best first, in sequences of `sequence_length`; T may be 0.   `network`: the learned network that foretells
-    a layer for which predictors were judged.
+    `paths`: counted on tokens that were not held out.   `recalls` f32 [L, 5, 3]: on held-out tokens, for each of
+    PREDICTORS, the recall of the k experts ranked first, and recall and precision of the first 2k; NaN for a layer
+    without.   `best` u8 [L]: the predictor with the largest recall, or NO_PREDICTOR.   `routes` u16 [T, L, k]: of
+    held-out tokens, best first, in sequences of `sequence_length`; T may be 0.   `network`: returns the learned network
+    of a layer that has recalls.
     """
 
     popularity: Array
@@ -298,10 +293,10 @@ class Routing:
 
     @classmethod
     def open(cls, pack: Pack) -> "Routing | None":
-        """What lies beside a pack; None where nothing does, or what does belongs to other content.
+        """Reads the routing file in a pack's folder; None if there is none, or if it belongs to other content.
 
-        Networks are read when they are asked for, from the file that was found whole here.
-        Raises:  PackError if the file is damaged, or what it holds cannot be of this model.
+        The checksum is that of the whole file; each network is read later, when it is needed.
+        Raises:  PackError if the file is damaged, or its arrays cannot be of this model.
         """
         sidecar = open_tensor_sidecar(pack.folder, ROUTING_FILE, root_without_thresholds(pack.manifest))
         if sidecar is None:
@@ -311,32 +306,32 @@ class Routing:
 
     @property
     def judged_layers(self) -> tuple[int, ...]:
-        """The MoE layers for which predictors were judged, and a network was kept."""
+        """The MoE layers that have recalls of predictors, and a network."""
         return tuple(int(l) for l in np.flatnonzero(self.best != NO_PREDICTOR))
 
     @property
     def best_recall(self) -> float | None:
-        """The recall of each judged layer's best predictor, on the mean; None where none was judged."""
+        """The mean recall of the best predictor of each layer with recalls; None without such layers."""
         layers = self.judged_layers
         return float(np.mean([self.recalls[l, self.best[l], 0] for l in layers])) if layers else None
 
 
 def write_routing(pack: Pack, routing: Routing) -> None:
-    """Writes `routing.safetensors` beside a pack of the same model, in the place of one that is there.
+    """Writes `routing.safetensors` into the folder of a pack of the same model; it replaces an older file.
 
-    Raises:  ConversionError if somebody is writing in the folder, or its drive refuses.
+    Raises:  ConversionError if another process writes in the folder, or the file cannot be written.
     """
     tensors = ((name, _dtype(name, values), values) for name, values in _arrays(routing))
     write_tensor_sidecar(pack.folder, ROUTING_FILE, tensors, root_without_thresholds(pack.manifest))
 
 
 def routing_file_bytes(routing: Routing) -> int:
-    """How long `routing.safetensors` will be, to the byte."""
+    """Returns the exact size of the `routing.safetensors` that `write_routing` would write, in bytes."""
     return tensor_sidecar_bytes((name, _dtype(name, values), values.shape) for name, values in _arrays(routing))
 
 
 def _arrays(routing: Routing) -> Iterator[tuple[str, Array]]:
-    """All arrays by their names in the file, in its order."""
+    """Yields all arrays with their names in the file, in its order."""
     yield "popularity", routing.popularity
     yield "mass", routing.mass
     yield "recalls", routing.recalls
@@ -351,7 +346,7 @@ def _arrays(routing: Routing) -> Iterator[tuple[str, Array]]:
 
 
 def _dtype(name: str, values: Array) -> str:
-    """The dtype's name in safetensors; the weights of networks, u16 here, are bfloat16."""
+    """Returns the dtype's name in safetensors; the weights of networks, u16 here, are bfloat16."""
     is_weight = name.startswith(_NETWORK) and name.endswith("_weight")
     return "BF16" if is_weight else _DTYPES[values.dtype]
 
@@ -383,14 +378,14 @@ def _read(sidecar: TensorSidecar, folder: Path, spec: ModelSpec) -> Routing:
 
 @dataclass(frozen=True, slots=True)
 class _Networks:
-    """The networks in a file that was found whole, each read when asked for: a large model's are 100 MB and more."""
+    """The networks of a checked file, read one by one: those of a large model are 100 MB and more."""
 
     folder: Path
     sha256: str
     spec: ModelSpec
 
     def read(self, layer_idx: int) -> Predictor:
-        """The network that foretells the `layer_idx`-th MoE layer."""
+        """Reads the network that predicts the `layer_idx`-th MoE layer."""
         prefix = f"{_NETWORK}{layer_idx}."
         with TensorSidecar(self.folder, ROUTING_FILE, self.sha256) as sidecar:
             names = [name for name in sidecar.entries if name.startswith(prefix)]

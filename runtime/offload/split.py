@@ -1,15 +1,10 @@
-"""Which missing experts are loaded, and which are computed where they lie, when both happen at the same time.
+"""The split of missing experts between GPU and CPU, and the substitution of experts.
 
-Loading takes as long however many tokens an expert has; computing in the slow place takes its time for each token.
+The split: some missing experts are loaded while the CPU computes the others. Loading takes the same time for any number
+of tokens, and computing on the CPU takes its time for each token.
 
-Substitution: of a token's experts, those that hardly count give way to ones in fast memory that count about as much.
-
-It changes the answer, and is off unless asked for. Whether experts resemble each other is judged by their scores alone.
-
-Source:  Importance-Driven Expert Scheduling §5.1 and Algorithm 1. As printed, the algorithm counts the expert of rank
-         k + 1 (score beta) among the active ones, so that k + 1 are returned; it replaces low-score experts that are
-         in fast memory, which the text keeps; and a score of exactly (1 + alpha) beta belongs nowhere. Read as in
-         `substitute`.
+The substitution changes the answer and is off by default: resident experts replace missing experts of a token that have
+about the same score. Whether experts resemble each other is judged by their scores alone.
 """
 
 from collections.abc import Sequence
@@ -21,20 +16,21 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class LoadOrCompute:
-    """Places in the list of missing experts: those to load, and those to compute where they lie."""
+    """Positions in the list of missing experts: those to load, and those to compute on the CPU."""
 
     loaded: tuple[int, ...]
     computed: tuple[int, ...]
 
     def seconds(self, num_tokens: Sequence[int], token_seconds: float, load_seconds: float) -> float:
-        """How long it takes: the longer of the two."""
+        """Returns the time of the split: the longer of both parts, which run at the same time."""
         return max(sum(num_tokens[i] for i in self.computed) * token_seconds, len(self.loaded) * load_seconds)
 
 
 def balanced(num_tokens: Sequence[int], token_seconds: float, load_seconds: float) -> LoadOrCompute:
-    """From both ends: while loading has cost no more than computing, the one with most tokens is loaded, else the one
-    with fewest is computed. Equals: the earlier counts as having more.
+    """Splits from both ends: the next expert goes to the part that has cost less so far.
 
+    Loading takes the expert with the most tokens, computing the one with the fewest. If both cost the same, the expert
+    is loaded; of experts with equally many tokens, the earlier counts as having more.
     Args:    num_tokens: of each missing expert.   token_seconds: to compute one token.   load_seconds: for an expert.
     Source:  Importance-Driven Expert Scheduling, Algorithm 2.
     """
@@ -52,10 +48,10 @@ def balanced(num_tokens: Sequence[int], token_seconds: float, load_seconds: floa
 
 
 def fastest(num_tokens: Sequence[int], token_seconds: float, load_seconds: float) -> LoadOrCompute:
-    """The split that takes least time; of several, the one that loads least.
+    """Returns the split that takes the least time; of several, the one that loads the fewest experts.
 
-    Meaning: arg min over m of max(tokens of the m experts with fewest * token_seconds, (n - m) * load_seconds): of all
-             ways to compute m experts that one is fastest.
+    Meaning: arg min over m of max(tokens of the m experts with fewest * token_seconds, (n - m) * load_seconds): the
+             least over all ways to compute m experts.
     Args:    as for `balanced`.
     Source:  Fiddler §3.2, prefill, whose arg min is over all subsets.
     """
@@ -71,15 +67,19 @@ def _most_first(num_tokens: Sequence[int]) -> list[int]:
 def substitute(
     scores: NDArray[np.float32], chosen: NDArray[np.int64], is_resident: NDArray[np.bool_], alpha: float
 ) -> NDArray[np.int64]:
-    """The experts to run in place of those chosen, k different ones a token.
+    """Returns the experts to run in place of the chosen ones: [T, k], k different ones for each token.
 
-    Meaning: beta = a token's (k+1)-th score. Its top experts have more than (1 + alpha) beta; `top` holds those of all
-             tokens. Of its others, those resident or in `top` stay; the rest, lowest first, are each replaced by the
-             best expert not chosen that is resident or in `top` and has at least (1 - alpha) beta, while there is one.
-             Equals: of those chosen the later index goes first, of the others the earlier comes first.
-    Args:    scores: [T, E], the routers', of all experts; not negative.   chosen: [T, k].   is_resident: [E].
+    Meaning: beta = a token's (k+1)-th score. Its top experts have more than (1 + alpha) beta; `top` has those of all
+             tokens. Of its other experts, those that are resident or in `top` stay. The rest are replaced, lowest
+             first, by the best expert not chosen that is resident or in `top` and has at least (1 - alpha) beta, as
+             long as there is one. Of equal chosen experts the later is replaced first, of the others the earlier is
+             taken first.
+    Args:    scores: [T, E], of the routers, of all experts; not negative.   chosen: [T, k].   is_resident: [E].
              alpha: 0 to 1.
-    Returns: [T, k]; what is replaced has its successor in its place.
+    Returns: [T, k]; a substitute is in the place of the expert that it replaces.
+    Source:  Importance-Driven Expert Scheduling §5.1 and Algorithm 1. As printed, the algorithm counts the expert of
+             rank k + 1 (score beta) among the active ones, so that k + 1 are returned; it replaces low-score experts in
+             fast memory, which the text keeps; and a score of exactly (1 + alpha) beta belongs nowhere.
     """
     assert 0 <= alpha <= 1, "alpha is a share"
     num_experts, k = scores.shape[1], chosen.shape[1]

@@ -217,7 +217,7 @@ def test_paths_of_other_tokens_shape_are_refused(folder: Path) -> None:
     save_file(arrays, folder / "paths.safetensors")
     reseal(folder, lambda values: None)
     assert refusal(folder, lambda profile: profile.paths()) == (
-        "paths.safetensors: tensor 'popularity': found <u4 [1, 3], expected <u4 [2, 3]; profile the model anew"
+        "paths.safetensors: tensor 'popularity': found <u4 [1, 3], expected <u4 [2, 3]; profile the model again"
     )
 
 

@@ -85,8 +85,8 @@ REJECTED: list[tuple[int, dict[str, Tensor | None], str]] = [
     (2, {"out_bias": torch.zeros(7)}, ": out_weight: found shape [6, 32], expected [E = 7, h = 32]"),
     (1, {"route_weight": zeros(6, 2, 5)}, ": route_weight: found shape [6, 2, 5], expected [E = 6, P = 2, E = 6]"),
     (1, {"route_weight": zeros(6, 3, 6)}, ": found routes of 3 layers, expected at most 2"),
-    (1, {"bias": torch.tensor([0.0] * 5 + [math.nan])}, ": bias: found NaN or infinity, expected numbers"),
-    (2, {"out_weight": zeros(6, 32) - math.inf}, ": out_weight: found NaN or infinity, expected numbers"),
+    (1, {"bias": torch.tensor([0.0] * 5 + [math.nan])}, ": bias: found NaN or infinity, expected finite numbers"),
+    (2, {"out_weight": zeros(6, 32) - math.inf}, ": out_weight: found NaN or infinity, expected finite numbers"),
 ]
 
 

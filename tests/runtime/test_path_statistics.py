@@ -145,10 +145,10 @@ def cast(name: str, dtype: str) -> Change:
 A, B = [1, 0], [3, 2]
 DAMAGED = np.repeat([[A, A, A], [A, B, A], [B, B, B]], 8, axis=0)
 
-EVEN = "2 choices of each token, of equally many at every layer"
-SUMS = "no expert whose counts do not add up to its popularity"
+EVEN = "2 choices of each token, and equally many tokens in every layer"
+SUMS = "0 experts whose counts do not add up to their popularity"
 SETS, RISING = "sets of ascending experts below 4", "ascending experts below 4"
-FEW = "at least 1 and at most what its key was seen"
+FEW = "at least 1 and at most the count of its key"
 HOSTILE: list[tuple[Change, str, str]] = [
     (cast("popularity", "<f4"), "popularity", ": found <f4 [3, 4], expected <u4 [3, 4]"),
     (cast("popularity", ">u4"), "popularity", ": found >u4 [3, 4], expected <u4 [3, 4]"),
@@ -164,20 +164,20 @@ HOSTILE: list[tuple[Change, str, str]] = [
     (put("after_one", (1, ..., 0), [4, 12, 8, 8]), "after_one", f", table 1: found 2, expected {SUMS}"),
     (put("after_two", (0, 3, 3), 0), "after_two", f", table 0: found 1, expected {SUMS}"),
     (swap("key_starts", [0, 1, 2]), "key_starts", ": found <u4 [3], expected <u4 [4]"),
-    (put("key_starts", 0, 1), "key_starts", ", position 0: found 1, expected numbers that rise from 0"),
-    (put("key_starts", 2, 6), "key_starts", ", position 3: found 5, expected numbers that rise from 0"),
-    (put("key_starts", 1, 1), "key_starts", ", position 1: found 1, expected 0: layer 0 has none before it"),
+    (put("key_starts", 0, 1), "key_starts", ", position 0: found 1, expected ascending numbers from 0"),
+    (put("key_starts", 2, 6), "key_starts", ", position 3: found 5, expected ascending numbers from 0"),
+    (put("key_starts", 1, 1), "key_starts", ", position 1: found 1, expected 0: no layer is before layer 0"),
     (put("key_starts", 3, 2**32 - 1), "keys_two", ": found <u2 [3, 4], expected <u2 [4294967293, 4]"),
     (put("key_starts", 2, 3), "keys_one", ": found <u2 [2, 2], expected <u2 [3, 2]"),
     (put("keys_one", (1, 1), 4), "keys_one", f", key 1: found [2, 4], expected {SETS}"),
     (put("keys_two", (0, 3), 0), "keys_two", f", key 0: found [0, 1, 0, 0], expected {SETS}"),
-    (swap("keys_one", [0, 0]), "keys_one", ", key 1: found [0, 1], expected one above that before it"),
-    (swap("keys_two", [0, 2, 1]), "keys_two", ", key 2: found [0, 1, 2, 3], expected one above that before it"),
+    (swap("keys_one", [0, 0]), "keys_one", ", key 1: found [0, 1], expected keys in ascending order"),
+    (swap("keys_two", [0, 2, 1]), "keys_two", ", key 2: found [0, 1, 2, 3], expected keys in ascending order"),
     (put("keys_seen", 4, 7), "keys_seen", ", key 4: found 7, expected from 8 to 24 tokens"),
     (put("keys_seen", 4, 25), "keys_seen", ", key 4: found 25, expected from 8 to 24 tokens"),
     (swap("keys_seen", [0]), "keys_seen", ": found <u2 [1], expected <u2 [5]"),
     (swap("successor_starts", [0]), "successor_starts", ": found <u4 [1], expected <u4 [6]"),
-    (put("successor_starts", 2, 3), "successor_starts", ", position 2: found 3, expected numbers that rise from 0"),
+    (put("successor_starts", 2, 3), "successor_starts", ", position 2: found 3, expected ascending numbers from 0"),
     (put("successor_starts", 5, 13), "successor_experts", ": found <u2 [12], expected <u2 [13]"),
     (swap("successor_counts", [0]), "successor_counts", ": found <u2 [1], expected <u2 [12]"),
     (put("successor_experts", 3, 4), "successor_experts", f", position 3: found 4, expected {RISING}"),
@@ -200,7 +200,7 @@ def test_damaged_arrays_are_refused_by_name() -> None:
         with named_case(change, name, fault):
             with pytest.raises(PackError) as caught:
                 PathStatistics.from_arrays(damaged(change), "profile.safetensors", 3, 4, 2)
-            assert str(caught.value) == f"profile.safetensors: tensor {name!r}{fault}; profile the model anew"
+            assert str(caught.value) == f"profile.safetensors: tensor {name!r}{fault}; profile the model again"
 
 
 def test_unknown_and_missing_arrays_are_refused_by_name() -> None:
@@ -210,7 +210,7 @@ def test_unknown_and_missing_arrays_are_refused_by_name() -> None:
     ):
         with pytest.raises(PackError) as caught:
             PathStatistics.from_arrays(damaged(change), "profile.safetensors", 3, 4, 2)
-        assert str(caught.value) == f"profile.safetensors: tensor {fault}; profile the model anew"
+        assert str(caught.value) == f"profile.safetensors: tensor {fault}; profile the model again"
 
 
 def test_the_arrays_that_are_damaged_pass_undamaged() -> None:
@@ -231,6 +231,6 @@ def test_statistics_of_another_model_are_refused() -> None:
     for shape in [(4, 4, 2), (3, 5, 2), (3, 4, 1), (3, 4, 3)]:
         with (
             named_case(shape),
-            pytest.raises(PackError, match=r"^profile: tensor '\w+'[:,] .*; profile the model anew$"),
+            pytest.raises(PackError, match=r"^profile: tensor '\w+'[:,] .*; profile the model again$"),
         ):
             PathStatistics.from_arrays(damaged(lambda arrays: None), "profile", *shape)

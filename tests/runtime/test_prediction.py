@@ -233,13 +233,13 @@ def test_without_a_profile_what_needs_one_says_so(weights: CheckpointWeights, na
     with pytest.raises(RunError) as refused:
         make_prediction(name, weights, None)
     assert str(refused.value) == (
-        f"prediction {name!r}: found no profile's routing beside the pack, which it needs; "
+        f"prediction {name!r}: the pack has no routing of a profile, which it needs; "
         "run moe-pack attach PACK --profile DIR, or predict by router"
     )
 
 
 def test_a_profile_without_networks_says_so(weights: CheckpointWeights) -> None:
     none = random_routing(L, E, K, D, best=(NO_PREDICTOR,) * 3)
-    with pytest.raises(RunError, match="prediction 'mlp': found no networks in the profile beside the pack"):
+    with pytest.raises(RunError, match="prediction 'mlp': the pack's profile has no networks"):
         make_prediction("mlp", weights, none)
     made("paths", weights, none)

@@ -139,7 +139,7 @@ def without(name: str) -> Change:
 
 
 AGAIN = "; attach the profile again"
-COUNTS = "found counts that no tokens give, expected 2 experts of each token at every layer"
+COUNTS = "found impossible counts, expected 2 experts of each token in every layer"
 HOSTILE: list[tuple[Change, str | None]] = [
     (without("popularity"), "tensor 'popularity' is missing"),
     (replaced("popularity", "U16", np.ones((4, 4)), "<u2"),
@@ -150,15 +150,15 @@ HOSTILE: list[tuple[Change, str | None]] = [
     (put("popularity", 1, 36), None),  # the nearest that passes: 72 tokens, two experts each
     (put("popularity", (1, 0), 500), f"tensor 'popularity': {COUNTS}{AGAIN}"),
     (put("popularity", 1, [73, 71, 0, 0]), f"tensor 'popularity': {COUNTS}{AGAIN}"),
-    (put("mass", (0, 0), -1), f"tensor 'mass': found a negative sum or no number, expected sums of weights{AGAIN}"),
-    (put("mass", (0, 0), np.nan), f"tensor 'mass': found a negative sum or no number, expected sums of weights{AGAIN}"),
+    (put("mass", (0, 0), -1), f"tensor 'mass': found a negative or infinite sum, expected sums of weights{AGAIN}"),
+    (put("mass", (0, 0), np.nan), f"tensor 'mass': found a negative or infinite sum, expected sums of weights{AGAIN}"),
     (put("mass", (0, 0), 0), None),
     (put("recalls", (1, 0, 1), 1.5),
-     f"tensor 'recalls': found no shares, expected shares from 0 to 1, or all NaN, as in layer 0{AGAIN}"),
+     f"tensor 'recalls': found other values, expected shares from 0 to 1, or all NaN, as in layer 0{AGAIN}"),
     (put("recalls", (1, 0, 1), np.nan),
-     f"tensor 'recalls': found no shares, expected shares from 0 to 1, or all NaN, as in layer 0{AGAIN}"),
+     f"tensor 'recalls': found other values, expected shares from 0 to 1, or all NaN, as in layer 0{AGAIN}"),
     (put("recalls", 0, 0.5),
-     f"tensor 'recalls': found no shares, expected shares from 0 to 1, or all NaN, as in layer 0{AGAIN}"),
+     f"tensor 'recalls': found other values, expected shares from 0 to 1, or all NaN, as in layer 0{AGAIN}"),
     (put("recalls", (1, 0, 1), 1.0), None),
     (put("best", 1, 2), f"tensor 'best': found [255, 2, 1, 4], expected [255, 3, 1, 4], the largest recalls{AGAIN}"),
     (put("best", 1, 255),
@@ -168,8 +168,8 @@ HOSTILE: list[tuple[Change, str | None]] = [
     (put("sequence_length", 0, 5),
      f"tensor 'routes': found 12 tokens, expected whole sequences of 5, at most 4096{AGAIN}"),
     (put("sequence_length", 0, 4), None),
-    (put("routes", (3, 2, 1), 4), f"tensor 'routes': found no routes, expected 2 different experts below 4{AGAIN}"),
-    (put("routes", (3, 2), 1), f"tensor 'routes': found no routes, expected 2 different experts below 4{AGAIN}"),
+    (put("routes", (3, 2, 1), 4), f"tensor 'routes': found other values, expected 2 different experts below 4{AGAIN}"),
+    (put("routes", (3, 2), 1), f"tensor 'routes': found other values, expected 2 different experts below 4{AGAIN}"),
     (put("routes", (3, 2), [3, 0]), None),
     (replaced("routes", "U16", np.zeros(()), "<u2"),
      f"tensor 'routes': found U16 [], expected U16 [0, 4, 2]{AGAIN}"),
@@ -179,8 +179,8 @@ HOSTILE: list[tuple[Change, str | None]] = [
     (replaced("network.0.bias", "F32", [1], "<f4"), f"unknown tensor 'network.0.bias'{AGAIN}"),
     (without("paths.keys_seen"), "tensor 'paths.keys_seen' is missing"),
     (put("paths.popularity", (1, 0), 1000),
-     "paths.*: tensor 'popularity', layer 1: found 1083, expected 2 choices of each token, of equally many at every "
-     "layer; profile the model anew"),
+     "paths.*: tensor 'popularity', layer 1: found 1083, expected 2 choices of each token, and equally many tokens "
+     "in every layer; profile the model again"),
 ]  # fmt: skip
 
 
