@@ -46,10 +46,9 @@ from moe_pack.runtime.offload import (
     routing_bytes,
     whole_bytes,
 )
-from moe_pack.runtime.offload.disk import NUM_THREADS, reads_directly
-from moe_pack.runtime.offload.expert_store import USUAL_GAP_BYTES, ExpertStore, Trace
-from moe_pack.runtime.offload.prefetch import Prediction, make_prediction
+from moe_pack.runtime.offload.expert_store import ExpertStore, Trace
 from moe_pack.runtime.offload.record import check_writable
+from moe_pack.runtime.options import EngineOptions
 
 LEAST_CAPABILITY = (8, 0)  # compute capability of the first GPUs with tensor cores for bfloat16 and tf32
 _SHARE_OF_FREE_MEMORY = 0.75  # that a run takes if no option says how much
@@ -59,140 +58,9 @@ _SHARE_OF_FREE_MEMORY = 0.75  # that a run takes if no option says how much
 class _GpuRun:
     """What both GPU engines are built for. `ram_bytes`: host memory for experts."""
 
-    `policy`: a preset, or the one that replay finds best.   `prefetches`: whether experts are read ahead at all.
-    `trust`: what may change answers.   `trace`, `record`: experts stream then.   `chunk_tokens`: of a forward pass at
-    most; None: as the budget allows.   `machine`: what was measured of it.
-    """
-
-    device: Literal["cpu", "cuda"] = field(default="cpu", metadata=DEVICE_OPTION)
-    budget_bytes: int | None = field(
-        default=None,
-        metadata=option(
-            "--budget",
-            parse=read_size,
-            metavar="SIZE",
-            help="Memory for weights, key-value cache and what computing needs, as 11G or 800M: of the card with "
-            "--device cuda, all that the driver charges included; experts that do not fit stream.  [default: as much "
-            "as is free]",
-        ),
-    )
-    engine: EngineName = field(
-        default="auto",
-        metadata=option(
-            "--engine",
-            help="With --device cuda: graph runs a token as one CUDA graph, which pulls what the card lacks from host "
-            "memory; staged brings experts layer by layer, by any policy, from the drive too; auto: graph where it "
-            "can.",
-        ),
-    )
-    ram_bytes: int | None = field(
-        default=None,
-        metadata=option(
-            "--ram",
-            parse=read_size,
-            metavar="SIZE",
-            mark="card",
-            help="With --device cuda: host memory for experts; those of a larger pack come from the drive.  "
-            "[default: three quarters of what is free]",
-        ),
-    )
-    kv_dtype: KvDtype | None = field(
-        default=None,
-        metadata=option(
-            "--kv-dtype",
-            help="Keys and values in 32 or 16 bit.  [default: f32 on the CPU, which has no other, bf16 on a card]",
-        ),
-    )
-    policy: Literal["auto"] | PolicyName = field(
-        default="auto",
-        metadata=option(
-            "--policy",
-            help="Which experts stay in memory and which are read ahead; auto keeps as the policy does that hits most "
-            "on the profile's routes, where the pack has them, and predicts by what the profile found best.",
-        ),
-    )
-    prefetches: bool = field(
-        default=True, metadata=option("--no-prefetch", help="Read no expert before its router has chosen it.")
-    )
-    cutover: float | None = field(
-        default=None,
-        metadata=option(
-            "--cutover",
-            least=0,
-            most=1,
-            metavar="SHARE",
-            mark="streaming",
-            help="Read single rows of an expert where less than this share of its neurons runs.  [default: where it "
-            "pays, once moe-pack doctor has measured the drive; else the policy's]",
-        ),
-    )
-    read: ReadMode = field(
-        default="auto",
-        metadata=option(
-            "--read",
-            help="direct: past the system's cache; pread: through it; map: use mapped files, which keeps to no budget.",
-        ),
-    )
-    verify: Verify = field(
-        default="lazy",
-        metadata=option(
-            "--verify", help="Check experts when they are first read, all files before the first token, or not at all."
-        ),
-    )
-    trust: Approximations = EXACT
-    threads: int | None = field(
-        default=None,
-        metadata=option(
-            "--threads", "-t", least=1, most=1024, help="CPU threads at work; all that may be used if not given."
-        ),
-    )
-    kernels: KernelsName = field(
-        default="auto",
-        metadata=option(
-            "--kernels",
-            help="What computes on the CPU: the best native kernels for this machine, certain ones, or plain torch.",
-        ),
-    )
-    is_strict: bool = field(
-        default=False,
-        metadata=option("--strict", help="End with an error where something would fall back on another way."),
-    )
-    trace: Path | None = field(
-        default=None,
-        metadata=option(
-            "--trace",
-            path="file",
-            metavar="FILE",
-            mark="streaming",
-            help="Write what happened when, to be opened in ui.perfetto.dev.",
-        ),
-    )
-    record: Path | None = field(
-        default=None,
-        metadata=option(
-            "--record",
-            path="file",
-            metavar="FILE",
-            mark="streaming",
-            help="Write what the routers chose, for moe-pack replay.",
-        ),
-    )
-    chunk_tokens: int | None = None
-    machine: MachineFacts | None = None
-
-    def of_card_alone(self) -> list[str]:
-        """Lists those that were given and have a meaning on a card alone."""
-        wanted = {"--engine graph": self.engine == "graph", "--kv-dtype bf16": self.kv_dtype == "bf16"}
-        return given(self, mark="card") + [name for name, is_wanted in wanted.items() if is_wanted]
-
-    def of_streams_alone(self) -> list[str]:
-        """Lists the options that were given and have a meaning for experts that stream alone."""
-        return given(self, mark="streaming")
-
-    def of_staged_alone(self) -> list[str]:
-        """Lists those that were given and, on a card, the staged engine alone can do."""
-        names = given(replace(self, trace=None), mark="streaming")
-        return names + ([f"--policy {self.policy}"] if self.policy not in ("auto", "lru") else [])
+    memory: GpuMemory
+    request: GpuRequest
+    ram_bytes: int
 
 
 class Engine:
@@ -234,133 +102,8 @@ class Engine:
             if self.device.type == "cuda":
                 self._build_for_gpu()
             else:
-                self._open_cpu(context_tokens)
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def _open_cpu(self, context_tokens: int) -> None:
-        options, has_encoder = self.options, self._pack.spec.encoder is not None
-        if has_encoder and options.record is not None:
-            raise RunError("--record: a pass of a model with an encoder is of one stack, records have whole ones")
-        if names := options.of_card_alone():
-            raise RunError(f"{names[0]}: is of --device cuda; leave it out, or add that")
-        budget = self._budget(context_tokens)
-        self.weights = self._mapped() if budget is None else self._streaming(budget, context_tokens)
-        most = self.plan.chunk_tokens if self.plan else PREFILL_TOKENS
-        chunk = min(options.chunk_tokens or most, most)
-        runner = EncoderDecoder if has_encoder else Decoder
-        self.decoder = runner(self.weights, context_tokens, self.device, chunk)
-
-    def _open_card(self, context_tokens: int) -> None:
-        """The engine on a card that was asked for, or that can do what was."""
-        options, pack = self.options, self._pack
-        if pack.spec.encoder is not None:
-            raise RunError("--device cuda: models with an encoder are not run on cards; take --device cpu")
-        for name, is_given in {"--read map": options.read == "map", "--trace": options.trace is not None}.items():
-            if is_given:
-                raise RunError(f"{name}: is of --device cpu; leave it out")
-        _check_triton()
-        memory = self.card_memory = GpuMemory(self.device)  # before anything else uses the card
-        facts = torch.cuda.get_device_properties(self.device)
-        check_capability(facts.name, (facts.major, facts.minor))
-        ram = options.ram_bytes or _usual_ram()
-        engine = self._card_engine(ram)
-        cache_dtype = torch.float32 if options.kv_dtype == "f32" else torch.bfloat16
-        asked = GpuRequest(options.budget_bytes, context_tokens, options.chunk_tokens, cache_dtype)
-        if self.host is None and host_bytes(pack) <= ram:
-            self.host = self._stack.enter_context(
-                HostArena(pack, self.device, self._progress, verify=options.verify == "lazy")
-            )
-        host = self.host
-        if host is not None and not host.is_locked:
-            self._fall_back(
-                f"{size_text(host.locked_bytes)} of {size_text(host.num_bytes)} of host memory could be "
-                "page-locked; copies from the rest are slower, and the graph engine cannot read it"
-            )
-            engine = "staged" if options.engine == "auto" else engine
-        if engine == "graph":
-            assert host is not None, "it was chosen because there is room"
-            built, self.use = self._fit_graph(memory, asked, host)
-        else:
-            built, self.use = self._fit_staged(memory, asked, host, ram)
-        self.engine, self.decoder, self.weights = engine, built.decoder, built.weights
-        self._stack.enter_context(closing(built))
-
-    def _card_engine(self, ram: int) -> Literal["graph", "staged"]:
-        """The engine that was asked for, or graph where it can do what was.
-
-        Raises:  RunError if that is graph, and it cannot.
-        """
-        options, needed = self.options, host_bytes(self._pack)
-        if options.engine == "staged":
-            return "staged"
-        alone = options.of_staged_alone()
-        if not alone and (self.host is not None or needed <= ram):
-            return "graph"
-        if options.engine == "auto":
-            return "staged"
-        if alone:
-            raise RunError(f"{alone[0]}: is beyond --engine graph, where the GPU decides; take --engine staged")
-        raise RunError(
-            f"--engine graph: experts are {size_text(needed)}, --ram has {size_text(ram)} for them; give more, or take "
-            "--engine staged, which streams from the drive"
-        )
-
-    def _fit_graph(self, memory: GpuMemory, asked: GpuRequest, host: HostArena) -> tuple[BuiltEngine, GpuMemoryUse]:
-        # Here, as they need triton.
-        from moe_pack.runtime.gpu.graph_engine import GraphEngine
-        from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
-
-        pack, device, context = self._pack, self.device, asked.context_tokens
-        least = least_placement(pack.layout).num_bytes
-
-        def ahead(run: Callable[[], None]) -> None:
-            with collected_launches() as jobs:
-                run()
-            compile_ahead(list(jobs.values()), num_cpus(), self._progress)
-
-        return fit_to_gpu(
-            pack, device, memory, asked, least,
-            lambda room, chunk: GraphEngine(pack, host, device, room, context, chunk, asked.cache_dtype),
-            ahead,
-        )  # fmt: skip
-
-    def _fit_staged(
-        self, memory: GpuMemory, asked: GpuRequest, host: HostArena | None, ram: int
-    ) -> tuple[BuiltEngine, GpuMemoryUse]:
-        # Here, as they need triton, which comes with torch for GPUs alone.
-        from moe_pack.runtime.gpu.device import CudaDevice
-        from moe_pack.runtime.gpu.staged import TritonOps
-        from moe_pack.runtime.gpu.staged_engine import CachePolicy, StagedEngine, StagedInputs, least_staged_bytes
-
-        pack, options, ops = self._pack, self.options, TritonOps()
-        routing, context, dtype = Routing.open(pack), asked.context_tokens, asked.cache_dtype
-
-        def decide(facts: CacheFacts) -> CachePolicy:
-            self.preset = preset = self._preset(facts, routing)
-            expert_cache = self._expert_cache(preset, facts, asked.budget_bytes or 0, context)
-            # What doctor measured is the drive's cutover; over a link it is the policy's.
-            rows_below = preset.rows_below if options.cutover is None else options.cutover
-            return CachePolicy(preset, expert_cache, self._recorder, rows_below)
-
-        def prefetcher_for(preset: Preset, weights: OffloadedWeights) -> Prefetcher | None:
-            return self._prefetcher(preset, weights, routing)
-
-        given = StagedInputs(
-            pack, CudaDevice(self.device.index or 0), ops, host, ram, self._open_reads, decide, prefetcher_for,
-            self._kernels_beside_card(), options.trust, options.verify == "lazy", _shares(pack, routing),
-            torch.cuda.get_device_properties(self.device).multi_processor_count,
-        )  # fmt: skip
-        least = least_staged_bytes(given, asked.chunk_tokens or PREFILL_TOKENS)
-        return fit_to_gpu(
-            pack,
-            self.device,
-            memory,
-            asked,
-            least,
-            lambda room, chunk: StagedEngine(given, room, context, chunk, dtype),
-        )
+                self._build_for_cpu()
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> "Engine":
         return self
@@ -457,7 +200,7 @@ class Engine:
         facts = cache_facts(pack, self.plan, choices.routing)
         preset = choices.choose_preset(facts)
         trace = self._stack.enter_context(Trace(options.trace)) if options.trace else None
-        expert_cache = self._expert_cache(preset, facts, budget, context_tokens)
+        cache = choices.open_cache(preset, facts, budget_bytes, self._context_tokens)
         store = ExpertStore(
             pack,
             self.operations,
@@ -471,34 +214,25 @@ class Engine:
         weights = OffloadedWeights(
             pack,
             self.operations,
-            store,
-            expert_cache,
-            scores_matter=scores_matter,
+            self._stack.enter_context(closing(store)),
+            cache,
+            scores_matter=choices.needs_scores(preset),
             reuses_selector=preset.reuse_selector and options.prefetches,
-            approximations=options.trust,
-            recorder=self._recorder,
+            trust=options.approximations,
+            recorder=choices.recorder,
             trace=trace,
         )
-        weights.prefetcher = self._prefetcher(preset, weights, routing)
-        return weights
+        weights.foreteller = choices.prefetcher(preset, weights)
+        self.weights = weights
+        self.decoder = self._cpu_decoder(self.plan.chunk_tokens)
 
-    def _expert_cache(self, preset: Preset, facts: CacheFacts, budget: int, context_tokens: int) -> ExpertCache:
-        """Fast memory as the preset keeps it, recorded where that is asked for."""
-        path = self.options.record
-        if path is None:
-            return expert_cache_for(preset, facts)
-        check_writable(path)
-        root = self._pack.manifest.root
-        self._recorder = Recorder(facts, root, preset.name, budget, context_tokens, keeps_scores=True)
-        return recorded_expert_cache_for(preset, facts, self._recorder)
+    def _cpu_decoder(self, most_tokens: int) -> Decoder | EncoderDecoder:
+        """Returns the decoder of the model, whose passes have at most `most_tokens`."""
+        chunk_tokens = min(self.options.chunk_tokens or most_tokens, most_tokens)
+        decoder = Decoder if self._pack.spec.encoder is None else EncoderDecoder
+        return decoder(self.weights, self._context_tokens, self.device, chunk_tokens)
 
-    def _prefetcher(self, preset: Preset, weights: OffloadedWeights, routing: Routing | None) -> Prefetcher | None:
-        if not self.options.prefetches:
-            return None
-        prediction = self._prediction(preset, weights, routing)
-        router = self._pack.spec.router
-        num_predicted = preset.num_predicted(router.num_experts_per_tok)
-        return Prefetcher(prediction, router.num_experts, router.num_experts_per_tok, num_predicted)
+    # ---- the engines on a GPU ---------------------------------------------------------------------------------------
 
     def _build_for_gpu(self) -> None:
         self.options.check_gpu(has_encoder=self._pack.spec.encoder is not None)

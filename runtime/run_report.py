@@ -20,14 +20,14 @@ class PhaseReport:
     """Offload in prefill, or in decode.
 
     `hits`: needed experts that were resident or on their way.   `predicted`: prefetched experts, of which
-    `predicted_right` were chosen and `predicted_abandoned` dropped.   `stall_s`: seconds in which the computation
+    `prefetched_chosen` were chosen and `prefetched_abandoned` dropped.   `stall_s`: seconds in which the computation
     waited for bytes.   `asked_bytes`: bytes of all requested reads.
     """
 
     tokens: int
     experts_needed: int
     hits: int
-    prefetched: int
+    predicted: int
     prefetched_chosen: int
     prefetched_abandoned: int
     substituted: int
@@ -124,12 +124,12 @@ def _offload(engine: Engine) -> OffloadReport | None:
     weights, choices = engine.weights, engine.choices
     if choices is None:
         return None
-    assert engine.preset is not None, "what streams has one"
-    stats = ReadStats() if engine.reads is None else engine.reads.stats()
-    return StreamReport(
-        policy=engine.preset.name,
-        prediction=engine.preset.prediction if engine.options.prefetches else "none",
-        direct=engine.is_direct,
+    assert isinstance(weights, OffloadedWeights) and choices.preset is not None, "as every engine that offloads has"
+    stats = ReadStats() if choices.reads is None else choices.reads.stats()
+    return OffloadReport(
+        policy=choices.preset.name,
+        prediction=choices.preset.prediction if engine.options.prefetches else "none",
+        direct=choices.is_direct,
         plan=engine.plan,
         prefill=_phase(weights.prefill),
         decode=_phase(weights.decode),
@@ -143,15 +143,15 @@ def _offload(engine: Engine) -> OffloadReport | None:
 
 def _phase(counts: PhaseCounts) -> PhaseReport:
     return PhaseReport(
-        counts.tokens,
-        counts.needed,
-        counts.hits,
-        counts.prefetched,
-        counts.prefetched_chosen,
-        counts.prefetched_abandoned,
-        counts.substituted,
-        counts.stall_ns / 1e9,
-        counts.asked_bytes,
+        tokens=counts.tokens,
+        experts_needed=counts.needed,
+        hits=counts.hits,
+        predicted=counts.prefetched,
+        prefetched_chosen=counts.prefetched_chosen,
+        prefetched_abandoned=counts.prefetched_abandoned,
+        substituted=counts.substituted,
+        stall_s=counts.stall_ns / 1e9,
+        asked_bytes=counts.asked_bytes,
     )
 
 
@@ -199,21 +199,21 @@ def _offload_lines(offload: OffloadReport) -> list[tuple[str, str]]:
     rate = f", {read / offload.read_s / 1e6:,.0f} MB/s" if offload.read_s else ""
     way = "bypassing the system's cache" if offload.direct else "through the system's cache"
     lines = [
-        *_plan_lines(stream),
-        ("policy", stream.policy + ("" if stream.prediction == "none" else f", predicting by {stream.prediction}")),
-        ("prefill", _phase_text(stream.prefill)),
-        ("decode", _phase_text(stream.decode)),
-        ("experts read", f"{size_text(read)}, {size_text(stream.read_ahead)} of it ahead{rate}, {way}"),
+        *_plan_lines(offload),
+        ("policy", offload.policy + ("" if offload.prediction == "none" else f", predicting by {offload.prediction}")),
+        ("prefill", _phase_text(offload.prefill)),
+        ("decode", _phase_text(offload.decode)),
+        ("experts read", f"{size_text(read)}, {size_text(offload.read_ahead)} of it prefetched{rate}, {way}"),
     ]
-    prefetched = stream.prefill.prefetched + stream.decode.prefetched
-    if prefetched:
-        chosen = stream.prefill.prefetched_chosen + stream.decode.prefetched_chosen
-        lines.append(("prefetched", f"{prefetched} experts, {chosen / prefetched:.0%} of them chosen"))
-    if stream.decode.substituted:
-        lines.append(("substituted", f"{stream.decode.substituted} experts: another answer than the pack's"))
-    if stream.read_s:
-        hidden = 1 - (stream.prefill.stall_s + stream.decode.stall_s) / stream.read_s
-        lines.append(("read time", f"{stream.read_s:.2f} s, {max(hidden, 0):.0%} of it behind computation"))
+    predicted = offload.prefill.predicted + offload.decode.predicted
+    if predicted:
+        right = offload.prefill.prefetched_chosen + offload.decode.prefetched_chosen
+        lines.append(("predicted", f"{predicted} experts, {right / predicted:.0%} of them chosen"))
+    if offload.decode.substituted:
+        lines.append(("substituted", f"{offload.decode.substituted} experts: the answer is not the pack's"))
+    if offload.read_s:
+        hidden = 1 - (offload.prefill.stall_s + offload.decode.stall_s) / offload.read_s
+        lines.append(("read time", f"{offload.read_s:.2f} s, {max(hidden, 0):.0%} of it without a stall"))
     return lines
 
 

@@ -207,9 +207,8 @@ def _price(
 
 
 def _engine(pack: Pack, budget: int, alpha: float | None, context_tokens: int) -> Engine:
-    options = EngineOptions(
-        budget_bytes=budget, policy=POLICY, prefetches=False, trust=Approximations(substitute=alpha)
-    )
+    approximations = Approximations(substitute=alpha)
+    options = EngineOptions(budget_bytes=budget, policy=POLICY, prefetches=False, approximations=approximations)
     return Engine(pack, options, context_tokens)
 
 

@@ -85,7 +85,7 @@ class Approximations:
             least=0,
             most=1,
             metavar="ALPHA",
-            mark="streaming",
+            mark="offload",
             help="CHANGES THE ANSWER: runs resident experts in place of missing ones with low scores.  [default: off]",
         ),
     )
@@ -93,7 +93,7 @@ class Approximations:
         default=False,
         metadata=option(
             "--trust-prediction",
-            mark="streaming",
+            mark="offload",
             help="CHANGES THE ANSWER: where single rows are read, runs only the predicted neurons.",
         ),
     )

@@ -102,7 +102,9 @@ def test_substitution_costs_what_an_engine_that_substitutes_loses_against_the_ma
         for price in prices.substitution.prices:
             budget = budget_with_room(held, 0.5, TOKENS.sequences.shape[1])
             trust = Approximations(substitute=price.alpha)
-            other = decoded(held, EngineOptions(budget_bytes=budget, policy=POLICY, prefetches=False, trust=trust))
+            other = decoded(
+                held, EngineOptions(budget_bytes=budget, policy=POLICY, prefetches=False, approximations=trust)
+            )
             kl = float((whole.exp() * (whole - other)).sum(1).mean())
             assert price.kl.value == pytest.approx(kl, rel=1e-3, abs=1e-9)
 

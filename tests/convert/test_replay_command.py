@@ -77,7 +77,7 @@ def test_every_policy_stands_under_every_budget_with_the_optimum_beside(demo: Pa
         assert "tokens/s" in block.splitlines()[1]
 
 
-def test_the_recorded_policy_is_replayed_with_what_was_foretold_hit_for_hit(demo: Path, routes: Path) -> None:
+def test_the_recorded_policy_is_replayed_with_what_was_predicted_hit_for_hit(demo: Path, routes: Path) -> None:
     result = run("replay", routes, "--pack", demo, "--budget", "11M", "--policy", "corm,lru", "--json")
     (outcome,) = json.loads(result.stdout)
     record = read_recording(routes)
@@ -93,7 +93,7 @@ def test_the_recorded_policy_is_replayed_with_what_was_foretold_hit_for_hit(demo
     assert (outcome["budget_bytes"], outcome["num_pages"]) == (BUDGET, record.facts.num_pages)
 
 
-def test_a_profile_is_replayed_by_its_held_out_text_and_foretells_by_its_paths(tmp_path: Path) -> None:
+def test_a_profile_is_replayed_by_its_held_out_text_and_predicts_by_its_paths(tmp_path: Path) -> None:
     shape = TinyMixtral(num_layers=3, num_experts=6, vocab_size=64, config={"num_experts_per_tok": 2})
     source = shape.write(tmp_path / "source")
     pack(source, tmp_path / "packed")
@@ -108,7 +108,7 @@ def test_a_profile_is_replayed_by_its_held_out_text_and_foretells_by_its_paths(t
     assert "scores are not known" in shown.stdout and "best:" not in shown.stdout and "from paths" in shown.stdout
 
 
-def test_paths_beside_the_pack_foretell_where_a_record_has_nothing_foretold(
+def test_paths_beside_the_pack_predict_where_a_record_has_nothing_predicted(
     demo: Path, routes: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(demo, tmp_path / "packed")

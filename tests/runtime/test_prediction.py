@@ -164,7 +164,7 @@ def test_where_nothing_was_judged_the_best_is_the_next_router(weights: Checkpoin
 # --- worked by hand
 
 
-def test_a_model_worked_by_hand_is_foretold_as_worked() -> None:
+def test_a_model_worked_by_hand_is_predicted_as_worked() -> None:
     """d = 2, E = 3, two layers. Input (1, 2): router rows (1, 0), (0, 1), (1, 1) give 1, 2, 3.
 
     The network: x weights (1, 0), (0, 1), (0, 0), one route weight: expert 2 before raises expert 0 by 4, bias
@@ -194,7 +194,7 @@ def test_a_model_worked_by_hand_is_foretold_as_worked() -> None:
 
 
 @torch.inference_mode()
-def test_with_every_expert_in_fast_memory_a_partial_state_foretells_the_truth(source: Path, tmp_path: Path) -> None:
+def test_with_every_expert_in_fast_memory_a_partial_state_predicts_the_truth(source: Path, tmp_path: Path) -> None:
     """The whole model layer by layer: the state with nothing missing, after the next attention, is the next input's."""
     pack(source, tmp_path / "pack", width=8)
     with Pack(tmp_path / "pack") as held:

@@ -73,7 +73,7 @@ def test_the_needed_experts_of_a_pass_are_those_of_all_its_tokens_rising() -> No
 
 
 def test_a_run_is_written_down_as_it_happened() -> None:
-    """Room for 2 of 1 + 1 layers. Layer 1's expert 3 is foretold after the first event of layer 0, and abandoned."""
+    """Room for 2 of 1 + 1 layers. Layer 1's expert 3 is predicted after the first event of layer 0, and abandoned."""
     facts = facts_of((2, 4), 2)
     recorder = Recorder(facts, "cd" * 32, "lru", 123, 64, keeps_scores=True)
     residency = recorded_expert_cache_for(PRESETS["lru"], facts, recorder)

@@ -1,4 +1,4 @@
-"""Replay: counts what the residency it stands for counts, foretelling included; the optimum is above all others."""
+"""Replay: counts what the residency it stands for counts, prediction included; the optimum is above all others."""
 
 import random
 from dataclasses import replace
@@ -77,7 +77,7 @@ def test_a_replay_counts_what_the_residency_does() -> None:
 
 
 def run_and_record(passes: Passes, facts: CacheFacts, name: str, seed: int) -> tuple[Recording, int]:
-    """A run that foretells at random moments what it likes and abandons some of it; and how many were fetched late."""
+    """A run that predicts at random moments what it likes and abandons some of it; and how many were fetched late."""
     rng, recorder = random.Random(seed), Recorder(facts, "", name, 0, 64, keeps_scores=True)
     residency, num_late, start = recorded_expert_cache_for(PRESETS[name], facts, recorder), 0, 0
     assert passes.scores is not None
@@ -101,7 +101,7 @@ def run_and_record(passes: Passes, facts: CacheFacts, name: str, seed: int) -> t
 
 @given(seed=st.integers(0, 10**6), name=st.sampled_from(["floe", "corm", "edgemoe", "importance"]))
 @settings(max_examples=60, deadline=None)
-def test_what_was_foretold_in_a_run_is_replayed_hit_for_hit(seed: int, name: str) -> None:
+def test_what_was_predicted_in_a_run_is_replayed_hit_for_hit(seed: int, name: str) -> None:
     passes = passes_of(seed, [3, *[1] * 12])
     facts = facts_for(passes, random.Random(seed).randint(4, 30), seed)
     record, num_late = run_and_record(passes, facts, name, seed)
@@ -134,7 +134,7 @@ def test_a_request_that_no_run_could_make_is_an_error_of_the_record() -> None:
         replay(passes, facts, np.ones(SHAPE, np.int64), PRESETS["floe"], broken)
 
 
-def test_other_pages_or_another_policy_are_not_replayed_with_what_a_run_foretold() -> None:
+def test_other_pages_or_another_policy_are_not_replayed_with_what_a_run_predicted() -> None:
     passes = passes_of(5, [1] * 9)
     facts, extents = facts_for(passes, 9), np.ones(SHAPE, np.int64)
     record, _ = run_and_record(passes, facts, "floe", 5)
@@ -158,8 +158,8 @@ class Oracle:
         return shares, np.zeros(1)
 
 
-def test_experts_foretold_right_from_routes_are_hits_in_every_layer_but_the_first() -> None:
-    """Each token the same: layers 1 and 2 are foretold; room for two layers' experts and no more."""
+def test_experts_predicted_right_from_routes_are_hits_in_every_layer_but_the_first() -> None:
+    """Each token the same: layers 1 and 2 are predicted; room for two layers' experts and no more."""
     one = np.array([[[0, 1], [2, 3], [4, 5]]], "<u2")
     passes = replace(passes_of(1, [1] * 5), routes=np.repeat(one, 5, axis=0))
     facts, extents = facts_for(passes, 4), np.full(SHAPE, 10)
@@ -170,8 +170,8 @@ def test_experts_foretold_right_from_routes_are_hits_in_every_layer_but_the_firs
     assert played.decode.bytes_ahead > 0 == without.decode.bytes_ahead
 
 
-def test_popularity_foretells_the_same_experts_for_every_token() -> None:
-    """Experts 4 and 5 are most popular and always chosen; room for 4. Layer 0 alone is not foretold."""
+def test_popularity_predicts_the_same_experts_for_every_token() -> None:
+    """Experts 4 and 5 are most popular and always chosen; room for 4. Layer 0 alone is not predicted."""
     routes = np.tile(np.array([4, 5], "<u2"), (6, 3, 1))
     popularity = np.tile(np.array([0.1, 0.1, 0.1, 0.1, 0.3, 0.3], "<f4"), (3, 1))
     passes = Passes(routes, np.ones(6, "<u4"), None, popularity)

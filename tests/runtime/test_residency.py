@@ -43,8 +43,8 @@ class Watched:
         assert used + self.residency.free_pages == self.facts.num_pages and self.residency.free_pages >= 0
         assert self.held == resident(self.residency)
 
-    def walk(self, layer_idx: int, experts: list[int], foretold: list[int] | None = None) -> None:
-        """A layer; foretold experts of the next are asked for once it has begun."""
+    def walk(self, layer_idx: int, experts: list[int], predicted: list[int] | None = None) -> None:
+        """A layer; predicted experts of the next are asked for once it has begun."""
         keys = [ExpertKey(layer_idx, expert) for expert in experts]
         expected = {key: key in self.held for key in keys}
         self.needed = set(keys)
@@ -55,18 +55,18 @@ class Watched:
             if isinstance(event, ComputeEvent):
                 assert event.is_hit == expected[event.key], "a hit was there when the router spoke"
                 computed.append(event.key)
-            if foretold:
-                self.ahead(layer_idx + 1, foretold, layer_idx)
-                foretold = None
+            if predicted:
+                self.prefetch(layer_idx + 1, predicted, layer_idx)
+                predicted = None
         assert sorted(computed) == keys and not self.needed, "each is computed once"
         assert sorted(fetched(events)) == [key for key in keys if not expected[key]], "each is fetched once, if missing"
         assert not self.residency.is_locked.any()
 
-    def ahead(self, layer_idx: int, foretold: list[int], during: int) -> None:
-        before = {ExpertKey(layer_idx, expert) for expert in foretold} & self.held
-        for event in self.residency.prefetch(layer_idx, foretold, during):
+    def prefetch(self, layer_idx: int, predicted: list[int], during: int) -> None:
+        before = {ExpertKey(layer_idx, expert) for expert in predicted} & self.held
+        for event in self.residency.prefetch(layer_idx, predicted, during):
             assert not isinstance(event, ComputeEvent)
-            assert event.key not in before, "what is foretold and in stays"
+            assert event.key not in before, "what is predicted and in stays"
             self.carry_out(event)
 
 
@@ -95,14 +95,14 @@ def test_pages_locks_and_hits_are_right_with_any_policy_and_any_room(
     for _ in range(12):
         for layer_idx in range(SHAPE[0]):
             experts = sorted(rng.sample(range(SHAPE[1]), rng.randint(1, SHAPE[1])))
-            foretold = rng.sample(range(SHAPE[1]), rng.randint(0, 3)) if layer_idx + 1 < SHAPE[0] else []
-            watched.walk(layer_idx, experts, foretold)
+            predicted = rng.sample(range(SHAPE[1]), rng.randint(0, 3)) if layer_idx + 1 < SHAPE[0] else []
+            watched.walk(layer_idx, experts, predicted)
             if layer_idx + 1 < SHAPE[0] and rng.random() < 0.3:
-                abandon_one(watched, layer_idx + 1, foretold)
+                abandon_one(watched, layer_idx + 1, predicted)
 
 
-def abandon_one(watched: Watched, layer_idx: int, foretold: Sequence[int]) -> None:
-    for key in (ExpertKey(layer_idx, expert) for expert in foretold):
+def abandon_one(watched: Watched, layer_idx: int, predicted: Sequence[int]) -> None:
+    for key in (ExpertKey(layer_idx, expert) for expert in predicted):
         if key in watched.held - watched.placed:
             watched.residency.abandon(key)
             watched.held.remove(key)
@@ -162,8 +162,8 @@ def test_what_is_not_kept_is_dropped_once_it_has_run_and_what_is_placed_stays() 
     ]
 
 
-def test_foretelling_ends_where_only_what_the_running_layer_needs_is_left() -> None:
-    """Room for 3, layer 0 needs 0 and 1: of what is foretold likeliest first, one finds room."""
+def test_prediction_ends_where_only_what_the_running_layer_needs_is_left() -> None:
+    """Room for 3, layer 0 needs 0 and 1: of what is predicted likeliest first, one finds room."""
     residency = lru_residency(facts_of((2, 4), 3))
     walk = residency.schedule(0, [0, 1])
     assert [next(walk), next(walk)] == [FetchEvent(ExpertKey(0, 0)), FetchEvent(ExpertKey(0, 1))]

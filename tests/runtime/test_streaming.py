@@ -218,7 +218,7 @@ def test_a_budget_that_is_too_small_says_what_is_needed(dense_pack: Path) -> Non
             divide_budget(held.layout, MIB, CONTEXT, 0)
 
 
-def test_what_foretells_counts_and_is_named_where_a_budget_is_too_small(dense_pack: Path) -> None:
+def test_what_predicts_counts_and_is_named_where_a_budget_is_too_small(dense_pack: Path) -> None:
     with Pack(dense_pack) as held:
         needed = budget_for(held, 1, CONTEXT)
         asked_as = BudgetOptionNames("--target", "--context")

@@ -42,7 +42,7 @@ CONTEXT, NUM_EXPERTS = 32, 8
 
 
 class PromptReads(BlockingReads):
-    """A drive that has read whatever it is asked for before it answers: what is foretold comes in time."""
+    """A disk that has read whatever it is asked for before it answers: what is predicted comes in time."""
 
     def submit(
         self,
@@ -91,7 +91,7 @@ def sparse_pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def streaming(
     folder: Path, policy: PolicyName, trust: Approximations = EXACT, num_experts: int = 24
 ) -> Iterator[OffloadedWeights]:
-    """Weights on a prompt drive; rows alone are read where not all neurons run, foretold where the policy does."""
+    """Weights on a prompt disk; rows alone are read where not all neurons run, predicted where the policy does."""
     operations = operations_limited_to("portable")
     preset = PRESETS[policy]
     with Pack(folder) as held:
@@ -165,17 +165,17 @@ def test_who_comes_is_in_memory_and_weights_are_the_familys_own(dense_pack: Path
     assert weights.decode.substituted == num_replaced > 0
 
 
-def test_rows_are_foretold_of_experts_whose_selectors_come_in_time(sparse_pack: Path) -> None:
+def test_rows_are_predicted_of_experts_whose_selectors_come_in_time(sparse_pack: Path) -> None:
     with streaming(sparse_pack, "corm") as weights:
         Decoder(weights, CONTEXT).next_logits(IDS[:1])
         counts = weights.decode
-        assert counts.hits == counts.prefetched_chosen > 0, "nothing was there but what was foretold"
+        assert counts.hits == counts.prefetched_chosen > 0, "nothing was there but what was predicted"
         assert counts.rows_prefetched == counts.prefetched_chosen
         assert counts.in_part == counts.needed
         assert 0 < counts.running_predicted < counts.running
 
 
-def test_foretold_rows_change_no_answer_unless_they_are_trusted(sparse_pack: Path) -> None:
+def test_predicted_rows_change_no_answer_unless_they_are_trusted(sparse_pack: Path) -> None:
     with streaming(sparse_pack, "floe") as weights:
         assert torch.equal(answers(weights), mapped(sparse_pack))
     with streaming(sparse_pack, "floe", Approximations(is_predicted_enough=True)) as trusting:
