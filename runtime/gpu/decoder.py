@@ -70,9 +70,9 @@ class GroupedAttention:
         self._weights, self._cache, self._angles, self._spec = weights, cache, angles, spec
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._q, self._k, self._v = (torch.zeros(width, device=device) for width in (queries, keys, keys))
-        self._turned = torch.zeros((spec.num_heads, spec.head_dim), device=device)
-        self._mixed = torch.zeros_like(self._turned)
-        self._room = AttentionWorkspace.room(
+        self._rotated = torch.zeros((spec.num_heads, spec.head_dim), device=device)
+        self._mixed = torch.zeros_like(self._rotated)
+        self._room = AttentionWorkspace.allocate(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, cache.context_tokens, device
         )
 
@@ -89,9 +89,9 @@ class GroupedAttention:
         cache = (self._cache.keys[layer], self._cache.values[layer])
         projected = (self._q, self._k, self._v)
         interleaved = weights.spec.rotation.interleaved
-        enter(projected, norms, self._angles, interleaved, position, spec, self._turned, cache)
+        enter(projected, norms, self._angles, interleaved, position, spec, self._rotated, cache)
         sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
-        attend(self._turned, cache, position, spec.scale, spec.window(layer), self._room, self._mixed, sinks)
+        attend(self._rotated, cache, position, spec.scale, spec.window(layer), self._room, self._mixed, sinks)
         self._project(role, "o", self._mixed.view(-1), x, x)
 
     def _project(self, role: str, name: str, inputs: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
@@ -118,7 +118,7 @@ class LatentAttention:
         self._moved = torch.zeros((heads, rank + rope), device=device)
         self._mixed = torch.zeros((heads, rank), device=device)
         self._values = torch.zeros(heads * spec.v_head_dim, device=device)
-        self._room = AttentionWorkspace.room(heads, 1, rank, cache.context_tokens, device)
+        self._room = AttentionWorkspace.allocate(heads, 1, rank, cache.context_tokens, device)
 
     def run(self, layer: int, normed: Tensor, x: Tensor, position: Tensor) -> None:
         """See `TokenAttention`."""
@@ -342,7 +342,7 @@ class TokenStep:
         spec, device = weights.spec, layers.x.device
         self._weights, self._layers = weights, layers
         f, k = spec.expert.intermediate_size, spec.router.num_experts_per_tok
-        self._selection = Selection.room(k, f, device)
+        self._selection = Selection.allocate(k, f, device)
         self._partials = torch.zeros((k, num_partials(k, f, num_sms), spec.hidden_size), device=device)
 
     def run(self) -> None:
@@ -351,12 +351,12 @@ class TokenStep:
         layers.start()
         layer_idx = 0
         for layer in range(spec.num_hidden_layers):
-            also = layers.run(layer)
+            shared = layers.run(layer)
             if layer in spec.moe_layers:
                 self._experts(layer_idx)
                 reduce(
                     self._partials, layers.router_weights, layers.x,
-                    residual=layers.x, also=also, scale=spec.residual_multiplier,
+                    residual=layers.x, shared=shared, scale=spec.residual_multiplier,
                 )  # fmt: skip
                 layer_idx += 1
         layers.finish()

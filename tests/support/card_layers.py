@@ -120,7 +120,7 @@ def small_layer(
 def random_selection(num_experts: int, num_rows: int, share: float, seed: int) -> Selection:
     """Neurons that run, each with this probability; the first block of the first expert is full, its last empty."""
     draw = np.random.default_rng(seed)
-    selection = Selection.room(num_experts, num_rows, CPU)
+    selection = Selection.allocate(num_experts, num_rows, CPU)
     for place in range(num_experts):
         for block in range(selection.counts.shape[1]):
             begin = block * SELECT_BLOCK

@@ -59,7 +59,7 @@ def _experts(layout: ExpertLayout, selector: Selector, function: NeuronFunction,
     arena, down_bias = torch.empty(128, dtype=torch.uint8), torch.empty(16, d) if layout.extra else None
     tables = LayerTables(arena, at, at, kind, thresholds, (kind_of(layout, selector, function),), down_bias)
     numbers, x, partials = torch.zeros(k, dtype=torch.int32), torch.empty(d), torch.empty(k, 16, d)
-    selection = Selection.room(k, f, torch.device("cpu"))
+    selection = Selection.allocate(k, f, torch.device("cpu"))
     select(x, numbers, tables, selection)
     neurons(x, numbers, tables, selection, partials)
     reduce(partials, torch.empty(k), x, residual=x)

@@ -87,7 +87,7 @@ def _attend(
     has_sinks: bool = False,
 ) -> None:
     keys = torch.empty((kv_heads, num_places, width), dtype=dtype)
-    room = AttentionWorkspace.room(heads, kv_heads, width, num_places, CPU)
+    room = AttentionWorkspace.allocate(heads, kv_heads, width, num_places, CPU)
     attend(
         torch.empty(heads, width),
         (keys, torch.empty_like(keys)),
@@ -144,7 +144,7 @@ def _latent(heads: int, width: int, dtype: torch.dtype) -> None:
     angles = torch.empty(CONTEXT, rope // 2), torch.empty(CONTEXT, rope // 2)
     keys, moved = torch.empty((1, CONTEXT, rank + rope), dtype=dtype), torch.empty(heads, rank + rope)
     enter_latent(projected, torch.empty(rank), angles, True, POSITION, spec, kv_b, moved, keys)
-    mixed, room = torch.empty(heads, rank), AttentionWorkspace.room(heads, 1, rank, CONTEXT, CPU)
+    mixed, room = torch.empty(heads, rank), AttentionWorkspace.allocate(heads, 1, rank, CONTEXT, CPU)
     attend(moved, (keys, keys[..., :rank]), POSITION, spec.scale, None, room, mixed)
     leave_latent(mixed, spec, kv_b, torch.empty(heads * v))
 
@@ -165,7 +165,7 @@ def _cache(d: int, width: int) -> None:
         each = torch.ones(num_experts, dtype=torch.int32)
         tables = LayerTables(torch.empty(128, dtype=torch.uint8), at, at, each, torch.zeros(num_experts), (kind,))
         host = HostRows(torch.empty(128, dtype=torch.uint8), torch.zeros(num_experts, dtype=torch.int64))
-        experts, selection = torch.zeros(k, dtype=torch.int32), Selection.room(k, f, CPU)
+        experts, selection = torch.zeros(k, dtype=torch.int32), Selection.allocate(k, f, CPU)
         for keeps in (True, False):
             state = CacheState.empty(5 * each, each, each, 5 * k, 8, PAGE_BYTES // 16, k, keeps)
             lru_update(experts, state, tables)

@@ -1,1 +1,1 @@
-"""The Triton kernels. Every module but `ahead` needs Triton."""
+"""The Triton kernels; every module needs Triton."""

@@ -1,8 +1,8 @@
-"""Kernels compiled before they are needed, by several processes into Triton's cache on disk.
+"""Compiles kernels before they are needed, in several processes, into Triton's cache on disk.
 
-Triton compiles a kernel when it is first launched, one after the other: a first start takes minutes. Here a run's
-launches are collected without compiling or launching anything, what the cache lacks is compiled by a pool of processes,
-and the run that follows finds all of it in the cache.
+Triton compiles a kernel when it is first launched, one after the other, so a first start takes minutes. Here the
+launches of a run are collected without compiling or launching, processes compile the kernels that the cache lacks, and
+the run that follows finds all of them in the cache.
 """
 
 import hashlib
@@ -32,19 +32,17 @@ from moe_pack.formats.commands import Stage
 from moe_pack.runtime.gpu import kernels
 from moe_pack.runtime.gpu.kernels.rows import INTERPRETED
 
-_FEWEST = 4  # kernels: with fewer, processes take longer to start than to compile them
-_NAME_CHARACTERS = 150  # of a kernel's file in the cache, as Triton cuts them
-_WORKER = (
-    "import sys; sys.path[:] = sys.argv[1:]; from moe_pack.runtime.gpu.kernels import ahead; ahead.compile_given()"
-)
+_FEWEST = 4  # with fewer kernels, starting processes takes longer than compiling
+_NAME_CHARACTERS = 150  # Triton cuts the name of a kernel's file in the cache to so many
+_WORKER = "import sys; sys.path[:] = sys.argv[1:]; from moe_pack.runtime.gpu.kernels.ahead import compile_from_stdin; compile_from_stdin()"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompileJob:
-    """A kernel with the constants and types of one launch: all that another process needs to compile it.
+    """A kernel with the constants and types of one launch: what another process needs to compile it.
 
-    `module`, `name`: of the jitted function.   `signature`: types by argument.   `constants`, `attributes`: values, and
-    what is known of others, by position.
+    `module`, `name`: of the jitted function.   `signature`: types by argument.   `constants`, `attributes`: values of
+    constants, and known facts of other arguments, by position.
     """
 
     module: str
@@ -56,12 +54,12 @@ class CompileJob:
     target: GPUTarget
 
     def source(self) -> ASTSource:
-        """The kernel as Triton compiles it."""
+        """Returns the kernel as Triton compiles it."""
         function = getattr(importlib.import_module(self.module), self.name)
         return ASTSource(function, self.signature, self.constants, self.attributes)
 
     def is_cached(self) -> bool:
-        """Whether Triton's cache on disk has it."""
+        """Whether Triton's cache on disk has the compiled kernel."""
         source, backend = self.source(), make_backend(self.target)
         options = backend.parse_options(self.options)
         environment = triton.compiler.compiler.get_cache_invalidating_env_vars()
@@ -72,24 +70,28 @@ class CompileJob:
 
 @contextmanager
 def collected_launches() -> Iterator[dict[Any, CompileJob]]:
-    """Collects the launches of kernels that this process has not compiled yet; they are neither compiled nor run.
+    """Collects the launches of kernels that this process has not compiled yet, and neither compiles nor runs them.
 
-    Yields:  a job for each kernel, by Triton's own key. Memory that the kernels would have written stays as it was:
-             code in this context must not decide by it. Under Triton's interpreter kernels run, and nothing is
-             collected.
+    Memory that the kernels would have written stays as it was, so code in this context must not decide by it. Under
+    Triton's interpreter kernels run, and nothing is collected.
+    Yields:  a job for each kernel, by Triton's own key.
     """
     settle_keys()
     jobs: dict[Any, CompileJob] = {}
 
     def keep(**event: Any) -> bool:
-        found = event["compile"]
-        (attributes,) = found["configs"]
-        options = _as_tuples(json.loads(found["specialization_data"])["options"])
-        target = driver.active.get_current_target()
-        jobs[event["fn"].name, found["key"]] = CompileJob(
-            event["fn"].module, event["fn"].name, found["signature"], found["constants"], attributes, options, target
+        function, launch = event["fn"], event["compile"]
+        (attributes,) = launch["configs"]
+        jobs[function.name, launch["key"]] = CompileJob(
+            module=function.module,
+            name=function.name,
+            signature=launch["signature"],
+            constants=launch["constants"],
+            attributes=attributes,
+            options=_as_tuples(json.loads(launch["specialization_data"])["options"]),
+            target=driver.active.get_current_target(),
         )
-        return True  # which tells Triton not to compile it
+        return True  # Triton then does not compile the kernel
 
     before = triton.knobs.runtime.jit_cache_hook
     triton.knobs.runtime.jit_cache_hook = keep
@@ -100,9 +102,9 @@ def collected_launches() -> Iterator[dict[Any, CompileJob]]:
 
 
 def compile_ahead(jobs: list[CompileJob], num_processes: int, progress: Progress = NO_PROGRESS) -> int:
-    """Compiles those jobs that Triton's cache lacks; returns how many these were.
+    """Compiles the jobs that Triton's cache lacks, and returns how many they are.
 
-    A kernel that cannot be compiled is left to its launch, which says why.
+    If a kernel cannot be compiled, this function is silent; the kernel's launch raises the error.
     """
     missing = [] if INTERPRETED else [job for job in jobs if not job.is_cached()]
     num_processes = min(num_processes, len(missing))
@@ -125,23 +127,23 @@ def compile_ahead(jobs: list[CompileJob], num_processes: int, progress: Progress
 def _compile_elsewhere(jobs: list[CompileJob], one_is_compiled: Callable[[], None]) -> None:
     """Compiles some jobs in a process of its own, which imports this module and nothing of the caller's.
 
-    If the process cannot be started, or ends early, the kernels that it leaves are compiled when they are launched.
+    If the process cannot be started or ends early, the remaining kernels are compiled when they are launched.
     """
     command = [sys.executable, "-c", _WORKER, *sys.path]
     with suppress(OSError), subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None and process.stdout is not None, "both were asked for"
+        assert process.stdin is not None and process.stdout is not None, "both are pipes"
         pickle.dump(jobs, process.stdin)
         process.stdin.close()
         while process.stdout.read(1):
             one_is_compiled()
 
 
-def compile_given() -> None:
-    """Compiles the jobs that come, pickled, on standard input; writes a byte to standard output for each."""
+def compile_from_stdin() -> None:
+    """Compiles the pickled jobs on standard input, and writes a byte to standard output after each."""
     settle_keys()
     jobs: list[CompileJob] = pickle.load(sys.stdin.buffer)
     for job in jobs:
-        with suppress(Exception):  # whatever it is, its launch will say
+        with suppress(Exception):  # the kernel's launch raises it again
             triton.compile(job.source(), target=job.target, options=job.options)
         os.write(1, b".")
 
@@ -149,23 +151,23 @@ def compile_given() -> None:
 def settle_keys() -> None:
     """Gives each kernel the same key in Triton's cache in every process and run.
 
-    Triton 3.6 makes a kernel's key from the globals of the functions that it calls, but only of those functions that
-    have got their own keys already: the key depends on what the process used first. Here all get theirs in one order.
+    Triton 3.6 makes a kernel's key from the globals of the functions that it calls, but only of functions that have
+    their own keys already: the key depends on what the process used first. Here all get their keys in one order.
     """
     if INTERPRETED:
         return
     functions = []
-    for found in sorted(pkgutil.iter_modules(kernels.__path__), key=lambda found: found.name):
-        module = importlib.import_module(f"{kernels.__name__}.{found.name}")
-        functions += [held for held in vars(module).values() if isinstance(held, JITCallable)]
+    for name in sorted(module.name for module in pkgutil.iter_modules(kernels.__path__)):
+        module = importlib.import_module(f"{kernels.__name__}.{name}")
+        functions += [value for value in vars(module).values() if isinstance(value, JITCallable)]
     for function in functions:
         function.hash, function.used_global_vals = None, {}
     for function in functions:
-        assert function.cache_key, "asking for it makes it"
+        assert function.cache_key, "reading a key makes it"
 
 
 def _as_tuples(value: Any) -> Any:
-    """JSON's lists as the tuples that they were."""
+    """Returns JSON's lists as the tuples that they were."""
     if isinstance(value, dict):
-        return {name: _as_tuples(held) for name, held in value.items()}
+        return {name: _as_tuples(item) for name, item in value.items()}
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

@@ -1,21 +1,19 @@
-"""A token enters attention: heads normed and rotated, keys and values written where the cache keeps its position.
+"""Attention of one token: its queries, keys and values are made, the cache is read, and heads are mixed.
 
-With fewer places than positions the cache is a ring, and the token takes the place of one that nobody sees any more.
+`enter` normalizes and rotates heads and writes keys and values to the cache, one program a head of queries, keys or
+values. With fewer places than positions the cache is a ring: the token overwrites a position that no query sees any
+more. The twin is `Operations.attend`, up to its product.
 
-One program a head of queries, keys or values. The twin is `Operations.attend` up to its product.
+`attend` runs one token's queries over the cache. The positions that it sees are divided into splits; each split is a
+program, and the results of splits are combined. Up to 16 query heads that share keys are in one tile. Positions are
+divided evenly whatever their number, so nothing depends on values that only the host knows; splits without positions
+return at once. A layer whose window is shorter than the context may keep its positions in a ring, and a head may have a
+sink, a logit without a value. In latent attention the values are the first columns of the keys. Products are 3xTF32 on
+a GPU, which lose no more than float32 sums do. The twin is torch's own attention, as in `runtime.model.attention`.
 
-One token's queries over the cache: the positions it sees in splits, each a program's, whose results are combined.
-
-Up to 16 query heads that share keys stand in one tile. Positions are divided evenly whatever their number, so that
-nothing depends on host values; splits that get none leave at once. In latent attention the values are the first
-columns of the keys. A layer whose window is shorter than the context may keep its positions in a ring, and a head may
-have a sink, a logit that no value belongs to. Products are 3xTF32 on a GPU, which lose no more than float32 sums do.
-The twin is torch's own attention, as in `runtime.attention`; `runtime.latent_attention` for latents.
-
-One token's latent attention beside `attend`: queries move into the latent's space, mixes of latents out of it.
-
-Both read `kv_b`'s rows, stored or in the row layout, as they lie: for each head `nope` rows of W_k, then those of W_v.
-A token is `enter_latent`, `attend`, `leave_latent`. The twin is `runtime.latent_attention`.
+`enter_latent`, `attend` and `leave_latent` are one token's latent attention: queries move into the latent's space, and
+mixes of latents move out of it. Both read the rows of `kv_b`, plain values or in the pack's row layout, as they lie: for
+each head `nope` rows of W_k, then the rows of W_v. The twin is the latent attention of `runtime.model.attention`.
 """
 
 from collections.abc import Iterable
@@ -51,26 +49,26 @@ def enter(
     interleaved: bool,
     position: Tensor,
     spec: GroupedQuerySpec,
-    turned: Tensor,
+    rotated: Tensor,
     cache: tuple[Tensor, Tensor],
 ) -> None:
-    """Writes one token's rotated queries to `turned`, its rotated keys and its values to the cache at `position`.
+    """Writes one token's rotated queries to `rotated`, its rotated keys and its values to the cache at `position`.
 
     Args:    projected: queries, keys and values, float32 [heads * head_dim].
-             norms: where the spec's `qk_norm` is not none.
+             norms: if the spec's `qk_norm` is not none.
              angles: of all positions, float32 [positions, rotary_dim / 2] each, from `Rope`.
-             position: int32 [1]; its place in the cache is that modulo `places`.
-             turned: float32 [num_heads, head_dim].
+             position: int32 [1]; its place in the cache is the position modulo `places`.
+             rotated: float32 [num_heads, head_dim].
              cache: keys and values, float32 or bfloat16 [num_kv_heads, places, head_dim], contiguous.
     """
     q, k, v = projected
     keys, values = cache
     cos, sin = angles
-    assert (norms is None) == (spec.qk_norm == "none"), "norms are there where the spec has them"
-    q_norm, k_norm, eps = (q, k, 0.0) if norms is None else norms  # unread where there are none
+    assert (norms is None) == (spec.qk_norm == "none"), "norms are given if the spec has them"
+    q_norm, k_norm, eps = (q, k, 0.0) if norms is None else norms  # not read if there are none
     num_heads, num_kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     _enter_kernel[(num_heads + 2 * num_kv_heads,)](
-        q, k, v, q_norm, k_norm, cos, sin, position, turned, keys, values, keys.shape[1], eps,
+        q, k, v, q_norm, k_norm, cos, sin, position, rotated, keys, values, keys.shape[1], eps,
         num_heads, num_kv_heads, head_dim, cos.shape[1], interleaved, _NORMS[spec.qk_norm],
         triton.next_power_of_2(head_dim), triton.next_power_of_2(num_heads * head_dim),
         num_warps=4, enable_fp_fusion=True,
@@ -87,7 +85,7 @@ def _enter_kernel(
     cos_ptr,
     sin_ptr,
     position_ptr,
-    turned_ptr,
+    rotated_ptr,
     keys_ptr,
     values_ptr,
     num_places,
@@ -108,13 +106,13 @@ def _enter_kernel(
     place = position % num_places
     c = tl.arange(0, BLOCK)
     if head < HEADS:
-        q = _turned_head(
+        q = _rotated_head(
             q_ptr, head, q_norm_ptr, cos_ptr, sin_ptr, eps, HEADS, DIM, HALF, INTERLEAVED, NORM, BLOCK, BLOCK_ALL
         )
-        tl.store(turned_ptr + head * DIM + c, q, mask=c < DIM)
+        tl.store(rotated_ptr + head * DIM + c, q, mask=c < DIM)
     elif head < HEADS + KV_HEADS:
         head -= HEADS
-        k = _turned_head(
+        k = _rotated_head(
             k_ptr, head, k_norm_ptr, cos_ptr, sin_ptr, eps, KV_HEADS, DIM, HALF, INTERLEAVED, NORM, BLOCK, BLOCK_ALL
         )
         tl.store(keys_ptr + (head * num_places + place) * DIM + c, k, mask=c < DIM)
@@ -125,7 +123,7 @@ def _enter_kernel(
 
 
 @triton.jit
-def _turned_head(
+def _rotated_head(
     x_ptr,
     head,
     norm_ptr,
@@ -140,7 +138,7 @@ def _turned_head(
     BLOCK: tl.constexpr,
     BLOCK_ALL: tl.constexpr,
 ):
-    """One head normed and rotated, float32 [BLOCK]."""
+    """Returns one head, normalized and rotated: float32 [BLOCK]."""
     c = tl.arange(0, BLOCK)
     other = partner(c, HALF, INTERLEAVED)
     x = tl.load(x_ptr + head * DIM + c, mask=c < DIM, other=0.0)
@@ -148,26 +146,26 @@ def _turned_head(
     if NORM:
         if NORM == 1:
             factor = tl.rsqrt(tl.sum(x * x) / DIM + eps)
-        else:  # each head's program sums all of the projection: 16 KiB at most, and no launch more
+        else:  # each head's program sums the whole projection, 16 KiB at most, and saves a launch
             norm_ptr += head * DIM
             all_c = tl.arange(0, BLOCK_ALL)
             whole = tl.load(x_ptr + all_c, mask=all_c < HEADS * DIM, other=0.0)
             factor = tl.rsqrt(tl.sum(whole * whole) / (HEADS * DIM) + eps)
         x = x * factor * tl.load(norm_ptr + c, mask=c < DIM, other=0.0)
         x_other = x_other * factor * tl.load(norm_ptr + other, mask=c < DIM, other=0.0)
-    return turn(x, x_other, c, cos_ptr, sin_ptr, HALF, INTERLEAVED)
+    return rotate(x, x_other, c, cos_ptr, sin_ptr, HALF, INTERLEAVED)
 
 
 @triton.jit
 def partner(c, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The column that each column `c` is turned against; itself past the `2 HALF` that turn."""
+    """Returns the column that each column `c` is rotated with; `c` itself past the `2 HALF` columns that rotate."""
     other = c ^ 1 if INTERLEAVED else tl.where(c < HALF, c + HALF, c - HALF)
     return tl.where(c < 2 * HALF, other, c)
 
 
 @triton.jit
-def turn(x, x_other, c, cos_ptr, sin_ptr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Values `x` of columns `c` turned against `x_other` of their partners, by a position's angles."""
+def rotate(x, x_other, c, cos_ptr, sin_ptr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Returns values `x` of columns `c`, rotated with `x_other` of their partners by a position's angles."""
     if INTERLEAVED:
         angle, is_first = c // 2, c % 2 == 0
     else:
@@ -178,16 +176,16 @@ def turn(x, x_other, c, cos_ptr, sin_ptr, HALF: tl.constexpr, INTERLEAVED: tl.co
     return x * cos + tl.where(is_first, -x_other, x_other) * sin
 
 
-_BLOCK_H = 16  # the fewest rows a product of tiles has
-_USUAL_WIDTH = 128  # other keys beyond a piece are multiplied piece by piece, lest the registers overflow
+_BLOCK_H = 16  # the fewest rows that a product of tiles may have
+_USUAL_WIDTH = 128  # keys of other widths are multiplied in pieces, so that registers do not spill
 _PIECE = 64
-_PROGRAMS = 256  # about two for each multiprocessor of a large card
-_MAX_SPLITS = 64  # what combining them costs grows with them
-_COMBINED = 16  # splits read at once
+_PROGRAMS = 256  # about two for each multiprocessor of a large GPU
+_MAX_SPLITS = 64  # more splits cost more time to combine
+_COMBINED = 16  # splits that are read at once
 
 
 def _interpreted_range(*bounds: Any) -> Iterable[int]:
-    """What the interpreter's own range is for numpy before 2.4: its scalars are arrays of one."""
+    """Returns a range of the interpreter's scalars, which are arrays of one number for numpy before 2.4."""
     return range(*(int(bound.handle.data.item()) if isinstance(bound, tl.tensor) else bound for bound in bounds))
 
 
@@ -195,13 +193,13 @@ _range = _interpreted_range if triton.knobs.runtime.interpret else tl.range
 
 
 def _block_s(width: int) -> int:
-    """Positions of a tile."""
+    """Returns how many positions a tile has."""
     return 32 if width <= _USUAL_WIDTH else 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionWorkspace:
-    """Room for what each split finds, made once, on the device.
+    """Results of splits before they are combined; allocated once, on the device.
 
     `sums`: float32 [2, splits, heads], the largest score and the sum of powers.   `mixed`: float32 [splits, heads,
     width], values times powers.
@@ -211,10 +209,10 @@ class AttentionWorkspace:
     mixed: Tensor
 
     @classmethod
-    def room(
+    def allocate(
         cls, num_heads: int, num_kv_heads: int, width: int, context_tokens: int, device: torch.device
     ) -> "AttentionWorkspace":
-        """Room for values of `width` and as many splits as a cache of `context_tokens` is worth: a power of two."""
+        """Allocates for values of `width`, and for as many splits as pay for `context_tokens`: a power of two."""
         tiles = num_kv_heads * -(-num_heads // num_kv_heads // _BLOCK_H)
         most = min(_MAX_SPLITS, max(1, _PROGRAMS // tiles), -(-context_tokens // _block_s(width)))
         splits = 1 << (most.bit_length() - 1)
@@ -228,40 +226,40 @@ def attend(
     position: Tensor,
     scale: float,
     window: int | None,
-    room: AttentionWorkspace,
+    workspace: AttentionWorkspace,
     out: Tensor,
     sinks: Tensor | None = None,
 ) -> None:
-    """Writes each head's mix of the values at positions up to `position`, of the last `window` where there is one.
+    """Writes each head's mix of values at positions up to `position`; only of the last `window`, if there is one.
 
     Args:    q: float32 [heads, width], rotated.
              cache: keys and values, float32 or bfloat16 [kv heads, places, width]; keys contiguous, and values
-             either contiguous too or the first columns of the keys. A position's place is it modulo `places`.
-             position: int32 [1], this token's, already in the cache, as is all that it sees.
+             either contiguous too or the first columns of the keys. A position's place is the position modulo `places`.
+             position: int32 [1], this token's, which is in the cache already.
              out: float32 [heads, values' width].   sinks: float32 [heads].
     """
     keys, values = cache
     (num_heads, width), (num_kv_heads, num_places, value_width) = q.shape, values.shape
-    group, splits = num_heads // num_kv_heads, room.sums.shape[1]
+    group, splits = num_heads // num_kv_heads, workspace.sums.shape[1]
     tiles = -(-group // _BLOCK_H)
     block_c = width if width == _USUAL_WIDTH else min(_PIECE, triton.next_power_of_2(width))
     block_s, block_v = _block_s(value_width), max(16, triton.next_power_of_2(value_width))
     _attend_kernel[(num_kv_heads * tiles, splits)](
-        q, keys, values, position, sinks, room.sums, room.mixed, out, num_places, scale,
+        q, keys, values, position, sinks, workspace.sums, workspace.mixed, out, num_places, scale,
         num_heads, group, tiles, width, value_width, keys.stride(1), values.stride(1), window or 0, splits,
         _BLOCK_H, block_s, max(16, block_c), block_v,
         num_warps=4 if width <= _USUAL_WIDTH else 8, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(num_heads,)](
-            position, sinks, room.sums, room.mixed, out, num_heads, value_width, window or 0, splits,
+            position, sinks, workspace.sums, workspace.mixed, out, num_heads, value_width, window or 0, splits,
             block_s, _COMBINED, block_v, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
 
 
 @triton.jit
 def _seen(position_ptr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
-    """The first position seen, the one after the last, and how many a split takes."""
+    """Returns the first position that is seen, the position after the last, and how many a split takes."""
     stop = tl.load(position_ptr) + 1
     start = stop * 0
     if WINDOW:
@@ -307,7 +305,7 @@ def _attend_kernel(
     end = tl.minimum(begin + share, stop)
     cv = tl.arange(0, BLOCK_V)
     first = kv_head.to(tl.int64) * num_places
-    before = begin - begin % num_places  # what is seen goes past the ring's end once at most
+    before = begin - begin % num_places  # the positions cross the ring's end once at most
     top = tl.full([BLOCK_H], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     mixed = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
@@ -366,7 +364,7 @@ def _combine_kernel(
 ):
     head = tl.program_id(0)
     start, stop, share = _seen(position_ptr, WINDOW, SPLITS, BLOCK_S)
-    used = tl.cdiv(stop - start, share)  # the others wrote nothing
+    used = tl.cdiv(stop - start, share)  # the other splits wrote nothing
     splits = tl.arange(0, SPLITS)
     tops = tl.load(sums_ptr + splits * HEADS + head, mask=splits < used, other=-float("inf"))
     totals = tl.load(sums_ptr + (SPLITS + splits) * HEADS + head, mask=splits < used, other=0.0)
@@ -388,11 +386,14 @@ def _combine_kernel(
     tl.store(out_ptr + head * VALUE_WIDTH + cv, y / total, mask=cv < VALUE_WIDTH)
 
 
-_ROWS = 16  # rows read at once
+_ROWS = 16  # rows that are read at once
 
 
 class StoredRows(NamedTuple):
-    """A matrix's rows as they lie, [rows, values or bytes], contiguous, each a multiple of 16 bytes; and their part."""
+    """A matrix's rows as they are stored, [rows, values or bytes], contiguous, with their part.
+
+    A row is a multiple of 16 bytes.
+    """
 
     rows: Tensor
     part: RowPart
@@ -409,23 +410,23 @@ def enter_latent(
     moved: Tensor,
     keys: Tensor,
 ) -> None:
-    """Writes one token's queries in the latent's space to `moved`, its latent and rotated key to the cache.
+    """Writes one token's queries in the latent's space to `moved`, its latent and its rotated key to the cache.
 
     Args:    projected: queries, float32 [num_heads * (nope + rope)], not rotated; `kv_a`'s product, float32
              [rank + rope].   norm: float32 [rank], of the latent.
              angles: of all positions, float32 [positions, rope / 2] each, from `Rope`.
-             position: int32 [1]; not checked against the cache's room.   kv_b: of rank columns.
+             position: int32 [1], not checked against the cache's size.   kv_b: with `rank` columns.
              moved: float32 [num_heads, rank + rope].
              keys: float32 or bfloat16 [1, context, rank + rope], contiguous.
     """
     q, kv = projected
     cos, sin = angles
-    held, part = kv_b.rows.view(torch.uint8), kv_b.part
+    row_bytes, part = kv_b.rows.view(torch.uint8), kv_b.part
     rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
     _enter_latent_kernel[(spec.num_heads + 1,)](
-        q, kv, norm, cos, sin, position, held, moved, keys, lookup_for(q.device, part), spec.lora_norm_eps,
+        q, kv, norm, cos, sin, position, row_bytes, moved, keys, lookup_for(q.device, part), spec.lora_norm_eps,
         spec.num_heads, spec.qk_nope_head_dim, spec.v_head_dim, rank, rope, cos.shape[1], interleaved,
-        held.shape[1] // 16, part, part.num_words, _ROWS, triton.next_power_of_2(rank), triton.next_power_of_2(rope),
+        row_bytes.shape[1] // 16, part, part.num_words, _ROWS, triton.next_power_of_2(rank), triton.next_power_of_2(rope),
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -435,10 +436,10 @@ def leave_latent(mixed: Tensor, spec: LatentSpec, kv_b: StoredRows, out: Tensor)
 
     Args:    mixed: float32 [num_heads, rank], from `attend`.   out: float32 [num_heads * v].
     """
-    held, part = kv_b.rows.view(torch.uint8), kv_b.part
+    row_bytes, part = kv_b.rows.view(torch.uint8), kv_b.part
     _leave_latent_kernel[(spec.num_heads, triton.cdiv(spec.v_head_dim, _ROWS))](
-        mixed, held, out, lookup_for(mixed.device, part), spec.qk_nope_head_dim, spec.v_head_dim, spec.kv_lora_rank,
-        held.shape[1] // 16, part, part.num_words, _ROWS, num_warps=4, enable_fp_fusion=True,
+        mixed, row_bytes, out, lookup_for(mixed.device, part), spec.qk_nope_head_dim, spec.v_head_dim, spec.kv_lora_rank,
+        row_bytes.shape[1] // 16, part, part.num_words, _ROWS, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -491,7 +492,7 @@ def _enter_latent_kernel(
         store_part(moved_ptr, y, less, y_high, PART, NW)
         x_ptr, out_ptr = q_ptr + NOPE, moved_ptr + RANK
         x = tl.load(x_ptr + c, mask=c < ROPE, other=0.0)
-        x = turn(x, tl.load(x_ptr + other, mask=c < ROPE, other=0.0), c, cos_ptr, sin_ptr, HALF, INTERLEAVED)
+        x = rotate(x, tl.load(x_ptr + other, mask=c < ROPE, other=0.0), c, cos_ptr, sin_ptr, HALF, INTERLEAVED)
         tl.store(out_ptr + c, x, mask=c < ROPE)
     else:
         keys_ptr += position * (RANK + ROPE)
@@ -501,7 +502,7 @@ def _enter_latent_kernel(
         latent = latent * tl.rsqrt(tl.sum(latent * latent) / RANK + eps) * weight
         tl.store(keys_ptr + all_c, latent, mask=all_c < RANK)
         x = tl.load(kv_ptr + RANK + c, mask=c < ROPE, other=0.0)
-        x = turn(x, tl.load(kv_ptr + RANK + other, mask=c < ROPE, other=0.0), c, cos_ptr, sin_ptr, HALF, INTERLEAVED)
+        x = rotate(x, tl.load(kv_ptr + RANK + other, mask=c < ROPE, other=0.0), c, cos_ptr, sin_ptr, HALF, INTERLEAVED)
         tl.store(keys_ptr + RANK + c, x, mask=c < ROPE)
 
 

@@ -1,15 +1,15 @@
-"""What kernels know of a layer's experts: how they are stored, and where each row lies in an arena.
+"""The expert cache of the graph engine on the GPU: how experts are stored, which have pages, and how rows come to them.
 
-Which experts of a layer have pages: LRU kept on the device, so that a token needs no decision of the host's.
+`LayerTables` say where each row of a layer's experts lies in an arena.
 
-An expert takes pages for its rows that are not always there, its *dynamic* ones: first those of its selector, then
-those of its records. Rows never straddle pages. Nothing is copied here: evicted rows are marked as gone, and `pull`
-brings those that are wanted.
+`lru_update` gives pages to the experts that a token needs and takes them from the least recently used ones, on the
+device: the host decides nothing. An expert takes pages for its *dynamic* rows, those that are not resident for the
+whole run: first the rows of its selector, then its records. Rows never straddle pages. `lru_update` copies nothing; it
+marks evicted rows as missing.
 
-Rows that a layer needs and has not: copied by the device itself from page-locked host memory into their pages.
-
-It is the only kernel that touches host memory, and one program alone loads each byte. What is copied is entered in the
-tables, so that it crosses the link once while its expert keeps its pages (`lru_update`).
+`gather_selectors_from_host` and `gather_records_from_host` copy missing rows from page-locked host memory into their
+pages. Their kernel is the only one that reads host memory, and one program alone loads each byte. It enters copied rows
+in the tables, so that a row crosses the link once while its expert keeps its pages.
 """
 
 from collections.abc import Callable
@@ -24,14 +24,14 @@ from torch import Tensor
 from moe_pack.formats import ExpertLayout, Matrix, NeuronFunction, PartFormat, Selector
 from moe_pack.runtime.gpu.kernels.rows import INTERPRETED, RowPart, part_of
 
-SELECT_BLOCK = 64  # neurons that are selected, and listed, together
-# Arguments that differ from one layer to the next, for which Triton must not compile a kernel each: a layer's routes
-# may begin at any multiple of 4 bytes, and a format may be the first kind of one layer and the second of another.
+SELECT_BLOCK = 64  # neurons that are selected and listed together
+# Arguments that differ between layers; Triton must not compile a kernel for each of their values. A layer's routes may
+# begin at any multiple of 4 bytes, and a format may be the first kind of one layer and the second of another.
 PER_LAYER = ("experts_ptr", "kind_number", "max_pages", "pages_begin")
 
 
 class StoredPart(NamedTuple):
-    """A matrix of an expert: in selector rows, or in records; where in such a row, and how it is stored."""
+    """A matrix of an expert: whether it is in selector rows or in records, its part of the row, and its format."""
 
     in_selector: bool
     part: RowPart
@@ -42,8 +42,8 @@ class StoredPart(NamedTuple):
 class ExpertKind:
     """One way in which experts are stored and run; a layer of mixed widths has several.
 
-    `function`: what neurons do.   `gate` is None where the family has none.   `selector_units`, `record_units`: bytes
-    of a row by 16.
+    `function`: of the neurons.   `gate`: None if the family has none.   `selector_units`, `record_units`: the bytes of
+    a row, divided by 16.
     """
 
     selector: Selector
@@ -58,29 +58,27 @@ class ExpertKind:
 
 
 def kind_of(layout: ExpertLayout, selector: Selector, function: NeuronFunction) -> ExpertKind:
-    """The kind of an expert of this layout."""
+    """Returns the kind of an expert with this layout."""
 
-    def held(matrix: Matrix) -> StoredPart | None:
-        found = layout.find(matrix)
-        return (
-            None
-            if found is None
-            else StoredPart(found[0] is layout.selector, part_of(found[0], matrix), found[1].format)
-        )
+    def stored(matrix: Matrix) -> StoredPart | None:
+        place = layout.find(matrix)
+        if place is None:
+            return None
+        rows, part = place
+        return StoredPart(rows is layout.selector, part_of(rows, matrix), part.format)
 
-    up, down = held("up"), held("down")
+    up, down = stored("up"), stored("down")
     assert up is not None and down is not None, "every expert has up and down"
-    selector_units = layout.selector.row_bytes // 16 if layout.selector else 0
     return ExpertKind(
-        selector,
-        function,
-        held("gate"),
-        up,
-        down,
-        layout.num_rows,
-        layout.records.num_cols,
-        selector_units,
-        layout.records.row_bytes // 16,
+        selector=selector,
+        function=function,
+        gate=stored("gate"),
+        up=up,
+        down=down,
+        num_rows=layout.num_rows,
+        num_cols=layout.records.num_cols,
+        selector_units=layout.selector.row_bytes // 16 if layout.selector else 0,
+        record_units=layout.records.row_bytes // 16,
     )
 
 
@@ -89,9 +87,9 @@ class LayerTables:
     """Where the rows of a layer's experts lie; all tensors are on one device.
 
     `arena`: u8, its first byte at a multiple of 128.   `selector_at`, `record_at`: int32 [E, f], a row's offset in it
-    in units of 16 bytes, -1 where the row is not there; `selector_at` is None where no selector is stored.
-    `kind`: int32 [E], which of `kinds` an expert is of.   `thresholds`: float32 [E].
-    `down_bias`: float32 [E, d], contiguous, where experts have one.
+    in units of 16 bytes, -1 if the row is missing; `selector_at` is None if no selector is stored.
+    `kind`: int32 [E], an expert's place in `kinds`.   `thresholds`: float32 [E].
+    `down_bias`: float32 [E, d], contiguous, if experts have one.
     """
 
     arena: Tensor
@@ -105,10 +103,10 @@ class LayerTables:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selection:
-    """Which neurons of a token's k experts run: room for it, made once, on the device.
+    """Which neurons of a token's k experts run; allocated once, on the device.
 
-    `a`: float32 [k, f], the selector's activations.   `neurons`: int32 [k, f]; those of each block of `SELECT_BLOCK`
-    that run stand at its beginning, rising.   `counts`: int32 [k, blocks], how many.
+    `a`: float32 [k, f], the selector's activations.   `neurons`: int32 [k, f]; the running neurons of each block of
+    `SELECT_BLOCK` stand at the block's beginning, in ascending order.   `counts`: int32 [k, blocks], how many run.
     """
 
     a: Tensor
@@ -116,8 +114,8 @@ class Selection:
     counts: Tensor
 
     @classmethod
-    def room(cls, k: int, num_rows: int, device: torch.device) -> "Selection":
-        """Room for k experts of so many neurons."""
+    def allocate(cls, k: int, num_rows: int, device: torch.device) -> "Selection":
+        """Allocates for k experts with so many neurons."""
         blocks = -(-num_rows // SELECT_BLOCK)
         return cls(
             torch.zeros((k, num_rows), device=device),
@@ -127,22 +125,21 @@ class Selection:
 
 
 NEEDED, HITS, ROWS, BYTES = range(4)  # places in `CacheState.counters`
-_RESET_BLOCK = 512  # rows marked as gone at once, and pages moved
+_RESET_BLOCK = 512  # rows that are marked as missing at once, and pages that are moved at once
 _NEVER = tl.constexpr(2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheState:
-    """Who has which pages of a layer; all tensors are on the tables' device, int32 but for `counters`.
+    """Which experts of a layer have which pages; all tensors are on the tables' device, int32 except `counters`.
 
-    `last_used` [E]: the step in which an expert was last needed.   `is_in` [E]: 1 where it has its pages, or takes
-    none.
-    `num_pages_of` [E]: what it takes.   `page_list` [E, most pages of an expert].   `free` [pages], of which the first
-    `num_free` [1] are free.   `clock` [1]: steps until now.   `selector_is_dynamic` [E].   `first_dynamic` [E]: the
-    records from here on are dynamic.   `counters` int64 [4]: experts NEEDED, of which HITS were in; ROWS pulled, and
-    BYTES.   `pages_begin`: where page 0 lies in the arena, `page_units`: how long a page is, in units of 16 bytes.
-    `num_active`: experts of a step, at most: the pages hold any so many.   `keeps`: False where other layers use the
-    same pages in between, so that nothing is left of the step before.
+    `last_used` [E]: the step in which an expert was last needed.   `is_in` [E]: 1 if the expert has its pages or takes
+    none.   `num_pages_of` [E]: pages that it takes.   `page_list` [E, most pages of an expert].   `free` [pages]: the
+    first `num_free` [1] of them are free.   `clock` [1]: steps until now.   `selector_is_dynamic` [E].
+    `first_dynamic` [E]: the first dynamic record.   `counters` int64 [4]: experts NEEDED, HITS among them, ROWS copied
+    from host memory, and their BYTES.   `pages_begin`: offset of page 0 in the arena, `page_units`: length of a page,
+    in units of 16 bytes.   `num_active`: the most experts of a step; any so many fit into the pages.   `keeps`: False
+    if other layers use the same pages in between, so that no expert stays from step to step.
     """
 
     last_used: Tensor
@@ -172,36 +169,36 @@ class CacheState:
         num_active: int,
         keeps: bool = True,
     ) -> "CacheState":
-        """The state of a layer into which no expert has come yet, on the host.
+        """Returns the state of a layer in which no expert has pages yet, on the host.
 
-        Args:    num_pages_of, selector_is_dynamic, first_dynamic: int32 [E].   num_pages: all pages.
+        Args:    num_pages_of, selector_is_dynamic, first_dynamic: int32 [E].   num_pages: of the layer.
         """
         largest = num_pages_of.sort(descending=True).values[:num_active]
-        assert int(largest.sum()) <= num_pages, "what a step needs has room beside nothing else"
+        assert int(largest.sum()) <= num_pages, "the experts of one step fit into the pages"
         E = len(num_pages_of)
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32)
 
         return cls(
-            zeros(E),
-            (num_pages_of == 0).to(torch.int32),
-            num_pages_of,
-            zeros(E, max(int(largest[0]), 1)),
-            torch.arange(num_pages - 1, -1, -1, dtype=torch.int32),  # page 0 is given first
-            torch.tensor([num_pages], dtype=torch.int32),
-            zeros(1),
-            selector_is_dynamic,
-            first_dynamic,
-            torch.zeros(4, dtype=torch.int64),
-            pages_begin,
-            page_units,
-            num_active,
-            keeps,
+            last_used=zeros(E),
+            is_in=(num_pages_of == 0).to(torch.int32),
+            num_pages_of=num_pages_of,
+            page_list=zeros(E, max(int(largest[0]), 1)),
+            free=torch.arange(num_pages - 1, -1, -1, dtype=torch.int32),  # page 0 is given first
+            num_free=torch.tensor([num_pages], dtype=torch.int32),
+            clock=zeros(1),
+            selector_is_dynamic=selector_is_dynamic,
+            first_dynamic=first_dynamic,
+            counters=torch.zeros(4, dtype=torch.int64),
+            pages_begin=pages_begin,
+            page_units=page_units,
+            num_active=num_active,
+            keeps=keeps,
         )
 
     def put(self, put: Callable[[Tensor], Tensor], counters: Tensor) -> "CacheState":
-        """The same where `put` puts its tensors, counting in the given ones."""
+        """Returns the same state with its tensors where `put` puts them, and with the given counters."""
         return replace(
             self,
             last_used=put(self.last_used),
@@ -218,16 +215,16 @@ class CacheState:
 
 
 def lru_update(experts: Tensor, state: CacheState, tables: LayerTables) -> None:
-    """Gives pages to those of these experts that have none; the least recently used others lose theirs.
+    """Gives pages to those of these experts that have none, and evicts the least recently used other experts.
 
-    Among equals the lowest goes first. Rows of who loses its pages are -1 in the tables; rows of who gets some still
-    are, until they are pulled.
-    Args:    experts: int32 [n], each once, on the device; n at most `num_active`.
+    Of experts used equally long ago the lowest is evicted first. Rows of an evicted expert are -1 in the tables; rows
+    of an expert with new pages are -1 until they are copied.
+    Args:    experts: int32 [n], each once, on the device; n is at most `num_active`.
     """
-    assert len(experts) <= state.num_active, "the pages hold no more experts at once"
+    assert len(experts) <= state.num_active, "no more experts fit into the pages at once"
     E, f = tables.record_at.shape
     selector_at = tables.record_at if tables.selector_at is None else tables.selector_at
-    _admit[(1,)](
+    _lru_update_kernel[(1,)](
         experts,
         state.last_used,
         state.is_in,
@@ -268,10 +265,10 @@ def _evict(
     max_pages,
     BLOCK: tl.constexpr,
 ):
-    """Takes an expert's pages, and marks its dynamic rows as gone; how many pages are free now."""
+    """Takes an expert's pages and marks its dynamic rows as missing; returns how many pages are free now."""
     lanes = tl.arange(0, BLOCK)
     given = tl.load(num_pages_of_ptr + victim)
-    begin = 0  # not `range`, whose end the interpreter needs as a constant
+    begin = 0  # no `range`: the interpreter needs a constant as its end
     while begin < given:
         some = begin + lanes < given
         pages = tl.load(page_list_ptr + victim * max_pages + begin + lanes, mask=some, other=0)
@@ -290,7 +287,7 @@ def _evict(
 
 
 @triton.jit(do_not_specialize=PER_LAYER)
-def _admit(
+def _lru_update_kernel(
     experts_ptr,
     last_used_ptr,
     is_in_ptr,
@@ -338,7 +335,9 @@ def _admit(
             )
             is_in = tl.where(ids == victim, 0, is_in)
             num_left -= 1
-    last_used = tl.load(last_used_ptr + ids, mask=live, other=0)  # not above, where the loop had no registers for it
+    last_used = tl.load(
+        last_used_ptr + ids, mask=live, other=0
+    )  # not loaded above, where the loop has no registers for it
     clock = tl.load(clock_ptr) + 1
     hits = 0
     for i in range(NUM_EXPERTS):
@@ -349,7 +348,7 @@ def _admit(
         hits += was_in
         if was_in == 0:
             count = tl.load(num_pages_of_ptr + e)
-            if KEEPS:  # else all pages are free by now, and a step has room beside nothing else
+            if KEEPS:  # otherwise all pages are free by now, and one step's experts fit
                 while num_free < count:
                     may_go = (is_in == 1) & (num_pages_of > 0) & (last_used < clock)
                     age = tl.where(may_go, last_used, _NEVER)
@@ -369,7 +368,7 @@ def _admit(
                         BLOCK,
                     )
                     is_in = tl.where(ids == victim, 0, is_in)
-            tl.debug_barrier()  # other threads wrote what is read from `free`
+            tl.debug_barrier()  # `free` is read below and was written by other threads
             begin = 0
             while begin < count:
                 some = begin + lanes < count
@@ -378,7 +377,7 @@ def _admit(
                 begin += BLOCK
             num_free -= count
             is_in = tl.where(ids == e, 1, is_in)
-            tl.debug_barrier()  # what was read from `free` may be overwritten now
+            tl.debug_barrier()  # only now may `free` be overwritten
     tl.store(last_used_ptr + ids, last_used, mask=live)
     tl.store(is_in_ptr + ids, is_in, mask=live)
     tl.store(num_free_ptr, num_free)
@@ -387,17 +386,17 @@ def _admit(
     tl.store(counters_ptr + 1, tl.load(counters_ptr + 1) + hits)
 
 
-# Four for each multiprocessor of the largest card today; the link is slower than all of them.
+# Four for each multiprocessor of the largest GPU today; the link is slower than all of them.
 NUM_PROGRAMS = 4 if INTERPRETED else 528
-_TILE_WORDS = 2048  # that a program has on their way at once: 16 a thread
+_TILE_WORDS = 2048  # that a program loads at once: 16 a thread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostRows:
     """A layer's experts in host memory.
 
-    `rows`: u8, all their extents, on the host, page-locked where the tables are on a card; its first byte at a multiple
-    of 128.   `extent_at`: int64 [E], on the tables' device, where each begins in it, in units of 16 bytes.
+    `rows`: u8, all their extents, on the host, page-locked if the tables are on a GPU; the first byte is at a multiple
+    of 128.   `extent_at`: int64 [E], on the tables' device, where each extent begins, in units of 16 bytes.
     """
 
     rows: Tensor
@@ -407,12 +406,12 @@ class HostRows:
 def gather_selectors_from_host(
     experts: Tensor, tables: LayerTables, state: CacheState, host: HostRows, num_programs: int = NUM_PROGRAMS
 ) -> None:
-    """Brings all selector rows of these experts that are not there; they have their pages.
+    """Copies all missing selector rows of these experts, which have their pages, from host memory.
 
     Args:    experts: int32 [n], each once, on the device.
     """
     if tables.selector_at is not None:
-        _launch(experts, None, tables, state, host, num_programs, of_selector=True)
+        _gather(experts, None, tables, state, host, num_programs, of_selector=True)
 
 
 def gather_records_from_host(
@@ -423,14 +422,14 @@ def gather_records_from_host(
     host: HostRows,
     num_programs: int = NUM_PROGRAMS,
 ) -> None:
-    """Brings the records of the selected neurons of these experts that are not there; all their records for None.
+    """Copies the missing records of these experts' selected neurons from host memory; all records, if None.
 
     Args:    experts: int32 [n], each once, on the device; the selection is theirs.
     """
-    _launch(experts, selection, tables, state, host, num_programs, of_selector=False)
+    _gather(experts, selection, tables, state, host, num_programs, of_selector=False)
 
 
-def _launch(
+def _gather(
     experts: Tensor,
     selection: Selection | None,
     tables: LayerTables,
@@ -440,10 +439,10 @@ def _launch(
     of_selector: bool,
 ) -> None:
     at = tables.selector_at if of_selector else tables.record_at
-    assert at is not None, "there are rows to pull"
+    assert at is not None, "a kernel gathers rows that are stored"
     num_experts, f = len(experts), at.shape[1]
     num_blocks = triton.cdiv(f, SELECT_BLOCK)
-    # A block's rows are dealt to several programs where there are few blocks.
+    # With few blocks, several programs share the rows of a block.
     splits = 1
     while splits < 16 and 2 * splits * num_experts * num_blocks <= num_programs:
         splits *= 2
@@ -454,7 +453,7 @@ def _launch(
         has_selector = not of_selector and kind.selector_units > 0
         selector_pages = triton.cdiv(f, state.page_units // kind.selector_units) if has_selector else 0
         block_words = min(triton.next_power_of_2(4 * units), _TILE_WORDS)
-        _pull[(min(num_tasks, num_programs),)](
+        _gather_kernel[(min(num_tasks, num_programs),)](
             experts,
             at if selection is None else selection.neurons,
             at if selection is None else selection.counts,
@@ -475,7 +474,7 @@ def _launch(
             state.pages_begin,
             state.page_units,
             number,
-            BEHIND=0 if of_selector else f * kind.selector_units,
+            FIRST_UNIT=0 if of_selector else f * kind.selector_units,
             SELECTOR_PAGES=selector_pages,
             UNITS=units,
             ROWS_PER_PAGE=rows_per_page,
@@ -492,12 +491,12 @@ def _launch(
 
 @triton.jit
 def _load_host(words_ptr, mask):
-    """Words of rows in host memory."""
+    """Loads words of rows in host memory."""
     return tl.load(words_ptr, mask=mask, other=0)
 
 
 @triton.jit(do_not_specialize=PER_LAYER)
-def _pull(
+def _gather_kernel(
     experts_ptr,
     neurons_ptr,
     counts_ptr,
@@ -518,7 +517,7 @@ def _pull(
     pages_begin,
     page_units,
     kind_number,
-    BEHIND: tl.constexpr,
+    FIRST_UNIT: tl.constexpr,
     SELECTOR_PAGES: tl.constexpr,
     UNITS: tl.constexpr,
     ROWS_PER_PAGE: tl.constexpr,
@@ -534,7 +533,7 @@ def _pull(
     lanes = tl.arange(0, LANES)
     words = tl.arange(0, BLOCK_W)[None, :]
     task = tl.program_id(0)
-    while task < num_tasks:  # not `range`, whose end the interpreter needs as a constant
+    while task < num_tasks:  # no `range`: the interpreter needs a constant as its end
         split = task % SPLITS
         place = (task // SPLITS) % num_experts
         block = task // (SPLITS * num_experts)
@@ -546,7 +545,7 @@ def _pull(
             else:
                 neurons = block * LANES + lanes
                 live = neurons < f
-            live = live & (lanes % SPLITS == split)  # by lane: what one program enters, no other looks at
+            live = live & (lanes % SPLITS == split)  # by lane: no program reads what another one enters
             missing = live & (tl.load(at_ptr + e * f + neurons, mask=live, other=0) < 0)
             number = tl.sum(missing.to(tl.int32))
             if number > 0:
@@ -556,18 +555,18 @@ def _pull(
                     row = neurons - tl.load(first_dynamic_ptr + e)
                 slot = tl.load(page_list_ptr + e * max_pages + page + row // ROWS_PER_PAGE, mask=missing, other=0)
                 to = pages_begin + slot * page_units + row % ROWS_PER_PAGE * UNITS
-                source = tl.load(extent_at_ptr + e) + BEHIND + neurons.to(tl.int64) * UNITS
+                source = tl.load(extent_at_ptr + e) + FIRST_UNIT + neurons.to(tl.int64) * UNITS
                 rank = tl.cumsum(missing.to(tl.int32)) - 1
                 first = 0
                 while first < number:
-                    wanted = first + tl.arange(0, BLOCK_R)
-                    is_it = missing[None, :] & (rank[None, :] == wanted[:, None])  # [R, lanes]
+                    ranks = first + tl.arange(0, BLOCK_R)
+                    is_it = missing[None, :] & (rank[None, :] == ranks[:, None])  # [R, lanes]
                     from_words = tl.sum(tl.where(is_it, source[None, :], 0), 1) * 4
                     to_words = tl.sum(tl.where(is_it, to[None, :], 0).to(tl.int64), 1) * 4
                     for begin in range(0, 4 * UNITS, BLOCK_W):
-                        mask = (wanted < number)[:, None] & (begin + words < 4 * UNITS)
-                        held = _load_host(host_words_ptr + from_words[:, None] + begin + words, mask)
-                        tl.store(arena_words_ptr + to_words[:, None] + begin + words, held, mask=mask)
+                        mask = (ranks < number)[:, None] & (begin + words < 4 * UNITS)
+                        row_words = _load_host(host_words_ptr + from_words[:, None] + begin + words, mask)
+                        tl.store(arena_words_ptr + to_words[:, None] + begin + words, row_words, mask=mask)
                     first += BLOCK_R
                 tl.store(at_ptr + e * f + neurons, to, mask=missing)
                 tl.atomic_add(counters_ptr + 2, number.to(tl.int64))

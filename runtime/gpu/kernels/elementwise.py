@@ -1,12 +1,9 @@
-"""Neuron functions: `h(g, u) = act(g) * factor(u)`, or `act(u)` without a gate. The twin is `runtime.expert`.
+"""Operations of one token on vectors: neuron functions, norms, and the sum of experts' outputs.
 
-A number that is none stays none, whatever is clamped.
-
-The neuron function of dense experts, of one token.
-
-Norms over the last dimension, one program a vector; `runtime.norm` and torch's layer norm are their twins.
-
-The output of a token's experts: their partial sums, added in a fixed order, times the router's weights.
+A neuron function is `h(g, u) = act(g) * factor(u)`, or `act(u)` without a gate; the twin is `runtime.model.expert`.
+Clamping leaves a NaN a NaN. Norms take the last dimension, one program a vector; their twins are torch's
+own. `reduce` adds the partial sums of a token's experts in a fixed order, times the router's
+weights.
 """
 
 import triton
@@ -22,7 +19,7 @@ _LIMIT, _STEEPNESS = tl.constexpr(7.0), tl.constexpr(1.702)  # of the clamped Sw
 
 @triton.jit
 def act(g, FUNCTION: tl.constexpr):
-    """What the gate's product makes, or up's where there is no gate."""
+    """Returns the activation of the gate's product, or of up's where there is no gate."""
     if FUNCTION == RELU:
         active = tl.where(g < 0, 0.0, g)
     elif FUNCTION == CLAMPED_SWIGLU:
@@ -35,7 +32,7 @@ def act(g, FUNCTION: tl.constexpr):
 
 @triton.jit
 def factor(u, FUNCTION: tl.constexpr):
-    """What up's product multiplies the gate's activation by."""
+    """Returns the factor that up's product gives the gate's activation."""
     if FUNCTION == CLAMPED_SWIGLU:
         u = tl.where(u > _LIMIT, _LIMIT, tl.where(u < -_LIMIT, -_LIMIT, u)) + 1.0
     return u
@@ -45,7 +42,7 @@ _BLOCK = 1024
 
 
 def activate(up: Tensor, gate: Tensor | None, out: Tensor, function: NeuronFunction) -> None:
-    """`out = act(gate) * factor(up)`, or act(up) where there is no gate: float32 [f] all; `out` may be one of them."""
+    """Writes `act(gate) * factor(up)`, or act(up) without a gate, to `out`; all float32 [f], `out` may be an input."""
     n = len(up)
     _activate[(triton.cdiv(n, _BLOCK),)](
         up,
@@ -93,7 +90,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec, out: Tensor) -> None:
-    """Writes `x` normed as the model does to `out`, which may be `x`; shapes as above, bias with layer norms only."""
+    """Writes `x`, normalized by the model's norm, to `out`, which may be `x`; bias with layer norms only."""
     if spec.kind == "rms":
         rms_norm(x, weight, spec.eps, out)
     else:
@@ -123,7 +120,7 @@ def _layer_norm_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, eps, D: tl.constexp
     tl.store(out_ptr + row + c, y, mask=c < D)
 
 
-_COLUMNS = 32  # of a program: a line of 128 bytes
+_COLUMNS = 32  # that a program takes: 128 bytes, a cache line
 
 
 def reduce(
@@ -132,19 +129,19 @@ def reduce(
     out: Tensor,
     *,
     residual: Tensor | None = None,
-    also: Tensor | None = None,
+    shared: Tensor | None = None,
     scale: float = 1.0,
 ) -> None:
-    """`out = residual + scale * (also + sum over k of weights_k * sum over P of partials_kp)`.
+    """Writes `residual + scale * (shared + sum over k of weights_k * sum over P of partials_kp)` to `out`.
 
-    Args:    partials: float32 [k, P, d].   weights: float32 [k].   out: float32 [d]; may be `residual` or `also`.
-             residual, also: float32 [d]; `also` is the shared experts' output.
+    Args:    partials: float32 [k, P, d].   weights: float32 [k].   out: float32 [d]; may be `residual` or `shared`.
+             residual, shared: float32 [d]; `shared` is the shared experts' output.
     """
     k, num_partials, d = partials.shape
     _reduce[(triton.cdiv(d, _COLUMNS),)](
         partials,
         weights,
-        out if also is None else also,
+        out if shared is None else shared,
         out if residual is None else residual,
         out,
         scale,
@@ -153,7 +150,7 @@ def reduce(
         P=num_partials,
         P_POW2=triton.next_power_of_2(num_partials),
         COLUMNS=_COLUMNS,
-        HAS_ALSO=also is not None,
+        HAS_SHARED=shared is not None,
         HAS_RESIDUAL=residual is not None,
         num_warps=4,
         enable_fp_fusion=True,
@@ -164,7 +161,7 @@ def reduce(
 def _reduce(
     partials_ptr,
     weights_ptr,
-    also_ptr,
+    shared_ptr,
     residual_ptr,
     out_ptr,
     scale,
@@ -173,18 +170,18 @@ def _reduce(
     P: tl.constexpr,
     P_POW2: tl.constexpr,
     COLUMNS: tl.constexpr,
-    HAS_ALSO: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     partial = tl.arange(0, P_POW2)[:, None]
-    is_there = (partial < P) & (column < D)[None, :]
+    is_valid = (partial < P) & (column < D)[None, :]
     total = tl.zeros([COLUMNS], tl.float32)
     for place in range(K):
-        terms = tl.load(partials_ptr + (place * P + partial) * D + column[None, :], mask=is_there, other=0.0)
+        terms = tl.load(partials_ptr + (place * P + partial) * D + column[None, :], mask=is_valid, other=0.0)
         total += tl.load(weights_ptr + place) * tl.sum(terms, 0)
-    if HAS_ALSO:
-        total = tl.load(also_ptr + column, mask=column < D, other=0.0) + total
+    if HAS_SHARED:
+        total = tl.load(shared_ptr + column, mask=column < D, other=0.0) + total
     total *= scale
     if HAS_RESIDUAL:
         total += tl.load(residual_ptr + column, mask=column < D, other=0.0)

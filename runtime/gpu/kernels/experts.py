@@ -1,19 +1,18 @@
-"""One token's experts and their weights from the router's logits, in one program; `runtime.router` is the twin.
+"""The experts of a token: the router's choice, which neurons run, and their outputs; and one expert for many tokens.
 
-Experts are chosen by keys of 64 bits: the score's order above, the index turned round below, so that the largest key
-is the largest score and of equals the first. NaN counts as the largest, as in torch's sort.
+`route` chooses one token's experts and their weights from the router's logits, in one program; `runtime.model.router`
+is its twin. It chooses by keys of 64 bits: the score's order in the upper half, the negated index in the lower half, so
+that the largest key has the largest score and, of equal scores, the first index. NaN counts as the largest, as in
+torch's sort.
 
-Which neurons of a token's experts run: selector products, threshold, and a list of those that do.
+`select` finds which neurons of the experts run: it multiplies selectors, applies the threshold, and lists the running
+neurons. `neurons` computes the rest of their products and sums their down rows. It reads a record in one pass, each
+byte once. Each of P programs takes an equal share of an expert's running neurons, whatever blocks list them, and writes
+a partial sum; `reduce` adds partial sums in a fixed order.
 
-What a token's running neurons add to its output: the rest of their products, and their down rows summed up.
-
-A record is read in one pass, each byte once. Each of P programs takes an equal share of an expert's running neurons,
-whatever blocks they are listed in, and writes a partial sum; `reduce` adds them in a fixed order.
-
-One expert for many tokens, all its rows being in the arena: the twin of `expert.run_expert`.
-
-Two launches a piece of tokens: what each neuron does (0 where it does not run), then the down product. Every value is
-made by one program, in one order.
+`expert_many` runs one expert for many tokens, with all its rows in the arena; its twin is `run_expert` in
+`runtime.model.expert`. A piece of tokens takes two launches: one computes each neuron's output (0 if it does not run),
+the other the down product. One program makes each value, in one order.
 """
 
 import triton
@@ -58,13 +57,13 @@ _KINDS = {
     "sigmoid_topk": _SIGMOID_TOPK.value,
     "sparsemixer": _SPARSEMIXER.value,
 }
-_LEAST = tl.constexpr(-(2**63))  # below every score's key
+_LEAST = tl.constexpr(-(2**63))  # less than every score's key
 
 
 def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None, experts: Tensor, weights: Tensor) -> None:
     """Writes the experts of one token, best first, and their weights.
 
-    Args:    logits: float32 [E].   bias: float32 [E], added for choosing only; where the spec has one.
+    Args:    logits: float32 [E].   bias: float32 [E], if the spec has one; it changes the choice and not the weights.
              experts: int32 [k].   weights: float32 [k].
     """
     k, size = spec.num_experts_per_tok, spec.num_experts // spec.n_group
@@ -79,7 +78,7 @@ def route(logits: Tensor, spec: RouterSpec, bias: Tensor | None, experts: Tensor
 
 @triton.jit
 def _keys(scores, index, mask):
-    """Keys, int64, that order scores as torch's stable sort does; the least where masked."""
+    """Returns keys, int64, that order scores as torch's stable sort does; the least key where masked."""
     scores = tl.where(scores == 0, 0.0, scores)  # -0 equals 0
     scores = tl.where(scores != scores, float("inf"), scores)
     bits = scores.to(tl.int32, bitcast=True)
@@ -89,7 +88,7 @@ def _keys(scores, index, mask):
 
 @triton.jit
 def _index(key):
-    """The index in a key."""
+    """Returns the index in a key."""
     return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
@@ -97,7 +96,7 @@ def _index(key):
 def _in_best_groups(
     scores, index, mask, TOP: tl.constexpr, SIZE: tl.constexpr, BEST: tl.constexpr, BLOCK_G: tl.constexpr
 ):
-    """Scores [BLOCK_G, BLOCK] with those outside the TOP best groups at -inf; a group is its BEST experts' sum."""
+    """Returns scores [BLOCK_G, BLOCK], -inf outside the TOP best groups; a group's score sums its BEST experts."""
     keys = _keys(scores, index, mask)
     best = tl.max(keys, 1)
     strength = tl.max(tl.where(mask, scores, -float("inf")), 1)
@@ -106,12 +105,12 @@ def _in_best_groups(
         strength += tl.max(tl.where(others, scores, -float("inf")), 1)
     g = tl.arange(0, BLOCK_G)
     group_keys = _keys(strength, g, best != _LEAST)
-    stays = g < 0
+    is_best = g < 0
     for _ in tl.static_range(TOP):
         chosen = g == _index(tl.max(group_keys, 0))
-        stays = stays | chosen
+        is_best = is_best | chosen
         group_keys = tl.where(chosen, _LEAST, group_keys)
-    return tl.where(stays[:, None], scores, -float("inf"))
+    return tl.where(is_best[:, None], scores, -float("inf"))
 
 
 @triton.jit(do_not_specialize=PER_LAYER)
@@ -162,7 +161,7 @@ def _route_kernel(
             running = keys != _LEAST
             distance = tl.where(running, weight - logits, 0.0)
             magnitude = tl.maximum(tl.abs(logits), weight)
-            far = tl.div_rn(distance, tl.where(magnitude == 0, 1.0, magnitude)) > FAR  # the reference's own division
+            far = tl.div_rn(distance, tl.where(magnitude == 0, 1.0, magnitude)) > FAR  # the division of the reference
             weight = 1.0 / tl.sum(tl.where(running & ~far, tl.exp(-distance), 0.0))
         experts = tl.where(places == place, expert, experts)
         weights = tl.where(places == place, weight, weights)
@@ -178,9 +177,9 @@ def _route_kernel(
 
 
 def select(x: Tensor, experts: Tensor, tables: LayerTables, out: Selection) -> None:
-    """Finds the neurons that run; where no selector is stored, all are listed and `a` is 0.
+    """Finds the neurons that run; if no selector is stored, lists all of them and sets `a` to 0.
 
-    Args:    x: float32 [d].   experts: int32 [k]; all their selector rows are there.   out: overwritten.
+    Args:    x: float32 [d].   experts: int32 [k]; all their selector rows are in the arena.   out: overwritten.
     """
     for number, kind in enumerate(tables.kinds):
         if kind.selector == "none":
@@ -197,10 +196,12 @@ def select(x: Tensor, experts: Tensor, tables: LayerTables, out: Selection) -> N
                 enable_fp_fusion=True,
             )
         else:
-            _launch(x, experts, tables, number, kind, out)
+            _launch_select(x, experts, tables, number, kind, out)
 
 
-def _launch(x: Tensor, experts: Tensor, tables: LayerTables, number: int, kind: ExpertKind, out: Selection) -> None:
+def _launch_select(
+    x: Tensor, experts: Tensor, tables: LayerTables, number: int, kind: ExpertKind, out: Selection
+) -> None:
     gate, up = _part_in_selector(kind.gate), _part_in_selector(kind.up)
     tile = dot_tile(tuple(part for part in (gate, up) if part is not None))
     assert tables.selector_at is not None, "a selector is stored"
@@ -230,8 +231,8 @@ def _launch(x: Tensor, experts: Tensor, tables: LayerTables, number: int, kind: 
     )
 
 
-def _part_in_selector(held: StoredPart | None):
-    return held.part if held is not None and held.in_selector else None
+def _part_in_selector(matrix: StoredPart | None) -> RowPart | None:
+    return matrix.part if matrix is not None and matrix.in_selector else None
 
 
 @triton.jit(do_not_specialize=PER_LAYER)
@@ -300,7 +301,7 @@ def _select(
                 u = dot_part(arena_ptr, units, live, words, high, up_x, up_sums, up_x_high, lookup_ptr, UP, UP_NW)
                 a = a * factor(u, FUNCTION) if IS_GATED else act(u, FUNCTION)
             tl.store(a_ptr + place * F + row, a, mask=live)
-        tl.debug_barrier()  # the block's activations were written by other threads than read them
+        tl.debug_barrier()  # other threads wrote the activations that are read below
         neuron = block * BLOCK + tl.arange(0, BLOCK)
         a = tl.load(a_ptr + place * F + neuron, mask=neuron < F, other=0.0)
         chosen = runs(a, tl.load(thresholds_ptr + expert)) & (neuron < F)
@@ -310,9 +311,9 @@ def _select(
 
 
 def neurons(x: Tensor, experts: Tensor, tables: LayerTables, selection: Selection, partials: Tensor) -> None:
-    """Partial sums of the running neurons' outputs; the bias of down, where there is one, is in the first.
+    """Writes partial sums of the running neurons' outputs; the first includes the bias of down, if there is one.
 
-    Args:    x: float32 [d].   experts: int32 [k]; the records of all neurons listed are there.   selection: from
+    Args:    x: float32 [d].   experts: int32 [k]; the records of all listed neurons are in the arena.   selection: from
              `select`.   partials: float32 [k, P, d], overwritten.
     """
     k, num_partials, _ = partials.shape
@@ -353,8 +354,8 @@ def neurons(x: Tensor, experts: Tensor, tables: LayerTables, selection: Selectio
         )
 
 
-def _part_in_record(held: StoredPart | None) -> RowPart | None:
-    return held.part if held is not None and not held.in_selector else None
+def _part_in_record(matrix: StoredPart | None) -> RowPart | None:
+    return matrix.part if matrix is not None and not matrix.in_selector else None
 
 
 @triton.jit(do_not_specialize=PER_LAYER)
@@ -404,7 +405,7 @@ def _neurons(
         start = num_running * program // tl.num_programs(1)
         last = num_running * (program + 1) // tl.num_programs(1)
         while start < last:
-            # The running neurons start + 0, 1, ...: in which block's list each stands, and where in it.
+            # Finds running neurons start + 0, 1, ...: the block that lists each, and its place in the list.
             idx = start + tl.arange(0, R)
             live = idx < last
             is_before = (ends[None, :] <= idx[:, None]).to(tl.int32)  # [R, blocks]
@@ -412,7 +413,7 @@ def _neurons(
             listed = tl.sum(is_before, 1) * BLOCK + in_block
             neuron = tl.load(neurons_ptr + place * F + listed, mask=live, other=0)
             units = tl.load(record_at_ptr + expert * F + neuron, mask=live, other=0).to(tl.int64)
-            # All that is needed is asked for before anything is waited for.
+            # All loads are issued before the first is used.
             if GATE is not None:
                 gate, gate_high = load_part(arena_ptr, units, live, GATE, GATE_NW)
             if UP is not None:
@@ -436,12 +437,12 @@ def _neurons(
                 y, less, y_high, arena_ptr, units, live, down, down_high, h, lookup_ptr, DOWN, NW
             )
             start += R
-        partial_ptr = partials_ptr + (place * tl.num_programs(1) + program) * DOWN[5]
+        partial_ptr = partials_ptr + (place * tl.num_programs(1) + program) * DOWN.num_cols
         store_part(partial_ptr, y, less, y_high, DOWN, NW)
         if down_bias_ptr is not None:
-            tl.debug_barrier()  # what is read was written by other threads
+            tl.debug_barrier()  # other threads wrote what is read below
             if program == 0:
-                _add_bias(partial_ptr, down_bias_ptr + expert.to(tl.int64) * DOWN[5], DOWN[5])
+                _add_bias(partial_ptr, down_bias_ptr + expert.to(tl.int64) * DOWN.num_cols, DOWN.num_cols)
 
 
 @triton.jit
@@ -453,14 +454,14 @@ def _add_bias(y_ptr, bias_ptr, D: tl.constexpr):
         tl.store(y_ptr + c, y + tl.load(bias_ptr + c, mask=c < D, other=0.0), mask=c < D)
 
 
-PIECE_TOKENS = 128  # tokens that go through an expert together: bounds the workspace
+PIECE_TOKENS = 128  # tokens that go through an expert together; they bound the workspace
 _BLOCK_NEURONS = 32
-# What differs from one expert to the next, and makes no other kernel: a list of tokens begins anywhere among others.
+# Arguments that differ between experts; Triton must not compile a kernel for each of their values.
 _PER_EXPERT = ("tokens_ptr", "weights_ptr", "num_tokens", "expert")
 
 
 def workspace_floats(num_tokens: int, num_rows: int) -> int:
-    """Values of the workspace for so many tokens and neurons: what these do for one piece of the tokens."""
+    """Returns the values of the workspace for so many tokens and neurons: one piece's neuron outputs."""
     return min(num_tokens, PIECE_TOKENS) * num_rows
 
 
@@ -476,10 +477,10 @@ def expert_many(
 ) -> None:
     """Adds an expert's outputs, times the router's weights, to its tokens' rows of y.
 
-    Not checked: that all its rows are in the arena, and that its tokens differ.
+    The caller makes sure that all its rows are in the arena and that tokens are not repeated.
 
-    Args:    x: float32 [T, d], contiguous.   tokens: int32 [Te].   weights: float32 [Te].   kind: the expert's (the
-             host knows it: reading `tables.kind` would wait for the device).   y: float32 [T, d], contiguous.
+    Args:    x: float32 [T, d], contiguous.   tokens: int32 [Te].   weights: float32 [Te].   kind: the expert's; the
+             host gives it, because reading `tables.kind` would wait for the device.   y: float32 [T, d], contiguous.
              workspace: float32, contiguous, `workspace_floats(Te, f)` values or more.
     """
     for start in range(0, tokens.shape[0], PIECE_TOKENS):
@@ -489,20 +490,20 @@ def expert_many(
 
 
 def _hidden_of_piece(x: Tensor, tokens: Tensor, tables: LayerTables, expert: int, kind: ExpertKind, h: Tensor) -> None:
-    """Writes h float32 [Te, f], 0 where a neuron does not run."""
+    """Writes h float32 [Te, f], 0 for a neuron that does not run."""
     num_tokens, f = tokens.shape[0], kind.num_rows
     gate = kind.gate
     parts = [kind.up.part] if gate is None else [gate.part, kind.up.part]
     most = MAX_TOKENS_IN_TWO // 2 if any(part.bits == 1 for part in parts) else MAX_TOKENS_IN_TWO
     block_tokens, block_rows = blocks(num_tokens, f, most)
     if block_tokens == MAX_TOKENS_IN_TWO:
-        block_rows = 64  # what tensor cores of sm_90 take; with 32, registers spill
+        block_rows = 64  # as tensor cores of sm_90 take; with 32, registers spill
     _hidden[triton.cdiv(f, block_rows), triton.cdiv(num_tokens, block_tokens)](
         x,
         tokens,
         tables.arena,
-        None if gate is None else _places(tables, gate.in_selector),
-        _places(tables, kind.up.in_selector),
+        None if gate is None else _row_table(tables, gate.in_selector),
+        _row_table(tables, kind.up.in_selector),
         tables.thresholds,
         h,
         lookup_for(x.device, *parts),
@@ -533,7 +534,7 @@ def _down_of_piece(
         tokens,
         weights,
         tables.arena,
-        _places(tables, kind.down.in_selector),
+        _row_table(tables, kind.down.in_selector),
         tables.down_bias,
         y,
         lookup_for(y.device, part),
@@ -549,11 +550,11 @@ def _down_of_piece(
     )
 
 
-def _places(tables: LayerTables, in_selector: bool) -> Tensor:
-    """Where the rows lie that hold a matrix."""
-    found = tables.selector_at if in_selector else tables.record_at
-    assert found is not None, "a matrix of selector rows needs their table"
-    return found
+def _row_table(tables: LayerTables, in_selector: bool) -> Tensor:
+    """Returns the table of the rows that contain a matrix."""
+    row_at = tables.selector_at if in_selector else tables.record_at
+    assert row_at is not None, "a matrix of selector rows needs their table"
+    return row_at
 
 
 @triton.jit(do_not_specialize=_PER_EXPERT)
@@ -577,7 +578,7 @@ def _hidden(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    D: tl.constexpr = UP[5]
+    D: tl.constexpr = UP.num_cols
     r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     m = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     live, is_token = r < F, m < num_tokens
@@ -588,7 +589,7 @@ def _hidden(
         for tile in range(tl.cdiv(D, COLS)):
             x = load_tokens(x_ptr, t, is_token, tile, D, COLS)
             up = add_product(up, arena_ptr, up_units, live, tile, x, lookup_ptr, UP, COLS)
-        if UP[6] >= 0:
+        if UP.bias >= 0:
             up += load_bias(arena_ptr, up_units, live, UP)[:, None]
         h = act(up, FUNCTION)
         a = h
@@ -599,15 +600,15 @@ def _hidden(
             x = load_tokens(x_ptr, t, is_token, tile, D, COLS)
             up = add_product(up, arena_ptr, up_units, live, tile, x, lookup_ptr, UP, COLS)
             gate = add_product(gate, arena_ptr, gate_units, live, tile, x, lookup_ptr, GATE, COLS)
-        if UP[6] >= 0:
+        if UP.bias >= 0:
             up += load_bias(arena_ptr, up_units, live, UP)[:, None]
-        if GATE[6] >= 0:
+        if GATE.bias >= 0:
             gate += load_bias(arena_ptr, gate_units, live, GATE)[:, None]
         active, up = act(gate, FUNCTION), factor(up, FUNCTION)
         h = active * up
         a = up if SELECTOR == "up" else active if SELECTOR == "gate" else h
     below = tl.abs(a) < tl.load(thresholds_ptr + expert)
-    h = tl.where((a == 0) | below, 0.0, h)  # a NaN is neither: it runs and is seen
+    h = tl.where((a == 0) | below, 0.0, h)  # a NaN is neither, so its neuron runs and the NaN reaches the output
     tl.store(h_ptr + m[None, :] * F + r[:, None], h, mask=live[:, None] & is_token[None, :])
 
 
@@ -629,24 +630,24 @@ def _down(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    D: tl.constexpr = PART[5]
+    D: tl.constexpr = PART.num_cols
     tile = tl.program_id(0)
     m = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     is_token = m < num_tokens
     sums = tl.zeros([COLS, BLOCK_TOKENS], tl.float32)
-    less = tl.zeros([BLOCK_TOKENS], tl.float32)  # what zeros take off every column
+    less = tl.zeros([BLOCK_TOKENS], tl.float32)  # what the zeros subtract from every column
     for block in range(tl.cdiv(F, BLOCK_ROWS)):
         r = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         units = tl.load(down_at_ptr + expert * F + r, mask=r < F, other=0).to(tl.int64)
-        w = load_tile(arena_ptr, units, r < F, tile, lookup_ptr, PART, COLS, TURNED=True)
+        w = load_tile(arena_ptr, units, r < F, tile, lookup_ptr, PART, COLS, TRANSPOSED=True)
         h = load_tokens(h_ptr, m, is_token, block, F, BLOCK_ROWS)
         if has_scales(PART):
-            scale, zero = load_scales(arena_ptr, units, (tile * COLS) // PART[2], r < F, PART)
+            scale, zero = load_scales(arena_ptr, units, (tile * COLS) // PART.group, r < F, PART)
             h *= scale[:, None]
-            if PART[0] == AFFINE:
+            if PART.kind == AFFINE:
                 less += tl.sum(h * zero[:, None], 0)
         sums += dot_exact(w, h)
-    sums = sums * UNITS[PART[0]] - less[None, :]
+    sums = sums * UNITS[PART.kind] - less[None, :]
     t = tl.load(tokens_ptr + m, mask=is_token, other=0).to(tl.int64)
     factors = tl.load(weights_ptr + m, mask=is_token, other=0.0)
     cols = tile * COLS + tl.arange(0, COLS)

@@ -1,6 +1,6 @@
-"""Many tokens times a dense matrix in its stored bytes: the twin of `matrix.linear`.
+"""Products with a matrix of the dense part in its stored bytes: for many tokens, for one token, and one row of it.
 
-A dense matrix times one hidden state; and one row of it, as an embedding is.
+The twin of `gemm` and `gemv` is `linear` in `runtime.model.matrix`; `gather_row` reads one row, as an embedding does.
 """
 
 import torch
@@ -21,11 +21,10 @@ from moe_pack.runtime.gpu.kernels.products import (
 )
 from moe_pack.runtime.gpu.kernels.rows import F32, TRELLIS, RowPart, dot_tile, lookup_for, sum_tile
 
-MAX_TOKENS = 64  # of a program
-MAX_TOKENS_IN_TWO = (
-    32  # where its weights, or its sums, are two, of 1 bit, and of a trellis of 8: with more, registers spill (sm_80)
-)
-_MANY_PROGRAMS = 256  # with fewer, smaller blocks of rows keep more of a card's processors busy
+MAX_TOKENS = 64  # that a program takes
+# With two kinds of weights or of sums, codes of 1 bit, or a trellis of width 8: with more, registers spill (sm_80).
+MAX_TOKENS_IN_TWO = 32
+_MANY_PROGRAMS = 256  # with fewer, smaller blocks of rows keep more of the GPU busy
 
 
 def gemm(x: Tensor, rows: Tensor, part: RowPart, row_units: int, out: Tensor, *, bias: Tensor | None = None) -> None:
@@ -57,14 +56,14 @@ def gemm(x: Tensor, rows: Tensor, part: RowPart, row_units: int, out: Tensor, *,
 
 
 def blocks(num_tokens: int, num_rows: int, max_tokens: int = MAX_TOKENS) -> tuple[int, int]:
-    """How many tokens and rows a program takes, for so many in all."""
+    """Returns how many of all tokens and of all rows a program takes."""
     tokens = min(max_tokens, max(16, triton.next_power_of_2(num_tokens)))
     programs = triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, 64)
     return tokens, 64 if programs >= _MANY_PROGRAMS else 32
 
 
 def num_warps(block_tokens: int, block_rows: int) -> int:
-    """Warps of a program with so many sums: as many as keep them in registers."""
+    """Returns the warps of a program: so many that its sums stay in registers."""
     return 8 if block_tokens * block_rows >= 1024 else 4
 
 
@@ -83,12 +82,12 @@ def _gemm(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    D: tl.constexpr = PART[5]
+    D: tl.constexpr = PART.num_cols
     r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     t = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     live, is_token = r < num_rows, t < num_tokens
     units = r.to(tl.int64) * row_units
-    # Rows stand where a tensor core has most places, so that a handful of tokens fills it too.
+    # Rows are the larger dimension of a tensor core's product, so that a few tokens fill it too.
     sums = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
     for tile in range(tl.cdiv(D, COLS)):
         x = load_tokens(x_ptr, t, is_token, tile, D, COLS)
@@ -99,7 +98,7 @@ def _gemm(
     tl.store(out_ptr + places, sums, mask=live[:, None] & is_token[None, :])
 
 
-MANY_PROGRAMS = 1024  # beyond, a program takes several blocks of rows: it reads x once for all
+MANY_PROGRAMS = 1024  # with more, a program takes several blocks of rows and reads x once for all
 
 
 def gemv(
@@ -112,7 +111,7 @@ def gemv(
     residual: Tensor | None = None,
     scale: float = 1.0,
 ) -> None:
-    """A matrix times a vector: `out = residual + scale * (rows @ x + bias)`.
+    """Writes a matrix times a vector: `out = residual + scale * (rows @ x + bias)`.
 
     Args:    x: float32 [d].   rows: u8 [n, row bytes], or bf16, f16 or float32 [n, d]; contiguous, from a multiple of
              16 bytes on, a row a multiple of 16 bytes.   part: `part_of` or `stored_part`.   out: float32 [n]; may be
@@ -143,9 +142,9 @@ def gemv(
 
 
 def gather_row(rows: Tensor, part: RowPart, row_id: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
-    """One row of a matrix, times `scale`: the embedding of a token.
+    """Writes one row of a matrix, times `scale`, to `out`: the embedding of a token.
 
-    Args:    rows, part: as of `gemv`.   row_id: int32 [1].   out: float32 [d].
+    Args:    rows, part: as for `gemv`.   row_id: int32 [1].   out: float32 [d].
     """
     tile = sum_tile((part,))
     _gather_row[(1,)](

@@ -296,7 +296,7 @@ def _token(name: Name, selector: Selector, function: NeuronFunction, size: Size,
     values = [activations(x, expert.block(), function) for expert in made.experts]
     layer = layer_of(made.experts, thresholds=[threshold_at(each.of(selector), 0.6) for each in values])
     tables, there = layer.tables_on(device), x[0].to(device)
-    selection, experts = Selection.room(2, f, device), torch.tensor([1, 0], dtype=torch.int32, device=device)
+    selection, experts = Selection.allocate(2, f, device), torch.tensor([1, 0], dtype=torch.int32, device=device)
     partials = _nans((2, 3, d), device)
 
     def launch() -> None:
@@ -414,7 +414,7 @@ def _attention(shape: AttentionShape, device: torch.device) -> Prepared:
     keys, values = (each.to(device) for each in held)
     position = torch.tensor([shape.position], dtype=torch.int32, device=device)
     turned, out = _nans((shape.heads, dim), device), _nans((shape.heads, dim), device)
-    room = AttentionWorkspace.room(shape.heads, shape.kv_heads, dim, shape.places, device)
+    room = AttentionWorkspace.allocate(shape.heads, shape.kv_heads, dim, shape.places, device)
     on_device = None if sinks is None else sinks.to(device)
     qk_norms = QkNorms(there[5], there[6], 1e-6)
 
@@ -473,7 +473,7 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
     there, angles = keys.to(device), (cos.to(device), sin.to(device))
     position = torch.tensor([at], dtype=torch.int32, device=device)
     moved, mixed, out = (_nans(shape, device) for shape in ((heads, rank + rope), (heads, rank), (heads * v,)))
-    room = AttentionWorkspace.room(heads, 1, rank, places, device)
+    room = AttentionWorkspace.allocate(heads, 1, rank, places, device)
 
     def launch() -> None:
         enter_latent((given[0], given[1]), given[2], angles, True, position, spec, kv_b, moved, there)

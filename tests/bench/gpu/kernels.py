@@ -111,7 +111,7 @@ def _token(results: Results, timer: ByteClock, stores: Stores) -> None:
     model, device = stores.model, timer.clock.device
     experts = make_experts(timer.clock, model, stores.selector, stores.selector_bits, stores.record_bits)
     x = torch.randn(model.d, generator=torch.Generator().manual_seed(0)).to(device)
-    chosen = Selection.room(model.k, model.f, device)
+    chosen = Selection.allocate(model.k, model.f, device)
     select(x, experts.batches[0], experts.tables, chosen)
     a = chosen.a[0].abs()
     for sparsity in _SPARSITIES:
@@ -221,7 +221,7 @@ def attends(caches: Tensor, heads: int) -> Callable[[int], None]:
     _, _, kv_heads, context, head_dim = caches.shape
     q, out = (torch.randn(heads, head_dim, device=caches.device) for _ in range(2))
     position = torch.full((1,), context - 1, dtype=torch.int32, device=caches.device)
-    room = AttentionWorkspace.room(heads, kv_heads, head_dim, context, caches.device)
+    room = AttentionWorkspace.allocate(heads, kv_heads, head_dim, context, caches.device)
 
     def attend_once(number: int) -> None:
         attend(q, (caches[number, 0], caches[number, 1]), position, head_dim**-0.5, None, room, out)
@@ -320,7 +320,7 @@ def launches(clock: Clock, model: Model) -> list[Launch]:
     device, is_tiny, is_mixtral = clock.device, model.name == _TINY.name, model.name == MIXTRAL.name
     experts = make_experts(clock, model, "up", 2 if is_mixtral else 4, 4)
     x, batch, tables = torch.randn(model.d).to(device), experts.batches[-1], experts.tables
-    chosen = Selection.room(model.k, model.f, device)
+    chosen = Selection.allocate(model.k, model.f, device)
     select(x, batch, tables, chosen)
     tables.thresholds.fill_(float(torch.quantile(chosen.a[0].abs(), _SPARSITY)))
     partials = torch.zeros((model.k, num_partials(model.k, model.f, clock.num_sms), model.d), device=device)

@@ -474,7 +474,7 @@ def _running(f: int) -> NDArray[np.int32]:
 
 def _selection(neurons: NDArray[np.int32], f: int, device: torch.device) -> Selection:
     """What `select` would have listed."""
-    listed = Selection.room(1, f, torch.device("cpu"))
+    listed = Selection.allocate(1, f, torch.device("cpu"))
     for block in range(listed.counts.shape[1]):
         ours = neurons[(neurons // SELECT_BLOCK) == block]
         listed.neurons[0, block * SELECT_BLOCK :][: len(ours)] = torch.from_numpy(ours)

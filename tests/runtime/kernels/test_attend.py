@@ -97,7 +97,9 @@ class Case:
     def attended(self, turned: Tensor, cache: Cache) -> Tensor:
         """The kernels' output."""
         spec = self.spec
-        room = AttentionWorkspace.room(spec.num_heads, spec.num_kv_heads, spec.head_dim, cache[0].shape[1], self.device)
+        room = AttentionWorkspace.allocate(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, cache[0].shape[1], self.device
+        )
         room.sums.fill_(torch.nan)  # what is left of another token's
         room.mixed.fill_(torch.nan)
         out = torch.full_like(turned, torch.nan)
@@ -161,7 +163,7 @@ def test_a_cache_in_16_bit_is_read_as_the_values_it_holds(number: int, kernel_de
 
 def test_a_small_cache_has_one_split_and_a_large_one_many() -> None:
     def splits(context: int, num_heads: int = 32, num_kv_heads: int = 8) -> int:
-        return AttentionWorkspace.room(num_heads, num_kv_heads, 8, context, CPU).sums.shape[1]
+        return AttentionWorkspace.allocate(num_heads, num_kv_heads, 8, context, CPU).sums.shape[1]
 
     assert [splits(context) for context in (1, 32, 63, 64, 500, 4096, 100_000)] == [1, 1, 2, 2, 16, 32, 32]
     assert splits(4096, 128, 1) == 32 and splits(4096, 16, 1) == 64 and splits(4096, 600, 300) == 1

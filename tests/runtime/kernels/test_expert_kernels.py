@@ -43,7 +43,7 @@ class Run:
 
 def run_layer(layer: RandomLayer, x: Tensor, experts: list[int], num_partials: int, device: torch.device) -> Run:
     tables, there = layer.tables_on(device), x.to(device)
-    selection = Selection.room(len(experts), tables.record_at.shape[1], device)
+    selection = Selection.allocate(len(experts), tables.record_at.shape[1], device)
     numbers = torch.tensor(experts, dtype=torch.int32, device=device)
     partials = torch.full((len(experts), num_partials, len(x)), torch.nan, device=device)
     select(there, numbers, tables, selection)
@@ -224,12 +224,12 @@ def test_partial_sums_are_added_with_the_routers_weights(
     k: int, num_partials: int, d: int, kernel_device: torch.device
 ) -> None:
     partials, weights = torch.randn(k, num_partials, d), torch.rand(k)
-    residual, also = torch.randn(d), torch.randn(d)
+    residual, shared = torch.randn(d), torch.randn(d)
     plain = reduce_twin(partials, weights)
-    expected = residual + 2.5 * (also + plain)
-    partials, weights, residual, also = (each.to(kernel_device) for each in (partials, weights, residual, also))
+    expected = residual + 2.5 * (shared + plain)
+    partials, weights, residual, shared = (each.to(kernel_device) for each in (partials, weights, residual, shared))
     out = torch.full_like(residual, torch.nan)
     reduce(partials, weights, out)
     torch.testing.assert_close(out.cpu(), plain, rtol=1e-5, atol=1e-5)
-    reduce(partials, weights, residual, residual=residual, also=also, scale=2.5)
+    reduce(partials, weights, residual, residual=residual, shared=shared, scale=2.5)
     torch.testing.assert_close(residual.cpu(), expected, rtol=1e-5, atol=1e-5)

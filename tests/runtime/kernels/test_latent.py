@@ -112,7 +112,7 @@ def test_a_token_attends_as_in_torch(case: Case, kernel_device: torch.device) ->
     moved = nans(spec.num_heads, case.rank + case.rope)
     enter_latent((q, kv), norm, (cos, sin), case.interleaved, position, spec, there, moved, keys)
     assert_near(keys, cache.keys)
-    room = AttentionWorkspace.room(spec.num_heads, 1, case.rank, keys.shape[1], kernel_device)
+    room = AttentionWorkspace.allocate(spec.num_heads, 1, case.rank, keys.shape[1], kernel_device)
     mixed, out = nans(spec.num_heads, case.rank), nans(spec.num_heads * case.v)
     attend(moved, (keys, keys[..., : case.rank]), position, spec.scale, None, room, mixed)
     leave_latent(mixed, spec, there, out)

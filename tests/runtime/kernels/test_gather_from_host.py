@@ -128,5 +128,7 @@ def test_an_empty_selection_brings_nothing(ids: Ids, kernel_device: torch.device
     layer = small_layer().to(kernel_device)
     before = layer.tables.record_at.clone()
     lru_update(ids(0), layer.state, layer.tables)
-    gather_records_from_host(ids(0), Selection.room(1, 150, kernel_device), layer.tables, layer.state, layer.host, 4)
+    gather_records_from_host(
+        ids(0), Selection.allocate(1, 150, kernel_device), layer.tables, layer.state, layer.host, 4
+    )
     assert torch.equal(layer.tables.record_at, before)
