@@ -1,1 +1,1 @@
-"""The engines on a GPU. None has run on one yet."""
+"""Engines for a GPU: the graph engine and the staged engine. Importing this needs no Triton."""

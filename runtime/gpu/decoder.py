@@ -1,17 +1,10 @@
-"""Attention of one token on a device, in launches alone: one class a kind. Importing this needs triton.
+"""A decoder on a GPU: many tokens layer by layer as everywhere, one token by launches that a CUDA graph can capture.
 
-One token through all of a model but its routed experts, on a device, in launches alone.
-
-Everything has its place before: buffers here, weights and key-value cache elsewhere. Which token, and where it stands,
-is read from the device; nothing is decided, allocated or waited for by the host. Importing this needs triton.
-
-A decoder on a card: several tokens layer by layer as everywhere, one token by launches made ready before.
-
-Importing this needs triton.
-
-One token through the model on a device, experts too, in launches alone: what a CUDA graph is made of.
-
-Importing this needs triton.
+`GroupedAttention` and `LatentAttention` run one token's attention; `TokenLayers` runs one token through the model
+without its routed experts; `TokenStep` adds the experts. They only launch: buffers are allocated here, weights and the
+key-value cache elsewhere, and the device itself reads which token runs and at which position. The host decides,
+allocates and waits for nothing in between. `TokenDecoder` is the base of the two engines' decoders. Importing this
+needs Triton.
 """
 
 from abc import abstractmethod
@@ -40,11 +33,11 @@ from moe_pack.runtime.gpu.weights import DeviceMatrix, GpuWeights
 from moe_pack.runtime.model import Angles, Decoder, KVCache, PackWeights
 
 
-def on_device(weights: PackWeights, role: str) -> DeviceMatrix:
-    """A dense matrix as it lies on a device."""
-    held = weights.matrix(role)
-    assert isinstance(held, DeviceMatrix), "weights of a card"
-    return held
+def device_matrix(weights: PackWeights, role: str) -> DeviceMatrix:
+    """Returns a dense matrix as it is stored on the device."""
+    matrix = weights.matrix(role)
+    assert isinstance(matrix, DeviceMatrix), "weights of a GPU"
+    return matrix
 
 
 class TokenAttention(Protocol):
@@ -53,31 +46,31 @@ class TokenAttention(Protocol):
     def run(self, layer: int, normed: Tensor, x: Tensor, position: Tensor) -> None:
         """Adds a layer's attention for the normed state to the hidden state x, both float32 [d].
 
-        Args:    position: int32 [1], the token's, at which its keys and values enter the cache.
+        Args:    position: int32 [1], the token's; its keys and values enter the cache there.
         """
         ...
 
 
 class GroupedAttention:
-    """Grouped queries; see `attention`. Owns its buffers.
+    """Attention with grouped queries, as `kernels.attention` computes it. Owns its buffers.
 
     Args:    angles: float32 [context, rotary_dim / 2] each, of every position.
     """
 
     def __init__(self, weights: PackWeights, cache: KVCache, angles: Angles) -> None:
         spec, device = weights.spec.attention, cache.device
-        assert isinstance(spec, GroupedQuerySpec), "of this kind"
+        assert isinstance(spec, GroupedQuerySpec), "the spec has this kind of attention"
         self._weights, self._cache, self._angles, self._spec = weights, cache, angles, spec
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._q, self._k, self._v = (torch.zeros(width, device=device) for width in (queries, keys, keys))
         self._rotated = torch.zeros((spec.num_heads, spec.head_dim), device=device)
         self._mixed = torch.zeros_like(self._rotated)
-        self._room = AttentionWorkspace.allocate(
+        self._workspace = AttentionWorkspace.allocate(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, cache.context_tokens, device
         )
 
     def run(self, layer: int, normed: Tensor, x: Tensor, position: Tensor) -> None:
-        """See `TokenAttention`."""
+        """Adds a layer's attention to x; arguments as for `TokenAttention`."""
         spec, role = self._spec, f"layers.{layer}.attention"
         self._project(role, "q", normed, self._q)
         self._project(role, "k", normed, self._k)
@@ -91,25 +84,25 @@ class GroupedAttention:
         interleaved = weights.spec.rotation.interleaved
         enter(projected, norms, self._angles, interleaved, position, spec, self._rotated, cache)
         sinks = weights.vector(f"{role}.sinks") if spec.sinks else None
-        attend(self._rotated, cache, position, spec.scale, spec.window(layer), self._room, self._mixed, sinks)
+        attend(self._rotated, cache, position, spec.scale, spec.window(layer), self._workspace, self._mixed, sinks)
         self._project(role, "o", self._mixed.view(-1), x, x)
 
     def _project(self, role: str, name: str, inputs: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
         weights = self._weights
         bias = weights.vector(f"{role}.{name}_bias") if name in self._spec.bias else None
         scale = 1.0 if residual is None else weights.spec.residual_multiplier
-        on_device(weights, f"{role}.{name}").times(inputs, out, bias, residual, scale)
+        device_matrix(weights, f"{role}.{name}").times(inputs, out, bias, residual, scale)
 
 
 class LatentAttention:
-    """Multi-head latent attention, the absorbed way; see `latent_attention`. Owns its buffers.
+    """Multi-head latent attention, with absorbed projections, as `kernels.attention` computes it. Owns its buffers.
 
     Args:    angles: float32 [context, rotary_dim / 2] each, of every position.
     """
 
     def __init__(self, weights: PackWeights, cache: KVCache, angles: Angles) -> None:
         spec, device = weights.spec.attention, cache.device
-        assert isinstance(spec, LatentSpec), "of this kind"
+        assert isinstance(spec, LatentSpec), "the spec has this kind of attention"
         self._weights, self._cache, self._angles, self._spec = weights, cache, angles, spec
         heads, rank, rope = spec.num_heads, spec.kv_lora_rank, spec.qk_rope_head_dim
         self._q = torch.zeros(heads * (spec.qk_nope_head_dim + rope), device=device)
@@ -118,41 +111,41 @@ class LatentAttention:
         self._moved = torch.zeros((heads, rank + rope), device=device)
         self._mixed = torch.zeros((heads, rank), device=device)
         self._values = torch.zeros(heads * spec.v_head_dim, device=device)
-        self._room = AttentionWorkspace.allocate(heads, 1, rank, cache.context_tokens, device)
+        self._workspace = AttentionWorkspace.allocate(heads, 1, rank, cache.context_tokens, device)
 
     def run(self, layer: int, normed: Tensor, x: Tensor, position: Tensor) -> None:
-        """See `TokenAttention`."""
+        """Adds a layer's attention to x; arguments as for `TokenAttention`."""
         weights, spec, role = self._weights, self._spec, f"layers.{layer}.attention"
         if spec.q_lora_rank is None:
-            on_device(weights, f"{role}.q").times(normed, self._q)
+            device_matrix(weights, f"{role}.q").times(normed, self._q)
         else:
-            on_device(weights, f"{role}.q_a").times(normed, self._low)
+            device_matrix(weights, f"{role}.q_a").times(normed, self._low)
             rms_norm(self._low, weights.vector(f"{role}.q_a_norm"), spec.lora_norm_eps, self._low)
-            on_device(weights, f"{role}.q_b").times(self._low, self._q)
-        on_device(weights, f"{role}.kv_a").times(normed, self._kv)
-        kv_b = StoredRows(on_device(weights, f"{role}.kv_b").held, on_device(weights, f"{role}.kv_b").part)
+            device_matrix(weights, f"{role}.q_b").times(self._low, self._q)
+        device_matrix(weights, f"{role}.kv_a").times(normed, self._kv)
+        kv_b = StoredRows(device_matrix(weights, f"{role}.kv_b").stored, device_matrix(weights, f"{role}.kv_b").part)
         norm, interleaved = weights.vector(f"{role}.kv_a_norm"), weights.spec.rotation.interleaved
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         projected = (self._q, self._kv)
         enter_latent(projected, norm, self._angles, interleaved, position, spec, kv_b, self._moved, keys)
-        attend(self._moved, (keys, values), position, spec.scale, None, self._room, self._mixed)
+        attend(self._moved, (keys, values), position, spec.scale, None, self._workspace, self._mixed)
         leave_latent(self._mixed, spec, kv_b, self._values)
         scale = weights.spec.residual_multiplier
-        on_device(weights, f"{role}.o").times(self._values, x, residual=x, scale=scale)
+        device_matrix(weights, f"{role}.o").times(self._values, x, residual=x, scale=scale)
 
 
 def token_attention(weights: PackWeights, cache: KVCache, angles: Angles) -> TokenAttention:
-    """The attention of a model's kind; arguments as above."""
+    """Returns attention of the model's kind; arguments as above."""
     kind = GroupedAttention if isinstance(weights.spec.attention, GroupedQuerySpec) else LatentAttention
     return kind(weights, cache, angles)
 
 
 class TokenLayers:
-    """Room for one token's way through a model, and the launches of it.
+    """Buffers for one token's forward pass, and its launches up to the routed experts of each layer.
 
-    `control`: int32 [2], the token and its position, read by what is launched.   `x`, `normed`: float32 [d], the hidden
-    state, and what experts see of it.   `routes`: int32 [L, k], and `router_weights`: float32 [k], of the last layer
-    that was routed.   `logits`: float32 [vocabulary].
+    `control`: int32 [2], the token and its position, which the kernels read.   `x`, `normed`: float32 [d], the hidden
+    state, and its norm that experts get.   `routes`: int32 [L, k].   `router_weights`: float32 [k], of the last layer
+    with a router.   `logits`: float32 [vocabulary].
     Args:    angles: float32 [context, rotary_dim / 2] each, of every position; may be overwritten between tokens.
     """
 
@@ -168,7 +161,7 @@ class TokenLayers:
         self.control = torch.zeros(2, dtype=torch.int32, device=device)
         self.routes = torch.zeros((len(spec.moe_layers), k), dtype=torch.int32, device=device)
         self.router_weights, self.logits = floats(k), floats(spec.vocab_size)
-        self.x, self.normed, self._also = (floats(spec.hidden_size) for _ in range(3))
+        self.x, self.normed, self._shared = (floats(spec.hidden_size) for _ in range(3))
         self._scores, self._gated = floats(spec.router.num_experts), floats(1)
         shared = 0 if spec.shared_expert is None else spec.shared_expert.intermediate_size
         widest = max(spec.dense_intermediate_size or 0, shared)
@@ -176,13 +169,13 @@ class TokenLayers:
         self._attention = token_attention(weights, cache, angles)
 
     def start(self) -> None:
-        """The token's embedding."""
-        on_device(self._weights, "embed").gather(self.control[:1], self.x, self._weights.spec.embedding_multiplier)
+        """Launches the token's embedding."""
+        device_matrix(self._weights, "embed").gather(self.control[:1], self.x, self._weights.spec.embedding_multiplier)
 
     def run(self, layer: int) -> Tensor | None:
-        """A layer up to its routed experts, which are then in `routes`; what is to be added to theirs, float32 [d].
+        """Launches a layer up to its routed experts, whose numbers it writes to `routes`.
 
-        All of it, where it has one dense expert.
+        Returns the shared experts' output, float32 [d], if there is one. A layer with a dense expert is run whole.
         """
         role, spec = f"layers.{layer}", self._weights.spec
         self._norm(f"{role}.attention_norm")
@@ -198,7 +191,7 @@ class TokenLayers:
         return self._shared_expert(role)
 
     def finish(self) -> None:
-        """The logits."""
+        """Launches the last norm and the head."""
         weights, spec = self._weights, self._weights.spec
         self._norm("norm")
         bias = weights.vector("head_bias") if spec.head_bias else None
@@ -206,7 +199,7 @@ class TokenLayers:
         head.times(self.normed, self.logits, bias, scale=1 / spec.logits_scaling)
 
     def _matrix(self, role: str) -> DeviceMatrix:
-        return on_device(self._weights, role)
+        return device_matrix(self._weights, role)
 
     def _norm(self, role: str) -> None:
         weights = self._weights
@@ -217,12 +210,12 @@ class TokenLayers:
         shared = self._weights.spec.shared_expert
         if shared is None:
             return None
-        self._dense_expert(f"{role}.shared", self._also, None, 1.0)
+        self._dense_expert(f"{role}.shared", self._shared, None, 1.0)
         if shared.gated:
             self._matrix(f"{role}.shared_router").times(self.normed, self._gated)
             torch.sigmoid(self._gated, out=self._gated)
-            torch.mul(self._also, self._gated, out=self._also)
-        return self._also
+            torch.mul(self._shared, self._gated, out=self._shared)
+        return self._shared
 
     def _dense_expert(self, role: str, out: Tensor, residual: Tensor | None, scale: float) -> None:
         up = self._matrix(f"{role}.up")
@@ -239,9 +232,9 @@ _INTERPRETED_SMS = 1  # programs run one after the other
 
 
 class TokenDecoder(Decoder):
-    """A model at work on a card; see `Decoder`. Logits come back in host memory.
+    """A decoder on a GPU; see `Decoder`. Logits are returned in host memory.
 
-    Until it is prepared, and on a CPU, where the interpreter runs the kernels, the same launches run without graphs.
+    Before `prepare`, and on a CPU, where the interpreter runs the kernels, the same launches run without graphs.
     Args:    chunk_tokens: of a forward pass of several tokens.   cache_dtype: float32 or bfloat16.
     """
 
@@ -258,28 +251,31 @@ class TokenDecoder(Decoder):
         self._tables_are_long = False
         self._tables = self._rope(torch.arange(context_tokens, device=device), 1)
         self._layers = TokenLayers(weights, self.cache, self._tables)
-        self._control, self._logits = self._on_host(self._layers.control), self._on_host(self._layers.logits)
-        # An event: torch can be told to forbid waits for streams, and a test has no others here.
+        self._control, self._logits = (
+            self._page_locked_like(self._layers.control),
+            self._page_locked_like(self._layers.logits),
+        )
+        # An event and not a stream: a test makes torch forbid waits for streams.
         self._done = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]  # untyped in torch
 
     def logits(self, ids: list[int]) -> Tensor:
-        """See `Decoder.logits`; in host memory."""
+        """Returns logits in host memory; see `Decoder.logits`."""
         return self._one(ids[0])[None].clone() if self._is_alone(ids) else super().logits(ids).cpu()
 
     def next_logits(self, ids: list[int]) -> Tensor:
-        """See `Decoder.next_logits`; in host memory, until the next call."""
+        """Returns the last logits in host memory, valid until the next call; see `Decoder.next_logits`."""
         return self._one(ids[0]) if self._is_alone(ids) else super().next_logits(ids).cpu()
 
     @abstractmethod
     def prepare(self) -> None:
-        """Captures what is launched for a token in CUDA graphs; runs it once before, so that all kernels are loaded."""
+        """Captures a token's launches in CUDA graphs, after running them once so that all kernels are loaded."""
 
     @abstractmethod
     def _run_token(self) -> None:
-        """Runs the token in `_control`, and asks for its logits to come to `_logits`."""
+        """Runs the token in `_control`, and begins the copy of its logits to `_logits`."""
 
     def _is_alone(self, ids: list[int]) -> bool:
-        """Whether these are one token, for which nothing before has to be computed anew."""
+        """Whether these are one token, and no earlier position has to be computed again."""
         before = self.cache.num_tokens
         return len(ids) == 1 and (before == 0 or self._rope.is_long(before + 1) == self._rope.is_long(before))
 
@@ -292,24 +288,24 @@ class TokenDecoder(Decoder):
         self._run_token()
         if self._done is not None:
             self._done.record()
-            self._done.synchronize()  # the one wait of a token: its logits are wanted
+            self._done.synchronize()  # the only wait for a token: its logits are returned
         self._ids[before:] = [token]
         self.cache.num_tokens += 1
         return self._logits
 
     def _take_angles(self, is_long: bool) -> None:
-        """Where a long sequence turns by other angles, puts those in their place."""
+        """Replaces the angles in the tables, if a long sequence uses others."""
         if is_long == self._tables_are_long:
             return
         context = self.cache.context_tokens
         angles = self._rope(torch.arange(context, device=self.device), context if is_long else 1)
-        for table, new in zip(self._tables, angles, strict=True):
-            table.copy_(new)
+        for table, values in zip(self._tables, angles, strict=True):
+            table.copy_(values)
         self._tables_are_long = is_long
 
-    def _on_host(self, like: Tensor) -> Tensor:
-        """Page-locked memory of a tensor's shape."""
-        return torch.zeros(like.shape, dtype=like.dtype, pin_memory=self._is_cuda)
+    def _page_locked_like(self, tensor: Tensor) -> Tensor:
+        """Returns page-locked memory of a tensor's shape and dtype."""
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=self._is_cuda)
 
     def _num_sms(self) -> int:
         if not self._is_cuda:
@@ -318,11 +314,11 @@ class TokenDecoder(Decoder):
 
     @torch.inference_mode()
     def _captured(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Launches as one graph. They run once before, so that all kernels are compiled and loaded."""
+        """Returns launches as one graph; runs them once before, so that all kernels are compiled and loaded."""
         if not self._is_cuda:
             return launch
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # untyped in torch
-        stream.wait_stream(torch.cuda.current_stream())  # what is launched here uses what was filled there
+        stream.wait_stream(torch.cuda.current_stream())  # these launches use buffers that the current stream fills
         with torch.cuda.stream(stream):
             launch()
             stream.synchronize()
@@ -333,9 +329,9 @@ class TokenDecoder(Decoder):
 
 
 class TokenStep:
-    """The launches of one token, and room for its experts' work.
+    """The launches of one token, experts included, and buffers for its experts.
 
-    Args:    num_sms: multiprocessors of the card, which say how work is divided.
+    Args:    num_sms: multiprocessors of the GPU, by which work is divided.
     """
 
     def __init__(self, weights: GpuWeights, layers: TokenLayers, num_sms: int) -> None:
@@ -346,7 +342,7 @@ class TokenStep:
         self._partials = torch.zeros((k, num_partials(k, f, num_sms), spec.hidden_size), device=device)
 
     def run(self) -> None:
-        """Launches everything, from the token in `control` to `logits`."""
+        """Launches the whole forward pass, from the token in `control` to `logits`."""
         layers, spec = self._layers, self._weights.spec
         layers.start()
         layer_idx = 0
@@ -362,11 +358,11 @@ class TokenStep:
         layers.finish()
 
     def _experts(self, layer_idx: int) -> None:
-        """The partial sums of the experts that the token goes to, of which what is not there is pulled."""
-        layers, held = self._layers, self._weights.cache.layers[layer_idx]
+        """Launches the token's experts up to their partial sums, and the copies of rows that they lack."""
+        layers, cache = self._layers, self._weights.cache.layers[layer_idx]
         experts = layers.routes[layer_idx]
-        held.lru_update(experts)
-        held.gather_selectors_from_host(experts)
-        select(layers.normed, experts, held.tables, self._selection)
-        held.gather_records_from_host(experts, self._selection)
-        neurons(layers.normed, experts, held.tables, self._selection, self._partials)
+        cache.lru_update(experts)
+        cache.gather_selectors_from_host(experts)
+        select(layers.normed, experts, cache.tables, self._selection)
+        cache.gather_records_from_host(experts, self._selection)
+        neurons(layers.normed, experts, cache.tables, self._selection, self._partials)

@@ -1,8 +1,8 @@
-"""A pack on a card inside a budget: what else takes memory is measured, and the rest is the experts'.
+"""Fits an engine on a GPU into a budget: measures what everything else takes, and gives experts the rest.
 
-Nothing is assumed of what driver, kernels and forward passes take. An engine is first put together with as little room
-for experts as it runs in. It runs every kernel that it will ever launch, and its longest passes, and is measured; what
-the budget leaves is the room of the engine that stays.
+Nothing is assumed about the memory of driver, kernels and forward passes. An engine is first built with as little
+memory for experts as it runs in. It runs every kernel that it will ever launch, and its longest passes, and its memory
+is measured. The engine that stays gets the rest of the budget for its experts.
 """
 
 import gc
@@ -17,21 +17,21 @@ from moe_pack.formats import ExpertLayout, Pack, RunError, size_text
 from moe_pack.runtime.model import Decoder, PackWeights, linear, run_experts
 from moe_pack.runtime.offload.budget import AS_BUDGET, GpuCosts, divide_gpu, gpu_needs
 
-_ROUNDING_BYTES = 4 << 20  # the driver gives memory in pieces of 2 MiB
-# Left free where no budget was asked for: a card may drive a display, and its next allocation is not to fail.
+_ROUNDING_BYTES = 4 << 20  # the driver allocates in pieces of 2 MiB
+# Left free if no budget is given: the GPU may drive a display, whose next allocation must not fail.
 _LEFT_FREE_SHARE, _LEFT_FREE_BYTES = 0.03, 256 << 20
-_LENGTH_STEP = 16  # tokens: fewer make no other kernel (kernels.gemm, kernels.expert_many)
-# What torch allocates has a piece of the driver's memory of its own from so many bytes on; what is smaller shares
-# pieces of 20 MiB with others, of which there may be one more than was measured.
+_LENGTH_STEP = 16  # tokens: lengths in between use the same kernels (`gemm`, `expert_many`)
+# An allocation of torch with so many bytes or more has a piece of the driver's memory of its own. Smaller ones share
+# pieces of 20 MiB, and there may be one piece more than was measured.
 _OWN_PIECE_BYTES, _SHARED_PIECE_BYTES = 10 << 20, 20 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRequest:
-    """What was asked for: `budget_bytes` of the card for everything, None for all that is free.
+    """What the caller wants: `budget_bytes` of the GPU for everything, None for all free memory.
 
-    `chunk_tokens`: of a forward pass of a prompt, at most; None: as the budget allows.   `cache_dtype`: of keys and
-    values.
+    `chunk_tokens`: of a forward pass of a prompt, at most; None for as many as the budget allows.   `cache_dtype`: of
+    keys and values.
     """
 
     budget_bytes: int | None
@@ -42,9 +42,9 @@ class GpuRequest:
 
 @dataclass(frozen=True, slots=True)
 class GpuMemoryUse:
-    """What a card's memory is spent on, in bytes. `overhead`: measured, all that is none of the others.
+    """The use of a GPU's memory, in bytes. `overhead`: measured, everything that is none of the others.
 
-    `pages`: of `experts`, what comes and goes; the rest of it is always there.
+    `pages`: the part of `experts` for experts that come and go; the other part is resident for the whole run.
     """
 
     budget: int
@@ -56,15 +56,15 @@ class GpuMemoryUse:
 
     @property
     def spent(self) -> int:
-        """All together."""
+        """The sum of all uses."""
         return self.dense + self.cache + self.experts + self.overhead
 
 
 @dataclass(frozen=True, slots=True)
 class GpuCacheCounts:
-    """What the cache of experts was asked since the start: `needed` experts of which `hits` had their pages.
+    """Counts of the expert cache since the start: `needed` experts, of which `hits` had their pages.
 
-    `rows`, `num_bytes`: that were pulled from host memory.
+    `rows`, `num_bytes`: that were copied from host memory.
     """
 
     needed: int
@@ -75,47 +75,50 @@ class GpuCacheCounts:
 
 @runtime_checkable
 class CountsCache(Protocol):
-    """A decoder that counts what it needed and pulled."""
+    """A decoder that counts the experts that it needed and the rows that it copied."""
 
     def counts(self) -> GpuCacheCounts:
-        """What was needed and pulled until now; waits for the card."""
+        """Returns the counts until now; waits for the GPU."""
         ...
 
 
 class DriverMemory(Protocol):
-    """A card's memory as its driver counts it; see `CardMemory`."""
+    """A GPU's memory as its driver counts it, as `GpuMemory` does."""
 
     def used_bytes(self) -> int:
-        """Bytes that this process uses."""
+        """Returns the bytes that this process uses."""
         ...
 
     def free_bytes(self) -> int:
-        """Bytes that nobody uses."""
+        """Returns the bytes that no process uses."""
         ...
 
 
 class BuiltEngine(Protocol):
-    """An engine put together: `expert_bytes` of the card are experts', `pages_bytes` of these come and go."""
+    """An engine that is ready to run.
+
+    `expert_bytes`: of the GPU, for experts.   `pages_bytes`: of these, for experts that come and go.
+    """
 
     expert_bytes: int
     pages_bytes: int
 
     @property
     def decoder(self) -> Decoder:
-        """What runs it."""
+        """The decoder that runs the model."""
         ...
 
     @property
     def weights(self) -> PackWeights:
-        """What it runs on."""
+        """The weights that the decoder uses."""
         ...
 
     def prepare(self) -> None:
-        """Captures what is launched for a token. Tokens can be run before that too, slower."""
+        """Captures a token's launches. Tokens can run before too, but more slowly."""
         ...
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Releases all memory."""
         ...
 
 
@@ -123,61 +126,61 @@ def fit_to_gpu(
     pack: Pack,
     device: torch.device,
     memory: DriverMemory,
-    asked: GpuRequest,
+    request: GpuRequest,
     least_bytes: int,
     build: Callable[[int, int], BuiltEngine],
     compile_ahead: Callable[[Callable[[], None]], object] = lambda run: None,
 ) -> tuple[BuiltEngine, GpuMemoryUse]:
-    """An engine whose experts have what the budget leaves them.
+    """Returns an engine whose experts have what the budget leaves, and its use of memory.
 
-    Args:    least_bytes: that experts can run in.   build: an engine with so many bytes for experts, whose forward
-             passes have so many tokens at most.   compile_ahead: compiles all kernels that a function would launch.
+    Args:    least_bytes: the least that experts run in.   build: builds an engine with so many bytes for experts, and
+             so many tokens of a forward pass, at most.   compile_ahead: compiles all kernels that a function launches.
     Raises:  RunError if the budget is too small; it says what is needed, and for what.
     """
-    _let_go()  # an earlier engine's memory that torch keeps for later is not this one's
+    _free_unused_memory()  # torch may keep memory of an earlier engine
     torch.zeros(1, device=device)  # makes the driver's context
     context_bytes = memory.used_bytes()
-    budget = asked.budget_bytes or usual_budget(context_bytes + memory.free_bytes())
-    chunk = _chunk_tokens(pack, asked, budget, context_bytes)
+    budget = request.budget_bytes or usual_budget(context_bytes + memory.free_bytes())
+    chunk = _chunk_tokens(pack, request, budget, context_bytes)
     with closing(build(least_bytes, chunk)) as first:
         compile_ahead(lambda: run_everything(pack, first, chunk))
         first.prepare()
         run_everything(pack, first, chunk)
         overhead, cache_bytes = memory.used_bytes() - first.expert_bytes, first.decoder.cache.num_bytes
-    _let_go()
+    _free_unused_memory()
     overhead_kept = overhead + _ROUNDING_BYTES + (_SHARED_PIECE_BYTES if least_bytes < _OWN_PIECE_BYTES else 0)
-    room = budget - overhead_kept
-    if room < least_bytes:
+    expert_bytes = budget - overhead_kept
+    if expert_bytes < least_bytes:
         raise RunError(
-            f"--budget: {size_text(budget)}, needed are at least "
-            f"{size_text(overhead_kept + least_bytes)}: {size_text(overhead)} for all but experts, as "
-            f"measured, and {size_text(least_bytes)} for experts; give more, or a shorter context with --max-tokens"
+            f"--budget: {size_text(budget)} is too little; at least "
+            f"{size_text(overhead_kept + least_bytes)} are needed: {size_text(least_bytes)} for experts, the rest for "
+            "everything else, as measured; give more, or a shorter context with --max-tokens"
         )
-    built = build(room, chunk)
+    built = build(expert_bytes, chunk)
     built.prepare()
     dense = pack.manifest.totals.dense
     rest = overhead - dense - cache_bytes
     return built, GpuMemoryUse(budget, dense, cache_bytes, built.expert_bytes, built.pages_bytes, rest)
 
 
-def _chunk_tokens(pack: Pack, asked: GpuRequest, budget: int, context_bytes: int) -> int:
-    """How many tokens a forward pass may have, before anything is measured."""
-    costs = GpuCosts(torch.empty((), dtype=asked.cache_dtype).element_size(), context_bytes)
-    needs = gpu_needs(pack.layout, asked.context_tokens, 0, costs)
-    most = divide_gpu(needs, budget, asked.context_tokens, AS_BUDGET).chunk_tokens
-    return min(asked.chunk_tokens or most, most, asked.context_tokens)
+def _chunk_tokens(pack: Pack, request: GpuRequest, budget: int, context_bytes: int) -> int:
+    """Returns how many tokens a forward pass may have, before anything is measured."""
+    costs = GpuCosts(torch.empty((), dtype=request.cache_dtype).element_size(), context_bytes)
+    needs = gpu_needs(pack.layout, request.context_tokens, 0, costs)
+    most = divide_gpu(needs, budget, request.context_tokens, AS_BUDGET).chunk_tokens
+    return min(request.chunk_tokens or most, most, request.context_tokens)
 
 
 def usual_budget(available_bytes: int) -> int:
-    """The budget where none was asked for: what is available, less what a display and others may ask for meanwhile."""
+    """Returns the budget if none is given: the available bytes, less those for a display and other programs."""
     return available_bytes - max(_LEFT_FREE_BYTES, int(_LEFT_FREE_SHARE * available_bytes))
 
 
 def run_everything(pack: Pack, built: BuiltEngine, chunk_tokens: int) -> None:
     """Runs every kernel that the engine can launch, and its longest passes.
 
-    After it, no prompt and no token loads another kernel or takes more memory. Which kernel multiplies depends on the
-    number of tokens, in steps of 16 or more, and on how rows are stored. So an expert of each format and a matrix of
+    Afterwards no prompt and no token loads another kernel or takes more memory. The kernel of a product depends on the
+    number of tokens, in steps of 16 or more, and on the format of rows. So an expert of each format and a matrix of
     each format and shape run with every such number, whatever the router would choose.
     """
     decoder, weights, device = built.decoder, built.weights, built.decoder.device
@@ -198,30 +201,30 @@ def run_everything(pack: Pack, built: BuiltEngine, chunk_tokens: int) -> None:
 
 
 def _experts_of_each_format(pack: Pack) -> list[tuple[int, list[int]]]:
-    """Layers, and as many experts of each as a token takes, so that every format of experts is among them."""
-    k, seen, found = pack.spec.router.num_experts_per_tok, set[ExpertLayout](), list[tuple[int, list[int]]]()
+    """Returns layers, each with as many experts as a token has, so that every format of experts is among them."""
+    k, seen, choices = pack.spec.router.num_experts_per_tok, set[ExpertLayout](), list[tuple[int, list[int]]]()
     for layer_idx, layer in enumerate(pack.layout.experts):
         for number, layout in enumerate(layer):
             if layout not in seen:
                 others = [other for other in range(len(layer)) if other != number]
                 chosen = sorted([number, *others[: k - 1]])
-                found.append((layer_idx, chosen))
+                choices.append((layer_idx, chosen))
                 seen |= {layer[each] for each in chosen}
-    return found
+    return choices
 
 
 def _matrices_of_each_format(pack: Pack) -> list[tuple[str, int]]:
-    """A dense matrix of each format and shape that tokens are multiplied by: its role, and its columns."""
-    found: dict[object, tuple[str, int]] = {}
+    """Returns the role and the columns of a dense matrix of each format and shape that multiplies tokens."""
+    matrices: dict[object, tuple[str, int]] = {}
     for dense in pack.layout.dense:
         role, shape = dense.role.name, dense.role.shape
         is_product = (role != "embed" or pack.spec.tied_head) and not role.endswith(".kv_b")
         if len(shape) == 2 and is_product:
-            found.setdefault((dense.rows, dense.dtype, shape), (role, shape[1]))
-    return list(found.values())
+            matrices.setdefault((dense.rows, dense.dtype, shape), (role, shape[1]))
+    return list(matrices.values())
 
 
-def _let_go() -> None:
-    """Gives memory back to the driver that nothing refers to any more."""
+def _free_unused_memory() -> None:
+    """Returns memory that nothing refers to any more to the driver."""
     gc.collect()
     torch.cuda.empty_cache()

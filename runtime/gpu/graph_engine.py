@@ -1,9 +1,7 @@
-"""The graph engine: a token is one CUDA graph, in which the GPU pulls what it lacks from host memory.
+"""The graph engine: a token is one CUDA graph, in which the GPU itself copies missing expert rows from host memory.
 
-The host says which token stands where, replays the graph, and waits once, for the logits; with them come the experts
-that the token went to and the counts of what was pulled. Importing this needs triton.
-
-The graph engine put together: experts' cache, weights and decoder. Importing this needs triton.
+The host writes the token and its position, replays the graph, and waits once, for the logits. With them it gets the
+token's experts and the counts of copied rows. Importing this needs Triton.
 """
 
 from collections.abc import Callable
@@ -24,7 +22,7 @@ from moe_pack.runtime.offload import Routing
 
 
 class GraphDecoder(TokenDecoder):
-    """A model at work by the graph engine; arguments as of `TokenDecoder`."""
+    """The graph engine's decoder; arguments as for `TokenDecoder`."""
 
     def __init__(
         self,
@@ -35,24 +33,27 @@ class GraphDecoder(TokenDecoder):
         cache_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(weights, context_tokens, device, chunk_tokens, cache_dtype)
-        self._card = weights
+        self._gpu_weights = weights
         self._step = TokenStep(weights, self._layers, self._num_sms())
-        self._routes, self._counters = self._on_host(self._layers.routes), self._on_host(weights.cache.counters)
+        self._routes, self._counters = (
+            self._page_locked_like(self._layers.routes),
+            self._page_locked_like(weights.cache.counters),
+        )
         self._run: Callable[[], None] = self._launch
 
     def prepare(self) -> None:
-        """Captures a token's graph."""
+        """Captures a token's launches as one graph."""
         self._run = self._captured(self._launch)
-        self._card.cache.counters.zero_()  # what ran until now was no token that anybody asked for
+        self._gpu_weights.cache.counters.zero_()  # the launches until now were no tokens of the caller
 
     @property
     def routes(self) -> Tensor:
-        """The experts of the last token that was run alone, int32 [L, k]."""
+        """The experts of the last token that ran alone: int32 [L, k]."""
         return self._routes
 
     def counts(self) -> GpuCacheCounts:
-        """What was needed and pulled until now; waits for the card."""
-        total = self._card.cache.counters.sum(dim=0).tolist()
+        """Returns what was needed and copied until now; waits for the GPU."""
+        total = self._gpu_weights.cache.counters.sum(dim=0).tolist()
         return GpuCacheCounts(total[NEEDED], total[HITS], total[ROWS], total[BYTES])
 
     def _run_token(self) -> None:
@@ -64,14 +65,14 @@ class GraphDecoder(TokenDecoder):
         self._step.run()
         self._logits.copy_(layers.logits, non_blocking=True)
         self._routes.copy_(layers.routes, non_blocking=True)
-        self._counters.copy_(self._card.cache.counters, non_blocking=True)
+        self._counters.copy_(self._gpu_weights.cache.counters, non_blocking=True)
 
 
 class GraphEngine:
-    """A pack at work by the graph engine; see `AtWork`. Owns all but pack and host memory: `close` it.
+    """The graph engine for a pack: expert cache, weights and decoder. Owns all but pack and host memory: `close` it.
 
-    Args:    room_bytes: of the device, for experts.   chunk_tokens: of a forward pass, at most.
-    Raises:  RunError if one token's experts have no room.
+    Args:    expert_bytes: the device's memory for experts.   chunk_tokens: of a forward pass, at most.
+    Raises:  RunError if one token's experts do not fit.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class GraphEngine:
         pack: Pack,
         host: HostArena,
         device: torch.device,
-        room_bytes: int,
+        expert_bytes: int,
         context_tokens: int,
         chunk_tokens: int,
         cache_dtype: torch.dtype = torch.float32,
     ) -> None:
         routing = Routing.open(pack)
         popularity = None if routing is None else np.asarray(routing.popularity, np.float64)
-        placement = place_experts(pack.layout, room_bytes, popularity, usual_heat(pack.layout, pack.thresholds))
+        placement = place_experts(pack.layout, expert_bytes, popularity, usual_heat(pack.layout, pack.thresholds))
         with ExitStack() as opened:
             self.cache = opened.enter_context(closing(GpuExpertCache(pack, placement, host, device)))
             self.weights = GpuWeights(pack, device, self.cache, chunk_tokens)
@@ -95,10 +96,10 @@ class GraphEngine:
             self._opened = opened.pop_all()
 
     def prepare(self) -> None:
-        """Captures a token's graph."""
+        """Captures a token's launches as one graph."""
         self.decoder.prepare()
 
     def close(self) -> None:
-        """Lets go of the device's memory."""
+        """Releases the device's memory."""
         self._opened.close()
         del self.decoder, self.weights, self.cache

@@ -1,8 +1,8 @@
-"""What of a pack's experts is always on a card, and how many pages each layer has for the rest.
+"""Which rows of experts are resident on a GPU for the whole run, and how many pages each layer has for the others.
 
-Numbers alone: nothing is allocated here. What is held is `card_budget`'s fractional knapsack, in whole selectors and
-whole records; a layer's pages hold the most that one token can need of it, so that the device never has to decide more
-than who was used least recently.
+Only numbers: nothing is allocated here. The fractional knapsack of `runtime.offload.budget` chooses resident rows, in
+whole selectors and whole records. A layer's pages have space for all experts of one token, so that the device only has
+to know which experts were used least recently.
 """
 
 from dataclasses import dataclass, replace
@@ -18,24 +18,24 @@ from moe_pack.runtime.offload.budget import resident_rows
 
 Array = NDArray[Any]
 
-REACH_BYTES = 16 * (2**31 - 1)  # of an arena: offsets are int32 in units of 16 bytes
-PAGE_SHARE = 0.25  # of the room for experts, where nobody has found a better one
+REACH_BYTES = 16 * (2**31 - 1)  # the largest arena: offsets are int32 in units of 16 bytes
+PAGE_SHARE = 0.25  # of the memory for experts; not tuned
 _LEAST_PAGE_BYTES, _PAGE_STEP = 4096, 4096
-# Where the two ways to use pages are expected to be about equal, pages that keep experts are better: routes repeat.
+# If both uses of pages are estimated to be about equal, pages that keep experts are better, because routes repeat.
 _REPEATED = 1.1
-_NUM_SLICES = 64  # of an expert's rows, of like heat
-_FEWEST_PAGES = 4  # of the smallest expert: larger pages would waste more
+_NUM_SLICES = 64  # of an expert's rows; those of a slice are read equally often
+_FEWEST_PAGES = 4  # of the smallest expert; larger pages waste more
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuPlacement:
-    """Where experts are to be; L layers of E experts of f neurons.
+    """The division of the GPU's memory for L layers of E experts with f neurons.
 
-    `selector_is_dynamic` bool [L, E]; `first_dynamic` int64 [L, E]: the records before it, the hottest, are always
-    there.   `num_pages_of` int64 [L, E]: what an expert takes when it is in.   `num_pages` int64 [L].   `num_active`:
-    experts of a token.   `resident_bytes` int64 [L]: of what is always there, as it is laid out.
-    `other_bytes`: of the tables and of who has which pages.   `is_shared`: all layers use the same pages, and keep
-    nothing in them: what is not always there is pulled for every token.
+    `selector_is_dynamic` bool [L, E].   `first_dynamic` int64 [L, E]: the records before it, the hottest, are resident.
+    `num_pages_of` int64 [L, E]: pages of an expert.   `num_pages` int64 [L].   `num_active`: experts of a token.
+    `resident_bytes` int64 [L]: of resident rows as they are laid out.   `other_bytes`: of tables and the state of the
+    cache.   `is_shared`: whether all layers use the same pages and keep nothing in them, so that every token copies all
+    dynamic rows that it needs.
     """
 
     selector_is_dynamic: Array
@@ -50,19 +50,19 @@ class GpuPlacement:
 
     @property
     def pages_bytes(self) -> int:
-        """Of all pages."""
+        """The bytes of all pages."""
         return int(self.num_pages.max() if self.is_shared else self.num_pages.sum()) * self.page_bytes
 
     @property
     def num_bytes(self) -> int:
-        """All that the card needs for experts."""
+        """All memory of the GPU for experts."""
         return int(self.resident_bytes.sum()) + self.pages_bytes + self.other_bytes
 
     def link_bytes(self, layout: PackLayout, popularity: Array, heat: Array) -> float:
-        """Bytes that a token is expected to pull: its experts' dynamic rows, as often as they run.
+        """Returns the estimated bytes that a token copies: its experts' dynamic rows, as often as they run.
 
-        Pages of a layer's own are taken to keep the share of its dynamic rows that they hold.
-        Args:    popularity, heat: as `place_experts` takes them.
+        A layer's own pages are assumed to keep as large a share of its dynamic rows as fits into them.
+        Args:    popularity, heat: as for `place_experts`.
         """
         rows, f = _row_sizes(layout), layout.experts[0][0].num_rows
         chances = self.num_active * popularity / popularity.sum(axis=1, keepdims=True)
@@ -75,20 +75,20 @@ class GpuPlacement:
 
 def place_experts(
     layout: PackLayout,
-    room_bytes: int,
+    expert_bytes: int,
     popularity: Array | None = None,
     heat: Array | None = None,
     page_share: float = PAGE_SHARE,
 ) -> GpuPlacement:
-    """How so much room on a card is used for experts.
+    """Divides a GPU's memory for experts between resident rows and pages.
 
-    Meaning: all of them, where they fit. Else each layer has pages of its own, `page_share` of the room and what one
-             token's experts need at least, and more is there of what is read most; or all layers share one token's
-             pages, which keep nothing, and more is always there: of the two, what is expected to take fewer bytes a
-             token over the link.
-    Args:    popularity: [L, E], any unit; None: all alike.   heat: [L, E, H], as `divide_card` takes it; None: all
-             rows are read.
-    Raises:  RunError if one token's experts of a layer have no room; it says what is needed.
+    Meaning: all experts are resident, if they fit. Otherwise each layer has its own pages, `page_share` of the memory
+             or the least for one token's experts, and the rows that are read most are resident; or all layers share the
+             pages of one token's experts, which keep nothing, and more rows are resident. The division with fewer
+             estimated bytes a token over the link is returned.
+    Args:    popularity: [L, E], in any unit; None: all equal.   heat: [L, E, H], as for `divide_gpu`; None: all rows
+             are read equally often.
+    Raises:  RunError if one token's experts of a layer do not fit; it says what is needed.
     """
     shape = (len(layout.experts), len(layout.experts[0]))
     popularity = np.ones(shape) if popularity is None else popularity
@@ -96,17 +96,18 @@ def place_experts(
     sizes = _ExpertSizes.of(layout)
     whole, least = sizes.whole(), sizes.least(is_shared=True)
     needs = sizes.needs(whole, least)
-    room = divide(room_bytes, needs).experts
-    if room >= needs.all_experts:
+    available = divide(expert_bytes, needs).experts
+    if available >= needs.all_experts:
         return whole
-    if room < needs.least_experts:
+    if available < needs.least_experts:
         raise RunError(
-            f"{size_text(room_bytes)} for experts on the card, needed are at least {size_text(least.num_bytes)}: "
-            f"{size_text(least.pages_bytes)} for the {least.num_active} largest experts of a layer, and "
-            f"{size_text(least.other_bytes)} for tables; give more with --budget, or take --engine staged"
+            f"--engine graph: {size_text(expert_bytes)} of the GPU are left for experts, which need at least "
+            f"{size_text(least.num_bytes)}: {size_text(least.pages_bytes)} for the {least.num_active} largest experts "
+            f"of a layer, and {size_text(least.other_bytes)} for tables; give more with --budget, or use "
+            "--engine staged"
         )
-    shared = sizes.shared_pages(layout, min(room_bytes, REACH_BYTES), popularity, heat)
-    own = sizes.own_pages(layout, room_bytes, popularity, heat, page_share)
+    shared = sizes.shared_pages(layout, min(expert_bytes, REACH_BYTES), popularity, heat)
+    own = sizes.own_pages(layout, expert_bytes, popularity, heat, page_share)
     if own is None:
         return shared
     bytes_shared, bytes_own = (placement.link_bytes(layout, popularity, heat) for placement in (shared, own))
@@ -114,9 +115,9 @@ def place_experts(
 
 
 def usual_heat(layout: PackLayout, thresholds: Array) -> Array:
-    """How often rows are read where nobody has counted: [L, E, H], as `divide_card` takes it.
+    """Returns how often rows are read, if it was not measured: [L, E, H], as for `divide_gpu`.
 
-    Rows lie hottest first, so that it is taken to fall evenly; without a selector, or a threshold, all are read.
+    Rows lie hottest first, so the frequency is assumed to fall evenly. Without a selector or a threshold all are read.
     Args:    thresholds: [L, E].
     """
     falling = (np.arange(_NUM_SLICES, 0, -1) - 0.5) / _NUM_SLICES
@@ -125,13 +126,13 @@ def usual_heat(layout: PackLayout, thresholds: Array) -> Array:
 
 
 def least_placement(layout: PackLayout) -> GpuPlacement:
-    """Nothing always there, and pages for what one token needs: the least room that experts can run in."""
+    """Returns the placement with the least memory: no resident rows, and pages for one token's experts of a layer."""
     return _ExpertSizes.of(layout).least(is_shared=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ExpertSizes:
-    """Experts' sizes, [L, E] in bytes, and what follows from what is held of them."""
+    """Sizes of experts' rows, [L, E] in bytes, and the placements that follow from them."""
 
     selector_rows: Array
     record_rows: Array
@@ -151,34 +152,34 @@ class _ExpertSizes:
 
     @property
     def other_bytes(self) -> int:
-        """Of tables and states: two offsets a row at most, biases of down, kinds, lists of pages, counters."""
+        """Bytes of tables and states: two offsets a row at most, biases of down, kinds, lists of pages, counters."""
         L, E = self.record_rows.shape
         offsets: int = 4 * self.num_rows * L * E * (1 + bool(self.selector_rows.any()))
         most_pages = int(_pages(self.selector_rows, self.num_rows, self.page_bytes).max())
         most_pages += int(_pages(self.record_rows, self.num_rows, self.page_bytes).max())
-        # A layer has 15 tensors, each on a line of its own, most of one number an expert; the list of free pages is no
-        # longer than the largest layer's lists of pages together.
+        # A layer has 15 tensors, each beginning on a line of its own, most with one number an expert. The list of free
+        # pages is no longer than the largest layer's lists of pages together.
         others = L * (16 * LINE_BYTES + 48 * E)
         lists = 8 * L * E * max(most_pages, 1)
         return int(offsets + lists + others + self.extra_bytes * L * E)
 
     def needs(self, whole: GpuPlacement, least: GpuPlacement) -> MemoryNeeds:
-        """What the engine needs of its room for experts: tables, and one token's experts of a layer at least."""
+        """Returns the engine's needs of memory for experts: tables, and at least one token's experts of a layer."""
         tables = FixedParts(tables=self.other_bytes)
         largest, all_experts = least.num_bytes - self.other_bytes, whole.num_bytes - self.other_bytes
         return MemoryNeeds(lambda _: tables, 1, 1, largest, all_experts, usual_share=1)
 
     def whole(self) -> GpuPlacement:
-        """All experts always there."""
+        """Returns the placement with all experts resident."""
         shape = self.record_rows.shape
         return self.placement(np.zeros(shape, bool), np.full(shape, self.num_rows), is_shared=False)
 
     def least(self, is_shared: bool) -> GpuPlacement:
-        """Nothing always there."""
+        """Returns the placement without resident rows."""
         return self.placement(self.selector_rows > 0, np.zeros_like(self.selector_rows), is_shared)
 
-    def held(self, selector_share: Array, row_shares: Array, is_shared: bool) -> GpuPlacement:
-        """What `resident_rows` found, in whole selectors and in records from the first on."""
+    def with_resident(self, selector_share: Array, row_shares: Array, is_shared: bool) -> GpuPlacement:
+        """Returns the placement with the shares of `with_kept_bytes`, in whole selectors and first records."""
         H = row_shares.shape[2]
         edges = np.diff(np.linspace(0, self.num_rows, H + 1).astype(np.int64))
         records = np.rint(row_shares * edges).astype(np.int64)
@@ -188,7 +189,7 @@ class _ExpertSizes:
         return self.placement((selector_share < 1) & (self.selector_rows > 0), first, is_shared)
 
     def placement(self, selector_is_dynamic: Array, first_dynamic: Array, is_shared: bool) -> GpuPlacement:
-        """With as many pages as a token needs at most."""
+        """Returns the placement with these dynamic rows, and pages for one token's largest experts."""
         f = self.num_rows
         num_pages_of = np.where(selector_is_dynamic, _pages(self.selector_rows, f, self.page_bytes), 0)
         num_pages_of += _pages(self.record_rows, f - first_dynamic, self.page_bytes)
@@ -206,41 +207,43 @@ class _ExpertSizes:
             is_shared,
         )
 
-    def shared_pages(self, layout: PackLayout, room: int, popularity: Array, heat: Array) -> GpuPlacement:
-        """With one token's pages, which all layers use in turn."""
-        return self._hottest(layout, room, self.least(is_shared=True).pages_bytes, popularity, heat, True)
+    def shared_pages(self, layout: PackLayout, num_bytes: int, popularity: Array, heat: Array) -> GpuPlacement:
+        """Returns the placement in which all layers share the pages of one token's experts."""
+        return self._hottest(layout, num_bytes, self.least(is_shared=True).pages_bytes, popularity, heat, True)
 
     def own_pages(
-        self, layout: PackLayout, room: int, popularity: Array, heat: Array, page_share: float
+        self, layout: PackLayout, num_bytes: int, popularity: Array, heat: Array, page_share: float
     ) -> GpuPlacement | None:
-        """With pages of each layer's own; None where one token's experts of each have no room."""
+        """Returns the placement with pages for each layer; None if one token's experts of all layers do not fit."""
         least = self.least(is_shared=False)
-        if least.num_bytes > room:
+        if least.num_bytes > num_bytes:
             return None
-        # Pages for a token's experts suffice whatever is always there: it takes none.
-        pages = max(least.pages_bytes, int(page_share * room))
-        hottest = self._hottest(layout, room, pages, popularity, heat, False)
-        return self.shared_out(hottest, room - hottest.num_bytes)
+        # Resident rows take no pages, so pages for a token's experts suffice with any of them.
+        pages = max(least.pages_bytes, int(page_share * num_bytes))
+        hottest = self._hottest(layout, num_bytes, pages, popularity, heat, False)
+        return self.with_more_pages(hottest, num_bytes - hottest.num_bytes)
 
     def _hottest(
-        self, layout: PackLayout, room: int, pages: int, popularity: Array, heat: Array, is_shared: bool
+        self, layout: PackLayout, num_bytes: int, pages: int, popularity: Array, heat: Array, is_shared: bool
     ) -> GpuPlacement:
-        """What is read most beside so many bytes of pages."""
+        """Returns the placement whose resident rows are those read most, next to so many bytes of pages."""
         L, E = self.record_rows.shape
-        # `resident_rows` leaves room for biases itself.
+        # `with_kept_bytes` itself leaves memory for biases.
         slack = LINE_BYTES * L * E + self.other_bytes - self.extra_bytes * L * E
-        return self.held(*resident_rows(layout, popularity, heat, max(room - slack - pages, 0))[:2], is_shared)
+        return self.with_resident(
+            *with_kept_bytes(layout, popularity, heat, max(num_bytes - slack - pages, 0))[:2], is_shared
+        )
 
-    def shared_out(self, held: GpuPlacement, room: int) -> GpuPlacement:
-        """With the pages of the room that is left, too."""
-        more = held.num_pages_of.sum(axis=1) - held.num_pages
-        num_more = min(room // self.page_bytes, int(more.sum()))
+    def with_more_pages(self, placement: GpuPlacement, num_bytes: int) -> GpuPlacement:
+        """Returns a placement with more pages for its layers, in so many bytes that are left."""
+        more = placement.num_pages_of.sum(axis=1) - placement.num_pages
+        num_more = min(num_bytes // self.page_bytes, int(more.sum()))
         shares = num_more * more // max(int(more.sum()), 1)
-        return replace(held, num_pages=held.num_pages + shares)
+        return replace(placement, num_pages=placement.num_pages + shares)
 
 
 def page_bytes_for(row_bytes: Array, num_rows: int) -> int:
-    """The bytes of a page that wastes least over experts with so many rows; of equally good ones the largest.
+    """Returns the bytes of a page that waste least over experts with so many rows; of equally good sizes the largest.
 
     Rows never straddle pages.
     Args:    row_bytes: int64 [n, 2], of selector rows (0 for none) and records of each expert.
@@ -254,13 +257,13 @@ def page_bytes_for(row_bytes: Array, num_rows: int) -> int:
 
 
 def _pages(row_bytes: Array, num_rows: Array | int, page_bytes: int) -> Array:
-    """Pages for so many rows, of which none straddles two."""
+    """Returns the pages for so many rows, of which none straddles two pages."""
     pages: Array = -(-num_rows // (page_bytes // np.maximum(row_bytes, 1))) * (row_bytes > 0)
     return pages
 
 
 def _row_sizes(layout: PackLayout) -> Array:
-    """Bytes of selector rows (0 for none) and of records: int64 [L, E, 2]."""
+    """Returns the bytes of selector rows (0 for none) and of records: int64 [L, E, 2]."""
     return np.array([[_row_bytes(expert) for expert in layer] for layer in layout.experts], np.int64)
 
 

@@ -1,15 +1,12 @@
-"""The staged engine on a device: experts' pages in its memory, decisions on the host, which sees every layer's routes.
+"""The staged engine: experts have pages in the device's memory, and the host, which sees every layer's routes, decides.
 
-The host waits for the device once a layer ("routes"), once more where rows of some experts come alone ("neurons"), once
-for each predicted group of these ("predicted neurons"), and where memory that it would fill anew is still being copied
-("host memory is reused"). Routers' scores, where a policy wants them, are one more wait.
+The host waits for the device once a layer ("routes"); once more where only some rows of experts are copied ("neurons");
+once for each group of these that is predicted ("predicted neurons"); and where it would overwrite memory that is still
+being copied ("host memory is reused"). A policy that uses routers' scores adds a wait.
 
-The staged engine's decoder on a card: of a token, what lies between two layers' experts is one CUDA graph.
-
-Each ends with a router; then the host is told what it chose, and experts are brought and run. Importing this needs
-triton.
-
-The staged engine of a card put together: store, weights and decoder. Importing this needs triton.
+`StagedWeights` run the experts. `StagedDecoder` runs everything else of a token as CUDA graphs, one for each stretch
+between two layers' experts: each graph ends with a router, after which the host learns the routes, and experts are
+copied and run. `StagedEngine` puts store, weights and decoder together. Importing this needs Triton.
 """
 
 import time
@@ -31,14 +28,13 @@ from moe_pack.runtime.gpu.decoder import TokenDecoder
 from moe_pack.runtime.gpu.device import CHUNK_BYTES, ChunkRing, Device, HostArena
 from moe_pack.runtime.gpu.kernels.rows import num_partials
 from moe_pack.runtime.gpu.staged import (
+    PREDICTED_ROW,
     CpuWorker,
     GpuLayerRun,
     TritonOps,
     allocate_workspace,
-    listed_neurons,
-    seen_neurons,
+    workspace_size,
 )
-from moe_pack.runtime.gpu.staged import workspace_size as room_bytes_of
 from moe_pack.runtime.gpu.staged_store import (
     DiskExperts,
     GpuExpertStore,
@@ -71,15 +67,15 @@ from moe_pack.runtime.offload import (
 from moe_pack.runtime.offload.experts import LayerRun
 from moe_pack.runtime.offload.split import LoadOrCompute, balanced, fastest
 
-NUM_PARTIALS = 32  # sums that a token's expert is computed in, side by side
+NUM_PARTIALS = 32  # partial sums of a token's expert, computed at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class CpuOffload:
-    """Misses that the CPU computes while the link brings the others.
+    """Missing experts that the CPU computes while the link brings the others.
 
-    `kernels`: the caller's to close.   `split`: from the tokens of each missing expert, which; `balanced` or `fastest`
-    (policies/split.py) with measured rates.
+    `kernels`: the caller closes them.   `split`: chooses by the tokens of each missing expert; `balanced` or
+    `fastest` of `runtime.offload.split`, with measured rates.
     """
 
     kernels: Kernels
@@ -88,7 +84,7 @@ class CpuOffload:
 
 @dataclass(frozen=True, slots=True)
 class StagedMemoryPlan:
-    """What the device's memory for experts is spent on, in bytes, but for `num_pages`; `fixed`: tables, workspace."""
+    """The use of the device's memory for experts: pages, and the bytes `fixed` of tables and workspace."""
 
     page_bytes: int
     num_pages: int
@@ -96,19 +92,19 @@ class StagedMemoryPlan:
 
 
 def plan_staged(
-    pack: Pack, room_bytes: int, chunk_tokens: int, ops: TritonOps, num_partials: int = NUM_PARTIALS
+    pack: Pack, expert_bytes: int, chunk_tokens: int, ops: TritonOps, num_partials: int = NUM_PARTIALS
 ) -> StagedMemoryPlan:
-    """Divides the device's memory that is left for experts, besides dense weights, cache and the driver's own.
+    """Divides the device's memory for experts, which dense weights, key-value cache and the driver leave.
 
-    All of it is pages: which experts have them is the host's decision, as on the CPU.
-    Raises:  RunError if the largest expert would have no room.
+    All of it is pages; the host decides which experts have them, as on the CPU.
+    Raises:  RunError if the largest expert does not fit.
     """
     page_bytes = staged_page_bytes(pack.layout)
     needs = staged_needs(pack, page_bytes, chunk_tokens, ops, num_partials)
-    division = divide(room_bytes, needs)
+    division = divide(expert_bytes, needs)
     if division.experts < needs.least_experts:
         raise RunError(
-            f"--budget: {size_text(max(room_bytes, 0))} left for experts, needed are at least "
+            f"--budget: leaves {size_text(max(expert_bytes, 0))} for experts, which need at least "
             f"{size_text(needs.least_budget)}; give more, or a shorter context with --max-tokens"
         )
     num_pages = min(min(division.experts, needs.all_experts) // page_bytes, most_pages(page_bytes))
@@ -120,7 +116,7 @@ def staged_needs(
 ) -> MemoryNeeds:
     """Returns what the staged engine needs of the device's memory that is left for experts."""
     pages = pages_of(pack, page_bytes) * page_bytes
-    workspace = room_bytes_of(pack.spec, ops, chunk_tokens, num_partials)
+    workspace = workspace_size(pack.spec, ops, chunk_tokens, num_partials)
     fixed = FixedParts(tables=store_bytes(pack, 0, page_bytes), workspace=workspace)
     return MemoryNeeds(lambda _: fixed, chunk_tokens, chunk_tokens, int(pages.max()), int(pages.sum()), usual_share=1)
 
@@ -128,10 +124,10 @@ def staged_needs(
 class StagedWeights(OffloadedWeights):
     """A pack's weights, dense ones on the device, experts in the pages of `store`. Owns threads: `close` it.
 
-    Pack, store, trace and recorder stay the caller's.
-    Args:    chunk_tokens: of a forward pass at most.   cpu: None where the device computes all. Experts that the CPU
-             computes get pages as all others, which stay empty and are given back once the layer has all it needs:
-             a record of the run plays as the run did.   `store.host` then holds all experts.
+    Pack, store and recorder stay the caller's.
+    Args:    chunk_tokens: of a forward pass, at most.   cpu: None if the device computes all experts; otherwise
+             `store.host` has all experts. Experts that the CPU computes get pages as all others; these stay empty and
+             are returned when the layer has run, so that a replay of the run's recording equals the run.
     """
 
     def __init__(
@@ -162,10 +158,10 @@ class StagedWeights(OffloadedWeights):
             approximations=approximations,
             recorder=recorder,
         )
-        self._room = allocate_workspace(self.spec, store.device, ops, chunk_tokens, num_partials, cpu is not None)
+        self._workspace = allocate_workspace(self.spec, store.device, ops, chunk_tokens, num_partials, cpu is not None)
         k = self.spec.router.num_experts_per_tok
-        self._host_experts = store.device.on_host(8 * chunk_tokens * k).view(torch.int64).view(chunk_tokens, k)
-        self._host_weights = store.device.on_host(4 * chunk_tokens * k).view(torch.float32).view(chunk_tokens, k)
+        self._host_experts = store.device.allocate_host(8 * chunk_tokens * k).view(torch.int64).view(chunk_tokens, k)
+        self._host_weights = store.device.allocate_host(4 * chunk_tokens * k).view(torch.float32).view(chunk_tokens, k)
         self._thread = None if cpu is None else ThreadPoolExecutor(1, "experts")
 
     def close(self) -> None:
@@ -174,7 +170,7 @@ class StagedWeights(OffloadedWeights):
             self._thread.shutdown()
 
     def _keep(self, held: Tensor) -> None:
-        super()._keep(held.to(self._device))  # one allocation: what is there is what is counted
+        super()._keep(held.to(self._device))  # one allocation, whose size is counted
 
     def _matrix(self, dense: DenseLayout, raw: Tensor) -> Matrix:
         return self._ops.matrix(dense, raw)
@@ -184,14 +180,14 @@ class StagedWeights(OffloadedWeights):
         device.copy(self._host_experts[:T], experts.contiguous(), "compute")
         device.copy(self._host_weights[:T], router_weights.contiguous(), "compute")
         if self._cpu is not None:
-            device.copy(self._room.host_x[:T], x, "compute")
-        # The policy, and what is copied, hang on the routes; after this all of the layer before is done, too.
+            device.copy(self._workspace.host_x[:T], x, "compute")
+        # The policy and the copies depend on the routes; after this wait all of the layer before is done, too.
         device.synchronize(device.record("compute"), "routes")
         return self._host_experts[:T], self._host_weights[:T]
 
     def _new_run(self, layer_idx: int, x: Tensor, jobs: dict[int, ExpertJob], counts: PhaseCounts) -> LayerRun:
         run = GpuLayerRun(
-            self._device_store, self._ops, self._room, layer_idx, x, jobs, counts, self.predicted, self.approximations
+            self._device_store, self._ops, self._workspace, layer_idx, x, jobs, counts, self.predicted, self.trust
         )
         if self._cpu is not None and self._thread is not None:
             rows = self._rows_for_cpu(self._cpu, jobs)
@@ -210,42 +206,40 @@ class StagedWeights(OffloadedWeights):
         counts: PhaseCounts,
         partial_state: PartialState | None,
     ) -> None:
-        super()._run_schedule(layer_idx, x, experts, scores, jobs, run, counts, partial_state)
-        assert isinstance(run, GpuLayerRun), "its own"
+        super()._walk(layer_idx, x, experts, scores, jobs, run, counts, partial_state)
+        assert isinstance(run, GpuLayerRun), "`_new_run` made it"
         for key in run.keys_on_cpu:
-            if self._expert_cache.is_resident[key]:  # in name only
-                self._expert_cache.abandon(key)
+            if self._residency.is_resident[key]:  # it has pages, but nothing was copied
+                self._residency.abandon(key)
 
     def _rows_for_cpu(self, cpu: CpuOffload, jobs: dict[int, ExpertJob]) -> dict[ExpertKey, ExpertRows]:
-        """The misses that the CPU computes, where they lie in host memory."""
-        missing = [job for job in jobs.values() if not self._expert_cache.is_resident[job.key]]
+        """Returns the missing experts that the CPU computes, by their rows in host memory."""
+        missing = [job for job in jobs.values() if not self._residency.is_resident[job.key]]
         chosen = cpu.split([len(job.tokens) for job in missing]).computed
         return {missing[number].key: self._host_rows(missing[number].key) for number in sorted(chosen)}
 
     def _host_rows(self, key: ExpertKey) -> ExpertRows:
         layout = self._pack.layout.experts[key.layer_idx][key.expert]
-        held = self._device_store.host.extent(key).numpy()
-        return extent_rows(layout, self.selector, self.spec.expert.function, self.threshold(*key), held)
+        extent = self._device_store.host.extent(key).numpy()
+        return extent_rows(layout, self.selector, self.spec.expert.function, self.threshold(*key), extent)
 
-    def _predict_neurons(self, x: Tensor, keys: Sequence[ExpertKey]) -> list[tuple[ExpertKey, NDArray[np.int32]]]:
-        store, room = self._device_store, self._room
-        wanted = [key for key in keys if not store.arrive(key).is_whole][: len(room.host_neurons)]
-        if not wanted:
+    def _neurons_ahead(self, x: Tensor, keys: Sequence[ExpertKey]) -> list[tuple[ExpertKey, NDArray[np.int32]]]:
+        store, workspace = self._device_store, self._workspace
+        partial = [key for key in keys if not store.arrive(key).is_whole][: len(workspace.host_neurons)]
+        if not partial:
             return []
-        n = len(wanted)
-        # What the layer's own experts need has been launched or is not listed yet: the room is free between launches.
-        numbers = room.host_numbers[2, :n]
-        numbers[:] = torch.tensor([key.expert for key in wanted], dtype=torch.int32)
-        store.device.copy(room.numbers[2, :n], numbers, "compute")
-        selection = room.selection
+        n = len(partial)
+        # The layer's own experts are launched already, or not listed yet: the workspace is free between launches.
+        experts = workspace.send_numbers(store.device, PREDICTED_ROW, [key.expert for key in partial])
+        selection = workspace.selection
         first = type(selection)(selection.a[:n], selection.neurons[:n], selection.counts[:n])
-        self._ops.select(x[0], room.numbers[2, :n], store.tables[wanted[0].layer_idx], first)
-        store.device.synchronize(seen_neurons(store.device, room, 0, n), "predicted neurons")
-        return [(key, listed_neurons(room, place).copy()) for place, key in enumerate(wanted)]
+        self._ops.select(x[0], experts, store.tables[partial[0].layer_idx], first)
+        store.device.synchronize(workspace.copy_selection_to_host(store.device, 0, n), "predicted neurons")
+        return [(key, workspace.selected_neurons(place).copy()) for place, key in enumerate(partial)]
 
 
 class StagedDecoder(TokenDecoder):
-    """A model at work by the staged engine; arguments as of `TokenDecoder`."""
+    """The staged engine's decoder; arguments as for `TokenDecoder`."""
 
     def __init__(
         self,
@@ -267,9 +261,9 @@ class StagedDecoder(TokenDecoder):
         self._segments = [self._captured(launch) for launch in self._launches()]
 
     def _is_alone(self, ids: list[int]) -> bool:
-        prefetcher = self._staged.prefetcher
-        # A prediction from a part of the experts looks into the next layer, which is launched whole here.
-        return super()._is_alone(ids) and (prefetcher is None or not prefetcher.needs_partial)
+        foreteller = self._staged.foreteller
+        # A prefetcher that predicts from some of the experts uses the next layer's router, which is in a graph here.
+        return super()._is_alone(ids) and (foreteller is None or not foreteller.needs_partial)
 
     def _run_token(self) -> None:
         layers, weights = self._layers, self._staged
@@ -281,16 +275,16 @@ class StagedDecoder(TokenDecoder):
         self._segments[-1]()
 
     def _launches(self) -> list[Callable[[], None]]:
-        """What is launched before each layer's experts, and after the last's."""
+        """Returns the launches before each layer's experts, and those after the last experts."""
         moe_layers, last = self.spec.moe_layers, self.spec.num_hidden_layers
         begins = [0, *(layer + 1 for layer in moe_layers)]
         ends = [*(layer + 1 for layer in moe_layers), last]
         return [self._between(number, begin, end) for number, (begin, end) in enumerate(zip(begins, ends, strict=True))]
 
     def _between(self, number: int, begin: int, end: int) -> Callable[[], None]:
-        """The launches of decoder layers `begin` to `end`, the experts of the last but not its own, and what they add.
+        """Returns the launches of decoder layers `begin` to `end`, without the routed experts of the last.
 
-        `number`: of the layer of experts that comes after them; past the last, logits come.
+        Args:    number: of the MoE layer whose experts follow; past the last one, the logits follow.
         """
         layers, scale = self._layers, self.spec.residual_multiplier
 
@@ -300,16 +294,16 @@ class StagedDecoder(TokenDecoder):
                 layers.start()
             else:
                 layers.x.add_(self._y, alpha=scale)
-            also: Tensor | None = None
+            shared: Tensor | None = None
             for layer in range(begin, end):
-                also = layers.run(layer)
+                shared = layers.run(layer)
             if number == len(self._chosen):
                 layers.finish()
                 self._logits.copy_(layers.logits, non_blocking=True)
                 return
             self._chosen[number].copy_(layers.routes[number])
-            if also is not None:
-                layers.x.add_(also, alpha=scale)
+            if shared is not None:
+                layers.x.add_(shared, alpha=scale)
 
         return launch
 
@@ -320,9 +314,9 @@ _LEAST_SLOTS = 2  # one expert is read while another is copied
 
 @dataclass(frozen=True, slots=True)
 class CachePolicy:
-    """What decides on experts: policies, who has which pages, and what is written down of it.
+    """The decisions on experts: the preset, the cache with its eviction policy, and the recorder.
 
-    `rows_below`: the share of running neurons below which their rows alone are brought.
+    `rows_below`: the share of running neurons below which only their rows are copied.
     """
 
     preset: Preset
@@ -333,12 +327,12 @@ class CachePolicy:
 
 @dataclass(frozen=True, slots=True)
 class StagedInputs:
-    """What the staged engine is given beside room.
+    """What the staged engine is made of, whatever memory it gets.
 
-    `host`: all experts in page-locked memory; None: they come from the drive, through `ram_bytes` of it, by
-    `open_reads`.   `decide`: for a cache of experts.   `prefetcher_for`: the prefetcher of these weights, or None.
-    `kernels`: the CPU's, where it may compute.   `verify`: whether experts from the drive are checked.   `shares`:
-    float32 [L, E], how popular experts are.   `num_sms`: multiprocessors, which say how work is divided.
+    `host`: all experts in page-locked memory; None if they come from disk, by `open_reads` through `ram_bytes` of host
+    memory.   `decide`: returns the policy for a cache of experts.   `prefetch`: returns the prefetcher for these
+    weights, or None.   `kernels`: the CPU's, if it may compute.   `verify`: whether experts from disk are checked.
+    `shares`: float32 [L, E], how popular experts are.   `num_sms`: multiprocessors, by which work is divided.
     """
 
     pack: Pack
@@ -348,7 +342,7 @@ class StagedInputs:
     ram_bytes: int
     open_reads: Callable[[NDArray[np.uint8]], Reads]
     decide: Callable[[CacheFacts], CachePolicy]
-    prefetcher_for: Callable[[Preset, OffloadedWeights], Prefetcher | None]
+    prefetch: Callable[[Preset, OffloadedWeights], Prefetcher | None]
     kernels: Kernels | None
     approximations: Approximations
     verify: bool
@@ -357,76 +351,76 @@ class StagedInputs:
 
 
 class StagedEngine:
-    """A pack at work by the staged engine; see `AtWork`. Owns all but what it was given: `close` it.
+    """The staged engine for a pack: store, weights and decoder. Owns these, not its inputs: `close` it.
 
-    `decided`: the policies at work.
-    Args:    room_bytes: of the device, for experts.   chunk_tokens: of a forward pass, at most.
-    Raises:  RunError if the largest expert has no room.
+    `policy`: the decisions on experts.
+    Args:    expert_bytes: the device's memory for experts.   chunk_tokens: of a forward pass, at most.
+    Raises:  RunError if the largest expert does not fit.
     """
 
     def __init__(
-        self, asked: StagedInputs, room_bytes: int, context_tokens: int, chunk_tokens: int, cache_dtype: torch.dtype
+        self, inputs: StagedInputs, expert_bytes: int, context_tokens: int, chunk_tokens: int, cache_dtype: torch.dtype
     ) -> None:
-        pack, device = asked.pack, asked.device
-        partials = _num_partials(asked)
-        plan = plan_staged(pack, room_bytes, chunk_tokens, asked.ops, partials)
-        pages = pages_of(pack, plan.page_bytes)
-        facts = CacheFacts(pages, plan.num_pages, pack.spec.router.num_experts_per_tok, asked.shares)
-        self.decided = decided = asked.decide(facts)
+        pack, device = inputs.pack, inputs.device
+        partials = _num_partials(inputs)
+        plan = plan_staged(pack, expert_bytes, chunk_tokens, inputs.ops, partials)
+        num_pages_of = pages_of(pack, plan.page_bytes)
+        facts = CacheFacts(num_pages_of, plan.num_pages, pack.spec.router.num_experts_per_tok, inputs.shares)
+        self.policy = policy = inputs.decide(facts)
         with ExitStack() as opened:
-            host = _host(asked, opened)
+            host = _host(inputs, opened)
             ring = opened.enter_context(closing(ChunkRing(device, max(CHUNK_BYTES, _most_row_bytes(pack)))))
-            store = GpuExpertStore(pack, host, device, plan.num_pages, plan.page_bytes, decided.rows_below, ring)
+            store = GpuExpertStore(pack, host, device, plan.num_pages, plan.page_bytes, policy.rows_below, ring)
             self.weights = StagedWeights(
                 pack,
                 store,
-                decided.expert_cache,
-                asked.ops,
+                policy.residency,
+                inputs.ops,
                 chunk_tokens,
-                cpu=_cpu_share(asked, decided.preset),
+                cpu=_cpu_share(inputs, policy.preset),
                 num_partials=partials,
-                scores_matter=decided.preset.eviction == "importance" or decided.recorder is not None,
-                reuses_selector=decided.preset.reuse_selector,
-                approximations=asked.approximations,
-                recorder=decided.recorder,
+                scores_matter=policy.preset.eviction == "importance" or policy.recorder is not None,
+                reuses_selector=policy.preset.reuse_selector,
+                trust=inputs.trust,
+                recorder=policy.recorder,
             )
             opened.enter_context(closing(self.weights))
-            self.weights.prefetcher = asked.prefetcher_for(decided.preset, self.weights)
+            self.weights.foreteller = inputs.prefetch(policy.preset, self.weights)
             self.decoder = StagedDecoder(self.weights, context_tokens, device.device, chunk_tokens, cache_dtype)
             self.expert_bytes = self.pages_bytes = plan.num_pages * plan.page_bytes
             self.store = store
             self._opened = opened.pop_all()
 
     def prepare(self) -> None:
-        """Captures a token's graphs."""
+        """Captures a token's launches as graphs."""
         self.decoder.prepare()
 
     def close(self) -> None:
-        """Ends threads and reads, lets go of the device's memory."""
+        """Ends threads and reads, and releases the device's memory."""
         self._opened.close()
         del self.decoder, self.weights, self.store
 
 
-def least_staged_bytes(asked: StagedInputs, chunk_tokens: int) -> int:
-    """The least room for experts that the engine runs in: the largest one, tables, and room to work in."""
-    pack = asked.pack
+def least_staged_bytes(inputs: StagedInputs, chunk_tokens: int) -> int:
+    """Returns the least memory for experts that the engine runs in: the largest expert, tables and workspace."""
+    pack = inputs.pack
     page_bytes = staged_page_bytes(pack.layout)
-    return staged_needs(pack, page_bytes, chunk_tokens, asked.ops, _num_partials(asked)).least_budget
+    return staged_needs(pack, page_bytes, chunk_tokens, inputs.ops, _num_partials(inputs)).least_budget
 
 
-def _num_partials(asked: StagedInputs) -> int:
-    spec = asked.pack.spec
-    return num_partials(spec.router.num_experts_per_tok, spec.expert.intermediate_size, asked.num_sms)
+def _num_partials(inputs: StagedInputs) -> int:
+    spec = inputs.pack.spec
+    return num_partials(spec.router.num_experts_per_tok, spec.expert.intermediate_size, inputs.num_sms)
 
 
-def _host(asked: StagedInputs, opened: ExitStack) -> HostExperts:
-    if asked.host is not None:
-        return arena_experts(asked.pack, asked.host)
-    # PyTorch's allocator takes the next power of two of page-locked memory: what is asked for stays below one.
-    room = (1 << asked.ram_bytes.bit_length() - 1) - DISK_BLOCK_BYTES
-    slots = min(max(_LEAST_SLOTS, room // disk_slot_bytes(asked.pack)), asked.pack.index.size.size)
-    drive = DiskExperts(asked.pack, asked.device, asked.open_reads, slots, asked.verify)
-    return opened.enter_context(closing(drive))
+def _host(inputs: StagedInputs, opened: ExitStack) -> HostExperts:
+    if inputs.host is not None:
+        return arena_experts(inputs.pack, inputs.host)
+    # PyTorch's allocator takes the next power of two of page-locked memory, so this stays below one.
+    num_bytes = (1 << inputs.ram_bytes.bit_length() - 1) - DISK_BLOCK_BYTES
+    slots = min(max(_LEAST_SLOTS, num_bytes // disk_slot_bytes(inputs.pack)), inputs.pack.index.size.size)
+    experts = DiskExperts(inputs.pack, inputs.device, inputs.open_reads, slots, inputs.verify)
+    return opened.enter_context(closing(experts))
 
 
 def _most_row_bytes(pack: Pack) -> int:
@@ -434,41 +428,41 @@ def _most_row_bytes(pack: Pack) -> int:
     return max(row.row_bytes for row in rows if row is not None)
 
 
-def _cpu_share(asked: StagedInputs, preset: Preset) -> CpuOffload | None:
-    """Whose misses the CPU shares in, as the paper of the policy splits them, by rates measured here and now."""
-    if asked.kernels is None or asked.host is None or preset.name not in ("fiddler", "importance"):
+def _cpu_share(inputs: StagedInputs, preset: Preset) -> CpuOffload | None:
+    """Returns the CPU's share of missing experts, split as the policy's paper says, by rates measured now."""
+    if inputs.kernels is None or inputs.host is None or preset.name not in ("fiddler", "importance"):
         return None
     split = fastest if preset.name == "fiddler" else balanced
-    load_s, token_s = _load_seconds(asked), _token_seconds(asked, asked.kernels)
-    return CpuOffload(asked.kernels, lambda tokens: split(tokens, token_s, load_s))
+    load_s, token_s = _load_seconds(inputs), _token_seconds(inputs, inputs.kernels)
+    return CpuOffload(inputs.kernels, lambda tokens: split(tokens, token_s, load_s))
 
 
-def _load_seconds(asked: StagedInputs) -> float:
-    """What bringing an expert over the link takes."""
-    assert asked.host is not None, "the link is from host memory"
-    source = asked.host.rows(0)[: asked.pack.layout.experts[0][0].num_bytes]
-    target = torch.empty_like(source, device=asked.device.device)
+def _load_seconds(inputs: StagedInputs) -> float:
+    """Returns the seconds that copying an expert over the link takes."""
+    assert inputs.host is not None, "the link copies from host memory"
+    source = inputs.host.rows(0)[: inputs.pack.layout.experts[0][0].num_bytes]
+    target = torch.empty_like(source, device=inputs.device.device)
 
     def bring() -> None:
-        asked.device.copy(target, source, "copy")
-        asked.device.synchronize(asked.device.record("copy"), "measuring")
+        inputs.device.copy(target, source, "copy")
+        inputs.device.synchronize(inputs.device.record("copy"), "measuring")
 
     return _median_seconds(bring)
 
 
-def _token_seconds(asked: StagedInputs, kernels: Kernels) -> float:
-    """What an expert takes the CPU for one token."""
-    assert asked.host is not None, "the CPU computes from host memory"
-    pack, layout = asked.pack, asked.pack.layout.experts[0][0]
+def _token_seconds(inputs: StagedInputs, kernels: Kernels) -> float:
+    """Returns the seconds that the CPU takes to compute an expert for one token."""
+    assert inputs.host is not None, "the CPU computes from host memory"
+    pack, layout = inputs.pack, inputs.pack.layout.experts[0][0]
     function, threshold = pack.spec.expert.function, float(pack.thresholds[0, 0])
-    rows = extent_rows(layout, pack.manifest.selector, function, threshold, asked.host.rows(0).numpy())
+    rows = extent_rows(layout, pack.manifest.selector, function, threshold, inputs.host.rows(0).numpy())
     x = torch.randn(1, pack.spec.hidden_size, generator=torch.Generator().manual_seed(0))
     work = (rows, np.zeros(1, np.int64), np.ones(1, np.float32))
     return _median_seconds(lambda: kernels.experts(x, [work]))
 
 
 def _median_seconds(action: Callable[[], object]) -> float:
-    action()  # touches what it will use
+    action()  # the first run also loads memory and kernels
     taken = []
     for _ in range(_MEASURED_TIMES):
         started = time.perf_counter()

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cards import CPU, IDS, PROMPT, TOLERANCE, graph_decoder, graph_logits, reference_logits, room_for
+from gpu_runs import CPU, IDS, PROMPT, TOLERANCE, graph_decoder, graph_logits, reference_logits, expert_bytes_for
 from models import TinyMixtral, pack
 
 from moe_pack.convert import convert
@@ -83,7 +83,7 @@ def test_logits_are_the_same_after_everything_was_run_to_be_measured(tmp_path: P
     with ExitStack() as stack:
         held = stack.enter_context(Pack(folder))
         host = stack.enter_context(HostArena(held, CPU))
-        built = stack.enter_context(closing(GraphEngine(held, host, CPU, room_for(held, 0.3), 64, 16)))
+        built = stack.enter_context(closing(GraphEngine(held, host, CPU, expert_bytes_for(held, 0.3), 64, 16)))
         run_everything(held, built, 16)
         built.prepare()
         found = built.decoder.logits(IDS)

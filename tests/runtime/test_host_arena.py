@@ -32,7 +32,7 @@ def test_every_extent_is_the_packs_on_a_line_of_its_own(folder: Path, num_thread
                 held = arena.rows(l)[begin : begin + layout.num_bytes].numpy()
                 assert np.array_equal(held, opened.read_extent(l, e))
         assert arena.num_bytes == host_bytes(opened)
-        assert arena.locked_bytes == 0, "there is no card"
+        assert arena.locked_bytes == 0, "there is no GPU"
 
 
 def test_progress_is_told_of_all_bytes(folder: Path) -> None:

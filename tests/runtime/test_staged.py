@@ -228,7 +228,7 @@ def test_what_is_planned_is_what_is_taken(packs: dict[str, Path]) -> None:
     with Pack(packs["dense"]) as held:
         spec = held.spec
         plan = plan_staged(held, 8 << 20, 16, ops, 4)
-        with pytest.raises(RunError, match=r"^--budget: .* left for experts, needed are at least"):
+        with pytest.raises(RunError, match=r"^--budget: leaves .* for experts, which need at least"):
             plan_staged(held, plan.fixed + 4096, 16, ops, 4)
     assert plan.fixed + plan.num_pages * plan.page_bytes <= 8 << 20
     with staged(packs["dense"], Staged(num_experts=3), CONTEXT) as at_work:

@@ -1,11 +1,11 @@
-"""The staged engine as it is put together for a card, over plain memory: its kernels run by the interpreter."""
+"""The staged engine as it is built for a GPU, over plain memory: Triton's interpreter runs its kernels."""
 
 from pathlib import Path
 
 import pytest
-from cards import CPU
+from gpu_runs import CPU
 from models import TinyMixtral, pack
-from staged_card import staged_logits
+from gpu_staged_runs import staged_logits
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.model import Decoder, PackWeights

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cards import CPU, room_for
+from gpu_runs import CPU, expert_bytes_for
 from models import pack
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +31,7 @@ FAMILIES = ("mixtral", "qwen2_moe", "deepseek_v2")
 class Watch(TorchDispatchMode):
     """Fails on any operation of torch that takes memory or gives the host a value.
 
-    What the interpreter does for a launch is passed over: on a card a launch is the driver's alone.
+    The interpreter's own work for a launch is not counted: on a GPU only the driver launches.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,7 +61,7 @@ def token_step(folder: Path) -> Iterator[tuple[TokenLayers, TokenStep]]:
     with ExitStack() as stack:
         opened = stack.enter_context(Pack(folder))
         host = stack.enter_context(HostArena(opened, CPU))
-        built = stack.enter_context(closing(GraphEngine(opened, host, CPU, room_for(opened, 0.3), CONTEXT, 1)))
+        built = stack.enter_context(closing(GraphEngine(opened, host, CPU, expert_bytes_for(opened, 0.3), CONTEXT, 1)))
         angles = Rope(opened.spec.rope, CPU)(torch.arange(CONTEXT), 1)
         layers = TokenLayers(built.weights, built.decoder.cache, angles)
         yield layers, TokenStep(built.weights, layers, 1)

@@ -29,8 +29,8 @@ def reduce_twin(partials: Tensor, weights: Tensor) -> Tensor:
     return (partials.sum(1) * weights[:, None]).sum(0)
 
 
-def admit_plain(experts: Tensor, state: CacheState, tables: LayerTables) -> None:
-    """The twin of `admit`, on the host."""
+def lru_update_plain(experts: Tensor, state: CacheState, tables: LayerTables) -> None:
+    """Does as `lru_update`, on the host."""
     if not state.keeps:
         for victim in torch.nonzero((state.is_in == 1) & (state.num_pages_of > 0))[:, 0].tolist():
             _evict_plain(victim, state, tables)
@@ -62,7 +62,7 @@ def _evict_plain(victim: int, state: CacheState, tables: LayerTables) -> None:
         tables.selector_at[victim] = -1
 
 
-def pull_plain(
+def gather_plain(
     experts: Tensor,
     selection: Selection | None,
     tables: LayerTables,
@@ -70,7 +70,7 @@ def pull_plain(
     host: HostRows,
     of_selector: bool,
 ) -> None:
-    """The twin of `pull_selectors` and `pull_records`, on the host, a row at a time."""
+    """Does as `gather_selectors_from_host` and `gather_records_from_host`, on the host, a row at a time."""
     at = tables.selector_at if of_selector else tables.record_at
     if at is None:
         return

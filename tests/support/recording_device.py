@@ -52,12 +52,12 @@ class RecordingDevice:
         """How often what was asked; synchronizes by their reasons."""
         return Counter(asked.reason or asked.what for asked in self.log)
 
-    def on_device(self, num_bytes: int) -> Tensor:
+    def allocate(self, num_bytes: int) -> Tensor:
         """Memory full of NaN; see `Device`."""
         self.log.append(Asked("device memory", num_bytes))
         return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
 
-    def on_host(self, num_bytes: int) -> Tensor:
+    def allocate_host(self, num_bytes: int) -> Tensor:
         """Memory full of NaN; see `Device`."""
         self.log.append(Asked("host memory", num_bytes))
         held = torch.full((num_bytes,), 0xFF, dtype=torch.uint8)

@@ -12,8 +12,8 @@ sink, a logit without a value. In latent attention the values are the first colu
 a GPU, which lose no more than float32 sums do. The twin is torch's own attention, as in `runtime.model.attention`.
 
 `enter_latent`, `attend` and `leave_latent` are one token's latent attention: queries move into the latent's space, and
-mixes of latents move out of it. Both read the rows of `kv_b`, plain values or in the pack's row layout, as they lie: for
-each head `nope` rows of W_k, then the rows of W_v. The twin is the latent attention of `runtime.model.attention`.
+mixes of latents move out of it. Both read the rows of `kv_b`, plain values or in the pack's row layout, as they lie:
+for each head `nope` rows of W_k, then the rows of W_v. The twin is the latent attention of `runtime.model.attention`.
 """
 
 from collections.abc import Iterable
@@ -421,12 +421,12 @@ def enter_latent(
     """
     q, kv = projected
     cos, sin = angles
-    row_bytes, part = kv_b.rows.view(torch.uint8), kv_b.part
+    stored, part = kv_b.rows.view(torch.uint8), kv_b.part
     rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
     _enter_latent_kernel[(spec.num_heads + 1,)](
-        q, kv, norm, cos, sin, position, row_bytes, moved, keys, lookup_for(q.device, part), spec.lora_norm_eps,
+        q, kv, norm, cos, sin, position, stored, moved, keys, lookup_for(q.device, part), spec.lora_norm_eps,
         spec.num_heads, spec.qk_nope_head_dim, spec.v_head_dim, rank, rope, cos.shape[1], interleaved,
-        row_bytes.shape[1] // 16, part, part.num_words, _ROWS, triton.next_power_of_2(rank), triton.next_power_of_2(rope),
+        stored.shape[1] // 16, part, part.num_words, _ROWS, triton.next_power_of_2(rank), triton.next_power_of_2(rope),
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -436,10 +436,10 @@ def leave_latent(mixed: Tensor, spec: LatentSpec, kv_b: StoredRows, out: Tensor)
 
     Args:    mixed: float32 [num_heads, rank], from `attend`.   out: float32 [num_heads * v].
     """
-    row_bytes, part = kv_b.rows.view(torch.uint8), kv_b.part
+    stored, part = kv_b.rows.view(torch.uint8), kv_b.part
     _leave_latent_kernel[(spec.num_heads, triton.cdiv(spec.v_head_dim, _ROWS))](
-        mixed, row_bytes, out, lookup_for(mixed.device, part), spec.qk_nope_head_dim, spec.v_head_dim, spec.kv_lora_rank,
-        row_bytes.shape[1] // 16, part, part.num_words, _ROWS, num_warps=4, enable_fp_fusion=True,
+        mixed, stored, out, lookup_for(mixed.device, part), spec.qk_nope_head_dim, spec.v_head_dim, spec.kv_lora_rank,
+        stored.shape[1] // 16, part, part.num_words, _ROWS, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 

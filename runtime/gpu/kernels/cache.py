@@ -64,7 +64,7 @@ def kind_of(layout: ExpertLayout, selector: Selector, function: NeuronFunction) 
         place = layout.find(matrix)
         if place is None:
             return None
-        rows, part = place
+        rows, part, _ = place
         return StoredPart(rows is layout.selector, part_of(rows, matrix), part.format)
 
     up, down = stored("up"), stored("down")

@@ -22,9 +22,9 @@ from types import SimpleNamespace
 from typing import Literal, cast
 
 import torch
-from card_layers import random_selection, small_layer
+from gpu_cache_layers import random_selection, small_layer
 from gpu_layers import layer_of, random_layer
-from kernel_twins import admit_plain, pull_plain, reduce_twin
+from kernel_twins import lru_update_plain, gather_plain, reduce_twin
 from named_formats import Name, label, named_expert, named_format
 from random_experts import (
     Shape,
@@ -504,10 +504,10 @@ def _cache(keeps: bool, has_selector: bool, device: torch.device) -> Prepared:
 
     def compare() -> Difference:
         for experts, selection in steps:
-            admit_plain(experts, twin.state, twin.tables)
+            lru_update_plain(experts, twin.state, twin.tables)
             for of_selector in (True, False):
                 chosen = None if of_selector else selection
-                pull_plain(experts, chosen, twin.tables, twin.state, twin.host, of_selector)
+                gather_plain(experts, chosen, twin.tables, twin.state, twin.host, of_selector)
         pairs = [(layer.tables.arena, twin.tables.arena), (layer.tables.record_at, twin.tables.record_at)]
         pairs += [(layer.state.counters, twin.state.counters), (layer.state.last_used, twin.state.last_used)]
         return _exact(all(torch.equal(found.cpu(), expected) for found, expected in pairs))

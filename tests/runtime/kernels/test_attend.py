@@ -14,9 +14,9 @@ from moe_pack.runtime.model.operations import HeadNorms
 CPU = torch.device("cpu")
 Cache = tuple[Tensor, Tensor]
 TOLERANCE = 3e-6  # float32 sums in another order
-# A card multiplies in three tf32 parts, without the product of what is left of both, and cuts sums off: scores of
+# A GPU multiplies in three tf32 parts, without the product of what is left of both, and cuts sums off: scores of
 # about 10 are off by some 1e-6 of that, and powers by as much.
-CARD_TOLERANCE = 1e-5
+GPU_TOLERANCE = 1e-5
 CHOICES: dict[str, tuple[object, ...]] = {
     "num_kv_heads": (1, 2),
     "group": (1, 3, 20),
@@ -124,7 +124,7 @@ class Case:
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
     assert found.shape == expected.shape
-    tolerance = TOLERANCE if found.device.type == "cpu" else CARD_TOLERANCE
+    tolerance = TOLERANCE if found.device.type == "cpu" else GPU_TOLERANCE
     assert (found.cpu() - expected.cpu()).abs().max() <= tolerance * expected.abs().max()
 
 

@@ -19,7 +19,8 @@ TILE_BYTES = {4, 8, 16}
 # Words of a trellis overlap, and begin at whatever bit: each is put together from two, of which most are in the cache.
 TRELLIS_LOADS = {"load_stream 4", "look_up 1"}
 # With registers to spare, ptxas leaves a word or two on the stack while a loop runs that does not need them, so that
-# more programs fit: written once, read once (sm_100: `_gemm` of float32, `_hidden` of 16 bits; sm_80: `_lru_update_kernel`).
+# more programs fit: written once, read once (sm_100: `_gemm` of float32, `_hidden` of 16 bits; sm_80:
+# `_lru_update_kernel`).
 MOST_REGISTERS, WAITING_BYTES = 255, 8
 # `_hidden` has all registers before sm_90, where tiles for tensor cores stand in them: up to eight words are read again
 # for each tile, of a thousand instructions. Half the tokens a program need no stack, but unpack every code twice.

@@ -17,7 +17,7 @@ from moe_pack.runtime.model import activations, run_expert
 
 # The same products in float32, summed in another order than torch's, codes and zeros apart.
 TOLERANCE = 1e-5  # of the reference's RMS
-CARD_TOLERANCE = 3e-5  # tensor cores cut sums off; see test_gemm
+GPU_TOLERANCE = 3e-5  # tensor cores cut sums off; see test_gemm
 EXPERT = 1  # of a layer of three; the others' rows are not there
 WIDTHS: tuple[Name, ...] = (1, 2, 3, 4, 8, 16, "fp8", "mxfp4", "t3", "t5", "t8")
 
@@ -69,7 +69,7 @@ def assert_equals_twin(expert: RandomExpert, num_tokens: int, device: torch.devi
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
-    tolerance = TOLERANCE if found.device.type == "cpu" else CARD_TOLERANCE
+    tolerance = TOLERANCE if found.device.type == "cpu" else GPU_TOLERANCE
     error, size = (found.cpu() - expected).abs().max(), expected.square().mean().sqrt()
     assert error <= tolerance * size, f"off by {error / size} of the reference's RMS"
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from card_layers import SmallLayer, random_selection, small_layer
-from kernel_twins import admit_plain, pull_plain
+from gpu_cache_layers import SmallLayer, random_selection, small_layer
+from kernel_twins import lru_update_plain, gather_plain
 
 from moe_pack.runtime.gpu.kernels.cache import (
     BYTES,
@@ -63,13 +63,13 @@ def test_steps_do_what_the_twin_does_and_bring_the_packs_bytes(
         experts = ids(*draw.permutation(6)[:2].tolist())
         selection = random_selection(2, 150, share, step)
         lru_update(experts, layer.state, layer.tables)
-        admit_plain(experts.cpu(), twin.state, twin.tables)
+        lru_update_plain(experts.cpu(), twin.state, twin.tables)
         gather_selectors_from_host(experts, layer.tables, layer.state, layer.host, num_programs)
         there = on(kernel_device, selection)
         gather_records_from_host(experts, there, layer.tables, layer.state, layer.host, num_programs)
         for of_selector in (True, False):
             chosen = None if of_selector else selection
-            pull_plain(experts.cpu(), chosen, twin.tables, twin.state, twin.host, of_selector)
+            gather_plain(experts.cpu(), chosen, twin.tables, twin.state, twin.host, of_selector)
         assert torch.equal(layer.tables.arena.cpu(), twin.tables.arena)
         assert torch.equal(layer.tables.record_at.cpu(), twin.tables.record_at)
         assert torch.equal(layer.state.counters.cpu(), twin.state.counters)

@@ -15,8 +15,8 @@ from moe_pack.runtime.model import RowMatrix, StoredMatrix, linear
 
 # The same products in float32, summed in another order than torch's, codes and zeros apart; 2e-6 is the most seen.
 TOLERANCE = 1e-5  # of the reference's RMS
-# A card's tensor cores cut sums off after every 8 products, where others round, and see 22 of 24 bits or fewer of x.
-CARD_TOLERANCE = 3e-5
+# A GPU's tensor cores cut sums off after every 8 products, where others round, and see 22 of 24 bits or fewer of x.
+GPU_TOLERANCE = 3e-5
 FORMATS = [
     BF16,
     *(part_format(width, group) for width in (1, 2, 3, 4, 8) for group in (16, 32, 64)),
@@ -30,7 +30,7 @@ DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
-    tolerance = TOLERANCE if found.device.type == "cpu" else CARD_TOLERANCE
+    tolerance = TOLERANCE if found.device.type == "cpu" else GPU_TOLERANCE
     error, size = (found.cpu() - expected).abs().max(), expected.square().mean().sqrt()
     assert error <= tolerance * size, f"off by {error / size} of the reference's RMS"
 

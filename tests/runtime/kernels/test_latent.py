@@ -19,7 +19,7 @@ from moe_pack.runtime.model.attention import attend_latent
 from moe_pack.runtime.model.kv_cache import LayerCache
 
 TOLERANCE = 1e-5  # float32 sums in another order, one after the other: four products and a softmax
-CARD_TOLERANCE = 3e-5  # and on a card, sums that tensor cores cut off; see test_attend
+GPU_TOLERANCE = 3e-5  # and on a GPU, whose tensor cores cut sums off; see test_attend
 WIDTH = 16  # of the hidden state
 DTYPES: dict[object, torch.dtype] = {"BF16": torch.bfloat16, "F32": torch.float32}
 
@@ -73,7 +73,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
     assert found.shape == expected.shape
-    tolerance = TOLERANCE if found.device.type == "cpu" else CARD_TOLERANCE
+    tolerance = TOLERANCE if found.device.type == "cpu" else GPU_TOLERANCE
     assert (found.cpu() - expected).abs().max() <= tolerance * expected.abs().max()
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from card_layers import CPU, SmallLayer, small_layer
-from kernel_twins import admit_plain
+from gpu_cache_layers import CPU, SmallLayer, small_layer
+from kernel_twins import lru_update_plain
 
 from moe_pack.runtime.gpu.kernels.cache import HITS, NEEDED, lru_update
 
@@ -56,7 +56,7 @@ def test_steps_do_what_the_twin_does(
     layer = twin.copy().to(kernel_device)
     for experts in drawn(layer, seed):
         lru_update(experts, layer.state, layer.tables)
-        admit_plain(experts.cpu(), twin.state, twin.tables)
+        lru_update_plain(experts.cpu(), twin.state, twin.tables)
         same(layer, twin)
         fill(layer)
         fill(twin)
@@ -121,7 +121,7 @@ def test_with_pages_that_other_layers_use_nothing_is_left_of_the_step_before(
     before = layer.tables.record_at.clone()
     for experts in drawn(layer, 3):
         lru_update(experts, layer.state, layer.tables)
-        admit_plain(experts.cpu(), twin.state, twin.tables)
+        lru_update_plain(experts.cpu(), twin.state, twin.tables)
         same(layer, twin)
         assert torch.equal(layer.tables.record_at, before)
         assert who_is_in(layer) == {e for e in experts.tolist() if layer.state.num_pages_of[e]}

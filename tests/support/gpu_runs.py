@@ -1,4 +1,4 @@
-"""The graph engine over plain memory: its kernels run by the interpreter, what a card holds in CPU tensors."""
+"""The graph engine over plain memory: Triton's interpreter runs its kernels, and CPU tensors are the GPU's memory."""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -19,8 +19,8 @@ PROMPT, NUM_ALONE = 2, 2
 IDS = [(37 * i + 5) % 96 for i in range(PROMPT + NUM_ALONE)]
 
 
-def room_for(pack: Pack, share: float) -> int:
-    """Bytes for that share of all experts, beyond the least that an engine runs in; 1: for all of them."""
+def expert_bytes_for(pack: Pack, share: float) -> int:
+    """Returns bytes for a share of all experts, beyond the least that an engine runs in; 1 is enough for all."""
     total = sum(expert.num_bytes for layer in pack.layout.experts for expert in layer)
     least = least_placement(pack.layout)
     return least.num_bytes + round(share * (total + least.other_bytes))
@@ -35,24 +35,24 @@ def graph_decoder(
     cache_dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
 ) -> Iterator[GraphDecoder]:
-    """A pack at work in so much room; see `room_for`."""
+    """Builds the graph engine with memory for a share of experts; see `expert_bytes_for`."""
     with Pack(folder) as pack, HostArena(pack, device) as host:
-        room = room_for(pack, share)
-        with closing(GraphEngine(pack, host, device, room, context_tokens, chunk_tokens, cache_dtype)) as built:
+        expert_bytes = expert_bytes_for(pack, share)
+        with closing(GraphEngine(pack, host, device, expert_bytes, context_tokens, chunk_tokens, cache_dtype)) as built:
             built.prepare()
             yield built.decoder
 
 
 def reference_logits(folder: Path, ids: list[int] = IDS) -> torch.Tensor:
-    """Logits of a pack, in plain torch."""
-    with Pack(folder) as held:
-        return Decoder(PackWeights(held, CPU), 64).logits(ids)
+    """Returns a pack's logits, in plain torch."""
+    with Pack(folder) as pack:
+        return Decoder(PackWeights(pack, CPU), 64).logits(ids)
 
 
 def graph_logits(
     folder: Path, share: float, ids: list[int] = IDS, num_prompt: int = PROMPT, chunk_tokens: int = 16
 ) -> torch.Tensor:
-    """Logits of a prompt, then of one token after the other, by the graph engine."""
+    """Returns logits of a prompt, then of one token after the other, by the graph engine."""
     with graph_decoder(folder, share, chunk_tokens=chunk_tokens) as decoder:
         pieces = [decoder.logits(ids[:num_prompt])] if num_prompt else []
         return torch.cat([*pieces, *(decoder.logits([token]) for token in ids[num_prompt:])])

@@ -1,12 +1,12 @@
-"""gpt-oss by the engines of a card, over plain memory: MXFP4 as in the source, sinks, windows that a ring keeps."""
+"""gpt-oss by the GPU's engines, over plain memory: MXFP4 as in the source, sinks, windows in a ring."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from cards import CPU, TOLERANCE, graph_decoder, graph_logits
+from gpu_runs import CPU, TOLERANCE, graph_decoder, graph_logits
 from gpt_oss_pack import CHUNK, IDS, PROMPT, WINDOW, packed_gpt_oss
-from staged_card import staged_logits
+from gpu_staged_runs import staged_logits
 
 from moe_pack.formats import Pack, Selector
 from moe_pack.formats.plan import E5M2, MXFP4

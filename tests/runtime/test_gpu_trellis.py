@@ -1,11 +1,11 @@
-"""Packs with trellises by the engines of a card, over plain memory: experts, selectors, and dense matrices."""
+"""Packs with trellises by the GPU's engines, over plain memory: experts, selectors, and dense matrices."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cards import IDS, PROMPT, TOLERANCE, graph_logits, reference_logits
-from staged_card import staged_logits
+from gpu_runs import IDS, PROMPT, TOLERANCE, graph_logits, reference_logits
+from gpu_staged_runs import staged_logits
 from synthetic import made, small
 
 from moe_pack.formats import ExpertFormat, Selector, part_format, trellis_format, uniform_plan

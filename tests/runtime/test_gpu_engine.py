@@ -1,4 +1,4 @@
-"""How a card's budget is kept, beside a driver that adds up what it is told; what is asked of a card on the CPU."""
+"""The GPU's budget, kept next to a double of the driver that adds up allocations; refused GPUs and options."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ CONTEXT_BYTES, WORKING_BYTES, LEAST_BYTES, ROUNDING = 300 << 20, 50 << 20, 10 <<
 
 @dataclass
 class Driver:
-    """A card's driver: what it charges for its context, for forward passes once there was one, and for experts."""
+    """A double of the driver, which charges for its context, for forward passes after the first, and for experts."""
 
     total: int = 2 << 30
     charged: int = CONTEXT_BYTES
@@ -116,8 +116,8 @@ def test_an_old_card_is_refused_before_anything_is_read(tiny_pack: Path, monkeyp
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
-def test_newer_cards_are_taken(capability: tuple[int, int]) -> None:
-    check_capability("some card", capability)
+def test_newer_gpus_are_supported(capability: tuple[int, int]) -> None:
+    check_capability("some GPU", capability)
 
 
 def test_a_budget_that_leaves_experts_too_little_is_refused_with_what_is_needed(tiny_pack: Path) -> None:

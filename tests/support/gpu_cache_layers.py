@@ -1,4 +1,4 @@
-"""Layers in a small card's memory: experts of two formats, some rows always there, pages for the rest."""
+"""Layers in the memory of a small GPU: experts of two formats, some rows resident, pages for the others."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,4 @@
-"""A card's cache on the CPU: the budget to the byte, every row the pack's, whatever is always there."""
+"""The graph engine's expert cache on the CPU: its memory to the byte, and every row as in the pack."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from card_layers import CPU, random_selection
+from gpu_cache_layers import CPU, random_selection
 from synthetic import made, plan_for, small
 
 from moe_pack.formats import BF16, Pack, Plan, RunError, Selector, dense_roles, part_format, uniform_plan
@@ -37,7 +37,7 @@ def opened(
     """Two layers of six experts; `none` stores all parts of an expert alike."""
     spec = small(2, 6, 64, NUM_ROWS)
     selector: Selector = request.param
-    folder = made(spec, tmp_path_factory.mktemp("card-cache") / "packed", plan=mixed(plan_for(spec, selector)))
+    folder = made(spec, tmp_path_factory.mktemp("gpu-cache") / "packed", plan=mixed(plan_for(spec, selector)))
     with Pack(folder) as pack, HostArena(pack, CPU) as host:
         yield pack, host
 
@@ -132,7 +132,9 @@ def test_more_room_never_holds_less_and_never_more_than_there_is(opened: tuple[P
 
 def test_a_room_too_small_for_one_token_says_what_is_needed(opened: tuple[Pack, HostArena]) -> None:
     pack, _ = opened
-    with pytest.raises(RunError, match=r"for experts on the card, needed are at least .* or take --engine staged$"):
+    with pytest.raises(
+        RunError, match=r"^--engine graph: .* left for experts, which need at least .* or use --engine staged$"
+    ):
         place_experts(pack.layout, least(pack) - 1)
 
 
@@ -181,7 +183,7 @@ def test_an_arena_is_no_longer_than_offsets_reach() -> None:
 
 
 @pytest.mark.parametrize("is_sparse", [True, False])
-def test_more_of_a_cards_memory_never_means_more_bytes_over_the_link(is_sparse: bool) -> None:
+def test_more_gpu_memory_never_means_more_bytes_over_the_link(is_sparse: bool) -> None:
     """Experts of two and four bits by turns; at 13 GiB pages of two whole experts a layer once crowded out hot rows."""
     spec = model_spec("mixtral-8x7b")
     two, four = part_format(2, 64), part_format(4, 64)
