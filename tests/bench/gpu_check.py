@@ -25,7 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 import click
-from gpu.measuring import card_slug, combined, has_gpu, setting
+from gpu.measuring import combined, gpu_slug, has_gpu, setting
 
 _FOLDER = Path(__file__).parent
 _ROOT = _FOLDER.parents[1]
@@ -145,7 +145,7 @@ def main(calls: str, parts: str | None, limit: float, out: Path | None, revision
     folder = out or _usual_folder(is_rehearsal)
     folder.mkdir(parents=True, exist_ok=True)
     _prepare()
-    slug = card_slug(setting(is_rehearsal).card)
+    slug = gpu_slug(setting(is_rehearsal).gpu)
     ended, times = [], _REHEARSAL_TIMES if is_rehearsal else 1
     for call, names in chosen.items():
         stem = folder / f"gpu-{slug}-{time.strftime('%Y-%m-%d')}-call{call}"

@@ -102,11 +102,11 @@ def read_runs(paths: list[Path]) -> list[Run]:
     runs: dict[str, Run] = {}
     for path in paths:
         whole = json.loads(path.read_text())
-        card = whole["card"]["name"] if whole["card"] else "no GPU"
+        gpu = whole["gpu"]["name"] if whole["gpu"] else "no GPU"
         day = whole["parts"][0]["date"][:10]
         versions = ", ".join(f"{name} {whole['versions'][name]}" for name in ("torch", "triton"))
-        machine = f"{card}, {whole['cores']} cores of {whole['cpu']}, {versions}, commit {whole['revision'][:12]}"
-        run = runs.setdefault(f"{card}, {day}", Run(f"{card}, {day}", whole["rehearsal"], machine))
+        machine = f"{gpu}, {whole['cores']} cores of {whole['cpu']}, {versions}, commit {whole['revision'][:12]}"
+        run = runs.setdefault(f"{gpu}, {day}", Run(f"{gpu}, {day}", whole["rehearsal"], machine))
         for part in whole["parts"]:
             run.rows += [row for row in part["rows"] if row["kind"] != "Metric"]
             counted = [row for row in part["rows"] if row.get("metric") in _COUNTED]

@@ -131,7 +131,7 @@ def test_results_go_to_the_folder_that_out_names_as_one_file_a_call(
         "gpu-none-DAY-call3.json",
     ]
     whole = read(paths[0])
-    assert whole["rehearsal"] is True and whole["card"] is None
+    assert whole["rehearsal"] is True and whole["gpu"] is None
     (part,) = whole["parts"]
     assert (part["part"], part["state"]) == ("machine", "done")
     assert {row["kind"] for row in part["rows"]} == {"CopyRate", "PageLock", "LaunchCost"}
@@ -302,7 +302,7 @@ class Said:
         rows.append(counted | {"metric": "L2 Hit Rate", "unit": "%", "value": "n/a"})
         part = {"part": "mixtral", "state": "failed", "date": f"{self.day}T10:00:00", "rows": rows}
         part["errors"] = {"12 GiB": "Traceback\nRunError: too little"}
-        whole = {"card": {"name": "GPU X"}, "cores": 16, "cpu": "CPU", "versions": {"torch": "2", "triton": "3"}}
+        whole = {"gpu": {"name": "GPU X"}, "cores": 16, "cpu": "CPU", "versions": {"torch": "2", "triton": "3"}}
         path.write_text(json.dumps(whole | {"rehearsal": self.is_rehearsal, "revision": "abc", "parts": [part]}))
         return path
 

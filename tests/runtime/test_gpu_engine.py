@@ -60,7 +60,7 @@ def fitted(folder: Path, driver: Driver, budget: int | None) -> int:
             driver,
             asked,
             LEAST_BYTES,
-            lambda room, chunk: Work(pack, driver, room),
+            lambda expert_bytes, chunk: Work(pack, driver, expert_bytes),
         )
         assert use.spent + ROUNDING == use.budget, "what is not spent is what the driver may round up"
         assert use.experts == built.expert_bytes
@@ -107,7 +107,7 @@ def test_a_card_without_the_tensor_cores_that_kernels_use_is_refused_by_name(cap
         check_capability("Tesla T4", capability)
 
 
-def test_an_old_card_is_refused_before_anything_is_read(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_gpu_is_refused_before_anything_is_read(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = SimpleNamespace(name="Tesla T4", major=7, minor=5, uuid="none")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
@@ -129,10 +129,10 @@ def test_a_budget_that_leaves_experts_too_little_is_refused_with_what_is_needed(
             driver := Driver(),
             GpuRequest(budget, 64, None, torch.float32),
             LEAST_BYTES,
-            lambda room, chunk: Work(pack, driver, room),
+            lambda expert_bytes, chunk: Work(pack, driver, expert_bytes),
         )
-    assert str(fault.value).startswith("--budget: 355.0 MiB, needed are at least ")
-    assert driver.charged == CONTEXT_BYTES, "what was measured is given back"
+    assert str(fault.value).startswith("--budget: 355.0 MiB is too little; at least ")
+    assert driver.charged == CONTEXT_BYTES, "the measured engine is closed"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_budget_that_leaves_experts_too_little_is_refused_with_what_is_needed(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_of_a_card_is_refused_on_the_cpu(options: EngineOptions, name: str, tiny_pack: Path) -> None:
+def test_options_of_a_gpu_are_refused_on_the_cpu(options: EngineOptions, name: str, tiny_pack: Path) -> None:
     with (
         Pack(tiny_pack) as pack,
         pytest.raises(RunError, match=f"^{name} needs --device cuda; remove it or add --device cuda$"),

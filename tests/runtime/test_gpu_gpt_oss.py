@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_runs import CPU, TOLERANCE, graph_decoder, graph_logits
 from gpt_oss_pack import CHUNK, IDS, PROMPT, WINDOW, packed_gpt_oss
+from gpu_runs import CPU, TOLERANCE, graph_decoder, graph_logits
 from gpu_staged_runs import staged_logits
 
 from moe_pack.formats import Pack, Selector

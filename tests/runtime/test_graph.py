@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gpu_runs import CPU, IDS, PROMPT, TOLERANCE, graph_decoder, graph_logits, reference_logits, expert_bytes_for
+from gpu_runs import CPU, IDS, PROMPT, TOLERANCE, expert_bytes_for, graph_decoder, graph_logits, reference_logits
 from models import TinyMixtral, pack
 
 from moe_pack.convert import convert

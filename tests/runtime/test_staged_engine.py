@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from gpu_runs import CPU
-from models import TinyMixtral, pack
 from gpu_staged_runs import staged_logits
+from models import TinyMixtral, pack
 
 from moe_pack.formats import Pack
 from moe_pack.runtime.model import Decoder, PackWeights

@@ -420,7 +420,7 @@ def _tile(part: RowPart, rows: int) -> Tile:
 
 
 def _thread_words(part: RowPart) -> int:
-    """Returns the words of a row that a thread takes: 128 bits, 64 with codes of 1 or 3 bits, 32 columns of a trellis."""
+    """Returns a thread's words of a row: 128 bits, 64 for codes of 1 or 3 bits, 32 columns of a trellis."""
     if part.kind == TRELLIS.value:
         return 32 // part.codes_of_word
     return 2 if part.bits in (1, 3) else 4

@@ -24,7 +24,7 @@ from typing import Literal, cast
 import torch
 from gpu_cache_layers import random_selection, small_layer
 from gpu_layers import layer_of, random_layer
-from kernel_twins import lru_update_plain, gather_plain, reduce_twin
+from kernel_twins import gather_plain, lru_update_plain, reduce_twin
 from named_formats import Name, label, named_expert, named_format
 from random_experts import (
     Shape,
@@ -158,7 +158,7 @@ def cases(size: Size) -> Iterator[Case]:
     for keeps in (True, False):
         for has_selector in (True, False):
             named = f"pages {'kept' if keeps else 'shared'}, {'with' if has_selector else 'without'} a selector"
-            yield Case("admit, pull", named, partial(_cache, keeps, has_selector))
+            yield Case("lru_update, gather", named, partial(_cache, keeps, has_selector))
 
 
 # --- how answers are compared

@@ -235,7 +235,7 @@ def _tflops(multiplications: int, timed: Timed) -> float:
 
 _SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "LaunchStats", "Occupancy", "WarpStateStats", "InstructionStats")
 _MODELS = {"mixtral": MIXTRAL, "qwen3": QWEN3, "tiny": _TINY}
-_KERNELS = "regex:^(_select|_neurons|_gemv|_attend_kernel|_pull)$"
+_KERNELS = "regex:^(_select|_neurons|_gemv|_attend_kernel|_gather_kernel)$"
 _SECONDS = 90  # that a model's launches may take
 _SPARSITY = 0.8
 
@@ -337,7 +337,7 @@ def launches(clock: Clock, model: Model) -> list[Launch]:
     caches = torch.randn((1, 2, kv_heads, context, dim), device=device).to(torch.bfloat16)
     found.append(Launch("_attend_kernel", f"{heads}/{kv_heads}, {context} tokens", partial(attends(caches, heads), 0)))
     pull, forget = one_pull(clock, replace(model, k=1), 4)
-    return [*found, Launch("_pull", f"{model.name}, a fifth of an expert's records", pull, forget)]
+    return [*found, Launch("_gather_kernel", f"{model.name}, a fifth of an expert's records", pull, forget)]
 
 
 def main(device_name: str, name: str) -> None:

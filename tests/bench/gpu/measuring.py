@@ -31,7 +31,7 @@ _ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class Gpu:
     """The GPU. `driver`: as nvidia-smi says it; `capability`: major and minor."""
 
     name: str
@@ -44,9 +44,9 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where and with what a part ran. `card`: None in a rehearsal."""
+    """The machine and the versions that a part ran with. `gpu`: None in a rehearsal."""
 
-    card: Card | None
+    gpu: Gpu | None
     cpu: str
     cores: int
     memory_bytes: int
@@ -139,21 +139,21 @@ def setting(is_rehearsal: bool, revision: str = "") -> Setting:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     names = ("torch", "triton", "numpy")
     versions = {"python": platform.python_version()} | {name: _version(name) for name in names}
-    card = None if is_rehearsal else _card()
-    return Setting(card, _cpu(), len(os.sched_getaffinity(0)), memory, versions, _revision() or revision or "unknown")
+    gpu = None if is_rehearsal else _gpu()
+    return Setting(gpu, _cpu(), len(os.sched_getaffinity(0)), memory, versions, _revision() or revision or "unknown")
 
 
-def card_slug(card: Card | None) -> str:
-    """The card's name as part of a file's."""
-    return "none" if card is None else "-".join(card.name.lower().replace("/", " ").split())
+def gpu_slug(gpu: Gpu | None) -> str:
+    """The GPU's name as a part of a file's name."""
+    return "none" if gpu is None else "-".join(gpu.name.lower().replace("/", " ").split())
 
 
-def _card() -> Card:
+def _gpu() -> Gpu:
     facts = torch.cuda.get_device_properties(0)
     capability = (facts.major, facts.minor)
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     l2_bytes = int(getattr(facts, "L2_cache_size", 0))
-    return Card(
+    return Gpu(
         facts.name, facts.multi_processor_count, facts.total_memory, l2_bytes, capability, _said(asked) or "unknown"
     )
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_cache_layers import SmallLayer, random_selection, small_layer
-from kernel_twins import lru_update_plain, gather_plain
+from kernel_twins import gather_plain, lru_update_plain
 
 from moe_pack.runtime.gpu.kernels.cache import (
     BYTES,
