@@ -192,7 +192,7 @@ def _usual_folder(is_rehearsal: bool) -> Path:
 def run_call(names: list[str], stem: Path, limit_s: float, revision: str, is_rehearsal: bool) -> list[Ended]:
     """Runs parts, each within its own limit and the call's; their files become one, which is whole after every part.
 
-    A machine that is not fit for the checks (`preflight`) is asked for nothing more.
+    On a machine that cannot run the checks (`preflight`) nothing else runs.
     """
     end, ended = time.monotonic() + limit_s, list[Ended]()
     whole = stem.with_name(f"{stem.name}.json")
@@ -205,7 +205,7 @@ def run_call(names: list[str], stem: Path, limit_s: float, revision: str, is_reh
         if written:
             _write(whole, combined(written))
         if name == "preflight" and ended[-1].state != "done":
-            click.echo("this machine is not fit for the checks; nothing more is run", err=True)
+            click.echo("this machine cannot run the checks; the other parts do not run", err=True)
             break
     for part in ended:
         part.path.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from gpu import checks, engines
-from gpu.engines import EngineWanted
+from gpu.engines import EngineRequest
 from gpu.kernels import read_metrics
 from gpu.measuring import Clock, Results, setting
 from gpu_check import PARTS, Ended, main, run_call, run_part, table
@@ -162,7 +162,7 @@ def test_a_missing_package_ends_the_preflight_with_what_to_do(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(("in_memory", "on_disk", "found"), [(40, 0, "memory"), (10, 40, "disk"), (10, 10, None)])
-def test_a_pack_lies_where_it_has_room(
+def test_a_pack_lies_where_there_is_space(
     in_memory: int, on_disk: int, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file system in memory may be much smaller than the memory: that it may be written to says nothing."""
@@ -170,9 +170,7 @@ def test_a_pack_lies_where_it_has_room(
     monkeypatch.setattr(engines, "_folders", lambda is_rehearsal: list(free))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder]))
     if found is None:
-        with pytest.raises(
-            OSError, match=r"^mixtral: 21,474,836,480 bytes have no room; free are .*memory 8,589,934,592"
-        ):
+        with pytest.raises(OSError, match=r"^mixtral: needs 21,474,836,480 bytes; free are .*memory 8,589,934,592"):
             engines._folder_for("mixtral", 20 << 30, False)
     else:
         assert engines._folder_for("mixtral", 20 << 30, False) == tmp_path / found / "mixtral"
@@ -180,7 +178,7 @@ def test_a_pack_lies_where_it_has_room(
 
 def test_engines_are_told_how_much_host_memory_they_may_take() -> None:
     """What a virtual machine has free may show only when it is used: 75% of that may be less than a pack."""
-    assert EngineWanted("graph").options(17 << 30).ram_bytes == 17 << 30
+    assert EngineRequest("graph").options(17 << 30).ram_bytes == 17 << 30
 
 
 # --- processes that die, and NVIDIA's tools, by stand-ins
@@ -387,8 +385,8 @@ def test_every_part_runs_where_nothing_is_installed_but_what_the_page_names(tmp_
     parts = {part["part"]: part for path in (tmp_path / "out").iterdir() for part in read(path)["parts"]}
     assert {name: part["state"] for name, part in parts.items()} == dict.fromkeys(PARTS, "done")
     kinds = {name: {row["kind"] for row in part["rows"]} for name, part in parts.items()}
-    assert kinds["demo"] == {"PackMade", "Answers", "Promise"}
-    assert kinds["mixtral"] == kinds["qwen3"] == {"PackMade", "Filled", "Opened", "Speed", "Ratio"}
+    assert kinds["demo"] == {"PackFacts", "Answers", "Promise"}
+    assert kinds["mixtral"] == kinds["qwen3"] == {"PackFacts", "Filled", "Opened", "Speed", "Ratio"}
     answers = [row for row in parts["demo"]["rows"] if row["kind"] == "Answers"]
     # Each token's logits are its own: were they one memory's, all but the last would differ.
     assert all(row["tokens"] >= 3 and row["worst_token"] < 1e-4 and row["greedy_equal"] >= 3 for row in answers)

@@ -1,4 +1,4 @@
-"""Every kernel beside its twin in plain torch: one list of cases, for `make gpu-check`'s parts `twins` and `sanitizer`.
+"""Every kernel and its twin in plain torch: one list of cases, for `make gpu-check`'s parts `twins` and `sanitizer`.
 
 A case makes its inputs on a device, launches a public operation, and compares what came with what plain torch computes
 on the CPU. Sizes are `real` (what a GPU runs) or `tiny` (for compute-sanitizer, which makes kernels a hundred times as
@@ -258,17 +258,19 @@ def _gemv(name: Name, size: Size, device: torch.device) -> Prepared:
     n, d = _ROWS[size], _COLS[size]
     rows, matrix, magnitude = _matrix(name, n, d)
     x, out = random_tokens(1, d), _nans((n,), device)
-    there, held, part, expected = x[0].to(device), rows.to(device), _part(name, d), linear(x, matrix)[0]
+    there, stored, part, expected = x[0].to(device), rows.to(device), _part(name, d), linear(x, matrix)[0]
     bounds = product_magnitudes(x, magnitude)[0]
-    return Prepared(lambda: gemv(there, held, part, out), lambda: Difference(_excess(out, expected, bounds), _FLOAT32))
+    return Prepared(
+        lambda: gemv(there, stored, part, out), lambda: Difference(_excess(out, expected, bounds), _FLOAT32)
+    )
 
 
 def _gather(name: Name, d: int, device: torch.device) -> Prepared:
     rows, matrix, magnitude = _matrix(name, 5, d)
     row_id, out = torch.tensor([3], dtype=torch.int32, device=device), _nans((d,), device)
-    held, part, expected = rows.to(device), _part(name, d), 2 * matrix.rows(3, 4)[0]
+    stored, part, expected = rows.to(device), _part(name, d), 2 * matrix.rows(3, 4)[0]
     return Prepared(
-        lambda: gather_row(held, part, row_id, out, scale=2.0),
+        lambda: gather_row(stored, part, row_id, out, scale=2.0),
         lambda: Difference(_excess(out, expected, 2 * magnitude[3]), _FLOAT32),
     )
 
@@ -277,9 +279,9 @@ def _gemm(name: Name, num_tokens: int, size: Size, device: torch.device) -> Prep
     n, d = _ROWS[size], _COLS[size]
     rows, matrix, _ = _matrix(name, n, d)
     x, out = _random(num_tokens, d), _nans((num_tokens, n), device)
-    there, held, part, expected = x.to(device), rows.to(device), _part(name, d), linear(x, matrix)
+    there, stored, part, expected = x.to(device), rows.to(device), _part(name, d), linear(x, matrix)
     return Prepared(
-        lambda: gemm(there, held, part, held.shape[1] // 16, out),
+        lambda: gemm(there, stored, part, stored.shape[1] // 16, out),
         lambda: Difference(_against_rms(out, expected), _TENSOR_CORES),
     )
 
@@ -402,19 +404,19 @@ def _attention(shape: AttentionShape, device: torch.device) -> Prepared:
     turns = 9 * _random(shape.position + 1, dim // 2, seed=5)
     cos, sin = turns.cos(), turns.sin()
     dtype = torch.bfloat16 if shape.is_bf16 else torch.float32
-    held = [_random(shape.kv_heads, shape.places, dim, seed=seed).to(dtype) for seed in (6, 7)]
+    cached = [_random(shape.kv_heads, shape.places, dim, seed=seed).to(dtype) for seed in (6, 7)]
     sinks = _random(shape.heads, seed=8) if shape.sinks else None
     at = slice(shape.position, shape.position + 1)
-    cache = LayerCache(held[0].clone(), held[1].clone(), shape.position)
+    cache = LayerCache(cached[0].clone(), cached[1].clone(), shape.position)
     expected = TORCH.attend(
         (projected[0][None], projected[1][None], projected[2][None]),
         HeadNorms(norms[0], norms[1], 1e-6), (cos[at], sin[at]), False, cache, spec, shape.window, sinks,
     )  # fmt: skip
     there = [each.to(device) for each in (*projected, cos, sin, *norms)]
-    keys, values = (each.to(device) for each in held)
+    keys, values = (each.to(device) for each in cached)
     position = torch.tensor([shape.position], dtype=torch.int32, device=device)
-    turned, out = _nans((shape.heads, dim), device), _nans((shape.heads, dim), device)
-    room = AttentionWorkspace.allocate(shape.heads, shape.kv_heads, dim, shape.places, device)
+    rotated, out = _nans((shape.heads, dim), device), _nans((shape.heads, dim), device)
+    workspace = AttentionWorkspace.allocate(shape.heads, shape.kv_heads, dim, shape.places, device)
     on_device = None if sinks is None else sinks.to(device)
     qk_norms = QkNorms(there[5], there[6], 1e-6)
 
@@ -426,10 +428,10 @@ def _attention(shape: AttentionShape, device: torch.device) -> Prepared:
             False,
             position,
             spec,
-            turned,
+            rotated,
             (keys, values),
         )
-        attend(turned, (keys, values), position, spec.scale, shape.window, room, out, on_device)
+        attend(rotated, (keys, values), position, spec.scale, shape.window, workspace, out, on_device)
 
     def compare() -> Difference:
         error = _against_rms(out, expected.view(shape.heads, dim))
@@ -473,11 +475,11 @@ def _latent(stored: Name | Literal["BF16"], size: Size, device: torch.device) ->
     there, angles = keys.to(device), (cos.to(device), sin.to(device))
     position = torch.tensor([at], dtype=torch.int32, device=device)
     moved, mixed, out = (_nans(shape, device) for shape in ((heads, rank + rope), (heads, rank), (heads * v,)))
-    room = AttentionWorkspace.allocate(heads, 1, rank, places, device)
+    workspace = AttentionWorkspace.allocate(heads, 1, rank, places, device)
 
     def launch() -> None:
         enter_latent((given[0], given[1]), given[2], angles, True, position, spec, kv_b, moved, there)
-        attend(moved, (there, there[..., :rank]), position, spec.scale, None, room, mixed)
+        attend(moved, (there, there[..., :rank]), position, spec.scale, None, workspace, mixed)
         leave_latent(mixed, spec, kv_b, out)
 
     return Prepared(launch, lambda: Difference(_against_rms(out, expected), _TENSOR_CORES))

@@ -1,9 +1,9 @@
-"""Parts `preflight`, `twins` and `sanitizer`: is the machine fit, and are the kernels right?
+"""Parts `preflight`, `twins` and `sanitizer`: whether the machine can run the checks, and whether kernels are right.
 
-`preflight`: each check is a row that says what was found, and what to do where it is not enough. A required thing that
-is missing ends the whole call; a missing tool only costs the part that needs it. `twins` compares every kernel with its
-twin (`cases.py`). The cases run in a process of their own, which a kernel that misuses memory takes with it: the cases
-after it run in another. `sanitizer` runs them at tiny sizes, once under memcheck and once under racecheck.
+`preflight`: each check is a row that says what it found, and what to do if that is not enough. A missing requirement
+ends the whole call; a missing tool ends only the part that needs it. `twins` compares every kernel with its
+twin (`cases.py`). The cases run in a process of their own, which ends when a kernel misuses memory: later
+cases run in another process. `sanitizer` runs them at tiny sizes, once under memcheck and once under racecheck.
 """
 
 import importlib
@@ -42,7 +42,7 @@ _TOOL_FOLDERS = ("/usr/local/cuda*/bin", "/opt/nvidia/nsight-compute/*", "/opt/n
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Something that was looked at. `advice`: what to do where it is not `ok`."""
+    """One check of the machine. `advice`: what to do if it is not `ok`."""
 
     name: str
     found: str
@@ -56,14 +56,14 @@ class UnfitError(Exception):
 
 
 def preflight(results: Results, clock: Clock) -> None:
-    """Looks at everything, then fails if something required is missing.
+    """Runs all checks, then fails if a requirement is missing.
 
-    Raises:  UnfitError, with what to do about each.
+    Raises:  UnfitError, which says what to do about each.
     """
     checks: list[Callable[[], Check]] = [partial(_package, name) for name in _PACKAGES]
-    checks += [_native_kernels, partial(_tool, "compute-sanitizer"), partial(_tool, "ncu"), _room, _host_memory]
+    checks += [_native_kernels, partial(_tool, "compute-sanitizer"), partial(_tool, "ncu"), _disk_space, _host_memory]
     if not clock.is_rehearsal:
-        checks = [*checks, _capability, partial(_card_memory, clock)]
+        checks = [*checks, _capability, partial(_gpu_memory, clock)]
     checks.append(partial(_page_lock, clock))
     wrong = []
     for check in checks:
@@ -72,7 +72,7 @@ def preflight(results: Results, clock: Clock) -> None:
         if found.required and not found.ok:
             wrong.append(f"{found.name}: {found.found}; {found.advice}")
     if wrong:
-        raise UnfitError("this machine is not fit: " + " | ".join(wrong))
+        raise UnfitError("this machine cannot run the checks: " + " | ".join(wrong))
 
 
 def find_tool(name: str) -> str | None:
@@ -107,19 +107,17 @@ def _tool(name: str) -> Check:
     return Check(name, found or "not found", found is not None, False, "install the CUDA toolkit, or add it to PATH")
 
 
-def _room() -> Check:
-    """Packs lie in /dev/shm, or where there is not enough of it on the disk."""
+def _disk_space() -> Check:
+    """Checks the space for packs, in /dev/shm or on the disk."""
     free = {str(folder): shutil.disk_usage(folder).free for folder in (MEMORY, Path()) if folder.exists()}
     text = ", ".join(f"{folder} {num_bytes / _GIB:.0f} GiB" for folder, num_bytes in free.items())
     ok = max(free.values()) >= _PACK_BYTES
-    return Check(
-        "room for packs", text, ok, False, f"make {_PACK_BYTES // _GIB} GiB free, or leave out mixtral and qwen3"
-    )
+    return Check("space for packs", text, ok, False, f"free {_PACK_BYTES // _GIB} GiB, or leave out mixtral and qwen3")
 
 
 def _host_memory() -> Check:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # A virtual machine may be given more only as it is used: what it has now decides nothing.
+    # A virtual machine may get more memory when it uses it, so too little now is no error.
     return Check("host memory", f"{total / _GIB:.0f} GiB now", total >= 2 * _PACK_BYTES, False, "fewer layers may fit")
 
 
@@ -130,14 +128,14 @@ def _capability() -> Check:
     return Check("compute capability", text, found >= LEAST_CAPABILITY, True, f"use a GPU of {needed} or later")
 
 
-def _card_memory(clock: Clock) -> Check:
+def _gpu_memory(clock: Clock) -> Check:
     free, total = torch.cuda.mem_get_info(clock.device)
     text = f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
-    return Check("GPU memory", text, free >= 14 * _GIB, False, "budgets that it does not have fail")
+    return Check("GPU memory", text, free >= 14 * _GIB, False, "larger budgets will fail")
 
 
 def _page_lock(clock: Clock) -> Check:
-    """1 GiB of our own mapping is page-locked, and copied to the GPU as it was written."""
+    """Page-locks 1 GiB of a mapping, copies it to the GPU, and compares the bytes."""
     num_bytes = (1 << 20) if clock.is_rehearsal else _GIB
     host = torch.from_numpy(np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8))
     host[:] = torch.arange(num_bytes // 256).to(torch.uint8).repeat_interleave(256)
@@ -160,7 +158,7 @@ def _page_lock(clock: Clock) -> Check:
 
 
 def cudart() -> Any:
-    """CUDA's runtime, as torch has it."""
+    """Returns CUDA's runtime, as torch has it."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
@@ -175,7 +173,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A case that ended: the largest difference from its twin, what it may be, and seconds with its inputs."""
+    """A case that ended: its largest difference from the twin, the bound, and its seconds, inputs included."""
 
     kernels: str
     case: str
@@ -201,7 +199,7 @@ class CompiledAhead:
 
 @dataclass(frozen=True, slots=True)
 class Sanitized:
-    """What a tool of compute-sanitizer found. `cases`: that ran under it.   `summary`: its own last line."""
+    """The findings of a tool of compute-sanitizer. `cases`: that ran under it.   `summary`: the tool's last line."""
 
     tool: str
     cases: int
@@ -212,7 +210,7 @@ class Sanitized:
 
 
 def twins(results: Results, clock: Clock) -> None:
-    """Runs every case; of one that fails the others' answers are wanted still."""
+    """Runs every case, also after one that fails."""
     size, first, starts = "tiny" if clock.is_rehearsal else "real", 0, 0
     while True:
         starts += 1
@@ -245,7 +243,7 @@ def _add(results: Results, running: Event, event: Event) -> None:
 
 
 def _fault(event: Event) -> str:
-    """What is wrong with a case that ended; empty where it is right."""
+    """Returns what is wrong with a case that ended; empty if it is right."""
     if "fault" in event:
         return str(event["fault"])
     return "" if event["is_right"] else f"differs from its twin by {event['error']:.2g}, allowed {event['bound']:.2g}"
@@ -288,12 +286,12 @@ def _sanitize(results: Results, clock: Clock, tool: str) -> None:
 
 
 def _events(prefix: list[str], clock: Clock, size: str, first: int, limit_s: float | None = None) -> Iterator[Event]:
-    """What a process that runs cases says, line by line; at the end `exit`, its code, negative for a signal."""
+    """Yields the lines of a process that runs cases; at the end `exit`, its code, negative for a signal."""
     # Without torch's own cache of memory every tensor is an allocation of the driver's, whose ends memcheck sees.
     environment = os.environ | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if prefix else {})
     command = [*prefix, sys.executable, str(_CASES), clock.device.type, size, str(first)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, process_group=0) as process:
-        assert process.stdout is not None, "it was asked for"
+        assert process.stdout is not None, "it is a pipe"
         timer = Timer(limit_s or _NO_LIMIT, lambda: os.killpg(process.pid, signal.SIGKILL))
         timer.start()
         try:

@@ -1,9 +1,9 @@
 """Engines on a GPU and the packs that they run.
 
-Packs are synthetic ones of a model's dimensions, and the demo model's. A borrowed machine has no network and little
-time: all cores make a pack on the spot, in memory where it fits, else on the disk, and it stays for the parts that need
-it again. Of an engine are measured prompt and continuation, what it pulled, what the driver charges, and each kernel's
-share of a token.
+Packs are synthetic, with a model's dimensions, or the demo model's. The machine may have no network and little time:
+all cores make a pack, in memory if it fits, else on the disk, and it stays for later parts. Measured are an engine's
+prompts and continuations, the bytes that it copied, the memory that the driver charges, and each kernel's share of a
+token.
 """
 
 import gc
@@ -49,15 +49,15 @@ from moe_pack.runtime.model import Decoder, EncoderDecoder
 MEMORY = Path("/dev/shm")
 _GROUP = 64
 _SKEW, _CORRELATION = 0.5, 0.5
-_SPARE_BYTES = 2 << 30  # of a file system, that stays free
+_SPARE_BYTES = 2 << 30  # that stay free in a file system
 _DEMO_BYTES = 10 << 20
 _TINY_VOCABULARY = 256
 _ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True, slots=True)
-class PackMade:
-    """A pack that was made, or was there already: `seconds` is 0 then."""
+class PackFacts:
+    """A pack and the seconds of making it; 0 if it existed already."""
 
     name: str
     folder: str
@@ -67,7 +67,7 @@ class PackMade:
 
 
 @dataclass(frozen=True, slots=True)
-class PackWanted:
+class PackRequest:
     """A synthetic pack. `model`: a published one's name.   `plan`: made for the model's spec."""
 
     name: str
@@ -77,7 +77,7 @@ class PackWanted:
 
 
 def mixed_plan(spec: ModelSpec) -> Plan:
-    """Selectors of 2 bits, records of 2 and 4 bits by turns, the dense part in 4."""
+    """Returns a plan with selectors of 2 bits, records of 2 and 4 bits in turn, and a dense part of 4 bits."""
     low, high = part_format(2, _GROUP), part_format(4, _GROUP)
     formats = (ExpertFormat(low, low, low), ExpertFormat(high, low, high))
     experts = tuple(
@@ -87,19 +87,19 @@ def mixed_plan(spec: ModelSpec) -> Plan:
 
 
 def even_plan(bits: int) -> Callable[[ModelSpec], Plan]:
-    """All parts in this width."""
+    """Returns a plan with all parts in this width."""
     part = part_format(bits, _GROUP)
     return lambda spec: uniform_plan(spec, "up", part, part, part, "nearest")
 
 
 # Mixtral-8x7B with selectors of 2 bits, records of 2 and 4 by turns, 80% of the neurons not running; Qwen3-30B-A3B in 4
 # bits, all neurons running.
-MIXTRAL = PackWanted("mixtral-8x7b-mixed", "mixtral-8x7b", mixed_plan, 0.8)
-QWEN3 = PackWanted("qwen3-30b-a3b-4bit", "qwen3-30b-a3b", even_plan(4), 0.0)
+MIXTRAL = PackRequest("mixtral-8x7b-mixed", "mixtral-8x7b", mixed_plan, 0.8)
+QWEN3 = PackRequest("qwen3-30b-a3b-4bit", "qwen3-30b-a3b", even_plan(4), 0.0)
 
 
-def make_synthetic(results: Results, wanted: PackWanted, is_tiny: bool = False) -> Path:
-    """The pack's folder; if tiny, and in a rehearsal, of a model of two narrow layers with the same parts."""
+def make_synthetic(results: Results, wanted: PackRequest, is_tiny: bool = False) -> Path:
+    """Makes a pack and returns its folder; if tiny, and in a rehearsal, of a model with two narrow layers."""
     spec = _tiny(wanted.model) if is_tiny or results.is_rehearsal else model_spec(wanted.model, None)
     plan = wanted.plan(spec)
     files = pack_layout(spec, plan, ["BF16"] * len(dense_roles(spec))).files()
@@ -110,12 +110,12 @@ def make_synthetic(results: Results, wanted: PackWanted, is_tiny: bool = False) 
         character = SyntheticTraits(wanted.sparsity, skewed_popularity(spec, _SKEW, 0), _CORRELATION, 0)
         synthesize(spec, plan, character, folder, len(os.sched_getaffinity(0)))
     seconds = 0.0 if was_there else time.perf_counter() - start
-    results.add(PackMade(wanted.name, str(folder), len(spec.moe_layers), pack_bytes(folder), seconds))
+    results.add(PackFacts(wanted.name, str(folder), len(spec.moe_layers), pack_bytes(folder), seconds))
     return folder
 
 
 def _tiny(model: str) -> ModelSpec:
-    """A published model with two narrow layers, eight experts, of which a token takes two, and four heads."""
+    """Returns a published model with two narrow layers, four heads, and eight experts, two a token."""
     spec = shrunk(model, 2, vocab_size=_TINY_VOCABULARY)
     router = replace(spec.router, num_experts=8, num_experts_per_tok=2)
     attention = spec.attention
@@ -133,12 +133,12 @@ def make_demo(results: Results, sparsity: float) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{' '.join(command[2:])}: {done.stderr.strip()[-1000:]}"
     seconds = 0.0 if was_there else time.perf_counter() - start
-    results.add(PackMade(folder.name, str(folder), 4, pack_bytes(folder), seconds))
+    results.add(PackFacts(folder.name, str(folder), 4, pack_bytes(folder), seconds))
     return folder
 
 
 def pack_bytes(folder: Path) -> int:
-    """Bytes of a pack's files."""
+    """Returns the bytes of a pack's files."""
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
@@ -151,17 +151,17 @@ def remove_packs(is_rehearsal: bool, keep: tuple[str, ...] = ()) -> None:
 
 
 def _folders(is_rehearsal: bool) -> list[Path]:
-    """Where packs go, the best place first."""
+    """Returns the places for packs, the best first."""
     on_disk = _ROOT / "build" / "gpu-packs"
     has_memory = not is_rehearsal and os.access(MEMORY, os.W_OK)
     return [*([MEMORY / f"moe-pack-gpu-{os.getuid()}"] if has_memory else []), on_disk]
 
 
 def _folder_for(name: str, num_bytes: int, is_rehearsal: bool) -> Path:
-    """A pack's folder: where it is already, else the first place with so much room.
+    """Returns a pack's folder: where it exists, else the first place with enough free space.
 
     A file system in memory may be much smaller than the memory.
-    Raises:  OSError if there is no room.
+    Raises:  OSError if no place has enough.
     """
     folders = _folders(is_rehearsal)
     for folder in folders:
@@ -173,8 +173,8 @@ def _folder_for(name: str, num_bytes: int, is_rehearsal: bool) -> Path:
         free[folder] = shutil.disk_usage(folder).free - _SPARE_BYTES
         if free[folder] >= num_bytes:
             return folder / name
-    listed = ", ".join(f"{folder} {max(room, 0):,}" for folder, room in free.items())
-    raise OSError(f"{name}: {num_bytes:,} bytes have no room; free are {listed}")
+    listed = ", ".join(f"{folder} {max(num_free, 0):,}" for folder, num_free in free.items())
+    raise OSError(f"{name}: needs {num_bytes:,} bytes; free are {listed}")
 
 
 EngineName = Literal["graph", "staged", "auto"]
@@ -185,8 +185,8 @@ _PROFILED_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class EngineWanted:
-    """How a pack is to be run.
+class EngineRequest:
+    """The options of a run of a pack.
 
     `budget_bytes`: of the GPU, None for what is free.   `kv_dtype`: of keys and values, None for the engine's own.
     """
@@ -197,7 +197,7 @@ class EngineWanted:
     kv_dtype: KvDtype | None = None
 
     def options(self, ram_bytes: int) -> EngineOptions:
-        """The engine's options, on a GPU.
+        """Returns the engine's options, on a GPU.
 
         Args:    ram_bytes: of the host, for experts; what a virtual machine has free may show only when it is used.
         """
@@ -207,14 +207,14 @@ class EngineWanted:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a run asked of its experts' cache since the start; bytes came over the link."""
+    """Counts of a run's expert cache since the start; bytes were copied over the link."""
 
     needed: int
     hits: int
     num_bytes: int
 
     def since(self, before: "Counters") -> "Counters":
-        """What was asked after `before`."""
+        """Returns the counts since `before`."""
         return Counters(self.needed - before.needed, self.hits - before.hits, self.num_bytes - before.num_bytes)
 
 
@@ -228,7 +228,7 @@ class Speed:
     """
 
     pack: str
-    wanted: EngineWanted
+    wanted: EngineRequest
     prompt_tokens: int
     decode_tokens: int
     prefill_per_s: float
@@ -243,10 +243,10 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An engine that was opened, and what it says of itself."""
+    """An engine that was opened, and what it reports."""
 
     pack: str
-    wanted: EngineWanted
+    wanted: EngineRequest
     seconds: float
     driver_bytes: int
     facts: str
@@ -279,55 +279,55 @@ class TokenProfile:
     """Launches of a whole token, and microseconds of its kernels; `token_us`: of a token without the profiler."""
 
     pack: str
-    wanted: EngineWanted
+    wanted: EngineRequest
     launches: float
     kernels_us: float
     token_us: float
 
 
 class Running(Protocol):
-    """An engine at work."""
+    """An engine that is open."""
 
     @property
     def fallbacks(self) -> Sequence[str]:
-        """What was asked for and could not be had."""
+        """What the engine did because it could not do what was asked."""
         ...
 
     @property
     def decoder(self) -> Decoder | EncoderDecoder:
-        """What runs the pack."""
+        """The decoder that runs the pack."""
         ...
 
     def close(self) -> None:
-        """Gives all back."""
+        """Releases everything."""
         ...
 
 
 class Rehearsed:
-    """The graph engine over plain memory, its kernels by the interpreter. Owns all but the pack: `close` it."""
+    """The graph engine over plain memory: the interpreter runs its kernels. Owns all but the pack: `close` it."""
 
     fallbacks: Sequence[str] = ()
 
     def __init__(self, pack: Pack, context_tokens: int, host: HostArena | None) -> None:
         device = torch.device("cpu")
-        room = 2 * least_placement(pack.layout).num_bytes
+        expert_bytes = 2 * least_placement(pack.layout).num_bytes
         with ExitStack() as opened:
-            held = host or opened.enter_context(HostArena(pack, device))
-            built = GraphEngine(pack, held, device, room, context_tokens, _REHEARSED_CHUNK)
+            arena = host or opened.enter_context(HostArena(pack, device))
+            built = GraphEngine(pack, arena, device, expert_bytes, context_tokens, _REHEARSED_CHUNK)
             opened.enter_context(closing(built))
             built.prepare()
             self.decoder: Decoder = built.decoder
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Releases the memory."""
         self._opened.close()
 
 
 def open_engine(
-    pack: Pack, wanted: EngineWanted, context_tokens: int, is_rehearsal: bool, host: HostArena | None = None
+    pack: Pack, wanted: EngineRequest, context_tokens: int, is_rehearsal: bool, host: HostArena | None = None
 ) -> Running:
-    """The engine asked for; in a rehearsal the graph engine by the interpreter, or the CPU's own."""
+    """Opens the requested engine; in a rehearsal the graph engine by the interpreter, or the CPU's."""
     if not is_rehearsal:
         return Engine(pack, wanted.options(host_bytes(pack)), context_tokens, host=host)
     if wanted.engine == "graph":
@@ -337,7 +337,7 @@ def open_engine(
 
 
 def link_rate(clock: Clock) -> float:
-    """Bytes a second of a copy of 256 MiB from page-locked memory to the GPU."""
+    """Returns the bytes a second of a copy of 256 MiB from page-locked memory to the GPU."""
     num_bytes = _MIB if clock.is_rehearsal else 256 * _MIB
     host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=not clock.is_rehearsal)
     there = torch.zeros(num_bytes, dtype=torch.uint8, device=clock.device)
@@ -349,7 +349,7 @@ def link_rate(clock: Clock) -> float:
 
 
 def driver_bytes(clock: Clock) -> int:
-    """What is taken of the GPU, by the driver's count."""
+    """Returns the used memory of the GPU, by the driver's count."""
     if clock.is_rehearsal:
         return 0
     free, total = torch.cuda.mem_get_info(clock.device)
@@ -371,10 +371,10 @@ class EngineBench:
         results.add(Filled(self.name, self._host.num_bytes, self._host.locked_bytes, seconds))
 
     def close(self) -> None:
-        """Lets go of the memory, and closes the pack."""
+        """Releases the memory and closes the pack."""
         self._opened.close()
 
-    def measure(self, wanted: EngineWanted, prompt_tokens: Sequence[int], decode_tokens: int) -> list[Speed]:
+    def measure(self, wanted: EngineRequest, prompt_tokens: Sequence[int], decode_tokens: int) -> list[Speed]:
         """Opens an engine and times prompts and continuations from an empty context; adds a row each.
 
         The first also warms the engine up, and fills its cache: measure at least two.
@@ -384,7 +384,7 @@ class EngineBench:
                 self._measure(engine, wanted, count, decode_tokens, seed) for seed, count in enumerate(prompt_tokens)
             ]
 
-    def profile(self, wanted: EngineWanted, prompt_tokens: int) -> None:
+    def profile(self, wanted: EngineRequest, prompt_tokens: int) -> None:
         """Opens an engine and adds a row for each kernel of its tokens, the costliest first."""
         count = 1 if self._clock.is_rehearsal else _PROFILED_TOKENS
         with closing(self._open(wanted, prompt_tokens + 3 * count)) as engine:
@@ -399,7 +399,7 @@ class EngineBench:
                     decoder.next_logits([token])
             self._add_profile(wanted, profiled, count, 1e6 * sorted(times)[len(times) // 2])
 
-    def _open(self, wanted: EngineWanted, context_tokens: int) -> "_Closing":
+    def _open(self, wanted: EngineRequest, context_tokens: int) -> "_Closing":
         clock, start = self._clock, time.perf_counter()
         engine = open_engine(self.pack, wanted, context_tokens, clock.is_rehearsal, self._host)
         seconds, taken = time.perf_counter() - start, driver_bytes(clock)
@@ -408,7 +408,7 @@ class EngineBench:
         return _Closing(engine, clock)
 
     def _measure(
-        self, engine: "_Closing", wanted: EngineWanted, prompt_tokens: int, decode_tokens: int, seed: int
+        self, engine: "_Closing", wanted: EngineRequest, prompt_tokens: int, decode_tokens: int, seed: int
     ) -> Speed:
         decoder, draws = engine.decoder, self._drawn(decode_tokens, 1000 + seed)
         decoder.reset()
@@ -435,7 +435,7 @@ class EngineBench:
         return speed
 
     def _timed(self, decoder: Decoder | EncoderDecoder, token: int) -> float:
-        """Seconds from a token to the likeliest next one."""
+        """Returns the seconds from a token to the likeliest next one."""
         start = time.perf_counter()
         int(decoder.next_logits([token]).argmax())
         return time.perf_counter() - start
@@ -444,7 +444,7 @@ class EngineBench:
         spec = self.pack.spec
         return random_prompt(count, spec.vocab_size, spec.max_position_embeddings, seed)
 
-    def _add_profile(self, wanted: EngineWanted, profiled: profiler.profile, num_tokens: int, token_us: float) -> None:
+    def _add_profile(self, wanted: EngineRequest, profiled: profiler.profile, num_tokens: int, token_us: float) -> None:
         counts: dict[str, int] = defaultdict(int)
         times: dict[str, float] = defaultdict(float)
         for event in profiled.events() or ():  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -463,7 +463,7 @@ class EngineBench:
 
 
 class _Closing:
-    """An engine that gives the GPU's memory back to the driver when it is closed."""
+    """An engine that returns the GPU's memory to the driver when it is closed."""
 
     def __init__(self, engine: Running, clock: Clock) -> None:
         self.engine, self.decoder, self._clock = engine, engine.decoder, clock
@@ -477,13 +477,13 @@ class _Closing:
 
 
 def give_back_memory() -> None:
-    """Gives the GPU's memory that nothing refers to back to the driver."""
+    """Returns the GPU's unused memory to the driver."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def counters(engine: Running) -> Counters:
-    """What an engine's cache of experts was asked since the start."""
+    """Returns the counts of an engine's expert cache since the start."""
     if isinstance(engine.decoder, CountsCache):  # the graph engine's are on the GPU
         counts = engine.decoder.counts()
         return Counters(counts.needed, counts.hits, counts.num_bytes)

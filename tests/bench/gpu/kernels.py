@@ -221,10 +221,10 @@ def attends(caches: Tensor, heads: int) -> Callable[[int], None]:
     _, _, kv_heads, context, head_dim = caches.shape
     q, out = (torch.randn(heads, head_dim, device=caches.device) for _ in range(2))
     position = torch.full((1,), context - 1, dtype=torch.int32, device=caches.device)
-    room = AttentionWorkspace.allocate(heads, kv_heads, head_dim, context, caches.device)
+    workspace = AttentionWorkspace.allocate(heads, kv_heads, head_dim, context, caches.device)
 
     def attend_once(number: int) -> None:
-        attend(q, (caches[number, 0], caches[number, 1]), position, head_dim**-0.5, None, room, out)
+        attend(q, (caches[number, 0], caches[number, 1]), position, head_dim**-0.5, None, workspace, out)
 
     return attend_once
 

@@ -1,9 +1,9 @@
-"""What a part of `make gpu-check` finds, and how it times launches.
+"""The results of a part of `make gpu-check`, and the clocks that time launches.
 
-`Results` is a JSON file that is whole after every row, so that a cut leaves whole rows; when a call ends, the files of
-its parts become one. `Clock` times many launches in a CUDA graph, which it replays, by the device's own events.
-Operations that read much are compared with the rate at which the GPU copies its own memory. In a rehearsal everything
-runs once on the CPU, by Triton's interpreter, and the times mean nothing.
+`Results` is a JSON file that is complete after every row, so that an interrupted part leaves whole rows; when a call
+ends, the files of its parts become one. `Clock` times many launches in a CUDA graph, which it replays, by the device's
+own events. Operations that read much are compared with the rate at which the GPU copies its own memory. In a rehearsal
+everything runs once on the CPU, by Triton's interpreter, and the times mean nothing.
 """
 
 import json
@@ -79,26 +79,26 @@ class Results:
         self.write()
 
     def section(self, name: str, body: Callable[[], object]) -> None:
-        """Runs a section of a part; what it raises is kept, and the next goes on."""
+        """Runs a section of a part; keeps its error, so that the next section runs."""
         try:
             body()
-        except Exception:  # whatever it is, the other sections' figures are wanted
+        except Exception:  # the other sections' figures count, whatever fails here
             self.fail(name, "\n".join(traceback.format_exc().splitlines()[-_ERROR_LINES:]))
 
     def fail(self, name: str, why: str) -> None:
-        """Takes note that a section failed."""
+        """Records that a section failed."""
         self.errors[name] = why
         print(f"{name}: {why}", file=sys.stderr, flush=True)
         self.write()
 
     def write(self) -> None:
-        """Writes all to the file, beside and then in its place."""
-        beside = self.path.with_suffix(".partial")
-        beside.write_text(json.dumps(self.as_json(), indent=1) + "\n")
-        beside.replace(self.path)
+        """Writes a new file and then replaces the old one."""
+        partial_file = self.path.with_suffix(".partial")
+        partial_file.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+        partial_file.replace(self.path)
 
     def as_json(self) -> dict[str, Any]:
-        """What the file holds."""
+        """Returns the contents of the file."""
         whole = {
             "part": self.part,
             "rehearsal": self.is_rehearsal,
@@ -118,7 +118,7 @@ def _short(value: object) -> str:
 
 
 def now() -> str:
-    """The time, in UTC."""
+    """Returns the time, in UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -128,14 +128,14 @@ def has_gpu() -> bool:
 
 
 def combined(paths: list[Path]) -> dict[str, Any]:
-    """The parts of a call as one: what they have in common, then each part's own."""
+    """Returns the parts of a call as one: their common values, then those of each part."""
     parts = [json.loads(path.read_text()) for path in paths]
     common = {name: parts[0][name] for name in ("rehearsal", *(each.name for each in fields(Setting)))}
     return common | {"parts": [{name: part[name] for name in part if name not in common} for part in parts]}
 
 
 def setting(is_rehearsal: bool, revision: str = "") -> Setting:
-    """This machine. `revision`: of the code, where git cannot tell."""
+    """Returns this machine's setting. `revision`: of the code, if git does not know it."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     names = ("torch", "triton", "numpy")
     versions = {"python": platform.python_version()} | {name: _version(name) for name in names}
@@ -154,7 +154,12 @@ def _gpu() -> Gpu:
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     l2_bytes = int(getattr(facts, "L2_cache_size", 0))
     return Gpu(
-        facts.name, facts.multi_processor_count, facts.total_memory, l2_bytes, capability, _said(asked) or "unknown"
+        facts.name,
+        facts.multi_processor_count,
+        facts.total_memory,
+        l2_bytes,
+        capability,
+        _first_line(asked) or "unknown",
     )
 
 
@@ -172,13 +177,13 @@ def _version(name: str) -> str:
 
 
 def _revision() -> str:
-    found = _said(["git", "-C", str(_ROOT), "rev-parse", "HEAD"])
-    changed = _said(["git", "-C", str(_ROOT), "status", "--porcelain", "-uno"])
+    found = _first_line(["git", "-C", str(_ROOT), "rev-parse", "HEAD"])
+    changed = _first_line(["git", "-C", str(_ROOT), "status", "--porcelain", "-uno"])
     return found + (", changed" if changed else "")
 
 
-def _said(command: list[str]) -> str:
-    """The first line a program writes; empty if it is not there or fails."""
+def _first_line(command: list[str]) -> str:
+    """Returns the first line that a program writes; empty if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -192,7 +197,7 @@ _LAUNCHES = 48  # in a graph, at least: starting one takes as long as a small ke
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Times what runs on `device`. `is_rehearsal`: run once, on the CPU."""
+    """Times launches on `device`. `is_rehearsal`: run once, on the CPU."""
 
     device: torch.device
     is_rehearsal: bool
@@ -204,7 +209,7 @@ class Clock:
 
     @property
     def l2_bytes(self) -> int:
-        """What must be exceeded for every launch to read from memory."""
+        """Bytes of the L2 cache; launches that read more read from memory."""
         return 0 if self.is_rehearsal else int(torch.cuda.get_device_properties(self.device).L2_cache_size)
 
     def synchronize(self) -> None:
@@ -213,18 +218,18 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
     def direct(self, launch: Launch, rounds: int = 10) -> float:
-        """Seconds of a launch as the host gives it, the median."""
+        """Returns the median seconds of a launch by the host."""
         return median(self.each(launch, rounds))
 
     def each(self, launch: Launch, rounds: int) -> list[float]:
-        """Seconds of each of so many rounds, after one that warms up."""
+        """Returns the seconds of each of so many rounds, after one that warms up."""
         if self.is_rehearsal:
             return [self.once(launch)]
         launch()
         return [self.once(launch) for _ in range(rounds)]
 
     def once(self, launch: Launch) -> float:
-        """Seconds of a launch, now."""
+        """Returns the seconds of one launch."""
         if self.is_rehearsal:
             start = time.perf_counter()
             launch()
@@ -237,7 +242,7 @@ class Clock:
         return float(begin.elapsed_time(end)) / 1000
 
     def captured(self, launch: Launch, before: Launch = lambda: None) -> Launch:
-        """What replays a graph of all that `launch` launches; it is run twice before, each time after `before`."""
+        """Returns the replay of a graph of `launch`, which runs twice before, each time after `before`."""
         if self.is_rehearsal:
             return launch
         before()
@@ -251,19 +256,19 @@ class Clock:
         return graph.replay
 
     def graphed(self, launches: Sequence[Launch], rounds: int = 10) -> float:
-        """Seconds of one of these launches, which follow one another in a graph that is replayed; the median."""
+        """Returns the median seconds of one of these launches, which follow one another in a replayed graph."""
         replay = self.captured(lambda: [launch() for launch in launches])
         return self.direct(replay, rounds) / len(launches)
 
     def copy_rate(self) -> float:
-        """Bytes read and written a second by a copy inside the device's memory, 1 GiB each way."""
+        """Returns the bytes a second, read and written, of a copy inside the device's memory, 1 GiB each way."""
         num_bytes = _MIB if self.is_rehearsal else 1024 * _MIB
         source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(2))
         return 2 * num_bytes / self.direct(lambda: target.copy_(source), 20)
 
 
 def host_seconds(action: Launch, rounds: int) -> float:
-    """Seconds that something takes the host, the median, after one round that warms up."""
+    """Returns the median seconds that an action takes the host, after one round that warms up."""
     times = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
@@ -273,12 +278,12 @@ def host_seconds(action: Launch, rounds: int) -> float:
 
 
 def copies_beyond(l2_bytes: int, num_bytes: int, least: int = 2) -> int:
-    """How many copies of so many bytes exceed the L2 cache four times."""
+    """Returns how many copies of so many bytes are four times as large as the L2 cache."""
     return max(least, -(-4 * l2_bytes // num_bytes))
 
 
 def repeated(rows: Tensor, times: int, device: torch.device) -> Tensor:
-    """Copies of bytes one after the other, on the device: u8 [times * n], each at a multiple of 128 bytes."""
+    """Returns copies of bytes one after the other, on the device: u8 [times * n], each at a multiple of 128 bytes."""
     flat = rows.reshape(-1)
     padded = torch.zeros(-(-flat.numel() // 128) * 128, dtype=torch.uint8)
     padded[: flat.numel()] = flat

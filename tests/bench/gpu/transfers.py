@@ -418,7 +418,7 @@ class _Pulls:
         none = torch.zeros(E, dtype=torch.int32)
         counters = torch.zeros(4, dtype=torch.int64, device=device)
         state = CacheState.empty(none + pages, none, none, E * pages, 0, page_bytes // 16, 1)
-        self._state = state.put(lambda held: held.to(device), counters)
+        self._state = state.put(lambda tensor: tensor.to(device), counters)
         self._host = HostRows(host.rows, torch.arange(E, device=device) * (host.stride // 16))
         self._experts = [torch.full((1,), e, dtype=torch.int32, device=device) for e in range(E)]
         self._selection = _selection(neurons, f, device)

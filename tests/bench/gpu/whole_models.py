@@ -22,9 +22,9 @@ from gpu.engines import (
     QWEN3,
     EngineBench,
     EngineName,
-    EngineWanted,
+    EngineRequest,
     KvDtype,
-    PackWanted,
+    PackRequest,
     Running,
     Speed,
     link_rate,
@@ -44,17 +44,17 @@ _PROMPT, _FORCED, _GREEDY = 48, 80, 48  # tokens
 _CONTEXT = _PROMPT + _FORCED + _GREEDY
 _REHEARSED = (2, 3, 3)
 _EQUAL = 1e-4  # DESIGN section 4: logits, where routes and masks are the reference's
-# An engine that pulls has kernels more than one that does not; of a model so small, 28 MiB are kept for the pieces that
-# memory is given in.
+# An engine that copies rows has more kernels than one that does not; and the driver allocates in pieces, of which a
+# model so small may leave 28 MiB unused.
 _SLACK_BYTES = 28 << 20
-_SHARES = (0.3, 0.6, 1.0)  # of all experts' bytes, that a budget has room for
+_SHARES = (0.3, 0.6, 1.0)  # shares of all experts' bytes that fit into a budget
 _STAGED = ("lru", "floe", "fiddler")  # policies that the staged engine is tried with
 _MOST_KL = 0.01  # nats a token, of keys and values in bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """An engine's answers beside plain torch's on the CPU, over the same tokens.
+    """An engine's answers compared with plain torch's on the CPU, over the same tokens.
 
     `worst_prompt`, `worst_token`: greatest difference of a logit, in the prompt and token by token.   `beyond`: tokens
     with one above 1e-4: a neuron at its threshold, or a near tie of experts, falls on the other side.   `greedy_equal`:
@@ -63,7 +63,7 @@ class Answers:
     """
 
     pack: str
-    wanted: EngineWanted
+    wanted: EngineRequest
     worst_prompt: float
     worst_token: float
     beyond: int
@@ -77,7 +77,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Something that the graph engine must hold to. `share`: of the experts' bytes that had room, None for all."""
+    """A property that the graph engine must have. `share`: of the experts' bytes that fit, None for all."""
 
     what: str
     share: float | None
@@ -114,7 +114,7 @@ def _at_sparsity(results: Results, clock: Clock, sparsity: float) -> None:
 
 def _gpt_oss(results: Results, clock: Clock) -> None:
     """MXFP4 as its source has it, sinks, windows in a ring, biases, the clamped SwiGLU: of random weights."""
-    folder = make_synthetic(results, PackWanted("tiny-gpt-oss", "gpt-oss-20b", _kept, 0.0), is_tiny=True)
+    folder = make_synthetic(results, PackRequest("tiny-gpt-oss", "gpt-oss-20b", _kept, 0.0), is_tiny=True)
     ids = [(37 * i + 5) % 256 for i in range(_CONTEXT)]
     _compare_all(results, clock, folder, ids, (None,))
     if clock.is_rehearsal:
@@ -137,18 +137,18 @@ def _compare_all(
 ) -> None:
     with Pack(folder) as pack:
         expected = _answers(lambda context: Engine(pack, EngineOptions(kernels="torch"), context), ids, clock)
-    graph = EngineWanted("graph", kv_dtype="f32")
+    graph = EngineRequest("graph", kv_dtype="f32")
     asked = [(graph, share) for share in (shares[:1] if clock.is_rehearsal else shares)]
     asked += [] if clock.is_rehearsal else [(replace(graph, kv_dtype="bf16"), None)]
     for policy in _STAGED[:1] if clock.is_rehearsal else _STAGED:
-        asked += [(EngineWanted("staged", policy, kv_dtype="f32"), share) for share in shares[1:2] or shares]
+        asked += [(EngineRequest("staged", policy, kv_dtype="f32"), share) for share in shares[1:2] or shares]
     for wanted, share in asked:
-        name = f"{folder.name}, {wanted.engine} {wanted.policy} {wanted.kv_dtype}, room for {share or 'all'}"
+        name = f"{folder.name}, {wanted.engine} {wanted.policy} {wanted.kv_dtype}, space for {share or 'all'}"
         results.section(name, partial(_compare, results, clock, folder, wanted, share, expected))
 
 
 def _compare(
-    results: Results, clock: Clock, folder: Path, wanted: EngineWanted, share: float | None, expected: _Reference
+    results: Results, clock: Clock, folder: Path, wanted: EngineRequest, share: float | None, expected: _Reference
 ) -> None:
     with Pack(folder) as pack:
         if share is not None and not clock.is_rehearsal:
@@ -179,8 +179,8 @@ def _compare(
     assert row.used_bytes <= row.budget, f"the driver charges {row.used_bytes:,} bytes, the budget is {row.budget:,}"
 
 
-def _budget(folder: Path, wanted: EngineWanted, share: float) -> int:
-    """What leaves experts this share of their bytes, beside what an engine says that all else takes."""
+def _budget(folder: Path, wanted: EngineRequest, share: float) -> int:
+    """Returns a budget that leaves experts this share of their bytes, by the engine's own report of the rest."""
     experts, rest = _use(folder, wanted.engine, wanted.kv_dtype)
     return rest + _SLACK_BYTES + round(share * experts)
 
@@ -188,7 +188,7 @@ def _budget(folder: Path, wanted: EngineWanted, share: float) -> int:
 @cache
 def _use(folder: Path, engine: EngineName, kv_dtype: KvDtype | None) -> tuple[int, int]:
     """Bytes of the GPU's memory that experts take where no budget is set, and all else."""
-    wanted = EngineWanted(engine, kv_dtype=kv_dtype)
+    wanted = EngineRequest(engine, kv_dtype=kv_dtype)
     with Pack(folder) as pack, Engine(pack, wanted.options(host_bytes(pack)), _CONTEXT) as opened:
         use = opened.use
     assert use is not None, "it is on a GPU"
@@ -227,19 +227,19 @@ def _all_promises(
 ) -> None:
     promises = _Promises(results, clock, folder, ids)
     for share in shares:
-        results.section(f"promises, room for {share or 'all'}", partial(promises.check, share))
+        results.section(f"promises, space for {share or 'all'}", partial(promises.check, share))
 
 
 class _Promises:
-    """What the graph engine must hold to, whatever has room; all bits are compared with the first."""
+    """Properties of the graph engine with any share of experts; all bits are compared with the first."""
 
     def __init__(self, results: Results, clock: Clock, folder: Path, ids: list[int]) -> None:
         self._results, self._clock, self._folder = results, clock, folder
         self._ids, self._bits = ids[: 5 if clock.is_rehearsal else 24], list[Tensor]()
 
     def check(self, share: float | None) -> None:
-        """Opens the engine with room for that share of the experts, None for all, and looks at everything."""
-        clock, wanted, ids = self._clock, EngineWanted("graph", kv_dtype="f32"), self._ids
+        """Opens the engine with memory for a share of the experts, None for all, and checks all properties."""
+        clock, wanted, ids = self._clock, EngineRequest("graph", kv_dtype="f32"), self._ids
         if share is not None and not clock.is_rehearsal:
             wanted = replace(wanted, budget_bytes=_budget(self._folder, wanted, share))
         with Pack(self._folder) as pack, closing(open_engine(pack, wanted, _CONTEXT, clock.is_rehearsal)) as engine:
@@ -250,16 +250,16 @@ class _Promises:
             self._add("a second run gives the same bits", share, torch.equal(_logits(decoder, ids), bits))
             taken, waits = _watched(decoder, ids, clock)
             self._add("decoding takes no memory", share, taken == 0, f"{taken} allocations")
-            self._add("decoding waits for its logits alone", share, not waits, waits)
+            self._add("decoding waits only for its logits", share, not waits, waits)
             decoder._run = decoder._launch
             one_by_one = torch.equal(_logits(decoder, ids), bits)
             self._add("a replayed graph gives the bits of launches one by one", share, one_by_one)
-        self._add("bits do not depend on what has room", share, torch.equal(self._bits[0], bits))
+        self._add("bits do not depend on the memory for experts", share, torch.equal(self._bits[0], bits))
 
     def _add(self, what: str, share: float | None, holds: bool, found: str = "") -> None:
         self._results.add(Promise(what, share, holds, found))
         if not holds:
-            self._results.fail(f"{what}, room for {share or 'all'}", found or "it does not")
+            self._results.fail(f"{what}, space for {share or 'all'}", found or "it does not")
 
 
 def _logits(decoder: object, ids: list[int]) -> Tensor:
@@ -309,7 +309,7 @@ _SAMPLERS = {"greedy": (0.0, 1.0), "temperature 1": (1.0, 1.0), "temperature 0.8
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Decoding under a cap, beside decoding with everything on the GPU (FloE: 0.91 with 2-bit experts resident)."""
+    """Decoding under a cap, relative to decoding with everything on the GPU (FloE: 0.91 with 2-bit experts resident)."""
 
     pack: str
     gib: int
@@ -333,7 +333,7 @@ def profile(results: Results, clock: Clock) -> None:
     rate = link_rate(clock)
     for wanted, engine in ((MIXTRAL, _graph(_CAP_GIB)), (QWEN3, _graph(None))):
 
-        def body(wanted: PackWanted = wanted, engine: EngineWanted = engine) -> None:
+        def body(wanted: PackRequest = wanted, engine: EngineRequest = engine) -> None:
             folder = make_synthetic(results, wanted)
             with closing(EngineBench(results, clock, folder, rate)) as bench:
                 bench.profile(engine, 2 if clock.is_rehearsal else 128)
@@ -353,7 +353,7 @@ def qwen3(results: Results, clock: Clock) -> None:
     _budgets(results, clock, QWEN3)
 
 
-def _budgets(results: Results, clock: Clock, wanted: PackWanted) -> None:
+def _budgets(results: Results, clock: Clock, wanted: PackRequest) -> None:
     lengths, decoded = ((2, 3), 3) if clock.is_rehearsal else (_LENGTHS, _DECODED)
     rate, folder = link_rate(clock), make_synthetic(results, wanted)
     with closing(EngineBench(results, clock, folder, rate)) as bench:
@@ -368,12 +368,12 @@ def _budgets(results: Results, clock: Clock, wanted: PackWanted) -> None:
 
         for gib in (None, _CAP_GIB) if clock.is_rehearsal else (None, _CAP_GIB, *_OTHER_GIB):
             results.section("resident" if gib is None else f"{gib} GiB", partial(measure, gib))
-        staged = EngineWanted("staged", "lru", _CAP_GIB << 30)
+        staged = EngineRequest("staged", "lru", _CAP_GIB << 30)
         results.section(f"{_CAP_GIB} GiB, staged", partial(bench.measure, staged, lengths[:2], decoded // 3))
 
 
-def _graph(gib: int | None) -> EngineWanted:
-    return EngineWanted("graph", budget_bytes=None if gib is None else gib << 30)
+def _graph(gib: int | None) -> EngineRequest:
+    return EngineRequest("graph", budget_bytes=None if gib is None else gib << 30)
 
 
 def sampling(results: Results, clock: Clock) -> None:
