@@ -309,7 +309,7 @@ _SAMPLERS = {"greedy": (0.0, 1.0), "temperature 1": (1.0, 1.0), "temperature 0.8
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Decoding under a cap, relative to decoding with everything on the GPU (FloE: 0.91 with 2-bit experts resident)."""
+    """Decoding under a cap, relative to that with everything on the GPU (FloE: 0.91 with 2-bit experts resident)."""
 
     pack: str
     gib: int
