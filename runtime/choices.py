@@ -33,7 +33,7 @@ from moe_pack.runtime.offload import (
 from moe_pack.runtime.offload.disk import NUM_THREADS, reads_directly
 from moe_pack.runtime.offload.expert_store import USUAL_GAP_BYTES
 from moe_pack.runtime.offload.prefetch import Prediction, make_prediction
-from moe_pack.runtime.offload.record import check_place
+from moe_pack.runtime.offload.record import check_writable
 from moe_pack.runtime.options import EngineOptions
 
 
@@ -77,7 +77,7 @@ class OffloadChoices:
         path = self._options.record
         if path is None:
             return expert_cache_for(preset, facts)
-        check_place(path)
+        check_writable(path)
         root = self._pack.manifest.root
         self.recorder = Recorder(facts, root, preset.name, budget_bytes, context_tokens, keeps_scores=True)
         return recorded_expert_cache_for(preset, facts, self.recorder)
@@ -100,7 +100,7 @@ class OffloadChoices:
         if not self._options.prefetches:
             return None
         router = self._pack.spec.router
-        num_ahead = preset.num_foretold(router.num_experts_per_tok)
+        num_ahead = preset.num_predicted(router.num_experts_per_tok)
         prediction = self._prediction(preset, weights)
         return Prefetcher(prediction, router.num_experts, router.num_experts_per_tok, num_ahead)
 

@@ -47,7 +47,6 @@ from moe_pack.runtime.offload import (
     whole_bytes,
 )
 from moe_pack.runtime.offload.expert_store import ExpertStore, Trace
-from moe_pack.runtime.offload.record import check_writable
 from moe_pack.runtime.options import EngineOptions
 
 LEAST_CAPABILITY = (8, 0)  # compute capability of the first GPUs with tensor cores for bfloat16 and tf32
@@ -102,143 +101,8 @@ class Engine:
             if self.device.type == "cuda":
                 self._build_for_gpu()
             else:
-                self._open_cpu(context_tokens)
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def _open_cpu(self, context_tokens: int) -> None:
-        options, has_encoder = self.options, self._pack.spec.encoder is not None
-        if has_encoder and options.record is not None:
-            raise RunError("--record: a pass of a model with an encoder is of one stack, records have whole ones")
-        if names := options.of_card_alone():
-            raise RunError(f"{names[0]}: is of --device cuda; leave it out, or add that")
-        budget = self._budget(context_tokens)
-        self.weights = self._mapped() if budget is None else self._streaming(budget, context_tokens)
-        most = self.plan.chunk_tokens if self.plan else PREFILL_TOKENS
-        chunk = min(options.chunk_tokens or most, most)
-        runner = EncoderDecoder if has_encoder else Decoder
-        self.decoder = runner(self.weights, context_tokens, self.device, chunk)
-
-    def _open_card(self, context_tokens: int) -> None:
-        """The engine on a card that was asked for, or that can do what was."""
-        options, pack = self.options, self._pack
-        if pack.spec.encoder is not None:
-            raise RunError("--device cuda: models with an encoder are not run on cards; take --device cpu")
-        for name, is_given in {"--read map": options.read == "map", "--trace": options.trace is not None}.items():
-            if is_given:
-                raise RunError(f"{name}: is of --device cpu; leave it out")
-        _check_triton()
-        memory = self.card_memory = GpuMemory(self.device)  # before anything else uses the card
-        facts = torch.cuda.get_device_properties(self.device)
-        check_capability(facts.name, (facts.major, facts.minor))
-        ram = options.ram_bytes or _usual_ram()
-        engine = self._card_engine(ram)
-        cache_dtype = torch.float32 if options.kv_dtype == "f32" else torch.bfloat16
-        asked = GpuRequest(options.budget_bytes, context_tokens, options.chunk_tokens, cache_dtype)
-        if self.host is None and host_bytes(pack) <= ram:
-            self.host = self._stack.enter_context(
-                HostArena(pack, self.device, self._progress, verify=options.verify == "lazy")
-            )
-        host = self.host
-        if host is not None and not host.is_locked:
-            self._fall_back(
-                f"{size_text(host.locked_bytes)} of {size_text(host.num_bytes)} of host memory could be "
-                "page-locked; copies from the rest are slower, and the graph engine cannot read it"
-            )
-            engine = "staged" if options.engine == "auto" else engine
-        if engine == "graph":
-            assert host is not None, "it was chosen because there is room"
-            built, self.use = self._fit_graph(memory, asked, host)
-        else:
-            built, self.use = self._fit_staged(memory, asked, host, ram)
-        self.engine, self.decoder, self.weights = engine, built.decoder, built.weights
-        self._stack.enter_context(closing(built))
-
-    def _card_engine(self, ram: int) -> Literal["graph", "staged"]:
-        """The engine that was asked for, or graph where it can do what was.
-
-        Raises:  RunError if that is graph, and it cannot.
-        """
-        options, needed = self.options, host_bytes(self._pack)
-        if options.engine == "staged":
-            return "staged"
-        alone = options.of_staged_alone()
-        if not alone and (self.host is not None or needed <= ram):
-            return "graph"
-        if options.engine == "auto":
-            return "staged"
-        if alone:
-            raise RunError(f"{alone[0]}: is beyond --engine graph, where the GPU decides; take --engine staged")
-        raise RunError(
-            f"--engine graph: experts are {size_text(needed)}, --ram has {size_text(ram)} for them; give more, or take "
-            "--engine staged, which streams from the drive"
-        )
-
-    def _fit_graph(self, memory: GpuMemory, asked: GpuRequest, host: HostArena) -> tuple[BuiltEngine, GpuMemoryUse]:
-        # Here, as they need triton.
-        from moe_pack.runtime.gpu.graph_engine import GraphEngine
-        from moe_pack.runtime.gpu.kernels.ahead import collected_launches, compile_ahead
-
-        pack, device, context = self._pack, self.device, asked.context_tokens
-        least = least_placement(pack.layout).num_bytes
-
-        def ahead(run: Callable[[], None]) -> None:
-            with collected_launches() as jobs:
-                run()
-            compile_ahead(list(jobs.values()), num_cpus(), self._progress)
-
-        return fit_to_gpu(
-            pack, device, memory, asked, least,
-            lambda room, chunk: GraphEngine(pack, host, device, room, context, chunk, asked.cache_dtype),
-            ahead,
-        )  # fmt: skip
-
-    def _fit_staged(
-        self, memory: GpuMemory, asked: GpuRequest, host: HostArena | None, ram: int
-    ) -> tuple[BuiltEngine, GpuMemoryUse]:
-        # Here, as they need triton, which comes with torch for GPUs alone.
-        from moe_pack.runtime.gpu.device import CudaDevice
-        from moe_pack.runtime.gpu.staged import TritonOps
-        from moe_pack.runtime.gpu.staged_engine import CachePolicy, StagedEngine, StagedInputs, least_staged_bytes
-
-        pack, options, ops = self._pack, self.options, TritonOps()
-        routing, context, dtype = Routing.open(pack), asked.context_tokens, asked.cache_dtype
-
-        def decide(facts: CacheFacts) -> CachePolicy:
-            self.preset = preset = self._preset(facts, routing)
-            residency = self._residency(preset, facts, asked.budget_bytes or 0, context)
-            # What doctor measured is the drive's cutover; over a link it is the policy's.
-            rows_below = preset.rows_below if options.cutover is None else options.cutover
-            return CachePolicy(preset, residency, self._recorder, rows_below)
-
-        def foretell(preset: Preset, weights: OffloadedWeights) -> Prefetcher | None:
-            return self._foreteller(preset, weights, routing)
-
-        given = StagedInputs(
-            pack=pack,
-            device=CudaDevice(self.device.index or 0),
-            ops=ops,
-            host=host,
-            ram_bytes=ram,
-            open_reads=self._open_reads,
-            decide=decide,
-            prefetch=foretell,
-            kernels=self._kernels_beside_card(),
-            trust=options.trust,
-            verify=options.verify == "lazy",
-            shares=_shares(pack, routing),
-            num_sms=torch.cuda.get_device_properties(self.device).multi_processor_count,
-        )
-        least = least_staged_bytes(given, asked.chunk_tokens or PREFILL_TOKENS)
-        return fit_to_gpu(
-            pack,
-            self.device,
-            memory,
-            asked,
-            least,
-            lambda room, chunk: StagedEngine(given, room, context, chunk, dtype),
-        )
+                self._build_for_cpu()
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> "Engine":
         return self
@@ -353,11 +217,11 @@ class Engine:
             cache,
             scores_matter=choices.needs_scores(preset),
             reuses_selector=preset.reuse_selector and options.prefetches,
-            trust=options.approximations,
+            approximations=options.approximations,
             recorder=choices.recorder,
             trace=trace,
         )
-        weights.foreteller = choices.prefetcher(preset, weights)
+        weights.prefetcher = choices.prefetcher(preset, weights)
         self.weights = weights
         self.decoder = self._cpu_decoder(self.plan.chunk_tokens)
 

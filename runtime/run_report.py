@@ -19,7 +19,7 @@ from moe_pack.runtime.offload.disk import ReadStats
 class PhaseReport:
     """Offload in prefill, or in decode.
 
-    `hits`: needed experts that were resident or on their way.   `predicted`: prefetched experts, of which
+    `hits`: needed experts that were resident or on their way.   `prefetched`: prefetched experts, of which
     `prefetched_chosen` were chosen and `prefetched_abandoned` dropped.   `stall_s`: seconds in which the computation
     waited for bytes.   `asked_bytes`: bytes of all requested reads.
     """
@@ -27,7 +27,7 @@ class PhaseReport:
     tokens: int
     experts_needed: int
     hits: int
-    predicted: int
+    prefetched: int
     prefetched_chosen: int
     prefetched_abandoned: int
     substituted: int
@@ -146,7 +146,7 @@ def _phase(counts: PhaseCounts) -> PhaseReport:
         tokens=counts.tokens,
         experts_needed=counts.needed,
         hits=counts.hits,
-        predicted=counts.prefetched,
+        prefetched=counts.prefetched,
         prefetched_chosen=counts.prefetched_chosen,
         prefetched_abandoned=counts.prefetched_abandoned,
         substituted=counts.substituted,
@@ -205,10 +205,10 @@ def _offload_lines(offload: OffloadReport) -> list[tuple[str, str]]:
         ("decode", _phase_text(offload.decode)),
         ("experts read", f"{size_text(read)}, {size_text(offload.read_ahead)} of it prefetched{rate}, {way}"),
     ]
-    predicted = offload.prefill.predicted + offload.decode.predicted
-    if predicted:
+    prefetched = offload.prefill.prefetched + offload.decode.prefetched
+    if prefetched:
         right = offload.prefill.prefetched_chosen + offload.decode.prefetched_chosen
-        lines.append(("predicted", f"{predicted} experts, {right / predicted:.0%} of them chosen"))
+        lines.append(("prefetched", f"{prefetched} experts, {right / prefetched:.0%} of them chosen"))
     if offload.decode.substituted:
         lines.append(("substituted", f"{offload.decode.substituted} experts: the answer is not the pack's"))
     if offload.read_s:

@@ -179,7 +179,7 @@ class _ExpertSizes:
         return self.placement(self.selector_rows > 0, np.zeros_like(self.selector_rows), is_shared)
 
     def with_resident(self, selector_share: Array, row_shares: Array, is_shared: bool) -> GpuPlacement:
-        """Returns the placement with the shares of `with_kept_bytes`, in whole selectors and first records."""
+        """Returns the placement with the shares of `resident_rows`, in whole selectors and first records."""
         H = row_shares.shape[2]
         edges = np.diff(np.linspace(0, self.num_rows, H + 1).astype(np.int64))
         records = np.rint(row_shares * edges).astype(np.int64)
@@ -228,10 +228,10 @@ class _ExpertSizes:
     ) -> GpuPlacement:
         """Returns the placement whose resident rows are those read most, next to so many bytes of pages."""
         L, E = self.record_rows.shape
-        # `with_kept_bytes` itself leaves memory for biases.
+        # `resident_rows` itself leaves memory for biases.
         slack = LINE_BYTES * L * E + self.other_bytes - self.extra_bytes * L * E
         return self.with_resident(
-            *with_kept_bytes(layout, popularity, heat, max(num_bytes - slack - pages, 0))[:2], is_shared
+            *resident_rows(layout, popularity, heat, max(num_bytes - slack - pages, 0))[:2], is_shared
         )
 
     def with_more_pages(self, placement: GpuPlacement, num_bytes: int) -> GpuPlacement:

@@ -260,7 +260,7 @@ class GpuLayerRun:
         else:
             self._late.append(job)
 
-    def drop(self, event: EvictEvent) -> None:
+    def evict(self, event: EvictEvent) -> None:
         """Takes an expert's pages; launches it before, if it still has to run."""
         if event.key in self._on_cpu:
             return
@@ -342,7 +342,7 @@ class GpuLayerRun:
         self._store.running(job.key, len(neurons) / expert.layout.num_rows)
         predicted = self._predicted.get(job.key)
         count_rows(self._counts, neurons, predicted)
-        if self._trust.is_predicted_enough and predicted is not None:
+        if self._approximations.is_predicted_enough and predicted is not None:
             self._workspace.replace_selected(self._device, place, expert.present(neurons))
         else:
             self._store.fetch_records(job.key, neurons, urgent=True)

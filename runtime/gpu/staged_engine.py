@@ -187,7 +187,7 @@ class StagedWeights(OffloadedWeights):
 
     def _new_run(self, layer_idx: int, x: Tensor, jobs: dict[int, ExpertJob], counts: PhaseCounts) -> LayerRun:
         run = GpuLayerRun(
-            self._device_store, self._ops, self._workspace, layer_idx, x, jobs, counts, self.predicted, self.trust
+            self._device_store, self._ops, self._workspace, layer_idx, x, jobs, counts, self.predicted, self.approximations
         )
         if self._cpu is not None and self._thread is not None:
             rows = self._rows_for_cpu(self._cpu, jobs)
@@ -206,15 +206,15 @@ class StagedWeights(OffloadedWeights):
         counts: PhaseCounts,
         partial_state: PartialState | None,
     ) -> None:
-        super()._walk(layer_idx, x, experts, scores, jobs, run, counts, partial_state)
+        super()._run_schedule(layer_idx, x, experts, scores, jobs, run, counts, partial_state)
         assert isinstance(run, GpuLayerRun), "`_new_run` made it"
         for key in run.keys_on_cpu:
-            if self._residency.is_resident[key]:  # it has pages, but nothing was copied
-                self._residency.abandon(key)
+            if self._expert_cache.is_resident[key]:  # it has pages, but nothing was copied
+                self._expert_cache.abandon(key)
 
     def _rows_for_cpu(self, cpu: CpuOffload, jobs: dict[int, ExpertJob]) -> dict[ExpertKey, ExpertRows]:
         """Returns the missing experts that the CPU computes, by their rows in host memory."""
-        missing = [job for job in jobs.values() if not self._residency.is_resident[job.key]]
+        missing = [job for job in jobs.values() if not self._expert_cache.is_resident[job.key]]
         chosen = cpu.split([len(job.tokens) for job in missing]).computed
         return {missing[number].key: self._host_rows(missing[number].key) for number in sorted(chosen)}
 
@@ -223,7 +223,7 @@ class StagedWeights(OffloadedWeights):
         extent = self._device_store.host.extent(key).numpy()
         return extent_rows(layout, self.selector, self.spec.expert.function, self.threshold(*key), extent)
 
-    def _neurons_ahead(self, x: Tensor, keys: Sequence[ExpertKey]) -> list[tuple[ExpertKey, NDArray[np.int32]]]:
+    def _predict_neurons(self, x: Tensor, keys: Sequence[ExpertKey]) -> list[tuple[ExpertKey, NDArray[np.int32]]]:
         store, workspace = self._device_store, self._workspace
         partial = [key for key in keys if not store.arrive(key).is_whole][: len(workspace.host_neurons)]
         if not partial:
@@ -261,9 +261,9 @@ class StagedDecoder(TokenDecoder):
         self._segments = [self._captured(launch) for launch in self._launches()]
 
     def _is_alone(self, ids: list[int]) -> bool:
-        foreteller = self._staged.foreteller
+        prefetcher = self._staged.prefetcher
         # A prefetcher that predicts from some of the experts uses the next layer's router, which is in a graph here.
-        return super()._is_alone(ids) and (foreteller is None or not foreteller.needs_partial)
+        return super()._is_alone(ids) and (prefetcher is None or not prefetcher.needs_partial)
 
     def _run_token(self) -> None:
         layers, weights = self._layers, self._staged
@@ -330,7 +330,7 @@ class StagedInputs:
     """What the staged engine is made of, whatever memory it gets.
 
     `host`: all experts in page-locked memory; None if they come from disk, by `open_reads` through `ram_bytes` of host
-    memory.   `decide`: returns the policy for a cache of experts.   `prefetch`: returns the prefetcher for these
+    memory.   `decide`: returns the policy for a cache of experts.   `prefetcher_for`: returns the prefetcher for these
     weights, or None.   `kernels`: the CPU's, if it may compute.   `verify`: whether experts from disk are checked.
     `shares`: float32 [L, E], how popular experts are.   `num_sms`: multiprocessors, by which work is divided.
     """
@@ -342,7 +342,7 @@ class StagedInputs:
     ram_bytes: int
     open_reads: Callable[[NDArray[np.uint8]], Reads]
     decide: Callable[[CacheFacts], CachePolicy]
-    prefetch: Callable[[Preset, OffloadedWeights], Prefetcher | None]
+    prefetcher_for: Callable[[Preset, OffloadedWeights], Prefetcher | None]
     kernels: Kernels | None
     approximations: Approximations
     verify: bool
@@ -374,18 +374,18 @@ class StagedEngine:
             self.weights = StagedWeights(
                 pack,
                 store,
-                policy.residency,
+                policy.expert_cache,
                 inputs.ops,
                 chunk_tokens,
                 cpu=_cpu_share(inputs, policy.preset),
                 num_partials=partials,
                 scores_matter=policy.preset.eviction == "importance" or policy.recorder is not None,
                 reuses_selector=policy.preset.reuse_selector,
-                trust=inputs.trust,
+                approximations=inputs.approximations,
                 recorder=policy.recorder,
             )
             opened.enter_context(closing(self.weights))
-            self.weights.foreteller = inputs.prefetch(policy.preset, self.weights)
+            self.weights.prefetcher = inputs.prefetcher_for(policy.preset, self.weights)
             self.decoder = StagedDecoder(self.weights, context_tokens, device.device, chunk_tokens, cache_dtype)
             self.expert_bytes = self.pages_bytes = plan.num_pages * plan.page_bytes
             self.store = store

@@ -356,7 +356,7 @@ class GpuExpertStore:
         for key in [key for key in self._pending if self.host.is_ready(key)]:
             self._send(key)
 
-    def drop(self, key: ExpertKey) -> None:
+    def evict(self, key: ExpertKey) -> None:
         """Takes an expert's pages; launches that use it still run before others overwrite them."""
         expert = self._experts.pop(key)
         if expert.is_pending:
