@@ -323,11 +323,20 @@ class Engine:
             return CachePolicy(preset, cache, choices.recorder, choices.link_cutover(preset))
 
         inputs = StagedInputs(
-            pack, CudaDevice(self.device.index or 0), TritonOps(), self.host, run.ram_bytes, choices.open_reads,
-            decide, choices.prefetcher, self._helping_kernels(), options.approximations, options.verify == "lazy",
-            popularity_shares(pack, choices.routing),
-            torch.cuda.get_device_properties(self.device).multi_processor_count,
-        )  # fmt: skip
+            pack=pack,
+            device=CudaDevice(self.device.index or 0),
+            ops=TritonOps(),
+            host=self.host,
+            ram_bytes=run.ram_bytes,
+            open_reads=choices.open_reads,
+            decide=decide,
+            prefetcher_for=choices.prefetcher,
+            kernels=self._helping_kernels(),
+            approximations=options.approximations,
+            verify=options.verify == "lazy",
+            shares=popularity_shares(pack, choices.routing),
+            num_sms=torch.cuda.get_device_properties(self.device).multi_processor_count,
+        )
 
         def build(expert_bytes: int, chunk_tokens: int) -> StagedEngine:
             return StagedEngine(inputs, expert_bytes, request.context_tokens, chunk_tokens, request.cache_dtype)

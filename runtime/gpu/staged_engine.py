@@ -187,7 +187,15 @@ class StagedWeights(OffloadedWeights):
 
     def _new_run(self, layer_idx: int, x: Tensor, jobs: dict[int, ExpertJob], counts: PhaseCounts) -> LayerRun:
         run = GpuLayerRun(
-            self._device_store, self._ops, self._workspace, layer_idx, x, jobs, counts, self.predicted, self.approximations
+            self._device_store,
+            self._ops,
+            self._workspace,
+            layer_idx,
+            x,
+            jobs,
+            counts,
+            self.predicted,
+            self.approximations,
         )
         if self._cpu is not None and self._thread is not None:
             rows = self._rows_for_cpu(self._cpu, jobs)

@@ -131,5 +131,5 @@ def test_with_pages_that_other_layers_use_nothing_is_left_of_the_step_before(
 
 def test_more_experts_than_the_pages_hold_are_refused() -> None:
     layer = small_layer(num_active=2)
-    with pytest.raises(AssertionError, match="^no more experts fit"):
+    with pytest.raises(AssertionError, match=r"^no more experts fit"):
         lru_update(torch.arange(3, dtype=torch.int32), layer.state, layer.tables)
