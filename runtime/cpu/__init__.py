@@ -1,4 +1,4 @@
-"""The native CPU kernels and their one face."""
+"""The native CPU kernels."""
 
 from moe_pack.runtime.cpu.kernels import (
     ExpertRows,

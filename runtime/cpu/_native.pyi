@@ -1,10 +1,10 @@
-"""The extension of runtime/cpu/native/: `kernels` gives it buffers and numbers (runtime/cpu/native/module.cpp)."""
+"""The extension built from runtime/cpu/native/ (module.cpp): takes arrays and numbers from `kernels`."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 class MapCutError(Exception):
-    """A page that was read is no longer in its file."""
+    """A page that was read is no longer in its file, because the file was cut."""
 
 def open_pool(threads: int, limit: str | None, /) -> object: ...
 def instruction_set(pool: object, /) -> str: ...

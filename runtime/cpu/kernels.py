@@ -1,11 +1,17 @@
-"""The native kernels: operations on rows straight from their codes, with threads of their own.
+"""The native CPU kernels, which compute on rows straight from their codes, and the native search for trellis codes.
 
-Each has a twin in plain torch, which it is tested against: `expert` for experts, `operations` for attention, norms and
-products, `router`, `moe_pack.formats.codecs` for decoding. Products of few tokens take inputs as 24-bit fixed point
-relative to the token's largest magnitude, which is as precise as float32 (docs/kernels.md, "Numerics"). The extension
-is built with the package where there is a compiler; without it, or on another device than the CPU, torch serves.
+This is the only Python face of the C++ in runtime/cpu/native/, and it takes and returns arrays. The kernels have
+threads of their own. Each kernel has a twin in plain torch, which it is tested against: `expert` for experts,
+`operations` for attention, norms and products, `router`, `moe_pack.formats.codecs` for decoding, and
+`calib/quantize/trellis.py` for the search. Products of few tokens take inputs as 24-bit fixed point relative to the
+token's largest magnitude, which is as precise as float32 (docs/kernels.md, "Numerics").
 
-The native search for trellis codes. What it finds, and its twin in plain torch, are in `calib/quantize/trellis.py`.
+The extension is built with the package if there is a compiler; without it, and on other devices than the CPU, torch
+computes.
+
+Layouts of rows go to C++ as int32 arrays; `expert_numbers`, `row_numbers` and `stored_numbers` write them, and
+runtime/cpu/native/layout.h reads them. A part has 7 numbers: codec, width, group (0: the row), scale_bits, offset in
+its row, has_bias, place (0: the expert has no such part, 1: selector, 2: record).
 """
 
 import os
@@ -26,21 +32,22 @@ try:
     import moe_pack.runtime.cpu._native as _native
 except ModuleNotFoundError:
     _native = None  # type: ignore[assignment]  # a module or nothing
-    _why_unavailable = "were not built: install again where a C++ compiler is found"
-except ImportError as fault:  # built elsewhere: torch serves, and whoever asks hears why
+    _why_unavailable = "were not built; install a C++ compiler, then install moe-pack again"
+except ImportError as fault:  # built for another machine: torch computes, `why_unavailable` says so
     _native = None  # type: ignore[assignment]
     _why_unavailable = f"cannot be loaded here: {fault}"
 
 InstructionSet = Literal["portable", "avx2", "avx512", "avx512vbmi"]
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int32]
+_PART_NUMBERS = 7  # kPartNumbers in layout.h
 
 _CODECS = {"bf16": 0, "affine": 1, "fp8": 4, "e5m2": 5, "mxfp4": 6, "trellis": 7}
 _DTYPES = {torch.bfloat16: 0, torch.float16: 2, torch.float32: 3}
 _ROUTERS = {"softmax_topk": 0, "topk_softmax": 1, "sigmoid_topk": 2, "sparsemixer": 3}
 _FUNCTIONS: dict[NeuronFunction, int] = {"silu": 0, "relu": 1, "clamped_swiglu": 2}
 _SELECTORS = {"none": 0, "up": 1, "gate": 2, "both": 3}
-_SELECTOR_ROW, _RECORD = 1, 2
+_SELECTOR_ROW, _RECORD = 1, 2  # places of a part
 
 
 class MapCutError(RunError):
@@ -48,26 +55,26 @@ class MapCutError(RunError):
 
 
 def is_available() -> bool:
-    """Whether this installation has the extension."""
+    """Returns whether this installation has the extension."""
     return _native is not None
 
 
 def why_unavailable() -> str | None:
-    """What keeps the kernels from being used, as the end of a sentence; None where nothing does."""
+    """Returns why the kernels cannot be used, as the end of a sentence ("native kernels ..."); None if they can."""
     return _why_unavailable
 
 
 def num_cpus() -> int:
-    """The CPUs this process may run on."""
+    """Returns the number of CPUs on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class PagedRows(NamedTuple):
     """Rows of an extent that lies in pages of an arena.
 
-    Page p of the extent, `page_bytes` of it, lies in slot `slots[p]` (int32) of the arena (u8), a slot being
-    `slot_bytes` long, behind `head_bytes` of room for the beginning of a row that ends in it. Row 0 lies at byte
-    `begin` of the extent.
+    Page p of the extent, `page_bytes` long, is in slot `slots[p]` (int32) of the arena (u8). A slot has `slot_bytes`:
+    first `head_bytes` for the beginning of a row that ends in the page, then the page. Row 0 begins at byte `begin` of
+    the extent.
     """
 
     arena: Bytes
@@ -80,10 +87,10 @@ class PagedRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """An expert as the kernels see it.
+    """An expert's rows and their layout.
 
-    `layout` from `expert_numbers`; `selector` (None where the kind has none) and `records`: u8 [f, row bytes] in one
-    piece, or in pages; `threshold` on `abs(a)`. `extra`, where the layout has it: u8 [1, row bytes], likewise.
+    `layout`: from `expert_numbers`.   `selector` (None if the kind has none), `records`: u8 [f, row bytes] in one
+    piece, or in pages.   `threshold`: on `abs(a)`.   `extra`, if the layout has it: u8 [1, row bytes], likewise.
     """
 
     layout: Numbers
@@ -95,7 +102,7 @@ class ExpertRows:
 
 @dataclass(frozen=True, slots=True)
 class SelectedNeurons:
-    """What a selector tells: `a` float32 [T, f]; `runs` bool [T, f]; `neurons` int32 [n]: any token's, rising."""
+    """The result of a selector: `a` float32 [T, f]; `runs` bool [T, f]; `neurons` int32 [n], of any token, rising."""
 
     a: Tensor
     runs: Tensor
@@ -103,10 +110,11 @@ class SelectedNeurons:
 
 
 class Kernels:
-    """The kernels with `threads` threads, the caller's among them; one operation at a time. `close` ends them.
+    """The kernels with their threads: `threads` including the caller's. Owns the threads: `close` it.
 
-    Results do not depend on the number of threads. All tensors are on the CPU. `limit` keeps to an older instruction
-    set than the machine's best.
+    Only one operation runs at a time. Results do not depend on the number of threads. All tensors are on the CPU.
+    Args:    threads: None for one a CPU.   limit: an older instruction set than the machine's best.
+    Raises:  RunError if the extension cannot be used.
     """
 
     def __init__(self, threads: int | None = None, limit: InstructionSet | None = None) -> None:
@@ -117,11 +125,11 @@ class Kernels:
         self.instruction_set: str = _native.instruction_set(self._pool)
 
     def close(self) -> None:
-        """Ends the threads; the object cannot be used any more."""
+        """Ends the threads. The kernels cannot be used afterwards."""
         self._pool = None
 
     def experts(self, x: Tensor, works: list[tuple[ExpertRows, NDArray[np.int64], NDArray[np.float32]]]) -> Tensor:
-        """Experts over tokens, weighted and added up.
+        """Computes experts for tokens and adds up their weighted outputs.
 
         Args:    x: float32 [T, d].   works: for each expert its rows, its tokens int64 [n] and their router weights
                  float32 [n].
@@ -129,11 +137,11 @@ class Kernels:
         Raises:  MapCutError if rows are mapped from a file that was cut.
         """
         y = np.zeros(x.shape, np.float32)
-        given = [
+        borrowed = [
             (rows.layout, rows.selector, rows.records, rows.extra, rows.threshold, tokens, weights)
             for rows, tokens, weights in works
         ]
-        self._call("experts", given, _array(x), y, x.shape[1])
+        self._call("experts", borrowed, _array(x), y, x.shape[1])
         return torch.from_numpy(y)
 
     def experts_apart(
@@ -142,18 +150,18 @@ class Kernels:
         works: list[tuple[ExpertRows, NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]],
         out: NDArray[np.float32],
     ) -> None:
-        """Experts over tokens, weighted; what `experts` adds up, each output in a row of its own.
+        """Computes experts for tokens and adds each weighted output to a row of `out`.
 
-        Args:    works: as in `experts`, with the rows int64 [n] of `out` float32 [rows, d] to add to.
+        Args:    works: as in `experts`, and for each token the row of `out`, int64 [n].   out: float32 [rows, d].
         """
-        given = [
+        borrowed = [
             (rows.layout, rows.selector, rows.records, rows.extra, rows.threshold, tokens, weights, places)
             for rows, tokens, weights, places in works
         ]
-        self._call("experts", given, _array(x), out, x.shape[1], True)
+        self._call("experts", borrowed, _array(x), out, x.shape[1], True)
 
     def select(self, x: Tensor, rows: ExpertRows) -> SelectedNeurons:
-        """Which neurons of an expert run for tokens float32 [T, d], by its selector; all, where it has none."""
+        """Selects the neurons of an expert that run for tokens float32 [T, d]; all, if it has no selector."""
         f, x = int(rows.layout[1]), x.contiguous()
         a, runs = torch.zeros((len(x), f)), torch.zeros((len(x), f), dtype=torch.uint8)
         neurons = torch.empty(f + 1, dtype=torch.int32)
@@ -163,10 +171,10 @@ class Kernels:
         return SelectedNeurons(a, runs.view(torch.bool), neurons[:count])
 
     def neurons(self, x: Tensor, rows: ExpertRows, selected: SelectedNeurons, places: Tensor | None = None) -> Tensor:
-        """What selected neurons do: h float32 [T, n], zero where one does not run.
+        """Computes h of selected neurons: float32 [T, n], zero if a neuron does not run for a token.
 
-        Args:    x: float32 [T, d].   places: int32 [n], the row of `rows.records` that each neuron's record lies in;
-                 without it, its own.
+        Args:    x: float32 [T, d].   places: int32 [n], the row of `rows.records` with each neuron's record;
+                 None: the neuron's own row.
         """
         x, n = x.contiguous(), len(selected.neurons)
         h = torch.empty((len(x), n))
@@ -186,9 +194,9 @@ class Kernels:
         return h
 
     def accumulate(self, h: Tensor, rows: ExpertRows, neurons: Tensor, places: Tensor | None = None) -> Tensor:
-        """The sum of down rows, float32 [T, d], for h float32 [T, n] of `neurons` int32 [n]; `places` as above.
+        """Adds up down rows: float32 [T, d], for h float32 [T, n] of `neurons` int32 [n]; `places` as in `neurons`.
 
-        The expert's extra values, where it has any, are in each token's sum.
+        The expert's extra values, if any, are part of each token's sum.
         """
         y = torch.zeros((len(h), int(rows.layout[0])))
         where = (neurons if places is None else places.contiguous()).numpy()
@@ -197,8 +205,8 @@ class Kernels:
         return y
 
     def product(self, x: Tensor, layout: Numbers, rows: Bytes) -> Tensor:
-        """`x @ rows.T`, float32 [T, rows], for x float32 [T, columns] and rows u8 [rows, row bytes] in one piece."""
-        y, out = _room(len(x), len(rows))
+        """Computes `x @ rows.T`, float32 [T, rows], for x float32 [T, columns] and u8 [rows, row bytes] in a piece."""
+        y, out = _empty(len(x), len(rows))
         self._call("dense", layout, rows, _array(x), out)
         return y
 
@@ -215,17 +223,17 @@ class Kernels:
         window: int | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of new tokens, whose keys and values enter the cache, all queries and keys normed and rotated.
+        """Computes attention of new tokens: norms and rotates queries and keys, writes keys and values to the cache.
 
         Args:    projected: queries, keys and values, float32 [T, heads * head_dim], before norms of heads and rotation.
                  norms: weights float32 [head_dim] of the rms norms of each head's query and key, with `eps`.   angles:
                  cosine and sine, float32 [T, rotary_dim / 2] each.   cached: keys and values float32 [heads, places,
                  head_dim] after `num_cached` positions, position p in place `p % places`.
-                 window: how many positions one sees at most; None: all before it.   sinks: float32 [num_heads], logits
-                 that no value belongs to.
+                 window: how many positions a token sees at most; None for all.   sinks: float32 [num_heads], logits
+                 without values.
         Returns: float32 [T, num_heads * head_dim].
         """
-        y, out = _room(*projected[0].shape)
+        y, out = _empty(*projected[0].shape)
         self._call(
             "attend",
             *(_array(each) for each in projected),
@@ -246,10 +254,10 @@ class Kernels:
         return y
 
     def route(self, logits: Tensor, spec: RouterSpec, bias: Tensor | None, least_sum: float) -> tuple[Tensor, Tensor]:
-        """The experts of tokens, int64 [T, k], best first, and their weights, float32 [T, k]; `router` says how.
+        """Chooses experts, int64 [T, k], best first, and returns their weights, float32 [T, k], as `router` does.
 
-        Args:    logits: float32 [T, E].   bias: float32 [E], for choosing alone.   least_sum: added to the sum that
-                 weights are divided by, where they are.
+        Args:    logits: float32 [T, E].   bias: float32 [E], for choosing alone.   least_sum: added to the sum by
+                 which weights are divided, if they are.
         """
         shape = (len(logits), spec.num_experts_per_tok)
         experts, weights = np.empty(shape, np.int64), np.empty(shape, np.float32)
@@ -271,50 +279,50 @@ class Kernels:
         return torch.from_numpy(experts), torch.from_numpy(weights)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`x / rms(x) * weight` over the last dimension of x float32 [..., n], for weight float32 [n]."""
-        y, out = _room(*x.shape)
+        """Computes `x / rms(x) * weight` over the last dimension of x float32 [..., n], for weight float32 [n]."""
+        y, out = _empty(*x.shape)
         self._call("rms_norm", _array(x), weight.numpy(), eps, out)
         return y
 
     def decode(self, layout: Numbers, rows: Bytes) -> Tensor:
-        """Rows in float32 [rows, columns], bit for bit those of the codec."""
-        y, out = _room(len(rows), int(layout[0]))
+        """Decodes rows to float32 [rows, columns], bit for bit as the codec does."""
+        y, out = _empty(len(rows), int(layout[0]))
         self._call("decode", layout, rows, out)
         return y
 
-    def checksum(self, held: Bytes) -> int:
-        """The CRC-32 of bytes in one piece."""
-        return int(self._call("checksum", held))
+    def checksum(self, raw: Bytes) -> int:
+        """Computes the CRC-32 of bytes in one piece."""
+        return int(self._call("checksum", raw))
 
-    def read(self, held: Bytes) -> int:
-        """Reads bytes and does nothing with them (their parity comes back): how fast the machine could be."""
-        return int(self._call("read", held))
+    def read(self, raw: Bytes) -> int:
+        """Reads bytes and returns their parity: a measure of the memory's speed."""
+        return int(self._call("read", raw))
 
     def row_checksums(self, layout: RowLayout, rows: Bytes) -> NDArray[np.uint32]:
-        """The CRC-32 of each row's bytes before its CRC field: u32 [rows], for u8 [rows, row bytes]."""
+        """Computes the CRC-32 of each row's bytes before its CRC field: u32 [rows], for u8 [rows, row bytes]."""
         out = np.empty(len(rows), np.uint32)
         self._call("row_checksums", rows, layout.row_bytes, layout.crc_offset, out)
         return out
 
     def checksum_pages(self, extent: PagedRows, num_bytes: int) -> int:
-        """The CRC-32 of the first bytes of the extent that these rows are of."""
+        """Computes the CRC-32 of the first `num_bytes` of the extent to which these rows belong."""
         return int(self._call("checksum_pages", extent._replace(begin=0), num_bytes))
 
     def stitch(self, rows: PagedRows, layout: RowLayout, num_rows: int) -> None:
-        """Makes rows whole that cross from page to page, once the pages' bytes are there."""
+        """Copies the beginnings of rows that cross pages before the next page; the pages must have been read."""
         assert _native is not None, "kernels are open"
         _native.stitch(rows, num_rows, layout.row_bytes)
 
     def damaged_row(self, rows: PagedRows, layout: RowLayout, wanted: Numbers) -> int | None:
-        """The first of some rows, int32 [n], whose CRC-32 is not that of its bytes; None if all are."""
-        found = int(self._call("damaged_row", rows, wanted, layout.row_bytes, layout.crc_offset))
-        return None if found < 0 else found
+        """Returns the first of the rows `wanted`, int32 [n], with a wrong CRC-32; None if all are right."""
+        row = int(self._call("damaged_row", rows, wanted, layout.row_bytes, layout.crc_offset))
+        return None if row < 0 else row
 
     def gather(self, rows: Bytes, places: NDArray[np.int32], out: Bytes | None = None) -> Bytes:
-        """The rows at these places side by side: u8 [n, row bytes], into `out` where it is given."""
-        staged = np.empty((len(places), rows.shape[1]), np.uint8) if out is None else out
-        self._call("gather", rows, rows.shape[1], places, staged)
-        return staged
+        """Copies the rows at these places, one after another: u8 [n, row bytes], into `out` if it is given."""
+        gathered = np.empty((len(places), rows.shape[1]), np.uint8) if out is None else out
+        self._call("gather", rows, rows.shape[1], places, gathered)
+        return gathered
 
     def _call(self, name: str, *arguments: object) -> int:
         assert _native is not None and self._pool is not None, "kernels are open"
@@ -325,27 +333,31 @@ class Kernels:
 
 
 def open_kernels(threads: int | None = None) -> Kernels | None:
-    """Kernels with so many threads (all CPUs if None), or None where the extension was not built."""
+    """Opens kernels with so many threads (None: one a CPU). Returns None if the extension cannot be used."""
     return Kernels(threads) if is_available() else None
 
 
 @lru_cache(maxsize=4096)
 def expert_numbers(layout: ExpertLayout, selector: Selector, function: NeuronFunction) -> Numbers:
-    """An expert's layout and neuron function in the numbers that the kernels take."""
+    """Returns an expert's layout and neuron function as the kernels take them: int32 [28], read-only.
+
+    The numbers: d, f, selector kind, bytes of a selector row, of a record, of the row of extra values (0: none), neuron
+    function; then the parts gate, up and down.
+    """
     numbers = [layout.records.num_cols, layout.num_rows, _SELECTORS[selector]]
     numbers += [layout.selector.row_bytes if layout.selector else 0, layout.records.row_bytes, layout.extra_bytes]
     numbers.append(_FUNCTIONS[function])
     for name in ("gate", "up", "down"):
         selected = layout.selector.part(name) if layout.selector else None
         part = selected or layout.records.part(name)
-        numbers += _part_numbers(part, _SELECTOR_ROW if selected else _RECORD) if part else [0] * 7
+        numbers += _part_numbers(part, _SELECTOR_ROW if selected else _RECORD) if part else [0] * _PART_NUMBERS
     return _frozen(numbers)
 
 
 def extent_rows(
     layout: ExpertLayout, selector: Selector, function: NeuronFunction, threshold: float, extent: Bytes
 ) -> ExpertRows:
-    """An expert as the kernels see it whose extent, u8, lies in one piece; the threshold is on `abs(a)`."""
+    """Returns the rows of an expert whose extent, u8, is in one piece; the threshold is on `abs(a)`."""
     begin, end, f = layout.selector_bytes, layout.selector_bytes + layout.records_bytes, layout.num_rows
     numbers = expert_numbers(layout, selector, function)
     selector_rows = extent[:begin].reshape(f, -1) if begin else None
@@ -355,7 +367,7 @@ def extent_rows(
 
 @lru_cache(maxsize=4096)
 def row_numbers(layout: RowLayout, name: str) -> Numbers:
-    """The layout of rows, of which one part is wanted, in the numbers that the kernels take."""
+    """Returns the layout of the part `name` of rows as the kernels take it: columns, bytes of a row, the part."""
     part = layout.part(name)
     assert part is not None, name
     return _frozen([layout.num_cols, layout.row_bytes, *_part_numbers(part, _RECORD)])
@@ -363,8 +375,9 @@ def row_numbers(layout: RowLayout, name: str) -> Numbers:
 
 @lru_cache(maxsize=4096)
 def stored_numbers(dtype: torch.dtype, num_cols: int) -> Numbers:
-    """The layout of rows of plain 16- or 32-bit values in the numbers that the kernels take."""
-    return _frozen([num_cols, num_cols * dtype.itemsize, _DTYPES[dtype], 8 * dtype.itemsize, 0, 16, 0, 0, _RECORD])
+    """Returns the layout of rows of plain 16- or 32-bit values as the kernels take it: like `row_numbers`."""
+    part = [_DTYPES[dtype], 8 * dtype.itemsize, 0, 16, 0, 0, _RECORD]
+    return _frozen([num_cols, num_cols * dtype.itemsize, *part])
 
 
 def _part_numbers(part: Part, place: int) -> list[int]:
@@ -380,23 +393,21 @@ def _frozen(numbers: list[int]) -> Numbers:
 
 
 def _array(values: Tensor) -> NDArray[np.float32]:
+    """Returns a tensor's values in one piece; copies them only if they are not."""
     array: NDArray[np.float32] = values.numpy()
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
 
 
-def _room(*shape: int) -> tuple[Tensor, NDArray[np.float32]]:
-    """Room for float32 values as a tensor and as an array, in a third of the time that torch takes to make both."""
+def _empty(*shape: int) -> tuple[Tensor, NDArray[np.float32]]:
+    """Returns uninitialized float32 memory as a tensor and as an array, in a third of the time that torch takes."""
     array = np.empty(shape, np.float32)
     return torch.from_numpy(array), array
 
 
-if is_available():
-    import moe_pack.runtime.cpu._native as _native
-
-
 class TrellisRows(NamedTuple):
-    """What is searched: weights, targets, scales float32 [R, n]; importance float32 [n] or [R, n]; factor float32
-    [n, n], or None: no feedback; starts u8 [R]."""
+    """The rows of a search: weights, targets, scales float32 [R, n]; importance float32 [n] or [R, n]; factor float32
+    [n, n], or None to carry no errors; starts u8 [R].
+    """
 
     weights: Tensor
     targets: Tensor
@@ -409,11 +420,14 @@ class TrellisRows(NamedTuple):
 def search_trellis(
     rows: TrellisRows, width: int, tables: Tensor, num_kept: int, limit: InstructionSet | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes u8 and values float32 [R, num_kept], and windows u8 [R] of rows of 1 to 65,536 columns.
+    """Searches the trellis codes of rows of 1 to 65,536 columns.
 
-    In the caller's thread alone, without the interpreter's lock: callers run several. `tables`: float32 [2, 128], of
-    even columns and of odd ones. `limit` keeps to an older instruction set than the machine's best; all find the same.
-    Some 320 bytes a column are held beside what comes back.
+    Runs in the caller's thread alone, without the interpreter's lock, so that callers can run several searches at once.
+    Needs some 320 bytes a column in addition to the result.
+    Args:    tables: float32 [2, 128], for even and for odd columns.   num_kept: columns to return.   limit: an older
+             instruction set than the machine's best; all give the same result.
+    Returns: codes u8 [R, num_kept], values float32 [R, num_kept], windows u8 [R].
+    Raises:  RunError if the extension cannot be used.
     """
     if not is_available():
         raise RunError(f"native kernels {why_unavailable()}")
@@ -421,15 +435,10 @@ def search_trellis(
     codes = np.empty((num_rows, num_kept), np.uint8)
     values = np.empty((num_rows, num_kept), np.float32)
     windows = np.empty(num_rows, np.uint8)
-    weights, targets, scales, importance = (_contiguous(each) for each in rows[:4])
-    factor = None if rows.factor is None else _contiguous(rows.factor)
-    starts, looked_up = rows.starts.contiguous().numpy(), _contiguous(tables)
+    weights, targets, scales, importance = (_array(each) for each in rows[:4])
+    factor = None if rows.factor is None else _array(rows.factor)
+    starts, table_values = rows.starts.contiguous().numpy(), _array(tables)
     shape = (limit, n, num_kept, width)
-    found = (codes, values, windows)
-    _native.search_trellis(*shape, weights, targets, scales, importance, factor, looked_up, starts, *found)
+    outputs = (codes, values, windows)
+    _native.search_trellis(*shape, weights, targets, scales, importance, factor, table_values, starts, *outputs)
     return torch.from_numpy(codes), torch.from_numpy(values), torch.from_numpy(windows)
-
-
-def _contiguous(values: Tensor) -> NDArray[np.float32]:
-    array: NDArray[np.float32] = values.contiguous().numpy()
-    return array

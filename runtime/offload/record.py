@@ -1,7 +1,7 @@
 """Recordings of runs: the routers' choices, pass by pass, and the prefetches; `--record` writes them for replay.
 
 The file is a safetensors file, described in docs/moe-pack.md; nothing in it is trusted. `Recording` is its content,
-`Recorder` collects one in memory, and `RecordedExpertCache` is a cache that tells the recorder what it is asked.
+`Recorder` collects one in memory, and `RecordedExpertCache` is a cache that reports its calls to the recorder.
 """
 
 import os

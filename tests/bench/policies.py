@@ -36,8 +36,8 @@ from moe_pack.runtime.offload import (
     ExpertCache,
     Passes,
     Preset,
-    Record,
     Recorder,
+    Recording,
     recorded_expert_cache_for,
     replay,
 )
@@ -215,7 +215,7 @@ def count_run(
     return counted
 
 
-def run_recorded(demo: DemoRoutes, facts: CacheFacts, preset: Preset, predict: Predict | None) -> Record:
+def run_recorded(demo: DemoRoutes, facts: CacheFacts, preset: Preset, predict: Predict | None) -> Recording:
     """The same, written down."""
     recorder = Recorder(facts, "", preset.name, 0, 0, keeps_scores=demo.passes.scores is not None)
     count_run(demo, recorded_expert_cache_for(preset, facts, recorder), predict, recorder=recorder)

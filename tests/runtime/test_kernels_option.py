@@ -151,11 +151,11 @@ def test_without_kernels_torch_writes_the_same_text(kernels: str, demo: Path, wi
 
 
 def test_without_kernels_statistics_say_what_to_do(without: dict[str, Any]) -> None:
-    line = "torch, 1 thread; native kernels were not built: install again where a C++ compiler is found"
+    line = "torch, 1 thread; native kernels were not built; install a C++ compiler, then install moe-pack again"
     assert f"computed by      {line}\n" in without["auto"][2]
 
 
 @pytest.mark.parametrize("kernels", INSTRUCTION_SETS)
 def test_kernels_asked_for_by_name_where_there_are_none_are_refused(kernels: str, without: dict[str, Any]) -> None:
-    message = "native kernels were not built: install again where a C++ compiler is found"
+    message = "native kernels were not built; install a C++ compiler, then install moe-pack again"
     assert without[kernels] == [1, "", f"moe-run: {message}\n"]

@@ -29,8 +29,8 @@ from moe_pack.runtime.offload import (
     Approximations,
     CacheFacts,
     Prefetcher,
-    Record,
     Recorder,
+    Recording,
     open_reads,
     recorded_expert_cache_for,
 )
@@ -66,7 +66,7 @@ class AtWork:
     facts: CacheFacts
     recorder: Recorder
 
-    def record(self) -> Record:
+    def record(self) -> Recording:
         """The run so far."""
         return self.recorder.recording()
 
