@@ -107,7 +107,7 @@ def test_the_least_that_is_named_is_divided_and_a_byte_less_is_not() -> None:
         (graph, least),
     ):
         engine(made, budget)
-        with pytest.raises(RunError, match="the model needs at least"):
+        with pytest.raises(RunError, match="at least"):
             engine(made, budget - 1)
 
 
