@@ -1,4 +1,4 @@
-"""From weights to codes."""
+"""Quantizers: from weights to the codes of a pack."""
 
 from moe_pack.calib.quantize.experts import (
     BLOCK_NEURONS,

@@ -1,24 +1,21 @@
-"""Second moments of what an expert's weights are multiplied with, and what error feedback makes of them.
+"""GPTQ: quantization one column or one row after another, where later ones make up for the errors of earlier ones.
 
-A row of weights `w` is rounded to `q`; over tokens `v` with weights `s` the squared error of its products is
-`(w - q) H (w - q)^T`, `H = sum s v v^T / sum s`. With `H = U D U^T`, U upper triangular, ones on its diagonal, it is
+A row of weights `w` is rounded to `q`. Over tokens `v` with weights `s`, the squared error of its products is
+`(w - q) H (w - q)^T` with the Hessian `H = sum s v v^T / sum s`. With `H = U D U^T`, U upper triangular with ones on
+its diagonal, that is
 
     sum over columns j of D[j] (t[j] - q[j])^2,    t[j] = w[j] + sum over i < j of (w[i] - q[i]) U[i, j]
 
-so rounding the columns in their order, each to what is nearest to `t[j]`, makes up for the errors before as far as
-columns to come can (GPTQ, LDLQ). `U` and `D` are `GptqFactor.factor` and `GptqFactor.importance`.
+The columns are rounded in their order, each to the code nearest to its target `t[j]`. So each column makes up for the
+errors of the columns before it as far as it can. `U` and `D` are `GptqFactor.factor` and `GptqFactor.importance`.
 
-Rows of down are summed, not multiplied: there `v` is `h` of all neurons, and feedback goes from neuron to neuron.
+`gptq_columns` quantizes rows of gate and up in this way; `v` is the input of the expert.
+`gptq_rows` quantizes rows of down. These are summed, not multiplied with the input: `v` is `h` of all neurons, each row
+is a column of the formula, and errors go from row to row. Within a row all columns weigh the same.
+Scales are found before codes: for gate and up from the row itself, for down from the targets of some rows together.
 
-Rows of gate and up to codes: a column's error is made up for by the columns that come after it.
-
-What is minimised is `(w - q) H (w - q)^T` (`moments`): each column aims at its weight and the corrections of the errors
-before it, and a miss of that aim costs the column's importance. Scales come first, from the row as it is, then codes.
-
-Rows of down to codes: a neuron's error is made up for by the neurons that come after it.
-
-A row aims at its weights and at what earlier rows' errors, as activations hang together, ask of it; it is rounded to
-the least squared miss of that aim, to which all columns are alike. Scales are found for some neurons at once.
+Source: GPTQ (arXiv 2210.17323) and LDLQ of QuIP (arXiv 2307.13304) for gate and up. The form for down and the gain are
+our own.
 """
 
 from collections.abc import Sequence
@@ -27,46 +24,45 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_pack.calib.quantize.plain import affine_pairs, check_holdable, code_values, nearest_codes, stored_pairs
-from moe_pack.calib.quantize.trellis import TrellisRounding, UnrepresentableError, search
+from moe_pack.calib.quantize.plain import affine_pairs, check_representable, code_values, nearest_codes, stored_pairs
+from moe_pack.calib.quantize.trellis import TrellisQuantizer, UnrepresentableError, search
 from moe_pack.formats import PartFormat
 from moe_pack.formats.codecs import Trellis, affine, trellis_unit
 
-# Shares of the mean of the diagonal, added to it. Less than the least (GPTQ's percdamp), and a factor may not exist.
+# Shares of the diagonal's mean, added to the diagonal. Below the least (GPTQ's percdamp), a factor may not exist.
 LEAST_DAMPING = 0.01
-# What `damping` says: more where columns are not much fewer than tokens, for then much of what seems to hang together
-# does so by chance. Chosen by KL divergence at 2 and 3 bits.
+# The range of `damping`: more where columns are not much fewer than tokens, because many of their correlations are then
+# chance. Chosen by KL divergence at 2 and 3 bits.
 USUAL_DAMPING, MOST_DAMPING = 0.1, 1.0
 _DAMPING_OF_A_COLUMN = 0.4  # over the number of tokens
 _PIECE_TOKENS = 256  # weighted at once
 
 
-def second_moments(values: Tensor, weights: Tensor) -> Tensor:
-    """Weighted second moments of columns, `sum w v v^T / sum w`.
+def weighted_hessian(values: Tensor, weights: Tensor) -> Tensor:
+    """Returns the weighted second moments of columns, `sum w v v^T / sum w`.
 
-    With one torch thread the same values give the same bits. 2 n m^2 operations; beside the result what 256 tokens'
-    values take. For moments among some of the columns pass these columns.
+    With one torch thread the same values give the same bits. It takes 2 n m^2 operations and, next to the result, the
+    memory of 256 tokens' values. For the Hessian of some of the columns, pass these columns.
 
-    Args:    values: float32 [n, m].   weights: float32 [n], not negative.
-    Returns: float32 [m, m]; zeros where no weight is above 0. Not checked: that all are finite.
+    Args:    values: float32 [n, m], finite (not checked).   weights: float32 [n], not negative.
+    Returns: float32 [m, m]; zeros if no weight is above 0.
     """
-    moments = values.new_zeros((values.shape[1], values.shape[1]))
+    hessian = values.new_zeros((values.shape[1], values.shape[1]))
     total = float(weights.sum(dtype=torch.float64))
     if not total > 0:
-        return moments
+        return hessian
     shares = (weights.to(torch.float64) / total).sqrt().to(torch.float32)  # squares of weights may be tiny
     for piece, share in zip(torch.split(values, _PIECE_TOKENS), torch.split(shares, _PIECE_TOKENS), strict=True):
         weighted = piece * share[:, None]
-        moments.addmm_(weighted.T, weighted)
-    return moments
+        hessian.addmm_(weighted.T, weighted)
+    return hessian
 
 
 def damping(weights: Tensor, num_columns: int) -> float:
-    """What `feedback` is to add to the diagonal of the moments of so many columns, as a share of its mean.
+    """Returns the share of its diagonal's mean that `gptq_factor` adds to the diagonal of a Hessian.
 
-    Meaning: 0.4 m / n within 0.1 and 1, with n = (sum w)^2 / sum w^2: of tokens of equal weight, their number.
-    Args:    weights: float32 [n], of the tokens that moments are made of.   num_columns: of a block, where these are
-             taken by blocks.
+    Meaning: 0.4 m / n within 0.1 and 1, with n = (sum w)^2 / sum w^2: the number of tokens, if all weigh the same.
+    Args:    weights: float32 [n], of the tokens of the Hessian.   num_columns: m, of one run if columns are in runs.
     """
     exact = weights.to(torch.float64)
     squares = float(exact.square().sum())
@@ -78,11 +74,11 @@ def damping(weights: Tensor, num_columns: int) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GptqFactor:
-    """How errors of columns are made up for by later ones.
+    """The decomposition of a damped Hessian by which later columns make up for the errors of earlier ones.
 
-    `factor` float32 [m, m]: upper triangular with ones on its diagonal; rounding column j aims at
-    `w[j] + sum over i < j of (w[i] - q[i]) factor[i, j]`.   `importance` float32 [m]: what a squared error of that
-    aim costs, above 0; with all later columns left unrounded it is all that is lost.
+    `factor` float32 [m, m]: upper triangular with ones on its diagonal; the target of column j is
+    `w[j] + sum over i < j of (w[i] - q[i]) factor[i, j]`.   `importance` float32 [m], above 0: the cost of a squared
+    difference from that target. If all later columns stay unrounded, it is the whole cost.
     """
 
     factor: Tensor
@@ -90,81 +86,85 @@ class GptqFactor:
 
 
 @torch.no_grad()
-def feedback(moments: Tensor, share: float = LEAST_DAMPING) -> GptqFactor:
-    """The factor and importance of columns in their order, from their second moments, damped.
+def gptq_factor(hessian: Tensor, share: float = LEAST_DAMPING) -> GptqFactor:
+    """Decomposes a Hessian, damped, into the factor and the importance of its columns in their order.
 
-    Meaning: H + share * mean of its diagonal = U D U^T. So damped, moments of any values have a factor in float64:
-             their largest eigenvalue is at most m / share + 1 times the smallest. A column that was always zero takes
-             and gives no feedback; moments that are all zero give none, every column as important as the next.
-    Cost:    m^3 / 3 multiplications in float64, and 16 m^2 bytes for a while: 256 MiB for 4,096 columns. Wider
-             matrices go in blocks of columns: pass `moments[a:b, a:b]`, and let errors end at b.
-    Args:    moments: float32 [m, m], symmetric: the upper triangle is read.   share: `damping` says how much; at
-             least `LEAST_DAMPING`.
+    Meaning: H + share * mean of its diagonal = U D U^T. With this damping a factor exists in float64 for any values:
+             the largest eigenvalue is at most m / share + 1 times the smallest. A column that was always zero neither
+             gives nor takes corrections; a Hessian of zeros gives the identity and equal importance.
+    Cost:    m^3 / 3 multiplications in float64 and 16 m^2 bytes at the peak: 256 MiB for 4,096 columns. Split a wider
+             matrix into runs of columns: pass `hessian[a:b, a:b]` and let no error cross b.
+    Args:    hessian: float32 [m, m], symmetric; only the upper triangle is read.   share: from `damping`, at least
+             `LEAST_DAMPING`.
     """
     assert share >= LEAST_DAMPING, f"damped by {share}, a factor may not exist"
     # The lower Cholesky factor of the matrix turned by half a turn, turned back, is upper: R R^T = H, R = U sqrt(D).
-    turned = moments.flip(0, 1).to(torch.float64)
+    turned = hessian.flip(0, 1).to(torch.float64)
     diagonal = turned.diagonal()
     mean = float(diagonal.mean())
     diagonal += share * mean if mean > 0 else 1.0
     root = torch.linalg.cholesky(turned)
     del turned, diagonal
-    steps = root.diagonal().clone()  # [m], sqrt(D) turned
-    root /= steps  # columns by their diagonal
-    return GptqFactor(root.to(torch.float32).flip(0, 1), steps.flip(0).square().to(torch.float32))
+    root_diagonal = root.diagonal().clone()  # [m], sqrt(D) turned
+    root /= root_diagonal
+    return GptqFactor(root.to(torch.float32).flip(0, 1), root_diagonal.flip(0).square().to(torch.float32))
 
 
-# Columns rounded between two products that carry their errors on: the factor among these stays in cache, where that
-# of 4,096 columns, 64 MiB, does not fit.
-_BLOCK_COLUMNS = 128
-_AHEAD_COLUMNS = 8  # that a trellis's search looks beyond a block: its last codes are part of the next values
 _MOST_GAIN = 2.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ColumnRun:
-    """Columns `first` and following, whose errors hang together among each other and with no others.
+    """Consecutive columns of a matrix, from `first` on, that correct each other's errors and no others.
 
-    `importance` float32 [m]: what a squared miss of an aim costs.   `factor` float32 [m, m], upper triangular
-    (`moments.Feedback`): how errors move the aims of later columns; None: not at all.
+    `importance` float32 [m] and `factor` float32 [m, m] are those of `GptqFactor`.
     """
 
     first: int
     importance: Tensor
-    factor: Tensor | None
+    factor: Tensor
 
     @property
     def columns(self) -> slice:
-        """Where they lie in a row."""
+        """The run's place in a row."""
         return slice(self.first, self.first + len(self.importance))
 
 
-def round_columns(part: PartFormat, weights: Tensor, runs: Sequence[ColumnRun]) -> Tensor:
-    """Rows of weights as a part's bytes.
+def column_gains(weights: Tensor, rounded: Tensor, runs: Sequence[ColumnRun]) -> Tensor:
+    """Returns the factors that make the outputs of rounded rows as large, on average, as those of the weights.
+
+    Meaning: `(w H w) / (w H q)` of each row, H of the runs. Codes nearest to their targets shrink a row: `w H q` is
+             `q H q`, which is less than `w H w` by the error. Products of three such matrices shrink three times.
+    Returns: float32 [rows, 1]; 1 for a row of zeros.
+    """
+    exact, mixed = weights.new_zeros(len(weights)), weights.new_zeros(len(weights))
+    for run in runs:  # H = U D U^T
+        w, q = weights[:, run.columns] @ run.factor, rounded[:, run.columns] @ run.factor
+        exact += (w.square() * run.importance).sum(dim=1)
+        mixed += (w * q * run.importance).sum(dim=1)
+    return _bounded_gains(exact, mixed)
+
+
+def _bounded_gains(exact: Tensor, mixed: Tensor) -> Tensor:
+    """Returns `exact / mixed` of each row as [rows, 1], at most a factor of 2 from 1; 1 if `mixed` is not above 0."""
+    gain = exact / mixed
+    return torch.where(mixed > 0, gain, torch.ones_like(gain)).clamp_(1 / _MOST_GAIN, _MOST_GAIN)[:, None]
+
+
+# Columns rounded between two products that carry their errors on: their part of the factor stays in cache. The factor
+# of 4,096 columns takes 64 MiB and does not.
+_BLOCK_COLUMNS = 128
+_AHEAD_COLUMNS = 8  # columns after a block that the trellis search sees: a block's last codes are part of their values
+
+
+def gptq_columns(part: PartFormat, weights: Tensor, runs: Sequence[ColumnRun]) -> Tensor:
+    """Quantizes rows column by column.
 
     Args:    part: affine or trellis.   weights: float32 [rows, d], finite.   runs: all columns, in their order.
     Returns: u8 [rows, part_bytes].
-    Raises:  UnholdableError for a row whose weights float16 scales cannot express.
+    Raises:  UnrepresentableError for a row with weights too large for float16 scales.
     """
     return _trellis_rows(part, weights, runs) if part.codec == "trellis" else _affine_rows(part, weights, runs)
-
-
-def gains(weights: Tensor, rounded: Tensor, runs: Sequence[ColumnRun]) -> Tensor:
-    """What rounded rows are multiplied by so that their outputs are not smaller, on average, than those of the weights.
-
-    Meaning: `(w H w) / (w H q)` of each row, H of the runs. Codes nearest to their aims shrink: `w H q` is `q H q`,
-             and less than `w H w` by the error. Products of three such matrices shrink three times as much.
-    Returns: float32 [rows, 1]; 1 where all is zero.
-    """
-    whole, held = weights.new_zeros(len(weights)), weights.new_zeros(len(weights))
-    for run in runs:
-        w, q = weights[:, run.columns], rounded[:, run.columns]
-        if run.factor is not None:  # H = U D U^T
-            w, q = w @ run.factor, q @ run.factor
-        whole += (w.square() * run.importance).sum(dim=1)
-        held += (w * q * run.importance).sum(dim=1)
-    gain = whole / held
-    return torch.where(held > 0, gain, torch.ones_like(gain)).clamp_(1 / _MOST_GAIN, _MOST_GAIN)[:, None]
 
 
 def _trellis_rows(part: PartFormat, weights: Tensor, runs: Sequence[ColumnRun]) -> Tensor:
@@ -172,42 +172,47 @@ def _trellis_rows(part: PartFormat, weights: Tensor, runs: Sequence[ColumnRun]) 
     codec = Trellis(part, d)
     spread = weights.view(num_rows, codec.num_groups, -1).square().mean(dim=2).sqrt()  # [rows, groups]
     scales = codec.load_scales(codec.store_scales(spread * trellis_unit(part.width)))
-    check_holdable(scales, scales)
-    each = scales.repeat_interleave(d // codec.num_groups, dim=1)
+    check_representable(scales, scales)
+    column_scales = scales.repeat_interleave(d // codec.num_groups, dim=1)
     codes = torch.empty((num_rows, d), dtype=torch.uint8)
     rounded = torch.empty((num_rows, d))
     states = torch.zeros(num_rows, dtype=torch.uint8)
     for run in runs:
-        places = run.columns
-        states = _searched(
-            part.width, weights[:, places], each[:, places], run, states, codes[:, places], rounded[:, places]
+        columns = run.columns
+        states = _search_run(
+            part.width,
+            weights[:, columns],
+            column_scales[:, columns],
+            run,
+            states,
+            codes[:, columns],
+            rounded[:, columns],
         )
-    rounded *= each
-    return codec.encode(codes, codec.store_scales(scales * gains(weights, rounded, runs)))
+    rounded *= column_scales
+    return codec.encode(codes, codec.store_scales(scales * column_gains(weights, rounded, runs)))
 
 
-def _searched(
+def _search_run(
     width: int, weights: Tensor, scales: Tensor, run: ColumnRun, states: Tensor, codes: Tensor, values: Tensor
 ) -> Tensor:
-    """Writes a run's codes and values; returns the states after it."""
-    n, aims, factor = weights.shape[1], weights.clone(), run.factor
+    """Writes a run's codes and unscaled values to `codes` and `values`; returns the states after the run."""
+    n, targets = weights.shape[1], weights.clone()
     for first in range(0, n, _BLOCK_COLUMNS):
         end = min(first + _BLOCK_COLUMNS, n)
         seen = slice(first, min(end + _AHEAD_COLUMNS, n))
-        found = search(
+        block = search(
             weights[:, seen],
-            aims[:, seen],
+            targets[:, seen],
             scales[:, seen],
             run.importance[seen],
             width,
-            factor=None if factor is None else factor[seen, seen],
+            factor=run.factor[seen, seen],
             starts=states,
             num_kept=end - first,
         )
-        codes[:, first:end], values[:, first:end], states = found.codes, found.values, found.windows
-        if factor is not None:
-            errors = weights[:, first:end] - found.values * scales[:, first:end]
-            aims[:, end:] += errors @ factor[first:end, end:]
+        codes[:, first:end], values[:, first:end], states = block.codes, block.values, block.windows
+        errors = weights[:, first:end] - block.values * scales[:, first:end]
+        targets[:, end:] += errors @ run.factor[first:end, end:]
     return states
 
 
@@ -220,84 +225,82 @@ def _affine_rows(part: PartFormat, weights: Tensor, runs: Sequence[ColumnRun]) -
     codes = torch.empty((num_rows, d))
     group_of = torch.arange(d) // groups.shape[2]
     for run in runs:
-        of = group_of[run.columns]
-        codes[:, run.columns] = _coded(part.width, weights[:, run.columns], scale[:, of], zero[:, of], run.factor)
+        group = group_of[run.columns]
+        codes[:, run.columns] = _affine_codes(
+            part.width, weights[:, run.columns], scale[:, group], zero[:, group], run.factor
+        )
     rounded = code_values(codes.view_as(groups), scale[:, :, None], zero[:, :, None]).view(num_rows, d)
-    stored = codec.store_scales(scale * gains(weights, rounded, runs), zero)
+    stored = codec.store_scales(scale * column_gains(weights, rounded, runs), zero)
     return codec.encode(codes.to(torch.uint8), *stored)
 
 
-def _coded(width: int, weights: Tensor, scale: Tensor, zero: Tensor, factor: Tensor | None) -> Tensor:
-    """Codes of a run's columns, float32 [rows, m]: each the nearest to its aim."""
-    if factor is None:
-        return nearest_codes(weights, scale, zero, width)
+def _affine_codes(width: int, weights: Tensor, scale: Tensor, zero: Tensor, factor: Tensor) -> Tensor:
+    """Returns the codes of a run's columns, float32 [rows, m], each the nearest to its target.
+
+    Args:    weights, scale, zero: float32 [rows, m], of each column.   factor: float32 [m, m].
+    """
     w, scale, zero = (values.T.contiguous() for values in (weights, scale, zero))  # [m, rows]: a column is contiguous
-    aims, codes = w.clone(), torch.empty_like(w)
+    targets, codes = w.clone(), torch.empty_like(w)
     for first in range(0, len(w), _BLOCK_COLUMNS):
         end = min(first + _BLOCK_COLUMNS, len(w))
         errors = torch.empty((end - first, w.shape[1]))
         for j in range(first, end):
-            codes[j] = nearest_codes(aims[j], scale[j], zero[j], width)
+            codes[j] = nearest_codes(targets[j], scale[j], zero[j], width)
             errors[j - first] = w[j] - code_values(codes[j], scale[j], zero[j])
-            aims[j + 1 : end].addr_(factor[j, j + 1 : end], errors[j - first])
-        aims[end:].addmm_(factor[first:end, end:].T, errors)
+            targets[j + 1 : end].addr_(factor[j, j + 1 : end], errors[j - first])
+        targets[end:].addmm_(factor[first:end, end:].T, errors)
     return codes.T
 
 
-_BLOCK_NEURONS = 32  # between two products that carry their errors on
+_BLOCK_ROWS = 32  # rows rounded between two products that carry their errors on
 
 
-def round_neurons(part: PartFormat, weights: Tensor, factor: Tensor | None) -> Tensor:
-    """Rows of weights as a part's bytes.
+def gptq_rows(part: PartFormat, weights: Tensor, factor: Tensor) -> Tensor:
+    """Quantizes rows one after another.
 
-    Args:    part: affine or trellis.   weights: float32 [n, d], finite.   factor: float32 [n, n], upper triangular, of
-             the rows' activations (`moments.Feedback`); None: each row on its own.
+    Args:    part: affine or trellis.   weights: float32 [n, d], finite.   factor: float32 [n, n], of the Hessian of the
+             rows' activations (`GptqFactor`).
     Returns: u8 [n, part_bytes].
-    Raises:  UnholdableError for a row whose weights float16 scales cannot express.
+    Raises:  UnrepresentableError for a row with weights too large for float16 scales.
     """
-    rows = TrellisRounding(part, weights.shape[1]) if part.codec == "trellis" else _AffineRows(part, weights.shape[1])
-    made = list[Tensor]()
-    aims, errors = weights.clone(), torch.empty_like(weights)
-    for first in range(0, len(weights), _BLOCK_NEURONS):
-        end = min(first + _BLOCK_NEURONS, len(weights))
+    d = weights.shape[1]
+    quantizer = TrellisQuantizer(part, d) if part.codec == "trellis" else _AffineQuantizer(part, d)
+    rows = list[Tensor]()
+    targets, errors = weights.clone(), torch.empty_like(weights)
+    for first in range(0, len(weights), _BLOCK_ROWS):
+        end = min(first + _BLOCK_ROWS, len(weights))
         try:
-            scales = rows.scales(aims[first:end])
+            scales = quantizer.scales(targets[first:end])
         except UnrepresentableError as fault:
             raise UnrepresentableError(first + fault.row, fault.advice) from fault
-        if factor is None:
-            made.append(rows.encode(aims[first:end], scales)[0])
-            continue
         for i in range(first, end):
-            aim = (aims[i] + factor[first:i, i] @ errors[first:i])[None]
-            row, rounded = rows.encode(aim, scales[i - first : i - first + 1])
-            made.append(row)
+            target = (targets[i] + factor[first:i, i] @ errors[first:i])[None]
+            row, rounded = quantizer.encode(target, scales[i - first : i - first + 1])
+            rows.append(row)
             errors[i] = weights[i] - rounded[0]
-        aims[end:].addmm_(factor[first:end, end:].T, errors[first:end])
-    return torch.cat(made)
+        targets[end:].addmm_(factor[first:end, end:].T, errors[first:end])
+    return torch.cat(rows)
 
 
-class _AffineRows:
+class _AffineQuantizer:
+    """Quantizes rows of `num_cols` weights to affine codes by least squared error, all columns of equal importance."""
+
     def __init__(self, part: PartFormat, num_cols: int) -> None:
         self._width = part.width
         self._codec = affine(part, num_cols)
-        self._alike = torch.ones((self._codec.num_groups, num_cols // self._codec.num_groups))
+        self._importance = torch.ones((self._codec.num_groups, num_cols // self._codec.num_groups))
 
-    def scales(self, aims: Tensor) -> Tensor:
-        """For rows [n, d] scales and zeros, as stored: [n, 2, groups]."""
-        groups = aims.view(len(aims), self._codec.num_groups, -1)
-        return torch.stack(stored_pairs(self._codec, *affine_pairs(groups, self._alike, self._width)), dim=1)
+    def scales(self, rows: Tensor) -> Tensor:
+        """Returns scales and zeros as stored, float32 [n, 2, groups], for rows float32 [n, num_cols]."""
+        groups = rows.view(len(rows), self._codec.num_groups, -1)
+        return torch.stack(stored_pairs(self._codec, *affine_pairs(groups, self._importance, self._width)), dim=1)
 
-    def encode(self, aims: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Bytes of rows, and what is read from them."""
+    def encode(self, rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the bytes of rows under these scales, then stretched, and the weights that a reader finds in them."""
         scale, zero = scales[:, 0, :, None], scales[:, 1, :, None]
-        groups = aims.view(len(aims), self._codec.num_groups, -1)
+        groups = rows.view(len(rows), self._codec.num_groups, -1)
         codes = nearest_codes(groups, scale, zero, self._width)
         rounded = code_values(codes, scale, zero).flatten(1)
-        gain = _gain(aims, rounded)
+        gain = _bounded_gains(rows.square().sum(dim=1), (rows * rounded).sum(dim=1))
         stored = self._codec.store_scales(scales[:, 0] * gain, scales[:, 1])
         return self._codec.encode(codes.flatten(1).to(torch.uint8), *stored), rounded.mul_(gain)
-
-
-def _gain(aims: Tensor, rounded: Tensor) -> Tensor:
-    """`gains` of columns that are alike."""
-    return gains(aims, rounded, [ColumnRun(0, torch.ones(aims.shape[1]), None)])

@@ -1,14 +1,11 @@
-"""From weights to codes: hqq's solver in blocks that stay in cache, and two plain quantizers beside it.
+"""Quantizers that look at the weights alone, and the scales and zeros of affine codes.
 
-A trellis's rows are found by `trellis_rows`.
+`RowQuantizer` finds a scale and a zero for every group by one of three solvers: `hqq`, `nearest` or `absmax`. It rounds
+them to the numbers that the pack stores and then chooses the codes. So each code is the nearest to its weight under the
+scale that a reader will use. Rows of a trellis go to `TrellisQuantizer`.
 
-Each gives a scale and a zero for every group; these are rounded to what the pack stores, and only then are the codes
-taken, so that a code is the nearest to its weight under the scale that will be read.
-
-Scales and zeros of groups for the codec `affine`, by the least squared error that weighs columns by importance.
-
-Not what is nearest to most weights (hqq's solver, `quantize`): where errors are fed back, and rows multiplied
-afterwards so that none shrinks, the weighted square is what is lost, and hqq's scales lose more at 2 and 3 bits.
+`affine_pairs` finds scales and zeros for GPTQ, by the least squared error weighted by the importance of columns. GPTQ
+does not use hqq's solver: it minimises the weighted square, and there hqq's scales lose more at 2 and 3 bits.
 """
 
 from collections.abc import Callable
@@ -17,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_pack.calib.quantize.trellis import TrellisRounding, UnrepresentableError
+from moe_pack.calib.quantize.trellis import TOO_LARGE_FOR_SCALES, TrellisQuantizer, UnrepresentableError
 from moe_pack.formats import PartFormat, PlanError, Quantizer
 from moe_pack.formats.codecs import Affine, Bf16, affine
 from moe_pack.formats.errors import MoePackError
 
-# Weights a block: with hqq's temporaries it stays in 1 MiB of L2. Rows of 4096 in blocks of 16 are solved 11 times as
+# Weights a block: with hqq's temporaries they stay in 1 MiB of L2. Rows of 4096 in blocks of 16 are solved 11 times as
 # fast as the whole matrix (docs/benchmarks/quantizers.md).
 _BLOCK_WEIGHTS = 1 << 16
 _MAX_BLOCK_ROWS = 64
 
-# At this width a step of float16 is a good part of a step of the codes: which neighbour a scale is rounded to matters.
+# At this width a step of float16 is a large part of a step of the codes, so it matters which neighbour a scale becomes.
 _REFINED_WIDTH = 8
-# Above this share of float16's zero, in steps of the codes, a constant is nearer to the group than its codes are.
+# For a zero above this many times the largest code, a constant is nearer to the group than codes are.
 _ZERO_STEPS = 2048
 
 # Scale and zero of each group: float32 [groups, 1] each, for weights [groups, group] and a width.
@@ -37,7 +34,7 @@ Solver = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
 def block_rows(num_cols: int) -> int:
-    """Rows that are quantized together: at most 64, and no more than 65,536 weights where that leaves one row."""
+    """Returns how many rows are quantized together: at most 64 rows, and 65,536 weights unless one row has more."""
     return max(1, min(_MAX_BLOCK_ROWS, _BLOCK_WEIGHTS // num_cols))
 
 
@@ -45,95 +42,93 @@ class RowQuantizer:
     """Turns rows of weights into a part's bytes.
 
     Args:    part: the format.   num_cols: weights a row.   quantizer: how scales and zeros are found.
-    Raises:  PlanError if hqq is asked for and not installed, for a format that keeps what a source holds, or for a
-             trellis by another quantizer than nearest.
+    Raises:  PlanError for hqq if it is not installed, for a format that keeps the source's codes, and for a trellis
+             with another quantizer than nearest.
     """
 
     def __init__(self, part: PartFormat, num_cols: int, quantizer: Quantizer) -> None:
         if part.keeps_source:
             raise PlanError(
-                f"{part.codec}: keeps what a source holds in it, nothing is quantized to it; use 1 to 16 bits"
+                f"{part.codec}: this format keeps the codes of a checkpoint and cannot be computed; use 1 to 16 bits"
             )
         self._part = part
         self._num_cols = num_cols
         if part.codec == "trellis" and quantizer != "nearest":
-            raise PlanError(f"--quantizer {quantizer}: finds scales and zeros, a trellis has no zeros; use nearest")
-        self._codec: Affine | Bf16 | TrellisRounding
+            raise PlanError(f"--quantizer {quantizer}: a trellis has no zeros, which this quantizer finds; use nearest")
+        self._codec: Affine | Bf16 | TrellisQuantizer
         self._solve: Solver | None = None
         if part.codec == "bf16":
             self._codec = Bf16(part, num_cols)
         elif part.codec == "trellis":
-            self._codec = TrellisRounding(part, num_cols)
+            self._codec = TrellisQuantizer(part, num_cols)
         elif quantizer == "calibrated":
-            raise PlanError(
-                "--quantizer calibrated: goes by what an expert is given, of which rows know nothing; use hqq"
-            )
+            raise PlanError("--quantizer calibrated: needs an expert's inputs and cannot quantize rows alone; use hqq")
         else:
             self._codec = affine(part, num_cols)
             self._solve = _SOLVERS[quantizer]()
         self._refined = quantizer == "hqq" and part.width == _REFINED_WIDTH and part.scale_bits == 16
 
     def encode(self, weights: Tensor) -> Tensor:
-        """The rows' bytes.
+        """Quantizes rows.
 
         Args:    weights: [rows, num_cols], any float dtype, finite.
         Returns: u8 [rows, part_bytes].
-        Raises:  UnholdableError for a row whose weights float16 scales and zeros, or bfloat16, cannot express.
+        Raises:  UnrepresentableError for a row with weights too large for float16 scales and zeros, or for bfloat16.
         """
         if isinstance(self._codec, Bf16):
             rounded = weights.to(torch.bfloat16)
             if rounded is not weights and rounded.isinf().any():
-                raise UnrepresentableError(_first(rounded.isinf()), "weights beyond bfloat16")
+                raise UnrepresentableError(_first_row(rounded.isinf()), "weights too large for bfloat16")
             return self._codec.encode(rounded)
         step = block_rows(self._num_cols)
-        return torch.cat([self._block(weights[i : i + step], i) for i in range(0, len(weights), step)])
+        return torch.cat([self._encode_block(weights[i : i + step], i) for i in range(0, len(weights), step)])
 
     @torch.inference_mode()
-    def _block(self, weights: Tensor, first_row: int) -> Tensor:
+    def _encode_block(self, weights: Tensor, first_row: int) -> Tensor:
         codec = self._codec
-        if isinstance(codec, TrellisRounding):
-            return self._trellis_block(codec, weights.to(torch.float32), first_row)
+        if isinstance(codec, TrellisQuantizer):
+            return self._encode_trellis_block(codec, weights.to(torch.float32), first_row)
         assert isinstance(codec, Affine) and self._solve is not None, "bf16 has no blocks"
         groups = weights.to(torch.float32).reshape(len(weights) * codec.num_groups, -1)
         scale, zero = self._solve(groups, self._part.width)
-        scale, zero = made_holdable(groups, scale, zero, self._part.width)
+        scale, zero = representable_pairs(groups, scale, zero, self._part.width)
         if self._refined:
             scale, zero = _best_neighbours(groups, scale, zero, self._part.width)
         scales, zeros = codec.store_scales(scale.view(-1, codec.num_groups), zero.view(-1, codec.num_groups))
         scale, zero = codec.load_scales(scales, zeros)
-        check_holdable(scale, zero, first_row)
+        check_representable(scale, zero, first_row)
         codes = nearest_codes(groups, scale.view(-1, 1), zero.view(-1, 1), self._part.width)
         return codec.encode(codes.to(torch.uint8).view(len(weights), -1), scales, zeros)
 
-    def _trellis_block(self, rounding: TrellisRounding, weights: Tensor, first_row: int) -> Tensor:
+    def _encode_trellis_block(self, codec: TrellisQuantizer, weights: Tensor, first_row: int) -> Tensor:
         try:
-            return rounding.encode(weights, rounding.scales(weights))[0]
+            return codec.encode(weights, codec.scales(weights))[0]
         except UnrepresentableError as fault:
             raise UnrepresentableError(first_row + fault.row, fault.advice) from fault
 
 
-def check_holdable(scale: Tensor, zero: Tensor, first_row: int = 0) -> None:
-    """Refuses scales and zeros, float32 [rows, groups] as they are stored, that float16 cannot hold.
+def check_representable(scale: Tensor, zero: Tensor, first_row: int = 0) -> None:
+    """Refuses scales and zeros, float32 [rows, groups] as stored, that overflowed float16.
 
-    Raises:  UnholdableError naming the first row that has one, counted from `first_row`.
+    Raises:  UnrepresentableError naming the first row that has one, counted from `first_row`.
     """
-    held = scale.isfinite() & zero.isfinite()
-    if not held.all():
-        raise UnrepresentableError(first_row + _first(~held), "weights beyond float16 scales; store it in 16 bits")
+    finite = scale.isfinite() & zero.isfinite()
+    if not finite.all():
+        raise UnrepresentableError(first_row + _first_row(~finite), TOO_LARGE_FOR_SCALES)
 
 
-def _first(rows: Tensor) -> int:
-    """The first of the rows of a bool [rows, n] that has a true value; there is one."""
+def _first_row(rows: Tensor) -> int:
+    """Returns the first row of a bool [rows, n] with a true value; the caller knows that there is one."""
     return int(rows.any(dim=1).nonzero()[0])
 
 
 def nearest_codes(groups: Tensor, scale: Tensor, zero: Tensor, width: int) -> Tensor:
-    """The codes nearest to the weights, as float32: scale and zero [groups, 1]."""
+    """Returns the codes nearest to weights [groups, group], as float32, under scale and zero [groups, 1]."""
     return groups.div(scale).add_(zero).round_().clamp_(0, 2**width - 1)
 
 
 def _best_neighbours(groups: Tensor, scale: Tensor, zero: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Of the float16 numbers on either side of scale and of zero, the pair with the smallest mean absolute error."""
+    """Returns the pair of float16 neighbours of scale and zero with the smallest mean absolute error."""
     best = (torch.full_like(scale, torch.inf), scale, zero)
     for s in _neighbours(scale):
         for z in _neighbours(zero):
@@ -148,15 +143,18 @@ def _best_neighbours(groups: Tensor, scale: Tensor, zero: Tensor, width: int) ->
 
 
 def _neighbours(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest float16 to each value, and the one on the value's other side, both as float32."""
+    """Returns the nearest float16 to each value, and the float16 on its other side, both as float32."""
     nearest = values.to(torch.float16)
     direction = torch.where(nearest.to(torch.float32) < values, torch.inf, -torch.inf).to(torch.float16)
     other = torch.where(nearest.isinf(), nearest, torch.nextafter(nearest, direction))  # too large stays too large
     return nearest.to(torch.float32), other.to(torch.float32)
 
 
-def made_holdable(groups: Tensor, scale: Tensor, zero: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Makes groups constant, code 0 at their middle, whose zero float16 cannot hold: narrow groups far from zero."""
+def representable_pairs(groups: Tensor, scale: Tensor, zero: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Returns scales and zeros [groups, 1] whose zeros float16 can represent.
+
+    A narrow group far from zero would need a larger zero; it becomes constant, with code 0 at its middle.
+    """
     lost = (zero.abs() > min(65504, _ZERO_STEPS * (2**width - 1))) | ~torch.isfinite(zero)
     if not lost.any():
         return scale, zero
@@ -165,20 +163,23 @@ def made_holdable(groups: Tensor, scale: Tensor, zero: Tensor, width: int) -> tu
 
 
 def _hqq_solver() -> Solver:
-    """Source: hqq 0.2.8, core/quantize.py, Quantizer.quantize along rows, its default solver and settings."""
+    """Returns hqq's solver with its default settings.
+
+    Source: hqq 0.2.8, core/quantize.py, Quantizer.quantize along rows.
+    """
     quantize = _hqq().quantize
 
     def solve(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        _, found = quantize(
+        _, pairs = quantize(
             groups, nbits=width, axis=1, group_size=groups.shape[1], optimize=True, bitpack=False, device="cpu"
         )
-        return found["scale"], found["zero"]
+        return pairs["scale"], pairs["zero"]
 
     return solve
 
 
 def _nearest_solver() -> Solver:
-    """Lowest and highest weight of a group become the lowest and highest code."""
+    """Returns the solver that maps a group's lowest and highest weight to the lowest and highest code."""
 
     def solve(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
         low, high = groups.amin(dim=1, keepdim=True), groups.amax(dim=1, keepdim=True)
@@ -190,7 +191,10 @@ def _nearest_solver() -> Solver:
 
 
 def _absmax_solver() -> Solver:
-    """Symmetric about the middle code; the largest magnitude sets the scale. Source: EdgeMoE §III-B, channel-wise."""
+    """Returns the solver whose zero is the middle code and whose scale follows from the largest magnitude.
+
+    Source: EdgeMoE §III-B, channel-wise.
+    """
 
     def solve(groups: Tensor, width: int) -> tuple[Tensor, Tensor]:
         middle = 2 ** (width - 1)
@@ -213,7 +217,7 @@ def _hqq() -> Any:
         from hqq.core.quantize import Quantizer as HqqQuantizer
     except ModuleNotFoundError as fault:
         raise PlanError(
-            "--quantizer hqq: the hqq package is not installed; pip install 'moe-pack[convert]', or use nearest"
+            "--quantizer hqq: the package hqq is not installed; run pip install 'moe-pack[convert]', or use nearest"
         ) from fault
     return HqqQuantizer
 
@@ -226,7 +230,8 @@ def check_finite(
 ) -> None:
     """Refuses NaN and infinity.
 
-    Args:    weights: [rows, columns].   place: tensor and file.   number: how a weight's row and column are named.
+    Args:    weights: [rows, columns].   place: tensor and file, for the message.   error: the class to raise.
+             number: the row and column that the message gives for a weight's place in `weights`.
     Raises:  `error` naming the first such weight's row and column.
     """
     # A sum is infinite or NaN if any term is; finite weights can only overflow it in float16, hence float32.
@@ -234,48 +239,48 @@ def check_finite(
         return
     wrong = (~torch.isfinite(weights)).nonzero()
     if len(wrong):
-        row, column = (int(place) for place in wrong[0])
+        row, column = (int(position) for position in wrong[0])
         shown = list(number(row, column))
         raise error(f"{place}: weight {shown} is {float(weights[row, column])}, expected a number")
 
 
-# What is tried of a group's range: the narrowest share by width, and how many in all, the whole range among them.
+# Shares of a group's range that `affine_pairs` tries: the narrowest by width, and how many, from the whole range on.
 _LEAST_SHARE = {1: 0.2, 2: 0.4, 3: 0.55, 4: 0.65}
 _NUM_SHARES = 10
-_NUM_FITS = 2  # after each: codes, then the scale and zero that fit these codes best
+_NUM_FITS = 2  # for each share: codes, then the scale and zero that fit these codes best
 _PIECE_WEIGHTS = 1 << 16  # fitted at once: temporaries stay in cache
 _LEAST_SCALE = 2.0**-14  # below float16's normal range a group counts as constant
 
 
 def affine_pairs(groups: Tensor, importance: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """A scale and a zero for every group of some rows, before they are rounded to what is stored.
+    """Returns a scale and a zero for every group of some rows, not yet rounded to stored numbers.
 
-    Meaning: of `_NUM_SHARES` ranges about the group's middle, each fitted `_NUM_FITS` times, that of the least
-             sum of importance times squared error.
+    Meaning: of `_NUM_SHARES` ranges about the group's middle, each fitted `_NUM_FITS` times, the one with the least sum
+             of importance times squared error.
     Args:    groups: float32 [rows, groups, group].   importance: float32 [groups, group], above 0.   width: 1 to 4.
     Returns: float32 [rows, groups] each, scales above 0.
     """
     step = max(1, _PIECE_WEIGHTS // groups[0].numel())
-    found = [_fitted(piece, importance, width) for piece in torch.split(groups, step)]
-    return torch.cat([scale for scale, _ in found]), torch.cat([zero for _, zero in found])
+    pairs = [_fit(piece, importance, width) for piece in torch.split(groups, step)]
+    return torch.cat([scale for scale, _ in pairs]), torch.cat([zero for _, zero in pairs])
 
 
 def stored_pairs(codec: Affine, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and zeros [rows, groups] as they will be read.
+    """Returns scales and zeros [rows, groups] as a reader will find them.
 
-    Raises:  UnholdableError for a row that float16 cannot hold.
+    Raises:  UnrepresentableError for a row with one that overflows float16.
     """
     scale, zero = codec.load_scales(*codec.store_scales(scale, zero))
-    check_holdable(scale, zero)
+    check_representable(scale, zero)
     return scale, zero
 
 
 def code_values(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """What codes stand for."""
+    """Returns the weights that codes stand for, float32; the three arguments broadcast."""
     return (codes - zero).mul_(scale)
 
 
-def _fitted(groups: Tensor, importance: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _fit(groups: Tensor, importance: Tensor, width: int) -> tuple[Tensor, Tensor]:
     low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
     share = importance / importance.sum(dim=1, keepdim=True)  # [groups, group]
     mean = (share * groups).sum(dim=2, keepdim=True)
@@ -285,9 +290,9 @@ def _fitted(groups: Tensor, importance: Tensor, width: int) -> tuple[Tensor, Ten
         scale = torch.where(scale < _LEAST_SCALE, torch.ones_like(scale), scale)
         zero = ((high - low) * (part / 2) - (high + low) / 2) / scale
         for _ in range(_NUM_FITS):
-            scale, zero = _refitted(groups, share, mean, scale, zero, width)
-        misses = code_values(nearest_codes(groups, scale, zero, width), scale, zero).sub_(groups)
-        cost = misses.square_().mul_(share).sum(dim=2, keepdim=True)
+            scale, zero = _refit(groups, share, mean, scale, zero, width)
+        errors = code_values(nearest_codes(groups, scale, zero, width), scale, zero).sub_(groups)
+        cost = errors.square_().mul_(share).sum(dim=2, keepdim=True)
         better, (least, best_scale, best_zero) = cost < best[0], best
         best = (
             torch.where(better, cost, least),
@@ -295,19 +300,19 @@ def _fitted(groups: Tensor, importance: Tensor, width: int) -> tuple[Tensor, Ten
             torch.where(better, zero, best_zero),
         )
     flat = groups.flatten(0, 1)
-    scale, zero = made_holdable(flat, best[1].view(-1, 1), best[2].view(-1, 1), width)
+    scale, zero = representable_pairs(flat, best[1].view(-1, 1), best[2].view(-1, 1), width)
     return scale.view(groups.shape[:2]), zero.view(groups.shape[:2])
 
 
-def _refitted(
+def _refit(
     groups: Tensor, share: Tensor, mean: Tensor, scale: Tensor, zero: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """The scale and zero of least squares for the codes that are nearest under those given."""
+    """Returns the scale and zero of least squares for the codes that are nearest under the given ones."""
     codes = nearest_codes(groups, scale, zero, width)
     middle = (share * codes).sum(dim=2, keepdim=True)
     codes -= middle
     spread = (share * codes.square()).sum(dim=2, keepdim=True)
-    together = (share * codes).mul_(groups).sum(dim=2, keepdim=True)
-    fitted = together / spread
-    some = (spread > 0) & (fitted >= _LEAST_SCALE)  # else all codes are one, or the group is as good as constant
-    return torch.where(some, fitted, scale), torch.where(some, middle - mean / fitted, zero)
+    covariance = (share * codes).mul_(groups).sum(dim=2, keepdim=True)
+    fitted = covariance / spread
+    varies = (spread > 0) & (fitted >= _LEAST_SCALE)  # else all codes are equal, or the group is almost constant
+    return torch.where(varies, fitted, scale), torch.where(varies, middle - mean / fitted, zero)

@@ -415,7 +415,7 @@ def calibrated_multiplications(spec: ModelSpec, num_tokens: int) -> int:
 class _OfOneBlock(Calibration):
     """What follows for one block's neurons is found once, too: formats are many, the block is one."""
 
-    def factor(self, block: NeuronBlock) -> Tensor | None:
+    def factor(self, block: NeuronBlock) -> Tensor:
         """As of any block, of the first that was asked for."""
         if not hasattr(self, "_factor"):
             self._factor = super().factor(block)

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from moe_pack.calib.forward import read_tokens
 from moe_pack.calib.profile import make_profile
-from moe_pack.calib.quantize.gptq import LEAST_DAMPING, MOST_DAMPING, USUAL_DAMPING, damping, feedback, second_moments
+from moe_pack.calib.quantize.gptq import (
+    LEAST_DAMPING,
+    MOST_DAMPING,
+    USUAL_DAMPING,
+    damping,
+    gptq_factor,
+    weighted_hessian,
+)
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime import FolderFiles, Text
 from moe_pack.runtime.model import CheckpointWeights, activations
@@ -59,7 +66,7 @@ def test_moments_are_the_weighted_mean_of_the_products_of_columns() -> None:
             values, weights = random_values(num_tokens, M), random_weights(num_tokens)
             exact, shares = values.to(torch.float64), weights.to(torch.float64)
             expected = torch.einsum("n,ni,nj->ij", shares, exact, exact) / shares.sum()
-            found = second_moments(values, weights)
+            found = weighted_hessian(values, weights)
             assert found.dtype == torch.float32
             sizes = expected.diagonal().sqrt()
             assert ((found - expected).abs() <= 1e-6 * sizes[:, None] * sizes).all()  # float32 sums of 700 products
@@ -69,23 +76,23 @@ def test_tokens_without_weight_do_not_count() -> None:
     values, weights = random_values(300, M), random_weights(300)
     weights[::3] = 0
     kept = weights > 0
-    torch.testing.assert_close(second_moments(values, weights), second_moments(values[kept], weights[kept]))
+    torch.testing.assert_close(weighted_hessian(values, weights), weighted_hessian(values[kept], weights[kept]))
 
 
 def test_moments_do_not_hang_on_the_unit_of_weights() -> None:
     values, weights = random_values(40, M), random_weights(40)
-    torch.testing.assert_close(second_moments(values, weights * 1e-30), second_moments(values, weights))
+    torch.testing.assert_close(weighted_hessian(values, weights * 1e-30), weighted_hessian(values, weights))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
 def test_without_any_weight_moments_are_zero(num_tokens: int) -> None:
-    assert torch.equal(second_moments(random_values(num_tokens, M), torch.zeros(num_tokens)), torch.zeros(M, M))
+    assert torch.equal(weighted_hessian(random_values(num_tokens, M), torch.zeros(num_tokens)), torch.zeros(M, M))
 
 
 def test_moments_of_some_columns_are_a_block_of_all() -> None:
     values, weights = random_values(300, M), random_weights(300)
-    whole = second_moments(values, weights)
-    torch.testing.assert_close(second_moments(values[:, 3:8], weights), whole[3:8, 3:8])
+    whole = weighted_hessian(values, weights)
+    torch.testing.assert_close(weighted_hessian(values[:, 3:8], weights), whole[3:8, 3:8])
 
 
 # --- damping
@@ -130,11 +137,11 @@ def test_damped_by_the_rule_a_real_experts_rows_lose_less_on_tokens_not_seen(dem
             values = demo[which]
             seen = torch.arange(num_tokens) * len(values) // num_tokens  # evenly spread
             unseen = torch.ones(len(values), dtype=torch.bool).index_fill_(0, seen, False)
-            moments, weights = second_moments(values[seen], torch.ones(num_tokens)), torch.ones(num_tokens)
-            other = second_moments(values[unseen], torch.ones(int(unseen.sum()))).to(torch.float64)
+            moments, weights = weighted_hessian(values[seen], torch.ones(num_tokens)), torch.ones(num_tokens)
+            other = weighted_hessian(values[unseen], torch.ones(int(unseen.sum()))).to(torch.float64)
 
             def lost(share: float, moments: Tensor = moments, other: Tensor = other) -> float:
-                factor = feedback(moments, share).factor.to(torch.float64)
+                factor = gptq_factor(moments, share).factor.to(torch.float64)
                 # Misses of aims are independent and of one size, errors are misses F^-1: the trace of F^-1 H F^-T.
                 errors = torch.linalg.solve_triangular(factor, torch.eye(len(factor), dtype=torch.float64), upper=True)
                 return float((errors @ other * errors).sum() / other.trace())
@@ -150,8 +157,8 @@ def test_damped_by_the_rule_a_real_experts_rows_lose_less_on_tokens_not_seen(dem
 def test_factor_and_importance_make_up_the_damped_moments() -> None:
     for share, num_columns in product([LEAST_DAMPING, 0.3], [1, 2, M, 65]):
         with case(share, num_columns):
-            moments = second_moments(random_values(300, num_columns), random_weights(300))
-            found, expected = feedback(moments, share), damped(moments, share)
+            moments = weighted_hessian(random_values(300, num_columns), random_weights(300))
+            found, expected = gptq_factor(moments, share), damped(moments, share)
             factor = found.factor.to(torch.float64)
             assert found.factor.dtype == found.importance.dtype == torch.float32
             assert torch.equal(factor, factor.triu()) and (factor.diagonal() == 1).all()
@@ -164,8 +171,8 @@ def test_factor_and_importance_make_up_the_damped_moments() -> None:
 def test_the_aim_of_a_column_is_the_exact_best_given_the_columns_before() -> None:
     for num_fixed in range(1, M):
         with case(num_fixed):
-            moments = second_moments(random_values(300, M), random_weights(300))
-            found, exact = feedback(moments), damped(moments)
+            moments = weighted_hessian(random_values(300, M), random_weights(300))
+            found, exact = gptq_factor(moments), damped(moments)
             weights = torch.randn(M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
             rounded = weights.clone()
             rounded[:num_fixed] = weights[:num_fixed].round()  # whatever they were fixed to
@@ -177,8 +184,8 @@ def test_the_aim_of_a_column_is_the_exact_best_given_the_columns_before() -> Non
 
 
 def test_what_is_lost_is_the_importance_of_every_columns_miss_of_its_aim() -> None:
-    moments = second_moments(random_values(300, M), random_weights(300))
-    found, exact = feedback(moments), damped(moments)
+    moments = weighted_hessian(random_values(300, M), random_weights(300))
+    found, exact = gptq_factor(moments), damped(moments)
     factor, importance = found.factor.to(torch.float64), found.importance.to(torch.float64)
     errors = torch.randn(M, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     misses = errors @ factor  # what columns aim at, less what they were rounded to
@@ -188,18 +195,18 @@ def test_what_is_lost_is_the_importance_of_every_columns_miss_of_its_aim() -> No
 def test_importance_is_what_is_lost_when_all_later_columns_make_up_for_an_error() -> None:
     for column in range(M):
         with case(column):
-            moments = second_moments(random_values(300, M), random_weights(300))
+            moments = weighted_hessian(random_values(300, M), random_weights(300))
             exact = damped(moments)
             errors = torch.zeros(M, dtype=torch.float64)
             errors[column] = 1
             errors[column + 1 :] = best_columns_left(errors[: column + 1], exact)
-            assert float(feedback(moments).importance[column]) == pytest.approx(loss(errors, exact), rel=1e-5)
+            assert float(gptq_factor(moments).importance[column]) == pytest.approx(loss(errors, exact), rel=1e-5)
 
 
 def test_rounding_with_feedback_loses_the_importances_where_plain_rounding_loses_the_diagonal() -> None:
     """An error of rounding to whole numbers has 1/12 for its mean square, and those of different columns are free."""
-    moments = second_moments(random_values(16, 64), random_weights(16))  # of rank 16
-    found, exact = feedback(moments), damped(moments)
+    moments = weighted_hessian(random_values(16, 64), random_weights(16))  # of rank 16
+    found, exact = gptq_factor(moments), damped(moments)
     weights = torch.randn(2000, 64, generator=torch.Generator().manual_seed(3)) * 5
     rounded = torch.zeros_like(weights)
     for column in range(64):
@@ -216,7 +223,7 @@ def test_rounding_with_feedback_loses_the_importances_where_plain_rounding_loses
 
 def test_columns_that_do_not_hang_together_give_no_feedback() -> None:
     sizes = torch.logspace(-3, 3, M)
-    found = feedback(torch.diag(sizes))
+    found = gptq_factor(torch.diag(sizes))
     assert torch.equal(found.factor, torch.eye(M))
     torch.testing.assert_close(found.importance, sizes + LEAST_DAMPING * sizes.mean())
 
@@ -224,8 +231,8 @@ def test_columns_that_do_not_hang_together_give_no_feedback() -> None:
 def test_columns_that_were_always_zero_give_and_take_no_feedback() -> None:
     values = random_values(300, M)
     values[:, [0, 5, M - 1]] = 0
-    moments = second_moments(values, random_weights(300))
-    found = feedback(moments)
+    moments = weighted_hessian(values, random_weights(300))
+    found = gptq_factor(moments)
     for column in (0, 5, M - 1):
         assert torch.equal(found.factor[column], torch.eye(M)[column])
         assert torch.equal(found.factor[:, column], torch.eye(M)[column])
@@ -245,8 +252,8 @@ def test_moments_of_low_rank_have_a_factor() -> None:
         torch.ones(2, 400) * 1e12,
     ]:
         with case(values):
-            moments = second_moments(values, random_weights(len(values)) + 0.1)
-            found, expected = feedback(moments), damped(moments)
+            moments = weighted_hessian(values, random_weights(len(values)) + 0.1)
+            found, expected = gptq_factor(moments), damped(moments)
             factor = found.factor.to(torch.float64)
             assert factor.isfinite().all() and (found.importance > 0).all() and found.importance.isfinite().all()
             product = factor * found.importance @ factor.T
@@ -254,11 +261,11 @@ def test_moments_of_low_rank_have_a_factor() -> None:
 
 
 def test_moments_that_are_all_zero_give_no_feedback() -> None:
-    found = feedback(torch.zeros(M, M))
+    found = gptq_factor(torch.zeros(M, M))
     assert torch.equal(found.factor, torch.eye(M)) and torch.equal(found.importance, torch.ones(M))
 
 
 def test_only_the_upper_triangle_of_moments_is_read() -> None:
-    moments = second_moments(random_values(300, M), random_weights(300))
+    moments = weighted_hessian(random_values(300, M), random_weights(300))
     other = moments.triu() + torch.ones(M, M).tril(-1)
-    assert torch.equal(feedback(other).factor, feedback(moments).factor)
+    assert torch.equal(gptq_factor(other).factor, gptq_factor(moments).factor)

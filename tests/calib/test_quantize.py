@@ -185,7 +185,9 @@ def test_values_beyond_float16_scales_are_refused_by_row() -> None:
         with named_case(quantizer, width):
             weights = random(100, 128).to(torch.bfloat16)
             weights[70] = 1e30
-            with pytest.raises(ValueError, match=r"^row 70 has weights beyond float16 scales; store it in 16 bits$"):
+            with pytest.raises(
+                ValueError, match=r"^row 70 has weights too large for float16 scales; store it in 16 bits$"
+            ):
                 encoded(weights, width, 64, quantizer)
 
 
@@ -207,7 +209,7 @@ def test_a_row_of_the_source_is_named_by_its_number_there(tmp_path: Path) -> Non
     source = TinyMixtral(intermediate_size=600)
     name = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
     source.write(tmp_path / "source", lambda tensors: tensors[name][550].fill_(1e30))
-    with pytest.raises(CheckpointError, match=r"experts\.1\.w1\.weight': row 550 has weights beyond float16"):
+    with pytest.raises(CheckpointError, match=r"experts\.1\.w1\.weight': row 550 has weights too large for float16"):
         pack(tmp_path / "source", tmp_path / "out")
 
 
@@ -215,7 +217,7 @@ def test_a_neuron_of_down_is_named_as_the_column_it_is(tmp_path: Path) -> None:
     source = TinyMixtral(intermediate_size=600)
     name = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
     source.write(tmp_path / "source", lambda tensors: tensors[name][:, 550].fill_(1e30))
-    with pytest.raises(CheckpointError, match=r"experts\.1\.w2\.weight': column 550 has weights beyond float16"):
+    with pytest.raises(CheckpointError, match=r"experts\.1\.w2\.weight': column 550 has weights too large for float16"):
         pack(tmp_path / "source", tmp_path / "out")
 
 
@@ -279,12 +281,14 @@ def test_nothing_is_quantized_to_a_codec_of_sources() -> None:
         with named_case(quantizer, part):
             with pytest.raises(PlanError) as error:
                 RowQuantizer(part, 128, quantizer)
-            expected = f"{part.codec}: keeps what a source holds in it, nothing is quantized to it; use 1 to 16 bits"
+            expected = (
+                f"{part.codec}: this format keeps the codes of a checkpoint and cannot be computed; use 1 to 16 bits"
+            )
             assert str(error.value) == expected
 
 
 def test_calibrated_rounding_is_refused_for_rows_alone() -> None:
     with pytest.raises(PlanError) as error:
         RowQuantizer(part_format(4, 64), 128, "calibrated")
-    expected = "--quantizer calibrated: goes by what an expert is given, of which rows know nothing; use hqq"
+    expected = "--quantizer calibrated: needs an expert's inputs and cannot quantize rows alone; use hqq"
     assert str(error.value) == expected

@@ -8,7 +8,7 @@ import torch
 from cases import case
 from torch import Tensor
 
-from moe_pack.calib.quantize.trellis import Found, plain_search, search
+from moe_pack.calib.quantize.trellis import TrellisCodes, plain_search, search
 from moe_pack.formats import ROW_GROUP, trellis_format
 from moe_pack.formats.codecs import TRELLIS_UNITS, Trellis, decode_part, trellis_steps, trellis_values
 from moe_pack.formats.plan import TRELLIS_WIDTHS
@@ -38,7 +38,7 @@ def correlated(n: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return moments, (root / diagonal).float(), diagonal.square().float()
 
 
-def cost_of(found: Found, targets: Tensor, scales: Tensor, importance: Tensor) -> Tensor:
+def cost_of(found: TrellisCodes, targets: Tensor, scales: Tensor, importance: Tensor) -> Tensor:
     """The weighted squared errors of rows, float64 [R]."""
     kept = found.values.shape[1]
     errors = targets[:, :kept].double() - scales[:, :kept].double() * found.values.double()

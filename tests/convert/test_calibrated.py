@@ -231,7 +231,7 @@ def test_a_weight_that_no_scale_holds_is_named(
     held = Checkpoint(MODEL.write(tmp_path / "source", change))
     wide = profiled(tmp_path / "source", tmp_path / "profile", random_tokens(2, 8, 96))
     line = "column 1030" if matrix == "down" else "row 1030"
-    with pytest.raises(CheckpointError, match=f"{name}.weight.*: {line} has weights beyond float16 scales"):
+    with pytest.raises(CheckpointError, match=f"{name}.weight.*: {line} has weights too large for float16 scales"):
         convert(held, plan_of(held), tmp_path / "p", 1, calibration=wide)
     held.close()
 

@@ -487,7 +487,7 @@ def test_a_row_that_float16_scales_cannot_express_is_named_by_its_number(tmp_pat
     model = TinyMixtral(intermediate_size=640)
     folder = model.write(tmp_path, lambda tensors: tensors[name].__setitem__((600, 0), 1e8))
     assert conversion_refusal(folder) == (
-        f"model.safetensors: tensor {name!r}: row 600 has weights beyond float16 scales; store it in 16 bits"
+        f"model.safetensors: tensor {name!r}: row 600 has weights too large for float16 scales; store it in 16 bits"
     )
 
 
