@@ -177,7 +177,7 @@ def block_losses(
     kind = "exact" if isinstance(reference, Checkpoint) else "compact"
     facts = {"root": pack.manifest.root, "text": tokens.sha256, "source": source, "kind": kind}
     work = folder or pack.folder / _WORK_FOLDER
-    store = ProfileStore(work, sha256(canonical(facts)).hexdigest(), starts_anew=True)
+    store = ProfileStore(work, sha256(canonical(facts)).hexdigest(), replaces_other=True)
     where = device or torch.device("cpu")
     try:
         packed = ModelPass(LayerwiseWeights(StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where)

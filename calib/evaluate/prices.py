@@ -77,7 +77,7 @@ def sparsity_prices(
         work = folder / f"thresholds-{sparsity:g}"
         every.append(find_thresholds(pack, calibration, ThresholdRule(sparsity), progress, work, where, operations))
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": tokens.sha256}
-    store = ProfileStore(folder / "passes", sha256(canonical(facts)).hexdigest(), starts_anew=True)
+    store = ProfileStore(folder / "passes", sha256(canonical(facts)).hexdigest(), replaces_other=True)
     try:
         passes = []
         for sparsity, thresholds in zip((0.0, *SPARSITIES), every, strict=True):
@@ -322,7 +322,7 @@ def measure_prices(
     """
     judged, folder = first_tokens(tokens, NUM_TOKENS), pack.folder / _WORK_FOLDER
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": judged.sha256}
-    store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), starts_anew=True)
+    store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), replaces_other=True)
     try:
         sparsity = sparsity_prices(pack, judged, calibration, progress, store.work, device, operations)
         replaced = substitution(pack, judged, progress, store.work)

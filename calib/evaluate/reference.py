@@ -329,7 +329,7 @@ def make_reference(
                 f"{folder}: holds the reference of another model or text; give another folder, or remove it"
             )
     identity = sha256(canonical({"source": source, "text": tokens.sha256})).hexdigest()
-    store = ProfileStore(folder / _WORK_FOLDER, identity, starts_anew=True)
+    store = ProfileStore(folder / _WORK_FOLDER, identity, replaces_other=True)
     where = device or torch.device("cpu")
     try:
         weights = LayerwiseWeights(CheckpointWeights(checkpoint, where))

@@ -127,7 +127,7 @@ def task_score(
     packed = isinstance(model, Pack)
     facts = {"model": model.manifest.root if isinstance(model, Pack) else source_digest(model)}
     identity = sha256(canonical({**facts, "tasks": tasks.tokens.sha256})).hexdigest()
-    store = ProfileStore(folder, identity, starts_anew=True)
+    store = ProfileStore(folder, identity, replaces_other=True)
     try:
         weights = (
             StreamedPackWeights(model, where, operations)

@@ -149,7 +149,7 @@ def _measured(
 ) -> tuple[NDArray[np.float32], MeasuredThresholds]:
     """Thresholds [L, E], and what they give."""
     facts = {"conversion": pack.manifest.conversion, "rule": dump(rule), "text": tokens.sha256}
-    store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), starts_anew=True)
+    store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), replaces_other=True)
     try:
         run = _Run(pack, tokens, rule, store, progress, device or torch.device("cpu"), operations)
         found = run.measure()
@@ -168,7 +168,7 @@ def realized_sparsity(
     """The share of neurons that the pack's own thresholds keep from running on some text, held out or not."""
     folder = pack.folder / _WORK_FOLDER
     facts = {"root": pack.manifest.root, "text": tokens.sha256}
-    store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), starts_anew=True)
+    store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), replaces_other=True)
     where = device or torch.device("cpu")
     try:
         run = ModelPass(LayerwiseWeights(StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where)

@@ -18,7 +18,7 @@ from moe_pack.calib.forward.experts import (
     sample_places,
 )
 from moe_pack.calib.forward.layers import (
-    MAX_HELD_BYTES,
+    MAX_MEMORY_BYTES,
     LayerStates,
     LayerTokens,
     LayerwiseWeights,
@@ -46,7 +46,7 @@ __all__ = [
     "CHUNK_TOKENS",
     "HOT_SPARSITIES",
     "KINDS",
-    "MAX_HELD_BYTES",
+    "MAX_MEMORY_BYTES",
     "NUM_BINS",
     "PROFILE_FILE",
     "Array",

@@ -1,33 +1,24 @@
-"""Several things computed at once, handed back in order: threads of Python, each with torch threads of its own.
-
-Products of small matrices gain nothing from torch's threads, which only wait for each other; whole experts and whole
-sequences side by side do. Large experts are left to torch's threads: side by side they would take too much memory.
-
-What a model is given of sequences of S tokens: all of each; or, with an encoder, a half to each of its stacks.
-
-    encoder   the first n = S // 2 tokens
-    decoder   its start token, then the next n - 1
-
-So every layer sees n tokens of a sequence, and the decoder predicts, from half a text, the n - 1 tokens that follow.
-Specified in docs/profile.md.
-
-A model's weights as passes over its layers need them: one layer's dense matrices in memory, and no other's.
-
-The embedding and the head, unless they are small, and the experts are read as they are used. Bounded by the largest
-layer's attention.
-
-The attention of a layer for whole sequences of one length, each from an empty context: of both kinds of models.
-
-Sequences on their way through a model, one layer at a time: bounded memory, and resumable after any layer.
+"""The pass of sequences through a model, one layer at a time: in bounded memory, resumable after any layer.
 
     for layer in layers:
         tokens = states.enter(layer)         attention, shared and dense experts, routes; for all sequences
         states.add(...)                      the caller runs the routed experts and adds their outputs
         states.leave(layer, tokens)          hidden states go to a file, from which a killed pass goes on
 
-Between layers hidden states are in a file (of which the system keeps in memory what it has room for); within a layer
-two float32 values a token and hidden dimension, in memory up to a bound, in a mapped file beyond. What an encoder has
-read stays in a file of its own as long as decoder layers attend to it, and is read a sequence at a time.
+Between layers, hidden states are in a file (the system caches as much of it as fits). Within a layer, two float32
+values a token and hidden dimension are in memory up to a limit, and in a mapped file beyond it. The encoder's output
+stays in a file of its own while decoder layers attend to it, and is read one sequence at a time.
+
+A model of one stack sees all S tokens of a sequence. With an encoder, each stack sees a half:
+
+    encoder   the first n = S // 2 tokens
+    decoder   its start token, then the next n - 1
+
+So every layer sees n tokens of a sequence, and the decoder predicts, from half a text, the n - 1 tokens that follow.
+docs/profile.md specifies this.
+
+`LayerwiseWeights` keeps the dense matrices of one layer in memory and no other's. The embedding and the head, unless
+they are small, and the experts are read as they are used.
 """
 
 import itertools
@@ -66,19 +57,23 @@ from moe_pack.runtime.model.weights import norm
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_SIDE_BY_SIDE_BYTES = 64 << 20  # of experts in float32 at once
+_PARALLEL_BYTES = 64 << 20  # of experts in float32 at once
 
 
 def num_workers(spec: ModelSpec) -> int:
-    """How many experts of a model are computed side by side: as torch has threads, while they fit the bound."""
+    """Returns how many experts of a model run in parallel: one for each of torch's threads, while their weights fit.
+
+    Products of small matrices gain nothing from torch's threads, which only wait for each other; whole experts and
+    whole sequences in parallel do. Large experts use torch's threads: in parallel they would take too much memory.
+    """
     expert_bytes = 4 * len(spec.expert.matrices) * spec.hidden_size * spec.expert.intermediate_size
-    return max(1, min(torch.get_num_threads(), _SIDE_BY_SIDE_BYTES // expert_bytes))
+    return max(1, min(torch.get_num_threads(), _PARALLEL_BYTES // expert_bytes))
 
 
 def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """`work` of each item, in their order, `workers` of them at once and one done that waits.
+    """Yields the result of `work` for each item, in their order, while `workers` threads compute the next ones.
 
-    In inference mode, as the caller is. With one worker nothing but a loop.
+    At most one finished result waits. Work runs in inference mode. One worker is a plain loop.
     """
     if workers == 1:
         yield from map(work, items)
@@ -92,13 +87,13 @@ def in_order(work: Callable[[Item], Result], items: Iterable[Item], workers: int
     torch.set_num_threads(max(1, threads // workers))
     try:
         with ThreadPoolExecutor(workers, "calib") as pool:
-            left = iter(items)
+            remaining = iter(items)
             started: deque[Future[Result]] = deque(
-                pool.submit(job, item) for item in itertools.islice(left, workers + 1)
+                pool.submit(job, item) for item in itertools.islice(remaining, workers + 1)
             )
             while started:
                 result = started.popleft().result()
-                started.extend(pool.submit(job, item) for item in itertools.islice(left, 1))
+                started.extend(pool.submit(job, item) for item in itertools.islice(remaining, 1))
                 yield result
                 del result
     finally:
@@ -110,13 +105,16 @@ Beginning = Callable[[int], Tensor]  # a sequence's hidden states before a stack
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """`stacks`: what each stack is given, the encoder's first where there is one: int64 [N, n] each."""
+    """The tokens that a model is given of N sequences.
+
+    `stacks`: int64 [N, n] for each stack, the encoder first if there is one.
+    """
 
     stacks: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, spec: ModelSpec, tokens: Tensor) -> "Sequences":
-        """What a model is given of sequences int64 [N, S]."""
+        """Returns what a model is given of sequences int64 [N, S]."""
         if spec.encoder is None:
             return cls((tokens,))
         n = stack_tokens(spec, tokens.shape[1])
@@ -125,38 +123,40 @@ class Sequences:
 
     @property
     def ids(self) -> Tensor:
-        """What the decoder is given, int64 [N, n]: each token but the first is predicted from those before."""
+        """The tokens of the decoder, int64 [N, n]: each but the first is predicted from those before."""
         return self.stacks[-1]
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence in each stack, n."""
+        """The number of tokens of a sequence in each stack, n."""
         return self.ids.shape[1]
 
     def begun(self, embedded: Callable[[Tensor, int], Tensor]) -> tuple[Beginning, Beginning | None]:
-        """How sequences begin in the first stack, and in the second, if there is one.
+        """Returns the functions that give a sequence's hidden states before the first stack, and before the second.
 
-        Args:    embedded: hidden states float32 [n, d] of a sequence, from what a stack is given of all, int64 [N, n],
-                 and its number.
+        The second is None without an encoder.
+
+        Args:    embedded: returns the hidden states float32 [n, d] of a sequence from the tokens of a stack, int64
+                 [N, n], and the sequence's number.
         """
-        first, *second = (lambda number, ids=ids: embedded(ids, number) for ids in self.stacks)
-        return first, second[0] if second else None
+        first, *others = (lambda number, ids=ids: embedded(ids, number) for ids in self.stacks)
+        return first, others[0] if others else None
 
 
 def stack_tokens(spec: ModelSpec, sequence_length: int) -> int:
-    """How many tokens of a sequence each layer of a model sees."""
+    """Returns how many tokens of a sequence each layer of a model sees."""
     return sequence_length if spec.encoder is None else sequence_length // 2
 
 
 def stack_of(spec: ModelSpec, layer: int) -> int:
-    """Which stack a layer is of: 0 of the first, 1 of a decoder after an encoder."""
+    """Returns the stack of a layer: 1 for a decoder after an encoder, else 0."""
     return int(spec.encoder is not None and layer >= spec.encoder.num_layers)
 
 
 def check_length(spec: ModelSpec, sequence_length: int) -> None:
-    """Refuses sequences longer than the model's positions, or too short for a prediction in each half.
+    """Checks that a model can read sequences of this length.
 
-    Raises:  RunError.
+    Raises:  RunError if they are longer than the model's positions, or too short for a prediction in each half.
     """
     if sequence_length > spec.max_position_embeddings:
         raise RunError(
@@ -170,19 +170,19 @@ def check_length(spec: ModelSpec, sequence_length: int) -> None:
         )
 
 
-_SMALL_BYTES = 16 << 20  # in float32: matrices of no more are held so, the embedding and the head too
+_SMALL_BYTES = 16 << 20  # matrices of at most this size stay in memory in float32, the embedding and the head too
 
 
 class Source(Weights, Protocol):
-    """Weights that can be streamed, or brought to memory whole."""
+    """Weights whose dense matrices can be read row by row or loaded whole."""
 
     def load(self, role: str) -> Matrix:
-        """A dense matrix in memory, in the bytes it is stored in."""
+        """Loads a dense matrix, in the bytes in which it is stored."""
         ...
 
 
 class LayerwiseWeights:
-    """The weights of `source`; what belongs to the layer last asked for stays in memory. For several threads."""
+    """The weights of `source`, with the dense matrices of one layer in memory: the last one used. Thread-safe."""
 
     def __init__(self, source: Source) -> None:
         self.spec: ModelSpec = source.spec
@@ -195,21 +195,21 @@ class LayerwiseWeights:
         self._lock = Lock()
 
     def vector(self, role: str) -> Tensor:
-        """A norm's weight or a bias, float32 [n]."""
+        """Returns a norm's weight or a bias, float32 [n]."""
         with self._lock:
-            self._turn_to(role)
+            self._enter_layer(role)
             if role not in self._vectors:
                 self._vectors[role] = self._source.vector(role)
             return self._vectors[role]
 
     def matrix(self, role: str) -> Matrix:
-        """A dense matrix by its role."""
+        """Returns a dense matrix by its role."""
         if not role.startswith("layers."):
             matrix = self._source.matrix(role)
             if 4 * matrix.num_rows * matrix.num_cols > _SMALL_BYTES:
                 return matrix
         with self._lock:
-            self._turn_to(role)
+            self._enter_layer(role)
             if role not in self._matrices:
                 matrix = self._source.load(role)
                 if 4 * matrix.num_rows * matrix.num_cols <= _SMALL_BYTES:
@@ -218,15 +218,15 @@ class LayerwiseWeights:
             return self._matrices[role]
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """An expert, read as its blocks are asked for."""
+        """Returns an expert, whose blocks are read as they are used."""
         return self._source.expert(layer_idx, expert)
 
     def threshold(self, layer_idx: int, expert: int) -> float:
-        """The expert's threshold on `abs(a)`."""
+        """Returns the expert's threshold on `abs(a)`."""
         return self._source.threshold(layer_idx, expert)
 
-    def _turn_to(self, role: str) -> None:
-        """Lets go of the layer before, once a role is another layer's."""
+    def _enter_layer(self, role: str) -> None:
+        """Drops the matrices of the previous layer if the role is of another layer."""
         parts = role.split(".")
         if parts[0] == "layers" and parts[1] != self._layer:
             self._layer = parts[1]
@@ -235,7 +235,7 @@ class LayerwiseWeights:
 
 
 class SequenceAttention:
-    """The first half of layers.
+    """The attention of layers for whole sequences of one length, each from an empty context.
 
     Args:    sequence_length: tokens of a sequence in a stack, n.
     """
@@ -251,9 +251,9 @@ class SequenceAttention:
             self._biases = tuple(position_bias(weights, sequence_length, is_encoder) for is_encoder in (True, False))
 
     def added(self, x: Tensor, weights: Weights, layer: int, text: Tensor | None) -> Tensor:
-        """Hidden states float32 [n, d] with a layer's attention added.
+        """Returns hidden states float32 [n, d] with a layer's attention added.
 
-        Args:    text: what a layer of a decoder after an encoder attends to, the encoder's output float32 [n, d].
+        Args:    text: the encoder's output float32 [n, d], for a decoder layer after an encoder.
         """
         cache = self._cache().layer(0)
         if self._spec.encoder is None:
@@ -261,24 +261,24 @@ class SequenceAttention:
         x = add_own_attention(x, weights, layer, cache, self._biases[stack_of(self._spec, layer)])
         if text is None:
             return x
-        read = self._cache().layer(0)
-        enter_text(text, weights, layer, read, len(text))
-        return add_cross_attention(x, weights, layer, replace(read, num_tokens=len(text)))
+        text_cache = self._cache().layer(0)
+        enter_text(text, weights, layer, text_cache, len(text))
+        return add_cross_attention(x, weights, layer, replace(text_cache, num_tokens=len(text)))
 
     def _cache(self) -> KVCache:
         return KVCache(self._spec, self._sequence_length, self._device, num_layers=1)
 
 
-MAX_HELD_BYTES = 1 << 29  # of what a pass holds for its tokens in memory
+MAX_MEMORY_BYTES = 1 << 29  # that a pass may use for the arrays of its tokens
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTokens:
     """All tokens inside a layer, T = sequences times their length, in order.
 
-    `x` float32 [T, d]: hidden states, attention and what every token gets added.   `inputs` float32 [T, d]: what
-    router and experts see.   `experts` int64 [T, k], `weights` float32 [T, k]: routes; empty [T, 0] in a layer without.
-    An expert that is beyond its capacity has the weight 0, and does not run for that token.
+    `x` float32 [T, d]: hidden states after attention, with the outputs of shared and dense experts.   `inputs` float32
+    [T, d]: the input of the router and the experts.   `experts` int64 [T, k], `weights` float32 [T, k]: routes; [T, 0]
+    in a layer without a router. An expert beyond its capacity has the weight 0 and does not run for that token.
     """
 
     x: Tensor
@@ -287,21 +287,22 @@ class LayerTokens:
     weights: Tensor
 
     def of_expert(self, expert: int) -> tuple[Tensor, Tensor]:
-        """The tokens that an expert runs for, rising int64 [n], and the weight of each, float32 [n]."""
-        token_idx, place = torch.where((self.experts == expert) & (self.weights != 0))
-        return token_idx, self.weights[token_idx, place]
+        """Returns the tokens that an expert runs for, rising int64 [n], and its weight for each, float32 [n]."""
+        token_idx, rank = torch.where((self.experts == expert) & (self.weights != 0))
+        return token_idx, self.weights[token_idx, rank]
 
 
 class LayerStates:
     """The hidden states of sequences of S tokens between layers. Owns `folder`.
 
-    Args:    first: the hidden states float32 [S, d] of a sequence before layer 0, by its number.
-             sequence_length: of what each stack is given; the caller has checked it.
-             folder: made if missing; if a killed pass left its hidden states there, `next_layer` is where to go on.
-             held_bytes: of a layer's two arrays in memory; larger ones lie in a mapped file.
-             answer: with an encoder, the hidden states before the decoder's first layer, likewise.
-             origin: with an encoder, the sequence that a later one branched off from, by its number: both are of one
-             text. Where some do.
+    Args:    first: returns the hidden states float32 [S, d] of a sequence before layer 0, by its number.
+             sequence_length: in each stack; the caller has checked it.
+             folder: created if missing; if a killed pass left its hidden states there, the pass goes on at
+             `next_layer`.
+             memory_bytes: the most for a layer's two arrays in memory; larger arrays are in mapped files.
+             answer: with an encoder, returns the hidden states before the decoder's first layer likewise.
+             origin: with an encoder, returns the number of the sequence from which a later one branched off, because
+             both read the same text; needed if sequences branch off.
     """
 
     def __init__(
@@ -312,7 +313,7 @@ class LayerStates:
         sequence_length: int,
         folder: Path,
         device: torch.device,
-        held_bytes: int = MAX_HELD_BYTES,
+        memory_bytes: int = MAX_MEMORY_BYTES,
         answer: Beginning | None = None,
         origin: Callable[[int], int] | None = None,
     ) -> None:
@@ -322,11 +323,11 @@ class LayerStates:
         self._weights = weights
         self._first = first
         self._folder = folder
-        self._held_bytes = held_bytes
+        self._memory_bytes = memory_bytes
         self._answer = answer
         self._origin = origin
-        assert (answer is None) == (self.spec.encoder is None), "a decoder after an encoder begins anew"
-        self._turn = 0 if self.spec.encoder is None else self.spec.encoder.num_layers  # the layer before which it does
+        assert (answer is None) == (self.spec.encoder is None), "a decoder after an encoder has a beginning of its own"
+        self._decoder_start = 0 if self.spec.encoder is None else self.spec.encoder.num_layers  # its first layer
         self.device = device
         folder.mkdir(exist_ok=True)
         self._attention = SequenceAttention(weights, sequence_length, device)
@@ -334,26 +335,26 @@ class LayerStates:
 
     @torch.inference_mode()
     def enter(self, layer: int, branches: Sequence[tuple[Weights, int]] = ()) -> LayerTokens:
-        """All tokens as layer `layer` (the next one) has them before its routed experts.
+        """Takes all sequences into layer `layer`, the next one, up to its routed experts, and returns their tokens.
 
         Args:    branches: other weights for this layer, and how many of the first sequences go through it with them
-                 too; from here on these are sequences of their own, after all others.
+                 as well; from here on these are new sequences, after all others.
         """
         assert layer == self.next_layer, (layer, self.next_layer)
         k = self.spec.router.num_experts_per_tok if layer in self.spec.moe_layers else 0
-        ways = [(number, self._weights) for number in range(self.num_sequences)]
-        ways += [(number, weights) for weights, number_of in branches for number in range(number_of)]
-        num_tokens = len(ways) * self.sequence_length
-        mapped = 2 * 4 * num_tokens * self.spec.hidden_size > self._held_bytes
+        runs = [(number, self._weights) for number in range(self.num_sequences)]
+        runs += [(number, weights) for weights, number_of in branches for number in range(number_of)]
+        num_tokens = len(runs) * self.sequence_length
+        mapped = 2 * 4 * num_tokens * self.spec.hidden_size > self._memory_bytes
         tokens = LayerTokens(
-            x=self.room("x", num_tokens, mapped),
-            inputs=self.room("inputs", num_tokens, mapped),
+            x=self.allocate("x", num_tokens, mapped),
+            inputs=self.allocate("inputs", num_tokens, mapped),
             experts=torch.empty((num_tokens, k), dtype=torch.int64),
             weights=torch.empty((num_tokens, k)),
         )
 
-        def place_sequence(place: int) -> None:
-            number, weights = ways[place]
+        def run_sequence(place: int) -> None:
+            number, weights = runs[place]
             rows = slice(place * self.sequence_length, (place + 1) * self.sequence_length)
             x, inputs = self.half(layer, number, weights)
             tokens.x[rows], tokens.inputs[rows] = x.cpu(), inputs.cpu()
@@ -361,22 +362,25 @@ class LayerStates:
                 experts, router_weights = route_tokens(inputs, self._weights, layer)
                 tokens.experts[rows], tokens.weights[rows] = experts.cpu(), router_weights.cpu()
 
-        for _ in in_order(place_sequence, range(len(ways)), num_workers(self.spec)):
+        for _ in in_order(run_sequence, range(len(runs)), num_workers(self.spec)):
             pass
-        self.num_sequences = len(ways)
+        self.num_sequences = len(runs)
         return tokens
 
     @torch.inference_mode()
     def half(self, layer: int, number: int, weights: Weights) -> tuple[Tensor, Tensor]:
-        """A sequence's `x` and `inputs` (`LayerTokens`) in layer `layer`, float32 [S, d] each, with these weights."""
+        """Returns a sequence's `x` and `inputs` (`LayerTokens`) in layer `layer`, float32 [S, d] each.
+
+        Args:    number: of the sequence.   weights: of the layer.
+        """
         text = self._text(number) if stack_of(self.spec, layer) else None
         return self.half_of(layer, self.before(number), text, weights)
 
     @torch.inference_mode()
     def half_of(self, layer: int, x: Tensor, text: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor]:
-        """The same of hidden states float32 [S, d].
+        """Returns the same as `half`, for hidden states float32 [S, d].
 
-        Args:    text: for a layer of a decoder after an encoder, the encoder's output float32 [S, d].
+        Args:    text: the encoder's output float32 [S, d], for a decoder layer after an encoder.
         """
         text = None if text is None else text.to(self.device)
         x = self._attention.added(x.to(self.device), weights, layer, text)
@@ -390,27 +394,27 @@ class LayerStates:
         tokens.x.index_add_(0, token_idx, output)
 
     def leave(self, layer: int, tokens: LayerTokens, more: Iterable[Tensor] = ()) -> None:
-        """Ends layer `layer`: its hidden states replace those before it on the drive.
+        """Ends layer `layer`: its hidden states replace those before it on disk.
 
         Args:    more: hidden states float32 [n S, d] of sequences that begin here, after all others.
-        Raises:  CheckpointError if they are not all numbers.
+        Raises:  CheckpointError if they are not all finite.
         """
-        # A sum in float64 is a number if and only if all terms are; of pieces, because torch converts them whole.
+        # A sum in float64 is finite if and only if all terms are. Summed in pieces: torch converts a piece as a whole.
         if not all(piece.sum(dtype=torch.float64).isfinite() for piece in torch.split(tokens.x, self.sequence_length)):
-            raise CheckpointError(f"layer {layer}: hidden states are not finite; is the checkpoint whole?")
+            raise CheckpointError(f"layer {layer}: hidden states are not finite; check that the checkpoint is complete")
         crc32 = num_tokens = 0
-        beside = self._folder / "hidden.tmp"
-        with beside.open("wb") as file:
-            for held in chain((tokens.x,), more):
-                raw = held.numpy().reshape(-1).view(np.uint8)
+        unfinished = self._folder / "hidden.tmp"
+        with unfinished.open("wb") as file:
+            for hidden in chain((tokens.x,), more):
+                raw = hidden.numpy().reshape(-1).view(np.uint8)
                 raw.tofile(file)
                 crc32 = zlib.crc32(raw.data, crc32)
-                num_tokens += len(held)
+                num_tokens += len(hidden)
         path = self._folder / f"hidden-{layer + 1:03d}-{crc32:08x}.bin"
-        beside.rename(path)
-        if layer + 1 == self._turn:
+        unfinished.rename(path)
+        if layer + 1 == self._decoder_start:
             self._text_path = path
-        kept = (path, self._text_path if layer + 1 > self._turn > 0 else path)
+        kept = (path, self._text_path if layer + 1 > self._decoder_start > 0 else path)
         for other in self._folder.glob("hidden-*"):
             if other not in kept:
                 other.unlink()
@@ -419,40 +423,43 @@ class LayerStates:
         self.next_layer = layer + 1
 
     def before(self, number: int) -> Tensor:
-        """A sequence's hidden states before the next layer, or after the last: float32 [S, d]."""
+        """Returns a sequence's hidden states before the next layer, or after the last: float32 [S, d]."""
         if self.next_layer == 0:
             return self._first(number)
-        if self.next_layer == self._turn:
+        if self.next_layer == self._decoder_start:
             assert self._answer is not None, "a layer at which a decoder begins"
-            return self._answer(self._root(number, self._num_first))
-        return self._stored(self._path, number)
+            return self._answer(self._root_of(number, self._num_first))
+        return self._read_hidden(self._path, number)
 
     def _text(self, number: int) -> Tensor:
-        """The encoder's output for a sequence, float32 [S, d]."""
+        """Returns the encoder's output for a sequence, float32 [S, d]."""
         num_read = self._text_path.stat().st_size // self._sequence_bytes
-        read = self._stored(self._text_path, self._root(number, num_read)).to(self.device)
-        return norm(read, self._weights, "encoder_norm")
+        text = self._read_hidden(self._text_path, self._root_of(number, num_read)).to(self.device)
+        return norm(text, self._weights, "encoder_norm")
 
-    def _root(self, number: int, num_sequences: int) -> int:
-        """Of the first `num_sequences` that one from which a sequence branched off, or itself."""
+    def _root_of(self, number: int, num_sequences: int) -> int:
+        """Returns the sequence, among the first `num_sequences`, from which a sequence branched off, or itself."""
         while number >= num_sequences:
             assert self._origin is not None, "sequences branch off where the caller says from which"
             number = self._origin(number)
         return number
 
-    def _stored(self, path: Path, number: int) -> Tensor:
+    def _read_hidden(self, path: Path, number: int) -> Tensor:
         with path.open("rb") as file:
             file.seek(number * self._sequence_bytes)
             raw = np.fromfile(file, np.float32, self._sequence_bytes // 4)
         return torch.from_numpy(raw).view(self.sequence_length, -1)
 
-    def room(self, name: str, num_tokens: int, mapped: bool) -> Tensor:
-        """Room for float32 [num_tokens, d] until the next call with this name, not set to anything."""
+    def allocate(self, name: str, num_tokens: int, mapped: bool) -> Tensor:
+        """Returns an uninitialized float32 [num_tokens, d], in a mapped file of this name or in memory.
+
+        The next call with the same name takes the file's name away, not the memory of an earlier result.
+        """
         shape = (num_tokens, self.spec.hidden_size)
         if not mapped:
             return torch.empty(shape)
         path = self._folder / f"held-{name}.bin"
-        path.unlink(missing_ok=True)  # what an earlier layer still has mapped stays its own
+        path.unlink(missing_ok=True)  # an earlier mapping of the file stays valid
         return torch.from_numpy(np.memmap(path, np.float32, "w+", shape=shape))
 
     def close(self) -> None:
@@ -464,13 +471,13 @@ class LayerStates:
         return 4 * self.sequence_length * self.spec.hidden_size
 
     def _resume(self) -> int:
-        """The layer to begin with: after the one whose hidden states are whole on the drive, else the first."""
+        """Returns the layer to begin with: after the last whose hidden states are whole on disk, else the first."""
         for path in sorted(self._folder.glob("hidden-*.bin"), reverse=True):
             layer = int(path.stem.split("-")[1])
             if not _is_whole(path):
                 continue
-            if layer >= self._turn > 0:
-                text = next(filter(_is_whole, self._folder.glob(f"hidden-{self._turn:03d}-*.bin")), None)
+            if layer >= self._decoder_start > 0:
+                text = next(filter(_is_whole, self._folder.glob(f"hidden-{self._decoder_start:03d}-*.bin")), None)
                 if text is None:
                     continue
                 self._text_path = text
@@ -481,7 +488,7 @@ class LayerStates:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file of hidden states has the checksum in its name."""
+    """Returns whether a file of hidden states has the checksum that its name gives."""
     return _crc32(path) == int(path.stem.split("-")[2], 16)
 
 

@@ -1,11 +1,13 @@
-"""Named arrays as safetensors files: the body of a profile. Little-endian; read back only as they were promised.
+"""The folder of a profile while it is written: arrays as safetensors files, one after another, and what made them.
 
-The folder a profile is written to, file by file, so that a killed run goes on with the files it has.
+`write_arrays` and `read_all_arrays` are the body of a profile: named little-endian arrays. `check_arrays` accepts a
+file only with the names, dtypes and shapes that its reader expects.
 
-A file is written beside its place and renamed; the small JSON file that makes the folder a profile comes last. One
-process at a time: the folder is locked from `open` to `close`.
+`ProfileStore` writes the folder. Each file is written under a temporary name and renamed, so a killed run goes on with
+the files it has. The small JSON file that makes the folder a profile comes last. One process at a time: the folder is
+locked from `open` to `close`.
 
-Where figures come from: the checkpoint, told from others of its shape, and the packages that took part.
+`source_digest` identifies a checkpoint, also among others of its shape; `made_with` lists the packages that took part.
 """
 
 import fcntl
@@ -34,7 +36,7 @@ _NAMES = {np.dtype(code): name for name, code in _DTYPES.items()}
 
 
 def write_arrays(arrays: Mapping[str, Array]) -> bytes:
-    """The whole safetensors file of some arrays; uint16 under a name that ends in `_weight` is bfloat16's bits."""
+    """Returns the safetensors file of some arrays; uint16 under a name that ends in `_weight` is bfloat16."""
     return assemble(
         (name, _dtype_name(name, array), array.shape, np.ascontiguousarray(array).tobytes())
         for name, array in arrays.items()
@@ -46,9 +48,9 @@ def _dtype_name(name: str, array: Array) -> str:
 
 
 def read_all_arrays(path: Path) -> dict[str, Array]:
-    """The arrays of a safetensors file, whatever they are called.
+    """Reads all arrays of a safetensors file.
 
-    Raises:  PackError if the file is missing, damaged, or holds an array of a kind that profiles have not.
+    Raises:  PackError if the file is missing or damaged, or has an array of a dtype that profiles do not use.
     """
     arrays = {}
     entries = read_header(path, PackError)
@@ -58,27 +60,29 @@ def read_all_arrays(path: Path) -> dict[str, Array]:
                 continue
             is_bf16 = entry.dtype == "BF16" and entry.name.endswith(_BF16_SUFFIX)
             if entry.dtype not in _DTYPES and not is_bf16:
-                raise PackError(f"{path.name}: tensor {entry.name!r} is {entry.dtype}, which no profile has")
+                raise PackError(
+                    f"{path.name}: tensor {entry.name!r} is {entry.dtype}, a dtype that profiles do not use"
+                )
             raw = reader.read(entry.offset, entry.num_bytes)
             arrays[entry.name] = raw.view(_DTYPES["U16" if is_bf16 else entry.dtype]).reshape(entry.shape)
     return arrays
 
 
-def check_arrays(arrays: Mapping[str, Array], wanted: Mapping[str, tuple[str, tuple[int, ...]]], place: str) -> None:
-    """Checks that the arrays are exactly those wanted, by name, dtype and shape.
+def check_arrays(arrays: Mapping[str, Array], expected: Mapping[str, tuple[str, tuple[int, ...]]], place: str) -> None:
+    """Checks that the arrays have exactly the expected names, dtypes and shapes.
 
-    Raises:  PackError naming the first that is not.
+    Raises:  PackError naming the first array that differs.
     """
-    for name in [*wanted, *arrays]:
-        if name not in wanted:
+    for name in [*expected, *arrays]:
+        if name not in expected:
             raise PackError(f"{place}: unknown tensor {name!r}")
         if name not in arrays:
             raise PackError(f"{place}: tensor {name!r} is missing")
-        dtype, shape = wanted[name]
-        found = arrays[name]
-        if found.dtype != np.dtype(_DTYPES[dtype]) or found.shape != shape:
+        dtype, shape = expected[name]
+        array = arrays[name]
+        if array.dtype != np.dtype(_DTYPES[dtype]) or array.shape != shape:
             raise PackError(
-                f"{place}: tensor {name!r} is {_NAMES[found.dtype]} {list(found.shape)}, expected {dtype} {list(shape)}"
+                f"{place}: tensor {name!r} is {_NAMES[array.dtype]} {list(array.shape)}, expected {dtype} {list(shape)}"
             )
 
 
@@ -88,20 +92,20 @@ _IDENTITY_FILE = "profile.unfinished.json"
 
 
 def tidy(folder: Path) -> None:
-    """Removes what only a run under way needs; the caller has the folder to itself, or it is done."""
+    """Removes what only an unfinished run needs; no other process may be writing to the folder."""
     shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
-    (folder / _IDENTITY_FILE).unlink(missing_ok=True)  # last: it says whose the rest is
+    (folder / _IDENTITY_FILE).unlink(missing_ok=True)  # last: it identifies the rest
 
 
 class ProfileStore:
     """The one writer of a profile folder. Owns the folder's lock; `close` it.
 
-    Args:    folder: made if missing.   identity: digest of all that decides the profile.
-             starts_anew: what was begun there for another identity is removed, not refused.
-    Raises:  ConversionError if the folder holds something else, or another process is writing there.
+    Args:    folder: created if missing.   identity: digest of everything that decides the profile.
+             replaces_other: remove an unfinished profile of another identity instead of refusing it.
+    Raises:  ConversionError if the folder contains something else, or another process is writing there.
     """
 
-    def __init__(self, folder: Path, identity: str, starts_anew: bool = False) -> None:
+    def __init__(self, folder: Path, identity: str, replaces_other: bool = False) -> None:
         self.folder = folder
         self.work = folder / WORK_FOLDER
         try:
@@ -111,7 +115,7 @@ class ProfileStore:
             raise ConversionError(f"{folder}: cannot be used as output folder ({fault.strerror})") from fault
         try:
             self._lock()
-            if starts_anew:
+            if replaces_other:
                 self._remove_other(canonical({"identity": identity}))
             self._claim(canonical({"identity": identity}))
             self.work.mkdir(exist_ok=True)
@@ -120,7 +124,7 @@ class ProfileStore:
             raise
 
     def has(self, name: str) -> bool:
-        """Whether a file is there already."""
+        """Returns whether a file is already written."""
         return (self.folder / name).exists()
 
     def write(self, name: str, arrays: Mapping[str, Array]) -> None:
@@ -128,22 +132,22 @@ class ProfileStore:
         self.replace(name, (write_arrays(arrays),))
 
     def replace(self, name: str, pieces: Iterable[bytes]) -> None:
-        """Writes a file of these pieces beside its place, then renames it there."""
-        beside = self.folder / f"{name}.tmp"
+        """Writes a file of these pieces under a temporary name, then renames it."""
+        unfinished = self.folder / f"{name}.tmp"
         try:
-            with beside.open("wb") as file:
+            with unfinished.open("wb") as file:
                 file.writelines(pieces)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.rename(self.folder / name)
+            unfinished.rename(self.folder / name)
             os.fsync(self._lock_fd)
         except OSError as fault:
             raise ConversionError(
-                f"{self.folder}: writing {name} failed ({fault.strerror}); mend that, then run the same command again"
+                f"{self.folder}: writing {name} failed ({fault.strerror}); fix this, then run the same command again"
             ) from fault
 
     def seal(self, raw: bytes) -> None:
-        """Writes the file that makes the folder a profile, and removes what only a run under way needs."""
+        """Writes the file that makes the folder a profile, and removes what only an unfinished run needs."""
         self.replace(PROFILE_FILE, (raw,))
         tidy(self.folder)
 
@@ -155,35 +159,36 @@ class ProfileStore:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however it ends
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released with the process, however it ends
         except BlockingIOError as fault:
             raise ConversionError(
-                f"{self.folder}: another profile is being written here; wait for it, or stop it"
+                f"{self.folder}: another process is writing a profile here; wait for it, or stop it"
             ) from fault
 
     def _remove_other(self, identity: bytes) -> None:
-        """Removes what was begun here for something else; a folder that was never ours is left to be refused."""
+        """Removes an unfinished profile of another identity; leaves any other folder for `_claim` to refuse."""
         path = self.folder / _IDENTITY_FILE
         if not path.exists() or path.read_bytes() == identity:
             return
         shutil.rmtree(self.work, ignore_errors=True)
-        for held in self.folder.iterdir():
-            if held != path:
-                held.unlink()
+        for file in self.folder.iterdir():
+            if file != path:
+                file.unlink()
         path.unlink()
 
     def _claim(self, identity: bytes) -> None:
+        """Marks the folder as this identity's, or finds the mark of an earlier run of it."""
         path = self.folder / _IDENTITY_FILE
         if path.exists():
             if path.read_bytes() != identity:
                 raise ConversionError(
-                    f"{self.folder}: holds an unfinished profile of another model, text or options; "
+                    f"{self.folder}: contains an unfinished profile of another model, text or options; "
                     "repeat that command, or remove the folder"
                 )
             return
-        held = sorted(entry.name for entry in self.folder.iterdir() if entry.name != f"{_IDENTITY_FILE}.tmp")
-        if held:
-            raise ConversionError(f"{self.folder}: holds {held[0]!r}; give a new or empty folder for the profile")
+        names = sorted(entry.name for entry in self.folder.iterdir() if entry.name != f"{_IDENTITY_FILE}.tmp")
+        if names:
+            raise ConversionError(f"{self.folder}: contains {names[0]!r}; give a new or empty folder for the profile")
         self.replace(_IDENTITY_FILE, (identity,))
 
 
@@ -191,9 +196,9 @@ _PACKAGES = ("hqq", "moe-pack", "numpy", "torch")
 
 
 def source_digest(checkpoint: Checkpoint) -> str:
-    """SHA-256 of a checkpoint's account of files and tensors, then the bytes of its routers, layer by layer.
+    """Returns the SHA-256 of a checkpoint's account of files and tensors, then the bytes of its routers by layer.
 
-    Not of all weights, which would take as long as the statistics; but a model trained further has other routers.
+    All weights would take as long as the statistics. A model that was trained further has other routers.
     """
     digest = hashlib.sha256(account_bytes(*checkpoint.account()))
     for layer in checkpoint.spec.moe_layers:
@@ -203,21 +208,21 @@ def source_digest(checkpoint: Checkpoint) -> str:
 
 
 def packed_source_digest(pack: Pack) -> str:
-    """The `source_digest` of the checkpoint that a pack was made from: routers are kept in the source's bytes."""
+    """Returns the `source_digest` of the checkpoint of a pack, which keeps the bytes of its routers."""
     digest = hashlib.sha256(pack.read_file(SOURCE_FILE).data)
     routers = {f"layers.{layer}.router" for layer in pack.spec.moe_layers}
-    for held in pack.layout.dense:
-        if held.role.name in routers:
-            digest.update(pack.read_dense(held.entry, 0, held.entry.shape[0]).data)
+    for tensor in pack.layout.dense:
+        if tensor.role.name in routers:
+            digest.update(pack.read_dense(tensor.entry, 0, tensor.entry.shape[0]).data)
     return digest.hexdigest()
 
 
 def made_with() -> tuple[PackageVersion, ...]:
-    """The installed versions, those of packages that are not there left out."""
-    found = []
+    """Returns the versions of the installed packages that decide a profile's figures."""
+    versions = []
     for name in _PACKAGES:
         try:
-            found.append(PackageVersion(name, installed_version(name)))
+            versions.append(PackageVersion(name, installed_version(name)))
         except PackageNotFoundError:
             continue
-    return tuple(found)
+    return tuple(versions)

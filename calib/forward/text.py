@@ -1,11 +1,10 @@
-"""The documents that `--data` names, in pieces of bounded size: our sample, a file, a saved data set, one of the hub.
+"""Calibration text: the documents that `--data` names, as sequences of tokens.
 
-Nothing here knows tokens. A source is read as far as its pieces are taken; what lies beyond is not checked.
-The packages datasets and pyarrow (the extra `convert`) are imported here, when they are needed, and nowhere else.
+`open_documents` reads the documents in pieces of bounded size: from our sample, a file, a saved data set or one on the
+hub. It knows nothing of tokens, and reads a source only as far as its pieces are used. The packages datasets and
+pyarrow (the extra `convert`) are imported here, when they are needed, and nowhere else.
 
-Calibration text: the documents that `--data` names as sequences of tokens, and which of those are held out.
-
-Specified in the design's section on calibration. What documents are and where they lie is `documents`.
+`read_tokens` makes sequences of tokens from them, and `num_held_out` says how many of these are held out.
 """
 
 import codecs
@@ -29,20 +28,20 @@ from moe_pack.runtime import Text
 
 DEFAULT_FIELD = "text"
 NUM_SAMPLE_PARTS = 8
-PIECE_CHARS = 1 << 18  # a third of a second of a tokenizer's time: little is lost where a few thousand tokens will do
+PIECE_CHARS = 1 << 18  # a third of a second of a tokenizer's time: little is wasted if a few thousand tokens are enough
 MAX_LINE_BYTES = 64 << 20
 
 _BATCH_ROWS = 64
 _BUFFER_BYTES = 1 << 20
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-_INSTALL = "pip install 'moe-pack[convert]'"
+_INSTALL = "run pip install 'moe-pack[convert]'"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A document or, where it has more than `PIECE_CHARS` characters, a stretch of it that ends where a line does.
+    """A document or, if it has more than `PIECE_CHARS` characters, a part of it that ends at a line's end if it can.
 
-    `begins`: whether a document begins with it.
+    `begins`: whether it is the beginning of a document.
     """
 
     text: str
@@ -51,11 +50,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """What a source holds.
+    """The documents of a source.
 
-    `name`: what is read, for people.   `place`: what messages call it.
-    `parts`: the documents' pieces in order. The sample has several parts, tuples; any other source has one, which can
-    be gone through once.
+    `name`: for people.   `place`: for messages.   `parts`: the documents' pieces in order. The sample has several
+    parts, which are tuples; any other source has one, which can be iterated once.
     """
 
     name: str
@@ -64,14 +62,14 @@ class Documents:
 
 
 def open_documents(data: str | None, field: str | None) -> Documents:
-    """The documents of `data`; those of white space alone are left out.
+    """Opens the documents of `data`, without those of white space alone.
 
     Args:    data: None for the sample; a .txt (one document), .jsonl or .json (an object a line) or .parquet file; a
-             folder that datasets' save_to_disk wrote, or any other it can load; else a data set's name on the hub,
-             read as a stream. Folder and name may go on `:CONFIG:SPLIT`, either left empty; `train` is the default.
-             field: where an object or row has its text, `DEFAULT_FIELD` if None; must be None for what has no fields.
-    Raises:  RunError, here or while pieces are taken, if there is no such source, it cannot be read, or that field
-             holds something else than text.
+             folder that save_to_disk of datasets wrote, or another one it can load; else the name of a data set on the
+             hub, read as a stream. `:CONFIG:SPLIT` may follow folder and name, either empty; `train` is the default.
+             field: the field of an object or row that has the text, `DEFAULT_FIELD` if None; None for plain text.
+    Raises:  RunError, here or while pieces are read, if there is no such source, it cannot be read, or the field
+             contains something else than text.
     """
     if data is None:
         _refuse_field(field, "the sample")
@@ -85,10 +83,10 @@ def open_documents(data: str | None, field: str | None) -> Documents:
 
 
 def sample_parts(sample: str) -> tuple[tuple[Piece, ...], ...]:
-    """A text's chapters, each a document, in contiguous parts of about the same length.
+    """Returns a text's chapters, each a document, in contiguous parts of about the same length.
 
-    Meaning: chapters lie between empty lines; each belongs to the eighth of the text in which it begins, so that the
-             heads of the parts show every stretch of the text.
+    Meaning: chapters are separated by empty lines. Each belongs to the eighth of the text in which it begins, so the
+             beginnings of the parts come from all over the text.
     """
     parts: list[list[Piece]] = [[] for _ in range(NUM_SAMPLE_PARTS)]
     offset = 0
@@ -101,24 +99,24 @@ def sample_parts(sample: str) -> tuple[tuple[Piece, ...], ...]:
 
 def _refuse_field(field: str | None, place: str) -> None:
     if field is not None:
-        raise RunError(f"--field {field}: {place} is plain text without fields; leave --field out")
+        raise RunError(f"--field {field}: {place} is plain text without fields; remove --field")
 
 
 def _pieces(blocks: Iterable[str]) -> Iterator[Piece]:
-    """The pieces of one document, which comes in blocks of any size; none if it is white space alone."""
-    held, begins = "", True
+    """Yields the pieces of one document, which comes in blocks of any size; none if it is white space alone."""
+    text, begins = "", True
     for block in blocks:
-        held += block
-        while len(held) > PIECE_CHARS:
-            end = _piece_end(held)
-            yield Piece(held[:end], begins)
-            held, begins = held[end:], False
-    if held.strip() or (held and not begins):
-        yield Piece(held, begins)
+        text += block
+        while len(text) > PIECE_CHARS:
+            end = _piece_end(text)
+            yield Piece(text[:end], begins)
+            text, begins = text[end:], False
+    if text.strip() or (text and not begins):
+        yield Piece(text, begins)
 
 
 def _piece_end(text: str) -> int:
-    """Behind the last line end that a piece can hold, else before its last blank (words' tokens begin with theirs)."""
+    """Returns where a piece ends: after its last line, else before its last blank, with which a word's token begins."""
     line_end = text.rfind("\n", 0, PIECE_CHARS) + 1
     return line_end or max(text.rfind(" ", 0, PIECE_CHARS), 0) or PIECE_CHARS
 
@@ -137,7 +135,7 @@ def _file_reader(path: Path, place: str) -> "_FileReader":
     if not path.exists():
         raise RunError(f"{place}: no such file")
     if not path.is_file():
-        raise RunError(f"{place}: is no regular file, expected {expected}")
+        raise RunError(f"{place}: is not a regular file, expected {expected}")
     if path.suffix not in _FILE_READERS:
         raise RunError(f"{place}: found {path.suffix or 'no suffix'}, expected {expected}; convert or rename it")
     return _FILE_READERS[path.suffix]
@@ -175,7 +173,7 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def _decoded(path: Path) -> Iterator[str]:
-    """A file's text in blocks, without a byte order mark."""
+    """Yields a file's text in blocks, without a byte order mark."""
     decoder, num_read = codecs.getincrementaldecoder("utf-8")(), 0
     with _opened(path) as file:
         while True:
@@ -192,8 +190,8 @@ def _decoded(path: Path) -> Iterator[str]:
 
 
 def _wrong_byte(fault: UnicodeDecodeError, start: int = 0) -> str:
-    found = f"0x{fault.object[fault.start]:02x} at byte {start + fault.start:,}"
-    return f"found {found}, expected UTF-8 text; convert the file with iconv"
+    byte = f"0x{fault.object[fault.start]:02x} at byte {start + fault.start:,}"
+    return f"found {byte}, expected UTF-8 text; convert the file with iconv"
 
 
 def _json_texts(path: Path, field: str) -> Iterator[str]:
@@ -203,7 +201,7 @@ def _json_texts(path: Path, field: str) -> Iterator[str]:
             if not line:
                 return
             if len(line) > MAX_LINE_BYTES:
-                raise RunError(f"{place}: more than {MAX_LINE_BYTES:,} bytes; break the document into several lines")
+                raise RunError(f"{place}: longer than {MAX_LINE_BYTES:,} bytes; split the document into several lines")
             if line.strip():
                 yield _text_of(_json_object(line.rstrip(), place), field, place)
 
@@ -226,10 +224,10 @@ def _parquet_texts(path: Path, field: str) -> Iterator[str]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ModuleNotFoundError as fault:
-        raise RunError(f"--data {path}: takes the package pyarrow to read; {_INSTALL}") from fault
+        raise RunError(f"--data {path}: Parquet files need the package pyarrow; {_INSTALL}") from fault
     # Without buffer size and pre_buffer, the column of a row group is read whole.
     with (
-        _named(f"{path}: pyarrow cannot read it", (OSError, ArrowException)),
+        _one_line(f"{path}: pyarrow cannot read it", (OSError, ArrowException)),
         ParquetFile(path, pre_buffer=False, buffer_size=_BUFFER_BYTES) as file,
     ):
         _check_field(field, file.schema_arrow.names, str(path))
@@ -240,7 +238,7 @@ def _parquet_texts(path: Path, field: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _DataSet:
-    """A data set's name or folder, its configuration and split where they are given, and what messages call it."""
+    """A data set's name or folder, its configuration and split if they are given, and its place for messages."""
 
     name: str
     config: str | None
@@ -258,17 +256,17 @@ def _data_set(data: str, place: str) -> _DataSet:
 
 
 def _data_set_texts(data_set: _DataSet, field: str) -> Iterator[str]:
-    place = data_set.place if Path(data_set.name).is_dir() else f"{data_set.place}: no such file or folder"
+    place = f"{data_set.place}:" if Path(data_set.name).is_dir() else f"{data_set.place}: no such file or folder;"
     try:
         import datasets
         from pyarrow import ArrowException
     except ModuleNotFoundError as fault:
-        raise RunError(f"{place}; to read data sets, {_INSTALL}") from fault
-    # The first three are how datasets fails, the next two how it meets a state.json that is something else's.
+        raise RunError(f"{place} data sets need the package datasets; {_INSTALL}") from fault
+    # datasets raises the first three itself, and the next two for a state.json that another program wrote.
     broken = (OSError, ValueError, RuntimeError, LookupError, TypeError)
     faults = (*broken, datasets.exceptions.DatasetsError, ArrowException)
-    with _named(f"{place}; reading it as a data set failed", faults):
-        rows = _saved(datasets, data_set) if _is_saved(data_set) else _streamed(datasets, data_set)
+    with _one_line(f"{place} reading it as a data set failed", faults):
+        rows = _load_saved(datasets, data_set) if _is_saved(data_set) else _stream(datasets, data_set)
         if rows.column_names is not None:
             _check_field(field, rows.column_names, data_set.place)
             rows = rows.select_columns([field])  # others may be costly to decode: pictures, sound
@@ -277,13 +275,13 @@ def _data_set_texts(data_set: _DataSet, field: str) -> Iterator[str]:
 
 
 def _is_saved(data_set: _DataSet) -> bool:
-    """Whether save_to_disk wrote it."""
+    """Returns whether save_to_disk wrote the folder."""
     return any((Path(data_set.name) / marker).exists() for marker in ("state.json", "dataset_dict.json"))
 
 
-def _saved(datasets: Any, data_set: _DataSet) -> Any:
-    found = datasets.load_from_disk(data_set.name)
-    splits = list(found) if isinstance(found, datasets.DatasetDict) else []
+def _load_saved(datasets: Any, data_set: _DataSet) -> Any:
+    saved = datasets.load_from_disk(data_set.name)
+    splits = list(saved) if isinstance(saved, datasets.DatasetDict) else []
     split = data_set.split or ("train" if splits else None)
     if data_set.config is not None:
         raise RunError(f"{data_set.place}: a saved data set has no configurations; write {data_set.name}::SPLIT")
@@ -292,16 +290,16 @@ def _saved(datasets: Any, data_set: _DataSet) -> Any:
             f"{data_set.place}: has no split {split!r}, found {', '.join(map(repr, splits)) or 'no splits'}; "
             f"write {data_set.name}{'::SPLIT' if splits else ''}"
         )
-    return found if split is None else found[split]
+    return saved if split is None else saved[split]
 
 
-def _streamed(datasets: Any, data_set: _DataSet) -> Any:
+def _stream(datasets: Any, data_set: _DataSet) -> Any:
     return datasets.load_dataset(data_set.name, data_set.config, split=data_set.split or "train", streaming=True)
 
 
 @contextmanager
-def _named(place: str, faults: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Turns the faults of a package into one clear line."""
+def _one_line(place: str, faults: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Turns these exceptions into a RunError of one line that begins with `place`."""
     try:
         yield
     except faults as fault:
@@ -312,7 +310,7 @@ def _check_field(field: str, names: Iterable[str], place: str) -> None:
     names = list(names)
     if field not in names:
         listed = ", ".join(map(repr, names[:10])) + (", …" if len(names) > 10 else "")
-        raise RunError(f"{place}: has no field {field!r}, found {listed or 'none'}; name the text's with --field")
+        raise RunError(f"{place}: has no field {field!r}, found {listed or 'none'}; name the text field with --field")
 
 
 def _text_of(row: dict[str, object], field: str, place: str) -> str:
@@ -322,12 +320,12 @@ def _text_of(row: dict[str, object], field: str, place: str) -> str:
 
 def _checked(value: object, field: str, place: str) -> str:
     if not isinstance(value, str):
-        raise RunError(f"{place}: field {field!r} is {_short(value)}, expected text; name the text's with --field")
+        raise RunError(f"{place}: field {field!r} is {_short(value)}, expected text; name the text field with --field")
     try:
         value.encode()
     except UnicodeEncodeError as fault:  # JSON can write half a surrogate pair; no tokenizer takes it
-        found = f"{value[fault.start]!a} at character {fault.start:,}"
-        raise RunError(f"{place}: field {field!r} holds {found}, expected whole characters; remove it") from fault
+        half = f"{value[fault.start]!a} at character {fault.start:,}"
+        raise RunError(f"{place}: field {field!r} contains {half}, expected whole characters; remove it") from fault
     return value
 
 
@@ -341,7 +339,7 @@ def _first_line(fault: Exception) -> str:
     return lines[0][:200] if lines else type(fault).__name__
 
 
-MIN_TOKENS = 256  # fewer measure nothing: of 64 experts, an average one sees a handful
+MIN_TOKENS = 256  # fewer tokens measure nothing: an average one of 64 experts would see a handful
 HELD_OUT_SHARE = 5
 
 
@@ -349,8 +347,8 @@ HELD_OUT_SHARE = 5
 class Tokens:
     """Sequences of a text's tokens.
 
-    `name`: what was read, for people.   `sequences`: int32 [N, S].
-    `sha256`: hex digest of the sequences as little-endian int32.   `notes`: what a user should be told.
+    `name`: of the source, for people.   `sequences`: int32 [N, S].
+    `sha256`: hex digest of the sequences as little-endian int32.   `notes`: warnings for the user.
     """
 
     name: str
@@ -360,60 +358,61 @@ class Tokens:
 
 
 def read_tokens(source: str | None, field: str | None, text: Text, num_tokens: int, sequence_length: int) -> Tokens:
-    """At least `num_tokens` tokens of a source in whole sequences, or all whole sequences if it has fewer.
+    """Returns at least `num_tokens` tokens of a source in whole sequences, or all whole sequences if it has fewer.
 
     Meaning: documents one after the other, each with the tokenizer's special tokens (a beginning), cut every S tokens;
-             the first ceil(num_tokens / S) sequences; what is left is dropped.
-             Of the sample, sequence i is the next of its part i mod 8, so that few tokens come from all its books;
-             if the parts have too few whole sequences, it is read in order.
-             Documents are tokenised in pieces (`documents.PIECE_CHARS`): where two pieces of a long one meet, a token
-             or two may differ from those of the whole, and tokens that end a text stand after the first piece.
+             the first ceil(num_tokens / S) sequences. The rest is dropped.
+             Sequence i of the sample is the next one of part i mod 8, so that a few tokens come from all its books; if
+             the parts have too few whole sequences, the sample is read in order.
+             Documents are tokenised in pieces (`PIECE_CHARS`): where two pieces of a long document meet, a token or
+             two may differ from those of the whole, and tokens that end a text come after the first piece.
     Args:    source: --data, None for the sample.   field: --field, None for the default.
-    Raises:  RunError if the source cannot be read; if it has less than a sequence or `MIN_TOKENS`, and is used up; if
-             the tokenizer makes tokens the model has no row for.
+    Raises:  RunError if the source cannot be read; if all of it is less than a sequence or `MIN_TOKENS`; if the
+             tokenizer gives tokens that the model does not have.
     """
     assert num_tokens > 0 and sequence_length > 0, f"{num_tokens} tokens in sequences of {sequence_length}"
     documents = open_documents(source, field)
     wanted = -(-num_tokens // sequence_length)
-    found = _Found.take(documents.parts, text, wanted, sequence_length)
-    if len(found.sequences) < wanted and len(documents.parts) > 1:
-        found = _Found.take((chain(*documents.parts),), text, wanted, sequence_length)
-    notes = () if len(found.sequences) == wanted else (_shortage(documents, found, num_tokens, sequence_length),)
-    return _tokens(documents.name, found.sequences, notes)
+    cut = _CutText.of(documents.parts, text, wanted, sequence_length)
+    if len(cut.sequences) < wanted and len(documents.parts) > 1:
+        cut = _CutText.of((chain(*documents.parts),), text, wanted, sequence_length)
+    notes = () if len(cut.sequences) == wanted else (_shortage(documents, cut, num_tokens, sequence_length),)
+    return _tokens(documents.name, cut.sequences, notes)
 
 
 def unseen_tokens(text: Text, num_tokens: int, sequence_length: int) -> Tokens:
-    """At least `num_tokens` tokens of the sample from its end, in whole sequences: text that no profile of few sees.
+    """Returns at least `num_tokens` tokens from the end of the sample, which profiles of few tokens do not read.
 
-    Meaning: all sequences of the sample in the order in which `read_tokens` takes them; the last ceil(num_tokens / S).
+    Meaning: the last ceil(num_tokens / S) sequences of the sample, in the order in which `read_tokens` reads it.
     Raises:  RunError as `read_tokens`.
     """
     documents = open_documents(None, None)
     wanted = -(-num_tokens // sequence_length)
-    found = _Found.take(documents.parts, text, None, sequence_length)
-    notes = () if len(found.sequences) >= wanted else (_shortage(documents, found, num_tokens, sequence_length),)
-    return _tokens(f"the end of {documents.name}", found.sequences[-wanted:], notes)
+    cut = _CutText.of(documents.parts, text, None, sequence_length)
+    notes = () if len(cut.sequences) >= wanted else (_shortage(documents, cut, num_tokens, sequence_length),)
+    return _tokens(f"the end of {documents.name}", cut.sequences[-wanted:], notes)
 
 
 def num_held_out(num_sequences: int) -> int:
-    """How many of the sequences, the last ones, are kept for checking: a fifth, at least one if there are two."""
+    """Returns how many sequences, from the end, are held out for checks: a fifth, at least one if there are two."""
     return max(num_sequences // HELD_OUT_SHARE, 1) if num_sequences > 1 else 0
 
 
-def _tokens(name: str, found: list[NDArray[np.int32]], notes: tuple[str, ...]) -> Tokens:
-    sequences = np.stack(found)  # [N, S]
+def _tokens(name: str, rows: list[NDArray[np.int32]], notes: tuple[str, ...]) -> Tokens:
+    sequences = np.stack(rows)  # [N, S]
     return Tokens(name, sequences, hashlib.sha256(sequences.astype("<i4").tobytes()).hexdigest(), notes)
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """The sequences taken, int32 [S] each, and the tokens of all that was read to its end."""
+class _CutText:
+    """Sequences cut from a text, int32 [S] each, and the number of all tokens that were read to make them."""
 
     sequences: list[NDArray[np.int32]]
     num_tokens: int
 
     @classmethod
-    def take(cls, parts: tuple[Iterable[Piece], ...], text: Text, wanted: int | None, sequence_length: int) -> "_Found":
+    def of(cls, parts: tuple[Iterable[Piece], ...], text: Text, wanted: int | None, sequence_length: int) -> "_CutText":
+        """Cuts as many sequences as wanted, None for all, from each part in turn."""
         cutters = [_Cutter(_token_ids(part, text), sequence_length) for part in parts]
         sequences = list(islice(_in_turn(cutters), wanted))
         num_tokens = len(sequences) * sequence_length + sum(len(cutter.left) for cutter in cutters)
@@ -421,7 +420,7 @@ class _Found:
 
 
 class _Cutter:
-    """Cuts a stream of tokens into sequences; `left` are those that no sequence holds yet."""
+    """Cuts a stream of tokens into sequences; `left` are the tokens read that are not in one yet."""
 
     def __init__(self, ids: Iterator[NDArray[np.int32]], sequence_length: int) -> None:
         self.left = np.empty(0, np.int32)
@@ -429,7 +428,7 @@ class _Cutter:
         self._sequence_length = sequence_length
 
     def next(self) -> NDArray[np.int32] | None:
-        """The next whole sequence, or None if the stream ends before."""
+        """Returns the next whole sequence, or None if the stream ends before."""
         while len(self.left) < self._sequence_length:
             more = next(self._ids, None)
             if more is None:
@@ -440,7 +439,7 @@ class _Cutter:
 
 
 def _in_turn(cutters: Iterable[_Cutter]) -> Iterator[NDArray[np.int32]]:
-    """A sequence of each in turn; one that has no more drops out."""
+    """Yields a sequence of each cutter in turn until all have ended."""
     turn = deque(cutters)
     while turn:
         cutter = turn.popleft()
@@ -456,27 +455,27 @@ def _token_ids(pieces: Iterable[Piece], text: Text) -> Iterator[NDArray[np.int32
         ids = np.array(text.encode(piece.text, special_tokens=piece.begins), np.int64)
         if ids.size and ids.max() >= vocab_size:
             raise RunError(
-                f"tokenizer.json: makes token {ids.max():,}, expected less than config.json's vocab_size "
-                f"{vocab_size:,}; take the tokenizer that belongs to this model"
+                f"tokenizer.json: gives token {ids.max():,}, expected less than config.json's vocab_size "
+                f"{vocab_size:,}; use the tokenizer of this model"
             )
         yield ids.astype(np.int32)
 
 
-def _shortage(documents: Documents, found: _Found, num_tokens: int, sequence_length: int) -> str:
-    """The note that a source has less than was asked for.
+def _shortage(documents: Documents, cut: _CutText, num_tokens: int, sequence_length: int) -> str:
+    """Returns the note that a source has fewer tokens than the user asked for.
 
     Raises:  RunError if it has too little to measure anything.
     """
     place, least = documents.place, max(sequence_length, MIN_TOKENS)
-    if not found.num_tokens:
-        raise RunError(f"{place}: found no text; give some")
-    if found.num_tokens < least:
+    if not cut.num_tokens:
+        raise RunError(f"{place}: found no text; give a source with text")
+    if cut.num_tokens < least:
         raise RunError(
-            f"{place}: found {found.num_tokens:,} tokens, expected at least {least:,} "
-            f"(sequences have {sequence_length:,}); give more text"
+            f"{place}: found {cut.num_tokens:,} tokens, expected at least {least:,} "
+            f"(a sequence has {sequence_length:,}); give more text"
         )
-    num_used = len(found.sequences) * sequence_length
+    num_used = len(cut.sequences) * sequence_length
     return (
-        f"{place}: found {found.num_tokens:,} tokens, --tokens asks for {num_tokens:,}; "
-        f"the {num_used:,} of its whole sequences are used"
+        f"{place}: found {cut.num_tokens:,} tokens, --tokens asks for {num_tokens:,}; "
+        f"the {num_used:,} tokens of its whole sequences are used"
     )

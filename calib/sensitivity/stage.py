@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_pack.calib.forward import (
     CHUNK_TOKENS,
-    MAX_HELD_BYTES,
+    MAX_MEMORY_BYTES,
     Array,
     KeptInputs,
     LayerStates,
@@ -69,7 +69,7 @@ _TRIED_TOKENS = 512
 _HEAD_TOKENS = 256  # on which a rounded head is judged
 CHANGES_BYTES = 128 << 20  # of changed outputs at once
 DELTA_BYTES = 128 << 20  # of new copies' changes in memory
-ARRAY_BYTES = MAX_HELD_BYTES - CHANGES_BYTES - DELTA_BYTES  # of a layer's arrays: they grow with the copies
+ARRAY_BYTES = MAX_MEMORY_BYTES - CHANGES_BYTES - DELTA_BYTES  # of a layer's arrays: they grow with the copies
 _CHANGES_COST = 11  # `output_changes` multiplies about as much as this many runs of the expert
 
 
@@ -192,7 +192,7 @@ class SensitivityPass:
     def _room_for_deltas(self, number: int) -> list[Tensor]:
         """Zeros float32 [copied tokens, d], so many of them; in mapped files where they would take much memory."""
         mapped = 4 * number * self.num_copy_tokens * self.spec.hidden_size > DELTA_BYTES
-        return [self.states.room(f"delta-{i}", self.num_copy_tokens, mapped).zero_() for i in range(number)]
+        return [self.states.allocate(f"delta-{i}", self.num_copy_tokens, mapped).zero_() for i in range(number)]
 
     def leave(self, layer: int) -> None:
         """Ends the layer last measured: what `layer` returned is safe."""

@@ -85,7 +85,7 @@ def test_a_kind_that_profiles_have_not_is_refused(tmp_path: Path) -> None:
             save_file({name: torch.zeros(2, dtype=dtype)}, path)
             with pytest.raises(PackError) as refused:
                 read_all_arrays(path)
-            assert str(refused.value) == f"x.safetensors: tensor 'a' is {kind}, which no profile has"
+            assert str(refused.value) == f"x.safetensors: tensor 'a' is {kind}, a dtype that profiles do not use"
 
 
 def test_a_missing_and_a_cut_file_are_refused(tmp_path: Path) -> None:

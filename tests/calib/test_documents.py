@@ -168,15 +168,15 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.txt")
-    assert said(tmp_path / "a.txt") == f"--data {tmp_path / 'a.txt'}: is no regular file, expected {KINDS}"
+    assert said(tmp_path / "a.txt") == f"--data {tmp_path / 'a.txt'}: is not a regular file, expected {KINDS}"
 
 
 def test_a_field_of_what_has_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("A")
     assert said(tmp_path / "a.txt", "body") == (
-        f"--field body: {tmp_path / 'a.txt'} is plain text without fields; leave --field out"
+        f"--field body: {tmp_path / 'a.txt'} is plain text without fields; remove --field"
     )
-    with pytest.raises(RunError, match=r"^--field text: the sample is plain text without fields; leave --field out$"):
+    with pytest.raises(RunError, match=r"^--field text: the sample is plain text without fields; remove --field$"):
         open_documents(None, "text")
 
 
@@ -212,16 +212,17 @@ def test_a_json_line_that_is_unfit_is_refused_by_its_number(tmp_path: Path) -> N
                 "not valid JSON (Expecting value, column 2); expected one object on each line",
             ),
             (b'["A"]', "found ['A'], expected one object on each line"),
-            (b'{"body": "A", "n": 1}', "has no field 'text', found 'body', 'n'; name the text's with --field"),
-            (b"{}", "has no field 'text', found none; name the text's with --field"),
-            (b'{"text": null}', "field 'text' is None, expected text; name the text's with --field"),
+            (b'{"body": "A", "n": 1}', "has no field 'text', found 'body', 'n'; name the text field with --field"),
+            (b"{}", "has no field 'text', found none; name the text field with --field"),
+            (b'{"text": null}', "field 'text' is None, expected text; name the text field with --field"),
             (
                 b'{"text": ["A sentence of more than a line", 12345]}',
-                "field 'text' is ['A sentence of more than a line', 1234…, expected text; name the text's with --field",
+                "field 'text' is ['A sentence of more than a line', 1234…, expected text; "
+                "name the text field with --field",
             ),
             (
                 b'{"text": "A \\ud83d B"}',
-                r"field 'text' holds '\ud83d' at character 2, expected whole characters; remove it",
+                r"field 'text' contains '\ud83d' at character 2, expected whole characters; remove it",
             ),
         ]
     ):
@@ -245,18 +246,19 @@ def test_a_line_may_have_a_certain_length(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(documents, "MAX_LINE_BYTES", 18)
     assert texts(path) == ["12345"]
     monkeypatch.setattr(documents, "MAX_LINE_BYTES", 17)
-    assert said(path) == f"{path}: line 1: more than 17 bytes; break the document into several lines"
+    assert said(path) == f"{path}: line 1: longer than 17 bytes; split the document into several lines"
 
 
 def test_a_parquet_file_that_is_unfit_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     assert (
-        said(table(path, {"body": ["A"]})) == f"{path}: has no field 'text', found 'body'; name the text's with --field"
+        said(table(path, {"body": ["A"]}))
+        == f"{path}: has no field 'text', found 'body'; name the text field with --field"
     )
     many = table(path, {f"column{n:02}": ["A"] for n in range(11)})
-    assert said(many).endswith("'column08', 'column09', …; name the text's with --field")
+    assert said(many).endswith("'column08', 'column09', …; name the text field with --field")
     assert said(table(path, {"text": ["A", None]})) == (
-        f"{path}: row 2: field 'text' is None, expected text; name the text's with --field"
+        f"{path}: row 2: field 'text' is None, expected text; name the text field with --field"
     )
     path.write_bytes(b"no parquet at all")
     assert said(path).startswith(f"{path}: pyarrow cannot read it (Parquet magic bytes not found in footer")
@@ -284,20 +286,20 @@ def test_a_folder_of_files_is_read_by_datasets(kind: str, tmp_path: Path) -> Non
     assert texts(f"{folder}::test") == ["Three."]
     assert texts(f"{folder}:default:test") == ["Three."]
     place = f"--data {folder}"
-    assert said(folder, "body") == f"{place}: has no field 'body', found 'text', 'n'; name the text's with --field"
-    assert said(folder, "n") == f"{place}: row 1: field 'n' is 1, expected text; name the text's with --field"
+    assert said(folder, "body") == f"{place}: has no field 'body', found 'text', 'n'; name the text field with --field"
+    assert said(folder, "n") == f"{place}: row 1: field 'n' is 1, expected text; name the text field with --field"
     assert re.fullmatch(
-        rf"{place}::dev; reading it as a data set failed \(Bad split: dev. Available splits: .*\)",
+        rf"{place}::dev: reading it as a data set failed \(Bad split: dev. Available splits: .*\)",
         said(f"{folder}::dev"),
     )
     assert said(f"{folder}:other").startswith(
-        f"{place}:other; reading it as a data set failed (BuilderConfig 'other' not found."
+        f"{place}:other: reading it as a data set failed (BuilderConfig 'other' not found."
     )
 
 
 def test_a_folder_that_holds_no_data_is_refused(tmp_path: Path) -> None:
     assert said(tmp_path) == (
-        f"--data {tmp_path}; reading it as a data set failed "
+        f"--data {tmp_path}: reading it as a data set failed "
         f"(The directory at {tmp_path} doesn't contain any data files)"
     )
 
@@ -315,8 +317,8 @@ def test_a_saved_data_set_is_read(saved: Any, tmp_path: Path) -> None:
     saved.save_to_disk(folder)
     assert texts(folder) == texts(f"{folder}:") == ["One.", "Two."]
     place = f"--data {folder}"
-    assert said(folder, "n") == f"{place}: row 1: field 'n' is 1, expected text; name the text's with --field"
-    assert said(folder, "body") == f"{place}: has no field 'body', found 'text', 'n'; name the text's with --field"
+    assert said(folder, "n") == f"{place}: row 1: field 'n' is 1, expected text; name the text field with --field"
+    assert said(folder, "body") == f"{place}: has no field 'body', found 'text', 'n'; name the text field with --field"
     assert said(f"{folder}::train") == f"{place}::train: has no split 'train', found no splits; write {folder}"
     assert said(f"{folder}:default") == (
         f"{place}:default: a saved data set has no configurations; write {folder}::SPLIT"
@@ -340,7 +342,7 @@ def test_a_saved_data_set_of_several_splits_is_read(saved: Any, tmp_path: Path) 
 def test_a_state_of_something_else_is_refused(state: str, tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(state)
     (tmp_path / "dataset_info.json").write_text("{}")
-    assert said(tmp_path).startswith(f"--data {tmp_path}; reading it as a data set failed (")
+    assert said(tmp_path).startswith(f"--data {tmp_path}: reading it as a data set failed (")
 
 
 @pytest.mark.parametrize("name", ["someone/some-text", "some-text", "some-text:config:test"])
@@ -355,8 +357,10 @@ def test_without_the_packages_one_line_says_what_to_install(tmp_path: Path, monk
     path = table(tmp_path / "a.parquet", {"text": ["A"]})
     for package in ("datasets", "pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
-    install = "pip install 'moe-pack[convert]'"
-    assert said("some-text") == f"--data some-text: no such file or folder; to read data sets, {install}"
-    assert said(tmp_path) == f"--data {tmp_path}; to read data sets, {install}"
-    assert said(path) == f"--data {path}: takes the package pyarrow to read; {install}"
+    install = "run pip install 'moe-pack[convert]'"
+    assert (
+        said("some-text") == f"--data some-text: no such file or folder; data sets need the package datasets; {install}"
+    )
+    assert said(tmp_path) == f"--data {tmp_path}: data sets need the package datasets; {install}"
+    assert said(path) == f"--data {path}: Parquet files need the package pyarrow; {install}"
     assert texts(lines(tmp_path / "a.jsonl", *TWO)) == ["One.", "Two."]

@@ -105,7 +105,7 @@ FAULTS: list[tuple[Change, str]] = [
     (lambda held: held.update(inputs=held["inputs"][:-1]), "tensor 'inputs' is BF16 [17, 16], expected BF16 [18, 16]"),
     (
         lambda held: held.update(experts=held["experts"].to(torch.int16).fill_(E).view(torch.uint16)),
-        "tensor 'experts' names expert 5, expected less than 5; profile the model anew",
+        "tensor 'experts' names expert 5, expected less than 5; profile the model again",
     ),
 ]
 

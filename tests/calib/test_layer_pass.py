@@ -12,7 +12,7 @@ from families import TINY, Tiny, write
 from models import TinyMixtral
 from torch import Tensor
 
-from moe_pack.calib.forward import MAX_HELD_BYTES, LayerStates, LayerTokens, LayerwiseWeights, Sequences
+from moe_pack.calib.forward import MAX_MEMORY_BYTES, LayerStates, LayerTokens, LayerwiseWeights, Sequences
 from moe_pack.formats import ModelSpec, Selector
 from moe_pack.formats.families import Checkpoint
 from moe_pack.runtime.model import (
@@ -52,10 +52,10 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return CheckpointWeights(Checkpoint(source))
 
 
-def states_of(weights: Weights, folder: Path, held_bytes: int = MAX_HELD_BYTES) -> LayerStates:
+def states_of(weights: Weights, folder: Path, memory_bytes: int = MAX_MEMORY_BYTES) -> LayerStates:
     ids = sequences()
     folder.mkdir(exist_ok=True)
-    return LayerStates(weights, lambda number: embed(ids[number], weights), N, S, folder, CPU, held_bytes)
+    return LayerStates(weights, lambda number: embed(ids[number], weights), N, S, folder, CPU, memory_bytes)
 
 
 def run_layer(states: LayerStates, weights: Weights, layer: int, tokens: LayerTokens) -> None:

@@ -187,7 +187,7 @@ def test_an_unfinished_profile_of_another_text_is_refused(smallest: Path, tmp_pa
     folder = tmp_path / "profile"
     with pytest.raises(StoppedError):
         profiled(smallest, folder, TOKENS, progress=Recorder(3))
-    with pytest.raises(ConversionError, match="holds an unfinished profile of another model, text or options"):
+    with pytest.raises(ConversionError, match="contains an unfinished profile of another model, text or options"):
         profiled(smallest, folder, random_tokens(3, 8, VOCAB, seed=1))
 
 

@@ -56,7 +56,7 @@ def test_a_sealed_folder_holds_results_only(tmp_path: Path) -> None:
 
 def test_a_second_writer_is_refused_until_the_first_is_closed(tmp_path: Path) -> None:
     store = ProfileStore(tmp_path, "one")
-    assert refusal(tmp_path) == f"{tmp_path}: another profile is being written here; wait for it, or stop it"
+    assert refusal(tmp_path) == f"{tmp_path}: another process is writing a profile here; wait for it, or stop it"
     store.close()
     ProfileStore(tmp_path, "one").close()
 
@@ -74,7 +74,7 @@ def test_another_process_is_refused_until_the_first_has_died(tmp_path: Path) -> 
     child = context.Process(target=hold, args=(tmp_path, ready, done))
     child.start()
     assert ready.wait(30)
-    assert refusal(tmp_path) == f"{tmp_path}: another profile is being written here; wait for it, or stop it"
+    assert refusal(tmp_path) == f"{tmp_path}: another process is writing a profile here; wait for it, or stop it"
     done.set()
     child.join(30)
     ProfileStore(tmp_path, "one").close()
@@ -87,7 +87,7 @@ def test_an_unfinished_profile_is_gone_on_with_by_the_same_options_only(tmp_path
     store.close()
     before = folder_bytes(tmp_path)
     assert refusal(tmp_path, "other") == (
-        f"{tmp_path}: holds an unfinished profile of another model, text or options; "
+        f"{tmp_path}: contains an unfinished profile of another model, text or options; "
         "repeat that command, or remove the folder"
     )
     store = ProfileStore(tmp_path, "one")
@@ -101,14 +101,14 @@ def test_a_folder_that_holds_something_else_is_refused_and_left_alone(name: str,
     (tmp_path / name).write_bytes(b"mine")
     (tmp_path / "zoo").mkdir()
     before = folder_bytes(tmp_path)
-    assert refusal(tmp_path) == f"{tmp_path}: holds {name!r}; give a new or empty folder for the profile"
+    assert refusal(tmp_path) == f"{tmp_path}: contains {name!r}; give a new or empty folder for the profile"
     assert folder_bytes(tmp_path) == before
 
 
 def test_a_folder_that_holds_somebodys_folder_called_work_is_refused(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.tex").write_bytes(b"mine")
-    assert refusal(tmp_path) == f"{tmp_path}: holds 'work'; give a new or empty folder for the profile"
+    assert refusal(tmp_path) == f"{tmp_path}: contains 'work'; give a new or empty folder for the profile"
     assert (tmp_path / "work" / "thesis.tex").read_bytes() == b"mine"
 
 
@@ -138,6 +138,6 @@ def test_a_file_that_cannot_be_written_is_refused_with_what_to_do(tmp_path: Path
     with pytest.raises(ConversionError) as refused:
         store.write("x.safetensors", {})
     assert str(refused.value) == (
-        f"{tmp_path}: writing x.safetensors failed (Is a directory); mend that, then run the same command again"
+        f"{tmp_path}: writing x.safetensors failed (Is a directory); fix this, then run the same command again"
     )
     store.close()

@@ -140,7 +140,7 @@ def test_the_sample_is_read_in_order_where_its_parts_are_too_short(text: Text, c
     assert tokens.sequences.tolist() == [joined[start : start + 50_000] for start in (0, 50_000, 100_000)]
     assert tokens.notes == (
         f"the sample: found {len(joined):,} tokens, --tokens asks for 1,000,000,000; "
-        "the 150,000 of its whole sequences are used",
+        "the 150,000 tokens of its whole sequences are used",
     )
 
 
@@ -149,7 +149,8 @@ def test_less_text_than_was_asked_for_is_used_and_noted(text: Text, tmp_path: Pa
     tokens = read_tokens(source, None, text, 16_384, 500)
     assert tokens.sequences.shape == (2, 500)
     assert tokens.notes == (
-        f"--data {source}: found 1,204 tokens, --tokens asks for 16,384; the 1,000 of its whole sequences are used",
+        f"--data {source}: found 1,204 tokens, --tokens asks for 16,384; "
+        "the 1,000 tokens of its whole sequences are used",
     )
     assert read_tokens(source, None, text, 1000, 500).notes == ()
 
@@ -159,7 +160,7 @@ def test_less_than_256_tokens_are_refused(text: Text, tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
         read_tokens(source, None, text, 16_384, 100)
     assert str(caught.value) == (
-        f"--data {source}: found 254 tokens, expected at least 256 (sequences have 100); give more text"
+        f"--data {source}: found 254 tokens, expected at least 256 (a sequence has 100); give more text"
     )
     assert len(read_tokens(of_two_tokens(tmp_path, 128), None, text, 16_384, 100).sequences) == 2
 
@@ -169,7 +170,7 @@ def test_less_than_a_sequence_is_refused(text: Text, tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
         read_tokens(source, None, text, 1, 4096)
     assert str(caught.value) == (
-        f"--data {source}: found 4,094 tokens, expected at least 4,096 (sequences have 4,096); give more text"
+        f"--data {source}: found 4,094 tokens, expected at least 4,096 (a sequence has 4,096); give more text"
     )
     assert len(read_tokens(of_two_tokens(tmp_path, 2048), None, text, 16_384, 4096).sequences) == 1
 
@@ -177,7 +178,7 @@ def test_less_than_a_sequence_is_refused(text: Text, tmp_path: Path) -> None:
 @pytest.mark.parametrize("blank", ["", " \n\n\t"])
 def test_a_source_without_text_is_refused(blank: str, text: Text, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(blank)
-    with pytest.raises(RunError, match=rf"^--data {tmp_path}/a\.txt: found no text; give some$"):
+    with pytest.raises(RunError, match=rf"^--data {tmp_path}/a\.txt: found no text; give a source with text$"):
         read_tokens(str(tmp_path / "a.txt"), None, text, 256, 256)
 
 
@@ -191,8 +192,8 @@ def test_a_token_that_the_model_has_no_row_for_is_refused(text: Text, tmp_path: 
     with pytest.raises(RunError) as caught:
         read_tokens(source, None, Text(FolderFiles(folder)), 8, 4)
     assert str(caught.value) == (
-        f"tokenizer.json: makes token {letter:,}, expected less than config.json's vocab_size {letter:,}; "
-        "take the tokenizer that belongs to this model"
+        f"tokenizer.json: gives token {letter:,}, expected less than config.json's vocab_size {letter:,}; "
+        "use the tokenizer of this model"
     )
     (folder / "config.json").write_text(json.dumps({"vocab_size": letter + 1}))
     assert len(read_tokens(source, None, Text(FolderFiles(folder)), 8, 4).sequences) == 2
