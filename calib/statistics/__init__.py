@@ -1,4 +1,4 @@
-"""What routers and neurons do on text."""
+"""Statistics of routers and neurons on text, and predictors learned from it."""
 
 from moe_pack.calib.statistics.paths import (
     COVERED_PERCENTS,

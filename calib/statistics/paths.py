@@ -1,11 +1,11 @@
-"""What calibration learns of the paths that tokens take, how well it foretells, and how paths spread.
+"""Path statistics: learned from the routes of calibration text, and judged on held-out text.
 
-What answers is `moe_pack.runtime.PathStatistics`. Here T counts tokens, L MoE layers, E experts a layer, k experts a
-token; a *choice* is one expert of one token. The file of a profile that holds the arrays is its writer's affair.
+`moe_pack.runtime.offload.PathStatistics` uses them to predict experts. Here T counts tokens, L MoE layers, E experts a
+layer, k experts a token; a *choice* is one expert of one token.
 
-Source:  EdgeMoE (2308.14352) §III-C1. Its dictionary holds probabilities for pairs of layers, one expert a token; with
-         k > 1 most sets of experts are seen once, so a key must be seen PATH_MIN_SEEN times, and two rougher stages
-         follow.
+Source:  EdgeMoE (2308.14352) §III-C1. Its dictionary has probabilities for pairs of layers, with one expert a token.
+         With k > 1 most sets of experts are seen once. So a key must be seen PATH_MIN_SEEN times, and two rougher
+         levels follow (`BackoffLevel`).
 """
 
 from collections.abc import Collection
@@ -22,14 +22,18 @@ from moe_pack.runtime.offload.paths import PATH_MEMORY, PATH_MIN_SEEN, BackoffLe
 
 Array = NDArray[Any]
 
-ACCUMULATED_EXPERTS = 16  # as far as EdgeMoE's Fig. 8 could be read for models of many experts
+ACCUMULATED_EXPERTS = 16  # as far as EdgeMoE's Fig. 8 can be read for models of many experts
 COVERED_PERCENTS = (1, 5, 10, 20, 50)  # of the distinct paths, most frequent first
 _CHUNK_TOKENS = 4096  # predicted at once in `evaluate`: bounds its memory to some [4096, E] arrays
 
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """Exact keys: `keys` [K, w], each seen `seen` times; `lengths` of them follow in `experts` and `counts`."""
+    """The exact keys of a layer and the experts that followed each.
+
+    `keys` [K, w]; `seen` [K]: how often; `lengths` [K]: how many entries of `experts` and `counts` belong to each key,
+    one key's after the other's.
+    """
 
     keys: NDArray[np.uint16]
     seen: NDArray[np.int64]
@@ -38,7 +42,7 @@ class _Keys:
     counts: NDArray[np.int64]
 
     def only(self, kept: NDArray[np.bool_]) -> "_Keys":
-        """Those of a mask [K]."""
+        """Returns the keys of a mask [K]."""
         entries = np.repeat(kept, self.lengths)
         return _Keys(self.keys[kept], self.seen[kept], self.lengths[kept], self.experts[entries], self.counts[entries])
 
@@ -46,15 +50,15 @@ class _Keys:
 def learn_paths(
     routes: Routes, num_experts: int, size_bytes: int, first_layers: Collection[int] = (0,)
 ) -> PathStatistics:
-    """The statistics of calibration routes that take at most `size_bytes`, as `num_bytes` counts them.
+    """Returns the statistics of calibration routes, in at most `size_bytes` as `num_bytes` counts them.
 
-    Tables and popularity are always kept: 4 L E + about 2 L E² counts bytes, even where they alone exceed the size.
-    What room they leave goes to exact keys, most seen first (equals: earlier layer, then lower key), up to the first
-    that does not fit.
+    Tables and popularity are always kept: 4 L E + about 2 L E² counts bytes, even if they alone exceed the size. The
+    remaining bytes go to exact keys, most seen first (of equals the earlier layer, then the lower key), up to the first
+    key that does not fit.
 
-    Args:    routes: [T, L, k], what the router chose; the order within a token's k does not matter.
-             first_layers: those that begin a stack. No path crosses into one, since its tokens are others: there are no
-             keys, and counts are 0.
+    Args:    routes: [T, L, k], the router's choices; the order within a token's k does not matter.
+             first_layers: those that begin a stack. No path enters one from before, because its tokens are different:
+             it has no keys, and its counts are 0.
     """
     ordered = as_sets(routes, num_experts)
     T, L, k = ordered.shape
@@ -62,10 +66,10 @@ def learn_paths(
     count = np.dtype("<u2" if T < 2**16 else "<u4")
     popularity = count_tokens(ordered, num_experts).astype("<u4")
     after_one, after_two = (_learn_table(ordered, back, num_experts, count, known) for back in (1, 2))
-    found = [_learn_keys(ordered, l, num_experts, is_whole=known[l] == min(l, PATH_MEMORY)) for l in range(1, L)]
+    keys = [_learn_keys(ordered, l, num_experts, is_whole=known[l] == min(l, PATH_MEMORY)) for l in range(1, L)]
     tables_bytes = popularity.nbytes + after_one.nbytes + after_two.nbytes
     starts_bytes = 4 * (L + 1) + 4
-    kept = _prune(found, size_bytes - tables_bytes - starts_bytes, count.itemsize)
+    kept = _prune(keys, size_bytes - tables_bytes - starts_bytes, count.itemsize)
     return PathStatistics(
         popularity=popularity,
         after_one=after_one,
@@ -81,7 +85,7 @@ def learn_paths(
 
 
 def _num_known(num_layers: int, first_layers: Collection[int]) -> list[int]:
-    """How many layers before each tell of its choices: those of its stack, at most PATH_MEMORY."""
+    """Returns how many layers before each are known: those of its stack, at most PATH_MEMORY."""
     begins = [max(first for first in first_layers if first <= l) for l in range(num_layers)]
     return [min(l - begin, PATH_MEMORY) for l, begin in enumerate(begins)]
 
@@ -98,16 +102,18 @@ def _learn_table(
 
 
 def _learn_keys(ordered: NDArray[np.uint16], l: int, num_experts: int, is_whole: bool) -> _Keys:
-    """What layer `l` chose after each key that was seen PATH_MIN_SEEN times or more, keys ascending.
+    """Returns the choices of layer `l` after each key that was seen PATH_MIN_SEEN times or more, keys ascending.
 
-    Args:    is_whole: all layers of a key are of its stack; else there is none.
+    Args:    is_whole: whether all layers of a key are of its stack; if not, there are no keys.
     """
     T = len(ordered)
     rows = ordered[:, max(l - PATH_MEMORY, 0) : l].reshape(T, -1)  # [T, p, k] -> [T, p k]
-    _, firsts, places, seen = np.unique(rows_as_keys(rows), return_index=True, return_inverse=True, return_counts=True)
+    _, firsts, key_numbers, seen = np.unique(
+        rows_as_keys(rows), return_index=True, return_inverse=True, return_counts=True
+    )
     often = (seen >= PATH_MIN_SEEN) & is_whole
     numbers = np.cumsum(often) - 1  # of the keys that stay
-    of_token = places.reshape(T)
+    of_token = key_numbers.reshape(T)
     stays = often[of_token]
     cells, counts = np.unique(
         numbers[of_token[stays], None] * num_experts + ordered[stays, l], return_counts=True
@@ -117,21 +123,21 @@ def _learn_keys(ordered: NDArray[np.uint16], l: int, num_experts: int, is_whole:
     return _Keys(rows[firsts[often]], seen[often], lengths, experts, counts)
 
 
-def _prune(found: list[_Keys], room_bytes: int, count_bytes: int) -> list[_Keys]:
-    """The keys that fit, most seen first, in their old order."""
-    if not found:
+def _prune(layers: list[_Keys], free_bytes: int, count_bytes: int) -> list[_Keys]:
+    """Returns the keys of each layer that fit into the free bytes, most seen first; their order stays."""
+    if not layers:
         return []
-    seen = np.concatenate([layer.seen for layer in found])
-    costs = np.concatenate([_key_bytes(layer, count_bytes) for layer in found])
+    seen = np.concatenate([layer.seen for layer in layers])
+    costs = np.concatenate([_key_bytes(layer, count_bytes) for layer in layers])
     order = np.argsort(-seen, kind="stable")
     kept = np.zeros(len(seen), bool)
-    kept[order[np.cumsum(costs[order]) <= room_bytes]] = True
-    ends = np.cumsum([0, *(len(layer.keys) for layer in found)])
-    return [layer.only(kept[a:b]) for layer, (a, b) in zip(found, pairwise(ends), strict=True)]
+    kept[order[np.cumsum(costs[order]) <= free_bytes]] = True
+    ends = np.cumsum([0, *(len(layer.keys) for layer in layers)])
+    return [layer.only(kept[a:b]) for layer, (a, b) in zip(layers, pairwise(ends), strict=True)]
 
 
 def _key_bytes(layer: _Keys, count_bytes: int) -> NDArray[np.int64]:
-    """Stored bytes of each key: its experts, times seen and start; its successors and their counts."""
+    """Returns the stored bytes of each key: its experts, count and start, then its successors and their counts."""
     costs: NDArray[np.int64] = 2 * layer.keys.shape[1] + count_bytes + 4 + layer.lengths * (2 + count_bytes)
     return costs
 
@@ -146,10 +152,11 @@ def _joined(parts: list[NDArray[np.int64]], dtype: np.dtype[Any]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class LayerRecall:
-    """How well one layer's experts were foretold.
+    """How well one layer's experts were predicted.
 
-    `recall`: share of the truly chosen experts among the n ranked first; `recall_doubled`: among the first 2n.
-    `stage_share`: share of the tokens each Stage answered; `stage_recall`: recall among those, None where none.
+    `recall`: share of the chosen experts that is among the n ranked first; `recall_doubled`: among the first 2n.
+    `stage_share`: share of the tokens that each `BackoffLevel` predicted; `stage_recall`: recall among those, None if
+    there are none.
     """
 
     recall: float
@@ -161,9 +168,10 @@ class LayerRecall:
 def evaluate(
     statistics: PathStatistics, routes: Routes, num_predicted: int, first_layers: Collection[int] = (0,)
 ) -> tuple[LayerRecall, ...]:
-    """For each MoE layer, how much of what was chosen lay among the `num_predicted` experts ranked first.
+    """Returns the recall of predicting `num_predicted` experts, for each MoE layer.
 
-    Args:    routes: [T, L, k], of held-out text: on calibration's own the figures flatter.   first_layers: of stacks.
+    Args:    routes: [T, L, k], of held-out text: on the calibration text the figures would be too good.
+             first_layers: those that begin a stack.
     """
     assert num_predicted >= 1, "nothing predicted recalls nothing"
     ordered = as_sets(routes, statistics.popularity.shape[1])
@@ -174,10 +182,10 @@ def evaluate(
 def _evaluate_layer(
     statistics: PathStatistics, ordered: Routes, l: int, num_known: int, num_predicted: int
 ) -> LayerRecall:
-    hits, stages = _hits(statistics, ordered, l, num_known, 2 * num_predicted)
+    hits, levels = _hits(statistics, ordered, l, num_known, 2 * num_predicted)
     k = ordered.shape[2]
     first = hits[:, min(num_predicted, hits.shape[1]) - 1]
-    answered = [stages == stage for stage in BackoffLevel]
+    answered = [levels == level for level in BackoffLevel]
     exact, factored, popularity = (float(first[mask].mean()) / k if mask.any() else None for mask in answered)
     share_exact, share_factored, share_popularity = (float(mask.mean()) for mask in answered)
     return LayerRecall(
@@ -191,29 +199,31 @@ def _evaluate_layer(
 def _hits(
     statistics: PathStatistics, ordered: Routes, l: int, num_known: int, num_predicted: int
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """How many of each token's experts lie among the first 1, 2, ... predicted, [T, n], n at most E; and the Stage.
+    """Returns how many of each token's experts are among the first 1, 2, ..., n predicted, and the `BackoffLevel`.
 
-    The prediction knows the experts at `num_known` layers before `l`, or as many as there are.
+    The prediction knows the experts of `num_known` layers before `l`, or of as many as there are.
+
+    Returns: int64 [T, n], n at most E; u8 [T].
     """
-    hits, stages = [], []
+    hits, levels = [], []
     for start in range(0, len(ordered), _CHUNK_TOKENS):
         tokens = ordered[start : start + _CHUNK_TOKENS]
-        probabilities, stage = statistics.predict(l, tokens[:, max(l - num_known, 0) : l])
+        probabilities, level = statistics.predict(l, tokens[:, max(l - num_known, 0) : l])
         chosen = np.zeros(probabilities.shape, bool)
         np.put_along_axis(chosen, tokens[:, l].astype(np.int64), True, axis=1)
         hits.append(np.take_along_axis(chosen, ranked(probabilities, num_predicted), axis=1).cumsum(axis=1))
-        stages.append(stage)
-    return np.concatenate(hits), np.concatenate(stages)
+        levels.append(level)
+    return np.concatenate(hits), np.concatenate(levels)
 
 
 def accumulated_frequency(
     statistics: PathStatistics, routes: Routes, first_layers: Collection[int] = (0,)
 ) -> NDArray[np.float64]:
-    """How much of each layer's choices falls on the n experts held likeliest, knowing 0, 1 or 2 layers before.
+    """Returns the share of each layer's choices that is among the n likeliest experts, knowing 0, 1 or 2 layers before.
 
-    Args:    routes: [T, L, k]; of calibration's own text this is what EdgeMoE shows, of held-out text what it is worth.
-             first_layers: of stacks.
-    Returns: [3, L, n] by how many layers are known (where fewer come before, those), n up to E, at most 16.
+    Args:    routes: [T, L, k]; of the calibration text as EdgeMoE shows it, of held-out text for its true value.
+             first_layers: those that begin a stack.
+    Returns: [3, L, n] by the number of known layers (all before, if they are fewer), n up to E, at most 16.
     Source:  EdgeMoE Fig. 8 (right).
     """
     ordered = as_sets(routes, statistics.popularity.shape[1])
@@ -242,25 +252,25 @@ class PathCoverage:
 
     @property
     def num_paths(self) -> int:
-        """Distinct paths."""
+        """The number of distinct paths."""
         return len(self.frequencies)
 
 
 def path_coverage(routes: Routes, num_experts: int, first_layers: Collection[int] = (0,)) -> tuple[PathCoverage, ...]:
-    """The spread over whole paths where a token has one expert, else over each three successive layers' sets.
+    """Returns the spread over whole paths if a token has one expert, else over the sets of each three layers.
 
-    Args:    routes: [T, L, k]; with k > 1 and fewer than three layers, all of them are one path.   first_layers: of
-             stacks, none of whose paths leads into another.
-    Source:  EdgeMoE Fig. 4, whose models have k = 1; of more experts whole paths would all be distinct.
+    Args:    routes: [T, L, k]; with k > 1 and fewer than three layers, all of them are one path.
+             first_layers: those that begin a stack; no path leads from one stack into another.
+    Source:  EdgeMoE Fig. 4, whose models have k = 1. With more experts, whole paths would all be distinct.
     """
     ordered = as_sets(routes, num_experts)
     T, L, k = ordered.shape
-    found = []
+    coverages = []
     for begin, end in pairwise([*sorted(first_layers), L]):
         length = end - begin if k == 1 else min(3, end - begin)
         windows = range(begin, end - length + 1)
-        found += [_cover(l, length, ordered[:, l : l + length].reshape(T, -1)) for l in windows]  # [T, length k]
-    return tuple(found)
+        coverages += [_cover(l, length, ordered[:, l : l + length].reshape(T, -1)) for l in windows]  # [T, length k]
+    return tuple(coverages)
 
 
 def _cover(first_layer: int, num_layers: int, paths: Routes) -> PathCoverage:

@@ -1,12 +1,12 @@
-"""How well calibration text covers the experts, and whether their popularity is more than chance.
+"""The statistics of a MoE layer on calibration text: which experts its router chooses, and which neurons run.
 
-Not how experts of successive layers hang together: that is `paths`. Here T counts tokens, L MoE layers, E experts a
-layer, k experts a token; a *choice* is one expert of one token, so that a layer has T k of them.
+`measure_layer` runs the routed experts of a layer and counts; `LayerStatistics` describes the arrays of its file.
+Coverage, popularity and co-activation follow from the routes in it: `measure_coverage` says which experts had too few
+tokens, `compare_popularity` whether the experts' popularity is more than chance. `paths` has the statistics of
+successive layers.
 
-The statistics stage: one pass over the model, one file a MoE layer. What was routed where, and which neurons run.
-
-The arrays of a layer's file are described at `LayerStatistics`. Path statistics, coverage and co-activation follow from
-the routes it holds.
+Here T counts tokens, L MoE layers, E experts a layer, k experts a token. A *choice* is one expert of one token; a layer
+has T k of them.
 """
 
 import math
@@ -39,15 +39,15 @@ from moe_pack.formats import CheckpointError, ModelSpec, PackError
 
 Routes = NDArray[np.integer[Any]]
 
-MIN_TOKENS = 64  # a count of n spreads by sqrt(n): of fewer than 64 an eighth of it and more is chance
+MIN_TOKENS = 64  # a count of n varies by sqrt(n): below 64 by an eighth of it or more
 WILSON_Z = 1.959963984540054  # 97.5% quantile of the normal distribution: a 95% interval
 MAX_EXPERTS = 2**16 - 1  # expert indices and their number are kept in 16 bits
 
 
 def as_sets(routes: Routes, num_experts: int) -> NDArray[np.uint16]:
-    """The routes with every token's experts in ascending order, so that equal sets are equal arrays.
+    """Returns the routes with every token's experts in ascending order, so that equal sets are equal arrays.
 
-    Args:    routes: [T, L, k], what a router gave: T, L and k at least 1, a token's k experts distinct.
+    Args:    routes: [T, L, k], T, L and k at least 1; a token's k experts are distinct.
     Returns: [T, L, k].
     """
     assert routes.ndim == 3 and routes.size > 0, f"routes are [T, L, k] and not empty, not {routes.shape}"
@@ -59,13 +59,13 @@ def as_sets(routes: Routes, num_experts: int) -> NDArray[np.uint16]:
 
 
 def count_tokens(routes: Routes, num_experts: int) -> NDArray[np.uint32]:
-    """How many tokens chose each expert: `[T, L, k]` gives `[L, E]`."""
+    """Returns how many tokens chose each expert: `[T, L, k]` gives `[L, E]`."""
     layers = [np.bincount(routes[:, l].ravel(), minlength=num_experts) for l in range(routes.shape[1])]
     return np.stack(layers).astype(np.uint32)
 
 
 def count_pairs(earlier: Routes, later: Routes, num_experts: int) -> NDArray[np.uint32]:
-    """`count[e', e]`: tokens that chose `e'` among `earlier` and `e` among `later`.
+    """Returns `count[e', e]`: how many tokens chose `e'` among `earlier` and `e` among `later`.
 
     Args:    earlier, later: [T, k], experts of the same tokens.
     Returns: [E, E].
@@ -76,7 +76,7 @@ def count_pairs(earlier: Routes, later: Routes, num_experts: int) -> NDArray[np.
 
 
 def coactivation(routes: Routes, num_experts: int) -> NDArray[np.uint32]:
-    """How many tokens chose both of two experts of a layer; the diagonal is how many chose the expert.
+    """Returns how many tokens chose both of two experts of a layer; on the diagonal, how many chose the expert.
 
     Args:    routes: [T, L, k].
     Returns: [L, E, E], symmetric.
@@ -87,10 +87,10 @@ def coactivation(routes: Routes, num_experts: int) -> NDArray[np.uint32]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coverage:
-    """How many calibration tokens each expert had: arrays `[L, E]`, and the experts too few reached, as (l, e).
+    """How many calibration tokens each expert had: arrays `[L, E]`, and the experts with too few, as (l, e).
 
-    `share` of the tokens chose the expert; `low` to `high` is its 95% interval. `unreached` had none; `scarce` had
-    some, but fewer than MIN_TOKENS: too few to trust their quantiles.
+    `share` of the tokens chose the expert; `low` to `high` is its 95% interval. `unreached` had no token; `scarce` had
+    some, but fewer than MIN_TOKENS, which is too few to trust their quantiles.
     """
 
     num_tokens: int
@@ -103,10 +103,10 @@ class Coverage:
 
 
 def measure_coverage(routes: Routes, num_experts: int) -> Coverage:
-    """The coverage of every expert by the tokens of `routes` `[T, L, k]`.
+    """Returns the coverage of every expert by the tokens of `routes` `[T, L, k]`.
 
-    Source:  Wilson, JASA 22 (1927). The interval takes tokens as independent; those of one text are not quite, so
-             that it is narrower than the truth.
+    Source:  Wilson, JASA 22 (1927). The interval takes tokens as independent. Those of one text are not quite, so it is
+             a little too narrow.
     """
     ordered = as_sets(routes, num_experts)
     T = len(ordered)
@@ -116,12 +116,12 @@ def measure_coverage(routes: Routes, num_experts: int) -> Coverage:
     return Coverage(T, tokens, tokens / T, low, high, _places(tokens == 0), _places(scarce))
 
 
-def _places(wanted: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
-    return tuple((int(l), int(e)) for l, e in np.argwhere(wanted))
+def _places(mask: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
+    return tuple((int(l), int(e)) for l, e in np.argwhere(mask))
 
 
 def wilson_interval(tokens: NDArray[np.uint32], num_tokens: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The shares, lowest and highest, that 95% confidence leaves to each count of tokens out of `num_tokens`.
+    """Returns the lowest and the highest share within the 95% interval of each count of tokens out of `num_tokens`.
 
     Meaning: (p + z²/2T ± z sqrt(p(1-p)/T + z²/4T²)) / (1 + z²/T), with p = tokens / T.
     """
@@ -133,12 +133,13 @@ def wilson_interval(tokens: NDArray[np.uint32], num_tokens: int) -> tuple[NDArra
 
 @dataclass(frozen=True, slots=True)
 class PopularityTest:
-    """One layer's popularity on calibration text, judged on held-out text, against chance.
+    """How much a layer's popularity on calibration text says about held-out text, compared with chance.
 
-    `chi_square` (E - 1 degrees of freedom) and `p_value`: held-out counts against uniform. `calibrated_nats` and
-    `uniform_nats`: log-likelihood of a held-out choice under calibration popularity and under uniform.
-    `quarter_share` of held-out choices fell on the quarter of experts most popular in calibration, where uniform
-    popularity gives `quarter_uniform`. `spearman`: rank correlation of the two popularities, None if one is constant.
+    `chi_square` (E - 1 degrees of freedom) and `p_value`: held-out counts against uniform ones. `calibrated_nats` and
+    `uniform_nats`: log-likelihood of a held-out choice under calibration popularity and under uniform popularity.
+    `quarter_share`: share of the held-out choices on the quarter of experts most popular in calibration, of which
+    uniform popularity gives `quarter_uniform`. `spearman`: rank correlation of the two popularities, None if one is
+    constant.
     """
 
     chi_square: float
@@ -151,53 +152,54 @@ class PopularityTest:
 
 
 def compare_popularity(calibration: Routes, held_out: Routes, num_experts: int) -> tuple[PopularityTest, ...]:
-    """For each MoE layer, what calibration popularity says about held-out text.
+    """Compares the popularity of experts on calibration text with held-out text, for each MoE layer.
 
-    Meaning: chi-square: (E-1)/(E-k) * sum_e (n_e - Tk/E)²/(Tk/E): a token's k experts are distinct, which makes counts
-             that much steadier than k free draws; without the factor k > 1 hides what is not uniform.
+    Meaning: chi-square: (E-1)/(E-k) * sum_e (n_e - Tk/E)²/(Tk/E). A token's k experts are distinct, so counts vary by
+             that much less than with k free draws; without the factor, k > 1 would hide what is not uniform.
              nats: mean over held-out choices of log q_e, q_e = (m_e + 1) / (sum m + E), m the calibration counts.
-             The quarter is ceil(E/4) experts, equals by lowest index.
+             The quarter is ceil(E/4) experts; of equal ones the lowest index comes first.
     Args:    calibration: [T, L, k].   held_out: [T', L, k].
-    Source:  Pearson's test; Laplace's rule. Tokens are taken as independent, as in `measure_coverage`: within one
-             text p-values are somewhat too small.
+    Source:  Pearson's test; Laplace's rule. Tokens are taken as independent, as in `measure_coverage`, so p-values are
+             a little too small within one text.
     """
     assert calibration.shape[1:] == held_out.shape[1:], "both texts ran through the same model"
     k = calibration.shape[2]
     learned = count_tokens(as_sets(calibration, num_experts), num_experts)
-    found = count_tokens(as_sets(held_out, num_experts), num_experts)
-    return tuple(_compare_layer(before, after, k) for before, after in zip(learned, found, strict=True))
+    counts = count_tokens(as_sets(held_out, num_experts), num_experts)
+    return tuple(_compare_layer(*layer, k) for layer in zip(learned, counts, strict=True))
 
 
-def _compare_layer(learned: NDArray[np.uint32], found: NDArray[np.uint32], k: int) -> PopularityTest:
-    E, num_choices = len(found), int(found.sum())
-    chi_square = _chi_square(found, k)
+def _compare_layer(learned: NDArray[np.uint32], held_out: NDArray[np.uint32], k: int) -> PopularityTest:
+    """Compares the counts [E] of both texts."""
+    E, num_choices = len(held_out), int(held_out.sum())
+    chi_square = _chi_square(held_out, k)
     q = (learned + 1.0) / (learned.sum() + E)
     quarter = np.argsort(-learned.astype(np.int64), kind="stable")[: -(-E // 4)]
     return PopularityTest(
         chi_square=chi_square,
         p_value=chi_square_tail(chi_square, E - 1),
-        calibrated_nats=float((found * np.log(q)).sum() / num_choices),
+        calibrated_nats=float((held_out * np.log(q)).sum() / num_choices),
         uniform_nats=-math.log(E),
-        quarter_share=float(found[quarter].sum() / num_choices),
+        quarter_share=float(held_out[quarter].sum() / num_choices),
         quarter_uniform=len(quarter) / E,
-        spearman=spearman(learned, found),
+        spearman=spearman(learned, held_out),
     )
 
 
-def _chi_square(found: NDArray[np.uint32], k: int) -> float:
-    E = len(found)
+def _chi_square(counts: NDArray[np.uint32], k: int) -> float:
+    E = len(counts)
     if k == E:
         return 0.0  # every token chooses every expert: nothing can differ
-    expected = found.sum() / E
-    return float(((found - expected) ** 2 / expected).sum() * (E - 1) / (E - k))
+    expected = counts.sum() / E
+    return float(((counts - expected) ** 2 / expected).sum() * (E - 1) / (E - k))
 
 
 def chi_square_tail(value: float, freedom: int) -> float:
-    """The probability that a chi-square variable with `freedom` degrees of freedom is at least `value`; 1 for none.
+    """Returns the probability that a chi-square variable is at least `value`; 1 for no degrees of freedom.
 
-    Meaning: freedom even: exp(-h) sum_{i < freedom/2} h^i / i!, h = value / 2; odd: erfc(sqrt(h)) and the same sum
+    Meaning: `freedom` even: exp(-h) sum_{i < freedom/2} h^i / i!, h = value / 2; odd: erfc(sqrt(h)) and the same sum
              over the halves i = 1/2, 3/2, ... < freedom/2.
-    Source:  Abramowitz and Stegun, 26.4.4 and 26.4.5; exact, every term at least 0, so that nothing cancels.
+    Source:  Abramowitz and Stegun, 26.4.4 and 26.4.5. It is exact: no term is negative, so nothing cancels.
     """
     if value <= 0 or freedom == 0:
         return 1.0
@@ -208,37 +210,37 @@ def chi_square_tail(value: float, freedom: int) -> float:
 
 
 def spearman(first: NDArray[Any], second: NDArray[Any]) -> float | None:
-    """The correlation of the ranks of two lists, equals sharing their mean rank; None where one list is constant."""
-    a, b = (_ranks(values) - (len(values) - 1) / 2 for values in (first, second))  # their mean is always that
+    """Returns the rank correlation of two lists, equals sharing their mean rank; None if one list is constant."""
+    a, b = (_ranks(values) - (len(values) - 1) / 2 for values in (first, second))  # minus the mean of all ranks
     scale = math.sqrt(float((a * a).sum()) * float((b * b).sum()))
     return float((a * b).sum()) / scale if scale else None
 
 
 def _ranks(values: NDArray[Any]) -> NDArray[np.float64]:
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    _, value_idx, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts) - 1
-    ranks: NDArray[np.float64] = (last - (counts - 1) / 2)[places]
+    ranks: NDArray[np.float64] = (last - (counts - 1) / 2)[value_idx]
     return ranks
 
 
-# Levels of the stored quantiles: hundredths, and a finer end.
+# Levels of the stored quantiles: hundredths, and finer ones at the end.
 QUANTILE_LEVELS = (*(number / 100 for number in range(100)), 0.995, 0.999, 1.0)
 _HOT_UNIT = 65535  # shares of tokens are stored as whole numbers of this
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerStatistics:
-    """What calibration saw of a MoE layer: E experts of f neurons, T tokens; 3 selector kinds: up, gate, both.
+    """The statistics of a MoE layer: E experts of f neurons, T tokens, 3 selector kinds (up, gate, both).
 
     `tokens` u32 [E]: tokens that chose the expert; `held_out_tokens` u32 [E]: those of them in the held-out part.
     `mass` f32 [E]: the sum of its router weights.   `routes` u16 [T, k]: the experts of every token, best first.
-    `coactivation` u32 [E, E]: tokens that chose both experts; `tokens` in its diagonal.   Where an expert has a
-    capacity, all but `routes` are of the tokens that it runs for.
-    `quantiles` f32 [E, 3, 103]: of abs(a) at `QUANTILE_LEVELS`; an expert without tokens has its layer's.
+    `coactivation` u32 [E, E]: tokens that chose both experts, with `tokens` on the diagonal.   If experts have a
+    capacity, all but `routes` count only the tokens that they run for.
+    `quantiles` f32 [E, 3, 103]: of abs(a) at `QUANTILE_LEVELS`; an expert without tokens has those of its layer.
     `hot_thresholds` f32 [E, 3, 4]: on abs(a), for `HOT_SPARSITIES`, from a sample of the expert's tokens.
     `hot` u16 [E, 3, 4, f]: share of the expert's tokens on which the neuron reached them, in 65,535ths.
-    `cosine` f32 [2]: mean and deviation, over tokens, of the cosine of this MoE layer's input and the one before's;
-    NaN in the first of a stack.
+    `cosine` f32 [2]: mean and deviation, over tokens, of the cosine between the inputs of this MoE layer and of the one
+    before; NaN in the first of a stack.
     """
 
     tokens: Array
@@ -252,14 +254,15 @@ class LayerStatistics:
     cosine: Array
 
     def arrays(self) -> dict[str, Array]:
-        """All by name, as stored."""
+        """Returns all arrays by name, as stored."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, Array], place: str, spec: ModelSpec, num_tokens: int) -> "LayerStatistics":
-        """The statistics in a layer's file.
+        """Returns the statistics in a layer's file.
 
-        Raises:  PackError if an array is missing, unknown, of another dtype or shape, or routes are none.
+        Raises:  PackError if an array is missing, unknown, or of another dtype or shape, or if a token's route does not
+                 name k different experts of the model.
         """
         E, f, k = spec.router.num_experts, spec.expert.intermediate_size, spec.router.num_experts_per_tok
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -276,31 +279,33 @@ class LayerStatistics:
         check_arrays(arrays, shapes, place)
         ordered = np.sort(arrays["routes"], axis=1)
         if ordered.max() >= E or (ordered[:, 1:] == ordered[:, :-1]).any():
-            raise PackError(f"{place}: tensor 'routes' names no {k} experts a token; profile the model anew")
+            raise PackError(
+                f"{place}: tensor 'routes' does not name {k} different experts for each token; profile the model again"
+            )
         return cls(**arrays)
 
     def chosen(self) -> Array:
-        """Tokens that chose each expert, beyond its capacity or not: u32 [E]."""
+        """Returns how many tokens chose each expert, within its capacity or not: u32 [E]."""
         return np.bincount(self.routes.ravel(), minlength=len(self.tokens)).astype(np.uint32)
 
     def at_sparsities(self, sparsities: Sequence[float]) -> Array:
-        """The stored quantiles at these levels: float32 [E, 3, levels]; each must be one of `QUANTILE_LEVELS`."""
+        """Returns the quantiles at these levels, float32 [E, 3, levels]; each must be one of `QUANTILE_LEVELS`."""
         return np.ascontiguousarray(self.quantiles[:, :, [QUANTILE_LEVELS.index(level) for level in sparsities]])
 
     def hot_share(self, kind_idx: int, sparsity: float) -> Array:
-        """The share of its tokens on which each neuron runs at `sparsity`, f32 [E, f]; between levels, interpolated.
+        """Returns the share of the expert's tokens on which each neuron runs at `sparsity`: f32 [E, f].
 
-        Beyond the last level the shares are scaled to the sparsity asked for; what an expert without tokens would do
-        is not known: its shares are all alike.
+        Shares are interpolated between levels and scaled beyond the last one. All neurons of an expert without tokens
+        have the same share.
         """
         levels = np.asarray(HOT_SPARSITIES)
-        held = self.hot[:, kind_idx].astype(np.float64) / _HOT_UNIT  # [E, levels, f]; exact where levels are met
+        shares = self.hot[:, kind_idx].astype(np.float64) / _HOT_UNIT  # [E, levels, f], exact at the levels
         above = int(np.searchsorted(levels, sparsity))
         if above == len(levels):
-            return np.asarray(held[:, -1] * (1 - sparsity) / (1 - levels[-1]), np.float32)
-        low, shares = (0.0, np.ones_like(held[:, 0])) if above == 0 else (levels[above - 1], held[:, above - 1])
+            return np.asarray(shares[:, -1] * (1 - sparsity) / (1 - levels[-1]), np.float32)
+        low, lower = (0.0, np.ones_like(shares[:, 0])) if above == 0 else (levels[above - 1], shares[:, above - 1])
         part = (sparsity - low) / (levels[above] - low)
-        return np.asarray(shares + (held[:, above] - shares) * part, np.float32)
+        return np.asarray(lower + (shares[:, above] - lower) * part, np.float32)
 
 
 @torch.inference_mode()
@@ -315,19 +320,19 @@ def measure_layer(
     chunk_tokens: int = CHUNK_TOKENS,
     device: torch.device | None = None,
 ) -> LayerStatistics:
-    """Runs the routed experts of a layer, adding their outputs to `tokens`, and counts.
+    """Runs the routed experts of a layer, adds their outputs to `tokens`, and counts.
 
-    Args:    num_held_out_tokens: how many at the end are the held-out part.   cosine: mean and deviation.
-             on_expert: called after each expert, with its number of tokens.
-    Raises:  CheckpointError if activations are no numbers.
+    Args:    num_held_out_tokens: how many tokens, from the end, are held out.   cosine: mean and deviation, for the
+             result.   on_expert: is called after each expert with its number and how many tokens it had.
+    Raises:  CheckpointError if activations are not finite.
     """
     spec = weights.spec
     E, f = spec.router.num_experts, spec.expert.intermediate_size
-    found = _Found([], [], [], [torch.zeros(NUM_BINS, dtype=torch.int64) for _ in KINDS])
+    activity = _LayerActivity([], [], [], [torch.zeros(NUM_BINS, dtype=torch.int64) for _ in KINDS])
 
     def measure(expert: int) -> tuple[int, Tensor, Tensor, list[tuple[Tensor, Tensor]], ExpertActivity]:
         token_idx, router_weights = tokens.of_expert(expert)
-        held, outputs = weights.expert(layer_idx, expert), list[tuple[Tensor, Tensor]]()
+        outputs = list[tuple[Tensor, Tensor]]()
 
         def keep(places: Tensor, output: Tensor) -> None:
             outputs.append((places, output))
@@ -335,50 +340,60 @@ def measure_layer(
         def add(places: Tensor, output: Tensor) -> None:
             states.add(tokens, token_idx[places], router_weights[places], output)
 
-        # Side by side, outputs wait for their turn, so that sums are made in one order.
-        found = measure_expert(
-            held, spec.expert.function, tokens.inputs, token_idx, f, keep if workers > 1 else add, chunk_tokens, device
+        # Outputs of parallel experts wait for their turn, so that sums are taken in one order.
+        measured = measure_expert(
+            weights.expert(layer_idx, expert),
+            spec.expert.function,
+            tokens.inputs,
+            token_idx,
+            f,
+            keep if workers > 1 else add,
+            chunk_tokens,
+            device,
         )
-        return expert, token_idx, router_weights, outputs, found
+        return expert, token_idx, router_weights, outputs, measured
 
     workers = num_workers(spec)
     for expert, token_idx, router_weights, outputs, measured in in_order(measure, range(E), workers):
         for places, output in outputs:
             states.add(tokens, token_idx[places], router_weights[places], output)
-        found.take(measured, len(token_idx), f"layer {spec.moe_layers[layer_idx]} expert {expert}")
+        activity.add(measured, len(token_idx), f"layer {spec.moe_layers[layer_idx]} expert {expert}")
         on_expert(expert, len(token_idx))
     routes = tokens.experts.numpy()
     running = (tokens.weights != 0).any(dim=1).numpy()
     held_out = routes[running & (np.arange(len(routes)) >= len(routes) - num_held_out_tokens)]
     mass = np.bincount(routes.ravel(), tokens.weights.numpy().ravel().astype(np.float64), minlength=E)
     reached = np.bincount(routes[running].ravel(), minlength=E)
-    pooled = np.stack([Histogram(counts).quantiles(QUANTILE_LEVELS) for counts in found.pooled])
+    pooled = np.stack([Histogram(counts).quantiles(QUANTILE_LEVELS) for counts in activity.pooled])
     return LayerStatistics(
         tokens=reached.astype(np.uint32),
         held_out_tokens=np.bincount(held_out.ravel(), minlength=E).astype(np.uint32),
         mass=mass.astype(np.float32),
         routes=routes.astype(np.uint16),
         coactivation=coactivation(routes[running][:, None], E)[0],
-        quantiles=np.where(reached[:, None, None] > 0, np.stack(found.quantiles), pooled),
-        hot_thresholds=np.stack(found.hot_thresholds),
-        hot=np.stack(found.hot),
+        quantiles=np.where(reached[:, None, None] > 0, np.stack(activity.quantiles), pooled),
+        hot_thresholds=np.stack(activity.hot_thresholds),
+        hot=np.stack(activity.hot),
         cosine=np.asarray(cosine, np.float32),
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Found:
-    """What is kept of each expert, and the layer's histograms: an expert's own take megabytes."""
+class _LayerActivity:
+    """The figures of each expert, and histograms of the whole layer: an expert's own would take megabytes each.
+
+    `quantiles`, `hot_thresholds`, `hot`: as in `LayerStatistics`, by expert.   `pooled`: counts by selector kind.
+    """
 
     quantiles: list[Array]
     hot_thresholds: list[Array]
     hot: list[Array]
     pooled: list[Tensor]
 
-    def take(self, measured: ExpertActivity, num_tokens: int, place: str) -> None:
+    def add(self, measured: ExpertActivity, num_tokens: int, place: str) -> None:
         for counts, histogram in zip(self.pooled, measured.histograms, strict=True):
             if not histogram.all_finite():
-                raise CheckpointError(f"{place}: activations are not finite; is the checkpoint whole?")
+                raise CheckpointError(f"{place}: activations are not finite; check that the checkpoint is complete")
             counts += histogram.counts
         self.quantiles.append(np.stack([histogram.quantiles(QUANTILE_LEVELS) for histogram in measured.histograms]))
         self.hot_thresholds.append(measured.hot_thresholds)

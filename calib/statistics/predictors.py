@@ -1,22 +1,16 @@
-"""How good a prediction was: recall and precision of predicted experts, and of predicted neurons.
+"""Predictors of a MoE layer's experts and neurons: training, and their recall and precision on held-out tokens.
 
-Only counting: what is predicted, and from what, is for the predictors.
-
-Training of FloE's learned predictor, `moe_pack.runtime.Predictor`: what it is, and what it takes, stands there.
-
-A network of one layer (about 32K parameters where d = 4096 and E = 8) or two (up to 2M), trained per MoE layer on
-calibration tokens. Trained in float32, kept with bfloat16 weights: every score is that of the weights kept. What the
-paper leaves open (loss, width, schedule) was chosen by recall on held-out text.
-
-The predictors stage: how well a MoE layer's experts and neurons can be told from what its token did before.
-
-From the inputs of two successive MoE layers on some tokens, learned from and held out, and all tokens' routes:
+`predict_layer` judges every predictor on the inputs of two successive MoE layers and the routes of all tokens:
 popularity, path statistics (EdgeMoE), the next router on this layer's input (CORM), a learned network (FloE), and for
 neurons the next layer's selector on this layer's input (FloE, CORM). Every figure is on held-out tokens.
 
-The inputs of MoE layers, kept in files for what looks at two layers at once: cosines, and predictors.
+`train` trains FloE's network, `moe_pack.runtime.offload.Predictor`, for one MoE layer: one layer of weights (about 32K
+parameters for d = 4096 and E = 8) or two (up to 2M). It is trained in float32 and stored with bfloat16 weights, and all
+scores are those of the stored weights. Loss, width and schedule, which the paper leaves open, were chosen by recall on
+held-out text.
 
-All tokens' of the last layer; for predictors, those of some sequences of every layer.
+`InputFiles` keeps the inputs of MoE layers in files, because predictors and cosines need two layers at once: all tokens
+of the last layer, and for predictors some sequences of every layer.
 """
 
 import math
@@ -39,10 +33,10 @@ from moe_pack.runtime.offload.routing_file import multi_hot, network_logits
 
 @dataclass(frozen=True, slots=True)
 class MaskCounts:
-    """How many entries were predicted, how many came true, and how many were both; counts of blocks add up.
+    """How many entries were predicted, how many were actual, and how many were both; counts of blocks add up.
 
-    Meaning: recall is the share of what came true that was predicted, 1 where nothing did; precision is the share of
-             what was predicted that came true, 1 where nothing was.
+    Meaning: recall is the share of the actual entries that were predicted, 1 if there are none; precision is the share
+             of the predicted entries that were actual, 1 if there are none.
     """
 
     num_both: int = 0
@@ -50,7 +44,7 @@ class MaskCounts:
     num_actual: int = 0
 
     def __add__(self, other: "MaskCounts") -> "MaskCounts":
-        """The counts of both blocks together."""
+        """Returns the counts of both blocks together."""
         return MaskCounts(
             self.num_both + other.num_both,
             self.num_predicted + other.num_predicted,
@@ -59,17 +53,17 @@ class MaskCounts:
 
     @property
     def recall(self) -> float:
-        """The share of what came true that was predicted."""
+        """The share of the actual entries that were predicted."""
         return self.num_both / self.num_actual if self.num_actual else 1.0
 
     @property
     def precision(self) -> float:
-        """The share of what was predicted that came true."""
+        """The share of the predicted entries that were actual."""
         return self.num_both / self.num_predicted if self.num_predicted else 1.0
 
 
 def mask_counts(predicted: Tensor, actual: Tensor) -> MaskCounts:
-    """The counts of one block: of neurons that were said to run and neurons that ran.
+    """Returns the counts of one block of neurons: predicted to run, and running.
 
     Args:    predicted, actual: bool [T, n].
     Source:  FloE §3.3.2, CORM §4.2, which reuse the next layer's selector on this layer's hidden state.
@@ -80,13 +74,13 @@ def mask_counts(predicted: Tensor, actual: Tensor) -> MaskCounts:
 
 
 def recall_precision(scores: Tensor, actual: Tensor, num_predicted: int) -> tuple[float, float]:
-    """Recall and precision of predicting, for each token, the `num_predicted` experts with the largest scores.
+    """Returns recall and precision of predicting, for each token, the `num_predicted` experts with the largest scores.
 
-    Where `num_predicted` is k they are the same number; all experts are predicted where it is E or more. Among equal
-    scores the lower index is predicted. That scores are numbers is not checked: a NaN counts as largest.
+    They are equal if `num_predicted` is k. If it is E or more, all experts are predicted. Of equal scores the lower
+    index is predicted. A NaN, which is not checked for, counts as largest.
 
-    Args:    scores: [T, E].   actual: int64 [T, k], the experts chosen, different ones in each row.
-    Returns: recall, precision; both 1 where there are no tokens.
+    Args:    scores: [T, E].   actual: int64 [T, k], the chosen experts, different ones in each row.
+    Returns: recall, precision; both 1 without tokens.
     """
     # A stable sort keeps the lower index first among equals; topk promises no order.
     best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :num_predicted]
@@ -96,10 +90,10 @@ def recall_precision(scores: Tensor, actual: Tensor, num_predicted: int) -> tupl
 
 
 MAX_PARAMETERS = 2_000_000  # FloE's larger predictor
-MAX_HIDDEN = 512  # wider gained nothing: 256, 512, 1024 lie within 0.002 of recall (two small Mixtrals, 8192 tokens)
-VALIDATION_SHARE = 8  # one token of so many; the last ones, because neighbours in a text tell on each other
-BLOCK_TOKENS = 1024  # bounds memory where nothing is learned
-LEAST_SCALE = 1e-3  # of the usual column's; a column that moves less is not blown up to move like the others
+MAX_HIDDEN = 512  # wider gains nothing: 256, 512, 1024 are within 0.002 of recall (two small Mixtrals, 8192 tokens)
+VALIDATION_SHARE = 8  # one token of so many: the last ones, because neighbours in a text resemble each other
+BLOCK_TOKENS = 1024  # scored at once, to bound memory
+LEAST_SCALE = 1e-3  # of the usual column's scale: a column that varies less is not scaled up to vary as the others
 BETAS = (0.9, 0.999)  # Adam's, as published; the next too
 EPSILON = 1e-8
 
@@ -115,7 +109,7 @@ class MLPShape:
         assert (self.hidden > 0) == (self.num_layers == 2), "one layer has no hidden units, two have some"
 
     def num_parameters(self, d: int, num_experts: int, num_previous: int = MAX_PREVIOUS) -> int:
-        """Weights and biases, for hidden states of size d and the routes of `num_previous` layers."""
+        """Returns the weights and biases for hidden states of size d and the routes of `num_previous` layers."""
         num_inputs = d + num_previous * num_experts
         if self.num_layers == 1:
             return (num_inputs + 1) * num_experts
@@ -123,10 +117,10 @@ class MLPShape:
 
 
 def shapes_for(d: int, num_experts: int) -> tuple[MLPShape, MLPShape]:
-    """The smaller and the larger predictor for hidden states of size d.
+    """Returns the smaller and the larger predictor for hidden states of size d.
 
-    Meaning: smaller: one layer, d E + 2 E E + E parameters.   larger: two layers, with as many hidden units, in
-             eights, as 2,000,000 parameters allow (8 where they allow fewer), at most 512.
+    Meaning: smaller: one layer, d E + 2 E E + E parameters.   larger: two layers, with the largest multiple of 8 hidden
+             units that 2,000,000 parameters allow, at least 8 and at most 512.
     Source:  FloE §3.3.1, which gives the sizes 32K and 2M.
     """
     allowed = (MAX_PARAMETERS - num_experts) // (d + (MAX_PREVIOUS + 1) * num_experts + 1)
@@ -135,9 +129,9 @@ def shapes_for(d: int, num_experts: int) -> tuple[MLPShape, MLPShape]:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How to learn: at most `max_epochs` over the tokens, fewer after `patience` epochs without a better one.
+    """The options of training: at most `max_epochs`, fewer after `patience` epochs without a better one.
 
-    A step takes a 32nd of the tokens, at least 16 (so that few tokens still give many steps), at most `batch_tokens`.
+    A step takes a 32nd of the tokens, at least 16 (so that even few tokens give many steps), at most `batch_tokens`.
     """
 
     max_epochs: int = 20
@@ -149,9 +143,9 @@ USUAL_TRAINING = Training()
 
 
 def cost(shape: MLPShape, num_tokens: int, d: int, num_experts: int, training: Training = USUAL_TRAINING) -> int:
-    """The multiplications that training takes at most.
+    """Returns the multiplications that training takes at most.
 
-    Meaning: each parameter three times a token and epoch: once forward, twice back. Validating takes less than that.
+    Meaning: three for each parameter, token and epoch: one forward, two backward. Validation takes fewer.
     """
     return 3 * training.max_epochs * num_tokens * shape.num_parameters(d, num_experts)
 
@@ -165,25 +159,25 @@ def train(
     seed: int,
     training: Training = USUAL_TRAINING,
 ) -> Predictor:
-    """A predictor of the experts of one MoE layer.
+    """Trains a predictor of the experts of one MoE layer.
 
-    Meaning: x is standardised by its columns' mean and scale; Adam with a cosine schedule lowers the binary cross
-             entropy of the experts' logits, minibatch by minibatch; the last eighth of the tokens is not learned from
-             but validates, and the epoch with the best recall of k experts there is kept, of equals that with the least
-             loss there. Epoch 0 is popularity: biases start at each expert's log-odds, the last layer's weights at 0.
-             In the end mean and scale are folded into the first layer. Of fewer than 8 tokens, all are learned from and
-             all validate. Same arguments, machine and number of threads: same bits; global random state is not touched.
-    Args:    x: float32 [T, d]; may be mapped from a file: minibatches and blocks of it are copied, never all of it.
+    Meaning: x is standardised by the mean and scale of its columns. Adam with a cosine schedule lowers the binary cross
+             entropy of the experts' logits, minibatch by minibatch. The last eighth of the tokens validates: the epoch
+             with the best recall of k experts there is kept, of equals the one with the least loss. Epoch 0 is
+             popularity: biases start at each expert's log-odds, the last layer's weights at 0. In the end mean and
+             scale are folded into the first layer. Of fewer than 8 tokens, all are learned from and all validate.
+             The same arguments, machine and number of threads give the same bits; the global random state is not used.
+    Args:    x: float32 [T, d]; may be mapped from a file: only minibatches and blocks of it are copied.
              previous: int64 [T, P, k'], P 1 or 2, as for `Predictor.scores`.   targets: int64 [T, k].
-    Raises:  RunError if there are no tokens, or if x is not all numbers.
-    Source:  FloE §3.3.1, which leaves loss and training open. Over two small Mixtrals, 8192 tokens each, softmax cross
-             entropy over the k chosen had 0.015 (one layer) and 0.006 (two) less recall on held-out text than this
-             loss, and keeping the epoch of least loss 0.0015 less than keeping that of best recall.
+    Raises:  RunError if there are no tokens, or if x is not finite.
+    Source:  FloE §3.3.1, which leaves loss and training open. On two small Mixtrals with 8192 tokens each, softmax
+             cross entropy over the k chosen experts had 0.015 (one layer) and 0.006 (two) less recall on held-out text
+             than this loss, and keeping the epoch of least loss had 0.0015 less than keeping that of best recall.
     """
     assert len(x) == len(previous) == len(targets), "as many routes as hidden states"
     if not len(x):
-        raise RunError("predictor: found no tokens to learn from, expected at least 1; calibrate on longer text")
-    # Under a caller's inference mode, or without gradients, nothing could be learned: this turns both off. Tensors made
+        raise RunError("predictor: found no tokens to learn from, expected at least 1; give more text")
+    # A caller's inference mode, or its mode without gradients, would prevent learning: this ends both. Tensors created
     # in inference mode can still be read.
     with torch.inference_mode(False):
         return _Trainer(x, previous, targets, num_experts, shape, seed, training).train()
@@ -197,32 +191,33 @@ class Standard:
     scale: Tensor
 
     def of(self, x: Tensor) -> Tensor:
-        """Columns of about mean 0 and deviation 1."""
+        """Returns x with columns of about mean 0 and deviation 1."""
         return (x - self.mean) / self.scale
 
 
 def standard_of(x: Tensor) -> Standard:
-    """Mean and standard deviation of the columns of x, float32 [T, d]; columns that hardly move get the usual scale.
+    """Returns the mean and deviation of the columns of x, float32 [T, d]; almost constant columns get the usual scale.
 
-    Raises:  RunError if x is not all numbers.
+    Raises:  RunError if x is not finite.
     """
     mean = sum((block.double().sum(0) for block in torch.split(x, BLOCK_TOKENS)), torch.zeros(())) / len(x)
     if not torch.isfinite(mean).all():
-        raise _no_numbers()
+        raise _not_finite()
     squares = ((block.double() - mean).square().sum(0) for block in torch.split(x, BLOCK_TOKENS))
     scale = (sum(squares, torch.zeros(())) / len(x)).sqrt()
-    usual = scale.square().mean().sqrt()  # 0 if no column moves: then there is nothing to scale
+    usual = scale.square().mean().sqrt()  # 0 if all columns are constant: then there is nothing to scale
     usual = usual if usual > 0 else torch.ones_like(usual)
     return Standard(mean.float(), torch.where(scale > LEAST_SCALE * usual, scale, usual).float())
 
 
 def folded(layers: list[Tensor], standard: Standard, num_experts: int) -> Predictor:
-    """The predictor that gives to x what these layers give to `standard.of(x)`, up to bfloat16 weights.
+    """Returns the predictor that gives for x what these layers give for `standard.of(x)`, up to bfloat16 weights.
 
-    Args:    layers: float32, first layer's x weights [h, d], route weights [h, P E], bias [h]; a second's if any.
+    Args:    layers: float32: the first layer's x weights [h, d], route weights [h, P E] and bias [h]; then, with two
+             layers, the second's weights [E, h] and bias [E].
     """
     x_weight = (layers[0] / standard.scale).bfloat16()
-    # By the rounded weights, so that a large mean cancels whole, and in float64, because it may be large.
+    # With the rounded weights, so that a large mean cancels fully, and in float64, because it may be large.
     shift = x_weight.double() @ standard.mean.double()
     bias = (layers[2].double() - shift).float()
     route_weight = layers[1].bfloat16().reshape(len(bias), -1, num_experts)  # [h, P E] -> [h, P, E]
@@ -232,7 +227,7 @@ def folded(layers: list[Tensor], standard: Standard, num_experts: int) -> Predic
 
 
 class Adam:
-    """Adam (1412.6980), with the rate given at each step. torch 2.13's own loads its compiler first: 2 s, 70 MB."""
+    """Adam (1412.6980) with a rate for each step. torch 2.13's own Adam would load its compiler first: 2 s, 70 MB."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
@@ -253,7 +248,7 @@ class Adam:
 
 
 class _Trainer:
-    """One predictor in the making: its tokens, what is known of them, and its layers as they are."""
+    """The training of one predictor: its tokens, their routes, and its layers."""
 
     def __init__(
         self,
@@ -280,7 +275,7 @@ class _Trainer:
         self._rate = 0.002 if shape.num_layers == 2 else 0.01 * min(1.0, 256 / num_inputs)
 
     def train(self) -> Predictor:
-        """Learns until epochs or patience are used up; returns the best epoch's, as it will be kept."""
+        """Learns until epochs or patience are used up; returns the predictor of the best epoch, as it is stored."""
         adam = Adam(self._layers)
         best_result, best_epoch, best = self._validate(), 0, _copies(self._layers)
         for epoch in range(1, self._training.max_epochs + 1):
@@ -293,7 +288,7 @@ class _Trainer:
         return folded(best, self._standard, self._num_experts)
 
     def _first_layers(self, shape: MLPShape) -> list[Tensor]:
-        """Layers that answer popularity, whatever they are asked."""
+        """Returns layers that predict popularity for any input."""
         x, previous, targets = self._learned
         chosen = torch.bincount(targets.flatten(), minlength=self._num_experts)
         share = (chosen + 0.5) / (len(targets) + 1.0)  # off 0 and 1, which have no log-odds
@@ -307,7 +302,7 @@ class _Trainer:
         return [layer.requires_grad_() for layer in layers]
 
     def _learn(self, adam: Adam, epoch: int) -> None:
-        """One epoch: every token once, in random order."""
+        """Learns from every token once, in random order."""
         x, previous, targets = self._learned
         order = torch.randperm(len(x), generator=self._generator)
         batches = torch.split(order, min(self._training.batch_tokens, max(16, len(x) // 32)))
@@ -322,15 +317,15 @@ class _Trainer:
 
     @torch.no_grad()
     def _validate(self) -> tuple[float, float]:
-        """Recall and, negative, loss on the tokens not learned from: the larger the better.
+        """Returns recall and negative loss on the validation tokens: larger is better.
 
-        Raises:  RunError if the hidden states there are not all numbers, which is first seen here.
+        Raises:  RunError if the hidden states there are not finite, which shows here first.
         """
         x, previous, targets = self._validating
         logits = _in_blocks(self._layers, x, previous, self._num_experts, self._standard)
         loss = float(_loss(logits, targets))
         if not math.isfinite(loss):
-            raise _no_numbers()
+            raise _not_finite()
         return recall_precision(logits, targets, targets.shape[1])[0], -loss
 
 
@@ -339,22 +334,17 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _in_blocks(layers: list[Tensor], x: Tensor, previous: Tensor, num_experts: int, standard: Standard) -> Tensor:
-    """`network_logits` over blocks of tokens: float32 [T, E]."""
+    """Returns `network_logits`, computed in blocks of tokens: float32 [T, E]."""
     blocks = zip(torch.split(x, BLOCK_TOKENS), torch.split(previous, BLOCK_TOKENS), strict=True)
-    return torch.cat(
-        [
-            network_logits(layers, standard.of(x) if standard else x, multi_hot(routes, num_experts))
-            for x, routes in blocks
-        ]
-    )
+    return torch.cat([network_logits(layers, standard.of(x), multi_hot(routes, num_experts)) for x, routes in blocks])
 
 
 def _copies(layers: list[Tensor]) -> list[Tensor]:
     return [layer.detach().clone() for layer in layers]
 
 
-def _no_numbers() -> RunError:
-    return RunError("predictor: hidden states are not numbers; the model's weights overflow or are damaged")
+def _not_finite() -> RunError:
+    return RunError("predictor: hidden states are not finite; check that the checkpoint is complete")
 
 
 MAX_LEARNED_TOKENS = 8192  # twice as many raised recall by less than a point on the small models
@@ -365,12 +355,12 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerPredictors:
-    """How the experts and neurons of one MoE layer can be foretold, on held-out tokens.
+    """How well the experts and neurons of one MoE layer can be predicted, on held-out tokens.
 
-    `experts` f32 [5, 3]: for each of `PREDICTORS`, the recall of as many predicted experts as are chosen (its precision
-    too), and recall and precision of twice as many.   `neurons` f32 [3, 4, 2]: recall and precision of the neurons that
-    run, by selector kind (up, gate, both) and sparsity; NaN where no held-out token came.   `best` u8 [1]: of
-    PREDICTORS.   The better network's weights (`Predictor.arrays`) stand beside.
+    `experts` f32 [5, 3]: for each of `PREDICTORS`, the recall of k predicted experts (which is their precision, too),
+    then recall and precision of 2k.   `neurons` f32 [3, 4, 2]: recall and precision of the neurons that run, by
+    selector kind (up, gate, both) and sparsity; NaN if no held-out token reached an expert.   `best` u8 [1]: number of
+    the best of PREDICTORS.   `network`: the better of the two networks, whose weights are stored with the others.
     """
 
     experts: Array
@@ -379,32 +369,31 @@ class LayerPredictors:
     network: Predictor
 
     def arrays(self) -> dict[str, Array]:
-        """All by name, as stored."""
-        held = {"experts": self.experts, "neurons": self.neurons, "best": self.best}
-        return held | self.network.stored()
+        """Returns all arrays by name, as stored."""
+        return {"experts": self.experts, "neurons": self.neurons, "best": self.best} | self.network.stored()
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, Array], place: str) -> "LayerPredictors":
-        """The predictors in a layer's file.
+        """Returns the predictors in a layer's file.
 
-        Raises:  PackError if an array is missing, unknown, or of another dtype or shape; if the network is none.
+        Raises:  PackError if an array is missing, unknown, or of another dtype or shape.
         """
-        wanted: dict[str, tuple[str, tuple[int, ...]]] = {
+        expected: dict[str, tuple[str, tuple[int, ...]]] = {
             "experts": ("F32", (len(PREDICTORS), 3)),
             "neurons": ("F32", (len(KINDS), len(HOT_SPARSITIES), 2)),
             "best": ("U8", (1,)),
         }
         network = {name: array for name, array in arrays.items() if name.endswith(("weight", "bias"))}
-        check_arrays({name: array for name, array in arrays.items() if name not in network}, wanted, place)
+        check_arrays({name: array for name, array in arrays.items() if name not in network}, expected, place)
         if arrays["best"][0] >= len(PREDICTORS):
             raise PackError(f"{place}: best is predictor {arrays['best'][0]}, expected less than {len(PREDICTORS)}")
-        held = {name: arrays[name] for name in wanted}
-        return cls(**held, network=Predictor.from_stored(network, place))
+        figures = {name: arrays[name] for name in expected}
+        return cls(**figures, network=Predictor.from_stored(network, place))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerInputs:
-    """A MoE layer's inputs float32 [T, d] and routes int64 [T, k], of tokens learned from and of held-out ones."""
+    """A MoE layer's inputs float32 [T, d] and routes int64 [T, k], of tokens to learn from and to judge on."""
 
     learned: Tensor
     judged: Tensor
@@ -420,28 +409,28 @@ def predict_layer(
     thresholds: Array,
     device: torch.device,
 ) -> LayerPredictors:
-    """Judges every predictor of the `layer_idx`-th MoE layer (1 or more), and trains the network.
+    """Trains the networks of a MoE layer and judges all its predictors.
 
-    Args:    history: the layers before it, at most two, and itself, in order.   paths: learned from no held-out token.
-             thresholds: float32 [E, kinds, sparsities], on abs(a).
+    Args:    layer_idx: of the MoE layer, 1 or more.   history: at most two layers before it, then the layer itself.
+             paths: not learned from held-out tokens.   thresholds: float32 [E, kinds, sparsities], on abs(a).
     """
     before, own = history[:-1], history[-1]
-    found: list[tuple[float, float, float]] = []
+    figures: list[tuple[float, float, float]] = []
     k = own.judged_routes.shape[1]
     shares = np.tile(paths.popularity[layer_idx].astype(np.float32), (len(own.judged_routes), 1))
-    told, _ = paths.predict(layer_idx, np.stack([held.judged_routes.numpy() for held in before], axis=1))
+    likely, _ = paths.predict(layer_idx, np.stack([layer.judged_routes.numpy() for layer in before], axis=1))
     networks = _train(before, own, weights.spec.router.num_experts)
-    previous = torch.stack([held.judged_routes for held in before], dim=1)
+    previous = torch.stack([layer.judged_routes for layer in before], dim=1)
     scores = [
         torch.from_numpy(shares),
-        torch.from_numpy(told),
+        torch.from_numpy(likely),
         router_scores(before[-1].judged.to(device), weights, weights.spec.moe_layers[layer_idx]).cpu(),
         *(network.scores(before[-1].judged, previous) for network in networks),
     ]
-    for held in scores:
-        recall, _ = recall_precision(held, own.judged_routes, k)
-        found.append((recall, *recall_precision(held, own.judged_routes, 2 * k)))
-    experts = np.asarray(found, np.float32)
+    for predicted in scores:
+        recall, _ = recall_precision(predicted, own.judged_routes, k)
+        figures.append((recall, *recall_precision(predicted, own.judged_routes, 2 * k)))
+    experts = np.asarray(figures, np.float32)
     best_network = networks[int(experts[-2:, 0].argmax())]
     return LayerPredictors(
         experts=experts,
@@ -453,7 +442,7 @@ def predict_layer(
 
 def _train(before: list[LayerInputs], own: LayerInputs, num_experts: int) -> list[Predictor]:
     x = before[-1].learned
-    previous = torch.stack([held.learned_routes for held in before], dim=1)  # [T, P, k]
+    previous = torch.stack([layer.learned_routes for layer in before], dim=1)  # [T, P, k]
     shapes = shapes_for(x.shape[1], num_experts)
     return [train(x, previous, own.learned_routes, num_experts, shape, _SEED) for shape in shapes]
 
@@ -467,7 +456,7 @@ def _judge_neurons(
         token_idx = (own.judged_routes == expert).any(dim=1).nonzero().flatten()
         token_idx = token_idx[sample_places(len(token_idx), _NEURON_TOKENS)]
         if len(token_idx):
-            inputs = [held.judged[token_idx].to(device) for held in (before, own)]
+            inputs = [layer.judged[token_idx].to(device) for layer in (before, own)]
             _count(weights.expert(layer_idx, expert), weights.spec.expert.function, inputs, thresholds[expert], counts)
     return np.asarray(
         [[(c.recall, c.precision) if c.num_actual else (np.nan, np.nan) for c in row] for row in counts], np.float32
@@ -477,11 +466,11 @@ def _judge_neurons(
 def _count(
     expert: Expert, function: NeuronFunction, inputs: list[Tensor], thresholds: Array, counts: list[list[MaskCounts]]
 ) -> None:
-    """Adds the masks of one expert: its selector on the layer before's inputs, and on its own."""
+    """Adds the counts of one expert: its selector on the inputs of the layer before, and on its own inputs."""
     for block in expert.blocks():
-        told, own = (activations(x, block, function) for x in inputs)
+        before, own = (activations(x, block, function) for x in inputs)
         for kind, selector in enumerate(KINDS):
-            predicted, actual = told.of(selector).abs(), own.of(selector).abs()
+            predicted, actual = before.of(selector).abs(), own.of(selector).abs()
             for level, threshold in enumerate(thresholds[kind].tolist()):
                 counts[kind][level] += mask_counts(predicted >= threshold, actual >= threshold)
 
@@ -491,7 +480,7 @@ _PIECE_TOKENS = 2048  # compared at once
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Which sequences predictors learn from and are judged on: the first `num_learned`, the last `num_judged`."""
+    """The sequences that predictors learn from, the first `num_learned`, and are judged on, the last `num_judged`."""
 
     num_sequences: int
     sequence_length: int
@@ -500,20 +489,20 @@ class Shares:
 
     @classmethod
     def of(cls, num_sequences: int, sequence_length: int, num_held_out: int) -> "Shares":
-        """As many as predictors take, none of them held out that are learned from."""
+        """Returns as many sequences as predictors take; they learn from none that is held out."""
         learned = min(num_sequences - num_held_out, -(-MAX_LEARNED_TOKENS // sequence_length))
         return cls(num_sequences, sequence_length, learned, min(num_held_out, -(-MAX_JUDGED_TOKENS // sequence_length)))
 
     def tokens(self) -> tuple[slice, slice]:
-        """The tokens of both, among all."""
+        """Returns the places of the tokens to learn from and to judge on, among all tokens."""
         S, end = self.sequence_length, self.num_sequences * self.sequence_length
         return slice(0, self.num_learned * S), slice(end - self.num_judged * S, end)
 
 
 class InputFiles:
-    """Files `inputs-*` in `folder`, float32 rows of `hidden_size`.
+    """The files `inputs-*` in `folder`, with float32 rows of `hidden_size`.
 
-    Args:    first_layers: the MoE layers that begin a stack: tokens there are others than in the layer before.
+    Args:    first_layers: the MoE layers that begin a stack, whose tokens are different from those of the layer before.
     """
 
     def __init__(self, folder: Path, hidden_size: int, shares: Shares, first_layers: Collection[int] = (0,)) -> None:
@@ -523,21 +512,24 @@ class InputFiles:
         self._hidden_size = hidden_size
 
     def keep(self, layer_idx: int, inputs: Tensor) -> tuple[float, float]:
-        """Keeps a MoE layer's inputs float32 [T, d].
+        """Writes a MoE layer's inputs float32 [T, d].
 
-        Returns: mean and deviation over tokens of the cosine with the layer before's; NaN for the first of a stack.
+        Returns: mean and deviation, over tokens, of their cosine with the inputs of the layer before; NaN for the first
+                 layer of a stack.
         """
         learned, judged = self.shares.tokens()
         _write(self._sample(layer_idx), inputs[learned], inputs[judged])
         cosine = (math.nan, math.nan) if layer_idx in self._first_layers else self._cosine(layer_idx, inputs)
         _write(self._whole(layer_idx), inputs)
         if layer_idx > 1:
-            self._whole(layer_idx - 2).unlink(missing_ok=True)  # the one before this is needed if this is done again
+            self._whole(layer_idx - 2).unlink(
+                missing_ok=True
+            )  # the file before this one is needed if this layer is repeated
         return cosine
 
     def read(self, layer_idx: int, routes: Tensor) -> LayerInputs:
-        """What predictors learn from and are judged on, mapped from the file; `routes` int64 [T, k] are all tokens'."""
-        # Copied where it is written to, which nobody does: torch takes no array that forbids it.
+        """Maps a layer's inputs for predictors from the file; adds their part of all `routes` int64 [T, k]."""
+        # Mapped copy-on-write because torch refuses read-only arrays; nothing writes to it.
         mapped = np.memmap(self._sample(layer_idx), np.float32, "c")
         rows = torch.from_numpy(mapped).view(-1, self._hidden_size)
         learned, judged = self.shares.tokens()
@@ -563,8 +555,8 @@ class InputFiles:
 
 
 def _write(path: Path, *parts: Tensor) -> None:
-    beside = path.with_suffix(".tmp")
-    with beside.open("wb") as file:
+    unfinished = path.with_suffix(".tmp")
+    with unfinished.open("wb") as file:
         for part in parts:
             part.numpy().tofile(file)
-    beside.rename(path)
+    unfinished.rename(path)

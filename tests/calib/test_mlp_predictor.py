@@ -352,9 +352,7 @@ def test_all_tokens_on_one_expert_are_predicted(shape: MLPShape) -> None:
 def test_no_tokens_are_refused() -> None:
     with pytest.raises(RunError) as caught:
         train(*some_tokens(0), 6, ONE, 0)
-    assert str(caught.value) == (
-        "predictor: found no tokens to learn from, expected at least 1; calibrate on longer text"
-    )
+    assert str(caught.value) == ("predictor: found no tokens to learn from, expected at least 1; give more text")
 
 
 def test_hidden_states_that_are_no_numbers_are_refused() -> None:
@@ -365,7 +363,7 @@ def test_hidden_states_that_are_no_numbers_are_refused() -> None:
             with pytest.raises(RunError) as caught:
                 train(x, previous, targets, 6, shape, 0)
             assert str(caught.value) == (
-                "predictor: hidden states are not numbers; the model's weights overflow or are damaged"
+                "predictor: hidden states are not finite; check that the checkpoint is complete"
             )
 
 

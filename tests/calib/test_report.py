@@ -221,9 +221,14 @@ def test_arrays_that_cannot_be_drawn_are_refused_by_name(tmp_path: Path) -> None
         [
             (
                 "expert",
-                "statistics-000.safetensors: tensor 'routes' names no 2 experts a token; profile the model anew",
+                "statistics-000.safetensors: tensor 'routes' does not name 2 different experts for each token; "
+                "profile the model again",
             ),
-            ("twice", "statistics-000.safetensors: tensor 'routes' names no 2 experts a token; profile the model anew"),
+            (
+                "twice",
+                "statistics-000.safetensors: tensor 'routes' does not name 2 different experts for each token; "
+                "profile the model again",
+            ),
             ("best", "predictors-001.safetensors: best is predictor 5, expected less than 5"),
             ("experts", "predictors-001.safetensors: tensor 'experts' is F32 [4, 3], expected F32 [5, 3]"),
             ("sparse", "sensitivity-000.safetensors: tensor 'sparse' is F32 [6, 3, 3], expected F32 [6, 3, 4]"),

@@ -122,7 +122,10 @@ def test_weights_that_are_no_numbers_are_refused_by_expert(tmp_path: Path) -> No
             checkpoint = Checkpoint(MODEL.write(case_folder / "source", spoil))
             with pytest.raises(CheckpointError) as refused:
                 measured(LayerwiseWeights(CheckpointWeights(checkpoint)), made_up(), case_folder)
-            assert str(refused.value) == "layer 0 expert 2: activations are not finite; is the checkpoint whole?"
+            assert (
+                str(refused.value)
+                == "layer 0 expert 2: activations are not finite; check that the checkpoint is complete"
+            )
             checkpoint.close()
 
 
