@@ -1,4 +1,4 @@
-"""What storing weights in fewer bits costs."""
+"""Sensitivity: how much the model's predictions change if weights are stored in fewer bits."""
 
 from moe_pack.calib.sensitivity.costs import (
     Cost,

@@ -1,7 +1,7 @@
-"""What a stage costs: multiplications, and seconds on this machine, told before it begins.
+"""The cost of a stage of calibration, estimated before it begins: multiplications, and seconds on this machine.
 
-A multiplication is not as long as another: short rows, rounding and counting take their own time. So each kind of work
-is tried, on random inputs and the model's own weights, and its time multiplied by how often it will be done.
+Multiplications take different times: short rows, quantization and counting have costs of their own. So `Trial` measures
+each kind of work once, on random inputs and the model's own weights, and multiplies by how often it will be done.
 """
 
 import time
@@ -34,13 +34,13 @@ from moe_pack.formats.commands import Stage
 from moe_pack.runtime.model import Weights, run_expert
 
 _TRIED_TOKENS = 512
-_LONG_SECONDS = 1.0  # what takes this long need not be tried twice
-_MOST_TRIES, _ENOUGH_SECONDS = 5, 0.2  # of what is tried again: single tries scatter by a factor of two
+_LONG_SECONDS = 1.0  # work that takes this long is measured once
+_MOST_TRIES, _ENOUGH_SECONDS = 5, 0.2  # for shorter work: single tries vary by a factor of two
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Multiplications, seconds as foretold, and the bytes that a stage leaves on the drive where they are many."""
+    """Multiplications, estimated seconds, and the bytes of large files that a stage leaves on disk."""
 
     multiplications: int = 0
     seconds: float = 0.0
@@ -57,15 +57,15 @@ class Cost:
         return Cost(round(self.multiplications * number), self.seconds * number, round(self.kept_bytes * number))
 
     def stage(self, name: str) -> Stage:
-        """Returns a stage that takes this much, and announces it."""
+        """Returns a stage of this cost, whose note announces it."""
         estimate = f", about {time_text(self.seconds)}" if self.seconds else ""
-        kept = f", {size_text(self.kept_bytes)} of experts' inputs to keep" if self.kept_bytes else ""
+        kept = f", {size_text(self.kept_bytes)} on disk for experts' inputs" if self.kept_bytes else ""
         note = f"{self.multiplications / 1e9:,.1f} G multiplications{estimate}{kept}"
         return Stage(name, self.multiplications, "mul", seconds=self.seconds, note=note)
 
 
 def time_text(seconds: float) -> str:
-    """Seconds as a person reads them: 0.4 s, 12 s, 3 min, 2.5 h."""
+    """Returns seconds as text for people: 0.4 s, 12 s, 3 min, 2.5 h."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 120:
@@ -74,9 +74,10 @@ def time_text(seconds: float) -> str:
 
 
 def half_multiplications(spec: ModelSpec, layer: int, sequence_length: int) -> int:
-    """Multiplications a token of all but the routed experts in a layer; attention to half of a sequence.
+    """Returns the multiplications a token of everything but the routed experts in a layer.
 
-    In an encoder to all of it; in the decoder after one to all of what that read, too.
+    On average a token attends to half of a sequence; in an encoder to all of it, and in the decoder after one to all of
+    the encoder's tokens as well.
     """
     matrices = [r for r in dense_roles(spec) if r.name.startswith(f"layers.{layer}.") and len(r.shape) == 2]
     attended = 1 if spec.encoder is None else 2 + stack_of(spec, layer)  # halves of a sequence
@@ -84,21 +85,22 @@ def half_multiplications(spec: ModelSpec, layer: int, sequence_length: int) -> i
 
 
 def expert_multiplications(spec: ModelSpec) -> int:
-    """Multiplications of one expert for one token."""
+    """Returns the multiplications of one expert for one token."""
     return len(spec.expert.matrices) * spec.hidden_size * spec.expert.intermediate_size
 
 
 def compared_multiplications(spec: ModelSpec, num_tokens: int) -> int:
-    """Multiplications of comparing formats on this many tokens: five products of an expert's matrices a format."""
+    """Returns the multiplications of comparing formats on this many tokens: for each, five products with a matrix."""
     num_compared = len(compared_formats(spec.hidden_size)) + len(WIDTHS)
     neurons = min(COMPARED_NEURONS, spec.expert.intermediate_size)
     return 5 * num_compared * num_tokens * spec.hidden_size * neurons
 
 
 def prediction_cost(spec: ModelSpec, num_tokens: int) -> Cost:
-    """One layer's predictors, learned from this many tokens: at most, for training ends when it gains no more.
+    """Returns the most that training one layer's predictors on this many tokens costs.
 
-    Nearly all of it are the networks; an epoch of each is tried on random tokens.
+    Training may end earlier, when it stops gaining. The networks are nearly all of it; an epoch of each is measured on
+    random tokens.
     """
     d, E, k = spec.hidden_size, spec.router.num_experts, spec.router.num_experts_per_tok
     tried = min(num_tokens, _TRIED_TOKENS)
@@ -113,7 +115,7 @@ def prediction_cost(spec: ModelSpec, num_tokens: int) -> Cost:
 
 
 def kind_of(spec: ModelSpec, layer: int) -> int:
-    """The first layer that costs what this one does: with experts or without, of the same stack."""
+    """Returns the first layer of the same cost as this one: with or without experts, of the same stack."""
 
     def kind(layer: int) -> tuple[bool, int]:
         return layer in spec.moe_layers, stack_of(spec, layer)
@@ -122,14 +124,14 @@ def kind_of(spec: ModelSpec, layer: int) -> int:
 
 
 def kinds_of_layers(spec: ModelSpec) -> set[int]:
-    """One layer of each cost."""
+    """Returns one layer of each cost."""
     return {kind_of(spec, layer) for layer in range(spec.num_hidden_layers)}
 
 
 class Trial:
-    """The cost of each kind of work, its seconds measured.
+    """The measured cost of each kind of work.
 
-    Args:    states: before their first layer; their first sequence is tried.
+    Args:    states: before their first layer; their first sequence is used.
     """
 
     def __init__(self, weights: Weights, states: LayerStates) -> None:
@@ -139,15 +141,15 @@ class Trial:
 
     @torch.inference_mode()
     def half(self, layer: int) -> Cost:
-        """A sequence through a layer, its routed experts apart."""
+        """Returns the cost of one sequence in a layer without its routed experts."""
         S, x = self._states.sequence_length, self._states.before(0)
-        text = x if stack_of(self._spec, layer) else None  # what an encoder has read takes as long, whatever it is
+        text = x if stack_of(self._spec, layer) else None  # the time does not depend on the encoder's output
         seconds = _seconds(lambda: self._states.half_of(layer, x, text, self._weights))
         return Cost(half_multiplications(self._spec, layer, S) * S, seconds)
 
     @torch.inference_mode()
     def counted(self, num_tokens: float) -> Cost:
-        """An expert that is run and counted, for this many tokens."""
+        """Returns the cost of running an expert and counting its activations, for this many tokens."""
         number, f = self._tried(num_tokens), self._spec.expert.intermediate_size
         x, idx = self._random(number), torch.arange(number)
 
@@ -160,48 +162,48 @@ class Trial:
 
     @torch.inference_mode()
     def plain(self, num_tokens: float) -> Cost:
-        """An expert that is run, for this many tokens."""
+        """Returns the cost of running an expert, for this many tokens."""
         number = self._tried(num_tokens)
-        x, held = self._random(number), self._weights.expert(0, 0)
-        seconds = _seconds(lambda: run_expert(x, held, self._function, "none", 0.0))
+        x, expert = self._random(number), self._weights.expert(0, 0)
+        seconds = _seconds(lambda: run_expert(x, expert, self._function, "none", 0.0))
         return self._cost(num_tokens, seconds * num_tokens / number)
 
     @torch.inference_mode()
     def changed(self, num_tokens: int, rounding: Rounding) -> Cost:
-        """An expert whose changes are measured on this many tokens under this rounding."""
-        x, held = self._random(num_tokens), self._weights.expert(0, 0)
+        """Returns the cost of measuring an expert's changes on this many tokens under this rounding."""
+        x, expert = self._random(num_tokens), self._weights.expert(0, 0)
         thresholds = torch.zeros((3, 4), device=x.device)
-        seconds = _seconds(lambda: output_changes(held, self._function, x, rounding, thresholds))
+        seconds = _seconds(lambda: output_changes(expert, self._function, x, rounding, thresholds))
         products = 2 + sum(1 if change.matrix_idx == 2 else 2 for change in QUANTIZED) + len(SPARSE)
         one = self._spec.hidden_size * self._spec.expert.intermediate_size
         return Cost(products * one * num_tokens, seconds)
 
     @torch.inference_mode()
     def compared(self, num_tokens: int, rounding: Rounding) -> Cost:
-        """An expert whose errors in every format are compared with this rounding's, on this many tokens."""
-        x, held = self._random(num_tokens), self._weights.expert(0, 0)
+        """Returns the cost of comparing an expert's errors in every format with this rounding's on some tokens."""
+        x, expert = self._random(num_tokens), self._weights.expert(0, 0)
         weights = torch.ones(num_tokens, device=x.device)
-        seconds = _seconds(lambda: format_ratios(held, self._function, x, weights, rounding))
+        seconds = _seconds(lambda: format_ratios(expert, self._function, x, weights, rounding))
         return Cost(compared_multiplications(self._spec, num_tokens), seconds)
 
     @torch.inference_mode()
     def calibrated(self, num_tokens: int, rounding: Rounding) -> Cost:
-        """The same of calibrated rounding, which is calibrated on as many tokens as it may be."""
-        x, held = self._random(num_tokens), self._weights.expert(0, 0)
+        """Returns the same for the calibrated quantizer, on the most tokens it takes for calibration."""
+        x, expert = self._random(num_tokens), self._weights.expert(0, 0)
         number = MAX_OWN_TOKENS + MAX_OTHER_TOKENS
         tokens = ExpertTokens(self._random(number).cpu(), torch.ones(number))
         weights = torch.ones(num_tokens, device=x.device)
-        seconds = _seconds(lambda: calibrated_ratios(held, self._function, x, weights, rounding, tokens))
+        seconds = _seconds(lambda: calibrated_ratios(expert, self._function, x, weights, rounding, tokens))
         return Cost(calibrated_multiplications(self._spec, num_tokens), seconds)
 
     @torch.inference_mode()
     def rounded(self, weights: Weights) -> Cost:
-        """Bringing one expert of these weights to memory, rounded as they are."""
+        """Returns the cost of reading one expert of these weights, which round it."""
         return Cost(0, _seconds(lambda: [None for _ in weights.expert(0, 0).blocks()]))
 
     @torch.inference_mode()
     def predicted(self, num_tokens: int) -> Cost:
-        """Predictions of this many tokens, from hidden states, compared with others."""
+        """Returns the cost of comparing the model's predictions for this many tokens with others."""
         num_tried = head_tokens(self._spec.vocab_size)
         x = self._random(num_tried)
         others = log_probabilities(x, self._weights, x.device)
@@ -224,7 +226,7 @@ class Trial:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The median time of some tries after a first, which brings weights to memory; of what takes long, of few."""
+    """Returns the median time of some tries after a first one, which reads weights; long work has fewer tries."""
     tries: list[float] = []
     while len(tries) <= _MOST_TRIES and sum(tries[1:]) < _ENOUGH_SECONDS:
         began = time.perf_counter()

@@ -1,15 +1,15 @@
-"""What storing an expert's matrices in fewer bits, or dropping its weakest neurons, does to its output.
+"""Errors of an expert's output if its matrices have fewer bits or its weakest neurons do not run.
 
-One matrix at a time, everything else as it is: errors of different matrices and experts then add, as long as they are
-small. Weights come in blocks of neurons, rows of which are quantized as conversion does it.
+One matrix changes at a time: errors of different matrices and experts add, as long as they are small. Weights come in
+blocks of neurons, whose rows are quantized as conversion does it.
 
-Weights with some of their matrices rounded as conversion would store them; everything else as it is.
+`output_changes` measures plain quantization and sparsity at all widths and levels. `format_ratios` compares all formats
+on one expert, `calibrated_ratios` those of the calibrated quantizer. The latter calibrates on some tokens and judges on
+others, because GPTQ fits the tokens it knows better than new ones. Rows of gate and up are independent of each other,
+so it judges few of them. Rows of down make up for each other's errors, so it judges as many as conversion quantizes
+together, in some of their columns.
 
-What calibrated rounding does to an expert's output in every format, beside plain rounding: measured, not assumed.
-
-Calibrated on some tokens, judged on others: error feedback fits what it was made from better than what comes. Rows of
-gate and up are rounded each for itself, so few of them do; down's make up for each other's errors, column by column,
-so that it is judged on as many neurons as conversion takes together, in some of their columns.
+`RoundedDense` and `RoundedExperts` are weights with some matrices rounded as conversion would store them.
 """
 
 from collections.abc import Collection, Iterator
@@ -53,12 +53,12 @@ GROUP = 64
 _GROUPS = (16, 32, 64, 128, ROW_GROUP)
 SPARSITIES = HOT_SPARSITIES
 ABSMAX_FORMATS = tuple(part_format(width, ROW_GROUP) for width in (2, 4, 8))  # EdgeMoE's
-COMPARED_NEURONS = 256  # of an expert, on which formats are compared: ratios of single experts scatter by more
+COMPARED_NEURONS = 256  # of an expert, to compare formats on: ratios differ more between experts
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One way to make an expert smaller: a matrix at a width, or the neurons below a selector kind's quantile."""
+    """One way to make an expert smaller: a matrix at a width, or no neurons below a selector kind's quantile."""
 
     matrix_idx: int = -1
     width: int = 16
@@ -73,9 +73,9 @@ SPARSE = tuple(
 
 
 def quantized_formats(num_cols: int) -> tuple[PartFormat, ...]:
-    """Every format that rows of `num_cols` weights may be rounded to: by width, group (the row last), bits of scales.
+    """Returns the affine formats for rows of `num_cols` weights: by width, group (the whole row last), bits of scales.
 
-    Byte scales save nothing where a row is one group.
+    A row of one group has no formats with byte scales, which would save nothing.
     """
     every = (
         part_format(width, group, scale_bits)
@@ -88,13 +88,13 @@ def quantized_formats(num_cols: int) -> tuple[PartFormat, ...]:
 
 
 def compared_formats(num_cols: int) -> tuple[tuple[Quantizer, PartFormat], ...]:
-    """All that errors are compared in: hqq's formats of such rows, then EdgeMoE's, a scale a row by absmax."""
+    """Returns the formats in which errors are compared: hqq's, then EdgeMoE's with one absmax scale a row."""
     solved: list[tuple[Quantizer, PartFormat]] = [("hqq", part) for part in quantized_formats(num_cols)]
     return (*solved, *(("absmax", part) for part in ABSMAX_FORMATS))
 
 
 class Rounding:
-    """Rows of weights as a quantizer would store them, decoded again."""
+    """Rounds rows of weights: encodes them with a quantizer and decodes them again."""
 
     def __init__(self, quantizer: Quantizer, group: int = GROUP, scale_bits: int = 16) -> None:
         self._quantizer: Quantizer = quantizer
@@ -102,7 +102,7 @@ class Rounding:
         self._scale_bits = scale_bits
 
     def __call__(self, weights: Tensor, width: int) -> Tensor:
-        """Float32 [rows, columns] for rows of a multiple of 64 weights, any float dtype, on their device."""
+        """Returns rounded rows, float32 [rows, columns], on their device; the number of columns is a multiple of 64."""
         part, num_cols = part_format(width, self._group, self._scale_bits), weights.shape[1]
         quantizer = RowQuantizer(part, num_cols, self._quantizer)
         with _one_thread() if self._quantizer == "hqq" else nullcontext():
@@ -111,7 +111,7 @@ class Rounding:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """torch with one thread, as conversion solves: on blocks as small as its, more take three times as long and longer.
+    """Gives torch one thread, as conversion does: on blocks this small, more threads take three times as long.
 
     448 rows of 128 in groups of 16, two busy cores, November 2026: 29 ms with one thread, 123 to 366 with two.
     """
@@ -130,11 +130,11 @@ def output_changes(
     rounding: Rounding,
     thresholds: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """How an expert's outputs change under each of `QUANTIZED`, and of `SPARSE`.
+    """Returns how an expert's outputs change under each of `QUANTIZED` and of `SPARSE`.
 
     Args:    x: float32 [n, d], tokens of the expert.   thresholds: float32 [kinds, sparsities], None for no sparsity.
-    Returns: float32 [len(QUANTIZED), n, d]; [len(SPARSE), n, d], or [0, n, d] without thresholds. A matrix the expert
-             does not have changes nothing.
+    Returns: float32 [len(QUANTIZED), n, d]; [len(SPARSE), n, d], or [0, n, d] without thresholds. Zeros for a matrix
+             that the expert does not have.
     """
     quantized = x.new_zeros((len(QUANTIZED), *x.shape))
     sparse = x.new_zeros((len(SPARSE) if thresholds is not None else 0, *x.shape))
@@ -173,7 +173,7 @@ def add_change(
     function: NeuronFunction,
     output: Tensor,
 ) -> None:
-    """Adds to `output` float32 [n, d] what an expert's output changes by if a block's matrix becomes `rounded`.
+    """Adds to `output` float32 [n, d] the change of an expert's output if a matrix of a block becomes `rounded`.
 
     Args:    values: of the block, for `x`.
     """
@@ -193,64 +193,67 @@ def add_change(
 
 
 def mean_square(changes: Tensor, weights: Tensor) -> Tensor:
-    """The mean square of weighted changes, a value: float32 [changes, n, d] and router weights [n] give [changes]."""
+    """Returns the mean square of weighted changes: float32 [changes, n, d] and router weights [n] give [changes]."""
     weighted = changes.square().mean(dim=2) * weights.square()  # [changes, n]
     return weighted.mean(dim=1) if changes.shape[1] else weighted.new_zeros(len(changes))
 
 
 def format_ratios(expert: Expert, function: NeuronFunction, x: Tensor, weights: Tensor, rounding: Rounding) -> Tensor:
-    """How the errors in every format compare with those of `rounding` at the same width: float32 [3, F].
+    """Returns the errors in every format over those of `rounding` at the same width: float32 [3, F].
 
-    For gate, up and down; formats as `compared_formats` lists them. 1 where there is no error to compare. Judged on
-    the expert's first 256 neurons.
+    The rows are gate, up and down, the columns those of `compared_formats`; 1 if there is no error to compare. Judged
+    on the expert's first 256 neurons.
     """
     blocks = first_neurons(expert, COMPARED_NEURONS)
     values = [activations(x, block, function) for block in blocks]
 
-    def errors(held: Rounding, width: int) -> Tensor:
+    def errors(rounding: Rounding, width: int) -> Tensor:
         changes = x.new_zeros((len(MATRICES), *x.shape))
         for block, of_block in zip(blocks, values, strict=True):
             for matrix_idx, output in enumerate(changes):
-                _add_quantized(Change(matrix_idx, width), block, of_block, x, function, held, output)
+                _add_quantized(Change(matrix_idx, width), block, of_block, x, function, rounding, output)
         return mean_square(changes, weights)  # [3]
 
-    rough = {width: errors(rounding, width) for width in WIDTHS}
-    ratios = []
-    for quantizer, part in compared_formats(x.shape[1]):
-        found = errors(Rounding(quantizer, part.group, part.scale_bits), part.width)
-        compared = found / rough[part.width].clamp(min=torch.finfo(torch.float32).tiny)
-        ratios.append(torch.where(rough[part.width] > 0, compared, 1.0))
+    base = {width: errors(rounding, width) for width in WIDTHS}
+    ratios = [
+        _ratio(errors(Rounding(quantizer, part.group, part.scale_bits), part.width), base[part.width])
+        for quantizer, part in compared_formats(x.shape[1])
+    ]
     return torch.stack(ratios, dim=1)
 
 
+def _ratio(errors: Tensor, base: Tensor) -> Tensor:
+    """Returns `errors / base`, 1 where `base` is 0."""
+    return torch.where(base > 0, errors / base.clamp(min=torch.finfo(torch.float32).tiny), 1.0)
+
+
 def first_neurons(expert: Expert, number: int) -> list[NeuronBlock]:
-    """An expert's first neurons, so many at most, in blocks."""
-    held: list[NeuronBlock] = []
-    left = number
+    """Returns at most `number` of an expert's neurons, the first ones, in blocks."""
+    blocks: list[NeuronBlock] = []
     for block in expert.blocks():
-        held.append(cut(block, left))
-        left -= len(block.up)
-        if left <= 0:
+        blocks.append(cut(block, number))
+        number -= len(block.up)
+        if number <= 0:
             break
-    return held
+    return blocks
 
 
 def cut(block: NeuronBlock, number: int) -> NeuronBlock:
-    """A block's first neurons, so many at most."""
+    """Returns at most `number` of a block's neurons, the first ones."""
     gate, gate_bias, up_bias = (
-        None if one is None else one[:number] for one in (block.gate, block.gate_bias, block.up_bias)
+        None if values is None else values[:number] for values in (block.gate, block.gate_bias, block.up_bias)
     )
     return NeuronBlock(gate, block.up[:number], block.down[:number], gate_bias, up_bias)
 
 
 def ratios_of_widths(ratios: Array, num_cols: int) -> Array:
-    """Of ratios [3, F] those that errors are measured and kept for, of groups of 64 with 16-bit scales: [3, 4]."""
+    """Returns, from ratios [3, F], those of groups of 64 with 16-bit scales at `WIDTHS`: [3, 4]."""
     parts = quantized_formats(num_cols)
     return ratios[:, [parts.index(part_format(width, GROUP)) for width in WIDTHS]]
 
 
 class RoundedDense:
-    """The weights of `source` with these dense matrices at `width`, rounded whenever their rows are asked for."""
+    """The weights of `source` with these dense matrices at `width`; rows are rounded each time they are read."""
 
     def __init__(self, source: Weights, roles: Collection[str], width: int, rounding: Rounding) -> None:
         self.spec: ModelSpec = source.spec
@@ -262,20 +265,20 @@ class RoundedDense:
         self._rounding = rounding
 
     def vector(self, role: str) -> Tensor:
-        """A norm's weight or a bias, float32 [n]."""
+        """Returns a norm's weight or a bias, float32 [n]."""
         return self._source.vector(role)
 
     def matrix(self, role: str) -> DenseMatrix:
-        """A dense matrix by its role."""
+        """Returns a dense matrix by its role, rounded if it is one of the roles."""
         matrix = self._source.matrix(role)
         return _RoundedMatrix(matrix, self._width, self._rounding) if role in self._roles else matrix
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """An expert, as it is."""
+        """Returns an expert of `source`."""
         return self._source.expert(layer_idx, expert)
 
     def threshold(self, layer_idx: int, expert: int) -> float:
-        """The expert's threshold on `abs(a)`."""
+        """Returns the expert's threshold on `abs(a)`."""
         return self._source.threshold(layer_idx, expert)
 
 
@@ -291,7 +294,7 @@ class _RoundedMatrix:
 
 
 class RoundedExperts:
-    """The weights of `source` with all routed experts at `width`, rounded whenever their blocks are asked for."""
+    """The weights of `source` with all routed experts at `width`; blocks are rounded each time they are read."""
 
     def __init__(self, source: Weights, width: int, rounding: Rounding) -> None:
         self.spec: ModelSpec = source.spec
@@ -302,19 +305,19 @@ class RoundedExperts:
         self._rounding = rounding
 
     def vector(self, role: str) -> Tensor:
-        """A norm's weight or a bias, float32 [n]."""
+        """Returns a norm's weight or a bias, float32 [n]."""
         return self._source.vector(role)
 
     def matrix(self, role: str) -> DenseMatrix:
-        """A dense matrix, as it is."""
+        """Returns a dense matrix of `source`."""
         return self._source.matrix(role)
 
     def expert(self, layer_idx: int, expert: int) -> Expert:
-        """An expert, its three matrices rounded."""
+        """Returns an expert with its matrices rounded."""
         return _RoundedExpert(self._source.expert(layer_idx, expert), self._width, self._rounding)
 
     def threshold(self, layer_idx: int, expert: int) -> float:
-        """The expert's threshold on `abs(a)`."""
+        """Returns the expert's threshold on `abs(a)`."""
         return self._source.threshold(layer_idx, expert)
 
 
@@ -338,7 +341,7 @@ class _RoundedExpert:
 
 
 def roundable_roles(spec: ModelSpec, layer: int | None) -> tuple[str, ...]:
-    """The dense matrices of a decoder layer (None: of none) that a plan may quantize and rows of 64 can hold."""
+    """Returns the dense matrices of a layer, or of no layer for None, that a plan may quantize in groups of 64."""
     prefix = "" if layer is None else f"layers.{layer}."
     return tuple(
         role.name
@@ -348,16 +351,16 @@ def roundable_roles(spec: ModelSpec, layer: int | None) -> tuple[str, ...]:
     )
 
 
-# With bits of scales: a byte does where there are many. Shorter groups help affine codes more than a trellis.
+# Groups with bits of scales: short groups have many scales, of one byte. They help affine codes more than a trellis.
 _TRELLIS_GROUPS = ((ROW_GROUP, 16), (128, 8), (32, 8))
 _AFFINE_GROUPS = ((ROW_GROUP, 16), (64, 8), (32, 8))
-_JUDGED_WEIGHTS = 1 << 18  # of a matrix
+_JUDGED_WEIGHTS = 1 << 18  # of a matrix, to judge formats on
 _LEAST_ROWS, _MOST_ROWS, _LEAST_COLUMNS = 64, 256, 256
 _COLUMN_STEP = 128  # the longest group
 
 
 def calibrated_formats(num_cols: int) -> tuple[PartFormat, ...]:
-    """Every format that calibrated rounding is measured in, for rows of so many weights: trellises, then affine."""
+    """Returns the formats in which the calibrated quantizer is measured, for such rows: trellises, then affine."""
     every = (
         *(trellis_format(width, *group) for width in TRELLIS_WIDTHS for group in _TRELLIS_GROUPS),
         *(part_format(width, *group) for width in WIDTHS for group in _AFFINE_GROUPS),
@@ -366,57 +369,58 @@ def calibrated_formats(num_cols: int) -> tuple[PartFormat, ...]:
 
 
 def base_width(part: PartFormat) -> int:
-    """The width that a calibrated format is compared with plain rounding at: the least that has its bits."""
+    """Returns the width of the plain rounding that a calibrated format is compared with: the least with its bits."""
     return min(width for width in WIDTHS if width >= part.bits)
 
 
 def judged_rows(num_cols: int, num_neurons: int) -> int:
-    """Of how many neurons gate and up are judged on."""
+    """Returns on how many neurons gate and up are judged."""
     return min(max(_JUDGED_WEIGHTS // num_cols, _LEAST_ROWS), _MOST_ROWS, num_neurons)
 
 
 def judged_columns(num_cols: int, num_neurons: int) -> int:
-    """How many columns down is judged on, of `BLOCK_NEURONS` neurons."""
-    room = _JUDGED_WEIGHTS // min(num_neurons, BLOCK_NEURONS) // _COLUMN_STEP * _COLUMN_STEP
-    return min(max(room, _LEAST_COLUMNS), num_cols)
+    """Returns on how many columns of `BLOCK_NEURONS` neurons down is judged."""
+    columns = _JUDGED_WEIGHTS // min(num_neurons, BLOCK_NEURONS) // _COLUMN_STEP * _COLUMN_STEP
+    return min(max(columns, _LEAST_COLUMNS), num_cols)
 
 
 def calibrated_ratios(
     expert: Expert, function: NeuronFunction, x: Tensor, weights: Tensor, rounding: Rounding, tokens: ExpertTokens
 ) -> Tensor:
-    """How the errors of calibrated rounding compare with those of `rounding` at its `base_width`: float32 [3, C].
+    """Returns the errors of the calibrated quantizer over those of `rounding` at the `base_width`: float32 [3, C].
 
-    For gate, up and down; formats as `calibrated_formats` lists them. 1 where there is no error to compare.
+    The rows are gate, up and down, the columns those of `calibrated_formats`; 1 if there is no error to compare.
 
-    Args:    x, weights: tokens of the expert to judge on, and their router weights.   tokens: to calibrate on, others.
+    Args:    x, weights: tokens of the expert to judge on, and their router weights.   tokens: other tokens, to
+             calibrate on.
     """
     judged = _Judged.of(expert, function, x)
-    rough = {
-        width: judged.errors({m: rounding(one, width) for m, one in judged.matrices().items()}, weights)
+    base = {
+        width: judged.errors({matrix: rounding(rows, width) for matrix, rows in judged.matrices().items()}, weights)
         for width in WIDTHS
     }
-    calibration, ratios = _OfOneBlock(tokens, function), []
-    for part in calibrated_formats(x.shape[1]):
-        stored = judged.rounded(part, calibration)
-        found, base = judged.errors(stored, weights), rough[base_width(part)]
-        ratios.append(torch.where(base > 0, found / base.clamp(min=torch.finfo(torch.float32).tiny), 1.0))
+    calibration = _BlockCalibration(tokens, function)
+    ratios = [
+        _ratio(judged.errors(judged.rounded(part, calibration), weights), base[base_width(part)])
+        for part in calibrated_formats(x.shape[1])
+    ]
     return torch.stack(ratios, dim=1)
 
 
 def calibrated_multiplications(spec: ModelSpec, num_tokens: int) -> int:
-    """Multiplications of judging all formats on this many tokens, and of the moments; the search is not counted."""
+    """Returns the multiplications of judging all formats on some tokens and of the Hessians, without the search."""
     d, f, num_gates = spec.hidden_size, spec.expert.intermediate_size, len(spec.expert.matrices) - 1
     num_judged, neurons = len(calibrated_formats(d)) + len(WIDTHS), min(f, BLOCK_NEURONS)
     one = 2 * num_gates * judged_rows(d, f) * d + neurons * judged_columns(d, f)
-    moments = d * d + num_gates * neurons * d + neurons * neurons
-    return num_judged * num_tokens * one + (MAX_OWN_TOKENS + MAX_OTHER_TOKENS) * moments
+    hessians = d * d + num_gates * neurons * d + neurons * neurons
+    return num_judged * num_tokens * one + (MAX_OWN_TOKENS + MAX_OTHER_TOKENS) * hessians
 
 
-class _OfOneBlock(Calibration):
-    """What follows for one block's neurons is found once, too: formats are many, the block is one."""
+class _BlockCalibration(Calibration):
+    """The calibration of a single block of neurons, whose factor is computed once for all formats."""
 
     def factor(self, block: NeuronBlock) -> Tensor:
-        """As of any block, of the first that was asked for."""
+        """Returns the factor of the first block that it was called with."""
         if not hasattr(self, "_factor"):
             self._factor = super().factor(block)
         return self._factor
@@ -424,10 +428,10 @@ class _OfOneBlock(Calibration):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Judged:
-    """The part of an expert that formats are judged on, and tokens x float32 [n, d].
+    """The part of an expert that formats are judged on, with its activations on tokens x float32 [n, d].
 
-    `few`: some neurons, for gate and up; `narrow`: as many as are rounded together, their down rows cut short. With
-    the activations of each for x.
+    `few`: some neurons, for gate and up.   `narrow`: all neurons that are quantized together, with some columns of
+    down.
     """
 
     x: Tensor
@@ -447,21 +451,22 @@ class _Judged:
         return cls(x, function, few, activations(x, few, function), narrow, activations(x, narrow, function))
 
     def matrices(self) -> dict[Matrix, Tensor]:
-        """What is rounded, by matrix."""
-        held: dict[Matrix, Tensor] = {"up": self.few.up, "down": self.narrow.down}
-        return held if self.few.gate is None else {"gate": self.few.gate, **held}
+        """Returns the rows to round, by matrix."""
+        rows: dict[Matrix, Tensor] = {"up": self.few.up, "down": self.narrow.down}
+        return rows if self.few.gate is None else {"gate": self.few.gate, **rows}
 
     def rounded(self, part: PartFormat, calibration: Calibration) -> dict[Matrix, Tensor]:
-        """The same, stored in a format and read again."""
-        formats, held = ExpertFormat(None if self.few.gate is None else part, part, part), dict[Matrix, Tensor]()
+        """Returns the same rows, encoded in a format and decoded again."""
+        formats = ExpertFormat(None if self.few.gate is None else part, part, part)
+        decoded = dict[Matrix, Tensor]()
         for matrix, weights in self.matrices().items():
             block, num_cols = self.narrow if matrix == "down" else self.few, weights.shape[1]
-            rows = ExpertQuantizer(formats, calibration, num_cols).rows(matrix, block)
-            held[matrix] = decode_part(part, num_cols, rows).to(self.x.device)
-        return held
+            rows = ExpertQuantizer(formats, calibration, num_cols).rows(matrix, _on_cpu(block))
+            decoded[matrix] = decode_part(part, num_cols, rows).to(self.x.device)
+        return decoded
 
     def errors(self, rounded: dict[Matrix, Tensor], weights: Tensor) -> Tensor:
-        """Mean squared changes of the output by each matrix alone, float32 [3]; 0 for one the expert does not have."""
+        """Returns the mean squared change of the output by each matrix alone, float32 [3]; 0 for a missing matrix."""
         squares = self.x.new_zeros(len(MATRICES))
         for idx, matrix in enumerate(MATRICES):
             if matrix in rounded:
@@ -474,6 +479,7 @@ class _Judged:
 
 
 def _on_cpu(block: NeuronBlock) -> NeuronBlock:
+    """Returns the block in host memory, where calibration tokens and quantizers are."""
     gate, gate_bias, up_bias = (
         None if one is None else one.cpu() for one in (block.gate, block.gate_bias, block.up_bias)
     )
@@ -481,11 +487,11 @@ def _on_cpu(block: NeuronBlock) -> NeuronBlock:
 
 
 def _joined(blocks: list[NeuronBlock]) -> NeuronBlock:
-    """Consecutive blocks as one."""
+    """Returns consecutive blocks as one."""
 
     def joined(parts: list[Tensor | None]) -> Tensor | None:
-        held = [part for part in parts if part is not None]
-        return torch.cat(held) if held else None
+        tensors = [part for part in parts if part is not None]
+        return torch.cat(tensors) if tensors else None
 
     up, down = torch.cat([block.up for block in blocks]), torch.cat([block.down for block in blocks])
     gate, gate_bias = joined([block.gate for block in blocks]), joined([block.gate_bias for block in blocks])

@@ -1,8 +1,8 @@
-"""EdgeMoE's own measure of an expert's importance: the model's loss with that expert at 2 bits, all others at 4.
+"""EdgeMoE's measure of an expert's importance: the model's loss with that expert at 2 bits and all others at 4.
 
-A pass that carries the original, the model with all experts at 4 bits, and of the latter one copy for each expert, in
-which that one is at 2 bits. EdgeMoE takes a task's accuracy for the loss; here it is the KL divergence of predictions
-from the original's, which needs no task. Quantization is the paper's: symmetric, one scale a row.
+The pass carries the original, the model with all experts at 4 bits, and a copy of the latter for each expert, in which
+that expert is at 2 bits. EdgeMoE's loss is a task's accuracy; here it is the KL divergence from the original's
+predictions, which needs no task. Quantization is as in the paper: symmetric, one scale a row.
 Source: EdgeMoE §III-B, "Profiling expert importance", Fig. 7a.
 """
 
@@ -32,9 +32,9 @@ _TRIED_TOKENS = 512
 
 
 class ExactPass:
-    """Runs the measure layer by layer; a killed pass goes on in `folder`.
+    """Runs the measurement layer by layer; a killed pass goes on in `folder`.
 
-    Args:    ids: int64 [N, S], sequences of which the first are used.
+    Args:    ids: int64 [N, S]; the first of these sequences are used.
     """
 
     def __init__(self, weights: LayerwiseWeights, ids: Tensor, folder: Path, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class ExactPass:
         def origin(branched: int) -> int:
             return number + branched % number
 
-        # Twice the same to begin with: the original, and what has all experts at 4 bits, which copies branch off from.
+        # The same sequences twice: the original, and with all experts at 4 bits, from which the copies branch off.
         self.states = LayerStates(
             weights, first, 2 * number, given.length, folder, device, answer=answer, origin=origin
         )
@@ -73,30 +73,29 @@ class ExactPass:
 
     @torch.inference_mode()
     def losses(self, progress: Progress = NO_PROGRESS) -> dict[str, Array]:
-        """`losses` f32 [L, E]: KL in nats with this expert at 2 bits, all others at 4; `base` f32 [1]: all at 4."""
+        """Returns `losses` f32 [L, E], KL in nats with this expert at 2 bits, and `base` f32 [1], all at 4 bits."""
         shape = (len(self._spec.moe_layers), self._spec.router.num_experts)
         num_copies = 1 + shape[0] * shape[1]
         sums = np.zeros(num_copies)
         for number in range(self.num_copied):
             original = self.states.before(number)
             for rows in head_pieces(0, len(original), self._spec.vocab_size):
-                expected = self._log_probabilities(original[rows])
+                predictions = self._log_probabilities(original[rows])
                 for copy in range(num_copies):
                     hidden = self.states.before((1 + copy) * self.num_copied + number)[rows]
-                    found = self._log_probabilities(hidden)
-                    sums[copy] += divergence(expected, found)
+                    sums[copy] += divergence(predictions, self._log_probabilities(hidden))
             done = len(original) * (1 + num_copies) * self._spec.hidden_size * self._spec.vocab_size
             progress.advance(done, "predictions")
         kls = (sums / self._num_tokens).astype(np.float32)
         return {"losses": kls[1:].reshape(shape), "base": kls[:1]}
 
     def cost(self, layers: range) -> Cost:
-        """What these layers cost, and the losses after them."""
+        """Returns the estimated cost of these layers, with the losses after them."""
         spec, trial = self._spec, Trial(self._weights, self.states)
         E, k, S = spec.router.num_experts, spec.router.num_experts_per_tok, self.states.sequence_length
         halves = {kind: trial.half(kind) for kind in kinds_of_layers(spec)}
         plain = trial.plain(_TRIED_TOKENS)
-        rounded = trial.rounded(self._at_4)  # beside the products, whatever their number
+        rounded = trial.rounded(self._at_4)  # added to the products, for any number of tokens
         total, num_sequences = Cost(), self.states.num_sequences
         for layer in layers:
             total += halves[kind_of(spec, layer)] * num_sequences
@@ -106,32 +105,32 @@ class ExactPass:
         return total + trial.predicted(self._num_tokens) * (2 + len(spec.moe_layers) * E)
 
     def _run_expert(self, tokens: LayerTokens, layer_idx: int, expert: int) -> tuple[Tensor, Tensor]:
-        """Adds outputs of one expert; places among the copied tokens, and what 2 bits change there: [n], [n, d]."""
+        """Adds an expert's outputs; returns its positions in the copied tokens [n] and its change by 2 bits [n, d]."""
         token_idx, weights = tokens.of_expert(expert)
         original = token_idx < self._num_tokens
         base = ~original & (token_idx < 2 * self._num_tokens)
         self._add(tokens, token_idx[original], weights[original], self._weights, layer_idx, expert)
         self._add(tokens, token_idx[~original], weights[~original], self._at_4, layer_idx, expert)
         at_4, at_2 = (
-            self._output(tokens, token_idx[base], held, layer_idx, expert) for held in (self._at_4, self._at_2)
+            self._output(tokens, token_idx[base], rounded, layer_idx, expert) for rounded in (self._at_4, self._at_2)
         )
         change = (at_2 - at_4).cpu() * (weights[base] * self._spec.residual_multiplier)[:, None]
         return token_idx[base] - self._num_tokens, change
 
     def _add(
-        self, tokens: LayerTokens, token_idx: Tensor, weights: Tensor, held: Weights, layer_idx: int, expert: int
+        self, tokens: LayerTokens, token_idx: Tensor, weights: Tensor, model: Weights, layer_idx: int, expert: int
     ) -> None:
         for start in range(0, len(token_idx), CHUNK_TOKENS):
             chunk = slice(start, start + CHUNK_TOKENS)
-            output = self._output(tokens, token_idx[chunk], held, layer_idx, expert)
+            output = self._output(tokens, token_idx[chunk], model, layer_idx, expert)
             self.states.add(tokens, token_idx[chunk], weights[chunk], output)
 
-    def _output(self, tokens: LayerTokens, token_idx: Tensor, held: Weights, layer_idx: int, expert: int) -> Tensor:
+    def _output(self, tokens: LayerTokens, token_idx: Tensor, model: Weights, layer_idx: int, expert: int) -> Tensor:
         x = tokens.inputs[token_idx].to(self._device)
-        return run_expert(x, held.expert(layer_idx, expert), self._spec.expert.function, "none", 0.0)
+        return run_expert(x, model.expert(layer_idx, expert), self._spec.expert.function, "none", 0.0)
 
     def _copies(self, tokens: LayerTokens, changes: list[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-        """The hidden states of one copy after the other, float32 [n, d]."""
+        """Yields the hidden states of one copy after the other, float32 [n, d]."""
         base = tokens.x[self._num_tokens : 2 * self._num_tokens]
         for places, change in changes:
             yield base.index_add(0, places, change)

@@ -1,10 +1,10 @@
-"""The sensitivity stage: what each matrix costs at each width, in the units of the final KL divergence.
+"""The sensitivity stage: the cost of each matrix at each width, as the KL divergence of the model's predictions.
 
-A pass over some sequences in which *copies* of the first of them are carried along. A copy begins where something was
-changed (a layer's experts at 2 bits, its dense matrices at 4) and goes through the unchanged rest of the model; at the
-end its KL divergence from the original tells what a squared error in that layer does to predictions. Errors of single
-matrices are measured on the output of their layer. KL grows with the square of a small error, and errors of different
-matrices, experts and layers are nearly independent: so predicted KLs add.
+The pass takes some sequences through the model, and with them *copies* of the first ones. A copy begins where something
+was changed (a layer's experts at 2 bits, its dense matrices at 4) and goes through the unchanged rest of the model. At
+the end, its KL divergence from the original says what a squared error in that layer does to predictions. Errors of
+single matrices are measured on the output of their layer. KL grows with the square of a small error, and errors of
+different matrices, experts and layers are nearly independent. So estimated KLs add.
 """
 
 from collections.abc import Callable
@@ -63,10 +63,10 @@ from moe_pack.calib.sensitivity.errors import (
 from moe_pack.formats import NO_PROGRESS, Progress
 from moe_pack.runtime.model import embed, run_expert
 
-_FAST_TOKENS, _FULL_TOKENS = 256, 512  # of an expert, on which errors are measured
+_FAST_TOKENS, _FULL_TOKENS = 256, 512  # of an expert, to measure errors on
 _MOST_COPY_TOKENS, _LEAST_COPY_TOKENS = 2048, 512  # of a copy: fewer in deep models, where copies are many
 _TRIED_TOKENS = 512
-_HEAD_TOKENS = 256  # on which a rounded head is judged
+_HEAD_TOKENS = 256  # to judge a rounded head on
 CHANGES_BYTES = 128 << 20  # of changed outputs at once
 DELTA_BYTES = 128 << 20  # of new copies' changes in memory
 ARRAY_BYTES = MAX_MEMORY_BYTES - CHANGES_BYTES - DELTA_BYTES  # of a layer's arrays: they grow with the copies
@@ -74,12 +74,12 @@ _CHANGES_COST = 11  # `output_changes` multiplies about as much as this many run
 
 
 class SensitivityPass:
-    """Runs the stage layer by layer: what it runs with, and how far it is (`states`).
+    """Runs the stage layer by layer. `states` says how far it is.
 
-    `ids` int64 [N, n]: what is predicted (`Sequences`).
-    Args:    ids: int64 [N, S], all sequences of the profile; as many of the first as are needed are used.
-             thresholds: for a MoE layer index, float32 [E, kinds, sparsities]: quantiles of abs(a).
-             kept: what experts were given of some sequences, to calibrate on; None where nothing was kept.
+    `ids` int64 [N, n]: the tokens of the decoder (`Sequences`).
+    Args:    ids: int64 [N, S], all sequences of the profile; the pass uses as many of the first as it needs.
+             thresholds: returns, for a MoE layer index, quantiles of abs(a), float32 [E, kinds, sparsities].
+             kept: the inputs of experts to calibrate on; None if none are kept.
              folder: for hidden states; a killed pass goes on there.
     """
 
@@ -133,29 +133,29 @@ class SensitivityPass:
 
     @property
     def num_copy_tokens(self) -> int:
-        """Tokens of one copy."""
+        """The number of tokens of one copy."""
         return self.num_copied * self.states.sequence_length
 
     @property
     def usual_tokens(self) -> int:
-        """Tokens that errors are measured on, of an expert as popular as the others."""
+        """The number of tokens that errors are measured on, for an expert of average popularity."""
         router = self.spec.router
         return max(self.expert_tokens, self.num_copy_tokens * router.num_experts_per_tok // router.num_experts)
 
     @property
     def changed_tokens(self) -> int:
-        """Tokens of an expert whose changed outputs are held at once."""
+        """The number of an expert's tokens whose changed outputs are in memory at once."""
         one = 4 * (len(QUANTIZED) + len(SPARSE)) * self.spec.hidden_size  # bytes of all changes of a token's output
         return max(1, CHANGES_BYTES // one)
 
     @property
     def compared_tokens(self) -> int:
-        """Tokens that formats are compared on, if the expert is as popular as the others."""
+        """The number of tokens that formats are compared on, for an expert of average popularity."""
         return min(self.usual_tokens, self.changed_tokens, self.num_base * self.states.sequence_length)
 
     @torch.inference_mode()
     def layer(self, layer: int, progress: Progress = NO_PROGRESS) -> LayerErrors:
-        """Takes all sequences through the next layer, and measures; `leave` then lets its copies begin."""
+        """Takes all sequences through the next layer and measures; after it `leave` begins the layer's copies."""
         spec, states = self.spec, self.states
         roles = roundable_roles(spec, layer)
         begun = copies_of(spec, self.level, layer)
@@ -172,14 +172,14 @@ class SensitivityPass:
         half = half_multiplications(spec, layer, states.sequence_length)
         progress.advance(half * (len(tokens.x) + self._tried_tokens(layer)), f"layer {layer}")
         errors = [self._branch_error(tokens, num_before)] if branches else []
-        deltas = self._room_for_deltas(sum(copy.kind == "experts" for copy in begun))
+        deltas = self._allocate_deltas(sum(copy.kind == "experts" for copy in begun))
         quantized, sparse, ratios, calibrated = (torch.zeros(0) for _ in range(4))
         if layer in spec.moe_layers:
             changes = [copy.changes for copy in begun if copy.kind == "experts"]
             experts = _Experts(self, layer, tokens, changes, deltas)
             quantized, sparse, ratios, calibrated = experts.measure(progress)
         errors += [float(delta.square().mean()) for delta in deltas]
-        self._left = tokens, deltas
+        self._measured = tokens, deltas
         return LayerErrors(
             dense=np.asarray(dense_errors, np.float32).reshape(len(roles), len(DENSE_WIDTHS)),
             copies=np.asarray(errors, np.float32),
@@ -189,24 +189,24 @@ class SensitivityPass:
             calibrated=calibrated.numpy(),
         )
 
-    def _room_for_deltas(self, number: int) -> list[Tensor]:
-        """Zeros float32 [copied tokens, d], so many of them; in mapped files where they would take much memory."""
+    def _allocate_deltas(self, number: int) -> list[Tensor]:
+        """Returns this many zeros float32 [copied tokens, d], in mapped files if they take much memory."""
         mapped = 4 * number * self.num_copy_tokens * self.spec.hidden_size > DELTA_BYTES
         return [self.states.allocate(f"delta-{i}", self.num_copy_tokens, mapped).zero_() for i in range(number)]
 
     def leave(self, layer: int) -> None:
-        """Ends the layer last measured: what `layer` returned is safe."""
-        tokens, deltas = self._left
+        """Ends the layer that was measured last; the caller has stored the result of `layer`."""
+        tokens, deltas = self._measured
         self.states.leave(layer, tokens, (tokens.x[: self.num_copy_tokens] + delta for delta in deltas))
-        del self._left
+        del self._measured
 
     def cost(self, layers: range) -> Cost:
-        """What these layers cost, and the divergences after them."""
+        """Returns the estimated cost of these layers, with the divergences after them."""
         spec, trial = self.spec, Trial(self.weights, self.states)
         router = spec.router
         halves = {kind: trial.half(kind) for kind in kinds_of_layers(spec)}
         plain = trial.plain(_TRIED_TOKENS)
-        self.solved(torch.zeros((1, 64)), 4)  # loads its package: that takes longer than its work
+        self.solved(torch.zeros((1, 64)), 4)  # loads the package hqq, which takes longer than its work
         number = self.usual_tokens
         at_once = min(number, self.changed_tokens)
         changed = trial.changed(at_once, self.rounding) * (number / at_once)
@@ -227,27 +227,27 @@ class SensitivityPass:
         return total
 
     def _tried_tokens(self, layer: int) -> int:
-        """Tokens that go through a layer's first half more, to measure its dense matrices."""
+        """Returns how many tokens go through a layer's first half again, to measure its dense matrices."""
         number = len(roundable_roles(self.spec, layer))
         return (number * len(DENSE_WIDTHS) + (number > 0)) * self.num_copy_tokens
 
     @torch.inference_mode()
     def divergences(self, progress: Progress = NO_PROGRESS) -> Divergences:
-        """How far the copies' predictions are from the original's, and those with the head at 8 and 4 bits.
+        """Returns the divergences of the copies' predictions, and of those with the head at 8 and 4 bits.
 
-        Of a head that is the embedding too, what it costs as the head. 0 for one that cannot be stored in rows.
+        A head that is also the embedding is changed as the head only. A head that cannot be quantized has 0.
         """
         copies = all_copies(self.spec, self.level)
         sums = np.zeros((2, len(copies)))  # of KL, of log-likelihood lost
         for number in range(self.num_copied):
             base, next_ids = self.states.before(number), self.ids[number, 1:]
-            held = [self.states.before(self._number_of(copy, number)) for copy in range(len(copies))]
+            copied = [self.states.before(self._number_of(copy, number)) for copy in range(len(copies))]
             for rows in head_pieces(0, len(base), self.spec.vocab_size):
-                expected = self._log_probabilities(base[rows], self.weights)
-                for copy, hidden in enumerate(held):
-                    found = self._log_probabilities(hidden[rows], self.weights)
-                    sums[0, copy] += divergence(expected, found)
-                    sums[1, copy] += likelihood_lost(expected, found, next_ids[rows])
+                original = self._log_probabilities(base[rows], self.weights)
+                for copy, hidden in enumerate(copied):
+                    changed = self._log_probabilities(hidden[rows], self.weights)
+                    sums[0, copy] += divergence(original, changed)
+                    sums[1, copy] += likelihood_lost(original, changed, next_ids[rows])
             done = len(base) * (1 + len(copies)) * self.spec.hidden_size * self.spec.vocab_size
             progress.advance(done, "predictions")
         num_judged = self.num_copied * (self.states.sequence_length - 1)  # the last tokens have none after them
@@ -258,23 +258,23 @@ class SensitivityPass:
         return self.num_base + copy * self.num_copied + number
 
     def _head_divergences(self) -> Array:
-        found = np.zeros(len(DENSE_WIDTHS), np.float32)
+        kls = np.zeros(len(DENSE_WIDTHS), np.float32)
         role = "embed" if self.spec.tied_head else "head"
         if role not in roundable_roles(self.spec, None):
-            return found
+            return kls
         hidden = self.states.before(0)[:_HEAD_TOKENS]
         copies = [RoundedDense(self.weights, (role,), width, self.plain) for width in DENSE_WIDTHS]
         for rows in head_pieces(0, len(hidden), self.spec.vocab_size):
-            expected = self._log_probabilities(hidden[rows], self.weights)
+            original = self._log_probabilities(hidden[rows], self.weights)
             for idx, rounded in enumerate(copies):
-                found[idx] += divergence(expected, self._log_probabilities(hidden[rows], rounded)) / len(hidden)
-        return found
+                kls[idx] += divergence(original, self._log_probabilities(hidden[rows], rounded)) / len(hidden)
+        return kls
 
     def _log_probabilities(self, hidden: Tensor, weights: LayerwiseWeights | RoundedDense) -> Tensor:
         return log_probabilities(hidden, weights, self.device)
 
     def _dense_error(self, layer: int, originals: list[Tensor], role: str, width: int) -> float:
-        """What one dense matrix at this width changes in the hidden states of the copied sequences."""
+        """Returns the mean squared change of the copied sequences' hidden states by one dense matrix at this width."""
         rounded, total = RoundedDense(self.weights, (role,), width, self.plain), 0.0
         for number, original in enumerate(originals):
             changed, _ = self.states.half(layer, number, rounded)
@@ -288,7 +288,7 @@ class SensitivityPass:
 
 
 class _Experts:
-    """A layer's routed experts: run for all tokens, and measured on some of the original's."""
+    """A layer's routed experts: runs them for all tokens and measures them on some of the original's."""
 
     def __init__(
         self,
@@ -309,41 +309,42 @@ class _Experts:
         self._chunk = stage.changed_tokens
 
     def measure(self, progress: Progress) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Runs and measures: the arrays of `LayerErrors`."""
+        """Runs and measures all experts; returns `quantized`, `sparse`, `ratios` and `calibrated` of `LayerErrors`."""
         spec = self._stage.spec
         reached = [self._tokens.of_expert(expert)[0] for expert in range(spec.router.num_experts)]
         num_tokens = [len(token_idx) for token_idx in reached]
         popular = int(np.argmax([int((token_idx < self._num_base_tokens).sum()) for token_idx in reached]))
         del reached
         ratios, calibrated = self._ratios(popular, progress), self._calibrated(popular, progress)
-        # Of what is measured: `full` measures hqq's own errors, whose ratios are 1.
+        # Of the measured errors to hqq's: `full` measures those of hqq itself, whose ratios are 1.
         ratio = torch.from_numpy(ratios_of_widths(ratios.numpy(), spec.hidden_size)).flatten()
         quantized, sparse = [], []
         for expert in range(spec.router.num_experts):
             self._run(expert)
-            found = self._measure_expert(expert, ratio)
-            quantized.append(found[0])
-            sparse.append(found[1])
+            expert_quantized, expert_sparse = self._measure_expert(expert, ratio)
+            quantized.append(expert_quantized)
+            sparse.append(expert_sparse)
             work = expert_multiplications(spec) * (num_tokens[expert] + _CHANGES_COST * self._stage.usual_tokens)
             progress.advance(work, f"layer {self._layer} expert {expert}")
         # [E, changes] -> [E, matrices, widths] and [E, kinds, sparsities]
         return torch.stack(quantized).view(-1, 3, 4), torch.stack(sparse).view(-1, 3, 4), ratios, calibrated
 
     def _run(self, expert: int) -> None:
-        """The expert's outputs for the tokens of all sequences, copies included."""
+        """Adds the expert's outputs for the tokens of all sequences, copies included."""
         stage = self._stage
         token_idx, weights = self._tokens.of_expert(expert)
         for start in range(0, len(token_idx), CHUNK_TOKENS):
             chunk = token_idx[start : start + CHUNK_TOKENS]
-            held = stage.weights.expert(self._layer_idx, expert)
             x = self._tokens.inputs[chunk].to(stage.device)
-            output = run_expert(x, held, stage.spec.expert.function, "none", 0.0)
+            output = run_expert(
+                x, stage.weights.expert(self._layer_idx, expert), stage.spec.expert.function, "none", 0.0
+            )
             stage.states.add(self._tokens, chunk, weights[start : start + CHUNK_TOKENS], output)
 
     def _sample(self, expert: int) -> tuple[Tensor, Tensor, int]:
-        """The tokens errors are measured on, those of the copies first; their weights; how many the expert has in all.
+        """Returns the tokens that errors are measured on, those of the copies first, and their router weights.
 
-        The last counts the original's tokens alone.
+        The third value is how many of the original's tokens the expert has in all.
         """
         stage = self._stage
         token_idx, weights = self._tokens.of_expert(expert)
@@ -354,18 +355,19 @@ class _Experts:
         return token_idx[places], weights[places], num_tokens
 
     def _ratios(self, expert: int, progress: Progress) -> Tensor:
-        """errors in every format over those measured, on the layer's most popular expert: float32 [3, F]."""
+        """Returns the errors of an expert in every format over the measured ones: float32 [3, F]."""
         stage = self._stage
         token_idx, weights, _ = self._sample(expert)
         token_idx, weights = token_idx[: self._chunk], weights[: self._chunk]
         x = self._tokens.inputs[token_idx].to(stage.device)
-        held = stage.weights.expert(self._layer_idx, expert)
-        found = format_ratios(held, stage.spec.expert.function, x, weights.to(x.device), stage.rounding).cpu()
+        weights = weights.to(x.device)
+        model_expert = stage.weights.expert(self._layer_idx, expert)
+        ratios = format_ratios(model_expert, stage.spec.expert.function, x, weights, stage.rounding).cpu()
         progress.advance(compared_multiplications(stage.spec, stage.compared_tokens), f"layer {self._layer} formats")
-        return found
+        return ratios
 
     def _calibrated(self, expert: int, progress: Progress) -> Tensor:
-        """The same of calibrated rounding, float32 [3, C], on tokens before those it is calibrated on; [0] without."""
+        """Returns the same for the calibrated quantizer, float32 [3, C], judged on other tokens; [0] without inputs."""
         stage, kept = self._stage, self._stage.kept
         if kept is None:
             return torch.zeros(0)
@@ -375,15 +377,16 @@ class _Experts:
         x = self._tokens.inputs[token_idx[judged]].to(stage.device)
         with kept.open(self._layer_idx) as inputs:
             tokens = inputs.of_expert(expert, first_kept)
-        held, function = stage.weights.expert(self._layer_idx, expert), stage.spec.expert.function
-        found = calibrated_ratios(held, function, x, weights[judged].to(x.device), stage.rounding, tokens).cpu()
+        weights = weights[judged].to(x.device)
+        model_expert, function = stage.weights.expert(self._layer_idx, expert), stage.spec.expert.function
+        ratios = calibrated_ratios(model_expert, function, x, weights, stage.rounding, tokens).cpu()
         progress.advance(
             calibrated_multiplications(stage.spec, stage.compared_tokens), f"layer {self._layer} calibrated formats"
         )
-        return found
+        return ratios
 
     def _measure_expert(self, expert: int, ratio: Tensor) -> tuple[Tensor, Tensor]:
-        """Errors a token of the layer, float32 [len(QUANTIZED)] and [len(SPARSE)]; adds what copies get to `deltas`."""
+        """Returns errors for a token, float32 [len(QUANTIZED)] and [len(SPARSE)]; adds to the copies' deltas."""
         stage = self._stage
         token_idx, weights, num_tokens = self._sample(expert)
         if not num_tokens:
@@ -393,21 +396,22 @@ class _Experts:
         size = dict(zip(QUANTIZED, ratio.sqrt().tolist(), strict=True))
         for idx, part in zip(torch.split(token_idx, self._chunk), torch.split(scaled, self._chunk), strict=True):
             x = self._tokens.inputs[idx].to(stage.device)
-            held = stage.weights.expert(self._layer_idx, expert)
-            found = output_changes(held, stage.spec.expert.function, x, stage.rounding, self._thresholds[expert])
-            for total, changes in zip(sums, found, strict=True):
-                total += mean_square(changes, part.to(stage.device)).cpu() * (len(idx) / len(token_idx))
-            self._carry(idx, part, found, size)
+            model_expert, function = stage.weights.expert(self._layer_idx, expert), stage.spec.expert.function
+            changes = output_changes(model_expert, function, x, stage.rounding, self._thresholds[expert])
+            for total, outputs in zip(sums, changes, strict=True):
+                total += mean_square(outputs, part.to(stage.device)).cpu() * (len(idx) / len(token_idx))
+            self._add_to_copies(idx, part, changes, size)
         share = num_tokens / self._num_base_tokens
         return sums[0] * ratio * share, sums[1] * share
 
-    def _carry(
-        self, token_idx: Tensor, weights: Tensor, found: tuple[Tensor, Tensor], size: dict[Change, float]
+    def _add_to_copies(
+        self, token_idx: Tensor, weights: Tensor, outputs: tuple[Tensor, Tensor], size: dict[Change, float]
     ) -> None:
         """Adds changes of outputs to the copies that begin with them; `size` scales those of quantization."""
+        quantized, sparse = outputs
         copied = token_idx < self._stage.num_copy_tokens
-        for wanted, delta in zip(self._changes, self._deltas, strict=True):
-            for change in wanted:
-                changes = found[0][QUANTIZED.index(change)] if change in size else found[1][SPARSE.index(change)]
-                output = changes.cpu()[copied] * (weights[copied, None] * size.get(change, 1.0))
+        for changes, delta in zip(self._changes, self._deltas, strict=True):
+            for change in changes:
+                changed = quantized[QUANTIZED.index(change)] if change in size else sparse[SPARSE.index(change)]
+                output = changed.cpu()[copied] * (weights[copied, None] * size.get(change, 1.0))
                 delta.index_add_(0, token_idx[copied], output)

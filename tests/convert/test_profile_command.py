@@ -49,7 +49,7 @@ def test_a_profile_says_what_it_does_what_it_cost_and_what_it_found(source: Path
     assert [line.partition(":")[0] for line in said[1:]] == ["statistics", "sensitivity", "predictors"]
     assert "G multiplications, about" in said[1]
     kept = sum(path.stat().st_size for path in (tmp_path / "p").glob("inputs-*.safetensors"))
-    assert said[1].endswith(f", {size_text(kept)} of experts' inputs to keep") and kept > 50_000
+    assert said[1].endswith(f", {size_text(kept)} on disk for experts' inputs") and kept > 50_000
     assert result.stdout.startswith(f"{tmp_path / 'p'}: ")
     assert "experts foretold: recall" in result.stdout
     assert not list((tmp_path / "p").glob("*.tmp")) and not (tmp_path / "p" / "work").exists()
