@@ -332,7 +332,7 @@ def measure_layer(
 
     def measure(expert: int) -> tuple[int, Tensor, Tensor, list[tuple[Tensor, Tensor]], ExpertActivity]:
         token_idx, router_weights = tokens.of_expert(expert)
-        outputs = list[tuple[Tensor, Tensor]]()
+        model_expert, outputs = weights.expert(layer_idx, expert), list[tuple[Tensor, Tensor]]()
 
         def keep(places: Tensor, output: Tensor) -> None:
             outputs.append((places, output))
@@ -341,16 +341,8 @@ def measure_layer(
             states.add(tokens, token_idx[places], router_weights[places], output)
 
         # Outputs of parallel experts wait for their turn, so that sums are taken in one order.
-        measured = measure_expert(
-            weights.expert(layer_idx, expert),
-            spec.expert.function,
-            tokens.inputs,
-            token_idx,
-            f,
-            keep if workers > 1 else add,
-            chunk_tokens,
-            device,
-        )
+        on_output, function = keep if workers > 1 else add, spec.expert.function
+        measured = measure_expert(model_expert, function, tokens.inputs, token_idx, f, on_output, chunk_tokens, device)
         return expert, token_idx, router_weights, outputs, measured
 
     workers = num_workers(spec)

@@ -62,9 +62,9 @@ def lost(tokens: ExpertTokens, block: NeuronBlock, rounded: NeuronBlock) -> floa
     return float((errors.square().sum(dim=1) * tokens.weights).sum())
 
 
-def lost_rows(errors: Tensor, moments: Tensor) -> float:
+def lost_rows(errors: Tensor, hessian: Tensor) -> float:
     """The trace of `E H E^T`."""
-    return float((errors @ moments * errors).sum())
+    return float((errors @ hessian * errors).sum())
 
 
 def test_calibrated_codes_lose_less_than_plain_ones_on_tokens_not_seen() -> None:
@@ -114,10 +114,10 @@ def test_later_neurons_make_up_for_the_errors_of_earlier_ones() -> None:
     for num_neurons, part in product([1, 31, 32, 70], [part_format(2, 64), trellis_format(4, 0)]):
         with case(num_neurons, part):
             h, weights = random_values(200, 16, 3) @ random_values(16, num_neurons, 4), random_values(num_neurons, D, 5)
-            moments = weighted_hessian(h, torch.ones(200))
+            hessian = weighted_hessian(h, torch.ones(200))
             alone, together = (
-                lost_rows((decode_part(part, D, gptq_rows(part, weights, factor)) - weights).T, moments)
-                for factor in (torch.eye(num_neurons), gptq_factor(moments, 0.2).factor)
+                lost_rows((decode_part(part, D, gptq_rows(part, weights, factor)) - weights).T, hessian)
+                for factor in (torch.eye(num_neurons), gptq_factor(hessian, 0.2).factor)
             )
             assert together < 0.8 * alone if num_neurons > 1 else together == alone
 

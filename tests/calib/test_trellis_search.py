@@ -29,13 +29,13 @@ def uniform(*shape: int, seed: int = 0) -> Tensor:
 
 
 def correlated(n: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Moments of columns that hang together, float64 [n, n], with their factor and importance."""
+    """The Hessian of columns that hang together, float64 [n, n], with their factor and importance."""
     values = random(4 * n, n, seed=seed).double()
     values[:, 1:] += 0.8 * values[:, :-1]
-    moments = values.T @ values / len(values)
-    root = torch.linalg.cholesky(moments.flip(0, 1)).flip(0, 1)
+    hessian = values.T @ values / len(values)
+    root = torch.linalg.cholesky(hessian.flip(0, 1)).flip(0, 1)
     diagonal = root.diagonal().clone()
-    return moments, (root / diagonal).float(), diagonal.square().float()
+    return hessian, (root / diagonal).float(), diagonal.square().float()
 
 
 def cost_of(found: TrellisCodes, targets: Tensor, scales: Tensor, importance: Tensor) -> Tensor:
@@ -110,20 +110,20 @@ def test_rows_alone_get_the_codes_they_get_together() -> None:
                 assert alone.windows[0] == together.windows[row]
 
 
-def test_feedback_loses_less_than_the_nearest_path() -> None:
-    moments, factor, importance = correlated(128)
+def test_corrections_lose_less_than_the_nearest_path() -> None:
+    hessian, factor, importance = correlated(128)
     for width in TRELLIS_WIDTHS:
         with case(width):
             weights, scales = random(16, 128, seed=width), torch.full((16, 128), TRELLIS_UNITS[width])
             losses = []
-            for feedback in (None, factor):
-                found = search(weights, weights, scales, importance, width, factor=feedback)
+            for correction in (None, factor):
+                found = search(weights, weights, scales, importance, width, factor=correction)
                 errors = (weights - scales * found.values).double()
-                losses.append(float(((errors @ moments) * errors).sum()))
+                losses.append(float(((errors @ hessian) * errors).sum()))
             assert losses[1] < 0.8 * losses[0]
 
 
-def test_a_factor_without_feedback_changes_nothing() -> None:
+def test_a_factor_without_corrections_changes_nothing() -> None:
     weights, importance = random(8, 128), 0.5 + uniform(128)
     scales = torch.full((8, 128), TRELLIS_UNITS[4])
     plain = search(weights, weights, scales, importance, 4)

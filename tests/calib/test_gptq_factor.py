@@ -1,4 +1,4 @@
-"""Second moments against float64, feedback against the exact best of the columns left, damping on tokens not seen."""
+"""Hessians against float64, the GPTQ factor against the exact best of the columns left, damping on tokens not seen."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -40,27 +40,27 @@ def random_weights(num_tokens: int) -> Tensor:
     return torch.rand(num_tokens, generator=torch.Generator().manual_seed(7))
 
 
-def damped(moments: Tensor, share: float = 0.01) -> Tensor:
+def damped(hessian: Tensor, share: float = 0.01) -> Tensor:
     """Float64, with this share of the diagonal's mean added to it, as GPTQ does."""
-    exact = moments.to(torch.float64)
+    exact = hessian.to(torch.float64)
     return exact + share * exact.diagonal().mean() * torch.eye(len(exact), dtype=torch.float64)
 
 
-def loss(errors: Tensor, moments: Tensor) -> float:
+def loss(errors: Tensor, hessian: Tensor) -> float:
     """`e H e^T` of one row's errors."""
-    return float(errors @ moments @ errors)
+    return float(errors @ hessian @ errors)
 
 
-def best_columns_left(errors: Tensor, moments: Tensor) -> Tensor:
+def best_columns_left(errors: Tensor, hessian: Tensor) -> Tensor:
     """The errors of the columns after these that make the loss least: solved as a whole, no recursion."""
     n = len(errors)
-    return -torch.linalg.solve(moments[n:, n:], moments[n:, :n] @ errors)
+    return -torch.linalg.solve(hessian[n:, n:], hessian[n:, :n] @ errors)
 
 
-# --- moments
+# --- the Hessian
 
 
-def test_moments_are_the_weighted_mean_of_the_products_of_columns() -> None:
+def test_the_hessian_is_the_weighted_mean_of_the_products_of_columns() -> None:
     for num_tokens in [1, 5, 256, 257, 700]:
         with case(num_tokens):
             values, weights = random_values(num_tokens, M), random_weights(num_tokens)
@@ -79,17 +79,17 @@ def test_tokens_without_weight_do_not_count() -> None:
     torch.testing.assert_close(weighted_hessian(values, weights), weighted_hessian(values[kept], weights[kept]))
 
 
-def test_moments_do_not_hang_on_the_unit_of_weights() -> None:
+def test_the_hessian_does_not_depend_on_the_unit_of_weights() -> None:
     values, weights = random_values(40, M), random_weights(40)
     torch.testing.assert_close(weighted_hessian(values, weights * 1e-30), weighted_hessian(values, weights))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
-def test_without_any_weight_moments_are_zero(num_tokens: int) -> None:
+def test_without_any_weight_the_hessian_is_zero(num_tokens: int) -> None:
     assert torch.equal(weighted_hessian(random_values(num_tokens, M), torch.zeros(num_tokens)), torch.zeros(M, M))
 
 
-def test_moments_of_some_columns_are_a_block_of_all() -> None:
+def test_the_hessian_of_some_columns_is_a_block_of_the_whole() -> None:
     values, weights = random_values(300, M), random_weights(300)
     whole = weighted_hessian(values, weights)
     torch.testing.assert_close(weighted_hessian(values[:, 3:8], weights), whole[3:8, 3:8])
@@ -137,28 +137,28 @@ def test_damped_by_the_rule_a_real_experts_rows_lose_less_on_tokens_not_seen(dem
             values = demo[which]
             seen = torch.arange(num_tokens) * len(values) // num_tokens  # evenly spread
             unseen = torch.ones(len(values), dtype=torch.bool).index_fill_(0, seen, False)
-            moments, weights = weighted_hessian(values[seen], torch.ones(num_tokens)), torch.ones(num_tokens)
+            hessian, weights = weighted_hessian(values[seen], torch.ones(num_tokens)), torch.ones(num_tokens)
             other = weighted_hessian(values[unseen], torch.ones(int(unseen.sum()))).to(torch.float64)
 
-            def lost(share: float, moments: Tensor = moments, other: Tensor = other) -> float:
-                factor = gptq_factor(moments, share).factor.to(torch.float64)
+            def lost(share: float, hessian: Tensor = hessian, other: Tensor = other) -> float:
+                factor = gptq_factor(hessian, share).factor.to(torch.float64)
                 # Misses of aims are independent and of one size, errors are misses F^-1: the trace of F^-1 H F^-T.
                 errors = torch.linalg.solve_triangular(factor, torch.eye(len(factor), dtype=torch.float64), upper=True)
                 return float((errors @ other * errors).sum() / other.trace())
 
             by_rule = lost(damping(weights, values.shape[1]))
             assert by_rule < lost(LEAST_DAMPING)
-            assert by_rule < 1, "more than is lost without feedback"
+            assert by_rule < 1, "more than is lost without corrections"
 
 
-# --- feedback
+# --- the factor
 
 
-def test_factor_and_importance_make_up_the_damped_moments() -> None:
+def test_factor_and_importance_make_up_the_damped_hessian() -> None:
     for share, num_columns in product([LEAST_DAMPING, 0.3], [1, 2, M, 65]):
         with case(share, num_columns):
-            moments = weighted_hessian(random_values(300, num_columns), random_weights(300))
-            found, expected = gptq_factor(moments, share), damped(moments, share)
+            hessian = weighted_hessian(random_values(300, num_columns), random_weights(300))
+            found, expected = gptq_factor(hessian, share), damped(hessian, share)
             factor = found.factor.to(torch.float64)
             assert found.factor.dtype == found.importance.dtype == torch.float32
             assert torch.equal(factor, factor.triu()) and (factor.diagonal() == 1).all()
@@ -171,8 +171,8 @@ def test_factor_and_importance_make_up_the_damped_moments() -> None:
 def test_the_aim_of_a_column_is_the_exact_best_given_the_columns_before() -> None:
     for num_fixed in range(1, M):
         with case(num_fixed):
-            moments = weighted_hessian(random_values(300, M), random_weights(300))
-            found, exact = gptq_factor(moments), damped(moments)
+            hessian = weighted_hessian(random_values(300, M), random_weights(300))
+            found, exact = gptq_factor(hessian), damped(hessian)
             weights = torch.randn(M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
             rounded = weights.clone()
             rounded[:num_fixed] = weights[:num_fixed].round()  # whatever they were fixed to
@@ -184,8 +184,8 @@ def test_the_aim_of_a_column_is_the_exact_best_given_the_columns_before() -> Non
 
 
 def test_what_is_lost_is_the_importance_of_every_columns_miss_of_its_aim() -> None:
-    moments = weighted_hessian(random_values(300, M), random_weights(300))
-    found, exact = gptq_factor(moments), damped(moments)
+    hessian = weighted_hessian(random_values(300, M), random_weights(300))
+    found, exact = gptq_factor(hessian), damped(hessian)
     factor, importance = found.factor.to(torch.float64), found.importance.to(torch.float64)
     errors = torch.randn(M, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     misses = errors @ factor  # what columns aim at, less what they were rounded to
@@ -195,18 +195,18 @@ def test_what_is_lost_is_the_importance_of_every_columns_miss_of_its_aim() -> No
 def test_importance_is_what_is_lost_when_all_later_columns_make_up_for_an_error() -> None:
     for column in range(M):
         with case(column):
-            moments = weighted_hessian(random_values(300, M), random_weights(300))
-            exact = damped(moments)
+            hessian = weighted_hessian(random_values(300, M), random_weights(300))
+            exact = damped(hessian)
             errors = torch.zeros(M, dtype=torch.float64)
             errors[column] = 1
             errors[column + 1 :] = best_columns_left(errors[: column + 1], exact)
-            assert float(gptq_factor(moments).importance[column]) == pytest.approx(loss(errors, exact), rel=1e-5)
+            assert float(gptq_factor(hessian).importance[column]) == pytest.approx(loss(errors, exact), rel=1e-5)
 
 
-def test_rounding_with_feedback_loses_the_importances_where_plain_rounding_loses_the_diagonal() -> None:
+def test_gptq_loses_the_importances_where_plain_rounding_loses_the_diagonal() -> None:
     """An error of rounding to whole numbers has 1/12 for its mean square, and those of different columns are free."""
-    moments = weighted_hessian(random_values(16, 64), random_weights(16))  # of rank 16
-    found, exact = gptq_factor(moments), damped(moments)
+    hessian = weighted_hessian(random_values(16, 64), random_weights(16))  # of rank 16
+    found, exact = gptq_factor(hessian), damped(hessian)
     weights = torch.randn(2000, 64, generator=torch.Generator().manual_seed(3)) * 5
     rounded = torch.zeros_like(weights)
     for column in range(64):
@@ -221,26 +221,26 @@ def test_rounding_with_feedback_loses_the_importances_where_plain_rounding_loses
     assert fed < 0.5 * plain
 
 
-def test_columns_that_do_not_hang_together_give_no_feedback() -> None:
+def test_columns_that_are_not_correlated_do_not_correct_each_other() -> None:
     sizes = torch.logspace(-3, 3, M)
     found = gptq_factor(torch.diag(sizes))
     assert torch.equal(found.factor, torch.eye(M))
     torch.testing.assert_close(found.importance, sizes + LEAST_DAMPING * sizes.mean())
 
 
-def test_columns_that_were_always_zero_give_and_take_no_feedback() -> None:
+def test_columns_that_were_always_zero_neither_give_nor_take_corrections() -> None:
     values = random_values(300, M)
     values[:, [0, 5, M - 1]] = 0
-    moments = weighted_hessian(values, random_weights(300))
-    found = gptq_factor(moments)
+    hessian = weighted_hessian(values, random_weights(300))
+    found = gptq_factor(hessian)
     for column in (0, 5, M - 1):
         assert torch.equal(found.factor[column], torch.eye(M)[column])
         assert torch.equal(found.factor[:, column], torch.eye(M)[column])
-        assert float(found.importance[column]) == pytest.approx(LEAST_DAMPING * float(moments.diagonal().mean()))
+        assert float(found.importance[column]) == pytest.approx(LEAST_DAMPING * float(hessian.diagonal().mean()))
     assert found.factor[1, 2] != 0
 
 
-def test_moments_of_low_rank_have_a_factor() -> None:
+def test_a_hessian_of_low_rank_has_a_factor() -> None:
     for values in [
         random_values(1, 400),
         torch.ones(1, 400),
@@ -252,20 +252,20 @@ def test_moments_of_low_rank_have_a_factor() -> None:
         torch.ones(2, 400) * 1e12,
     ]:
         with case(values):
-            moments = weighted_hessian(values, random_weights(len(values)) + 0.1)
-            found, expected = gptq_factor(moments), damped(moments)
+            hessian = weighted_hessian(values, random_weights(len(values)) + 0.1)
+            found, expected = gptq_factor(hessian), damped(hessian)
             factor = found.factor.to(torch.float64)
             assert factor.isfinite().all() and (found.importance > 0).all() and found.importance.isfinite().all()
             product = factor * found.importance @ factor.T
             assert (product - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_moments_that_are_all_zero_give_no_feedback() -> None:
+def test_a_hessian_of_zeros_gives_no_corrections() -> None:
     found = gptq_factor(torch.zeros(M, M))
     assert torch.equal(found.factor, torch.eye(M)) and torch.equal(found.importance, torch.ones(M))
 
 
-def test_only_the_upper_triangle_of_moments_is_read() -> None:
-    moments = weighted_hessian(random_values(300, M), random_weights(300))
-    other = moments.triu() + torch.ones(M, M).tril(-1)
-    assert torch.equal(gptq_factor(other).factor, gptq_factor(moments).factor)
+def test_only_the_upper_triangle_of_a_hessian_is_read() -> None:
+    hessian = weighted_hessian(random_values(300, M), random_weights(300))
+    other = hessian.triu() + torch.ones(M, M).tril(-1)
+    assert torch.equal(gptq_factor(other).factor, gptq_factor(hessian).factor)
