@@ -1,7 +1,7 @@
-"""The figures of a report: what a profile holds, put together as the page draws it.
+"""The figures of a report: a profile's numbers, arranged as the page draws them.
 
-Frozen dataclasses of plain values, so that JSON of them is the page's input; large arrays are `Packed`. What the
-figures say in words is `report_readings`; how they look is `report.html`.
+They are frozen dataclasses of plain values, so that their JSON is the page's input; large arrays are `Packed`.
+`readings` puts the figures into words, and `report.html` draws them.
 """
 
 import base64
@@ -47,12 +47,12 @@ class Packed:
 
     @classmethod
     def of(cls, values: Array, dtype: Literal["f32", "u32"] = "f32") -> "Packed":
-        """An array of any dtype, as float32 or uint32."""
+        """Packs an array of any dtype as float32 or uint32."""
         raw = values.astype({"f32": "<f4", "u32": "<u4"}[dtype]).tobytes()
         return cls(dtype, values.shape, base64.b64encode(raw).decode("ascii"))
 
     def array(self) -> Array:
-        """The array again."""
+        """Returns the array."""
         return np.frombuffer(base64.b64decode(self.base64), {"f32": "<f4", "u32": "<u4"}[self.dtype]).reshape(
             self.shape
         )
@@ -60,15 +60,16 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What was measured, on what. `layers`: the layers that have experts, by which the page names them.
+    """The model, its text and what was measured.
 
-    `foretold`: those with another before them in their stack.   `num_tokens`: of the text that each layer saw.
+    `layers`: the layers that have experts; the page names layers by these numbers.   `predicted_layers`: those of them
+    that follow another one in their stack.   `num_tokens`: the tokens of text that each layer saw.
     """
 
     family: str
     num_hidden_layers: int
     layers: tuple[int, ...]
-    foretold: tuple[int, ...]
+    predicted_layers: tuple[int, ...]
     num_experts: int
     num_experts_per_tok: int
     hidden_size: int
@@ -86,9 +87,10 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Popularity:
-    """Of L layers and E experts, [L, E]: tokens, the 95% interval of their share of all tokens, share of router weight.
+    """How often experts were chosen, [L, E] for L layers and E experts.
 
-    `tests`: by layer, none where no text was held out.
+    `tokens`: that chose the expert.   `low`, `high`: the 95% interval of its share of all tokens.   `mass`: its share
+    of the layer's router weights.   `tests`: for each layer, on held-out text; empty if no text was held out.
     """
 
     tokens: Packed
@@ -100,7 +102,7 @@ class Popularity:
 
 @dataclass(frozen=True, slots=True)
 class Sparsity:
-    """Quantiles of abs(a) [L, E, kinds, levels] at `levels`, thinned from `num_measured` of them."""
+    """Quantiles of abs(a) [L, E, kinds, levels] at `levels`, which are a part of the `num_measured` in the profile."""
 
     kinds: tuple[str, ...]
     levels: tuple[float, ...]
@@ -139,9 +141,10 @@ class Sensitivity:
 
 @dataclass(frozen=True, slots=True)
 class LayerPrediction:
-    """A layer's figures: `experts` by predictor (recall of k, recall and precision of 2k), the best one's place.
+    """How well a layer's experts and neurons are predicted.
 
-    `neurons`: recall and precision by kind and sparsity, None where no held-out token came.
+    `experts`: for each predictor the recall of k experts, then recall and precision of 2k.   `best`: the index of the
+    best predictor.   `neurons`: recall and precision by kind and sparsity; None if no held-out token came.
     """
 
     experts: tuple[tuple[float | None, ...], ...]
@@ -151,9 +154,9 @@ class LayerPrediction:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """By layer of `Head.foretold`: how experts and neurons are foretold; empty where nothing was held out.
+    """How well experts and neurons are predicted in each of `Head.predicted_layers`; empty without held-out text.
 
-    `cosine`: mean and deviation, of that layer's input and the one before's.
+    `cosine`: mean and deviation of the cosine between a layer's input and the input of the layer before.
     """
 
     predictors: tuple[str, ...]
@@ -165,9 +168,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The paths through some successive layers: how many, how many tokens took one that is theirs alone.
+    """The paths through some successive layers.
 
-    `curve`: share of all tokens on the most frequent paths, at each of `Paths.curve_percents` of them.
+    `num_paths`: distinct paths.   `num_single`: paths that one token took.   `covered`, `curve`: the share of all
+    tokens on the most frequent paths, at each of `Paths.covered_percents` and of `Paths.curve_percents` of the paths.
     """
 
     layers: tuple[int, ...]
@@ -179,9 +183,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """EdgeMoE's Fig. 4 on all tokens; its path statistics and Fig. 8 (right) on `num_judged` held-out tokens.
+    """EdgeMoE's figures on paths: Fig. 4 on all tokens, its path statistics and Fig. 8 (right) on held-out tokens.
 
-    `recalls` by layer and `accumulated` [3, L, n] are empty where nothing was held out.
+    `num_judged`: how many held-out tokens.   `recalls`: of each layer.   `accumulated`: [3, L, n], the share of choices
+    on the n likeliest experts, with no, one and two earlier layers known. Both are empty without held-out text.
     """
 
     curve_percents: tuple[int, ...]
@@ -194,7 +199,7 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """An expert by layer and index: its tokens, and the 95% interval of its share of all tokens."""
+    """How many tokens reached an expert, with the 95% interval of its share of all tokens."""
 
     layer: int
     expert: int
@@ -205,7 +210,11 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Experts by layer: those that no token reached, those with fewer than `min_tokens`; and the least covered."""
+    """Experts that few tokens reached.
+
+    `unreached`, `scarce`: for each layer that has such experts, those without tokens and those with fewer than
+    `min_tokens`.   `least`: the experts with the fewest tokens of all layers.
+    """
 
     min_tokens: int
     unreached: tuple[tuple[int, tuple[int, ...]], ...]
@@ -214,8 +223,12 @@ class Coverage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Counted:
-    """What figures take from all layers' statistics: routes u16 [T, L, k], the others by layer."""
+class LayerCounts:
+    """The part of all layers' statistics that figures need.
+
+    `routes`: uint16 [T, L, k].   `mass`: float32 [L, E].   `quantiles`: float32 [L, E, kinds, levels].
+    `cosine`: float32 [L, 2].
+    """
 
     routes: Array
     mass: Array
@@ -223,33 +236,33 @@ class Counted:
     cosine: Array
 
 
-def read_counted(profile: Profile, levels: tuple[float, ...]) -> Counted:
-    """The statistics of all layers, quantiles at these levels only: a layer's file is held one at a time.
+def read_counts(profile: Profile, levels: tuple[float, ...]) -> LayerCounts:
+    """Reads the statistics of all layers, with the quantiles at these levels only; one layer's file is open at a time.
 
-    Raises:  PackError if a file is damaged, or routes are none.
+    Raises:  PackError if a file is damaged, or its routes are impossible.
     """
-    held = []
+    layers = []
     for l in range(len(profile.spec.moe_layers)):
         layer = profile.statistics(l)
-        held.append((layer.routes, layer.mass, layer.at_sparsities(levels), layer.cosine))
-    routes, mass, quantiles, cosine = zip(*held, strict=True)
-    return Counted(np.stack(routes, axis=1), np.stack(mass), np.stack(quantiles), np.stack(cosine))
+        layers.append((layer.routes, layer.mass, layer.at_sparsities(levels), layer.cosine))
+    routes, mass, quantiles, cosine = zip(*layers, strict=True)
+    return LayerCounts(np.stack(routes, axis=1), np.stack(mass), np.stack(quantiles), np.stack(cosine))
 
 
 def levels_for(profile: Profile) -> tuple[float, ...]:
-    """The levels of quantiles that a page of this many experts has room for."""
+    """Returns the levels of quantiles that fit on a page with the profile's number of experts."""
     num_experts = len(profile.spec.moe_layers) * profile.spec.router.num_experts
     return QUANTILE_LEVELS if num_experts <= MOST_FULL_EXPERTS else THINNED_LEVELS
 
 
 def head(profile: Profile) -> Head:
-    """What was measured, on what."""
+    """Returns the model, its text and what was measured."""
     spec, text = profile.spec, profile.facts.text
     return Head(
         family=spec.family,
         num_hidden_layers=spec.num_hidden_layers,
         layers=spec.moe_layers,
-        foretold=tuple(spec.moe_layers[l] for l in _later(profile)),
+        predicted_layers=tuple(spec.moe_layers[l] for l in _later(profile)),
         num_experts=spec.router.num_experts,
         num_experts_per_tok=spec.router.num_experts_per_tok,
         hidden_size=spec.hidden_size,
@@ -267,33 +280,33 @@ def head(profile: Profile) -> Head:
 
 
 def _later(profile: Profile) -> tuple[int, ...]:
-    """The MoE layers that have one before them in their stack."""
+    """Returns the indices of the MoE layers that follow another one in their stack."""
     first = first_moe_layers(profile.spec)
     return tuple(l for l in range(len(profile.spec.moe_layers)) if l not in first)
 
 
-def popularity(profile: Profile, counted: Counted) -> Popularity:
-    """Where tokens went, and whether held-out text goes there too."""
+def popularity(profile: Profile, counts: LayerCounts) -> Popularity:
+    """Returns how often experts were chosen, and whether held-out text chooses the same ones."""
     E, learned = profile.spec.router.num_experts, profile.num_tokens - profile.num_held_out_tokens
-    covered = measure_coverage(counted.routes, E)
-    mass = counted.mass.astype(np.float64)
+    covered = measure_coverage(counts.routes, E)
+    mass = counts.mass.astype(np.float64)
     tested = profile.num_held_out_tokens > 0
     return Popularity(
         tokens=Packed.of(covered.tokens, "u32"),
         low=Packed.of(covered.low),
         high=Packed.of(covered.high),
         mass=Packed.of(mass / np.maximum(mass.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)),
-        tests=compare_popularity(counted.routes[:learned], counted.routes[learned:], E) if tested else (),
+        tests=compare_popularity(counts.routes[:learned], counts.routes[learned:], E) if tested else (),
     )
 
 
-def sparsity(counted: Counted, levels: tuple[float, ...]) -> Sparsity:
-    """The distribution of what thresholds are set on."""
-    return Sparsity(KINDS, levels, len(QUANTILE_LEVELS), Packed.of(counted.quantiles))
+def sparsity(counts: LayerCounts, levels: tuple[float, ...]) -> Sparsity:
+    """Returns the distributions from which thresholds are taken."""
+    return Sparsity(KINDS, levels, len(QUANTILE_LEVELS), Packed.of(counts.quantiles))
 
 
 def predicted_kl(profile: Profile) -> tuple[Array, Array]:
-    """Error times effect, float32 nats: [L, E, 3, 4] of quantized matrices, [L, E, 3, 4] of dropped neurons."""
+    """Returns error times effect in nats, float32 [L, E, 3, 4] each: by matrix and width, by kind and sparsity."""
     effects = profile.effects()
     errors = [profile.errors(layer) for layer in profile.spec.moe_layers]
     quantized = np.stack([layer.quantized for layer in errors]) * effects.quantized[:, None]
@@ -301,7 +314,7 @@ def predicted_kl(profile: Profile) -> tuple[Array, Array]:
 
 
 def sensitivity(profile: Profile, quantized: Array, sparse: Array) -> Sensitivity:
-    """What widths and sparsities cost, from `predicted_kl`."""
+    """Returns what widths and sparsities cost, from `predicted_kl`."""
     effects = profile.effects()
     dense = []
     for layer in range(profile.spec.num_hidden_layers):
@@ -322,8 +335,8 @@ def sensitivity(profile: Profile, quantized: Array, sparse: Array) -> Sensitivit
     )
 
 
-def prediction(profile: Profile, counted: Counted) -> Prediction:
-    """How experts and neurons are foretold, layer by layer."""
+def prediction(profile: Profile, counts: LayerCounts) -> Prediction:
+    """Returns how well experts and neurons are predicted, layer by layer."""
     later = _later(profile)
     measured = bool(later) and profile.has_predictors(later[0])
     return Prediction(
@@ -331,75 +344,76 @@ def prediction(profile: Profile, counted: Counted) -> Prediction:
         kinds=KINDS,
         sparsities=SPARSITIES,
         layers=tuple(_layer_prediction(profile, l) for l in later) if measured else (),
-        cosine=tuple(_known(counted.cosine[l]) for l in later),
+        cosine=tuple(_known(counts.cosine[l]) for l in later),
     )
 
 
 def _layer_prediction(profile: Profile, layer_idx: int) -> LayerPrediction:
-    held = profile.predictors(layer_idx)
+    outcomes = profile.predictors(layer_idx)
     return LayerPrediction(
-        experts=tuple(_known(row) for row in held.experts),
-        best=int(held.best[0]),
-        neurons=tuple(tuple(_known(level) for level in kind) for kind in held.neurons),
+        experts=tuple(_known(row) for row in outcomes.experts),
+        best=int(outcomes.best[0]),
+        neurons=tuple(tuple(_known(level) for level in kind) for kind in outcomes.neurons),
     )
 
 
 def _known(values: Array) -> tuple[float | None, ...]:
-    """The values, None for those that are no numbers: JSON has none."""
+    """Returns the values with None in place of NaN and infinity, which JSON does not have."""
     return tuple(value if np.isfinite(value) else None for value in values.tolist())
 
 
-def paths(profile: Profile, counted: Counted) -> Paths:
-    """The paths tokens take, and how far they foretell the next expert.
+def paths(profile: Profile, counts: LayerCounts) -> Paths:
+    """Returns the paths that tokens take, and how well they predict the next experts.
 
-    Judged on those held-out tokens that the predictors are judged on: more would take minutes in large models.
+    The prediction is judged on the held-out tokens on which the predictors are judged too: more would take minutes in
+    large models.
     """
     E, k = profile.spec.router.num_experts, profile.spec.router.num_experts_per_tok
     text = profile.facts.text
     first = first_moe_layers(profile.spec)
     shares = Shares.of(text.num_sequences, profile.layer_tokens, text.num_held_out)
-    judged = counted.routes[shares.tokens()[1]]
+    judged = counts.routes[shares.tokens()[1]]
     statistics = profile.paths() if len(judged) else None
     accumulated = [] if statistics is None else accumulated_frequency(statistics, judged, first).tolist()
     return Paths(
         curve_percents=CURVE_PERCENTS,
         covered_percents=COVERED_PERCENTS,
-        windows=tuple(_window(found, profile) for found in path_coverage(counted.routes, E, first)),
+        windows=tuple(_window(window, profile) for window in path_coverage(counts.routes, E, first)),
         num_judged=len(judged),
         recalls=() if statistics is None else evaluate(statistics, judged, k, first),
         accumulated=tuple(tuple(tuple(layer) for layer in known) for known in accumulated),
     )
 
 
-def _window(found: PathCoverage, profile: Profile) -> Window:
-    taken = np.concatenate([[0], np.cumsum(found.frequencies, dtype=np.int64)])
-    nums = [-(-percent * found.num_paths // 100) for percent in CURVE_PERCENTS]  # rounded up to whole paths
+def _window(window: PathCoverage, profile: Profile) -> Window:
+    taken = np.concatenate([[0], np.cumsum(window.frequencies, dtype=np.int64)])
+    nums = [-(-percent * window.num_paths // 100) for percent in CURVE_PERCENTS]  # rounded up to whole paths
     return Window(
-        layers=profile.spec.moe_layers[found.first_layer : found.first_layer + found.num_layers],
-        num_paths=found.num_paths,
-        num_single=int((found.frequencies == 1).sum()),
-        covered=found.covered,
+        layers=profile.spec.moe_layers[window.first_layer : window.first_layer + window.num_layers],
+        num_paths=window.num_paths,
+        num_single=int((window.frequencies == 1).sum()),
+        covered=window.covered,
         curve=tuple((taken[nums] / taken[-1]).tolist()),
     )
 
 
-def coverage(profile: Profile, counted: Counted) -> Coverage:
-    """Which experts the text reached too seldom."""
-    found = measure_coverage(counted.routes, profile.spec.router.num_experts)
+def coverage(profile: Profile, counts: LayerCounts) -> Coverage:
+    """Returns the experts that the text reached too seldom."""
+    covered = measure_coverage(counts.routes, profile.spec.router.num_experts)
     layers = profile.spec.moe_layers
-    fewest = np.argsort(found.tokens, axis=None, kind="stable")[:MOST_LISTED]
+    fewest = np.argsort(covered.tokens, axis=None, kind="stable")[:MOST_LISTED]
 
     return Coverage(
         min_tokens=MIN_TOKENS,
-        unreached=_by_layer(found.unreached, layers),
-        scarce=_by_layer(found.scarce, layers),
+        unreached=_by_layer(covered.unreached, layers),
+        scarce=_by_layer(covered.scarce, layers),
         least=tuple(
-            Reached(layers[l], e, int(found.tokens[l, e]), float(found.low[l, e]), float(found.high[l, e]))
-            for l, e in (divmod(int(place), found.tokens.shape[1]) for place in fewest)
+            Reached(layers[l], e, int(covered.tokens[l, e]), float(covered.low[l, e]), float(covered.high[l, e]))
+            for l, e in (divmod(int(place), covered.tokens.shape[1]) for place in fewest)
         ),
     )
 
 
 def _by_layer(places: tuple[tuple[int, int], ...], layers: tuple[int, ...]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    held = {l: tuple(e for other, e in places if other == l) for l in sorted({l for l, _ in places})}
-    return tuple((layers[l], experts) for l, experts in held.items())
+    by_layer = {l: tuple(e for other, e in places if other == l) for l in sorted({l for l, _ in places})}
+    return tuple((layers[l], experts) for l, experts in by_layer.items())

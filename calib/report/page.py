@@ -1,11 +1,10 @@
-"""What each lossy choice costs, as the report's curves: nats that a profile foretells, and those measured of a pack.
+"""A profile as one page to read: an HTML file with figures, exact values on hover, and a short text for each figure.
 
-Foretold are the losses that plans are made from (`losses`), all experts alike: so a curve is a sum over all of them.
+The page needs no network and no other file. `figures` provides the numbers of the profile, this file the curves of what
+each lossy choice costs, `readings` the texts; `report.html` draws.
 
-A profile as one page to read: a self-contained HTML file with figures, exact values on hover, and short readings.
-
-No network, no other file. `report_figures` and `report_prices` put the numbers together, `report_readings` the words,
-`report.html` draws.
+A cost curve has all experts stored alike, so that each of its points is a sum over all of them. It comes from the
+losses from which plans are made (`calib.profile.Losses`), and from what `moe-pack eval --prices` measured of a pack.
 """
 
 import dataclasses
@@ -34,12 +33,12 @@ from moe_pack.formats import (
 from moe_pack.formats.layout import expert_layout
 from moe_pack.formats.sidecar import read_sidecar
 
-_SELECTOR: Selector = "up"  # whose rows bytes are counted of; others differ by padding alone
+_SELECTOR: Selector = "up"  # the layout whose bytes are counts; those of other selectors differ only by padding
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPack:
-    """What was measured of a pack. `bits_per_weight`: of its experts, all bytes counted."""
+    """What was measured of a pack. `bits_per_weight`: all bytes of its experts for each of their weights."""
 
     name: str
     selector: Selector
@@ -49,8 +48,9 @@ class MeasuredPack:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """`x`: bits a weight, or a share.   `kl`, `half_width`: nats; of its 95% interval, None where none is known.
+    """A point of a curve.
 
+    `x`: bits a weight, or a share.   `kl`: nats.   `half_width`: of its 95% interval in nats; None if it is not known.
     `note`: what `x` does not say.
     """
 
@@ -62,7 +62,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Points by rising `x`. `is_measured`: of a pack; else foretold."""
+    """Points by rising `x`. `is_measured`: whether they were measured of a pack; otherwise they are estimates."""
 
     name: str
     points: tuple[Point, ...]
@@ -71,7 +71,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class PriceCurves:
-    """By bits stored of an expert's weight, by share of neurons left out, by width of dense matrices, by alpha."""
+    """Curves by an expert's bits a weight, by sparsity, by width of dense matrices, and by alpha of `--substitute`."""
 
     widths: tuple[Curve, ...]
     sparsity: tuple[Curve, ...]
@@ -80,30 +80,33 @@ class PriceCurves:
 
 
 def measured_pack(pack: Pack, profile: Profile, bits_per_weight: float) -> MeasuredPack:
-    """What was measured of a pack of the profile's checkpoint.
+    """Reads what was measured of a pack that was made from the profile's checkpoint.
 
-    Raises:  PlanError if it is of another one, or nothing was measured; PackError if its files are damaged.
+    Raises:  PlanError if it was made from another one, or nothing was measured; PackError if its files are damaged.
     """
     if (profile.spec, profile.facts.source) != (pack.spec, packed_source_digest(pack)):
-        raise PlanError(f"--pack {pack.folder}: is of another model than the profile {profile.folder}")
+        raise PlanError(
+            f"--pack {pack.folder}: was not made from the checkpoint of the profile {profile.folder}; "
+            "give a pack and a profile of the same checkpoint"
+        )
     quality = read_sidecar(pack.folder, QUALITY_FILE, Quality, pack.manifest.root)
     if quality is None:
         raise PlanError(
-            f"--pack {pack.folder}: has no {QUALITY_FILE} for what it holds now; "
-            f"measure it: moe-pack eval {pack.folder} --against MODEL --prices"
+            f"--pack {pack.folder}: has no {QUALITY_FILE} for its present content; "
+            f"measure it with moe-pack eval {pack.folder} --against MODEL --prices"
         )
     return MeasuredPack(pack.folder.name, pack.manifest.selector, bits_per_weight, quality)
 
 
 def price_curves(spec: ModelSpec, losses: Losses | None, measured: MeasuredPack | None = None) -> PriceCurves:
-    """What is foretold of all experts, and all dense matrices, stored alike; and what was measured."""
-    found = PriceCurves((), (), (), ())
+    """Returns the curves of estimates, where all experts are stored alike, and those of what was measured."""
+    curves = PriceCurves((), (), (), ())
     if losses is not None:
-        found = PriceCurves(_widths(spec, losses), _sparsity(losses), _dense(spec, losses), ())
-    return found if measured is None else _with_measured(found, measured)
+        curves = PriceCurves(_widths(spec, losses), _sparsity(losses), _dense(spec, losses), ())
+    return curves if measured is None else _with_measured(curves, measured)
 
 
-def _with_measured(found: PriceCurves, measured: MeasuredPack) -> PriceCurves:
+def _with_measured(curves: PriceCurves, measured: MeasuredPack) -> PriceCurves:
     quality, name = measured.quality, f"{measured.name}, measured"
     widths = sparsity = substitution = tuple[Curve, ...]()
     if quality.against is not None:
@@ -118,33 +121,34 @@ def _with_measured(found: PriceCurves, measured: MeasuredPack) -> PriceCurves:
             Point(p.alpha, p.kl.value, f"{p.replaced:.1%} replaced, {p.fetched:.1%} fetched", p.kl.half_width)
             for p in own.prices
         )
-        substitution = (Curve(f"{name}, room for {own.room:.0%} of experts", replaced, is_measured=True),)
-    return PriceCurves(found.widths + widths, found.sparsity + sparsity, found.dense, substitution)
+        substitution = (Curve(f"{name}, {own.room:.0%} of experts in memory", replaced, is_measured=True),)
+    return PriceCurves(curves.widths + widths, curves.sparsity + sparsity, curves.dense, substitution)
 
 
 def prices_reading(spec: ModelSpec, losses: Losses) -> str:
-    """The format of each width that loses least, and the selector kind that is cheapest to begin with."""
+    """Words which format of each width loses least, and which selector costs least at the lowest sparsity."""
     formats, quantized = losses.of(losses.quantizer)
     lost, best = quantized.sum(axis=(0, 1, 2)), []
     for width in sorted({part.bits for part in formats if part != BF16}):
-        held = [
+        of_width = [
             (float(kl), stored_bits(spec, part), _groups_text(part))
             for kl, part in zip(lost, formats, strict=True)
             if part.bits == width
         ]
-        kl, bits, groups = min(held)
+        kl, bits, groups = min(of_width)
         best.append(f"{nats(kl)} at {width:g} bits ({groups}; {bits:.2f} stored)")
     at_first = losses.sparse[:, :, :, 1].sum(axis=(0, 1))  # [kinds]
     cheapest = int(at_first.argmin())
     return (
-        f"All experts alike lose least with {', '.join(best)}. Leaving out {losses.sparsities[1]:.0%} of neurons costs "
-        f"least by {losses.kinds[cheapest]} ({nats(float(at_first[cheapest]))}). A plan gives bits to the experts and "
-        "matrices that need them, and so loses less at the same bytes than these curves, on which all are alike."
+        f"With all experts stored alike, the formats that lose least are {', '.join(best)}. At "
+        f"{losses.sparsities[1]:.0%} sparsity, selection by {losses.kinds[cheapest]} costs least "
+        f"({nats(float(at_first[cheapest]))}). A plan gives more bits to the experts and matrices that need them, so "
+        "that it loses less than these curves at the same bytes."
     )
 
 
 def _widths(spec: ModelSpec, losses: Losses) -> tuple[Curve, ...]:
-    """A curve for each codec, length of groups and bits of scales, of the quantizer that plans take."""
+    """Returns a curve for each codec, group size and scale width, for the quantizer that plans use."""
     formats, quantized = losses.of(losses.quantizer)
     lost = quantized.sum(axis=(0, 1, 2))  # [F]
     curves: dict[str, list[Point]] = {}
@@ -156,7 +160,7 @@ def _widths(spec: ModelSpec, losses: Losses) -> tuple[Curve, ...]:
 
 
 def stored_bits(spec: ModelSpec, part: PartFormat) -> float:
-    """Bits an expert's weight takes when all its matrices are stored in a format: scales, checksums, padding too."""
+    """Returns the bits that an expert's weight takes in a format: codes, scales, checksums and padding."""
     gate = part if "gate" in spec.expert.matrices else None
     layout = expert_layout(ExpertFormat(gate, part, part), _SELECTOR, spec.expert, spec.hidden_size)
     num_weights = spec.expert.intermediate_size * spec.hidden_size * len(spec.expert.matrices)
@@ -181,34 +185,34 @@ def _sparsity(losses: Losses) -> tuple[Curve, ...]:
 
 
 def _dense(spec: ModelSpec, losses: Losses) -> tuple[Curve, ...]:
-    """Of the layers' matrices together, of embedding and head; those that cannot be quantized are left out."""
+    """Returns the curves of all layers' matrices, the embedding and the head, if they can be quantized."""
     names = [role.name for role in dense_roles(spec)]
     in_layers = np.array([name.startswith("layers.") for name in names])
     parts = {"all matrices of layers": in_layers, **{name: np.array(names) == name for name in ("embed", "head")}}
     known = np.isfinite(losses.dense).all(axis=1)
     curves = []
     for name, chosen in parts.items():
-        held = losses.dense[chosen & known]
-        points = zip(losses.dense_widths, held.sum(axis=0).tolist(), strict=True)
-        if len(held):
+        kls = losses.dense[chosen & known]
+        points = zip(losses.dense_widths, kls.sum(axis=0).tolist(), strict=True)
+        if len(kls):
             curves.append(Curve(name, tuple(Point(w, kl, "") for w, kl in sorted(points) if w < 16)))
     return tuple(curves)
 
 
-_PLACE = "@REPORT@"  # of the data, in the template
+_PLACE = "@REPORT@"  # where the data go in the template
 
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """What stands under each figure; an empty one is not shown."""
+    """The text below each figure; an empty one is not shown."""
 
     popularity: str
     sparsity: str
     sensitivity: str = ""
     dense: str = ""
     prices: str = ""
-    experts_foretold: str = ""
-    neurons_foretold: str = ""
+    experts_predicted: str = ""
+    neurons_predicted: str = ""
     path_spread: str = ""
     path_recall: str = ""
     accumulated: str = ""
@@ -217,7 +221,7 @@ class Readings:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Why a stage's figures are not there, and what measures them; empty where they are."""
+    """Why figures are missing, and which command measures them; empty if they are there."""
 
     sensitivity: str = ""
     held_out: str = ""
@@ -241,7 +245,7 @@ class Report:
 
 
 def report_html(profile: Profile, measured: MeasuredPack | None = None) -> str:
-    """The page of a profile, with what was measured of a pack of the same checkpoint.
+    """Returns the page of a profile, with what was measured of a pack of the same checkpoint.
 
     Raises:  PackError if the profile is damaged.
     """
@@ -249,36 +253,36 @@ def report_html(profile: Profile, measured: MeasuredPack | None = None) -> str:
 
 
 def fill(report: Report) -> str:
-    """The template with the report's data in it, as JSON that cannot end its element."""
-    held = json.dumps(dataclasses.asdict(report), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    """Returns the template with the report's data, as JSON that cannot end its script element."""
+    content = json.dumps(dataclasses.asdict(report), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     template = files("moe_pack.calib.report").joinpath("report.html").read_text("utf-8")
     before, _, after = template.partition(_PLACE)
-    return before + held + after
+    return before + content + after
 
 
 def make_report(profile: Profile, measured: MeasuredPack | None = None) -> Report:
-    """Everything the page shows.
+    """Returns everything that the page shows.
 
     Raises:  PackError if the profile is damaged.
     """
     levels = figures.levels_for(profile)
-    counted = figures.read_counted(profile, levels)
+    counts = figures.read_counts(profile, levels)
     head = figures.head(profile)
     kls = figures.predicted_kl(profile) if profile.facts.sensitivity != "none" else None
     losses = losses_of(profile) if kls else None
     report = Report(
         head=head,
-        popularity=figures.popularity(profile, counted),
-        sparsity=figures.sparsity(counted, levels),
+        popularity=figures.popularity(profile, counts),
+        sparsity=figures.sparsity(counts, levels),
         sensitivity=figures.sensitivity(profile, *kls) if kls else None,
         prices=price_curves(profile.spec, losses, measured),
-        prediction=figures.prediction(profile, counted),
-        paths=figures.paths(profile, counted),
-        coverage=figures.coverage(profile, counted),
+        prediction=figures.prediction(profile, counts),
+        paths=figures.paths(profile, counts),
+        coverage=figures.coverage(profile, counts),
         readings=Readings("", ""),
         missing=Missing(),
     )
-    thresholds = counted.quantiles[..., levels.index(0.8)]  # [L, E, kinds]
+    thresholds = counts.quantiles[..., levels.index(0.8)]  # [L, E, kinds]
     read = _read(report, thresholds, kls)
     if losses:
         read = dataclasses.replace(read, prices=prices_reading(profile.spec, losses))
@@ -286,33 +290,35 @@ def make_report(profile: Profile, measured: MeasuredPack | None = None) -> Repor
 
 
 def _read(report: Report, thresholds: Array, kls: tuple[Array, Array] | None) -> Readings:
-    head, found = report.head, report.paths
+    head, paths = report.head, report.paths
     tokens = report.popularity.tokens.array()
-    foretold = bool(report.prediction.layers)
+    is_predicted = bool(report.prediction.layers)
     return Readings(
         popularity=readings.popularity(head, tokens, report.popularity.tests),
         sparsity=readings.sparsity(head, thresholds, tokens, report.sparsity.kinds),
         sensitivity=readings.sensitivity(head, *kls, report.sensitivity) if kls and report.sensitivity else "",
         dense=readings.dense(report.sensitivity) if report.sensitivity else "",
-        experts_foretold=readings.experts_foretold(head, report.prediction) if foretold else "",
-        neurons_foretold=readings.neurons_foretold(head, report.prediction) if foretold else "",
-        path_spread=readings.path_spread(found),
-        path_recall=readings.path_recall(head, found) if found.recalls else "",
-        accumulated=readings.accumulated(head, found) if found.accumulated else "",
+        experts_predicted=readings.experts_predicted(head, report.prediction) if is_predicted else "",
+        neurons_predicted=readings.neurons_predicted(head, report.prediction) if is_predicted else "",
+        path_spread=readings.path_spread(paths),
+        path_recall=readings.path_recall(head, paths) if paths.recalls else "",
+        accumulated=readings.accumulated(head, paths) if paths.accumulated else "",
         coverage=readings.coverage(head, report.coverage),
     )
 
 
 def _missing(report: Report) -> Missing:
-    text = (
-        "all text was one sequence; profile again with more text (--tokens), or shorter sequences (--sequence-length)"
+    held_out = (
+        ""
+        if report.head.num_held_out_tokens
+        else "No text was held out, because all text was one sequence. Profile the model again with more text "
+        "(--tokens) or with shorter sequences (--sequence-length)."
     )
-    held_out = "" if report.head.num_held_out_tokens else f"No text was held out: {text}."
-    alone = "" if report.head.foretold else readings.alone(report.head)
+    alone = "" if report.head.predicted_layers else readings.alone(report.head)
     return Missing(
         sensitivity=""
         if report.sensitivity
-        else "Not measured. Measure it with: moe-pack profile MODEL -o NEW_PROFILE --sensitivity fast",
+        else "Not measured. To measure it, run moe-pack profile MODEL -o NEW_PROFILE --sensitivity fast",
         held_out=held_out,
         prediction="" if report.prediction.layers else alone or held_out or "Not measured.",
     )

@@ -125,7 +125,9 @@ def test_experts_without_tokens_and_with_few_are_named(profile: Profile) -> None
         "low": 0,
         "high": 0,
     }
-    assert found["readings"]["coverage"].startswith("No token reached 1 of 18 experts: their layers' pooled quantiles")
+    assert found["readings"]["coverage"].startswith(
+        "No token reached 1 of 18 experts. Their quantiles are those of all tokens"
+    )
 
 
 def test_the_reading_names_the_most_sensitive_layer(profile: Profile) -> None:
@@ -159,7 +161,7 @@ def test_a_profile_without_held_out_text_says_so(tmp_path: Path) -> None:
     found = held(report_html(made.write(tmp_path / "profile")))
     assert found["prediction"]["layers"] == found["paths"]["recalls"] == found["popularity"]["tests"] == []
     assert found["missing"]["prediction"].startswith("No text was held out")
-    assert found["readings"]["popularity"].endswith("whether this holds for other text is not known.")
+    assert found["readings"]["popularity"].endswith("it is not known whether other text chooses the same experts.")
 
 
 def test_the_page_fetches_nothing(profile: Profile) -> None:

@@ -101,7 +101,7 @@ def test_what_was_measured_of_a_pack_stands_among_what_was_foretold(profile: Pro
     assert sparse["name"] == "</script>packed, measured, select by both" and sparse["is_measured"]
     assert sparse["points"] == [{"x": 0.5, "kl": 0.01, "half_width": None, "note": ""}]
     (replaced,) = found["substitution"]
-    assert replaced["name"].endswith("room for 50% of experts")
+    assert replaced["name"].endswith("50% of experts in memory")
     assert replaced["points"] == [{"x": 0.3, "kl": 0.0, "half_width": 0.0, "note": "9.0% replaced, 38.6% fetched"}]
 
 
@@ -118,12 +118,12 @@ def test_the_reading_of_prices_names_what_costs_least(profile: Profile) -> None:
         (curve["points"][0]["x"], curve["points"][0]["kl"], curve["name"]) for curve in found["prices"]["widths"]
     )
     assert name == "a row as one group"
-    said = f"All experts alike lose least with {nats(kl)} at 2 bits ({name}; {bits:.2f} stored), "
-    assert found["readings"]["prices"].startswith(said)
+    said = f"With all experts stored alike, the formats that lose least are {nats(kl)} at 2 bits ("
+    assert found["readings"]["prices"].startswith(f"{said}{name}; {bits:.2f} stored), ")
     halves = [
         (curve["points"][0]["kl"], curve["name"].removeprefix("select by ")) for curve in found["prices"]["sparsity"]
     ]
-    assert f"costs least by {min(halves)[1]} ({nats(min(halves)[0])})" in found["readings"]["prices"]
+    assert f"selection by {min(halves)[1]} costs least ({nats(min(halves)[0])})" in found["readings"]["prices"]
 
 
 @needs_browser
