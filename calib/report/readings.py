@@ -58,8 +58,9 @@ def _held_out(tests: tuple[PopularityTest, ...]) -> str:
     quarter = float(np.mean([test.quarter_share for test in tests]))
     return (
         f"On held-out text, the choices are more uneven than chance explains in {num_uneven} of {len(tests)} layers "
-        f"(p < {_SIGNIFICANT}). In {sum(gain > 0 for gain in gains)} layers, the counts of the calibration text "
-        f"predict these choices better than an even guess; the mean gain of all layers is {np.mean(gains):.2g} nats a choice. "
+        f"(p < {_SIGNIFICANT}). In {sum(gain > 0 for gain in gains)} layers, the counts of the calibration "
+        "text predict these choices better than an even guess; the mean gain of all layers is "
+        f"{np.mean(gains):.2g} nats a choice. "
         f"The most popular quarter of the experts takes {percent(quarter)} of the choices (an even share would be "
         f"{percent(tests[0].quarter_uniform)})."
     )
@@ -149,9 +150,9 @@ def experts_predicted(head: Head, prediction: Prediction) -> str:
     )
     even = head.num_experts_per_tok / head.num_experts
     return (
-        f"The best predictors are: {named}. Each layer's best predictor finds {percent(top)} of the experts that "
-        f"tokens use; popularity alone finds {percent(popular)}, a random guess {percent(even)}. Experts that no predictor "
-        "finds are fetched while the token waits."
+        f"The best predictors are: {named}. Each layer's best predictor finds {percent(top)} of the "
+        f"experts that tokens use; popularity alone finds {percent(popular)}, a random guess {percent(even)}. "
+        "Experts that no predictor finds are fetched while the token waits."
     )
 
 

@@ -47,7 +47,7 @@ from moe_pack.convert.plan import (
     Planner,
     PlanningModel,
     Target,
-    check_room,
+    check_budget,
     defaults_text,
     planner_for,
     preset_decision,
@@ -66,7 +66,7 @@ def make_for_target(checkpoint: Checkpoint, target: Target, options: ConvertOpti
 
     Raises:  what profiling, planning and `AutoPacker.make` raise.
     """
-    check_room(target, checkpoint.spec, dense_dtypes(checkpoint))
+    check_budget(target, checkpoint.spec, dense_dtypes(checkpoint))
     text = Text(FolderFiles(checkpoint.folder))
     length = min(SEQUENCE_LENGTH, checkpoint.spec.max_position_embeddings)
     tokens = _eval_tokens(text, options, length)

@@ -23,8 +23,8 @@ from moe_pack.convert.plan import (
     defaults_text,
     gap_text,
     model_text,
-    offer_json,
-    offer_lines,
+    option_json,
+    option_lines,
     plan_bytes,
     planner_for,
     preset_decision,
@@ -183,7 +183,7 @@ def _offers(planner: Planner, wanted: PlanRequest) -> Iterator[PlanOption]:
     target, losses = wanted.target, wanted.model.losses
     if target.preset is not None:
         decision = preset_decision(target.preset, wanted.model, target.sparsity)
-        yield PlanOption(f"preset {target.preset}", planner.foretold(decision))
+        yield PlanOption(f"preset {target.preset}", planner.estimate(decision))
         return
     nats = target.limit.nats(losses.nll_per_kl)
     yield PlanOption(f"asked: {target.limit.text()}", planner.plan(nats))
@@ -205,7 +205,7 @@ def _lines(wanted: PlanRequest, offers: list[PlanOption], taken: EstimatedPlan) 
     for line in wanted.defaults:
         yield f"by default {line}"
     yield ""
-    yield from offer_lines(offers, losses)
+    yield from option_lines(offers, losses)
     if len(offers) > 1:
         yield "the first is taken; read a token: what is not in memory; bits: of an expert weight"
     yield ""
@@ -230,7 +230,7 @@ def _as_json(wanted: PlanRequest, offers: list[PlanOption]) -> dict[str, Any]:
         "target_bytes": wanted.target.budget_bytes,
         "device": wanted.target.device,
         "defaults": wanted.defaults,
-        "plans": [offer_json(offer, wanted.model.losses) for offer in offers],
+        "plans": [option_json(offer, wanted.model.losses) for offer in offers],
     }
 
 

@@ -1,4 +1,8 @@
-"""Decides what to store: formats, sparsity and placement for a memory budget."""
+"""Decides what a pack stores: the formats and the sparsity of all experts, for a memory budget and a limit of loss.
+
+How a budget is divided between dense part, key-value cache and expert cache is not decided here, but in
+`runtime/offload/budget.py`, for plans and for runs alike.
+"""
 
 from moe_pack.convert.plan.papers import preset_decision
 from moe_pack.convert.plan.plan_file import Decision, plan_bytes, read_plan
@@ -10,12 +14,12 @@ from moe_pack.convert.plan.planned import (
     decision_lines,
     gap_text,
     model_text,
-    offer_json,
-    offer_lines,
+    option_json,
+    option_lines,
     share_lines,
 )
 from moe_pack.convert.plan.planner import Planner
-from moe_pack.convert.plan.target import LossLimit, Target, check_room, defaults_text, held_out_passes, planner_for
+from moe_pack.convert.plan.target import LossLimit, Target, check_budget, defaults_text, held_out_passes, planner_for
 
 __all__ = [
     "Decision",
@@ -25,15 +29,15 @@ __all__ = [
     "Planner",
     "PlanningModel",
     "Target",
-    "check_room",
+    "check_budget",
     "compression_text",
     "decision_lines",
     "defaults_text",
     "gap_text",
     "held_out_passes",
     "model_text",
-    "offer_json",
-    "offer_lines",
+    "option_json",
+    "option_lines",
     "plan_bytes",
     "planner_for",
     "preset_decision",

@@ -1,10 +1,12 @@
-"""The machine a plan is for: the rates that a cost model reckons with, measured by `doctor` or taken from a card.
+"""The machine for which a plan is made: the rates from which a pack's speed is estimated.
 
-Graphics cards by name: what a plan for one that is not here reckons with; or this machine's, measured.
+A CPU's rates come from `moe-pack doctor`. A GPU's rates come from its data sheet, by name, so that one can plan for a
+GPU that is not in this machine; `--gpu measure` measures the memory and the link of this machine's GPU.
+
+Assumed, not measured: which share of a data sheet's rates programs reach (`BANDWIDTH_SHARE`, `LINK_SHARE`), and the
+times of a token and of a layer in one CUDA graph (`_GPU_FIXED`).
 
 Source:  NVIDIA's data sheets and architecture papers (Ampere GA102, A100, Ada, Hopper, L4, H200, RTX Blackwell).
-What of a card's rates programs see is assumed: `BANDWIDTH_SHARE`, `LINK_SHARE`. So are the times of a token and a layer
-in one CUDA graph. Nothing of it was measured yet; `--gpu measure` measures memory and link.
 """
 
 import time
@@ -17,18 +19,18 @@ import torch
 from moe_pack.formats import DISK_BLOCK_BYTES, PartFormat, RunError
 from moe_pack.runtime import DiskFacts, FixedCosts, MachineFacts, ReadRate, SizedRate, WidthRate
 
-USUAL_LINK_RATE = 16e9  # bytes a second: half of PCIe 4.0 x16, or what 3.0 x16 has at most
-USUAL_DRIVE_RATE = 1e9
+USUAL_LINK_RATE = 16e9  # bytes a second: half of PCIe 4.0 x16, or the maximum of 3.0 x16
+USUAL_DISK_RATE = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What computes, and what it fetches from. Rates are bytes a second.
+    """The processor that computes and the memory and disk from which it fetches. Rates are bytes a second.
 
-    `expert_rates`, `dense_rates`: matrices multiplied for one token, by width; `trellis_rates`: experts' as trellises,
-    by width of two weights, empty where none was measured.   `row_s`: beside that, of each row of
-    an expert.   `memory_rate`: fast memory read.   `link_rate`: from host memory to the card; None on the CPU, whose
-    experts come from the drive.   `ram_bytes`: of host memory for a pack; the rest of it stays on the drive.
+    `expert_rates`, `dense_rates`: of matrices multiplied for one token, by width.   `trellis_rates`: the same for
+    experts' trellises, by the width of two weights; empty if none was measured.   `row_s`: additional seconds for each
+    row of an expert.   `memory_rate`: reads of fast memory.   `link_rate`: from host memory to the GPU; None on the
+    CPU, which fetches from the disk.   `ram_bytes`: host memory for a pack; the rest of the pack stays on disk.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -38,15 +40,15 @@ class Machine:
     row_s: float
     memory_rate: float
     fixed: FixedCosts
-    drive: DiskFacts
+    disk: DiskFacts
     link_rate: float | None = None
     ram_bytes: int | None = None
     trellis_rates: tuple[WidthRate, ...] = ()
 
     def expert_rate(self, part: PartFormat) -> float:
-        """Of an expert's matrix in a format.
+        """Returns the rate of an expert's matrix in a format, bytes a second.
 
-        A trellis where none was measured counts as affine codes of as many bits, or of the next more.
+        If no trellis was measured, a trellis counts as affine codes of as many bits, rounded up.
         """
         if part.codec != "trellis":
             return rate_of(self.expert_rates, part.width)
@@ -56,13 +58,15 @@ class Machine:
 
 
 def machine_of_cpu(facts: MachineFacts) -> Machine:
-    """This machine's CPU tier, as `doctor` measured it.
+    """Returns this machine's CPU and disk as `doctor` measured them.
 
     Raises:  RunError if the native kernels or the fixed costs were not measured.
     """
     cpu = facts.cpu
     if not cpu.experts or cpu.read_all is None or cpu.row_s is None or facts.fixed is None:
-        raise RunError("doctor: how fast experts are computed was not measured; run moe-pack doctor with kernels built")
+        raise RunError(
+            "doctor: the speed of experts was not measured; build the native kernels and run moe-pack doctor"
+        )
     name = f"CPU, {cpu.cores} cores, {cpu.instruction_set}"
     return Machine(
         "cpu",
@@ -78,41 +82,45 @@ def machine_of_cpu(facts: MachineFacts) -> Machine:
 
 
 def assumed_cpu() -> Machine:
-    """A CPU of two cores with AVX-512 and a drive of 1 GB/s, where nothing was measured.
+    """Returns a CPU of two cores with AVX-512 and a disk of 1 GB/s, if no machine was measured.
 
     Rates: docs/benchmarks/cpu.md, "Experts against memory" (machine A, two threads), rounded.
     """
     rates = tuple(WidthRate(width, 1e9 * rate) for width, rate in ((2, 30), (3, 31), (4, 33), (8, 36), (16, 38)))
     fixed = FixedCosts(token_s=3e-4, layer_s=1.5e-4, expert_s=1e-5, miss_s=5e-5)
-    drive = steady_disk(USUAL_DRIVE_RATE)
-    return Machine("cpu", "a CPU of 2 cores, assumed", rates, rates, 0.0, 4e10, fixed, drive)
+    disk = steady_disk(USUAL_DISK_RATE)
+    return Machine("cpu", "a CPU of 2 cores, assumed", rates, rates, 0.0, 4e10, fixed, disk)
 
 
 def steady_disk(rate: float) -> DiskFacts:
-    """A drive that reads at this rate, whatever is asked: where none was measured."""
+    """Returns a disk that reads at this rate, bytes a second, whatever the size of a read."""
     point = SizedRate(DISK_BLOCK_BYTES, rate)
-    # A read of less than a block takes as long as one of a block, above the rate stays.
+    # A read of less than a block takes as long as a whole block; above that the rate is constant.
     return DiskFacts(None, 0, "pread", 1, (point,), (point,), (ReadRate("pread", DISK_BLOCK_BYTES, 1, rate),))
 
 
 def rate_of(rates: tuple[WidthRate, ...], width: int) -> float:
-    """The rate at a width; of one that was not measured, that of the nearest in bits, of equals the wider."""
-    return min(rates, key=lambda one: (abs(one.width - width), -one.width)).rate
+    """Returns the rate at a width, or at the nearest measured width; of two equally near ones, at the wider."""
+    return min(rates, key=lambda measured: (abs(measured.width - width), -measured.width)).rate
 
 
 BANDWIDTH_SHARE, LINK_SHARE = 0.8, 0.8
 MEASURE = "measure"
-_CARD_FIXED = FixedCosts(token_s=50e-6, layer_s=30e-6, expert_s=0.0, miss_s=0.0)
+_GPU_FIXED = FixedCosts(token_s=50e-6, layer_s=30e-6, expert_s=0.0, miss_s=0.0)
 _WIDTHS = (1, 2, 3, 4, 8, 16)
-_LANE_RATES = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}  # bytes a second and direction of a lane, after line coding
+_LANE_RATES = {
+    3: 0.985e9,
+    4: 1.969e9,
+    5: 3.938e9,
+}  # by PCIe generation: bytes a second of a lane in one direction, after line coding
 _COPY_BYTES, _COPIES = 256 << 20, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A card: bytes, bytes a second and operations a second, all as its maker says, or as measured.
+    """A GPU with the figures of its data sheet, or as measured: bytes, bytes a second, operations a second.
 
-    `link_rate`: in one direction.   `flops`: float32, multiplications and additions counted apart.
+    `link_rate`: in one direction.   `flops`: of float32, where a multiplication and an addition count as two.
     """
 
     name: str
@@ -122,98 +130,96 @@ class Gpu:
     flops: float
 
 
-def _card(name: str, gibibytes: float, gb_s: float, pcie: tuple[int, int], teraflops: float) -> Gpu:
+def _gpu(name: str, gibibytes: float, gb_s: float, pcie: tuple[int, int], teraflops: float) -> Gpu:
     generation, lanes = pcie
     return Gpu(name, int(gibibytes * 2**30), gb_s * 1e9, lanes * _LANE_RATES[generation], teraflops * 1e12)
 
 
 GPUS = {
-    card.name: card
-    for card in (
-        _card("RTX 3060 12G", 12, 360, (4, 16), 12.7),
-        _card("RTX 3090", 24, 936, (4, 16), 35.6),
-        _card("RTX 4060 Ti 16G", 16, 288, (4, 8), 22.1),
-        _card("RTX 4090", 24, 1008, (4, 16), 82.6),
-        _card("RTX 5090", 32, 1792, (5, 16), 104.8),
-        _card("L4", 24, 300, (4, 16), 30.3),
-        _card("A100 80G", 80, 1935, (4, 16), 19.5),
-        _card("H100", 80, 3350, (5, 16), 67.0),
-        _card("H200", 131.3, 4800, (5, 16), 67.0),  # 141 GB
+    gpu.name: gpu
+    for gpu in (
+        _gpu("RTX 3060 12G", 12, 360, (4, 16), 12.7),
+        _gpu("RTX 3090", 24, 936, (4, 16), 35.6),
+        _gpu("RTX 4060 Ti 16G", 16, 288, (4, 8), 22.1),
+        _gpu("RTX 4090", 24, 1008, (4, 16), 82.6),
+        _gpu("RTX 5090", 32, 1792, (5, 16), 104.8),
+        _gpu("L4", 24, 300, (4, 16), 30.3),
+        _gpu("A100 80G", 80, 1935, (4, 16), 19.5),
+        _gpu("H100", 80, 3350, (5, 16), 67.0),
+        _gpu("H200", 131.3, 4800, (5, 16), 67.0),  # 141 GB
     )
 }
 
 
 def find_gpu(name: str) -> Gpu:
-    """The card of this name, however it is spelled, or this machine's under `measure`.
+    """Returns the GPU of this name in any spelling, or this machine's GPU for the name `measure`.
 
-    Raises:  RunError if there is no such card, or none here to measure.
+    Raises:  RunError if the name is unknown, or this machine has no GPU to measure.
     """
     if name == MEASURE:
-        return measure_card()
-    card = known_gpu(name)
-    if card is not None:
-        return card
-    raise RunError(f"--gpu: found {name!r}, expected one of {', '.join(GPUS)}, or {MEASURE}")
+        return measure_gpu()
+    gpu = known_gpu(name)
+    if gpu is not None:
+        return gpu
+    raise RunError(f"--gpu: {name!r} is not known; give one of {', '.join(GPUS)}, or {MEASURE} for this machine's GPU")
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """The card of this name, however it is spelled, or the only one with this in its name; None if there is none."""
+    """Returns the GPU of this name in any spelling, or the only GPU whose name contains it; otherwise None."""
     wanted = _plain(name).removeprefix("geforce")
-    exact = [card for card in GPUS.values() if _plain(card.name) == wanted]
-    like = [card for card in GPUS.values() if wanted and wanted in _plain(card.name)]
+    exact = [gpu for gpu in GPUS.values() if _plain(gpu.name) == wanted]
+    like = [gpu for gpu in GPUS.values() if wanted and wanted in _plain(gpu.name)]
     return exact[0] if exact else like[0] if len(like) == 1 else None
 
 
-def machine_of_gpu(
-    card: Gpu, link_rate: float | None, ram_bytes: int | None, drive: DiskFacts | None = None
-) -> Machine:
-    """The machine that a card makes with its host.
+def machine_of_gpu(gpu: Gpu, link_rate: float | None, ram_bytes: int | None, disk: DiskFacts | None = None) -> Machine:
+    """Returns the machine of a GPU and its host.
 
-    Args:    link_rate: bytes a second; None: what its slot gives it.   ram_bytes: for a pack; None: it all fits.
-             drive: None: one of a steady 1 GB/s.
+    Args:    link_rate: bytes a second; None takes the GPU's own link.   ram_bytes: host memory for a pack; None means
+             that all of it fits.   disk: None assumes a steady 1 GB/s.
     """
-    read = BANDWIDTH_SHARE * card.memory_rate
-    # Two operations a weight; narrow ones are the first to be limited by them.
-    rates = tuple(WidthRate(width, min(read, card.flops / 2 * width / 8)) for width in _WIDTHS)
+    read = BANDWIDTH_SHARE * gpu.memory_rate
+    # A weight takes two operations; they limit narrow weights first.
+    rates = tuple(WidthRate(width, min(read, gpu.flops / 2 * width / 8)) for width in _WIDTHS)
     return Machine(
         "cuda",
-        card.name,
+        gpu.name,
         rates,
         rates,
         0.0,
         read,
-        _CARD_FIXED,
-        drive or steady_disk(USUAL_DRIVE_RATE),
-        LINK_SHARE * card.link_rate if link_rate is None else link_rate,
+        _GPU_FIXED,
+        disk or steady_disk(USUAL_DISK_RATE),
+        LINK_SHARE * gpu.link_rate if link_rate is None else link_rate,
         ram_bytes,
     )
 
 
-def measure_card() -> Gpu:
-    """This machine's first card: memory by copies within it, link by copies from page-locked memory.
+def measure_gpu() -> Gpu:
+    """Measures this machine's first GPU: its memory and, with copies from page-locked memory, its link.
 
-    Its rates are as programs see them: given so that `machine_of_gpu` comes to what was measured. `flops` are
-    unbounded.
-    Raises:  RunError if torch finds none.
+    The rates are scaled up so that `machine_of_gpu`, which takes a share of them, arrives at the measured ones. `flops`
+    are infinite, because they were not measured.
+    Raises:  RunError if torch finds no GPU.
     """
     if not torch.cuda.is_available():
-        raise RunError(f"--gpu {MEASURE}: torch finds no CUDA device here; name a card: {', '.join(GPUS)}")
-    found = torch.cuda.get_device_properties(0)
+        raise RunError(f"--gpu {MEASURE}: torch finds no GPU in this machine; name one of {', '.join(GPUS)}")
+    properties = torch.cuda.get_device_properties(0)
     host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     source, target = (torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     within = 2 * _copy_rate(target, source)  # each byte is read and written
     link = _copy_rate(target, host)
-    return Gpu(found.name, found.total_memory, within / BANDWIDTH_SHARE, link / LINK_SHARE, float("inf"))
+    return Gpu(properties.name, properties.total_memory, within / BANDWIDTH_SHARE, link / LINK_SHARE, float("inf"))
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
-    """Bytes a second of copies, the first of which does not count."""
+    """Returns bytes a second of copies, without the first one, which warms up."""
     target.copy_(source, non_blocking=True)
-    torch.cuda.synchronize()  # time begins when nothing is under way
+    torch.cuda.synchronize()  # the time begins when no copy is running
     began = time.perf_counter()
     for _ in range(_COPIES):
         target.copy_(source, non_blocking=True)
-    torch.cuda.synchronize()  # copies are only asked for until then
+    torch.cuda.synchronize()  # the calls above only start the copies
     return _COPIES * _COPY_BYTES / (time.perf_counter() - began)
 
 

@@ -1,18 +1,19 @@
-"""EdgeMoE's choice of widths: the least important experts at the lower of two widths, all others at the higher.
+"""The papers' packs: EdgeMoE's choice of widths, and the presets that store experts as a paper does.
+
+EdgeMoE gives the least important experts the lower of two widths and all others the higher one:
 
     order    all experts, the least important first
-    bounds   the two neighbouring widths between which the goal lies, if all experts had the same
-    K        so many of the order's first get the lower width, the rest the higher
+    bounds   the two neighbouring widths between which the target lies, if all experts had the same
+    K        the first K experts of the order get the lower width
 
-The paper's goal is a tolerable loss, and K the largest that keeps it. A goal in bytes is ours: bounds are then the
-widest that fits and the next, and K the smallest that fits.
+The paper's target is a tolerable loss; K is the largest number that stays within it. A target in bytes is our addition:
+bounds are then the widest width that fits and the next one, and K is the smallest number that fits.
 
-Source: EdgeMoE §III-B, "Profiling expert importance" and "Selecting expert-wise bitwidths". It moves K step by step
-        until the loss reaches the goal; here it is bisected, which ends at the same K where fewer bits lose more.
+A preset decides how experts are stored; `moe-run --policy` of the same name runs them as the paper does. Where a paper
+leaves something open, a comment at the preset says how we read it; docs/papers.md lists these readings.
 
-The papers' packs: how each stores experts, by name. What its policies are is `moe-run --policy` of the same name.
-
-Where a paper leaves something open, our reading stands at the preset; docs/papers.md has them together.
+Source: EdgeMoE §III-B, "Profiling expert importance" and "Selecting expert-wise bitwidths". The paper moves K step by
+        step until the loss reaches the target; here K is bisected, which gives the same K if fewer bits lose more.
 """
 
 import math
@@ -43,42 +44,44 @@ from moe_pack.formats.plan import format_fault, uniform_dense
 
 EDGEMOE_WIDTHS = (2, 4, 8, 16)  # INT2, INT4, INT8, and not quantized
 
-Widths = NDArray[np.int64]  # [L, E]: of all matrices of an expert
+Widths = NDArray[np.int64]  # [L, E]: one width for all matrices of an expert
 
 
 def widths_for_loss(
-    importance: NDArray[np.floating], holds: Callable[[Widths], bool], choices: tuple[int, ...] = EDGEMOE_WIDTHS
+    importance: NDArray[np.floating], is_tolerable: Callable[[Widths], bool], choices: tuple[int, ...] = EDGEMOE_WIDTHS
 ) -> Widths:
-    """The smallest model, by the paper's steps, whose loss is tolerable.
+    """Returns the widths of the smallest model, by the paper's steps, whose loss is tolerable.
 
-    Args:    importance: [L, E], the loss with that expert alone at 2 bits.   holds: measures a model of these widths
-             and says whether its loss is tolerable.   choices: rising.
-    Raises:  PlanError if not even the widest is.
+    Args:    importance: [L, E], the loss with only that expert at 2 bits.   is_tolerable: whether the loss of a model
+             with these widths is tolerable.   choices: widths, in ascending order.
+    Raises:  PlanError if the loss is not tolerable at the largest width.
     """
     uniform = [np.full(importance.shape, width, np.int64) for width in choices]
-    first = next((number for number, widths in enumerate(uniform) if holds(widths)), None)
+    first = next((number for number, widths in enumerate(uniform) if is_tolerable(widths)), None)
     if first is None:
-        raise PlanError(f"--search edgemoe: the loss is not held with all experts at {choices[-1]} bits; allow more")
+        raise PlanError(
+            f"--max-loss: --search edgemoe loses more even with all experts at {choices[-1]} bits; allow more"
+        )
     if first == 0:
         return uniform[0]
     order, lower, upper = _order(importance), choices[first - 1], choices[first]
-    # K = 0 holds and K = all does not: the number of K beyond 0 that hold, bisected.
+    # K = 0 is tolerable and K = all is not; bisection finds how many K above 0 are.
     lowered = range(1, importance.size)
-    most = bisect_left(lowered, True, key=lambda k: not holds(_mixed(order, k, lower, upper, importance.shape)))
+    most = bisect_left(lowered, True, key=lambda k: not is_tolerable(_mixed(order, k, lower, upper, importance.shape)))
     return _mixed(order, most, lower, upper, importance.shape)
 
 
 def widths_for_bytes(importance: NDArray[np.floating], expert_bytes: Mapping[int, int], max_bytes: int) -> Widths:
-    """The widths whose experts fit in `max_bytes`, as near to it as the paper's steps lead.
+    """Returns the widths of the largest model, by the paper's steps, whose experts fit in `max_bytes`.
 
-    Args:    importance: [L, E].   expert_bytes: of one expert by width; the widths to choose from.
-    Raises:  PlanError if experts do not fit at the smallest width.
+    Args:    importance: [L, E].   expert_bytes: bytes of one expert at each width to choose from.
+    Raises:  PlanError if the experts do not fit at the smallest width.
     """
     choices, E = sorted(expert_bytes), importance.size
     if expert_bytes[choices[0]] * E > max_bytes:
         raise PlanError(
-            f"--search edgemoe: experts take {expert_bytes[choices[0]] * E:,} bytes at {choices[0]} bits, "
-            f"expected at most {max_bytes:,}; allow more"
+            f"--search edgemoe: at {choices[0]} bits the experts have {expert_bytes[choices[0]] * E:,} bytes, more "
+            f"than the limit of {max_bytes:,}; allow more"
         )
     for lower, upper in pairwise(choices):
         if expert_bytes[upper] * E > max_bytes:
@@ -88,7 +91,7 @@ def widths_for_bytes(importance: NDArray[np.floating], expert_bytes: Mapping[int
 
 
 def edgemoe_plan(spec: ModelSpec, widths: Widths, selector: Selector) -> Plan:
-    """The plan that stores experts at these widths as the paper does: linear, one scale a row from its maximum."""
+    """Returns the plan that stores experts at these widths as the paper does: linear, with one scale a row."""
     parts = {width: part_format(width, ROW_GROUP) for width in EDGEMOE_WIDTHS}
     has_gate = "gate" in spec.expert.matrices
     formats = {width: ExpertFormat(part if has_gate else None, part, part) for width, part in parts.items()}
@@ -97,15 +100,15 @@ def edgemoe_plan(spec: ModelSpec, widths: Widths, selector: Selector) -> Plan:
 
 
 def edgemoe_decision(model: PlanningModel, max_loss: float, selector: Selector) -> Decision:
-    """The smallest pack of the paper's steps that is expected to lose at most so many nats.
+    """Returns the smallest pack, by the paper's steps, that is estimated to lose at most `max_loss` nats.
 
-    Its measure of a model's loss is here what a profile foretells of these widths; every neuron runs, and dense
-    matrices keep the source's bytes.
-    Raises:  PlanError if rows cannot be stored so.
+    The paper measures the loss of a model; here it is estimated from a profile. Every neuron runs, and dense matrices
+    keep the source's bytes.
+    Raises:  PlanError if the model's rows cannot have these formats.
     """
     importance = model.losses.importance
     if fault := format_fault(part_format(EDGEMOE_WIDTHS[0], ROW_GROUP), model.spec.hidden_size):
-        raise PlanError(f"--search edgemoe: {fault}; use knapsack")
+        raise PlanError(f"--search edgemoe: {fault}; give --search knapsack")
 
     def decision(widths: Widths) -> Decision:
         return Decision(edgemoe_plan(model.spec, widths, selector), np.zeros(importance.shape))
@@ -114,12 +117,12 @@ def edgemoe_decision(model: PlanningModel, max_loss: float, selector: Selector) 
 
 
 def _order(importance: NDArray[np.floating]) -> NDArray[np.intp]:
-    """Experts by rising importance, flat; equal ones in the model's order."""
+    """Returns the flat indices of experts by rising importance; equally important ones stay in the model's order."""
     return np.argsort(importance, axis=None, kind="stable")
 
 
 def _mixed(order: NDArray[np.intp], num_lowered: int, lower: int, upper: int, shape: tuple[int, ...]) -> Widths:
-    """The first `num_lowered` of the order at the lower width, the rest at the upper."""
+    """Returns widths with the first `num_lowered` experts of the order at the lower width, the others at the upper."""
     widths = np.full(order.size, upper, np.int64)
     widths[order[:num_lowered]] = lower
     return widths.reshape(shape)
@@ -128,7 +131,7 @@ def _mixed(order: NDArray[np.intp], num_lowered: int, lower: int, upper: int, sh
 PresetName = Literal["floe", "corm", "fiddler", "edgemoe"]
 PRESET_NAMES: tuple[PresetName, ...] = get_args(PresetName)
 
-FLOE_SPARSITY = 0.9  # of §3.2's two settings, 80 and 90%, the one of its compression of 9.3 times
+FLOE_SPARSITY = 0.9  # §3.2 has 80 and 90%; 90% is the one with a compression of 9.3 times
 CORM_THETA = 0.25  # Fig. 10
 CORM_POPULAR_SHARE = 0.5  # our reading: the paper says "less frequently used experts" and no number
 EDGEMOE_LOSS = 0.02  # §IV-A: the tolerable loss, of a task's accuracy; our reading: of perplexity
@@ -138,52 +141,52 @@ Shares = NDArray[np.float64]  # [L, E]
 
 
 def preset_decision(name: PresetName, model: PlanningModel, sparsity: float | None = None) -> Decision:
-    """What a paper would store.
+    """Returns what a paper would store.
 
-    Args:    sparsity: of FloE's, in place of its 90%; None: the paper's.
-    Raises:  PlanError if the model has not the matrices, or its rows not the groups, that the paper needs; or for a
-             sparsity where the paper has none.
+    Args:    sparsity: for FloE, in place of the paper's 90%.
+    Raises:  PlanError if the model does not have the matrices, or its rows the groups, that the paper needs; or if a
+             sparsity is given for another paper.
     """
     if sparsity is not None and name != "floe":
-        raise PlanError(f"--sparsity: preset {name} sets what runs itself; leave it out")
+        raise PlanError(f"--sparsity does not apply to --preset {name}; remove it or give --preset floe")
     if sparsity is not None and not 0 <= sparsity < 1:
-        raise PlanError(f"--sparsity: found {sparsity}, expected a share from 0 up to, but not, 1")
+        raise PlanError(f"--sparsity: found {sparsity}, expected a share of at least 0 and less than 1")
     return _PRESETS[name](model, sparsity)
 
 
 def _floe(model: PlanningModel, sparsity: float | None) -> Decision:
-    """FloE §3.2: `up` in HQQ's INT2 decides what runs, gate columns and down rows in 16 bit."""
+    """Returns FloE's pack (§3.2): `up` in HQQ's INT2 decides what runs; gate columns and down rows have 16 bits."""
     _check_rows("floe", model.spec, _INT2)
     plan = uniform_plan(model.spec, "up", _INT2, BF16)
     return Decision(plan, np.full(model.losses.popularity.shape, FLOE_SPARSITY if sparsity is None else sparsity))
 
 
 def _corm(model: PlanningModel, sparsity: float | None) -> Decision:
-    """CORM §4.1, §4.4, appendix: `gate` decides at one threshold; popular experts in INT4 g64, the rest in INT2 g16.
+    """Returns CORM's pack (§4.1, §4.4, appendix): `gate` decides at one threshold, experts have INT4 g64 or INT2 g16.
 
-    Its "scale groups", which keep scales in 8 bits, are our byte scales. What the threshold leaves out is foretold
-    where a profile counted activations.
+    Popular experts have INT4. The paper's "scale groups", which keep scales in 8 bits, are our byte scales. The share
+    of neurons that the threshold drops is estimated if a profile counted activations.
     """
     spec, losses = model.spec, model.losses
     if "gate" not in spec.expert.matrices:
-        raise PlanError("--preset corm: this model's experts have no gate matrix; use floe, fiddler or edgemoe")
+        raise PlanError("--preset corm: this model's experts have no gate matrix; give floe, fiddler or edgemoe")
     _check_rows("corm", spec, _INT4, _INT2_FINE)
     popular = _most_popular(losses.popularity, CORM_POPULAR_SHARE)
     formats = {True: ExpertFormat(_INT4, _INT4, _INT4), False: ExpertFormat(_INT2_FINE, _INT2_FINE, _INT2_FINE)}
-    experts = tuple(tuple(formats[held] for held in layer) for layer in popular.tolist())
+    experts = tuple(tuple(formats[is_popular] for is_popular in layer) for layer in popular.tolist())
     is_known = losses.quantiles is not None
-    left_out = losses.sparsity_at(CORM_THETA, "gate") if is_known else np.zeros(losses.popularity.shape)
-    return Decision(Plan("gate", "hqq", experts, uniform_dense(spec, None)), left_out, CORM_THETA)
+    sparsities = losses.sparsity_at(CORM_THETA, "gate") if is_known else np.zeros(losses.popularity.shape)
+    return Decision(Plan("gate", "hqq", experts, uniform_dense(spec, None)), sparsities, CORM_THETA)
 
 
 def _fiddler(model: PlanningModel, sparsity: float | None) -> Decision:
-    """Fiddler §4.1: the original's 16 bit; what it plans is where experts lie (`moe-run --policy fiddler`)."""
+    """Returns Fiddler's pack (§4.1): the original's 16 bits. The paper's placement is `moe-run --policy fiddler`."""
     plan = uniform_plan(model.spec, "none", BF16, BF16)
     return Decision(plan, np.zeros(model.losses.popularity.shape))
 
 
 def _edgemoe(model: PlanningModel, sparsity: float | None) -> Decision:
-    """EdgeMoE §III-B: INT2, INT4 or INT8 by importance, within 2% of loss; experts are read whole."""
+    """Returns EdgeMoE's pack (§III-B): INT2, INT4 or INT8 by importance, within 2% of loss; experts are read whole."""
     _check_rows("edgemoe", model.spec, *ABSMAX_FORMATS)
     return edgemoe_decision(model, math.log(1 + EDGEMOE_LOSS) / model.losses.nll_per_kl, "none")
 
@@ -199,11 +202,11 @@ _PRESETS: dict[PresetName, Callable[[PlanningModel, float | None], Decision]] = 
 def _check_rows(name: PresetName, spec: ModelSpec, *parts: PartFormat) -> None:
     fault = next(filter(None, (format_fault(part, spec.hidden_size) for part in parts)), None)
     if fault:
-        raise PlanError(f"--preset {name}: {fault}; use fiddler, which stores 16 bits")
+        raise PlanError(f"--preset {name}: {fault}; give --preset fiddler, which stores 16 bits")
 
 
 def _most_popular(popularity: Shares, share: float) -> NDArray[np.bool_]:
-    """The most popular experts of each layer, so many of them: bool [L, E]; ties to the lower number."""
+    """Returns which experts are in the most popular share of their layer: bool [L, E]; of equal ones the first."""
     number = round(share * popularity.shape[1])
     ranks = np.argsort(np.argsort(-popularity, axis=1, kind="stable"), axis=1)
     chosen: NDArray[np.bool_] = ranks < number

@@ -1,6 +1,7 @@
-"""`plan.json`: what the planner decided, as a person reads it and `convert --plan` takes it. See docs/moe-pack.md.
+"""`plan.json`: the planner's decision in a form that people read and `moe-pack convert --plan` takes.
 
-Distinct experts' formats stand once, each expert is a number among them; dense tensors are named.
+Each distinct combination of an expert's formats is listed once, and every expert refers to it by number; dense matrices
+are listed by role. docs/moe-pack.md describes the file.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ FORMAT: Literal["moe-pack plan"] = "moe-pack plan"
 
 @dataclass(frozen=True, slots=True)
 class DenseChoice:
-    """A dense matrix, by its role, that is stored in rows of this format."""
+    """The format of the rows of one dense matrix, which is named by its role."""
 
     name: str
     format: PartFormat
@@ -42,10 +43,11 @@ class DenseChoice:
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """`plan.json`. `experts[l][e]` is a number in `formats`; `sparsity[l][e]` the share of neurons that shall not run.
+    """The content of `plan.json`.
 
-    `dense`: the dense matrices that do not keep the source's bytes.   `sparsity` is empty where all run.   `theta`: one
-    threshold for all experts in place of shares (CORM), or null.
+    `experts[l][e]`: an index of `formats`.   `dense`: the dense matrices that do not keep the source's bytes.
+    `sparsity[l][e]`: the share of the expert's neurons that will not run; empty if all run.   `theta`: one threshold
+    for all experts in place of shares (CORM), or null.
     """
 
     format: Literal["moe-pack plan"]
@@ -61,9 +63,10 @@ class PlanFile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """What a pack shall be: formats, and the share of each expert's neurons that shall not run, float64 [L, E].
+    """What a pack will store.
 
-    `theta`: one threshold for all experts instead (CORM); `sparsity` is then what it is expected to give.
+    `plan`: the formats.   `sparsity`: float64 [L, E], the share of each expert's neurons that will not run.   `theta`:
+    one threshold for all experts in place of shares (CORM); `sparsity` is then the estimate of what it drops.
     """
 
     plan: Plan
@@ -72,7 +75,7 @@ class Decision:
 
 
 def plan_bytes(decision: Decision, spec: ModelSpec) -> bytes:
-    """The whole `plan.json` of a decision."""
+    """Returns the content of a decision's `plan.json`."""
     plan = decision.plan
     formats = list(dict.fromkeys(expert for layer in plan.experts for expert in layer))
     numbers = {expert: number for number, expert in enumerate(formats)}
@@ -87,13 +90,13 @@ def plan_bytes(decision: Decision, spec: ModelSpec) -> bytes:
 
 
 def read_plan(path: Path, spec: ModelSpec) -> Decision:
-    """The decision in a `plan.json`, checked against the model.
+    """Reads the decision in a `plan.json` and checks it against the model.
 
-    Raises:  PlanError if it is no plan, or not one for this model.
+    Raises:  PlanError if the file is not a plan, or not one for this model.
     """
     with RangeReader(path, PlanError) as reader:
         if reader.num_bytes > MAX_PLAN_BYTES:
-            raise PlanError(f"{path}: {reader.num_bytes:,} bytes, at most {MAX_PLAN_BYTES:,}")
+            raise PlanError(f"{path}: found {reader.num_bytes:,} bytes, a plan has at most {MAX_PLAN_BYTES:,}")
         raw = reader.read(0, reader.num_bytes).tobytes()
     values = parse(raw, str(path), PlanError)
     if not isinstance(values, dict) or (values.get("format"), values.get("version")) != (FORMAT, VERSION):
@@ -104,34 +107,34 @@ def read_plan(path: Path, spec: ModelSpec) -> Decision:
     if fault:
         raise PlanError(f"{path}: {fault}")
     if file.theta is not None and not 0 <= file.theta < 1e30:
-        raise PlanError(f"{path}: theta: found {file.theta}, expected a threshold from 0 up")
+        raise PlanError(f"{path}: theta: found {file.theta}, expected at least 0 and less than 1e30")
     return Decision(plan, _sparsity(file, spec, str(path)), file.theta)
 
 
 def _plan(file: PlanFile, spec: ModelSpec, place: str) -> Plan:
     wrong = next((n for layer in file.experts for n in layer if not 0 <= n < len(file.formats)), None)
     if wrong is not None:
-        raise PlanError(f"{place}: experts: found format {wrong}, expected 0 to {len(file.formats) - 1}")
+        raise PlanError(f"{place}: experts: found format {wrong}, expected a number from 0 to {len(file.formats) - 1}")
     _check_quantizer(file, place)
     named = {choice.name: choice.format for choice in file.dense}
     roles = dense_roles(spec)
     unknown = named.keys() - {role.name for role in roles}
     if unknown:
-        raise PlanError(f"{place}: dense: the model has no {min(unknown)!r}")
+        raise PlanError(f"{place}: dense: the model has no matrix {min(unknown)!r}")
     if len(named) < len(file.dense):
         names = [choice.name for choice in file.dense]
-        raise PlanError(f"{place}: dense: {next(n for n in names if names.count(n) > 1)!r} stands there twice")
+        raise PlanError(f"{place}: dense: {next(n for n in names if names.count(n) > 1)!r} is listed twice")
     experts = tuple(tuple(file.formats[number] for number in layer) for layer in file.experts)
     return Plan(file.selector, file.quantizer, experts, tuple(named.get(role.name) for role in roles))
 
 
 def _check_quantizer(file: PlanFile, place: str) -> None:
-    experts = [(f"formats[{n}]", part) for n, one in enumerate(file.formats) for part in (one.gate, one.up, one.down)]
+    experts = [(f"formats[{n}]", part) for n, e in enumerate(file.formats) for part in (e.gate, e.up, e.down)]
     dense = [(f"dense[{n}]", choice.format) for n, choice in enumerate(file.dense)]
-    held = [(where, part, file.quantizer) for where, part in experts]
-    for where, part, quantizer in [*held, *((where, part, dense_quantizer(file.quantizer)) for where, part in dense)]:
-        if part is not None and (fault := quantizer_fault(part, quantizer)):
-            raise PlanError(f"{place}: {where}: {fault}")
+    for parts, quantizer in ((experts, file.quantizer), (dense, dense_quantizer(file.quantizer))):
+        for where, part in parts:
+            if part is not None and (fault := quantizer_fault(part, quantizer)):
+                raise PlanError(f"{place}: {where}: {fault}")
 
 
 def _sparsity(file: PlanFile, spec: ModelSpec, place: str) -> NDArray[np.float64]:
@@ -139,8 +142,8 @@ def _sparsity(file: PlanFile, spec: ModelSpec, place: str) -> NDArray[np.float64
     if not file.sparsity:
         return np.zeros(shape)
     if [len(layer) for layer in file.sparsity] != [shape[1]] * shape[0]:
-        raise PlanError(f"{place}: sparsity: expected {shape[0]} lists of {shape[1]} shares: layers and experts")
+        raise PlanError(f"{place}: sparsity: expected {shape[0]} lists of {shape[1]} shares, one list for each layer")
     sparsity = np.array(file.sparsity)
     if not ((sparsity >= 0) & (sparsity < 1)).all():
-        raise PlanError(f"{place}: sparsity: expected shares from 0 up to, but not, 1")
+        raise PlanError(f"{place}: sparsity: expected shares of at least 0 and less than 1")
     return sparsity

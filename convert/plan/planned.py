@@ -1,6 +1,7 @@
-"""A plan with what is foretold of it: bytes by layout, loss by a profile's losses, speed by a tier.
+"""A plan with its estimates, as lines of text and as JSON.
 
-A plan as a person reads it, and as JSON: what it comes to, how its memory is divided, what it stores how.
+Bytes follow from the pack's layout, the loss from a profile's losses, the speed and the division of the memory budget
+from a tier (`tiers`).
 """
 
 from collections import Counter
@@ -23,20 +24,23 @@ from moe_pack.runtime.offload.budget import expert_compression
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanningModel:
-    """What is planned for: dimensions, the dtype of each dense tensor in the source, and what choices lose."""
+    """The model for which plans are made.
+
+    `dense_dtypes`: of each dense tensor in the source, in the order of `dense_roles`.   `losses`: of every choice.
+    """
 
     spec: ModelSpec
     dense_dtypes: tuple[str, ...]
     losses: Losses
 
     def layout(self, plan: Plan) -> PackLayout:
-        """The layout of the pack that a plan makes."""
+        """Returns the layout of a plan's pack."""
         return pack_layout(self.spec, plan, self.dense_dtypes)
 
     def loss(self, decision: Decision) -> float:
-        """The nats that a decision is expected to lose.
+        """Estimates the loss of a decision in nats of KL divergence a token.
 
-        Returns: not a number where losses of its formats, or so sparse, are not known; or not what a threshold drops.
+        Returns: NaN if the losses of its formats or sparsities are not known, or not how much its threshold drops.
         """
         losses, plan = self.losses, decision.plan
         if decision.theta and not decision.sparsity.any():
@@ -49,23 +53,23 @@ class PlanningModel:
         return total
 
     def _quantized_loss(self, plan: Plan) -> float:
-        """Of all experts' matrices."""
+        """Returns the loss of all experts' matrices."""
         formats, quantized = self.losses.of(plan.quantizer)
         numbers = {part: number for number, part in enumerate(formats)}
-        # What keeps the source's codes loses what bfloat16 does: nothing.
+        # Formats that keep the source's codes lose nothing, like bfloat16.
         numbers |= dict.fromkeys((FP8, E5M2, MXFP4), numbers[BF16])
-        kinds = {expert for layer in plan.experts for expert in layer}  # few, of thousands of experts
+        kinds = {expert for layer in plan.experts for expert in layer}  # few, even for thousands of experts
         if any(part is not None and part not in numbers for kind in kinds for part in (kind.gate, kind.up, kind.down)):
             return float("nan")
-        # A gate that is not there is counted as any format, and adds nothing.
+        # A family without gates gets any format for them: their loss is 0.
         known = {kind: [numbers[part] if part else 0 for part in (kind.gate, kind.up, kind.down)] for kind in kinds}
         places = np.array([[known[expert] for expert in layer] for layer in plan.experts])  # [L, E, 3]
-        found = np.take_along_axis(quantized, places[..., None], axis=3)[..., 0]
+        lost = np.take_along_axis(quantized, places[..., None], axis=3)[..., 0]
         has_matrix = [matrix in self.spec.expert.matrices for matrix in MATRICES]
-        return float(found[:, :, has_matrix].sum())
+        return float(lost[:, :, has_matrix].sum())
 
     def _sparse_loss(self, decision: Decision) -> float:
-        """Of all neurons that do not run; between known sparsities interpolated, beyond them not a number."""
+        """Returns the loss of all neurons that do not run, interpolated between known sparsities; NaN beyond them."""
         losses, sparsity = self.losses, decision.sparsity
         kind_idx = losses.kinds.index("both" if decision.plan.selector == "none" else decision.plan.selector)
         levels, known = np.array(losses.sparsities), losses.sparse[:, :, kind_idx]
@@ -79,31 +83,31 @@ class PlanningModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EstimatedPlan:
-    """A plan and what is foretold of it.
+    """A plan with its estimates.
 
-    `loss`: nats of KL a token.   `gap`: what a better choice could save at most at this plan's prices, as a share of
-    their cost; None where the search knows none.
+    `loss`: nats of KL divergence a token.   `gap`: the most that a better choice could save at this plan's prices, as a
+    share of the plan's cost; None if the search does not know it.   `speed`: with the division of the memory.
     """
 
     decision: Decision
     layout: PackLayout
     loss: float
     gap: float | None
-    foretold: SpeedEstimate
+    speed: SpeedEstimate
 
     @property
     def pack_bytes(self) -> int:
-        """Of the pack's large files."""
+        """Returns the bytes of the pack's large files."""
         return sum(file.num_bytes for _, file in self.layout.files())
 
     @property
     def expert_bytes(self) -> int:
-        """Of all experts' extents."""
+        """Returns the bytes of all experts' extents."""
         return sum(expert.num_bytes for layer in self.layout.experts for expert in layer)
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the experts, with scales, CRCs and padding."""
+        """Returns the bits of an expert's weight, with scales, CRCs and padding."""
         spec = self.layout.spec
         matrices = len(spec.expert.matrices) * spec.expert.intermediate_size * spec.hidden_size
         return 8 * self.expert_bytes / (matrices * len(spec.moe_layers) * spec.router.num_experts)
@@ -115,7 +119,7 @@ _LAYER_GROUPS = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanOption:
-    """One of the plans to choose from: what it was asked for, and the plan; or, where there is none, why."""
+    """One of the plans to choose from. `name`: what was asked for.   `fault`: why there is no plan."""
 
     name: str
     planned: EstimatedPlan | None
@@ -123,38 +127,38 @@ class PlanOption:
 
 
 def model_text(spec: ModelSpec, name: str) -> str:
-    """What is planned for, in a line."""
+    """Returns a line that describes the model."""
     parameters = num_parameters(spec)
     experts = f"{len(spec.moe_layers)} layers of {spec.router.num_experts} experts"
     return (
-        f"{name}: {spec.family}, {experts}, {parameters / 1e9:.2f} B parameters, {size_text(2 * parameters)} in 16 bit"
+        f"{name}: {spec.family}, {experts}, {parameters / 1e9:.2f} B parameters, {size_text(2 * parameters)} in 16 bits"
     )
 
 
-def offer_lines(offers: Sequence[PlanOption], losses: Losses) -> Iterator[str]:
-    """A table, one plan a line; under it why there is none where there is none."""
+def option_lines(options: Sequence[PlanOption], losses: Losses) -> Iterator[str]:
+    """Yields a table with a line for each plan, then the reasons for the plans that do not exist."""
     yield (
         f"{'plan':28} {'KL':>8} {'perplexity':>11} {'pack':>10} {'bits':>5} {'sparsity':>8} {'selector':>8} "
         f"{'hits':>6} {'read a token':>12} {'tokens/s':>9}"
     )
-    for offer in offers:
-        if offer.planned is None:
-            yield f"{offer.name:28} none"
+    for option in options:
+        if option.planned is None:
+            yield f"{option.name:28} none"
         else:
-            yield f"{offer.name:28} {_offer_cells(offer.planned, losses)}"
-    for offer in offers:
-        if offer.fault is not None:
-            yield f"{offer.name}: {offer.fault}"
+            yield f"{option.name:28} {_cells(option.planned, losses)}"
+    for option in options:
+        if option.fault is not None:
+            yield f"{option.name}: {option.fault}"
 
 
-def _offer_cells(planned: EstimatedPlan, losses: Losses) -> str:
-    foretold, loss = planned.foretold, planned.loss
-    lost = f"{'not':>8} {'foretold':>11}" if isnan(loss) else f"{loss:8.4f} {_grown(planned, losses):>+11.2%}"
+def _cells(planned: EstimatedPlan, losses: Losses) -> str:
+    speed, loss = planned.speed, planned.loss
+    lost = f"{'unknown':>8} {'unknown':>11}" if isnan(loss) else f"{loss:8.4f} {_grown(planned, losses):>+11.2%}"
     sparsity = mean_sparsity(planned, losses)
     return (
         f"{lost} {size_text(planned.pack_bytes):>10} {planned.bits_per_weight:5.2f} {sparsity:8.0%} "
-        f"{planned.decision.plan.selector:>8} {foretold.hit_rate:6.1%} {size_text(foretold.fetched_bytes):>12} "
-        f"{foretold.tokens_per_second:9.2f}"
+        f"{planned.decision.plan.selector:>8} {speed.hit_rate:6.1%} {size_text(speed.fetched_bytes):>12} "
+        f"{speed.tokens_per_second:9.2f}"
     )
 
 
@@ -163,13 +167,13 @@ def _grown(planned: EstimatedPlan, losses: Losses) -> float:
 
 
 def mean_sparsity(planned: EstimatedPlan, losses: Losses) -> float:
-    """The share of neurons that do not run, over the experts that tokens choose."""
+    """Returns the share of neurons that do not run, as a mean over the experts that tokens choose."""
     return float(np.average(planned.decision.sparsity, weights=losses.popularity))
 
 
 def share_lines(planned: EstimatedPlan) -> Iterator[str]:
-    """How the memory is divided, to the byte."""
-    shares = planned.foretold.shares
+    """Yields the division of the memory budget, to the byte."""
+    shares = planned.speed.shares
     total = sum(share.num_bytes for share in shares)
     yield f"{'memory':20} {'bytes':>17}   share"
     for share in shares:
@@ -178,7 +182,7 @@ def share_lines(planned: EstimatedPlan) -> Iterator[str]:
 
 
 def decision_lines(planned: EstimatedPlan) -> Iterator[str]:
-    """What is stored how, in a few lines."""
+    """Yields the formats and sparsities of the plan, in a few lines."""
     plan, sparsity = planned.decision.plan, planned.decision.sparsity
     counts = Counter(expert for layer in plan.experts for expert in layer)
     total = sum(counts.values())
@@ -200,48 +204,48 @@ def decision_lines(planned: EstimatedPlan) -> Iterator[str]:
 
 
 def expert_text(formats: ExpertFormat) -> str:
-    """The formats of an expert's matrices: `3 bit g64 / 2 bit g64 / 4 bit g64`."""
+    """Returns the formats of an expert's matrices: `3 bit g64 / 2 bit g64 / 4 bit g64`."""
     parts = (formats.of(matrix) for matrix in MATRICES)
     return " / ".join("-" if part is None else format_text(part) for part in parts)
 
 
 def dense_text(planned: EstimatedPlan) -> str:
-    """How many dense matrices are stored how, by what they take."""
-    counted: Counter[str] = Counter()
-    taken: Counter[str] = Counter()
+    """Returns the formats of the dense matrices, with number and bytes, the largest first."""
+    numbers: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for dense, part in zip(planned.layout.dense, planned.decision.plan.dense, strict=True):
         if dense.role.quantizable:
-            name = "the source's" if part is None else format_text(part)
-            counted[name] += 1
-            taken[name] += dense.entry.num_bytes
-    return ", ".join(f"{counted[name]} in {name} ({size_text(num_bytes)})" for name, num_bytes in taken.most_common())
+            name = "the source's format" if part is None else format_text(part)
+            numbers[name] += 1
+            sizes[name] += dense.entry.num_bytes
+    return ", ".join(f"{numbers[name]} in {name} ({size_text(num_bytes)})" for name, num_bytes in sizes.most_common())
 
 
 def gap_text(planned: EstimatedPlan) -> str | None:
-    """How far the choice may be from the best."""
+    """Returns how far the plan may be from the best one, or None if that is not known."""
     if planned.gap is None:
         return None
-    return f"no choice of formats costs less by more than {planned.gap:.4%} at this plan's prices (duality gap)"
+    return f"at this plan's prices, no choice of formats costs more than {planned.gap:.4%} less (duality gap)"
 
 
 def compression_text(planned: EstimatedPlan) -> str:
-    """How much less of an expert is moved than of its 16-bit weights."""
+    """Returns how many times fewer bytes of an expert are moved than its 16-bit weights have."""
     expert, sparsity = planned.layout.experts[0][0], float(planned.decision.sparsity[0, 0])
-    found = expert_compression(expert, sparsity)
+    compression = expert_compression(expert, sparsity)
     return (
-        f"of an expert {found.codes:.1f} times less is moved than of its 16-bit weights by codes alone, "
-        f"{found.stored:.1f} times as stored; the paper says 9.3 at 90%"
+        f"an expert moves {compression.codes:.1f} times fewer bytes than its 16-bit weights have if only codes count, "
+        f"{compression.stored:.1f} times fewer as stored; the paper says 9.3 times at 90% sparsity"
     )
 
 
-def offer_json(offer: PlanOption, losses: Losses) -> dict[str, Any]:
-    """A plan's figures; only its name and what is wrong where there is none."""
-    if offer.planned is None:
-        return {"name": offer.name, "fault": offer.fault}
-    planned = offer.planned
-    foretold = planned.foretold
+def option_json(option: PlanOption, losses: Losses) -> dict[str, Any]:
+    """Returns a plan's figures, or only its name and fault if it does not exist."""
+    if option.planned is None:
+        return {"name": option.name, "fault": option.fault}
+    planned = option.planned
+    speed = planned.speed
     return {
-        "name": offer.name,
+        "name": option.name,
         "kl": planned.loss if isfinite(planned.loss) else None,
         "perplexity_increase": _grown(planned, losses) if isfinite(planned.loss) else None,
         "pack_bytes": planned.pack_bytes,
@@ -250,10 +254,10 @@ def offer_json(offer: PlanOption, losses: Losses) -> dict[str, Any]:
         "quantizer": planned.decision.plan.quantizer,
         "sparsity": mean_sparsity(planned, losses),
         "duality_gap": planned.gap,
-        "memory_bytes": {share.name: share.num_bytes for share in foretold.shares},
-        "policy": foretold.policy,
-        "hit_rate": foretold.hit_rate,
-        "fetched_bytes_per_token": foretold.fetched_bytes,
-        "read_bytes_per_token": foretold.read_bytes,
-        "tokens_per_second": foretold.tokens_per_second,
+        "memory_bytes": {share.name: share.num_bytes for share in speed.shares},
+        "policy": speed.policy,
+        "hit_rate": speed.hit_rate,
+        "fetched_bytes_per_token": speed.fetched_bytes,
+        "read_bytes_per_token": speed.read_bytes,
+        "tokens_per_second": speed.tokens_per_second,
     }

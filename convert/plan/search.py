@@ -1,20 +1,17 @@
-"""Multiple-choice knapsack: one choice for each item, least cost, within a limit on weight; and how far from optimal.
+"""The search for formats: a multiple-choice knapsack, the two questions that it answers, and the prices it needs.
 
-Lagrangian relaxation: for a price `p` of weight every item by itself takes what makes `cost + p * weight` least. The
-price at which the limit is just kept gives a lower bound on the cost of any solution; what is left of the limit is then
-spent greedily. With few items that may stay away from the bound; asked to search, the choices that a better solution
-can hold are then gone through by dynamic programming. How far the solution may be from optimal is the *duality gap*,
-found with it.
+The knapsack takes one choice for each item at the least cost, within a limit of weight. It uses Lagrangian relaxation:
+for a price `p` of weight, every item takes the choice with the least `cost + p * weight`. The price at which the limit
+is just kept gives a lower bound on the cost of any solution. The rest of the limit is then spent greedily. With few
+items the result may be far from the bound; then dynamic programming goes through the choices that a better solution can
+contain, if the caller wants it (`search`). The *duality gap* says how far the solution may be from the best.
 
-What each expert and dense matrix shall be stored as: the knapsack's two questions, put and answered.
+The two questions: `least_loss` finds the least loss within a number of bytes, `least_time` the least time within a
+loss. Time is linear in bytes at given prices; the planner finds them by replay and asks again (`planner`).
 
-*Least loss in so many bytes* (`least_loss`): what a size can be. *Least time within a loss* (`least_time`): what a
-budget can be; time is linear in bytes at given prices, which the planner finds by replay and asks again (`planner`).
-
-What storing something costs in seconds a token, at a plan already foretold: the prices the next plan is decided at.
-
-An expert costs what running it takes as often as it runs, what bringing it takes as often as it is missed, and the room
-that its bytes take from others: what a smaller budget would cost, by a foretelling with a little less of it.
+Prices (`price`) are seconds a token, at the estimate of the plan before. An expert costs the time to run it, as often
+as it runs, the time to fetch it, as often as it is missing, and the memory that its bytes take from other experts. The
+price of memory is the time that a slightly smaller budget would cost.
 """
 
 from dataclasses import dataclass
@@ -35,18 +32,19 @@ from moe_pack.formats.spec import DenseRole
 Floats = NDArray[np.float64]
 KnapsackChoices = NDArray[np.int64]
 
-_MAX_PRICES = 60  # tried: the search for the price ends by itself long before
-_MAX_PASSES = 40  # of spending what is left
-_NEAR_ENOUGH = 1e-5  # of the cost: no more is sought where the bound is so near
-_FEW_ITEMS = 64  # with more the greedy solution is near the bound, and the search for a better one takes long
-_MAX_STATES = 4096  # of the dynamic programme after each item: where it needs no more it is exact
+_MAX_PRICES = 60  # the search for the price ends long before
+_MAX_PASSES = 40  # over all items to spend the rest of the limit
+_NEAR_ENOUGH = 1e-5  # of the cost: the search ends if the bound is so near
+_FEW_ITEMS = 64  # with more items the greedy solution is near the bound, and dynamic programming takes long
+_MAX_STATES = 4096  # of the dynamic program after each item: it is exact if it needs no more
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solution:
-    """One choice for each item: int64 [N].
+    """A solution of the knapsack.
 
-    `cost`, `weight`: of all.   `bound`: no solution within the limit costs less.   `price`: cost a unit of weight.
+    `choice`: int64 [N], of each item.   `cost`, `weight`: sums.   `bound`: no solution within the limit costs less.
+    `price`: the cost of a unit of weight.
     """
 
     choice: KnapsackChoices
@@ -57,14 +55,14 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How much less than this the best solution may cost, as a share of this one's cost."""
+        """Returns how much less the best solution may cost, as a share of this one's cost."""
         return max(self.cost - self.bound, 0.0) / self.cost if self.cost > 0 else 0.0
 
 
 class KnapsackProblem:
-    """Cost and weight of every choice of every item.
+    """The cost and weight of every choice of every item.
 
-    Args:    cost, weight: float64 [N, C], not negative; a choice that an item does not have costs infinity.
+    Args:    cost, weight: float64 [N, C], not negative; infinite cost marks choices that an item does not have.
     """
 
     def __init__(self, cost: Floats, weight: Floats) -> None:
@@ -74,28 +72,29 @@ class KnapsackProblem:
         self._items = np.arange(len(cost))
 
     def of(self, choice: KnapsackChoices) -> tuple[float, float]:
-        """What choices int64 [N] cost and weigh in all."""
+        """Returns the cost and the weight of choices, int64 [N]."""
         return float(self.cost[self._items, choice].sum()), float(self.weight[self._items, choice].sum())
 
     def lightest(self) -> KnapsackChoices:
-        """The lightest choice of each item, the cheapest among equals."""
+        """Returns the lightest choice of each item, and of equally light ones the cheapest."""
         return _least(np.where(np.isinf(self.cost), np.inf, self.weight), self.cost)
 
     def cheapest(self) -> KnapsackChoices:
-        """The cheapest choice of each item, the lightest among equals."""
+        """Returns the cheapest choice of each item, and of equally cheap ones the lightest."""
         return _least(self.cost, self.weight)
 
     def at(self, price: float) -> tuple[KnapsackChoices, float]:
-        """The choices that make `cost + price * weight` least, and what that sums to."""
+        """Returns the choices with the least `cost + price * weight`, and its sum."""
         priced = self.cost + price * self.weight
         choice = priced.argmin(axis=1)
         return choice, float(priced[self._items, choice].sum())
 
 
 def solve(table: KnapsackProblem, limit: float, *, search: bool = False) -> Solution | None:
-    """The cheapest choices found that weigh no more than `limit` in all; None where even the lightest weigh more.
+    """Returns the cheapest solution that it finds within `limit`; None if even the lightest choices weigh more.
 
-    Args:    search: of few items for better ones than the greedy, milliseconds to a second: not for many questions.
+    Args:    search: whether to improve the greedy solution of few items by dynamic programming, which takes
+             milliseconds to a second.
     """
     low, high = table.cheapest(), table.lightest()
     (low_cost, low_weight), (high_cost, high_weight) = table.of(low), table.of(high)
@@ -105,7 +104,7 @@ def solve(table: KnapsackProblem, limit: float, *, search: bool = False) -> Solu
         return None
     bound, price = low_cost, 0.0
     for _ in range(_MAX_PRICES):
-        price = (high_cost - low_cost) / (low_weight - high_weight)  # at which both are as good
+        price = (high_cost - low_cost) / (low_weight - high_weight)  # at this price both are equally good
         choice, least = table.at(price)
         bound = max(bound, least - price * limit)
         cost, weight = table.of(choice)
@@ -124,9 +123,9 @@ def solve(table: KnapsackProblem, limit: float, *, search: bool = False) -> Solu
 
 
 def _spend(table: KnapsackProblem, choice: KnapsackChoices, left: float, enough: float) -> KnapsackChoices:
-    """Spends what is left of the limit: again and again each item's best saving, the best for its weight first.
+    """Spends the rest of the limit: takes each item's best saving, the best for its weight first, again and again.
 
-    Args:    enough: a cost at which it ends.
+    Args:    left: the rest of the limit.   enough: a cost at which it ends.
     """
     choice, items = choice.copy(), np.arange(len(choice))
     for _ in range(_MAX_PASSES):
@@ -149,16 +148,16 @@ def _spend(table: KnapsackProblem, choice: KnapsackChoices, left: float, enough:
 def _searched(
     table: KnapsackProblem, choice: KnapsackChoices, price: float, limit: float
 ) -> tuple[KnapsackChoices, bool]:
-    """The cheapest choices within the limit that dynamic programming finds, or these where none are cheaper; and
-    whether there are none cheaper at all.
+    """Returns the cheapest choices within the limit that dynamic programming finds, and whether they are optimal.
 
-    At this price an item's choice has an excess over the item's best, never negative, and
+    If it finds nothing cheaper, it returns the given choices. At this price each choice has an excess over the item's
+    best choice, which is never negative, and
 
-        cost = (what all items' best sum to) - price * limit + (excesses) + price * (what is left of the limit)
+        cost = (sum of all items' best) - price * limit + (sum of excesses) + price * (rest of the limit)
 
-    so that no solution cheaper than the one at hand holds a choice, or choices together, of more excess than what that
-    one lies above the first two terms. States are sums over the items so far; of those that weigh no less and cost no
-    less than another none is kept, and of too many those of least excess are.
+    A solution that is cheaper than the given one therefore has no choice, and no sum of choices, with a larger excess
+    than the given cost minus the first two terms. States are sums over the items so far. A state is dropped if another
+    one weighs no more and costs no more; if there are too many, those with the least excess are kept.
     """
     priced = table.cost + price * table.weight
     excess = priced - priced.min(axis=1, keepdims=True)
@@ -166,7 +165,7 @@ def _searched(
     lightest = np.where(excess < most, table.weight, np.inf).min(axis=1)
     if not np.isfinite(lightest).all():
         return choice, True
-    after = np.append(np.cumsum(lightest[::-1])[::-1][1:], 0.0)  # of all items yet to come
+    after = np.append(np.cumsum(lightest[::-1])[::-1][1:], 0.0)  # of all later items
     weight, over = np.zeros(1), np.zeros(1)  # of each state
     came: list[tuple[KnapsackChoices, KnapsackChoices]] = []  # from which state, by which choice
     is_best = True
@@ -185,16 +184,16 @@ def _searched(
         weight, over = weights[kept], overs[kept]
         came.append((kept // len(of_item), of_item[kept % len(of_item)]))
     state = int((over - price * weight).argmin())
-    found = choice.copy()
+    best = choice.copy()
     for item in reversed(range(len(choice))):
         states, choices = came[item]
-        found[item], state = choices[state], int(states[state])
-    (cost, weighs), before = table.of(found), table.of(choice)[0]
-    return (found if cost < before and weighs <= limit else choice), is_best
+        best[item], state = choices[state], int(states[state])
+    (cost, total), before = table.of(best), table.of(choice)[0]
+    return (best if cost < before and total <= limit else choice), is_best
 
 
 def _least(first: NDArray[Any], second: NDArray[Any]) -> KnapsackChoices:
-    """For each row where `first` is least, and among equals `second`."""
+    """Returns for each row the column with the least `first`, and among equals the least `second`."""
     ties = first == first.min(axis=1, keepdims=True)
     least: KnapsackChoices = np.where(ties, second, np.inf).argmin(axis=1)
     return least
@@ -205,24 +204,24 @@ DENSE_GROUP = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorageCosts:
-    """What storing something costs, in seconds a token.
+    """The costs of storage choices, in seconds a token.
 
-    `runs`, `misses`: float64 [L * E], how often a token runs an expert, and finds it missing.   `run`, `fetch`:
-    float64 [C, sparsities], seconds to run an expert of each choice, and to bring it.   `hold`: a byte of an expert,
-    for the room it takes from others.   `dense`: float64 [roles, widths], each dense tensor at each width.
+    `runs`, `misses`: float64 [L * E], how often a token runs an expert, and how often the expert is missing.   `run`,
+    `fetch`: float64 [C, sparsities], seconds to run an expert with each choice, and to fetch it.   `expert_byte`: for
+    the memory of each byte of an expert.   `dense`: float64 [roles, widths], of each dense tensor at each width.
     """
 
     runs: Floats
     misses: Floats
     run: Floats
     fetch: Floats
-    hold: float
+    expert_byte: float
     dense: Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Allocation:
-    """A decision, the nats it is expected to lose, and how near it is to the best at the prices given."""
+    """A decision with its estimated loss in nats, and the knapsack's solution with the duality gap."""
 
     decision: Decision
     loss: float
@@ -236,66 +235,67 @@ def least_loss(
     max_expert_bytes: int,
     allowed: tuple[PartFormat, ...] | None = None,
 ) -> Allocation | None:
-    """The formats that lose least where all experts together take so many bytes; dense matrices keep the source's.
+    """Returns the formats that lose least within a number of bytes for all experts; dense matrices keep the source's.
 
-    Args:    max_expert_bytes: of all extents, without what aligns them in files.   allowed: formats to choose from.
-    Returns: None where even the smallest take more.
+    Args:    max_expert_bytes: of all extents, without their alignment in files.   allowed: formats to choose from; None
+             for all.
+    Returns: None if even the smallest formats need more bytes.
     """
     choices = expert_choices(spec, selector, losses, allowed)
     lost = choices.losses(losses)
     weights = np.broadcast_to(choices.extent_bytes.astype(np.float64), lost.shape)
-    found = solve(KnapsackProblem(lost, weights), max_expert_bytes, search=True)
-    if found is None:
+    solution = solve(KnapsackProblem(lost, weights), max_expert_bytes, search=True)
+    if solution is None:
         return None
-    plan = Plan(selector, choices.quantizer, _experts(choices, found.choice, spec), uniform_dense(spec, None))
-    return Allocation(Decision(plan, np.zeros(losses.popularity.shape)), found.cost, found)
+    plan = Plan(selector, choices.quantizer, _experts(choices, solution.choice, spec), uniform_dense(spec, None))
+    return Allocation(Decision(plan, np.zeros(losses.popularity.shape)), solution.cost, solution)
 
 
 def least_time(
     spec: ModelSpec, losses: Losses, max_loss: float, prices: StorageCosts, choices: FormatChoices
 ) -> Allocation | None:
-    """The formats, sparsities and dense widths that cost least at these prices and lose at most so many nats.
+    """Returns the formats, sparsities and dense widths that cost least and lose at most `max_loss` nats.
 
-    Returns: None where even what loses least loses more.
+    Returns: None if every choice loses more.
     """
     experts = _expert_table(losses, prices, choices)
     dense = _dense_table(losses, prices)
     width = max(experts[0].shape[1], dense[0].shape[1])
     cost, lost = (np.concatenate([_widened(e, width), _widened(d, width)]) for e, d in zip(experts, dense, strict=True))
-    found = solve(KnapsackProblem(cost, lost), max_loss)
-    if found is None:
+    solution = solve(KnapsackProblem(cost, lost), max_loss)
+    if solution is None:
         return None
     num_experts, num_sparsities = losses.popularity.size, len(losses.sparsities)
-    expert_choice, sparsity_idx = np.divmod(found.choice[:num_experts], num_sparsities)
+    expert_choice, sparsity_idx = np.divmod(solution.choice[:num_experts], num_sparsities)
     plan = Plan(
         choices.selector,
         choices.quantizer,
         _experts(choices, expert_choice, spec),
-        _dense_formats(spec, losses, found.choice[num_experts:].tolist()),
+        _dense_formats(spec, losses, solution.choice[num_experts:].tolist()),
     )
     sparsity = np.array(losses.sparsities)[sparsity_idx].reshape(losses.popularity.shape)
-    return Allocation(Decision(plan, sparsity), found.weight, found)
+    return Allocation(Decision(plan, sparsity), solution.weight, solution)
 
 
 def _expert_table(losses: Losses, prices: StorageCosts, choices: FormatChoices) -> tuple[Floats, Floats]:
-    """Cost and loss of each choice with each sparsity, sparsities side by side: [L * E, C * sparsities] each."""
+    """Returns the cost and the loss of each choice with each sparsity: [L * E, C * sparsities] each."""
     kind_idx = losses.kinds.index("both" if choices.selector == "none" else choices.selector)
-    held = np.repeat(prices.hold * choices.extent_bytes, len(losses.sparsities))
-    cost = prices.runs[:, None] * prices.run.ravel() + prices.misses[:, None] * prices.fetch.ravel() + held
+    memory = np.repeat(prices.expert_byte * choices.extent_bytes, len(losses.sparsities))
+    cost = prices.runs[:, None] * prices.run.ravel() + prices.misses[:, None] * prices.fetch.ravel() + memory
     sparse = losses.sparse[:, :, kind_idx].reshape(-1, 1, len(losses.sparsities))  # [L * E, 1, S]
     lost = choices.losses(losses)[:, :, None] + sparse  # [L * E, C, S]
     return cost, lost.reshape(len(cost), -1)
 
 
 def _dense_table(losses: Losses, prices: StorageCosts) -> tuple[Floats, Floats]:
-    """Cost and loss of each dense tensor at each width: [roles, widths] each; infinite where it cannot be so stored."""
+    """Returns the cost and the loss of each dense tensor at each width: [roles, widths]; infinite if impossible."""
     possible = np.isfinite(losses.dense)
     return np.where(possible, prices.dense, np.inf), np.where(possible, losses.dense, 0.0)
 
 
 def _dense_formats(spec: ModelSpec, losses: Losses, width_idx: list[int]) -> tuple[PartFormat | None, ...]:
     widths = [losses.dense_widths[idx] for idx in width_idx]
-    assert len(widths) == len(dense_roles(spec)), "a width for each"
+    assert len(widths) == len(dense_roles(spec)), "a width for each role"
     return tuple(None if width == 16 else part_format(width, DENSE_GROUP) for width in widths)
 
 
@@ -306,28 +306,31 @@ def _experts(choices: FormatChoices, choice: Ints, spec: ModelSpec) -> tuple[tup
 
 
 def _widened(table: Floats, width: int) -> Floats:
-    """The table with as many columns: choices that no item has."""
+    """Returns the table with `width` columns; the added ones are choices that no item has."""
     return np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=np.inf)
 
 
-_PROBE = 0.05  # the share of the budget by which it is made smaller
-_FIRST_MISSES = 0.5  # of runs, before anything was foretold
+_PROBE = 0.05  # the share of the budget that is taken away to find the price of memory
+_FIRST_MISSES = 0.5  # of runs, before the first estimate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CostedFormats:
-    """Choices of one selector kind with what they take: `run`, `fetch` float64 [C, sparsities], seconds each."""
+    """The format choices of one selector with their costs.
+
+    `run`, `fetch`: float64 [C, sparsities], seconds to run an expert and to fetch it.
+    """
 
     choices: FormatChoices
     run: Floats
     fetch: Floats
 
 
-def menu_of(tier: MemoryTier, model: PlanningModel, selector: Selector) -> CostedFormats:
-    """The choices for experts under a selector kind, and their seconds on a tier."""
+def costed_formats(tier: MemoryTier, model: PlanningModel, selector: Selector) -> CostedFormats:
+    """Returns the format choices of experts with a selector, and their seconds on a tier."""
     spec, losses = model.spec, model.losses
     choices = expert_choices(spec, selector, losses)
-    layouts = [expert_layout(held, selector, spec.expert, spec.hidden_size) for held in choices.formats]
+    layouts = [expert_layout(formats, selector, spec.expert, spec.hidden_size) for formats in choices.formats]
     run, fetch = (
         np.array([[seconds(layout, sparsity) for sparsity in losses.sparsities] for layout in layouts])
         for seconds in (tier.run_seconds, tier.fetch_seconds)
@@ -338,48 +341,53 @@ def menu_of(tier: MemoryTier, model: PlanningModel, selector: Selector) -> Coste
 def price(
     tier: MemoryTier,
     model: PlanningModel,
-    menu: CostedFormats,
+    formats: CostedFormats,
     last: EstimatedPlan | None,
     dearer: tuple[float, float] = (1.0, 1.0),
 ) -> StorageCosts:
-    """The prices at a plan; before any, those of a cache that half of the experts are missing from.
+    """Returns the prices at a plan's estimate; without a plan, those of a cache in which half of the experts miss.
 
-    Args:    dearer: what memory is worth to dense matrices, and to experts, is multiplied by it; above 1, and memory
-             worth nothing yet, it is given a worth.
+    Args:    dearer: factors for the price of memory to dense matrices and to experts. With a factor other than 1 the
+             price is at least a mean one, even if the estimate says that more memory gains nothing.
     """
-    run, fetch, runs = menu.run, menu.fetch, model.losses.popularity.ravel()
-    misses = _FIRST_MISSES * runs if last is None else last.foretold.misses.ravel()
-    room, whole = _room_price(tier, last), float((runs * run.max()).sum() + (misses * fetch.max()).sum())
-    dense, held = (room if factor == 1 else max(room, whole / tier.budget_bytes) * factor for factor in dearer)
+    run, fetch, runs = formats.run, formats.fetch, model.losses.popularity.ravel()
+    misses = _FIRST_MISSES * runs if last is None else last.speed.misses.ravel()
+    byte_price, whole = _byte_price(tier, last), float((runs * run.max()).sum() + (misses * fetch.max()).sum())
+    dense, experts = (
+        byte_price if factor == 1 else max(byte_price, whole / tier.budget_bytes) * factor for factor in dearer
+    )
     return StorageCosts(
         runs,
         misses,
         run,
         fetch,
-        hold=held * _held_share(tier, last),
+        expert_byte=experts * _resident_share(tier, last),
         dense=_dense_prices(tier, model, dense),
     )
 
 
-def _room_price(tier: MemoryTier, last: EstimatedPlan | None) -> float:
-    """What a byte of fast memory is worth, seconds a token: found with a budget that is a little smaller."""
+def _byte_price(tier: MemoryTier, last: EstimatedPlan | None) -> float:
+    """Returns the price of a byte of fast memory in seconds a token: the cost of a slightly smaller budget."""
     if last is None:
         return 0.0
     less = int(_PROBE * tier.budget_bytes)
     try:
-        smaller = tier.foretell(last.layout, last.decision.sparsity, less, is_rough=True)
+        smaller = tier.estimate(last.layout, last.decision.sparsity, less, is_rough=True)
     except RunError:
-        return last.foretold.seconds / tier.budget_bytes  # hardly any room is left
-    return max(smaller.seconds - last.foretold.seconds, 0.0) / less
+        return last.speed.seconds / tier.budget_bytes  # the budget is hardly enough
+    return max(smaller.seconds - last.speed.seconds, 0.0) / less
 
 
-def _held_share(tier: MemoryTier, last: EstimatedPlan | None) -> float:
-    """How much of an expert's bytes takes room: all where all have room, less where they take turns."""
+def _resident_share(tier: MemoryTier, last: EstimatedPlan | None) -> float:
+    """Returns the share of the experts' bytes that is resident: 1 if all fit."""
     return 1.0 if last is None else min(1.0, tier.budget_bytes / max(last.expert_bytes, 1))
 
 
-def _dense_prices(tier: MemoryTier, model: PlanningModel, room: float) -> Floats:
-    """What each dense tensor costs at each width: [roles, widths]; of the embedding one row is read, or all as head."""
+def _dense_prices(tier: MemoryTier, model: PlanningModel, byte_price: float) -> Floats:
+    """Returns the cost of each dense tensor at each width: [roles, widths].
+
+    Of the embedding one row is read, unless it is the head too.
+    """
     spec, losses = model.spec, model.losses
     prices = np.zeros(losses.dense.shape)
     for role_idx, (role, dtype) in enumerate(zip(dense_roles(spec), model.dense_dtypes, strict=True)):
@@ -388,12 +396,12 @@ def _dense_prices(tier: MemoryTier, model: PlanningModel, room: float) -> Floats
                 num_bytes = dense_bytes(role, dtype, width)
                 is_looked_up = role.name == "embed" and not spec.tied_head
                 read = num_bytes // role.shape[0] if is_looked_up else num_bytes
-                prices[role_idx, width_idx] = tier.dense_seconds(read, width) + room * num_bytes
+                prices[role_idx, width_idx] = tier.dense_seconds(read, width) + byte_price * num_bytes
     return prices
 
 
 def dense_bytes(role: DenseRole, dtype: str, width: int) -> int:
-    """What a dense tensor takes at a width; at 16, what the source keeps it in."""
+    """Returns the bytes of a dense tensor at a width; at width 16 it keeps the source's dtype."""
     if width == 16 and dtype == "F8_E4M3":
         return role.shape[0] * row_layout([("weight", FP8, False)], role.shape[1]).row_bytes
     if width == 16:

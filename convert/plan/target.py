@@ -1,6 +1,7 @@
-"""What a profile knows of routes, as the cost model wants it.
+"""The target of a plan: a memory budget, a limit of loss and a machine, with their defaults; and the planner for it.
 
-What a plan is asked to keep to: memory, a limit of loss, a machine; and the planner that this makes.
+A target takes its options from the command line. `planner_for` turns it into a `Planner`: it finds the machine's rates,
+takes the routes from the profile, and chooses the tier that estimates speed.
 """
 
 import math
@@ -51,25 +52,25 @@ from moe_pack.runtime.offload import Passes, least_budget
 from moe_pack.runtime.offload.routing_file import routing_file_bytes
 
 
-def traffic_of(profile: Profile, losses: Losses) -> RoutingFacts:
-    """The routes that a plan replays, and what foretells experts: as `convert` puts it beside the pack."""
+def routing_facts(profile: Profile, losses: Losses) -> RoutingFacts:
+    """Returns what a profile knows of routes and predictors, as `moe-pack convert` stores it with the pack."""
     routing = routing_of(profile)
-    found = RoutingFacts(losses.popularity, None, routing.best_recall, routing_file_bytes(routing))
-    return replace(found, passes=held_out_passes(profile)) if profile.num_held_out_tokens else found
+    facts = RoutingFacts(losses.popularity, None, routing.best_recall, routing_file_bytes(routing))
+    return replace(facts, passes=held_out_passes(profile)) if profile.num_held_out_tokens else facts
 
 
-def assumed_traffic(spec: ModelSpec, losses: Losses) -> RoutingFacts:
-    """The same without a profile: routes drawn by the losses' popularity, and the most that a profile may take."""
+def assumed_routing_facts(spec: ModelSpec, losses: Losses) -> RoutingFacts:
+    """Returns the facts for a plan without a profile: assumed popularity, and the most bytes predictors can take."""
     return RoutingFacts(losses.popularity, predictor_bytes=most_routing_bytes(spec))
 
 
 def held_out_passes(profile: Profile) -> Passes:
-    """The routes of the text that the profile's predictors have not seen, a token a pass; popularity of the rest.
+    """Returns the routes of the held-out text, one token a pass, with the popularity of the other text.
 
     Raises:  RunError if no text was held out.
     """
     if not profile.num_held_out_tokens:
-        raise RunError(f"{profile.folder}: holds no text out; profile more text")
+        raise RunError(f"{profile.folder}: the profile has no held-out text; profile more text")
     layers = [profile.statistics(layer_idx) for layer_idx in range(len(profile.spec.moe_layers))]
     routes = np.stack([layer.routes[-profile.num_held_out_tokens :] for layer in layers], axis=1)
     learned = np.stack([layer.tokens.astype(np.int64) - layer.held_out_tokens for layer in layers])
@@ -79,7 +80,7 @@ def held_out_passes(profile: Profile) -> Passes:
 
 USUAL_CONTEXT = 4096
 _RAM_SHARE = 0.75
-_SMALLEST = (trellis_format(3, ROW_GROUP), BF16)  # the first that a model's rows can hold
+_SMALLEST = (trellis_format(3, ROW_GROUP), BF16)  # the smallest format is the first of these that fits the rows
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -92,18 +93,18 @@ class LossLimit:
     value: float
 
     def nats(self, nll_per_kl: float) -> float:
-        """The limit in nats of KL.
+        """Returns the limit in nats of KL divergence a token.
 
-        Args:    nll_per_kl: how much ln(perplexity) grows for a nat.
+        Args:    nll_per_kl: the growth of ln(perplexity) for each nat.
         """
         return math.log1p(self.value) / nll_per_kl if self.kind == "perplexity" else self.value
 
     def times(self, factor: float) -> "LossLimit":
-        """A limit so many times as large."""
+        """Returns a limit that is `factor` times as large."""
         return replace(self, value=factor * self.value)
 
     def text(self) -> str:
-        """As people write it, with its unit: 1% of perplexity, 0.02 nats."""
+        """Returns the limit with its unit: 1% of perplexity, 0.02 nats."""
         return f"{100 * self.value:g}% of perplexity" if self.kind == "perplexity" else f"{self.value:g} nats"
 
 
@@ -111,14 +112,14 @@ USUAL_LIMIT = LossLimit("perplexity", 0.01)
 
 
 def _read_limit(text: str) -> LossLimit:
-    found = parse_limit(text)
-    if found is None:
+    limit = parse_limit(text)
+    if limit is None:
         raise ValueError(f"found {text!r}, expected a share of perplexity such as 1%, or nats such as 0.02")
-    return found
+    return limit
 
 
 def parse_limit(text: str) -> LossLimit | None:
-    """The limit that `1%` (of perplexity) or `0.02` (nats) stands for; None if it is none."""
+    """Parses a limit such as `1%` (of perplexity) or `0.02` (nats); None if the text is neither."""
     try:
         number = float(text.strip().removesuffix("%"))
     except ValueError:
@@ -130,10 +131,10 @@ def parse_limit(text: str) -> LossLimit | None:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What was asked for. What is None is taken by default, as `defaults_text` says.
+    """The options of a plan. A field that is None has a default, which `defaults_text` reports.
 
-    `budget_bytes`: of a card's memory on `cuda`, of the machine's on `cpu`.   `gpu`, `link_rate` (bytes a second),
-    `ram_bytes`: of a card only.   `preset`: a paper's pack in place of a search.   `sparsity`: of preset floe.
+    `budget_bytes`: of the GPU's memory on `cuda`, of host memory on `cpu`.   `gpu`, `link_rate` (bytes a second),
+    `ram_bytes`: only on `cuda`.   `preset`: a paper's pack in place of a search.   `sparsity`: of preset floe.
     """
 
     budget_bytes: int = field(
@@ -141,14 +142,14 @@ class Target:
             "--target-vram",
             parse=read_size,
             metavar="SIZE",
-            help="Memory that the pack shall run in, such as 11G: a card's, or with --device cpu the machine's.",
+            help="Memory in which the pack will run, such as 11G: of the GPU, or with --device cpu of the host.",
         )
     )
     device: Device = field(
         default="auto",
         metadata=option(
             "--device",
-            help="What shall compute; auto: a card if there is one here, or --gpu or --link says so.",
+            help="What computes; auto takes cuda if this machine has a GPU or if --gpu or --link is given.",
         ),
     )
     limit: LossLimit = field(
@@ -159,7 +160,7 @@ class Target:
             default_text=f"{100 * USUAL_LIMIT.value:g}%",
             metavar="P%|KL",
             mark="search",
-            help="The most that the pack may lose: growth of perplexity, or nats of KL divergence a token.",
+            help="The most that the pack may lose: growth of perplexity in percent, or nats of KL divergence a token.",
         ),
     )
     context_tokens: int | None = field(
@@ -168,7 +169,7 @@ class Target:
             "--context",
             least=1,
             metavar="N",
-            help=f"Tokens of key-value cache to make room for.  [default: {USUAL_CONTEXT}, or the model's maximum]",
+            help=f"The key-value cache's size in tokens.  [default: {USUAL_CONTEXT}, or the model's maximum]",
         ),
     )
     gpu: str | None = field(
@@ -176,8 +177,8 @@ class Target:
         metadata=option(
             "--gpu",
             metavar="NAME",
-            mark="card",
-            help=f"The card: {', '.join(GPUS)}, or {MEASURE} for this machine's.",
+            mark="gpu",
+            help=f"The GPU: {', '.join(GPUS)}, or {MEASURE} for this machine's.",
         ),
     )
     link_rate: float | None = field(
@@ -186,8 +187,9 @@ class Target:
             "--link",
             parse=read_size,
             metavar="SIZE",
-            mark="card",
-            help="Bytes a second from host memory to the card, such as 25G.  [default: the doctor's, or 16 GB/s]",
+            mark="gpu",
+            help="Bytes a second from host memory to the GPU, such as 25G.  [default: what moe-pack doctor measured, "
+            "or 16 GB/s]",
         ),
     )
     ram_bytes: int | None = field(
@@ -196,9 +198,9 @@ class Target:
             "--ram",
             parse=read_size,
             metavar="SIZE",
-            mark="card",
-            help="Host memory for what the card cannot hold; the rest comes from the drive.  [default: 75% of this "
-            "machine's]",
+            mark="gpu",
+            help="Host memory for experts that do not fit in the GPU's memory; the others are read from disk.  "
+            "[default: 75% of this machine's]",
         ),
     )
     search: SearchName = field(
@@ -211,25 +213,25 @@ class Target:
     sparsity: float | None = None
 
     def check(self) -> None:
-        """Refuses options that the device or the preset has no use for.
+        """Refuses options that the device or the preset does not use.
 
         Raises:  UsageError.
         """
-        if self.resolved().device == "cpu" and (wrong := given(self, "card")):
-            raise UsageError(f"{wrong[0]}: is of a card; leave it out with --device cpu")
+        if self.resolved().device == "cpu" and (wrong := given(self, "gpu")):
+            raise UsageError(f"{wrong[0]} needs --device cuda; remove it or add --device cuda")
         if self.preset is not None and (wrong := given(self, "search")):
-            raise UsageError(f"{wrong[0]}: preset {self.preset} decides by itself; leave it out")
+            raise UsageError(f"{wrong[0]} does not apply to --preset {self.preset}; remove one of the two")
 
     def resolved(self) -> "Target":
-        """Returns the target with `cpu` or `cuda` in place of `auto`: what this machine and the other options say."""
+        """Returns the target with `cpu` or `cuda` in place of `auto`, by this machine and the other options."""
         if self.device != "auto":
             return self
-        is_card = self.gpu is not None or self.link_rate is not None or torch.cuda.is_available()
-        return replace(self, device="cuda" if is_card else "cpu")
+        has_gpu = self.gpu is not None or self.link_rate is not None or torch.cuda.is_available()
+        return replace(self, device="cuda" if has_gpu else "cpu")
 
 
 def context_of(target: Target, spec: ModelSpec) -> int:
-    """The tokens of key-value cache that a plan makes room for.
+    """Returns the tokens for which a plan has a key-value cache.
 
     Raises:  RunError if they are more than the model can take.
     """
@@ -237,7 +239,7 @@ def context_of(target: Target, spec: ModelSpec) -> int:
     if target.context_tokens is None:
         return min(USUAL_CONTEXT, most)
     if target.context_tokens > most:
-        raise RunError(f"--context: found {target.context_tokens}, this model takes {most} tokens at most")
+        raise RunError(f"--context: found {target.context_tokens}, this model takes at most {most} tokens")
     return target.context_tokens
 
 
@@ -249,11 +251,13 @@ def planner_for(
     profile: Profile | None,
     facts: MachineFacts | None,
 ) -> Planner:
-    """The planner for what was asked.
+    """Returns the planner for a target.
 
-    Args:    dense_dtypes: in the source, in the order of `dense_roles`.   profile: that the losses are of; None: routes
-             are drawn, and all neurons run as often.   facts: of `doctor`, if it has measured this machine.
-    Raises:  RunError if the context, the card or its memory are not to be had; PlanError as `Planner`.
+    Args:    dense_dtypes: in the source, in the order of `dense_roles`.   profile: the one with the losses; if None,
+             routes are drawn at random and all neurons run equally often.   facts: of `moe-pack doctor`, if it has
+             measured this machine.
+    Raises:  RunError if the context is too long, the GPU is not known, or it has less memory than the budget; PlanError
+             as `Planner`.
     """
     tier = tier_for(target, spec, losses, profile, facts)
     return Planner(PlanningModel(spec, dense_dtypes, losses), tier, target.search, target.selectors)
@@ -262,18 +266,18 @@ def planner_for(
 def tier_for(
     target: Target, spec: ModelSpec, losses: Losses, profile: Profile | None, facts: MachineFacts | None
 ) -> MemoryTier:
-    """The memory that is planned for; arguments and errors as `planner_for`."""
+    """Returns the tier for a target; arguments and errors are those of `planner_for`."""
     context = context_of(target, spec)
-    traffic = assumed_traffic(spec, losses) if profile is None else traffic_of(profile, losses)
+    routing = assumed_routing_facts(spec, losses) if profile is None else routing_facts(profile, losses)
     if spec.encoder is not None and target.device != "cpu":
-        raise RunError("--device cuda: models with an encoder are not run on cards; plan with --device cpu")
+        raise RunError("--device cuda: models with an encoder do not run on GPUs; give --device cpu")
     if target.device == "cpu":
-        return CpuTier(_cpu(facts), traffic, target.budget_bytes, context)
-    return GpuTier(_card(target, facts), traffic, RowHeat(profile), target.budget_bytes, context)
+        return CpuTier(_cpu(facts), routing, target.budget_bytes, context)
+    return GpuTier(_gpu_machine(target, facts), routing, RowHeat(profile), target.budget_bytes, context)
 
 
 def defaults_text(target: Target, spec: ModelSpec, facts: MachineFacts | None) -> list[str]:
-    """What was not asked for and therefore taken, a line each: `--context 4096: ...`."""
+    """Returns a line for each default that the target takes: `--context 4096: ...`."""
     return list(_defaults(target, spec, facts))
 
 
@@ -284,62 +288,63 @@ def _defaults(target: Target, spec: ModelSpec, facts: MachineFacts | None) -> It
         yield f"--context {context_of(target, spec)}: tokens of key-value cache"
     if target.device == "cpu":
         if facts is None or not _is_measured(facts):
-            yield f"the CPU: {assumed_cpu().name}; moe-pack doctor measures this one"
+            yield f"the CPU: {assumed_cpu().name}; moe-pack doctor measures this machine"
         return
-    name, why = _gpu(target)
+    name, why = _gpu_name(target)
     if target.gpu is None:
         yield f"--gpu {name}: {why}"
     if target.link_rate is None and name != MEASURE:
-        how = "no link was measured; moe-pack doctor measures it" if _measured_link(facts) is None else "as measured"
+        how = (
+            "the link was not measured; moe-pack doctor measures it" if _measured_link(facts) is None else "as measured"
+        )
         yield f"--link {(_link_rate(target, facts, find_gpu(name)) or 0) / 2**30:.1f}G: bytes a second; {how}"
     if target.ram_bytes is None:
         ram = _ram_bytes(target)
-        yield "--ram: as much as the pack takes" if ram is None else f"--ram {size_text(ram)}: 75% of this machine's"
+        yield "--ram: as much as the pack needs" if ram is None else f"--ram {size_text(ram)}: 75% of this machine's"
 
 
 def _cpu(facts: MachineFacts | None) -> Machine:
-    """This machine's CPU and drive, as far as they were measured."""
+    """Returns this machine's CPU and disk, assumed as far as they were not measured."""
     if facts is None:
         return assumed_cpu()
-    return machine_of_cpu(facts) if _is_measured(facts) else replace(assumed_cpu(), drive=facts.drive)
+    return machine_of_cpu(facts) if _is_measured(facts) else replace(assumed_cpu(), disk=facts.drive)
 
 
 def _is_measured(facts: MachineFacts) -> bool:
     return bool(facts.cpu.experts) and facts.fixed is not None
 
 
-def _card(target: Target, facts: MachineFacts | None) -> Machine:
-    card = find_gpu(_gpu(target)[0])
-    if target.budget_bytes > card.memory_bytes:
+def _gpu_machine(target: Target, facts: MachineFacts | None) -> Machine:
+    gpu = find_gpu(_gpu_name(target)[0])
+    if target.budget_bytes > gpu.memory_bytes:
         raise RunError(
-            f"--target-vram: found {size_text(target.budget_bytes)}, {card.name} has {size_text(card.memory_bytes)}; "
-            "ask for less, or name another card with --gpu"
+            f"--target-vram: found {size_text(target.budget_bytes)}, {gpu.name} has {size_text(gpu.memory_bytes)}; "
+            "give less, or another GPU with --gpu"
         )
-    drive = None if facts is None else facts.drive
-    return machine_of_gpu(card, _link_rate(target, facts, card), _ram_bytes(target), drive)
+    disk = None if facts is None else facts.drive
+    return machine_of_gpu(gpu, _link_rate(target, facts, gpu), _ram_bytes(target), disk)
 
 
-def _gpu(target: Target) -> tuple[str, str]:
-    """The name of the card, or `measure`; and why it was taken."""
+def _gpu_name(target: Target) -> tuple[str, str]:
+    """Returns the name of the GPU, or `measure`, and the reason for it."""
     if target.gpu is not None:
-        return target.gpu, "asked for"
+        return target.gpu, "given"
     if torch.cuda.is_available():
         here = torch.cuda.get_device_name(0)
-        return (
-            (here, "this machine's") if known_gpu(here) else (MEASURE, f"this machine's {here}, which we do not know")
-        )
-    large = [card for card in GPUS.values() if card.memory_bytes >= target.budget_bytes]
+        if known_gpu(here):
+            return here, "this machine's"
+        return MEASURE, f"this machine's {here}, whose rates are not known"
+    large = [gpu for gpu in GPUS.values() if gpu.memory_bytes >= target.budget_bytes]
     if not large:
-        most = max(GPUS.values(), key=lambda card: card.memory_bytes)
-        return most.name, "assumed: the largest that we know"
-    return min(large, key=lambda card: card.memory_bytes).name, "assumed: the smallest we know with so much memory"
+        return max(GPUS.values(), key=lambda gpu: gpu.memory_bytes).name, "assumed: the largest known one"
+    return min(large, key=lambda gpu: gpu.memory_bytes).name, "assumed: the smallest known one with this much memory"
 
 
-def _link_rate(target: Target, facts: MachineFacts | None, card: Gpu) -> float | None:
-    """Bytes a second; None: what the card measured."""
-    if target.link_rate is not None or _gpu(target)[0] == MEASURE:
+def _link_rate(target: Target, facts: MachineFacts | None, gpu: Gpu) -> float | None:
+    """Returns the link's bytes a second; None for a GPU that was measured, because its rate is."""
+    if target.link_rate is not None or _gpu_name(target)[0] == MEASURE:
         return target.link_rate
-    return _measured_link(facts) or min(USUAL_LINK_RATE, LINK_SHARE * card.link_rate)
+    return _measured_link(facts) or min(USUAL_LINK_RATE, LINK_SHARE * gpu.link_rate)
 
 
 def _measured_link(facts: MachineFacts | None) -> float | None:
@@ -347,28 +352,28 @@ def _measured_link(facts: MachineFacts | None) -> float | None:
 
 
 def _ram_bytes(target: Target) -> int | None:
-    """Of host memory for the pack; None where nobody knows how much there is."""
+    """Returns the bytes of host memory for the pack; None if this machine's memory is not known."""
     if target.ram_bytes is not None:
         return target.ram_bytes
     total = total_bytes()
     return None if total is None else int(_RAM_SHARE * total)
 
 
-def check_room(target: Target, spec: ModelSpec, dense_dtypes: tuple[str, ...]) -> None:
-    """Refuses a memory in which no pack of this model runs, before anything is measured for one.
+def check_budget(target: Target, spec: ModelSpec, dense_dtypes: tuple[str, ...]) -> None:
+    """Refuses a budget in which no pack of this model runs, before a profile is measured.
 
-    On the CPU only: a card's plans are refused by the planner. What foretells experts is not counted.
-    Raises:  RunError; it says the least that does.
+    It checks the CPU only; the planner refuses budgets of a GPU. Predictors are not counted.
+    Raises:  RunError if no pack runs in the budget; it says the smallest budget that is enough.
     """
     if target.device != "cpu":
         return
-    fits = [part for part in _SMALLEST if format_fault(part, spec.hidden_size) is None]
+    possible = [part for part in _SMALLEST if format_fault(part, spec.hidden_size) is None]
     dense = uniform_dense(spec, part_format(4, 64))
-    plan = replace(uniform_plan(spec, "none", fits[0], fits[0], quantizer="calibrated"), dense=dense)
+    plan = replace(uniform_plan(spec, "none", possible[0], possible[0], quantizer="calibrated"), dense=dense)
     context = context_of(target, spec)
     least = least_budget(pack_layout(spec, plan, dense_dtypes), context, 0)
     if target.budget_bytes < least:
         raise RunError(
-            f"--target-vram: {size_text(target.budget_bytes)}, this model runs in no less than {size_text(least)} with "
-            f"a context of {context} tokens, whatever it loses; give more memory, or a shorter --context"
+            f"--target-vram: {size_text(target.budget_bytes)} is too small; with a context of {context} tokens this "
+            f"model needs {size_text(least)}, whatever the loss; give more memory, or a shorter --context"
         )

@@ -1,22 +1,15 @@
-"""The ways one expert may be stored: combinations of its matrices' formats worth weighing, with their bytes and losses.
+"""The tiers: fast memory over slower memory, as a planner sees it; before them, the choices of formats for an expert.
 
-Of all combinations those are kept that, for a mean expert, lose little more than the best of at most their bytes: a
-planner then weighs hundreds, not tens of thousands. Bytes are exact: rows end in a CRC and padding.
+A tier estimates how fast a pack would be within its budget, and what an expert costs to run and to fetch. `CpuTier` is
+host memory over the disk, as `moe-run --budget` runs a pack. `GpuTier` is the memory of a GPU over host memory, as
+`moe-run`'s graph engine reads rows over the link; it was not yet compared with measurements on a GPU.
 
-How hot the slices of an expert's rows are, at every selector kind and sparsity that a plan may take.
+The tiers do not divide a budget themselves. They call the functions of `runtime/offload/budget.py` (`divide_budget`,
+`best_gpu_plan`), with which the runtime allocates memory, so that a run allocates what was planned.
 
-What a planner asks of the memory it plans for: how a budget divides, what bytes cost, how fast a pack would be.
-
-What tiers of every kind of machine share: what is known of routes, and what computing takes.
-
-Memory of the CPU over a drive, as `moe-run --budget` runs a pack: the tier of `--device cpu`.
-
-The budget is divided by the runtime's own function, so that what is planned is what is allocated.
-
-A card's memory over host memory: the tier of `--device cuda`.
-
-Rows are pulled over the link as `card_budget` holds them, which `moe-run`'s graph engine does; no figure from a GPU
-exists yet.
+Format choices (`expert_choices`): a choice is kept if, for a mean expert, it loses little more than the best choice of
+at most its bytes, so that a planner compares hundreds of choices, not tens of thousands. Bytes are exact, with the CRC
+and the padding of rows.
 """
 
 from dataclasses import dataclass
@@ -28,7 +21,7 @@ from numpy.typing import NDArray
 from moe_pack.calib.forward import HOT_SPARSITIES, KINDS
 from moe_pack.calib.profile import Losses, Profile
 from moe_pack.convert.plan.machines import Machine, rate_of
-from moe_pack.convert.plan.speed import TokenEstimate, best_card_plan, expert_seconds, link_seconds, predict
+from moe_pack.convert.plan.speed import TokenEstimate, estimate_on_cpu, expert_seconds, fastest_gpu_plan, link_seconds
 from moe_pack.formats import (
     MATRICES,
     ExpertFormat,
@@ -46,8 +39,8 @@ from moe_pack.runtime.offload import BudgetPlan, GpuMemoryPlan, Passes, divide_b
 from moe_pack.runtime.offload.budget import AS_TARGET, MemoryPart, least_gpu_budget
 
 MAX_CHOICES, LEAST_CHOICES = 320, 64
-_MOST_CELLS = 600_000  # of all experts' choices: more experts need fewer each, they mix finely enough
-_FEWEST = 1e-12  # nats: what a lossless choice is counted as, where losses are compared by their ratio
+_MOST_CELLS = 600_000  # of all experts: with more experts each needs fewer choices, because different ones can be mixed
+_FEWEST = 1e-12  # nats: the loss of a lossless choice, where losses are compared by their ratio
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -55,9 +48,9 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FormatChoices:
-    """C ways to store an expert under a selector kind, rounded by `quantizer`, by rising bytes.
+    """C ways to store an expert with one selector and one quantizer, in ascending order of bytes.
 
-    `parts`: int64 [C, 3], gate's, up's and down's format as a number in the losses' formats of this quantizer.
+    `parts`: int64 [C, 3], the formats of gate, up and down as indices of the losses' formats of this quantizer.
     `selector_bytes`, `record_bytes`, `extent_bytes`: int64 [C], of a whole expert.
     """
 
@@ -70,20 +63,20 @@ class FormatChoices:
     extent_bytes: Ints
 
     def losses(self, losses: Losses) -> Floats:
-        """What each expert loses by each choice, nats: float64 [L * E, C]."""
+        """Returns the loss of each expert with each choice in nats: float64 [L * E, C]."""
         _, lost = losses.of(self.quantizer)
-        found = lost[:, :, 0, self.parts[:, 0]]  # [L, E, C]
+        total = lost[:, :, 0, self.parts[:, 0]]  # [L, E, C]
         for matrix in (1, 2):
-            found = found + lost[:, :, matrix, self.parts[:, matrix]]
-        return found.reshape(-1, len(self.formats))
+            total = total + lost[:, :, matrix, self.parts[:, matrix]]
+        return total.reshape(-1, len(self.formats))
 
 
 def expert_choices(
     spec: ModelSpec, selector: Selector, losses: Losses, allowed: tuple[PartFormat, ...] | None = None
 ) -> FormatChoices:
-    """The combinations worth weighing for a selector kind, of the quantizer that the losses name.
+    """Returns the combinations of formats that a planner compares, for the quantizer of the losses.
 
-    Args:    allowed: the formats to choose from; all that losses are known of by default.
+    Args:    allowed: the formats to choose from; None for all with known losses.
     """
     known, quantized = losses.of(losses.quantizer)
     usable = [n for n, part in enumerate(known) if allowed is None or part in allowed]
@@ -107,16 +100,16 @@ def expert_choices(
 
 
 def _sizes(parts: Ints, spec: ModelSpec, selector: Selector, known: tuple[PartFormat, ...]) -> tuple[Ints, Ints, Ints]:
-    """What `expert_layout` makes of combinations [C, 3], without making thousands: selectors, records, extents."""
+    """Returns the bytes of selectors, records and extents for combinations [C, 3], as `expert_layout` has them."""
     expert, extra = spec.expert, extra_layout(spec.expert.extra_floats)
     by_format = np.array([part.part_bytes(spec.hidden_size) for part in known])
     sizes = by_format[parts] + 4 * np.array([matrix in expert.row_bias for matrix in MATRICES])  # [C, 3]
 
     def all_rows(matrices: tuple[Matrix, ...]) -> Ints:
-        held = [MATRICES.index(matrix) for matrix in matrices]
-        row_bytes = -(-(sizes[:, held].sum(axis=1) + CRC_BYTES) // ROW_ALIGN) * ROW_ALIGN
-        found: Ints = expert.intermediate_size * row_bytes * bool(held)
-        return found
+        idx = [MATRICES.index(matrix) for matrix in matrices]
+        row_bytes = -(-(sizes[:, idx].sum(axis=1) + CRC_BYTES) // ROW_ALIGN) * ROW_ALIGN
+        num_bytes: Ints = expert.intermediate_size * row_bytes * bool(idx)
+        return num_bytes
 
     selectors = all_rows(selector_matrices(selector, expert.matrices))
     records = all_rows(record_matrices(selector, expert.matrices))
@@ -129,7 +122,7 @@ def _format(parts: list[int], spec: ModelSpec, known: tuple[PartFormat, ...]) ->
 
 
 def _undominated(sizes: Ints, lost: Floats) -> Ints:
-    """Those that lose less than all that are no larger: int64 [n], by rising size."""
+    """Returns the indices of those that lose less than all others of at most their size: int64 [n], by rising size."""
     order = np.lexsort((lost, sizes))
     best = np.minimum.accumulate(np.concatenate(([np.inf], lost[order][:-1])))
     kept: Ints = order[lost[order] < best]
@@ -137,9 +130,9 @@ def _undominated(sizes: Ints, lost: Floats) -> Ints:
 
 
 def _near_the_best(sizes: Ints, lost: Floats, most: int) -> Ints:
-    """At most so many, those that lose least beside the best of at most their size: int64 [n], by rising size.
+    """Returns at most `most` indices, those nearest to the best of at most their size: int64 [n], by rising size.
 
-    Where even the best of each size are more, evenly many of these, the first and the last among them.
+    If there are more than `most` best ones, it takes them evenly spread, with the first and the last.
     """
     order = np.lexsort((lost, sizes))
     best = np.minimum.accumulate(lost[order])
@@ -156,9 +149,9 @@ NUM_SLICES = 16
 
 
 class RowHeat:
-    """The heat of slices of rows as they lie in a pack, hottest first; read from the profile when it is asked for.
+    """The heat of slices of an expert's rows in the pack's order, hottest first, read from the profile on demand.
 
-    Args:    profile: None: all neurons run as often.
+    Args:    profile: if None, all neurons run equally often.
     """
 
     def __init__(self, profile: Profile | None) -> None:
@@ -166,10 +159,10 @@ class RowHeat:
         self._known: dict[int, Floats] = {}
 
     def at(self, selector: Selector, sparsity: Floats) -> Floats:
-        """The share of an expert's tokens for which a row of each slice is read: float64 [L, E, slices].
+        """Returns the share of an expert's tokens for which a row of each slice is read: float64 [L, E, slices].
 
-        Meaning: between the sparsities that were counted, interpolated, and scaled to the one asked for on the mean.
-                 Without a selector nobody knows what runs before it is there: 1.
+        Meaning: interpolated between the counted sparsities, then scaled so that the mean is 1 - sparsity. Without a
+                 selector every row is read: 1.
         Args:    sparsity: [L, E].
         """
         if selector == "none":
@@ -182,13 +175,13 @@ class RowHeat:
         above = np.clip(np.searchsorted(levels, sparsity, side="right"), 1, len(levels) - 1)
         part = np.clip((sparsity - levels[above - 1]) / (levels[above] - levels[above - 1]), 0, 1)[:, :, None]
         low, high = (np.take_along_axis(counted, n[:, :, None, None], axis=2)[:, :, 0] for n in (above - 1, above))
-        found = low + (high - low) * part
-        mean = found.mean(axis=2, keepdims=True)
-        scaled: Floats = found * np.divide(running, mean, out=np.ones_like(mean), where=mean > 0)
+        heat = low + (high - low) * part
+        mean = heat.mean(axis=2, keepdims=True)
+        scaled: Floats = heat * np.divide(running, mean, out=np.ones_like(mean), where=mean > 0)
         return np.minimum(scaled, 1.0)
 
     def _counted(self, kind_idx: int, profile: Profile) -> Floats:
-        """The means of slices at sparsity 0 and all that were counted."""
+        """Returns the means of slices at sparsity 0 and at all counted sparsities: float64 [L, E, levels, slices]."""
         if kind_idx not in self._known:
             layers = []
             for layer_idx in range(len(profile.spec.moe_layers)):
@@ -205,11 +198,11 @@ class RowHeat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpeedEstimate:
-    """A pack inside a budget, before it exists: the steady state of decoding token by token.
+    """The estimated speed of a pack within a budget, in the steady state of decode.
 
-    `shares` of the budget sum to no more than it.   `seconds` a token.   `fetched_bytes`, `read_bytes` a token: from
-    the tier below, and of weights in fast memory.   `hit_rate`: of experts.   `misses`: float64 [L, E], how often a
-    token finds the expert missing.   `policy`: of the runtime.
+    `shares`: the budget's parts; their sum is at most the budget.   `seconds`: a token.   `fetched_bytes`: a token,
+    from slower memory.   `read_bytes`: a token, of weights in fast memory.   `hit_rate`: of experts.   `misses`: float64
+    [L, E], how often the expert is missing for a token.   `policy`: of the runtime.
     """
 
     shares: tuple[MemoryPart, ...]
@@ -222,49 +215,50 @@ class SpeedEstimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of decoding, one token after the other."""
+        """Returns the tokens a second of decode."""
         return 1 / self.seconds
 
 
 class MemoryTier(Protocol):
-    """Fast memory of so many bytes over a slower tier."""
+    """Fast memory of `budget_bytes` over slower memory."""
 
     budget_bytes: int
 
-    def foretell(
+    def estimate(
         self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
     ) -> SpeedEstimate:
-        """What a pack of this layout, so sparse [L, E], would do; in a budget smaller by some bytes, if given.
+        """Estimates the speed of a pack of this layout.
 
-        Args:    is_rough: sooner, and less exactly: for a search.
-        Raises:  RunError if it does not fit; it says what is needed.
+        Args:    sparsity: [L, E].   less_bytes: to take away from the budget.   is_rough: faster and less exact, for a
+                 search.
+        Raises:  RunError if the pack does not fit; it says how many bytes are needed.
         """
         ...
 
     def least_bytes(self, layout: PackLayout) -> int:
-        """The smallest budget that a pack of this layout runs in."""
+        """Returns the smallest budget in which a pack of this layout runs."""
         ...
 
     def run_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
-        """What running an expert that is there takes for one token."""
+        """Returns the seconds to run a resident expert for one token."""
         ...
 
     def fetch_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
-        """What bringing an expert takes, and a token waits for."""
+        """Returns the seconds for which a token waits while an expert is fetched."""
         ...
 
     def dense_seconds(self, num_bytes: int, width: int) -> float:
-        """What a dense matrix of so many bytes takes, every token."""
+        """Returns the seconds to read a dense matrix of this size and width, for each token."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingFacts:
-    """What is known of routes. `popularity`: float64 [L, E].
+    """The facts about routes and predictors that an estimate uses.
 
-    `passes`: routes of text not used for calibration, to replay; None: independent draws.   `recall`: how many of the
-    next layer's experts the best predictor foretells; None where no profile says it.   `predictor_bytes`: what
-    foretells takes in memory.
+    `popularity`: float64 [L, E].   `passes`: routes to replay, of text not used for calibration; if None, routes are
+    drawn independently.   `recall`: the share of the next layer's experts that the best predictor finds; None if no
+    profile says it.   `predictor_bytes`: memory of the predictors.
     """
 
     popularity: Floats
@@ -274,114 +268,115 @@ class RoutingFacts:
 
 
 class MachineTier:
-    """A budget of a machine's fast memory: the part of a `MemoryTier` that does not depend on what lies below."""
+    """The part of a `MemoryTier` that does not depend on the slower memory."""
 
-    def __init__(self, machine: Machine, traffic: RoutingFacts, budget_bytes: int, context_tokens: int) -> None:
+    def __init__(self, machine: Machine, routing: RoutingFacts, budget_bytes: int, context_tokens: int) -> None:
         self.budget_bytes = budget_bytes
         self._machine = machine
-        self._traffic = traffic
+        self._routing = routing
         self._context_tokens = context_tokens
 
     def run_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
-        """What running an expert that is there takes for one token."""
+        """Returns the seconds to run a resident expert for one token."""
         return expert_seconds(expert, 1 - sparsity, self._machine)[0]
 
     def dense_seconds(self, num_bytes: int, width: int) -> float:
-        """What a dense matrix of so many bytes takes, every token."""
+        """Returns the seconds to read a dense matrix of this size and width, for each token."""
         return num_bytes / rate_of(self._machine.dense_rates, width)
 
 
-def speed_estimate(shares: tuple[MemoryPart, ...], found: TokenEstimate, misses: Floats) -> SpeedEstimate:
-    """A prediction as planners take it, with the shares of the budget it was made for.
+def speed_estimate(shares: tuple[MemoryPart, ...], token: TokenEstimate, misses: Floats) -> SpeedEstimate:
+    """Returns the estimate of a token together with the budget's parts.
 
     Args:    misses: [L, E], of whole experts.
     """
     return SpeedEstimate(
-        shares, found.seconds.total, found.fetched_bytes, found.read_bytes, found.hit_rate, misses, found.policy
+        shares, token.seconds.total, token.fetched_bytes, token.read_bytes, token.hit_rate, misses, token.policy
     )
 
 
-_SEEN_TOKENS = 512  # in the cache, where the context is no shorter
+_SEEN_TOKENS = 512  # tokens in the key-value cache, or half of the context if that is less
 
 
 class CpuTier(MachineTier):
-    """A budget of memory on this machine, or one of the same rates."""
+    """Host memory over the disk: the tier of `--device cpu`."""
 
-    def foretell(
+    def estimate(
         self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
     ) -> SpeedEstimate:
-        """What a pack of this layout, so sparse [L, E], would do; in a budget smaller by some bytes, if given.
-
-        Args:    is_rough: sooner, and less exactly: for a search.
-        Raises:  RunError if it does not fit; it says what is needed.
-        """
-        traffic = self._traffic
-        plan = self._divided(layout, self.budget_bytes - less_bytes)
-        routes, recall, seen = traffic.passes, traffic.recall, min(self._context_tokens // 2, _SEEN_TOKENS)
-        found = predict(layout, plan, self._machine, traffic.popularity, sparsity, routes, recall, seen, is_rough)
-        return speed_estimate(plan.parts, found, found.misses)
+        """Estimates the speed of a pack of this layout on the CPU; arguments and errors as `MemoryTier.estimate`."""
+        routing, seen_tokens = self._routing, min(self._context_tokens // 2, _SEEN_TOKENS)
+        plan = self._budget_plan(layout, self.budget_bytes - less_bytes)
+        token = estimate_on_cpu(
+            layout,
+            plan,
+            self._machine,
+            routing.popularity,
+            sparsity,
+            routing.passes,
+            routing.recall,
+            seen_tokens,
+            is_rough,
+        )
+        return speed_estimate(plan.parts, token, token.misses)
 
     def least_bytes(self, layout: PackLayout) -> int:
-        """The smallest budget that a pack of this layout runs in."""
-        return least_budget(layout, self._context_tokens, self._traffic.predictor_bytes)
+        """Returns the smallest budget in which a pack of this layout runs."""
+        return least_budget(layout, self._context_tokens, self._routing.predictor_bytes)
 
     def fetch_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
-        """What bringing an expert takes: whole, or its selector and running rows, whichever is less."""
-        drive = self._machine.drive
-        whole = drive.seconds(1, expert.num_bytes)
+        """Returns the seconds to read an expert whole, or its selector and running rows if that is faster."""
+        disk = self._machine.disk
+        whole = disk.seconds(1, expert.num_bytes)
         if expert.selector is None or sparsity == 0:
             return whole
-        rows = drive.seconds_for_rows(1 - sparsity, expert.records.row_bytes, expert.num_rows)
-        return min(whole, drive.seconds(1, expert.selector_bytes) + rows)
+        rows = disk.seconds_for_rows(1 - sparsity, expert.records.row_bytes, expert.num_rows)
+        return min(whole, disk.seconds(1, expert.selector_bytes) + rows)
 
-    def _divided(self, layout: PackLayout, budget_bytes: int) -> BudgetPlan:
-        return divide_budget(layout, budget_bytes, self._context_tokens, self._traffic.predictor_bytes, AS_TARGET)
+    def _budget_plan(self, layout: PackLayout, budget_bytes: int) -> BudgetPlan:
+        return divide_budget(layout, budget_bytes, self._context_tokens, self._routing.predictor_bytes, AS_TARGET)
 
 
-_ROUGH_PAGE_SHARES = (0.25,)  # of what experts have: with it alone plans are told apart
+_ROUGH_PAGE_SHARES = (0.25,)  # of the experts' memory: one share is enough to compare plans
 
 
 class GpuTier(MachineTier):
-    """A budget of a card's memory; what it cannot hold comes from host memory, and what that cannot from the drive."""
+    """GPU memory over host memory, and that over the disk: the tier of `--device cuda`."""
 
     def __init__(
-        self, machine: Machine, traffic: RoutingFacts, heats: RowHeat, budget_bytes: int, context_tokens: int
+        self, machine: Machine, routing: RoutingFacts, heats: RowHeat, budget_bytes: int, context_tokens: int
     ) -> None:
-        assert machine.link_rate is not None, "a card has a link"
-        super().__init__(machine, traffic, budget_bytes, context_tokens)
+        assert machine.link_rate is not None, "a GPU has a link"
+        super().__init__(machine, routing, budget_bytes, context_tokens)
         self._heats = heats
 
-    def foretell(
+    def estimate(
         self, layout: PackLayout, sparsity: Floats, less_bytes: int = 0, is_rough: bool = False
     ) -> SpeedEstimate:
-        """What a pack of this layout, so sparse [L, E], would do; in a budget smaller by some bytes, if given.
-
-        Args:    is_rough: sooner, and less exactly: for a search.
-        Raises:  RunError if it does not fit; it says what is needed.
-        """
-        traffic, heat = self._traffic, self._heats.at(_selector_of(layout), sparsity)
-        plan, found = best_card_plan(
+        """Estimates the speed of a pack of this layout on the GPU; arguments and errors as `MemoryTier.estimate`."""
+        routing, heat = self._routing, self._heats.at(_selector_of(layout), sparsity)
+        plan, token = fastest_gpu_plan(
             layout,
             self.budget_bytes - less_bytes,
             self._context_tokens,
-            traffic.predictor_bytes,
+            routing.predictor_bytes,
             self._machine,
-            traffic.popularity,
+            routing.popularity,
             heat,
-            traffic.passes,
+            routing.passes,
             is_rough,
             *((_ROUGH_PAGE_SHARES,) if is_rough else ()),
         )
-        return speed_estimate(plan.parts, found, found.misses * _missing_share(layout, plan, heat))
+        return speed_estimate(plan.parts, token, token.misses * _missing_share(layout, plan, heat))
 
     def least_bytes(self, layout: PackLayout) -> int:
-        """The smallest budget that a pack of this layout runs in."""
-        return least_gpu_budget(layout, self._context_tokens, self._traffic.predictor_bytes)
+        """Returns the smallest budget in which a pack of this layout runs."""
+        return least_gpu_budget(layout, self._context_tokens, self._routing.predictor_bytes)
 
     def fetch_seconds(self, expert: ExpertLayout, sparsity: float) -> float:
-        """What pulling an expert takes of which nothing is held: its selector and running rows, or all of it."""
+        """Returns the seconds to fetch an expert that is not resident: its selector and running rows, or all of it."""
         running = 1.0 if expert.selector is None else 1 - sparsity
-        total = expert.num_bytes * self._traffic.popularity.size  # were all experts stored so
+        total = expert.num_bytes * self._routing.popularity.size  # if all experts were stored like this one
         return (expert.selector_bytes + running * expert.records_bytes) * link_seconds(self._machine, total)
 
 
@@ -394,11 +389,11 @@ def _selector_of(layout: PackLayout) -> Selector:
 
 
 def _missing_share(layout: PackLayout, plan: GpuMemoryPlan, heat: Floats) -> Floats:
-    """Of what a token reads of each expert, the share that is not always there: float64 [L, E]."""
+    """Returns the share of a token's reads of each expert that is not always resident: float64 [L, E]."""
     selectors, records = (
         np.array([[getattr(expert, name) for expert in layer] for layer in layout.experts], np.float64)
         for name in ("selector_bytes", "records_bytes")
     )
     missing = (1 - plan.selector_share) * selectors + ((1 - plan.row_shares) * heat).mean(axis=2) * records
-    found: Floats = missing / np.maximum(selectors + heat.mean(axis=2) * records, 1)
-    return found
+    share: Floats = missing / np.maximum(selectors + heat.mean(axis=2) * records, 1)
+    return share

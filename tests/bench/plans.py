@@ -36,7 +36,7 @@ from moe_pack.convert.plan import EstimatedPlan, PlanningModel, Target, held_out
 from moe_pack.convert.plan.machines import machine_of_cpu
 from moe_pack.convert.plan.papers import PRESET_NAMES, PresetName
 from moe_pack.convert.plan.planned import mean_sparsity
-from moe_pack.convert.plan.speed import TokenEstimate, predict
+from moe_pack.convert.plan.speed import TokenEstimate, estimate_on_cpu
 from moe_pack.formats import NO_PROGRESS, Pack, RunError, canonical, dense_roles, dump, size_text
 from moe_pack.formats.families import Checkpoint, model_spec
 from moe_pack.formats.families.published import published_names
@@ -121,7 +121,7 @@ def run_case(name: str, folder: Path, share: float, facts: MachineFacts, num_tok
         # A synthetic model's layers change the hidden state little: the next router predicts nearly all.
         recall, machine = (None if passes else 0.98), machine_of_cpu(facts)
         sparsity, seen = np.zeros(pack.index.size.shape), num_tokens // 2
-        predicted = predict(pack.layout, plan, machine, popularity, sparsity, passes, recall, seen_tokens=seen)
+        predicted = estimate_on_cpu(pack.layout, plan, machine, popularity, sparsity, passes, recall, seen_tokens=seen)
         num_ids = (2 + rounds) * num_tokens
         if name == DEMO:
             ids = Text(pack).encode(BOOK.read_text("utf-8")[: 20 * num_ids])[:num_ids]
@@ -215,7 +215,7 @@ _HELD = ("resident selectors", "hot rows", "pages of experts")
 
 def shares_of(planned: EstimatedPlan) -> tuple[str, str]:
     """Returns the bytes of dense weights, and of what stays of the experts."""
-    shares = {share.name: share.num_bytes for share in planned.foretold.shares}
+    shares = {share.name: share.num_bytes for share in planned.speed.shares}
     return size_text(shares["dense weights"]), size_text(sum(shares.get(part, 0) for part in _HELD))
 
 
@@ -229,12 +229,12 @@ def plan_row(name: str, gibibytes: int) -> tuple[str, ...]:
     first = (name, size_text(2 * num_parameters(spec)), str(gibibytes))
     try:
         planned = planner_for(target, spec, dtypes, losses, None, None).plan(target.limit.nats(losses.nll_per_kl))
-    except RunError as fault:  # `--target-vram: 8.0 GiB, the least within this loss is ...; give more ...`
-        return (*first, str(fault).partition(", ")[2].partition(";")[0], *[""] * 9)
+    except RunError as fault:  # `--target-vram: 8.0 GiB is too small; a pack within this loss needs ...; give ...`
+        return (*first, str(fault).partition("; ")[2].partition(";")[0], *[""] * 9)
     return (
         *first, f"{planned.loss:.3f}", f"{expm1(losses.nll_per_kl * planned.loss):+.1%}", size_text(planned.pack_bytes),
         f"{planned.bits_per_weight:.2f}", f"{mean_sparsity(planned, losses):.0%}", planned.decision.plan.selector,
-        *shares_of(planned), size_text(planned.foretold.fetched_bytes), f"{planned.foretold.tokens_per_second:.1f}",
+        *shares_of(planned), size_text(planned.speed.fetched_bytes), f"{planned.speed.tokens_per_second:.1f}",
     )  # fmt: skip
 
 
@@ -270,11 +270,11 @@ def presets_command(presets: tuple[PresetName, ...], as_json: bool) -> None:
         losses, dtypes = assumed_losses(spec), ("BF16",) * len(dense_roles(spec))
         target = Target(gibibytes << 30, "cuda", ram_bytes=_RAM, gpu=gpu, preset=preset)
         planner = planner_for(target, spec, dtypes, losses, None, None)
-        planned = planner.foretold(preset_decision(preset, PlanningModel(spec, dtypes, losses)))
+        planned = planner.estimate(preset_decision(preset, PlanningModel(spec, dtypes, losses)))
         rows.append((
             preset, name, size_text(2 * num_parameters(spec)), gibibytes, size_text(planned.pack_bytes),
-            f"{planned.bits_per_weight:.2f}", *shares_of(planned), f"{planned.foretold.hit_rate:.1%}",
-            size_text(planned.foretold.fetched_bytes),
+            f"{planned.bits_per_weight:.2f}", *shares_of(planned), f"{planned.speed.hit_rate:.1%}",
+            size_text(planned.speed.fetched_bytes),
         ))  # fmt: skip
     header = ("preset", "model", "16 bit", "GiB", "pack", "bits", "dense", "experts in memory", "hits", "read a token")
     finish({"header": header, "rows": rows}, table(header, rows), as_json)

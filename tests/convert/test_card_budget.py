@@ -8,7 +8,7 @@ from cases import case
 from published import PUBLISHED
 
 from moe_pack.convert.plan.machines import GPUS, find_gpu, machine_of_gpu
-from moe_pack.convert.plan.speed import best_card_plan, predict_on_card
+from moe_pack.convert.plan.speed import estimate_on_gpu, fastest_gpu_plan
 from moe_pack.formats import BF16, ModelSpec, PackLayout, RunError, dense_roles, part_format
 from moe_pack.formats import uniform_plan as plan_of
 from moe_pack.formats.families import model_spec
@@ -132,7 +132,7 @@ def test_more_memory_pulls_no_more_and_all_of_it_nothing() -> None:
     machine = machine_of_gpu(find_gpu("RTX 3090"), None, None)
     popularity, heat = popularity_of(made), heat_of(made)
     found = [
-        best_card_plan(made, target * GIB // 8, CONTEXT, 0, machine, popularity, heat)[1] for target in (9, 10, 80)
+        fastest_gpu_plan(made, target * GIB // 8, CONTEXT, 0, machine, popularity, heat)[1] for target in (9, 10, 80)
     ]
     rates = [one.tokens_per_second for one in found]
     assert rates == sorted(rates) and found[0].fetched_bytes > found[1].fetched_bytes > 0
@@ -146,7 +146,7 @@ def test_what_memory_cannot_hold_costs_the_drive() -> None:
     popularity, heat = popularity_of(made), heat_of(made)
     plan = divided(made, GIB * 5 // 4, CONTEXT, 1.0)
     waiting = [
-        predict_on_card(made, plan, machine_of_gpu(find_gpu("L4"), 16e9, ram_bytes), popularity, heat).seconds.waiting
+        estimate_on_gpu(made, plan, machine_of_gpu(find_gpu("L4"), 16e9, ram_bytes), popularity, heat).seconds.waiting
         for ram_bytes in (None, total, total // 2)
     ]
     assert waiting[0] == waiting[1] > 0
@@ -158,7 +158,7 @@ def test_without_a_selector_every_row_is_pulled_and_computed() -> None:
     made = pack_layout(spec, plan_of(spec, "none", part, part), ["BF16"] * len(dense_roles(spec)))
     machine, popularity, heat = machine_of_gpu(find_gpu("L4"), None, None), popularity_of(made), heat_of(made)
     plan = divided(made, GIB * 5 // 4, CONTEXT, 1.0)
-    few, all_rows = (predict_on_card(made, plan, machine, popularity, given) for given in (heat, np.ones_like(heat)))
+    few, all_rows = (estimate_on_gpu(made, plan, machine, popularity, given) for given in (heat, np.ones_like(heat)))
     assert few.fetched_bytes == all_rows.fetched_bytes > 0
     assert few.seconds == all_rows.seconds
 
@@ -170,7 +170,9 @@ def test_a_card_is_found_however_it_is_spelled() -> None:
 
 
 def test_a_card_that_is_not_known_names_those_that_are() -> None:
-    with pytest.raises(RunError, match=r"^--gpu: found 'Voodoo 2', expected one of RTX 3060 12G, .*, or measure$"):
+    with pytest.raises(
+        RunError, match=r"^--gpu: 'Voodoo 2' is not known; give one of RTX 3060 12G, .*, or measure for this"
+    ):
         find_gpu("Voodoo 2")
 
 

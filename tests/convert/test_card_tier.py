@@ -35,9 +35,9 @@ def tier(budget_bytes: int, ram_bytes: int | None = None) -> GpuTier:
 def test_the_least_runs_and_a_byte_less_does_not() -> None:
     made = layout()
     least = tier(1).least_bytes(made)
-    assert sum(share.num_bytes for share in tier(least).foretell(made, np.full(SHAPE, 0.5)).shares) == least
-    with pytest.raises(RunError, match=r"^--target-vram: .* the model needs at least "):
-        tier(least - 1).foretell(made, np.full(SHAPE, 0.5))
+    assert sum(share.num_bytes for share in tier(least).estimate(made, np.full(SHAPE, 0.5)).shares) == least
+    with pytest.raises(RunError, match=r"^--target-vram: .*, needed are at least "):
+        tier(least - 1).estimate(made, np.full(SHAPE, 0.5))
 
 
 def test_pulling_an_expert_takes_its_selector_and_running_rows_over_the_link() -> None:
@@ -61,13 +61,13 @@ def test_quick_foretellings_are_near_exact_ones(selector: Selector) -> None:
     """One share of pages is tried, not five, on fewer tokens: it may seem slower, and not much faster."""
     made, sparsity = layout(selector), np.full(SHAPE, 0.5)
     some = tier(tier(1).least_bytes(made) + 200 * MIB)
-    exact, rough = (some.foretell(made, sparsity, is_rough=quick).seconds for quick in (False, True))
+    exact, rough = (some.estimate(made, sparsity, is_rough=quick).seconds for quick in (False, True))
     assert 0.85 < rough / exact < 1.5
 
 
 def test_what_is_always_there_is_never_missed() -> None:
     made, sparsity = layout(), np.full(SHAPE, 0.5)
-    found: list[Any] = [tier(budget * MIB).foretell(made, sparsity) for budget in (1100, 1200, 1300, 4000)]
+    found: list[Any] = [tier(budget * MIB).estimate(made, sparsity) for budget in (1100, 1200, 1300, 4000)]
     misses = [float(one.misses.sum()) for one in found]
     assert misses == sorted(misses, reverse=True) and misses[0] > misses[-1] == 0
     assert found[-1].fetched_bytes == 0

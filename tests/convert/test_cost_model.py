@@ -16,9 +16,9 @@ from moe_pack.convert.plan.speed import (
     FetchCosts,
     Visits,
     dense_seconds,
+    estimate_on_cpu,
     expert_seconds,
-    fetched_from_drive,
-    predict,
+    fetched_from_disk,
     waited,
 )
 from moe_pack.formats import BF16, Pack, PackLayout, dense_roles, part_format
@@ -101,7 +101,7 @@ def test_running_rows_read_as_many_blocks_as_draws_of_them_at_the_first_visit_an
     expert, num_blocks = made.experts[0][0], made.experts[0][0].records_bytes // 4096
     running = np.full((4, 8), share)
     # A drive on which every read costs its bytes alone: rows pay, gaps do not.
-    fetching = fetched_from_drive(made, running, steady_disk(1e9), 1 << 20)
+    fetching = fetched_from_disk(made, running, steady_disk(1e9), 1 << 20)
     rng, row_bytes = np.random.default_rng(0), expert.records.row_bytes
     read = np.zeros(3)
     for _ in range(400):
@@ -120,7 +120,7 @@ def test_running_rows_read_as_many_blocks_as_draws_of_them_at_the_first_visit_an
 
 def test_what_all_runs_is_read_whole_and_once() -> None:
     made = layout()
-    fetching = fetched_from_drive(made, np.ones((4, 8)), steady_disk(1e9), 1 << 20)
+    fetching = fetched_from_disk(made, np.ones((4, 8)), steady_disk(1e9), 1 << 20)
     whole = -(-made.experts[0][0].num_bytes // 4096) * 4096
     assert set(fetching.num_bytes[0].ravel().tolist()) == {whole}
     assert not fetching.num_bytes[1:].any()
@@ -185,7 +185,7 @@ def test_bytes_of_a_token_are_those_that_the_engine_counted_on_the_same_routes(p
         plan = divide_budget(held.layout, budget, 160, 0)
         popularity = np.ones((4, 8))
         alike = Passes(run.routes, run.chunks, None, np.ones((4, 8), "<f4"))
-        found = predict(held.layout, plan, machine(), popularity, np.zeros((4, 8)), alike)
+        found = estimate_on_cpu(held.layout, plan, machine(), popularity, np.zeros((4, 8)), alike)
     assert 0 < found.hit_rate < 1
     assert found.fetched_bytes == pytest.approx(asked, rel=0.1)  # auto chooses by these routes, the run had none
 
@@ -196,7 +196,7 @@ def test_more_memory_is_never_slower_and_all_of_it_waits_for_nothing() -> None:
     rates = []
     for mebibytes in (9, 10, 11, 12, 1000):
         plan = divide_budget(made, mebibytes << 20, 64, 0)
-        found = predict(made, plan, machine(fixed, drive_rate=1e8), popularity, np.zeros((4, 8)))
+        found = estimate_on_cpu(made, plan, machine(fixed, drive_rate=1e8), popularity, np.zeros((4, 8)))
         rates.append(found.tokens_per_second)
     assert rates == sorted(rates) and rates[0] < rates[-1]
     assert (found.fetched_bytes, found.hit_rate, found.seconds.waiting) == (0, 1, 0)

@@ -37,7 +37,7 @@ def tier_of(budget: int, traffic: RoutingFacts = TRAFFIC) -> CpuTier:
 def test_shares_are_the_runtimes_own_and_come_to_the_budget(predictor_bytes: int) -> None:
     traffic = replace(TRAFFIC, predictor_bytes=predictor_bytes)
     for budget in (9 * MIB, 10 * MIB, 64 * MIB):
-        found = tier_of(budget, traffic).foretell(MADE, np.zeros((4, 8)), is_rough=True)
+        found = tier_of(budget, traffic).estimate(MADE, np.zeros((4, 8)), is_rough=True)
         shares = {share.name: share.num_bytes for share in found.shares}
         plan = divide_budget(MADE, budget, CONTEXT, predictor_bytes)
         assert sum(shares.values()) == budget
@@ -49,21 +49,21 @@ def test_shares_are_the_runtimes_own_and_come_to_the_budget(predictor_bytes: int
 def test_the_least_budget_is_divided_and_a_byte_less_is_not(predictor_bytes: int) -> None:
     traffic = replace(TRAFFIC, predictor_bytes=predictor_bytes)
     least = tier_of(1, traffic).least_bytes(MADE)
-    assert tier_of(least, traffic).foretell(MADE, np.zeros((4, 8)), is_rough=True).hit_rate < 0.5
-    with pytest.raises(RunError, match=r"^--target-vram: .* needs at least .* shorten the context with --context$"):
-        tier_of(least - 1, traffic).foretell(MADE, np.zeros((4, 8)), is_rough=True)
+    assert tier_of(least, traffic).estimate(MADE, np.zeros((4, 8)), is_rough=True).hit_rate < 0.5
+    with pytest.raises(RunError, match=r"^--target-vram: .* needed are at least .* shorter context with --context$"):
+        tier_of(least - 1, traffic).estimate(MADE, np.zeros((4, 8)), is_rough=True)
 
 
 def test_a_smaller_budget_is_as_one_that_was_given_smaller() -> None:
-    smaller = tier_of(10 * MIB).foretell(MADE, np.zeros((4, 8)), MIB, is_rough=True)
-    assert smaller.seconds == tier_of(9 * MIB).foretell(MADE, np.zeros((4, 8)), is_rough=True).seconds
+    smaller = tier_of(10 * MIB).estimate(MADE, np.zeros((4, 8)), MIB, is_rough=True)
+    assert smaller.seconds == tier_of(9 * MIB).estimate(MADE, np.zeros((4, 8)), is_rough=True).seconds
 
 
 def test_an_expert_is_missed_no_more_often_than_it_runs_and_never_where_all_fit() -> None:
-    found = tier_of(9 * MIB).foretell(MADE, np.zeros((4, 8)), is_rough=True)
+    found = tier_of(9 * MIB).estimate(MADE, np.zeros((4, 8)), is_rough=True)
     assert 0 < found.hit_rate < 1
     assert (found.misses > 0).all() and (found.misses < TRAFFIC.popularity).all()
-    assert not tier_of(64 * MIB).foretell(MADE, np.zeros((4, 8)), is_rough=True).misses.any()
+    assert not tier_of(64 * MIB).estimate(MADE, np.zeros((4, 8)), is_rough=True).misses.any()
 
 
 def test_running_an_expert_takes_its_selector_and_the_rows_that_run() -> None:
@@ -75,7 +75,7 @@ def test_running_an_expert_takes_its_selector_and_the_rows_that_run() -> None:
 
 def test_an_expert_is_fetched_whole_unless_its_running_rows_are_the_sooner_there() -> None:
     """A drive of 1 GB/s whatever the size, in whole blocks of 4 KiB."""
-    tier, drive = tier_of(MIB), assumed_cpu().drive
+    tier, drive = tier_of(MIB), assumed_cpu().disk
     whole = tier.fetch_seconds(EXPERT, 0.0)
     assert whole == pytest.approx(EXPERT.num_bytes / 1e9, rel=0.05)
     assert tier.fetch_seconds(EXPERT, 0.5) == whole  # rows of 160 bytes: half of them lie in every block

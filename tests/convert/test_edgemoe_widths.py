@@ -40,7 +40,9 @@ def test_all_experts_have_the_largest_width_when_it_fits() -> None:
 def test_bytes_that_not_even_the_smallest_width_keeps_are_refused() -> None:
     with pytest.raises(PlanError) as error:
         widths_for_bytes(IMPORTANCE, EXPERT_BYTES, 599)
-    assert str(error.value) == "--search edgemoe: experts take 600 bytes at 2 bits, expected at most 599; allow more"
+    assert str(error.value) == (
+        "--search edgemoe: at 2 bits the experts have 600 bytes, more than the limit of 599; allow more"
+    )
 
 
 def test_experts_of_equal_importance_are_taken_in_the_order_of_the_model() -> None:
@@ -82,7 +84,7 @@ def test_a_loss_that_holds_at_the_smallest_width_lowers_all_experts() -> None:
 def test_a_loss_that_nothing_holds_is_refused() -> None:
     with pytest.raises(PlanError) as error:
         widths_for_loss(IMPORTANCE, lambda widths: False)
-    assert str(error.value) == ("--search edgemoe: the loss is not held with all experts at 16 bits; allow more")
+    assert str(error.value) == ("--max-loss: --search edgemoe loses more even with all experts at 16 bits; allow more")
 
 
 def test_the_plan_stores_experts_with_one_absmax_scale_a_row() -> None:

@@ -30,7 +30,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_plan_for_a_card_is_refused(config: str) -> None:
     result = run("plan", config, "--target-vram", "11G", "--device", "cuda")
     assert result.exit_code == 1
-    assert "--device cuda: models with an encoder are not run on cards; plan with --device cpu" in result.stderr
+    assert "--device cuda: models with an encoder do not run on GPUs; give --device cpu" in result.stderr
 
 
 def test_edgemoe_plans_for_the_cpu(config: str, tmp_path: Path) -> None:

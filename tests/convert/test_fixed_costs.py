@@ -23,7 +23,7 @@ def test_tokens_layers_and_experts_cost_time_and_no_file_stays(tmp_path: Path, m
 
 def test_without_measured_experts_no_cpu_is_planned_for() -> None:
     facts = MachineFacts("2026-11-22", steady_disk(1e9), CpuFacts(2, None, None, None, (), (), None), None)
-    with pytest.raises(RunError, match=r"^doctor: how fast experts are computed was not measured; run moe-pack doctor"):
+    with pytest.raises(RunError, match=r"^doctor: the speed of experts was not measured; build the native kernels"):
         machine_of_cpu(facts)
 
 

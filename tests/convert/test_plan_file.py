@@ -113,12 +113,12 @@ REJECTED: dict[str, tuple[Change, str, Change]] = {
     ),
     "a number of no format": (
         lambda v: v["experts"][1].__setitem__(5, 2),
-        "experts: found format 2, expected 0 to 1",
+        "experts: found format 2, expected a number from 0 to 1",
         lambda v: v["experts"][1].__setitem__(5, 1),
     ),
     "a negative number": (
         lambda v: v["experts"][0].__setitem__(0, -1),
-        "experts: found format -1, expected 0 to 1",
+        "experts: found format -1, expected a number from 0 to 1",
         lambda v: v["experts"][0].__setitem__(0, 0),
     ),
     "a number that is none": (
@@ -158,7 +158,7 @@ REJECTED: dict[str, tuple[Change, str, Change]] = {
     ),
     "a dense matrix there is not": (
         lambda v: v["dense"][0].update(name="layers.9.attention.q"),
-        "dense: the model has no 'layers.9.attention.q'",
+        "dense: the model has no matrix 'layers.9.attention.q'",
         lambda v: v.update(dense=[{**v["dense"][0], "name": "layers.1.attention.q"}]),
     ),
     "a dense tensor that must not be quantized": (
@@ -168,22 +168,22 @@ REJECTED: dict[str, tuple[Change, str, Change]] = {
     ),
     "shares of too few layers": (
         lambda v: v["sparsity"].pop(),
-        "sparsity: expected 2 lists of 6 shares: layers and experts",
+        "sparsity: expected 2 lists of 6 shares, one list for each layer",
         lambda v: v.update(sparsity=[]),
     ),
     "shares of too many experts": (
         lambda v: v["sparsity"][0].append(0.5),
-        "sparsity: expected 2 lists of 6 shares: layers and experts",
+        "sparsity: expected 2 lists of 6 shares, one list for each layer",
         lambda v: v["sparsity"][0].__setitem__(5, 0.5),
     ),
     "a share of 1": (
         lambda v: v["sparsity"][0].__setitem__(0, 1),
-        "sparsity: expected shares from 0 up to, but not, 1",
+        "sparsity: expected shares of at least 0 and less than 1",
         lambda v: v["sparsity"][0].__setitem__(0, 0.999),
     ),
     "a share below 0": (
         lambda v: v["sparsity"][0].__setitem__(0, -0.01),
-        "sparsity: expected shares from 0 up to, but not, 1",
+        "sparsity: expected shares of at least 0 and less than 1",
         lambda v: v["sparsity"][0].__setitem__(0, 0),
     ),
     "a share that is text": (
@@ -193,12 +193,12 @@ REJECTED: dict[str, tuple[Change, str, Change]] = {
     ),
     "a negative threshold": (
         lambda v: v.update(theta=-0.1),
-        "theta: found -0.1, expected a threshold from 0 up",
+        "theta: found -0.1, expected at least 0 and less than 1e30",
         lambda v: v.update(theta=0),
     ),
     "a threshold beyond all": (
         lambda v: v.update(theta=1e30),
-        "theta: found 1e+30, expected a threshold from 0 up",
+        "theta: found 1e+30, expected at least 0 and less than 1e30",
         lambda v: v.update(theta=9e29),
     ),
 }
@@ -237,7 +237,7 @@ def test_a_dense_matrix_named_twice_is_refused(tmp_path: Path) -> None:
     path = changed(tmp_path, lambda v: v["dense"].append(v["dense"][0]))
     with pytest.raises(PlanError) as error:
         read_plan(path, GROUPED)
-    assert str(error.value) == f"{path}: dense: 'embed' stands there twice"
+    assert str(error.value) == f"{path}: dense: 'embed' is listed twice"
 
 
 def test_a_file_too_long_to_be_a_plan_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,4 +248,4 @@ def test_a_file_too_long_to_be_a_plan_is_not_read(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(plan_file, "MAX_PLAN_BYTES", size - 1)
     with pytest.raises(PlanError) as error:
         read_plan(path, GROUPED)
-    assert str(error.value) == f"{path}: {size:,} bytes, at most {size - 1:,}"
+    assert str(error.value) == f"{path}: found {size:,} bytes, a plan has at most {size - 1:,}"

@@ -15,7 +15,7 @@ from tiers import DENSE_RATE, FETCH_RATE, RUN_RATE, FixedTier
 from moe_pack.convert.plan import Decision, EstimatedPlan, Planner, PlanningModel
 from moe_pack.convert.plan.machines import assumed_cpu
 from moe_pack.convert.plan.planner import SEARCHES, SearchName
-from moe_pack.convert.plan.search import menu_of, price
+from moe_pack.convert.plan.search import costed_formats, price
 from moe_pack.convert.plan.tiers import CpuTier, MemoryTier, RoutingFacts, expert_choices
 from moe_pack.formats import (
     BF16,
@@ -70,7 +70,7 @@ def test_a_plan_keeps_loss_and_budget_and_fits_the_model() -> None:
                 if plan is not None:
                     assert plan_fault(plan.decision.plan, SPEC) is None
                     assert plan.loss == pytest.approx(MODEL.loss(plan.decision)) and plan.loss <= max_loss
-                    assert sum(share.num_bytes for share in plan.foretold.shares) <= budget
+                    assert sum(share.num_bytes for share in plan.speed.shares) <= budget
 
 
 def changed(decision: Decision, rng: np.random.Generator, others: list[Decision]) -> Decision:
@@ -116,12 +116,12 @@ def test_of_many_decisions_within_loss_and_budget_none_is_much_faster() -> None:
                 same = best.decision if best.decision.plan.selector == selector else None
                 for decision in [*others, *(changed(same or other, rng, others) for other in others * 2)]:
                     try:
-                        seconds = tier.foretell(MODEL.layout(decision.plan), decision.sparsity).seconds
+                        seconds = tier.estimate(MODEL.layout(decision.plan), decision.sparsity).seconds
                     except RunError:
                         continue
                     if MODEL.loss(decision) <= max_loss:
                         tried += 1
-                        assert seconds >= 0.99 * best.foretold.seconds
+                        assert seconds >= 0.99 * best.speed.seconds
             assert tried > 10
 
 
@@ -132,7 +132,7 @@ def test_more_memory_is_never_slower_by_more_than_a_turn_of_prices_misses(search
             less, more = planned(smaller, max_loss, search), planned(larger, max_loss, search)
             if less is not None:
                 assert more is not None
-                assert more.foretold.seconds <= 1.01 * less.foretold.seconds
+                assert more.speed.seconds <= 1.01 * less.speed.seconds
 
 
 @pytest.mark.parametrize("search", SEARCHES)
@@ -142,7 +142,7 @@ def test_more_loss_is_never_slower(search: SearchName) -> None:
             less, more = planned(budget, lesser, search), planned(budget, greater, search)
             if less is not None:
                 assert more is not None
-                assert more.foretold.seconds <= 1.01 * less.foretold.seconds
+                assert more.speed.seconds <= 1.01 * less.speed.seconds
 
 
 def least_bytes(max_loss: float) -> int:
@@ -182,12 +182,12 @@ def test_too_small_a_budget_is_told_the_least_that_would_do() -> None:
     smallest = part_format(2, 64, 8)
     any_loss = tier_of(1).least_bytes(MODEL.layout(uniform_plan(SPEC, "up", smallest, smallest, part_format(4, 64))))
     message = refusal(80_000, 0.01)
-    found = re.search("the least within this loss is ([0-9.]+) KiB", message)
+    found = re.search("a pack within this loss needs ([0-9.]+) KiB", message)
     assert found is not None
     assert float(found[1]) * 1024 == pytest.approx(least_bytes(0.01), rel=0.01)
     assert message == (
-        f"--target-vram: 78.1 KiB, the least within this loss is {found[1]} KiB, and {size_text(any_loss)} whatever it "
-        "loses; give more memory, a larger --max-loss, or a shorter --context"
+        f"--target-vram: 78.1 KiB is too small; a pack within this loss needs {found[1]} KiB, one of any loss "
+        f"{size_text(any_loss)}; give more memory, a larger --max-loss, or a shorter --context"
     )
 
 
@@ -196,7 +196,7 @@ def test_a_loss_that_nothing_keeps_is_refused() -> None:
     losses = replace(MODEL.losses, quantized=MODEL.losses.quantized + 1e-3)
     with pytest.raises(PlanError) as error:
         Planner(replace(MODEL, losses=losses), tier_of(600_000)).plan(0.01)
-    assert str(error.value) == "no plan loses less than 0.01 nats; allow more with --max-loss"
+    assert str(error.value) == "--max-loss: every plan loses more than 0.01 nats; allow more"
 
 
 def test_selector_kinds_may_be_restricted() -> None:
@@ -241,7 +241,7 @@ def test_the_knapsack_is_faster_than_what_papers_search() -> None:
     for max_loss in LIMITS:
         ours, uniform, edgemoe = (planned(220_000, max_loss, search) for search in ("knapsack", "uniform", "edgemoe"))
         assert ours is not None and uniform is not None and edgemoe is not None
-        assert ours.foretold.seconds < min(uniform.foretold.seconds, edgemoe.foretold.seconds)
+        assert ours.speed.seconds < min(uniform.speed.seconds, edgemoe.speed.seconds)
 
 
 def test_the_cpus_tier_is_planned_for_within_its_budget_and_the_faster_the_larger_it_is() -> None:
@@ -252,8 +252,8 @@ def test_the_cpus_tier_is_planned_for_within_its_budget_and_the_faster_the_large
         tier: MemoryTier = CpuTier(assumed_cpu(), traffic, least + more, 32)
         found = Planner(MODEL, tier).plan(0.05)
         assert found.loss <= 0.05
-        assert sum(share.num_bytes for share in found.foretold.shares) <= least + more
-        seconds.append(found.foretold.seconds)
+        assert sum(share.num_bytes for share in found.speed.shares) <= least + more
+        seconds.append(found.speed.seconds)
     # A turn of prices may miss a little, and draws of routes are few.
     assert all(after <= 1.02 * before for before, after in pairwise(seconds))
     assert seconds[-1] < seconds[0]
@@ -262,20 +262,20 @@ def test_the_cpus_tier_is_planned_for_within_its_budget_and_the_faster_the_large
 def test_memory_is_worth_what_a_little_less_of_it_costs() -> None:
     """At 220,000 bytes all experts of the plan at hand have room, at 120,000 they take turns."""
     plan = Decision(uniform_plan(SPEC, "up", part_format(4, 64), part_format(4, 64)), np.zeros((2, 8)))
-    menu = menu_of(tier_of(1), MODEL, "up")
+    menu = costed_formats(tier_of(1), MODEL, "up")
     for budget, has_room in ((600_000, True), (200_000, False)):
         tier = tier_of(budget)
-        last = Planner(MODEL, tier).foretold(plan)
+        last = Planner(MODEL, tier).estimate(plan)
         prices = price(tier, MODEL, menu, last)
-        smaller = tier.foretell(last.layout, plan.sparsity, budget // 20)
-        worth = (smaller.seconds - last.foretold.seconds) / (budget // 20)
+        smaller = tier.estimate(last.layout, plan.sparsity, budget // 20)
+        worth = (smaller.seconds - last.speed.seconds) / (budget // 20)
         assert (worth == 0) == has_room
-        assert prices.hold == pytest.approx(worth * min(1, budget / last.expert_bytes))
-        assert prices.misses.tolist() == last.foretold.misses.ravel().tolist()
+        assert prices.expert_byte == pytest.approx(worth * min(1, budget / last.expert_bytes))
+        assert prices.misses.tolist() == last.speed.misses.ravel().tolist()
 
 
 def test_a_choice_costs_what_running_and_fetching_its_bytes_takes() -> None:
-    menu = menu_of(tier_of(1), MODEL, "up")
+    menu = costed_formats(tier_of(1), MODEL, "up")
     choices = menu.choices
     assert menu.run.shape == (len(choices.formats), 5)
     for sparsity_idx, sparsity in enumerate(MODEL.losses.sparsities):
@@ -285,7 +285,7 @@ def test_a_choice_costs_what_running_and_fetching_its_bytes_takes() -> None:
 
 
 def test_of_the_embedding_one_row_is_read_and_all_of_the_head() -> None:
-    prices = price(tier_of(600_000), MODEL, menu_of(tier_of(1), MODEL, "up"), None)
+    prices = price(tier_of(600_000), MODEL, costed_formats(tier_of(1), MODEL, "up"), None)
     names = [role.name for role in dense_roles(SPEC)]
     assert prices.dense[names.index("embed"), 0] == pytest.approx(64 * 2 / DENSE_RATE)
     assert prices.dense[names.index("head"), 0] == pytest.approx(96 * 64 * 2 / DENSE_RATE)

@@ -149,23 +149,27 @@ def test_the_preset_edgemoe_allows_2_percent_of_perplexity() -> None:
 
 def test_a_sparsity_is_floes_alone() -> None:
     for name in ("corm", "fiddler", "edgemoe"):
-        assert refusal(name, MODEL, 0.8) == f"--sparsity: preset {name} sets what runs itself; leave it out"
-    assert refusal("floe", MODEL, 1.0) == "--sparsity: found 1.0, expected a share from 0 up to, but not, 1"
+        assert (
+            refusal(name, MODEL, 0.8)
+            == f"--sparsity does not apply to --preset {name}; remove it or give --preset floe"
+        )
+    assert refusal("floe", MODEL, 1.0) == "--sparsity: found 1.0, expected a share of at least 0 and less than 1"
 
 
 def test_rows_that_are_no_multiple_of_a_block_are_refused_but_in_16_bit() -> None:
     for name in ("floe", "corm", "edgemoe"):
         assert refusal(name, ODD_ROWS) == (
-            f"--preset {name}: rows of 96 values, expected a multiple of 64; use fiddler, which stores 16 bits"
+            f"--preset {name}: rows of 96 values, expected a multiple of 64; give --preset fiddler, which "
+            "stores 16 bits"
         )
-    with pytest.raises(PlanError, match=r"^--search edgemoe: rows of 96 values, expected a multiple of 64; use knap"):
+    with pytest.raises(PlanError, match=r"^--search edgemoe: rows of 96 values, expected a multiple of 64; give "):
         edgemoe_decision(ODD_ROWS, 0.1, "none")
     assert preset_decision("fiddler", ODD_ROWS).plan.experts
 
 
 def test_corm_needs_a_gate_and_the_others_do_not() -> None:
     assert refusal("corm", TWO_MATRICES) == (
-        "--preset corm: this model's experts have no gate matrix; use floe, fiddler or edgemoe"
+        "--preset corm: this model's experts have no gate matrix; give floe, fiddler or edgemoe"
     )
     for name in ("floe", "fiddler", "edgemoe"):
         decision = preset_decision(name, TWO_MATRICES)

@@ -32,7 +32,7 @@ def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def facts(link: LinkFacts | None = None) -> MachineFacts:
     """Of a machine whose drive and link alone were measured."""
-    return MachineFacts("2026-01-01", assumed_cpu().drive, CpuFacts(2, None, None, None, (), (), None), link)
+    return MachineFacts("2026-01-01", assumed_cpu().disk, CpuFacts(2, None, None, None, (), (), None), link)
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,12 @@ def test_options_that_would_do_nothing_are_usage_errors() -> None:
         (["--max-loss", "1%"], "--max-loss needs --target-vram; add --target-vram or remove --max-loss"),
         (
             ["--target-vram", "1G", "--device", "cpu", "--gpu", "L4"],
-            "--gpu: is of a card; leave it out with --device cpu",
+            "--gpu needs --device cuda; remove it or add --device cuda",
         ),
-        (["--target-vram", "1G", "--ram", "2G"], "--ram: is of a card; leave it out with --device cpu"),
+        (["--target-vram", "1G", "--ram", "2G"], "--ram needs --device cuda; remove it or add --device cuda"),
         (
             ["--target-vram", "1G", "--preset", "corm", "--search", "uniform"],
-            "--search: preset corm decides by itself; leave it out",
+            "--search does not apply to --preset corm; remove one of the two",
         ),
     ]
     for arguments, fault in cases:
@@ -121,7 +121,7 @@ def test_every_default_is_said_and_nothing_that_was_asked_for() -> None:
     assert defaults_text(CPU, SPEC, None) == [
         "--max-loss 1%: of perplexity",
         "--context 4096: tokens of key-value cache",
-        "the CPU: a CPU of 2 cores, assumed; moe-pack doctor measures this one",
+        "the CPU: a CPU of 2 cores, assumed; moe-pack doctor measures this machine",
     ]
     assert [line.split()[0] for line in defaults_text(CARD, SPEC, None)] == [
         "--max-loss",
@@ -137,7 +137,7 @@ def test_every_default_is_said_and_nothing_that_was_asked_for() -> None:
 def test_the_link_is_the_doctors_else_half_of_pcie_4_and_no_more_than_the_slot_has() -> None:
     measured = LinkFacts("a card", GIB, (SizedRate(1 << 20, 3.0 * GIB), SizedRate(1 << 24, 5.0 * GIB)))
     assert "--link 5.0G: bytes a second; as measured" in defaults_text(CARD, SPEC, facts(measured))
-    unknown = "bytes a second; no link was measured; moe-pack doctor measures it"
+    unknown = "bytes a second; the link was not measured; moe-pack doctor measures it"
     assert f"--link 14.9G: {unknown}" in defaults_text(replace(CARD, gpu="L4"), SPEC, None)
     assert f"--link 11.7G: {unknown}" in defaults_text(replace(CARD, gpu="RTX 4060 Ti 16G"), SPEC, None)
 
@@ -153,7 +153,7 @@ def test_without_a_card_the_smallest_with_room_is_assumed() -> None:
 def test_a_context_beyond_the_models_is_refused_and_its_longest_is_not() -> None:
     most = SPEC.max_position_embeddings
     assert context_of(replace(CPU, context_tokens=most), SPEC) == most
-    with pytest.raises(RunError, match=f"^--context: found {most + 1}, this model takes {most} tokens at most$"):
+    with pytest.raises(RunError, match=f"^--context: found {most + 1}, this model takes at most {most} tokens$"):
         context_of(replace(CPU, context_tokens=most + 1), SPEC)
 
 
@@ -162,9 +162,9 @@ def test_a_context_beyond_the_models_is_refused_and_its_longest_is_not() -> None
     [
         (
             replace(CARD, budget_bytes=13 * GIB, gpu="rtx3060 12g"),
-            "--target-vram: found 13.0 GiB, RTX 3060 12G has 12.0 GiB; ask for less, or name another card with --gpu",
+            "--target-vram: found 13.0 GiB, RTX 3060 12G has 12.0 GiB; give less, or another GPU with --gpu",
         ),
-        (replace(CARD, gpu="Voodoo 2"), "--gpu: found 'Voodoo 2', expected one of RTX 3060 12G, "),
+        (replace(CARD, gpu="Voodoo 2"), "--gpu: 'Voodoo 2' is not known; give one of RTX 3060 12G, "),
     ],
 )
 def test_a_card_that_cannot_be_is_refused(target: Target, fault: str) -> None:
@@ -181,6 +181,6 @@ def planned(target: Target, machine: MachineFacts | None = None) -> Any:
 @pytest.mark.parametrize("target", [replace(CPU, budget_bytes=GIB // 2), replace(CARD, budget_bytes=GIB)])
 def test_the_parts_of_a_plan_sum_to_the_target(target: Target) -> None:
     found = planned(target, facts())
-    assert sum(share.num_bytes for share in found.foretold.shares) == target.budget_bytes
-    assert min(share.num_bytes for share in found.foretold.shares) >= 0
-    assert found.loss <= 0.05 and np.isfinite(found.foretold.seconds)
+    assert sum(share.num_bytes for share in found.speed.shares) == target.budget_bytes
+    assert min(share.num_bytes for share in found.speed.shares) >= 0
+    assert found.loss <= 0.05 and np.isfinite(found.speed.seconds)

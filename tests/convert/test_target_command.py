@@ -61,7 +61,7 @@ def test_the_pack_keeps_to_the_loss_and_runs_in_the_budget(packed: tuple[Path, R
         assert pack.manifest.quantizer == "calibrated"  # the profile keeps inputs
         divide_budget(pack.layout, 16 << 20, 64, routing_bytes(out))
     assert not work_folder(out).exists()
-    assert "by default the CPU: a CPU of 2 cores, assumed; moe-pack doctor measures this one" in result.stderr
+    assert "by default the CPU: a CPU of 2 cores, assumed; moe-pack doctor measures this machine" in result.stderr
     assert f"run it: moe-run {out} --budget 16M" in result.stdout
 
 
@@ -116,8 +116,8 @@ def test_too_small_a_target_is_refused_before_anything_is_measured(source: Path,
     result = run("convert", str(source), "-o", str(tmp_path / "packed"), *options)
     assert result.exit_code == 1
     assert re.fullmatch(
-        r"moe-pack: --target-vram: 1\.0 MiB, this model runs in no less than \d\.\d MiB with a context of 64 tokens, "
-        r"whatever it loses; give more memory, or a shorter --context\n",
+        r"moe-pack: --target-vram: 1\.0 MiB is too small; with a context of 64 tokens this model needs \d\.\d MiB, "
+        r"whatever the loss; give more memory, or a shorter --context\n",
         result.stderr,
     )
     assert list(tmp_path.iterdir()) == []
@@ -129,11 +129,11 @@ def test_a_target_that_only_larger_losses_fit_says_what_would_have_to_give(
     least = run(
         "convert", str(source), "-o", str(tmp_path / "p"), "--target-vram", "1M", "--device", "cpu", "--context", "64"
     )
-    found = re.search(r"no less than (\d\.\d) MiB", least.stderr)
+    found = re.search(r"this model needs (\d\.\d) MiB", least.stderr)
     assert found is not None
     target = f"{float(found[1]) + 0.1:.1f}M"
     options = ["--profile", str(profile), "--target-vram", target, "--device", "cpu", "--context", "64"]
     result = run("convert", str(source), "-o", str(tmp_path / "packed"), *options, *TEXT, "--max-loss", "0.000001")
     assert result.exit_code == 1
     last = result.stderr.splitlines()[-1]
-    assert "the least within this loss is" in last and "whatever it loses" in last and "--max-loss" in last
+    assert "a pack within this loss needs" in last and "of any loss" in last and "--max-loss" in last

@@ -23,7 +23,7 @@ class FixedTier:
     losses: Losses
     budget_bytes: int
 
-    def foretell(
+    def estimate(
         self, layout: PackLayout, sparsity: NDArray[np.float64], less_bytes: int = 0, is_rough: bool = False
     ) -> SpeedEstimate:
         """By the formula."""
