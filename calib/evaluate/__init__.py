@@ -1,4 +1,4 @@
-"""Finished packs, measured."""
+"""Measures finished packs: loss against the source, tasks, thresholds, and the prices of further savings."""
 
 from moe_pack.calib.evaluate.evaluation import QUALITY_FILE, Quality, SourceQuality, check_source, evaluate
 from moe_pack.calib.evaluate.model_pass import RealizedSparsity

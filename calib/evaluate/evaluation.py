@@ -1,8 +1,8 @@
-"""How good a pack is on a text: perplexity, and against its source KL divergence, agreement and what perplexity grew.
+"""Evaluation of a pack on a text: its perplexity, and its KL divergence and agreement compared with its source.
 
-The pack runs as it is stored, layer by layer in bounded memory, so that packs larger than memory are judged; killed, it
-goes on after the last whole layer. Against a compact `Reference` of the source, or, over the whole vocabulary, against
-the source itself, which then runs beside it.
+The pack runs as it is stored, layer by layer in bounded memory, so that it may be larger than memory. A killed
+evaluation continues after its last complete layer. The source is either a compact `Reference` of its predictions, or
+the checkpoint itself, which then runs on the same text and is compared over the whole vocabulary.
 """
 
 import shutil
@@ -54,13 +54,13 @@ Sums = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class SourceQuality:
-    """A pack beside its source, KL in nats.
+    """A pack compared with its source; KL divergences in nats a token.
 
-    `source`: the checkpoint's digest.   `is_exact`: whether `kl` is over the whole vocabulary for every token; else its
-    tail is estimated from tokens drawn from it (`outcomes`).   `kl_bound`: over the `num_outcomes` likeliest tokens and
-    the tail as one more outcome, a lower bound.   `noise_floor`: KL between the source and itself where only rounding
-    differs: what is not above it means nothing.   `perplexity_increase`: relative, 0.01 for 1%.   `agreement`: share of
-    tokens with the same likeliest next token.   `source_tail`, `pack_tail`: mean mass outside those outcomes.
+    `source`: the checkpoint's digest.   `is_exact`: whether `kl` is over the whole vocabulary; otherwise its tail is
+    estimated from tokens drawn from the tail.   `kl_bound`: a lower bound, over the `num_outcomes` likeliest tokens and
+    the tail as one more outcome.   `noise_floor`: KL between two runs of the source that differ only by rounding;
+    smaller figures mean nothing.   `perplexity_increase`: relative, 0.01 for 1%.   `agreement`: the share of tokens
+    with the same likeliest next token.   `source_tail`, `pack_tail`: mean probability outside those outcomes.
     """
 
     source: str
@@ -78,10 +78,10 @@ class SourceQuality:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The sidecar `quality.json`: what was measured of a pack on a text; half-widths are of 95% intervals.
+    """The sidecar `quality.json`: the quality of a pack on a text; half-widths are of 95% intervals.
 
-    `num_tokens`: that were predicted.   `sparsity`: share of neurons that did not run; None if no token reached any.
-    `prices`: of more sparsity and of substitution, where they were asked for; `evaluate` does not measure them.
+    `num_tokens`: predicted tokens.   `sparsity`: the share of neurons that did not run; None if no token reached an
+    expert.   `prices`: of more sparsity and of substitution; `evaluate` does not measure them.
     """
 
     text: str
@@ -98,7 +98,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourceLosses:
-    """Sums over blocks beside the source, float64 [B] each: see `SourceQuality`. `nll`: of the source, in nats."""
+    """Sums over blocks for the figures of `SourceQuality`, float64 [B] each. `nll`: of the source, in nats."""
 
     source: str
     is_exact: bool
@@ -134,13 +134,13 @@ def evaluate(
     operations: Operations = TORCH,
     folder: Path | None = None,
 ) -> Quality:
-    """How good a pack is on a text; arguments and errors are those of `block_losses`. Writes no `quality.json`."""
+    """Evaluates a pack on a text without writing `quality.json`; arguments and errors as `block_losses`."""
     losses = block_losses(pack, tokens, progress, reference, device, operations, folder)
     return quality_of(pack, tokens, losses)
 
 
 def quality_of(pack: Pack, tokens: Tokens, losses: BlockLosses) -> Quality:
-    """The summary of a pack's losses on a text."""
+    """Summarizes a pack's losses on a text."""
     num_sequences, S = tokens.sequences.shape
     return Quality(
         tokens.name,
@@ -164,11 +164,11 @@ def block_losses(
     operations: Operations = TORCH,
     folder: Path | None = None,
 ) -> BlockLosses:
-    """A pack's losses on a text by blocks of tokens. Resumable by layer.
+    """Measures a pack's losses on a text by blocks of tokens. A killed call continues after the last complete layer.
 
-    Operations decode rows and multiply large dense matrices.
-    Args:    reference: what to compare with; a checkpoint is run beside the pack, and KL is over the whole vocabulary.
-             folder: to work in; in the pack's own if None. It is removed at the end.
+    Args:    reference: to compare with; a checkpoint runs on the same text, and KL is over the whole vocabulary.
+             operations: decode rows and multiply large dense matrices.   folder: for work files, removed at the end;
+             None takes one in the pack's folder.
     Raises:  PlanError if the reference is of another model or text; ConversionError if the folder is in use or cannot
              be written; RunError for sequences longer than the model's positions.
     """
@@ -182,12 +182,12 @@ def block_losses(
     try:
         packed = ModelPass(LayerwiseWeights(StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where)
         packed.run("predictions of the pack", progress)
-        beside: _Beside | None = None
+        comparison: _Comparison | None = None
         if isinstance(reference, Checkpoint):
-            beside = _Source(reference, tokens, store, progress, where)
+            comparison = _Source(reference, tokens, store, progress, where)
         elif reference is not None:
-            beside = _KeptReference(reference, where)
-        losses = _losses(packed, tokens, beside, source, progress)
+            comparison = _KeptReference(reference, where)
+        losses = _losses(packed, tokens, comparison, source, progress)
     finally:
         store.close()
     shutil.rmtree(work)
@@ -195,20 +195,20 @@ def block_losses(
 
 
 def check_source(pack: Pack, checkpoint: Checkpoint) -> str:
-    """The digest of the checkpoint that a pack was made from, which this must be.
+    """Returns the digest of the checkpoint, after checking that the pack was made from it.
 
-    Raises:  PlanError if it is another: its tensors or routers differ.
+    Raises:  PlanError if the pack was made from another checkpoint: its tensors or routers differ.
     """
     source = packed_source_digest(pack)
     if source_digest(checkpoint) != source:
-        raise PlanError(f"--against {checkpoint.folder}: is another checkpoint than the one packed in {pack.folder}")
+        raise PlanError(f"--against {checkpoint.folder}: {pack.folder} was made from another checkpoint; give that one")
     return source
 
 
 def _source_of(pack: Pack, tokens: Tokens, reference: Reference | Checkpoint | None) -> str:
-    """The digest of the source that a pack is compared with; none without one.
+    """Returns the digest of the source with which a pack is compared, or "" without one.
 
-    Raises:  PlanError if it is not the pack's.
+    Raises:  PlanError if it is not the pack's source.
     """
     if isinstance(reference, Checkpoint):
         return check_source(pack, reference)
@@ -219,20 +219,20 @@ def _source_of(pack: Pack, tokens: Tokens, reference: Reference | Checkpoint | N
     return source
 
 
-class _Beside(Protocol):
-    """What a pack is compared with."""
+class _Comparison(Protocol):
+    """The predictions with which a pack's are compared."""
 
     is_exact: bool
     num_outcomes: int
 
     def noise_floor(self) -> float:
-        """See `SourceQuality`."""
+        """Returns the KL divergence in nats that comes from rounding alone."""
         ...
 
     def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: Array) -> Tensor:
-        """Its losses and the pack's distances at some tokens of a sequence, float64 [6, n].
+        """Returns the source's losses and the pack's distances at some tokens of a sequence, float64 [6, n].
 
-        Args:    log_probs: the pack's predictions, float32 [n, V].
+        Args:    number: of the sequence.   log_probs: the pack's predictions, float32 [n, V].
         """
         ...
 
@@ -253,9 +253,9 @@ class _KeptReference:
     def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: Array) -> Tensor:
         expected = self._reference.outcomes(number, rows, self._device)
         nll = -torch.from_numpy(self._reference.next_log_probs[number, rows]).to(self._device)
-        found = distances(expected, log_probs)
+        measured = distances(expected, log_probs)
         agreeing = log_probs.argmax(dim=1) == expected.ids[:, 0]
-        return _stack(nll, found.estimate, found.bound, agreeing, expected.log_tail.double().exp(), found.tail)
+        return _stack(nll, measured.estimate, measured.bound, agreeing, expected.log_tail.double().exp(), measured.tail)
 
 
 class _Source:
@@ -277,39 +277,40 @@ class _Source:
     def compare(self, number: int, rows: slice, log_probs: Tensor, sequence: Array) -> Tensor:
         expected = self._pass.predictions(number, rows)
         outcomes = kept_outcomes(expected, seeded(number))
-        found = distances(outcomes, log_probs)
+        measured = distances(outcomes, log_probs)
         agreeing = log_probs.argmax(dim=1) == expected.argmax(dim=1)
         nll, kl = -next_log_probs(expected, sequence, rows), whole_divergence(expected, log_probs)
-        return _stack(nll, kl, found.bound, agreeing, outcomes.log_tail.double().exp(), found.tail)
+        return _stack(nll, kl, measured.bound, agreeing, outcomes.log_tail.double().exp(), measured.tail)
 
 
 def _stack(*losses: Tensor) -> Tensor:
-    """In the order of the sums of `SourceLosses`: float64 [6, n]."""
-    return torch.stack([held.double() for held in losses])
+    """Stacks losses in the order of the sums of `SourceLosses`: float64 [6, n]."""
+    return torch.stack([loss.double() for loss in losses])
 
 
 @torch.inference_mode()
-def _losses(packed: ModelPass, tokens: Tokens, beside: _Beside | None, source: str, progress: Progress) -> BlockLosses:
-    """The losses, once all layers are done."""
-    cost = packed.prediction_cost() * (2 if beside is not None and beside.is_exact else 1)
+def _losses(
+    packed: ModelPass, tokens: Tokens, comparison: _Comparison | None, source: str, progress: Progress
+) -> BlockLosses:
+    """Computes the losses after all layers are done."""
+    cost = packed.prediction_cost() * (2 if comparison is not None and comparison.is_exact else 1)
     progress.begin(cost.stage("predictions"))
     nll, compared = [], []
     for number, sequence in enumerate(packed.predicted):
         for rows in packed.pieces():
             log_probs = packed.predictions(number, rows)
             nll.append(-next_log_probs(log_probs, sequence, rows).double())
-            if beside is not None:
-                compared.append(beside.compare(number, rows, log_probs, sequence))
+            if comparison is not None:
+                compared.append(comparison.compare(number, rows, log_probs, sequence))
         progress.advance(cost.multiplications // len(tokens.sequences), f"sequence {number}")
     against = None
-    if beside is not None:
+    if comparison is not None:
         sums = [block_sums(losses.cpu().numpy()) for losses in torch.cat(compared, dim=1)]
-        against = SourceLosses(source, beside.is_exact, beside.num_outcomes, beside.noise_floor(), *sums)
+        against = SourceLosses(source, comparison.is_exact, comparison.num_outcomes, comparison.noise_floor(), *sums)
     progress.end()
-    found = torch.cat(nll).cpu().numpy()
-    return BlockLosses(
-        block_sums(np.ones(len(found))).astype(np.int64), block_sums(found), packed.sparsity().overall, against
-    )
+    likelihood_losses = torch.cat(nll).cpu().numpy()
+    num_tokens = block_sums(np.ones(len(likelihood_losses))).astype(np.int64)
+    return BlockLosses(num_tokens, block_sums(likelihood_losses), packed.sparsity().overall, against)
 
 
 def _source_quality(losses: BlockLosses, against: SourceLosses) -> SourceQuality:

@@ -1,8 +1,7 @@
-"""The sparsity that thresholds really give: neurons that did not run, over tokens, by layer and expert.
+"""A pass of a text through all layers of a pack or a checkpoint, as it is stored, and then its predictions.
 
-A text through all layers of a model, a pack or a checkpoint, as it is stored; then its predictions.
-
-Layer by layer in bounded memory, resumable after any layer; the neurons that did not run are counted on the way.
+The pass runs layer by layer in bounded memory and can continue after any layer. On the way it counts the neurons that
+did not run: the sparsity that the thresholds really give (`RealizedSparsity`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -40,9 +39,9 @@ from moe_pack.runtime.model import embed
 
 @dataclass(frozen=True, slots=True)
 class RealizedSparsity:
-    """The share of neurons that do not run, of all experts' tokens and by MoE layer and expert; None without tokens.
+    """The share of neurons that did not run, over all experts' tokens and by MoE layer and expert; None without tokens.
 
-    `tokens`: how many tokens each expert's share is taken over.
+    `tokens`: the number of tokens of each expert.
     """
 
     overall: float | None
@@ -51,7 +50,7 @@ class RealizedSparsity:
 
 
 def realized(counts: Iterable[tuple[Array, Array]], num_neurons: int) -> RealizedSparsity:
-    """The sparsity of neurons dropped, over tokens: int64 [E] each, for every MoE layer."""
+    """Returns the sparsity from each MoE layer's dropped neurons and tokens, int64 [E] each."""
     layers = [(dropped.tolist(), number.tolist()) for dropped, number in counts]
     total = sum(sum(number) for _, number in layers)
     return RealizedSparsity(
@@ -65,13 +64,13 @@ def realized(counts: Iterable[tuple[Array, Array]], num_neurons: int) -> Realize
 
 
 class ModelPass:
-    """The sequences of a text on their way through a model.
+    """A pass of a text's sequences through a model.
 
-    `predicted` int64 [N, n]: the tokens of each that are predicted, all but the first, from those before.
-    Args:    store: where it keeps what a killed pass goes on from.   name: of its files there.
-             with_twin: the first sequence goes through once more, its embedding changed in the last bit of each value:
-             what it then predicts otherwise is rounding alone. It is the sequence after all others. With an encoder,
-             the embeddings of both stacks are changed.
+    `predicted`: int64 [N, n], the sequences; every token but the first of each is predicted from those before it.
+    Args:    store: for the files from which a killed pass continues.   name: of these files.
+             with_twin: whether the first sequence runs once more as the last one, with the last bit of each embedding
+             value changed. Its predictions then differ only by rounding. With an encoder, the embeddings of both stacks
+             are changed.
     Raises:  RunError for sequences longer than the model's positions.
     """
 
@@ -106,7 +105,7 @@ class ModelPass:
 
     @torch.inference_mode()
     def run(self, stage: str, progress: Progress) -> None:
-        """Takes all sequences through the layers that are left."""
+        """Runs all sequences through the remaining layers."""
         states, spec = self._states, self._spec
         layers = range(states.next_layer, spec.num_hidden_layers)
         progress.begin(self._cost(layers).stage(stage))
@@ -116,25 +115,27 @@ class ModelPass:
             if layer in spec.moe_layers:
                 self._store.write(self._file(layer), self._layer(tokens, layer, progress))
             states.leave(layer, tokens)
-            del tokens  # or there would be two layers' while the next is entered
+            del tokens  # otherwise two layers' tokens are in memory while the next layer is entered
         progress.end()
 
     def sparsity(self) -> RealizedSparsity:
-        """The share of neurons that did not run, once all layers are done; of a twin's tokens too."""
-        found = [read_all_arrays(self._store.folder / self._file(layer)) for layer in self._spec.moe_layers]
-        return realized(((held["dropped"], held["tokens"]) for held in found), self._spec.expert.intermediate_size)
+        """Returns the share of neurons that did not run, with a twin's tokens, after all layers are done."""
+        layers = [read_all_arrays(self._store.folder / self._file(layer)) for layer in self._spec.moe_layers]
+        return realized(
+            ((counts["dropped"], counts["tokens"]) for counts in layers), self._spec.expert.intermediate_size
+        )
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[slice]:
-        """Tokens of a sequence, so many at once as predictions are made for; all that another follows, if not given."""
+        """Yields slices of a sequence for one call of `predictions` each; by default all tokens but the last."""
         return head_pieces(start, self.sequence_length - 1 if stop is None else stop, self._spec.vocab_size)
 
     @torch.inference_mode()
     def predictions(self, number: int, rows: slice) -> Tensor:
-        """Log-probabilities of the next token after some of a sequence's, float32 [n, V], once all layers are done."""
+        """Returns log-probabilities of the next token after some tokens, float32 [n, V], after all layers are done."""
         return log_probabilities(self._states.before(number)[rows], self._weights, self._device)
 
     def prediction_cost(self) -> Cost:
-        """What the predictions of all sequences cost."""
+        """Returns the cost of the predictions of all sequences."""
         num_tokens = self._states.num_sequences * (self.sequence_length - 1)
         return Trial(self._weights, self._states).predicted(num_tokens)
 
@@ -154,7 +155,7 @@ class ModelPass:
         return f"{self._name}-{layer:03d}.safetensors"
 
     def _layer(self, tokens: LayerTokens, layer: int, progress: Progress) -> dict[str, Array]:
-        """Runs a layer's routed experts: neurons dropped, and tokens, int64 [E] each."""
+        """Runs a layer's routed experts; returns dropped neurons and tokens, int64 [E] each."""
         layer_idx, one = self._spec.moe_layers.index(layer), expert_multiplications(self._spec)
         dropped, number = (np.zeros(self._spec.router.num_experts, np.int64) for _ in range(2))
         for expert in range(self._spec.router.num_experts):

@@ -1,16 +1,14 @@
-"""What leaving out more neurons would cost a finished pack: measured on it, in memory, nothing of it rewritten.
+"""The prices of two lossy choices for a finished pack: thresholds with more sparsity, and substitution of experts.
 
-Thresholds for each sparsity are found as `measure_thresholds` finds them; then another text goes through the pack with
-them, and through the pack of which all neurons run, whose predictions they are judged by.
+A price is measured on few tokens, compared with the same pack without the choice: it is the loss that the choice adds.
+The pack itself does not change.
 
-What `moe-run --substitute` costs a finished pack: a text decoded token by token, with room for some of the experts.
+Sparsity: thresholds for each sparsity are found as `measure_thresholds` finds them. Then another text runs through the
+pack with these thresholds, and through the pack with all neurons, whose predictions are the expected ones.
 
-Against the same pack without. Nothing is read ahead: what is foretold in time hangs on the drive, and with it what is
-in memory when a token comes; so figures are the same each time.
-
-What lossy choices that can be made of a finished pack cost it: thresholds of more sparsity, substitution of experts.
-
-Measured on few tokens, each against the same pack without: what a choice adds to what the pack has lost already.
+Substitution (`moe-run --substitute`): a text is decoded token by token, with memory for a part of the experts. Nothing
+is prefetched: which prefetched expert arrives in time depends on the disk, and without prefetch every run gives the
+same figures.
 """
 
 import shutil
@@ -46,9 +44,9 @@ from moe_pack.runtime.offload.budget import page_sizes
 
 @dataclass(frozen=True, slots=True)
 class SparsityPrice:
-    """What a pack loses at a sparsity against itself with all neurons running: KL in nats, perplexity relative.
+    """The loss of a pack at a sparsity, compared with the same pack with all neurons: KL in nats, perplexity relative.
 
-    `realized`: the share of neurons that did not run on the text judged on; None if no token reached an expert.
+    `realized`: the share of neurons that did not run on the judged text; None if no token reached an expert.
     """
 
     sparsity: float
@@ -66,9 +64,9 @@ def sparsity_prices(
     device: torch.device | None = None,
     operations: Operations = TORCH,
 ) -> tuple[SparsityPrice, ...]:
-    """The price of each of `SPARSITIES`. Resumable by layer.
+    """Measures the price of each of `SPARSITIES`. A killed call continues after the last complete layer.
 
-    Args:    tokens: to judge on.   calibration: to find thresholds on.   folder: to work in; the caller removes it.
+    Args:    tokens: to judge on.   calibration: to find thresholds on.   folder: for work files; the caller removes it.
     Raises:  ConversionError if the folder is in use or cannot be written; PackError if the pack is damaged.
     """
     where = device or torch.device("cpu")
@@ -99,35 +97,35 @@ class _Rethresholded(StreamedPackWeights):
         self._thresholds = thresholds
 
     def threshold(self, layer_idx: int, expert: int) -> float:
-        """The expert's threshold on `abs(a)`."""
+        """Returns the expert's threshold on `abs(a)`."""
         return float(self._thresholds[layer_idx, expert])
 
 
 @torch.inference_mode()
 def _judged(passes: list[ModelPass], tokens: Tokens, progress: Progress) -> tuple[SparsityPrice, ...]:
-    """The prices, once all layers are done; the first pass is the one that all others are judged by."""
+    """Returns the prices after all layers are done; the first pass has the expected predictions."""
     first, others = passes[0], passes[1:]
     cost = first.prediction_cost() * len(passes)
     progress.begin(cost.stage("predictions"))
-    found: list[list[Tensor]] = [[] for _ in others]  # float64 [2, n]: KL, and likelihood lost
+    losses: list[list[Tensor]] = [[] for _ in others]  # float64 [2, n]: KL, and likelihood lost
     for number, sequence in enumerate(first.predicted):
         for rows in first.pieces():
             expected = first.predictions(number, rows)
             likely = next_log_probs(expected, sequence, rows)
-            for held, other in zip(found, others, strict=True):
+            for row, other in zip(losses, others, strict=True):
                 log_probs = other.predictions(number, rows)
                 lost = likely - next_log_probs(log_probs, sequence, rows)
-                held.append(torch.stack([whole_divergence(expected, log_probs), lost.double()]))
+                row.append(torch.stack([whole_divergence(expected, log_probs), lost.double()]))
         progress.advance(cost.multiplications // len(tokens.sequences), f"sequence {number}")
     progress.end()
     return tuple(
-        SparsityPrice(sparsity, other.sparsity().overall, *estimates(torch.cat(held, dim=1)))
-        for sparsity, other, held in zip(SPARSITIES, others, found, strict=True)
+        SparsityPrice(sparsity, other.sparsity().overall, *estimates(torch.cat(row, dim=1)))
+        for sparsity, other, row in zip(SPARSITIES, others, losses, strict=True)
     )
 
 
 def estimates(losses: Tensor) -> tuple[Estimate, Estimate]:
-    """KL, and how much perplexity grows, from nats float64 [2, n]: each token's KL and the likelihood it loses."""
+    """Returns KL and the growth of perplexity, from each token's KL and loss of log-likelihood, float64 [2, n]."""
     kl, lost = (block_sums(row) for row in losses.cpu().numpy())
     number = block_sums(np.ones(losses.shape[1])).astype(np.int64)
     return mean(kl, number), exponential(mean(lost, number), less=1.0)
@@ -135,16 +133,16 @@ def estimates(losses: Tensor) -> tuple[Estimate, Estimate]:
 
 ALPHAS = (0.1, 0.3, 0.5)
 ROOM = 0.5  # of the experts
-POLICY: PolicyName = "importance"  # of the paper that substitution is from
-_SHARE_OF_MEMORY = 0.75  # of what is available, at most
-_COMPARED_TOKENS = 128  # at once: bounds what predictions take
+POLICY: PolicyName = "importance"  # of the paper that introduced substitution
+_SHARE_OF_MEMORY = 0.75  # the largest share of the available memory
+_COMPARED_TOKENS = 128  # at once: limits the memory for predictions
 
 
 @dataclass(frozen=True, slots=True)
 class SubstitutionPrice:
-    """What a pack loses with `--substitute alpha` against itself without: KL in nats, perplexity relative.
+    """The loss of a pack with `--substitute alpha`, compared with the same pack without it: KL in nats.
 
-    `replaced`: of the experts that routers chose.   `fetched`: of those run, that were not in memory.
+    `replaced`: the share of chosen experts that were replaced.   `fetched`: the share of run experts that were missing.
     """
 
     alpha: float
@@ -156,7 +154,7 @@ class SubstitutionPrice:
 
 @dataclass(frozen=True, slots=True)
 class Substitution:
-    """The prices, at one room and policy. `room`: share of all experts' memory.   `fetched`: without substitution."""
+    """The prices with one policy. `room`: the share of experts that fit in memory. `fetched`: without substitution."""
 
     policy: str
     room: float
@@ -165,10 +163,10 @@ class Substitution:
 
 
 def substitution(pack: Pack, tokens: Tokens, progress: Progress, folder: Path) -> Substitution:
-    """The price of each of `ALPHAS`, with room for half of the experts, or what the machine has. On the CPU.
+    """Measures the price of each of `ALPHAS` on the CPU, with memory for at most half of the experts.
 
-    Args:    folder: for the predictions without, as long as it takes: 4 bytes a token and word of the vocabulary.
-    Raises:  RunError if the machine has no memory for this; PackError if the pack is damaged.
+    Args:    folder: for the predictions without substitution: 4 bytes for each token and entry of the vocabulary.
+    Raises:  RunError if the machine has too little memory; PackError if the pack is damaged.
     """
     given = _given(pack, tokens)
     N, S = given.ids.shape  # sequences, their length
@@ -181,8 +179,8 @@ def substitution(pack: Pack, tokens: Tokens, progress: Progress, folder: Path) -
     with _same_threads():
         expected = np.memmap(path, np.float32, "w+", shape=(N, S - 1, pack.spec.vocab_size))
         with _engine(pack, budget, None, S) as engine:
-            for number, found in _decoded(engine, given, progress, "decoding"):
-                expected[number] = found.numpy()
+            for number, log_probs in _decoded(engine, given, progress, "decoding"):
+                expected[number] = log_probs.numpy()
             assert engine.plan is not None, "it has a budget"
             room = engine.plan.num_pages / int(expert_pages(pack.layout, engine.plan.page_bytes).sum())
             fetched, _ = _shares(engine)
@@ -200,8 +198,8 @@ def _price(
 ) -> SubstitutionPrice:
     losses = []
     with _engine(pack, budget, alpha, given.length) as engine:
-        for number, found in _decoded(engine, given, progress, f"decoding with --substitute {alpha:g}"):
-            losses.append(_losses(torch.from_numpy(expected[number]), found, given.ids[number].numpy()))
+        for number, log_probs in _decoded(engine, given, progress, f"decoding with --substitute {alpha:g}"):
+            losses.append(_losses(torch.from_numpy(expected[number]), log_probs, given.ids[number].numpy()))
         fetched, replaced = _shares(engine)
     return SubstitutionPrice(alpha, replaced, fetched, *estimates(torch.cat(losses, dim=1)))
 
@@ -213,76 +211,76 @@ def _engine(pack: Pack, budget: int, alpha: float | None, context_tokens: int) -
 
 
 def _shares(engine: Engine) -> tuple[float, float]:
-    """Of the experts run, those that were fetched, and those that took another's place."""
+    """Returns the shares of run experts that were fetched, and that replaced another one."""
     assert isinstance(engine.weights, OffloadedWeights), "it has a budget"
     counts = engine.weights.decode
     return 1 - counts.hits / counts.needed, counts.substituted / counts.needed
 
 
-def _losses(expected: Tensor, found: Tensor, sequence: Array) -> Tensor:
-    """Nats float64 [2, n] of a sequence's predictions float32 [n, V]: KL, and likelihood lost."""
+def _losses(expected: Tensor, log_probs: Tensor, sequence: Array) -> Tensor:
+    """Returns KL and loss of log-likelihood, float64 [2, n] in nats, of predictions float32 [n, V]."""
     pieces = []
-    for start in range(0, len(found), _COMPARED_TOKENS):
-        rows = slice(start, min(start + _COMPARED_TOKENS, len(found)))
-        one, other = expected[rows], found[rows]
-        lost = next_log_probs(one, sequence, rows) - next_log_probs(other, sequence, rows)
-        pieces.append(torch.stack([whole_divergence(one, other), lost.double()]))
+    for start in range(0, len(log_probs), _COMPARED_TOKENS):
+        rows = slice(start, min(start + _COMPARED_TOKENS, len(log_probs)))
+        some, other = expected[rows], log_probs[rows]
+        lost = next_log_probs(some, sequence, rows) - next_log_probs(other, sequence, rows)
+        pieces.append(torch.stack([whole_divergence(some, other), lost.double()]))
     return torch.cat(pieces, dim=1)
 
 
 def _decoded(engine: Engine, given: Sequences, progress: Progress, stage: str) -> Iterator[tuple[int, Tensor]]:
-    """Each sequence's number and the log-probabilities after all its tokens but the last, float32 [S - 1, V]."""
+    """Yields each sequence's number and the log-probabilities after all tokens but the last, float32 [S - 1, V]."""
     spec, (N, S) = engine.decoder.spec, given.ids.shape
     layers = sum(half_multiplications(spec, layer, S) for layer in range(spec.num_hidden_layers))
     experts = len(spec.moe_layers) * spec.router.num_experts_per_tok * expert_multiplications(spec)
     one = layers + experts + spec.vocab_size * spec.hidden_size
     progress.begin(Cost(one * N * (S - 1)).stage(stage))
     for number, stacks in enumerate(zip(*given.stacks, strict=True)):
-        found = torch.empty((S - 1, spec.vocab_size))
-        *text, ids = (held.tolist() for held in stacks)
+        log_probs = torch.empty((S - 1, spec.vocab_size))
+        *text, ids = (stack.tolist() for stack in stacks)
         for place, logits in enumerate(fed_singly(engine, ids[:-1], *text)):
-            found[place] = logits.log_softmax(dim=0)
+            log_probs[place] = logits.log_softmax(dim=0)
             progress.advance(one, f"sequence {number} token {place}")
-        yield number, found
+        yield number, log_probs
     progress.end()
 
 
 def fed_singly(engine: Engine, ids: list[int], text: list[int] | None = None) -> Iterator[Tensor]:
-    """The logits float32 [V] after each token, each fed alone, from an empty context.
+    """Yields the logits, float32 [V], after each token, fed one by one from an empty context.
 
-    Args:    text: what an encoder reads before, where there is one.
+    Args:    text: the encoder's input, if the model has an encoder.
     """
     engine.decoder.reset()
     if isinstance(engine.decoder, EncoderDecoder):
-        assert text is not None, "an encoder reads something"
+        assert text is not None, "an encoder needs text"
         engine.decoder.encode(text)
     for token in ids:
         yield engine.decoder.next_logits([token])
 
 
 def budget_with_room(pack: Pack, share: float, context_tokens: int) -> int:
-    """The least budget with room for this share of the pack's experts, each as large as the largest; for one at least.
+    """Returns the smallest budget for this share of the pack's experts, each as large as the largest, at least for one.
 
-    Not checked: whether the machine has so much.
+    It does not check whether the machine has so much memory.
     """
     page_bytes, head_bytes = page_sizes(pack.layout)
     pages, predictors = expert_pages(pack.layout, page_bytes), routing_bytes(pack.folder)
     wanted = int(pages.max()) * max(round(share * pages.size), 1)
     wanted = min(wanted, int(pages.sum()))
     least = pack.layout.dense_file.num_bytes + wanted * (page_bytes + head_bytes)
-    # From there in pages: with room for more, longer forward passes take of it.
+    # The search goes up page by page, because a larger budget also gives forward passes more workspace.
     while True:
         try:
             if divide_budget(pack.layout, least, context_tokens, predictors).num_pages >= wanted:
                 return least
         except RunError:
-            pass  # less than the rest of the model needs
+            pass  # less than the dense part needs
         least += page_bytes + head_bytes
 
 
 @contextmanager
 def _same_threads() -> Iterator[None]:
-    """Torch has as many threads afterwards as before: an engine leaves it those it wants itself."""
+    """Restores torch's number of threads, which an engine changes."""
     number = torch.get_num_threads()
     try:
         yield
@@ -297,7 +295,7 @@ _WORK_FOLDER = "prices.work"
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """On the first `num_tokens` predicted tokens of a text. `calibration`: the text that thresholds were found on."""
+    """The prices on the first `num_tokens` predicted tokens of a text. `calibration`: the text for the thresholds."""
 
     num_tokens: int
     calibration: str
@@ -313,12 +311,12 @@ def measure_prices(
     device: torch.device | None = None,
     operations: Operations = TORCH,
 ) -> Prices:
-    """The prices of a pack on the first `NUM_TOKENS` of a text, in whole sequences; nothing of it is changed.
+    """Measures the prices of a pack on the first `NUM_TOKENS` of a text, in whole sequences.
 
-    Killed, it goes on after the last whole layer; decoding begins again.
-    Args:    device: of sparsity; decoding is on the CPU.
-    Raises:  ConversionError if its folder cannot be written; RunError if there is no memory to decode in; PackError if
-             the pack is damaged.
+    A killed call continues after the last complete layer; decode begins again.
+    Args:    device: for sparsity; decode runs on the CPU.
+    Raises:  ConversionError if its folder cannot be written; RunError if there is too little memory for decode;
+             PackError if the pack is damaged.
     """
     judged, folder = first_tokens(tokens, NUM_TOKENS), pack.folder / _WORK_FOLDER
     facts = {"root": pack.manifest.root, "calibration": calibration.sha256, "text": judged.sha256}
@@ -334,6 +332,6 @@ def measure_prices(
 
 
 def first_tokens(tokens: Tokens, number: int) -> Tokens:
-    """The first sequences of a text with at least so many tokens, or all it has."""
+    """Returns the first sequences of a text with at least `number` tokens, or all sequences."""
     kept = tokens.sequences[: -(-number // tokens.sequences.shape[1])]
     return replace(tokens, sequences=kept, sha256=sha256(kept.astype("<i4").tobytes()).hexdigest())

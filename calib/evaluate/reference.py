@@ -1,23 +1,22 @@
-"""Means over tokens with their 95% half-widths, from sums over blocks of consecutive tokens.
+"""The compact reference: the part of a model's predictions on a text from which packs are judged without the model.
 
-Neighbouring tokens err together, blocks of 128 hardly: so the scatter of blocks, not that of tokens, tells how far a
-mean over another stretch of such text may be off.
+Confidence intervals. Means over tokens have 95% half-widths from sums over blocks of consecutive tokens. Neighbouring
+tokens have similar errors, blocks of 128 tokens hardly; therefore the scatter of blocks, not of tokens, says how much a
+mean over other text of this kind may differ.
 
-What is kept of a prediction over a large vocabulary, and how far another is from it: KL divergences in nats.
+KL divergences in nats, from the kept part of a prediction p over a large vocabulary to another prediction q:
 
     kept of p:  its K likeliest tokens with log p;  log of the tail's mass;  m tokens drawn from the tail, with log p
-    bound       KL over K + 1 outcomes, the tail as one: what is lumped together can only come closer
-    estimate    sum over the K likeliest of g(p, q)  +  tail mass of p * mean over tokens drawn of g(p, q) / p
+    bound       KL over K + 1 outcomes, with the tail as one; joined outcomes can only be closer
+    estimate    sum over the K likeliest of g(p, q)  +  tail mass of p * mean over drawn tokens of g(p, q) / p
                 g(p, q) = p log(p / q) - p + q,  whose sum over all tokens is KL; without a tail it is exact
 
-No term of g is negative, and it is of second order in the difference: so rounding of log-probabilities and of what
-they add up to hardly shows, and few tokens drawn tell the tail's share. Its mean over draws is the tail's true one.
+No term of g is negative, and g is of second order in the difference. Therefore rounding of log-probabilities and of
+their sums has little effect, and a few drawn tokens are enough for the tail. The estimate of the tail is unbiased.
 
-The compact reference: what is kept of a model's predictions on a text, so that packs of it can be judged without it.
-
-One file, `reference.safetensors`: of each prediction the `outcomes` that are kept, and the log-probability of the token
-that came; beside them the tokens, and the noise floor. Made layer by layer, so that the model need not fit memory;
-2.3 kB a token. Specified in docs/moe-pack.md.
+The file `reference.safetensors` has the kept `Outcomes` of each prediction, the log-probability of the token that
+followed, the tokens and the noise floor. It is made layer by layer, so that the model may be larger than memory, and
+takes 2.3 kB a token. docs/moe-pack.md specifies it.
 """
 
 import math
@@ -62,29 +61,31 @@ from moe_pack.runtime.model import CheckpointWeights
 
 BLOCK_TOKENS = 128
 _NORMAL = 1.959963984540054  # the 97.5% quantile of the normal distribution
-_MOST_LOG = 700.0  # of what exp() takes: a perplexity beyond is as good as infinite, which JSON has no number for
+_MOST_LOG = (
+    700.0  # the largest argument of exp(): beyond it, a perplexity is practically infinite, which JSON cannot say
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure and half the width of its 95% confidence interval; None where there are less than two blocks."""
+    """A figure and half the width of its 95% confidence interval; None if there are fewer than two blocks."""
 
     value: float
     half_width: float | None
 
     @property
     def upper(self) -> float | None:
-        """The upper end of the interval."""
+        """Returns the upper end of the interval."""
         return None if self.half_width is None else self.value + self.half_width
 
 
 def block_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Sums over blocks of `BLOCK_TOKENS` consecutive tokens, the last one perhaps shorter, of values float64 [T]."""
+    """Sums values, float64 [T], over blocks of `BLOCK_TOKENS` consecutive tokens; the last block may be shorter."""
     return np.add.reduceat(values, np.arange(0, len(values), BLOCK_TOKENS))
 
 
 def mean(sums: NDArray[np.float64], num_tokens: NDArray[np.int64]) -> Estimate:
-    """The mean over tokens from sums over B blocks: a ratio of two sums, its half-width by Student's t.
+    """Returns the mean over tokens from sums over B blocks: a ratio of two sums, with a half-width by Student's t.
 
     Meaning: m = sum s / sum n;  variance B / (B - 1) * sum (s - m n)^2 / (sum n)^2;  t of B - 1 degrees of freedom.
     """
@@ -97,7 +98,7 @@ def mean(sums: NDArray[np.float64], num_tokens: NDArray[np.int64]) -> Estimate:
 
 
 def exponential(estimate: Estimate, less: float = 0.0) -> Estimate:
-    """exp of an estimate, minus `less`; the half-width is the interval's upper half, which is the longer one."""
+    """Returns exp of an estimate, minus `less`; the half-width is the interval's upper half, which is longer."""
     value = math.exp(min(estimate.value, _MOST_LOG))
     if estimate.half_width is None:
         return Estimate(value - less, None)
@@ -106,13 +107,13 @@ def exponential(estimate: Estimate, less: float = 0.0) -> Estimate:
 
 
 def share(num_true: int, number: int) -> Estimate:
-    """The share of so many independent cases, with half the width of Wilson's interval, which is never nothing."""
+    """Returns the share of `number` independent cases, with half the width of Wilson's interval, which is never 0."""
     p, z2 = num_true / number, _NORMAL**2
     return Estimate(p, math.sqrt(z2 * p * (1 - p) / number + (z2 / (2 * number)) ** 2) / (1 + z2 / number))
 
 
 def student_t(degrees: int) -> float:
-    """The 97.5% quantile of Student's t, to 0.2%: exact for 1 and 2 degrees of freedom, else expanded in 1 / degrees.
+    """Returns the 97.5% quantile of Student's t to 0.2%: exact for 1 and 2 degrees, else expanded in 1 / degrees.
 
     Source: Abramowitz and Stegun 26.7.5.
     """
@@ -131,15 +132,16 @@ def student_t(degrees: int) -> float:
 
 NUM_OUTCOMES = 256  # likeliest tokens that are kept
 NUM_DRAWN = 32  # of the tail's tokens
-_ROWS_AT_ONCE = 32  # of a vocabulary's length: bounds what temporaries take
+_ROWS_AT_ONCE = 32  # each as long as the vocabulary: limits the memory for temporaries
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """What is kept of n predictions.
+    """The kept part of n predictions.
 
-    `ids` int64, `log_probs` float32 [n, K]: the likeliest tokens, falling.   `log_tail` float32 [n]: of the mass of all
-    others, -inf where there are none.   `drawn_ids` int64, `drawn_log_probs` float32 [n, m]: of those others.
+    `ids` int64, `log_probs` float32 [n, K]: the likeliest tokens, in descending order.   `log_tail` float32 [n]: of the
+    mass of all other tokens, -inf if there are none.   `drawn_ids` int64, `drawn_log_probs` float32 [n, m]: tokens
+    drawn from the others.
     """
 
     ids: Tensor
@@ -151,7 +153,7 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class Distances:
-    """How far predictions are from n others, float64 [n] each; `tail`: their own mass outside the K outcomes."""
+    """The KL divergences of n predictions, float64 [n] each. `tail`: their own mass outside the K outcomes."""
 
     bound: Tensor
     estimate: Tensor
@@ -159,19 +161,19 @@ class Distances:
 
 
 def num_kept(vocab_size: int) -> tuple[int, int]:
-    """K and m for a vocabulary."""
+    """Returns K and m for a vocabulary."""
     return (vocab_size, 0) if vocab_size <= NUM_OUTCOMES else (NUM_OUTCOMES, NUM_DRAWN)
 
 
 def kept_outcomes(log_probs: Tensor, generator: torch.Generator) -> Outcomes:
-    """What is kept of log-probabilities float32 [n, V]; `generator`, the CPU's, draws from the tail."""
+    """Returns the kept part of log-probabilities, float32 [n, V]; `generator`, on the CPU, draws from the tail."""
     pieces = [_kept(piece, generator) for piece in torch.split(log_probs, _ROWS_AT_ONCE)]
     names = ("ids", "log_probs", "log_tail", "drawn_ids", "drawn_log_probs")
     return Outcomes(*(torch.cat([getattr(piece, name) for piece in pieces]) for name in names))
 
 
 def distances(expected: Outcomes, log_probs: Tensor) -> Distances:
-    """How far log-probabilities float32 [n, V] are from the outcomes expected."""
+    """Returns the KL divergences of log-probabilities, float32 [n, V], from the expected outcomes."""
     tops, tails, bounds, drawn = [], [], [], []
     for start in range(0, len(log_probs), _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)
@@ -192,7 +194,7 @@ def distances(expected: Outcomes, log_probs: Tensor) -> Distances:
 
 
 def whole_divergence(expected: Tensor, found: Tensor) -> Tensor:
-    """The KL divergence of log-probabilities float32 [n, V] from those expected, over all tokens: float64 [n]."""
+    """Returns the KL divergence of log-probabilities, float32 [n, V], from the expected ones: float64 [n]."""
     pieces = zip(torch.split(expected, _ROWS_AT_ONCE), torch.split(found, _ROWS_AT_ONCE), strict=True)
     return torch.cat([_terms(one, other).sum(dim=1, dtype=torch.float64) for one, other in pieces])
 
@@ -203,7 +205,7 @@ def _kept(log_probs: Tensor, generator: torch.Generator) -> Outcomes:
     others = _without(log_probs, likeliest.indices)
     drawn_ids = likeliest.indices[:, :0]
     if drawn:
-        # softmax: a tail of little mass is no zeros
+        # softmax scales a tail of little mass up, so that it is not all zeros
         drawn_ids = torch.multinomial(others.softmax(dim=1).cpu(), drawn, replacement=True, generator=generator)
     drawn_ids = drawn_ids.to(log_probs.device)
     return Outcomes(
@@ -212,12 +214,12 @@ def _kept(log_probs: Tensor, generator: torch.Generator) -> Outcomes:
 
 
 def _without(log_probs: Tensor, ids: Tensor) -> Tensor:
-    """Log-probabilities with nothing left to these tokens."""
+    """Returns log-probabilities in which these tokens have probability 0."""
     return log_probs.scatter(1, ids, -torch.inf)
 
 
 def _terms(expected: Tensor, found: Tensor) -> Tensor:
-    """g(p, q) of log-probabilities; for close ones by log p - log q, where p and q would cancel."""
+    """Returns g(p, q) of log-probabilities; for close ones from log p - log q, because p and q would cancel."""
     ratio, p = expected - found, expected.exp()
     near = ratio.clamp(-1, 1)
     return torch.where(ratio.abs() < 1, p * (near + (-near).expm1()), p * ratio - p + found.exp())
@@ -228,8 +230,8 @@ FORMAT: Literal["moe-pack reference"] = "moe-pack reference"
 VERSION = 1
 _WORK_FOLDER = "reference.work"
 _MAX_FACTS_BYTES = 1 << 16
-_ROUNDING = 1e-3  # by which the log of a probability may be above 0
-# What is kept of a prediction, by the dtype it is stored in.
+_ROUNDING = 1e-3  # the most by which the log of a probability may be above 0
+# The arrays of a prediction, and the dtypes in the file.
 _KEPT = {
     "ids": "U32",
     "log_probs": "F32",
@@ -243,11 +245,12 @@ _NUMPY = {"U32": "<u4", "F32": "<f4"}
 
 @dataclass(frozen=True, slots=True)
 class ReferenceFacts:
-    """What a reference is of. `source`: the checkpoint's digest; `text_sha256`: of the tokens as little-endian int32.
+    """The model and the text of a reference.
 
-    `num_outcomes`, `num_drawn`: K and m of `Outcomes`.   `noise_floor`: mean KL in nats between the model and itself
-    where only the rounding of float32 differs: its first sequence once more, each value of the embedding one bit off.
-    `start_token`: of a model with an encoder, which reads half of each sequence (`Sequences`); null without one.
+    `source`: the checkpoint's digest.   `text_sha256`: of the tokens as little-endian int32.   `num_outcomes`,
+    `num_drawn`: K and m of `Outcomes`.   `noise_floor`: the mean KL in nats between two runs of the first sequence, one
+    with each embedding value changed by one bit.   `start_token`: of a model with an encoder, which reads half of each
+    sequence (`Sequences`); null without one.
     """
 
     format: Literal["moe-pack reference"]
@@ -265,9 +268,9 @@ class ReferenceFacts:
 
     @property
     def num_predicted(self) -> int:
-        """Predictions of a sequence: of every token but the first; with an encoder, of the half that it does not read.
+        """Returns the predictions of a sequence: of every token but the first.
 
-        See `Sequences.ids`.
+        With an encoder, only of the half of the sequence that the encoder does not read (`Sequences.ids`).
         """
         return (self.sequence_length if self.start_token is None else self.sequence_length // 2) - 1
 
@@ -277,7 +280,7 @@ class Reference:
     """A model's predictions on a text of N sequences of S tokens, p of each (`ReferenceFacts.num_predicted`).
 
     `sequences` u32 [N, S]; of each prediction, [N, p, ...]: `ids` u32, `log_probs` f32 [K], `log_tail` f32,
-    `drawn_ids` u32, `drawn_log_probs` f32 [m] as `Outcomes` has them; `next_log_probs` f32: of the token that came.
+    `drawn_ids` u32, `drawn_log_probs` f32 [m] as `Outcomes` has them; `next_log_probs` f32: of the token that followed.
     """
 
     facts: ReferenceFacts
@@ -290,15 +293,17 @@ class Reference:
     next_log_probs: Array
 
     def tokens(self) -> Tokens:
-        """The text it was made on."""
+        """Returns the reference's text."""
         return Tokens(self.facts.text, self.sequences.astype(np.int32), self.facts.text_sha256, ())
 
     def outcomes(self, number: int, rows: slice, device: torch.device) -> Outcomes:
-        """What is kept of some predictions of a sequence."""
-        ids, drawn_ids = (torch.from_numpy(held[number, rows].astype(np.int64)) for held in (self.ids, self.drawn_ids))
+        """Returns the outcomes of some predictions of a sequence."""
+        ids, drawn_ids = (
+            torch.from_numpy(array[number, rows].astype(np.int64)) for array in (self.ids, self.drawn_ids)
+        )
         log_probs, log_tail, drawn = (
-            torch.from_numpy(held[number, rows]).to(device)
-            for held in (self.log_probs, self.log_tail, self.drawn_log_probs)
+            torch.from_numpy(array[number, rows]).to(device)
+            for array in (self.log_probs, self.log_tail, self.drawn_log_probs)
         )
         return Outcomes(ids.to(device), log_probs, log_tail, drawn_ids.to(device), drawn)
 
@@ -311,22 +316,22 @@ def make_reference(
     device: torch.device | None = None,
     replaces: bool = False,
 ) -> Reference:
-    """The reference of a checkpoint's predictions on a text, kept in `folder`; read from there if it is there already.
+    """Makes the reference of a checkpoint's predictions on a text in `folder`, or reads it if it is there already.
 
-    A killed run goes on after the last whole layer.
-    Args:    replaces: a reference there of another model or text is replaced, not refused.
+    A killed call continues after the last complete layer.
+    Args:    replaces: whether a reference of another model or text is replaced, not refused.
     Raises:  ConversionError if the folder holds another reference, or cannot be written; CheckpointError for weights
              that are no numbers; RunError for sequences longer than the model's positions.
     """
     check_length(checkpoint.spec, tokens.sequences.shape[1])
     source = source_digest(checkpoint)
     if (folder / REFERENCE_FILE).exists():
-        found = read_reference(folder)
-        if (found.facts.source, found.facts.text_sha256) == (source, tokens.sha256):
-            return found
+        present = read_reference(folder)
+        if (present.facts.source, present.facts.text_sha256) == (source, tokens.sha256):
+            return present
         if not replaces:
             raise ConversionError(
-                f"{folder}: holds the reference of another model or text; give another folder, or remove it"
+                f"{folder}: this folder has a reference of another model or text; give another one, or remove it"
             )
     identity = sha256(canonical({"source": source, "text": tokens.sha256})).hexdigest()
     store = ProfileStore(folder / _WORK_FOLDER, identity, replaces_other=True)
@@ -335,53 +340,55 @@ def make_reference(
         weights = LayerwiseWeights(CheckpointWeights(checkpoint, where))
         source_pass = ModelPass(weights, tokens, store, "source", where, with_twin=True)
         source_pass.run("predictions of the source", progress)
-        made = _predicted(source_pass, tokens, _facts(tokens, source, checkpoint.spec), progress)
+        reference = _predicted(source_pass, tokens, _facts(tokens, source, checkpoint.spec), progress)
     finally:
         store.close()
-    write_tensor_sidecar(folder, REFERENCE_FILE, _stored(made), source)
+    write_tensor_sidecar(folder, REFERENCE_FILE, _stored(reference), source)
     shutil.rmtree(store.folder)
-    return made
+    return reference
 
 
 def check_reference(reference: Reference, tokens: Tokens, source: str, place: str) -> None:
     """Refuses a reference of another model or another text.
 
-    Args:    source: the digest of the checkpoint that the pack was made from.   place: what messages call it.
-    Raises:  PlanError.
+    Args:    source: the digest of the checkpoint that the pack was made from.   place: its name in messages.
+    Raises:  PlanError if the model or the text is another one.
     """
     if reference.facts.source != source:
-        raise PlanError(f"{place}: is the reference of another model; give one of the checkpoint that was packed")
+        raise PlanError(f"{place}: the reference is of another model; give one of the checkpoint that was packed")
     if reference.facts.text_sha256 != tokens.sha256:
-        raise PlanError(f"{place}: was made on other text ({reference.facts.text}); leave out the options for text")
+        raise PlanError(
+            f"{place}: the reference was made on other text ({reference.facts.text}); remove the options for text"
+        )
 
 
 @torch.inference_mode()
 def noise_floor(source_pass: ModelPass) -> float:
-    """The mean KL in nats of a pass's twin from its first sequence."""
+    """Returns the mean KL in nats of a pass's twin from its first sequence."""
     twin = source_pass.num_sequences
-    found = torch.cat(
+    kl = torch.cat(
         [
             whole_divergence(source_pass.predictions(0, rows), source_pass.predictions(twin, rows))
             for rows in source_pass.pieces()
         ]
     )
-    return max(float(found.mean()), 0.0)  # rounding may leave a sum of nearly nothing below 0
+    return max(float(kl.mean()), 0.0)  # rounding may make a tiny sum negative
 
 
 def next_log_probs(log_probs: Tensor, sequence: Array, rows: slice) -> Tensor:
-    """The log-probabilities float32 [n] of the tokens that came, from those of all, [n, V], after tokens `rows`."""
-    came = torch.from_numpy(sequence[rows.start + 1 : rows.stop + 1].astype(np.int64)).to(log_probs.device)
-    return log_probs.gather(1, came[:, None])[:, 0]
+    """Returns the log-probabilities, float32 [n], of the tokens that follow `rows`, from those of all, [n, V]."""
+    following = torch.from_numpy(sequence[rows.start + 1 : rows.stop + 1].astype(np.int64)).to(log_probs.device)
+    return log_probs.gather(1, following[:, None])[:, 0]
 
 
 def seeded(number: int) -> torch.Generator:
-    """What draws for a sequence, the same whenever it is done."""
+    """Returns the random generator of a sequence, which is the same in every run."""
     return torch.Generator().manual_seed(number)
 
 
 @torch.inference_mode()
 def _predicted(source_pass: ModelPass, tokens: Tokens, facts: ReferenceFacts, progress: Progress) -> Reference:
-    """The reference, once all layers are done."""
+    """Makes the reference after all layers are done."""
     cost = source_pass.prediction_cost()
     progress.begin(cost.stage("predictions"))
     kept: dict[str, list[Array]] = {name: [] for name in _KEPT}
@@ -390,10 +397,10 @@ def _predicted(source_pass: ModelPass, tokens: Tokens, facts: ReferenceFacts, pr
         for rows in source_pass.pieces():
             log_probs = source_pass.predictions(number, rows)
             outcomes = kept_outcomes(log_probs, generator)
-            came = next_log_probs(log_probs, source_pass.predicted[number], rows)
+            following = next_log_probs(log_probs, source_pass.predicted[number], rows)
             for name, dtype in _KEPT.items():
-                held: Tensor = came if name == "next_log_probs" else getattr(outcomes, name)
-                kept[name].append(held.cpu().numpy().astype(_NUMPY[dtype]))
+                values: Tensor = following if name == "next_log_probs" else getattr(outcomes, name)
+                kept[name].append(values.cpu().numpy().astype(_NUMPY[dtype]))
         progress.advance(cost.multiplications // facts.num_sequences, f"sequence {number}")
     predicted = (facts.num_sequences, facts.num_predicted)
     arrays = {name: np.concatenate(pieces).reshape(*predicted, *pieces[0].shape[1:]) for name, pieces in kept.items()}
@@ -403,7 +410,7 @@ def _predicted(source_pass: ModelPass, tokens: Tokens, facts: ReferenceFacts, pr
 
 
 def _facts(tokens: Tokens, source: str, spec: ModelSpec) -> ReferenceFacts:
-    """What is known of a reference before it is made."""
+    """Returns the facts of a reference before it is made."""
     (N, S), (K, m), V = tokens.sequences.shape, num_kept(spec.vocab_size), spec.vocab_size
     start_token = None if spec.encoder is None else spec.encoder.start_token
     return ReferenceFacts(FORMAT, VERSION, source, tokens.name, tokens.sha256, N, S, V, K, m, 0.0, start_token)
@@ -417,36 +424,36 @@ def _stored(reference: Reference) -> Iterator[tuple[str, str, Array]]:
 
 
 def read_reference(path: Path) -> Reference:
-    """A reference, checked whole.
+    """Reads a reference and checks all of it.
 
-    Args:    path: the file, or a folder that holds `reference.safetensors`.
+    Args:    path: the file, or a folder with `reference.safetensors`.
     Raises:  PackError if it is missing, damaged or foreign.
     """
     file = path / REFERENCE_FILE if path.is_dir() else path
     place = file.name
-    with TensorSidecar(file.parent, place) as held:
-        entry = held.entries.get("facts")
+    with TensorSidecar(file.parent, place) as sidecar:
+        entry = sidecar.entries.get("facts")
         if entry is None or entry.num_bytes > _MAX_FACTS_BYTES:
-            raise PackError(f"{place}: is no reference (of moe-pack eval --keep-reference); it has no facts")
-        values = parse(held.read("facts").tobytes(), f"{place}: facts", PackError)
+            raise PackError(f"{place}: the file is no reference of moe-pack eval --keep-reference; it has no facts")
+        values = parse(sidecar.read("facts").tobytes(), f"{place}: facts", PackError)
         if not isinstance(values, dict) or values.get("format") != FORMAT or values.get("version") != VERSION:
-            raise PackError(f"{place}: expected format {FORMAT!r}, version {VERSION}; make the reference anew")
+            raise PackError(f"{place}: expected format {FORMAT!r}, version {VERSION}; make the reference again")
         facts = load(ReferenceFacts, values, f"{place}: facts", PackError)
-        if held.root != facts.source:
-            raise PackError(f"{place}: root is not the source of its facts; make the reference anew")
+        if sidecar.root != facts.source:
+            raise PackError(f"{place}: root is not the source in its facts; make the reference again")
         _check_facts(facts, place)
-        arrays = {name: held.read(name) for name in held.entries if name != "facts"}
+        arrays = {name: sidecar.read(name) for name in sidecar.entries if name != "facts"}
     _check_arrays(arrays, facts, place)
     return Reference(facts, **arrays)
 
 
 def _check_facts(facts: ReferenceFacts, place: str) -> None:
     if min(facts.num_sequences, facts.vocab_size, facts.num_predicted) < 1 or facts.noise_floor < 0:
-        raise PackError(f"{place}: facts: found impossible counts; make the reference anew")
+        raise PackError(f"{place}: facts: found impossible counts; make the reference again")
     if (facts.num_outcomes, facts.num_drawn) != num_kept(facts.vocab_size):
         raise PackError(
             f"{place}: facts: found {facts.num_outcomes} outcomes and {facts.num_drawn} drawn, expected "
-            "{} and {}; make the reference anew".format(*num_kept(facts.vocab_size))
+            "{} and {}; make the reference again".format(*num_kept(facts.vocab_size))
         )
 
 
@@ -464,10 +471,12 @@ def _check_arrays(arrays: dict[str, Array], facts: ReferenceFacts, place: str) -
     check_arrays(arrays, wanted, place)
     for name in ("sequences", "ids", "drawn_ids"):
         if arrays[name].size and int(arrays[name].max()) >= facts.vocab_size:
-            raise PackError(f"{place}: tensor {name!r} has a token beyond the vocabulary; make the reference anew")
+            raise PackError(f"{place}: tensor {name!r} has a token beyond the vocabulary; make the reference again")
     for name in ("log_probs", "log_tail", "drawn_log_probs", "next_log_probs"):
         has_tail = facts.num_outcomes < facts.vocab_size or name != "log_tail"
         if has_tail and not (np.isfinite(arrays[name]).all() and (arrays[name] < _ROUNDING).all()):
-            raise PackError(f"{place}: tensor {name!r} has what is no log-probability; make the reference anew")
+            raise PackError(
+                f"{place}: tensor {name!r} has values that are not log-probabilities; make the reference again"
+            )
     if sha256(arrays["sequences"].astype("<i4").tobytes()).hexdigest() != facts.text_sha256:
-        raise PackError(f"{place}: the tokens are not those of its facts; make the reference anew")
+        raise PackError(f"{place}: the tokens do not match the digest in its facts; make the reference again")

@@ -1,8 +1,8 @@
-"""Multiple choice by log-likelihood: the choice that a model finds likeliest after the prompt is its answer.
+"""Multiple-choice tasks, judged by log-likelihood: a model's answer is the choice that is likeliest after the prompt.
 
-One JSON object a line: `{"prompt": "...", "choices": ["...", "..."], "answer": 0}`. The tokens of a choice are those of
-prompt and choice together that come after the prompt's own; blanks that end a prompt count as the choice's, because
-that is how words are cut into tokens. The same rule as EleutherAI's lm-evaluation-harness.
+A file of tasks has one JSON object a line: `{"prompt": "...", "choices": ["...", "..."], "answer": 0}`. Prompt and
+choice are encoded together; the choice's tokens are those after the prompt's own. Blanks at the end of a prompt belong
+to the choice, because tokenizers join them with the next word. EleutherAI's lm-evaluation-harness has the same rule.
 """
 
 import shutil
@@ -37,7 +37,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A choice's tokens: from `start`, after the prompt's, up to `stop` of its sequence. `num_bytes`: of UTF-8."""
+    """The place of a choice's tokens in its sequence: from `start` up to `stop`. `num_bytes`: of its UTF-8."""
 
     task_idx: int
     start: int
@@ -47,7 +47,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class TaskTokens:
-    """All choices of a file of tasks, a sequence of `tokens` each, filled up to the longest behind their ends."""
+    """All choices of a file of tasks: each is a sequence of `tokens`, padded at its end to the longest one."""
 
     answers: tuple[int, ...]
     choices: tuple[Choice, ...]
@@ -56,9 +56,9 @@ class TaskTokens:
 
 @dataclass(frozen=True, slots=True)
 class TaskScore:
-    """The share of tasks answered rightly, with the half-widths of 95% intervals (Wilson's).
+    """The share of correct answers, with the half-widths of Wilson's 95% intervals.
 
-    `accuracy`: by the choices' log-likelihood.   `normalized_accuracy`: by log-likelihood over bytes.
+    `accuracy`: by the choices' log-likelihood.   `normalized_accuracy`: by log-likelihood for each byte.
     """
 
     num_tasks: int
@@ -67,13 +67,13 @@ class TaskScore:
 
 
 def read_tasks(path: Path, text: Text, max_tokens: int) -> TaskTokens:
-    """The tasks of a file.
+    """Reads the tasks of a file.
 
     Args:    max_tokens: of prompt and choice together: the model's positions.
-    Raises:  RunError naming the first line that is wrong, or if there is none.
+    Raises:  RunError for the first wrong line, or if the file has no task.
     """
     place = f"--tasks {path}"
-    held: list[tuple[Choice, list[int]]] = []
+    choices: list[tuple[Choice, list[int]]] = []
     answers: list[int] = []
     for number, raw in _lines(path, place):
         line = f"{place}: line {number}"
@@ -83,29 +83,31 @@ def read_tasks(path: Path, text: Text, max_tokens: int) -> TaskTokens:
                 f"{line}: found {len(task.choices)} choices and answer {task.answer}, expected two or more choices and "
                 "the number of one of them, from 0"
             )
-        held += [_encoded(task, choice, len(answers), text, line) for choice in task.choices]
+        choices += [_encoded(task, choice, len(answers), text, line) for choice in task.choices]
         answers.append(task.answer)
-        longest = max(len(ids) for _, ids in held[-len(task.choices) :])
+        longest = max(len(ids) for _, ids in choices[-len(task.choices) :])
         if longest > max_tokens:
-            raise RunError(f"{line}: prompt and choice are {longest:,} tokens, the model has {max_tokens:,} positions")
+            raise RunError(
+                f"{line}: prompt and choice have {longest:,} tokens, this model takes at most {max_tokens:,}"
+            )
     if not answers:
         raise RunError(f"{place}: found no task; give one JSON object a line")
-    sequences = np.zeros((len(held), max(len(ids) for _, ids in held)), np.int32)
-    for row, (_, ids) in zip(sequences, held, strict=True):
+    sequences = np.zeros((len(choices), max(len(ids) for _, ids in choices)), np.int32)
+    for row, (_, ids) in zip(sequences, choices, strict=True):
         row[: len(ids)] = ids
     digest = sha256(sequences.astype("<i4").tobytes()).hexdigest()
-    return TaskTokens(tuple(answers), tuple(choice for choice, _ in held), Tokens(str(path), sequences, digest, ()))
+    return TaskTokens(tuple(answers), tuple(choice for choice, _ in choices), Tokens(str(path), sequences, digest, ()))
 
 
 def check_continues(spec: ModelSpec) -> None:
     """Refuses models that do not continue a prompt.
 
-    Raises:  RunError.
+    Raises:  RunError for models with an encoder.
     """
     if spec.encoder is not None:
         raise RunError(
-            "--tasks: choices are judged as continuations of a prompt, which a model with an encoder does not make; "
-            "leave it out"
+            "--tasks: a model with an encoder does not continue a prompt, so that its choices cannot be judged; "
+            "remove --tasks"
         )
 
 
@@ -117,9 +119,10 @@ def task_score(
     device: torch.device | None = None,
     operations: Operations = TORCH,
 ) -> TaskScore:
-    """How many tasks a model answers rightly. Layer by layer in bounded memory; killed, it goes on in `folder`.
+    """Measures how many tasks a model answers correctly, layer by layer in bounded memory.
 
-    Args:    folder: to work in; it is removed at the end.   operations: for a pack, on the CPU.
+    A killed call continues after the last complete layer.
+    Args:    folder: for work files, removed at the end.   operations: for a pack, on the CPU.
     Raises:  ConversionError if the folder is in use or cannot be written; RunError for a model with an encoder.
     """
     check_continues(model.spec)
@@ -144,7 +147,7 @@ def task_score(
 
 
 def score(tasks: TaskTokens, log_likelihoods: list[float]) -> TaskScore:
-    """How many tasks are answered rightly by these log-likelihoods, one a choice; of equal ones the first counts."""
+    """Scores the log-likelihoods of all choices; of equally likely choices the first is the answer."""
     normalized = [value / choice.num_bytes for value, choice in zip(log_likelihoods, tasks.choices, strict=True)]
     number = len(tasks.answers)
     return TaskScore(number, *(share(_num_right(tasks, values), number) for values in (log_likelihoods, normalized)))
@@ -154,7 +157,7 @@ def _num_right(tasks: TaskTokens, values: list[float]) -> int:
     by_task: list[list[float]] = [[] for _ in tasks.answers]
     for choice, value in zip(tasks.choices, values, strict=True):
         by_task[choice.task_idx].append(value)
-    return sum(held.index(max(held)) == answer for held, answer in zip(by_task, tasks.answers, strict=True))
+    return sum(row.index(max(row)) == answer for row, answer in zip(by_task, tasks.answers, strict=True))
 
 
 @torch.inference_mode()
@@ -164,8 +167,8 @@ def _log_likelihoods(model_pass: ModelPass, tasks: TaskTokens, progress: Progres
     for number, choice in enumerate(tasks.choices):
         total = 0.0
         for rows in model_pass.pieces(choice.start - 1, choice.stop - 1):
-            found = next_log_probs(model_pass.predictions(number, rows), tasks.tokens.sequences[number], rows)
-            total += float(found.double().sum())
+            log_probs = next_log_probs(model_pass.predictions(number, rows), tasks.tokens.sequences[number], rows)
+            total += float(log_probs.double().sum())
         sums.append(total)
         progress.advance(1, f"choice {number}")
     progress.end()
@@ -173,16 +176,16 @@ def _log_likelihoods(model_pass: ModelPass, tasks: TaskTokens, progress: Progres
 
 
 def _lines(path: Path, place: str) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, with their numbers from 1."""
+    """Yields the lines that are not empty, with their numbers, from 1."""
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(iter(lambda: file.readline(_MAX_LINE_BYTES), b""), start=1):
                 if len(raw) == _MAX_LINE_BYTES:
-                    raise RunError(f"{place}: line {number}: is longer than {_MAX_LINE_BYTES:,} bytes")
+                    raise RunError(f"{place}: line {number} is longer than {_MAX_LINE_BYTES:,} bytes")
                 if raw.strip():
                     yield number, raw.strip()
     except OSError as fault:
-        raise RunError(f"{place}: cannot be read ({fault.strerror})") from fault
+        raise RunError(f"{place}: the file cannot be read ({fault.strerror})") from fault
 
 
 def _encoded(task: Task, choice: str, task_idx: int, text: Text, place: str) -> tuple[Choice, list[int]]:
@@ -192,12 +195,12 @@ def _encoded(task: Task, choice: str, task_idx: int, text: Text, place: str) -> 
     except UnicodeEncodeError as fault:
         raise RunError(f"{place}: found half a character (a lone surrogate), expected text") from fault
     ids, everything = text.encode(whole, special_tokens=False), text.encode(whole)
-    # What the tokenizer puts before a text goes before the prompt; what it may put behind one is left out.
+    # Special tokens that the tokenizer puts before a text stand before the prompt; those after a text are left out.
     before = next((i for i in range(len(everything)) if everything[i : i + len(ids)] == ids), 0)
     start = before + len(text.encode(prompt, special_tokens=False))
     ids = [*everything[:before], *ids]
     if start < 1:
-        raise RunError(f"{place}: prompt: the tokenizer makes no token of {task.prompt!r}; give some text")
+        raise RunError(f"{place}: prompt: the tokenizer makes no token of {task.prompt!r}; give a longer prompt")
     if start >= len(ids) or not choice:
         raise RunError(f"{place}: choices: the tokenizer makes no token of {choice[:60]!r} after the prompt")
     return Choice(task_idx, start, len(ids), num_bytes), ids

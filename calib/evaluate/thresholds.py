@@ -1,7 +1,7 @@
-"""Thresholds measured on a pack itself, layer by layer, every earlier layer as stored and with its new thresholds.
+"""Thresholds measured on a pack itself, layer by layer; earlier layers run as stored, with their new thresholds.
 
-Of each layer first the distribution of abs(a) over an expert's tokens, then its outputs with the threshold taken from
-it. The last fifth of the text is not looked at for thresholds: it tells what sparsity they give on text unseen.
+In each layer, first the distribution of abs(a) over an expert's tokens gives the threshold, then the expert's outputs
+are computed with it. The last fifth of the text is held out: it shows which sparsity the thresholds give on other text.
 """
 
 import shutil
@@ -48,10 +48,10 @@ _WORK_FOLDER = "thresholds.work"
 
 @dataclass(frozen=True, slots=True)
 class ThresholdRule:
-    """How thresholds are found, by one of three.
+    """The rule by which thresholds are found; exactly one of the three is given.
 
-    `sparsity`: each expert's quantile of abs(a) there (FloE Eq. 6).   `theta`: one for all (CORM).   `planned`: a
-    sparsity for each expert, by MoE layer.
+    `sparsity`: each expert's quantile of abs(a) at this share (FloE Eq. 6).   `theta`: one threshold for all experts
+    (CORM).   `planned`: a sparsity for each expert, by MoE layer.
     """
 
     sparsity: float | None = None
@@ -59,27 +59,27 @@ class ThresholdRule:
     planned: tuple[tuple[float, ...], ...] | None = None
 
     def fault(self) -> str | None:
-        """What is wrong with it, or None."""
+        """Returns what is wrong with the rule, or None."""
         if (self.sparsity, self.theta, self.planned).count(None) != 2:
-            return "--sparsity/--theta: give one of the two"
+            return "--sparsity, --theta: give exactly one of the two"
         if self.sparsity is not None and not 0 <= self.sparsity < 1:
-            return f"--sparsity: found {self.sparsity}, expected a share from 0 up to, but not, 1"
+            return f"--sparsity: found {self.sparsity}, expected a share of at least 0 and less than 1"
         if self.theta is not None and not 0 <= self.theta < 1e30:
-            return f"--theta: found {self.theta}, expected a threshold from 0 up"
+            return f"--theta: found {self.theta}, expected at least 0 and less than 1e30"
         wrong = next((s for layer in self.planned or () for s in layer if not 0 <= s < 1), None)
-        return None if wrong is None else f"planned sparsity: found {wrong}, expected a share from 0 up to, but not, 1"
+        return None if wrong is None else f"planned sparsity: found {wrong}, expected at least 0 and less than 1"
 
     def sparsities(self, layer_idx: int, num_experts: int) -> tuple[float, ...]:
-        """What each of a layer's experts shall leave out; not for `theta`."""
-        assert self.theta is None, "one threshold for all leaves out what it does"
+        """Returns the sparsity of each of a layer's experts; only without `theta`."""
+        assert self.theta is None, "with one threshold for all, no sparsity is given"
         return (self.sparsity or 0.0,) * num_experts if self.planned is None else self.planned[layer_idx]
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredThresholds:
-    """The sidecar `thresholds.json`: the rule, the text, and the sparsity that came of it.
+    """The sidecar `thresholds.json`: the rule, the text, and the sparsity that the thresholds give.
 
-    `learned`: on the tokens that thresholds were taken from; `held_out`: on those that they were not.
+    `learned`: on the tokens from which thresholds were taken.   `held_out`: on the others.
     """
 
     rule: ThresholdRule
@@ -100,10 +100,11 @@ def measure_thresholds(
     device: torch.device | None = None,
     operations: Operations = TORCH,
 ) -> MeasuredThresholds:
-    """Measures the thresholds of a pack, and rewrites them in place; no expert is touched. Resumable by layer.
+    """Measures the thresholds of a pack and rewrites them in place; experts do not change.
 
-    Operations decode rows and multiply large dense matrices.
-    The open pack keeps its old thresholds: open it anew. Measured before for the same rule and text, nothing is done.
+    A killed call continues after the last complete layer. If the pack has thresholds by the same rule and text, nothing
+    is measured. The open pack keeps its old thresholds; open it again to see the new ones.
+    Args:    operations: decode rows and multiply large dense matrices.
     Raises:  PlanError for an impossible rule; ConversionError if the folder is in use or cannot be written.
     """
     fault = rule.fault()
@@ -115,8 +116,8 @@ def measure_thresholds(
     if known is not None and (known.rule, known.text_sha256) == (rule, tokens.sha256):
         return known
     folder = pack.folder / _WORK_FOLDER
-    found, measured = _measured(pack, tokens, rule, progress, folder, device, operations)
-    root = rewrite_thresholds(pack.folder, found)
+    thresholds, measured = _measured(pack, tokens, rule, progress, folder, device, operations)
+    root = rewrite_thresholds(pack.folder, thresholds)
     write_sidecar(pack.folder, SIDECAR, measured, root)
     shutil.rmtree(folder)
     return measured
@@ -131,9 +132,10 @@ def find_thresholds(
     device: torch.device | None = None,
     operations: Operations = TORCH,
 ) -> NDArray[np.float32]:
-    """The thresholds [L, E] that `measure_thresholds` would give a pack, which keeps its own. Resumable by layer.
+    """Returns the thresholds [L, E] that `measure_thresholds` would give a pack, without changing the pack.
 
-    Args:    folder: to work in; the caller removes it.
+    A killed call continues after the last complete layer.
+    Args:    folder: for work files; the caller removes it.
     """
     return _measured(pack, tokens, rule, progress, folder, device, operations)[0]
 
@@ -147,15 +149,15 @@ def _measured(
     device: torch.device | None,
     operations: Operations,
 ) -> tuple[NDArray[np.float32], MeasuredThresholds]:
-    """Thresholds [L, E], and what they give."""
+    """Returns thresholds [L, E] and the sparsity that they give."""
     facts = {"conversion": pack.manifest.conversion, "rule": dump(rule), "text": tokens.sha256}
     store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), replaces_other=True)
     try:
         run = _Run(pack, tokens, rule, store, progress, device or torch.device("cpu"), operations)
-        found = run.measure()
+        layers = run.measure()
     finally:
         store.close()
-    return np.stack([layer["thresholds"] for layer in found]), run.summary(found)
+    return np.stack([layer["thresholds"] for layer in layers]), run.summary(layers)
 
 
 def realized_sparsity(
@@ -165,7 +167,7 @@ def realized_sparsity(
     device: torch.device | None = None,
     operations: Operations = TORCH,
 ) -> RealizedSparsity:
-    """The share of neurons that the pack's own thresholds keep from running on some text, held out or not."""
+    """Measures the share of neurons that do not run on a text with the pack's own thresholds."""
     folder = pack.folder / _WORK_FOLDER
     facts = {"root": pack.manifest.root, "text": tokens.sha256}
     store = ProfileStore(folder, sha256(canonical(facts)).hexdigest(), replaces_other=True)
@@ -173,15 +175,15 @@ def realized_sparsity(
     try:
         run = ModelPass(LayerwiseWeights(StreamedPackWeights(pack, where, operations)), tokens, store, "pack", where)
         run.run("sparsity", progress)
-        found = run.sparsity()
+        sparsity = run.sparsity()
     finally:
         store.close()
     shutil.rmtree(folder)
-    return found
+    return sparsity
 
 
 class _Run:
-    """One measurement under way."""
+    """The measurement of one pack on one text."""
 
     def __init__(
         self,
@@ -207,7 +209,7 @@ class _Run:
 
     @torch.inference_mode()
     def measure(self) -> list[dict[str, NDArray[np.generic]]]:
-        """For each MoE layer `thresholds` f32 [E]; `dropped` and `tokens` i64 [E, 2], learned from and held out."""
+        """Returns for each MoE layer `thresholds` f32 [E]; `dropped` and `tokens` i64 [E, 2], learned and held out."""
         spec, (num_sequences, S) = self._spec, self._given.ids.shape
         first, answer = self._given.begun(lambda ids, number: embed(ids[number], self._weights))
         folder = self._store.work / "pass"
@@ -220,12 +222,12 @@ class _Run:
             if layer in spec.moe_layers:
                 self._store.write(self._file(layer), self._layer(states, tokens, layer))
             states.leave(layer, tokens)
-            del tokens  # or there would be two layers' while the next is entered
+            del tokens  # otherwise two layers' tokens are in memory while the next layer is entered
         self._progress.end()
         return [read_all_arrays(self._store.folder / self._file(layer)) for layer in spec.moe_layers]
 
     def _cost(self, trial: Trial, layers: range) -> Cost:
-        """Of the layers left: each expert's activations are seen twice, for its threshold and for its outputs."""
+        """Returns the cost of the remaining layers: each expert runs twice, for its threshold and for its outputs."""
         spec, (num_sequences, S) = self._spec, self._given.ids.shape
         router, num_tokens = spec.router, num_sequences * S
         halves = {kind: trial.half(kind) * num_sequences for kind in kinds_of_layers(spec)}
@@ -234,11 +236,11 @@ class _Run:
             (halves[kind_of(spec, l)] + (plain if l in spec.moe_layers else Cost()) for l in layers), start=Cost()
         )
 
-    def summary(self, found: list[dict[str, NDArray[np.generic]]]) -> MeasuredThresholds:
-        """What was measured, for people and programs."""
+    def summary(self, layers: list[dict[str, NDArray[np.generic]]]) -> MeasuredThresholds:
+        """Returns the content of the sidecar."""
         f = self._spec.expert.intermediate_size
         learned, held_out = (
-            realized([(layer["dropped"][:, part], layer["tokens"][:, part]) for layer in found], f) for part in (0, 1)
+            realized([(layer["dropped"][:, part], layer["tokens"][:, part]) for layer in layers], f) for part in (0, 1)
         )
         num_sequences, S = self._tokens.sequences.shape
         return MeasuredThresholds(
@@ -259,25 +261,25 @@ class _Run:
         }
 
     def _thresholds(self, tokens: LayerTokens, layer_idx: int) -> NDArray[np.float32]:
-        """A layer's thresholds by the rule, f32 [E]; an expert without tokens gets its layer's quantile."""
+        """Returns a layer's thresholds by the rule, f32 [E]; an expert without tokens gets its layer's quantile."""
         E = self._spec.router.num_experts
         if self._rule.theta is not None:
             return np.full(E, self._rule.theta, np.float32)
         sparsities = self._rule.sparsities(layer_idx, E)
-        found, pooled = np.zeros(E, np.float32), Histogram()
+        thresholds, pooled = np.zeros(E, np.float32), Histogram()
         unreached = []
         if not any(sparsities):
-            return found
+            return thresholds
         for expert, sparsity in enumerate(sparsities):
             token_idx, _ = tokens.of_expert(expert)
             histogram = self._histogram(tokens, layer_idx, expert, token_idx[token_idx < self._num_learned_tokens])
             pooled.counts += histogram.counts
-            found[expert] = _quantile(histogram, sparsity)
+            thresholds[expert] = _quantile(histogram, sparsity)
             if not histogram.total():
                 unreached.append(expert)
         for expert in unreached:
-            found[expert] = _quantile(pooled, sparsities[expert])
-        return found
+            thresholds[expert] = _quantile(pooled, sparsities[expert])
+        return thresholds
 
     def _histogram(self, tokens: LayerTokens, layer_idx: int, expert: int, token_idx: Tensor) -> Histogram:
         histogram = Histogram()
@@ -291,7 +293,7 @@ class _Run:
     def _run_expert(
         self, states: LayerStates, tokens: LayerTokens, layer_idx: int, expert: int, threshold: float
     ) -> tuple[list[int], list[int]]:
-        """Adds an expert's outputs; neurons that did not run, and tokens: learned from, and held out."""
+        """Adds an expert's outputs; returns dropped neurons and tokens, each for learned and held-out tokens."""
         one, place = expert_multiplications(self._spec), self._place(layer_idx, expert)
         token_idx, left = run_counted(
             states,
@@ -310,5 +312,5 @@ class _Run:
 
 
 def _quantile(histogram: Histogram, sparsity: float) -> float:
-    """The threshold that leaves out such a share; none does 0, whose quantile would be the least activation."""
+    """Returns the threshold that drops this share; 0 for a share of 0, whose quantile is the smallest activation."""
     return float(histogram.quantiles((sparsity,))[0]) if sparsity else 0.0

@@ -1,4 +1,4 @@
-"""The profile: what calibration measured of a model, as a folder."""
+"""The profile: a folder with what calibration measured of a model, and the losses that follow from it."""
 
 from moe_pack.calib.profile.losses import Losses, assumed_losses, losses_of
 from moe_pack.calib.profile.profile import Profile, check_same_source, hottest_first

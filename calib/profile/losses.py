@@ -1,12 +1,11 @@
-"""What a profile foretells of every choice a plan can make, as one table of losses: a plan's loss is their sum.
+"""The losses of every choice that a plan can make, in one table: a plan's estimated loss is the sum of its choices'.
 
-All in nats of KL divergence from the original, a token. Nothing is measured here; what a profile measured is scaled to
-every format that a plan may choose, and made safe to choose by. docs/profile.md says how far losses add up.
+All losses are nats of KL divergence from the original, a token. `losses_of` takes what a profile measured and scales it
+to every format that a plan may choose; docs/profile.md says how well losses add up.
 
-Losses for planning without a profile: those of a trained model, spread evenly over another's shape.
-
-Not a measurement, and every plan made from them has to say so (`Losses.origin`). The figures lie in
-`assumed_losses.json`, which `python tests/bench/plans.py assumed-losses` writes from a profile of the demo model.
+Without a profile, `assumed_losses` spreads the losses of a trained model evenly over the shape of another one. They are
+not measurements, and every plan made from them says so (`Losses.origin`). Their figures are in `assumed_losses.json`,
+which `python tests/bench/plans.py assumed-losses` writes from a profile of the demo model.
 """
 
 import math
@@ -55,20 +54,23 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Losses:
-    """Nats of KL divergence for each choice; E experts in each of L MoE layers.
+    """The loss of each choice in nats of KL divergence, for E experts in each of L MoE layers.
 
-    `quantizer`: how plans made from these round experts.
-    `formats`: F formats of expert matrices, what the model's rows allow, bfloat16 last, whose loss is 0.
-    `quantized` [L, E, 3, F]: gate, up, down of each expert, rounded as conversion does it with hqq; 0 for a gate the
-    family has not.   `calibrated_formats`, `calibrated` [L, E, 3, C]: the same by calibrated rounding; bfloat16 alone
-    where nothing was measured of it.
-    `absmax` [L, E, 3, 4]: the same at 2, 4 and 8 bits by absmax, a scale a row, and bfloat16.
-    `importance` [L, E]: of an expert at 2 bits, as EdgeMoE orders them.   `kinds`: of selectors, as `sparse` has them
-    (`none` drops what `both` does).   `sparsities`: 0 first, whose loss is 0.   `sparse` [L, E, kinds, sparsities].
-    `dense_widths`: 16 first, whose loss is 0.   `dense` [roles, widths], in the order of `dense_roles`, of groups of
-    64; infinite for what cannot be quantized.   `popularity` [L, E]: the share of tokens that choose the expert; the
-    sum over a layer's is k.   `nll_per_kl`: how much ln(perplexity) grows for a nat.   `quantiles` float32
-    [L, E, kinds, 103]: of abs(a) at `QUANTILE_LEVELS`; None where no text was run.   `origin`: what all this rests on.
+    `quantizer`: the one that plans made from these losses use for experts.
+    `formats`: F formats of expert matrices that the model's rows allow; bfloat16 is the last, and its loss is 0.
+    `quantized`: [L, E, 3, F], of gate, up and down with hqq; 0 for a gate that the family does not have.
+    `calibrated_formats`, `calibrated`: [L, E, 3, C], the same with calibrated quantization; only bfloat16 if it was not
+    measured.
+    `absmax`: [L, E, 3, 4], the same with absmax and one scale a row, at 2, 4 and 8 bits and in bfloat16.
+    `importance`: [L, E], the loss of an expert at 2 bits, by which EdgeMoE orders experts.
+    `kinds`: the selectors of `sparse` (`none` drops the neurons that `both` does).
+    `sparsities`: 0 is the first, and its loss is 0.   `sparse`: [L, E, kinds, sparsities].
+    `dense_widths`: 16 is the first, and its loss is 0.   `dense`: [roles, widths] in the order of `dense_roles`, with
+    groups of 64; infinite for matrices that cannot be quantized.
+    `popularity`: [L, E], the share of tokens that choose the expert; a layer's sum is k.
+    `nll_per_kl`: the growth of ln(perplexity) for each nat.
+    `quantiles`: float32 [L, E, kinds, 103], of abs(a) at `QUANTILE_LEVELS`; None without a profile.
+    `origin`: the source of all these figures.
     """
 
     quantizer: Quantizer
@@ -89,7 +91,7 @@ class Losses:
     origin: str
 
     def of(self, quantizer: Quantizer) -> tuple[tuple[PartFormat, ...], Floats]:
-        """The formats a quantizer's losses are known of, and those, float64 [L, E, 3, formats]; bfloat16 last."""
+        """Returns the formats of a quantizer and their losses, float64 [L, E, 3, formats]; bfloat16 is the last."""
         if quantizer == "hqq":
             return self.formats, self.quantized
         if quantizer == "calibrated":
@@ -99,13 +101,15 @@ class Losses:
         return (BF16,), np.zeros_like(self.quantized[..., -1:])
 
     def sparsity_at(self, theta: float, selector: Selector) -> Floats:
-        """The share of each expert's neurons that one threshold for all keeps from running: [L, E], less than 1.
+        """Returns the share of each expert's neurons that do not run with the threshold `theta`: [L, E], less than 1.
 
-        Meaning: the level at which theta is the quantile of abs(a), between levels interpolated.
-        Raises:  PlanError if no quantiles are known.
+        Meaning: the level whose quantile of abs(a) is theta, interpolated between levels.
+        Raises:  PlanError if the quantiles are not known.
         """
         if self.quantiles is None:
-            raise PlanError(f"theta {theta:g}: what it leaves out is not known without a profile; give --profile")
+            raise PlanError(
+                f"theta {theta:g}: without a profile it is not known which share of neurons it drops; give --profile"
+            )
         kind_idx = self.kinds.index("both" if selector == "none" else selector)
         levels = np.minimum(QUANTILE_LEVELS, QUANTILE_LEVELS[-2])
         shares = [[np.interp(theta, expert[kind_idx], levels) for expert in layer] for layer in self.quantiles]
@@ -113,14 +117,13 @@ class Losses:
 
 
 def losses_of(profile: Profile) -> Losses:
-    """The losses that a profile foretells.
+    """Estimates losses from a profile.
 
-    Meaning: error(expert, matrix, width) of groups of 64 * ratio(layer, matrix, format) * effect(layer, matrix, width);
-             never more in more bits of the same codec and groups, nor at a lesser sparsity. Calibrated formats count as
-             the width they were compared with (`base_width`). An expert that no token reached
-             where errors were measured loses its share of what its layer loses in all, as if one token at least had
-             chosen it: 0 would have it stored in the fewest bits for nothing.
-             Dense matrices were rounded plainly: hqq's lose somewhat less.
+    Meaning: error(expert, matrix, width) of groups of 64 * ratio(layer, matrix, format) * effect(layer, matrix, width).
+             More bits of the same codec and groups never lose more, and neither does less sparsity. Calibrated formats
+             count as the width with which they were compared (`base_width`). An expert that no token reached when
+             errors were measured gets a share of its layer's loss, as if one token had chosen it: with a loss of 0, a
+             plan would give it the fewest bits. Dense matrices were rounded plainly; with hqq they lose somewhat less.
     Raises:  PackError if the profile has no sensitivity, or is damaged.
     """
     spec, effects = profile.spec, profile.effects()
@@ -153,58 +156,58 @@ def losses_of(profile: Profile) -> Losses:
 
 
 def _quantized(layers: list[LayerErrors], effects: Effects, tokens: Array, spec: ModelSpec) -> tuple[Floats, Floats]:
-    """Losses [L, E, 3, formats] of hqq and of absmax, each with bfloat16's."""
+    """Returns losses [L, E, 3, formats] of hqq and of absmax, each with bfloat16's."""
     formats = tuple(part for _, part in compared_formats(spec.hidden_size))
     num_solved = len(quantized_formats(spec.hidden_size))
     ratios = np.stack([layer.ratios for layer in layers]).astype(np.float64)  # [L, 3, F]
-    found = _foretold(ratios, [part.width for part in formats], layers, effects, tokens, spec)
+    losses = _estimated(ratios, [part.width for part in formats], layers, effects, tokens, spec)
     solved, absmax = slice(num_solved), slice(num_solved, None)
-    return _with_bf16(falling(found[..., solved], formats[solved])), _with_bf16(
-        falling(found[..., absmax], formats[absmax])
+    return _with_bf16(falling(losses[..., solved], formats[solved])), _with_bf16(
+        falling(losses[..., absmax], formats[absmax])
     )
 
 
 def _calibrated(
     formats: tuple[PartFormat, ...], layers: list[LayerErrors], effects: Effects, tokens: Array, spec: ModelSpec
 ) -> Floats:
-    """Losses [L, E, 3, formats] of calibrated rounding, with bfloat16's; of no formats, bfloat16's alone."""
+    """Returns losses [L, E, 3, formats] of calibrated quantization with bfloat16's; only that without formats."""
     if not formats:
         return np.zeros((*tokens.shape, len(MATRICES), 1))
     ratios = np.stack([layer.calibrated for layer in layers]).astype(np.float64)  # [L, 3, C]
-    found = _foretold(ratios, [base_width(part) for part in formats], layers, effects, tokens, spec)
-    return _with_bf16(falling(found, formats))
+    losses = _estimated(ratios, [base_width(part) for part in formats], layers, effects, tokens, spec)
+    return _with_bf16(falling(losses, formats))
 
 
-def _foretold(
+def _estimated(
     ratios: Floats, widths: list[int], layers: list[LayerErrors], effects: Effects, tokens: Array, spec: ModelSpec
 ) -> Floats:
-    """Losses [L, E, 3, F] by ratios [L, 3, F] to what was measured at `widths`."""
+    """Returns losses [L, E, 3, F] from the ratios [L, 3, F] to the errors that were measured at `widths`."""
     width_idx = [WIDTHS.index(width) for width in widths]
     errors = np.stack([layer.quantized for layer in layers]).astype(np.float64)  # [L, E, 3, widths]
     errors *= np.maximum(effects.quantized, 0.0)[:, None]
     solved = quantized_formats(spec.hidden_size)
     base_idx = [solved.index(part_format(width, GROUP)) for width in widths]
-    base = np.stack([layer.ratios for layer in layers]).astype(np.float64)[:, :, base_idx]  # that errors hold already
+    base = np.stack([layer.ratios for layer in layers]).astype(np.float64)[:, :, base_idx]  # errors contain it already
     scale = np.divide(ratios, base, out=np.ones_like(ratios), where=base > 0)
     return _reached(errors[..., width_idx] * scale[:, None], tokens)
 
 
 def _importance(profile: Profile, absmax: Floats) -> Floats:
-    """EdgeMoE's own measure where the profile has it; else what the expert's matrices lose at 2 bits."""
+    """Returns EdgeMoE's own measure if the profile has it, otherwise the loss of the expert's matrices at 2 bits."""
     if profile.has(EXACT_FILE):
         return profile.exact()["losses"].astype(np.float64)
     return np.asarray(absmax[..., 0].sum(axis=2))
 
 
 def _sparse(layers: list[LayerErrors], effects: Effects, tokens: Array) -> Floats:
-    """Losses [L, E, kinds, sparsities] with sparsity 0's."""
-    found = np.stack([layer.sparse for layer in layers]) * np.maximum(effects.sparse, 0.0)[:, None].astype(np.float64)
-    found = np.maximum.accumulate(_reached(found, tokens), axis=3)
-    return np.concatenate([np.zeros_like(found[..., :1]), found], axis=3)
+    """Returns losses [L, E, kinds, sparsities] with sparsity 0's."""
+    losses = np.stack([layer.sparse for layer in layers]) * np.maximum(effects.sparse, 0.0)[:, None].astype(np.float64)
+    losses = np.maximum.accumulate(_reached(losses, tokens), axis=3)
+    return np.concatenate([np.zeros_like(losses[..., :1]), losses], axis=3)
 
 
 def _dense(layers: list[LayerErrors], effects: Effects, spec: ModelSpec) -> Floats:
-    """Losses [roles, widths]; of an embedding that is the head too, both."""
+    """Returns losses [roles, widths]; an embedding that is the head too has both losses."""
     known: dict[str, Array] = {}
     for layer, errors in enumerate(layers):
         known |= zip(roundable_roles(spec, layer), errors.dense * effects.dense[layer], strict=True)
@@ -214,12 +217,12 @@ def _dense(layers: list[LayerErrors], effects: Effects, spec: ModelSpec) -> Floa
 
 
 def _dense_role(role: DenseRole, known: dict[str, Array]) -> Floats:
-    found = known.get(role.name, np.full(len(DENSE_WIDTHS), np.inf))
-    return np.concatenate([[0.0], np.maximum.accumulate(np.maximum(found.astype(np.float64), 0.0))])
+    losses = known.get(role.name, np.full(len(DENSE_WIDTHS), np.inf))
+    return np.concatenate([[0.0], np.maximum.accumulate(np.maximum(losses.astype(np.float64), 0.0))])
 
 
 def _reached(losses: Floats, tokens: Array) -> Floats:
-    """Losses [L, E, ...] with those of experts that lose nothing anywhere by `tokens` [L, E] that chose them."""
+    """Returns losses [L, E, ...] in which experts without any loss get a share of their layer's by `tokens` [L, E]."""
     L, E = losses.shape[:2]
     nothing = ~losses.reshape(L, E, -1).any(axis=2)
     shares = np.maximum(tokens, 1) / np.maximum(tokens.sum(axis=1, keepdims=True), 1)  # [L, E]
@@ -229,13 +232,13 @@ def _reached(losses: Floats, tokens: Array) -> Floats:
 
 
 def falling(losses: Floats, formats: tuple[PartFormat, ...]) -> Floats:
-    """Losses [..., F] of which none is more than one in fewer bits of the same codec, groups and scales."""
-    found, least = losses.copy(), dict[tuple[str, int, int], Floats]()
+    """Returns losses [..., F] in which more bits of the same codec, groups and scales never lose more."""
+    result, least = losses.copy(), dict[tuple[str, int, int], Floats]()
     for place in sorted(range(len(formats)), key=lambda place: formats[place].bits):
         groups = formats[place].codec, formats[place].group, formats[place].scale_bits
-        found[..., place] = np.minimum(found[..., place], least.get(groups, np.inf))
-        least[groups] = found[..., place]
-    return found
+        result[..., place] = np.minimum(result[..., place], least.get(groups, np.inf))
+        least[groups] = result[..., place]
+    return result
 
 
 def _with_bf16(losses: Floats) -> Floats:
@@ -248,7 +251,7 @@ _DENSE_WIDTHS = (16, *DENSE_WIDTHS)
 
 @dataclass(frozen=True, slots=True)
 class FormatLoss:
-    """What all experts' gates, ups and downs lose in a format of `width` bits: nats."""
+    """The loss in nats of all experts' gates, ups and downs in a format of `width` bits."""
 
     width: int
     group: int
@@ -260,7 +263,7 @@ class FormatLoss:
 
 @dataclass(frozen=True, slots=True)
 class KindLoss:
-    """What all experts lose at each sparsity of a profile, by a selector kind."""
+    """The loss in nats of all experts at each sparsity of a profile, with one selector."""
 
     kind: str
     losses: tuple[float, ...]
@@ -268,10 +271,10 @@ class KindLoss:
 
 @dataclass(frozen=True, slots=True)
 class AssumedLosses:
-    """The JSON: nats that a whole model loses.
+    """The content of `assumed_losses.json`: the loss of a whole model in nats.
 
-    `formats`: by hqq.   `absmax`: by absmax, a scale for each 128 weights.   `layers`, `embed`, `head`: dense matrices,
-    at 8 and 4 bits.
+    `formats`: with hqq.   `absmax`: with absmax and a scale for each 128 weights.   `layers`, `embed`, `head`: of dense
+    matrices, at 8 and 4 bits.
     """
 
     origin: str
@@ -285,12 +288,12 @@ class AssumedLosses:
 
 
 def assumed_figures(losses: Losses, spec: ModelSpec, name: str) -> AssumedLosses:
-    """What a model, whose head is not its embedding, loses in all: three digits of each figure. Not of hqq's rows.
+    """Returns the losses of a whole model with three digits each, for a model whose head is not its embedding.
 
-    Its hidden size is 128: all groups are there, and a row is one of them.
+    The model's hidden size is 128, so that it has all group sizes, and a row is one group of 128.
     """
     totals = losses.quantized.sum(axis=(0, 1))  # [3, F]
-    held = [
+    formats = [
         FormatLoss(part.width, part.group, part.scale_bits, *_digits(column))
         for part, column in zip(losses.formats, totals.T, strict=True)
         if part != BF16 and part.group != ROW_GROUP
@@ -304,7 +307,7 @@ def assumed_figures(losses: Losses, spec: ModelSpec, name: str) -> AssumedLosses
     layers = sum((dense[n] for l in range(spec.num_hidden_layers) for n in roundable_roles(spec, l)), np.zeros(2))
     return AssumedLosses(
         origin=f"{name}: {losses.origin}",
-        formats=tuple(held),
+        formats=tuple(formats),
         absmax=tuple(absmax),
         sparse=tuple(KindLoss(kind, _digits(row)) for kind, row in zip(losses.kinds, sparse, strict=True)),
         layers=_digits(layers),
@@ -315,7 +318,7 @@ def assumed_figures(losses: Losses, spec: ModelSpec, name: str) -> AssumedLosses
 
 
 def assumed_losses(spec: ModelSpec) -> Losses:
-    """The losses of a model of this shape if it loses in all what a trained model does, every expert alike.
+    """Returns the losses of a model of this shape if it loses as much as a trained model, evenly over all experts.
 
     Meaning: an expert's matrix has 1 / (L E) of what all such matrices lose; a dense matrix the share of its
              parameters; tokens choose experts evenly. A row as one group goes on as hqq's groups of 64 and 128
@@ -334,7 +337,7 @@ def spread(assumed: AssumedLosses, spec: ModelSpec) -> Losses:
     quantized = _spread([_loss(known, part, spec.hidden_size) for part in formats], formats, spec)
     rows = [np.asarray([f.gate, f.up, f.down]) * _growth(known, f.width, spec.hidden_size) for f in assumed.absmax]
     absmax = _spread(rows, ABSMAX_FORMATS, spec)
-    by_kind = {held.kind: (0.0, *held.losses) for held in assumed.sparse}
+    by_kind = {kind_loss.kind: (0.0, *kind_loss.losses) for kind_loss in assumed.sparse}
     sparse = np.asarray([by_kind[kind] for kind in KINDS])
     return Losses(
         quantizer="hqq",
@@ -352,12 +355,12 @@ def spread(assumed: AssumedLosses, spec: ModelSpec) -> Losses:
         popularity=np.full((L, E), router.num_experts_per_tok / E),
         nll_per_kl=assumed.nll_per_kl,
         quantiles=None,
-        origin=f"assumed: every expert alike, in all what another model loses ({assumed.origin})",
+        origin=f"assumed: the losses of another model, spread evenly over all experts ({assumed.origin})",
     )
 
 
 def _spread(in_all: list[Floats], formats: tuple[PartFormat, ...], spec: ModelSpec) -> Floats:
-    """What each expert loses, [L, E, 3, formats and bfloat16], if all gates, ups and downs [3] lose this in all."""
+    """Returns each expert's losses [L, E, 3, formats and bfloat16] from the sums of all gates, ups and downs, [3]."""
     L, E = len(spec.moe_layers), spec.router.num_experts
     totals = np.concatenate([falling(np.stack(in_all, axis=1), formats), np.zeros((len(MATRICES), 1))], axis=1)
     totals[[matrix not in spec.expert.matrices for matrix in MATRICES]] = 0
@@ -365,37 +368,37 @@ def _spread(in_all: list[Floats], formats: tuple[PartFormat, ...], spec: ModelSp
 
 
 def _loss(known: dict[tuple[int, int, int], Floats], part: PartFormat, num_cols: int) -> Floats:
-    """Of gate, up and down in a format of hqq, [3]."""
+    """Returns the losses of gate, up and down in a format of hqq, [3]."""
     if part.group != ROW_GROUP:
         return known[part.width, part.group, part.scale_bits]
     return known[part.width, 128, part.scale_bits] * _growth(known, part.width, num_cols)
 
 
 def _growth(known: dict[tuple[int, int, int], Floats], width: int, num_cols: int) -> Floats:
-    """How much more than groups of 128 a row loses as one group, [3]."""
+    """Returns how many times more a row loses as one group than in groups of 128, [3]."""
     half, whole = known[width, 64, 16], known[width, 128, 16]
     growth = np.log2(np.divide(whole, half, out=np.ones_like(whole), where=half > 0))
     return np.asarray((num_cols / 128) ** growth)
 
 
 def _assumed_dense(assumed: AssumedLosses, spec: ModelSpec) -> Floats:
-    """Losses [roles, widths]."""
+    """Returns losses [roles, widths]."""
     roles = dense_roles(spec)
     of_layers = {name for layer in range(spec.num_hidden_layers) for name in roundable_roles(spec, layer)}
     ends = {"embed": np.asarray(assumed.embed), "head": np.asarray(assumed.head)}
     if spec.tied_head:
         ends = {"embed": ends["embed"] + ends["head"]}
     num_all = sum(math.prod(role.shape) for role in roles if role.name in of_layers)
-    found = np.full((len(roles), len(_DENSE_WIDTHS)), np.inf)
-    found[:, 0] = 0
+    losses = np.full((len(roles), len(_DENSE_WIDTHS)), np.inf)
+    losses[:, 0] = 0
     for idx, role in enumerate(roles):
         if role.name in of_layers:
-            found[idx, 1:] = np.asarray(assumed.layers) * (math.prod(role.shape) / num_all)
+            losses[idx, 1:] = np.asarray(assumed.layers) * (math.prod(role.shape) / num_all)
         elif role.name in roundable_roles(spec, None):
-            found[idx, 1:] = ends[role.name]
-    return found
+            losses[idx, 1:] = ends[role.name]
+    return losses
 
 
 def _digits(values: Floats) -> tuple[float, ...]:
-    """Three digits of each."""
+    """Returns each value rounded to three digits."""
     return tuple(float(f"{value:.3g}") for value in values.tolist())

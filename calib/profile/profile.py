@@ -1,9 +1,9 @@
-"""A profile: a folder of JSON and safetensors that says what calibration measured of a model. Written by `profiler`.
+"""A profile as it is read: a folder of JSON and safetensors files with what calibration measured of a model.
 
-`profile.json` names every other file with its size and SHA-256; one file a layer and stage, so that large models are
-read layer by layer. Specified in docs/profile.md.
+`profile.json` lists every other file with its size and SHA-256. Each stage has one file for each layer, so that the
+profile of a large model is read layer by layer. `profiler` writes the folder; docs/profile.md specifies it.
 
-The order of neurons in a pack: those that run most often first, so that fast memory can hold a part of an expert.
+`hottest_first` takes the order of a pack's neurons from a profile.
 """
 
 import dataclasses
@@ -68,15 +68,15 @@ Sensitivity = Literal["none", "fast", "full", "exact"]
 
 
 def layer_file(stage: Literal["statistics", "inputs", "sensitivity", "predictors"], layer: int) -> str:
-    """The name of the file that holds a stage's result for decoder layer `layer`."""
+    """Returns the name of the file with a stage's result for decoder layer `layer`."""
     return f"{stage}-{layer:03d}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
-    """The text a profile was measured on: `num_sequences` of `sequence_length` tokens, the last ones held out.
+    """The text of a profile: `num_sequences` sequences of `sequence_length` tokens, of which the last are held out.
 
-    `num_kept`: of how many, evenly spread over those not held out, what experts were given is kept.
+    `num_kept`: the number of sequences whose expert inputs are kept, evenly spread over those not held out.
     `sha256`: of the tokens as little-endian int32.
     """
 
@@ -90,7 +90,7 @@ class TextFacts:
 
 @dataclass(frozen=True, slots=True)
 class ProfileFacts:
-    """`profile.json`. `source`: digest of the checkpoint's account of files and tensors."""
+    """The content of `profile.json`. `source`: the digest of the checkpoint's files and tensors."""
 
     format: Literal["moe-pack profile"]
     version: int
@@ -104,7 +104,7 @@ class ProfileFacts:
 
 
 def facts_bytes(facts: ProfileFacts) -> bytes:
-    """The bytes of `profile.json`, with the digest of everything else in it filled in."""
+    """Returns the bytes of `profile.json`, with the digest of all its other values."""
     return canonical(dump(dataclasses.replace(facts, sha256=_digest(facts))))
 
 
@@ -113,9 +113,9 @@ def _digest(facts: ProfileFacts) -> str:
 
 
 class Profile:
-    """A profile, open for reading; every file is checked against its digest when it is read.
+    """A profile that is open for reading; every file is checked against its digest when it is read.
 
-    Raises:  PackError if it is missing, unfinished, damaged or of another version.
+    Raises:  PackError if the profile is missing, unfinished, damaged or of another version.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -123,40 +123,42 @@ class Profile:
         path = folder / PROFILE_FILE
         if not path.is_file():
             raise PackError(
-                f"{folder}: found no {PROFILE_FILE}; not a profile, or one that is not finished: "
-                "repeat the moe-pack profile command"
+                f"{folder}: found no {PROFILE_FILE}; this is not a profile, or it is not finished; "
+                "repeat the moe-pack profile command to finish it"
             )
         with RangeReader(path, PackError) as reader:
             raw = reader.read(0, min(reader.num_bytes, _MAX_JSON_BYTES + 1)).tobytes()
         if len(raw) > _MAX_JSON_BYTES:
-            raise PackError(f"{PROFILE_FILE}: more than {_MAX_JSON_BYTES:,} bytes")
+            raise PackError(
+                f"{PROFILE_FILE}: the file has more than {_MAX_JSON_BYTES:,} bytes; profile the model again"
+            )
         values = parse(raw, PROFILE_FILE, PackError)
         if not isinstance(values, dict) or values.get("format") != FORMAT or values.get("version") != VERSION:
-            raise PackError(f"{PROFILE_FILE}: expected format {FORMAT!r}, version {VERSION}; profile the model anew")
+            raise PackError(f"{PROFILE_FILE}: expected format {FORMAT!r}, version {VERSION}; profile the model again")
         self.facts = load(ProfileFacts, values, PROFILE_FILE, PackError)
         if self.facts.sha256 != _digest(self.facts):
-            raise PackError(f"{PROFILE_FILE}: SHA-256 does not match its values; profile the model anew")
+            raise PackError(f"{PROFILE_FILE}: SHA-256 does not match its values; profile the model again")
         text = self.facts.text
-        some = min(text.num_sequences, text.sequence_length) >= 1 and 0 <= text.num_held_out < text.num_sequences
-        if not some or not 0 <= text.num_kept <= text.num_sequences - text.num_held_out:
-            raise PackError(f"{PROFILE_FILE}: text: found impossible counts; profile the model anew")
+        is_possible = min(text.num_sequences, text.sequence_length) >= 1 and 0 <= text.num_held_out < text.num_sequences
+        if not is_possible or not 0 <= text.num_kept <= text.num_sequences - text.num_held_out:
+            raise PackError(f"{PROFILE_FILE}: text: found impossible counts; profile the model again")
         self.spec = self.facts.model
         self._files = {file.name: file for file in self.facts.files}
         self._checked: set[str] = set()
 
     @property
     def layer_tokens(self) -> int:
-        """Tokens of a sequence that each layer saw: all, or half of them where there is an encoder."""
+        """Returns the tokens of a sequence that each layer saw: all, or half of them if the model has an encoder."""
         return stack_tokens(self.spec, self.facts.text.sequence_length)
 
     @property
     def num_tokens(self) -> int:
-        """All tokens that each layer saw, held out or not."""
+        """Returns the number of tokens that each layer saw, held out or not."""
         return self.facts.text.num_sequences * self.layer_tokens
 
     @property
     def num_held_out_tokens(self) -> int:
-        """Those of them at the end that predictors have not learned from."""
+        """Returns the number of the last of these tokens, from which predictors did not learn."""
         return self.facts.text.num_held_out * self.layer_tokens
 
     @property
@@ -164,29 +166,29 @@ class Profile:
         return "fast" if self.facts.sensitivity == "fast" else "full"
 
     def has(self, name: str) -> bool:
-        """Whether the profile lists this file."""
+        """Returns whether the profile lists this file."""
         return name in self._files
 
     def tokens(self) -> Tokens:
-        """The tokens it was measured on."""
+        """Reads the tokens of the profile's text."""
         text, arrays = self.facts.text, self._read(TOKENS_FILE)
         check_arrays(arrays, {"tokens": ("U32", (text.num_sequences, text.sequence_length))}, TOKENS_FILE)
         return Tokens(text.name, arrays["tokens"].astype(np.int32), text.sha256, ())
 
     def statistics(self, layer_idx: int) -> LayerStatistics:
-        """What was counted in the `layer_idx`-th MoE layer."""
+        """Reads the statistics of the `layer_idx`-th MoE layer."""
         name = layer_file("statistics", self.spec.moe_layers[layer_idx])
         return LayerStatistics.from_arrays(self._read(name), name, self.spec, self.num_tokens)
 
     @property
     def has_inputs(self) -> bool:
-        """Whether it keeps what experts were given of some of the text."""
+        """Returns whether the profile keeps experts' inputs for a part of the text."""
         return self.facts.text.num_kept > 0
 
     def inputs(self, layer_idx: int) -> ExpertInputs:
-        """What the experts of the `layer_idx`-th MoE layer were given, open for reading; close it.
+        """Opens the inputs of the `layer_idx`-th MoE layer's experts; the caller closes them.
 
-        The file is checked against its digest when it is asked for first, not again by this profile.
+        The file is checked against its digest only the first time.
         """
         name = layer_file("inputs", self.spec.moe_layers[layer_idx])
         if name not in self._checked:
@@ -195,7 +197,7 @@ class Profile:
         return ExpertInputs(self.folder / name, self.spec, self.facts.text.num_kept * self.layer_tokens)
 
     def inputs_digest(self) -> str:
-        """SHA-256 of the digests of all files of inputs: what calibrated rounding goes by."""
+        """Returns the SHA-256 of the digests of all files of inputs, on which calibrated quantization depends."""
         digest = hashlib.sha256()
         for layer in self.spec.moe_layers:
             listed = self._files.get(layer_file("inputs", layer))
@@ -203,13 +205,13 @@ class Profile:
         return digest.hexdigest()
 
     def paths(self) -> PathStatistics:
-        """The path statistics, learned on all tokens but those held out."""
+        """Reads the path statistics, which were learned from all tokens that are not held out."""
         router = self.spec.router
         shape = (len(self.spec.moe_layers), router.num_experts, router.num_experts_per_tok)
         return PathStatistics.from_arrays(self._read(PATHS_FILE), PATHS_FILE, *shape)
 
     def errors(self, layer: int) -> LayerErrors:
-        """The squared errors measured in a decoder layer."""
+        """Reads the squared errors that were measured in a decoder layer."""
         spec, name = self.spec, layer_file("sensitivity", layer)
         E, with_experts = spec.router.num_experts, layer in spec.moe_layers
         wanted: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -230,7 +232,7 @@ class Profile:
         return LayerErrors(**arrays)
 
     def effects(self) -> Effects:
-        """What those errors cost."""
+        """Reads what errors cost at the model's output."""
         shape = (len(self.spec.moe_layers), len(MATRICES), len(WIDTHS))
         wanted: dict[str, tuple[str, tuple[int, ...]]] = {
             "quantized": ("F32", shape),
@@ -246,16 +248,16 @@ class Profile:
         return Effects(**arrays)
 
     def has_predictors(self, layer_idx: int) -> bool:
-        """Whether predictors of the `layer_idx`-th MoE layer were judged."""
+        """Returns whether the profile has predictors of the `layer_idx`-th MoE layer."""
         return self.has(layer_file("predictors", self.spec.moe_layers[layer_idx]))
 
     def predictors(self, layer_idx: int) -> LayerPredictors:
-        """How the `layer_idx`-th MoE layer can be foretold; not the first of a stack."""
+        """Reads the predictors of the `layer_idx`-th MoE layer, which is not the first of its stack."""
         name = layer_file("predictors", self.spec.moe_layers[layer_idx])
         return LayerPredictors.from_arrays(self._read(name), name)
 
     def exact(self) -> dict[str, Array]:
-        """EdgeMoE's own measure: the arrays of `ExactPass.losses`."""
+        """Reads EdgeMoE's own measure: the arrays of `ExactPass.losses`."""
         arrays = self._read(EXACT_FILE)
         shape = (len(self.spec.moe_layers), self.spec.router.num_experts)
         check_arrays(arrays, {"losses": ("F32", shape), "base": ("F32", (1,))}, EXACT_FILE)
@@ -266,31 +268,34 @@ class Profile:
         return read_all_arrays(self.folder / name)
 
     def _check(self, name: str) -> None:
-        """Refuses a file that is not listed, or is not as it was written."""
+        """Refuses a file that is not listed or whose bytes changed."""
         listed = self._files.get(name)
         if listed is None:
-            raise PackError(f"{self.folder}: has no {name}; profile the model with the options that measure it")
+            raise PackError(
+                f"{self.folder}: the profile has no {name}; profile the model with the options that measure it"
+            )
         with RangeReader(self.folder / name, PackError) as reader:
             if reader.num_bytes != listed.bytes or reader.sha256() != listed.sha256:
-                raise PackError(f"{name}: SHA-256 does not match {PROFILE_FILE}; profile the model anew")
+                raise PackError(f"{name}: SHA-256 does not match {PROFILE_FILE}; profile the model again")
 
 
 def check_same_source(profile: Profile, checkpoint: Checkpoint) -> None:
-    """Checks that a profile is of this checkpoint.
+    """Checks that a profile was made from this checkpoint.
 
-    Raises:  PlanError if it is of another.
+    Raises:  PlanError if it was made from another one.
     """
     if (profile.spec, profile.facts.source) != (checkpoint.spec, source_digest(checkpoint)):
-        raise PlanError(f"--profile {profile.folder}: is of another checkpoint; profile this one")
+        raise PlanError(f"--profile {profile.folder}: the profile is of another checkpoint; profile this one")
 
 
 def hottest_first(
     profile: Profile, checkpoint: Checkpoint, selector: Selector, sparsity: NDArray[np.float64]
 ) -> NDArray[np.uint32]:
-    """The order of every expert's neurons: `order[l, e, j]` is the source's neuron for row `j`, u32 [L, E, f].
+    """Returns the order of every expert's neurons: `order[l, e, j]` is the source's neuron of row `j`, u32 [L, E, f].
 
-    Meaning: falling share of calibration tokens on which the neuron runs at this selector and the expert's sparsity;
-             ties by number.
+    Neurons that run most often come first, so that fast memory can hold the useful part of an expert.
+    Meaning: by falling share of calibration tokens for which the neuron runs with this selector and the expert's
+             sparsity; equal ones by number.
     Args:    sparsity: float64 [L, E].
     Raises:  PlanError if the profile is of another checkpoint.
     """
@@ -301,7 +306,7 @@ def hottest_first(
     for layer_idx, layer in enumerate(sparsity):
         statistics = profile.statistics(layer_idx)
         for share in np.unique(layer).tolist():
-            held = layer == share
-            shares = statistics.hot_share(kind_idx, share)[held]  # [experts with this sparsity, f]
-            orders[layer_idx, held] = np.argsort(-shares, axis=1, kind="stable")
+            at_share = layer == share
+            shares = statistics.hot_share(kind_idx, share)[at_share]  # [experts with this sparsity, f]
+            orders[layer_idx, at_share] = np.argsort(-shares, axis=1, kind="stable")
     return orders

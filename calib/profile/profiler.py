@@ -1,15 +1,15 @@
-"""Makes a profile: the stages one after the other, each layer's result in a file of its own, resumable after any.
+"""Makes a profile, stage by stage; each layer's result is a file, after which a killed run continues.
 
-    statistics      one pass over all tokens, a file a MoE layer, and one of what its experts were given of some;
+    statistics      one pass over all tokens: for each MoE layer a file of statistics, and one of its experts' inputs;
                     then path statistics from the routes
-    sensitivity     one pass over fewer tokens and their perturbed copies, a file a layer; then what errors cost
-                    with `exact` besides, a pass with each expert at 2 bits alone, one file
-    predictors      a file a MoE layer but the first, from the layers' inputs that the first stage kept
+    sensitivity     one pass over fewer tokens and their perturbed copies: a file for each layer; then what errors
+                    cost; with `exact` also a pass with each expert alone at 2 bits, which gives one file
+    predictors      a file for each MoE layer but the first, from the layers' inputs that the first stage kept
 
-The same checkpoint, tokens and options give the same profile, up to float rounding, whatever the chunks; killed and
-begun again, it ends in the same bytes as without.
+The same checkpoint, tokens and options give the same profile up to float rounding, whatever the chunks. A run that was
+killed and started again gives the same bytes as a run that was not killed.
 
-What a profile knows of routes, put beside a pack of the same model, where the runtime looks for it.
+`attach` stores what a profile knows of routes in the folder of a pack of the same model, where the runtime reads it.
 """
 
 import dataclasses
@@ -106,23 +106,24 @@ from moe_pack.runtime.model import CheckpointWeights, embed
 from moe_pack.runtime.offload import MAX_PREVIOUS, PREDICTORS, PathStatistics, Predictor, Routing
 from moe_pack.runtime.offload.routing_file import MAX_ROUTED_TOKENS, NO_PREDICTOR, write_routing
 
-PATH_BYTES = 8 << 20  # of path statistics at most, where their tables allow
+PATH_BYTES = 8 << 20  # the most that path statistics have, unless their tables alone have more
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """What to measure. `chunk_tokens`: tokens of an expert at once; bounds memory, changes nothing but rounding.
+    """The options of a profile.
 
-    `keeps_inputs`: of what experts are given, for calibrated rounding (`expert_inputs`).
+    `chunk_tokens`: tokens of an expert that are computed at once; it limits memory and changes only float rounding.
+    `keeps_inputs`: whether the profile keeps experts' inputs, for calibrated quantization.
     """
 
     sensitivity: Sensitivity = field(
         default="fast",
         metadata=option(
             "--sensitivity",
-            help="What each width and sparsity costs: none; fast, on few tokens with plain rounding scaled to hqq; "
-            "full, on more with hqq itself, each matrix on its own; exact, besides each expert at 2 bits alone, as "
-            "EdgeMoE does.",
+            help="How to measure what each width and sparsity costs. none: not at all. fast: on few tokens, with plain "
+            "rounding scaled to hqq. full: on more tokens, with hqq itself, one matrix at a time. exact: like full, "
+            "and also with each expert alone at 2 bits, as EdgeMoE does.",
         ),
     )
     chunk_tokens: int = CHUNK_TOKENS
@@ -130,8 +131,8 @@ class ProfileOptions:
         default=True,
         metadata=option(
             "--inputs/--no-inputs",
-            help="Keep what experts were given of some of the text (of 2,048 tokens an expert on average, none held "
-            "out): calibrated rounding needs it, nothing else does. 2 bytes a token, hidden value and layer.",
+            help="Keep the experts' inputs for a part of the text (2,048 tokens an expert on average, none held out). "
+            "Only calibrated quantization needs them. They take 2 bytes for each token, hidden value and layer.",
         ),
     )
 
@@ -144,7 +145,7 @@ def make_profile(
     progress: Progress = NO_PROGRESS,
     device: torch.device | None = None,
 ) -> Profile:
-    """Profiles a checkpoint on some tokens into `folder`, going on where a killed run stopped.
+    """Profiles a checkpoint on some tokens into `folder`, and continues where a killed run stopped.
 
     Raises:  ConversionError if the folder holds something else; CheckpointError for weights that are no numbers;
              RunError for sequences longer than the model's positions.
@@ -152,11 +153,11 @@ def make_profile(
     check_length(checkpoint.spec, tokens.sequences.shape[1])
     facts = _facts(checkpoint, tokens, options)
     if (folder / PROFILE_FILE).exists():
-        found = Profile(folder)
-        if _identity(found.facts) != _identity(facts):
-            raise ConversionError(f"{folder}: holds another profile; give another output folder, or remove this one")
-        tidy(folder)  # a run killed in its last moment left it so
-        return found
+        profile = Profile(folder)
+        if _identity(profile.facts) != _identity(facts):
+            raise ConversionError(f"{folder}: there is another profile in this folder; give another one, or remove it")
+        tidy(folder)  # a run that was killed at its very end may have left work files
+        return profile
     store = ProfileStore(folder, _identity(facts))
     try:
         run = _Run(checkpoint, tokens, store, options, facts.text.num_kept, progress, device or torch.device("cpu"))
@@ -176,7 +177,7 @@ def make_profile(
 
 
 class _Run:
-    """One profile in the making."""
+    """The stages of one profile."""
 
     def __init__(
         self,
@@ -203,12 +204,12 @@ class _Run:
         self._inputs = InputFiles(store.work, self._spec.hidden_size, self._shares, self._first_layers)
 
     def keep_tokens(self) -> None:
-        """The tokens themselves, for whoever measures something else on the same text."""
+        """Writes the tokens, so that other measurements can use the same text."""
         if not self._store.has(TOKENS_FILE):
             self._store.write(TOKENS_FILE, {"tokens": self._ids.numpy().astype(np.uint32)})
 
     def statistics(self) -> None:
-        """The first stage: a file a MoE layer."""
+        """Runs the first stage: a file of statistics for each MoE layer."""
         if all(self._store.has(layer_file("statistics", layer)) for layer in self._spec.moe_layers):
             return
         num_sequences, S = self._given.ids.shape
@@ -224,21 +225,21 @@ class _Run:
             if layer in self._spec.moe_layers:
                 self._count_layer(states, tokens, layer)
             states.leave(layer, tokens)
-            del tokens  # or there would be two layers' while the next is entered
+            del tokens  # otherwise two layers' tokens are in memory while the next layer is entered
         states.close()
         self._progress.end()
 
     def _count_layer(self, states: LayerStates, tokens: LayerTokens, layer: int) -> None:
         layer_idx = self._spec.moe_layers.index(layer)
         one = expert_multiplications(self._spec)
-        if len(self._kept):  # before the statistics: where these are, a layer is done
+        if len(self._kept):  # written before the statistics, whose file says that the layer is done
             pieces = input_pieces(self._spec, tokens, self._given.length, self._kept)
             self._store.replace(layer_file("inputs", layer), pieces)
 
         def on_expert(expert: int, num_tokens: int) -> None:
             self._progress.advance(one * num_tokens, f"layer {layer} expert {expert}")
 
-        found = measure_layer(
+        statistics = measure_layer(
             states,
             tokens,
             self._weights,
@@ -249,19 +250,19 @@ class _Run:
             self._options.chunk_tokens,
             self._device,
         )
-        self._store.write(layer_file("statistics", layer), found.arrays())
+        self._store.write(layer_file("statistics", layer), statistics.arrays())
 
     def paths(self) -> None:
-        """Path statistics, from the routes of the tokens that are not held out."""
+        """Writes path statistics from the routes of the tokens that are not held out."""
         if self._store.has(PATHS_FILE):
             return
         routes = np.stack([self._counted(l).routes for l in range(len(self._spec.moe_layers))], axis=1)  # [T, L, k]
         learned = len(routes) - self._num_held_out_tokens
-        found = learn_paths(routes[:learned], self._num_experts, PATH_BYTES, self._first_layers)
-        self._store.write(PATHS_FILE, found.arrays())
+        statistics = learn_paths(routes[:learned], self._num_experts, PATH_BYTES, self._first_layers)
+        self._store.write(PATHS_FILE, statistics.arrays())
 
     def sensitivity(self, level: Level) -> None:
-        """The second stage: a file a decoder layer, then what errors cost."""
+        """Runs the second stage: a file of errors for each decoder layer, then what errors cost."""
         if self._store.has(EFFECTS_FILE):
             return
         stage = SensitivityPass(
@@ -277,8 +278,8 @@ class _Run:
         self._progress.begin((stage.cost(layers)).stage("sensitivity"))
         give_back_freed()
         for layer in layers:
-            found = stage.layer(layer, self._progress)
-            self._store.write(layer_file("sensitivity", layer), found.arrays())
+            layer_errors = stage.layer(layer, self._progress)
+            self._store.write(layer_file("sensitivity", layer), layer_errors.arrays())
             stage.leave(layer)
             give_back_freed()
         errors = [
@@ -290,7 +291,7 @@ class _Run:
         self._progress.end()
 
     def exact(self) -> None:
-        """EdgeMoE's own measure, after the second stage: one file."""
+        """Runs EdgeMoE's own measure after the second stage: one file."""
         if self._store.has(EXACT_FILE):
             return
         stage = ExactPass(self._weights, self._ids, self._store.work / "exact", self._device)
@@ -303,7 +304,7 @@ class _Run:
         self._progress.end()
 
     def predictors(self) -> None:
-        """The last stage: a file a MoE layer, from each stack's second on; none without tokens held out."""
+        """Runs the last stage: a file for each MoE layer but the first of a stack; none without held-out tokens."""
         if not self._shares.num_judged or not self._shares.num_learned:
             return
         paths = PathStatistics.from_arrays(
@@ -326,9 +327,9 @@ class _Run:
             begin = max(first for first in self._first_layers if first <= layer_idx)  # of its stack
             history = [self._layer_inputs(l) for l in range(max(layer_idx - 2, begin), layer_idx + 1)]
             thresholds = self._hot_thresholds(layer_idx)
-            found = predict_layer(self._weights, layer_idx, history, paths, thresholds, self._device)
+            predictors = predict_layer(self._weights, layer_idx, history, paths, thresholds, self._device)
             layer = self._spec.moe_layers[layer_idx]
-            self._store.write(layer_file("predictors", layer), found.arrays())
+            self._store.write(layer_file("predictors", layer), predictors.arrays())
             self._progress.advance(one.multiplications, f"layer {layer}")
         self._progress.end()
 
@@ -337,7 +338,7 @@ class _Run:
         return self._spec.router.num_experts
 
     def _statistics_cost(self, trial: Trial, layers: range) -> Cost:
-        """Of the layers left; layers of a kind are tried once."""
+        """Returns the cost of the remaining layers; one layer of each kind is timed."""
         router = self._spec.router
         tokens_an_expert = self._given.ids.numel() * router.num_experts_per_tok / router.num_experts
         counted = trial.counted(tokens_an_expert) * router.num_experts
@@ -369,7 +370,7 @@ class _Run:
 
 
 def _facts(checkpoint: Checkpoint, tokens: Tokens, options: ProfileOptions) -> ProfileFacts:
-    """What is known of a profile before it is made."""
+    """Returns the facts of a profile before it is made."""
     num_sequences, sequence_length = tokens.sequences.shape
     num_last = num_held_out(num_sequences)
     seen = stack_tokens(checkpoint.spec, sequence_length)
@@ -380,7 +381,7 @@ def _facts(checkpoint: Checkpoint, tokens: Tokens, options: ProfileOptions) -> P
 
 
 def _identity(facts: ProfileFacts) -> str:
-    """What tells a profile from others: all but what it found."""
+    """Returns a digest of the profile's checkpoint, text and options, without its results."""
     return hashlib.sha256(canonical(dump(dataclasses.replace(facts, files=(), sha256="")))).hexdigest()
 
 
@@ -389,13 +390,13 @@ def _listed(path: Path) -> ContentFile:
         return ContentFile(path.name, reader.num_bytes, reader.sha256())
 
 
-_KEY_ARRAY_BYTES = 512  # at most, of an array's name, numbers and padding
+_KEY_ARRAY_BYTES = 512  # at most, of an array's name, shape and padding in the header
 
 
 def attach(pack: Pack, profile: Profile) -> Routing:
-    """Writes `routing.safetensors` beside a pack from a profile of the checkpoint that it was made from.
+    """Writes `routing.safetensors` into a pack's folder, from a profile of the checkpoint from which it was made.
 
-    Raises:  PlanError if the profile is of another checkpoint; ConversionError if somebody is writing in the folder.
+    Raises:  PlanError if the profile is of another checkpoint; ConversionError if another process writes in the folder.
     """
     _check_same(pack, profile)
     routing = routing_of(profile)
@@ -404,9 +405,9 @@ def attach(pack: Pack, profile: Profile) -> Routing:
 
 
 def routing_of(profile: Profile, most_tokens: int = MAX_ROUTED_TOKENS) -> Routing:
-    """What a runtime wants of a profile; networks are read from it when they are asked for.
+    """Returns what the runtime uses of a profile; networks are read from the profile on demand.
 
-    Args:    most_tokens: whose routes are kept.
+    Args:    most_tokens: the most tokens whose routes are kept.
     """
     layers = range(len(profile.spec.moe_layers))
     popularity, mass, routes = [], [], []
@@ -432,10 +433,10 @@ def routing_of(profile: Profile, most_tokens: int = MAX_ROUTED_TOKENS) -> Routin
 
 
 def most_routing_bytes(spec: ModelSpec) -> int:
-    """The most that `routing.safetensors` can take beside a pack of this model, whatever was profiled.
+    """Returns the most bytes that `routing.safetensors` can have for this model, whatever was profiled.
 
-    Meaning: routes of as many tokens as are kept, tables of as many counts as can be and keys up to PATH_BYTES, and
-             for every layer but the first the larger network; with an encoder its decoder's first has none either.
+    Meaning: routes of all kept tokens, the largest tables and keys up to PATH_BYTES, and for every layer but the first
+             the larger network.
     """
     L, E, k, d = len(spec.moe_layers), spec.router.num_experts, spec.router.num_experts_per_tok, spec.hidden_size
     tables = {"popularity": (L, E), "after_one": (max(L - 1, 0), E, E), "after_two": (max(L - 2, 0), E, E)}
@@ -461,17 +462,19 @@ def most_routing_bytes(spec: ModelSpec) -> int:
             "out_weight": ("BF16", (E, h)),
             "out_bias": ("F32", (E,)),
         }
-        arrays += [(f"network.{layer_idx}.{name}", *held) for name, held in network.items()]
+        arrays += [(f"network.{layer_idx}.{name}", *array) for name, array in network.items()]
     return tensor_sidecar_bytes(arrays)
 
 
 def _kept_tokens(profile: Profile, length: int, most_tokens: int) -> slice:
-    """The first held-out tokens, in sequences of `length`: whole ones, or the first part of one that is too long."""
+    """Returns the place of the first held-out tokens: whole sequences of `length`, or a part of a longer one."""
     first = profile.num_tokens - profile.num_held_out_tokens
     return slice(first, first + min(profile.facts.text.num_held_out, most_tokens // length) * length)
 
 
 def _check_same(pack: Pack, profile: Profile) -> None:
     if (profile.spec, profile.facts.source) != (pack.spec, packed_source_digest(pack)):
-        what = "of another model" if profile.spec != pack.spec else "of another checkpoint of this model"
-        raise PlanError(f"--profile {profile.folder}: found a profile {what}; profile the one packed in {pack.folder}")
+        what = "another model" if profile.spec != pack.spec else "another checkpoint of this model"
+        raise PlanError(
+            f"--profile {profile.folder}: the profile is of {what}; profile the one from which {pack.folder} was made"
+        )

@@ -79,8 +79,8 @@ def visits(passes: Passes, facts: CacheFacts, preset: Preset, num_warm: int, is_
     expert_cache = expert_cache_for(preset, facts)
     ages = np.zeros((L, E), np.int64)
     if is_filled:
-        _fill(residency, facts)
-        ages[residency.is_resident] = MAX_AGE
+        _fill(expert_cache, facts)
+        ages[expert_cache.is_resident] = MAX_AGE
     visited: list[tuple[int, int, int]] = []
     for token, layers in enumerate(routes.tolist()):
         for l, experts in enumerate(layers):
@@ -95,12 +95,12 @@ def visits(passes: Passes, facts: CacheFacts, preset: Preset, num_warm: int, is_
     return Visits(max(len(routes) - num_warm, 0), columns[0], columns[1], np.minimum(columns[2], MAX_AGE))
 
 
-def _fill(residency: ExpertCache, facts: CacheFacts) -> None:
+def _fill(expert_cache: ExpertCache, facts: CacheFacts) -> None:
     """Fetches experts by falling popularity while they fit, as if they had been predicted."""
     order = np.argsort(-facts.popularity, axis=None, kind="stable").tolist()
     for layer_idx, expert in (divmod(place, facts.pages.shape[1]) for place in order):
-        if facts.pages[layer_idx, expert] <= residency.free_pages:
-            for _ in residency.ahead(layer_idx, [expert], during=layer_idx):
+        if facts.pages[layer_idx, expert] <= expert_cache.free_pages:
+            for _ in expert_cache.prefetch(layer_idx, [expert], during=layer_idx):
                 pass  # no bytes are moved in a replay
 
 

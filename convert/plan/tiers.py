@@ -201,8 +201,8 @@ class SpeedEstimate:
     """The estimated speed of a pack within a budget, in the steady state of decode.
 
     `shares`: the budget's parts; their sum is at most the budget.   `seconds`: a token.   `fetched_bytes`: a token,
-    from slower memory.   `read_bytes`: a token, of weights in fast memory.   `hit_rate`: of experts.   `misses`: float64
-    [L, E], how often the expert is missing for a token.   `policy`: of the runtime.
+    from slower memory.   `read_bytes`: a token, of weights in fast memory.   `hit_rate`: of experts.   `misses`:
+    float64 [L, E], how often the expert is missing for a token.   `policy`: of the runtime.
     """
 
     shares: tuple[MemoryPart, ...]

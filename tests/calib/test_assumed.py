@@ -111,6 +111,6 @@ def test_an_embedding_that_is_the_head_too_is_assumed_to_lose_both() -> None:
 def test_assumed_losses_say_that_they_are() -> None:
     losses = assumed_losses(GROUPED)
     assert losses.origin.startswith(
-        "assumed: every expert alike, in all what another model loses (tiny-mixtral: profile"
+        "assumed: the losses of another model, spread evenly over all experts (tiny-mixtral: profile"
     )
     assert 0.1 <= losses.nll_per_kl <= 2

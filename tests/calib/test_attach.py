@@ -173,7 +173,7 @@ def test_a_profile_of_something_else_is_refused(
     with Pack(tmp_path / "pack") as held, pytest.raises(PlanError) as refused:
         attach(held, profile)
     assert str(refused.value) == (
-        f"--profile {profile.folder}: found a profile {what}; profile the one packed in {tmp_path / 'pack'}"
+        f"--profile {profile.folder}: the profile is {what}; profile the one from which {tmp_path / 'pack'} was made"
     )
     assert not (tmp_path / "pack" / ROUTING_FILE).exists()
 

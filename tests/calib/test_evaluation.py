@@ -193,7 +193,7 @@ def test_a_reference_of_another_model_is_refused(packed: Path, tmp_path: Path) -
     with pytest.raises(PlanError) as refusal:
         compact(packed, reference_of(other, tmp_path, TOKENS))
     assert str(refusal.value) == (
-        "--against: is the reference of another model; give one of the checkpoint that was packed"
+        "--against: the reference is of another model; give one of the checkpoint that was packed"
     )
 
 
@@ -201,13 +201,15 @@ def test_another_checkpoint_is_refused(packed: Path, tmp_path: Path) -> None:
     other = dataclasses.replace(SHAPE, seed=1).write(tmp_path / "other")
     with pytest.raises(PlanError) as refusal:
         exact(packed, other)
-    assert str(refusal.value) == f"--against {other}: is another checkpoint than the one packed in {packed}"
+    assert str(refusal.value) == f"--against {other}: {packed} was made from another checkpoint; give that one"
 
 
 def test_a_reference_on_other_text_is_refused(packed: Path, reference: Reference) -> None:
     with Pack(packed) as held, pytest.raises(PlanError) as refusal:
         evaluate(held, random_tokens(4, 100, SHAPE.vocab_size, seed=1), Recorder(), reference)
-    assert str(refusal.value) == "--against: was made on other text (made up); leave out the options for text"
+    assert (
+        str(refusal.value) == "--against: the reference was made on other text (made up); remove the options for text"
+    )
 
 
 def test_a_text_of_two_tokens_is_one_prediction_without_a_half_width(packed: Path) -> None:

@@ -108,7 +108,9 @@ def test_no_threshold_leaves_out_all(losses: Losses) -> None:
 def test_without_activations_what_a_threshold_leaves_out_is_not_known(losses: Losses) -> None:
     with pytest.raises(PlanError) as error:
         replace(losses, quantiles=None).sparsity_at(0.25, "gate")
-    assert str(error.value) == "theta 0.25: what it leaves out is not known without a profile; give --profile"
+    assert str(error.value) == (
+        "theta 0.25: without a profile it is not known which share of neurons it drops; give --profile"
+    )
 
 
 def test_formats_are_those_of_the_models_rows_and_bfloat16_without_loss(losses: Losses) -> None:

@@ -80,8 +80,8 @@ def test_resealed_without_a_change_a_profile_is_as_it_was(folder: Path, whole: P
 def test_a_folder_without_profile_json_is_no_profile(folder: Path) -> None:
     (folder / "profile.json").unlink()
     assert refusal(folder) == (
-        f"{folder}: found no profile.json; not a profile, or one that is not finished: "
-        "repeat the moe-pack profile command"
+        f"{folder}: found no profile.json; this is not a profile, or it is not finished; "
+        "repeat the moe-pack profile command to finish it"
     )
 
 
@@ -95,10 +95,10 @@ def test_a_profile_json_beyond_16_megabytes_is_refused(folder: Path) -> None:
     (folder / "profile.json").write_bytes(raw + b" " * (16_000_000 - len(raw)))
     Profile(folder)
     (folder / "profile.json").write_bytes(raw + b" " * (16_000_001 - len(raw)))
-    assert refusal(folder) == "profile.json: more than 16,000,000 bytes"
+    assert refusal(folder) == "profile.json: the file has more than 16,000,000 bytes; profile the model again"
 
 
-ANEW = "profile.json: expected format 'moe-pack profile', version 4; profile the model anew"
+ANEW = "profile.json: expected format 'moe-pack profile', version 4; profile the model again"
 UNSEALED: list[tuple[Callable[[Values], object], str]] = [
     (lambda values: values.update(version=1), ANEW),
     (lambda values: values.update(version=0), ANEW),
@@ -120,11 +120,11 @@ UNSEALED: list[tuple[Callable[[Values], object], str]] = [
     ),
     (
         lambda values: values.update(sensitivity="fast"),
-        "profile.json: SHA-256 does not match its values; profile the model anew",
+        "profile.json: SHA-256 does not match its values; profile the model again",
     ),
     (
         lambda values: values.update(sha256="0" * 64),
-        "profile.json: SHA-256 does not match its values; profile the model anew",
+        "profile.json: SHA-256 does not match its values; profile the model again",
     ),
 ]
 
@@ -165,7 +165,7 @@ def test_a_file_changed_cut_longer_or_missing_is_refused_when_it_is_read(folder:
         for number, changed in enumerate((*flipped, raw[:-1], raw + b"\0", b"")):
             with case(name, number):
                 (folder / name).write_bytes(changed)
-                assert refusal(folder, read) == f"{name}: SHA-256 does not match profile.json; profile the model anew"
+                assert refusal(folder, read) == f"{name}: SHA-256 does not match profile.json; profile the model again"
         (folder / name).unlink()
         assert refusal(folder, read) == f"{name}: file is missing"
         (folder / name).write_bytes(raw)
@@ -176,11 +176,11 @@ def test_files_that_are_not_listed_are_not_read(folder: Path) -> None:
     (folder / "letter.txt").write_text("mine")
     assert not Profile(folder).has("letter.txt")
     assert refusal(folder, lambda profile: profile.effects()) == (
-        f"{folder}: has no effects.safetensors; profile the model with the options that measure it"
+        f"{folder}: the profile has no effects.safetensors; profile the model with the options that measure it"
     )
     (folder / "effects.safetensors").write_bytes(b"not listed")
     assert refusal(folder, lambda profile: profile.effects()) == (
-        f"{folder}: has no effects.safetensors; profile the model with the options that measure it"
+        f"{folder}: the profile has no effects.safetensors; profile the model with the options that measure it"
     )
 
 
@@ -246,7 +246,8 @@ def test_a_profile_without_inputs_says_so(tmp_path: Path) -> None:
     profile = profiled(SMALLEST.write(tmp_path / "source"), tmp_path / "profile", TOKENS, options)
     assert not profile.has_inputs and not list((tmp_path / "profile").glob("inputs-*"))
     assert refusal(tmp_path / "profile", lambda profile: profile.inputs(0)) == (
-        f"{tmp_path / 'profile'}: has no inputs-000.safetensors; profile the model with the options that measure it"
+        f"{tmp_path / 'profile'}: the profile has no inputs-000.safetensors; profile the model with the options that "
+        "measure it"
     )
 
 
@@ -255,7 +256,7 @@ def test_more_inputs_than_of_the_text_that_is_not_held_out_are_refused(num_kept:
     reseal(folder, lambda values: values["text"].update(num_kept=2))
     assert Profile(folder).has_inputs
     reseal(folder, lambda values: values["text"].update(num_kept=num_kept))
-    assert refusal(folder) == "profile.json: text: found impossible counts; profile the model anew"
+    assert refusal(folder) == "profile.json: text: found impossible counts; profile the model again"
 
 
 def test_inputs_of_another_number_of_tokens_are_refused(folder: Path) -> None:

@@ -178,7 +178,7 @@ def test_a_finished_profile_of_other_text_options_or_model_is_refused(smallest: 
         with pytest.raises(ConversionError) as refused:
             profiled(source, folder, tokens, options)
         assert str(refused.value) == (
-            f"{folder}: holds another profile; give another output folder, or remove this one"
+            f"{folder}: there is another profile in this folder; give another one, or remove it"
         )
     assert folder_bytes(folder) == before
 

@@ -98,7 +98,7 @@ def test_another_text_does_not_take_its_place(source: Path, made: Path) -> None:
     with pytest.raises(ConversionError) as refusal:
         make(source, made, random_tokens(3, 40, SHAPE.vocab_size, seed=1))
     assert str(refusal.value) == (
-        f"{made}: holds the reference of another model or text; give another folder, or remove it"
+        f"{made}: this folder has a reference of another model or text; give another one, or remove it"
     )
 
 
@@ -166,37 +166,43 @@ def test_rewritten_without_a_change_it_is_read(made: Path, tmp_path: Path) -> No
 def test_what_no_reference_can_be_is_refused(made: Path, tmp_path: Path) -> None:
     for number, (change, message) in enumerate(
         [
-            (set_fact("format", "else"), "expected format 'moe-pack reference', version 1; make the reference anew"),
-            (set_fact("version", 2), "expected format 'moe-pack reference', version 1; make the reference anew"),
+            (set_fact("format", "else"), "expected format 'moe-pack reference', version 1; make the reference again"),
+            (set_fact("version", 2), "expected format 'moe-pack reference', version 1; make the reference again"),
             (set_fact("more", 1), "facts: unknown key 'more'"),
-            (set_fact("source", "0" * 64), "root is not the source of its facts; make the reference anew"),
-            (set_fact("sequence_length", 1), "facts: found impossible counts; make the reference anew"),
-            (set_fact("noise_floor", -1.0), "facts: found impossible counts; make the reference anew"),
+            (set_fact("source", "0" * 64), "root is not the source in its facts; make the reference again"),
+            (set_fact("sequence_length", 1), "facts: found impossible counts; make the reference again"),
+            (set_fact("noise_floor", -1.0), "facts: found impossible counts; make the reference again"),
             (
                 set_fact("num_outcomes", 255),
-                "facts: found 255 outcomes and 32 drawn, expected 256 and 32; make the reference anew",
+                "facts: found 255 outcomes and 32 drawn, expected 256 and 32; make the reference again",
             ),
             (set_fact("num_sequences", 4), "tensor 'sequences' is U32 [3, 40], expected U32 [4, 40]"),
-            (set_fact("text_sha256", "0" * 64), "the tokens are not those of its facts; make the reference anew"),
+            (
+                set_fact("text_sha256", "0" * 64),
+                "the tokens do not match the digest in its facts; make the reference again",
+            ),
             (lambda arrays: arrays.pop("log_tail"), "tensor 'log_tail' is missing"),
             (lambda arrays: arrays.update(other=arrays["log_tail"]), "unknown tensor 'other'"),
             (
                 lambda arrays: arrays.update(log_tail=arrays["log_tail"].astype("<f8")),
                 "tensor 'log_tail' is F64 [3, 39], expected F32 [3, 39]",
             ),
-            (set_value("ids", 300), "tensor 'ids' has a token beyond the vocabulary; make the reference anew"),
+            (set_value("ids", 300), "tensor 'ids' has a token beyond the vocabulary; make the reference again"),
             (
                 set_value("drawn_ids", 300),
-                "tensor 'drawn_ids' has a token beyond the vocabulary; make the reference anew",
+                "tensor 'drawn_ids' has a token beyond the vocabulary; make the reference again",
             ),
-            (set_value("log_probs", 0.1), "tensor 'log_probs' has what is no log-probability; make the reference anew"),
+            (
+                set_value("log_probs", 0.1),
+                "tensor 'log_probs' has values that are not log-probabilities; make the reference again",
+            ),
             (
                 set_value("log_tail", np.nan),
-                "tensor 'log_tail' has what is no log-probability; make the reference anew",
+                "tensor 'log_tail' has values that are not log-probabilities; make the reference again",
             ),
             (
                 set_value("next_log_probs", -np.inf),
-                "tensor 'next_log_probs' has what is no log-probability; make the reference anew",
+                "tensor 'next_log_probs' has values that are not log-probabilities; make the reference again",
             ),
         ]
     ):
@@ -212,7 +218,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     write_tensor_sidecar(tmp_path, REFERENCE_FILE, [("x", "U8", np.zeros(3, "<u1"))], "0" * 64)
     with pytest.raises(PackError) as refusal:
         read_reference(tmp_path)
-    assert str(refusal.value).endswith("is no reference (of moe-pack eval --keep-reference); it has no facts")
+    assert str(refusal.value).endswith("the file is no reference of moe-pack eval --keep-reference; it has no facts")
 
 
 def test_the_file_may_have_another_name(made: Path, tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_a_text_of_no_tokens_is_refused(tmp_path: Path) -> None:
     whole = HandMade().write(tmp_path / "profile")
     text = dataclasses.replace(whole.facts.text, num_held_out=10)
     (whole.folder / "profile.json").write_bytes(facts_bytes(dataclasses.replace(whole.facts, text=text)))
-    with pytest.raises(PackError, match="text: found impossible counts; profile the model anew"):
+    with pytest.raises(PackError, match="text: found impossible counts; profile the model again"):
         report_html(Profile(whole.folder))
 
 

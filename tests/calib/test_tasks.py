@@ -150,7 +150,7 @@ def test_a_line_that_is_wrong_is_named(text: Text, tmp_path: Path) -> None:
             ),
             (
                 json.dumps({"prompt": "a" + " a" * 300, "choices": [" b", " c"], "answer": 0}),
-                "prompt and choice are 303 tokens, the model has 128 positions",
+                "prompt and choice have 303 tokens, this model takes at most 128",
             ),
         ]
     ):
@@ -172,7 +172,10 @@ def test_blank_lines_are_passed_over(text: Text, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("raw", "message"),
-    [(b"", "found no task; give one JSON object a line"), (None, "cannot be read (No such file or directory)")],
+    [
+        (b"", "found no task; give one JSON object a line"),
+        (None, "the file cannot be read (No such file or directory)"),
+    ],
 )
 def test_a_file_without_tasks_is_refused(raw: bytes | None, message: str, text: Text, tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"

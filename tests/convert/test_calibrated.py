@@ -211,7 +211,7 @@ def test_without_inputs_of_this_checkpoint_nothing_begins(
             f"--profile {bare.folder}: keeps no inputs of experts, which calibrated rounding goes by; profile the "
             "model anew, without --no-inputs",
         ),
-        (stranger, f"--profile {stranger.folder}: is of another checkpoint; profile this one"),
+        (stranger, f"--profile {stranger.folder}: the profile is of another checkpoint; profile this one"),
     ]
     for given, line in refused:
         with pytest.raises(PlanError) as error:

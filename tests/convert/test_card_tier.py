@@ -36,7 +36,7 @@ def test_the_least_runs_and_a_byte_less_does_not() -> None:
     made = layout()
     least = tier(1).least_bytes(made)
     assert sum(share.num_bytes for share in tier(least).estimate(made, np.full(SHAPE, 0.5)).shares) == least
-    with pytest.raises(RunError, match=r"^--target-vram: .*, needed are at least "):
+    with pytest.raises(RunError, match=r"^--target-vram: .* the model needs at least "):
         tier(least - 1).estimate(made, np.full(SHAPE, 0.5))
 
 

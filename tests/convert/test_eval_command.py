@@ -157,7 +157,7 @@ def test_another_checkpoint_is_refused_before_it_is_run(packed: Path, tmp_path: 
     other = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, seed=1).write(tmp_path / "other")
     result = run("eval", packed, "--against", other, *SHORT)
     assert result.exit_code == 1 and result.stderr.endswith(
-        f"--against {other}: is another checkpoint than the one packed in {packed}\n"
+        f"--against {other}: {packed} was made from another checkpoint; give that one\n"
     )
     assert "predictions" not in result.stderr
 

@@ -122,7 +122,7 @@ def test_a_plan_without_a_profile_says_that_its_losses_are_assumed(small: Path) 
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
     assert lines[0].startswith(f"{small}: granitemoe, 2 layers of 32 experts, ")
-    assert lines[1].startswith("losses assumed: every expert alike, ") and "routes drawn evenly" in lines[1]
+    assert lines[1].startswith("losses assumed: the losses of another model, ") and "routes drawn evenly" in lines[1]
     assert "by default --max-loss 1%: of perplexity" in lines
     named = ("asked: 1% of perplexity", "a quarter of the loss", "four times the loss")
     found = [re.search(rf"^{name} +[\d.]+ +\+([\d.]+)% ", done.output, re.MULTILINE) for name in named]

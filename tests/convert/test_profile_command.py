@@ -65,7 +65,7 @@ def test_a_profile_repeated_is_not_made_again(source: Path, profile: Path) -> No
 def test_a_profile_of_other_options_does_not_take_the_place_of_one(source: Path, profile: Path) -> None:
     result = run("profile", str(source), "-o", str(profile), *SMALL, "--sensitivity", "none")
     assert result.exit_code == 1
-    assert result.stderr.endswith("holds another profile; give another output folder, or remove this one\n")
+    assert result.stderr.endswith("there is another profile in this folder; give another one, or remove it\n")
 
 
 def test_inputs_are_left_out_where_that_is_asked_for(source: Path, tmp_path: Path) -> None:
@@ -185,11 +185,11 @@ def test_measured_thresholds_are_printed_by_layer_or_as_json(source: Path, tmp_p
 
 def test_impossible_thresholds_are_refused(new_folder: Callable[[], Path]) -> None:
     cases = [
-        ([], "give one of the two"),
-        (["--sparsity", "0.5", "--theta", "1"], "give one of the two"),
-        (["--sparsity", "1"], "found 1.0, expected a share from 0 up to, but not, 1"),
+        ([], "give exactly one of the two"),
+        (["--sparsity", "0.5", "--theta", "1"], "give exactly one of the two"),
+        (["--sparsity", "1"], "found 1.0, expected a share of at least 0 and less than 1"),
         (["--sparsity", "nan"], "found nan"),
-        (["--theta", "-1"], "found -1.0, expected a threshold from 0 up"),
+        (["--theta", "-1"], "found -1.0, expected at least 0 and less than 1e30"),
     ]
     for arguments, says in cases:
         with case(arguments, says):
@@ -232,7 +232,7 @@ def test_a_profile_of_another_checkpoint_is_not_attached(profile: Path, tmp_path
     other = TinyMixtral(num_layers=2, num_experts=4, vocab_size=4096, seed=1).write(tmp_path / "other")
     assert converted(other, tmp_path / "pack").exit_code == 0
     result = run("attach", str(tmp_path / "pack"), "--profile", str(profile))
-    assert result.exit_code == 1 and "found a profile of another" in result.stderr and result.stderr.count("\n") == 1
+    assert result.exit_code == 1 and "the profile is of another" in result.stderr and result.stderr.count("\n") == 1
     assert run("attach", str(tmp_path / "pack"), "--profile", str(tmp_path)).exit_code == 1
     assert run("attach", str(tmp_path / "pack")).exit_code == 2
 
@@ -296,4 +296,7 @@ def test_a_report_draws_what_was_measured_of_a_pack(source: Path, profile: Path,
 def test_a_report_refuses_a_pack_of_another_model(profile: Path, tiny_pack: Path, tmp_path: Path) -> None:
     result = run("report", str(profile), "--pack", str(tiny_pack), "-o", str(tmp_path / "report.html"))
     assert result.exit_code == 1
-    assert result.stderr == f"moe-pack: --pack {tiny_pack}: is of another model than the profile {profile}\n"
+    assert result.stderr == (
+        f"moe-pack: --pack {tiny_pack}: was not made from the checkpoint of the profile {profile}; "
+        "give a pack and a profile of the same checkpoint\n"
+    )

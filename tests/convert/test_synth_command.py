@@ -117,7 +117,7 @@ WRONG = {
     "profile and skew": (["--profile", "p", "--skew", "1"], 2, "--profile: says how popular experts are; leave --skew"),
     "skew": (["--skew", "nan"], 2, "--skew: found nan, expected a number from 0 to 4"),
     "correlation": (["--path-correlation", "1.01"], 2, "--path-correlation: found 1.01, expected a number from 0 to 1"),
-    "sparsity": (["--sparsity", "1"], 2, "--sparsity: found 1.0, expected a share from 0 up to, but not, 1"),
+    "sparsity": (["--sparsity", "1"], 2, "--sparsity: found 1.0, expected a share of at least 0 and less than 1"),
     "group": (["--group-size", "128"], 1, "group size 128 does not divide rows of 64 values"),
     "no plan": (["--plan", "/nowhere/plan.json"], 1, "moe-pack: plan.json: file is missing"),
     "no profile": (["--profile", "/nowhere"], 1, "moe-pack: /nowhere: found no profile.json"),
